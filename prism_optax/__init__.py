@@ -1,0 +1,1 @@
+"""Differentially private training of LoRA adapters with optax."""
