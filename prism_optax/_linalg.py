@@ -1,0 +1,232 @@
+"""Small dense linear algebra, batched over leading axes.
+
+Two rules of this file serve everything above it.
+
+*   Factorisations (QR, SVD, eigh) of several matrices run one after the other
+    on CPU and batched on GPU and TPU. XLA's CPU runtime shares one thread pool
+    between independent operations and the batch loop inside LAPACK calls, and
+    two such calls at once can wait for each other for ever. A user's ``vmap``
+    would turn the loop back into a batched call, hence the ``custom_vmap``.
+*   Products of factors ask for the highest matmul precision: the default on
+    GPUs (TF32) and TPUs (bfloat16) would lose the orthogonality of frames.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+  """``a @ b`` at the highest precision the platform has."""
+  return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def gram(a: jax.Array, b: jax.Array) -> jax.Array:
+  """``a.mT @ b`` at the highest precision the platform has."""
+  return matmul(a.mT, b)
+
+
+def map_matrices(fn: Callable, *args: jax.Array) -> Any:
+  """Maps ``fn`` over axis 0: in turn on CPU, batched elsewhere."""
+  if args[0].shape[0] == 1:  # No loop for a single matrix.
+    return jax.tree.map(lambda y: y[None], fn(*(a[0] for a in args)))
+  return jax.lax.platform_dependent(
+    *args,
+    cpu=lambda *xs: jax.lax.map(lambda x: fn(*x), xs),
+    default=jax.vmap(fn),
+  )
+
+
+def flat_batch(fn: Callable) -> Callable:
+  """Lets ``fn``, written for matrices (b, ., .), take any leading axes.
+
+  All arguments must be arrays with the same leading axes and two trailing
+  ones. The batching rule of the result under ``vmap`` is to call it with one
+  more leading axis, so what ``fn`` decides for its whole batch (a loop, a
+  branch) stays one decision.
+  """
+
+  def call_flat(*args):
+    lead = args[0].shape[:-2]
+    out = fn(*(a.reshape((-1, *a.shape[-2:])) for a in args))
+    return jax.tree.map(lambda y: y.reshape(lead + y.shape[1:]), out)
+
+  @jax.custom_batching.custom_vmap
+  def mapped(*args):
+    return call_flat(*args)
+
+  @mapped.def_vmap
+  def _rule(axis_size, in_batched, *args):
+    args = [
+      a if batched else jnp.broadcast_to(a, (axis_size, *a.shape))
+      for a, batched in zip(args, in_batched, strict=True)
+    ]
+    out = mapped(*args)
+    return out, jax.tree.map(lambda _: True, out)
+
+  @functools.wraps(fn)
+  def wrapped(*args):
+    # Frames and spectra are never differentiated: the derivative of a
+    # factorisation is infinite where singular values meet.
+    return mapped(*jax.lax.stop_gradient(args))
+
+  return wrapped
+
+
+def _safe_reciprocal(x: jax.Array, alive: jax.Array) -> jax.Array:
+  return jnp.where(alive, 1 / jnp.where(alive, x, 1), 0)
+
+
+def column_norms(x: jax.Array) -> jax.Array:
+  """Euclidean norms of the columns, (..., r), without overflow."""
+  largest = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
+  scale = jnp.where(largest > 0, largest, 1)
+  return (scale * jnp.linalg.norm(x / scale, axis=-2, keepdims=True))[..., 0, :]
+
+
+def qr(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Thin QR of (b, m, r) matrices."""
+  return map_matrices(jnp.linalg.qr, x)
+
+
+def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Thin SVD ``u @ diag(s) @ vt`` of (b, m, n) matrices."""
+  return map_matrices(
+    lambda a: tuple(jnp.linalg.svd(a, full_matrices=False)), x
+  )
+
+
+@flat_batch
+def orthonormal_frame(
+  x: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The polar frame of the normalised columns of ``x``.
+
+  With ``D`` the column norms and ``N = x D^+``, the frame is the polar factor
+  ``Q = N (N^T N)^(+1/2)``, a partial isometry on the numerical range of ``x``;
+  ``x = Q core`` with ``core = (N^T N)^(1/2) D``. It is a continuous function
+  of ``x`` wherever the rank is constant (no signs of singular vectors), and
+  ``x O`` has the frame ``Q O`` up to an orthogonal matrix.
+
+  Normalising the columns first makes a diagonal change of gauge harmless at
+  any condition. Singular values of ``N`` below ``r`` times the machine
+  epsilon, relative to the largest, count as zero: their directions are
+  rounding errors.
+
+  Args:
+    x: (..., m, r).
+
+  Returns:
+    ``Q`` (..., m, r), ``core`` (..., r, r) and the pseudo-inverse of ``core``.
+  """
+  rank, eps = x.shape[-1], jnp.finfo(x.dtype).eps
+  norms = column_norms(x)
+  # Below this a square underflows; such a column is zero for all purposes.
+  alive = norms > jnp.sqrt(jnp.finfo(x.dtype).tiny)
+  norms = jnp.where(alive, norms, 0)
+  inverse_norms = _safe_reciprocal(norms, alive)
+  normalised = x * inverse_norms[:, None, :]
+  eye = jnp.eye(rank, dtype=x.dtype)
+  # A zero column has no diagonal entry of its own; it stays zero below.
+  excess = gram(normalised, normalised) - eye * alive[:, None, :]
+  # One Newton-Schulz step squares the distance E to orthonormal columns, so
+  # ||E||_2 <= sqrt(eps) is enough for full accuracy.
+  nearly_orthogonal = jnp.max(jnp.abs(excess)) <= jnp.sqrt(eps) / rank
+
+  def by_newton_schulz():
+    # N^T N = I + E: (N^T N)^(-1/2) = I - E/2 + O(E^2), its inverse I + E/2.
+    frame = matmul(normalised, eye - excess / 2)
+    core = (eye + excess / 2) * norms[:, None, :]
+    inverse = inverse_norms[:, :, None] * (eye - excess / 2)
+    # Rows and columns of dead directions must be exactly zero.
+    both = alive[:, None, :] & alive[:, :, None]
+    return frame, jnp.where(both, core, 0), jnp.where(both, inverse, 0)
+
+  def by_householder():
+    q, triangular = qr(normalised)
+    u, s, vt = svd(triangular)
+    kept = s > rank * eps * s[:, :1]
+    vt = vt * kept[:, :, None]
+    frame = matmul(q, matmul(u, vt))
+    core = gram(vt, s[:, :, None] * vt) * norms[:, None, :]
+    reciprocal = _safe_reciprocal(s, kept)
+    inverse = inverse_norms[:, :, None] * gram(vt, reciprocal[:, :, None] * vt)
+    return frame, core, inverse
+
+  return jax.lax.cond(nearly_orthogonal, by_newton_schulz, by_householder)
+
+
+@flat_batch
+def polar(x: jax.Array) -> jax.Array:
+  """The polar factor of square matrices, a partial isometry on their range.
+
+  Singular values below ``r`` times the machine epsilon count as zero (the
+  matrices are overlaps of frames: their singular values are at most one).
+  """
+  u, s, vt = svd(x)
+  kept = s > x.shape[-1] * jnp.finfo(x.dtype).eps
+  return matmul(u * kept[:, None, :], vt)
+
+
+@flat_batch
+def orthogonal_polar(x: jax.Array) -> jax.Array:
+  """An orthogonal polar factor of square matrices: also off their range."""
+  u, _, vt = svd(x)
+  return matmul(u, vt)
+
+
+@flat_batch
+def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Eigenvalues, ascending, and eigenvectors of symmetric matrices."""
+  w, v = map_matrices(lambda a: tuple(jnp.linalg.eigh(a)), x)
+  return w, v
+
+
+def inverse_sqrt(
+  x: jax.Array, *, floor: jax.Array, max_condition_number, eps
+) -> jax.Array:
+  """``U (sqrt(w) + eps)^-1 U^T`` of a symmetric matrix with floored spectrum.
+
+  Eigenvalues are raised to ``floor`` and then to the largest of them over
+  ``max_condition_number``. Where root and ``eps`` are both zero (nothing was
+  ever seen) the result is zero.
+
+  Args:
+    x: (..., r, r), symmetric.
+    floor: (...), not negative.
+    max_condition_number: At least 1.
+    eps: Added to the roots, as in Adam.
+
+  Returns:
+    (..., r, r).
+  """
+  w, v = eigh(x)
+  w = jnp.maximum(w, floor[..., None])
+  w = jnp.maximum(w, w[..., -1:] / max_condition_number)
+  root = jnp.sqrt(jnp.maximum(w, 0)) + eps
+  return matmul(v * _safe_reciprocal(root, root > 0)[..., None, :], v.mT)
+
+
+@flat_batch
+def sylvester_of_grams(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+  """Solves ``a^T a w + w b^T b = c`` for square ``a`` and ``b``.
+
+  The Gram matrices are never formed: their small eigenvalues would be lost at
+  the square of the condition number. Where the equation is singular (a
+  direction both of whose singular values vanish, up to rounding) the solution
+  of least norm is taken.
+  """
+  _, sa, va = svd(a)
+  _, sb, vb = svd(b)
+  eps = a.shape[-1] * jnp.finfo(a.dtype).eps
+  # Scaled by the largest singular value: squares must not underflow.
+  largest = jnp.maximum(sa[:, :1], sb[:, :1])
+  scale = jnp.where(largest > 0, largest, 1)
+  total = ((sa / scale) ** 2)[:, :, None] + ((sb / scale) ** 2)[:, None, :]
+  rotated = matmul(matmul(va, c), vb.mT) * _safe_reciprocal(
+    total, total > eps**2
+  )
+  return gram(va, matmul(rotated, vb)) / scale[:, :, None] ** 2
