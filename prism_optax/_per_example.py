@@ -1,0 +1,118 @@
+"""Clipping of per-example arrays with a bounded sum, shared by the transforms.
+
+What is here decides the sensitivity of every mechanism above it. Nothing in it
+branches on data: an example whose numbers are not finite gets weight zero.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import optax
+
+NeighboringRelation = dp_accounting.NeighboringRelation
+
+
+class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
+  """A transformation whose output moves by at most ``sensitivity()``.
+
+  It unpacks into ``init`` and ``update`` like any other, so ``optax.chain``
+  takes it.
+
+  Attributes:
+    sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
+      largest Euclidean distance between what comes out for neighbouring
+      batches. For tests and direct calibration: an accountant that is told the
+      relation does this by itself, and doing both counts it twice.
+  """
+
+  sensitivity: Callable[..., float]
+
+  def __new__(cls, init, update, sensitivity):
+    self = super().__new__(cls, init, update)
+    self.sensitivity = sensitivity
+    return self
+
+
+def sensitivity_of_sum(bound: Any) -> Callable[..., Any]:
+  """``sensitivity`` of a sum of terms of norm at most ``bound``."""
+
+  def sensitivity(
+    neighboring_relation: NeighboringRelation = (
+      NeighboringRelation.ADD_OR_REMOVE_ONE
+    ),
+  ):
+    if neighboring_relation in (
+      NeighboringRelation.ADD_OR_REMOVE_ONE,
+      NeighboringRelation.REPLACE_SPECIAL,  # An example becomes zero.
+    ):
+      return bound
+    if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+      return 2 * bound
+    raise ValueError(
+      'Expected a dp_accounting.NeighboringRelation, got'
+      f' {neighboring_relation=}.'
+    )
+
+  return sensitivity
+
+
+def squared_norms(arrays: Iterable[jax.Array], l2_clip_norm: Any) -> jax.Array:
+  """Squares of each example's norm in units of the clip norm, shape (B,).
+
+  In these units neither underflow (entries that do not matter) nor overflow
+  (then the example counts as zero) can hide a norm above one.
+  """
+  return functools.reduce(
+    jnp.add,
+    (
+      jnp.sum(jnp.square(x / l2_clip_norm), axis=tuple(range(1, x.ndim)))
+      for x in arrays
+    ),
+  )
+
+
+def clip_weights(
+  squared_norms: jax.Array, is_padding_example: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """Weights ``min(1, 1/norm)`` of the examples, and which ones count.
+
+  Args:
+    squared_norms: (B,), in units of the clip norm.
+    is_padding_example: (B,), True for examples that are not there; or None.
+
+  Returns:
+    Weights (B,), and booleans (B,): False for padding and for examples with a
+    norm that is not finite (so with any coordinate that is not).
+
+  Raises:
+    ValueError: If ``is_padding_example`` has another shape.
+  """
+  counts = jnp.isfinite(squared_norms)
+  if is_padding_example is not None:
+    if jnp.shape(is_padding_example) != squared_norms.shape:
+      raise ValueError(
+        'Expected is_padding_example to have one entry per example,'
+        f' {squared_norms.shape}, got {jnp.shape(is_padding_example)}.'
+      )
+    counts &= ~jnp.asarray(is_padding_example, bool)
+  # A little below one: rounding of the norm, of the product and of the sum
+  # stays inside the bound (8 eps is 1e-6 in float32).
+  bound = 1 - 8 * jnp.finfo(squared_norms.dtype).eps
+  norms = jnp.sqrt(jnp.where(counts, squared_norms, 1))
+  return jnp.where(counts, bound / jnp.maximum(norms, bound), 0), counts
+
+
+def weighted_sum(
+  x: jax.Array, weights: jax.Array, counts: jax.Array
+) -> jax.Array:
+  """``sum_i weights[i] x[i]`` over axis 0, without the examples left out.
+
+  They are replaced by zeros first: zero times infinity is no number.
+  """
+  x = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+  return jnp.einsum('b...,b->...', x, weights.astype(x.dtype),
+                    precision=jax.lax.Precision.HIGHEST)  # fmt: skip

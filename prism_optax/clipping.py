@@ -1,0 +1,144 @@
+"""Clipping of per-example gradients in the intrinsic norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from prism_optax import _per_example, _validate, fixed_rank, lora
+from prism_optax.lora import Blocks
+
+
+def _to_coordinates(adapters, frames, grads: Any, lead: int) -> Blocks:
+  """Factor gradients, with ``lead`` batch axes, in tangent coordinates."""
+  blocks = adapters.gradients(grads, lead, 'per-example gradients' if lead
+                              else 'gradients')  # fmt: skip
+  pairs = lora.map_pairs(
+    fixed_rank.tangent_from_gradients, frames, blocks.pairs
+  )
+  return Blocks(pairs, blocks.others)
+
+
+def tangent_coordinates(
+  params: Any, *, layout: Any = None
+) -> Callable[[Any], Any]:
+  """The map from one example's factor gradients to tangent coordinates.
+
+  For each LoRA pair ``X_L = (I - P_L) g_L C_R^-1`` and ``X_R = g_R C_L^-1``,
+  in the leaves of ``left`` and ``right``: orthonormal coordinates of the
+  tangent projection of the gradient in ``Z = scale * left @ right.mT`` (PRISM,
+  arXiv:2606.00944, Eq. 13), whose Euclidean norm is the intrinsic norm
+  (Eq. 15). Other leaves count as they are. So any clipping by the global norm
+  of the result is intrinsic clipping, for instance::
+
+    jax_privacy.clipped_grad(
+      loss, l2_clip_norm=1.0, normalize_by=expected_batch_size,
+      pre_clipping_transform=prism_optax.tangent_coordinates(params))
+
+  Frames are computed here, once, not for each example. Pass ``params`` of the
+  same step: coordinates and the transforms that read them must agree on the
+  point.
+
+  Args:
+    params: Tree of trainable arrays with LoRA pairs.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A function from a tree like ``params`` (gradients of one example) to a tree
+    of the same shapes, float32 at least.
+
+  Raises:
+    ValueError: If pairs cannot be found, or the gradients do not fit.
+
+  >>> import jax.numpy as jnp
+  >>> params = {'lora_a': jnp.array([[2.0], [0.0]]), 'lora_b': jnp.array([[4.0]])}
+  >>> grads = {'lora_a': jnp.array([[4.0], [8.0]]), 'lora_b': jnp.array([[2.0]])}
+  >>> tangent_coordinates(params)(grads)['lora_a'].ravel().tolist()
+  [1.0, 2.0]
+  """
+  adapters = lora.Adapters(params, layout)
+  frames = adapters.frames(params)
+
+  def transform(grads: Any) -> Any:
+    return adapters.tree(_to_coordinates(adapters, frames, grads, 0))
+
+  return transform
+
+
+def intrinsic_clip(
+  l2_clip_norm: Any, *, normalize_by: Any = 1.0, layout: Any = None
+) -> _per_example.BoundedSensitivityTransformation:
+  """Clips per-example gradients in the intrinsic norm and adds them up.
+
+  ``sum_i min(1, C / s_i) X_i / normalize_by`` with tangent coordinates
+  ``X_i`` (see :func:`tangent_coordinates`) and one norm ``s_i`` for each example
+  over all modules and all other leaves (PRISM, arXiv:2606.00944, Eq. 16).
+
+  All per-example gradients are held at once. For real models use
+  ``jax_privacy.clipped_grad`` with micro-batches and
+  :func:`tangent_coordinates`, which gives the same.
+
+  ====================================  =======================================
+  example with a NaN or Inf, or whose   counts as zero
+  squared norm overflows
+  padding example                       counts as zero
+  batch of padding only, or of size 0   zeros
+  bfloat16 gradients                    norm, clip and sum in float32
+  ====================================  =======================================
+
+  Args:
+    l2_clip_norm: C, the largest norm of an example's contribution.
+    normalize_by: A public constant that divides the sum: the EXPECTED batch
+      size, never the realised one.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A transformation whose ``update(per_example_grads, state, params,
+    is_padding_example=None)`` takes leaves (B, \\*shape) and returns leaves
+    (\\*shape) in tangent coordinates. ``.sensitivity(neighboring_relation)`` is
+    C / normalize_by, twice that for REPLACE_ONE.
+
+  Raises:
+    ValueError: If C or ``normalize_by`` is not a positive finite number (a
+      traced one is not checked); in ``update`` if ``params`` is missing or the
+      gradients do not have one leading batch axis.
+
+  >>> import jax.numpy as jnp
+  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+  >>> clip = intrinsic_clip(1.0, normalize_by=10.0)
+  >>> clip.sensitivity()
+  0.1
+  >>> grads = {'lora_a': jnp.ones((4, 3, 1)), 'lora_b': jnp.ones((4, 1, 2))}
+  >>> clipped, _ = clip.update(grads, clip.init(params), params)
+  >>> clipped['lora_b'].shape
+  (1, 2)
+  """
+  _validate.positive('l2_clip_norm', l2_clip_norm)
+  _validate.positive('normalize_by', normalize_by)
+
+  def init_fn(params):
+    lora.Adapters(params, layout).check_observable(params)
+    return optax.EmptyState()
+
+  def update_fn(
+    updates, state, params=None, *, is_padding_example=None, **extra_args
+  ):
+    del extra_args
+    _validate.params_given('intrinsic_clip', params)
+    adapters = lora.Adapters(params, layout)
+    blocks = _to_coordinates(adapters, adapters.frames(params), updates, 1)
+    # (B, k, ., r) and (B, *shape): axis 0 is the batch throughout.
+    squared = _per_example.squared_norms(jax.tree.leaves(blocks), l2_clip_norm)
+    weights, counts = _per_example.clip_weights(squared, is_padding_example)
+    weights = weights / normalize_by
+    summed = jax.tree.map(
+      lambda x: _per_example.weighted_sum(x, weights, counts), blocks
+    )
+    return adapters.tree(summed), state
+
+  return _per_example.BoundedSensitivityTransformation(
+    init_fn,
+    update_fn,
+    _per_example.sensitivity_of_sum(l2_clip_norm / normalize_by),
+  )

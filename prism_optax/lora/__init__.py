@@ -1,0 +1,14 @@
+"""LoRA pairs in parameter trees: finding them, and geometry over all of them.
+
+A tree of trainable parameters holds pairs of low-rank factors and perhaps
+other leaves (a classification head). This package finds the pairs from names
+and shapes, or takes them from a ``layout``, and moves between the tree and
+stacked arrays on which :mod:`prism_optax.fixed_rank` works.
+"""
+
+from prism_optax.lora._adapters import Adapters as Adapters
+from prism_optax.lora._adapters import Blocks as Blocks
+from prism_optax.lora._canonicalize import canonicalize as canonicalize
+from prism_optax.lora._layout import Layout as Layout
+from prism_optax.lora._layout import Pair as Pair
+from prism_optax.lora._pairs import describe_pairs as describe_pairs

@@ -1,0 +1,188 @@
+"""Between a parameter tree and stacked arrays that the geometry works on.
+
+Modules of the same m, n and r are stacked along one axis, whatever their
+number, so a program's size and compile time hardly grow with the number of
+modules.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prism_optax import fixed_rank
+from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.lora import _pairs
+
+
+class Blocks(NamedTuple):
+  """A tree, taken apart: pairs by shape, and the other leaves as they are.
+
+  Attributes:
+    pairs: For each distinct (m, n, r, type) a :class:`fixed_rank.Tangent` or
+      :class:`fixed_rank.Factors` of arrays (*lead, k, m, r), (*lead, k, n, r).
+    others: The leaves that belong to no pair, (*lead, *shape).
+  """
+
+  pairs: tuple[Any, ...]
+  others: tuple[jax.Array, ...]
+
+
+class Adapters:
+  """The LoRA modules of one tree, with what is static about them.
+
+  Made while tracing from the shapes and names of ``params``; it holds no
+  array.
+
+  Args:
+    params: Tree of trainable arrays.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+  """
+
+  def __init__(self, params: Any, layout: _pairs.LayoutLike = None):
+    self.modules = _pairs.find_modules(params, layout)
+    self.names, leaves = _pairs.named_leaves(params)
+    self._treedef = jax.tree.structure(params)
+    self._shapes = [np.shape(leaf) for leaf in leaves]
+    # Geometry, sums and noise need float32 at least, whatever the model's type.
+    self._dtypes = [
+      jnp.promote_types(leaf.dtype, jnp.float32) for leaf in leaves
+    ]
+    groups = collections.defaultdict(list)
+    for module in self.modules:
+      dtype = jnp.promote_types(self._dtypes[module.a], self._dtypes[module.b])
+      groups[module.m, module.n, module.rank, dtype].append(module)
+    self._groups = list(groups.items())
+    taken = {i for module in self.modules for i in (module.a, module.b)}
+    self._others = [i for i in range(len(leaves)) if i not in taken]
+
+  # Trees of arrays -> blocks.
+
+  def _leaves(self, tree: Any, lead: int, what: str) -> list[jax.Array]:
+    """The leaves of a tree like ``params`` with ``lead`` more leading axes."""
+    if jax.tree.structure(tree) != self._treedef:
+      raise ValueError(
+        f'Expected {what} to have the structure of params, got'
+        f' {jax.tree.structure(tree)} for {self._treedef}.'
+      )
+    leaves = jax.tree.leaves(tree)
+    for name, leaf, shape in zip(self.names, leaves, self._shapes, strict=True):
+      if np.shape(leaf)[lead:] != shape or np.ndim(leaf) != lead + len(shape):
+        axes = 'one leading batch axis and then ' if lead else ''
+        raise ValueError(
+          f'Expected {what} at {name!r} to have {axes}the shape of the'
+          f' parameter, {shape}, got {np.shape(leaf)}.'
+        )
+    if lead:
+      sizes = {np.shape(leaf)[:lead] for leaf in leaves}
+      if len(sizes) > 1:
+        raise ValueError(
+          f'Expected the same leading batch axis in all of {what}, got sizes'
+          f' {sorted(size[0] for size in sizes)}.'
+        )
+    return leaves
+
+  def _split(
+    self, leaves: Sequence[jax.Array], kind: Any, power: float
+  ) -> Blocks:
+    """Stacks the pairs, multiplied by ``scale ** power``."""
+
+    def stacked(side: str, group, dtype):
+      parts = []
+      for x in group:
+        axes = x.a_axes if side == 'a' else x.b_axes
+        leaf = jnp.asarray(leaves[getattr(x, side)], dtype)
+        matrices = axes.to_matrices(leaf)
+        parts.append(
+          matrices if x.scale == 1 else matrices * float(x.scale**power)
+        )
+      return jnp.concatenate(parts, -3) if len(parts) > 1 else parts[0]
+
+    pairs = tuple(
+      kind(stacked('b', group, key[-1]), stacked('a', group, key[-1]))
+      for key, group in self._groups
+    )
+    others = tuple(
+      jnp.asarray(leaves[i], self._dtypes[i]) for i in self._others
+    )
+    return Blocks(pairs, others)
+
+  def factors(self, params: Any) -> Blocks:
+    """The scaled factors: ``Z`` of a module is its change of the weight.
+
+    The scale is shared out as its square root on either factor.
+    """
+    leaves = self._leaves(params, 0, 'params')
+    return self._split(leaves, Factors, 0.5)
+
+  def gradients(self, grads: Any, lead: int = 0, what='grads') -> Blocks:
+    """Gradients with respect to :meth:`factors`, with leading batch axes."""
+    return self._split(self._leaves(grads, lead, what), Factors, -0.5)
+
+  def coordinates(self, tree: Any, what: str = 'updates') -> Blocks:
+    """Tangent coordinates from a tree in the shapes of ``params``."""
+    return self._split(self._leaves(tree, 0, what), Tangent, 0.0)
+
+  # Blocks -> trees.
+
+  def tree(self, blocks: Blocks, power: float = 0.0) -> Any:
+    """A tree in the shapes of ``params``; pairs times ``scale ** power``."""
+    leaves: list[Any] = [None] * len(self._shapes)
+    for (_, group), pair in zip(self._groups, blocks.pairs, strict=True):
+      start = 0
+      for x in group:
+        size = int(np.prod(x.stack))
+        factor = float(x.scale**power)
+        for i, axes, stacked in (
+          (x.a, x.a_axes, pair.right),
+          (x.b, x.b_axes, pair.left),
+        ):
+          part = jax.lax.slice_in_dim(stacked, start, start + size, axis=-3)
+          part = axes.from_matrices(part)
+          leaves[i] = part if factor == 1 else part * factor
+        start += size
+    for i, leaf in zip(self._others, blocks.others, strict=True):
+      leaves[i] = leaf
+    return jax.tree.unflatten(self._treedef, leaves)
+
+  def unscaled_tree(self, blocks: Blocks) -> Any:
+    """Factors (or steps of them) as leaves: the inverse of :meth:`factors`."""
+    return self.tree(blocks, -0.5)
+
+  # Geometry over all modules.
+
+  def frames(self, params: Any) -> tuple[Frame, ...]:
+    """One stacked frame for each group of modules."""
+    return tuple(fixed_rank.frame(pair) for pair in self.factors(params).pairs)
+
+  def check_observable(self, params: Any) -> None:
+    """Refuses modules whose factors are both zero, where values are known.
+
+    Their gradients are zero whatever the data, so they would never move.
+
+    Raises:
+      ValueError: Naming the modules.
+    """
+    leaves = jax.tree.leaves(params)
+    dead = [
+      x.name
+      for x in self.modules
+      if not any(
+        isinstance(leaves[i], jax.core.Tracer | jax.ShapeDtypeStruct)
+        or bool(jnp.any(leaves[i] != 0))
+        for i in (x.a, x.b)
+      )
+    ]
+    if dead:
+      raise ValueError(
+        f'Both factors are zero in params of {dead}: no gradient reaches them.'
+        ' Initialise one factor of each pair at random.'
+      )
+
+
+def map_pairs(fn, *blocks: Sequence[Any]) -> tuple[Any, ...]:
+  """Applies ``fn`` to the pairs (frames, tangents, ...) of each group."""
+  return tuple(fn(*args) for args in zip(*blocks, strict=True))
