@@ -1,1 +1,22 @@
 """Differentially private training of LoRA adapters with optax."""
+
+from prism_optax import accounting as accounting
+from prism_optax import fixed_rank as fixed_rank
+from prism_optax import lora as lora
+from prism_optax.aliases import prism as prism
+from prism_optax.clipping import intrinsic_clip as intrinsic_clip
+from prism_optax.clipping import tangent_coordinates as tangent_coordinates
+from prism_optax.noise_addition import (
+  TangentPrivatizerState as TangentPrivatizerState,
+)
+from prism_optax.noise_addition import tangent_privatizer as tangent_privatizer
+from prism_optax.preconditioning import (
+  RankPreconditionerState as RankPreconditionerState,
+)
+from prism_optax.preconditioning import (
+  scale_by_rank_preconditioner as scale_by_rank_preconditioner,
+)
+from prism_optax.retraction import retract as retract
+from prism_optax.weight_decay import add_decayed_factors as add_decayed_factors
+
+__version__ = '0.1.0'

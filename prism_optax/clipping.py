@@ -52,8 +52,9 @@ def tangent_coordinates(
     ValueError: If pairs cannot be found, or the gradients do not fit.
 
   >>> import jax.numpy as jnp
-  >>> params = {'lora_a': jnp.array([[2.0], [0.0]]), 'lora_b': jnp.array([[4.0]])}
-  >>> grads = {'lora_a': jnp.array([[4.0], [8.0]]), 'lora_b': jnp.array([[2.0]])}
+  >>> a, b = jnp.array([[2.0], [0.0]]), jnp.array([[4.0]])
+  >>> params = {'lora_a': a, 'lora_b': b}
+  >>> grads = {'lora_a': jnp.array([[4.0], [8.0]]), 'lora_b': b}
   >>> tangent_coordinates(params)(grads)['lora_a'].ravel().tolist()
   [1.0, 2.0]
   """
@@ -71,9 +72,9 @@ def intrinsic_clip(
 ) -> _per_example.BoundedSensitivityTransformation:
   """Clips per-example gradients in the intrinsic norm and adds them up.
 
-  ``sum_i min(1, C / s_i) X_i / normalize_by`` with tangent coordinates
-  ``X_i`` (see :func:`tangent_coordinates`) and one norm ``s_i`` for each example
-  over all modules and all other leaves (PRISM, arXiv:2606.00944, Eq. 16).
+  ``sum_i min(1, C / s_i) X_i / normalize_by`` with tangent coordinates ``X_i``
+  (see :func:`tangent_coordinates`) and one norm ``s_i`` for each example over
+  all modules and all other leaves (PRISM, arXiv:2606.00944, Eq. 16).
 
   All per-example gradients are held at once. For real models use
   ``jax_privacy.clipped_grad`` with micro-batches and

@@ -1,0 +1,149 @@
+"""Ready-made optimizers."""
+
+from typing import Any
+
+import optax
+
+from prism_optax import (
+  _per_example,
+  _validate,
+  clipping,
+  noise_addition,
+  preconditioning,
+  retraction,
+)
+from prism_optax import (
+  weight_decay as weight_decay_lib,
+)
+
+
+def prism(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  l2_clip_norm: Any,
+  noise_multiplier: Any,
+  expected_batch_size: Any,
+  prng_key: Any = None,
+  per_example_gradients: bool = True,
+  weight_decay: Any = 0.0,
+  retraction_method: str = 'svd',
+  b1: Any = 0.9,
+  b2: Any = 0.999,
+  eps: Any = 1e-8,
+  floor_mode: str = 'geometry',
+  floor_factor: Any = 1.0,
+  debias: bool = False,
+  max_condition_number: Any = 1e4,
+  transport: bool = True,
+  max_update_norm: Any = None,
+  layout: Any = None,
+) -> _per_example.BoundedSensitivityTransformation:
+  """PRISM: differentially private training of LoRA adapters on the manifold.
+
+  Gauge-invariant tangent-space DP (Wang and Zhang 2026, arXiv:2606.00944): one
+  clip of each example's intrinsic gradient over all modules, isotropic noise in
+  the tangent space, a preconditioner in rank space floored at the noise level,
+  a retraction. The chain is::
+
+    intrinsic_clip(C, normalize_by=b)
+    tangent_privatizer(s)                       s = noise_multiplier * C / b
+    scale_by_rank_preconditioner(noise_stddev=s)
+    add_decayed_factors(weight_decay)           if weight_decay is given
+    scale_by_learning_rate(learning_rate)
+    retract()
+
+  Each update is a Gaussian mechanism of the given noise multiplier for
+  add-or-remove-one neighbours; with Poisson sampling of the batches at rate
+  b / N and T steps its epsilon is
+  ``accounting.epsilon(accounting.dpsgd_event(noise_multiplier, b / N, T),
+  delta)``.
+
+  Args:
+    learning_rate: A number or schedule. The preconditioned direction has
+      entries of order one in intrinsic coordinates, whatever the gauge, alpha
+      or scale; 1e-2 with decay is a good start.
+    l2_clip_norm: C, of each example's intrinsic gradient.
+    noise_multiplier: The noise's standard deviation over C / b.
+    expected_batch_size: b, a public constant: sampling rate times declared
+      size of the data set. Never the realised size of a batch.
+    prng_key: See :func:`tangent_privatizer`. None takes a fresh secret seed.
+    per_example_gradients: True if ``update`` gets per-example factor
+      gradients, leaves (B, \\*shape), and perhaps ``is_padding_example=``.
+      False if it gets
+      the clipped MEAN in tangent coordinates (clipped sum over b), as from
+      ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
+      pre_clipping_transform=tangent_coordinates(params))``; then the clip is
+      the caller's, and must be at this C and b.
+    weight_decay: Of Z, see :func:`add_decayed_factors`.
+    retraction_method: See :func:`retract`.
+    b1: This and the next: see :func:`scale_by_rank_preconditioner`.
+    b2: As there.
+    eps: As there.
+    floor_mode: As there.
+    floor_factor: As there.
+    debias: As there.
+    max_condition_number: As there.
+    transport: As there.
+    max_update_norm: As there.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b on
+    how far one example moves the clipped mean.
+
+  Raises:
+    ValueError: For arguments out of range; see the parts.
+
+  >>> import jax, jax.numpy as jnp
+  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+  >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b'] - 1.0) ** 2)
+  >>> tx = prism(0.1, l2_clip_norm=1.0, noise_multiplier=0.5,
+  ...            expected_batch_size=8)
+  >>> state = tx.init(params)
+  >>> batch = jnp.ones((8, 3))
+  >>> grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+  >>> updates, state = tx.update(grads, state, params)
+  >>> params = optax.apply_updates(params, updates)
+  """
+  _validate.positive('l2_clip_norm', l2_clip_norm)
+  _validate.non_negative('noise_multiplier', noise_multiplier)
+  _validate.positive('expected_batch_size', expected_batch_size)
+  _validate.non_negative('weight_decay', weight_decay)
+  bound = l2_clip_norm / expected_batch_size
+  stddev = noise_multiplier * bound
+  parts: list[optax.GradientTransformation] = []
+  if per_example_gradients:
+    parts.append(
+      clipping.intrinsic_clip(
+        l2_clip_norm, normalize_by=expected_batch_size, layout=layout
+      )
+    )
+  parts += [
+    noise_addition.tangent_privatizer(stddev, prng_key=prng_key, layout=layout),
+    preconditioning.scale_by_rank_preconditioner(
+      b1,
+      b2,
+      eps,
+      noise_stddev=stddev,
+      floor_mode=floor_mode,
+      floor_factor=floor_factor,
+      debias=debias,
+      max_condition_number=max_condition_number,
+      transport=transport,
+      max_update_norm=max_update_norm,
+      layout=layout,
+    ),
+  ]
+  # A traced decay (an injected hyper-parameter) is always in the chain.
+  if not (isinstance(weight_decay, int | float) and weight_decay == 0):
+    parts.append(
+      weight_decay_lib.add_decayed_factors(weight_decay, layout=layout)
+    )
+  parts += [
+    optax.scale_by_learning_rate(learning_rate),
+    retraction.retract(method=retraction_method, layout=layout),
+  ]
+  init, update = optax.chain(*parts)
+  return _per_example.BoundedSensitivityTransformation(
+    init, update, _per_example.sensitivity_of_sum(bound)
+  )

@@ -1,0 +1,129 @@
+"""Gaussian noise in the tangent space."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax import _randomness, _validate, fixed_rank, lora
+from prism_optax.lora import Blocks
+
+
+class TangentPrivatizerState(NamedTuple):
+  """State of :func:`tangent_privatizer` with its own Gaussian noise.
+
+  Attributes:
+    prng_key: Typed key, shape (); split once per update. Secret.
+  """
+
+  prng_key: jax.Array
+
+
+def _standard_normal(key: jax.Array, like: Blocks) -> Blocks:
+  """I.i.d. standard normal arrays: one draw per stacked array."""
+  leaves, treedef = jax.tree.flatten(like)
+  keys = jax.random.split(key, len(leaves))
+  draws = [
+    jax.random.normal(k, x.shape, x.dtype)
+    for k, x in zip(keys, leaves, strict=True)
+  ]
+  return jax.tree.unflatten(treedef, draws)
+
+
+def tangent_privatizer(
+  stddev: Any = None,
+  *,
+  prng_key: Any = None,
+  privatizer: optax.GradientTransformation | None = None,
+  layout: Any = None,
+) -> optax.GradientTransformation:
+  """Adds Gaussian noise to tangent coordinates, then projects the sum.
+
+  The mechanism is the release of ``X + stddev * N(0, I)`` on ALL entries of
+  the coordinates and of the other leaves, a space whose dimension does not
+  depend on the data or the parameters. ``X_L <- (I - P_L) X_L`` and the masks
+  of rank-deficient factors act on the noisy sum and are post-processing, so
+  privacy needs a bound on the Euclidean norm of what comes in and no accuracy
+  of any frame. For what comes from :func:`intrinsic_clip` the noise is the
+  isotropic tangent noise of PRISM (arXiv:2606.00944, Eq. 17-21): each module's
+  has expected square ``stddev^2 r (m + n - r)``.
+
+  With ``stddev = noise_multiplier * clip.sensitivity()`` one update is a
+  Gaussian mechanism of that noise multiplier for add-or-remove-one neighbours.
+
+  Args:
+    stddev: Noise per coordinate, in the unit of what comes in (so
+      ``noise_multiplier * l2_clip_norm / expected_batch_size`` behind a mean).
+      Zero is allowed and private for nobody. May be traced.
+    prng_key: None for a seed from the operating system, taken in ``init``
+      (outside of ``jit``); an int or a typed key for noise that can be
+      reproduced, by anybody who knows it. One ``init`` per privacy budget: a
+      second one with the same key repeats the noise.
+    privatizer: In place of ``stddev``: any privatizer in the manner of optax
+      (jax-privacy's), which adds its own noise to trees in the shapes of the
+      parameters.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A transformation on trees in the shapes of the parameters; ``update`` needs
+    ``params``. Noise is drawn in float32 (float64 for float64 parameters),
+    whatever the type of the parameters.
+
+  Raises:
+    ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given;
+      if ``stddev`` is negative or not finite; for keys that are no typed keys;
+      if ``init`` is traced with ``prng_key=None``.
+
+  >>> import jax.numpy as jnp
+  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+  >>> tx = tangent_privatizer(2.0)
+  >>> noise, state = tx.update(optax.tree.zeros_like(params), tx.init(params),
+  ...                          params)
+  >>> float(noise['lora_b'][0, 0])  # The frame's own direction: in lora_a only.
+  0.0
+  """
+  if (stddev is None) == (privatizer is None):
+    raise ValueError(
+      'Expected exactly one of stddev and privatizer, got'
+      f' {stddev=} and {privatizer=}.'
+    )
+  if privatizer is not None and prng_key is not None:
+    raise ValueError(
+      'prng_key is for the noise of stddev; a privatizer has its own.'
+    )
+  if stddev is not None:
+    _validate.non_negative('stddev', stddev)
+  _randomness.check_key('prng_key', prng_key)
+
+  def init_fn(params):
+    adapters = lora.Adapters(params, layout)
+    adapters.check_observable(params)
+    if privatizer is not None:
+      # It sees coordinates: in the shapes of params, float32 at least.
+      return privatizer.init(adapters.tree(adapters.coordinates(params)))
+    return TangentPrivatizerState(
+      _randomness.resolve_key('prng_key', prng_key, params)
+    )
+
+  def update_fn(updates, state, params=None):
+    _validate.params_given('tangent_privatizer', params)
+    adapters = lora.Adapters(params, layout)
+    blocks = adapters.coordinates(updates)
+    if privatizer is not None:
+      tree, state = privatizer.update(adapters.tree(blocks), state)
+      noisy = adapters.coordinates(tree)
+    else:
+      next_key, key = jax.random.split(state.prng_key)
+      noisy = jax.tree.map(
+        lambda x, z: x + jnp.asarray(stddev, x.dtype) * z,
+        blocks,
+        _standard_normal(key, blocks),
+      )
+      state = TangentPrivatizerState(next_key)
+    pairs = lora.map_pairs(
+      fixed_rank.project, adapters.frames(params), noisy.pairs
+    )
+    return adapters.tree(Blocks(pairs, noisy.others)), state
+
+  return optax.GradientTransformation(init_fn, update_fn)

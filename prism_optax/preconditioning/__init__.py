@@ -1,0 +1,8 @@
+"""Adaptive steps in rank space with a floor at the known noise level."""
+
+from prism_optax.preconditioning._transform import (
+  RankPreconditionerState as RankPreconditionerState,
+)
+from prism_optax.preconditioning._transform import (
+  scale_by_rank_preconditioner as scale_by_rank_preconditioner,
+)

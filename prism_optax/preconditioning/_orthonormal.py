@@ -1,0 +1,199 @@
+"""The rank preconditioner in orthonormal tangent coordinates, on arrays.
+
+A tangent vector has a core ``D = Q_L^T T Q_R`` (r, r) and two outer blocks,
+``X_L`` and ``X_R' = X_R - Q_R D^T``. Each rank index has a second moment, in
+which the core is counted on both sides::
+
+  V_L <- b2 V_L + (1 - b2) (X_L^T X_L + D^T D) / m      on the Q_R index
+  V_R <- b2 V_R + (1 - b2) (X_R'^T X_R' + D D^T) / n    on the Q_L index
+
+so that transposing the module exchanges the two, and isotropic tangent noise
+of variance s^2 adds exactly ``s^2 I`` to either. The steps are ``m_L P_L``,
+``m_R' P_R`` and ``(P_R m_D + m_D P_L) / 2`` for the core, ``P = V^(-1/2)``
+floored. (PRISM, arXiv:2606.00944, Eq. 24-27, works on the factors of a lift;
+there the core's share and the noise depend on the gauge.)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import _linalg, fixed_rank
+from prism_optax._linalg import gram, matmul
+from prism_optax.fixed_rank import Factors, Frame, Tangent
+
+
+class RankMatrices(NamedTuple):
+  """Symmetric r x r matrices of a stack of k modules.
+
+  Attributes:
+    left: (k, r, r), acts on the columns of ``X_L`` (the index of ``Q_R``).
+    right: (k, r, r), acts on the columns of ``X_R`` (the index of ``Q_L``).
+  """
+
+  left: jax.Array
+  right: jax.Array
+
+
+class Moments(NamedTuple):
+  """What one stack of modules remembers.
+
+  Attributes:
+    bases: ``Q_L`` (k, m, r) and ``Q_R`` (k, n, r) that the rest is written in.
+    mu: First moment, tangent coordinates.
+    nu: Second moments V.
+    noise: The noise covariance that ``nu`` has seen, with the same decay.
+  """
+
+  bases: Factors
+  mu: Tangent
+  nu: RankMatrices
+  noise: RankMatrices
+
+
+def init_moments(tangent: Tangent) -> Moments:
+  """Zeros; ``tangent`` gives shapes and type."""
+  rank = tangent.left.shape[-1]
+  square = jnp.zeros((*tangent.left.shape[:-2], rank, rank), tangent.left.dtype)
+  zeros = jax.tree.map(jnp.zeros_like, tangent)
+  return Moments(
+    Factors(*zeros),
+    zeros,
+    RankMatrices(square, square),
+    RankMatrices(square, square),
+  )
+
+
+def split_core(frame: Frame, tangent: Tangent) -> tuple[jax.Array, jax.Array]:
+  """``D`` (..., r, r) and ``X_R'`` (..., n, r)."""
+  core = gram(tangent.right, frame.right)
+  return core, tangent.right - matmul(frame.right, core.mT)
+
+
+def on_both_sides(fn, left: jax.Array, right: jax.Array):
+  """One batched call for the r x r matrices of both sides."""
+  both = fn(jnp.concatenate([left, right]))
+  return jnp.split(both, 2)
+
+
+def move(moments: Moments, frame: Frame) -> Moments:
+  """Writes the moments in a new frame (vector transport).
+
+  The first moment is projected on the new tangent space. Second moments turn
+  by the polar factors of the overlaps: the overlaps themselves are
+  contractions and would shrink V a little at every step.
+  """
+  old = moments.bases
+  turn_left, turn_right = on_both_sides(
+    _linalg.polar, gram(old.right, frame.right), gram(old.left, frame.left)
+  )
+
+  def turned(x: RankMatrices) -> RankMatrices:
+    return RankMatrices(
+      gram(turn_left, matmul(x.left, turn_left)),
+      gram(turn_right, matmul(x.right, turn_right)),
+    )
+
+  return Moments(
+    Factors(frame.left, frame.right),
+    fixed_rank.transport(old, frame, moments.mu),
+    turned(moments.nu),
+    turned(moments.noise),
+  )
+
+
+def stay(moments: Moments, frame: Frame) -> Moments:
+  """Reads the old coordinates in the new frame, without transport."""
+  return moments._replace(
+    bases=Factors(frame.left, frame.right),
+    mu=fixed_rank.project(frame, moments.mu),
+  )
+
+
+def accumulate(
+  moments: Moments, frame: Frame, tangent: Tangent, b1, b2, variance
+) -> Moments:
+  """One step of the exponential averages.
+
+  Args:
+    moments: In the coordinates of ``frame``.
+    frame: The current frame.
+    tangent: Noisy mean gradient, coordinates.
+    b1: Decay of the first moment.
+    b2: Decay of the second moments.
+    variance: s^2, the noise variance per coordinate in ``tangent``.
+  """
+  core, outer = split_core(frame, tangent)
+  m, n = tangent.left.shape[-2], tangent.right.shape[-2]
+  seen = RankMatrices(
+    (gram(tangent.left, tangent.left) + gram(core, core)) / m,
+    (gram(outer, outer) + matmul(core, core.mT)) / n,
+  )
+  known = RankMatrices(
+    variance * gram(frame.right, frame.right),
+    variance * gram(frame.left, frame.left),
+  )
+
+  def average(decay, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
+
+  return moments._replace(
+    mu=average(b1, moments.mu, tangent),
+    nu=average(b2, moments.nu, seen),
+    noise=average(b2, moments.noise, known),
+  )
+
+
+def direction(
+  moments: Moments,
+  frame: Frame,
+  *,
+  mu_correction,
+  nu_correction,
+  eps,
+  floor_factor,
+  debias: bool,
+  max_condition_number,
+) -> Tangent:
+  """The preconditioned first moment, in tangent coordinates.
+
+  Args:
+    moments: After :func:`accumulate`.
+    frame: The current frame.
+    mu_correction: ``1 - b1^t``.
+    nu_correction: ``1 - b2^t``.
+    eps: Added to the roots of the eigenvalues, as in Adam.
+    floor_factor: The floor in units of the mean noise eigenvalue over the
+      observed directions.
+    debias: Subtract the noise covariance from V first.
+    max_condition_number: Of the floored V.
+  """
+  noise = jax.tree.map(lambda x: x / nu_correction, moments.noise)
+  nu = jax.tree.map(lambda x: x / nu_correction, moments.nu)
+  if debias:
+    nu = jax.tree.map(jnp.subtract, nu, noise)
+
+  def floor(covariance, basis):
+    # trace(Q^T Q) counts the observed directions; the others hold no noise.
+    observed = jnp.sum(jnp.square(basis), axis=(-2, -1))
+    trace = jnp.trace(covariance, axis1=-2, axis2=-1)
+    return floor_factor * trace / jnp.maximum(observed, 1)
+
+  floors = jnp.concatenate(
+    [floor(noise.left, frame.right), floor(noise.right, frame.left)]
+  )
+  p_left, p_right = on_both_sides(
+    lambda x: _linalg.inverse_sqrt(
+      x, floor=floors, max_condition_number=max_condition_number, eps=eps
+    ),
+    nu.left,
+    nu.right,
+  )
+  mu = jax.tree.map(lambda x: x / mu_correction, moments.mu)
+  core, outer = split_core(frame, mu)
+  core = (matmul(p_right, core) + matmul(core, p_left)) / 2
+  return Tangent(
+    matmul(mu.left, p_left),
+    matmul(outer, p_right) + matmul(frame.right, core.mT),
+  )

@@ -1,0 +1,194 @@
+"""The optax transformation of the rank preconditioner."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from prism_optax import _validate, lora
+from prism_optax.lora import Blocks
+from prism_optax.preconditioning import _elementwise, _orthonormal
+
+
+class RankPreconditionerState(NamedTuple):
+  """State of :func:`scale_by_rank_preconditioner`.
+
+  Attributes:
+    count: Updates so far, shape (), int32.
+    pairs: For each stack of same-shape modules its moments.
+    others: Adam's moments of each other leaf.
+  """
+
+  count: jax.Array
+  pairs: tuple[Any, ...]
+  others: tuple[Any, ...]
+
+
+def _check_stddev(noise_stddev: Any) -> None:
+  """A number >= 0, or an array of them, shape (steps,)."""
+  if np.ndim(noise_stddev) == 0:
+    _validate.non_negative('noise_stddev', noise_stddev)
+  elif np.ndim(noise_stddev) > 1 or np.size(noise_stddev) == 0:
+    raise ValueError(
+      'Expected noise_stddev to be a number or one number per step, got shape'
+      f' {np.shape(noise_stddev)}.'
+    )
+  elif not isinstance(noise_stddev, jax.core.Tracer):
+    values = np.asarray(noise_stddev)
+    if not (np.isfinite(values).all() and (values >= 0).all()):
+      raise ValueError(
+        f'Expected finite noise_stddev >= 0, got {noise_stddev=}.'
+      )
+
+
+def _variance_at(noise_stddev: Any, count: jax.Array) -> jax.Array:
+  """s_t^2. Beyond the last entry of an array the last one holds."""
+  stddev = jnp.asarray(noise_stddev)
+  if stddev.ndim:
+    stddev = stddev[jnp.minimum(count, stddev.shape[0] - 1)]
+  return jnp.square(stddev)
+
+
+def _one_minus_power(decay: Any, count: jax.Array) -> jax.Array:
+  """``1 - decay^count`` without cancellation for decays close to one."""
+  return -jnp.expm1(count * jnp.log(jnp.asarray(decay)))
+
+
+def scale_by_rank_preconditioner(
+  b1: Any = 0.9,
+  b2: Any = 0.999,
+  eps: Any = 1e-8,
+  *,
+  noise_stddev: Any,
+  floor_mode: str = 'geometry',
+  floor_factor: Any = 1.0,
+  debias: bool = False,
+  max_condition_number: Any = 1e4,
+  transport: bool = True,
+  max_update_norm: Any = None,
+  layout: Any = None,
+) -> optax.GradientTransformation:
+  """Scales tangent coordinates by the inverse root of r x r second moments.
+
+  Adam's idea in the rank space of each LoRA module (PRISM, arXiv:2606.00944,
+  Eq. 24-27), written in orthonormal tangent coordinates, where the whole
+  trajectory of ``Z`` is the same in every gauge and the noise that a private
+  gradient carries is exactly ``s^2 I``. The state keeps the noise covariance
+  its second moments have seen; their eigenvalues are floored by it, so that the
+  noise is never amplified by more than ``1 / (sqrt(floor_factor) s)``
+  (Eq. 27: ``||U||_F^2 <= ||mu||_F^2 / floor``). Moments are carried from one
+  tangent space to the next by vector transport. Leaves that are no factors get
+  Adam with the same floor.
+
+  It only reads what is already private: post-processing.
+
+  Args:
+    b1: Decay of the first moment.
+    b2: Decay of the second moments.
+    eps: Added to the roots of the eigenvalues.
+    noise_stddev: s, the standard deviation per coordinate of the noise in the
+      incoming updates, in their unit (behind a mean, ``noise_multiplier *
+      l2_clip_norm / expected_batch_size``); a number, or one per step for
+      correlated noise (after the last step its last entry holds). 0.0 for
+      training without noise.
+    floor_mode: ``'geometry'`` or ``'scalar'``, one and the same in orthonormal
+      coordinates; ``'none'`` for no floor.
+    floor_factor: The floor in units of the mean noise eigenvalue. Below 1 noise
+      is amplified; 1 to 4 made no difference in our experiments.
+    debias: Subtract the known noise covariance from the second moments.
+    max_condition_number: Eigenvalues are raised to the largest over this.
+    transport: Carry the moments between tangent spaces. Without it they are
+      read in coordinates they were not written in; for comparisons.
+    max_update_norm: Cap of the norm of the direction over all modules and
+      leaves, before the learning rate; None for no cap.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A transformation on trees in the shapes of the parameters; ``update`` needs
+    ``params``.
+
+  Raises:
+    ValueError: For arguments out of range, and without ``params``.
+
+  >>> import jax.numpy as jnp
+  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+  >>> tx = scale_by_rank_preconditioner(noise_stddev=0.0)
+  >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
+  ...          'lora_b': jnp.array([[0.0, 2.0]])}
+  >>> updates, _ = tx.update(grads, tx.init(params), params)
+  >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
+  [1.732, 1.414]
+  """
+  _validate.decay_rate('b1', b1)
+  _validate.decay_rate('b2', b2)
+  _validate.non_negative('eps', eps)
+  _check_stddev(noise_stddev)
+  _validate.one_of('floor_mode', floor_mode, ('geometry', 'scalar', 'none'))
+  _validate.non_negative('floor_factor', floor_factor)
+  _validate.at_least('max_condition_number', max_condition_number, 1)
+  if max_update_norm is not None:
+    _validate.positive('max_update_norm', max_update_norm)
+  if floor_mode == 'none':
+    floor_factor = 0.0
+
+  def init_fn(params):
+    blocks = lora.Adapters(params, layout).coordinates(params)
+    return RankPreconditionerState(
+      jnp.zeros((), jnp.int32),
+      lora.map_pairs(_orthonormal.init_moments, blocks.pairs),
+      tuple(map(_elementwise.init_moments, blocks.others)),
+    )
+
+  def update_fn(updates, state, params=None):
+    _validate.params_given('scale_by_rank_preconditioner', params)
+    adapters = lora.Adapters(params, layout)
+    blocks = adapters.coordinates(updates)
+    variance = _variance_at(noise_stddev, state.count)
+    count = optax.safe_increment(state.count)
+
+    def common(dtype):
+      return {
+        'mu_correction': _one_minus_power(b1, count).astype(dtype),
+        'nu_correction': _one_minus_power(b2, count).astype(dtype),
+        'eps': eps,
+        'floor_factor': floor_factor,
+        'debias': debias,
+      }
+
+    def step(moments, frame, tangent):
+      dtype = tangent.left.dtype
+      move = _orthonormal.move if transport else _orthonormal.stay
+      moments = _orthonormal.accumulate(
+        move(moments, frame), frame, tangent, b1, b2, variance.astype(dtype)
+      )
+      return moments, _orthonormal.direction(
+        moments,
+        frame,
+        max_condition_number=max_condition_number,
+        **common(dtype),
+      )
+
+    def step_elementwise(moments, gradient):
+      dtype = gradient.dtype
+      moments = _elementwise.accumulate(
+        moments, gradient, b1, b2, variance.astype(dtype)
+      )
+      return moments, _elementwise.direction(moments, **common(dtype))
+
+    pairs = lora.map_pairs(
+      step, state.pairs, adapters.frames(params), blocks.pairs
+    )
+    others = lora.map_pairs(step_elementwise, state.others, blocks.others)
+    out = Blocks(tuple(d for _, d in pairs), tuple(d for _, d in others))
+    if max_update_norm is not None:
+      norm = optax.tree.norm(out)
+      shrink = jnp.minimum(1, max_update_norm / jnp.maximum(norm, 1e-30))
+      out = jax.tree.map(lambda x: x * shrink.astype(x.dtype), out)
+    state = RankPreconditionerState(
+      count, tuple(m for m, _ in pairs), tuple(m for m, _ in others)
+    )
+    return adapters.tree(out), state
+
+  return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,77 @@
+"""The last step of a chain: back to the manifold."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax import _validate, fixed_rank, lora
+from prism_optax.lora import Blocks
+
+
+def retract(
+  *, method: str = 'svd', align: bool = False, layout: Any = None
+) -> optax.GradientTransformation:
+  """Turns steps in tangent coordinates into updates of the factors.
+
+  Comes last in a chain and returns ``new_params - params``, so that
+  ``optax.apply_updates`` lands on the best rank-r approximation of ``Z + T``
+  (PRISM, arXiv:2606.00944, Eq. 22), in the balanced SVD gauge. The incoming
+  updates are added: the learning rate before it carries the minus. Leaves that
+  are no factors pass unchanged.
+
+  Between the clip and this transformation coordinates turn with the frames
+  from step to step. Only transformations that commute with rotations of the
+  rank index and keep no memory make sense there: scaling, schedules,
+  ``optax.clip_by_global_norm``; not ``optax.scale_by_adam``, ``optax.trace`` or
+  ``optax.add_decayed_weights`` (see :func:`scale_by_rank_preconditioner` and
+  :func:`add_decayed_factors`).
+
+  Args:
+    method: ``'svd'``, or ``'second_order'``: no SVD, the same to third order in
+      the step, with the SVD as a fallback for large steps.
+    align: Turn the new factors towards the old ones. It costs orthogonal
+      columns, and with them the cheap frames.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A transformation without state; ``update`` needs ``params``.
+
+  Raises:
+    ValueError: For an unknown ``method``; in ``init`` if both factors of a
+      module are zero; in ``update`` without ``params``.
+
+  >>> import jax.numpy as jnp
+  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+  >>> step = {'lora_a': jnp.zeros((3, 1)), 'lora_b': jnp.array([[0.0, 4.0]])}
+  >>> tx = retract()
+  >>> updates, _ = tx.update(step, tx.init(params), params)
+  >>> new = optax.apply_updates(params, updates)
+  >>> print(abs(new['lora_a'] @ new['lora_b']).round(3))
+  [[0. 4.]
+   [0. 0.]
+   [0. 0.]]
+  """
+  _validate.one_of('method', method, ('svd', 'second_order'))
+
+  def init_fn(params):
+    lora.Adapters(params, layout).check_observable(params)
+    return optax.EmptyState()
+
+  def update_fn(updates, state, params=None):
+    _validate.params_given('retract', params)
+    adapters = lora.Adapters(params, layout)
+    blocks = adapters.coordinates(updates)
+    old = adapters.factors(params)
+    new = lora.map_pairs(
+      lambda frame, tangent: fixed_rank.retract(
+        frame, tangent, method=method, align=align
+      ),
+      lora.map_pairs(fixed_rank.frame, old.pairs),
+      blocks.pairs,
+    )
+    steps = jax.tree.map(jnp.subtract, new, old.pairs)
+    return adapters.unscaled_tree(Blocks(steps, blocks.others)), state
+
+  return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,61 @@
+"""Weight decay of the matrix that a pair of factors stands for."""
+
+from typing import Any
+
+import optax
+
+from prism_optax import _validate, lora
+from prism_optax._linalg import matmul
+from prism_optax.lora import Blocks
+
+
+def add_decayed_factors(
+  weight_decay: Any, *, layout: Any = None
+) -> optax.GradientTransformation:
+  """Adds ``weight_decay * Z`` to steps in tangent coordinates.
+
+  Z is a tangent vector at itself: ``X_R += weight_decay * R C_L^T``, exactly.
+  So it decays the weight that the model sees, in any gauge; decaying the two
+  factors would not. Place it between the preconditioner and the learning rate.
+  Leaves that are no factors are not decayed.
+
+  Args:
+    weight_decay: Not negative. May be traced.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A transformation without state; ``update`` needs ``params``.
+
+  Raises:
+    ValueError: If ``weight_decay`` is negative, or without ``params``.
+
+  >>> import jax.numpy as jnp
+  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.array([[0.0, 2.0]])}
+  >>> tx = add_decayed_factors(0.1)
+  >>> updates, _ = tx.update(optax.tree.zeros_like(params), tx.init(params),
+  ...                        params)
+  >>> updates['lora_a'].ravel().round(3).tolist()  # 0.1 ||Z|| = 0.2
+  [0.20000000298023224, 0.0, 0.0]
+  """
+  _validate.non_negative('weight_decay', weight_decay)
+
+  def init_fn(params):
+    lora.Adapters(params, layout)
+    return optax.EmptyState()
+
+  def update_fn(updates, state, params=None):
+    _validate.params_given('add_decayed_factors', params)
+    adapters = lora.Adapters(params, layout)
+    blocks = adapters.coordinates(updates)
+    factors = adapters.factors(params).pairs
+
+    def decayed(frame, pair, tangent):
+      z = matmul(pair.right, frame.left_core.mT)
+      return tangent._replace(right=tangent.right + weight_decay * z)
+
+    pairs = lora.map_pairs(
+      decayed, adapters.frames(params), factors, blocks.pairs
+    )
+    return adapters.tree(Blocks(pairs, blocks.others)), state
+
+  return optax.GradientTransformation(init_fn, update_fn)
