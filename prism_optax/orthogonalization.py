@@ -1,0 +1,263 @@
+r"""Newton-Schulz orthogonalization of matrices, and its bias under noise.
+
+The iteration is the one of DP-Muon (arXiv 2605.12994). A matrix ``M`` with no
+more rows than columns goes through
+
+.. math::
+  Y_0 = M / \max(1, \|M\|_F), \qquad
+  Y_j = p_\kappa(Y_{j-1} Y_{j-1}^\top)\, Y_{j-1}, \qquad
+  p_\kappa(x) = \sum_{j=0}^{\kappa} \binom{2j}{j} 4^{-j} (1 - x)^j ,
+
+where :math:`p_\kappa` is the Taylor polynomial of :math:`x^{-1/2}` at 1. A
+singular value s becomes :math:`s\, p_\kappa(s^2)`, which grows towards 1 and
+never beyond: near 1 with order ``degree + 1``, near 0 with the factor
+:func:`slope_at_zero` per step. So ``steps`` steps cannot raise a singular
+value by more than ``slope_at_zero(degree)**steps`` (23 for degree 2, 5 steps);
+what lies far below that stays small.
+
+Everything is a polynomial: no factorization, no division but the first one,
+finite derivatives everywhere.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import _linalg, _validate
+
+NORMALIZATIONS = ('max1', 'frobenius', 'none')
+
+
+def coefficients(degree: int) -> tuple[float, ...]:
+  """Coefficients of ``(1 - x)^j``, j = 0..degree, of the polynomial p.
+
+  They are binomials over powers of two, so the floats are exact as long as
+  the binomial has at most 53 bits.
+
+  Args:
+    degree: At least 1.
+
+  Returns:
+    ``degree + 1`` numbers.
+
+  Raises:
+    ValueError: If ``degree`` is not an integer of at least 1.
+
+  >>> coefficients(3)
+  (1.0, 0.5, 0.375, 0.3125)
+  """
+  _validate.integer('degree', degree, 1)
+  return tuple(math.comb(2 * j, j) / 4**j for j in range(degree + 1))
+
+
+def slope_at_zero(degree: int) -> float:
+  """The factor by which one step raises a very small singular value.
+
+  ``p(0) = sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k``.
+
+  >>> slope_at_zero(2)
+  1.875
+  """
+  _validate.integer('degree', degree, 1)
+  return (2 * degree + 1) * math.comb(2 * degree, degree) / 4**degree
+
+
+def check_options(degree: Any, steps: Any, normalize: Any) -> None:
+  """Raises ``ValueError`` for options no orthogonalization here accepts."""
+  _validate.integer('degree', degree, 1)
+  _validate.integer('steps', steps, 1)
+  _validate.one_of('normalize', normalize, NORMALIZATIONS)
+
+
+def frobenius_norm(*blocks: jax.Array) -> jax.Array:
+  """Norm over the last two axes of all blocks, (..., 1, 1), no overflow."""
+  largest = jnp.zeros((), blocks[0].dtype)
+  for x in blocks:
+    largest = jnp.maximum(
+      largest, jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    )
+  # An infinite scale would turn infinity into NaN here instead of there.
+  scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+  squares = sum(
+    jnp.sum(jnp.square(x / scale), axis=(-2, -1), keepdims=True) for x in blocks
+  )
+  return scale * jnp.sqrt(squares)
+
+
+def divisor(normalize: str, norm: jax.Array) -> jax.Array:
+  """What the matrices are divided by before the first step."""
+  if normalize == 'max1':
+    return jnp.maximum(norm, 1)
+  if normalize == 'frobenius':
+    return jnp.where(norm > 0, norm, 1)
+  return jnp.ones_like(norm)
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+  """At least float32: bfloat16 has no room for the iteration."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def orthogonalize(
+  matrix: jax.Array,
+  *,
+  degree: int = 2,
+  steps: int = 5,
+  normalize: str = 'max1',
+  matmul_dtype: Any = None,
+) -> jax.Array:
+  """Brings the singular values of matrices towards one.
+
+  The function commutes with rotations, ``F(U M V^T) = U F(M) V^T``, and with
+  transposition; the products are formed on the smaller side.
+
+  Args:
+    matrix: (..., m, n); every matrix of the stack is treated by itself.
+    degree: Degree kappa of the polynomial.
+    steps: Number q of steps.
+    normalize: What the matrix is divided by first. ``'max1'``: max(1, norm),
+      as in the source, a matrix of Frobenius norm below one keeps its size;
+      ``'frobenius'``: its norm, as in optax's Muon, zero stays zero;
+      ``'none'``: nothing. Then singular values above ``sqrt(3)`` may diverge.
+    matmul_dtype: Type of the factors of every product, for instance
+      ``jnp.bfloat16``; sums and everything else stay in float32. ``None``: the
+      working type, at the highest precision the platform has.
+
+  Returns:
+    (..., m, n), in the type of ``matrix``; computed in float32, or in float64
+    for float64. A matrix with an entry that is not finite gives entries that
+    are not finite.
+
+  Raises:
+    ValueError: If ``matrix`` has fewer than two axes or an option is not one
+      of those above.
+
+  References:
+    DP-Muon, arXiv 2605.12994.
+
+  >>> import jax.numpy as jnp
+  >>> y = orthogonalize(jnp.diag(jnp.array([3.0, 4.0])), steps=8)
+  >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-6))
+  True
+  """
+  check_options(degree, steps, normalize)
+  if jnp.ndim(matrix) < 2:
+    raise ValueError(
+      'Expected matrix to have shape (..., m, n), got shape'
+      f' {jnp.shape(matrix)}.'
+    )
+  y = at_least_float32(matrix)
+  y = y / divisor(normalize, frobenius_norm(y))
+  tall = y.shape[-2] > y.shape[-1]
+  if tall:
+    y = y.mT
+  c = coefficients(degree)
+  eye = jnp.eye(y.shape[-2], dtype=y.dtype)
+
+  def product(a, b):
+    if matmul_dtype is None:
+      return _linalg.matmul(a, b)
+    return jnp.matmul(
+      a.astype(matmul_dtype),
+      b.astype(matmul_dtype),
+      preferred_element_type=y.dtype,
+    )
+
+  for _ in range(steps):
+    # Horner in I - Y Y^T, which is small where the iteration has converged:
+    # no cancellation of large powers there.
+    rest = eye - product(y, y.mT)
+    poly = c[degree] * rest + c[degree - 1] * eye
+    for j in reversed(range(degree - 1)):
+      poly = product(poly, rest) + c[j] * eye
+    y = product(poly, y)
+  return (y.mT if tall else y).astype(matrix.dtype)
+
+
+def subtract_bias(
+  function: Callable[[Any], Any],
+  x: Any,
+  noise_stddev: Any,
+  prng_key: jax.Array,
+  *,
+  num_probes: int = 1,
+  probe_scale: float = 1.0,
+) -> Any:
+  r"""Estimates ``function(mean)`` from ``x = mean + noise``, less biased.
+
+  For Gaussian noise of variance v in every coordinate,
+
+  .. math::
+    E\,F(\mu + \sqrt{v} Z) = F(\mu) + \tfrac{v}{2} \Delta F(\mu) + O(v^2) .
+
+  The Laplacian is estimated at ``x`` from antithetic pairs of public probes
+  ``Z``, with ``h = probe_scale * noise_stddev``:
+
+  .. math::
+    \Delta F(x) \approx \frac{1}{K} \sum_k
+      \frac{F(x + h Z_k) + F(x - h Z_k) - 2 F(x)}{h^2} ,
+
+  and ``v/2`` times that is subtracted. With ``probe_scale=1`` this is
+  ``F(x) - (mean of F(x +- sqrt(v) Z) - F(x))``: noise once more, to see what
+  noise has done. The result is post-processing of ``x``: it costs no privacy
+  so long as ``prng_key`` is independent of the key of the noise.
+
+  This estimator is this library's own; it is not the one of the paper on
+  DP-Muon, which has a bias-corrected variant of a different kind. It lowers
+  the bias and raises the variance.
+
+  Args:
+    function: Smooth; takes and returns a tree shaped like ``x``.
+    x: A tree of arrays.
+    noise_stddev: Standard deviation per coordinate of the noise in ``x``: a
+      scalar or an array that broadcasts against every leaf, or a tree of them
+      with the structure of ``x``. Zero gives ``function(x)``.
+    prng_key: Typed key, fresh for every call.
+    num_probes: Number K of antithetic pairs; 2 K + 1 calls of ``function``.
+    probe_scale: Size of the probes in units of ``noise_stddev``. Exact for
+      cubic functions at any scale.
+
+  Returns:
+    A tree shaped like ``function(x)``.
+
+  Raises:
+    ValueError: If ``num_probes < 1`` or ``probe_scale <= 0``.
+  """
+  _validate.integer('num_probes', num_probes, 1)
+  _validate.positive('probe_scale', probe_scale)
+  leaves, treedef = jax.tree.flatten(x)
+  stddev_treedef: Any = jax.tree.structure(noise_stddev)
+  if stddev_treedef == treedef:
+    stddevs = jax.tree.leaves(noise_stddev)
+  else:
+    stddevs = [noise_stddev] * len(leaves)
+  center = function(x)
+
+  def curvature(index, total):
+    key = jax.random.fold_in(prng_key, index)
+    steps = [
+      (probe_scale * s * jax.random.normal(k, a.shape, a.dtype)).astype(a.dtype)
+      for k, a, s in zip(
+        jax.random.split(key, len(leaves)), leaves, stddevs, strict=True
+      )
+    ]
+    plus, minus = (
+      function(
+        jax.tree.unflatten(
+          treedef, [a + sign * d for a, d in zip(leaves, steps, strict=True)]
+        )
+      )
+      for sign in (1, -1)
+    )
+    return jax.tree.map(
+      lambda t, p, m, f: t + ((p - f) + (m - f)), total, plus, minus, center
+    )
+
+  zeros = jax.tree.map(jnp.zeros_like, center)
+  # A loop keeps the memory at that of one probe.
+  total = jax.lax.fori_loop(0, num_probes, curvature, zeros)
+  factor = 1 / (2 * num_probes * probe_scale**2)
+  return jax.tree.map(lambda f, t: f - factor * t, center, total)
