@@ -98,6 +98,7 @@ def divisor(normalize: str, norm: jax.Array) -> jax.Array:
 
 def at_least_float32(x: jax.Array) -> jax.Array:
   """At least float32: bfloat16 has no room for the iteration."""
+  x = jnp.asarray(x)
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -144,10 +145,10 @@ def orthogonalize(
   True
   """
   check_options(degree, steps, normalize)
-  if jnp.ndim(matrix) < 2:
+  matrix = jnp.asarray(matrix)
+  if matrix.ndim < 2:
     raise ValueError(
-      'Expected matrix to have shape (..., m, n), got shape'
-      f' {jnp.shape(matrix)}.'
+      f'Expected matrix to have shape (..., m, n), got {matrix.shape=}.'
     )
   y = at_least_float32(matrix)
   y = y / divisor(normalize, frobenius_norm(y))

@@ -1,5 +1,6 @@
 """Clipping of per-example gradients matrix by matrix."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,9 @@ def _stacked(group: ClipGroup, x: jax.Array) -> jax.Array:
   """(B, *shape) -> (B, matrices, entries of one matrix)."""
   axes = tuple(a + 1 for a in group.batch_axes)
   moved = jnp.moveaxis(x, axes, range(1, 1 + len(axes)))
-  return moved.reshape(x.shape[0], group.matrices, -1)
+  # No -1: the batch may be empty.
+  size = math.prod(x.shape[1:]) // max(group.matrices, 1)
+  return moved.reshape(x.shape[0], group.matrices, size)
 
 
 def _unstacked(
@@ -38,6 +41,7 @@ def _clipped_sum(
   divisor: Any,
 ) -> list[jax.Array]:
   """Sums over axis 0 of (B, *shape) leaves, clipped group by group."""
+  leaves = [jnp.asarray(x) for x in leaves]
   leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
   stacks = [[_stacked(g, leaves[i]) for i in g.leaves] for g in groups]
   examples = leaves[0].shape[0]
@@ -45,7 +49,7 @@ def _clipped_sum(
   squared = jnp.concatenate(
     [
       _per_example.squared_norms(
-        (x.reshape(examples * g.matrices, -1) for x in stack), g.l2_clip_norm
+        (x.reshape(examples * g.matrices, x.shape[-1]) for x in stack), g.l2_clip_norm
       ).reshape(examples, g.matrices)
       for g, stack in zip(groups, stacks, strict=True)
     ],
