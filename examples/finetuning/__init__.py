@@ -1,0 +1,1 @@
+"""The parts of ``finetune.py``: one idea a file."""

@@ -1,0 +1,49 @@
+"""What is published: the adapters and the head, as safetensors."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+
+def names(params: nnx.State) -> dict[str, Any]:
+  """``{'encoder.layers.0.attention.query.lora.lora_a': array, ...}``."""
+  flat = nnx.to_flat_state(params)
+  return {'.'.join(map(str, path)): leaf[...] for path, leaf in flat}
+
+
+def save(
+  path: pathlib.Path, params: nnx.State, metadata: dict[str, Any]
+) -> None:
+  """Writes all trainable leaves and a JSON header of public facts."""
+  arrays = {
+    name: np.ascontiguousarray(jax.device_get(value))
+    for name, value in names(params).items()
+  }
+  header = {key: json.dumps(value) for key, value in metadata.items()}
+  temporary = path.with_suffix('.tmp')
+  safetensors.numpy.save_file(arrays, temporary, metadata=header)
+  temporary.replace(path)
+
+
+def load(path: pathlib.Path, params: nnx.State) -> nnx.State:
+  """Reads leaves written by ``save`` into a state of the same structure.
+
+  Raises:
+    ValueError: If names or shapes differ.
+  """
+  stored = safetensors.numpy.load_file(path)
+  expected = {name: value.shape for name, value in names(params).items()}
+  found = {name: value.shape for name, value in stored.items()}
+  if expected != found:
+    differing = sorted(set(expected.items()) ^ set(found.items()))
+    raise ValueError(f'{path}: names or shapes do not fit: {differing[:6]}.')
+  flat = nnx.to_flat_state(params)
+  leaves = [stored['.'.join(map(str, path))] for path, _ in flat]
+  return jax.tree.unflatten(
+    jax.tree.structure(params), [jax.numpy.asarray(leaf) for leaf in leaves]
+  )

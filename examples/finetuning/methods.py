@@ -1,0 +1,107 @@
+"""The optimizers that can be compared, each as two parts of one step.
+
+A method is what happens to one example's gradient before it is clipped, and
+an optax transformation of the clipped mean. The rest of the step is shared.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax_privacy
+import optax
+
+import prism_optax
+
+METHODS = ('prism', 'dp-adamw', 'adamw')
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """One way to train.
+
+  Attributes:
+    name: One of ``METHODS``.
+    clip_norm: L2 norm that one example may have after ``coordinates``.
+    coordinates: From the trainable parameters to the function that is applied
+      to the gradient of one example before it is clipped.
+    transform: Takes the sum of the clipped gradients divided by the expected
+      batch size.
+    prepare: Applied once to the parameters before training.
+  """
+
+  name: str
+  clip_norm: float
+  coordinates: Callable[[Any], Callable[[Any], Any]]
+  transform: optax.GradientTransformation
+  prepare: Callable[[Any], Any] = lambda params: params
+
+  @property
+  def is_private(self) -> bool:
+    return self.name != 'adamw'
+
+
+def _unchanged(params: Any) -> Callable[[Any], Any]:
+  del params
+  return lambda gradients: gradients
+
+
+def make(
+  name: str,
+  *,
+  learning_rate: optax.ScalarOrSchedule,
+  l2_clip_norm: float,
+  noise_multiplier: float,
+  expected_batch_size: int,
+  prng_key: jax.Array,
+) -> Method:
+  """Builds a method.
+
+  Args:
+    name: ``prism``: PRISM (arXiv:2606.00944) on the manifold of the adapters.
+      ``dp-adamw``: AdamW on the two factors of every adapter, clipped and
+      noised as they are. ``adamw``: the same with neither clip nor noise;
+      NOT private.
+    learning_rate: A number or a schedule.
+    l2_clip_norm: Of one example's gradient over all trainable leaves.
+    noise_multiplier: Standard deviation of the noise on the mean, divided by
+      ``l2_clip_norm / expected_batch_size``.
+    expected_batch_size: The divisor of the sum, a declared constant.
+    prng_key: Of the noise, secret; see ``randomness.noise_key``.
+
+  Returns:
+    The method.
+
+  Raises:
+    ValueError: If the name is unknown.
+  """
+  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  if name == 'prism':
+    transform = prism_optax.prism(
+      learning_rate,
+      l2_clip_norm=l2_clip_norm,
+      noise_multiplier=noise_multiplier,
+      expected_batch_size=expected_batch_size,
+      per_example_gradients=False,
+      prng_key=prng_key,
+    )
+    return Method(
+      name,
+      l2_clip_norm,
+      prism_optax.tangent_coordinates,
+      transform,
+      # Same adapters in the gauge where their frames are exact.
+      prepare=prism_optax.lora.canonicalize,
+    )
+  if name == 'dp-adamw':
+    privatizer = jax_privacy.noise_addition.gaussian_privatizer(
+      stddev=stddev,
+      prng_key=prng_key,
+    )
+    transform = optax.chain(privatizer, optax.adamw(learning_rate))
+    return Method(name, l2_clip_norm, _unchanged, transform)
+  if name == 'adamw':
+    return Method(name, math.inf, _unchanged, optax.adamw(learning_rate))
+  raise ValueError(f'Expected a method of {METHODS}, got {name!r}.')

@@ -1,0 +1,1 @@
+"""Small Flax (nnx) models whose dense layers can carry LoRA adapters."""

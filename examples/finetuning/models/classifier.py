@@ -1,0 +1,53 @@
+"""An encoder with a linear head, and its split into trained and frozen."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class HeadParam(nnx.Param):
+  """Marks the head, which is trained beside the adapters."""
+
+
+TRAINABLE = (nnx.LoRAParam, HeadParam)
+
+
+class Classifier(nnx.Module):
+  """Logits from normalised features.
+
+  The features of a sentence are divided by their norm: on raw features (norm
+  5 for MiniLM) the gradient of the head takes nearly the whole clipping norm
+  of an example and starves the adapters.
+  """
+
+  def __init__(
+    self,
+    encoder: nnx.Module,
+    hidden: int,
+    classes: int,
+    *,
+    temperature: float,
+    rngs: nnx.Rngs,
+  ):
+    self.encoder = encoder
+    self.temperature = temperature
+    # Not zero: the adapters would have no gradient at the first step.
+    self.kernel = HeadParam(
+      nnx.initializers.orthogonal()(rngs.params(), (hidden, classes))
+    )
+    self.bias = HeadParam(jnp.zeros(classes))
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """``(batch, ...)`` inputs to ``(batch, classes)`` logits."""
+    features = self.encoder(inputs)
+    # The floor keeps the gradient finite where an input has no token.
+    square = jnp.sum(features**2, axis=-1, keepdims=True)
+    features = features * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
+    return self.temperature * (features @ self.kernel[...] + self.bias[...])
+
+
+def split(model: Classifier) -> tuple[Any, nnx.State, nnx.State]:
+  """Returns ``(graphdef, trainable, frozen)`` for ``nnx.merge``."""
+  return nnx.split(model, nnx.Any(*TRAINABLE), ...)

@@ -1,0 +1,274 @@
+"""One run: plan, loop, evaluation, checkpoints, output folder."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+import tqdm
+from jax_privacy import sharding_utils
+
+from . import (
+  adapters,
+  checkpoints,
+  methods,
+  privacy,
+  randomness,
+  reporting,
+  sampling,
+  tasks,
+  training,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How to train; all of it is public except ``seed``.
+
+  Attributes:
+    optimizer: One of ``methods.METHODS``.
+    learning_rate: At the first step; a cosine takes it to a tenth.
+    l2_clip_norm: Of the gradient of one example, over all trainable leaves.
+    microbatch_size: Examples in memory at once.
+    eval_every: Steps between evaluations.
+    checkpoint_every: Steps between checkpoints.
+    seed: None for secret randomness.
+    skip_padding: Whether micro-batches of nothing but padding are left out.
+      Saves about a quarter of the time; but how long a step takes then tells
+      how many records were drawn.
+    nonprivate_diagnostics: Whether to write measures of the training data.
+    keep_checkpoints: Whether the secrets stay on disk after the last step.
+  """
+
+  optimizer: str
+  learning_rate: float
+  l2_clip_norm: float
+  microbatch_size: int
+  eval_every: int
+  checkpoint_every: int
+  seed: int | None = None
+  skip_padding: bool = False
+  nonprivate_diagnostics: bool = False
+  keep_checkpoints: bool = False
+
+
+class Interrupted(Exception):
+  """The run was asked to stop, and has saved where it is."""
+
+
+def train(
+  task: tasks.Task,
+  plan: privacy.Plan,
+  settings: Settings,
+  output: pathlib.Path,
+) -> dict[str, Any]:
+  """Trains, or goes on from the last checkpoint in ``output``.
+
+  Args:
+    task: Model and data.
+    plan: Public constants; ``noise_multiplier`` 0 where nothing is private.
+    settings: How to train.
+    output: Gets ``adapter.safetensors``, ``metrics.jsonl``, ``metrics.png``
+      and ``summary.json``.
+
+  Returns:
+    What is in ``summary.json``: start and final evaluation, and the privacy
+    that was spent.
+
+  Raises:
+    Interrupted: After SIGINT or SIGTERM.
+    ValueError: If the checkpoint belongs to other data.
+  """
+  summary_path = output / 'summary.json'
+  if summary_path.exists():
+    return json.loads(summary_path.read_text('utf-8'))
+  method = _method(plan, settings)
+  state = training.init_state(task.params, method)
+  store = checkpoints.Checkpoints(output)
+  checkpoint = checkpoints.Checkpoint(
+    state,
+    randomness.sampling_seed(settings.seed),
+    checkpoints.digest(*task.train),
+  )
+  restored = store.restore(checkpoint)
+  if restored is not None:
+    checkpoints.check_same_data(checkpoint.data_digest, restored.data_digest)
+    checkpoint = restored
+  else:
+    # Before anything is released: were the first steps lost together with
+    # their noise, doing them again would be a second release.
+    store.save(checkpoint)
+  metrics = reporting.Metrics(output / 'metrics.jsonl')
+  metrics.resume(int(checkpoint.state.step))
+  checkpoint = _loop(task, plan, settings, method, checkpoint, store, metrics)
+  summary = _finish(task, plan, settings, checkpoint.state, metrics, output)
+  if settings.keep_checkpoints:
+    store.close()
+  else:
+    store.erase()
+  return summary
+
+
+def _method(plan: privacy.Plan, settings: Settings) -> methods.Method:
+  return methods.make(
+    settings.optimizer,
+    learning_rate=optax.cosine_decay_schedule(
+      settings.learning_rate, plan.steps, alpha=0.1
+    ),
+    l2_clip_norm=settings.l2_clip_norm,
+    noise_multiplier=plan.noise_multiplier,
+    expected_batch_size=plan.expected_batch_size,
+    prng_key=randomness.noise_key(settings.seed),
+  )
+
+
+def _loop(
+  task: tasks.Task,
+  plan: privacy.Plan,
+  settings: Settings,
+  method: methods.Method,
+  checkpoint: checkpoints.Checkpoint,
+  store: checkpoints.Checkpoints,
+  metrics: reporting.Metrics,
+) -> checkpoints.Checkpoint:
+  """All steps that are left."""
+  state = checkpoint.state
+  frozen = jax.device_put(task.frozen)
+  evaluate = training.make_evaluate(task.graphdef, task.evaluation)
+  step = training.make_step(
+    task.graphdef,
+    method,
+    expected_batch_size=plan.expected_batch_size,
+    microbatch_size=settings.microbatch_size,
+    nonprivate_diagnostics=settings.nonprivate_diagnostics,
+  )
+
+  def batch_of(number: int):
+    indices = sampling.draw(
+      checkpoint.sampling_seed,
+      number,
+      dataset_size=plan.dataset_size,
+      sampling_probability=plan.sampling_probability,
+      size=plan.padded_size,
+    )
+    if settings.skip_padding:
+      # Padding together at the end; otherwise it is spread evenly, and every
+      # step takes the same time however many records were drawn.
+      indices = indices[
+        sharding_utils.compute_early_stopping_order(
+          plan.padded_size, settings.microbatch_size
+        )
+      ]
+    return sampling.gather(task.train, indices)
+
+  if int(state.step) == 0:
+    metrics.add({'step': 0, **evaluate(state.params, frozen)})
+  compiled = training.compile_step(step, state, frozen, *batch_of(0))
+  with (
+    _stop_requests() as requests,
+    # Nothing but the number of the step and the public evaluation.
+    tqdm.tqdm(
+      initial=int(state.step),
+      total=plan.steps,
+      desc=settings.optimizer,
+      unit='step',
+      dynamic_ncols=True,
+    ) as bar,
+  ):
+    bar.set_postfix(_shown(metrics.rows))
+    for number in range(int(state.step), plan.steps):
+      state, diagnostics = compiled(state, frozen, *batch_of(number))
+      done = int(state.step)  # Waits: one step at a time.
+      bar.update()
+      if done % settings.eval_every == 0 or done == plan.steps:
+        row = {'step': done, **evaluate(state.params, frozen)}
+        if diagnostics is not None:
+          row |= {k: float(v) for k, v in diagnostics._asdict().items()}
+        metrics.add(row)
+        bar.set_postfix(_shown(metrics.rows))
+      if requests or done % settings.checkpoint_every == 0:
+        store.save(checkpoint._replace(state=state))
+      if requests and done < plan.steps:
+        raise Interrupted(f'Stopped after {done} of {plan.steps} steps, saved.')
+  return checkpoint._replace(state=state)
+
+
+def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
+  return {'accuracy': f'{rows[-1]["eval_accuracy"]:.3f}'} if rows else {}
+
+
+def _finish(
+  task: tasks.Task,
+  plan: privacy.Plan,
+  settings: Settings,
+  state: training.TrainState,
+  metrics: reporting.Metrics,
+  output: pathlib.Path,
+) -> dict[str, Any]:
+  steps = int(state.step)
+  is_private = settings.optimizer != 'adamw'
+  summary: dict[str, Any] = {
+    'task': task.name,
+    'optimizer': settings.optimizer,
+    'start': metrics.rows[0],
+    'final': metrics.rows[-1],
+    'private': is_private,
+  }
+  if is_private:
+    summary |= {
+      'epsilon': plan.epsilon(steps),
+      'statement': plan.statement(steps),
+      'plan': dataclasses.asdict(plan),
+    }
+    title = (
+      f'{task.name}, {settings.optimizer}, epsilon {summary["epsilon"]:.2f}'
+    )
+  else:
+    summary['statement'] = 'not private'
+    title = f'{task.name}, {settings.optimizer}, not private'
+  if settings.seed is not None and is_private:
+    summary['statement'] += (
+      '; the guarantee does NOT hold: --seed made batches and noise predictable'
+    )
+  adapters.save(
+    output / 'adapter.safetensors',
+    state.params,
+    {
+      'base': task.base,
+      'labels': task.labels,
+      'optimizer': settings.optimizer,
+      'privacy': summary['statement'],
+    },
+  )
+  reporting.plot(output / 'metrics.png', metrics.rows, title)
+  text = json.dumps(summary, indent=2) + '\n'
+  temporary = output / 'summary.tmp'
+  temporary.write_text(text, 'utf-8')
+  temporary.replace(output / 'summary.json')
+  return summary
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+  """Collects SIGINT and SIGTERM; a second one acts as it always does."""
+  requests: list[int] = []
+
+  def remember(number, frame):
+    del frame
+    requests.append(number)
+    signal.signal(number, previous[number])
+
+  previous = {
+    number: signal.signal(number, remember)
+    for number in (signal.SIGINT, signal.SIGTERM)
+  }
+  try:
+    yield requests
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)

@@ -1,0 +1,181 @@
+"""One jitted step for all methods, and the evaluation."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax_privacy
+import numpy as np
+import optax
+from flax import nnx
+
+from . import data, methods, sampling
+
+
+class TrainState(NamedTuple):
+  """All that a step changes.
+
+  Attributes:
+    params: The trainable leaves: adapters and head.
+    optimizer: The state of the method's transform. It contains the noise key
+      and is as secret as the data.
+    step: Number of steps done, int32 of shape ``()``.
+  """
+
+  params: Any
+  optimizer: Any
+  step: jax.Array
+
+
+class Diagnostics(NamedTuple):
+  """Means over the private batch, NOT covered by the guarantee."""
+
+  nonprivate_loss: jax.Array
+  nonprivate_accuracy: jax.Array
+  nonprivate_gradient_norm: jax.Array
+
+
+def init_state(params: Any, method: methods.Method) -> TrainState:
+  """The state before the first step.
+
+  Once for each privacy budget: it fixes the noise key.
+  """
+  params = method.prepare(params)
+  state = TrainState(
+    params, method.transform.init(params), jnp.zeros((), jnp.int32)
+  )
+  # The state is donated to the step: none of its buffers may be another's.
+  return jax.tree.map(jnp.copy, state)
+
+
+def make_loss(graphdef: Any) -> Callable:
+  """``loss(params, frozen, batch) -> (mean cross-entropy, hits)``."""
+
+  def loss(params, frozen, batch: sampling.Batch):
+    logits = nnx.merge(graphdef, params, frozen)(batch.inputs)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits, batch.labels
+    )
+    hits = jnp.argmax(logits, axis=-1) == batch.labels
+    return jnp.mean(losses), jnp.mean(hits)
+
+  return loss
+
+
+def make_step(
+  graphdef: Any,
+  method: methods.Method,
+  *,
+  expected_batch_size: int,
+  microbatch_size: int,
+  nonprivate_diagnostics: bool = False,
+) -> Callable:
+  """Builds ``step(state, frozen, batch, is_padding)``.
+
+  Args:
+    graphdef: Of the model, from ``classifier.split``.
+    method: What is done with the gradients.
+    expected_batch_size: The divisor of the sum of clipped gradients: the
+      declared constant, never the size of the batch that was drawn.
+    microbatch_size: So many examples at once; divides the padded batch.
+    nonprivate_diagnostics: Whether the step also returns ``Diagnostics``.
+
+  Returns:
+    A function to be jitted, from the state to ``(state, diagnostics)``.
+  """
+
+  def step(state: TrainState, frozen, batch: sampling.Batch, is_padding):
+    clipped_grad = jax_privacy.clipped_grad(
+      make_loss(graphdef),
+      has_aux=True,
+      # A norm in float32 may be off by a few roundings: stay inside.
+      l2_clip_norm=method.clip_norm * (1 - 1e-6),
+      normalize_by=expected_batch_size,
+      # The frozen weights are the positional argument 1: a keyword argument
+      # would be given a batch axis.
+      batch_argnums=2,
+      pre_clipping_transform=method.coordinates(state.params),
+      microbatch_size=microbatch_size,
+      return_values=nonprivate_diagnostics,
+      return_grad_norms=nonprivate_diagnostics,
+      dtype=jnp.float32,
+    )
+    gradients, aux = clipped_grad(
+      state.params, frozen, batch, is_padding_example=is_padding
+    )
+    updates, optimizer = method.transform.update(
+      gradients, state.optimizer, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    diagnostics = None
+    if nonprivate_diagnostics:
+      count = jnp.maximum(jnp.sum(~is_padding), 1)
+      diagnostics = Diagnostics(
+        *(
+          jnp.sum(jnp.where(is_padding, 0, each)) / count
+          for each in (aux.values, aux.aux, aux.grad_norms)
+        )
+      )
+    return TrainState(params, optimizer, state.step + 1), diagnostics
+
+  return step
+
+
+def compile_step(
+  step: Callable, state: TrainState, frozen: Any, batch: Any, is_padding: Any
+) -> Callable:
+  """Compiles the step for these shapes, once.
+
+  The result raises on any other shape instead of compiling again. It donates
+  the state: the buffers of the one passed in are gone afterwards.
+  """
+  jitted = jax.jit(step, donate_argnums=0)
+  return jitted.lower(state, frozen, batch, is_padding).compile()
+
+
+def make_evaluate(
+  graphdef: Any, evaluation: data.Examples, chunk: int = 64
+) -> Callable[[Any, Any], dict[str, float]]:
+  """Builds ``evaluate(params, frozen)`` over a public set.
+
+  Args:
+    graphdef: Of the model.
+    evaluation: Public rows, no blank label among them.
+    chunk: Rows at once; the last chunk is padded to the same shape.
+
+  Returns:
+    A function that returns ``eval_loss``, the mean cross-entropy in nats, and
+    ``eval_accuracy``, a fraction.
+  """
+  rows = len(evaluation.labels)
+  indices = np.full(-(-rows // chunk) * chunk, -1)
+  indices[:rows] = np.arange(rows)
+  batch, is_padding = sampling.gather(evaluation, indices)
+  chunked = jax.tree.map(
+    lambda x: jnp.asarray(x.reshape(-1, chunk, *x.shape[1:])),
+    (batch, ~is_padding),
+  )
+
+  @jax.jit
+  def totals(params, frozen):
+    model = nnx.merge(graphdef, params, frozen)
+
+    def one(chunk_of_rows):
+      (inputs, labels), weights = chunk_of_rows
+      logits = model(inputs)
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+      hits = jnp.argmax(logits, axis=-1) == labels
+      return jnp.sum(losses * weights), jnp.sum(hits * weights)
+
+    losses, hits = jax.lax.map(one, chunked)
+    return jnp.sum(losses), jnp.sum(hits)
+
+  def evaluate(params, frozen):
+    loss, hits = totals(params, frozen)
+    return {
+      'eval_loss': float(loss) / rows,
+      'eval_accuracy': float(hits) / rows,
+    }
+
+  return evaluate
