@@ -1,0 +1,366 @@
+"""The event of noisy training steps on random batches, and its epsilon."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import dp_accounting
+from dp_accounting import NeighboringRelation, dp_event, pld, rdp
+
+from prism_optax import _validate
+
+ACCOUNTANTS = ('pld', 'rdp')
+
+# dp-accounting's own default, so that our figures are the ones it gives.
+_INTERVAL = 1e-4
+# Grid points that the loss distribution of one step, or of all of them, may
+# take: some hundred megabytes. Without a bound a noise multiplier of 0.01
+# takes all the memory of the machine.
+_MAX_GRID = 2e6
+# The accountant takes exp(interval). An epsilon of millions is no guarantee.
+_WIDEST_INTERVAL = 100.0
+_RELATION_NAMES = {
+  NeighboringRelation.ADD_OR_REMOVE_ONE: 'add-or-remove-one',
+  NeighboringRelation.REPLACE_ONE: 'replace-one',
+  NeighboringRelation.REPLACE_SPECIAL: 'replace-special',
+}
+
+
+def number(name: str, value: object) -> float:
+  """Returns ``value`` as a float, which an accountant needs it to be."""
+  try:
+    return float(value)  # type: ignore[arg-type]
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'Expected {name} to be a number, got {name}={value!r}.'
+    ) from error
+
+
+def relation_given(value: object) -> None:
+  """Raises ``ValueError`` unless ``value`` is a neighbouring relation."""
+  if not isinstance(value, NeighboringRelation):
+    raise ValueError(
+      'Expected neighboring_relation to be a'
+      ' dp_accounting.NeighboringRelation, got'
+      f' neighboring_relation={value!r}.'
+    )
+
+
+def dpsgd_event(
+  noise_multiplier: float,
+  sampling_probability: float,
+  steps: int,
+  *,
+  truncated_batch_size: int | None = None,
+  dataset_size: int | None = None,
+) -> dp_accounting.DpEvent:
+  """Returns the event of ``steps`` noisy sums over Poisson-sampled batches.
+
+  Each record enters each batch independently with ``sampling_probability``,
+  is clipped to a norm C, and the sum gets Gaussian noise of standard deviation
+  ``noise_multiplier * C`` on every coordinate. Fixed-size or shuffled batches
+  are another mechanism, with another event.
+
+  Args:
+    noise_multiplier: Standard deviation of the noise over C, both in the unit
+      of the sum (or both in the unit of the mean: C and the noise divided by
+      the same public constant). With several clip groups, the joint one:
+      :func:`joint_noise_multiplier`. 0.0 means no noise and no privacy.
+    sampling_probability: Of one record in one step, a public constant. 1.0
+      means that every step sees every record: nothing is sampled then.
+    steps: Number of steps. 0 is an event that costs nothing.
+    truncated_batch_size: The largest batch, where batches that Poisson sampling
+      makes larger are cut to a random subset of this size. Cutting them
+      without saying so here gives an epsilon that does not hold.
+    dataset_size: Number of records, needed with ``truncated_batch_size`` alone,
+      a public constant.
+
+  Returns:
+    A dp-accounting event, for :func:`epsilon` or any accountant.
+
+  Raises:
+    ValueError: If a number is negative, NaN or infinite, the probability is
+      above 1, the counts are no integers, or only one of
+      ``truncated_batch_size`` and ``dataset_size`` is given.
+
+  References:
+    Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
+    for truncated batches, arXiv 2508.15089.
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> event = accounting.dpsgd_event(0.5, 64 / 9919, 300)
+    >>> round(accounting.epsilon(event, 1e-5), 2)
+    6.62
+  """
+  noise_multiplier = number('noise_multiplier', noise_multiplier)
+  sampling_probability = number('sampling_probability', sampling_probability)
+  _validate.non_negative('noise_multiplier', noise_multiplier)
+  _validate.probability('sampling_probability', sampling_probability)
+  _validate.integer('steps', steps, 0)
+  if (truncated_batch_size is None) != (dataset_size is None):
+    raise ValueError(
+      'Expected truncated_batch_size and dataset_size together, got'
+      f' {truncated_batch_size=} and {dataset_size=}.'
+    )
+  if steps == 0:
+    return dp_accounting.NoOpDpEvent()
+  if truncated_batch_size is not None and dataset_size is not None:
+    _validate.integer('truncated_batch_size', truncated_batch_size, 1)
+    _validate.integer('dataset_size', dataset_size, 1)
+    step: dp_accounting.DpEvent = dp_event.TruncatedSubsampledGaussianDpEvent(
+      dataset_size=int(dataset_size),
+      sampling_probability=sampling_probability,
+      truncated_batch_size=int(truncated_batch_size),
+      noise_multiplier=noise_multiplier,
+    )
+  else:
+    step = dp_accounting.GaussianDpEvent(noise_multiplier)
+    if sampling_probability < 1:
+      # Plain Gaussian steps compose in closed form, under every relation and
+      # in both accountants; sampled ones do not.
+      step = dp_accounting.PoissonSampledDpEvent(sampling_probability, step)
+  return dp_accounting.SelfComposedDpEvent(step, int(steps))
+
+
+def epsilon(
+  event: dp_accounting.DpEvent,
+  delta: float,
+  *,
+  accountant: str = 'pld',
+  neighboring_relation: NeighboringRelation = (
+    NeighboringRelation.ADD_OR_REMOVE_ONE
+  ),
+  value_discretization_interval: float | None = None,
+) -> float:
+  """Returns an upper bound of epsilon at ``delta`` for what was released.
+
+  An epsilon means nothing without its neighbouring relation. The default,
+  adding or removing one record, is the one under which Poisson sampling is
+  usually analysed; say it wherever the number is reported, or report
+  :func:`privacy_statement`, which says it.
+
+  Args:
+    event: What was released, in noise multipliers with respect to the clip
+      norm. Sensitivities that are doubled by hand for ``REPLACE_ONE`` would be
+      doubled twice: the accountant does it.
+    delta: In [0, 1].
+    accountant: 'pld' (privacy loss distributions, tight) or 'rdp' (Renyi
+      divergences, looser, fast for any number of steps).
+    neighboring_relation: dp-accounting's enum. Under ``REPLACE_ONE`` the two
+      records' contributions both count: a Gaussian release costs as much as
+      with half the noise multiplier. dp-accounting's RDP accountant does not do
+      this; here Gaussian and Laplace events are rewritten before they reach it.
+    value_discretization_interval: Grid of the loss distribution; only for
+      'pld'. ``None`` takes 1e-4, or a wider grid where epsilon is so large
+      (above a hundred) that the fine one would not fit in memory. Any grid
+      gives an upper bound.
+
+  Returns:
+    Epsilon, ``inf`` where there is no guarantee (or only one of millions).
+
+  Raises:
+    ValueError: If an argument is out of its range, or the accountant has no
+      analysis of the event under the relation (RDP has none of Poisson
+      sampling under ``REPLACE_ONE``, nor of truncated batches).
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> event = accounting.dpsgd_event(4.8448, 1.0, 1)
+    >>> round(accounting.epsilon(event, 1e-5), 3)
+    0.751
+    >>> relation = accounting.NeighboringRelation.REPLACE_ONE
+    >>> round(
+    ...   accounting.epsilon(event, 1e-5, neighboring_relation=relation), 3
+    ... )
+    1.61
+  """
+  if not isinstance(event, dp_accounting.DpEvent):
+    raise ValueError(f'Expected event to be a DpEvent, got {event=}.')
+  delta = number('delta', delta)
+  _validate.probability('delta', delta)
+  _validate.one_of('accountant', accountant, ACCOUNTANTS)
+  relation_given(neighboring_relation)
+  if value_discretization_interval is not None:
+    _validate.positive(
+      'value_discretization_interval', value_discretization_interval
+    )
+  if accountant == 'rdp':
+    if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+      event = _with_doubled_sensitivity(event)
+    maker: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
+      neighboring_relation=neighboring_relation
+    )
+  else:
+    interval = value_discretization_interval or affordable_interval(
+      event, delta
+    )
+    if interval > _WIDEST_INTERVAL:
+      return math.inf
+    maker = pld.PLDAccountant(neighboring_relation, interval)
+  try:
+    maker.compose(event)
+  except dp_accounting.UnsupportedEventError as error:
+    raise ValueError(
+      f'The accountant {accountant!r} has no analysis of this event under'
+      f' neighboring_relation={neighboring_relation}: {error}'
+    ) from error
+  return float(maker.get_epsilon(delta))
+
+
+def joint_noise_multiplier(
+  noise_multipliers: float | Sequence[float] | Iterable[float],
+) -> float:
+  """Returns the noise multiplier of several releases about one batch.
+
+  Clip groups (the matrices of DP-Muon, a head beside its adapters) that are
+  clipped and noised one by one on the same batch are one Gaussian mechanism:
+  in units of each group's noise the whole moves by the root of the sum of
+  ``1 / sigma_k^2``. Accounting each group alone, as if the others were not
+  there, understates epsilon.
+
+  Args:
+    noise_multipliers: Each group's standard deviation over its clip norm. A
+      zero makes the whole non-private; ``inf`` is a group that says nothing.
+
+  Returns:
+    ``(sum_k sigma_k^-2)^(-1/2)``: for K equal groups ``sigma / sqrt(K)``.
+
+  Raises:
+    ValueError: If there is no group, or a multiplier is negative or NaN.
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> accounting.joint_noise_multiplier([2.0, 2.0, 2.0, 2.0])
+    1.0
+  """
+  if isinstance(noise_multipliers, Iterable):
+    groups = [number('noise_multipliers', s) for s in noise_multipliers]
+  else:
+    groups = [number('noise_multipliers', noise_multipliers)]
+  if not groups:
+    raise ValueError('Expected noise_multipliers of one group or more, got [].')
+  for sigma in groups:
+    if math.isnan(sigma) or sigma < 0:
+      raise ValueError(f'Expected noise_multipliers >= 0, got {sigma}.')
+  smallest = min(groups)
+  if smallest == 0 or math.isinf(smallest):
+    return smallest
+  # In units of the smallest: squares of tiny multipliers do not underflow.
+  return smallest / math.sqrt(math.fsum((smallest / s) ** 2 for s in groups))
+
+
+def privacy_statement(
+  event: dp_accounting.DpEvent,
+  delta: float,
+  *,
+  accountant: str = 'pld',
+  neighboring_relation: NeighboringRelation = (
+    NeighboringRelation.ADD_OR_REMOVE_ONE
+  ),
+) -> str:
+  """Returns the sentence to report: epsilon and everything it depends on.
+
+  Args:
+    event: As for :func:`epsilon`.
+    delta: As for :func:`epsilon`.
+    accountant: As for :func:`epsilon`.
+    neighboring_relation: As for :func:`epsilon`.
+
+  Returns:
+    One line with epsilon (rounded up), delta, relation and accountant.
+
+  Raises:
+    ValueError: As :func:`epsilon`.
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> event = accounting.dpsgd_event(1.0, 64 / 9919, 300)
+    >>> accounting.privacy_statement(event, 1e-5)
+    'epsilon <= 0.674 at delta = 1e-05, add-or-remove-one neighbours (PLD)'
+  """
+  spent = epsilon(
+    event,
+    delta,
+    accountant=accountant,
+    neighboring_relation=neighboring_relation,
+  )
+  # Rounding down would claim more privacy than was shown.
+  shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
+  return (
+    f'epsilon <= {shown:.3f} at delta = {float(delta):g},'
+    f' {_RELATION_NAMES[neighboring_relation]} neighbours'
+    f' ({accountant.upper()})'
+  )
+
+
+def _with_doubled_sensitivity(
+  event: dp_accounting.DpEvent,
+) -> dp_accounting.DpEvent:
+  """Halves Gaussian and Laplace noise multipliers, whatever they are in."""
+  match event:
+    case dp_accounting.GaussianDpEvent(noise_multiplier=sigma):
+      return dp_accounting.GaussianDpEvent(sigma / 2)
+    case dp_accounting.LaplaceDpEvent(noise_multiplier=sigma):
+      return dp_accounting.LaplaceDpEvent(sigma / 2)
+    case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
+      return dp_accounting.SelfComposedDpEvent(
+        _with_doubled_sensitivity(inner), count
+      )
+    case dp_accounting.ComposedDpEvent(events=events):
+      return dp_accounting.ComposedDpEvent(
+        [_with_doubled_sensitivity(inner) for inner in events]
+      )
+    case dp_event.SampledWithoutReplacementDpEvent():
+      return dp_event.SampledWithoutReplacementDpEvent(
+        event.source_dataset_size,
+        event.sample_size,
+        _with_doubled_sensitivity(event.event),
+      )
+    case dp_event.RepeatAndSelectDpEvent():
+      return dp_event.RepeatAndSelectDpEvent(
+        _with_doubled_sensitivity(event.event), event.mean, event.shape
+      )
+  # Whatever remains either states its own guarantee (zCDP, randomised response)
+  # or is refused by the accountant under this relation.
+  return event
+
+
+def affordable_interval(event: dp_accounting.DpEvent, delta: float) -> float:
+  """Returns the grid on which the loss distribution fits in memory."""
+  widest = _widest_step(event)
+  try:
+    accountant = rdp.RdpAccountant()
+    accountant.compose(_untruncated(_with_doubled_sensitivity(event)))
+    total = accountant.get_epsilon(min(max(delta, 1e-30), 0.5))
+  except (dp_accounting.UnsupportedEventError, ValueError, ZeroDivisionError):
+    total = 0.0
+  if not math.isfinite(total):  # No noise at all: the accountant knows.
+    total = 0.0
+  return max(_INTERVAL, widest / _MAX_GRID, 2 * total / _MAX_GRID)
+
+
+def _widest_step(event: dp_accounting.DpEvent) -> float:
+  """Returns about how far the loss of a single Gaussian step ranges."""
+  if isinstance(event, dp_accounting.ComposedDpEvent):
+    return max(map(_widest_step, event.events), default=0.0)
+  if isinstance(
+    event,
+    dp_accounting.SelfComposedDpEvent | dp_accounting.PoissonSampledDpEvent,
+  ):
+    return _widest_step(event.event)
+  sigma = getattr(event, 'noise_multiplier', 0.0) / 2
+  return 0.5 / sigma**2 + 10 / sigma if sigma > 1e-150 else 0.0
+
+
+def _untruncated(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+  """Puts Poisson batches in the place of truncated ones, to judge sizes."""
+  if isinstance(event, dp_accounting.SelfComposedDpEvent):
+    return dp_accounting.SelfComposedDpEvent(
+      _untruncated(event.event), event.count
+    )
+  if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):
+    return dp_accounting.PoissonSampledDpEvent(
+      event.sampling_probability,
+      dp_accounting.GaussianDpEvent(event.noise_multiplier / 2),
+    )
+  return event

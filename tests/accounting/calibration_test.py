@@ -1,0 +1,138 @@
+"""Calibration: the published multipliers, and never less privacy."""
+
+import math
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from prism_optax import accounting
+
+Relation = accounting.NeighboringRelation
+Q, STEPS, DELTA = 64 / 9919, 300, 1e-5
+
+
+def spent(sigma, **kwargs):
+  event = accounting.dpsgd_event(sigma, Q, STEPS)
+  return accounting.epsilon(event, DELTA, **kwargs)
+
+
+@pytest.mark.parametrize(
+  ('target', 'accountant', 'expected'),
+  [
+    (6.0, 'pld', 0.516),
+    (6.0, 'rdp', 0.553),
+    (3.0, 'pld', 0.641),
+    (3.0, 'rdp', 0.699),
+  ],
+)
+def test_multiplier_meets_the_target_and_no_smaller_one_does(
+  target, accountant, expected
+):
+  sigma = accounting.calibrate_noise_multiplier(
+    target, DELTA, Q, STEPS, accountant=accountant
+  )
+  assert sigma == pytest.approx(expected, abs=5e-4)
+  assert spent(sigma, accountant=accountant) <= target
+  assert spent(sigma * (1 - 1e-5), accountant=accountant) > target
+
+
+def test_replace_one_needs_more_noise_and_meets_the_target():
+  relation = Relation.REPLACE_ONE
+  sigma = accounting.calibrate_noise_multiplier(
+    1.0, DELTA, 0.1, 5, neighboring_relation=relation
+  )
+  plain = accounting.calibrate_noise_multiplier(1.0, DELTA, 0.1, 5)
+  event = accounting.dpsgd_event(sigma, 0.1, 5)
+  assert (
+    0.99 < accounting.epsilon(event, DELTA, neighboring_relation=relation) <= 1
+  )
+  assert sigma > 1.2 * plain
+
+
+def test_truncated_batches_need_more_noise_and_meet_the_target():
+  public = {'truncated_batch_size': 40, 'dataset_size': 300}
+  sigma = accounting.calibrate_noise_multiplier(1.0, DELTA, 0.1, 5, **public)
+  plain = accounting.calibrate_noise_multiplier(1.0, DELTA, 0.1, 5)
+  event = accounting.dpsgd_event(sigma, 0.1, 5, **public)
+  assert 0.999 < accounting.epsilon(event, DELTA) <= 1
+  assert sigma > plain
+
+
+def test_one_release_without_sampling_is_the_exact_gaussian():
+  """3.7306 inverts the exact formula of Balle and Wang at (1, 1e-5)."""
+  sigma = accounting.calibrate_noise_multiplier(1.0, DELTA, 1.0, 1)
+  # The grid of the accountant is 1e-4 wide.
+  assert sigma == pytest.approx(3.730632, rel=1e-4)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.given(
+  target=st.floats(0.05, 12.0),
+  delta=st.floats(1e-9, 1e-2),
+  probability=st.floats(0.02, 1.0),
+  steps=st.integers(1, 40),
+  accountant=st.sampled_from(['pld', 'rdp']),
+)
+def test_never_less_privacy_than_asked(
+  target, delta, probability, steps, accountant
+):
+  sigma = accounting.calibrate_noise_multiplier(
+    target, delta, probability, steps, accountant=accountant
+  )
+
+  def at(factor):
+    event = accounting.dpsgd_event(sigma * factor, probability, steps)
+    return accounting.epsilon(event, delta, accountant=accountant)
+
+  assert at(1.0) <= target
+  # Noise is not wasted; where almost none is needed there is nothing to save.
+  assert at(1 - 1e-4) > target or sigma < 0.1
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    ((0.0, DELTA, 0.1, 3), 'target_epsilon.*0.0'),
+    ((-1.0, DELTA, 0.1, 3), 'target_epsilon.*-1.0'),
+    ((math.nan, DELTA, 0.1, 3), 'target_epsilon.*nan'),
+    ((math.inf, DELTA, 0.1, 3), 'target_epsilon.*inf'),
+    ((1.0, 0.0, 0.1, 3), 'delta.*0.0'),
+    ((1.0, 1.0, 0.1, 3), 'delta.*1.0'),
+    ((1.0, DELTA, 0.0, 3), 'sampling_probability.*0.0'),
+    ((1.0, DELTA, 1.2, 3), 'sampling_probability.*1.2'),
+    ((1.0, DELTA, 0.1, 0), 'steps.*0'),
+  ],
+)
+def test_bad_arguments_are_named(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    accounting.calibrate_noise_multiplier(*arguments)
+
+
+def test_a_target_out_of_reach_says_so():
+  # Below what the accountant's tail can show, at any noise.
+  with pytest.raises(ValueError, match=r'target_epsilon=1e-06.*reached'):
+    accounting.calibrate_noise_multiplier(1e-6, 1e-9, 0.01, 100)
+
+
+def test_an_analysis_that_is_missing_says_so():
+  with pytest.raises(ValueError, match=r"'rdp' has no analysis.*REPLACE_ONE"):
+    accounting.calibrate_noise_multiplier(
+      1.0,
+      DELTA,
+      0.1,
+      3,
+      accountant='rdp',
+      neighboring_relation=Relation.REPLACE_ONE,
+    )
+  with pytest.raises(ValueError, match=r"'rdp' has no analysis.*Truncated"):
+    accounting.calibrate_noise_multiplier(
+      1.0,
+      DELTA,
+      0.1,
+      3,
+      accountant='rdp',
+      truncated_batch_size=40,
+      dataset_size=300,
+    )
