@@ -8,13 +8,12 @@ from prism_optax import (
   _per_example,
   _validate,
   clipping,
+  lora,
   noise_addition,
   preconditioning,
   retraction,
 )
-from prism_optax import (
-  weight_decay as weight_decay_lib,
-)
+from prism_optax import weight_decay as decay
 
 
 def prism(
@@ -111,16 +110,11 @@ def prism(
   _validate.non_negative('weight_decay', weight_decay)
   bound = l2_clip_norm / expected_batch_size
   stddev = noise_multiplier * bound
-  parts: list[optax.GradientTransformation] = []
-  if per_example_gradients:
-    parts.append(
-      clipping.intrinsic_clip(
-        l2_clip_norm, normalize_by=expected_batch_size, layout=layout
-      )
-    )
-  parts += [
-    noise_addition.tangent_privatizer(stddev, prng_key=prng_key, layout=layout),
-    preconditioning.scale_by_rank_preconditioner(
+  # Parts rather than transformations: one tree in, one tree out, and the frames
+  # of each step computed once.
+  parts = [
+    noise_addition.tangent_privatizer_part(stddev, prng_key),
+    preconditioning.rank_preconditioner_part(
       b1,
       b2,
       eps,
@@ -131,19 +125,22 @@ def prism(
       max_condition_number=max_condition_number,
       transport=transport,
       max_update_norm=max_update_norm,
-      layout=layout,
     ),
   ]
+  if per_example_gradients:
+    parts.insert(
+      0, clipping.intrinsic_clip_part(l2_clip_norm, expected_batch_size)
+    )
   # A traced decay (an injected hyper-parameter) is always in the chain.
   if not (isinstance(weight_decay, int | float) and weight_decay == 0):
-    parts.append(
-      weight_decay_lib.add_decayed_factors(weight_decay, layout=layout)
-    )
+    parts.append(decay.add_decayed_factors_part(weight_decay))
   parts += [
-    optax.scale_by_learning_rate(learning_rate),
-    retraction.retract(method=retraction_method, layout=layout),
+    lora.part_from_optax(
+      'scale_by_learning_rate', optax.scale_by_learning_rate(learning_rate)
+    ),
+    retraction.retract_part(retraction_method),
   ]
-  init, update = optax.chain(*parts)
+  init, update = lora.chain_parts(*parts, layout=layout)
   return _per_example.BoundedSensitivityTransformation(
     init, update, _per_example.sensitivity_of_sum(bound)
   )

@@ -4,20 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 
 from prism_optax import _per_example, _validate, fixed_rank, lora
 from prism_optax.lora import Blocks
 
 
-def _to_coordinates(adapters, frames, grads: Any, lead: int) -> Blocks:
-  """Factor gradients, with ``lead`` batch axes, in tangent coordinates."""
-  blocks = adapters.gradients(grads, lead, 'per-example gradients' if lead
-                              else 'gradients')  # fmt: skip
+def _to_coordinates(frames: Any, gradients: Blocks) -> Blocks:
+  """Factor gradients, perhaps with a batch axis, in tangent coordinates."""
   pairs = lora.map_pairs(
-    fixed_rank.tangent_from_gradients, frames, blocks.pairs
+    fixed_rank.tangent_from_gradients, frames, gradients.pairs
   )
-  return Blocks(pairs, blocks.others)
+  return Blocks(pairs, gradients.others)
 
 
 def tangent_coordinates(
@@ -62,7 +59,7 @@ def tangent_coordinates(
   frames = adapters.frames(params)
 
   def transform(grads: Any) -> Any:
-    return adapters.tree(_to_coordinates(adapters, frames, grads, 0))
+    return adapters.tree(_to_coordinates(frames, adapters.gradients(grads)))
 
   return transform
 
@@ -115,31 +112,33 @@ def intrinsic_clip(
   >>> clipped['lora_b'].shape
   (1, 2)
   """
+  part = intrinsic_clip_part(l2_clip_norm, normalize_by)
+  init, update = lora.chain_parts(part, layout=layout)
+  return _per_example.BoundedSensitivityTransformation(
+    init,
+    update,
+    _per_example.sensitivity_of_sum(l2_clip_norm / normalize_by),
+  )
+
+
+def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
+  """:func:`intrinsic_clip` on blocks."""
   _validate.positive('l2_clip_norm', l2_clip_norm)
   _validate.positive('normalize_by', normalize_by)
 
-  def init_fn(params):
-    lora.Adapters(params, layout).check_observable(params)
-    return optax.EmptyState()
+  def read(adapters, updates):
+    return adapters.gradients(updates, 1, 'per-example gradients')
 
-  def update_fn(
-    updates, state, params=None, *, is_padding_example=None, **extra_args
-  ):
+  def update(gradients, state, point, *, is_padding_example=None, **extra_args):
     del extra_args
-    _validate.params_given('intrinsic_clip', params)
-    adapters = lora.Adapters(params, layout)
-    blocks = _to_coordinates(adapters, adapters.frames(params), updates, 1)
     # (B, k, ., r) and (B, *shape): axis 0 is the batch throughout.
+    blocks = _to_coordinates(point.frames, gradients)
     squared = _per_example.squared_norms(jax.tree.leaves(blocks), l2_clip_norm)
     weights, counts = _per_example.clip_weights(squared, is_padding_example)
     weights = weights / normalize_by
     summed = jax.tree.map(
       lambda x: _per_example.weighted_sum(x, weights, counts), blocks
     )
-    return adapters.tree(summed), state
+    return summed, state
 
-  return _per_example.BoundedSensitivityTransformation(
-    init_fn,
-    update_fn,
-    _per_example.sensitivity_of_sum(l2_clip_norm / normalize_by),
-  )
+  return lora.Part('intrinsic_clip', lora.stateless, update, read=read)

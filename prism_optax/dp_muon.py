@@ -14,6 +14,7 @@ from prism_optax import (
   _validate,
   clip_groups,
   orthogonal_updates,
+  orthogonalization,
   per_matrix_clipping,
 )
 
@@ -60,6 +61,17 @@ def _probe_key(prng_key: Any) -> Any:
     return None  # The operating system's entropy, once more.
   key = _randomness.resolve_key('prng_key', prng_key, ())
   return jax.random.fold_in(key, _PROBES)
+
+
+def _at_least_float32(
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Keeps the moments of bfloat16 parameters in the type of the updates."""
+
+  def init_fn(params):
+    return tx.init(jax.tree.map(orthogonalization.at_least_float32, params))
+
+  return optax.GradientTransformation(init_fn, tx.update)
 
 
 def _larger_sides(weight_dimension_numbers: Any, tree: Any) -> list[int | None]:
@@ -247,8 +259,12 @@ def dp_muon(
       privatizer,
       _scale_leaves(noise_units_of),
     ]
-  matrix_updates = optax.trace(momentum, accumulator_dtype=jnp.float32)
-  other_updates = optax.scale_by_adam(b1=adam_b1, b2=adam_b2, eps=adam_eps)
+  branches = {
+    'matrix': _at_least_float32(optax.trace(momentum)),
+    'other': _at_least_float32(
+      optax.scale_by_adam(b1=adam_b1, b2=adam_b2, eps=adam_eps)
+    ),
+  }
   bias_correction = None
   if bias_correction_probes:
     bias_correction = orthogonal_updates.BiasCorrection(
@@ -260,9 +276,7 @@ def dp_muon(
       num_probes=bias_correction_probes,
     )
   parts += [
-    optax.partition(
-      {'matrix': matrix_updates, 'other': other_updates}, labels_of
-    ),
+    optax.partition(branches, labels_of),
     # On the whole tree: the noise of a leaf depends on how many groups it has.
     orthogonal_updates.orthogonalize(
       degree=degree,

@@ -21,13 +21,26 @@ class TangentPrivatizerState(NamedTuple):
 
 
 def _standard_normal(key: jax.Array, like: Blocks) -> Blocks:
-  """I.i.d. standard normal arrays: one draw per stacked array."""
+  """I.i.d. standard normal arrays.
+
+  All of them are cut from one draw for each type: the generator is the largest
+  kernel of an update and takes a second to compile, each time it is called.
+  """
   leaves, treedef = jax.tree.flatten(like)
-  keys = jax.random.split(key, len(leaves))
-  draws = [
-    jax.random.normal(k, x.shape, x.dtype)
-    for k, x in zip(keys, leaves, strict=True)
-  ]
+  sizes: dict[Any, int] = {}
+  for x in leaves:
+    sizes[x.dtype] = sizes.get(x.dtype, 0) + x.size
+  keys = jax.random.split(key, len(sizes))
+  flat = {
+    dtype: jax.random.normal(k, (size,), dtype)
+    for k, (dtype, size) in zip(keys, sizes.items(), strict=True)
+  }
+  start = dict.fromkeys(sizes, 0)
+  draws = []
+  for x in leaves:
+    end = start[x.dtype] + x.size
+    draws.append(flat[x.dtype][start[x.dtype] : end].reshape(x.shape))
+    start[x.dtype] = end
   return jax.tree.unflatten(treedef, draws)
 
 
@@ -83,6 +96,16 @@ def tangent_privatizer(
   >>> float(noise['lora_b'][0, 0])  # The frame's own direction: in lora_a only.
   0.0
   """
+  part = tangent_privatizer_part(stddev, prng_key, privatizer)
+  return lora.chain_parts(part, layout=layout)
+
+
+def tangent_privatizer_part(
+  stddev: Any,
+  prng_key: Any,
+  privatizer: optax.GradientTransformation | None = None,
+) -> lora.Part:
+  """:func:`tangent_privatizer` on blocks."""
   if (stddev is None) == (privatizer is None):
     raise ValueError(
       'Expected exactly one of stddev and privatizer, got'
@@ -96,9 +119,7 @@ def tangent_privatizer(
     _validate.non_negative('stddev', stddev)
   _randomness.check_key('prng_key', prng_key)
 
-  def init_fn(params):
-    adapters = lora.Adapters(params, layout)
-    adapters.check_observable(params)
+  def init(adapters, params):
     if privatizer is not None:
       # It sees coordinates: in the shapes of params, float32 at least.
       return privatizer.init(adapters.tree(adapters.coordinates(params)))
@@ -106,13 +127,11 @@ def tangent_privatizer(
       _randomness.resolve_key('prng_key', prng_key, params)
     )
 
-  def update_fn(updates, state, params=None):
-    _validate.params_given('tangent_privatizer', params)
-    adapters = lora.Adapters(params, layout)
-    blocks = adapters.coordinates(updates)
+  def update(blocks, state, point, **extra_args):
+    del extra_args
     if privatizer is not None:
-      tree, state = privatizer.update(adapters.tree(blocks), state)
-      noisy = adapters.coordinates(tree)
+      tree, state = privatizer.update(point.adapters.tree(blocks), state)
+      noisy = point.adapters.coordinates(tree)
     else:
       next_key, key = jax.random.split(state.prng_key)
       noisy = jax.tree.map(
@@ -121,9 +140,7 @@ def tangent_privatizer(
         _standard_normal(key, blocks),
       )
       state = TangentPrivatizerState(next_key)
-    pairs = lora.map_pairs(
-      fixed_rank.project, adapters.frames(params), noisy.pairs
-    )
-    return adapters.tree(Blocks(pairs, noisy.others)), state
+    pairs = lora.map_pairs(fixed_rank.project, point.frames, noisy.pairs)
+    return Blocks(pairs, noisy.others), state
 
-  return optax.GradientTransformation(init_fn, update_fn)
+  return lora.Part('tangent_privatizer', init, update)

@@ -49,7 +49,8 @@ def _clipped_sum(
   squared = jnp.concatenate(
     [
       _per_example.squared_norms(
-        (x.reshape(examples * g.matrices, x.shape[-1]) for x in stack), g.l2_clip_norm
+        (x.reshape(examples * g.matrices, x.shape[-1]) for x in stack),
+        g.l2_clip_norm,
       ).reshape(examples, g.matrices)
       for g, stack in zip(groups, stacks, strict=True)
     ],

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from prism_optax import _validate, fixed_rank, lora
@@ -53,25 +51,25 @@ def retract(
    [0. 0.]
    [0. 0.]]
   """
+  return lora.chain_parts(retract_part(method, align), layout=layout)
+
+
+def retract_part(method: str, align: bool = False) -> lora.Part:
+  """:func:`retract` on blocks: from coordinates to new factors."""
   _validate.one_of('method', method, ('svd', 'second_order'))
 
-  def init_fn(params):
-    lora.Adapters(params, layout).check_observable(params)
-    return optax.EmptyState()
-
-  def update_fn(updates, state, params=None):
-    _validate.params_given('retract', params)
-    adapters = lora.Adapters(params, layout)
-    blocks = adapters.coordinates(updates)
-    old = adapters.factors(params)
-    new = lora.map_pairs(
+  def update(blocks, state, point, **extra_args):
+    del extra_args
+    pairs = lora.map_pairs(
       lambda frame, tangent: fixed_rank.retract(
         frame, tangent, method=method, align=align
       ),
-      lora.map_pairs(fixed_rank.frame, old.pairs),
+      point.frames,
       blocks.pairs,
     )
-    steps = jax.tree.map(jnp.subtract, new, old.pairs)
-    return adapters.unscaled_tree(Blocks(steps, blocks.others)), state
+    return Blocks(pairs, blocks.others), state
 
-  return optax.GradientTransformation(init_fn, update_fn)
+  def write(adapters, blocks, params):
+    return adapters.steps(blocks.pairs, params, blocks.others)
+
+  return lora.Part('retract', lora.stateless, update, write=write)

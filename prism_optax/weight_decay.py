@@ -37,25 +37,23 @@ def add_decayed_factors(
   >>> updates['lora_a'].ravel().round(3).tolist()  # 0.1 ||Z|| = 0.2
   [0.20000000298023224, 0.0, 0.0]
   """
+  part = add_decayed_factors_part(weight_decay)
+  return lora.chain_parts(part, layout=layout)
+
+
+def add_decayed_factors_part(weight_decay: Any) -> lora.Part:
+  """:func:`add_decayed_factors` on blocks."""
   _validate.non_negative('weight_decay', weight_decay)
 
-  def init_fn(params):
-    lora.Adapters(params, layout)
-    return optax.EmptyState()
+  def decayed(frame, tangent):
+    # R C_L^T with R = Q_R C_R.
+    core = matmul(frame.right_core, frame.left_core.mT)
+    z = matmul(frame.right, weight_decay * core)
+    return tangent._replace(right=tangent.right + z)
 
-  def update_fn(updates, state, params=None):
-    _validate.params_given('add_decayed_factors', params)
-    adapters = lora.Adapters(params, layout)
-    blocks = adapters.coordinates(updates)
-    factors = adapters.factors(params).pairs
+  def update(blocks, state, point, **extra_args):
+    del extra_args
+    pairs = lora.map_pairs(decayed, point.frames, blocks.pairs)
+    return Blocks(pairs, blocks.others), state
 
-    def decayed(frame, pair, tangent):
-      z = matmul(pair.right, frame.left_core.mT)
-      return tangent._replace(right=tangent.right + weight_decay * z)
-
-    pairs = lora.map_pairs(
-      decayed, adapters.frames(params), factors, blocks.pairs
-    )
-    return adapters.tree(Blocks(pairs, blocks.others)), state
-
-  return optax.GradientTransformation(init_fn, update_fn)
+  return lora.Part('add_decayed_factors', lora.stateless, update)

@@ -13,3 +13,8 @@ from prism_optax.lora._canonicalize import canonicalize as canonicalize
 from prism_optax.lora._layout import Layout as Layout
 from prism_optax.lora._layout import Pair as Pair
 from prism_optax.lora._pairs import describe_pairs as describe_pairs
+from prism_optax.lora._parts import Part as Part
+from prism_optax.lora._parts import Point as Point
+from prism_optax.lora._parts import chain_parts as chain_parts
+from prism_optax.lora._parts import part_from_optax as part_from_optax
+from prism_optax.lora._parts import stateless as stateless

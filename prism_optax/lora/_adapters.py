@@ -16,14 +16,15 @@ import numpy as np
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.lora import _pairs
+from prism_optax.lora._layout import from_matrices, to_matrices
 
 
 class Blocks(NamedTuple):
   """A tree, taken apart: pairs by shape, and the other leaves as they are.
 
   Attributes:
-    pairs: For each distinct (m, n, r, type) a :class:`fixed_rank.Tangent` or
-      :class:`fixed_rank.Factors` of arrays (*lead, k, m, r), (*lead, k, n, r).
+    pairs: For each distinct shape and type of module a pair of arrays
+      (*lead, k, m, r), (*lead, k, n, r): ``fixed_rank.Tangent`` or ``Factors``.
     others: The leaves that belong to no pair, (*lead, *shape).
   """
 
@@ -33,6 +34,10 @@ class Blocks(NamedTuple):
 
 class Adapters:
   """The LoRA modules of one tree, with what is static about them.
+
+  XLA fuses what computes a stack into each slice of it. So what goes into
+  :meth:`tree` should end in a product: an elementwise operation on a stack that
+  was just made would take compile time quadratic in the number of modules.
 
   Made while tracing from the shapes and names of ``params``; it holds no
   array.
@@ -54,9 +59,11 @@ class Adapters:
     groups = collections.defaultdict(list)
     for module in self.modules:
       dtype = jnp.promote_types(self._dtypes[module.a], self._dtypes[module.b])
-      groups[module.m, module.n, module.rank, dtype].append(module)
+      groups[module.a_axes.unit, module.b_axes.unit, dtype].append(module)
+    # Modules that stack as they are, so that one transposition serves them all.
     self._groups = list(groups.items())
     taken = {i for module in self.modules for i in (module.a, module.b)}
+    self._taken = taken
     self._others = [i for i in range(len(leaves)) if i not in taken]
 
   # Trees of arrays -> blocks.
@@ -90,20 +97,18 @@ class Adapters:
   ) -> Blocks:
     """Stacks the pairs, multiplied by ``scale ** power``."""
 
-    def stacked(side: str, group, dtype):
+    def stacked(side: str, unit, group, dtype):
       parts = []
       for x in group:
-        axes = x.a_axes if side == 'a' else x.b_axes
         leaf = jnp.asarray(leaves[getattr(x, side)], dtype)
-        matrices = axes.to_matrices(leaf)
-        parts.append(
-          matrices if x.scale == 1 else matrices * float(x.scale**power)
-        )
-      return jnp.concatenate(parts, -3) if len(parts) > 1 else parts[0]
+        part = getattr(x, f'{side}_axes').to_stack(leaf)
+        parts.append(part if x.scale == 1 else part * float(x.scale**power))
+      # The stack axis comes before those of the unit.
+      return to_matrices(unit, jnp.concatenate(parts, -1 - len(unit[0])))
 
     pairs = tuple(
-      kind(stacked('b', group, key[-1]), stacked('a', group, key[-1]))
-      for key, group in self._groups
+      kind(stacked('b', b, group, dtype), stacked('a', a, group, dtype))
+      for (a, b, dtype), group in self._groups
     )
     others = tuple(
       jnp.asarray(leaves[i], self._dtypes[i]) for i in self._others
@@ -131,26 +136,33 @@ class Adapters:
   def tree(self, blocks: Blocks, power: float = 0.0) -> Any:
     """A tree in the shapes of ``params``; pairs times ``scale ** power``."""
     leaves: list[Any] = [None] * len(self._shapes)
-    for (_, group), pair in zip(self._groups, blocks.pairs, strict=True):
+    for ((a, b, _), group), pair in zip(
+      self._groups, blocks.pairs, strict=True
+    ):
+      right, left = from_matrices(a, pair.right), from_matrices(b, pair.left)
       start = 0
       for x in group:
-        size = int(np.prod(x.stack))
+        end = start + int(np.prod(x.stack))
         factor = float(x.scale**power)
         for i, axes, stacked in (
-          (x.a, x.a_axes, pair.right),
-          (x.b, x.b_axes, pair.left),
+          (x.a, x.a_axes, right),
+          (x.b, x.b_axes, left),
         ):
-          part = jax.lax.slice_in_dim(stacked, start, start + size, axis=-3)
-          part = axes.from_matrices(part)
+          part = axes.from_stack(stacked[start:end])
           leaves[i] = part if factor == 1 else part * factor
-        start += size
+        start = end
     for i, leaf in zip(self._others, blocks.others, strict=True):
       leaves[i] = leaf
     return jax.tree.unflatten(self._treedef, leaves)
 
-  def unscaled_tree(self, blocks: Blocks) -> Any:
-    """Factors (or steps of them) as leaves: the inverse of :meth:`factors`."""
-    return self.tree(blocks, -0.5)
+  def steps(self, new: Sequence[Factors], params: Any, others: Any) -> Any:
+    """A tree of ``new - params`` for the factors, of ``others`` beside them."""
+    tree = self.tree(Blocks(tuple(new), tuple(others)), -0.5)
+    leaves, old = jax.tree.leaves(tree), jax.tree.leaves(params)
+    return jax.tree.unflatten(
+      self._treedef,
+      [y - old[i] if i in self._taken else y for i, y in enumerate(leaves)],
+    )
 
   # Geometry over all modules.
 

@@ -102,22 +102,50 @@ class LeafAxes(NamedTuple):
   def sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(self.shape[axis] for axis in axes)
 
-  def to_matrices(self, leaf: jax.Array) -> jax.Array:
-    """(*lead, *shape) -> (*lead, stack, features, rank)."""
+  @property
+  def _rest(self) -> tuple[int, ...]:
+    """The axes of one module, in the order of the leaf."""
+    return tuple(i for i in range(len(self.shape)) if i not in self.stack)
+
+  @property
+  def unit(self) -> tuple[tuple[int, ...], int]:
+    """Shape of one module and its rank axis: equal units stack as they are."""
+    return self.sizes(self._rest), self._rest.index(self.rank)
+
+  def to_stack(self, leaf: jax.Array) -> jax.Array:
+    """(*lead, *shape) -> (*lead, stack, *unit): mostly a reshape."""
     lead = leaf.ndim - len(self.shape)
-    order = (*range(lead), *(lead + axis for axis in self.order))
-    return jnp.transpose(leaf, order).reshape(
+    order = (*self.stack, *self._rest)
+    leaf = jnp.transpose(leaf, (*range(lead), *(lead + i for i in order)))
+    return leaf.reshape(
       *leaf.shape[:lead],
       math.prod(self.sizes(self.stack)),
-      math.prod(self.sizes(self.features)),
-      self.shape[self.rank],
+      *self.sizes(self._rest),
     )
 
-  def from_matrices(self, matrices: jax.Array) -> jax.Array:
-    """The inverse of :meth:`to_matrices`."""
-    lead = matrices.ndim - 3
-    leaf = matrices.reshape(*matrices.shape[:lead], *self.sizes(self.order))
-    inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-    return jnp.transpose(
-      leaf, (*range(lead), *(lead + axis for axis in inverse))
-    )
+  def from_stack(self, stacked: jax.Array) -> jax.Array:
+    """The inverse of :meth:`to_stack`."""
+    lead = stacked.ndim - 1 - len(self._rest)
+    order = (*self.stack, *self._rest)
+    leaf = stacked.reshape(*stacked.shape[:lead], *self.sizes(order))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return jnp.transpose(leaf, (*range(lead), *(lead + i for i in inverse)))
+
+
+Unit = tuple[tuple[int, ...], int]
+
+
+def to_matrices(unit: Unit, stacked: jax.Array) -> jax.Array:
+  """(*lead, k, *unit) -> (*lead, k, features, rank)."""
+  shape, rank = unit
+  moved = jnp.moveaxis(stacked, rank - len(shape), -1)
+  lead = moved.shape[: moved.ndim - len(shape)]
+  return moved.reshape(*lead, -1, shape[rank])
+
+
+def from_matrices(unit: Unit, matrices: jax.Array) -> jax.Array:
+  """The inverse of :func:`to_matrices`."""
+  shape, rank = unit
+  features = [size for i, size in enumerate(shape) if i != rank]
+  leaf = matrices.reshape(*matrices.shape[:-2], *features, shape[rank])
+  return jnp.moveaxis(leaf, -1, rank - len(shape))

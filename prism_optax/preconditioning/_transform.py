@@ -121,6 +121,35 @@ def scale_by_rank_preconditioner(
   >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
   [1.732, 1.414]
   """
+  part = rank_preconditioner_part(
+    b1,
+    b2,
+    eps,
+    noise_stddev=noise_stddev,
+    floor_mode=floor_mode,
+    floor_factor=floor_factor,
+    debias=debias,
+    max_condition_number=max_condition_number,
+    transport=transport,
+    max_update_norm=max_update_norm,
+  )
+  return lora.chain_parts(part, layout=layout)
+
+
+def rank_preconditioner_part(
+  b1: Any,
+  b2: Any,
+  eps: Any,
+  *,
+  noise_stddev: Any,
+  floor_mode: str,
+  floor_factor: Any,
+  debias: bool,
+  max_condition_number: Any,
+  transport: bool,
+  max_update_norm: Any,
+) -> lora.Part:
+  """:func:`scale_by_rank_preconditioner` on blocks."""
   _validate.decay_rate('b1', b1)
   _validate.decay_rate('b2', b2)
   _validate.non_negative('eps', eps)
@@ -133,18 +162,16 @@ def scale_by_rank_preconditioner(
   if floor_mode == 'none':
     floor_factor = 0.0
 
-  def init_fn(params):
-    blocks = lora.Adapters(params, layout).coordinates(params)
+  def init(adapters, params):
+    blocks = adapters.coordinates(params)
     return RankPreconditionerState(
       jnp.zeros((), jnp.int32),
       lora.map_pairs(_orthonormal.init_moments, blocks.pairs),
       tuple(map(_elementwise.init_moments, blocks.others)),
     )
 
-  def update_fn(updates, state, params=None):
-    _validate.params_given('scale_by_rank_preconditioner', params)
-    adapters = lora.Adapters(params, layout)
-    blocks = adapters.coordinates(updates)
+  def update(blocks, state, point, **extra_args):
+    del extra_args
     variance = _variance_at(noise_stddev, state.count)
     count = optax.safe_increment(state.count)
 
@@ -177,9 +204,7 @@ def scale_by_rank_preconditioner(
       )
       return moments, _elementwise.direction(moments, **common(dtype))
 
-    pairs = lora.map_pairs(
-      step, state.pairs, adapters.frames(params), blocks.pairs
-    )
+    pairs = lora.map_pairs(step, state.pairs, point.frames, blocks.pairs)
     others = lora.map_pairs(step_elementwise, state.others, blocks.others)
     out = Blocks(tuple(d for _, d in pairs), tuple(d for _, d in others))
     if max_update_norm is not None:
@@ -189,6 +214,6 @@ def scale_by_rank_preconditioner(
     state = RankPreconditionerState(
       count, tuple(m for m, _ in pairs), tuple(m for m, _ in others)
     )
-    return adapters.tree(out), state
+    return out, state
 
-  return optax.GradientTransformation(init_fn, update_fn)
+  return lora.Part('scale_by_rank_preconditioner', init, update)

@@ -1,0 +1,92 @@
+"""Points of the manifold: factors and their orthonormal frames."""
+
+from typing import NamedTuple
+
+import jax
+
+from prism_optax import _linalg
+
+
+class Factors(NamedTuple):
+  """A rank-r matrix ``Z = left @ right.mT``, or a step or gradient of the pair.
+
+  Attributes:
+    left: (..., m, r), the output side.
+    right: (..., n, r), the input side.
+  """
+
+  left: jax.Array
+  right: jax.Array
+
+
+class Frame(NamedTuple):
+  """Orthonormal bases of the two factors and their r x r cores.
+
+  ``factors.left = left @ left_core``, ``factors.right = right @ right_core``.
+  ``left.mT @ left`` is the r x r projector on the observed directions: the
+  identity, or less where the factor has lost rank.
+
+  Attributes:
+    left: ``Q_L`` (..., m, r).
+    right: ``Q_R`` (..., n, r).
+    left_core: ``C_L`` (..., r, r).
+    right_core: ``C_R`` (..., r, r).
+    left_inverse: pseudo-inverse of ``C_L`` (..., r, r).
+    right_inverse: pseudo-inverse of ``C_R`` (..., r, r).
+  """
+
+  left: jax.Array
+  right: jax.Array
+  left_core: jax.Array
+  right_core: jax.Array
+  left_inverse: jax.Array
+  right_inverse: jax.Array
+
+
+def _check_pair(name: str, left: jax.Array, right: jax.Array) -> None:
+  """Raises ``ValueError`` unless the shapes are (..., m, r) and (..., n, r)."""
+  if (
+    left.ndim < 2
+    or right.ndim < 2
+    or left.shape[:-2] != right.shape[:-2]
+    or left.shape[-1] != right.shape[-1]
+  ):
+    raise ValueError(
+      f'Expected {name} of shapes (..., m, r) and (..., n, r), got'
+      f' {name}.left.shape={left.shape}, {name}.right.shape={right.shape}.'
+    )
+
+
+def frame(factors: Factors) -> Frame:
+  """Orthonormal frames of the two factors.
+
+  Each is the polar factor of the column-normalised factor, a continuous
+  function of the factors alone. Factors with orthogonal columns (what
+  :func:`retract` returns) need no factorisation.
+
+  Args:
+    factors: (..., m, r) and (..., n, r).
+
+  Returns:
+    The frame; zero columns, and directions below ``r`` machine epsilons of
+    the column-normalised factor, are left out of it.
+
+  Raises:
+    ValueError: If the shapes do not match or ``r > min(m, n)``.
+
+  >>> import jax.numpy as jnp
+  >>> f = frame(Factors(jnp.array([[3.0], [4.0]]), jnp.array([[0.0], [2.0]])))
+  >>> print(f.left.ravel(), f.left_core.ravel(), f.right.ravel())
+  [0.6 0.8] [5.] [0. 1.]
+  """
+  left, right = factors
+  _check_pair('factors', left, right)
+  rank = left.shape[-1]
+  if rank < 1 or rank > min(left.shape[-2], right.shape[-2]):
+    raise ValueError(
+      'Expected 1 <= rank <= min(m, n), got'
+      f' factors.left.shape={left.shape}, factors.right.shape={right.shape}.'
+    )
+  q_left, c_left, inverse_left = _linalg.orthonormal_frame(left)
+  q_right, c_right, inverse_right = _linalg.orthonormal_frame(right)
+  return Frame(q_left, q_right, c_left, c_right, inverse_left, inverse_right)

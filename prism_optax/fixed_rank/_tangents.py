@@ -1,0 +1,147 @@
+"""Tangent vectors in orthonormal coordinates."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import _linalg
+from prism_optax._linalg import gram, matmul
+from prism_optax.fixed_rank._points import Factors, Frame
+from prism_optax.fixed_rank._points import frame as frame_of
+
+
+class Tangent(NamedTuple):
+  """Orthonormal coordinates of ``T = left Q_R^T + Q_L right^T``.
+
+  Attributes:
+    left: ``X_L`` (..., m, r), orthogonal to the columns of ``Q_L``.
+    right: ``X_R`` (..., n, r).
+  """
+
+  left: jax.Array
+  right: jax.Array
+
+
+def remove(q: jax.Array, x: jax.Array) -> jax.Array:
+  """``(I - q q^T) x``."""
+  return x - matmul(q, gram(q, x))
+
+
+def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
+  """Coordinates of the tangent projection of the gradient in Z.
+
+  For factor gradients ``g_L = G right`` and ``g_R = G^T left`` of one m x n
+  gradient G, the result stands for ``P_L G + G P_R - P_L G P_R`` (PRISM,
+  Eq. 13): ``X_L = (I - P_L) g_L C_R^-1``, ``X_R = g_R C_L^-1``.
+
+  Args:
+    frame: Frame of the factors, axes (..., ., .).
+    grads: Gradients with respect to ``left`` (..., m, r) and ``right``
+      (..., n, r). They may carry more leading axes than the frame.
+
+  Returns:
+    Coordinates in the shapes of ``grads``.
+  """
+  return Tangent(
+    remove(frame.left, matmul(grads.left, frame.right_inverse)),
+    matmul(grads.right, frame.left_inverse),
+  )
+
+
+def project(frame: Frame, tangent: Tangent) -> Tangent:
+  """Orthogonal projection of arbitrary arrays on the coordinates at a frame.
+
+  ``X_L <- (I - P_L) X_L Q_R^T Q_R`` and ``X_R <- X_R Q_L^T Q_L``: the right
+  factors mask what a rank-deficient factor does not show. Applied to i.i.d.
+  standard normal arrays it gives isotropic tangent noise (PRISM, Eq. 17-21).
+  """
+  return Tangent(
+    remove(frame.left, matmul(tangent.left, gram(frame.right, frame.right))),
+    matmul(tangent.right, gram(frame.left, frame.left)),
+  )
+
+
+def lift(frame: Frame, tangent: Tangent) -> Factors:
+  """Steps of the factors with ``dL right^T + left dR^T = T``.
+
+  ``dL = X_L C_R^-T`` and ``dR = X_R C_L^-T``; the whole core of T is put on
+  the right factor. See :func:`horizontal_lift` for the balanced choice.
+  """
+  return Factors(
+    matmul(tangent.left, frame.right_inverse.mT),
+    matmul(tangent.right, frame.left_inverse.mT),
+  )
+
+
+def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
+  """Coordinates of ``T = dL right^T + left dR^T``: undoes any lift.
+
+  ``X_L = (I - P_L) dL C_R^T`` and ``X_R = dR C_L^T + Q_R C_R dL^T Q_L``.
+  """
+  return Tangent(
+    remove(frame.left, matmul(steps.left, frame.right_core.mT)),
+    matmul(steps.right, frame.left_core.mT)
+    + matmul(
+      frame.right, matmul(frame.right_core, gram(steps.left, frame.left))
+    ),
+  )
+
+
+def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
+  """The steps of least norm with the same tangent vector (PRISM, Prop. A.11).
+
+  It is ``(dL + L W, dR - R W^T)`` with ``M W + W N = dR^T R - L^T dL``,
+  ``M = L^T L``, ``N = R^T R``. Solved in orthonormal coordinates, where
+  ``W' = C_L W C_R^T`` cancels from the tangent vector whatever its accuracy:
+  with the core D of T, ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
+
+  Args:
+    factors: (..., m, r) and (..., n, r).
+    steps: Any lift of the tangent vector, same shapes.
+
+  Returns:
+    The horizontal lift, same shapes.
+  """
+  q = frame_of(factors)
+  x_left, x_right = tangent_from_steps(q, steps)
+  core = gram(x_right, q.right)
+  w = _linalg.sylvester_of_grams(
+    q.left_core.mT,
+    q.right_core.mT,
+    matmul(core, matmul(q.right_core, q.right_core.mT)),
+  )
+  return lift(
+    q,
+    Tangent(x_left + matmul(q.left, w), x_right - matmul(q.right, w.mT)),
+  )
+
+
+def norm(tangent: Tangent) -> jax.Array:
+  """Intrinsic norm ``||T||_F``, shape (...): the norm of the coordinates."""
+  return jnp.sqrt(
+    jnp.sum(jnp.square(tangent.left), axis=(-2, -1))
+    + jnp.sum(jnp.square(tangent.right), axis=(-2, -1))
+  )
+
+
+def embed(frame: Frame, tangent: Tangent) -> jax.Array:
+  """The dense m x n matrix T, (..., m, n): for tests and small problems."""
+  return matmul(tangent.left, frame.right.mT) + matmul(
+    frame.left, tangent.right.mT
+  )
+
+
+def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:
+  """Projects a tangent vector at one point on the tangent space at another.
+
+  With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
+  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only.
+  """
+  left = matmul(tangent.left, gram(old_frame.right, new_frame.right)) + matmul(
+    old_frame.left, gram(tangent.right, new_frame.right)
+  )
+  right = matmul(old_frame.right, gram(tangent.left, new_frame.left)) + matmul(
+    tangent.right, gram(old_frame.left, new_frame.left)
+  )
+  return Tangent(remove(new_frame.left, left), right)
