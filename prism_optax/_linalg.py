@@ -60,11 +60,12 @@ def flat_batch(fn: Callable) -> Callable:
 
   @mapped.def_vmap
   def _rule(axis_size, in_batched, *args):
-    args = [
-      a if batched else jnp.broadcast_to(a, (axis_size, *a.shape))
-      for a, batched in zip(args, in_batched, strict=True)
-    ]
-    out = mapped(*args)
+    out = mapped(
+      *(
+        a if batched else jnp.broadcast_to(a, (axis_size, *a.shape))
+        for a, batched in zip(args, in_batched, strict=True)
+      )
+    )
     return out, jax.tree.map(lambda _: True, out)
 
   @functools.wraps(fn)

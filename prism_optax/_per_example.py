@@ -8,12 +8,10 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import optax
-
-NeighboringRelation = dp_accounting.NeighboringRelation
+from dp_accounting import NeighboringRelation
 
 
 class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):

@@ -236,7 +236,7 @@ def test_bad_options_are_named(options, name):
 
 
 def test_a_vector_is_no_matrix():
-  with pytest.raises(ValueError, match=r'shape \(3,\)'):
+  with pytest.raises(ValueError, match=r'shape=\(3,\)'):
     orthogonalization.orthogonalize(jnp.ones(3))
 
 

@@ -42,9 +42,7 @@ def _embed(frame, tangent):
 @pytest.mark.parametrize(
   ('m', 'n', 'rank'), [(13, 9, 3), (9, 13, 3), (8, 8, 1), (7, 4, 4), (4, 4, 4)]
 )
-def test_is_the_projected_dense_iteration(
-  x64, m, n, rank, degree, steps
-):
+def test_is_the_projected_dense_iteration(x64, m, n, rank, degree, steps):
   """r = 1 and r = min(m, n) too, where outer blocks have less room."""
   rng = np.random.default_rng(m + 100 * degree)
   factors = oracles.random_factors(rng, m, n, rank, 10.0)

@@ -132,11 +132,14 @@ def embed(frame: Frame, tangent: Tangent) -> jax.Array:
   )
 
 
-def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:
+def transport(
+  old_frame: Frame | Factors, new_frame: Frame | Factors, tangent: Tangent
+) -> Tangent:
   """Projects a tangent vector at one point on the tangent space at another.
 
   With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
-  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only.
+  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only. Of the
+  frames only the two bases are read.
   """
   left = matmul(tangent.left, gram(old_frame.right, new_frame.right)) + matmul(
     old_frame.left, gram(tangent.right, new_frame.right)

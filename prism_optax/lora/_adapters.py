@@ -50,7 +50,7 @@ class Adapters:
   def __init__(self, params: Any, layout: _pairs.LayoutLike = None):
     self.modules = _pairs.find_modules(params, layout)
     self.names, leaves = _pairs.named_leaves(params)
-    self._treedef = jax.tree.structure(params)
+    self._treedef: Any = jax.tree.structure(params)
     self._shapes = [np.shape(leaf) for leaf in leaves]
     # Geometry, sums and noise need float32 at least, whatever the model's type.
     self._dtypes = [

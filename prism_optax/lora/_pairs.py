@@ -162,7 +162,7 @@ def _named_pairs(layout: LayoutLike, shapes: Mapping[str, Any]) -> list[Pair]:
     partner = f'{parent}/lora_b' if parent else 'lora_b'
     if last != 'lora_a' or partner not in shapes:
       continue
-    chosen = layout
+    chosen = layout if isinstance(layout, Layout) else None
     if isinstance(layout, Mapping):
       patterns = [p for p in layout if fnmatch.fnmatch(parent, p)]
       used.update(patterns)

@@ -21,7 +21,7 @@ class RankPreconditionerState(NamedTuple):
     others: Adam's moments of each other leaf.
   """
 
-  count: jax.Array
+  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
   pairs: tuple[Any, ...]
   others: tuple[Any, ...]
 
