@@ -1,0 +1,594 @@
+"""DP-Muon against the formulas of its source, and its joint accounting."""
+
+import math
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+from prism_optax import accounting, clip_groups, per_matrix_clipping
+from prism_optax.dp_muon import dp_muon
+from tests import muon_oracle
+
+Dims = optax.contrib.MuonDimensionNumbers
+
+
+def _fixed_noise(noises):
+  """A privatizer that adds ``noises[t]``, in the units it is shown."""
+
+  def update(updates, state, params=None):
+    del params
+    noise = jax.tree.map(lambda z: jnp.asarray(z)[state], noises)
+    return jax.tree.map(jnp.add, updates, noise), state + 1
+
+  return optax.GradientTransformation(lambda _: jnp.zeros((), int), update)
+
+
+@pytest.mark.parametrize('size', [0.01, 1.0, 50.0])
+@pytest.mark.parametrize(
+  ('beta', 'degree', 'steps'),
+  [(0.0, 1, 1), (0.5, 2, 5), (0.95, 2, 5), (0.95, 3, 3), (0.9, 1, 8)],
+)
+def test_ten_steps_are_those_of_the_source(x64, beta, degree, steps, size):
+  """Tall, wide, square and stacked matrices, with fixed noise.
+
+  ``size`` scales thresholds and noise together: momenta of norm below one
+  (max(1, .) leaves them) and far above.
+  """
+  shapes = {'tall': (7, 3), 'wide': (2, 5), 'square': (4, 4)}
+  layers, batch, sigma, eta = 3, 6, 0.8, 0.1
+  rng = np.random.default_rng(0)
+  params = {k: rng.standard_normal(s) for k, s in shapes.items()}
+  params['stack'] = rng.standard_normal((layers, 5, 6))
+  clips = {'tall': 0.5, 'wide': 2.0, 'square': 1.0, 'stack': 0.7}
+  clips = {k: size * c for k, c in clips.items()}
+  names = [*shapes, *(('stack', i) for i in range(layers))]
+
+  def at(tree, name, axis):
+    if isinstance(name, str):
+      return tree[name]
+    return np.take(np.asarray(tree[name[0]]), name[1], axis)
+
+  def clip_of(name):
+    return clips[name if isinstance(name, str) else name[0]]
+
+  noises = {k: rng.standard_normal((10, *p.shape)) for k, p in params.items()}
+  gradients = {
+    k: size * rng.standard_normal((10, batch, *p.shape)) / 2
+    for k, p in params.items()
+  }
+  oracle = muon_oracle.DPMuon(
+    [at(params, name, 0) for name in names],
+    clips=[clip_of(name) for name in names],
+    batch=batch,
+    beta=beta,
+    degree=degree,
+    steps=steps,
+    eta=eta,
+  )
+  tx = dp_muon(
+    eta,
+    l2_clip_norms=clips,
+    expected_batch_size=batch,
+    momentum=beta,
+    degree=degree,
+    steps=steps,
+    weight_dimension_numbers={
+      **dict.fromkeys(shapes, Dims()), 'stack': Dims(1, 2)
+    },
+    # In units of sqrt(K) C_W, K = 6, each matrix gets the noise sigma C_W / B.
+    privatizer=_fixed_noise(
+      {k: sigma / math.sqrt(6) / batch * z for k, z in noises.items()}
+    ),
+  )  # fmt: skip
+  params = jax.tree.map(jnp.asarray, params)
+  state = tx.init(params)
+  update = jax.jit(tx.update)
+  norms = []
+  for t in range(10):
+    grads = {k: jnp.asarray(g[t]) for k, g in gradients.items()}
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    oracle.step(
+      [at(gradients, name, 2)[t] for name in names],
+      [
+        sigma / batch * clip_of(name) * at(noises, name, 1)[t] for name in names
+      ],
+    )
+    norms += [np.linalg.norm(m) for m in oracle.momenta]
+  # All on one side of the max(1, .), or on both.
+  assert {0.01: max(norms) < 1, 1.0: min(norms) < 1 < max(norms)}.get(
+    size, min(norms) > 1
+  )
+  for name, expected in zip(names, oracle.thetas, strict=True):
+    # The clip stops 8 eps below the threshold; ten steps in float64.
+    np.testing.assert_allclose(at(params, name, 0), expected, atol=1e-12)
+
+
+PARAMS = {
+  'b': jnp.zeros(30),
+  'layers': jnp.zeros((2, 20, 30)),
+  'w': jnp.zeros((40, 25)),
+  'norm': jnp.zeros(10),
+}
+SPECS = {'b': None, 'layers': Dims(1, 2), 'w': Dims(), 'norm': None}
+CLIPS = {'b': 0.5, 'layers': 2.0, 'w': 1.0, 'norm': 0.5}
+
+
+def _first_release(tx, batch=0):
+  """What leaves the mechanism at the first step, read from the states."""
+  grads = {k: jnp.zeros((batch, *p.shape)) for k, p in PARAMS.items()}
+  _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+  moments = optax.tree.get_all_with_path(state, 'mu')
+  (_, mu), *_ = [m for m in moments if jax.tree.leaves(m[1])]
+  trace = optax.tree.get(state, 'trace')
+  return {
+    'layers': trace['layers'],
+    'w': trace['w'],
+    'b': mu['b'] / 0.1,
+    'norm': mu['norm'] / 0.1,
+  }
+
+
+@pytest.mark.parametrize('noise_split', clip_groups.NOISE_SPLITS)
+def test_noise_of_every_leaf_and_its_joint_multiplier(noise_split):
+  """An empty batch too releases noise, of sigma_W C_W / B in every entry."""
+  sigma, expected_batch = 1.3, 16.0
+  tx = dp_muon(
+    0.1,
+    l2_clip_norms=CLIPS,
+    noise_multiplier=sigma,
+    expected_batch_size=expected_batch,
+    prng_key=0,
+    noise_split=noise_split,
+    weight_dimension_numbers=SPECS,
+  )
+  release = _first_release(tx)
+  budgets = {'layers': 2.0 * math.sqrt(600), 'w': 1.0 * math.sqrt(1000)}
+  budgets['b'] = budgets['norm'] = 0.5 * math.sqrt(40)
+  total = 2 * budgets['layers'] + budgets['w'] + budgets['b']
+  measured = {}
+  for k, z in release.items():
+    ratio = 2.0 if noise_split == 'equal' else math.sqrt(total / budgets[k])
+    expected = ratio * sigma * CLIPS[k] / expected_batch
+    # Five relative standard errors of a standard deviation.
+    tolerance = 5 / math.sqrt(2 * z.size)
+    np.testing.assert_allclose(jnp.std(z), expected, rtol=tolerance)
+    assert abs(jnp.mean(z)) < 5 * expected / math.sqrt(z.size)
+    measured[k] = ratio * sigma
+  groups = [measured['layers']] * 2 + [measured['w'], measured['b']]
+  assert accounting.joint_noise_multiplier(groups) == pytest.approx(sigma)
+
+
+def test_noise_is_fresh_in_each_step_and_leaf_and_reproducible():
+  params = {f'w{i}': jnp.zeros((3, 4)) for i in range(3)}
+  grads = {k: jnp.zeros((1, 3, 4)) for k in params}
+
+  def draws(key):
+    tx = dp_muon(
+      0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=1,
+      momentum=0.0, prng_key=key,
+    )  # fmt: skip
+    state, out = tx.init(params), []
+    for _ in range(3):
+      _, state = tx.update(grads, state, params)
+      out += jax.tree.leaves(optax.tree.get(state, 'trace'))
+    return np.stack(out).reshape(9, -1)
+
+  first = draws(3)
+  assert len(np.unique(first)) == first.size
+  np.testing.assert_array_equal(first, draws(3))
+  np.testing.assert_array_equal(first, draws(jax.random.key(3)))
+  assert not np.any(first == draws(None))
+
+
+def _canary_release(keys, params, canary, multiplier, clips):
+  """First releases of many runs with one record, shape (runs, K, entries)."""
+
+  def one(key):
+    tx = dp_muon(
+      0.1,
+      l2_clip_norms=clips,
+      noise_multiplier=multiplier,
+      expected_batch_size=1.0,
+      prng_key=key,
+      steps=1,
+    )
+    _, state = tx.update(canary, tx.init(params), params)
+    trace = optax.tree.get(state, 'trace')
+    return jnp.stack([trace[k].ravel() for k in sorted(trace)])
+
+  return jax.jit(jax.vmap(one))(keys)
+
+
+def _epsilon_lower_bound(absent, present, delta, confidence=0.999):
+  """Clopper and Pearson at a threshold chosen on one half of the runs."""
+  half = len(absent) // 2
+
+  def bound(a, p, threshold):
+    false = stats.beta.ppf(confidence, (a > threshold).sum() + 1,
+                           (a <= threshold).sum())  # fmt: skip
+    true = stats.beta.ppf(1 - confidence, (p > threshold).sum(),
+                          (p <= threshold).sum() + 1)  # fmt: skip
+    return math.log(max(true - delta, 1e-12) / false)
+
+  thresholds = np.quantile(absent[:half], [0.9, 0.99, 0.995, 0.999])
+  best = max(thresholds, key=lambda t: bound(absent[:half], present[:half], t))
+  return bound(absent[half:], present[half:], best)
+
+
+def test_a_canary_spread_over_all_matrices_respects_the_joint_epsilon():
+  """And contradicts accounting that looks at one matrix alone.
+
+  16 matrices at joint multiplier 1, so 4 for each: a single matrix would be
+  (0.97, 1e-5)-private, all together are (4.4, 1e-5)-private.
+  """
+  groups, runs, delta = 16, 40_000, 1e-5
+  params = {f'w{i:02}': jnp.zeros((2, 3)) for i in range(groups)}
+  rng = np.random.default_rng(1)
+  gradient = {k: rng.standard_normal((1, 2, 3)) * 1e3 for k in params}
+  gradient = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradient)
+  zeros = jax.tree.map(jnp.zeros_like, gradient)
+  keys = jax.random.split(jax.random.key(2), 2 * runs)
+  clips = {k: 0.5 + i / groups for i, k in enumerate(sorted(params))}
+  absent = _canary_release(keys[:runs], params, zeros, 1.0, clips)
+  present = _canary_release(keys[runs:], params, gradient, 1.0, clips)
+  # The likelihood ratio: the clipped canary over each matrix's noise variance.
+  direction = np.stack(
+    [
+      np.ravel(gradient[k][0]) / np.linalg.norm(gradient[k]) / clips[k]
+      for k in sorted(params)
+    ]
+  )
+  absent, present = (
+    np.einsum('tkd,kd->t', np.asarray(x), direction) for x in (absent, present)
+  )
+  found = _epsilon_lower_bound(absent, present, delta)
+
+  def claimed(multiplier):
+    event = dp_accounting.GaussianDpEvent(multiplier)
+    return accounting.epsilon(
+      event,
+      delta,
+      neighboring_relation=(
+        dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+      ),
+    )
+
+  joint = accounting.joint_noise_multiplier([4.0] * groups)
+  assert joint == pytest.approx(1.0)
+  assert found <= claimed(joint)
+  assert found > 1.5 * claimed(4.0)  # Naive accounting is refuted.
+
+
+def test_noise_halved_on_purpose_is_found():
+  """The audit above can fail: with a quarter of the noise it does."""
+  params = {f'w{i}': jnp.zeros((2, 3)) for i in range(4)}
+  gradient = jax.tree.map(lambda x: x[None] + 1e3, params)
+  zeros = jax.tree.map(jnp.zeros_like, gradient)
+  keys = jax.random.split(jax.random.key(3), 20_000)
+  runs = [
+    np.asarray(_canary_release(k, params, g, 0.25, 1.0)).sum((1, 2))
+    for k, g in [(keys[:10_000], zeros), (keys[10_000:], gradient)]
+  ]
+  event = dp_accounting.GaussianDpEvent(1.0)
+  claimed = accounting.epsilon(
+    event,
+    1e-5,
+    neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+  )
+  assert _epsilon_lower_bound(*runs, 1e-5) > claimed
+
+
+def test_neighbours_differ_by_at_most_the_sensitivity():
+  tx = dp_muon(
+    0.1, l2_clip_norms=CLIPS, noise_multiplier=0.0, expected_batch_size=4.0,
+    momentum=0.0, weight_dimension_numbers=SPECS, adam_b1=0.0, prng_key=0,
+  )  # fmt: skip
+  bound = tx.sensitivity(params=PARAMS)
+  assert bound == pytest.approx(math.sqrt(2 * 2.0**2 + 1.0 + 0.5**2) / 4)
+  init, update = tx  # It unpacks like any transformation.
+  rng = np.random.default_rng(4)
+  grads = {
+    k: jnp.asarray(50 * rng.standard_normal((3, *p.shape)), jnp.float32)
+    for k, p in PARAMS.items()
+  }
+  sums = []
+  for padding in ([False] * 3, [False, True, False]):
+    _, state = update(
+      grads, init(PARAMS), PARAMS, is_padding_example=np.array(padding)
+    )
+    trace, mu = optax.tree.get(state, 'trace'), None
+    for _, value in optax.tree.get_all_with_path(state, 'mu'):
+      mu = value
+    sums.append([trace['layers'], trace['w'], mu['b'], mu['norm']])
+  moved = float(optax.tree.norm(optax.tree.sub(*sums)))
+  assert 0.999 * bound < moved <= bound * (1 + 1e-5)
+
+
+def test_leaves_that_are_no_matrices_go_to_adam():
+  rng = np.random.default_rng(5)
+  tx = dp_muon(
+    0.1, l2_clip_norms=1e3, noise_multiplier=0.0, expected_batch_size=2.0,
+    weight_dimension_numbers=SPECS, adam_learning_rate=0.02, prng_key=0,
+  )  # fmt: skip
+  adam = optax.adam(0.02)
+  state, adam_state = tx.init(PARAMS), adam.init(PARAMS)
+  for _ in range(3):
+    grads = {
+      k: jnp.asarray(rng.standard_normal((2, *p.shape)), jnp.float32)
+      for k, p in PARAMS.items()
+    }
+    out, state = tx.update(grads, state, PARAMS)
+    mean = jax.tree.map(lambda g: g.mean(0), grads)
+    expected, adam_state = adam.update(mean, adam_state)
+    for k in ('b', 'norm'):
+      np.testing.assert_allclose(out[k], expected[k], rtol=1e-4)
+    assert not np.allclose(out['w'], expected['w'], rtol=0.1)
+
+
+def test_matrices_and_their_stack_take_the_same_steps():
+  """Scanned or not is no matter of the algorithm: K counts matrices."""
+  rng = np.random.default_rng(6)
+  stack = jnp.asarray(rng.standard_normal((3, 4, 6)), jnp.float32)
+  grads = jnp.asarray(rng.standard_normal((5, 3, 4, 6)), jnp.float32)
+  units = {}
+  results = []
+  for scanned in (True, False):
+    params = stack if scanned else list(stack)
+    given = grads if scanned else [grads[:, i] for i in range(3)]
+    tx = dp_muon(
+      0.1, l2_clip_norms=0.5, noise_multiplier=0.0, expected_batch_size=5.0,
+      weight_dimension_numbers=Dims(1, 2) if scanned else None, prng_key=0,
+    )  # fmt: skip
+    units[scanned] = tx.sensitivity(params=params)
+    updates, _ = tx.update(given, tx.init(params), params)
+    results.append(jnp.stack(list(updates)))
+  np.testing.assert_allclose(*results, atol=1e-6)
+  assert units[True] == pytest.approx(units[False])
+
+
+def test_clipped_means_of_jax_privacy_give_the_same_steps():
+  clipping = pytest.importorskip('jax_privacy.clipping')
+  noise_addition = pytest.importorskip('jax_privacy.noise_addition')
+  rng = np.random.default_rng(7)
+  xs = jnp.asarray(3 * rng.standard_normal((8, 5)), jnp.float32)
+  params = {
+    'bias': jnp.ones(3),
+    'w': jnp.asarray(rng.standard_normal((5, 3)), jnp.float32),
+  }
+  specs = {'bias': None, 'w': Dims()}
+
+  def loss(params, x):
+    return jnp.sum(jnp.tanh(x @ params['w'] + params['bias']) ** 2)
+
+  options = {
+    'l2_clip_norms': 0.4,
+    'expected_batch_size': 8.0,
+    'noise_multiplier': 1.1,
+    'prng_key': 11,
+  }
+  direct = dp_muon(0.1, **options)
+  means = dp_muon(0.1, per_example_gradients=False, **options)
+  whole = per_matrix_clipping.per_matrix_clip(
+    0.4, weight_dimension_numbers=specs
+  )
+  clipped = clipping.clipped_grad(
+    loss,
+    l2_clip_norm=whole.sensitivity(params=params),
+    normalize_by=8.0,
+    batch_argnums=1,
+    keep_batch_dim=False,
+    microbatch_size=4,
+    pre_clipping_transform=per_matrix_clipping.clip_each_matrix(
+      0.4, weight_dimension_numbers=specs
+    ),
+  )
+  states = direct.init(params), means.init(params)
+  for _ in range(3):
+    per_example = jax.vmap(jax.grad(loss), (None, 0))(params, xs)
+    expected, state = direct.update(per_example, states[0], params)
+    out, other = means.update(clipped(params, xs), states[1], params)
+    states = state, other
+    for k in params:
+      np.testing.assert_allclose(out[k], expected[k], rtol=1e-4, atol=1e-6)
+    params = optax.apply_updates(params, expected)
+
+  # And its privatizer in place of ours has the same noise.
+  privatizer = noise_addition.gaussian_privatizer(
+    stddev=1.3 / 16.0, prng_key=jax.random.key(0)
+  )
+  tx = dp_muon(
+    0.1, l2_clip_norms=CLIPS, expected_batch_size=16.0, privatizer=privatizer,
+    weight_dimension_numbers=SPECS,
+  )  # fmt: skip
+  for k, z in _first_release(tx).items():
+    np.testing.assert_allclose(
+      jnp.std(z), 2 * 1.3 * CLIPS[k] / 16, rtol=5 / math.sqrt(2 * z.size)
+    )
+
+
+def test_stopping_and_resuming_changes_nothing():
+  tx = dp_muon(
+    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=2.0,
+    weight_dimension_numbers=SPECS, bias_correction_probes=1,
+  )  # fmt: skip
+  rng = np.random.default_rng(8)
+  grads = {
+    k: jnp.asarray(rng.standard_normal((2, *p.shape)), jnp.float32)
+    for k, p in PARAMS.items()
+  }
+  update = jax.jit(tx.update)
+  state = tx.init(PARAMS)
+  for _ in range(2):
+    _, state = update(grads, state, PARAMS)
+  leaves, treedef = jax.tree.flatten(state)
+  saved = [
+    np.asarray(jax.random.key_data(x))
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    else np.asarray(x)
+    for x in leaves
+  ]
+  loaded = [
+    jax.random.wrap_key_data(jnp.asarray(s))
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    else jnp.asarray(s)
+    for s, x in zip(saved, leaves, strict=True)
+  ]
+  expected, _ = update(grads, state, PARAMS)
+  out, _ = update(grads, jax.tree.unflatten(treedef, loaded), PARAMS)
+  for k in PARAMS:
+    np.testing.assert_array_equal(out[k], expected[k])
+
+
+def test_keys_of_probes_and_noise_are_different_ones():
+  tx = dp_muon(
+    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=1.0,
+    bias_correction_probes=1, prng_key=5,
+  )  # fmt: skip
+  params = {'w': jnp.zeros((2, 3))}
+  state, seen = tx.init(params), []
+  for _ in range(4):
+    keys = [k for _, k in optax.tree.get_all_with_path(state, 'prng_key')]
+    assert len(keys) == 2
+    for key in keys:
+      seen += [key, *jax.random.split(key), *jax.random.split(key, 3)]
+    _, state = tx.update({'w': jnp.ones((1, 2, 3))}, state, params)
+  words = {bytes(np.asarray(jax.random.key_data(k))) for k in seen}
+  # split(key, 2) and split(key, 3) share their first two, and the first of
+  # split is the next state: 4 steps of 2 streams leave 2 * (1 + 4 * 3) - dups.
+  streams = [set(), set()]
+  for i, key in enumerate(seen):
+    streams[(i // 6) % 2].add(bytes(np.asarray(jax.random.key_data(key))))
+  assert not streams[0] & streams[1]
+  assert len(words) == len(streams[0]) + len(streams[1])
+
+
+def test_bias_correction_knows_the_noise_of_the_momentum():
+  """Off: no second key, no change. On: another direction, Adam's the same."""
+  options = {
+    'l2_clip_norms': CLIPS,
+    'noise_multiplier': 1.0,
+    'expected_batch_size': 2.0,
+    'weight_dimension_numbers': SPECS,
+    'prng_key': 1,
+  }
+  grads = {k: jnp.ones((2, *p.shape)) for k, p in PARAMS.items()}
+  out = {}
+  for probes in (0, 2):
+    tx = dp_muon(0.1, bias_correction_probes=probes, **options)
+    out[probes], _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+  np.testing.assert_array_equal(out[0]['b'], out[2]['b'])
+  assert np.max(np.abs(out[0]['w'] - out[2]['w'])) > 1e-3
+  silent = {**options, 'noise_multiplier': 0.0}
+  for probes in (0, 2):
+    tx = dp_muon(0.1, bias_correction_probes=probes, **silent)
+    out[probes], _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+  np.testing.assert_allclose(out[0]['w'], out[2]['w'], atol=1e-6)
+
+
+def test_consistent_rms_and_weight_decay():
+  params = {'w': jnp.full((6, 4), 2.0)}
+  grads = {'w': jnp.asarray(np.random.default_rng(9).normal(size=(1, 6, 4)))}
+  options = {
+    'l2_clip_norms': 1e3,
+    'noise_multiplier': 0.0,
+    'expected_batch_size': 1.0,
+    'prng_key': 0,
+    'steps': 12,
+  }
+  out = {}
+  for name, extra in [
+    ('plain', {}),
+    ('rms', {'consistent_rms': 0.2}),
+    ('decay', {'weight_decay': 0.5}),
+  ]:
+    tx = dp_muon(0.1, **options, **extra)
+    out[name], _ = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(
+    out['rms']['w'], 0.2 * math.sqrt(6) * out['plain']['w'], rtol=1e-6
+  )
+  # Orthonormal columns: four of six rows, entries of rms 1 / sqrt(6).
+  rms = jnp.sqrt(jnp.mean(out['rms']['w'] ** 2))
+  np.testing.assert_allclose(rms, 0.1 * 0.2, rtol=1e-3)
+  np.testing.assert_allclose(
+    out['decay']['w'], out['plain']['w'] - 0.1 * 0.5 * 2.0, rtol=1e-5
+  )
+
+
+def test_learning_rate_schedules_and_injection():
+  params = {'w': jnp.zeros((3, 4))}
+  grads = {'w': jnp.ones((2, 3, 4))}
+  tx = optax.inject_hyperparams(
+    dp_muon, static_args=('degree', 'steps', 'bias_correction_probes')
+  )(
+    learning_rate=optax.linear_schedule(1.0, 0.0, 2),
+    l2_clip_norms=1.0,
+    noise_multiplier=0.0,
+    expected_batch_size=2.0,
+    prng_key=jax.random.key(0),
+  )
+  state = tx.init(params)
+  sizes = []
+  for _ in range(3):
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    sizes.append(float(jnp.linalg.norm(updates['w'])))
+  assert sizes[0] > 0.9
+  assert sizes[2] == 0.0
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'noise_multiplier': None}, 'exactly one'),
+    ({'privatizer': optax.identity()}, 'exactly one'),
+    ({'noise_multiplier': -1.0}, 'noise_multiplier=-1.0'),
+    ({'expected_batch_size': 0}, 'expected_batch_size=0'),
+    ({'momentum': 1.0}, 'momentum=1.0'),
+    ({'l2_clip_norms': 0.0}, 'l2_clip_norms=0.0'),
+    ({'noise_split': 'half'}, "noise_split='half'"),
+    ({'degree': 0}, 'degree=0'),
+    ({'bias_correction_probes': -1}, 'bias_correction_probes=-1'),
+    ({'weight_decay': -0.1}, 'weight_decay=-0.1'),
+    ({'consistent_rms': 0.0}, 'consistent_rms=0.0'),
+    ({'prng_key': 'secret'}, 'prng_key'),
+  ],
+)
+def test_bad_options_are_named(options, message):
+  given = {
+    'l2_clip_norms': 1.0,
+    'noise_multiplier': 1.0,
+    'expected_batch_size': 1.0,
+    **options,
+  }
+  with pytest.raises(ValueError, match=message):
+    dp_muon(0.1, **given)
+
+
+def test_a_privatizer_excludes_our_key_and_the_bias_correction():
+  for extra in ({'prng_key': 0}, {'bias_correction_probes': 1}):
+    with pytest.raises(ValueError, match='privatizer'):
+      dp_muon(
+        0.1, l2_clip_norms=1.0, expected_batch_size=1.0,
+        privatizer=optax.identity(), **extra,
+      )  # fmt: skip
+
+
+def test_bfloat16_parameters_have_float32_moments():
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  tx = dp_muon(
+    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=1.0,
+    weight_dimension_numbers=SPECS,
+  )  # fmt: skip
+  grads = jax.tree.map(lambda p: jnp.ones((1, *p.shape), p.dtype), params)
+  state = tx.init(params)
+  updates, after = jax.jit(tx.update)(grads, state, params)
+  assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype('float32')}
+  types, later = (jax.tree.map(lambda x: x.dtype, s) for s in (state, after))
+  assert types == later
+  for x in jax.tree.leaves(after):
+    assert x.dtype != jnp.bfloat16
