@@ -68,11 +68,15 @@ def flat_batch(fn: Callable) -> Callable:
     )
     return out, jax.tree.map(lambda _: True, out)
 
+  # Compiled once for each shape also where nobody jits around it: branches and
+  # loops are compiled anew at every eager call.
+  compiled = jax.jit(mapped)
+
   @functools.wraps(fn)
   def wrapped(*args):
     # Frames and spectra are never differentiated: the derivative of a
     # factorisation is infinite where singular values meet.
-    return mapped(*jax.lax.stop_gradient(args))
+    return compiled(*jax.lax.stop_gradient(args))
 
   return wrapped
 

@@ -78,7 +78,7 @@ def read_public(
     where = f'{option} {path}, row {number}'
     try:
       row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f'{where}: no JSON ({error}).') from error
     if not isinstance(row, dict):
       raise ValueError(f'{where}: expected a JSON object, got {line[:60]!r}.')

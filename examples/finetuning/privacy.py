@@ -1,6 +1,7 @@
 """What is spent: the mechanism that is really run, and its epsilon."""
 
 import dataclasses
+import functools
 import math
 
 import dp_accounting
@@ -63,12 +64,7 @@ class Plan:
 
   def epsilon(self, steps: int) -> float:
     """Spent by the first ``steps`` steps, at ``delta``, by PLD."""
-    return accounting.epsilon(
-      self.event(steps),
-      self.delta,
-      accountant='pld',
-      neighboring_relation=RELATION,
-    )
+    return _epsilon(self, steps)
 
   def statement(self, steps: int) -> str:
     """One sentence with everything the number depends on."""
@@ -79,6 +75,17 @@ class Plan:
       f'with probability {self.expected_batch_size}/{self.dataset_size} and '
       f'batches cut to {self.padded_size}'
     )
+
+
+@functools.lru_cache
+def _epsilon(plan: Plan, steps: int) -> float:
+  # Seconds each time, and asked for again by the report of every method.
+  return accounting.epsilon(
+    plan.event(steps),
+    plan.delta,
+    accountant='pld',
+    neighboring_relation=RELATION,
+  )
 
 
 def round_up(epsilon: float, digits: int = 4) -> float:

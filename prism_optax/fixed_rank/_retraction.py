@@ -1,6 +1,7 @@
 """Retractions: from a tangent vector back to the manifold."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +50,17 @@ def retract(
     ValueError: For another ``method``.
   """
   _validate.one_of('method', method, ('svd', 'second_order'))
+  return Factors(*_method(method, bool(align))(*frame, *tangent))
+
+
+@functools.cache
+def _method(method: str, align: bool) -> Callable:
   by_svd = functools.partial(_by_svd, align=align)
   if method == 'svd':
-    fn = by_svd
-  else:
-    fn = functools.partial(_second_order, align=align, fallback=by_svd)
-  return Factors(*_linalg.flat_batch(fn)(*frame, *tangent))
+    return _linalg.flat_batch(by_svd)
+  return _linalg.flat_batch(
+    functools.partial(_second_order, align=align, fallback=by_svd)
+  )
 
 
 def _by_svd(q_left, q_right, c_left, c_right, _, __, x_left, x_right, *, align):
