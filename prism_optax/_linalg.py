@@ -125,7 +125,8 @@ def orthonormal_frame(
     x: (..., m, r).
 
   Returns:
-    ``Q`` (..., m, r), ``core`` (..., r, r) and the pseudo-inverse of ``core``.
+    ``Q`` (..., m, r), ``core`` (..., r, r) and its inverse, generalised so that
+    ``core @ inverse = Q^T Q``.
   """
   rank, eps = x.shape[-1], jnp.finfo(x.dtype).eps
   norms = column_norms(x)

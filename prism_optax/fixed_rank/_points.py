@@ -31,8 +31,8 @@ class Frame(NamedTuple):
     right: ``Q_R`` (..., n, r).
     left_core: ``C_L`` (..., r, r).
     right_core: ``C_R`` (..., r, r).
-    left_inverse: pseudo-inverse of ``C_L`` (..., r, r).
-    right_inverse: pseudo-inverse of ``C_R`` (..., r, r).
+    left_inverse: ``C_L^-1``, or with ``C_L C_L^-1 = Q_L^T Q_L`` (..., r, r).
+    right_inverse: ``C_R^-1``, likewise.
   """
 
   left: jax.Array

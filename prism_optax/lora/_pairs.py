@@ -21,7 +21,7 @@ LayoutLike = Layout | Mapping[str, Layout] | Sequence[Pair] | None
 # What looks like a factor but follows none of the rules below must not pass
 # for an ordinary parameter: it would be trained outside of the geometry.
 _LIKE_A_FACTOR = re.compile(
-  r'(^|.*_)lora(_kernel|_embedding)?_[ab](\.weight)?$|(^|.*/)lora/[ab]$',
+  r'(^|.*[_/.])lora(_kernel|_embedding)?_[ab](\.weight)?$|(^|.*[/.])lora[/.][ab]$',
   re.IGNORECASE,
 )
 _WHAT_TO_WRITE = (

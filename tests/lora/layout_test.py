@@ -1,0 +1,61 @@
+"""Axes of leaves: the two directions are inverse, whatever the axes."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import lora
+from prism_optax.lora import _layout
+
+
+@pytest.mark.parametrize('rank', range(4))
+def test_stacks_and_matrices_invert(rank):
+  shape = (2, 3, 5, 7)
+  others = [i for i in range(4) if i != rank]
+  for size in range(3):
+    for stack in itertools.permutations(others, size):
+      axes = _layout.LeafAxes.create('w', shape, rank, stack)
+      leaf = jnp.arange(2 * 3 * 5 * 7).reshape(shape)
+      stacked = axes.to_stack(leaf)
+      np.testing.assert_array_equal(axes.from_stack(stacked), leaf)
+      matrices = _layout.to_matrices(axes.unit, stacked)
+      assert matrices.shape[-1] == shape[rank]
+      np.testing.assert_array_equal(
+        _layout.from_matrices(axes.unit, matrices), stacked
+      )
+      # By hand: stack axes first, then features in order, then the rank.
+      features = [i for i in others if i not in stack]
+      expected = np.transpose(leaf, (*stack, *features, rank))
+      np.testing.assert_array_equal(
+        np.ravel(matrices), np.ravel(expected), err_msg=f'{stack=}'
+      )
+
+
+def test_leading_batch_axes_pass_through():
+  axes = _layout.LeafAxes.create('w', (2, 3, 5), 1, (0,))
+  leaf = jnp.arange(4 * 30).reshape(4, 2, 3, 5)
+  matrices = _layout.to_matrices(axes.unit, axes.to_stack(leaf))
+  assert matrices.shape == (4, 2, 5, 3)
+  np.testing.assert_array_equal(matrices, jnp.swapaxes(leaf, 2, 3))
+
+
+@pytest.mark.parametrize(
+  ('rank', 'stack', 'match'),
+  [
+    (3, (), 'out of range'),
+    (0, (0,), 'distinct'),
+    (0, (1, 2), 'at least one more'),
+  ],
+)
+def test_bad_axes_are_refused(rank, stack, match):
+  with pytest.raises(ValueError, match=match):
+    _layout.LeafAxes.create('w', (2, 3, 4), rank, stack)
+
+
+def test_bad_layouts_are_refused():
+  with pytest.raises(ValueError, match='scale=0'):
+    lora.Layout(scale=0)
+  with pytest.raises(ValueError, match='a_rank_axis=1, b_rank_axis=None'):
+    lora.Layout(a_rank_axis=1)

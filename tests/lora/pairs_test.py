@@ -1,0 +1,147 @@
+"""Finding pairs: what is accepted, and what every refusal says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from prism_optax import lora
+from prism_optax.lora import _pairs
+
+
+def _pair(n=6, m=5, r=2, stack=()):
+  return {
+    'lora_a': jnp.ones((*stack, n, r)),
+    'lora_b': jnp.ones((*stack, r, m)),
+  }
+
+
+def _sizes(params, layout=None):
+  return [
+    (x.name, x.m, x.n, x.rank, x.stack)
+    for x in _pairs.find_modules(params, layout)
+  ]
+
+
+def test_nested_dicts_and_stacks():
+  params = {
+    'layers': [_pair(), _pair(stack=(3, 4))],
+    'head': {'kernel': jnp.ones((5, 2))},
+    'skipped': None,
+  }
+  assert _sizes(params) == [
+    ('layers/0', 5, 6, 2, ()),
+    ('layers/1', 5, 6, 2, (3, 4)),
+  ]
+
+
+def test_stacks_as_long_as_the_rank_read_as_stacks():
+  """(r, in, r) and (r, r, out): the first axis is the stack, never another."""
+  assert _sizes(_pair(n=2, m=2, r=2, stack=(2,))) == [('lora_a', 2, 2, 2, (2,))]
+
+
+class _Model(nnx.Module):
+  def __init__(self, rngs):
+    self.plain = nnx.LoRA(6, 2, 5, rngs=rngs)
+    self.linear = nnx.LoRALinear(5, 7, lora_rank=3, rngs=rngs)
+    self.stack = nnx.vmap(
+      lambda rngs: nnx.LoRA(4, 2, 6, rngs=rngs),
+      in_axes=0,
+      axis_size=3,
+    )(rngs.split(3))
+
+
+def test_flax_nnx_modules_in_every_form():
+  """As a State of Variables, as pure arrays, and as gradients come."""
+  model = _Model(nnx.Rngs(0))
+  state = nnx.state(model, nnx.LoRAParam)
+  expected = [
+    ('linear/lora', 7, 5, 3, ()),
+    ('plain', 5, 6, 2, ()),
+    ('stack', 6, 4, 2, (3,)),
+  ]
+  assert _sizes(state) == expected
+  assert _sizes(nnx.to_pure_dict(state)) == expected
+  grads = nnx.grad(
+    lambda m: jnp.sum(m.plain(jnp.ones((1, 6)))),
+    argnums=nnx.DiffState(0, nnx.LoRAParam),
+  )(model)
+  assert _sizes(grads) == expected
+
+
+def test_names_are_read_while_tracing():
+  found = []
+  jax.jit(lambda p: found.append(_sizes(p)))(_pair())
+  jax.eval_shape(lambda p: found.append(_sizes(p)), _pair())
+  assert found[0] == found[1] == [('lora_a', 5, 6, 2, ())]
+
+
+@pytest.mark.parametrize(
+  ('params', 'match'),
+  [
+    ({}, 'at least one array'),
+    ({'w': jnp.ones((3, 2))}, r'No LoRA pair found.*w \(3, 2\)'),
+    (
+      {'x': {'lora_a': jnp.ones((6, 2))}},
+      r'belong to no pair: x/lora_a \(6, 2',
+    ),
+    (
+      {'x': {'lora_a': jnp.ones((6, 2))}, 'y': {'lora_b': jnp.ones((2, 5))}},
+      'x/lora_a.*y/lora_b',
+    ),
+    (
+      {**_pair(), 'w_lora_a': jnp.ones((6, 2))},
+      r'named like LoRA factors.*w_lora_a',
+    ),
+    ({**_pair(), 'x': {'lora_b': jnp.ones((2, 5))}}, 'named like.*x/lora_b'),
+    ({**_pair(), 'x.lora_A.weight': jnp.ones((2, 6))}, 'named like.*x.lora_A'),
+    ({**_pair(), 'x': {'lora': {'a': jnp.ones((6, 2))}}}, 'named like.*lora/a'),
+    ({**_pair(), 'lora': {'a': jnp.ones((6, 2))}}, 'named like.*lora/a'),
+    (
+      {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.ones((3, 5))},
+      r'does not fit together: lora_a \(6, 2\) and lora_b \(3, 5\)',
+    ),
+    (
+      {'lora_a': jnp.ones((3, 6, 2)), 'lora_b': jnp.ones((4, 2, 5))},
+      'does not fit together',
+    ),
+    (_pair(n=3, m=9, r=4), r'rank <= min.*rank=4, in=3, out=9'),
+    ({'lora_a': jnp.ones(6), 'lora_b': jnp.ones((2, 5))}, 'two axes'),
+    ({**_pair(), 'count': jnp.ones((), jnp.int32)}, "'count' of dtype int32"),
+    ({**_pair(), 'name': 'x'}, "'name' of <class 'str'>"),
+  ],
+)
+def test_refusals_name_the_leaves(params, match):
+  with pytest.raises(ValueError, match=match):
+    _pairs.find_modules(params)
+
+
+def test_given_pairs():
+  params = {'down': jnp.ones((6, 2)), 'up': jnp.ones((5, 2)), 'b': jnp.ones(5)}
+  layout = lora.Layout(-1, -1, (), (), scale=4.0)
+  (module,) = _pairs.find_modules(params, [lora.Pair('down', 'up', layout)])
+  assert (module.n, module.m, module.scale) == (6, 5, 4.0)
+  with pytest.raises(ValueError, match="No leaf at 'sideways'"):
+    _pairs.find_modules(params, [lora.Pair('down', 'sideways', layout)])
+  with pytest.raises(ValueError, match='one pair only'):
+    _pairs.find_modules(params, [lora.Pair('down', 'down', layout)])
+  with pytest.raises(ValueError, match=r'lora\.Pair'):
+    _pairs.find_modules(params, [('down', 'up')])
+
+
+def test_given_layouts():
+  params = {'q': _pair(), 'mlp': {'up': _pair()}}
+  modules = _pairs.find_modules(params, lora.Layout(scale=2.0))
+  assert [x.scale for x in modules] == [2.0, 2.0]
+  modules = _pairs.find_modules(params, {'mlp/*': lora.Layout(scale=3.0)})
+  assert {x.name: x.scale for x in modules} == {'q': 1.0, 'mlp/up': 3.0}
+  with pytest.raises(ValueError, match=r"'attention'.*match no pair"):
+    _pairs.find_modules(params, {'attention': lora.Layout(scale=3.0)})
+
+
+def test_description_lists_everything():
+  text = lora.describe_pairs({'q': _pair(stack=(3,)), 'head': jnp.ones(4)})
+  assert text.splitlines()[1].split() == [
+    *('q', '6', 'x', '2', '5', 'x', '2', '(3,)', '1')
+  ]
+  assert text.splitlines()[-1] == 'other trainable leaves: head'
