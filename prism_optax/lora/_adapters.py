@@ -179,14 +179,18 @@ class Adapters:
       ValueError: Naming the modules.
     """
     leaves = jax.tree.leaves(params)
+
+    def known_to_be_zero(leaf: Any) -> bool:
+      if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+      if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return False
+      return not np.any(np.asarray(leaf))
+
     dead = [
       x.name
       for x in self.modules
-      if not any(
-        isinstance(leaves[i], jax.core.Tracer | jax.ShapeDtypeStruct)
-        or bool(jnp.any(leaves[i] != 0))
-        for i in (x.a, x.b)
-      )
+      if known_to_be_zero(leaves[x.a]) and known_to_be_zero(leaves[x.b])
     ]
     if dead:
       raise ValueError(

@@ -140,7 +140,8 @@ def to_matrices(unit: Unit, stacked: jax.Array) -> jax.Array:
   shape, rank = unit
   moved = jnp.moveaxis(stacked, rank - len(shape), -1)
   lead = moved.shape[: moved.ndim - len(shape)]
-  return moved.reshape(*lead, -1, shape[rank])
+  # No -1: with a batch of size zero it would mean anything.
+  return moved.reshape(*lead, math.prod(shape) // shape[rank], shape[rank])
 
 
 def from_matrices(unit: Unit, matrices: jax.Array) -> jax.Array:
