@@ -24,7 +24,8 @@ def save(
     name: np.ascontiguousarray(jax.device_get(value))
     for name, value in names(params).items()
   }
-  header = {key: json.dumps(value) for key, value in metadata.items()}
+  # One entry: safetensors would write several in a random order.
+  header = {'facts': json.dumps(metadata)}
   temporary = path.with_suffix('.tmp')
   safetensors.numpy.save_file(arrays, temporary, metadata=header)
   temporary.replace(path)

@@ -1,0 +1,361 @@
+"""The command line: what it refuses, writes, resumes and keeps secret."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import finetune
+import pytest
+import safetensors
+from finetuning import checkpoints, methods, run, training
+
+from tests.examples import conftest
+
+SCRIPT = conftest.ROOT / 'examples' / 'finetune.py'
+STEPS = 6
+
+
+def _arguments(tiny_files, tiny_model, output, *more) -> list[str]:
+  train, evaluation = tiny_files
+  return [
+    *('--data', str(train), '--eval', str(evaluation)),
+    *('--model', str(tiny_model), '--output', str(output)),
+    *('--noise-multiplier', '2', '--delta', '1e-3', '--steps', str(STEPS)),
+    *('--batch-size', '16', '--microbatch-size', '8', '--rank', '2'),
+    *('--lora-targets', 'attention', '--max-length', '7', '--seed', '5'),
+    *('--eval-every', '2', '--checkpoint-every', '2', *more),
+  ]
+
+
+def _rows(output: pathlib.Path) -> list[dict]:
+  lines = (output / 'metrics.jsonl').read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def _results(output: pathlib.Path) -> list[bytes]:
+  names = ('adapter.safetensors', 'metrics.jsonl', 'summary.json')
+  return [(output / name).read_bytes() for name in names]
+
+
+class _Recorded:
+  """A run that ended by itself, and what was seen of it from inside."""
+
+  def __init__(self, output, argv, monkeypatch):
+    self.output, self.traces, self.drawn, self.printed = output, 0, [], ''
+    make_step, draw = training.make_step, run.sampling.draw
+
+    def counting(*args, **kwargs):
+      step = make_step(*args, **kwargs)
+
+      def traced(*step_args):
+        self.traces += 1
+        return step(*step_args)
+
+      return traced
+
+    def recording(*args, **kwargs):
+      self.drawn.append(draw(*args, **kwargs))
+      return self.drawn[-1]
+
+    monkeypatch.setattr(training, 'make_step', counting)
+    monkeypatch.setattr(run.sampling, 'draw', recording)
+    self.status = finetune.main(argv)
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, tiny_files, tiny_model):
+  output = tmp_path_factory.mktemp('finished') / 'out'
+  with pytest.MonkeyPatch.context() as monkeypatch:
+    return _Recorded(
+      output, _arguments(tiny_files, tiny_model, output), monkeypatch
+    )
+
+
+def test_step_is_traced_once_whatever_is_drawn(finished):
+  assert finished.status == 0
+  assert finished.traces == 1
+  sizes = {(indices >= 0).sum() for indices in finished.drawn}
+  assert len(sizes) > 1  # Poisson batches, of which no two need be alike.
+
+
+def test_output_has_adapter_metrics_and_plot(finished):
+  rows = _rows(finished.output)
+  assert [row['step'] for row in rows] == [0, 2, 4, 6]
+  image = (finished.output / 'metrics.png').read_bytes()
+  assert image.startswith(b'\x89PNG')
+  with safetensors.safe_open(
+    finished.output / 'adapter.safetensors', 'numpy'
+  ) as file:
+    header = json.loads(file.metadata()['facts'])
+    shapes = {name: file.get_tensor(name).shape for name in file.offset_keys()}
+  assert shapes['kernel'] == (8, 2)
+  assert shapes['encoder.layers.0.attention.query.lora.lora_a'] == (8, 2)
+  assert len(shapes) == 4 * 2 + 2
+  assert header['labels'] == ['0', '1']
+  summary = json.loads((finished.output / 'summary.json').read_text())
+  assert header['privacy'] == summary['statement']
+  assert summary['final'] == rows[-1]
+  # A run that anyone can repeat must not claim to be private.
+  assert 'does NOT hold' in summary['statement']
+
+
+def test_nothing_private_and_no_secret_is_left(finished):
+  allowed = {'step', 'eval_loss', 'eval_accuracy'}
+  assert all(set(row) == allowed for row in _rows(finished.output))
+  assert not (finished.output / checkpoints.FOLDER).exists()
+
+
+def test_interrupted_run_ends_like_an_uninterrupted_one(
+  finished, tiny_files, tiny_model, tmp_path, monkeypatch, capsys
+):
+  output = tmp_path / 'out'
+  draw = run.sampling.draw
+
+  def interrupting(seed, step, **kwargs):
+    if step == 2 and not drawn:
+      drawn.append(step)
+      signal.raise_signal(signal.SIGINT)
+    return draw(seed, step, **kwargs)
+
+  drawn = []
+  monkeypatch.setattr(run.sampling, 'draw', interrupting)
+  status = finetune.main(_arguments(tiny_files, tiny_model, output))
+  assert status == 130
+  assert f'--output {output} --resume' in capsys.readouterr().err
+  folder = output / checkpoints.FOLDER
+  assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+  assert not (output / 'adapter.safetensors').exists()
+  # A row that was written after the checkpoint, and one that was cut off.
+  with (output / 'metrics.jsonl').open('a') as file:
+    file.write('{"step": 4, "eval_loss": 0, "eval_accuracy": 0}\n{"st')
+
+  # On other data the same noise would be a second release.
+  train = pathlib.Path(tiny_files[0])
+  original = train.read_text()
+  train.write_text(original + '{"text": "dull film", "label": 0}\n')
+  arguments = ['--output', str(output), '--resume']
+  try:
+    # The declared size is a constant of the run: one row more is too many.
+    assert finetune.main(arguments) == 2
+    assert '--dataset-size 60' in capsys.readouterr().err
+    train.write_text(original.replace('plot', 'film', 1))
+    assert finetune.main(arguments) == 2
+    assert '--data is not the file' in capsys.readouterr().err
+  finally:
+    train.write_text(original)
+
+  assert finetune.main([*arguments, '--steps', '7']) == 2
+  assert '--steps 7 contradicts' in capsys.readouterr().err
+  assert finetune.main(arguments) == 0
+  assert _results(output) == _results(finished.output)
+
+
+def test_finished_run_is_not_done_again(finished, capsys):
+  before = _results(finished.output)
+  status = finetune.main(['--output', str(finished.output), '--resume'])
+  assert status == 0
+  assert 'epsilon' in capsys.readouterr().out
+  assert _results(finished.output) == before
+
+
+def test_diagnostics_of_training_data_are_named_nonprivate(
+  tiny_files, tiny_model, tmp_path
+):
+  output = tmp_path / 'out'
+  argv = _arguments(tiny_files, tiny_model, output, '--nonprivate-diagnostics')
+  assert finetune.main([*argv, '--optimizer', 'dp-adamw']) == 0
+  names = {
+    'nonprivate_loss',
+    'nonprivate_accuracy',
+    'nonprivate_gradient_norm',
+  }
+  public = {'step', 'eval_loss', 'eval_accuracy'}
+  assert [set(row) - public for row in _rows(output)] == [set(), *[names] * 3]
+
+
+BASE = [
+  '--data',
+  'T',
+  '--eval',
+  'E',
+  '--target-epsilon',
+  '3',
+  '--delta',
+  '1e-5',
+]
+
+
+@pytest.mark.parametrize(
+  ('argv', 'message'),
+  [
+    ([*BASE[:2]], '--data needs --eval'),
+    ([*BASE[:6]], '--delta is needed'),
+    ([*BASE[:4], '--delta', '1e-5'], 'one of --target-epsilon and'),
+    ([*BASE, '--noise-multiplier', '1'], 'one of --target-epsilon and'),
+    ([*BASE, '--target-epsilon', '-1'], r'--target-epsilon .* got -1.0'),
+    ([*BASE, '--target-epsilon', 'nan'], r'--target-epsilon .* got nan'),
+    ([*BASE, '--delta', '1'], r'--delta .* got 1.0'),
+    ([*BASE, '--l2-clip-norm', 'nan'], r'--l2-clip-norm .* got nan'),
+    ([*BASE, '--l2-clip-norm', '-2'], r'--l2-clip-norm .* got -2.0'),
+    ([*BASE, '--learning-rate', '0'], r'--learning-rate .* got 0.0'),
+    ([*BASE[:4], '--noise-multiplier', '-1'], r'--noise-multiplier .* got -1'),
+    ([*BASE, '--steps', '0'], r'--steps .* got 0'),
+    ([*BASE, '--batch-size', '0'], r'--batch-size .* got 0'),
+    ([*BASE, '--rank', '0'], r'--rank .* got 0'),
+    ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
+    (['--labels', 'a', 'b'], r'--labels .* needs --data'),
+    ([*BASE, '--resume'], '--resume needs --output'),
+    (['--output', 'nowhere', '--resume'], 'no run in nowhere'),
+    ([*BASE], '--eval: there is no file E'),
+  ],
+)
+def test_bad_options_are_named_with_their_value(
+  argv, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert finetune.main(argv) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('error: ')
+  assert re.search(message, error), error
+  assert not list(tmp_path.iterdir())  # And nothing is left behind.
+
+
+@pytest.mark.parametrize(
+  ('more', 'message'),
+  [
+    (['--dataset-size', '59'], '--dataset-size 59 is below'),
+    (['--batch-size', '61'], '--batch-size 61 exceeds the dataset size 60'),
+    (['--labels', '0', '2'], "lacks ['1'], which occur in the evaluation"),
+    (['--text-column', 'review'], "no column 'review', only ['label', 'text']"),
+    (['--rank', '9'], 'rank <= 8'),
+    (['--max-length', '17'], '--max-length <= 16, got 17'),
+    (['--model', 'nowhere'], '--model nowhere: the folder lacks'),
+  ],
+)
+def test_bad_data_and_models_are_named(
+  tiny_files, tiny_model, tmp_path, capsys, more, message
+):
+  argv = _arguments(tiny_files, tiny_model, tmp_path / 'out', *more)
+  assert finetune.main(argv) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_output_folder_of_another_run_is_refused(finished, capsys):
+  argv = [*BASE, '--output', str(finished.output)]
+  assert finetune.main(argv) == 2
+  assert 'is not empty' in capsys.readouterr().err
+
+
+def test_declared_size_may_exceed_the_rows(tiny_files, tiny_model):
+  """Places beyond the file are drawn as well, and are empty."""
+  options = finetune.make_parser().parse_args(
+    _arguments(tiny_files, tiny_model, 'x', '--dataset-size', '80')
+  )
+  plan = finetune.make_plan(options, 60)
+  assert plan.dataset_size == 80
+  assert plan.sampling_probability == 16 / 80
+
+
+def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
+  options = finetune.make_parser().parse_args(
+    _arguments(tiny_files, tiny_model, 'x')
+  )
+  assert finetune.make_plan(options, 60).dataset_size == 60
+  assert '60 private rows' in capsys.readouterr().out
+
+
+def _start(*argv: str) -> subprocess.Popen:
+  path = [str(conftest.ROOT), os.environ.get('PYTHONPATH', '')]
+  return subprocess.Popen(
+    [sys.executable, str(SCRIPT), *argv],
+    env=os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, path))},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def _finish(*argv: str) -> str:
+  process = _start(*argv)
+  try:
+    out, err = process.communicate(timeout=280)
+  finally:
+    process.kill()
+  assert process.returncode == 0, err
+  return out
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_and_loses_nothing(tiny_files, tiny_model, tmp_path):
+  """SIGKILL in another process: no handler, no last checkpoint."""
+  argv = _arguments(tiny_files, tiny_model, tmp_path / 'whole', '--steps', '80')
+  _finish(*argv)
+  output = tmp_path / 'killed'
+  argv[argv.index('--output') + 1] = str(output)
+  process = _start(*argv)
+  try:
+    while process.poll() is None:
+      steps = (output / checkpoints.FOLDER).glob('[0-9]*')
+      if any(path.name.isdigit() and int(path.name) >= 6 for path in steps):
+        break
+      time.sleep(0.02)
+  finally:
+    process.kill()
+    process.communicate()
+  assert process.returncode == -signal.SIGKILL
+  assert not (output / 'adapter.safetensors').exists()
+  _finish('--output', str(output), '--resume')
+  assert _results(output) == _results(tmp_path / 'whole')
+
+
+@pytest.mark.slow
+def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
+  output = _finish('--output', str(tmp_path / 'digits'))
+  accuracy = {}
+  for name in ('before adaptation', *methods.METHODS):
+    line = next(l for l in output.splitlines() if l.startswith(f'{name}  '))
+    accuracy[name] = float(line[len(name) :].split()[0])
+  # Eight standard errors of 297 pictures, whatever the noise.
+  assert accuracy['prism'] > accuracy['before adaptation'] + 0.23
+  assert accuracy['dp-adamw'] > accuracy['before adaptation'] + 0.23
+  assert accuracy['adamw'] > 0.85
+  epsilon = float(output.split('epsilon = ')[1].split()[0])
+  assert 7.9 < epsilon <= 8.0
+  assert (tmp_path / 'digits' / 'prism' / 'metrics.png').exists()
+
+
+@pytest.mark.slow
+def test_short_run_on_real_sentences(tmp_path):
+  folder = conftest.shared_data()
+  if folder is None or not (folder / 'sst2' / 'train.jsonl').exists():
+    pytest.skip('No sst2 data: set PRISM_OPTAX_DATA to their folder.')
+  from finetuning.models import weights
+
+  if weights._from_package() is None:
+    pytest.skip(f'{weights.PACKAGE} is not installed.')
+  rows = (folder / 'sst2' / 'validation.jsonl').read_text().splitlines()
+  evaluation = tmp_path / 'validation.jsonl'
+  evaluation.write_text('\n'.join(rows[:200]))
+  output = tmp_path / 'out'
+  printed = _finish(
+    *(
+      '--data',
+      str(folder / 'sst2' / 'train.jsonl'),
+      '--eval',
+      str(evaluation),
+    ),
+    *('--target-epsilon', '6', '--delta', '1e-5', '--output', str(output)),
+    *('--steps', '20', '--batch-size', '64', '--max-length', '32'),
+    *('--lora-layers', '2', '--eval-every', '20', '--skip-padding'),
+  )
+  first, last = _rows(output)
+  assert last['eval_loss'] < first['eval_loss']
+  assert 'Poisson sampling with probability 64/67349' in printed
+  summary = json.loads((output / 'summary.json').read_text())
+  assert 5.9 < summary['epsilon'] <= 6

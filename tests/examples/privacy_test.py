@@ -1,0 +1,76 @@
+"""The plan accounts for what is run."""
+
+import dataclasses
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import pld
+from finetuning import privacy
+
+PLAN = privacy.Plan(
+  dataset_size=900,
+  expected_batch_size=128,
+  padded_size=150,
+  steps=20,
+  noise_multiplier=4.0,
+  delta=1e-4,
+)
+
+
+def _by_hand(event, delta):
+  accountant = pld.PLDAccountant()
+  return accountant.compose(event).get_epsilon(delta)
+
+
+def test_epsilon_is_that_of_the_truncated_event():
+  step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
+    900, 128 / 900, 150, 4.0
+  )
+  event = dp_accounting.SelfComposedDpEvent(step, 20)
+  expected = _by_hand(event, 1e-4)
+  assert PLAN.epsilon(20) == pytest.approx(expected, rel=1e-9)
+  plain = dp_accounting.PoissonSampledDpEvent(
+    128 / 900, dp_accounting.GaussianDpEvent(4.0)
+  )
+  uncut = _by_hand(dp_accounting.SelfComposedDpEvent(plain, 20), 1e-4)
+  # The cut at two deviations is not free: forgetting it would show.
+  assert expected > 1.02 * uncut
+  whole = dataclasses.replace(PLAN, padded_size=904)
+  assert whole.epsilon(20) == pytest.approx(uncut, rel=1e-9)
+  assert PLAN.epsilon(0) == 0
+
+
+def test_calibration_meets_the_target_with_the_cut():
+  plan = privacy.calibrate(dataclasses.replace(PLAN, noise_multiplier=0.0), 0.6)
+  spent = plan.epsilon(plan.steps)
+  assert 0.5999 < spent <= 0.6
+  assert dataclasses.replace(plan, noise_multiplier=4.0) == PLAN
+
+
+def test_a_target_out_of_reach_is_named():
+  with pytest.raises(ValueError, match='epsilon'):
+    privacy.calibrate(PLAN, -1.0)
+  with pytest.raises(ValueError, match=r'epsilon.*cannot be reached'):
+    privacy.calibrate(dataclasses.replace(PLAN, delta=1e-300), 1e-9)
+
+
+def test_statement_names_what_the_number_depends_on():
+  text = PLAN.statement(20)
+  spent = privacy.round_up(PLAN.epsilon(20))
+  for part in (
+    f'epsilon = {spent:.4f}',
+    'delta = 0.0001',
+    '20 steps',
+    '4.0000',
+    '128/900',
+    'cut to 150',
+    'one record added or removed',
+  ):
+    assert part in text
+
+
+def test_what_is_printed_is_never_less_than_spent():
+  assert privacy.round_up(1.00001) == 1.0001
+  assert privacy.round_up(2.0) == 2.0
+  assert privacy.round_up(math.inf) == math.inf

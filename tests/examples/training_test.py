@@ -1,0 +1,255 @@
+"""The step: per-example clipping, padding, what moves and what does not."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from finetuning import data, methods, sampling, training
+from finetuning.models import classifier
+from flax import nnx
+
+IN, CLASSES, RANK, CLIP, BATCH = 5, 3, 2, 0.7, 4
+
+
+class _Encoder(nnx.Module):
+  """Two dense layers: enough for two pairs of different shapes."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(3)
+    self.first = nnx.LoRALinear(IN, 6, lora_rank=RANK, rngs=rngs)
+    self.second = nnx.LoRALinear(6, 4, lora_rank=RANK, rngs=rngs)
+
+  def __call__(self, inputs):
+    return self.second(jnp.tanh(self.first(inputs)))
+
+
+@pytest.fixture(scope='module')
+def model():
+  network = classifier.Classifier(
+    _Encoder(), 4, CLASSES, temperature=2.0, rngs=nnx.Rngs(4)
+  )
+  return classifier.split(network)
+
+
+def _method(name, noise=0.0, learning_rate=0.1):
+  return methods.make(
+    name,
+    learning_rate=learning_rate,
+    l2_clip_norm=CLIP,
+    noise_multiplier=noise,
+    expected_batch_size=BATCH,
+    prng_key=jax.random.key(5),
+  )
+
+
+def _batch(rows=9, blank=()):
+  rng = np.random.default_rng(0)
+  labels = rng.integers(CLASSES, size=rows).astype(np.int32)
+  labels[list(blank)] = data.BLANK
+  inputs = rng.normal(size=(rows, IN)).astype(np.float32)
+  return data.Examples(inputs, labels)
+
+
+def _step(model, method, batch, is_padding, microbatch_size=3, params=None):
+  graphdef, start, frozen = model
+  step = training.make_step(
+    graphdef,
+    method,
+    expected_batch_size=BATCH,
+    microbatch_size=microbatch_size,
+  )
+  state = training.init_state(start if params is None else params, method)
+  return jax.jit(step)(state, frozen, batch, is_padding)[0]
+
+
+def _recorder(method):
+  """The method, with what reaches its transform as the parameters' update."""
+  keep = optax.GradientTransformation(
+    lambda params: optax.EmptyState(),
+    lambda updates, state, params=None: (
+      jax.tree.map(lambda u, p: u - p, updates, params),
+      state,
+    ),
+  )
+  return dataclasses.replace(method, transform=keep, prepare=lambda p: p)
+
+
+@pytest.mark.parametrize('name', ['prism', 'dp-adamw'])
+def test_the_mean_is_clipped_example_by_example(model, name):
+  graphdef, start, frozen = model
+  # Both factors away from zero: all coordinates are seen.
+  params = jax.tree.map(
+    lambda p: p + 0.3 * jnp.cos(jnp.arange(p.size)).reshape(p.shape), start
+  )
+  method = _recorder(_method(name))
+  examples = _batch(9, blank=[2])
+  batch, is_padding = sampling.gather(
+    examples, np.array([4, -1, 2, 0, 8, 20, -1, 5, -1])
+  )
+  found = _step(model, method, batch, is_padding, params=params).params
+
+  loss = training.make_loss(graphdef)
+
+  @jax.jit
+  def coordinates(params, one):
+    gradient, _ = jax.grad(loss, has_aux=True)(params, frozen, one)
+    return method.coordinates(params)(gradient)
+
+  total = jax.tree.map(jnp.zeros_like, params)
+  norms = []
+  for row in (4, 0, 8, 5):
+    one = sampling.Batch(examples.inputs[row][None], examples.labels[row][None])
+    gradient = coordinates(params, one)
+    norm = math.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
+    norms.append(norm)
+    scale = min(1, CLIP / norm) / BATCH
+    total = jax.tree.map(lambda t, g, s=scale: t + s * g, total, gradient)
+  assert max(norms) > CLIP  # The clip has something to do.
+  for one, other in zip(
+    jax.tree.leaves(found), jax.tree.leaves(total), strict=True
+  ):
+    # float32, and the clip is 1e-6 tighter than asked for.
+    np.testing.assert_allclose(one, other, atol=3e-6)
+
+
+def test_padding_contents_and_microbatches_do_not_matter(model):
+  method = _recorder(_method('prism'))
+  batch, is_padding = sampling.gather(
+    _batch(9, blank=[2]), np.array([4, -1, 2, 0, 8, 20, -1, 5, -1])
+  )
+  one = _step(model, method, batch, is_padding).params
+  dirty = sampling.Batch(
+    np.where(is_padding[:, None], np.inf, batch.inputs),
+    np.where(is_padding, 2, batch.labels),
+  )
+  other = _step(model, method, dirty, is_padding, microbatch_size=9).params
+  for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def _noisy(model, compiled_steps, name):
+  """A compiled step with noise, and a fresh state for it."""
+  graphdef, start, frozen = model
+  method = _method(name, noise=0.5)
+  state = training.init_state(start, method)
+  if name not in compiled_steps:
+    step = training.make_step(
+      graphdef, method, expected_batch_size=BATCH, microbatch_size=3
+    )
+    gathered = sampling.gather(_batch(), np.arange(9))
+    compiled_steps[name] = training.compile_step(step, state, frozen, *gathered)
+  return compiled_steps[name], state
+
+
+@pytest.fixture(scope='module')
+def compiled_steps():
+  """One for each method: to compile takes nearly all of the time."""
+  return {}
+
+
+@pytest.mark.parametrize('name', methods.METHODS)
+def test_adapters_and_head_move_and_nothing_else(model, compiled_steps, name):
+  _, start, frozen = model
+  before = jax.tree.map(np.array, (start, frozen))
+  gathered = sampling.gather(_batch(), np.arange(9))
+  compiled, state = _noisy(model, compiled_steps, name)
+  # Twice: in the first step one factor of each pair is zero.
+  for _ in range(2):
+    old = jax.tree.map(np.array, state.params)
+    state, _ = compiled(state, frozen, *gathered)
+  for one, other in zip(
+    jax.tree.leaves(old), jax.tree.leaves(state.params), strict=True
+  ):
+    assert np.isfinite(other).all()
+    assert not np.array_equal(one, other)
+  for one, other in zip(
+    jax.tree.leaves(before), jax.tree.leaves((start, frozen)), strict=True
+  ):
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize('name', ['prism', 'dp-adamw'])
+def test_an_empty_batch_still_releases_noise(model, compiled_steps, name):
+  compiled, state = _noisy(model, compiled_steps, name)
+  before = jax.tree.map(np.array, state.params)
+  empty = sampling.gather(_batch(), np.full(9, -1))
+  state, _ = compiled(state, model[2], *empty)
+  # The factor that multiplies zero need not move.
+  moved = jax.tree.leaves(
+    jax.tree.map(lambda a, b: np.abs(a - b).max() > 1e-4, before, state.params)
+  )
+  assert sum(moved) >= len(moved) // 2
+
+
+def test_compiled_step_refuses_another_shape(model, compiled_steps):
+  """Instead of compiling again."""
+  compiled, state = _noisy(model, compiled_steps, 'prism')
+  with pytest.raises(TypeError, match=r'called with float32\[6,5\]'):
+    compiled(state, model[2], *sampling.gather(_batch(), np.arange(6)))
+
+
+def test_noise_has_the_scale_of_the_divisor(model):
+  """Standard deviation noise_multiplier * C / expected batch size."""
+  _, start, _ = model
+  noise = 1.5
+  updates = []
+  for seed in range(100):
+    method = methods.make(
+      'dp-adamw',
+      learning_rate=0.1,
+      l2_clip_norm=CLIP,
+      noise_multiplier=noise,
+      expected_batch_size=BATCH,
+      prng_key=jax.random.key(seed),
+    )
+    zeros = jax.tree.map(jnp.zeros_like, start)
+    state = method.transform.init(start)
+    _, new = method.transform.update(zeros, state, start)
+    # Adam's first moment after one step is a tenth of the noised mean.
+    updates.append(optax.tree.get(new, 'mu'))
+  flat = np.concatenate(
+    [np.ravel(10 * leaf) for tree in updates for leaf in jax.tree.leaves(tree)]
+  )
+  expected = noise * CLIP / BATCH
+  # Four standard errors of a standard deviation.
+  assert abs(flat.std() / expected - 1) < 4 / math.sqrt(2 * flat.size)
+
+
+def test_diagnostics_are_means_over_the_real_examples(model):
+  graphdef, start, frozen = model
+  method = _method('adamw')
+  step = training.make_step(
+    graphdef,
+    method,
+    expected_batch_size=BATCH,
+    microbatch_size=3,
+    nonprivate_diagnostics=True,
+  )
+  examples = _batch()
+  batch, is_padding = sampling.gather(examples, np.array([3, -1, 7, -1, 1, -1]))
+  state = training.init_state(start, method)
+  _, found = jax.jit(step)(state, frozen, batch, is_padding)
+  real = sampling.Batch(examples.inputs[[3, 7, 1]], examples.labels[[3, 7, 1]])
+  loss, hits = training.make_loss(graphdef)(start, frozen, real)
+  assert float(found.nonprivate_loss) == pytest.approx(float(loss), rel=1e-5)
+  assert float(found.nonprivate_accuracy) == pytest.approx(float(hits))
+
+
+@pytest.mark.parametrize('rows', [1, 7, 8])
+def test_evaluation_counts_every_row_once(model, rows):
+  graphdef, params, frozen = model
+  examples = _batch(rows)
+  evaluate = training.make_evaluate(graphdef, examples, chunk=4)
+  loss, hits = training.make_loss(graphdef)(params, frozen, examples)
+  found = evaluate(params, frozen)
+  assert found['eval_loss'] == pytest.approx(float(loss), rel=1e-5)
+  assert found['eval_accuracy'] == pytest.approx(float(hits))
+
+
+def test_unknown_method_is_named():
+  with pytest.raises(ValueError, match="got 'sgd'"):
+    _method('sgd')
