@@ -1,5 +1,7 @@
 """The intrinsic clip against the dense oracle, and its edge cases."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,14 +23,10 @@ def _problem(seed=0, batch=5, condition=1.0, dtype=jnp.float64):
   return factors, dense, extra, params
 
 
+@functools.partial(jax.jit, static_argnames=('norm', 'normalize_by'))
 def _clip(params, grads, norm, normalize_by=1.0, **kwargs):
   tx = prism_optax.intrinsic_clip(norm, normalize_by=normalize_by)
-
-  @jax.jit
-  def update(grads, params, kwargs):
-    return tx.update(grads, tx.init(params), params, **kwargs)[0]
-
-  return update(grads, params, kwargs)
+  return tx.update(grads, tx.init(params), params, **kwargs)[0]
 
 
 def _embedded(tree, params):
