@@ -19,6 +19,7 @@ Everything is a polynomial: no factorization, no division but the first one,
 finite derivatives everywhere.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,24 @@ def at_least_float32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def _rounded_matmul(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
+  """``a @ b`` of factors rounded to ``dtype``, summed in their own type."""
+
+  def rounded(a, b):
+    # XLA on CPU cannot always run a bfloat16 product that sums in float32.
+    # The products of rounded factors are the same numbers, without the speed.
+    info = jnp.finfo(dtype)
+    a, b = (jax.lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
+    return _linalg.matmul(a, b)
+
+  def native(a, b):
+    return jnp.matmul(
+      a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype
+    )
+
+  return jax.lax.platform_dependent(a, b, cpu=rounded, default=native)
+
+
 def orthogonalize(
   matrix: jax.Array,
   *,
@@ -158,14 +177,9 @@ def orthogonalize(
   c = coefficients(degree)
   eye = jnp.eye(y.shape[-2], dtype=y.dtype)
 
-  def product(a, b):
-    if matmul_dtype is None:
-      return _linalg.matmul(a, b)
-    return jnp.matmul(
-      a.astype(matmul_dtype),
-      b.astype(matmul_dtype),
-      preferred_element_type=y.dtype,
-    )
+  product = _linalg.matmul
+  if matmul_dtype is not None:
+    product = functools.partial(_rounded_matmul, dtype=matmul_dtype)
 
   for _ in range(steps):
     # Horner in I - Y Y^T, which is small where the iteration has converged:

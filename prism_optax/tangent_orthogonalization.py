@@ -46,6 +46,7 @@ def orthogonalize(
   degree: int = 2,
   steps: int = 5,
   normalize: str = 'max1',
+  scale: float = 1.0,
 ) -> fixed_rank.Tangent:
   """The tangent projection of the orthogonalized tangent vector.
 
@@ -58,12 +59,13 @@ def orthogonalize(
     steps: Number q of steps.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``, as for matrices; the
       norm is the intrinsic one.
+    scale: Factor of the result, at no cost.
 
   Returns:
     Coordinates of the direction, in the types of ``tangent``; computed in
     float32, or in float64 for float64. With ``'max1'`` and ``'frobenius'``
-    its spectral norm is at most 2 and its intrinsic norm at most
-    ``sqrt(2 r)``, whatever the gradient.
+    its spectral norm is at most ``2 scale`` and its intrinsic norm at most
+    ``scale sqrt(2 r)``, whatever the gradient.
 
   Raises:
     ValueError: If an option is none of those above.
@@ -107,6 +109,7 @@ def orthogonalize(
       total = total + c[j] * power
     middle = total
 
+  middle = scale * middle  # On r x r blocks: results shall end in products.
   # F(T) Q_R = B_L M (Pi_R; 0) and F(T)^T Q_L = B_R M^T (Pi_L; 0): the block
   # of M that belongs to two outer bases is what the projection leaves out.
   new_left = matmul(left, matmul(middle[..., rank:, :rank], right_seen))

@@ -210,15 +210,22 @@ def test_bfloat16_matmuls_accumulate_in_float32():
   # Only input and output are rounded: singular values near zero have a slope
   # of 23, on entries of 1 / sqrt(96).
   assert np.linalg.norm(low - exact) / np.linalg.norm(exact) < 2e-2
-  products = jax.make_jaxpr(
-    lambda x: orthogonalization.orthogonalize(x, matmul_dtype=jnp.bfloat16)
-  )(matrix)
-  kinds = {
-    (e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name)
-    for e in products.jaxpr.eqns
-    if e.primitive.name == 'dot_general'
-  }
-  assert kinds == {('bfloat16', 'float32')}
+
+
+def test_accelerators_multiply_bfloat16_and_sum_float32():
+  """Lowered for a GPU, which this machine need not have."""
+
+  def call(x):
+    return orthogonalization.orthogonalize(x, matmul_dtype=jnp.bfloat16)
+
+  x = jax.ShapeDtypeStruct((8, 12), jnp.float32)
+  text = jax.jit(call).trace(x).lower(lowering_platforms=('cuda',)).as_text()
+  products = [line for line in text.splitlines() if 'dot_general' in line]
+  assert len(products) == 5 * 3  # Steps times products of a quintic.
+  for line in products:
+    inputs, output = line.split(':')[-1].split('->')
+    assert inputs.count('bf16') == 2
+    assert 'f32' in output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Muon for LoRA adapters, on the manifold of rank-r matrices."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax import (
+  _validate,
+  fixed_rank,
+  lora,
+  orthogonalization,
+  tangent_orthogonalization,
+)
+from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.lora import Blocks
+
+
+class TangentMomentum(NamedTuple):
+  """Momentum of one stack of modules, and where it is written.
+
+  Attributes:
+    bases: ``Q_L`` (k, m, r) and ``Q_R`` (k, n, r).
+    trace: Heavy ball, tangent coordinates in these bases.
+  """
+
+  bases: Factors
+  trace: Tangent
+
+
+class OrthogonalTangentsState(NamedTuple):
+  """State of :func:`orthogonalize_tangents`.
+
+  Attributes:
+    pairs: For each stack of same-shape modules its momentum.
+    others: State of Adam for the other leaves.
+  """
+
+  pairs: tuple[TangentMomentum, ...]
+  others: Any
+
+
+def orthogonalize_tangents(
+  momentum: Any = 0.95,
+  *,
+  degree: int = 2,
+  steps: int = 5,
+  normalize: str = 'max1',
+  coordinate_rms: float | None = None,
+  b1: Any = 0.9,
+  b2: Any = 0.999,
+  eps: Any = 1e-8,
+  layout: Any = None,
+) -> optax.GradientTransformation:
+  """Muon's direction in the tangent space of each LoRA module.
+
+  The momentum ``m <- momentum m + X`` lives in tangent coordinates and is
+  carried to each new tangent space by projection. Its orthogonalization has
+  rank 2r and is not tangent: the direction is the projection of that, see
+  :mod:`prism_optax.tangent_orthogonalization`. It is the same in every gauge.
+  Leaves that are no factors get Adam.
+
+  It stands where :func:`scale_by_rank_preconditioner` does: behind
+  ``tangent_privatizer``, before the learning rate and :func:`retract`. It
+  only reads what is already private: post-processing.
+
+  Args:
+    momentum: beta of the heavy ball, in [0, 1).
+    degree: Degree kappa of the Newton-Schulz polynomial.
+    steps: Number q of its steps.
+    normalize: ``'max1'``, ``'frobenius'`` or ``'none'``: see
+      :func:`prism_optax.orthogonalization.orthogonalize`; the norm is the
+      intrinsic one.
+    coordinate_rms: If a number, directions are scaled by it times
+      ``sqrt((m + n - r) / 2)``. Then a direction whose 2r singular values are
+      all one has this root mean square over its ``r (m + n - r)``
+      coordinates, and 1.0 makes learning rates comparable with those of
+      :func:`scale_by_rank_preconditioner`. ``None``: singular values of about
+      one, as in Muon.
+    b1: Of Adam, for the other leaves.
+    b2: Of Adam.
+    eps: Of Adam.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A transformation on trees in the shapes of the parameters; ``update`` needs
+    ``params``.
+
+  Raises:
+    ValueError: For arguments out of range, and without ``params``.
+
+  >>> import jax.numpy as jnp
+  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+  >>> tx = orthogonalize_tangents(steps=8)
+  >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
+  ...          'lora_b': jnp.array([[0.0, 2.0]])}
+  >>> updates, _ = tx.update(grads, tx.init(params), params)
+  >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
+  [1.0, 1.0]
+  """
+  part = orthogonalize_tangents_part(
+    momentum,
+    degree=degree,
+    steps=steps,
+    normalize=normalize,
+    coordinate_rms=coordinate_rms,
+    b1=b1,
+    b2=b2,
+    eps=eps,
+  )
+  return lora.chain_parts(part, layout=layout)
+
+
+def orthogonalize_tangents_part(
+  momentum: Any,
+  *,
+  degree: int,
+  steps: int,
+  normalize: str,
+  coordinate_rms: float | None,
+  b1: Any,
+  b2: Any,
+  eps: Any,
+) -> lora.Part:
+  """:func:`orthogonalize_tangents` on blocks."""
+  _validate.decay_rate('momentum', momentum)
+  _validate.decay_rate('b1', b1)
+  _validate.decay_rate('b2', b2)
+  _validate.non_negative('eps', eps)
+  orthogonalization.check_options(degree, steps, normalize)
+  if coordinate_rms is not None:
+    _validate.positive('coordinate_rms', coordinate_rms)
+  adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+
+  def init_pair(tangent: Tangent) -> TangentMomentum:
+    zeros = jax.tree.map(jnp.zeros_like, tangent)
+    return TangentMomentum(Factors(*zeros), zeros)
+
+  def scale_of(tangent: Tangent) -> float:
+    if coordinate_rms is None:
+      return 1.0
+    rank = tangent.left.shape[-1]
+    sides = tangent.left.shape[-2] + tangent.right.shape[-2]
+    return coordinate_rms * math.sqrt((sides - rank) / 2)
+
+  def step(
+    old: TangentMomentum, frame: Frame, tangent: Tangent
+  ) -> tuple[TangentMomentum, Tangent]:
+    carried = fixed_rank.transport(old.bases, frame, old.trace)
+    trace = jax.tree.map(lambda m, x: momentum * m + x, carried, tangent)
+    direction = tangent_orthogonalization.orthogonalize(
+      frame,
+      trace,
+      degree=degree,
+      steps=steps,
+      normalize=normalize,
+      scale=scale_of(tangent),
+    )
+    bases = Factors(frame.left, frame.right)
+    return TangentMomentum(bases, trace), direction
+
+  def init(adapters, params):
+    blocks = adapters.coordinates(params)
+    return OrthogonalTangentsState(
+      lora.map_pairs(init_pair, blocks.pairs), adam.init(blocks.others)
+    )
+
+  def update(blocks, state, point, **extra_args):
+    del extra_args
+    pairs = lora.map_pairs(step, state.pairs, point.frames, blocks.pairs)
+    others, adam_state = adam.update(blocks.others, state.others)
+    state = OrthogonalTangentsState(tuple(m for m, _ in pairs), adam_state)
+    return Blocks(tuple(d for _, d in pairs), others), state
+
+  return lora.Part('orthogonalize_tangents', init, update)
