@@ -1,4 +1,4 @@
-"""Privacy accounting on the host: events, epsilon, calibration.
+"""Privacy accounting on the host: events, epsilon, calibration, budgets.
 
 Nothing in here imports JAX: the numbers are Python floats, and an accountant
 can run where there is no accelerator.
@@ -6,6 +6,8 @@ can run where there is no accelerator.
 
 from dp_accounting import NeighboringRelation
 
+from prism_optax.accounting._advanced import advanced_composition
+from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
 from prism_optax.accounting._calibration import calibrate_noise_multiplier
 from prism_optax.accounting._dpsgd import (
   dpsgd_event,
@@ -13,12 +15,23 @@ from prism_optax.accounting._dpsgd import (
   joint_noise_multiplier,
   privacy_statement,
 )
+from prism_optax.accounting._gaussian import (
+  gaussian_delta,
+  gaussian_epsilon,
+  gaussian_mu,
+)
 
 __all__ = [
+  'BudgetExceeded',
   'NeighboringRelation',
+  'PrivacyBudget',
+  'advanced_composition',
   'calibrate_noise_multiplier',
   'dpsgd_event',
   'epsilon',
+  'gaussian_delta',
+  'gaussian_epsilon',
+  'gaussian_mu',
   'joint_noise_multiplier',
   'privacy_statement',
 ]

@@ -8,7 +8,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, rdp
 
 from prism_optax import _validate
-from prism_optax.accounting import _dpsgd
+from prism_optax.accounting import _checks, _dpsgd
 
 # Ten times coarser than the accountant's grid and about ten times faster. It
 # finds the neighbourhood; the answer is checked on the fine one.
@@ -69,19 +69,16 @@ def calibrate_noise_multiplier(
     >>> round(sigma, 3)
     0.516
   """
-  target_epsilon = _dpsgd.number('target_epsilon', target_epsilon)
-  delta = _dpsgd.number('delta', delta)
-  sampling_probability = _dpsgd.number(
+  target_epsilon = _checks.number('target_epsilon', target_epsilon)
+  delta = _checks.between_zero_and_one('delta', delta)
+  sampling_probability = _checks.number(
     'sampling_probability', sampling_probability
   )
   _validate.positive('target_epsilon', target_epsilon)
-  _validate.positive('delta', delta)
-  if delta >= 1:
-    raise ValueError(f'Expected delta < 1, got {delta=}.')
   _validate.positive('sampling_probability', sampling_probability)
   _validate.integer('steps', steps, 1)
   _validate.one_of('accountant', accountant, _dpsgd.ACCOUNTANTS)
-  _dpsgd.relation_given(neighboring_relation)
+  _checks.relation_given(neighboring_relation)
 
   def spent(sigma: float, widest_interval: float = 0.0) -> float:
     event = _dpsgd.dpsgd_event(

@@ -7,6 +7,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event, pld, rdp
 
 from prism_optax import _validate
+from prism_optax.accounting import _checks, _events
 
 ACCOUNTANTS = ('pld', 'rdp')
 
@@ -23,26 +24,6 @@ _RELATION_NAMES = {
   NeighboringRelation.REPLACE_ONE: 'replace-one',
   NeighboringRelation.REPLACE_SPECIAL: 'replace-special',
 }
-
-
-def number(name: str, value: object) -> float:
-  """Returns ``value`` as a float, which an accountant needs it to be."""
-  try:
-    return float(value)  # type: ignore[arg-type]
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      f'Expected {name} to be a number, got {name}={value!r}.'
-    ) from error
-
-
-def relation_given(value: object) -> None:
-  """Raises ``ValueError`` unless ``value`` is a neighbouring relation."""
-  if not isinstance(value, NeighboringRelation):
-    raise ValueError(
-      'Expected neighboring_relation to be a'
-      ' dp_accounting.NeighboringRelation, got'
-      f' neighboring_relation={value!r}.'
-    )
 
 
 def dpsgd_event(
@@ -92,8 +73,10 @@ def dpsgd_event(
     >>> round(accounting.epsilon(event, 1e-5), 2)
     6.62
   """
-  noise_multiplier = number('noise_multiplier', noise_multiplier)
-  sampling_probability = number('sampling_probability', sampling_probability)
+  noise_multiplier = _checks.number('noise_multiplier', noise_multiplier)
+  sampling_probability = _checks.number(
+    'sampling_probability', sampling_probability
+  )
   _validate.non_negative('noise_multiplier', noise_multiplier)
   _validate.probability('sampling_probability', sampling_probability)
   _validate.integer('steps', steps, 0)
@@ -174,19 +157,18 @@ def epsilon(
     ... )
     1.61
   """
-  if not isinstance(event, dp_accounting.DpEvent):
-    raise ValueError(f'Expected event to be a DpEvent, got {event=}.')
-  delta = number('delta', delta)
+  _events.require_event(event)
+  delta = _checks.number('delta', delta)
   _validate.probability('delta', delta)
   _validate.one_of('accountant', accountant, ACCOUNTANTS)
-  relation_given(neighboring_relation)
+  _checks.relation_given(neighboring_relation)
   if value_discretization_interval is not None:
     _validate.positive(
       'value_discretization_interval', value_discretization_interval
     )
   if accountant == 'rdp':
     if neighboring_relation is NeighboringRelation.REPLACE_ONE:
-      event = _with_doubled_sensitivity(event)
+      event = _events.with_doubled_sensitivity(event)
     maker: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
       neighboring_relation=neighboring_relation
     )
@@ -234,9 +216,9 @@ def joint_noise_multiplier(
     1.0
   """
   if isinstance(noise_multipliers, Iterable):
-    groups = [number('noise_multipliers', s) for s in noise_multipliers]
+    groups = [_checks.number('noise_multipliers', s) for s in noise_multipliers]
   else:
-    groups = [number('noise_multipliers', noise_multipliers)]
+    groups = [_checks.number('noise_multipliers', noise_multipliers)]
   if not groups:
     raise ValueError('Expected noise_multipliers of one group or more, got [].')
   for sigma in groups:
@@ -293,44 +275,12 @@ def privacy_statement(
   )
 
 
-def _with_doubled_sensitivity(
-  event: dp_accounting.DpEvent,
-) -> dp_accounting.DpEvent:
-  """Halves Gaussian and Laplace noise multipliers, whatever they are in."""
-  match event:
-    case dp_accounting.GaussianDpEvent(noise_multiplier=sigma):
-      return dp_accounting.GaussianDpEvent(sigma / 2)
-    case dp_accounting.LaplaceDpEvent(noise_multiplier=sigma):
-      return dp_accounting.LaplaceDpEvent(sigma / 2)
-    case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
-      return dp_accounting.SelfComposedDpEvent(
-        _with_doubled_sensitivity(inner), count
-      )
-    case dp_accounting.ComposedDpEvent(events=events):
-      return dp_accounting.ComposedDpEvent(
-        [_with_doubled_sensitivity(inner) for inner in events]
-      )
-    case dp_event.SampledWithoutReplacementDpEvent():
-      return dp_event.SampledWithoutReplacementDpEvent(
-        event.source_dataset_size,
-        event.sample_size,
-        _with_doubled_sensitivity(event.event),
-      )
-    case dp_event.RepeatAndSelectDpEvent():
-      return dp_event.RepeatAndSelectDpEvent(
-        _with_doubled_sensitivity(event.event), event.mean, event.shape
-      )
-  # Whatever remains either states its own guarantee (zCDP, randomised response)
-  # or is refused by the accountant under this relation.
-  return event
-
-
 def affordable_interval(event: dp_accounting.DpEvent, delta: float) -> float:
   """Returns the grid on which the loss distribution fits in memory."""
   widest = _widest_step(event)
   try:
     accountant = rdp.RdpAccountant()
-    accountant.compose(_untruncated(_with_doubled_sensitivity(event)))
+    accountant.compose(_untruncated(_events.with_doubled_sensitivity(event)))
     total = accountant.get_epsilon(min(max(delta, 1e-30), 0.5))
   except (dp_accounting.UnsupportedEventError, ValueError, ZeroDivisionError):
     total = 0.0

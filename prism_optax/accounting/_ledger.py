@@ -1,0 +1,211 @@
+"""Where budgets are kept: one SQLite file, or memory.
+
+Each change is one transaction that holds SQLite's write lock from its first
+read, so what was read is still true when the change is written, whoever else
+has the file open. A process killed between any two instructions leaves either
+the state before or the state after.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_SCHEMA = (
+  'CREATE TABLE IF NOT EXISTS settings (value TEXT NOT NULL)',
+  'CREATE TABLE IF NOT EXISTS accounts (scope TEXT NOT NULL,'
+  ' name TEXT NOT NULL, rule TEXT NOT NULL, totals TEXT NOT NULL,'
+  ' PRIMARY KEY (scope, name))',
+  # Rows are only ever added. A reset of a session is a row without an event.
+  'CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY AUTOINCREMENT,'
+  ' session TEXT NOT NULL, event TEXT, count INTEGER NOT NULL)',
+)
+
+
+class Account(NamedTuple):
+  """What one session, or the server, has spent."""
+
+  rule: str  # Name of the rule that counts; fixed by the first release.
+  totals: tuple[float, ...]
+
+
+class Transaction:
+  """Reads and writes that happen together or not at all."""
+
+  def __init__(self, connection: sqlite3.Connection):
+    self._connection = connection
+
+  def account(self, scope: str, name: str) -> Account | None:
+    """Returns the account, or None if nothing was spent in it."""
+    row = self._connection.execute(
+      'SELECT rule, totals FROM accounts WHERE scope = ? AND name = ?',
+      (scope, name),
+    ).fetchone()
+    # Python writes floats so that they come back bit for bit.
+    return row and Account(row[0], tuple(json.loads(row[1])))
+
+  def store(self, scope: str, name: str, account: Account) -> None:
+    """Writes the account."""
+    self._connection.execute(
+      'INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?)',
+      (scope, name, account.rule, json.dumps(account.totals)),
+    )
+
+  def remove(self, scope: str, name: str) -> None:
+    """Removes the account, not its rows in the ledger."""
+    self._connection.execute(
+      'DELETE FROM accounts WHERE scope = ? AND name = ?', (scope, name)
+    )
+
+  def append(self, session: str, event: str | None, count: int) -> None:
+    """Adds a row to the ledger."""
+    self._connection.execute(
+      'INSERT INTO ledger (session, event, count) VALUES (?, ?, ?)',
+      (session, event, count),
+    )
+
+  def sessions(self) -> list[str]:
+    """Returns the names of the sessions that have spent something."""
+    rows = self._connection.execute(
+      "SELECT name FROM accounts WHERE scope = 'session' ORDER BY name"
+    )
+    return [name for (name,) in rows]
+
+  def rows(self) -> list[dict[str, Any]]:
+    """Returns the ledger in the order in which it was written."""
+    found = self._connection.execute(
+      'SELECT id, session, event, count FROM ledger ORDER BY id'
+    )
+    return [
+      {
+        'id': number,
+        'session': session,
+        'event': None if event is None else json.loads(event),
+        'count': count,
+      }
+      for number, session, event, count in found
+    ]
+
+
+class Ledger:
+  """A store of accounts, in the file ``path`` or in memory.
+
+  Args:
+    path: The file, created where there is none. With ``None`` the ledger lives
+      in this process and ends with it.
+    settings: What the budget is. A file keeps those it was created with.
+    timeout: Seconds to wait while others write.
+
+  Raises:
+    ValueError: If the file was created with other settings.
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike[str] | None,
+    settings: dict[str, Any],
+    timeout: float,
+  ):
+    self._timeout = timeout
+    self._process = os.getpid()
+    self._lock = threading.Lock()
+    self._memory: sqlite3.Connection | None = None
+    self._uri = ''
+    if path is None:
+      self._memory = sqlite3.connect(
+        ':memory:', check_same_thread=False, isolation_level=None
+      )
+    else:
+      # Absolute: the budget must not change with the working directory. And
+      # 'rw', not 'rwc', afterwards: a file that was moved away is an error, not
+      # a fresh budget.
+      file = pathlib.Path(path).absolute()
+      sqlite3.connect(file).close()
+      self._uri = f'{file.as_uri()}?mode=rw'
+    with self.transaction() as transaction:
+      self._create(transaction, settings)
+
+  def _create(self, transaction: Transaction, settings: dict[str, Any]) -> None:
+    connection = transaction._connection
+    for statement in _SCHEMA:
+      connection.execute(statement)
+    row = connection.execute('SELECT value FROM settings').fetchone()
+    if row is None:
+      connection.execute(
+        'INSERT INTO settings VALUES (?)', (json.dumps(settings),)
+      )
+      return
+    stored = json.loads(row[0])
+    # Through JSON, as the stored ones were.
+    given = json.loads(json.dumps(settings))
+    different = [
+      f'{name}={given.get(name)!r} (the file: {stored.get(name)!r})'
+      for name in sorted({*stored, *given})
+      if stored.get(name) != given.get(name)
+    ]
+    if different:
+      raise ValueError(
+        'The ledger was created with other settings, got '
+        + ', '.join(different)
+        + '. A budget is not changed by opening it again.'
+      )
+
+  @contextlib.contextmanager
+  def transaction(self) -> Iterator[Transaction]:
+    """Yields a transaction; commits it unless an exception comes out.
+
+    Raises:
+      TimeoutError: If others held the file for longer than the timeout. Nothing
+        was read or written.
+      RuntimeError: If the ledger is in memory and this is a forked process,
+        whose copy of the budget would be a second budget.
+    """
+    with self._own_lock(), self._connected() as connection:
+      try:
+        connection.execute('BEGIN IMMEDIATE')
+      except sqlite3.OperationalError as error:
+        if 'locked' not in str(error):
+          raise
+        raise TimeoutError(
+          f'The ledger was busy for {self._timeout} seconds.'
+        ) from error
+      try:
+        yield Transaction(connection)
+        connection.execute('COMMIT')
+      except BaseException:
+        if connection.in_transaction:
+          connection.execute('ROLLBACK')
+        raise
+
+  def _own_lock(self) -> threading.Lock:
+    if self._process != os.getpid():
+      if self._memory is not None:
+        raise RuntimeError(
+          'A budget in memory belongs to the process that made it. Give'
+          ' `path` to share one between processes.'
+        )
+      # Another thread may have held the lock when this process was forked, and
+      # would never let go of it here.
+      self._lock = threading.Lock()
+      self._process = os.getpid()
+    return self._lock
+
+  @contextlib.contextmanager
+  def _connected(self) -> Iterator[sqlite3.Connection]:
+    if self._memory is not None:
+      yield self._memory
+      return
+    # A connection each time: none is shared by threads or inherited by forked
+    # processes, for which SQLite is not made. It takes a fraction of what
+    # writing to the disk does.
+    connection = sqlite3.connect(
+      self._uri, uri=True, timeout=self._timeout, isolation_level=None
+    )
+    with contextlib.closing(connection):
+      # On the disk before `spend` returns: the answer may leave the machine.
+      connection.execute('PRAGMA synchronous = FULL')
+      yield connection

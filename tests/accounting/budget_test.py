@@ -1,0 +1,375 @@
+"""PrivacyBudget: what is charged, what is refused, what is kept."""
+
+import json
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import dp_event
+
+from prism_optax import accounting
+
+Gaussian = dp_accounting.GaussianDpEvent
+Laplace = dp_accounting.LaplaceDpEvent
+Relation = accounting.NeighboringRelation
+DELTA = 1e-5
+CLASSIC = Gaussian(4.8448)  # The classic formula at epsilon 1, delta 1e-5.
+
+
+def poisson(sigma, q):
+  return dp_accounting.PoissonSampledDpEvent(q, Gaussian(sigma))
+
+
+@pytest.mark.parametrize(
+  ('sensitivity', 'expected'),
+  [(1, (0.75, 2.69, 10.4)), (2, (1.61, 5.98, 25.4))],
+)
+def test_gaussian_releases_are_charged_exactly(sensitivity, expected):
+  event = Gaussian(4.8448 / sensitivity)
+  budget = accounting.PrivacyBudget(30.0, DELTA)
+  found = [
+    budget.spend(event, 'a', count=count)
+    for count in (1, 9, 90)  # One, ten, a hundred in all.
+  ]
+  assert [round(found[0], 2), round(found[1], 2), round(found[2], 1)] == list(
+    expected
+  )
+  mu = sensitivity / 4.8448
+  assert found[2] == pytest.approx(
+    accounting.gaussian_epsilon(10 * mu, DELTA), rel=1e-9
+  )
+
+
+def test_tokens_are_releases():
+  """256 tokens are charged 256 times, where a request costs epsilon 0.75."""
+  budget = accounting.PrivacyBudget(50.0, DELTA)
+  assert round(budget.spend(CLASSIC, 'a', count=256), 1) == 18.9
+  doubled = accounting.PrivacyBudget(
+    50.0, DELTA, neighboring_relation=Relation.REPLACE_ONE
+  )
+  assert round(doubled.spend(CLASSIC, 'a', count=256), 1) == 49.2
+
+
+def test_heterogeneous_gaussians_add_their_inverse_variances():
+  budget = accounting.PrivacyBudget(20.0, DELTA)
+  budget.spend(Gaussian(3.0), 'a')
+  nested = dp_accounting.ComposedDpEvent(
+    [dp_accounting.SelfComposedDpEvent(Gaussian(7.0), 4), Gaussian(5.0)]
+  )
+  spent = budget.spend(nested, 'a', count=2)
+  mu = math.sqrt(1 / 9 + 2 * (4 / 49 + 1 / 25))
+  assert spent == pytest.approx(accounting.gaussian_epsilon(mu, DELTA))
+
+
+def test_a_budget_for_one_release_takes_one_and_no_more():
+  """Calibration and budget meet exactly: rounding refuses nothing."""
+  for epsilon in (0.3, 1.0, 2.7, 10.0):
+    for count in (1, 7, 100):
+      sigma = math.sqrt(count) / accounting.gaussian_mu(epsilon, DELTA)
+      budget = accounting.PrivacyBudget(epsilon, DELTA)
+      assert budget.how_many_more(Gaussian(sigma), 'a') == count
+      for _ in range(count):
+        spent = budget.spend(Gaussian(sigma), 'a')
+        assert spent <= epsilon
+      assert spent == pytest.approx(epsilon, rel=1e-9)
+      with pytest.raises(accounting.BudgetExceeded):
+        budget.spend(Gaussian(sigma), 'a')
+
+
+def test_refusal_changes_nothing_and_says_what_is_left():
+  budget = accounting.PrivacyBudget(2.0, DELTA)
+  spent = budget.spend(CLASSIC, 'alice', count=3)
+  before = budget.export()
+  with pytest.raises(accounting.BudgetExceeded, match="'alice'") as refused:
+    budget.spend(CLASSIC, 'alice', count=1000)
+  assert refused.value.session == 'alice'
+  assert refused.value.scope == 'session'
+  assert refused.value.remaining == pytest.approx(2.0 - spent)
+  assert f'{2.0 - spent:.4g}'[:5] in str(refused.value)
+  assert budget.export() == before
+  assert budget.remaining('alice') == pytest.approx(2.0 - spent)
+  # What is smaller still fits.
+  budget.spend(CLASSIC, 'alice')
+
+
+def test_how_many_more_is_what_spend_accepts():
+  events = [CLASSIC, Laplace(9.0), Gaussian(2.0)]
+  budget = accounting.PrivacyBudget(6.0, DELTA, server_epsilon=8.0)
+  budget.spend(CLASSIC, 'b', count=20)  # Leaves less under the server's cap.
+  for event in events:
+    count = budget.how_many_more(event, 'a')
+    assert count > 0
+    with pytest.raises(accounting.BudgetExceeded):
+      budget.spend(event, 'a', count=count + 1)
+  count = budget.how_many_more(CLASSIC, 'a')
+  budget.spend(CLASSIC, 'a', count=count)
+  assert budget.how_many_more(CLASSIC, 'a') == 0
+  noop = dp_accounting.NoOpDpEvent()
+  assert budget.how_many_more(noop, 'a') == math.inf
+  budget.spend(noop, 'a')
+
+
+def test_sessions_are_apart_and_the_server_is_not():
+  budget = accounting.PrivacyBudget(2.0, DELTA, server_epsilon=2.5)
+  alone = accounting.PrivacyBudget(2.0, DELTA)
+  per_session = alone.how_many_more(CLASSIC, 'x')
+  whole = accounting.PrivacyBudget(2.5, DELTA).how_many_more(CLASSIC, 'x')
+  assert per_session < whole < 2 * per_session
+  budget.spend(CLASSIC, 'first', count=per_session)
+  with pytest.raises(accounting.BudgetExceeded) as refused:
+    budget.spend(CLASSIC, 'first')
+  assert refused.value.scope == 'session'
+  # New names share what is left of the server's budget.
+  for number in range(whole - per_session):
+    budget.spend(CLASSIC, f'name {number}')
+  with pytest.raises(
+    accounting.BudgetExceeded, match='of the server'
+  ) as refused:
+    budget.spend(CLASSIC, 'one more name')
+  assert refused.value.scope == 'server'
+  assert budget.remaining('a name never seen') == pytest.approx(
+    2.5 - budget.export()['server']['spent']
+  )
+  assert budget.spent('a name never seen') == 0
+
+
+def test_pure_releases_are_covered_by_a_gaussian():
+  """Never less than their exact composition, nor much more than basic."""
+  budget = accounting.PrivacyBudget(50.0, DELTA, composition='gaussian')
+  for count in (1, 10, 100):
+    session = str(count)
+    spent = budget.spend(Laplace(10.0), session, count=count)
+    event = dp_accounting.SelfComposedDpEvent(Laplace(10.0), count)
+    exact = accounting.epsilon(event, DELTA)
+    assert exact <= spent <= 6 * exact
+  # Many small ones are where composition pays.
+  assert budget.spent('100') < 0.6 * 100 / 10
+  # A budget that began with Gaussians takes them, too.
+  mixed = accounting.PrivacyBudget(50.0, DELTA)
+  mixed.spend(CLASSIC, 'a', count=10)
+  spent = mixed.spend(Laplace(10.0), 'a', count=10)
+  both = dp_accounting.ComposedDpEvent(
+    [
+      dp_accounting.SelfComposedDpEvent(CLASSIC, 10),
+      dp_accounting.SelfComposedDpEvent(Laplace(10.0), 10),
+    ]
+  )
+  exact = accounting.epsilon(both, DELTA)
+  assert exact <= spent <= 1.1 * exact
+
+
+@pytest.mark.parametrize(
+  'event',
+  [
+    CLASSIC,
+    Laplace(3.0),
+    poisson(1.0, 0.01),
+    dp_event.ZCDpEvent(0.02),
+    dp_accounting.ComposedDpEvent([CLASSIC, poisson(0.8, 0.02)]),
+  ],
+)
+@pytest.mark.parametrize('count', [1, 30, 400])
+def test_renyi_filter_is_never_below_the_accountants(event, count):
+  """A filter pays for adaptivity: more than RDP of a fixed composition."""
+  budget = accounting.PrivacyBudget(200.0, DELTA, composition='renyi')
+  spent = budget.spend(event, 'a', count=count)
+  fixed = accounting.epsilon(
+    dp_accounting.SelfComposedDpEvent(event, count), DELTA, accountant='rdp'
+  )
+  assert spent >= fixed
+
+
+def test_renyi_filter_costs_little_where_the_budget_is_used_up():
+  """Orders are chosen for a full budget: there the price is some percent."""
+  for event in (Gaussian(20.0), poisson(2.0, 0.01), Laplace(20.0)):
+    for epsilon in (1.0, 8.0):
+      budget = accounting.PrivacyBudget(epsilon, DELTA, composition='renyi')
+      count = budget.how_many_more(event, 'a')
+      assert budget.spend(event, 'a', count=count) <= epsilon
+      fixed = accounting.epsilon(
+        dp_accounting.SelfComposedDpEvent(event, count), DELTA, accountant='rdp'
+      )
+      assert 0.8 * epsilon < fixed < epsilon
+
+
+def test_filter_takes_the_rule_of_the_first_release():
+  budget = accounting.PrivacyBudget(20.0, DELTA)
+  budget.spend(poisson(1.0, 0.01), 'mixed', count=100)
+  for event in (CLASSIC, Laplace(3.0), dp_event.ZCDpEvent(0.02)):
+    budget.spend(event, 'mixed')
+  budget.spend(CLASSIC, 'gaussian')
+  before = budget.export()
+  with pytest.raises(ValueError, match=r"composition='renyi'"):
+    budget.spend(poisson(1.0, 0.01), 'gaussian')
+  with pytest.raises(ValueError, match='Renyi analysis'):
+    budget.spend(dp_accounting.UnsupportedDpEvent(), 'mixed')
+  assert budget.export() == before
+
+
+def test_declared_releases_are_tight_in_any_order():
+  declared = {CLASSIC: 4, poisson(1.0, 0.01): 50}
+  whole = accounting.epsilon(
+    dp_accounting.ComposedDpEvent(
+      [dp_accounting.SelfComposedDpEvent(e, n) for e, n in declared.items()]
+    ),
+    DELTA,
+  )
+  with pytest.raises(ValueError, match='declared releases have epsilon'):
+    accounting.PrivacyBudget(
+      whole * 0.99, DELTA, composition='pld', declared=declared
+    )
+  budget = accounting.PrivacyBudget(
+    whole, DELTA, composition='pld', declared=declared
+  )
+  budget.spend(poisson(1.0, 0.01), 'a', count=20)
+  budget.spend(dp_accounting.SelfComposedDpEvent(CLASSIC, 3), 'a')
+  with pytest.raises(accounting.BudgetExceeded):
+    budget.spend(CLASSIC, 'a', count=2)
+  with pytest.raises(ValueError, match='declared releases only'):
+    budget.spend(Gaussian(5.0), 'a')
+  assert budget.how_many_more(poisson(1.0, 0.01), 'a') == 30
+  budget.spend(CLASSIC, 'a')
+  assert budget.spend(poisson(1.0, 0.01), 'a', count=30) == pytest.approx(whole)
+  assert budget.how_many_more(CLASSIC, 'a') == 0
+  # The price of not declaring.
+  filtered = accounting.PrivacyBudget(50.0, DELTA, composition='renyi')
+  filtered.spend(CLASSIC, 'a', count=4)
+  assert filtered.spend(poisson(1.0, 0.01), 'a', count=50) > whole
+
+
+def test_advanced_composition_is_the_theorem_with_its_delta_spent():
+  # Ten requests of epsilon 1: 32, not the 10 of a cap that adds them up.
+  theorem = accounting.advanced_composition([1.0] * 10, 1e-5)
+  assert theorem == pytest.approx(
+    math.sqrt(2 * 10 * math.log(1e5)) + 10 * math.expm1(1.0), rel=1e-14
+  )
+  budget = accounting.PrivacyBudget(
+    60.0, DELTA, composition='advanced', release_delta=1e-7
+  )
+  for _ in range(10):
+    spent = budget.spend(CLASSIC, 'a')
+  one = accounting.gaussian_epsilon(1 / 4.8448, 1e-7)
+  expected = accounting.advanced_composition([one] * 10, DELTA / 2)
+  assert spent == pytest.approx(expected, rel=1e-12)
+  # What the exact sum would charge.
+  assert spent > 5 * accounting.gaussian_epsilon(10**0.5 / 4.8448, DELTA)
+  # Fifty releases use up the half of delta that is theirs.
+  assert budget.how_many_more(Gaussian(1e6), 'a') == 40
+
+
+def test_no_noise_is_refused():
+  for composition in ('filter', 'renyi', 'gaussian'):
+    budget = accounting.PrivacyBudget(5.0, DELTA, composition=composition)
+    for event in (
+      Gaussian(0.0),
+      Laplace(0.0),
+      dp_accounting.NonPrivateDpEvent(),
+    ):
+      with pytest.raises(accounting.BudgetExceeded):
+        budget.spend(event, 'a')
+    assert budget.export()['ledger'] == []
+
+
+def test_nothing_gives_budget_back():
+  budget = accounting.PrivacyBudget(5.0, DELTA)
+  budget.spend(CLASSIC, 'a', count=3)
+  before = budget.export()
+  refund = dp_accounting.SelfComposedDpEvent(CLASSIC, -3)
+  for event in (refund, Gaussian(-1.0), Gaussian(math.nan), Laplace(-2.0)):
+    with pytest.raises(ValueError, match='negative|>= 0'):
+      budget.spend(event, 'a')
+  renyi = accounting.PrivacyBudget(5.0, DELTA, composition='renyi')
+  for event in (refund, Gaussian(math.nan)):
+    with pytest.raises(ValueError, match='negative|positive'):
+      renyi.spend(event, 'a')
+  for count in (0, -1, 1.5, True):
+    with pytest.raises(ValueError, match='count'):
+      budget.spend(CLASSIC, 'a', count=count)
+  assert budget.export() == before
+
+
+def test_export_is_plain_and_complete():
+  budget = accounting.PrivacyBudget(5.0, DELTA, server_epsilon=9.0)
+  budget.spend(CLASSIC, 'a', count=2)
+  budget.spend(dp_accounting.ComposedDpEvent([CLASSIC]), 'b')
+  budget.reset('a')
+  exported = budget.export()
+  assert json.loads(json.dumps(exported)) == exported
+  assert exported['settings']['caps'] == {
+    'session': [5.0, DELTA],
+    'server': [9.0, DELTA],
+  }
+  assert exported['settings']['neighboring_relation'] == 'ADD_OR_REMOVE_ONE'
+  one = {'event': 'GaussianDpEvent', 'noise_multiplier': 4.8448}
+  assert exported['ledger'] == [
+    {'id': 1, 'session': 'a', 'event': one, 'count': 2},
+    {
+      'id': 2,
+      'session': 'b',
+      'event': {'event': 'ComposedDpEvent', 'events': [one]},
+      'count': 1,
+    },
+    {'id': 3, 'session': 'a', 'event': None, 'count': 0},
+  ]
+  # A reset names its session; the server forgets nothing.
+  assert list(exported['sessions']) == ['b']
+  assert exported['server']['spent'] == pytest.approx(
+    accounting.gaussian_epsilon(math.sqrt(3) / 4.8448, DELTA)
+  )
+  assert budget.remaining('a') == 5.0
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'epsilon': 0.0}, 'epsilon=0.0'),
+    ({'epsilon': math.nan}, 'epsilon=nan'),
+    ({'epsilon': math.inf}, 'epsilon=inf'),
+    ({'delta': 0.0}, 'delta=0.0'),
+    ({'delta': 1.0}, 'delta=1.0'),
+    ({'composition': 'basic'}, "composition='basic'"),
+    ({'composition': 'pld'}, 'declared=None'),
+    ({'declared': {CLASSIC: 1}}, 'declared='),
+    ({'composition': 'pld', 'declared': {}}, 'declared'),
+    ({'composition': 'pld', 'declared': {CLASSIC: 0}}, 'declared=0'),
+    ({'composition': 'advanced'}, 'release_delta=None'),
+    ({'release_delta': 1e-7}, 'release_delta=1e-07'),
+    ({'composition': 'advanced', 'release_delta': 0.0}, 'release_delta=0.0'),
+    ({'server_epsilon': -1.0}, 'server_epsilon=-1.0'),
+    ({'server_delta': 1e-6}, 'server_delta=1e-06'),
+    ({'server_epsilon': 1.0, 'server_delta': 2.0}, 'server_delta=2.0'),
+    ({'neighboring_relation': 'replace'}, "neighboring_relation='replace'"),
+    ({'timeout': 0}, 'timeout=0'),
+  ],
+)
+def test_bad_settings_are_named(options, message):
+  options = {'epsilon': 1.0, 'delta': DELTA, **options}
+  with pytest.raises(ValueError, match=message):
+    accounting.PrivacyBudget(**options)
+
+
+def test_declared_budgets_have_no_server_cap():
+  with pytest.raises(ValueError, match='server_epsilon=9.0'):
+    accounting.PrivacyBudget(
+      5.0,
+      DELTA,
+      composition='pld',
+      declared={CLASSIC: 1},
+      server_epsilon=9.0,
+    )
+
+
+@pytest.mark.parametrize('session', ['', None, 3])
+def test_sessions_have_names(session):
+  budget = accounting.PrivacyBudget(5.0, DELTA)
+  for call in (
+    lambda: budget.spend(CLASSIC, session),
+    lambda: budget.spent(session),
+    lambda: budget.remaining(session),
+    lambda: budget.how_many_more(CLASSIC, session),
+    lambda: budget.reset(session),
+  ):
+    with pytest.raises(ValueError, match='session'):
+      call()
+  with pytest.raises(ValueError, match='event'):
+    budget.spend(0.5, 'a')
