@@ -192,7 +192,12 @@ def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def inverse_sqrt(
-  x: jax.Array, *, floor: jax.Array, max_condition_number, eps
+  x: jax.Array,
+  *,
+  floor: jax.Array,
+  max_condition_number: Any,
+  eps: Any,
+  added: Any = 0.0,
 ) -> jax.Array:
   """``U (sqrt(w) + eps)^-1 U^T`` of a symmetric matrix with floored spectrum.
 
@@ -205,14 +210,15 @@ def inverse_sqrt(
     floor: (...), not negative.
     max_condition_number: At least 1.
     eps: Added to the roots, as in Adam.
+    added: Added to the eigenvalues, once negative ones are zero.
 
   Returns:
     (..., r, r).
   """
   w, v = eigh(x)
-  w = jnp.maximum(w, floor[..., None])
+  w = jnp.maximum(jnp.maximum(w, 0) + added, floor[..., None])
   w = jnp.maximum(w, w[..., -1:] / max_condition_number)
-  root = jnp.sqrt(jnp.maximum(w, 0)) + eps
+  root = jnp.sqrt(w) + eps
   return matmul(v * _safe_reciprocal(root, root > 0)[..., None, :], v.mT)
 
 

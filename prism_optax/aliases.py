@@ -33,6 +33,7 @@ def prism(
   floor_factor: Any = 1.0,
   debias: bool = False,
   max_condition_number: Any = 1e4,
+  basis: str = 'orthonormal',
   transport: bool = True,
   max_update_norm: Any = None,
   layout: Any = None,
@@ -82,6 +83,7 @@ def prism(
     floor_factor: As there.
     debias: As there.
     max_condition_number: As there.
+    basis: As there; ``'factor'`` also aligns the retraction.
     transport: As there.
     max_update_norm: As there.
     layout: See :func:`prism_optax.lora.describe_pairs`.
@@ -123,6 +125,7 @@ def prism(
       floor_factor=floor_factor,
       debias=debias,
       max_condition_number=max_condition_number,
+      basis=basis,
       transport=transport,
       max_update_norm=max_update_norm,
     ),
@@ -138,7 +141,8 @@ def prism(
     lora.part_from_optax(
       'scale_by_learning_rate', optax.scale_by_learning_rate(learning_rate)
     ),
-    retraction.retract_part(retraction_method),
+    # The published optimizer turns the new factors towards the old ones.
+    retraction.retract_part(retraction_method, align=basis == 'factor'),
   ]
   init, update = lora.chain_parts(*parts, layout=layout)
   return _per_example.BoundedSensitivityTransformation(

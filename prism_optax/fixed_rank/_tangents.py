@@ -62,15 +62,30 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
   )
 
 
-def lift(frame: Frame, tangent: Tangent) -> Factors:
+def lift(
+  frame: Frame, tangent: Tangent, *, horizontal: bool = False
+) -> Factors:
   """Steps of the factors with ``dL right^T + left dR^T = T``.
 
-  ``dL = X_L C_R^-T`` and ``dR = X_R C_L^-T``; the whole core of T is put on
-  the right factor. See :func:`horizontal_lift` for the balanced choice.
+  ``dL = X_L C_R^-T`` and ``dR = X_R C_L^-T`` put the whole core of T on the
+  right factor. The horizontal lift is the one of least norm (PRISM,
+  arXiv:2606.00944, Prop. A.11): it adds ``L W`` and ``-R W^T`` so that
+  ``L^T dL = dR^T R``. The equation is solved for ``W' = C_L W C_R^T``, which
+  cancels from the tangent vector whatever its accuracy: with the core D of T,
+  ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
   """
+  left, right = tangent
+  if horizontal:
+    core = gram(right, frame.right)
+    w = _linalg.sylvester_of_grams(
+      frame.left_core.mT,
+      frame.right_core.mT,
+      matmul(core, matmul(frame.right_core, frame.right_core.mT)),
+    )
+    left = left + matmul(frame.left, w)
+    right = right - matmul(frame.right, w.mT)
   return Factors(
-    matmul(tangent.left, frame.right_inverse.mT),
-    matmul(tangent.right, frame.left_inverse.mT),
+    matmul(left, frame.right_inverse.mT), matmul(right, frame.left_inverse.mT)
   )
 
 
@@ -91,10 +106,8 @@ def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
 def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
   """The steps of least norm with the same tangent vector (PRISM, Prop. A.11).
 
-  It is ``(dL + L W, dR - R W^T)`` with ``M W + W N = dR^T R - L^T dL``,
-  ``M = L^T L``, ``N = R^T R``. Solved in orthonormal coordinates, where
-  ``W' = C_L W C_R^T`` cancels from the tangent vector whatever its accuracy:
-  with the core D of T, ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
+  ``(dL + L W, dR - R W^T)`` with ``M W + W N = dR^T R - L^T dL``, ``M = L^T L``
+  and ``N = R^T R``. See :func:`lift`.
 
   Args:
     factors: (..., m, r) and (..., n, r).
@@ -104,17 +117,7 @@ def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
     The horizontal lift, same shapes.
   """
   q = frame_of(factors)
-  x_left, x_right = tangent_from_steps(q, steps)
-  core = gram(x_right, q.right)
-  w = _linalg.sylvester_of_grams(
-    q.left_core.mT,
-    q.right_core.mT,
-    matmul(core, matmul(q.right_core, q.right_core.mT)),
-  )
-  return lift(
-    q,
-    Tangent(x_left + matmul(q.left, w), x_right - matmul(q.right, w.mT)),
-  )
+  return lift(q, tangent_from_steps(q, steps), horizontal=True)
 
 
 def norm(tangent: Tangent) -> jax.Array:

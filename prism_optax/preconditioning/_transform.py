@@ -9,7 +9,7 @@ import optax
 
 from prism_optax import _validate, lora
 from prism_optax.lora import Blocks
-from prism_optax.preconditioning import _elementwise, _orthonormal
+from prism_optax.preconditioning import _elementwise, _factor, _orthonormal
 
 
 class RankPreconditionerState(NamedTuple):
@@ -66,6 +66,7 @@ def scale_by_rank_preconditioner(
   floor_factor: Any = 1.0,
   debias: bool = False,
   max_condition_number: Any = 1e4,
+  basis: str = 'orthonormal',
   transport: bool = True,
   max_update_norm: Any = None,
   layout: Any = None,
@@ -94,11 +95,16 @@ def scale_by_rank_preconditioner(
       correlated noise (after the last step its last entry holds). 0.0 for
       training without noise.
     floor_mode: ``'geometry'`` or ``'scalar'``, one and the same in orthonormal
-      coordinates; ``'none'`` for no floor.
+      coordinates; in factors ``'geometry'`` is Eq. 26 with its trace and
+      ``'scalar'`` is s^2; ``'none'`` for no floor.
     floor_factor: The floor in units of the mean noise eigenvalue. Below 1 noise
       is amplified; 1 to 4 made no difference in our experiments.
     debias: Subtract the known noise covariance from the second moments.
     max_condition_number: Eigenvalues are raised to the largest over this.
+    basis: ``'orthonormal'``, or ``'factor'`` for the published optimizer:
+      moments of the horizontal lift, eps added to the eigenvalues, no
+      transport. Its trajectory depends on the gauge. With it use
+      ``retract(align=True)``.
     transport: Carry the moments between tangent spaces. Without it they are
       read in coordinates they were not written in; for comparisons.
     max_update_norm: Cap of the norm of the direction over all modules and
@@ -130,6 +136,7 @@ def scale_by_rank_preconditioner(
     floor_factor=floor_factor,
     debias=debias,
     max_condition_number=max_condition_number,
+    basis=basis,
     transport=transport,
     max_update_norm=max_update_norm,
   )
@@ -146,6 +153,7 @@ def rank_preconditioner_part(
   floor_factor: Any,
   debias: bool,
   max_condition_number: Any,
+  basis: str,
   transport: bool,
   max_update_norm: Any,
 ) -> lora.Part:
@@ -155,6 +163,7 @@ def rank_preconditioner_part(
   _validate.non_negative('eps', eps)
   _check_stddev(noise_stddev)
   _validate.one_of('floor_mode', floor_mode, ('geometry', 'scalar', 'none'))
+  _validate.one_of('basis', basis, ('orthonormal', 'factor'))
   _validate.non_negative('floor_factor', floor_factor)
   _validate.at_least('max_condition_number', max_condition_number, 1)
   if max_update_norm is not None:
@@ -166,7 +175,12 @@ def rank_preconditioner_part(
     blocks = adapters.coordinates(params)
     return RankPreconditionerState(
       jnp.zeros((), jnp.int32),
-      lora.map_pairs(_orthonormal.init_moments, blocks.pairs),
+      lora.map_pairs(
+        _orthonormal.init_moments
+        if basis == 'orthonormal'
+        else _factor.init_moments,
+        blocks.pairs,
+      ),
       tuple(map(_elementwise.init_moments, blocks.others)),
     )
 
@@ -186,16 +200,17 @@ def rank_preconditioner_part(
 
     def step(moments, frame, tangent):
       dtype = tangent.left.dtype
+      options = {**common(dtype), 'max_condition_number': max_condition_number}
+      if basis == 'factor':
+        return _factor.step(
+          moments, frame, tangent, b1=b1, b2=b2,
+          variance=variance.astype(dtype), floor_mode=floor_mode, **options,
+        )  # fmt: skip
       move = _orthonormal.move if transport else _orthonormal.stay
       moments = _orthonormal.accumulate(
         move(moments, frame), frame, tangent, b1, b2, variance.astype(dtype)
       )
-      return moments, _orthonormal.direction(
-        moments,
-        frame,
-        max_condition_number=max_condition_number,
-        **common(dtype),
-      )
+      return moments, _orthonormal.direction(moments, frame, **options)
 
     def step_elementwise(moments, gradient):
       dtype = gradient.dtype
