@@ -19,9 +19,9 @@ drawn by Poisson sampling. What is not: the number of rows (--dataset-size is
 a declared constant), the evaluation file, the options, how long a step takes
 with --skip-padding, and several rows of one person together.
 
-In --output: adapter.safetensors, metrics.jsonl, metrics.png, summary.json,
-options.json; while it runs also checkpoints_secret/, which holds the noise key
-and must not be published.
+In --output: adapter.safetensors, metrics.jsonl, metrics.png, summary.json and
+options.json may be published. checkpoints_secret/, which is there while the
+run lasts and holds the noise key, and nonprivate_* may not.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import logging
-from finetuning import methods, privacy, reporting, run, sampling, tasks
+from finetuning import digits, methods, privacy, reporting, run, sampling, tasks
 from finetuning.models import layers, minilm
 
 # Learning rates found by hand, for the default options of each task: the best
@@ -88,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       f'{options.output} --resume',
       file=sys.stderr,
     )
+    return 130
+  except KeyboardInterrupt:
+    # Before the first step, or for the second time.
+    print('\nStopped. Go on with --resume if a run has begun.', file=sys.stderr)
     return 130
   except (ValueError, FileNotFoundError) as error:
     print(f'error: {error}', file=sys.stderr)
@@ -207,7 +211,7 @@ def resolve(given: dict[str, Any]) -> argparse.Namespace:
     if not path.exists():
       raise ValueError(f'--resume: there is no run in {folder} (no {path}).')
     stored = json.loads(path.read_text('utf-8'))
-    for name, value in given.items():
+    for name, value in absolute(given).items():
       if value is not None and name != 'output' and value != stored[name]:
         raise ValueError(
           f'--resume: --{name.replace("_", "-")} {value} contradicts the run '
@@ -240,6 +244,15 @@ def resolve(given: dict[str, Any]) -> argparse.Namespace:
       f'--resume, or choose another folder.'
     )
   return options
+
+
+def absolute(given: dict[str, Any]) -> dict[str, Any]:
+  """Makes paths independent of the folder that the program is run in."""
+  return given | {
+    name: str(pathlib.Path(given[name]).absolute())
+    for name in ('data', 'eval', 'model')
+    if given[name] is not None
+  }
 
 
 def check(options: argparse.Namespace) -> None:
@@ -356,14 +369,28 @@ def settings_of(
   )
 
 
-def save_options(options: argparse.Namespace, output: pathlib.Path) -> None:
-  """For ``--resume``. The seed, if any, is among them: it is no secret."""
+def save_options(
+  options: argparse.Namespace, task: tasks.Task, output: pathlib.Path
+) -> None:
+  """Writes what ``--resume`` needs, or checks that it is still so.
+
+  A seed is among it: one that was asked for is no secret.
+
+  Raises:
+    ValueError: If the run in ``output`` began with other frozen weights.
+  """
   output.mkdir(parents=True, exist_ok=True)
   path = output / 'options.json'
   if not path.exists():
+    stored = absolute(vars(options)) | {'base': task.base}
     temporary = path.with_suffix('.tmp')
-    temporary.write_text(json.dumps(vars(options), indent=2) + '\n', 'utf-8')
+    temporary.write_text(json.dumps(stored, indent=2) + '\n', 'utf-8')
     temporary.replace(path)
+  elif options.base != task.base:
+    raise ValueError(
+      f'--resume: the run in {output} began with the frozen weights '
+      f'{options.base}, not with {task.base}.'
+    )
 
 
 def finetune_text(options: argparse.Namespace, output: pathlib.Path) -> None:
@@ -382,9 +409,10 @@ def finetune_text(options: argparse.Namespace, output: pathlib.Path) -> None:
     init_seed=options.init_seed,
   )
   plan = make_plan(options, len(task.train.labels))
-  # From here on the run depends on the number of rows that was declared.
+  # From here on these are constants of the run, whatever becomes of the files.
   options.dataset_size = plan.dataset_size
-  save_options(options, output)
+  options.labels = list(task.labels)
+  save_options(options, task, output)
   settings = settings_of(options, options.optimizer, 'text')
   print(f'{task.name}: {len(task.labels)} classes; results in {output}')
   summary = run.train(task, plan, settings, output)
@@ -399,16 +427,16 @@ def compare_on_digits(
   options: argparse.Namespace, output: pathlib.Path
 ) -> None:
   """All methods, or the one asked for, on the default task."""
-  save_options(options, output)
-  print('Pretraining a small vision transformer on 600 public digits ...')
+  options.dataset_size = digits.PRIVATE_SIZE
+  plan = make_plan(options, digits.PRIVATE_SIZE)
+  print('A small vision transformer, pretrained on public digits ...')
   task = tasks.mirrored_digits(
     output,
     rank=options.rank,
     targets=options.lora_targets,
     init_seed=options.init_seed,
   )
-  options.dataset_size = len(task.train.labels)  # A published data set.
-  plan = make_plan(options, len(task.train.labels))
+  save_options(options, task, output)
   chosen = [options.optimizer] if options.optimizer else list(methods.METHODS)
   rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
   statement = ''

@@ -12,6 +12,7 @@ from sklearn import datasets
 
 from . import data
 
+PUBLIC_SIZE, PRIVATE_SIZE = 600, 900
 LABELS = tuple(str(digit) for digit in range(10))
 
 
@@ -25,7 +26,9 @@ def load() -> tuple[data.Examples, data.Examples, data.Examples]:
   images = images.reshape(-1, 8, 8).astype(np.float32) / 16
   labels = labels.astype(np.int32)
   order = np.random.default_rng(0).permutation(len(labels))
-  public, private, evaluation = np.split(order, [600, 1500])
+  public, private, evaluation = np.split(
+    order, [PUBLIC_SIZE, PUBLIC_SIZE + PRIVATE_SIZE]
+  )
   return (
     data.Examples(images[public], labels[public]),
     data.Examples(images[private][:, ::-1], labels[private]),

@@ -1,6 +1,6 @@
 """Metrics as JSON lines, a plot, and a table: public numbers only.
 
-Everything here is about the evaluation file, which is declared public, unless
+What is written is about the evaluation file, which is declared public, unless
 its name begins with ``nonprivate_``. Times are left out: the duration of a
 step may tell how many records it had.
 """
@@ -54,23 +54,67 @@ def _line(row: dict[str, Any]) -> str:
   return json.dumps(row) + '\n'
 
 
-def plot(
-  path: pathlib.Path, rows: Sequence[dict[str, Any]], title: str
-) -> None:
-  """Draws loss and accuracy on the evaluation file over the steps."""
-  figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout='constrained')
-  steps = [row['step'] for row in rows]
-  for axis, kind in zip(axes, ('loss', 'accuracy'), strict=True):
-    axis.plot(steps, [row[f'eval_{kind}'] for row in rows], label='evaluation')
-    name = f'nonprivate_{kind}'
-    measured = [row for row in rows if name in row]
-    if measured:
-      axis.plot(
-        [row['step'] for row in measured],
-        [row[name] for row in measured],
-        linestyle='--',
-        label='training batch (not private)',
+class Report:
+  """The curves of one run: public ones, and others where asked for.
+
+  Two files and two plots, so that what may be published and what may not are
+  never in one.
+  """
+
+  def __init__(self, output: pathlib.Path, *, nonprivate_diagnostics: bool):
+    self.output = output
+    self.public = Metrics(output / 'metrics.jsonl')
+    self.nonprivate = (
+      Metrics(output / 'nonprivate_metrics.jsonl')
+      if nonprivate_diagnostics
+      else None
+    )
+
+  def resume(self, step: int) -> None:
+    """See :meth:`Metrics.resume`."""
+    self.public.resume(step)
+    if self.nonprivate is not None:
+      self.nonprivate.resume(step)
+
+  def add(
+    self,
+    step: int,
+    evaluation: dict[str, float],
+    diagnostics: dict[str, float] | None = None,
+  ) -> None:
+    """Writes what was measured at a step."""
+    self.public.add({'step': step, **evaluation})
+    if self.nonprivate is not None and diagnostics is not None:
+      self.nonprivate.add({'step': step, **diagnostics})
+
+  def plot(self, title: str) -> None:
+    """Draws loss and accuracy on the evaluation file over the steps."""
+    _plot(self.output / 'metrics.png', self.public.rows, [], title)
+    if self.nonprivate is not None:
+      _plot(
+        self.output / 'nonprivate_metrics.png',
+        self.public.rows,
+        self.nonprivate.rows,
+        title,
       )
+
+
+def _plot(
+  path: pathlib.Path,
+  public: Sequence[dict[str, Any]],
+  nonprivate: Sequence[dict[str, Any]],
+  title: str,
+) -> None:
+  figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout='constrained')
+  for axis, kind in zip(axes, ('loss', 'accuracy'), strict=True):
+    for rows, prefix, label, line in (
+      (public, 'eval', 'evaluation', '-'),
+      (nonprivate, 'nonprivate', 'training batch (NOT private)', '--'),
+    ):
+      if rows:
+        values = [row[f'{prefix}_{kind}'] for row in rows]
+        steps = [row['step'] for row in rows]
+        axis.plot(steps, values, line, label=label)
     axis.set(xlabel='step', ylabel=kind)
     axis.legend()
   figure.suptitle(title, fontsize='medium')

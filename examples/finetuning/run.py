@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import optax
 import tqdm
-from jax_privacy import sharding_utils
 
 from . import (
   adapters,
@@ -74,7 +73,8 @@ def train(
     plan: Public constants; ``noise_multiplier`` 0 where nothing is private.
     settings: How to train.
     output: Gets ``adapter.safetensors``, ``metrics.jsonl``, ``metrics.png``
-      and ``summary.json``.
+      and ``summary.json``; with diagnostics also ``nonprivate_metrics.jsonl``
+      and ``nonprivate_metrics.png``, which must stay as private as the data.
 
   Returns:
     What is in ``summary.json``: start and final evaluation, and the privacy
@@ -103,10 +103,12 @@ def train(
     # Before anything is released: were the first steps lost together with
     # their noise, doing them again would be a second release.
     store.save(checkpoint)
-  metrics = reporting.Metrics(output / 'metrics.jsonl')
-  metrics.resume(int(checkpoint.state.step))
-  checkpoint = _loop(task, plan, settings, method, checkpoint, store, metrics)
-  summary = _finish(task, plan, settings, checkpoint.state, metrics, output)
+  report = reporting.Report(
+    output, nonprivate_diagnostics=settings.nonprivate_diagnostics
+  )
+  report.resume(int(checkpoint.state.step))
+  checkpoint = _loop(task, plan, settings, method, checkpoint, store, report)
+  summary = _finish(task, plan, settings, checkpoint.state, report, output)
   if settings.keep_checkpoints:
     store.close()
   else:
@@ -134,7 +136,7 @@ def _loop(
   method: methods.Method,
   checkpoint: checkpoints.Checkpoint,
   store: checkpoints.Checkpoints,
-  metrics: reporting.Metrics,
+  report: reporting.Report,
 ) -> checkpoints.Checkpoint:
   """All steps that are left."""
   state = checkpoint.state
@@ -157,17 +159,11 @@ def _loop(
       size=plan.padded_size,
     )
     if settings.skip_padding:
-      # Padding together at the end; otherwise it is spread evenly, and every
-      # step takes the same time however many records were drawn.
-      indices = indices[
-        sharding_utils.compute_early_stopping_order(
-          plan.padded_size, settings.microbatch_size
-        )
-      ]
+      indices = sampling.padding_last(indices, settings.microbatch_size)
     return sampling.gather(task.train, indices)
 
   if int(state.step) == 0:
-    metrics.add({'step': 0, **evaluate(state.params, frozen)})
+    report.add(0, evaluate(state.params, frozen))
   compiled = training.compile_step(step, state, frozen, *batch_of(0))
   with (
     _stop_requests() as requests,
@@ -180,17 +176,17 @@ def _loop(
       dynamic_ncols=True,
     ) as bar,
   ):
-    bar.set_postfix(_shown(metrics.rows))
+    bar.set_postfix(_shown(report.public.rows))
     for number in range(int(state.step), plan.steps):
       state, diagnostics = compiled(state, frozen, *batch_of(number))
       done = int(state.step)  # Waits: one step at a time.
       bar.update()
       if done % settings.eval_every == 0 or done == plan.steps:
-        row = {'step': done, **evaluate(state.params, frozen)}
+        measured = None
         if diagnostics is not None:
-          row |= {k: float(v) for k, v in diagnostics._asdict().items()}
-        metrics.add(row)
-        bar.set_postfix(_shown(metrics.rows))
+          measured = {k: float(v) for k, v in diagnostics._asdict().items()}
+        report.add(done, evaluate(state.params, frozen), measured)
+        bar.set_postfix(_shown(report.public.rows))
       if requests or done % settings.checkpoint_every == 0:
         store.save(checkpoint._replace(state=state))
       if requests and done < plan.steps:
@@ -207,7 +203,7 @@ def _finish(
   plan: privacy.Plan,
   settings: Settings,
   state: training.TrainState,
-  metrics: reporting.Metrics,
+  report: reporting.Report,
   output: pathlib.Path,
 ) -> dict[str, Any]:
   steps = int(state.step)
@@ -215,8 +211,8 @@ def _finish(
   summary: dict[str, Any] = {
     'task': task.name,
     'optimizer': settings.optimizer,
-    'start': metrics.rows[0],
-    'final': metrics.rows[-1],
+    'start': report.public.rows[0],
+    'final': report.public.rows[-1],
     'private': is_private,
   }
   if is_private:
@@ -245,7 +241,7 @@ def _finish(
       'privacy': summary['statement'],
     },
   )
-  reporting.plot(output / 'metrics.png', metrics.rows, title)
+  report.plot(title)
   text = json.dumps(summary, indent=2) + '\n'
   temporary = output / 'summary.tmp'
   temporary.write_text(text, 'utf-8')

@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from jax_privacy import batch_selection
+from jax_privacy import batch_selection, sharding_utils
 
 from . import data
 
@@ -74,6 +74,19 @@ def draw(
   indices = np.full(size, -1, np.int64)
   indices[: len(drawn)] = drawn
   return indices
+
+
+def padding_last(indices: np.ndarray, microbatch_size: int) -> np.ndarray:
+  """Reorders a batch so that its padding fills whole micro-batches.
+
+  Micro-batches take every so-many-th record: as drawn, padding is spread over
+  all of them, and a step takes the same time however many records it has.
+  Reordered, micro-batches of nothing but padding are skipped.
+  """
+  order = sharding_utils.compute_early_stopping_order(
+    len(indices), microbatch_size
+  )
+  return indices[order]
 
 
 def gather(

@@ -33,8 +33,8 @@ def _arguments(tiny_files, tiny_model, output, *more) -> list[str]:
   ]
 
 
-def _rows(output: pathlib.Path) -> list[dict]:
-  lines = (output / 'metrics.jsonl').read_text().splitlines()
+def _rows(output: pathlib.Path, name: str = 'metrics.jsonl') -> list[dict]:
+  lines = (output / name).read_text().splitlines()
   return [json.loads(line) for line in lines]
 
 
@@ -109,6 +109,7 @@ def test_nothing_private_and_no_secret_is_left(finished):
   allowed = {'step', 'eval_loss', 'eval_accuracy'}
   assert all(set(row) == allowed for row in _rows(finished.output))
   assert not (finished.output / checkpoints.FOLDER).exists()
+  assert not list(finished.output.glob('nonprivate*'))
 
 
 def test_interrupted_run_ends_like_an_uninterrupted_one(
@@ -175,8 +176,14 @@ def test_diagnostics_of_training_data_are_named_nonprivate(
     'nonprivate_accuracy',
     'nonprivate_gradient_norm',
   }
-  public = {'step', 'eval_loss', 'eval_accuracy'}
-  assert [set(row) - public for row in _rows(output)] == [set(), *[names] * 3]
+  # In a file of their own: the public ones stay public.
+  assert all(
+    set(row) == {'step', 'eval_loss', 'eval_accuracy'} for row in _rows(output)
+  )
+  rows = _rows(output, 'nonprivate_metrics.jsonl')
+  assert [row.pop('step') for row in rows] == [2, 4, 6]
+  assert all(set(row) == names for row in rows)
+  assert (output / 'nonprivate_metrics.png').exists()
 
 
 BASE = [
@@ -294,7 +301,7 @@ def _finish(*argv: str) -> str:
 @pytest.mark.slow
 def test_killed_run_resumes_and_loses_nothing(tiny_files, tiny_model, tmp_path):
   """SIGKILL in another process: no handler, no last checkpoint."""
-  argv = _arguments(tiny_files, tiny_model, tmp_path / 'whole', '--steps', '80')
+  argv = _arguments(tiny_files, tiny_model, tmp_path / 'whole', '--steps', '50')
   _finish(*argv)
   output = tmp_path / 'killed'
   argv[argv.index('--output') + 1] = str(output)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +106,7 @@ def test_an_input_without_a_token_gives_zeros_and_finite_gradients(tiny_model):
   def norm(state):
     return jnp.sum(nnx.merge(graphdef, state)(ids) ** 2)
 
-  value, gradient = jax.value_and_grad(norm)(state)
+  value, gradient = jax.jit(jax.value_and_grad(norm))(state)
   assert value == 0
   assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
@@ -150,6 +151,24 @@ def test_missing_and_misshapen_weights_are_named(tiny_model, tmp_path):
   safetensors.numpy.save_file(stored, path)
   with pytest.raises(ValueError, match=f"no weight '{name}'"):
     minilm.load(tmp_path)
+
+
+def test_hub_is_asked_last(tiny_model, monkeypatch):
+  content = (tiny_model / 'model.safetensors').read_bytes()
+  digest = hashlib.sha256(content).hexdigest()
+  monkeypatch.setattr(weights, 'SHA256', digest)
+  monkeypatch.setattr(weights, 'PACKAGE', 'no-such-package-is-installed')
+  monkeypatch.setattr(
+    huggingface_hub, 'snapshot_download', lambda *_, **__: str(tiny_model)
+  )
+  assert weights.find() == tiny_model
+
+  def unreachable(*_, **__):
+    raise OSError('no network')
+
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', unreachable)
+  with pytest.raises(FileNotFoundError, match=r'--no-deps.*no net.*--model'):
+    weights.find()
 
 
 def test_folders_and_checksums_are_checked(tiny_model, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from finetuning import data, randomness, sampling
+from optax import microbatching
 
 SEED = np.arange(4, dtype=np.uint32)
 
@@ -70,6 +71,22 @@ def test_padded_size_is_rarely_exceeded_and_is_divisible(batch, dataset, micro):
   assert size % micro == 0
   assert size >= min(dataset, batch + 6 * deviation)
   assert size < min(dataset, batch + 6 * deviation) + micro + 1
+
+
+def test_padding_is_spread_unless_it_is_to_be_skipped():
+  microbatches = 5
+  indices = np.full(40, -1)
+  indices[:23] = np.arange(23)
+  for arrange, used in ((lambda x: x, 5), (_last, 3)):
+    groups = microbatching.reshape_batch_axis(
+      arrange(indices), 40 // microbatches
+    )
+    assert (groups >= 0).any(axis=1).sum() == used
+  assert sorted(_last(indices)) == sorted(indices)
+
+
+def _last(indices):
+  return sampling.padding_last(indices, 8)
 
 
 def test_padding_empty_places_and_blank_records_are_all_zeros():
