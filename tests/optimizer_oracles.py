@@ -151,11 +151,14 @@ class PrismOracle:
       out = [factor * x for x in out]
     return out[: len(self.points)], out[len(self.points) :]
 
-  def step(self, learning_rate, tangents, extras=(), stddev=0.0):
+  def step(
+    self, learning_rate, tangents, extras=(), stddev=0.0, weight_decay=0.0
+  ):
     """Moves the points and the extras against the directions."""
     modules, leaves = self.directions(tangents, extras, stddev)
     self.points = [
-      p.retract(-learning_rate * u, rank)
+      # Z is a tangent vector at itself, so a decay is one, too.
+      p.retract(-learning_rate * (u + weight_decay * p.z), rank)
       for p, u, rank in zip(self.points, modules, self.ranks, strict=True)
     ]
     self.extras = [

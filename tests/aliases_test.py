@@ -1,0 +1,280 @@
+"""The whole `prism` chain against the oracle, step by step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from prism_optax import lora
+from tests import optimizer_oracles, oracles, problems
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+# Two modules of one shape (they are processed together) and one of another.
+SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
+CLIP, MULTIPLIER, BATCH_SIZE, SEED = 2.0, 0.4, 5.0, 7
+STDDEV = MULTIPLIER * CLIP / BATCH_SIZE
+
+
+def prism(learning_rate, **options):
+  return prism_optax.prism(
+    learning_rate,
+    l2_clip_norm=CLIP,
+    noise_multiplier=options.pop('noise_multiplier', MULTIPLIER),
+    expected_batch_size=BATCH_SIZE,
+    prng_key=SEED,
+    **options,
+  )
+
+
+@functools.cache
+def privatizer(layout):
+  """The noise of `prism` alone: the same privatizer with the same key."""
+  tx = prism_optax.tangent_privatizer(STDDEV, prng_key=SEED, layout=layout)
+  return tx.init, jax.jit(tx.update)
+
+
+@functools.partial(jax.jit, static_argnames=('debias',))
+def traced_update(grads, state, params, debias, learning_rate, **options):
+  """An update of `prism` with hyper-parameters that are known at run time."""
+  tx = prism(learning_rate, debias=debias, **options)
+  return tx.update(grads, state, params)
+
+
+def clipped_mean(problem, points, grads, padding=None):
+  modules, (extra,), _ = oracles.clipped_mean(
+    points,
+    grads.modules,
+    [grads.extra],
+    l2_clip_norm=CLIP,
+    normalize_by=BATCH_SIZE,
+    padding=padding,
+  )
+  return problems.Dense(modules, extra)
+
+
+def assert_same_trajectory(
+  problem,
+  factors,
+  extra,
+  update,
+  state,
+  *,
+  steps=20,
+  learning_rate=0.05,
+  weight_decay=0.0,
+  layout=None,
+  padding=None,
+  **options,
+):
+  """Trains factors and the oracle on the same data and noise."""
+  params = problem.params(factors, extra)
+  oracle = optimizer_oracles.PrismOracle(
+    problem.points(params),
+    problem.ranks,
+    [extra],
+    optimizer_oracles.Options(**options),
+  )
+  start = [p.z for p in oracle.points]
+  zeros = optax.tree.zeros_like(params)
+  init_noise, update_noise = privatizer(layout)
+  noise_state = init_noise(params)
+  for step in range(steps):
+    noise, noise_state = update_noise(zeros, noise_state, params)
+    # Each is trained at its own point: an error feeds back.
+    here = problems.Dense([p.z for p in oracle.points], oracle.extras[0])
+    mean = clipped_mean(
+      problem, oracle.points, problem.gradients(step, here), padding
+    )
+    noisy = mean.plus(problem.embed(params, noise))
+    rate = learning_rate(step) if callable(learning_rate) else learning_rate
+    oracle.step(rate, noisy.modules, [noisy.extra], STDDEV, weight_decay)
+    grads = problem.gradients(step, problem.dense(params))
+    updates, state = update(
+      problem.factor_gradients(params, grads), state, params
+    )
+    params = optax.apply_updates(params, updates)
+    dense = problem.dense(params)
+    for k, (z, point) in enumerate(
+      zip(dense.modules, oracle.points, strict=True)
+    ):
+      # What 20 steps with feedback make of rounding, with room.
+      assert oracles.relative_error(z, point.z) < 1e-9, (step, k)
+    assert oracles.relative_error(dense.extra, oracle.extras[0]) < 1e-9, step
+  for z, point in zip(start, oracle.points, strict=True):
+    assert np.linalg.norm(point.z - z) > 0.1  # Something has happened.
+
+
+def test_prism_follows_the_oracle():
+  problem = problems.Problem(SHAPES)
+  factors, extra = problem.start()
+  tx = prism(0.05)
+  state = tx.init(problem.params(factors, extra))
+  assert_same_trajectory(problem, factors, extra, jax.jit(tx.update), state)
+
+
+def test_prism_follows_the_oracle_with_every_option():
+  problem = problems.Problem(SHAPES, scale=4.0, seed=2)
+  factors, extra = problem.start()
+  options = {
+    'b1': 0.8,
+    'b2': 0.99,
+    'eps': 1e-3,
+    'floor_factor': 0.5,
+    'debias': True,
+    'max_condition_number': 3.0,
+    'max_update_norm': 4.0,
+  }
+  # The scale: clip, noise and learning rate act on scale * left @ right.T.
+  common = {'weight_decay': 0.1, 'layout': lora.Layout(scale=4.0)}
+  # Powers of two: the same numbers in whatever type optax computes them.
+  learning_rate = optax.piecewise_constant_schedule(0.125, {10: 0.25})
+  tx = prism(learning_rate, **options, **common)
+  assert_same_trajectory(
+    problem,
+    factors,
+    extra,
+    jax.jit(tx.update),
+    tx.init(problem.params(factors, extra)),
+    learning_rate=learning_rate,
+    **options,
+    **common,
+  )
+
+
+OPTIONS = {
+  'default': {},
+  'debiased': {'debias': True, 'floor_factor': 0.5},
+  'without a floor': {'floor_factor': 0.0},
+  'flat spectrum': {'max_condition_number': 1.5, 'floor_factor': 0.1},
+  'large eps': {'eps': 0.05},
+  'short memory': {'b1': 0.0, 'b2': 0.5, 'floor_factor': 0.3},
+  'capped': {'max_update_norm': 0.7},
+  'decayed': {'weight_decay': 0.3},
+}
+
+
+def follow_traced(seed, make, **options):
+  """Hyper-parameters as arrays, so that all of these compile once."""
+  problem = problems.Problem(SHAPES, seed=seed)
+  factors, extra = problem.start()
+  factors = make(factors)
+  everything = {
+    'b1': 0.9,
+    'b2': 0.999,
+    'eps': 1e-8,
+    'floor_factor': 1.0,
+    'debias': False,
+    'max_condition_number': 1e4,
+    'max_update_norm': 1e9,
+    'weight_decay': 0.0,
+    'learning_rate': 0.05,
+  } | options
+  arrays = {
+    k: v if k == 'debias' else jnp.asarray(v) for k, v in everything.items()
+  }
+  # A traced decay has its place in the chain, whatever its value.
+  tx = prism(0.05, max_update_norm=1.0, weight_decay=1.0)
+  state = tx.init(problem.params(factors, extra))
+  assert_same_trajectory(
+    problem,
+    factors,
+    extra,
+    functools.partial(traced_update, **arrays),
+    state,
+    **everything,
+  )
+
+
+@pytest.mark.parametrize('options', OPTIONS)
+def test_prism_follows_the_oracle_with_traced(options):
+  follow_traced(0, list, **OPTIONS[options])
+
+
+def zero_left(factors):
+  return [(0 * left, right) for left, right in factors]
+
+
+def zero_right(factors):
+  return [(left, 0 * right) for left, right in factors]
+
+
+def mixed(factors):
+  """Full rank, zero, and a factor that has lost a column."""
+  (a, b), (c, d), (e, f) = factors
+  e = e.copy()
+  e[:, 1] = e[:, 0]
+  return [(a, b), (0 * c, d), (e, f)]
+
+
+@pytest.mark.parametrize('make', [zero_left, zero_right, mixed])
+@pytest.mark.parametrize('debias', [False, True])
+def test_prism_follows_the_oracle_from_deficient_factors(make, debias):
+  """The first step is one-sided, and the noise it has seen is, too."""
+  follow_traced(1, make, debias=debias)
+
+
+def test_prism_follows_the_oracle_with_padding():
+  problem = problems.Problem(SHAPES, seed=3)
+  factors, extra = problem.start()
+  padding = np.array([False, True, False, False, True, False])
+  tx = prism(0.05)
+  update = functools.partial(jax.jit(tx.update), is_padding_example=padding)
+  state = tx.init(problem.params(factors, extra))
+  assert_same_trajectory(
+    problem, factors, extra, update, state, steps=5, padding=padding
+  )
+
+
+def test_the_mean_in_tangent_coordinates_gives_the_same_trajectory():
+  """`per_example_gradients=False` is the same chain behind the clip."""
+  problem = problems.Problem(SHAPES, seed=4)
+  params = other = problem.params(*problem.start())
+  whole, rest = prism(0.05), prism(0.05, per_example_gradients=False)
+  states = [whole.init(params), rest.init(params)]
+  update, update_rest = jax.jit(whole.update), jax.jit(rest.update)
+  for step in range(5):
+    grads = problem.gradients(step, problem.dense(params))
+    updates, states[0] = update(
+      problem.factor_gradients(params, grads), states[0], params
+    )
+    mean = clipped_mean(problem, problem.points(other), grads)
+    tree = problem.coordinates(other, mean)
+    updates_rest, states[1] = update_rest(tree, states[1], other)
+    params = optax.apply_updates(params, updates)
+    other = optax.apply_updates(other, updates_rest)
+    for a, b in zip(*map(jax.tree.leaves, (params, other)), strict=True):
+      assert oracles.relative_error(b, a) < 1e-11
+
+
+def test_stacked_modules_follow_the_single_ones():
+  """A leading axis is a stack of modules: the same Z as trained apart."""
+  problem = problems.Problem([(8, 6, 3)] * 2, seed=5)
+  params = problem.params(*problem.start())
+
+  def stack(tree):
+    modules = jax.tree.map(lambda *x: jnp.stack(x, -3), tree['m0'], tree['m1'])
+    return {'m': modules, 'extra': tree['extra']}
+
+  trees = params, stack(params)
+  # Without noise, which is drawn in the order of the leaves.
+  tx = prism(0.05, noise_multiplier=0.0)
+  states = [tx.init(t) for t in trees]
+  update = jax.jit(tx.update)
+  for step in range(5):
+    grads = problem.gradients(step, problem.dense(trees[0]))
+    grads = problem.factor_gradients(trees[0], grads)
+    updates, states[0] = update(grads, states[0], trees[0])
+    stacked, states[1] = update(stack(grads), states[1], trees[1])
+    trees = tuple(
+      optax.apply_updates(t, u)
+      for t, u in zip(trees, (updates, stacked), strict=True)
+    )
+    for k in range(2):
+      z = trees[1]['m']['lora_a'][k] @ trees[1]['m']['lora_b'][k]
+      target = trees[0][f'm{k}']['lora_a'] @ trees[0][f'm{k}']['lora_b']
+      assert oracles.relative_error(z, target) < 1e-11
