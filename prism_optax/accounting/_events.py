@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attr
 import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
 
@@ -103,11 +102,15 @@ def to_json(event: dp_accounting.DpEvent) -> str:
 
 
 def _plain(value: Any) -> Any:
-  if attr.has(type(value)):
-    fields = {f.name: getattr(value, f.name) for f in attr.fields(type(value))}
+  if isinstance(value, dp_accounting.DpEvent):
+    fields = value.to_named_tuple()._fields
     return {
       'event': type(value).__name__,
-      **{name: _plain(field) for name, field in fields.items()},
+      **{
+        name: _plain(getattr(value, name))
+        for name in fields
+        if name not in ('module_name', 'class_name')
+      },
     }
   if isinstance(value, Mapping):
     return {str(key): _plain(inner) for key, inner in value.items()}

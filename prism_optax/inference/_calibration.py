@@ -1,0 +1,167 @@
+"""How much noise a release needs, and what it costs."""
+
+import math
+
+import dp_accounting
+from dp_accounting import NeighboringRelation, dp_event
+
+from prism_optax import _validate, accounting
+
+METHODS = ('analytic', 'classic')
+NOISES = ('gaussian', 'discrete')
+
+
+def gaussian_stddev(
+  epsilon: float,
+  delta: float,
+  sensitivity: float,
+  *,
+  method: str = 'analytic',
+) -> float:
+  """Returns the noise that one release needs to be (epsilon, delta)-private.
+
+  Args:
+    epsilon: Positive, of one release; T released vectors are T releases.
+    delta: In (0, 1).
+    sensitivity: Largest Euclidean distance between what two neighbouring
+      inputs would release without noise: :func:`hidden_state_sensitivity`. Not
+      the clip norm, unless the neighbour of a query is no query.
+    method: 'analytic' inverts the exact delta of the Gaussian mechanism: no
+      smaller noise will do. 'classic' is ``sensitivity * sqrt(2 log(1.25 /
+      delta)) / epsilon``, which is proved for epsilon < 1 only; it happens to
+      suffice up to some epsilon above that (8 at delta 1e-5).
+
+  Returns:
+    Standard deviation of the noise on each coordinate, in the unit of
+    ``sensitivity``.
+
+  Raises:
+    ValueError: If a number is out of its range, or the classic formula falls
+      short of what ``epsilon`` needs.
+
+  References:
+    Balle and Wang, Improving the Gaussian Mechanism for Differential Privacy,
+    arXiv 1805.06530; for the classic formula Dwork and Roth, The Algorithmic
+    Foundations of Differential Privacy, Theorem A.1.
+
+  Examples:
+    >>> from prism_optax import inference
+    >>> round(inference.gaussian_stddev(1.0, 1e-5, 1.0, method='classic'), 4)
+    4.8448
+    >>> round(inference.gaussian_stddev(1.0, 1e-5, 1.0), 4)
+    3.7306
+  """
+  _validate.positive('epsilon', epsilon)
+  _validate.probability('delta', delta)
+  if not 0 < delta < 1:
+    raise ValueError(f'Expected 0 < delta < 1, got {delta=}.')
+  _validate.non_negative('sensitivity', sensitivity)
+  _validate.one_of('method', method, METHODS)
+  mu = accounting.gaussian_mu(epsilon, delta)
+  if method == 'analytic':
+    return sensitivity / mu
+  noise_multiplier = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+  if noise_multiplier * mu < 1:
+    raise ValueError(
+      f"method='classic' is not enough for {epsilon=}, {delta=}: it gives"
+      f' {noise_multiplier:.4f} times the sensitivity, where the exact formula'
+      f" needs {1 / mu:.4f}. It is proved for epsilon < 1; use 'analytic'."
+    )
+  return sensitivity * noise_multiplier
+
+
+def hidden_state_sensitivity(
+  l2_clip_norm: float, neighboring_relation: NeighboringRelation
+) -> float:
+  """Returns how far apart the clipped vectors of two neighbours can be.
+
+  Args:
+    l2_clip_norm: C, the largest norm that a clipped vector (or block) has.
+    neighboring_relation: ``REPLACE_ONE`` protects what a query says: another
+      query in its place, whose vector may point the other way. The other two
+      protect only that a vector is there rather than the zero vector.
+
+  Returns:
+    2 C under ``REPLACE_ONE``, C under the others.
+
+  Raises:
+    ValueError: If the clip norm is not positive, or the relation is none.
+
+  Examples:
+    >>> from prism_optax import accounting, inference
+    >>> inference.hidden_state_sensitivity(
+    ...   1.0, accounting.NeighboringRelation.REPLACE_ONE
+    ... )
+    2.0
+  """
+  _validate.positive('l2_clip_norm', l2_clip_norm)
+  if not isinstance(neighboring_relation, NeighboringRelation):
+    raise ValueError(
+      'Expected neighboring_relation to be a'
+      ' dp_accounting.NeighboringRelation, got'
+      f' neighboring_relation={neighboring_relation!r}.'
+    )
+  replace = neighboring_relation is NeighboringRelation.REPLACE_ONE
+  return 2.0 * l2_clip_norm if replace else 1.0 * l2_clip_norm
+
+
+def release_event(
+  stddev: float,
+  l2_clip_norm: float,
+  neighboring_relation: NeighboringRelation,
+  count: int = 1,
+  *,
+  noise: str = 'gaussian',
+) -> dp_accounting.DpEvent:
+  """Returns the event of ``count`` released vectors (or blocks).
+
+  The event holds the sensitivity of the relation: account for it as it is,
+  with the accountant's default relation. Under ``REPLACE_ONE`` an accountant
+  would double once more.
+
+  Args:
+    stddev: Of the noise on each coordinate. 0.0 is an event that costs
+      everything.
+    l2_clip_norm: C, in the same unit.
+    neighboring_relation: As for :func:`hidden_state_sensitivity`. There is no
+      default: the cost is four times as much, or not, by this alone.
+    count: Number of vectors clipped and noised one by one. One block of T
+      vectors that is clipped as a whole counts once. How many vectors are
+      released is not hidden by the noise on them: a number of tokens that
+      depends on the query is an output of its own.
+    noise: 'gaussian', or 'discrete' for :func:`privatize_on_host` with exact
+      sampling, which satisfies concentrated privacy (``rho = mu^2 / 2``) and
+      needs an accountant for that: ``PrivacyBudget`` counts it by 'renyi'.
+
+  Returns:
+    A dp-accounting event for ``accounting.PrivacyBudget.spend`` or
+    ``accounting.epsilon``.
+
+  Raises:
+    ValueError: If an argument is out of its range.
+
+  Examples:
+    A prompt of 256 tokens costs 256 releases, not one:
+
+    >>> from prism_optax import accounting, inference
+    >>> relation = accounting.NeighboringRelation.REPLACE_ONE
+    >>> event = inference.release_event(4.8448, 1.0, relation, 256)
+    >>> round(accounting.PrivacyBudget(50.0, 1e-5).spend(event, 'alice'), 1)
+    49.2
+  """
+  _validate.non_negative('stddev', stddev)
+  sensitivity = hidden_state_sensitivity(l2_clip_norm, neighboring_relation)
+  _validate.integer('count', count, 1)
+  _validate.one_of('noise', noise, NOISES)
+  noise_multiplier = float(stddev) / sensitivity
+  if noise == 'gaussian':
+    event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(
+      noise_multiplier
+    )
+  elif noise_multiplier == 0:
+    event = dp_accounting.NonPrivateDpEvent()
+  else:
+    event = dp_event.ZCDpEvent(0.5 / noise_multiplier**2)
+  if count == 1:
+    return event
+  return dp_accounting.SelfComposedDpEvent(event, int(count))

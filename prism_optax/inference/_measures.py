@@ -1,0 +1,166 @@
+"""How much of the signal is left, measured after the clip.
+
+Before the clip a state of norm 177 under noise of norm 190 looks like a ratio
+of 0.94. The mechanism clips it to norm 1 first: the ratio is 1/190.
+
+What is computed from states alone would tell something about them, and is
+named ``nonprivate_*``. All of it runs on the host in float64.
+"""
+
+import math
+
+import numpy as np
+
+from prism_optax import _validate
+from prism_optax.inference import _host
+
+
+def signal_to_noise_bound(
+  l2_clip_norm: float, stddev: float, size: int
+) -> float:
+  """Returns the best ratio of norms that a release can have.
+
+  Args:
+    l2_clip_norm: C.
+    stddev: Of the noise on each coordinate, in the same unit.
+    size: Number of coordinates of a vector, or of a whole block.
+
+  Returns:
+    ``C / (stddev sqrt(size))``, ``inf`` without noise.
+
+  Raises:
+    ValueError: If an argument is out of its range.
+
+  Examples:
+    >>> from prism_optax import inference
+    >>> round(1 / inference.signal_to_noise_bound(1.0, 4.8448, 1536))
+    190
+  """
+  _validate.positive('l2_clip_norm', l2_clip_norm)
+  _validate.non_negative('stddev', stddev)
+  _validate.integer('size', size, 1)
+  return l2_clip_norm / stddev / math.sqrt(size) if stddev else math.inf
+
+
+def nonprivate_signal_to_noise(
+  hidden: np.ndarray,
+  *,
+  l2_clip_norm: float,
+  stddev: float,
+  mask: np.ndarray | None = None,
+  block_ndim: int = 1,
+) -> np.ndarray:
+  """Returns each release's norm after the clip over the noise's norm.
+
+  Args:
+    hidden: States, as for :func:`privatize_on_host`.
+    l2_clip_norm: C.
+    stddev: Of the noise on each coordinate, positive.
+    mask: As for :func:`privatize_on_host`.
+    block_ndim: As for :func:`privatize_on_host`.
+
+  Returns:
+    Ratios in float64, one per vector or block: the shape of ``hidden`` without
+    its last ``block_ndim`` axes. The noise's norm is the root of its mean
+    square over the coordinates that are there; nothing is there, nothing is
+    the ratio.
+
+  Raises:
+    ValueError: If an argument is out of its range or a shape does not fit.
+  """
+  _validate.positive('stddev', stddev)
+  clipped = _host.clip_on_host(
+    hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
+  )
+  axes = tuple(range(-block_ndim, 0))
+  there = np.ones(clipped.shape, bool)
+  if mask is not None:
+    there &= np.asarray(mask, bool)[..., None]
+  norms = np.sqrt(np.sum(np.square(clipped), axis=axes))
+  # At least one: a masked vector is 0 / 1.
+  sizes = np.maximum(np.sum(there, axis=axes), 1)
+  return norms / (stddev * np.sqrt(sizes))
+
+
+def rank_attenuation(left: np.ndarray, right: np.ndarray) -> float:
+  """Returns how much less a LoRA module amplifies noise than its best signal.
+
+  Of white noise on n coordinates the module passes the root mean square
+  ``||Z||_F / sqrt(n)`` per unit, of the signal it is most sensitive to
+  ``||Z||_2``. With r equal singular values their ratio is ``sqrt(r / n)``, the
+  gain that a projection to rank r is often credited with; a state that does
+  not lie in those r directions gains nothing: it is attenuated like the noise.
+
+  Args:
+    left: Output side, shape ``(m, r)``.
+    right: Input side, shape ``(n, r)``.
+
+  Returns:
+    ``||Z||_F / (||Z||_2 sqrt(n))`` with ``Z = left @ right.T``, at most
+    ``sqrt(r / n)``; 0.0 for Z = 0.
+
+  Raises:
+    ValueError: If the shapes do not fit.
+
+  Examples:
+    >>> import numpy as np
+    >>> from prism_optax import inference
+    >>> eye = np.eye(1536, 32)
+    >>> round(1 / inference.rank_attenuation(eye, eye), 1)
+    6.9
+  """
+  values = _singular_values(left, right)
+  if not np.any(values):
+    return 0.0
+  frobenius = float(np.linalg.norm(values))
+  return frobenius / float(values.max()) / math.sqrt(np.shape(right)[0])
+
+
+def nonprivate_delta_signal_to_noise(
+  hidden: np.ndarray,
+  left: np.ndarray,
+  right: np.ndarray,
+  *,
+  l2_clip_norm: float,
+  stddev: float,
+) -> np.ndarray:
+  """Returns the ratio of signal and noise in the LoRA delta.
+
+  Args:
+    hidden: States, shape ``(..., n)``, released vector by vector.
+    left: Output side, shape ``(m, r)``.
+    right: Input side, shape ``(n, r)``.
+    l2_clip_norm: C.
+    stddev: Of the noise on each coordinate, positive.
+
+  Returns:
+    ``||Z clip(h)|| / (stddev ||Z||_F)`` in float64, shape
+    ``hidden.shape[:-1]``; the LoRA scale cancels. 0.0 for Z = 0.
+
+  Raises:
+    ValueError: If an argument is out of its range or a shape does not fit.
+  """
+  _validate.positive('stddev', stddev)
+  values = _singular_values(left, right)
+  clipped = _host.clip_on_host(hidden, l2_clip_norm=l2_clip_norm)
+  if clipped.shape[-1] != np.shape(right)[0]:
+    raise ValueError(
+      'Expected hidden (..., n) and right (n, r), got'
+      f' {clipped.shape} and {np.shape(right)}.'
+    )
+  left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
+  delta = (clipped @ right) @ left.T
+  noise = stddev * float(np.linalg.norm(values))
+  return np.linalg.norm(delta, axis=-1) / (noise or 1.0)
+
+
+def _singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+  """Singular values of left @ right.T, without forming it."""
+  left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
+  if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[1]:
+    raise ValueError(
+      f'Expected left (m, r) and right (n, r), got {left.shape} and'
+      f' {right.shape}.'
+    )
+  core = np.linalg.qr(left)[1] @ np.linalg.qr(right)[1].T
+  return np.linalg.svd(core, compute_uv=False)
