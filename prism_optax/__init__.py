@@ -17,6 +17,8 @@ from prism_optax.preconditioning import (
   scale_by_rank_preconditioner as scale_by_rank_preconditioner,
 )
 from prism_optax.retraction import retract as retract
+from prism_optax.tangent_probes import TangentProbes as TangentProbes
+from prism_optax.tangent_probes import tangent_probes as tangent_probes
 from prism_optax.weight_decay import add_decayed_factors as add_decayed_factors
 
 __version__ = '0.1.0'

@@ -5,16 +5,7 @@ from typing import Any
 
 import jax
 
-from prism_optax import _per_example, _validate, fixed_rank, lora
-from prism_optax.lora import Blocks
-
-
-def _to_coordinates(frames: Any, gradients: Blocks) -> Blocks:
-  """Factor gradients, perhaps with a batch axis, in tangent coordinates."""
-  pairs = lora.map_pairs(
-    fixed_rank.tangent_from_gradients, frames, gradients.pairs
-  )
-  return Blocks(pairs, gradients.others)
+from prism_optax import _per_example, _validate, lora
 
 
 def tangent_coordinates(
@@ -59,7 +50,8 @@ def tangent_coordinates(
   frames = adapters.frames(params)
 
   def transform(grads: Any) -> Any:
-    return adapters.tree(_to_coordinates(frames, adapters.gradients(grads)))
+    blocks = lora.to_coordinates(frames, adapters.gradients(grads))
+    return adapters.tree(blocks)
 
   return transform
 
@@ -132,7 +124,7 @@ def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
   def update(gradients, state, point, *, is_padding_example=None, **extra_args):
     del extra_args
     # (B, k, ., r) and (B, *shape): axis 0 is the batch throughout.
-    blocks = _to_coordinates(point.frames, gradients)
+    blocks = lora.to_coordinates(point.frames, gradients)
     squared = _per_example.squared_norms(jax.tree.leaves(blocks), l2_clip_norm)
     weights, counts = _per_example.clip_weights(squared, is_padding_example)
     weights = weights / normalize_by

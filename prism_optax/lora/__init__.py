@@ -9,6 +9,7 @@ stacked arrays on which :mod:`prism_optax.fixed_rank` works.
 from prism_optax.lora._adapters import Adapters as Adapters
 from prism_optax.lora._adapters import Blocks as Blocks
 from prism_optax.lora._adapters import map_pairs as map_pairs
+from prism_optax.lora._adapters import to_coordinates as to_coordinates
 from prism_optax.lora._canonicalize import canonicalize as canonicalize
 from prism_optax.lora._layout import Layout as Layout
 from prism_optax.lora._layout import Pair as Pair

@@ -16,7 +16,7 @@ import numpy as np
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.lora import _pairs
-from prism_optax.lora._layout import from_matrices, to_matrices
+from prism_optax.lora._layout import from_matrices, to_matrices, widened
 
 
 class Blocks(NamedTuple):
@@ -133,13 +133,19 @@ class Adapters:
 
   # Blocks -> trees.
 
-  def tree(self, blocks: Blocks, power: float = 0.0) -> Any:
-    """A tree in the shapes of ``params``; pairs times ``scale ** power``."""
+  def tree(
+    self, blocks: Blocks, power: float = 0.0, rank_multiple: int = 1
+  ) -> Any:
+    """A tree in the shapes of ``params``; pairs times ``scale ** power``.
+
+    With ``rank_multiple`` the factors have so many times the columns.
+    """
     leaves: list[Any] = [None] * len(self._shapes)
     for ((a, b, _), group), pair in zip(
       self._groups, blocks.pairs, strict=True
     ):
-      right, left = from_matrices(a, pair.right), from_matrices(b, pair.left)
+      right = from_matrices(widened(a, rank_multiple), pair.right)
+      left = from_matrices(widened(b, rank_multiple), pair.left)
       start = 0
       for x in group:
         end = start + int(np.prod(x.stack))
@@ -148,7 +154,7 @@ class Adapters:
           (x.a, x.a_axes, right),
           (x.b, x.b_axes, left),
         ):
-          part = axes.from_stack(stacked[start:end])
+          part = axes.widened(rank_multiple).from_stack(stacked[start:end])
           leaves[i] = part if factor == 1 else part * factor
         start = end
     for i, leaf in zip(self._others, blocks.others, strict=True):
@@ -202,3 +208,12 @@ class Adapters:
 def map_pairs(fn, *blocks: Sequence[Any]) -> tuple[Any, ...]:
   """Applies ``fn`` to the pairs (frames, tangents, ...) of each group."""
   return tuple(fn(*args) for args in zip(*blocks, strict=True))
+
+
+def to_coordinates(frames: Sequence[Frame], gradients: Blocks) -> Blocks:
+  """Gradients of the factors in tangent coordinates; other leaves as they are.
+
+  The gradients may carry a leading batch axis.
+  """
+  pairs = map_pairs(fixed_rank.tangent_from_gradients, frames, gradients.pairs)
+  return Blocks(pairs, gradients.others)

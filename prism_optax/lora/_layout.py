@@ -112,6 +112,12 @@ class LeafAxes(NamedTuple):
     """Shape of one module and its rank axis: equal units stack as they are."""
     return self.sizes(self._rest), self._rest.index(self.rank)
 
+  def widened(self, multiple: int) -> 'LeafAxes':
+    """The axes of a leaf of ``multiple`` times the rank."""
+    shape = list(self.shape)
+    shape[self.rank] *= multiple
+    return self._replace(shape=tuple(shape))
+
   def to_stack(self, leaf: jax.Array) -> jax.Array:
     """(*lead, *shape) -> (*lead, stack, *unit): mostly a reshape."""
     lead = leaf.ndim - len(self.shape)
@@ -133,6 +139,12 @@ class LeafAxes(NamedTuple):
 
 
 Unit = tuple[tuple[int, ...], int]
+
+
+def widened(unit: Unit, multiple: int) -> Unit:
+  """The unit of a leaf of ``multiple`` times the rank."""
+  shape, rank = unit
+  return (*shape[:rank], shape[rank] * multiple, *shape[rank + 1 :]), rank
 
 
 def to_matrices(unit: Unit, stacked: jax.Array) -> jax.Array:
