@@ -8,6 +8,7 @@ learning rate of both; nothing else. Both use five steps of a quintic
 """
 
 import argparse
+import statistics
 import time
 
 import jax
@@ -83,18 +84,13 @@ def candidates(stacked):
   }
 
 
-def measure(tx, params, repeats):
-  """The fastest of ``repeats`` updates, in seconds."""
+def prepare(tx, params):
+  """A function that makes one update, and the seconds to compile it."""
   state = tx.init(params)
-  update = jax.jit(tx.update)
-  compiled = update.lower(params, state, params).compile()
-  times = []
-  for _ in range(repeats + 1):
-    start = time.perf_counter()
-    out = compiled(params, state, params)
-    jax.block_until_ready(out)
-    times.append(time.perf_counter() - start)
-  return min(times[1:])
+  start = time.perf_counter()
+  update = jax.jit(tx.update).lower(params, state, params).compile()
+  seconds = time.perf_counter() - start
+  return lambda: jax.block_until_ready(update(params, state, params)), seconds
 
 
 def main():
@@ -105,15 +101,29 @@ def main():
   parser.add_argument('--only', default='', help='part of a name')
   args = parser.parse_args()
   params = parameters(args.model, args.stacked)
+  prepared = {
+    name: prepare(make(params), params)
+    for name, make in candidates(args.stacked).items()
+    if args.only in name
+  }
+  times = {name: [] for name in prepared}
+  # In turn, so that whatever else the machine does meets all of them alike.
+  for _ in range(args.repeats + 1):
+    for name, (call, _) in prepared.items():
+      start = time.perf_counter()
+      call()
+      times[name].append(time.perf_counter() - start)
   device = jax.devices()[0]
-  print(
-    f'{device.platform} {device.device_kind}, {args.model}, '
-    f'{"one stack for each shape" if args.stacked else "single matrices"}'
-  )
-  for name, make in candidates(args.stacked).items():
-    if args.only in name:
-      seconds = measure(make(params), params, args.repeats)
-      print(f'{name:45s} {1e3 * seconds:9.2f} ms')
+  layout = 'one stack for each shape' if args.stacked else 'single matrices'
+  print(f'{device.platform} {device.device_kind}, {args.model}, {layout}\n')
+  print('| update | fastest, ms | median, ms | compilation, s |')
+  print('| --- | --- | --- | --- |')
+  for name, (_, compilation) in prepared.items():
+    measured = [1e3 * t for t in times[name][1:]]
+    print(
+      f'| {name} | {min(measured):.1f} | {statistics.median(measured):.1f} '
+      f'| {compilation:.1f} |'
+    )
 
 
 if __name__ == '__main__':

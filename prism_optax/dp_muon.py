@@ -157,10 +157,11 @@ def dp_muon(
       :func:`prism_optax.orthogonalization.orthogonalize`.
     noise_split: ``'equal'`` multipliers for all groups, or ``'least_energy'``:
       see :func:`prism_optax.clip_groups.split_noise_multiplier`.
-    weight_dimension_numbers: ``None``: leaves with two axes are matrices. Or a
-      tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (for Adam), a
-      prefix of the parameters or a callable that makes one. Matrices stacked
-      along batch axes are groups of their own.
+    weight_dimension_numbers: ``None``: leaves with two axes are matrices,
+      also embedding tables and stacked biases, which are better sent to Adam.
+      Or a tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (for
+      Adam), a prefix of the parameters or a callable that makes one. Matrices
+      stacked along batch axes are groups of their own.
     per_example_gradients: If False, ``update`` takes the clipped MEAN instead:
       what ``jax_privacy.clipped_grad`` makes with ``clip_each_matrix``.
     privatizer: In place of ``noise_multiplier``: a privatizer in the manner of

@@ -186,6 +186,16 @@ def test_norms_neither_overflow_nor_underflow(size):
   np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+def test_a_stack_may_hold_matrices_of_any_sizes():
+  rng = np.random.default_rng(4)
+  matrix = rng.standard_normal((4, 7)).astype(np.float32)
+  sizes = jnp.array([1e-30, 1.0, 1e30])[:, None, None]
+  out = orthogonalization.orthogonalize(sizes * matrix, normalize='frobenius')
+  expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
+  for one in out:
+    np.testing.assert_allclose(one, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
 def test_not_finite_in_not_finite_out(bad):
   """Never a wrong number that looks right."""
