@@ -28,6 +28,8 @@ LAYERS = (
     'retraction',
     'weight_decay',
     'orthogonal_updates',
+    'orthogonal_tangents',
+    'tangent_probes',
     'inference',
     'diagnostics',
   ),

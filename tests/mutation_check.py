@@ -1,0 +1,430 @@
+"""Breaks one line of the package at a time and sees which test notices.
+
+Run by hand or by the slow part of CI::
+
+  python tests/mutation_check.py            # all mutants, with a table
+  python tests/mutation_check.py transport  # those with the word in the name
+
+Every mutant is a replacement of text that must occur exactly once, so that a
+changed line has its mutant looked at again. The tests named for it run on a
+copy of the repository, first unchanged (they must pass), then mutated (one
+must fail). Exit status 1 if a mutant survives.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+TIMEOUT = 600  # Seconds for the tests of one mutant.
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+  """One replacement, and where a test should notice.
+
+  Attributes:
+    name: What is broken.
+    path: File below the package.
+    old: Text that occurs in it once.
+    new: What stands there instead.
+    tests: Files below tests, each with an optional `-k` expression after a
+      blank, in the order in which they run.
+  """
+
+  name: str
+  path: str
+  old: str
+  new: str
+  tests: tuple[str, ...]
+
+
+TRAJECTORY = 'aliases_test.py traced and (default or debiased)'
+DEFICIENT = 'aliases_test.py deficient'
+GAUGE = 'preconditioning_test.py change_before_every_step and 10'
+GEOMETRY = 'fixed_rank_test.py'
+NOISE = 'noise_addition_test.py'
+CLIP = 'clipping_test.py'
+TANGENTS = 'fixed_rank/_tangents.py'
+RETRACTION = 'fixed_rank/_retraction.py'
+PRECONDITIONER = 'preconditioning/_orthonormal.py'
+
+MUTANTS = (
+  # Geometry.
+  Mutant(
+    'gradient not projected',
+    TANGENTS,
+    'remove(frame.left, matmul(grads.left, frame.right_inverse))',
+    'matmul(grads.left, frame.right_inverse)',
+    (f'{GEOMETRY} gradients_become',),
+  ),
+  Mutant(
+    'C_R for C_R^-1',
+    TANGENTS,
+    'matmul(grads.left, frame.right_inverse)',
+    'matmul(grads.left, frame.right_core)',
+    (f'{GEOMETRY} gradients_become',),
+  ),
+  Mutant(
+    'C_L^-T for C_L^-1',
+    TANGENTS,
+    'matmul(grads.right, frame.left_inverse),',
+    'matmul(grads.right, frame.left_inverse.mT),',
+    (f'{GEOMETRY} golden_lifts',),
+  ),
+  Mutant(
+    'noise not projected on the left block',
+    TANGENTS,
+    'remove(frame.left, matmul(tangent.left, gram(frame.right, frame.right)))',
+    'matmul(tangent.left, gram(frame.right, frame.right))',
+    (f'{GEOMETRY} project', NOISE),
+  ),
+  Mutant(
+    'mask dropped on the right block',
+    TANGENTS,
+    'matmul(tangent.right, gram(frame.left, frame.left)),',
+    'tangent.right,',
+    (f'{GEOMETRY} project', NOISE),
+  ),
+  Mutant(
+    'transport keeps the left block unprojected',
+    TANGENTS,
+    'return Tangent(remove(new_frame.left, left), right)',
+    'return Tangent(left, right)',
+    (f'{GEOMETRY} transport',),
+  ),
+  Mutant(
+    'retraction ignores the core of the step',
+    RETRACTION,
+    'matmul(c_left, c_right.mT) + core, r_right.mT',
+    'matmul(c_left, c_right.mT), r_right.mT',
+    (f'{GEOMETRY} best_approximation',),
+  ),
+  Mutant(
+    'retraction keeps the product of the steps',
+    RETRACTION,
+    '[r_left, zeros]',
+    '[r_left, matmul(r_left, r_right.mT)]',
+    (f'{GEOMETRY} best_approximation',),
+  ),
+  # Clip.
+  Mutant(
+    'no clip',
+    '_per_example.py',
+    'bound / jnp.maximum(norms, bound)',
+    '1 + 0 * norms',
+    (CLIP,),
+  ),
+  Mutant(
+    'sum before clip: one weight for the batch',
+    'clipping.py',
+    'weights = weights / normalize_by',
+    'weights = (0 * weights + weights.mean()) / normalize_by',
+    (CLIP,),
+  ),
+  Mutant(
+    'realised batch size as divisor',
+    'clipping.py',
+    'weights = weights / normalize_by',
+    'weights = weights / counts.sum()',
+    (CLIP,),
+  ),
+  Mutant(
+    'other leaves outside of the norm',
+    'clipping.py',
+    'jax.tree.leaves(blocks), l2_clip_norm',
+    'jax.tree.leaves(blocks.pairs), l2_clip_norm',
+    (CLIP,),
+  ),
+  Mutant(
+    'examples that are not finite count',
+    '_per_example.py',
+    'counts = jnp.isfinite(squared_norms)',
+    'counts = squared_norms == squared_norms',
+    ('per_example_test.py', 'sensitivity_test.py'),
+  ),
+  Mutant(
+    'zero times infinity',
+    '_per_example.py',
+    'x = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)',
+    'x = x + 0',
+    (CLIP, 'sensitivity_test.py'),
+  ),
+  Mutant(
+    'padding counts',
+    '_per_example.py',
+    'counts &= ~jnp.asarray(is_padding_example, bool)',
+    'counts &= jnp.ones_like(counts)',
+    (CLIP, 'per_example_test.py'),
+  ),
+  Mutant(
+    'sensitivity of replacement not doubled',
+    '_per_example.py',
+    'return 2 * bound',
+    'return bound',
+    ('per_example_test.py',),
+  ),
+  # Noise.
+  Mutant(
+    'noise key used again',
+    'noise_addition.py',
+    'next_key, key = jax.random.split(state.prng_key)',
+    'next_key = key = state.prng_key',
+    (NOISE,),
+  ),
+  Mutant(
+    'one key for all types and leaves',
+    'noise_addition.py',
+    'end = start[x.dtype] + x.size\n    draws',
+    'start[x.dtype] = 0\n    end = x.size\n    draws',
+    (NOISE,),
+  ),
+  Mutant(
+    'half the noise',
+    'noise_addition.py',
+    'jnp.asarray(stddev, x.dtype) * z',
+    'jnp.asarray(stddev, x.dtype) * z / 2',
+    (NOISE,),
+  ),
+  Mutant(
+    'variance for standard deviation',
+    'noise_addition.py',
+    'jnp.asarray(stddev, x.dtype) * z',
+    'jnp.asarray(stddev**2, x.dtype) * z',
+    (NOISE,),
+  ),
+  Mutant(
+    'other leaves without noise',
+    'noise_addition.py',
+    'return Blocks(pairs, noisy.others), state',
+    'return Blocks(pairs, blocks.others), state',
+    (NOISE,),
+  ),
+  Mutant(
+    'a seed known to everybody',
+    '_randomness.py',
+    'os.urandom(8)',
+    'bytes(8)',
+    ('randomness_test.py',),
+  ),
+  Mutant(
+    'noise of the sum on the mean',
+    'aliases.py',
+    'stddev = noise_multiplier * bound',
+    'stddev = noise_multiplier * l2_clip_norm',
+    (TRAJECTORY,),
+  ),
+  # Preconditioner.
+  Mutant(
+    'transport forgotten',
+    'preconditioning/_transform.py',
+    '_orthonormal.move if transport else',
+    '_orthonormal.stay if transport else',
+    (GAUGE,),
+  ),
+  Mutant(
+    'second moments not transported',
+    PRECONDITIONER,
+    'turned(moments.nu),\n',
+    'moments.nu,\n',
+    (GAUGE,),
+  ),
+  Mutant(
+    'noise covariance not transported',
+    PRECONDITIONER,
+    'turned(moments.noise),\n',
+    'moments.noise,\n',
+    (GAUGE, DEFICIENT),
+  ),
+  Mutant(
+    'overlaps for their polar factors',
+    PRECONDITIONER,
+    '    _linalg.polar, gram(old.right',
+    '    lambda x: x, gram(old.right',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core counted on one side only',
+    PRECONDITIONER,
+    '(gram(outer, outer) + matmul(core, core.mT)) / n',
+    'gram(outer, outer) / n',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    "second moments over each other's dimension",
+    PRECONDITIONER,
+    '(gram(tangent.left, tangent.left) + gram(core, core)) / m',
+    '(gram(tangent.left, tangent.left) + gram(core, core)) / n',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core preconditioned from one side',
+    PRECONDITIONER,
+    'core = (matmul(p_right, core) + matmul(core, p_left)) / 2',
+    'core = matmul(p_right, core)',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'noise counted in masked directions',
+    PRECONDITIONER,
+    'variance * gram(frame.left, frame.left)',
+    'variance * jnp.broadcast_to(jnp.eye(core.shape[-1]), core.shape)',
+    (DEFICIENT,),
+  ),
+  Mutant(
+    'bias correction of the noise forgotten',
+    PRECONDITIONER,
+    'lambda x: x / nu_correction, moments.noise',
+    'lambda x: x, moments.noise',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'no floor',
+    PRECONDITIONER,
+    'return floor_factor * trace / jnp.maximum(observed, 1)',
+    'return 0 * trace',
+    ('preconditioning_test.py floor_bounds',),
+  ),
+  Mutant(
+    'schedule of the noise one step late',
+    'preconditioning/_transform.py',
+    'variance = _variance_at(noise_stddev, state.count)',
+    'variance = _variance_at(noise_stddev, state.count - 1)',
+    ('preconditioning_test.py schedule_of_the_noise',),
+  ),
+  Mutant(
+    'decay by the transposed core',
+    'weight_decay.py',
+    'core = matmul(frame.right_core, frame.left_core.mT)',
+    'core = matmul(frame.left_core, frame.right_core.mT)',
+    ('weight_decay_test.py',),
+  ),
+  # Accounting.
+  Mutant(
+    'several clipped matrices with the multiplier of one',
+    'clip_groups.py',
+    'return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)',
+    'return [noise_multiplier] * len(sizes)',
+    ('clip_groups_test.py',),
+  ),
+  Mutant(
+    'calibration stops above the target',
+    'accounting/_calibration.py',
+    'if gap <= 0 and gap / slope <= 2e-6:',
+    'if True:',
+    ('accounting/calibration_test.py meets_the_target',),
+  ),
+)
+
+
+def environment():
+  """One thread; compiled programs are shared between the runs."""
+  cache = pathlib.Path(tempfile.gettempdir()) / f'mutants-{os.getpid()}'
+  return {
+    **os.environ,
+    'OMP_NUM_THREADS': '1',
+    'OPENBLAS_NUM_THREADS': '1',
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2',
+  }, cache
+
+
+def first_failure(folder, tests, env):
+  """The first test that fails, or None; raises where nothing ran."""
+  for line in tests:
+    name, _, expression = line.partition(' ')
+    command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p']
+    command += ['no:cacheprovider', '--tb=no', f'tests/{name}']
+    command += ['-k', expression] if expression else []
+    done = subprocess.run(
+      command,
+      cwd=folder,
+      env=env,
+      capture_output=True,
+      text=True,
+      timeout=TIMEOUT,
+      check=False,
+    )
+    if done.returncode == 1:
+      found = re.search(r'^(?:FAILED|ERROR) (\S+)', done.stdout, re.M)
+      return found.group(1) if found else name
+    if done.returncode:
+      # No test selected, or pytest itself failed: no evidence either way.
+      raise RuntimeError(f'{line}: {done.stdout[-2000:]}{done.stderr[-2000:]}')
+  return None
+
+
+def copy_to(folder, mutant=None):
+  """A copy of what the tests need, mutated."""
+  for name in ('prism_optax', 'tests', 'examples'):
+    shutil.copytree(
+      ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__')
+    )
+  shutil.copy(ROOT / 'pyproject.toml', folder)
+  if mutant is None:
+    return
+  path = folder / 'prism_optax' / mutant.path
+  text = path.read_text()
+  if text.count(mutant.old) != 1:
+    raise RuntimeError(
+      f'{mutant.name}: expected once in {mutant.path}: {mutant.old!r}'
+    )
+  path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run(mutant, env):
+  """(killed, what to print)."""
+  start = time.monotonic()
+  with tempfile.TemporaryDirectory() as folder:
+    try:
+      copy_to(pathlib.Path(folder), mutant)
+      killer = first_failure(folder, mutant.tests, env)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+      return False, f'BROKEN    {mutant.name}\n{error}'
+  seconds = time.monotonic() - start
+  verdict = 'killed' if killer else 'SURVIVED'
+  return bool(killer), (
+    f'{verdict:8}  {mutant.name:52}  {seconds:4.0f} s  '
+    f'{(killer or "").removeprefix("tests/")}'
+  )
+
+
+def main(words):
+  mutants = [m for m in MUTANTS if all(w in m.name for w in words)]
+  if not mutants:
+    print('No mutant has these words in its name.')
+    return 1
+  env, cache = environment()
+  selections = sorted({t for m in mutants for t in m.tests})
+  try:
+    with (
+      tempfile.TemporaryDirectory() as folder,
+      concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+      copy_to(pathlib.Path(folder))
+      unchanged = pool.map(
+        lambda t: first_failure(folder, [t], env), selections
+      )
+      failures = [f for f in unchanged if f]
+      if failures:
+        print('These fail without any mutant:', *failures, sep='\n  ')
+        return 1
+      survivors = 0
+      for killed, line in pool.map(lambda m: run(m, env), mutants):
+        survivors += not killed
+        print(line, flush=True)
+  finally:
+    shutil.rmtree(cache, ignore_errors=True)
+  print(f'{len(mutants) - survivors} of {len(mutants)} mutants killed')
+  return 1 if survivors else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))
