@@ -14,6 +14,7 @@ import finetune
 import pytest
 import safetensors
 from finetuning import checkpoints, methods, run, training
+from finetuning import options as options_lib
 
 from tests.examples import conftest
 
@@ -259,9 +260,13 @@ def test_output_folder_of_another_run_is_refused(finished, capsys):
   assert 'is not empty' in capsys.readouterr().err
 
 
+def _options(argv):
+  return options_lib.resolve(vars(options_lib.make_parser('').parse_args(argv)))
+
+
 def test_declared_size_may_exceed_the_rows(tiny_files, tiny_model):
   """Places beyond the file are drawn as well, and are empty."""
-  options = finetune.make_parser().parse_args(
+  options = _options(
     _arguments(tiny_files, tiny_model, 'x', '--dataset-size', '80')
   )
   plan = finetune.make_plan(options, 60)
@@ -270,9 +275,7 @@ def test_declared_size_may_exceed_the_rows(tiny_files, tiny_model):
 
 
 def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
-  options = finetune.make_parser().parse_args(
-    _arguments(tiny_files, tiny_model, 'x')
-  )
+  options = _options(_arguments(tiny_files, tiny_model, 'x'))
   assert finetune.make_plan(options, 60).dataset_size == 60
   assert '60 private rows' in capsys.readouterr().out
 
