@@ -70,7 +70,7 @@ class NoisyInputNnx(nnx.Module):
 
 
 class NoisyInputLinen(linen.Module):
-  """The same for linen: ``apply`` needs ``rngs={'noise': key}``, fresh each time.
+  """The same for linen: ``apply`` needs ``rngs={'noise': key}``, a fresh key.
 
   Attributes:
     layer: Module or function of states of shape ``(..., d)``.

@@ -80,10 +80,10 @@ class Checkpoints:
   def close(self) -> None:
     self._manager.close()
 
-  def erase(self) -> None:
-    """Deletes all checkpoints, and the secrets with them."""
-    self.close()
-    shutil.rmtree(self.folder)
+
+def erase(output: pathlib.Path) -> None:
+  """Deletes all checkpoints of a run, and the secrets with them."""
+  shutil.rmtree(output / FOLDER, ignore_errors=True)
 
 
 def check_same_data(found: np.ndarray, stored: Any) -> None:

@@ -82,10 +82,12 @@ def train(
 
   Raises:
     Interrupted: After SIGINT or SIGTERM.
-    ValueError: If the checkpoint belongs to other data.
+    ValueError: If the checkpoint belongs to other data, or is lost.
   """
   summary_path = output / 'summary.json'
   if summary_path.exists():
+    if not settings.keep_checkpoints:  # It may have ended just before that.
+      checkpoints.erase(output)
     return json.loads(summary_path.read_text('utf-8'))
   method = _method(plan, settings)
   state = training.init_state(task.params, method)
@@ -95,24 +97,28 @@ def train(
     randomness.sampling_seed(settings.seed),
     checkpoints.digest(*task.train),
   )
+  report = reporting.Report(
+    output, nonprivate_diagnostics=settings.nonprivate_diagnostics
+  )
   restored = store.restore(checkpoint)
   if restored is not None:
     checkpoints.check_same_data(checkpoint.data_digest, restored.data_digest)
     checkpoint = restored
+  elif report.public.path.exists():
+    raise ValueError(
+      f'--resume: the checkpoints of the run in {output} are gone, and its '
+      f'noise with them. From the start it would be a second release, with a '
+      f'budget of its own: choose another --output.'
+    )
   else:
-    # Before anything is released: were the first steps lost together with
-    # their noise, doing them again would be a second release.
+    # Before anything is released: see the error above.
     store.save(checkpoint)
-  report = reporting.Report(
-    output, nonprivate_diagnostics=settings.nonprivate_diagnostics
-  )
   report.resume(int(checkpoint.state.step))
   checkpoint = _loop(task, plan, settings, method, checkpoint, store, report)
   summary = _finish(task, plan, settings, checkpoint.state, report, output)
-  if settings.keep_checkpoints:
-    store.close()
-  else:
-    store.erase()
+  store.close()
+  if not settings.keep_checkpoints:
+    checkpoints.erase(output)
   return summary
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -151,6 +152,13 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
     assert '--data is not the file' in capsys.readouterr().err
   finally:
     train.write_text(original)
+
+  # Without the checkpoint its noise is lost, and other noise is a new release.
+  lost = tmp_path / 'lost'
+  shutil.copytree(output, lost)
+  checkpoints.erase(lost)
+  assert finetune.main(['--output', str(lost), '--resume']) == 2
+  assert 'are gone' in capsys.readouterr().err
 
   assert finetune.main([*arguments, '--steps', '7']) == 2
   assert '--steps 7 contradicts' in capsys.readouterr().err

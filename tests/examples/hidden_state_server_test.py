@@ -1,0 +1,178 @@
+"""The loopback service: what leaves, what is paid, what is refused."""
+
+import collections
+import concurrent.futures
+
+import hidden_state_server as example
+import numpy as np
+import pytest
+
+from prism_optax import accounting, inference
+
+DELTA = 1e-5
+TEXT = 'seven words are what this query has'
+MECHANISM = example.Mechanism(l2_clip_norm=1.0, stddev=14.0, pad=False)
+
+
+def cap_of(vectors):
+  """A budget for exactly so many released vectors."""
+  mu = 2.0 * MECHANISM.l2_clip_norm / MECHANISM.stddev
+  return accounting.gaussian_epsilon(mu * vectors**0.5, DELTA)
+
+
+def ask(url, session='alice', text=TEXT):
+  return example.post(url, {'session': session, 'text': text})
+
+
+def test_a_query_is_answered_with_state_plus_delta_of_the_noised_state():
+  budget = accounting.PrivacyBudget(50.0, DELTA)
+  with example.service(budget, MECHANISM) as (url, adapter):
+    status, answer = ask(url)
+  assert status == 200
+  assert answer['released'] == 7
+  states = example.hidden_states(TEXT)
+  [noised] = adapter.seen
+  delta = inference.lora_delta(noised, adapter.left, adapter.right)
+  np.testing.assert_allclose(
+    answer['outputs'], states + np.asarray(delta), rtol=1e-4, atol=1e-3
+  )
+  assert answer['epsilon_spent'] == pytest.approx(cap_of(7))
+  assert answer['epsilon_spent'] == budget.spent('alice')
+  assert answer['epsilon_left'] == budget.remaining('alice')
+
+
+def test_the_adapter_host_sees_clipped_and_noised_states_only():
+  budget = accounting.PrivacyBudget(5000.0, DELTA)
+  with example.service(budget, MECHANISM) as (url, adapter):
+    for _ in range(40):
+      assert ask(url)[0] == 200
+  states = example.hidden_states(TEXT)
+  assert np.all(np.linalg.norm(states, axis=-1) > 80)
+  seen = np.array(adapter.seen)  # (40, 7, HIDDEN)
+  # Averaged over forty answers there is the clipped state, of norm 1, under
+  # noise of norm 14 sqrt(48 / 40) = 15.3: nothing of norm 80 has left.
+  assert np.all(np.linalg.norm(seen.mean(0), axis=-1) < 1 + 2 * 15.3)
+  noise = seen - states / np.linalg.norm(states, axis=-1, keepdims=True)
+  energy = np.sum(np.square(noise / 14.0))
+  assert abs(energy - noise.size) < 5 * np.sqrt(2 * noise.size)
+  # Never the same noise twice.
+  assert len(np.unique(seen[..., 0])) == seen[..., 0].size
+
+
+def test_refusal_is_429_and_releases_nothing():
+  budget = accounting.PrivacyBudget(cap_of(15), DELTA)
+  with example.service(budget, MECHANISM) as (url, adapter):
+    assert [ask(url)[0] for _ in range(2)] == [200, 200]
+    status, answer = ask(url)
+    assert status == 429
+    assert answer['scope'] == 'session'
+    assert answer['epsilon_left'] == pytest.approx(cap_of(15) - cap_of(14))
+    # One word is one vector, and fits.
+    assert ask(url, text='one')[0] == 200
+    assert ask(url, text='one')[0] == 429
+    assert ask(url, session='bob')[0] == 200
+  assert sum(map(len, adapter.seen)) == 7 + 7 + 1 + 7
+
+
+def test_concurrent_clients_never_get_more_than_the_budgets(tmp_path):
+  """Twelve clients of three sessions, all at once, and a server-wide cap."""
+  budget = accounting.PrivacyBudget(
+    cap_of(7 * 9),
+    DELTA,
+    path=tmp_path / 'ledger.sqlite',
+    server_epsilon=cap_of(7 * 20),
+  )
+  with example.service(budget, MECHANISM) as (url, adapter):
+
+    def client(number):
+      return [
+        (number % 3, ask(url, session=f's{number % 3}')) for _ in range(5)
+      ]
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+      answers = [a for each in pool.map(client, range(12)) for a in each]
+  granted = collections.Counter(
+    s for s, (status, _) in answers if status == 200
+  )
+  assert sum(granted.values()) == 20  # Of 60 asked, 27 by the sessions' caps.
+  assert max(granted.values()) <= 9
+  refused = [body for _, (status, body) in answers if status == 429]
+  assert len(refused) == 40
+  assert {body['scope'] for body in refused} <= {'session', 'server'}
+  assert sum(map(len, adapter.seen)) == 7 * 20
+  assert len(budget.export()['ledger']) == 20
+
+
+def test_padding_releases_and_pays_the_same_for_every_length():
+  budget = accounting.PrivacyBudget(50.0, DELTA)
+  padded = MECHANISM._replace(pad=True)
+  with example.service(budget, padded) as (url, adapter):
+    for text in ('one', TEXT, 'word ' * 100):
+      assert ask(url, text=text)[0] == 200
+  assert [len(seen) for seen in adapter.seen] == [example.MAX_TOKENS] * 3
+  assert np.all(np.abs(adapter.seen[0]).max(-1) > 1)  # Noise on padding, too.
+  assert budget.spent('alice') == pytest.approx(cap_of(3 * example.MAX_TOKENS))
+
+
+def test_a_host_that_fails_was_paid_for():
+  budget = accounting.PrivacyBudget(50.0, DELTA)
+
+  def broken(body):
+    return 500, {}
+
+  with (
+    example.serving(broken) as adapter_url,
+    example.serving(example.Gateway(budget, MECHANISM, adapter_url)) as url,
+  ):
+    assert ask(url)[0] == 502
+  with example.serving(
+    example.Gateway(budget, MECHANISM, adapter_url)  # Gone by now.
+  ) as url:
+    assert ask(url)[0] == 502
+  assert budget.spent('alice') == pytest.approx(cap_of(14))
+
+
+@pytest.mark.parametrize(
+  'body',
+  [
+    {},
+    {'session': 'alice'},
+    {'session': '', 'text': TEXT},
+    {'session': 3, 'text': TEXT},
+    {'session': 'alice', 'text': '   '},
+    [1],
+  ],
+)
+def test_bad_requests_cost_nothing(body):
+  budget = accounting.PrivacyBudget(50.0, DELTA)
+  with example.service(budget, MECHANISM) as (url, adapter):
+    status, answer = example.post(url, body)
+  assert status == 400
+  assert 'error' in answer
+  assert adapter.seen == []
+  assert budget.export()['ledger'] == []
+
+
+def test_main_shows_answers_and_refusals_and_goes_on_with_its_ledger(
+  tmp_path, capsys
+):
+  arguments = [
+    '--ledger',
+    str(tmp_path / 'ledger.sqlite'),
+    '--epsilon',
+    '2.5',
+    '--server-epsilon',
+    '4',
+    '--clients',
+    '2',
+  ]
+  answers = example.main(arguments)
+  statuses = [answer['status'] for answer in answers]
+  assert statuses.count(429) == 2  # Each client stops at its refusal.
+  assert statuses.count(200) >= 4
+  printed = capsys.readouterr().out
+  assert '200 client 0: 7 vectors' in printed
+  assert 'would exceed the budget' in printed
+  assert 'replace-one' in printed
+  again = example.main(arguments)
+  assert sum(a.get('released', 0) for a in again) <= 6
