@@ -1,11 +1,15 @@
 """Differentially private training of LoRA adapters with optax."""
 
 from prism_optax import accounting as accounting
+from prism_optax import diagnostics as diagnostics
 from prism_optax import fixed_rank as fixed_rank
 from prism_optax import lora as lora
 from prism_optax.aliases import prism as prism
 from prism_optax.clipping import intrinsic_clip as intrinsic_clip
 from prism_optax.clipping import tangent_coordinates as tangent_coordinates
+from prism_optax.noise_addition import (
+  ForeignPrivatizerState as ForeignPrivatizerState,
+)
 from prism_optax.noise_addition import (
   TangentPrivatizerState as TangentPrivatizerState,
 )

@@ -20,6 +20,18 @@ class TangentPrivatizerState(NamedTuple):
   prng_key: jax.Array
 
 
+class ForeignPrivatizerState(NamedTuple):
+  """State of :func:`tangent_privatizer` around another privatizer.
+
+  Attributes:
+    count: Updates so far, shape (), int32.
+    inner: State of the privatizer.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
+  inner: Any
+
+
 def _standard_normal(key: jax.Array, like: Blocks) -> Blocks:
   """I.i.d. standard normal arrays.
 
@@ -44,11 +56,37 @@ def _standard_normal(key: jax.Array, like: Blocks) -> Blocks:
   return jax.tree.unflatten(treedef, draws)
 
 
+def _repeats_its_last_row(privatizer: Any) -> bool:
+  """Whether this is jax-privacy's privatizer for a dense noising matrix.
+
+  Nothing but the name of the function that made it tells.
+  """
+  update = getattr(privatizer, 'update', None)
+  return 'dense_matrix_factorization' in getattr(update, '__qualname__', '')
+
+
+def _update_foreign(privatizer, horizon, blocks, state, adapters):
+  """Noise by another privatizer; nothing at all beyond the horizon."""
+  count = state.count
+  known = not isinstance(count, jax.core.Tracer)
+  if horizon is not None and known and int(count) >= horizon:
+    raise ValueError(
+      f'The noise was made for horizon={horizon} updates, and this is update'
+      f' {int(count) + 1}: more of it would repeat.'
+    )
+  tree, inner = privatizer.update(adapters.tree(blocks), state.inner)
+  noisy = adapters.coordinates(tree)
+  if horizon is not None:
+    noisy = jax.tree.map(lambda x: jnp.where(count < horizon, x, 0), noisy)
+  return noisy, ForeignPrivatizerState(optax.safe_increment(count), inner)
+
+
 def tangent_privatizer(
   stddev: Any = None,
   *,
   prng_key: Any = None,
   privatizer: optax.GradientTransformation | None = None,
+  horizon: int | None = None,
   layout: Any = None,
 ) -> optax.GradientTransformation:
   """Adds Gaussian noise to tangent coordinates, then projects the sum.
@@ -76,6 +114,11 @@ def tangent_privatizer(
     privatizer: In place of ``stddev``: any privatizer in the manner of optax
       (jax-privacy's), which adds its own noise to trees in the shapes of the
       parameters.
+    horizon: With ``privatizer``: the number of updates that its noise is made
+      for. Beyond it nothing is released: an update raises where the step count
+      is known, and under ``jit`` gives zeros, neither signal nor noise.
+      Required for the dense matrix factorization of jax-privacy, which repeats
+      the noise of its last row for ever.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -85,6 +128,7 @@ def tangent_privatizer(
 
   Raises:
     ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given;
+      for a privatizer with a finite horizon that is not given;
       if ``stddev`` is negative or not finite; for keys that are no typed keys;
       if ``init`` is traced with ``prng_key=None``.
 
@@ -96,7 +140,7 @@ def tangent_privatizer(
   >>> float(noise['lora_b'][0, 0])  # The frame's own direction: in lora_a only.
   0.0
   """
-  part = tangent_privatizer_part(stddev, prng_key, privatizer)
+  part = tangent_privatizer_part(stddev, prng_key, privatizer, horizon)
   return lora.chain_parts(part, layout=layout)
 
 
@@ -104,6 +148,7 @@ def tangent_privatizer_part(
   stddev: Any,
   prng_key: Any,
   privatizer: optax.GradientTransformation | None = None,
+  horizon: int | None = None,
 ) -> lora.Part:
   """:func:`tangent_privatizer` on blocks."""
   if (stddev is None) == (privatizer is None):
@@ -115,6 +160,16 @@ def tangent_privatizer_part(
     raise ValueError(
       'prng_key is for the noise of stddev; a privatizer has its own.'
     )
+  if horizon is not None:
+    if privatizer is None:
+      raise ValueError(f'horizon is for a privatizer, got {horizon=} alone.')
+    _validate.integer('horizon', horizon, 1)
+  elif _repeats_its_last_row(privatizer):
+    raise ValueError(
+      'This privatizer (dense matrix factorization) repeats the same noise'
+      ' beyond the last row of its matrix: pass horizon=, the number of its'
+      ' rows.'
+    )
   if stddev is not None:
     _validate.non_negative('stddev', stddev)
   _randomness.check_key('prng_key', prng_key)
@@ -122,7 +177,8 @@ def tangent_privatizer_part(
   def init(adapters, params):
     if privatizer is not None:
       # It sees coordinates: in the shapes of params, float32 at least.
-      return privatizer.init(adapters.tree(adapters.coordinates(params)))
+      inner = privatizer.init(adapters.tree(adapters.coordinates(params)))
+      return ForeignPrivatizerState(jnp.zeros((), jnp.int32), inner)
     return TangentPrivatizerState(
       _randomness.resolve_key('prng_key', prng_key, params)
     )
@@ -130,8 +186,9 @@ def tangent_privatizer_part(
   def update(blocks, state, point, **extra_args):
     del extra_args
     if privatizer is not None:
-      tree, state = privatizer.update(point.adapters.tree(blocks), state)
-      noisy = point.adapters.coordinates(tree)
+      noisy, state = _update_foreign(
+        privatizer, horizon, blocks, state, point.adapters
+      )
     else:
       next_key, key = jax.random.split(state.prng_key)
       noisy = jax.tree.map(

@@ -238,7 +238,7 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
   tx = prism_optax.tangent_privatizer(privatizer=own)
   zeros = jax.tree.map(jnp.zeros_like, params)
   out, state = tx.update(zeros, tx.init(params), params)
-  assert state == 1
+  assert state.count == state.inner == 1
   assert seen == [jax.tree.map(jnp.shape, params)]
   ones = jax.tree.map(jnp.ones_like, params)
   plain = prism_optax.tangent_privatizer(0.0, prng_key=0)

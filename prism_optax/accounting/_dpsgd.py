@@ -249,7 +249,8 @@ def privacy_statement(
     neighboring_relation: As for :func:`epsilon`.
 
   Returns:
-    One line with epsilon (rounded up), delta, relation and accountant.
+    One line with epsilon (rounded up), delta, relation, accountant, and the
+    sampling that the figure assumes.
 
   Raises:
     ValueError: As :func:`epsilon`.
@@ -257,8 +258,10 @@ def privacy_statement(
   Examples:
     >>> from prism_optax import accounting
     >>> event = accounting.dpsgd_event(1.0, 64 / 9919, 300)
-    >>> accounting.privacy_statement(event, 1e-5)
-    'epsilon <= 0.674 at delta = 1e-05, add-or-remove-one neighbours (PLD)'
+    >>> print(*accounting.privacy_statement(event, 1e-5).split(', '), sep='\\n')
+    epsilon <= 0.674 at delta = 1e-05
+    add-or-remove-one neighbours (PLD)
+    Poisson sampling
   """
   spent = epsilon(
     event,
@@ -271,7 +274,20 @@ def privacy_statement(
   return (
     f'epsilon <= {shown:.3f} at delta = {float(delta):g},'
     f' {_RELATION_NAMES[neighboring_relation]} neighbours'
-    f' ({accountant.upper()})'
+    f' ({accountant.upper()}){", Poisson sampling" if _samples(event) else ""}'
+  )
+
+
+def _samples(event: dp_accounting.DpEvent) -> bool:
+  """Whether any part of the event is amplified by Poisson sampling."""
+  if isinstance(event, dp_accounting.ComposedDpEvent):
+    return any(map(_samples, event.events))
+  if isinstance(event, dp_accounting.SelfComposedDpEvent):
+    return _samples(event.event)
+  return isinstance(
+    event,
+    dp_accounting.PoissonSampledDpEvent
+    | dp_event.TruncatedSubsampledGaussianDpEvent,
   )
 
 

@@ -170,6 +170,17 @@ class Adapters:
       [y - old[i] if i in self._taken else y for i, y in enumerate(leaves)],
     )
 
+  def by_module(self, stacked: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """From one array (k, ...) a group to arrays (*stack, ...) by name."""
+    out = {}
+    for (_, group), array in zip(self._groups, stacked, strict=True):
+      start = 0
+      for x in group:
+        end = start + int(np.prod(x.stack))
+        out[x.name] = array[start:end].reshape(*x.stack, *array.shape[1:])
+        start = end
+    return out
+
   # Geometry over all modules.
 
   def frames(self, params: Any) -> tuple[Frame, ...]:

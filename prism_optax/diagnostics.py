@@ -1,0 +1,274 @@
+"""Measures of gauge dependence, noise and preconditioning.
+
+They tell why DP-SGD on LoRA factors fails and how PRISM behaves (the three
+issues of arXiv:2606.00944). What is computed from raw per-example values is
+named ``nonprivate_*``: it is not covered by any guarantee, so compute it on
+public data, or do not let it out. The rest reads parameters, shapes and states
+of optimizers, which are already private.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prism_optax import _per_example, _validate, lora
+from prism_optax._linalg import eigh, gram
+
+
+class FactorNoiseEnergy(NamedTuple):
+  """Expected ``||Z(noisy factors) - Z||_F^2`` (PRISM, Prop. 2.2).
+
+  Attributes:
+    first_order: ``s^2 (m ||right||^2 + n ||left||^2)`` (Eq. 8).
+    second_order: ``s^4 m n r`` (Eq. 9), what the product of the two noises
+      adds.
+  """
+
+  first_order: jax.Array
+  second_order: float
+
+
+def factor_noise_energy(
+  left: jax.Array, right: jax.Array, stddev: Any
+) -> FactorNoiseEnergy:
+  """What i.i.d. noise on the factors does to Z: it depends on the gauge.
+
+  Along the gauges ``(c left, right / c)`` the first-order part is smallest at
+  ``c^4 = m ||right||^2 / (n ||left||^2)`` and has no upper bound (Cor. 2.3).
+
+  Args:
+    left: (..., m, r).
+    right: (..., n, r).
+    stddev: Per entry of either factor.
+
+  Returns:
+    Both parts, shape (...).
+
+  >>> energy = factor_noise_energy(jnp.eye(3, 1), jnp.eye(2, 1), 0.1)
+  >>> round(float(energy.first_order), 3), round(energy.second_order, 6)
+  (0.05, 0.0006)
+  """
+  m, rank = left.shape[-2:]
+  n = right.shape[-2]
+  squares = [jnp.sum(jnp.square(x), axis=(-2, -1)) for x in (left, right)]
+  first = stddev**2 * (m * squares[1] + n * squares[0])
+  return FactorNoiseEnergy(first, stddev**4 * m * n * rank)
+
+
+def tangent_noise_energy(m: int, n: int, rank: int, stddev: Any) -> Any:
+  """``E ||P(Xi)||_F^2 s^2 = s^2 r (m + n - r)`` (PRISM, Thm. 3.1, Eq. 21).
+
+  >>> tangent_noise_energy(3, 2, 1, 0.5)
+  1.0
+  """
+  return stddev**2 * rank * (m + n - rank)
+
+
+def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
+  """``||Z' - Z||_F`` of each module, without any m x n matrix.
+
+  Args:
+    params: Tree of trainable arrays.
+    new_params: The same after some steps, or with noise on its factors.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A dict from module names to norms, shape (*stack).
+
+  >>> old = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+  >>> change_norms(old, {**old, 'lora_b': jnp.array([[3.0, 4.0]])})
+  {'lora_a': 5.0}
+  """
+  adapters = lora.Adapters(params, layout)
+  norms = []
+  for old, new in zip(
+    adapters.factors(params).pairs,
+    adapters.factors(new_params).pairs,
+    strict=True,
+  ):
+    # L' R'^T - L R^T = [L' - L, L] [R', R' - R]^T: no large terms cancel.
+    left = jnp.concatenate([new.left - old.left, old.left], -1)
+    right = jnp.concatenate([new.right, new.right - old.right], -1)
+    square = jnp.sum(gram(left, left) * gram(right, right), axis=(-2, -1))
+    norms.append(jnp.sqrt(jnp.maximum(square, 0)))
+  return {
+    name: float(x) if np.ndim(x) == 0 else np.asarray(x)
+    for name, x in adapters.by_module(norms).items()
+  }
+
+
+class ClipStatistics(NamedTuple):
+  """How a clip acts on one batch. Not private.
+
+  Attributes:
+    norms: Of each example, (B,).
+    clipped_fraction: Share of the examples with a norm above the clip norm.
+    mean_coefficient: Mean of ``min(1, C / norm)``.
+  """
+
+  norms: jax.Array
+  clipped_fraction: jax.Array
+  mean_coefficient: jax.Array
+
+
+def nonprivate_clip_statistics(
+  per_example_grads: Any,
+  params: Any,
+  l2_clip_norm: Any,
+  *,
+  space: str = 'tangent',
+  layout: Any = None,
+) -> ClipStatistics:
+  """Norms, clip fraction and mean coefficient (PRISM, issue I, Eq. 4 and 16).
+
+  Args:
+    per_example_grads: Leaves (B, *shape), gradients of the factors.
+    params: Tree of trainable arrays.
+    l2_clip_norm: C.
+    space: ``'tangent'`` for the intrinsic norm, the same in every gauge;
+      ``'factor'`` for the norm that DP-SGD on the factors takes.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Raises:
+    ValueError: For another space, or a clip norm that is not positive.
+  """
+  _validate.one_of('space', space, ('tangent', 'factor'))
+  _validate.positive('l2_clip_norm', l2_clip_norm)
+  leaves = jax.tree.leaves(per_example_grads)
+  if space == 'tangent':
+    adapters = lora.Adapters(params, layout)
+    gradients = adapters.gradients(per_example_grads, 1, 'per_example_grads')
+    blocks = lora.to_coordinates(adapters.frames(params), gradients)
+    leaves = jax.tree.leaves(blocks)
+  norms = jnp.sqrt(_per_example.squared_norms(leaves, l2_clip_norm))
+  return ClipStatistics(
+    norms * l2_clip_norm,
+    jnp.mean(norms > 1, dtype=jnp.float32),
+    jnp.mean(1 / jnp.maximum(norms, 1)),
+  )
+
+
+def nonprivate_signal_to_noise(
+  coordinates: Any, params: Any, stddev: Any, *, layout: Any = None
+) -> jax.Array:
+  """Norm of a clipped mean over the root mean square norm of its noise.
+
+  Args:
+    coordinates: The clipped mean before noise, tangent coordinates.
+    params: Tree of trainable arrays.
+    stddev: s, per coordinate.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    ``||X|| / (s sqrt(d))``, d the dimension of the tangent space and of the
+    other leaves.
+  """
+  adapters = lora.Adapters(params, layout)
+  blocks = adapters.coordinates(coordinates, 'coordinates')
+  square = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(blocks))
+  dimension = sum(x.size for x in blocks.others) + sum(
+    int(np.prod(x.stack)) * x.rank * (x.m + x.n - x.rank)
+    for x in adapters.modules
+  )
+  return jnp.sqrt(square / dimension) / stddev
+
+
+class Spectra(NamedTuple):
+  """Eigenvalues of one stack of modules, ascending, (k, r) each.
+
+  Attributes:
+    nu: Of the second moments, bias-corrected, before floor and cap.
+    noise: Of the noise covariance they have seen: ``s^2`` where observed.
+    gain: ``1 / sqrt(max(nu, floor))``: by how much the preconditioner can
+      amplify a perturbation (PRISM, issue III, Eq. 27).
+  """
+
+  nu: jax.Array
+  noise: jax.Array
+  gain: jax.Array
+
+
+def preconditioner_spectra(
+  state: Any, *, b2: float = 0.999, floor_factor: float = 1.0
+) -> tuple[tuple[Spectra, Spectra], ...]:
+  """Spectra and floors of a rank preconditioner, for each stack: left, right.
+
+  Args:
+    state: ``RankPreconditionerState`` in orthonormal coordinates, after at
+      least one update.
+    b2: As given to the preconditioner.
+    floor_factor: Likewise.
+
+  Raises:
+    ValueError: If the state holds no moments in orthonormal coordinates.
+  """
+  pairs = getattr(state, 'pairs', None)
+  if not pairs or not all(hasattr(x, 'noise') for x in pairs):
+    raise ValueError(
+      'Expected the state of scale_by_rank_preconditioner with'
+      f' basis="orthonormal", got {type(state).__name__}.'
+    )
+  correction = -jnp.expm1(state.count * jnp.log(b2))
+
+  def spectra(nu, noise):
+    nu, noise = (eigh(x / correction)[0] for x in (nu, noise))
+    observed = jnp.maximum(jnp.sum(noise > 0, -1, keepdims=True), 1)
+    floor = floor_factor * jnp.sum(noise, -1, keepdims=True) / observed
+    return Spectra(nu, noise, 1 / jnp.sqrt(jnp.maximum(nu, floor)))
+
+  return tuple(tuple(map(spectra, x.nu, x.noise)) for x in pairs)
+
+
+def depends_on_other_examples(
+  per_example_grads: Callable[[Any, Any], Any],
+  params: Any,
+  batch: Any,
+  *,
+  tolerance: float = 1e-4,
+) -> bool:
+  """Whether an example's gradient changes when the rest of its batch does.
+
+  Clipping bounds what one record does to its own gradient only: with batch
+  normalisation, in-batch negatives or a loss normalised over the batch the
+  sensitivity is not what the clip says, and no epsilon holds. Try it on made-up
+  data before training.
+
+  Args:
+    per_example_grads: ``f(params, batch)`` to a tree of leaves (B, ...).
+    params: Passed on.
+    batch: Tree of arrays (B, ...), B at least 2, not all examples equal.
+    tolerance: Relative change that counts as rounding.
+
+  Returns:
+    True if the gradient of any example moves when the others are exchanged.
+
+  Raises:
+    ValueError: If the batch has fewer than two examples.
+
+  >>> loss = lambda p, x: jnp.mean((p * x) ** 2)
+  >>> alone = lambda p, xs: jax.vmap(jax.grad(loss), (None, 0))(p, xs)
+  >>> centred = lambda p, xs: alone(p, xs - xs.mean(0))
+  >>> batch = jnp.arange(6.0).reshape(3, 2)
+  >>> depends_on_other_examples(alone, jnp.ones(2), batch)
+  False
+  >>> depends_on_other_examples(centred, jnp.ones(2), batch)
+  True
+  """
+  size = jax.tree.leaves(batch)[0].shape[0]
+  if size < 2:
+    raise ValueError(f'Expected a batch of at least 2 examples, got {size}.')
+  together = per_example_grads(params, batch)
+  for i in range(size):
+    # The same example in the same place, in the company of its copies.
+    copies = jax.tree.map(lambda x, i=i: jnp.broadcast_to(x[i], x.shape), batch)
+    alone = per_example_grads(params, copies)
+    for x, y in zip(
+      jax.tree.leaves(together), jax.tree.leaves(alone), strict=True
+    ):
+      bound = tolerance * float(jnp.max(jnp.abs(x[i])))
+      if float(jnp.max(jnp.abs(x[i] - y[i]))) > bound:
+        return True
+  return False

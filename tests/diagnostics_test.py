@@ -1,0 +1,157 @@
+"""Closed forms against simulation, and gauge dependence where it belongs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from prism_optax import diagnostics
+from tests import oracles, test_utils
+
+pytestmark = pytest.mark.usefixtures('x64')
+M, N, RANK = 9, 7, 3
+
+
+def _factors(seed=0):
+  return oracles.random_factors(np.random.default_rng(seed), M, N, RANK, 3.0)
+
+
+def test_factor_noise_energy_is_what_noisy_factors_do():
+  """A mean of 4,000 squares; both orders matter at this noise."""
+  left, right = _factors()
+  stddev, trials = 0.3, 4000
+  rng = np.random.default_rng(1)
+  dl = stddev * rng.normal(size=(trials, M, RANK))
+  dr = stddev * rng.normal(size=(trials, N, RANK))
+  change = (left + dl) @ np.swapaxes(right + dr, 1, 2) - left @ right.T
+  squares = np.sum(change**2, axis=(1, 2))
+  energy = diagnostics.factor_noise_energy(left, right, stddev)
+  standard_error = np.std(squares) / np.sqrt(trials)
+  both = energy.first_order + energy.second_order
+  assert abs(np.mean(squares) - both) < 4 * standard_error
+  assert energy.second_order > 20 * standard_error  # It would be missed.
+
+
+def test_factor_noise_has_its_minimum_where_the_paper_says():
+  left, right = _factors()
+  best = (
+    M * np.sum(right**2) / (N * np.sum(left**2))
+  ) ** 0.25  # Proposition A.7
+  gauges = best * np.geomspace(0.5, 2, 41)
+  energies = [
+    float(diagnostics.factor_noise_energy(c * left, right / c, 1.0)[0])
+    for c in gauges
+  ]
+  assert np.argmin(energies) == 20
+  assert max(energies) > 2 * min(energies)
+
+
+def test_tangent_noise_energy_is_that_of_the_projected_noise():
+  point = oracles.Point.from_factors(*_factors())
+  noise = 0.3 * np.random.default_rng(2).normal(size=(4000, M, N))
+  squares = np.sum(point.project(noise) ** 2, axis=(1, 2))
+  want = diagnostics.tangent_noise_energy(M, N, RANK, 0.3)
+  assert abs(np.mean(squares) - want) < 4 * np.std(squares) / np.sqrt(4000)
+
+
+def test_change_norms_equal_the_dense_ones():
+  rng = np.random.default_rng(3)
+  old = test_utils.tree_of([_factors(0), _factors(1)], np.ones(2))
+  new = jax.tree.map(lambda x: x + 1e-6 * rng.normal(size=x.shape), old)
+  got = diagnostics.change_norms(
+    old, new, layout=prism_optax.lora.Layout(scale=3.0)
+  )
+  for i, (a, b) in enumerate(
+    zip(test_utils.products_of(old), test_utils.products_of(new), strict=True)
+  ):
+    # Small changes of large matrices: nothing may cancel.
+    assert got[f'm{i}'] == pytest.approx(3 * np.linalg.norm(a - b), rel=1e-8)
+
+
+def _clip_statistics(scale, space):
+  left, right = _factors()
+  factors = [(left * scale, right / scale)]
+  dense = [np.random.default_rng(4).normal(size=(50, M, N))]
+  return (
+    diagnostics.nonprivate_clip_statistics(
+      test_utils.factor_gradients(factors, dense),
+      test_utils.tree_of(factors),
+      6.3,
+      space=space,
+    ),
+    dense[0],
+    factors[0],
+  )
+
+
+def test_clip_statistics_depend_on_the_gauge_in_factors_only():
+  base, dense, factors = _clip_statistics(1.0, 'tangent')
+  point = oracles.Point.from_factors(*factors)
+  norms = np.linalg.norm(point.project(dense), axis=(1, 2))
+  np.testing.assert_allclose(base.norms, norms, rtol=1e-12)
+  assert float(base.clipped_fraction) == pytest.approx(np.mean(norms > 6.3))
+  assert float(base.mean_coefficient) == pytest.approx(
+    np.mean(np.minimum(1, 6.3 / norms))
+  )
+  assert 0 < base.clipped_fraction < 1
+  for scale in (0.25, 4.0):
+    other, *_ = _clip_statistics(scale, 'tangent')
+    np.testing.assert_allclose(other.norms, norms, rtol=1e-12)
+  fractions = [
+    float(_clip_statistics(c, 'factor')[0].clipped_fraction)
+    for c in (0.1, 1.0, 10.0)
+  ]
+  assert max(fractions) - min(fractions) > 0.5
+
+
+def test_signal_to_noise_of_pure_noise_is_one():
+  params = test_utils.tree_of([_factors(0), _factors(1)], np.ones(40))
+  tx = prism_optax.tangent_privatizer(0.5, prng_key=0)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  noise, _ = tx.update(zeros, tx.init(params), params)
+  got = diagnostics.nonprivate_signal_to_noise(noise, params, 0.5)
+  dimension = 2 * RANK * (M + N - RANK) + 40
+  # chi with that many degrees of freedom: relative deviation 1/sqrt(2 d).
+  assert abs(float(got) - 1) < 4 / np.sqrt(2 * dimension)
+
+
+def test_spectra_show_the_floor_and_bound_the_amplification():
+  """||direction|| <= gain ||momentum||, for signal and noise alike."""
+  rng = np.random.default_rng(5)
+  params = test_utils.tree_of([_factors(0), _factors(1)])
+  stddev = 0.2
+  tx = prism_optax.scale_by_rank_preconditioner(
+    b1=0.0, b2=0.9, noise_stddev=stddev
+  )
+  state = tx.init(params)
+  noise = prism_optax.tangent_privatizer(stddev, prng_key=1)
+  noise_state = noise.init(params)
+  x = optax.tree.zeros_like(params)
+  update = jax.jit(tx.update)
+  for _ in range(5):
+    x = jax.tree.map(lambda y: 0.01 * rng.normal(size=y.shape), x)
+    x, noise_state = noise.update(x, noise_state, params)
+    direction, state = update(x, state, params)
+  ((left, right),) = diagnostics.preconditioner_spectra(state, b2=0.9)
+  for spectra in (left, right):
+    np.testing.assert_allclose(spectra.noise, stddev**2, rtol=1e-9)
+    assert (spectra.gain <= 1 / stddev + 1e-9).all()
+    assert spectra.nu.shape == (2, RANK)
+  gain = max(left.gain.max(), right.gain.max())
+  assert optax.tree.norm(direction) <= gain * optax.tree.norm(x)
+
+
+def test_bad_arguments_are_named():
+  params = test_utils.tree_of([_factors()])
+  with pytest.raises(ValueError, match="space='gauge'"):
+    diagnostics.nonprivate_clip_statistics(params, params, 1.0, space='gauge')
+  with pytest.raises(ValueError, match='l2_clip_norm=0'):
+    diagnostics.nonprivate_clip_statistics(params, params, 0)
+  with pytest.raises(ValueError, match='got EmptyState'):
+    diagnostics.preconditioner_spectra(optax.EmptyState())
+  with pytest.raises(ValueError, match='at least 2 examples, got 1'):
+    diagnostics.depends_on_other_examples(
+      lambda p, x: x, None, jnp.ones((1, 2))
+    )
