@@ -5,9 +5,10 @@ import math
 
 import dp_accounting
 import pytest
-from dp_accounting import dp_event
+from dp_accounting import dp_event, rdp
 
 from prism_optax import accounting
+from prism_optax.accounting import _composition
 
 Gaussian = dp_accounting.GaussianDpEvent
 Laplace = dp_accounting.LaplaceDpEvent
@@ -156,6 +157,32 @@ def test_pure_releases_are_covered_by_a_gaussian():
   )
   exact = accounting.epsilon(both, DELTA)
   assert exact <= spent <= 1.1 * exact
+
+
+@pytest.mark.parametrize('epsilon', [1e-3, 0.1, 1.0, 5.0])
+def test_covering_gaussian_has_the_total_variation_of_the_pure_release(epsilon):
+  """Where the two trade-off curves meet: tanh(epsilon / 2)."""
+  squared = _composition._squared_mu_of_pure(epsilon)
+  variation = accounting.gaussian_delta(math.sqrt(squared), 0.0)
+  assert variation == pytest.approx(math.tanh(epsilon / 2), rel=1e-9)
+  # Elsewhere it is the larger: at every order of the divergence of delta.
+  for other in (0.1 * epsilon, 0.5 * epsilon, 0.9 * epsilon):
+    pure = (math.exp(epsilon) - math.exp(other)) / (1 + math.exp(epsilon))
+    assert accounting.gaussian_delta(math.sqrt(squared), other) >= pure
+
+
+def test_renyi_orders_share_delta():
+  """Each of K orders is a filter for delta / K; the best may then be chosen."""
+  budget = accounting.PrivacyBudget(8.0, DELTA, composition='renyi')
+  event, count = poisson(1.0, 0.01), 500
+  spent = budget.spend(event, 'a', count=count)
+  orders = budget._rules['session', 'renyi']._orders
+  assert len(orders) == 6
+  alone = []
+  for order in orders:
+    accountant = rdp.RdpAccountant([order]).compose(event, count)
+    alone.append(accountant.get_epsilon(DELTA / 6))
+  assert spent == pytest.approx(min(alone), rel=1e-12)
 
 
 @pytest.mark.parametrize(
