@@ -122,7 +122,7 @@ CLIPS = {'b': 0.5, 'layers': 2.0, 'w': 1.0, 'norm': 0.5}
 def _first_release(tx, batch=0):
   """What leaves the mechanism at the first step, read from the states."""
   grads = {k: jnp.zeros((batch, *p.shape)) for k, p in PARAMS.items()}
-  _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+  _, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
   moments = optax.tree.get_all_with_path(state, 'mu')
   (_, mu), *_ = [m for m in moments if jax.tree.leaves(m[1])]
   trace = optax.tree.get(state, 'trace')
@@ -175,7 +175,7 @@ def test_noise_is_fresh_in_each_step_and_leaf_and_reproducible():
     )  # fmt: skip
     state, out = tx.init(params), []
     for _ in range(3):
-      _, state = tx.update(grads, state, params)
+      _, state = jax.jit(tx.update)(grads, state, params)
       out += jax.tree.leaves(optax.tree.get(state, 'trace'))
     return np.stack(out).reshape(9, -1)
 
@@ -198,7 +198,7 @@ def _canary_release(keys, params, canary, multiplier, clips):
       prng_key=key,
       steps=1,
     )
-    _, state = tx.update(canary, tx.init(params), params)
+    _, state = jax.jit(tx.update)(canary, tx.init(params), params)
     trace = optax.tree.get(state, 'trace')
     return jnp.stack([trace[k].ravel() for k in sorted(trace)])
 
@@ -323,7 +323,7 @@ def test_leaves_that_are_no_matrices_go_to_adam():
       k: jnp.asarray(rng.standard_normal((2, *p.shape)), jnp.float32)
       for k, p in PARAMS.items()
     }
-    out, state = tx.update(grads, state, PARAMS)
+    out, state = jax.jit(tx.update)(grads, state, PARAMS)
     mean = jax.tree.map(lambda g: g.mean(0), grads)
     expected, adam_state = adam.update(mean, adam_state)
     for k in ('b', 'norm'):
@@ -346,7 +346,7 @@ def test_matrices_and_their_stack_take_the_same_steps():
       weight_dimension_numbers=Dims(1, 2) if scanned else None, prng_key=0,
     )  # fmt: skip
     units[scanned] = tx.sensitivity(params=params)
-    updates, _ = tx.update(given, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(given, tx.init(params), params)
     results.append(jnp.stack(list(updates)))
   np.testing.assert_allclose(*results, atol=1e-6)
   assert units[True] == pytest.approx(units[False])
@@ -389,10 +389,11 @@ def test_clipped_means_of_jax_privacy_give_the_same_steps():
     ),
   )
   states = direct.init(params), means.init(params)
+  direct_update, means_update = jax.jit(direct.update), jax.jit(means.update)
   for _ in range(3):
     per_example = jax.vmap(jax.grad(loss), (None, 0))(params, xs)
-    expected, state = direct.update(per_example, states[0], params)
-    out, other = means.update(clipped(params, xs), states[1], params)
+    expected, state = direct_update(per_example, states[0], params)
+    out, other = means_update(clipped(params, xs), states[1], params)
     states = state, other
     for k in params:
       np.testing.assert_allclose(out[k], expected[k], rtol=1e-4, atol=1e-6)
@@ -457,7 +458,7 @@ def test_keys_of_probes_and_noise_are_different_ones():
     assert len(keys) == 2
     for key in keys:
       seen += [key, *jax.random.split(key), *jax.random.split(key, 3)]
-    _, state = tx.update({'w': jnp.ones((1, 2, 3))}, state, params)
+    _, state = jax.jit(tx.update)({'w': jnp.ones((1, 2, 3))}, state, params)
   words = {bytes(np.asarray(jax.random.key_data(k))) for k in seen}
   # split(key, 2) and split(key, 3) share their first two, and the first of
   # split is the next state: 4 steps of 2 streams leave 2 * (1 + 4 * 3) - dups.
@@ -481,13 +482,13 @@ def test_bias_correction_knows_the_noise_of_the_momentum():
   out = {}
   for probes in (0, 2):
     tx = dp_muon(0.1, bias_correction_probes=probes, **options)
-    out[probes], _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    out[probes], _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
   np.testing.assert_array_equal(out[0]['b'], out[2]['b'])
   assert np.max(np.abs(out[0]['w'] - out[2]['w'])) > 1e-3
   silent = {**options, 'noise_multiplier': 0.0}
   for probes in (0, 2):
     tx = dp_muon(0.1, bias_correction_probes=probes, **silent)
-    out[probes], _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    out[probes], _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
   np.testing.assert_allclose(out[0]['w'], out[2]['w'], atol=1e-6)
 
 
@@ -508,7 +509,7 @@ def test_consistent_rms_and_weight_decay():
     ('decay', {'weight_decay': 0.5}),
   ]:
     tx = dp_muon(0.1, **options, **extra)
-    out[name], _ = tx.update(grads, tx.init(params), params)
+    out[name], _ = jax.jit(tx.update)(grads, tx.init(params), params)
   np.testing.assert_allclose(
     out['rms']['w'], 0.2 * math.sqrt(6) * out['plain']['w'], rtol=1e-6
   )

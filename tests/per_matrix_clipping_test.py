@@ -1,5 +1,7 @@
 """Per-matrix clipping against loops, and its sensitivity."""
 
+import functools
+
 import dp_accounting
 import jax
 import jax.numpy as jnp
@@ -26,13 +28,21 @@ def _grads(rng, batch, scale=1.0):
   }
 
 
-def _clip(grads, *, specs=SPECS, padding=None, normalize_by=1.0, dtype=None):
+@functools.cache
+def _update(by_matrix, normalize_by):
   tx = per_matrix_clipping.per_matrix_clip(
-    NORMS, normalize_by=normalize_by, weight_dimension_numbers=specs
+    NORMS,
+    normalize_by=normalize_by,
+    weight_dimension_numbers=SPECS if by_matrix else None,
   )
+  return jax.jit(functools.partial(tx.update, state=tx.init(PARAMS)))
+
+
+def _clip(grads, *, specs=SPECS, padding=None, normalize_by=1.0, dtype=None):
   extra = {} if padding is None else {'is_padding_example': padding}
   grads = jax.tree.map(lambda x: jnp.asarray(x, dtype), grads)
-  out, _ = tx.update(grads, tx.init(PARAMS), PARAMS, **extra)
+  update = _update(specs is not None, normalize_by)
+  out, _ = update(grads, params=PARAMS, **extra)
   return out
 
 
@@ -76,7 +86,8 @@ def test_stacked_layers_are_clipped_like_single_ones():
   tx = per_matrix_clipping.per_matrix_clip(NORMS['stack'])
   single, _ = tx.update(layers, tx.init(params), params)
   for j in range(2):
-    np.testing.assert_allclose(out['stack'][j], single[f'l{j}'], rtol=1e-6)
+    # Sums of five terms of at most 0.4, in another order.
+    np.testing.assert_allclose(out['stack'][j], single[f'l{j}'], atol=1e-6)
   total = tx.sensitivity(params=params)
   assert total == pytest.approx(2**0.5 * NORMS['stack'])
 
