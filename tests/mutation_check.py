@@ -49,7 +49,7 @@ class Mutant:
 TRAJECTORY = 'aliases_test.py traced and (default or debiased)'
 DEFICIENT = 'aliases_test.py deficient'
 GAUGE = 'preconditioning_test.py change_before_every_step and 10'
-GEOMETRY = 'fixed_rank_test.py'
+GEOMETRY = 'fixed_rank'
 NOISE = 'noise_addition_test.py'
 CLIP = 'clipping_test.py'
 TANGENTS = 'fixed_rank/_tangents.py'

@@ -1,0 +1,93 @@
+"""The geometry under stacking, jit and vmap."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import fixed_rank
+from tests import oracles
+from tests.fixed_rank.cases import (
+  DEFICIENT,
+  as_factors,
+  compiled,
+  deficient_factors,
+  gradients,
+  random_problem,
+  scaled,
+)
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+
+def all_results(factors, grads, geometry=compiled):
+  """Every function of the module in one call."""
+  frame = geometry.frame(factors)
+  tangent = geometry.tangent_from_gradients(frame, grads)
+  tangent = geometry.project(frame, scaled(tangent, 0.1))
+  steps = geometry.lift(frame, tangent)
+  new = geometry.retract(frame, tangent)
+  aligned = geometry.retract(frame, tangent, align=True)
+  return {
+    'frame': frame,
+    'tangent': tangent,
+    'norm': geometry.norm(tangent),
+    'embed': geometry.embed(frame, tangent),
+    'lift': steps,
+    'horizontal_lift': geometry.horizontal_lift(factors, steps),
+    'retract': new,
+    'aligned': aligned,
+    'second_order': geometry.retract(frame, tangent, method='second_order'),
+    'transport': geometry.transport(frame, geometry.frame(aligned), tangent),
+  }
+
+
+def stacked_problem():
+  """Factors and gradients with two leading axes, two modules degenerate."""
+  rng = np.random.default_rng(39)
+  left = rng.standard_normal((2, 3, 8, 3))
+  right = rng.standard_normal((2, 3, 6, 3))
+  left[1, 2] = 0
+  right[0, 1, :, 2] = right[0, 1, :, 0]
+  factors = as_factors((left, right))
+  return factors, gradients(factors, rng.standard_normal((2, 3, 8, 6)))
+
+
+def assert_trees_close(tree, target, tolerance=1e-12):
+  paths = jax.tree_util.tree_leaves_with_path(tree)
+  for (path, a), b in zip(paths, jax.tree.leaves(target), strict=True):
+    assert oracles.relative_error(a, b) < tolerance, path
+
+
+def test_leading_axes_are_a_stack_of_modules():
+  factors, grads = stacked_problem()
+  stacked = all_results(factors, grads)
+  for index in np.ndindex(2, 3):
+    take = functools.partial(jax.tree.map, operator.itemgetter(index))
+    one = all_results(*take((factors, grads)))
+    assert_trees_close(take(stacked), one)
+
+
+def test_jit_and_vmap_change_nothing():
+  factors, grads = stacked_problem()
+  expected = all_results(factors, grads, fixed_rank)
+  assert_trees_close(all_results(factors, grads), expected)
+  mapped = jax.jit(jax.vmap(jax.vmap(all_results)))(factors, grads)
+  assert_trees_close(mapped, expected)
+
+
+@pytest.mark.parametrize('kind', ['full', *DEFICIENT])
+def test_everything_is_finite_and_keeps_float32(kind):
+  if kind == 'full':
+    factors, _, _ = random_problem(40, 12, 9, 4, 1e6, np.float32)
+  else:
+    factors = as_factors(deficient_factors(40, 12, 9, 4, kind), np.float32)
+  g = np.random.default_rng(41).standard_normal((12, 9)).astype(np.float32)
+  for path, x in jax.tree_util.tree_leaves_with_path(
+    all_results(factors, gradients(factors, g))
+  ):
+    assert x.dtype == jnp.float32, path
+    assert np.all(np.isfinite(x)), path

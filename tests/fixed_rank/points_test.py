@@ -1,0 +1,181 @@
+"""Frames against the dense oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import fixed_rank
+from tests import oracles
+from tests.fixed_rank.cases import (
+  CONDITIONS,
+  DEFICIENT,
+  EPS,
+  as_factors,
+  compiled,
+  conditions,
+  deficient,
+  deficient_factors,
+  gradients,
+  random_problem,
+  shapes,
+  sides,
+  zeros,
+)
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+
+@shapes
+@pytest.mark.parametrize(
+  ('dtype', 'condition'),
+  # At 1e6 the smallest direction is below the rounding of float32: masked.
+  [*((np.float64, c) for c in CONDITIONS), (np.float32, 10), (np.float32, 1e3)],
+)
+def test_frame_is_orthonormal_and_reproduces_the_factors(
+  m, n, rank, condition, dtype
+):
+  factors, point, _ = random_problem(0, m, n, rank, condition, dtype)
+  frame = compiled.frame(factors)
+  projectors = (point.left_projector, point.right_projector)
+  for (q, core), factor, projector in zip(
+    sides(frame), factors, projectors, strict=True
+  ):
+    assert q.dtype == core.dtype == dtype
+    q, core = np.asarray(q, np.float64), np.asarray(core, np.float64)
+    assert oracles.relative_error(q.T @ q, np.eye(rank)) < 20 * EPS[dtype]
+    assert oracles.relative_error(q @ core, factor) < 20 * EPS[dtype]
+    span = 20 * EPS[dtype] * condition
+    assert np.max(np.abs(q @ q.T - projector)) < span
+
+
+@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+def test_frame_in_the_balanced_gauge_is_exact_at_any_condition(dtype):
+  """Orthogonal columns have a span that rounding does not disturb."""
+  rng = np.random.default_rng(1)
+  factors = oracles.balance(oracles.random_factors(rng, 30, 20, 4, 1e3))
+  factors = as_factors(factors, dtype)  # Condition number of Z: 1e6.
+  frame = compiled.frame(factors)
+  for q, factor in zip(frame[:2], factors, strict=True):
+    q = np.asarray(q, np.float64)
+    columns = np.asarray(factor, np.float64)
+    exact = oracles.projector(columns / np.linalg.norm(columns, axis=0))
+    assert np.max(np.abs(q @ q.T - exact)) < 20 * EPS[dtype]
+    assert oracles.relative_error(q.T @ q, np.eye(4)) < 20 * EPS[dtype]
+
+
+@pytest.mark.parametrize('gauge', ['general', 'balanced', 'equal values'])
+def test_frame_is_a_continuous_function_of_the_factors(gauge):
+  """Singular vectors would turn freely where singular values coincide."""
+  rng = np.random.default_rng(2)
+  factors = oracles.random_factors(rng, 12, 9, 4, 5.0)
+  if gauge != 'general':
+    factors = oracles.balance(factors)
+  if gauge == 'equal values':
+    factors = tuple(f / np.linalg.norm(f, axis=0) for f in factors)
+  frame = compiled.frame(as_factors(factors))
+  for size in (1e-5, 1e-7, 1e-9, 1e-11):
+    moved = [f + size * rng.standard_normal(f.shape) for f in factors]
+    other = compiled.frame(as_factors(moved))
+    for a, b in zip(frame, other, strict=True):
+      assert oracles.relative_error(b, a) < 300 * size
+
+
+@conditions
+def test_a_gauge_turns_the_coordinates_by_orthogonal_matrices(condition):
+  """(L, R) -> (L K, R K^-T): X_L -> X_L O_R and X_R -> X_R O_L."""
+  rng = np.random.default_rng(3)
+  factors = oracles.random_factors(rng, 12, 9, 4, 2.0)
+  gauge = oracles.random_gauge(rng, 4, condition, 7.0)
+  g = rng.standard_normal((12, 9))
+  tolerance = 100 * EPS[np.float64] * condition
+  frames, tangents = [], []
+  for pair in (factors, oracles.change_gauge(factors, gauge)):
+    pair = as_factors(pair)
+    frames.append(compiled.frame(pair))
+    tangents.append(
+      compiled.tangent_from_gradients(frames[-1], gradients(pair, g))
+    )
+  turns = [a.T @ b for a, b in zip(frames[0][:2], frames[1][:2], strict=True)]
+  for turn in turns:
+    assert oracles.relative_error(turn.T @ turn, np.eye(4)) < tolerance
+  left, right = tangents[0].left @ turns[1], tangents[0].right @ turns[0]
+  assert oracles.relative_error(tangents[1].left, left) < tolerance
+  assert oracles.relative_error(tangents[1].right, right) < tolerance
+
+
+@deficient
+@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+def test_deficient_frames_are_partial_isometries(kind, dtype):
+  factors = as_factors(deficient_factors(16, 12, 9, 4, kind), dtype)
+  frame = compiled.frame(factors)
+  for (q, core), factor in zip(sides(frame), factors, strict=True):
+    q, core = np.asarray(q, np.float64), np.asarray(core, np.float64)
+    factor = np.asarray(factor, np.float64)
+    mask = q.T @ q
+    exact = oracles.projector(factor, EPS[dtype])
+    tolerance = 100 * EPS[dtype]
+    assert np.max(np.abs(q @ q.T - exact)) < tolerance
+    assert np.max(np.abs(mask @ mask - mask)) < tolerance
+    np.testing.assert_allclose(np.trace(mask), np.trace(exact), atol=1e-4)
+    assert oracles.relative_error(q @ core, factor) < tolerance
+    if not factor.any():
+      assert not q.any()
+
+
+@pytest.mark.parametrize('kind', ['full', *DEFICIENT])
+@pytest.mark.parametrize('scale', [1e-12, 1e12])
+def test_the_scale_of_the_factors_does_not_matter(kind, scale):
+  """In float32 the squares of such numbers leave the range of the type."""
+  if kind == 'full':
+    pair = tuple(random_problem(42, 12, 9, 4, 3.0)[0])
+  else:
+    pair = deficient_factors(42, 12, 9, 4, kind)
+  factors = as_factors((pair[0] * scale, pair[1] / scale), np.float32)
+  frame = compiled.frame(factors)
+  plain = compiled.frame(as_factors(pair, np.float32))
+  for a, b in zip(frame[:2], plain[:2], strict=True):
+    assert oracles.relative_error(a @ a.T, b @ b.T) < 1e-5
+
+
+@pytest.mark.parametrize('kind', ['full', *DEFICIENT])
+def test_derivatives_are_finite_and_stop_at_the_frames(kind):
+  """A frame has no derivative at a zero factor; it counts as a constant."""
+  if kind == 'full':
+    factors, _, _ = random_problem(43, 12, 9, 4, 3.0)
+  else:
+    factors = as_factors(deficient_factors(43, 12, 9, 4, kind))
+  g = np.random.default_rng(44).standard_normal((12, 9))
+  grads = gradients(factors, jnp.asarray(g))
+
+  def energy(factors, grads):
+    frame = compiled.frame(factors)
+    tangent = compiled.tangent_from_gradients(frame, grads)
+    return sum(jnp.sum(x**2) for x in tangent) / 2  # No root at zero.
+
+  d_factors, d_grads = jax.grad(energy, argnums=(0, 1))(factors, grads)
+  for x in d_factors:
+    assert not np.any(np.asarray(x))
+  assert np.all(np.isfinite(np.concatenate(d_grads)))
+  # Half the square is homogeneous of degree two: <x, df(x)> = 2 f(x).
+  inner = sum(np.vdot(a, b) for a, b in zip(d_grads, grads, strict=True))
+  np.testing.assert_allclose(inner, 2 * energy(factors, grads), atol=1e-11)
+
+
+@pytest.mark.parametrize(
+  ('left', 'right', 'message'),
+  [
+    (zeros(5, 2), zeros(4, 3), r'\(5, 2\).*\(4, 3\)'),
+    (zeros(2, 5, 2), zeros(3, 4, 2), r'\(2, 5, 2\).*\(3, 4, 2\)'),
+    (zeros(5, 4), zeros(3, 4), 'rank'),
+    (zeros(3, 4), zeros(5, 4), 'rank'),
+    (zeros(5), zeros(4), r'\(5,\)'),
+    (zeros(5, 0), zeros(4, 0), 'rank'),
+  ],
+)
+def test_factors_that_do_not_fit_are_refused(left, right, message):
+  factors = fixed_rank.Factors(left, right)
+  with pytest.raises(ValueError, match=message):
+    compiled.frame(factors)
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(fixed_rank.frame, factors)
