@@ -20,8 +20,7 @@ import numpy as np
 import optax
 from sklearn import datasets
 
-from prism_optax import accounting, per_matrix_clipping
-from prism_optax.dp_muon import dp_muon
+from prism_optax import accounting, dp_muon, per_matrix_clipping
 
 DELTA, EXPECTED_BATCH, STEPS, HIDDEN, CLIP = 1e-5, 128.0, 120, 64, 0.5
 

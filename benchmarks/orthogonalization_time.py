@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import orthogonal_updates
-from prism_optax.dp_muon import dp_muon
+from prism_optax import dp_muon, orthogonal_updates
 
 # Rows, columns, how many of them.
 MODELS = {

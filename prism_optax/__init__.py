@@ -3,7 +3,10 @@
 from prism_optax import accounting as accounting
 from prism_optax import diagnostics as diagnostics
 from prism_optax import fixed_rank as fixed_rank
+from prism_optax import inference as inference
 from prism_optax import lora as lora
+from prism_optax import orthogonalization as orthogonalization
+from prism_optax.aliases import dp_muon as dp_muon
 from prism_optax.aliases import prism as prism
 from prism_optax.clipping import intrinsic_clip as intrinsic_clip
 from prism_optax.clipping import tangent_coordinates as tangent_coordinates
@@ -14,6 +17,16 @@ from prism_optax.noise_addition import (
   TangentPrivatizerState as TangentPrivatizerState,
 )
 from prism_optax.noise_addition import tangent_privatizer as tangent_privatizer
+from prism_optax.orthogonal_tangents import (
+  orthogonalize_tangents as orthogonalize_tangents,
+)
+from prism_optax.orthogonal_updates import BiasCorrection as BiasCorrection
+from prism_optax.orthogonal_updates import (
+  OrthogonalizeState as OrthogonalizeState,
+)
+from prism_optax.orthogonal_updates import orthogonalize as orthogonalize
+from prism_optax.per_matrix_clipping import clip_each_matrix as clip_each_matrix
+from prism_optax.per_matrix_clipping import per_matrix_clip as per_matrix_clip
 from prism_optax.preconditioning import (
   RankPreconditionerState as RankPreconditionerState,
 )

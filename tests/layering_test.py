@@ -30,17 +30,19 @@ LAYERS = (
     'orthogonal_updates',
     'orthogonal_tangents',
     'tangent_probes',
+    'orthogonal_tangents',
+    'tangent_probes',
     'inference',
     'diagnostics',
   ),
-  ('aliases', 'dp_muon'),
+  ('aliases',),
 )
 LAYER = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
 # Beside the layers: no JAX, not even through a module that it imports.
 HOST_SIDE = 'accounting'
 HOST_SIDE_IMPORTS = {'_validate'}
-HOST_SIDE_USERS = {'aliases', 'dp_muon', 'inference'}
+HOST_SIDE_USERS = {'aliases', 'inference'}
 
 RUNTIME = {'jax', 'optax', 'numpy', 'dp_accounting'}
 NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}

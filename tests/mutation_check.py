@@ -46,8 +46,8 @@ class Mutant:
   tests: tuple[str, ...]
 
 
-TRAJECTORY = 'aliases_test.py traced and (default or debiased)'
-DEFICIENT = 'aliases_test.py deficient'
+TRAJECTORY = 'aliases/prism_test.py traced and (default or debiased)'
+DEFICIENT = 'aliases/prism_test.py deficient'
 GAUGE = 'preconditioning_test.py change_before_every_step and 10'
 GEOMETRY = 'fixed_rank'
 NOISE = 'noise_addition_test.py'
@@ -216,7 +216,7 @@ MUTANTS = (
   ),
   Mutant(
     'noise of the sum on the mean',
-    'aliases.py',
+    'aliases/_prism.py',
     'stddev = noise_multiplier * bound',
     'stddev = noise_multiplier * l2_clip_norm',
     (TRAJECTORY,),

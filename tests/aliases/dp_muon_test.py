@@ -10,8 +10,7 @@ import optax
 import pytest
 from scipy import stats
 
-from prism_optax import accounting, clip_groups, per_matrix_clipping
-from prism_optax.dp_muon import dp_muon
+from prism_optax import accounting, clip_groups, dp_muon, per_matrix_clipping
 from tests import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers

@@ -1,4 +1,4 @@
-"""Ready-made optimizers."""
+"""PRISM as one optimizer."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from prism_optax import (
   clipping,
   lora,
   noise_addition,
+  orthogonal_tangents,
   preconditioning,
   retraction,
 )
@@ -26,6 +27,7 @@ def prism(
   per_example_gradients: bool = True,
   weight_decay: Any = 0.0,
   retraction_method: str = 'svd',
+  orthogonalize: bool = False,
   b1: Any = 0.9,
   b2: Any = 0.999,
   eps: Any = 1e-8,
@@ -76,6 +78,9 @@ def prism(
       the caller's, and must be at this C and b.
     weight_decay: Of Z, see :func:`add_decayed_factors`.
     retraction_method: See :func:`retract`.
+    orthogonalize: Muon on the manifold: in place of the rank preconditioner the
+      direction is :func:`orthogonalize_tangents` of a heavy ball with momentum
+      b1, scaled to the same size. The options below b2 and eps then do nothing.
     b1: This and the next: see :func:`scale_by_rank_preconditioner`.
     b2: As there.
     eps: As there.
@@ -112,11 +117,19 @@ def prism(
   _validate.non_negative('weight_decay', weight_decay)
   bound = l2_clip_norm / expected_batch_size
   stddev = noise_multiplier * bound
-  # Parts rather than transformations: one tree in, one tree out, and the frames
-  # of each step computed once.
-  parts = [
-    noise_addition.tangent_privatizer_part(stddev, prng_key),
-    preconditioning.rank_preconditioner_part(
+  if orthogonalize:
+    adaptive = orthogonal_tangents.orthogonalize_tangents_part(
+      b1,
+      degree=2,
+      steps=5,
+      normalize='max1',
+      coordinate_rms=1.0,
+      b1=b1,
+      b2=b2,
+      eps=eps,
+    )
+  else:
+    adaptive = preconditioning.rank_preconditioner_part(
       b1,
       b2,
       eps,
@@ -128,7 +141,12 @@ def prism(
       basis=basis,
       transport=transport,
       max_update_norm=max_update_norm,
-    ),
+    )
+  # Parts rather than transformations: one tree in, one tree out, and the frames
+  # of each step computed once.
+  parts = [
+    noise_addition.tangent_privatizer_part(stddev, prng_key),
+    adaptive,
   ]
   if per_example_gradients:
     parts.insert(
