@@ -79,6 +79,16 @@ def test_random_integers_are_uniform():
     assert chi_square_pvalue(counts, np.full(bound, 1 / bound)) > 1e-6
 
 
+def test_the_remainder_of_the_range_is_drawn_again(monkeypatch):
+  """2^32 is no multiple of 1000: its last 296 numbers would favour 0 to 295."""
+  drawn = iter([[4_294_966_999, 4_294_967_000, 4_294_967_295], [7, 1008]])
+  monkeypatch.setattr(
+    _discrete_gaussian, '_random_bits', lambda *_: np.array(next(drawn))
+  )
+  found = _discrete_gaussian._random_below(3, 1000)
+  np.testing.assert_array_equal(found, [999, 7, 8])
+
+
 @pytest.mark.parametrize('noise', ['discrete', 'gaussian'])
 @pytest.mark.parametrize('block_ndim', [1, 2])
 def test_noise_is_white_and_of_the_right_size(noise, block_ndim):
