@@ -75,8 +75,9 @@ def frame(factors: Factors) -> Frame:
     ValueError: If the shapes do not match or ``r > min(m, n)``.
 
   >>> import jax.numpy as jnp
-  >>> f = frame(Factors(jnp.array([[3.0], [4.0]]), jnp.array([[0.0], [2.0]])))
-  >>> print(f.left.ravel(), f.left_core.ravel(), f.right.ravel())
+  >>> left, right = jnp.array([[3.0], [4.0]]), jnp.array([[0.0], [2.0]])
+  >>> f = frame(Factors(left, right))
+  >>> print(f.left.ravel().round(3), f.left_core.ravel(), f.right.ravel())
   [0.6 0.8] [5.] [0. 1.]
   """
   left, right = factors
