@@ -8,7 +8,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, rdp
 
 from prism_optax import _validate
-from prism_optax.accounting import _checks, _dpsgd
+from prism_optax.accounting import _checks, _dpsgd, _grid
 
 # Ten times coarser than the accountant's grid and about ten times faster. It
 # finds the neighbourhood; the answer is checked on the fine one.
@@ -91,7 +91,7 @@ def calibrate_noise_multiplier(
     interval = None
     if accountant == 'pld' and widest_interval:
       # Little noise needs a wider grid still, or it would not fit in memory.
-      interval = max(widest_interval, _dpsgd.affordable_interval(event, delta))
+      interval = max(widest_interval, _grid.affordable_interval(event, delta))
     return _dpsgd.epsilon(
       event,
       delta,
