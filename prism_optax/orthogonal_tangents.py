@@ -135,8 +135,11 @@ def orthogonalize_tangents_part(
   adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
   def init_pair(tangent: Tangent) -> TangentMomentum:
-    zeros = jax.tree.map(jnp.zeros_like, tangent)
-    return TangentMomentum(Factors(*zeros), zeros)
+    # Each in an array of its own: a state may be donated, no buffer twice.
+    return TangentMomentum(
+      Factors(*jax.tree.map(jnp.zeros_like, tangent)),
+      jax.tree.map(jnp.zeros_like, tangent),
+    )
 
   def scale_of(tangent: Tangent) -> float:
     if coordinate_rms is None:

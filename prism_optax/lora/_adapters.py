@@ -1,8 +1,7 @@
 """Between a parameter tree and stacked arrays that the geometry works on.
 
-Modules of the same m, n and r are stacked along one axis, whatever their
-number, so a program's size and compile time hardly grow with the number of
-modules.
+Modules of the same shapes are stacked along one axis, whatever their number, so
+a program's size and compile time hardly grow with the number of modules.
 """
 
 import collections

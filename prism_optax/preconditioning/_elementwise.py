@@ -21,8 +21,10 @@ class ElementwiseMoments(NamedTuple):
 
 
 def init_moments(leaf: jax.Array) -> ElementwiseMoments:
-  zeros = jnp.zeros_like(leaf)
-  return ElementwiseMoments(zeros, zeros, jnp.zeros((), leaf.dtype))
+  # Each in an array of its own: a state may be donated, and no buffer twice.
+  return ElementwiseMoments(
+    jnp.zeros_like(leaf), jnp.zeros_like(leaf), jnp.zeros((), leaf.dtype)
+  )
 
 
 def accumulate(

@@ -53,16 +53,18 @@ class Moments(NamedTuple):
 
 
 def init_moments(tangent: Tangent) -> Moments:
-  """Zeros; ``tangent`` gives shapes and type."""
-  rank = tangent.left.shape[-1]
-  square = jnp.zeros((*tangent.left.shape[:-2], rank, rank), tangent.left.dtype)
-  zeros = jax.tree.map(jnp.zeros_like, tangent)
-  return Moments(
-    Factors(*zeros),
-    zeros,
-    RankMatrices(square, square),
-    RankMatrices(square, square),
-  )
+  """Zeros; ``tangent`` gives shapes and type.
+
+  Each in an array of its own: a state may be donated, and no buffer twice.
+  """
+
+  def zeros():
+    return jax.tree.map(jnp.zeros_like, tangent)
+
+  def squares():
+    return RankMatrices(*(gram(x, x) for x in zeros()))
+
+  return Moments(Factors(*zeros()), zeros(), squares(), squares())
 
 
 def split_core(frame: Frame, tangent: Tangent) -> tuple[jax.Array, jax.Array]:

@@ -138,3 +138,24 @@ def test_bad_arguments_are_named(name, value):
   label = {'retraction_method': 'method'}.get(name, name)
   with pytest.raises(ValueError, match=label):
     prism_optax.prism(0.1, **options)
+
+
+@pytest.mark.parametrize(
+  'options', [{}, {'basis': 'factor'}, {'orthogonalize': True}]
+)
+def test_parameters_and_state_may_be_donated(options):
+  """From the first step on: no buffer of the initial state is there twice."""
+  problem = problems.Problem(SHAPES)
+  params = problem.params(*problem.start(), jnp.float32)
+  tx = prism_optax.prism(0.05, **REQUIRED, **options)
+  state = tx.init(params)
+  grads = jax.tree.map(lambda x: jnp.ones((3, *x.shape)), params)
+
+  def step(params, state):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  donating = jax.jit(step, donate_argnums=(0, 1))
+  for _ in range(2):
+    params, state = donating(params, state)
+  assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(params))
