@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from prism_optax import _linalg, _validate
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame
-from prism_optax.fixed_rank._tangents import Tangent, remove
+from prism_optax.fixed_rank._tangents import Tangent, check_fits, remove
 
 
 def retract(
@@ -47,9 +47,10 @@ def retract(
     The new factors.
 
   Raises:
-    ValueError: For another ``method``.
+    ValueError: For another ``method``, or shapes that do not fit the frame.
   """
   _validate.one_of('method', method, ('svd', 'second_order'))
+  check_fits(frame, 'tangent', tangent)
   return Factors(*_method(method, bool(align))(*frame, *tangent))
 
 

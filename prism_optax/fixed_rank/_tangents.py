@@ -23,6 +23,23 @@ class Tangent(NamedTuple):
   right: jax.Array
 
 
+def check_fits(
+  frame: Frame | Factors, name: str, pair: Factors | Tangent
+) -> None:
+  """Raises ``ValueError`` unless m, n and r of ``pair`` are the frame's.
+
+  Broadcasting would turn some other shapes into a wrong answer.
+  """
+  for x, q in zip(pair, frame, strict=False):
+    if jnp.shape(x)[-2:] != q.shape[-2:]:
+      raise ValueError(
+        f'Expected {name} of shapes (..., {q.shape[-2]}, {q.shape[-1]}) for'
+        f' frames of shapes {frame[0].shape} and {frame[1].shape}, got'
+        f' {name}.left.shape={jnp.shape(pair[0])},'
+        f' {name}.right.shape={jnp.shape(pair[1])}.'
+      )
+
+
 def remove(q: jax.Array, x: jax.Array) -> jax.Array:
   """``(I - q q^T) x``."""
   return x - matmul(q, gram(q, x))
@@ -43,6 +60,7 @@ def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
   Returns:
     Coordinates in the shapes of ``grads``.
   """
+  check_fits(frame, 'grads', grads)
   return Tangent(
     remove(frame.left, matmul(grads.left, frame.right_inverse)),
     matmul(grads.right, frame.left_inverse),
@@ -56,6 +74,7 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
   factors mask what a rank-deficient factor does not show. Applied to i.i.d.
   standard normal arrays it gives isotropic tangent noise (PRISM, Eq. 17-21).
   """
+  check_fits(frame, 'tangent', tangent)
   return Tangent(
     remove(frame.left, matmul(tangent.left, gram(frame.right, frame.right))),
     matmul(tangent.right, gram(frame.left, frame.left)),
@@ -74,6 +93,7 @@ def lift(
   cancels from the tangent vector whatever its accuracy: with the core D of T,
   ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
   """
+  check_fits(frame, 'tangent', tangent)
   left, right = tangent
   if horizontal:
     core = gram(right, frame.right)
@@ -94,6 +114,7 @@ def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
 
   ``X_L = (I - P_L) dL C_R^T`` and ``X_R = dR C_L^T + Q_R C_R dL^T Q_L``.
   """
+  check_fits(frame, 'steps', steps)
   return Tangent(
     remove(frame.left, matmul(steps.left, frame.right_core.mT)),
     matmul(steps.right, frame.left_core.mT)
@@ -130,6 +151,7 @@ def norm(tangent: Tangent) -> jax.Array:
 
 def embed(frame: Frame, tangent: Tangent) -> jax.Array:
   """The dense m x n matrix T, (..., m, n): for tests and small problems."""
+  check_fits(frame, 'tangent', tangent)
   return matmul(tangent.left, frame.right.mT) + matmul(
     frame.left, tangent.right.mT
   )
@@ -144,6 +166,8 @@ def transport(
   Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only. Of the
   frames only the two bases are read.
   """
+  check_fits(old_frame, 'tangent', tangent)
+  check_fits(new_frame, 'tangent', tangent)
   left = matmul(tangent.left, gram(old_frame.right, new_frame.right)) + matmul(
     old_frame.left, gram(tangent.right, new_frame.right)
   )
