@@ -369,11 +369,15 @@ def test_short_run_on_real_sentences(tmp_path):
       str(evaluation),
     ),
     *('--target-epsilon', '6', '--delta', '1e-5', '--output', str(output)),
-    *('--steps', '20', '--batch-size', '64', '--max-length', '32'),
-    *('--lora-layers', '2', '--eval-every', '20', '--skip-padding'),
+    *('--steps', '40', '--batch-size', '128', '--max-length', '32'),
+    *('--lora-layers', '2', '--eval-every', '40', '--skip-padding'),
+    # A seed: so short a run under so much noise is not sure to gain.
+    *('--learning-rate', '5e-3', '--seed', '1'),
   )
   first, last = _rows(output)
+  # 0.595 to 0.730 when this was written; 200 rows have an error of 0.03.
+  assert last['eval_accuracy'] > first['eval_accuracy'] + 0.06
   assert last['eval_loss'] < first['eval_loss']
-  assert 'Poisson sampling with probability 64/67349' in printed
+  assert 'Poisson sampling with probability 128/67349' in printed
   summary = json.loads((output / 'summary.json').read_text())
   assert 5.9 < summary['epsilon'] <= 6
