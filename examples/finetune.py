@@ -205,7 +205,7 @@ def compare_on_digits(
     init_seed=options.init_seed,
   )
   save_options(options, task, plan, output)
-  chosen = [options.optimizer] if options.optimizer else list(methods.METHODS)
+  chosen = [options.optimizer] if options.optimizer else list(methods.COMPARED)
   rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
   statement = ''
   for name in chosen:

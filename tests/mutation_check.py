@@ -329,6 +329,7 @@ def environment():
   cache = pathlib.Path(tempfile.gettempdir()) / f'mutants-{os.getpid()}'
   return {
     **os.environ,
+    'CI': 'true',  # Else pytest cuts its summary at the terminal's width.
     'OMP_NUM_THREADS': '1',
     'OPENBLAS_NUM_THREADS': '1',
     'JAX_COMPILATION_CACHE_DIR': str(cache),
@@ -353,8 +354,12 @@ def first_failure(folder, tests, env):
       check=False,
     )
     if done.returncode == 1:
-      found = re.search(r'^(?:FAILED|ERROR) (\S+)', done.stdout, re.M)
-      return found.group(1) if found else name
+      found = re.search(r'^FAILED (.+?)(?: - (.*))?$', done.stdout, re.M)
+      test, reason = found.groups('') if found else (name, 'no summary')
+      # A mutant that cannot even run is no evidence for the test.
+      if re.match(r'(?!AssertionError)\w+(Error|Exception)\b', reason):
+        raise RuntimeError(f'{test} crashed: {reason}')
+      return test
     if done.returncode:
       # No test selected, or pytest itself failed: no evidence either way.
       raise RuntimeError(f'{line}: {done.stdout[-2000:]}{done.stderr[-2000:]}')

@@ -15,7 +15,9 @@ import optax
 
 import prism_optax
 
-METHODS = ('prism', 'dp-adamw', 'adamw')
+METHODS = ('prism', 'dp-muon', 'dp-adamw', 'adamw')
+# What the default task compares.
+COMPARED = ('prism', 'dp-adamw', 'adamw')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,14 @@ def _unchanged(params: Any) -> Callable[[Any], Any]:
   return lambda gradients: gradients
 
 
+def _matrices(params: Any) -> Any:
+  """Which leaves are matrices, for DP-Muon."""
+  return jax.tree.map(
+    lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
+    params,
+  )
+
+
 def make(
   name: str,
   *,
@@ -56,20 +66,24 @@ def make(
   noise_multiplier: float,
   expected_batch_size: int,
   prng_key: jax.Array,
+  params: Any,
 ) -> Method:
   """Builds a method.
 
   Args:
     name: ``prism``: PRISM (arXiv:2606.00944) on the manifold of the adapters.
-      ``dp-adamw``: AdamW on the two factors of every adapter, clipped and
-      noised as they are. ``adamw``: the same with neither clip nor noise;
-      NOT private.
+      ``dp-muon``: DP-Muon (arXiv:2605.12994) on the two factors of every
+      adapter and the matrix of the head, each clipped by itself to an equal
+      share of the norm, Adam for biases. ``dp-adamw``: AdamW on the two
+      factors of every adapter, clipped and noised as they are. ``adamw``: the
+      same with neither clip nor noise; NOT private.
     learning_rate: A number or a schedule.
     l2_clip_norm: Of one example's gradient over all trainable leaves.
     noise_multiplier: Standard deviation of the noise on the mean, divided by
       ``l2_clip_norm / expected_batch_size``.
     expected_batch_size: The divisor of the sum, a declared constant.
     prng_key: Of the noise, secret; see ``randomness.noise_key``.
+    params: The trainable parameters: how many matrices there are.
 
   Returns:
     The method.
@@ -95,6 +109,23 @@ def make(
       # Same adapters in the gauge where their frames are exact.
       prepare=prism_optax.lora.canonicalize,
     )
+  if name == 'dp-muon':
+    # K groups of norm C / sqrt(K) each: together C, as for the others.
+    groups = {'weight_dimension_numbers': _matrices}
+    unit = prism_optax.per_matrix_clip(1.0, **groups)
+    share = l2_clip_norm / unit.sensitivity(params=params)
+    transform = prism_optax.dp_muon(
+      learning_rate,
+      l2_clip_norms=share,
+      noise_multiplier=noise_multiplier,
+      expected_batch_size=expected_batch_size,
+      per_example_gradients=False,
+      prng_key=prng_key,
+      consistent_rms=0.2,
+      **groups,
+    )
+    clip = prism_optax.clip_each_matrix(share, **groups)
+    return Method(name, l2_clip_norm, lambda params: clip, transform)
   if name == 'dp-adamw':
     privatizer = jax_privacy.noise_addition.gaussian_privatizer(
       stddev=stddev,

@@ -89,7 +89,7 @@ def train(
     if not settings.keep_checkpoints:  # It may have ended just before that.
       checkpoints.erase(output)
     return json.loads(summary_path.read_text('utf-8'))
-  method = _method(plan, settings)
+  method = _method(plan, settings, task.params)
   state = training.init_state(task.params, method)
   store = checkpoints.Checkpoints(output)
   checkpoint = checkpoints.Checkpoint(
@@ -122,7 +122,9 @@ def train(
   return summary
 
 
-def _method(plan: privacy.Plan, settings: Settings) -> methods.Method:
+def _method(
+  plan: privacy.Plan, settings: Settings, params: Any
+) -> methods.Method:
   return methods.make(
     settings.optimizer,
     learning_rate=optax.cosine_decay_schedule(
@@ -132,6 +134,7 @@ def _method(plan: privacy.Plan, settings: Settings) -> methods.Method:
     noise_multiplier=plan.noise_multiplier,
     expected_batch_size=plan.expected_batch_size,
     prng_key=randomness.noise_key(settings.seed),
+    params=params,
   )
 
 

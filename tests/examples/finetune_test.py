@@ -336,7 +336,7 @@ def test_killed_run_resumes_and_loses_nothing(tiny_files, tiny_model, tmp_path):
 def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
   output = _finish('--output', str(tmp_path / 'digits'))
   accuracy = {}
-  for name in ('before adaptation', *methods.METHODS):
+  for name in ('before adaptation', *methods.COMPARED):
     line = next(l for l in output.splitlines() if l.startswith(f'{name}  '))
     accuracy[name] = float(line[len(name) :].split()[0])
   # Eight standard errors of 297 pictures, whatever the noise.

@@ -35,7 +35,7 @@ def model():
   return classifier.split(network)
 
 
-def _method(name, noise=0.0, learning_rate=0.1):
+def _method(name, noise=0.0, learning_rate=0.1, params=None):
   return methods.make(
     name,
     learning_rate=learning_rate,
@@ -43,6 +43,7 @@ def _method(name, noise=0.0, learning_rate=0.1):
     noise_multiplier=noise,
     expected_batch_size=BATCH,
     prng_key=jax.random.key(5),
+    params={'w': jnp.ones((2, 3))} if params is None else params,
   )
 
 
@@ -134,7 +135,7 @@ def test_padding_contents_and_microbatches_do_not_matter(model):
 def _noisy(model, compiled_steps, name):
   """A compiled step with noise, and a fresh state for it."""
   graphdef, start, frozen = model
-  method = _method(name, noise=0.5)
+  method = _method(name, noise=0.5, params=start)
   state = training.init_state(start, method)
   if name not in compiled_steps:
     step = training.make_step(
@@ -205,6 +206,7 @@ def test_noise_has_the_scale_of_the_divisor(model):
       noise_multiplier=noise,
       expected_batch_size=BATCH,
       prng_key=jax.random.key(seed),
+      params=start,
     )
     zeros = jax.tree.map(jnp.zeros_like, start)
     state = method.transform.init(start)
