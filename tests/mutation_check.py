@@ -317,9 +317,9 @@ MUTANTS = (
   Mutant(
     'calibration stops above the target',
     'accounting/_calibration.py',
-    'if gap <= 0 and gap / slope <= 2e-6:',
-    'if True:',
-    ('accounting/calibration_test.py meets_the_target',),
+    'while spent(sigma) > target:',
+    'while False:',
+    ('accounting/calibration_test.py nudge or jumps',),
   ),
 )
 
