@@ -268,6 +268,11 @@ def test_output_folder_of_another_run_is_refused(finished, capsys):
   assert 'is not empty' in capsys.readouterr().err
 
 
+def test_every_method_has_a_learning_rate():
+  for rates in options_lib.LEARNING_RATES.values():
+    assert set(rates) == set(methods.METHODS)
+
+
 def _options(argv):
   return options_lib.resolve(vars(options_lib.make_parser('').parse_args(argv)))
 
