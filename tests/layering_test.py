@@ -17,21 +17,13 @@ PACKAGE = 'prism_optax'
 ROOT = pathlib.Path(__file__).parents[1] / PACKAGE
 
 LAYERS = (
-  (
-    '_validate',
-    '_linalg',
-    '_matrix_axes',
-    '_per_example',
-    '_randomness',
-    '_horizon',
-  ),
+  ('_validate', '_linalg', '_matrix_axes', '_per_example', '_randomness'),
   ('fixed_rank', 'orthogonalization', 'clip_groups'),
   ('lora', 'tangent_orthogonalization'),
   (
     'clipping',
     'per_matrix_clipping',
     'noise_addition',
-    'correlated_noise',
     'preconditioning',
     'retraction',
     'weight_decay',
@@ -43,7 +35,7 @@ LAYERS = (
     'inference',
     'diagnostics',
   ),
-  ('aliases', 'augmented'),
+  ('aliases',),
 )
 LAYER = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
@@ -55,7 +47,7 @@ HOST_SIDE_USERS = {'aliases', 'inference'}
 RUNTIME = {'jax', 'optax', 'numpy', 'dp_accounting'}
 NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}
 # Optional packages, imported inside a function where a user asks for them.
-LAZY = {'augmented': {'jax_privacy'}}
+LAZY: dict[str, set[str]] = {}
 
 
 def imports(source, package=PACKAGE):
