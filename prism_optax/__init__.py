@@ -8,8 +8,19 @@ from prism_optax import lora as lora
 from prism_optax import orthogonalization as orthogonalization
 from prism_optax.aliases import dp_muon as dp_muon
 from prism_optax.aliases import prism as prism
+from prism_optax.augmented import AugmentedState as AugmentedState
+from prism_optax.augmented import augmented_optimizer as augmented_optimizer
 from prism_optax.clipping import intrinsic_clip as intrinsic_clip
 from prism_optax.clipping import tangent_coordinates as tangent_coordinates
+from prism_optax.correlated_noise import (
+  CorrelatedPrivatizerState as CorrelatedPrivatizerState,
+)
+from prism_optax.correlated_noise import (
+  correlated_noise_stddev as correlated_noise_stddev,
+)
+from prism_optax.correlated_noise import (
+  correlated_tangent_privatizer as correlated_tangent_privatizer,
+)
 from prism_optax.noise_addition import (
   ForeignPrivatizerState as ForeignPrivatizerState,
 )

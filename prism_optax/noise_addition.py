@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _randomness, _validate, fixed_rank, lora
+from prism_optax import _horizon, _randomness, _validate, fixed_rank, lora
+from prism_optax._horizon import (
+  ForeignPrivatizerState as ForeignPrivatizerState,
+)
 from prism_optax.lora import Blocks
 
 
@@ -18,18 +21,6 @@ class TangentPrivatizerState(NamedTuple):
   """
 
   prng_key: jax.Array
-
-
-class ForeignPrivatizerState(NamedTuple):
-  """State of :func:`tangent_privatizer` around another privatizer.
-
-  Attributes:
-    count: Updates so far, shape (), int32.
-    inner: State of the privatizer.
-  """
-
-  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
-  inner: Any
 
 
 def _standard_normal(key: jax.Array, like: Blocks) -> Blocks:
@@ -54,31 +45,6 @@ def _standard_normal(key: jax.Array, like: Blocks) -> Blocks:
     draws.append(flat[x.dtype][start[x.dtype] : end].reshape(x.shape))
     start[x.dtype] = end
   return jax.tree.unflatten(treedef, draws)
-
-
-def _repeats_its_last_row(privatizer: Any) -> bool:
-  """Whether this is jax-privacy's privatizer for a dense noising matrix.
-
-  Nothing but the name of the function that made it tells.
-  """
-  update = getattr(privatizer, 'update', None)
-  return 'dense_matrix_factorization' in getattr(update, '__qualname__', '')
-
-
-def _update_foreign(privatizer, horizon, blocks, state, adapters):
-  """Noise by another privatizer; nothing at all beyond the horizon."""
-  count = state.count
-  known = not isinstance(count, jax.core.Tracer)
-  if horizon is not None and known and int(count) >= horizon:
-    raise ValueError(
-      f'The noise was made for horizon={horizon} updates, and this is update'
-      f' {int(count) + 1}: more of it would repeat.'
-    )
-  tree, inner = privatizer.update(adapters.tree(blocks), state.inner)
-  noisy = adapters.coordinates(tree)
-  if horizon is not None:
-    noisy = jax.tree.map(lambda x: jnp.where(count < horizon, x, 0), noisy)
-  return noisy, ForeignPrivatizerState(optax.safe_increment(count), inner)
 
 
 def tangent_privatizer(
@@ -113,7 +79,9 @@ def tangent_privatizer(
       second one with the same key repeats the noise.
     privatizer: In place of ``stddev``: any privatizer in the manner of optax
       (jax-privacy's), which adds its own noise to trees in the shapes of the
-      parameters.
+      parameters. Noise that is correlated over steps should go to
+      :func:`correlated_tangent_privatizer` instead: in coordinates that turn
+      from step to step it does not cancel.
     horizon: With ``privatizer``: the number of updates that its noise is made
       for. Beyond it nothing is released: an update raises where the step count
       is known, and under ``jit`` gives zeros, neither signal nor noise.
@@ -164,7 +132,7 @@ def tangent_privatizer_part(
     if privatizer is None:
       raise ValueError(f'horizon is for a privatizer, got {horizon=} alone.')
     _validate.integer('horizon', horizon, 1)
-  elif _repeats_its_last_row(privatizer):
+  elif _horizon.repeats_its_last_row(privatizer):
     raise ValueError(
       'This privatizer (dense matrix factorization) repeats the same noise'
       ' beyond the last row of its matrix: pass horizon=, the number of its'
@@ -174,11 +142,13 @@ def tangent_privatizer_part(
     _validate.non_negative('stddev', stddev)
   _randomness.check_key('prng_key', prng_key)
 
+  if privatizer is not None:
+    foreign = _horizon.limited(privatizer, horizon)
+
   def init(adapters, params):
     if privatizer is not None:
       # It sees coordinates: in the shapes of params, float32 at least.
-      inner = privatizer.init(adapters.tree(adapters.coordinates(params)))
-      return ForeignPrivatizerState(jnp.zeros((), jnp.int32), inner)
+      return foreign.init(adapters.tree(adapters.coordinates(params)))
     return TangentPrivatizerState(
       _randomness.resolve_key('prng_key', prng_key, params)
     )
@@ -186,9 +156,9 @@ def tangent_privatizer_part(
   def update(blocks, state, point, **extra_args):
     del extra_args
     if privatizer is not None:
-      noisy, state = _update_foreign(
-        privatizer, horizon, blocks, state, point.adapters
-      )
+      adapters = point.adapters
+      noisy, state = foreign.update(adapters.tree(blocks), state)
+      noisy = adapters.coordinates(noisy)
     else:
       next_key, key = jax.random.split(state.prng_key)
       noisy = jax.tree.map(

@@ -17,13 +17,21 @@ PACKAGE = 'prism_optax'
 ROOT = pathlib.Path(__file__).parents[1] / PACKAGE
 
 LAYERS = (
-  ('_validate', '_linalg', '_matrix_axes', '_per_example', '_randomness'),
+  (
+    '_validate',
+    '_linalg',
+    '_matrix_axes',
+    '_per_example',
+    '_randomness',
+    '_horizon',
+  ),
   ('fixed_rank', 'orthogonalization', 'clip_groups'),
   ('lora', 'tangent_orthogonalization'),
   (
     'clipping',
     'per_matrix_clipping',
     'noise_addition',
+    'correlated_noise',
     'preconditioning',
     'retraction',
     'weight_decay',
@@ -35,7 +43,7 @@ LAYERS = (
     'inference',
     'diagnostics',
   ),
-  ('aliases',),
+  ('aliases', 'augmented'),
 )
 LAYER = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
@@ -47,7 +55,7 @@ HOST_SIDE_USERS = {'aliases', 'inference'}
 RUNTIME = {'jax', 'optax', 'numpy', 'dp_accounting'}
 NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}
 # Optional packages, imported inside a function where a user asks for them.
-LAZY: dict[str, set[str]] = {}
+LAZY = {'augmented': {'jax_privacy'}}
 
 
 def imports(source, package=PACKAGE):

@@ -20,12 +20,18 @@ from prism_optax.accounting._gaussian import (
   gaussian_epsilon,
   gaussian_mu,
 )
+from prism_optax.accounting._matrix_mechanism import (
+  calibrate_matrix_mechanism,
+  matrix_mechanism_event,
+  matrix_mechanism_sensitivity,
+)
 
 __all__ = [
   'BudgetExceeded',
   'NeighboringRelation',
   'PrivacyBudget',
   'advanced_composition',
+  'calibrate_matrix_mechanism',
   'calibrate_noise_multiplier',
   'dpsgd_event',
   'epsilon',
@@ -33,5 +39,7 @@ __all__ = [
   'gaussian_epsilon',
   'gaussian_mu',
   'joint_noise_multiplier',
+  'matrix_mechanism_event',
+  'matrix_mechanism_sensitivity',
   'privacy_statement',
 ]

@@ -1,0 +1,210 @@
+"""The privacy of noise that is correlated over steps.
+
+All T releases ``x_t + (C^-1 Z)_t`` together say as much as the one release
+``C x + Z``: a Gaussian mechanism whose sensitivity follows from the strategy
+matrix C and from the steps that one record may take part in. With a
+lower-triangular C this also holds where each query depends on the releases
+before it (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1).
+"""
+
+import math
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from prism_optax import _validate
+from prism_optax.accounting import _checks, _gaussian
+
+
+def matrix_mechanism_sensitivity(
+  strategy_matrix: Any,
+  *,
+  max_participations: int | None,
+  min_separation: int = 1,
+) -> float:
+  """Returns how far one record moves ``C x``, for contributions of norm 1.
+
+  Args:
+    strategy_matrix: C, (T, T), lower triangular with a positive diagonal: the
+      INVERSE of the noising matrix that privatizers take.
+    max_participations: How many steps one record may take part in, at most: a
+      promise about how batches are chosen. 1 for a single pass over the data,
+      None for as many as the separation allows.
+    min_separation: b: steps i < j with the same record have j - i >= b, also a
+      promise. T / epochs for a fixed order that repeats; 1 for no promise.
+
+  Returns:
+    For a single participation the largest column norm of C, exactly. Otherwise
+    the bound of Choquette-Choo et al. 2023 (arXiv:2306.08153, Algorithm 4),
+    exact where columns b or more apart are orthogonal (at most b bands).
+
+  Raises:
+    ValueError: If the matrix is not square, finite and lower triangular with
+      a positive diagonal, or the pattern is no pair of integers >= 1.
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> c = [[1.0, 0.0, 0.0], [0.75, 1.0, 0.0], [0.0, 0.75, 1.0]]
+    >>> accounting.matrix_mechanism_sensitivity(c, max_participations=1)
+    1.25
+  """
+  c = _strategy(strategy_matrix)
+  _validate.integer('min_separation', min_separation, 1)
+  steps = len(c)
+  possible = -(-steps // min_separation)
+  if max_participations is not None:
+    _validate.integer('max_participations', max_participations, 1)
+    possible = min(possible, max_participations)
+  if possible == 1:
+    return float(np.linalg.norm(c, axis=0).max())
+  gram = np.abs(c.T @ c)
+  # Over patterns S: sum_{i, j in S} |X_ij| <= max over S of sum_{i in S} of the
+  # largest sum_{j in S'} |X_ij|, each by dynamic programming.
+  rows = _heaviest_pattern(gram, min_separation, possible)
+  squared = _heaviest_pattern(rows[None], min_separation, possible)
+  return float(np.sqrt(squared[0]))
+
+
+def _strategy(strategy_matrix: Any) -> np.ndarray:
+  c = np.asarray(strategy_matrix, np.float64)
+  if c.ndim != 2 or c.shape[0] != c.shape[1] or not c.size:
+    raise ValueError(
+      f'Expected strategy_matrix to be square, got shape {c.shape}.'
+    )
+  if not np.isfinite(c).all():
+    raise ValueError('Expected strategy_matrix to be finite, got NaN or Inf.')
+  above = np.abs(np.triu(c, 1)).max()
+  if above > 1e-6 * np.abs(c).max():
+    raise ValueError(
+      'Expected strategy_matrix to be lower triangular (later queries depend on'
+      f' earlier releases), got an entry of size {above:g} above the diagonal.'
+    )
+  if np.diag(c).min() <= 0:
+    raise ValueError(
+      'Expected a positive diagonal of strategy_matrix, got'
+      f' {np.diag(c).min():g}.'
+    )
+  return c
+
+
+def _heaviest_pattern(
+  weights: np.ndarray, separation: int, count: int
+) -> np.ndarray:
+  """Largest sum of at most ``count`` entries ``separation`` apart, each row.
+
+  ``weights`` (k, T) are not negative.
+  """
+  best = np.zeros((len(weights), weights.shape[1] + separation))
+  for _ in range(count):
+    # best[:, i]: of the entries from i on, with one choice more than before.
+    taken = weights + best[:, separation:]
+    best[:, : weights.shape[1]] = np.maximum.accumulate(taken[:, ::-1], axis=1)[
+      :, ::-1
+    ]
+  return best[:, 0]
+
+
+def matrix_mechanism_event(
+  noise_multiplier: float,
+  strategy_matrix: Any,
+  *,
+  max_participations: int | None,
+  min_separation: int = 1,
+) -> dp_accounting.DpEvent:
+  """Returns the event of a whole run with noise correlated over steps.
+
+  One Gaussian mechanism: there is no amplification by sampling in it. It holds
+  if no record takes part in other steps than declared. For
+  ``ADD_OR_REMOVE_ONE`` the steps of the other records must not depend on
+  whether a record is there (a removed record leaves its places empty).
+
+  Args:
+    noise_multiplier: The privatizer's stddev (of Z, before the noising matrix)
+      over the largest norm of one contribution, ``C / normalize_by``.
+    strategy_matrix: As for :func:`matrix_mechanism_sensitivity`.
+    max_participations: As there.
+    min_separation: As there.
+
+  Returns:
+    ``GaussianDpEvent(noise_multiplier / sensitivity)``, for :func:`epsilon`.
+
+  Raises:
+    ValueError: If the multiplier is negative or NaN; as
+      :func:`matrix_mechanism_sensitivity`.
+
+  Examples:
+    Independent noise, one pass: each record is in one release only.
+
+    >>> import numpy as np
+    >>> from prism_optax import accounting
+    >>> event = accounting.matrix_mechanism_event(
+    ...   4.8448, np.eye(100), max_participations=1
+    ... )
+    >>> round(accounting.epsilon(event, 1e-5), 3)
+    0.751
+  """
+  noise_multiplier = _checks.not_negative('noise_multiplier', noise_multiplier)
+  sensitivity = matrix_mechanism_sensitivity(
+    strategy_matrix,
+    max_participations=max_participations,
+    min_separation=min_separation,
+  )
+  return dp_accounting.GaussianDpEvent(noise_multiplier / sensitivity)
+
+
+def calibrate_matrix_mechanism(
+  target_epsilon: float,
+  delta: float,
+  strategy_matrix: Any,
+  *,
+  max_participations: int | None,
+  min_separation: int = 1,
+  neighboring_relation: NeighboringRelation = (
+    NeighboringRelation.ADD_OR_REMOVE_ONE
+  ),
+) -> float:
+  """Returns the smallest noise multiplier of a run with correlated noise.
+
+  Exact for the Gaussian mechanism of :func:`matrix_mechanism_event`, and never
+  rounded towards less noise.
+
+  Args:
+    target_epsilon: Positive and finite.
+    delta: Between 0 and 1, both excluded.
+    strategy_matrix: As for :func:`matrix_mechanism_sensitivity`.
+    max_participations: As there.
+    min_separation: As there.
+    neighboring_relation: The relation under which epsilon is meant. Replacing a
+      record moves twice as far as adding or removing one.
+
+  Returns:
+    The privatizer's stddev over ``C / normalize_by``.
+
+  Raises:
+    ValueError: If an argument is out of its range.
+
+  Examples:
+    >>> import numpy as np
+    >>> from prism_optax import accounting
+    >>> sigma = accounting.calibrate_matrix_mechanism(
+    ...   1.0, 1e-5, np.eye(100), max_participations=1
+    ... )
+    >>> round(sigma, 6)
+    3.730632
+  """
+  target_epsilon = _checks.number('target_epsilon', target_epsilon)
+  _validate.positive('target_epsilon', target_epsilon)
+  delta = _checks.between_zero_and_one('delta', delta)
+  _checks.relation_given(neighboring_relation)
+  sensitivity = matrix_mechanism_sensitivity(
+    strategy_matrix,
+    max_participations=max_participations,
+    min_separation=min_separation,
+  )
+  if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+    sensitivity *= 2
+  mu = _gaussian.gaussian_mu(target_epsilon, delta)
+  # Dividing twice, here and in the event, may round twice.
+  return math.nextafter(math.nextafter(sensitivity / mu, math.inf), math.inf)
