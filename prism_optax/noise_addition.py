@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _horizon, _randomness, _validate, fixed_rank, lora
+from prism_optax import (
+  _horizon,
+  _normal,
+  _randomness,
+  _validate,
+  fixed_rank,
+  lora,
+)
 from prism_optax._horizon import (
   ForeignPrivatizerState as ForeignPrivatizerState,
 )
@@ -21,30 +28,6 @@ class TangentPrivatizerState(NamedTuple):
   """
 
   prng_key: jax.Array
-
-
-def _standard_normal(key: jax.Array, like: Blocks) -> Blocks:
-  """I.i.d. standard normal arrays.
-
-  All of them are cut from one draw for each type: the generator is the largest
-  kernel of an update and takes a second to compile, each time it is called.
-  """
-  leaves, treedef = jax.tree.flatten(like)
-  sizes: dict[Any, int] = {}
-  for x in leaves:
-    sizes[x.dtype] = sizes.get(x.dtype, 0) + x.size
-  keys = jax.random.split(key, len(sizes))
-  flat = {
-    dtype: jax.random.normal(k, (size,), dtype)
-    for k, (dtype, size) in zip(keys, sizes.items(), strict=True)
-  }
-  start = dict.fromkeys(sizes, 0)
-  draws = []
-  for x in leaves:
-    end = start[x.dtype] + x.size
-    draws.append(flat[x.dtype][start[x.dtype] : end].reshape(x.shape))
-    start[x.dtype] = end
-  return jax.tree.unflatten(treedef, draws)
 
 
 def tangent_privatizer(
@@ -164,7 +147,7 @@ def tangent_privatizer_part(
       noisy = jax.tree.map(
         lambda x, z: x + jnp.asarray(stddev, x.dtype) * z,
         blocks,
-        _standard_normal(key, blocks),
+        _normal.standard_normal(key, blocks),
       )
       state = TangentPrivatizerState(next_key)
     pairs = lora.map_pairs(fixed_rank.project, point.frames, noisy.pairs)

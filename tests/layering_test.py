@@ -24,6 +24,7 @@ LAYERS = (
     '_per_example',
     '_randomness',
     '_horizon',
+    '_normal',
   ),
   ('fixed_rank', 'orthogonalization', 'clip_groups'),
   ('lora', 'tangent_orthogonalization'),

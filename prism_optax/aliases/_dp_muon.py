@@ -9,6 +9,7 @@ import optax
 
 from prism_optax import (
   _matrix_axes,
+  _normal,
   _per_example,
   _randomness,
   _validate,
@@ -44,12 +45,16 @@ def _noise(stddevs_of: Any, prng_key: Any) -> optax.GradientTransformation:
     del params
     leaves, treedef = jax.tree.flatten(updates)
     next_key, key = jax.random.split(state.prng_key)
-    keys = jax.random.split(key, max(len(leaves), 1))
-    out = []
-    for x, s, k in zip(leaves, stddevs_of(updates), keys, strict=False):
-      x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-      normal = jax.random.normal(k, x.shape, x.dtype)
-      out.append(x + jnp.asarray(s, x.dtype) * normal)
+    leaves = [orthogonalization.at_least_float32(x) for x in leaves]
+    out = [
+      x + jnp.asarray(s, x.dtype) * z
+      for x, s, z in zip(
+        leaves,
+        stddevs_of(updates),
+        _normal.standard_normal(key, leaves),
+        strict=True,
+      )
+    ]
     return jax.tree.unflatten(treedef, out), GroupNoiseState(next_key)
 
   return optax.GradientTransformation(init_fn, update_fn)
