@@ -1,0 +1,61 @@
+"""The attacker sees the parameters after training, nothing else.
+
+Everything after the noise is post-processing, whatever it keeps in memory: it
+can only hide. These bounds are lower than those of the white box; half the
+noise is still seen.
+"""
+
+import jax
+import optax
+import pytest
+
+import prism_optax
+from tests.audit import harness
+
+SIGMA, STEPS = 2.0, 2
+COMMON = {
+  'l2_clip_norm': harness.CLIP,
+  'expected_batch_size': harness.EXPECTED_BATCH_SIZE,
+}
+
+
+def _prism(**options):
+  def optimizer_of(key, noise):
+    return prism_optax.prism(
+      0.05, noise_multiplier=SIGMA * noise, prng_key=key, **COMMON, **options
+    )
+
+  return optimizer_of
+
+
+def _muon(key, noise):
+  return prism_optax.dp_muon(
+    0.05,
+    l2_clip_norms=harness.CLIP,
+    noise_multiplier=SIGMA * noise,
+    expected_batch_size=harness.EXPECTED_BATCH_SIZE,
+    prng_key=key,
+    weight_dimension_numbers=lambda tree: jax.tree.map(
+      lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
+      tree,
+    ),
+  )
+
+
+OPTIMIZERS = {
+  'prism': _prism(),
+  'prism, factor basis': _prism(basis='factor'),
+  'prism, momentum only': _prism(max_condition_number=1.0),
+  'prism, Muon': _prism(orthogonalize=True),
+  'dp_muon': _muon,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_trained_parameters_tell_no_more_than_is_claimed(name):
+  play = harness.black_box(harness.setting(), OPTIMIZERS[name], steps=STEPS)
+  honest, halved = harness.attacked(play, 3000, noises=(1.0, 0.5))
+  claim = harness.claims(SIGMA, STEPS)
+  assert claim.gdp / 4 < honest.gdp <= claim.gdp < halved.gdp
+  assert honest.counting <= claim.counting

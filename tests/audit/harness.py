@@ -1,0 +1,292 @@
+"""Attacks on the whole chain, and what they prove about epsilon.
+
+The attacker chooses a record whose gradient is far beyond the clip, the canary,
+knows all other records, the parameters and every constant, and has to tell
+from what is released whether the canary was in the data. A mechanism is played
+many times with fresh keys, with and without the canary; jax_privacy's auditor
+turns the scores into a lower bound of epsilon. A bound above the claim is a
+proof (with the stated confidence) that the claim is wrong.
+
+How many draws: the bound by Gaussian DP loses about
+``5 sqrt(pi / 2) sqrt(2 / (draws / 2))`` of ``mu`` to the confidence limits, 0.3
+at 3,000 draws and 0.15 at 12,000 (half of them choose the threshold). Half the
+noise doubles ``mu``, so wherever ``mu`` is 0.5 or more, 3,000 draws see it.
+Clopper-Pearson bounds assume nothing about the shape of the mechanism and need
+claims of small epsilon: no bound exceeds the logarithm of the draws.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax_privacy import auditing
+
+import prism_optax
+from prism_optax import accounting
+from tests import oracles, test_utils
+
+# A correct mechanism goes above its claim in one of a thousand audits. Keys are
+# fixed, so a test that has passed once passes always.
+SIGNIFICANCE = 1e-3
+GDP_DELTA, COUNTING_DELTA = 1e-5, 1e-2
+CLIP, EXPECTED_BATCH_SIZE, OTHERS = 0.7, 4.0, 3
+SHAPES = [(6, 5, 2), (6, 5, 2)]
+
+
+class Bounds(NamedTuple):
+  """Lower bounds of epsilon.
+
+  Attributes:
+    gdp: At ``GDP_DELTA``, given that the mechanism is a Gaussian one.
+    counting: At ``COUNTING_DELTA``, by Clopper-Pearson limits of the counts,
+      given nothing.
+  """
+
+  gdp: float
+  counting: float
+
+
+def lower_bounds(inside: np.ndarray, outside: np.ndarray) -> Bounds:
+  """Bounds from the scores with and without the canary, higher with it."""
+  half = len(inside) // 2
+  # One half chooses the threshold; the other is counted there, at only one
+  # threshold, so that nothing has been looked for in what is counted.
+  middle = (np.median(inside[:half]) + np.median(outside[:half])) / 2
+  counted = auditing.CanaryScoreAuditor(
+    np.float64(inside[half:] > middle), np.float64(outside[half:] > middle)
+  )
+  everything = auditing.CanaryScoreAuditor(inside, outside)
+  return Bounds(
+    float(counted.epsilon_from_gdp(SIGNIFICANCE, GDP_DELTA)),
+    float(
+      everything.epsilon_clopper_pearson(
+        SIGNIFICANCE,
+        COUNTING_DELTA,
+        threshold_strategy=auditing.Split(seed=0),
+      )
+    ),
+  )
+
+
+@functools.cache
+def claims(
+  noise_multiplier: float, steps: int, sampling_probability: float = 1.0
+) -> Bounds:
+  """The epsilon that the library reports, at both deltas."""
+  event = accounting.dpsgd_event(noise_multiplier, sampling_probability, steps)
+  return Bounds(
+    accounting.epsilon(event, GDP_DELTA),
+    accounting.epsilon(event, COUNTING_DELTA),
+  )
+
+
+def scores(
+  play: Callable[..., jax.Array],
+  draws: int,
+  noises: Sequence[float] = (1.0,),
+  seed: int = 0,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Scores with and without the canary over fresh keys, for each noise.
+
+  Args:
+    play: ``play(key, canary, noise) -> score``, compiled once.
+    draws: Keys for each of the two worlds.
+    noises: What the noise is multiplied by: 0.5 is a planted bug.
+    seed: Of the keys.
+  """
+
+  @jax.jit
+  def many(keys, canary, noise):
+    return jax.lax.map(
+      lambda key: play(key, canary, noise), keys, batch_size=1000
+    )
+
+  keys = jax.random.split(jax.random.key(seed), (2, draws))
+  return [
+    (
+      np.float64(many(keys[0], jnp.array(True), jnp.float32(noise))),
+      np.float64(many(keys[1], jnp.array(False), jnp.float32(noise))),
+    )
+    for noise in noises
+  ]
+
+
+def attacked(
+  play: Callable[..., jax.Array],
+  draws: int,
+  noises: Sequence[float] = (1.0,),
+  seed: int = 0,
+) -> list[Bounds]:
+  """Bounds from :func:`scores`, for each noise."""
+  return [lower_bounds(*pair) for pair in scores(play, draws, noises, seed)]
+
+
+class Setting(NamedTuple):
+  """Who is in the data, and where training starts.
+
+  Attributes:
+    params: Two modules of one shape and a vector.
+    others: Dense gradients of the known records, (OTHERS, m, n) each, and of
+      the vector.
+    canary: The same for the canary alone, without the leading axis.
+  """
+
+  params: Any
+  others: tuple[Any, Any]
+  canary: tuple[Any, Any]
+
+
+def setting(seed: int = 0, left_scale: float = 1.0) -> Setting:
+  """Random, except that the canary is far beyond the clip."""
+  rng = np.random.default_rng(seed)
+  factors = [oracles.random_factors(rng, *s, 3.0) for s in SHAPES]
+  factors = [(left_scale * left, right) for left, right in factors]
+  params = test_utils.tree_of(factors, np.zeros(3), jnp.float32)
+
+  def gradients(lead, scale):
+    dense = [
+      jnp.asarray(scale * rng.normal(size=(*lead, m, n)), jnp.float32)
+      for m, n, _ in SHAPES
+    ]
+    vector = jnp.asarray(scale * rng.normal(size=(*lead, 3)), jnp.float32)
+    return dense, vector
+
+  return Setting(params, gradients((OTHERS,), 0.2), gradients((), 1e3))
+
+
+def factor_gradients(params: Any, dense: Any, vector: Any) -> Any:
+  """What differentiation by the factors gives: ``G R`` and ``G^T L``."""
+  tree = {
+    f'm{i}': {
+      'lora_b': jnp.swapaxes(g @ params[f'm{i}']['lora_a'], -1, -2),
+      'lora_a': jnp.swapaxes(g, -1, -2)
+      @ jnp.swapaxes(params[f'm{i}']['lora_b'], -1, -2),
+    }
+    for i, g in enumerate(dense)
+  }
+  return tree | {'extra': vector}
+
+
+def batch_of(where: Setting, params: Any) -> tuple[Any, Any]:
+  """Per-example gradients of all records, the canary last; and the canary's."""
+  others = factor_gradients(params, *where.others)
+  canary = factor_gradients(params, *where.canary)
+  batch = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), others,
+                       canary)  # fmt: skip
+  return batch, canary
+
+
+def absent(canary: jax.Array) -> jax.Array:
+  """``is_padding_example`` of a batch in which all the others are."""
+  return jnp.zeros(OTHERS + 1, bool).at[-1].set(~canary)
+
+
+def recorder() -> optax.GradientTransformation:
+  """Lets the attacker see what passes: the state is the last update."""
+  return optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda updates, state, params=None: (updates, updates),
+  )
+
+
+def white_box(
+  where: Setting,
+  chain_of: Callable[..., optax.GradientTransformation],
+  *,
+  steps: int,
+  position: int,
+  sampling: Callable[[jax.Array], jax.Array] | None = None,
+) -> Callable[..., jax.Array]:
+  """The attacker sees the noised coordinates of every step.
+
+  Args:
+    where: Records and start.
+    chain_of: From a key, and what the noise is multiplied by, to a chain
+      whose clip comes first and that has a :func:`recorder` in it.
+    steps: Of training, each with the same records.
+    position: Of the recorder in the chain.
+    sampling: From a key to whether the canary is drawn, for each step; None
+      draws it always.
+
+  Returns:
+    ``play(key, canary, noise) -> score``, the sum over steps of the released
+    signal along the canary, in units of what an honest clip lets through; with
+    ``sampling`` the signals of all steps.
+  """
+  clip = prism_optax.intrinsic_clip(
+    CLIP, normalize_by=EXPECTED_BATCH_SIZE
+  )  # What the attacker knows about the others.
+
+  def play(key, canary, noise):
+    noise_key, sampling_key = jax.random.split(key)
+    tx = chain_of(noise_key, noise)
+    drawn = jnp.ones(steps, bool)
+    if sampling is not None:
+      drawn = jax.vmap(sampling)(jax.random.split(sampling_key, steps))
+
+    def step(carry, drawn_now):
+      params, state = carry
+      batch, one = batch_of(where, params)
+      updates, state = tx.update(
+        batch, state, params, is_padding_example=absent(canary & drawn_now)
+      )
+      known, _ = clip.update(
+        batch,
+        optax.EmptyState(),
+        params,
+        is_padding_example=absent(jnp.array(False)),
+      )
+      along = prism_optax.tangent_coordinates(params)(one)
+      signal = optax.tree.vdot(
+        jax.tree.map(jnp.subtract, state[position], known), along
+      ) / optax.tree.norm(along)
+      params = optax.apply_updates(params, updates)
+      return (params, state), signal * EXPECTED_BATCH_SIZE / CLIP
+
+    start = (where.params, tx.init(where.params))
+    _, signals = jax.lax.scan(step, start, drawn)
+    return signals if sampling is not None else jnp.sum(signals)
+
+  return play
+
+
+def black_box(
+  where: Setting,
+  optimizer_of: Callable[..., optax.GradientTransformation],
+  *,
+  steps: int,
+) -> Callable[..., jax.Array]:
+  """The attacker sees the parameters after the last step alone.
+
+  The score is how far they moved against the canary's gradient: in ``Z`` for
+  the modules, whatever the gauge of the factors.
+  """
+  dense, vector = where.canary
+
+  def play(key, canary, noise):
+    tx = optimizer_of(key, noise)
+
+    def step(carry, _):
+      params, state = carry
+      batch, _ = batch_of(where, params)
+      updates, state = tx.update(
+        batch, state, params, is_padding_example=absent(canary)
+      )
+      return (optax.apply_updates(params, updates), state), None
+
+    start = (where.params, tx.init(where.params))
+    (params, _), _ = jax.lax.scan(step, start, length=steps)
+    score = -jnp.vdot(params['extra'] - where.params['extra'], vector)
+    for i, g in enumerate(dense):
+      new, old = params[f'm{i}'], where.params[f'm{i}']
+      moved = (
+        new['lora_a'] @ new['lora_b'] - old['lora_a'] @ old['lora_b']
+      ).T  # As Z, (m, n).
+      score -= jnp.vdot(moved, g)
+    return score
+
+  return play
