@@ -61,8 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before the first step, or for the second time.
     print('\nStopped. Go on with --resume if a run has begun.', file=sys.stderr)
     return 130
-  except (ValueError, FileNotFoundError) as error:
+  except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+      print(
+        'What was saved before is still there: go on with --resume.',
+        file=sys.stderr,
+      )
     return 2
   return 0
 

@@ -82,6 +82,7 @@ def train(
 
   Raises:
     Interrupted: After SIGINT or SIGTERM.
+    OSError: If a disk is full: what was saved before is still there.
     ValueError: If the checkpoint belongs to other data, or is lost.
   """
   summary_path = output / 'summary.json'
@@ -100,10 +101,13 @@ def train(
   report = reporting.Report(
     output, nonprivate_diagnostics=settings.nonprivate_diagnostics
   )
-  restored = store.restore(checkpoint)
+  release = _release(task, plan, settings)
+  ledger = checkpoints.Ledger(release, 0)
+  restored = store.restore(checkpoint, release)
   if restored is not None:
-    checkpoints.check_same_data(checkpoint.data_digest, restored.data_digest)
-    checkpoint = restored
+    found = checkpoint.data_digest
+    checkpoint, ledger = restored
+    checkpoints.check_same_data(found, checkpoint.data_digest)
   elif report.public.path.exists():
     raise ValueError(
       f'--resume: the checkpoints of the run in {output} are gone, and its '
@@ -112,14 +116,43 @@ def train(
     )
   else:
     # Before anything is released: see the error above.
-    store.save(checkpoint)
+    ledger = _ahead(ledger, plan, settings, 0)
+    store.save(checkpoint, ledger)
   report.resume(int(checkpoint.state.step))
-  checkpoint = _loop(task, plan, settings, method, checkpoint, store, report)
+  checkpoint = _loop(
+    task, plan, settings, method, checkpoint, ledger, store, report
+  )
   summary = _finish(task, plan, settings, checkpoint.state, report, output)
   store.close()
   if not settings.keep_checkpoints:
     checkpoints.erase(output)
   return summary
+
+
+def _release(
+  task: tasks.Task, plan: privacy.Plan, settings: Settings
+) -> dict[str, Any]:
+  """All that decides what is released, beside the data and the secrets."""
+  used = dataclasses.asdict(settings)
+  for name in ('eval_every', 'checkpoint_every', 'keep_checkpoints', 'seed'):
+    del used[name]
+  return {
+    'plan': dataclasses.asdict(plan),
+    'settings': used,
+    'base': task.base,
+    'labels': list(task.labels),
+  }
+
+
+def _ahead(
+  ledger: checkpoints.Ledger,
+  plan: privacy.Plan,
+  settings: Settings,
+  done: int,
+) -> checkpoints.Ledger:
+  """The ledger with the steps until the next checkpoint written down."""
+  planned = min(plan.steps, done + settings.checkpoint_every)
+  return ledger._replace(spent_steps=max(ledger.spent_steps, planned))
 
 
 def _method(
@@ -144,6 +177,7 @@ def _loop(
   settings: Settings,
   method: methods.Method,
   checkpoint: checkpoints.Checkpoint,
+  ledger: checkpoints.Ledger,
   store: checkpoints.Checkpoints,
   report: reporting.Report,
 ) -> checkpoints.Checkpoint:
@@ -196,10 +230,15 @@ def _loop(
           measured = {k: float(v) for k, v in diagnostics._asdict().items()}
         report.add(done, evaluate(state.params, frozen), measured)
         bar.set_postfix(_shown(report.public.rows))
-      if requests or done % settings.checkpoint_every == 0:
-        store.save(checkpoint._replace(state=state))
+      due = done % settings.checkpoint_every == 0 or done == plan.steps
+      if requests or due:
+        ledger = _ahead(ledger, plan, settings, done)
+        store.save(checkpoint._replace(state=state), ledger)
       if requests and done < plan.steps:
-        raise Interrupted(f'Stopped after {done} of {plan.steps} steps, saved.')
+        message = f'Stopped after {done} of {plan.steps} steps, saved.'
+        if settings.optimizer != 'adamw':
+          message += f' Spent: {plan.statement(ledger.spent_steps)}.'
+        raise Interrupted(message)
   return checkpoint._replace(state=state)
 
 
@@ -217,12 +256,19 @@ def _finish(
 ) -> dict[str, Any]:
   steps = int(state.step)
   is_private = settings.optimizer != 'adamw'
+  if int(state.held):
+    print(
+      f'{settings.optimizer} diverged: {int(state.held)} of {steps} steps '
+      'gave numbers that are not finite and left the parameters as they were. '
+      'Try a smaller --learning-rate.'
+    )
   summary: dict[str, Any] = {
     'task': task.name,
     'optimizer': settings.optimizer,
     'start': report.public.rows[0],
     'final': report.public.rows[-1],
     'private': is_private,
+    'held_steps': int(state.held),
   }
   if is_private:
     summary |= {

@@ -21,11 +21,14 @@ class TrainState(NamedTuple):
     optimizer: The state of the method's transform. It contains the noise key
       and is as secret as the data.
     step: Number of steps done, int32 of shape ``()``.
+    held: Number of steps after which numbers were not finite, so that the
+      parameters stayed as they were; likewise.
   """
 
   params: Any
   optimizer: Any
   step: jax.Array
+  held: jax.Array
 
 
 class Diagnostics(NamedTuple):
@@ -42,9 +45,8 @@ def init_state(params: Any, method: methods.Method) -> TrainState:
   Once for each privacy budget: it fixes the noise key.
   """
   params = method.prepare(params)
-  state = TrainState(
-    params, method.transform.init(params), jnp.zeros((), jnp.int32)
-  )
+  zero = jnp.zeros((), jnp.int32)
+  state = TrainState(params, method.transform.init(params), zero, zero)
   # The state is donated to the step: none of its buffers may be another's.
   return jax.tree.map(jnp.copy, state)
 
@@ -108,6 +110,27 @@ def make_step(
       gradients, state.optimizer, state.params
     )
     params = optax.apply_updates(state.params, updates)
+    # Too large a learning rate overflows. What is tested is post-processing
+    # of the release, so it may decide. The step counts all the same, and keys
+    # and counters move on: noise that was drawn must not be drawn again (so
+    # never `optax.apply_if_finite`, which puts the old state back).
+    finite = jnp.array(True)
+    for leaf in jax.tree.leaves((params, optimizer)):
+      if jnp.issubdtype(leaf.dtype, jnp.floating):
+        finite &= jnp.all(jnp.isfinite(leaf))
+    params = jax.tree.map(
+      lambda new, old: jnp.where(finite, new, old), params, state.params
+    )
+    optimizer = jax.tree.map(
+      lambda new, old: (
+        jnp.where(finite, new, old)
+        if jnp.issubdtype(new.dtype, jnp.floating)
+        else new
+      ),
+      optimizer,
+      state.optimizer,
+    )
+    held = state.held + (~finite).astype(jnp.int32)
     diagnostics = None
     if nonprivate_diagnostics:
       count = jnp.maximum(jnp.sum(~is_padding), 1)
@@ -117,7 +140,7 @@ def make_step(
           for each in (aux.values, aux.aux, aux.grad_norms)
         )
       )
-    return TrainState(params, optimizer, state.step + 1), diagnostics
+    return TrainState(params, optimizer, state.step + 1, held), diagnostics
 
   return step
 

@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import finetune
 import pytest
@@ -312,29 +311,6 @@ def _finish(*argv: str) -> str:
     process.kill()
   assert process.returncode == 0, err
   return out
-
-
-@pytest.mark.slow
-def test_killed_run_resumes_and_loses_nothing(tiny_files, tiny_model, tmp_path):
-  """SIGKILL in another process: no handler, no last checkpoint."""
-  argv = _arguments(tiny_files, tiny_model, tmp_path / 'whole', '--steps', '50')
-  _finish(*argv)
-  output = tmp_path / 'killed'
-  argv[argv.index('--output') + 1] = str(output)
-  process = _start(*argv)
-  try:
-    while process.poll() is None:
-      steps = (output / checkpoints.FOLDER).glob('[0-9]*')
-      if any(path.name.isdigit() and int(path.name) >= 6 for path in steps):
-        break
-      time.sleep(0.02)
-  finally:
-    process.kill()
-    process.communicate()
-  assert process.returncode == -signal.SIGKILL
-  assert not (output / 'adapter.safetensors').exists()
-  _finish('--output', str(output), '--resume')
-  assert _results(output) == _results(tmp_path / 'whole')
 
 
 @pytest.mark.slow

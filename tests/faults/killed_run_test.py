@@ -1,0 +1,95 @@
+"""SIGKILL anywhere: the run that goes on is the run that was never stopped."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from finetuning import checkpoints
+
+PROGRAM = pathlib.Path(__file__).with_name('killed_run.py')
+STEPS, EVERY = 9, 2
+# In the first checkpoint, before anything is released; before the first step;
+# in the middle; in a later checkpoint; a step after it; in the last one.
+PLACES = 'save:1,step:1,step:4,save:2,step:2,save:2,end'
+
+
+def _run(folder, places, tiny_files, tiny_model):
+  train, evaluation = tiny_files
+  output, log = folder / 'out', folder / 'log'
+  argv = [
+    *('--data', train, '--eval', evaluation, '--model', tiny_model),
+    *('--output', output, '--noise-multiplier', '2', '--delta', '1e-3'),
+    *('--steps', STEPS, '--batch-size', '16', '--microbatch-size', '8'),
+    *('--rank', '2', '--lora-targets', 'attention', '--max-length', '7'),
+    *('--eval-every', '4', '--checkpoint-every', EVERY, '--seed', '5'),
+    '--keep-checkpoints',
+  ]
+  done = subprocess.run(
+    [sys.executable, PROGRAM, log, output, places, *map(str, argv)],
+    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(folder.parent / 'jit'),
+                      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'},
+    capture_output=True, text=True, check=False, timeout=280,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-3000:]
+  results = [
+    json.loads(line.removeprefix('RESULT '))
+    for line in done.stdout.splitlines()
+    if line.startswith('RESULT ')
+  ]
+  steps = [json.loads(line) for line in log.read_text().splitlines()]
+  return output, results, steps, done.stderr
+
+
+def _stored(output):
+  """Arrays and ledger of the last checkpoint, as they are on disk."""
+  folder = output / checkpoints.FOLDER / str(STEPS)
+  with ocp.StandardCheckpointer() as reader:
+    arrays = reader.restore(folder / 'state')
+  return arrays, json.loads((folder / 'ledger/metadata').read_text())
+
+
+@pytest.mark.slow
+def test_killed_anywhere_a_run_ends_as_if_it_had_not_been(
+  tiny_files, tiny_model, tmp_path
+):
+  (tmp_path / 'whole').mkdir()
+  (tmp_path / 'killed').mkdir()
+  whole, _, expected, _ = _run(
+    tmp_path / 'whole', 'end', tiny_files, tiny_model
+  )
+  killed, results, found, errors = _run(
+    tmp_path / 'killed', PLACES, tiny_files, tiny_model
+  )
+  assert [r['status'] for r in results] == [-9] * 6 + [0], errors[-3000:]
+
+  # Each step is a function of the secrets: however often it is done, its key,
+  # batch, parameters and moments are those of the uninterrupted run.
+  assert [line['step'] for line in expected] == list(range(STEPS))
+  by_step = {line['step']: line for line in expected}
+  assert len(found) > STEPS  # Some were done twice.
+  assert all(line == by_step[line['step']] for line in found)
+  # And no two steps have a key or a batch in common.
+  for kind in ('key', 'batch'):
+    assert len({line[kind] for line in expected}) == STEPS
+
+  # The ledger is ahead of what is done, and never goes back.
+  spent = [r['spent'] for r in results if r['spent'] is not None]
+  assert spent == sorted(spent)
+  assert spent[-1] == STEPS
+  assert all(r['spent'] >= r['step'] for r in results if r['spent'])
+
+  for name in ('adapter.safetensors', 'metrics.jsonl', 'summary.json'):
+    assert (killed / name).read_bytes() == (whole / name).read_bytes()
+  (arrays, ledger), (others, other_ledger) = map(_stored, (killed, whole))
+  assert ledger == other_ledger
+  assert jax.tree.structure(arrays) == jax.tree.structure(others)
+  for one, other in zip(*map(jax.tree.leaves, (arrays, others)), strict=True):
+    if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+      one, other = map(jax.random.key_data, (one, other))
+    np.testing.assert_array_equal(one, other)
