@@ -112,5 +112,12 @@ def weighted_sum(
   They are replaced by zeros first: zero times infinity is no number.
   """
   x = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
-  return jnp.einsum('b...,b->...', x, weights.astype(x.dtype),
-                    precision=jax.lax.Precision.HIGHEST)  # fmt: skip
+  spec = jax.typeof(x).sharding.spec
+  return jnp.einsum(
+    'b...,b->...',
+    x,
+    weights.astype(x.dtype),
+    precision=jax.lax.Precision.HIGHEST,
+    # On a mesh with explicit axes a sum over a sharded batch has to be told.
+    out_sharding=jax.sharding.PartitionSpec(*spec[1:]) if any(spec) else None,
+  )

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 # Pinned: its draws are the same on every platform and under any sharding,
 # whatever `jax_default_prng_impl` says.
@@ -36,7 +37,9 @@ def resolve_key(name: str, prng_key: Any, params: Any) -> jax.Array:
   """A typed key of its own memory: given, from an int, or from the system.
 
   Called by ``init``. None reads 64 bits from the operating system's entropy
-  source, each time.
+  source, each time; those of the first process where several train together,
+  who must all call it: noise that differs between copies of one release would
+  be several releases.
 
   Raises:
     ValueError: If ``prng_key`` is None while tracing: the compiled program
@@ -51,6 +54,8 @@ def resolve_key(name: str, prng_key: Any, params: Any) -> jax.Array:
         f' {name}.'
       )
     words = np.frombuffer(os.urandom(8), np.uint32)
+    if jax.process_count() > 1:
+      words = np.asarray(multihost_utils.broadcast_one_to_all(words))
     return jax.random.wrap_key_data(jnp.array(words), impl=_IMPLEMENTATION)
   if isinstance(prng_key, numbers.Integral):
     return jax.random.key(int(prng_key), impl=_IMPLEMENTATION)
