@@ -131,6 +131,7 @@ def settings_of(
     skip_padding=options.skip_padding,
     nonprivate_diagnostics=options.nonprivate_diagnostics,
     keep_checkpoints=options.keep_checkpoints,
+    devices=options_lib.mesh_devices(options.mesh),
   )
 
 

@@ -111,6 +111,11 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
   add('--lora-layers', type=int, help='only the top layers; default all')
   add('--model', help='folder of a MiniLM; default: the PyPI package, the hub')
   add('--microbatch-size', type=int, help='examples in memory at once')
+  add(
+    '--mesh',
+    help='data=N: every batch split over N devices, with the result of one to '
+    'rounding; the micro-batch must be a multiple of N',
+  )
   add('--init-seed', type=int, help='of adapters and head, public, default 0')
 
   add = parser.add_argument_group('output').add_argument
@@ -175,6 +180,11 @@ def resolve(given: dict[str, Any]) -> argparse.Namespace:
   if given['noise_multiplier'] is not None:
     defaults.pop('target_epsilon', None)
   options = argparse.Namespace(**given, plan=None)
+  devices = mesh_devices(options.mesh)
+  # The default micro-batch fits any mesh; one that was asked for has to.
+  defaults['microbatch_size'] = (
+    -(-defaults['microbatch_size'] // devices) * devices
+  )
   for name, value in defaults.items():
     if getattr(options, name) is None:
       setattr(options, name, value)
@@ -186,6 +196,20 @@ def resolve(given: dict[str, Any]) -> argparse.Namespace:
       f'--resume, or choose another folder.'
     )
   return options
+
+
+def mesh_devices(mesh: str | None) -> int:
+  """The N of ``data=N``, 1 for None.
+
+  Raises:
+    ValueError: For anything else.
+  """
+  if mesh is None:
+    return 1
+  axis, _, number = mesh.partition('=')
+  if axis != 'data' or not number.isdecimal() or int(number) < 1:
+    raise ValueError(f'Expected --mesh data=N with N >= 1, got {mesh!r}.')
+  return int(number)
 
 
 def absolute(given: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +242,12 @@ def check(options: argparse.Namespace) -> None:
   ):
     value = getattr(options, name)
     require(value is None or value >= 1, name, 'to be at least 1')
+  devices = mesh_devices(options.mesh)
+  if options.microbatch_size % devices:
+    raise ValueError(
+      f'Expected --microbatch-size to be a multiple of the {devices} devices '
+      f'of --mesh, got {options.microbatch_size}.'
+    )
   for name in ('l2_clip_norm', 'learning_rate', 'target_epsilon'):
     value = getattr(options, name)
     valid = value is None or (value > 0 and math.isfinite(value))

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import optax
 import tqdm
 
@@ -42,6 +41,7 @@ class Settings:
       how many records were drawn.
     nonprivate_diagnostics: Whether to write measures of the training data.
     keep_checkpoints: Whether the secrets stay on disk after the last step.
+    devices: Over so many devices each batch is split.
   """
 
   optimizer: str
@@ -54,6 +54,7 @@ class Settings:
   skip_padding: bool = False
   nonprivate_diagnostics: bool = False
   keep_checkpoints: bool = False
+  devices: int = 1
 
 
 class Interrupted(Exception):
@@ -83,7 +84,8 @@ def train(
   Raises:
     Interrupted: After SIGINT or SIGTERM.
     OSError: If a disk is full: what was saved before is still there.
-    ValueError: If the checkpoint belongs to other data, or is lost.
+    ValueError: If the checkpoint belongs to other data, or is lost; if there
+      are fewer devices than asked for.
   """
   summary_path = output / 'summary.json'
   if summary_path.exists():
@@ -182,8 +184,8 @@ def _loop(
   report: reporting.Report,
 ) -> checkpoints.Checkpoint:
   """All steps that are left."""
-  state = checkpoint.state
-  frozen = jax.device_put(task.frozen)
+  placement = training.Placement(settings.devices)
+  state, frozen = placement.everywhere((checkpoint.state, task.frozen))
   evaluate = training.make_evaluate(task.graphdef, task.evaluation)
   step = training.make_step(
     task.graphdef,
@@ -203,7 +205,7 @@ def _loop(
     )
     if settings.skip_padding:
       indices = sampling.padding_last(indices, settings.microbatch_size)
-    return sampling.gather(task.train, indices)
+    return placement.split(sampling.gather(task.train, indices))
 
   if int(state.step) == 0:
     report.add(0, evaluate(state.params, frozen))

@@ -145,6 +145,45 @@ def make_step(
   return step
 
 
+class Placement:
+  """Where arrays lie: batches split over devices, all else on each of them.
+
+  Args:
+    devices: How many. The number of examples in a micro-batch must be a
+      multiple of it.
+
+  Raises:
+    ValueError: If there are fewer.
+  """
+
+  def __init__(self, devices: int = 1):
+    found = jax.devices()
+    if devices > len(found):
+      raise ValueError(
+        f'--mesh asks for {devices} devices, but there are {len(found)}. (On '
+        'a CPU: XLA_FLAGS=--xla_force_host_platform_device_count='
+        f'{devices}.)'
+      )
+    mesh = jax.make_mesh(
+      (devices,),
+      ('data',),
+      (jax.sharding.AxisType.Auto,),
+      devices=found[:devices],
+    )
+    self._all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    self._rows = jax.sharding.NamedSharding(
+      mesh, jax.sharding.PartitionSpec('data')
+    )
+
+  def everywhere(self, tree: Any) -> Any:
+    """The same arrays on all devices."""
+    return jax.device_put(tree, self._all)
+
+  def split(self, tree: Any) -> Any:
+    """Arrays split along their first axis."""
+    return jax.device_put(tree, self._rows)
+
+
 def compile_step(
   step: Callable, state: TrainState, frozen: Any, batch: Any, is_padding: Any
 ) -> Callable:
@@ -153,7 +192,9 @@ def compile_step(
   The result raises on any other shape instead of compiling again. It donates
   the state: the buffers of the one passed in are gone afterwards.
   """
-  jitted = jax.jit(step, donate_argnums=0)
+  # The new state lies where the old one did, so that it can be passed again.
+  where = (jax.tree.map(lambda x: x.sharding, state), None)
+  jitted = jax.jit(step, donate_argnums=0, out_shardings=where)
   return jitted.lower(state, frozen, batch, is_padding).compile()
 
 

@@ -1,0 +1,63 @@
+"""The fine-tuning command line on several devices."""
+
+import os
+import subprocess
+import sys
+
+import finetune
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.examples import conftest, finetune_test
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
+  def argv(name, *more):
+    return finetune_test._arguments(
+      tiny_files, tiny_model, tmp_path / name, *more
+    )
+
+  done = subprocess.run(
+    [sys.executable, finetune_test.SCRIPT, *argv('mesh', '--mesh', 'data=8')],
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8'
+      ' --xla_cpu_multi_thread_eigen=false',
+      'PYTHONPATH': str(conftest.ROOT),
+    },
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=280,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert finetune.main(argv('one')) == 0
+  one, mesh = (
+    safetensors.numpy.load_file(tmp_path / name / 'adapter.safetensors')
+    for name in ('one', 'mesh')
+  )
+  for name, value in one.items():
+    # Six adaptive steps magnify rounding; other noise would move it by 1.
+    scale = np.abs(value).max()
+    assert np.abs(mesh[name] - value).max() < 1e-3 * scale, name
+
+
+@pytest.mark.parametrize(
+  ('more', 'message'),
+  [
+    (['--mesh', 'model=2'], "Expected --mesh data=N with N >= 1, got 'model=2"),
+    (['--mesh', 'data=0'], 'Expected --mesh data=N with N >= 1'),
+    (['--mesh', 'data=3'], 'to be a multiple of the 3 devices'),
+    (['--mesh', 'data=8'], '--mesh asks for 8 devices, but there are 1'),
+  ],
+)
+def test_bad_meshes_are_named(
+  tiny_files, tiny_model, tmp_path, capsys, more, message
+):
+  argv = finetune_test._arguments(
+    tiny_files, tiny_model, tmp_path / 'out', *more
+  )
+  assert finetune.main(argv) == 2
+  assert message in capsys.readouterr().err
