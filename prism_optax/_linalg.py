@@ -107,7 +107,7 @@ def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 @flat_batch
 def orthonormal_frame(
   x: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """The polar frame of the normalised columns of ``x``.
 
   With ``D`` the column norms and ``N = x D^+``, the frame is the polar factor
@@ -125,44 +125,72 @@ def orthonormal_frame(
     x: (..., m, r).
 
   Returns:
-    ``Q`` (..., m, r), ``core`` (..., r, r) and its inverse, generalised so that
-    ``core @ inverse = Q^T Q``.
+    ``Q`` (..., m, r), ``core`` (..., r, r), its inverse, generalised so that
+    ``core @ inverse = Q^T Q``, and the projector ``Q^T Q`` itself.
   """
-  rank, eps = x.shape[-1], jnp.finfo(x.dtype).eps
-  norms = column_norms(x)
-  # Below this a square underflows; such a column is zero for all purposes.
-  alive = norms > jnp.sqrt(jnp.finfo(x.dtype).tiny)
-  norms = jnp.where(alive, norms, 0)
-  inverse_norms = _safe_reciprocal(norms, alive)
-  normalised = x * inverse_norms[:, None, :]
+  rank, limits = x.shape[-1], jnp.finfo(x.dtype)
   eye = jnp.eye(rank, dtype=x.dtype)
+  products = gram(x, x)
+  squares = jnp.diagonal(products, axis1=-2, axis2=-1)
+  alive = squares > 0
+  norms = jnp.sqrt(squares)
+  reciprocals = _safe_reciprocal(norms, alive)
   # A zero column has no diagonal entry of its own; it stays zero below.
-  excess = gram(normalised, normalised) - eye * alive[:, None, :]
+  excess = (
+    reciprocals[:, :, None] * products * reciprocals[:, None, :]
+    - eye * alive[:, None, :]
+  )
   # One Newton-Schulz step squares the distance E to orthonormal columns, so
-  # ||E||_2 <= sqrt(eps) is enough for full accuracy.
-  nearly_orthogonal = jnp.max(jnp.abs(excess)) <= jnp.sqrt(eps) / rank
+  # ||E||_2 <= sqrt(eps) is enough for full accuracy, if no square has lost
+  # digits or is infinite.
+  exact = (squares > limits.tiny / limits.eps) & (squares < limits.max)
+  nearly_orthogonal = jnp.all(exact | ~alive) & (
+    jnp.max(jnp.abs(excess)) <= jnp.sqrt(limits.eps) / rank
+  )
 
   def by_newton_schulz():
-    # N^T N = I + E: (N^T N)^(-1/2) = I - E/2 + O(E^2), its inverse I + E/2.
-    frame = matmul(normalised, eye - excess / 2)
+    # With x = N D: (N^T N)^(-1/2) = I - E/2 + O(E^2), its inverse I + E/2.
+    inverse = reciprocals[:, :, None] * (eye - excess / 2)
     core = (eye + excess / 2) * norms[:, None, :]
-    inverse = inverse_norms[:, :, None] * (eye - excess / 2)
     # Rows and columns of dead directions must be exactly zero.
     both = alive[:, None, :] & alive[:, :, None]
-    return frame, jnp.where(both, core, 0), jnp.where(both, inverse, 0)
+    inverse = jnp.where(both, inverse, 0)
+    core = jnp.where(both, core, 0)
+    return matmul(x, inverse), core, inverse, eye * alive[:, None, :]
 
   def by_householder():
-    q, triangular = qr(normalised)
+    norms = column_norms(x)
+    # Below this a square underflows; such a column is zero for all purposes.
+    alive = norms > jnp.sqrt(limits.tiny)
+    norms = jnp.where(alive, norms, 0)
+    reciprocals = _safe_reciprocal(norms, alive)
+    q, triangular = qr(x * reciprocals[:, None, :])
     u, s, vt = svd(triangular)
-    kept = s > rank * eps * s[:, :1]
+    kept = s > rank * limits.eps * s[:, :1]
     vt = vt * kept[:, :, None]
     frame = matmul(q, matmul(u, vt))
     core = gram(vt, s[:, :, None] * vt) * norms[:, None, :]
-    reciprocal = _safe_reciprocal(s, kept)
-    inverse = inverse_norms[:, :, None] * gram(vt, reciprocal[:, :, None] * vt)
-    return frame, core, inverse
+    pseudo = gram(vt, _safe_reciprocal(s, kept)[:, :, None] * vt)
+    inverse = reciprocals[:, :, None] * pseudo
+    return frame, core, inverse, gram(vt, vt)
 
   return jax.lax.cond(nearly_orthogonal, by_newton_schulz, by_householder)
+
+
+def inverse_cholesky(x: jax.Array) -> jax.Array:
+  """``R^-1`` of (b, r, r) Gram matrices ``R^T R``, R upper triangular.
+
+  NaN where a matrix is not positive definite: compare so that NaN is refused.
+  """
+
+  def one(a):
+    lower = jax.lax.linalg.cholesky(a, symmetrize_input=False)
+    eye = jnp.eye(a.shape[-1], dtype=a.dtype)
+    return jax.lax.linalg.triangular_solve(
+      lower, eye, left_side=True, lower=True
+    ).mT
+
+  return map_matrices(one, x)
 
 
 @flat_batch
@@ -172,9 +200,23 @@ def polar(x: jax.Array) -> jax.Array:
   Singular values below ``r`` times the machine epsilon count as zero (the
   matrices are overlaps of frames: their singular values are at most one).
   """
-  u, s, vt = svd(x)
-  kept = s > x.shape[-1] * jnp.finfo(x.dtype).eps
-  return matmul(u * kept[:, None, :], vt)
+  eye = jnp.eye(x.shape[-1], dtype=x.dtype)
+
+  def by_newton_schulz():
+    # Each step turns I - X^T X = E into 5/8 E^3: below eps after three of them.
+    y = x
+    for _ in range(3):
+      a = gram(y, y)
+      y = matmul(y, 15 / 8 * eye - 10 / 8 * a + 3 / 8 * matmul(a, a))
+    return y
+
+  def by_svd():
+    u, s, vt = svd(x)
+    kept = s > x.shape[-1] * jnp.finfo(x.dtype).eps
+    return matmul(u * kept[:, None, :], vt)
+
+  distance = jnp.sum(jnp.square(eye - gram(x, x)), axis=(-2, -1))
+  return jax.lax.cond(jnp.max(distance) <= 0.25**2, by_newton_schulz, by_svd)
 
 
 @flat_batch

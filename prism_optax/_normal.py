@@ -10,7 +10,6 @@ block give a radius and an angle (Box and Muller 1958), so that tails reach 6.6
 standard deviations instead of 5.4.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -88,43 +87,50 @@ def _from_long_words(words: list[jax.Array]) -> jax.Array:
   return radius * jnp.cos(2 * math.pi * uniform(*words[2:]))
 
 
-def standard_normal(prng_key: jax.Array, like: Any) -> Any:
-  """I.i.d. standard normal arrays, a tree in the shapes and types of ``like``.
+def add_normal(prng_key: jax.Array, tree: Any, stddevs: Any) -> Any:
+  """Adds i.i.d. normal noise to a tree of arrays.
 
-  An entry depends on the key, on which leaf it is in and on where it is there,
-  and on nothing else: neither on other leaves nor on the sharding.
+  The noise of an entry depends on the key, on which leaf it is in and on where
+  it is there, and on nothing else: neither on other leaves nor on the sharding.
 
   Args:
     prng_key: Typed key, used for this and for nothing else.
-    like: Tree of float32 or float64 arrays (or structs); smaller types are not
-      drawn in: noise is added in float32 at least.
+    tree: Tree of float32 or float64 arrays. (In smaller types noise would be
+      rounded away, or round what it hides.)
+    stddevs: A number, or a list of one for each leaf. May be traced.
 
   Raises:
     ValueError: For another type, or a leaf of 2^32 entries and more.
   """
   key = jax.random.bits(prng_key, (2,), jnp.uint32)
-  leaves, treedef = jax.tree.flatten(like)
-  for leaf in leaves:
-    if leaf.dtype not in (jnp.float32, jnp.float64):
-      raise ValueError(f'Expected float32 or float64, got {leaf.dtype}.')
-    if leaf.size >= 2**32:
-      raise ValueError(f'Expected fewer than 2^32 entries, got {leaf.shape}.')
-  draws = [
-    _draw(key, jnp.uint32(2 * i), leaf.shape, leaf.dtype)
-    for i, leaf in enumerate(leaves)
+  leaves, treedef = jax.tree.flatten(tree)
+  if not isinstance(stddevs, list):
+    stddevs = [stddevs] * len(leaves)
+  for x in leaves:
+    if x.dtype not in (jnp.float32, jnp.float64):
+      raise ValueError(f'Expected float32 or float64, got {x.dtype}.')
+    if x.size >= 2**32:
+      raise ValueError(f'Expected fewer than 2^32 entries, got {x.shape}.')
+  noisy = [
+    _add(key, jnp.uint32(2 * i), x, jnp.asarray(stddev, x.dtype))
+    for i, (x, stddev) in enumerate(zip(leaves, stddevs, strict=True))
   ]
-  return jax.tree.unflatten(treedef, draws)
+  return jax.tree.unflatten(treedef, noisy)
 
 
-# Compiled as a whole also where nobody jits around it.
-@functools.partial(jax.jit, static_argnames=('shape', 'dtype'))
-def _draw(
-  key: jax.Array, stream: jax.Array, shape: tuple[int, ...], dtype: Any
+@jax.jit  # Compiled as a whole also where nobody jits around it.
+def _add(
+  key: jax.Array, stream: jax.Array, x: jax.Array, stddev: jax.Array
 ) -> jax.Array:
-  """An array from the counters ``(stream, position)``, and the next stream."""
-  low = _positions(shape)
+  """With noise from the blocks ``(stream, position)``, and the next stream."""
+  # The last axis of a factor is its rank, too short for a vectorised loop.
+  # Earlier axes stay: they may be sharded.
+  long = x.reshape(*x.shape[:-2], -1)
+  low = _positions(long.shape)
   words = threefry2x32((key[0], key[1]), stream, low)
-  if dtype == jnp.float32:
-    return _from_words(*words)
-  more = threefry2x32((key[0], key[1]), stream + jnp.uint32(1), low)
-  return _from_long_words([*words, *more])
+  if x.dtype == jnp.float32:
+    normal = _from_words(*words)
+  else:
+    more = threefry2x32((key[0], key[1]), stream + jnp.uint32(1), low)
+    normal = _from_long_words([*words, *more])
+  return (long + stddev * normal).reshape(x.shape)

@@ -56,6 +56,8 @@ def _aligned(frame: Frame, turn: correlated_noise.Turns) -> Frame:
     gram(turn.right, frame.right_core),
     matmul(frame.left_inverse, turn.left),
     matmul(frame.right_inverse, turn.right),
+    gram(turn.left, matmul(frame.left_mask, turn.left)),
+    gram(turn.right, matmul(frame.right_mask, turn.right)),
   )
 
 

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from prism_optax import (
@@ -144,11 +143,7 @@ def tangent_privatizer_part(
       noisy = adapters.coordinates(noisy)
     else:
       next_key, key = jax.random.split(state.prng_key)
-      noisy = jax.tree.map(
-        lambda x, z: x + jnp.asarray(stddev, x.dtype) * z,
-        blocks,
-        _normal.standard_normal(key, blocks),
-      )
+      noisy = _normal.add_normal(key, blocks, stddev)
       state = TangentPrivatizerState(next_key)
     pairs = lora.map_pairs(fixed_rank.project, point.frames, noisy.pairs)
     return Blocks(pairs, noisy.others), state

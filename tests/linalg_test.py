@@ -28,15 +28,16 @@ def test_both_routes_give_the_same_frame(condition):
   rng = np.random.default_rng(0)
   q = oracles.random_orthonormal(rng, 9, 3)
   x = q * np.geomspace(1, 1 / condition, 3)
-  cheap, core, inverse = _linalg.orthonormal_frame(jnp.asarray(x))
+  cheap, core, inverse, mask = _linalg.orthonormal_frame(jnp.asarray(x))
   np.testing.assert_allclose(cheap, q, atol=1e-14)
   np.testing.assert_allclose(core @ inverse, np.eye(3), atol=1e-14)
+  np.testing.assert_array_equal(mask, np.eye(3))
   # The columns are a little skew: Householder and SVD take over, and the
   # frame moves by no more than the skewness.
   skew = x + 1e-7 * np.roll(x, 1, axis=-1) * (
     np.linalg.norm(x, axis=0) / np.linalg.norm(np.roll(x, 1, axis=-1), axis=0)
   )
-  other, _, _ = _linalg.orthonormal_frame(jnp.asarray(skew))
+  other, *_ = _linalg.orthonormal_frame(jnp.asarray(skew))
   assert 1e-9 < np.abs(other - q).max() < 1e-6
   np.testing.assert_allclose(other.T @ other, np.eye(3), atol=1e-14)
 
@@ -44,8 +45,8 @@ def test_both_routes_give_the_same_frame(condition):
 def test_frame_of_rank_deficient_matrix_is_a_partial_isometry():
   rng = np.random.default_rng(1)
   x = rng.normal(size=(8, 2)) @ rng.normal(size=(2, 4))
-  q, core, inverse = _linalg.orthonormal_frame(jnp.asarray(x))
-  mask = q.T @ q
+  q, core, inverse, mask = _linalg.orthonormal_frame(jnp.asarray(x))
+  np.testing.assert_allclose(q.T @ q, mask, atol=1e-13)
   np.testing.assert_allclose(mask @ mask, mask, atol=1e-13)
   assert np.trace(mask) == pytest.approx(2, abs=1e-12)
   np.testing.assert_allclose(q @ core, x, atol=1e-12)
@@ -57,9 +58,9 @@ def test_frame_is_scale_free():
   """Columns of any size: the same frame, down to the smallest normal ones."""
   rng = np.random.default_rng(2)
   x = rng.normal(size=(7, 3)).astype(np.float32)
-  expected, _, _ = _linalg.orthonormal_frame(jnp.asarray(x))
+  expected, *_ = _linalg.orthonormal_frame(jnp.asarray(x))
   for scale in ([1e-12, 1, 1e12], [1e-18, 1e-18, 1e-18], [1e18, 1e-15, 1]):
-    q, core, inverse = _linalg.orthonormal_frame(
+    q, core, inverse, _ = _linalg.orthonormal_frame(
       jnp.asarray(x * np.float32(scale))
     )
     np.testing.assert_allclose(q, expected, atol=1e-5)

@@ -12,8 +12,7 @@ SIZE = 400_000
 
 
 def _draw(key, shape, dtype=jnp.float32):
-  like = jax.ShapeDtypeStruct(shape, dtype)
-  return jax.jit(lambda k: _normal.standard_normal(k, like))(key)
+  return _normal.add_normal(key, jnp.zeros(shape, dtype), 1.0)
 
 
 def test_blocks_are_those_of_threefry():
@@ -87,7 +86,7 @@ def test_entries_and_leaves_are_independent():
     'c': jnp.zeros(()),
   }
   keys = jax.random.split(jax.random.key(1))
-  a, b = (_normal.standard_normal(k, like) for k in keys)
+  a, b = (_normal.add_normal(k, like, 1.0) for k in keys)
   arrays = [np.ravel(x) for tree in (a, b) for x in (tree['a'], tree['b'])]
   assert len(np.unique(np.concatenate(arrays))) > 0.999 * 4 * 2100
   arrays.append(np.roll(arrays[0], 1))
@@ -104,8 +103,8 @@ def test_positions_count_every_entry_once():
 def test_a_leaf_does_not_depend_on_the_others():
   key = jax.random.key(2)
   x, y = jnp.zeros((2, 3)), jnp.zeros(9)
-  both = _normal.standard_normal(key, [x, y])
-  np.testing.assert_array_equal(both[0], _normal.standard_normal(key, [x])[0])
+  both = _normal.add_normal(key, [x, y], 1.0)
+  np.testing.assert_array_equal(both[0], _normal.add_normal(key, [x], 1.0)[0])
 
 
 @pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg', 'threefry2x32'])
@@ -123,4 +122,12 @@ def test_keys_of_any_generator(impl):
 )
 def test_what_it_does_not_draw_is_refused(struct, match):
   with pytest.raises(ValueError, match=match):
-    _normal.standard_normal(jax.random.key(0), struct)
+    _normal.add_normal(jax.random.key(0), struct, 1.0)
+
+
+def test_each_leaf_gets_its_own_standard_deviation():
+  tree = [jnp.full((50, 40), 7.0), jnp.full(3, 5.0), jnp.zeros(2000)]
+  noisy = _normal.add_normal(jax.random.key(4), tree, [0.5, 0.0, 3.0])
+  assert jnp.std(noisy[0] - 7.0) == pytest.approx(0.5, rel=0.1)
+  np.testing.assert_array_equal(noisy[1], tree[1])
+  assert jnp.std(noisy[2]) == pytest.approx(3.0, rel=0.1)

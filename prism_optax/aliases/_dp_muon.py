@@ -4,7 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from prism_optax import (
@@ -46,15 +45,7 @@ def _noise(stddevs_of: Any, prng_key: Any) -> optax.GradientTransformation:
     leaves, treedef = jax.tree.flatten(updates)
     next_key, key = jax.random.split(state.prng_key)
     leaves = [orthogonalization.at_least_float32(x) for x in leaves]
-    out = [
-      x + jnp.asarray(s, x.dtype) * z
-      for x, s, z in zip(
-        leaves,
-        stddevs_of(updates),
-        _normal.standard_normal(key, leaves),
-        strict=True,
-      )
-    ]
+    out = _normal.add_normal(key, leaves, stddevs_of(updates))
     return jax.tree.unflatten(treedef, out), GroupNoiseState(next_key)
 
   return optax.GradientTransformation(init_fn, update_fn)

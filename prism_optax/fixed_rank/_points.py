@@ -23,8 +23,6 @@ class Frame(NamedTuple):
   """Orthonormal bases of the two factors and their r x r cores.
 
   ``factors.left = left @ left_core``, ``factors.right = right @ right_core``.
-  ``left.mT @ left`` is the r x r projector on the observed directions: the
-  identity, or less where the factor has lost rank.
 
   Attributes:
     left: ``Q_L`` (..., m, r).
@@ -33,6 +31,9 @@ class Frame(NamedTuple):
     right_core: ``C_R`` (..., r, r).
     left_inverse: ``C_L^-1``, or with ``C_L C_L^-1 = Q_L^T Q_L`` (..., r, r).
     right_inverse: ``C_R^-1``, likewise.
+    left_mask: ``Q_L^T Q_L`` (..., r, r), the projector on the observed
+      directions: the identity, or less where the factor has lost rank.
+    right_mask: ``Q_R^T Q_R``, likewise.
   """
 
   left: jax.Array
@@ -41,6 +42,8 @@ class Frame(NamedTuple):
   right_core: jax.Array
   left_inverse: jax.Array
   right_inverse: jax.Array
+  left_mask: jax.Array
+  right_mask: jax.Array
 
 
 def _check_pair(name: str, left: jax.Array, right: jax.Array) -> None:
@@ -88,6 +91,5 @@ def frame(factors: Factors) -> Frame:
       'Expected 1 <= rank <= min(m, n), got'
       f' factors.left.shape={left.shape}, factors.right.shape={right.shape}.'
     )
-  q_left, c_left, inverse_left = _linalg.orthonormal_frame(left)
-  q_right, c_right, inverse_right = _linalg.orthonormal_frame(right)
-  return Frame(q_left, q_right, c_left, c_right, inverse_left, inverse_right)
+  sides = [_linalg.orthonormal_frame(x) for x in (left, right)]
+  return Frame(*(x for pair in zip(*sides, strict=True) for x in pair))

@@ -57,23 +57,97 @@ def retract(
 @functools.cache
 def _method(method: str, align: bool) -> Callable:
   by_svd = functools.partial(_by_svd, align=align)
-  if method == 'svd':
-    return _linalg.flat_batch(by_svd)
+  fn = by_svd
+  if method == 'second_order':
+    fn = functools.partial(_second_order, align=align, fallback=by_svd)
+  sides = len(Frame._fields)
   return _linalg.flat_batch(
-    functools.partial(_second_order, align=align, fallback=by_svd)
+    lambda *arrays: fn(Frame(*arrays[:sides]), Tangent(*arrays[sides:]))
   )
 
 
-def _by_svd(q_left, q_right, c_left, c_right, _, __, x_left, x_right, *, align):
+# Largest sum of squares of the inverse of a Cholesky factor, its columns of
+# unit length, for which a basis by Cholesky is used: the orthogonality of the
+# basis is off by as many machine epsilons.
+_LARGEST_INVERSE = 32
+
+
+def _by_svd(frame, tangent, *, align):
   """Best rank-r approximation of Z + T, for (b, ., .) arrays.
 
-  Everything after the factorisations acts on coefficients (b, 2r, r) with
-  respect to the bases ``[Q, Y]``; one product at the end makes the factors.
+  The outer blocks of T need orthonormal bases. Where they are well conditioned,
+  as noise and what is preconditioned against it are, their Cholesky factors
+  give bases ``X' W`` that are never formed; else Householder QR.
   """
-  rank = x_left.shape[-1]
-  core = gram(x_right, q_right)  # D = Q_L^T T Q_R, since X_R = X_R' + Q_R D^T.
-  y_left, r_left = _linalg.qr(remove(q_left, x_left))
-  y_right, r_right = _linalg.qr(remove(q_right, x_right))
+  q_left, q_right, (x_left, x_right) = frame.left, frame.right, tangent
+  # D = Q_L^T T Q_R, since X_R = X_R' + Q_R D^T.
+  best = functools.partial(_best, frame, gram(x_right, q_right), align=align)
+  sides = ((q_left, x_left), (q_right, x_right))
+  (r_left, w_left, fine_left), (r_right, w_right, fine_right) = (
+    _cholesky(q, x) for q, x in sides
+  )
+
+  def by_cholesky():
+    u, v = best(r_left, r_right)
+
+    def factor(q, x, w, coefficients):
+      inside, outside = jnp.split(coefficients, 2, axis=-2)
+      outside = matmul(w, outside)
+      inside = inside - matmul(gram(q, x), outside)
+      return matmul(q, inside) + matmul(x, outside)
+
+    return (
+      factor(q_left, x_left, w_left, u),
+      factor(q_right, x_right, w_right, v),
+    )
+
+  def by_householder():
+    (y_left, r_left), (y_right, r_right) = (
+      _linalg.qr(remove(q, x)) for q, x in sides
+    )
+    u, v = best(r_left, r_right)
+    moved = jnp.any(x_left != 0, (-2, -1)) | jnp.any(x_right != 0, (-2, -1))
+
+    def factor(q, y, coefficients, old):
+      stay = jnp.concatenate([old, jnp.zeros_like(old)], -2)
+      coefficients = jnp.where(moved[:, None, None], coefficients, stay)
+      return matmul(jnp.concatenate([q, y], -1), coefficients)
+
+    return (
+      factor(q_left, y_left, u, frame.left_core),
+      factor(q_right, y_right, v, frame.right_core),
+    )
+
+  return jax.lax.cond(fine_left & fine_right, by_cholesky, by_householder)
+
+
+def _cholesky(q, x):
+  """``R`` and ``W`` with ``(I - q q^T) x = Y R`` and ``Y = (I - q q^T) x W``.
+
+  And whether they are to be used, for the whole batch: Y orthonormal, and no
+  digits lost where what lies along q is subtracted.
+  """
+  along, total = gram(q, x), gram(x, x)
+  outer = total - gram(along, along)
+  squares = jnp.diagonal(outer, axis1=-2, axis2=-1)
+  totals = jnp.diagonal(total, axis1=-2, axis2=-1)
+  tiny = jnp.finfo(x.dtype).tiny / jnp.finfo(x.dtype).eps
+  fine = jnp.all((squares > totals / 8) & (squares > tiny))
+  scale = jnp.sqrt(jnp.where(squares > 0, squares, 1))
+  inverse = _linalg.inverse_cholesky(
+    outer / (scale[:, :, None] * scale[:, None, :])
+  )
+  size = jnp.sum(jnp.square(inverse), axis=(-2, -1))
+  # A failed factorisation is NaN, and fails this comparison.
+  fine &= jnp.all(size <= _LARGEST_INVERSE * x.shape[-1])
+  weights = inverse / scale[:, :, None]
+  return gram(weights, outer), weights, fine
+
+
+def _best(frame, core, r_left, r_right, *, align):
+  """New factors, as coefficients (b, 2r, r) in the bases ``[Q, Y]``."""
+  c_left, c_right = frame.left_core, frame.right_core
+  rank = core.shape[-1]
   zeros = jnp.zeros_like(core)
   blocks = jnp.concatenate(
     [
@@ -85,49 +159,43 @@ def _by_svd(q_left, q_right, c_left, c_right, _, __, x_left, x_right, *, align):
   u, s, vt = _linalg.svd(blocks)
   u, s, v = u[..., :rank], s[..., :rank], vt.mT[..., :rank]
   lost = s <= rank * jnp.finfo(s.dtype).eps * s[:, :1]
+  masks = frame.left_mask, frame.right_mask
   u, v = jax.lax.cond(
-    jnp.any(lost), _keep_one_side, lambda *a: a[:2], u, v, lost, q_left, q_right
+    jnp.any(lost), _keep_one_side, lambda *a: a[:2], u, v, lost, *masks
   )
   # Lost columns get the scale of the largest, or of the old factors at Z = 0.
   sizes = [jnp.max(_linalg.column_norms(c), -1) for c in (c_left, c_right)]
   largest = jnp.where(s[:, 0] > 0, jnp.sqrt(s[:, 0]), jnp.maximum(*sizes))
   root = jnp.where(lost, largest[:, None], jnp.sqrt(s))[:, None, :]
   u, v = u * root, v * root
+  overlap = gram(u[:, :rank], c_left) + gram(v[:, :rank], c_right)
   if align:
-    overlap = gram(u[:, :rank], c_left) + gram(v[:, :rank], c_right)
     turn = _linalg.orthogonal_polar(overlap)
-    u, v = matmul(u, turn), matmul(v, turn)
-  else:  # Signs along the old factors: small steps change the arrays little.
-    overlap = jnp.sum(u[:, :rank] * c_left + v[:, :rank] * c_right, -2)
-    sign = jnp.where(overlap < 0, -1, 1).astype(u.dtype)[:, None, :]
-    u, v = u * sign, v * sign
-  moved = jnp.any(x_left != 0, (-2, -1)) | jnp.any(x_right != 0, (-2, -1))
-
-  def factor(q, y, coefficients, old):
-    stay = jnp.concatenate([old, zeros], -2)
-    coefficients = jnp.where(moved[:, None, None], coefficients, stay)
-    return matmul(jnp.concatenate([q, y], -1), coefficients)
-
-  return factor(q_left, y_left, u, c_left), factor(q_right, y_right, v, c_right)
+    return matmul(u, turn), matmul(v, turn)
+  # Signs along the old factors: small steps change the arrays little.
+  along = jnp.diagonal(overlap, axis1=-2, axis2=-1)
+  sign = jnp.where(along < 0, -1, 1).astype(u.dtype)[:, None, :]
+  return u * sign, v * sign
 
 
-def _keep_one_side(u, v, lost, q_left, q_right):
+def _keep_one_side(u, v, lost, left_mask, right_mask):
   """Replaces lost singular pairs by (0, old direction) or (old direction, 0).
 
   ``u`` and ``v`` (b, 2r, r) are in the bases ``[Q, Y]``; the side whose frame
   has the higher rank keeps its directions (ties: the right, input, side).
   """
   rank = u.shape[-1]
-  left_rank = jnp.sum(jnp.square(q_left), axis=(-2, -1))
-  right_rank = jnp.sum(jnp.square(q_right), axis=(-2, -1))
+  left_rank, right_rank = (
+    jnp.trace(mask, axis1=-2, axis2=-1) for mask in (left_mask, right_mask)
+  )
   # Both are integers up to rounding; half a unit keeps ties stable.
   keep_right = (right_rank > left_rank - 0.5)[:, None, None]
 
-  def complete(basis, q):
+  def complete(basis, mask):
     basis = basis * ~lost[:, None, :]
     # The old directions, Q's r coordinates masked to its range, without what
     # the basis has; as many as were lost, the most independent ones first.
-    old = jnp.concatenate([gram(q, q), jnp.zeros_like(gram(q, q))], -2)
+    old = jnp.concatenate([mask, jnp.zeros_like(mask)], -2)
     rest = old - matmul(basis, gram(basis, old))
     fresh, size, _ = _linalg.svd(rest)
     fresh = fresh[..., :rank] * (size[:, None, :rank] > 0.5)
@@ -137,19 +205,18 @@ def _keep_one_side(u, v, lost, q_left, q_right):
 
   zero = ~lost[:, None, :]
   return (
-    jnp.where(keep_right, u * zero, complete(u, q_left)),
-    jnp.where(keep_right, complete(v, q_right), v * zero),
+    jnp.where(keep_right, u * zero, complete(u, left_mask)),
+    jnp.where(keep_right, complete(v, right_mask), v * zero),
   )
 
 
-def _second_order(
-  q_left, q_right, c_left, c_right, i_left, i_right, x_left, x_right, *,
-  align, fallback,
-):  # fmt: skip
+def _second_order(frame, tangent, *, align, fallback):
   """``Z_U S^-1 Z_V^T`` of Vandereycken (2013), or ``fallback``."""
+  q_left, q_right, c_left, c_right, i_left, i_right, *masks = frame
+  x_left, x_right = tangent
   inverse = matmul(i_right.mT, i_left)  # S^-1 for S = C_L C_R^T.
   norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (x_left, x_right)]
-  ranks = [jnp.sum(jnp.square(a), axis=(-2, -1)) for a in (q_left, q_right)]
+  ranks = [jnp.trace(mask, axis1=-2, axis2=-1) for mask in masks]
   full = jnp.minimum(*ranks) > x_left.shape[-1] - 0.5
   size = jnp.linalg.norm(inverse, axis=(-2, -1)) * jnp.hypot(*norms)
 
@@ -176,7 +243,6 @@ def _second_order(
       left, right = matmul(left, turn), matmul(right, turn)
     return left, right
 
-  args = (
-    q_left, q_right, c_left, c_right, i_left, i_right, x_left, x_right
-  )  # fmt: skip
-  return jax.lax.cond(jnp.all(full & (size <= 0.1)), expand, fallback, *args)
+  return jax.lax.cond(
+    jnp.all(full & (size <= 0.1)), expand, fallback, frame, tangent
+  )

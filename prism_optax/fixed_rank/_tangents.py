@@ -76,8 +76,8 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
   """
   check_fits(frame, 'tangent', tangent)
   return Tangent(
-    remove(frame.left, matmul(tangent.left, gram(frame.right, frame.right))),
-    matmul(tangent.right, gram(frame.left, frame.left)),
+    remove(frame.left, matmul(tangent.left, frame.right_mask)),
+    matmul(tangent.right, frame.left_mask),
   )
 
 
@@ -168,10 +168,19 @@ def transport(
   """
   check_fits(old_frame, 'tangent', tangent)
   check_fits(new_frame, 'tangent', tangent)
-  left = matmul(tangent.left, gram(old_frame.right, new_frame.right)) + matmul(
-    old_frame.left, gram(tangent.right, new_frame.right)
+  turn_left = gram(old_frame.left, new_frame.left)
+  turn_right = gram(old_frame.right, new_frame.right)
+  inside_left = gram(tangent.left, new_frame.left)
+  inside_right = gram(tangent.right, new_frame.right)
+  # T Q_R', of which Q_L'^T T Q_R' is what lies in the new frame: both sides of
+  # the core by r x r products, no further one with tall matrices.
+  core = gram(inside_left, turn_right) + gram(turn_left, inside_right)
+  left = (
+    matmul(tangent.left, turn_right)
+    + matmul(old_frame.left, inside_right)
+    - matmul(new_frame.left, core)
   )
-  right = matmul(old_frame.right, gram(tangent.left, new_frame.left)) + matmul(
-    tangent.right, gram(old_frame.left, new_frame.left)
+  right = matmul(old_frame.right, inside_left) + matmul(
+    tangent.right, turn_left
   )
-  return Tangent(remove(new_frame.left, left), right)
+  return Tangent(left, right)

@@ -74,10 +74,7 @@ def privatize_hidden_states(
     hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
   )
   _validate.non_negative('stddev', stddev)
-  noise = _normal.standard_normal(
-    prng_key, jax.ShapeDtypeStruct(clipped.shape, dtype)
-  )
-  noised = clipped + jnp.asarray(stddev, dtype) * noise
+  noised = _normal.add_normal(prng_key, clipped.astype(dtype), stddev)
   if mask is not None:
     noised = jnp.where(jnp.asarray(mask, bool)[..., None], noised, 0)
   return noised.astype(jnp.asarray(hidden).dtype)

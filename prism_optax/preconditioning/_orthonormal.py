@@ -67,12 +67,6 @@ def init_moments(tangent: Tangent) -> Moments:
   return Moments(Factors(*zeros()), zeros(), squares(), squares())
 
 
-def split_core(frame: Frame, tangent: Tangent) -> tuple[jax.Array, jax.Array]:
-  """``D`` (..., r, r) and ``X_R'`` (..., n, r)."""
-  core = gram(tangent.right, frame.right)
-  return core, tangent.right - matmul(frame.right, core.mT)
-
-
 def on_both_sides(fn, left: jax.Array, right: jax.Array):
   """One batched call for the r x r matrices of both sides."""
   both = fn(jnp.concatenate([left, right]))
@@ -126,16 +120,14 @@ def accumulate(
     b2: Decay of the second moments.
     variance: s^2, the noise variance per coordinate in ``tangent``.
   """
-  core, outer = split_core(frame, tangent)
+  core = gram(tangent.right, frame.right)
   m, n = tangent.left.shape[-2], tangent.right.shape[-2]
   seen = RankMatrices(
     (gram(tangent.left, tangent.left) + gram(core, core)) / m,
-    (gram(outer, outer) + matmul(core, core.mT)) / n,
+    # X_R = X_R' + Q_R D^T holds the core already.
+    gram(tangent.right, tangent.right) / n,
   )
-  known = RankMatrices(
-    variance * gram(frame.right, frame.right),
-    variance * gram(frame.left, frame.left),
-  )
+  known = RankMatrices(variance * frame.right_mask, variance * frame.left_mask)
 
   def average(decay, old: Any, new: Any) -> Any:
     return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
@@ -176,14 +168,16 @@ def direction(
   if debias:
     nu = jax.tree.map(jnp.subtract, nu, noise)
 
-  def floor(covariance, basis):
-    # trace(Q^T Q) counts the observed directions; the others hold no noise.
-    observed = jnp.sum(jnp.square(basis), axis=(-2, -1))
-    trace = jnp.trace(covariance, axis1=-2, axis2=-1)
+  def floor(covariance, mask):
+    # The trace of a mask counts the observed directions; the others hold no
+    # noise.
+    trace, observed = (
+      jnp.trace(x, axis1=-2, axis2=-1) for x in (covariance, mask)
+    )
     return floor_factor * trace / jnp.maximum(observed, 1)
 
   floors = jnp.concatenate(
-    [floor(noise.left, frame.right), floor(noise.right, frame.left)]
+    [floor(noise.left, frame.right_mask), floor(noise.right, frame.left_mask)]
   )
   p_left, p_right = on_both_sides(
     lambda x: _linalg.inverse_sqrt(
@@ -193,9 +187,11 @@ def direction(
     nu.right,
   )
   mu = jax.tree.map(lambda x: x / mu_correction, moments.mu)
-  core, outer = split_core(frame, mu)
-  core = (matmul(p_right, core) + matmul(core, p_left)) / 2
+  core = gram(mu.right, frame.right)
+  new_core = (matmul(p_right, core) + matmul(core, p_left)) / 2
+  # mu.right is X_R' + Q_R D^T: what p_right makes of its core is replaced.
+  change = new_core - matmul(p_right, core)
   return Tangent(
     matmul(mu.left, p_left),
-    matmul(outer, p_right) + matmul(frame.right, core.mT),
+    matmul(mu.right, p_right) + matmul(frame.right, change.mT),
   )
