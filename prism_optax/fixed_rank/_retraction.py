@@ -83,22 +83,22 @@ def _by_svd(frame, tangent, *, align):
   # D = Q_L^T T Q_R, since X_R = X_R' + Q_R D^T.
   best = functools.partial(_best, frame, gram(x_right, q_right), align=align)
   sides = ((q_left, x_left), (q_right, x_right))
+  along = [gram(q, x) for q, x in sides]
   (r_left, w_left, fine_left), (r_right, w_right, fine_right) = (
-    _cholesky(q, x) for q, x in sides
+    _cholesky(a, gram(x, x)) for a, (_, x) in zip(along, sides, strict=True)
   )
 
   def by_cholesky():
     u, v = best(r_left, r_right)
 
-    def factor(q, x, w, coefficients):
+    def factor(q, x, a, w, coefficients):
       inside, outside = jnp.split(coefficients, 2, axis=-2)
       outside = matmul(w, outside)
-      inside = inside - matmul(gram(q, x), outside)
-      return matmul(q, inside) + matmul(x, outside)
+      return matmul(q, inside - matmul(a, outside)) + matmul(x, outside)
 
     return (
-      factor(q_left, x_left, w_left, u),
-      factor(q_right, x_right, w_right, v),
+      factor(*sides[0], along[0], w_left, u),
+      factor(*sides[1], along[1], w_right, v),
     )
 
   def by_householder():
@@ -121,17 +121,17 @@ def _by_svd(frame, tangent, *, align):
   return jax.lax.cond(fine_left & fine_right, by_cholesky, by_householder)
 
 
-def _cholesky(q, x):
+def _cholesky(along, total):
   """``R`` and ``W`` with ``(I - q q^T) x = Y R`` and ``Y = (I - q q^T) x W``.
 
-  And whether they are to be used, for the whole batch: Y orthonormal, and no
-  digits lost where what lies along q is subtracted.
+  From ``q^T x`` and ``x^T x``. And whether they are to be used, for the whole
+  batch: Y orthonormal, and no digits lost where what lies along q is
+  subtracted.
   """
-  along, total = gram(q, x), gram(x, x)
   outer = total - gram(along, along)
   squares = jnp.diagonal(outer, axis1=-2, axis2=-1)
   totals = jnp.diagonal(total, axis1=-2, axis2=-1)
-  tiny = jnp.finfo(x.dtype).tiny / jnp.finfo(x.dtype).eps
+  tiny = jnp.finfo(total.dtype).tiny / jnp.finfo(total.dtype).eps
   fine = jnp.all((squares > totals / 8) & (squares > tiny))
   scale = jnp.sqrt(jnp.where(squares > 0, squares, 1))
   inverse = _linalg.inverse_cholesky(
@@ -139,7 +139,7 @@ def _cholesky(q, x):
   )
   size = jnp.sum(jnp.square(inverse), axis=(-2, -1))
   # A failed factorisation is NaN, and fails this comparison.
-  fine &= jnp.all(size <= _LARGEST_INVERSE * x.shape[-1])
+  fine &= jnp.all(size <= _LARGEST_INVERSE * total.shape[-1])
   weights = inverse / scale[:, :, None]
   return gram(weights, outer), weights, fine
 

@@ -157,30 +157,61 @@ def embed(frame: Frame, tangent: Tangent) -> jax.Array:
   )
 
 
+class Anchored(NamedTuple):
+  """A tangent vector side by side with the bases that it is written in.
+
+  What is kept from one point to the next, in arrays that one product each
+  reads through.
+
+  Attributes:
+    left: ``[X_L, Q_L]`` (..., m, 2r).
+    right: ``[X_R, Q_R]`` (..., n, 2r).
+  """
+
+  left: jax.Array
+  right: jax.Array
+
+
+def anchor(frame: Frame | Factors, tangent: Tangent) -> Anchored:
+  """Joins a tangent vector and the bases of its frame."""
+  check_fits(frame, 'tangent', tangent)
+  return Anchored(
+    jnp.concatenate([tangent.left, frame[0]], -1),
+    jnp.concatenate([tangent.right, frame[1]], -1),
+  )
+
+
+def carry(
+  anchored: Anchored, frame: Frame | Factors
+) -> tuple[Tangent, tuple[jax.Array, jax.Array]]:
+  """Projects a tangent vector from another point on the tangent space here.
+
+  With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
+  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only.
+
+  Returns:
+    The tangent vector, and the overlaps ``Q_L^T Q_L'`` and ``Q_R^T Q_R'`` of
+    the old bases with the new ones, (..., r, r).
+  """
+  inside_left, turn_left = jnp.split(gram(anchored.left, frame[0]), 2, -2)
+  inside_right, turn_right = jnp.split(gram(anchored.right, frame[1]), 2, -2)
+  # Q_L'^T T Q_R': what is to be removed, without another tall product.
+  core = gram(inside_left, turn_right) + gram(turn_left, inside_right)
+  left = jnp.concatenate([turn_right, inside_right], -2)
+  right = jnp.concatenate([turn_left, inside_left], -2)
+  tangent = Tangent(
+    matmul(anchored.left, left) - matmul(frame[0], core),
+    matmul(anchored.right, right),
+  )
+  return tangent, (turn_left, turn_right)
+
+
 def transport(
   old_frame: Frame | Factors, new_frame: Frame | Factors, tangent: Tangent
 ) -> Tangent:
   """Projects a tangent vector at one point on the tangent space at another.
 
-  With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
-  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only. Of the
-  frames only the two bases are read.
+  See :func:`carry`. Of the frames only the two bases are read.
   """
-  check_fits(old_frame, 'tangent', tangent)
   check_fits(new_frame, 'tangent', tangent)
-  turn_left = gram(old_frame.left, new_frame.left)
-  turn_right = gram(old_frame.right, new_frame.right)
-  inside_left = gram(tangent.left, new_frame.left)
-  inside_right = gram(tangent.right, new_frame.right)
-  # T Q_R', of which Q_L'^T T Q_R' is what lies in the new frame: both sides of
-  # the core by r x r products, no further one with tall matrices.
-  core = gram(inside_left, turn_right) + gram(turn_left, inside_right)
-  left = (
-    matmul(tangent.left, turn_right)
-    + matmul(old_frame.left, inside_right)
-    - matmul(new_frame.left, core)
-  )
-  right = matmul(old_frame.right, inside_left) + matmul(
-    tangent.right, turn_left
-  )
-  return Tangent(left, right)
+  return carry(anchor(old_frame, tangent), new_frame)[0]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from prism_optax import _linalg, fixed_rank
 from prism_optax._linalg import gram, matmul
-from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.fixed_rank import Anchored, Frame, Tangent
 
 
 class RankMatrices(NamedTuple):
@@ -40,14 +40,13 @@ class Moments(NamedTuple):
   """What one stack of modules remembers.
 
   Attributes:
-    bases: ``Q_L`` (k, m, r) and ``Q_R`` (k, n, r) that the rest is written in.
-    mu: First moment, tangent coordinates.
+    mu: First moment, and the bases that all is written in: ``[mu_L, Q_L]``
+      (k, m, 2r) and ``[mu_R, Q_R]`` (k, n, 2r).
     nu: Second moments V.
     noise: The noise covariance that ``nu`` has seen, with the same decay.
   """
 
-  bases: Factors
-  mu: Tangent
+  mu: Anchored
   nu: RankMatrices
   noise: RankMatrices
 
@@ -58,13 +57,12 @@ def init_moments(tangent: Tangent) -> Moments:
   Each in an array of its own: a state may be donated, and no buffer twice.
   """
 
-  def zeros():
-    return jax.tree.map(jnp.zeros_like, tangent)
+  zeros = jax.tree.map(jnp.zeros_like, tangent)
 
   def squares():
-    return RankMatrices(*(gram(x, x) for x in zeros()))
+    return RankMatrices(*(gram(x, x) for x in zeros))
 
-  return Moments(Factors(*zeros()), zeros(), squares(), squares())
+  return Moments(fixed_rank.anchor(zeros, zeros), squares(), squares())
 
 
 def on_both_sides(fn, left: jax.Array, right: jax.Array):
@@ -73,16 +71,16 @@ def on_both_sides(fn, left: jax.Array, right: jax.Array):
   return jnp.split(both, 2)
 
 
-def move(moments: Moments, frame: Frame) -> Moments:
+def move(moments: Moments, frame: Frame) -> tuple[Tangent, Moments]:
   """Writes the moments in a new frame (vector transport).
 
   The first moment is projected on the new tangent space. Second moments turn
   by the polar factors of the overlaps: the overlaps themselves are
   contractions and would shrink V a little at every step.
   """
-  old = moments.bases
+  mu, (overlap_left, overlap_right) = fixed_rank.carry(moments.mu, frame)
   turn_left, turn_right = on_both_sides(
-    _linalg.polar, gram(old.right, frame.right), gram(old.left, frame.left)
+    _linalg.polar, overlap_right, overlap_left
   )
 
   def turned(x: RankMatrices) -> RankMatrices:
@@ -91,35 +89,41 @@ def move(moments: Moments, frame: Frame) -> Moments:
       gram(turn_right, matmul(x.right, turn_right)),
     )
 
-  return Moments(
-    Factors(frame.left, frame.right),
-    fixed_rank.transport(old, frame, moments.mu),
+  return mu, Moments(
+    moments.mu,
     turned(moments.nu),
     turned(moments.noise),
   )
 
 
-def stay(moments: Moments, frame: Frame) -> Moments:
+def stay(moments: Moments, frame: Frame) -> tuple[Tangent, Moments]:
   """Reads the old coordinates in the new frame, without transport."""
-  return moments._replace(
-    bases=Factors(frame.left, frame.right),
-    mu=fixed_rank.project(frame, moments.mu),
-  )
+  rank = frame.left.shape[-1]
+  mu = Tangent(*(x[..., :rank] for x in moments.mu))
+  return fixed_rank.project(frame, mu), moments
 
 
 def accumulate(
-  moments: Moments, frame: Frame, tangent: Tangent, b1, b2, variance
+  moments: Moments,
+  frame: Frame,
+  tangent: Tangent,
+  b1,
+  b2,
+  variance,
+  transport: bool,
 ) -> Moments:
   """One step of the exponential averages.
 
   Args:
-    moments: In the coordinates of ``frame``.
+    moments: As they were left by the last step.
     frame: The current frame.
     tangent: Noisy mean gradient, coordinates.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
     variance: s^2, the noise variance per coordinate in ``tangent``.
+    transport: Whether the moments are written in the current frame first.
   """
+  mu, moments = (move if transport else stay)(moments, frame)
   core = gram(tangent.right, frame.right)
   m, n = tangent.left.shape[-2], tangent.right.shape[-2]
   seen = RankMatrices(
@@ -132,10 +136,10 @@ def accumulate(
   def average(decay, old: Any, new: Any) -> Any:
     return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
 
-  return moments._replace(
-    mu=average(b1, moments.mu, tangent),
-    nu=average(b2, moments.nu, seen),
-    noise=average(b2, moments.noise, known),
+  return Moments(
+    fixed_rank.anchor(frame, average(b1, mu, tangent)),
+    average(b2, moments.nu, seen),
+    average(b2, moments.noise, known),
   )
 
 
@@ -186,12 +190,17 @@ def direction(
     nu.left,
     nu.right,
   )
-  mu = jax.tree.map(lambda x: x / mu_correction, moments.mu)
-  core = gram(mu.right, frame.right)
+  p_left, p_right = p_left / mu_correction, p_right / mu_correction
+  core = gram(moments.mu.right, frame.right)[..., : frame.right.shape[-1], :]
   new_core = (matmul(p_right, core) + matmul(core, p_left)) / 2
-  # mu.right is X_R' + Q_R D^T: what p_right makes of its core is replaced.
+  # X_R is X_R' + Q_R D^T: what p_right makes of the core is replaced.
   change = new_core - matmul(p_right, core)
   return Tangent(
-    matmul(mu.left, p_left),
-    matmul(mu.right, p_right) + matmul(frame.right, change.mT),
+    matmul(moments.mu.left, _stacked(p_left, jnp.zeros_like(p_left))),
+    matmul(moments.mu.right, _stacked(p_right, change.mT)),
   )
+
+
+def _stacked(upper: jax.Array, lower: jax.Array) -> jax.Array:
+  """Coefficients of an anchored side: of the coordinates and of the basis."""
+  return jnp.concatenate([upper, lower], -2)

@@ -206,9 +206,8 @@ def rank_preconditioner_part(
           moments, frame, tangent, b1=b1, b2=b2,
           variance=variance.astype(dtype), floor_mode=floor_mode, **options,
         )  # fmt: skip
-      move = _orthonormal.move if transport else _orthonormal.stay
       moments = _orthonormal.accumulate(
-        move(moments, frame), frame, tangent, b1, b2, variance.astype(dtype)
+        moments, frame, tangent, b1, b2, variance.astype(dtype), transport
       )
       return moments, _orthonormal.direction(moments, frame, **options)
 
