@@ -213,7 +213,8 @@ def noise_through(method, params, state, stddev, key):
     out = [
       _orthonormal.direction(
         moments._replace(mu=fixed_rank.anchor(frame, y)), frame,
-        mu_correction=1.0, nu_correction=correction, eps=1e-8, floor_factor=1.0, debias=False,
+        mu_correction=1.0, nu_correction=correction, eps=1e-8,
+        floor_factor=1.0, debias=False,
         max_condition_number=1e4,
       )
       for moments, frame, y in zip(precondition.pairs, frames, x, strict=True)

@@ -77,6 +77,28 @@ def test_retraction_returns_the_balanced_gauge(condition, dtype):
   assert np.all(np.diff(norms[0]) <= 0)
 
 
+@pytest.mark.parametrize('condition', [1.0, 1e4, 1e9])
+def test_steps_of_any_condition_get_an_orthonormal_basis(condition):
+  """Well-conditioned steps take the cheap basis, the others Householder's."""
+  factors, point, _ = random_problem(34, 30, 20, 4, 3.0)
+  frame = compiled.frame(factors)
+  rng = np.random.default_rng(8)
+  tangent = compiled.project(
+    frame,
+    as_tangent(
+      *(oracles.random_matrix(rng, size, 4, condition) for size in (30, 20))
+    ),
+  )
+  new = compiled.retract(frame, tangent)
+  exact = oracles.best_approximation(
+    point.z + compiled.embed(frame, tangent), 4
+  )
+  assert oracles.relative_error(product(new), exact) < 200 * EPS[np.float64]
+  for factor in new:
+    unit = np.asarray(factor / np.linalg.norm(factor, axis=0))
+    assert np.max(np.abs(unit.T @ unit - np.eye(4))) < 50 * EPS[np.float64]
+
+
 def test_retraction_in_float32():
   factors, point, _ = random_problem(31, 40, 24, 4, 10.0, np.float32)
   frame = compiled.frame(factors)
