@@ -58,6 +58,55 @@ def sensitivity_of_sum(bound: Any) -> Callable[..., Any]:
   return sensitivity
 
 
+def check_whole(name: str, tree: Any) -> None:
+  """Refuses a tree of which a mask of optax hides leaves.
+
+  What a mask hides goes around the transformation inside: here per-example
+  gradients, unclipped and, further on, without noise.
+
+  Raises:
+    ValueError: Naming the leaves.
+  """
+  flat, _ = jax.tree_util.tree_flatten_with_path(
+    tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+  )
+  hidden = [
+    jax.tree_util.keystr(path)
+    for path, leaf in flat
+    if isinstance(leaf, optax.MaskedNode)
+  ]
+  if hidden:
+    more = f' and {len(hidden) - 4} more' if len(hidden) > 4 else ''
+    raise ValueError(
+      f'{name}: optax.masked or optax.partition hides {", ".join(hidden[:4])}'
+      f'{more} from the clip, so that the per-example gradients of these leaves'
+      ' would pass it as they are. Clip and add noise outside of any mask:'
+      f' optax.chain({name}(...), <noise>, optax.partition(...)), with'
+      ' optax.set_to_zero() for leaves that stay; or differentiate with respect'
+      ' to the trainable leaves only.'
+    )
+
+
+def check_batched(name: str, updates: Any, params: Any) -> None:
+  """Refuses gradients that are plainly no per-example gradients.
+
+  Raises:
+    ValueError: If all shapes are those of the parameters. That is also how
+      ``optax.MultiSteps`` around a clip shows, when it starts.
+  """
+  shapes = [jnp.shape(x) for x in jax.tree.leaves(updates)]
+  if shapes and shapes == [jnp.shape(x) for x in jax.tree.leaves(params)]:
+    raise ValueError(
+      f'{name}: expected per-example gradients, shaped like params with one'
+      f' leading batch axis, got the shapes of params, {shapes[:4]}. They come'
+      ' from jax.vmap(jax.grad(loss), (None, 0)). Inside of optax.MultiSteps'
+      ' there can be no clip: it averages gradients of different examples'
+      ' before they are clipped. Accumulate behind it:'
+      f' optax.chain({name}(...),'
+      ' optax.MultiSteps(<the rest>, k).gradient_transformation()).'
+    )
+
+
 def squared_norms(arrays: Iterable[jax.Array], l2_clip_norm: Any) -> jax.Array:
   """Squares of each example's norm in units of the clip norm, shape (B,).
 

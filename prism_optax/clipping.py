@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 
 from prism_optax import _per_example, _validate, lora
 
@@ -67,7 +68,11 @@ def intrinsic_clip(
 
   All per-example gradients are held at once. For real models use
   ``jax_privacy.clipped_grad`` with micro-batches and
-  :func:`tangent_coordinates`, which gives the same.
+  :func:`tangent_coordinates`, which gives the same. ``optax.MultiSteps`` can
+  accumulate behind the clip: with ``normalize_by=expected_batch_size / k`` the
+  mean over k micro-batches of one Poisson batch is that of the whole batch, and
+  so is the noise that follows. Its ``should_skip_update_fn`` would decide by
+  what is not yet private.
 
   ====================================  =======================================
   example with a NaN or Inf, or whose   counts as zero
@@ -91,8 +96,10 @@ def intrinsic_clip(
 
   Raises:
     ValueError: If C or ``normalize_by`` is not a positive finite number (a
-      traced one is not checked); in ``update`` if ``params`` is missing or the
-      gradients do not have one leading batch axis.
+      traced one is not checked); if ``optax.masked`` or ``optax.partition``
+      hides leaves, whose gradients would pass unclipped; in ``update`` if
+      ``params`` is missing or the gradients do not have one leading batch axis,
+      as inside of ``optax.MultiSteps``.
 
   >>> import jax.numpy as jnp
   >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
@@ -118,7 +125,14 @@ def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
   _validate.positive('l2_clip_norm', l2_clip_norm)
   _validate.positive('normalize_by', normalize_by)
 
-  def read(adapters, updates):
+  def init(adapters, params):
+    del adapters
+    _per_example.check_whole('intrinsic_clip', params)
+    return optax.EmptyState()
+
+  def read(adapters, updates, params):
+    _per_example.check_whole('intrinsic_clip', params)
+    _per_example.check_batched('intrinsic_clip', updates, params)
     return adapters.gradients(updates, 1, 'per-example gradients')
 
   def update(gradients, state, point, *, is_padding_example=None, **extra_args):
@@ -133,4 +147,4 @@ def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
     )
     return summed, state
 
-  return lora.Part('intrinsic_clip', lora.stateless, update, read=read)
+  return lora.Part('intrinsic_clip', init, update, read=read)

@@ -48,6 +48,11 @@ def tangent_privatizer(
   isotropic tangent noise of PRISM (arXiv:2606.00944, Eq. 17-21): each module's
   has expected square ``stddev^2 r (m + n - r)``.
 
+  Inside of ``optax.masked`` or ``optax.partition`` it adds noise to the leaves
+  it is shown and knows of no others: those are private only if something else
+  sets them to zero. Two privatizers in two branches are two mechanisms on the
+  same batch. So noise belongs outside of any mask, where the clip has to be.
+
   With ``stddev = noise_multiplier * clip.sensitivity()`` one update is a
   Gaussian mechanism of that noise multiplier for add-or-remove-one neighbours.
 

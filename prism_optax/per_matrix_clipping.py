@@ -162,9 +162,11 @@ def per_matrix_clip(
 
   Raises:
     ValueError: If a threshold or ``normalize_by`` is not a positive finite
-      number (a traced one is not checked); if a prefix does not fit; in
-      ``update`` if ``params`` is missing or the gradients do not have one
-      leading batch axis.
+      number (a traced one is not checked); if a prefix does not fit; if
+      ``optax.masked`` or ``optax.partition`` hides leaves, whose gradients
+      would pass unclipped; in ``update`` if ``params`` is missing or the
+      gradients do not have one leading batch axis, as inside of
+      ``optax.MultiSteps``.
 
   >>> import jax.numpy as jnp
   >>> clip = per_matrix_clip({'w': 3.0, 'v': 4.0})
@@ -183,6 +185,7 @@ def per_matrix_clip(
     return clip_groups(l2_clip_norms, params, weight_dimension_numbers)
 
   def init_fn(params):
+    _per_example.check_whole('per_matrix_clip', params)
     groups_of(params)  # What does not fit shall fail here, not in training.
     return optax.EmptyState()
 
@@ -191,6 +194,8 @@ def per_matrix_clip(
   ):
     del extra_args
     _validate.params_given('per_matrix_clip', params)
+    _per_example.check_whole('per_matrix_clip', params)
+    _per_example.check_batched('per_matrix_clip', updates, params)
     leaves, treedef = jax.tree.flatten(updates)
     expected: Any = jax.tree.structure(params)
     wanted = [x.shape for x in jax.tree.leaves(params)]

@@ -171,6 +171,20 @@ MUTANTS = (
     'return bound',
     ('per_example_test.py',),
   ),
+  Mutant(
+    'clip inside of a mask',
+    '_per_example.py',
+    '  if hidden:\n',
+    '  if len(hidden) > 99:\n',
+    ('integration/masks_test.py mask',),
+  ),
+  Mutant(
+    'clip inside of an accumulation',
+    '_per_example.py',
+    'if shapes and shapes ==',
+    'if not shapes and shapes ==',
+    ('integration/multi_steps_test.py front',),
+  ),
   # Noise.
   Mutant(
     'noise key used again',

@@ -22,7 +22,8 @@ class Point(NamedTuple):
   frames: tuple[Frame, ...]
 
 
-def _read_coordinates(adapters: Adapters, updates: Any) -> Blocks:
+def _read_coordinates(adapters: Adapters, updates: Any, params: Any) -> Blocks:
+  del params
   return adapters.coordinates(updates)
 
 
@@ -45,7 +46,7 @@ class Part(NamedTuple):
   name: str
   init: Callable[[Adapters, Any], Any]
   update: Callable[..., tuple[Blocks, Any]]
-  read: Callable[[Adapters, Any], Blocks] = _read_coordinates
+  read: Callable[[Adapters, Any, Any], Blocks] = _read_coordinates
   write: Callable[[Adapters, Blocks, Any], Any] = _write_coordinates
 
 
@@ -90,7 +91,7 @@ def chain_parts(
     _validate.params_given(parts[0].name, params)
     adapters = Adapters(params, layout)
     point = Point(adapters, params, adapters.frames(params))
-    blocks = parts[0].read(adapters, updates)
+    blocks = parts[0].read(adapters, updates, params)
     states = []
     for part, old in zip(
       parts, state if len(parts) > 1 else (state,), strict=True

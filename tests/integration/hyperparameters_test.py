@@ -1,0 +1,113 @@
+"""Schedules and injected hyper-parameters."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from tests.integration import cases
+
+OPTIONS = {
+  'l2_clip_norm': cases.CLIP,
+  'noise_multiplier': cases.MULTIPLIER,
+  'expected_batch_size': cases.BATCH,
+  'prng_key': cases.SEED,
+}
+SCHEDULE = optax.piecewise_constant_schedule(0.125, {1: 0.5})
+
+
+def _grads(params):
+  return cases.trainable(
+    cases.per_example_gradients({**cases.params(), **params}, cases.batch())
+  )
+
+
+def _train(tx, steps=2, change=lambda state: state):
+  params = cases.trainable(cases.params())
+  state, update = tx.init(params), jax.jit(tx.update)
+  for _ in range(steps):
+    updates, state = update(_grads(params), state, params)
+    params, state = optax.apply_updates(params, updates), change(state)
+  return params, state
+
+
+@functools.cache
+def _scheduled():
+  return _train(prism_optax.prism(SCHEDULE, **OPTIONS))[0]
+
+
+def _assert_same(got, want):
+  """Up to rounding, which the preconditioner divides by noise of 0.02."""
+  np.testing.assert_allclose(cases.z(got), cases.z(want), atol=1e-5)
+  np.testing.assert_allclose(got['head'], want['head'], atol=1e-5)
+
+
+def test_an_injected_schedule_is_the_schedule():
+  """A seed is no hyper-parameter: `static_args` keeps it as it is."""
+  injected = optax.inject_hyperparams(
+    prism_optax.prism, static_args=('prng_key',)
+  )(SCHEDULE, **OPTIONS)
+  got, state = _train(injected)
+  _assert_same(got, _scheduled())
+  np.testing.assert_allclose(state.hyperparams['learning_rate'], 0.0625)
+  assert state.hyperparams['noise_multiplier'] == np.float32(cases.MULTIPLIER)
+
+
+def test_a_hyperparameter_changed_between_steps_counts():
+  injected = optax.inject_hyperparams(
+    prism_optax.prism, static_args=('prng_key',)
+  )(0.125, **OPTIONS)
+
+  def halve(state):
+    state.hyperparams['learning_rate'] /= 2
+    return state
+
+  got, _ = _train(injected, change=halve)
+  _assert_same(got, _scheduled())
+
+
+def test_an_injected_seed_is_refused():
+  """Traced it would be an array in the state, and a constant of no use."""
+  tx = optax.inject_hyperparams(prism_optax.prism)(0.1, **OPTIONS)
+  with pytest.raises(ValueError, match='prng_key to be None, an int or a typ'):
+    tx.init(cases.trainable(cases.params()))
+
+
+def test_structure_is_not_injected():
+  """Options that decide what is compiled stay what they are."""
+  muon = functools.partial(
+    prism_optax.dp_muon,
+    l2_clip_norms=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=8,
+    prng_key=1,
+  )
+  params = {'w': np.ones((3, 4), np.float32)}
+  with pytest.raises(ValueError, match='degree'):
+    optax.inject_hyperparams(
+      muon, static_args=('prng_key', 'steps', 'bias_correction_probes')
+    )(0.1).init(params)
+  static = ('prng_key', 'degree', 'steps', 'bias_correction_probes')
+  optax.inject_hyperparams(muon, static_args=static)(0.1).init(params)
+
+
+@pytest.mark.slow
+def test_a_part_in_a_chain_can_be_injected():
+  preconditioner = optax.inject_hyperparams(
+    prism_optax.scale_by_rank_preconditioner
+  )(noise_stddev=cases.STDDEV)
+
+  def chain(middle):
+    return optax.chain(
+      cases.clip(),
+      cases.privatizer(),
+      middle,
+      optax.scale_by_learning_rate(SCHEDULE),
+      prism_optax.retract(),
+    )
+
+  # In parts, `prism` is this chain.
+  _assert_same(_train(chain(preconditioner))[0], _scheduled())

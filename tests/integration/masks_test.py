@@ -1,0 +1,159 @@
+"""optax.masked, partition and multi_transform around parts of a chain.
+
+A mask hides leaves from what is inside of it, and hands their updates around
+it. Around a clip those are raw per-example gradients.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from tests.integration import cases
+
+LABELS = {'frozen': 'stays', 'head': 'trains', 'lora': 'trains'}
+
+
+def _frozen_inside_of_the_tree(stddev=cases.STDDEV):
+  """Zero before the clip, so that it takes no part in the norm, and after."""
+
+  def where_trained(tx):
+    # Also known as multi_transform.
+    return optax.partition({'trains': tx, 'stays': optax.set_to_zero()}, LABELS)
+
+  return optax.chain(
+    where_trained(optax.identity()),
+    cases.clip(),
+    cases.privatizer(stddev),
+    where_trained(cases.after_the_noise()),
+  )
+
+
+def test_frozen_leaves_stay_and_take_no_part():
+  """As if they were not there: the recipe against the subtree alone."""
+  params = cases.params()
+  grads = cases.per_example_gradients(params, cases.batch())
+  # Without noise: it depends on the position of a leaf in the tree.
+  tx = _frozen_inside_of_the_tree(stddev=0.0)
+  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+  assert not np.any(updates['frozen'])
+  assert updates['frozen'].shape == params['frozen'].shape
+  alone = optax.chain(cases.clip(), cases.after_the_noise())
+  trained = cases.trainable(params)
+  want, _ = jax.jit(alone.update)(
+    cases.trainable(grads), alone.init(trained), trained
+  )
+  jax.tree.map(
+    # The order of float32 sums.
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6),
+    cases.trainable(updates),
+    want,
+  )
+  assert all(np.any(x) for x in jax.tree.leaves(want))
+
+
+def test_frozen_leaves_stay_under_noise():
+  params = cases.params()
+  tx = _frozen_inside_of_the_tree()
+  state = tx.init(params)
+  start = params
+  update = jax.jit(tx.update)
+  for step in range(3):
+    grads = cases.per_example_gradients(params, cases.batch(step))
+    updates, state = update(
+      grads, state, params, is_padding_example=jnp.arange(6) >= 4
+    )
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_array_equal(params['frozen'], start['frozen'])
+  assert np.abs(cases.z(params) - cases.z(start)).max() > 1e-3
+  assert np.abs(params['head'] - start['head']).max() > 1e-3
+
+
+def test_two_learning_rates_behind_one_clip_and_one_noise():
+  """Adapters and head part behind the noise: still one mechanism."""
+  params = cases.trainable(cases.params())
+  tx = optax.chain(
+    cases.clip(),
+    cases.privatizer(),
+    optax.partition(
+      {'adapters': cases.after_the_noise(), 'head': optax.sgd(0.25)},
+      {'lora': 'adapters', 'head': 'head'},
+    ),
+  )
+  grads = cases.trainable(
+    cases.per_example_gradients(cases.params(), cases.batch())
+  )
+  state = tx.init(params)
+  updates, state = jax.jit(tx.update)(grads, state, params)
+  whole = optax.chain(cases.clip(), cases.privatizer(), cases.after_the_noise())
+  want, _ = jax.jit(whole.update)(grads, whole.init(params), params)
+  np.testing.assert_allclose(updates['head'], want['head'] / 2, rtol=1e-5)
+  np.testing.assert_allclose(
+    cases.z(optax.apply_updates(params, updates)),
+    cases.z(optax.apply_updates(params, want)),
+    atol=1e-6,
+  )
+
+
+HIDE_HEAD = {'frozen': False, 'head': False, 'lora': True}
+CLIPS = {
+  'intrinsic_clip': cases.clip(),
+  'prism': cases.prism(),
+  'per_matrix_clip': prism_optax.per_matrix_clip(1.0),
+  'dp_muon': prism_optax.dp_muon(
+    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=8
+  ),
+}
+WRAPPERS = {
+  'masked': lambda tx: optax.masked(tx, HIDE_HEAD),
+  'partition': lambda tx: optax.partition(
+    {'trains': tx, 'stays': optax.set_to_zero()}, LABELS
+  ),
+  'multi_transform': lambda tx: optax.multi_transform(
+    {'trains': tx, 'stays': optax.adam(1e-3)}, LABELS
+  ),
+}
+
+
+@pytest.mark.parametrize('wrapper', WRAPPERS)
+@pytest.mark.parametrize('clip', CLIPS)
+def test_no_mask_around_a_clip(clip, wrapper):
+  """Also where zeros replace the hidden leaves: (B, ...) zeros broadcast."""
+  name = {'prism': 'intrinsic_clip', 'dp_muon': 'per_matrix_clip'}
+  with pytest.raises(
+    ValueError,
+    match=rf"{name.get(clip, clip)}: optax.masked.*hides \['frozen'\].*"
+    r'outside of any mask: optax.chain',
+  ):
+    WRAPPERS[wrapper](CLIPS[clip]).init(cases.params())
+
+
+@pytest.mark.parametrize('clip', ['intrinsic_clip', 'per_matrix_clip'])
+def test_no_mask_in_an_update_either(clip):
+  """Where `init` was skipped or restored: the clip has no state."""
+  params = cases.params()
+  tx = optax.masked(CLIPS[clip], HIDE_HEAD)
+  grads = cases.per_example_gradients(params, cases.batch())
+  state = optax.MaskedState(optax.EmptyState())
+  with pytest.raises(ValueError, match=r"hides \['frozen'\], \['head'\]"):
+    tx.update(grads, state, params)
+
+
+def test_many_hidden_leaves_are_counted():
+  params = {f'w{i}': jnp.ones((2, 2)) for i in range(7)}
+  mask = {name: name == 'w0' for name in params}
+  tx = optax.masked(prism_optax.per_matrix_clip(1.0), mask)
+  with pytest.raises(ValueError, match=r"\['w4'\] and 2 more from the clip"):
+    tx.init(params)
+
+
+def test_a_privatizer_inside_of_a_mask_covers_what_it_sees():
+  """Documented, not refused: elsewhere may be `set_to_zero`."""
+  params = cases.params()
+  tx = optax.masked(cases.privatizer(), {**HIDE_HEAD, 'head': True})
+  zeros = optax.tree.zeros_like(params)
+  noisy, _ = tx.update(zeros, tx.init(params), params)
+  assert np.all(noisy['head'] != 0)
+  np.testing.assert_array_equal(noisy['frozen'], 0)

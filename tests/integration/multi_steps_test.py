@@ -1,0 +1,88 @@
+"""Accumulation over micro-batches by optax.MultiSteps."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from tests.integration import cases
+
+K = 3
+
+
+def _run(tx, params, micro_batches):
+  """The parameters after each micro-batch."""
+  state, update, seen = tx.init(params), jax.jit(tx.update), []
+  for x in micro_batches:
+    grads = cases.trainable(
+      cases.per_example_gradients({**cases.params(), **params}, x)
+    )
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    seen.append(params)
+  return seen
+
+
+def test_accumulated_behind_the_clip_it_is_one_large_batch():
+  """The mean of K clipped sums over b / K is the whole clipped sum over b."""
+  params = cases.trainable(cases.params())
+  rest = optax.chain(cases.privatizer(), cases.after_the_noise())
+  micro_batches = [cases.batch(i, 4) for i in range(K)]
+  *before, got = _run(
+    optax.chain(
+      cases.clip(cases.BATCH / K),
+      optax.MultiSteps(rest, K).gradient_transformation(),
+    ),
+    params,
+    micro_batches,
+  )
+  for same in before:
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+  (want,) = _run(
+    optax.chain(cases.clip(), rest), params, [np.concatenate(micro_batches)]
+  )
+  np.testing.assert_allclose(cases.z(got), cases.z(want), atol=1e-6)
+  np.testing.assert_allclose(got['head'], want['head'], atol=1e-6)
+  assert np.abs(cases.z(got) - cases.z(params)).max() > 1e-3
+
+
+def test_noise_is_fresh_in_each_accumulated_update():
+  """The state behind moves once in K calls, and then the key does."""
+  params = cases.trainable(cases.params())
+  tx = optax.MultiSteps(cases.privatizer(), 2)
+  state, update = tx.init(params), jax.jit(tx.update)
+  zeros = optax.tree.zeros_like(params)
+  drawn = []
+  for _ in range(4):
+    noise, state = update(zeros, state, params)
+    drawn.append(np.asarray(noise['head']))
+  assert not drawn[0].any()
+  assert not drawn[2].any()
+  assert np.all(drawn[1] != drawn[3])
+  assert np.all(drawn[1] != 0)
+
+
+@pytest.mark.parametrize(
+  'tx',
+  [
+    cases.clip(),
+    cases.prism(),
+    prism_optax.per_matrix_clip(1.0),
+    prism_optax.dp_muon(
+      0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=8
+    ),
+  ],
+  ids=['intrinsic_clip', 'prism', 'per_matrix_clip', 'dp_muon'],
+)
+def test_no_accumulation_in_front_of_a_clip(tx):
+  """It would average examples first: then one of them moves the sum by 2 C."""
+  params = cases.trainable(cases.params())
+  with pytest.raises(ValueError, match='Inside of optax.MultiSteps there can'):
+    _run(optax.MultiSteps(tx, K), params, [cases.batch()])
+
+
+def test_gradients_without_a_batch_axis_are_told_apart():
+  params = cases.trainable(cases.params())
+  with pytest.raises(ValueError, match=r'got the shapes of params.*jax.vmap'):
+    cases.clip().update(params, optax.EmptyState(), params)
