@@ -114,6 +114,42 @@ MUTANTS = (
     '[r_left, matmul(r_left, r_right.mT)]',
     (f'{GEOMETRY} best_approximation',),
   ),
+  Mutant(
+    'lost columns come back on both sides',
+    'fixed_rank/_truncation.py',
+    'u * alive * root + jnp.where(keep_right, 0, more_u)',
+    'u * alive * root + more_u',
+    (f'{GEOMETRY}/truncation_test.py different_sides',),
+  ),
+  Mutant(
+    'average biased towards its start',
+    'lora/_averaging.py',
+    'jnp.minimum((1 - decay) / total, 1)',
+    'jnp.minimum((1 - decay) + 0 * total, 1)',
+    ('lora/averaging_test.py nothing_is_lost',),
+  ),
+  Mutant(
+    'average of the factors',
+    'lora/_averaging.py',
+    'jnp.concatenate([roots[0] * x, roots[1] * y], -1)',
+    'jnp.pad(roots[0] ** 2 * x[..., : y.shape[-1]] + roots[1] ** 2 * y,'
+    ' [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] - y.shape[-1])])',
+    ('lora/averaging_test.py any_gauge',),
+  ),
+  Mutant(
+    'padding that changes Z',
+    'lora/_rank_changes.py',
+    'return Factors(left, right.at[..., module.rank :].set(columns))',
+    'return Factors(left + 0.1, right.at[..., module.rank :].set(columns))',
+    ('lora/rank_changes_test.py no_old_number',),
+  ),
+  Mutant(
+    'sum for difference',
+    'lora/_rank_changes.py',
+    '[factors.right, -old.right]',
+    '[factors.right, old.right]',
+    ('lora/rank_changes_test.py difference_is',),
+  ),
   # Clip.
   Mutant(
     'no clip',

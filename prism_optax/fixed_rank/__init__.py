@@ -41,3 +41,4 @@ from prism_optax.fixed_rank._tangents import (
   tangent_from_steps as tangent_from_steps,
 )
 from prism_optax.fixed_rank._tangents import transport as transport
+from prism_optax.fixed_rank._truncation import truncate as truncate

@@ -46,7 +46,7 @@ class Frame(NamedTuple):
   right_mask: jax.Array
 
 
-def _check_pair(name: str, left: jax.Array, right: jax.Array) -> None:
+def check_pair(name: str, left: jax.Array, right: jax.Array) -> None:
   """Raises ``ValueError`` unless the shapes are (..., m, r) and (..., n, r)."""
   if (
     left.ndim < 2
@@ -84,7 +84,7 @@ def frame(factors: Factors) -> Frame:
   [0.6 0.8] [5.] [0. 1.]
   """
   left, right = factors
-  _check_pair('factors', left, right)
+  check_pair('factors', left, right)
   rank = left.shape[-1]
   if rank < 1 or rank > min(left.shape[-2], right.shape[-2]):
     raise ValueError(

@@ -10,6 +10,8 @@ from prism_optax.lora._adapters import Adapters as Adapters
 from prism_optax.lora._adapters import Blocks as Blocks
 from prism_optax.lora._adapters import map_pairs as map_pairs
 from prism_optax.lora._adapters import to_coordinates as to_coordinates
+from prism_optax.lora._averaging import EmaState as EmaState
+from prism_optax.lora._averaging import ema as ema
 from prism_optax.lora._canonicalize import canonicalize as canonicalize
 from prism_optax.lora._layout import Layout as Layout
 from prism_optax.lora._layout import Pair as Pair
@@ -19,3 +21,6 @@ from prism_optax.lora._parts import Point as Point
 from prism_optax.lora._parts import chain_parts as chain_parts
 from prism_optax.lora._parts import part_from_optax as part_from_optax
 from prism_optax.lora._parts import stateless as stateless
+from prism_optax.lora._rank_changes import difference as difference
+from prism_optax.lora._rank_changes import pad_rank as pad_rank
+from prism_optax.lora._rank_changes import truncate as truncate

@@ -1,0 +1,132 @@
+"""Averages of the iterates, kept at low rank."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax import _validate, fixed_rank
+from prism_optax.fixed_rank import Factors
+from prism_optax.lora import _pairs
+from prism_optax.lora._adapters import Adapters, Blocks, map_pairs
+
+
+class EmaState(NamedTuple):
+  """State of :func:`ema`.
+
+  Attributes:
+    count: Parameters averaged so far, shape (), int32.
+    pairs: For each stack of same-shape modules the factors of the average.
+    others: The average of each other leaf.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
+  pairs: tuple[Factors, ...]
+  others: tuple[jax.Array, ...]
+
+
+def ema(
+  decay: Any, *, rank_multiple: int = 2, layout: _pairs.LayoutLike = None
+) -> optax.GradientTransformation:
+  """Exponential moving average of the matrices Z, at low rank.
+
+  As ``optax.ema``, and used on PARAMETERS, beside the optimizer::
+
+    average, state = ema.update(params, state)
+
+  ``E_t = (1 - w_t) E_{t-1} + w_t Z_t``, the best approximation of low rank of
+  it after each step, with ``w_t = (1 - decay) / (1 - decay^t)``: the average of
+  ``Z_1, ..., Z_t`` with weights in proportion to ``decay^(t - i)``, without
+  bias, whatever the parameters were before the first call.
+
+  Averaging the two factors instead averages neither Z nor anything else that
+  is the same in every gauge: two pairs with the same Z may average to zero.
+  This one is a function of the matrices ``Z_t`` alone.
+
+  What is truncated in one step is lost for all that follow, so directions that
+  grow slowly never come in. Inside, the average therefore has
+  ``rank_multiple`` times the rank: with the default it is 10 to 1000 times
+  closer to the best approximation of the dense average, which is what comes
+  out. The state is float32 at least, whatever the parameters are.
+
+  Privacy: post-processing of the iterates.
+
+  Args:
+    decay: In [0, 1). May be traced.
+    rank_multiple: Rank of the average inside, in units of the rank.
+    layout: See :func:`describe_pairs`.
+
+  Returns:
+    ``init(params)`` and ``update(params, state) -> (average, state)``; the
+    average is a tree like ``params``, in their types, in the balanced SVD
+    gauge. Leaves that are no factors are averaged as they are.
+
+  Raises:
+    ValueError: If ``decay`` or ``rank_multiple`` is out of range, or no pair
+      is found.
+
+  >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+  >>> tx = ema(0.5)
+  >>> state = tx.init(params)
+  >>> for factor in (1.0, -1.0):  # Another gauge of the same matrix.
+  ...   average, state = tx.update(
+  ...     jax.tree.map(lambda x: factor * x, params), state)
+  >>> print((average['lora_a'] @ average['lora_b'])[0].round(3))
+  [1. 1.]
+  """
+  _validate.decay_rate('decay', decay)
+  _validate.integer('rank_multiple', rank_multiple, 1)
+
+  def init_fn(params):
+    blocks = Adapters(params, layout).factors(params)
+
+    def zeros(pair):
+      m, n, rank = (*(x.shape[-2] for x in pair), pair.left.shape[-1])
+      inside = min(rank_multiple * rank, m, n)
+      return Factors(
+        *(jnp.zeros((*x.shape[:-1], inside), x.dtype) for x in pair)
+      )
+
+    return EmaState(
+      jnp.zeros((), jnp.int32),
+      map_pairs(zeros, blocks.pairs),
+      tuple(jnp.zeros_like(x) for x in blocks.others),
+    )
+
+  def update_fn(updates, state, params=None):
+    del params
+    adapters = Adapters(updates, layout)
+    blocks = adapters.factors(updates)
+    count = optax.safe_increment(state.count)
+    # 1 - decay^t, without cancellation for decays close to one.
+    total = -jnp.expm1(count * jnp.log(jnp.asarray(decay, jnp.float32)))
+    weight = jnp.minimum((1 - decay) / total, 1)
+
+    def average(old, new):
+      # The root of a weight on either side keeps a balanced pair balanced.
+      w = weight.astype(new.left.dtype)
+      roots = jnp.sqrt(1 - w), jnp.sqrt(w)
+      both = Factors(
+        *(
+          jnp.concatenate([roots[0] * x, roots[1] * y], -1)
+          for x, y in zip(old, new, strict=True)
+        )
+      )
+      return fixed_rank.truncate(both, old.left.shape[-1])
+
+    pairs = map_pairs(average, state.pairs, blocks.pairs)
+    others = tuple(
+      x + weight.astype(x.dtype) * (y - x)
+      for x, y in zip(state.others, blocks.others, strict=True)
+    )
+    out = map_pairs(
+      lambda kept, like: fixed_rank.truncate(kept, like.left.shape[-1]),
+      pairs,
+      blocks.pairs,
+    )
+    tree = adapters.tree(Blocks(out, others), -0.5)
+    tree = jax.tree.map(lambda x, p: x.astype(p.dtype), tree, updates)
+    return tree, EmaState(count, pairs, others)
+
+  return optax.GradientTransformation(init_fn, update_fn)
