@@ -1,0 +1,90 @@
+"""Batches of no record, of one, and of far more than were expected."""
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import pld
+from finetuning import privacy, sampling
+
+import prism_optax
+from tests import oracles, test_utils
+
+CLIP, EXPECTED, STDDEV = 0.7, 4.0, 0.3
+PARAMS = test_utils.tree_of(
+  [oracles.random_factors(np.random.default_rng(0), 6, 5, 2)],
+  np.ones(3),
+  jnp.float32,
+)
+
+
+def _optimizers():
+  shared = {
+    'noise_multiplier': STDDEV * EXPECTED / CLIP,
+    'expected_batch_size': EXPECTED,
+    'prng_key': 1,
+  }
+  return {
+    'prism': prism_optax.prism(0.1, l2_clip_norm=CLIP, **shared),
+    'dp_muon': prism_optax.dp_muon(0.1, l2_clip_norms=CLIP, **shared),
+  }
+
+
+def _gradients(size):
+  rng = np.random.default_rng(size)
+  return jax.tree.map(
+    lambda x: jnp.asarray(100 * rng.normal(size=(size, *x.shape)), jnp.float32),
+    PARAMS,
+  )
+
+
+@pytest.mark.parametrize('name', ['prism', 'dp_muon'])
+@pytest.mark.parametrize('size', [0, 1, 40])
+def test_every_batch_size_trains(name, size):
+  tx = _optimizers()[name]
+  update = jax.jit(tx.update)
+  params, state = PARAMS, tx.init(PARAMS)
+  for _ in range(2):
+    updates, state = update(_gradients(size), state, params)
+    params = optax.apply_updates(params, updates)
+  for old, new in zip(
+    jax.tree.leaves(PARAMS), jax.tree.leaves(params), strict=True
+  ):
+    assert np.isfinite(new).all()
+    assert not np.array_equal(old, new)  # Noise moves it at least.
+
+
+@pytest.mark.parametrize('size', [0, 1, 400])
+def test_the_signal_grows_with_the_records_and_the_noise_does_not(size):
+  """A hundred times the expected batch: the divisor is still the constant."""
+  noisy = optax.chain(
+    prism_optax.intrinsic_clip(CLIP, normalize_by=EXPECTED),
+    prism_optax.tangent_privatizer(STDDEV, prng_key=2),
+  )
+  one = _gradients(1)
+  batch = jax.tree.map(lambda x: jnp.repeat(x, size, axis=0), one)
+  state = noisy.init(PARAMS)
+  released, _ = noisy.update(batch, state, PARAMS)
+  noise, _ = noisy.update(jax.tree.map(lambda x: x[:0], one), state, PARAMS)
+  signal = float(optax.tree.norm(jax.tree.map(jnp.subtract, released, noise)))
+  # float32: the noise is subtracted again, of about 0.3 an entry.
+  assert abs(signal - size * CLIP / EXPECTED) < 1e-5 * max(size, 1)
+
+
+def test_a_batch_above_the_limit_is_cut_and_the_cut_is_accounted_for():
+  """With probability one all 97 places are drawn; ten are kept."""
+  drawn = sampling.draw(
+    np.arange(4, dtype=np.uint32), 0,
+    dataset_size=97, sampling_probability=1.0, size=10,
+  )  # fmt: skip
+  assert len(set(drawn.tolist())) == 10
+  assert (drawn >= 0).all()
+  cut = privacy.Plan(97, 20, 30, 5, 2.0, 1e-4)
+  one = dp_accounting.TruncatedSubsampledGaussianDpEvent(97, 20 / 97, 30, 2.0)
+  exact = pld.PLDAccountant().compose(one, 5).get_epsilon(1e-4)
+  assert cut.epsilon(5) == pytest.approx(exact, rel=1e-12)
+  uncut = privacy.Plan(97, 20, 97, 5, 2.0, 1e-4)
+  # It is not free: a record may push another one out.
+  assert cut.epsilon(5) > uncut.epsilon(5)
