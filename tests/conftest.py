@@ -13,6 +13,12 @@ import jax
 import numpy as np
 import pytest
 
+# Before 0.8 it had another place. The oldest version allowed is tested too.
+if not hasattr(jax, 'enable_x64'):
+  from jax.experimental import enable_x64
+
+  jax.enable_x64 = enable_x64
+
 _GOLDEN = pathlib.Path(__file__).parent / 'golden'
 
 
