@@ -1,0 +1,64 @@
+"""Files of any bytes: the private one never raises for a row, nor drops it."""
+
+import json
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from finetuning import data
+from hypothesis import given
+
+from tests.properties import cases
+
+values = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+  ),
+  max_leaves=6,
+)
+rows = st.one_of(
+  st.fixed_dictionaries({'text': st.text(max_size=12), 'label': st.integers()}),
+  st.dictionaries(st.sampled_from(['text', 'label', 'other']), values),
+).map(lambda row: json.dumps(row).encode())
+lines = st.one_of(
+  rows,
+  rows.map(lambda row: row[: len(row) // 2]),  # Cut off.
+  st.binary(max_size=24).map(lambda b: b.replace(b'\n', b' ')),
+)
+files = st.lists(lines, max_size=6)
+
+
+@pytest.fixture(scope='module')
+def path(tmp_path_factory):
+  return tmp_path_factory.mktemp('fuzz') / 'file.jsonl'
+
+
+@cases.settings
+@given(files)
+def test_a_private_file_of_any_bytes_keeps_its_rows(path, content):
+  path.write_bytes(b'\n'.join([b'{"text": "a", "label": 1}', *content]))
+  found = data.read_private(str(path), 'text', 'label')
+  text = path.read_text('utf-8', errors='replace')
+  count = len([line for line in text.split('\n') if line.strip()])
+  assert len(found.texts) == len(found.labels) == count
+  assert found.texts[0] == 'a'
+  encoded = data.encode_labels(found.labels, ('1', '2'))
+  assert encoded.dtype == np.int32
+  assert set(encoded) <= {0, 1, data.BLANK}
+
+
+@cases.settings
+@given(files)
+def test_a_public_file_of_any_bytes_is_read_or_refused(path, content):
+  path.write_bytes(b'\n'.join(content))
+  try:
+    found = data.read_public(str(path), 'text', 'label')
+  except ValueError as refused:
+    found, message = None, str(refused)
+  if found is None:
+    assert str(path) in message
+  else:
+    assert all(isinstance(x, str) for x in (*found.texts, *found.labels))
+    assert found.texts

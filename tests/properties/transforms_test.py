@@ -1,0 +1,203 @@
+"""Laws of the transformations, whatever the tree and a record holds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import prism_optax
+from prism_optax import lora
+from tests.properties import cases
+
+CLIP, DIVISOR = 0.7, 4.0
+
+
+@functools.cache
+def _clip(name, kind):
+  """A compiled clip for one tree, and its bound for one record."""
+  params = cases.draw_tree(name, 0)
+  if kind == 'intrinsic':
+    tx = prism_optax.intrinsic_clip(
+      CLIP, normalize_by=DIVISOR, layout=cases.layout_of(name)
+    )
+    bound = tx.sensitivity()
+  else:
+    tx = prism_optax.per_matrix_clip(CLIP, normalize_by=DIVISOR)
+    bound = tx.sensitivity(params=params)
+
+  @jax.jit
+  def clip(grads, params, padding):
+    state = tx.init(params)
+    return tx.update(grads, state, params, is_padding_example=padding)[0]
+
+  return clip, bound
+
+
+@cases.settings
+@given(
+  cases.batches, cases.seeds, cases.scales, cases.oddities,
+  cases.st.sampled_from(['intrinsic', 'per matrix']),
+)  # fmt: skip
+def test_clips_are_bounded_total_and_blind_to_order(
+  batch, seed, scale, oddity, kind
+):
+  name, size, dtype = batch
+  clip, bound = _clip(name, kind)
+  params = cases.draw_tree(name, seed)
+  grads = cases.spoiled(
+    cases.draw_tree(name, seed + 1, lead=(size,), scale=scale, dtype=dtype),
+    oddity, seed,
+  )  # fmt: skip
+  here = jnp.zeros(size, bool)
+  total = clip(grads, params, here)
+  assert cases.shapes_of(total) == cases.shapes_of(params)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(total))
+  assert cases.is_finite(total)
+  assert cases.norm(total) <= size * bound * (1 + 1e-6)
+  assert cases.norm(clip(grads, params, ~here)) == 0
+  order = np.random.default_rng(seed).permutation(size)
+  turned = clip(jax.tree.map(lambda x: x[order], grads), params, here)
+  difference = cases.norm(jax.tree.map(jnp.subtract, total, turned))
+  assert difference <= size * bound * 1e-6
+  # Any one of them moves it by at most the sensitivity.
+  if size:
+    less = clip(grads, params, here.at[seed % size].set(True))
+    moved = cases.norm(jax.tree.map(jnp.subtract, total, less))
+    assert moved <= bound * (1 + size * 2e-7)
+
+
+@functools.cache
+def _projection(name):
+  tx = prism_optax.tangent_privatizer(
+    0.0, prng_key=0, layout=cases.layout_of(name)
+  )
+  return jax.jit(
+    lambda updates, params: tx.update(updates, tx.init(params), params)[0]
+  )
+
+
+@cases.settings
+@given(cases.trees, cases.seeds)
+def test_the_projection_behind_the_noise_is_one(name, seed):
+  """Twice is once, and it is the shorter way."""
+  project = _projection(name)
+  params, updates = (cases.draw_tree(name, seed + i) for i in range(2))
+  once = project(updates, params)
+  twice = project(once, params)
+  difference = cases.norm(jax.tree.map(jnp.subtract, once, twice))
+  assert difference <= 1e-5 * cases.norm(updates)
+  assert cases.norm(once) <= cases.norm(updates) * (1 + 1e-5)
+
+
+@functools.cache
+def _optimizer(name, kind):
+  options = {
+    'noise_multiplier': 0.5, 'expected_batch_size': DIVISOR, 'prng_key': 1,
+  }  # fmt: skip
+  if kind == 'dp_muon':
+    tx = prism_optax.dp_muon(
+      0.1,
+      l2_clip_norms=CLIP,
+      weight_dimension_numbers=lambda tree: jax.tree.map(
+        lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
+        tree,
+      ),
+      **options,
+    )
+  else:
+    tx = prism_optax.prism(
+      0.1, l2_clip_norm=CLIP, layout=cases.layout_of(name), **options
+    )
+  return tx, jax.jit(tx.update)
+
+
+@pytest.mark.slow
+@cases.settings
+@given(
+  cases.batches, cases.seeds, cases.scales, cases.oddities,
+  cases.st.sampled_from(['prism', 'dp_muon']),
+)  # fmt: skip
+def test_optimizers_take_every_batch(batch, seed, scale, oddity, kind):
+  name, size, dtype = batch
+  tx, update = _optimizer(name, kind)
+  params = cases.draw_tree(name, seed)
+  state = tx.init(params)
+  grads = cases.spoiled(
+    cases.draw_tree(name, seed + 1, lead=(size,), scale=scale, dtype=dtype),
+    oddity,
+    seed,
+  )
+  updates, after = update(grads, state, params)
+  new = optax.apply_updates(params, updates)
+  assert cases.shapes_of(new) == cases.shapes_of(params)
+  assert cases.is_finite(new)
+  assert cases.norm(updates) > 0  # Noise, whatever the batch.
+  assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@cases.settings
+@given(cases.trees, cases.seeds, cases.scales.filter(lambda s: 1e-9 < s < 1e9))
+def test_canonical_gauge_keeps_every_product(name, seed, scale):
+  layout = cases.layout_of(name)
+  params = cases.draw_tree(name, seed)
+  # A gauge that is badly scaled: one factor up, the other one down.
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, x: (
+      x * {'a': scale, 'b': 1 / scale}.get(path[-1].key[-1].lower(), 1.0)
+      if 'lora' in path[-1].key
+      else x
+    ),
+    params,
+  )
+  new = lora.canonicalize(params, layout=layout)
+  before, after = (_products(name, tree) for tree in (params, new))
+  for x, y in zip(before, after, strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(x).max())
+
+
+def _products(name, tree):
+  blocks = lora.Adapters(tree, cases.layout_of(name)).factors(tree)
+  return [
+    np.float64(p.left) @ np.swapaxes(np.float64(p.right), -1, -2)
+    for p in blocks.pairs
+  ]
+
+
+@cases.settings
+@given(cases.trees, cases.seeds)
+def test_a_step_of_zero_stays_and_a_step_lands_where_it_should(name, seed):
+  tx, move = _retraction(name)
+  params = cases.draw_tree(name, seed)
+  state = tx.init(params)
+  still = move(jax.tree.map(jnp.zeros_like, params), state, params)
+  assert cases.norm(still) <= 1e-5 * cases.norm(params)
+  # A small tangent step changes Z by its norm, to second order.
+  step = _projection(name)(cases.draw_tree(name, seed + 1, scale=1e-3), params)
+  new = optax.apply_updates(params, move(step, state, params))
+  moved = [
+    y - x
+    for x, y in zip(_products(name, params), _products(name, new), strict=True)
+  ]
+  blocks = lora.Adapters(params, cases.layout_of(name)).coordinates(step)
+  expected = cases.norm(blocks.pairs)
+  # Curvature: the square of the step over the smallest singular value.
+  smallest = min(
+    np.linalg.svd(z, compute_uv=False)[..., rank - 1].min()
+    for z, rank in zip(
+      _products(name, params),
+      [p.left.shape[-1] for p in blocks.pairs],
+      strict=True,
+    )
+  )
+  slack = 4 * expected**2 / smallest + 1e-5 * cases.norm(params) ** 2
+  assert abs(cases.norm(moved) - expected) <= slack
+
+
+@functools.cache
+def _retraction(name):
+  tx = prism_optax.retract(layout=cases.layout_of(name))
+  return tx, jax.jit(lambda u, s, p: tx.update(u, s, p)[0])
