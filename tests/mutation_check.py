@@ -150,6 +150,27 @@ MUTANTS = (
     '[factors.right, old.right]',
     ('lora/rank_changes_test.py difference_is',),
   ),
+  Mutant(
+    'initial factors of another scale',
+    'lora/_initialization.py',
+    'root = (size / module.scale) ** 0.5',
+    'root = size**0.5',
+    ('lora/initialization_test.py singular_values_asked',),
+  ),
+  Mutant(
+    'residual that forgets the scale',
+    'lora/_initialization.py',
+    'rest = matrices - module.scale * matmul(left, right.mT)',
+    'rest = matrices - matmul(left, right.mT)',
+    ('lora/initialization_test.py best_approximation',),
+  ),
+  Mutant(
+    'merge that forgets the scale',
+    'lora/_merging.py',
+    'old + factor * place.module.scale * matmul(left, right.mT)',
+    'old + factor * matmul(left, right.mT)',
+    ('lora/merging_test.py another_order',),
+  ),
   # Clip.
   Mutant(
     'no clip',

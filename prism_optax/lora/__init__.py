@@ -13,8 +13,15 @@ from prism_optax.lora._adapters import to_coordinates as to_coordinates
 from prism_optax.lora._averaging import EmaState as EmaState
 from prism_optax.lora._averaging import ema as ema
 from prism_optax.lora._canonicalize import canonicalize as canonicalize
+from prism_optax.lora._initialization import initialize as initialize
+from prism_optax.lora._initialization import (
+  spectral_residual as spectral_residual,
+)
 from prism_optax.lora._layout import Layout as Layout
 from prism_optax.lora._layout import Pair as Pair
+from prism_optax.lora._merging import Kernel as Kernel
+from prism_optax.lora._merging import merge as merge
+from prism_optax.lora._merging import unmerge as unmerge
 from prism_optax.lora._pairs import describe_pairs as describe_pairs
 from prism_optax.lora._parts import Part as Part
 from prism_optax.lora._parts import Point as Point

@@ -1,0 +1,209 @@
+"""Factors to start training from.
+
+None of it reads private data: it is made of random numbers and of pretrained
+weights, and what it returns is as public as those weights are. Its key need not
+be secret, and must not be the key of any noise.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import _linalg, _randomness, _validate
+from prism_optax._linalg import gram, matmul
+from prism_optax.fixed_rank import Factors
+from prism_optax.lora import _merging, _pairs, _rank_changes
+
+# Far from the small numbers that a key is split into elsewhere.
+_FACTORS, _SKETCH = 0x46414354, 0x534B4554
+
+
+def initialize(
+  params: Any,
+  prng_key: Any,
+  *,
+  method: str = 'one_sided',
+  size: float | None = None,
+  layout: _pairs.LayoutLike = None,
+) -> Any:
+  """New factors for all LoRA pairs of a tree.
+
+  =============  =============================================================
+  one_sided      ``left`` is zero, ``right`` has orthonormal columns times
+                 ``size``. Z is zero, the model is the pretrained one. The first
+                 private step is one-sided: all of it goes to ``left``
+  balanced      Z has r equal singular values ``size`` and random singular
+                 vectors, shared by the factors: full rank from the first step
+                 on, as noise that is correlated over steps needs it. The model
+                 is changed; :func:`unmerge` takes Z out of its weights
+  =============  =============================================================
+
+  Columns are orthogonal in both, the gauge in which frames are exact. Factors
+  from a library's own initialisation work as well: this is no requirement.
+
+  Args:
+    params: Tree of trainable arrays with LoRA pairs; only names, shapes and
+      types are read. Other leaves pass.
+    prng_key: An int or a typed key; another one than the key of the noise.
+    method: As above.
+    size: Of the columns of ``right``, 1 if None; or of the singular values of
+      ``Z = scale * left @ right.mT``, required for ``'balanced'``.
+    layout: See :func:`describe_pairs`.
+
+  Returns:
+    A tree like ``params``, same shapes and types.
+
+  Raises:
+    ValueError: For another method or key, a ``size`` that is not positive, or
+      if no pair is found.
+
+  >>> params = {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}
+  >>> new = initialize(params, 0, method='balanced', size=0.5)
+  >>> jnp.linalg.svd(new['lora_a'] @ new['lora_b'])[1].round(4).tolist()
+  [0.5, 0.5, 0.0]
+  """
+  _validate.one_of('method', method, ('one_sided', 'balanced'))
+  if size is None and method == 'balanced':
+    raise ValueError(
+      "method='balanced' changes the model by matrices of norm `size`: expected"
+      ' a positive number, small beside the norms of the weights, got size=None.'
+    )
+  size = 1.0 if size is None else size
+  _validate.positive('size', size)
+  key = _key(prng_key, _FACTORS)
+  leaves, treedef = jax.tree.flatten(params)
+  for i, module in enumerate(_pairs.find_modules(params, layout)):
+    left, right = _rank_changes.read_factors(module, leaves)
+    keys = jax.random.split(jax.random.fold_in(key, i))
+    right = _orthonormal(keys[0], right.shape, right.dtype)
+    if method == 'one_sided':
+      new = Factors(jnp.zeros_like(left), size * right)
+    else:
+      left = _orthonormal(keys[1], left.shape, left.dtype)
+      root = (size / module.scale) ** 0.5
+      new = Factors(root * left, root * right)
+    _rank_changes.write_factors(module, leaves, new)
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def spectral_residual(
+  params: Any,
+  weights: Any,
+  prng_key: Any,
+  *,
+  oversampling: int = 8,
+  power_iterations: int = 4,
+  kernels: _merging.KernelsLike = None,
+  layout: _pairs.LayoutLike = None,
+) -> tuple[Any, Any]:
+  """The largest singular directions of the weights become the adapters.
+
+  ``Z = W_r``, the best approximation of ``W`` of rank r, in the balanced SVD
+  gauge, and ``W - Z`` stays frozen (PiSSA, Meng et al. 2024,
+  arXiv:2404.02948). The model is the same up to one rounding of the frozen
+  weights to their type. ``W_r`` is found by a randomised range finder with
+  power iterations (Halko et al. 2011, arXiv:0909.4061, Algorithms 4.4 and 5.1),
+  in float32, without an SVD of W.
+
+  To exchange the result, ``difference(trained, params)`` is an adapter of rank
+  2r relative to the ORIGINAL weights; or :func:`merge` it with the weights
+  returned here. The factors alone are relative to weights nobody else has.
+
+  Privacy: this reads the pretrained weights and no data.
+
+  Args:
+    params: Tree of trainable arrays with LoRA pairs; only names, shapes and
+      types are read. Other leaves pass.
+    weights: Tree with the frozen weights; see :func:`merge`.
+    prng_key: An int or a typed key; another one than the key of the noise.
+    oversampling: Columns of the random sketch beyond r.
+    power_iterations: Products with ``W W^T``; each makes the error smaller.
+    kernels: See :func:`merge`.
+    layout: See :func:`describe_pairs`. Its scale counts: ``scale * left @
+      right.mT`` is ``W_r``.
+
+  Returns:
+    ``(params, weights)``, trees like those that came in.
+
+  Raises:
+    ValueError: If a weight is not found, is not the only candidate, or does not
+      fit; for another key, or negative numbers.
+
+  >>> params = {'q': {'lora_a': jnp.ones((4, 1)), 'lora_b': jnp.ones((1, 3))}}
+  >>> weights = {'q': {'kernel': jnp.eye(4, 3) * jnp.array([3.0, 1.0, 1.0])}}
+  >>> new, frozen = spectral_residual(params, weights, 0)
+  >>> z = new['q']['lora_a'] @ new['q']['lora_b']
+  >>> bool(jnp.allclose(z[0], jnp.array([3.0, 0.0, 0.0]), atol=1e-5))
+  True
+  >>> bool(jnp.allclose(z + frozen['q']['kernel'], weights['q']['kernel']))
+  True
+  """
+  _validate.integer('oversampling', oversampling, 0)
+  _validate.integer('power_iterations', power_iterations, 0)
+  key = _key(prng_key, _SKETCH)
+  modules = _pairs.find_modules(params, layout)
+  adapters, params_def = jax.tree.flatten(params)
+  leaves, weights_def = jax.tree.flatten(weights)
+  for i, place in enumerate(_merging.find_kernels(modules, weights, kernels)):
+    module = place.module
+    matrices = _merging.to_matrices(place, leaves[place.leaf])
+    left, right = _largest(
+      matrices,
+      jax.random.fold_in(key, i),
+      rank=module.rank,
+      columns=min(module.rank + oversampling, module.m, module.n),
+      power_iterations=power_iterations,
+    )
+    root = module.scale**-0.5
+    new = Factors(root * left, root * right)
+    _rank_changes.write_factors(module, adapters, new)
+    # Of the factors as they are stored, so that their rounding is no change.
+    left, right = _rank_changes.read_factors(module, adapters)
+    rest = matrices - module.scale * matmul(left, right.mT)
+    leaves[place.leaf] = _merging.from_matrices(place, rest, leaves[place.leaf])
+  return (
+    jax.tree.unflatten(params_def, adapters),
+    jax.tree.unflatten(weights_def, leaves),
+  )
+
+
+def _key(prng_key: Any, purpose: int) -> jax.Array:
+  """A key for one purpose, also where the key of the noise was passed."""
+  if prng_key is None:
+    raise ValueError(
+      'Expected prng_key to be an int or a typed key, got None: initial factors'
+      ' are no secret, and a run should be repeatable.'
+    )
+  _randomness.check_key('prng_key', prng_key)
+  key = _randomness.resolve_key('prng_key', prng_key, ())
+  return jax.random.fold_in(key, purpose)
+
+
+def _orthonormal(key: jax.Array, shape: tuple[int, ...], dtype: Any):
+  """(k, m, r) with orthonormal columns, uniformly distributed."""
+  q, r = _linalg.qr(jax.random.normal(key, shape, dtype))
+  sign = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
+  return q * jnp.where(sign == 0, 1, sign)[:, None, :]
+
+
+@functools.partial(
+  jax.jit, static_argnames=('rank', 'columns', 'power_iterations')
+)
+def _largest(w, key, *, rank, columns, power_iterations):
+  """Balanced factors of the best approximation of (k, m, n) matrices."""
+  basis = jax.random.normal(key, (w.shape[0], w.shape[2], columns), w.dtype)
+  for _ in range(power_iterations):
+    # Orthonormal after each product: powers would lose the small directions.
+    basis, _ = _linalg.qr(matmul(w, basis))
+    basis, _ = _linalg.qr(gram(w, basis))
+  basis, _ = _linalg.qr(matmul(w, basis))
+  # W = basis (W^T basis)^T on the range found; columns^2 numbers in the SVD.
+  right, core = _linalg.qr(gram(w, basis))
+  u, s, vt = _linalg.svd(core.mT)
+  root = jnp.sqrt(s[:, None, :rank])
+  return (
+    matmul(basis, u[..., :rank] * root),
+    matmul(right, vt.mT[..., :rank] * root),
+  )

@@ -1,0 +1,224 @@
+"""Initial factors: their spectra, their gauge, and the model they leave."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import lora
+from tests import oracles, test_utils
+from tests.lora import merging_test
+
+
+def _params(dtype=jnp.float32):
+  shapes = {'p': (6, 5, 3), 'q': (6, 5, 3), 's': (4, 7, 2)}
+  tree = {
+    name: {
+      'lora_a': jnp.zeros((n, r), dtype),
+      'lora_b': jnp.zeros((r, m), dtype),
+    }
+    for name, (m, n, r) in shapes.items()
+  }
+  return tree | {'extra': jnp.ones(3, dtype)}
+
+
+def test_one_sided_factors_are_orthonormal_and_z_is_zero():
+  new = lora.initialize(_params(), 1)
+  for name in 'pqs':
+    a, b = new[name]['lora_a'], new[name]['lora_b']
+    np.testing.assert_allclose(a.T @ a, np.eye(a.shape[1]), atol=1e-6)
+    assert not b.any()
+  np.testing.assert_array_equal(new['extra'], 1)
+  wide = lora.initialize(_params(), 1, size=4.0)
+  np.testing.assert_allclose(
+    wide['p']['lora_a'], 4 * new['p']['lora_a'], rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize('scale', [1.0, 16.0])
+def test_balanced_factors_have_the_singular_values_asked_for(scale):
+  """Of Z as the model sees it, whatever the scale."""
+  layout = lora.Layout(scale=scale)
+  new = lora.initialize(
+    _params(), 1, method='balanced', size=0.3, layout=layout
+  )
+  for z, rank in zip(test_utils.products_of(new), (3, 3, 2), strict=True):
+    s = np.linalg.svd(scale * z, compute_uv=False)
+    np.testing.assert_allclose(s, [0.3] * rank + [0] * (len(s) - rank),
+                               atol=1e-6)  # fmt: skip
+  a, b = new['s']['lora_a'], new['s']['lora_b']
+  np.testing.assert_allclose(a.T @ a, b @ b.T, atol=1e-6)
+
+
+def test_the_key_decides():
+  """The same for the same key; another for each module, side and purpose."""
+  options = {'method': 'balanced', 'size': 1.0}
+  new, again, other = (
+    lora.initialize(_params(), key, **options)
+    for key in (1, jax.random.key(1), 2)
+  )
+  jax.tree.map(np.testing.assert_array_equal, new, again)
+  assert np.abs(new['p']['lora_a'] - other['p']['lora_a']).max() > 0.1
+  assert np.abs(new['p']['lora_a'] - new['q']['lora_a']).max() > 0.1
+
+
+def test_singular_vectors_are_uniform():
+  """E[u u^T] = I / m: no axis is preferred, none has a preferred sign."""
+  params = {
+    'lora_a': jnp.zeros((2000, 4, 1)),
+    'lora_b': jnp.zeros((2000, 1, 3)),
+  }
+  a = np.asarray(lora.initialize(params, 0)['lora_a'])[..., 0]
+  # Entries have variance 1/4, their squares less than that: four errors.
+  error = 4 / 2 / np.sqrt(2000)
+  np.testing.assert_allclose(a.mean(0), 0, atol=error)
+  np.testing.assert_allclose(a.T @ a / 2000, np.eye(4) / 4, atol=error)
+
+
+def test_initial_factors_in_bfloat16_and_stacks():
+  params = {
+    'lora_a': jnp.zeros((3, 6, 2), jnp.bfloat16),
+    'lora_b': jnp.zeros((3, 2, 5), jnp.bfloat16),
+  }
+  new = lora.initialize(params, 0, method='balanced', size=1.0)
+  assert new['lora_a'].dtype == jnp.bfloat16
+  for z in np.float32(new['lora_a']) @ np.float32(new['lora_b']):
+    s = np.linalg.svd(z, compute_uv=False)
+    np.testing.assert_allclose(s[:2], 1, atol=0.02)
+
+
+@pytest.mark.parametrize(
+  ('options', 'match'),
+  [
+    ({'method': 'pissa'}, "method='pissa'"),
+    ({'method': 'balanced'}, 'size=None'),
+    ({'size': 0.0}, 'size=0.0'),
+    ({'prng_key': None}, 'prng_key to be an int'),
+    ({'prng_key': jnp.ones(2)}, 'prng_key'),
+  ],
+)
+def test_refusals(options, match):
+  options = {'prng_key': 0, **options}
+  with pytest.raises(ValueError, match=match):
+    lora.initialize(_params(), **options)
+
+
+# Spectral residual.
+
+
+def _decaying(rng, shape, rate=0.5):
+  """Matrices with singular values rate^i, as trained weights rather have."""
+  stack, (rows, columns) = shape[:-2], shape[-2:]
+  out = []
+  for _ in range(int(np.prod(stack))):
+    u = oracles.random_orthonormal(rng, rows, min(rows, columns))
+    v = oracles.random_orthonormal(rng, columns, min(rows, columns))
+    out.append((u * rate ** np.arange(u.shape[1])) @ v.T)
+  return np.reshape(out, shape).astype(np.float32)
+
+
+def test_the_best_approximation_goes_to_the_factors():
+  rng = np.random.default_rng(0)
+  weights = {
+    'p': {'kernel': jnp.asarray(_decaying(rng, (30, 20)))},
+    's': {'kernel': jnp.asarray(_decaying(rng, (2, 15, 25)))},
+    'other': jnp.arange(3),
+  }
+  params = {
+    'p': {'lora_a': jnp.ones((30, 3)), 'lora_b': jnp.ones((3, 20))},
+    's': {'lora_a': jnp.ones((2, 15, 4)), 'lora_b': jnp.ones((2, 4, 25))},
+  }
+  layout = lora.Layout(scale=4.0)
+  new, frozen = lora.spectral_residual(params, weights, 0, layout=layout)
+  for name, rank in (('p', 3), ('s', 4)):
+    a, b = np.float64(new[name]['lora_a']), np.float64(new[name]['lora_b'])
+    old = np.float64(weights[name]['kernel'])
+    for z, w, rest in zip(
+      np.reshape(4 * a @ b, (-1, *old.shape[-2:])),
+      np.reshape(old, (-1, *old.shape[-2:])),
+      np.reshape(frozen[name]['kernel'], (-1, *old.shape[-2:])),
+      strict=True,
+    ):
+      want = oracles.best_approximation(w, rank)
+      # Float32; the sketch adds (s_9 / s_3)^9 or so, far below.
+      assert oracles.relative_error(z, want) < 2e-5
+      np.testing.assert_allclose(rest + z, w, atol=1e-7)
+  gram_a = new['p']['lora_a'].T @ new['p']['lora_a']
+  np.testing.assert_allclose(
+    gram_a, new['p']['lora_b'] @ new['p']['lora_b'].T, atol=1e-6
+  )
+  np.testing.assert_allclose(gram_a, np.diag(np.diag(gram_a)), atol=1e-6)
+  np.testing.assert_array_equal(frozen['other'], [0, 1, 2])
+  again, _ = lora.spectral_residual(
+    params, weights, jax.random.key(0), layout=layout
+  )
+  jax.tree.map(np.testing.assert_array_equal, new, again)
+
+
+def test_power_iterations_help_on_a_flat_spectrum():
+  rng = np.random.default_rng(1)
+  w = _decaying(rng, (60, 50), 0.97)
+  params = {'p': {'lora_a': jnp.ones((60, 4)), 'lora_b': jnp.ones((4, 50))}}
+  left = {}
+  for iterations in (0, 8):
+    _, frozen = lora.spectral_residual(
+      params, {'p': {'kernel': jnp.asarray(w)}}, 0, power_iterations=iterations
+    )
+    left[iterations] = np.linalg.norm(frozen['p']['kernel'])
+  best = np.linalg.norm(w - oracles.best_approximation(np.float64(w), 4))
+  assert best <= left[8] < best * 1.005
+  assert left[0] > best * 1.01
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_a_flax_model_is_the_same_model(dtype):
+  graph, adapters, weights = merging_test.split(zero=True)
+  weights = jax.tree.map(
+    lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, weights
+  )
+  new, frozen = lora.spectral_residual(adapters, weights, 0)
+  want = merging_test.run(graph, adapters, weights)
+  got = merging_test.run(graph, new, frozen)
+  # One rounding of the frozen weights, of norm about one.
+  np.testing.assert_allclose(got, want, atol=3 * float(jnp.finfo(dtype).eps))
+  for x in jax.tree.leaves(new):
+    assert np.all(np.any(np.asarray(x) != 0, -2))  # Every column is in use.
+
+
+def test_what_is_exchanged_is_relative_to_the_original_weights():
+  """Trained factors on the residual, as rank 2r on the original, as merged."""
+  graph, adapters, weights = merging_test.split(zero=True)
+  start, frozen = lora.spectral_residual(adapters, weights, 0)
+  rng = np.random.default_rng(2)
+  trained = jax.tree.map(
+    lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype),
+    start,
+  )
+  want = merging_test.run(graph, trained, frozen)
+  change = lora.difference(trained, start)
+  assert jax.tree.leaves(change)[0].shape[-1] == 4
+  on_original = merging_test.run(graph, change, weights)
+  np.testing.assert_allclose(on_original, want, atol=3e-6)
+  none = jax.tree.map(jnp.zeros_like, start)
+  merged = lora.merge(trained, frozen)
+  np.testing.assert_allclose(
+    merging_test.run(graph, none, merged), want, atol=3e-6
+  )
+  assert np.abs(want - merging_test.run(graph, start, frozen)).max() > 0.05
+
+
+def test_spectral_refusals():
+  params = {'p': {'lora_a': jnp.ones((4, 1)), 'lora_b': jnp.ones((1, 3))}}
+  weights = {'p': {'kernel': jnp.ones((4, 3))}}
+  for options, match in (
+    ({'oversampling': -1}, 'oversampling=-1'),
+    ({'power_iterations': 0.5}, 'power_iterations=0.5'),
+    ({'prng_key': None}, 'prng_key'),
+    (
+      {'weights': {'p': {'bias': jnp.ones(3)}}},
+      r'one weight of shape \(4, 3\)',
+    ),
+  ):
+    options = {'weights': weights, 'prng_key': 0, **options}
+    with pytest.raises(ValueError, match=match):
+      lora.spectral_residual(params, **options)

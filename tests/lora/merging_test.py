@@ -1,0 +1,144 @@
+"""Merged models compute what models with adapters compute."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from prism_optax import lora
+
+
+class Model(nnx.Module):
+  """LoRA in all the places where flax puts it."""
+
+  def __init__(self, rngs):
+    self.inner = nnx.LoRALinear(6, 5, lora_rank=2, rngs=rngs)
+    self.outer = nnx.LoRA(
+      5, 3, 7, base_module=nnx.Linear(5, 7, rngs=rngs), rngs=rngs
+    )
+    self.stack = nnx.vmap(
+      lambda rngs: nnx.LoRALinear(7, 7, lora_rank=2, rngs=rngs),
+      in_axes=0,
+      axis_size=3,
+    )(rngs.split(3))
+
+  def __call__(self, x):
+    x = self.outer(jnp.tanh(self.inner(x)))
+    for i in range(3):
+      layer = jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(self.stack))
+      kernel = layer['kernel'][...] + (
+        layer['lora']['lora_a'][...] @ layer['lora']['lora_b'][...]
+      )
+      x = jnp.tanh(x @ kernel + layer['bias'][...])
+    return x
+
+
+def split(seed=0, zero=False):
+  """(graph, adapters, weights), with adapters that change the model."""
+  model = Model(nnx.Rngs(seed))
+  graph, adapters, weights = nnx.split(model, nnx.LoRAParam, ...)
+  if not zero:
+    rng = np.random.default_rng(seed)
+    adapters = jax.tree.map(
+      lambda x: jnp.asarray(rng.standard_normal(x.shape) / 2, x.dtype), adapters
+    )
+  return graph, adapters, weights
+
+
+def run(graph, adapters, weights):
+  x = jnp.asarray(np.random.default_rng(9).standard_normal((4, 6)), jnp.float32)
+  return np.asarray(nnx.merge(graph, adapters, weights)(x))
+
+
+def test_a_merged_flax_model_needs_no_adapters():
+  graph, adapters, weights = split()
+  merged = lora.merge(adapters, weights)
+  none = jax.tree.map(jnp.zeros_like, adapters)
+  want = run(graph, adapters, weights)
+  np.testing.assert_allclose(run(graph, none, merged), want, atol=1e-5)
+  assert np.abs(want - run(graph, none, weights)).max() > 0.1
+  back = lora.unmerge(adapters, merged)
+  for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(weights), strict=True):
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      np.testing.assert_allclose(x, y, atol=1e-6)
+    else:  # Keys and counters of random streams pass.
+      assert (x == y).all()
+
+
+def _einsum_pair(rng):
+  """kv of attention: (in, r) and (r, 2, heads, out)."""
+  return {
+    'lora_a': jnp.asarray(rng.normal(size=(6, 2)), jnp.float32),
+    'lora_b': jnp.asarray(rng.normal(size=(2, 2, 3, 4)), jnp.float32),
+  }
+
+
+def test_axes_in_another_order_are_given():
+  rng = np.random.default_rng(1)
+  params = {'kv': _einsum_pair(rng)}
+  layout = lora.Layout(-1, 0, (), (), scale=2.0)
+  weights = {'attention': {'w': jnp.zeros((2, 3, 6, 4), jnp.float32)}}
+  kernel = lora.Kernel('attention/w', axes=(2, 0, 1, 3))
+  merged = lora.merge(params, weights, kernels={'kv': kernel}, layout=layout)
+  want = 2 * np.einsum(
+    'dr,rchk->chdk', params['kv']['lora_a'], params['kv']['lora_b']
+  )
+  np.testing.assert_allclose(merged['attention']['w'], want, atol=1e-5)
+
+
+def test_a_matrix_of_pytorch_is_transposed():
+  params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
+  weights = {'q.weight': jnp.zeros((2, 3))}
+  kernels = {'q': lora.Kernel('q.weight', (1, 0))}
+  merged = lora.merge(params, weights, kernels=kernels)
+  np.testing.assert_array_equal(merged['q.weight'], 1)
+  with pytest.raises(ValueError, match=r'\(2, 3\).*does not fit.*= \(3, 2\)'):
+    lora.merge(params, weights, kernels={'q': 'q.weight'})
+
+
+def test_one_rounding_to_the_type_of_the_weight():
+  params = {'q': {'lora_a': jnp.full((3, 1), 0.01), 'lora_b': jnp.ones((1, 2))}}
+  weights = {'q': {'kernel': jnp.ones((3, 2), jnp.bfloat16)}}
+  merged = lora.merge(params, weights)['q']['kernel']
+  assert merged.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(merged, jnp.bfloat16(1.01))
+
+
+PAIR = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+KERNEL = jnp.ones((3, 2))
+
+
+@pytest.mark.parametrize(
+  ('weights', 'kernels', 'match'),
+  [
+    ({'q': {'bias': jnp.ones(2)}}, None, r'shape \(3, 2\).*q/bias'),
+    ({'k': {'kernel': KERNEL}}, None, 'none near it'),
+    ({'q': {'a': KERNEL, 'b': KERNEL}}, None, r"'q/a'.*'q/b'.*kernels=\{'q'"),
+    ({'q': {'kernel': KERNEL.astype(jnp.int8)}}, None, 'none near it'),
+    ({'q': {'kernel': KERNEL}}, {'q': 'q/w'}, "No single leaf at 'q/w'"),
+    ({'q': {'kernel': KERNEL}}, {'p': 'q/kernel'}, r"\['p'\], which are no"),
+    ({'w': KERNEL.astype(jnp.int8)}, {'q': 'w'}, 'int8 does not fit'),
+    ({'w': jnp.ones((3, 4))}, {'q': 'w'}, 'does not fit'),
+    ({'w': KERNEL}, {'q': lora.Kernel('w', (0, 0))}, 'does not fit'),
+    ({'w': KERNEL}, {'q': lora.Kernel('w', (0,))}, 'does not fit'),
+  ],
+)  # fmt: skip
+def test_refusals(weights, kernels, match):
+  with pytest.raises(ValueError, match=match):
+    lora.merge({'q': PAIR}, weights, kernels=kernels)
+
+
+def test_two_modules_for_one_weight_are_refused():
+  params = {'p': PAIR, 'q': PAIR}
+  with pytest.raises(ValueError, match=r"one module for each weight.*'p', 'q'"):
+    lora.merge(params, {'w': KERNEL}, kernels={'p': 'w', 'q': 'w'})
+
+
+def test_plain_pairs_and_adapters_in_one_tree_with_the_weights():
+  merged = lora.merge(PAIR, {**PAIR, 'kernel': KERNEL})
+  np.testing.assert_array_equal(merged['kernel'], 2)
+  # A factor of the kernel's own shape is not taken for the kernel.
+  square = {'lora_a': jnp.ones((3, 2)), 'lora_b': jnp.ones((2, 2))}
+  merged = lora.merge({'q': square}, {'q': {**square, 'kernel': KERNEL}})
+  np.testing.assert_array_equal(merged['q']['kernel'], 3)
