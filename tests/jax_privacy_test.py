@@ -16,12 +16,13 @@ import numpy as np
 import optax
 import pytest
 from dp_accounting import pld
-from jax_privacy import auditing, batch_selection, noise_addition
+from jax_privacy import batch_selection, noise_addition
 from jax_privacy.experimental import accounting as their_accounting
 
 import prism_optax
 from prism_optax import accounting
 from tests import oracles, test_utils
+from tests.audit import harness
 
 CLIP, BATCH, STDDEV = 0.5, 12.0, 0.02
 SIZE, IN, OUT = 8, 7, 5
@@ -219,7 +220,7 @@ def test_poisson_batches_padding_and_their_accountants():
     )
 
 
-def _canary_scores(stddev, trials=1500):
+def _canary_scores(stddev, trials=3000):
   """Releases with and without one example, scored along its direction."""
   params = _params()
   x, y = _data(2)
@@ -251,18 +252,15 @@ def test_their_auditor_finds_what_is_claimed_and_halved_noise():
   stddev = sigma * CLIP / BATCH
 
   def lower_bound(stddev):
-    auditor = auditing.CanaryScoreAuditor(*_canary_scores(stddev))
-    return auditor.epsilon_from_gdp(
-      significance=0.05, delta=delta,
-      threshold_strategy=auditing.Bonferroni(),
-    )  # fmt: skip
+    return harness.lower_bounds(*map(np.asarray, _canary_scores(stddev))).gdp
 
-  assert 0.3 * claimed < lower_bound(stddev) <= claimed
-  assert lower_bound(stddev / 2) > claimed
+  assert (
+    0.2 * claimed < lower_bound(stddev) <= claimed < lower_bound(stddev / 2)
+  )
 
 
 SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
@@ -301,11 +299,29 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
           tx = prism_optax.correlated_tangent_privatizer(
             make, horizon=3, prng_key=1)
           init, update = tx.init, tx.update
+          zero = strategy == noise_addition.SupportedStrategies.ZERO
+          if zero and name == 'banded' and axis_type == AxisType.Auto:
+            try:  # Buffers that are sharded by hand: explicit axes alone.
+              jax.jit(init)(params)
+              raise AssertionError('supported now: change the documentation')
+            except ValueError as error:
+              assert 'Auto' in str(error)
+            continue
           if axis_type == AxisType.Explicit:  # Geometry is for the compiler.
             init = jax.sharding.auto_axes(init, out_sharding=P())
-            both = jax.sharding.auto_axes(
+            update = jax.sharding.auto_axes(
               tx.update, out_sharding=(specs, P()))
-            update = both
+          if zero and name == 'banded':  # The privatizer outside, explicit.
+            outer = make(jax.random.key(1))
+            ours = prism_optax.augmented_optimizer(optax.identity())
+            start = jax.sharding.auto_axes(ours.init, out_sharding=P())
+            after_noise = jax.sharding.auto_axes(
+              ours.update, out_sharding=(specs, P()))
+            init = lambda p: (start(p), outer.init(p))
+            def update(signal, state, params):
+              noisy, inner = outer.update(signal, state[1])
+              out, _ = after_noise(noisy, state[0], params)
+              return out, (state[0], inner)  # The parameters stay.
           state = jax.jit(init)(params)
           signal = shard(jax.tree.map(lambda x: jnp.full_like(x, 0.1), host))
           zeros = shard(jax.tree.map(jnp.zeros_like, host))
@@ -326,7 +342,8 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
             values += [np.ravel(x) for x in jax.tree.leaves(noise)]
             for leaf, spec in zip(jax.tree.leaves(noise),
                                   jax.tree.leaves(specs), strict=True):
-              assert leaf.sharding.spec == spec, (leaf.sharding.spec, spec)
+              assert leaf.sharding.is_equivalent_to(
+                NamedSharding(mesh, spec), leaf.ndim), leaf.sharding
             state = after
           values = np.concatenate(values)
           # Drawn once, not once for each device: no value comes twice.
@@ -346,7 +363,7 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
 
 @pytest.mark.slow
 def test_sharding_strategies_on_eight_devices():
-  """Both strategies, three privatizers, plain and stacked, two kinds of mesh."""
+  """Two strategies, three privatizers, plain and stacked, two kinds of mesh."""
   root = pathlib.Path(__file__).parents[1]
   environment = {
     **os.environ,
@@ -359,4 +376,4 @@ def test_sharding_strategies_on_eight_devices():
     capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-3000:]
-  assert done.stdout.count('fine') == 24
+  assert done.stdout.count('fine') == 22
