@@ -194,7 +194,9 @@ def _oracle(path, signals, fixed_noise):
   return out
 
 
-@pytest.mark.parametrize('layout', ['plain', 'stacked'])
+@pytest.mark.parametrize(
+  'layout', ['plain', pytest.param('stacked', marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize('name', NOISING)
 def test_every_privatizer_is_a_dense_product_in_fixed_coordinates(name, layout):
   noising = NOISING[name]()
