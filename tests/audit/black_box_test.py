@@ -55,7 +55,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_trained_parameters_tell_no_more_than_is_claimed(name):
   play = harness.black_box(harness.setting(), OPTIMIZERS[name], steps=STEPS)
-  honest, halved = harness.attacked(play, 3000, noises=(1.0, 0.5))
+  honest, halved = harness.attacked(play, 10_000, noises=(1.0, 0.5))
   claim = harness.claims(SIGMA, STEPS)
   assert claim.gdp / 4 < honest.gdp <= claim.gdp < halved.gdp
   assert honest.counting <= claim.counting
