@@ -17,12 +17,14 @@ from prism_optax.lora._initialization import initialize as initialize
 from prism_optax.lora._initialization import (
   spectral_residual as spectral_residual,
 )
+from prism_optax.lora._intrinsic import intrinsic as intrinsic
 from prism_optax.lora._layout import Layout as Layout
 from prism_optax.lora._layout import Pair as Pair
 from prism_optax.lora._merging import Kernel as Kernel
 from prism_optax.lora._merging import merge as merge
 from prism_optax.lora._merging import unmerge as unmerge
 from prism_optax.lora._pairs import describe_pairs as describe_pairs
+from prism_optax.lora._pairs import pairs_by_name as pairs_by_name
 from prism_optax.lora._parts import Part as Part
 from prism_optax.lora._parts import Point as Point
 from prism_optax.lora._parts import chain_parts as chain_parts

@@ -60,11 +60,13 @@ class Pair(NamedTuple):
     b: Path of the output-side factor.
     layout: Their axes; None for ``a`` (*stack, in, r) and ``b``
       (*stack, r, out).
+    name: Of the module; None for that of the paths.
   """
 
   a: str
   b: str
   layout: Layout | None = None
+  name: str | None = None
 
 
 class LeafAxes(NamedTuple):

@@ -4,6 +4,7 @@ Names and shapes are read while tracing, in ``init`` and in ``update`` alike:
 an optax state holds arrays only.
 """
 
+import dataclasses
 import fnmatch
 import math
 import re
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prism_optax.lora import _conventions
 from prism_optax.lora._layout import Layout, LeafAxes, Pair
 
 LayoutLike = Layout | Mapping[str, Layout] | Sequence[Pair] | None
@@ -21,7 +23,8 @@ LayoutLike = Layout | Mapping[str, Layout] | Sequence[Pair] | None
 # What looks like a factor but follows none of the rules below must not pass
 # for an ordinary parameter: it would be trained outside of the geometry.
 _LIKE_A_FACTOR = re.compile(
-  r'(^|.*[_/.])lora(_kernel|_embedding)?_[ab](\.weight)?$|(^|.*[/.])lora[/.][ab]$',
+  r'(^|.*[_/.])lora(_kernel|_embeddings?)?_[ab]([/.][^/.]+)?([/.]weight)?$'
+  r'|(^|.*[/.])lora[/.][ab]$',
   re.IGNORECASE,
 )
 _WHAT_TO_WRITE = (
@@ -154,26 +157,89 @@ def _given_pairs(layout: LayoutLike, shapes: Mapping[str, Any]) -> list[Pair]:
 
 
 def _named_pairs(layout: LayoutLike, shapes: Mapping[str, Any]) -> list[Pair]:
-  """Leaves ``lora_a`` and ``lora_b`` under one parent."""
+  """Leaves whose names follow a convention, with the layout of their shapes."""
+  named = _conventions.find(list(shapes))
+  used: set[str] = set()
   pairs = []
-  used = set()
-  for name in shapes:
-    parent, _, last = name.rpartition('/')
-    partner = f'{parent}/lora_b' if parent else 'lora_b'
-    if last != 'lora_a' or partner not in shapes:
-      continue
+  for found in named:
     chosen = layout if isinstance(layout, Layout) else None
     if isinstance(layout, Mapping):
-      patterns = [p for p in layout if fnmatch.fnmatch(parent, p)]
+      patterns = [p for p in layout if fnmatch.fnmatch(found.module, p)]
       used.update(patterns)
       chosen = layout[patterns[0]] if patterns else None
-    pairs.append(Pair(name, partner, chosen))
+    chosen = _read(found, chosen or Layout(), shapes)
+    pairs.append(Pair(found.a, found.b, chosen, found.module))
   if isinstance(layout, Mapping) and set(layout) - used:
     raise ValueError(
       f'layout patterns {sorted(set(layout) - used)} match no pair; the pairs'
-      f' are {[pair.a.rpartition("/")[0] for pair in pairs]}.'
+      f' are {[found.module for found in named]}.'
     )
   return pairs
+
+
+def _read(
+  found: _conventions.Named, layout: Layout, shapes: Mapping[str, Any]
+) -> Layout:
+  """``layout``, with the axes that the convention and the shapes decide."""
+  if layout.a_rank_axis is not None or layout.a_stack_axes is not None:
+    return layout
+  a, b = shapes[found.a], shapes[found.b]
+  described = f'{found.a} {a} and {found.b} {b}'
+  if min(len(a), len(b)) < 2:
+    raise ValueError(f'Expected at least two axes each, got {described}.')
+  readings = found.convention.readings(a, b)
+  if not readings:
+    raise ValueError(
+      f'The pair does not fit together: {described}, read as'
+      f' {found.convention.library} names them; {_WHAT_TO_WRITE}.'
+    )
+  if len(readings) > 1:
+    listed = '; '.join(
+      f'a_rank_axis={x.a_rank_axis}, b_rank_axis={x.b_rank_axis},'
+      f' a_stack_axes={x.a_stack_axes}, b_stack_axes={x.b_stack_axes}'
+      for x in readings
+    )
+    raise ValueError(
+      f'The shapes of {described} can be read in several ways: {listed}. Say'
+      f' which: layout={{{found.module!r}: lora.Layout(...)}} with one of them.'
+    )
+  return dataclasses.replace(readings[0], scale=layout.scale)
+
+
+def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
+  """The ``layout`` for a plain list of arrays whose names stand beside it.
+
+  For instance Keras: ``[v.path for v in model.trainable_variables]`` beside
+  ``[v.value for v in model.trainable_variables]``.
+
+  Args:
+    names: Path of each array, '/' between keys.
+    params: The arrays, in the same order.
+
+  Raises:
+    ValueError: If the lengths differ, or a pair cannot be read.
+
+  >>> import jax.numpy as jnp
+  >>> params = [jnp.ones((6, 2)), jnp.zeros((2, 5))]
+  >>> names = ['dense/lora_kernel_a', 'dense/lora_kernel_b']
+  >>> print(describe_pairs(params, layout=pairs_by_name(names, params)))
+  module  right (n, r)  left (m, r)  stack  scale
+  dense   6 x 2         5 x 2        ()     1
+  other trainable leaves: none
+  """
+  if len(names) != len(params):
+    raise ValueError(
+      f'Expected a name for each array, got {len(names)} names and'
+      f' {len(params)} arrays.'
+    )
+  if len(set(names)) != len(names):
+    raise ValueError(f'Expected distinct names, got {list(names)}.')
+  shapes = {name: np.shape(x) for name, x in zip(names, params, strict=True)}
+  index = {name: str(i) for i, name in enumerate(names)}
+  return [
+    pair._replace(a=index[pair.a], b=index[pair.b])
+    for pair in _named_pairs(None, shapes)
+  ]
 
 
 def _resolve(
@@ -192,9 +258,13 @@ def _resolve(
   b_rank = -2 if layout.b_rank_axis is None else layout.b_rank_axis
   a_axes = LeafAxes.create(pair.a, a_shape, a_rank, stacks[0])
   b_axes = LeafAxes.create(pair.b, b_shape, b_rank, stacks[1])
-  name = pair.a.rpartition('/')[0] or pair.a
   module = Module(
-    name, index[pair.a], index[pair.b], a_axes, b_axes, float(layout.scale)
+    pair.name or pair.a.rpartition('/')[0] or pair.a,
+    index[pair.a],
+    index[pair.b],
+    a_axes,
+    b_axes,
+    float(layout.scale),
   )
   if a_shape[a_axes.rank] != b_shape[
     b_axes.rank

@@ -1,0 +1,259 @@
+"""Every library's names and shapes, and refusal wherever two readings fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prism_optax
+from prism_optax import lora
+from prism_optax.lora import _conventions, _pairs
+
+# Names, shapes of a and b, an einsum for the change of the weight, and how the
+# weight becomes (*stack, inputs, outputs).
+CASES = {
+  'nnx': ('m/lora_a', 'm/lora_b', (6, 2), (2, 5), 'ir,ro->io', 'm'),
+  'nnx stacked': (
+    'm/lora_a', 'm/lora_b', (3, 6, 2), (3, 2, 5), 'lir,lro->lio', 'm',
+  ),
+  'MaxText': (
+    'layers.q.lora_a', 'layers.q.lora_b', (6, 2), (2, 5), 'ir,ro->io',
+    'layers.q',
+  ),
+  'qwix dot': (
+    'm/kernel_lora_a', 'm/kernel_lora_b', (6, 2), (2, 5), 'ir,ro->io',
+    'm/kernel',
+  ),
+  'qwix einsum': (
+    'w_lora_a', 'w_lora_b', (6, 2), (2, 3, 4), 'ir,rhk->ihk', 'w',
+  ),
+  'qwix conv': (
+    'c/kernel_lora_a', 'c/kernel_lora_b', (3, 3, 4, 2), (2, 8),
+    'xyir,ro->xyio', 'c/kernel',
+  ),
+  'qwix batched or scanned': (
+    'w_lora_a', 'w_lora_b', (7, 6, 2), (7, 2, 5), 'lir,lro->lio', 'w',
+  ),
+  'gemma q': ('q/lora/a', 'q/lora/b', (6, 2), (2, 3, 4), 'ir,rhk->ihk', 'q'),
+  'gemma kv': (
+    'kv/lora/a', 'kv/lora/b', (6, 3), (3, 2, 1, 4), 'ir,rckh->ickh', 'kv',
+  ),
+  'gemma attn_vec': (
+    'o/lora/a', 'o/lora/b', (3, 4, 2), (2, 6), 'hkr,ro->hko', 'o',
+  ),
+  'keras dense': (
+    'd/lora_kernel_a', 'd/lora_kernel_b', (6, 2), (2, 5), 'ir,ro->io', 'd',
+  ),
+  'keras einsum': (
+    'd/lora_kernel_a', 'd/lora_kernel_b', (6, 3, 2), (2, 4), 'ihr,rk->ihk',
+    'd',
+  ),
+  'keras embedding': (
+    'e/lora_embeddings_a', 'e/lora_embeddings_b', (9, 2), (2, 5),
+    'ir,ro->io', 'e',
+  ),
+  'PEFT': (
+    'x.q_proj.lora_A.weight', 'x.q_proj.lora_B.weight', (2, 6), (5, 2),
+    'ri,or->io', 'x.q_proj',
+  ),
+  'PEFT with an adapter name': (
+    'q/lora_A/default/weight', 'q/lora_B/default/weight', (2, 6), (5, 2),
+    'ri,or->io', 'q',
+  ),
+  'PEFT conv': (
+    'c.lora_A.weight', 'c.lora_B.weight', (2, 4, 3, 3), (8, 2, 1, 1),
+    'rcxy,orzw->cxyo', 'c',
+  ),
+}  # fmt: skip
+
+
+def _tree(name, seed=0):
+  a_name, b_name, a, b, einsum, module = CASES[name]
+  rng = np.random.default_rng(seed)
+  params = {
+    a_name: jnp.asarray(rng.standard_normal(a), jnp.float32),
+    b_name: jnp.asarray(rng.standard_normal(b), jnp.float32),
+  }
+  return params, (a_name, b_name, einsum, module)
+
+
+def _weight_change(params, names):
+  a_name, b_name, einsum, _ = names
+  a, b = np.float64(params[a_name]), np.float64(params[b_name])
+  return np.einsum(einsum, a, b)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_intrinsic_is_the_change_of_the_weight(name):
+  params, names = _tree(name)
+  found = lora.intrinsic(params, dense=True)
+  assert list(found) == [names[3]]
+  z = np.asarray(found[names[3]])
+  change = _weight_change(params, names)
+  # Our rows are outputs; the einsums above put inputs first.
+  exact = change.reshape(*z.shape[:-2], z.shape[-1], z.shape[-2])
+  np.testing.assert_allclose(z, np.swapaxes(exact, -1, -2), atol=1e-5)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_step_moves_z_by_the_tangent_projection_of_the_gradient(name):
+  """Without noise and preconditioner, against autodiff of the weight itself."""
+  params, names = _tree(name)
+  target = jnp.asarray(
+    np.random.default_rng(1).standard_normal(
+      _weight_change(params, names).shape
+    ),
+    jnp.float32,
+  )
+
+  def loss(params):
+    change = jnp.einsum(names[2], params[names[0]], params[names[1]])
+    return jnp.sum(target * change)
+
+  rate = 1e-3
+  grads = jax.grad(loss)(params)
+  x = prism_optax.tangent_coordinates(params)(grads)
+  updates, _ = prism_optax.retract().update(
+    jax.tree.map(lambda x: -rate * x, x), (), params
+  )
+  new = jax.tree.map(jnp.add, params, updates)
+  z, moved = (
+    np.float64(lora.intrinsic(p, dense=True)[names[3]]) for p in (params, new)
+  )
+  g = np.swapaxes(
+    np.float64(target).reshape(*z.shape[:-2], z.shape[-1], z.shape[-2]), -1, -2
+  )
+  u, s, vt = np.linalg.svd(z)
+  rank = int(np.sum(s.reshape(-1, s.shape[-1])[0] > 1e-4))
+  u, v = u[..., :rank], np.swapaxes(vt, -1, -2)[..., :rank]
+  left, right = u @ np.swapaxes(u, -1, -2), v @ np.swapaxes(v, -1, -2)
+  tangent = left @ g + g @ right - left @ g @ right
+  np.testing.assert_allclose(moved - z, -rate * tangent, atol=2e-4 * rate**0.5)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_every_adapter_moves_in_a_private_step(name):
+  params, _ = _tree(name)
+  tx = prism_optax.prism(
+    0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=2
+  )
+  grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
+  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+  for leaf in jax.tree.leaves(updates):
+    assert jnp.all(jnp.isfinite(leaf))
+    assert jnp.any(leaf != 0)
+
+
+def test_keras_lists_take_their_names_from_beside():
+  params = [jnp.ones((6, 2)), jnp.ones(5), jnp.ones((2, 5))]
+  names = ['d/lora_kernel_a', 'd/bias', 'd/lora_kernel_b']
+  layout = lora.pairs_by_name(names, params)
+  (module,) = _pairs.find_modules(params, layout)
+  assert (module.name, module.a, module.b) == ('d', 0, 2)
+  with pytest.raises(ValueError, match='3 names and 2 arrays'):
+    lora.pairs_by_name(names, params[:2])
+  with pytest.raises(ValueError, match='distinct names'):
+    lora.pairs_by_name(['x', 'x'], params[:2])
+
+
+@pytest.mark.parametrize(
+  ('a', 'b'),
+  [
+    ((2, 6, 2), (2, 2, 5)),  # As many layers as the rank, or an einsum.
+    ((6, 3, 2), (2, 3, 5)),  # A scan over axis 1, or an einsum.
+    ((2, 2), (2, 2, 4)),
+  ],
+)
+def test_shapes_that_coincide_are_refused_with_the_candidates(a, b):
+  params = {'w_lora_a': jnp.ones(a), 'w_lora_b': jnp.ones(b)}
+  readings = _conventions._tensors(a, b)
+  if len(readings) == 1:
+    assert len(_pairs.find_modules(params)) == 1
+    return
+  with pytest.raises(ValueError, match='in several ways.*a_rank_axis=-1') as e:
+    _pairs.find_modules(params)
+  assert "layout={'w': lora.Layout(...)}" in str(e.value)
+  for reading in readings:
+    (module,) = _pairs.find_modules(params, {'w': reading})
+    assert module.rank == 2
+
+
+SIZES = st.sampled_from([2, 3, 4])
+
+
+@st.composite
+def _generated(draw):
+  """A pair made in a known way, whose sizes often coincide."""
+  rank, layers = draw(SIZES), draw(SIZES)
+  inside = draw(st.lists(SIZES, min_size=1, max_size=2))
+  outside = draw(st.lists(SIZES, min_size=1, max_size=2))
+  kind = draw(st.sampled_from(['plain', 'leading', 'middle']))
+  if kind == 'plain':
+    return (*inside, rank), (rank, *outside), lora.Layout(-1, 0, (), ())
+  if kind == 'leading':
+    return (
+      (layers, *inside, rank),
+      (layers, rank, *outside),
+      lora.Layout(-1, 1, (0,), (0,)),
+    )
+  return (
+    (inside[0], layers, rank),
+    (rank, layers, outside[0]),
+    lora.Layout(-1, 0, (1,), (1,)),
+  )
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(_generated(), st.sampled_from(['w_lora_{}', 'w/lora/{}']))
+def test_no_coincidence_of_sizes_is_ever_read_wrongly(case, names):
+  """Either what made the tree, or an error that asks."""
+  a, b, truth = case
+  params = {
+    names.format('a'): jax.ShapeDtypeStruct(a, jnp.float32),
+    names.format('b'): jax.ShapeDtypeStruct(b, jnp.float32),
+  }
+
+  def read(layout):
+    try:
+      (module,) = _pairs.find_modules(params, layout)
+    except ValueError as error:
+      return str(error)
+    return module.a_axes, module.b_axes
+
+  expected, found = read({'*': truth}), read(None)
+  if isinstance(expected, str):  # No pair in any reading.
+    assert 'rank <= min' in expected
+  elif isinstance(found, str):
+    assert 'in several ways' in found
+  else:
+    assert found == expected
+
+
+def test_scales_change_units_and_nothing_else():
+  """alpha/r in the layout: the same Z, whichever way the factor is written."""
+  params, _ = _tree('nnx')
+  loss_grads = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size * 3.0)).reshape(
+    3, *x.shape), params)  # fmt: skip
+  scale = 4.0
+
+  def step(params, grads, layout):
+    tx = prism_optax.prism(
+      0.1, l2_clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=3,
+      layout=layout,
+    )  # fmt: skip
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return lora.intrinsic(
+      jax.tree.map(jnp.add, params, updates), layout=layout, dense=True
+    )['m']
+
+  # The same module without a scale: factors times its root, gradients over it.
+  root = scale**0.5
+  plain = step(
+    jax.tree.map(lambda x: root * x, params),
+    jax.tree.map(lambda g: g / root, loss_grads),
+    None,
+  )
+  scaled = step(params, loss_grads, lora.Layout(scale=scale))
+  np.testing.assert_allclose(plain, scaled, rtol=1e-4, atol=1e-5)
