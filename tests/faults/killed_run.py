@@ -113,8 +113,11 @@ def main():
     if steps:
       stored = folder / checkpoints.FOLDER / str(max(steps)) / 'ledger/metadata'
       spent = json.loads(stored.read_text())['spent_steps']
+    lines = log.read_text().splitlines() if log.exists() else []
+    done = max((json.loads(line)['step'] + 1 for line in lines), default=0)
     result = {
       'place': place,
+      'done': done,
       'status': os.waitstatus_to_exitcode(status),
       'step': max(steps, default=None),
       'spent': spent,

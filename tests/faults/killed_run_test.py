@@ -82,7 +82,9 @@ def test_killed_anywhere_a_run_ends_as_if_it_had_not_been(
   spent = [r['spent'] for r in results if r['spent'] is not None]
   assert spent == sorted(spent)
   assert spent[-1] == STEPS
-  assert all(r['spent'] >= r['step'] for r in results if r['spent'])
+  assert all((r['spent'] or 0) >= r['done'] for r in results)
+  # A step that no checkpoint holds had been done when the process died.
+  assert any(r['done'] > r['step'] for r in results if r['spent'])
 
   for name in ('adapter.safetensors', 'metrics.jsonl', 'summary.json'):
     assert (killed / name).read_bytes() == (whole / name).read_bytes()
