@@ -56,7 +56,7 @@ HOST_SIDE_USERS = {'aliases', 'inference'}
 RUNTIME = {'jax', 'optax', 'numpy', 'dp_accounting'}
 NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}
 # Optional packages, imported inside a function where a user asks for them.
-LAZY = {'augmented': {'jax_privacy'}}
+LAZY = {'augmented': {'jax_privacy'}, 'lora': {'safetensors'}}
 
 
 def imports(source, package=PACKAGE):

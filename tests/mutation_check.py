@@ -171,6 +171,34 @@ MUTANTS = (
     'old + factor * matmul(left, right.mT)',
     ('lora/merging_test.py another_order',),
   ),
+  Mutant(
+    'alpha over the rank of another module',
+    'lora/_peft_files.py',
+    'divisor = math.sqrt(rank) if',
+    "divisor = config['r'] if",
+    ('lora/peft_test.py stabilised',),
+  ),
+  Mutant(
+    'rank of the file not compared with the configuration',
+    'lora/_peft_files.py',
+    'not a.shape[0] == b.shape[1] == rank:',
+    'not a.shape[0] == b.shape[1]:',
+    ('lora/peft_test.py bad_tensors',),
+  ),
+  Mutant(
+    'scale of the file forgotten',
+    'lora/_peft.py',
+    'root = (scales[path] / module.scale) ** 0.5',
+    'root = (module.scale / module.scale) ** 0.5',
+    ('lora/peft_test.py made_up_for',),
+  ),
+  Mutant(
+    'pattern that matches from the end',
+    'lora/_peft_files.py',
+    "return '^' + re.escape(name)",
+    'return re.escape(name)',
+    ('lora/peft_test.py mixed_ranks',),
+  ),
   # Clip.
   Mutant(
     'no clip',

@@ -30,6 +30,10 @@ from prism_optax.lora._parts import Point as Point
 from prism_optax.lora._parts import chain_parts as chain_parts
 from prism_optax.lora._parts import part_from_optax as part_from_optax
 from prism_optax.lora._parts import stateless as stateless
+from prism_optax.lora._peft import PeftAdapter as PeftAdapter
+from prism_optax.lora._peft import from_peft as from_peft
+from prism_optax.lora._peft import load_peft as load_peft
+from prism_optax.lora._peft import save_peft as save_peft
 from prism_optax.lora._rank_changes import difference as difference
 from prism_optax.lora._rank_changes import pad_rank as pad_rank
 from prism_optax.lora._rank_changes import truncate as truncate

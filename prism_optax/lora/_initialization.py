@@ -68,7 +68,7 @@ def initialize(
   if size is None and method == 'balanced':
     raise ValueError(
       "method='balanced' changes the model by matrices of norm `size`: expected"
-      ' a positive number, small beside the norms of the weights, got size=None.'
+      ' a positive number, small beside those of the weights, got size=None.'
     )
   size = 1.0 if size is None else size
   _validate.positive('size', size)

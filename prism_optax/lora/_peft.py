@@ -1,0 +1,294 @@
+"""Adapters from the files of Hugging Face PEFT and back into them.
+
+A folder holds ``adapter_config.json`` and ``adapter_model.safetensors`` with,
+for a linear layer ``W`` (out, in), ``lora_A.weight`` (r, in) and
+``lora_B.weight`` (out, r): ``W + lora_alpha / r * lora_B @ lora_A``. Ours are
+their transposes: ``lora_a`` (in, r) and ``lora_b`` (r, out).
+"""
+
+import itertools
+import math
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prism_optax.fixed_rank import Factors
+from prism_optax.lora import _pairs, _peft_files, _rank_changes
+from prism_optax.lora._layout import Layout, LeafAxes, Pair
+
+NamesLike = Mapping[str, str] | Callable[[str], str] | None
+
+
+class PeftAdapter(NamedTuple):
+  """What :func:`load_peft` found in a folder.
+
+  Attributes:
+    params: ``{module: {'lora_a': (in, r), 'lora_b': (r, out)}}``, NumPy arrays
+      in the type of the file; modules by their names in PyTorch.
+    layout: The pairs with their scales, to be passed as ``layout=`` with
+      ``params``.
+    config: What ``adapter_config.json`` says.
+    embeddings: Those modules that are embedding tables.
+    others: Tensors that belong to no pair (``modules_to_save``, biases), by
+      their names, as they are. Nothing else in this library reads them.
+  """
+
+  params: dict[str, dict[str, np.ndarray]]
+  layout: list[Pair]
+  config: dict[str, Any]
+  embeddings: tuple[str, ...]
+  others: dict[str, np.ndarray]
+
+
+def load_peft(folder: str | os.PathLike) -> PeftAdapter:
+  """Reads an adapter that PEFT has saved.
+
+  Needs the package ``safetensors``. Adapters that are more than ``alpha / r *
+  B A`` on the weights they were published for are refused: DoRA, those with
+  biases of their own, activated by tokens or on bare parameters, and those
+  relative to changed weights (``init_lora_weights='pissa'`` and the like; PEFT
+  converts these when it saves). Pattern keys are read as PEFT reads them, as
+  regular expressions that are matched from the end of a name; those that could
+  take for ever are refused.
+
+  Args:
+    folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+  Returns:
+    The adapter; :func:`from_peft` puts it into the tree of a JAX model.
+
+  Raises:
+    ValueError: Naming the file and what is wrong with it: a file that is
+      missing, cut or no such file, a factor without partner, shapes that do not
+      fit each other or the configured rank.
+    ImportError: Without ``safetensors``.
+  """
+  files = _peft_files.read(pathlib.Path(folder))
+  params, layout = {}, []
+  for module in files.modules:
+    params[module.name] = {
+      'lora_a': np.array(module.a.T, order='C'),
+      'lora_b': np.array(module.b.T, order='C'),
+    }
+    axes = Layout(-1, 0, (), (), scale=module.scale)
+    paths = (f'{module.name}/lora_a', f'{module.name}/lora_b')
+    layout.append(Pair(*paths, axes))
+  embeddings = tuple(x.name for x in files.modules if x.is_embedding)
+  return PeftAdapter(params, layout, files.config, embeddings, files.others)
+
+
+def from_peft(
+  adapter: PeftAdapter,
+  params: Any,
+  *,
+  names: NamesLike = None,
+  layout: _pairs.LayoutLike = None,
+) -> Any:
+  """Puts a loaded adapter into a tree of trainable parameters.
+
+  Args:
+    adapter: From :func:`load_peft`.
+    params: Tree of trainable arrays with LoRA pairs: the shapes to fill. Other
+      leaves pass.
+    names: The name in PyTorch of each module (its name here, see
+      :func:`describe_pairs`): a mapping or a function. A module that stacks
+      layers needs one ``{}`` for each stack axis, which the index replaces:
+      ``{'layers/q': 'model.layers.{}.self_attn.q_proj'}``. None for the same
+      name with dots for slashes.
+    layout: See :func:`describe_pairs`. Where its scale is not that of the file
+      the factors are multiplied, so that ``scale * left @ right.mT`` is what
+      the file says.
+
+  Returns:
+    A tree like ``params``, same shapes and types. Axes of heads are split from
+    the features of PyTorch in order, as in ``reshape``.
+
+  Raises:
+    ValueError: If modules of one are not in the other, or ranks or features
+      differ.
+  """
+  modules = _pairs.find_modules(params, layout)
+  leaves, treedef = jax.tree.flatten(params)
+  scales = {
+    pair.a.removesuffix('/lora_a'): pair.layout.scale
+    for pair in adapter.layout
+    if pair.layout is not None
+  }
+  used: set[str] = set()
+  for module in modules:
+    paths = _torch_names(module, names)
+    absent = [path for path in paths if path not in adapter.params]
+    if absent:
+      raise ValueError(
+        f'The adapter has no module {absent[0]!r} for {module.name!r}; it has'
+        f' {_some(adapter.params)}. Say which: names={{{module.name!r}: ...}}.'
+      )
+    used.update(paths)
+    parts = []
+    for path in paths:
+      a, b = (adapter.params[path][name] for name in ('lora_a', 'lora_b'))
+      expected = (module.n, module.rank), (module.rank, module.m)
+      if (a.shape, b.shape) != expected:
+        raise ValueError(
+          f'Expected lora_a and lora_b of shapes {expected} in {path!r} for'
+          f' {module.name!r}, got {(a.shape, b.shape)}. Another rank is made by'
+          ' lora.pad_rank or lora.truncate.'
+        )
+      root = (scales[path] / module.scale) ** 0.5
+      a, b = (x.astype(jnp.promote_types(x.dtype, np.float32)) for x in (a, b))
+      parts.append((root * b.T, root * a))
+    left, right = (jnp.stack(x) for x in zip(*parts, strict=True))
+    _rank_changes.write_factors(module, leaves, Factors(left, right))
+  missed = sorted(set(adapter.params) - used)
+  if missed:
+    raise ValueError(
+      f'No module of params takes {_some(missed)} of the adapter; the modules'
+      f' are {_some([x.name for x in modules])}.'
+    )
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def save_peft(
+  folder: str | os.PathLike,
+  params: Any,
+  *,
+  names: NamesLike = None,
+  embeddings: Sequence[str] = (),
+  config: Mapping[str, Any] | None = None,
+  layout: _pairs.LayoutLike = None,
+) -> None:
+  """Writes adapters as PEFT reads them.
+
+  ``peft.PeftModel.from_pretrained(model, folder)`` then computes what this
+  model does. Needs the package ``safetensors``. Factors are written in their
+  own types; ``lora_alpha`` is scale times rank; modules that differ in rank or
+  alpha from the most common ones are named in ``rank_pattern`` and
+  ``alpha_pattern``. Both files are written in full and then put in place.
+
+  After :func:`spectral_residual` save ``difference(trained, initial)``: PEFT
+  adds what it reads to the ORIGINAL weights.
+
+  Args:
+    folder: Is made if it does not exist.
+    params: Tree with LoRA pairs and nothing else: a head would be lost.
+    names: As in :func:`from_peft`.
+    embeddings: Names in PyTorch of modules that are embedding tables.
+    config: More entries of ``adapter_config.json``, such as ``task_type``,
+      ``base_model_name_or_path``, ``fan_in_fan_out`` (True for the Conv1D of
+      GPT-2); or all of those that :func:`load_peft` found. What follows from
+      ``params`` wins.
+    layout: See :func:`describe_pairs`. Its scale counts.
+
+  Raises:
+    ValueError: If there are leaves that are no factors, two modules get one
+      name, or a stacked module has no name with ``{}``.
+    ImportError: Without ``safetensors``.
+
+  >>> import tempfile
+  >>> params = {'model': {'q_proj': {
+  ...   'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}}
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   save_peft(folder, params, layout=Layout(scale=8.0))
+  ...   loaded = load_peft(folder)
+  >>> list(loaded.params), loaded.config['r'], loaded.config['lora_alpha']
+  (['model.q_proj'], 2, 16)
+  """
+  modules = _pairs.find_modules(params, layout)
+  leaf_names, leaves = _pairs.named_leaves(params)
+  factors = {i for x in modules for i in (x.a, x.b)}
+  others = [x for i, x in enumerate(leaf_names) if i not in factors]
+  if others:
+    raise ValueError(
+      f'Expected LoRA pairs only, got {_some(others)}: a PEFT adapter has no'
+      ' place for them. Take them out of the tree, and save them elsewhere.'
+    )
+  found: dict[str, _peft_files.PeftModule] = {}
+  for module in modules:
+    left, right = (
+      _matrices(axes, leaves[i])
+      for i, axes in ((module.b, module.b_axes), (module.a, module.a_axes))
+    )
+    paths = _torch_names(module, names)
+    for path, b, a in zip(paths, left, right, strict=True):
+      if path in found:
+        raise ValueError(f'Two modules are named {path!r} in PyTorch.')
+      found[path] = _peft_files.PeftModule(
+        path, a.T, b, module.scale, path in embeddings
+      )
+  strangers = set(embeddings) - set(found)
+  if strangers:
+    raise ValueError(
+      f'embeddings names {sorted(strangers)}, which are no modules; these are'
+      f' {_some(found)}.'
+    )
+  _peft_files.write(
+    pathlib.Path(folder),
+    list(found.values()),
+    {**(config or {}), **_config(list(found.values()))},
+  )
+
+
+def _matrices(axes: LeafAxes, leaf: Any) -> np.ndarray:
+  """(k, features, r) in the leaf's own type: moved about, not computed with."""
+  stack = math.prod(axes.sizes(axes.stack))
+  moved = np.transpose(np.asarray(leaf), axes.order)
+  return moved.reshape(stack, -1, axes.shape[axes.rank])
+
+
+def _config(modules: Sequence[_peft_files.PeftModule]) -> dict[str, Any]:
+  """The entries of ``adapter_config.json`` that follow from the modules."""
+  ranks = {x.name: x.a.shape[0] for x in modules}
+  alphas = {x.name: _whole(x.scale * x.a.shape[0]) for x in modules}
+  rank, alpha = (
+    Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas)
+  )
+  # Matched from the end of a name, unless the key starts with a caret.
+  pattern = _peft_files.exactly
+  return {
+    'peft_type': 'LORA',
+    'r': rank,
+    'lora_alpha': alpha,
+    'target_modules': sorted(ranks),
+    'rank_pattern': {pattern(k): v for k, v in ranks.items() if v != rank},
+    'alpha_pattern': {pattern(k): v for k, v in alphas.items() if v != alpha},
+    'bias': 'none',
+    'use_rslora': False,
+    'use_dora': False,
+    'init_lora_weights': True,
+    'modules_to_save': None,
+    'layers_to_transform': None,
+    'layers_pattern': None,
+    'exclude_modules': None,
+  }
+
+
+def _whole(value: float) -> float | int:
+  return int(value) if float(value).is_integer() else value
+
+
+def _torch_names(module: _pairs.Module, names: NamesLike) -> list[str]:
+  """One name for each of the stacked modules, in their order."""
+  if callable(names):
+    name = names(module.name)
+  else:
+    name = (names or {}).get(module.name, module.name.replace('/', '.'))
+  if name.count('{}') != len(module.stack):
+    raise ValueError(
+      f'Expected {len(module.stack)} times {{}} in the PyTorch name of'
+      f' {module.name!r} with stack {module.stack}, got {name!r}. Say what it'
+      f" is: names={{{module.name!r}: 'model.layers.{{}}...'}}."
+    )
+  indices = itertools.product(*(range(size) for size in module.stack))
+  return [name.format(*index) for index in indices]
+
+
+def _some(names: Any, most: int = 6) -> str:
+  names = list(names)
+  more = f' and {len(names) - most} more' if len(names) > most else ''
+  return f'{names[:most]}{more}'

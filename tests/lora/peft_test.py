@@ -1,0 +1,464 @@
+"""PEFT files: round trips, orientation, and every kind of bad file."""
+
+import json
+import pathlib
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+from prism_optax import lora
+from tests import oracles
+
+CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
+PREFIX = 'base_model.model.'
+
+
+def _tensors(dtype=np.float32, seed=0):
+  """As PEFT writes them: q (in 6, out 5, r 2), v (in 6, out 4, r 3)."""
+  rng = np.random.default_rng(seed)
+  shapes = {
+    'layers.0.q.lora_A': (2, 6),
+    'layers.0.q.lora_B': (5, 2),
+    'layers.0.v.lora_A': (3, 6),
+    'layers.0.v.lora_B': (4, 3),
+  }
+  return {
+    f'{PREFIX}{name}.weight': rng.normal(size=shape).astype(dtype)
+    for name, shape in shapes.items()
+  }
+
+
+def _config(**changes):
+  config = {
+    'peft_type': 'LORA',
+    'r': 2,
+    'lora_alpha': 8,
+    'rank_pattern': {'v': 3},
+    'alpha_pattern': {'layers.0.v': 6.0},
+    'target_modules': ['q', 'v'],
+    'task_type': 'CAUSAL_LM',
+  }
+  return {k: v for k, v in (config | changes).items() if v != 'absent'}
+
+
+def _folder(path, tensors=None, config=None):
+  path.mkdir(exist_ok=True)
+  safetensors.save_file(
+    _tensors() if tensors is None else tensors, path / TENSORS
+  )
+  (path / CONFIG).write_text(json.dumps(config or _config()))
+  return path
+
+
+# Reading.
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_what_is_read_is_what_peft_computes(tmp_path, dtype):
+  """``W + lora_alpha / r * B @ A``, by the definition, for every module."""
+  tensors = _tensors(dtype)
+  adapter = lora.load_peft(_folder(tmp_path, tensors))
+  assert adapter.config['task_type'] == 'CAUSAL_LM'
+  assert adapter.others == {}
+  scales = {'layers.0.q': 8 / 2, 'layers.0.v': 6 / 3}
+  assert list(adapter.params) == list(scales)
+  found = lora.Adapters(adapter.params, adapter.layout)
+  zs = found.factors(adapter.params).pairs
+  for z, name in zip(zs, scales, strict=True):
+    a, b = (
+      np.float64(tensors[f'{PREFIX}{name}.lora_{side}.weight']) for side in 'AB'
+    )
+    got = np.asarray(z.left @ z.right.mT)[0]
+    assert oracles.relative_error(got, scales[name] * b @ a) < 1e-6
+    assert adapter.params[name]['lora_a'].dtype == dtype
+
+
+def test_rank_stabilised_scale(tmp_path):
+  config = _config(use_rslora=True)
+  adapter = lora.load_peft(_folder(tmp_path, config=config))
+  assert [pair.layout.scale for pair in adapter.layout] == [
+    8 / np.sqrt(2),
+    6 / np.sqrt(3),
+  ]
+
+
+def test_names_of_adapters_embeddings_and_other_tensors(tmp_path):
+  tensors = {
+    f'{PREFIX}q.lora_A.default.weight': np.ones((2, 6), np.float32),
+    f'{PREFIX}q.lora_B.default.weight': np.ones((5, 2), np.float32),
+    f'{PREFIX}table.lora_embedding_A': np.ones((2, 9), np.float32),
+    f'{PREFIX}table.lora_embedding_B': np.ones((4, 2), np.float32),
+    f'{PREFIX}classifier.weight': np.ones((3, 5), np.float32),
+  }
+  config = _config(rank_pattern=None, alpha_pattern={})
+  adapter = lora.load_peft(_folder(tmp_path, tensors, config))
+  assert adapter.embeddings == ('table',)
+  assert adapter.params['table']['lora_a'].shape == (9, 2)
+  assert list(adapter.others) == ['classifier.weight']
+  # And back, as embeddings.
+  lora.save_peft(
+    tmp_path / 'again',
+    adapter.params,
+    embeddings=adapter.embeddings,
+    layout=adapter.layout,
+    config=adapter.config,
+  )
+  again = lora.load_peft(tmp_path / 'again')
+  assert again.embeddings == ('table',)
+  assert again.config['task_type'] == 'CAUSAL_LM'
+  jax.tree.map(np.testing.assert_array_equal, again.params, adapter.params)
+
+
+# Into the tree of a JAX model.
+
+
+def _model(dtype=jnp.float32, stack=2):
+  """Two scanned layers, heads split; and a head that is no adapter."""
+  return {
+    'layers': {
+      'q': {
+        'lora_a': jnp.zeros((stack, 6, 2), dtype),
+        'lora_b': jnp.zeros((stack, 2, 4), dtype),
+      },
+      'kv': {
+        'lora_a': jnp.zeros((6, stack, 2), dtype),
+        'lora_b': jnp.zeros((2, stack, 2, 3), dtype),  # Two heads of three.
+      },
+    },
+  }
+
+
+LAYOUT = [
+  lora.Pair(
+    'layers/q/lora_a', 'layers/q/lora_b', lora.Layout(-1, 1, (0,), (0,), 2.0)
+  ),
+  lora.Pair(
+    'layers/kv/lora_a', 'layers/kv/lora_b', lora.Layout(-1, 0, (1,), (1,), 0.5)
+  ),
+]
+NAMES = {
+  'layers/q': 'model.layers.{}.q_proj',
+  'layers/kv': 'model.layers.{}.kv_proj',
+}
+
+
+def _filled(seed=0, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), _model()
+  )
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_stacked_and_split_modules_round_trip_bit_for_bit(tmp_path, dtype):
+  params = _filled(dtype=dtype)
+  lora.save_peft(tmp_path, params, names=NAMES, layout=LAYOUT)
+  adapter = lora.load_peft(tmp_path)
+  assert sorted(adapter.params) == [
+    f'model.layers.{i}.{name}_proj' for i in (0, 1) for name in ('kv', 'q')
+  ]
+  kv = adapter.params['model.layers.1.kv_proj']
+  np.testing.assert_array_equal(
+    np.float32(kv['lora_b']),
+    np.float32(params['layers']['kv']['lora_b'][:, 1].reshape(2, 6)),
+  )
+  back = lora.from_peft(adapter, _model(dtype), names=NAMES, layout=LAYOUT)
+  jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def test_configuration_of_mixed_ranks_and_scales(tmp_path):
+  """The most common ones without a name; patterns match one module."""
+
+  def pair(rank):
+    return {'lora_a': np.ones((6, rank)), 'lora_b': np.ones((rank, 5))}
+
+  params = {
+    'q': pair(4), 'x': {'q': pair(2)}, 'y': {'q': pair(2)}, 'z.z': pair(2)
+  }  # fmt: skip
+  layout = {'q': lora.Layout(scale=2.0), 'z.z': lora.Layout(scale=1.25)}
+  lora.save_peft(
+    tmp_path, params, layout=layout, config={'r': 99, 'task_type': 'SEQ_CLS'}
+  )
+  config = json.loads((tmp_path / CONFIG).read_text())
+  assert config['r'] == 2
+  assert config['lora_alpha'] == 2
+  assert config['rank_pattern'] == {'^q': 4}
+  assert config['alpha_pattern'] == {'^q': 8, '^z\\.z': 2.5}
+  assert config['target_modules'] == ['q', 'x.q', 'y.q', 'z.z']
+  assert config['task_type'] == 'SEQ_CLS'
+  adapter = lora.load_peft(tmp_path)
+  assert {p.a: p.layout.scale for p in adapter.layout} == {
+    'q/lora_a': 2.0, 'x.q/lora_a': 1.0, 'y.q/lora_a': 1.0, 'z.z/lora_a': 1.25
+  }  # fmt: skip
+
+
+def test_the_scale_of_the_model_is_made_up_for(tmp_path):
+  """The same Z where the JAX model multiplies by something else."""
+  params = _filled()
+  lora.save_peft(tmp_path, params, names=NAMES, layout=LAYOUT)
+  adapter = lora.load_peft(tmp_path)
+  other = [p._replace(layout=lora.Layout(
+    p.layout.a_rank_axis, p.layout.b_rank_axis, p.layout.a_stack_axes,
+    p.layout.b_stack_axes, 7.0)) for p in LAYOUT]  # fmt: skip
+  back = lora.from_peft(adapter, _model(), names=NAMES.__getitem__,
+                        layout=other)  # fmt: skip
+
+  def zs(tree, layout):
+    pairs = lora.Adapters(tree, layout).factors(tree).pairs
+    return [np.asarray(x.left @ x.right.mT) for x in pairs]
+
+  for got, want in zip(zs(back, other), zs(params, LAYOUT), strict=True):
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('change', 'match'),
+  [
+    ({'names': {}}, r"1 times \{\} in the PyTorch name of 'layers/kv'"),
+    ({'names': NAMES | {'layers/q': 'h.{}.q'}}, "no module 'h.0.q' for"),
+    ({'params': {'layers': {'q': _model()['layers']['q']}},
+      'layout': LAYOUT[:1]},
+     r"takes \['model.layers.0.kv_proj'.* the modules are \['layers/q'\]"),
+    ({'params': _model(stack=3)}, "no module 'model.layers.2.kv_proj'"),
+    ({'params': lora.pad_rank(_model(), 3, 0, layout=LAYOUT)},
+     r'shapes \(\(6, 3\), \(3, 6\)\).*lora.pad_rank or lora.truncate'),
+  ],
+)  # fmt: skip
+def test_a_tree_that_does_not_fit_is_refused(tmp_path, change, match):
+  lora.save_peft(tmp_path, _filled(), names=NAMES, layout=LAYOUT)
+  arguments = {'params': _model(), 'names': NAMES, 'layout': LAYOUT} | change
+  with pytest.raises(ValueError, match=match):
+    lora.from_peft(lora.load_peft(tmp_path), **arguments)
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+  pair = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+  for arguments, match in (
+    ({'params': {'q': pair, 'head': jnp.ones(2)}}, r"only, got \['head'\]"),
+    ({'params': {'q': pair, 'p': pair}, 'names': lambda _: 'x'}, "named 'x'"),
+    ({'params': {'q': pair}, 'embeddings': ['table']}, r"\['table'\]"),
+    ({'params': {'q': pair}, 'config': {'x': object()}}, 'what JSON knows'),
+    ({'params': {'q': pair}, 'names': {'q': 'h.{}'}}, r'0 times \{\}'),
+  ):
+    with pytest.raises(ValueError, match=match):
+      lora.save_peft(tmp_path / 'new', **arguments)
+  assert not (tmp_path / 'new').exists()
+
+
+def test_nothing_is_left_beside_the_files(tmp_path):
+  lora.save_peft(tmp_path, _filled(), names=NAMES, layout=LAYOUT)
+  lora.save_peft(tmp_path, _filled(1), names=NAMES, layout=LAYOUT)
+  assert {x.name for x in tmp_path.iterdir()} == {CONFIG, TENSORS}
+
+
+def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
+  _folder(tmp_path)
+  monkeypatch.setitem(sys.modules, 'safetensors', None)
+  with pytest.raises(ImportError, match='pip install safetensors'):
+    lora.load_peft(tmp_path)
+
+
+# Bad files.
+
+
+def _broken_tensors(**changes):
+  tensors = _tensors()
+  for key, x in changes.items():
+    name = f'{PREFIX}layers.0.{key.replace("__", ".")}.weight'
+    if x is None:
+      del tensors[name]
+    else:
+      tensors[name] = x
+  return tensors
+
+
+F = np.float32
+BAD_TENSORS = {
+  'no partner': (
+    _broken_tensors(q__lora_B=None),
+    r'layers.0.q has lora_A.weight and no lora_B.weight',
+  ),
+  'no partner, other side': (
+    _broken_tensors(q__lora_A=None),
+    r'layers.0.q has lora_B.weight and no lora_A.weight',
+  ),
+  'ranks of a pair': (
+    _broken_tensors(q__lora_B=np.ones((5, 3), F)),
+    r'r=2.*for layers.0.q, got \(2, 6\) and \(5, 3\)',
+  ),
+  'rank of the config': (
+    _broken_tensors(q__lora_A=np.ones((4, 6), F),
+                    q__lora_B=np.ones((5, 4), F)),
+    r'with r=2, as adapter_config.json says',
+  ),
+  'transposed': (
+    _broken_tensors(q__lora_A=np.ones((6, 2), F)), r'got \(6, 2\) and \(5, 2\)'
+  ),
+  'convolution': (
+    _broken_tensors(q__lora_A=np.ones((2, 6, 3, 3), F)), r'\(2, 6, 3, 3\)'
+  ),
+  'integers': (
+    _broken_tensors(q__lora_A=np.ones((2, 6), np.int32)), 'floats.*int32'
+  ),
+  'two adapters': (
+    _tensors() | {f'{PREFIX}layers.0.q.lora_A.b.weight': np.ones((2, 6), F)},
+    'more than one adapter for layers.0.q',
+  ),
+  'unknown factor': (
+    _tensors() | {f'{PREFIX}layers.0.q.lora_magnitude_vector': np.ones(5, F)},
+    'lora_magnitude_vector.*no factor known',
+  ),
+  'no factors': ({'w': np.ones(3, F)}, r"no lora_A.weight.*\['w'\]"),
+  'a path for a name': (
+    {f'../../etc.lora_{s}.weight': np.ones((2, 2), F) for s in 'AB'},
+    'no name of a module',
+  ),
+  'a long name': (
+    {f'{"x." * 200}lora_{s}.weight': np.ones((2, 2), F) for s in 'AB'},
+    'no name of a module',
+  ),
+  'layer and embedding': (
+    _tensors() | {f'{PREFIX}layers.0.q.lora_embedding_A': np.ones((2, 6), F)},
+    'a layer and an embedding',
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', BAD_TENSORS)
+def test_bad_tensors_are_named(tmp_path, case):
+  tensors, match = BAD_TENSORS[case]
+  with pytest.raises(ValueError, match=rf'{TENSORS}: .*{match}'):
+    lora.load_peft(_folder(tmp_path, tensors))
+
+
+BAD_CONFIGS = {
+  'no rank': (_config(r='absent'), 'expected r > 0 .integer., got'),
+  'rank of zero': (_config(r=0), 'r > 0 .integer., got 0'),
+  'rank as text': (_config(r='2'), "got '2'"),
+  'rank as a boolean': (_config(r=True), 'got True'),
+  'no alpha': (_config(lora_alpha='absent'), 'expected lora_alpha > 0, got'),
+  'negative alpha': (_config(lora_alpha=-1), 'got -1'),
+  'infinite alpha': (_config(lora_alpha=float('inf')), 'got inf'),
+  'alpha that is no number': (_config(lora_alpha=float('nan')), 'got nan'),
+  'alpha beyond floats': (_config(lora_alpha=10**400), 'got 1000'),
+  'patterns of another kind': (_config(rank_pattern=[3]), 'to map names'),
+  'rank pattern of text': (_config(rank_pattern={'v': '3'}), 'to map names'),
+  'alpha pattern of zero': (_config(alpha_pattern={'v': 0}), 'to map names'),
+  'a broken pattern': (_config(rank_pattern={'(v': 3}), 'is no pattern'),
+  'a pattern with flags': (_config(rank_pattern={'(?i)v': 3}), 'is no pattern'),
+  'a slow pattern': (_config(rank_pattern={'(a+)+$': 3}), 'too complex'),
+  'many repeats': (_config(rank_pattern={'.*.*.*.*v': 3}), 'too complex'),
+  'another method': (_config(peft_type='IA3'), "got 'IA3'"),
+  'DoRA': (_config(use_dora=True), 'use_dora: DoRA'),
+  'changed weights': (
+    _config(init_lora_weights='pissa_niter_4'), 'changes the base weights'
+  ),
+  'unknown start': (_config(init_lora_weights=[1]), 'changes the base weights'),
+  'a list': ([1, 2], 'expected an object, got list'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', BAD_CONFIGS)
+def test_bad_configurations_are_named(tmp_path, case):
+  config, match = BAD_CONFIGS[case]
+  with pytest.raises(ValueError, match=rf'{CONFIG}: .*{match}'):
+    lora.load_peft(_folder(tmp_path, config=config))
+
+
+@pytest.mark.parametrize('start', [True, False, None, 'gaussian', 'eva'])
+def test_starts_that_leave_the_weights_alone_are_fine(tmp_path, start):
+  config = _config(init_lora_weights=start)
+  assert len(lora.load_peft(_folder(tmp_path, config=config)).params) == 2
+
+
+@pytest.mark.parametrize(
+  'text',
+  [b'', b'{', b'\xff\xfe', b'[' * 100_000, b'{"r": 1' + b'0' * 9999 + b'}'],
+  ids=['empty', 'cut', 'no text', 'deep', 'a number of ten thousand digits'],
+)
+def test_a_configuration_that_is_no_json(tmp_path, text):
+  _folder(tmp_path)
+  (tmp_path / CONFIG).write_bytes(text)
+  with pytest.raises(ValueError, match=rf'{CONFIG}: is no JSON file'):
+    lora.load_peft(tmp_path)
+
+
+def _header(data, **change):
+  """The file with another header entry for its first tensor."""
+  (size,) = struct.unpack('<Q', data[:8])
+  header = json.loads(data[8 : 8 + size])
+  first = next(k for k in header if k != '__metadata__')
+  header[first] |= change
+  text = json.dumps(header).encode()
+  return struct.pack('<Q', len(text)) + text + data[8 + size :]
+
+
+DAMAGE = {
+  'empty': lambda data: b'',
+  'header of the header cut': lambda data: data[:5],
+  'cut': lambda data: data[:-3],
+  'longer': lambda data: data + b'xx',
+  'huge header': lambda data: b'\xff' * 8 + data[8:],
+  'no JSON': lambda data: data[:8] + b'x' + data[9:],
+  'offsets outside': lambda data: _header(data, data_offsets=[0, 10**9]),
+  'negative offsets': lambda data: _header(data, data_offsets=[-8, 0]),
+  'overlap': lambda data: _header(data, data_offsets=[0, 8]),
+  'another shape': lambda data: _header(data, shape=[2, 7]),
+  'overflowing shape': lambda data: _header(data, shape=[2**62, 2**62]),
+  'unknown type': lambda data: _header(data, dtype='F99'),
+  'a pickle': lambda data: b'\x80\x04K\x01.',
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGE)
+def test_a_damaged_file_is_refused(tmp_path, damage):
+  path = _folder(tmp_path) / TENSORS
+  path.write_bytes(DAMAGE[damage](path.read_bytes()))
+  with pytest.raises(ValueError, match=rf'{TENSORS}: is no whole safetensors'):
+    lora.load_peft(tmp_path)
+
+
+def test_any_cut_and_any_flipped_byte_ends_in_an_adapter_or_an_error(tmp_path):
+  """Of the header every byte; what loads has the shapes of the header."""
+  path = _folder(tmp_path) / TENSORS
+  data = path.read_bytes()
+  (size,) = struct.unpack('<Q', data[:8])
+  rng = np.random.default_rng(0)
+  refused = accepted = 0
+  for i in range(0, 8 + size):
+    changed = bytearray(data)
+    changed[i] ^= 1 << int(rng.integers(8))
+    path.write_bytes(bytes(changed))
+    try:
+      adapter = lora.load_peft(tmp_path)
+    except ValueError as error:
+      refused += str(path) in str(error)
+      continue
+    accepted += 1
+    assert all(
+      x['lora_a'].shape[1] == x['lora_b'].shape[0]
+      for x in adapter.params.values()
+    )
+  assert refused + accepted == 8 + size
+  assert refused > size / 2
+  for end in range(0, len(data), 7):
+    path.write_bytes(data[:end])
+    with pytest.raises(ValueError, match=TENSORS):
+      lora.load_peft(tmp_path)
+
+
+def test_missing_files_are_named(tmp_path):
+  with pytest.raises(ValueError, match=f'{CONFIG}: cannot be read: No such'):
+    lora.load_peft(tmp_path)
+  (tmp_path / CONFIG).write_text(json.dumps(_config()))
+  with pytest.raises(ValueError, match=f'{TENSORS}: cannot be read'):
+    lora.load_peft(tmp_path)
+  (tmp_path / 'adapter_model.bin').write_bytes(b'')
+  with pytest.raises(ValueError, match=r'adapter_model.bin: save it again'):
+    lora.load_peft(pathlib.Path(tmp_path))
