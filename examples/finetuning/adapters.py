@@ -35,9 +35,12 @@ def load(path: pathlib.Path, params: nnx.State) -> nnx.State:
   """Reads leaves written by ``save`` into a state of the same structure.
 
   Raises:
-    ValueError: If names or shapes differ.
+    ValueError: If the file is no safetensors file, or names or shapes differ.
   """
-  stored = safetensors.numpy.load_file(path)
+  try:
+    stored = safetensors.numpy.load_file(path)
+  except (safetensors.SafetensorError, ValueError, KeyError) as error:
+    raise ValueError(f'{path}: no safetensors file ({error}).') from error
   expected = {name: value.shape for name, value in names(params).items()}
   found = {name: value.shape for name, value in stored.items()}
   if expected != found:

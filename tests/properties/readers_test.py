@@ -3,9 +3,12 @@
 import json
 
 import hypothesis.strategies as st
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetuning import data
+from finetuning import adapters, data
+from finetuning.models import minilm
+from flax import nnx
 from hypothesis import given
 
 from tests.properties import cases
@@ -62,3 +65,64 @@ def test_a_public_file_of_any_bytes_is_read_or_refused(path, content):
   else:
     assert all(isinstance(x, str) for x in (*found.texts, *found.labels))
     assert found.texts
+
+
+_PARAMS = nnx.State(
+  {
+    'lora_a': nnx.LoRAParam(jnp.arange(6.0).reshape(3, 2)),
+    'lora_b': nnx.LoRAParam(jnp.ones((2, 4))),
+  }
+)
+# (place as a fraction of the file, new byte), and a length to cut it to.
+edits = st.lists(
+  st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4
+)
+
+
+@cases.settings
+@given(edits, st.floats(0, 1) | st.just(1.0))
+def test_a_damaged_adapter_is_read_or_refused(path, changes, kept):
+  adapters.save(path, _PARAMS, {'base': 'x'})
+  content = bytearray(path.read_bytes())
+  for place, byte in changes:
+    content[int(place * len(content))] = byte
+  path.write_bytes(content[: int(kept * len(content))])
+  try:
+    found = adapters.load(path, _PARAMS)
+  except ValueError as refused:
+    found, message = None, str(refused)
+  if found is None:
+    assert str(path) in message
+  else:
+    # Numbers may have changed, names and shapes may not.
+    for name, value in adapters.names(found).items():
+      assert value.shape == adapters.names(_PARAMS)[name].shape
+  if kept == 1.0 and not changes:
+    np.testing.assert_array_equal(found['lora_a'][...], _PARAMS['lora_a'][...])
+
+
+configs = st.one_of(
+  st.binary(max_size=24),
+  st.fixed_dictionaries(
+    {},
+    optional={
+      name: st.integers(-1, 9) | values
+      for name in minilm.Config.__dataclass_fields__
+    },
+  ).map(lambda x: json.dumps(x).encode()),
+)
+
+
+@cases.settings
+@given(configs)
+def test_a_configuration_of_any_bytes_is_read_or_refused(path, content):
+  file = path.with_name('config.json')
+  file.write_bytes(content)
+  try:
+    found = minilm.Config.read(path.parent)
+  except ValueError as refused:
+    found, message = None, str(refused)
+  if found is None:
+    assert str(file) in message
+  else:
+    assert all(value > 0 for value in vars(found).values())

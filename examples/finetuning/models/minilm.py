@@ -34,8 +34,30 @@ class Config:
 
   @classmethod
   def read(cls, folder: pathlib.Path) -> 'Config':
-    stored = json.loads((folder / 'config.json').read_text('utf-8'))
-    return cls(**{f.name: stored[f.name] for f in dataclasses.fields(cls)})
+    """Reads ``config.json``.
+
+    Raises:
+      ValueError: If it is no JSON object with a positive number for each field.
+    """
+    path = folder / 'config.json'
+    try:
+      stored = json.loads(path.read_text('utf-8', errors='replace'))
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f'{path}: no JSON ({error}).') from error
+    if not isinstance(stored, dict):
+      raise ValueError(f'{path}: expected a JSON object.')
+    values = {}
+    for field in dataclasses.fields(cls):
+      value = stored.get(field.name)
+      kind = (int, float) if field.type in (float, 'float') else int
+      fits = isinstance(value, kind) and not isinstance(value, bool)
+      if not fits or not 0 < value < float('inf'):
+        raise ValueError(
+          f'{path}: expected {field.name} to be a positive number, got '
+          f'{value!r}.'
+        )
+      values[field.name] = value
+    return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True)
