@@ -277,7 +277,8 @@ def _torch_names(module: _pairs.Module, names: NamesLike) -> list[str]:
   if callable(names):
     name = names(module.name)
   else:
-    name = (names or {}).get(module.name, module.name.replace('/', '.'))
+    usual = module.name.replace('/', '.').removeprefix(_peft_files.PREFIX)
+    name = (names or {}).get(module.name, usual)
   if name.count('{}') != len(module.stack):
     raise ValueError(
       f'Expected {len(module.stack)} times {{}} in the PyTorch name of'

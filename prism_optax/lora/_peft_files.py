@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
-_PREFIX = 'base_model.model.'
+PREFIX = 'base_model.model.'
 # `.default` and the like: the name of the adapter, which PEFT leaves out today.
 _FACTOR = re.compile(
   r'(?P<name>.+)\.(?:'
@@ -253,9 +253,9 @@ def _sorted_out(
     if not found:
       if 'lora_' in key:
         raise ValueError(f'{path}: {_shown(key)} is no factor known here.')
-      others[key.removeprefix(_PREFIX)] = x
+      others[key.removeprefix(PREFIX)] = x
       continue
-    name = found['name'].removeprefix(_PREFIX)
+    name = found['name'].removeprefix(PREFIX)
     if len(name) > _LONGEST_NAME or '/' in name:
       raise ValueError(f'{path}: {_shown(name)} is no name of a module.')
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -287,7 +287,7 @@ def write(
   """Both files, each under another name first."""
   tensors = {}
   for x in modules:
-    stem = f'{_PREFIX}{x.name}.lora_'
+    stem = f'{PREFIX}{x.name}.lora_'
     keys = ('embedding_A', 'embedding_B') if x.is_embedding else (
       'A.weight', 'B.weight'
     )  # fmt: skip

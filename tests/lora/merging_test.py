@@ -129,6 +129,30 @@ def test_refusals(weights, kernels, match):
     lora.merge({'q': PAIR}, weights, kernels=kernels)
 
 
+@pytest.mark.parametrize(
+  ('a', 'b', 'weight'),
+  [
+    ('dense/lora_a', 'dense/lora_b', 'dense/kernel'),
+    ('dense/lora/lora_a', 'dense/lora/lora_b', 'dense/kernel'),
+    ('dense/kernel_lora_a', 'dense/kernel_lora_b', 'dense/kernel'),  # qwix
+    ('dense/lora/a', 'dense/lora/b', 'dense/w'),  # gemma
+    ('dense/lora_kernel_a', 'dense/lora_kernel_b', 'dense/kernel'),  # keras
+  ],
+)
+def test_weights_where_libraries_put_them(a, b, weight):
+  def tree(paths):
+    return nnx.traversals.unflatten_mapping(
+      {tuple(path.split('/')): x for path, x in paths.items()}
+    )
+
+  params = tree({a: jnp.ones((3, 1)), b: jnp.ones((1, 2))})
+  weights = tree({weight: KERNEL, 'dense/bias': jnp.ones(2)})
+  (merged,) = (
+    x for x in jax.tree.leaves(lora.merge(params, weights)) if x.ndim == 2
+  )
+  np.testing.assert_array_equal(merged, 2)
+
+
 def test_two_modules_for_one_weight_are_refused():
   params = {'p': PAIR, 'q': PAIR}
   with pytest.raises(ValueError, match=r"one module for each weight.*'p', 'q'"):

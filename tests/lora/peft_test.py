@@ -198,6 +198,13 @@ def test_configuration_of_mixed_ranks_and_scales(tmp_path):
   }  # fmt: skip
 
 
+def test_a_tree_with_the_names_of_peft_is_written_as_it_is(tmp_path):
+  tensors = {k: v for k, v in _tensors().items() if '.q.' in k}
+  lora.save_peft(tmp_path, tensors)
+  written = safetensors.load_file(tmp_path / TENSORS)
+  jax.tree.map(np.testing.assert_array_equal, written, tensors)
+
+
 def test_the_scale_of_the_model_is_made_up_for(tmp_path):
   """The same Z where the JAX model multiplies by something else."""
   params = _filled()
