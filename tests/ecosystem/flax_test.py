@@ -1,0 +1,90 @@
+"""Flax: nnx.LoRA, LoRALinear and stacks of them, and trees of linen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.ecosystem import checks
+
+nnx = pytest.importorskip('flax.nnx', reason='needs flax')
+linen = pytest.importorskip('flax.linen', reason='needs flax')
+
+
+def _nnx_layer(module):
+  graph, factors, rest = nnx.split(module, nnx.LoRAParam, ...)
+
+  def apply(params, x):
+    return nnx.merge(graph, params, rest)(x)
+
+  return checks.Layer(checks.randomised(factors), apply, 6), module
+
+
+class _LinenLoRA(linen.Module):
+  features: int
+  rank: int
+
+  @linen.compact
+  def __call__(self, x):
+    normal = linen.initializers.normal(1.0)
+    a = self.param('lora_a', normal, (x.shape[-1], self.rank))
+    b = self.param('lora_b', normal, (self.rank, self.features))
+    return linen.Dense(self.features)(x) + x @ a @ b
+
+
+def _linen_layer():
+  module = _LinenLoRA(5, 2)
+  variables = module.init(jax.random.key(0), jnp.ones((1, 6)))['params']
+  frozen = {k: v for k, v in variables.items() if not k.startswith('lora')}
+  params = {k: v for k, v in variables.items() if k.startswith('lora')}
+
+  def apply(params, x):
+    return module.apply({'params': {**frozen, **params}}, x)
+
+  return checks.Layer(checks.randomised(params), apply, 6)
+
+
+LAYERS = {
+  'nnx.LoRA': lambda: _nnx_layer(nnx.LoRA(6, 2, 5, rngs=nnx.Rngs(0)))[0],
+  'nnx.LoRALinear': lambda: _nnx_layer(
+    nnx.LoRALinear(6, 5, lora_rank=2, rngs=nnx.Rngs(0))
+  )[0],
+  'linen': _linen_layer,
+}
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_intrinsic_is_the_change_of_the_weight(name):
+  checks.intrinsic_is_the_change_of_the_weight(LAYERS[name]())
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_all_adapters_move(name):
+  checks.all_adapters_move(LAYERS[name]())
+
+
+def test_no_frozen_weight_moves():
+  layer, module = _nnx_layer(
+    nnx.LoRALinear(6, 5, lora_rank=2, rngs=nnx.Rngs(0))
+  )
+  frozen = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.LoRAParam)))
+  before = jax.tree.map(np.array, frozen)
+  nnx.update(module, checks.all_adapters_move(layer))
+  after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.LoRAParam)))
+  jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_stacks_of_modules_are_one_module_each():
+  @nnx.vmap(in_axes=0, out_axes=0)
+  def make(rngs):
+    return nnx.LoRA(6, 2, 5, rngs=rngs)
+
+  stack = make(nnx.Rngs(0).split(3))
+  graph, factors = nnx.split(stack)
+  params = checks.randomised(factors)
+  from prism_optax import lora
+
+  (z,) = lora.intrinsic(params, dense=True).values()
+  x = jnp.eye(6)
+  out = nnx.vmap(lambda m: m(x), in_axes=0)(nnx.merge(graph, params))
+  np.testing.assert_allclose(jnp.swapaxes(z, 1, 2), out, atol=2e-5)
