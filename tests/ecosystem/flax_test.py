@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from prism_optax import lora
 from tests.ecosystem import checks
 
 nnx = pytest.importorskip('flax.nnx', reason='needs flax')
@@ -82,8 +83,6 @@ def test_stacks_of_modules_are_one_module_each():
   stack = make(nnx.Rngs(0).split(3))
   graph, factors = nnx.split(stack)
   params = checks.randomised(factors)
-  from prism_optax import lora
-
   (z,) = lora.intrinsic(params, dense=True).values()
   x = jnp.eye(6)
   out = nnx.vmap(lambda m: m(x), in_axes=0)(nnx.merge(graph, params))

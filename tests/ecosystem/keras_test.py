@@ -2,7 +2,6 @@
 
 import os
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -79,12 +78,10 @@ def test_no_frozen_weight_moves():
 
 def test_names_are_those_that_keras_gives():
   model, _ = _model('Dense')
-  names = [v.path.rpartition('/')[2] for v in model.trainable_variables]
+  paths = [v.path for v in model.trainable_variables]
+  names = [path.rpartition('/')[2] for path in paths]
   assert names == ['bias', 'lora_kernel_a', 'lora_kernel_b']
   params = [jnp.ones(v.shape) for v in model.trainable_variables]
-  layout = lora.pairs_by_name(
-    [v.path for v in model.trainable_variables], params
-  )
-  assert (
-    jax.tree.structure(lora.intrinsic(params, layout=layout)).num_leaves == 2
-  )
+  layout = lora.pairs_by_name(paths, params)
+  (pair,) = lora.intrinsic(params, layout=layout).values()
+  assert (pair.left.shape, pair.right.shape) == ((5, 2), (6, 2))
