@@ -45,10 +45,11 @@ def ema(
   This one is a function of the matrices ``Z_t`` alone.
 
   What is truncated in one step is lost for all that follow, so directions that
-  grow slowly never come in. Inside, the average therefore has
-  ``rank_multiple`` times the rank: with the default it is 10 to 1000 times
-  closer to the best approximation of the dense average, which is what comes
-  out. The state is float32 at least, whatever the parameters are.
+  grow slowly come in late. Inside, the average therefore has ``rank_multiple``
+  times the rank. In simulated random walks what comes out is then 4 to 7 times
+  closer to the best approximation of the dense average, and hundreds of times
+  where Z drifts to other directions (3e-5 in place of 2e-2). The state is
+  float32 at least, whatever the parameters are.
 
   Privacy: post-processing of the iterates.
 

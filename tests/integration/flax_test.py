@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jax_privacy
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from flax.training import train_state
 
@@ -54,6 +55,7 @@ def test_nnx_optimizer_on_the_lora_parameters():
   assert int(optimizer.step[...]) == 3
 
 
+@pytest.mark.slow
 def test_train_state_with_clipped_gradients():
   """`apply_gradients` takes no extra arguments: padding is the clip's."""
   params = cases.trainable(cases.params())

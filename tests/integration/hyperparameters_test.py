@@ -56,6 +56,7 @@ def test_an_injected_schedule_is_the_schedule():
   assert state.hyperparams['noise_multiplier'] == np.float32(cases.MULTIPLIER)
 
 
+@pytest.mark.slow
 def test_a_hyperparameter_changed_between_steps_counts():
   injected = optax.inject_hyperparams(
     prism_optax.prism, static_args=('prng_key',)

@@ -71,6 +71,7 @@ def test_frozen_leaves_stay_under_noise():
   assert np.abs(params['head'] - start['head']).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_two_learning_rates_behind_one_clip_and_one_noise():
   """Adapters and head part behind the noise: still one mechanism."""
   params = cases.trainable(cases.params())

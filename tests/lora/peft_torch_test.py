@@ -2,8 +2,7 @@
 
 Needs torch, peft and transformers, which nothing else here does. To run it::
 
-  pip install torch peft transformers --extra-index-url \
-    https://download.pytorch.org/whl/cpu
+  pip install torch peft transformers
   pytest -m slow tests/lora/peft_torch_test.py
 """
 
