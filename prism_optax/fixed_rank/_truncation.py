@@ -33,8 +33,10 @@ def truncate(factors: Factors, rank: int) -> Factors:
     rank: At most min(m, n, k).
 
   Returns:
-    (..., m, rank) and (..., n, rank), in the type of the arguments. Signs of
-    pairs of columns are arbitrary.
+    (..., m, rank) and (..., n, rank), in the type of the arguments. Columns
+    come in the order of the singular values, largest first, so that the first
+    ones are the best approximation of a lower rank still. Signs of pairs of
+    columns are arbitrary.
 
   Raises:
     ValueError: If the shapes do not match or ``rank`` is out of range.
@@ -109,5 +111,7 @@ def _beyond(basis: jax.Array, core: jax.Array, lost: jax.Array) -> jax.Array:
   size = jnp.linalg.norm(core, axis=(-2, -1))[:, None]
   sizes = jnp.where(sizes > eps * size, sizes, 0)
   fresh = fresh[..., :rank] * sizes[:, None, :rank]
-  # Lost columns are the last ones: in reverse the largest comes to the last.
-  return fresh[..., ::-1] * lost[:, None, :]
+  # Lost columns are the last ones; the largest of the fresh comes first.
+  order = jnp.arange(rank) - jnp.sum(~lost, -1, keepdims=True)
+  fresh = jnp.take_along_axis(fresh, jnp.maximum(order, 0)[:, None, :], -1)
+  return fresh * lost[:, None, :]

@@ -121,8 +121,11 @@ def ema(
       x + weight.astype(x.dtype) * (y - x)
       for x, y in zip(state.others, blocks.others, strict=True)
     )
+    # Columns are in the order of the singular values: the best approximation.
     out = map_pairs(
-      lambda kept, like: fixed_rank.truncate(kept, like.left.shape[-1]),
+      lambda kept, like: Factors(
+        *(x[..., : like.left.shape[-1]] for x in kept)
+      ),
       pairs,
       blocks.pairs,
     )

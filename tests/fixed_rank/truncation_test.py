@@ -84,6 +84,18 @@ def test_directions_lost_on_different_sides_are_not_put_together():
   assert ranks == [1, 2]  # At a tie the right, input, side stays.
 
 
+@pytest.mark.parametrize('alive', [0, 1, 2, 4])
+def test_the_first_columns_are_the_truncation_to_fewer(alive):
+  """Also the columns that one factor keeps: the largest come first."""
+  rng = np.random.default_rng(5)
+  left, right = oracles.random_factors(rng, 8, 6, 4, 20.0)
+  left = left * (np.arange(4) < alive)
+  wide, narrow = _truncated(left, right, 4), _truncated(left, right, 2)
+  for x, y in zip(wide, narrow, strict=True):
+    x = x[:, :2]
+    np.testing.assert_allclose(x @ x.T, y @ y.T, atol=1e-13)
+
+
 def test_nothing_comes_of_nothing():
   left, right = _truncated(np.zeros((4, 2)), np.zeros((3, 2)), 2)
   assert not left.any()
