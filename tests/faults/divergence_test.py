@@ -101,6 +101,7 @@ def test_prism_holds_a_step_that_overflows_in_the_retraction(model):
   assert int(state.held) > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_and_says_so(
   tiny_files, tiny_model, tmp_path, capsys
 ):

@@ -5,8 +5,6 @@ after the first is cheap; sizes, scales and oddities are drawn freely. Examples
 are derandomised: a test that has passed once passes always.
 """
 
-import functools
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -44,16 +42,15 @@ scales = st.sampled_from([1e-30, 1e-8, 1e-3, 1.0, 1e3, 1e8, 1e15])
 ODD = ('none', 'nan', 'inf', '-inf', 'zero', 'huge')
 oddities = st.sampled_from(ODD)
 # Tree, batch size and type of the gradients: few enough to compile them all.
-batches = st.sampled_from(
-  [
-    ('one', 5, jnp.float32),
-    ('rank one', 0, jnp.float32),
-    ('rank one', 1, jnp.bfloat16),
-    ('stacked', 5, jnp.bfloat16),
-    ('two shapes', 5, jnp.float32),
-    ('file', 5, jnp.float32),
-  ]
+BATCHES = (
+  ('one', 5, jnp.float32),
+  ('rank one', 0, jnp.float32),
+  ('rank one', 1, jnp.bfloat16),
+  ('stacked', 5, jnp.bfloat16),
+  ('two shapes', 5, jnp.float32),
+  ('file', 5, jnp.float32),
 )
+batches = st.sampled_from(BATCHES)
 
 
 def draw_tree(name, seed, *, lead=(), scale=1.0, dtype=jnp.float32):
@@ -88,12 +85,6 @@ def spoiled(tree, oddity, seed):
 
 def layout_of(name):
   return TREES[name][1]
-
-
-@functools.cache
-def compiled(function):
-  """One cache of compilations for each function."""
-  return jax.jit(function)
 
 
 def norm(tree):

@@ -86,6 +86,13 @@ def test_exact_calibration_meets_its_target_and_scales(epsilon, delta, size):
 _HIDDEN = (3, 4)  # One shape: compiled once.
 
 
+@jax.jit
+def _clipped(hidden, norm, mask):
+  return inference.privatize_hidden_states(
+    hidden, jax.random.key(0), l2_clip_norm=norm, stddev=0.0, mask=mask
+  )
+
+
 @cases.settings
 @given(
   hnp.arrays(
@@ -97,13 +104,8 @@ _HIDDEN = (3, 4)  # One shape: compiled once.
   hnp.arrays(bool, _HIDDEN[:1]),
 )
 def test_hidden_states_are_clipped_whatever_they_are(hidden, norm, mask):
-  def clipped(hidden, norm, mask):
-    return inference.privatize_hidden_states(
-      hidden, jax.random.key(0), l2_clip_norm=norm, stddev=0.0, mask=mask
-    )
-
   for state in (
-    cases.compiled(clipped)(hidden, jnp.float32(norm), mask),
+    _clipped(hidden, jnp.float32(norm), mask),
     inference.privatize_on_host(
       hidden, l2_clip_norm=float(np.float32(norm)), stddev=0.0, mask=mask
     ),
