@@ -1,0 +1,138 @@
+"""Time of a whole private training step: PRISM beside the alternatives.
+
+    python benchmarks/step_time.py [--rank 8] [--batch 32] [--runs 20]
+
+The MiniLM encoder (weights of all-MiniLM-L6-v2 where its package is installed,
+otherwise random ones in the same shapes) with adapters on all dense layers and
+a linear head, on random tokens. The same clip, micro-batches and data for all
+methods, run in turn; ratios within a round. Non-private AdamW takes one plain
+backward pass of the batch. Results go to
+``benchmarks/results/step_time_<platform>.json``.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+ROOT = pathlib.Path(__file__).parents[1]
+for folder in (str(ROOT), str(ROOT / 'examples')):
+  if folder not in sys.path:
+    sys.path.insert(0, folder)
+
+from finetuning import methods, sampling, training  # noqa: E402
+from finetuning.models import classifier, minilm, weights  # noqa: E402
+
+from benchmarks import timing  # noqa: E402
+
+MINILM = minilm.Config(
+  vocab_size=30522,
+  hidden_size=384,
+  num_hidden_layers=6,
+  num_attention_heads=12,
+  intermediate_size=1536,
+  max_position_embeddings=512,
+  layer_norm_eps=1e-12,
+)
+
+
+def model(rank):
+  """(graph, trainable, frozen, whether the weights are the real ones)."""
+  lora = minilm.LoraConfig(rank=rank)
+  rngs = nnx.Rngs(0)
+  try:
+    encoder, real = minilm.load(weights.find(None), lora, rngs), True
+  except (ImportError, OSError, ValueError):
+    encoder, real = minilm.Encoder(MINILM, lora, rngs=rngs), False
+  network = classifier.Classifier(
+    encoder, MINILM.hidden_size, 2, temperature=1.0, rngs=rngs
+  )
+  return *classifier.split(network), real
+
+
+def private_step(name, graph, params, frozen, batch, size, microbatch):
+  method = methods.make(
+    name,
+    learning_rate=1e-3,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=size,
+    prng_key=jax.random.key(0),
+    params=params,
+  )
+  step = training.make_step(
+    graph, method, expected_batch_size=size, microbatch_size=microbatch
+  )
+  state = training.init_state(params, method)
+  is_padding = jnp.zeros(size, bool)
+  return timing.Step(
+    lambda state, fixed: step(state, *fixed, is_padding)[0],
+    state,
+    (frozen, batch),
+  )
+
+
+def plain_step(graph, params, frozen, batch):
+  adamw = optax.adamw(1e-3)
+  loss = training.make_loss(graph)
+
+  def step(carried, fixed):
+    params, state = carried
+    grads = jax.grad(lambda p: loss(p, *fixed)[0])(params)
+    updates, state = adamw.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return timing.Step(step, (params, adamw.init(params)), (frozen, batch))
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--rank', type=int, nargs='+', default=[8])
+  parser.add_argument('--batch', type=int, default=32)
+  parser.add_argument('--microbatch', type=int, default=32)
+  parser.add_argument('--length', type=int, default=48)
+  parser.add_argument('--runs', type=int, default=20)
+  args = parser.parse_args()
+  rng = np.random.default_rng(0)
+  batch = sampling.Batch(
+    jnp.asarray(rng.integers(1000, 30000, (args.batch, args.length))),
+    jnp.asarray(rng.integers(0, 2, args.batch)),
+  )
+  results = {'environment': timing.environment(), 'ranks': {}}
+  for rank in args.rank:
+    graph, params, frozen, real = model(rank)
+    steps = {'adamw, not private': plain_step(graph, params, frozen, batch)}
+    for name in ('dp-adamw', 'prism', 'dp-muon'):
+      steps[name] = private_step(
+        name, graph, params, frozen, batch, args.batch, args.microbatch
+      )
+    times = timing.in_turn(steps, args.runs, progress=True)
+    print(f'\nrank {rank}, batch {args.batch}, length {args.length}')
+    rows = {}
+    for name, seconds in times.items():
+      memory = steps[name].program.memory_analysis()
+      rows[name] = {
+        **timing.summary(seconds),
+        'to dp-adamw': timing.ratio(times, name, 'dp-adamw'),
+        'to adamw': timing.ratio(times, name, 'adamw, not private'),
+        'temporary megabytes': memory.temp_size_in_bytes / 2**20,
+        'compile seconds': steps[name].compile_seconds,
+      }
+      row = rows[name]
+      print(
+        f'{name:>20}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
+        f' {row["q3"]:.1f})  to dp-adamw {row["to dp-adamw"]:.3f}  to adamw'
+        f' {row["to adamw"]:.3f}  temporary'
+        f' {row["temporary megabytes"]:.0f} MB'
+      )
+    results['ranks'][rank] = {'real weights': real, 'methods': rows}
+  print(f'Written to {timing.save("step_time", results)}')
+
+
+if __name__ == '__main__':
+  main()
