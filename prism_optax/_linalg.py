@@ -100,8 +100,17 @@ def qr(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Thin SVD ``u @ diag(s) @ vt`` of (b, m, n) matrices."""
   return map_matrices(
-    lambda a: tuple(jnp.linalg.svd(a, full_matrices=False)), x
+    lambda a: tuple(jnp.linalg.svd(a, full_matrices=False)), _no_infinity(x)
   )
+
+
+def _no_infinity(x: jax.Array) -> jax.Array:
+  """All NaN in place of matrices with an entry that is not finite.
+
+  LAPACK returns NaN for NaN, and for an infinite entry it never returns.
+  """
+  finite = jnp.all(jnp.isfinite(x), axis=(-2, -1), keepdims=True)
+  return jnp.where(finite, x, jnp.nan)
 
 
 @flat_batch
@@ -229,7 +238,7 @@ def orthogonal_polar(x: jax.Array) -> jax.Array:
 @flat_batch
 def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Eigenvalues, ascending, and eigenvectors of symmetric matrices."""
-  w, v = map_matrices(lambda a: tuple(jnp.linalg.eigh(a)), x)
+  w, v = map_matrices(lambda a: tuple(jnp.linalg.eigh(a)), _no_infinity(x))
   return w, v
 
 

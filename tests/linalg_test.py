@@ -80,6 +80,16 @@ def test_polar_is_a_partial_isometry():
     np.testing.assert_allclose(b, u[:, kept] @ vt[kept], atol=1e-12)
 
 
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_ends_in_nan_and_ends(bad):
+  """LAPACK loops for ever over an infinite entry."""
+  x = np.tile(np.diag([3.0, 2.0, 1.0]), (2, 1, 1))
+  x[0, 1, 2] = bad
+  for out in (*_linalg.svd(jnp.asarray(x)), *_linalg.eigh(jnp.asarray(x))):
+    assert jnp.all(jnp.isnan(out[0]))
+    assert jnp.all(jnp.isfinite(out[1]))
+
+
 def test_inverse_sqrt_floors_and_caps():
   rng = np.random.default_rng(4)
   x = _symmetric(rng, [0.0, 1e-6, 1.0, 100.0])

@@ -158,7 +158,8 @@ def _best(frame, core, r_left, r_right, *, align):
   )
   u, s, vt = _linalg.svd(blocks)
   u, s, v = u[..., :rank], s[..., :rank], vt.mT[..., :rank]
-  lost = s <= rank * jnp.finfo(s.dtype).eps * s[:, :1]
+  # Rounding errors of a 2r x 2r matrix.
+  lost = s <= 2 * rank * jnp.finfo(s.dtype).eps * s[:, :1]
   masks = frame.left_mask, frame.right_mask
   u, v = jax.lax.cond(
     jnp.any(lost), _keep_one_side, lambda *a: a[:2], u, v, lost, *masks
