@@ -1,45 +1,42 @@
-"""Private LoRA with gemma's adapters, as gm.nn.LoRA puts them into a model.
+"""Private LoRA of a gemma transformer with a random tiny configuration.
 
-pip install einops flax && pip install --no-deps gemma
+pip install gemma && python examples/lora_gemma.py
 """
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from gemma import peft
+from gemma import gm, peft
 
 import prism_optax
 from prism_optax import lora
 
-BATCH, RANK = 32, 4
-
-
-class Block(nn.Module):  # Random and tiny; a whole model takes the same lines.
-  @nn.compact
-  def __call__(self, x):
-    x = x + nn.MultiHeadDotProductAttention(2, name='attention')(x, x)
-    return nn.Dense(16, name='down')(nn.gelu(nn.Dense(32, name='up')(x)))
-
-
-def adapted(module):
-  dense = type(module) is nn.Dense
-  return peft.LoRADense(rank=RANK, wrapped=module) if dense else module
-
-
-def loss(params, frozen, x):
-  merged = {'params': peft.merge_params(frozen, params)}
-  with peft.ModuleInterceptor(adapted):
-    return jnp.mean((Block().apply(merged, x[None]) - x) ** 2)
-
-
-x = jax.random.normal(jax.random.key(0), (BATCH, 6, 16))
-with peft.ModuleInterceptor(adapted):
-  variables = Block().init(jax.random.key(1), x)['params']
-frozen, params = peft.split_params(variables)
+BATCH, LENGTH, VOCABULARY = 8, 6, 32
+config = gm.nn.config.TransformerConfig(
+  num_embed=VOCABULARY, embed_dim=8, hidden_dim=12, num_heads=2, head_dim=4,
+  num_kv_heads=1, final_logit_softcap=None, use_post_attn_norm=True,
+  use_post_ffw_norm=True, attention_types=[gm.nn.AttentionType.GLOBAL] * 2,
+)  # fmt: skip
+base = gm.nn.Transformer(config=config)
+# In bfloat16, gemma's default, small updates are lost.
+model = gm.nn.LoRA(rank=2, model=base, dtype=jnp.float32)
+tokens = jax.random.randint(jax.random.key(0), (BATCH, LENGTH), 0, VOCABULARY)
+frozen, params = peft.split_params(
+  model.init(jax.random.key(1), tokens)['params']
+)
 print(lora.describe_pairs(params))
 constants = {'l2_clip_norm': 1.0, 'expected_batch_size': BATCH}
 tx = prism_optax.prism(1e-2, noise_multiplier=0.5, **constants)
-grads = jax.vmap(jax.grad(loss), (None, None, 0))(params, frozen, x)
+
+
+def loss(params, frozen, tokens):
+  variables = {'params': peft.merge_params(frozen, params)}
+  logits = model.apply(variables, tokens[None]).logits[0, :-1]
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits, tokens[1:]
+  ).mean()
+
+
+grads = jax.vmap(jax.grad(loss), (None, None, 0))(params, frozen, tokens)
 updates, state = tx.update(grads, tx.init(params), params)
-variables = peft.merge_params(frozen, optax.apply_updates(params, updates))
+params = optax.apply_updates(params, updates)

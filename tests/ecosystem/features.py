@@ -25,7 +25,7 @@ _ROUND_TRIP = (
 )
 
 
-def _layers(file, frozen=True):
+def _layers(file, frozen='no_frozen_weight_moves'):
   def named(test):
     return f'ecosystem/{file}_test.py::test_{test}'
 
@@ -33,7 +33,7 @@ def _layers(file, frozen=True):
     _CONVENTIONS,
     named('intrinsic_is_the_change_of_the_weight'),
     named('all_adapters_move'),
-    named('no_frozen_weight_moves') if frozen else None,
+    named(frozen),
   )
 
 
@@ -46,7 +46,7 @@ LIBRARIES = {
     _ROUND_TRIP,
   ),
   'flax linen, dicts, MaxText': (
-    *_layers('flax', frozen=False), _INITIALISE,
+    *_layers('flax', 'no_frozen_weight_of_linen_moves'), _INITIALISE,
     'lora/merging_test.py::'
     'test_plain_pairs_and_adapters_in_one_tree_with_the_weights',
     _ROUND_TRIP,
@@ -55,7 +55,10 @@ LIBRARIES = {
     *_layers('qwix'), None, None, None,
   ),
   'gemma (q, kv, attn_vec, gating, linear)': (
-    *_layers('gemma', frozen=False), None, None, None,
+    *_layers('gemma', 'no_frozen_weight_of_a_whole_model_moves'),
+    None,
+    None,
+    None,
   ),
   'keras 3 (Dense, EinsumDense)': (*_layers('keras'), None, None, None),
   'PEFT files': (

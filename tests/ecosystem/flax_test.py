@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import prism_optax
 from prism_optax import lora
 from tests.ecosystem import checks
 
@@ -73,6 +75,37 @@ def test_no_frozen_weight_moves():
   nnx.update(module, checks.all_adapters_move(layer))
   after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.LoRAParam)))
   jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_no_frozen_weight_of_linen_moves():
+  """An optimizer on the whole tree, adapters and frozen weights."""
+  module = _LinenLoRA(5, 2)
+  variables = module.init(jax.random.key(0), jnp.ones((1, 6)))['params']
+  labels = jax.tree_util.tree_map_with_path(
+    lambda path, _: 'trains' if 'lora' in str(path[0]) else 'stays', variables
+  )
+
+  def where_trained(tx):
+    return optax.partition({'trains': tx, 'stays': optax.set_to_zero()}, labels)
+
+  tx = optax.chain(
+    where_trained(optax.identity()),
+    prism_optax.intrinsic_clip(1.0, normalize_by=2.0),
+    prism_optax.tangent_privatizer(0.5),
+    where_trained(optax.chain(optax.scale(-0.1), prism_optax.retract())),
+  )
+  x = jnp.asarray(np.random.default_rng(2).standard_normal((2, 1, 6)))
+  grads = jax.vmap(
+    jax.grad(lambda p, x: jnp.sum(jnp.sin(module.apply({'params': p}, x)))),
+    (None, 0),
+  )(variables, x)
+  updates, _ = tx.update(grads, tx.init(variables), variables)
+  new = optax.apply_updates(variables, updates)
+  for name in ('lora_a', 'lora_b'):
+    assert jnp.all(jnp.any(new[name] != variables[name], axis=-1))
+  jax.tree.map(
+    np.testing.assert_array_equal, new['Dense_0'], variables['Dense_0']
+  )
 
 
 def test_stacks_of_modules_are_one_module_each():

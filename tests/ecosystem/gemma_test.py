@@ -1,8 +1,9 @@
 """gemma: the adapters that gm.nn.LoRA puts into its layers.
 
-The adapters themselves come from gemma.peft. The whole models need kauldron and
-with it TensorFlow, two gigabytes, so the einsums of the transformer stand here
-one by one, with the equations and shapes of the library's modules.
+The adapters come from gemma.peft: the einsums of the transformer stand here one
+by one, with the equations and shapes of the library's modules. Whole models
+need kauldron and with it TensorFlow, two gigabytes; the last test runs where
+they are installed.
 """
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import prism_optax
 from tests.ecosystem import checks
 
 peft = pytest.importorskip('gemma.peft', reason='needs gemma')
@@ -52,3 +54,40 @@ def test_intrinsic_is_the_change_of_the_weight(name):
 @pytest.mark.parametrize('name', EINSUMS)
 def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
+
+
+def test_no_frozen_weight_of_a_whole_model_moves():
+  pytest.importorskip('kauldron', reason='needs kauldron and TensorFlow')
+  from gemma import gm
+
+  config = gm.nn.config.TransformerConfig(
+    num_embed=16, embed_dim=8, hidden_dim=12, num_heads=2, head_dim=4,
+    num_kv_heads=1, final_logit_softcap=None, use_post_attn_norm=True,
+    use_post_ffw_norm=True, attention_types=[gm.nn.AttentionType.GLOBAL] * 2,
+  )  # fmt: skip
+  model = gm.nn.LoRA(
+    rank=RANK, model=gm.nn.Transformer(config=config), dtype=jnp.float32
+  )
+  tokens = jnp.arange(12).reshape(2, 6)
+  variables = model.init(jax.random.key(0), tokens)['params']
+  frozen, params = peft.split_params(variables)
+  before = jax.tree.map(np.array, frozen)
+
+  def loss(params, tokens):
+    merged = {'params': peft.merge_params(frozen, params)}
+    return jnp.mean(jnp.sin(model.apply(merged, tokens[None]).logits))
+
+  grads = jax.vmap(jax.grad(loss), (None, 0))(params, tokens)
+  tx = prism_optax.prism(
+    0.1, l2_clip_norm=1.0, noise_multiplier=0.5, expected_batch_size=2
+  )
+  updates, _ = tx.update(grads, tx.init(params), params)
+  assert len(jax.tree.leaves(updates)) == 2 * 10  # Five einsums, two layers.
+  new = jax.tree.map(jnp.add, params, updates)
+  for old, moved in zip(
+    jax.tree.leaves(params), jax.tree.leaves(new), strict=True
+  ):
+    assert jnp.any(old != moved)
+  merged = peft.merge_params(frozen, new)
+  after, _ = peft.split_params(merged)
+  jax.tree.map(np.testing.assert_array_equal, before, after)

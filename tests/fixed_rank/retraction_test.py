@@ -74,7 +74,8 @@ def test_retraction_returns_the_balanced_gauge(condition, dtype):
     unit = factor / norms[-1]
     assert np.max(np.abs(unit.T @ unit - np.eye(4))) < 50 * EPS[dtype]
   np.testing.assert_allclose(norms[0], norms[1], rtol=50 * EPS[dtype])
-  assert np.all(np.diff(norms[0]) <= 0)
+  # Descending; equal ones are so to rounding only.
+  assert np.all(np.diff(norms[0]) <= 50 * EPS[dtype] * norms[0][0])
 
 
 @pytest.mark.parametrize('condition', [1.0, 1e4, 1e9])

@@ -1,0 +1,205 @@
+"""Laws of the geometry and of adapters, for drawn factors of any size."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+import prism_optax
+from prism_optax import fixed_rank, lora, orthogonalization
+from tests.properties import cases
+
+# Many small programs, called one by one.
+pytestmark = [pytest.mark.usefixtures('x64'), pytest.mark.slow]
+SHAPES = st.sampled_from([(5, 4, 2), (3, 3, 3), (6, 2, 1)])
+SIZES = st.sampled_from([1e-6, 1.0, 1e6])
+
+
+def _pair(kind, seed, shape, size=1.0):
+  m, n, rank = shape
+  rng = np.random.default_rng(seed)
+  return kind(
+    *(jnp.asarray(size * rng.standard_normal((k, rank))) for k in (m, n))
+  )
+
+
+def _close(a, b, size=1.0):
+  """To rounding in float64, relative to what went in."""
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-8 * size)
+
+
+@jax.jit
+def _laws(factors, other, grads, noise):
+  """What must vanish or be true at every pair of points."""
+  here, there = fixed_rank.frame(factors), fixed_rank.frame(other)
+  x = fixed_rank.tangent_from_gradients(here, grads)
+  t = fixed_rank.project(here, noise)
+  steps = fixed_rank.lift(here, t)
+  z = factors.left @ factors.right.T
+  moved = fixed_rank.transport(here, there, t)
+  carried, _ = fixed_rank.carry(fixed_rank.anchor(here, t), there)
+  dense = fixed_rank.embed(here, t)
+  left, right = (q @ q.T for q in (there.left, there.right))
+  new = fixed_rank.retract(here, t)
+  return {
+    'frame': (
+      here.left @ here.left_core, here.right @ here.right_core, *factors,
+    ),
+    'projected': (*fixed_rank.project(here, x), *x),
+    'norm': (fixed_rank.norm(t), jnp.linalg.norm(dense)),
+    'lift': (
+      steps.left @ factors.right.T + factors.left @ steps.right.T,
+      dense,
+    ),
+    'from steps': (*fixed_rank.tangent_from_steps(here, steps), *t),
+    'carry': (*carried, *moved),
+    'transport': (
+      fixed_rank.embed(there, moved),
+      left @ dense + dense @ right - left @ dense @ right,
+    ),
+    'truncate': (
+      new.left @ new.right.T,
+      _best(z + dense, factors.left.shape[-1]),
+    ),
+    'horizontal': (
+      *fixed_rank.tangent_from_steps(
+        here, fixed_rank.horizontal_lift(factors, steps)
+      ),
+      *t,
+    ),
+  }  # fmt: skip
+
+
+def _best(z, rank):
+  u, s, vt = jnp.linalg.svd(z, full_matrices=False)
+  return (u[:, :rank] * s[:rank]) @ vt[:rank]
+
+
+@cases.settings
+@given(SHAPES, cases.seeds, SIZES)
+def test_points_and_tangents(shape, seed, size):
+  """Frames, projection, lifts, transport and retraction, at once."""
+  factors = _pair(fixed_rank.Factors, seed, shape, size**0.5)
+  other = _pair(fixed_rank.Factors, seed + 1, shape, size**0.5)
+  grads = _pair(fixed_rank.Factors, seed + 2, shape)
+  noise = _pair(fixed_rank.Tangent, seed + 3, shape, size)
+  # Gradients of the factors have a core that both show: a dense gradient's.
+  dense = grads.left @ grads.right.T
+  grads = fixed_rank.Factors(dense @ factors.right, dense.T @ factors.left)
+  scale = max(size, 1.0)
+  for name, values in _laws(factors, other, grads, noise).items():
+    half = len(values) // 2
+    condition = max(np.linalg.cond(f) ** 2 for f in factors)
+    try:
+      _close(values[:half], values[half:], scale * min(condition, 1e4))
+    except AssertionError as error:
+      raise AssertionError(name) from error
+
+
+@cases.settings
+@given(SHAPES, cases.seeds, SIZES, st.integers(1, 2))
+def test_truncation_is_the_best_of_its_rank(shape, seed, size, rank):
+  factors = _pair(fixed_rank.Factors, seed, shape, size**0.5)
+  rank = min(rank, shape[-1])
+  cut = fixed_rank.truncate(factors, rank)
+  assert cut.left.shape[-1] == rank
+  best = _best(factors.left @ factors.right.T, rank)
+  _close(cut.left @ cut.right.T, best, size)
+
+
+def _products(params, layout):
+  return lora.intrinsic(params, layout=layout, dense=True)
+
+
+@cases.settings
+@given(cases.trees, cases.seeds, st.sampled_from([1e-3, 1.0, 1e3]))
+def test_adapters_change_rank_and_come_back(name, seed, size):
+  """pad_rank and truncate keep Z; the average of one point is that point."""
+  params, layout = (
+    cases.draw_tree(name, seed, scale=size),
+    cases.layout_of(name),
+  )
+  params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+  z = _products(params, layout)
+  found = {module: pair.left.shape[-1] for module, pair in
+           lora.intrinsic(params, layout=layout).items()}  # fmt: skip
+  cut = lora.truncate(params, dict(found), layout=layout)
+  _close(_products(cut, layout), z, size**2)
+  for module in found:
+    assert module in lora.describe_pairs(params, layout=layout)
+  room = {
+    module: min(rank + 1, *z[module].shape[-2:])
+    for module, rank in found.items()
+  }
+  padded = lora.pad_rank(params, room, 0, layout=layout)
+  _close(_products(padded, layout), z, size**2)
+  average, _ = lora.ema(0.9, layout=layout).update(
+    params, lora.ema(0.9, layout=layout).init(params)
+  )
+  # The weights of an average are kept in float32.
+  _close(_products(average, layout), z, 100 * size**2)
+  start = lora.initialize(params, seed % 2**31, layout=layout)
+  for change in _products(start, layout).values():
+    assert not jnp.any(change)
+
+
+@cases.settings
+@given(cases.seeds, st.sampled_from([0.5, 1.0, 4.0]))
+def test_weights_merge_and_come_apart(seed, scale):
+  layout = lora.Layout(scale=scale)
+  rng = np.random.default_rng(seed)
+  params = {'d': {'lora_a': jnp.asarray(rng.normal(size=(6, 2))),
+                  'lora_b': jnp.asarray(rng.normal(size=(2, 5)))}}  # fmt: skip
+  weights = {'d': {'kernel': jnp.asarray(rng.normal(size=(6, 5)))}}
+  merged = lora.merge(params, weights, layout=layout)
+  change = merged['d']['kernel'] - weights['d']['kernel']
+  _close(change.T, _products(params, layout)['d'])
+  _close(lora.unmerge(params, merged, layout=layout), weights)
+  start, frozen = lora.spectral_residual(params, weights, 0, layout=layout)
+  _close(lora.merge(start, frozen, layout=layout), weights, 10)
+
+
+@functools.cache
+def _chain(name):
+  layout = cases.layout_of(name)
+  return [
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=1.0, layout=layout),
+    prism_optax.orthogonalize_tangents(layout=layout),
+    prism_optax.add_decayed_factors(0.1, layout=layout),
+  ]
+
+
+@cases.settings
+@given(cases.trees, cases.seeds, st.sampled_from([0.0, 1e-6, 1.0, 1e6]))
+def test_post_processing_is_finite_and_stays_tangent(name, seed, size):
+  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
+  grads = cases.draw_tree(name, seed + 1, scale=size)
+  x = prism_optax.tangent_coordinates(params, layout=layout)(grads)
+  silent = prism_optax.tangent_privatizer(0.0, prng_key=0, layout=layout)
+  state = silent.init(params)
+  for tx in _chain(name):
+    out, _ = tx.update(x, tx.init(params), params)
+    again, _ = silent.update(out, state, params)
+    largest = 1 + max(float(jnp.max(jnp.abs(a))) for a in jax.tree.leaves(out))
+    for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(again), strict=True):
+      assert jnp.all(jnp.isfinite(a))
+      np.testing.assert_allclose(a, b, atol=1e-4 * largest)
+
+
+@cases.settings
+@given(
+  cases.seeds, SIZES, st.integers(1, 3), st.sampled_from(['max1', 'frobenius'])
+)
+def test_orthogonalize_is_bounded_and_odd(seed, size, degree, normalize):
+  x = _pair(fixed_rank.Factors, seed, (5, 4, 3), size).left
+  y, minus = (
+    orthogonalization.orthogonalize(z, degree=degree, normalize=normalize)
+    for z in (x, -x)
+  )
+  assert np.linalg.norm(y, 2) <= 1.3
+  _close(y, -minus)
