@@ -93,6 +93,7 @@ def _train_chain(params, noise, steps):
   return params
 
 
+@pytest.mark.slow
 def test_a_trainer_that_adds_correlated_noise_itself_gives_the_same_steps():
   """Its noise meets fixed coordinates, as in correlated_tangent_privatizer."""
   steps = 4

@@ -31,6 +31,7 @@ def test_the_readme_has_the_table():
   assert features.table() in (TESTS.parent / 'README.md').read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', EXAMPLES)
 def test_the_script_runs(name):
   if not importlib.util.find_spec(EXAMPLES[name]):
