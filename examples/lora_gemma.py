@@ -1,7 +1,4 @@
-"""Private LoRA of a gemma transformer with a random tiny configuration.
-
-pip install gemma && python examples/lora_gemma.py
-"""
+"""Private LoRA of a random tiny gemma transformer (pip install gemma)."""
 
 import jax
 import jax.numpy as jnp

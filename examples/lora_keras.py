@@ -1,7 +1,4 @@
-"""Private LoRA of a Keras model on JAX, by `enable_lora`.
-
-pip install keras && KERAS_BACKEND=jax python examples/lora_keras.py
-"""
+"""Private LoRA of a Keras model on JAX by `enable_lora` (pip install keras)."""
 
 import os
 

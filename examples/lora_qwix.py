@@ -1,11 +1,7 @@
-"""Private LoRA of a flax nnx transformer block that qwix adapts.
-
-pip install qwix flax && python examples/lora_qwix.py
-"""
+"""Private LoRA of a flax nnx block that qwix adapts (pip install qwix flax)."""
 
 import jax
 import jax.numpy as jnp
-import optax
 import qwix
 from flax import nnx
 
@@ -18,11 +14,10 @@ RANK, ALPHA, BATCH = 4, 8.0, 32
 class Block(nnx.Module):
   def __init__(self, rngs):
     self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-    self.up = nnx.Linear(16, 32, rngs=rngs)
-    self.down = nnx.Linear(32, 16, rngs=rngs)
+    self.dense = nnx.Linear(16, 16, rngs=rngs)
 
   def __call__(self, x):
-    return self.down(nnx.gelu(self.up(x + self.attention(x))))
+    return self.dense(nnx.gelu(x + self.attention(x)))
 
 
 x = jax.random.normal(jax.random.key(0), (BATCH, 6, 16))
@@ -42,4 +37,4 @@ def loss(params, x):
 
 grads = jax.vmap(jax.grad(loss), (None, 0))(params, x)
 updates, state = tx.update(grads, tx.init(params), params)
-nnx.update(model, optax.apply_updates(params, updates))
+nnx.update(model, jax.tree.map(jnp.add, params, updates))
