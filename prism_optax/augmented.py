@@ -76,6 +76,21 @@ def augmented_optimizer(
   The parameters must change by ``optax.apply_updates`` with the updates
   returned, and by nothing else: the state is one step ahead.
 
+  **Privacy.** That of the trainer's mechanism: what it clips to C moves by C in
+  the Euclidean norm when one record is added or removed, in a space of fixed
+  dimension; all that follows its noise is post-processing. Coordinates are
+  those of PRISM (arXiv:2606.00944, Eq. 13), the turns are ours.
+
+  =======================  ====================================================
+  one factor zero          allowed: the frames change altogether with the first
+                           steps, and correlated noise does not cancel
+  both factors zero        ValueError in ``init``, where values are known
+  zero gradient            the trainer's noise is projected, masked and applied
+  bfloat16 parameters      coordinates, noise and moments in float32
+  parameters set by hand   the next gradients are read at another point: call
+                           ``init`` again
+  =======================  ====================================================
+
   Args:
     optimizer: From noisy tangent coordinates to updates of the factors, for
       instance ``optax.chain(scale_by_rank_preconditioner(noise_stddev=s),
@@ -90,16 +105,17 @@ def augmented_optimizer(
     ValueError: If no pair is found or both factors of a module are zero; in
       ``update`` without ``params``.
 
-  >>> import jax.numpy as jnp
-  >>> import prism_optax
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
-  >>> tx = augmented_optimizer(optax.chain(optax.scale(-1.0),
-  ...                                      prism_optax.retract()))
-  >>> state = tx.init(params)
-  >>> transform = tx.pre_clipping_transform(state)
-  >>> one_example = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
-  >>> transform(one_example)['lora_a'].ravel().tolist()
-  [0.25, 0.25, 0.25]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
+    >>> tx = augmented_optimizer(optax.chain(optax.scale(-1.0),
+    ...                                      prism_optax.retract()))
+    >>> state = tx.init(params)
+    >>> transform = tx.pre_clipping_transform(state)
+    >>> one_example = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> transform(one_example)['lora_a'].ravel().tolist()
+    [0.25, 0.25, 0.25]
   """
 
   def init(params):

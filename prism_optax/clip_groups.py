@@ -53,6 +53,12 @@ def clip_groups(
   Raises:
     ValueError: If a prefix does not fit, axes do not exist, or the leaves
       marked ``None`` have several thresholds.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'bias': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
+    >>> [(g.leaves, g.size, g.l2_clip_norm) for g in clip_groups(0.5, params)]
+    [((0,), 3, 0.5), ((1,), 12, 0.5)]
   """
   shapes = [x.shape for x in jax.tree.leaves(params)]
   norms = _matrix_axes.broadcast('l2_clip_norms', l2_clip_norms, params)
@@ -87,7 +93,22 @@ def clip_groups(
 
 
 def sensitivity(groups: Sequence[ClipGroup]) -> Any:
-  """Norm of the largest contribution to all groups, ``sqrt(sum_W C_W^2)``."""
+  """Norm of the largest contribution to all groups, ``sqrt(sum_W C_W^2)``.
+
+  What adding or removing one example moves the sum of all groups by.
+
+  Args:
+    groups: From :func:`clip_groups`.
+
+  Returns:
+    A number, or a traced scalar where a threshold is.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'v': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
+    >>> sensitivity(clip_groups({'v': 3.0, 'w': 4.0}, params))
+    5.0
+  """
   return sum(g.matrices * g.l2_clip_norm**2 for g in groups) ** 0.5
 
 
@@ -100,12 +121,15 @@ def split_noise_multiplier(
 ) -> list[Any]:
   r"""Noise multipliers of clip groups that together have a given one.
 
-  Of all splits of the budget ``w_W = sigma_W^-2`` with ``sum_W w_W =
-  sigma^-2``, the one of least expected energy ``sum_W d_W sigma_W^2 C_W^2 =
-  sum_W d_W C_W^2 / w_W`` has ``d_W C_W^2 / w_W^2`` equal for all W (Lagrange),
-  that is ``w_W`` proportional to ``C_W sqrt(d_W)``. Its energy is
-  ``sigma^2 (sum_W C_W sqrt(d_W))^2``; that of the equal split
-  ``sigma^2 K sum_W C_W^2 d_W``, never less (Cauchy and Schwarz).
+  K groups of sensitivity C_W on the same batch, with noise ``sigma_W C_W``, are
+  one Gaussian mechanism with ``sigma^-2 = sum_W sigma_W^-2``. The split of
+  least energy is ours: of all splits of the budget ``w_W = sigma_W^-2`` with
+  ``sum_W w_W = sigma^-2``, the one of least expected energy ``sum_W d_W
+  sigma_W^2 C_W^2 = sum_W d_W C_W^2 / w_W`` has ``d_W C_W^2 / w_W^2`` equal for
+  all W (Lagrange), that is ``w_W`` proportional to ``C_W sqrt(d_W)``. Its
+  energy is ``sigma^2 (sum_W C_W sqrt(d_W))^2``; that of the equal split
+  ``sigma^2 K sum_W C_W^2 d_W``, never less (Cauchy and Schwarz). A group
+  without entries has no noise; it counts as one entry.
 
   Args:
     noise_multiplier: sigma, of all groups together.
@@ -119,8 +143,9 @@ def split_noise_multiplier(
   Raises:
     ValueError: If ``noise_split`` is none of these, or there is no group.
 
-  >>> split_noise_multiplier(1.0, [1.0, 1.0, 1.0, 1.0], [6, 6, 6, 6])
-  [2.0, 2.0, 2.0, 2.0]
+  Example:
+    >>> split_noise_multiplier(1.0, [1.0, 1.0, 1.0, 1.0], [6, 6, 6, 6])
+    [2.0, 2.0, 2.0, 2.0]
   """
   _validate.one_of('noise_split', noise_split, NOISE_SPLITS)
   if len(l2_clip_norms) != len(sizes) or not sizes:
@@ -145,6 +170,24 @@ def noise_units(
 
   Divided by these, leaves clipped to C_W have the joint sensitivity one, and
   noise of one standard deviation for all of them is the split asked for.
+
+  Args:
+    groups: From :func:`clip_groups`.
+    num_leaves: Number of leaves of the tree.
+    noise_split: As in :func:`split_noise_multiplier`.
+
+  Returns:
+    One number for each leaf.
+
+  Raises:
+    ValueError: If ``noise_split`` is none of those, or there is no group.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'v': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
+    >>> groups = clip_groups({'v': 1.0, 'w': 2.0}, params)
+    >>> noise_units(groups, 2)  # sqrt(2) C_W
+    [1.4142135623730951, 2.8284271247461903]
   """
   matrices = [g for g in groups for _ in range(g.matrices)]
   ratios = split_noise_multiplier(

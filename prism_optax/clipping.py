@@ -29,23 +29,37 @@ def tangent_coordinates(
   same step: coordinates and the transforms that read them must agree on the
   point.
 
+  Nothing is clipped here and nothing is private yet. Clipped to C and added up,
+  the coordinates have the sensitivity C for add-or-remove-one neighbours.
+
+  ========================  ===================================================
+  one factor zero           what its gradients do not show is zero (``C^-1`` is
+                            the pseudo-inverse)
+  factor of lower rank      likewise, in the directions that it has lost
+  both factors zero         zeros; the ``init`` of a chain refuses them
+  NaN or Inf in a gradient  passes: the clip behind decides (for
+                            ``clipped_grad`` the example counts as zero)
+  ========================  ===================================================
+
   Args:
     params: Tree of trainable arrays with LoRA pairs.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
     A function from a tree like ``params`` (gradients of one example) to a tree
-    of the same shapes, float32 at least.
+    of the same shapes, float32 at least, in the unit of the gradient in Z.
 
   Raises:
-    ValueError: If pairs cannot be found, or the gradients do not fit.
+    ValueError: If pairs cannot be found, a rank is above min(m, n), or the
+      gradients do not fit.
 
-  >>> import jax.numpy as jnp
-  >>> a, b = jnp.array([[2.0], [0.0]]), jnp.array([[4.0]])
-  >>> params = {'lora_a': a, 'lora_b': b}
-  >>> grads = {'lora_a': jnp.array([[4.0], [8.0]]), 'lora_b': b}
-  >>> tangent_coordinates(params)(grads)['lora_a'].ravel().tolist()
-  [1.0, 2.0]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> a, b = jnp.array([[2.0], [0.0]]), jnp.array([[4.0]])
+    >>> params = {'lora_a': a, 'lora_b': b}
+    >>> grads = {'lora_a': jnp.array([[4.0], [8.0]]), 'lora_b': b}
+    >>> tangent_coordinates(params)(grads)['lora_a'].ravel().tolist()
+    [1.0, 2.0]
   """
   adapters = lora.Adapters(params, layout)
   frames = adapters.frames(params)
@@ -64,7 +78,10 @@ def intrinsic_clip(
 
   ``sum_i min(1, C / s_i) X_i / normalize_by`` with tangent coordinates ``X_i``
   (see :func:`tangent_coordinates`) and one norm ``s_i`` for each example over
-  all modules and all other leaves (PRISM, arXiv:2606.00944, Eq. 16).
+  all modules and all other leaves (PRISM, arXiv:2606.00944, Eq. 16). What comes
+  out moves by at most ``C / normalize_by`` in the Euclidean norm of all its
+  entries when one example is added or removed; the noise is up to
+  :func:`tangent_privatizer`.
 
   All per-example gradients are held at once. For real models use
   ``jax_privacy.clipped_grad`` with micro-batches and
@@ -74,16 +91,18 @@ def intrinsic_clip(
   so is the noise that follows. Its ``should_skip_update_fn`` would decide by
   what is not yet private.
 
-  ====================================  =======================================
-  example with a NaN or Inf, or whose   counts as zero
-  squared norm overflows
-  padding example                       counts as zero
-  batch of padding only, or of size 0   zeros
-  bfloat16 gradients                    norm, clip and sum in float32
-  ====================================  =======================================
+  ===================================  ========================================
+  NaN or Inf in an example             it counts as zero
+  squared norm that overflows          the example counts as zero
+  padding example                      counts as zero
+  batch of padding only, or of size 0  zeros
+  bfloat16 gradients                   norm, clip and sum in float32
+  norm below ``C (1 - 1e-6)``          the example stays as it is; longer ones
+                                       are cut to this: room for rounding
+  ===================================  ========================================
 
   Args:
-    l2_clip_norm: C, the largest norm of an example's contribution.
+    l2_clip_norm: C, the largest norm of an example's contribution to the sum.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
     layout: See :func:`prism_optax.lora.describe_pairs`.
@@ -91,8 +110,9 @@ def intrinsic_clip(
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
     is_padding_example=None)`` takes leaves (B, \\*shape) and returns leaves
-    (\\*shape) in tangent coordinates. ``.sensitivity(neighboring_relation)`` is
-    C / normalize_by, twice that for REPLACE_ONE.
+    (\\*shape) in tangent coordinates, float32 at least.
+    ``.sensitivity(neighboring_relation)`` is C / normalize_by, twice that for
+    REPLACE_ONE.
 
   Raises:
     ValueError: If C or ``normalize_by`` is not a positive finite number (a
@@ -101,15 +121,16 @@ def intrinsic_clip(
       ``params`` is missing or the gradients do not have one leading batch axis,
       as inside of ``optax.MultiSteps``.
 
-  >>> import jax.numpy as jnp
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-  >>> clip = intrinsic_clip(1.0, normalize_by=10.0)
-  >>> clip.sensitivity()
-  0.1
-  >>> grads = {'lora_a': jnp.ones((4, 3, 1)), 'lora_b': jnp.ones((4, 1, 2))}
-  >>> clipped, _ = clip.update(grads, clip.init(params), params)
-  >>> clipped['lora_b'].shape
-  (1, 2)
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> clip = intrinsic_clip(1.0, normalize_by=10.0)
+    >>> clip.sensitivity()
+    0.1
+    >>> grads = {'lora_a': jnp.ones((4, 3, 1)), 'lora_b': jnp.ones((4, 1, 2))}
+    >>> clipped, _ = clip.update(grads, clip.init(params), params)
+    >>> clipped['lora_b'].shape
+    (1, 2)
   """
   part = intrinsic_clip_part(l2_clip_norm, normalize_by)
   init, update = lora.chain_parts(part, layout=layout)

@@ -153,6 +153,16 @@ def correlated_tangent_privatizer(
   of full rank is required: warm up with :func:`tangent_privatizer` and compose
   the two events.
 
+  =============================  ==============================================
+  factor zero or of lower rank   ValueError in ``init``, where values are known
+  later loss of rank             masked behind the noise; the stream goes on
+  beyond ``horizon``             ValueError, or under ``jit`` zeros: no release
+  zeros come in (empty batch)    noise all the same
+  NaN or Inf comes in            NaN or Inf goes out: a clip belongs before it
+  parameters that never move     the turns are identities: the noise cancels as
+                                 in flat space
+  =============================  ==============================================
+
   Args:
     make_privatizer: From a typed key to a privatizer in the manner of optax
       (jax-privacy's), for trees in the shapes of the parameters. Called while
@@ -178,27 +188,28 @@ def correlated_tangent_privatizer(
       with ``prng_key=None``, or a factor is zero or rank-deficient (where
       values are known).
 
-  >>> import jax.numpy as jnp
-  >>> def differences(key):  # z_t - z_{t-1}: the sum of all noise is one z.
-  ...   def init(tree):
-  ...     return key, optax.tree.zeros_like(tree)
-  ...   def update(tree, state, params=None):
-  ...     next_key, key = jax.random.split(state[0])
-  ...     z = optax.tree.random_like(key, tree, jax.random.normal)
-  ...     out = jax.tree.map(lambda x, new, old: x + new - old, tree, z,
-  ...                        state[1])
-  ...     return out, (next_key, z)
-  ...   return optax.GradientTransformation(init, update)
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-  >>> tx = correlated_tangent_privatizer(differences, horizon=5, prng_key=0)
-  >>> state, zeros = tx.init(params), optax.tree.zeros_like(params)
-  >>> total = zeros
-  >>> for _ in range(5):  # The parameters stay: the noises cancel.
-  ...   noise, state = tx.update(zeros, state, params)
-  ...   total = optax.tree.add(total, noise)
-  >>> last = state.inner.inner[1]
-  >>> bool(jnp.allclose(total['lora_a'], last['lora_a'], atol=1e-6))
-  True
+  Example:
+    >>> import jax.numpy as jnp
+    >>> def differences(key):  # z_t - z_{t-1}: the sum of all noise is one z.
+    ...   def init(tree):
+    ...     return key, optax.tree.zeros_like(tree)
+    ...   def update(tree, state, params=None):
+    ...     next_key, key = jax.random.split(state[0])
+    ...     z = optax.tree.random_like(key, tree, jax.random.normal)
+    ...     out = jax.tree.map(lambda x, new, old: x + new - old, tree, z,
+    ...                        state[1])
+    ...     return out, (next_key, z)
+    ...   return optax.GradientTransformation(init, update)
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> tx = correlated_tangent_privatizer(differences, horizon=5, prng_key=0)
+    >>> state, zeros = tx.init(params), optax.tree.zeros_like(params)
+    >>> total = zeros
+    >>> for _ in range(5):  # The parameters stay: the noises cancel.
+    ...   noise, state = tx.update(zeros, state, params)
+    ...   total = optax.tree.add(total, noise)
+    >>> last = state.inner.inner[1]
+    >>> bool(jnp.allclose(total['lora_a'], last['lora_a'], atol=1e-6))
+    True
   """
   part = correlated_tangent_privatizer_part(make_privatizer, horizon, prng_key)
   return lora.chain_parts(part, layout=layout)
@@ -257,24 +268,26 @@ def correlated_noise_stddev(
   """Standard deviation per coordinate of correlated noise, step by step.
 
   ``s_t = stddev ||B_t||`` with row t of the noising matrix B, the inverse of
-  the strategy matrix: what ``noise_stddev`` of
-  :func:`scale_by_rank_preconditioner` takes.
+  the strategy matrix (Choquette-Choo et al. 2023, arXiv:2306.08153): what
+  ``noise_stddev`` of :func:`scale_by_rank_preconditioner` takes. It depends on
+  public constants only.
 
   Args:
     noising_matrix: B, (n, n) with n >= steps, or an object with a method
       ``row_norms_squared(steps)``, as jax-privacy's streaming matrices.
-    stddev: That of the privatizer.
+    stddev: That of the privatizer, per coordinate; 0.0 gives zeros.
     steps: Length of the result.
 
   Returns:
-    (steps,)
+    Shape (steps,), per coordinate, in the unit of ``stddev``.
 
   Raises:
     ValueError: If ``stddev`` is negative, ``steps`` no integer >= 1, or a dense
       matrix has fewer rows.
 
-  >>> correlated_noise_stddev([[1.0, 0.0], [-1.0, 1.0]], 2.0, 2).round(3)
-  array([2.   , 2.828])
+  Example:
+    >>> correlated_noise_stddev([[1.0, 0.0], [-1.0, 1.0]], 2.0, 2).round(3)
+    array([2.   , 2.828])
   """
   _validate.non_negative('stddev', stddev)
   _validate.integer('steps', steps, 1)

@@ -19,7 +19,10 @@ from prism_optax._linalg import eigh, gram
 
 
 class FactorNoiseEnergy(NamedTuple):
-  """Expected ``||Z(noisy factors) - Z||_F^2`` (PRISM, Prop. 2.2).
+  """Expected square of what noise on the factors does to Z.
+
+  ``E ||Z(noisy factors) - Z||_F^2`` in two parts (PRISM, arXiv:2606.00944,
+  Prop. 2.2).
 
   Attributes:
     first_order: ``s^2 (m ||right||^2 + n ||left||^2)`` (Eq. 8).
@@ -36,20 +39,23 @@ def factor_noise_energy(
 ) -> FactorNoiseEnergy:
   """What i.i.d. noise on the factors does to Z: it depends on the gauge.
 
-  Along the gauges ``(c left, right / c)`` the first-order part is smallest at
+  First order ``s^2 (m ||right||^2 + n ||left||^2)``, second order ``s^4 m n r``
+  (PRISM, arXiv:2606.00944, Prop. 2.2, Eq. 8 and 9). Along the gauges
+  ``(c left, right / c)`` the first-order part is smallest at
   ``c^4 = m ||right||^2 / (n ||left||^2)`` and has no upper bound (Cor. 2.3).
 
   Args:
     left: (..., m, r).
     right: (..., n, r).
-    stddev: Per entry of either factor.
+    stddev: s, per entry of either factor.
 
   Returns:
-    Both parts, shape (...).
+    Both parts, in total over the entries of Z: the first of shape (...).
 
-  >>> energy = factor_noise_energy(jnp.eye(3, 1), jnp.eye(2, 1), 0.1)
-  >>> round(float(energy.first_order), 3), round(energy.second_order, 6)
-  (0.05, 0.0006)
+  Example:
+    >>> energy = factor_noise_energy(jnp.eye(3, 1), jnp.eye(2, 1), 0.1)
+    >>> round(float(energy.first_order), 3), round(energy.second_order, 6)
+    (0.05, 0.0006)
   """
   m, rank = left.shape[-2:]
   n = right.shape[-2]
@@ -59,16 +65,32 @@ def factor_noise_energy(
 
 
 def tangent_noise_energy(m: int, n: int, rank: int, stddev: Any) -> Any:
-  """``E ||P(Xi)||_F^2 s^2 = s^2 r (m + n - r)`` (PRISM, Thm. 3.1, Eq. 21).
+  """Expected square of isotropic tangent noise, in any gauge the same.
 
-  >>> tangent_noise_energy(3, 2, 1, 0.5)
-  1.0
+  ``s^2 E ||P(Xi)||_F^2 = s^2 r (m + n - r)`` (PRISM, arXiv:2606.00944,
+  Theorem 3.1, Eq. 21), the square being chi-square distributed (Lemma A.23).
+
+  Args:
+    m: Output dimension.
+    n: Input dimension.
+    rank: r, of one module.
+    stddev: s, per coordinate.
+
+  Returns:
+    In total over the entries of one module's Z.
+
+  Example:
+    >>> tangent_noise_energy(3, 2, 1, 0.5)
+    1.0
   """
   return stddev**2 * rank * (m + n - rank)
 
 
 def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
-  """``||Z' - Z||_F`` of each module, without any m x n matrix.
+  """The norm of the change of Z for each module.
+
+  ``||Z' - Z||_F``, without any m x n matrix, from ``L' R'^T - L R^T = [L' - L,
+  L] [R', R' - R]^T`` (ours): nothing large cancels.
 
   Args:
     params: Tree of trainable arrays.
@@ -76,11 +98,15 @@ def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    A dict from module names to norms, shape (*stack).
+    A dict from module names to norms: floats, or arrays ``(*stack,)``.
 
-  >>> old = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
-  >>> change_norms(old, {**old, 'lora_b': jnp.array([[3.0, 4.0]])})
-  {'lora_a': 5.0}
+  Raises:
+    ValueError: If pairs cannot be found, or the trees do not fit each other.
+
+  Example:
+    >>> old = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+    >>> change_norms(old, {**old, 'lora_b': jnp.array([[3.0, 4.0]])})
+    {'lora_a': 5.0}
   """
   adapters = lora.Adapters(params, layout)
   norms = []
@@ -122,18 +148,32 @@ def nonprivate_clip_statistics(
   space: str = 'tangent',
   layout: Any = None,
 ) -> ClipStatistics:
-  """Norms, clip fraction and mean coefficient (PRISM, issue I, Eq. 4 and 16).
+  """How a clip acts on a batch: norms, clip fraction, mean coefficient.
+
+  The norm of PRISM's Eq. 16 (arXiv:2606.00944) or, for its issue I, that of
+  Eq. 4. Not private: for public data, or for nobody's eyes.
 
   Args:
-    per_example_grads: Leaves (B, *shape), gradients of the factors.
+    per_example_grads: Leaves ``(B, *shape)``, gradients of the factors.
     params: Tree of trainable arrays.
-    l2_clip_norm: C.
+    l2_clip_norm: C, in the unit of one example's gradient.
     space: ``'tangent'`` for the intrinsic norm, the same in every gauge;
       ``'factor'`` for the norm that DP-SGD on the factors takes.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
+  Returns:
+    The statistics. Examples with a NaN or Inf have norms that are not finite.
+
   Raises:
     ValueError: For another space, or a clip norm that is not positive.
+
+  Example:
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
+    >>> grads = {'lora_a': jnp.zeros((2, 3, 1)),
+    ...          'lora_b': jnp.array([[[0.0, 5.0]], [[0.0, 0.5]]])}
+    >>> found = nonprivate_clip_statistics(grads, params, 2.0)
+    >>> found.norms.tolist(), found.clipped_fraction.item()
+    ([5.0, 0.5], 0.5)
   """
   _validate.one_of('space', space, ('tangent', 'factor'))
   _validate.positive('l2_clip_norm', l2_clip_norm)
@@ -156,15 +196,27 @@ def nonprivate_signal_to_noise(
 ) -> jax.Array:
   """Norm of a clipped mean over the root mean square norm of its noise.
 
+  ``||X|| / (s sqrt(d))``, d the dimension of the tangent space and of the other
+  leaves: ``sum r (m + n - r)`` by PRISM's Theorem 3.1 (arXiv:2606.00944), full
+  rank assumed. Not private: it reads the mean before the noise.
+
   Args:
     coordinates: The clipped mean before noise, tangent coordinates.
     params: Tree of trainable arrays.
-    stddev: s, per coordinate.
+    stddev: s, per coordinate, in the unit of ``coordinates``.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    ``||X|| / (s sqrt(d))``, d the dimension of the tangent space and of the
-    other leaves.
+    The ratio, shape (); ``inf`` or NaN for s = 0.
+
+  Raises:
+    ValueError: If pairs cannot be found, or the trees do not fit each other.
+
+  Example:
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> mean = {'lora_a': jnp.zeros((3, 1)), 'lora_b': jnp.full((1, 2), 2.0)}
+    >>> round(nonprivate_signal_to_noise(mean, params, 0.5).item(), 4)
+    2.8284
   """
   adapters = lora.Adapters(params, layout)
   blocks = adapters.coordinates(coordinates, 'coordinates')
@@ -196,14 +248,30 @@ def preconditioner_spectra(
 ) -> tuple[tuple[Spectra, Spectra], ...]:
   """Spectra and floors of a rank preconditioner, for each stack: left, right.
 
+  What PRISM's issue III (arXiv:2606.00944, Eq. 10, 26 and 27) is about. It
+  reads an optimizer's state: post-processing of what is private already.
+
   Args:
     state: ``RankPreconditionerState`` in orthonormal coordinates, after at
       least one update.
     b2: As given to the preconditioner.
     floor_factor: Likewise.
 
+  Returns:
+    For each stack of same-shape modules the spectra of V_L and of V_R.
+
   Raises:
     ValueError: If the state holds no moments in orthonormal coordinates.
+
+  Example:
+    >>> from prism_optax import scale_by_rank_preconditioner
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> tx = scale_by_rank_preconditioner(noise_stddev=0.5)
+    >>> grads = jax.tree.map(jnp.zeros_like, params)
+    >>> _, state = tx.update(grads, tx.init(params), params)
+    >>> left, right = preconditioner_spectra(state)[0]
+    >>> left.noise.item(), left.gain.item()  # s^2, 1 / s
+    (0.25, 2.0)
   """
   pairs = getattr(state, 'pairs', None)
   if not pairs or not all(hasattr(x, 'noise') for x in pairs):
@@ -234,10 +302,10 @@ def depends_on_other_examples(
   Clipping bounds what one record does to its own gradient only: with batch
   normalisation, in-batch negatives or a loss normalised over the batch the
   sensitivity is not what the clip says, and no epsilon holds. Try it on made-up
-  data before training.
+  data before training. (Ours; a False is no proof.)
 
   Args:
-    per_example_grads: ``f(params, batch)`` to a tree of leaves (B, ...).
+    per_example_grads: ``f(params, batch)``, a tree of leaves (B, ...).
     params: Passed on.
     batch: Tree of arrays (B, ...), B at least 2, not all examples equal.
     tolerance: Relative change that counts as rounding.
@@ -248,14 +316,15 @@ def depends_on_other_examples(
   Raises:
     ValueError: If the batch has fewer than two examples.
 
-  >>> loss = lambda p, x: jnp.mean((p * x) ** 2)
-  >>> alone = lambda p, xs: jax.vmap(jax.grad(loss), (None, 0))(p, xs)
-  >>> centred = lambda p, xs: alone(p, xs - xs.mean(0))
-  >>> batch = jnp.arange(6.0).reshape(3, 2)
-  >>> depends_on_other_examples(alone, jnp.ones(2), batch)
-  False
-  >>> depends_on_other_examples(centred, jnp.ones(2), batch)
-  True
+  Example:
+    >>> loss = lambda p, x: jnp.mean((p * x) ** 2)
+    >>> alone = lambda p, xs: jax.vmap(jax.grad(loss), (None, 0))(p, xs)
+    >>> centred = lambda p, xs: alone(p, xs - xs.mean(0))
+    >>> batch = jnp.arange(6.0).reshape(3, 2)
+    >>> depends_on_other_examples(alone, jnp.ones(2), batch)
+    False
+    >>> depends_on_other_examples(centred, jnp.ones(2), batch)
+    True
   """
   size = jax.tree.leaves(batch)[0].shape[0]
   if size < 2:

@@ -54,11 +54,21 @@ def tangent_privatizer(
   same batch. So noise belongs outside of any mask, where the clip has to be.
 
   With ``stddev = noise_multiplier * clip.sensitivity()`` one update is a
-  Gaussian mechanism of that noise multiplier for add-or-remove-one neighbours.
+  Gaussian mechanism of that noise multiplier for add-or-remove-one neighbours
+  (Theorem 3.4 there, Lemma A.27 for a subspace).
+
+  ============================  ===============================================
+  zeros come in (empty batch)   noise all the same
+  NaN or Inf comes in           NaN or Inf goes out: a clip belongs before it
+  factor zero or of lower rank  noise is drawn for all entries; what cannot be
+                                observed is masked afterwards
+  beyond ``horizon``            ValueError, or under ``jit`` zeros: no release
+  ``stddev=0.0``                no noise and no privacy, for tests
+  ============================  ===============================================
 
   Args:
-    stddev: Noise per coordinate, in the unit of what comes in (so
-      ``noise_multiplier * l2_clip_norm / expected_batch_size`` behind a mean).
+    stddev: Noise per coordinate, not in total, in the unit of what comes in
+      (``noise_multiplier * l2_clip_norm / expected_batch_size`` behind a mean).
       Zero is allowed and private for nobody. May be traced.
     prng_key: None for a seed from the operating system, taken in ``init``
       (outside of ``jit``); an int or a typed key for noise that can be
@@ -87,13 +97,14 @@ def tangent_privatizer(
       if ``stddev`` is negative or not finite; for keys that are no typed keys;
       if ``init`` is traced with ``prng_key=None``.
 
-  >>> import jax.numpy as jnp
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-  >>> tx = tangent_privatizer(2.0)
-  >>> noise, state = tx.update(optax.tree.zeros_like(params), tx.init(params),
-  ...                          params)
-  >>> float(noise['lora_b'][0, 0])  # The frame's own direction: in lora_a only.
-  0.0
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> tx = tangent_privatizer(2.0)
+    >>> noise, state = tx.update(optax.tree.zeros_like(params), tx.init(params),
+    ...                          params)
+    >>> float(noise['lora_b'][0, 0])  # The frame's direction: in lora_a only.
+    0.0
   """
   part = tangent_privatizer_part(stddev, prng_key, privatizer, horizon)
   return lora.chain_parts(part, layout=layout)

@@ -62,9 +62,24 @@ def orthogonalize_tangents(
   :mod:`prism_optax.tangent_orthogonalization`. It is the same in every gauge.
   Leaves that are no factors get Adam.
 
+  ``P_Z(F(m))`` with F the Newton-Schulz iteration of DP-Muon
+  (arXiv:2605.12994) and ``P_Z`` the projection of PRISM (arXiv:2606.00944,
+  Eq. 13); putting the two together is ours.
+
   It stands where :func:`scale_by_rank_preconditioner` does: behind
   ``tangent_privatizer``, before the learning rate and :func:`retract`. It
   only reads what is already private: post-processing.
+
+  =============================  ==============================================
+  zero momentum                  zero direction
+  momentum of norm below one     keeps its size with ``'max1'``: learning rates
+                                 then mean what the gradient's unit says
+  factor zero or of lower rank   what cannot be observed stays zero
+  ``momentum=0.0``               the noisy gradient alone is orthogonalized
+  NaN or Inf comes in            the momentum keeps it: clip at the start of the
+                                 chain
+  bfloat16 parameters            momentum and direction in float32
+  =============================  ==============================================
 
   Args:
     momentum: beta of the heavy ball, in [0, 1).
@@ -86,19 +101,22 @@ def orthogonalize_tangents(
 
   Returns:
     A transformation on trees in the shapes of the parameters; ``update`` needs
-    ``params``.
+    ``params``. Without ``coordinate_rms`` the direction of a module has a
+    spectral norm of at most 2, unless ``normalize='none'``.
 
   Raises:
-    ValueError: For arguments out of range, and without ``params``.
+    ValueError: For arguments out of range; in ``init`` if both factors of a
+      module are zero; in ``update`` without ``params``.
 
-  >>> import jax.numpy as jnp
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-  >>> tx = orthogonalize_tangents(steps=8)
-  >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
-  ...          'lora_b': jnp.array([[0.0, 2.0]])}
-  >>> updates, _ = tx.update(grads, tx.init(params), params)
-  >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
-  [1.0, 1.0]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> tx = orthogonalize_tangents(steps=8)
+    >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
+    ...          'lora_b': jnp.array([[0.0, 2.0]])}
+    >>> updates, _ = tx.update(grads, tx.init(params), params)
+    >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
+    [1.0, 1.0]
   """
   part = orthogonalize_tangents_part(
     momentum,

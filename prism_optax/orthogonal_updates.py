@@ -33,10 +33,15 @@ class BiasCorrection(NamedTuple):
 
 
 class OrthogonalizeState(NamedTuple):
-  """State for :func:`orthogonalize` with a bias correction."""
+  """State of :func:`orthogonalize` with a bias correction.
 
-  count: jax.Array  # type: ignore[assignment]  # shape=(), int32, steps taken.
-  prng_key: jax.Array  # shape=(), typed key; split once per update.
+  Attributes:
+    count: Updates so far, shape (), int32.
+    prng_key: Typed key of the probes, shape (); split once per update.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
+  prng_key: jax.Array
 
 
 def noise_variance(noise_stddev: Any, momentum: Any, count: Any) -> Any:
@@ -70,8 +75,19 @@ def orthogonalize(
   """Orthogonalizes the matrices of the updates by Newton-Schulz steps.
 
   After ``optax.trace(beta)``, the heavy ball, and before the learning rate it
-  makes Muon with the iteration of DP-Muon (arXiv 2605.12994). Behind a
+  makes Muon with the iteration of DP-Muon (arXiv:2605.12994). Behind a
   mechanism it is post-processing and costs no privacy.
+
+  A matrix of singular values s becomes one of the same singular vectors and of
+  singular values near 1, see :mod:`prism_optax.orthogonalization`.
+
+  ==========================  =================================================
+  zero matrix                 stays zero
+  matrix of norm below one    keeps its size with ``'max1'``
+  NaN or Inf in a matrix      this matrix is not finite, others are as they were
+  ``noise_stddev=0.0``        of a bias correction: nothing is subtracted
+  bfloat16 updates            computed in float32, returned in bfloat16
+  ==========================  =================================================
 
   Args:
     degree: Degree kappa of the polynomial, static.
@@ -98,12 +114,13 @@ def orthogonalize(
     ValueError: For an option that is not one of these; in ``update`` if a leaf
       is no matrix by the rules above.
 
-  >>> import jax.numpy as jnp
-  >>> tx = orthogonalize(steps=8)
-  >>> updates = {'w': jnp.array([[5.0, 0.0, 0.0], [0.0, 0.0, -4.0]])}
-  >>> print(tx.update(updates, tx.init(updates))[0]['w'].round(4))
-  [[ 1.  0.  0.]
-   [ 0.  0. -1.]]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> tx = orthogonalize(steps=8)
+    >>> updates = {'w': jnp.array([[5.0, 0.0, 0.0], [0.0, 0.0, -4.0]])}
+    >>> print(tx.update(updates, tx.init(updates))[0]['w'].round(4))
+    [[ 1.  0.  0.]
+     [ 0.  0. -1.]]
   """
   orthogonalization.check_options(degree, steps, normalize)
   if bias_correction is not None:

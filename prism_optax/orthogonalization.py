@@ -1,6 +1,6 @@
 r"""Newton-Schulz orthogonalization of matrices, and its bias under noise.
 
-The iteration is the one of DP-Muon (arXiv 2605.12994). A matrix ``M`` with no
+The iteration is the one of DP-Muon (arXiv:2605.12994). A matrix ``M`` with no
 more rows than columns goes through
 
 .. math::
@@ -35,8 +35,8 @@ NORMALIZATIONS = ('max1', 'frobenius', 'none')
 def coefficients(degree: int) -> tuple[float, ...]:
   """Coefficients of ``(1 - x)^j``, j = 0..degree, of the polynomial p.
 
-  They are binomials over powers of two, so the floats are exact as long as
-  the binomial has at most 53 bits.
+  ``c_j = C(2j, j) / 4^j`` (DP-Muon, arXiv:2605.12994): binomials over powers of
+  two, so the floats are exact as long as the binomial has at most 53 bits.
 
   Args:
     degree: At least 1.
@@ -47,8 +47,9 @@ def coefficients(degree: int) -> tuple[float, ...]:
   Raises:
     ValueError: If ``degree`` is not an integer of at least 1.
 
-  >>> coefficients(3)
-  (1.0, 0.5, 0.375, 0.3125)
+  Example:
+    >>> coefficients(3)
+    (1.0, 0.5, 0.375, 0.3125)
   """
   _validate.integer('degree', degree, 1)
   return tuple(math.comb(2 * j, j) / 4**j for j in range(degree + 1))
@@ -57,24 +58,59 @@ def coefficients(degree: int) -> tuple[float, ...]:
 def slope_at_zero(degree: int) -> float:
   """The factor by which one step raises a very small singular value.
 
-  ``p(0) = sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k``.
+  ``p(0) = sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k``, for the polynomial
+  of DP-Muon (arXiv:2605.12994).
 
-  >>> slope_at_zero(2)
-  1.875
+  Args:
+    degree: k, at least 1.
+
+  Returns:
+    p(0); ``steps`` steps raise no singular value by more than its power.
+
+  Raises:
+    ValueError: If ``degree`` is not an integer of at least 1.
+
+  Example:
+    >>> slope_at_zero(2)
+    1.875
   """
   _validate.integer('degree', degree, 1)
   return (2 * degree + 1) * math.comb(2 * degree, degree) / 4**degree
 
 
 def check_options(degree: Any, steps: Any, normalize: Any) -> None:
-  """Raises ``ValueError`` for options no orthogonalization here accepts."""
+  """Refuses options that no orthogonalization here accepts.
+
+  Args:
+    degree: An integer >= 1.
+    steps: An integer >= 1.
+    normalize: ``'max1'``, ``'frobenius'`` or ``'none'``.
+
+  Raises:
+    ValueError: Naming the first that is something else.
+
+  Example:
+    >>> check_options(2, 5, 'max1')
+  """
   _validate.integer('degree', degree, 1)
   _validate.integer('steps', steps, 1)
   _validate.one_of('normalize', normalize, NORMALIZATIONS)
 
 
 def frobenius_norm(*blocks: jax.Array) -> jax.Array:
-  """Norm over the last two axes of all blocks, (..., 1, 1), no overflow."""
+  """One norm over the last two axes of all blocks, without overflow.
+
+  Args:
+    *blocks: (..., m_i, n_i): parts of one matrix, or of one tangent vector.
+
+  Returns:
+    Shape (..., 1, 1). Not finite where an entry is not, zero for zeros.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> frobenius_norm(3e30 * jnp.ones((1, 1)), 4e30 * jnp.ones((1, 1))).item()
+    5.000000015570276e+30
+  """
   largest = jnp.zeros((), blocks[0].dtype)
   for x in blocks:
     largest = jnp.maximum(
@@ -89,7 +125,24 @@ def frobenius_norm(*blocks: jax.Array) -> jax.Array:
 
 
 def divisor(normalize: str, norm: jax.Array) -> jax.Array:
-  """What the matrices are divided by before the first step."""
+  """What matrices are divided by before the first step.
+
+  ``max(1, norm)`` as in DP-Muon (arXiv:2605.12994) for ``'max1'``, the norm for
+  ``'frobenius'`` (1 for a zero matrix), 1 for ``'none'``.
+
+  Args:
+    normalize: One of these three.
+    norm: Frobenius norms, any shape.
+
+  Returns:
+    The shape and type of ``norm``, positive.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> norms = jnp.array([0.0, 0.5, 4.0])
+    >>> [divisor(x, norms).tolist() for x in ('max1', 'frobenius')]
+    [[1.0, 1.0, 4.0], [1.0, 0.5, 4.0]]
+  """
   if normalize == 'max1':
     return jnp.maximum(norm, 1)
   if normalize == 'frobenius':
@@ -98,7 +151,19 @@ def divisor(normalize: str, norm: jax.Array) -> jax.Array:
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
-  """At least float32: bfloat16 has no room for the iteration."""
+  """The array in float32 or wider: bfloat16 has no room for the iteration.
+
+  Args:
+    x: Any floating-point array.
+
+  Returns:
+    The same shape; float64 stays float64.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> at_least_float32(jnp.ones(2, jnp.bfloat16)).dtype
+    dtype('float32')
+  """
   x = jnp.asarray(x)
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -131,8 +196,19 @@ def orthogonalize(
 ) -> jax.Array:
   """Brings the singular values of matrices towards one.
 
-  The function commutes with rotations, ``F(U M V^T) = U F(M) V^T``, and with
-  transposition; the products are formed on the smaller side.
+  ``steps`` times ``Y <- p(Y Y^T) Y``, see the top of this module. The function
+  commutes with rotations, ``F(U M V^T) = U F(M) V^T``, and with transposition;
+  the products are formed on the smaller side.
+
+  =======================  ====================================================
+  zero matrix              zero
+  norm below one           with ``'max1'`` the matrix is not scaled up: its
+                           singular values grow by ``slope_at_zero(degree)`` a
+                           step at most
+  lost rank                zero singular values stay zero
+  NaN or Inf in an entry   this matrix is not finite, others are as they were
+  more rows than columns   as its transpose
+  =======================  ====================================================
 
   Args:
     matrix: (..., m, n); every matrix of the stack is treated by itself.
@@ -148,20 +224,21 @@ def orthogonalize(
 
   Returns:
     (..., m, n), in the type of ``matrix``; computed in float32, or in float64
-    for float64. A matrix with an entry that is not finite gives entries that
-    are not finite.
+    for float64. Singular values are at most 1 with ``'max1'`` and
+    ``'frobenius'``.
 
   Raises:
     ValueError: If ``matrix`` has fewer than two axes or an option is not one
       of those above.
 
   References:
-    DP-Muon, arXiv 2605.12994.
+    DP-Muon, arXiv:2605.12994.
 
-  >>> import jax.numpy as jnp
-  >>> y = orthogonalize(jnp.diag(jnp.array([3.0, 4.0])), steps=8)
-  >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-6))
-  True
+  Example:
+    >>> import jax.numpy as jnp
+    >>> y = orthogonalize(jnp.diag(jnp.array([3.0, 4.0])), steps=8)
+    >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-6))
+    True
   """
   check_options(degree, steps, normalize)
   matrix = jnp.asarray(matrix)
@@ -220,9 +297,15 @@ def subtract_bias(
   noise has done. The result is post-processing of ``x``: it costs no privacy
   so long as ``prng_key`` is independent of the key of the noise.
 
-  This estimator is this library's own; it is not the one of the paper on
-  DP-Muon, which has a bias-corrected variant of a different kind. It lowers
-  the bias and raises the variance.
+  This estimator is ours; it is not the one of the paper on DP-Muon
+  (arXiv:2605.12994), which has a bias-corrected variant of a different kind. It
+  lowers the bias and raises the variance.
+
+  ====================  =======================================================
+  ``noise_stddev=0.0``  ``function(x)``, exactly
+  linear function       ``function(x)``, up to rounding
+  function of degree 3  no bias is left, whatever ``probe_scale``
+  ====================  =======================================================
 
   Args:
     function: Smooth; takes and returns a tree shaped like ``x``.
@@ -239,7 +322,16 @@ def subtract_bias(
     A tree shaped like ``function(x)``.
 
   Raises:
-    ValueError: If ``num_probes < 1`` or ``probe_scale <= 0``.
+    ValueError: If ``num_probes`` is no integer >= 1 or ``probe_scale`` is not
+      positive.
+
+  Example:
+    >>> def cube(x):
+    ...   return x**3  # E (mu + s Z)^3 = mu^3 + 3 s^2 mu.
+    >>> x, stddev = jnp.full(1000, 2.0), 0.5
+    >>> y = subtract_bias(cube, x, stddev, jax.random.key(0), num_probes=4)
+    >>> round(float(y.mean()), 1)  # 8 - 3 * 0.25 * 2
+    6.5
   """
   _validate.integer('num_probes', num_probes, 1)
   _validate.positive('probe_scale', probe_scale)

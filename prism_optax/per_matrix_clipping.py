@@ -96,16 +96,34 @@ def clip_each_matrix(
       normalize_by=expected_batch_size,
       pre_clipping_transform=clip_each_matrix(norms))
 
+  ``g_W / max(1, ||g_W||_F / C_W)`` for every matrix W (DP-Muon,
+  arXiv:2605.12994). One example is what neighbouring data sets differ by.
+
+  =============================  ==============================================
+  NaN or Inf anywhere            zeros, in all matrices
+  squared norm that overflows    likewise
+  bfloat16 gradients             norm and clip in float32
+  norm below ``C_W (1 - 1e-6)``  the matrix stays as it is
+  =============================  ==============================================
+
   Args:
     l2_clip_norms: As in :func:`per_matrix_clip`.
     weight_dimension_numbers: As in :func:`per_matrix_clip`.
 
   Returns:
     A function from a tree of gradients to one of the same shapes, float32 at
-    least. An example with an entry that is not finite becomes zero.
+    least.
 
   Raises:
-    ValueError: As :func:`per_matrix_clip`.
+    ValueError: If a threshold is not a positive finite number (a traced one is
+      not checked); in the function, if a prefix does not fit the gradients.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> clip = clip_each_matrix({'w': 3.0, 'v': 4.0})
+    >>> clipped = clip({'w': jnp.full((2, 2), 9.0), 'v': jnp.full(3, 0.5)})
+    >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
+    3.0 [0.5 0.5 0.5]
   """
   _check(l2_clip_norms)
 
@@ -127,19 +145,22 @@ def per_matrix_clip(
   """Clips every matrix of every per-example gradient, and adds them up.
 
   ``sum_i g_i / max(1, ||g_i||_F / C_W) / normalize_by`` for every weight
-  matrix W with a threshold of its own (DP-Muon, arXiv 2605.12994).
+  matrix W with a threshold of its own (DP-Muon, arXiv:2605.12994).
 
   All matrices see the same batch, so together they are ONE mechanism of
-  sensitivity ``sqrt(sum_W C_W^2)``. Noise ``sigma C_W`` on each of K matrices
-  has the multiplier ``sigma / sqrt(K)``, not sigma.
+  sensitivity ``sqrt(sum_W C_W^2) / normalize_by`` when one example is added or
+  removed. Noise ``sigma C_W`` on each of K matrices has the multiplier
+  ``sigma / sqrt(K)``, not sigma.
 
-  ====================================  =======================================
-  example with a NaN or Inf anywhere,   counts as zero, in all matrices
-  or a squared norm that overflows
-  padding example                       counts as zero
-  batch of padding only                 zeros
-  bfloat16 gradients                    norm, clip and sum in float32
-  ====================================  =======================================
+  ===================================  ========================================
+  NaN or Inf anywhere in an example    it counts as zero, in all matrices
+  squared norm that overflows          likewise
+  padding example                      counts as zero
+  batch of padding only, or of size 0  zeros
+  tree without leaves                  passes
+  bfloat16 gradients                   norm, clip and sum in float32
+  norm below ``C_W (1 - 1e-6)``        the matrix stays as it is
+  ===================================  ========================================
 
   Args:
     l2_clip_norms: C_W, a number or a prefix tree of numbers; a number in it is
@@ -168,15 +189,16 @@ def per_matrix_clip(
       gradients do not have one leading batch axis, as inside of
       ``optax.MultiSteps``.
 
-  >>> import jax.numpy as jnp
-  >>> clip = per_matrix_clip({'w': 3.0, 'v': 4.0})
-  >>> params = {'w': jnp.zeros((2, 2)), 'v': jnp.zeros((1, 3))}
-  >>> clip.sensitivity(params=params)
-  5.0
-  >>> grads = {'w': jnp.full((1, 2, 2), 9.0), 'v': jnp.full((1, 1, 3), 0.5)}
-  >>> clipped, _ = clip.update(grads, clip.init(params), params)
-  >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
-  3.0 [[0.5 0.5 0.5]]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> clip = per_matrix_clip({'w': 3.0, 'v': 4.0})
+    >>> params = {'w': jnp.zeros((2, 2)), 'v': jnp.zeros((1, 3))}
+    >>> clip.sensitivity(params=params)
+    5.0
+    >>> grads = {'w': jnp.full((1, 2, 2), 9.0), 'v': jnp.full((1, 1, 3), 0.5)}
+    >>> clipped, _ = clip.update(grads, clip.init(params), params)
+    >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
+    3.0 [[0.5 0.5 0.5]]
   """
   _check(l2_clip_norms)
   _validate.positive('normalize_by', normalize_by)

@@ -26,6 +26,20 @@ def retract(
   ``optax.add_decayed_weights`` (see :func:`scale_by_rank_preconditioner` and
   :func:`add_decayed_factors`).
 
+  It only reads what is already private: post-processing.
+
+  ============================  ===============================================
+  step of exactly zero          the factors stay, up to rounding
+  one factor zero               the step is one-sided: all of it goes to that
+                                factor
+  ``Z + T`` of rank below r     lost columns are zero on one side and keep old
+                                directions on the other: they can be used again
+  both factors zero             ValueError in ``init``, where values are known
+  bfloat16 parameters           updates in float32; small ones are lost where
+                                ``optax.apply_updates`` adds them
+  NaN or Inf in the step        NaN in all factors of these modules
+  ============================  ===============================================
+
   Args:
     method: ``'svd'``, or ``'second_order'``: no SVD, the same to third order in
       the step, with the SVD as a fallback for large steps.
@@ -40,16 +54,17 @@ def retract(
     ValueError: For an unknown ``method``; in ``init`` if both factors of a
       module are zero; in ``update`` without ``params``.
 
-  >>> import jax.numpy as jnp
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
-  >>> step = {'lora_a': jnp.zeros((3, 1)), 'lora_b': jnp.array([[0.0, 4.0]])}
-  >>> tx = retract()
-  >>> updates, _ = tx.update(step, tx.init(params), params)
-  >>> new = optax.apply_updates(params, updates)
-  >>> print(abs(new['lora_a'] @ new['lora_b']).round(3))
-  [[0. 4.]
-   [0. 0.]
-   [0. 0.]]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+    >>> step = {'lora_a': jnp.zeros((3, 1)), 'lora_b': jnp.array([[0.0, 4.0]])}
+    >>> tx = retract()
+    >>> updates, _ = tx.update(step, tx.init(params), params)
+    >>> new = optax.apply_updates(params, updates)
+    >>> print(abs(new['lora_a'] @ new['lora_b']).round(3))
+    [[0. 4.]
+     [0. 0.]
+     [0. 0.]]
   """
   return lora.chain_parts(retract_part(method, align), layout=layout)
 

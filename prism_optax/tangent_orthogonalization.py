@@ -50,6 +50,11 @@ def orthogonalize(
 ) -> fixed_rank.Tangent:
   """The tangent projection of the orthogonalized tangent vector.
 
+  ``P_Z(F(T))`` with the Newton-Schulz iteration F of DP-Muon (arXiv:2605.12994)
+  and the projection of PRISM (arXiv:2606.00944, Eq. 13); the form on the
+  2r x 2r core is ours. Zero stays zero; entries that are not finite give
+  entries that are not finite.
+
   Args:
     frame: Orthonormal frames at Z, or partial isometries where a factor has
       lost rank; only the two bases are used.
@@ -70,12 +75,13 @@ def orthogonalize(
   Raises:
     ValueError: If an option is none of those above.
 
-  >>> import jax.numpy as jnp
-  >>> z = fixed_rank.Factors(jnp.eye(5, 2), jnp.eye(4, 2))
-  >>> x = fixed_rank.Tangent(3.0 * jnp.eye(5, 2, -2), 3.0 * jnp.eye(4, 2, -2))
-  >>> y = orthogonalize(fixed_rank.frame(z), x)  # Singular values all equal.
-  >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))
-  True
+  Example:
+    >>> import jax.numpy as jnp
+    >>> z = fixed_rank.Factors(jnp.eye(5, 2), jnp.eye(4, 2))
+    >>> x = fixed_rank.Tangent(3.0 * jnp.eye(5, 2, -2), 3.0 * jnp.eye(4, 2, -2))
+    >>> y = orthogonalize(fixed_rank.frame(z), x)  # Singular values all equal.
+    >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))
+    True
   """
   orthogonalization.check_options(degree, steps, normalize)
   q_left, q_right = (

@@ -34,33 +34,46 @@ def tangent_probes(params: Any, *, layout: Any = None) -> TangentProbes:
   ``left = [Q_L, U]`` and ``right = [R C_L^T + V, Q_R]`` have the product ``Z``
   at ``U = V = 0``, and there the gradients with respect to U and V are
   ``G Q_R`` and ``G^T Q_L``: the coordinates of :func:`tangent_coordinates`
-  before the projection by ``I - P_L``, without ``C^-1`` anywhere. So they are
-  exact at any condition of the factors, and in bfloat16, where whitening a
-  rounded gradient costs three digits.
+  (PRISM, arXiv:2606.00944, Eq. 13) before the projection by ``I - P_L``,
+  without ``C^-1`` anywhere. So they are exact at any condition of the factors,
+  and in bfloat16, where whitening a rounded gradient costs three digits. The
+  probes are ours.
 
   The model runs with factors of rank 2r and takes the rank from their shapes; a
   model that computes alpha / r from a shape must be told r. Other leaves are
-  probed by an additive offset, in their own shape.
+  probed by an additive offset, in their own shape. As with
+  :func:`tangent_coordinates` nothing is clipped or private here.
+
+  ========================  ===================================================
+  one factor zero           the gradient of what it hides is zero
+  factor of lower rank      likewise, in the directions that it has lost
+  bfloat16 parameters       probes and coordinates in float32, the model in
+                            bfloat16
+  alpha over a shape's r    half of Z: the factors have 2r columns
+  NaN or Inf in a gradient  passes: the clip behind decides
+  ========================  ===================================================
 
   Args:
     params: Tree of trainable arrays with LoRA pairs.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    Zeros, the map to model parameters, and the map from gradients.
+    Zeros, the map to model parameters, and the map from gradients, in the
+    shapes of the parameters, (m, r) and (n, r) in the library's own layout.
 
   Raises:
     ValueError: If pairs cannot be found, or the probes do not fit.
 
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.ones((1, 2))}
-  >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b']) ** 2)
-  >>> probes = tangent_probes(params)
-  >>> probed = lambda p, x: loss(probes.attach(p), x)
-  >>> batch = jnp.ones((4, 3))
-  >>> grads = jax.vmap(jax.grad(probed), (None, 0))(probes.zeros, batch)
-  >>> coordinates = jax.vmap(probes.coordinates)(grads)
-  >>> coordinates['lora_a'].shape
-  (4, 3, 1)
+  Example:
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.ones((1, 2))}
+    >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b']) ** 2)
+    >>> probes = tangent_probes(params)
+    >>> probed = lambda p, x: loss(probes.attach(p), x)
+    >>> batch = jnp.ones((4, 3))
+    >>> grads = jax.vmap(jax.grad(probed), (None, 0))(probes.zeros, batch)
+    >>> coordinates = jax.vmap(probes.coordinates)(grads)
+    >>> coordinates['lora_a'].shape
+    (4, 3, 1)
   """
   adapters = lora.Adapters(params, layout)
   frames = adapters.frames(params)

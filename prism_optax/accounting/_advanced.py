@@ -22,14 +22,15 @@ def advanced_composition(
   """Returns epsilon of several releases by the advanced composition theorem.
 
   For comparison: the filters of :class:`PrivacyBudget` charge less. The slack
-  is spent in addition to the releases' own deltas.
+  is spent in addition to the releases' own deltas. It holds for the
+  neighbouring relation that the epsilons are meant under.
 
   Args:
     epsilons: Of the releases, each at a delta of its own.
     delta_slack: In (0, 1).
 
   Returns:
-    ``sqrt(2 log(1/slack) sum e^2) + sum e (exp(e) - 1)``.
+    ``sqrt(2 log(1/slack) sum e^2) + sum e (exp(e) - 1)``; 0.0 for no release.
 
   Raises:
     ValueError: If a number is negative or NaN, or the slack not in (0, 1).
@@ -60,7 +61,7 @@ class AdvancedRule:
   References:
     Dwork and Roth, The Algorithmic Foundations of Differential Privacy,
     Theorem 3.20; that it may be used as a filter: Whitehouse et al., Fully
-    Adaptive Composition in Differential Privacy, arXiv 2203.05481 (with a
+    Adaptive Composition in Differential Privacy, arXiv:2203.05481 (with a
     smaller second term).
   """
 

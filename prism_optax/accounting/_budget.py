@@ -54,20 +54,33 @@ class PrivacyBudget:
   Session names are the caller's: whoever can choose a new one gets a fresh
   budget. ``server_epsilon`` bounds all sessions together.
 
+  =============================  ==============================================
+  release that does not fit      BudgetExceeded, before anything is recorded
+  release that costs nothing     fits for ever; ``how_many_more`` is ``inf``
+  release without noise          never fits
+  unknown session                nothing spent, the whole cap remains
+  process killed in ``spend``    the state before or the state after
+  file with other settings       ValueError: no budget changes by reopening it
+  budget in memory, forked       RuntimeError: a copy would be a second budget
+  =============================  ==============================================
+
   Args:
-    epsilon: Cap of one session.
+    epsilon: Cap of one session, positive.
     delta: Of one session, in (0, 1).
     composition: How costs add up.
       'filter': 'gaussian' for an account whose first release is Gaussian,
       'renyi' for any other. The first release does not depend on answers;
       changing between the two later could, and would cost a part of delta.
-      'gaussian': exact for Gaussian releases; also takes what has an epsilon
-      with delta 0 (Laplace), as the Gaussian that covers it.
-      'renyi': a filter for all that the RDP accountant knows, mixed at will.
+      'gaussian': exact for Gaussian releases (Smith and Thakurta,
+      arXiv:2210.17520); also takes what has an epsilon with delta 0 (Laplace),
+      as the Gaussian that covers it.
+      'renyi': a filter for all that the RDP accountant knows, mixed at will
+      (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
       'pld': tight, for the releases declared beforehand in ``declared`` alone,
       in any order.
       'advanced': the advanced composition theorem, for comparison: half of
-      delta is its slack, the other half pays for the releases' own deltas.
+      delta is its slack, the other half pays for the releases' own deltas
+      (Whitehouse et al., arXiv:2203.05481).
     path: SQLite file of the ledger, made where there is none; ``None`` keeps it
       in memory.
     neighboring_relation: Of the events, as in :func:`epsilon`. The default
@@ -187,7 +200,18 @@ class PrivacyBudget:
     return self._rules['session', mine.rule].spent(mine.totals)
 
   def spent(self, session: str) -> float:
-    """Returns epsilon that the session has spent, 0.0 for an unknown one."""
+    """Returns epsilon that the session has spent, 0.0 for an unknown one.
+
+    Args:
+      session: Whose.
+
+    Returns:
+      Epsilon at the cap's delta.
+
+    Raises:
+      ValueError: If the session has no name.
+      TimeoutError: If other processes kept the file.
+    """
     _session_given(session)
     with self._ledger.transaction() as transaction:
       return self._spent(transaction, 'session', session)
@@ -197,6 +221,16 @@ class PrivacyBudget:
 
     Epsilon does not simply add up: whether a release still fits is what
     :meth:`how_many_more` says.
+
+    Args:
+      session: Whose.
+
+    Returns:
+      Cap less what is spent, at the caps' deltas.
+
+    Raises:
+      ValueError: If the session has no name.
+      TimeoutError: If other processes kept the file.
     """
     _session_given(session)
     with self._ledger.transaction() as transaction:
@@ -219,6 +253,7 @@ class PrivacyBudget:
 
     Raises:
       ValueError: As :meth:`spend`.
+      TimeoutError: If other processes kept the file.
     """
     _session_given(session)
     _events.require_event(event)
@@ -236,6 +271,13 @@ class PrivacyBudget:
     For data that has been replaced: about the same data, the answers given
     before and those to come are together less private than the cap says. The
     server's account keeps what was spent.
+
+    Args:
+      session: Whose.
+
+    Raises:
+      ValueError: If the session has no name.
+      TimeoutError: If other processes kept the file.
     """
     _session_given(session)
     with self._ledger.transaction() as transaction:
@@ -249,6 +291,9 @@ class PrivacyBudget:
       'settings' as given; 'server' with 'spent' and 'remaining', or None;
       'sessions' with the same for each; 'ledger', a list of 'id', 'session',
       'event' (None for a reset) and 'count' in the order of spending.
+
+    Raises:
+      TimeoutError: If other processes kept the file.
     """
     with self._ledger.transaction() as transaction:
 

@@ -41,6 +41,7 @@ def calibrate_noise_multiplier(
   computed and is at most ``target_epsilon``. With 1e-5 (relative) less noise it
   would not be, wherever the accountant's epsilon is a smooth function of the
   noise (not for a delta near 1e-15 or an epsilon below the PLD's grid, 1e-4).
+  The accountants' sources are said at :func:`epsilon`, the search is ours.
 
   Args:
     target_epsilon: Positive and finite.

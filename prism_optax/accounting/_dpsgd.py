@@ -33,7 +33,16 @@ def dpsgd_event(
   Each record enters each batch independently with ``sampling_probability``,
   is clipped to a norm C, and the sum gets Gaussian noise of standard deviation
   ``noise_multiplier * C`` on every coordinate. Fixed-size or shuffled batches
-  are another mechanism, with another event.
+  are another mechanism, with another event. The event holds no neighbouring
+  relation: that is for :func:`epsilon` to say.
+
+  =====================================  ======================================
+  ``noise_multiplier=0.0``               no privacy: epsilon is infinite
+  ``steps=0``                            costs nothing
+  ``sampling_probability=0.0``           costs nothing either
+  ``sampling_probability=1.0``           Gaussian releases, nothing is sampled
+  batches cut to a size, not said here   an epsilon that does not hold
+  =====================================  ======================================
 
   Args:
     noise_multiplier: Standard deviation of the noise over C, both in the unit
@@ -58,8 +67,8 @@ def dpsgd_event(
       ``truncated_batch_size`` and ``dataset_size`` is given.
 
   References:
-    Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
-    for truncated batches, arXiv 2508.15089.
+    Abadi et al., Deep Learning with Differential Privacy, arXiv:1607.00133;
+    for truncated batches, arXiv:2508.15089.
 
   Examples:
     >>> from prism_optax import accounting
@@ -116,6 +125,16 @@ def epsilon(
   usually analysed; say it wherever the number is reported, or report
   :func:`privacy_statement`, which says it.
 
+  ================================  ===========================================
+  ``delta=0.0``, Gaussian noise     ``inf``: no such noise has a pure epsilon
+  ``delta=1.0``                     0.0
+  no noise                          ``inf``
+  nothing released                  0.0
+  epsilon in the millions           ``inf``, in place of a grid of that length
+  RDP, Poisson, ``REPLACE_ONE``     ValueError: there is no such analysis
+  RDP, truncated batches            ValueError, likewise
+  ================================  ===========================================
+
   Args:
     event: What was released, in noise multipliers with respect to the clip
       norm. Sensitivities that are doubled by hand for ``REPLACE_ONE`` would be
@@ -139,6 +158,11 @@ def epsilon(
     ValueError: If an argument is out of its range, or the accountant has no
       analysis of the event under the relation (RDP has none of Poisson
       sampling under ``REPLACE_ONE``, nor of truncated batches).
+
+  References:
+    The accountants are dp-accounting's. PLD: Doroshenko et al., Connect the
+    Dots, arXiv:2207.04380. RDP: Mironov, arXiv:1702.07476; with Poisson
+    sampling, Mironov, Talwar and Zhang, arXiv:1908.10530.
 
   Examples:
     >>> from prism_optax import accounting
@@ -191,8 +215,9 @@ def joint_noise_multiplier(
   Clip groups (the matrices of DP-Muon, a head beside its adapters) that are
   clipped and noised one by one on the same batch are one Gaussian mechanism:
   in units of each group's noise the whole moves by the root of the sum of
-  ``1 / sigma_k^2``. Accounting each group alone, as if the others were not
-  there, understates epsilon.
+  ``1 / sigma_k^2`` where a neighbour's record is one more or one less.
+  Accounting each group alone, as if the others were not there, understates
+  epsilon.
 
   Args:
     noise_multipliers: Each group's standard deviation over its clip norm. A
@@ -203,6 +228,10 @@ def joint_noise_multiplier(
 
   Raises:
     ValueError: If there is no group, or a multiplier is negative or NaN.
+
+  References:
+    Dong, Roth and Su, Gaussian Differential Privacy, arXiv:1905.02383: the
+    squares of ``mu_k = 1 / sigma_k`` add up.
 
   Examples:
     >>> from prism_optax import accounting

@@ -17,9 +17,12 @@ _HALVINGS = 200  # More than the bits of a float: ends by itself before.
 def gaussian_delta(mu: float, epsilon: float) -> float:
   """Returns the smallest delta at which a Gaussian release has ``epsilon``.
 
+  Zero for ``mu=0.0`` or an infinite epsilon, one for an infinite ``mu``.
+
   Args:
-    mu: Sensitivity over standard deviation of the noise, for several releases
-      the root of the sum of the squares.
+    mu: Sensitivity (under the neighbouring relation that is meant) over
+      standard deviation of the noise per coordinate, for several releases the
+      root of the sum of the squares.
     epsilon: At least 0.
 
   Returns:
@@ -31,7 +34,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
   References:
     Balle and Wang, Improving the Gaussian Mechanism for Differential Privacy,
-    arXiv 1805.06530, Theorem 8.
+    arXiv:1805.06530, Theorem 8.
 
   Examples:
     >>> from prism_optax import accounting
@@ -61,8 +64,11 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 def gaussian_epsilon(mu: float, delta: float) -> float:
   """Returns the exact epsilon of Gaussian releases at ``delta``.
 
+  Inverts :func:`gaussian_delta` (Balle and Wang 2018, arXiv:1805.06530) by
+  bisection.
+
   Args:
-    mu: As for :func:`gaussian_delta`.
+    mu: As for :func:`gaussian_delta`: it holds the sensitivity.
     delta: In [0, 1].
 
   Returns:
@@ -106,7 +112,8 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
   The inverse of :func:`gaussian_epsilon`: noise of standard deviation
   ``sensitivity / mu`` meets the target exactly, and so do several releases
-  whose ``mu^2`` add up to its square.
+  whose ``mu^2`` add up to its square (Balle and Wang 2018, arXiv:1805.06530,
+  with Dong, Roth and Su, arXiv:1905.02383).
 
   Args:
     epsilon: At least 0.

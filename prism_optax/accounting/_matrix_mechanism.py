@@ -26,6 +26,10 @@ def matrix_mechanism_sensitivity(
 ) -> float:
   """Returns how far one record moves ``C x``, for contributions of norm 1.
 
+  ``max ||sum_i C e_i u_i^T||_F`` over the steps i that one record may take part
+  in and unit vectors ``u_i``: adding or removing a record. Replacing one moves
+  twice as far.
+
   Args:
     strategy_matrix: C, (T, T), lower triangular with a positive diagonal: the
       INVERSE of the noising matrix that privatizers take.
@@ -115,10 +119,11 @@ def matrix_mechanism_event(
 ) -> dp_accounting.DpEvent:
   """Returns the event of a whole run with noise correlated over steps.
 
-  One Gaussian mechanism: there is no amplification by sampling in it. It holds
-  if no record takes part in other steps than declared. For
-  ``ADD_OR_REMOVE_ONE`` the steps of the other records must not depend on
-  whether a record is there (a removed record leaves its places empty).
+  One Gaussian mechanism (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1):
+  there is no amplification by sampling in it. It holds if no record takes part
+  in other steps than declared. For ``ADD_OR_REMOVE_ONE`` the steps of the other
+  records must not depend on whether a record is there (a removed record leaves
+  its places empty).
 
   Args:
     noise_multiplier: The privatizer's stddev (of Z, before the noising matrix)
@@ -167,8 +172,8 @@ def calibrate_matrix_mechanism(
 ) -> float:
   """Returns the smallest noise multiplier of a run with correlated noise.
 
-  Exact for the Gaussian mechanism of :func:`matrix_mechanism_event`, and never
-  rounded towards less noise.
+  Exact for the Gaussian mechanism of :func:`matrix_mechanism_event` (Balle and
+  Wang 2018, arXiv:1805.06530), and never rounded towards less noise.
 
   Args:
     target_epsilon: Positive and finite.

@@ -120,7 +120,7 @@ def dp_muon(
   adam_b2: Any = 0.999,
   adam_eps: Any = 1e-8,
 ) -> _per_example.BoundedSensitivityTransformation:
-  """DP-Muon (arXiv 2605.12994) for trees with matrices and other leaves.
+  """DP-Muon (arXiv:2605.12994) for trees with matrices and other leaves.
 
   Every matrix W of every example's gradient is clipped to C_W, the sum is
   divided by the expected batch size B, noise ``N(0, (sigma_W C_W / B)^2)``
@@ -133,7 +133,19 @@ def dp_muon(
   (:func:`prism_optax.accounting.dpsgd_event`): the K groups see the same
   batch, so their own multipliers are larger, ``sigma sqrt(K)`` in the equal
   split. In the source sigma is that of a single matrix; accounting with it for
-  all of them understates epsilon.
+  all of them understates epsilon. Each update is one Gaussian mechanism of the
+  joint multiplier for add-or-remove-one neighbours.
+
+  ==========================  =================================================
+  batch of no examples        noise alone, divided by B as ever
+  NaN or Inf in an example    it counts as zero, in all groups
+  ``noise_multiplier=0.0``    no noise and no privacy, for tests
+  ``learning_rate=0.0``       zero updates; noise is drawn, privacy is spent
+  ``momentum=0.0``            the noisy gradient itself is orthogonalized
+  no leaf is a matrix         one clip group, and Adam for all
+  a matrix without entries    no noise and no share of the least-energy budget
+  bfloat16 parameters         clip, sum, noise and moments in float32
+  ==========================  =================================================
 
   Args:
     learning_rate: A number or a schedule; of the orthogonal direction, whose
@@ -184,16 +196,19 @@ def dp_muon(
 
   Raises:
     ValueError: For options outside of what is said above; unless exactly one
-      of ``noise_multiplier`` and ``privatizer`` is given.
+      of ``noise_multiplier`` and ``privatizer`` is given; in ``init`` if it is
+      traced with ``prng_key=None``; in ``update`` without ``params`` or if the
+      gradients do not fit.
 
-  >>> import jax.numpy as jnp
-  >>> params = {'w': jnp.zeros((3, 4)), 'bias': jnp.zeros(4)}
-  >>> tx = dp_muon(0.1, l2_clip_norms=1.0, noise_multiplier=1.0,
-  ...              expected_batch_size=8)
-  >>> grads = {'w': jnp.ones((6, 3, 4)), 'bias': jnp.ones((6, 4))}
-  >>> updates, state = tx.update(grads, tx.init(params), params)
-  >>> updates['w'].shape, updates['bias'].shape
-  ((3, 4), (4,))
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'w': jnp.zeros((3, 4)), 'bias': jnp.zeros(4)}
+    >>> tx = dp_muon(0.1, l2_clip_norms=1.0, noise_multiplier=1.0,
+    ...              expected_batch_size=8)
+    >>> grads = {'w': jnp.ones((6, 3, 4)), 'bias': jnp.ones((6, 4))}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates['w'].shape, updates['bias'].shape
+    ((3, 4), (4,))
   """
   if (noise_multiplier is None) == (privatizer is None):
     raise ValueError(

@@ -54,18 +54,40 @@ def prism(
     scale_by_learning_rate(learning_rate)
     retract()
 
+  Clip: Eq. 13, 15 and 16 there; noise: Eq. 17 to 21; preconditioner: Eq. 24 to
+  27; retraction: Eq. 22. What departs from the paper is said at each part.
+
   Each update is a Gaussian mechanism of the given noise multiplier for
-  add-or-remove-one neighbours; with Poisson sampling of the batches at rate
-  b / N and T steps its epsilon is
+  add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of the
+  batches at rate b / N and T steps its epsilon is
   ``accounting.epsilon(accounting.dpsgd_event(noise_multiplier, b / N, T),
   delta)``.
+
+  ==========================  =================================================
+  batch of no examples        noise alone, divided by b as ever
+  NaN or Inf in an example    it counts as zero
+  ``noise_multiplier=0.0``    no noise and no privacy, for tests
+  ``learning_rate=0.0``       Z stays; the noise is drawn and the privacy spent
+  one factor zero             the usual start: the first step moves this factor
+                              only, afterwards both have full rank
+  both factors zero           ValueError in ``init``, where values are known
+  rank above min(m, n)        ValueError
+  leaves that are no factors  clipped and noised along, then Adam with the same
+                              floor; no weight decay
+  bfloat16 parameters         all in float32 up to the updates; keep factors in
+                              float32, or small updates are lost
+  a second ``init``           with ``prng_key=None`` another noise; with a key
+                              the same noise again, which nobody may release
+  ==========================  =================================================
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
       entries of order one in intrinsic coordinates, whatever the gauge, alpha
       or scale; 1e-2 with decay is a good start.
-    l2_clip_norm: C, of each example's intrinsic gradient.
-    noise_multiplier: The noise's standard deviation over C / b.
+    l2_clip_norm: C, of each example's intrinsic gradient, in total over all
+      modules and leaves.
+    noise_multiplier: The noise's standard deviation per coordinate over C / b
+      (or, the same, that of the noise of the sum over C).
     expected_batch_size: b, a public constant: sampling rate times declared
       size of the data set. Never the realised size of a batch.
     prng_key: See :func:`tangent_privatizer`. None takes a fresh secret seed.
@@ -98,18 +120,22 @@ def prism(
     how far one example moves the clipped mean.
 
   Raises:
-    ValueError: For arguments out of range; see the parts.
+    ValueError: For arguments out of range; in ``init`` if no pair is found,
+      both factors of a module are zero, or it is traced with
+      ``prng_key=None``; in ``update`` without ``params`` or if the gradients
+      do not fit.
 
-  >>> import jax, jax.numpy as jnp
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
-  >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b'] - 1.0) ** 2)
-  >>> tx = prism(0.1, l2_clip_norm=1.0, noise_multiplier=0.5,
-  ...            expected_batch_size=8)
-  >>> state = tx.init(params)
-  >>> batch = jnp.ones((8, 3))
-  >>> grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
-  >>> updates, state = tx.update(grads, state, params)
-  >>> params = optax.apply_updates(params, updates)
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+    >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b'] - 1.0) ** 2)
+    >>> tx = prism(0.1, l2_clip_norm=1.0, noise_multiplier=0.5,
+    ...            expected_batch_size=8)
+    >>> state = tx.init(params)
+    >>> batch = jnp.ones((8, 3))
+    >>> grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    >>> updates, state = tx.update(grads, state, params)
+    >>> params = optax.apply_updates(params, updates)
   """
   _validate.positive('l2_clip_norm', l2_clip_norm)
   _validate.non_negative('noise_multiplier', noise_multiplier)

@@ -63,25 +63,36 @@ def check_pair(name: str, left: jax.Array, right: jax.Array) -> None:
 def frame(factors: Factors) -> Frame:
   """Orthonormal frames of the two factors.
 
-  Each is the polar factor of the column-normalised factor, a continuous
-  function of the factors alone. Factors with orthogonal columns (what
-  :func:`retract` returns) need no factorisation.
+  ``left = Q_L C_L`` and ``right = Q_R C_R``, so that ``Q_L Q_L^T`` and ``Q_R
+  Q_R^T`` are the projectors of PRISM (arXiv:2606.00944, Eq. 12). Each is the
+  polar factor of the column-normalised factor (ours), a continuous function of
+  the factors alone. Factors with orthogonal columns (what :func:`retract`
+  returns) need no factorisation.
+
+  ========================  ===================================================
+  zero factor               its frame is zero, and so is the mask
+  zero column               left out: the frame is a partial isometry
+  lost rank                 directions below r machine epsilons of the
+                            column-normalised factor are left out
+  columns of any length     harmless: normalised first
+  NaN or Inf in a factor    NaN in its frame
+  ========================  ===================================================
 
   Args:
-    factors: (..., m, r) and (..., n, r).
+    factors: (..., m, r) and (..., n, r), float32 or float64.
 
   Returns:
-    The frame; zero columns, and directions below ``r`` machine epsilons of
-    the column-normalised factor, are left out of it.
+    The frame, in the type of the factors. It is not differentiated.
 
   Raises:
     ValueError: If the shapes do not match or ``r > min(m, n)``.
 
-  >>> import jax.numpy as jnp
-  >>> left, right = jnp.array([[3.0], [4.0]]), jnp.array([[0.0], [2.0]])
-  >>> f = frame(Factors(left, right))
-  >>> print(f.left.ravel().round(3), f.left_core.ravel(), f.right.ravel())
-  [0.6 0.8] [5.] [0. 1.]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> left, right = jnp.array([[3.0], [4.0]]), jnp.array([[0.0], [2.0]])
+    >>> f = frame(Factors(left, right))
+    >>> print(f.left.ravel().round(3), f.left_core.ravel(), f.right.ravel())
+    [0.6 0.8] [5.] [0. 1.]
   """
   left, right = factors
   check_pair('factors', left, right)

@@ -19,14 +19,16 @@ def retract(
   method: str = 'svd',
   align: bool = False,
 ) -> Factors:
-  """Moves from Z along T and back to the manifold (PRISM, Eq. 22).
+  """Moves from Z along T and back to the manifold.
 
-  ``'svd'`` returns the best rank-r approximation of ``Z + T`` from the SVD of
-  a 2r x 2r core, in the balanced SVD gauge ``(U s^1/2, V s^1/2)`` with signs
-  that point along the old factors. ``'second_order'`` (Vandereycken 2013)
-  agrees with it to third order in the step and needs no SVD; where
-  ``||S^-1|| ||T|| > 0.1`` for any matrix of the batch, ``S = C_L C_R^T``, the
-  SVD is used for the whole batch.
+  The best rank-r approximation of ``Z + T`` (PRISM, arXiv:2606.00944, Eq. 22;
+  it differs from ``Z + T`` in second order, Eq. 23).
+
+  ``'svd'`` takes it from the SVD of a 2r x 2r core, in the balanced SVD gauge
+  ``(U s^1/2, V s^1/2)`` with signs that point along the old factors.
+  ``'second_order'`` (Vandereycken 2013) agrees with it to third order in the
+  step and needs no SVD; where ``||S^-1|| ||T|| > 0.1`` for any matrix of the
+  batch, ``S = C_L C_R^T``, the SVD is used for the whole batch.
 
   ============================  ==============================================
   ``T = 0`` exactly             the old factors (``Q C``), unturned
@@ -34,6 +36,7 @@ def retract(
                                 old directions on the other: Z is unchanged by
                                 them, and training can use them again
   one factor zero               as above: the step is one-sided
+  NaN or Inf in ``T``           NaN in both factors of this module
   ============================  ==============================================
 
   Args:
@@ -44,10 +47,21 @@ def retract(
       to the old factors (Procrustes). It costs the orthogonal columns.
 
   Returns:
-    The new factors.
+    The new factors, (..., m, r) and (..., n, r).
 
   Raises:
     ValueError: For another ``method``, or shapes that do not fit the frame.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
+    >>> q = fixed_rank.frame(z)
+    >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), 3.0 * jnp.eye(2, 1))
+    >>> new = fixed_rank.retract(q, x)  # Z + T = 4 Z is of rank 1 already.
+    >>> print((new.left @ new.right.mT).round(3))
+    [[4. 0.]
+     [0. 0.]
+     [0. 0.]]
   """
   _validate.one_of('method', method, ('svd', 'second_order'))
   check_fits(frame, 'tangent', tangent)

@@ -50,7 +50,8 @@ def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
 
   For factor gradients ``g_L = G right`` and ``g_R = G^T left`` of one m x n
   gradient G, the result stands for ``P_L G + G P_R - P_L G P_R`` (PRISM,
-  Eq. 13): ``X_L = (I - P_L) g_L C_R^-1``, ``X_R = g_R C_L^-1``.
+  arXiv:2606.00944, Eq. 13): ``X_L = (I - P_L) g_L C_R^-1``,
+  ``X_R = g_R C_L^-1``.
 
   Args:
     frame: Frame of the factors, axes (..., ., .).
@@ -58,7 +59,20 @@ def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
       (..., n, r). They may carry more leading axes than the frame.
 
   Returns:
-    Coordinates in the shapes of ``grads``.
+    Coordinates in the shapes of ``grads``. Those that a factor of lower rank
+    hides are zero.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(jnp.array([[2.0], [0.0]]), jnp.array([[4.0]]))
+    >>> g = jnp.array([[1.0], [3.0]])
+    >>> grads = fixed_rank.Factors(g @ z.right, g.T @ z.left)
+    >>> x = fixed_rank.tangent_from_gradients(fixed_rank.frame(z), grads)
+    >>> x.left.ravel().tolist(), x.right.ravel().tolist()
+    ([0.0, 3.0], [1.0])
   """
   check_fits(frame, 'grads', grads)
   return Tangent(
@@ -72,7 +86,26 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
 
   ``X_L <- (I - P_L) X_L Q_R^T Q_R`` and ``X_R <- X_R Q_L^T Q_L``: the right
   factors mask what a rank-deficient factor does not show. Applied to i.i.d.
-  standard normal arrays it gives isotropic tangent noise (PRISM, Eq. 17-21).
+  standard normal arrays it gives isotropic tangent noise (PRISM,
+  arXiv:2606.00944, Eq. 17-21), of expected squared norm ``r (m + n - r)``.
+
+  Args:
+    frame: Frame of the factors.
+    tangent: Any arrays (..., m, r) and (..., n, r); they may carry more leading
+      axes than the frame.
+
+  Returns:
+    Coordinates, same shapes. Projecting again changes nothing.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
+    >>> x = fixed_rank.Tangent(jnp.ones((3, 1)), jnp.ones((2, 1)))
+    >>> fixed_rank.project(q, x).left.ravel().tolist()
+    [0.0, 1.0, 1.0]
   """
   check_fits(frame, 'tangent', tangent)
   return Tangent(
@@ -92,6 +125,27 @@ def lift(
   ``L^T dL = dR^T R``. The equation is solved for ``W' = C_L W C_R^T``, which
   cancels from the tangent vector whatever its accuracy: with the core D of T,
   ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
+
+  Args:
+    frame: Frame of the factors.
+    tangent: Coordinates (..., m, r) and (..., n, r).
+    horizontal: Return the lift of least norm.
+
+  Returns:
+    ``(dL, dR)`` in the same shapes. What only a lost direction could carry is
+    left out: the inverses are pseudo-inverses.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
+    >>> q = fixed_rank.frame(z)
+    >>> x = fixed_rank.Tangent(8 * jnp.eye(3, 1, -1), jnp.zeros((2, 1)))
+    >>> steps = fixed_rank.lift(q, x)
+    >>> steps.left.ravel().tolist(), steps.right.ravel().tolist()
+    ([0.0, 2.0, 0.0], [0.0, 0.0])
   """
   check_fits(frame, 'tangent', tangent)
   left, right = tangent
@@ -112,7 +166,27 @@ def lift(
 def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
   """Coordinates of ``T = dL right^T + left dR^T``: undoes any lift.
 
-  ``X_L = (I - P_L) dL C_R^T`` and ``X_R = dR C_L^T + Q_R C_R dL^T Q_L``.
+  ``X_L = (I - P_L) dL C_R^T`` and ``X_R = dR C_L^T + Q_R C_R dL^T Q_L``: the
+  coordinates of a vector of the form of PRISM's Eq. 11 (arXiv:2606.00944).
+
+  Args:
+    frame: Frame of the factors.
+    steps: ``(dL, dR)``, (..., m, r) and (..., n, r).
+
+  Returns:
+    Coordinates, same shapes; the same for all lifts of one T.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
+    >>> q = fixed_rank.frame(z)
+    >>> steps = fixed_rank.Factors(z.left, z.right)  # T = 2 Z, of norm 16.
+    >>> x = fixed_rank.tangent_from_steps(q, steps)
+    >>> x.left.ravel().tolist(), x.right.ravel().tolist()
+    ([0.0, 0.0, 0.0], [16.0, 0.0])
   """
   check_fits(frame, 'steps', steps)
   return Tangent(
@@ -125,10 +199,10 @@ def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
 
 
 def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
-  """The steps of least norm with the same tangent vector (PRISM, Prop. A.11).
+  """The steps of least norm with the same tangent vector.
 
   ``(dL + L W, dR - R W^T)`` with ``M W + W N = dR^T R - L^T dL``, ``M = L^T L``
-  and ``N = R^T R``. See :func:`lift`.
+  and ``N = R^T R`` (PRISM, arXiv:2606.00944, Prop. A.11). See :func:`lift`.
 
   Args:
     factors: (..., m, r) and (..., n, r).
@@ -136,13 +210,40 @@ def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
 
   Returns:
     The horizontal lift, same shapes.
+
+  Raises:
+    ValueError: If the shapes do not match or ``r > min(m, n)``.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
+    >>> steps = fixed_rank.Factors(jnp.zeros((3, 1)), 2 * jnp.eye(2, 1))
+    >>> left, right = fixed_rank.horizontal_lift(z, steps)
+    >>> left.ravel().tolist(), right.ravel().tolist()  # Shared out.
+    ([1.0, 0.0, 0.0], [1.0, 0.0])
   """
   q = frame_of(factors)
   return lift(q, tangent_from_steps(q, steps), horizontal=True)
 
 
 def norm(tangent: Tangent) -> jax.Array:
-  """Intrinsic norm ``||T||_F``, shape (...): the norm of the coordinates."""
+  """The intrinsic norm, which is the norm of the coordinates.
+
+  ``||T||_F = sqrt(||X_L||_F^2 + ||X_R||_F^2)`` (PRISM, arXiv:2606.00944,
+  Eq. 15, in orthonormal coordinates).
+
+  Args:
+    tangent: Coordinates (..., m, r) and (..., n, r).
+
+  Returns:
+    Shape (...), in the unit of T.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
+    >>> fixed_rank.norm(x).item()
+    5.0
+  """
   return jnp.sqrt(
     jnp.sum(jnp.square(tangent.left), axis=(-2, -1))
     + jnp.sum(jnp.square(tangent.right), axis=(-2, -1))
@@ -150,7 +251,30 @@ def norm(tangent: Tangent) -> jax.Array:
 
 
 def embed(frame: Frame, tangent: Tangent) -> jax.Array:
-  """The dense m x n matrix T, (..., m, n): for tests and small problems."""
+  """The dense m x n matrix T, for tests and small problems.
+
+  ``T = X_L Q_R^T + Q_L X_R^T``, PRISM's Eq. 11 (arXiv:2606.00944) in
+  orthonormal bases.
+
+  Args:
+    frame: Frame of the factors.
+    tangent: Coordinates (..., m, r) and (..., n, r).
+
+  Returns:
+    (..., m, n)
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
+    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1, -1), 4 * jnp.eye(2, 1, -1))
+    >>> print(fixed_rank.embed(q, x))
+    [[0. 4.]
+     [3. 0.]
+     [0. 0.]]
+  """
   check_fits(frame, 'tangent', tangent)
   return matmul(tangent.left, frame.right.mT) + matmul(
     frame.left, tangent.right.mT
@@ -173,7 +297,25 @@ class Anchored(NamedTuple):
 
 
 def anchor(frame: Frame | Factors, tangent: Tangent) -> Anchored:
-  """Joins a tangent vector and the bases of its frame."""
+  """Joins a tangent vector and the bases of its frame.
+
+  Args:
+    frame: Frame of the factors, or its two bases as ``Factors``.
+    tangent: Coordinates (..., m, r) and (..., n, r).
+
+  Returns:
+    ``[X_L, Q_L]`` and ``[X_R, Q_R]``, for :func:`carry`.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> bases = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
+    >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.ones((2, 1)))
+    >>> fixed_rank.anchor(bases, x).right.tolist()
+    [[1.0, 1.0], [1.0, 0.0]]
+  """
   check_fits(frame, 'tangent', tangent)
   return Anchored(
     jnp.concatenate([tangent.left, frame[0]], -1),
@@ -187,11 +329,26 @@ def carry(
   """Projects a tangent vector from another point on the tangent space here.
 
   With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
-  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only.
+  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only: the
+  projection of PRISM (arXiv:2606.00944, Eq. 13) of T at the new point. That it
+  carries moments from step to step is ours.
+
+  Args:
+    anchored: From :func:`anchor` at the old point.
+    frame: Frame at the new point, or its two bases as ``Factors``.
 
   Returns:
-    The tangent vector, and the overlaps ``Q_L^T Q_L'`` and ``Q_R^T Q_R'`` of
-    the old bases with the new ones, (..., r, r).
+    The tangent vector, of no larger norm, and the overlaps ``Q_L^T Q_L'`` and
+    ``Q_R^T Q_R'`` of the old bases with the new ones, (..., r, r).
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> bases = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
+    >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.ones((2, 1)))
+    >>> new, overlaps = fixed_rank.carry(
+    ...   fixed_rank.anchor(bases, x), fixed_rank.Factors(bases[0], -bases[1]))
+    >>> new.right.ravel().tolist(), overlaps[1].tolist()  # T itself stays.
+    ([1.0, 1.0], [[-1.0]])
   """
   inside_left, turn_left = jnp.split(gram(anchored.left, frame[0]), 2, -2)
   inside_right, turn_right = jnp.split(gram(anchored.right, frame[1]), 2, -2)
@@ -211,7 +368,27 @@ def transport(
 ) -> Tangent:
   """Projects a tangent vector at one point on the tangent space at another.
 
-  See :func:`carry`. Of the frames only the two bases are read.
+  See :func:`carry`: the projection of PRISM's Eq. 13 (arXiv:2606.00944). Of the
+  frames only the two bases are read.
+
+  Args:
+    old_frame: Frame, or bases, that ``tangent`` is written in.
+    new_frame: Frame, or bases, at the other point.
+    tangent: Coordinates (..., m, r) and (..., n, r).
+
+  Returns:
+    Coordinates in the new frame, same shapes, of no larger norm.
+
+  Raises:
+    ValueError: If m, n or r are not the frames'.
+
+  Example:
+    >>> from prism_optax import fixed_rank
+    >>> old = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
+    >>> new = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1, -1))
+    >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.array([[3.0], [4.0]]))
+    >>> fixed_rank.transport(old, new, x).right.ravel().tolist()
+    [3.0, 4.0]
   """
   check_fits(new_frame, 'tangent', tangent)
   return carry(anchor(old_frame, tangent), new_frame)[0]

@@ -14,10 +14,11 @@ from prism_optax.fixed_rank._points import Factors, check_pair
 def truncate(factors: Factors, rank: int) -> Factors:
   """The best approximation of rank ``rank``, in the balanced SVD gauge.
 
-  ``(U s^1/2, V s^1/2)`` of the largest singular values, from two QR
-  factorisations and the SVD of a k x k core (k columns come in). The factors
-  may have more columns than rows, as two pairs side by side have. With as many
-  columns as came in it is a change of gauge alone.
+  ``(U s^1/2, V s^1/2)`` of the largest singular values (Eckart and Young;
+  PRISM, arXiv:2606.00944, Lemma A.25), from two QR factorisations and the SVD
+  of a k x k core (k columns come in). The factors may have more columns than
+  rows, as two pairs side by side have. With as many columns as came in it is a
+  change of gauge alone.
 
   ============================  ==============================================
   Z of rank below ``rank``      the lost columns are zero in one factor and in
@@ -26,6 +27,7 @@ def truncate(factors: Factors, rank: int) -> Factors:
   one factor zero               as above: Z stays zero, the other factor keeps
                                 the columns that say most about it
   both factors zero             both stay zero
+  NaN or Inf in a factor        NaN in both factors of this module
   ============================  ==============================================
 
   Args:
@@ -41,12 +43,13 @@ def truncate(factors: Factors, rank: int) -> Factors:
   Raises:
     ValueError: If the shapes do not match or ``rank`` is out of range.
 
-  >>> import jax.numpy as jnp
-  >>> left = jnp.array([[4.0, 0.0], [0.0, 1.0]])
-  >>> new = truncate(Factors(left, jnp.eye(3, 2)), 1)
-  >>> print(abs(new.left @ new.right.mT).round(3))
-  [[4. 0. 0.]
-   [0. 0. 0.]]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> left = jnp.array([[4.0, 0.0], [0.0, 1.0]])
+    >>> new = truncate(Factors(left, jnp.eye(3, 2)), 1)
+    >>> print(abs(new.left @ new.right.mT).round(3))
+    [[4. 0. 0.]
+     [0. 0. 0.]]
   """
   left, right = factors
   check_pair('factors', left, right)

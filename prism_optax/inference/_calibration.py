@@ -20,6 +20,10 @@ def gaussian_stddev(
 ) -> float:
   """Returns the noise that one release needs to be (epsilon, delta)-private.
 
+  ``sensitivity / mu`` with the largest mu for which ``Phi(mu/2 - epsilon/mu) -
+  exp(epsilon) Phi(-mu/2 - epsilon/mu) <= delta`` (Balle and Wang 2018,
+  Theorem 8); proportional to the sensitivity, so zero for zero.
+
   Args:
     epsilon: Positive, of one release; T released vectors are T releases.
     delta: In (0, 1).
@@ -41,7 +45,7 @@ def gaussian_stddev(
 
   References:
     Balle and Wang, Improving the Gaussian Mechanism for Differential Privacy,
-    arXiv 1805.06530; for the classic formula Dwork and Roth, The Algorithmic
+    arXiv:1805.06530; for the classic formula Dwork and Roth, The Algorithmic
     Foundations of Differential Privacy, Theorem A.1.
 
   Examples:
@@ -74,6 +78,9 @@ def hidden_state_sensitivity(
   l2_clip_norm: float, neighboring_relation: NeighboringRelation
 ) -> float:
   """Returns how far apart the clipped vectors of two neighbours can be.
+
+  The diameter of the ball of radius C, or its radius: the L2 sensitivity of
+  Dwork and Roth, The Algorithmic Foundations of Differential Privacy.
 
   Args:
     l2_clip_norm: C, the largest norm that a clipped vector (or block) has.
@@ -117,7 +124,8 @@ def release_event(
 
   The event holds the sensitivity of the relation: account for it as it is,
   with the accountant's default relation. Under ``REPLACE_ONE`` an accountant
-  would double once more.
+  would double once more. One release has ``mu = sensitivity / stddev`` (Dong,
+  Roth and Su, arXiv:1905.02383), T of them ``mu sqrt(T)``.
 
   Args:
     stddev: Of the noise on each coordinate. 0.0 is an event that costs

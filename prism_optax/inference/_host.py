@@ -27,13 +27,23 @@ def privatize_on_host(
   A Gaussian computed in floating point is not a Gaussian: which numbers can
   come out depends on what the noise is added to, and whoever sees all bits of
   enough sums can tell neighbours apart with certainty (Mironov 2012, for
-  Laplace; Jin et al., arXiv 2112.05307, for Gaussian noise). Casting the sum to
+  Laplace; Jin et al., arXiv:2112.05307, for Gaussian noise). Casting the sum to
   a narrow type, or releasing only what a LoRA module makes of it, helps but
   proves nothing. With ``noise='discrete'`` the clipped state is rounded towards
   zero to a grid of stddev / 65536, which does not lengthen it, and the noise is
   a discrete Gaussian on that grid, sampled exactly: sums of integers have no
   gaps. What remains open is time: how long sampling takes depends on the noise
-  (not on the state).
+  (not on the state). Neighbours are what :func:`hidden_state_sensitivity` says.
+
+  =============================  ==============================================
+  coordinate with NaN or Inf     its vector (block) counts as zero
+  zero vector                    noise alone
+  masked vector                  zeros without noise, whatever stands there
+  no vectors                     an empty array
+  ``stddev=0.0``                 clips only: no privacy
+  stddev below C / 2**36         ValueError with ``'discrete'``: the grid would
+                                 not be exact
+  =============================  ==============================================
 
   Args:
     hidden: States, shape ``(..., d)``, or ``(..., T, d)`` with blocks; anything
@@ -56,7 +66,7 @@ def privatize_on_host(
     ValueError: If an argument is out of its range or a shape does not fit.
 
   References:
-    Canonne, Kamath and Steinke, arXiv 2004.00010: the discrete Gaussian of
+    Canonne, Kamath and Steinke, arXiv:2004.00010: the discrete Gaussian of
     parameter sigma satisfies ``Delta^2 / (2 sigma^2)`` concentrated privacy.
 
   Examples:

@@ -20,13 +20,16 @@ def signal_to_noise_bound(
 ) -> float:
   """Returns the best ratio of norms that a release can have.
 
+  ``C / (stddev sqrt(size))`` (ours): the norm of a clipped state over the root
+  mean square norm of its noise. It reads no state, so it may be told.
+
   Args:
     l2_clip_norm: C.
     stddev: Of the noise on each coordinate, in the same unit.
     size: Number of coordinates of a vector, or of a whole block.
 
   Returns:
-    ``C / (stddev sqrt(size))``, ``inf`` without noise.
+    The ratio, ``inf`` without noise.
 
   Raises:
     ValueError: If an argument is out of its range.
@@ -52,6 +55,9 @@ def nonprivate_signal_to_noise(
 ) -> np.ndarray:
   """Returns each release's norm after the clip over the noise's norm.
 
+  ``||clip(h)|| / (stddev sqrt(d))`` (ours). Not private: it depends on the
+  states.
+
   Args:
     hidden: States, as for :func:`privatize_on_host`.
     l2_clip_norm: C.
@@ -62,11 +68,20 @@ def nonprivate_signal_to_noise(
   Returns:
     Ratios in float64, one per vector or block: the shape of ``hidden`` without
     its last ``block_ndim`` axes. The noise's norm is the root of its mean
-    square over the coordinates that are there; nothing is there, nothing is
-    the ratio.
+    square over the coordinates that are there. 0.0 for masked vectors and for
+    those with a coordinate that is not finite.
 
   Raises:
     ValueError: If an argument is out of its range or a shape does not fit.
+
+  Examples:
+    >>> import numpy as np
+    >>> from prism_optax import inference
+    >>> inference.nonprivate_signal_to_noise(
+    ...   np.array([[0.0, 0.5, 0, 0], [8.0, 0, 0, 0]]),
+    ...   l2_clip_norm=1.0, stddev=0.5,
+    ... ).round(3).tolist()
+    [0.5, 1.0]
   """
   _validate.positive('stddev', stddev)
   clipped = _host.clip_on_host(
@@ -90,6 +105,7 @@ def rank_attenuation(left: np.ndarray, right: np.ndarray) -> float:
   ``||Z||_2``. With r equal singular values their ratio is ``sqrt(r / n)``, the
   gain that a projection to rank r is often credited with; a state that does
   not lie in those r directions gains nothing: it is attenuated like the noise.
+  The measure is ours; it reads no state.
 
   Args:
     left: Output side, shape ``(m, r)``.
@@ -126,6 +142,9 @@ def nonprivate_delta_signal_to_noise(
 ) -> np.ndarray:
   """Returns the ratio of signal and noise in the LoRA delta.
 
+  ``||Z clip(h)|| / (stddev ||Z||_F)`` (ours). Not private: it depends on the
+  states.
+
   Args:
     hidden: States, shape ``(..., n)``, released vector by vector.
     left: Output side, shape ``(m, r)``.
@@ -134,11 +153,20 @@ def nonprivate_delta_signal_to_noise(
     stddev: Of the noise on each coordinate, positive.
 
   Returns:
-    ``||Z clip(h)|| / (stddev ||Z||_F)`` in float64, shape
-    ``hidden.shape[:-1]``; the LoRA scale cancels. 0.0 for Z = 0.
+    Ratios in float64, shape ``hidden.shape[:-1]``; the LoRA scale cancels. 0.0
+    for Z = 0 and for states that are not finite.
 
   Raises:
     ValueError: If an argument is out of its range or a shape does not fit.
+
+  Examples:
+    >>> import numpy as np
+    >>> from prism_optax import inference
+    >>> inference.nonprivate_delta_signal_to_noise(
+    ...   np.array([[2.0, 0.0], [0.0, 2.0]]), np.eye(3, 1), np.eye(2, 1),
+    ...   l2_clip_norm=1.0, stddev=0.5,
+    ... ).round(3).tolist()
+    [2.0, 0.0]
   """
   _validate.positive('stddev', stddev)
   values = _singular_values(left, right)

@@ -29,9 +29,22 @@ def privatize_hidden_states(
   tokens, which cost together what a single vector costs and share its signal.
   Arithmetic is in float32 (float64 for float64 states), whatever the type.
 
-  A vector or block with a coordinate that is not finite counts as zero. The
-  noise is drawn for every call: with the same key it would be the same, and
+  ``h min(1, C / ||h||) + N(0, stddev^2 I)``, the Gaussian mechanism (exact
+  privacy: Balle and Wang 2018, arXiv:1805.06530). How far apart two neighbours
+  are depends on the relation, 2 C where one state stands in the place of
+  another: :func:`hidden_state_sensitivity`, :func:`release_event`.
+
+  The noise is drawn for every call: with the same key it would be the same, and
   subtract out.
+
+  =============================  ==============================================
+  coordinate with NaN or Inf     its vector (block) counts as zero
+  norm that overflows            no norm does: it is clipped like any other
+  zero vector                    noise alone
+  masked vector                  zeros without noise, whatever stands there
+  ``stddev=0.0``                 clips only: no privacy
+  bfloat16 states                computed in float32, rounded behind the noise
+  =============================  ==============================================
 
   The generator of JAX is not a cryptographic one, and sums of floating-point
   numbers have gaps that tell something about the summands. Where an adversary

@@ -23,8 +23,9 @@ class Blocks(NamedTuple):
 
   Attributes:
     pairs: For each distinct shape and type of module a pair of arrays
-      (*lead, k, m, r), (*lead, k, n, r): ``fixed_rank.Tangent`` or ``Factors``.
-    others: The leaves that belong to no pair, (*lead, *shape).
+      ``(*lead, k, m, r)``, ``(*lead, k, n, r)``: ``fixed_rank.Tangent`` or
+      ``fixed_rank.Factors``.
+    others: The leaves that belong to no pair, ``(*lead, *shape)``.
   """
 
   pairs: tuple[Any, ...]
@@ -44,6 +45,17 @@ class Adapters:
   Args:
     params: Tree of trainable arrays.
     layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Raises:
+    ValueError: If pairs cannot be found, or a rank is above min(m, n).
+
+  Example:
+    >>> from prism_optax import lora
+    >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> adapters = lora.Adapters(params, lora.Layout(scale=4.0))
+    >>> pair = adapters.factors(params).pairs[0]
+    >>> pair.left.tolist(), pair.right.shape  # k = 1; sqrt(scale) on each.
+    ([[[2.0], [2.0]]], (1, 3, 1))
   """
 
   def __init__(self, params: Any, layout: _pairs.LayoutLike = None):
@@ -118,16 +130,39 @@ class Adapters:
     """The scaled factors: ``Z`` of a module is its change of the weight.
 
     The scale is shared out as its square root on either factor.
+
+    Args:
+      params: A tree like the one this was made from.
+
+    Returns:
+      Pairs of ``Factors``, float32 at least.
     """
     leaves = self._leaves(params, 0, 'params')
     return self._split(leaves, Factors, 0.5)
 
   def gradients(self, grads: Any, lead: int = 0, what='grads') -> Blocks:
-    """Gradients with respect to :meth:`factors`, with leading batch axes."""
+    """Gradients with respect to :meth:`factors`, with leading batch axes.
+
+    Args:
+      grads: Gradients with respect to the leaves.
+      lead: Number of their leading batch axes, 0 or 1.
+      what: Name in error messages.
+
+    Returns:
+      Pairs of ``Factors``, divided by the square root of the scale.
+    """
     return self._split(self._leaves(grads, lead, what), Factors, -0.5)
 
   def coordinates(self, tree: Any, what: str = 'updates') -> Blocks:
-    """Tangent coordinates from a tree in the shapes of ``params``."""
+    """Tangent coordinates from a tree in the shapes of ``params``.
+
+    Args:
+      tree: Coordinates, as transformations pass them on.
+      what: Name in error messages.
+
+    Returns:
+      Pairs of ``Tangent``, float32 at least.
+    """
     return self._split(self._leaves(tree, 0, what), Tangent, 0.0)
 
   # Blocks -> trees.
@@ -137,7 +172,13 @@ class Adapters:
   ) -> Any:
     """A tree in the shapes of ``params``; pairs times ``scale ** power``.
 
-    With ``rank_multiple`` the factors have so many times the columns.
+    Args:
+      blocks: Pairs and other leaves.
+      power: 0 for coordinates, -0.5 for what :meth:`factors` gave.
+      rank_multiple: The factors have so many times the columns.
+
+    Returns:
+      The tree, in the types of the blocks.
     """
     leaves: list[Any] = [None] * len(self._shapes)
     for ((a, b, _), group), pair in zip(
@@ -161,7 +202,16 @@ class Adapters:
     return jax.tree.unflatten(self._treedef, leaves)
 
   def steps(self, new: Sequence[Factors], params: Any, others: Any) -> Any:
-    """A tree of ``new - params`` for the factors, of ``others`` beside them."""
+    """A tree of ``new - params`` for the factors, of ``others`` beside them.
+
+    Args:
+      new: Factors of each group, as :meth:`factors` gives them.
+      params: The tree to subtract.
+      others: Updates of the other leaves.
+
+    Returns:
+      Updates for ``optax.apply_updates``.
+    """
     tree = self.tree(Blocks(tuple(new), tuple(others)), -0.5)
     leaves, old = jax.tree.leaves(tree), jax.tree.leaves(params)
     return jax.tree.unflatten(
@@ -170,7 +220,14 @@ class Adapters:
     )
 
   def by_module(self, stacked: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """From one array (k, ...) a group to arrays (*stack, ...) by name."""
+    """From one array for each group to arrays by the names of modules.
+
+    Args:
+      stacked: Arrays (k, ...), one for each group.
+
+    Returns:
+      A dict of arrays ``(*stack, ...)``.
+    """
     out = {}
     for (_, group), array in zip(self._groups, stacked, strict=True):
       start = 0
@@ -183,13 +240,23 @@ class Adapters:
   # Geometry over all modules.
 
   def frames(self, params: Any) -> tuple[Frame, ...]:
-    """One stacked frame for each group of modules."""
+    """One stacked frame for each group of modules.
+
+    Args:
+      params: A tree like the one this was made from.
+
+    Returns:
+      Frames of the scaled factors.
+    """
     return tuple(fixed_rank.frame(pair) for pair in self.factors(params).pairs)
 
   def check_observable(self, params: Any) -> None:
     """Refuses modules whose factors are both zero, where values are known.
 
     Their gradients are zero whatever the data, so they would never move.
+
+    Args:
+      params: A tree like the one this was made from.
 
     Raises:
       ValueError: Naming the modules.
@@ -216,14 +283,45 @@ class Adapters:
 
 
 def map_pairs(fn, *blocks: Sequence[Any]) -> tuple[Any, ...]:
-  """Applies ``fn`` to the pairs (frames, tangents, ...) of each group."""
+  """Applies a function to the pairs (frames, tangents, ...) of each group.
+
+  Args:
+    fn: Of one pair, or of one of each of ``blocks``.
+    *blocks: Sequences with one entry for each group of modules.
+
+  Returns:
+    A tuple of what ``fn`` gives.
+
+  Example:
+    >>> map_pairs(lambda x, y: x + y, (1, 2), (10, 20))
+    (11, 22)
+  """
   return tuple(fn(*args) for args in zip(*blocks, strict=True))
 
 
 def to_coordinates(frames: Sequence[Frame], gradients: Blocks) -> Blocks:
   """Gradients of the factors in tangent coordinates; other leaves as they are.
 
-  The gradients may carry a leading batch axis.
+  PRISM's projection (arXiv:2606.00944, Eq. 13), see
+  :func:`prism_optax.fixed_rank.tangent_from_gradients`.
+
+  Args:
+    frames: From :meth:`Adapters.frames`.
+    gradients: From :meth:`Adapters.gradients`; they may carry a leading batch
+      axis.
+
+  Returns:
+    Pairs of ``Tangent`` in the shapes of the gradients.
+
+  Example:
+    >>> from prism_optax import lora
+    >>> params = {'lora_a': 2 * jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
+    >>> adapters = lora.Adapters(params)
+    >>> gradients = adapters.gradients({
+    ...   'lora_a': jnp.eye(3, 1), 'lora_b': jnp.array([[0.0, 6.0]])})
+    >>> x = to_coordinates(adapters.frames(params), gradients).pairs[0]
+    >>> x.left.ravel().tolist(), x.right.ravel().tolist()
+    ([0.0, 3.0], [0.25, 0.0, 0.0])
   """
   pairs = map_pairs(fixed_rank.tangent_from_gradients, frames, gradients.pairs)
   return Blocks(pairs, gradients.others)

@@ -42,7 +42,7 @@ def ema(
 
   Averaging the two factors instead averages neither Z nor anything else that
   is the same in every gauge: two pairs with the same Z may average to zero.
-  This one is a function of the matrices ``Z_t`` alone.
+  This one is a function of the matrices ``Z_t`` alone (ours).
 
   What is truncated in one step is lost for all that follow, so directions that
   grow slowly come in late. Inside, the average therefore has ``rank_multiple``
@@ -52,6 +52,15 @@ def ema(
   float32 at least, whatever the parameters are.
 
   Privacy: post-processing of the iterates.
+
+  =========================  ==================================================
+  first call                 the parameters themselves, balanced
+  ``decay=0.0``              likewise at every call
+  Z of rank below r          lost columns are zero in one factor at least, see
+                             :func:`prism_optax.fixed_rank.truncate`
+  NaN or Inf in the tree     the average keeps it
+  bfloat16 parameters        the state is float32, what comes out bfloat16
+  =========================  ==================================================
 
   Args:
     decay: In [0, 1). May be traced.
@@ -67,14 +76,15 @@ def ema(
     ValueError: If ``decay`` or ``rank_multiple`` is out of range, or no pair
       is found.
 
-  >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
-  >>> tx = ema(0.5)
-  >>> state = tx.init(params)
-  >>> for factor in (1.0, -1.0):  # Another gauge of the same matrix.
-  ...   average, state = tx.update(
-  ...     jax.tree.map(lambda x: factor * x, params), state)
-  >>> print((average['lora_a'] @ average['lora_b'])[0].round(3))
-  [1. 1.]
+  Example:
+    >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> tx = ema(0.5)
+    >>> state = tx.init(params)
+    >>> for factor in (1.0, -1.0):  # Another gauge of the same matrix.
+    ...   average, state = tx.update(
+    ...     jax.tree.map(lambda x: factor * x, params), state)
+    >>> print((average['lora_a'] @ average['lora_b'])[0].round(3))
+    [1. 1.]
   """
   _validate.decay_rate('decay', decay)
   _validate.integer('rank_multiple', rank_multiple, 1)

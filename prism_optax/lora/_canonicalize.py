@@ -17,7 +17,8 @@ def canonicalize(params: Any, *, layout: _pairs.LayoutLike = None) -> Any:
   ``left = U s^1/2`` and ``right = V s^1/2`` with orthogonal columns: there
   frames are exact at any condition number. Training keeps this gauge by
   itself; factors that come from elsewhere may be in any. Computed in float64
-  on the host, whatever ``jax_enable_x64`` says.
+  on the host, whatever ``jax_enable_x64`` says. Ours. It reads parameters and
+  no data: post-processing.
 
   ======================  ====================================================
   one factor zero         it stays zero; the columns of the other are made
@@ -25,6 +26,7 @@ def canonicalize(params: Any, *, layout: _pairs.LayoutLike = None) -> Any:
   Z of rank below r       as above for the lost directions: the factor with the
                           higher rank keeps its own, the other is zero there
   both factors zero       both stay zero
+  leaves without pair     pass
   ======================  ====================================================
 
   Args:
@@ -38,11 +40,12 @@ def canonicalize(params: Any, *, layout: _pairs.LayoutLike = None) -> Any:
     ValueError: Under ``jit`` (the values are needed), or as in
       :func:`describe_pairs`.
 
-  >>> import numpy as np
-  >>> a, b = np.array([[3.0, 3.0], [0.0, 1.0]]), np.array([[1.0, 0], [0, 2.0]])
-  >>> new = canonicalize({'lora_a': a, 'lora_b': b})
-  >>> bool(np.allclose(new['lora_a'] @ new['lora_b'], a @ b))
-  True
+  Example:
+    >>> import numpy as np
+    >>> a, b = np.array([[3.0, 3], [0, 1]]), np.array([[1.0, 0], [0, 2]])
+    >>> new = canonicalize({'lora_a': a, 'lora_b': b})
+    >>> bool(np.allclose(new['lora_a'] @ new['lora_b'], a @ b))
+    True
   """
   modules = _pairs.find_modules(params, layout)
   leaves, treedef = jax.tree.flatten(params)

@@ -34,7 +34,7 @@ def initialize(
   one_sided      ``left`` is zero, ``right`` has orthonormal columns times
                  ``size``. Z is zero, the model is the pretrained one. The first
                  private step is one-sided: all of it goes to ``left``
-  balanced      Z has r equal singular values ``size`` and random singular
+  balanced       Z has r equal singular values ``size`` and random singular
                  vectors, shared by the factors: full rank from the first step
                  on, as noise that is correlated over steps needs it. The model
                  is changed; :func:`unmerge` takes Z out of its weights
@@ -42,6 +42,8 @@ def initialize(
 
   Columns are orthogonal in both, the gauge in which frames are exact. Factors
   from a library's own initialisation work as well: this is no requirement.
+  (One zero factor is LoRA's own start; orthonormal columns and ``'balanced'``
+  are ours.) It reads no data.
 
   Args:
     params: Tree of trainable arrays with LoRA pairs; only names, shapes and
@@ -59,10 +61,11 @@ def initialize(
     ValueError: For another method or key, a ``size`` that is not positive, or
       if no pair is found.
 
-  >>> params = {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}
-  >>> new = initialize(params, 0, method='balanced', size=0.5)
-  >>> jnp.linalg.svd(new['lora_a'] @ new['lora_b'])[1].round(4).tolist()
-  [0.5, 0.5, 0.0]
+  Example:
+    >>> params = {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}
+    >>> new = initialize(params, 0, method='balanced', size=0.5)
+    >>> jnp.linalg.svd(new['lora_a'] @ new['lora_b'])[1].round(4).tolist()
+    [0.5, 0.5, 0.0]
   """
   _validate.one_of('method', method, ('one_sided', 'balanced'))
   if size is None and method == 'balanced':
@@ -131,14 +134,15 @@ def spectral_residual(
     ValueError: If a weight is not found, is not the only candidate, or does not
       fit; for another key, or negative numbers.
 
-  >>> params = {'q': {'lora_a': jnp.ones((4, 1)), 'lora_b': jnp.ones((1, 3))}}
-  >>> weights = {'q': {'kernel': jnp.eye(4, 3) * jnp.array([3.0, 1.0, 1.0])}}
-  >>> new, frozen = spectral_residual(params, weights, 0)
-  >>> z = new['q']['lora_a'] @ new['q']['lora_b']
-  >>> bool(jnp.allclose(z[0], jnp.array([3.0, 0.0, 0.0]), atol=1e-5))
-  True
-  >>> bool(jnp.allclose(z + frozen['q']['kernel'], weights['q']['kernel']))
-  True
+  Example:
+    >>> params = {'q': {'lora_a': jnp.ones((4, 1)), 'lora_b': jnp.ones((1, 3))}}
+    >>> weights = {'q': {'kernel': jnp.eye(4, 3) * jnp.array([3.0, 1.0, 1.0])}}
+    >>> new, frozen = spectral_residual(params, weights, 0)
+    >>> z = new['q']['lora_a'] @ new['q']['lora_b']
+    >>> bool(jnp.allclose(z[0], jnp.array([3.0, 0.0, 0.0]), atol=1e-5))
+    True
+    >>> bool(jnp.allclose(z + frozen['q']['kernel'], weights['q']['kernel']))
+    True
   """
   _validate.integer('oversampling', oversampling, 0)
   _validate.integer('power_iterations', power_iterations, 0)

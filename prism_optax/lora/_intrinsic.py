@@ -16,14 +16,14 @@ def intrinsic(
   """``Z = scale * left @ right.mT`` of each module, by name.
 
   The same for all gauges of the factors; what clip, noise and learning rate
-  act on.
+  act on. It reads parameters and no data: post-processing.
 
   Args:
     params: Tree of trainable arrays with LoRA pairs.
     layout: See :func:`prism_optax.lora.describe_pairs`. Without it the scale
       is 1.
-    dense: Multiply the factors out: arrays (*stack, m, n) in place of
-      ``fixed_rank.Factors`` (*stack, m, r) and (*stack, n, r).
+    dense: Multiply the factors out: arrays ``(*stack, m, n)`` in place of
+      ``fixed_rank.Factors`` of ``(*stack, m, r)`` and ``(*stack, n, r)``.
 
   Returns:
     Outputs m come first and inputs n last, whatever the library's orientation
@@ -33,15 +33,16 @@ def intrinsic(
   Raises:
     ValueError: If pairs cannot be found.
 
-  >>> import jax.numpy as jnp
-  >>> params = {'dense': {'lora_a': jnp.ones((6, 2)),
-  ...                     'lora_b': jnp.ones((2, 5))}}
-  >>> intrinsic(params)['dense'].left.shape
-  (5, 2)
-  >>> z = intrinsic(params, layout={'dense': _pairs.Layout(scale=4.0)},
-  ...               dense=True)
-  >>> z['dense'].shape, float(z['dense'][0, 0])
-  ((5, 6), 8.0)
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'dense': {'lora_a': jnp.ones((6, 2)),
+    ...                     'lora_b': jnp.ones((2, 5))}}
+    >>> intrinsic(params)['dense'].left.shape
+    (5, 2)
+    >>> z = intrinsic(params, layout={'dense': _pairs.Layout(scale=4.0)},
+    ...               dense=True)
+    >>> z['dense'].shape, float(z['dense'][0, 0])
+    ((5, 6), 8.0)
   """
   adapters = Adapters(params, layout)
   pairs = adapters.factors(params).pairs

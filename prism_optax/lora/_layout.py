@@ -58,8 +58,8 @@ class Pair(NamedTuple):
   Attributes:
     a: Path of the input-side factor, for example ``'dense/lora_a'``.
     b: Path of the output-side factor.
-    layout: Their axes; None for ``a`` (*stack, in, r) and ``b``
-      (*stack, r, out).
+    layout: Their axes; None for ``a`` of ``(*stack, in, r)`` and ``b`` of
+      ``(*stack, r, out)``.
     name: Of the module; None for that of the paths.
   """
 

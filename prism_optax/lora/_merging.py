@@ -20,7 +20,7 @@ class Kernel(NamedTuple):
 
   Attributes:
     path: Path of the leaf in the tree of weights, '/' between keys.
-    axes: Its axes in the order (*stack, *in, *out); None if that is their
+    axes: Its axes in the order ``(*stack, *in, *out)``; None if that is their
       order. A matrix (out, in) has ``axes=(1, 0)``.
   """
 
@@ -50,7 +50,16 @@ def merge(
 
   A model that computes ``W + scale * left @ right.mT`` gives the same with the
   merged weights and no adapters. Sums are made in float32 at least and rounded
-  once to the type of the weight.
+  once to the type of the weight. It reads adapters and weights and no data:
+  post-processing.
+
+  =========================  ==================================================
+  adapters of Z = 0          the weights as they are
+  bfloat16 weights           summed in float32, rounded once
+  integer weights            ValueError: a quantised weight cannot take Z
+  two modules, one weight    ValueError
+  no or several candidates   ValueError that lists them; ``kernels`` decides
+  =========================  ==================================================
 
   Args:
     params: Tree of trainable arrays with LoRA pairs.
@@ -58,10 +67,10 @@ def merge(
       type. Nested dicts, an ``nnx.State``, or any tree of arrays.
     kernels: For each module (its name, see :func:`describe_pairs`) the path of
       its weight, or a :class:`Kernel` where axes are in another order. Modules
-      that are not named get the one leaf that has the shape (*stack, *in, *out)
-      and stands where their library puts it: at ``name`` itself, beside the
-      factors (``dense/kernel`` for ``dense/lora_a`` or ``dense/lora/lora_a``)
-      or in ``base_module``.
+      that are not named get the one leaf that has the shape
+      ``(*stack, *in, *out)`` and stands where their library puts it: at
+      ``name`` itself, beside the factors (``dense/kernel`` for
+      ``dense/lora_a`` or ``dense/lora/lora_a``) or in ``base_module``.
     layout: See :func:`describe_pairs`. Its scale counts.
 
   Returns:
@@ -71,10 +80,11 @@ def merge(
     ValueError: If a weight is not found, is not the only candidate, or does not
       fit.
 
-  >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
-  >>> merged = merge(params, {'q': {'kernel': jnp.zeros((3, 2))}})
-  >>> float(merged['q']['kernel'].sum())
-  6.0
+  Example:
+    >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
+    >>> merged = merge(params, {'q': {'kernel': jnp.zeros((3, 2))}})
+    >>> float(merged['q']['kernel'].sum())
+    6.0
   """
   return _added(params, weights, 1.0, kernels, layout)
 
@@ -89,12 +99,26 @@ def unmerge(
   """Subtracts the matrices Z of the adapters from the weights.
 
   So a model with adapters that are not zero at the start begins as the model
-  without. Arguments, result and errors as in :func:`merge`.
+  without. The inverse of :func:`merge`, but for rounding; post-processing
+  likewise.
 
-  >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
-  >>> weights = unmerge(params, {'q': {'kernel': jnp.ones((3, 2))}})
-  >>> float(weights['q']['kernel'].sum())
-  0.0
+  Args:
+    params: As in :func:`merge`.
+    weights: As there.
+    kernels: As there.
+    layout: As there.
+
+  Returns:
+    A tree like ``weights``.
+
+  Raises:
+    ValueError: As in :func:`merge`.
+
+  Example:
+    >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
+    >>> weights = unmerge(params, {'q': {'kernel': jnp.ones((3, 2))}})
+    >>> float(weights['q']['kernel'].sum())
+    0.0
   """
   return _added(params, weights, -1.0, kernels, layout)
 

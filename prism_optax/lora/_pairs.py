@@ -216,16 +216,20 @@ def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
     names: Path of each array, '/' between keys.
     params: The arrays, in the same order.
 
+  Returns:
+    Pairs with their layouts; paths are positions in the list.
+
   Raises:
     ValueError: If the lengths differ, or a pair cannot be read.
 
-  >>> import jax.numpy as jnp
-  >>> params = [jnp.ones((6, 2)), jnp.zeros((2, 5))]
-  >>> names = ['dense/lora_kernel_a', 'dense/lora_kernel_b']
-  >>> print(describe_pairs(params, layout=pairs_by_name(names, params)))
-  module  right (n, r)  left (m, r)  stack  scale
-  dense   6 x 2         5 x 2        ()     1
-  other trainable leaves: none
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = [jnp.ones((6, 2)), jnp.zeros((2, 5))]
+    >>> names = ['dense/lora_kernel_a', 'dense/lora_kernel_b']
+    >>> print(describe_pairs(params, layout=pairs_by_name(names, params)))
+    module  right (n, r)  left (m, r)  stack  scale
+    dense   6 x 2         5 x 2        ()     1
+    other trainable leaves: none
   """
   if len(names) != len(params):
     raise ValueError(
@@ -285,12 +289,40 @@ def _resolve(
 def describe_pairs(params: Any, *, layout: LayoutLike = None) -> str:
   """A table of the LoRA modules that the transforms see in ``params``.
 
-  >>> import jax.numpy as jnp
-  >>> print(describe_pairs({'dense': {
-  ...   'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}}))
-  module  right (n, r)  left (m, r)  stack  scale
-  dense   6 x 2         5 x 2        ()     1
-  other trainable leaves: none
+  Names choose the convention (flax, gemma, keras, PEFT, qwix), shapes choose
+  among its readings, and only if exactly one of them fits.
+
+  ===============================  ============================================
+  no pair                          ValueError with the names found
+  factor without a partner         ValueError: it would be trained unseen
+  name like a factor's, no rule    ValueError, likewise
+  shapes that can be read twice    ValueError that lists the readings
+  rank above min(in, out)          ValueError
+  one layer, or layers == r        the leading axes are the stack: no doubt
+  ``optax.MaskedNode`` and None    are no leaves
+  leaf that is no float            ValueError: frozen leaves do not belong here
+  ===============================  ============================================
+
+  Args:
+    params: Tree of trainable arrays, or of shapes.
+    layout: ``None`` finds the pairs by their names, with scale 1. A
+      :class:`Layout` holds for all of them; a mapping from patterns of module
+      names (``fnmatch``) to layouts for those that match; a list of
+      :class:`Pair` says everything.
+
+  Returns:
+    Some lines of text: a row for each module, then the other leaves.
+
+  Raises:
+    ValueError: As in the table, or if shapes do not fit the layout.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> print(describe_pairs({'dense': {
+    ...   'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}}))
+    module  right (n, r)  left (m, r)  stack  scale
+    dense   6 x 2         5 x 2        ()     1
+    other trainable leaves: none
   """
   modules = find_modules(params, layout)
   names, _ = named_leaves(params)

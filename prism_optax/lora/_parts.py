@@ -15,7 +15,13 @@ from prism_optax.lora._adapters import Adapters, Blocks
 
 
 class Point(NamedTuple):
-  """Where an update happens: the parameters and what follows from them."""
+  """Where an update happens: the parameters and what follows from them.
+
+  Attributes:
+    adapters: Their modules.
+    params: Tree of trainable arrays.
+    frames: One stacked frame for each group of modules.
+  """
 
   adapters: Adapters
   params: Any
@@ -51,13 +57,38 @@ class Part(NamedTuple):
 
 
 def stateless(adapters: Adapters, params: Any) -> optax.EmptyState:
-  """``init`` of a part without state."""
+  """The ``init`` of a part without state.
+
+  Args:
+    adapters: Not used.
+    params: Not used.
+
+  Returns:
+    ``optax.EmptyState()``
+
+  Example:
+    >>> stateless(None, None)
+    EmptyState()
+  """
   del adapters, params
   return optax.EmptyState()
 
 
 def part_from_optax(name: str, tx: optax.GradientTransformation) -> Part:
-  """A transformation that needs no parameters, such as a scaling, on blocks."""
+  """A transformation that needs no parameters, such as a scaling, on blocks.
+
+  Args:
+    name: For error messages.
+    tx: Of optax. It must commute with rotations of the rank index and keep no
+      memory of coordinates: see :func:`prism_optax.retract`.
+
+  Returns:
+    The part.
+
+  Example:
+    >>> part_from_optax('scale', optax.scale(2.0)).name
+    'scale'
+  """
 
   def init(adapters, params):
     return tx.init(adapters.coordinates(params))
@@ -74,11 +105,24 @@ def chain_parts(
 ) -> optax.GradientTransformationExtraArgs:
   """One transformation on trees in the shapes of the parameters.
 
-  Its state is that of the part, or a tuple of those of several parts.
+  Args:
+    *parts: At least one; blocks go through them in this order.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    Its state is that of the part, or a tuple of those of several parts.
 
   Raises:
     ValueError: In ``init``, if no pair is found or both factors of a module are
       zero; in ``update``, without ``params``.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> tx = chain_parts(part_from_optax('scale', optax.scale(2.0)))
+    >>> updates, _ = tx.update(params, tx.init(params), params)
+    >>> updates['lora_b'].tolist()
+    [[2.0, 2.0]]
   """
 
   def init_fn(params):

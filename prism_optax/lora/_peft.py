@@ -61,13 +61,23 @@ def load_peft(folder: str | os.PathLike) -> PeftAdapter:
     folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
 
   Returns:
-    The adapter; :func:`from_peft` puts it into the tree of a JAX model.
+    The adapter, NumPy arrays in the types of the file; :func:`from_peft` puts
+    it into the tree of a JAX model.
 
   Raises:
     ValueError: Naming the file and what is wrong with it: a file that is
       missing, cut or no such file, a factor without partner, shapes that do not
       fit each other or the configured rank.
     ImportError: Without ``safetensors``.
+
+  Example:
+    >>> import tempfile
+    >>> params = {'q': {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   save_peft(folder, params)
+    ...   loaded = load_peft(folder)
+    >>> loaded.params['q']['lora_a'].shape, loaded.layout[0].layout.scale
+    ((4, 2), 1.0)
   """
   files = _peft_files.read(pathlib.Path(folder))
   params, layout = {}, []
@@ -112,6 +122,16 @@ def from_peft(
   Raises:
     ValueError: If modules of one are not in the other, or ranks or features
       differ.
+
+  Example:
+    >>> import tempfile
+    >>> params = {'q': {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   save_peft(folder, params, layout=Layout(scale=4.0))
+    ...   loaded = load_peft(folder)
+    >>> new = from_peft(loaded, params)  # Its scale of 4 goes into the factors.
+    >>> float(new['q']['lora_a'][0, 0])
+    2.0
   """
   modules = _pairs.find_modules(params, layout)
   leaves, treedef = jax.tree.flatten(params)
@@ -172,7 +192,8 @@ def save_peft(
   ``alpha_pattern``. Both files are written in full and then put in place.
 
   After :func:`spectral_residual` save ``difference(trained, initial)``: PEFT
-  adds what it reads to the ORIGINAL weights.
+  adds what it reads to the ORIGINAL weights. Of adapters that were trained
+  privately this is post-processing.
 
   Args:
     folder: Is made if it does not exist.
@@ -190,14 +211,15 @@ def save_peft(
       name, or a stacked module has no name with ``{}``.
     ImportError: Without ``safetensors``.
 
-  >>> import tempfile
-  >>> params = {'model': {'q_proj': {
-  ...   'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}}
-  >>> with tempfile.TemporaryDirectory() as folder:
-  ...   save_peft(folder, params, layout=Layout(scale=8.0))
-  ...   loaded = load_peft(folder)
-  >>> list(loaded.params), loaded.config['r'], loaded.config['lora_alpha']
-  (['model.q_proj'], 2, 16)
+  Example:
+    >>> import tempfile
+    >>> params = {'model': {'q_proj': {
+    ...   'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   save_peft(folder, params, layout=Layout(scale=8.0))
+    ...   loaded = load_peft(folder)
+    >>> list(loaded.params), loaded.config['r'], loaded.config['lora_alpha']
+    (['model.q_proj'], 2, 16)
   """
   modules = _pairs.find_modules(params, layout)
   leaf_names, leaves = _pairs.named_leaves(params)

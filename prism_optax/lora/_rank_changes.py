@@ -36,6 +36,14 @@ def truncate(
 
   Privacy: post-processing.
 
+  =========================  ==================================================
+  the rank as it is          a change of gauge alone
+  Z of lower rank than that  lost columns are zero in one factor, the other
+                             keeps what it has beyond Z
+  one factor zero            Z stays zero, the other factor keeps the most
+  rank above the module's    ValueError: see :func:`pad_rank`
+  =========================  ==================================================
+
   Args:
     params: Tree of trainable arrays with LoRA pairs. Other leaves pass.
     rank: The new rank of all modules; or a mapping from patterns of module
@@ -47,15 +55,17 @@ def truncate(
     A tree like ``params`` with factors of the new ranks, in the same types.
 
   Raises:
-    ValueError: If a rank is larger than that of its module, or a pattern
-      matches none.
+    ValueError: If a rank is no integer >= 1 or larger than that of its module,
+      or a pattern matches none.
 
-  >>> params = {'lora_a': jnp.eye(3, 2), 'lora_b': jnp.diag(jnp.array([4., 1]))}
-  >>> new = truncate(params, 1)
-  >>> print(abs(new['lora_a'] @ new['lora_b']).round(3))
-  [[4. 0.]
-   [0. 0.]
-   [0. 0.]]
+  Example:
+    >>> b = jnp.diag(jnp.array([4.0, 1.0]))
+    >>> params = {'lora_a': jnp.eye(3, 2), 'lora_b': b}
+    >>> new = truncate(params, 1)
+    >>> print(abs(new['lora_a'] @ new['lora_b']).round(3))
+    [[4. 0.]
+     [0. 0.]
+     [0. 0.]]
   """
   ranks = _ranks(params, rank, layout)
 
@@ -100,6 +110,13 @@ def pad_rank(
   Privacy: post-processing. The new columns are random numbers and need not be
   secret; do not use a noise key for them.
 
+  ========================  ===================================================
+  the rank as it is         the factors as they are
+  ``right`` is zero         new columns are as long as one
+  rank above min(in, out)   ValueError
+  rank below the module's   ValueError: see :func:`truncate`
+  ========================  ===================================================
+
   Args:
     params: Tree of trainable arrays with LoRA pairs. Other leaves pass.
     rank: The new rank, or a mapping from patterns to ranks, as in
@@ -114,12 +131,13 @@ def pad_rank(
 
   Raises:
     ValueError: If a rank is smaller than that of its module or larger than
-      min(in, out), or a pattern matches none.
+      min(in, out), or a pattern matches none; for another method or key.
 
-  >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
-  >>> new = pad_rank(params, 2, 0)
-  >>> new['lora_a'].shape, new['lora_b'].tolist()
-  ((3, 2), [[1.0, 1.0], [0.0, 0.0]])
+  Example:
+    >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> new = pad_rank(params, 2, 0)
+    >>> new['lora_a'].shape, new['lora_b'].tolist()
+    ((3, 2), [[1.0, 1.0], [0.0, 0.0]])
   """
   _validate.one_of('method', method, ('one_sided', 'zero'))
   ranks = _ranks(params, rank, layout)
@@ -176,11 +194,12 @@ def difference(
   Raises:
     ValueError: If the trees do not have the same structure and shapes.
 
-  >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
-  >>> initial = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.full((1, 2), 0.25)}
-  >>> new = difference(params, initial)
-  >>> print((new['lora_a'] @ new['lora_b'])[0])
-  [0.75 0.75]
+  Example:
+    >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> initial = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.full((1, 2), 0.25)}
+    >>> new = difference(params, initial)
+    >>> print((new['lora_a'] @ new['lora_b'])[0])
+    [0.75 0.75]
   """
   leaves, treedef = jax.tree.flatten(initial)
   expected: Any = jax.tree.structure(params)

@@ -83,7 +83,29 @@ def scale_by_rank_preconditioner(
   tangent space to the next by vector transport. Leaves that are no factors get
   Adam with the same floor.
 
+  With the core ``D = Q_L^T G Q_R`` and all of X noisy, for a module (m, n)::
+
+    mu  <- b1 mu + (1 - b1) X
+    V_L <- b2 V_L + (1 - b2) (X_L^T X_L + D^T D) / m     acts on X_L
+    V_R <- b2 V_R + (1 - b2) X_R^T X_R / n               acts on X_R
+    P    = (V with eigenvalues >= floor_factor * s^2)^(-1/2)
+
+  and the direction is ``mu_L P_L`` and ``mu_R P_R``, for the core (it belongs
+  to both sides) the mean of the two. That the core counts on both sides, the
+  transport and the covariance that is kept are ours.
+
   It only reads what is already private: post-processing.
+
+  =============================  ==============================================
+  ``noise_stddev=0.0``           no floor but that of ``max_condition_number``
+  zero gradients from the start  zero direction, no 0 / 0, also for ``eps=0.0``
+  factor zero or of lower rank   its hidden directions stay zero and count in no
+                                 floor
+  more steps than entries        the last entry of ``noise_stddev`` holds
+  NaN or Inf comes in            the moments keep it: clip at the start of the
+                                 chain
+  bfloat16 parameters            moments and direction in float32
+  =============================  ==============================================
 
   Args:
     b1: Decay of the first moment.
@@ -113,19 +135,22 @@ def scale_by_rank_preconditioner(
 
   Returns:
     A transformation on trees in the shapes of the parameters; ``update`` needs
-    ``params``.
+    ``params``. The direction has entries of order one, whatever the unit of
+    what came in.
 
   Raises:
-    ValueError: For arguments out of range, and without ``params``.
+    ValueError: For arguments out of range; in ``init`` if both factors of a
+      module are zero; in ``update`` without ``params``.
 
-  >>> import jax.numpy as jnp
-  >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-  >>> tx = scale_by_rank_preconditioner(noise_stddev=0.0)
-  >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
-  ...          'lora_b': jnp.array([[0.0, 2.0]])}
-  >>> updates, _ = tx.update(grads, tx.init(params), params)
-  >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
-  [1.732, 1.414]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> tx = scale_by_rank_preconditioner(noise_stddev=0.0)
+    >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
+    ...          'lora_b': jnp.array([[0.0, 2.0]])}
+    >>> updates, _ = tx.update(grads, tx.init(params), params)
+    >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
+    [1.732, 1.414]
   """
   part = rank_preconditioner_part(
     b1,

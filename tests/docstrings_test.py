@@ -1,0 +1,292 @@
+"""Docstrings: every public name says what it takes, gives, refuses and shows.
+
+The examples are run by ``pytest --doctest-modules prism_optax``, so here it is
+enough that they exist.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+import types
+
+import pytest
+
+MODULES = (
+  'prism_optax',
+  'prism_optax.accounting',
+  'prism_optax.clip_groups',
+  'prism_optax.diagnostics',
+  'prism_optax.fixed_rank',
+  'prism_optax.inference',
+  'prism_optax.lora',
+  'prism_optax.orthogonalization',
+  'prism_optax.tangent_orthogonalization',
+)
+SECTIONS = (
+  *('Args', 'Attributes', 'Returns', 'Yields', 'Raises', 'References'),
+  *('Example', 'Examples'),
+)
+# Helpers of our own that raise ValueError.
+CHECKS = re.compile(r'_validate\.|_checks\.|(.*\.)?_?check_\w+$')
+
+# Whose result is private, or decides what is: no figure without its relation.
+PRIVACY = {
+  'accounting': (
+    *('PrivacyBudget', 'advanced_composition'),
+    *('calibrate_matrix_mechanism', 'calibrate_noise_multiplier'),
+    *('dpsgd_event', 'epsilon', 'gaussian_delta', 'gaussian_epsilon'),
+    *('gaussian_mu', 'joint_noise_multiplier', 'matrix_mechanism_event'),
+    *('matrix_mechanism_sensitivity', 'privacy_statement'),
+  ),
+  'clip_groups': ('sensitivity', 'split_noise_multiplier'),
+  'inference': (
+    *('gaussian_stddev', 'hidden_state_sensitivity', 'privatize_hidden_states'),
+    *('privatize_on_host', 'release_event'),
+  ),
+  'prism_optax': (
+    *(
+      'augmented_optimizer',
+      'clip_each_matrix',
+      'correlated_tangent_privatizer',
+    ),
+    *('dp_muon', 'intrinsic_clip', 'per_matrix_clip', 'prism'),
+    *('tangent_coordinates', 'tangent_privatizer'),
+  ),
+}
+RELATION = re.compile(
+  r'neighbou?r|sensitiv|add(ed|ing) or remov(ed|ing)|REPLACE_ONE'
+)
+
+# What only reads released values.
+POST_PROCESSING = {
+  'inference': ('lora_delta',),
+  'lora': (
+    *('canonicalize', 'difference', 'ema', 'intrinsic', 'merge', 'pad_rank'),
+    *('save_peft', 'truncate', 'unmerge'),
+  ),
+  'prism_optax': (
+    *('add_decayed_factors', 'orthogonalize', 'orthogonalize_tangents'),
+    *('retract', 'scale_by_rank_preconditioner'),
+  ),
+}
+
+# Formulas come from a paper, or are said to be ours.
+FORMULAS = {
+  'accounting': (
+    *('advanced_composition', 'calibrate_matrix_mechanism'),
+    *('calibrate_noise_multiplier', 'dpsgd_event', 'epsilon'),
+    *('gaussian_delta', 'gaussian_epsilon', 'gaussian_mu'),
+    *('joint_noise_multiplier', 'matrix_mechanism_event'),
+    'matrix_mechanism_sensitivity',
+  ),
+  'clip_groups': ('split_noise_multiplier',),
+  'diagnostics': (
+    *('change_norms', 'factor_noise_energy', 'nonprivate_clip_statistics'),
+    *('nonprivate_signal_to_noise', 'preconditioner_spectra'),
+    'tangent_noise_energy',
+  ),
+  'fixed_rank': (
+    *('carry', 'embed', 'frame', 'horizontal_lift', 'lift', 'norm', 'project'),
+    *('retract', 'tangent_from_gradients', 'tangent_from_steps', 'transport'),
+    'truncate',
+  ),
+  'inference': (
+    *('gaussian_stddev', 'hidden_state_sensitivity'),
+    *('privatize_hidden_states', 'privatize_on_host', 'release_event'),
+    *('rank_attenuation', 'signal_to_noise_bound'),
+  ),
+  'lora': ('canonicalize', 'ema', 'initialize', 'spectral_residual'),
+  'orthogonalization': (
+    *('coefficients', 'divisor', 'orthogonalize', 'slope_at_zero'),
+    'subtract_bias',
+  ),
+  'prism_optax': (
+    *('add_decayed_factors', 'augmented_optimizer', 'clip_each_matrix'),
+    *('correlated_noise_stddev', 'correlated_tangent_privatizer', 'dp_muon'),
+    *('intrinsic_clip', 'orthogonalize', 'orthogonalize_tangents'),
+    *('per_matrix_clip', 'prism', 'retract', 'scale_by_rank_preconditioner'),
+    *('tangent_coordinates', 'tangent_privatizer', 'tangent_probes'),
+  ),
+  'tangent_orthogonalization': ('orthogonalize',),
+}
+SOURCE = re.compile(
+  r'arXiv[ :]\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth|Golub and Van Loan'
+)
+
+# What happens at zero, NaN, lost rank, the end of a horizon: a table.
+EDGE_CASES = {
+  'accounting': ('PrivacyBudget', 'dpsgd_event', 'epsilon'),
+  'fixed_rank': ('frame', 'retract', 'truncate'),
+  'inference': ('privatize_hidden_states', 'privatize_on_host'),
+  'lora': (
+    *('canonicalize', 'describe_pairs', 'ema', 'initialize', 'merge'),
+    *('pad_rank', 'truncate'),
+  ),
+  'orthogonalization': ('orthogonalize', 'subtract_bias'),
+  'prism_optax': (
+    *('add_decayed_factors', 'augmented_optimizer', 'clip_each_matrix'),
+    *('correlated_tangent_privatizer', 'dp_muon', 'intrinsic_clip'),
+    *('orthogonalize', 'orthogonalize_tangents', 'per_matrix_clip', 'prism'),
+    *('retract', 'scale_by_rank_preconditioner', 'tangent_coordinates'),
+    *('tangent_privatizer', 'tangent_probes'),
+  ),
+}
+
+
+def public_names():
+  """('module.name', object) of all that a user may import."""
+  found = {}
+  for path in MODULES:
+    module = importlib.import_module(path)
+    names = getattr(module, '__all__', None)
+    for name in names or vars(module):
+      value = getattr(module, name)
+      home = getattr(value, '__module__', None) or ''
+      if name.startswith('_') or isinstance(value, types.ModuleType):
+        continue
+      # A package re-exports; any other module shows what is defined in it.
+      ours = home.startswith('prism_optax')
+      if ours and (hasattr(module, '__path__') or home == path):
+        found[f'{path.rpartition(".")[2]}.{name}'] = value
+  return found
+
+
+NAMES = public_names()
+METHODS = {
+  f'{path}.{name}': method
+  for path, owner in NAMES.items()
+  if inspect.isclass(owner) and not issubclass(owner, tuple)
+  for name, method in vars(owner).items()
+  if inspect.isfunction(method) and not name.startswith('_')
+}
+
+
+def listed(table):
+  return [f'{module}.{name}' for module, names in table.items()
+          for name in names]  # fmt: skip
+
+
+def sections(obj):
+  """The summary under '', and each section's text under its name."""
+  found, current = {'': []}, ''
+  for line in (inspect.getdoc(obj) or '').splitlines():
+    if line.removesuffix(':') in SECTIONS and line.endswith(':'):
+      current = line.removesuffix(':')
+      found[current] = []
+    elif current and line and not line.startswith(' '):
+      # The section is over, and what follows is lost in the one before.
+      found.setdefault('after sections', []).append(line)
+    else:
+      found[current].append(line)
+  return found
+
+
+def entries(lines):
+  """Names of an ``Args:``, ``Attributes:`` or ``Raises:`` section."""
+  return [
+    found[1] for line in lines if (found := re.match(r'  \**(\w+): \S', line))
+  ]
+
+
+def parameters(function):
+  names = inspect.signature(function).parameters
+  return [name for name in names if name not in ('self', 'cls')]
+
+
+def is_tuple(obj):
+  return inspect.isclass(obj) and issubclass(obj, tuple)
+
+
+def is_data(obj):
+  """A NamedTuple, a dataclass or an exception: it holds, it does nothing."""
+  return is_tuple(obj) or (
+    inspect.isclass(obj)
+    and (issubclass(obj, Exception) or hasattr(obj, '__dataclass_fields__'))
+  )
+
+
+def raises(function):
+  """Whether the function's own source raises, or calls what checks for it."""
+  source = textwrap.dedent(inspect.getsource(function))
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Raise):
+      return True
+    if isinstance(node, ast.Call) and CHECKS.match(ast.unparse(node.func)):
+      return True
+  return False
+
+
+@pytest.mark.parametrize('path', [*NAMES, *METHODS])
+def test_the_first_line_is_a_sentence(path):
+  """A summary of one line, then a blank one: what lists and help() show."""
+  lines = (inspect.getdoc((NAMES | METHODS)[path]) or '').splitlines()
+  assert lines, 'no docstring'
+  assert lines[0].endswith('.')
+  assert len(lines[0]) <= 80 - 5  # Indentation and quotes.
+  assert lines[1:2] in ([], [''])
+
+
+@pytest.mark.parametrize('path', [*NAMES, *METHODS])
+def test_arguments_are_those_of_the_signature(path):
+  """In ``Args:``, in their order; the fields of data in ``Attributes:``."""
+  obj = (NAMES | METHODS)[path]
+  found = sections(obj)
+  assert 'after sections' not in found
+  if is_data(obj):
+    fields = getattr(obj, '_fields', None) or getattr(
+      obj, '__dataclass_fields__', parameters(obj)
+    )
+    assert entries(found.get('Attributes', [])) == list(fields)
+  else:
+    assert entries(found.get('Args', [])) == parameters(obj)
+
+
+@pytest.mark.parametrize(
+  'path', [p for p, x in (NAMES | METHODS).items() if not inspect.isclass(x)]
+)
+def test_functions_say_what_they_return_and_raise(path):
+  function = (NAMES | METHODS)[path]
+  found = sections(function)
+  if inspect.signature(function).return_annotation is not None:
+    assert any(found.get('Returns', found.get('Yields', [])))
+  if raises(function):
+    assert entries(found.get('Raises', []))
+
+
+@pytest.mark.parametrize(
+  'path', [p for p, x in NAMES.items() if not is_data(x)]
+)
+def test_an_example_is_run(path):
+  found = sections(NAMES[path])
+  example = found.get('Example', found.get('Examples', []))
+  assert any(line.lstrip().startswith('>>> ') for line in example)
+
+
+@pytest.mark.parametrize('path', listed(PRIVACY))
+def test_no_privacy_without_a_neighbouring_relation(path):
+  assert RELATION.search(inspect.getdoc(NAMES[path]))
+
+
+@pytest.mark.parametrize('path', listed(POST_PROCESSING))
+def test_post_processing_says_so(path):
+  assert 'post-processing' in inspect.getdoc(NAMES[path]).lower()
+
+
+@pytest.mark.parametrize('path', listed(FORMULAS))
+def test_formulas_have_a_source(path):
+  assert SOURCE.search(inspect.getdoc(NAMES[path]))
+
+
+@pytest.mark.parametrize('path', listed(EDGE_CASES))
+def test_edge_cases_are_a_table(path):
+  """A simple table of reStructuredText, which reads well as it stands."""
+  lines = inspect.getdoc(NAMES[path]).splitlines()
+  first, last = (i for i, x in enumerate(lines) if re.match(r' *=+  =+$', x))
+  assert lines[first] == lines[last]
+  column = lines[first].rindex(' ') + 1
+  for line in lines[first:last]:
+    # A line with nothing in the second column would be a row of its own.
+    assert line[column:].strip()
+    assert line[column - 2 : column] == '  '
