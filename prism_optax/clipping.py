@@ -109,8 +109,8 @@ def intrinsic_clip(
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
-    is_padding_example=None)`` takes leaves (B, \\*shape) and returns leaves
-    (\\*shape) in tangent coordinates, float32 at least.
+    is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
+    leaves ``(*shape)`` in tangent coordinates, float32 at least.
     ``.sensitivity(neighboring_relation)`` is C / normalize_by, twice that for
     REPLACE_ONE.
 

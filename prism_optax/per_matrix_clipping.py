@@ -175,8 +175,8 @@ def per_matrix_clip(
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
-    is_padding_example=None)`` takes leaves (B, \\*shape) and returns leaves
-    (\\*shape), float32 at least. ``.sensitivity(neighboring_relation,
+    is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
+    leaves ``(*shape)``, float32 at least. ``.sensitivity(neighboring_relation,
     params=params)`` is that of all groups together; it needs ``params``
     (arrays or shapes) because a number or a prefix does not tell how many
     groups there are.

@@ -34,25 +34,21 @@ CHECKS = re.compile(r'_validate\.|_checks\.|(.*\.)?_?check_\w+$')
 # Whose result is private, or decides what is: no figure without its relation.
 PRIVACY = {
   'accounting': (
-    *('PrivacyBudget', 'advanced_composition'),
-    *('calibrate_matrix_mechanism', 'calibrate_noise_multiplier'),
-    *('dpsgd_event', 'epsilon', 'gaussian_delta', 'gaussian_epsilon'),
-    *('gaussian_mu', 'joint_noise_multiplier', 'matrix_mechanism_event'),
-    *('matrix_mechanism_sensitivity', 'privacy_statement'),
+    'PrivacyBudget advanced_composition calibrate_matrix_mechanism '
+    'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
+    'gaussian_epsilon gaussian_mu joint_noise_multiplier '
+    'matrix_mechanism_event matrix_mechanism_sensitivity '
+    'privacy_statement'
   ),
-  'clip_groups': ('sensitivity', 'split_noise_multiplier'),
+  'clip_groups': 'sensitivity split_noise_multiplier',
   'inference': (
-    *('gaussian_stddev', 'hidden_state_sensitivity', 'privatize_hidden_states'),
-    *('privatize_on_host', 'release_event'),
+    'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
+    'privatize_on_host release_event'
   ),
   'prism_optax': (
-    *(
-      'augmented_optimizer',
-      'clip_each_matrix',
-      'correlated_tangent_privatizer',
-    ),
-    *('dp_muon', 'intrinsic_clip', 'per_matrix_clip', 'prism'),
-    *('tangent_coordinates', 'tangent_privatizer'),
+    'augmented_optimizer clip_each_matrix '
+    'correlated_tangent_privatizer dp_muon intrinsic_clip '
+    'per_matrix_clip prism tangent_coordinates tangent_privatizer'
   ),
 }
 RELATION = re.compile(
@@ -61,76 +57,70 @@ RELATION = re.compile(
 
 # What only reads released values.
 POST_PROCESSING = {
-  'inference': ('lora_delta',),
+  'inference': 'lora_delta',
   'lora': (
-    *('canonicalize', 'difference', 'ema', 'intrinsic', 'merge', 'pad_rank'),
-    *('save_peft', 'truncate', 'unmerge'),
+    'canonicalize difference ema intrinsic merge pad_rank save_peft '
+    'truncate unmerge'
   ),
   'prism_optax': (
-    *('add_decayed_factors', 'orthogonalize', 'orthogonalize_tangents'),
-    *('retract', 'scale_by_rank_preconditioner'),
+    'add_decayed_factors orthogonalize orthogonalize_tangents retract '
+    'scale_by_rank_preconditioner'
   ),
 }
 
 # Formulas come from a paper, or are said to be ours.
 FORMULAS = {
   'accounting': (
-    *('advanced_composition', 'calibrate_matrix_mechanism'),
-    *('calibrate_noise_multiplier', 'dpsgd_event', 'epsilon'),
-    *('gaussian_delta', 'gaussian_epsilon', 'gaussian_mu'),
-    *('joint_noise_multiplier', 'matrix_mechanism_event'),
-    'matrix_mechanism_sensitivity',
+    'advanced_composition calibrate_matrix_mechanism '
+    'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
+    'gaussian_epsilon gaussian_mu joint_noise_multiplier '
+    'matrix_mechanism_event matrix_mechanism_sensitivity'
   ),
-  'clip_groups': ('split_noise_multiplier',),
+  'clip_groups': 'split_noise_multiplier',
   'diagnostics': (
-    *('change_norms', 'factor_noise_energy', 'nonprivate_clip_statistics'),
-    *('nonprivate_signal_to_noise', 'preconditioner_spectra'),
-    'tangent_noise_energy',
+    'change_norms factor_noise_energy nonprivate_clip_statistics '
+    'nonprivate_signal_to_noise preconditioner_spectra '
+    'tangent_noise_energy'
   ),
   'fixed_rank': (
-    *('carry', 'embed', 'frame', 'horizontal_lift', 'lift', 'norm', 'project'),
-    *('retract', 'tangent_from_gradients', 'tangent_from_steps', 'transport'),
-    'truncate',
+    'carry embed frame horizontal_lift lift norm project retract '
+    'tangent_from_gradients tangent_from_steps transport truncate'
   ),
   'inference': (
-    *('gaussian_stddev', 'hidden_state_sensitivity'),
-    *('privatize_hidden_states', 'privatize_on_host', 'release_event'),
-    *('rank_attenuation', 'signal_to_noise_bound'),
+    'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
+    'privatize_on_host release_event rank_attenuation '
+    'signal_to_noise_bound'
   ),
-  'lora': ('canonicalize', 'ema', 'initialize', 'spectral_residual'),
+  'lora': 'canonicalize ema initialize spectral_residual',
   'orthogonalization': (
-    *('coefficients', 'divisor', 'orthogonalize', 'slope_at_zero'),
-    'subtract_bias',
+    'coefficients divisor orthogonalize slope_at_zero subtract_bias'
   ),
   'prism_optax': (
-    *('add_decayed_factors', 'augmented_optimizer', 'clip_each_matrix'),
-    *('correlated_noise_stddev', 'correlated_tangent_privatizer', 'dp_muon'),
-    *('intrinsic_clip', 'orthogonalize', 'orthogonalize_tangents'),
-    *('per_matrix_clip', 'prism', 'retract', 'scale_by_rank_preconditioner'),
-    *('tangent_coordinates', 'tangent_privatizer', 'tangent_probes'),
+    'add_decayed_factors augmented_optimizer clip_each_matrix '
+    'correlated_noise_stddev correlated_tangent_privatizer dp_muon '
+    'intrinsic_clip orthogonalize orthogonalize_tangents '
+    'per_matrix_clip prism retract scale_by_rank_preconditioner '
+    'tangent_coordinates tangent_privatizer tangent_probes'
   ),
-  'tangent_orthogonalization': ('orthogonalize',),
+  'tangent_orthogonalization': 'orthogonalize',
 }
-SOURCE = re.compile(
-  r'arXiv[ :]\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth|Golub and Van Loan'
-)
+SOURCE = re.compile(r'arXiv:\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth')
 
 # What happens at zero, NaN, lost rank, the end of a horizon: a table.
 EDGE_CASES = {
-  'accounting': ('PrivacyBudget', 'dpsgd_event', 'epsilon'),
-  'fixed_rank': ('frame', 'retract', 'truncate'),
-  'inference': ('privatize_hidden_states', 'privatize_on_host'),
+  'accounting': 'PrivacyBudget dpsgd_event epsilon',
+  'fixed_rank': 'frame retract truncate',
+  'inference': 'privatize_hidden_states privatize_on_host',
   'lora': (
-    *('canonicalize', 'describe_pairs', 'ema', 'initialize', 'merge'),
-    *('pad_rank', 'truncate'),
+    'canonicalize describe_pairs ema initialize merge pad_rank truncate'
   ),
-  'orthogonalization': ('orthogonalize', 'subtract_bias'),
+  'orthogonalization': 'orthogonalize subtract_bias',
   'prism_optax': (
-    *('add_decayed_factors', 'augmented_optimizer', 'clip_each_matrix'),
-    *('correlated_tangent_privatizer', 'dp_muon', 'intrinsic_clip'),
-    *('orthogonalize', 'orthogonalize_tangents', 'per_matrix_clip', 'prism'),
-    *('retract', 'scale_by_rank_preconditioner', 'tangent_coordinates'),
-    *('tangent_privatizer', 'tangent_probes'),
+    'add_decayed_factors augmented_optimizer clip_each_matrix '
+    'correlated_tangent_privatizer dp_muon intrinsic_clip '
+    'orthogonalize orthogonalize_tangents per_matrix_clip prism '
+    'retract scale_by_rank_preconditioner tangent_coordinates '
+    'tangent_privatizer tangent_probes'
   ),
 }
 
@@ -164,8 +154,11 @@ METHODS = {
 
 
 def listed(table):
-  return [f'{module}.{name}' for module, names in table.items()
-          for name in names]  # fmt: skip
+  return [
+    f'{module}.{name}'
+    for module, names in table.items()
+    for name in names.split()
+  ]
 
 
 def sections(obj):

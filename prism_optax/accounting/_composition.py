@@ -48,9 +48,9 @@ class GaussianRule:
   chords of the Gaussian's convex one, which meet at the point (1 - p, 1 - p).
 
   References:
-    Dong, Roth and Su, Gaussian Differential Privacy, arXiv 1905.02383; Smith
+    Dong, Roth and Su, Gaussian Differential Privacy, arXiv:1905.02383; Smith
     and Thakurta, Fully Adaptive Composition for Gaussian Differential Privacy,
-    arXiv 2210.17520, for the filter.
+    arXiv:2210.17520, for the filter.
   """
 
   zero: Costs = (0.0,)
@@ -120,8 +120,8 @@ class RenyiRule:
 
   References:
     Feldman and Zrnic, Individual Privacy Accounting via a Renyi Filter,
-    arXiv 2008.11193, Theorem 4.3; Lecuyer, Practical Privacy Filters and
-    Odometers with Renyi Differential Privacy, arXiv 2103.01379.
+    arXiv:2008.11193, Theorem 4.3; Lecuyer, Practical Privacy Filters and
+    Odometers with Renyi Differential Privacy, arXiv:2103.01379.
   """
 
   # Around the best order of a Gaussian composition that fills the budget.

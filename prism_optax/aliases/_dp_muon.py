@@ -150,9 +150,11 @@ def dp_muon(
   Args:
     learning_rate: A number or a schedule; of the orthogonal direction, whose
       entries are about ``1 / sqrt(max(rows, columns))``.
-    l2_clip_norms: C_W: a number for every group, or a prefix tree of numbers.
-    noise_multiplier: sigma, of the whole. Zero is allowed and private for
-      nobody.
+    l2_clip_norms: C_W, of one example's contribution to the sum: a number for
+      every group, or a prefix tree of numbers.
+    noise_multiplier: sigma, of the whole: the noise's standard deviation per
+      coordinate where all groups together have the clip norm one. Zero is
+      allowed and private for nobody.
     expected_batch_size: B, a public constant: sampling probability times the
       size of the data set, not the size of the batch at hand.
     prng_key: Of the noise. None for a seed from the operating system, taken in
@@ -190,9 +192,9 @@ def dp_muon(
 
   Returns:
     A transformation with ``update(per_example_grads, state, params,
-    is_padding_example=None)``, leaves (B, \\*shape) in and (\\*shape) out; it
-    has ``.sensitivity(neighboring_relation, params=params)``, that of the
-    clipped mean of all groups together.
+    is_padding_example=None)``, leaves ``(B, *shape)`` in and ``(*shape)`` out,
+    float32 at least; it has ``.sensitivity(neighboring_relation,
+    params=params)``, that of the clipped mean of all groups together.
 
   Raises:
     ValueError: For options outside of what is said above; unless exactly one

@@ -91,10 +91,9 @@ def prism(
     expected_batch_size: b, a public constant: sampling rate times declared
       size of the data set. Never the realised size of a batch.
     prng_key: See :func:`tangent_privatizer`. None takes a fresh secret seed.
-    per_example_gradients: True if ``update`` gets per-example factor
-      gradients, leaves (B, \\*shape), and perhaps ``is_padding_example=``.
-      False if it gets
-      the clipped MEAN in tangent coordinates (clipped sum over b), as from
+    per_example_gradients: True if ``update`` gets per-example factor gradients,
+      leaves ``(B, *shape)``, and perhaps ``is_padding_example=``. False if it
+      gets the clipped MEAN in tangent coordinates (clipped sum over b), as from
       ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
       pre_clipping_transform=tangent_coordinates(params))``; then the clip is
       the caller's, and must be at this C and b.

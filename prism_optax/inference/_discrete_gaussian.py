@@ -27,7 +27,7 @@ def discrete_gaussian(count: int) -> np.ndarray:
 
   References:
     Canonne, Kamath and Steinke, The Discrete Gaussian for Differential
-    Privacy, arXiv 2004.00010, Algorithms 1 to 3 with t = sigma = SCALE.
+    Privacy, arXiv:2004.00010, Algorithms 1 to 3 with t = sigma = SCALE.
   """
   found = np.empty(0, np.int64)
   while len(found) < count:
