@@ -116,7 +116,7 @@ def sides(shape: tuple[int, ...], dimension_numbers: Any) -> tuple[int, int]:
 def to_matrices(
   x: jax.Array, dimension_numbers: Any
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-  """Moves a leaf to shape (*batch, reduction, output).
+  """Moves a leaf to shape ``(*batch, reduction, output)``.
 
   Returns:
     The matrices, and the function that brings an array of their shape back to

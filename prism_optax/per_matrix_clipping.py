@@ -16,7 +16,7 @@ _ADD_OR_REMOVE_ONE = _per_example.NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def _stacked(group: ClipGroup, x: jax.Array) -> jax.Array:
-  """(B, *shape) -> (B, matrices, entries of one matrix)."""
+  """``(B, *shape)`` to (B, matrices, entries of one matrix)."""
   axes = tuple(a + 1 for a in group.batch_axes)
   moved = jnp.moveaxis(x, axes, range(1, 1 + len(axes)))
   # No -1: the batch may be empty.
@@ -40,7 +40,7 @@ def _clipped_sum(
   is_padding_example: jax.Array | None,
   divisor: Any,
 ) -> list[jax.Array]:
-  """Sums over axis 0 of (B, *shape) leaves, clipped group by group."""
+  """Sums over axis 0 of ``(B, *shape)`` leaves, clipped group by group."""
   leaves = [jnp.asarray(x) for x in leaves]
   leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
   stacks = [[_stacked(g, leaves[i]) for i in g.leaves] for g in groups]

@@ -131,10 +131,14 @@ def prism(
     >>> tx = prism(0.1, l2_clip_norm=1.0, noise_multiplier=0.5,
     ...            expected_batch_size=8)
     >>> state = tx.init(params)
-    >>> batch = jnp.ones((8, 3))
-    >>> grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
-    >>> updates, state = tx.update(grads, state, params)
-    >>> params = optax.apply_updates(params, updates)
+    >>> @jax.jit
+    ... def step(params, state, batch):
+    ...   grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    ...   updates, state = tx.update(grads, state, params)
+    ...   return optax.apply_updates(params, updates), state
+    >>> params, state = step(params, state, jnp.ones((8, 3)))
+    >>> params['lora_a'].shape, params['lora_b'].shape
+    ((3, 1), (1, 2))
   """
   _validate.positive('l2_clip_norm', l2_clip_norm)
   _validate.non_negative('noise_multiplier', noise_multiplier)

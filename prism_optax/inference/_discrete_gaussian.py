@@ -44,7 +44,7 @@ def discrete_gaussian(count: int) -> np.ndarray:
 
 
 def _discrete_laplace(count: int) -> np.ndarray:
-  """About ``count`` / 1.6 integers, P(y) proportional to exp(-|y| / SCALE)."""
+  """About ``count / 1.6`` integers, ``P(y) ~ exp(-|y| / SCALE)``."""
   low = _random_bits(count, SCALE_BITS)
   low = low[_bernoulli_exp(low, SCALE_BITS)]
   high = _successes(np.full(len(low), np.iinfo(np.int64).max))

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def _leading_stacks(a: Shape, b: Shape) -> list[Layout]:
-  """a (*stack, in, r), b (*stack, r, out)."""
+  """a ``(*stack, in, r)``, b ``(*stack, r, out)``."""
   if len(a) != len(b) or a[:-2] != b[:-2] or a[-1] != b[-2]:
     return []
   stack = tuple(range(len(a) - 2))
@@ -23,7 +23,7 @@ def _leading_stacks(a: Shape, b: Shape) -> list[Layout]:
 
 
 def _tensors(a: Shape, b: Shape) -> list[Layout]:
-  """a (*stack, *in, r), b (*stack, r, *out); or one stack axis in the middle.
+  """a ``(*stack, *in, r)``, b ``(*stack, r, *out)``; or a stack in the middle.
 
   The middle: a (in, layers, r), b (r, layers, out), from scans over axis 1.
   """
@@ -43,7 +43,7 @@ def _flax(a: Shape, b: Shape) -> list[Layout]:
 
 
 def _kernel_like(a: Shape, b: Shape) -> list[Layout]:
-  """a (*in, r), b (r, *out), never stacked."""
+  """a ``(*in, r)``, b ``(r, *out)``, never stacked."""
   return [Layout(-1, 0, (), ())] if a[-1] == b[0] else []
 
 

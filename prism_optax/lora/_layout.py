@@ -121,7 +121,7 @@ class LeafAxes(NamedTuple):
     return self._replace(shape=tuple(shape))
 
   def to_stack(self, leaf: jax.Array) -> jax.Array:
-    """(*lead, *shape) -> (*lead, stack, *unit): mostly a reshape."""
+    """``(*lead, *shape) -> (*lead, stack, *unit)``: mostly a reshape."""
     lead = leaf.ndim - len(self.shape)
     order = (*self.stack, *self._rest)
     leaf = jnp.transpose(leaf, (*range(lead), *(lead + i for i in order)))
@@ -150,7 +150,7 @@ def widened(unit: Unit, multiple: int) -> Unit:
 
 
 def to_matrices(unit: Unit, stacked: jax.Array) -> jax.Array:
-  """(*lead, k, *unit) -> (*lead, k, features, rank)."""
+  """``(*lead, k, *unit) -> (*lead, k, features, rank)``."""
   shape, rank = unit
   moved = jnp.moveaxis(stacked, rank - len(shape), -1)
   lead = moved.shape[: moved.ndim - len(shape)]

@@ -185,7 +185,7 @@ def find_kernels(
 
 
 def _shape_of(module: _pairs.Module) -> tuple[int, ...]:
-  """(*stack, *in, *out)."""
+  """``(*stack, *in, *out)``."""
   a, b = module.a_axes, module.b_axes
   return (*module.stack, *a.sizes(a.features), *b.sizes(b.features))
 
