@@ -30,14 +30,14 @@ def retract(
 
   ============================  ===============================================
   step of exactly zero          the factors stay, up to rounding
-  one factor zero               the step is one-sided: all of it goes to that
-                                factor
+  one factor zero               the step is one-sided: the other one keeps its
+                                column space
   ``Z + T`` of rank below r     lost columns are zero on one side and keep old
                                 directions on the other: they can be used again
   both factors zero             ValueError in ``init``, where values are known
   bfloat16 parameters           updates in float32; small ones are lost where
                                 ``optax.apply_updates`` adds them
-  NaN or Inf in the step        NaN in all factors of these modules
+  NaN or Inf in the step        NaN in both factors of that module
   ============================  ===============================================
 
   Args:

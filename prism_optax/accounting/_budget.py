@@ -67,20 +67,21 @@ class PrivacyBudget:
   Args:
     epsilon: Cap of one session, positive.
     delta: Of one session, in (0, 1).
-    composition: How costs add up.
-      'filter': 'gaussian' for an account whose first release is Gaussian,
-      'renyi' for any other. The first release does not depend on answers;
-      changing between the two later could, and would cost a part of delta.
-      'gaussian': exact for Gaussian releases (Smith and Thakurta,
-      arXiv:2210.17520); also takes what has an epsilon with delta 0 (Laplace),
-      as the Gaussian that covers it.
-      'renyi': a filter for all that the RDP accountant knows, mixed at will
-      (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
-      'pld': tight, for the releases declared beforehand in ``declared`` alone,
-      in any order.
-      'advanced': the advanced composition theorem, for comparison: half of
-      delta is its slack, the other half pays for the releases' own deltas
-      (Whitehouse et al., arXiv:2203.05481).
+    composition: How costs add up:
+
+      - ``'filter'``: 'gaussian' for an account whose first release is Gaussian,
+        'renyi' for any other. The first release does not depend on answers;
+        changing between the two later could, and would cost a part of delta.
+      - ``'gaussian'``: exact for Gaussian releases (Smith and Thakurta,
+        arXiv:2210.17520); also takes what has an epsilon with delta 0
+        (Laplace), as the Gaussian that covers it.
+      - ``'renyi'``: a filter for all that the RDP accountant knows, mixed at
+        will (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
+      - ``'pld'``: tight, for the releases declared beforehand in ``declared``
+        alone, in any order.
+      - ``'advanced'``: the advanced composition theorem, for comparison: half
+        of delta is its slack, the other half pays for the releases' own deltas
+        (Whitehouse et al., arXiv:2203.05481).
     path: SQLite file of the ledger, made where there is none; ``None`` keeps it
       in memory.
     neighboring_relation: Of the events, as in :func:`epsilon`. The default

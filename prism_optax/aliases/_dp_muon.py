@@ -143,7 +143,6 @@ def dp_muon(
   ``learning_rate=0.0``       zero updates; noise is drawn, privacy is spent
   ``momentum=0.0``            the noisy gradient itself is orthogonalized
   no leaf is a matrix         one clip group, and Adam for all
-  a matrix without entries    no noise and no share of the least-energy budget
   bfloat16 parameters         clip, sum, noise and moments in float32
   ==========================  =================================================
 

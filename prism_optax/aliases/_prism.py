@@ -68,8 +68,8 @@ def prism(
   NaN or Inf in an example    it counts as zero
   ``noise_multiplier=0.0``    no noise and no privacy, for tests
   ``learning_rate=0.0``       Z stays; the noise is drawn and the privacy spent
-  one factor zero             the usual start: the first step moves this factor
-                              only, afterwards both have full rank
+  one factor zero             the usual start: the first step keeps the column
+                              space of the other, then both have full rank
   both factors zero           ValueError in ``init``, where values are known
   rank above min(m, n)        ValueError
   leaves that are no factors  clipped and noised along, then Adam with the same

@@ -112,7 +112,7 @@ def pad_rank(
 
   ========================  ===================================================
   the rank as it is         the factors as they are
-  ``right`` is zero         new columns are as long as one
+  ``right`` is zero         its new columns have length one
   rank above min(in, out)   ValueError
   rank below the module's   ValueError: see :func:`truncate`
   ========================  ===================================================
