@@ -13,9 +13,10 @@ from prism_optax.accounting import _checks, _dpsgd, _grid
 # Ten times coarser than the accountant's grid and about ten times faster. It
 # finds the neighbourhood; the answer is checked on the fine one.
 _SEARCH_INTERVAL = 1e-3
-# Any set of orders gives an upper bound: a few are enough for a bracket.
+# Any set of orders gives an upper bound: a few are enough for a bracket, and
+# integers, because fractional ones warn where their series is cut off.
 _BRACKET_ORDERS = (
-  *(1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32),
+  *(2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32),
   *(48, 64, 96, 128, 256, 512, 1024),
 )
 _SMALLEST, _LARGEST = 1e-3, 1e9

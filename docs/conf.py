@@ -1,0 +1,140 @@
+"""Sphinx's configuration: `sphinx-build -W --keep-going -n docs build/docs`.
+
+Builds without a network and without any extra but `docs`; what a reader's
+browser loads comes from the site alone.
+"""
+
+import json
+import pathlib
+import re
+import sys
+
+from docutils import nodes
+from docutils.utils.math import latex2mathml
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(
+  0, str(ROOT)
+)  # The package next to these pages, installed or not.
+
+import prism_optax  # noqa: E402
+
+project = 'prism_optax'
+author = 'The prism_optax authors'
+copyright = f'2026, {author}'
+version = release = prism_optax.__version__
+
+extensions = [
+  'myst_parser',
+  'sphinx.ext.autodoc',
+  'sphinx.ext.autosummary',
+  'sphinx.ext.napoleon',
+  'sphinx.ext.viewcode',
+]
+exclude_patterns = ['_build']
+source_suffix = {'.md': 'markdown'}
+
+myst_enable_extensions = ['colon_fence', 'deflist', 'dollarmath', 'amsmath']
+myst_heading_anchors = 4
+# The code of snippets is copied with a mouse: no prompt, no line numbers.
+highlight_language = 'text'
+
+autodoc_preserve_defaults = True
+# Types are said in words, with shapes and units; most annotations are Any.
+autodoc_typehints = 'none'
+autodoc_member_order = 'bysource'
+autosummary_generate = False  # Tables only: entries are on the same page.
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = 'hide'
+
+# Without a network there is no index of the names of other libraries.
+nitpick_ignore = [('py:mod', 'prism_optax.tangent_orthogonalization')]
+nitpick_ignore_regex = [
+  (
+    'py:.*',
+    r'(jax|jnp|optax|numpy|np|dp_accounting|typing|collections|jax_privacy)\..*',
+  ),
+]
+
+html_theme = 'furo'
+html_title = 'prism_optax'
+html_show_sphinx = False
+html_math_renderer = 'mathml'
+
+
+def _mathml(as_block):
+  """Formulas as MathML: browsers show it without a script from elsewhere."""
+
+  def visit(translator, node):
+    formula = latex2mathml.tex2mathml(node.astext(), as_block=as_block)
+    if as_block:
+      formula = f'<div class="math">{formula}</div>'
+    translator.body.append(formula)
+    raise nodes.SkipNode
+
+  return visit, None
+
+
+def _write_notebooks():
+  """The notebooks as pages: they are stored without outputs."""
+  folder = ROOT / 'docs' / 'notebooks'
+  folder.mkdir(exist_ok=True)
+  for page in folder.glob('*.md'):
+    if not (ROOT / 'notebooks' / f'{page.stem}.ipynb').exists():
+      page.unlink()
+  for path in sorted((ROOT / 'notebooks').glob('*.ipynb')):
+    parts = []
+    for cell in json.loads(path.read_text('utf-8'))['cells']:
+      text = ''.join(cell['source'])
+      if cell['cell_type'] == 'code':
+        # Commands to the notebook itself are no Python to be coloured.
+        language = 'text' if text.startswith(('%', '!')) else 'python'
+        text = f'```{language}\n{text}\n```'
+      parts.append(text)
+    page = '\n\n'.join(parts) + '\n'
+    target = folder / f'{path.stem}.md'
+    # An old page as it is, if it is the same: it is not built again.
+    if not target.exists() or target.read_text('utf-8') != page:
+      target.write_text(page, 'utf-8')
+
+
+# Files at the top level that are pages here, by another name.
+PAGES = {'SECURITY.md': 'security.md', 'README.md': 'index.md'}
+
+
+def _links_from_the_root(app, path, docname, content):
+  """Links in a file at the top level, for the page that includes it."""
+  del app
+  if pathlib.Path(path).parts[:1] != ('..',):
+    return
+  up = '../' * docname.count('/')
+
+  def rewritten(match):
+    link = match[1]
+    if link.startswith('docs/'):
+      target = link.removeprefix('docs/')
+    else:
+      target = PAGES.get(link, f'../{link}')
+    return f']({up}{target})'
+
+  content[0] = re.sub(
+    r'\]\((?!https?:|#|mailto:)([^)\s]+)\)', rewritten, content[0]
+  )
+
+
+def _stars(app, what, name, obj, options, lines):
+  """Shapes such as (*stack, in, r) are no emphasis that has not ended."""
+  del app, what, name, obj, options
+  for i, line in enumerate(lines):
+    if not line.lstrip().startswith(('>>>', '...')):
+      lines[i] = re.sub(r'(?<![\\\w*])\*(?=\w)', r'\\*', line)
+
+
+def setup(app):
+  _write_notebooks()
+  app.add_html_math_renderer('mathml', _mathml(False), _mathml(True))
+  app.connect('autodoc-process-docstring', _stars)
+  app.connect('include-read', _links_from_the_root)
