@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _per_example, _validate, lora
-from prism_optax._linalg import eigh, gram
+from prism_optax import _linalg, _per_example, _validate, lora
 
 
 class FactorNoiseEnergy(NamedTuple):
@@ -118,8 +117,10 @@ def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
     # L' R'^T - L R^T = [L' - L, L] [R', R' - R]^T: no large terms cancel.
     left = jnp.concatenate([new.left - old.left, old.left], -1)
     right = jnp.concatenate([new.right, new.right - old.right], -1)
-    square = jnp.sum(gram(left, left) * gram(right, right), axis=(-2, -1))
-    norms.append(jnp.sqrt(jnp.maximum(square, 0)))
+    # Grams would lose half of the digits where factors turn and Z stays.
+    cores = [_linalg.qr(x)[1] for x in (left, right)]
+    core = _linalg.matmul(cores[0], cores[1].mT)
+    norms.append(jnp.linalg.norm(core, axis=(-2, -1)))
   return {
     name: float(x) if np.ndim(x) == 0 else np.asarray(x)
     for name, x in adapters.by_module(norms).items()
@@ -282,8 +283,10 @@ def preconditioner_spectra(
   correction = -jnp.expm1(state.count * jnp.log(b2))
 
   def spectra(nu, noise):
-    nu, noise = (eigh(x / correction)[0] for x in (nu, noise))
-    observed = jnp.maximum(jnp.sum(noise > 0, -1, keepdims=True), 1)
+    nu, noise = (_linalg.eigh(x / correction)[0] for x in (nu, noise))
+    # Where a factor has lost rank, what is not observed is zero to rounding.
+    tiny = noise.shape[-1] * jnp.finfo(noise.dtype).eps * noise[..., -1:]
+    observed = jnp.maximum(jnp.sum(noise > tiny, -1, keepdims=True), 1)
     floor = floor_factor * jnp.sum(noise, -1, keepdims=True) / observed
     return Spectra(nu, noise, 1 / jnp.sqrt(jnp.maximum(nu, floor)))
 
@@ -337,7 +340,17 @@ def depends_on_other_examples(
     for x, y in zip(
       jax.tree.leaves(together), jax.tree.leaves(alone), strict=True
     ):
-      bound = tolerance * float(jnp.max(jnp.abs(x[i])))
-      if float(jnp.max(jnp.abs(x[i] - y[i]))) > bound:
+      if _differ(x[i], y[i], tolerance):
         return True
   return False
+
+
+def _differ(x: Any, y: Any, tolerance: float) -> bool:
+  """Whether y is another array than x, or not finite in other places."""
+  x, y = (np.asarray(z, np.float64) for z in (x, y))
+  same = (x == y) | (np.isnan(x) & np.isnan(y))
+  size = np.max(np.abs(x), where=np.isfinite(x), initial=0.0)
+  with np.errstate(invalid='ignore'):
+    change = np.where(same, 0.0, np.abs(x - y))
+  # NaN fails the comparison: it came from the other examples.
+  return not np.all(change <= tolerance * size)

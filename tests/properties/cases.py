@@ -16,6 +16,8 @@ from prism_optax import lora
 settings = hypothesis.settings(
   derandomize=True, deadline=None, max_examples=40, database=None
 )
+# Where an example takes many small programs, called one by one.
+few = hypothesis.settings(settings, max_examples=12)
 
 # name: ({path: shape}, layout). Ranks 1 to min(m, n), one to three modules.
 TREES = {

@@ -71,6 +71,54 @@ def test_clips_are_bounded_total_and_blind_to_order(
 
 
 @functools.cache
+def _each_matrix(kind):
+  norms = {'lora_a': 0.5, 'lora_b': 2.0, 'head': 1.0}
+  numbers = None
+  if kind == 'stacks':
+    plain = optax.contrib.MuonDimensionNumbers(1, 2)
+    numbers = {'lora_a': plain, 'lora_b': plain, 'head': None}
+  return norms, jax.jit(
+    prism_optax.clip_each_matrix(norms, weight_dimension_numbers=numbers)
+  )
+
+
+@cases.settings
+@given(
+  cases.st.sampled_from(['leaves', 'stacks']), cases.seeds, cases.scales,
+  cases.oddities, cases.st.sampled_from([jnp.float32, jnp.bfloat16]),
+)  # fmt: skip
+def test_matrices_are_clipped_one_by_one(kind, seed, scale, oddity, dtype):
+  norms, clip = _each_matrix(kind)
+  grads = cases.draw_tree('stacked', seed, scale=scale, dtype=dtype)
+  grads = cases.spoiled(grads, oddity, seed)
+  found = clip(grads)
+  assert cases.shapes_of(found) == cases.shapes_of(grads)
+  # Squares in units of the norms overflow beyond 1e19.
+  whole = cases.is_finite(grads) and all(
+    jnp.max(jnp.abs(x)) < 1e18 for x in grads.values()
+  )
+  if not whole:
+    assert cases.norm(found) == 0
+    return
+  for name, x in grads.items():
+    assert found[name].dtype == jnp.float32
+    matrices = kind == 'stacks' and name != 'head'
+    for y, z in zip(
+      *(a if matrices else a[None] for a in (found[name], x)), strict=True
+    ):
+      z = np.float64(z)
+      length = np.linalg.norm(z)
+      exact = z * min(1.0, norms[name] / length) if length else z
+      # A little below the bound: 1e-6 of it.
+      np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-6 * length)
+      assert np.linalg.norm(np.float64(y)) <= norms[name]
+  again = clip(found)
+  assert cases.norm(
+    jax.tree.map(jnp.subtract, again, found)
+  ) <= 1e-5 * cases.norm(found)
+
+
+@functools.cache
 def _projection(name):
   tx = prism_optax.tangent_privatizer(
     0.0, prng_key=0, layout=cases.layout_of(name)

@@ -1,0 +1,253 @@
+"""Laws of accounting: exact formulas, compositions, calibration, statements."""
+
+import itertools
+import math
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from prism_optax import accounting
+from tests.properties import cases
+
+RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))
+REPLACE = accounting.NeighboringRelation.REPLACE_ONE
+mus = st.floats(1e-3, 30.0)
+epsilons = st.floats(0.01, 50.0)
+deltas = st.floats(1e-12, 0.1)
+
+
+def _delta_by_quadrature(mu, epsilon):
+  """E (1 - exp(epsilon - loss))_+ with loss ~ N(mu^2 / 2, mu^2)."""
+  # With z = (loss - mu^2 / 2) / mu and u = z - t: nothing cancels.
+  t = epsilon / mu - mu / 2
+  nodes, weights = np.polynomial.legendre.leggauss(200)
+  width = 40 / t if t > 4 else 10 + max(-t, 0)
+  total = 0.0
+  for start in np.linspace(0, width, 9)[:-1]:
+    u = start + width / 16 * (nodes + 1)
+    density = np.exp(-((t + u) ** 2) / 2) / math.sqrt(2 * math.pi)
+    total += width / 16 * (weights @ (density * -np.expm1(-mu * u)))
+  return total
+
+
+@cases.settings
+@given(mus, st.floats(0.0, 50.0), st.floats(1.001, 2.0))
+def test_delta_of_a_gaussian_is_an_integral(mu, epsilon, factor):
+  found = accounting.gaussian_delta(mu, epsilon)
+  assert 0 <= found <= 1
+  # Quadrature of 1,600 nodes; denormal tails aside.
+  expected = _delta_by_quadrature(mu, epsilon)
+  assert math.isclose(found, expected, rel_tol=1e-8, abs_tol=1e-290)
+  assert accounting.gaussian_delta(mu * factor, epsilon) >= found
+  assert accounting.gaussian_delta(mu, epsilon * factor) <= found
+  # Delta at epsilon 0 is the distance in total variation.
+  variation = math.erf(mu / math.sqrt(8))
+  assert math.isclose(
+    accounting.gaussian_delta(mu, 0.0), variation, rel_tol=1e-11
+  )
+
+
+@cases.settings
+@given(epsilons, deltas, st.floats(1.001, 2.0))
+def test_mu_and_epsilon_are_inverse_and_round_to_the_safe_side(
+  epsilon, delta, factor
+):
+  mu = accounting.gaussian_mu(epsilon, delta)
+  assert accounting.gaussian_delta(mu, epsilon) <= delta
+  assert accounting.gaussian_delta(mu * (1 + 1e-9), epsilon) > delta
+  back = accounting.gaussian_epsilon(mu, delta)
+  assert math.isclose(back, epsilon, rel_tol=1e-8)
+  assert accounting.gaussian_mu(epsilon * factor, delta) > mu
+  assert accounting.gaussian_mu(epsilon, min(0.9, delta * factor)) > mu
+
+
+@cases.settings
+@given(
+  st.floats(0.01, 2.0),
+  st.integers(1, 30),
+  st.floats(1e-9, 0.1),
+  st.lists(st.floats(0.0, 3.0), max_size=4),
+)
+def test_advanced_composition_holds_for_the_worst_releases(
+  epsilon, count, slack, more
+):
+  """For randomised response, whose composition is known exactly."""
+  found = accounting.advanced_composition([epsilon] * count, slack)
+  truth, lie = (1 / (1 + math.exp(-e)) for e in (epsilon, -epsilon))
+  lies = range(count + 1)
+  delta = math.fsum(
+    math.comb(count, j)
+    * max(
+      0.0,
+      truth ** (count - j) * lie**j
+      - math.exp(min(found, 600)) * lie ** (count - j) * truth**j,
+    )
+    for j in lies
+  )
+  assert delta <= slack
+  # One more release costs more, in any order; more slack costs less.
+  several = [epsilon] * count + more
+  total = accounting.advanced_composition(several, slack)
+  assert total >= found * (1 - 1e-12)
+  turned = accounting.advanced_composition(several[::-1], slack)
+  assert math.isclose(total, turned, rel_tol=1e-12)
+  assert accounting.advanced_composition(several, slack / 2) >= total
+  assert accounting.advanced_composition([], slack) == 0
+  assert accounting.advanced_composition([*several, math.inf], slack) == (
+    math.inf
+  )
+
+
+def _strategy(seed, steps, bands):
+  """Lower triangular, positive diagonal, signs of all kinds."""
+  c = np.random.default_rng(seed).normal(size=(steps, steps))
+  c = np.tril(np.triu(c, 1 - bands))
+  np.fill_diagonal(c, 0.1 + np.abs(np.diag(c)))
+  return c
+
+
+def _reached(c, separation, most):
+  """The largest ||C u|| over allowed patterns and signs u."""
+  best = 0.0
+  for size in range(1, most + 1):
+    for pattern in itertools.combinations(range(len(c)), size):
+      if all(j - i >= separation for i, j in itertools.pairwise(pattern)):
+        signs = np.array(list(itertools.product((-1, 1), repeat=size)))
+        moved = np.linalg.norm(c[:, list(pattern)] @ signs.T, axis=0)
+        best = max(best, moved.max())
+  return best
+
+
+@cases.settings
+@given(
+  cases.seeds, st.integers(1, 6), st.integers(1, 6), st.integers(1, 6),
+  st.sampled_from([None, 1, 2, 3]), st.floats(1e-3, 1e3),
+)  # fmt: skip
+def test_sensitivity_bounds_every_pattern(
+  seed, steps, bands, separation, count, size
+):
+  c = _strategy(seed, steps, bands)
+
+  def found(c, count=count, separation=separation):
+    return accounting.matrix_mechanism_sensitivity(
+      c, max_participations=count, min_separation=separation
+    )
+
+  reached = _reached(c, separation, min(count or steps, steps))
+  assert found(c) >= reached * (1 - 1e-12)
+  if bands <= separation or count == 1:  # Orthogonal columns, or one.
+    assert found(c) <= reached * (1 + 1e-12)
+  assert math.isclose(found(size * c), size * found(c), rel_tol=1e-9)
+  assert found(c, separation=separation + 1) <= found(c) * (1 + 1e-12)
+  if count:
+    assert found(c, count=count + 1) >= found(c) * (1 - 1e-12)
+  # Independent noise: as many releases as there are participations.
+  most = min(-(-steps // separation), count or steps)
+  assert math.isclose(found(np.eye(steps)), math.sqrt(most), rel_tol=1e-12)
+
+
+@cases.settings
+@given(
+  cases.seeds, st.integers(1, 5), st.floats(0.1, 20.0), deltas, RELATIONS,
+  st.floats(1e-3, 1e3),
+)  # fmt: skip
+def test_matrix_mechanisms_meet_their_target_and_no_more(
+  seed, steps, target, delta, relation, size
+):
+  c = _strategy(seed, steps, steps)
+  pattern = {'max_participations': 2, 'min_separation': 1}
+
+  def sigma_of(c, relation=relation):
+    return accounting.calibrate_matrix_mechanism(
+      target, delta, c, neighboring_relation=relation, **pattern
+    )
+
+  def spent(sigma):
+    event = accounting.matrix_mechanism_event(sigma, c, **pattern)
+    moved = 2.0 if relation is REPLACE else 1.0
+    return accounting.gaussian_epsilon(moved / event.noise_multiplier, delta)
+
+  sigma = sigma_of(c)
+  # Two divisions; the bisection for epsilon ends above by rounding.
+  assert spent(sigma) <= target * (1 + 1e-9)
+  assert spent(sigma * (1 - 1e-6)) > target
+  assert math.isclose(sigma_of(size * c), size * sigma, rel_tol=1e-9)
+  plain = sigma_of(c, accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+  assert math.isclose(
+    sigma, plain * (2 if relation is REPLACE else 1), rel_tol=1e-12
+  )
+
+
+def _calibrated(target, delta, q, steps, accountant):
+  sigma = accounting.calibrate_noise_multiplier(
+    target, delta, q, steps, accountant=accountant
+  )
+
+  def spent(sigma):
+    event = accounting.dpsgd_event(sigma, q, steps)
+    return accounting.epsilon(event, delta, accountant=accountant)
+
+  assert spent(sigma) <= target
+  # What is promised: 1e-5 less noise is too little.
+  assert spent(sigma * (1 - 1.1e-5)) > target
+  return sigma
+
+
+targets = st.floats(0.3, 8.0)
+usual_deltas = st.floats(1e-8, 1e-3)
+
+
+@hypothesis.settings(cases.few, max_examples=4)
+@given(
+  targets, usual_deltas, st.sampled_from([0.01, 0.2, 1.0]), st.integers(1, 40)
+)
+def test_calibration_by_renyi_is_safe_and_least(target, delta, q, steps):
+  sigma = _calibrated(target, delta, q, steps, 'rdp')
+  # Full batches need no less than the exact Gaussian, sampled ones no more.
+  full = math.sqrt(steps) / accounting.gaussian_mu(target, delta)
+  if q == 1:
+    assert sigma >= full * (1 - 1e-9)
+  else:
+    most = _calibrated(target, delta, 1.0, steps, 'rdp')
+    assert sigma <= most * (1 + 1e-6)
+
+
+@pytest.mark.slow
+@hypothesis.settings(cases.few, max_examples=4)
+@given(targets, usual_deltas, st.sampled_from([0.01, 1.0]), st.integers(1, 40))
+def test_calibration_by_loss_distributions_is_safe_and_least(
+  target, delta, q, steps
+):
+  sigma = _calibrated(target, delta, q, steps, 'pld')
+  rdp = accounting.calibrate_noise_multiplier(
+    target, delta, q, steps, accountant='rdp'
+  )
+  assert sigma <= rdp
+  if q == 1:
+    full = math.sqrt(steps) / accounting.gaussian_mu(target, delta)
+    # The grid of 1e-4 rounds up.
+    assert full * (1 - 1e-9) <= sigma <= full * (1 + 1e-2)
+
+
+@cases.few
+@given(
+  st.floats(0.5, 20.0), st.sampled_from([0.1, 1.0]), st.integers(0, 20),
+  deltas, RELATIONS,
+)  # fmt: skip
+def test_statements_round_up_and_say_what_they_assume(
+  sigma, q, steps, delta, relation
+):
+  hypothesis.assume(q == 1 or relation is not REPLACE)  # RDP has none of it.
+  event = accounting.dpsgd_event(sigma, q, steps)
+  options = {'accountant': 'rdp', 'neighboring_relation': relation}
+  spent = accounting.epsilon(event, delta, **options)
+  statement = accounting.privacy_statement(event, delta, **options)
+  shown = float(re.match(r'epsilon <= ([\d.]+) at delta = ', statement)[1])
+  assert spent - 1e-9 <= shown <= spent + 1e-3 + 1e-9
+  assert f'delta = {delta:g},' in statement
+  assert relation.name.lower().replace('_', '-') in statement
+  assert ('Poisson sampling' in statement) == (q < 1 and steps > 0)

@@ -1,0 +1,180 @@
+"""Every public function has a property: read from the syntax of the tests.
+
+A name counts as covered where a test with ``@given`` uses it as an attribute
+of its module, itself or through the helpers and constants that it uses.
+"""
+
+import ast
+import inspect
+import pathlib
+
+import pytest
+
+import prism_optax
+
+FOLDER = pathlib.Path(__file__).parent
+
+STATE = 'Fields alone, made and read by its transformation.'
+RESULT = 'Fields alone: the result of a function that has its own laws.'
+# Public names without a property, and why.
+EXCEPTIONS = {
+  'prism_optax.AugmentedState': STATE,
+  'prism_optax.CorrelatedPrivatizerState': STATE,
+  'prism_optax.ForeignPrivatizerState': STATE,
+  'prism_optax.OrthogonalizeState': STATE,
+  'prism_optax.RankPreconditionerState': STATE,
+  'prism_optax.TangentPrivatizerState': STATE,
+  'prism_optax.TangentProbes': RESULT,
+  'prism_optax.diagnostics.ClipStatistics': RESULT,
+  'prism_optax.diagnostics.FactorNoiseEnergy': RESULT,
+  'prism_optax.diagnostics.Spectra': RESULT,
+  'prism_optax.fixed_rank.Anchored': RESULT,
+  'prism_optax.fixed_rank.Frame': RESULT,
+  'prism_optax.lora.EmaState': STATE,
+  'prism_optax.lora.PeftAdapter': RESULT,
+  'prism_optax.lora.Point': 'Fields alone, handed to the parts of a chain.',
+}
+
+
+def _reexported():
+  """Names of the modules that the package's ``__init__`` shows."""
+  tree = ast.parse(pathlib.Path(prism_optax.__file__).read_text())
+  return [
+    alias.name
+    for node in tree.body
+    if isinstance(node, ast.ImportFrom) and node.module == 'prism_optax'
+    for alias in node.names
+  ]
+
+
+def _public_names():
+  """'prism_optax.lora.truncate': object, functions and classes alone."""
+  found = {}
+  for module in (
+    prism_optax, *(getattr(prism_optax, name) for name in _reexported()),
+  ):  # fmt: skip
+    names = getattr(module, '__all__', None) or [
+      name
+      for name, x in vars(module).items()
+      if not name.startswith('_')
+      and (inspect.isfunction(x) or inspect.isclass(x))
+      and x.__module__.startswith(module.__name__)
+    ]
+    found |= {f'{module.__name__}.{x}': getattr(module, x) for x in names}
+  return found
+
+
+class _Source:
+  """What the definitions of one file refer to."""
+
+  def __init__(self, text):
+    self.aliases, self.definitions, self.tests = {}, {}, []
+    for node in ast.parse(text).body:
+      if isinstance(node, ast.Import):
+        self.aliases |= {x.asname or x.name: x.name for x in node.names}
+      elif isinstance(node, ast.ImportFrom):
+        self.aliases |= {
+          x.asname or x.name: f'{node.module}.{x.name}' for x in node.names
+        }
+      elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        self.definitions[node.name] = node
+        if any(map(_is_given, node.decorator_list)):
+          self.tests.append(node.name)
+      elif isinstance(node, ast.Assign):
+        for target in ast.walk(ast.Tuple(node.targets)):
+          if isinstance(target, ast.Name):
+            self.definitions[target.id] = node
+
+  def references(self, name):
+    """Dotted names that a definition uses, its imports written out."""
+    found = set()
+    for node in ast.walk(self.definitions[name]):
+      parts = []
+      while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+      if isinstance(node, ast.Name):
+        root = self.aliases.get(node.id, node.id)
+        found.add('.'.join([root, *reversed(parts)]))
+    return found
+
+
+def _is_given(decorator):
+  call = decorator.func if isinstance(decorator, ast.Call) else decorator
+  return getattr(call, 'id', getattr(call, 'attr', None)) == 'given'
+
+
+def _used_in_properties(texts):
+  """Dotted names that tests with ``@given`` reach, over all files."""
+  sources = {f'tests.properties.{k}': _Source(v) for k, v in texts.items()}
+  used, seen = set(), set()
+  todo = [(k, name) for k, source in sources.items() for name in source.tests]
+  while todo:
+    place = todo.pop()
+    if place in seen:
+      continue
+    seen.add(place)
+    module, name = place
+    references = sources[module].references(name)
+    used |= references
+    for dotted in references:
+      if dotted in sources[module].definitions:
+        todo.append((module, dotted))
+      for other, source in sources.items():
+        rest = dotted.removeprefix(f'{other}.').partition('.')[0]
+        if dotted.startswith(f'{other}.') and rest in source.definitions:
+          todo.append((other, rest))
+      head = dotted.partition('.')[0]  # `helper.cache_clear()`.
+      if head in sources[module].definitions:
+        todo.append((module, head))
+  return used
+
+
+def _covered(name, used):
+  return any(x == name or x.startswith(f'{name}.') for x in used)
+
+
+def test_every_public_name_has_a_property():
+  texts = {x.stem: x.read_text() for x in FOLDER.glob('*.py')}
+  used = _used_in_properties(texts)
+  without = [x for x in _public_names() if not _covered(x, used)]
+  assert sorted(set(without) - set(EXCEPTIONS)) == []
+
+
+@pytest.mark.parametrize('name', EXCEPTIONS)
+def test_exceptions_are_public_and_nothing_but_fields(name):
+  found = _public_names()[name]
+  assert issubclass(found, tuple)
+  own = {k for k in vars(found) if not k.startswith('_')}
+  assert own == set(found._fields)
+
+
+def test_only_what_a_property_reaches_counts():
+  texts = {
+    'cases': 'from prism_optax import lora\nPAIR = lora.Pair("a", "b")\n',
+    'one_test': '''
+from hypothesis import given
+from prism_optax import accounting, lora
+import prism_optax as package
+from tests.properties import cases
+
+def helper():
+  return accounting.epsilon
+def alone():
+  return accounting.gaussian_mu
+@given()
+def test_it():
+  """lora.merge and lora.unmerge."""
+  package.retract()  # lora.truncate
+  return helper(), cases.PAIR
+def test_plain():
+  lora.ema(0.9)
+''',
+  }
+  used = _used_in_properties(texts)
+  names = {
+    'prism_optax.retract', 'prism_optax.accounting.epsilon',
+    'prism_optax.lora.Pair',
+  }  # fmt: skip
+  for name in _public_names():
+    assert _covered(name, used) == (name in names), name

@@ -1,0 +1,282 @@
+"""Laws of trees: pairs, stacks, parts, differences and merged weights."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import prism_optax
+from prism_optax import lora
+from tests.properties import cases
+
+DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
+batch_sizes = st.sampled_from([0, 3])
+
+
+def _equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def _close(a, b, rtol=1e-5):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    x, y = np.float64(x), np.float64(y)
+    np.testing.assert_allclose(x, y, atol=rtol * np.abs(y).max(initial=1e-30))
+
+
+def _products(tree, layout):
+  """scale * left @ right.T of each module by its name, in float64."""
+  return {
+    name: np.float64(x.left) @ np.swapaxes(np.float64(x.right), -1, -2)
+    for name, x in lora.intrinsic(tree, layout=layout).items()
+  }
+
+
+@cases.few
+@given(cases.trees, cases.seeds, DTYPES)
+def test_trees_come_back_from_their_stacks(name, seed, dtype):
+  """Bit for bit, in any layout; one array of each shape and type of module."""
+  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
+  params = jax.tree.map(lambda x: x.astype(dtype), params)
+  adapters = lora.Adapters(params, layout)
+  blocks = adapters.coordinates(params)
+  assert isinstance(blocks, lora.Blocks)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(blocks))
+  back = adapters.tree(blocks)
+  assert cases.shapes_of(back) == cases.shapes_of(params)
+  _equal(back, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+  # Positions in a stack belong to modules by their names.
+  numbered = [jnp.arange(x.left.shape[0]) for x in blocks.pairs]
+  for module in adapters.modules:
+    numbers = adapters.by_module(numbered)[module.name]
+    assert numbers.shape == module.stack
+  # A functor: composed maps are maps of the composition.
+  twice = lora.map_pairs(
+    lambda x: x[::-1], lora.map_pairs(lambda x, y: (y, x), *[blocks.pairs] * 2)
+  )
+  _equal(twice, lora.map_pairs(lambda x, y: (x, y), *[blocks.pairs] * 2))
+
+
+@cases.few
+@given(cases.trees, cases.seeds, st.randoms(use_true_random=False))
+def test_lists_with_names_are_read_as_trees(name, seed, random):
+  """In any order of the list, which may be without any structure."""
+  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
+  flat, _ = jax.tree_util.tree_flatten_with_path(params)
+  random.shuffle(flat)
+  names = ['/'.join(key.key for key in path) for path, _ in flat]
+  leaves = [leaf for _, leaf in flat]
+  pairs = lora.pairs_by_name(names, leaves)
+  if layout:  # The scale is not in the names.
+    pairs = [
+      x._replace(layout=lora.Layout(0, 1, (), (), scale=2.0)) for x in pairs
+    ]
+  found, expected = _products(leaves, pairs), _products(params, layout)
+  assert set(found) == set(expected)
+  for module, z in expected.items():
+    np.testing.assert_array_equal(found[module], z)
+
+
+@functools.cache
+def _coordinates(name, size):
+  layout = cases.layout_of(name)
+
+  @jax.jit
+  def run(params, grads):
+    adapters = lora.Adapters(params, layout)
+    frames = adapters.frames(params)
+    lead = 0 if size is None else 1
+    blocks = lora.to_coordinates(frames, adapters.gradients(grads, lead))
+    if lead:
+      return jax.vmap(adapters.tree)(blocks)
+    transform = prism_optax.tangent_coordinates(params, layout=layout)
+    return adapters.tree(blocks), transform(grads)
+
+  return run
+
+
+@pytest.mark.slow
+@cases.few
+@given(st.sampled_from(['file', 'stacked']), cases.seeds, batch_sizes)
+def test_coordinates_of_a_batch_are_those_of_its_examples(name, seed, size):
+  params = cases.draw_tree(name, seed)
+  grads = cases.draw_tree(name, seed + 1, lead=(size,))
+  together = _coordinates(name, size)(params, grads)
+  assert cases.shapes_of(together) == cases.shapes_of(grads)
+  for i in range(size):
+    one = jax.tree.map(lambda x, i=i: x[i], grads)
+    alone, transformed = _coordinates(name, None)(params, one)
+    _equal(alone, transformed)
+    # The same products in another order of summation.
+    _close(jax.tree.map(lambda x, i=i: x[i], together), alone)
+
+
+def _shift_pairs():
+  """A part of our own: no state, and it needs the frames."""
+
+  def update(blocks, state, point, **extra_args):
+    pairs = lora.map_pairs(
+      lambda frame, x: type(x)(x.left - frame.left, 2 * x.right),
+      point.frames,
+      blocks.pairs,
+    )
+    return lora.Blocks(pairs, blocks.others), state
+
+  return lora.Part('shift_pairs', lora.stateless, update)
+
+
+@functools.cache
+def _chains(name):
+  """Elementwise transformations as they are, as parts, and in one chain."""
+  layout = cases.layout_of(name)
+  scale, trace = optax.scale(-0.5), optax.trace(0.9)
+  parts = [
+    lora.part_from_optax('scale', scale), _shift_pairs(),
+    lora.part_from_optax('trace', trace),
+  ]  # fmt: skip
+  alone = [lora.chain_parts(x, layout=layout) for x in parts]
+  return {
+    'plain': optax.chain(scale, alone[1], trace),
+    'separate': optax.chain(*alone),
+    'together': lora.chain_parts(*parts, layout=layout),
+  }
+
+
+@pytest.mark.slow
+@cases.few
+@given(st.sampled_from(['file', 'stacked']), cases.seeds)
+def test_a_chain_of_parts_is_the_chain_of_its_transformations(name, seed):
+  params = cases.draw_tree(name, seed)
+  found = {}
+  for kind, tx in _chains(name).items():
+    state = tx.init(params)
+    for step in (1, 2):
+      updates = cases.draw_tree(name, seed + step)
+      out, state = tx.update(updates, state, params)
+    found[kind] = out
+  _close(found['separate'], found['plain'], 1e-6)
+  _close(found['together'], found['plain'], 1e-6)
+
+
+@pytest.mark.slow
+@cases.few
+@given(
+  st.sampled_from(['file', 'full rank', 'stacked']),
+  cases.seeds,
+  st.sampled_from([1e-3, 1.0, 1e3]),
+)
+def test_differences_and_their_merge_are_those_of_the_products(
+  name, seed, size
+):
+  layout = cases.layout_of(name)
+  old, new = (cases.draw_tree(name, seed + i, scale=size) for i in range(2))
+  change = lora.difference(new, old, layout=layout)
+  # An adapter of twice the rank, or of the full one.
+  before, after, found = (_products(x, layout) for x in (old, new, change))
+  _close(found, {k: after[k] - before[k] for k in found}, 1e-5)
+  for module in lora.Adapters(change, layout).modules:
+    rank = lora.Adapters(new, layout).modules
+    rank = next(x.rank for x in rank if x.name == module.name)
+    assert module.rank == min(2 * rank, module.m, module.n)
+  # Weights with their axes in another order, given by the kernel.
+  flat, stack = {}, {}
+  for module in lora.Adapters(change, layout).modules:
+    z = after[module.name]
+    flat[module.name] = jnp.zeros(z.shape)  # (*stack, out, in).
+    lead = tuple(range(len(module.stack)))
+    axes = (*lead, len(lead) + 1, len(lead))
+    stack[module.name] = lora.Kernel(module.name, axes)
+  weights = lora.merge(new, flat, kernels=stack, layout=layout)
+  weights = lora.unmerge(old, weights, kernels=stack, layout=layout)
+  merged = lora.merge(change, flat, kernels=stack, layout=layout)
+  for name, z in found.items():
+    largest = max(np.abs(x[name]).max() for x in (before, after))
+    for got in (weights, merged):
+      np.testing.assert_allclose(got[name], z, atol=1e-5 * largest)
+
+
+@pytest.mark.slow
+@cases.few
+@given(
+  st.sampled_from(['file', 'rank one', 'stacked']),
+  cases.seeds,
+  DTYPES,
+  st.sampled_from([0.5, 1.0, 8.0]),
+  st.sampled_from([1e-3, 1.0, 1e3]),
+)
+def test_starts_have_the_singular_values_asked_for(
+  name, seed, dtype, scale, size
+):
+  """In any type and under any scale of the module; a key is a start."""
+  layout = cases.layout_of(name)
+  layout = (
+    [x._replace(layout=lora.Layout(0, 1, scale=scale)) for x in layout]
+    if layout
+    else lora.Layout(scale=scale)
+  )
+  params = cases.draw_tree(name, seed, dtype=dtype)
+  balanced, again, one_sided = (
+    lora.initialize(params, key, method=method, size=size, layout=layout)
+    for key, method in ((3, 'balanced'), (3, 'balanced'), (4, 'one_sided'))
+  )
+  assert cases.shapes_of(balanced) == cases.shapes_of(params)
+  assert jax.tree.structure(balanced) == jax.tree.structure(params)
+  _equal(balanced, again)
+  # Rounding of the factors to their type.
+  rtol = 40 * float(jnp.finfo(dtype).eps)
+  for module, factors in lora.intrinsic(balanced, layout=layout).items():
+    rank = factors.left.shape[-1]
+    z = _products(balanced, layout)[module]
+    values = np.linalg.svd(z, compute_uv=False)
+    np.testing.assert_allclose(values[..., :rank], size, rtol=rtol)
+    np.testing.assert_allclose(values[..., rank:], 0, atol=rtol * size)
+    other = lora.intrinsic(one_sided, layout=layout)[module]
+    assert not np.any(other.left)
+    values = np.linalg.svd(np.float64(other.right), compute_uv=False)
+    np.testing.assert_allclose(values, size * scale**0.5, rtol=rtol)
+
+
+@functools.cache
+def _average(name):
+  tx = lora.ema(0.8, layout=cases.layout_of(name))
+  return tx.init, jax.jit(tx.update)
+
+
+@pytest.mark.slow
+@cases.few
+@given(
+  st.sampled_from(['file', 'stacked']),
+  cases.seeds,
+  st.lists(
+    st.tuples(st.integers(-4, 4), st.sampled_from([0.125, 1.0, 8.0])),
+    min_size=1,
+    max_size=4,
+  ),
+)
+def test_averages_are_those_of_the_products(name, seed, visits):
+  """Of multiples of one Z, which fit into any rank, in other gauges."""
+  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
+  init, update = _average(name)
+  state = init(params)
+  for multiple, gauge in visits:
+    now = jax.tree_util.tree_map_with_path(
+      lambda path, x, c=multiple, g=gauge: (
+        x * {'a': g, 'b': c / g}.get(path[-1].key[-1].lower(), c)
+      ),
+      params,
+    )
+    average, state = update(now, state)
+  weights = 0.8 ** np.arange(len(visits))[::-1]
+  mean = np.average([c for c, _ in visits], weights=weights)
+  start, found = (_products(x, layout) for x in (params, average))
+  for module, z in start.items():
+    largest = np.abs(z).max() * max(abs(c) for c, _ in visits)
+    np.testing.assert_allclose(found[module], mean * z, atol=1e-5 * largest)
+  if name == 'stacked':
+    np.testing.assert_allclose(
+      average['head'], mean * params['head'], atol=1e-4
+    )

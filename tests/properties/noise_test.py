@@ -1,0 +1,190 @@
+"""Laws of noise on a moving tangent space, and of optimizers around it."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import prism_optax
+from tests import oracles, problems
+from tests.properties import cases
+
+x64 = pytest.mark.usefixtures('x64')
+PROBLEM = problems.Problem([(5, 4, 2), (4, 6, 1)])
+CONDITIONS = st.sampled_from([1.0, 1e3])
+
+
+@cases.settings
+@given(
+  cases.seeds,
+  st.integers(1, 8),
+  st.integers(0, 4),
+  st.sampled_from([0.0, 1e-6, 1e6]),
+)
+def test_correlated_noise_has_the_size_of_its_rows(seed, steps, more, stddev):
+  rng = np.random.default_rng(seed)
+  noising = np.tril(rng.normal(size=(steps + more,) * 2))
+  found = prism_optax.correlated_noise_stddev(noising, stddev, steps)
+  covariance = stddev**2 * noising @ noising.T
+  np.testing.assert_allclose(
+    found, np.sqrt(np.diag(covariance))[:steps], rtol=1e-9
+  )
+
+  class Streaming:
+    def row_norms_squared(self, steps):
+      return np.sum(noising[:steps] ** 2, axis=1)
+
+  again = prism_optax.correlated_noise_stddev(Streaming(), stddev, steps)
+  np.testing.assert_allclose(again, found, rtol=1e-12)
+
+
+def _listening(key):
+  """Adds the same numbers in every step, and remembers what it has seen."""
+
+  def init(tree):
+    noise = optax.tree.random_like(key, tree, jax.random.normal)
+    return noise, jax.tree.map(jnp.zeros_like, tree)
+
+  def update(tree, state, params=None):
+    del params
+    return optax.tree.add(tree, state[0]), (state[0], tree)
+
+  return optax.GradientTransformation(init, update)
+
+
+@functools.cache
+def _correlated():
+  return prism_optax.correlated_tangent_privatizer(
+    _listening, horizon=3, prng_key=0
+  )
+
+
+@jax.jit
+def _correlated_update(updates, state, params):
+  noisy, state = _correlated().update(updates, state, params)
+  silent = prism_optax.tangent_privatizer(0.0, prng_key=0)
+  projected, _ = silent.update(noisy, silent.init(params), params)
+  return noisy, state, projected
+
+
+def _seen(state):
+  return state.inner.inner[1]
+
+
+def _norm_of_difference(a, b):
+  return cases.norm(jax.tree.map(jnp.subtract, a, b))
+
+
+def _problem(seed):
+  """Factors, dense matrices, and arrays in the shapes of the parameters."""
+  rng = np.random.default_rng(seed)
+  factors = [oracles.random_factors(rng, *x, 3.0) for x in PROBLEM.shapes]
+  return rng, factors, rng.normal(size=5)
+
+
+def _regauged(rng, factors, condition):
+  return [
+    oracles.change_gauge(
+      x, oracles.random_gauge(rng, x[0].shape[-1], condition)
+    )
+    for x in factors
+  ]
+
+
+@pytest.mark.slow
+@x64
+@cases.few
+@given(cases.seeds, CONDITIONS, st.sampled_from([1e-6, 1.0, 1e6]))
+def test_correlated_noise_stays_where_the_matrix_stays(seed, condition, size):
+  rng, factors, extra = _problem(seed)
+  params = PROBLEM.params(factors, extra)
+
+  def draw():
+    return jax.tree.map(lambda x: size * rng.normal(size=x.shape), params)
+
+  state = _correlated().init(params)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  first, state, _ = _correlated_update(zeros, state, params)
+  dense = PROBLEM.embed(params, first)
+  # In another gauge of the same matrices it is the same noise of Z.
+  turned = PROBLEM.params(_regauged(rng, factors, condition), extra)
+  second, after, projected = _correlated_update(zeros, state, turned)
+  for x, y in zip(
+    dense.modules, PROBLEM.embed(turned, second).modules, strict=True
+  ):
+    np.testing.assert_allclose(x, y, atol=1e-9)
+  # It is tangent there, and the privatizer sees every distance as it is.
+  assert _norm_of_difference(second, projected) <= 1e-9
+  x, y = draw(), draw()
+  distance = _norm_of_difference(x, y)
+  seen = [_correlated_update(z, state, turned)[1] for z in (x, y)]
+  assert _norm_of_difference(*map(_seen, seen)) == pytest.approx(
+    distance, rel=1e-9
+  )
+  # Two updates were made: one more, and then nothing for ever.
+  third, after, _ = _correlated_update(x, after, turned)
+  assert cases.norm(third) > 0
+  fourth, *_ = _correlated_update(x, after, turned)
+  assert cases.norm(fourth) == 0
+
+
+@functools.cache
+def _noiseless(kind):
+  """The same optimizer on gradients of the factors, by three routes."""
+  step = [optax.scale(-0.1), prism_optax.retract()]
+  silent = prism_optax.tangent_privatizer(0.0, prng_key=0)
+  if kind == 'augmented':
+    tx = prism_optax.augmented_optimizer(optax.chain(*step))
+
+    def coordinates(state, params):
+      del params
+      return tx.pre_clipping_transform(state)
+
+  else:
+    tx = optax.chain(silent, *step)
+
+    def coordinates(state, params):
+      del state
+      return prism_optax.tangent_coordinates(params)
+
+  @jax.jit
+  def update(grads, state, params):
+    x = coordinates(state, params)(grads)
+    updates, state = tx.update(x, state, params)
+    return x, optax.apply_updates(params, updates), state
+
+  return tx.init, update
+
+
+@pytest.mark.slow
+@x64
+@cases.few
+@given(cases.seeds, CONDITIONS)
+def test_augmented_optimizers_walk_the_same_way(seed, condition):
+  """Norms that are clipped and matrices reached: those of the plain chain."""
+  rng, factors, extra = _problem(seed)
+  gradients = [PROBLEM.ambient_noise(seed + i) for i in range(2)]
+  ends, norms = [], []
+  for kind, pairs in (
+    ('plain', factors), ('augmented', factors),
+    ('augmented', _regauged(rng, factors, condition)),
+  ):  # fmt: skip
+    params = PROBLEM.params(pairs, extra)
+    init, update = _noiseless(kind)
+    state = init(params)
+    norms.append([])
+    for dense in gradients:
+      grads = PROBLEM.factor_gradients(params, dense)
+      x, params, state = update(grads, state, params)
+      norms[-1].append(cases.norm(x))
+    ends.append(PROBLEM.dense(params))
+  for end, norm in zip(ends[1:], norms[1:], strict=True):
+    np.testing.assert_allclose(norm, norms[0], rtol=1e-9)
+    for x, y in zip(end.modules, ends[0].modules, strict=True):
+      np.testing.assert_allclose(x, y, atol=1e-9)
+    np.testing.assert_allclose(end.extra, ends[0].extra, rtol=1e-12)

@@ -1,0 +1,261 @@
+"""Laws of the Newton-Schulz iteration, of its parts and of its correction."""
+
+import fractions
+import functools
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import prism_optax
+from prism_optax import orthogonalization
+from tests import muon_oracle, oracles
+from tests.properties import cases
+
+DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
+x64 = pytest.mark.usefixtures('x64')
+
+
+@cases.settings
+@given(st.integers(1, 25))
+def test_coefficients_are_those_of_the_inverse_root(degree):
+  """Their square is the series of 1 / (1 - u), to the last bit."""
+  c = orthogonalization.coefficients(degree)
+  exact = list(map(fractions.Fraction, c))
+  assert len(c) == degree + 1
+  for k in range(degree + 1):
+    assert sum(exact[j] * exact[k - j] for j in range(k + 1)) == 1
+  slope = orthogonalization.slope_at_zero(degree)
+  assert math.isclose(slope, math.fsum(c), rel_tol=1e-14)
+
+
+@cases.settings
+@given(
+  st.integers(-1, 4) | st.sampled_from([1.0, True, None, math.nan]),
+  st.integers(-1, 4) | st.sampled_from([2.0, False, None]),
+  st.sampled_from(['max1', 'frobenius', 'none', 'max2', None]),
+)
+def test_options_are_checked_and_named(degree, steps, normalize):
+  def wrong(x):
+    return type(x) is not int or x < 1
+
+  bad = [
+    name
+    for name, is_bad in (
+      ('degree', wrong(degree)), ('steps', wrong(steps)),
+      ('normalize', normalize not in orthogonalization.NORMALIZATIONS),
+    )
+    if is_bad
+  ]  # fmt: skip
+  if not bad:
+    orthogonalization.check_options(degree, steps, normalize)
+    return
+  with pytest.raises(ValueError, match=f'Expected {bad[0]} '):
+    orthogonalization.check_options(degree, steps, normalize)
+
+
+@functools.cache
+def _normalized(normalize):
+  @jax.jit
+  def run(x, y):
+    x, y = map(orthogonalization.at_least_float32, (x, y))
+    norm = orthogonalization.frobenius_norm(x, y)
+    divisor = orthogonalization.divisor(normalize, norm)
+    return norm, orthogonalization.frobenius_norm(x / divisor, y / divisor)
+
+  return run
+
+
+@cases.settings
+@given(
+  cases.seeds,
+  st.sampled_from([0.0, 1e-36, 1e-8, 1.0, 1e18, 1e36]),
+  st.sampled_from(sorted(DTYPES)),
+  st.sampled_from(orthogonalization.NORMALIZATIONS),
+)
+def test_norms_do_not_overflow_and_normalize(seed, size, dtype, normalize):
+  rng = np.random.default_rng(seed)
+  x, y = (
+    (size * rng.normal(size=(2, *shape))).astype(DTYPES[dtype])
+    for shape in ((3, 4), (2, 5))
+  )
+  assert orthogonalization.at_least_float32(x).dtype == np.float32
+  norm, after = _normalized(normalize)(x, y)
+  assert norm.shape == after.shape == (2, 1, 1)
+  exact = np.sqrt(
+    sum(np.sum(np.float64(z) ** 2, axis=(-2, -1)) for z in (x, y))
+  )
+  # Fewer than thirty terms in float32.
+  np.testing.assert_allclose(np.ravel(norm), exact, rtol=1e-5)
+  expected = {
+    'max1': np.minimum(exact, 1), 'frobenius': np.sign(exact), 'none': exact,
+  }[normalize]  # fmt: skip
+  np.testing.assert_allclose(np.ravel(after), expected, rtol=1e-5)
+
+
+@functools.cache
+def _iterated(degree, steps, normalize):
+  return jax.jit(
+    functools.partial(
+      orthogonalization.orthogonalize,
+      degree=degree, steps=steps, normalize=normalize,
+    )
+  )  # fmt: skip
+
+
+@pytest.mark.slow
+@x64
+@cases.few
+@given(
+  cases.seeds, st.sampled_from([(3, 5), (5, 3), (4, 4)]),
+  st.sampled_from([0.0, 1e-3, 1.0, 1e6]),
+  st.sampled_from([(1, 3, 'max1'), (2, 5, 'frobenius'), (3, 2, 'none')]),
+)  # fmt: skip
+def test_iteration_acts_on_singular_values_alone(seed, shape, size, options):
+  degree, steps, normalize = options
+  rng = np.random.default_rng(seed)
+  x = size * rng.normal(size=shape)
+  if normalize == 'none' and size:
+    x /= np.linalg.norm(x)  # Beyond the root of three it may diverge.
+  run = _iterated(*options)
+  found = run(x)
+  u, s, vt = np.linalg.svd(x, full_matrices=False)
+  norm = np.linalg.norm(s)
+  s = s / {
+    'max1': max(norm, 1), 'frobenius': norm or 1, 'none': 1,
+  }[normalize]  # fmt: skip
+  values = muon_oracle.singular_values(s, degree, steps)
+  np.testing.assert_allclose(found, (u * values) @ vt, atol=1e-12)
+  # Towards one and never beyond; by no more than the slope at zero.
+  gain = orthogonalization.slope_at_zero(degree) ** steps
+  assert (values <= 1 + 1e-12).all()
+  assert (values <= gain * s * (1 + 1e-12)).all()
+  q = [oracles.random_orthonormal(rng, k, k) for k in shape]
+  np.testing.assert_allclose(
+    run(q[0] @ x @ q[1].T), q[0] @ found @ q[1].T, atol=1e-11
+  )
+  np.testing.assert_allclose(run(x.T), found.T, atol=1e-12)
+  if normalize == 'frobenius':
+    np.testing.assert_allclose(run(3 * x), found, atol=1e-12)
+
+
+@functools.cache
+def _transformed(corrected, stacked):
+  """The transformation on a tree of a matrix, a stack and a vector."""
+  correction = prism_optax.BiasCorrection(0.0, 0.9, prng_key=0)
+  numbers = optax.contrib.MuonDimensionNumbers
+  tx = prism_optax.orthogonalize(
+    degree=2,
+    steps=3,
+    bias_correction=correction if corrected else None,
+    weight_dimension_numbers={
+      'matrix': numbers(1, 0),
+      'stack': numbers((0, 3), 2) if stacked else None,
+      'vector': None,
+    },
+  )
+  return jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+
+
+@pytest.mark.slow
+@cases.few
+@given(
+  cases.seeds, st.sampled_from(sorted(DTYPES)), st.booleans(), st.booleans(),
+  st.sampled_from(['none', 'nan', 'inf', 'zero']),
+)  # fmt: skip
+def test_the_transformation_takes_each_matrix_by_itself(
+  seed, dtype, corrected, stacked, oddity
+):
+  rng = np.random.default_rng(seed)
+  updates = {
+    name: rng.normal(size=shape).astype(DTYPES[dtype])
+    for name, shape in (
+      ('matrix', (3, 4)), ('stack', (2, 3, 4, 2)), ('vector', (3,)),
+    )
+  }  # fmt: skip
+  value = {'none': 1.0, 'nan': np.nan, 'inf': np.inf, 'zero': 0.0}[oddity]
+  updates['stack'][:, 1] *= DTYPES[dtype](value)
+  found = _transformed(corrected, stacked)(updates)
+  for name, x in updates.items():
+    assert found[name].dtype == x.dtype
+    assert found[name].shape == x.shape
+  exact = muon_oracle.orthogonalize(updates['matrix'], 2, 3)
+  # float32 inside: the rounding of the result to its type.
+  rounding = {'float32': 1e-5, 'bfloat16': 2**-8}[dtype]
+  np.testing.assert_allclose(np.float64(found['matrix']), exact, atol=rounding)
+  np.testing.assert_array_equal(found['vector'], updates['vector'])
+  if not stacked:
+    np.testing.assert_array_equal(found['stack'], updates['stack'])
+    return
+  for layer in range(3):
+    x = np.float64(updates['stack'][:, layer])
+    got = np.float64(found['stack'][:, layer])
+    if layer == 1 and oddity in ('nan', 'inf'):
+      assert not np.isfinite(got).any()
+      continue
+    # Reduction axes 0 and 3 of the leaf are the rows: (2, 2), then 4 columns.
+    rows = x.transpose(0, 2, 1).reshape(4, 4)
+    exact = muon_oracle.orthogonalize(rows, 2, 3)
+    np.testing.assert_allclose(
+      got.transpose(0, 2, 1).reshape(4, 4), exact, atol=rounding
+    )
+
+
+def _affine(tree):
+  return jax.tree.map(lambda y: 3 * y - 1, tree)
+
+
+def _square(tree):
+  return jax.tree.map(jnp.square, tree)
+
+
+@functools.cache
+def _corrected(probes):
+  @jax.jit
+  def run(x, stddev, key, scale):
+    return [
+      orthogonalization.subtract_bias(
+        function,
+        x,
+        stddev,
+        jax.random.wrap_key_data(key),
+        num_probes=probes,
+        probe_scale=scale,
+      )
+      for function in (_affine, _square)
+    ]
+
+  return run
+
+
+@x64
+@cases.settings
+@given(
+  cases.seeds,
+  st.sampled_from([0.0, 0.1, 2.0]),
+  st.sampled_from([0.5, 4.0]),
+  st.sampled_from([1, 3]),
+)
+def test_the_correction_is_exact_where_the_laplacian_is(
+  seed, stddev, scale, probes
+):
+  """Nothing for affine functions; v |z|^2 of a square, at any probe size."""
+  rng = np.random.default_rng(seed)
+  x = {'a': rng.normal(size=3), 'b': rng.normal(size=())}
+  key = np.array([0, seed], np.uint32)
+  affine, square = _corrected(probes)(x, stddev, key, scale)
+  _, again = _corrected(probes)(x, stddev, key, 1.0)
+  for name, y in x.items():
+    np.testing.assert_allclose(affine[name], 3 * y - 1, atol=1e-12)
+    np.testing.assert_allclose(square[name], again[name], atol=1e-11)
+    # A mean of squares of normal probes, times the variance.
+    taken = np.square(y) - square[name]
+    assert (np.abs(taken) <= 40 * stddev**2 + 1e-14).all()
+    if stddev:
+      assert (taken > 0).all()
