@@ -102,7 +102,22 @@ def _write_notebooks():
 
 
 # Files at the top level that are pages here, by another name.
-PAGES = {'SECURITY.md': 'security.md', 'README.md': 'index.md'}
+PAGES = {
+  'CHANGELOG.md': 'changelog.md',
+  'CONTRIBUTING.md': 'contributing.md',
+  'README.md': 'index.md',
+  'SECURITY.md': 'security.md',
+}
+_UP = re.compile(rf"\]\((?:\.\./)+({'|'.join(PAGES)})((?:#[^)]*)?)\)")
+
+
+def _links_to_the_root(app, docname, content):
+  """Links of a page to a file at the top level that is a page here."""
+  del app
+  up = '../' * docname.count('/')
+  content[0] = _UP.sub(
+    lambda match: f']({up}{PAGES[match[1]]}{match[2]})', content[0]
+  )
 
 
 def _links_from_the_root(app, path, docname, content):
@@ -137,4 +152,5 @@ def setup(app):
   _write_notebooks()
   app.add_html_math_renderer('mathml', _mathml(False), _mathml(True))
   app.connect('autodoc-process-docstring', _stars)
+  app.connect('source-read', _links_to_the_root)
   app.connect('include-read', _links_from_the_root)
