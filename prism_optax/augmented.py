@@ -107,10 +107,11 @@ def augmented_optimizer(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import optax
     >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
-    >>> tx = augmented_optimizer(optax.chain(optax.scale(-1.0),
-    ...                                      prism_optax.retract()))
+    >>> tx = prism_optax.augmented_optimizer(
+    ...   optax.chain(optax.scale(-1.0), prism_optax.retract()))
     >>> state = tx.init(params)
     >>> transform = tx.pre_clipping_transform(state)
     >>> one_example = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}

@@ -56,8 +56,10 @@ def clip_groups(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import clip_groups
     >>> params = {'bias': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
-    >>> [(g.leaves, g.size, g.l2_clip_norm) for g in clip_groups(0.5, params)]
+    >>> groups = clip_groups.clip_groups(0.5, params)
+    >>> [(g.leaves, g.size, g.l2_clip_norm) for g in groups]
     [((0,), 3, 0.5), ((1,), 12, 0.5)]
   """
   shapes = [x.shape for x in jax.tree.leaves(params)]
@@ -105,8 +107,10 @@ def sensitivity(groups: Sequence[ClipGroup]) -> Any:
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import clip_groups
     >>> params = {'v': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
-    >>> sensitivity(clip_groups({'v': 3.0, 'w': 4.0}, params))
+    >>> groups = clip_groups.clip_groups({'v': 3.0, 'w': 4.0}, params)
+    >>> clip_groups.sensitivity(groups)
     5.0
   """
   return sum(g.matrices * g.l2_clip_norm**2 for g in groups) ** 0.5
@@ -144,7 +148,8 @@ def split_noise_multiplier(
     ValueError: If ``noise_split`` is none of these, or there is no group.
 
   Example:
-    >>> split_noise_multiplier(1.0, [1.0, 1.0, 1.0, 1.0], [6, 6, 6, 6])
+    >>> from prism_optax import clip_groups
+    >>> clip_groups.split_noise_multiplier(1.0, [1.0] * 4, [6] * 4)
     [2.0, 2.0, 2.0, 2.0]
   """
   _validate.one_of('noise_split', noise_split, NOISE_SPLITS)
@@ -184,9 +189,10 @@ def noise_units(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import clip_groups
     >>> params = {'v': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
-    >>> groups = clip_groups({'v': 1.0, 'w': 2.0}, params)
-    >>> noise_units(groups, 2)  # sqrt(2) C_W
+    >>> groups = clip_groups.clip_groups({'v': 1.0, 'w': 2.0}, params)
+    >>> clip_groups.noise_units(groups, 2)  # sqrt(2) C_W
     [1.4142135623730951, 2.8284271247461903]
   """
   matrices = [g for g in groups for _ in range(g.matrices)]

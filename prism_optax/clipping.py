@@ -55,10 +55,12 @@ def tangent_coordinates(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import prism_optax
     >>> a, b = jnp.array([[2.0], [0.0]]), jnp.array([[4.0]])
     >>> params = {'lora_a': a, 'lora_b': b}
     >>> grads = {'lora_a': jnp.array([[4.0], [8.0]]), 'lora_b': b}
-    >>> tangent_coordinates(params)(grads)['lora_a'].ravel().tolist()
+    >>> transform = prism_optax.tangent_coordinates(params)
+    >>> transform(grads)['lora_a'].ravel().tolist()
     [1.0, 2.0]
   """
   adapters = lora.Adapters(params, layout)
@@ -123,8 +125,9 @@ def intrinsic_clip(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> clip = intrinsic_clip(1.0, normalize_by=10.0)
+    >>> clip = prism_optax.intrinsic_clip(1.0, normalize_by=10.0)
     >>> clip.sensitivity()
     0.1
     >>> grads = {'lora_a': jnp.ones((4, 3, 1)), 'lora_b': jnp.ones((4, 1, 2))}

@@ -189,7 +189,10 @@ def correlated_tangent_privatizer(
       values are known).
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import prism_optax
     >>> def differences(key):  # z_t - z_{t-1}: the sum of all noise is one z.
     ...   def init(tree):
     ...     return key, optax.tree.zeros_like(tree)
@@ -201,7 +204,8 @@ def correlated_tangent_privatizer(
     ...     return out, (next_key, z)
     ...   return optax.GradientTransformation(init, update)
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = correlated_tangent_privatizer(differences, horizon=5, prng_key=0)
+    >>> tx = prism_optax.correlated_tangent_privatizer(
+    ...   differences, horizon=5, prng_key=0)
     >>> state, zeros = tx.init(params), optax.tree.zeros_like(params)
     >>> total = zeros
     >>> for _ in range(5):  # The parameters stay: the noises cancel.
@@ -286,7 +290,9 @@ def correlated_noise_stddev(
       matrix has fewer rows.
 
   Example:
-    >>> correlated_noise_stddev([[1.0, 0.0], [-1.0, 1.0]], 2.0, 2).round(3)
+    >>> import prism_optax
+    >>> matrix = [[1.0, 0.0], [-1.0, 1.0]]
+    >>> prism_optax.correlated_noise_stddev(matrix, 2.0, 2).round(3)
     array([2.   , 2.828])
   """
   _validate.non_negative('stddev', stddev)

@@ -52,7 +52,10 @@ def factor_noise_energy(
     Both parts, in total over the entries of Z: the first of shape (...).
 
   Example:
-    >>> energy = factor_noise_energy(jnp.eye(3, 1), jnp.eye(2, 1), 0.1)
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import diagnostics
+    >>> left, right = jnp.eye(3, 1), jnp.eye(2, 1)
+    >>> energy = diagnostics.factor_noise_energy(left, right, 0.1)
     >>> round(float(energy.first_order), 3), round(energy.second_order, 6)
     (0.05, 0.0006)
   """
@@ -79,7 +82,8 @@ def tangent_noise_energy(m: int, n: int, rank: int, stddev: Any) -> Any:
     In total over the entries of one module's Z.
 
   Example:
-    >>> tangent_noise_energy(3, 2, 1, 0.5)
+    >>> from prism_optax import diagnostics
+    >>> diagnostics.tangent_noise_energy(3, 2, 1, 0.5)
     1.0
   """
   return stddev**2 * rank * (m + n - rank)
@@ -103,8 +107,11 @@ def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
     ValueError: If pairs cannot be found, or the trees do not fit each other.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import diagnostics
     >>> old = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
-    >>> change_norms(old, {**old, 'lora_b': jnp.array([[3.0, 4.0]])})
+    >>> new = {**old, 'lora_b': jnp.array([[3.0, 4.0]])}
+    >>> diagnostics.change_norms(old, new)
     {'lora_a': 5.0}
   """
   adapters = lora.Adapters(params, layout)
@@ -169,10 +176,12 @@ def nonprivate_clip_statistics(
     ValueError: For another space, or a clip norm that is not positive.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import diagnostics
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
     >>> grads = {'lora_a': jnp.zeros((2, 3, 1)),
     ...          'lora_b': jnp.array([[[0.0, 5.0]], [[0.0, 0.5]]])}
-    >>> found = nonprivate_clip_statistics(grads, params, 2.0)
+    >>> found = diagnostics.nonprivate_clip_statistics(grads, params, 2.0)
     >>> found.norms.tolist(), found.clipped_fraction.item()
     ([5.0, 0.5], 0.5)
   """
@@ -214,9 +223,12 @@ def nonprivate_signal_to_noise(
     ValueError: If pairs cannot be found, or the trees do not fit each other.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import diagnostics
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
     >>> mean = {'lora_a': jnp.zeros((3, 1)), 'lora_b': jnp.full((1, 2), 2.0)}
-    >>> round(nonprivate_signal_to_noise(mean, params, 0.5).item(), 4)
+    >>> ratio = diagnostics.nonprivate_signal_to_noise(mean, params, 0.5)
+    >>> round(ratio.item(), 4)
     2.8284
   """
   adapters = lora.Adapters(params, layout)
@@ -265,12 +277,15 @@ def preconditioner_spectra(
     ValueError: If the state holds no moments in orthonormal coordinates.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
     >>> from prism_optax import scale_by_rank_preconditioner
+    >>> from prism_optax import diagnostics
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
     >>> tx = scale_by_rank_preconditioner(noise_stddev=0.5)
     >>> grads = jax.tree.map(jnp.zeros_like, params)
     >>> _, state = tx.update(grads, tx.init(params), params)
-    >>> left, right = preconditioner_spectra(state)[0]
+    >>> left, right = diagnostics.preconditioner_spectra(state)[0]
     >>> round(left.noise.item(), 3), round(left.gain.item(), 3)  # s^2, 1 / s
     (0.25, 2.0)
   """
@@ -320,13 +335,16 @@ def depends_on_other_examples(
     ValueError: If the batch has fewer than two examples.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import diagnostics
     >>> loss = lambda p, x: jnp.mean((p * x) ** 2)
     >>> alone = lambda p, xs: jax.vmap(jax.grad(loss), (None, 0))(p, xs)
     >>> centred = lambda p, xs: alone(p, xs - xs.mean(0))
     >>> batch = jnp.arange(6.0).reshape(3, 2)
-    >>> depends_on_other_examples(alone, jnp.ones(2), batch)
+    >>> diagnostics.depends_on_other_examples(alone, jnp.ones(2), batch)
     False
-    >>> depends_on_other_examples(centred, jnp.ones(2), batch)
+    >>> diagnostics.depends_on_other_examples(centred, jnp.ones(2), batch)
     True
   """
   size = jax.tree.leaves(batch)[0].shape[0]

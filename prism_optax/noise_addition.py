@@ -99,8 +99,10 @@ def tangent_privatizer(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = tangent_privatizer(2.0)
+    >>> tx = prism_optax.tangent_privatizer(2.0)
     >>> noise, state = tx.update(optax.tree.zeros_like(params), tx.init(params),
     ...                          params)
     >>> float(noise['lora_b'][0, 0])  # The frame's direction: in lora_a only.

@@ -110,8 +110,9 @@ def orthogonalize_tangents(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = orthogonalize_tangents(steps=8)
+    >>> tx = prism_optax.orthogonalize_tangents(steps=8)
     >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)

@@ -116,7 +116,8 @@ def orthogonalize(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> tx = orthogonalize(steps=8)
+    >>> import prism_optax
+    >>> tx = prism_optax.orthogonalize(steps=8)
     >>> updates = {'w': jnp.array([[5.0, 0.0, 0.0], [0.0, 0.0, -4.0]])}
     >>> print(tx.update(updates, tx.init(updates))[0]['w'].round(4))
     [[ 1.  0.  0.]

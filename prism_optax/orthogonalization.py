@@ -48,7 +48,8 @@ def coefficients(degree: int) -> tuple[float, ...]:
     ValueError: If ``degree`` is not an integer of at least 1.
 
   Example:
-    >>> coefficients(3)
+    >>> from prism_optax import orthogonalization
+    >>> orthogonalization.coefficients(3)
     (1.0, 0.5, 0.375, 0.3125)
   """
   _validate.integer('degree', degree, 1)
@@ -71,7 +72,8 @@ def slope_at_zero(degree: int) -> float:
     ValueError: If ``degree`` is not an integer of at least 1.
 
   Example:
-    >>> slope_at_zero(2)
+    >>> from prism_optax import orthogonalization
+    >>> orthogonalization.slope_at_zero(2)
     1.875
   """
   _validate.integer('degree', degree, 1)
@@ -90,7 +92,8 @@ def check_options(degree: Any, steps: Any, normalize: Any) -> None:
     ValueError: Naming the first that is something else.
 
   Example:
-    >>> check_options(2, 5, 'max1')
+    >>> from prism_optax import orthogonalization
+    >>> orthogonalization.check_options(2, 5, 'max1')
   """
   _validate.integer('degree', degree, 1)
   _validate.integer('steps', steps, 1)
@@ -108,8 +111,9 @@ def frobenius_norm(*blocks: jax.Array) -> jax.Array:
 
   Example:
     >>> import jax.numpy as jnp
-    >>> norm = frobenius_norm(jnp.full((1, 1), 3e30), jnp.full((1, 1), 4e30))
-    >>> print(f'{norm.item():.3g}')
+    >>> from prism_optax import orthogonalization
+    >>> blocks = jnp.full((1, 1), 3e30), jnp.full((1, 1), 4e30)
+    >>> print(f'{orthogonalization.frobenius_norm(*blocks).item():.3g}')
     5e+30
   """
   largest = jnp.zeros((), blocks[0].dtype)
@@ -140,9 +144,12 @@ def divisor(normalize: str, norm: jax.Array) -> jax.Array:
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import orthogonalization
     >>> norms = jnp.array([0.0, 0.5, 4.0])
-    >>> [divisor(x, norms).tolist() for x in ('max1', 'frobenius')]
-    [[1.0, 1.0, 4.0], [1.0, 0.5, 4.0]]
+    >>> orthogonalization.divisor('max1', norms).tolist()
+    [1.0, 1.0, 4.0]
+    >>> orthogonalization.divisor('frobenius', norms).tolist()
+    [1.0, 0.5, 4.0]
   """
   if normalize == 'max1':
     return jnp.maximum(norm, 1)
@@ -162,7 +169,8 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
   Example:
     >>> import jax.numpy as jnp
-    >>> at_least_float32(jnp.ones(2, jnp.bfloat16)).dtype
+    >>> from prism_optax import orthogonalization
+    >>> orthogonalization.at_least_float32(jnp.ones(2, jnp.bfloat16)).dtype
     dtype('float32')
   """
   x = jnp.asarray(x)
@@ -237,7 +245,9 @@ def orthogonalize(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> y = orthogonalize(jnp.diag(jnp.array([3.0, 4.0])), steps=8)
+    >>> from prism_optax import orthogonalization
+    >>> x = jnp.diag(jnp.array([3.0, 4.0]))
+    >>> y = orthogonalization.orthogonalize(x, steps=8)
     >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-6))
     True
   """
@@ -327,10 +337,14 @@ def subtract_bias(
       positive.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import orthogonalization
     >>> def cube(x):
     ...   return x**3  # E (mu + s Z)^3 = mu^3 + 3 s^2 mu.
     >>> x, stddev = jnp.full(1000, 2.0), 0.5
-    >>> y = subtract_bias(cube, x, stddev, jax.random.key(0), num_probes=4)
+    >>> y = orthogonalization.subtract_bias(
+    ...   cube, x, stddev, jax.random.key(0), num_probes=4)
     >>> round(float(y.mean()), 1)  # 8 - 3 * 0.25 * 2
     6.5
   """

@@ -120,7 +120,8 @@ def clip_each_matrix(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> clip = clip_each_matrix({'w': 3.0, 'v': 4.0})
+    >>> import prism_optax
+    >>> clip = prism_optax.clip_each_matrix({'w': 3.0, 'v': 4.0})
     >>> clipped = clip({'w': jnp.full((2, 2), 9.0), 'v': jnp.full(3, 0.5)})
     >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
     3.0 [0.5 0.5 0.5]
@@ -191,7 +192,8 @@ def per_matrix_clip(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> clip = per_matrix_clip({'w': 3.0, 'v': 4.0})
+    >>> import prism_optax
+    >>> clip = prism_optax.per_matrix_clip({'w': 3.0, 'v': 4.0})
     >>> params = {'w': jnp.zeros((2, 2)), 'v': jnp.zeros((1, 3))}
     >>> clip.sensitivity(params=params)
     5.0

@@ -56,9 +56,11 @@ def retract(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
     >>> step = {'lora_a': jnp.zeros((3, 1)), 'lora_b': jnp.array([[0.0, 4.0]])}
-    >>> tx = retract()
+    >>> tx = prism_optax.retract()
     >>> updates, _ = tx.update(step, tx.init(params), params)
     >>> new = optax.apply_updates(params, updates)
     >>> print(abs(new['lora_a'] @ new['lora_b']).round(3))

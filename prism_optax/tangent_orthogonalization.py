@@ -77,10 +77,11 @@ def orthogonalize(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank, tangent_orthogonalization
     >>> z = fixed_rank.Factors(jnp.eye(5, 2), jnp.eye(4, 2))
     >>> x = fixed_rank.Tangent(3.0 * jnp.eye(5, 2, -2), 3.0 * jnp.eye(4, 2, -2))
-    >>> y = orthogonalize(fixed_rank.frame(z), x)  # Singular values all equal.
-    >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))
+    >>> y = tangent_orthogonalization.orthogonalize(fixed_rank.frame(z), x)
+    >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))  # 3 becomes 1.
     True
   """
   orthogonalization.check_options(degree, steps, normalize)

@@ -65,9 +65,12 @@ def tangent_probes(params: Any, *, layout: Any = None) -> TangentProbes:
     ValueError: If pairs cannot be found, or the probes do not fit.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.ones((1, 2))}
     >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b']) ** 2)
-    >>> probes = tangent_probes(params)
+    >>> probes = prism_optax.tangent_probes(params)
     >>> probed = lambda p, x: loss(probes.attach(p), x)
     >>> batch = jnp.ones((4, 3))
     >>> grads = jax.vmap(jax.grad(probed), (None, 0))(probes.zeros, batch)

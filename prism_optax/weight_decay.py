@@ -41,8 +41,10 @@ def add_decayed_factors(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.array([[0.0, 2.0]])}
-    >>> tx = add_decayed_factors(0.1)
+    >>> tx = prism_optax.add_decayed_factors(0.1)
     >>> updates, _ = tx.update(optax.tree.zeros_like(params), tx.init(params),
     ...                        params)
     >>> updates['lora_a'].ravel().round(3).tolist()  # 0.1 ||Z|| = 0.2

@@ -5,6 +5,8 @@ enough that they exist.
 """
 
 import ast
+import builtins
+import doctest
 import importlib
 import inspect
 import re
@@ -16,6 +18,7 @@ import pytest
 MODULES = (
   'prism_optax',
   'prism_optax.accounting',
+  'prism_optax.augmented',
   'prism_optax.clip_groups',
   'prism_optax.diagnostics',
   'prism_optax.fixed_rank',
@@ -211,6 +214,21 @@ def raises(function):
   return False
 
 
+def unbound(source):
+  """Names that a piece of code reads and neither binds nor imports."""
+  used, bound = set(), set(dir(builtins))
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Name):
+      (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+    elif isinstance(node, ast.arg):
+      bound.add(node.arg)
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+      bound.add(node.name)
+    elif isinstance(node, ast.alias):
+      bound.add((node.asname or node.name).partition('.')[0])
+  return used - bound
+
+
 @pytest.mark.parametrize('path', [*NAMES, *METHODS])
 def test_the_first_line_is_a_sentence(path):
   """A summary of one line, then a blank one: what lists and help() show."""
@@ -251,10 +269,13 @@ def test_functions_say_what_they_return_and_raise(path):
 @pytest.mark.parametrize(
   'path', [p for p, x in NAMES.items() if not is_data(x)]
 )
-def test_an_example_is_run(path):
+def test_an_example_can_be_pasted(path):
+  """It imports what it needs: no name comes from the module around it."""
   found = sections(NAMES[path])
-  example = found.get('Example', found.get('Examples', []))
-  assert any(line.lstrip().startswith('>>> ') for line in example)
+  text = '\n'.join(found.get('Example', found.get('Examples', [])))
+  lines = doctest.DocTestParser().get_examples(textwrap.dedent(text))
+  assert lines
+  assert not unbound(''.join(line.source for line in lines))
 
 
 @pytest.mark.parametrize('path', listed(PRIVACY))

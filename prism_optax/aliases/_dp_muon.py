@@ -202,10 +202,12 @@ def dp_muon(
       gradients do not fit.
 
   Example:
-    >>> import jax, jax.numpy as jnp
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
     >>> params = {'w': jnp.zeros((3, 4)), 'bias': jnp.zeros(4)}
-    >>> tx = dp_muon(0.1, l2_clip_norms=1.0, noise_multiplier=1.0,
-    ...              expected_batch_size=8)
+    >>> tx = prism_optax.dp_muon(
+    ...   0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=8)
     >>> grads = {'w': jnp.ones((6, 3, 4)), 'bias': jnp.ones((6, 4))}
     >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
     >>> updates['w'].shape, updates['bias'].shape

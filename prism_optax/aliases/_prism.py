@@ -125,11 +125,14 @@ def prism(
       do not fit.
 
   Example:
-    >>> import jax, jax.numpy as jnp
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
     >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b'] - 1.0) ** 2)
-    >>> tx = prism(0.1, l2_clip_norm=1.0, noise_multiplier=0.5,
-    ...            expected_batch_size=8)
+    >>> tx = prism_optax.prism(
+    ...   0.1, l2_clip_norm=1.0, noise_multiplier=0.5, expected_batch_size=8)
     >>> state = tx.init(params)
     >>> @jax.jit
     ... def step(params, state, batch):

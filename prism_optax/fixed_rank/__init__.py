@@ -2,7 +2,7 @@
 
 A point is a pair of factors, ``Z = left @ right.mT``. A tangent vector at Z is
 written in orthonormal coordinates with respect to a frame of Z: with
-``left = Q_L C_L`` and ``right = Q_R C_R`` (orthonormal ``Q``, square ``C``)
+``left = Q_L C_L`` and ``right = Q_R C_R`` (orthonormal ``Q``, square ``C``)::
 
     T = X_L Q_R^T + Q_L X_R^T,        Q_L^T X_L = 0,
 

@@ -89,8 +89,9 @@ def frame(factors: Factors) -> Frame:
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
     >>> left, right = jnp.array([[3.0], [4.0]]), jnp.array([[0.0], [2.0]])
-    >>> f = frame(Factors(left, right))
+    >>> f = fixed_rank.frame(fixed_rank.Factors(left, right))
     >>> print(f.left.ravel().round(3), f.left_core.ravel(), f.right.ravel())
     [0.6 0.8] [5.] [0. 1.]
   """

@@ -53,6 +53,7 @@ def retract(
     ValueError: For another ``method``, or shapes that do not fit the frame.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
     >>> q = fixed_rank.frame(z)

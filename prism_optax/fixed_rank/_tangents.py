@@ -66,6 +66,7 @@ def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
     ValueError: If m, n or r are not the frame's.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> z = fixed_rank.Factors(jnp.array([[2.0], [0.0]]), jnp.array([[4.0]]))
     >>> g = jnp.array([[1.0], [3.0]])
@@ -101,6 +102,7 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
     ValueError: If m, n or r are not the frame's.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
     >>> x = fixed_rank.Tangent(jnp.ones((3, 1)), jnp.ones((2, 1)))
@@ -139,6 +141,7 @@ def lift(
     ValueError: If m, n or r are not the frame's.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
     >>> q = fixed_rank.frame(z)
@@ -180,6 +183,7 @@ def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
     ValueError: If m, n or r are not the frame's.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
     >>> q = fixed_rank.frame(z)
@@ -215,6 +219,7 @@ def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
     ValueError: If the shapes do not match or ``r > min(m, n)``.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
     >>> steps = fixed_rank.Factors(jnp.zeros((3, 1)), 2 * jnp.eye(2, 1))
@@ -239,6 +244,7 @@ def norm(tangent: Tangent) -> jax.Array:
     Shape (...), in the unit of T.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
     >>> fixed_rank.norm(x).item()
@@ -267,6 +273,7 @@ def embed(frame: Frame, tangent: Tangent) -> jax.Array:
     ValueError: If m, n or r are not the frame's.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
     >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1, -1), 4 * jnp.eye(2, 1, -1))
@@ -310,6 +317,7 @@ def anchor(frame: Frame | Factors, tangent: Tangent) -> Anchored:
     ValueError: If m, n or r are not the frame's.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> bases = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
     >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.ones((2, 1)))
@@ -342,6 +350,7 @@ def carry(
     ``Q_R^T Q_R'`` of the old bases with the new ones, (..., r, r).
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> bases = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
     >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.ones((2, 1)))
@@ -383,6 +392,7 @@ def transport(
     ValueError: If m, n or r are not the frames'.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> old = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
     >>> new = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1, -1))

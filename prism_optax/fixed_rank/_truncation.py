@@ -45,8 +45,9 @@ def truncate(factors: Factors, rank: int) -> Factors:
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
     >>> left = jnp.array([[4.0, 0.0], [0.0, 1.0]])
-    >>> new = truncate(Factors(left, jnp.eye(3, 2)), 1)
+    >>> new = fixed_rank.truncate(fixed_rank.Factors(left, jnp.eye(3, 2)), 1)
     >>> print(abs(new.left @ new.right.mT).round(3))
     [[4. 0. 0.]
      [0. 0. 0.]]

@@ -50,6 +50,7 @@ class Adapters:
     ValueError: If pairs cannot be found, or a rank is above min(m, n).
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import lora
     >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
     >>> adapters = lora.Adapters(params, lora.Layout(scale=4.0))
@@ -293,7 +294,8 @@ def map_pairs(fn, *blocks: Sequence[Any]) -> tuple[Any, ...]:
     A tuple of what ``fn`` gives.
 
   Example:
-    >>> map_pairs(lambda x, y: x + y, (1, 2), (10, 20))
+    >>> from prism_optax import lora
+    >>> lora.map_pairs(lambda x, y: x + y, (1, 2), (10, 20))
     (11, 22)
   """
   return tuple(fn(*args) for args in zip(*blocks, strict=True))
@@ -314,12 +316,13 @@ def to_coordinates(frames: Sequence[Frame], gradients: Blocks) -> Blocks:
     Pairs of ``Tangent`` in the shapes of the gradients.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from prism_optax import lora
     >>> params = {'lora_a': 2 * jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
     >>> adapters = lora.Adapters(params)
     >>> gradients = adapters.gradients({
     ...   'lora_a': jnp.eye(3, 1), 'lora_b': jnp.array([[0.0, 6.0]])})
-    >>> x = to_coordinates(adapters.frames(params), gradients).pairs[0]
+    >>> x = lora.to_coordinates(adapters.frames(params), gradients).pairs[0]
     >>> x.left.ravel().tolist(), x.right.ravel().tolist()
     ([0.0, 3.0], [0.25, 0.0, 0.0])
   """

@@ -77,8 +77,11 @@ def ema(
       is found.
 
   Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
-    >>> tx = ema(0.5)
+    >>> tx = lora.ema(0.5)
     >>> state = tx.init(params)
     >>> for factor in (1.0, -1.0):  # Another gauge of the same matrix.
     ...   average, state = tx.update(

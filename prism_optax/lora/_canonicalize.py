@@ -42,8 +42,9 @@ def canonicalize(params: Any, *, layout: _pairs.LayoutLike = None) -> Any:
 
   Example:
     >>> import numpy as np
+    >>> from prism_optax import lora
     >>> a, b = np.array([[3.0, 3], [0, 1]]), np.array([[1.0, 0], [0, 2]])
-    >>> new = canonicalize({'lora_a': a, 'lora_b': b})
+    >>> new = lora.canonicalize({'lora_a': a, 'lora_b': b})
     >>> bool(np.allclose(new['lora_a'] @ new['lora_b'], a @ b))
     True
   """

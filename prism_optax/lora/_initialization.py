@@ -62,8 +62,10 @@ def initialize(
       if no pair is found.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}
-    >>> new = initialize(params, 0, method='balanced', size=0.5)
+    >>> new = lora.initialize(params, 0, method='balanced', size=0.5)
     >>> jnp.linalg.svd(new['lora_a'] @ new['lora_b'])[1].round(4).tolist()
     [0.5, 0.5, 0.0]
   """
@@ -135,9 +137,11 @@ def spectral_residual(
       fit; for another key, or negative numbers.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'q': {'lora_a': jnp.ones((4, 1)), 'lora_b': jnp.ones((1, 3))}}
     >>> weights = {'q': {'kernel': jnp.eye(4, 3) * jnp.array([3.0, 1.0, 1.0])}}
-    >>> new, frozen = spectral_residual(params, weights, 0)
+    >>> new, frozen = lora.spectral_residual(params, weights, 0)
     >>> z = new['q']['lora_a'] @ new['q']['lora_b']
     >>> bool(jnp.allclose(z[0], jnp.array([3.0, 0.0, 0.0]), atol=1e-5))
     True

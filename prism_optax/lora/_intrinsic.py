@@ -35,12 +35,13 @@ def intrinsic(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'dense': {'lora_a': jnp.ones((6, 2)),
     ...                     'lora_b': jnp.ones((2, 5))}}
-    >>> intrinsic(params)['dense'].left.shape
+    >>> lora.intrinsic(params)['dense'].left.shape
     (5, 2)
-    >>> z = intrinsic(params, layout={'dense': _pairs.Layout(scale=4.0)},
-    ...               dense=True)
+    >>> layout = {'dense': lora.Layout(scale=4.0)}
+    >>> z = lora.intrinsic(params, layout=layout, dense=True)
     >>> z['dense'].shape, float(z['dense'][0, 0])
     ((5, 6), 8.0)
   """

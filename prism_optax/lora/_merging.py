@@ -81,8 +81,10 @@ def merge(
       fit.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
-    >>> merged = merge(params, {'q': {'kernel': jnp.zeros((3, 2))}})
+    >>> merged = lora.merge(params, {'q': {'kernel': jnp.zeros((3, 2))}})
     >>> float(merged['q']['kernel'].sum())
     6.0
   """
@@ -115,8 +117,10 @@ def unmerge(
     ValueError: As in :func:`merge`.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
-    >>> weights = unmerge(params, {'q': {'kernel': jnp.ones((3, 2))}})
+    >>> weights = lora.unmerge(params, {'q': {'kernel': jnp.ones((3, 2))}})
     >>> float(weights['q']['kernel'].sum())
     0.0
   """

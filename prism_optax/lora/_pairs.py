@@ -224,9 +224,11 @@ def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = [jnp.ones((6, 2)), jnp.zeros((2, 5))]
     >>> names = ['dense/lora_kernel_a', 'dense/lora_kernel_b']
-    >>> print(describe_pairs(params, layout=pairs_by_name(names, params)))
+    >>> layout = lora.pairs_by_name(names, params)
+    >>> print(lora.describe_pairs(params, layout=layout))
     module  right (n, r)  left (m, r)  stack  scale
     dense   6 x 2         5 x 2        ()     1
     other trainable leaves: none
@@ -318,7 +320,8 @@ def describe_pairs(params: Any, *, layout: LayoutLike = None) -> str:
 
   Example:
     >>> import jax.numpy as jnp
-    >>> print(describe_pairs({'dense': {
+    >>> from prism_optax import lora
+    >>> print(lora.describe_pairs({'dense': {
     ...   'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}}))
     module  right (n, r)  left (m, r)  stack  scale
     dense   6 x 2         5 x 2        ()     1

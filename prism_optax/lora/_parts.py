@@ -67,7 +67,8 @@ def stateless(adapters: Adapters, params: Any) -> optax.EmptyState:
     ``optax.EmptyState()``
 
   Example:
-    >>> stateless(None, None)
+    >>> from prism_optax import lora
+    >>> lora.stateless(None, None)
     EmptyState()
   """
   del adapters, params
@@ -86,7 +87,9 @@ def part_from_optax(name: str, tx: optax.GradientTransformation) -> Part:
     The part.
 
   Example:
-    >>> part_from_optax('scale', optax.scale(2.0)).name
+    >>> import optax
+    >>> from prism_optax import lora
+    >>> lora.part_from_optax('scale', optax.scale(2.0)).name
     'scale'
   """
 
@@ -118,8 +121,10 @@ def chain_parts(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from prism_optax import lora
     >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
-    >>> tx = chain_parts(part_from_optax('scale', optax.scale(2.0)))
+    >>> tx = lora.chain_parts(lora.part_from_optax('scale', optax.scale(2.0)))
     >>> updates, _ = tx.update(params, tx.init(params), params)
     >>> updates['lora_b'].tolist()
     [[2.0, 2.0]]

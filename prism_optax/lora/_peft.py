@@ -72,10 +72,12 @@ def load_peft(folder: str | os.PathLike) -> PeftAdapter:
 
   Example:
     >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'q': {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...   save_peft(folder, params)
-    ...   loaded = load_peft(folder)
+    ...   lora.save_peft(folder, params)
+    ...   loaded = lora.load_peft(folder)
     >>> loaded.params['q']['lora_a'].shape, loaded.layout[0].layout.scale
     ((4, 2), 1.0)
   """
@@ -125,11 +127,13 @@ def from_peft(
 
   Example:
     >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'q': {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...   save_peft(folder, params, layout=Layout(scale=4.0))
-    ...   loaded = load_peft(folder)
-    >>> new = from_peft(loaded, params)  # Its scale of 4 goes into the factors.
+    ...   lora.save_peft(folder, params, layout=lora.Layout(scale=4.0))
+    ...   loaded = lora.load_peft(folder)
+    >>> new = lora.from_peft(loaded, params)  # The factors take the scale of 4.
     >>> float(new['q']['lora_a'][0, 0])
     2.0
   """
@@ -213,11 +217,13 @@ def save_peft(
 
   Example:
     >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'model': {'q_proj': {
     ...   'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}}}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...   save_peft(folder, params, layout=Layout(scale=8.0))
-    ...   loaded = load_peft(folder)
+    ...   lora.save_peft(folder, params, layout=lora.Layout(scale=8.0))
+    ...   loaded = lora.load_peft(folder)
     >>> list(loaded.params), loaded.config['r'], loaded.config['lora_alpha']
     (['model.q_proj'], 2, 16)
   """

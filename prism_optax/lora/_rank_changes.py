@@ -59,9 +59,11 @@ def truncate(
       or a pattern matches none.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> b = jnp.diag(jnp.array([4.0, 1.0]))
     >>> params = {'lora_a': jnp.eye(3, 2), 'lora_b': b}
-    >>> new = truncate(params, 1)
+    >>> new = lora.truncate(params, 1)
     >>> print(abs(new['lora_a'] @ new['lora_b']).round(3))
     [[4. 0.]
      [0. 0.]
@@ -134,8 +136,10 @@ def pad_rank(
       min(in, out), or a pattern matches none; for another method or key.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
-    >>> new = pad_rank(params, 2, 0)
+    >>> new = lora.pad_rank(params, 2, 0)
     >>> new['lora_a'].shape, new['lora_b'].tolist()
     ((3, 2), [[1.0, 1.0], [0.0, 0.0]])
   """
@@ -195,9 +199,11 @@ def difference(
     ValueError: If the trees do not have the same structure and shapes.
 
   Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
     >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
     >>> initial = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.full((1, 2), 0.25)}
-    >>> new = difference(params, initial)
+    >>> new = lora.difference(params, initial)
     >>> print((new['lora_a'] @ new['lora_b'])[0])
     [0.75 0.75]
   """

@@ -144,8 +144,9 @@ def scale_by_rank_preconditioner(
 
   Example:
     >>> import jax.numpy as jnp
+    >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = scale_by_rank_preconditioner(noise_stddev=0.0)
+    >>> tx = prism_optax.scale_by_rank_preconditioner(noise_stddev=0.0)
     >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
