@@ -320,7 +320,8 @@ def depends_on_other_examples(
   Clipping bounds what one record does to its own gradient only: with batch
   normalisation, in-batch negatives or a loss normalised over the batch the
   sensitivity is not what the clip says, and no epsilon holds. Try it on made-up
-  data before training. (Ours; a False is no proof.)
+  data before training. (Ours; a False is no proof.) An entry that is finite in
+  one company and not in the other has changed.
 
   Args:
     per_example_grads: ``f(params, batch)``, a tree of leaves (B, ...).

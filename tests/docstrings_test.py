@@ -113,7 +113,9 @@ SOURCE = re.compile(r'arXiv:\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth')
 EDGE_CASES = {
   'accounting': 'PrivacyBudget dpsgd_event epsilon',
   'fixed_rank': 'frame retract truncate',
-  'inference': 'privatize_hidden_states privatize_on_host',
+  'inference': (
+    'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
+  ),
   'lora': (
     'canonicalize describe_pairs ema initialize merge pad_rank truncate'
   ),

@@ -22,7 +22,13 @@ def gaussian_stddev(
 
   ``sensitivity / mu`` with the largest mu for which ``Phi(mu/2 - epsilon/mu) -
   exp(epsilon) Phi(-mu/2 - epsilon/mu) <= delta`` (Balle and Wang 2018,
-  Theorem 8); proportional to the sensitivity, so zero for zero.
+  Theorem 8).
+
+  ==============================  =============================================
+  ``sensitivity=0.0``             0.0
+  ``delta`` of 0 or 1             ValueError: no Gaussian noise, or none needed
+  ``'classic'``, epsilon above 1  as long as it suffices, then ValueError
+  ==============================  =============================================
 
   Args:
     epsilon: Positive, of one release; T released vectors are T releases.
@@ -126,6 +132,12 @@ def release_event(
   with the accountant's default relation. Under ``REPLACE_ONE`` an accountant
   would double once more. One release has ``mu = sensitivity / stddev`` (Dong,
   Roth and Su, arXiv:1905.02383), T of them ``mu sqrt(T)``.
+
+  ============================  ===============================================
+  ``stddev=0.0``                no budget affords it
+  masked vectors                are not released: leave them out of ``count``
+  vector that is not finite     counts: it is released as zero and noise
+  ============================  ===============================================
 
   Args:
     stddev: Of the noise on each coordinate. 0.0 is an event that costs
