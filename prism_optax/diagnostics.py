@@ -115,23 +115,29 @@ def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
     {'lora_a': 5.0}
   """
   adapters = lora.Adapters(params, layout)
-  norms = []
-  for old, new in zip(
-    adapters.factors(params).pairs,
-    adapters.factors(new_params).pairs,
-    strict=True,
-  ):
-    # L' R'^T - L R^T = [L' - L, L] [R', R' - R]^T: no large terms cancel.
-    left = jnp.concatenate([new.left - old.left, old.left], -1)
-    right = jnp.concatenate([new.right, new.right - old.right], -1)
-    # Grams would lose half of the digits where factors turn and Z stays.
-    cores = [_linalg.qr(x)[1] for x in (left, right)]
-    core = _linalg.matmul(cores[0], cores[1].mT)
-    norms.append(jnp.linalg.norm(core, axis=(-2, -1)))
+  norms = [
+    _change_norm(*old, *new)
+    for old, new in zip(
+      adapters.factors(params).pairs,
+      adapters.factors(new_params).pairs,
+      strict=True,
+    )
+  ]
   return {
     name: float(x) if np.ndim(x) == 0 else np.asarray(x)
     for name, x in adapters.by_module(norms).items()
   }
+
+
+@_linalg.flat_batch
+def _change_norm(old_left, old_right, new_left, new_right):
+  """``||L' R'^T - L R^T||_F`` of (b, ., r) factors, shape (b,)."""
+  # L' R'^T - L R^T = [L' - L, L] [R', R' - R]^T: no large terms cancel, unless
+  # the gauge turns. There Grams would lose half of the digits.
+  left = jnp.concatenate([new_left - old_left, old_left], -1)
+  right = jnp.concatenate([new_right, new_right - old_right], -1)
+  cores = [_linalg.qr(x)[1] for x in (left, right)]
+  return jnp.linalg.norm(_linalg.matmul(cores[0], cores[1].mT), axis=(-2, -1))
 
 
 class ClipStatistics(NamedTuple):

@@ -217,7 +217,7 @@ def test_calibration_by_renyi_is_safe_and_least(target, delta, q, steps):
 
 
 @pytest.mark.slow
-@hypothesis.settings(cases.few, max_examples=4)
+@hypothesis.settings(cases.few, max_examples=3)
 @given(targets, usual_deltas, st.sampled_from([0.01, 1.0]), st.integers(1, 40))
 def test_calibration_by_loss_distributions_is_safe_and_least(
   target, delta, q, steps

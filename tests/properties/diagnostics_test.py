@@ -81,16 +81,15 @@ def test_noise_in_the_tangent_space_is_the_trace_of_its_projector(
   assert math.isclose(found, stddev**2 * trace, rel_tol=1e-9)
 
 
-@pytest.mark.slow
 @x64
 @cases.few
 @given(
   cases.seeds,
-  st.sampled_from([(5, 4, 2), (2, 6, 3, 1)]),
   SIZES,
   st.sampled_from([1e-9, 1e-3, 1.0, 1e3]),
 )
-def test_changes_are_those_of_the_products(seed, shape, size, step):
+def test_changes_are_those_of_the_products(seed, size, step):
+  shape = (2, 5, 4, 2)
   points = [_factors(seed, shape, size)]
   points += [
     [x + step * y for x, y in zip(points[0], _factors(seed + i, shape, size),
@@ -127,7 +126,6 @@ def _statistics(space):
   )
 
 
-@pytest.mark.slow
 @x64
 @cases.few
 @given(
@@ -184,21 +182,24 @@ def test_signal_to_noise_is_relative_to_the_energy_of_the_noise(
   assert math.isclose(found, cases.norm(x) / math.sqrt(energy), rel_tol=1e-9)
 
 
-@functools.cache
-def _one_update(stddev, floor_factor):
+@jax.jit
+def _two_updates(params, factors, gradient, stddev, floor_factor):
+  """At one point; and the basis and the dense tangent vector there."""
+  frame = fixed_rank.frame(fixed_rank.Factors(*factors))
+  tangent = fixed_rank.project(
+    frame, fixed_rank.Tangent(gradient @ frame.right, gradient.T @ frame.left)
+  )
   tx = prism_optax.scale_by_rank_preconditioner(
     b2=0.5, noise_stddev=stddev, floor_factor=floor_factor
   )
-
-  def run(params, updates):
-    direction, state = tx.update(updates, tx.init(params), params)
-    # Twice the same: what averages of equal things are.
-    direction, state = tx.update(updates, state, params)
-    return direction, diagnostics.preconditioner_spectra(
-      state, b2=0.5, floor_factor=floor_factor
-    )
-
-  return jax.jit(run)
+  updates = test_utils.tree_of([tangent])
+  # Twice the same: what averages of equal things are.
+  _, state = tx.update(updates, tx.init(params), params)
+  direction, state = tx.update(updates, state, params)
+  spectra = diagnostics.preconditioner_spectra(
+    state, b2=0.5, floor_factor=floor_factor
+  )
+  return frame, fixed_rank.embed(frame, tangent), direction, spectra
 
 
 @pytest.mark.slow
@@ -223,15 +224,11 @@ def test_spectra_are_those_of_the_dense_tangent(
     x[:] = x @ oracles.random_gauge(rng, rank, condition)[0]
   stddev, floor_factor = noise
   params = test_utils.tree_of([factors])
-  frame = fixed_rank.frame(fixed_rank.Factors(*map(jnp.asarray, factors)))
   g = size * rng.normal(size=(m, n))
-  tangent = fixed_rank.project(
-    frame, fixed_rank.Tangent(g @ frame.right, g.T @ frame.left)
+  frame, t, direction, ((left, right),) = _two_updates(
+    params, factors, g, stddev, floor_factor
   )
-  t = np.asarray(fixed_rank.embed(frame, tangent))
-  direction, ((left, right),) = _one_update(stddev, floor_factor)(
-    params, test_utils.tree_of([tangent])
-  )
+  t = np.asarray(t)
   gains = []
   for found, basis, product, missing in (
     (left, frame.right, t.T @ t / m, lost[1]),
@@ -247,7 +244,7 @@ def test_spectra_are_those_of_the_dense_tangent(
       found.gain[0], 1 / np.sqrt(np.maximum(exact, floor)), rtol=1e-6
     )
     gains.append(float(found.gain.max()))
-  assert cases.norm(direction) <= max(gains) * cases.norm(tangent) * (1 + 1e-6)
+  assert cases.norm(direction) <= max(gains) * np.linalg.norm(t) * (1 + 1e-6)
 
 
 @cases.few

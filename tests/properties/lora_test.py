@@ -2,6 +2,7 @@
 
 import functools
 
+import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -200,9 +201,9 @@ def test_differences_and_their_merge_are_those_of_the_products(
 
 
 @pytest.mark.slow
-@cases.few
+@hypothesis.settings(cases.few, max_examples=6)
 @given(
-  st.sampled_from(['file', 'rank one', 'stacked']),
+  st.sampled_from(['file', 'stacked']),
   cases.seeds,
   DTYPES,
   st.sampled_from([0.5, 1.0, 8.0]),
@@ -228,13 +229,13 @@ def test_starts_have_the_singular_values_asked_for(
   _equal(balanced, again)
   # Rounding of the factors to their type.
   rtol = 40 * float(jnp.finfo(dtype).eps)
-  for module, factors in lora.intrinsic(balanced, layout=layout).items():
-    rank = factors.left.shape[-1]
-    z = _products(balanced, layout)[module]
+  right_sides = lora.intrinsic(one_sided, layout=layout)
+  for module, z in _products(balanced, layout).items():
+    other = right_sides[module]
+    rank = other.right.shape[-1]
     values = np.linalg.svd(z, compute_uv=False)
     np.testing.assert_allclose(values[..., :rank], size, rtol=rtol)
     np.testing.assert_allclose(values[..., rank:], 0, atol=rtol * size)
-    other = lora.intrinsic(one_sided, layout=layout)[module]
     assert not np.any(other.left)
     values = np.linalg.svd(np.float64(other.right), compute_uv=False)
     np.testing.assert_allclose(values, size * scale**0.5, rtol=rtol)
@@ -246,7 +247,6 @@ def _average(name):
   return tx.init, jax.jit(tx.update)
 
 
-@pytest.mark.slow
 @cases.few
 @given(
   st.sampled_from(['file', 'stacked']),

@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 
+import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def test_what_is_saved_is_what_is_loaded(drawn, seed, dtype):
 
 
 @pytest.mark.slow
-@cases.few
+@hypothesis.settings(cases.few, max_examples=6)
 @given(modules, cases.seeds, TYPES, st.sampled_from([0.25, 1.0, 16.0]))
 def test_every_tree_that_fits_gets_the_same_products(drawn, seed, dtype, scale):
   """Into a tree with scales and factors of its own."""
