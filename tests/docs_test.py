@@ -14,6 +14,7 @@ from tests.readme_test import blocks
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / 'docs'
 TUTORIAL = DOCS / 'tutorial.md'
+HOW_TO = sorted(p for p in (DOCS / 'how_to').glob('*.md') if p.stem != 'index')
 
 
 def run(script, folder, **environment):
@@ -27,7 +28,7 @@ def run(script, folder, **environment):
     text=True,
     check=False,
     env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
-    timeout=280,
+    timeout=500,
   )
   assert done.returncode == 0, done.stderr[-4000:]
   return done.stdout
@@ -42,6 +43,7 @@ def pasted(path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_tutorial_ends_with_what_it_promises(tmp_path):
   printed = run(pasted(TUTORIAL), tmp_path)
 
@@ -60,6 +62,43 @@ def test_the_tutorial_ends_with_what_it_promises(tmp_path):
   assert (tmp_path / 'digits' / 'model').is_dir()
   adapter = {p.name for p in (tmp_path / 'digits' / 'adapter').iterdir()}
   assert adapter == {'adapter_config.json', 'adapter_model.safetensors'}
+
+
+# Several pages in a process, so that JAX starts once; a namespace for each.
+_PAGES = """
+import os, pathlib, sys, traceback
+failed = []
+for name in {names!r}:
+  os.makedirs(name)
+  os.chdir(name)
+  print('page', name, flush=True)
+  code = compile(pathlib.Path(f'../{{name}}.py').read_text(), name, 'exec')
+  try:
+    exec(code, {{'__name__': '__main__'}})
+  except BaseException:
+    traceback.print_exc()
+    failed.append(name)
+  os.chdir('..')
+sys.exit(f'failed: {{failed}}' if failed else 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('half', [0, 1])
+def test_the_snippets_of_the_how_to_pages_run(tmp_path, half):
+  scripts = {path.stem: pasted(path) for path in HOW_TO[half::2]}
+  for name, script in scripts.items():
+    assert script, name
+    (tmp_path / f'{name}.py').write_text(script)
+  printed = run(
+    _PAGES.format(names=list(scripts)),
+    tmp_path,
+    # For the page on several devices, and harmless to the others.
+    XLA_FLAGS='--xla_force_host_platform_device_count=4'
+    ' --xla_cpu_multi_thread_eigen=false',
+  )
+  assert re.findall('^page (.*)$', printed, re.M) == list(scripts)
 
 
 def offered(source):
