@@ -15,7 +15,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
 # More than about eight seconds of one core.
-SLOW = {'calibration_and_accounting', 'gauge_invariance', 'quickstart'}
+SLOW = {
+  'calibration_and_accounting',
+  'dp_muon',
+  'gauge_invariance',
+  'quickstart',
+}
 # Other than what the extra `examples` installs.
 NEEDS: dict[str, str] = {}
 
