@@ -61,6 +61,8 @@ nitpick_ignore_regex = [
 
 html_theme = 'furo'
 html_title = 'prism_optax'
+html_static_path = ['_static']
+html_css_files = ['site.css']
 html_show_sphinx = False
 html_math_renderer = 'mathml'
 
@@ -70,6 +72,8 @@ def _mathml(as_block):
 
   def visit(translator, node):
     formula = latex2mathml.tex2mathml(node.astext(), as_block=as_block)
+    # A norm's bars are no fences that grow with what they are raised to.
+    formula = formula.replace('<mo>‖</mo>', '<mo stretchy="false">‖</mo>')
     if as_block:
       formula = f'<div class="math">{formula}</div>'
     translator.body.append(formula)
@@ -108,7 +112,7 @@ PAGES = {
   'README.md': 'index.md',
   'SECURITY.md': 'security.md',
 }
-_UP = re.compile(rf"\]\((?:\.\./)+({'|'.join(PAGES)})((?:#[^)]*)?)\)")
+_UP = re.compile(rf'\]\((?:\.\./)+({"|".join(PAGES)})((?:#[^)]*)?)\)')
 
 
 def _links_to_the_root(app, docname, content):
@@ -143,9 +147,17 @@ def _links_from_the_root(app, path, docname, content):
 def _stars(app, what, name, obj, options, lines):
   """Shapes such as (*stack, in, r) are no emphasis that has not ended."""
   del app, what, name, obj, options
-  for i, line in enumerate(lines):
-    if not line.lstrip().startswith(('>>>', '...')):
-      lines[i] = re.sub(r'(?<![\\\w*])\*(?=\w)', r'\\*', line)
+
+  def escaped(match):
+    return re.sub(r'(?<![\\\w*])\*(?=\w)', r'\\*', match[0])
+
+  pieces = re.split(r'(``.+?``)', '\n'.join(lines), flags=re.S)
+  for i, piece in enumerate(pieces):
+    if i % 2:  # Literal: a backslash would be seen.
+      pieces[i] = piece.replace('\\*', '*')
+    else:  # Except for the lines of an example.
+      pieces[i] = re.sub(r'^(?! *(>>>|\.\.\.)).*$', escaped, piece, flags=re.M)
+  lines[:] = ''.join(pieces).split('\n')
 
 
 def setup(app):
