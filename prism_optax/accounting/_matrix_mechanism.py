@@ -42,6 +42,7 @@ def matrix_mechanism_sensitivity(
   Returns:
     For a single participation the largest column norm of C, exactly. Otherwise
     the bound of Choquette-Choo et al. 2023 (arXiv:2306.08153, Algorithm 4),
+    made of products of columns b or more apart alone, and so never larger;
     exact where columns b or more apart are orthogonal (at most b bands).
 
   Raises:
@@ -64,6 +65,9 @@ def matrix_mechanism_sensitivity(
   if possible == 1:
     return float(np.linalg.norm(c, axis=0).max())
   gram = np.abs(c.T @ c)
+  # No record is in two steps that are closer than that.
+  apart = np.abs(np.subtract.outer(range(steps), range(steps)))
+  gram[(apart > 0) & (apart < min_separation)] = 0
   # Over patterns S: sum_{i, j in S} |X_ij| <= max over S of sum_{i in S} of the
   # largest sum_{j in S'} |X_ij|, each by dynamic programming.
   rows = _heaviest_pattern(gram, min_separation, possible)

@@ -247,7 +247,7 @@ def test_spectra_are_those_of_the_dense_tangent(
   assert cases.norm(direction) <= max(gains) * np.linalg.norm(t) * (1 + 1e-6)
 
 
-@cases.few
+@cases.settings
 @given(
   hnp.arrays(
     np.float64, (3, 2), elements=st.integers(-4, 4).map(float), unique=True
