@@ -34,10 +34,24 @@ def run(script, folder, **environment):
   return done.stdout
 
 
+_INCLUDE = re.compile(
+  r'```{include} (\S+)\n:start-after: "(.*)"\n:end-before: "(.*)"\n```\n'
+)
+
+
 def pasted(path):
-  """The Python of a page in its order, with the page's line numbers."""
+  """The Python of a page in its order, and of what the page includes.
+
+  With line numbers of the page, up to what it includes.
+  """
+
+  def included(match):
+    text = (path.parent / match[1]).read_text('utf-8')
+    return text.split(match[2], 1)[1].split(match[3], 1)[0]
+
   script = ''
-  for line, code in blocks(path.read_text('utf-8'), 'python'):
+  text = _INCLUDE.sub(included, path.read_text('utf-8'))
+  for line, code in blocks(text, 'python'):
     script += '\n' * (line - 1 - script.count('\n')) + code
   return script
 
