@@ -118,3 +118,16 @@ def test_every_figure_has_a_script_a_page_and_few_bytes():
   for path in drawn:
     assert path in shown
     assert path.stat().st_size < 60_000
+
+
+def test_one_version_is_cited_built_and_imported():
+  found = {
+    name: re.search(pattern, (ROOT / name).read_text('utf-8'), re.M)[1]
+    for name, pattern in {
+      'CITATION.cff': r'^version: (\S+)$',
+      'pyproject.toml': r'^version = "(\S+)"$',
+      'prism_optax/__init__.py': r"^__version__ = '(\S+)'$",
+      'CHANGELOG.md': r'^## (\d\S*\d)',  # The newest comes first.
+    }.items()
+  }
+  assert len(set(found.values())) == 1, found
