@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax_privacy import noise_addition
+from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
 from prism_optax import lora
@@ -25,12 +27,16 @@ class Release(NamedTuple):
     batch: b, the divisor.
     stddev: Of the noise on the mean, ``noise_multiplier * C / b``; may be 0.
     key: Of the noise.
+    steps: Updates in all.
+    epoch: Steps after which a row comes back where the order is fixed.
   """
 
   clip: Any
   batch: int
   stddev: Any
   key: jax.Array
+  steps: int = 0
+  epoch: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +51,15 @@ class Method:
     prepare: ``prepare(params, layout)``, once before training.
     parameters: ``'lora'``, ``'matrices'`` (the kernels themselves) or
       ``'head'`` (a linear probe).
+    correlated: Whether the noise is correlated over the steps, so that batches
+      are drawn in a fixed order and accounted without amplification.
   """
 
   make: Callable[..., optax.GradientTransformation]
   coordinates: Callable[..., Callable] = lambda *_: lambda gradients: gradients
   prepare: Callable[..., Any] = lambda params, layout: params
   parameters: str = 'lora'
+  correlated: bool = False
 
 
 def noise(release: Release) -> optax.GradientTransformation:
@@ -190,6 +199,9 @@ def lora_rite(rate, release, b1=0.9, b2=0.999):
 
   adam = optax.adam(rate)
 
+  def others(tree):
+    return {name: x for name, x in tree.items() if name != 'layers'}
+
   def sides(tree):
     """[(A, B^T), ...] of all modules."""
     return [
@@ -200,7 +212,7 @@ def lora_rite(rate, release, b1=0.9, b2=0.999):
 
   def init(params):
     pairs = [(start(a, b), start(b, a)) for a, b in sides(params)]
-    return pairs, adam.init(params['head']), jnp.zeros((), jnp.int32)
+    return pairs, adam.init(others(params)), jnp.zeros((), jnp.int32)
 
   def update(updates, state, params):
     pairs, head, count = state
@@ -217,8 +229,8 @@ def lora_rite(rate, release, b1=0.9, b2=0.999):
       {name: next(turn) for name in sorted(layer)}
       for layer in updates['layers']
     ]
-    step, head = adam.update(updates['head'], head)
-    return {'layers': layers, 'head': step}, (pairs, head, count)
+    step, head = adam.update(others(updates), head)
+    return {'layers': layers, **step}, (pairs, head, count)
 
   return optax.GradientTransformation(init, update)
 
@@ -245,6 +257,46 @@ def _prism(**options) -> Method:
     return prism_optax.tangent_coordinates(params, layout=layout)
 
   return Method(make, coordinates, prepare)
+
+
+def strategy(steps: int, epoch: int) -> jax.Array:
+  """Bands of the matrix of prefix sums, none longer than an epoch.
+
+  Toeplitz, optimal for the largest error of a prefix sum (Fichtenberger et al.
+  2023, arXiv:2202.11205).
+  """
+  coefficients = toeplitz.optimal_max_error_strategy_coefs(steps)
+  return jnp.where(jnp.arange(steps) < epoch, coefficients, 0.0)
+
+
+def _prism_correlated() -> Method:
+  """PRISM behind jax-privacy's correlated noise, kept in fixed coordinates."""
+
+  def make(rate, release, params, layout):
+    del params
+    coefficients = strategy(release.steps, release.epoch)
+    matrix = toeplitz.inverse_as_streaming_matrix(coefficients)
+    per_step = prism_optax.correlated_noise_stddev(
+      matrix, release.stddev, release.steps
+    )
+    return optax.chain(
+      prism_optax.correlated_tangent_privatizer(
+        lambda key: noise_addition.matrix_factorization_privatizer(
+          matrix, stddev=release.stddev, prng_key=key
+        ),
+        horizon=release.steps,
+        prng_key=release.key,
+        layout=layout,
+      ),
+      prism_optax.scale_by_rank_preconditioner(
+        noise_stddev=per_step, layout=layout
+      ),
+      optax.scale_by_learning_rate(rate),
+      prism_optax.retract(layout=layout),
+    )
+
+  plain = _prism()
+  return dataclasses.replace(plain, make=make, correlated=True)
 
 
 def _dp_muon() -> Method:
@@ -287,6 +339,7 @@ METHODS = {
   'prism': _prism(),
   'prism, paper mode': _prism(basis='factor'),
   'prism, muon': _prism(orthogonalize=True),
+  'prism, correlated noise': _prism_correlated(),
   'dp-adamw': _on_factors(lambda rate, _: optax.adamw(rate)),
   'lora+': _on_factors(lora_plus),
   'ffa': _on_factors(ffa, coordinates=_without_a),

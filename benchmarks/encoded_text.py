@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -133,24 +134,39 @@ def frozen_layers(top_layers: int) -> list[dict[str, Any]]:
   return out
 
 
-def _norm(weights, x):
+def layer_norm(weights, x):
+  """Of the last axis, with ``scale`` and ``bias``."""
   mean = jnp.mean(x, -1, keepdims=True)
   variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
-  return (x - mean) * jax.lax.rsqrt(variance + 1e-12) * weights[
-    'scale'
-  ] + weights['bias']
+  normal = (x - mean) * jax.lax.rsqrt(variance + 1e-12)
+  return normal * weights['scale'] + weights['bias']
 
 
-def _attend(query, key, value, mask):
-  rows, length = mask.shape
-  split = (rows, length, HEADS, -1)
+def attend(query, key, value, mask, rows, heads):
+  """Multi-head attention of ``(rows * length, hidden)`` arrays.
+
+  ``mask`` is ``(rows or 1, length or 1, length)``, True where to look.
+  """
+  split = (rows, -1, heads, query.shape[-1] // heads)
   query, key, value = (x.reshape(split) for x in (query, key, value))
   scores = jnp.einsum('bqhd,bkhd->bhqk', query, key) * query.shape[-1] ** -0.5
-  scores = jnp.where(
-    mask[:, None, None, :], scores, jnp.finfo(scores.dtype).min
-  )
+  scores = jnp.where(mask[:, None], scores, jnp.finfo(scores.dtype).min)
   mixed = jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), value)
-  return mixed.reshape(rows * length, -1)
+  return mixed.reshape(mixed.shape[0] * mixed.shape[1], -1)
+
+
+def adapted(weights_of, adapters_of, scale):
+  """``dense(name, x)`` of one layer: kernel, bias and adapter."""
+
+  def dense(name, x):
+    adapter = adapters_of.get(name, {})
+    kernel = adapter.get('kernel', weights_of[name]['kernel'])
+    y = x @ kernel + weights_of[name]['bias']
+    if 'lora_a' in adapter:
+      y = y + scale * (x @ adapter['lora_a']) @ adapter['lora_b']
+    return y
+
+  return dense
 
 
 def features(adapters, frozen, tokens, lengths, scale=1.0):
@@ -172,19 +188,12 @@ def features(adapters, frozen, tokens, lengths, scale=1.0):
   mask = jnp.arange(length) < lengths[:, None]
   x = tokens.astype(jnp.float32).reshape(-1, hidden)
   for weights_of, adapters_of in zip(frozen, adapters, strict=True):
-
-    def dense(name, x, weights_of=weights_of, adapters_of=adapters_of):
-      adapter = adapters_of.get(name, {})
-      kernel = adapter.get('kernel', weights_of[name]['kernel'])
-      y = x @ kernel + weights_of[name]['bias']
-      if 'lora_a' in adapter:
-        y = y + scale * (x @ adapter['lora_a']) @ adapter['lora_b']
-      return y
-
-    mixed = _attend(*(dense(name, x) for name in MODULES[:3]), mask)
-    x = _norm(weights_of['attention_norm'], x + dense('output', mixed))
+    dense = adapted(weights_of, adapters_of, scale)
+    parts = [dense(name, x) for name in MODULES[:3]]
+    mixed = attend(*parts, mask[:, None], rows, HEADS)
+    x = layer_norm(weights_of['attention_norm'], x + dense('output', mixed))
     inner = jax.nn.gelu(dense('up', x), approximate=False)
-    x = _norm(weights_of['mlp_norm'], x + dense('down', inner))
+    x = layer_norm(weights_of['mlp_norm'], x + dense('down', inner))
   weight = mask.astype(x.dtype)
   total = jnp.einsum('bl,blh->bh', weight, x.reshape(rows, length, hidden))
   mean = total / jnp.maximum(weight.sum(1, keepdims=True), 1)
@@ -194,12 +203,12 @@ def features(adapters, frozen, tokens, lengths, scale=1.0):
   )
 
 
-def logits(params, frozen, tokens, lengths, scale=1.0, temperature=1.0):
-  """``(rows, classes)``; the head of ``params`` or else the frozen one.
+def row_losses(params, frozen, tokens, lengths, labels, scale, temperature):
+  """Cross-entropy of each row and whether it is right, ``(rows,)`` both.
 
-  ``temperature`` multiplies them: sentence vectors have norm one.
-
-  ``tokens`` may be :func:`features`, ``(rows, hidden)``: a linear probe.
+  The head of ``params`` or else the frozen one; sentence vectors have norm one,
+  ``temperature`` multiplies the logits. ``tokens`` may be :func:`features`,
+  ``(rows, hidden)``: a linear probe.
   """
   vectors = tokens
   if tokens.ndim == 3:
@@ -207,4 +216,6 @@ def logits(params, frozen, tokens, lengths, scale=1.0, temperature=1.0):
       params['layers'], frozen['layers'], tokens, lengths, scale
     )
   head = params.get('head', frozen['head'])
-  return temperature * (vectors @ head['kernel'] + head['bias'])
+  logits = temperature * (vectors @ head['kernel'] + head['bias'])
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+  return losses, (jnp.argmax(logits, -1) == labels).astype(losses.dtype)

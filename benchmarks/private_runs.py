@@ -6,6 +6,7 @@ import hashlib
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,14 +15,16 @@ import jax_privacy
 import numpy as np
 import optax
 from finetuning import sampling
+from jax_privacy.matrix_factorization import toeplitz
 
-from benchmarks import baselines, encoded_text
+from benchmarks import baselines, encoded_text, small_decoder
 from prism_optax import accounting, lora
 
 DELTA = 1e-5
 # Rows of the training file that are set aside, the same for every run.
 TEST_ROWS, TUNING_ROWS = 6000, 3000
 CHUNK = 500
+MICROBATCH = 32
 # The loss on the first so many tuning rows is noted every so many steps.
 CURVE_STEPS = 10
 
@@ -35,7 +38,7 @@ class Run:
     rate: Peak learning rate; it falls linearly to zero.
     epsilon: Of the run, at delta 1e-5; None trains without clip and noise.
     seed: Of initial factors, batches and noise.
-    task: Key of ``TASKS``.
+    task: Key of ``TASKS``, or ``'maths'``: next tokens of gsm8k and mawps.
     rows: Size of the private set, the first of a fixed shuffle; 0 for all.
     steps: Updates.
     batch: Expected batch size.
@@ -87,55 +90,115 @@ TASKS = {
 }
 
 
-@functools.lru_cache(maxsize=1)
-def data(task, length, top_layers, folder, cache):
-  """``(train, tuning, test, classes)``, split by a fixed shuffle."""
-  file, column, unwanted = TASKS[task]
-  texts, labels, names = encoded_text.read(folder / file, column, unwanted)
-  rows = encoded_text.encode(
-    texts, labels, length=length, top_layers=top_layers, cache=cache
-  )
-  order = np.random.default_rng(0).permutation(len(labels))
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """Rows and model of a task.
+
+  Attributes:
+    train: Arrays with one row an example; so are the next two.
+    tuning: Rows that decide on learning rates.
+    test: Rows that are reported.
+    frozen: All weights that are not trained; ``frozen['layers']`` is a list of
+      layers with a ``kernel`` in each of ``encoded_text.MODULES``.
+    row_losses: ``row_losses(params, frozen, *rows, scale=, temperature=)``,
+      loss and score of each row.
+    classes: Of a classifier; 0 for a decoder.
+  """
+
+  train: tuple[np.ndarray, ...]
+  tuning: tuple[np.ndarray, ...]
+  test: tuple[np.ndarray, ...]
+  frozen: dict[str, Any]
+  row_losses: Callable
+  classes: int
+
+
+def take(rows: tuple[np.ndarray, ...], which: np.ndarray):
+  return tuple(x[which] for x in rows)
+
+
+def split(rows: tuple[np.ndarray, ...]):
+  """``(train, tuning, test)`` by a fixed shuffle."""
+  order = np.random.default_rng(0).permutation(len(rows[0]))
   test = min(TEST_ROWS, len(order) // 5)
   tuning = min(TUNING_ROWS, len(order) // 10)
   parts = np.split(order, [test, test + tuning])
-  return (
-    rows.take(parts[2]),
-    rows.take(parts[1]),
-    rows.take(parts[0]),
-    len(names),
+  return tuple(take(rows, parts[i]) for i in (2, 1, 0))
+
+
+@functools.lru_cache(maxsize=2)
+def problem(task, length, top_layers, probing, folder, cache) -> Problem:
+  """Reads the data, and computes what never changes, once."""
+  if task == 'maths':
+    frozen = small_decoder.pretrained(folder, cache, length)
+    pairs = small_decoder.tokenizer(folder, cache)
+    texts = small_decoder.private_texts(folder)
+    rows = split((small_decoder.encode(pairs, texts, length),))
+    return Problem(*rows, frozen, small_decoder.row_losses, 0)
+  file, column, unwanted = TASKS[task]
+  texts, labels, names = encoded_text.read(folder / file, column, unwanted)
+  encoded = encoded_text.encode(
+    texts, labels, length=length, top_layers=top_layers, cache=cache
   )
+  rows = split(tuple(encoded))
+  layers = encoded_text.frozen_layers(top_layers)
+  if probing:
+    nothing = [{} for _ in layers]
+    program = jax.jit(lambda *x: encoded_text.features(nothing, layers, *x[:2]))
+    rows = tuple(
+      (np.concatenate([program(*x) for x in chunks_of(part)]), *part[1:])
+      for part in rows
+    )
+  frozen = {'layers': layers}
+  return Problem(*rows, frozen, encoded_text.row_losses, len(names))
+
+
+def chunks_of(rows: tuple[np.ndarray, ...]) -> list[tuple[np.ndarray, ...]]:
+  """Nearly equal parts of about ``CHUNK`` rows."""
+  count = max(1, len(rows[0]) // CHUNK)
+  parts = np.array_split(np.arange(len(rows[0])), count)
+  return [take(rows, part) for part in parts]
 
 
 @functools.lru_cache
-def noise_multiplier(epsilon, probability, steps, limit, rows):
-  """Sigma of DP-SGD with Poisson batches cut at ``limit`` rows."""
-  del limit, rows  # Six deviations above the expectation: sampling.py.
-  return accounting.calibrate_noise_multiplier(
-    epsilon, DELTA, probability, steps
+def noise_multiplier(
+  epsilon: float, rows: int, batch: int, steps: int, correlated: bool
+) -> float:
+  """Sigma of Poisson batches, or of correlated noise over a fixed order.
+
+  Batches are cut six deviations above their expectation, which moves epsilon
+  by less than 1e-3. Correlated noise has no amplification by sampling.
+  """
+  if not correlated:
+    return float(
+      accounting.calibrate_noise_multiplier(epsilon, DELTA, batch / rows, steps)
+    )
+  epoch = rows // batch
+  strategy = toeplitz.materialize_lower_triangular(
+    baselines.strategy(steps, epoch)
+  )
+  return float(
+    accounting.calibrate_matrix_mechanism(
+      epsilon,
+      DELTA,
+      np.asarray(strategy),
+      max_participations=-(-steps // epoch),
+      min_separation=epoch,
+    )
   )
 
 
-def start(run: Run, classes: int) -> tuple[Any, Any]:
+def start(run: Run, given: Problem) -> tuple[Any, Any]:
   """``(params, frozen)`` before training, from the seed."""
   method = baselines.METHODS[run.method]
-  layers = encoded_text.frozen_layers(run.top_layers)
+  layers = given.frozen['layers']
   keys = jax.random.split(jax.random.key(run.seed), 3)
-  hidden = layers[0]['query']['kernel'].shape[0]
-  head = {
-    'kernel': jax.nn.initializers.orthogonal()(keys[0], (hidden, classes)),
-    'bias': jnp.zeros(classes),
-  }
   layout = lora.Layout(scale=run.scale)
   kernels = [
-    {
-      name: {'kernel': x['kernel']}
-      for name, x in layer.items()
-      if 'kernel' in x
-    }
+    {name: {'kernel': layer[name]['kernel']} for name in encoded_text.MODULES}
     for layer in layers
   ]
-  adapters = [{} for _ in layers]
+  adapters: list[dict] = [{} for _ in layers]
   if method.parameters == 'matrices':
     adapters = kernels
   elif method.parameters == 'lora':
@@ -152,19 +215,25 @@ def start(run: Run, classes: int) -> tuple[Any, Any]:
         adapters, kernels, keys[2], layout=layout
       )
       layers = [
-        {
-          name: {**x, **modules.get(name, {})} for name, x in layer.items()
-        } for layer, modules in zip(layers, kernels, strict=True)
-      ]  # fmt: skip
+        {name: {**x, **modules.get(name, {})} for name, x in layer.items()}
+        for layer, modules in zip(layers, kernels, strict=True)
+      ]
     elif run.initialization == 'balanced':
       adapters = lora.initialize(
         adapters, keys[2], method='balanced', size=0.1, layout=layout
       )
     adapters = in_gauge(adapters, run.gauge, keys[2])
-  params = {'layers': adapters}
-  if run.head == 'trained' or method.parameters == 'head':
-    params['head'] = head
-  return method.prepare(params, layout), {'layers': layers, 'head': head}
+  params, frozen = {'layers': adapters}, {**given.frozen, 'layers': layers}
+  if given.classes:
+    hidden = layers[0]['query']['kernel'].shape[0]
+    orthogonal = jax.nn.initializers.orthogonal()
+    frozen['head'] = {
+      'kernel': orthogonal(keys[0], (hidden, given.classes)),
+      'bias': jnp.zeros(given.classes),
+    }
+    if run.head == 'trained' or method.parameters == 'head':
+      params['head'] = frozen['head']
+  return method.prepare(params, layout), frozen
 
 
 def in_gauge(adapters, condition, key):
@@ -187,35 +256,40 @@ def in_gauge(adapters, condition, key):
   return out
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=8)
 def programs(
-  method_name, head, scale, temperature, batch, microbatch, private, options
-):
-  """``(init, step, evaluate)``, compiled once for runs that differ in numbers."""
-  del head  # Part of the key only: it changes the structure of the tree.
+  row_losses, method_name, options, structure, scale, temperature, batch,
+  private, steps, epoch, stddev,
+):  # fmt: skip
+  """``(init, step, scores)``, compiled once for runs that differ in numbers.
+
+  ``structure`` says what else decides on shapes. ``stddev`` is None where it
+  may be traced.
+  """
+  del structure
   method = baselines.METHODS[method_name]
   if options:
     method = baselines.prism_with(**dict(options))
   layout = lora.Layout(scale=scale)
+  numbers = {'scale': scale, 'temperature': temperature}
 
-  def loss(params, frozen, tokens, lengths, labels):
-    out = encoded_text.logits(
-      params, frozen, tokens, lengths, scale, temperature
-    )
-    return jnp.mean(
-      optax.softmax_cross_entropy_with_integer_labels(out, labels)
-    )
+  def release_of(clip, traced, key):
+    used = traced if stddev is None else stddev
+    return baselines.Release(clip, batch, used, key, steps, epoch)
 
-  def step(carry, rate, clip, stddev, frozen, rows, is_padding):
+  def loss(params, frozen, *rows):
+    return jnp.mean(row_losses(params, frozen, *rows, **numbers)[0])
+
+  def step(carry, rate, clip, traced, frozen, rows, is_padding):
     params, state, key = carry
-    release = baselines.Release(clip, batch, stddev, key)
+    release = release_of(clip, traced, key)
     gradient = jax_privacy.clipped_grad(
       loss,
       l2_clip_norm=clip if private else jnp.inf,
       normalize_by=batch,
-      batch_argnums=(2, 3, 4),
+      batch_argnums=tuple(range(2, 2 + len(rows))),
       pre_clipping_transform=method.coordinates(params, release, layout),
-      microbatch_size=microbatch,
+      microbatch_size=MICROBATCH,
     )
     mean = gradient(params, frozen, *rows, is_padding_example=is_padding)
     tx = method.make(rate, release, params, layout)
@@ -224,115 +298,100 @@ def programs(
     signal = optax.tree.norm(mean)
     return (optax.apply_updates(params, updates), state, key), signal
 
-  def init(params, clip, stddev, key):
-    release = baselines.Release(clip, batch, stddev, key)
+  def init(params, clip, traced, key):
+    release = release_of(clip, traced, key)
     return method.make(1.0, release, params, layout).init(params)
 
   @jax.jit
-  def evaluate(params, frozen, rows):
-    tokens, lengths, labels = rows
-    out = encoded_text.logits(
-      params, frozen, tokens, lengths, scale, temperature
+  def scores(params, frozen, rows):
+    return row_losses(params, frozen, *rows, **numbers)
+
+  return init, jax.jit(step, donate_argnums=0), scores
+
+
+def batches(run: Run, rows: int, correlated: bool):
+  """Rows of each step, -1 for padding; one shape for all steps."""
+  size = sampling.padded_size(run.batch, rows, MICROBATCH)
+  if correlated:
+    # Each row once an epoch, in the same order in all of them.
+    epoch = rows // run.batch
+    order = np.random.default_rng(run.seed).permutation(rows)
+    for t in range(run.steps):
+      first = (t % epoch) * run.batch
+      drawn = np.full(size, -1)
+      drawn[: run.batch] = order[first : first + run.batch]
+      yield drawn
+    return
+  seed = np.random.SeedSequence(run.seed).generate_state(4)
+  for t in range(run.steps):
+    yield sampling.draw(
+      seed,
+      t,
+      dataset_size=rows,
+      sampling_probability=run.batch / rows,
+      size=size,
     )
-    losses = optax.softmax_cross_entropy_with_integer_labels(out, labels)
-    return losses, jnp.argmax(out, -1) == labels
-
-  return init, jax.jit(step, donate_argnums=0), evaluate
-
-
-@functools.lru_cache(maxsize=1)
-def data_of_probe(task, length, top_layers, folder, cache):
-  """:func:`data` with sentence vectors of the frozen model for tokens."""
-  frozen = encoded_text.frozen_layers(top_layers)
-  nothing = [{} for _ in frozen]
-  program = jax.jit(lambda x: encoded_text.features(nothing, frozen, *x[:2]))
-  *parts, classes = data(task, length, top_layers, folder, cache)
-  out = []
-  for part in parts:
-    vectors = [np.asarray(program(tuple(x))) for x in chunks_of(part)]
-    out.append(part._replace(tokens=np.concatenate(vectors)))
-  return *out, classes
-
-
-def chunks_of(part: encoded_text.Texts) -> list[encoded_text.Texts]:
-  """Nearly equal parts of about ``CHUNK`` rows."""
-  count = max(1, len(part.labels) // CHUNK)
-  rows = np.arange(len(part.labels))
-  return [part.take(chunk) for chunk in np.array_split(rows, count)]
 
 
 def execute(run: Run, folder: pathlib.Path, cache: pathlib.Path) -> dict:
   """Trains and evaluates.
 
   Returns:
-    ``{'tuning': accuracy, 'test': packed bits in hexadecimal, ...}``.
+    A dict for a file of JSON: ``'tuning accuracy'``, ``'test accuracy'``,
+    ``'test scores'`` (one for each row, as hexadecimal float16), losses on
+    tuning rows, the norm of the clipped mean at each step (the data are public)
+    and of the noise.
   """
   began = time.perf_counter()
-  probing = baselines.METHODS[run.method].parameters == 'head'
-  train, tuning, test, classes = (data_of_probe if probing else data)(
-    run.task, run.length, run.top_layers, folder, cache
-  )
-  rows = run.rows or len(train.labels)
+  method = baselines.METHODS[run.method]
+  probing = method.parameters == 'head'
+  given = problem(run.task, run.length, run.top_layers, probing, folder, cache)
+  rows = run.rows or len(given.train[0])
   private = run.epsilon is not None
-  microbatch = 32
-  size = sampling.padded_size(run.batch, rows, microbatch)
-  probability = run.batch / rows
-  sigma = (
-    float(noise_multiplier(run.epsilon, probability, run.steps, size, rows))
-    if private
-    else 0.0
-  )
-  params, frozen = start(run, classes)
-  init, step, evaluate = programs(
-    run.method,
-    run.head,
-    run.scale,
-    run.temperature,
-    run.batch,
-    microbatch,
-    private,
-    run.options,
-  )
+  sigma = 0.0
+  if run.epsilon is not None:
+    sigma = noise_multiplier(
+      run.epsilon, rows, run.batch, run.steps, method.correlated
+    )
   stddev = sigma * run.clip / run.batch
+  params, frozen = start(run, given)
+  structure = run.head, run.rank, run.task, run.length, run.top_layers, rows
+  init, step, scores = programs(
+    given.row_losses, run.method, run.options, structure, run.scale,
+    run.temperature, run.batch, private, run.steps, rows // run.batch,
+    stddev if method.correlated else None,
+  )  # fmt: skip
   key = jax.random.fold_in(jax.random.key(run.seed), 1)
   carry = params, init(params, run.clip, stddev, key), key
   carry = jax.tree.map(jnp.copy, carry)
-  seed = np.random.SeedSequence(run.seed).generate_state(4)
   signals, curve = [], []
-  for t in range(run.steps):
-    drawn = sampling.draw(
-      seed, t, dataset_size=rows, sampling_probability=probability, size=size
-    )
-    drawn = sampling.padding_last(drawn, microbatch)
-    batch = train.take(np.maximum(drawn, 0))
+  few = take(given.tuning, np.arange(min(CHUNK, len(given.tuning[0]))))
+  for t, drawn in enumerate(batches(run, rows, method.correlated)):
+    drawn = sampling.padding_last(drawn, MICROBATCH)
+    batch = take(given.train, np.maximum(drawn, 0))
     rate = run.rate * (1 - t / run.steps)
     carry, signal = step(
-      carry, rate, run.clip, stddev, frozen, tuple(batch), drawn < 0
+      carry, rate, run.clip, stddev, frozen, batch, drawn < 0
     )
-    signals.append(float(signal))
+    signals.append(float(f'{float(signal):.4g}'))
     if (t + 1) % CURVE_STEPS == 0:
-      few = tuple(tuning.take(np.arange(CHUNK)))
-      losses, _ = evaluate(carry[0], frozen, few)
-      curve.append(float(losses.mean()))
+      curve.append(float(scores(carry[0], frozen, few)[0].mean()))
 
-  def hits(part):
-    right = [
-      evaluate(carry[0], frozen, tuple(rows))[1] for rows in chunks_of(part)
-    ]
-    return np.concatenate([np.asarray(each) for each in right])
+  def score(part):
+    found = [scores(carry[0], frozen, x)[1] for x in chunks_of(part)]
+    return np.concatenate([np.asarray(x) for x in found])
 
   # The rows that decide on a learning rate are not the rows that are reported.
-  on_tuning, on_test = hits(tuning), hits(test)
-  released = jax.tree.leaves(carry[0])
+  on_tuning, on_test = score(given.tuning), score(given.test)
+  noised = jax.tree.leaves(carry[0])
   return {
     'run': dataclasses.asdict(run),
     'noise multiplier': sigma,
     'tuning accuracy': float(on_tuning.mean()),
     'test accuracy': float(on_test.mean()),
-    'test hits': np.packbits(on_test).tobytes().hex(),
+    'test scores': on_test.astype(np.float16).tobytes().hex(),
     'tuning loss': curve,
-    'signal': [float(f'{x:.4g}') for x in signals],
-    'noise': stddev * sum(x.size for x in released) ** 0.5,
-    'test rows': len(test.labels),
+    'signal': signals,
+    'noise': stddev * sum(x.size for x in noised) ** 0.5,
     'seconds': time.perf_counter() - began,
   }

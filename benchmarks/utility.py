@@ -32,6 +32,7 @@ RATES = {
   'prism': (1e-2, 3e-2, 1e-1),
   'prism, paper mode': (1e-2, 3e-2, 1e-1),
   'prism, muon': (3e-3, 1e-2, 3e-2),
+  'prism, correlated noise': (3e-3, 1e-2, 3e-2),
   'dp-adamw': (1e-2, 3e-2, 1e-1),
   'lora+': (3e-3, 1e-2, 3e-2),
   'ffa': (1e-2, 3e-2, 1e-1),
@@ -50,7 +51,14 @@ CORE = (
   'ffa',
   'linear probe',
 )
-REST = ('prism, muon', 'lamb', 'lora-rite', 'dp-adambc', 'dp-muon')
+REST = (
+  'prism, correlated noise',
+  'prism, muon',
+  'lamb',
+  'lora-rite',
+  'dp-adambc',
+  'dp-muon',
+)
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 
 

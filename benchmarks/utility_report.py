@@ -6,8 +6,11 @@ Writes ``benchmarks/results/utility.md``, ``.json`` and plots. Methods are
 compared on the same rows and seeds.
 """
 
+import argparse
+import dataclasses
 import json
 import pathlib
+import statistics
 import sys
 
 import numpy as np
@@ -18,6 +21,12 @@ for folder in (str(ROOT), str(ROOT / 'examples')):
   if folder not in sys.path:
     sys.path.insert(0, folder)
 
+from benchmarks import (  # noqa: E402
+  private_runs,
+  timing,
+  utility,
+  utility_plots,
+)
 from benchmarks.private_runs import Run  # noqa: E402
 
 
@@ -32,31 +41,297 @@ def load(folder: pathlib.Path) -> dict[Run, dict]:
   return out
 
 
-def hits(result: dict) -> np.ndarray:
-  """Which test rows were right, as 0 and 1."""
-  bits = np.unpackbits(np.frombuffer(bytes.fromhex(result['test hits']), 'u1'))
-  return bits[: result['test rows']].astype(float)
+def scores(result: dict) -> np.ndarray:
+  """Score of each test row: whether it is right, or how many tokens of it."""
+  stored = bytes.fromhex(result['test scores'])
+  return np.frombuffer(stored, np.float16).astype(float)
 
 
 def paired(first: list[np.ndarray], second: list[np.ndarray]) -> dict:
   """Difference of two methods on the same rows and seeds.
 
-  The variance of the mean difference has a part from the choice of rows and
-  one from the randomness of training (initial factors, batches, noise); both
-  are estimated and added, so the second counts the first's share within a seed
-  once more: the test errs to the careful side. Degrees of freedom by
-  Satterthwaite's formula.
+  Rows and seeds (initial factors, batches, noise) are two crossed samples: the
+  difference on row i with seed s is ``mean + a_i + b_s + e_is``, and the
+  variance of its mean ``var(a) / rows + var(b) / seeds + var(e) / (rows
+  seeds)``. The spread of row means estimates the first and the last term, that
+  of seed means the second and the last. Degrees of freedom by Satterthwaite's
+  formula.
   """
   difference = np.stack(first) - np.stack(second)
   seeds, rows = difference.shape
-  by_rows = difference.mean(0).var(ddof=1) / rows
-  by_seeds = difference.mean(1).var(ddof=1) / seeds
-  variance = by_rows + by_seeds
+  of_rows, of_seeds = difference.mean(0), difference.mean(1)
+  by_rows, by_seeds = of_rows.var(ddof=1) / rows, of_seeds.var(ddof=1) / seeds
+  mean = difference.mean()
+  rest = difference - of_rows - of_seeds[:, None] + mean
+  both = np.sum(rest**2) / ((rows - 1) * (seeds - 1)) / (rows * seeds)
+  variance = max(by_rows + by_seeds - both, by_rows, by_seeds)
   freedom = variance**2 / (by_rows**2 / (rows - 1) + by_seeds**2 / (seeds - 1))
-  mean, error = difference.mean(), variance**0.5
+  error = variance**0.5
   return {
     'difference': float(mean),
     'standard error': float(error),
     'p': float(2 * stats.t.sf(abs(mean) / error, freedom)),
     'seeds': seeds,
   }
+
+
+@dataclasses.dataclass
+class Row:
+  """One method in one part.
+
+  Attributes:
+    method: Its name.
+    rate: The learning rate that tuning chose.
+    runs: Results by seed.
+    tuning: Accuracy on the tuning rows by learning rate.
+  """
+
+  method: str
+  rate: float
+  runs: dict[int, dict]
+  tuning: dict[float, float]
+
+  @property
+  def accuracies(self) -> list[float]:
+    return [run['test accuracy'] for run in self.runs.values()]
+
+  @property
+  def flat(self) -> float:
+    """Ratio of the rates within one point of the best, without a gap."""
+    rates = sorted(self.tuning)
+    best = self.tuning[self.rate]
+    low = high = rates.index(self.rate)
+    while low and self.tuning[rates[low - 1]] > best - 0.01:
+      low -= 1
+    while high + 1 < len(rates) and self.tuning[rates[high + 1]] > best - 0.01:
+      high += 1
+    return rates[high] / rates[low]
+
+
+def rows_of(runs: dict[Run, dict], part: str, results) -> list[Row]:
+  """The methods of a part whose tuning is finished, best first."""
+  methods, change, seeds = utility.TUNED[part]
+  out = []
+  for method in methods:
+    template = dataclasses.replace(utility.BASE, method=method, **change)
+    needed, rate = utility.tune(results, template)
+    if needed:
+      continue
+    final = {
+      seed: runs[run]
+      for seed in seeds
+      if (run := dataclasses.replace(template, rate=rate, seed=seed)) in runs
+    }
+    tuning = {
+      run.rate: result['tuning accuracy']
+      for run, result in runs.items()
+      if run
+      == dataclasses.replace(template, rate=run.rate, seed=utility.TUNING_SEED)
+    }
+    if final:
+      out.append(Row(method, rate, final, tuning))
+  return sorted(out, key=lambda row: -statistics.mean(row.accuracies))
+
+
+def table(rows: list[Row]) -> list[str]:
+  """A table in Markdown, each method tested against PRISM's default."""
+  out = [
+    '| method | rate | accuracy | spread over seeds | seeds |'
+    ' rates within a point | PRISM minus it |',
+    '| --- | --- | --- | --- | --- | --- | --- |',
+  ]
+  ours = next((row for row in rows if row.method == 'prism'), None)
+  for row in rows:
+    values = row.accuracies
+    spread = f'{statistics.stdev(values):.4f}' if len(values) > 1 else '-'
+    against = '-'
+    if ours and row is not ours:
+      shared = sorted(ours.runs.keys() & row.runs.keys())
+      if len(shared) > 1:
+        found = paired(
+          *([scores(each.runs[s]) for s in shared] for each in (ours, row))
+        )
+        against = (
+          f'{found["difference"]:+.4f} ± {found["standard error"]:.4f}'
+          f' (p = {found["p"]:.2g})'
+        )
+    out.append(
+      f'| {row.method} | {row.rate:g} | {statistics.mean(values):.4f} |'
+      f' {spread} | {len(values)} | {row.flat:.3g}x | {against} |'
+    )
+  return out
+
+
+def describe(change: dict) -> str:
+  (name, value), *_ = change.items()
+  return '{}={}'.format(*value[0]) if name == 'options' else f'{name}={value}'
+
+
+def varied(runs: dict[Run, dict], part: str, results) -> dict[str, dict]:
+  """``{method: {change: accuracy - accuracy without it}}``, same seeds."""
+  methods, changes, seeds = utility.VARIED[part]
+  out: dict[str, dict] = {}
+  for method in methods:
+    template = dataclasses.replace(utility.BASE, method=method)
+    needed, rate = utility.tune(results, template)
+    if needed:
+      continue
+    for change in changes:
+      differences = []
+      for seed in seeds:
+        plain = dataclasses.replace(template, rate=rate, seed=seed)
+        other = dataclasses.replace(plain, **change)
+        if plain in runs and other in runs:
+          differences.append(
+            runs[other]['test accuracy'] - runs[plain]['test accuracy']
+          )
+      if differences:
+        mean = statistics.mean(differences)
+        out.setdefault(method, {})[describe(change)] = mean
+  return out
+
+
+def varied_table(found: dict[str, dict]) -> list[str]:
+  """Points gained or lost by each change, and the spread over all of them."""
+  changes = list(dict.fromkeys(c for row in found.values() for c in row))
+  out = [
+    '| change | ' + ' | '.join(found) + ' |',
+    '| --- |' + ' --- |' * len(found),
+  ]
+  for change in changes:
+    cells = [
+      f'{100 * row[change]:+.2f}' if change in row else '-'
+      for row in found.values()
+    ]
+    out.append(f'| `{change}` | ' + ' | '.join(cells) + ' |')
+  spreads = [
+    f'{100 * (max([0, *row.values()]) - min([0, *row.values()])):.2f}'
+    for row in found.values()
+  ]
+  out.append('| **largest minus smallest** | ' + ' | '.join(spreads) + ' |')
+  return out
+
+
+TITLES = {
+  'core-3': 'SST-2, epsilon 3',
+  'core-6': 'SST-2, epsilon 6',
+  'core-1': 'SST-2, epsilon 1',
+  'nonprivate': 'SST-2, not private',
+  'rest-3': 'SST-2, epsilon 3, other methods',
+  'trained-head': 'SST-2, epsilon 3, head trained too',
+  'rows-10000': 'SST-2, 10,000 rows, epsilon 3',
+  'rows-2000': 'SST-2, 2,000 rows, epsilon 3',
+  'clinc150': 'clinc150 domains, epsilon 3',
+}
+HEAD = """# Accuracy at equal privacy
+
+Made by `benchmarks/utility_report.py` from {count} runs of
+`benchmarks/utility.py` ({hours:.1f} hours of one core). Negative results stay
+in.
+
+**Set-up.** all-MiniLM-L6-v2, LoRA of rank 8 on all six matrices of the top
+layer, sentence vectors of norm one, a random head that stays as it is (a task
+that the adapters must solve; the linear probe trains the head on the frozen
+vectors instead), 20 tokens a row, {steps} steps of expected batch {batch},
+Poisson sampling, delta 1e-5, learning rate falling linearly to zero. 6,000 rows
+cut from the training file are the test set, 3,000 others choose the learning
+rate (half a decade apart, until the best has a neighbour on both sides), the
+rest ({rows} rows where not said otherwise) is trained on. Means over seeds of
+initial factors, batches and noise; each seed is the same for all methods.
+Differences are tested on the same rows and seeds, with the variance of both.
+
+Versions: {versions}; {device}, one thread a run.
+"""
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--runs', type=pathlib.Path, default='runs/utility')
+  parser.add_argument('--rows', type=int, default=58_349, help='trained on')
+  args = parser.parse_args()
+  runs, results = load(args.runs), utility.Results(args.runs)
+  out = ROOT / 'benchmarks' / 'results'
+  environment = timing.environment()
+  text = [
+    HEAD.format(
+      count=len(runs),
+      hours=sum(run['seconds'] for run in runs.values()) / 3600,
+      steps=utility.BASE.steps,
+      batch=utility.BASE.batch,
+      rows=f'{args.rows:,}',
+      versions=', '.join(
+        f'{k} {v}' for k, v in environment['versions'].items()
+      ),
+      device=environment['processor'],
+    )
+  ]
+  found = {
+    part: rows
+    for part in utility.TUNED
+    if (rows := rows_of(runs, part, results))
+  }
+  for part, rows in found.items():
+    missing = len(utility.missing_runs(results, part))
+    text.append(f'## {TITLES[part]}\n')
+    if missing:
+      text.append(f'Not finished: at least {missing} runs of this part lack.\n')
+    text += [*table(rows), '']
+  absent = [part for part in utility.TUNED if part not in found]
+  utility_plots.accuracies(
+    {TITLES[part]: rows for part, rows in found.items()},
+    out / 'utility_accuracy.png',
+  )
+  text += ['![Accuracies](utility_accuracy.png)', '']
+  if 'core-3' in found:
+    utility_plots.rates(found['core-3'], out / 'utility_rates.png')
+    utility_plots.curves(
+      [r for r in found['core-3'] if r.method != 'linear probe'],
+      private_runs.CURVE_STEPS,
+      out / 'utility_curves.png',
+    )
+    text += [
+      '![Learning rates](utility_rates.png)', '',
+      '![Loss and signal to noise](utility_curves.png)', '',
+    ]  # fmt: skip
+  for part, title in (
+    ('nuisances', 'What should not matter'),
+    ('options', 'One option of PRISM at a time'),
+  ):
+    changes = varied(runs, part, results)
+    if not changes:
+      absent.append(part)
+      continue
+    utility_plots.changes(changes, out / f'utility_{part}.png')
+    text += [
+      f'## {title}\n',
+      'Points of accuracy gained or lost at epsilon 3, at the learning rate'
+      ' that is best without the change (no new tuning).\n',
+      *varied_table(changes), '', f'![{title}](utility_{part}.png)', '',
+    ]  # fmt: skip
+  if absent:
+    names = ', '.join(f'`{part}`' for part in absent)
+    text += [f'Not run yet: {names}.', '']
+  (out / 'utility.md').write_text('\n'.join(text), 'utf-8')
+  summary = []
+  for run, result in runs.items():
+    summary.append(
+      {
+        **{
+          f.name: getattr(run, f.name)
+          for f in dataclasses.fields(run)
+          if getattr(run, f.name) != f.default
+        },
+        **{
+          name: round(result[name], 4)
+          for name in ('noise multiplier', 'tuning accuracy', 'test accuracy')
+        },
+      }
+    )
+  (out / 'utility.json').write_text(
+    json.dumps({'environment': environment, 'runs': summary}) + '\n', 'utf-8'
+  )
+  print(f'Written to {out / "utility.md"}')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,103 @@
+"""Plots of the utility benchmark."""
+
+import pathlib
+import statistics
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+# One colour a method, the same in all plots (Okabe and Ito, for all eyes).
+COLOURS = {
+  'prism': '#0072B2',
+  'prism, paper mode': '#56B4E9',
+  'prism, muon': '#009E73',
+  'dp-adamw': '#D55E00',
+  'lora+': '#E69F00',
+  'ffa': '#CC79A7',
+  'linear probe': '#000000',
+}
+
+
+def colour(method: str) -> str:
+  return COLOURS.get(method, '#999999')
+
+
+def accuracies(parts: dict[str, list], path: pathlib.Path) -> None:
+  """Test accuracy of every method in every part, all seeds and their mean."""
+  figure, axes = plt.subplots(
+    1, len(parts), figsize=(3.2 * len(parts) + 1, 3.4), squeeze=False
+  )
+  for ax, (part, rows) in zip(axes[0], parts.items(), strict=True):
+    for place, row in enumerate(reversed(rows)):
+      values = 100 * np.asarray(row.accuracies)
+      ax.plot(values, [place] * len(values), 'o', ms=4, alpha=0.4,
+              color=colour(row.method))  # fmt: skip
+      ax.plot(values.mean(), place, '|', ms=16, mew=3, color=colour(row.method))
+    ax.set_yticks(range(len(rows)), [row.method for row in reversed(rows)])
+    ax.set(title=part, xlabel='accuracy on 6,000 rows, %')
+    ax.grid(axis='x', alpha=0.3)
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+  plt.close(figure)
+
+
+def rates(rows: list, path: pathlib.Path) -> None:
+  """Tuning accuracy against the learning rate."""
+  figure, ax = plt.subplots(figsize=(5.6, 3.6))
+  for row in rows:
+    x = sorted(row.tuning)
+    ax.plot(x, [100 * row.tuning[rate] for rate in x], 'o-',
+            label=row.method, color=colour(row.method))  # fmt: skip
+  ax.set(xscale='log', xlabel='peak learning rate', ylim=(70, None),
+         ylabel='accuracy on the tuning rows, %')  # fmt: skip
+  ax.grid(alpha=0.3)
+  ax.legend(frameon=False, fontsize=8)
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+  plt.close(figure)
+
+
+def curves(rows: list, every: int, path: pathlib.Path) -> None:
+  """Loss on public rows, and signal to noise, of the first seed."""
+  figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.4))
+  for row in rows:
+    run = row.runs[min(row.runs)]
+    loss = run['tuning loss']
+    left.plot(every * np.arange(1, len(loss) + 1), loss, label=row.method,
+              color=colour(row.method))  # fmt: skip
+    ratio = np.asarray(run['signal']) / max(run['noise'], 1e-30)
+    smooth = [statistics.mean(ratio[max(0, t - 9) : t + 1])
+              for t in range(len(ratio))]  # fmt: skip
+    right.plot(smooth, color=colour(row.method))
+  left.set(xlabel='step', ylabel='cross-entropy on public rows, nats')
+  right.set(
+    xlabel='step',
+    ylabel='norm of the clipped mean / norm of the noise\n(mean of 10 steps)',
+    yscale='log',
+  )
+  left.legend(frameon=False, fontsize=8)
+  for ax in (left, right):
+    ax.grid(alpha=0.3)
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+  plt.close(figure)
+
+
+def changes(found: dict[str, dict], path: pathlib.Path) -> None:
+  """Points that each change of what should not matter makes."""
+  names = list(dict.fromkeys(name for row in found.values() for name in row))
+  figure, ax = plt.subplots(figsize=(6.4, 0.42 * len(names) + 1.2))
+  width = 0.8 / len(found)
+  for i, (method, row) in enumerate(found.items()):
+    places = np.arange(len(names)) + (i - (len(found) - 1) / 2) * width
+    ax.barh(places, [100 * row.get(name, 0) for name in names], width,
+            label=method, color=colour(method))  # fmt: skip
+  ax.set_yticks(range(len(names)), names)
+  ax.invert_yaxis()
+  ax.axvline(0, color='k', lw=0.8)
+  ax.set(xlabel='change of accuracy, points')
+  ax.grid(axis='x', alpha=0.3)
+  ax.legend(frameon=False, fontsize=8)
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+  plt.close(figure)
