@@ -21,7 +21,7 @@ from benchmarks import encoded_text
 
 WIDTH, LAYERS, HEADS, INNER, VOCABULARY = 128, 2, 4, 512, 1000
 PUBLIC = ('sst2/train', 'clinc150/train', 'banking77/train')
-PUBLIC_ROWS, PUBLIC_STEPS, PUBLIC_BATCH = 12_000, 400, 128
+PUBLIC_ROWS, PUBLIC_STEPS, PUBLIC_BATCH = 12_000, 400, 64
 
 
 def _rows(folder: pathlib.Path, name: str) -> list[dict]:

@@ -113,7 +113,11 @@ def rows_of(runs: dict[Run, dict], part: str, results) -> list[Row]:
   methods, change, seeds = utility.TUNED[part]
   out = []
   for method in methods:
-    template = dataclasses.replace(utility.BASE, method=method, **change)
+    template = dataclasses.replace(
+      utility.BASE,
+      method=method,
+      **{**change, **utility.STARTS.get(method, {})},
+    )
     needed, rate = utility.tune(results, template)
     if needed:
       continue
@@ -222,6 +226,8 @@ TITLES = {
   'rows-10000': 'SST-2, 10,000 rows, epsilon 3',
   'rows-2000': 'SST-2, 2,000 rows, epsilon 3',
   'clinc150': 'clinc150 domains, epsilon 3',
+  'banking77': 'banking77, epsilon 3',
+  'maths': 'Next tokens of gsm8k and mawps, epsilon 3',
 }
 HEAD = """# Accuracy at equal privacy
 
