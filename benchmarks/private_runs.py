@@ -333,6 +333,52 @@ def batches(run: Run, rows: int, correlated: bool):
     )
 
 
+def train(
+  run: Run, given: Problem, sigma: float, each: Callable = lambda *_: None
+):
+  """Runs the steps of a run.
+
+  Args:
+    run: Its ``epsilon`` only says whether there is a clip.
+    given: Rows and model.
+    sigma: Noise multiplier.
+    each: Called as ``each(t, params, frozen, signal)`` after step t.
+
+  Returns:
+    ``((params, state, key), frozen, release)``.
+  """
+  method = baselines.METHODS[run.method]
+  rows = run.rows or len(given.train[0])
+  stddev = sigma * run.clip / run.batch
+  params, frozen = start(run, given)
+  init, step, _ = programs_of(run, given, stddev)
+  key = jax.random.fold_in(jax.random.key(run.seed), 1)
+  carry = params, init(params, run.clip, stddev, key), key
+  carry = jax.tree.map(jnp.copy, carry)
+  for t, drawn in enumerate(batches(run, rows, method.correlated)):
+    drawn = sampling.padding_last(drawn, MICROBATCH)
+    batch = take(given.train, np.maximum(drawn, 0))
+    rate = run.rate * (1 - t / run.steps)
+    carry, signal = step(
+      carry, rate, run.clip, stddev, frozen, batch, drawn < 0
+    )
+    each(t, carry[0], frozen, float(signal))
+  release = baselines.Release(run.clip, run.batch, stddev, key, run.steps)
+  return carry, frozen, release
+
+
+def programs_of(run: Run, given: Problem, stddev: float):
+  """:func:`programs` for a run."""
+  rows = run.rows or len(given.train[0])
+  structure = run.head, run.rank, run.task, run.length, run.top_layers, rows
+  correlated = baselines.METHODS[run.method].correlated
+  return programs(
+    given.row_losses, run.method, run.options, structure, run.scale,
+    run.temperature, run.batch, run.epsilon is not None, run.steps,
+    rows // run.batch, stddev if correlated else None,
+  )  # fmt: skip
+
+
 def execute(run: Run, folder: pathlib.Path, cache: pathlib.Path) -> dict:
   """Trains and evaluates.
 
@@ -344,46 +390,38 @@ def execute(run: Run, folder: pathlib.Path, cache: pathlib.Path) -> dict:
   """
   began = time.perf_counter()
   method = baselines.METHODS[run.method]
-  probing = method.parameters == 'head'
-  given = problem(run.task, run.length, run.top_layers, probing, folder, cache)
-  rows = run.rows or len(given.train[0])
-  private = run.epsilon is not None
+  given = problem(
+    run.task,
+    run.length,
+    run.top_layers,
+    method.parameters == 'head',
+    folder,
+    cache,
+  )
   sigma = 0.0
   if run.epsilon is not None:
+    rows = run.rows or len(given.train[0])
     sigma = noise_multiplier(
       run.epsilon, rows, run.batch, run.steps, method.correlated
     )
   stddev = sigma * run.clip / run.batch
-  params, frozen = start(run, given)
-  structure = run.head, run.rank, run.task, run.length, run.top_layers, rows
-  init, step, scores = programs(
-    given.row_losses, run.method, run.options, structure, run.scale,
-    run.temperature, run.batch, private, run.steps, rows // run.batch,
-    stddev if method.correlated else None,
-  )  # fmt: skip
-  key = jax.random.fold_in(jax.random.key(run.seed), 1)
-  carry = params, init(params, run.clip, stddev, key), key
-  carry = jax.tree.map(jnp.copy, carry)
+  *_, scores = programs_of(run, given, stddev)
   signals, curve = [], []
   few = take(given.tuning, np.arange(min(CHUNK, len(given.tuning[0]))))
-  for t, drawn in enumerate(batches(run, rows, method.correlated)):
-    drawn = sampling.padding_last(drawn, MICROBATCH)
-    batch = take(given.train, np.maximum(drawn, 0))
-    rate = run.rate * (1 - t / run.steps)
-    carry, signal = step(
-      carry, rate, run.clip, stddev, frozen, batch, drawn < 0
-    )
-    signals.append(float(f'{float(signal):.4g}'))
+
+  def note(t, params, frozen, signal):
+    signals.append(float(f'{signal:.4g}'))
     if (t + 1) % CURVE_STEPS == 0:
-      curve.append(float(scores(carry[0], frozen, few)[0].mean()))
+      curve.append(float(scores(params, frozen, few)[0].mean()))
+
+  (params, *_), frozen, _ = train(run, given, sigma, note)
 
   def score(part):
-    found = [scores(carry[0], frozen, x)[1] for x in chunks_of(part)]
+    found = [scores(params, frozen, x)[1] for x in chunks_of(part)]
     return np.concatenate([np.asarray(x) for x in found])
 
   # The rows that decide on a learning rate are not the rows that are reported.
   on_tuning, on_test = score(given.tuning), score(given.test)
-  noised = jax.tree.leaves(carry[0])
   return {
     'run': dataclasses.asdict(run),
     'noise multiplier': sigma,
@@ -392,6 +430,6 @@ def execute(run: Run, folder: pathlib.Path, cache: pathlib.Path) -> dict:
     'test scores': on_test.astype(np.float16).tobytes().hex(),
     'tuning loss': curve,
     'signal': signals,
-    'noise': stddev * sum(x.size for x in noised) ** 0.5,
+    'noise': stddev * sum(x.size for x in jax.tree.leaves(params)) ** 0.5,
     'seconds': time.perf_counter() - began,
   }

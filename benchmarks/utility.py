@@ -196,7 +196,7 @@ OPTIONS = (
 # A number of rows, an epsilon.
 TUNED = {
   'core-3': (CORE, {}, SEEDS),
-  'core-6': (CORE, {'epsilon': 6.0}, SEEDS[:3]),
+  'core-6': (CORE, {'epsilon': 6.0}, SEEDS[:5]),
   'rest-3': (REST, {}, SEEDS[:3]),
   'core-1': (CORE[:4], {'epsilon': 1.0}, SEEDS[:3]),
   'nonprivate': (CORE[:4], {'epsilon': None}, SEEDS[:3]),

@@ -1,0 +1,153 @@
+"""By how much preconditioners amplify the noise, after some private training.
+
+    python benchmarks/amplification.py --data FOLDER
+
+The third issue of the PRISM paper (arXiv:2606.00944) for all methods: after 20
+private steps on SST-2 (the set-up of ``utility.py``) the mean gradient is
+changed by noise of the size that it carries, and the change of all
+``Z = B A`` together, over the learning rate, is compared with the same noise
+lifted to Z without any preconditioner. Both for a range of noise multipliers.
+Writes ``benchmarks/results/amplification.json`` and ``.png``. Ten minutes on
+one core.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+import jax
+import matplotlib as mpl
+import optax
+
+mpl.use('agg')
+from matplotlib import pyplot as plt
+
+ROOT = pathlib.Path(__file__).parents[1]
+for folder in (str(ROOT), str(ROOT / 'examples')):
+  if folder not in sys.path:
+    sys.path.insert(0, folder)
+
+import prism_optax  # noqa: E402
+from benchmarks import (  # noqa: E402
+  baselines,
+  private_runs,
+  timing,
+  utility_plots,
+)
+from prism_optax import lora  # noqa: E402
+
+SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+STEPS = 20
+# Each at the learning rate that utility.py chose or starts from.
+RATES = {
+  'prism': 3e-2,
+  'prism, paper mode': 3e-2,
+  'dp-adamw': 3e-2,
+  'lora+': 1e-2,
+  'lamb': 1e-2,
+  'lora-rite': 3e-4,
+  'dp-adambc': 1e-4,
+}
+
+
+def products(params):
+  """Z of all modules."""
+  return [
+    pair['lora_a'] @ pair['lora_b']
+    for layer in params['layers']
+    for pair in layer.values()
+  ]
+
+
+def distance(first, second) -> float:
+  """Frobenius norm of the difference over all modules."""
+  return float(
+    optax.tree.norm(
+      [x - y for x, y in zip(products(first), products(second), strict=True)]
+    )
+  )
+
+
+def amplification(name: str, sigma: float, given, seed: int = 0) -> dict:
+  """``{'in': noise in Z, 'out': preconditioned noise in Z}`` of one method."""
+  run = private_runs.Run(name, RATES[name], 1.0, seed, steps=STEPS)
+  (params, state, _), _, release = private_runs.train(run, given, sigma)
+  method, layout = baselines.METHODS[name], lora.Layout()
+  noise = optax.tree.random_like(jax.random.key(7), params, jax.random.normal)
+  noise = optax.tree.scale(release.stddev, noise)
+  zero = optax.tree.zeros_like(noise)
+  small = 1e-3  # So that products of two steps do not matter.
+
+  @jax.jit
+  def after(mean):
+    tx = method.make(small, release, params, layout)
+    return optax.apply_updates(params, tx.update(mean, state, params)[0])
+
+  # What plain SGD makes of the noise: the lift of the tangent vector for PRISM
+  # (a retraction alone), the step of the factors for the others.
+  if name.startswith('prism'):
+    plain = optax.chain(
+      prism_optax.tangent_privatizer(0.0, prng_key=0),
+      optax.scale(-small),
+      prism_optax.retract(),
+    )
+    steps, _ = plain.update(noise, plain.init(params), params)
+    without = optax.apply_updates(params, steps)
+  else:
+    without = jax.tree.map(lambda p, z: p - small * z, params, noise)
+  return {
+    'in': distance(without, params) / small,
+    'out': distance(after(noise), after(zero)) / small,
+  }
+
+
+def plot(found, path):
+  figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.5))
+  for name, values in found.items():
+    style = {'color': utility_plots.colour(name), 'label': name}
+    if style['color'] == '#999999':
+      style['ls'] = {'lamb': '--', 'lora-rite': ':'}.get(name, '-.')
+    left.plot(SIGMAS, [x['out'] for x in values], 'o', ms=3, **style)
+    right.plot(SIGMAS, [x['out'] / x['in'] for x in values], 'o', ms=3, **style)
+  left.set(ylabel='preconditioned noise in Z\nover the learning rate')
+  right.set(ylabel='amplification of the noise')
+  for ax in (left, right):
+    ax.set(xscale='log', yscale='log', xlabel='noise multiplier')
+    ax.grid(alpha=0.3)
+    for line in ax.lines:
+      if line.get_linestyle() == 'None':
+        line.set_linestyle('-')
+  right.legend(frameon=False, fontsize=7)
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--data', type=pathlib.Path, required=True)
+  parser.add_argument('--cache', type=pathlib.Path, default='runs/encoded')
+  args = parser.parse_args()
+  run = private_runs.Run('prism', 0.0, 1.0, 0)
+  given = private_runs.problem(
+    run.task, run.length, run.top_layers, False, args.data, args.cache
+  )
+  found = {}
+  print(f'{"method":>18}' + ''.join(f'{sigma:10}' for sigma in SIGMAS))
+  for name in RATES:
+    found[name] = [amplification(name, sigma, given) for sigma in SIGMAS]
+    ratios = ''.join(f'{x["out"] / x["in"]:10.1f}' for x in found[name])
+    print(f'{name:>18}{ratios}', flush=True)
+  out = ROOT / 'benchmarks' / 'results' / 'amplification.json'
+  record = {
+    'environment': timing.environment(),
+    'noise multipliers': SIGMAS,
+    'methods': found,
+  }
+  out.write_text(json.dumps(record, indent=1) + '\n', 'utf-8')
+  plot(found, out.with_suffix('.png'))
+  print(f'Written to {out} and {out.with_suffix(".png").name}')
+
+
+if __name__ == '__main__':
+  main()
