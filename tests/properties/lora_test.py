@@ -201,7 +201,7 @@ def test_differences_and_their_merge_are_those_of_the_products(
 
 
 @pytest.mark.slow
-@hypothesis.settings(cases.few, max_examples=6)
+@hypothesis.settings(cases.few, max_examples=5)
 @given(
   st.sampled_from(['file', 'stacked']),
   cases.seeds,
