@@ -195,8 +195,10 @@ OPTIONS = (
 )
 # A number of rows, an epsilon.
 TUNED = {
-  'core-3': (CORE, {}, SEEDS),
-  'core-6': (CORE, {'epsilon': 6.0}, SEEDS[:5]),
+  'core-3': (CORE, {}, SEEDS[:5]),
+  'ten-seeds-3': (CORE[:3], {}, SEEDS),
+  'core-6': (CORE, {'epsilon': 6.0}, SEEDS[:3]),
+  'ten-seeds-6': (CORE[:3], {'epsilon': 6.0}, SEEDS),
   'rest-3': (REST, {}, SEEDS[:3]),
   'core-1': (CORE[:4], {'epsilon': 1.0}, SEEDS[:3]),
   'nonprivate': (CORE[:4], {'epsilon': None}, SEEDS[:3]),
@@ -214,8 +216,10 @@ VARIED = {
 # In the order in which they are run.
 PARTS = (
   'core-3',
-  'nuisances',
   'core-6',
+  'ten-seeds-3',
+  'nuisances',
+  'ten-seeds-6',
   'options',
   'nonprivate',
   'rows-10000',

@@ -219,6 +219,8 @@ def varied_table(found: dict[str, dict]) -> list[str]:
 TITLES = {
   'core-3': 'SST-2, epsilon 3',
   'core-6': 'SST-2, epsilon 6',
+  'ten-seeds-3': 'SST-2, epsilon 3, ten seeds',
+  'ten-seeds-6': 'SST-2, epsilon 6, ten seeds',
   'core-1': 'SST-2, epsilon 1',
   'nonprivate': 'SST-2, not private',
   'rest-3': 'SST-2, epsilon 3, other methods',
