@@ -178,26 +178,28 @@ def test_differences_and_their_merge_are_those_of_the_products(
   change = lora.difference(new, old, layout=layout)
   # An adapter of twice the rank, or of the full one.
   before, after, found = (_products(x, layout) for x in (old, new, change))
-  _close(found, {k: after[k] - before[k] for k in found}, 1e-5)
+  expected = {k: after[k] - before[k] for k in found}
+  _close(found, expected, 1e-5)
   for module in lora.Adapters(change, layout).modules:
     rank = lora.Adapters(new, layout).modules
     rank = next(x.rank for x in rank if x.name == module.name)
     assert module.rank == min(2 * rank, module.m, module.n)
   # Weights with their axes in another order, given by the kernel.
-  flat, stack = {}, {}
+  flat, kernels = {}, {}
   for module in lora.Adapters(change, layout).modules:
-    z = after[module.name]
-    flat[module.name] = jnp.zeros(z.shape)  # (*stack, out, in).
-    lead = tuple(range(len(module.stack)))
-    axes = (*lead, len(lead) + 1, len(lead))
-    stack[module.name] = lora.Kernel(module.name, axes)
-  weights = lora.merge(new, flat, kernels=stack, layout=layout)
-  weights = lora.unmerge(old, weights, kernels=stack, layout=layout)
-  merged = lora.merge(change, flat, kernels=stack, layout=layout)
-  for name, z in found.items():
+    lead = len(module.stack)
+    flat[module.name] = jnp.zeros((module.m, *module.stack, module.n))
+    axes = (*range(1, 1 + lead), 1 + lead, 0)
+    kernels[module.name] = lora.Kernel(module.name, axes)
+  weights = lora.merge(new, flat, kernels=kernels, layout=layout)
+  weights = lora.unmerge(old, weights, kernels=kernels, layout=layout)
+  merged = lora.merge(change, flat, kernels=kernels, layout=layout)
+  for name, z in expected.items():
     largest = max(np.abs(x[name]).max() for x in (before, after))
     for got in (weights, merged):
-      np.testing.assert_allclose(got[name], z, atol=1e-5 * largest)
+      # From (out, *stack, in).
+      found = np.moveaxis(got[name], 0, -2)
+      np.testing.assert_allclose(found, z, atol=1e-5 * largest)
 
 
 @pytest.mark.slow

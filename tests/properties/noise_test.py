@@ -111,26 +111,26 @@ def test_correlated_noise_stays_where_the_matrix_stays(seed, condition, size):
   zeros = jax.tree.map(jnp.zeros_like, params)
   first, state, _ = _correlated_update(zeros, state, params)
   dense = PROBLEM.embed(params, first)
-  # In another gauge of the same matrices it is the same noise of Z.
-  turned = PROBLEM.params(_regauged(rng, factors, condition), extra)
-  second, after, projected = _correlated_update(zeros, state, turned)
-  for x, y in zip(
-    dense.modules, PROBLEM.embed(turned, second).modules, strict=True
-  ):
-    np.testing.assert_allclose(x, y, atol=1e-9)
+  # In other gauges of the same matrices it is the same noise of Z.
+  for _ in range(2):
+    turned = PROBLEM.params(_regauged(rng, factors, condition), extra)
+    before = state
+    noise, state, projected = _correlated_update(zeros, state, turned)
+    for x, y in zip(
+      dense.modules, PROBLEM.embed(turned, noise).modules, strict=True
+    ):
+      np.testing.assert_allclose(x, y, atol=1e-9)
   # It is tangent there, and the privatizer sees every distance as it is.
-  assert _norm_of_difference(second, projected) <= 1e-9
+  assert _norm_of_difference(noise, projected) <= 1e-9
   x, y = draw(), draw()
   distance = _norm_of_difference(x, y)
-  seen = [_correlated_update(z, state, turned)[1] for z in (x, y)]
+  seen = [_correlated_update(z, before, turned)[1] for z in (x, y)]
   assert _norm_of_difference(*map(_seen, seen)) == pytest.approx(
     distance, rel=1e-9
   )
-  # Two updates were made: one more, and then nothing for ever.
-  third, after, _ = _correlated_update(x, after, turned)
-  assert cases.norm(third) > 0
-  fourth, *_ = _correlated_update(x, after, turned)
-  assert cases.norm(fourth) == 0
+  # Three updates were made, the horizon: nothing from there on.
+  late, _, _ = _correlated_update(x, state, turned)
+  assert cases.norm(late) == 0
 
 
 @functools.cache
