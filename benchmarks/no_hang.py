@@ -143,7 +143,8 @@ def main() -> int:
       right, said = False, 'HUNG'
     failed += not right
     print(
-      f'{frames:8}{cores or "all":>7}{threads or "unset":>14}{said:>9}  {flags}',
+      f'{frames:8}{cores or "all":>7}{threads or "unset":>14}{said:>9}'
+      f'  {flags}',
       flush=True,
     )
   return 1 if failed else 0
