@@ -83,7 +83,8 @@ def prism(
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
       entries of order one in intrinsic coordinates, whatever the gauge, alpha
-      or scale; 1e-2 with decay is a good start.
+      or scale; 1e-2 to 3e-2 with decay is a good start for hundreds of steps,
+      1e-1 was too much.
     l2_clip_norm: C, of each example's intrinsic gradient, in total over all
       modules and leaves.
     noise_multiplier: The noise's standard deviation per coordinate over C / b
