@@ -125,9 +125,10 @@ def _links_to_the_root(app, docname, content):
 
 
 def _links_from_the_root(app, path, docname, content):
-  """Links in a file at the top level, for the page that includes it."""
+  """Links in a file outside of docs/, for the page that includes it."""
   del app
-  if pathlib.Path(path).parts[:1] != ('..',):
+  folder = pathlib.PurePath(path).parent
+  if folder.parts[:1] != ('..',):
     return
   up = '../' * docname.count('/')
 
@@ -136,7 +137,7 @@ def _links_from_the_root(app, path, docname, content):
     if link.startswith('docs/'):
       target = link.removeprefix('docs/')
     else:
-      target = PAGES.get(link, f'../{link}')
+      target = PAGES.get(link, (folder / link).as_posix())
     return f']({up}{target})'
 
   content[0] = re.sub(
