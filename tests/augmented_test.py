@@ -122,6 +122,7 @@ def test_a_trainer_that_adds_correlated_noise_itself_gives_the_same_steps():
   assert np.abs(moved).max() > 0.05
 
 
+@pytest.mark.slow
 def test_the_state_knows_the_parameters_that_its_update_leads_to():
   """Norms under the transform are intrinsic at the NEW parameters."""
   params = _params()
@@ -140,6 +141,7 @@ def test_the_state_knows_the_parameters_that_its_update_leads_to():
     params = optax.apply_updates(params, updates)
 
 
+@pytest.mark.slow
 def test_zero_starts_are_masked_and_nothing_is_nan():
   params = _params()
   params['m0']['lora_b'] = jnp.zeros_like(params['m0']['lora_b'])

@@ -281,6 +281,7 @@ def test_several_clipped_matrices_accounted_with_the_single_matrix_sigma():
   assert float(optax.tree.norm(moved)) <= 1 / 16 + 1e-6
 
 
+@pytest.mark.slow
 def test_dense_matrix_factorization_beyond_its_horizon_repeats_the_noise():
   """Two releases with the same noise: their difference is the signal, bare."""
   params = _params()

@@ -114,6 +114,7 @@ def _assert_same(got, want):
   np.testing.assert_allclose(got['extra'], want['extra'], atol=3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stack', [None, 4])
 @pytest.mark.parametrize(
   'options',
@@ -141,6 +142,7 @@ def test_the_sensitivities_agree():
   assert clip.sensitivity() == pytest.approx(theirs.sensitivity())
 
 
+@pytest.mark.slow
 def test_their_gaussian_privatizer_is_ours_with_other_draws():
   """The draws themselves, by hand, give the same training to rounding."""
   params = _params()
@@ -175,6 +177,7 @@ def test_their_gaussian_privatizer_is_ours_with_other_draws():
   _assert_same(got, current)
 
 
+@pytest.mark.slow
 def test_poisson_batches_padding_and_their_accountants():
   """CyclicPoissonSampling, padded; the same epsilon by both accountings."""
   size, steps, probability, largest = 40, 4, 0.2, 16

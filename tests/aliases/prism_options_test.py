@@ -47,6 +47,7 @@ def _assert_same(alias, chain):
   )
 
 
+@pytest.mark.slow
 def test_prism_is_its_chain():
   alias = prism_optax.prism(
     0.05, **REQUIRED, prng_key=7, weight_decay=0.1, b1=0.8, debias=True,
@@ -64,6 +65,7 @@ def test_prism_is_its_chain():
   _assert_same(alias, chain)
 
 
+@pytest.mark.slow
 def test_orthogonalize_is_muon_on_the_manifold():
   alias = prism_optax.prism(
     0.05, **REQUIRED, prng_key=7, orthogonalize=True, b1=0.8
@@ -77,6 +79,7 @@ def test_orthogonalize_is_muon_on_the_manifold():
   _assert_same(alias, chain)
 
 
+@pytest.mark.slow
 def test_paper_mode_aligns_its_retraction():
   alias = prism_optax.prism(0.05, **REQUIRED, prng_key=7, basis='factor')
   chain = optax.chain(

@@ -230,6 +230,7 @@ def test_prism_follows_the_oracle_with_padding():
   )
 
 
+@pytest.mark.slow
 def test_the_mean_in_tangent_coordinates_gives_the_same_trajectory():
   """`per_example_gradients=False` is the same chain behind the clip."""
   problem = problems.Problem(SHAPES, seed=4)
@@ -251,6 +252,7 @@ def test_the_mean_in_tangent_coordinates_gives_the_same_trajectory():
       assert oracles.relative_error(b, a) < 1e-11
 
 
+@pytest.mark.slow
 def test_stacked_modules_follow_the_single_ones():
   """A leading axis is a stack of modules: the same Z as trained apart."""
   problem = problems.Problem([(8, 6, 3)] * 2, seed=5)

@@ -40,6 +40,7 @@ def test_a_module_without_clip():
   _go_above(_white_box(harness.setting(), wrong))
 
 
+@pytest.mark.slow
 def test_the_realised_batch_size_as_divisor():
   """The canary pulls against three others: it moves a mean by more."""
   where = harness.setting()
@@ -86,6 +87,7 @@ def test_a_key_that_is_used_twice():
   )
 
 
+@pytest.mark.slow
 def test_a_zero_factor_with_a_completed_frame():
   """The start of every LoRA library. The canary lies in the first r rows."""
   where = harness.setting(left_scale=0.0)
@@ -97,6 +99,7 @@ def test_a_zero_factor_with_a_completed_frame():
   _go_above(_white_box(where, wrong))
 
 
+@pytest.mark.slow
 def test_small_factors_with_damped_whitening():
   where = harness.setting(left_scale=1e-4)
   # Gradients that the small factor whitens: left blocks and head are zero.
@@ -117,6 +120,7 @@ def _vertical(pair, steps):
   return left.T @ steps[0] - steps[1].T @ right
 
 
+@pytest.mark.slow
 def test_moments_of_factors_that_read_a_part_without_noise():
   where = harness.setting(left_scale=3.0)  # Unbalanced: the lifts differ.
   stddev = chains.stddev_of(SIGMA)

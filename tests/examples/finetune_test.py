@@ -113,6 +113,7 @@ def test_nothing_private_and_no_secret_is_left(finished):
   assert not list(finished.output.glob('nonprivate*'))
 
 
+@pytest.mark.slow
 def test_interrupted_run_ends_like_an_uninterrupted_one(
   finished, tiny_files, tiny_model, tmp_path, monkeypatch, capsys
 ):

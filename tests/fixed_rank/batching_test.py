@@ -62,6 +62,7 @@ def assert_trees_close(tree, target, tolerance=1e-12):
     assert oracles.relative_error(a, b) < tolerance, path
 
 
+@pytest.mark.slow
 def test_leading_axes_are_a_stack_of_modules():
   factors, grads = stacked_problem()
   stacked = all_results(factors, grads)

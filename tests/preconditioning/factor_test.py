@@ -110,6 +110,7 @@ def _error(trajectory, arrays, name):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['dp_step_paper', 'dp_step_noadapt'])
 def test_trajectories_of_the_published_optimizer(golden, name):
   """1e-11 with exact whitening; their sampler is damped, hence 1e-7 to them."""
