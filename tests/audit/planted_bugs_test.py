@@ -6,6 +6,7 @@ Each attack is also played on the library's own chain, where it must not.
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from tests.audit import chains, harness
 
