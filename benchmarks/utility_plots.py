@@ -95,7 +95,12 @@ def changes(found: dict[str, dict], path: pathlib.Path) -> None:
   ax.set_yticks(range(len(names)), names)
   ax.invert_yaxis()
   ax.axvline(0, color='k', lw=0.8)
-  ax.set(xlabel='change of accuracy, points')
+  ax.set(xlabel='change of accuracy, points (linear up to 2)')
+  ax.set_xscale('symlog', linthresh=2)
+  ax.set_xticks(
+    [-20, -10, -5, -2, -1, 0, 1, 2], [-20, -10, -5, -2, -1, 0, 1, 2]
+  )
+  ax.minorticks_off()
   ax.grid(axis='x', alpha=0.3)
   ax.legend(frameon=False, fontsize=8)
   figure.tight_layout()
