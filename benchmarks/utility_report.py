@@ -314,6 +314,7 @@ def main():
       f'## {title}\n',
       'Points of accuracy gained or lost at epsilon 3, at the learning rate'
       ' that is best without the change (no new tuning).\n',
+      f'{len(utility.missing_runs(results, part))} runs of this part lack.\n',
       *varied_table(changes), '', f'![{title}](utility_{part}.png)', '',
     ]  # fmt: skip
   if absent:
