@@ -86,6 +86,19 @@ def _on_factors(make_optimizer: Callable, **fields) -> Method:
   return Method(make, **fields)
 
 
+def adamw_decayed(rate, release, b1=0.9):
+  """AdamW with what helped PRISM here: much decay, and a warm-up.
+
+  The factors are decayed, not their product: in the gauge of a fresh start the
+  two are alike.
+  """
+  del release
+  return optax.chain(
+    optax.adamw(rate, b1=b1, weight_decay=1.0),
+    optax.scale_by_schedule(lambda count: 1 - b1 ** (count + 1)),
+  )
+
+
 def _scale_where(name: str, factor: float) -> optax.GradientTransformation:
   """Scales the leaves of one name."""
 
@@ -291,6 +304,7 @@ def _prism_correlated() -> Method:
       prism_optax.scale_by_rank_preconditioner(
         noise_stddev=per_step, layout=layout
       ),
+      prism_optax.add_decayed_factors(0.1, layout=layout),
       optax.scale_by_learning_rate(rate),
       prism_optax.retract(layout=layout),
     )
@@ -337,10 +351,12 @@ def _dp_muon() -> Method:
 
 METHODS = {
   'prism': _prism(),
+  'prism, decayed': _prism(weight_decay=1.0),
   'prism, paper mode': _prism(basis='factor'),
   'prism, muon': _prism(orthogonalize=True),
   'prism, correlated noise': _prism_correlated(),
   'dp-adamw': _on_factors(lambda rate, _: optax.adamw(rate)),
+  'dp-adamw, decayed': _on_factors(adamw_decayed),
   'lora+': _on_factors(lora_plus),
   'ffa': _on_factors(ffa, coordinates=_without_a),
   'lamb': _on_factors(lambda rate, _: optax.lamb(rate)),

@@ -30,10 +30,12 @@ from benchmarks.private_runs import Run, execute  # noqa: E402
 # one on that side is tried too, until it is not.
 RATES = {
   'prism': (1e-2, 3e-2, 1e-1),
+  'prism, decayed': (3e-2, 1e-1, 3e-1),
   'prism, paper mode': (1e-2, 3e-2, 1e-1),
-  'prism, muon': (3e-3, 1e-2, 3e-2),
-  'prism, correlated noise': (3e-3, 1e-2, 3e-2),
+  'prism, muon': (1e-2, 3e-2, 1e-1),
+  'prism, correlated noise': (1e-2, 3e-2, 1e-1),
   'dp-adamw': (1e-2, 3e-2, 1e-1),
+  'dp-adamw, decayed': (1e-2, 3e-2, 1e-1),
   'lora+': (3e-3, 1e-2, 3e-2),
   'ffa': (1e-2, 3e-2, 1e-1),
   'linear probe': (1e-2, 3e-2, 1e-1),
@@ -47,6 +49,8 @@ CORE = (
   'prism',
   'dp-adamw',
   'lora+',
+  'prism, decayed',
+  'dp-adamw, decayed',
   'prism, paper mode',
   'ffa',
   'linear probe',
@@ -181,6 +185,9 @@ OPTIONS = (
   *(
     {'options': ((name, value),)}
     for name, value in (
+      ('weight_decay', 0.0),
+      ('weight_decay', 0.3),
+      ('bias_correction', True),
       ('floor_factor', 0.1),
       ('floor_factor', 4.0),
       ('debias', True),
@@ -195,40 +202,40 @@ OPTIONS = (
 # A number of rows, an epsilon.
 TUNED = {
   'core-3': (CORE, {}, SEEDS[:5]),
-  'ten-seeds-3': (CORE[:3], {}, SEEDS),
+  'ten-seeds-3': (CORE[:5], {}, SEEDS),
   'core-6': (CORE, {'epsilon': 6.0}, SEEDS[:3]),
-  'ten-seeds-6': (CORE[:3], {'epsilon': 6.0}, SEEDS),
+  'ten-seeds-6': (CORE[:5], {'epsilon': 6.0}, SEEDS),
   'rest-3': (REST, {}, SEEDS[:3]),
-  'core-1': (CORE[:4], {'epsilon': 1.0}, SEEDS[:3]),
-  'nonprivate': (CORE[:4], {'epsilon': None}, SEEDS[:3]),
-  'trained-head': (CORE[:4], {'head': 'trained'}, SEEDS[:3]),
-  'rows-10000': (CORE[:4], {'rows': 10_000}, SEEDS[:3]),
-  'rows-2000': (CORE[:4], {'rows': 2_000}, SEEDS[:3]),
-  'clinc150': (CORE[:4], {'task': 'clinc150', 'length': 16}, SEEDS[:3]),
-  'banking77': (CORE[:4], {'task': 'banking77'}, SEEDS[:3]),
+  'core-1': (CORE[:5], {'epsilon': 1.0}, SEEDS[:3]),
+  'nonprivate': (CORE[:5], {'epsilon': None}, SEEDS[:3]),
+  'trained-head': (CORE[:5], {'head': 'trained'}, SEEDS[:3]),
+  'rows-10000': (CORE[:5], {'rows': 10_000}, SEEDS[:3]),
+  'rows-2000': (CORE[:5], {'rows': 2_000}, SEEDS[:3]),
+  'clinc150': (CORE[:5], {'task': 'clinc150', 'length': 16}, SEEDS[:3]),
+  'banking77': (CORE[:5], {'task': 'banking77'}, SEEDS[:3]),
   'maths': (CORE[:2], {'task': 'maths', 'length': 64}, SEEDS[:3]),
 }
 VARIED = {
-  'nuisances': (('prism', 'dp-adamw', 'lora+'), NUISANCES, SEEDS[:1]),
+  'nuisances': (CORE[:5], NUISANCES, SEEDS[:1]),
   'options': (('prism',), OPTIONS, SEEDS[:1]),
 }
 # In the order in which they are run.
 PARTS = (
   'core-3',
   'core-6',
-  'ten-seeds-3',
   'nuisances',
+  'ten-seeds-3',
   'ten-seeds-6',
   'options',
-  'nonprivate',
-  'rows-10000',
-  'trained-head',
   'core-1',
-  'rest-3',
   'rows-2000',
+  'nonprivate',
   'clinc150',
   'banking77',
+  'rows-10000',
+  'rest-3',
   'maths',
+  'trained-head',
 )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from prism_optax import _per_example, _validate, lora
@@ -101,6 +102,8 @@ def intrinsic_clip(
   bfloat16 gradients                   norm, clip and sum in float32
   norm below ``C (1 - 1e-6)``          the example stays as it is; longer ones
                                        are cut to this: room for rounding
+  gradients of no function of Z        cut up to 1 % shorter where the columns
+  (one factor's stopped)               of the factors are orthogonal
   ===================================  ========================================
 
   Args:
@@ -155,19 +158,47 @@ def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
     return optax.EmptyState()
 
   def read(adapters, updates, params):
+    del adapters
     _per_example.check_whole('intrinsic_clip', params)
     _per_example.check_batched('intrinsic_clip', updates, params)
-    return adapters.gradients(updates, 1, 'per-example gradients')
+    return updates
 
-  def update(gradients, state, point, *, is_padding_example=None, **extra_args):
+  def update(grads, state, point, *, is_padding_example=None, **extra_args):
     del extra_args
-    # (B, k, ., r) and (B, *shape): axis 0 is the batch throughout.
-    blocks = lora.to_coordinates(point.frames, gradients)
-    squared = _per_example.squared_norms(jax.tree.leaves(blocks), l2_clip_norm)
-    weights, counts = _per_example.clip_weights(squared, is_padding_example)
-    weights = weights / normalize_by
-    summed = jax.tree.map(
-      lambda x: _per_example.weighted_sum(x, weights, counts), blocks
+    adapters, frames = point.adapters, point.frames
+    what = 'per-example gradients'
+
+    def weighted_sums(squared, arrays):
+      weights, counts = _per_example.clip_weights(squared, is_padding_example)
+      weights = weights / normalize_by
+      return jax.tree.map(
+        lambda x: _per_example.weighted_sum(x, weights, counts), arrays
+      )
+
+    def in_place():
+      groups, others = adapters.in_place(grads, 1, what)
+      squared = lora.squared_gradient_norms(frames, groups, unit=l2_clip_norm)
+      if others:
+        squared += _per_example.squared_norms(others, l2_clip_norm)
+      wide = jax.tree.map(
+        lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), grads
+      )
+      summed = weighted_sums(squared, wide)
+      return lora.to_coordinates(frames, adapters.gradients(summed))
+
+    def in_coordinates():
+      # (B, k, ., r) and (B, *shape): axis 0 is the batch throughout.
+      blocks = lora.to_coordinates(frames, adapters.gradients(grads, 1, what))
+      squared = _per_example.squared_norms(
+        jax.tree.leaves(blocks), l2_clip_norm
+      )
+      return weighted_sums(squared, blocks)
+
+    # Behind a retraction, and from canonical factors on, each example is read
+    # twice where it lies and nothing is made of it. In any other gauge sums of
+    # gradients would mix columns of different sizes before they are whitened.
+    summed = jax.lax.cond(
+      lora.columns_are_orthogonal(frames), in_place, in_coordinates
     )
     return summed, state
 

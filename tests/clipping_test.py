@@ -15,9 +15,13 @@ SHAPES = [(9, 7, 3), (9, 7, 3), (6, 11, 2)]
 pytestmark = pytest.mark.usefixtures('x64')
 
 
-def _problem(seed=0, batch=5, condition=1.0, dtype=jnp.float64):
+def _problem(
+  seed=0, batch=5, condition=1.0, dtype=jnp.float64, canonical=False
+):
   rng = np.random.default_rng(seed)
   factors, dense = test_utils.random_problem(rng, SHAPES, batch, condition)
+  if canonical:
+    factors = [oracles.balance(pair) for pair in factors]
   extra = rng.normal(size=(batch, 4))
   params = test_utils.tree_of(factors, np.ones(4), dtype)
   return factors, dense, extra, params
@@ -43,8 +47,11 @@ def _embedded(tree, params):
 
 @pytest.mark.parametrize('condition', [1.0, 1e3, 1e6])
 @pytest.mark.parametrize('norm', [0.5, 15.0, 1e6])
-def test_clipped_sum_equals_the_dense_oracle(norm, condition):
-  factors, dense, extra, params = _problem(condition=condition)
+@pytest.mark.parametrize('canonical', [False, True])
+def test_clipped_sum_equals_the_dense_oracle(norm, condition, canonical):
+  factors, dense, extra, params = _problem(
+    condition=condition, canonical=canonical
+  )
   # Rounding of factors of that condition, relative to gradients of order 10.
   tolerance = 1e-13 * condition
   padding = np.array([False, False, True, False, False])
@@ -92,8 +99,11 @@ def test_scale_means_the_same_whatever_alpha_is():
   )
 
 
-def test_bfloat16_gradients_are_clipped_in_float32():
-  factors, dense, extra, params = _problem(batch=64, dtype=jnp.float32)
+@pytest.mark.parametrize('canonical', [False, True])
+def test_bfloat16_gradients_are_clipped_in_float32(canonical):
+  factors, dense, extra, params = _problem(
+    batch=64, dtype=jnp.float32, canonical=canonical
+  )
   exact = test_utils.factor_gradients(factors, dense, extra, jnp.bfloat16)
   clipped = _clip(params, exact, 1.0)
   wide = _clip(params, jax.tree.map(lambda x: x.astype(jnp.float32), exact), 1)
@@ -101,9 +111,10 @@ def test_bfloat16_gradients_are_clipped_in_float32():
   assert clipped['m0']['lora_a'].dtype == jnp.float32
 
 
+@pytest.mark.parametrize('canonical', [False, True])
 @pytest.mark.parametrize('batch', [0, 4])
-def test_batch_without_examples_gives_zeros(batch):
-  factors, dense, extra, params = _problem(batch=4)
+def test_batch_without_examples_gives_zeros(batch, canonical):
+  factors, dense, extra, params = _problem(batch=4, canonical=canonical)
   grads = test_utils.factor_gradients(factors, dense, extra)
   grads = jax.tree.map(lambda x: x[:batch] * jnp.nan, grads)
   got = _clip(params, grads, 1.0, is_padding_example=jnp.ones(batch, bool))

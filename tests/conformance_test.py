@@ -33,12 +33,12 @@ def _params(seed=0):
 
 
 def _grads(params, batch, scale=1.0, seed=1):
+  """Gradients of examples, as functions of the products have them."""
   rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda x: jnp.asarray(
-      scale * rng.normal(size=(batch, *x.shape)), jnp.float32
-    ),
-    params,
+  dense = [scale * rng.normal(size=(batch, m, n)) for m, n, _ in SHAPES]
+  extra = scale * rng.normal(size=(batch, 4))
+  return test_utils.factor_gradients(
+    test_utils.factors_of(params), dense, extra, jnp.float32
   )
 
 

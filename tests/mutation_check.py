@@ -229,6 +229,34 @@ MUTANTS = (
     (CLIP,),
   ),
   Mutant(
+    'other leaves outside of the norm that is taken in place',
+    'clipping.py',
+    'if others:',
+    'if not others:',
+    (CLIP,),
+  ),
+  Mutant(
+    'columns that are nearly orthogonal taken for orthogonal',
+    'lora/_gradient_norms.py',
+    ' * jnp.square(scales.slack)',
+    '',
+    ('lora/gradient_norms_test.py covers',),
+  ),
+  Mutant(
+    'what the projection removes may be as large as it likes',
+    'lora/_gradient_norms.py',
+    'squares + 0.01 * jnp',
+    'squares + 0.0 * jnp',
+    ('lora/gradient_norms_test.py too_small', 'sensitivity_test.py'),
+  ),
+  Mutant(
+    'norm in place without the part inside of the columns',
+    'lora/_gradient_norms.py',
+    'jnp.maximum(left - inside, 0) + right',
+    'jnp.maximum(left - 2 * inside, 0) + right',
+    ('lora/gradient_norms_test.py exact',),
+  ),
+  Mutant(
     'examples that are not finite count',
     '_per_example.py',
     'counts = jnp.isfinite(squared_norms)',
@@ -238,8 +266,8 @@ MUTANTS = (
   Mutant(
     'zero times infinity',
     '_per_example.py',
-    'x = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)',
-    'x = x + 0',
+    'jnp.where(counts.reshape(shape), weighted, 0)',
+    'weighted',
     (CLIP, 'sensitivity_test.py'),
   ),
   Mutant(

@@ -23,8 +23,12 @@ class Options:
   eps: float = 1e-8
   floor_factor: float = 1.0  # 0 means no floor.
   debias: bool = False
+  bias_correction: bool = False
   max_condition_number: float = 1e4
   max_update_norm: float | None = None
+
+  def first_correction(self, count):
+    return 1 - self.b1**count if self.bias_correction else 1.0
 
 
 def _basis(projector):
@@ -96,7 +100,7 @@ class _ModuleMoments:
 
   def direction(self, count, options):
     pl, pr = self.point.left_projector, self.point.right_projector
-    first = self.first / (1 - options.b1**count)
+    first = self.first / options.first_correction(count)
     c2 = 1 - options.b2**count
     on_right = _inverse_root(self.second_l / c2, self.noise_l / c2, pr, options)
     on_left = _inverse_root(self.second_r / c2, self.noise_r / c2, pl, options)
@@ -135,7 +139,7 @@ class PrismOracle:
       state.update(point.project(t), variance, options)
       out.append(state.direction(self.count, options))
     self._noise = options.b2 * self._noise + (1 - options.b2) * variance
-    c1, c2 = 1 - options.b1**self.count, 1 - options.b2**self.count
+    c1, c2 = options.first_correction(self.count), 1 - options.b2**self.count
     for k, grad in enumerate(extras):
       b1, b2 = options.b1, options.b2
       self._first[k] = b1 * self._first[k] + (1 - b1) * grad

@@ -12,6 +12,7 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import prism_optax
+from prism_optax import lora
 from tests import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
@@ -19,7 +20,7 @@ BATCH = 6
 CLIP, DIVISOR = 0.7, 5.0
 KINDS = (
   'normal', 'huge', 'overflow', 'tiny', 'zero', 'nan', 'inf', 'one_inf',
-  'aligned', 'only_extra', 'only_one_module', 'mixed_scales',
+  'aligned', 'only_extra', 'only_one_module', 'mixed_scales', 'inside',
 )  # fmt: skip
 
 
@@ -48,6 +49,11 @@ def _record(rng, kind, params, aligned):
   elif kind == 'only_one_module':
     tree = {k: jax.tree.map(np.zeros_like, v) for k, v in tree.items()}
     tree['m1'] = {k: np.full(v.shape, 1e4) for k, v in params['m1'].items()}
+  elif kind == 'inside':  # What the projection removes, and nothing else.
+    tree = jax.tree.map(lambda x: 1e6 * np.asarray(x), params)
+    for name in ('m0', 'm1', 'stack'):
+      tree[name]['lora_a'] = np.zeros_like(tree[name]['lora_a'])
+    tree['extra'] = np.zeros_like(tree['extra'])
   elif kind == 'mixed_scales':
     tree['m0'] = jax.tree.map(lambda x: x * 1e12, tree['m0'])
     tree['extra'] = tree['extra'] * 1e-12
@@ -55,9 +61,9 @@ def _record(rng, kind, params, aligned):
 
 
 def _parameters(rng, kind):
-  condition = {'well': 1.0, 'ill': 1e4, 'zero_start': 1.0, 'lost': 1.0}[kind]
+  condition = 1e4 if kind.startswith('ill') else 1.0
   factors = [oracles.random_factors(rng, *s, condition) for s in SHAPES]
-  if kind == 'zero_start':
+  if kind.startswith('zero_start'):
     factors = [(np.zeros_like(left), right) for left, right in factors]
   if kind == 'lost':  # Nearly singular in every gauge.
     factors = [
@@ -71,7 +77,8 @@ def _parameters(rng, kind):
     'lora_a': jnp.asarray(rng.normal(size=(3, 8, 2)), jnp.float32),
     'lora_b': jnp.asarray(rng.normal(size=(3, 2, 5)), jnp.float32),
   }
-  return tree
+  # Orthogonal columns, as behind a retraction: norms are taken in place.
+  return lora.canonicalize(tree) if kind.endswith('canonical') else tree
 
 
 def _distance(x, y):
@@ -83,7 +90,13 @@ def _distance(x, y):
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize('start', ['well', 'ill', 'zero_start', 'lost'])
+@pytest.mark.parametrize(
+  'start',
+  [
+    'well', 'well, canonical', 'ill', 'ill, canonical', 'zero_start',
+    'zero_start, canonical', 'lost',
+  ],
+)  # fmt: skip
 def test_intrinsic_clip_moves_by_at_most_its_sensitivity(start, dtype):
   rng = np.random.default_rng(0)
   params = _parameters(rng, start)

@@ -15,7 +15,12 @@ import numpy as np
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.lora import _pairs
-from prism_optax.lora._layout import from_matrices, to_matrices, widened
+from prism_optax.lora._layout import (
+  Unit,
+  from_matrices,
+  to_matrices,
+  widened,
+)
 
 
 class Blocks(NamedTuple):
@@ -30,6 +35,26 @@ class Blocks(NamedTuple):
 
   pairs: tuple[Any, ...]
   others: tuple[jax.Array, ...]
+
+
+class ModuleArrays(NamedTuple):
+  """The leaves of one module, as they lie.
+
+  Attributes:
+    place: Its slice of the stack of its group.
+    scale: Of its layout.
+    left: (*lead, s, *features and rank), s matrices.
+    right: Likewise.
+    left_unit: Shape of one matrix in ``left``, and its rank axis.
+    right_unit: Likewise.
+  """
+
+  place: slice
+  scale: float
+  left: jax.Array
+  right: jax.Array
+  left_unit: Unit
+  right_unit: Unit
 
 
 class Adapters:
@@ -165,6 +190,37 @@ class Adapters:
       Pairs of ``Tangent``, float32 at least.
     """
     return self._split(self._leaves(tree, 0, what), Tangent, 0.0)
+
+  def in_place(
+    self, tree: Any, lead: int = 0, what: str = 'grads'
+  ) -> tuple[list[list[ModuleArrays]], list[jax.Array]]:
+    """The pairs module by module, each as it lies in its leaves.
+
+    To read large arrays once: stacking would copy them. Not scaled.
+
+    Args:
+      tree: Like ``params``, with leading batch axes.
+      lead: Their number, 0 or 1.
+      what: Name in error messages.
+
+    Returns:
+      For each group its modules, and the other leaves.
+    """
+    leaves = self._leaves(tree, lead, what)
+
+    groups = []
+    for (a, b, dtype), group in self._groups:
+      modules, start = [], 0
+      for x in group:
+        end = start + int(np.prod(x.stack))
+        left = x.b_axes.to_stack(jnp.asarray(leaves[x.b], dtype))
+        right = x.a_axes.to_stack(jnp.asarray(leaves[x.a], dtype))
+        place = slice(start, end)
+        modules.append(ModuleArrays(place, x.scale, left, right, b, a))
+        start = end
+      groups.append(modules)
+    others = [jnp.asarray(leaves[i], self._dtypes[i]) for i in self._others]
+    return groups, others
 
   # Blocks -> trees.
 

@@ -159,7 +159,7 @@ def direction(
   Args:
     moments: After :func:`accumulate`.
     frame: The current frame.
-    mu_correction: ``1 - b1^t``.
+    mu_correction: ``1 - b1^t``, or 1.
     nu_correction: ``1 - b2^t``.
     eps: Added to the roots of the eigenvalues, as in Adam.
     floor_factor: The floor in units of the mean noise eigenvalue over the

@@ -65,6 +65,7 @@ def scale_by_rank_preconditioner(
   floor_mode: str = 'geometry',
   floor_factor: Any = 1.0,
   debias: bool = False,
+  bias_correction: bool | None = None,
   max_condition_number: Any = 1e4,
   basis: str = 'orthonormal',
   transport: bool = True,
@@ -88,7 +89,7 @@ def scale_by_rank_preconditioner(
     mu  <- b1 mu + (1 - b1) X
     V_L <- b2 V_L + (1 - b2) (X_L^T X_L + D^T D) / m     acts on X_L
     V_R <- b2 V_R + (1 - b2) X_R^T X_R / n               acts on X_R
-    P    = (V with eigenvalues >= floor_factor * s^2)^(-1/2)
+    P    = (V / (1 - b2^t), its eigenvalues >= floor_factor * s^2)^(-1/2)
 
   and the direction is ``mu_L P_L`` and ``mu_R P_R``, for the core (it belongs
   to both sides) the mean of the two. That the core counts on both sides, the
@@ -122,6 +123,11 @@ def scale_by_rank_preconditioner(
     floor_factor: The floor in units of the mean noise eigenvalue. Below 1 noise
       is amplified; 1 to 4 made no difference in our experiments.
     debias: Subtract the known noise covariance from the second moments.
+    bias_correction: Divide the first moment by ``1 - b1^t``, as Adam does. That
+      gives the first gradients, noise for the most part, the weight of several
+      later ones; without it the steps grow over the first ``1 / (1 - b1)``,
+      and three times the best learning rate does no harm. None for the
+      published choice in the basis ``'factor'``, True, and False otherwise.
     max_condition_number: Eigenvalues are raised to the largest over this.
     basis: ``'orthonormal'``, or ``'factor'`` for the published optimizer:
       moments of the horizontal lift, eps added to the eigenvalues, no
@@ -146,7 +152,8 @@ def scale_by_rank_preconditioner(
     >>> import jax.numpy as jnp
     >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = prism_optax.scale_by_rank_preconditioner(noise_stddev=0.0)
+    >>> tx = prism_optax.scale_by_rank_preconditioner(
+    ...   noise_stddev=0.0, bias_correction=True)
     >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
@@ -161,6 +168,7 @@ def scale_by_rank_preconditioner(
     floor_mode=floor_mode,
     floor_factor=floor_factor,
     debias=debias,
+    bias_correction=bias_correction,
     max_condition_number=max_condition_number,
     basis=basis,
     transport=transport,
@@ -178,6 +186,7 @@ def rank_preconditioner_part(
   floor_mode: str,
   floor_factor: Any,
   debias: bool,
+  bias_correction: bool | None,
   max_condition_number: Any,
   basis: str,
   transport: bool,
@@ -196,6 +205,8 @@ def rank_preconditioner_part(
     _validate.positive('max_update_norm', max_update_norm)
   if floor_mode == 'none':
     floor_factor = 0.0
+  if bias_correction is None:
+    bias_correction = basis == 'factor'
 
   def init(adapters, params):
     blocks = adapters.coordinates(params)
@@ -216,8 +227,9 @@ def rank_preconditioner_part(
     count = optax.safe_increment(state.count)
 
     def common(dtype):
+      corrected = _one_minus_power(b1, count) if bias_correction else 1.0
       return {
-        'mu_correction': _one_minus_power(b1, count).astype(dtype),
+        'mu_correction': jnp.asarray(corrected, dtype),
         'nu_correction': _one_minus_power(b2, count).astype(dtype),
         'eps': eps,
         'floor_factor': floor_factor,

@@ -66,7 +66,7 @@ def assert_same_trajectory(
   *,
   steps=20,
   learning_rate=0.05,
-  weight_decay=0.0,
+  weight_decay=0.1,
   layout=None,
   padding=None,
   **options,
@@ -126,6 +126,7 @@ def test_prism_follows_the_oracle_with_every_option():
     'eps': 1e-3,
     'floor_factor': 0.5,
     'debias': True,
+    'bias_correction': True,
     'max_condition_number': 3.0,
     'max_update_norm': 4.0,
   }

@@ -37,17 +37,88 @@ def _clip(name, kind):
   return clip, bound
 
 
+@functools.cache
+def _canonicalize(name):
+  return jax.jit(
+    functools.partial(lora.canonicalize, layout=cases.layout_of(name))
+  )
+
+
+def _canonical(name, params):
+  return _canonicalize(name)(params)
+
+
+@functools.cache
+def _norms(name):
+  """Squares in place, and of the coordinates of each example."""
+  layout = cases.layout_of(name)
+
+  @jax.jit
+  def both(params, grads):
+    adapters = lora.Adapters(params, layout)
+    frames = adapters.frames(params)
+    groups, _ = adapters.in_place(grads, 1)
+    pairs = lora.to_coordinates(frames, adapters.gradients(grads, 1)).pairs
+    want = sum(
+      jnp.sum(jnp.square(x), axis=(1, 2, 3)) for x in jax.tree.leaves(pairs)
+    )
+    return (
+      lora.squared_gradient_norms(frames, groups),
+      want,
+      lora.columns_are_orthogonal(frames),
+    )
+
+  return both
+
+
+@functools.cache
+def _whitened(name):
+  """Squares of the scaled columns, nothing projected away."""
+  layout = cases.layout_of(name)
+
+  @jax.jit
+  def squares(params, grads):
+    adapters = lora.Adapters(params, layout)
+    frames = adapters.frames(params)
+    pairs = adapters.gradients(grads, 1).pairs
+    return sum(
+      jnp.sum(jnp.square(x @ inverse), axis=(1, 2, 3))
+      for frame, pair in zip(frames, pairs, strict=True)
+      for x, inverse in (
+        (pair.left, frame.right_inverse),
+        (pair.right, frame.left_inverse),
+      )
+    )
+
+  return squares
+
+
+@cases.settings
+@given(cases.trees, cases.seeds, cases.st.sampled_from([1e-8, 1.0, 1e8]))
+def test_norms_in_place_are_never_too_small(name, seed, scale):
+  params = _canonical(name, cases.draw_tree(name, seed))
+  grads = cases.draw_tree(name, seed + 1, lead=(5,), scale=scale)
+  got, want, orthogonal = _norms(name)(params, grads)
+  assert orthogonal
+  # Nor much too large, although these are gradients of no function of Z.
+  assert (np.asarray(got) >= np.asarray(want) * (1 - 1e-5)).all()
+  everything = _whitened(name)(params, grads)
+  assert (np.asarray(got) <= want + 0.01001 * np.asarray(everything)).all()
+
+
 @cases.settings
 @given(
   cases.batches, cases.seeds, cases.scales, cases.oddities,
-  cases.st.sampled_from(['intrinsic', 'per matrix']),
+  cases.st.sampled_from(['intrinsic', 'per matrix']), cases.st.booleans(),
 )  # fmt: skip
 def test_clips_are_bounded_total_and_blind_to_order(
-  batch, seed, scale, oddity, kind
+  batch, seed, scale, oddity, kind, canonical
 ):
   name, size, dtype = batch
   clip, bound = _clip(name, kind)
   params = cases.draw_tree(name, seed)
+  if canonical:  # Norms are taken in place.
+    params = _canonical(name, params)
   grads = cases.spoiled(
     cases.draw_tree(name, seed + 1, lead=(size,), scale=scale, dtype=dtype),
     oddity, seed,
