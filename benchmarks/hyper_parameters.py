@@ -5,11 +5,12 @@
 The digits of ``correlated_utility.py``: public training on turned pictures,
 private LoRA on the upright ones, Poisson batches, epsilon 2 at delta 1e-4.
 Around one setting (rank 4, expected batch 100, 96 steps, zero start, cosine
-decay) each option is changed by itself, with the noise calibrated anew, and
-DP-AdamW on the factors is run beside it. Each row has all learning rates; the
-best is chosen on a third of the held-out pictures, reported on the rest. Rows
-are added to ``benchmarks/results`` as they are finished, and those that are
-there are not run again. Some ten minutes on one CPU core.
+decay of the rate, no weight decay, Adam's bias correction) each option is
+changed by itself, with the noise calibrated anew, and DP-AdamW on the factors
+is run beside it. Each row has all learning rates; the best is chosen on a third
+of the held-out pictures, reported on the rest. Rows are added to
+``benchmarks/results`` as they are finished, and those that are there are not
+run again. Some ten minutes on one CPU core.
 """
 
 import argparse
@@ -36,9 +37,11 @@ EPSILON, DELTA, SIZE = 2.0, 1e-4, 1200
 RATES = (1e-2, 1.8e-2, 3e-2, 5.6e-2, 0.1, 0.18, 0.3, 0.56)
 # What the program is compiled for, and what it is told.
 STATIC = {'method': 'prism', 'rank': 4, 'batch': 100, 'steps': 96,
-          'start': 'one_sided', 'debias': False}  # fmt: skip
+          'start': 'one_sided', 'debias': False,
+          'bias_correction': True}  # fmt: skip
 TRACED = {'clip': 1.0, 'b1': 0.9, 'b2': 0.999, 'floor_factor': 1.0,
-          'max_condition_number': 1e4, 'decay': 1.0}  # fmt: skip
+          'max_condition_number': 1e4, 'decay': 1.0,
+          'weight_decay': 0.0}  # fmt: skip
 CHANGES = {
   'as it is': ({},),
   'method': (
@@ -67,6 +70,15 @@ CHANGES = {
     {'b1': 0.5, 'method': 'dp-adamw', 'start': 'balanced'},
   ),
   'b2': ({'b2': 0.9}, {'b2': 0.99}),
+  'weight decay': (
+    {'weight_decay': 0.1},
+    {'bias_correction': False},
+    {'bias_correction': False, 'weight_decay': 0.1},
+    {'bias_correction': False, 'weight_decay': 0.3},
+    {'bias_correction': False, 'weight_decay': 1.0},
+    {'bias_correction': False, 'weight_decay': 0.1, 'steps': 384},
+    {'bias_correction': False, 'weight_decay': 0.3, 'steps': 384},
+  ),
 }
 
 
@@ -117,7 +129,7 @@ def adam_on_factors(rate, clip, sigma, batch, key, b1, b2):
 
 
 @functools.cache
-def program(method, rank, batch, steps, start, debias):
+def program(method, rank, batch, steps, start, debias, bias_correction):
   """``run(key, rate, sigma, traced) -> which pictures are right``, compiled."""
   public, (x, y), evaluation = digits.pictures()
   x, y = jnp.asarray(x), jnp.asarray(y)
@@ -143,8 +155,10 @@ def program(method, rank, batch, steps, start, debias):
       tx = prism_optax.prism(
         schedule, l2_clip_norm=traced['clip'], noise_multiplier=sigma,
         expected_batch_size=batch, prng_key=keys[0], debias=debias,
+        bias_correction=bias_correction,
         **{k: traced[k] for k in
-           ('b1', 'b2', 'floor_factor', 'max_condition_number')},
+           ('b1', 'b2', 'floor_factor', 'max_condition_number',
+            'weight_decay')},
       )  # fmt: skip
 
     def step(carry, t):

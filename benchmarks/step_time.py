@@ -5,7 +5,9 @@
 The MiniLM encoder (weights of all-MiniLM-L6-v2 where its package is installed,
 otherwise random ones in the same shapes) with adapters on all dense layers and
 a linear head, on random tokens. The same clip, micro-batches and data for all
-methods, run in turn; ratios within a round. Non-private AdamW takes one plain
+methods, run in turn; ratios within a round. ``prism`` has its clip from
+jax-privacy, which takes any number of micro-batches, and once its own, for a
+batch whose gradients are held at once. Non-private AdamW takes one plain
 backward pass of the batch. Results go to
 ``benchmarks/results/step_time_<platform>.json``.
 """
@@ -28,6 +30,7 @@ for folder in (str(ROOT), str(ROOT / 'examples')):
 from finetuning import methods, sampling, training  # noqa: E402
 from finetuning.models import classifier, minilm, weights  # noqa: E402
 
+import prism_optax  # noqa: E402
 from benchmarks import timing  # noqa: E402
 
 MINILM = minilm.Config(
@@ -77,6 +80,30 @@ def private_step(name, graph, params, frozen, batch, size, microbatch):
   )
 
 
+def chained_step(graph, params, frozen, batch, size):
+  """PRISM with the clip in its chain, which reads the gradients in place."""
+  tx = prism_optax.prism(
+    1e-3,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=size,
+    prng_key=jax.random.key(0),
+  )
+  loss = training.make_loss(graph)
+
+  def one(params, frozen, example):
+    return loss(params, frozen, jax.tree.map(lambda x: x[None], example))[0]
+
+  def step(carried, fixed):
+    params, state = carried
+    grads = jax.vmap(jax.grad(one), (None, None, 0))(params, *fixed)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = prism_optax.lora.canonicalize(params)
+  return timing.Step(step, (params, tx.init(params)), (frozen, batch))
+
+
 def plain_step(graph, params, frozen, batch):
   adamw = optax.adamw(1e-3)
   loss = training.make_loss(graph)
@@ -111,6 +138,9 @@ def main():
       steps[name] = private_step(
         name, graph, params, frozen, batch, args.batch, args.microbatch
       )
+    steps['prism, clip in the chain'] = chained_step(
+      graph, params, frozen, batch, args.batch
+    )
     times = timing.in_turn(steps, args.runs, progress=True)
     print(f'\nrank {rank}, batch {args.batch}, length {args.length}')
     rows = {}
@@ -125,7 +155,7 @@ def main():
       }
       row = rows[name]
       print(
-        f'{name:>20}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
+        f'{name:>25}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
         f' {row["q3"]:.1f})  to dp-adamw {row["to dp-adamw"]:.3f}  to adamw'
         f' {row["to adamw"]:.3f}  temporary'
         f' {row["temporary megabytes"]:.0f} MB'

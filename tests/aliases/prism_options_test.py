@@ -73,6 +73,7 @@ def test_orthogonalize_is_muon_on_the_manifold():
   chain = optax.chain(
     *_head(),
     prism_optax.orthogonalize_tangents(0.8, b1=0.8, coordinate_rms=1.0),
+    prism_optax.add_decayed_factors(0.1),
     optax.scale_by_learning_rate(0.05),
     prism_optax.retract(),
   )

@@ -33,10 +33,13 @@ def _optimizers():
 
 
 def _gradients(size):
+  """Long ones, of functions of the product."""
   rng = np.random.default_rng(size)
-  return jax.tree.map(
-    lambda x: jnp.asarray(100 * rng.normal(size=(size, *x.shape)), jnp.float32),
-    PARAMS,
+  return test_utils.factor_gradients(
+    test_utils.factors_of(PARAMS),
+    [100 * rng.normal(size=(size, 6, 5))],
+    100 * rng.normal(size=(size, 3)),
+    jnp.float32,
   )
 
 

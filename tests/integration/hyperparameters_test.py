@@ -106,6 +106,7 @@ def test_a_part_in_a_chain_can_be_injected():
       cases.clip(),
       cases.privatizer(),
       middle,
+      prism_optax.add_decayed_factors(0.1),
       optax.scale_by_learning_rate(SCHEDULE),
       prism_optax.retract(),
     )
