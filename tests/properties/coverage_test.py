@@ -31,6 +31,7 @@ EXCEPTIONS = {
   'prism_optax.fixed_rank.Anchored': RESULT,
   'prism_optax.fixed_rank.Frame': RESULT,
   'prism_optax.lora.EmaState': STATE,
+  'prism_optax.lora.ModuleArrays': RESULT,
   'prism_optax.lora.PeftAdapter': RESULT,
   'prism_optax.lora.Point': 'Fields alone, handed to the parts of a chain.',
 }

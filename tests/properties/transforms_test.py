@@ -37,15 +37,8 @@ def _clip(name, kind):
   return clip, bound
 
 
-@functools.cache
-def _canonicalize(name):
-  return jax.jit(
-    functools.partial(lora.canonicalize, layout=cases.layout_of(name))
-  )
-
-
 def _canonical(name, params):
-  return _canonicalize(name)(params)
+  return lora.canonicalize(params, layout=cases.layout_of(name))
 
 
 @functools.cache
