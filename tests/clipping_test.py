@@ -121,6 +121,38 @@ def test_batch_without_examples_gives_zeros(batch, canonical):
   jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), got)
 
 
+@pytest.mark.parametrize('value', [1e-3, 1e20, 3e38])
+def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
+  """No overflow of the sum either: NaN in the release would tell of it."""
+  factors, dense, extra, params = _problem(
+    dtype=jnp.float32, canonical=True, batch=8
+  )
+  for name in ('m0', 'm1', 'm2'):
+    params[name]['lora_b'] = jnp.zeros_like(params[name]['lora_b'])
+  params = lora.canonicalize(params)
+  adapters = lora.Adapters(params)
+  assert lora.columns_are_orthogonal(adapters.frames(params))
+  grads = test_utils.factor_gradients(
+    test_utils.factors_of(params), dense, extra, jnp.float32
+  )
+  clipped = _clip(params, grads, 100.0)
+  hidden = {
+    name: {**x, 'lora_a': jnp.full_like(x['lora_a'], value)}
+    if name != 'extra'
+    else x
+    for name, x in grads.items()
+  }
+  with_hidden = _clip(params, hidden, 100.0)
+  for name in ('m0', 'm1', 'm2'):
+    np.testing.assert_array_equal(with_hidden[name]['lora_a'], 0)
+    if value < 1e27:
+      np.testing.assert_allclose(
+        with_hidden[name]['lora_b'], clipped[name]['lora_b'], atol=1e-4
+      )
+  norm = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(with_hidden)))
+  assert norm <= 8 * 100.0
+
+
 def test_divisor_is_the_given_constant_not_the_batch():
   factors, dense, extra, params = _problem(batch=4)
   grads = test_utils.factor_gradients(factors, dense, extra)

@@ -250,6 +250,13 @@ MUTANTS = (
     ('lora/gradient_norms_test.py too_small', 'sensitivity_test.py'),
   ),
   Mutant(
+    'hidden entries that overflow in the sum',
+    'lora/_gradient_norms.py',
+    '_HIDDEN = 1e-30',
+    '_HIDDEN = 0.0',
+    (f'{CLIP} hides_stays',),
+  ),
+  Mutant(
     'norm in place without the part inside of the columns',
     'lora/_gradient_norms.py',
     'jnp.maximum(left - inside, 0) + right',

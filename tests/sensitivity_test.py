@@ -21,6 +21,7 @@ CLIP, DIVISOR = 0.7, 5.0
 KINDS = (
   'normal', 'huge', 'overflow', 'tiny', 'zero', 'nan', 'inf', 'one_inf',
   'aligned', 'only_extra', 'only_one_module', 'mixed_scales', 'inside',
+  'enormous',
 )  # fmt: skip
 
 
@@ -54,6 +55,9 @@ def _record(rng, kind, params, aligned):
     for name in ('m0', 'm1', 'stack'):
       tree[name]['lora_a'] = np.zeros_like(tree[name]['lora_a'])
     tree['extra'] = np.zeros_like(tree['extra'])
+  elif kind == 'enormous':  # Where one factor is zero, these are hidden.
+    for name in ('m0', 'm1', 'stack'):
+      tree[name]['lora_a'] = np.full_like(tree[name]['lora_a'], 3e38)
   elif kind == 'mixed_scales':
     tree['m0'] = jax.tree.map(lambda x: x * 1e12, tree['m0'])
     tree['extra'] = tree['extra'] * 1e-12

@@ -17,6 +17,10 @@ from prism_optax.fixed_rank import Frame
 from prism_optax.lora._adapters import ModuleArrays
 from prism_optax.lora._layout import Unit, to_matrices
 
+# In place of the scale of columns that a zero direction hides: too little to
+# matter, and enough to shorten an example whose hidden entries might overflow
+# in a sum. Zero times infinity would be a release.
+_HIDDEN = 1e-30
 # How far a core may be from diagonal. Norms are taken too large by this share.
 _ALMOST_DIAGONAL = 1e-5
 
@@ -97,6 +101,7 @@ def squared_gradient_norms(
                               cancels
   others (one side stopped)   a hundredth of what cancels is added: more than
                               rounding can hide
+  hidden by a zero factor     counts only above 1e27
   columns not orthogonal      too large, see :func:`columns_are_orthogonal`
   NaN, Inf, huge entries      not finite
   ==========================  =================================================
@@ -140,7 +145,10 @@ def _energies(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """``||y_L||^2``, ``||Q_L^T y_L||^2`` and ``||y_R||^2`` of one module."""
   share = unit * x.scale**0.5
-  left, right = scales.left[x.place] / share, scales.right[x.place] / share
+  left, right = (
+    jnp.where(scale == 0, _HIDDEN, scale / share)
+    for scale in (scales.left[x.place], scales.right[x.place])
+  )
   inside = gram(to_matrices(x.left_unit, x.left), left_basis[x.place])
   return (
     _energy(x.left, x.left_unit, left),
