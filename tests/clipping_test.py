@@ -124,9 +124,7 @@ def test_batch_without_examples_gives_zeros(batch, canonical):
 @pytest.mark.parametrize('value', [1e-3, 1e20, 3e38])
 def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
   """No overflow of the sum either: NaN in the release would tell of it."""
-  _, dense, extra, params = _problem(
-    dtype=jnp.float32, canonical=True, batch=8
-  )
+  _, dense, extra, params = _problem(dtype=jnp.float32, canonical=True, batch=8)
   for name in ('m0', 'm1', 'm2'):
     params[name]['lora_b'] = jnp.zeros_like(params[name]['lora_b'])
   params = lora.canonicalize(params)
