@@ -11,6 +11,8 @@ COLOURS = {
   'prism': '#0072B2',
   'prism, paper mode': '#56B4E9',
   'prism, muon': '#009E73',
+  'prism, decayed': '#0B3D91',
+  'dp-adamw, decayed': '#8B3A00',
   'dp-adamw': '#D55E00',
   'lora+': '#E69F00',
   'ffa': '#CC79A7',
@@ -72,7 +74,7 @@ def curves(rows: list, every: int, path: pathlib.Path) -> None:
   left.set(xlabel='step', ylabel='cross-entropy on public rows, nats')
   right.set(
     xlabel='step',
-    ylabel='norm of the clipped mean / norm of the noise\n(mean of 10 steps)',
+    ylabel='clipped mean over noise, norms\n(mean of 10 steps)',
     yscale='log',
   )
   left.legend(frameon=False, fontsize=8)
