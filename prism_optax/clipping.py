@@ -197,9 +197,10 @@ def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
     # Behind a retraction, and from canonical factors on, each example is read
     # twice where it lies and nothing is made of it. In any other gauge sums of
     # gradients would mix columns of different sizes before they are whitened.
-    summed = jax.lax.cond(
-      lora.columns_are_orthogonal(frames), in_place, in_coordinates
-    )
-    return summed, state
+    orthogonal = lora.columns_are_orthogonal(frames)
+    if isinstance(orthogonal, jax.core.Tracer):
+      return jax.lax.cond(orthogonal, in_place, in_coordinates), state
+    # Outside of jit a `cond` would be compiled anew at every call.
+    return (in_place() if orthogonal else in_coordinates()), state
 
   return lora.Part('intrinsic_clip', init, update, read=read)
