@@ -84,8 +84,12 @@ def test_no_per_example_gradient_is_moved_or_copied(reports):
     sizes = [size for _, size in row['collectives']]
     assert max(sizes) <= trainable, row['name']
     if ', data, ' in row['name']:
-      # One sum of everything, and it is the only thing that moves.
-      assert row['collectives'] == [['all-reduce', trainable]], row['name']
+      # One sum of everything, and it is the only thing that moves. PRISM's
+      # clip has it in either of two branches, of which one runs.
+      found = row['collectives']
+      most = 2 if row['name'].startswith('prism') else 1
+      assert 1 <= len(found) <= most, row['name']
+      assert found == [['all-reduce', trainable]] * len(found), row['name']
     # An eighth of the examples each: the rest of the memory is small here.
     assert row['temporary'] < row['temporary_alone'] / 3, row['name']
   # A program that does gather them is seen by the same reading of it.
