@@ -51,10 +51,12 @@ class Run:
     gauge: Condition number of the gauge in which the start is written.
     head: ``'frozen'`` at random (a task that the adapters must solve; the
       linear probe's is trained), or ``'trained'`` beside the adapters.
-    temperature: Of the logits.
+    temperature: Of a classifier's logits.
     top_layers: So many layers carry adapters.
     length: Tokens of a row.
     options: More arguments of ``prism``, as sorted pairs.
+    public_test: Whether the rows that are reported are the public validation
+      split: to be looked at once, at the end.
   """
 
   method: str
@@ -75,10 +77,14 @@ class Run:
   top_layers: int = 1
   length: int = 20
   options: tuple[tuple[str, Any], ...] = ()
+  public_test: bool = False
 
   @property
   def name(self) -> str:
-    text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+    fields = dataclasses.asdict(self)
+    if not self.public_test:  # It came later: the names of files stay.
+      del fields['public_test']
+    text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -88,6 +94,7 @@ TASKS = {
   'clinc150': ('clinc150/train.jsonl', 'domain', 'oos'),
   'banking77': ('banking77/train.jsonl', 'label', None),
 }
+PUBLIC_TESTS = {'sst2': 'sst2/validation.jsonl'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +107,8 @@ class Problem:
     test: Rows that are reported.
     frozen: All weights that are not trained; ``frozen['layers']`` is a list of
       layers with a ``kernel`` in each of ``encoded_text.MODULES``.
-    row_losses: ``row_losses(params, frozen, *rows, scale=, temperature=)``,
-      loss and score of each row.
+    row_losses: ``row_losses(params, frozen, *rows, scale=)``, loss and score of
+      each row; a classifier's takes a ``temperature`` too.
     classes: Of a classifier; 0 for a decoder.
   """
 
@@ -127,7 +134,9 @@ def split(rows: tuple[np.ndarray, ...]):
 
 
 @functools.lru_cache(maxsize=2)
-def problem(task, length, top_layers, probing, folder, cache) -> Problem:
+def problem(
+  task, length, top_layers, probing, folder, cache, public_test=False
+) -> Problem:
   """Reads the data, and computes what never changes, once."""
   if task == 'maths':
     frozen = small_decoder.pretrained(folder, cache, length)
@@ -136,11 +145,18 @@ def problem(task, length, top_layers, probing, folder, cache) -> Problem:
     rows = split((small_decoder.encode(pairs, texts, length),))
     return Problem(*rows, frozen, small_decoder.row_losses, 0)
   file, column, unwanted = TASKS[task]
-  texts, labels, names = encoded_text.read(folder / file, column, unwanted)
-  encoded = encoded_text.encode(
-    texts, labels, length=length, top_layers=top_layers, cache=cache
-  )
-  rows = split(tuple(encoded))
+
+  def encoded(file):
+    texts, labels, names = encoded_text.read(folder / file, column, unwanted)
+    rows = encoded_text.encode(
+      texts, labels, length=length, top_layers=top_layers, cache=cache
+    )
+    return tuple(rows), names
+
+  rows, names = encoded(file)
+  rows = split(rows)
+  if public_test:
+    rows = (*rows[:2], encoded(PUBLIC_TESTS[task])[0])
   layers = encoded_text.frozen_layers(top_layers)
   if probing:
     nothing = [{} for _ in layers]
@@ -271,7 +287,9 @@ def programs(
   if options:
     method = baselines.prism_with(**dict(options))
   layout = lora.Layout(scale=scale)
-  numbers = {'scale': scale, 'temperature': temperature}
+  numbers = {'scale': scale}
+  if temperature is not None:
+    numbers['temperature'] = temperature
 
   def release_of(clip, traced, key):
     used = traced if stddev is None else stddev
@@ -374,7 +392,8 @@ def programs_of(run: Run, given: Problem, stddev: float):
   correlated = baselines.METHODS[run.method].correlated
   return programs(
     given.row_losses, run.method, run.options, structure, run.scale,
-    run.temperature, run.batch, run.epsilon is not None, run.steps,
+    run.temperature if given.classes else None, run.batch,
+    run.epsilon is not None, run.steps,
     rows // run.batch, stddev if correlated else None,
   )  # fmt: skip
 
@@ -397,6 +416,7 @@ def execute(run: Run, folder: pathlib.Path, cache: pathlib.Path) -> dict:
     method.parameters == 'head',
     folder,
     cache,
+    run.public_test,
   )
   sigma = 0.0
   if run.epsilon is not None:

@@ -63,6 +63,7 @@ REST = (
   'dp-adambc',
   'dp-muon',
 )
+PUBLIC = (*CORE[:3], 'linear probe')
 NEAREST = ('prism', 'linear probe', 'prism, paper mode', *CORE[1:5])
 TUNING_SEED, SEEDS = 100, tuple(range(10))
 
@@ -113,7 +114,9 @@ def tune(results: Results, template: Run) -> tuple[list[Run], float | None]:
   rates = list(RATES[template.method])
   while True:
     runs = {
-      rate: dataclasses.replace(template, rate=rate, seed=TUNING_SEED)
+      rate: dataclasses.replace(
+        template, rate=rate, seed=TUNING_SEED, public_test=False
+      )
       for rate in rates
     }
     found = {rate: results.get(run) for rate, run in runs.items()}
@@ -149,6 +152,13 @@ def tuned(results: Results, methods, template: Run, seeds) -> list[Run]:
   return runs + [run for run in finals if results.get(run) is None]
 
 
+def changed(run: Run, change: dict) -> Run:
+  """The run with a change; ``rungs`` moves its rate along the ladder."""
+  change = dict(change)
+  at = LADDER.index(run.rate) + change.pop('rungs', 0)
+  return dataclasses.replace(run, rate=LADDER[at], **change)
+
+
 def varied(results: Results, methods, template: Run, changes, seeds):
   """Runs with one change each, at the rate that is best without it."""
   runs = []
@@ -159,7 +169,7 @@ def varied(results: Results, methods, template: Run, changes, seeds):
     if rate is None:
       continue
     runs += [
-      dataclasses.replace(each, rate=rate, seed=seed, **change)
+      changed(dataclasses.replace(each, rate=rate, seed=seed), change)
       for seed in seeds
       for change in changes
     ]
@@ -176,6 +186,12 @@ NUISANCES = (
   {'rank': 32},
   {'initialization': 'balanced'},
   {'initialization': 'spectral'},
+)
+# Whether the rate that is best for one model is good for another.
+TRANSFER = tuple(
+  {**change, 'rungs': rungs}
+  for change in ({}, {'rank': 4}, {'rank': 32}, {'gauge': 100.0})
+  for rungs in (-1, 0, 1)
 )
 # One factor at a time.
 OPTIONS = (
@@ -208,17 +224,19 @@ TUNED = {
   'ten-seeds-6': (NEAREST, {'epsilon': 6.0}, SEEDS),
   'rest-3': (REST, {}, SEEDS[:3]),
   'core-1': (CORE[:5], {'epsilon': 1.0}, SEEDS[:3]),
-  'nonprivate': (CORE[:5], {'epsilon': None}, SEEDS[:3]),
-  'trained-head': (CORE[:5], {'head': 'trained'}, SEEDS[:3]),
-  'rows-10000': (CORE[:5], {'rows': 10_000}, SEEDS[:3]),
+  'nonprivate': (CORE[:3], {'epsilon': None}, SEEDS[:3]),
+  'trained-head': (CORE[:3], {'head': 'trained'}, SEEDS[:3]),
+  'rows-10000': (CORE[:3], {'rows': 10_000}, SEEDS[:3]),
   'rows-2000': (CORE[:5], {'rows': 2_000}, SEEDS[:3]),
   'clinc150': (CORE[:5], {'task': 'clinc150', 'length': 16}, SEEDS[:3]),
   'banking77': (CORE[:5], {'task': 'banking77'}, SEEDS[:3]),
-  'maths': (CORE[:2], {'task': 'maths', 'length': 64}, SEEDS[:3]),
+  'maths': (CORE[:3], {'task': 'maths', 'length': 64}, SEEDS[:3]),
+  'public-test': (PUBLIC, {'public_test': True}, SEEDS[:3]),
 }
 VARIED = {
   'nuisances': (CORE[:5], NUISANCES, SEEDS[:1]),
-  'options': (('prism',), OPTIONS, SEEDS[:1]),
+  'transfer': (('prism', 'dp-adamw', 'dp-adamw, decayed'), TRANSFER, SEEDS[:1]),
+  'options': (('prism',), OPTIONS, SEEDS[:3]),
 }
 # In the order in which they are run.
 PARTS = (
@@ -230,13 +248,15 @@ PARTS = (
   'options',
   'core-1',
   'rows-2000',
-  'nonprivate',
-  'clinc150',
   'banking77',
-  'rows-10000',
+  'clinc150',
+  'nonprivate',
   'rest-3',
   'maths',
+  'transfer',
+  'rows-10000',
   'trained-head',
+  'public-test',
 )
 
 

@@ -39,8 +39,6 @@ LAYERS = (
     'orthogonal_updates',
     'orthogonal_tangents',
     'tangent_probes',
-    'orthogonal_tangents',
-    'tangent_probes',
     'inference',
     'diagnostics',
   ),

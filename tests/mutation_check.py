@@ -53,6 +53,7 @@ GEOMETRY = 'fixed_rank'
 NOISE = 'noise_addition_test.py'
 CLIP = 'clipping_test.py'
 TANGENTS = 'fixed_rank/_tangents.py'
+TRANSPORT = 'fixed_rank/_transport.py'
 RETRACTION = 'fixed_rank/_retraction.py'
 PRECONDITIONER = 'preconditioning/_orthonormal.py'
 
@@ -95,7 +96,7 @@ MUTANTS = (
   ),
   Mutant(
     'transport keeps the left block unprojected',
-    TANGENTS,
+    TRANSPORT,
     'matmul(anchored.left, left) - matmul(frame[0], core)',
     'matmul(anchored.left, left)',
     (f'{GEOMETRY} transport',),
@@ -510,6 +511,28 @@ MUTANTS = (
     'while spent(sigma) > target:',
     'while False:',
     ('accounting/calibration_test.py nudge or jumps',),
+  ),
+  # Defaults that depend on the mode.
+  Mutant(
+    'paper mode decays as ours does',
+    'aliases/_prism.py',
+    "weight_decay = 0.0 if basis == 'factor' else 0.1",
+    'weight_decay = 0.1',
+    ('aliases/prism_options_test.py not_given',),
+  ),
+  Mutant(
+    'ours does not decay',
+    'aliases/_prism.py',
+    "weight_decay = 0.0 if basis == 'factor' else 0.1",
+    'weight_decay = 0.0',
+    ('aliases/prism_options_test.py not_given',),
+  ),
+  Mutant(
+    'ours corrects the bias of its first steps',
+    'preconditioning/_transform.py',
+    "bias_correction = basis == 'factor'",
+    'bias_correction = True',
+    ('aliases/prism_options_test.py not_given',),
   ),
 )
 

@@ -25,10 +25,7 @@ from prism_optax.fixed_rank._points import Factors as Factors
 from prism_optax.fixed_rank._points import Frame as Frame
 from prism_optax.fixed_rank._points import frame as frame
 from prism_optax.fixed_rank._retraction import retract as retract
-from prism_optax.fixed_rank._tangents import Anchored as Anchored
 from prism_optax.fixed_rank._tangents import Tangent as Tangent
-from prism_optax.fixed_rank._tangents import anchor as anchor
-from prism_optax.fixed_rank._tangents import carry as carry
 from prism_optax.fixed_rank._tangents import embed as embed
 from prism_optax.fixed_rank._tangents import horizontal_lift as horizontal_lift
 from prism_optax.fixed_rank._tangents import lift as lift
@@ -40,5 +37,8 @@ from prism_optax.fixed_rank._tangents import (
 from prism_optax.fixed_rank._tangents import (
   tangent_from_steps as tangent_from_steps,
 )
-from prism_optax.fixed_rank._tangents import transport as transport
+from prism_optax.fixed_rank._transport import Anchored as Anchored
+from prism_optax.fixed_rank._transport import anchor as anchor
+from prism_optax.fixed_rank._transport import carry as carry
+from prism_optax.fixed_rank._transport import transport as transport
 from prism_optax.fixed_rank._truncation import truncate as truncate

@@ -7,12 +7,12 @@ stacked arrays on which :mod:`prism_optax.fixed_rank` works.
 """
 
 from prism_optax.lora._adapters import Adapters as Adapters
-from prism_optax.lora._adapters import Blocks as Blocks
-from prism_optax.lora._adapters import ModuleArrays as ModuleArrays
-from prism_optax.lora._adapters import map_pairs as map_pairs
-from prism_optax.lora._adapters import to_coordinates as to_coordinates
 from prism_optax.lora._averaging import EmaState as EmaState
 from prism_optax.lora._averaging import ema as ema
+from prism_optax.lora._blocks import Blocks as Blocks
+from prism_optax.lora._blocks import ModuleArrays as ModuleArrays
+from prism_optax.lora._blocks import map_pairs as map_pairs
+from prism_optax.lora._blocks import to_coordinates as to_coordinates
 from prism_optax.lora._canonicalize import canonicalize as canonicalize
 from prism_optax.lora._gradient_norms import (
   columns_are_orthogonal as columns_are_orthogonal,

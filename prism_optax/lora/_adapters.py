@@ -6,7 +6,7 @@ a program's size and compile time hardly grow with the number of modules.
 
 import collections
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,46 +15,12 @@ import numpy as np
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.lora import _pairs
+from prism_optax.lora._blocks import Blocks, ModuleArrays
 from prism_optax.lora._layout import (
-  Unit,
   from_matrices,
   to_matrices,
   widened,
 )
-
-
-class Blocks(NamedTuple):
-  """A tree, taken apart: pairs by shape, and the other leaves as they are.
-
-  Attributes:
-    pairs: For each distinct shape and type of module a pair of arrays
-      ``(*lead, k, m, r)``, ``(*lead, k, n, r)``: ``fixed_rank.Tangent`` or
-      ``fixed_rank.Factors``.
-    others: The leaves that belong to no pair, ``(*lead, *shape)``.
-  """
-
-  pairs: tuple[Any, ...]
-  others: tuple[jax.Array, ...]
-
-
-class ModuleArrays(NamedTuple):
-  """The leaves of one module, as they lie.
-
-  Attributes:
-    place: Its slice of the stack of its group.
-    scale: Of its layout.
-    left: (*lead, s, *features and rank), s matrices.
-    right: Likewise.
-    left_unit: Shape of one matrix in ``left``, and its rank axis.
-    right_unit: Likewise.
-  """
-
-  place: slice
-  scale: float
-  left: jax.Array
-  right: jax.Array
-  left_unit: Unit
-  right_unit: Unit
 
 
 class Adapters:
@@ -337,50 +303,3 @@ class Adapters:
         f'Both factors are zero in params of {dead}: no gradient reaches them.'
         ' Initialise one factor of each pair at random.'
       )
-
-
-def map_pairs(fn, *blocks: Sequence[Any]) -> tuple[Any, ...]:
-  """Applies a function to the pairs (frames, tangents, ...) of each group.
-
-  Args:
-    fn: Of one pair, or of one of each of ``blocks``.
-    *blocks: Sequences with one entry for each group of modules.
-
-  Returns:
-    A tuple of what ``fn`` gives.
-
-  Example:
-    >>> from prism_optax import lora
-    >>> lora.map_pairs(lambda x, y: x + y, (1, 2), (10, 20))
-    (11, 22)
-  """
-  return tuple(fn(*args) for args in zip(*blocks, strict=True))
-
-
-def to_coordinates(frames: Sequence[Frame], gradients: Blocks) -> Blocks:
-  """Gradients of the factors in tangent coordinates; other leaves as they are.
-
-  PRISM's projection (arXiv:2606.00944, Eq. 13), see
-  :func:`prism_optax.fixed_rank.tangent_from_gradients`.
-
-  Args:
-    frames: From :meth:`Adapters.frames`.
-    gradients: From :meth:`Adapters.gradients`; they may carry a leading batch
-      axis.
-
-  Returns:
-    Pairs of ``Tangent`` in the shapes of the gradients.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import lora
-    >>> params = {'lora_a': 2 * jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
-    >>> adapters = lora.Adapters(params)
-    >>> gradients = adapters.gradients({
-    ...   'lora_a': jnp.eye(3, 1), 'lora_b': jnp.array([[0.0, 6.0]])})
-    >>> x = lora.to_coordinates(adapters.frames(params), gradients).pairs[0]
-    >>> x.left.ravel().tolist(), x.right.ravel().tolist()
-    ([0.0, 3.0], [0.25, 0.0, 0.0])
-  """
-  pairs = map_pairs(fixed_rank.tangent_from_gradients, frames, gradients.pairs)
-  return Blocks(pairs, gradients.others)

@@ -9,7 +9,8 @@ import optax
 from prism_optax import _validate, fixed_rank
 from prism_optax.fixed_rank import Factors
 from prism_optax.lora import _pairs
-from prism_optax.lora._adapters import Adapters, Blocks, map_pairs
+from prism_optax.lora._adapters import Adapters
+from prism_optax.lora._blocks import Blocks, map_pairs
 
 
 class EmaState(NamedTuple):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from prism_optax._linalg import gram
 from prism_optax.fixed_rank import Frame
-from prism_optax.lora._adapters import ModuleArrays
+from prism_optax.lora._blocks import ModuleArrays
 from prism_optax.lora._layout import Unit, to_matrices
 
 # In place of the scale of columns that a zero direction hides: too little to

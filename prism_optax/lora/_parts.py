@@ -11,7 +11,8 @@ import optax
 
 from prism_optax import _validate
 from prism_optax.fixed_rank import Frame
-from prism_optax.lora._adapters import Adapters, Blocks
+from prism_optax.lora._adapters import Adapters
+from prism_optax.lora._blocks import Blocks
 
 
 class Point(NamedTuple):

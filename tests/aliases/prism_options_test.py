@@ -94,6 +94,32 @@ def test_paper_mode_aligns_its_retraction():
   _assert_same(alias, chain)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('basis', 'decay', 'bias_correction'),
+  [('orthonormal', 0.1, False), ('factor', 0.0, True)],
+)
+def test_what_is_not_given_depends_on_the_basis(basis, decay, bias_correction):
+  params = {'lora_a': jnp.eye(4, 1), 'lora_b': jnp.full((1, 3), 0.5)}
+  grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
+
+  def moved_by(**options):
+    tx = prism_optax.prism(0.05, **REQUIRED, prng_key=7, basis=basis, **options)
+    return jax.jit(tx.update)(grads, tx.init(params), params)[0]
+
+  default = moved_by()
+  given = {'weight_decay': decay, 'bias_correction': bias_correction}
+  jax.tree.map(np.testing.assert_array_equal, default, moved_by(**given))
+  for other in (
+    {**given, 'weight_decay': 0.1 - decay},
+    {**given, 'bias_correction': not bias_correction},
+  ):
+    changed = jax.tree.map(
+      lambda x, y: np.max(np.abs(x - y)), default, moved_by(**other)
+    )
+    assert max(jax.tree.leaves(changed)) > 1e-4, other
+
+
 def test_sensitivity_is_that_of_the_clip():
   tx = prism_optax.prism(0.1, **REQUIRED)
   assert tx.sensitivity() == pytest.approx(0.4)

@@ -13,7 +13,13 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / 'examples'))
 
-from benchmarks import baselines, utility, utility_report
+from benchmarks import (
+  baselines,
+  private_runs,
+  small_decoder,
+  utility,
+  utility_report,
+)
 from prism_optax import lora
 
 ROWS, COLUMNS, RANK = 7, 5, 2
@@ -123,6 +129,23 @@ def test_lora_plus_is_adam_with_a_faster_b(params):
   np.testing.assert_allclose(fast['lora_b'], 6 * slow['lora_b'], rtol=1e-6)
 
 
+def test_adamw_decayed_warms_up_and_decays(params):
+  tx = baselines.adamw_decayed(0.5, release(), b1=0.8)
+  state, seen = tx.init(params), []
+  nothing = jax.tree.map(jnp.zeros_like, params)
+  for gradient in (jax.tree.map(jnp.ones_like, params), nothing):
+    updates, state = tx.update(gradient, state, params)
+    seen.append(updates['layers'][0]['up']['lora_a'])
+  weight = params['layers'][0]['up']['lora_a']
+  # The first step of Adam is one; 0.2 is let through, then 0.36. Adam's
+  # 1 - 0.999 is off by 2e-5 of itself in float32.
+  np.testing.assert_allclose(seen[0], -0.1 * (1 + weight), atol=1e-5)
+  # Then the moments that are left, (0.8 * 0.2) / (1 - 0.8^2) over the root of
+  # (0.999 * 0.001) / (1 - 0.999^2).
+  left = 0.8 * 0.2 / (1 - 0.8**2) / (0.999e-3 / (1 - 0.999**2)) ** 0.5
+  np.testing.assert_allclose(seen[1], -0.18 * (left + weight), atol=1e-5)
+
+
 def test_adam_bc_takes_the_noise_out_of_the_second_moment(params):
   def first(stddev, size):
     tx = baselines.adam_bc(1.0, release(stddev))
@@ -164,6 +187,15 @@ def test_differences_are_tested_at_their_level():
   assert np.mean([p_value(0.4) < 0.05 for _ in range(50)]) > 0.9
 
 
+def test_rates_are_compared_with_the_best_one():
+  row = utility_report.Row(
+    'prism', 0.1, {}, {0.03: 0.7, 0.1: 0.8, 0.3: 0.75},
+    untuned={0.3: 0.76, 0.03: 0.805, 0.1: 0.8, 1.0: 0.1},
+  )  # fmt: skip
+  *_, line = utility_report.rates_table([row])
+  assert line == '| prism | 0.1 | +0.50 | -4.00 |'
+
+
 def test_tuning_ends_with_a_neighbour_on_both_sides(tmp_path):
   """Whatever the accuracies, and never with a rate that was not the best."""
   results = utility.Results(tmp_path)
@@ -181,6 +213,28 @@ def test_tuning_ends_with_a_neighbour_on_both_sides(tmp_path):
   stored = sorted(utility.RATES['dp-adamw'])[0]
   assert run_count >= 3
   assert best < stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['prism', 'dp-adamw'])
+def test_a_decoder_learns_what_it_is_trained_on(method):
+  """The way of a run through the decoder, on a few made-up rows."""
+  rng = np.random.default_rng(0)
+  rows = np.tile(rng.integers(3, 40, 13), (64, 1)).astype(np.int32)
+  frozen = small_decoder.initial(jax.random.key(0))
+  given = private_runs.Problem(
+    (rows,), (rows[:8],), (rows[:8],), frozen, small_decoder.row_losses, 0
+  )
+  run = private_runs.Run(
+    method, 0.03, None, 0, task='maths', length=12, rows=64, batch=32, steps=8
+  )
+  (params, *_), frozen, _ = private_runs.train(run, given, 0.0)
+  before, _ = private_runs.start(run, given)
+  losses = [
+    small_decoder.row_losses(x, frozen, rows[:1])[0].item()
+    for x in (before, params)
+  ]
+  assert losses[1] < losses[0] - 0.3
 
 
 def test_runs_differ_by_name_wherever_they_differ():
