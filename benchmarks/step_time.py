@@ -5,9 +5,10 @@
 The MiniLM encoder (weights of all-MiniLM-L6-v2 where its package is installed,
 otherwise random ones in the same shapes) with adapters on all dense layers and
 a linear head, on random tokens. The same clip, micro-batches and data for all
-methods, run in turn; ratios within a round. ``prism`` has its clip from
-jax-privacy, which takes any number of micro-batches, and once its own, for a
-batch whose gradients are held at once. Non-private AdamW takes one plain
+methods, run in turn; ratios within a round. The clip is jax-privacy's, which
+takes any number of micro-batches. The same with the clip in the chain of the
+optimizer, for a batch whose gradients are held at once, which come from vmap or
+from one backward pass of the batch. Non-private AdamW takes one plain
 backward pass of the batch. Results go to
 ``benchmarks/results/step_time_<platform>.json``.
 """
@@ -80,28 +81,54 @@ def private_step(name, graph, params, frozen, batch, size, microbatch):
   )
 
 
-def chained_step(graph, params, frozen, batch, size):
-  """PRISM with the clip in its chain, which reads the gradients in place."""
-  tx = prism_optax.prism(
-    1e-3,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-    expected_batch_size=size,
-    prng_key=jax.random.key(0),
-  )
+def per_example_gradients(graph, batched):
+  """``f(params, batch, frozen)``, by vmap or from one backward pass."""
+  if batched:
+
+    def losses(params, batch, frozen):
+      logits = nnx.merge(graph, params, frozen)(batch.inputs)
+      return optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch.labels
+      )
+
+    return prism_optax.lora.per_example_gradients(losses)
   loss = training.make_loss(graph)
 
-  def one(params, frozen, example):
+  def one(params, example, frozen):
     return loss(params, frozen, jax.tree.map(lambda x: x[None], example))[0]
+
+  return jax.vmap(jax.grad(one), (None, 0, None))
+
+
+def chained_step(tx, graph, params, frozen, batch, batched):
+  """A chain that is given the gradients of all examples at once."""
+  gradients = per_example_gradients(graph, batched)
 
   def step(carried, fixed):
     params, state = carried
-    grads = jax.vmap(jax.grad(one), (None, None, 0))(params, *fixed)
-    updates, state = tx.update(grads, state, params)
+    frozen, batch = fixed
+    updates, state = tx.update(gradients(params, batch, frozen), state, params)
     return optax.apply_updates(params, updates), state
 
   params = prism_optax.lora.canonicalize(params)
   return timing.Step(step, (params, tx.init(params)), (frozen, batch))
+
+
+def chains(size):
+  """PRISM with its own clip, which reads them in place, and DP-AdamW."""
+  return {
+    'prism': prism_optax.prism(
+      1e-3,
+      l2_clip_norm=1.0,
+      noise_multiplier=1.0,
+      expected_batch_size=size,
+      prng_key=jax.random.key(0),
+    ),
+    'dp-adamw': optax.chain(
+      optax.contrib.differentially_private_aggregate(1.0, 1.0, 0),
+      optax.adamw(1e-3),
+    ),
+  }
 
 
 def plain_step(graph, params, frozen, batch):
@@ -138,9 +165,11 @@ def main():
       steps[name] = private_step(
         name, graph, params, frozen, batch, args.batch, args.microbatch
       )
-    steps['prism, clip in the chain'] = chained_step(
-      graph, params, frozen, batch, args.batch
-    )
+    for name, tx in chains(args.batch).items():
+      for kind, batched in (('vmap', False), ('one backward', True)):
+        steps[f'{name}, clip in the chain, {kind}'] = chained_step(
+          tx, graph, params, frozen, batch, batched
+        )
     times = timing.in_turn(steps, args.runs, progress=True)
     print(f'\nrank {rank}, batch {args.batch}, length {args.length}')
     rows = {}
@@ -155,7 +184,7 @@ def main():
       }
       row = rows[name]
       print(
-        f'{name:>25}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
+        f'{name:>40}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
         f' {row["q3"]:.1f})  to dp-adamw {row["to dp-adamw"]:.3f}  to adamw'
         f' {row["to adamw"]:.3f}  temporary'
         f' {row["temporary megabytes"]:.0f} MB'

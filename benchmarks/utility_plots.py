@@ -26,18 +26,55 @@ def colour(method: str) -> str:
 
 def accuracies(parts: dict[str, list], path: pathlib.Path) -> None:
   """Test accuracy of every method in every part, all seeds and their mean."""
+  across = min(3, len(parts))
+  down = -(-len(parts) // across)
   figure, axes = plt.subplots(
-    1, len(parts), figsize=(3.2 * len(parts) + 1, 3.4), squeeze=False
+    down, across, figsize=(4.2 * across, 2.9 * down), squeeze=False
   )
-  for ax, (part, rows) in zip(axes[0], parts.items(), strict=True):
+  for ax in axes.flat[len(parts) :]:
+    ax.axis('off')
+  for ax, (part, rows) in zip(axes.flat, parts.items(), strict=False):
     for place, row in enumerate(reversed(rows)):
       values = 100 * np.asarray(row.accuracies)
       ax.plot(values, [place] * len(values), 'o', ms=4, alpha=0.4,
               color=colour(row.method))  # fmt: skip
       ax.plot(values.mean(), place, '|', ms=16, mew=3, color=colour(row.method))
     ax.set_yticks(range(len(rows)), [row.method for row in reversed(rows)])
-    ax.set(title=part, xlabel='accuracy on 6,000 rows, %')
+    ax.set_title(part, fontsize=9)
+    ax.set_xlabel('accuracy, %')
     ax.grid(axis='x', alpha=0.3)
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+  plt.close(figure)
+
+
+def epsilons(parts: list[list], path: pathlib.Path) -> None:
+  """Mean accuracy against epsilon, with its standard error over seeds."""
+  figure, ax = plt.subplots(figsize=(5.6, 3.8))
+  found: dict[str, dict] = {}
+  for rows in parts:
+    for row in rows:
+      epsilon = next(iter(row.runs.values()))['run']['epsilon']
+      found.setdefault(row.method, {})[epsilon] = np.asarray(row.accuracies)
+  largest = max(e for row in found.values() for e in row if e is not None)
+  place = {None: 2.5 * largest}
+  for method, row in found.items():
+    epsilons = sorted(row, key=lambda e: place.get(e, e))
+    error = [row[e].std(ddof=1) / len(row[e]) ** 0.5 for e in epsilons]
+    ax.errorbar(
+      [place.get(e, e) for e in epsilons],
+      [100 * row[e].mean() for e in epsilons],
+      [100 * x for x in error],
+      fmt='o-', ms=4, capsize=2, label=method, color=colour(method),
+    )  # fmt: skip
+  ticks = sorted({place.get(e, e) for row in found.values() for e in row})
+  names = ['none' if x == place[None] else f'{x:g}' for x in ticks]
+  ax.set_xscale('log')
+  ax.set_xticks(ticks, names)
+  ax.minorticks_off()
+  ax.set(xlabel='epsilon', ylabel='accuracy, %')
+  ax.grid(alpha=0.3)
+  ax.legend(frameon=False, fontsize=8)
   figure.tight_layout()
   figure.savefig(path, dpi=100)
   plt.close(figure)

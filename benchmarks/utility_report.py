@@ -191,6 +191,11 @@ def rates_table(rows: list[Row]) -> list[str]:
 
 
 def describe(change: dict) -> str:
+  """The change in a few characters, whatever its rate."""
+  if 'rungs' in change:
+    change = {name: x for name, x in change.items() if name != 'rungs'}
+  if not change:
+    return 'as tuned'
   (name, value), *_ = change.items()
   return '{}={}'.format(*value[0]) if name == 'options' else f'{name}={value}'
 
@@ -208,7 +213,7 @@ def varied(runs: dict[Run, dict], part: str, results) -> dict[str, dict]:
       differences = []
       for seed in utility.SEEDS:
         plain = dataclasses.replace(template, rate=rate, seed=seed)
-        other = dataclasses.replace(plain, **change)
+        other = utility.changed(plain, change)
         if plain in runs and other in runs:
           differences.append(
             runs[other]['test accuracy'] - runs[plain]['test accuracy']
@@ -240,6 +245,30 @@ def varied_table(found: dict[str, dict]) -> list[str]:
   return out
 
 
+def transfer_table(runs: dict[Run, dict], results) -> list[str]:
+  """Accuracies at three rates, on the model of the tuning and on others."""
+  methods, changes, seeds = utility.VARIED['transfer']
+  cells: dict[str, dict[str, list[str]]] = {}
+  for method in methods:
+    template = dataclasses.replace(utility.BASE, method=method)
+    needed, rate = utility.tune(results, template)
+    if needed:
+      continue
+    for change in changes:
+      plain = dataclasses.replace(template, rate=rate, seed=seeds[0])
+      run = utility.changed(plain, change)
+      cell = f'{runs[run]["test accuracy"]:.3f}' if run in runs else '-'
+      cells.setdefault(describe(change), {}).setdefault(method, []).append(cell)
+  out = [
+    '| change | ' + ' | '.join(methods) + ' |',
+    '| --- |' + ' --- |' * len(methods),
+  ]
+  for change, row in cells.items():
+    each = (' / '.join(row.get(method, ['-'])) for method in methods)
+    out.append(f'| `{change}` | ' + ' | '.join(each) + ' |')
+  return out
+
+
 TITLES = {
   'core-3': 'SST-2, epsilon 3',
   'core-6': 'SST-2, epsilon 6',
@@ -252,7 +281,9 @@ TITLES = {
   'clinc150': 'clinc150 domains, epsilon 3',
   'banking77': 'banking77, epsilon 3',
   'maths': 'Next tokens of gsm8k and mawps, epsilon 3',
+  'public-test': 'SST-2, epsilon 3, public validation rows (581)',
 }
+BY_EPSILON = ('core-1', 'core-3', 'core-6', 'nonprivate')
 HEAD = """# Accuracy at equal privacy
 
 Made by `benchmarks/utility_report.py` from {count} runs of
@@ -314,6 +345,9 @@ def main():
     out / 'utility_accuracy.png',
   )
   text += ['![Accuracies](utility_accuracy.png)', '']
+  if len(by_epsilon := [found[x] for x in BY_EPSILON if x in found]) > 1:
+    utility_plots.epsilons(by_epsilon, out / 'utility_epsilon.png')
+    text += ['![Accuracy against epsilon](utility_epsilon.png)', '']
   if 'core-3' in found:
     utility_plots.rates(found['core-3'], out / 'utility_rates.png')
     utility_plots.curves(
@@ -347,6 +381,15 @@ def main():
       f'{len(utility.missing_runs(results, part))} runs of this part lack.\n',
       *varied_table(changes), '', f'![{title}](utility_{part}.png)', '',
     ]  # fmt: skip
+  text += [
+    '## The best rate of one model on another\n',
+    'Accuracy on the test rows at epsilon 3, one seed, at a third of the rate'
+    ' that was best as tuned / at that rate / at three times it. The gauge has'
+    ' condition 100.\n',
+    f'{len(utility.missing_runs(results, "transfer"))} runs of this part'
+    ' lack.\n',
+    *transfer_table(runs, results), '',
+  ]  # fmt: skip
   if absent:
     names = ', '.join(f'`{part}`' for part in absent)
     text += [f'Not run yet: {names}.', '']

@@ -9,6 +9,12 @@ stacked arrays on which :mod:`prism_optax.fixed_rank` works.
 from prism_optax.lora._adapters import Adapters as Adapters
 from prism_optax.lora._averaging import EmaState as EmaState
 from prism_optax.lora._averaging import ema as ema
+from prism_optax.lora._batched_backward import (
+  per_example_gradients as per_example_gradients,
+)
+from prism_optax.lora._batched_backward import (
+  per_example_product as per_example_product,
+)
 from prism_optax.lora._blocks import Blocks as Blocks
 from prism_optax.lora._blocks import ModuleArrays as ModuleArrays
 from prism_optax.lora._blocks import map_pairs as map_pairs

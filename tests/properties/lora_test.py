@@ -282,3 +282,36 @@ def test_averages_are_those_of_the_products(name, seed, visits):
     np.testing.assert_allclose(
       average['head'], mean * params['head'], atol=1e-4
     )
+
+
+@functools.cache
+def _gradients(batched):
+  def losses(params, x):
+    y = lora.per_example_product(x, params['lora_a'], params['lora_b'])
+    axes = tuple(range(1, y.ndim))
+    return jnp.sum(jnp.sin(y), axes) * jnp.mean(x, axes)
+
+  def one(params, x):
+    return losses(params, x[None])[0]
+
+  if batched:
+    return jax.jit(lora.per_example_gradients(losses))
+  return jax.jit(jax.vmap(jax.grad(one), (None, 0)))
+
+
+@cases.few
+@given(
+  cases.seeds,
+  st.sampled_from([(0, 2), (1,), (3,), (3, 2), (3, 2, 4)]),
+  st.sampled_from([(1, 1, 1), (3, 5, 2), (5, 3, 3)]),
+)
+def test_one_backward_pass_is_that_of_every_example(seed, lead, shape):
+  rows, columns, rank = shape
+  keys = jax.random.split(jax.random.key(seed), 3)
+  params = {
+    'lora_a': jax.random.normal(keys[0], (rows, rank)),
+    'lora_b': jax.random.normal(keys[1], (rank, columns)),
+  }
+  x = jax.random.normal(keys[2], (*lead, rows))
+  batched, mapped = (_gradients(kind)(params, x) for kind in (True, False))
+  _close(batched, mapped)

@@ -45,7 +45,9 @@ class Classifier(nnx.Module):
     # The floor keeps the gradient finite where an input has no token.
     square = jnp.sum(features**2, axis=-1, keepdims=True)
     features = features * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
-    return self.temperature * (features @ self.kernel[...] + self.bias[...])
+    # A row each: the head may be copies, one for each example.
+    logits = (features[..., None, :] @ self.kernel[...]).squeeze(-2)
+    return self.temperature * (logits + self.bias[...])
 
 
 def split(model: Classifier) -> tuple[Any, nnx.State, nnx.State]:

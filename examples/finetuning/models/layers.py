@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from prism_optax import lora
+
 LECUN_NORMAL = nnx.initializers.lecun_normal()
 
 # What --lora-targets may name, and the layers that each name adapts.
@@ -18,6 +20,19 @@ TARGETS = {
   'attention': ('query', 'key', 'value', 'output'),
   'mlp': ('up', 'down'),
 }
+
+
+class AdaptedLinear(nnx.LoRALinear):
+  """``nnx.LoRALinear`` whose factors may be copies, one for each example.
+
+  As ``prism_optax.lora.per_example_gradients`` makes them.
+  """
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    a, b = self.lora.lora_a[...], self.lora.lora_b[...]
+    return nnx.Linear.__call__(self, tokens) + lora.per_example_product(
+      tokens, a, b
+    )
 
 
 def dense(
@@ -40,8 +55,8 @@ def dense(
     kernel_init: Initialiser of the frozen kernel.
 
   Returns:
-    ``nnx.LoRALinear`` or ``nnx.Linear``; the frozen part has the same names
-    in both.
+    ``AdaptedLinear`` or ``nnx.Linear``; the frozen part has the same names in
+    both.
 
   Raises:
     ValueError: If ``rank`` is negative or exceeds one of the two sizes.
@@ -55,7 +70,7 @@ def dense(
     return nnx.Linear(
       in_features, out_features, kernel_init=kernel_init, rngs=rngs
     )
-  return nnx.LoRALinear(
+  return AdaptedLinear(
     in_features,
     out_features,
     lora_rank=rank,

@@ -1,0 +1,169 @@
+"""Gradients of every example from one backward pass of a whole batch.
+
+``jax.vmap(jax.grad(loss))`` works for any model, and is what to use unless its
+time matters or a model cannot be vmapped. Here every example gets a copy of the
+trainable leaves, and the gradient of the summed losses with respect to the
+copies is the gradient of each example. A product with copied factors need not
+read more than one copy on its way forward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def per_example_gradients(
+  losses: Callable[..., jax.Array],
+) -> Callable[..., Any]:
+  """A function of parameters and batch that returns per-example gradients.
+
+  ``losses`` is called once, with a copy of ``params`` for each example in
+  leaves ``(B, *shape)``, and has to use copy i for example i alone:
+  :func:`per_example_product` does for adapters, and so does a plain matmul of
+  ``x (B, tokens, in)`` with ``(B, in, r)``. The loss of an example must not
+  depend on others (batch normalisation, in-batch negatives): a clip bounds
+  nothing then. :func:`prism_optax.diagnostics.depends_on_other_examples` looks
+  for that.
+
+  ===================================  ========================================
+  NaN or Inf in an example             in its own gradient only
+  examples in a sharded batch          each stays on its device
+  a batch of no examples               leaves ``(0, *shape)``
+  ===================================  ========================================
+
+  Args:
+    losses: ``losses(params, batch, *args)`` with leaves ``(B, *shape)`` in
+      ``params``, of shape (B,).
+
+  Returns:
+    ``gradients(params, batch, *args)``: params of the usual shapes, a tree of
+    arrays (B, ...), and what else ``losses`` takes (frozen weights). It returns
+    leaves ``(B, *shape)``, which :func:`prism_optax.prism` and
+    :func:`prism_optax.intrinsic_clip` take. They are not private: no clip and
+    no noise yet. It raises ``ValueError`` if ``losses`` has another shape.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
+    >>> def losses(params, x):
+    ...   y = lora.per_example_product(x, params['lora_a'], params['lora_b'])
+    ...   return jnp.sum(y**2, axis=(1, 2))
+    >>> params = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> x = jnp.arange(30.0).reshape(2, 5, 3)  # Examples, tokens, features.
+    >>> grads = lora.per_example_gradients(losses)(params, x)
+    >>> one = lambda params, x: losses(params, x[None])[0]
+    >>> same = jax.vmap(jax.grad(one), (None, 0))(params, x)
+    >>> grads['lora_a'].shape
+    (2, 3, 1)
+    >>> bool(jnp.allclose(grads['lora_a'], same['lora_a']))
+    True
+  """
+
+  def gradients(params, batch, *args):
+    size = jax.tree.leaves(batch)[0].shape[0]
+
+    def total(copies):
+      found = losses(copies, batch, *args)
+      if jnp.shape(found) != (size,):
+        raise ValueError(
+          f'Expected losses of shape ({size},), one for each example of the'
+          f' batch, got {jnp.shape(found)}.'
+        )
+      return jnp.sum(found)
+
+    return jax.grad(total)(
+      jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), params)
+    )
+
+  return gradients
+
+
+def per_example_product(
+  x: jax.Array, lora_a: jax.Array, lora_b: jax.Array
+) -> jax.Array:
+  """``x A B`` of an adapter, with copies of the factors or without.
+
+  With copies, of :func:`per_example_gradients`, all tokens of all examples
+  still go through one product each way; only the gradients of the factors are
+  formed by example, ``sum_t x_t^T (g_t B^T)`` and ``sum_t (x_t A)^T g_t`` over
+  its tokens, summed in float32 at least.
+
+  Args:
+    x: ``(B, ..., in)``, any number of axes of tokens; or ``(B * tokens, in)``
+      with the tokens of an example side by side.
+    lora_a: ``(in, r)``, or copies ``(B, in, r)`` that are all the same: one of
+      them is read.
+    lora_b: ``(r, out)``, or ``(B, r, out)`` likewise.
+
+  Returns:
+    ``(..., out)``, not multiplied by alpha / r.
+
+  Raises:
+    ValueError: If one factor has copies and the other has not, their numbers
+      differ, or the first axis of ``x`` is no multiple of it.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
+    >>> a, b = jnp.eye(3, 1), 2 * jnp.eye(1, 2)
+    >>> lora.per_example_product(jnp.ones((4, 3)), a, b)[0].tolist()
+    [2.0, 0.0]
+    >>> copies = [jnp.broadcast_to(f, (4, *f.shape)) for f in (a, b)]
+    >>> lora.per_example_product(jnp.ones((4, 3)), *copies)[0].tolist()
+    [2.0, 0.0]
+  """
+  x, lora_a, lora_b = map(jnp.asarray, (x, lora_a, lora_b))
+  copied = lora_a.ndim == 3
+  fits = lora_a.ndim in (2, 3) and lora_b.ndim == lora_a.ndim
+  if copied and fits:
+    size = lora_a.shape[0]
+    fits = lora_b.shape[0] == size and x.ndim > 1
+    fits = fits and (x.shape[0] == 0 if size == 0 else x.shape[0] % size == 0)
+  if not fits:
+    raise ValueError(
+      'Expected lora_a (in, r) and lora_b (r, out), or a copy of both for each'
+      f' example of x, got {lora_a.shape=}, {lora_b.shape=} and {x.shape=}.'
+    )
+  if not copied:
+    return x @ lora_a @ lora_b
+  if size == 0:
+    return jnp.zeros((*x.shape[:-1], lora_b.shape[-1]), x.dtype)
+  tokens = x.reshape(size, -1, x.shape[-1])
+  return _product(tokens, lora_a, lora_b).reshape(*x.shape[:-1], -1)
+
+
+@jax.custom_vjp
+def _product(x, a, b):
+  """(B, tokens, out) from (B, tokens, in) and equal copies of the factors."""
+  return _forward(x, a, b)[0]
+
+
+def _forward(x, a, b):
+  # Flat: one product over all tokens, which CPUs run twice as fast as another.
+  inner = x.reshape(-1, x.shape[-1]) @ a[0]
+  out = (inner @ b[0]).reshape(*x.shape[:2], -1)
+  return out, (x, inner.reshape(*x.shape[:2], -1), a[0], b[0])
+
+
+def _backward(residuals, cotangent):
+  x, inner, a, b = residuals
+
+  def by_example(left, right, like):
+    wide = jnp.promote_types(like.dtype, jnp.float32)
+    return jnp.einsum(
+      'bti,bto->bio', left, right, preferred_element_type=wide
+    ).astype(like.dtype)
+
+  flat = cotangent.reshape(-1, cotangent.shape[-1]) @ b.T
+  to_inner = flat.reshape(*x.shape[:2], -1)
+  return (
+    (flat @ a.T).reshape(x.shape).astype(x.dtype),
+    by_example(x, to_inner, a),
+    by_example(inner, cotangent, b),
+  )
+
+
+_product.defvjp(_forward, _backward)

@@ -1,0 +1,188 @@
+"""One backward pass of a batch gives what vmap over examples gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import prism_optax
+from prism_optax import diagnostics, lora
+
+ROWS, INNER, COLUMNS, RANK = 7, 5, 6, 2
+
+
+def _params(dtype=jnp.float32):
+  keys = iter(jax.random.split(jax.random.key(0), 5))
+  shapes = {
+    'first': {'lora_a': (ROWS, RANK), 'lora_b': (RANK, INNER)},
+    'second': {'lora_a': (INNER, RANK), 'lora_b': (RANK, COLUMNS)},
+    'bias': (COLUMNS,),
+  }
+  return jax.tree.map(
+    lambda shape: jax.random.normal(next(keys), shape, dtype),
+    shapes, is_leaf=lambda x: isinstance(x, tuple),
+  )  # fmt: skip
+
+
+def _losses(params, x, kernel):
+  """Two adapted layers with attention between the tokens of an example."""
+  first, second = (params[name] for name in ('first', 'second'))
+  y = jnp.tanh(x @ kernel + lora.per_example_product(x, **first))
+  y = jax.nn.softmax(y @ y.mT) @ y
+  bias = params['bias']
+  y = lora.per_example_product(y, **second) + jnp.expand_dims(bias, -2)
+  return jnp.sum(jnp.sin(y), (1, 2)) / x.shape[1]
+
+
+def _both(params, x, kernel):
+  def one(params, x):
+    return _losses(params, x[None], kernel)[0]
+
+  batched = jax.jit(lora.per_example_gradients(_losses))(params, x, kernel)
+  return batched, jax.jit(jax.vmap(jax.grad(one), (None, 0)))(params, x)
+
+
+def _data(size, tokens, dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(1))
+  x = jax.random.normal(keys[0], (size, tokens, ROWS), dtype)
+  return x, jax.random.normal(keys[1], (ROWS, INNER), dtype)
+
+
+@pytest.mark.parametrize(('size', 'tokens'), [(4, 3), (1, 5), (6, 1)])
+def test_equals_vmap(size, tokens, x64):
+  batched, mapped = _both(
+    _params(jnp.float64), *_data(size, tokens, jnp.float64)
+  )
+  for one, other in zip(*map(jax.tree.leaves, (batched, mapped)), strict=True):
+    assert one.shape == other.shape
+    np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
+def test_flat_tokens_and_no_tokens_axis(x64):
+  params = _params(jnp.float64)['first']
+  x, _ = _data(4, 3, jnp.float64)
+
+  def gradients(shape):
+    def losses(copies, x):
+      y = lora.per_example_product(x.reshape(shape), **copies)
+      return jnp.sum(y.reshape(4, -1) ** 3, 1)
+
+    return lora.per_example_gradients(losses)(params, x)
+
+  want = gradients((4, 3, ROWS))
+  for shape in ((12, ROWS), (4, 1, 3, ROWS)):
+    jax.tree.map(np.testing.assert_array_equal, gradients(shape), want)
+  one = lora.per_example_product(x[:, 0], **params)
+  np.testing.assert_allclose(
+    one, x[:, 0] @ params['lora_a'] @ params['lora_b'], rtol=1e-12
+  )
+
+
+def test_no_examples():
+  grads = lora.per_example_gradients(_losses)(_params(), *_data(0, 3))
+  for grad, leaf in zip(*map(jax.tree.leaves, (grads, _params())), strict=True):
+    assert grad.shape == (0, *leaf.shape)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_what_is_not_finite_stays_with_its_example(value):
+  params, (x, kernel) = _params(), _data(4, 3)
+  clean = lora.per_example_gradients(_losses)(params, x, kernel)
+  spoiled = lora.per_example_gradients(_losses)(
+    params, x.at[1, 0, 0].set(value), kernel
+  )
+  assert not np.isfinite(spoiled['first']['lora_a'][1]).all()
+  others = np.array([0, 2, 3])
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(a[others], b[others]),
+    spoiled, clean,
+  )  # fmt: skip
+
+
+def test_the_diagnostic_tells_whether_examples_are_alone():
+  params, (x, kernel) = _params(), _data(4, 3)
+
+  def centred(params, x, kernel):
+    return _losses(params, x - x.mean(0), kernel)
+
+  for losses, want in ((_losses, False), (centred, True)):
+    gradients = jax.jit(lora.per_example_gradients(losses))
+    found = diagnostics.depends_on_other_examples(
+      lambda p, x, gradients=gradients: gradients(p, x, kernel), params, x
+    )
+    assert found is want
+
+
+def test_bfloat16_tokens_are_summed_in_float32():
+  size, tokens = 2, 512
+  x = jnp.ones((size, tokens, 1), jnp.bfloat16)
+  params = {'lora_a': jnp.ones((1, 1)), 'lora_b': jnp.ones((1, 1))}
+
+  def losses(params, x):
+    y = lora.per_example_product(x, **params)
+    return jnp.sum(y.astype(jnp.float32), (1, 2))
+
+  grads = lora.per_example_gradients(losses)(params, x)
+  # In bfloat16 a sum of ones stops at 256.
+  np.testing.assert_array_equal(grads['lora_a'].ravel(), tokens)
+  np.testing.assert_array_equal(grads['lora_b'].ravel(), tokens)
+
+
+def test_goes_through_the_chain_of_prism():
+  params, (x, kernel) = _params(), _data(4, 3)
+  tx = prism_optax.prism(
+    0.1, l2_clip_norm=0.5, noise_multiplier=0.5, expected_batch_size=4,
+    prng_key=0,
+  )  # fmt: skip
+  state = tx.init(params)
+  one, other = (
+    tx.update(grads, state, params)[0] for grads in _both(params, x, kernel)
+  )
+  # The same noise; the sums of the gradients differ by roundings.
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one, other
+  )
+
+
+def test_no_copy_is_written():
+  """XLA reads the one copy: the result alone is of the size of copies."""
+  size, width, rank = 64, 512, 16
+  params = {
+    'lora_a': jnp.ones((width, rank)),
+    'lora_b': jnp.ones((rank, width)),
+  }
+  x = jnp.ones((size, 1, width))
+
+  def losses(params, x):
+    return jnp.sum(lora.per_example_product(x, **params) ** 2, (1, 2))
+
+  gradients = jax.jit(lora.per_example_gradients(losses))
+  memory = gradients.lower(params, x).compile().memory_analysis()
+  copies = size * 2 * width * rank * x.dtype.itemsize
+  assert memory.output_size_in_bytes >= copies
+  # A few arrays of the size of x, which has a sixteenth of a factor's.
+  assert memory.temp_size_in_bytes < copies / 4
+
+
+@pytest.mark.parametrize(
+  ('a', 'b', 'x'),
+  [
+    ((4, 7, 2), (2, 6), (4, 3, 7)),
+    ((4, 7, 2), (3, 2, 6), (4, 3, 7)),
+    ((4, 7, 2), (4, 2, 6), (5, 3, 7)),
+    ((4, 7, 2), (4, 2, 6), (7,)),
+    ((0, 7, 2), (0, 2, 6), (5, 3, 7)),
+    ((7,), (2, 6), (4, 3, 7)),
+  ],
+)
+def test_factors_that_do_not_fit_are_refused(a, b, x):
+  with pytest.raises(ValueError, match=r'a copy of both.*lora_a\.shape'):
+    lora.per_example_product(jnp.ones(x), jnp.ones(a), jnp.ones(b))
+
+
+def test_losses_of_another_shape_are_refused():
+  def mean(params, x, kernel):
+    return jnp.mean(_losses(params, x, kernel))
+
+  with pytest.raises(ValueError, match=r'losses of shape \(4,\).*got \(\)'):
+    lora.per_example_gradients(mean)(_params(), *_data(4, 3))
