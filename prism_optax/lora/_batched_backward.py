@@ -42,7 +42,11 @@ def per_example_gradients(
     arrays (B, ...), and what else ``losses`` takes (frozen weights). It returns
     leaves ``(B, *shape)``, which :func:`prism_optax.prism` and
     :func:`prism_optax.intrinsic_clip` take. They are not private: no clip and
-    no noise yet. It raises ``ValueError`` if ``losses`` has another shape.
+    no noise yet.
+
+  Raises:
+    ValueError: When the function is called, if what ``losses`` returns has
+      another shape than (B,).
 
   Example:
     >>> import jax

@@ -21,9 +21,6 @@ finite derivatives everywhere.
 
 from prism_optax.orthogonalization._bias import subtract_bias as subtract_bias
 from prism_optax.orthogonalization._newton_schulz import (
-  NORMALIZATIONS as NORMALIZATIONS,
-)
-from prism_optax.orthogonalization._newton_schulz import (
   at_least_float32 as at_least_float32,
 )
 from prism_optax.orthogonalization._newton_schulz import (
