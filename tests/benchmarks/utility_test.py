@@ -18,7 +18,7 @@ from benchmarks import (
   private_runs,
   small_decoder,
   utility,
-  utility_report,
+  utility_tables,
 )
 from prism_optax import lora
 
@@ -179,7 +179,7 @@ def test_differences_are_tested_at_their_level():
     own = rng.normal(scale=0.5, size=(2, 1, rows))  # Of a method on a row.
     drawn = base + of_seed + own + rng.normal(size=(2, seeds, rows))
     drawn[0] += shift
-    return utility_report.paired(list(drawn[0]), list(drawn[1]))['p']
+    return utility_tables.paired(list(drawn[0]), list(drawn[1]))['p']
 
   wrong = np.mean([p_value(0.0) < 0.05 for _ in range(trials)])
   # Deviation of a share of 400: 1.1 points.
@@ -188,11 +188,11 @@ def test_differences_are_tested_at_their_level():
 
 
 def test_rates_are_compared_with_the_best_one():
-  row = utility_report.Row(
+  row = utility_tables.Row(
     'prism', 0.1, {}, {0.03: 0.7, 0.1: 0.8, 0.3: 0.75},
     untuned={0.3: 0.76, 0.03: 0.805, 0.1: 0.8, 1.0: 0.1},
   )  # fmt: skip
-  *_, line = utility_report.rates_table([row])
+  *_, line = utility_tables.rates_table([row])
   assert line == '| prism | 0.1 | +0.50 | -4.00 |'
 
 
