@@ -73,11 +73,11 @@ methods nearest to each other got ten, the others fewer.
 Differences are tested on the same rows and seeds, with the variance of both.
 
 The other tasks are cut likewise (a fifth for the test, a tenth for the tuning,
-where that is less). clinc150: the domain of a command, 16 tokens. banking77: one of
-77 intents. gsm8k and mawps: the next token of a question and its worked answer, 64
-byte pairs, by a decoder of two layers of width 128 that was trained for {public}
-steps on SST-2, clinc150 and banking77 as public text; accuracy is the share of
-tokens.
+where that is less). clinc150: the domain of a command, 16 tokens. banking77:
+one of 77 intents. gsm8k and mawps: the next token of a question and its worked
+answer, 64 byte pairs, by a decoder of two layers of width 128 that was trained
+for {public} steps on SST-2, clinc150 and banking77 as public text; accuracy is
+the share of tokens.
 
 Versions: {versions}; {device}, one thread a run.
 """
