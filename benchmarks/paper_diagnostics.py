@@ -296,7 +296,7 @@ def plot(one, two, three, path):
     axes[1, 2].plot(SIGMAS, out / raw, '-o', color=COLOURS[method],
                     label=method)  # fmt: skip
   axes[0, 2].set(
-    xscale='log', yscale='log', xlabel='noise multiplier',
+    xscale='log', ylim=(0, None), xlabel='noise multiplier',
     ylabel='preconditioned noise in Z', title='III: adaptive steps and noise',
   )  # fmt: skip
   axes[1, 2].set(
