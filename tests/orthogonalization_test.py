@@ -198,6 +198,13 @@ def test_a_stack_may_hold_matrices_of_any_sizes():
     np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize('shape', [(0, 3), (3, 0), (2, 0, 3), (0, 3, 4)])
+@pytest.mark.parametrize('normalize', ['max1', 'frobenius', 'none'])
+def test_nothing_stays_nothing(shape, normalize):
+  out = orthogonalization.orthogonalize(jnp.ones(shape), normalize=normalize)
+  assert out.shape == shape
+
+
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
 def test_not_finite_in_not_finite_out(bad):
   """Never a wrong number that looks right."""

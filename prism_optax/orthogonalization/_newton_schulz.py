@@ -99,7 +99,7 @@ def frobenius_norm(*blocks: jax.Array) -> jax.Array:
   largest = jnp.zeros((), blocks[0].dtype)
   for x in blocks:
     largest = jnp.maximum(
-      largest, jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+      largest, jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     )
   # An infinite scale would turn infinity into NaN here instead of there.
   scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
@@ -195,6 +195,7 @@ def orthogonalize(
                            singular values grow by ``slope_at_zero(degree)`` a
                            step at most
   lost rank                zero singular values stay zero
+  no rows or no columns    as it was
   NaN or Inf in an entry   this matrix is not finite, others are as they were
   more rows than columns   as its transpose
   =======================  ====================================================
