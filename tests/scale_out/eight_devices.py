@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import prism_optax
-from prism_optax import noise_addition
+from prism_optax import lora, noise_addition
 from tests.scale_out import training
 
 AUTO = jax.sharding.AxisType.Auto
@@ -60,6 +60,30 @@ def planted():
   batch = jax.device_put(training.make_batch(0)[:2], rows)
   hlo = gathering.lower(training.make_params(), *batch).compile().as_text()
   report(kind='planted', collectives=training.collectives(hlo))
+
+
+def one_backward_pass():
+  """Gradients of all examples of a sharded batch."""
+  rows = NamedSharding(MESH, PartitionSpec('data'))
+
+  def losses(params, x):
+    for i in range(training.MODULES):
+      x = x + jnp.tanh(lora.per_example_product(x, **params[f'm{i}']))
+    return jnp.mean((x + params['head']) ** 2, -1)
+
+  params, x = training.make_params(), training.make_batch(0)[0]
+  gradients = lora.per_example_gradients(losses)
+  expected = jax.tree.map(np.asarray, jax.jit(gradients)(params, x))
+  sharded = jax.jit(gradients, out_shardings=rows)
+  args = jax.device_put(params, NamedSharding(MESH, PartitionSpec()))
+  args = args, jax.device_put(x, rows)
+  found = jax.tree.map(np.asarray, sharded(*args))
+  hlo = sharded.lower(*args).compile().as_text()
+  report(
+    kind='one backward pass',
+    collectives=training.collectives(hlo),
+    difference=training.worst_difference(found, expected),
+  )
 
 
 def manual(expected):
@@ -158,4 +182,5 @@ def noise():
 if __name__ == '__main__':
   manual(layouts())
   planted()
+  one_backward_pass()
   noise()

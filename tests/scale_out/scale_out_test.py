@@ -92,6 +92,9 @@ def test_no_per_example_gradient_is_moved_or_copied(reports):
       assert found == [['all-reduce', trainable]] * len(found), row['name']
     # An eighth of the examples each: the rest of the memory is small here.
     assert row['temporary'] < row['temporary_alone'] / 3, row['name']
+  (row,) = reports['one backward pass']
+  assert row['collectives'] == []
+  assert row['difference'] < 1e-6
   # A program that does gather them is seen by the same reading of it.
   ((planted),) = reports['planted']
   assert max(size for _, size in planted['collectives']) > trainable
