@@ -130,20 +130,17 @@ def amplification(name: str, sigma: float, given, seed: int = 0) -> dict:
 def plot(found, path):
   figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.5))
   for name, values in found.items():
-    style = {'color': utility_plots.colour(name), 'label': name}
-    if style['color'] == '#999999':
-      style['ls'] = {'lamb': '--', 'lora-rite': ':'}.get(name, '-.')
-    left.plot(SIGMAS, [x['out'] for x in values], 'o', ms=3, **style)
-    right.plot(SIGMAS, [x['out'] / x['in'] for x in values], 'o', ms=3, **style)
+    style = {'color': utility_plots.colour(name), 'label': name, 'ms': 3}
+    left.plot(SIGMAS, [x['out'] for x in values], 'o-', **style)
+    right.plot(SIGMAS, [x['out'] / x['in'] for x in values], 'o-', **style)
   left.set(ylabel='preconditioned noise in Z\nover the learning rate')
   right.set(ylabel='amplification of the noise')
   for ax in (left, right):
     ax.set(xscale='log', yscale='log', xlabel='noise multiplier')
     ax.grid(alpha=0.3)
-    for line in ax.lines:
-      if line.get_linestyle() == 'None':
-        line.set_linestyle('-')
-  right.legend(frameon=False, fontsize=7)
+  right.legend(
+    frameon=False, fontsize=8, loc='upper left', bbox_to_anchor=(1, 1)
+  )
   figure.tight_layout()
   figure.savefig(path, dpi=100)
 

@@ -17,6 +17,11 @@ COLOURS = {
   'lora+': '#E69F00',
   'ffa': '#CC79A7',
   'linear probe': '#000000',
+  'prism, correlated noise': '#66A61E',
+  'lamb': '#7F3C8D',
+  'lora-rite': '#A6761D',
+  'dp-adambc': '#666666',
+  'dp-muon': '#B2182B',
 }
 
 
