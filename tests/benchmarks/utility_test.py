@@ -237,6 +237,36 @@ def test_a_decoder_learns_what_it_is_trained_on(method):
   assert losses[1] < losses[0] - 0.3
 
 
+def test_best_rates_are_tried_elsewhere(tmp_path):
+  """Three rates, with and without a change, where the runs are there."""
+  results, runs = utility.Results(tmp_path), {}
+  best = dataclasses.replace(utility.BASE, rate=3e-2)
+  for i, rate in enumerate((1e-2, 3e-2, 1e-1)):
+    run = dataclasses.replace(best, rate=rate, seed=utility.TUNING_SEED)
+    results.put(run, {'tuning accuracy': 1 - abs(i - 1)})
+    runs[dataclasses.replace(best, rate=rate)] = {'test accuracy': 0.1 * i}
+  other = utility.changed(best, {'rank': 4, 'rungs': 1})
+  assert (other.rate, other.rank) == (1e-1, 4)
+  runs[other] = {'test accuracy': 0.7}
+  table = utility_tables.transfer_table(runs, results)
+  assert '| `as tuned` | 0.000 / 0.100 / 0.200 | - | - |' in table
+  assert '| `rank=4` | - / - / 0.700 | - | - |' in table
+  found = utility_tables.varied(
+    {best: {'test accuracy': 0.5},
+     dataclasses.replace(best, rank=4): {'test accuracy': 0.75}},
+    'nuisances', results,
+  )  # fmt: skip
+  assert found == {'prism': {'rank=4': 0.25}}
+
+
+def test_the_public_rows_decide_on_no_rate(tmp_path):
+  results = utility.Results(tmp_path)
+  template = dataclasses.replace(utility.BASE, public_test=True)
+  missing, _ = utility.tune(results, template)
+  assert missing
+  assert not any(run.public_test for run in missing)
+
+
 def test_runs_differ_by_name_wherever_they_differ():
   base = utility.BASE
   changed = [
@@ -244,6 +274,7 @@ def test_runs_differ_by_name_wherever_they_differ():
     dataclasses.replace(base, epsilon=None),
     dataclasses.replace(base, options=(('b1', 0.5),)),
     dataclasses.replace(base, gauge=2.0),
+    dataclasses.replace(base, public_test=True),
   ]
-  assert len({run.name for run in (base, *changed)}) == 5
+  assert len({run.name for run in (base, *changed)}) == 6
   assert dataclasses.replace(base).name == base.name
