@@ -151,11 +151,15 @@ def main():
     if not changes:
       absent.append(part)
       continue
+    if part == 'nuisances':
+      beside = {row.method: row.beside for row in found.get('core-3', [])}
+      changes = {name: x | beside.get(name, {}) for name, x in changes.items()}
     utility_plots.changes(changes, out / f'utility_{part}.png')
     text += [
       f'## {title}\n',
       'Points of accuracy gained or lost at epsilon 3, at the learning rate'
-      ' that is best without the change (no new tuning).\n',
+      ' that is best without the change (no new tuning), means over the seeds'
+      ' that were run (one to three).\n',
       f'{len(utility.missing_runs(results, part))} runs of this part lack.\n',
       *utility_tables.varied_table(changes), '',
       f'![{title}](utility_{part}.png)', '',
