@@ -287,11 +287,12 @@ def _prism_correlated() -> Method:
 
   def make(rate, release, params, layout):
     del params
-    coefficients = strategy(release.steps, release.epoch)
-    matrix = toeplitz.inverse_as_streaming_matrix(coefficients)
-    per_step = prism_optax.correlated_noise_stddev(
-      matrix, release.stddev, release.steps
-    )
+    with jax.ensure_compile_time_eval():  # Constants, also inside of a step.
+      coefficients = strategy(release.steps, release.epoch)
+      matrix = toeplitz.inverse_as_streaming_matrix(coefficients)
+      per_step = prism_optax.correlated_noise_stddev(
+        matrix, release.stddev, release.steps
+      )
     return optax.chain(
       prism_optax.correlated_tangent_privatizer(
         lambda key: noise_addition.matrix_factorization_privatizer(

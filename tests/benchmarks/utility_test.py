@@ -216,6 +216,27 @@ def test_tuning_ends_with_a_neighbour_on_both_sides(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('method', ['prism, correlated noise', 'dp-muon'])
+def test_other_noise_and_other_parameters_make_a_private_step(method):
+  """Through the very program of a run."""
+  rng = np.random.default_rng(0)
+  rows = rng.integers(3, 40, (64, 5)).astype(np.int32)
+  frozen = small_decoder.initial(jax.random.key(0))
+  given = private_runs.Problem(
+    (rows,), (rows[:8],), (rows[:8],), frozen, small_decoder.row_losses, 0
+  )
+  run = private_runs.Run(
+    method, 0.03, 3.0, 0, task='maths', length=4, rows=64, batch=32, steps=2,
+    **utility.STARTS.get(method, {}),
+  )  # fmt: skip
+  (params, *_), *_ = private_runs.train(run, given, 1.0)
+  before, _ = private_runs.start(run, given)
+  moved = jax.tree.map(lambda x, y: np.max(np.abs(x - y)), before, params)
+  assert np.isfinite(jax.tree.leaves(moved)).all()
+  assert max(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('method', ['prism', 'dp-adamw'])
 def test_a_decoder_learns_what_it_is_trained_on(method):
   """The way of a run through the decoder, on a few made-up rows."""
