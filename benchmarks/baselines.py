@@ -362,6 +362,7 @@ METHODS = {
   'ffa': _on_factors(ffa, coordinates=_without_a),
   'lamb': _on_factors(lambda rate, _: optax.lamb(rate)),
   'lora-rite': _on_factors(lora_rite),
+  'lora-rite, spectral start': _on_factors(lora_rite),
   'dp-adambc': _on_factors(adam_bc),
   'dp-muon': _dp_muon(),
   'linear probe': _on_factors(

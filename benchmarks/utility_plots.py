@@ -20,6 +20,7 @@ COLOURS = {
   'prism, correlated noise': '#66A61E',
   'lamb': '#7F3C8D',
   'lora-rite': '#A6761D',
+  'lora-rite, spectral start': '#D8B365',
   'dp-adambc': '#666666',
   'dp-muon': '#B2182B',
 }
