@@ -82,10 +82,10 @@ def prism(
   ==========================  =================================================
 
   The defaults were set by experiments on digits and on text
-  (``benchmarks/hyper_parameters.py``, ``benchmarks/utility.py``): a first moment
-  without bias correction and a little decay are worth points of accuracy and
-  forgive a wrong rate; floor_factor, debias, b2 and the kind of retraction made
-  no difference, and a clip norm of ten times the usual one cost four points.
+  (``benchmarks/hyper_parameters.py``, ``benchmarks/utility.py``): a first
+  moment without bias correction and a little decay are worth points of accuracy
+  and forgive a wrong rate; floor_factor, debias, b2 and the kind of retraction
+  made no difference; ten times the usual clip norm cost four points.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
