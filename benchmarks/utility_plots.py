@@ -66,7 +66,10 @@ def epsilons(parts: list[list], path: pathlib.Path) -> None:
   place = {None: 2.5 * largest}
   for method, row in found.items():
     epsilons = sorted(row, key=lambda e: place.get(e, e))
-    error = [row[e].std(ddof=1) / len(row[e]) ** 0.5 for e in epsilons]
+    error = [
+      row[e].std(ddof=1) / len(row[e]) ** 0.5 if len(row[e]) > 1 else 0.0
+      for e in epsilons
+    ]
     ax.errorbar(
       [place.get(e, e) for e in epsilons],
       [100 * row[e].mean() for e in epsilons],

@@ -173,6 +173,15 @@ def main():
     ' lack.\n',
     *utility_tables.transfer_table(runs, results), '',
   ]  # fmt: skip
+  text += [
+    '## A third of the rate that was chosen\n',
+    'One seed chose the rates. Here are the two nearest methods at a third of'
+    f' theirs. {len(utility.missing_runs(results, "lower-rate"))} runs of this'
+    ' part lack.\n',
+    *utility_tables.table(
+      utility_tables.at_other_rates(runs, 'lower-rate', results)
+    ), '',
+  ]  # fmt: skip
   if absent:
     names = ', '.join(f'`{part}`' for part in absent)
     text += [f'Not run yet: {names}.', '']

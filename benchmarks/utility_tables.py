@@ -202,6 +202,23 @@ def varied(runs: dict[Run, dict], part: str, results) -> dict[str, dict]:
   return out
 
 
+def at_other_rates(runs: dict[Run, dict], part: str, results) -> list[Row]:
+  """The methods of a part that changes the rate, as if that had been chosen."""
+  methods, changes, seeds = utility.VARIED[part]
+  out = []
+  for method, best in at_best_rate(results, methods).items():
+    for change in changes:
+      other = utility.changed(best, change)
+      final = {
+        seed: runs[run]
+        for seed in seeds
+        if (run := dataclasses.replace(other, seed=seed)) in runs
+      }
+      if final:
+        out.append(Row(method, other.rate, final, {other.rate: 0.0}, {}))
+  return out
+
+
 def varied_table(found: dict[str, dict]) -> list[str]:
   """Points gained or lost by each change, and the spread over all of them."""
   changes = list(dict.fromkeys(c for row in found.values() for c in row))
