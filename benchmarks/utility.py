@@ -107,6 +107,13 @@ class Results:
     partial.replace(self.path(run))
 
 
+def tuning_run(template: Run, rate: float) -> Run:
+  """What decides on the rate of a run: never the public rows."""
+  return dataclasses.replace(
+    template, rate=rate, seed=TUNING_SEED, public_test=False
+  )
+
+
 def tune(results: Results, template: Run) -> tuple[list[Run], float | None]:
   """Runs that are still needed to choose a rate; the rate once there are none.
 
@@ -114,12 +121,7 @@ def tune(results: Results, template: Run) -> tuple[list[Run], float | None]:
   """
   rates = list(RATES[template.method])
   while True:
-    runs = {
-      rate: dataclasses.replace(
-        template, rate=rate, seed=TUNING_SEED, public_test=False
-      )
-      for rate in rates
-    }
+    runs = {rate: tuning_run(template, rate) for rate in rates}
     found = {rate: results.get(run) for rate, run in runs.items()}
     missing = [run for rate, run in runs.items() if found[rate] is None]
     if missing:

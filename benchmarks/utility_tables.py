@@ -108,8 +108,7 @@ def rows_of(runs: dict[Run, dict], part: str, results) -> list[Row]:
     tried = {
       run.rate: result
       for run, result in runs.items()
-      if run
-      == dataclasses.replace(template, rate=run.rate, seed=utility.TUNING_SEED)
+      if run == utility.tuning_run(template, run.rate)
     }
     tuning, untuned = (
       {each: result[f'{kind} accuracy'] for each, result in tried.items()}
