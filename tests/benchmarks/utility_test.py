@@ -270,8 +270,8 @@ def test_best_rates_are_tried_elsewhere(tmp_path):
   assert (other.rate, other.rank) == (1e-1, 4)
   runs[other] = {'test accuracy': 0.7}
   table = utility_tables.transfer_table(runs, results)
-  assert '| `as tuned` | 0.000 / 0.100 / 0.200 | - | - |' in table
-  assert '| `rank=4` | - / - / 0.700 | - | - |' in table
+  assert '| `as tuned` | 0.000 / 0.100 / 0.200 | - |' in table
+  assert '| `rank=4` | - / - / 0.700 | - |' in table
   found = utility_tables.varied(
     {best: {'test accuracy': 0.5},
      dataclasses.replace(best, rank=4): {'test accuracy': 0.75}},
