@@ -153,14 +153,24 @@ def clip_weights(
   return jnp.where(counts, bound / jnp.maximum(norms, bound), 0), counts
 
 
+@jax.jit  # Outside of jit a choice of platforms is compiled at every call.
 def weighted_sum(
   x: jax.Array, weights: jax.Array, counts: jax.Array
 ) -> jax.Array:
   """``sum_i weights[i] x[i]`` over axis 0, without the examples left out.
 
-  A product and a sum that XLA reads through once; where an example counts for
-  nothing so does its product, for zero times infinity is no number.
+  Where an example counts for nothing its entries are zero first, for zero times
+  infinity is no number. Elsewhere than on CPU that, the product and the sum are
+  one loop. XLA's CPU runtime would write the products down, and sum them up
+  with several threads in many times the time of one: there it is a product of
+  matrices.
   """
   shape = -1, *(1,) * (x.ndim - 1)
-  weighted = x * weights.astype(x.dtype).reshape(shape)
-  return jnp.sum(jnp.where(counts.reshape(shape), weighted, 0), 0)
+  weights = weights.astype(x.dtype)
+  counted = jnp.where(counts.reshape(shape), x, 0)
+  return jax.lax.platform_dependent(
+    counted,
+    weights,
+    cpu=lambda x, w: jnp.tensordot(w, x, 1, precision='highest'),
+    default=lambda x, w: jnp.sum(x * w.reshape(shape), 0),
+  )

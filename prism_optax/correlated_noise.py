@@ -254,7 +254,7 @@ def correlated_tangent_privatizer_part(
     )
     noisy = adapters.coordinates(tree)
     pairs = lora.map_pairs(
-      lambda frame, x, w: fixed_rank.project(frame, from_fixed(x, w)),
+      lambda frame, x, w: fixed_rank.projection(frame, from_fixed(x, w)),
       frames,
       noisy.pairs,
       turn,

@@ -163,7 +163,7 @@ def tangent_privatizer_part(
       next_key, key = jax.random.split(state.prng_key)
       noisy = _normal.add_normal(key, blocks, stddev)
       state = TangentPrivatizerState(next_key)
-    pairs = lora.map_pairs(fixed_rank.project, point.frames, noisy.pairs)
+    pairs = lora.map_pairs(fixed_rank.projection, point.frames, noisy.pairs)
     return Blocks(pairs, noisy.others), state
 
   return lora.Part('tangent_privatizer', init, update)

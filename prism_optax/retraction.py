@@ -89,4 +89,4 @@ def retract_part(method: str, align: bool = False) -> lora.Part:
   def write(adapters, blocks, params):
     return adapters.steps(blocks.pairs, params, blocks.others)
 
-  return lora.Part('retract', lora.stateless, update, write=write)
+  return lora.Part('retract', lora.stateless, update, write=write, lazy=True)

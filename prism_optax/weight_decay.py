@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from prism_optax import _validate, lora
+from prism_optax import _validate, fixed_rank, lora
 from prism_optax._linalg import matmul
 from prism_optax.lora import Blocks
 
@@ -61,12 +61,15 @@ def add_decayed_factors_part(weight_decay: Any) -> lora.Part:
   def decayed(frame, tangent):
     # R C_L^T with R = Q_R C_R.
     core = matmul(frame.right_core, frame.left_core.mT)
-    z = matmul(frame.right, weight_decay * core)
-    return tangent._replace(right=tangent.right + z)
+    x = fixed_rank.combination(frame, tangent)
+    shift = x.shift.right
+    z = weight_decay * core
+    z = z if shift is None else shift + z
+    return x._replace(shift=x.shift._replace(right=z))
 
   def update(blocks, state, point, **extra_args):
     del extra_args
     pairs = lora.map_pairs(decayed, point.frames, blocks.pairs)
     return Blocks(pairs, blocks.others), state
 
-  return lora.Part('add_decayed_factors', lora.stateless, update)
+  return lora.Part('add_decayed_factors', lora.stateless, update, lazy=True)

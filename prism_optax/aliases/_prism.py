@@ -203,7 +203,7 @@ def prism(
   if not (isinstance(weight_decay, int | float) and weight_decay == 0):
     parts.append(decay.add_decayed_factors_part(weight_decay))
   parts += [
-    lora.part_from_optax(
+    lora.scaling_part(
       'scale_by_learning_rate', optax.scale_by_learning_rate(learning_rate)
     ),
     # The published optimizer turns the new factors towards the old ones.

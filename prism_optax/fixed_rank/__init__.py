@@ -21,6 +21,13 @@ arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.
 Frames are not differentiated (``stop_gradient``).
 """
 
+from prism_optax.fixed_rank._combinations import Combination as Combination
+from prism_optax.fixed_rank._combinations import Products as Products
+from prism_optax.fixed_rank._combinations import RankMatrices as RankMatrices
+from prism_optax.fixed_rank._combinations import combination as combination
+from prism_optax.fixed_rank._combinations import multiply_out as multiply_out
+from prism_optax.fixed_rank._combinations import products as products
+from prism_optax.fixed_rank._combinations import projection as projection
 from prism_optax.fixed_rank._points import Factors as Factors
 from prism_optax.fixed_rank._points import Frame as Frame
 from prism_optax.fixed_rank._points import frame as frame
@@ -37,8 +44,7 @@ from prism_optax.fixed_rank._tangents import (
 from prism_optax.fixed_rank._tangents import (
   tangent_from_steps as tangent_from_steps,
 )
-from prism_optax.fixed_rank._transport import Anchored as Anchored
-from prism_optax.fixed_rank._transport import anchor as anchor
+from prism_optax.fixed_rank._transport import Carried as Carried
 from prism_optax.fixed_rank._transport import carry as carry
 from prism_optax.fixed_rank._transport import transport as transport
 from prism_optax.fixed_rank._truncation import truncate as truncate

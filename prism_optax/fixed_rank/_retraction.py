@@ -8,13 +8,20 @@ import jax.numpy as jnp
 
 from prism_optax import _linalg, _validate
 from prism_optax._linalg import gram, matmul
+from prism_optax.fixed_rank._combinations import (
+  Combination,
+  RankMatrices,
+  combination,
+  multiply_out,
+  products,
+)
 from prism_optax.fixed_rank._points import Factors, Frame
 from prism_optax.fixed_rank._tangents import Tangent, check_fits, remove
 
 
 def retract(
   frame: Frame,
-  tangent: Tangent,
+  tangent: Tangent | Combination,
   *,
   method: str = 'svd',
   align: bool = False,
@@ -65,8 +72,15 @@ def retract(
      [0. 0.]]
   """
   _validate.one_of('method', method, ('svd', 'second_order'))
-  check_fits(frame, 'tangent', tangent)
-  return Factors(*_method(method, bool(align))(*frame, *tangent))
+  columns, weights, shift = combination(frame, tangent)
+  check_fits(frame, 'tangent', columns)
+  shift = [
+    jnp.zeros_like(w) if s is None else s
+    for w, s in zip(weights, shift, strict=True)
+  ]
+  return Factors(
+    *_method(method, bool(align))(*frame, *columns, *weights, *shift)
+  )
 
 
 @functools.cache
@@ -76,9 +90,17 @@ def _method(method: str, align: bool) -> Callable:
   if method == 'second_order':
     fn = functools.partial(_second_order, align=align, fallback=by_svd)
   sides = len(Frame._fields)
-  return _linalg.flat_batch(
-    lambda *arrays: fn(Frame(*arrays[:sides]), Tangent(*arrays[sides:]))
-  )
+
+  def call(*arrays):
+    left, right, *coefficients = arrays[sides:]
+    x = Combination(
+      Tangent(left, right),
+      RankMatrices(*coefficients[:2]),
+      RankMatrices(*coefficients[2:]),
+    )
+    return fn(Frame(*arrays[:sides]), x)
+
+  return _linalg.flat_batch(call)
 
 
 # Largest sum of squares of the inverse of a Cholesky factor, its columns of
@@ -94,29 +116,32 @@ def _by_svd(frame, tangent, *, align):
   as noise and what is preconditioned against it are, their Cholesky factors
   give bases ``X' W`` that are never formed; else Householder QR.
   """
-  q_left, q_right, (x_left, x_right) = frame.left, frame.right, tangent
+  along, squares = products(frame, tangent)
   # D = Q_L^T T Q_R, since X_R = X_R' + Q_R D^T.
-  best = functools.partial(_best, frame, gram(x_right, q_right), align=align)
-  sides = ((q_left, x_left), (q_right, x_right))
-  along = [gram(q, x) for q, x in sides]
-  (r_left, w_left, fine_left), (r_right, w_right, fine_right) = (
-    _cholesky(a, gram(x, x)) for a, (_, x) in zip(along, sides, strict=True)
+  best = functools.partial(_best, frame, along.right.mT, align=align)
+  (r_left, w_left, fine_left), (r_right, w_right, fine_right) = map(
+    _cholesky, along, squares
   )
 
   def by_cholesky():
     u, v = best(r_left, r_right)
 
-    def factor(q, x, a, w, coefficients):
+    def factor(q, columns, weights, shift, a, w, coefficients):
       inside, outside = jnp.split(coefficients, 2, axis=-2)
+      # Y = X - Q a, and X itself is a combination of columns and of Q.
       outside = matmul(w, outside)
-      return matmul(q, inside - matmul(a, outside)) + matmul(x, outside)
+      inside = inside + matmul(shift - a, outside)
+      return matmul(q, inside) + matmul(columns, matmul(weights, outside))
 
-    return (
-      factor(*sides[0], along[0], w_left, u),
-      factor(*sides[1], along[1], w_right, v),
+    sides = zip(
+      frame[:2], *tangent, along, (w_left, w_right), (u, v), strict=True
     )
+    return tuple(factor(*side) for side in sides)
 
   def by_householder():
+    q_left, q_right = frame[:2]
+    x_left, x_right = multiply_out(frame, tangent)
+    sides = ((q_left, x_left), (q_right, x_right))
     (y_left, r_left), (y_right, r_right) = (
       _linalg.qr(remove(q, x)) for q, x in sides
     )
@@ -229,7 +254,7 @@ def _keep_one_side(u, v, lost, left_mask, right_mask):
 def _second_order(frame, tangent, *, align, fallback):
   """``Z_U S^-1 Z_V^T`` of Vandereycken (2013), or ``fallback``."""
   q_left, q_right, c_left, c_right, i_left, i_right, *masks = frame
-  x_left, x_right = tangent
+  x_left, x_right = multiply_out(frame, tangent)
   inverse = matmul(i_right.mT, i_left)  # S^-1 for S = C_L C_R^T.
   norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (x_left, x_right)]
   ranks = [jnp.trace(mask, axis1=-2, axis2=-1) for mask in masks]

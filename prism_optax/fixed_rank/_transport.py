@@ -3,60 +3,36 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from prism_optax._linalg import gram, matmul
+from prism_optax.fixed_rank._combinations import RankMatrices
 from prism_optax.fixed_rank._points import Factors, Frame
 from prism_optax.fixed_rank._tangents import Tangent, check_fits
 
 
-class Anchored(NamedTuple):
-  """A tangent vector side by side with the bases that it is written in.
+class Carried(NamedTuple):
+  """A tangent vector of another point, projected here and not multiplied out.
 
-  What is kept from one point to the next, in arrays that one product each
-  reads through.
+  ``X_L' = X_L @ weights + Q_L @ old - Q_L' @ core``, and the same on the right
+  without the core.
 
   Attributes:
-    left: ``[X_L, Q_L]`` (..., m, 2r).
-    right: ``[X_R, Q_R]`` (..., n, 2r).
+    weights: Of the columns of the coordinates there.
+    old: Of the bases there.
+    core: ``Q_L'^T T Q_R'``, (..., r, r).
+    overlaps: ``Q_L^T Q_L'`` and ``Q_R^T Q_R'`` of the old bases with the new.
   """
 
-  left: jax.Array
-  right: jax.Array
-
-
-def anchor(frame: Frame | Factors, tangent: Tangent) -> Anchored:
-  """Joins a tangent vector and the bases of its frame.
-
-  Args:
-    frame: Frame of the factors, or its two bases as ``Factors``.
-    tangent: Coordinates (..., m, r) and (..., n, r).
-
-  Returns:
-    ``[X_L, Q_L]`` and ``[X_R, Q_R]``, for :func:`carry`.
-
-  Raises:
-    ValueError: If m, n or r are not the frame's.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> bases = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
-    >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.ones((2, 1)))
-    >>> fixed_rank.anchor(bases, x).right.tolist()
-    [[1.0, 1.0], [1.0, 0.0]]
-  """
-  check_fits(frame, 'tangent', tangent)
-  return Anchored(
-    jnp.concatenate([tangent.left, frame[0]], -1),
-    jnp.concatenate([tangent.right, frame[1]], -1),
-  )
+  weights: RankMatrices
+  old: RankMatrices
+  core: jax.Array
+  overlaps: RankMatrices
 
 
 def carry(
-  anchored: Anchored, frame: Frame | Factors
-) -> tuple[Tangent, tuple[jax.Array, jax.Array]]:
-  """Projects a tangent vector from another point on the tangent space here.
+  old_frame: Frame | Factors, new_frame: Frame | Factors, tangent: Tangent
+) -> Carried:
+  """:func:`prism_optax.fixed_rank.transport`, not multiplied out.
 
   With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
   Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only: the
@@ -64,34 +40,39 @@ def carry(
   carries moments from step to step is ours.
 
   Args:
-    anchored: From :func:`anchor` at the old point.
-    frame: Frame at the new point, or its two bases as ``Factors``.
+    old_frame: Frame, or bases, that ``tangent`` is written in.
+    new_frame: Frame, or bases, at the other point.
+    tangent: Coordinates (..., m, r) and (..., n, r).
 
   Returns:
-    The tangent vector, of no larger norm, and the overlaps ``Q_L^T Q_L'`` and
-    ``Q_R^T Q_R'`` of the old bases with the new ones, (..., r, r).
+    Coefficients (..., r, r).
+
+  Raises:
+    ValueError: If m, n or r are not the frames'.
 
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
     >>> bases = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
     >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.ones((2, 1)))
-    >>> new, overlaps = fixed_rank.carry(
-    ...   fixed_rank.anchor(bases, x), fixed_rank.Factors(bases[0], -bases[1]))
-    >>> new.right.ravel().tolist(), overlaps[1].tolist()  # T itself stays.
-    ([1.0, 1.0], [[-1.0]])
+    >>> here = fixed_rank.Factors(bases[0], -bases[1])
+    >>> fixed_rank.carry(bases, here, x).overlaps.right.tolist()
+    [[-1.0]]
   """
-  inside_left, turn_left = jnp.split(gram(anchored.left, frame[0]), 2, -2)
-  inside_right, turn_right = jnp.split(gram(anchored.right, frame[1]), 2, -2)
-  # Q_L'^T T Q_R': what is to be removed, without another tall product.
-  core = gram(inside_left, turn_right) + gram(turn_left, inside_right)
-  left = jnp.concatenate([turn_right, inside_right], -2)
-  right = jnp.concatenate([turn_left, inside_left], -2)
-  tangent = Tangent(
-    matmul(anchored.left, left) - matmul(frame[0], core),
-    matmul(anchored.right, right),
+  check_fits(new_frame, 'tangent', tangent)
+  inside = RankMatrices(
+    gram(tangent.left, new_frame[0]), gram(tangent.right, new_frame[1])
   )
-  return tangent, (turn_left, turn_right)
+  overlaps = RankMatrices(
+    gram(old_frame[0], new_frame[0]), gram(old_frame[1], new_frame[1])
+  )
+  core = gram(inside.left, overlaps.right) + gram(overlaps.left, inside.right)
+  return Carried(
+    RankMatrices(overlaps.right, overlaps.left),
+    RankMatrices(inside.right, inside.left),
+    core,
+    overlaps,
+  )
 
 
 def transport(
@@ -122,5 +103,10 @@ def transport(
     >>> fixed_rank.transport(old, new, x).right.ravel().tolist()
     [3.0, 4.0]
   """
-  check_fits(new_frame, 'tangent', tangent)
-  return carry(anchor(old_frame, tangent), new_frame)[0]
+  weights, old, core, _ = carry(old_frame, new_frame, tangent)
+  return Tangent(
+    matmul(tangent.left, weights.left)
+    + matmul(old_frame[0], old.left)
+    - matmul(new_frame[0], core),
+    matmul(tangent.right, weights.right) + matmul(old_frame[1], old.right),
+  )

@@ -18,6 +18,7 @@ from prism_optax.lora._batched_backward import (
 from prism_optax.lora._blocks import Blocks as Blocks
 from prism_optax.lora._blocks import ModuleArrays as ModuleArrays
 from prism_optax.lora._blocks import map_pairs as map_pairs
+from prism_optax.lora._blocks import multiply_out as multiply_out
 from prism_optax.lora._blocks import to_coordinates as to_coordinates
 from prism_optax.lora._canonicalize import canonicalize as canonicalize
 from prism_optax.lora._gradient_norms import (
@@ -42,6 +43,7 @@ from prism_optax.lora._parts import Part as Part
 from prism_optax.lora._parts import Point as Point
 from prism_optax.lora._parts import chain_parts as chain_parts
 from prism_optax.lora._parts import part_from_optax as part_from_optax
+from prism_optax.lora._parts import scaling_part as scaling_part
 from prism_optax.lora._parts import stateless as stateless
 from prism_optax.lora._peft import PeftAdapter as PeftAdapter
 from prism_optax.lora._peft import from_peft as from_peft

@@ -62,6 +62,39 @@ def map_pairs(fn, *blocks: Sequence[Any]) -> tuple[Any, ...]:
   return tuple(fn(*args) for args in zip(*blocks, strict=True))
 
 
+def multiply_out(frames: Sequence[Frame], blocks: Blocks) -> Blocks:
+  """Blocks with every ``fixed_rank.Combination`` multiplied out.
+
+  Args:
+    frames: From :meth:`Adapters.frames`.
+    blocks: Pairs of any kind; those of another kind stay as they are.
+
+  Returns:
+    The blocks.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank, lora
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> adapters = lora.Adapters(params)
+    >>> frames, x = adapters.frames(params), adapters.coordinates(params)
+    >>> lazy = lora.map_pairs(fixed_rank.projection, frames, x.pairs)
+    >>> out = lora.multiply_out(frames, lora.Blocks(lazy, ()))
+    >>> out.pairs[0].left.ravel().tolist()
+    [0.0, 0.0]
+  """
+  pairs = map_pairs(
+    lambda frame, x: (
+      fixed_rank.multiply_out(frame, x)
+      if isinstance(x, fixed_rank.Combination)
+      else x
+    ),
+    frames,
+    blocks.pairs,
+  )
+  return Blocks(pairs, blocks.others)
+
+
 def to_coordinates(frames: Sequence[Frame], gradients: Blocks) -> Blocks:
   """Gradients of the factors in tangent coordinates; other leaves as they are.
 

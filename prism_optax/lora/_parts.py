@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import optax
 
 from prism_optax import _validate
-from prism_optax.fixed_rank import Frame
+from prism_optax.fixed_rank import Combination, Frame
 from prism_optax.lora._adapters import Adapters
-from prism_optax.lora._blocks import Blocks
+from prism_optax.lora._blocks import Blocks, multiply_out
 
 
 class Point(NamedTuple):
@@ -48,6 +48,8 @@ class Part(NamedTuple):
     update: ``update(blocks, state, point, **extra_args) -> (blocks, state)``.
     read: How a tree of updates becomes blocks where the part comes first.
     write: How blocks become a tree of updates where the part comes last.
+    lazy: Whether ``update`` takes every ``fixed_rank.Combination`` as it is;
+      other parts get it multiplied out. All may return some.
   """
 
   name: str
@@ -55,6 +57,7 @@ class Part(NamedTuple):
   update: Callable[..., tuple[Blocks, Any]]
   read: Callable[[Adapters, Any, Any], Blocks] = _read_coordinates
   write: Callable[[Adapters, Blocks, Any], Any] = _write_coordinates
+  lazy: bool = False
 
 
 def stateless(adapters: Adapters, params: Any) -> optax.EmptyState:
@@ -104,6 +107,40 @@ def part_from_optax(name: str, tx: optax.GradientTransformation) -> Part:
   return Part(name, init, update)
 
 
+def scaling_part(name: str, tx: optax.GradientTransformation) -> Part:
+  """A transformation that multiplies by numbers of its own, on blocks.
+
+  Args:
+    name: For error messages.
+    tx: Of optax: a learning rate or a schedule. What it multiplies by must not
+      depend on what comes in, for it sees coefficients of it.
+
+  Returns:
+    The part.
+
+  Example:
+    >>> import optax
+    >>> from prism_optax import lora
+    >>> lora.scaling_part('scale', optax.scale(2.0)).lazy
+    True
+  """
+
+  def init(adapters, params):
+    return tx.init(adapters.coordinates(params))
+
+  def update(blocks, state, point, **extra_args):
+    del point, extra_args
+    linear = [x[1:] if isinstance(x, Combination) else x for x in blocks.pairs]
+    scaled, state = tx.update(Blocks(tuple(linear), blocks.others), state)
+    pairs = tuple(
+      Combination(x[0], *new) if isinstance(x, Combination) else new
+      for x, new in zip(blocks.pairs, scaled.pairs, strict=True)
+    )
+    return Blocks(pairs, scaled.others), state
+
+  return Part(name, init, update, lazy=True)
+
+
 def chain_parts(
   *parts: Part, layout: Any = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -143,11 +180,13 @@ def chain_parts(
     point = Point(adapters, params, adapters.frames(params))
     blocks = parts[0].read(adapters, updates, params)
     states = []
-    for part, old in zip(
-      parts, state if len(parts) > 1 else (state,), strict=True
-    ):
+    old_states = state if len(parts) > 1 else (state,)
+    next_is_lazy = *(part.lazy for part in parts[1:]), False
+    for part, old, lazy in zip(parts, old_states, next_is_lazy, strict=True):
       blocks, new = part.update(blocks, old, point, **extra_args)
       states.append(new)
+      if not lazy:
+        blocks = multiply_out(point.frames, blocks)
     updates = parts[-1].write(adapters, blocks, params)
     return updates, tuple(states) if len(parts) > 1 else states[0]
 

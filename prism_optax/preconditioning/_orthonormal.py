@@ -14,6 +14,7 @@ floored. (PRISM, arXiv:2606.00944, Eq. 24-27, works on the factors of a lift;
 there the core's share and the noise depend on the gauge.)
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,32 +22,28 @@ import jax.numpy as jnp
 
 from prism_optax import _linalg, fixed_rank
 from prism_optax._linalg import gram, matmul
-from prism_optax.fixed_rank import Anchored, Frame, Tangent
-
-
-class RankMatrices(NamedTuple):
-  """Symmetric r x r matrices of a stack of k modules.
-
-  Attributes:
-    left: (k, r, r), acts on the columns of ``X_L`` (the index of ``Q_R``).
-    right: (k, r, r), acts on the columns of ``X_R`` (the index of ``Q_L``).
-  """
-
-  left: jax.Array
-  right: jax.Array
+from prism_optax.fixed_rank import (
+  Combination,
+  Factors,
+  Frame,
+  RankMatrices,
+  Tangent,
+)
 
 
 class Moments(NamedTuple):
   """What one stack of modules remembers.
 
   Attributes:
-    mu: First moment, and the bases that all is written in: ``[mu_L, Q_L]``
-      (k, m, 2r) and ``[mu_R, Q_R]`` (k, n, 2r).
-    nu: Second moments V.
+    mu: First moment, (k, m, r) and (k, n, r).
+    bases: ``Q_L`` (k, m, r) and ``Q_R`` (k, n, r), that all is written in.
+    nu: Second moments V: (k, r, r) on the columns of ``X_L`` (the index of
+      ``Q_R``), and on those of ``X_R`` (the index of ``Q_L``).
     noise: The noise covariance that ``nu`` has seen, with the same decay.
   """
 
-  mu: Anchored
+  mu: Tangent
+  bases: Factors
   nu: RankMatrices
   noise: RankMatrices
 
@@ -57,12 +54,13 @@ def init_moments(tangent: Tangent) -> Moments:
   Each in an array of its own: a state may be donated, and no buffer twice.
   """
 
-  zeros = jax.tree.map(jnp.zeros_like, tangent)
+  def zeros():
+    return jax.tree.map(jnp.zeros_like, tangent)
 
   def squares():
-    return RankMatrices(*(gram(x, x) for x in zeros))
+    return RankMatrices(*(gram(x, x) for x in zeros()))
 
-  return Moments(fixed_rank.anchor(zeros, zeros), squares(), squares())
+  return Moments(zeros(), Factors(*zeros()), squares(), squares())
 
 
 def on_both_sides(fn, left: jax.Array, right: jax.Array):
@@ -71,16 +69,31 @@ def on_both_sides(fn, left: jax.Array, right: jax.Array):
   return jnp.split(both, 2)
 
 
-def move(moments: Moments, frame: Frame) -> tuple[Tangent, Moments]:
-  """Writes the moments in a new frame (vector transport).
+class _Side(NamedTuple):
+  """A sum of products of tall arrays with r x r matrices.
+
+  Attributes:
+    arrays: (k, m, r) each.
+    weights: (k, r, r) each.
+  """
+
+  arrays: tuple[jax.Array, ...]
+  weights: tuple[jax.Array, ...]
+
+
+def _carried(
+  moments: Moments, frame: Frame
+) -> tuple[tuple[_Side, _Side], RankMatrices, RankMatrices]:
+  """The moments written in a new frame (vector transport).
 
   The first moment is projected on the new tangent space. Second moments turn
   by the polar factors of the overlaps: the overlaps themselves are
   contractions and would shrink V a little at every step.
   """
-  mu, (overlap_left, overlap_right) = fixed_rank.carry(moments.mu, frame)
+  mu, bases, nu, noise = moments
+  weights, old, core, overlaps = fixed_rank.carry(bases, frame, mu)
   turn_left, turn_right = on_both_sides(
-    _linalg.polar, overlap_right, overlap_left
+    _linalg.polar, overlaps.right, overlaps.left
   )
 
   def turned(x: RankMatrices) -> RankMatrices:
@@ -89,24 +102,54 @@ def move(moments: Moments, frame: Frame) -> tuple[Tangent, Moments]:
       gram(turn_right, matmul(x.right, turn_right)),
     )
 
-  return mu, Moments(
-    moments.mu,
-    turned(moments.nu),
-    turned(moments.noise),
+  left = _Side(
+    (mu.left, bases.left, frame.left), (weights.left, old.left, -core)
+  )
+  right = _Side((mu.right, bases.right), (weights.right, old.right))
+  return (left, right), turned(nu), turned(noise)
+
+
+def _as_read(
+  moments: Moments, frame: Frame
+) -> tuple[tuple[_Side, _Side], RankMatrices, RankMatrices]:
+  """The old coordinates read in a new frame, without transport."""
+  return (
+    _sides(frame, fixed_rank.projection(frame, moments.mu)),
+    moments.nu,
+    moments.noise,
   )
 
 
-def stay(moments: Moments, frame: Frame) -> tuple[Tangent, Moments]:
-  """Reads the old coordinates in the new frame, without transport."""
-  rank = frame.left.shape[-1]
-  mu = Tangent(*(x[..., :rank] for x in moments.mu))
-  return fixed_rank.project(frame, mu), moments
+def _sides(frame: Frame, x: Combination) -> tuple[_Side, _Side]:
+  def side(q, columns, weights, shift):
+    if shift is None:
+      return _Side((columns,), (weights,))
+    return _Side((columns, q), (weights, shift))
+
+  columns, weights, shift = x
+  return (
+    side(frame.left, columns.left, weights.left, shift.left),
+    side(frame.right, columns.right, weights.right, shift.right),
+  )
+
+
+def _average(decay, old: _Side, new: _Side) -> jax.Array:
+  """``decay * old + (1 - decay) * new``, multiplied out."""
+  coefficients: dict[int, Any] = {}
+  for rate, side in ((decay, old), (1 - decay, new)):
+    for array, weight in zip(*side, strict=True):
+      # The frame is in both, and multiplied once.
+      _, sum_so_far = coefficients.get(id(array), (array, 0))
+      coefficients[id(array)] = array, sum_so_far + rate * weight
+  return functools.reduce(
+    jnp.add, (matmul(array, weight) for array, weight in coefficients.values())
+  )
 
 
 def accumulate(
   moments: Moments,
   frame: Frame,
-  tangent: Tangent,
+  tangent: Tangent | Combination,
   b1,
   b2,
   variance,
@@ -117,30 +160,29 @@ def accumulate(
   Args:
     moments: As they were left by the last step.
     frame: The current frame.
-    tangent: Noisy mean gradient, coordinates.
+    tangent: Noisy mean gradient.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
     variance: s^2, the noise variance per coordinate in ``tangent``.
     transport: Whether the moments are written in the current frame first.
   """
-  mu, moments = (move if transport else stay)(moments, frame)
-  core = gram(tangent.right, frame.right)
-  m, n = tangent.left.shape[-2], tangent.right.shape[-2]
+  sides, nu, noise = (_carried if transport else _as_read)(moments, frame)
+  x = fixed_rank.combination(frame, tangent)
+  along, squares = fixed_rank.products(frame, x)
+  m, n = x.columns.left.shape[-2], x.columns.right.shape[-2]
   seen = RankMatrices(
-    (gram(tangent.left, tangent.left) + gram(core, core)) / m,
+    (squares.left + matmul(along.right, along.right.mT)) / m,  # D^T D
     # X_R = X_R' + Q_R D^T holds the core already.
-    gram(tangent.right, tangent.right) / n,
+    squares.right / n,
   )
   known = RankMatrices(variance * frame.right_mask, variance * frame.left_mask)
 
-  def average(decay, old: Any, new: Any) -> Any:
-    return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
+  def average(old: RankMatrices, new: RankMatrices) -> RankMatrices:
+    return jax.tree.map(lambda x, y: b2 * x + (1 - b2) * y, old, new)
 
-  return Moments(
-    fixed_rank.anchor(frame, average(b1, mu, tangent)),
-    average(b2, moments.nu, seen),
-    average(b2, moments.noise, known),
-  )
+  mu = Tangent(*map(functools.partial(_average, b1), sides, _sides(frame, x)))
+  bases = Factors(frame.left, frame.right)
+  return Moments(mu, bases, average(nu, seen), average(noise, known))
 
 
 def direction(
@@ -153,8 +195,8 @@ def direction(
   floor_factor,
   debias: bool,
   max_condition_number,
-) -> Tangent:
-  """The preconditioned first moment, in tangent coordinates.
+) -> Combination:
+  """The preconditioned first moment.
 
   Args:
     moments: After :func:`accumulate`.
@@ -191,16 +233,11 @@ def direction(
     nu.right,
   )
   p_left, p_right = p_left / mu_correction, p_right / mu_correction
-  core = gram(moments.mu.right, frame.right)[..., : frame.right.shape[-1], :]
+  # In this order, as the retraction asks for it: one product for both.
+  core = gram(frame.right, moments.mu.right).mT
   new_core = (matmul(p_right, core) + matmul(core, p_left)) / 2
   # X_R is X_R' + Q_R D^T: what p_right makes of the core is replaced.
   change = new_core - matmul(p_right, core)
-  return Tangent(
-    matmul(moments.mu.left, _stacked(p_left, jnp.zeros_like(p_left))),
-    matmul(moments.mu.right, _stacked(p_right, change.mT)),
+  return Combination(
+    moments.mu, RankMatrices(p_left, p_right), RankMatrices(None, change.mT)
   )
-
-
-def _stacked(upper: jax.Array, lower: jax.Array) -> jax.Array:
-  """Coefficients of an anchored side: of the coordinates and of the basis."""
-  return jnp.concatenate([upper, lower], -2)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _validate, lora
+from prism_optax import _validate, fixed_rank, lora
 from prism_optax.lora import Blocks
 from prism_optax.preconditioning import _elementwise, _factor, _orthonormal
 
@@ -237,11 +237,12 @@ def rank_preconditioner_part(
       }
 
     def step(moments, frame, tangent):
-      dtype = tangent.left.dtype
+      dtype = frame.left.dtype
       options = {**common(dtype), 'max_condition_number': max_condition_number}
       if basis == 'factor':
+        explicit = fixed_rank.multiply_out(frame, tangent)
         return _factor.step(
-          moments, frame, tangent, b1=b1, b2=b2,
+          moments, frame, explicit, b1=b1, b2=b2,
           variance=variance.astype(dtype), floor_mode=floor_mode, **options,
         )  # fmt: skip
       moments = _orthonormal.accumulate(
@@ -260,6 +261,7 @@ def rank_preconditioner_part(
     others = lora.map_pairs(step_elementwise, state.others, blocks.others)
     out = Blocks(tuple(d for _, d in pairs), tuple(d for _, d in others))
     if max_update_norm is not None:
+      out = lora.multiply_out(point.frames, out)
       norm = optax.tree.norm(out)
       shrink = jnp.minimum(1, max_update_norm / jnp.maximum(norm, 1e-30))
       out = jax.tree.map(lambda x: x * shrink.astype(x.dtype), out)
@@ -268,4 +270,4 @@ def rank_preconditioner_part(
     )
     return out, state
 
-  return lora.Part('scale_by_rank_preconditioner', init, update)
+  return lora.Part('scale_by_rank_preconditioner', init, update, lazy=True)
