@@ -174,3 +174,19 @@ def weighted_sum(
     cpu=lambda x, w: jnp.tensordot(w, x, 1, precision='highest'),
     default=lambda x, w: jnp.sum(x * w.reshape(shape), 0),
   )
+
+
+def weighted_sums(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
+  """:func:`weighted_sum` of every leaf, one after the other.
+
+  In turn, so that what is written on the way to a sum takes the memory of one
+  leaf and not that of all.
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+  sums = []
+  for x in leaves:
+    if sums:
+      first = sums[-1][(0,) * sums[-1].ndim]
+      counts = counts & (first == first)
+    sums.append(weighted_sum(x, weights, counts))
+  return jax.tree.unflatten(treedef, sums)

@@ -171,9 +171,7 @@ def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
     def weighted_sums(squared, arrays):
       weights, counts = _per_example.clip_weights(squared, is_padding_example)
       weights = weights / normalize_by
-      return jax.tree.map(
-        lambda x: _per_example.weighted_sum(x, weights, counts), arrays
-      )
+      return _per_example.weighted_sums(arrays, weights, counts)
 
     def in_place():
       groups, others = adapters.in_place(grads, 1, what)
