@@ -11,6 +11,7 @@ standard deviations instead of 5.4.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,28 +53,46 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
   return positions
 
 
-def _from_words(first: jax.Array, second: jax.Array) -> jax.Array:
-  """A standard normal in float32 from two words of 32 random bits."""
-  # In (0, 1]: the smallest value is 2^-33, so the logarithm is finite.
-  uniform = (first.astype(jnp.float32) + 0.5) * np.float32(2**-32)
-  radius = jnp.sqrt(-2 * jnp.log(uniform))
-  # A quarter of the circle, and an angle of at most 45 degrees around its
-  # middle, where short Taylor series are exact to rounding.
-  quarter = second >> jnp.uint32(30)
-  fraction = (second & jnp.uint32(2**30 - 1)).astype(jnp.float32)
-  angle = (fraction * np.float32(2**-30) - 0.5) * np.float32(math.pi / 2)
-  square = angle * angle
+def _polynomial(fn: Callable, degree: int, low: float, high: float):
+  """Interpolates on an interval; for arrays in float32, by Horner's rule."""
+  domain = [low, high]
+  fit = np.polynomial.Chebyshev.interpolate(fn, degree, domain)
+  *lower, leading = np.float32(fit.convert(kind=np.polynomial.Polynomial).coef)
 
-  def series(*terms):  # Of 1/k!, with alternating signs, by Horner's rule.
-    total = jnp.float32(0)
-    for i, k in reversed(list(enumerate(terms))):
-      total = total * square + np.float32((-1) ** i / math.factorial(k))
+  def evaluate(x):
+    total = jnp.full_like(x, leading)
+    for coefficient in reversed(lower):
+      total = total * x + coefficient
     return total
 
-  cosine = series(0, 2, 4, 6, 8, 10)
-  sine = angle * series(1, 3, 5, 7, 9)
-  turned = jnp.where((quarter & 1) == 1, sine, cosine)
-  return radius * jnp.where(quarter >= 2, -turned, turned)
+  return evaluate
+
+
+# XLA's own logarithm, sine and cosine are for all arguments, at twice the time.
+_SQRT_HALF = np.float32(0.5**0.5)
+_log1p_ratio = _polynomial(
+  lambda f: np.log1p(f) / f, 8, 0.5**0.5 - 1, 2**0.5 - 1
+)
+_sine_ratio = _polynomial(
+  lambda square: np.sinc(np.sqrt(square) / np.pi), 5, 0.0, (np.pi / 2) ** 2
+)
+
+
+def _from_words(first: jax.Array, second: jax.Array) -> jax.Array:
+  """A standard normal in float32 from two words of 32 random bits."""
+  # first + 1/2 = 2^power (1 + f), 1 + f between the roots of 1/2 and of 2: so
+  # nothing cancels where the radius is small. The smallest is 2^-1.
+  bits = jax.lax.bitcast_convert_type(
+    first.astype(jnp.float32) + 0.5, jnp.int32
+  )
+  power = (bits - _SQRT_HALF.view(np.int32)) >> 23
+  f = jax.lax.bitcast_convert_type(bits - (power << 23), jnp.float32) - 1
+  log = (power - 32).astype(jnp.float32) * np.float32(math.log(2))
+  log = log + f * _log1p_ratio(f)
+  # The sine of an angle has the same law on half the circle as on all of it.
+  half_turns = jax.lax.bitcast_convert_type(second, jnp.int32)
+  angle = half_turns.astype(jnp.float32) * np.float32(math.pi * 2**-32)
+  return jnp.sqrt(-2 * log) * (angle * _sine_ratio(angle * angle))
 
 
 def _from_long_words(words: list[jax.Array]) -> jax.Array:

@@ -55,7 +55,7 @@ def test_law(dtype):
 
 
 def test_extreme_words_give_finite_numbers_far_out():
-  words = jnp.array([0, 1, 2**29, 2**31, 2**32 - 1], jnp.uint32)
+  words = jnp.array([0, 1, 2**29, 2**31 - 1, 2**31, 2**32 - 1], jnp.uint32)
   z = _normal._from_words(*jnp.meshgrid(words, words))
   assert jnp.isfinite(z).all()
   np.testing.assert_allclose(
@@ -64,18 +64,27 @@ def test_extreme_words_give_finite_numbers_far_out():
 
 
 def test_angles_are_exact_to_rounding():
-  """Against float64, for words all around the circle."""
+  """Against float64, for words all around the half circle."""
   second = jnp.arange(0, 2**32, 2**32 // 5000, dtype=jnp.uint32)
-  first = jnp.full_like(second, 12345)
-  z = np.float64(_normal._from_words(first, second))
+  z = np.float64(_normal._from_words(jnp.full_like(second, 12345), second))
   radius = np.sqrt(-2 * np.log((12345 + 0.5) * 2.0**-32))
-  words = np.asarray(second).astype(np.int64)
-  quarter, rest = words >> 30, words % 2**30
-  angle = (rest * 2.0**-30 - 0.5) * np.pi / 2
-  # cos, sin, -cos, -sin: symmetric, so as good as a turn.
-  exact = np.where(quarter % 2, np.sin(angle), np.cos(angle))
-  exact *= np.where(quarter >= 2, -1, 1) * radius
-  np.testing.assert_allclose(z, exact, atol=5e-7 * radius)
+  angle = np.asarray(second).view(np.int32) * np.pi * 2.0**-32
+  assert angle.min() < -1.57
+  assert angle.max() > 1.57
+  np.testing.assert_allclose(z, radius * np.sin(angle), atol=5e-7 * radius)
+
+
+def test_radii_are_exact_to_rounding():
+  """Against float64, for all sizes of words, and relatively for small radii."""
+  words = [np.arange(2000), 2**32 - 1 - np.arange(200_000)]
+  words += [np.geomspace(1, 2**32 - 1, 5000), np.arange(0, 2**32, 2**20)]
+  first = jnp.asarray(np.concatenate(words).astype(np.uint32))
+  # The angle of an int32 of 2^31 - 1, whose sine is one.
+  z = _normal._from_words(first, jnp.full_like(first, 2**31 - 1))
+  # Words beyond 2^24 are rounded to 24 bits first.
+  uniform = np.float64(np.asarray(first).astype(np.float32) + np.float32(0.5))
+  exact = np.sqrt(-2 * np.log(uniform * 2.0**-32))
+  np.testing.assert_allclose(np.float64(z), exact, rtol=5e-7)
 
 
 def test_entries_and_leaves_are_independent():
