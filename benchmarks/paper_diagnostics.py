@@ -212,13 +212,14 @@ def noise_through(method, params, state, stddev, key):
     correction = 1 - 0.95 ** int(precondition.count)
     out = [
       _orthonormal.direction(
-        moments._replace(mu=fixed_rank.anchor(frame, y)), frame,
+        moments._replace(mu=y), y.right.mT @ frame.right, frame,
         mu_correction=1.0, nu_correction=correction, eps=1e-8,
         floor_factor=1.0, debias=False,
         max_condition_number=1e4,
       )
       for moments, frame, y in zip(precondition.pairs, frames, x, strict=True)
     ]  # fmt: skip
+    out = lora.map_pairs(fixed_rank.multiply_out, frames, out)
     return total(x), total(out)
   adam = state[1]
   correction = 1 - 0.95 ** int(adam.count)

@@ -30,14 +30,17 @@ class RankMatrices(NamedTuple):
 class Combination(NamedTuple):
   """The coordinates ``columns @ weights + Q @ shift``, on either side.
 
+  None stands for zero, and no product is spent on it.
+
   Attributes:
     columns: Any arrays (..., m, r) and (..., n, r).
-    weights: Coefficients of their columns.
-    shift: Coefficients of the columns of the frame; None on a side where they
-      are zero, so that no product is spent on them.
+    inside: ``Q_L^T columns.left`` and ``Q_R^T columns.right``; or None.
+    weights: Coefficients of the columns.
+    shift: Coefficients of the columns of the frame; or None.
   """
 
   columns: Tangent
+  inside: RankMatrices
   weights: RankMatrices
   shift: RankMatrices
 
@@ -52,6 +55,10 @@ class Products(NamedTuple):
 
   along: RankMatrices
   squares: RankMatrices
+
+
+def _inside(frame: Frame, x: Tangent) -> RankMatrices:
+  return RankMatrices(gram(frame.left, x.left), gram(frame.right, x.right))
 
 
 def combination(frame: Frame, tangent: Tangent | Combination) -> Combination:
@@ -82,7 +89,12 @@ def combination(frame: Frame, tangent: Tangent | Combination) -> Combination:
   eye = jnp.broadcast_to(
     jnp.eye(rank, dtype=frame.left.dtype), frame.left_mask.shape
   )
-  return Combination(tangent, RankMatrices(eye, eye), RankMatrices(None, None))
+  return Combination(
+    tangent,
+    _inside(frame, tangent),
+    RankMatrices(eye, eye),
+    RankMatrices(None, None),
+  )
 
 
 def projection(frame: Frame, tangent: Tangent) -> Combination:
@@ -109,9 +121,9 @@ def projection(frame: Frame, tangent: Tangent) -> Combination:
   check_fits(frame, 'tangent', tangent)
   # What a rank-deficient factor does not show is masked on the other side.
   weights = RankMatrices(frame.right_mask, frame.left_mask)
-  inside = gram(frame.left, tangent.left)
-  shift = RankMatrices(-matmul(inside, weights.left), None)
-  return Combination(tangent, weights, shift)
+  inside = _inside(frame, tangent)
+  shift = RankMatrices(-matmul(inside.left, weights.left), None)
+  return Combination(tangent, inside, weights, shift)
 
 
 def multiply_out(frame: Frame, tangent: Tangent | Combination) -> Tangent:
@@ -140,7 +152,7 @@ def multiply_out(frame: Frame, tangent: Tangent | Combination) -> Tangent:
     out = matmul(columns, weights)
     return out if shift is None else out + matmul(q, shift)
 
-  columns, weights, shift = tangent
+  columns, _, weights, shift = tangent
   return Tangent(
     one_side(frame.left, columns.left, weights.left, shift.left),
     one_side(frame.right, columns.right, weights.right, shift.right),
@@ -168,21 +180,20 @@ def products(frame: Frame, tangent: Tangent | Combination) -> Products:
     (2.0, 0.0, 1.0)
   """
 
-  def one_side(q, mask, columns, weights, shift):
-    inside, total = gram(q, columns), gram(columns, columns)
-    along = matmul(inside, weights)
-    squares = gram(weights, matmul(total, weights))
+  def one_side(mask, columns, inside, weights, shift):
+    squares = gram(weights, matmul(gram(columns, columns), weights))
+    along = jnp.zeros_like(squares)
+    if inside is not None:
+      along = matmul(inside, weights)
     if shift is not None:  # (Y W + Q S)^T (Y W + Q S)
       mixed = gram(along, shift)
       along = along + matmul(mask, shift)
       squares = squares + mixed + gram(shift, along)
     return along, squares
 
-  columns, weights, shift = combination(frame, tangent)
+  masks = (frame.left_mask, frame.right_mask)
   sides = [
-    one_side(q, mask, x, w, s)
-    for q, mask, x, w, s in zip(
-      frame[:2], frame[-2:], columns, weights, shift, strict=True
-    )
+    one_side(*side)
+    for side in zip(masks, *combination(frame, tangent), strict=True)
   ]
   return Products(*(RankMatrices(*pair) for pair in zip(*sides, strict=True)))

@@ -10,6 +10,7 @@ from prism_optax import _linalg, _validate
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._combinations import (
   Combination,
+  Products,
   RankMatrices,
   combination,
   multiply_out,
@@ -72,15 +73,22 @@ def retract(
      [0. 0.]]
   """
   _validate.one_of('method', method, ('svd', 'second_order'))
-  columns, weights, shift = combination(frame, tangent)
-  check_fits(frame, 'tangent', columns)
+  x = combination(frame, tangent)
+  check_fits(frame, 'tangent', x.columns)
+  inner = products(frame, x)
   shift = [
     jnp.zeros_like(w) if s is None else s
-    for w, s in zip(weights, shift, strict=True)
+    for w, s in zip(x.weights, x.shift, strict=True)
   ]
-  return Factors(
-    *_method(method, bool(align))(*frame, *columns, *weights, *shift)
+  arrays = (
+    *frame,
+    *x.columns,
+    *x.weights,
+    *shift,
+    *inner.along,
+    *inner.squares,
   )
+  return Factors(*_method(method, bool(align))(*arrays))
 
 
 @functools.cache
@@ -92,13 +100,13 @@ def _method(method: str, align: bool) -> Callable:
   sides = len(Frame._fields)
 
   def call(*arrays):
-    left, right, *coefficients = arrays[sides:]
-    x = Combination(
-      Tangent(left, right),
-      RankMatrices(*coefficients[:2]),
-      RankMatrices(*coefficients[2:]),
+    left, right, *matrices = arrays[sides:]
+    weights, shift, along, squares = (
+      RankMatrices(*matrices[i : i + 2]) for i in range(0, 8, 2)
     )
-    return fn(Frame(*arrays[:sides]), x)
+    nothing = RankMatrices(None, None)  # Q^T X is in `along`.
+    x = Combination(Tangent(left, right), nothing, weights, shift)
+    return fn(Frame(*arrays[:sides]), x, Products(along, squares))
 
   return _linalg.flat_batch(call)
 
@@ -109,14 +117,14 @@ def _method(method: str, align: bool) -> Callable:
 _LARGEST_INVERSE = 32
 
 
-def _by_svd(frame, tangent, *, align):
+def _by_svd(frame, tangent, inner, *, align):
   """Best rank-r approximation of Z + T, for (b, ., .) arrays.
 
   The outer blocks of T need orthonormal bases. Where they are well conditioned,
   as noise and what is preconditioned against it are, their Cholesky factors
   give bases ``X' W`` that are never formed; else Householder QR.
   """
-  along, squares = products(frame, tangent)
+  along, squares = inner
   # D = Q_L^T T Q_R, since X_R = X_R' + Q_R D^T.
   best = functools.partial(_best, frame, along.right.mT, align=align)
   (r_left, w_left, fine_left), (r_right, w_right, fine_right) = map(
@@ -126,20 +134,16 @@ def _by_svd(frame, tangent, *, align):
   def by_cholesky():
     u, v = best(r_left, r_right)
 
-    def factor(q, columns, weights, shift, a, w, coefficients):
-      inside, outside = jnp.split(coefficients, 2, axis=-2)
-      # Y = X - Q a, and X itself is a combination of columns and of Q.
-      outside = matmul(w, outside)
-      inside = inside + matmul(shift - a, outside)
-      return matmul(q, inside) + matmul(columns, matmul(weights, outside))
+    def coefficients(rows, w):
+      inside, outside = jnp.split(rows, 2, axis=-2)
+      return inside, matmul(w, outside)
 
-    sides = zip(
-      frame[:2], *tangent, along, (w_left, w_right), (u, v), strict=True
+    return _factors(
+      frame, tangent, along, coefficients(u, w_left), coefficients(v, w_right)
     )
-    return tuple(factor(*side) for side in sides)
 
   def by_householder():
-    q_left, q_right = frame[:2]
+    q_left, q_right = frame.left, frame.right
     x_left, x_right = multiply_out(frame, tangent)
     sides = ((q_left, x_left), (q_right, x_right))
     (y_left, r_left), (y_right, r_right) = (
@@ -159,6 +163,27 @@ def _by_svd(frame, tangent, *, align):
     )
 
   return jax.lax.cond(fine_left & fine_right, by_cholesky, by_householder)
+
+
+def _factors(frame, tangent, along, left, right):
+  """``Q inside + (I - P) X outside`` on either side."""
+
+  def side(q, columns, weights, shift, a, coefficients):
+    inside, outside = coefficients
+    # (I - P) X = X - Q a, and X itself is a combination of columns and of Q.
+    inside = inside + matmul(shift - a, outside)
+    return matmul(q, inside) + matmul(columns, matmul(weights, outside))
+
+  x = tangent
+  return (
+    side(
+      frame.left, x.columns.left, x.weights.left, x.shift.left, along.left, left
+    ),
+    side(
+      frame.right, x.columns.right, x.weights.right, x.shift.right, along.right,
+      right,
+    ),
+  )  # fmt: skip
 
 
 def _cholesky(along, total):
@@ -251,32 +276,36 @@ def _keep_one_side(u, v, lost, left_mask, right_mask):
   )
 
 
-def _second_order(frame, tangent, *, align, fallback):
+def _second_order(frame, tangent, inner, *, align, fallback):
   """``Z_U S^-1 Z_V^T`` of Vandereycken (2013), or ``fallback``."""
   q_left, q_right, c_left, c_right, i_left, i_right, *masks = frame
-  x_left, x_right = multiply_out(frame, tangent)
   inverse = matmul(i_right.mT, i_left)  # S^-1 for S = C_L C_R^T.
-  norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (x_left, x_right)]
+  energies = [jnp.trace(x, axis1=-2, axis2=-1) for x in inner.squares]
   ranks = [jnp.trace(mask, axis1=-2, axis2=-1) for mask in masks]
-  full = jnp.minimum(*ranks) > x_left.shape[-1] - 0.5
-  size = jnp.linalg.norm(inverse, axis=(-2, -1)) * jnp.hypot(*norms)
+  full = jnp.minimum(*ranks) > inverse.shape[-1] - 0.5
+  norm = jnp.sqrt(jnp.maximum(sum(energies), 0))
+  size = jnp.linalg.norm(inverse, axis=(-2, -1)) * norm
 
   def expand(*_):
-    s, core = matmul(c_left, c_right.mT), gram(x_right, q_right)  # S, D
+    s, core = matmul(c_left, c_right.mT), inner.along.right.mT  # S, D
     across = matmul(inverse, core)  # S^-1 D
     back = matmul(core, inverse)  # D S^-1
     cubic = matmul(core, across)
+    eye = jnp.eye(core.shape[-1], dtype=core.dtype)
 
     # Z_U = Q_L (S + D/2 - D S^-1 D / 8) + X_L (I - S^-1 D / 2), and the new
     # left factor is Z_U C_R^-T, so that the pair keeps its balance.
-    def side(q, x, s, core, cubic, inverse_core, weight):
-      eye = jnp.eye(core.shape[-1], dtype=core.dtype)
+    def side(s, core, cubic, inverse_core, weight):
       inside = matmul(s + core / 2 - cubic / 8, weight)
-      outside = matmul(eye - inverse_core / 2, weight)
-      return matmul(q, inside) + matmul(remove(q, x), outside)
+      return inside, matmul(eye - inverse_core / 2, weight)
 
-    left = side(q_left, x_left, s, core, cubic, across, i_right.mT)
-    right = side(q_right, x_right, s.mT, core.mT, cubic.mT, back.mT, i_left.mT)
+    left, right = _factors(
+      frame,
+      tangent,
+      inner.along,
+      side(s, core, cubic, across, i_right.mT),
+      side(s.mT, core.mT, cubic.mT, back.mT, i_left.mT),
+    )
     if align:
       old_left, old_right = matmul(q_left, c_left), matmul(q_right, c_right)
       overlap = gram(left, old_left) + gram(right, old_right)
@@ -285,5 +314,5 @@ def _second_order(frame, tangent, *, align, fallback):
     return left, right
 
   return jax.lax.cond(
-    jnp.all(full & (size <= 0.1)), expand, fallback, frame, tangent
+    jnp.all(full & (size <= 0.1)), expand, fallback, frame, tangent, inner
   )

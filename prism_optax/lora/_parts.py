@@ -130,10 +130,15 @@ def scaling_part(name: str, tx: optax.GradientTransformation) -> Part:
 
   def update(blocks, state, point, **extra_args):
     del point, extra_args
-    linear = [x[1:] if isinstance(x, Combination) else x for x in blocks.pairs]
+    linear = [
+      (x.weights, x.shift) if isinstance(x, Combination) else x
+      for x in blocks.pairs
+    ]
     scaled, state = tx.update(Blocks(tuple(linear), blocks.others), state)
     pairs = tuple(
-      Combination(x[0], *new) if isinstance(x, Combination) else new
+      Combination(x.columns, x.inside, *new)
+      if isinstance(x, Combination)
+      else new
       for x, new in zip(blocks.pairs, scaled.pairs, strict=True)
     )
     return Blocks(pairs, scaled.others), state

@@ -83,8 +83,8 @@ class _Side(NamedTuple):
 
 def _carried(
   moments: Moments, frame: Frame
-) -> tuple[tuple[_Side, _Side], RankMatrices, RankMatrices]:
-  """The moments written in a new frame (vector transport).
+) -> tuple[tuple[_Side, _Side], jax.Array, RankMatrices, RankMatrices]:
+  """The moments written in a new frame (vector transport), and mu's core.
 
   The first moment is projected on the new tangent space. Second moments turn
   by the polar factors of the overlaps: the overlaps themselves are
@@ -106,18 +106,16 @@ def _carried(
     (mu.left, bases.left, frame.left), (weights.left, old.left, -core)
   )
   right = _Side((mu.right, bases.right), (weights.right, old.right))
-  return (left, right), turned(nu), turned(noise)
+  return (left, right), core, turned(nu), turned(noise)
 
 
 def _as_read(
   moments: Moments, frame: Frame
-) -> tuple[tuple[_Side, _Side], RankMatrices, RankMatrices]:
+) -> tuple[tuple[_Side, _Side], jax.Array, RankMatrices, RankMatrices]:
   """The old coordinates read in a new frame, without transport."""
-  return (
-    _sides(frame, fixed_rank.projection(frame, moments.mu)),
-    moments.nu,
-    moments.noise,
-  )
+  mu = fixed_rank.projection(frame, moments.mu)
+  core = fixed_rank.products(frame, mu).along.right.mT
+  return _sides(frame, mu), core, moments.nu, moments.noise
 
 
 def _sides(frame: Frame, x: Combination) -> tuple[_Side, _Side]:
@@ -126,7 +124,7 @@ def _sides(frame: Frame, x: Combination) -> tuple[_Side, _Side]:
       return _Side((columns,), (weights,))
     return _Side((columns, q), (weights, shift))
 
-  columns, weights, shift = x
+  columns, _, weights, shift = x
   return (
     side(frame.left, columns.left, weights.left, shift.left),
     side(frame.right, columns.right, weights.right, shift.right),
@@ -154,7 +152,7 @@ def accumulate(
   b2,
   variance,
   transport: bool,
-) -> Moments:
+) -> tuple[Moments, jax.Array]:
   """One step of the exponential averages.
 
   Args:
@@ -165,8 +163,11 @@ def accumulate(
     b2: Decay of the second moments.
     variance: s^2, the noise variance per coordinate in ``tangent``.
     transport: Whether the moments are written in the current frame first.
+
+  Returns:
+    The moments, and the core ``Q_L^T mu Q_R`` of the first of them, (k, r, r).
   """
-  sides, nu, noise = (_carried if transport else _as_read)(moments, frame)
+  sides, core, nu, noise = (_carried if transport else _as_read)(moments, frame)
   x = fixed_rank.combination(frame, tangent)
   along, squares = fixed_rank.products(frame, x)
   m, n = x.columns.left.shape[-2], x.columns.right.shape[-2]
@@ -182,11 +183,13 @@ def accumulate(
 
   mu = Tangent(*map(functools.partial(_average, b1), sides, _sides(frame, x)))
   bases = Factors(frame.left, frame.right)
-  return Moments(mu, bases, average(nu, seen), average(noise, known))
+  moments = Moments(mu, bases, average(nu, seen), average(noise, known))
+  return moments, b1 * core + (1 - b1) * along.right.mT
 
 
 def direction(
   moments: Moments,
+  core: jax.Array,
   frame: Frame,
   *,
   mu_correction,
@@ -200,6 +203,7 @@ def direction(
 
   Args:
     moments: After :func:`accumulate`.
+    core: Of their first moment, likewise.
     frame: The current frame.
     mu_correction: ``1 - b1^t``, or 1.
     nu_correction: ``1 - b2^t``.
@@ -233,11 +237,12 @@ def direction(
     nu.right,
   )
   p_left, p_right = p_left / mu_correction, p_right / mu_correction
-  # In this order, as the retraction asks for it: one product for both.
-  core = gram(frame.right, moments.mu.right).mT
   new_core = (matmul(p_right, core) + matmul(core, p_left)) / 2
   # X_R is X_R' + Q_R D^T: what p_right makes of the core is replaced.
   change = new_core - matmul(p_right, core)
   return Combination(
-    moments.mu, RankMatrices(p_left, p_right), RankMatrices(None, change.mT)
+    moments.mu,
+    RankMatrices(None, core.mT),
+    RankMatrices(p_left, p_right),
+    RankMatrices(None, change.mT),
   )

@@ -245,10 +245,10 @@ def rank_preconditioner_part(
           moments, frame, explicit, b1=b1, b2=b2,
           variance=variance.astype(dtype), floor_mode=floor_mode, **options,
         )  # fmt: skip
-      moments = _orthonormal.accumulate(
+      moments, core = _orthonormal.accumulate(
         moments, frame, tangent, b1, b2, variance.astype(dtype), transport
       )
-      return moments, _orthonormal.direction(moments, frame, **options)
+      return moments, _orthonormal.direction(moments, core, frame, **options)
 
     def step_elementwise(moments, gradient):
       dtype = gradient.dtype
