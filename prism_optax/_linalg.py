@@ -40,6 +40,17 @@ def map_matrices(fn: Callable, *args: jax.Array) -> Any:
   )
 
 
+def branch(predicate: Any, if_true: Callable, if_false: Callable) -> Any:
+  """``lax.cond`` of two functions without arguments.
+
+  Where the predicate is known it is Python's: outside of jit a ``cond`` is
+  compiled anew at every call.
+  """
+  if isinstance(predicate, jax.core.Tracer):
+    return jax.lax.cond(predicate, if_true, if_false)
+  return if_true() if predicate else if_false()
+
+
 def flat_batch(fn: Callable) -> Callable:
   """Lets ``fn``, written for matrices (b, ., .), take any leading axes.
 

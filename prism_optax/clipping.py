@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _per_example, _validate, lora
+from prism_optax import _linalg, _per_example, _validate, lora
 
 
 def tangent_coordinates(
@@ -196,9 +196,6 @@ def intrinsic_clip_part(l2_clip_norm: Any, normalize_by: Any) -> lora.Part:
     # twice where it lies and nothing is made of it. In any other gauge sums of
     # gradients would mix columns of different sizes before they are whitened.
     orthogonal = lora.columns_are_orthogonal(frames)
-    if isinstance(orthogonal, jax.core.Tracer):
-      return jax.lax.cond(orthogonal, in_place, in_coordinates), state
-    # Outside of jit a `cond` would be compiled anew at every call.
-    return (in_place() if orthogonal else in_coordinates()), state
+    return _linalg.branch(orthogonal, in_place, in_coordinates), state
 
   return lora.Part('intrinsic_clip', init, update, read=read)

@@ -15,7 +15,7 @@ there the core's share and the noise depend on the gauge.)
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,22 +69,29 @@ def on_both_sides(fn, left: jax.Array, right: jax.Array):
   return jnp.split(both, 2)
 
 
-class _Side(NamedTuple):
-  """A sum of products of tall arrays with r x r matrices.
+class _Carried(NamedTuple):
+  """The old moments in a new frame, mu not multiplied out.
 
   Attributes:
-    arrays: (k, m, r) each.
-    weights: (k, r, r) each.
+    left: ``mu_L`` as a sum of products of arrays (k, m, r) and (k, r, r), less
+      ``Q_L removed``.
+    right: ``mu_R`` likewise, with nothing removed.
+    removed: (k, r, r).
+    core: ``Q_L^T mu Q_R``.
+    nu: As in the moments.
+    noise: As in the moments.
   """
 
-  arrays: tuple[jax.Array, ...]
-  weights: tuple[jax.Array, ...]
+  left: list[tuple[jax.Array, jax.Array]]
+  right: list[tuple[jax.Array, jax.Array]]
+  removed: jax.Array
+  core: jax.Array
+  nu: RankMatrices
+  noise: RankMatrices
 
 
-def _carried(
-  moments: Moments, frame: Frame
-) -> tuple[tuple[_Side, _Side], jax.Array, RankMatrices, RankMatrices]:
-  """The moments written in a new frame (vector transport), and mu's core.
+def _transported(moments: Moments, frame: Frame) -> _Carried:
+  """By vector transport.
 
   The first moment is projected on the new tangent space. Second moments turn
   by the polar factors of the overlaps: the overlaps themselves are
@@ -102,46 +109,47 @@ def _carried(
       gram(turn_right, matmul(x.right, turn_right)),
     )
 
-  left = _Side(
-    (mu.left, bases.left, frame.left), (weights.left, old.left, -core)
+  return _Carried(
+    [(mu.left, weights.left), (bases.left, old.left)],
+    [(mu.right, weights.right), (bases.right, old.right)],
+    core,
+    core,
+    turned(nu),
+    turned(noise),
   )
-  right = _Side((mu.right, bases.right), (weights.right, old.right))
-  return (left, right), core, turned(nu), turned(noise)
 
 
-def _as_read(
-  moments: Moments, frame: Frame
-) -> tuple[tuple[_Side, _Side], jax.Array, RankMatrices, RankMatrices]:
-  """The old coordinates read in a new frame, without transport."""
+def _as_read(moments: Moments, frame: Frame) -> _Carried:
+  """The old coordinates read in the new frame, without transport."""
   mu = fixed_rank.projection(frame, moments.mu)
-  core = fixed_rank.products(frame, mu).along.right.mT
-  return _sides(frame, mu), core, moments.nu, moments.noise
-
-
-def _sides(frame: Frame, x: Combination) -> tuple[_Side, _Side]:
-  def side(q, columns, weights, shift):
-    if shift is None:
-      return _Side((columns,), (weights,))
-    return _Side((columns, q), (weights, shift))
-
-  columns, _, weights, shift = x
-  return (
-    side(frame.left, columns.left, weights.left, shift.left),
-    side(frame.right, columns.right, weights.right, shift.right),
+  return _Carried(
+    [(mu.columns.left, mu.weights.left)],
+    [(mu.columns.right, mu.weights.right)],
+    -mu.shift.left,
+    fixed_rank.products(frame, mu).along.right.mT,
+    moments.nu,
+    moments.noise,
   )
 
 
-def _average(decay, old: _Side, new: _Side) -> jax.Array:
-  """``decay * old + (1 - decay) * new``, multiplied out."""
-  coefficients: dict[int, Any] = {}
-  for rate, side in ((decay, old), (1 - decay, new)):
-    for array, weight in zip(*side, strict=True):
-      # The frame is in both, and multiplied once.
-      _, sum_so_far = coefficients.get(id(array), (array, 0))
-      coefficients[id(array)] = array, sum_so_far + rate * weight
-  return functools.reduce(
-    jnp.add, (matmul(array, weight) for array, weight in coefficients.values())
-  )
+def _mean(b1, old: _Carried, frame: Frame, x: Combination) -> Tangent:
+  """``b1 mu + (1 - b1) X``, multiplied out, each array once."""
+  new = 1 - b1
+  left = [(array, b1 * weights) for array, weights in old.left]
+  right = [(array, b1 * weights) for array, weights in old.right]
+  left.append((x.columns.left, new * x.weights.left))
+  right.append((x.columns.right, new * x.weights.right))
+  shift = -b1 * old.removed
+  if x.shift.left is not None:
+    shift = shift + new * x.shift.left
+  left.append((frame.left, shift))
+  if x.shift.right is not None:
+    right.append((frame.right, new * x.shift.right))
+
+  def total(terms):
+    return functools.reduce(jnp.add, (matmul(*term) for term in terms))
+
+  return Tangent(total(left), total(right))
 
 
 def accumulate(
@@ -167,7 +175,7 @@ def accumulate(
   Returns:
     The moments, and the core ``Q_L^T mu Q_R`` of the first of them, (k, r, r).
   """
-  sides, core, nu, noise = (_carried if transport else _as_read)(moments, frame)
+  old = (_transported if transport else _as_read)(moments, frame)
   x = fixed_rank.combination(frame, tangent)
   along, squares = fixed_rank.products(frame, x)
   m, n = x.columns.left.shape[-2], x.columns.right.shape[-2]
@@ -178,13 +186,16 @@ def accumulate(
   )
   known = RankMatrices(variance * frame.right_mask, variance * frame.left_mask)
 
-  def average(old: RankMatrices, new: RankMatrices) -> RankMatrices:
-    return jax.tree.map(lambda x, y: b2 * x + (1 - b2) * y, old, new)
+  def average(x: RankMatrices, y: RankMatrices) -> RankMatrices:
+    return jax.tree.map(lambda x, y: b2 * x + (1 - b2) * y, x, y)
 
-  mu = Tangent(*map(functools.partial(_average, b1), sides, _sides(frame, x)))
-  bases = Factors(frame.left, frame.right)
-  moments = Moments(mu, bases, average(nu, seen), average(noise, known))
-  return moments, b1 * core + (1 - b1) * along.right.mT
+  moments = Moments(
+    _mean(b1, old, frame, x),
+    Factors(frame.left, frame.right),
+    average(old.nu, seen),
+    average(old.noise, known),
+  )
+  return moments, b1 * old.core + (1 - b1) * along.right.mT
 
 
 def direction(
