@@ -153,40 +153,51 @@ def clip_weights(
   return jnp.where(counts, bound / jnp.maximum(norms, bound), 0), counts
 
 
-@jax.jit  # Outside of jit a choice of platforms is compiled at every call.
 def weighted_sum(
   x: jax.Array, weights: jax.Array, counts: jax.Array
 ) -> jax.Array:
   """``sum_i weights[i] x[i]`` over axis 0, without the examples left out.
 
-  Where an example counts for nothing its entries are zero first, for zero times
-  infinity is no number. Elsewhere than on CPU that, the product and the sum are
-  one loop. XLA's CPU runtime would write the products down, and sum them up
-  with several threads in many times the time of one: there it is a product of
-  matrices.
+  A product and a sum that XLA reads through once; where an example counts for
+  nothing so does its product, for zero times infinity is no number.
   """
   shape = -1, *(1,) * (x.ndim - 1)
-  weights = weights.astype(x.dtype)
-  counted = jnp.where(counts.reshape(shape), x, 0)
+  weighted = x * weights.astype(x.dtype).reshape(shape)
+  return jnp.sum(jnp.where(counts.reshape(shape), weighted, 0), 0)
+
+
+@jax.jit  # Outside of jit a choice of platforms is compiled at every call.
+def weighted_sums(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
+  """:func:`weighted_sum` of every leaf, the same examples weighted the same."""
   return jax.lax.platform_dependent(
-    counted,
+    tree,
     weights,
-    cpu=lambda x, w: jnp.tensordot(w, x, 1, precision='highest'),
-    default=lambda x, w: jnp.sum(x * w.reshape(shape), 0),
+    counts,
+    cpu=_sums_in_turn,
+    default=lambda tree, weights, counts: jax.tree.map(
+      lambda x: weighted_sum(x, weights, counts), tree
+    ),
   )
 
 
-def weighted_sums(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
-  """:func:`weighted_sum` of every leaf, one after the other.
+def _sums_in_turn(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
+  """The sums as products of matrices, one leaf after the other.
 
-  In turn, so that what is written on the way to a sum takes the memory of one
-  leaf and not that of all.
+  XLA's CPU runtime does not fuse the sum with what it sums: every example's
+  gradients would be written again, all leaves at once, and then summed up by
+  two threads in ten times the time of one. Here a leaf waits for the sum
+  before it, and takes its memory.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  sums = []
+  sums: list[jax.Array] = []
   for x in leaves:
-    if sums:
-      first = sums[-1][(0,) * sums[-1].ndim]
-      counts = counts & (first == first)
-    sums.append(weighted_sum(x, weights, counts))
+    if sums and sums[-1].size:
+      # XLA orders by data alone. No sum is NaN: an example counts if it is
+      # finite, and its weight makes it small.
+      last = sums[-1].ravel()[0]
+      counts = counts & (last == last)
+    counted = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+    sums.append(
+      jnp.tensordot(weights.astype(x.dtype), counted, 1, precision='highest')
+    )
   return jax.tree.unflatten(treedef, sums)

@@ -70,7 +70,12 @@ def _clipped_sum(
     own = weights[:, start : start + g.matrices]
     start += g.matrices
     for i, x in zip(g.leaves, stack, strict=True):
-      total = jax.vmap(_per_example.weighted_sum, (1, 1, None))(x, own, counts)
+      if g.matrices == 1:
+        total = _per_example.weighted_sums(x[:, 0], own[:, 0], counts)[None]
+      else:
+        total = jax.vmap(_per_example.weighted_sum, (1, 1, None))(
+          x, own, counts
+        )
       out[i] = _unstacked(g, total, leaves[i].shape[1:])
   return out
 

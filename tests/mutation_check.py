@@ -54,6 +54,7 @@ NOISE = 'noise_addition_test.py'
 CLIP = 'clipping_test.py'
 TANGENTS = 'fixed_rank/_tangents.py'
 TRANSPORT = 'fixed_rank/_transport.py'
+COMBINATIONS = 'fixed_rank/_combinations.py'
 RETRACTION = 'fixed_rank/_retraction.py'
 PRECONDITIONER = 'preconditioning/_orthonormal.py'
 
@@ -65,6 +66,20 @@ MUTANTS = (
     'remove(frame.left, matmul(grads.left, frame.right_inverse))',
     'matmul(grads.left, frame.right_inverse)',
     (f'{GEOMETRY} gradients_become',),
+  ),
+  Mutant(
+    'combination not projected',
+    COMBINATIONS,
+    'RankMatrices(-matmul(inside.left, weights.left), None)',
+    'RankMatrices(None, None)',
+    (f'{GEOMETRY}/combinations_test.py projection',),
+  ),
+  Mutant(
+    'squares of a combination without the frame',
+    COMBINATIONS,
+    'squares = squares + mixed + gram(shift, along)',
+    'squares = squares + mixed',
+    (f'{GEOMETRY}/combinations_test.py products',),
   ),
   Mutant(
     'C_R for C_R^-1',
@@ -97,8 +112,8 @@ MUTANTS = (
   Mutant(
     'transport keeps the left block unprojected',
     TRANSPORT,
-    'matmul(anchored.left, left) - matmul(frame[0], core)',
-    'matmul(anchored.left, left)',
+    '- matmul(new_frame[0], core)',
+    '',
     (f'{GEOMETRY} transport',),
   ),
   Mutant(
@@ -276,6 +291,13 @@ MUTANTS = (
     '_per_example.py',
     'jnp.where(counts.reshape(shape), weighted, 0)',
     'weighted',
+    ('per_example_test.py',),
+  ),
+  Mutant(
+    'zero times infinity in a product of matrices',
+    '_per_example.py',
+    'counted = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)',
+    'counted = x',
     (CLIP, 'sensitivity_test.py'),
   ),
   Mutant(
@@ -324,8 +346,8 @@ MUTANTS = (
   Mutant(
     'turned into fixed coordinates, not back',
     'correlated_noise.py',
-    'fixed_rank.project(frame, from_fixed(x, w))',
-    'fixed_rank.project(frame, x)',
+    'fixed_rank.projection(frame, from_fixed(x, w))',
+    'fixed_rank.projection(frame, x)',
     ('correlated_noise_test.py dense_product',),
   ),
   Mutant(
@@ -416,43 +438,64 @@ MUTANTS = (
   Mutant(
     'transport forgotten',
     PRECONDITIONER,
-    '(move if transport else stay)',
-    '(stay if transport else stay)',
+    '(_transported if transport else _as_read)',
+    '(_as_read if transport else _as_read)',
     (GAUGE,),
   ),
   Mutant(
     'second moments not transported',
     PRECONDITIONER,
-    'turned(moments.nu),\n',
-    'moments.nu,\n',
+    'turned(nu),\n',
+    'nu,\n',
     (GAUGE,),
   ),
   Mutant(
     'noise covariance not transported',
     PRECONDITIONER,
-    'turned(moments.noise),\n',
-    'moments.noise,\n',
+    'turned(noise),\n',
+    'noise,\n',
     (GAUGE, DEFICIENT),
   ),
   Mutant(
     'overlaps for their polar factors',
     PRECONDITIONER,
-    '    _linalg.polar, overlap_right',
-    '    lambda x: x, overlap_right',
+    '    _linalg.polar, overlaps.right',
+    '    lambda x: x, overlaps.right',
     (TRAJECTORY,),
   ),
   Mutant(
     'core counted on one side only',
     PRECONDITIONER,
-    'gram(tangent.right, tangent.right) / n',
-    '(gram(tangent.right, tangent.right) - matmul(core, core.mT)) / n',
+    'squares.right / n',
+    '(squares.right - matmul(along.right.mT, along.right)) / n',
     (TRAJECTORY,),
   ),
   Mutant(
     "second moments over each other's dimension",
     PRECONDITIONER,
-    '(gram(tangent.left, tangent.left) + gram(core, core)) / m',
-    '(gram(tangent.left, tangent.left) + gram(core, core)) / n',
+    'matmul(along.right, along.right.mT)) / m',
+    'matmul(along.right, along.right.mT)) / n',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'average projected on the old tangent space',
+    PRECONDITIONER,
+    'shift = -b1 * old.removed',
+    'shift = -0 * old.removed',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core of the average from the new gradient alone',
+    PRECONDITIONER,
+    'b1 * old.core + (1 - b1) * along.right.mT',
+    'along.right.mT',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'average without what came in along the frame',
+    PRECONDITIONER,
+    'shift = shift + new * x.shift.left',
+    'pass',
     (TRAJECTORY,),
   ),
   Mutant(
@@ -466,7 +509,7 @@ MUTANTS = (
     'noise counted in masked directions',
     PRECONDITIONER,
     'variance * frame.left_mask',
-    'variance * jnp.broadcast_to(jnp.eye(core.shape[-1]), core.shape)',
+    'variance * (frame.left_mask + jnp.eye(frame.left_mask.shape[-1])) / 2',
     (DEFICIENT,),
   ),
   Mutant(

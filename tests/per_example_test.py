@@ -53,6 +53,44 @@ def test_what_is_not_finite_or_padding_counts_as_zero():
   np.testing.assert_allclose(
     _per_example.weighted_sum(x, weights, counts), [1.5], rtol=2e-6
   )
+  sums = _per_example.weighted_sums([x, x[:, :0], 2 * x], weights, counts)
+  np.testing.assert_allclose(sums[0], [1.5], rtol=2e-6)
+  assert sums[1].shape == (0,)
+  np.testing.assert_allclose(sums[2], [3.0], rtol=2e-6)
+
+
+@pytest.mark.parametrize('jit', [False, True])
+def test_sums_in_turn_are_the_sums(jit):
+  """On CPU they are products of matrices: the same to rounding."""
+  rng = np.random.default_rng(1)
+  tree = {
+    name: jnp.asarray(rng.normal(size=(37, *shape)), jnp.float32)
+    for name, shape in {'a': (5, 3), 'b': (), 'c': (2, 4, 3)}.items()
+  }
+  weights = jnp.asarray(rng.uniform(0, 1, 37), jnp.float32)
+  counts = jnp.asarray(rng.uniform(0, 1, 37) > 0.3)
+  weights = jnp.where(counts, weights, 0)
+  tree = jax.tree.map(lambda x: x.at[~counts].set(jnp.inf), tree)
+  fn = _per_example.weighted_sums
+  sums = (jax.jit(fn) if jit else fn)(tree, weights, counts)
+  for name, x in tree.items():
+    kept = np.float64(x)[np.asarray(counts)]
+    exact = np.tensordot(np.float64(weights)[np.asarray(counts)], kept, 1)
+    assert sums[name].shape == exact.shape
+    np.testing.assert_allclose(sums[name], exact, atol=5e-6)
+
+
+def test_sums_in_turn_take_the_memory_of_one_leaf():
+  """Each copies what counts of its leaf; not all leaves do at once."""
+  leaf = jax.ShapeDtypeStruct((16, 1000, 8), jnp.float32)
+  row = jax.ShapeDtypeStruct((16,), jnp.float32)
+  compiled = (
+    jax.jit(_per_example._sums_in_turn)
+    .lower([leaf] * 12, row, jax.ShapeDtypeStruct((16,), bool))
+    .compile()
+  )
+  one = leaf.size * 4
+  assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * one
 
 
 def test_units_of_the_clip_norm_hide_no_norm():

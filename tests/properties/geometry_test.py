@@ -42,7 +42,9 @@ def _laws(factors, other, grads, noise):
   steps = fixed_rank.lift(here, t)
   z = factors.left @ factors.right.T
   moved = fixed_rank.transport(here, there, t)
-  carried, _ = fixed_rank.carry(fixed_rank.anchor(here, t), there)
+  carried = fixed_rank.carry(here, there, t)
+  lazy = fixed_rank.projection(here, noise)
+  inner = fixed_rank.products(here, lazy)
   dense = fixed_rank.embed(here, t)
   left, right = (q @ q.T for q in (there.left, there.right))
   new = fixed_rank.retract(here, t)
@@ -57,7 +59,22 @@ def _laws(factors, other, grads, noise):
       dense,
     ),
     'from steps': (*fixed_rank.tangent_from_steps(here, steps), *t),
-    'carry': (*carried, *moved),
+    'carry': (
+      carried.core, *carried.overlaps,
+      there.left.T @ dense @ there.right,
+      here.left.T @ there.left, here.right.T @ there.right,
+    ),
+    'projection': (*fixed_rank.multiply_out(here, lazy), *t),
+    'combination': (
+      *fixed_rank.multiply_out(here, fixed_rank.combination(here, noise)),
+      *noise,
+    ),
+    'products': (
+      *inner.along, here.left.T @ t.left, here.right.T @ t.right,
+    ),
+    'retraction': (
+      _product(fixed_rank.retract(here, lazy)), _product(new),
+    ),
     'transport': (
       fixed_rank.embed(there, moved),
       left @ dense + dense @ right - left @ dense @ right,
@@ -73,6 +90,10 @@ def _laws(factors, other, grads, noise):
       *t,
     ),
   }  # fmt: skip
+
+
+def _product(factors):
+  return factors.left @ factors.right.T
 
 
 def _best(z, rank):

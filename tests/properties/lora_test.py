@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import lora
+from prism_optax import fixed_rank, lora
 from tests.properties import cases
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -130,6 +130,20 @@ def _shift_pairs():
   return lora.Part('shift_pairs', lora.stateless, update)
 
 
+def _projection():
+  """A part whose result is not multiplied out."""
+
+  def update(blocks, state, point, **extra_args):
+    pairs = lora.map_pairs(fixed_rank.projection, point.frames, blocks.pairs)
+    blocks = lora.Blocks(pairs, blocks.others)
+    out = lora.multiply_out(point.frames, blocks)
+    expected = lora.map_pairs(fixed_rank.multiply_out, point.frames, pairs)
+    jax.tree.map(np.testing.assert_array_equal, out.pairs, expected)
+    return blocks, state
+
+  return lora.Part('projection', lora.stateless, update)
+
+
 @functools.cache
 def _chains(name):
   """Elementwise transformations as they are, as parts, and in one chain."""
@@ -137,11 +151,12 @@ def _chains(name):
   scale, trace = optax.scale(-0.5), optax.trace(0.9)
   parts = [
     lora.part_from_optax('scale', scale), _shift_pairs(),
+    _projection(), lora.scaling_part('scale', scale),
     lora.part_from_optax('trace', trace),
   ]  # fmt: skip
   alone = [lora.chain_parts(x, layout=layout) for x in parts]
   return {
-    'plain': optax.chain(scale, alone[1], trace),
+    'plain': optax.chain(scale, alone[1], alone[2], scale, trace),
     'separate': optax.chain(*alone),
     'together': lora.chain_parts(*parts, layout=layout),
   }
