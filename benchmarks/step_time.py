@@ -172,23 +172,9 @@ def main():
         )
     times = timing.in_turn(steps, args.runs, progress=True)
     print(f'\nrank {rank}, batch {args.batch}, length {args.length}')
-    rows = {}
-    for name, seconds in times.items():
-      memory = steps[name].program.memory_analysis()
-      rows[name] = {
-        **timing.summary(seconds),
-        'to dp-adamw': timing.ratio(times, name, 'dp-adamw'),
-        'to adamw': timing.ratio(times, name, 'adamw, not private'),
-        'temporary megabytes': memory.temp_size_in_bytes / 2**20,
-        'compile seconds': steps[name].compile_seconds,
-      }
-      row = rows[name]
-      print(
-        f'{name:>40}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
-        f' {row["q3"]:.1f})  to dp-adamw {row["to dp-adamw"]:.3f}  to adamw'
-        f' {row["to adamw"]:.3f}  temporary'
-        f' {row["temporary megabytes"]:.0f} MB'
-      )
+    rows = timing.table(
+      steps, times, {'dp-adamw': 'dp-adamw', 'adamw': 'adamw, not private'}
+    )
     results['ranks'][rank] = {'real weights': real, 'methods': rows}
   print(f'Written to {timing.save("step_time", results)}')
 

@@ -80,6 +80,40 @@ def ratio(times: dict[str, list[float]], name: str, to: str) -> float:
   return statistics.median(x / y for x, y in pairs)
 
 
+def table(
+  steps: dict[str, Step],
+  times: dict[str, list[float]],
+  references: dict[str, str],
+) -> dict[str, dict[str, float]]:
+  """One row for each step, printed and returned.
+
+  Args:
+    steps: By name.
+    times: Of each, from :func:`in_turn`.
+    references: Steps that the others are compared with, by their short names.
+  """
+  rows = {}
+  for name, seconds in times.items():
+    memory = steps[name].program.memory_analysis()
+    rows[name] = {
+      **summary(seconds),
+      **{
+        f'to {short}': ratio(times, name, reference)
+        for short, reference in references.items()
+      },
+      'temporary megabytes': memory.temp_size_in_bytes / 2**20,
+      'compile seconds': steps[name].compile_seconds,
+    }
+    row = rows[name]
+    ratios = '  '.join(f'to {x} {row[f"to {x}"]:.3f}' for x in references)
+    print(
+      f'{name:>40}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
+      f' {row["q3"]:.1f})  {ratios}  temporary'
+      f' {row["temporary megabytes"]:.0f} MB'
+    )
+  return rows
+
+
 def environment() -> dict[str, Any]:
   """Versions and device, for a file of results."""
   device = jax.devices()[0]
