@@ -49,7 +49,8 @@ def retract(
 
   Args:
     frame: Frame of Z, (..., m, r) and (..., n, r).
-    tangent: The step, with its sign and learning rate.
+    tangent: The step, with its sign and learning rate: coordinates, or a
+      combination that is not multiplied out.
     method: ``'svd'`` or ``'second_order'``.
     align: Turn the pair by the orthogonal r x r matrix that brings it closest
       to the old factors (Procrustes). It costs the orthogonal columns.
