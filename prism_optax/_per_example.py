@@ -169,14 +169,14 @@ def weighted_sum(
 @jax.jit  # Outside of jit a choice of platforms is compiled at every call.
 def weighted_sums(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
   """:func:`weighted_sum` of every leaf, the same examples weighted the same."""
+
+  def at_once(tree, weights, counts):
+    return jax.tree.map(lambda x: weighted_sum(x, weights, counts), tree)
+
+  # Several devices may share the batch: how is then XLA's to say.
+  in_turn = _sums_in_turn if jax.device_count() == 1 else at_once
   return jax.lax.platform_dependent(
-    tree,
-    weights,
-    counts,
-    cpu=_sums_in_turn,
-    default=lambda tree, weights, counts: jax.tree.map(
-      lambda x: weighted_sum(x, weights, counts), tree
-    ),
+    tree, weights, counts, cpu=in_turn, default=at_once
   )
 
 
