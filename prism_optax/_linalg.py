@@ -29,6 +29,12 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
   return matmul(a.mT, b)
 
 
+def at_least_float32(x: jax.typing.ArrayLike) -> jax.Array:
+  """The array in float32 or wider: bfloat16 has no room for sums and steps."""
+  x = jnp.asarray(x)
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def map_matrices(fn: Callable, *args: jax.Array) -> Any:
   """Maps ``fn`` over axis 0: in turn on CPU, batched elsewhere."""
   if args[0].shape[0] == 1:  # No loop for a single matrix.
@@ -51,32 +57,27 @@ def branch(predicate: Any, if_true: Callable, if_false: Callable) -> Any:
   return if_true() if predicate else if_false()
 
 
-def flat_batch(fn: Callable) -> Callable:
+def flat_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Lets ``fn``, written for matrices (b, ., .), take any leading axes.
 
-  All arguments must be arrays with the same leading axes and two trailing
-  ones. The batching rule of the result under ``vmap`` is to call it with one
-  more leading axis, so what ``fn`` decides for its whole batch (a loop, a
-  branch) stays one decision.
+  All arguments must be trees of arrays with the same leading axes and two
+  trailing ones. The batching rule of the result under ``vmap`` is to call it
+  with one more leading axis, so what ``fn`` decides for its whole batch (a
+  loop, a branch) stays one decision.
   """
-
-  def call_flat(*args):
-    lead = args[0].shape[:-2]
-    out = fn(*(a.reshape((-1, *a.shape[-2:])) for a in args))
-    return jax.tree.map(lambda y: y.reshape(lead + y.shape[1:]), out)
 
   @jax.custom_batching.custom_vmap
   def mapped(*args):
-    return call_flat(*args)
+    lead = jax.tree.leaves(args)[0].shape[:-2]
+    flat = jax.tree.map(lambda a: a.reshape((-1, *a.shape[-2:])), args)
+    return jax.tree.map(lambda y: y.reshape(lead + y.shape[1:]), fn(*flat))
 
   @mapped.def_vmap
   def _rule(axis_size, in_batched, *args):
-    out = mapped(
-      *(
-        a if batched else jnp.broadcast_to(a, (axis_size, *a.shape))
-        for a, batched in zip(args, in_batched, strict=True)
-      )
-    )
+    def batched(a, is_batched):
+      return a if is_batched else jnp.broadcast_to(a, (axis_size, *a.shape))
+
+    out = mapped(*jax.tree.map(batched, args, tuple(in_batched)))
     return out, jax.tree.map(lambda _: True, out)
 
   # Compiled once for each shape also where nobody jits around it: branches and

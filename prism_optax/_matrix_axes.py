@@ -14,6 +14,8 @@ import jax
 import optax
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
+# None, a tree of DimensionNumbers and None, or a callable that makes one.
+DimensionNumbersLike = Any
 PLAIN = DimensionNumbers(reduction_axis=0, output_axis=1)
 
 
@@ -21,7 +23,9 @@ def _is_spec(x: Any) -> bool:
   return x is None or isinstance(x, DimensionNumbers)
 
 
-def resolve(weight_dimension_numbers: Any, tree: Any) -> list[Any]:
+def resolve(
+  weight_dimension_numbers: DimensionNumbersLike, tree: Any
+) -> list[DimensionNumbers | None]:
   """Dimension numbers of every leaf, in the order of ``jax.tree.leaves``.
 
   Args:
@@ -71,7 +75,7 @@ def broadcast(
 
 
 def matrix_axes(
-  shape: tuple[int, ...], dimension_numbers: Any
+  shape: tuple[int, ...], dimension_numbers: DimensionNumbers
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Reduction and output axes as non-negative ints.
 
@@ -100,21 +104,23 @@ def matrix_axes(
 
 
 def batch_axes(
-  shape: tuple[int, ...], dimension_numbers: Any
+  shape: tuple[int, ...], dimension_numbers: DimensionNumbers
 ) -> tuple[int, ...]:
   """The axes that only stack matrices, in ascending order."""
   reduction, output = matrix_axes(shape, dimension_numbers)
   return tuple(a for a in range(len(shape)) if a not in reduction + output)
 
 
-def sides(shape: tuple[int, ...], dimension_numbers: Any) -> tuple[int, int]:
+def sides(
+  shape: tuple[int, ...], dimension_numbers: DimensionNumbers
+) -> tuple[int, int]:
   """Numbers of rows and columns: products of reduction and output axes."""
   rows, columns = matrix_axes(shape, dimension_numbers)
   return math.prod(shape[a] for a in rows), math.prod(shape[a] for a in columns)
 
 
 def to_matrices(
-  x: jax.Array, dimension_numbers: Any
+  x: jax.Array, dimension_numbers: DimensionNumbers
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """Moves a leaf to shape ``(*batch, reduction, output)``.
 

@@ -1,10 +1,21 @@
-"""Where noise keys come from.
+"""Noise keys, and standard normal arrays at the price of writing them.
 
-The key is a secret of the mechanism: whoever has it can subtract the noise.
+A key is a secret of the mechanism: whoever has it can subtract the noise.
+
+``jax.random.normal`` spends most of its time on CPU moving the words of the
+generator through memory, five times over, and was the largest kernel of a
+private update. Here every entry has a block of the same counter-based
+generator (Threefry-2x32 with 20 rounds, Salmon et al. 2011) for itself and is
+computed from its own position, in one loop with what consumes it: three to four
+times as fast, with the same values under any sharding. The two words of a
+block give a radius and an angle (Box and Muller 1958), so that tails reach 6.6
+standard deviations instead of 5.4.
 """
 
+import math
 import numbers
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,3 +71,141 @@ def resolve_key(name: str, prng_key: Any, params: Any) -> jax.Array:
   if isinstance(prng_key, numbers.Integral):
     return jax.random.key(int(prng_key), impl=_IMPLEMENTATION)
   return jnp.copy(prng_key)  # The state may be donated, the caller's key not.
+
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+
+def threefry2x32(
+  key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The block of a counter ``(high, low)``: two words of 32 bits.
+
+  All arrays are of unsigned 32-bit integers and broadcast. Written out rather
+  than looped over, so that it fuses into its consumer.
+  """
+  first, second = key
+  schedule = (first, second, first ^ second ^ jnp.uint32(_PARITY))
+  x, y = high + first, low + second
+  for group in range(5):
+    for distance in _ROTATIONS[group % 2]:
+      x = x + y
+      y = (y << jnp.uint32(distance)) | (y >> jnp.uint32(32 - distance))
+      y = x ^ y
+    x = x + schedule[(group + 1) % 3]
+    y = y + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
+  return x, y
+
+
+def _positions(shape: tuple[int, ...]) -> jax.Array:
+  """The index of each entry in row-major order, of any shape at once."""
+  strides = np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1]
+  positions = jnp.zeros(shape, jnp.uint32)
+  for axis, stride in enumerate(strides[: len(shape)]):
+    iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    positions += jnp.uint32(stride) * iota
+  return positions
+
+
+def _polynomial(fn: Callable, degree: int, low: float, high: float):
+  """Interpolates on an interval; for arrays in float32, by Horner's rule."""
+  domain = [low, high]
+  fit = np.polynomial.Chebyshev.interpolate(fn, degree, domain)
+  power_series = fit.convert(kind=np.polynomial.Polynomial)
+  *rest, leading = (np.float32(x) for x in power_series.coef)
+
+  def evaluate(x: jax.Array) -> jax.Array:
+    total = jnp.full_like(x, leading)
+    for coefficient in reversed(rest):
+      total = total * x + coefficient
+    return total
+
+  return evaluate
+
+
+# XLA's own logarithm, sine and cosine are for all arguments, at twice the time.
+_SQRT_HALF = np.float32(0.5**0.5)
+_log1p_ratio = _polynomial(
+  lambda f: np.log1p(f) / f, 8, 0.5**0.5 - 1, 2**0.5 - 1
+)
+_sine_ratio = _polynomial(
+  lambda square: np.sinc(np.sqrt(square) / np.pi), 5, 0.0, (np.pi / 2) ** 2
+)
+
+
+def _from_words(first: jax.Array, second: jax.Array) -> jax.Array:
+  """A standard normal in float32 from two words of 32 random bits."""
+  # first + 1/2 = 2^power (1 + f), 1 + f between the roots of 1/2 and of 2: so
+  # nothing cancels where the radius is small. The smallest is 2^-1.
+  bits = jax.lax.bitcast_convert_type(
+    first.astype(jnp.float32) + 0.5, jnp.int32
+  )
+  power = (bits - _SQRT_HALF.view(np.int32)) >> 23
+  f = jax.lax.bitcast_convert_type(bits - (power << 23), jnp.float32) - 1
+  log = (power - 32).astype(jnp.float32) * np.float32(math.log(2))
+  log = log + f * _log1p_ratio(f)
+  # The sine of an angle has the same law on half the circle as on all of it.
+  half_turns = jax.lax.bitcast_convert_type(second, jnp.int32)
+  angle = half_turns.astype(jnp.float32) * np.float32(math.pi * 2**-32)
+  return jnp.sqrt(-2 * log) * (angle * _sine_ratio(angle * angle))
+
+
+def _from_long_words(words: list[jax.Array]) -> jax.Array:
+  """A standard normal in float64 from four words of 32 random bits."""
+
+  def uniform(high, low):  # 53 bits, in (0, 1).
+    bits = (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
+    return ((bits >> jnp.uint64(11)).astype(jnp.float64) + 0.5) * 2.0**-53
+
+  radius = jnp.sqrt(-2 * jnp.log(uniform(*words[:2])))
+  return radius * jnp.cos(2 * math.pi * uniform(*words[2:]))
+
+
+def add_normal(prng_key: jax.Array, tree: Any, stddevs: Any) -> Any:
+  """Adds i.i.d. normal noise to a tree of arrays.
+
+  The noise of an entry depends on the key, on which leaf it is in and on where
+  it is there, and on nothing else: neither on other leaves nor on the sharding.
+
+  Args:
+    prng_key: Typed key, used for this and for nothing else.
+    tree: Tree of float32 or float64 arrays. (In smaller types noise would be
+      rounded away, or round what it hides.)
+    stddevs: A number, or a list of one for each leaf. May be traced.
+
+  Raises:
+    ValueError: For another type, or a leaf of 2^32 entries and more.
+  """
+  key = jax.random.bits(prng_key, (2,), jnp.uint32)
+  leaves, treedef = jax.tree.flatten(tree)
+  if not isinstance(stddevs, list):
+    stddevs = [stddevs] * len(leaves)
+  for x in leaves:
+    if x.dtype not in (jnp.float32, jnp.float64):
+      raise ValueError(f'Expected float32 or float64, got {x.dtype}.')
+    if x.size >= 2**32:
+      raise ValueError(f'Expected fewer than 2^32 entries, got {x.shape}.')
+  noisy = [
+    _add(key, jnp.uint32(2 * i), x, jnp.asarray(stddev, x.dtype))
+    for i, (x, stddev) in enumerate(zip(leaves, stddevs, strict=True))
+  ]
+  return jax.tree.unflatten(treedef, noisy)
+
+
+@jax.jit  # Compiled as a whole also where nobody jits around it.
+def _add(
+  key: jax.Array, stream: jax.Array, x: jax.Array, stddev: jax.Array
+) -> jax.Array:
+  """With noise from the blocks ``(stream, position)``, and the next stream."""
+  # The last axis of a factor is its rank, too short for a vectorised loop.
+  # Earlier axes stay: they may be sharded.
+  long = x.reshape(*x.shape[:-2], -1)
+  low = _positions(long.shape)
+  words = threefry2x32((key[0], key[1]), stream, low)
+  if x.dtype == jnp.float32:
+    normal = _from_words(*words)
+  else:
+    more = threefry2x32((key[0], key[1]), stream + jnp.uint32(1), low)
+    normal = _from_long_words([*words, *more])
+  return (long + stddev * normal).reshape(x.shape)

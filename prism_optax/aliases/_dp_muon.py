@@ -6,16 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from prism_optax import (
-  _matrix_axes,
-  _normal,
-  _per_example,
-  _randomness,
-  _validate,
+from prism_optax import _matrix_axes, _per_example, _randomness, _validate
+from prism_optax._linalg import at_least_float32
+from prism_optax.transforms import (
+  BiasCorrection,
   clip_groups,
-  orthogonal_updates,
-  orthogonalization,
-  per_matrix_clipping,
+  orthogonalize,
+  per_matrix_clip,
+)
+from prism_optax.transforms._clip_groups import (
+  NOISE_SPLITS,
+  noise_units,
 )
 
 # Far from the two numbers that `split` consumes: a key of its own.
@@ -44,8 +45,8 @@ def _noise(stddevs_of: Any, prng_key: Any) -> optax.GradientTransformation:
     del params
     leaves, treedef = jax.tree.flatten(updates)
     next_key, key = jax.random.split(state.prng_key)
-    leaves = [orthogonalization.at_least_float32(x) for x in leaves]
-    out = _normal.add_normal(key, leaves, stddevs_of(updates))
+    leaves = [at_least_float32(x) for x in leaves]
+    out = _randomness.add_normal(key, leaves, stddevs_of(updates))
     return jax.tree.unflatten(treedef, out), GroupNoiseState(next_key)
 
   return optax.GradientTransformation(init_fn, update_fn)
@@ -65,7 +66,7 @@ def _at_least_float32(
   """Keeps the moments of bfloat16 parameters in the type of the updates."""
 
   def init_fn(params):
-    return tx.init(jax.tree.map(orthogonalization.at_least_float32, params))
+    return tx.init(jax.tree.map(at_least_float32, params))
 
   return optax.GradientTransformation(init_fn, tx.update)
 
@@ -163,9 +164,9 @@ def dp_muon(
     degree: Degree kappa of the Newton-Schulz polynomial.
     steps: Number q of its steps.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``: see
-      :func:`prism_optax.orthogonalization.orthogonalize`.
+      :func:`prism_optax.muon.newton_schulz`.
     noise_split: ``'equal'`` multipliers for all groups, or ``'least_energy'``:
-      see :func:`prism_optax.clip_groups.split_noise_multiplier`.
+      see :func:`prism_optax.transforms.split_noise_multiplier`.
     weight_dimension_numbers: ``None``: leaves with two axes are matrices,
       also embedding tables and stacked biases, which are better sent to Adam.
       Or a tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (for
@@ -177,7 +178,7 @@ def dp_muon(
       optax. The leaves reach it in units in which all groups together have the
       clip norm one, as a mean: its stddev is sigma / expected_batch_size.
     bias_correction_probes: Number of antithetic probes of
-      :func:`prism_optax.orthogonalization.subtract_bias`; 0 is off. Not with a
+      :func:`prism_optax.muon.subtract_bias`; 0 is off. Not with a
       ``privatizer``, whose noise is not known here.
     consistent_rms: If a number, directions of matrices are scaled by it times
       ``sqrt(max(rows, columns))``, so that their entries have this size
@@ -226,7 +227,7 @@ def dp_muon(
     _validate.non_negative('noise_multiplier', noise_multiplier)
   _validate.positive('expected_batch_size', expected_batch_size)
   _validate.decay_rate('momentum', momentum)
-  _validate.one_of('noise_split', noise_split, clip_groups.NOISE_SPLITS)
+  _validate.one_of('noise_split', noise_split, NOISE_SPLITS)
   _validate.integer('bias_correction_probes', bias_correction_probes, 0)
   _validate.non_negative('weight_decay', weight_decay)
   if consistent_rms is not None:
@@ -251,8 +252,8 @@ def dp_muon(
 
   def noise_units_of(tree):
     """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the whole."""
-    groups = clip_groups.clip_groups(l2_clip_norms, tree, specs_of)
-    return clip_groups.noise_units(
+    groups = clip_groups(l2_clip_norms, tree, specs_of)
+    return noise_units(
       groups, len(jax.tree.leaves(tree)), noise_split=noise_split
     )
 
@@ -260,7 +261,7 @@ def dp_muon(
     stddev = noise_multiplier / expected_batch_size
     return [stddev * unit for unit in noise_units_of(tree)]
 
-  clip = per_matrix_clipping.per_matrix_clip(
+  clip = per_matrix_clip(
     l2_clip_norms,
     normalize_by=expected_batch_size,
     weight_dimension_numbers=specs_of,
@@ -282,7 +283,7 @@ def dp_muon(
   }
   bias_correction = None
   if bias_correction_probes:
-    bias_correction = orthogonal_updates.BiasCorrection(
+    bias_correction = BiasCorrection(
       noise_stddev=lambda tree: jax.tree.unflatten(
         jax.tree.structure(tree), stddevs_of(tree)
       ),
@@ -293,7 +294,7 @@ def dp_muon(
   parts += [
     optax.partition(branches, labels_of),
     # On the whole tree: the noise of a leaf depends on how many groups it has.
-    orthogonal_updates.orthogonalize(
+    orthogonalize(
       degree=degree,
       steps=steps,
       normalize=normalize,

@@ -1,46 +1,65 @@
-"""PRISM as one optimizer."""
+"""PRISM as one optimizer, in three forms."""
 
-from typing import Any
-
+import jax
 import optax
 
-from prism_optax import (
-  _per_example,
-  _validate,
-  clipping,
-  lora,
-  noise_addition,
-  orthogonal_tangents,
-  preconditioning,
-  retraction,
+from prism_optax import _validate
+from prism_optax._modules import LayoutLike
+from prism_optax.transforms import (
+  TangentTransformation,
+  add_decayed_factors,
+  chain,
+  intrinsic_clip,
+  orthogonalize_tangents,
+  retract,
+  scale_by_learning_rate,
+  scale_by_published_preconditioner,
+  scale_by_rank_preconditioner,
+  tangent_privatizer,
 )
-from prism_optax import weight_decay as decay
+
+Scalar = float | jax.Array
+
+
+def _stddev(
+  l2_clip_norm: Scalar, noise_multiplier: Scalar, expected_batch_size: Scalar
+) -> Scalar:
+  """The noise per coordinate of the clipped mean."""
+  _validate.positive('l2_clip_norm', l2_clip_norm)
+  _validate.non_negative('noise_multiplier', noise_multiplier)
+  _validate.positive('expected_batch_size', expected_batch_size)
+  return noise_multiplier * l2_clip_norm / expected_batch_size
+
+
+def _optimizer(
+  clip: TangentTransformation,
+  *rest: TangentTransformation,
+  per_example_gradients: bool,
+  layout: LayoutLike,
+) -> TangentTransformation:
+  """The chain, without its clip where that is the caller's."""
+  if per_example_gradients:
+    return chain(clip, *rest, layout=layout)
+  return TangentTransformation(
+    chain(*rest, layout=layout).stacked, layout, clip.sensitivity
+  )
 
 
 def prism(
   learning_rate: optax.ScalarOrSchedule,
   *,
-  l2_clip_norm: Any,
-  noise_multiplier: Any,
-  expected_batch_size: Any,
-  prng_key: Any = None,
+  l2_clip_norm: Scalar,
+  noise_multiplier: Scalar,
+  expected_batch_size: Scalar,
+  prng_key: int | jax.Array | None = None,
   per_example_gradients: bool = True,
-  weight_decay: Any = None,
-  retraction_method: str = 'svd',
-  orthogonalize: bool = False,
-  b1: Any = 0.9,
-  b2: Any = 0.999,
-  eps: Any = 1e-8,
-  floor_mode: str = 'geometry',
-  floor_factor: Any = 1.0,
-  debias: bool = False,
-  bias_correction: bool | None = None,
-  max_condition_number: Any = 1e4,
-  basis: str = 'orthonormal',
-  transport: bool = True,
-  max_update_norm: Any = None,
-  layout: Any = None,
-) -> _per_example.BoundedSensitivityTransformation:
+  weight_decay: Scalar = 0.1,
+  b1: Scalar = 0.9,
+  b2: Scalar = 0.999,
+  eps: Scalar = 1e-8,
+  floor_factor: Scalar = 1.0,
+  layout: LayoutLike = None,
+) -> TangentTransformation:
   """PRISM: differentially private training of LoRA adapters on the manifold.
 
   Gauge-invariant tangent-space DP (Wang and Zhang 2026, arXiv:2606.00944): one
@@ -58,9 +77,12 @@ def prism(
   Clip: Eq. 13, 15 and 16 there; noise: Eq. 17 to 21; preconditioner: Eq. 24 to
   27; retraction: Eq. 22. What departs from the paper is said at each part.
 
-  Each update is a Gaussian mechanism of the given noise multiplier for
-  add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of the
-  batches at rate b / N and T steps its epsilon is
+  Further options of its parts are had by writing the chain out:
+  :func:`prism_optax.chain` of the lines above is this optimizer, bit for bit.
+
+  **Privacy.** Each update is a Gaussian mechanism of the given noise multiplier
+  for add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of
+  the batches at rate b / N and T steps its epsilon is
   ``accounting.epsilon(accounting.dpsgd_event(noise_multiplier, b / N, T),
   delta)``.
 
@@ -82,10 +104,11 @@ def prism(
   ==========================  =================================================
 
   The defaults were set by experiments on digits and on text
-  (``benchmarks/hyper_parameters.py``, ``benchmarks/utility.py``): a first
-  moment without bias correction and a little decay are worth points of accuracy
-  and forgive a wrong rate; floor_factor, debias, b2 and the kind of retraction
-  made no difference; ten times the usual clip norm cost four points.
+  (``benchmarks/accuracy/hyper_parameters.py``,
+  ``benchmarks/accuracy/utility.py``): a first moment without bias correction
+  and a little decay are worth points of accuracy and forgive a wrong rate;
+  floor_factor, debias and b2 made no difference; ten times the usual clip norm
+  cost four points.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
@@ -98,33 +121,27 @@ def prism(
       (or, the same, that of the noise of the sum over C).
     expected_batch_size: b, a public constant: sampling rate times declared
       size of the data set. Never the realised size of a batch.
-    prng_key: See :func:`tangent_privatizer`. None takes a fresh secret seed.
+    prng_key: Key of the noise. None takes a fresh secret seed from the
+      operating system in ``init``; an int or a typed key gives noise that
+      anybody who knows it can repeat. One ``init`` per privacy budget.
     per_example_gradients: True if ``update`` gets per-example factor gradients,
       leaves ``(B, *shape)``, and perhaps ``is_padding_example=``. False if it
       gets the clipped MEAN in tangent coordinates (clipped sum over b), as from
       ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
       pre_clipping_transform=tangent_coordinates(params))``; then the clip is
       the caller's, and must be at this C and b.
-    weight_decay: Of Z, see :func:`add_decayed_factors`. It forgets the noise of
-      old steps, which nothing else takes out of Z. None for 0.1, or 0.0, as
-      published, with ``basis='factor'``. More helps where the pretrained model
-      is near the task (up to 1 for sentences), and harms where it is far.
-    retraction_method: See :func:`retract`.
-    orthogonalize: Muon on the manifold: in place of the rank preconditioner the
-      direction is :func:`orthogonalize_tangents` of a heavy ball with momentum
-      b1, scaled to the same size. The options below b2 and eps then do nothing.
-    b1: This and the next: see :func:`scale_by_rank_preconditioner`.
-    b2: As there.
-    eps: As there.
-    floor_mode: As there.
-    floor_factor: As there.
-    debias: As there.
-    bias_correction: As there.
-    max_condition_number: As there.
-    basis: As there; ``'factor'`` also aligns the retraction.
-    transport: As there.
-    max_update_norm: As there.
-    layout: See :func:`prism_optax.lora.describe_pairs`.
+    weight_decay: Share of Z that a step of learning rate 1 takes away, see
+      :func:`add_decayed_factors`. It forgets the noise of old steps, which
+      nothing else takes out of Z. More than the default helps where the
+      pretrained model is near the task (up to 1 for sentences), and harms where
+      it is far.
+    b1: Decay of the first moment.
+    b2: Decay of the second moments.
+    eps: Added to the roots of the second moments' eigenvalues, as in Adam.
+    floor_factor: The floor of these eigenvalues in units of the known noise; 0
+      for none.
+    layout: Which leaves are pairs, where names do not tell: see
+      :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
     An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b on
@@ -155,61 +172,213 @@ def prism(
     >>> params['lora_a'].shape, params['lora_b'].shape
     ((3, 1), (1, 2))
   """
-  _validate.positive('l2_clip_norm', l2_clip_norm)
-  _validate.non_negative('noise_multiplier', noise_multiplier)
-  _validate.positive('expected_batch_size', expected_batch_size)
-  if weight_decay is None:
-    weight_decay = 0.0 if basis == 'factor' else 0.1
-  _validate.non_negative('weight_decay', weight_decay)
-  bound = l2_clip_norm / expected_batch_size
-  stddev = noise_multiplier * bound
-  if orthogonalize:
-    adaptive = orthogonal_tangents.orthogonalize_tangents_part(
-      b1,
-      degree=2,
-      steps=5,
-      normalize='max1',
-      coordinate_rms=1.0,
-      b1=b1,
-      b2=b2,
-      eps=eps,
-    )
-  else:
-    adaptive = preconditioning.rank_preconditioner_part(
+  stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
+  return _optimizer(
+    intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
+    tangent_privatizer(stddev, prng_key=prng_key),
+    scale_by_rank_preconditioner(
+      b1, b2, eps, noise_stddev=stddev, floor_factor=floor_factor
+    ),
+    add_decayed_factors(weight_decay),
+    scale_by_learning_rate(learning_rate),
+    retract(),
+    per_example_gradients=per_example_gradients,
+    layout=layout,
+  )
+
+
+def prism_muon(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  l2_clip_norm: Scalar,
+  noise_multiplier: Scalar,
+  expected_batch_size: Scalar,
+  prng_key: int | jax.Array | None = None,
+  per_example_gradients: bool = True,
+  weight_decay: Scalar = 0.1,
+  momentum: Scalar = 0.9,
+  b2: Scalar = 0.999,
+  eps: Scalar = 1e-8,
+  layout: LayoutLike = None,
+) -> TangentTransformation:
+  """PRISM with Muon's direction on the manifold.
+
+  :func:`prism` (Wang and Zhang 2026, arXiv:2606.00944) with
+  :func:`orthogonalize_tangents` (DP-Muon's iteration, arXiv:2605.12994) where
+  that has its preconditioner, scaled so that learning rates are comparable; the
+  combination is ours. The chain is::
+
+    intrinsic_clip(C, normalize_by=b)
+    tangent_privatizer(s)                       s = noise_multiplier * C / b
+    orthogonalize_tangents(momentum, coordinate_rms=1.0)
+    add_decayed_factors(weight_decay)
+    scale_by_learning_rate(learning_rate)
+    retract()
+
+  **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
+  given noise multiplier for add-or-remove-one neighbours. What is behind the
+  noise is post-processing.
+
+  Edge cases are those of :func:`prism`; leaves that are no factors get Adam.
+
+  Args:
+    learning_rate: A number or schedule, multiplied by directions whose
+      coordinates have root mean square one where all singular values are one.
+    l2_clip_norm: C, of each example's intrinsic gradient, in total over all
+      modules and leaves.
+    noise_multiplier: The noise's standard deviation per coordinate over C / b
+      (or, the same, that of the noise of the sum over C).
+    expected_batch_size: b, a public constant: sampling rate times declared
+      size of the data set. Never the realised size of a batch.
+    prng_key: Key of the noise. None takes a fresh secret seed from the
+      operating system in ``init``; an int or a typed key gives noise that
+      anybody who knows it can repeat. One ``init`` per privacy budget.
+    per_example_gradients: True if ``update`` gets per-example factor gradients,
+      leaves ``(B, *shape)``, and perhaps ``is_padding_example=``. False if it
+      gets the clipped MEAN in tangent coordinates (clipped sum over b), as from
+      ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
+      pre_clipping_transform=tangent_coordinates(params))``; then the clip is
+      the caller's, and must be at this C and b.
+    weight_decay: Share of Z that a step of learning rate 1 takes away, see
+      :func:`add_decayed_factors`.
+    momentum: Decay of the heavy ball, and of Adam's first moment for the leaves
+      that are no factors.
+    b2: Adam's decay of the second moment, for the leaves that are no factors.
+    eps: Adam's constant under the fraction, likewise.
+    layout: Which leaves are pairs, where names do not tell: see
+      :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b on
+    how far one example moves the clipped mean.
+
+  Raises:
+    ValueError: For arguments out of range; in ``init`` if no pair is found,
+      both factors of a module are zero, or it is traced with
+      ``prng_key=None``; in ``update`` without ``params`` or if the gradients
+      do not fit.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+    >>> tx = prism_optax.prism_muon(
+    ...   0.1, l2_clip_norm=1.0, noise_multiplier=0.5, expected_batch_size=8)
+    >>> grads = {'lora_a': jnp.ones((6, 3, 1)), 'lora_b': jnp.ones((6, 1, 2))}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates['lora_a'].shape, tx.sensitivity()
+    ((3, 1), 0.125)
+  """
+  stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
+  return _optimizer(
+    intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
+    tangent_privatizer(stddev, prng_key=prng_key),
+    orthogonalize_tangents(
+      momentum, coordinate_rms=1.0, b1=momentum, b2=b2, eps=eps
+    ),
+    add_decayed_factors(weight_decay),
+    scale_by_learning_rate(learning_rate),
+    retract(),
+    per_example_gradients=per_example_gradients,
+    layout=layout,
+  )
+
+
+def published_prism(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  l2_clip_norm: Scalar,
+  noise_multiplier: Scalar,
+  expected_batch_size: Scalar,
+  prng_key: int | jax.Array | None = None,
+  per_example_gradients: bool = True,
+  b1: Scalar = 0.9,
+  b2: Scalar = 0.999,
+  eps: Scalar = 1e-8,
+  floor_mode: str = 'geometry',
+  floor_factor: Scalar = 1.0,
+  layout: LayoutLike = None,
+) -> TangentTransformation:
+  """PRISM as it was published, for comparisons.
+
+  The optimizer of the authors' code (Wang and Zhang 2026, arXiv:2606.00944):
+  moments in the factors, without transport; its trajectory depends on the
+  gauge. Clip and noise are those of :func:`prism`, which is the one to use. The
+  chain is::
+
+    intrinsic_clip(C, normalize_by=b)
+    tangent_privatizer(s)                       s = noise_multiplier * C / b
+    scale_by_published_preconditioner(noise_stddev=s)
+    scale_by_learning_rate(learning_rate)
+    retract(align=True)
+
+  **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
+  given noise multiplier for add-or-remove-one neighbours. (The authors' code
+  adds less noise where factors are small or in other gauges.)
+
+  Edge cases are those of :func:`prism`.
+
+  Args:
+    learning_rate: A number or schedule.
+    l2_clip_norm: C, of each example's intrinsic gradient, in total over all
+      modules and leaves.
+    noise_multiplier: The noise's standard deviation per coordinate over C / b
+      (or, the same, that of the noise of the sum over C).
+    expected_batch_size: b, a public constant: sampling rate times declared
+      size of the data set. Never the realised size of a batch.
+    prng_key: Key of the noise. None takes a fresh secret seed from the
+      operating system in ``init``; an int or a typed key gives noise that
+      anybody who knows it can repeat. One ``init`` per privacy budget.
+    per_example_gradients: True if ``update`` gets per-example factor gradients,
+      leaves ``(B, *shape)``, and perhaps ``is_padding_example=``. False if it
+      gets the clipped MEAN in tangent coordinates (clipped sum over b), as from
+      ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
+      pre_clipping_transform=tangent_coordinates(params))``; then the clip is
+      the caller's, and must be at this C and b.
+    b1: Decay of the first moment.
+    b2: Decay of the second moments.
+    eps: Added to the second moments' eigenvalues.
+    floor_mode: ``'geometry'``, ``'scalar'`` or ``'none'``, see
+      :func:`prism_optax.transforms.scale_by_published_preconditioner`.
+    floor_factor: Factor of either floor.
+    layout: Which leaves are pairs, where names do not tell: see
+      :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b on
+    how far one example moves the clipped mean.
+
+  Raises:
+    ValueError: For arguments out of range; in ``init`` if no pair is found,
+      both factors of a module are zero, or it is traced with
+      ``prng_key=None``; in ``update`` without ``params`` or if the gradients
+      do not fit.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+    >>> tx = prism_optax.published_prism(
+    ...   0.1, l2_clip_norm=1.0, noise_multiplier=0.5, expected_batch_size=8)
+    >>> grads = {'lora_a': jnp.ones((6, 3, 1)), 'lora_b': jnp.ones((6, 1, 2))}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates['lora_a'].shape, tx.sensitivity()
+    ((3, 1), 0.125)
+  """
+  stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
+  return _optimizer(
+    intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
+    tangent_privatizer(stddev, prng_key=prng_key),
+    scale_by_published_preconditioner(
       b1,
       b2,
       eps,
       noise_stddev=stddev,
       floor_mode=floor_mode,
       floor_factor=floor_factor,
-      debias=debias,
-      bias_correction=bias_correction,
-      max_condition_number=max_condition_number,
-      basis=basis,
-      transport=transport,
-      max_update_norm=max_update_norm,
-    )
-  # Parts rather than transformations: one tree in, one tree out, and the frames
-  # of each step computed once.
-  parts = [
-    noise_addition.tangent_privatizer_part(stddev, prng_key),
-    adaptive,
-  ]
-  if per_example_gradients:
-    parts.insert(
-      0, clipping.intrinsic_clip_part(l2_clip_norm, expected_batch_size)
-    )
-  # A traced decay (an injected hyper-parameter) is always in the chain.
-  if not (isinstance(weight_decay, int | float) and weight_decay == 0):
-    parts.append(decay.add_decayed_factors_part(weight_decay))
-  parts += [
-    lora.scaling_part(
-      'scale_by_learning_rate', optax.scale_by_learning_rate(learning_rate)
     ),
-    # The published optimizer turns the new factors towards the old ones.
-    retraction.retract_part(retraction_method, align=basis == 'factor'),
-  ]
-  init, update = lora.chain_parts(*parts, layout=layout)
-  return _per_example.BoundedSensitivityTransformation(
-    init, update, _per_example.sensitivity_of_sum(bound)
+    scale_by_learning_rate(learning_rate),
+    retract(align=True),
+    per_example_gradients=per_example_gradients,
+    layout=layout,
   )

@@ -21,30 +21,37 @@ arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.
 Frames are not differentiated (``stop_gradient``).
 """
 
-from prism_optax.fixed_rank._combinations import Combination as Combination
-from prism_optax.fixed_rank._combinations import Products as Products
-from prism_optax.fixed_rank._combinations import RankMatrices as RankMatrices
-from prism_optax.fixed_rank._combinations import combination as combination
-from prism_optax.fixed_rank._combinations import multiply_out as multiply_out
-from prism_optax.fixed_rank._combinations import products as products
-from prism_optax.fixed_rank._combinations import projection as projection
-from prism_optax.fixed_rank._points import Factors as Factors
-from prism_optax.fixed_rank._points import Frame as Frame
-from prism_optax.fixed_rank._points import frame as frame
-from prism_optax.fixed_rank._retraction import retract as retract
-from prism_optax.fixed_rank._tangents import Tangent as Tangent
-from prism_optax.fixed_rank._tangents import embed as embed
-from prism_optax.fixed_rank._tangents import horizontal_lift as horizontal_lift
-from prism_optax.fixed_rank._tangents import lift as lift
-from prism_optax.fixed_rank._tangents import norm as norm
-from prism_optax.fixed_rank._tangents import project as project
-from prism_optax.fixed_rank._tangents import (
-  tangent_from_gradients as tangent_from_gradients,
+from prism_optax.fixed_rank._lifts import (
+  horizontal_lift,
+  lift,
+  tangent_from_steps,
 )
+from prism_optax.fixed_rank._points import Factors, Frame, frame, truncate
+from prism_optax.fixed_rank._retraction import retract
+from prism_optax.fixed_rank._sums import TangentSum, multiply_out, transport
 from prism_optax.fixed_rank._tangents import (
-  tangent_from_steps as tangent_from_steps,
+  Tangent,
+  embed,
+  norm,
+  project,
+  tangent_from_gradients,
 )
-from prism_optax.fixed_rank._transport import Carried as Carried
-from prism_optax.fixed_rank._transport import carry as carry
-from prism_optax.fixed_rank._transport import transport as transport
-from prism_optax.fixed_rank._truncation import truncate as truncate
+
+__all__ = [
+  'Factors',
+  'Frame',
+  'Tangent',
+  'TangentSum',
+  'embed',
+  'frame',
+  'horizontal_lift',
+  'lift',
+  'multiply_out',
+  'norm',
+  'project',
+  'retract',
+  'tangent_from_gradients',
+  'tangent_from_steps',
+  'transport',
+  'truncate',
+]

@@ -1,10 +1,13 @@
-"""Points of the manifold: factors and their orthonormal frames."""
+"""Points of the manifold: factors, their frames, and their truncation."""
 
+import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from prism_optax import _linalg
+from prism_optax import _linalg, _validate
+from prism_optax._linalg import matmul
 
 
 class Factors(NamedTuple):
@@ -105,3 +108,114 @@ def frame(factors: Factors) -> Frame:
     )
   sides = [_linalg.orthonormal_frame(x) for x in (left, right)]
   return Frame(*(x for pair in zip(*sides, strict=True) for x in pair))
+
+
+def truncate(factors: Factors, rank: int) -> Factors:
+  """The best approximation of rank ``rank``, in the balanced SVD gauge.
+
+  ``(U s^1/2, V s^1/2)`` of the largest singular values (Eckart and Young;
+  PRISM, arXiv:2606.00944, Lemma A.25), from two QR factorisations and the SVD
+  of a k x k core (k columns come in). The factors may have more columns than
+  rows, as two pairs side by side have. With as many columns as came in it is a
+  change of gauge alone.
+
+  ============================  ==============================================
+  Z of rank below ``rank``      the lost columns are zero in one factor and in
+                                the other what it has beyond those of Z, the
+                                largest first: training can use them again
+  one factor zero               as above: Z stays zero, the other factor keeps
+                                the columns that say most about it
+  both factors zero             both stay zero
+  NaN or Inf in a factor        NaN in both factors of this module
+  ============================  ==============================================
+
+  Args:
+    factors: (..., m, k) and (..., n, k).
+    rank: At most min(m, n, k).
+
+  Returns:
+    (..., m, rank) and (..., n, rank), in the type of the arguments. Columns
+    come in the order of the singular values, largest first, so that the first
+    ones are the best approximation of a lower rank still. Signs of pairs of
+    columns are arbitrary.
+
+  Raises:
+    ValueError: If the shapes do not match or ``rank`` is out of range.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> left = jnp.array([[4.0, 0.0], [0.0, 1.0]])
+    >>> new = fixed_rank.truncate(fixed_rank.Factors(left, jnp.eye(3, 2)), 1)
+    >>> print(abs(new.left @ new.right.mT).round(3))
+    [[4. 0. 0.]
+     [0. 0. 0.]]
+  """
+  left, right = factors
+  check_pair('factors', left, right)
+  _validate.integer('rank', rank, 1)
+  if rank > min(left.shape[-2], right.shape[-2], left.shape[-1]):
+    raise ValueError(
+      f'Expected rank <= min(m, n, columns), got {rank=} for'
+      f' factors.left.shape={left.shape}, factors.right.shape={right.shape}.'
+    )
+  return _to_rank(rank)(factors)
+
+
+@functools.cache  # One compiled function for each rank.
+def _to_rank(rank: int):
+  return _linalg.flat_batch(functools.partial(_truncated, rank=rank))
+
+
+def _truncated(factors: Factors, *, rank: int) -> Factors:
+  """:func:`truncate` of (b, m, k) and (b, n, k) arrays."""
+  left, right = factors
+  q_left, c_left = _linalg.qr(left)
+  q_right, c_right = _linalg.qr(right)
+  u, s, vt = _linalg.svd(matmul(c_left, c_right.mT))
+  u, s, v = u[..., :rank], s[..., :rank], vt.mT[..., :rank]
+  lost = s <= left.shape[-1] * jnp.finfo(s.dtype).eps * s[:, :1]
+  alive = ~lost[:, None, :]
+  root = jnp.sqrt(s)[:, None, :]
+
+  def complete(u, v):
+    keep_right = _rank_of(c_right) >= _rank_of(c_left)
+    more_u = _beyond(u * alive, c_left, lost)
+    more_v = _beyond(v * alive, c_right, lost)
+    keep_right = keep_right[:, None, None]
+    return (
+      u * alive * root + jnp.where(keep_right, 0, more_u),
+      v * alive * root + jnp.where(keep_right, more_v, 0),
+    )
+
+  u, v = jax.lax.cond(
+    jnp.any(lost), complete, lambda u, v: (u * root, v * root), u, v
+  )
+  return Factors(matmul(q_left, u), matmul(q_right, v))
+
+
+def _rank_of(core: jax.Array) -> jax.Array:
+  """Numerical rank of (b, p, k) matrices, their columns normalised first."""
+  norms = _linalg.column_norms(core)[:, None, :]
+  _, s, _ = _linalg.svd(core / jnp.where(norms > 0, norms, 1))
+  eps = core.shape[-1] * jnp.finfo(core.dtype).eps
+  return jnp.sum(s > eps * s[:, :1], -1)
+
+
+def _beyond(basis: jax.Array, core: jax.Array, lost: jax.Array) -> jax.Array:
+  """In the lost columns: what ``core`` has outside of the span of ``basis``.
+
+  ``basis`` (b, p, rank) has orthonormal columns, zero where lost.
+  """
+  rank = basis.shape[-1]
+  rest = core - matmul(basis, matmul(basis.mT, core))
+  fresh, sizes, _ = _linalg.svd(rest)
+  # Rounding errors are no directions: they would pass for observable ones.
+  eps = core.shape[-1] * jnp.finfo(core.dtype).eps
+  size = jnp.linalg.norm(core, axis=(-2, -1))[:, None]
+  sizes = jnp.where(sizes > eps * size, sizes, 0)
+  fresh = fresh[..., :rank] * sizes[:, None, :rank]
+  # Lost columns are the last ones; the largest of the fresh comes first.
+  order = jnp.arange(rank) - jnp.sum(~lost, -1, keepdims=True)
+  fresh = jnp.take_along_axis(fresh, jnp.maximum(order, 0)[:, None, :], -1)
+  return fresh * lost[:, None, :]

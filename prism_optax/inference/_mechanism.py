@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _normal, _validate
+from prism_optax import _randomness, _validate
 
 # Rounding of the norm and of the product must not carry a clipped vector over
 # the bound: sums of 400,000 squares in float32 were off by up to 1e-6.
@@ -87,7 +87,7 @@ def privatize_hidden_states(
     hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
   )
   _validate.non_negative('stddev', stddev)
-  noised = _normal.add_normal(prng_key, clipped.astype(dtype), stddev)
+  noised = _randomness.add_normal(prng_key, clipped.astype(dtype), stddev)
   if mask is not None:
     noised = jnp.where(jnp.asarray(mask, bool)[..., None], noised, 0)
   return noised.astype(jnp.asarray(hidden).dtype)

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _validate, fixed_rank
+from prism_optax import _modules, _validate, fixed_rank
+from prism_optax._modules import ModuleTree, Stacks, map_pairs
 from prism_optax.fixed_rank import Factors
-from prism_optax.lora import _pairs
-from prism_optax.lora._adapters import Adapters
-from prism_optax.lora._blocks import Blocks, map_pairs
 
 
 class EmaState(NamedTuple):
@@ -28,7 +26,7 @@ class EmaState(NamedTuple):
 
 
 def ema(
-  decay: Any, *, rank_multiple: int = 2, layout: _pairs.LayoutLike = None
+  decay: Any, *, rank_multiple: int = 2, layout: _modules.LayoutLike = None
 ) -> optax.GradientTransformation:
   """Exponential moving average of the matrices Z, at low rank.
 
@@ -94,7 +92,7 @@ def ema(
   _validate.integer('rank_multiple', rank_multiple, 1)
 
   def init_fn(params):
-    blocks = Adapters(params, layout).factors(params)
+    blocks = ModuleTree(params, layout).factors(params)
 
     def zeros(pair):
       m, n, rank = (*(x.shape[-2] for x in pair), pair.left.shape[-1])
@@ -111,7 +109,7 @@ def ema(
 
   def update_fn(updates, state, params=None):
     del params
-    adapters = Adapters(updates, layout)
+    adapters = ModuleTree(updates, layout)
     blocks = adapters.factors(updates)
     count = optax.safe_increment(state.count)
     # 1 - decay^t, without cancellation for decays close to one.
@@ -143,7 +141,7 @@ def ema(
       pairs,
       blocks.pairs,
     )
-    tree = adapters.tree(Blocks(out, others), -0.5)
+    tree = adapters.tree(Stacks(out, others), -0.5)
     tree = jax.tree.map(lambda x, p: x.astype(p.dtype), tree, updates)
     return tree, EmaState(count, pairs, others)
 

@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from prism_optax.lora import _pairs
+from prism_optax import _modules
 
 # Relative to the largest singular value: below it is rounding of float64.
 _TINY = 64 * np.finfo(np.float64).eps
 
 
-def canonicalize(params: Any, *, layout: _pairs.LayoutLike = None) -> Any:
+def canonicalize(params: Any, *, layout: _modules.LayoutLike = None) -> Any:
   """The same matrices Z from factors in the balanced SVD gauge.
 
   ``left = U s^1/2`` and ``right = V s^1/2`` with orthogonal columns: there
@@ -48,7 +48,7 @@ def canonicalize(params: Any, *, layout: _pairs.LayoutLike = None) -> Any:
     >>> bool(np.allclose(new['lora_a'] @ new['lora_b'], a @ b))
     True
   """
-  modules = _pairs.find_modules(params, layout)
+  modules = _modules.find_modules(params, layout)
   leaves, treedef = jax.tree.flatten(params)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
     raise ValueError(

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg, _randomness, _validate
+from prism_optax import _linalg, _modules, _randomness, _validate
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank import Factors
-from prism_optax.lora import _merging, _pairs, _rank_changes
+from prism_optax.lora import _merging, _ranks
 
 # Far from the small numbers that a key is split into elsewhere.
 _FACTORS, _SKETCH = 0x46414354, 0x534B4554
@@ -26,7 +26,7 @@ def initialize(
   *,
   method: str = 'one_sided',
   size: float | None = None,
-  layout: _pairs.LayoutLike = None,
+  layout: _modules.LayoutLike = None,
 ) -> Any:
   """New factors for all LoRA pairs of a tree.
 
@@ -79,8 +79,8 @@ def initialize(
   _validate.positive('size', size)
   key = _key(prng_key, _FACTORS)
   leaves, treedef = jax.tree.flatten(params)
-  for i, module in enumerate(_pairs.find_modules(params, layout)):
-    left, right = _rank_changes.read_factors(module, leaves)
+  for i, module in enumerate(_modules.find_modules(params, layout)):
+    left, right = _ranks.read_factors(module, leaves)
     keys = jax.random.split(jax.random.fold_in(key, i))
     right = _orthonormal(keys[0], right.shape, right.dtype)
     if method == 'one_sided':
@@ -89,7 +89,7 @@ def initialize(
       left = _orthonormal(keys[1], left.shape, left.dtype)
       root = (size / module.scale) ** 0.5
       new = Factors(root * left, root * right)
-    _rank_changes.write_factors(module, leaves, new)
+    _ranks.write_factors(module, leaves, new)
   return jax.tree.unflatten(treedef, leaves)
 
 
@@ -101,7 +101,7 @@ def spectral_residual(
   oversampling: int = 8,
   power_iterations: int = 4,
   kernels: _merging.KernelsLike = None,
-  layout: _pairs.LayoutLike = None,
+  layout: _modules.LayoutLike = None,
 ) -> tuple[Any, Any]:
   """The largest singular directions of the weights become the adapters.
 
@@ -151,7 +151,7 @@ def spectral_residual(
   _validate.integer('oversampling', oversampling, 0)
   _validate.integer('power_iterations', power_iterations, 0)
   key = _key(prng_key, _SKETCH)
-  modules = _pairs.find_modules(params, layout)
+  modules = _modules.find_modules(params, layout)
   adapters, params_def = jax.tree.flatten(params)
   leaves, weights_def = jax.tree.flatten(weights)
   for i, place in enumerate(_merging.find_kernels(modules, weights, kernels)):
@@ -166,9 +166,9 @@ def spectral_residual(
     )
     root = module.scale**-0.5
     new = Factors(root * left, root * right)
-    _rank_changes.write_factors(module, adapters, new)
+    _ranks.write_factors(module, adapters, new)
     # Of the factors as they are stored, so that their rounding is no change.
-    left, right = _rank_changes.read_factors(module, adapters)
+    left, right = _ranks.read_factors(module, adapters)
     rest = matrices - module.scale * matmul(left, right.mT)
     leaves[place.leaf] = _merging.from_matrices(place, rest, leaves[place.leaf])
   return (

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from prism_optax import _modules
 from prism_optax._linalg import matmul
-from prism_optax.lora import _pairs, _rank_changes
+from prism_optax.lora import _ranks
 
 
 class Kernel(NamedTuple):
@@ -34,7 +35,7 @@ KernelsLike = Mapping[str, str | Kernel] | None
 class Place(NamedTuple):
   """A module and its weight: position in the flattened tree, and axes."""
 
-  module: _pairs.Module
+  module: _modules.Module
   leaf: int
   axes: tuple[int, ...]  # In the order (*stack, *in, *out).
 
@@ -44,7 +45,7 @@ def merge(
   weights: Any,
   *,
   kernels: KernelsLike = None,
-  layout: _pairs.LayoutLike = None,
+  layout: _modules.LayoutLike = None,
 ) -> Any:
   """Adds the matrices Z of the adapters to the frozen weights.
 
@@ -96,7 +97,7 @@ def unmerge(
   weights: Any,
   *,
   kernels: KernelsLike = None,
-  layout: _pairs.LayoutLike = None,
+  layout: _modules.LayoutLike = None,
 ) -> Any:
   """Subtracts the matrices Z of the adapters from the weights.
 
@@ -128,11 +129,11 @@ def unmerge(
 
 
 def _added(params, weights, factor, kernels, layout):
-  modules = _pairs.find_modules(params, layout)
+  modules = _modules.find_modules(params, layout)
   adapters = jax.tree.leaves(params)
   leaves, treedef = jax.tree.flatten(weights)
   for place in find_kernels(modules, weights, kernels):
-    left, right = _rank_changes.read_factors(place.module, adapters)
+    left, right = _ranks.read_factors(place.module, adapters)
     old = to_matrices(place, leaves[place.leaf])
     new = old + factor * place.module.scale * matmul(left, right.mT)
     leaves[place.leaf] = from_matrices(place, new, leaves[place.leaf])
@@ -157,11 +158,11 @@ def from_matrices(place: Place, matrices: jax.Array, like: Any) -> jax.Array:
 
 
 def find_kernels(
-  modules: Sequence[_pairs.Module], weights: Any, kernels: KernelsLike
+  modules: Sequence[_modules.Module], weights: Any, kernels: KernelsLike
 ) -> list[Place]:
   """The weight of every module; see :func:`merge`."""
   flat, _ = jax.tree_util.tree_flatten_with_path(weights)
-  names = [_pairs.path_name(path) for path, _ in flat]
+  names = [_modules.path_name(path) for path, _ in flat]
   leaves = [leaf for _, leaf in flat]
   kernels = dict(kernels or {})
   unknown = set(kernels) - {x.name for x in modules}
@@ -188,7 +189,7 @@ def find_kernels(
   return places
 
 
-def _shape_of(module: _pairs.Module) -> tuple[int, ...]:
+def _shape_of(module: _modules.Module) -> tuple[int, ...]:
   """``(*stack, *in, *out)``."""
   a, b = module.a_axes, module.b_axes
   return (*module.stack, *a.sizes(a.features), *b.sizes(b.features))
@@ -200,7 +201,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _one_candidate(
-  module: _pairs.Module, names: Sequence[str], leaves: Sequence[Any]
+  module: _modules.Module, names: Sequence[str], leaves: Sequence[Any]
 ) -> str:
   parents = [module.name, f'{module.name}/base_module']
   above, _, last = module.name.rpartition('/')
@@ -228,7 +229,7 @@ def _one_candidate(
 
 
 def _placed(
-  module: _pairs.Module,
+  module: _modules.Module,
   kernel: Kernel,
   names: Sequence[str],
   leaves: Sequence[Any],

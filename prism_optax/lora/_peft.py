@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prism_optax import _modules
+from prism_optax._modules import Layout, LeafAxes, Pair
 from prism_optax.fixed_rank import Factors
-from prism_optax.lora import _pairs, _peft_files, _rank_changes
-from prism_optax.lora._layout import Layout, LeafAxes, Pair
+from prism_optax.lora import _peft_files, _ranks
 
 NamesLike = Mapping[str, str] | Callable[[str], str] | None
 
@@ -100,7 +101,7 @@ def from_peft(
   params: Any,
   *,
   names: NamesLike = None,
-  layout: _pairs.LayoutLike = None,
+  layout: _modules.LayoutLike = None,
 ) -> Any:
   """Puts a loaded adapter into a tree of trainable parameters.
 
@@ -137,7 +138,7 @@ def from_peft(
     >>> float(new['q']['lora_a'][0, 0])
     2.0
   """
-  modules = _pairs.find_modules(params, layout)
+  modules = _modules.find_modules(params, layout)
   leaves, treedef = jax.tree.flatten(params)
   scales = {
     pair.a.removesuffix('/lora_a'): pair.layout.scale
@@ -168,7 +169,7 @@ def from_peft(
       a, b = (x.astype(jnp.promote_types(x.dtype, np.float32)) for x in (a, b))
       parts.append((root * b.T, root * a))
     left, right = (jnp.stack(x) for x in zip(*parts, strict=True))
-    _rank_changes.write_factors(module, leaves, Factors(left, right))
+    _ranks.write_factors(module, leaves, Factors(left, right))
   missed = sorted(set(adapter.params) - used)
   if missed:
     raise ValueError(
@@ -185,7 +186,7 @@ def save_peft(
   names: NamesLike = None,
   embeddings: Sequence[str] = (),
   config: Mapping[str, Any] | None = None,
-  layout: _pairs.LayoutLike = None,
+  layout: _modules.LayoutLike = None,
 ) -> None:
   """Writes adapters as PEFT reads them.
 
@@ -227,8 +228,8 @@ def save_peft(
     >>> list(loaded.params), loaded.config['r'], loaded.config['lora_alpha']
     (['model.q_proj'], 2, 16)
   """
-  modules = _pairs.find_modules(params, layout)
-  leaf_names, leaves = _pairs.named_leaves(params)
+  modules = _modules.find_modules(params, layout)
+  leaf_names, leaves = _modules.named_leaves(params)
   factors = {i for x in modules for i in (x.a, x.b)}
   others = [x for i, x in enumerate(leaf_names) if i not in factors]
   if others:
@@ -300,7 +301,7 @@ def _whole(value: float) -> float | int:
   return int(value) if float(value).is_integer() else value
 
 
-def _torch_names(module: _pairs.Module, names: NamesLike) -> list[str]:
+def _torch_names(module: _modules.Module, names: NamesLike) -> list[str]:
   """One name for each of the stacked modules, in their order."""
   if callable(names):
     name = names(module.name)

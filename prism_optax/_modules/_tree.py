@@ -1,0 +1,294 @@
+"""Between a tree of parameters and stacked arrays that the geometry works on.
+
+Modules of the same shapes are stacked along one axis, whatever their number, so
+a program's size and compile time hardly grow with the number of modules.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prism_optax import fixed_rank
+from prism_optax._modules._finding import (
+  LayoutLike,
+  Module,
+  find_modules,
+  named_leaves,
+)
+from prism_optax._modules._layout import MatrixAxes
+from prism_optax.fixed_rank import Factors, Frame, Tangent
+
+
+class Stacks(NamedTuple):
+  """A tree, taken apart: pairs by shape, and the other leaves as they are.
+
+  Attributes:
+    pairs: For each distinct shape and type of module a pair of arrays
+      ``(*lead, k, m, r)``, ``(*lead, k, n, r)``: ``fixed_rank.Tangent``,
+      ``fixed_rank.TangentSum`` or ``fixed_rank.Factors``.
+    others: The leaves that belong to no pair, ``(*lead, *shape)``.
+  """
+
+  pairs: tuple[Any, ...]
+  others: tuple[jax.Array, ...]
+
+  def map_pairs(
+    self, fn: Callable[..., Any], *with_: Sequence[Any]
+  ) -> 'Stacks':
+    """``fn(pair, ...)`` of each stack of pairs; other leaves as they are."""
+    return self._replace(pairs=map_pairs(fn, self.pairs, *with_))
+
+
+class ModuleArrays(NamedTuple):
+  """The leaves of one module, as they lie.
+
+  Attributes:
+    place: Slice of the stack of its group that the module fills.
+    scale: LoRA scale of its layout.
+    left: (*lead, s, *features and rank), s matrices.
+    right: (*lead, s, *features and rank).
+    left_axes: How one matrix lies in ``left``.
+    right_axes: How one matrix lies in ``right``.
+  """
+
+  place: slice
+  scale: float
+  left: jax.Array
+  right: jax.Array
+  left_axes: MatrixAxes
+  right_axes: MatrixAxes
+
+
+def map_pairs(
+  fn: Callable[..., Any], *stacks: Sequence[Any]
+) -> tuple[Any, ...]:
+  """``fn`` of one entry of each of ``stacks``, for each group of modules."""
+  return tuple(fn(*args) for args in zip(*stacks, strict=True))
+
+
+class _Group(NamedTuple):
+  """Modules whose matrices are stacked as they lie in their leaves."""
+
+  a_axes: MatrixAxes
+  b_axes: MatrixAxes
+  dtype: Any
+  modules: list[Module]
+
+  def places(self) -> list[slice]:
+    """The slice of the stack that each module fills."""
+    ends = np.cumsum([0, *(math.prod(x.stack) for x in self.modules)])
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+class ModuleTree:
+  """The LoRA modules of a tree of parameters, with what is static about them.
+
+  XLA fuses what computes a stack into each slice of it. So what goes into
+  :meth:`tree` should end in a product: an elementwise operation on a stack that
+  was just made would take compile time quadratic in the number of modules.
+
+  It is made while tracing from shapes and names, and holds no array.
+
+  Args:
+    params: Tree of trainable arrays.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Raises:
+    ValueError: If pairs cannot be found, or a rank is above min(m, n).
+  """
+
+  def __init__(self, params: Any, layout: LayoutLike = None):
+    self.modules = find_modules(params, layout)
+    self.names, leaves = named_leaves(params)
+    self._treedef: Any = jax.tree.structure(params)
+    self._shapes = [np.shape(leaf) for leaf in leaves]
+    # Geometry, sums and noise need float32 at least, whatever the model's type.
+    self._dtypes = [
+      jnp.promote_types(leaf.dtype, jnp.float32) for leaf in leaves
+    ]
+    groups = collections.defaultdict(list)
+    for x in self.modules:
+      dtype = jnp.promote_types(self._dtypes[x.a], self._dtypes[x.b])
+      groups[x.a_axes.matrix, x.b_axes.matrix, dtype].append(x)
+    self._groups = [_Group(*key, group) for key, group in groups.items()]
+    self._taken = {i for x in self.modules for i in (x.a, x.b)}
+    self._others = [i for i in range(len(leaves)) if i not in self._taken]
+
+  # From trees of arrays to stacks.
+
+  def _leaves(self, tree: Any, lead: int, what: str) -> list[jax.Array]:
+    """The leaves of a tree like ``params`` with ``lead`` more leading axes."""
+    if jax.tree.structure(tree) != self._treedef:
+      raise ValueError(
+        f'Expected {what} to have the structure of params, got'
+        f' {jax.tree.structure(tree)} for {self._treedef}.'
+      )
+    leaves = jax.tree.leaves(tree)
+    for name, leaf, shape in zip(self.names, leaves, self._shapes, strict=True):
+      if np.shape(leaf)[lead:] != shape or np.ndim(leaf) != lead + len(shape):
+        axes = 'one leading batch axis and then ' if lead else ''
+        raise ValueError(
+          f'Expected {what} at {name!r} to have {axes}the shape of the'
+          f' parameter, {shape}, got {np.shape(leaf)}.'
+        )
+    sizes = {np.shape(leaf)[:lead] for leaf in leaves}
+    if len(sizes) > 1:
+      raise ValueError(
+        f'Expected the same leading batch axis in all of {what}, got sizes'
+        f' {sorted(size[0] for size in sizes)}.'
+      )
+    return leaves
+
+  def _stacked(
+    self, leaves: Sequence[jax.Array], kind: Callable[..., Any], power: float
+  ) -> Stacks:
+    """Stacks the pairs, multiplied by ``scale ** power``."""
+
+    def side(axes: MatrixAxes, named: list[tuple[int, Any, float]], dtype):
+      parts = []
+      for i, leaf_axes, scale in named:
+        part = leaf_axes.to_stack(jnp.asarray(leaves[i], dtype))
+        parts.append(part if scale == 1 else part * float(scale**power))
+      # The stack axis comes before those of the matrix.
+      return axes.to_matrices(jnp.concatenate(parts, -1 - len(axes.shape)))
+
+    pairs = tuple(
+      kind(
+        side(b, [(x.b, x.b_axes, x.scale) for x in modules], dtype),
+        side(a, [(x.a, x.a_axes, x.scale) for x in modules], dtype),
+      )
+      for a, b, dtype, modules in self._groups
+    )
+    return Stacks(pairs, self._rest(leaves))
+
+  def _rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(leaves[i], self._dtypes[i]) for i in self._others)
+
+  def factors(self, params: Any) -> Stacks:
+    """``Factors`` such that ``left @ right.mT`` is the change of the weight.
+
+    The LoRA scale is shared out as its square root on either factor. All
+    stacks are float32 at least, here and below.
+    """
+    return self._stacked(self._leaves(params, 0, 'params'), Factors, 0.5)
+
+  def gradients(self, grads: Any, lead: int = 0, what: str = 'grads') -> Stacks:
+    """``Factors`` of gradients with respect to those of :meth:`factors`.
+
+    They keep ``lead`` (0 or 1) leading batch axes; ``what`` is their name in
+    error messages. They are those of the leaves over the root of the scale.
+    """
+    return self._stacked(self._leaves(grads, lead, what), Factors, -0.5)
+
+  def coordinates(self, tree: Any, what: str = 'updates') -> Stacks:
+    """``Tangent`` coordinates from a tree that passes on coordinates."""
+    return self._stacked(self._leaves(tree, 0, what), Tangent, 0.0)
+
+  def per_module(
+    self, tree: Any, lead: int = 0, what: str = 'grads'
+  ) -> tuple[list[list[ModuleArrays]], tuple[jax.Array, ...]]:
+    """For each group its modules, each as it lies in its leaves; other leaves.
+
+    For reading large arrays once: stacking would copy them. Not scaled.
+    """
+    leaves = self._leaves(tree, lead, what)
+    groups = [
+      [
+        ModuleArrays(
+          place,
+          x.scale,
+          x.b_axes.to_stack(jnp.asarray(leaves[x.b], group.dtype)),
+          x.a_axes.to_stack(jnp.asarray(leaves[x.a], group.dtype)),
+          group.b_axes,
+          group.a_axes,
+        )
+        for x, place in zip(group.modules, group.places(), strict=True)
+      ]
+      for group in self._groups
+    ]
+    return groups, self._rest(leaves)
+
+  # From stacks to trees.
+
+  def tree(
+    self, stacks: Stacks, power: float = 0.0, rank_multiple: int = 1
+  ) -> Any:
+    """A tree in the shapes of ``params``, in the types of the stacks.
+
+    Args:
+      stacks: Pairs of arrays, and other leaves.
+      power: Pairs are multiplied by ``scale ** power``: 0 for coordinates,
+        -0.5 for factors.
+      rank_multiple: The factors have so many times the columns.
+
+    Returns:
+      The tree.
+    """
+    leaves: list[Any] = [None] * len(self._shapes)
+    for group, pair in zip(self._groups, stacks.pairs, strict=True):
+      left = group.b_axes.widened(rank_multiple).from_matrices(pair.left)
+      right = group.a_axes.widened(rank_multiple).from_matrices(pair.right)
+      for x, place in zip(group.modules, group.places(), strict=True):
+        factor = float(x.scale**power)
+        for i, axes, stack in ((x.a, x.a_axes, right), (x.b, x.b_axes, left)):
+          leaf = axes.widened(rank_multiple).from_stack(stack[place])
+          leaves[i] = leaf if factor == 1 else leaf * factor
+    for i, leaf in zip(self._others, stacks.others, strict=True):
+      leaves[i] = leaf
+    return jax.tree.unflatten(self._treedef, leaves)
+
+  def steps(self, new: Stacks, params: Any) -> Any:
+    """Updates that lead from ``params`` to new factors; other leaves pass."""
+    leaves, old = jax.tree.leaves(self.tree(new, -0.5)), jax.tree.leaves(params)
+    return jax.tree.unflatten(
+      self._treedef,
+      [y - old[i] if i in self._taken else y for i, y in enumerate(leaves)],
+    )
+
+  def by_module(self, stacked: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """From arrays (k, ...) of each group to ``(*stack, ...)`` by module."""
+    return {
+      x.name: array[place].reshape(*x.stack, *array.shape[1:])
+      for group, array in zip(self._groups, stacked, strict=True)
+      for x, place in zip(group.modules, group.places(), strict=True)
+    }
+
+  # Geometry over all modules.
+
+  def frames(self, params: Any) -> tuple[Frame, ...]:
+    """One stacked frame of the scaled factors for each group of modules."""
+    return tuple(fixed_rank.frame(pair) for pair in self.factors(params).pairs)
+
+  def check_observable(self, params: Any) -> None:
+    """Refuses modules whose factors are both zero, where values are known.
+
+    Their gradients are zero whatever the data, so they would never move.
+
+    Raises:
+      ValueError: Naming the modules.
+    """
+    leaves = jax.tree.leaves(params)
+
+    def known_to_be_zero(leaf: Any) -> bool:
+      if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+      if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return False
+      return not np.any(np.asarray(leaf))
+
+    dead = [
+      x.name
+      for x in self.modules
+      if known_to_be_zero(leaves[x.a]) and known_to_be_zero(leaves[x.b])
+    ]
+    if dead:
+      raise ValueError(
+        f'Both factors are zero in params of {dead}: no gradient reaches them.'
+        ' Initialise one factor of each pair at random.'
+      )

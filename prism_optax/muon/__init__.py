@@ -1,0 +1,36 @@
+r"""Newton-Schulz orthogonalization of matrices, and its bias under noise.
+
+The iteration is the one of DP-Muon (arXiv:2605.12994). A matrix ``M`` with no
+more rows than columns goes through
+
+.. math::
+  Y_0 = M / \max(1, \|M\|_F), \qquad
+  Y_j = p_\kappa(Y_{j-1} Y_{j-1}^\top)\, Y_{j-1}, \qquad
+  p_\kappa(x) = \sum_{j=0}^{\kappa} \binom{2j}{j} 4^{-j} (1 - x)^j ,
+
+where :math:`p_\kappa` is the Taylor polynomial of :math:`x^{-1/2}` at 1. A
+singular value s becomes :math:`s\, p_\kappa(s^2)`, which grows towards 1 and
+never beyond: near 1 with order ``degree + 1``, near 0 with the factor
+:func:`slope_at_zero` per step. So ``steps`` steps cannot raise a singular
+value by more than ``slope_at_zero(degree)**steps`` (23 for degree 2, 5 steps);
+what lies far below that stays small.
+
+Everything is a polynomial: no factorization, no division but the first one,
+finite derivatives everywhere.
+"""
+
+from prism_optax.muon._bias import subtract_bias
+from prism_optax.muon._newton_schulz import (
+  coefficients,
+  newton_schulz,
+  slope_at_zero,
+)
+from prism_optax.muon._tangents import tangent_newton_schulz
+
+__all__ = [
+  'coefficients',
+  'newton_schulz',
+  'slope_at_zero',
+  'subtract_bias',
+  'tangent_newton_schulz',
+]

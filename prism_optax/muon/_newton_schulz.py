@@ -1,0 +1,204 @@
+"""The iteration of DP-Muon, and its options."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import _linalg, _validate
+from prism_optax._linalg import at_least_float32
+
+NORMALIZATIONS = ('max1', 'frobenius', 'none')
+
+
+def coefficients(degree: int) -> tuple[float, ...]:
+  """Coefficients of ``(1 - x)^j``, j = 0..degree, of the polynomial p.
+
+  ``c_j = C(2j, j) / 4^j`` (DP-Muon, arXiv:2605.12994): binomials over powers of
+  two, so the floats are exact as long as the binomial has at most 53 bits.
+
+  Args:
+    degree: At least 1.
+
+  Returns:
+    ``degree + 1`` numbers.
+
+  Raises:
+    ValueError: If ``degree`` is not an integer of at least 1.
+
+  Example:
+    >>> from prism_optax import muon
+    >>> muon.coefficients(3)
+    (1.0, 0.5, 0.375, 0.3125)
+  """
+  _validate.integer('degree', degree, 1)
+  return tuple(math.comb(2 * j, j) / 4**j for j in range(degree + 1))
+
+
+def slope_at_zero(degree: int) -> float:
+  """The factor by which one step raises a very small singular value.
+
+  ``p(0) = sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k``, for the polynomial
+  of DP-Muon (arXiv:2605.12994).
+
+  Args:
+    degree: k, at least 1.
+
+  Returns:
+    p(0); ``steps`` steps raise no singular value by more than its power.
+
+  Raises:
+    ValueError: If ``degree`` is not an integer of at least 1.
+
+  Example:
+    >>> from prism_optax import muon
+    >>> muon.slope_at_zero(2)
+    1.875
+  """
+  _validate.integer('degree', degree, 1)
+  return (2 * degree + 1) * math.comb(2 * degree, degree) / 4**degree
+
+
+def check_options(degree: int, steps: int, normalize: str) -> None:
+  """Raises ``ValueError`` for options that no orthogonalization accepts."""
+  _validate.integer('degree', degree, 1)
+  _validate.integer('steps', steps, 1)
+  _validate.one_of('normalize', normalize, NORMALIZATIONS)
+
+
+def frobenius_norm(*blocks: jax.Array) -> jax.Array:
+  """One norm (..., 1, 1) over the last two axes of all blocks, no overflow.
+
+  The blocks are parts of one matrix, or of one tangent vector. Not finite
+  where an entry is not, zero for zeros.
+  """
+  largest = jnp.zeros((), blocks[0].dtype)
+  for x in blocks:
+    largest = jnp.maximum(
+      largest, jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
+    )
+  # An infinite scale would turn infinity into NaN here instead of there.
+  scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+  squares = sum(
+    jnp.sum(jnp.square(x / scale), axis=(-2, -1), keepdims=True) for x in blocks
+  )
+  return scale * jnp.sqrt(squares)
+
+
+def divisor(normalize: str, norm: jax.Array) -> jax.Array:
+  """What matrices of these Frobenius norms are divided by at first.
+
+  ``max(1, norm)`` as in DP-Muon (arXiv:2605.12994) for ``'max1'``, the norm for
+  ``'frobenius'`` (1 for a zero matrix), 1 for ``'none'``.
+  """
+  if normalize == 'max1':
+    return jnp.maximum(norm, 1)
+  if normalize == 'frobenius':
+    return jnp.where(norm > 0, norm, 1)
+  return jnp.ones_like(norm)
+
+
+def _rounded_matmul(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
+  """``a @ b`` of factors rounded to ``dtype``, summed in their own type."""
+
+  def rounded(a, b):
+    # XLA on CPU cannot always run a bfloat16 product that sums in float32.
+    # The products of rounded factors are the same numbers, without the speed.
+    info = jnp.finfo(dtype)
+    a, b = (jax.lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
+    return _linalg.matmul(a, b)
+
+  def native(a, b):
+    return jnp.matmul(
+      a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype
+    )
+
+  return jax.lax.platform_dependent(a, b, cpu=rounded, default=native)
+
+
+def newton_schulz(
+  matrix: jax.Array,
+  *,
+  degree: int = 2,
+  steps: int = 5,
+  normalize: str = 'max1',
+  matmul_dtype: Any = None,
+) -> jax.Array:
+  """Brings the singular values of matrices towards one.
+
+  ``steps`` times ``Y <- p(Y Y^T) Y``, see :mod:`prism_optax.muon`.
+  The function commutes with rotations, ``F(U M V^T) = U F(M) V^T``, and with
+  transposition; the products are formed on the smaller side.
+
+  =======================  ====================================================
+  zero matrix              zero
+  norm below one           with ``'max1'`` the matrix is not scaled up: its
+                           singular values grow by ``slope_at_zero(degree)`` a
+                           step at most
+  lost rank                zero singular values stay zero
+  no rows or no columns    as it was
+  NaN or Inf in an entry   this matrix is not finite, others are as they were
+  more rows than columns   as its transpose
+  =======================  ====================================================
+
+  Args:
+    matrix: (..., m, n); every matrix of the stack is treated by itself.
+    degree: Degree kappa of the polynomial.
+    steps: Number q of steps.
+    normalize: What the matrix is divided by first. ``'max1'``: max(1, norm),
+      as in the source, a matrix of Frobenius norm below one keeps its size;
+      ``'frobenius'``: its norm, as in optax's Muon, zero stays zero;
+      ``'none'``: nothing. Then singular values above ``sqrt(3)`` may diverge.
+    matmul_dtype: Type of the factors of every product, for instance
+      ``jnp.bfloat16``; sums and everything else stay in float32. ``None``: the
+      working type, at the highest precision the platform has.
+
+  Returns:
+    (..., m, n), in the type of ``matrix``; computed in float32, or in float64
+    for float64. Singular values are at most 1 with ``'max1'`` and
+    ``'frobenius'``.
+
+  Raises:
+    ValueError: If ``matrix`` has fewer than two axes or an option is not one
+      of those above.
+
+  References:
+    DP-Muon, arXiv:2605.12994.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import muon
+    >>> x = jnp.diag(jnp.array([3.0, 4.0]))
+    >>> y = muon.newton_schulz(x, steps=8)
+    >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-6))
+    True
+  """
+  check_options(degree, steps, normalize)
+  matrix = jnp.asarray(matrix)
+  if matrix.ndim < 2:
+    raise ValueError(
+      f'Expected matrix to have shape (..., m, n), got {matrix.shape=}.'
+    )
+  y = at_least_float32(matrix)
+  y = y / divisor(normalize, frobenius_norm(y))
+  tall = y.shape[-2] > y.shape[-1]
+  if tall:
+    y = y.mT
+  c = coefficients(degree)
+  eye = jnp.eye(y.shape[-2], dtype=y.dtype)
+
+  product = _linalg.matmul
+  if matmul_dtype is not None:
+    product = functools.partial(_rounded_matmul, dtype=matmul_dtype)
+
+  for _ in range(steps):
+    # Horner in I - Y Y^T, which is small where the iteration has converged:
+    # no cancellation of large powers there.
+    rest = eye - product(y, y.mT)
+    poly = c[degree] * rest + c[degree - 1] * eye
+    for j in reversed(range(degree - 1)):
+      poly = product(poly, rest) + c[j] * eye
+    y = product(poly, y)
+  return (y.mT if tall else y).astype(matrix.dtype)

@@ -1,0 +1,130 @@
+r"""Muon on the manifold of rank-r matrices: orthogonalized tangent vectors.
+
+A tangent vector ``T = X_L Q_R^T + Q_L X_R^T`` has rank up to 2r, and its polar
+factor is not tangent. The direction taken here is ``P_Z(F(T))``: the
+orthogonalized matrix F(T), which is the direction of steepest ascent in
+spectral norm, projected back on the tangent space at Z.
+
+No (m, n) matrix is formed and nothing is factorized. Let X be the part of
+``X_R`` orthogonal to ``Q_R`` and ``D = X_R^T Q_R`` the core. In the bases
+``B_L = [Q_L, X_L]`` and ``B_R = [Q_R, X]`` the vector is ``B_L M B_R^T`` with
+
+.. math::
+  M = \begin{pmatrix} D & I \\ I & 0 \end{pmatrix},
+
+and a step of the iteration of :mod:`prism_optax.muon` is one on
+the 2r x 2r core alone, with the Gram matrices of the bases in between:
+
+.. math::
+  M \leftarrow p_\kappa(M G_R M^\top G_L)\, M .
+
+The bases need not be orthonormal and may lose rank: a step is a polynomial,
+hence exact and continuous everywhere. Turning the frames by orthogonal
+matrices turns the coordinates of the result along, so that the step in Z does
+not depend on the gauge of the factors.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import fixed_rank
+from prism_optax._linalg import at_least_float32, gram, matmul
+from prism_optax.muon._newton_schulz import (
+  check_options,
+  coefficients,
+  divisor,
+  frobenius_norm,
+)
+
+
+def _blocks(
+  a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array
+) -> jax.Array:
+  """The matrix ((a, b), (c, d))."""
+  rows = [jnp.concatenate(row, axis=-1) for row in ((a, b), (c, d))]
+  return jnp.concatenate(rows, axis=-2)
+
+
+def tangent_newton_schulz(
+  frame: fixed_rank.Frame,
+  tangent: fixed_rank.Tangent,
+  *,
+  degree: int = 2,
+  steps: int = 5,
+  normalize: str = 'max1',
+  scale: float = 1.0,
+) -> fixed_rank.Tangent:
+  """The tangent projection of the orthogonalized tangent vector.
+
+  ``P_Z(F(T))`` with the Newton-Schulz iteration F of DP-Muon (arXiv:2605.12994)
+  and the projection of PRISM (arXiv:2606.00944, Eq. 13); the form on the
+  2r x 2r core is ours. Zero stays zero; entries that are not finite give
+  entries that are not finite.
+
+  Args:
+    frame: Orthonormal frames at Z, or partial isometries where a factor has
+      lost rank; only the two bases are used.
+    tangent: Coordinates (..., m, r), orthogonal to ``frame.left``, and
+      (..., n, r).
+    degree: Degree kappa of the polynomial.
+    steps: Number q of steps.
+    normalize: ``'max1'``, ``'frobenius'`` or ``'none'``, as for matrices; the
+      norm is the intrinsic one.
+    scale: Factor of the result, at no cost.
+
+  Returns:
+    Coordinates of the direction, in the types of ``tangent``; computed in
+    float32, or in float64 for float64. With ``'max1'`` and ``'frobenius'``
+    its spectral norm is at most ``2 scale`` and its intrinsic norm at most
+    ``scale sqrt(2 r)``, whatever the gradient.
+
+  Raises:
+    ValueError: If an option is none of those above.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank, muon
+    >>> z = fixed_rank.Factors(jnp.eye(5, 2), jnp.eye(4, 2))
+    >>> x = fixed_rank.Tangent(3.0 * jnp.eye(5, 2, -2), 3.0 * jnp.eye(4, 2, -2))
+    >>> y = muon.tangent_newton_schulz(fixed_rank.frame(z), x)
+    >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))  # 3 becomes 1.
+    True
+  """
+  check_options(degree, steps, normalize)
+  q_left, q_right = (at_least_float32(q) for q in (frame.left, frame.right))
+  left, right = (at_least_float32(x) for x in (tangent.left, tangent.right))
+  norm = frobenius_norm(left, right)
+  share = divisor(normalize, norm)
+  left, right = left / share, right / share
+
+  rank = left.shape[-1]
+  core = gram(right, q_right)
+  outer = right - matmul(q_right, core.mT)
+  eye = jnp.broadcast_to(jnp.eye(rank, dtype=core.dtype), core.shape)
+  zero = jnp.zeros_like(core)
+  # The Gram of a partial isometry is the projector on what is observed.
+  left_seen, right_seen = gram(q_left, q_left), gram(q_right, q_right)
+  left_gram = _blocks(left_seen, zero, zero, gram(left, left))
+  right_gram = _blocks(right_seen, zero, zero, gram(outer, outer))
+  middle = _blocks(core, eye, eye, zero)
+  c = coefficients(degree)
+  for _ in range(steps):
+    # Powers of 1 - (M G_R M^T) G_L applied to M: the product with M comes
+    # first, because G_L has no inverse and the square alone is not symmetric.
+    square = matmul(matmul(matmul(middle, right_gram), middle.mT), left_gram)
+    power, total = middle, c[0] * middle
+    for j in range(1, degree + 1):
+      power = power - matmul(square, power)
+      total = total + c[j] * power
+    middle = total
+
+  middle = scale * middle  # On r x r blocks: results shall end in products.
+  # F(T) Q_R = B_L M (Pi_R; 0) and F(T)^T Q_L = B_R M^T (Pi_L; 0): the block
+  # of M that belongs to two outer bases is what the projection leaves out.
+  new_left = matmul(left, matmul(middle[..., rank:, :rank], right_seen))
+  new_right = matmul(
+    q_right, gram(middle[..., :rank, :rank], left_seen)
+  ) + matmul(outer, gram(middle[..., :rank, rank:], left_seen))
+  return fixed_rank.Tangent(
+    new_left.astype(tangent.left.dtype), new_right.astype(tangent.right.dtype)
+  )

@@ -1,0 +1,107 @@
+"""The transformations, in the order in which the data walk through them.
+
+Per-example gradients become tangent coordinates (:func:`tangent_coordinates`,
+:func:`tangent_probes`), are clipped and summed (:func:`intrinsic_clip`,
+:func:`per_matrix_clip`), get noise (:func:`tangent_privatizer`,
+:func:`correlated_tangent_privatizer`), become a direction
+(:func:`scale_by_rank_preconditioner`, :func:`orthogonalize_tangents`), and lead
+to new factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
+:func:`retract`). :func:`chain` fuses them; :func:`tangent_transformation` makes
+one of your own.
+"""
+
+from prism_optax.transforms._augmented import (
+  AugmentedState,
+  augmented_optimizer,
+)
+from prism_optax.transforms._chain import (
+  Stacked,
+  TangentTransformation,
+  chain,
+  tangent_transformation,
+)
+from prism_optax.transforms._clip_groups import (
+  ClipGroup,
+  clip_groups,
+  split_noise_multiplier,
+)
+from prism_optax.transforms._coordinates import (
+  TangentProbes,
+  tangent_coordinates,
+  tangent_probes,
+)
+from prism_optax.transforms._correlated import (
+  CorrelatedPrivatizerState,
+  correlated_noise_stddev,
+  correlated_tangent_privatizer,
+)
+from prism_optax.transforms._descent import (
+  add_decayed_factors,
+  retract,
+  scale_by_learning_rate,
+)
+from prism_optax.transforms._intrinsic_clip import intrinsic_clip
+from prism_optax.transforms._matrix_clip import (
+  clip_each_matrix,
+  per_matrix_clip,
+)
+from prism_optax.transforms._orthogonalize import (
+  BiasCorrection,
+  OrthogonalizeState,
+  orthogonalize,
+)
+from prism_optax.transforms._orthogonalize_tangents import (
+  OrthogonalTangentsState,
+  orthogonalize_tangents,
+)
+from prism_optax.transforms._privatizer import (
+  ForeignPrivatizerState,
+  TangentPrivatizerState,
+  tangent_privatizer,
+)
+from prism_optax.transforms._published import (
+  PublishedPreconditionerState,
+  scale_by_published_preconditioner,
+)
+from prism_optax.transforms._rank_preconditioner import (
+  RankPreconditionerState,
+  scale_by_rank_preconditioner,
+)
+from prism_optax.transforms._step import StepContext
+
+__all__ = [
+  'AugmentedState',
+  'BiasCorrection',
+  'ClipGroup',
+  'CorrelatedPrivatizerState',
+  'ForeignPrivatizerState',
+  'OrthogonalTangentsState',
+  'OrthogonalizeState',
+  'PublishedPreconditionerState',
+  'RankPreconditionerState',
+  'Stacked',
+  'StepContext',
+  'TangentPrivatizerState',
+  'TangentProbes',
+  'TangentTransformation',
+  'add_decayed_factors',
+  'augmented_optimizer',
+  'chain',
+  'clip_each_matrix',
+  'clip_groups',
+  'correlated_noise_stddev',
+  'correlated_tangent_privatizer',
+  'intrinsic_clip',
+  'orthogonalize',
+  'orthogonalize_tangents',
+  'per_matrix_clip',
+  'retract',
+  'scale_by_learning_rate',
+  'scale_by_published_preconditioner',
+  'scale_by_rank_preconditioner',
+  'split_noise_multiplier',
+  'tangent_coordinates',
+  'tangent_privatizer',
+  'tangent_probes',
+  'tangent_transformation',
+]

@@ -1,0 +1,179 @@
+"""Optimizers for trainers that clip and add the noise themselves.
+
+jax-privacy's trainers (in versions after 2.0.0) take an optimizer with a third
+function, ``pre_clipping_transform(state)``, for per-example gradients before
+they are clipped. It sees the optimizer's state and not the parameters; so the
+state here holds the frames of the parameters that the last update led to.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+from prism_optax import _validate, fixed_rank
+from prism_optax._linalg import gram, matmul
+from prism_optax._modules import LayoutLike, ModuleTree, map_pairs
+from prism_optax.fixed_rank import Frame
+from prism_optax.transforms import _correlated
+
+
+class AugmentedGradientTransformation(NamedTuple):
+  """The three fields of jax-privacy's class of this name.
+
+  Attributes:
+    init: ``init(params) -> state``.
+    update: ``update(updates, state, params) -> (updates, state)``.
+    pre_clipping_transform: ``pre_clipping_transform(state)`` is the function of
+      one example's gradients to be passed to ``jax_privacy.clipped_grad``.
+  """
+
+  init: Callable[[Any], Any]
+  update: Callable[..., tuple[Any, Any]]
+  pre_clipping_transform: Callable[[Any], Callable[[Any], Any]]
+
+
+class AugmentedState(NamedTuple):
+  """State of :func:`augmented_optimizer`.
+
+  Attributes:
+    frames: For each stack of same-shape modules the frame of the current
+      parameters, turned towards those before: the fixed coordinates.
+    inner: State of the optimizer.
+  """
+
+  frames: tuple[Frame, ...]
+  inner: Any
+
+
+def _aligned(frame: Frame, turn: _correlated.Turns) -> Frame:
+  """The frame ``Q W`` of the same factors: its cores are ``W^T C``."""
+  left, right = _correlated.turned_bases(frame, turn)
+  return Frame(
+    left,
+    right,
+    gram(turn.left, frame.left_core),
+    gram(turn.right, frame.right_core),
+    matmul(frame.left_inverse, turn.left),
+    matmul(frame.right_inverse, turn.right),
+    gram(turn.left, matmul(frame.left_mask, turn.left)),
+    gram(turn.right, matmul(frame.right_mask, turn.right)),
+  )
+
+
+def augmented_optimizer(
+  optimizer: optax.GradientTransformation, *, layout: LayoutLike = None
+) -> Any:
+  """An optimizer on tangent coordinates, for trainers that add the noise.
+
+  ``pre_clipping_transform(state)`` is :func:`tangent_coordinates` at the
+  current parameters, in coordinates that turn as little as possible from
+  step to step, so that the trainer's noise may be correlated over steps (see
+  :func:`correlated_tangent_privatizer`, also for its start of full rank).
+  ``update`` takes the noisy mean in these coordinates, projects and
+  masks it, and hands it to ``optimizer`` in the frames of ``params``.
+
+  The parameters must change by ``optax.apply_updates`` with the updates
+  returned, and by nothing else: the state is one step ahead.
+
+  **Privacy.** That of the trainer's mechanism: what it clips to C moves by C in
+  the Euclidean norm when one record is added or removed, in a space of fixed
+  dimension; all that follows its noise is post-processing. Coordinates are
+  those of PRISM (arXiv:2606.00944, Eq. 13), the turns are ours.
+
+  =======================  ====================================================
+  one factor zero          allowed: the frames change altogether with the first
+                           steps, and correlated noise does not cancel
+  both factors zero        ValueError in ``init``, where values are known
+  zero gradient            the trainer's noise is projected, masked and applied
+  bfloat16 parameters      coordinates, noise and moments in float32
+  parameters set by hand   the next gradients are read at another point: call
+                           ``init`` again
+  =======================  ====================================================
+
+  Args:
+    optimizer: From noisy tangent coordinates to updates of the factors, for
+      instance ``optax.chain(scale_by_rank_preconditioner(noise_stddev=s),
+      optax.scale_by_learning_rate(1e-2), retract())``. No clip and no noise.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    ``jax_privacy``'s ``AugmentedGradientTransformation`` where the installed
+    version has it, otherwise a named tuple of the same three fields.
+
+  Raises:
+    ValueError: If no pair is found or both factors of a module are zero; in
+      ``update`` without ``params``.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import prism_optax
+    >>> from prism_optax import transforms
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
+    >>> tx = transforms.augmented_optimizer(
+    ...   optax.chain(optax.scale(-1.0), prism_optax.retract()))
+    >>> state = tx.init(params)
+    >>> transform = tx.pre_clipping_transform(state)
+    >>> one_example = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
+    >>> transform(one_example)['lora_a'].ravel().tolist()
+    [0.25, 0.25, 0.25]
+  """
+
+  inner = optax.with_extra_args_support(optimizer)
+
+  def init(params):
+    tree = ModuleTree(params, layout)
+    tree.check_observable(params)
+    return AugmentedState(tree.frames(params), inner.init(params))
+
+  def update(updates, state, params=None, **extra_args):
+    _validate.params_given('augmented_optimizer', params)
+    tree = ModuleTree(params, layout)
+    turns = map_pairs(_correlated.turns, state.frames, tree.frames(params))
+    noisy = tree.coordinates(updates).map_pairs(
+      lambda x, frame, turn: _correlated.from_fixed(
+        fixed_rank.project(frame, x), turn
+      ),
+      state.frames,
+      turns,
+    )
+    updates, inner_state = inner.update(
+      tree.tree(noisy), state.inner, params, **extra_args
+    )
+    # A trainer asks for the next transform before it calls us again.
+    frames = map_pairs(
+      lambda old, new: _aligned(new, _correlated.turns(old, new)),
+      state.frames,
+      tree.frames(optax.apply_updates(params, updates)),
+    )
+    return updates, AugmentedState(frames, inner_state)
+
+  def pre_clipping_transform(state):
+    def transform(grads):
+      # One example's gradients have the structure and shapes of the parameters.
+      tree = ModuleTree(grads, layout)
+      return tree.tree(
+        tree.gradients(grads).map_pairs(
+          lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair),
+          state.frames,
+        )
+      )
+
+    return transform
+
+  return _class_of_jax_privacy()(init, update, pre_clipping_transform)
+
+
+def _class_of_jax_privacy() -> Any:
+  """jax-privacy's class, or the one above: its trainers look at the type."""
+  try:
+    optimizers = importlib.import_module('jax_privacy.optimizers')
+  except ImportError:
+    return AugmentedGradientTransformation
+  return getattr(
+    optimizers,
+    'AugmentedGradientTransformation',
+    AugmentedGradientTransformation,
+  )

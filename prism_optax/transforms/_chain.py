@@ -1,0 +1,317 @@
+"""Transformations of tangent coordinates, and chains of them that fuse.
+
+Every transformation of this package carries its stacked form: a function of
+stacked arrays, of which a chain calls one after the other. So a chain finds the
+pairs once, computes the frames once, and hands r x r matrices on behind the
+noise, where single transformations would write and read dense coordinates.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import optax
+
+from prism_optax import _validate
+from prism_optax._modules import LayoutLike, Stacks
+from prism_optax.transforms._step import StepContext, trail
+
+Kind = Literal['clip', 'noise', 'direction', 'retraction']
+Sensitivity = Callable[..., Any]
+
+
+class Stacked(NamedTuple):
+  """A transformation of stacked coordinates.
+
+  Attributes:
+    name: Name of the transformation, for error messages.
+    init: ``init(step) -> state``.
+    update: ``update(stacks, state, step, **extra_args) -> (stacks, state)``.
+      A clip gets the tree of per-example gradients in place of stacks, a
+      retraction returns a tree of updates.
+    kinds: What it does, in order; one entry unless it is a chain.
+  """
+
+  name: str
+  init: Callable[[StepContext], Any]
+  update: Callable[..., tuple[Any, Any]]
+  kinds: tuple[Kind, ...] = ('direction',)
+
+
+class TangentTransformation(optax.GradientTransformationExtraArgs):
+  """A transformation of tangent coordinates, with its stacked form.
+
+  It unpacks into ``init`` and ``update`` like any of optax's, so
+  ``optax.chain`` takes it; :func:`prism_optax.chain` fuses it with others.
+
+  Attributes:
+    stacked: The stacked form.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+    sensitivity: Of a clip, and of a chain that starts with one:
+      ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the largest
+      Euclidean distance between what comes out of the clip for neighbouring
+      batches. Other transformations have no such attribute.
+  """
+
+  stacked: Stacked
+  layout: LayoutLike
+  sensitivity: Sensitivity
+
+  def __new__(
+    cls,
+    stacked: Stacked,
+    layout: LayoutLike = None,
+    sensitivity: Sensitivity | None = None,
+  ):
+    takes_gradients = stacked.kinds[0] == 'clip'
+    returns_updates = stacked.kinds[-1] == 'retraction'
+
+    def init(params):
+      step = StepContext(params, layout)
+      step.tree.check_observable(params)
+      return stacked.init(step)
+
+    def update(updates, state, params=None, **extra_args):
+      _validate.params_given(stacked.name, params)
+      if takes_gradients:
+        step = StepContext(params, layout)
+      elif found := trail.follow(updates, params, layout):
+        updates, step = found
+      else:
+        step = StepContext(params, layout)
+        updates = step.tree.coordinates(updates)
+      out, state = stacked.update(updates, state, step, **extra_args)
+      if returns_updates:
+        return out, state
+      tree = step.to_tree(out)
+      trail.leave(tree, out, step)
+      return tree, state
+
+    self = super().__new__(cls, init, update)
+    self.stacked, self.layout = stacked, layout
+    if sensitivity is not None:
+      self.sensitivity = sensitivity
+    return self
+
+
+def no_state(step: StepContext) -> optax.EmptyState:
+  del step
+  return optax.EmptyState()
+
+
+def tangent_transformation(
+  name: str,
+  update: Callable[..., tuple[Stacks, Any]],
+  init: Callable[[StepContext], Any] = no_state,
+  *,
+  adds_noise: bool = False,
+  layout: LayoutLike = None,
+) -> TangentTransformation:
+  """A transformation of your own that fuses in :func:`prism_optax.chain`.
+
+  ``update(stacks, state, step)`` gets ``stacks.pairs``, one tangent vector for
+  each group of modules of the same shapes, stacked along axis 0: coordinates
+  ``left`` (k, m, r) and ``right`` (k, n, r), as arrays or as a sum that is not
+  multiplied out. ``fixed_rank.multiply_out`` makes arrays of either kind, and
+  either kind may be returned. ``stacks.others`` holds the leaves that are no
+  factors. ``step.params`` and ``step.frames`` (one ``fixed_rank.Frame`` for
+  each group) say where the update happens.
+
+  Coordinates turn with the frames from step to step: what is remembered of
+  them must be carried along (``fixed_rank.transport``), and a function of them
+  should commute with orthogonal r x r matrices on the right, or the result
+  depends on the gauge.
+
+  **Privacy.** Behind the noise a transformation is post-processing and costs
+  nothing. One that says ``adds_noise=True`` stands where the noise has to be:
+  the guarantee is then its own, that it adds Gaussian noise of the stddev
+  accounted for to every entry of what comes in.
+
+  Args:
+    name: For error messages.
+    update: As above, plus ``**extra_args`` if it wants them; it returns new
+      stacks and the new state.
+    init: From the step context at the start to the state; none by default.
+    adds_noise: Whether this is the noise of the mechanism.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    The transformation.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank, transforms
+    >>> def flip(stacks, state, step):
+    ...   def negated(x):
+    ...     x = fixed_rank.multiply_out(x)
+    ...     return fixed_rank.Tangent(-x.left, -x.right)
+    ...   return stacks.map_pairs(negated), state
+    >>> tx = transforms.tangent_transformation('flip', flip)
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> updates, _ = tx.update(params, tx.init(params), params)
+    >>> updates['lora_b'].tolist()
+    [[-1.0, 0.0]]
+  """
+
+  def without_more(stacks, state, step, **extra_args):
+    del extra_args
+    return update(stacks, state, step)
+
+  kind: Kind = 'noise' if adds_noise else 'direction'
+  return TangentTransformation(
+    Stacked(name, init, without_more, (kind,)), layout
+  )
+
+
+def _dense(tx: optax.GradientTransformation, position: int) -> Stacked:
+  """A transformation of optax, on dense coordinates."""
+  tx = optax.with_extra_args_support(tx)
+
+  def init(step):
+    return tx.init(step.params)
+
+  def update(stacks, state, step, **extra_args):
+    tree = step.to_tree(stacks)
+    tree, state = tx.update(tree, state, step.params, **extra_args)
+    return step.tree.coordinates(tree), state
+
+  return Stacked(f'transformation {position} of the chain', init, update)
+
+
+def _check_order(parts: list[Stacked], noise_elsewhere: bool) -> None:
+  """Refuses chains that void the guarantee or leave the manifold."""
+  kinds = [(kind, part.name) for part in parts for kind in part.kinds]
+  before: tuple[str, ...] = ()
+  for i, (kind, name) in enumerate(kinds):
+    if kind == 'clip' and i:
+      raise ValueError(
+        f'{name} must come first, got {kinds[i - 1][1]} before it: what mixes'
+        ' or scales the gradients of several examples before they are clipped'
+        ' lets one of them move the sum by any amount.'
+      )
+    if kind == 'noise' and set(before) - {'clip', 'noise'}:
+      raise ValueError(
+        f'{name} must come directly behind the clip, got {kinds[i - 1][1]}'
+        ' between them: what it does to the sum changes how far one example'
+        ' moves it, and the noise was made for the clip.'
+      )
+    if 'retraction' in before:
+      raise ValueError(
+        f'The retraction must come last, got {name} behind it: what it returns'
+        ' are no coordinates, and changing them leaves the manifold.'
+      )
+    before += (kind,)
+  if kinds[0][0] == 'clip' and 'noise' not in before and not noise_elsewhere:
+    raise ValueError(
+      f'No noise behind {kinds[0][1]}: what comes out of the chain would not be'
+      ' private. Put tangent_privatizer(...) directly behind it (it takes other'
+      " libraries' privatizers, too), or say noise_elsewhere=True if the noise"
+      ' is added outside of this chain.'
+    )
+
+
+def _one_layout(transformations: tuple[Any, ...], layout: Any) -> LayoutLike:
+  """The layout of a chain and of its transformations, which must agree."""
+  for tx in transformations:
+    own = getattr(tx, 'layout', None)
+    if own is not None and layout is not None and own != layout:
+      raise ValueError(
+        f'Expected one layout for the whole chain, got {layout!r} and {own!r}.'
+      )
+    layout = own if layout is None else layout
+  return layout
+
+
+def chain(
+  *transformations: optax.GradientTransformation,
+  layout: LayoutLike = None,
+  noise_elsewhere: bool = False,
+) -> TangentTransformation:
+  """Chains transformations of tangent coordinates into one that is fused.
+
+  The same numbers as ``optax.chain`` of the same transformations, and faster:
+  pairs are found and frames computed once, and behind the noise r x r matrices
+  are handed on in place of dense coordinates. Transformations that are not
+  this package's (``optax.clip_by_global_norm``, ``optax.ema``) get dense
+  coordinates in the shapes of ``params``.
+
+  **Privacy.** A chain that starts with :func:`intrinsic_clip`, with
+  :func:`tangent_privatizer` behind it, is a Gaussian mechanism followed by
+  post-processing; ``.sensitivity`` of the clip is that of the chain. Orders in
+  which this would not hold are refused: anything before the clip
+  (``optax.clip_by_global_norm``, ``optax.MultiSteps``, a mask), anything
+  between the clip and the noise, a clip without noise. What is not seen here:
+  that the standard deviation of the noise fits the clip, and what happens
+  outside of the chain.
+
+  Args:
+    *transformations: At least one, in the order in which updates pass them.
+    layout: Layout of the parameters, see
+      :func:`prism_optax.lora.describe_pairs`. If one of the transformations
+      has a layout of its own, it must be the same.
+    noise_elsewhere: Allow a clip without noise in this chain, because the
+      noise is added by what takes its updates.
+
+  Returns:
+    A transformation whose state is the tuple of those of its parts, as with
+    ``optax.chain``; it can be chained again.
+
+  Raises:
+    ValueError: If there is no transformation, for an order that is refused, or
+      for layouts that differ; in ``init``, if no pair is found or both factors
+      of a module are zero; in ``update``, without ``params``.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> tx = prism_optax.chain(
+    ...   prism_optax.intrinsic_clip(1.0, normalize_by=8.0),
+    ...   prism_optax.tangent_privatizer(0.1),
+    ...   prism_optax.scale_by_learning_rate(0.5),
+    ...   prism_optax.retract())
+    >>> tx.sensitivity()
+    0.125
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> grads = {'lora_a': jnp.ones((4, 3, 1)), 'lora_b': jnp.ones((4, 1, 2))}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates['lora_b'].shape, len(state)
+    ((1, 2), 4)
+  """
+  if not transformations:
+    raise ValueError('Expected at least one transformation, got none.')
+  parts = []
+  for i, tx in enumerate(transformations):
+    if isinstance(tx, TangentTransformation):
+      parts.append(tx.stacked)
+      continue
+    if hasattr(tx, 'sensitivity'):
+      raise ValueError(
+        f'Transformation {i} clips gradients as they are and returns no tangent'
+        ' coordinates: chain it by optax.chain, with transformations of dense'
+        ' gradients behind it.'
+      )
+    parts.append(_dense(tx, i))
+  _check_order(parts, noise_elsewhere)
+  layout = _one_layout(transformations, layout)
+
+  def init(step):
+    return tuple(part.init(step) for part in parts)
+
+  def update(updates, state, step, **extra_args):
+    if len(state) != len(parts):
+      raise ValueError(
+        f'Expected a state of {len(parts)} parts, got {len(state)}: it belongs'
+        ' to another chain.'
+      )
+    states = []
+    for part, old in zip(parts, state, strict=True):
+      updates, new = part.update(updates, old, step, **extra_args)
+      states.append(new)
+    return updates, tuple(states)
+
+  kinds = tuple(kind for part in parts for kind in part.kinds)
+  name = parts[0].name if len(parts) == 1 else f'chain({parts[0].name}, ...)'
+  return TangentTransformation(
+    Stacked(name, init, update, kinds),
+    layout,
+    getattr(transformations[0], 'sensitivity', None),
+  )

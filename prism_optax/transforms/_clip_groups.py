@@ -1,0 +1,182 @@
+"""What is clipped together, and how several groups share one noise multiplier.
+
+Groups that are clipped and noised one by one on the same batch are ONE
+Gaussian mechanism: with noise ``sigma_W C_W`` on group W the whole has the
+multiplier ``(sum_W sigma_W^-2)^(-1/2)``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from prism_optax import _matrix_axes, _validate
+from prism_optax._matrix_axes import DimensionNumbersLike
+
+# A number, or a prefix tree of numbers.
+NormsLike = Any
+
+NOISE_SPLITS = ('equal', 'least_energy')
+
+
+class ClipGroup(NamedTuple):
+  """Leaves that are clipped together, or a stack of matrices one by one.
+
+  Attributes:
+    leaves: Positions in ``jax.tree.leaves``.
+    batch_axes: Axes of the (then only) leaf that stack matrices.
+    matrices: Number of clip groups this stands for, the product of those axes.
+    size: Number of entries of one of them.
+    l2_clip_norm: C_W, the largest norm of an example's contribution.
+  """
+
+  leaves: tuple[int, ...]
+  batch_axes: tuple[int, ...]
+  matrices: int
+  size: int
+  l2_clip_norm: float | jax.Array
+
+
+def clip_groups(
+  l2_clip_norms: NormsLike,
+  params: Any,
+  weight_dimension_numbers: DimensionNumbersLike = None,
+) -> list[ClipGroup]:
+  """The clip groups of a tree of parameters.
+
+  Args:
+    l2_clip_norms: C_W, a number or a prefix tree of numbers.
+    params: A tree of arrays or shapes, without any per-example axis.
+    weight_dimension_numbers: ``None``: every leaf is a group. A tree of
+      ``optax.contrib.MuonDimensionNumbers`` and ``None``, a prefix, or a
+      callable from ``params`` to one: every matrix is a group, those stacked
+      along batch axes one by one, and all leaves marked ``None`` are one.
+
+  Returns:
+    The groups; every leaf is in exactly one.
+
+  Raises:
+    ValueError: If a prefix does not fit, axes do not exist, or the leaves
+      marked ``None`` have several thresholds.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import transforms
+    >>> params = {'bias': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
+    >>> groups = transforms.clip_groups(0.5, params)
+    >>> [(g.leaves, g.size, g.l2_clip_norm) for g in groups]
+    [((0,), 3, 0.5), ((1,), 12, 0.5)]
+  """
+  shapes = [x.shape for x in jax.tree.leaves(params)]
+  norms = _matrix_axes.broadcast('l2_clip_norms', l2_clip_norms, params)
+  if weight_dimension_numbers is None:
+    return [
+      ClipGroup((i,), (), 1, math.prod(shape), norm)
+      for i, (shape, norm) in enumerate(zip(shapes, norms, strict=True))
+    ]
+  specs = _matrix_axes.resolve(weight_dimension_numbers, params)
+  groups, others = [], []
+  for i, (shape, norm, spec) in enumerate(
+    zip(shapes, norms, specs, strict=True)
+  ):
+    if spec is None:
+      others.append(i)
+      continue
+    axes = _matrix_axes.batch_axes(shape, spec)
+    matrices = math.prod(shape[a] for a in axes)
+    size = math.prod(shape) // max(matrices, 1)
+    groups.append(ClipGroup((i,), axes, matrices, size, norm))
+  if others:
+    first = norms[others[0]]
+    if any(norms[i] is not first and norms[i] != first for i in others):
+      raise ValueError(
+        'Expected one threshold for all leaves that are no matrices, because'
+        ' they are clipped together, got l2_clip_norms='
+        f'{[norms[i] for i in others]} for them.'
+      )
+    size = sum(math.prod(shapes[i]) for i in others)
+    groups.append(ClipGroup(tuple(others), (), 1, size, first))
+  return groups
+
+
+def sensitivity(groups: Sequence[ClipGroup]) -> Any:
+  """Norm of the largest contribution to all groups, ``sqrt(sum_W C_W^2)``.
+
+  Adding or removing one example moves the sum of all groups by no more.
+  """
+  return sum(g.matrices * g.l2_clip_norm**2 for g in groups) ** 0.5
+
+
+def split_noise_multiplier(
+  noise_multiplier: float | jax.Array,
+  l2_clip_norms: Sequence[float | jax.Array],
+  sizes: Sequence[int],
+  *,
+  noise_split: str = 'equal',
+) -> list[float | jax.Array]:
+  r"""Noise multipliers of clip groups that together have a given one.
+
+  K groups of sensitivity C_W on the same batch, with noise ``sigma_W C_W``, are
+  one Gaussian mechanism with ``sigma^-2 = sum_W sigma_W^-2``. The split of
+  least energy is ours: of all splits of the budget ``w_W = sigma_W^-2`` with
+  ``sum_W w_W = sigma^-2``, the one of least expected energy ``sum_W d_W
+  sigma_W^2 C_W^2 = sum_W d_W C_W^2 / w_W`` has ``d_W C_W^2 / w_W^2`` equal for
+  all W (Lagrange), that is ``w_W`` proportional to ``C_W sqrt(d_W)``. Its
+  energy is ``sigma^2 (sum_W C_W sqrt(d_W))^2``; that of the equal split
+  ``sigma^2 K sum_W C_W^2 d_W``, never less (Cauchy and Schwarz). A group
+  without entries has no noise; it counts as one entry.
+
+  Args:
+    noise_multiplier: sigma, of all groups together.
+    l2_clip_norms: C_W of every group.
+    sizes: d_W, number of entries of every group.
+    noise_split: ``'equal'``, or ``'least_energy'`` as above.
+
+  Returns:
+    sigma_W for every group, never below sigma.
+
+  Raises:
+    ValueError: If ``noise_split`` is none of these, or there is no group.
+
+  Example:
+    >>> from prism_optax import transforms
+    >>> transforms.split_noise_multiplier(1.0, [1.0] * 4, [6] * 4)
+    [2.0, 2.0, 2.0, 2.0]
+  """
+  _validate.one_of('noise_split', noise_split, NOISE_SPLITS)
+  if len(l2_clip_norms) != len(sizes) or not sizes:
+    raise ValueError(
+      'Expected one clip norm and one size for each of one group or more, got'
+      f' {l2_clip_norms=} and {sizes=}.'
+    )
+  if noise_split == 'equal':
+    return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)
+  # A group without entries has no noise, but must not divide by zero.
+  budgets = [
+    c * math.sqrt(max(d, 1)) for c, d in zip(l2_clip_norms, sizes, strict=True)
+  ]
+  total = sum(budgets)
+  return [noise_multiplier * (total / w) ** 0.5 for w in budgets]
+
+
+def noise_units(
+  groups: Sequence[ClipGroup], num_leaves: int, *, noise_split: str = 'equal'
+) -> list[Any]:
+  """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the joint one.
+
+  Divided by these, leaves clipped to C_W have the joint sensitivity one, and
+  noise of one standard deviation for all of them is the split asked for.
+  """
+  matrices = [g for g in groups for _ in range(g.matrices)]
+  ratios = split_noise_multiplier(
+    1.0,
+    [g.l2_clip_norm for g in matrices],
+    [g.size for g in matrices],
+    noise_split=noise_split,
+  )
+  units: list[Any] = [1.0] * num_leaves
+  for group, ratio in zip(matrices, ratios, strict=True):
+    for leaf in group.leaves:
+      units[leaf] = ratio * group.l2_clip_norm
+  return units

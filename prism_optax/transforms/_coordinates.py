@@ -1,0 +1,182 @@
+"""Per-example gradients in tangent coordinates, ready for any clip."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import fixed_rank
+from prism_optax._linalg import matmul
+from prism_optax._modules import LayoutLike
+from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.transforms._step import StepContext
+
+
+def tangent_coordinates(
+  params: Any, *, layout: LayoutLike = None
+) -> Callable[[Any], Any]:
+  """The map from one example's factor gradients to tangent coordinates.
+
+  For each LoRA pair ``X_L = (I - P_L) g_L C_R^-1`` and ``X_R = g_R C_L^-1``,
+  in the leaves of ``left`` and ``right``: orthonormal coordinates of the
+  tangent projection of the gradient in ``Z = scale * left @ right.mT`` (PRISM,
+  arXiv:2606.00944, Eq. 13), whose Euclidean norm is the intrinsic norm
+  (Eq. 15). Other leaves count as they are. So any clipping by the global norm
+  of the result is intrinsic clipping, for instance::
+
+    jax_privacy.clipped_grad(
+      loss, l2_clip_norm=1.0, normalize_by=expected_batch_size,
+      pre_clipping_transform=prism_optax.tangent_coordinates(params))
+
+  Frames are computed here, once, not for each example. Pass ``params`` of the
+  same step: coordinates and the transforms that read them must agree on the
+  point.
+
+  **Privacy.** Nothing is clipped here and nothing is private yet. Clipped to C
+  and added up, the coordinates have the sensitivity C for add-or-remove-one
+  neighbours.
+
+  ========================  ===================================================
+  one factor zero           what its gradients do not show is zero (``C^-1`` is
+                            the pseudo-inverse)
+  factor of lower rank      likewise, in the directions that it has lost
+  both factors zero         zeros; the ``init`` of a chain refuses them
+  NaN or Inf in a gradient  passes: the clip behind decides (for
+                            ``clipped_grad`` the example counts as zero)
+  ========================  ===================================================
+
+  Args:
+    params: Tree of trainable arrays with LoRA pairs.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A function from a tree like ``params`` (gradients of one example) to a tree
+    of the same shapes, float32 at least, in the unit of the gradient in Z.
+
+  Raises:
+    ValueError: If pairs cannot be found, a rank is above min(m, n), or the
+      gradients do not fit.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> a, b = jnp.array([[2.0], [0.0]]), jnp.array([[4.0]])
+    >>> params = {'lora_a': a, 'lora_b': b}
+    >>> grads = {'lora_a': jnp.array([[4.0], [8.0]]), 'lora_b': b}
+    >>> transform = prism_optax.tangent_coordinates(params)
+    >>> transform(grads)['lora_a'].ravel().tolist()
+    [1.0, 2.0]
+  """
+  step = StepContext(params, layout)
+  frames = step.frames
+
+  def transform(grads: Any) -> Any:
+    gradients = step.tree.gradients(grads)
+    return step.tree.tree(
+      gradients.map_pairs(
+        lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair),
+        frames,
+      )
+    )
+
+  return transform
+
+
+class TangentProbes(NamedTuple):
+  """What :func:`tangent_probes` returns.
+
+  Attributes:
+    zeros: Tree in the shapes of the parameters: where to differentiate.
+    attach: ``attach(probes)``, the parameters to run the model with: factors
+      of twice the rank, in the types of the parameters.
+    coordinates: ``coordinates(gradients)``, from one example's gradients with
+      respect to the probes to tangent coordinates.
+  """
+
+  zeros: Any
+  attach: Callable[[Any], Any]
+  coordinates: Callable[[Any], Any]
+
+
+def tangent_probes(params: Any, *, layout: LayoutLike = None) -> TangentProbes:
+  """Differentiates the loss in tangent coordinates themselves.
+
+  ``left = [Q_L, U]`` and ``right = [R C_L^T + V, Q_R]`` have the product ``Z``
+  at ``U = V = 0``, and there the gradients with respect to U and V are
+  ``G Q_R`` and ``G^T Q_L``: the coordinates of :func:`tangent_coordinates`
+  (PRISM, arXiv:2606.00944, Eq. 13) before the projection by ``I - P_L``,
+  without ``C^-1`` anywhere. So they are exact at any condition of the factors,
+  and in bfloat16, where whitening a rounded gradient costs three digits. The
+  probes are ours.
+
+  The model runs with factors of rank 2r and takes the rank from their shapes; a
+  model that computes alpha / r from a shape must be told r. Other leaves are
+  probed by an additive offset, in their own shape. As with
+  :func:`tangent_coordinates` nothing is clipped or private here.
+
+  ========================  ===================================================
+  one factor zero           the gradient of what it hides is zero
+  factor of lower rank      likewise, in the directions that it has lost
+  bfloat16 parameters       probes and coordinates in float32, the model in
+                            bfloat16
+  alpha over a shape's r    half of Z: the factors have 2r columns
+  NaN or Inf in a gradient  passes: the clip behind decides
+  ========================  ===================================================
+
+  Args:
+    params: Tree of trainable arrays with LoRA pairs.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    Zeros, the map to model parameters, and the map from gradients, in the
+    shapes of the parameters, (m, r) and (n, r) in the library's own layout.
+
+  Raises:
+    ValueError: If pairs cannot be found, or the probes do not fit.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.ones((1, 2))}
+    >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b']) ** 2)
+    >>> probes = prism_optax.tangent_probes(params)
+    >>> probed = lambda p, x: loss(probes.attach(p), x)
+    >>> batch = jnp.ones((4, 3))
+    >>> grads = jax.vmap(jax.grad(probed), (None, 0))(probes.zeros, batch)
+    >>> coordinates = jax.vmap(probes.coordinates)(grads)
+    >>> coordinates['lora_a'].shape
+    (4, 3, 1)
+  """
+  step = StepContext(params, layout)
+  tree, frames = step.tree, step.frames
+  others = tree.coordinates(params).others
+  types = jax.tree.map(lambda x: x.dtype, params)
+
+  def attach(probes: Any) -> Any:
+    stacks = tree.coordinates(probes, 'probes')
+
+    def widen(probe: Tangent, frame: Frame) -> Factors:
+      # Z = Q_L (R C_L^T)^T, and R = Q_R C_R.
+      core = matmul(frame.right_core, frame.left_core.mT)
+      balanced = jax.lax.stop_gradient(matmul(frame.right, core))
+      return Factors(
+        jnp.concatenate([frame.left, probe.left], -1),
+        jnp.concatenate([balanced + probe.right, frame.right], -1),
+      )
+
+    offset = tuple(x + y for x, y in zip(others, stacks.others, strict=True))
+    wide = stacks.map_pairs(widen, frames)._replace(others=offset)
+    # The model multiplies by the scale again.
+    attached = tree.tree(wide, -0.5, rank_multiple=2)
+    return jax.tree.map(lambda x, dtype: x.astype(dtype), attached, types)
+
+  def coordinates(gradients: Any) -> Any:
+    stacks = tree.coordinates(gradients, 'gradients')
+    return tree.tree(
+      stacks.map_pairs(lambda x, frame: fixed_rank.project(frame, x), frames)
+    )
+
+  zeros = tree.tree(jax.tree.map(jnp.zeros_like, tree.coordinates(params)))
+  return TangentProbes(zeros, attach, coordinates)

@@ -1,0 +1,274 @@
+"""Clipping of per-example gradients matrix by matrix."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from prism_optax import _per_example, _validate
+from prism_optax._linalg import at_least_float32
+from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax.transforms._clip_groups import (
+  ClipGroup,
+  NormsLike,
+  clip_groups,
+  sensitivity,
+)
+
+_ADD_OR_REMOVE_ONE = _per_example.NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+def _stacked(group: ClipGroup, x: jax.Array) -> jax.Array:
+  """``(B, *shape)`` to (B, matrices, entries of one matrix)."""
+  axes = tuple(a + 1 for a in group.batch_axes)
+  moved = jnp.moveaxis(x, axes, range(1, 1 + len(axes)))
+  # No -1: the batch may be empty.
+  size = math.prod(x.shape[1:]) // max(group.matrices, 1)
+  return moved.reshape(x.shape[0], group.matrices, size)
+
+
+def _unstacked(
+  group: ClipGroup, x: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+  """(matrices, entries of one matrix) -> shape."""
+  rest = [a for a in range(len(shape)) if a not in group.batch_axes]
+  order = [*group.batch_axes, *rest]
+  moved = x.reshape([shape[a] for a in order])
+  return moved.transpose(np.argsort(order))
+
+
+def _clipped_sum(
+  groups: list[ClipGroup],
+  leaves: list[jax.Array],
+  is_padding_example: jax.Array | None,
+  divisor: Any,
+) -> list[jax.Array]:
+  """Sums over axis 0 of ``(B, *shape)`` leaves, clipped group by group."""
+  leaves = [at_least_float32(x) for x in leaves]
+  stacks = [[_stacked(g, leaves[i]) for i in g.leaves] for g in groups]
+  examples = leaves[0].shape[0]
+  # (B, K): every norm of every example, each in units of its threshold.
+  squared = jnp.concatenate(
+    [
+      _per_example.squared_norms(
+        (x.reshape(examples * g.matrices, x.shape[-1]) for x in stack),
+        g.l2_clip_norm,
+      ).reshape(examples, g.matrices)
+      for g, stack in zip(groups, stacks, strict=True)
+    ],
+    axis=1,
+  )
+  weights, finite = _per_example.clip_weights(squared.reshape(-1), None)
+  # An example counts everywhere or nowhere: half an example is no gradient.
+  _, counts = _per_example.clip_weights(
+    jnp.where(jnp.all(finite.reshape(squared.shape), axis=1), 0.0, jnp.inf),
+    is_padding_example,
+  )
+  weights = weights.reshape(squared.shape) / divisor
+  weights = jnp.where(counts[:, None], weights, 0)
+  out: list[Any] = [None] * len(leaves)
+  start = 0
+  for g, stack in zip(groups, stacks, strict=True):
+    own = weights[:, start : start + g.matrices]
+    start += g.matrices
+    for i, x in zip(g.leaves, stack, strict=True):
+      if g.matrices == 1:
+        total = _per_example.weighted_sums(x[:, 0], own[:, 0], counts)[None]
+      else:
+        total = jax.vmap(_per_example.weighted_sum, (1, 1, None))(
+          x, own, counts
+        )
+      out[i] = _unstacked(g, total, leaves[i].shape[1:])
+  return out
+
+
+def _check(l2_clip_norms: Any) -> None:
+  for norm in jax.tree.leaves(l2_clip_norms, is_leaf=lambda x: x is None):
+    _validate.positive('l2_clip_norms', norm)
+
+
+def clip_each_matrix(
+  l2_clip_norms: NormsLike,
+  *,
+  weight_dimension_numbers: DimensionNumbersLike = None,
+) -> Callable[[Any], Any]:
+  """Clips the gradient of ONE example matrix by matrix.
+
+  It is the ``pre_clipping_transform`` with which
+  ``jax_privacy.clipped_grad`` becomes a micro-batched per-matrix clip. The
+  clip norm told to it is that of all groups together, where its own clipping
+  no longer does anything::
+
+    clip = per_matrix_clip(norms)
+    jax_privacy.clipped_grad(
+      loss, l2_clip_norm=clip.sensitivity(params=params),
+      normalize_by=expected_batch_size,
+      pre_clipping_transform=clip_each_matrix(norms))
+
+  ``g_W / max(1, ||g_W||_F / C_W)`` for every matrix W (DP-Muon,
+  arXiv:2605.12994).
+
+  **Privacy.** One example, the unit by which neighbouring data sets differ,
+  gets the norm ``sqrt(sum_W C_W^2)`` at most. Nothing is private yet.
+
+  =============================  ==============================================
+  NaN or Inf anywhere            zeros, in all matrices
+  squared norm that overflows    likewise
+  bfloat16 gradients             norm and clip in float32
+  norm below ``C_W (1 - 1e-6)``  the matrix stays as it is
+  =============================  ==============================================
+
+  Args:
+    l2_clip_norms: C_W, a number or a prefix tree of numbers; a number in it is
+      the threshold of each group below it.
+    weight_dimension_numbers: What a clip group is: see
+      :func:`per_matrix_clip`.
+
+  Returns:
+    A function from a tree of gradients to one of the same shapes, float32 at
+    least.
+
+  Raises:
+    ValueError: If a threshold is not a positive finite number (a traced one is
+      not checked); in the function, if a prefix does not fit the gradients.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import transforms
+    >>> clip = transforms.clip_each_matrix({'w': 3.0, 'v': 4.0})
+    >>> clipped = clip({'w': jnp.full((2, 2), 9.0), 'v': jnp.full(3, 0.5)})
+    >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
+    3.0 [0.5 0.5 0.5]
+  """
+  _check(l2_clip_norms)
+
+  def transform(grads: Any) -> Any:
+    groups = clip_groups(l2_clip_norms, grads, weight_dimension_numbers)
+    leaves, treedef = jax.tree.flatten(grads)
+    one = [x[None] for x in leaves]
+    return jax.tree.unflatten(treedef, _clipped_sum(groups, one, None, 1.0))
+
+  return transform
+
+
+def per_matrix_clip(
+  l2_clip_norms: NormsLike,
+  *,
+  normalize_by: float | jax.Array = 1.0,
+  weight_dimension_numbers: DimensionNumbersLike = None,
+) -> _per_example.BoundedSensitivityTransformation:
+  """Clips every matrix of every per-example gradient, and adds them up.
+
+  ``sum_i g_i / max(1, ||g_i||_F / C_W) / normalize_by`` for every weight
+  matrix W with a threshold of its own (DP-Muon, arXiv:2605.12994).
+
+  **Privacy.** All matrices see the same batch, so together they are ONE
+  mechanism of sensitivity ``sqrt(sum_W C_W^2) / normalize_by`` when one example
+  is added or removed. Noise ``sigma C_W`` on each of K matrices has the
+  multiplier ``sigma / sqrt(K)``, not sigma.
+
+  ===================================  ========================================
+  NaN or Inf anywhere in an example    it counts as zero, in all matrices
+  squared norm that overflows          likewise
+  padding example                      counts as zero
+  batch of padding only, or of size 0  zeros
+  tree without leaves                  passes
+  bfloat16 gradients                   norm, clip and sum in float32
+  norm below ``C_W (1 - 1e-6)``        the matrix stays as it is
+  ===================================  ========================================
+
+  Args:
+    l2_clip_norms: C_W, a number or a prefix tree of numbers; a number in it is
+      the threshold of each group below it.
+    normalize_by: A public constant that divides the sum: the EXPECTED batch
+      size, never the realised one.
+    weight_dimension_numbers: What a clip group is. ``None``: every leaf. A
+      tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (or a prefix,
+      or a callable from parameters to one): every matrix, those stacked along
+      batch axes one by one; the leaves marked ``None`` all together in one
+      group, for which their thresholds must agree.
+
+  Returns:
+    A transformation whose ``update(per_example_grads, state, params,
+    is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
+    leaves ``(*shape)``, float32 at least. ``.sensitivity(neighboring_relation,
+    params=params)`` is that of all groups together; it needs ``params``
+    (arrays or shapes) because a number or a prefix does not tell how many
+    groups there are.
+
+  Raises:
+    ValueError: If a threshold or ``normalize_by`` is not a positive finite
+      number (a traced one is not checked); if a prefix does not fit; if
+      ``optax.masked`` or ``optax.partition`` hides leaves, whose gradients
+      would pass unclipped; in ``update`` if ``params`` is missing or the
+      gradients do not have one leading batch axis, as inside of
+      ``optax.MultiSteps``.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> clip = prism_optax.per_matrix_clip({'w': 3.0, 'v': 4.0})
+    >>> params = {'w': jnp.zeros((2, 2)), 'v': jnp.zeros((1, 3))}
+    >>> clip.sensitivity(params=params)
+    5.0
+    >>> grads = {'w': jnp.full((1, 2, 2), 9.0), 'v': jnp.full((1, 1, 3), 0.5)}
+    >>> clipped, _ = clip.update(grads, clip.init(params), params)
+    >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
+    3.0 [[0.5 0.5 0.5]]
+  """
+  _check(l2_clip_norms)
+  _validate.positive('normalize_by', normalize_by)
+
+  def groups_of(params):
+    return clip_groups(l2_clip_norms, params, weight_dimension_numbers)
+
+  def init_fn(params):
+    _per_example.check_whole('per_matrix_clip', params)
+    groups_of(params)  # What does not fit shall fail here, not in training.
+    return optax.EmptyState()
+
+  def update_fn(
+    updates, state, params=None, *, is_padding_example=None, **extra_args
+  ):
+    del extra_args
+    _validate.params_given('per_matrix_clip', params)
+    _per_example.check_whole('per_matrix_clip', params)
+    _per_example.check_batched('per_matrix_clip', updates, params)
+    leaves, treedef = jax.tree.flatten(updates)
+    expected: Any = jax.tree.structure(params)
+    wanted = [x.shape for x in jax.tree.leaves(params)]
+    if treedef != expected or any(
+      x.shape[1:] != shape or x.shape[:1] != leaves[0].shape[:1]
+      for x, shape in zip(leaves, wanted, strict=True)
+    ):
+      raise ValueError(
+        'Expected per-example gradients, shaped like params with one leading'
+        f' batch axis, got shapes {[x.shape for x in leaves]} for params of'
+        f' shapes {wanted}.'
+      )
+    if not leaves:
+      return updates, state
+    summed = _clipped_sum(
+      groups_of(params), leaves, is_padding_example, normalize_by
+    )
+    return jax.tree.unflatten(treedef, summed), state
+
+  def sensitivity_of_all(
+    neighboring_relation: Any = _ADD_OR_REMOVE_ONE, *, params: Any = None
+  ) -> Any:
+    if params is None:
+      raise ValueError(
+        'The sensitivity depends on the number of matrices, which'
+        ' l2_clip_norms alone does not tell: call'
+        ' `sensitivity(relation, params=params)`, got params=None.'
+      )
+    bound = sensitivity(groups_of(params)) / normalize_by
+    return _per_example.sensitivity_of_sum(bound)(neighboring_relation)
+
+  return _per_example.BoundedSensitivityTransformation(
+    init_fn, update_fn, sensitivity_of_all
+  )

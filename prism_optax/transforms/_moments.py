@@ -1,0 +1,273 @@
+"""The rank preconditioner in orthonormal tangent coordinates, on arrays.
+
+A tangent vector has a core ``D = Q_L^T T Q_R`` (r, r) and two outer blocks,
+``X_L`` and ``X_R' = X_R - Q_R D^T``. Each rank index has a second moment, in
+which the core is counted on both sides::
+
+  V_L <- b2 V_L + (1 - b2) (X_L^T X_L + D^T D) / m      on the Q_R index
+  V_R <- b2 V_R + (1 - b2) (X_R'^T X_R' + D D^T) / n    on the Q_L index
+
+so that transposing the module exchanges the two, and isotropic tangent noise
+of variance s^2 adds exactly ``s^2 I`` to either. The steps are ``m_L P_L``,
+``m_R' P_R`` and ``(P_R m_D + m_D P_L) / 2`` for the core, ``P = V^(-1/2)``
+floored. (PRISM, arXiv:2606.00944, Eq. 24-27, works on the factors of a lift;
+there the core's share and the noise depend on the gauge.)
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import _linalg
+from prism_optax._linalg import gram, matmul
+from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
+from prism_optax.fixed_rank._sums import (
+  as_sum,
+  carried,
+  multiply_out,
+  projected,
+  sum_at,
+)
+
+Scalar = float | jax.Array
+
+
+class RankMatrices(NamedTuple):
+  """One r x r matrix for either side.
+
+  Attributes:
+    left: (..., r, r), acts on the columns of ``X_L``, the index of ``Q_R``.
+    right: (..., r, r), acts on the columns of ``X_R``, the index of ``Q_L``.
+  """
+
+  left: jax.Array
+  right: jax.Array
+
+
+class Moments(NamedTuple):
+  """What one stack of modules remembers.
+
+  Attributes:
+    mu: First moment, (k, m, r) and (k, n, r).
+    bases: ``Q_L`` (k, m, r) and ``Q_R`` (k, n, r), that all is written in.
+    nu: Second moments V, (k, r, r).
+    noise: The noise covariance that ``nu`` has seen, with the same decay.
+  """
+
+  mu: Tangent
+  bases: Factors
+  nu: RankMatrices
+  noise: RankMatrices
+
+
+def init_moments(tangent: Tangent) -> Moments:
+  """Zeros; ``tangent`` gives shapes and type.
+
+  Each in an array of its own: a state may be donated, and no buffer twice.
+  """
+
+  def zeros():
+    return jax.tree.map(jnp.zeros_like, tangent)
+
+  def squares():
+    return RankMatrices(*(gram(x, x) for x in zeros()))
+
+  return Moments(zeros(), Factors(*zeros()), squares(), squares())
+
+
+def on_both_sides(fn, left: jax.Array, right: jax.Array):
+  """One batched call for the r x r matrices of both sides."""
+  return jnp.split(fn(jnp.concatenate([left, right])), 2)
+
+
+def _transported(moments: Moments, frame: Frame) -> tuple[TangentSum, ...]:
+  """The old mu, nu and noise in a new frame.
+
+  The first moment is projected on the new tangent space. Second moments turn
+  by the polar factors of the overlaps: the overlaps themselves are
+  contractions and would shrink V a little at every step.
+  """
+  mu, overlaps = carried(moments.bases, frame, moments.mu)
+  turn_right, turn_left = on_both_sides(_linalg.polar, *overlaps)
+
+  def turned(x: RankMatrices) -> RankMatrices:
+    return RankMatrices(
+      gram(turn_left, matmul(x.left, turn_left)),
+      gram(turn_right, matmul(x.right, turn_right)),
+    )
+
+  return mu, turned(moments.nu), turned(moments.noise)
+
+
+def accumulate(
+  moments: Moments,
+  frame: Frame,
+  tangent: Tangent | TangentSum,
+  *,
+  b1: Scalar,
+  b2: Scalar,
+  variance: jax.Array,
+  transport: bool,
+) -> tuple[Moments, jax.Array]:
+  """One step of the exponential averages.
+
+  Args:
+    moments: As they were left by the last step.
+    frame: The current frame.
+    tangent: Noisy mean gradient.
+    b1: Decay of the first moment.
+    b2: Decay of the second moments.
+    variance: s^2, the noise variance per coordinate in ``tangent``.
+    transport: Whether the moments are written in the current frame first.
+
+  Returns:
+    The moments, and the core ``Q_L^T mu Q_R`` of the first of them, (k, r, r).
+  """
+  if transport:
+    old_mu, old_nu, old_noise = _transported(moments, frame)
+  else:  # The old coordinates, read as if they were of this frame.
+    old_mu = projected(frame, moments.mu)
+    old_nu, old_noise = moments.nu, moments.noise
+  x = as_sum(frame, tangent)
+  mu = TangentSum(
+    b1 * old_mu.left + (1 - b1) * x.left, b1 * old_mu.right + (1 - b1) * x.right
+  )
+  core = x.right.along.mT  # D = Q_L^T T Q_R
+  m, n = frame.left.shape[-2], frame.right.shape[-2]
+  seen = RankMatrices(
+    (x.left.squares() + gram(core, core)) / m,
+    x.right.squares() / n,  # X_R = X_R' + Q_R D^T holds the core already.
+  )
+  known = RankMatrices(variance * frame.right_mask, variance * frame.left_mask)
+
+  def average(old: RankMatrices, new: RankMatrices) -> RankMatrices:
+    return jax.tree.map(lambda x, y: b2 * x + (1 - b2) * y, old, new)
+
+  new = Moments(
+    multiply_out(mu),
+    Factors(frame.left, frame.right),
+    average(old_nu, seen),
+    average(old_noise, known),
+  )
+  return new, mu.right.along.mT
+
+
+def direction(
+  moments: Moments,
+  core: jax.Array,
+  frame: Frame,
+  *,
+  mu_correction: jax.Array,
+  nu_correction: jax.Array,
+  eps: Scalar,
+  floor_factor: Scalar,
+  debias: bool,
+  max_condition_number: Scalar,
+) -> TangentSum:
+  """The preconditioned first moment.
+
+  Args:
+    moments: After :func:`accumulate`.
+    core: ``Q_L^T mu Q_R`` of their first moment, from :func:`accumulate`.
+    frame: The current frame.
+    mu_correction: ``1 - b1^t``, or 1.
+    nu_correction: ``1 - b2^t``.
+    eps: Added to the roots of the eigenvalues, as in Adam.
+    floor_factor: The floor in units of the mean noise eigenvalue over the
+      observed directions.
+    debias: Subtract the noise covariance from V first.
+    max_condition_number: Largest condition number of the floored V.
+  """
+  noise = jax.tree.map(lambda x: x / nu_correction, moments.noise)
+  nu = jax.tree.map(lambda x: x / nu_correction, moments.nu)
+  if debias:
+    nu = jax.tree.map(jnp.subtract, nu, noise)
+
+  def floor(covariance, mask):
+    # The trace of a mask counts the observed directions; the others hold no
+    # noise.
+    trace, observed = (
+      jnp.trace(x, axis1=-2, axis2=-1) for x in (covariance, mask)
+    )
+    return floor_factor * trace / jnp.maximum(observed, 1)
+
+  floors = jnp.concatenate(
+    [floor(noise.left, frame.right_mask), floor(noise.right, frame.left_mask)]
+  )
+  p_left, p_right = on_both_sides(
+    lambda x: _linalg.inverse_sqrt(
+      x, floor=floors, max_condition_number=max_condition_number, eps=eps
+    ),
+    nu.left,
+    nu.right,
+  )
+  p_left, p_right = p_left / mu_correction, p_right / mu_correction
+  new_core = (matmul(p_right, core) + matmul(core, p_left)) / 2
+  # X_R is X_R' + Q_R D^T: what p_right makes of the core is replaced.
+  change = new_core - matmul(p_right, core)
+  left, right = sum_at(
+    frame,
+    ((moments.mu.left, p_left),),
+    ((moments.mu.right, p_right),),
+    (jnp.zeros_like(core), gram(core, p_right)),
+  )
+  return TangentSum(left, right.shifted(change.mT))
+
+
+# Leaves that are no factors: Adam with the same floor.
+
+
+class ElementwiseMoments(NamedTuple):
+  """Adam's moments of one leaf, and the noise variance that ``nu`` has seen.
+
+  Attributes:
+    mu: First moment, the leaf's shape.
+    nu: Second moment, the leaf's shape.
+    noise: Scalar, with the same decay as ``nu``.
+  """
+
+  mu: jax.Array
+  nu: jax.Array
+  noise: jax.Array
+
+
+def init_elementwise(leaf: jax.Array) -> ElementwiseMoments:
+  """Zeros in the shape and type of the leaf."""
+  # Each in an array of its own: a state may be donated, and no buffer twice.
+  return ElementwiseMoments(
+    jnp.zeros_like(leaf), jnp.zeros_like(leaf), jnp.zeros((), leaf.dtype)
+  )
+
+
+def accumulate_elementwise(
+  moments: ElementwiseMoments,
+  gradient: jax.Array,
+  *,
+  b1: Scalar,
+  b2: Scalar,
+  variance: jax.Array,
+) -> ElementwiseMoments:
+  """One step of the exponential averages."""
+  return ElementwiseMoments(
+    b1 * moments.mu + (1 - b1) * gradient,
+    b2 * moments.nu + (1 - b2) * jnp.square(gradient),
+    b2 * moments.noise + (1 - b2) * variance,
+  )
+
+
+def direction_elementwise(
+  moments: ElementwiseMoments,
+  *,
+  mu_correction: jax.Array,
+  nu_correction: jax.Array,
+  eps: Scalar,
+  floor_factor: Scalar,
+  debias: bool,
+) -> jax.Array:
+  """``mu / (sqrt(max(nu, floor)) + eps)``, zero where nothing was ever seen."""
+  noise = moments.noise / nu_correction
+  nu = moments.nu / nu_correction - (noise if debias else 0)
+  root = jnp.sqrt(jnp.maximum(jnp.maximum(nu, floor_factor * noise), 0)) + eps
+  mu = moments.mu / mu_correction
+  return jnp.where(root > 0, mu / jnp.where(root > 0, root, 1), 0)

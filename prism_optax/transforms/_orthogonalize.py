@@ -1,0 +1,203 @@
+"""The transformation that orthogonalizes the matrices of a tree of updates."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax import _matrix_axes, _randomness, _validate, muon
+from prism_optax._linalg import at_least_float32
+from prism_optax.muon._newton_schulz import check_options
+
+
+class BiasCorrection(NamedTuple):
+  """What :func:`orthogonalize` must know to subtract the bias of the noise.
+
+  Attributes:
+    noise_stddev: Standard deviation per coordinate of the fresh, independent
+      Gaussian noise in each step's gradient, before the momentum: a number, a
+      prefix tree of numbers, or a callable from the updates to one.
+    momentum: beta of the heavy ball ``m <- beta m + g`` that comes before;
+      0.0 if there is none.
+    prng_key: Key of the probes: None for a seed from the operating system,
+      taken in ``init``; an int or a typed key. The probes may be public, but
+      must be independent of the noise: never pass the key of the noise.
+    num_probes: Number of antithetic pairs for each step.
+    probe_scale: Size of the probes in units of the noise in the momentum.
+  """
+
+  noise_stddev: Any
+  momentum: Any
+  prng_key: Any = None
+  num_probes: int = 1
+  probe_scale: float = 1.0
+
+
+class OrthogonalizeState(NamedTuple):
+  """State of :func:`orthogonalize` with a bias correction.
+
+  Attributes:
+    count: Updates so far, shape (), int32.
+    prng_key: Typed key of the probes, shape (); split once per update.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
+  prng_key: jax.Array
+
+
+def noise_variance(noise_stddev: Any, momentum: Any, count: Any) -> Any:
+  """Variance of the noise in a heavy ball after ``count`` steps.
+
+  ``s^2 (1 - beta^(2t)) / (1 - beta^2)``, the sum of ``s^2 beta^(2j)``.
+  """
+  decay = jnp.square(momentum)
+  return jnp.square(noise_stddev) * (1 - decay**count) / (1 - decay)
+
+
+def _stddevs(correction: BiasCorrection, updates: Any, count: Any) -> list:
+  """Standard deviation of the noise in the momentum, for each leaf."""
+  stddev = correction.noise_stddev
+  stddev = stddev(updates) if callable(stddev) else stddev
+  return [
+    jnp.sqrt(noise_variance(s, correction.momentum, count))
+    for s in _matrix_axes.broadcast('noise_stddev', stddev, updates)
+  ]
+
+
+def orthogonalize(
+  *,
+  degree: int = 2,
+  steps: int = 5,
+  normalize: str = 'max1',
+  bias_correction: BiasCorrection | None = None,
+  weight_dimension_numbers: Any = None,
+  matmul_dtype: Any = None,
+) -> optax.GradientTransformation:
+  """Orthogonalizes the matrices of the updates by Newton-Schulz steps.
+
+  After ``optax.trace(beta)``, the heavy ball, and before the learning rate it
+  makes Muon with the iteration of DP-Muon (arXiv:2605.12994).
+
+  **Privacy.** Behind a mechanism it is post-processing and costs nothing.
+
+  A matrix of singular values s becomes one of the same singular vectors and of
+  singular values near 1, see :mod:`prism_optax.muon`.
+
+  ==========================  =================================================
+  zero matrix                 stays zero
+  matrix of norm below one    keeps its size with ``'max1'``
+  NaN or Inf in a matrix      this matrix is not finite, others are as they were
+  ``noise_stddev=0.0``        of a bias correction: nothing is subtracted
+  bfloat16 updates            computed in float32, returned in bfloat16
+  ==========================  =================================================
+
+  Args:
+    degree: Degree kappa of the polynomial, static.
+    steps: Number q of steps, static.
+    normalize: ``'max1'`` (the source), ``'frobenius'`` (optax's Muon) or
+      ``'none'``: see :func:`prism_optax.muon.newton_schulz`.
+    bias_correction: Off (``None``), or what
+      :func:`prism_optax.muon.subtract_bias` needs. It is this
+      library's own estimator: it lowers the bias that noise in the momentum
+      gives to a nonlinear function of it, raises the variance, and multiplies
+      the time by ``2 num_probes + 1``.
+    weight_dimension_numbers: A tree of ``optax.contrib.MuonDimensionNumbers``,
+      or a prefix, or a callable from updates to one; batch axes stack
+      matrices. Leaves marked ``None`` pass unchanged. By default all leaves
+      must have two axes.
+    matmul_dtype: Type of the factors of the products, for instance
+      ``jnp.bfloat16``; sums stay in float32.
+
+  Returns:
+    A transformation that keeps shapes and types. Without a bias correction
+    its state is empty.
+
+  Raises:
+    ValueError: For an option that is not one of these; in ``update`` if a leaf
+      is no matrix by the rules above.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import transforms
+    >>> tx = transforms.orthogonalize(steps=8)
+    >>> updates = {'w': jnp.array([[5.0, 0.0, 0.0], [0.0, 0.0, -4.0]])}
+    >>> print(tx.update(updates, tx.init(updates))[0]['w'].round(4))
+    [[ 1.  0.  0.]
+     [ 0.  0. -1.]]
+  """
+  check_options(degree, steps, normalize)
+  if bias_correction is not None:
+    if not isinstance(bias_correction, BiasCorrection):
+      raise ValueError(
+        f'Expected a BiasCorrection or None, got {bias_correction=}.'
+      )
+    _validate.decay_rate('bias_correction.momentum', bias_correction.momentum)
+    _validate.integer('num_probes', bias_correction.num_probes, 1)
+    _validate.positive('probe_scale', bias_correction.probe_scale)
+    _randomness.check_key('bias_correction.prng_key', bias_correction.prng_key)
+    if not callable(bias_correction.noise_stddev):
+      for s in jax.tree.leaves(bias_correction.noise_stddev):
+        _validate.non_negative('bias_correction.noise_stddev', s)
+
+  def function(x):
+    return muon.newton_schulz(
+      x,
+      degree=degree,
+      steps=steps,
+      normalize=normalize,
+      matmul_dtype=matmul_dtype,
+    )
+
+  def specs_of(updates):
+    if weight_dimension_numbers is not None:
+      return _matrix_axes.resolve(weight_dimension_numbers, updates)
+    for x in jax.tree.leaves(updates):
+      if len(x.shape) != 2:
+        raise ValueError(
+          'Without weight_dimension_numbers every leaf must have two axes, got'
+          f' shape {tuple(x.shape)}: say which axes form a matrix, or mark the'
+          ' leaf None.'
+        )
+    return [_matrix_axes.PLAIN] * len(jax.tree.leaves(updates))
+
+  def init_fn(params):
+    specs_of(params)
+    if bias_correction is None:
+      return optax.EmptyState()
+    key = _randomness.resolve_key(
+      'bias_correction.prng_key', bias_correction.prng_key, params
+    )
+    return OrthogonalizeState(jnp.zeros((), jnp.int32), key)
+
+  def update_fn(updates, state, params=None):
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    specs = specs_of(updates)
+    if bias_correction is not None:
+      next_key, probe_key = jax.random.split(state.prng_key)
+      state = OrthogonalizeState(optax.safe_increment(state.count), next_key)
+      stddevs = _stddevs(bias_correction, updates, state.count)
+      keys = jax.random.split(probe_key, max(len(leaves), 1))
+    out = []
+    for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
+      if spec is None:
+        out.append(x)
+        continue
+      matrices, restore = _matrix_axes.to_matrices(x, spec)
+      if bias_correction is None:
+        out.append(restore(function(matrices)))
+        continue
+      wide = at_least_float32(matrices)
+      direction = muon.subtract_bias(
+        function,
+        wide,
+        stddevs[i],
+        keys[i],
+        num_probes=bias_correction.num_probes,
+        probe_scale=bias_correction.probe_scale,
+      )
+      out.append(restore(direction.astype(x.dtype)))
+    return jax.tree.unflatten(treedef, out), state
+
+  return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,215 @@
+"""Gaussian noise in the tangent space."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax import _randomness, _validate, fixed_rank
+from prism_optax._modules import LayoutLike
+from prism_optax.fixed_rank._sums import projected
+from prism_optax.transforms._chain import Stacked, TangentTransformation
+
+
+class ForeignPrivatizerState(NamedTuple):
+  """State around the privatizer of another library.
+
+  Attributes:
+    count: Updates so far, shape (), int32.
+    inner: State of the privatizer.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
+  inner: Any
+
+
+def repeats_its_last_row(privatizer: Any) -> bool:
+  """Whether this is jax-privacy's privatizer for a dense noising matrix.
+
+  Nothing but the name of the function that made it tells.
+  """
+  update = getattr(privatizer, 'update', None)
+  return 'dense_matrix_factorization' in getattr(update, '__qualname__', '')
+
+
+def limited(
+  privatizer: optax.GradientTransformation, horizon: int | None
+) -> optax.GradientTransformation:
+  """The privatizer, with nothing at all beyond the horizon.
+
+  There an update raises where the step count is known, and under ``jit`` gives
+  zeros, neither signal nor noise. None for no horizon.
+  """
+
+  def init(updates):
+    return ForeignPrivatizerState(
+      jnp.zeros((), jnp.int32), privatizer.init(updates)
+    )
+
+  def update(updates, state, params=None):
+    del params  # Privatizers see no parameters.
+    count = state.count
+    known = not isinstance(count, jax.core.Tracer)
+    if horizon is not None and known and int(count) >= horizon:
+      raise ValueError(
+        f'The noise was made for horizon={horizon} updates, and this is update'
+        f' {int(count) + 1}: more of it would repeat.'
+      )
+    noisy, inner = privatizer.update(updates, state.inner)
+    if horizon is not None:
+      noisy = jax.tree.map(lambda x: jnp.where(count < horizon, x, 0), noisy)
+    return noisy, ForeignPrivatizerState(optax.safe_increment(count), inner)
+
+  return optax.GradientTransformation(init, update)
+
+
+class TangentPrivatizerState(NamedTuple):
+  """State of :func:`tangent_privatizer` with its own Gaussian noise.
+
+  Attributes:
+    prng_key: Typed key, shape (); split once per update. Secret.
+  """
+
+  prng_key: jax.Array
+
+
+def tangent_privatizer(
+  stddev: float | jax.Array | None = None,
+  *,
+  prng_key: int | jax.Array | None = None,
+  privatizer: optax.GradientTransformation | None = None,
+  horizon: int | None = None,
+  layout: LayoutLike = None,
+) -> TangentTransformation:
+  """Adds Gaussian noise to tangent coordinates, then projects the sum.
+
+  The mechanism is the release of ``X + stddev * N(0, I)`` on ALL entries of
+  the coordinates and of the other leaves, a space whose dimension does not
+  depend on the data or the parameters. ``X_L <- (I - P_L) X_L`` and the masks
+  of rank-deficient factors act on the noisy sum and are post-processing, so
+  privacy needs a bound on the Euclidean norm of what comes in and no accuracy
+  of any frame. For what comes from :func:`intrinsic_clip` the noise is the
+  isotropic tangent noise of PRISM (arXiv:2606.00944, Eq. 17-21): each module's
+  has expected square ``stddev^2 r (m + n - r)``.
+
+  Inside of ``optax.masked`` or ``optax.partition`` it adds noise to the leaves
+  it is shown and knows of no others: those are private only if something else
+  sets them to zero. Two privatizers in two branches are two mechanisms on the
+  same batch. So noise belongs outside of any mask, where the clip has to be.
+
+  With ``stddev = noise_multiplier * clip.sensitivity()`` one update is a
+  Gaussian mechanism of that noise multiplier for add-or-remove-one neighbours
+  (Theorem 3.4 there, Lemma A.27 for a subspace).
+
+  ============================  ===============================================
+  zeros come in (empty batch)   noise all the same
+  NaN or Inf comes in           NaN or Inf goes out: a clip belongs before it
+  factor zero or of lower rank  noise is drawn for all entries; what cannot be
+                                observed is masked afterwards
+  beyond ``horizon``            ValueError, or under ``jit`` zeros: no release
+  ``stddev=0.0``                no noise and no privacy, for tests
+  ============================  ===============================================
+
+  Args:
+    stddev: Noise per coordinate, not in total, in the unit of what comes in
+      (``noise_multiplier * l2_clip_norm / expected_batch_size`` behind a mean).
+      Zero is allowed and private for nobody. May be traced.
+    prng_key: None for a seed from the operating system, taken in ``init``
+      (outside of ``jit``); an int or a typed key for noise that can be
+      reproduced, by anybody who knows it. One ``init`` per privacy budget: a
+      second one with the same key repeats the noise.
+    privatizer: In place of ``stddev``: any privatizer in the manner of optax
+      (jax-privacy's), which adds its own noise to trees in the shapes of the
+      parameters. Noise that is correlated over steps should go to
+      :func:`correlated_tangent_privatizer` instead: in coordinates that turn
+      from step to step it does not cancel.
+    horizon: With ``privatizer``: the number of updates that its noise is made
+      for. Beyond it nothing is released: an update raises where the step count
+      is known, and under ``jit`` gives zeros, neither signal nor noise.
+      Required for the dense matrix factorization of jax-privacy, which repeats
+      the noise of its last row for ever.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+
+  Returns:
+    A transformation on trees in the shapes of the parameters; ``update`` needs
+    ``params``. Noise is drawn in float32 (float64 for float64 parameters),
+    whatever the type of the parameters.
+
+  Raises:
+    ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given;
+      for a privatizer with a finite horizon that is not given;
+      if ``stddev`` is negative or not finite; for keys that are no typed keys;
+      if ``init`` is traced with ``prng_key=None``.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import prism_optax
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> tx = prism_optax.tangent_privatizer(2.0)
+    >>> noise, state = tx.update(optax.tree.zeros_like(params), tx.init(params),
+    ...                          params)
+    >>> float(noise['lora_b'][0, 0])  # The frame's direction: in lora_a only.
+    0.0
+  """
+  if (stddev is None) == (privatizer is None):
+    raise ValueError(
+      'Expected exactly one of stddev and privatizer, got'
+      f' {stddev=} and {privatizer=}.'
+    )
+  if privatizer is not None and prng_key is not None:
+    raise ValueError(
+      'prng_key is for the noise of stddev; a privatizer has its own.'
+    )
+  if horizon is not None:
+    if privatizer is None:
+      raise ValueError(f'horizon is for a privatizer, got {horizon=} alone.')
+    _validate.integer('horizon', horizon, 1)
+  elif repeats_its_last_row(privatizer):
+    raise ValueError(
+      'This privatizer (dense matrix factorization) repeats the same noise'
+      ' beyond the last row of its matrix: pass horizon=, the number of its'
+      ' rows.'
+    )
+  if stddev is not None:
+    _validate.non_negative('stddev', stddev)
+  _randomness.check_key('prng_key', prng_key)
+
+  def own_init(step):
+    key = _randomness.resolve_key('prng_key', prng_key, step.params)
+    return TangentPrivatizerState(key)
+
+  def own_noise(stacks, state, step):
+    del step
+    next_key, key = jax.random.split(state.prng_key)
+    noisy = _randomness.add_normal(key, stacks, stddev)
+    return noisy, TangentPrivatizerState(next_key)
+
+  def foreign_init(step):
+    # It sees coordinates: in the shapes of params, float32 at least.
+    return foreign.init(step.to_tree(step.tree.coordinates(step.params)))
+
+  def foreign_noise(stacks, state, step):
+    noisy, state = foreign.update(step.to_tree(stacks), state)
+    return step.tree.coordinates(noisy), state
+
+  if privatizer is None:
+    init, add_noise = own_init, own_noise
+  else:
+    foreign = limited(privatizer, horizon)
+    init, add_noise = foreign_init, foreign_noise
+
+  def update(stacks, state, step, **extra_args):
+    del extra_args
+    # Noise on every entry first; projector and masks act on the sum.
+    noisy, state = add_noise(
+      stacks.map_pairs(fixed_rank.multiply_out), state, step
+    )
+    return noisy.map_pairs(
+      lambda x, frame: projected(frame, x), step.frames
+    ), state
+
+  return TangentTransformation(
+    Stacked('tangent_privatizer', init, update, ('noise',)), layout
+  )
