@@ -8,19 +8,19 @@ no matrix: a bias, a norm's scale, an embedding one wants to treat as a table.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
 
-DimensionNumbers = optax.contrib.MuonDimensionNumbers
+DimensionNumbers: TypeAlias = optax.contrib.MuonDimensionNumbers
 # None, a tree of DimensionNumbers and None, or a callable that makes one.
 DimensionNumbersLike = Any
 PLAIN = DimensionNumbers(reduction_axis=0, output_axis=1)
 
 
 def _is_spec(x: Any) -> bool:
-  return x is None or isinstance(x, DimensionNumbers)
+  return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
 
 
 def resolve(

@@ -50,7 +50,7 @@ class TallSum:
     )
     return dataclasses.replace(self, terms=terms, shift=shift, along=along)
 
-  def __rmul__(self, factor: jax.Array) -> 'TallSum':
+  def __mul__(self, factor: float | jax.Array) -> 'TallSum':
     return self.with_matrices(
       jax.tree.map(lambda x: factor * x, self.matrices())
     )

@@ -59,10 +59,7 @@ from prism_optax.transforms._privatizer import (
   TangentPrivatizerState,
   tangent_privatizer,
 )
-from prism_optax.transforms._published import (
-  PublishedPreconditionerState,
-  scale_by_published_preconditioner,
-)
+from prism_optax.transforms._published import scale_by_published_preconditioner
 from prism_optax.transforms._rank_preconditioner import (
   RankPreconditionerState,
   scale_by_rank_preconditioner,
@@ -77,7 +74,6 @@ __all__ = [
   'ForeignPrivatizerState',
   'OrthogonalTangentsState',
   'OrthogonalizeState',
-  'PublishedPreconditionerState',
   'RankPreconditionerState',
   'Stacked',
   'StepContext',

@@ -14,7 +14,7 @@ floored. (PRISM, arXiv:2606.00944, Eq. 24-27, works on the factors of a lift;
 there the core's share and the noise depend on the gauge.)
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,9 @@ def on_both_sides(fn, left: jax.Array, right: jax.Array):
   return jnp.split(fn(jnp.concatenate([left, right])), 2)
 
 
-def _transported(moments: Moments, frame: Frame) -> tuple[TangentSum, ...]:
+def _transported(
+  moments: Moments, frame: Frame
+) -> tuple[TangentSum, RankMatrices, RankMatrices]:
   """The old mu, nu and noise in a new frame.
 
   The first moment is projected on the new tangent space. Second moments turn
@@ -131,7 +133,7 @@ def accumulate(
     old_nu, old_noise = moments.nu, moments.noise
   x = as_sum(frame, tangent)
   mu = TangentSum(
-    b1 * old_mu.left + (1 - b1) * x.left, b1 * old_mu.right + (1 - b1) * x.right
+    old_mu.left * b1 + x.left * (1 - b1), old_mu.right * b1 + x.right * (1 - b1)
   )
   core = x.right.along.mT  # D = Q_L^T T Q_R
   m, n = frame.left.shape[-2], frame.right.shape[-2]
@@ -215,6 +217,30 @@ def direction(
   return TangentSum(left, right.shifted(change.mT))
 
 
+def step(
+  moments: Moments,
+  frame: Frame,
+  tangent: Tangent | TangentSum,
+  *,
+  b1: Scalar,
+  b2: Scalar,
+  variance: jax.Array,
+  transport: bool,
+  **scaling: Any,
+) -> tuple[Moments, TangentSum]:
+  """:func:`accumulate` and :func:`direction`."""
+  moments, core = accumulate(
+    moments,
+    frame,
+    tangent,
+    b1=b1,
+    b2=b2,
+    variance=variance,
+    transport=transport,
+  )
+  return moments, direction(moments, core, frame, **scaling)
+
+
 # Leaves that are no factors: Adam with the same floor.
 
 
@@ -240,34 +266,30 @@ def init_elementwise(leaf: jax.Array) -> ElementwiseMoments:
   )
 
 
-def accumulate_elementwise(
+def elementwise_step(
   moments: ElementwiseMoments,
   gradient: jax.Array,
   *,
   b1: Scalar,
   b2: Scalar,
   variance: jax.Array,
-) -> ElementwiseMoments:
-  """One step of the exponential averages."""
-  return ElementwiseMoments(
-    b1 * moments.mu + (1 - b1) * gradient,
-    b2 * moments.nu + (1 - b2) * jnp.square(gradient),
-    b2 * moments.noise + (1 - b2) * variance,
-  )
-
-
-def direction_elementwise(
-  moments: ElementwiseMoments,
-  *,
   mu_correction: jax.Array,
   nu_correction: jax.Array,
   eps: Scalar,
   floor_factor: Scalar,
   debias: bool,
-) -> jax.Array:
-  """``mu / (sqrt(max(nu, floor)) + eps)``, zero where nothing was ever seen."""
-  noise = moments.noise / nu_correction
-  nu = moments.nu / nu_correction - (noise if debias else 0)
+) -> tuple[ElementwiseMoments, jax.Array]:
+  """New averages, and ``mu / (sqrt(max(nu, floor)) + eps)``.
+
+  The direction is zero where nothing was ever seen.
+  """
+  new = ElementwiseMoments(
+    b1 * moments.mu + (1 - b1) * gradient,
+    b2 * moments.nu + (1 - b2) * jnp.square(gradient),
+    b2 * moments.noise + (1 - b2) * variance,
+  )
+  noise = new.noise / nu_correction
+  nu = new.nu / nu_correction - (noise if debias else 0)
   root = jnp.sqrt(jnp.maximum(jnp.maximum(nu, floor_factor * noise), 0)) + eps
-  mu = moments.mu / mu_correction
-  return jnp.where(root > 0, mu / jnp.where(root > 0, root, 1), 0)
+  mu = new.mu / mu_correction
+  return new, jnp.where(root > 0, mu / jnp.where(root > 0, root, 1), 0)

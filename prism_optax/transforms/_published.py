@@ -6,25 +6,21 @@ noise and floor are read off the Gram matrices of the factors, nothing is
 transported. Its trajectory depends on the gauge of the starting factors.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from prism_optax import _linalg, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
-from prism_optax._modules import LayoutLike, Stacks, map_pairs
-from prism_optax.fixed_rank import Factors, Frame, Tangent
-from prism_optax.transforms import _moments
-from prism_optax.transforms._chain import Stacked, TangentTransformation
+from prism_optax._modules import LayoutLike
+from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
+from prism_optax.transforms._chain import TangentTransformation
 from prism_optax.transforms._moments import Scalar
 from prism_optax.transforms._rank_preconditioner import (
-  capped,
-  check_options,
-  one_minus_power,
-  variance_at,
+  StddevLike,
+  preconditioner,
 )
 
 
@@ -49,7 +45,7 @@ def _init_moments(tangent: Tangent) -> FactorMoments:
 def _step(
   moments: FactorMoments,
   frame: Frame,
-  tangent: Tangent,
+  tangent: Tangent | TangentSum,
   *,
   b1: Scalar,
   b2: Scalar,
@@ -63,6 +59,7 @@ def _step(
   max_condition_number: Scalar,
 ) -> tuple[FactorMoments, Tangent]:
   """One update of the moments, and the direction in tangent coordinates."""
+  tangent = fixed_rank.multiply_out(tangent)
   gradient = fixed_rank.lift(frame, tangent, horizontal=True)
   mu = jax.tree.map(lambda x, g: b1 * x + (1 - b1) * g, moments.mu, gradient)
   nu = jax.tree.map(
@@ -101,31 +98,17 @@ def _step(
   return FactorMoments(mu, nu), coordinates
 
 
-class PublishedPreconditionerState(NamedTuple):
-  """State of :func:`scale_by_published_preconditioner`.
-
-  Attributes:
-    count: Updates so far, shape (), int32.
-    pairs: For each stack of same-shape modules its moments.
-    others: Adam's moments of each other leaf.
-  """
-
-  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
-  pairs: tuple[FactorMoments, ...]
-  others: tuple[_moments.ElementwiseMoments, ...]
-
-
 def scale_by_published_preconditioner(
-  b1: float | jax.Array = 0.9,
-  b2: float | jax.Array = 0.999,
-  eps: float | jax.Array = 1e-8,
+  b1: Scalar = 0.9,
+  b2: Scalar = 0.999,
+  eps: Scalar = 1e-8,
   *,
-  noise_stddev: float | jax.Array | np.ndarray,
+  noise_stddev: StddevLike,
   floor_mode: str = 'geometry',
-  floor_factor: float | jax.Array = 1.0,
+  floor_factor: Scalar = 1.0,
   debias: bool = False,
-  max_condition_number: float | jax.Array = 1e4,
-  max_update_norm: float | jax.Array | None = None,
+  max_condition_number: Scalar = 1e4,
+  max_update_norm: Scalar | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """The preconditioner as published, for comparisons.
@@ -183,66 +166,19 @@ def scale_by_published_preconditioner(
     >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
     [1.732, 1.414]
   """
-  check_options(b1, b2, eps, noise_stddev, floor_factor, max_condition_number)
   _validate.one_of('floor_mode', floor_mode, ('geometry', 'scalar', 'none'))
-  if max_update_norm is not None:
-    _validate.positive('max_update_norm', max_update_norm)
-
-  def init(step):
-    stacks = step.tree.coordinates(step.params)
-    return PublishedPreconditionerState(
-      jnp.zeros((), jnp.int32),
-      map_pairs(_init_moments, stacks.pairs),
-      map_pairs(_moments.init_elementwise, stacks.others),
-    )
-
-  def update(stacks, state, step, **extra_args):
-    del extra_args
-    variance = variance_at(noise_stddev, state.count)
-    count = optax.safe_increment(state.count)
-
-    def scaling(dtype):
-      return {
-        'mu_correction': one_minus_power(b1, count).astype(dtype),
-        'nu_correction': one_minus_power(b2, count).astype(dtype),
-        'eps': eps,
-        'debias': debias,
-      }
-
-    def of_pair(old, frame, tangent):
-      dtype = frame.left.dtype
-      return _step(
-        old,
-        frame,
-        fixed_rank.multiply_out(tangent),
-        b1=b1,
-        b2=b2,
-        variance=variance.astype(dtype),
-        floor_mode=floor_mode,
-        floor_factor=floor_factor,
-        max_condition_number=max_condition_number,
-        **scaling(dtype),
-      )
-
-    def of_leaf(old, gradient):
-      dtype = gradient.dtype
-      moments = _moments.accumulate_elementwise(
-        old, gradient, b1=b1, b2=b2, variance=variance.astype(dtype)
-      )
-      return moments, _moments.direction_elementwise(
-        moments,
-        floor_factor=0.0 if floor_mode == 'none' else floor_factor,
-        **scaling(dtype),
-      )
-
-    pairs = map_pairs(of_pair, state.pairs, step.frames, stacks.pairs)
-    others = map_pairs(of_leaf, state.others, stacks.others)
-    out = Stacks(tuple(d for _, d in pairs), tuple(d for _, d in others))
-    state = PublishedPreconditionerState(
-      count, tuple(m for m, _ in pairs), tuple(m for m, _ in others)
-    )
-    return capped(out, max_update_norm), state
-
-  return TangentTransformation(
-    Stacked('scale_by_published_preconditioner', init, update), layout
+  return preconditioner(
+    'scale_by_published_preconditioner',
+    _init_moments,
+    functools.partial(_step, floor_mode=floor_mode),
+    b1=b1,
+    b2=b2,
+    eps=eps,
+    noise_stddev=noise_stddev,
+    floor_factor=0.0 if floor_mode == 'none' else floor_factor,
+    debias=debias,
+    bias_correction=True,
+    max_condition_number=max_condition_number,
+    max_update_norm=max_update_norm,
+    layout=layout,
   )

@@ -1,5 +1,7 @@
 """Adaptive steps in rank space with a floor at the known noise level."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +13,14 @@ from prism_optax import _validate, fixed_rank
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
 from prism_optax.transforms import _moments
 from prism_optax.transforms._chain import Stacked, TangentTransformation
+from prism_optax.transforms._moments import Scalar
+
+# A number, or one number per step.
+StddevLike = Scalar | np.ndarray
 
 
 class RankPreconditionerState(NamedTuple):
-  """State of :func:`scale_by_rank_preconditioner`.
+  """State of the rank preconditioner, also of the published one.
 
   Attributes:
     count: Updates so far, shape (), int32.
@@ -23,11 +29,11 @@ class RankPreconditionerState(NamedTuple):
   """
 
   count: jax.Array  # type: ignore[assignment]  # As in optax's states.
-  pairs: tuple[_moments.Moments, ...]
+  pairs: tuple[Any, ...]
   others: tuple[_moments.ElementwiseMoments, ...]
 
 
-def check_noise_stddev(noise_stddev: float | jax.Array | np.ndarray) -> None:
+def _check_stddev(noise_stddev: StddevLike) -> None:
   """A number >= 0, or an array of them, shape (steps,)."""
   if np.ndim(noise_stddev) == 0:
     _validate.non_negative('noise_stddev', noise_stddev)
@@ -44,26 +50,7 @@ def check_noise_stddev(noise_stddev: float | jax.Array | np.ndarray) -> None:
       )
 
 
-def check_options(
-  b1: Any,
-  b2: Any,
-  eps: Any,
-  noise_stddev: Any,
-  floor_factor: Any,
-  max_condition_number: Any,
-) -> None:
-  """Checks what both preconditioners take."""
-  _validate.decay_rate('b1', b1)
-  _validate.decay_rate('b2', b2)
-  _validate.non_negative('eps', eps)
-  check_noise_stddev(noise_stddev)
-  _validate.non_negative('floor_factor', floor_factor)
-  _validate.at_least('max_condition_number', max_condition_number, 1)
-
-
-def variance_at(
-  noise_stddev: float | jax.Array | np.ndarray, count: jax.Array
-) -> jax.Array:
+def _variance_at(noise_stddev: StddevLike, count: jax.Array) -> jax.Array:
   """s_t^2. Beyond the last entry of an array the last one holds."""
   stddev = jnp.asarray(noise_stddev)
   if stddev.ndim:
@@ -71,12 +58,12 @@ def variance_at(
   return jnp.square(stddev)
 
 
-def one_minus_power(decay: float | jax.Array, count: jax.Array) -> jax.Array:
+def _one_minus_power(decay: float | jax.Array, count: jax.Array) -> jax.Array:
   """``1 - decay^count`` without cancellation for decays close to one."""
   return -jnp.expm1(count * jnp.log(jnp.asarray(decay)))
 
 
-def capped(stacks: Stacks, max_norm: float | jax.Array | None) -> Stacks:
+def _capped(stacks: Stacks, max_norm: float | jax.Array | None) -> Stacks:
   """Scaled down to a norm of ``max_norm`` over all modules and leaves."""
   if max_norm is None:
     return stacks
@@ -86,18 +73,99 @@ def capped(stacks: Stacks, max_norm: float | jax.Array | None) -> Stacks:
   return jax.tree.map(lambda x: x * shrink.astype(x.dtype), stacks)
 
 
-def scale_by_rank_preconditioner(
-  b1: float | jax.Array = 0.9,
-  b2: float | jax.Array = 0.999,
-  eps: float | jax.Array = 1e-8,
+def preconditioner(
+  name: str,
+  init_pair: Callable[..., Any],
+  step_pair: Callable[..., Any],
   *,
-  noise_stddev: float | jax.Array | np.ndarray,
-  floor_factor: float | jax.Array = 1.0,
+  b1: Scalar,
+  b2: Scalar,
+  eps: Scalar,
+  noise_stddev: StddevLike,
+  floor_factor: Scalar,
+  debias: bool,
+  bias_correction: bool,
+  max_condition_number: Scalar,
+  max_update_norm: Scalar | None,
+  layout: LayoutLike,
+) -> TangentTransformation:
+  """Moments of stacks by ``step_pair``, Adam's with a floor for the rest."""
+  _validate.decay_rate('b1', b1)
+  _validate.decay_rate('b2', b2)
+  _validate.non_negative('eps', eps)
+  _check_stddev(noise_stddev)
+  _validate.non_negative('floor_factor', floor_factor)
+  _validate.at_least('max_condition_number', max_condition_number, 1)
+  if max_update_norm is not None:
+    _validate.positive('max_update_norm', max_update_norm)
+
+  def init(step):
+    stacks = step.tree.coordinates(step.params)
+    return RankPreconditionerState(
+      jnp.zeros((), jnp.int32),
+      map_pairs(init_pair, stacks.pairs),
+      map_pairs(_moments.init_elementwise, stacks.others),
+    )
+
+  def update(stacks, state, step, **extra_args):
+    del extra_args
+    variance = _variance_at(noise_stddev, state.count)
+    count = optax.safe_increment(state.count)
+    mu_correction = _one_minus_power(b1, count) if bias_correction else 1.0
+    nu_correction = _one_minus_power(b2, count)
+
+    def options(dtype):
+      return {
+        'b1': b1,
+        'b2': b2,
+        'variance': variance.astype(dtype),
+        'mu_correction': jnp.asarray(mu_correction, dtype),
+        'nu_correction': nu_correction.astype(dtype),
+        'eps': eps,
+        'debias': debias,
+      }
+
+    def of_pair(moments, frame, tangent):
+      return step_pair(
+        moments,
+        frame,
+        tangent,
+        floor_factor=floor_factor,
+        max_condition_number=max_condition_number,
+        **options(frame.left.dtype),
+      )
+
+    def of_leaf(moments, gradient):
+      return _moments.elementwise_step(
+        moments,
+        gradient,
+        floor_factor=floor_factor,
+        **options(gradient.dtype),
+      )
+
+    pairs = map_pairs(of_pair, state.pairs, step.frames, stacks.pairs)
+    others = map_pairs(of_leaf, state.others, stacks.others)
+    out = Stacks(tuple(d for _, d in pairs), tuple(d for _, d in others))
+    state = RankPreconditionerState(
+      count, tuple(m for m, _ in pairs), tuple(m for m, _ in others)
+    )
+    return _capped(out, max_update_norm), state
+
+  return TangentTransformation(Stacked(name, init, update), layout)
+
+
+def scale_by_rank_preconditioner(
+  b1: Scalar = 0.9,
+  b2: Scalar = 0.999,
+  eps: Scalar = 1e-8,
+  *,
+  noise_stddev: StddevLike,
+  floor_factor: Scalar = 1.0,
   debias: bool = False,
   bias_correction: bool = False,
-  max_condition_number: float | jax.Array = 1e4,
+  max_condition_number: Scalar = 1e4,
   transport: bool = True,
-  max_update_norm: float | jax.Array | None = None,
+  max_update_norm: Scalar | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """Scales tangent coordinates by the inverse root of r x r second moments.
@@ -180,64 +248,18 @@ def scale_by_rank_preconditioner(
     >>> [round(float(jnp.linalg.norm(u)), 3) for u in updates.values()]
     [1.732, 1.414]
   """
-  check_options(b1, b2, eps, noise_stddev, floor_factor, max_condition_number)
-  if max_update_norm is not None:
-    _validate.positive('max_update_norm', max_update_norm)
-
-  def init(step):
-    stacks = step.tree.coordinates(step.params)
-    return RankPreconditionerState(
-      jnp.zeros((), jnp.int32),
-      map_pairs(_moments.init_moments, stacks.pairs),
-      map_pairs(_moments.init_elementwise, stacks.others),
-    )
-
-  def update(stacks, state, step, **extra_args):
-    del extra_args
-    variance = variance_at(noise_stddev, state.count)
-    count = optax.safe_increment(state.count)
-
-    def averages(dtype):
-      return {'b1': b1, 'b2': b2, 'variance': variance.astype(dtype)}
-
-    def scaling(dtype):
-      corrected = one_minus_power(b1, count) if bias_correction else 1.0
-      return {
-        'mu_correction': jnp.asarray(corrected, dtype),
-        'nu_correction': one_minus_power(b2, count).astype(dtype),
-        'eps': eps,
-        'floor_factor': floor_factor,
-        'debias': debias,
-      }
-
-    def of_pair(old, frame, tangent):
-      dtype = frame.left.dtype
-      moments, core = _moments.accumulate(
-        old, frame, tangent, transport=transport, **averages(dtype)
-      )
-      return moments, _moments.direction(
-        moments,
-        core,
-        frame,
-        max_condition_number=max_condition_number,
-        **scaling(dtype),
-      )
-
-    def of_leaf(old, gradient):
-      dtype = gradient.dtype
-      moments = _moments.accumulate_elementwise(
-        old, gradient, **averages(dtype)
-      )
-      return moments, _moments.direction_elementwise(moments, **scaling(dtype))
-
-    pairs = map_pairs(of_pair, state.pairs, step.frames, stacks.pairs)
-    others = map_pairs(of_leaf, state.others, stacks.others)
-    out = Stacks(tuple(d for _, d in pairs), tuple(d for _, d in others))
-    state = RankPreconditionerState(
-      count, tuple(m for m, _ in pairs), tuple(m for m, _ in others)
-    )
-    return capped(out, max_update_norm), state
-
-  return TangentTransformation(
-    Stacked('scale_by_rank_preconditioner', init, update), layout
+  return preconditioner(
+    'scale_by_rank_preconditioner',
+    _moments.init_moments,
+    functools.partial(_moments.step, transport=transport),
+    b1=b1,
+    b2=b2,
+    eps=eps,
+    noise_stddev=noise_stddev,
+    floor_factor=floor_factor,
+    debias=debias,
+    bias_correction=bias_correction,
+    max_condition_number=max_condition_number,
+    max_update_norm=max_update_norm,
+    layout=layout,
   )
