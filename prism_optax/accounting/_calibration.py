@@ -8,17 +8,11 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, rdp
 
 from prism_optax import _validate
-from prism_optax.accounting import _checks, _dpsgd, _grid
+from prism_optax.accounting import _dpsgd, _events
 
 # Ten times coarser than the accountant's grid and about ten times faster. It
 # finds the neighbourhood; the answer is checked on the fine one.
 _SEARCH_INTERVAL = 1e-3
-# Any set of orders gives an upper bound: a few are enough for a bracket, and
-# integers, because fractional ones warn where their series is cut off.
-_BRACKET_ORDERS = (
-  *(2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32),
-  *(48, 64, 96, 128, 256, 512, 1024),
-)
 _SMALLEST, _LARGEST = 1e-3, 1e9
 
 
@@ -71,16 +65,12 @@ def calibrate_noise_multiplier(
     >>> round(sigma, 3)
     0.516
   """
-  target_epsilon = _checks.number('target_epsilon', target_epsilon)
-  delta = _checks.between_zero_and_one('delta', delta)
-  sampling_probability = _checks.number(
+  target_epsilon = _validate.known_positive('target_epsilon', target_epsilon)
+  delta = _validate.known_open_probability('delta', delta)
+  sampling_probability = _validate.known_positive(
     'sampling_probability', sampling_probability
   )
-  _validate.positive('target_epsilon', target_epsilon)
-  _validate.positive('sampling_probability', sampling_probability)
   _validate.integer('steps', steps, 1)
-  _validate.one_of('accountant', accountant, _dpsgd.ACCOUNTANTS)
-  _checks.relation_given(neighboring_relation)
 
   def spent(sigma: float, widest_interval: float = 0.0) -> float:
     event = _dpsgd.dpsgd_event(
@@ -93,7 +83,7 @@ def calibrate_noise_multiplier(
     interval = None
     if accountant == 'pld' and widest_interval:
       # Little noise needs a wider grid still, or it would not fit in memory.
-      interval = max(widest_interval, _grid.affordable_interval(event, delta))
+      interval = max(widest_interval, _events.affordable_interval(event, delta))
     return _dpsgd.epsilon(
       event,
       delta,
@@ -124,7 +114,7 @@ def _renyi_bound(
   sigma: float, delta: float, sampling_probability: float, steps: int
 ) -> float:
   """Returns a cheap upper bound of epsilon, add or remove one record."""
-  accountant = rdp.RdpAccountant(orders=_BRACKET_ORDERS)
+  accountant = rdp.RdpAccountant(orders=_events.INTEGER_ORDERS)
   accountant.compose(
     dp_accounting.PoissonSampledDpEvent(
       sampling_probability, dp_accounting.GaussianDpEvent(sigma)

@@ -8,18 +8,18 @@ before it (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1).
 """
 
 import math
-from typing import Any
 
 import dp_accounting
 import numpy as np
+import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _validate
-from prism_optax.accounting import _checks, _gaussian
+from prism_optax.accounting import _gaussian
 
 
 def matrix_mechanism_sensitivity(
-  strategy_matrix: Any,
+  strategy_matrix: npt.ArrayLike,
   *,
   max_participations: int | None,
   min_separation: int = 1,
@@ -75,7 +75,7 @@ def matrix_mechanism_sensitivity(
   return float(np.sqrt(squared[0]))
 
 
-def _strategy(strategy_matrix: Any) -> np.ndarray:
+def _strategy(strategy_matrix: npt.ArrayLike) -> np.ndarray:
   c = np.asarray(strategy_matrix, np.float64)
   if c.ndim != 2 or c.shape[0] != c.shape[1] or not c.size:
     raise ValueError(
@@ -116,7 +116,7 @@ def _heaviest_pattern(
 
 def matrix_mechanism_event(
   noise_multiplier: float,
-  strategy_matrix: Any,
+  strategy_matrix: npt.ArrayLike,
   *,
   max_participations: int | None,
   min_separation: int = 1,
@@ -154,7 +154,9 @@ def matrix_mechanism_event(
     >>> round(accounting.epsilon(event, 1e-5), 3)
     0.751
   """
-  noise_multiplier = _checks.not_negative('noise_multiplier', noise_multiplier)
+  noise_multiplier = _validate.known_non_negative(
+    'noise_multiplier', noise_multiplier
+  )
   sensitivity = matrix_mechanism_sensitivity(
     strategy_matrix,
     max_participations=max_participations,
@@ -166,7 +168,7 @@ def matrix_mechanism_event(
 def calibrate_matrix_mechanism(
   target_epsilon: float,
   delta: float,
-  strategy_matrix: Any,
+  strategy_matrix: npt.ArrayLike,
   *,
   max_participations: int | None,
   min_separation: int = 1,
@@ -203,10 +205,9 @@ def calibrate_matrix_mechanism(
     >>> round(sigma, 6)
     3.730632
   """
-  target_epsilon = _checks.number('target_epsilon', target_epsilon)
-  _validate.positive('target_epsilon', target_epsilon)
-  delta = _checks.between_zero_and_one('delta', delta)
-  _checks.relation_given(neighboring_relation)
+  target_epsilon = _validate.known_positive('target_epsilon', target_epsilon)
+  delta = _validate.known_open_probability('delta', delta)
+  _validate.neighboring_relation(neighboring_relation)
   sensitivity = matrix_mechanism_sensitivity(
     strategy_matrix,
     max_participations=max_participations,

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import dp_event, rdp
 
 from prism_optax import accounting
-from prism_optax.accounting import _composition
+from prism_optax.accounting import _gaussian
 
 Gaussian = dp_accounting.GaussianDpEvent
 Laplace = dp_accounting.LaplaceDpEvent
@@ -162,7 +162,7 @@ def test_pure_releases_are_covered_by_a_gaussian():
 @pytest.mark.parametrize('epsilon', [1e-3, 0.1, 1.0, 5.0])
 def test_covering_gaussian_has_the_total_variation_of_the_pure_release(epsilon):
   """Where the two trade-off curves meet: tanh(epsilon / 2)."""
-  squared = _composition._squared_mu_of_pure(epsilon)
+  squared = _gaussian.squared_mu_of_pure(epsilon)
   variation = accounting.gaussian_delta(math.sqrt(squared), 0.0)
   assert variation == pytest.approx(math.tanh(epsilon / 2), rel=1e-9)
   # Elsewhere it is the larger: at every order of the divergence of delta.
@@ -176,7 +176,7 @@ def test_renyi_orders_share_delta():
   budget = accounting.PrivacyBudget(8.0, DELTA, composition='renyi')
   event, count = poisson(1.0, 0.01), 500
   spent = budget.spend(event, 'a', count=count)
-  orders = budget._rules['session', 'renyi']._orders
+  orders = budget._filters['session']['renyi']._orders
   assert len(orders) == 6
   alone = []
   for order in orders:
