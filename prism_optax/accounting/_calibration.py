@@ -121,7 +121,7 @@ def _renyi_bound(
     ),
     steps,
   )
-  return accountant.get_epsilon(delta)
+  return float(accountant.get_epsilon(delta))
 
 
 def _refine(spent: Callable[..., float], target: float, guess: float) -> float:

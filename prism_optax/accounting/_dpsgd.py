@@ -186,7 +186,7 @@ def epsilon(
     )
   if accountant == 'rdp':
     event = _events.with_relation(event, neighboring_relation)
-    found_by: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
+    engine: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
       neighboring_relation=neighboring_relation
     )
   else:
@@ -195,15 +195,15 @@ def epsilon(
     )
     if interval > _WIDEST_INTERVAL:
       return math.inf
-    found_by = pld.PLDAccountant(neighboring_relation, interval)
+    engine = pld.PLDAccountant(neighboring_relation, interval)
   try:
-    found_by.compose(event)
+    engine.compose(event)
   except dp_accounting.UnsupportedEventError as error:
     raise ValueError(
       f'The accountant {accountant!r} has no analysis of this event under'
       f' neighboring_relation={neighboring_relation}: {error}'
     ) from error
-  return float(found_by.get_epsilon(delta))
+  return float(engine.get_epsilon(delta))
 
 
 def joint_noise_multiplier(

@@ -161,7 +161,7 @@ def affordable_interval(event: dp_accounting.DpEvent, delta: float) -> float:
           dp_accounting.GaussianDpEvent(leaf.noise_multiplier / 2),
         )
       accountant.compose(leaf, count)
-    total = accountant.get_epsilon(min(max(delta, 1e-30), 0.5))
+    total = float(accountant.get_epsilon(min(max(delta, 1e-30), 0.5)))
   except (dp_accounting.UnsupportedEventError, ValueError, ZeroDivisionError):
     total = 0.0
   if not math.isfinite(total):  # No noise at all: the accountant knows.
@@ -176,7 +176,7 @@ def _widest_step(event: dp_accounting.DpEvent) -> float:
     if isinstance(leaf, dp_accounting.PoissonSampledDpEvent):
       widest = max(widest, _widest_step(leaf.event))
       continue
-    sigma = getattr(leaf, 'noise_multiplier', 0.0) / 2
+    sigma = float(getattr(leaf, 'noise_multiplier', 0.0)) / 2
     if sigma > 1e-150:
       widest = max(widest, 0.5 / sigma**2 + 10 / sigma)
   return widest

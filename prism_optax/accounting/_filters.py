@@ -48,12 +48,7 @@ class Filter(abc.ABC):
     """Returns epsilon of these costs at the cap's delta."""
 
   def costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    """Returns what ``count`` releases add to the totals of an account.
-
-    Raises:
-      ValueError: If the costs would be a refund, or the filter has no analysis
-        of the event.
-    """
+    """Returns what ``count`` releases add; raises if it would be a refund."""
     costs = self._costs(event, count)
     # NaN fails the comparison, too.
     if not all(cost >= 0 for cost in costs):
