@@ -176,7 +176,7 @@ def _discrete_laplace(count: int) -> Integers:
   magnitude: Integers = low + _SCALE * high
   negative = _random_bits(len(low), 1) == 1
   # Zero has one sign only, or it would come up twice as often.
-  keep = ~(negative & (magnitude == 0))
+  keep: npt.NDArray[np.bool_] = ~(negative & (magnitude == 0))
   magnitude[negative] *= -1
   return magnitude[keep]
 
