@@ -1,7 +1,7 @@
 """What clip and noise do to one batch (not private), and what a batch mixes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 
 from prism_optax import _per_example, _validate, lora
 
-ArrayTree = optax.Params  # Any tree of arrays: optax has no other name for it.
+ArrayTree: TypeAlias = optax.Params  # Any tree of arrays, not parameters alone.
 # What `lora.describe_pairs` takes.
 LayoutLike = (
   lora.Layout | Mapping[str, lora.Layout] | Sequence[lora.Pair] | None
