@@ -261,7 +261,7 @@ class PrivacyBudget:
       A count, ``inf`` for what costs nothing.
 
     Raises:
-      ValueError: As :meth:`spend`.
+      ValueError: In the cases of :meth:`spend`.
       TimeoutError: If other processes kept the file.
     """
     _check_session(session)

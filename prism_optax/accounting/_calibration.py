@@ -36,18 +36,21 @@ def calibrate_noise_multiplier(
   computed and is at most ``target_epsilon``. With 1e-5 (relative) less noise it
   would not be, wherever the accountant's epsilon is a smooth function of the
   noise (not for a delta near 1e-15 or an epsilon below the PLD's grid, 1e-4).
-  The accountants' sources are said at :func:`epsilon`, the search is ours.
+  :func:`epsilon` names the sources of the accountants; the search is ours.
 
   Args:
-    target_epsilon: Positive and finite.
-    delta: Between 0 and 1, both excluded: no Gaussian noise gives delta 0.
-    sampling_probability: Of one record in one step, in (0, 1].
+    target_epsilon: Epsilon to meet, positive and finite.
+    delta: Delta at which to meet it, between 0 and 1, both excluded: no
+      Gaussian noise gives delta 0.
+    sampling_probability: Probability that a batch has a given record, in
+      (0, 1].
     steps: Number of steps, at least 1.
     accountant: 'pld' (tight) or 'rdp'.
     neighboring_relation: The relation under which epsilon is meant; report it
       with the result. The default is adding or removing one record.
-    truncated_batch_size: As for :func:`dpsgd_event`.
-    dataset_size: As for :func:`dpsgd_event`.
+    truncated_batch_size: The largest batch, where larger ones are cut, as for
+      :func:`dpsgd_event`.
+    dataset_size: Number of records, needed with ``truncated_batch_size`` alone.
 
   Returns:
     Standard deviation of the noise over the clip norm, as
@@ -218,8 +221,8 @@ def _solve(
       # So little noise is enough: more of it does no harm.
       return math.exp(high)
     low_height = height(low)
-  # Weights of the two ends; an end that stays twice in a row loses half of its
-  # own, otherwise it would stay for ever.
+  # Weights of the two ends. An end that stays twice in a row loses half of its
+  # weight; otherwise it would never move.
   below, above, last = low_height, high_height, 0
   for _ in range(100):
     if high - low <= tolerance:

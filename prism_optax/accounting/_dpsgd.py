@@ -34,7 +34,7 @@ def dpsgd_event(
   is clipped to a norm C, and the sum gets Gaussian noise of standard deviation
   ``noise_multiplier * C`` on every coordinate. Fixed-size or shuffled batches
   are another mechanism, with another event. The event holds no neighbouring
-  relation: that is for :func:`epsilon` to say.
+  relation: :func:`epsilon` takes it.
 
   =====================================  ======================================
   ``noise_multiplier=0.0``               no privacy: epsilon is infinite
@@ -49,8 +49,8 @@ def dpsgd_event(
       of the sum (or both in the unit of the mean: C and the noise divided by
       the same public constant). With several clip groups, the joint one:
       :func:`joint_noise_multiplier`. 0.0 means no noise and no privacy.
-    sampling_probability: Of one record in one step, a public constant. 1.0
-      means that every step sees every record: nothing is sampled then.
+    sampling_probability: Probability that a batch has a given record, a public
+      constant. 1.0 means that every step sees every record: nothing is sampled.
     steps: Number of steps. 0 is an event that costs nothing.
     truncated_batch_size: The largest batch, where batches that Poisson sampling
       makes larger are cut to a random subset of this size. Cutting them
@@ -140,7 +140,7 @@ def epsilon(
     event: What was released, in noise multipliers with respect to the clip
       norm. Sensitivities that are doubled by hand for ``REPLACE_ONE`` would be
       doubled twice: the accountant does it.
-    delta: In [0, 1].
+    delta: Delta at which epsilon is wanted, in [0, 1].
     accountant: 'pld' (privacy loss distributions, tight) or 'rdp' (Renyi
       divergences, looser, fast for any number of steps).
     neighboring_relation: dp-accounting's enum. Under ``REPLACE_ONE`` the two
@@ -264,17 +264,17 @@ def privacy_statement(
   """Returns the sentence to report: epsilon and everything it depends on.
 
   Args:
-    event: As for :func:`epsilon`.
-    delta: As for :func:`epsilon`.
-    accountant: As for :func:`epsilon`.
-    neighboring_relation: As for :func:`epsilon`.
+    event: What was released.
+    delta: Delta at which epsilon is reported, in [0, 1].
+    accountant: 'pld' or 'rdp', as for :func:`epsilon`.
+    neighboring_relation: Relation under which epsilon is meant.
 
   Returns:
     One line with epsilon (rounded up), delta, relation, accountant, and the
     sampling that the figure assumes.
 
   Raises:
-    ValueError: As :func:`epsilon`.
+    ValueError: In the cases of :func:`epsilon`.
 
   Examples:
     >>> from prism_optax import accounting

@@ -70,8 +70,9 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
   bisection.
 
   Args:
-    mu: As for :func:`gaussian_delta`: it holds the sensitivity.
-    delta: In [0, 1].
+    mu: Sensitivity (under the neighbouring relation that is meant) over
+      standard deviation, as for :func:`gaussian_delta`.
+    delta: Delta at which epsilon is wanted, in [0, 1].
 
   Returns:
     The smallest epsilon >= 0 with ``gaussian_delta(mu, epsilon) <= delta``,
@@ -111,7 +112,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
   Args:
     epsilon: A number >= 0; infinity is allowed.
-    delta: In [0, 1).
+    delta: Target, in [0, 1).
 
   Returns:
     ``mu``, rounded down; 0.0 for delta 0, which no Gaussian noise reaches.

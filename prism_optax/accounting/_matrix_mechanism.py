@@ -132,15 +132,15 @@ def matrix_mechanism_event(
   Args:
     noise_multiplier: The privatizer's stddev (of Z, before the noising matrix)
       over the largest norm of one contribution, ``C / normalize_by``.
-    strategy_matrix: As for :func:`matrix_mechanism_sensitivity`.
-    max_participations: As there.
-    min_separation: As there.
+    strategy_matrix: C, as for :func:`matrix_mechanism_sensitivity`.
+    max_participations: How many steps one record may take part in, at most.
+    min_separation: Least distance between two steps with the same record.
 
   Returns:
     ``GaussianDpEvent(noise_multiplier / sensitivity)``, for :func:`epsilon`.
 
   Raises:
-    ValueError: If the multiplier is negative or NaN; as
+    ValueError: If the multiplier is negative or NaN, and in the cases of
       :func:`matrix_mechanism_sensitivity`.
 
   Examples:
@@ -182,11 +182,11 @@ def calibrate_matrix_mechanism(
   Wang 2018, arXiv:1805.06530), and never rounded towards less noise.
 
   Args:
-    target_epsilon: Positive and finite.
-    delta: Between 0 and 1, both excluded.
-    strategy_matrix: As for :func:`matrix_mechanism_sensitivity`.
-    max_participations: As there.
-    min_separation: As there.
+    target_epsilon: Epsilon to meet, positive and finite.
+    delta: Delta at which to meet it, between 0 and 1, both excluded.
+    strategy_matrix: C, as for :func:`matrix_mechanism_sensitivity`.
+    max_participations: How many steps one record may take part in, at most.
+    min_separation: Least distance between two steps with the same record.
     neighboring_relation: The relation under which epsilon is meant. Replacing a
       record moves twice as far as adding or removing one.
 

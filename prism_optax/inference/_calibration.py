@@ -138,8 +138,9 @@ def release_event(
     stddev: Standard deviation of the noise on each coordinate. 0.0 is an event
       that no budget affords.
     l2_clip_norm: C, in the same unit as ``stddev``.
-    neighboring_relation: As for :func:`hidden_state_sensitivity`. There is no
-      default: the cost is four times as much, or not, by this alone.
+    neighboring_relation: Relation that the event is meant for, as for
+      :func:`hidden_state_sensitivity`. There is no default: this alone makes
+      a release cost as much as four.
     count: Number of vectors clipped and noised one by one. One block of T
       vectors that is clipped as a whole counts once. How many vectors are
       released is not hidden by the noise on them: a number of tokens that
