@@ -1,64 +1,101 @@
-"""Static checks of arguments: what Python can see fails while building.
+"""Checks of arguments: what Python can see fails while building.
 
-Numbers that JAX traces (schedules, injected hyper-parameters) are let through:
-their values are not known here, and an error that depended on them would not
-be one that could be raised under ``jit``.
+Most checks let through what JAX traces (schedules, injected hyper-parameters):
+the value is not known while building, and code under ``jit`` cannot raise an
+error that depends on it. Accountants compute with Python floats, so the checks
+that return a float refuse whatever is not a number.
 """
 
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable, Sequence
+
+from dp_accounting import NeighboringRelation
 
 
-def _is_python_number(value: Any) -> bool:
-  """Whether ``value`` is a number whose value is known while building."""
-  return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def real(name: str, value: Any) -> None:
+def real(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or a finite number."""
-  if isinstance(value, bool | str | None.__class__):
+  if value is None or isinstance(value, bool | str):
     raise ValueError(f'Expected {name} to be a number, got {name}={value!r}.')
-  if _is_python_number(value) and not math.isfinite(value):
+  if isinstance(value, numbers.Real) and not math.isfinite(value):
     raise ValueError(f'Expected {name} to be finite, got {name}={value!r}.')
 
 
-def non_negative(name: str, value: Any) -> None:
+def _require(
+  name: str, value: object, holds: Callable[[float], bool], expected: str
+) -> None:
+  """Raises ``ValueError`` unless ``value`` is traced or a number that holds."""
+  real(name, value)
+  if isinstance(value, numbers.Real) and not holds(float(value)):
+    raise ValueError(f'Expected {expected}, got {name}={value!r}.')
+
+
+def non_negative(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or a number >= 0."""
-  real(name, value)
-  if _is_python_number(value) and value < 0:
-    raise ValueError(f'Expected {name} >= 0, got {name}={value!r}.')
+  _require(name, value, lambda x: x >= 0, f'{name} >= 0')
 
 
-def positive(name: str, value: Any) -> None:
+def positive(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or a number > 0."""
-  real(name, value)
-  if _is_python_number(value) and value <= 0:
-    raise ValueError(f'Expected {name} > 0, got {name}={value!r}.')
+  _require(name, value, lambda x: x > 0, f'{name} > 0')
 
 
-def at_least(name: str, value: Any, bound: float) -> None:
+def at_least(name: str, value: object, bound: float) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or a number >= bound."""
-  real(name, value)
-  if _is_python_number(value) and value < bound:
-    raise ValueError(f'Expected {name} >= {bound}, got {name}={value!r}.')
+  _require(name, value, lambda x: x >= bound, f'{name} >= {bound}')
 
 
-def decay_rate(name: str, value: Any) -> None:
+def decay_rate(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or in [0, 1)."""
-  real(name, value)
-  if _is_python_number(value) and not 0 <= value < 1:
-    raise ValueError(f'Expected 0 <= {name} < 1, got {name}={value!r}.')
+  _require(name, value, lambda x: 0 <= x < 1, f'0 <= {name} < 1')
 
 
-def probability(name: str, value: Any) -> None:
+def probability(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or in [0, 1]."""
-  real(name, value)
-  if _is_python_number(value) and not 0 <= value <= 1:
-    raise ValueError(f'Expected 0 <= {name} <= 1, got {name}={value!r}.')
+  _require(name, value, lambda x: 0 <= x <= 1, f'0 <= {name} <= 1')
 
 
-def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def known_number(name: str, value: object) -> float:
+  """Returns ``value`` as a float; a traced one raises ``ValueError``."""
+  try:
+    return float(value)  # type: ignore[arg-type]
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'Expected {name} to be a number, got {name}={value!r}.'
+    ) from error
+
+
+def known_non_negative(name: str, value: object) -> float:
+  """Returns a number >= 0 as a float; infinity is allowed."""
+  found = known_number(name, value)
+  if math.isnan(found) or found < 0:
+    raise ValueError(f'Expected {name} >= 0, got {name}={value!r}.')
+  return found
+
+
+def known_positive(name: str, value: object) -> float:
+  """Returns a finite number > 0 as a float."""
+  found = known_number(name, value)
+  positive(name, found)
+  return found
+
+
+def known_probability(name: str, value: object) -> float:
+  """Returns a number in [0, 1] as a float."""
+  found = known_number(name, value)
+  probability(name, found)
+  return found
+
+
+def known_open_probability(name: str, value: object) -> float:
+  """Returns a number in (0, 1) as a float: neither certain nor impossible."""
+  found = known_number(name, value)
+  if not 0 < found < 1:
+    raise ValueError(f'Expected 0 < {name} < 1, got {name}={value!r}.')
+  return found
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
   """Raises ``ValueError`` unless ``value`` is one of ``choices``."""
   if value not in choices:
     raise ValueError(
@@ -66,7 +103,7 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     )
 
 
-def integer(name: str, value: Any, minimum: int) -> None:
+def integer(name: str, value: object, minimum: int) -> None:
   """Raises ``ValueError`` unless ``value`` is a Python int >= minimum."""
   if (
     not isinstance(value, numbers.Integral)
@@ -78,7 +115,17 @@ def integer(name: str, value: Any, minimum: int) -> None:
     )
 
 
-def params_given(transform: str, params: Any) -> None:
+def neighboring_relation(value: object) -> None:
+  """Raises ``ValueError`` unless ``value`` is a neighbouring relation."""
+  if not isinstance(value, NeighboringRelation):
+    raise ValueError(
+      'Expected neighboring_relation to be a'
+      ' dp_accounting.NeighboringRelation, got'
+      f' neighboring_relation={value!r}.'
+    )
+
+
+def params_given(transform: str, params: object) -> None:
   """Raises ``ValueError`` if ``update`` was called without parameters."""
   if params is None:
     raise ValueError(

@@ -32,7 +32,7 @@ SECTIONS = (
   *('Example', 'Examples'),
 )
 # Helpers of our own that raise ValueError.
-CHECKS = re.compile(r'_validate\.|_checks\.|(.*\.)?_?check_\w+$')
+CHECKS = re.compile(r'_validate\.|(.*\.)?_?check_\w+$')
 
 # Whose result is private, or decides what is: no figure without its relation.
 PRIVACY = {

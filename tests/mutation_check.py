@@ -555,6 +555,34 @@ MUTANTS = (
     'while False:',
     ('accounting/calibration_test.py nudge or jumps',),
   ),
+  Mutant(
+    'a refund gives budget back',
+    'accounting/_filters.py',
+    'if not all(cost >= 0 for cost in costs):',
+    'if False:',
+    ('accounting/budget_test.py gives_budget_back',),
+  ),
+  Mutant(
+    'every Renyi order has all of delta',
+    'accounting/_filters.py',
+    'delta / len(self._FACTORS)',
+    'delta',
+    ('accounting/filters_test.py share_delta',),
+  ),
+  Mutant(
+    'hidden states are clipped to C without a margin',
+    'inference/_mechanism.py',
+    '* (1 - _MARGIN)',
+    '* 1',
+    ('inference/mechanism_test.py long_vectors',),
+  ),
+  Mutant(
+    'padding counts in the clip of a block of hidden states',
+    'inference/_mechanism.py',
+    'states = xp.where(xp.asarray(mask, bool)[..., None], states, 0)',
+    'pass',
+    ('inference/mechanism_test.py masked_vectors',),
+  ),
   # Defaults that depend on the mode.
   Mutant(
     'paper mode decays as ours does',

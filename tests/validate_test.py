@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from prism_optax import _validate
@@ -54,3 +55,41 @@ def test_traced_values_pass():
     return x
 
   assert jax.jit(build)(jnp.float32(-3)) == -3
+
+
+@pytest.mark.parametrize(
+  ('check', 'bad'),
+  [
+    (_validate.known_number, None),
+    (_validate.known_number, 'much'),
+    (_validate.known_non_negative, -1.0),
+    (_validate.known_non_negative, math.nan),
+    (_validate.known_positive, 0.0),
+    (_validate.known_positive, math.inf),
+    (_validate.known_probability, 1.5),
+    (_validate.known_open_probability, 0.0),
+    (_validate.known_open_probability, 1.0),
+    (_validate.known_open_probability, math.nan),
+  ],
+)
+def test_numbers_that_must_be_known_are_named(check, bad):
+  with pytest.raises(ValueError, match=f'rate.*{bad!r}'):
+    check('rate', bad)
+
+
+def test_known_numbers_come_back_as_floats():
+  assert _validate.known_non_negative('x', math.inf) == math.inf
+  for check in (
+    _validate.known_number,
+    _validate.known_positive,
+    _validate.known_probability,
+    _validate.known_open_probability,
+  ):
+    found = check('x', np.float32(0.5))
+    assert type(found) is float
+    assert found == 0.5
+
+
+def test_a_relation_is_not_a_word():
+  with pytest.raises(ValueError, match="neighboring_relation='replace'"):
+    _validate.neighboring_relation('replace')

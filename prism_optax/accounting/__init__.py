@@ -6,7 +6,6 @@ can run where there is no accelerator.
 
 from dp_accounting import NeighboringRelation
 
-from prism_optax.accounting._advanced import advanced_composition
 from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
 from prism_optax.accounting._calibration import calibrate_noise_multiplier
 from prism_optax.accounting._dpsgd import (
@@ -16,6 +15,7 @@ from prism_optax.accounting._dpsgd import (
   privacy_statement,
 )
 from prism_optax.accounting._gaussian import (
+  advanced_composition,
   gaussian_delta,
   gaussian_epsilon,
   gaussian_mu,

@@ -1,7 +1,6 @@
 """A privacy budget that is spent before the answer leaves."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +9,8 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _validate
-from prism_optax.accounting import _events, _rules
+from prism_optax.accounting import _events, _filters
 from prism_optax.accounting._ledger import Account, Ledger, Transaction
-
-_SERVER = ('server', '')  # Scope and name of the server's own account.
 
 
 class BudgetExceeded(RuntimeError):
@@ -21,7 +18,7 @@ class BudgetExceeded(RuntimeError):
 
   Attributes:
     session: The session that asked.
-    scope: Whose cap it would have passed: 'session' or 'server'.
+    scope: Whose cap the release would have passed: 'session' or 'server'.
     remaining: Epsilon left under that cap.
   """
 
@@ -45,18 +42,22 @@ class PrivacyBudget:
   records in one step, for any number of threads, and of processes where the
   ledger is a file.
 
-  The guarantee is the cap: whatever a session asks, and however its questions
-  depend on earlier answers, all its answers together are (``epsilon``,
-  ``delta``)-private. The running figures of :meth:`spent` and
-  :meth:`remaining` are for planning; as a bound of their own they hold only
-  where the number of releases did not depend on the answers.
-
-  Session names are the caller's: whoever can choose a new one gets a fresh
-  budget. ``server_epsilon`` bounds all sessions together.
+  **Privacy.** All answers to one session together are (``epsilon``,
+  ``delta``)-private, whatever the session asks and however its questions depend
+  on earlier answers, if each release was paid for by :meth:`spend` and its
+  event is right. The guarantee is for neighbours under
+  ``neighboring_relation`` or, where the event holds the sensitivity of a
+  relation already, under that relation. ``server_epsilon`` and
+  ``server_delta`` do the same for all sessions together. Three things are not
+  covered. The running figures of :meth:`spent` and :meth:`remaining` are for
+  planning: as a bound they hold only where the number of releases did not
+  depend on the answers. Session names are the caller's: whoever can choose a
+  new name gets a fresh budget, and only the server's cap bounds that. And the
+  ledger itself is not noised: it tells when and how often a session asked.
 
   =============================  ==============================================
   release that does not fit      BudgetExceeded, before anything is recorded
-  release that costs nothing     fits for ever; ``how_many_more`` is ``inf``
+  release that costs nothing     always fits; ``how_many_more`` is ``inf``
   release without noise          never fits
   unknown session                nothing spent, the whole cap remains
   process killed in ``spend``    the state before or the state after
@@ -66,7 +67,7 @@ class PrivacyBudget:
 
   Args:
     epsilon: Cap of one session, positive.
-    delta: Of one session, in (0, 1).
+    delta: Delta of one session's cap, in (0, 1).
     composition: How costs add up:
 
       - ``'filter'``: 'gaussian' for an account whose first release is Gaussian,
@@ -77,18 +78,19 @@ class PrivacyBudget:
         (Laplace), as the Gaussian that covers it.
       - ``'renyi'``: a filter for all that the RDP accountant knows, mixed at
         will (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
-      - ``'pld'``: tight, for the releases declared beforehand in ``declared``
-        alone, in any order.
+      - ``'pld'``: tight, but only for the releases in ``declared``, in any
+        order.
       - ``'advanced'``: the advanced composition theorem, for comparison: half
         of delta is its slack, the other half pays for the releases' own deltas
         (Whitehouse et al., arXiv:2203.05481).
     path: SQLite file of the ledger, made where there is none; ``None`` keeps it
       in memory.
-    neighboring_relation: Of the events, as in :func:`epsilon`. The default
-      takes noise multipliers as they are; releases whose event holds their
-      sensitivity already (``inference.release_event``) need no other.
+    neighboring_relation: Relation under which events are read, as in
+      :func:`epsilon`. The default takes noise multipliers as they are; releases
+      whose event holds their sensitivity already (``inference.release_event``)
+      need no other.
     server_epsilon: Cap of all sessions together; ``None`` for none.
-    server_delta: Of all sessions together; ``None`` takes ``delta``.
+    server_delta: Delta of the server's cap; ``None`` takes ``delta``.
     declared: For 'pld': how often each event may happen in a session.
     release_delta: For 'advanced': the delta of one release.
     timeout: Seconds to wait for other processes.
@@ -125,33 +127,40 @@ class PrivacyBudget:
     release_delta: float | None = None,
     timeout: float = 60.0,
   ):
-    caps = {'session': _rules.cap('epsilon', epsilon, 'delta', delta)}
-    if server_epsilon is not None:
-      caps['server'] = _rules.cap(
-        'server_epsilon',
-        server_epsilon,
-        'server_delta',
-        delta if server_delta is None else server_delta,
+    self._caps = {
+      'session': (
+        _validate.known_positive('epsilon', epsilon),
+        _validate.known_open_probability('delta', delta),
       )
+    }
+    if server_epsilon is not None:
+      if server_delta is None:
+        server_delta = delta
+      self._caps['server'] = (
+        _validate.known_positive('server_epsilon', server_epsilon),
+        _validate.known_open_probability('server_delta', server_delta),
+      )
+      if composition == 'pld':
+        raise ValueError(
+          "composition='pld' declares the releases of one session and has no"
+          f' cap for any number of them, got {server_epsilon=}.'
+        )
     elif server_delta is not None:
       raise ValueError(f'Expected server_epsilon with {server_delta=}.')
     _validate.positive('timeout', timeout)
     self._composition = composition
-    self._rules = {
-      (scope, name): rule
-      for scope, cap in caps.items()
-      for name, rule in _rules.rules_for(
+    self._filters = {
+      scope: _filters.filters_for(
         composition,
         cap,
         neighboring_relation,
         declared=declared,
         release_delta=release_delta,
-        server_epsilon=server_epsilon,
-      ).items()
+      )
+      for scope, cap in self._caps.items()
     }
-    self._scopes = tuple(caps)
     self._settings: dict[str, Any] = {
-      'caps': caps,
+      'caps': self._caps,
       'composition': composition,
       'neighboring_relation': neighboring_relation.name,
       'declared': declared
@@ -168,8 +177,8 @@ class PrivacyBudget:
     Args:
       event: What will be released, for example
         ``inference.release_event(...)``. T noised vectors are T releases.
-      session: Who it is released about.
-      count: How many times.
+      session: Name of the session that pays.
+      count: Number of releases of this event, at least 1.
 
     Returns:
       Epsilon that the session has spent with this.
@@ -181,30 +190,29 @@ class PrivacyBudget:
         argument is out of its range. Nothing was recorded.
       TimeoutError: If other processes kept the file. Nothing was recorded.
     """
-    _session_given(session)
+    _check_session(session)
     _events.require_event(event)
     _validate.integer('count', count, 1)
     with self._ledger.transaction() as transaction:
-      totals = {}
-      for scope in self._scopes:
+      accounts = {}
+      for scope, filters in self._filters.items():
         account = self._account(transaction, scope, session, event)
-        rule = self._rules[scope, account.rule]
-        total = _rules.added(rule, account.totals, event, count)
-        if not rule.fits(total):
-          left = rule.epsilon - rule.spent(account.totals)
+        found = filters[account.filter_name]
+        total = _filters.add(account.totals, found.costs(event, count))
+        if not found.fits(total):
+          left = found.epsilon - found.spent(account.totals)
           raise BudgetExceeded(session, scope, max(left, 0.0))
-        totals[scope] = Account(account.rule, total)
-      for scope, account in totals.items():
-        transaction.store(*_key(scope, session), account)
+        accounts[scope] = Account(account.filter_name, total)
+      for scope, account in accounts.items():
+        transaction.store(scope, session, account)
       transaction.append(session, _events.to_json(event), count)
-    mine = totals['session']
-    return self._rules['session', mine.rule].spent(mine.totals)
+    return self._spent('session', accounts['session'])
 
   def spent(self, session: str) -> float:
     """Returns epsilon that the session has spent, 0.0 for an unknown one.
 
     Args:
-      session: Whose.
+      session: Name of the session.
 
     Returns:
       Epsilon at the cap's delta.
@@ -213,9 +221,9 @@ class PrivacyBudget:
       ValueError: If the session has no name.
       TimeoutError: If other processes kept the file.
     """
-    _session_given(session)
+    _check_session(session)
     with self._ledger.transaction() as transaction:
-      return self._spent(transaction, 'session', session)
+      return self._spent('session', transaction.account('session', session))
 
   def remaining(self, session: str) -> float:
     """Returns epsilon left to the session, and to the server if that is less.
@@ -224,7 +232,7 @@ class PrivacyBudget:
     :meth:`how_many_more` says.
 
     Args:
-      session: Whose.
+      session: Name of the session.
 
     Returns:
       Cap less what is spent, at the caps' deltas.
@@ -233,11 +241,11 @@ class PrivacyBudget:
       ValueError: If the session has no name.
       TimeoutError: If other processes kept the file.
     """
-    _session_given(session)
+    _check_session(session)
     with self._ledger.transaction() as transaction:
       return min(
-        self._epsilon_cap(scope) - self._spent(transaction, scope, session)
-        for scope in self._scopes
+        cap - self._spent(scope, transaction.account(scope, session))
+        for scope, (cap, _) in self._caps.items()
       )
 
   def how_many_more(
@@ -246,25 +254,25 @@ class PrivacyBudget:
     """Returns how many times :meth:`spend` would accept ``event`` now.
 
     Args:
-      event: As for :meth:`spend`.
-      session: As for :meth:`spend`.
+      event: What would be released, as for :meth:`spend`.
+      session: Name of the session that would pay.
 
     Returns:
       A count, ``inf`` for what costs nothing.
 
     Raises:
-      ValueError: As :meth:`spend`.
+      ValueError: In the cases of :meth:`spend`.
       TimeoutError: If other processes kept the file.
     """
-    _session_given(session)
+    _check_session(session)
     _events.require_event(event)
     with self._ledger.transaction() as transaction:
-      found: int | float = math.inf
-      for scope in self._scopes:
+      counts = []
+      for scope, filters in self._filters.items():
         account = self._account(transaction, scope, session, event)
-        rule = self._rules[scope, account.rule]
-        found = min(found, _rules.largest_count(rule, account.totals, event))
-    return found
+        found = filters[account.filter_name]
+        counts.append(found.largest_count(account.totals, event))
+    return min(counts)
 
   def reset(self, session: str) -> None:
     """Gives the session a fresh budget, and leaves a row that says so.
@@ -274,13 +282,13 @@ class PrivacyBudget:
     server's account keeps what was spent.
 
     Args:
-      session: Whose.
+      session: Name of the session.
 
     Raises:
       ValueError: If the session has no name.
       TimeoutError: If other processes kept the file.
     """
-    _session_given(session)
+    _check_session(session)
     with self._ledger.transaction() as transaction:
       transaction.remove('session', session)
       transaction.append(session, None, 0)
@@ -298,13 +306,13 @@ class PrivacyBudget:
     """
     with self._ledger.transaction() as transaction:
 
-      def figures(scope: str, name: str) -> dict[str, float]:
-        spent = self._spent(transaction, scope, name)
-        return {'spent': spent, 'remaining': self._epsilon_cap(scope) - spent}
+      def figures(scope: str, session: str) -> dict[str, float]:
+        spent = self._spent(scope, transaction.account(scope, session))
+        return {'spent': spent, 'remaining': self._caps[scope][0] - spent}
 
       return {
         'settings': json.loads(json.dumps(self._settings)),
-        'server': figures(*_SERVER) if 'server' in self._scopes else None,
+        'server': figures('server', '') if 'server' in self._caps else None,
         'sessions': {
           name: figures('session', name) for name in transaction.sessions()
         },
@@ -319,33 +327,21 @@ class PrivacyBudget:
     event: dp_accounting.DpEvent,
   ) -> Account:
     """Returns the account, or the one that ``event`` would open."""
-    account = transaction.account(*_key(scope, session))
+    account = transaction.account(scope, session)
     if account is not None:
       return account
     name = self._composition
     if name == 'filter':
-      gaussian = all(
-        isinstance(leaf, dp_accounting.GaussianDpEvent)
-        for leaf, _ in _events.leaves(event)
-      )
-      name = 'gaussian' if gaussian else 'renyi'
-    return Account(name, self._rules[scope, name].zero)
+      name = 'gaussian' if _events.is_gaussian(event) else 'renyi'
+    return Account(name, self._filters[scope][name].zero)
 
-  def _spent(self, transaction: Transaction, scope: str, session: str) -> float:
-    account = transaction.account(*_key(scope, session))
+  def _spent(self, scope: str, account: Account | None) -> float:
     if account is None:
       return 0.0
-    return self._rules[scope, account.rule].spent(account.totals)
-
-  def _epsilon_cap(self, scope: str) -> float:
-    return next(r.epsilon for (s, _), r in self._rules.items() if s == scope)
+    return self._filters[scope][account.filter_name].spent(account.totals)
 
 
-def _key(scope: str, session: str) -> tuple[str, str]:
-  return _SERVER if scope == 'server' else (scope, session)
-
-
-def _session_given(session: object) -> None:
+def _check_session(session: object) -> None:
   if not isinstance(session, str) or not session:
     raise ValueError(
       f'Expected session to be a name, a str that is not empty, got {session=}.'

@@ -8,17 +8,11 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, rdp
 
 from prism_optax import _validate
-from prism_optax.accounting import _checks, _dpsgd, _grid
+from prism_optax.accounting import _dpsgd, _events
 
 # Ten times coarser than the accountant's grid and about ten times faster. It
 # finds the neighbourhood; the answer is checked on the fine one.
 _SEARCH_INTERVAL = 1e-3
-# Any set of orders gives an upper bound: a few are enough for a bracket, and
-# integers, because fractional ones warn where their series is cut off.
-_BRACKET_ORDERS = (
-  *(2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32),
-  *(48, 64, 96, 128, 256, 512, 1024),
-)
 _SMALLEST, _LARGEST = 1e-3, 1e9
 
 
@@ -42,18 +36,21 @@ def calibrate_noise_multiplier(
   computed and is at most ``target_epsilon``. With 1e-5 (relative) less noise it
   would not be, wherever the accountant's epsilon is a smooth function of the
   noise (not for a delta near 1e-15 or an epsilon below the PLD's grid, 1e-4).
-  The accountants' sources are said at :func:`epsilon`, the search is ours.
+  :func:`epsilon` names the sources of the accountants; the search is ours.
 
   Args:
-    target_epsilon: Positive and finite.
-    delta: Between 0 and 1, both excluded: no Gaussian noise gives delta 0.
-    sampling_probability: Of one record in one step, in (0, 1].
+    target_epsilon: Epsilon to meet, positive and finite.
+    delta: Delta at which to meet it, between 0 and 1, both excluded: no
+      Gaussian noise gives delta 0.
+    sampling_probability: Probability that a batch has a given record, in
+      (0, 1].
     steps: Number of steps, at least 1.
     accountant: 'pld' (tight) or 'rdp'.
     neighboring_relation: The relation under which epsilon is meant; report it
       with the result. The default is adding or removing one record.
-    truncated_batch_size: As for :func:`dpsgd_event`.
-    dataset_size: As for :func:`dpsgd_event`.
+    truncated_batch_size: The largest batch, where larger ones are cut, as for
+      :func:`dpsgd_event`.
+    dataset_size: Number of records, needed with ``truncated_batch_size`` alone.
 
   Returns:
     Standard deviation of the noise over the clip norm, as
@@ -71,16 +68,12 @@ def calibrate_noise_multiplier(
     >>> round(sigma, 3)
     0.516
   """
-  target_epsilon = _checks.number('target_epsilon', target_epsilon)
-  delta = _checks.between_zero_and_one('delta', delta)
-  sampling_probability = _checks.number(
+  target_epsilon = _validate.known_positive('target_epsilon', target_epsilon)
+  delta = _validate.known_open_probability('delta', delta)
+  sampling_probability = _validate.known_positive(
     'sampling_probability', sampling_probability
   )
-  _validate.positive('target_epsilon', target_epsilon)
-  _validate.positive('sampling_probability', sampling_probability)
   _validate.integer('steps', steps, 1)
-  _validate.one_of('accountant', accountant, _dpsgd.ACCOUNTANTS)
-  _checks.relation_given(neighboring_relation)
 
   def spent(sigma: float, widest_interval: float = 0.0) -> float:
     event = _dpsgd.dpsgd_event(
@@ -93,7 +86,7 @@ def calibrate_noise_multiplier(
     interval = None
     if accountant == 'pld' and widest_interval:
       # Little noise needs a wider grid still, or it would not fit in memory.
-      interval = max(widest_interval, _grid.affordable_interval(event, delta))
+      interval = max(widest_interval, _events.affordable_interval(event, delta))
     return _dpsgd.epsilon(
       event,
       delta,
@@ -124,14 +117,14 @@ def _renyi_bound(
   sigma: float, delta: float, sampling_probability: float, steps: int
 ) -> float:
   """Returns a cheap upper bound of epsilon, add or remove one record."""
-  accountant = rdp.RdpAccountant(orders=_BRACKET_ORDERS)
+  accountant = rdp.RdpAccountant(orders=_events.INTEGER_ORDERS)
   accountant.compose(
     dp_accounting.PoissonSampledDpEvent(
       sampling_probability, dp_accounting.GaussianDpEvent(sigma)
     ),
     steps,
   )
-  return accountant.get_epsilon(delta)
+  return float(accountant.get_epsilon(delta))
 
 
 def _refine(spent: Callable[..., float], target: float, guess: float) -> float:
@@ -228,8 +221,8 @@ def _solve(
       # So little noise is enough: more of it does no harm.
       return math.exp(high)
     low_height = height(low)
-  # Weights of the two ends; an end that stays twice in a row loses half of its
-  # own, otherwise it would stay for ever.
+  # Weights of the two ends. An end that stays twice in a row loses half of its
+  # weight; otherwise it would never move.
   below, above, last = low_height, high_height, 0
   for _ in range(100):
     if high - low <= tolerance:

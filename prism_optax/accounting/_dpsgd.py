@@ -1,13 +1,13 @@
 """The event of noisy training steps on random batches, and its epsilon."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event, pld, rdp
 
 from prism_optax import _validate
-from prism_optax.accounting import _checks, _events, _grid
+from prism_optax.accounting import _events
 
 ACCOUNTANTS = ('pld', 'rdp')
 
@@ -34,7 +34,7 @@ def dpsgd_event(
   is clipped to a norm C, and the sum gets Gaussian noise of standard deviation
   ``noise_multiplier * C`` on every coordinate. Fixed-size or shuffled batches
   are another mechanism, with another event. The event holds no neighbouring
-  relation: that is for :func:`epsilon` to say.
+  relation: :func:`epsilon` takes it.
 
   =====================================  ======================================
   ``noise_multiplier=0.0``               no privacy: epsilon is infinite
@@ -49,8 +49,8 @@ def dpsgd_event(
       of the sum (or both in the unit of the mean: C and the noise divided by
       the same public constant). With several clip groups, the joint one:
       :func:`joint_noise_multiplier`. 0.0 means no noise and no privacy.
-    sampling_probability: Of one record in one step, a public constant. 1.0
-      means that every step sees every record: nothing is sampled then.
+    sampling_probability: Probability that a batch has a given record, a public
+      constant. 1.0 means that every step sees every record: nothing is sampled.
     steps: Number of steps. 0 is an event that costs nothing.
     truncated_batch_size: The largest batch, where batches that Poisson sampling
       makes larger are cut to a random subset of this size. Cutting them
@@ -76,12 +76,13 @@ def dpsgd_event(
     >>> round(accounting.epsilon(event, 1e-5), 2)
     6.62
   """
-  noise_multiplier = _checks.number('noise_multiplier', noise_multiplier)
-  sampling_probability = _checks.number(
-    'sampling_probability', sampling_probability
+  noise_multiplier = _validate.known_number(
+    'noise_multiplier', noise_multiplier
   )
   _validate.non_negative('noise_multiplier', noise_multiplier)
-  _validate.probability('sampling_probability', sampling_probability)
+  sampling_probability = _validate.known_probability(
+    'sampling_probability', sampling_probability
+  )
   _validate.integer('steps', steps, 0)
   if (truncated_batch_size is None) != (dataset_size is None):
     raise ValueError(
@@ -139,7 +140,7 @@ def epsilon(
     event: What was released, in noise multipliers with respect to the clip
       norm. Sensitivities that are doubled by hand for ``REPLACE_ONE`` would be
       doubled twice: the accountant does it.
-    delta: In [0, 1].
+    delta: Delta at which epsilon is wanted, in [0, 1].
     accountant: 'pld' (privacy loss distributions, tight) or 'rdp' (Renyi
       divergences, looser, fast for any number of steps).
     neighboring_relation: dp-accounting's enum. Under ``REPLACE_ONE`` the two
@@ -176,39 +177,37 @@ def epsilon(
     1.61
   """
   _events.require_event(event)
-  delta = _checks.number('delta', delta)
-  _validate.probability('delta', delta)
+  delta = _validate.known_probability('delta', delta)
   _validate.one_of('accountant', accountant, ACCOUNTANTS)
-  _checks.relation_given(neighboring_relation)
+  _validate.neighboring_relation(neighboring_relation)
   if value_discretization_interval is not None:
     _validate.positive(
       'value_discretization_interval', value_discretization_interval
     )
   if accountant == 'rdp':
-    if neighboring_relation is NeighboringRelation.REPLACE_ONE:
-      event = _events.with_doubled_sensitivity(event)
-    maker: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
+    event = _events.with_relation(event, neighboring_relation)
+    engine: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
       neighboring_relation=neighboring_relation
     )
   else:
-    interval = value_discretization_interval or _grid.affordable_interval(
+    interval = value_discretization_interval or _events.affordable_interval(
       event, delta
     )
     if interval > _WIDEST_INTERVAL:
       return math.inf
-    maker = pld.PLDAccountant(neighboring_relation, interval)
+    engine = pld.PLDAccountant(neighboring_relation, interval)
   try:
-    maker.compose(event)
+    engine.compose(event)
   except dp_accounting.UnsupportedEventError as error:
     raise ValueError(
       f'The accountant {accountant!r} has no analysis of this event under'
       f' neighboring_relation={neighboring_relation}: {error}'
     ) from error
-  return float(maker.get_epsilon(delta))
+  return float(engine.get_epsilon(delta))
 
 
 def joint_noise_multiplier(
-  noise_multipliers: float | Sequence[float] | Iterable[float],
+  noise_multipliers: float | Iterable[float],
 ) -> float:
   """Returns the noise multiplier of several releases about one batch.
 
@@ -238,15 +237,14 @@ def joint_noise_multiplier(
     >>> accounting.joint_noise_multiplier([2.0, 2.0, 2.0, 2.0])
     1.0
   """
-  if isinstance(noise_multipliers, Iterable):
-    groups = [_checks.number('noise_multipliers', s) for s in noise_multipliers]
-  else:
-    groups = [_checks.number('noise_multipliers', noise_multipliers)]
+  if not isinstance(noise_multipliers, Iterable):
+    noise_multipliers = [noise_multipliers]
+  groups = [
+    _validate.known_non_negative('noise_multipliers', sigma)
+    for sigma in noise_multipliers
+  ]
   if not groups:
     raise ValueError('Expected noise_multipliers of one group or more, got [].')
-  for sigma in groups:
-    if math.isnan(sigma) or sigma < 0:
-      raise ValueError(f'Expected noise_multipliers >= 0, got {sigma}.')
   smallest = min(groups)
   if smallest == 0 or math.isinf(smallest):
     return smallest
@@ -266,17 +264,17 @@ def privacy_statement(
   """Returns the sentence to report: epsilon and everything it depends on.
 
   Args:
-    event: As for :func:`epsilon`.
-    delta: As for :func:`epsilon`.
-    accountant: As for :func:`epsilon`.
-    neighboring_relation: As for :func:`epsilon`.
+    event: What was released.
+    delta: Delta at which epsilon is reported, in [0, 1].
+    accountant: 'pld' or 'rdp', as for :func:`epsilon`.
+    neighboring_relation: Relation under which epsilon is meant.
 
   Returns:
     One line with epsilon (rounded up), delta, relation, accountant, and the
     sampling that the figure assumes.
 
   Raises:
-    ValueError: As :func:`epsilon`.
+    ValueError: In the cases of :func:`epsilon`.
 
   Examples:
     >>> from prism_optax import accounting
@@ -294,21 +292,9 @@ def privacy_statement(
   )
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
+  sampling = ', Poisson sampling' if _events.samples(event) else ''
   return (
     f'epsilon <= {shown:.3f} at delta = {float(delta):g},'
     f' {_RELATION_NAMES[neighboring_relation]} neighbours'
-    f' ({accountant.upper()}){", Poisson sampling" if _samples(event) else ""}'
-  )
-
-
-def _samples(event: dp_accounting.DpEvent) -> bool:
-  """Whether any part of the event is amplified by Poisson sampling."""
-  if isinstance(event, dp_accounting.ComposedDpEvent):
-    return any(map(_samples, event.events))
-  if isinstance(event, dp_accounting.SelfComposedDpEvent):
-    return _samples(event.event)
-  return isinstance(
-    event,
-    dp_accounting.PoissonSampledDpEvent
-    | dp_event.TruncatedSubsampledGaussianDpEvent,
+    f' ({accountant.upper()}){sampling}'
   )

@@ -1,4 +1,4 @@
-"""The exact privacy of Gaussian releases, as one number that adds up.
+"""Closed forms: exact Gaussian releases, and advanced composition.
 
 A Gaussian release of sensitivity D with noise of standard deviation s is
 exactly as hard to tell from its neighbour as N(0, 1) from N(mu, 1), with
@@ -7,9 +7,11 @@ chosen after seeing the answers to the ones before.
 """
 
 import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from prism_optax import _validate
-from prism_optax.accounting import _checks
 
 _HALVINGS = 200  # More than the bits of a float: ends by itself before.
 
@@ -23,7 +25,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     mu: Sensitivity (under the neighbouring relation that is meant) over
       standard deviation of the noise per coordinate, for several releases the
       root of the sum of the squares.
-    epsilon: At least 0.
+    epsilon: A number >= 0; infinity is allowed.
 
   Returns:
     ``Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 - epsilon/mu)``, to
@@ -41,8 +43,8 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     >>> round(accounting.gaussian_delta(1 / 3.730632, 1.0), 9)
     1e-05
   """
-  _checks.not_negative('mu', mu)
-  _checks.not_negative('epsilon', epsilon)
+  _validate.known_non_negative('mu', mu)
+  _validate.known_non_negative('epsilon', epsilon)
   if mu == 0 or math.isinf(epsilon):
     return 0.0
   if math.isinf(mu):
@@ -68,8 +70,9 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
   bisection.
 
   Args:
-    mu: As for :func:`gaussian_delta`: it holds the sensitivity.
-    delta: In [0, 1].
+    mu: Sensitivity (under the neighbouring relation that is meant) over
+      standard deviation, as for :func:`gaussian_delta`.
+    delta: Delta at which epsilon is wanted, in [0, 1].
 
   Returns:
     The smallest epsilon >= 0 with ``gaussian_delta(mu, epsilon) <= delta``,
@@ -88,23 +91,15 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     ...  for k in (1, 10, 100)]
     [0.75, 2.69, 10.39]
   """
-  _checks.not_negative('mu', mu)
+  _validate.known_non_negative('mu', mu)
   _validate.probability('delta', delta)
   if mu == 0 or delta == 1 or gaussian_delta(mu, 0.0) <= delta:
     return 0.0
   if math.isinf(mu) or delta == 0:
     return math.inf
   # The bound by concentrated privacy is an upper end.
-  low, high = 0.0, mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
-  for _ in range(_HALVINGS):
-    middle = (low + high) / 2
-    if not low < middle < high:
-      break
-    if gaussian_delta(mu, middle) > delta:
-      low = middle
-    else:
-      high = middle
-  return high
+  upper = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
+  return _bisect(lambda x: gaussian_delta(mu, x) > delta, 0.0, upper)[1]
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -116,8 +111,8 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
   with Dong, Roth and Su, arXiv:1905.02383).
 
   Args:
-    epsilon: At least 0.
-    delta: In [0, 1).
+    epsilon: A number >= 0; infinity is allowed.
+    delta: Target, in [0, 1).
 
   Returns:
     ``mu``, rounded down; 0.0 for delta 0, which no Gaussian noise reaches.
@@ -130,7 +125,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     >>> round(1 / accounting.gaussian_mu(1.0, 1e-5), 6)
     3.730632
   """
-  _checks.not_negative('epsilon', epsilon)
+  _validate.known_non_negative('epsilon', epsilon)
   _validate.probability('delta', delta)
   if delta == 1:
     raise ValueError(f'Expected delta < 1, got {delta=}.')
@@ -141,15 +136,73 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
   low, high = 0.0, 1.0
   while gaussian_delta(high, epsilon) <= delta:
     low, high = high, 2 * high
+  return _bisect(lambda x: gaussian_delta(x, epsilon) <= delta, low, high)[0]
+
+
+def advanced_composition(
+  epsilons: Sequence[float], delta_slack: float
+) -> float:
+  """Returns epsilon of several releases by the advanced composition theorem.
+
+  For comparison: the filters of :class:`PrivacyBudget` charge less. The slack
+  is spent in addition to the deltas of the releases. The result holds under the
+  neighbouring relation of ``epsilons``.
+
+  Args:
+    epsilons: Epsilon of each release, at a delta of its own.
+    delta_slack: Between 0 and 1, both excluded.
+
+  Returns:
+    ``sqrt(2 log(1/slack) sum e^2) + sum e (exp(e) - 1)``; 0.0 for no release.
+
+  Raises:
+    ValueError: If an epsilon is negative or NaN, or the slack is not in (0, 1).
+
+  References:
+    Dwork and Roth, The Algorithmic Foundations of Differential Privacy,
+    Theorem 3.20.
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> round(accounting.advanced_composition([1.0] * 10, 1e-5), 2)
+    32.36
+  """
+  slack = _validate.known_open_probability('delta_slack', delta_slack)
+  for epsilon in epsilons:
+    _validate.known_non_negative('epsilons', epsilon)
+  e = np.asarray(epsilons, np.float64)
+  root = math.sqrt(2 * math.log(1 / slack) * float(e @ e))
+  return root + float(e @ np.expm1(e))
+
+
+def squared_mu_of_pure(epsilon: float) -> float:
+  """Returns mu^2 of the Gaussian release that covers a pure epsilon."""
+  if epsilon > 700:  # exp overflows; no budget is as large.
+    return math.inf
+  # Phi(-mu/2) = 1 / (1 + exp(epsilon)). The upper end of the bisection counts
+  # more privacy as lost, not less.
+  tail = 1 / (1 + math.exp(epsilon))
+  _, mu = _bisect(
+    lambda x: 0.5 * math.erfc(x / 2 / math.sqrt(2)) > tail,
+    0.0,
+    2 * (epsilon + 2),
+  )
+  return mu**2
+
+
+def _bisect(
+  is_low: Callable[[float], bool], low: float, high: float
+) -> tuple[float, float]:
+  """Returns the last float at which ``is_low`` holds, and the next one."""
   for _ in range(_HALVINGS):
     middle = (low + high) / 2
     if not low < middle < high:
       break
-    if gaussian_delta(middle, epsilon) > delta:
-      high = middle
-    else:
+    if is_low(middle):
       low = middle
-  return low
+    else:
+      high = middle
+  return low, high
 
 
 def _scaled_erfc(x: float) -> float:

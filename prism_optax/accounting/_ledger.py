@@ -12,13 +12,13 @@ import os
 import pathlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 _SCHEMA = (
   'CREATE TABLE IF NOT EXISTS settings (value TEXT NOT NULL)',
   'CREATE TABLE IF NOT EXISTS accounts (scope TEXT NOT NULL,'
-  ' name TEXT NOT NULL, rule TEXT NOT NULL, totals TEXT NOT NULL,'
+  ' name TEXT NOT NULL, filter_name TEXT NOT NULL, totals TEXT NOT NULL,'
   ' PRIMARY KEY (scope, name))',
   # Rows are only ever added. A reset of a session is a row without an event.
   'CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY AUTOINCREMENT,'
@@ -29,7 +29,7 @@ _SCHEMA = (
 class Account(NamedTuple):
   """What one session, or the server, has spent."""
 
-  rule: str  # Name of the rule that counts; fixed by the first release.
+  filter_name: str  # The filter that counts; fixed by the first release.
   totals: tuple[float, ...]
 
 
@@ -39,26 +39,26 @@ class Transaction:
   def __init__(self, connection: sqlite3.Connection):
     self._connection = connection
 
-  def account(self, scope: str, name: str) -> Account | None:
+  def account(self, scope: str, session: str) -> Account | None:
     """Returns the account, or None if nothing was spent in it."""
     row = self._connection.execute(
-      'SELECT rule, totals FROM accounts WHERE scope = ? AND name = ?',
-      (scope, name),
+      'SELECT filter_name, totals FROM accounts WHERE scope = ? AND name = ?',
+      _key(scope, session),
     ).fetchone()
     # Python writes floats so that they come back bit for bit.
     return row and Account(row[0], tuple(json.loads(row[1])))
 
-  def store(self, scope: str, name: str, account: Account) -> None:
+  def store(self, scope: str, session: str, account: Account) -> None:
     """Writes the account."""
     self._connection.execute(
       'INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?)',
-      (scope, name, account.rule, json.dumps(account.totals)),
+      (*_key(scope, session), account.filter_name, json.dumps(account.totals)),
     )
 
-  def remove(self, scope: str, name: str) -> None:
+  def remove(self, scope: str, session: str) -> None:
     """Removes the account, not its rows in the ledger."""
     self._connection.execute(
-      'DELETE FROM accounts WHERE scope = ? AND name = ?', (scope, name)
+      'DELETE FROM accounts WHERE scope = ? AND name = ?', _key(scope, session)
     )
 
   def append(self, session: str, event: str | None, count: int) -> None:
@@ -91,13 +91,18 @@ class Transaction:
     ]
 
 
+def _key(scope: str, session: str) -> tuple[str, str]:
+  """Returns scope and name of an account: the server has one, unnamed."""
+  return scope, '' if scope == 'server' else session
+
+
 class Ledger:
   """A store of accounts, in the file ``path`` or in memory.
 
   Args:
     path: The file, created where there is none. With ``None`` the ledger lives
       in this process and ends with it.
-    settings: What the budget is. A file keeps those it was created with.
+    settings: The budget's settings. A file keeps those it was created with.
     timeout: Seconds to wait while others write.
 
   Raises:
@@ -107,7 +112,7 @@ class Ledger:
   def __init__(
     self,
     path: str | os.PathLike[str] | None,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
     timeout: float,
   ):
     self._timeout = timeout
@@ -129,7 +134,9 @@ class Ledger:
     with self.transaction() as transaction:
       self._create(transaction, settings)
 
-  def _create(self, transaction: Transaction, settings: dict[str, Any]) -> None:
+  def _create(
+    self, transaction: Transaction, settings: Mapping[str, Any]
+  ) -> None:
     connection = transaction._connection
     for statement in _SCHEMA:
       connection.execute(statement)

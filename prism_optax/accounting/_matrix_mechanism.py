@@ -8,18 +8,18 @@ before it (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1).
 """
 
 import math
-from typing import Any
 
 import dp_accounting
 import numpy as np
+import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _validate
-from prism_optax.accounting import _checks, _gaussian
+from prism_optax.accounting import _gaussian
 
 
 def matrix_mechanism_sensitivity(
-  strategy_matrix: Any,
+  strategy_matrix: npt.ArrayLike,
   *,
   max_participations: int | None,
   min_separation: int = 1,
@@ -75,7 +75,7 @@ def matrix_mechanism_sensitivity(
   return float(np.sqrt(squared[0]))
 
 
-def _strategy(strategy_matrix: Any) -> np.ndarray:
+def _strategy(strategy_matrix: npt.ArrayLike) -> np.ndarray:
   c = np.asarray(strategy_matrix, np.float64)
   if c.ndim != 2 or c.shape[0] != c.shape[1] or not c.size:
     raise ValueError(
@@ -116,7 +116,7 @@ def _heaviest_pattern(
 
 def matrix_mechanism_event(
   noise_multiplier: float,
-  strategy_matrix: Any,
+  strategy_matrix: npt.ArrayLike,
   *,
   max_participations: int | None,
   min_separation: int = 1,
@@ -132,15 +132,15 @@ def matrix_mechanism_event(
   Args:
     noise_multiplier: The privatizer's stddev (of Z, before the noising matrix)
       over the largest norm of one contribution, ``C / normalize_by``.
-    strategy_matrix: As for :func:`matrix_mechanism_sensitivity`.
-    max_participations: As there.
-    min_separation: As there.
+    strategy_matrix: C, as for :func:`matrix_mechanism_sensitivity`.
+    max_participations: How many steps one record may take part in, at most.
+    min_separation: Least distance between two steps with the same record.
 
   Returns:
     ``GaussianDpEvent(noise_multiplier / sensitivity)``, for :func:`epsilon`.
 
   Raises:
-    ValueError: If the multiplier is negative or NaN; as
+    ValueError: If the multiplier is negative or NaN, and in the cases of
       :func:`matrix_mechanism_sensitivity`.
 
   Examples:
@@ -154,7 +154,9 @@ def matrix_mechanism_event(
     >>> round(accounting.epsilon(event, 1e-5), 3)
     0.751
   """
-  noise_multiplier = _checks.not_negative('noise_multiplier', noise_multiplier)
+  noise_multiplier = _validate.known_non_negative(
+    'noise_multiplier', noise_multiplier
+  )
   sensitivity = matrix_mechanism_sensitivity(
     strategy_matrix,
     max_participations=max_participations,
@@ -166,7 +168,7 @@ def matrix_mechanism_event(
 def calibrate_matrix_mechanism(
   target_epsilon: float,
   delta: float,
-  strategy_matrix: Any,
+  strategy_matrix: npt.ArrayLike,
   *,
   max_participations: int | None,
   min_separation: int = 1,
@@ -180,11 +182,11 @@ def calibrate_matrix_mechanism(
   Wang 2018, arXiv:1805.06530), and never rounded towards less noise.
 
   Args:
-    target_epsilon: Positive and finite.
-    delta: Between 0 and 1, both excluded.
-    strategy_matrix: As for :func:`matrix_mechanism_sensitivity`.
-    max_participations: As there.
-    min_separation: As there.
+    target_epsilon: Epsilon to meet, positive and finite.
+    delta: Delta at which to meet it, between 0 and 1, both excluded.
+    strategy_matrix: C, as for :func:`matrix_mechanism_sensitivity`.
+    max_participations: How many steps one record may take part in, at most.
+    min_separation: Least distance between two steps with the same record.
     neighboring_relation: The relation under which epsilon is meant. Replacing a
       record moves twice as far as adding or removing one.
 
@@ -203,10 +205,9 @@ def calibrate_matrix_mechanism(
     >>> round(sigma, 6)
     3.730632
   """
-  target_epsilon = _checks.number('target_epsilon', target_epsilon)
-  _validate.positive('target_epsilon', target_epsilon)
-  delta = _checks.between_zero_and_one('delta', delta)
-  _checks.relation_given(neighboring_relation)
+  target_epsilon = _validate.known_positive('target_epsilon', target_epsilon)
+  delta = _validate.known_open_probability('delta', delta)
+  _validate.neighboring_relation(neighboring_relation)
   sensitivity = matrix_mechanism_sensitivity(
     strategy_matrix,
     max_participations=max_participations,

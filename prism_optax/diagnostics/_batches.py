@@ -1,21 +1,26 @@
-"""What clip and noise do to one batch: not private."""
+"""What clip and noise do to one batch (not private), and what a batch mixes."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from prism_optax import _per_example, _validate, lora
+from prism_optax import _per_example, _validate, fixed_rank
+from prism_optax._modules import LayoutLike, ModuleTree
+
+ArrayTree: TypeAlias = optax.Params  # Any tree of arrays, not parameters alone.
 
 
 class ClipStatistics(NamedTuple):
   """How a clip acts on one batch. Not private.
 
   Attributes:
-    norms: Of each example, (B,).
+    norms: Norm of each example, shape (B,).
     clipped_fraction: Share of the examples with a norm above the clip norm.
-    mean_coefficient: Mean of ``min(1, C / norm)``.
+    mean_coefficient: Mean of ``min(1, C / norm)`` over the examples.
   """
 
   norms: jax.Array
@@ -24,22 +29,23 @@ class ClipStatistics(NamedTuple):
 
 
 def nonprivate_clip_statistics(
-  per_example_grads: Any,
-  params: Any,
-  l2_clip_norm: Any,
+  per_example_grads: optax.Updates,
+  params: optax.Params,
+  l2_clip_norm: float | jax.Array,
   *,
   space: str = 'tangent',
-  layout: Any = None,
+  layout: LayoutLike = None,
 ) -> ClipStatistics:
-  """How a clip acts on a batch: norms, clip fraction, mean coefficient.
+  """Returns how a clip acts on a batch: norms, clip fraction, coefficient.
 
-  The norm of PRISM's Eq. 16 (arXiv:2606.00944) or, for its issue I, that of
-  Eq. 4. Not private: for public data, or for nobody's eyes.
+  The norm is that of PRISM's Eq. 16 (arXiv:2606.00944) or, for its issue I,
+  that of Eq. 4. Not private: the result must not leave the trusted side unless
+  the data is public.
 
   Args:
     per_example_grads: Leaves ``(B, *shape)``, gradients of the factors.
     params: Tree of trainable arrays.
-    l2_clip_norm: C, in the unit of one example's gradient.
+    l2_clip_norm: C, positive, in the unit of one example's gradient.
     space: ``'tangent'`` for the intrinsic norm, the same in every gauge;
       ``'factor'`` for the norm that DP-SGD on the factors takes.
     layout: See :func:`prism_optax.lora.describe_pairs`.
@@ -64,10 +70,13 @@ def nonprivate_clip_statistics(
   _validate.positive('l2_clip_norm', l2_clip_norm)
   leaves = jax.tree.leaves(per_example_grads)
   if space == 'tangent':
-    adapters = lora.Adapters(params, layout)
-    gradients = adapters.gradients(per_example_grads, 1, 'per_example_grads')
-    blocks = lora.to_coordinates(adapters.frames(params), gradients)
-    leaves = jax.tree.leaves(blocks)
+    tree = ModuleTree(params, layout)
+    gradients = tree.gradients(per_example_grads, 1, 'per_example_grads')
+    stacks = gradients.map_pairs(
+      lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair),
+      tree.frames(params),
+    )
+    leaves = jax.tree.leaves(stacks)
   norms = jnp.sqrt(_per_example.squared_norms(leaves, l2_clip_norm))
   return ClipStatistics(
     norms * l2_clip_norm,
@@ -77,13 +86,18 @@ def nonprivate_clip_statistics(
 
 
 def nonprivate_signal_to_noise(
-  coordinates: Any, params: Any, stddev: Any, *, layout: Any = None
+  coordinates: optax.Updates,
+  params: optax.Params,
+  stddev: float | jax.Array,
+  *,
+  layout: LayoutLike = None,
 ) -> jax.Array:
-  """Norm of a clipped mean over the root mean square norm of its noise.
+  """Returns the norm of a clipped mean over the norm of its noise.
 
-  ``||X|| / (s sqrt(d))``, d the dimension of the tangent space and of the other
-  leaves: ``sum r (m + n - r)`` by PRISM's Theorem 3.1 (arXiv:2606.00944), full
-  rank assumed. Not private: it reads the mean before the noise.
+  The noise counts with its root mean square: the ratio is ``||X|| / (s
+  sqrt(d))``. The dimension d is that of the tangent space, ``sum r (m + n -
+  r)`` by PRISM's Theorem 3.1 (arXiv:2606.00944), full rank assumed, plus that
+  of the other leaves. Not private: it reads the mean before the noise.
 
   Args:
     coordinates: The clipped mean before noise, tangent coordinates.
@@ -106,11 +120,78 @@ def nonprivate_signal_to_noise(
     >>> round(ratio.item(), 4)
     2.8284
   """
-  adapters = lora.Adapters(params, layout)
-  blocks = adapters.coordinates(coordinates, 'coordinates')
-  square = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(blocks))
-  dimension = sum(x.size for x in blocks.others) + sum(
-    int(np.prod(x.stack)) * x.rank * (x.m + x.n - x.rank)
-    for x in adapters.modules
+  tree = ModuleTree(params, layout)
+  stacks = tree.coordinates(coordinates, 'coordinates')
+  square = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(stacks))
+  dimension = sum(x.size for x in stacks.others) + sum(
+    int(np.prod(x.stack)) * x.rank * (x.m + x.n - x.rank) for x in tree.modules
   )
-  return jnp.sqrt(square / dimension) / stddev
+  ratio: jax.Array = jnp.sqrt(square / dimension) / stddev
+  return ratio
+
+
+def depends_on_other_examples(
+  per_example_grads: Callable[[ArrayTree, ArrayTree], ArrayTree],
+  params: ArrayTree,
+  batch: ArrayTree,
+  *,
+  tolerance: float = 1e-4,
+) -> bool:
+  """Returns whether an example's gradient depends on the rest of its batch.
+
+  Clipping bounds what one record does to its own gradient only: with batch
+  normalisation, in-batch negatives or a loss normalised over the batch the
+  sensitivity is not what the clip says, and no epsilon holds. Try it on made-up
+  data before training. The test is ours, and a False is no proof. An entry that
+  is finite among some examples and not among others has changed.
+
+  Args:
+    per_example_grads: ``f(params, batch)``, a tree of leaves (B, ...).
+    params: First argument of ``per_example_grads``.
+    batch: Tree of arrays (B, ...), B at least 2, not all examples equal.
+    tolerance: Relative change that counts as rounding.
+
+  Returns:
+    True if the gradient of any example moves when the others are exchanged.
+
+  Raises:
+    ValueError: If the batch has fewer than two examples.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import diagnostics
+    >>> loss = lambda p, x: jnp.mean((p * x) ** 2)
+    >>> alone = lambda p, xs: jax.vmap(jax.grad(loss), (None, 0))(p, xs)
+    >>> centred = lambda p, xs: alone(p, xs - xs.mean(0))
+    >>> batch = jnp.arange(6.0).reshape(3, 2)
+    >>> diagnostics.depends_on_other_examples(alone, jnp.ones(2), batch)
+    False
+    >>> diagnostics.depends_on_other_examples(centred, jnp.ones(2), batch)
+    True
+  """
+  size = jax.tree.leaves(batch)[0].shape[0]
+  if size < 2:
+    raise ValueError(f'Expected a batch of at least 2 examples, got {size}.')
+  together = per_example_grads(params, batch)
+  for i in range(size):
+    # The same example in the same place, in the company of its copies.
+    copies = jax.tree.map(lambda x, i=i: jnp.broadcast_to(x[i], x.shape), batch)
+    alone = per_example_grads(params, copies)
+    for x, y in zip(
+      jax.tree.leaves(together), jax.tree.leaves(alone), strict=True
+    ):
+      if _differ(x[i], y[i], tolerance):
+        return True
+  return False
+
+
+def _differ(x: jax.Array, y: jax.Array, tolerance: float) -> bool:
+  """Whether y is another array than x, or not finite in other places."""
+  a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
+  same = (a == b) | (np.isnan(a) & np.isnan(b))
+  size = np.max(np.abs(a), where=np.isfinite(a), initial=0.0)
+  with np.errstate(invalid='ignore'):
+    change = np.where(same, 0.0, np.abs(a - b))
+  # NaN fails the comparison: it came from the other examples.
+  return not np.all(change <= tolerance * size)

@@ -1,12 +1,14 @@
-"""What noise does to Z, and by how much Z has moved."""
+"""What noise and preconditioner do to Z, and by how much Z has moved."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from prism_optax import _linalg, lora
+from prism_optax import _linalg
+from prism_optax._modules import LayoutLike, ModuleTree
 
 
 class FactorNoiseEnergy(NamedTuple):
@@ -26,22 +28,22 @@ class FactorNoiseEnergy(NamedTuple):
 
 
 def factor_noise_energy(
-  left: jax.Array, right: jax.Array, stddev: Any
+  left: jax.Array, right: jax.Array, stddev: float
 ) -> FactorNoiseEnergy:
-  """What i.i.d. noise on the factors does to Z: it depends on the gauge.
+  """Returns what i.i.d. noise on the factors does to Z, in this gauge.
 
-  First order ``s^2 (m ||right||^2 + n ||left||^2)``, second order ``s^4 m n r``
-  (PRISM, arXiv:2606.00944, Prop. 2.2, Eq. 8 and 9). Along the gauges
+  The first order is ``s^2 (m ||right||^2 + n ||left||^2)``, the second ``s^4 m
+  n r`` (PRISM, arXiv:2606.00944, Prop. 2.2, Eq. 8 and 9). Along the gauges
   ``(c left, right / c)`` the first-order part is smallest at
   ``c^4 = m ||right||^2 / (n ||left||^2)`` and has no upper bound (Cor. 2.3).
 
   Args:
-    left: (..., m, r).
-    right: (..., n, r).
-    stddev: s, per entry of either factor.
+    left: Output side, shape (..., m, r).
+    right: Input side, shape (..., n, r).
+    stddev: s, the noise on each entry of either factor.
 
   Returns:
-    Both parts, in total over the entries of Z: the first of shape (...).
+    Both parts, in total over the entries of Z; the first has the shape (...).
 
   Example:
     >>> import jax.numpy as jnp
@@ -58,8 +60,8 @@ def factor_noise_energy(
   return FactorNoiseEnergy(first, stddev**4 * m * n * rank)
 
 
-def tangent_noise_energy(m: int, n: int, rank: int, stddev: Any) -> Any:
-  """Expected square of isotropic tangent noise, in any gauge the same.
+def tangent_noise_energy(m: int, n: int, rank: int, stddev: float) -> float:
+  """Returns the expected square of isotropic tangent noise, in every gauge.
 
   ``s^2 E ||P(Xi)||_F^2 = s^2 r (m + n - r)`` (PRISM, arXiv:2606.00944,
   Theorem 3.1, Eq. 21), the square being chi-square distributed (Lemma A.23).
@@ -68,10 +70,10 @@ def tangent_noise_energy(m: int, n: int, rank: int, stddev: Any) -> Any:
     m: Output dimension.
     n: Input dimension.
     rank: r, of one module.
-    stddev: s, per coordinate.
+    stddev: s, per orthonormal coordinate.
 
   Returns:
-    In total over the entries of one module's Z.
+    The square in total over the entries of one module's Z.
 
   Example:
     >>> from prism_optax import diagnostics
@@ -81,11 +83,16 @@ def tangent_noise_energy(m: int, n: int, rank: int, stddev: Any) -> Any:
   return stddev**2 * rank * (m + n - rank)
 
 
-def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
-  """The norm of the change of Z for each module.
+def change_norms(
+  params: optax.Params,
+  new_params: optax.Params,
+  *,
+  layout: LayoutLike = None,
+) -> dict[str, float | np.ndarray]:
+  """Returns the norm of the change of Z for each module.
 
   ``||Z' - Z||_F``, without any m x n matrix, from ``L' R'^T - L R^T = [L' - L,
-  L] [R', R' - R]^T`` (ours): nothing large cancels.
+  L] [R', R' - R]^T`` (ours): no large terms cancel.
 
   Args:
     params: Tree of trainable arrays.
@@ -93,7 +100,7 @@ def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    A dict from module names to norms: floats, or arrays ``(*stack,)``.
+    Norms by module name: floats, or arrays ``(*stack,)``.
 
   Raises:
     ValueError: If pairs cannot be found, or the trees do not fit each other.
@@ -106,27 +113,105 @@ def change_norms(params: Any, new_params: Any, *, layout: Any = None) -> Any:
     >>> diagnostics.change_norms(old, new)
     {'lora_a': 5.0}
   """
-  adapters = lora.Adapters(params, layout)
+  tree = ModuleTree(params, layout)
   norms = [
     _change_norm(*old, *new)
     for old, new in zip(
-      adapters.factors(params).pairs,
-      adapters.factors(new_params).pairs,
+      tree.factors(params).pairs,
+      tree.factors(new_params).pairs,
       strict=True,
     )
   ]
   return {
     name: float(x) if np.ndim(x) == 0 else np.asarray(x)
-    for name, x in adapters.by_module(norms).items()
+    for name, x in tree.by_module(norms).items()
   }
 
 
 @_linalg.flat_batch
-def _change_norm(old_left, old_right, new_left, new_right):
+def _change_norm(
+  old_left: jax.Array,
+  old_right: jax.Array,
+  new_left: jax.Array,
+  new_right: jax.Array,
+) -> jax.Array:
   """``||L' R'^T - L R^T||_F`` of (b, ., r) factors, shape (b,)."""
-  # L' R'^T - L R^T = [L' - L, L] [R', R' - R]^T: no large terms cancel, unless
-  # the gauge turns. There Grams would lose half of the digits.
+  # Where the gauge turns large terms do cancel: QR keeps the digits of which
+  # Gram matrices would lose half.
   left = jnp.concatenate([new_left - old_left, old_left], -1)
   right = jnp.concatenate([new_right, new_right - old_right], -1)
   cores = [_linalg.qr(x)[1] for x in (left, right)]
-  return jnp.linalg.norm(_linalg.matmul(cores[0], cores[1].mT), axis=(-2, -1))
+  norm: jax.Array = jnp.linalg.norm(
+    _linalg.matmul(cores[0], cores[1].mT), axis=(-2, -1)
+  )
+  return norm
+
+
+class Spectra(NamedTuple):
+  """Eigenvalues of one stack of modules, ascending, (k, r) each.
+
+  Attributes:
+    nu: Eigenvalues of the second moments, bias-corrected, before floor and cap.
+    noise: Eigenvalues of the noise covariance that the moments have seen:
+      ``s^2`` where observed.
+    gain: ``1 / sqrt(max(nu, floor))``: by how much the preconditioner can
+      amplify a perturbation (PRISM, issue III, Eq. 27).
+  """
+
+  nu: jax.Array
+  noise: jax.Array
+  gain: jax.Array
+
+
+def preconditioner_spectra(
+  state: optax.OptState, *, b2: float = 0.999, floor_factor: float = 1.0
+) -> tuple[tuple[Spectra, Spectra], ...]:
+  """Returns the spectra of a rank preconditioner for each stack: left, right.
+
+  They show PRISM's issue III (arXiv:2606.00944, Eq. 10, 26 and 27). Only the
+  state of an optimizer is read: post-processing of what is private already.
+
+  Args:
+    state: ``RankPreconditionerState`` in orthonormal coordinates, after at
+      least one update.
+    b2: Decay rate of the second moments, as given to the preconditioner.
+    floor_factor: Factor of the floor, as given to the preconditioner.
+
+  Returns:
+    For each stack of same-shape modules the spectra of V_L and of V_R.
+
+  Raises:
+    ValueError: If the state holds no moments in orthonormal coordinates.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import scale_by_rank_preconditioner
+    >>> from prism_optax import diagnostics
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> tx = scale_by_rank_preconditioner(noise_stddev=0.5)
+    >>> grads = jax.tree.map(jnp.zeros_like, params)
+    >>> _, state = tx.update(grads, tx.init(params), params)
+    >>> left, right = diagnostics.preconditioner_spectra(state)[0]
+    >>> round(left.noise.item(), 3), round(left.gain.item(), 3)  # s^2, 1 / s
+    (0.25, 2.0)
+  """
+  pairs = getattr(state, 'pairs', None)
+  if not pairs or not all(hasattr(x, 'noise') for x in pairs):
+    raise ValueError(
+      'Expected the state of scale_by_rank_preconditioner with'
+      f' basis="orthonormal", got {type(state).__name__}.'
+    )
+  correction = -jnp.expm1(state.count * jnp.log(b2))
+
+  def spectra(nu: jax.Array, noise: jax.Array) -> Spectra:
+    nu, noise = (_linalg.eigh(x / correction)[0] for x in (nu, noise))
+    # Where a factor has lost rank, what is not observed is zero to rounding.
+    tiny = noise.shape[-1] * float(np.finfo(noise.dtype).eps) * noise[..., -1:]
+    observed = jnp.maximum(jnp.sum(noise > tiny, -1, keepdims=True), 1)
+    floor = floor_factor * jnp.sum(noise, -1, keepdims=True) / observed
+    return Spectra(nu, noise, 1 / jnp.sqrt(jnp.maximum(nu, floor)))
+
+  return tuple(
+    (spectra(x.nu[0], x.noise[0]), spectra(x.nu[1], x.noise[1])) for x in pairs
+  )

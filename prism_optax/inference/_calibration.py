@@ -31,8 +31,9 @@ def gaussian_stddev(
   ==============================  =============================================
 
   Args:
-    epsilon: Positive, of one release; T released vectors are T releases.
-    delta: In (0, 1).
+    epsilon: Target for one release, positive; T released vectors are T
+      releases.
+    delta: Target for one release, in (0, 1).
     sensitivity: Largest Euclidean distance between what two neighbouring
       inputs would release without noise: :func:`hidden_state_sensitivity`. Not
       the clip norm, unless the neighbour of a query is no query.
@@ -62,9 +63,7 @@ def gaussian_stddev(
     3.7306
   """
   _validate.positive('epsilon', epsilon)
-  _validate.probability('delta', delta)
-  if not 0 < delta < 1:
-    raise ValueError(f'Expected 0 < delta < 1, got {delta=}.')
+  delta = _validate.known_open_probability('delta', delta)
   _validate.non_negative('sensitivity', sensitivity)
   _validate.one_of('method', method, METHODS)
   mu = accounting.gaussian_mu(epsilon, delta)
@@ -98,7 +97,8 @@ def hidden_state_sensitivity(
     2 C under ``REPLACE_ONE``, C under the others.
 
   Raises:
-    ValueError: If the clip norm is not positive, or the relation is none.
+    ValueError: If the clip norm is not positive, or the relation is not a
+      ``NeighboringRelation``.
 
   Examples:
     >>> from prism_optax import accounting, inference
@@ -108,12 +108,7 @@ def hidden_state_sensitivity(
     2.0
   """
   _validate.positive('l2_clip_norm', l2_clip_norm)
-  if not isinstance(neighboring_relation, NeighboringRelation):
-    raise ValueError(
-      'Expected neighboring_relation to be a'
-      ' dp_accounting.NeighboringRelation, got'
-      f' neighboring_relation={neighboring_relation!r}.'
-    )
+  _validate.neighboring_relation(neighboring_relation)
   replace = neighboring_relation is NeighboringRelation.REPLACE_ONE
   return 2.0 * l2_clip_norm if replace else 1.0 * l2_clip_norm
 
@@ -140,11 +135,12 @@ def release_event(
   ============================  ===============================================
 
   Args:
-    stddev: Of the noise on each coordinate. 0.0 is an event that costs
-      everything.
-    l2_clip_norm: C, in the same unit.
-    neighboring_relation: As for :func:`hidden_state_sensitivity`. There is no
-      default: the cost is four times as much, or not, by this alone.
+    stddev: Standard deviation of the noise on each coordinate. 0.0 is an event
+      that no budget affords.
+    l2_clip_norm: C, in the same unit as ``stddev``.
+    neighboring_relation: Relation that the event is meant for, as for
+      :func:`hidden_state_sensitivity`. There is no default: this alone makes
+      a release cost as much as four.
     count: Number of vectors clipped and noised one by one. One block of T
       vectors that is clipped as a whole counts once. How many vectors are
       released is not hidden by the noise on them: a number of tokens that

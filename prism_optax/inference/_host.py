@@ -1,14 +1,27 @@
-"""The mechanism on the host, with noise that stands up to a close look."""
+"""The mechanism on the host, with noise that stands up to a close look.
+
+The discrete Gaussian is sampled exactly: all decisions are comparisons of
+integers with uniformly random integers. There is no rounding anywhere, and the
+law is the one that the proof is about. Its scale is a power of two, so that
+most of those integers are just random bits.
+"""
 
 import os
 
 import numpy as np
+import numpy.typing as npt
 
 from prism_optax import _validate
-from prism_optax.inference import _discrete_gaussian
+from prism_optax.inference import _mechanism
 from prism_optax.inference._calibration import NOISES
 
-_MARGIN = 1e-9  # Norms are computed in float64.
+Integers = npt.NDArray[np.int64]
+
+# Noise in units of the grid. The finer the grid, the less a state is rounded
+# (by less than stddev / 65536 a coordinate); squares of 40,000 stddevs still
+# fit into 64 bits.
+_SCALE_BITS = 16
+_SCALE = 1 << _SCALE_BITS
 # A state in units of the grid is an integer that a float64 holds exactly.
 _LARGEST_RATIO = 2.0**36
 
@@ -32,8 +45,17 @@ def privatize_on_host(
   proves nothing. With ``noise='discrete'`` the clipped state is rounded towards
   zero to a grid of stddev / 65536, which does not lengthen it, and the noise is
   a discrete Gaussian on that grid, sampled exactly: sums of integers have no
-  gaps. What remains open is time: how long sampling takes depends on the noise
-  (not on the state). Neighbours are what :func:`hidden_state_sensitivity` says.
+  gaps.
+
+  **Privacy.** With ``noise='discrete'`` each vector (block) satisfies ``rho =
+  (sensitivity / stddev)^2 / 2`` concentrated differential privacy, for the bits
+  that are released. The sensitivity follows from the neighbouring relation and
+  C (:func:`hidden_state_sensitivity`); C and ``stddev`` are in the unit of the
+  states, ``stddev`` per coordinate. T vectors are T releases
+  (:func:`release_event`). With ``noise='gaussian'`` the guarantee is that of
+  :func:`privatize_hidden_states`, with its floating-point caveat. Not covered:
+  how many vectors there are, the mask, and time: how long sampling takes
+  depends on the noise, not on the state.
 
   =============================  ==============================================
   coordinate with NaN or Inf     its vector (block) counts as zero
@@ -49,10 +71,10 @@ def privatize_on_host(
     hidden: States, shape ``(..., d)``, or ``(..., T, d)`` with blocks; anything
       that NumPy turns into float64.
     l2_clip_norm: C, positive, in the unit of the states.
-    stddev: Of the noise on each coordinate, in the unit of the states. 0.0 only
-      clips.
+    stddev: Standard deviation of the noise on each coordinate, in the unit of
+      the states. 0.0 only clips.
     mask: Booleans, shape ``hidden.shape[:-1]``, True for vectors that are
-      there; public.
+      there. The mask is public.
     block_ndim: Number of trailing axes that are clipped together, 1 or more.
     noise: 'discrete' as above; account for it by :func:`release_event` with
       ``noise='discrete'``. 'gaussian' draws float64 normals from the same
@@ -80,12 +102,17 @@ def privatize_on_host(
   """
   _validate.non_negative('stddev', stddev)
   _validate.one_of('noise', noise, NOISES)
-  states = clip_on_host(
-    hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
+  states = _mechanism.clip(
+    np.asarray(hidden, np.float64),
+    l2_clip_norm=l2_clip_norm,
+    mask=mask,
+    block_ndim=block_ndim,
+    xp=np,
   )
   stddev = float(stddev)
   if stddev == 0:
     return states
+  noised: np.ndarray
   if noise == 'discrete':
     if l2_clip_norm > _LARGEST_RATIO * stddev:
       raise ValueError(
@@ -93,9 +120,9 @@ def privatize_on_host(
         f" noise='discrete', got {stddev=}, {l2_clip_norm=}."
       )
     # A power of two times stddev: exact, as is what the accountant assumes.
-    grid = stddev / _discrete_gaussian.SCALE
+    grid = stddev / _SCALE
     on_grid = np.trunc(states / grid).astype(np.int64)
-    draws = _discrete_gaussian.discrete_gaussian(on_grid.size)
+    draws = _discrete_gaussian(on_grid.size)
     noised = (on_grid + draws.reshape(on_grid.shape)) * grid
   else:
     noised = states + stddev * _normal(states.size).reshape(states.shape)
@@ -104,43 +131,98 @@ def privatize_on_host(
   return noised
 
 
-def clip_on_host(
-  hidden: np.ndarray,
-  *,
-  l2_clip_norm: float,
-  mask: np.ndarray | None = None,
-  block_ndim: int = 1,
-) -> np.ndarray:
-  """Returns the states that the noise is added to, in float64."""
-  _validate.positive('l2_clip_norm', l2_clip_norm)
-  _validate.integer('block_ndim', block_ndim, 1)
-  states = np.array(hidden, np.float64)  # A copy: it is written to.
-  if states.ndim < block_ndim:
-    raise ValueError(
-      f'Expected hidden to have {block_ndim} axes or more, got {states.shape=}.'
-    )
-  if mask is not None:
-    if np.shape(mask) != states.shape[:-1]:
-      raise ValueError(
-        f'Expected mask to have the shape {states.shape[:-1]}, got'
-        f' {np.shape(mask)}.'
-      )
-    states[~np.asarray(mask, bool)] = 0
-  axes = tuple(range(-block_ndim, 0))
-  finite = np.all(np.isfinite(states), axis=axes, keepdims=True)
-  states = np.where(finite, states, 0.0)
-  largest = np.max(np.abs(states), axis=axes, keepdims=True, initial=0.0)
-  tiny = largest < np.finfo(np.float64).tiny
-  unit = np.where(tiny, 1.0, largest)
-  direction = np.where(tiny, 0.0, states / unit)
-  norm = np.sqrt(np.sum(np.square(direction), axis=axes, keepdims=True))
-  bound = float(l2_clip_norm) * (1 - _MARGIN)
-  return direction * np.minimum(unit, bound / np.maximum(norm, 1))
-
-
 def _normal(count: int) -> np.ndarray:
   """Standard normals by the method of Box and Muller."""
   words = np.frombuffer(os.urandom(16 * count), np.uint64).reshape(2, count)
   # 53 bits, shifted by a half: in (0, 1), never zero.
   uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-  return np.sqrt(-2 * np.log(uniform[0])) * np.cos(2 * np.pi * uniform[1])
+  radius = np.sqrt(-2 * np.log(uniform[0]))
+  normal: np.ndarray = radius * np.cos(2 * np.pi * uniform[1])
+  return normal
+
+
+def _discrete_gaussian(count: int) -> Integers:
+  """Returns integers with ``P(z)`` proportional to ``exp(-z^2 / 2 SCALE^2)``.
+
+  Args:
+    count: Number of integers.
+
+  Returns:
+    Independent int64, shape ``(count,)``.
+
+  References:
+    Canonne, Kamath and Steinke, The Discrete Gaussian for Differential
+    Privacy, arXiv:2004.00010, Algorithms 1 to 3 with t = sigma = SCALE.
+  """
+  found = np.empty(0, np.int64)
+  while len(found) < count:
+    # Three in four are kept; a few more than needed save another round.
+    y = _discrete_laplace((count - len(found)) * 3 // 2 + 8)
+    # exp(-(|y| - SCALE)^2 / (2 SCALE^2)): the exponent in units of 2^-k.
+    bits = 2 * _SCALE_BITS + 1
+    exponent = (np.abs(y) - _SCALE) ** 2
+    keep = _bernoulli_exp(exponent & ((1 << bits) - 1), bits)
+    whole = exponent >> bits
+    keep &= _successes(whole) == whole
+    found = np.concatenate([found, y[keep]])
+  return found[:count]
+
+
+def _discrete_laplace(count: int) -> Integers:
+  """About ``count / 1.6`` integers, ``P(y) ~ exp(-|y| / SCALE)``."""
+  low = _random_bits(count, _SCALE_BITS)
+  low = low[_bernoulli_exp(low, _SCALE_BITS)]
+  high = _successes(np.full(len(low), np.iinfo(np.int64).max))
+  magnitude: Integers = low + _SCALE * high
+  negative = _random_bits(len(low), 1) == 1
+  # Zero has one sign only, or it would come up twice as often.
+  keep: npt.NDArray[np.bool_] = ~(negative & (magnitude == 0))
+  magnitude[negative] *= -1
+  return magnitude[keep]
+
+
+def _successes(at_most: Integers) -> Integers:
+  """How often an event of probability 1/e happens before it fails."""
+  found = np.zeros(len(at_most), np.int64)
+  active = np.flatnonzero(at_most > 0)
+  while len(active):
+    happened = _bernoulli_exp(np.ones(len(active), np.int64), 0)
+    active = active[happened]
+    found[active] += 1
+    active = active[found[active] < at_most[active]]
+  return found
+
+
+def _bernoulli_exp(numerator: Integers, bits: int) -> npt.NDArray[np.bool_]:
+  """True with probability ``exp(-numerator / 2^bits)``, of at most 1."""
+  result = np.zeros(len(numerator), bool)
+  active = np.arange(len(numerator))
+  k = 1
+  while len(active):
+    # An event of probability numerator / 2^bits / k, as two independent ones.
+    happened = _random_bits(len(active), bits) < numerator[active]
+    happened &= _random_below(len(active), k) == 0
+    # The alternating series of exp(-x): stopping at an odd k counts.
+    result[active[~happened]] = k % 2 == 1
+    active = active[happened]
+    k += 1
+  return result
+
+
+def _random_below(count: int, bound: int) -> Integers:
+  """Uniform integers below ``bound`` < 2^16, without the bias of a modulus."""
+  if bound == 1:
+    return np.zeros(count, np.int64)
+  usable = (1 << 32) // bound * bound
+  found = _random_bits(count, 32)
+  while np.any(reject := found >= usable):
+    found[reject] = _random_bits(int(reject.sum()), 32)
+  return found % bound
+
+
+def _random_bits(count: int, bits: int) -> Integers:
+  """Uniform integers of ``bits`` <= 62 bits, from the operating system."""
+  if bits == 0:
+    return np.zeros(count, np.int64)
+  words = np.frombuffer(os.urandom(8 * count), np.uint64)
+  return (words >> np.uint64(64 - bits)).astype(np.int64)

@@ -3,8 +3,8 @@
 Before the clip a state of norm 177 under noise of norm 190 looks like a ratio
 of 0.94. The mechanism clips it to norm 1 first: the ratio is 1/190.
 
-What is computed from states alone would tell something about them, and is
-named ``nonprivate_*``. All of it runs on the host in float64.
+What is computed from raw states is not private: it would tell something about
+them, and is named ``nonprivate_*``. All of it runs on the host in float64.
 """
 
 import math
@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from prism_optax import _validate
-from prism_optax.inference import _host
+from prism_optax.inference import _mechanism
 
 
 def signal_to_noise_bound(
@@ -21,11 +21,12 @@ def signal_to_noise_bound(
   """Returns the best ratio of norms that a release can have.
 
   ``C / (stddev sqrt(size))`` (ours): the norm of a clipped state over the root
-  mean square norm of its noise. It reads no state, so it may be told.
+  mean square norm of its noise. It reads no state, so it may be published.
 
   Args:
-    l2_clip_norm: C.
-    stddev: Of the noise on each coordinate, in the same unit.
+    l2_clip_norm: C, the largest norm after the clip.
+    stddev: Standard deviation of the noise on each coordinate, in the unit of
+      C.
     size: Number of coordinates of a vector, or of a whole block.
 
   Returns:
@@ -60,10 +61,10 @@ def nonprivate_signal_to_noise(
 
   Args:
     hidden: States, as for :func:`privatize_on_host`.
-    l2_clip_norm: C.
-    stddev: Of the noise on each coordinate, positive.
-    mask: As for :func:`privatize_on_host`.
-    block_ndim: As for :func:`privatize_on_host`.
+    l2_clip_norm: C, the largest norm after the clip.
+    stddev: Standard deviation of the noise on each coordinate, positive.
+    mask: True for vectors that are there, as for :func:`privatize_on_host`.
+    block_ndim: Number of trailing axes that are clipped together.
 
   Returns:
     Ratios in float64, one per vector or block: the shape of ``hidden`` without
@@ -84,8 +85,12 @@ def nonprivate_signal_to_noise(
     [0.5, 1.0]
   """
   _validate.positive('stddev', stddev)
-  clipped = _host.clip_on_host(
-    hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
+  clipped = _mechanism.clip(
+    np.asarray(hidden, np.float64),
+    l2_clip_norm=l2_clip_norm,
+    mask=mask,
+    block_ndim=block_ndim,
+    xp=np,
   )
   axes = tuple(range(-block_ndim, 0))
   there = np.ones(clipped.shape, bool)
@@ -94,7 +99,8 @@ def nonprivate_signal_to_noise(
   norms = np.sqrt(np.sum(np.square(clipped), axis=axes))
   # At least one: a masked vector is 0 / 1.
   sizes = np.maximum(np.sum(there, axis=axes), 1)
-  return norms / (stddev * np.sqrt(sizes))
+  ratios: np.ndarray = norms / (stddev * np.sqrt(sizes))
+  return ratios
 
 
 def rank_attenuation(left: np.ndarray, right: np.ndarray) -> float:
@@ -125,6 +131,7 @@ def rank_attenuation(left: np.ndarray, right: np.ndarray) -> float:
     >>> round(1 / inference.rank_attenuation(eye, eye), 1)
     6.9
   """
+  _mechanism.check_factors(left, right)
   values = _singular_values(left, right)
   if not np.any(values):
     return 0.0
@@ -149,8 +156,8 @@ def nonprivate_delta_signal_to_noise(
     hidden: States, shape ``(..., n)``, released vector by vector.
     left: Output side, shape ``(m, r)``.
     right: Input side, shape ``(n, r)``.
-    l2_clip_norm: C.
-    stddev: Of the noise on each coordinate, positive.
+    l2_clip_norm: C, the largest norm after the clip.
+    stddev: Standard deviation of the noise on each coordinate, positive.
 
   Returns:
     Ratios in float64, shape ``hidden.shape[:-1]``; the LoRA scale cancels. 0.0
@@ -169,26 +176,19 @@ def nonprivate_delta_signal_to_noise(
     [2.0, 0.0]
   """
   _validate.positive('stddev', stddev)
-  values = _singular_values(left, right)
-  clipped = _host.clip_on_host(hidden, l2_clip_norm=l2_clip_norm)
-  if clipped.shape[-1] != np.shape(right)[0]:
-    raise ValueError(
-      'Expected hidden (..., n) and right (n, r), got'
-      f' {clipped.shape} and {np.shape(right)}.'
-    )
+  _mechanism.check_factors(left, right, hidden)
   left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
-  delta = (clipped @ right) @ left.T
-  noise = stddev * float(np.linalg.norm(values))
-  return np.linalg.norm(delta, axis=-1) / (noise or 1.0)
+  clipped = _mechanism.clip(
+    np.asarray(hidden, np.float64), l2_clip_norm=l2_clip_norm, xp=np
+  )
+  signal = np.linalg.norm((clipped @ right) @ left.T, axis=-1)
+  noise = stddev * float(np.linalg.norm(_singular_values(left, right)))
+  ratios: np.ndarray = signal / (noise or 1.0)
+  return ratios
 
 
 def _singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
   """Singular values of left @ right.T, without forming it."""
   left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
-  if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[1]:
-    raise ValueError(
-      f'Expected left (m, r) and right (n, r), got {left.shape} and'
-      f' {right.shape}.'
-    )
   core = np.linalg.qr(left)[1] @ np.linalg.qr(right)[1].T
   return np.linalg.svd(core, compute_uv=False)

@@ -1,15 +1,21 @@
 """Clip and noise on the device, and the LoRA delta of what comes out."""
 
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from prism_optax import _randomness, _validate
 
-# Rounding of the norm and of the product must not carry a clipped vector over
-# the bound: sums of 400,000 squares in float32 were off by up to 1e-6.
+# Vectors are clipped to C (1 - 1e-5): rounding of the norm and of the product
+# must not carry them over C. Sums of 400,000 squares in float32 were off by up
+# to 1e-6. Float64 would need less; one rule for all is worth more.
 _MARGIN = 1e-5
+
+Array = TypeVar('Array', jax.Array, np.ndarray)
 
 
 def privatize_hidden_states(
@@ -29,13 +35,18 @@ def privatize_hidden_states(
   tokens, which cost together what a single vector costs and share its signal.
   Arithmetic is in float32 (float64 for float64 states), whatever the type.
 
-  ``h min(1, C / ||h||) + N(0, stddev^2 I)``, the Gaussian mechanism (exact
-  privacy: Balle and Wang 2018, arXiv:1805.06530). How far apart two neighbours
-  are depends on the relation, 2 C where one state stands in the place of
-  another: :func:`hidden_state_sensitivity`, :func:`release_event`.
-
-  The noise is drawn for every call: with the same key it would be the same, and
-  subtract out.
+  **Privacy.** Each vector (block) is released by the Gaussian mechanism,
+  ``h min(1, C / ||h||) + N(0, stddev^2 I)``, whose exact privacy is known
+  (Balle and Wang 2018, arXiv:1805.06530). C and ``stddev`` are in the unit of
+  the states, ``stddev`` per coordinate. How far apart two neighbours are
+  depends on the relation: 2 C where one state replaces another, C where a state
+  replaces the zero vector (:func:`hidden_state_sensitivity`). T vectors are T
+  releases (:func:`release_event`). Not covered are the number of vectors, the
+  mask, a second use of the key (the same noise subtracts out), and the last
+  bits of floating-point sums, whose gaps tell something about the summands. The
+  generator of JAX is not a cryptographic one. Where an adversary may look at
+  the last bits, or the key's 64 bits of entropy are too few, use
+  :func:`privatize_on_host`.
 
   =============================  ==============================================
   coordinate with NaN or Inf     its vector (block) counts as zero
@@ -46,18 +57,14 @@ def privatize_hidden_states(
   bfloat16 states                computed in float32, rounded behind the noise
   =============================  ==============================================
 
-  The generator of JAX is not a cryptographic one, and sums of floating-point
-  numbers have gaps that tell something about the summands. Where an adversary
-  may look at the last bits, or the key's 64 bits of entropy are too few, use
-  :func:`privatize_on_host`.
-
   Args:
     hidden: States, shape ``(..., d)``, or ``(..., T, d)`` with blocks; any
       floating type.
     prng_key: A key of ``jax.random``, secret and used once.
     l2_clip_norm: C, positive, in the unit of the states; may be traced.
-    stddev: Of the noise on each coordinate, in the unit of the states (not of
-      C): :func:`gaussian_stddev`. May be traced; 0.0 only clips.
+    stddev: Standard deviation of the noise on each coordinate, in the unit of
+      the states (not of C): :func:`gaussian_stddev`. May be traced; 0.0 only
+      clips.
     mask: Booleans, shape ``hidden.shape[:-1]``, True for vectors that are
       there. Others count for nothing and come out as zeros without noise: the
       mask is public.
@@ -68,9 +75,9 @@ def privatize_hidden_states(
     after the noise.
 
   Raises:
-    ValueError: If ``hidden`` is no floating array or has fewer axes than a
-      block, the mask has another shape, the key is none, or a number that is
-      known while tracing is out of its range.
+    ValueError: If ``hidden`` is not a floating array or has fewer axes than a
+      block, the mask has another shape, ``prng_key`` is not a key, or a number
+      that is known while tracing is out of its range.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -82,59 +89,73 @@ def privatize_hidden_states(
     (2, 5, 16)
   """
   _check_key(prng_key)
-  dtype = jnp.promote_types(jnp.asarray(hidden).dtype, jnp.float32)
-  clipped = clip(
-    hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
-  )
-  _validate.non_negative('stddev', stddev)
-  noised = _randomness.add_normal(prng_key, clipped.astype(dtype), stddev)
-  if mask is not None:
-    noised = jnp.where(jnp.asarray(mask, bool)[..., None], noised, 0)
-  return noised.astype(jnp.asarray(hidden).dtype)
-
-
-def clip(
-  hidden: jax.Array,
-  *,
-  l2_clip_norm: float | jax.Array,
-  mask: jax.Array | None = None,
-  block_ndim: int = 1,
-) -> jax.Array:
-  """Returns the states that the noise is added to, in float32 or wider."""
   hidden = jnp.asarray(hidden)
   if not jnp.issubdtype(hidden.dtype, jnp.floating):
     raise ValueError(
       f'Expected hidden to be a floating array, got {hidden.dtype=}.'
     )
+  clipped = clip(
+    hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
+  )
+  _validate.non_negative('stddev', stddev)
+  noised: jax.Array = _randomness.add_normal(prng_key, clipped, stddev)
+  if mask is not None:
+    noised = jnp.where(jnp.asarray(mask, bool)[..., None], noised, 0)
+  return noised.astype(hidden.dtype)
+
+
+def clip(
+  states: Array,
+  *,
+  l2_clip_norm: float | Array,
+  mask: npt.ArrayLike | None = None,
+  block_ndim: int = 1,
+  xp: ModuleType = jnp,
+) -> Array:
+  """Returns the states that the noise is added to.
+
+  The only clip of hidden states: on the device, on the host and in measures.
+
+  Args:
+    states: Floating array, of any size.
+    l2_clip_norm: C, the bound that no result exceeds.
+    mask: True for vectors that are there, shape ``states.shape[:-1]``.
+    block_ndim: Number of trailing axes that are clipped together.
+    xp: ``jax.numpy`` or ``numpy``: the module that ``states`` belong to.
+
+  Returns:
+    Finite states of the same shape, in float32 or wider.
+  """
   _validate.integer('block_ndim', block_ndim, 1)
-  if hidden.ndim < block_ndim:
+  if states.ndim < block_ndim:
     raise ValueError(
-      f'Expected hidden to have {block_ndim} axes or more, got {hidden.shape=}.'
+      f'Expected hidden to have {block_ndim} axes or more, got {states.shape=}.'
     )
   _validate.positive('l2_clip_norm', l2_clip_norm)
-  dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-  states = hidden.astype(dtype)
   if mask is not None:
-    if jnp.shape(mask) != hidden.shape[:-1]:
+    if xp.shape(mask) != states.shape[:-1]:
       raise ValueError(
-        f'Expected mask to have the shape {hidden.shape[:-1]}, got'
-        f' {jnp.shape(mask)}.'
+        f'Expected mask to have the shape {states.shape[:-1]}, got'
+        f' {xp.shape(mask)}.'
       )
     # Before anything else: what is not there must not make others infinite.
-    states = jnp.where(jnp.asarray(mask, bool)[..., None], states, 0)
+    states = xp.where(xp.asarray(mask, bool)[..., None], states, 0)
+  # The margin is for float32: sums in a narrower type are off by more.
+  states = states.astype(xp.promote_types(states.dtype, xp.float32))
   axes = tuple(range(-block_ndim, 0))
-  finite = jnp.all(jnp.isfinite(states), axis=axes, keepdims=True)
-  states = jnp.where(finite, states, 0)
+  finite = xp.all(xp.isfinite(states), axis=axes, keepdims=True)
+  states = xp.where(finite, states, 0)
   # In units of the largest entry no square overflows. Both are scaled by a
   # power of two before: devices divide by multiplying with the reciprocal, and
   # take it for zero where it is below the smallest normal number.
-  largest = jnp.max(jnp.abs(states), axis=axes, keepdims=True)
-  tiny = largest < jnp.finfo(dtype).tiny * 2**10
-  unit = jnp.where(tiny, 1, largest)
-  direction = jnp.where(tiny, 0, states * 2**-8 / (unit * 2**-8))
-  norm = jnp.sqrt(jnp.sum(jnp.square(direction), axis=axes, keepdims=True))
-  bound = jnp.asarray(l2_clip_norm, dtype) * (1 - _MARGIN)
-  return direction * jnp.minimum(unit, bound / jnp.maximum(norm, 1))
+  largest = xp.max(xp.abs(states), axis=axes, keepdims=True, initial=0)
+  tiny = largest < xp.finfo(states.dtype).tiny * 2**10
+  unit = xp.where(tiny, 1, largest)
+  direction = xp.where(tiny, 0, states * 2**-8 / (unit * 2**-8))
+  norm = xp.sqrt(xp.sum(xp.square(direction), axis=axes, keepdims=True))
+  bound = xp.asarray(l2_clip_norm, states.dtype) * (1 - _MARGIN)
+  clipped: Array = direction * xp.minimum(unit, bound / xp.maximum(norm, 1))
+  return clipped
 
 
 def lora_delta(
@@ -146,9 +167,9 @@ def lora_delta(
 ) -> jax.Array:
   """Returns what a LoRA module adds to a layer's output.
 
-  Of privatised states it is post-processing and costs nothing more; where the
-  layer itself is computed by a trusted party, the output is ``layer(hidden) +
-  lora_delta(noised, ...)``.
+  Applied to privatised states this is post-processing and costs nothing more;
+  where a trusted party computes the layer itself, the output is
+  ``layer(hidden) + lora_delta(noised, ...)``.
 
   Args:
     hidden: States, shape ``(..., n)``.
@@ -170,35 +191,38 @@ def lora_delta(
     >>> inference.lora_delta(jnp.ones((4, 7)), left, right).shape
     (4, 5)
   """
-  if jnp.ndim(left) != 2 or jnp.ndim(right) != 2:
-    raise ValueError(
-      'Expected left (m, r) and right (n, r), got'
-      f' {jnp.shape(left)} and {jnp.shape(right)}.'
-    )
-  if jnp.shape(left)[1] != jnp.shape(right)[1]:
-    raise ValueError(
-      'Expected left (m, r) and right (n, r) of the same rank, got'
-      f' {jnp.shape(left)} and {jnp.shape(right)}.'
-    )
-  if jnp.shape(hidden)[-1:] != jnp.shape(right)[:1]:
-    raise ValueError(
-      'Expected hidden (..., n) and right (n, r), got'
-      f' {jnp.shape(hidden)} and {jnp.shape(right)}.'
-    )
+  check_factors(left, right, hidden)
   _validate.real('scale', scale)
   return scale * ((hidden @ right) @ jnp.asarray(left).mT)
 
 
-def _check_key(prng_key: Any) -> None:
+def check_factors(
+  left: jax.Array | np.ndarray,
+  right: jax.Array | np.ndarray,
+  hidden: jax.Array | np.ndarray | None = None,
+) -> None:
+  """Raises ``ValueError`` unless factors, and states if given, fit together."""
+  m_r, n_r = np.shape(left), np.shape(right)
+  if len(m_r) != 2 or len(n_r) != 2 or m_r[1] != n_r[1]:
+    raise ValueError(
+      f'Expected left (m, r) and right (n, r), got {m_r} and {n_r}.'
+    )
+  if hidden is not None and np.shape(hidden)[-1:] != n_r[:1]:
+    raise ValueError(
+      'Expected hidden (..., n) and right (n, r), got'
+      f' {np.shape(hidden)} and {n_r}.'
+    )
+
+
+def _check_key(prng_key: object) -> None:
   dtype = getattr(prng_key, 'dtype', None)
+  shape = getattr(prng_key, 'shape', None)
   typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
   # Flax still hands out keys of the old kind when it was given one.
-  if (typed and not prng_key.shape) or (
-    dtype == jnp.uint32 and len(prng_key.shape) == 1
-  ):
-    return
-  raise ValueError(
-    'Expected prng_key to be one key (jax.random.key), used for this call only,'
-    f' got {type(prng_key).__name__} of dtype {dtype} and shape'
-    f' {getattr(prng_key, "shape", None)}.'
-  )
+  old = dtype == jnp.uint32 and shape is not None and len(shape) == 1
+  if not ((typed and shape == ()) or old):
+    raise ValueError(
+      'Expected prng_key to be one key (jax.random.key), used for this call'
+      f' only, got {type(prng_key).__name__} of dtype {dtype} and shape'
+      f' {shape}.'
+    )

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from prism_optax import inference
-from prism_optax.inference import _discrete_gaussian
+from prism_optax.inference import _host
 
 C = 1.5
 floats = st.floats(allow_nan=True, allow_infinity=True)
@@ -30,9 +30,9 @@ def chi_square_pvalue(counts, probabilities):
 @pytest.mark.parametrize('bits', [0, 1, 3])
 def test_small_scales_follow_the_exact_probabilities(monkeypatch, bits):
   """With a scale of 1, 2 or 8 every integer has its own cell."""
-  monkeypatch.setattr(_discrete_gaussian, 'SCALE_BITS', bits)
-  monkeypatch.setattr(_discrete_gaussian, 'SCALE', 1 << bits)
-  draws = _discrete_gaussian.discrete_gaussian(200_000)
+  monkeypatch.setattr(_host, '_SCALE_BITS', bits)
+  monkeypatch.setattr(_host, '_SCALE', 1 << bits)
+  draws = _host._discrete_gaussian(200_000)
   integers = np.arange(-12 << bits, (12 << bits) + 1)
   law = np.exp(-(integers.astype(float) ** 2) / 2 / 4.0**bits)
   counts = np.array([np.sum(draws == z) for z in integers])
@@ -44,10 +44,10 @@ def test_small_scales_follow_the_exact_probabilities(monkeypatch, bits):
 
 
 def test_the_real_scale_is_a_gaussian_in_units_of_it():
-  draws = _discrete_gaussian.discrete_gaussian(100_001)
+  draws = _host._discrete_gaussian(100_001)
   assert draws.shape == (100_001,)
   assert draws.dtype == np.int64
-  scaled = draws / _discrete_gaussian.SCALE
+  scaled = draws / _host._SCALE
   assert stats.kstest(scaled, 'norm').pvalue > 1e-6
   energy = np.sum(np.square(scaled))
   assert abs(energy - len(scaled)) < 6 * math.sqrt(2 * len(scaled))
@@ -63,18 +63,14 @@ def test_the_real_scale_is_a_gaussian_in_units_of_it():
 )
 def test_bernoulli_exp_has_its_probability(numerator, bits):
   trials = 100_000
-  hits = _discrete_gaussian._bernoulli_exp(
-    np.full(trials, numerator, np.int64), bits
-  ).sum()
+  hits = _host._bernoulli_exp(np.full(trials, numerator, np.int64), bits).sum()
   p = math.exp(-numerator / 2**bits)
   assert abs(hits - trials * p) <= 6 * math.sqrt(trials * p * (1 - p))
 
 
 def test_random_integers_are_uniform():
   for bound in (3, 7, 1000):
-    counts = np.bincount(
-      _discrete_gaussian._random_below(100_000, bound), minlength=bound
-    )
+    counts = np.bincount(_host._random_below(100_000, bound), minlength=bound)
     assert len(counts) == bound
     assert chi_square_pvalue(counts, np.full(bound, 1 / bound)) > 1e-6
 
@@ -82,10 +78,8 @@ def test_random_integers_are_uniform():
 def test_the_remainder_of_the_range_is_drawn_again(monkeypatch):
   """2^32 is no multiple of 1000: its last 296 numbers would favour 0 to 295."""
   drawn = iter([[4_294_966_999, 4_294_967_000, 4_294_967_295], [7, 1008]])
-  monkeypatch.setattr(
-    _discrete_gaussian, '_random_bits', lambda *_: np.array(next(drawn))
-  )
-  found = _discrete_gaussian._random_below(3, 1000)
+  monkeypatch.setattr(_host, '_random_bits', lambda *_: np.array(next(drawn)))
+  found = _host._random_below(3, 1000)
   np.testing.assert_array_equal(found, [999, 7, 8])
 
 
@@ -115,7 +109,7 @@ def test_discrete_noise_leaves_nothing_off_the_grid():
   """What is released is an integer: no low bits of the state are in it."""
   rng = np.random.default_rng(0)
   stddev = 0.3
-  grid = stddev / _discrete_gaussian.SCALE
+  grid = stddev / _host._SCALE
   noised = inference.privatize_on_host(
     rng.normal(size=(6, 5)), l2_clip_norm=C, stddev=stddev
   )
@@ -126,7 +120,7 @@ def test_discrete_noise_leaves_nothing_off_the_grid():
 def test_rounding_to_the_grid_never_lengthens(monkeypatch):
   """A coarse grid, no noise: towards zero, coordinate by coordinate."""
   monkeypatch.setattr(
-    _discrete_gaussian, 'discrete_gaussian', lambda n: np.zeros(n, np.int64)
+    _host, '_discrete_gaussian', lambda n: np.zeros(n, np.int64)
   )
   stddev = 2.0**14  # The grid is a quarter.
   hidden = np.random.default_rng(1).normal(size=(50, 3))

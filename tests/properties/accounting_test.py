@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 
+import dp_accounting
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -18,6 +19,8 @@ REPLACE = accounting.NeighboringRelation.REPLACE_ONE
 mus = st.floats(1e-3, 30.0)
 epsilons = st.floats(0.01, 50.0)
 deltas = st.floats(1e-12, 0.1)
+small_deltas = st.floats(1e-12, 1e-2)
+multipliers = st.floats(0.3, 50.0)
 
 
 def _delta_by_quadrature(mu, epsilon):
@@ -255,3 +258,56 @@ def test_statements_round_up_and_say_what_they_assume(
   assert f'delta = {delta:g},' in statement
   assert relation.name.lower().replace('_', '-') in statement
   assert ('Poisson sampling' in statement) == (q < 1 and steps > 0)
+
+
+@cases.settings
+@given(multipliers, st.integers(1, 50), small_deltas, st.floats(1.01, 3.0))
+def test_more_noise_fewer_steps_and_a_larger_delta_cost_less(
+  sigma, steps, delta, factor
+):
+  def spent(sigma, steps, delta):
+    # Full batches: RDP has a closed form, and no grid.
+    event = accounting.dpsgd_event(sigma, 1.0, steps)
+    return accounting.epsilon(event, delta, accountant='rdp')
+
+  found = spent(sigma, steps, delta)
+  assert spent(sigma * factor, steps, delta) <= found
+  assert spent(sigma, steps + 1, delta) >= found
+  assert spent(sigma, steps, min(1.0, delta * factor)) <= found
+  # Never below the exact value of the Gaussian mechanism.
+  exact = accounting.gaussian_epsilon(math.sqrt(steps) / sigma, delta)
+  assert found >= exact * (1 - 1e-9)
+
+
+@cases.settings
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
+def test_joint_multiplier_is_below_every_part(groups):
+  joint = accounting.joint_noise_multiplier(groups)
+  assert joint <= min(groups) * (1 + 1e-12)
+  assert joint >= min(groups) / math.sqrt(len(groups)) * (1 - 1e-12)
+  assert math.isclose(
+    joint, accounting.joint_noise_multiplier(groups[::-1]), rel_tol=1e-12
+  )
+
+
+@cases.settings
+@given(
+  st.floats(0.1, 5.0),
+  small_deltas,
+  st.lists(st.tuples(st.sampled_from('ab'), st.floats(0.5, 40.0)), max_size=12),
+)
+def test_no_sequence_of_releases_passes_a_cap(cap, delta, releases):
+  budget = accounting.PrivacyBudget(cap, delta)
+  squares = {'a': 0.0, 'b': 0.0}
+  for session, sigma in releases:
+    before = budget.spent(session)
+    try:
+      spent = budget.spend(dp_accounting.GaussianDpEvent(sigma), session)
+    except accounting.BudgetExceeded:
+      assert budget.spent(session) == before
+      continue
+    squares[session] += sigma**-2
+    assert before <= spent <= cap
+    # All of a session's Gaussian releases are one of their joint multiplier.
+    exact = accounting.gaussian_epsilon(squares[session] ** 0.5, delta)
+    assert spent == pytest.approx(exact, rel=1e-6, abs=1e-9)

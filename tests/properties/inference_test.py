@@ -19,9 +19,11 @@ REPLACE = accounting.NeighboringRelation.REPLACE_ONE
 SHAPES = st.sampled_from([(5, 4, 2), (3, 3, 3), (6, 2, 1)])
 norms = st.floats(1e-3, 1e3)
 stddevs = st.floats(1e-3, 1e3)
+CLIPPED = 1 - 1e-5  # Long vectors are clipped to this part of the bound.
 states = hnp.arrays(
   np.float64, (3, 4), elements=st.floats(allow_nan=True, allow_infinity=True)
 )
+deltas = st.floats(1e-12, 1e-2)
 masks = hnp.arrays(bool, (3,))
 
 
@@ -77,7 +79,7 @@ def test_ratios_stay_below_the_bound_whatever_the_states(
   for ratio, vector in zip(found[there], hidden[there], strict=True):
     size = math.hypot(*vector)
     assert math.isclose(
-      ratio, bound * min(1.0, size / norm), rel_tol=1e-8, abs_tol=1e-150
+      ratio, bound * min(CLIPPED, size / norm), rel_tol=1e-8, abs_tol=1e-150
     )
   # The same in other units.
   again = inference.nonprivate_signal_to_noise(
@@ -121,7 +123,7 @@ def test_ratios_of_a_module_are_those_of_its_product(
     return
   # Dense: what the module makes of the clipped state and of white noise.
   lengths = np.linalg.norm(hidden, axis=-1, keepdims=True)
-  clipped = hidden * np.minimum(1, norm / lengths)
+  clipped = hidden * np.minimum(1, CLIPPED * norm / lengths)
   expected = np.linalg.norm(clipped @ z.T, axis=-1) / (
     stddev * np.linalg.norm(z)
   )
@@ -214,3 +216,58 @@ def test_exact_noise_stays_on_its_grid(hidden, norm, ratio, mask, noise):
     # Multiples of stddev / 65536, without any other bit of the state.
     grid = stddev / 65536
     np.testing.assert_array_equal(np.round(released / grid) * grid, released)
+
+
+@cases.settings
+@given(st.floats(0.05, 8.0), deltas, st.floats(1e-3, 1e3))
+def test_exact_calibration_meets_its_target_and_scales(epsilon, delta, size):
+  stddev = inference.gaussian_stddev(epsilon, delta, size)
+  reached = accounting.gaussian_epsilon(size / stddev, delta)
+  assert reached <= epsilon * (1 + 1e-6)
+  assert reached >= epsilon * (1 - 1e-3)
+  unit = inference.gaussian_stddev(epsilon, delta, 1.0)
+  assert math.isclose(stddev, unit * size, rel_tol=1e-6)
+
+
+_HIDDEN = (3, 4)  # One shape: compiled once.
+
+
+@jax.jit
+def _clipped(hidden, norm, mask):
+  return inference.privatize_hidden_states(
+    hidden, jax.random.key(0), l2_clip_norm=norm, stddev=0.0, mask=mask
+  )
+
+
+@cases.settings
+@given(
+  hnp.arrays(
+    np.float32,
+    _HIDDEN,
+    elements=st.floats(width=32, allow_nan=True, allow_infinity=True),
+  ),
+  st.floats(1e-3, 1e3),
+  hnp.arrays(bool, _HIDDEN[:1]),
+)
+def test_hidden_states_are_clipped_whatever_they_are(hidden, norm, mask):
+  for state in (
+    _clipped(hidden, jnp.float32(norm), mask),
+    inference.privatize_on_host(
+      hidden, l2_clip_norm=float(np.float32(norm)), stddev=0.0, mask=mask
+    ),
+  ):
+    assert state.shape == hidden.shape
+    assert np.isfinite(state).all()
+    lengths = np.linalg.norm(np.float64(state), axis=-1)
+    assert (lengths <= np.float32(norm)).all()
+    assert not np.asarray(state)[~mask].any()
+
+
+@cases.settings
+@given(RELATIONS, st.floats(1e-3, 1e3))
+def test_sensitivity_follows_from_the_relation(relation, norm):
+  found = inference.hidden_state_sensitivity(norm, relation)
+  assert found in (norm, 2 * norm)
+  assert (found == 2 * norm) == (
+    relation is accounting.NeighboringRelation.REPLACE_ONE
+  )

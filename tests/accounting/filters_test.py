@@ -1,0 +1,239 @@
+"""Privacy filters: what each composition charges, and what it refuses."""
+
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import dp_event, rdp
+
+from prism_optax import accounting
+from prism_optax.accounting import _gaussian
+
+Gaussian = dp_accounting.GaussianDpEvent
+Laplace = dp_accounting.LaplaceDpEvent
+Relation = accounting.NeighboringRelation
+DELTA = 1e-5
+CLASSIC = Gaussian(4.8448)  # The classic formula at epsilon 1, delta 1e-5.
+
+
+def poisson(sigma, q):
+  return dp_accounting.PoissonSampledDpEvent(q, Gaussian(sigma))
+
+
+@pytest.mark.parametrize(
+  ('sensitivity', 'expected'),
+  [(1, (0.75, 2.69, 10.4)), (2, (1.61, 5.98, 25.4))],
+)
+def test_gaussian_releases_are_charged_exactly(sensitivity, expected):
+  event = Gaussian(4.8448 / sensitivity)
+  budget = accounting.PrivacyBudget(30.0, DELTA)
+  found = [
+    budget.spend(event, 'a', count=count)
+    for count in (1, 9, 90)  # One, ten, a hundred in all.
+  ]
+  assert [round(found[0], 2), round(found[1], 2), round(found[2], 1)] == list(
+    expected
+  )
+  mu = sensitivity / 4.8448
+  assert found[2] == pytest.approx(
+    accounting.gaussian_epsilon(10 * mu, DELTA), rel=1e-9
+  )
+
+
+def test_tokens_are_releases():
+  """256 tokens are charged 256 times, where a request costs epsilon 0.75."""
+  budget = accounting.PrivacyBudget(50.0, DELTA)
+  assert round(budget.spend(CLASSIC, 'a', count=256), 1) == 18.9
+  doubled = accounting.PrivacyBudget(
+    50.0, DELTA, neighboring_relation=Relation.REPLACE_ONE
+  )
+  assert round(doubled.spend(CLASSIC, 'a', count=256), 1) == 49.2
+
+
+def test_heterogeneous_gaussians_add_their_inverse_variances():
+  budget = accounting.PrivacyBudget(20.0, DELTA)
+  budget.spend(Gaussian(3.0), 'a')
+  nested = dp_accounting.ComposedDpEvent(
+    [dp_accounting.SelfComposedDpEvent(Gaussian(7.0), 4), Gaussian(5.0)]
+  )
+  spent = budget.spend(nested, 'a', count=2)
+  mu = math.sqrt(1 / 9 + 2 * (4 / 49 + 1 / 25))
+  assert spent == pytest.approx(accounting.gaussian_epsilon(mu, DELTA))
+
+
+def test_a_budget_for_one_release_takes_one_and_no_more():
+  """Calibration and budget meet exactly: rounding refuses nothing."""
+  for epsilon in (0.3, 1.0, 2.7, 10.0):
+    for count in (1, 7, 100):
+      sigma = math.sqrt(count) / accounting.gaussian_mu(epsilon, DELTA)
+      budget = accounting.PrivacyBudget(epsilon, DELTA)
+      assert budget.how_many_more(Gaussian(sigma), 'a') == count
+      for _ in range(count):
+        spent = budget.spend(Gaussian(sigma), 'a')
+        assert spent <= epsilon
+      assert spent == pytest.approx(epsilon, rel=1e-9)
+      with pytest.raises(accounting.BudgetExceeded):
+        budget.spend(Gaussian(sigma), 'a')
+
+
+def test_pure_releases_are_covered_by_a_gaussian():
+  """Never less than their exact composition, nor much more than basic."""
+  budget = accounting.PrivacyBudget(50.0, DELTA, composition='gaussian')
+  for count in (1, 10, 100):
+    session = str(count)
+    spent = budget.spend(Laplace(10.0), session, count=count)
+    event = dp_accounting.SelfComposedDpEvent(Laplace(10.0), count)
+    exact = accounting.epsilon(event, DELTA)
+    assert exact <= spent <= 6 * exact
+  # Many small ones are where composition pays.
+  assert budget.spent('100') < 0.6 * 100 / 10
+  # A budget that began with Gaussians takes them, too.
+  mixed = accounting.PrivacyBudget(50.0, DELTA)
+  mixed.spend(CLASSIC, 'a', count=10)
+  spent = mixed.spend(Laplace(10.0), 'a', count=10)
+  both = dp_accounting.ComposedDpEvent(
+    [
+      dp_accounting.SelfComposedDpEvent(CLASSIC, 10),
+      dp_accounting.SelfComposedDpEvent(Laplace(10.0), 10),
+    ]
+  )
+  exact = accounting.epsilon(both, DELTA)
+  assert exact <= spent <= 1.1 * exact
+
+
+@pytest.mark.parametrize('epsilon', [1e-3, 0.1, 1.0, 5.0])
+def test_covering_gaussian_has_the_total_variation_of_the_pure_release(epsilon):
+  """Where the two trade-off curves meet: tanh(epsilon / 2)."""
+  squared = _gaussian.squared_mu_of_pure(epsilon)
+  variation = accounting.gaussian_delta(math.sqrt(squared), 0.0)
+  assert variation == pytest.approx(math.tanh(epsilon / 2), rel=1e-9)
+  # Elsewhere it is the larger: at every order of the divergence of delta.
+  for other in (0.1 * epsilon, 0.5 * epsilon, 0.9 * epsilon):
+    pure = (math.exp(epsilon) - math.exp(other)) / (1 + math.exp(epsilon))
+    assert accounting.gaussian_delta(math.sqrt(squared), other) >= pure
+
+
+def test_renyi_orders_share_delta():
+  """Each of K orders is a filter for delta / K; the best may then be chosen."""
+  budget = accounting.PrivacyBudget(8.0, DELTA, composition='renyi')
+  event, count = poisson(1.0, 0.01), 500
+  spent = budget.spend(event, 'a', count=count)
+  orders = budget._filters['session']['renyi']._orders
+  assert len(orders) == 6
+  alone = []
+  for order in orders:
+    accountant = rdp.RdpAccountant([order]).compose(event, count)
+    alone.append(accountant.get_epsilon(DELTA / 6))
+  assert spent == pytest.approx(min(alone), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+  'event',
+  [
+    CLASSIC,
+    Laplace(3.0),
+    poisson(1.0, 0.01),
+    dp_event.ZCDpEvent(0.02),
+    dp_accounting.ComposedDpEvent([CLASSIC, poisson(0.8, 0.02)]),
+  ],
+)
+@pytest.mark.parametrize('count', [1, 30, 400])
+def test_renyi_filter_is_never_below_the_accountants(event, count):
+  """A filter pays for adaptivity: more than RDP of a fixed composition."""
+  budget = accounting.PrivacyBudget(200.0, DELTA, composition='renyi')
+  spent = budget.spend(event, 'a', count=count)
+  fixed = accounting.epsilon(
+    dp_accounting.SelfComposedDpEvent(event, count), DELTA, accountant='rdp'
+  )
+  assert spent >= fixed
+
+
+def test_renyi_filter_costs_little_where_the_budget_is_used_up():
+  """Orders are chosen for a full budget: there the price is some percent."""
+  for event in (Gaussian(20.0), poisson(2.0, 0.01), Laplace(20.0)):
+    for epsilon in (1.0, 8.0):
+      budget = accounting.PrivacyBudget(epsilon, DELTA, composition='renyi')
+      count = budget.how_many_more(event, 'a')
+      assert budget.spend(event, 'a', count=count) <= epsilon
+      fixed = accounting.epsilon(
+        dp_accounting.SelfComposedDpEvent(event, count), DELTA, accountant='rdp'
+      )
+      assert 0.8 * epsilon < fixed < epsilon
+
+
+def test_filter_takes_the_rule_of_the_first_release():
+  budget = accounting.PrivacyBudget(20.0, DELTA)
+  budget.spend(poisson(1.0, 0.01), 'mixed', count=100)
+  for event in (CLASSIC, Laplace(3.0), dp_event.ZCDpEvent(0.02)):
+    budget.spend(event, 'mixed')
+  budget.spend(CLASSIC, 'gaussian')
+  before = budget.export()
+  with pytest.raises(ValueError, match=r"composition='renyi'"):
+    budget.spend(poisson(1.0, 0.01), 'gaussian')
+  with pytest.raises(ValueError, match='Renyi analysis'):
+    budget.spend(dp_accounting.UnsupportedDpEvent(), 'mixed')
+  assert budget.export() == before
+
+
+def test_declared_releases_are_tight_in_any_order():
+  declared = {CLASSIC: 4, poisson(1.0, 0.01): 50}
+  whole = accounting.epsilon(
+    dp_accounting.ComposedDpEvent(
+      [dp_accounting.SelfComposedDpEvent(e, n) for e, n in declared.items()]
+    ),
+    DELTA,
+  )
+  with pytest.raises(ValueError, match='declared releases have epsilon'):
+    accounting.PrivacyBudget(
+      whole * 0.99, DELTA, composition='pld', declared=declared
+    )
+  budget = accounting.PrivacyBudget(
+    whole, DELTA, composition='pld', declared=declared
+  )
+  budget.spend(poisson(1.0, 0.01), 'a', count=20)
+  budget.spend(dp_accounting.SelfComposedDpEvent(CLASSIC, 3), 'a')
+  with pytest.raises(accounting.BudgetExceeded):
+    budget.spend(CLASSIC, 'a', count=2)
+  with pytest.raises(ValueError, match='declared releases only'):
+    budget.spend(Gaussian(5.0), 'a')
+  assert budget.how_many_more(poisson(1.0, 0.01), 'a') == 30
+  budget.spend(CLASSIC, 'a')
+  assert budget.spend(poisson(1.0, 0.01), 'a', count=30) == pytest.approx(whole)
+  assert budget.how_many_more(CLASSIC, 'a') == 0
+  # The price of not declaring.
+  filtered = accounting.PrivacyBudget(50.0, DELTA, composition='renyi')
+  filtered.spend(CLASSIC, 'a', count=4)
+  assert filtered.spend(poisson(1.0, 0.01), 'a', count=50) > whole
+
+
+def test_advanced_composition_is_the_theorem_with_its_delta_spent():
+  # Ten requests of epsilon 1: 32, not the 10 of a cap that adds them up.
+  theorem = accounting.advanced_composition([1.0] * 10, 1e-5)
+  assert theorem == pytest.approx(
+    math.sqrt(2 * 10 * math.log(1e5)) + 10 * math.expm1(1.0), rel=1e-14
+  )
+  budget = accounting.PrivacyBudget(
+    60.0, DELTA, composition='advanced', release_delta=1e-7
+  )
+  for _ in range(10):
+    spent = budget.spend(CLASSIC, 'a')
+  one = accounting.gaussian_epsilon(1 / 4.8448, 1e-7)
+  expected = accounting.advanced_composition([one] * 10, DELTA / 2)
+  assert spent == pytest.approx(expected, rel=1e-12)
+  # What the exact sum would charge.
+  assert spent > 5 * accounting.gaussian_epsilon(10**0.5 / 4.8448, DELTA)
+  # Fifty releases use up the half of delta that is theirs.
+  assert budget.how_many_more(Gaussian(1e6), 'a') == 40
+
+
+def test_no_noise_is_refused():
+  for composition in ('filter', 'renyi', 'gaussian'):
+    budget = accounting.PrivacyBudget(5.0, DELTA, composition=composition)
+    for event in (
+      Gaussian(0.0),
+      Laplace(0.0),
+      dp_accounting.NonPrivateDpEvent(),
+    ):
+      with pytest.raises(accounting.BudgetExceeded):
+        budget.spend(event, 'a')
+    assert budget.export()['ledger'] == []
