@@ -1,13 +1,17 @@
 """DP-Muon: private momentum, orthogonalized matrix by matrix."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from prism_optax import _matrix_axes, _per_example, _randomness, _validate
 from prism_optax._linalg import at_least_float32
+from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
 from prism_optax.transforms import (
   BiasCorrection,
   clip_groups,
@@ -16,6 +20,7 @@ from prism_optax.transforms import (
 )
 from prism_optax.transforms._clip_groups import (
   NOISE_SPLITS,
+  NormsLike,
   noise_units,
 )
 
@@ -33,8 +38,10 @@ class GroupNoiseState(NamedTuple):
   prng_key: jax.Array
 
 
-def _noise(stddevs_of: Any, prng_key: Any) -> optax.GradientTransformation:
-  """Adds Gaussian noise of a standard deviation for each leaf."""
+def _gaussian(
+  stddev: Scalar, prng_key: PRNGKeyLike
+) -> optax.GradientTransformation:
+  """Adds Gaussian noise to every entry."""
 
   def init_fn(params):
     return GroupNoiseState(
@@ -43,26 +50,14 @@ def _noise(stddevs_of: Any, prng_key: Any) -> optax.GradientTransformation:
 
   def update_fn(updates, state, params=None):
     del params
-    leaves, treedef = jax.tree.flatten(updates)
     next_key, key = jax.random.split(state.prng_key)
-    leaves = [at_least_float32(x) for x in leaves]
-    out = _randomness.add_normal(key, leaves, stddevs_of(updates))
-    return jax.tree.unflatten(treedef, out), GroupNoiseState(next_key)
+    noisy = _randomness.add_normal(key, updates, stddev)
+    return noisy, GroupNoiseState(next_key)
 
   return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _probe_key(prng_key: Any) -> Any:
-  """A key for public probes, independent of all the noise key will give."""
-  if prng_key is None:
-    return None  # The operating system's entropy, once more.
-  key = _randomness.resolve_key('prng_key', prng_key, ())
-  return jax.random.fold_in(key, _PROBES)
-
-
-def _at_least_float32(
-  tx: optax.GradientTransformation,
-) -> optax.GradientTransformation:
+def _wide(tx: optax.GradientTransformation) -> optax.GradientTransformation:
   """Keeps the moments of bfloat16 parameters in the type of the updates."""
 
   def init_fn(params):
@@ -71,55 +66,52 @@ def _at_least_float32(
   return optax.GradientTransformation(init_fn, tx.update)
 
 
-def _larger_sides(weight_dimension_numbers: Any, tree: Any) -> list[int | None]:
-  """max(rows, columns) of every matrix, None for other leaves."""
-  return [
-    None if spec is None else max(_matrix_axes.sides(x.shape, spec))
-    for x, spec in zip(
-      jax.tree.leaves(tree),
-      _matrix_axes.resolve(weight_dimension_numbers, tree),
-      strict=True,
-    )
-  ]
+def _in_units(
+  units_of: Callable[[ArrayTree], list[Scalar]],
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """``tx`` on leaves that are divided by their units, float32 at least."""
+
+  def update_fn(updates, state, params=None):
+    units = jax.tree.unflatten(jax.tree.structure(updates), units_of(updates))
+    scaled = jax.tree.map(lambda x, u: at_least_float32(x) / u, updates, units)
+    out, state = tx.update(scaled, state, params)
+    return jax.tree.map(jnp.multiply, out, units), state
+
+  return optax.GradientTransformation(_wide(tx).init, update_fn)
 
 
-def _scale_leaves(factors_of: Any) -> optax.GradientTransformation:
-  return optax.stateless(
-    lambda updates, params: jax.tree.unflatten(
-      jax.tree.structure(updates),
-      [
-        x * f
-        for x, f in zip(
-          jax.tree.leaves(updates), factors_of(updates), strict=True
-        )
-      ],
-    )
-  )
+def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
+  """A key for public probes, independent of all the noise key will give."""
+  if prng_key is None:
+    return None  # The operating system's entropy, once more.
+  key = _randomness.resolve_key('prng_key', prng_key, ())
+  return jax.random.fold_in(key, _PROBES)
 
 
 def dp_muon(
-  learning_rate: Any,
+  learning_rate: optax.ScalarOrSchedule,
   *,
-  l2_clip_norms: Any,
-  noise_multiplier: Any = None,
-  expected_batch_size: Any,
-  prng_key: Any = None,
-  momentum: Any = 0.95,
+  l2_clip_norms: NormsLike,
+  noise_multiplier: Scalar | None = None,
+  expected_batch_size: Scalar,
+  prng_key: PRNGKeyLike = None,
+  momentum: Scalar = 0.95,
   degree: int = 2,
   steps: int = 5,
   normalize: str = 'max1',
   noise_split: str = 'equal',
-  weight_dimension_numbers: Any = None,
+  weight_dimension_numbers: DimensionNumbersLike = None,
   per_example_gradients: bool = True,
   privatizer: optax.GradientTransformation | None = None,
   bias_correction_probes: int = 0,
   consistent_rms: float | None = None,
-  matmul_dtype: Any = None,
-  weight_decay: Any = 0.0,
-  adam_learning_rate: Any = None,
-  adam_b1: Any = 0.9,
-  adam_b2: Any = 0.999,
-  adam_eps: Any = 1e-8,
+  matmul_dtype: DTypeLike | None = None,
+  weight_decay: Scalar = 0.0,
+  adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  adam_b1: Scalar = 0.9,
+  adam_b2: Scalar = 0.999,
+  adam_eps: Scalar = 1e-8,
 ) -> _per_example.BoundedSensitivityTransformation:
   """DP-Muon (arXiv:2605.12994) for trees with matrices and other leaves.
 
@@ -130,12 +122,12 @@ def dp_muon(
   together as one more group, noised likewise, and go to Adam. Clip and noise
   come before the branches part: nothing is left out of them.
 
-  ``noise_multiplier`` is the JOINT one, what an accountant must be told
-  (:func:`prism_optax.accounting.dpsgd_event`): the K groups see the same
-  batch, so their own multipliers are larger, ``sigma sqrt(K)`` in the equal
-  split. In the source sigma is that of a single matrix; accounting with it for
-  all of them understates epsilon. Each update is one Gaussian mechanism of the
-  joint multiplier for add-or-remove-one neighbours.
+  **Privacy.** Each update is one Gaussian mechanism of the JOINT
+  ``noise_multiplier`` for add-or-remove-one neighbours: what an accountant must
+  be told (:func:`prism_optax.accounting.dpsgd_event`). The K groups see the
+  same batch, so their own multipliers are larger, ``sigma sqrt(K)`` in the
+  equal split. In the source sigma is that of a single matrix; accounting with
+  it for all of them understates epsilon.
 
   ==========================  =================================================
   batch of no examples        noise alone, divided by B as ever
@@ -148,18 +140,18 @@ def dp_muon(
   ==========================  =================================================
 
   Args:
-    learning_rate: A number or a schedule; of the orthogonal direction, whose
-      entries are about ``1 / sqrt(max(rows, columns))``.
-    l2_clip_norms: C_W, of one example's contribution to the sum: a number for
-      every group, or a prefix tree of numbers.
-    noise_multiplier: sigma, of the whole: the noise's standard deviation per
-      coordinate where all groups together have the clip norm one. Zero is
-      allowed and private for nobody.
+    learning_rate: A number or a schedule. It multiplies orthogonal directions,
+      whose entries are about ``1 / sqrt(max(rows, columns))``.
+    l2_clip_norms: C_W, the largest norm of one example's contribution to the
+      sum: a number for every group, or a prefix tree of numbers.
+    noise_multiplier: sigma of all groups together: the noise's standard
+      deviation per coordinate where all groups together have the clip norm one.
+      Zero is allowed and gives no privacy.
     expected_batch_size: B, a public constant: sampling probability times the
       size of the data set, not the size of the batch at hand.
-    prng_key: Of the noise. None for a seed from the operating system, taken in
-      ``init`` (outside of ``jit``); an int or a typed key for noise that can
-      be reproduced, by anybody who knows it. One ``init`` per privacy budget.
+    prng_key: Key of the noise. None takes a seed from the operating system in
+      ``init`` (outside of ``jit``); an int or a typed key gives noise that
+      anybody who knows it can repeat. One ``init`` per privacy budget.
     momentum: beta of the heavy ball, in [0, 1).
     degree: Degree kappa of the Newton-Schulz polynomial.
     steps: Number q of its steps.
@@ -183,12 +175,14 @@ def dp_muon(
     consistent_rms: If a number, directions of matrices are scaled by it times
       ``sqrt(max(rows, columns))``, so that their entries have this size
       whatever the shape (0.2 is like Adam's).
-    matmul_dtype: Of the products in the orthogonalization.
-    weight_decay: Decoupled, of all leaves; multiplied by the learning rate.
-    adam_learning_rate: Of the other leaves; ``learning_rate`` if None.
-    adam_b1: As in Adam.
-    adam_b2: As in Adam.
-    adam_eps: As in Adam.
+    matmul_dtype: Type of the factors of the products in the orthogonalization.
+    weight_decay: Decoupled weight decay of all leaves; it is multiplied by the
+      learning rate.
+    adam_learning_rate: Learning rate of the other leaves; ``learning_rate`` if
+      None.
+    adam_b1: Adam's decay of the first moment.
+    adam_b2: Adam's decay of the second moment.
+    adam_eps: Adam's constant under the fraction.
 
   Returns:
     A transformation with ``update(per_example_grads, state, params,
@@ -239,60 +233,71 @@ def dp_muon(
     )
   _randomness.check_key('prng_key', prng_key)
 
+  def specs(tree):
+    return _matrix_axes.resolve(weight_dimension_numbers, tree)
+
   def specs_of(tree):
-    specs = _matrix_axes.resolve(weight_dimension_numbers, tree)
-    return jax.tree.unflatten(jax.tree.structure(tree), specs)
+    return jax.tree.unflatten(jax.tree.structure(tree), specs(tree))
 
   def labels_of(tree):
-    specs = _matrix_axes.resolve(weight_dimension_numbers, tree)
     return jax.tree.unflatten(
       jax.tree.structure(tree),
-      ['other' if spec is None else 'matrix' for spec in specs],
+      ['other' if spec is None else 'matrix' for spec in specs(tree)],
     )
 
-  def noise_units_of(tree):
+  def units_of(tree):
     """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the whole."""
     groups = clip_groups(l2_clip_norms, tree, specs_of)
     return noise_units(
       groups, len(jax.tree.leaves(tree)), noise_split=noise_split
     )
 
-  def stddevs_of(tree):
+  stddev = 0.0  # Not used with a privatizer, which has its own.
+  if noise_multiplier is not None:
     stddev = noise_multiplier / expected_batch_size
-    return [stddev * unit for unit in noise_units_of(tree)]
+
+  def stddevs_of(tree):
+    return jax.tree.unflatten(
+      jax.tree.structure(tree), [stddev * unit for unit in units_of(tree)]
+    )
+
+  rms = 1.0 if consistent_rms is None else consistent_rms
+
+  def with_consistent_rms(updates, params):
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    for i, (x, spec) in enumerate(zip(leaves, specs(updates), strict=True)):
+      if spec is not None:
+        larger = max(_matrix_axes.sides(x.shape, spec))
+        leaves[i] = x * (rms * math.sqrt(larger))
+    return jax.tree.unflatten(treedef, leaves)
 
   clip = per_matrix_clip(
     l2_clip_norms,
     normalize_by=expected_batch_size,
     weight_dimension_numbers=specs_of,
   )
-  parts: list[Any] = [clip] if per_example_gradients else []
   if privatizer is None:
-    parts.append(_noise(stddevs_of, prng_key))
-  else:
-    parts += [
-      _scale_leaves(lambda tree: [1 / u for u in noise_units_of(tree)]),
-      privatizer,
-      _scale_leaves(noise_units_of),
-    ]
-  branches = {
-    'matrix': _at_least_float32(optax.trace(momentum)),
-    'other': _at_least_float32(
-      optax.scale_by_adam(b1=adam_b1, b2=adam_b2, eps=adam_eps)
-    ),
-  }
+    privatizer = _gaussian(stddev, prng_key)
   bias_correction = None
   if bias_correction_probes:
     bias_correction = BiasCorrection(
-      noise_stddev=lambda tree: jax.tree.unflatten(
-        jax.tree.structure(tree), stddevs_of(tree)
-      ),
+      noise_stddev=stddevs_of,
       momentum=momentum,
       prng_key=_probe_key(prng_key),
       num_probes=bias_correction_probes,
     )
-  parts += [
-    optax.partition(branches, labels_of),
+  branches = {
+    'matrix': optax.trace(momentum),
+    'other': optax.scale_by_adam(b1=adam_b1, b2=adam_b2, eps=adam_eps),
+  }
+  rate = optax.scale_by_learning_rate(learning_rate)
+  if adam_learning_rate is not None:
+    other = optax.scale_by_learning_rate(adam_learning_rate)
+    rate = optax.partition({'matrix': rate, 'other': other}, labels_of)
+  parts = [
+    _in_units(units_of, privatizer),
+    _wide(optax.partition(branches, labels_of)),
     # On the whole tree: the noise of a leaf depends on how many groups it has.
     orthogonalize(
       degree=degree,
@@ -302,28 +307,13 @@ def dp_muon(
       weight_dimension_numbers=specs_of,
       matmul_dtype=matmul_dtype,
     ),
+    optax.add_decayed_weights(weight_decay),
+    rate,
   ]
   if consistent_rms is not None:
-    rms: float = consistent_rms
-    parts.append(
-      _scale_leaves(
-        lambda tree: [
-          1.0 if larger is None else rms * math.sqrt(larger)
-          for larger in _larger_sides(weight_dimension_numbers, tree)
-        ]
-      )
-    )
-  parts.append(optax.add_decayed_weights(weight_decay))
-  if adam_learning_rate is None:
-    parts.append(optax.scale_by_learning_rate(learning_rate))
-  else:
-    rates = {'matrix': learning_rate, 'other': adam_learning_rate}
-    parts.append(
-      optax.partition(
-        {k: optax.scale_by_learning_rate(v) for k, v in rates.items()},
-        labels_of,
-      )
-    )
+    parts.insert(3, optax.stateless(with_consistent_rms))
+  if per_example_gradients:
+    parts.insert(0, clip)
   chained = optax.with_extra_args_support(optax.chain(*parts))
   return _per_example.BoundedSensitivityTransformation(
     chained.init, chained.update, clip.sensitivity

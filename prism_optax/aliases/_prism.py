@@ -1,10 +1,10 @@
 """PRISM as one optimizer, in three forms."""
 
-import jax
 import optax
 
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike
+from prism_optax._types import PRNGKeyLike, Scalar
 from prism_optax.transforms import (
   TangentTransformation,
   add_decayed_factors,
@@ -17,8 +17,6 @@ from prism_optax.transforms import (
   scale_by_rank_preconditioner,
   tangent_privatizer,
 )
-
-Scalar = float | jax.Array
 
 
 def _stddev(
@@ -51,7 +49,7 @@ def prism(
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,
   expected_batch_size: Scalar,
-  prng_key: int | jax.Array | None = None,
+  prng_key: PRNGKeyLike = None,
   per_example_gradients: bool = True,
   weight_decay: Scalar = 0.1,
   b1: Scalar = 0.9,
@@ -193,7 +191,7 @@ def prism_muon(
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,
   expected_batch_size: Scalar,
-  prng_key: int | jax.Array | None = None,
+  prng_key: PRNGKeyLike = None,
   per_example_gradients: bool = True,
   weight_decay: Scalar = 0.1,
   momentum: Scalar = 0.9,
@@ -224,21 +222,13 @@ def prism_muon(
   Args:
     learning_rate: A number or schedule, multiplied by directions whose
       coordinates have root mean square one where all singular values are one.
-    l2_clip_norm: C, of each example's intrinsic gradient, in total over all
+    l2_clip_norm: C, the clip norm of an example's intrinsic gradient over all
       modules and leaves.
-    noise_multiplier: The noise's standard deviation per coordinate over C / b
-      (or, the same, that of the noise of the sum over C).
-    expected_batch_size: b, a public constant: sampling rate times declared
-      size of the data set. Never the realised size of a batch.
-    prng_key: Key of the noise. None takes a fresh secret seed from the
-      operating system in ``init``; an int or a typed key gives noise that
-      anybody who knows it can repeat. One ``init`` per privacy budget.
+    noise_multiplier: The noise's standard deviation per coordinate over C / b.
+    expected_batch_size: b, a public constant, never the realised size.
+    prng_key: Key of the noise; None takes a fresh secret seed in ``init``.
     per_example_gradients: True if ``update`` gets per-example factor gradients,
-      leaves ``(B, *shape)``, and perhaps ``is_padding_example=``. False if it
-      gets the clipped MEAN in tangent coordinates (clipped sum over b), as from
-      ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
-      pre_clipping_transform=tangent_coordinates(params))``; then the clip is
-      the caller's, and must be at this C and b.
+      False if it gets the clipped mean in tangent coordinates, at this C and b.
     weight_decay: Share of Z that a step of learning rate 1 takes away, see
       :func:`add_decayed_factors`.
     momentum: Decay of the heavy ball, and of Adam's first moment for the leaves
@@ -249,14 +239,10 @@ def prism_muon(
       :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b on
-    how far one example moves the clipped mean.
+    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b.
 
   Raises:
-    ValueError: For arguments out of range; in ``init`` if no pair is found,
-      both factors of a module are zero, or it is traced with
-      ``prng_key=None``; in ``update`` without ``params`` or if the gradients
-      do not fit.
+    ValueError: In the cases in which :func:`prism` does.
 
   Example:
     >>> import jax.numpy as jnp
@@ -290,7 +276,7 @@ def published_prism(
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,
   expected_batch_size: Scalar,
-  prng_key: int | jax.Array | None = None,
+  prng_key: PRNGKeyLike = None,
   per_example_gradients: bool = True,
   b1: Scalar = 0.9,
   b2: Scalar = 0.999,
@@ -320,21 +306,13 @@ def published_prism(
 
   Args:
     learning_rate: A number or schedule.
-    l2_clip_norm: C, of each example's intrinsic gradient, in total over all
+    l2_clip_norm: C, the clip norm of an example's intrinsic gradient over all
       modules and leaves.
-    noise_multiplier: The noise's standard deviation per coordinate over C / b
-      (or, the same, that of the noise of the sum over C).
-    expected_batch_size: b, a public constant: sampling rate times declared
-      size of the data set. Never the realised size of a batch.
-    prng_key: Key of the noise. None takes a fresh secret seed from the
-      operating system in ``init``; an int or a typed key gives noise that
-      anybody who knows it can repeat. One ``init`` per privacy budget.
+    noise_multiplier: The noise's standard deviation per coordinate over C / b.
+    expected_batch_size: b, a public constant, never the realised size.
+    prng_key: Key of the noise; None takes a fresh secret seed in ``init``.
     per_example_gradients: True if ``update`` gets per-example factor gradients,
-      leaves ``(B, *shape)``, and perhaps ``is_padding_example=``. False if it
-      gets the clipped MEAN in tangent coordinates (clipped sum over b), as from
-      ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
-      pre_clipping_transform=tangent_coordinates(params))``; then the clip is
-      the caller's, and must be at this C and b.
+      False if it gets the clipped mean in tangent coordinates, at this C and b.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
     eps: Added to the second moments' eigenvalues.
@@ -345,14 +323,10 @@ def published_prism(
       :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b on
-    how far one example moves the clipped mean.
+    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b.
 
   Raises:
-    ValueError: For arguments out of range; in ``init`` if no pair is found,
-      both factors of a module are zero, or it is traced with
-      ``prng_key=None``; in ``update`` without ``params`` or if the gradients
-      do not fit.
+    ValueError: In the cases in which :func:`prism` does.
 
   Example:
     >>> import jax.numpy as jnp
