@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from prism_optax._types import Scalar
+
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
   """``a @ b`` at the highest precision the platform has."""
@@ -258,9 +260,9 @@ def inverse_sqrt(
   x: jax.Array,
   *,
   floor: jax.Array,
-  max_condition_number: Any,
-  eps: Any,
-  added: Any = 0.0,
+  max_condition_number: Scalar,
+  eps: Scalar,
+  added: Scalar = 0.0,
 ) -> jax.Array:
   """``U (sqrt(w) + eps)^-1 U^T`` of a symmetric matrix with floored spectrum.
 

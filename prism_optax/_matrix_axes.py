@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from prism_optax._types import ArrayTree
+
 DimensionNumbers: TypeAlias = optax.contrib.MuonDimensionNumbers
 # None, a tree of DimensionNumbers and None, or a callable that makes one.
 DimensionNumbersLike = Any
@@ -24,7 +26,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def resolve(
-  weight_dimension_numbers: DimensionNumbersLike, tree: Any
+  weight_dimension_numbers: DimensionNumbersLike, tree: ArrayTree
 ) -> list[DimensionNumbers | None]:
   """Dimension numbers of every leaf, in the order of ``jax.tree.leaves``.
 
@@ -56,7 +58,7 @@ def resolve(
 
 
 def broadcast(
-  name: str, prefix: Any, tree: Any, is_leaf: Callable | None = None
+  name: str, prefix: Any, tree: ArrayTree, is_leaf: Callable | None = None
 ) -> list[Any]:
   """The values of the prefix tree ``prefix``, one for each leaf of ``tree``."""
   out: list[Any] = []

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import optax
 from dp_accounting import NeighboringRelation
 
+from prism_optax._types import ArrayTree, Scalar
+
 
 class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
   """A transformation whose output moves by at most ``sensitivity()``.
@@ -35,7 +37,7 @@ class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
     return self
 
 
-def sensitivity_of_sum(bound: Any) -> Callable[..., Any]:
+def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
   """``sensitivity`` of a sum of terms of norm at most ``bound``."""
 
   def sensitivity(
@@ -58,7 +60,7 @@ def sensitivity_of_sum(bound: Any) -> Callable[..., Any]:
   return sensitivity
 
 
-def check_whole(name: str, tree: Any) -> None:
+def check_whole(name: str, tree: ArrayTree) -> None:
   """Refuses a tree of which a mask of optax hides leaves.
 
   What a mask hides goes around the transformation inside: here per-example
@@ -87,7 +89,7 @@ def check_whole(name: str, tree: Any) -> None:
     )
 
 
-def check_batched(name: str, updates: Any, params: Any) -> None:
+def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
   """Refuses gradients that are plainly no per-example gradients.
 
   Raises:
@@ -107,7 +109,9 @@ def check_batched(name: str, updates: Any, params: Any) -> None:
     )
 
 
-def squared_norms(arrays: Iterable[jax.Array], l2_clip_norm: Any) -> jax.Array:
+def squared_norms(
+  arrays: Iterable[jax.Array], l2_clip_norm: Scalar
+) -> jax.Array:
   """Squares of each example's norm in units of the clip norm, shape (B,).
 
   In these units neither underflow (entries that do not matter) nor overflow
@@ -167,7 +171,9 @@ def weighted_sum(
 
 
 @jax.jit  # Outside of jit a choice of platforms is compiled at every call.
-def weighted_sums(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
+def weighted_sums(
+  tree: ArrayTree, weights: jax.Array, counts: jax.Array
+) -> Any:
   """:func:`weighted_sum` of every leaf, the same examples weighted the same."""
 
   def at_once(tree, weights, counts):
@@ -180,7 +186,9 @@ def weighted_sums(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
   )
 
 
-def _sums_in_turn(tree: Any, weights: jax.Array, counts: jax.Array) -> Any:
+def _sums_in_turn(
+  tree: ArrayTree, weights: jax.Array, counts: jax.Array
+) -> Any:
   """The sums as products of matrices, one leaf after the other.
 
   XLA's CPU runtime does not fuse the sum with what it sums: every example's

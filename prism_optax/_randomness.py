@@ -16,26 +16,31 @@ import math
 import numbers
 import os
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
+
 # Pinned: its draws are the same on every platform and under any sharding,
 # whatever `jax_default_prng_impl` says.
 _IMPLEMENTATION = 'threefry2x32'
 
 
-def check_key(name: str, prng_key: Any) -> None:
+def check_key(name: str, prng_key: PRNGKeyLike) -> None:
   """Raises ``ValueError`` unless None, a Python int or one typed key."""
   if prng_key is None or (
     isinstance(prng_key, numbers.Integral) and not isinstance(prng_key, bool)
   ):
     return
   dtype = getattr(prng_key, 'dtype', None)
-  if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  if (
+    isinstance(prng_key, int)
+    or dtype is None
+    or not jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  ):
     raise ValueError(
       f'Expected {name} to be None, an int or a typed key (jax.random.key), got'
       f' {type(prng_key).__name__} of dtype {dtype}.'
@@ -44,7 +49,9 @@ def check_key(name: str, prng_key: Any) -> None:
     raise ValueError(f'Expected {name} to be one key, got {prng_key.shape=}.')
 
 
-def resolve_key(name: str, prng_key: Any, params: Any) -> jax.Array:
+def resolve_key(
+  name: str, prng_key: PRNGKeyLike, params: ArrayTree
+) -> jax.Array:
   """A typed key of its own memory: given, from an int, or from the system.
 
   Called by ``init``. None reads 64 bits from the operating system's entropy
@@ -162,7 +169,9 @@ def _from_long_words(words: list[jax.Array]) -> jax.Array:
   return radius * jnp.cos(2 * math.pi * uniform(*words[2:]))
 
 
-def add_normal(prng_key: jax.Array, tree: Any, stddevs: Any) -> Any:
+def add_normal(
+  prng_key: jax.Array, tree: ArrayTree, stddev: Scalar
+) -> ArrayTree:
   """Adds i.i.d. normal noise to a tree of arrays.
 
   The noise of an entry depends on the key, on which leaf it is in and on where
@@ -172,15 +181,13 @@ def add_normal(prng_key: jax.Array, tree: Any, stddevs: Any) -> Any:
     prng_key: Typed key, used for this and for nothing else.
     tree: Tree of float32 or float64 arrays. (In smaller types noise would be
       rounded away, or round what it hides.)
-    stddevs: A number, or a list of one for each leaf. May be traced.
+    stddev: Standard deviation of the noise of every entry. May be traced.
 
   Raises:
     ValueError: For another type, or a leaf of 2^32 entries and more.
   """
   key = jax.random.bits(prng_key, (2,), jnp.uint32)
   leaves, treedef = jax.tree.flatten(tree)
-  if not isinstance(stddevs, list):
-    stddevs = [stddevs] * len(leaves)
   for x in leaves:
     if x.dtype not in (jnp.float32, jnp.float64):
       raise ValueError(f'Expected float32 or float64, got {x.dtype}.')
@@ -188,7 +195,7 @@ def add_normal(prng_key: jax.Array, tree: Any, stddevs: Any) -> Any:
       raise ValueError(f'Expected fewer than 2^32 entries, got {x.shape}.')
   noisy = [
     _add(key, jnp.uint32(2 * i), x, jnp.asarray(stddev, x.dtype))
-    for i, (x, stddev) in enumerate(zip(leaves, stddevs, strict=True))
+    for i, x in enumerate(leaves)
   ]
   return jax.tree.unflatten(treedef, noisy)
 

@@ -252,7 +252,7 @@ def dp_muon(
       groups, len(jax.tree.leaves(tree)), noise_split=noise_split
     )
 
-  stddev = 0.0  # Not used with a privatizer, which has its own.
+  stddev: Scalar = 0.0  # Not used with a privatizer, which has its own.
   if noise_multiplier is not None:
     stddev = noise_multiplier / expected_batch_size
 

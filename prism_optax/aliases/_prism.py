@@ -204,14 +204,7 @@ def prism_muon(
   :func:`prism` (Wang and Zhang 2026, arXiv:2606.00944) with
   :func:`orthogonalize_tangents` (DP-Muon's iteration, arXiv:2605.12994) where
   that has its preconditioner, scaled so that learning rates are comparable; the
-  combination is ours. The chain is::
-
-    intrinsic_clip(C, normalize_by=b)
-    tangent_privatizer(s)                       s = noise_multiplier * C / b
-    orthogonalize_tangents(momentum, coordinate_rms=1.0)
-    add_decayed_factors(weight_decay)
-    scale_by_learning_rate(learning_rate)
-    retract()
+  combination is ours.
 
   **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
   given noise multiplier for add-or-remove-one neighbours. What is behind the
@@ -289,14 +282,9 @@ def published_prism(
 
   The optimizer of the authors' code (Wang and Zhang 2026, arXiv:2606.00944):
   moments in the factors, without transport; its trajectory depends on the
-  gauge. Clip and noise are those of :func:`prism`, which is the one to use. The
-  chain is::
-
-    intrinsic_clip(C, normalize_by=b)
-    tangent_privatizer(s)                       s = noise_multiplier * C / b
-    scale_by_published_preconditioner(noise_stddev=s)
-    scale_by_learning_rate(learning_rate)
-    retract(align=True)
+  gauge. Clip and noise are those of :func:`prism`, which is the one to use.
+  Behind them come ``scale_by_published_preconditioner(noise_stddev=s)``, the
+  learning rate and ``retract(align=True)``.
 
   **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
   given noise multiplier for add-or-remove-one neighbours. (The authors' code

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from prism_optax._linalg import gram, matmul
+from prism_optax._types import Scalar
 from prism_optax.fixed_rank._points import Factors, Frame
 from prism_optax.fixed_rank._tangents import Tangent, check_fits
 
@@ -50,7 +51,7 @@ class TallSum:
     )
     return dataclasses.replace(self, terms=terms, shift=shift, along=along)
 
-  def __mul__(self, factor: float | jax.Array) -> 'TallSum':
+  def __mul__(self, factor: Scalar) -> 'TallSum':
     return self.with_matrices(
       jax.tree.map(lambda x: factor * x, self.matrices())
     )

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from prism_optax import _validate
+from prism_optax._types import ArrayTree, Scalar
 
 
 def subtract_bias(
-  function: Callable[[Any], Any],
+  function: Callable[[ArrayTree], ArrayTree],
   x: Any,
-  noise_stddev: Any,
+  noise_stddev: Scalar,
   prng_key: jax.Array,
   *,
   num_probes: int = 1,

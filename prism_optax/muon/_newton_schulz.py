@@ -2,13 +2,13 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from prism_optax import _linalg, _validate
 from prism_optax._linalg import at_least_float32
+from prism_optax._types import DTypeLike
 
 NORMALIZATIONS = ('max1', 'frobenius', 'none')
 
@@ -100,7 +100,9 @@ def divisor(normalize: str, norm: jax.Array) -> jax.Array:
   return jnp.ones_like(norm)
 
 
-def _rounded_matmul(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
+def _rounded_matmul(
+  a: jax.Array, b: jax.Array, *, dtype: DTypeLike
+) -> jax.Array:
   """``a @ b`` of factors rounded to ``dtype``, summed in their own type."""
 
   def rounded(a, b):
@@ -124,7 +126,7 @@ def newton_schulz(
   degree: int = 2,
   steps: int = 5,
   normalize: str = 'max1',
-  matmul_dtype: Any = None,
+  matmul_dtype: DTypeLike | None = None,
 ) -> jax.Array:
   """Brings the singular values of matrices towards one.
 

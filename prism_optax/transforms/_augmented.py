@@ -15,6 +15,7 @@ import optax
 from prism_optax import _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, ModuleTree, map_pairs
+from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Frame
 from prism_optax.transforms import _correlated
 
@@ -29,9 +30,9 @@ class AugmentedGradientTransformation(NamedTuple):
       one example's gradients to be passed to ``jax_privacy.clipped_grad``.
   """
 
-  init: Callable[[Any], Any]
+  init: Callable[[ArrayTree], ArrayTree]
   update: Callable[..., tuple[Any, Any]]
-  pre_clipping_transform: Callable[[Any], Callable[[Any], Any]]
+  pre_clipping_transform: Callable[[Any], Callable[[ArrayTree], ArrayTree]]
 
 
 class AugmentedState(NamedTuple):
@@ -44,7 +45,7 @@ class AugmentedState(NamedTuple):
   """
 
   frames: tuple[Frame, ...]
-  inner: Any
+  inner: ArrayTree
 
 
 def _aligned(frame: Frame, turn: _correlated.Turns) -> Frame:

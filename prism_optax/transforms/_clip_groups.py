@@ -13,6 +13,7 @@ import jax
 
 from prism_optax import _matrix_axes, _validate
 from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax._types import ArrayTree, Scalar
 
 # A number, or a prefix tree of numbers.
 NormsLike = Any
@@ -35,12 +36,12 @@ class ClipGroup(NamedTuple):
   batch_axes: tuple[int, ...]
   matrices: int
   size: int
-  l2_clip_norm: float | jax.Array
+  l2_clip_norm: Scalar
 
 
 def clip_groups(
   l2_clip_norms: NormsLike,
-  params: Any,
+  params: ArrayTree,
   weight_dimension_numbers: DimensionNumbersLike = None,
 ) -> list[ClipGroup]:
   """The clip groups of a tree of parameters.
@@ -109,12 +110,12 @@ def sensitivity(groups: Sequence[ClipGroup]) -> Any:
 
 
 def split_noise_multiplier(
-  noise_multiplier: float | jax.Array,
-  l2_clip_norms: Sequence[float | jax.Array],
+  noise_multiplier: Scalar,
+  l2_clip_norms: Sequence[Scalar],
   sizes: Sequence[int],
   *,
   noise_split: str = 'equal',
-) -> list[float | jax.Array]:
+) -> list[Scalar]:
   r"""Noise multipliers of clip groups that together have a given one.
 
   K groups of sensitivity C_W on the same batch, with noise ``sigma_W C_W``, are

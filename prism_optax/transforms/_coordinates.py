@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from prism_optax import fixed_rank
 from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike
+from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.transforms._step import StepContext
 
 
 def tangent_coordinates(
-  params: Any, *, layout: LayoutLike = None
-) -> Callable[[Any], Any]:
+  params: ArrayTree, *, layout: LayoutLike = None
+) -> Callable[[ArrayTree], ArrayTree]:
   """The map from one example's factor gradients to tangent coordinates.
 
   For each LoRA pair ``X_L = (I - P_L) g_L C_R^-1`` and ``X_R = g_R C_L^-1``,
@@ -71,7 +72,7 @@ def tangent_coordinates(
   step = StepContext(params, layout)
   frames = step.frames
 
-  def transform(grads: Any) -> Any:
+  def transform(grads: ArrayTree) -> Any:
     gradients = step.tree.gradients(grads)
     return step.tree.tree(
       gradients.map_pairs(
@@ -94,12 +95,14 @@ class TangentProbes(NamedTuple):
       respect to the probes to tangent coordinates.
   """
 
-  zeros: Any
-  attach: Callable[[Any], Any]
-  coordinates: Callable[[Any], Any]
+  zeros: ArrayTree
+  attach: Callable[[ArrayTree], ArrayTree]
+  coordinates: Callable[[ArrayTree], ArrayTree]
 
 
-def tangent_probes(params: Any, *, layout: LayoutLike = None) -> TangentProbes:
+def tangent_probes(
+  params: ArrayTree, *, layout: LayoutLike = None
+) -> TangentProbes:
   """Differentiates the loss in tangent coordinates themselves.
 
   ``left = [Q_L, U]`` and ``right = [R C_L^T + V, Q_R]`` have the product ``Z``
@@ -154,7 +157,7 @@ def tangent_probes(params: Any, *, layout: LayoutLike = None) -> TangentProbes:
   others = tree.coordinates(params).others
   types = jax.tree.map(lambda x: x.dtype, params)
 
-  def attach(probes: Any) -> Any:
+  def attach(probes: ArrayTree) -> Any:
     stacks = tree.coordinates(probes, 'probes')
 
     def widen(probe: Tangent, frame: Frame) -> Factors:
@@ -172,7 +175,7 @@ def tangent_probes(params: Any, *, layout: LayoutLike = None) -> TangentProbes:
     attached = tree.tree(wide, -0.5, rank_multiple=2)
     return jax.tree.map(lambda x, dtype: x.astype(dtype), attached, types)
 
-  def coordinates(gradients: Any) -> Any:
+  def coordinates(gradients: ArrayTree) -> Any:
     stacks = tree.coordinates(gradients, 'gradients')
     return tree.tree(
       stacks.map_pairs(lambda x, frame: fixed_rank.project(frame, x), frames)

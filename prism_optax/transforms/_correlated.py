@@ -20,6 +20,7 @@ import optax
 from prism_optax import _linalg, _randomness, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, map_pairs
+from prism_optax._types import PRNGKeyLike
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._sums import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
@@ -116,7 +117,7 @@ def correlated_tangent_privatizer(
   make_privatizer: Callable[[jax.Array], optax.GradientTransformation],
   *,
   horizon: int,
-  prng_key: int | jax.Array | None = None,
+  prng_key: PRNGKeyLike = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """Adds noise that is correlated over steps to tangent coordinates.

@@ -1,11 +1,11 @@
 """From a direction to new factors: decay, learning rate, retraction."""
 
-import jax
 import optax
 
 from prism_optax import _validate, fixed_rank
 from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike
+from prism_optax._types import Scalar
 from prism_optax.fixed_rank import TangentSum
 from prism_optax.fixed_rank._sums import as_sum
 from prism_optax.transforms._chain import (
@@ -16,7 +16,7 @@ from prism_optax.transforms._chain import (
 
 
 def add_decayed_factors(
-  weight_decay: float | jax.Array, *, layout: LayoutLike = None
+  weight_decay: Scalar, *, layout: LayoutLike = None
 ) -> TangentTransformation:
   """Adds ``weight_decay * Z`` to steps in tangent coordinates.
 

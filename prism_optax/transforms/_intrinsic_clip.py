@@ -14,14 +14,15 @@ from prism_optax._modules import (
   MatrixAxes,
   ModuleArrays,
 )
+from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Frame
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
 
 def intrinsic_clip(
-  l2_clip_norm: float | jax.Array,
+  l2_clip_norm: Scalar,
   *,
-  normalize_by: float | jax.Array = 1.0,
+  normalize_by: Scalar = 1.0,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """Clips per-example gradients in the intrinsic norm and adds them up.
@@ -200,7 +201,7 @@ def squared_norms(
   frames: Sequence[Frame],
   groups: Sequence[Sequence[ModuleArrays]],
   *,
-  unit: Any = 1.0,
+  unit: Scalar = 1.0,
 ) -> jax.Array:
   """Squares of the examples' intrinsic norms, where columns are orthogonal.
 
@@ -241,7 +242,7 @@ def squared_norms(
 
 
 def _energies(
-  left_basis: jax.Array, scales: _ColumnScales, x: ModuleArrays, unit: Any
+  left_basis: jax.Array, scales: _ColumnScales, x: ModuleArrays, unit: Scalar
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """``||y_L||^2``, ``||Q_L^T y_L||^2`` and ``||y_R||^2`` of one module."""
   share = unit * x.scale**0.5

@@ -12,6 +12,7 @@ import optax
 from prism_optax import _per_example, _validate
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax._types import ArrayTree, Scalar
 from prism_optax.transforms._clip_groups import (
   ClipGroup,
   NormsLike,
@@ -45,7 +46,7 @@ def _clipped_sum(
   groups: list[ClipGroup],
   leaves: list[jax.Array],
   is_padding_example: jax.Array | None,
-  divisor: Any,
+  divisor: Scalar,
 ) -> list[jax.Array]:
   """Sums over axis 0 of ``(B, *shape)`` leaves, clipped group by group."""
   leaves = [at_least_float32(x) for x in leaves]
@@ -95,7 +96,7 @@ def clip_each_matrix(
   l2_clip_norms: NormsLike,
   *,
   weight_dimension_numbers: DimensionNumbersLike = None,
-) -> Callable[[Any], Any]:
+) -> Callable[[ArrayTree], ArrayTree]:
   """Clips the gradient of ONE example matrix by matrix.
 
   It is the ``pre_clipping_transform`` with which
@@ -146,7 +147,7 @@ def clip_each_matrix(
   """
   _check(l2_clip_norms)
 
-  def transform(grads: Any) -> Any:
+  def transform(grads: ArrayTree) -> Any:
     groups = clip_groups(l2_clip_norms, grads, weight_dimension_numbers)
     leaves, treedef = jax.tree.flatten(grads)
     one = [x[None] for x in leaves]
@@ -158,7 +159,7 @@ def clip_each_matrix(
 def per_matrix_clip(
   l2_clip_norms: NormsLike,
   *,
-  normalize_by: float | jax.Array = 1.0,
+  normalize_by: Scalar = 1.0,
   weight_dimension_numbers: DimensionNumbersLike = None,
 ) -> _per_example.BoundedSensitivityTransformation:
   """Clips every matrix of every per-example gradient, and adds them up.
@@ -258,7 +259,7 @@ def per_matrix_clip(
     return jax.tree.unflatten(treedef, summed), state
 
   def sensitivity_of_all(
-    neighboring_relation: Any = _ADD_OR_REMOVE_ONE, *, params: Any = None
+    neighboring_relation: Any = _ADD_OR_REMOVE_ONE, *, params: ArrayTree = None
   ) -> Any:
     if params is None:
       raise ValueError(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
+from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
 from prism_optax.fixed_rank._sums import (
   as_sum,
@@ -29,8 +30,6 @@ from prism_optax.fixed_rank._sums import (
   projected,
   sum_at,
 )
-
-Scalar = float | jax.Array
 
 
 class RankMatrices(NamedTuple):

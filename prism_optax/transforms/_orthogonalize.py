@@ -1,5 +1,6 @@
 """The transformation that orthogonalizes the matrices of a tree of updates."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import optax
 
 from prism_optax import _matrix_axes, _randomness, _validate, muon
 from prism_optax._linalg import at_least_float32
+from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
 from prism_optax.muon._newton_schulz import check_options
 
 
@@ -27,9 +29,9 @@ class BiasCorrection(NamedTuple):
     probe_scale: Size of the probes in units of the noise in the momentum.
   """
 
-  noise_stddev: Any
-  momentum: Any
-  prng_key: Any = None
+  noise_stddev: Scalar | ArrayTree | Callable[[ArrayTree], ArrayTree]
+  momentum: Scalar
+  prng_key: PRNGKeyLike = None
   num_probes: int = 1
   probe_scale: float = 1.0
 
@@ -46,7 +48,9 @@ class OrthogonalizeState(NamedTuple):
   prng_key: jax.Array
 
 
-def noise_variance(noise_stddev: Any, momentum: Any, count: Any) -> Any:
+def noise_variance(
+  noise_stddev: Scalar, momentum: Scalar, count: Scalar
+) -> Any:
   """Variance of the noise in a heavy ball after ``count`` steps.
 
   ``s^2 (1 - beta^(2t)) / (1 - beta^2)``, the sum of ``s^2 beta^(2j)``.
@@ -55,7 +59,9 @@ def noise_variance(noise_stddev: Any, momentum: Any, count: Any) -> Any:
   return jnp.square(noise_stddev) * (1 - decay**count) / (1 - decay)
 
 
-def _stddevs(correction: BiasCorrection, updates: Any, count: Any) -> list:
+def _stddevs(
+  correction: BiasCorrection, updates: ArrayTree, count: Scalar
+) -> list:
   """Standard deviation of the noise in the momentum, for each leaf."""
   stddev = correction.noise_stddev
   stddev = stddev(updates) if callable(stddev) else stddev
@@ -71,8 +77,8 @@ def orthogonalize(
   steps: int = 5,
   normalize: str = 'max1',
   bias_correction: BiasCorrection | None = None,
-  weight_dimension_numbers: Any = None,
-  matmul_dtype: Any = None,
+  weight_dimension_numbers: _matrix_axes.DimensionNumbersLike = None,
+  matmul_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
   """Orthogonalizes the matrices of the updates by Newton-Schulz steps.
 

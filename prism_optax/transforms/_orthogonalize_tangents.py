@@ -9,6 +9,7 @@ import optax
 
 from prism_optax import _validate, fixed_rank, muon
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
+from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._sums import carried
 from prism_optax.muon._newton_schulz import check_options
@@ -40,15 +41,15 @@ class OrthogonalTangentsState(NamedTuple):
 
 
 def orthogonalize_tangents(
-  momentum: float | jax.Array = 0.95,
+  momentum: Scalar = 0.95,
   *,
   degree: int = 2,
   steps: int = 5,
   normalize: str = 'max1',
   coordinate_rms: float | None = None,
-  b1: float | jax.Array = 0.9,
-  b2: float | jax.Array = 0.999,
-  eps: float | jax.Array = 1e-8,
+  b1: Scalar = 0.9,
+  b2: Scalar = 0.999,
+  eps: Scalar = 1e-8,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """Muon's direction in the tangent space of each LoRA module.

@@ -8,6 +8,7 @@ import optax
 
 from prism_optax import _randomness, _validate, fixed_rank
 from prism_optax._modules import LayoutLike
+from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 from prism_optax.fixed_rank._sums import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
@@ -21,7 +22,7 @@ class ForeignPrivatizerState(NamedTuple):
   """
 
   count: jax.Array  # type: ignore[assignment]  # As in optax's states.
-  inner: Any
+  inner: ArrayTree
 
 
 def repeats_its_last_row(privatizer: Any) -> bool:
@@ -75,9 +76,9 @@ class TangentPrivatizerState(NamedTuple):
 
 
 def tangent_privatizer(
-  stddev: float | jax.Array | None = None,
+  stddev: Scalar | None = None,
   *,
-  prng_key: int | jax.Array | None = None,
+  prng_key: PRNGKeyLike = None,
   privatizer: optax.GradientTransformation | None = None,
   horizon: int | None = None,
   layout: LayoutLike = None,
@@ -176,6 +177,8 @@ def tangent_privatizer(
     _validate.non_negative('stddev', stddev)
   _randomness.check_key('prng_key', prng_key)
 
+  own_stddev = 0.0 if stddev is None else stddev
+
   def own_init(step):
     key = _randomness.resolve_key('prng_key', prng_key, step.params)
     return TangentPrivatizerState(key)
@@ -183,7 +186,7 @@ def tangent_privatizer(
   def own_noise(stacks, state, step):
     del step
     next_key, key = jax.random.split(state.prng_key)
-    noisy = _randomness.add_normal(key, stacks, stddev)
+    noisy = _randomness.add_normal(key, stacks, own_stddev)
     return noisy, TangentPrivatizerState(next_key)
 
   def foreign_init(step):

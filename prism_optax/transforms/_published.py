@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from prism_optax import _linalg, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike
+from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
 from prism_optax.transforms._chain import TangentTransformation
-from prism_optax.transforms._moments import Scalar
 from prism_optax.transforms._rank_preconditioner import (
   StddevLike,
   preconditioner,

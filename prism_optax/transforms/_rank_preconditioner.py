@@ -11,9 +11,9 @@ import optax
 
 from prism_optax import _validate, fixed_rank
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
+from prism_optax._types import Scalar
 from prism_optax.transforms import _moments
 from prism_optax.transforms._chain import Stacked, TangentTransformation
-from prism_optax.transforms._moments import Scalar
 
 # A number, or one number per step.
 StddevLike = Scalar | np.ndarray
@@ -58,12 +58,12 @@ def _variance_at(noise_stddev: StddevLike, count: jax.Array) -> jax.Array:
   return jnp.square(stddev)
 
 
-def _one_minus_power(decay: float | jax.Array, count: jax.Array) -> jax.Array:
+def _one_minus_power(decay: Scalar, count: jax.Array) -> jax.Array:
   """``1 - decay^count`` without cancellation for decays close to one."""
   return -jnp.expm1(count * jnp.log(jnp.asarray(decay)))
 
 
-def _capped(stacks: Stacks, max_norm: float | jax.Array | None) -> Stacks:
+def _capped(stacks: Stacks, max_norm: Scalar | None) -> Stacks:
   """Scaled down to a norm of ``max_norm`` over all modules and leaves."""
   if max_norm is None:
     return stacks

@@ -9,6 +9,7 @@ import jax
 
 from prism_optax import fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree, Stacks
+from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Frame
 
 
@@ -23,7 +24,7 @@ class StepContext:
       same shapes.
   """
 
-  def __init__(self, params: Any, layout: LayoutLike):
+  def __init__(self, params: ArrayTree, layout: LayoutLike):
     self.params = params
     self.layout = layout
     self.tree = ModuleTree(params, layout)
@@ -32,7 +33,7 @@ class StepContext:
   def frames(self) -> tuple[Frame, ...]:
     return self.tree.frames(self.params)
 
-  def is_at(self, params: Any, layout: LayoutLike) -> bool:
+  def is_at(self, params: ArrayTree, layout: LayoutLike) -> bool:
     """Whether these are the very arrays and the layout of this context."""
     mine: tuple[Any, Any] = jax.tree.flatten(self.params)
     theirs: tuple[Any, Any] = jax.tree.flatten(params)
@@ -60,7 +61,7 @@ class _Trail:
   def __init__(self) -> None:
     self._entries: dict[int, tuple[list[weakref.ref], Stacks, StepContext]] = {}
 
-  def leave(self, tree: Any, stacks: Stacks, step: StepContext) -> None:
+  def leave(self, tree: ArrayTree, stacks: Stacks, step: StepContext) -> None:
     leaves = jax.tree.leaves(tree)
     if not all(isinstance(x, jax.core.Tracer) for x in leaves):
       return
@@ -72,7 +73,7 @@ class _Trail:
     self._entries[key] = references, stacks, step
 
   def follow(
-    self, tree: Any, params: Any, layout: LayoutLike
+    self, tree: ArrayTree, params: ArrayTree, layout: LayoutLike
   ) -> tuple[Stacks, StepContext] | None:
     leaves: Sequence[Any] = jax.tree.leaves(tree)
     entry = self._entries.get(id(leaves[0])) if leaves else None
