@@ -26,27 +26,13 @@ from prism_optax.transforms import (
 
 __version__ = '0.1.0'
 
+# fmt: off
 __all__ = [
-  'accounting',
-  'add_decayed_factors',
-  'chain',
-  'correlated_tangent_privatizer',
-  'diagnostics',
-  'dp_muon',
-  'fixed_rank',
-  'inference',
-  'intrinsic_clip',
-  'lora',
-  'muon',
-  'orthogonalize_tangents',
-  'per_matrix_clip',
-  'prism',
-  'prism_muon',
-  'published_prism',
-  'retract',
-  'scale_by_learning_rate',
-  'scale_by_rank_preconditioner',
-  'tangent_coordinates',
-  'tangent_privatizer',
-  'transforms',
+  'accounting', 'add_decayed_factors', 'chain',
+  'correlated_tangent_privatizer', 'diagnostics', 'dp_muon', 'fixed_rank',
+  'inference', 'intrinsic_clip', 'lora', 'muon', 'orthogonalize_tangents',
+  'per_matrix_clip', 'prism', 'prism_muon', 'published_prism', 'retract',
+  'scale_by_learning_rate', 'scale_by_rank_preconditioner',
+  'tangent_coordinates', 'tangent_privatizer', 'transforms',
 ]
+# fmt: on

@@ -23,19 +23,10 @@ from prism_optax._modules._tree import (
   map_pairs,
 )
 
+# fmt: off
 __all__ = [
-  'Layout',
-  'LayoutLike',
-  'LeafAxes',
-  'MatrixAxes',
-  'Module',
-  'ModuleArrays',
-  'ModuleTree',
-  'Pair',
-  'Stacks',
-  'describe_pairs',
-  'find_modules',
-  'map_pairs',
-  'pairs_by_name',
-  'path_name',
+  'Layout', 'LayoutLike', 'LeafAxes', 'MatrixAxes', 'Module', 'ModuleArrays',
+  'ModuleTree', 'Pair', 'Stacks', 'describe_pairs', 'find_modules',
+  'map_pairs', 'pairs_by_name', 'path_name',
 ]
+# fmt: on

@@ -37,21 +37,10 @@ from prism_optax.fixed_rank._tangents import (
   tangent_from_gradients,
 )
 
+# fmt: off
 __all__ = [
-  'Factors',
-  'Frame',
-  'Tangent',
-  'TangentSum',
-  'embed',
-  'frame',
-  'horizontal_lift',
-  'lift',
-  'multiply_out',
-  'norm',
-  'project',
-  'retract',
-  'tangent_from_gradients',
-  'tangent_from_steps',
-  'transport',
-  'truncate',
+  'Factors', 'Frame', 'Tangent', 'TangentSum', 'embed', 'frame',
+  'horizontal_lift', 'lift', 'multiply_out', 'norm', 'project', 'retract',
+  'tangent_from_gradients', 'tangent_from_steps', 'transport', 'truncate',
 ]
+# fmt: on

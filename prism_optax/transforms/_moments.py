@@ -14,14 +14,14 @@ floored. (PRISM, arXiv:2606.00944, Eq. 24-27, works on the factors of a lift;
 there the core's share and the noise depend on the gauge.)
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
-from prism_optax._types import Scalar
+from prism_optax._types import DTypeLike, Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
 from prism_optax.fixed_rank._sums import (
   as_sum,
@@ -30,6 +30,40 @@ from prism_optax.fixed_rank._sums import (
   projected,
   sum_at,
 )
+
+
+class Options(NamedTuple):
+  """What the averages and the direction of one step are computed with.
+
+  Attributes:
+    b1: Decay of the first moment.
+    b2: Decay of the second moments.
+    eps: Added to the roots of the eigenvalues, as in Adam.
+    floor_factor: The floor in units of the mean noise eigenvalue over the
+      observed directions.
+    debias: Subtract the noise covariance from V first.
+    max_condition_number: Largest condition number of the floored V.
+    variance: s^2, the noise variance per coordinate in the gradient.
+    mu_correction: ``1 - b1^t``, or 1.
+    nu_correction: ``1 - b2^t``.
+  """
+
+  b1: Scalar
+  b2: Scalar
+  eps: Scalar
+  floor_factor: Scalar
+  debias: bool
+  max_condition_number: Scalar
+  variance: Scalar = 0.0
+  mu_correction: Scalar = 1.0
+  nu_correction: Scalar = 1.0
+
+  def of_step(
+    self, dtype: DTypeLike, variance: jax.Array, mu: Scalar, nu: jax.Array
+  ) -> 'Options':
+    """With the numbers that change from step to step, in a type."""
+    numbers = [jnp.asarray(x, dtype) for x in (variance, mu, nu)]
+    return Options(*self[:6], *numbers)
 
 
 class RankMatrices(NamedTuple):
@@ -101,35 +135,32 @@ def _transported(
   return mu, turned(moments.nu), turned(moments.noise)
 
 
-def accumulate(
+def step(
   moments: Moments,
   frame: Frame,
   tangent: Tangent | TangentSum,
+  options: Options,
   *,
-  b1: Scalar,
-  b2: Scalar,
-  variance: jax.Array,
   transport: bool,
-) -> tuple[Moments, jax.Array]:
-  """One step of the exponential averages.
+) -> tuple[Moments, TangentSum]:
+  """One step of the exponential averages, and the preconditioned first moment.
 
   Args:
     moments: As they were left by the last step.
     frame: The current frame.
     tangent: Noisy mean gradient.
-    b1: Decay of the first moment.
-    b2: Decay of the second moments.
-    variance: s^2, the noise variance per coordinate in ``tangent``.
+    options: Of this step.
     transport: Whether the moments are written in the current frame first.
 
   Returns:
-    The moments, and the core ``Q_L^T mu Q_R`` of the first of them, (k, r, r).
+    The new moments and the direction.
   """
   if transport:
     old_mu, old_nu, old_noise = _transported(moments, frame)
   else:  # The old coordinates, read as if they were of this frame.
     old_mu = projected(frame, moments.mu)
     old_nu, old_noise = moments.nu, moments.noise
+  b1, b2, variance = options.b1, options.b2, options.variance
   x = as_sum(frame, tangent)
   mu = TangentSum(
     old_mu.left * b1 + x.left * (1 - b1), old_mu.right * b1 + x.right * (1 - b1)
@@ -151,38 +182,16 @@ def accumulate(
     average(old_nu, seen),
     average(old_noise, known),
   )
-  return new, mu.right.along.mT
+  return new, _direction(new, mu.right.along.mT, frame, options)
 
 
-def direction(
-  moments: Moments,
-  core: jax.Array,
-  frame: Frame,
-  *,
-  mu_correction: jax.Array,
-  nu_correction: jax.Array,
-  eps: Scalar,
-  floor_factor: Scalar,
-  debias: bool,
-  max_condition_number: Scalar,
+def _direction(
+  moments: Moments, core: jax.Array, frame: Frame, options: Options
 ) -> TangentSum:
-  """The preconditioned first moment.
-
-  Args:
-    moments: After :func:`accumulate`.
-    core: ``Q_L^T mu Q_R`` of their first moment, from :func:`accumulate`.
-    frame: The current frame.
-    mu_correction: ``1 - b1^t``, or 1.
-    nu_correction: ``1 - b2^t``.
-    eps: Added to the roots of the eigenvalues, as in Adam.
-    floor_factor: The floor in units of the mean noise eigenvalue over the
-      observed directions.
-    debias: Subtract the noise covariance from V first.
-    max_condition_number: Largest condition number of the floored V.
-  """
-  noise = jax.tree.map(lambda x: x / nu_correction, moments.noise)
-  nu = jax.tree.map(lambda x: x / nu_correction, moments.nu)
-  if debias:
+  """The preconditioned first moment, from it and its core ``Q_L^T mu Q_R``."""
+  noise = jax.tree.map(lambda x: x / options.nu_correction, moments.noise)
+  nu = jax.tree.map(lambda x: x / options.nu_correction, moments.nu)
+  if options.debias:
     nu = jax.tree.map(jnp.subtract, nu, noise)
 
   def floor(covariance, mask):
@@ -191,19 +200,22 @@ def direction(
     trace, observed = (
       jnp.trace(x, axis1=-2, axis2=-1) for x in (covariance, mask)
     )
-    return floor_factor * trace / jnp.maximum(observed, 1)
+    return options.floor_factor * trace / jnp.maximum(observed, 1)
 
   floors = jnp.concatenate(
     [floor(noise.left, frame.right_mask), floor(noise.right, frame.left_mask)]
   )
-  p_left, p_right = on_both_sides(
-    lambda x: _linalg.inverse_sqrt(
-      x, floor=floors, max_condition_number=max_condition_number, eps=eps
-    ),
-    nu.left,
-    nu.right,
-  )
-  p_left, p_right = p_left / mu_correction, p_right / mu_correction
+
+  def inverse_root(x):
+    root = _linalg.inverse_sqrt(
+      x,
+      floor=floors,
+      max_condition_number=options.max_condition_number,
+      eps=options.eps,
+    )
+    return root / options.mu_correction
+
+  p_left, p_right = on_both_sides(inverse_root, nu.left, nu.right)
   new_core = (matmul(p_right, core) + matmul(core, p_left)) / 2
   # X_R is X_R' + Q_R D^T: what p_right makes of the core is replaced.
   change = new_core - matmul(p_right, core)
@@ -214,30 +226,6 @@ def direction(
     (jnp.zeros_like(core), gram(core, p_right)),
   )
   return TangentSum(left, right.shifted(change.mT))
-
-
-def step(
-  moments: Moments,
-  frame: Frame,
-  tangent: Tangent | TangentSum,
-  *,
-  b1: Scalar,
-  b2: Scalar,
-  variance: jax.Array,
-  transport: bool,
-  **scaling: Any,
-) -> tuple[Moments, TangentSum]:
-  """:func:`accumulate` and :func:`direction`."""
-  moments, core = accumulate(
-    moments,
-    frame,
-    tangent,
-    b1=b1,
-    b2=b2,
-    variance=variance,
-    transport=transport,
-  )
-  return moments, direction(moments, core, frame, **scaling)
 
 
 # Leaves that are no factors: Adam with the same floor.
@@ -266,29 +254,21 @@ def init_elementwise(leaf: jax.Array) -> ElementwiseMoments:
 
 
 def elementwise_step(
-  moments: ElementwiseMoments,
-  gradient: jax.Array,
-  *,
-  b1: Scalar,
-  b2: Scalar,
-  variance: jax.Array,
-  mu_correction: jax.Array,
-  nu_correction: jax.Array,
-  eps: Scalar,
-  floor_factor: Scalar,
-  debias: bool,
+  moments: ElementwiseMoments, gradient: jax.Array, options: Options
 ) -> tuple[ElementwiseMoments, jax.Array]:
   """New averages, and ``mu / (sqrt(max(nu, floor)) + eps)``.
 
   The direction is zero where nothing was ever seen.
   """
+  b1, b2 = options.b1, options.b2
   new = ElementwiseMoments(
     b1 * moments.mu + (1 - b1) * gradient,
     b2 * moments.nu + (1 - b2) * jnp.square(gradient),
-    b2 * moments.noise + (1 - b2) * variance,
+    b2 * moments.noise + (1 - b2) * options.variance,
   )
-  noise = new.noise / nu_correction
-  nu = new.nu / nu_correction - (noise if debias else 0)
-  root = jnp.sqrt(jnp.maximum(jnp.maximum(nu, floor_factor * noise), 0)) + eps
-  mu = new.mu / mu_correction
+  noise = new.noise / options.nu_correction
+  nu = new.nu / options.nu_correction - (noise if options.debias else 0)
+  floored = jnp.maximum(jnp.maximum(nu, options.floor_factor * noise), 0)
+  root = jnp.sqrt(floored) + options.eps
+  mu = new.mu / options.mu_correction
   return new, jnp.where(root > 0, mu / jnp.where(root > 0, root, 1), 0)

@@ -18,6 +18,7 @@ from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
 from prism_optax.transforms._chain import TangentTransformation
+from prism_optax.transforms._moments import Options
 from prism_optax.transforms._rank_preconditioner import (
   StddevLike,
   preconditioner,
@@ -46,19 +47,12 @@ def _step(
   moments: FactorMoments,
   frame: Frame,
   tangent: Tangent | TangentSum,
+  options: Options,
   *,
-  b1: Scalar,
-  b2: Scalar,
-  variance: jax.Array,
-  mu_correction: jax.Array,
-  nu_correction: jax.Array,
-  eps: Scalar,
   floor_mode: str,
-  floor_factor: Scalar,
-  debias: bool,
-  max_condition_number: Scalar,
 ) -> tuple[FactorMoments, Tangent]:
   """One update of the moments, and the direction in tangent coordinates."""
+  b1, b2, variance = options.b1, options.b2, options.variance
   tangent = fixed_rank.multiply_out(tangent)
   gradient = fixed_rank.lift(frame, tangent, horizontal=True)
   mu = jax.tree.map(lambda x, g: b1 * x + (1 - b1) * g, moments.mu, gradient)
@@ -76,22 +70,23 @@ def _step(
   )
 
   def precondition(first, second, noise):
-    second = second / nu_correction
-    if debias:
+    second = second / options.nu_correction
+    if options.debias:
       second = second - variance * noise
-    scalar = floor_factor * variance
-    floor = scalar * jnp.ones(second.shape[:-2], second.dtype)
+    floor = options.floor_factor * variance
+    floors = floor * jnp.ones(second.shape[:-2], second.dtype)
     if floor_mode == 'geometry':  # Eq. 26
       mean = jnp.trace(noise, axis1=-2, axis2=-1) / rank
-      floor = jnp.maximum(floor, scalar * mean)
-    elif floor_mode == 'none':
-      floor = jnp.zeros_like(floor)
+      floors = jnp.maximum(floors, floor * mean)
     # As published: eps is added to the eigenvalues, before the floor.
     root = _linalg.inverse_sqrt(
-      second, floor=floor, max_condition_number=max_condition_number, eps=0.0,
-      added=eps,
-    )  # fmt: skip
-    return matmul(first / mu_correction, root)
+      second,
+      floor=floors,
+      max_condition_number=options.max_condition_number,
+      eps=0.0,
+      added=options.eps,
+    )
+    return matmul(first / options.mu_correction, root)
 
   direction = jax.tree.map(precondition, mu, nu, unit_noise)
   coordinates = fixed_rank.tangent_from_steps(frame, direction)
@@ -167,18 +162,15 @@ def scale_by_published_preconditioner(
     [1.732, 1.414]
   """
   _validate.one_of('floor_mode', floor_mode, ('geometry', 'scalar', 'none'))
+  if floor_mode == 'none':
+    floor_factor = 0.0
   return preconditioner(
     'scale_by_published_preconditioner',
     _init_moments,
     functools.partial(_step, floor_mode=floor_mode),
-    b1=b1,
-    b2=b2,
-    eps=eps,
+    Options(b1, b2, eps, floor_factor, debias, max_condition_number),
     noise_stddev=noise_stddev,
-    floor_factor=0.0 if floor_mode == 'none' else floor_factor,
-    debias=debias,
     bias_correction=True,
-    max_condition_number=max_condition_number,
     max_update_norm=max_update_norm,
     layout=layout,
   )

@@ -14,6 +14,7 @@ from prism_optax._modules import LayoutLike, Stacks, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.transforms import _moments
 from prism_optax.transforms._chain import Stacked, TangentTransformation
+from prism_optax.transforms._moments import Options
 
 # A number, or one number per step.
 StddevLike = Scalar | np.ndarray
@@ -77,25 +78,21 @@ def preconditioner(
   name: str,
   init_pair: Callable[..., Any],
   step_pair: Callable[..., Any],
+  options: Options,
   *,
-  b1: Scalar,
-  b2: Scalar,
-  eps: Scalar,
   noise_stddev: StddevLike,
-  floor_factor: Scalar,
-  debias: bool,
   bias_correction: bool,
-  max_condition_number: Scalar,
   max_update_norm: Scalar | None,
   layout: LayoutLike,
 ) -> TangentTransformation:
   """Moments of stacks by ``step_pair``, Adam's with a floor for the rest."""
+  b1, b2 = options.b1, options.b2
   _validate.decay_rate('b1', b1)
   _validate.decay_rate('b2', b2)
-  _validate.non_negative('eps', eps)
+  _validate.non_negative('eps', options.eps)
   _check_stddev(noise_stddev)
-  _validate.non_negative('floor_factor', floor_factor)
-  _validate.at_least('max_condition_number', max_condition_number, 1)
+  _validate.non_negative('floor_factor', options.floor_factor)
+  _validate.at_least('max_condition_number', options.max_condition_number, 1)
   if max_update_norm is not None:
     _validate.positive('max_update_norm', max_update_norm)
 
@@ -109,39 +106,20 @@ def preconditioner(
 
   def update(stacks, state, step, **extra_args):
     del extra_args
-    variance = _variance_at(noise_stddev, state.count)
     count = optax.safe_increment(state.count)
-    mu_correction = _one_minus_power(b1, count) if bias_correction else 1.0
-    nu_correction = _one_minus_power(b2, count)
-
-    def options(dtype):
-      return {
-        'b1': b1,
-        'b2': b2,
-        'variance': variance.astype(dtype),
-        'mu_correction': jnp.asarray(mu_correction, dtype),
-        'nu_correction': nu_correction.astype(dtype),
-        'eps': eps,
-        'debias': debias,
-      }
+    numbers = (
+      _variance_at(noise_stddev, state.count),
+      _one_minus_power(b1, count) if bias_correction else 1.0,
+      _one_minus_power(b2, count),
+    )
 
     def of_pair(moments, frame, tangent):
-      return step_pair(
-        moments,
-        frame,
-        tangent,
-        floor_factor=floor_factor,
-        max_condition_number=max_condition_number,
-        **options(frame.left.dtype),
-      )
+      now = options.of_step(frame.left.dtype, *numbers)
+      return step_pair(moments, frame, tangent, now)
 
     def of_leaf(moments, gradient):
-      return _moments.elementwise_step(
-        moments,
-        gradient,
-        floor_factor=floor_factor,
-        **options(gradient.dtype),
-      )
+      now = options.of_step(gradient.dtype, *numbers)
+      return _moments.elementwise_step(moments, gradient, now)
 
     pairs = map_pairs(of_pair, state.pairs, step.frames, stacks.pairs)
     others = map_pairs(of_leaf, state.others, stacks.others)
@@ -252,14 +230,9 @@ def scale_by_rank_preconditioner(
     'scale_by_rank_preconditioner',
     _moments.init_moments,
     functools.partial(_moments.step, transport=transport),
-    b1=b1,
-    b2=b2,
-    eps=eps,
+    Options(b1, b2, eps, floor_factor, debias, max_condition_number),
     noise_stddev=noise_stddev,
-    floor_factor=floor_factor,
-    debias=debias,
     bias_correction=bias_correction,
-    max_condition_number=max_condition_number,
     max_update_norm=max_update_norm,
     layout=layout,
   )
