@@ -82,7 +82,8 @@ def prism(
   ==========================  =================================================
 
   The defaults were set by experiments on digits and on text
-  (``benchmarks/hyper_parameters.py``, ``benchmarks/utility.py``): a first
+  (``benchmarks/accuracy/hyper_parameters.py``,
+  ``benchmarks/accuracy/utility.py``): a first
   moment without bias correction and a little decay are worth points of accuracy
   and forgive a wrong rate; floor_factor, debias, b2 and the kind of retraction
   made no difference; ten times the usual clip norm cost four points.
