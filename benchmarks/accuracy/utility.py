@@ -71,8 +71,7 @@ class Results:
   """The files of finished runs.
 
   Args:
-    folder: Where they lie.
-    compute: Runs what is not there, or None to wait for other workers.
+    folder: The folder of the files; made if it is not there.
   """
 
   def __init__(self, folder: pathlib.Path):

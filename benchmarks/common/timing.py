@@ -24,7 +24,7 @@ class Step:
   Args:
     step: ``step(carried, fixed) -> carried``; ``carried`` is donated.
     carried: Its first argument at the start.
-    fixed: What all calls get.
+    fixed: The second argument of all calls.
   """
 
   def __init__(self, step: Callable[[Any, Any], Any], carried: Any, fixed: Any):
@@ -82,8 +82,8 @@ def table(
   """One row for each step, printed and returned.
 
   Args:
-    steps: By name.
-    times: Of each, from :func:`in_turn`.
+    steps: The compiled steps by name.
+    times: Seconds of each, from :func:`in_turn`.
     references: Steps that the others are compared with, by their short names.
   """
   rows = {}

@@ -89,10 +89,10 @@ def run(
   Args:
     frames: ``'cheap'``, or ``'align'``, which destroys orthogonal columns, so
       that every frame is a QR and an SVD.
-    steps: How many.
+    steps: Number of steps.
     flags: ``XLA_FLAGS``.
-    threads: Of BLAS; None leaves it to the libraries.
-    cores: None for all.
+    threads: Number of threads of BLAS; None leaves it to the libraries.
+    cores: Number of cores; None for all.
 
   Raises:
     subprocess.TimeoutExpired: If it hangs.

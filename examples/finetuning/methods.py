@@ -85,11 +85,12 @@ def make(
       factors of every adapter, clipped and noised as they are. ``adamw``: the
       same with neither clip nor noise; NOT private.
     learning_rate: A number or a schedule.
-    l2_clip_norm: Of one example's gradient over all trainable leaves.
+    l2_clip_norm: Largest norm of one example's gradient over all trainable
+      leaves.
     noise_multiplier: Standard deviation of the noise on the mean, divided by
       ``l2_clip_norm / expected_batch_size``.
     expected_batch_size: The divisor of the sum, a declared constant.
-    prng_key: Of the noise, secret; see ``randomness.noise_key``.
+    prng_key: Key of the noise, secret; see ``randomness.noise_key``.
     params: The trainable parameters: how many matrices there are.
     layout: How PRISM finds the pairs of factors; see
       ``prism_optax.lora.describe_pairs``.
