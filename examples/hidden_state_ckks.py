@@ -154,12 +154,13 @@ def run(
   Args:
     mode: One release of a (T, n) block, clipped as a whole; or T releases of a
       vector, until the budget is spent.
-    client: Has the key.
-    server: Has the factors.
-    budget: The client's.
+    client: The party that has the key.
+    server: The party that has the factors.
+    budget: The budget of the client.
     states: Hidden states of the prompt, (T, n).
-    left: Of the server, (m, r): to compare with the delta in the clear.
-    right: Of the server, (n, r).
+    left: Left factor of the server, (m, r): to compare with the delta in the
+      clear.
+    right: Right factor of the server, (n, r).
 
   Returns:
     The report; ``outputs`` has a row for each token that was answered.

@@ -31,7 +31,8 @@ class NoisyInputNnx(nnx.Module):
   Args:
     layer: Anything callable on states of shape ``(..., d)``.
     l2_clip_norm: Bound of a state's norm.
-    stddev: Of the noise on each coordinate, in the unit of the states.
+    stddev: Standard deviation of the noise on each coordinate, in the unit of
+      the states.
     rngs: Source of the noise, its stream ``noise``. Seed it from the operating
       system's entropy: who knows the seed can subtract the noise.
     block_ndim: 1 to release each vector, 2 each (T, d) block.
@@ -75,7 +76,8 @@ class NoisyInputLinen(linen.Module):
   Attributes:
     layer: Module or function of states of shape ``(..., d)``.
     l2_clip_norm: Bound of a state's norm.
-    stddev: Of the noise on each coordinate, in the unit of the states.
+    stddev: Standard deviation of the noise on each coordinate, in the unit of
+      the states.
     block_ndim: 1 to release each vector, 2 each (T, d) block.
   """
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import prism_optax
-from benchmarks import probe_accuracy
+from benchmarks.geometry import probe_accuracy
 from prism_optax import lora
 from tests import oracles, test_utils
 

@@ -106,7 +106,8 @@ class Checkpoints:
 
     Args:
       like: A checkpoint of the same structure, shapes and types.
-      release: Of the run that goes on; it must be the one that began.
+      release: Constants of the run that goes on; they must be those it began
+        with.
 
     Raises:
       ValueError: If the checkpoint is of another run, model or optimizer, has

@@ -16,21 +16,30 @@ PUBLIC_SIZE, PRIVATE_SIZE = 600, 900
 LABELS = tuple(str(digit) for digit in range(10))
 
 
+def shuffled() -> tuple[np.ndarray, np.ndarray]:
+  """All pictures and their labels, in a fixed order.
+
+  Inputs are ``(1797, 8, 8)`` float32 in [0, 1], labels ``(1797,)`` int32. The
+  order is a public constant, so that runs can be compared.
+  """
+  images, labels = datasets.load_digits(return_X_y=True)
+  order = np.random.default_rng(0).permutation(len(labels))
+  images = images[order].reshape(-1, 8, 8).astype(np.float32) / 16
+  return images, labels[order].astype(np.int32)
+
+
 def load() -> tuple[data.Examples, data.Examples, data.Examples]:
   """Returns the parts ``(public, private, evaluation)``.
 
-  Inputs are ``(rows, 8, 8)`` float32 in [0, 1]. The split is fixed: a public
-  constant, so that runs can be compared.
+  Inputs are ``(rows, 8, 8)`` float32 in [0, 1]. The split is a public
+  constant too.
   """
-  images, labels = datasets.load_digits(return_X_y=True)
-  images = images.reshape(-1, 8, 8).astype(np.float32) / 16
-  labels = labels.astype(np.int32)
-  order = np.random.default_rng(0).permutation(len(labels))
-  public, private, evaluation = np.split(
-    order, [PUBLIC_SIZE, PUBLIC_SIZE + PRIVATE_SIZE]
-  )
+  images, labels = shuffled()
+  cuts = [PUBLIC_SIZE, PUBLIC_SIZE + PRIVATE_SIZE]
+  parts = zip(np.split(images, cuts), np.split(labels, cuts), strict=True)
+  public, private, evaluation = (data.Examples(*part) for part in parts)
   return (
-    data.Examples(images[public], labels[public]),
-    data.Examples(images[private][:, ::-1], labels[private]),
-    data.Examples(images[evaluation][:, ::-1], labels[evaluation]),
+    public,
+    private._replace(inputs=private.inputs[:, ::-1]),
+    evaluation._replace(inputs=evaluation.inputs[:, ::-1]),
   )

@@ -5,6 +5,7 @@ an optax transformation of the clipped mean. The rest of the step is shared.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import jax_privacy
 import optax
 
 import prism_optax
+from prism_optax import lora
 
 METHODS = ('prism', 'dp-muon', 'dp-adamw', 'adamw')
 # What the default task compares.
@@ -51,9 +53,13 @@ def _unchanged(params: Any) -> Callable[[Any], Any]:
 
 
 def _matrices(params: Any) -> Any:
-  """Which leaves are matrices, for DP-Muon."""
+  """Which leaves are matrices or stacks of them, for DP-Muon."""
   return jax.tree.map(
-    lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
+    lambda x: (
+      optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+      if x.ndim >= 2
+      else None
+    ),
     params,
   )
 
@@ -67,6 +73,7 @@ def make(
   expected_batch_size: int,
   prng_key: jax.Array,
   params: Any,
+  layout: lora.Layout | None = None,
 ) -> Method:
   """Builds a method.
 
@@ -78,12 +85,15 @@ def make(
       factors of every adapter, clipped and noised as they are. ``adamw``: the
       same with neither clip nor noise; NOT private.
     learning_rate: A number or a schedule.
-    l2_clip_norm: Of one example's gradient over all trainable leaves.
+    l2_clip_norm: Largest norm of one example's gradient over all trainable
+      leaves.
     noise_multiplier: Standard deviation of the noise on the mean, divided by
       ``l2_clip_norm / expected_batch_size``.
     expected_batch_size: The divisor of the sum, a declared constant.
-    prng_key: Of the noise, secret; see ``randomness.noise_key``.
+    prng_key: Key of the noise, secret; see ``randomness.noise_key``.
     params: The trainable parameters: how many matrices there are.
+    layout: How PRISM finds the pairs of factors; see
+      ``prism_optax.lora.describe_pairs``.
 
   Returns:
     The method.
@@ -100,14 +110,15 @@ def make(
       expected_batch_size=expected_batch_size,
       per_example_gradients=False,
       prng_key=prng_key,
+      layout=layout,
     )
     return Method(
       name,
       l2_clip_norm,
-      prism_optax.tangent_coordinates,
+      functools.partial(prism_optax.tangent_coordinates, layout=layout),
       transform,
       # Same adapters in the gauge where their frames are exact.
-      prepare=prism_optax.lora.canonicalize,
+      prepare=functools.partial(lora.canonicalize, layout=layout),
     )
   if name == 'dp-muon':
     # K groups of norm C / sqrt(K) each: together C, as for the others.
@@ -124,7 +135,7 @@ def make(
       consistent_rms=0.2,
       **groups,
     )
-    clip = prism_optax.clip_each_matrix(share, **groups)
+    clip = prism_optax.transforms.clip_each_matrix(share, **groups)
     return Method(name, l2_clip_norm, lambda params: clip, transform)
   if name == 'dp-adamw':
     privatizer = jax_privacy.noise_addition.gaussian_privatizer(

@@ -25,7 +25,7 @@ class Plan:
     steps: Number of steps planned.
     noise_multiplier: Standard deviation of the noise on the mean over
       ``l2_clip_norm / expected_batch_size``.
-    delta: Of the guarantee.
+    delta: The delta of the guarantee.
   """
 
   dataset_size: int

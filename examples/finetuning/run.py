@@ -31,7 +31,8 @@ class Settings:
   Attributes:
     optimizer: One of ``methods.METHODS``.
     learning_rate: At the first step; a cosine takes it to a tenth.
-    l2_clip_norm: Of the gradient of one example, over all trainable leaves.
+    l2_clip_norm: Largest norm of one example's gradient, over all trainable
+      leaves.
     microbatch_size: Examples in memory at once.
     eval_every: Steps between evaluations.
     checkpoint_every: Steps between checkpoints.
@@ -41,7 +42,7 @@ class Settings:
       how many records were drawn.
     nonprivate_diagnostics: Whether to write measures of the training data.
     keep_checkpoints: Whether the secrets stay on disk after the last step.
-    devices: Over so many devices each batch is split.
+    devices: Number of devices over which each batch is split.
   """
 
   optimizer: str

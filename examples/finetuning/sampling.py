@@ -56,7 +56,7 @@ def draw(
     seed: ``(4,)`` uint32, secret.
     step: Number of the step, from 0.
     dataset_size: Number of places to draw from.
-    sampling_probability: Of each place, independently.
+    sampling_probability: Probability of each place, drawn independently.
     size: The batch is cut to so many, by chance.
 
   Returns:

@@ -118,7 +118,7 @@ def mirrored_digits(
 
   Args:
     folder: The pretrained weights are kept here, and read if they are.
-    rank: Of the adapters.
+    rank: Rank of the adapters.
     targets: Keys of ``layers.TARGETS``.
     init_seed: Seed of the initial adapters, which are public.
   """

@@ -76,11 +76,11 @@ def make_step(
   """Builds ``step(state, frozen, batch, is_padding)``.
 
   Args:
-    graphdef: Of the model, from ``classifier.split``.
+    graphdef: Static part of the model, from ``classifier.split``.
     method: What is done with the gradients.
     expected_batch_size: The divisor of the sum of clipped gradients: the
       declared constant, never the size of the batch that was drawn.
-    microbatch_size: So many examples at once; divides the padded batch.
+    microbatch_size: Number of examples at once; divides the padded batch.
     nonprivate_diagnostics: Whether the step also returns ``Diagnostics``.
 
   Returns:
@@ -204,7 +204,7 @@ def make_evaluate(
   """Builds ``evaluate(params, frozen)`` over a public set.
 
   Args:
-    graphdef: Of the model.
+    graphdef: Static part of the model.
     evaluation: Public rows, no blank label among them.
     chunk: Rows at once; the last chunk is padded to the same shape.
 

@@ -182,10 +182,10 @@ def step(
     average(old_nu, seen),
     average(old_noise, known),
   )
-  return new, _direction(new, mu.right.along.mT, frame, options)
+  return new, direction(new, mu.right.along.mT, frame, options)
 
 
-def _direction(
+def direction(
   moments: Moments, core: jax.Array, frame: Frame, options: Options
 ) -> TangentSum:
   """The preconditioned first moment, from it and its core ``Q_L^T mu Q_R``."""

@@ -14,13 +14,35 @@ class HeadParam(nnx.Param):
 TRAINABLE = (nnx.LoRAParam, HeadParam)
 
 
-class Classifier(nnx.Module):
+def logits_of(
+  features: jax.Array, kernel: jax.Array, bias: jax.Array, temperature: float
+) -> jax.Array:
   """Logits from normalised features.
 
   The features of a sentence are divided by their norm: on raw features (norm
   5 for MiniLM) the gradient of the head takes nearly the whole clipping norm
   of an example and starves the adapters.
+
+  Args:
+    features: ``(batch, hidden)``, of any norm.
+    kernel: ``(hidden, classes)``, or a copy for each example, ``(batch, hidden,
+      classes)``.
+    bias: ``(classes,)`` or ``(batch, classes)``.
+    temperature: The factor of the logits.
+
+  Returns:
+    ``(batch, classes)``.
   """
+  # The floor keeps the gradient finite where an input has no token.
+  square = jnp.sum(features**2, axis=-1, keepdims=True)
+  features = features * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
+  # A row each: the head may be copies, one for each example.
+  logits = (features[..., None, :] @ kernel).squeeze(-2)
+  return temperature * (logits + bias)
+
+
+class Classifier(nnx.Module):
+  """An encoder and a linear head on its normalised features."""
 
   def __init__(
     self,
@@ -41,13 +63,12 @@ class Classifier(nnx.Module):
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """``(batch, ...)`` inputs to ``(batch, classes)`` logits."""
-    features = self.encoder(inputs)
-    # The floor keeps the gradient finite where an input has no token.
-    square = jnp.sum(features**2, axis=-1, keepdims=True)
-    features = features * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
-    # A row each: the head may be copies, one for each example.
-    logits = (features[..., None, :] @ self.kernel[...]).squeeze(-2)
-    return self.temperature * (logits + self.bias[...])
+    return logits_of(
+      self.encoder(inputs),
+      self.kernel[...],
+      self.bias[...],
+      self.temperature,
+    )
 
 
 def split(model: Classifier) -> tuple[Any, nnx.State, nnx.State]:

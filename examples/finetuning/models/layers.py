@@ -106,24 +106,28 @@ class Attention(nnx.Module):
 
     Args:
       tokens: ``(batch * length, hidden)``.
-      mask: ``(batch, length)``, True where there is a token to look at.
+      mask: ``(batch, length)``, True where there is a token to look at; or
+        ``(batch or 1, length, length)``, True where the token of the second
+        axis may look at the one of the last, as in a decoder.
 
     Returns:
       ``(batch * length, hidden)``. A sequence without a single token is
       attended uniformly: finite, and of no use.
     """
-    batch, length = mask.shape
+    hidden, length = tokens.shape[-1], mask.shape[-1]
+    shape = -1, length, self.heads, hidden // self.heads
     query, key, value = (
-      projection(tokens).reshape(batch, length, self.heads, -1)
+      projection(tokens).reshape(shape)
       for projection in (self.query, self.key, self.value)
     )
+    visible = mask[:, None, :] if mask.ndim == 2 else mask
     scores = jnp.einsum('bqhd,bkhd->bhqk', query, key)
     scores = scores / jnp.sqrt(query.shape[-1]).astype(scores.dtype)
     # The smallest number and not -inf: all of them masked must not be NaN.
     lowest = jnp.finfo(scores.dtype).min
-    scores = jnp.where(mask[:, None, None, :], scores, lowest)
+    scores = jnp.where(visible[:, None], scores, lowest)
     mixed = jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), value)
-    return self.output(mixed.reshape(batch * length, -1))
+    return self.output(mixed.reshape(tokens.shape))
 
 
 class FeedForward(nnx.Module):

@@ -60,6 +60,18 @@ class Config:
     return cls(**values)
 
 
+# The sizes of all-MiniLM-L6-v2.
+ALL_MINILM_L6_V2 = Config(
+  vocab_size=30522,
+  hidden_size=384,
+  num_hidden_layers=6,
+  num_attention_heads=12,
+  intermediate_size=1536,
+  max_position_embeddings=512,
+  layer_norm_eps=1e-12,
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
   """Which layers carry adapters.

@@ -1,0 +1,201 @@
+"""How much of correlated noise cancels on the manifold, step size by step size.
+
+    python benchmarks/privacy/correlated_noise.py [--seeds 4]
+
+Training on noise alone: 100 steps with the optimal Toeplitz strategy for prefix
+sums (arXiv:2202.11205) on one 64 x 64 module of rank 4. In flat space the
+accumulated noise after 100 steps, in units of that of independent noise of the
+same privacy (single participation), is the promise. On the manifold each noise
+moves Z by ``learning_rate T``; what accumulates in Z is compared with what
+independent noise accumulates there, at the end. Fixed coordinates
+(``correlated_tangent_privatizer``) against moving ones (``tangent_privatizer``
+with the same privatizer), from full rank and from the zero start of LoRA. About
+a minute on a CPU. Results go to ``benchmarks/results``.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import optax
+from jax_privacy import noise_addition
+from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
+
+mpl.use('agg')
+from matplotlib import pyplot as plt
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+
+import prism_optax  # noqa: E402
+from benchmarks.common import methods, results  # noqa: E402
+from prism_optax import accounting  # noqa: E402
+
+STEPS, SIZE, RANK = 100, 64, 4
+# Length of one step over the smallest singular value of Z at the start.
+RATIOS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+STARTS = {'condition 1': 1.0, 'condition 30': 30.0, 'zero': None}
+
+
+@functools.cache
+def noising(kind: str) -> tuple[streaming_matrix.StreamingMatrix, float]:
+  """A noising matrix, and its noise at the same epsilon for all kinds."""
+  if kind == 'independent':
+    return streaming_matrix.identity(), 1.0
+  coefs = toeplitz.optimal_max_error_strategy_coefs(STEPS)
+  strategy = toeplitz.materialize_lower_triangular(coefs)
+  # More noise for the larger sensitivity: the same epsilon for all.
+  sensitivity = accounting.matrix_mechanism_sensitivity(
+    strategy, max_participations=1
+  )
+  return toeplitz.inverse_as_streaming_matrix(coefs), sensitivity
+
+
+def flat_promise() -> float:
+  """Accumulated noise over independent noise, at the end."""
+  matrix, sensitivity = noising('correlated')
+  b = sensitivity * np.float64(matrix.materialize(STEPS))
+  return np.sqrt(np.sum(np.sum(b, axis=0) ** 2) / STEPS)
+
+
+def transformation(kind: str, coordinates: str, key: jax.Array):
+  """Noise alone, in fixed or in moving coordinates."""
+  matrix, stddev = noising(kind)
+  if coordinates == 'moving':
+    privatizer = noise_addition.matrix_factorization_privatizer(
+      matrix, stddev=stddev, prng_key=key
+    )
+    return prism_optax.tangent_privatizer(privatizer=privatizer, horizon=STEPS)
+  return methods.correlated_privatizer(matrix, stddev, STEPS, key)
+
+
+def start(
+  condition: float | None, rng: np.random.Generator
+) -> dict[str, jax.Array]:
+  """Factors of this condition number; None for the zero start of LoRA."""
+  left, right = (
+    np.linalg.qr(rng.standard_normal((SIZE, RANK)))[0] for _ in range(2)
+  )
+  if condition is None:
+    right, left = right, np.zeros_like(left)
+  else:
+    root = np.sqrt(np.geomspace(condition, 1.0, RANK))
+    left, right = left * root, right * root
+  return {
+    'lora_a': jnp.asarray(right, jnp.float32),
+    'lora_b': jnp.asarray(left.T, jnp.float32),
+  }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def accumulated(kind, coordinates, params, key, rate):
+  """||Z_t - Z_0|| after 100 steps of noise alone."""
+  noise = transformation(kind, coordinates, key)
+  last = prism_optax.retract()
+  zeros = jax.tree.map(jnp.zeros_like, params)
+
+  def step(carry, _):
+    params, state = carry
+    drawn, state = noise.update(zeros, state, params)
+    updates, _ = last.update(
+      jax.tree.map(lambda x: rate * x, drawn), optax.EmptyState(), params
+    )
+    return (optax.apply_updates(params, updates), state), None
+
+  # While tracing, the start is not checked: the zero one is shown here.
+  carry = params, noise.init(params)
+  (end, _), _ = jax.lax.scan(step, carry, length=STEPS)
+  return jnp.linalg.norm(
+    end['lora_a'] @ end['lora_b'] - params['lora_a'] @ params['lora_b']
+  )
+
+
+def measure(condition: float | None, ratio: float, seeds: int) -> list[float]:
+  """Accumulated noise at the end over that of independent noise."""
+  # One independent noise has about this norm: the same rate for all kinds.
+  rate = ratio / np.sqrt(RANK * (2 * SIZE - RANK))
+
+  def energy(kind, coordinates):
+    runs = [
+      accumulated(
+        kind,
+        coordinates,
+        start(condition, np.random.default_rng(seed)),
+        jax.random.key(seed),
+        rate,
+      )
+      for seed in range(seeds)
+    ]
+    return np.sqrt(np.mean(np.square(runs)))
+
+  for kind in ('independent', 'correlated'):
+    noising(kind)  # With values, before it is asked for while tracing.
+  independent = energy('independent', 'fixed')
+  return [
+    energy('correlated', coordinates) / independent
+    for coordinates in ('fixed', 'moving')
+  ]
+
+
+def plot(
+  found: dict[str, list[list[float]]], promise: float, path: pathlib.Path
+) -> None:
+  """Accumulated noise against the size of a step, for each start."""
+  figure, axes = plt.subplots(figsize=(6, 4), layout='constrained')
+  for i, (name, rows) in enumerate(found.items()):
+    fixed, moving = zip(*rows, strict=True)
+    ratios = RATIOS[: len(rows)] if len(rows) > 1 else (1.0,)
+    axes.plot(ratios, fixed, 'o-', color=f'C{i}', label=f'{name}, fixed')
+    axes.plot(
+      ratios, moving, 's:', color=f'C{i}', alpha=0.6, label=f'{name}, moving'
+    )
+  axes.axhline(promise, color='k', lw=0.8, label='flat space')
+  axes.axhline(1, color='k', lw=0.8, ls='--', label='independent noise')
+  axes.set(
+    xscale='log',
+    yscale='log',
+    xlabel='step / smallest singular value of Z at the start',
+    ylabel='accumulated noise / independent',
+  )
+  axes.legend(fontsize=7)
+  figure.savefig(path, dpi=110)
+  plt.close(figure)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--seeds', type=int, default=4)
+  args = parser.parse_args()
+  promise = flat_promise()
+  print(f'flat space: {promise:.3f}')
+  print('start          step/s_min   fixed  moving')
+  found = {}
+  for name, condition in STARTS.items():
+    found[name] = []
+    # From zero there is no scale that a step could be small against.
+    for ratio in RATIOS if condition else (1.0,):
+      row = measure(condition, ratio, args.seeds)
+      found[name].append([float(x) for x in row])
+      print(f'{name:14} {ratio:10g} {row[0]:7.3f} {row[1]:7.3f}', flush=True)
+  path = results.save(
+    'correlated_noise',
+    {
+      'environment': results.environment(),
+      'steps': STEPS,
+      'seeds': args.seeds,
+      'flat space': float(promise),
+      'step over smallest singular value': RATIOS,
+      'accumulated over independent, fixed and moving coordinates': found,
+    },
+  )
+  plot(found, promise, path.with_suffix('.png'))
+  print(f'Written to {path}')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,150 @@
+"""Private LoRA of a small Flax model, from the data to the privacy statement.
+
+    python examples/train.py
+
+A file to copy. A network that reads digits is trained on public pictures, then
+adapted to private ones, which are upside down. The guarantee rests on the
+constants below, which must not depend on private data, and on the two secrets
+in `main`. Half a minute on two cores. For checkpoints see `finetune.py`.
+"""
+
+import argparse
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from sklearn import datasets
+
+import prism_optax
+from prism_optax import accounting
+
+# Public constants. The guarantee (EPSILON, DELTA) is about one private picture
+# that is added or removed.
+EPSILON = 3.0
+DELTA = 1e-4  # Well below 1 / PRIVATE_SIZE.
+PUBLIC_SIZE, PRIVATE_SIZE = 600, 900  # Declared, not counted from a file.
+BATCH = 128  # EXPECTED number of pictures in a batch, and the divisor.
+RATE = BATCH / PRIVATE_SIZE  # Probability of each picture to be drawn.
+CLIP = 1.0  # Largest norm that one picture's gradient may have.
+# Batches are padded to one shape, with room for six standard deviations; what
+# is larger is cut, which the accounting is told.
+PADDED = BATCH + math.ceil(6 * math.sqrt(BATCH * (1 - RATE)))
+# Public too: never tune them on private data without paying for it.
+HIDDEN, RANK, LEARNING_RATE = 128, 8, 5e-2
+
+
+class Network(nnx.Module):
+  """Three dense layers, each with a pair of LoRA factors."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    sizes = [(64, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 10)]
+    self.layers = nnx.List(
+      [nnx.LoRALinear(*size, lora_rank=RANK, rngs=rngs) for size in sizes]
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Pictures ``(..., 64)`` to logits ``(..., 10)``."""
+    for layer in self.layers[:-1]:
+      x = nnx.relu(layer(x))
+    return self.layers[-1](x)
+
+
+# The initial values are public: PRISM trains the params, the weights stay.
+GRAPH, PARAMS, WEIGHTS = nnx.split(Network(nnx.Rngs(0)), nnx.LoRAParam, ...)
+
+
+def loss(params, weights, x, y):
+  """Mean cross-entropy; of one picture ``(64,)`` or of many."""
+  logits = nnx.merge(GRAPH, params, weights)(x)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@jax.jit
+def accuracy(params, weights, x, y):
+  logits = nnx.merge(GRAPH, params, weights)(x)
+  return jnp.mean(jnp.argmax(logits, -1) == y)
+
+
+def load() -> list[tuple[np.ndarray, np.ndarray]]:
+  """Pictures and labels: public, private, and held out (declared public)."""
+  pictures, y = datasets.load_digits(return_X_y=True)
+  upright = pictures.astype(np.float32) / 16
+  turned = upright.reshape(-1, 8, 8)[:, ::-1].reshape(-1, 64)
+  order = np.random.default_rng(0).permutation(len(y))
+  parts = np.split(order, [PUBLIC_SIZE, PUBLIC_SIZE + PRIVATE_SIZE])
+  kinds = (upright, turned, turned)
+  return [(x[i], y[i]) for x, i in zip(kinds, parts, strict=True)]
+
+
+@jax.jit
+def pretrain(x, y):
+  """Weights after plain training on public pictures."""
+  adamw = optax.adamw(3e-3)
+
+  def step(_, carry):
+    weights, state = carry
+    grads = jax.grad(loss, 1)(PARAMS, weights, x, y)
+    updates, state = adamw.update(grads, state, weights)
+    return optax.apply_updates(weights, updates), state
+
+  return jax.lax.fori_loop(0, 200, step, (WEIGHTS, adamw.init(WEIGHTS)))[0]
+
+
+def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+  """A Poisson batch: ``(PADDED,)`` rows, and True where there is none."""
+  drawn = np.flatnonzero(rng.random(PRIVATE_SIZE) < RATE)
+  drawn = rng.permutation(drawn)[:PADDED]  # Cut by chance, not by position.
+  rows = np.zeros(PADDED, np.int64)
+  rows[: len(drawn)] = drawn
+  return rows, np.arange(PADDED) >= len(drawn)
+
+
+def main(steps: int = 200, seed: int | None = None) -> tuple[float, str]:
+  """Returns the accuracy on held-out pictures and the privacy statement."""
+  public, (x, y), held_out = load()
+  weights, params = pretrain(*public), PARAMS
+  cut = {'truncated_batch_size': PADDED, 'dataset_size': PRIVATE_SIZE}
+  sigma = accounting.calibrate_noise_multiplier(
+    EPSILON, DELTA, RATE, steps, **cut
+  )
+  # The two secrets: which pictures are drawn, and the noise. None takes both
+  # from the operating system. A seed that somebody knows voids the guarantee.
+  rng = np.random.default_rng(seed)
+  optimizer = prism_optax.prism(
+    optax.cosine_decay_schedule(LEARNING_RATE, steps), l2_clip_norm=CLIP,
+    noise_multiplier=sigma, expected_batch_size=BATCH, prng_key=seed,
+  )  # fmt: skip
+  # Once for each budget: another state from the same key repeats the noise.
+  state = optimizer.init(params)
+
+  @jax.jit
+  def step(params, state, x, y, is_padding):
+    one_by_one = jax.vmap(jax.grad(loss), (None, None, 0, 0))
+    grads = one_by_one(params, weights, x, y)
+    updates, state = optimizer.update(
+      grads, state, params, is_padding_example=is_padding
+    )
+    return optax.apply_updates(params, updates), state
+
+  for number in range(steps + 1):
+    if number % 25 == 0 or number == steps:  # Of public pictures only.
+      found = accuracy(params, weights, *held_out)
+      print(f'step {number} of {steps}: accuracy {found:.3f}')
+    if number < steps:
+      rows, is_padding = draw(rng)
+      params, state = step(params, state, x[rows], y[rows], is_padding)
+  event = accounting.dpsgd_event(sigma, RATE, steps, **cut)
+  statement = accounting.privacy_statement(event, DELTA)
+  void = '' if seed is None else '. VOID: the seed made all of it predictable'
+  print(f'{statement}{void}.')
+  return float(found), statement
+
+
+if __name__ == '__main__':
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--steps', type=int, default=200)
+  parser.add_argument('--seed', type=int, help='for tests: voids the guarantee')
+  main(**vars(parser.parse_args()))
