@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 import prism_optax  # noqa: E402
 from benchmarks.accuracy import digits_network  # noqa: E402
 from benchmarks.common import methods, results  # noqa: E402
-from prism_optax import accounting  # noqa: E402
+from prism_optax import accounting, transforms  # noqa: E402
 
 RANK, BATCH, EPOCHS, CLIP, DELTA = 4, 100, 8, 1.0, 1e-4
 RATES = (1e-2, 3e-2, 1e-1, 3e-1)
@@ -90,9 +90,7 @@ def run(
       min_separation=steps // EPOCHS,
     )  # fmt: skip
   stddev = sigma * CLIP / BATCH
-  per_step = prism_optax.transforms.correlated_noise_stddev(
-    matrix, stddev, steps
-  )
+  per_step = transforms.correlated_noise_stddev(matrix, stddev, steps)
   clip = prism_optax.intrinsic_clip(CLIP, normalize_by=BATCH)
   x, y = map(jnp.asarray, train)
 

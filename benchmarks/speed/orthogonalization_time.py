@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
 from benchmarks.common import timing  # noqa: E402
+from prism_optax import transforms  # noqa: E402
 
 # Rows, columns, how many of them.
 MODELS = {
@@ -54,9 +55,7 @@ def candidates(
   def ours(**options):
     return optax.chain(
       optax.trace(0.95),
-      prism_optax.transforms.orthogonalize(
-        weight_dimension_numbers=dims, **options
-      ),
+      transforms.orthogonalize(weight_dimension_numbers=dims, **options),
       optax.scale_by_learning_rate(0.1),
     )
 

@@ -141,10 +141,8 @@ def chains(name: str, runs: int) -> dict[str, dict[str, float]]:
   """The alias against its lines, chained by this library and by optax."""
   shapes, rank, _ = WORKLOADS[name]
   params, grads = problem(shapes, rank)
-  ours, theirs = (
-    prism_optax.scale_by_learning_rate,
-    optax.scale_by_learning_rate,
-  )
+  ours = prism_optax.scale_by_learning_rate
+  theirs = optax.scale_by_learning_rate
   steps = {
     'prism': compiled(prism(), params, grads),
     'prism_optax.chain': compiled(

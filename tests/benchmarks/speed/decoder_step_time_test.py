@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.speed import decoder
 from benchmarks.speed import decoder_step_time as benchmark
-from prism_optax import lora
+from prism_optax import _modules
 
 TINY = dataclasses.replace(
   decoder.SHAPES['small'],
@@ -39,7 +39,7 @@ def test_shapes_are_those_of_gemma_3_4b():
   count = sum(x.size for x in jax.tree.leaves(frozen))
   assert 3.8e9 < count < 4.0e9
   assert sum(x.size for x in jax.tree.leaves(params)) == 34 * 16 * 37376
-  assert len(lora.Adapters(params, benchmark.LAYOUT).modules) == 5
+  assert len(_modules.ModuleTree(params, benchmark.LAYOUT).modules) == 5
 
 
 def test_no_position_sees_what_comes_after_it(problem):
