@@ -1,5 +1,6 @@
 """Names of types that stand in many signatures."""
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -7,6 +8,9 @@ import optax
 
 # A number, also one that JAX traces: a schedule, an injected hyper-parameter.
 Scalar: TypeAlias = float | jax.Array
+# A number, or a function of the number of updates so far. (optax's own name for
+# it is unknown to type checkers.)
+ScalarOrSchedule: TypeAlias = Scalar | Callable[..., jax.typing.ArrayLike]
 # Any tree of arrays, not parameters alone.
 ArrayTree: TypeAlias = optax.Params
 # A seed or a typed key (``jax.random.key``); None for the operating system's.

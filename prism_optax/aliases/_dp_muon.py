@@ -11,7 +11,13 @@ import optax
 from prism_optax import _matrix_axes, _per_example, _randomness, _validate
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike
-from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
+from prism_optax._types import (
+  ArrayTree,
+  DTypeLike,
+  PRNGKeyLike,
+  Scalar,
+  ScalarOrSchedule,
+)
 from prism_optax.transforms import (
   BiasCorrection,
   clip_groups,
@@ -90,7 +96,7 @@ def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
 
 
 def dp_muon(
-  learning_rate: optax.ScalarOrSchedule,
+  learning_rate: ScalarOrSchedule,
   *,
   l2_clip_norms: NormsLike,
   noise_multiplier: Scalar | None = None,
@@ -108,7 +114,7 @@ def dp_muon(
   consistent_rms: float | None = None,
   matmul_dtype: DTypeLike | None = None,
   weight_decay: Scalar = 0.0,
-  adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  adam_learning_rate: ScalarOrSchedule | None = None,
   adam_b1: Scalar = 0.9,
   adam_b2: Scalar = 0.999,
   adam_eps: Scalar = 1e-8,

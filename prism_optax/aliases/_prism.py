@@ -1,10 +1,8 @@
 """PRISM as one optimizer, in three forms."""
 
-import optax
-
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike
-from prism_optax._types import PRNGKeyLike, Scalar
+from prism_optax._types import PRNGKeyLike, Scalar, ScalarOrSchedule
 from prism_optax.transforms import (
   TangentTransformation,
   add_decayed_factors,
@@ -44,7 +42,7 @@ def _optimizer(
 
 
 def prism(
-  learning_rate: optax.ScalarOrSchedule,
+  learning_rate: ScalarOrSchedule,
   *,
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,
@@ -186,7 +184,7 @@ def prism(
 
 
 def prism_muon(
-  learning_rate: optax.ScalarOrSchedule,
+  learning_rate: ScalarOrSchedule,
   *,
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,
@@ -264,7 +262,7 @@ def prism_muon(
 
 
 def published_prism(
-  learning_rate: optax.ScalarOrSchedule,
+  learning_rate: ScalarOrSchedule,
   *,
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,

@@ -5,7 +5,7 @@ import optax
 from prism_optax import _validate, fixed_rank
 from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike
-from prism_optax._types import Scalar
+from prism_optax._types import Scalar, ScalarOrSchedule
 from prism_optax.fixed_rank import TangentSum
 from prism_optax.fixed_rank._sums import as_sum
 from prism_optax.transforms._chain import (
@@ -76,7 +76,7 @@ def add_decayed_factors(
 
 
 def scale_by_learning_rate(
-  learning_rate: optax.ScalarOrSchedule, *, layout: LayoutLike = None
+  learning_rate: ScalarOrSchedule, *, layout: LayoutLike = None
 ) -> TangentTransformation:
   """Multiplies updates by minus the learning rate.
 

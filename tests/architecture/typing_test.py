@@ -90,8 +90,9 @@ def check(tmp_path_factory):
     path.write_text(textwrap.dedent(program))
     return subprocess.run(
       [
+        # optax ships no types.
         sys.executable, '-m', 'mypy', '--strict',
-        '--disable-error-code=import-untyped',  # optax ships no types. '--python-executable', python,
+        '--disable-error-code=import-untyped', '--python-executable', python,
         '--cache-dir', folder / 'cache', path,
       ],
       cwd=folder, capture_output=True, text=True, check=False,
