@@ -62,8 +62,7 @@ RELATION = re.compile(
 POST_PROCESSING = {
   'inference': 'lora_delta',
   'lora': (
-    'canonicalize difference ema intrinsic merge pad_rank save_peft '
-    'truncate unmerge'
+    'canonicalize deltas difference merge save_peft truncate unmerge'
   ),
   'prism_optax': (
     'add_decayed_factors orthogonalize orthogonalize_tangents retract '
@@ -94,7 +93,7 @@ FORMULAS = {
     'privatize_on_host release_event rank_attenuation '
     'signal_to_noise_bound'
   ),
-  'lora': 'canonicalize ema initialize spectral_residual',
+  'lora': 'canonicalize initialize spectral_residual',
   'orthogonalization': (
     'coefficients divisor orthogonalize slope_at_zero subtract_bias'
   ),
@@ -117,7 +116,7 @@ EDGE_CASES = {
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
   ),
   'lora': (
-    'canonicalize describe_pairs ema initialize merge pad_rank truncate'
+    'canonicalize describe_pairs initialize merge truncate'
   ),
   'orthogonalization': 'orthogonalize subtract_bias',
   'prism_optax': (

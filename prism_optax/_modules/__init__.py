@@ -9,17 +9,26 @@ through :mod:`prism_optax.lora`.
 
 from prism_optax._modules._finding import (
   LayoutLike,
-  Module,
   describe_pairs,
   find_modules,
+  named_leaves,
+  other_leaves,
   pairs_by_name,
-  path_name,
 )
-from prism_optax._modules._layout import Layout, LeafAxes, MatrixAxes, Pair
+from prism_optax._modules._layout import (
+  Layout,
+  LeafAxes,
+  MatrixAxes,
+  Module,
+  Pair,
+  inverse,
+  transposed,
+)
 from prism_optax._modules._tree import (
   ModuleArrays,
   ModuleTree,
   Stacks,
+  map_factors,
   map_pairs,
 )
 
@@ -35,7 +44,11 @@ __all__ = [
   'Stacks',
   'describe_pairs',
   'find_modules',
+  'inverse',
+  'map_factors',
   'map_pairs',
+  'named_leaves',
+  'other_leaves',
   'pairs_by_name',
-  'path_name',
+  'transposed',
 ]

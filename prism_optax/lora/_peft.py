@@ -7,21 +7,21 @@ their transposes: ``lora_a`` (in, r) and ``lora_b`` (r, out).
 """
 
 import itertools
-import math
 import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from prism_optax import _modules
-from prism_optax._modules import Layout, LeafAxes, Pair
+from prism_optax._linalg import at_least_float32
+from prism_optax._modules import Layout, LayoutLike, Module, Pair
 from prism_optax.fixed_rank import Factors
-from prism_optax.lora import _peft_files, _ranks
+from prism_optax.lora import _peft_files
 
 NamesLike = Mapping[str, str] | Callable[[str], str] | None
 
@@ -47,7 +47,7 @@ class PeftAdapter(NamedTuple):
   others: dict[str, np.ndarray]
 
 
-def load_peft(folder: str | os.PathLike) -> PeftAdapter:
+def load_peft(folder: str | os.PathLike[str]) -> PeftAdapter:
   """Reads an adapter that PEFT has saved.
 
   Needs the package ``safetensors``. Adapters that are more than ``alpha / r *
@@ -98,11 +98,11 @@ def load_peft(folder: str | os.PathLike) -> PeftAdapter:
 
 def from_peft(
   adapter: PeftAdapter,
-  params: Any,
+  params: optax.Params,
   *,
   names: NamesLike = None,
-  layout: _modules.LayoutLike = None,
-) -> Any:
+  layout: LayoutLike = None,
+) -> optax.Params:
   """Puts a loaded adapter into a tree of trainable parameters.
 
   Args:
@@ -138,55 +138,55 @@ def from_peft(
     >>> float(new['q']['lora_a'][0, 0])
     2.0
   """
-  modules = _modules.find_modules(params, layout)
-  leaves, treedef = jax.tree.flatten(params)
   scales = {
     pair.a.removesuffix('/lora_a'): pair.layout.scale
     for pair in adapter.layout
     if pair.layout is not None
   }
-  used: set[str] = set()
-  for module in modules:
-    paths = _torch_names(module, names)
+  used: dict[str, list[str]] = {}
+
+  def filled(module: Module, old: Factors) -> Factors:
+    del old
+    paths = used[module.name] = _torch_names(module, names)
     absent = [path for path in paths if path not in adapter.params]
     if absent:
       raise ValueError(
         f'The adapter has no module {absent[0]!r} for {module.name!r}; it has'
         f' {_some(adapter.params)}. Say which: names={{{module.name!r}: ...}}.'
       )
-    used.update(paths)
-    parts = []
+    left, right = [], []
     for path in paths:
       a, b = (adapter.params[path][name] for name in ('lora_a', 'lora_b'))
       expected = (module.n, module.rank), (module.rank, module.m)
       if (a.shape, b.shape) != expected:
         raise ValueError(
           f'Expected lora_a and lora_b of shapes {expected} in {path!r} for'
-          f' {module.name!r}, got {(a.shape, b.shape)}. Another rank is made by'
-          ' lora.pad_rank or lora.truncate.'
+          f' {module.name!r}, got {(a.shape, b.shape)}. Make params of the rank'
+          ' of the adapter; lora.truncate lowers it afterwards.'
         )
       root = (scales[path] / module.scale) ** 0.5
-      a, b = (x.astype(jnp.promote_types(x.dtype, np.float32)) for x in (a, b))
-      parts.append((root * b.T, root * a))
-    left, right = (jnp.stack(x) for x in zip(*parts, strict=True))
-    _ranks.write_factors(module, leaves, Factors(left, right))
-  missed = sorted(set(adapter.params) - used)
+      left.append(root * at_least_float32(b.T))
+      right.append(root * at_least_float32(a))
+    return Factors(jnp.stack(left), jnp.stack(right))
+
+  new = _modules.map_factors(filled, params, layout)
+  missed = set(adapter.params).difference(*used.values())
   if missed:
     raise ValueError(
-      f'No module of params takes {_some(missed)} of the adapter; the modules'
-      f' are {_some([x.name for x in modules])}.'
+      f'No module of params takes {_some(sorted(missed))} of the adapter; the'
+      f' modules are {_some(used)}.'
     )
-  return jax.tree.unflatten(treedef, leaves)
+  return new
 
 
 def save_peft(
-  folder: str | os.PathLike,
-  params: Any,
+  folder: str | os.PathLike[str],
+  params: optax.Params,
   *,
   names: NamesLike = None,
   embeddings: Sequence[str] = (),
   config: Mapping[str, Any] | None = None,
-  layout: _modules.LayoutLike = None,
+  layout: LayoutLike = None,
 ) -> None:
   """Writes adapters as PEFT reads them.
 
@@ -230,8 +230,7 @@ def save_peft(
   """
   modules = _modules.find_modules(params, layout)
   leaf_names, leaves = _modules.named_leaves(params)
-  factors = {i for x in modules for i in (x.a, x.b)}
-  others = [x for i, x in enumerate(leaf_names) if i not in factors]
+  others = [leaf_names[i] for i in _modules.other_leaves(modules, len(leaves))]
   if others:
     raise ValueError(
       f'Expected LoRA pairs only, got {_some(others)}: a PEFT adapter has no'
@@ -239,10 +238,7 @@ def save_peft(
     )
   found: dict[str, _peft_files.PeftModule] = {}
   for module in modules:
-    left, right = (
-      _matrices(axes, leaves[i])
-      for i, axes in ((module.b, module.b_axes), (module.a, module.a_axes))
-    )
+    left, right = module.read(leaves, np.asarray)
     paths = _torch_names(module, names)
     for path, b, a in zip(paths, left, right, strict=True):
       if path in found:
@@ -261,13 +257,6 @@ def save_peft(
     list(found.values()),
     {**(config or {}), **_config(list(found.values()))},
   )
-
-
-def _matrices(axes: LeafAxes, leaf: Any) -> np.ndarray:
-  """(k, features, r) in the leaf's own type: moved about, not computed with."""
-  stack = math.prod(axes.sizes(axes.stack))
-  moved = np.transpose(np.asarray(leaf), axes.order)
-  return moved.reshape(stack, -1, axes.shape[axes.rank])
 
 
 def _config(modules: Sequence[_peft_files.PeftModule]) -> dict[str, Any]:
@@ -301,7 +290,7 @@ def _whole(value: float) -> float | int:
   return int(value) if float(value).is_integer() else value
 
 
-def _torch_names(module: _modules.Module, names: NamesLike) -> list[str]:
+def _torch_names(module: Module, names: NamesLike) -> list[str]:
   """One name for each of the stacked modules, in their order."""
   if callable(names):
     name = names(module.name)

@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -184,7 +184,9 @@ def _shown(value: Any) -> str:
   return text if len(text) < 60 else text[:60] + '...'
 
 
-def _check_patterns(path: pathlib.Path, field: str, value: Any, check) -> None:
+def _check_patterns(
+  path: pathlib.Path, field: str, value: Any, check: Callable[[Any], bool]
+) -> None:
   if value is None:
     return
   if not isinstance(value, dict) or not all(map(check, value.values())):
@@ -244,7 +246,9 @@ def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _sorted_out(
   path: pathlib.Path, tensors: Mapping[str, np.ndarray]
-) -> tuple[dict[tuple[str, bool], dict[str, np.ndarray]], dict]:
+) -> tuple[
+  dict[tuple[str, bool], dict[str, np.ndarray]], dict[str, np.ndarray]
+]:
   """Factors by (module, whether an embedding) and side, and all the rest."""
   factors: dict[tuple[str, bool], dict[str, np.ndarray]] = {}
   others = {}

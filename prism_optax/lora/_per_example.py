@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 def per_example_gradients(
@@ -66,10 +67,10 @@ def per_example_gradients(
     True
   """
 
-  def gradients(params, batch, *args):
+  def gradients(params: optax.Params, batch: Any, *args: Any) -> optax.Updates:
     size = jax.tree.leaves(batch)[0].shape[0]
 
-    def total(copies):
+    def total(copies: optax.Params) -> jax.Array:
       found = losses(copies, batch, *args)
       if jnp.shape(found) != (size,):
         raise ValueError(
@@ -140,22 +141,28 @@ def per_example_product(
 
 
 @jax.custom_vjp
-def _product(x, a, b):
+def _product(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   """(B, tokens, out) from (B, tokens, in) and equal copies of the factors."""
   return _forward(x, a, b)[0]
 
 
-def _forward(x, a, b):
+def _forward(
+  x: jax.Array, a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   # Flat: one product over all tokens, which CPUs run twice as fast as another.
   inner = x.reshape(-1, x.shape[-1]) @ a[0]
   out = (inner @ b[0]).reshape(*x.shape[:2], -1)
   return out, (x, inner.reshape(*x.shape[:2], -1), a[0], b[0])
 
 
-def _backward(residuals, cotangent):
+def _backward(
+  residuals: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   x, inner, a, b = residuals
 
-  def by_example(left, right, like):
+  def by_example(
+    left: jax.Array, right: jax.Array, like: jax.Array
+  ) -> jax.Array:
     wide = jnp.promote_types(like.dtype, jnp.float32)
     return jnp.einsum(
       'bti,bto->bio', left, right, preferred_element_type=wide
