@@ -61,9 +61,7 @@ RELATION = re.compile(
 # What only reads released values.
 POST_PROCESSING = {
   'inference': 'lora_delta',
-  'lora': (
-    'canonicalize deltas difference merge save_peft truncate unmerge'
-  ),
+  'lora': ('canonicalize deltas difference merge save_peft truncate unmerge'),
   'prism_optax': (
     'add_decayed_factors orthogonalize orthogonalize_tangents retract '
     'scale_by_rank_preconditioner'
@@ -115,9 +113,7 @@ EDGE_CASES = {
   'inference': (
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
   ),
-  'lora': (
-    'canonicalize describe_pairs initialize merge truncate'
-  ),
+  'lora': ('canonicalize describe_pairs initialize merge truncate'),
   'orthogonalization': 'orthogonalize subtract_bias',
   'prism_optax': (
     'add_decayed_factors augmented_optimizer clip_each_matrix '

@@ -240,7 +240,7 @@ class Module(NamedTuple):
       *(axes.to_matrices(convert(leaves[i])) for i, axes in self.sides)
     )
 
-  def write(self, leaves: list[Any], factors: Factors) -> None:
+  def write(self, leaves: list[Any], factors: tuple[Any, Any]) -> None:
     """Puts factors of any rank into ``leaves``, in the types these have."""
     for (i, axes), matrices in zip(self.sides, factors, strict=True):
       leaves[i] = axes.from_matrices(matrices).astype(leaves[i].dtype)

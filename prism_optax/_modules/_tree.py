@@ -48,7 +48,7 @@ class Stacks(NamedTuple):
 
 
 class ModuleArrays(NamedTuple):
-  """The leaves of one module, as they lie.
+  """The leaves of one module, in the order of their own axes.
 
   Attributes:
     place: Slice of the stack of its group that the module fills.
@@ -75,7 +75,7 @@ def map_pairs(
 
 
 def map_factors(
-  fn: Callable[[Module, Factors], Factors],
+  fn: Callable[[Module, Factors], tuple[Any, Any]],
   params: optax.Params,
   layout: LayoutLike = None,
   convert: Callable[[Any], Any] = at_least_float32,
@@ -83,11 +83,11 @@ def map_factors(
   """The tree with new factors of each module; other leaves as they are.
 
   Args:
-    fn: From a module and its factors (k, m, r) and (k, n, r), of converted
-      leaves and without the scale, to new factors of any rank.
+    fn: From a module and its factors (k, m, r) and (k, n, r), without the
+      scale, to new factors of any rank.
     params: Tree of trainable arrays.
     layout: See :func:`prism_optax.lora.describe_pairs`.
-    convert: Makes the arrays that ``fn`` gets, NumPy or JAX, of the leaves.
+    convert: Turns a leaf into the array, NumPy's or JAX's, that ``fn`` gets.
 
   Returns:
     A tree like ``params``, in its types.
@@ -119,13 +119,13 @@ class _Group(NamedTuple):
 
 
 class ModuleTree:
-  """The LoRA modules of a tree of parameters, with what is static about them.
+  """The LoRA modules of a tree of parameters: names, shapes, axes and scales.
+
+  It holds no array and is made anew in every trace.
 
   XLA fuses what computes a stack into each slice of it. So what goes into
   :meth:`tree` should end in a product: an elementwise operation on a stack that
   was just made would take compile time quadratic in the number of modules.
-
-  It is made while tracing from shapes and names, and holds no array.
 
   Args:
     params: Tree of trainable arrays.
@@ -205,23 +205,25 @@ class ModuleTree:
     return self._stacked(self._leaves(params, 0, 'params'), Factors, 0.5)
 
   def gradients(self, grads: Any, lead: int = 0, what: str = 'grads') -> Stacks:
-    """``Factors`` of gradients with respect to those of :meth:`factors`.
+    """Gradients with respect to :meth:`factors`, as ``Factors``.
 
-    They keep ``lead`` (0 or 1) leading batch axes; ``what`` is their name in
-    error messages. They are those of the leaves over the root of the scale.
+    These are the gradients of the leaves divided by the root of the scale.
+    ``lead`` (0 or 1) leading batch axes stay; ``what`` is the name of the
+    gradients in error messages.
     """
     return self._stacked(self._leaves(grads, lead, what), Factors, -0.5)
 
   def coordinates(self, tree: Any, what: str = 'updates') -> Stacks:
-    """``Tangent`` coordinates from a tree that passes on coordinates."""
+    """``Tangent`` coordinates from a tree of coordinates."""
     return self._stacked(self._leaves(tree, 0, what), Tangent, 0.0)
 
   def per_module(
     self, tree: Any, lead: int = 0, what: str = 'grads'
   ) -> tuple[list[list[ModuleArrays]], tuple[jax.Array, ...]]:
-    """For each group its modules, each as it lies in its leaves; other leaves.
+    """The arrays of each module in each group, and the other leaves.
 
-    For reading large arrays once: stacking would copy them. Not scaled.
+    Large arrays are read where they are, while stacking would copy them. They
+    are not multiplied by the scale.
     """
     leaves = self._leaves(tree, lead, what)
 

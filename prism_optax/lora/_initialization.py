@@ -41,15 +41,15 @@ def initialize(
                  ``size``. Z is zero, the model is the pretrained one. The first
                  private step is one-sided: all of it goes to ``left``
   balanced       Z has r equal singular values ``size`` and random singular
-                 vectors, shared by the factors: full rank from the first step
-                 on, as noise that is correlated over steps needs it. The model
-                 is changed; :func:`unmerge` takes Z out of its weights
+                 vectors, and both factors have their roots: full rank from the
+                 first step on, as noise that is correlated over steps needs it.
+                 The model changes; :func:`unmerge` takes Z out of its weights
   =============  =============================================================
 
-  Columns are orthogonal in both, the gauge in which frames are exact. Factors
-  from a library's own initialisation work as well: this is no requirement.
-  (One zero factor is LoRA's own start; orthonormal columns and ``'balanced'``
-  are ours.) It reads no data.
+  Both methods give orthogonal columns, the gauge in which frames are exact.
+  Factors from a library's own initialisation work as well. One zero factor is
+  LoRA's own start; orthonormal columns and ``'balanced'`` are ours. No data is
+  read.
 
   Args:
     params: Tree of trainable arrays with LoRA pairs; only names, shapes and
@@ -185,11 +185,11 @@ def canonicalize(
 ) -> optax.Params:
   """The same matrices Z from factors in the balanced SVD gauge.
 
-  ``left = U s^1/2`` and ``right = V s^1/2`` with orthogonal columns: there
-  frames are exact at any condition number. Training keeps this gauge by
-  itself; factors that come from elsewhere may be in any. Computed in float64
-  on the host, whatever ``jax_enable_x64`` says. Ours. It reads parameters and
-  no data: post-processing.
+  ``left = U s^1/2`` and ``right = V s^1/2`` have orthogonal columns: in this
+  gauge frames are exact at any condition number. Training keeps the gauge by
+  itself; factors that come from elsewhere may be in any gauge. The function
+  computes in float64 on the host, whatever ``jax_enable_x64`` says. The method
+  is ours. It reads parameters and no data: post-processing.
 
   ======================  ====================================================
   one factor zero         it stays zero; the columns of the other are made
@@ -202,7 +202,7 @@ def canonicalize(
 
   Args:
     params: Tree of trainable arrays with LoRA pairs. Other leaves pass.
-    layout: See :func:`prism_optax.lora.describe_pairs`.
+    layout: See :func:`describe_pairs`.
 
   Returns:
     A tree like ``params``, same types.
@@ -225,11 +225,11 @@ def canonicalize(
       ' params.'
     )
 
-  def balanced(module: Module, factors: Factors) -> Factors:
+  def balanced(module: Module, factors: Factors) -> tuple[Any, Any]:
     del module
     pairs = [_balance(x, y) for x, y in zip(*factors, strict=True)]
     left, right = (np.stack(side) for side in zip(*pairs, strict=True))
-    return Factors(left, right)
+    return left, right
 
   # NumPy: float64 without a global switch.
   new = _modules.map_factors(

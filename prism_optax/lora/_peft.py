@@ -34,8 +34,8 @@ class PeftAdapter(NamedTuple):
       in the type of the file; modules by their names in PyTorch.
     layout: The pairs with their scales, to be passed as ``layout=`` with
       ``params``.
-    config: What ``adapter_config.json`` says.
-    embeddings: Those modules that are embedding tables.
+    config: The entries of ``adapter_config.json``.
+    embeddings: Names of the modules that are embedding tables.
     others: Tensors that belong to no pair (``modules_to_save``, biases), by
       their names, as they are. Nothing else in this library reads them.
   """
@@ -59,16 +59,17 @@ def load_peft(folder: str | os.PathLike[str]) -> PeftAdapter:
   take for ever are refused.
 
   Args:
-    folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
+    folder: Folder of ``adapter_config.json`` and
+      ``adapter_model.safetensors``.
 
   Returns:
     The adapter, NumPy arrays in the types of the file; :func:`from_peft` puts
     it into the tree of a JAX model.
 
   Raises:
-    ValueError: Naming the file and what is wrong with it: a file that is
-      missing, cut or no such file, a factor without partner, shapes that do not
-      fit each other or the configured rank.
+    ValueError: With the file and what is wrong with it: the file is missing,
+      cut or of another kind, a factor has no partner, or shapes do not fit each
+      other or the configured rank.
     ImportError: Without ``safetensors``.
 
   Example:
@@ -106,7 +107,7 @@ def from_peft(
   """Puts a loaded adapter into a tree of trainable parameters.
 
   Args:
-    adapter: From :func:`load_peft`.
+    adapter: What :func:`load_peft` returned.
     params: Tree of trainable arrays with LoRA pairs: the shapes to fill. Other
       leaves pass.
     names: The name in PyTorch of each module (its name here, see
@@ -201,14 +202,14 @@ def save_peft(
   privately this is post-processing.
 
   Args:
-    folder: Is made if it does not exist.
+    folder: Folder of the two files; it is made if it does not exist.
     params: Tree with LoRA pairs and nothing else: a head would be lost.
-    names: As in :func:`from_peft`.
+    names: The name in PyTorch of each module, see :func:`from_peft`.
     embeddings: Names in PyTorch of modules that are embedding tables.
     config: More entries of ``adapter_config.json``, such as ``task_type``,
       ``base_model_name_or_path``, ``fan_in_fan_out`` (True for the Conv1D of
-      GPT-2); or all of those that :func:`load_peft` found. What follows from
-      ``params`` wins.
+      GPT-2); or all entries that :func:`load_peft` found. Entries that follow
+      from ``params`` replace these.
     layout: See :func:`describe_pairs`. Its scale counts.
 
   Raises:

@@ -93,7 +93,7 @@ def read(folder: pathlib.Path) -> PeftFiles:
   """Both files of a folder.
 
   Raises:
-    ValueError: As said above.
+    ValueError: With the file and what is wrong with it.
   """
   config = _read_config(folder / CONFIG)
   path = folder / TENSORS
@@ -155,17 +155,16 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
       ' adapter is relative to the changed ones. Let PEFT convert it:'
       ' save_pretrained(..., path_initial_model_for_weight_conversion=...).'
     )
-  for field, check in (('r', _is_rank), ('lora_alpha', _is_positive)):
+  for field, patterns, check in (
+    ('r', 'rank_pattern', _is_rank),
+    ('lora_alpha', 'alpha_pattern', _is_positive),
+  ):
     if not check(config.get(field)):
       raise ValueError(
         f'{path}: expected {field} > 0{" (integer)" if field == "r" else ""},'
         f' got {_shown(config.get(field, "none"))}.'
       )
-  for field, check in (
-    ('rank_pattern', _is_rank),
-    ('alpha_pattern', _is_positive),
-  ):
-    _check_patterns(path, field, config.get(field), check)
+    _check_patterns(path, patterns, config.get(patterns), check)
   return config
 
 

@@ -1,10 +1,10 @@
 """Gradients of every example from one backward pass of a whole batch.
 
-``jax.vmap(jax.grad(loss))`` works for any model, and is what to use unless its
-time matters or a model cannot be vmapped. Here every example gets a copy of the
-trainable leaves, and the gradient of the summed losses with respect to the
-copies is the gradient of each example. A product with copied factors need not
-read more than one copy on its way forward.
+``jax.vmap(jax.grad(loss))`` gives the same; use that unless its time matters or
+the model cannot be vmapped. Here every example gets a copy of the trainable
+leaves, and the gradient of the summed losses with respect to the copies is the
+gradient of each example. A product with copied factors need not read more than
+one copy on its way forward.
 """
 
 from collections.abc import Callable
@@ -35,15 +35,15 @@ def per_example_gradients(
   ===================================  ========================================
 
   Args:
-    losses: ``losses(params, batch, *args)`` with leaves ``(B, *shape)`` in
-      ``params``, of shape (B,).
+    losses: ``losses(params, batch, *args)`` takes leaves ``(B, *shape)`` in
+      ``params`` and returns an array (B,).
 
   Returns:
-    ``gradients(params, batch, *args)``: params of the usual shapes, a tree of
-    arrays (B, ...), and what else ``losses`` takes (frozen weights). It returns
-    leaves ``(B, *shape)``, which :func:`prism_optax.prism` and
-    :func:`prism_optax.intrinsic_clip` take. They are not private: no clip and
-    no noise yet.
+    ``gradients(params, batch, *args)``, which takes params of the usual
+    shapes, a tree of arrays (B, ...), and the other arguments of ``losses``
+    (frozen weights). It returns leaves ``(B, *shape)`` for
+    :func:`prism_optax.prism` or :func:`prism_optax.intrinsic_clip`. They are
+    not private: they are neither clipped nor noised.
 
   Raises:
     ValueError: When the function is called, if what ``losses`` returns has
