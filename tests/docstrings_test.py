@@ -61,10 +61,7 @@ RELATION = re.compile(
 # What only reads released values.
 POST_PROCESSING = {
   'inference': 'lora_delta',
-  'lora': (
-    'canonicalize difference ema intrinsic merge pad_rank save_peft '
-    'truncate unmerge'
-  ),
+  'lora': ('canonicalize deltas difference merge save_peft truncate unmerge'),
   'prism_optax': (
     'add_decayed_factors orthogonalize orthogonalize_tangents retract '
     'scale_by_rank_preconditioner'
@@ -94,7 +91,7 @@ FORMULAS = {
     'privatize_on_host release_event rank_attenuation '
     'signal_to_noise_bound'
   ),
-  'lora': 'canonicalize ema initialize spectral_residual',
+  'lora': 'canonicalize initialize spectral_residual',
   'orthogonalization': (
     'coefficients divisor orthogonalize slope_at_zero subtract_bias'
   ),
@@ -116,9 +113,7 @@ EDGE_CASES = {
   'inference': (
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
   ),
-  'lora': (
-    'canonicalize describe_pairs ema initialize merge pad_rank truncate'
-  ),
+  'lora': ('canonicalize describe_pairs initialize merge truncate'),
   'orthogonalization': 'orthogonalize subtract_bias',
   'prism_optax': (
     'add_decayed_factors augmented_optimizer clip_each_matrix '

@@ -9,24 +9,34 @@ through :mod:`prism_optax.lora`.
 
 from prism_optax._modules._finding import (
   LayoutLike,
-  Module,
   describe_pairs,
   find_modules,
+  named_leaves,
+  other_leaves,
   pairs_by_name,
-  path_name,
 )
-from prism_optax._modules._layout import Layout, LeafAxes, MatrixAxes, Pair
+from prism_optax._modules._layout import (
+  Layout,
+  LeafAxes,
+  MatrixAxes,
+  Module,
+  Pair,
+  inverse,
+  transposed,
+)
 from prism_optax._modules._tree import (
   ModuleArrays,
   ModuleTree,
   Stacks,
+  map_factors,
   map_pairs,
 )
 
 # fmt: off
 __all__ = [
   'Layout', 'LayoutLike', 'LeafAxes', 'MatrixAxes', 'Module', 'ModuleArrays',
-  'ModuleTree', 'Pair', 'Stacks', 'describe_pairs', 'find_modules',
-  'map_pairs', 'pairs_by_name', 'path_name',
+  'ModuleTree', 'Pair', 'Stacks', 'describe_pairs', 'find_modules', 'inverse',
+  'map_factors', 'map_pairs', 'named_leaves', 'other_leaves', 'pairs_by_name',
+  'transposed',
 ]
 # fmt: on

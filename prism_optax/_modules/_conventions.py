@@ -65,11 +65,11 @@ class Convention(NamedTuple):
   """
 
   library: str
-  a: re.Pattern
+  a: re.Pattern[str]
   readings: Callable[[Shape, Shape], list[Layout]]
 
 
-def _pattern(tail: str) -> re.Pattern:
+def _pattern(tail: str) -> re.Pattern[str]:
   return re.compile(rf'(?:(?P<module>.*)[/.])?{tail}')
 
 

@@ -6,19 +6,20 @@ an optax state holds arrays only.
 
 import dataclasses
 import fnmatch
-import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from prism_optax._modules import _conventions
-from prism_optax._modules._layout import Layout, LeafAxes, Pair
+from prism_optax._modules._layout import Layout, LeafAxes, Module, Pair
 
 LayoutLike = Layout | Mapping[str, Layout] | Sequence[Pair] | None
+Shapes = Mapping[str, tuple[int, ...]]
 
 # What looks like a factor but follows none of the rules below must not pass
 # for an ordinary parameter: it would be trained outside of the geometry.
@@ -34,36 +35,6 @@ _WHAT_TO_WRITE = (
 )
 
 
-class Module(NamedTuple):
-  """One pair, resolved: which leaves, which axes, which scale.
-
-  ``a`` and ``b`` are positions in the flattened tree; ``a`` is ``right``.
-  """
-
-  name: str
-  a: int
-  b: int
-  a_axes: LeafAxes
-  b_axes: LeafAxes
-  scale: float
-
-  @property
-  def rank(self) -> int:
-    return self.a_axes.shape[self.a_axes.rank]
-
-  @property
-  def stack(self) -> tuple[int, ...]:
-    return self.a_axes.sizes(self.a_axes.stack)
-
-  @property
-  def n(self) -> int:
-    return math.prod(self.a_axes.sizes(self.a_axes.features))
-
-  @property
-  def m(self) -> int:
-    return math.prod(self.b_axes.sizes(self.b_axes.features))
-
-
 def path_name(path: Sequence[Any]) -> str:
   """'layers/0/lora_a': keys joined by '/', without a final Variable value."""
   keys = [
@@ -76,15 +47,19 @@ def path_name(path: Sequence[Any]) -> str:
   return '/'.join(keys)
 
 
-def named_leaves(params: Any) -> tuple[list[str], list[Any]]:
+def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
+  """Names and leaves of a tree, in the same order."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return [path_name(path) for path, _ in flat], [leaf for _, leaf in flat]
+
+
+def _trainable(params: optax.Params) -> tuple[list[str], list[Any]]:
   """Names and leaves of a tree of trainable parameters.
 
   Raises:
     ValueError: If there is no leaf, or one is not an array of real floats.
   """
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
-  names = [path_name(path) for path, _ in flat]
-  leaves = [leaf for _, leaf in flat]
+  names, leaves = named_leaves(params)
   if not leaves:
     raise ValueError(f'Expected params with at least one array, got {params}.')
   for name, leaf in zip(names, leaves, strict=True):
@@ -97,7 +72,9 @@ def named_leaves(params: Any) -> tuple[list[str], list[Any]]:
   return names, leaves
 
 
-def find_modules(params: Any, layout: LayoutLike = None) -> list[Module]:
+def find_modules(
+  params: optax.Params, layout: LayoutLike = None
+) -> list[Module]:
   """The LoRA modules of a tree, in the order of its leaves.
 
   Args:
@@ -110,7 +87,7 @@ def find_modules(params: Any, layout: LayoutLike = None) -> list[Module]:
     ValueError: If no pair is found, a factor has no partner, a leaf looks like
       a factor but fits no rule, or shapes do not fit the layout.
   """
-  names, leaves = named_leaves(params)
+  names, leaves = _trainable(params)
   shapes = dict(zip(names, (np.shape(leaf) for leaf in leaves), strict=True))
   if len(shapes) != len(names):
     raise ValueError(f'Expected distinct names of leaves, got {names}.')
@@ -136,12 +113,18 @@ def find_modules(params: Any, layout: LayoutLike = None) -> list[Module]:
   return sorted(modules, key=lambda module: min(module.a, module.b))
 
 
-def _shown(names: Sequence[str], shapes: Mapping[str, Any], most=8) -> str:
+def other_leaves(modules: Sequence[Module], count: int) -> list[int]:
+  """Positions of those of ``count`` leaves that belong to no module."""
+  taken = {i for x in modules for i in (x.a, x.b)}
+  return [i for i in range(count) if i not in taken]
+
+
+def _shown(names: Sequence[str], shapes: Shapes, most: int = 8) -> str:
   text = ', '.join(f'{name} {shapes[name]}' for name in names[:most])
   return text + (f' and {len(names) - most} more' if len(names) > most else '')
 
 
-def _given_pairs(layout: LayoutLike, shapes: Mapping[str, Any]) -> list[Pair]:
+def _given_pairs(layout: LayoutLike, shapes: Shapes) -> list[Pair]:
   if layout is None or isinstance(layout, Layout | Mapping):
     return []
   for pair in layout:
@@ -156,7 +139,7 @@ def _given_pairs(layout: LayoutLike, shapes: Mapping[str, Any]) -> list[Pair]:
   return list(layout)
 
 
-def _named_pairs(layout: LayoutLike, shapes: Mapping[str, Any]) -> list[Pair]:
+def _named_pairs(layout: LayoutLike, shapes: Shapes) -> list[Pair]:
   """Leaves whose names follow a convention, with the layout of their shapes."""
   named = _conventions.find(list(shapes))
   used: set[str] = set()
@@ -177,17 +160,20 @@ def _named_pairs(layout: LayoutLike, shapes: Mapping[str, Any]) -> list[Pair]:
   return pairs
 
 
-def _read(
-  found: _conventions.Named, layout: Layout, shapes: Mapping[str, Any]
-) -> Layout:
+def _described(a: str, b: str, shapes: Shapes) -> str:
+  """The leaves of a pair with their shapes, which must be matrices at least."""
+  described = f'{a} {shapes[a]} and {b} {shapes[b]}'
+  if min(len(shapes[a]), len(shapes[b])) < 2:
+    raise ValueError(f'Expected at least two axes each, got {described}.')
+  return described
+
+
+def _read(found: _conventions.Named, layout: Layout, shapes: Shapes) -> Layout:
   """``layout``, with the axes that the convention and the shapes decide."""
   if layout.a_rank_axis is not None or layout.a_stack_axes is not None:
     return layout
-  a, b = shapes[found.a], shapes[found.b]
-  described = f'{found.a} {a} and {found.b} {b}'
-  if min(len(a), len(b)) < 2:
-    raise ValueError(f'Expected at least two axes each, got {described}.')
-  readings = found.convention.readings(a, b)
+  described = _described(found.a, found.b, shapes)
+  readings = found.convention.readings(shapes[found.a], shapes[found.b])
   if not readings:
     raise ValueError(
       f'The pair does not fit together: {described}, read as'
@@ -248,33 +234,38 @@ def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
   ]
 
 
-def _resolve(
-  pair: Pair, shapes: Mapping[str, Any], index: Mapping[str, int]
-) -> Module:
-  layout = pair.layout or Layout()
-  a_shape, b_shape = shapes[pair.a], shapes[pair.b]
-  described = f'{pair.a} {a_shape} and {pair.b} {b_shape}'
-  if min(len(a_shape), len(b_shape)) < 2:
-    raise ValueError(f'Expected at least two axes each, got {described}.')
-  a_rank = -1 if layout.a_rank_axis is None else layout.a_rank_axis
-  if layout.a_stack_axes is None:  # a (*stack, in, r), b (*stack, r, out).
-    stacks = [tuple(range(len(s) - 2)) for s in (a_shape, b_shape)]
-  else:
-    stacks = [tuple(layout.a_stack_axes), tuple(layout.b_stack_axes or ())]
-  b_rank = -2 if layout.b_rank_axis is None else layout.b_rank_axis
-  a_axes = LeafAxes.create(pair.a, a_shape, a_rank, stacks[0])
-  b_axes = LeafAxes.create(pair.b, b_shape, b_rank, stacks[1])
+def _axes(
+  path: str,
+  shapes: Shapes,
+  rank: int | None,
+  usual_rank: int,
+  stack: Sequence[int] | None,
+) -> LeafAxes:
+  """Axes as given, or those of ``(*stack, in, r)`` and ``(*stack, r, out)``."""
+  shape = shapes[path]
+  return LeafAxes.create(
+    path,
+    shape,
+    usual_rank if rank is None else rank,
+    tuple(range(len(shape) - 2) if stack is None else stack),
+  )
+
+
+def _resolve(pair: Pair, shapes: Shapes, index: Mapping[str, int]) -> Module:
+  described = _described(pair.a, pair.b, shapes)
+  how = pair.layout or Layout()
+  a_axes = _axes(pair.a, shapes, how.a_rank_axis, -1, how.a_stack_axes)
+  b_axes = _axes(pair.b, shapes, how.b_rank_axis, -2, how.b_stack_axes)
   module = Module(
     pair.name or pair.a.rpartition('/')[0] or pair.a,
-    index[pair.a],
     index[pair.b],
-    a_axes,
+    index[pair.a],
     b_axes,
-    float(layout.scale),
+    a_axes,
+    float(how.scale),
   )
-  if a_shape[a_axes.rank] != b_shape[
-    b_axes.rank
-  ] or module.stack != b_axes.sizes(b_axes.stack):
+  b_rank, b_stack = b_axes.shape[b_axes.rank], b_axes.sizes(b_axes.stack)
+  if (module.rank, module.stack) != (b_rank, b_stack):
     raise ValueError(
       f'The pair does not fit together: {described}. Expected (*stack, in, r)'
       f' and (*stack, r, out) with equal stack and r; otherwise'
@@ -288,7 +279,7 @@ def _resolve(
   return module
 
 
-def describe_pairs(params: Any, *, layout: LayoutLike = None) -> str:
+def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:
   """A table of the LoRA modules that the transforms see in ``params``.
 
   Names choose the convention (flax, gemma, keras, PEFT, qwix), shapes choose
@@ -329,6 +320,7 @@ def describe_pairs(params: Any, *, layout: LayoutLike = None) -> str:
   """
   modules = find_modules(params, layout)
   names, _ = named_leaves(params)
+  others = [names[i] for i in other_leaves(modules, len(names))]
   rows = [('module', 'right (n, r)', 'left (m, r)', 'stack', 'scale')]
   rows += [
     (x.name, f'{x.n} x {x.rank}', f'{x.m} x {x.rank}', f'{x.stack}',
@@ -339,7 +331,5 @@ def describe_pairs(params: Any, *, layout: LayoutLike = None) -> str:
     '  '.join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
     for row in rows
   ]
-  taken = {i for module in modules for i in (module.a, module.b)}
-  others = [name for i, name in enumerate(names) if i not in taken]
   lines.append(f'other trainable leaves: {", ".join(others) or "none"}')
   return '\n'.join(lines)

@@ -1,14 +1,20 @@
-"""Which axes of a pair of leaves are rank, stack, input and output."""
+"""Which axes of a pair of leaves are rank, stack, input and output.
+
+What is here works on NumPy arrays and on JAX arrays: it only moves axes.
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from prism_optax import _validate
+from prism_optax.fixed_rank import Factors
+
+Array = TypeVar('Array', jax.Array, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,9 +22,9 @@ class Layout:
   """How a pair of leaves stands for ``Z = scale * left @ right.mT``.
 
   ``a`` is the leaf on the input side (our ``right``), ``b`` the one on the
-  output side (our ``left``). What is neither rank nor stack axis is flattened,
-  in order, into the input dimension n of ``a`` and the output dimension m of
-  ``b``. Fields that are None follow from the names and shapes.
+  output side (our ``left``). Axes that are neither rank nor stack axes are
+  flattened, in order, into the input dimension n of ``a`` and the output
+  dimension m of ``b``. Fields that are None follow from the names and shapes.
 
   Attributes:
     a_rank_axis: Axis of ``a`` that holds the rank.
@@ -41,7 +47,7 @@ class Layout:
   b_stack_axes: Sequence[int] | None = None
   scale: float = 1.0
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _validate.positive('scale', self.scale)
     for field in ('rank_axis', 'stack_axes'):
       values = [getattr(self, f'{side}_{field}') for side in 'ab']
@@ -58,15 +64,26 @@ class Pair(NamedTuple):
   Attributes:
     a: Path of the input-side factor, for example ``'dense/lora_a'``.
     b: Path of the output-side factor.
-    layout: Their axes; None for ``a`` of ``(*stack, in, r)`` and ``b`` of
+    layout: Axes and scale; None for ``(*stack, in, r)`` and
       ``(*stack, r, out)``.
-    name: Of the module; None for that of the paths.
+    name: Name of the module; None for the path of its leaves.
   """
 
   a: str
   b: str
   layout: Layout | None = None
   name: str | None = None
+
+
+def transposed(x: Array, order: Sequence[int]) -> Array:
+  """The last axes of an array in another order; the axes before them stay."""
+  lead = x.ndim - len(order)
+  return x.transpose(*range(lead), *(lead + i for i in order))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+  """The order that undoes :func:`transposed`."""
+  return sorted(range(len(order)), key=order.__getitem__)
 
 
 class MatrixAxes(NamedTuple):
@@ -83,30 +100,35 @@ class MatrixAxes(NamedTuple):
   shape: tuple[int, ...]
   rank: int
 
-  def widened(self, multiple: int) -> 'MatrixAxes':
-    """The axes of a matrix of ``multiple`` times the rank."""
-    before, after = self.shape[: self.rank], self.shape[self.rank + 1 :]
-    width = self.shape[self.rank] * multiple
-    return self._replace(shape=(*before, width, *after))
+  @property
+  def _features(self) -> list[int]:
+    return [i for i in range(len(self.shape)) if i != self.rank]
 
-  def to_matrices(self, stacked: jax.Array) -> jax.Array:
+  def to_matrices(self, stacked: Array) -> Array:
     """``(*lead, k, *shape) -> (*lead, k, features, rank)``."""
-    shape, rank = self
-    moved = jnp.moveaxis(stacked, rank - len(shape), -1)
-    lead = moved.shape[: moved.ndim - len(shape)]
+    moved = transposed(stacked, (*self._features, self.rank))
     # No -1: with a batch of size zero it would mean anything.
-    return moved.reshape(*lead, math.prod(shape) // shape[rank], shape[rank])
+    features = math.prod(self.shape[i] for i in self._features)
+    lead = moved.shape[: moved.ndim - len(self.shape)]
+    return moved.reshape(*lead, features, moved.shape[-1])
 
-  def from_matrices(self, matrices: jax.Array) -> jax.Array:
-    """The inverse of :meth:`to_matrices`."""
-    shape, rank = self
-    features = [size for i, size in enumerate(shape) if i != rank]
-    leaf = matrices.reshape(*matrices.shape[:-2], *features, shape[rank])
-    return jnp.moveaxis(leaf, -1, rank - len(shape))
+  def from_matrices(self, matrices: Array) -> Array:
+    """The inverse of :meth:`to_matrices`; the rank may be another one."""
+    features = (self.shape[i] for i in self._features)
+    *lead, _, rank = matrices.shape
+    leaf = matrices.reshape(*lead, *features, rank)
+    return transposed(leaf, inverse((*self._features, self.rank)))
 
 
 class LeafAxes(NamedTuple):
-  """The axes of one leaf, all non-negative, and its shape."""
+  """The axes of one leaf, all non-negative, and its shape.
+
+  Attributes:
+    stack: Axes over independent modules.
+    features: Axes that are flattened into the input or output dimension.
+    rank: The axis that holds the rank.
+    shape: Sizes of all axes, in the order of the leaf.
+  """
 
   stack: tuple[int, ...]
   features: tuple[int, ...]
@@ -133,11 +155,8 @@ class LeafAxes(NamedTuple):
       )
     return cls(tuple(axes[:-1]), features, axes[-1], tuple(shape))
 
-  @property
-  def order(self) -> tuple[int, ...]:
-    return (*self.stack, *self.features, self.rank)
-
   def sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of some of the axes."""
     return tuple(self.shape[axis] for axis in axes)
 
   @property
@@ -150,27 +169,78 @@ class LeafAxes(NamedTuple):
     """How one module of the leaf lies in it."""
     return MatrixAxes(self.sizes(self._rest), self._rest.index(self.rank))
 
-  def widened(self, multiple: int) -> 'LeafAxes':
-    """The axes of a leaf of ``multiple`` times the rank."""
-    shape = list(self.shape)
-    shape[self.rank] *= multiple
-    return self._replace(shape=tuple(shape))
-
-  def to_stack(self, leaf: jax.Array) -> jax.Array:
+  def to_stack(self, leaf: Array) -> Array:
     """``(*lead, *shape) -> (*lead, stack, *matrix)``: mostly a reshape."""
-    lead = leaf.ndim - len(self.shape)
-    order = (*self.stack, *self._rest)
-    leaf = jnp.transpose(leaf, (*range(lead), *(lead + i for i in order)))
-    return leaf.reshape(
-      *leaf.shape[:lead],
-      math.prod(self.sizes(self.stack)),
-      *self.sizes(self._rest),
+    moved = transposed(leaf, (*self.stack, *self._rest))
+    lead = leaf.shape[: leaf.ndim - len(self.shape)]
+    count = math.prod(self.sizes(self.stack))
+    return moved.reshape(*lead, count, *self.sizes(self._rest))
+
+  def from_stack(self, stacked: Array) -> Array:
+    """The inverse of :meth:`to_stack`; the rank may be another one."""
+    split = stacked.ndim - len(self._rest)
+    lead, matrix = stacked.shape[: split - 1], stacked.shape[split:]
+    leaf = stacked.reshape(*lead, *self.sizes(self.stack), *matrix)
+    return transposed(leaf, inverse((*self.stack, *self._rest)))
+
+  def to_matrices(self, leaf: Array) -> Array:
+    """``(*lead, *shape) -> (*lead, stack, features, rank)``."""
+    return self.matrix.to_matrices(self.to_stack(leaf))
+
+  def from_matrices(self, matrices: Array) -> Array:
+    """The inverse of :meth:`to_matrices`; the rank may be another one."""
+    return self.from_stack(self.matrix.from_matrices(matrices))
+
+
+class Module(NamedTuple):
+  """One LoRA pair in a flattened tree, or several that are stacked.
+
+  Attributes:
+    name: Name of the module.
+    b: Position of the output-side leaf, which holds ``left``.
+    a: Position of the input-side leaf, which holds ``right``.
+    b_axes: Axes of the output-side leaf.
+    a_axes: Axes of the input-side leaf.
+    scale: The factor between ``left @ right.mT`` and the change of the weight.
+  """
+
+  name: str
+  b: int
+  a: int
+  b_axes: LeafAxes
+  a_axes: LeafAxes
+  scale: float
+
+  @property
+  def sides(self) -> tuple[tuple[int, LeafAxes], tuple[int, LeafAxes]]:
+    """Position and axes of the leaves of ``left`` and of ``right``."""
+    return (self.b, self.b_axes), (self.a, self.a_axes)
+
+  @property
+  def rank(self) -> int:
+    return self.a_axes.shape[self.a_axes.rank]
+
+  @property
+  def stack(self) -> tuple[int, ...]:
+    return self.a_axes.sizes(self.a_axes.stack)
+
+  @property
+  def m(self) -> int:
+    return math.prod(self.b_axes.sizes(self.b_axes.features))
+
+  @property
+  def n(self) -> int:
+    return math.prod(self.a_axes.sizes(self.a_axes.features))
+
+  def read(
+    self, leaves: Sequence[Any], convert: Callable[[Any], Any]
+  ) -> Factors:
+    """(k, m, r) and (k, n, r) of the converted leaves, without the scale."""
+    return Factors(
+      *(axes.to_matrices(convert(leaves[i])) for i, axes in self.sides)
     )
 
-  def from_stack(self, stacked: jax.Array) -> jax.Array:
-    """The inverse of :meth:`to_stack`."""
-    lead = stacked.ndim - 1 - len(self._rest)
-    order = (*self.stack, *self._rest)
-    leaf = stacked.reshape(*stacked.shape[:lead], *self.sizes(order))
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return jnp.transpose(leaf, (*range(lead), *(lead + i for i in inverse)))
+  def write(self, leaves: list[Any], factors: tuple[Any, Any]) -> None:
+    """Puts factors of any rank into ``leaves``, in the types these have."""
+    for (i, axes), matrices in zip(self.sides, factors, strict=True):
+      leaves[i] = axes.from_matrices(matrices).astype(leaves[i].dtype)

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from prism_optax import fixed_rank
+from prism_optax._linalg import at_least_float32
 from prism_optax._modules._finding import (
   LayoutLike,
-  Module,
   find_modules,
   named_leaves,
+  other_leaves,
 )
-from prism_optax._modules._layout import MatrixAxes
+from prism_optax._modules._layout import MatrixAxes, Module
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 
 
@@ -46,7 +48,7 @@ class Stacks(NamedTuple):
 
 
 class ModuleArrays(NamedTuple):
-  """The leaves of one module, as they lie.
+  """The leaves of one module, in the order of their own axes.
 
   Attributes:
     place: Slice of the stack of its group that the module fills.
@@ -72,28 +74,58 @@ def map_pairs(
   return tuple(fn(*args) for args in zip(*stacks, strict=True))
 
 
-class _Group(NamedTuple):
-  """Modules whose matrices are stacked as they lie in their leaves."""
+def map_factors(
+  fn: Callable[[Module, Factors], tuple[Any, Any]],
+  params: optax.Params,
+  layout: LayoutLike = None,
+  convert: Callable[[Any], Any] = at_least_float32,
+) -> optax.Params:
+  """The tree with new factors of each module; other leaves as they are.
 
-  a_axes: MatrixAxes
-  b_axes: MatrixAxes
-  dtype: Any
+  Args:
+    fn: From a module and its factors (k, m, r) and (k, n, r), without the
+      scale, to new factors of any rank.
+    params: Tree of trainable arrays.
+    layout: See :func:`prism_optax.lora.describe_pairs`.
+    convert: Turns a leaf into the array, NumPy's or JAX's, that ``fn`` gets.
+
+  Returns:
+    A tree like ``params``, in its types.
+  """
+  leaves, treedef = jax.tree.flatten(params)
+  for module in find_modules(params, layout):
+    module.write(leaves, fn(module, module.read(leaves, convert)))
+  return jax.tree.unflatten(treedef, leaves)
+
+
+class _Group(NamedTuple):
+  """Modules whose matrices are stacked as they lie in their leaves.
+
+  Attributes:
+    axes: How one matrix lies in the leaves of ``left`` and of ``right``.
+    dtype: Type of the stacks.
+    modules: The modules, in their order in the stacks.
+  """
+
+  axes: tuple[MatrixAxes, MatrixAxes]
+  dtype: jnp.dtype
   modules: list[Module]
 
-  def places(self) -> list[slice]:
-    """The slice of the stack that each module fills."""
+  def places(self) -> list[tuple[Module, slice]]:
+    """Each module and the slice of the stack that it fills."""
     ends = np.cumsum([0, *(math.prod(x.stack) for x in self.modules)])
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
+    slices = (slice(*pair) for pair in itertools.pairwise(ends))
+    return list(zip(self.modules, slices, strict=True))
 
 
 class ModuleTree:
-  """The LoRA modules of a tree of parameters, with what is static about them.
+  """The LoRA modules of a tree of parameters: names, shapes, axes and scales.
+
+  It holds no array and is made anew in every trace.
 
   XLA fuses what computes a stack into each slice of it. So what goes into
   :meth:`tree` should end in a product: an elementwise operation on a stack that
   was just made would take compile time quadratic in the number of modules.
-
-  It is made while tracing from shapes and names, and holds no array.
 
   Args:
     params: Tree of trainable arrays.
@@ -103,7 +135,7 @@ class ModuleTree:
     ValueError: If pairs cannot be found, or a rank is above min(m, n).
   """
 
-  def __init__(self, params: Any, layout: LayoutLike = None):
+  def __init__(self, params: optax.Params, layout: LayoutLike = None) -> None:
     self.modules = find_modules(params, layout)
     self.names, leaves = named_leaves(params)
     self._treedef: Any = jax.tree.structure(params)
@@ -115,10 +147,9 @@ class ModuleTree:
     groups = collections.defaultdict(list)
     for x in self.modules:
       dtype = jnp.promote_types(self._dtypes[x.a], self._dtypes[x.b])
-      groups[x.a_axes.matrix, x.b_axes.matrix, dtype].append(x)
+      groups[(x.b_axes.matrix, x.a_axes.matrix), dtype].append(x)
     self._groups = [_Group(*key, group) for key, group in groups.items()]
-    self._taken = {i for x in self.modules for i in (x.a, x.b)}
-    self._others = [i for i in range(len(leaves)) if i not in self._taken]
+    self._others = other_leaves(self.modules, len(leaves))
 
   # From trees of arrays to stacks.
 
@@ -150,27 +181,22 @@ class ModuleTree:
   ) -> Stacks:
     """Stacks the pairs, multiplied by ``scale ** power``."""
 
-    def side(axes: MatrixAxes, named: list[tuple[int, Any, float]], dtype):
-      parts = []
-      for i, leaf_axes, scale in named:
-        part = leaf_axes.to_stack(jnp.asarray(leaves[i], dtype))
-        parts.append(part if scale == 1 else part * float(scale**power))
+    def stacked(group: _Group, side: int) -> jax.Array:
+      axes, parts = group.axes[side], []
+      for x in group.modules:
+        i, leaf_axes = x.sides[side]
+        part = leaf_axes.to_stack(jnp.asarray(leaves[i], group.dtype))
+        parts.append(part if x.scale == 1 else part * float(x.scale**power))
       # The stack axis comes before those of the matrix.
       return axes.to_matrices(jnp.concatenate(parts, -1 - len(axes.shape)))
 
-    pairs = tuple(
-      kind(
-        side(b, [(x.b, x.b_axes, x.scale) for x in modules], dtype),
-        side(a, [(x.a, x.a_axes, x.scale) for x in modules], dtype),
-      )
-      for a, b, dtype, modules in self._groups
-    )
+    pairs = tuple(kind(stacked(x, 0), stacked(x, 1)) for x in self._groups)
     return Stacks(pairs, self._rest(leaves))
 
   def _rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(leaves[i], self._dtypes[i]) for i in self._others)
 
-  def factors(self, params: Any) -> Stacks:
+  def factors(self, params: optax.Params) -> Stacks:
     """``Factors`` such that ``left @ right.mT`` is the change of the weight.
 
     The LoRA scale is shared out as its square root on either factor. All
@@ -179,76 +205,71 @@ class ModuleTree:
     return self._stacked(self._leaves(params, 0, 'params'), Factors, 0.5)
 
   def gradients(self, grads: Any, lead: int = 0, what: str = 'grads') -> Stacks:
-    """``Factors`` of gradients with respect to those of :meth:`factors`.
+    """Gradients with respect to :meth:`factors`, as ``Factors``.
 
-    They keep ``lead`` (0 or 1) leading batch axes; ``what`` is their name in
-    error messages. They are those of the leaves over the root of the scale.
+    These are the gradients of the leaves divided by the root of the scale.
+    ``lead`` (0 or 1) leading batch axes stay; ``what`` is the name of the
+    gradients in error messages.
     """
     return self._stacked(self._leaves(grads, lead, what), Factors, -0.5)
 
   def coordinates(self, tree: Any, what: str = 'updates') -> Stacks:
-    """``Tangent`` coordinates from a tree that passes on coordinates."""
+    """``Tangent`` coordinates from a tree of coordinates."""
     return self._stacked(self._leaves(tree, 0, what), Tangent, 0.0)
 
   def per_module(
     self, tree: Any, lead: int = 0, what: str = 'grads'
   ) -> tuple[list[list[ModuleArrays]], tuple[jax.Array, ...]]:
-    """For each group its modules, each as it lies in its leaves; other leaves.
+    """The arrays of each module in each group, and the other leaves.
 
-    For reading large arrays once: stacking would copy them. Not scaled.
+    Large arrays are read where they are, while stacking would copy them. They
+    are not multiplied by the scale.
     """
     leaves = self._leaves(tree, lead, what)
-    groups = [
-      [
-        ModuleArrays(
-          place,
-          x.scale,
-          x.b_axes.to_stack(jnp.asarray(leaves[x.b], group.dtype)),
-          x.a_axes.to_stack(jnp.asarray(leaves[x.a], group.dtype)),
-          group.b_axes,
-          group.a_axes,
-        )
-        for x, place in zip(group.modules, group.places(), strict=True)
-      ]
-      for group in self._groups
-    ]
+
+    def arrays(group: _Group, x: Module, place: slice) -> ModuleArrays:
+      left, right = (
+        axes.to_stack(jnp.asarray(leaves[i], group.dtype))
+        for i, axes in x.sides
+      )
+      return ModuleArrays(place, x.scale, left, right, *group.axes)
+
+    groups = [[arrays(g, *x) for x in g.places()] for g in self._groups]
     return groups, self._rest(leaves)
 
   # From stacks to trees.
 
-  def tree(
-    self, stacks: Stacks, power: float = 0.0, rank_multiple: int = 1
-  ) -> Any:
+  def tree(self, stacks: Stacks, power: float = 0.0) -> Any:
     """A tree in the shapes of ``params``, in the types of the stacks.
 
     Args:
-      stacks: Pairs of arrays, and other leaves.
+      stacks: Pairs of arrays, of any rank, and other leaves.
       power: Pairs are multiplied by ``scale ** power``: 0 for coordinates,
         -0.5 for factors.
-      rank_multiple: The factors have so many times the columns.
 
     Returns:
       The tree.
     """
     leaves: list[Any] = [None] * len(self._shapes)
     for group, pair in zip(self._groups, stacks.pairs, strict=True):
-      left = group.b_axes.widened(rank_multiple).from_matrices(pair.left)
-      right = group.a_axes.widened(rank_multiple).from_matrices(pair.right)
-      for x, place in zip(group.modules, group.places(), strict=True):
+      sides = [
+        axes.from_matrices(x) for axes, x in zip(group.axes, pair, strict=True)
+      ]
+      for x, place in group.places():
         factor = float(x.scale**power)
-        for i, axes, stack in ((x.a, x.a_axes, right), (x.b, x.b_axes, left)):
-          leaf = axes.widened(rank_multiple).from_stack(stack[place])
+        for (i, axes), stack in zip(x.sides, sides, strict=True):
+          leaf = axes.from_stack(stack[place])
           leaves[i] = leaf if factor == 1 else leaf * factor
     for i, leaf in zip(self._others, stacks.others, strict=True):
       leaves[i] = leaf
     return jax.tree.unflatten(self._treedef, leaves)
 
-  def steps(self, new: Stacks, params: Any) -> Any:
+  def steps(self, new: Stacks, params: optax.Params) -> optax.Updates:
     """Updates that lead from ``params`` to new factors; other leaves pass."""
     leaves, old = jax.tree.leaves(self.tree(new, -0.5)), jax.tree.leaves(params)
     return jax.tree.unflatten(
       self._treedef,
-      [y - old[i] if i in self._taken else y for i, y in enumerate(leaves)],
+      [y if i in self._others else y - old[i] for i, y in enumerate(leaves)],
     )
 
   def by_module(self, stacked: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -256,16 +277,16 @@ class ModuleTree:
     return {
       x.name: array[place].reshape(*x.stack, *array.shape[1:])
       for group, array in zip(self._groups, stacked, strict=True)
-      for x, place in zip(group.modules, group.places(), strict=True)
+      for x, place in group.places()
     }
 
   # Geometry over all modules.
 
-  def frames(self, params: Any) -> tuple[Frame, ...]:
+  def frames(self, params: optax.Params) -> tuple[Frame, ...]:
     """One stacked frame of the scaled factors for each group of modules."""
     return tuple(fixed_rank.frame(pair) for pair in self.factors(params).pairs)
 
-  def check_observable(self, params: Any) -> None:
+  def check_observable(self, params: optax.Params) -> None:
     """Refuses modules whose factors are both zero, where values are known.
 
     Their gradients are zero whatever the data, so they would never move.

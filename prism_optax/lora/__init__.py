@@ -11,11 +11,12 @@ from prism_optax._modules import (
   describe_pairs,
   pairs_by_name,
 )
-from prism_optax.lora._averaging import EmaState, ema
-from prism_optax.lora._canonicalize import canonicalize
-from prism_optax.lora._deltas import intrinsic
-from prism_optax.lora._initialization import initialize, spectral_residual
-from prism_optax.lora._merging import Kernel, merge, unmerge
+from prism_optax.lora._initialization import (
+  canonicalize,
+  initialize,
+  spectral_residual,
+)
+from prism_optax.lora._merging import Kernel, deltas, merge, unmerge
 from prism_optax.lora._peft import (
   PeftAdapter,
   from_peft,
@@ -26,24 +27,21 @@ from prism_optax.lora._per_example import (
   per_example_gradients,
   per_example_product,
 )
-from prism_optax.lora._ranks import difference, pad_rank, truncate
+from prism_optax.lora._ranks import difference, truncate
 
 __all__ = [
-  'EmaState',
   'Kernel',
   'Layout',
   'Pair',
   'PeftAdapter',
   'canonicalize',
+  'deltas',
   'describe_pairs',
   'difference',
-  'ema',
   'from_peft',
   'initialize',
-  'intrinsic',
   'load_peft',
   'merge',
-  'pad_rank',
   'pairs_by_name',
   'per_example_gradients',
   'per_example_product',

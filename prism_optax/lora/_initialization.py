@@ -1,4 +1,4 @@
-"""Factors to start training from.
+"""Factors to start training from: random, spectral, or in another gauge.
 
 None of it reads private data: it is made of random numbers and of pretrained
 weights, and what it returns is as public as those weights are. Its key need not
@@ -6,28 +6,34 @@ be secret, and must not be the key of any noise.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from prism_optax import _linalg, _modules, _randomness, _validate
-from prism_optax._linalg import gram, matmul
+from prism_optax._linalg import at_least_float32, gram, matmul
+from prism_optax._modules import LayoutLike, Module
 from prism_optax.fixed_rank import Factors
-from prism_optax.lora import _merging, _ranks
+from prism_optax.lora import _merging
 
+# Relative to the largest singular value: below it is rounding of float64.
+_TINY = 64 * np.finfo(np.float64).eps
 # Far from the small numbers that a key is split into elsewhere.
 _FACTORS, _SKETCH = 0x46414354, 0x534B4554
 
 
 def initialize(
-  params: Any,
-  prng_key: Any,
+  params: optax.Params,
+  prng_key: int | jax.Array,
   *,
   method: str = 'one_sided',
   size: float | None = None,
-  layout: _modules.LayoutLike = None,
-) -> Any:
+  layout: LayoutLike = None,
+) -> optax.Params:
   """New factors for all LoRA pairs of a tree.
 
   =============  =============================================================
@@ -35,23 +41,24 @@ def initialize(
                  ``size``. Z is zero, the model is the pretrained one. The first
                  private step is one-sided: all of it goes to ``left``
   balanced       Z has r equal singular values ``size`` and random singular
-                 vectors, shared by the factors: full rank from the first step
-                 on, as noise that is correlated over steps needs it. The model
-                 is changed; :func:`unmerge` takes Z out of its weights
+                 vectors, and both factors have their roots: full rank from the
+                 first step on, as noise that is correlated over steps needs it.
+                 The model changes; :func:`unmerge` takes Z out of its weights
   =============  =============================================================
 
-  Columns are orthogonal in both, the gauge in which frames are exact. Factors
-  from a library's own initialisation work as well: this is no requirement.
-  (One zero factor is LoRA's own start; orthonormal columns and ``'balanced'``
-  are ours.) It reads no data.
+  Both methods give orthogonal columns, the gauge in which frames are exact.
+  Factors from a library's own initialisation work as well. One zero factor is
+  LoRA's own start; orthonormal columns and ``'balanced'`` are ours. No data is
+  read.
 
   Args:
     params: Tree of trainable arrays with LoRA pairs; only names, shapes and
       types are read. Other leaves pass.
     prng_key: An int or a typed key; another one than the key of the noise.
-    method: As above.
-    size: Of the columns of ``right``, 1 if None; or of the singular values of
-      ``Z = scale * left @ right.mT``, required for ``'balanced'``.
+    method: ``'one_sided'`` or ``'balanced'``, see the table.
+    size: For ``'one_sided'`` the length of the columns of ``right``, 1 if None.
+      For ``'balanced'`` the singular values of ``Z = scale * left @ right.mT``,
+      to be given.
     layout: See :func:`describe_pairs`.
 
   Returns:
@@ -78,31 +85,29 @@ def initialize(
   size = 1.0 if size is None else size
   _validate.positive('size', size)
   key = _key(prng_key, _FACTORS)
-  leaves, treedef = jax.tree.flatten(params)
-  for i, module in enumerate(_modules.find_modules(params, layout)):
-    left, right = _ranks.read_factors(module, leaves)
-    keys = jax.random.split(jax.random.fold_in(key, i))
-    right = _orthonormal(keys[0], right.shape, right.dtype)
+  index = itertools.count()
+
+  def drawn(module: Module, old: Factors) -> Factors:
+    keys = jax.random.split(jax.random.fold_in(key, next(index)))
+    right = _orthonormal(keys[0], old.right)
     if method == 'one_sided':
-      new = Factors(jnp.zeros_like(left), size * right)
-    else:
-      left = _orthonormal(keys[1], left.shape, left.dtype)
-      root = (size / module.scale) ** 0.5
-      new = Factors(root * left, root * right)
-    _ranks.write_factors(module, leaves, new)
-  return jax.tree.unflatten(treedef, leaves)
+      return Factors(jnp.zeros_like(old.left), size * right)
+    root = (size / module.scale) ** 0.5
+    return Factors(root * _orthonormal(keys[1], old.left), root * right)
+
+  return _modules.map_factors(drawn, params, layout)
 
 
 def spectral_residual(
-  params: Any,
-  weights: Any,
-  prng_key: Any,
+  params: optax.Params,
+  weights: optax.Params,
+  prng_key: int | jax.Array,
   *,
   oversampling: int = 8,
   power_iterations: int = 4,
   kernels: _merging.KernelsLike = None,
-  layout: _modules.LayoutLike = None,
-) -> tuple[Any, Any]:
+  layout: LayoutLike = None,
+) -> tuple[optax.Params, optax.Params]:
   """The largest singular directions of the weights become the adapters.
 
   ``Z = W_r``, the best approximation of ``W`` of rank r, in the balanced SVD
@@ -156,8 +161,8 @@ def spectral_residual(
   leaves, weights_def = jax.tree.flatten(weights)
   for i, place in enumerate(_merging.find_kernels(modules, weights, kernels)):
     module = place.module
-    matrices = _merging.to_matrices(place, leaves[place.leaf])
-    left, right = _largest(
+    matrices = place.read(leaves)
+    found = _largest(
       matrices,
       jax.random.fold_in(key, i),
       rank=module.rank,
@@ -165,19 +170,80 @@ def spectral_residual(
       power_iterations=power_iterations,
     )
     root = module.scale**-0.5
-    new = Factors(root * left, root * right)
-    _ranks.write_factors(module, adapters, new)
+    module.write(adapters, jax.tree.map(lambda x, c=root: c * x, found))
     # Of the factors as they are stored, so that their rounding is no change.
-    left, right = _ranks.read_factors(module, adapters)
-    rest = matrices - module.scale * matmul(left, right.mT)
-    leaves[place.leaf] = _merging.from_matrices(place, rest, leaves[place.leaf])
+    left, right = module.read(adapters, at_least_float32)
+    place.write(leaves, matrices - module.scale * matmul(left, right.mT))
   return (
     jax.tree.unflatten(params_def, adapters),
     jax.tree.unflatten(weights_def, leaves),
   )
 
 
-def _key(prng_key: Any, purpose: int) -> jax.Array:
+def canonicalize(
+  params: optax.Params, *, layout: LayoutLike = None
+) -> optax.Params:
+  """The same matrices Z from factors in the balanced SVD gauge.
+
+  ``left = U s^1/2`` and ``right = V s^1/2`` have orthogonal columns: in this
+  gauge frames are exact at any condition number. Training keeps the gauge by
+  itself; factors that come from elsewhere may be in any gauge. The function
+  computes in float64 on the host, whatever ``jax_enable_x64`` says. The method
+  is ours. It reads parameters and no data: post-processing.
+
+  ======================  ====================================================
+  one factor zero         it stays zero; the columns of the other are made
+                          orthogonal, with the same column space
+  Z of rank below r       as above for the lost directions: the factor with the
+                          higher rank keeps its own, the other is zero there
+  both factors zero       both stay zero
+  leaves without pair     pass
+  ======================  ====================================================
+
+  Args:
+    params: Tree of trainable arrays with LoRA pairs. Other leaves pass.
+    layout: See :func:`describe_pairs`.
+
+  Returns:
+    A tree like ``params``, same types.
+
+  Raises:
+    ValueError: Under ``jit`` (the values are needed), or as in
+      :func:`describe_pairs`.
+
+  Example:
+    >>> import numpy as np
+    >>> from prism_optax import lora
+    >>> a, b = np.array([[3.0, 3], [0, 1]]), np.array([[1.0, 0], [0, 2]])
+    >>> new = lora.canonicalize({'lora_a': a, 'lora_b': b})
+    >>> bool(np.allclose(new['lora_a'] @ new['lora_b'], a @ b))
+    True
+  """
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    raise ValueError(
+      'lora.canonicalize works on values: call it outside of jit, got traced'
+      ' params.'
+    )
+
+  def balanced(module: Module, factors: Factors) -> tuple[Any, Any]:
+    del module
+    pairs = [_balance(x, y) for x, y in zip(*factors, strict=True)]
+    left, right = (np.stack(side) for side in zip(*pairs, strict=True))
+    return left, right
+
+  # NumPy: float64 without a global switch.
+  new = _modules.map_factors(
+    balanced, params, layout, lambda x: np.asarray(x, np.float64)
+  )
+
+  def placed(x: Any, old: Any) -> Any:
+    changed = x is not old and isinstance(old, jax.Array)
+    return jax.device_put(x, old.sharding) if changed else x
+
+  return jax.tree.map(placed, new, params)
+
+
+def _key(prng_key: int | jax.Array, purpose: int) -> jax.Array:
   """A key for one purpose, also where the key of the noise was passed."""
   if prng_key is None:
     raise ValueError(
@@ -189,9 +255,9 @@ def _key(prng_key: Any, purpose: int) -> jax.Array:
   return jax.random.fold_in(key, purpose)
 
 
-def _orthonormal(key: jax.Array, shape: tuple[int, ...], dtype: Any):
+def _orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
   """(k, m, r) with orthonormal columns, uniformly distributed."""
-  q, r = _linalg.qr(jax.random.normal(key, shape, dtype))
+  q, r = _linalg.qr(jax.random.normal(key, like.shape, like.dtype))
   sign = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
   return q * jnp.where(sign == 0, 1, sign)[:, None, :]
 
@@ -199,7 +265,14 @@ def _orthonormal(key: jax.Array, shape: tuple[int, ...], dtype: Any):
 @functools.partial(
   jax.jit, static_argnames=('rank', 'columns', 'power_iterations')
 )
-def _largest(w, key, *, rank, columns, power_iterations):
+def _largest(
+  w: jax.Array,
+  key: jax.Array,
+  *,
+  rank: int,
+  columns: int,
+  power_iterations: int,
+) -> Factors:
   """Balanced factors of the best approximation of (k, m, n) matrices."""
   basis = jax.random.normal(key, (w.shape[0], w.shape[2], columns), w.dtype)
   for _ in range(power_iterations):
@@ -211,7 +284,39 @@ def _largest(w, key, *, rank, columns, power_iterations):
   right, core = _linalg.qr(gram(w, basis))
   u, s, vt = _linalg.svd(core.mT)
   root = jnp.sqrt(s[:, None, :rank])
-  return (
+  return Factors(
     matmul(basis, u[..., :rank] * root),
     matmul(right, vt.mT[..., :rank] * root),
   )
+
+
+def _rank_of(singular_values: np.ndarray) -> int:
+  return int(np.sum(singular_values > _TINY * singular_values[0]))
+
+
+def _balance(
+  left: np.ndarray, right: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """One pair (m, r), (n, r) -> the same product in the balanced SVD gauge."""
+  rank = left.shape[-1]
+  q_left, c_left = np.linalg.qr(left)
+  q_right, c_right = np.linalg.qr(right)
+  u, s, vt = np.linalg.svd(c_left @ c_right.T)
+  kept = _rank_of(s)
+  new_left = np.zeros_like(left)
+  new_right = np.zeros_like(right)
+  new_left[:, :kept] = q_left @ u[:, :kept] * np.sqrt(s[:kept])
+  new_right[:, :kept] = q_right @ vt[:kept].T * np.sqrt(s[:kept])
+  if kept < rank:
+    sizes = [np.linalg.svd(c, compute_uv=False) for c in (c_left, c_right)]
+    keep_right = _rank_of(sizes[1]) >= _rank_of(sizes[0])
+    old, new = (right, new_right) if keep_right else (left, new_left)
+    basis = (q_right @ vt[:kept].T) if keep_right else (q_left @ u[:, :kept])
+    rest = old - basis @ (basis.T @ old)
+    directions, lengths, _ = np.linalg.svd(rest, full_matrices=False)
+    # Rounding errors are no directions: they would pass for observable ones.
+    size = max(np.linalg.norm(old), np.finfo(np.float64).tiny)
+    lengths = np.where(lengths > _TINY * size, lengths, 0.0)
+    lost = rank - kept
+    new[:, kept:] = directions[:, :lost] * lengths[:lost]
+  return new_left, new_right

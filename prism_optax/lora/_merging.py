@@ -1,4 +1,4 @@
-"""Adapters into frozen weights and out of them.
+"""What adapters add to the weights, and adding it to them.
 
 Everything here reads adapters and weights and no data: post-processing of what
 they are.
@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from prism_optax import _modules
-from prism_optax._linalg import matmul
-from prism_optax.lora import _ranks
+from prism_optax._linalg import at_least_float32, matmul
+from prism_optax._modules import LayoutLike, Module, ModuleTree
+from prism_optax.fixed_rank import Factors
 
 
 class Kernel(NamedTuple):
@@ -32,21 +34,82 @@ class Kernel(NamedTuple):
 KernelsLike = Mapping[str, str | Kernel] | None
 
 
-class Place(NamedTuple):
-  """A module and its weight: position in the flattened tree, and axes."""
+def deltas(
+  params: optax.Params, *, layout: LayoutLike = None, dense: bool = False
+) -> dict[str, Any]:
+  """``Z = scale * left @ right.mT`` of each module, by name.
 
-  module: _modules.Module
+  What the adapters add to the weights: the same for all gauges of the factors,
+  and what clip, noise and learning rate act on. It reads parameters and no
+  data: post-processing.
+
+  Args:
+    params: Tree of trainable arrays with LoRA pairs.
+    layout: See :func:`describe_pairs`. Without it the scale is 1.
+    dense: Multiply the factors out: arrays ``(*stack, m, n)`` in place of
+      ``fixed_rank.Factors`` of ``(*stack, m, r)`` and ``(*stack, n, r)``.
+
+  Returns:
+    Outputs m come first and inputs n last, whatever the library's orientation
+    is; several output or input axes are flattened in their order. The scale is
+    shared out as its square root on either factor. In float32 at least.
+
+  Raises:
+    ValueError: If pairs cannot be found.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import lora
+    >>> params = {'dense': {'lora_a': jnp.ones((6, 2)),
+    ...                     'lora_b': jnp.ones((2, 5))}}
+    >>> lora.deltas(params)['dense'].left.shape
+    (5, 2)
+    >>> layout = {'dense': lora.Layout(scale=4.0)}
+    >>> z = lora.deltas(params, layout=layout, dense=True)
+    >>> z['dense'].shape, float(z['dense'][0, 0])
+    ((5, 6), 8.0)
+  """
+  tree = ModuleTree(params, layout)
+  pairs = tree.factors(params).pairs
+  left, right = (tree.by_module(x) for x in zip(*pairs, strict=True))
+  if dense:
+    return {name: matmul(left[name], right[name].mT) for name in left}
+  return {name: Factors(left[name], right[name]) for name in left}
+
+
+class Place(NamedTuple):
+  """A module and the weight that it changes.
+
+  Attributes:
+    module: The module.
+    leaf: Position of the weight in the flattened tree of weights.
+    axes: Axes of the weight in the order ``(*stack, *in, *out)``.
+  """
+
+  module: Module
   leaf: int
-  axes: tuple[int, ...]  # In the order (*stack, *in, *out).
+  axes: tuple[int, ...]
+
+  def read(self, leaves: Sequence[Any]) -> jax.Array:
+    """The weight as matrices (k, m, n), float32 at least."""
+    x = at_least_float32(leaves[self.leaf]).transpose(self.axes)
+    return x.reshape(-1, self.module.n, self.module.m).mT
+
+  def write(self, leaves: list[Any], matrices: jax.Array) -> None:
+    """Puts matrices (k, m, n) into ``leaves``, in the type of the weight."""
+    old = leaves[self.leaf]
+    x = matrices.mT.reshape([old.shape[axis] for axis in self.axes])
+    x = x.transpose(_modules.inverse(self.axes))
+    leaves[self.leaf] = x.astype(old.dtype)
 
 
 def merge(
-  params: Any,
-  weights: Any,
+  params: optax.Params,
+  weights: optax.Params,
   *,
   kernels: KernelsLike = None,
-  layout: _modules.LayoutLike = None,
-) -> Any:
+  layout: LayoutLike = None,
+) -> optax.Params:
   """Adds the matrices Z of the adapters to the frozen weights.
 
   A model that computes ``W + scale * left @ right.mT`` gives the same with the
@@ -93,29 +156,30 @@ def merge(
 
 
 def unmerge(
-  params: Any,
-  weights: Any,
+  params: optax.Params,
+  weights: optax.Params,
   *,
   kernels: KernelsLike = None,
-  layout: _modules.LayoutLike = None,
-) -> Any:
+  layout: LayoutLike = None,
+) -> optax.Params:
   """Subtracts the matrices Z of the adapters from the weights.
 
-  So a model with adapters that are not zero at the start begins as the model
-  without. The inverse of :func:`merge`, but for rounding; post-processing
-  likewise.
+  A model whose adapters are not zero at the start then begins as the model
+  without adapters. The inverse of :func:`merge`, but for rounding. It reads
+  adapters and weights and no data: post-processing.
 
   Args:
-    params: As in :func:`merge`.
-    weights: As there.
-    kernels: As there.
-    layout: As there.
+    params: Tree of trainable arrays with LoRA pairs.
+    weights: Tree with the frozen weights; its other leaves pass.
+    kernels: The weight of each module, see :func:`merge`.
+    layout: See :func:`describe_pairs`. Its scale counts.
 
   Returns:
     A tree like ``weights``.
 
   Raises:
-    ValueError: As in :func:`merge`.
+    ValueError: If a weight is not found, is not the only candidate, or does not
+      fit.
 
   Example:
     >>> import jax.numpy as jnp
@@ -128,43 +192,30 @@ def unmerge(
   return _added(params, weights, -1.0, kernels, layout)
 
 
-def _added(params, weights, factor, kernels, layout):
+def _added(
+  params: optax.Params,
+  weights: optax.Params,
+  factor: float,
+  kernels: KernelsLike,
+  layout: LayoutLike,
+) -> optax.Params:
+  """The weights with ``factor * Z`` added to them."""
   modules = _modules.find_modules(params, layout)
   adapters = jax.tree.leaves(params)
   leaves, treedef = jax.tree.flatten(weights)
   for place in find_kernels(modules, weights, kernels):
-    left, right = _ranks.read_factors(place.module, adapters)
-    old = to_matrices(place, leaves[place.leaf])
-    new = old + factor * place.module.scale * matmul(left, right.mT)
-    leaves[place.leaf] = from_matrices(place, new, leaves[place.leaf])
+    left, right = place.module.read(adapters, at_least_float32)
+    z = place.module.scale * matmul(left, right.mT)
+    place.write(leaves, place.read(leaves) + factor * z)
   return jax.tree.unflatten(treedef, leaves)
 
 
-# Between a weight and the matrices (k, m, n) of its adapter.
-
-
-def to_matrices(place: Place, leaf: Any) -> jax.Array:
-  """(k, m, n), float32 at least."""
-  x, module = jnp.asarray(leaf), place.module
-  x = jnp.transpose(x, place.axes).reshape(-1, module.n, module.m)
-  return x.mT.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def from_matrices(place: Place, matrices: jax.Array, like: Any) -> jax.Array:
-  """The inverse of :func:`to_matrices`, in the type of ``like``."""
-  sizes = [jnp.shape(like)[axis] for axis in place.axes]
-  inverse = sorted(range(len(sizes)), key=place.axes.__getitem__)
-  return jnp.transpose(matrices.mT.reshape(sizes), inverse).astype(like.dtype)
-
-
 def find_kernels(
-  modules: Sequence[_modules.Module], weights: Any, kernels: KernelsLike
+  modules: Sequence[Module], weights: optax.Params, kernels: KernelsLike
 ) -> list[Place]:
   """The weight of every module; see :func:`merge`."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(weights)
-  names = [_modules.path_name(path) for path, _ in flat]
-  leaves = [leaf for _, leaf in flat]
-  kernels = dict(kernels or {})
+  names, leaves = _modules.named_leaves(weights)
+  kernels = kernels or {}
   unknown = set(kernels) - {x.name for x in modules}
   if unknown:
     raise ValueError(
@@ -175,10 +226,9 @@ def find_kernels(
   for module in modules:
     given = kernels.get(module.name)
     if given is None:
-      given = Kernel(_one_candidate(module, names, leaves))
-    elif isinstance(given, str):
-      given = Kernel(given)
-    places.append(_placed(module, given, names, leaves))
+      given = _one_candidate(module, names, leaves)
+    kernel = Kernel(given) if isinstance(given, str) else given
+    places.append(_placed(module, kernel, names, leaves))
   taken = [place.leaf for place in places]
   for place in places:
     if taken.count(place.leaf) > 1:
@@ -189,7 +239,7 @@ def find_kernels(
   return places
 
 
-def _shape_of(module: _modules.Module) -> tuple[int, ...]:
+def _shape_of(module: Module) -> tuple[int, ...]:
   """``(*stack, *in, *out)``."""
   a, b = module.a_axes, module.b_axes
   return (*module.stack, *a.sizes(a.features), *b.sizes(b.features))
@@ -201,7 +251,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _one_candidate(
-  module: _modules.Module, names: Sequence[str], leaves: Sequence[Any]
+  module: Module, names: Sequence[str], leaves: Sequence[Any]
 ) -> str:
   parents = [module.name, f'{module.name}/base_module']
   above, _, last = module.name.rpartition('/')
@@ -229,7 +279,7 @@ def _one_candidate(
 
 
 def _placed(
-  module: _modules.Module,
+  module: Module,
   kernel: Kernel,
   names: Sequence[str],
   leaves: Sequence[Any],
@@ -244,19 +294,16 @@ def _placed(
   shape = jnp.shape(leaf)
   axes = range(len(shape)) if kernel.axes is None else kernel.axes
   axes = tuple(int(axis) % max(len(shape), 1) for axis in axes)
-  # Sizes of stack, input and output: a weight may split its axes otherwise.
-  sizes = [shape[axis] for axis in axes]
+  # A weight may split its inputs and outputs into other axes than the factors.
   stack = len(module.stack)
-  inputs = 0
-  while math.prod(sizes[stack : stack + inputs]) < module.n and (
-    stack + inputs < len(sizes)
-  ):
-    inputs += 1
+  sizes = [shape[axis] for axis in axes[stack:]]
+  splits = [
+    (math.prod(sizes[:i]), math.prod(sizes[i:])) for i in range(len(sizes) + 1)
+  ]
   if (
     sorted(axes) != list(range(len(shape)))
-    or tuple(sizes[:stack]) != module.stack
-    or math.prod(sizes[stack : stack + inputs]) != module.n
-    or math.prod(sizes[stack + inputs :]) != module.m
+    or tuple(shape[axis] for axis in axes[:stack]) != module.stack
+    or (module.n, module.m) not in splits
     or not _is_float(leaf)
   ):
     raise ValueError(

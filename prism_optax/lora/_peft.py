@@ -7,21 +7,21 @@ their transposes: ``lora_a`` (in, r) and ``lora_b`` (r, out).
 """
 
 import itertools
-import math
 import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from prism_optax import _modules
-from prism_optax._modules import Layout, LeafAxes, Pair
+from prism_optax._linalg import at_least_float32
+from prism_optax._modules import Layout, LayoutLike, Module, Pair
 from prism_optax.fixed_rank import Factors
-from prism_optax.lora import _peft_files, _ranks
+from prism_optax.lora import _peft_files
 
 NamesLike = Mapping[str, str] | Callable[[str], str] | None
 
@@ -34,8 +34,8 @@ class PeftAdapter(NamedTuple):
       in the type of the file; modules by their names in PyTorch.
     layout: The pairs with their scales, to be passed as ``layout=`` with
       ``params``.
-    config: What ``adapter_config.json`` says.
-    embeddings: Those modules that are embedding tables.
+    config: The entries of ``adapter_config.json``.
+    embeddings: Names of the modules that are embedding tables.
     others: Tensors that belong to no pair (``modules_to_save``, biases), by
       their names, as they are. Nothing else in this library reads them.
   """
@@ -47,7 +47,7 @@ class PeftAdapter(NamedTuple):
   others: dict[str, np.ndarray]
 
 
-def load_peft(folder: str | os.PathLike) -> PeftAdapter:
+def load_peft(folder: str | os.PathLike[str]) -> PeftAdapter:
   """Reads an adapter that PEFT has saved.
 
   Needs the package ``safetensors``. Adapters that are more than ``alpha / r *
@@ -59,16 +59,17 @@ def load_peft(folder: str | os.PathLike) -> PeftAdapter:
   take for ever are refused.
 
   Args:
-    folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
+    folder: Folder of ``adapter_config.json`` and
+      ``adapter_model.safetensors``.
 
   Returns:
     The adapter, NumPy arrays in the types of the file; :func:`from_peft` puts
     it into the tree of a JAX model.
 
   Raises:
-    ValueError: Naming the file and what is wrong with it: a file that is
-      missing, cut or no such file, a factor without partner, shapes that do not
-      fit each other or the configured rank.
+    ValueError: With the file and what is wrong with it: the file is missing,
+      cut or of another kind, a factor has no partner, or shapes do not fit each
+      other or the configured rank.
     ImportError: Without ``safetensors``.
 
   Example:
@@ -98,15 +99,15 @@ def load_peft(folder: str | os.PathLike) -> PeftAdapter:
 
 def from_peft(
   adapter: PeftAdapter,
-  params: Any,
+  params: optax.Params,
   *,
   names: NamesLike = None,
-  layout: _modules.LayoutLike = None,
-) -> Any:
+  layout: LayoutLike = None,
+) -> optax.Params:
   """Puts a loaded adapter into a tree of trainable parameters.
 
   Args:
-    adapter: From :func:`load_peft`.
+    adapter: What :func:`load_peft` returned.
     params: Tree of trainable arrays with LoRA pairs: the shapes to fill. Other
       leaves pass.
     names: The name in PyTorch of each module (its name here, see
@@ -138,55 +139,55 @@ def from_peft(
     >>> float(new['q']['lora_a'][0, 0])
     2.0
   """
-  modules = _modules.find_modules(params, layout)
-  leaves, treedef = jax.tree.flatten(params)
   scales = {
     pair.a.removesuffix('/lora_a'): pair.layout.scale
     for pair in adapter.layout
     if pair.layout is not None
   }
-  used: set[str] = set()
-  for module in modules:
-    paths = _torch_names(module, names)
+  used: dict[str, list[str]] = {}
+
+  def filled(module: Module, old: Factors) -> Factors:
+    del old
+    paths = used[module.name] = _torch_names(module, names)
     absent = [path for path in paths if path not in adapter.params]
     if absent:
       raise ValueError(
         f'The adapter has no module {absent[0]!r} for {module.name!r}; it has'
         f' {_some(adapter.params)}. Say which: names={{{module.name!r}: ...}}.'
       )
-    used.update(paths)
-    parts = []
+    left, right = [], []
     for path in paths:
       a, b = (adapter.params[path][name] for name in ('lora_a', 'lora_b'))
       expected = (module.n, module.rank), (module.rank, module.m)
       if (a.shape, b.shape) != expected:
         raise ValueError(
           f'Expected lora_a and lora_b of shapes {expected} in {path!r} for'
-          f' {module.name!r}, got {(a.shape, b.shape)}. Another rank is made by'
-          ' lora.pad_rank or lora.truncate.'
+          f' {module.name!r}, got {(a.shape, b.shape)}. Make params of the rank'
+          ' of the adapter; lora.truncate lowers it afterwards.'
         )
       root = (scales[path] / module.scale) ** 0.5
-      a, b = (x.astype(jnp.promote_types(x.dtype, np.float32)) for x in (a, b))
-      parts.append((root * b.T, root * a))
-    left, right = (jnp.stack(x) for x in zip(*parts, strict=True))
-    _ranks.write_factors(module, leaves, Factors(left, right))
-  missed = sorted(set(adapter.params) - used)
+      left.append(root * at_least_float32(b.T))
+      right.append(root * at_least_float32(a))
+    return Factors(jnp.stack(left), jnp.stack(right))
+
+  new = _modules.map_factors(filled, params, layout)
+  missed = set(adapter.params).difference(*used.values())
   if missed:
     raise ValueError(
-      f'No module of params takes {_some(missed)} of the adapter; the modules'
-      f' are {_some([x.name for x in modules])}.'
+      f'No module of params takes {_some(sorted(missed))} of the adapter; the'
+      f' modules are {_some(used)}.'
     )
-  return jax.tree.unflatten(treedef, leaves)
+  return new
 
 
 def save_peft(
-  folder: str | os.PathLike,
-  params: Any,
+  folder: str | os.PathLike[str],
+  params: optax.Params,
   *,
   names: NamesLike = None,
   embeddings: Sequence[str] = (),
   config: Mapping[str, Any] | None = None,
-  layout: _modules.LayoutLike = None,
+  layout: LayoutLike = None,
 ) -> None:
   """Writes adapters as PEFT reads them.
 
@@ -201,14 +202,14 @@ def save_peft(
   privately this is post-processing.
 
   Args:
-    folder: Is made if it does not exist.
+    folder: Folder of the two files; it is made if it does not exist.
     params: Tree with LoRA pairs and nothing else: a head would be lost.
-    names: As in :func:`from_peft`.
+    names: The name in PyTorch of each module, see :func:`from_peft`.
     embeddings: Names in PyTorch of modules that are embedding tables.
     config: More entries of ``adapter_config.json``, such as ``task_type``,
       ``base_model_name_or_path``, ``fan_in_fan_out`` (True for the Conv1D of
-      GPT-2); or all of those that :func:`load_peft` found. What follows from
-      ``params`` wins.
+      GPT-2); or all entries that :func:`load_peft` found. Entries that follow
+      from ``params`` replace these.
     layout: See :func:`describe_pairs`. Its scale counts.
 
   Raises:
@@ -230,8 +231,7 @@ def save_peft(
   """
   modules = _modules.find_modules(params, layout)
   leaf_names, leaves = _modules.named_leaves(params)
-  factors = {i for x in modules for i in (x.a, x.b)}
-  others = [x for i, x in enumerate(leaf_names) if i not in factors]
+  others = [leaf_names[i] for i in _modules.other_leaves(modules, len(leaves))]
   if others:
     raise ValueError(
       f'Expected LoRA pairs only, got {_some(others)}: a PEFT adapter has no'
@@ -239,10 +239,7 @@ def save_peft(
     )
   found: dict[str, _peft_files.PeftModule] = {}
   for module in modules:
-    left, right = (
-      _matrices(axes, leaves[i])
-      for i, axes in ((module.b, module.b_axes), (module.a, module.a_axes))
-    )
+    left, right = module.read(leaves, np.asarray)
     paths = _torch_names(module, names)
     for path, b, a in zip(paths, left, right, strict=True):
       if path in found:
@@ -261,13 +258,6 @@ def save_peft(
     list(found.values()),
     {**(config or {}), **_config(list(found.values()))},
   )
-
-
-def _matrices(axes: LeafAxes, leaf: Any) -> np.ndarray:
-  """(k, features, r) in the leaf's own type: moved about, not computed with."""
-  stack = math.prod(axes.sizes(axes.stack))
-  moved = np.transpose(np.asarray(leaf), axes.order)
-  return moved.reshape(stack, -1, axes.shape[axes.rank])
 
 
 def _config(modules: Sequence[_peft_files.PeftModule]) -> dict[str, Any]:
@@ -301,7 +291,7 @@ def _whole(value: float) -> float | int:
   return int(value) if float(value).is_integer() else value
 
 
-def _torch_names(module: _modules.Module, names: NamesLike) -> list[str]:
+def _torch_names(module: Module, names: NamesLike) -> list[str]:
   """One name for each of the stacked modules, in their order."""
   if callable(names):
     name = names(module.name)

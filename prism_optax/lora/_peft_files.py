@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def read(folder: pathlib.Path) -> PeftFiles:
   """Both files of a folder.
 
   Raises:
-    ValueError: As said above.
+    ValueError: With the file and what is wrong with it.
   """
   config = _read_config(folder / CONFIG)
   path = folder / TENSORS
@@ -155,17 +155,16 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
       ' adapter is relative to the changed ones. Let PEFT convert it:'
       ' save_pretrained(..., path_initial_model_for_weight_conversion=...).'
     )
-  for field, check in (('r', _is_rank), ('lora_alpha', _is_positive)):
+  for field, patterns, check in (
+    ('r', 'rank_pattern', _is_rank),
+    ('lora_alpha', 'alpha_pattern', _is_positive),
+  ):
     if not check(config.get(field)):
       raise ValueError(
         f'{path}: expected {field} > 0{" (integer)" if field == "r" else ""},'
         f' got {_shown(config.get(field, "none"))}.'
       )
-  for field, check in (
-    ('rank_pattern', _is_rank),
-    ('alpha_pattern', _is_positive),
-  ):
-    _check_patterns(path, field, config.get(field), check)
+    _check_patterns(path, patterns, config.get(patterns), check)
   return config
 
 
@@ -184,7 +183,9 @@ def _shown(value: Any) -> str:
   return text if len(text) < 60 else text[:60] + '...'
 
 
-def _check_patterns(path: pathlib.Path, field: str, value: Any, check) -> None:
+def _check_patterns(
+  path: pathlib.Path, field: str, value: Any, check: Callable[[Any], bool]
+) -> None:
   if value is None:
     return
   if not isinstance(value, dict) or not all(map(check, value.values())):
@@ -244,7 +245,9 @@ def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _sorted_out(
   path: pathlib.Path, tensors: Mapping[str, np.ndarray]
-) -> tuple[dict[tuple[str, bool], dict[str, np.ndarray]], dict]:
+) -> tuple[
+  dict[tuple[str, bool], dict[str, np.ndarray]], dict[str, np.ndarray]
+]:
   """Factors by (module, whether an embedding) and side, and all the rest."""
   factors: dict[tuple[str, bool], dict[str, np.ndarray]] = {}
   others = {}

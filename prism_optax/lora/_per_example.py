@@ -1,10 +1,10 @@
 """Gradients of every example from one backward pass of a whole batch.
 
-``jax.vmap(jax.grad(loss))`` works for any model, and is what to use unless its
-time matters or a model cannot be vmapped. Here every example gets a copy of the
-trainable leaves, and the gradient of the summed losses with respect to the
-copies is the gradient of each example. A product with copied factors need not
-read more than one copy on its way forward.
+``jax.vmap(jax.grad(loss))`` gives the same; use that unless its time matters or
+the model cannot be vmapped. Here every example gets a copy of the trainable
+leaves, and the gradient of the summed losses with respect to the copies is the
+gradient of each example. A product with copied factors need not read more than
+one copy on its way forward.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 def per_example_gradients(
@@ -34,15 +35,15 @@ def per_example_gradients(
   ===================================  ========================================
 
   Args:
-    losses: ``losses(params, batch, *args)`` with leaves ``(B, *shape)`` in
-      ``params``, of shape (B,).
+    losses: ``losses(params, batch, *args)`` takes leaves ``(B, *shape)`` in
+      ``params`` and returns an array (B,).
 
   Returns:
-    ``gradients(params, batch, *args)``: params of the usual shapes, a tree of
-    arrays (B, ...), and what else ``losses`` takes (frozen weights). It returns
-    leaves ``(B, *shape)``, which :func:`prism_optax.prism` and
-    :func:`prism_optax.intrinsic_clip` take. They are not private: no clip and
-    no noise yet.
+    ``gradients(params, batch, *args)``, which takes params of the usual
+    shapes, a tree of arrays (B, ...), and the other arguments of ``losses``
+    (frozen weights). It returns leaves ``(B, *shape)`` for
+    :func:`prism_optax.prism` or :func:`prism_optax.intrinsic_clip`. They are
+    not private: they are neither clipped nor noised.
 
   Raises:
     ValueError: When the function is called, if what ``losses`` returns has
@@ -66,10 +67,10 @@ def per_example_gradients(
     True
   """
 
-  def gradients(params, batch, *args):
+  def gradients(params: optax.Params, batch: Any, *args: Any) -> optax.Updates:
     size = jax.tree.leaves(batch)[0].shape[0]
 
-    def total(copies):
+    def total(copies: optax.Params) -> jax.Array:
       found = losses(copies, batch, *args)
       if jnp.shape(found) != (size,):
         raise ValueError(
@@ -140,22 +141,28 @@ def per_example_product(
 
 
 @jax.custom_vjp
-def _product(x, a, b):
+def _product(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   """(B, tokens, out) from (B, tokens, in) and equal copies of the factors."""
   return _forward(x, a, b)[0]
 
 
-def _forward(x, a, b):
+def _forward(
+  x: jax.Array, a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   # Flat: one product over all tokens, which CPUs run twice as fast as another.
   inner = x.reshape(-1, x.shape[-1]) @ a[0]
   out = (inner @ b[0]).reshape(*x.shape[:2], -1)
   return out, (x, inner.reshape(*x.shape[:2], -1), a[0], b[0])
 
 
-def _backward(residuals, cotangent):
+def _backward(
+  residuals: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   x, inner, a, b = residuals
 
-  def by_example(left, right, like):
+  def by_example(
+    left: jax.Array, right: jax.Array, like: jax.Array
+  ) -> jax.Array:
     wide = jnp.promote_types(like.dtype, jnp.float32)
     return jnp.einsum(
       'bti,bto->bio', left, right, preferred_element_type=wide

@@ -172,7 +172,7 @@ def tangent_probes(
     offset = tuple(x + y for x, y in zip(others, stacks.others, strict=True))
     wide = stacks.map_pairs(widen, frames)._replace(others=offset)
     # The model multiplies by the scale again.
-    attached = tree.tree(wide, -0.5, rank_multiple=2)
+    attached = tree.tree(wide, -0.5)
     return jax.tree.map(lambda x, dtype: x.astype(dtype), attached, types)
 
   def coordinates(gradients: ArrayTree) -> Any:

@@ -45,7 +45,7 @@ def randomised(params: Any, seed: int = 0) -> Any:
 
 
 def intrinsic_is_the_change_of_the_weight(layer: Layer) -> None:
-  (z,) = lora.intrinsic(layer.params, layout=layer.layout, dense=True).values()
+  (z,) = lora.deltas(layer.params, layout=layer.layout, dense=True).values()
   x = jnp.eye(layer.inputs)
   nothing = jax.tree.map(jnp.zeros_like, layer.params)
   change = layer.apply(layer.params, x) - layer.apply(nothing, x)

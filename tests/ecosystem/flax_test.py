@@ -116,7 +116,7 @@ def test_stacks_of_modules_are_one_module_each():
   stack = make(nnx.Rngs(0).split(3))
   graph, factors = nnx.split(stack)
   params = checks.randomised(factors)
-  (z,) = lora.intrinsic(params, dense=True).values()
+  (z,) = lora.deltas(params, dense=True).values()
   x = jnp.eye(6)
   out = nnx.vmap(lambda m: m(x), in_axes=0)(nnx.merge(graph, params))
   np.testing.assert_allclose(jnp.swapaxes(z, 1, 2), out, atol=2e-5)

@@ -83,5 +83,5 @@ def test_names_are_those_that_keras_gives():
   assert names == ['bias', 'lora_kernel_a', 'lora_kernel_b']
   params = [jnp.ones(v.shape) for v in model.trainable_variables]
   layout = lora.pairs_by_name(paths, params)
-  (pair,) = lora.intrinsic(params, layout=layout).values()
+  (pair,) = lora.deltas(params, layout=layout).values()
   assert (pair.left.shape, pair.right.shape) == ((5, 2), (6, 2))

@@ -118,9 +118,9 @@ def test_scanned_layers_are_stacks(axis):
   layout = lora.Layout(scale=ALPHA / RANK)
   if axis == 1:
     with pytest.raises(ValueError, match='in several ways'):
-      lora.intrinsic(params, layout=layout)
+      lora.deltas(params, layout=layout)
     layout = lora.Layout(-1, 0, (1,), (1,), scale=ALPHA / RANK)
-  (z,) = lora.intrinsic(params, layout=layout, dense=True).values()
+  (z,) = lora.deltas(params, layout=layout, dense=True).values()
   out = x  # The product of the three layers' effective weights.
   for i in range(3):
     kernel = jnp.take(variables['kernel'], i, axis)

@@ -13,6 +13,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 from prism_optax import lora
+from prism_optax._modules import ModuleTree
 from tests import oracles
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -68,7 +69,7 @@ def test_what_is_read_is_what_peft_computes(tmp_path, dtype):
   assert adapter.others == {}
   scales = {'layers.0.q': 8 / 2, 'layers.0.v': 6 / 3}
   assert list(adapter.params) == list(scales)
-  found = lora.Adapters(adapter.params, adapter.layout)
+  found = ModuleTree(adapter.params, adapter.layout)
   zs = found.factors(adapter.params).pairs
   for z, name in zip(zs, scales, strict=True):
     a, b = (
@@ -118,17 +119,17 @@ def test_names_of_adapters_embeddings_and_other_tensors(tmp_path):
 # Into the tree of a JAX model.
 
 
-def _model(dtype=jnp.float32, stack=2):
+def _model(dtype=jnp.float32, stack=2, rank=2):
   """Two scanned layers, heads split; and a head that is no adapter."""
   return {
     'layers': {
       'q': {
-        'lora_a': jnp.zeros((stack, 6, 2), dtype),
-        'lora_b': jnp.zeros((stack, 2, 4), dtype),
+        'lora_a': jnp.zeros((stack, 6, rank), dtype),
+        'lora_b': jnp.zeros((stack, rank, 4), dtype),
       },
       'kv': {
-        'lora_a': jnp.zeros((6, stack, 2), dtype),
-        'lora_b': jnp.zeros((2, stack, 2, 3), dtype),  # Two heads of three.
+        'lora_a': jnp.zeros((6, stack, rank), dtype),
+        'lora_b': jnp.zeros((rank, stack, 2, 3), dtype),  # Two heads of three.
       },
     },
   }
@@ -217,7 +218,7 @@ def test_the_scale_of_the_model_is_made_up_for(tmp_path):
                         layout=other)  # fmt: skip
 
   def zs(tree, layout):
-    pairs = lora.Adapters(tree, layout).factors(tree).pairs
+    pairs = ModuleTree(tree, layout).factors(tree).pairs
     return [np.asarray(x.left @ x.right.mT) for x in pairs]
 
   for got, want in zip(zs(back, other), zs(params, LAYOUT), strict=True):
@@ -233,8 +234,8 @@ def test_the_scale_of_the_model_is_made_up_for(tmp_path):
       'layout': LAYOUT[:1]},
      r"takes \['model.layers.0.kv_proj'.* the modules are \['layers/q'\]"),
     ({'params': _model(stack=3)}, "no module 'model.layers.2.kv_proj'"),
-    ({'params': lora.pad_rank(_model(), 3, 0, layout=LAYOUT)},
-     r'shapes \(\(6, 3\), \(3, 6\)\).*lora.pad_rank or lora.truncate'),
+    ({'params': _model(rank=3)},
+     r'shapes \(\(6, 3\), \(3, 6\)\).*Make params of the rank'),
   ],
 )  # fmt: skip
 def test_a_tree_that_does_not_fit_is_refused(tmp_path, change, match):

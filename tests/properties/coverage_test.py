@@ -33,7 +33,6 @@ EXCEPTIONS = {
   'prism_optax.fixed_rank.Frame': RESULT,
   'prism_optax.fixed_rank.Products': RESULT,
   'prism_optax.fixed_rank.RankMatrices': RESULT,
-  'prism_optax.lora.EmaState': STATE,
   'prism_optax.lora.ModuleArrays': RESULT,
   'prism_optax.lora.PeftAdapter': RESULT,
   'prism_optax.lora.Point': 'Fields alone, handed to the parts of a chain.',
@@ -172,7 +171,7 @@ def test_it():
   package.retract()  # lora.truncate
   return helper(), cases.PAIR
 def test_plain():
-  lora.ema(0.9)
+  lora.canonicalize(0.9)
 ''',
   }
   used = _used_in_properties(texts)

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import fixed_rank, lora
+from prism_optax import fixed_rank, lora, transforms
+from prism_optax._modules import ModuleTree, Stacks, map_pairs
+from prism_optax.fixed_rank import _sums
 from tests.properties import cases
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -33,7 +35,7 @@ def _products(tree, layout):
   """scale * left @ right.T of each module by its name, in float64."""
   return {
     name: np.float64(x.left) @ np.swapaxes(np.float64(x.right), -1, -2)
-    for name, x in lora.intrinsic(tree, layout=layout).items()
+    for name, x in lora.deltas(tree, layout=layout).items()
   }
 
 
@@ -43,23 +45,23 @@ def test_trees_come_back_from_their_stacks(name, seed, dtype):
   """Bit for bit, in any layout; one array of each shape and type of module."""
   params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
   params = jax.tree.map(lambda x: x.astype(dtype), params)
-  adapters = lora.Adapters(params, layout)
-  blocks = adapters.coordinates(params)
-  assert isinstance(blocks, lora.Blocks)
-  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(blocks))
-  back = adapters.tree(blocks)
+  tree = ModuleTree(params, layout)
+  stacks = tree.coordinates(params)
+  assert isinstance(stacks, Stacks)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(stacks))
+  back = tree.tree(stacks)
   assert cases.shapes_of(back) == cases.shapes_of(params)
   _equal(back, jax.tree.map(lambda x: x.astype(jnp.float32), params))
   # Positions in a stack belong to modules by their names.
-  numbered = [jnp.arange(x.left.shape[0]) for x in blocks.pairs]
-  for module in adapters.modules:
-    numbers = adapters.by_module(numbered)[module.name]
+  numbered = [jnp.arange(x.left.shape[0]) for x in stacks.pairs]
+  for module in tree.modules:
+    numbers = tree.by_module(numbered)[module.name]
     assert numbers.shape == module.stack
   # A functor: composed maps are maps of the composition.
-  twice = lora.map_pairs(
-    lambda x: x[::-1], lora.map_pairs(lambda x, y: (y, x), *[blocks.pairs] * 2)
+  twice = map_pairs(
+    lambda x: x[::-1], map_pairs(lambda x, y: (y, x), *[stacks.pairs] * 2)
   )
-  _equal(twice, lora.map_pairs(lambda x, y: (x, y), *[blocks.pairs] * 2))
+  _equal(twice, map_pairs(lambda x, y: (x, y), *[stacks.pairs] * 2))
 
 
 @cases.few
@@ -88,14 +90,16 @@ def _coordinates(name, size):
 
   @jax.jit
   def run(params, grads):
-    adapters = lora.Adapters(params, layout)
-    frames = adapters.frames(params)
+    tree = ModuleTree(params, layout)
+    frames = tree.frames(params)
     lead = 0 if size is None else 1
-    blocks = lora.to_coordinates(frames, adapters.gradients(grads, lead))
+    stacks = tree.gradients(grads, lead).map_pairs(
+      lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair), frames
+    )
     if lead:
-      return jax.vmap(adapters.tree)(blocks)
+      return jax.vmap(tree.tree)(stacks)
     transform = prism_optax.tangent_coordinates(params, layout=layout)
-    return adapters.tree(blocks), transform(grads)
+    return tree.tree(stacks), transform(grads)
 
   return run
 
@@ -116,56 +120,56 @@ def test_coordinates_of_a_batch_are_those_of_its_examples(name, seed, size):
     _close(jax.tree.map(lambda x, i=i: x[i], together), alone)
 
 
-def _shift_pairs():
-  """A part of our own: no state, and it needs the frames."""
+def _shift_pairs(layout):
+  """A transformation of our own: no state, and it needs the frames."""
 
-  def update(blocks, state, point, **extra_args):
-    pairs = lora.map_pairs(
-      lambda frame, x: type(x)(x.left - frame.left, 2 * x.right),
-      point.frames,
-      blocks.pairs,
-    )
-    return lora.Blocks(pairs, blocks.others), state
+  def update(stacks, state, step):
+    def shifted(x, frame):
+      x = fixed_rank.multiply_out(x)
+      return fixed_rank.Tangent(x.left - frame.left, 2 * x.right)
 
-  return lora.Part('shift_pairs', lora.stateless, update)
+    return stacks.map_pairs(shifted, step.frames), state
+
+  return transforms.tangent_transformation('shift', update, layout=layout)
 
 
-def _projection():
-  """A part whose result is not multiplied out."""
+def _projection(layout):
+  """A transformation whose result is not multiplied out."""
 
-  def update(blocks, state, point, **extra_args):
-    pairs = lora.map_pairs(fixed_rank.projection, point.frames, blocks.pairs)
-    blocks = lora.Blocks(pairs, blocks.others)
-    out = lora.multiply_out(point.frames, blocks)
-    expected = lora.map_pairs(fixed_rank.multiply_out, point.frames, pairs)
-    jax.tree.map(np.testing.assert_array_equal, out.pairs, expected)
-    return blocks, state
+  def update(stacks, state, step):
+    def projected(x, frame):
+      x = fixed_rank.multiply_out(x)
+      out = _sums.projected(frame, x)
+      assert isinstance(out, fixed_rank.TangentSum)
+      expected = fixed_rank.project(frame, x)
+      _close(fixed_rank.multiply_out(out), expected, 1e-6)
+      return out
 
-  return lora.Part('projection', lora.stateless, update)
+    return stacks.map_pairs(projected, step.frames), state
+
+  return transforms.tangent_transformation('project', update, layout=layout)
 
 
 @functools.cache
 def _chains(name):
-  """Elementwise transformations as they are, as parts, and in one chain."""
+  """The same transformations by optax.chain, one of ours each, and fused."""
   layout = cases.layout_of(name)
   scale, trace = optax.scale(-0.5), optax.trace(0.9)
-  parts = [
-    lora.part_from_optax('scale', scale), _shift_pairs(),
-    _projection(), lora.scaling_part('scale', scale),
-    lora.part_from_optax('trace', trace),
-  ]  # fmt: skip
-  alone = [lora.chain_parts(x, layout=layout) for x in parts]
+  shift, projection = _shift_pairs(layout), _projection(layout)
+  together = [scale, shift, projection, scale, trace]
   return {
-    'plain': optax.chain(scale, alone[1], alone[2], scale, trace),
-    'separate': optax.chain(*alone),
-    'together': lora.chain_parts(*parts, layout=layout),
+    'plain': optax.chain(*together),
+    'separate': optax.chain(
+      *(prism_optax.chain(x, layout=layout) for x in together)
+    ),
+    'together': prism_optax.chain(*together, layout=layout),
   }
 
 
 @pytest.mark.slow
 @cases.few
 @given(st.sampled_from(['file', 'stacked']), cases.seeds)
-def test_a_chain_of_parts_is_the_chain_of_its_transformations(name, seed):
+def test_a_fused_chain_is_the_chain_of_its_transformations(name, seed):
   params = cases.draw_tree(name, seed)
   found = {}
   for kind, tx in _chains(name).items():
@@ -195,13 +199,13 @@ def test_differences_and_their_merge_are_those_of_the_products(
   before, after, found = (_products(x, layout) for x in (old, new, change))
   expected = {k: after[k] - before[k] for k in found}
   _close(found, expected, 1e-5)
-  for module in lora.Adapters(change, layout).modules:
-    rank = lora.Adapters(new, layout).modules
+  for module in ModuleTree(change, layout).modules:
+    rank = ModuleTree(new, layout).modules
     rank = next(x.rank for x in rank if x.name == module.name)
     assert module.rank == min(2 * rank, module.m, module.n)
   # Weights with their axes in another order, given by the kernel.
   flat, kernels = {}, {}
-  for module in lora.Adapters(change, layout).modules:
+  for module in ModuleTree(change, layout).modules:
     lead = len(module.stack)
     flat[module.name] = jnp.zeros((module.m, *module.stack, module.n))
     axes = (*range(1, 1 + lead), 1 + lead, 0)
@@ -246,7 +250,7 @@ def test_starts_have_the_singular_values_asked_for(
   _equal(balanced, again)
   # Rounding of the factors to their type.
   rtol = 40 * float(jnp.finfo(dtype).eps)
-  right_sides = lora.intrinsic(one_sided, layout=layout)
+  right_sides = lora.deltas(one_sided, layout=layout)
   for module, z in _products(balanced, layout).items():
     other = right_sides[module]
     rank = other.right.shape[-1]
@@ -256,47 +260,6 @@ def test_starts_have_the_singular_values_asked_for(
     assert not np.any(other.left)
     values = np.linalg.svd(np.float64(other.right), compute_uv=False)
     np.testing.assert_allclose(values, size * scale**0.5, rtol=rtol)
-
-
-@functools.cache
-def _average(name):
-  tx = lora.ema(0.8, layout=cases.layout_of(name))
-  return tx.init, jax.jit(tx.update)
-
-
-@cases.few
-@given(
-  st.sampled_from(['file', 'stacked']),
-  cases.seeds,
-  st.lists(
-    st.tuples(st.integers(-4, 4), st.sampled_from([0.125, 1.0, 8.0])),
-    min_size=1,
-    max_size=4,
-  ),
-)
-def test_averages_are_those_of_the_products(name, seed, visits):
-  """Of multiples of one Z, which fit into any rank, in other gauges."""
-  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
-  init, update = _average(name)
-  state = init(params)
-  for multiple, gauge in visits:
-    now = jax.tree_util.tree_map_with_path(
-      lambda path, x, c=multiple, g=gauge: (
-        x * {'a': g, 'b': c / g}.get(path[-1].key[-1].lower(), c)
-      ),
-      params,
-    )
-    average, state = update(now, state)
-  weights = 0.8 ** np.arange(len(visits))[::-1]
-  mean = np.average([c for c, _ in visits], weights=weights)
-  start, found = (_products(x, layout) for x in (params, average))
-  for module, z in start.items():
-    largest = np.abs(z).max() * max(abs(c) for c, _ in visits)
-    np.testing.assert_allclose(found[module], mean * z, atol=1e-5 * largest)
-  if name == 'stacked':
-    np.testing.assert_allclose(
-      average['head'], mean * params['head'], atol=1e-4
-    )
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def test_every_tree_that_fits_gets_the_same_products(drawn, seed, dtype, scale):
   layout = lora.Layout(scale=scale)
   filled = lora.from_peft(loaded, other, names=names, layout=layout)
   np.testing.assert_array_equal(filled['head'], other['head'])
-  found = lora.intrinsic(filled, layout=layout, dense=True)
+  found = lora.deltas(filled, layout=layout, dense=True)
   for pair, key in zip(pairs, names, strict=True):
     a, b = (np.float64(params[key][f'lora_{side}']) for side in 'ab')
     z = pair.layout.scale * np.swapaxes(a @ b, -1, -2)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from prism_optax import lora
+from prism_optax._modules import ModuleTree
 from tests.lora import peft_test
 from tests.properties import cases, readers_test
 
@@ -45,7 +46,7 @@ def _read_or_refused(folder):
     assert np.isfinite(pair.layout.scale)
     a, b = found.params[pair.a.rpartition('/')[0]].values()
     assert a.shape[-1] == b.shape[0]
-  lora.Adapters(found.params, found.layout)
+  ModuleTree(found.params, found.layout)
   return found
 
 

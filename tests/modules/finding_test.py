@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from prism_optax import lora
-from prism_optax.lora import _pairs
+from prism_optax._modules import find_modules
 
 
 def _pair(n=6, m=5, r=2, stack=()):
@@ -18,8 +18,7 @@ def _pair(n=6, m=5, r=2, stack=()):
 
 def _sizes(params, layout=None):
   return [
-    (x.name, x.m, x.n, x.rank, x.stack)
-    for x in _pairs.find_modules(params, layout)
+    (x.name, x.m, x.n, x.rank, x.stack) for x in find_modules(params, layout)
   ]
 
 
@@ -113,30 +112,30 @@ def test_names_are_read_while_tracing():
 )
 def test_refusals_name_the_leaves(params, match):
   with pytest.raises(ValueError, match=match):
-    _pairs.find_modules(params)
+    find_modules(params)
 
 
 def test_given_pairs():
   params = {'down': jnp.ones((6, 2)), 'up': jnp.ones((5, 2)), 'b': jnp.ones(5)}
   layout = lora.Layout(-1, -1, (), (), scale=4.0)
-  (module,) = _pairs.find_modules(params, [lora.Pair('down', 'up', layout)])
+  (module,) = find_modules(params, [lora.Pair('down', 'up', layout)])
   assert (module.n, module.m, module.scale) == (6, 5, 4.0)
   with pytest.raises(ValueError, match="No leaf at 'sideways'"):
-    _pairs.find_modules(params, [lora.Pair('down', 'sideways', layout)])
+    find_modules(params, [lora.Pair('down', 'sideways', layout)])
   with pytest.raises(ValueError, match='one pair only'):
-    _pairs.find_modules(params, [lora.Pair('down', 'down', layout)])
+    find_modules(params, [lora.Pair('down', 'down', layout)])
   with pytest.raises(ValueError, match=r'lora\.Pair'):
-    _pairs.find_modules(params, [('down', 'up')])
+    find_modules(params, [('down', 'up')])
 
 
 def test_given_layouts():
   params = {'q': _pair(), 'mlp': {'up': _pair()}}
-  modules = _pairs.find_modules(params, lora.Layout(scale=2.0))
+  modules = find_modules(params, lora.Layout(scale=2.0))
   assert [x.scale for x in modules] == [2.0, 2.0]
-  modules = _pairs.find_modules(params, {'mlp/*': lora.Layout(scale=3.0)})
+  modules = find_modules(params, {'mlp/*': lora.Layout(scale=3.0)})
   assert {x.name: x.scale for x in modules} == {'q': 1.0, 'mlp/up': 3.0}
   with pytest.raises(ValueError, match=r"'attention'.*match no pair"):
-    _pairs.find_modules(params, {'attention': lora.Layout(scale=3.0)})
+    find_modules(params, {'attention': lora.Layout(scale=3.0)})
 
 
 def test_description_lists_everything():

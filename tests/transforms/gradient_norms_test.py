@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank, lora
+from prism_optax._modules import ModuleTree
+from prism_optax.transforms import _intrinsic_clip
 from tests import oracles
 
 BATCH = 7
@@ -40,15 +42,17 @@ def _params(rng, layout):
 
 def _both(params, grads, layout):
   """Squares in place, and of the coordinates of each example."""
-  adapters = lora.Adapters(params, layout)
-  frames = adapters.frames(params)
-  assert lora.columns_are_orthogonal(frames)
-  groups, others = adapters.in_place(grads, 1)
+  tree = ModuleTree(params, layout)
+  frames = tree.frames(params)
+  assert _intrinsic_clip.columns_are_orthogonal(frames)
+  groups, others = tree.per_module(grads, 1)
   assert not others
-  got = lora.squared_gradient_norms(frames, groups)
-  blocks = lora.to_coordinates(frames, adapters.gradients(grads, 1))
+  got = _intrinsic_clip.squared_norms(frames, groups)
+  stacks = tree.gradients(grads, 1).map_pairs(
+    lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair), frames
+  )
   want = sum(
-    np.sum(np.square(x), axis=(1, 2, 3)) for x in jax.tree.leaves(blocks)
+    np.sum(np.square(x), axis=(1, 2, 3)) for x in jax.tree.leaves(stacks)
   )
   return np.asarray(got), want
 
@@ -57,13 +61,13 @@ def _both(params, grads, layout):
 def test_norms_of_gradients_of_a_matrix_are_exact(layout):
   rng = np.random.default_rng(0)
   params, how = _params(rng, layout)
-  products = lora.intrinsic(params, layout=how, dense=True)
+  products = lora.deltas(params, layout=how, dense=True)
   dense = jax.tree.map(
     lambda x: jnp.asarray(rng.normal(size=(BATCH, *x.shape))), products
   )
 
   def inner(params, dense):
-    products = lora.intrinsic(params, layout=how, dense=True)
+    products = lora.deltas(params, layout=how, dense=True)
     return sum(
       jnp.vdot(x, g)
       for x, g in zip(
@@ -102,12 +106,12 @@ def test_other_gradients_are_never_taken_too_small(layout):
   got, want = _both(params, inside, how)
   # In coordinates nothing is left of it but rounding; here a hundredth of what
   # there was before the projection.
-  adapters = lora.Adapters(params, how)
+  tree = ModuleTree(params, how)
   whole = sum(
     np.sum(np.square(pair.left @ frame.right_inverse), axis=(1, 2, 3))
     for frame, pair in zip(
-      adapters.frames(params),
-      adapters.gradients(inside, 1).pairs,
+      tree.frames(params),
+      tree.gradients(inside, 1).pairs,
       strict=True,
     )
   )
@@ -122,14 +126,14 @@ def _frame(factors):
 def test_another_gauge_has_no_orthogonal_columns():
   rng = np.random.default_rng(2)
   balanced = oracles.balance(oracles.random_factors(rng, 12, 9, 4, 10.0))
-  assert lora.columns_are_orthogonal([_frame(balanced)])
+  assert _intrinsic_clip.columns_are_orthogonal([_frame(balanced)])
   for size in (1e-4, 1e-2, 1.0):
     k = np.eye(4) + size * np.triu(np.ones((4, 4)), 1)
     turned = oracles.change_gauge(balanced, (k, np.linalg.inv(k).T))
-    assert not lora.columns_are_orthogonal([_frame(turned)])
+    assert not _intrinsic_clip.columns_are_orthogonal([_frame(turned)])
     # One module is enough.
     both = [_frame(balanced), _frame(turned)]
-    assert not lora.columns_are_orthogonal(both)
+    assert not _intrinsic_clip.columns_are_orthogonal(both)
 
 
 @pytest.mark.parametrize('size', [1e-8, 1e-7, 3e-7])
@@ -159,7 +163,9 @@ def test_the_slack_covers_what_the_diagonal_leaves_out(size):
 
 def test_a_dead_direction_with_entries_beside_it_is_not_scaled_alone():
   frame = _frame((np.eye(5, 2), np.eye(6, 2)))
-  assert lora.columns_are_orthogonal([frame])
+  assert _intrinsic_clip.columns_are_orthogonal([frame])
   odd = jnp.asarray([[[0.0, 1.0], [0.0, 1.0]]])
   for side in ('left_inverse', 'right_inverse'):
-    assert not lora.columns_are_orthogonal([frame._replace(**{side: odd})])
+    assert not _intrinsic_clip.columns_are_orthogonal(
+      [frame._replace(**{side: odd})]
+    )

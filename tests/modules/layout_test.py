@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
-from prism_optax.lora import _layout
+from prism_optax._modules import LeafAxes
 
 
 @pytest.mark.parametrize('rank', range(4))
@@ -16,14 +16,14 @@ def test_stacks_and_matrices_invert(rank):
   others = [i for i in range(4) if i != rank]
   for size in range(3):
     for stack in itertools.permutations(others, size):
-      axes = _layout.LeafAxes.create('w', shape, rank, stack)
+      axes = LeafAxes.create('w', shape, rank, stack)
       leaf = jnp.arange(2 * 3 * 5 * 7).reshape(shape)
       stacked = axes.to_stack(leaf)
       np.testing.assert_array_equal(axes.from_stack(stacked), leaf)
-      matrices = _layout.to_matrices(axes.unit, stacked)
+      matrices = axes.matrix.to_matrices(stacked)
       assert matrices.shape[-1] == shape[rank]
       np.testing.assert_array_equal(
-        _layout.from_matrices(axes.unit, matrices), stacked
+        axes.matrix.from_matrices(matrices), stacked
       )
       # By hand: stack axes first, then features in order, then the rank.
       features = [i for i in others if i not in stack]
@@ -34,9 +34,9 @@ def test_stacks_and_matrices_invert(rank):
 
 
 def test_leading_batch_axes_pass_through():
-  axes = _layout.LeafAxes.create('w', (2, 3, 5), 1, (0,))
+  axes = LeafAxes.create('w', (2, 3, 5), 1, (0,))
   leaf = jnp.arange(4 * 30).reshape(4, 2, 3, 5)
-  matrices = _layout.to_matrices(axes.unit, axes.to_stack(leaf))
+  matrices = axes.matrix.to_matrices(axes.to_stack(leaf))
   assert matrices.shape == (4, 2, 5, 3)
   np.testing.assert_array_equal(matrices, jnp.swapaxes(leaf, 2, 3))
 
@@ -51,7 +51,7 @@ def test_leading_batch_axes_pass_through():
 )
 def test_bad_axes_are_refused(rank, stack, match):
   with pytest.raises(ValueError, match=match):
-    _layout.LeafAxes.create('w', (2, 3, 4), rank, stack)
+    LeafAxes.create('w', (2, 3, 4), rank, stack)
 
 
 def test_bad_layouts_are_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import prism_optax
 from prism_optax import lora
-from prism_optax.lora import _conventions, _pairs
+from prism_optax._modules import _conventions, find_modules
 
 # Names, shapes of a and b, an einsum for the change of the weight, and how the
 # weight becomes (*stack, inputs, outputs).
@@ -86,9 +86,9 @@ def _weight_change(params, names):
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_intrinsic_is_the_change_of_the_weight(name):
+def test_deltas_are_the_changes_of_the_weight(name):
   params, names = _tree(name)
-  found = lora.intrinsic(params, dense=True)
+  found = lora.deltas(params, dense=True)
   assert list(found) == [names[3]]
   z = np.asarray(found[names[3]])
   change = _weight_change(params, names)
@@ -120,7 +120,7 @@ def test_a_step_moves_z_by_the_tangent_projection_of_the_gradient(name):
   )
   new = jax.tree.map(jnp.add, params, updates)
   z, moved = (
-    np.float64(lora.intrinsic(p, dense=True)[names[3]]) for p in (params, new)
+    np.float64(lora.deltas(p, dense=True)[names[3]]) for p in (params, new)
   )
   g = np.swapaxes(
     np.float64(target).reshape(*z.shape[:-2], z.shape[-1], z.shape[-2]), -1, -2
@@ -150,7 +150,7 @@ def test_keras_lists_take_their_names_from_beside():
   params = [jnp.ones((6, 2)), jnp.ones(5), jnp.ones((2, 5))]
   names = ['d/lora_kernel_a', 'd/bias', 'd/lora_kernel_b']
   layout = lora.pairs_by_name(names, params)
-  (module,) = _pairs.find_modules(params, layout)
+  (module,) = find_modules(params, layout)
   assert (module.name, module.a, module.b) == ('d', 0, 2)
   with pytest.raises(ValueError, match='3 names and 2 arrays'):
     lora.pairs_by_name(names, params[:2])
@@ -170,13 +170,13 @@ def test_shapes_that_coincide_are_refused_with_the_candidates(a, b):
   params = {'w_lora_a': jnp.ones(a), 'w_lora_b': jnp.ones(b)}
   readings = _conventions._tensors(a, b)
   if len(readings) == 1:
-    assert len(_pairs.find_modules(params)) == 1
+    assert len(find_modules(params)) == 1
     return
   with pytest.raises(ValueError, match='in several ways.*a_rank_axis=-1') as e:
-    _pairs.find_modules(params)
+    find_modules(params)
   assert "layout={'w': lora.Layout(...)}" in str(e.value)
   for reading in readings:
-    (module,) = _pairs.find_modules(params, {'w': reading})
+    (module,) = find_modules(params, {'w': reading})
     assert module.rank == 2
 
 
@@ -217,7 +217,7 @@ def test_no_coincidence_of_sizes_is_ever_read_wrongly(case, names):
 
   def read(layout):
     try:
-      (module,) = _pairs.find_modules(params, layout)
+      (module,) = find_modules(params, layout)
     except ValueError as error:
       return str(error)
     return module.a_axes, module.b_axes
@@ -244,7 +244,7 @@ def test_scales_change_units_and_nothing_else():
       layout=layout,
     )  # fmt: skip
     updates, _ = tx.update(grads, tx.init(params), params)
-    return lora.intrinsic(
+    return lora.deltas(
       jax.tree.map(jnp.add, params, updates), layout=layout, dense=True
     )['m']
 

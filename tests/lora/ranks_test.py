@@ -1,0 +1,107 @@
+"""Truncated and subtracted adapters, against dense matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import lora
+from tests import oracles, test_utils
+
+# Two modules of one shape, one of another.
+SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
+
+
+def _factors(seed=0, condition=4.0):
+  rng = np.random.default_rng(seed)
+  return [oracles.random_factors(rng, *s, condition) for s in SHAPES]
+
+
+def _params(dtype=jnp.float32, seed=0):
+  return test_utils.tree_of(_factors(seed), np.ones(4), dtype)
+
+
+def _ranks(params):
+  return [left.shape[-1] for left, _ in test_utils.factors_of(params)]
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.float64])
+def test_truncation_is_the_best_approximation(x64, dtype):
+  params = _params(dtype)
+  new = jax.jit(lambda p: lora.truncate(p, 2))(params)
+  assert _ranks(new) == [2, 2, 2]
+  assert {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype(dtype)}
+  for got, z in zip(
+    test_utils.products_of(new), test_utils.products_of(params), strict=True
+  ):
+    want = oracles.best_approximation(z, 2)
+    assert oracles.relative_error(got, want) < 20 * jnp.finfo(dtype).eps
+  np.testing.assert_array_equal(new['extra'], params['extra'])
+
+
+def test_truncation_by_patterns_leaves_the_others_alone():
+  params = _params()
+  new = lora.truncate(params, {'m0': 1, 'm*': 2})
+  assert _ranks(new) == [1, 2, 2]
+  new = lora.truncate(params, {'m1': 1})
+  assert _ranks(new) == [3, 1, 3]
+  for name in ('m0', 'm2'):  # In the balanced gauge now.
+    a, b = new[name]['lora_a'], new[name]['lora_b']
+    np.testing.assert_allclose(a.T @ a, b @ b.T, atol=1e-6)
+
+
+def test_stacked_modules_and_other_axes():
+  """A scanned module with its stack axis second, as nn.scan can make it."""
+  rng = np.random.default_rng(1)
+  params = {
+    'w_a': jnp.asarray(rng.normal(size=(6, 4, 3)), jnp.float32),  # in, L, r
+    'w_b': jnp.asarray(
+      rng.normal(size=(3, 4, 2, 5)), jnp.float32
+    ),  # r, L, *out
+  }
+  layout = [lora.Pair('w_a', 'w_b', lora.Layout(2, 0, (1,), (1,), scale=4.0))]
+  new = lora.truncate(params, 2, layout=layout)
+  assert new['w_a'].shape == (6, 4, 2)
+  assert new['w_b'].shape == (2, 4, 2, 5)
+  other = jax.tree.map(jnp.sin, new)
+  wider = lora.difference(new, other, layout=layout)
+  assert wider['w_a'].shape == (6, 4, 4)
+  assert wider['w_b'].shape == (4, 4, 2, 5)
+  for i in range(4):
+    z, got, z0, change = (
+      np.asarray(x['w_a'][:, i] @ x['w_b'][:, i].reshape(-1, 10))
+      for x in (params, new, other, wider)
+    )
+    want = oracles.best_approximation(np.float64(z), 2)
+    assert oracles.relative_error(got, want) < 3e-6
+    np.testing.assert_allclose(change, got - z0, atol=1e-5)
+
+
+def test_difference_is_the_change_of_the_matrix(x64):
+  """Of twice the rank; where that is too much, of all there is."""
+  params, initial = _params(jnp.float64, 1), _params(jnp.float64, 2)
+  wide = {'m0': {'lora_a': jnp.ones((4, 3)), 'lora_b': jnp.ones((3, 5))}}
+  params['wide'] = {'lora_a': jnp.eye(4, 3), 'lora_b': 2 * jnp.eye(3, 5)}
+  initial['wide'] = wide['m0']
+  new = lora.difference(params, initial)
+  assert _ranks(new) == [6, 4, 6, 4]
+  for name in ('m0', 'm1', 'm2', 'wide'):
+    got, z, z0 = (x[name]['lora_a'] @ x[name]['lora_b'] for x in
+                  (new, params, initial))  # fmt: skip
+    np.testing.assert_allclose(got, z - z0, atol=1e-13)
+  np.testing.assert_array_equal(new['extra'], params['extra'])
+
+
+@pytest.mark.parametrize(
+  ('call', 'match'),
+  [
+    (lambda p: lora.truncate(p, 3), "<= 2, that of 'm1', got rank=3"),
+    (lambda p: lora.truncate(p, 0), 'rank=0'),
+    (lambda p: lora.truncate(p, {'m9': 1, 'm0': 1}), r"\['m9'\] match no mod"),
+    (lambda p: lora.difference(p, {'m0': p['m0']}), 'structure and shapes'),
+    (lambda p: lora.difference(p, lora.truncate(p, 1)), 'structure and shapes'),
+  ],
+)
+def test_refusals(call, match):
+  with pytest.raises(ValueError, match=match):
+    call(_params())
