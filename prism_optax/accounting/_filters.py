@@ -10,7 +10,7 @@ composition that was fixed beforehand does not.
 import abc
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, rdp
@@ -40,8 +40,8 @@ class Filter(abc.ABC):
     self.epsilon, self._delta, self._relation = epsilon, delta, relation
 
   @abc.abstractmethod
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    """Returns what ``count`` releases add; infinite where nothing protects."""
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
+    """Returns what one release adds; infinite where nothing protects."""
 
   @abc.abstractmethod
   def _epsilon(self, total: Costs) -> float:
@@ -49,7 +49,7 @@ class Filter(abc.ABC):
 
   def costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
     """Returns what ``count`` releases add; raises if it would be a refund."""
-    costs = self._costs(event, count)
+    costs = tuple(count * cost for cost in self._costs(event))
     # NaN fails the comparison, too.
     if not all(cost >= 0 for cost in costs):
       raise ValueError(
@@ -101,11 +101,11 @@ class GaussianFilter(Filter):
 
   zero: Costs = (0.0,)
 
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    leaves = _events.leaves(event, count)
-    return (sum(n * self.squared_mu(leaf) for leaf, n in leaves),)
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
+    leaves = _events.leaves(event)
+    return (sum(n * self._squared_mu(leaf) for leaf, n in leaves),)
 
-  def squared_mu(self, event: dp_accounting.DpEvent) -> float:
+  def _squared_mu(self, event: dp_accounting.DpEvent) -> float:
     """Returns mu^2 of a single release."""
     if isinstance(event, dp_accounting.NonPrivateDpEvent):
       return math.inf
@@ -158,14 +158,14 @@ class RenyiFilter(Filter):
     self.zero = (0.0,) * len(self._orders)
     self._known: dict[str, Costs] = {}
 
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
     # Sampled releases take tens of milliseconds, while others wait.
     name = _events.to_json(event)
     if name not in self._known:
       if len(self._known) >= 1024:
         self._known.clear()
       self._known[name] = self._costs_of_one(event)
-    return tuple(count * cost for cost in self._known[name])
+    return self._known[name]
 
   def _costs_of_one(self, event: dp_accounting.DpEvent) -> Costs:
     if _events.has_no_noise(event):
@@ -220,10 +220,10 @@ class DeclaredFilter(Filter):
         f' {epsilon=}.'
       )
 
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
     asked = dict.fromkeys(map(_events.to_json, self._declared), 0)
     whole = _events.to_json(event) in asked
-    leaves = [(event, count)] if whole else _events.leaves(event, count)
+    leaves = [(event, 1)] if whole else _events.leaves(event)
     for leaf, number in leaves:
       name = _events.to_json(leaf)
       if name not in asked:
@@ -253,61 +253,6 @@ class DeclaredFilter(Filter):
     )
 
 
-class AdvancedFilter(Filter):
-  """The advanced composition theorem, to compare the other filters with.
-
-  Each release gets ``release_delta`` and its own epsilon at that; half of the
-  budget's delta pays for those, the other half is the theorem's slack (Dwork
-  and Roth, Theorem 3.20). That it may be used as a filter is shown by
-  Whitehouse et al., arXiv:2203.05481, with a smaller second term.
-  """
-
-  zero: Costs = (0.0, 0.0, 0.0)
-
-  def __init__(
-    self,
-    epsilon: float,
-    delta: float,
-    relation: NeighboringRelation,
-    release_delta: float | None,
-  ):
-    super().__init__(epsilon, delta, relation)
-    self._release_delta = _validate.known_open_probability(
-      'release_delta', release_delta
-    )
-    self._gaussian = GaussianFilter(epsilon, delta, relation)
-
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    squares = linear = deltas = 0.0
-    for leaf, number in _events.leaves(event, count):
-      epsilon = self._release_epsilon(leaf)
-      if epsilon > 500:  # Beyond this exp overflows; no budget is as large.
-        return (math.inf,) * 3
-      squares += number * epsilon**2
-      linear += number * epsilon * math.expm1(epsilon)
-      deltas += number * self._release_delta
-    return squares, linear, deltas
-
-  def _release_epsilon(self, event: dp_accounting.DpEvent) -> float:
-    pure = _events.pure_epsilon(event, self._relation)
-    if pure is not None:
-      return pure
-    if isinstance(event, dp_accounting.GaussianDpEvent):
-      mu = math.sqrt(self._gaussian.squared_mu(event))
-      return _gaussian.gaussian_epsilon(mu, self._release_delta)
-    return _dpsgd.epsilon(
-      event, self._release_delta, neighboring_relation=self._relation
-    )
-
-  def _epsilon(self, total: Costs) -> float:
-    squares, linear, deltas = total
-    slack = self._delta / 2
-    # The deltas of the releases have used up their half.
-    if deltas > slack * (1 + _ROUNDING) or math.isinf(squares):
-      return math.inf
-    return math.sqrt(2 * math.log(1 / slack) * squares) + linear
-
-
 def add(totals: Costs, costs: Costs) -> Costs:
   """Returns the totals of an account after further costs."""
   return tuple(t + c for t, c in zip(totals, costs, strict=True))
@@ -317,9 +262,7 @@ def filters_for(
   composition: str,
   cap: tuple[float, float],
   relation: NeighboringRelation,
-  *,
   declared: Mapping[dp_accounting.DpEvent, int] | None,
-  release_delta: float | None,
 ) -> dict[str, Filter]:
   """Returns the filters by which an account under this cap may be counted.
 
@@ -327,22 +270,20 @@ def filters_for(
     ValueError: If an option is missing, does not belong to the composition, or
       is out of its range.
   """
-  makers: dict[str, Callable[[], Filter]] = {
-    'gaussian': lambda: GaussianFilter(*cap, relation),
-    'renyi': lambda: RenyiFilter(*cap, relation),
-    'pld': lambda: DeclaredFilter(*cap, relation, declared or {}),
-    'advanced': lambda: AdvancedFilter(*cap, relation, release_delta),
-  }
-  _validate.one_of('composition', composition, ('filter', *makers))
+  _validate.one_of(
+    'composition', composition, ('filter', 'gaussian', 'renyi', 'pld')
+  )
   _validate.neighboring_relation(relation)
-  for name, value, owner in (
-    ('declared', declared, 'pld'),
-    ('release_delta', release_delta, 'advanced'),
-  ):
-    if (value is not None) != (composition == owner):
-      raise ValueError(
-        f'Expected {name} with composition={owner!r} and only there, got'
-        f' {name}={value!r} with {composition=}.'
-      )
-  names = ('gaussian', 'renyi') if composition == 'filter' else (composition,)
-  return {name: makers[name]() for name in names}
+  if (declared is not None) != (composition == 'pld'):
+    raise ValueError(
+      "Expected declared with composition='pld' and only there, got"
+      f' {declared=} with {composition=}.'
+    )
+  if declared is not None:
+    return {'pld': DeclaredFilter(*cap, relation, declared)}
+  makers: dict[str, type[Filter]] = {
+    'gaussian': GaussianFilter,
+    'renyi': RenyiFilter,
+  }
+  names = makers if composition == 'filter' else (composition,)
+  return {name: makers[name](*cap, relation) for name in names}
