@@ -318,7 +318,8 @@ class PrivacyBudget:
       if account is None:
         name = self._composition
         if name == 'filter':
-          name = 'gaussian' if _events.is_gaussian(event) else 'renyi'
+          gaussian = _events.kinds(event) <= {dp_accounting.GaussianDpEvent}
+          name = 'gaussian' if gaussian else 'renyi'
         account = Account(name, filters[name].zero)
       yield scope, account, filters[account.filter_name]
 

@@ -100,7 +100,7 @@ def calibrate_noise_multiplier(
     event = _dpsgd.dpsgd_event(sigma, sampling_probability, steps)
     return _events.rough_epsilon(event, delta)
 
-  guess = _solve(rough, target_epsilon, 1.0, factor=2.0, tolerance=0.02)
+  guess = _solve(rough, target_epsilon, 1.0, tolerance=0.02)
   if neighboring_relation is NeighboringRelation.REPLACE_ONE:
     guess *= 2
   if accountant == 'pld':
@@ -151,12 +151,7 @@ def _nudge(spent: Callable[..., float], target: float, sigma: float) -> float:
 
 
 def _solve(
-  function: Callable[[float], float],
-  target: float,
-  guess: float,
-  *,
-  factor: float = 1.1,
-  tolerance: float,
+  function: Callable[..., float], target: float, guess: float, tolerance: float
 ) -> float:
   """Returns where a decreasing function falls to ``target``, from above it.
 
@@ -167,7 +162,6 @@ def _solve(
     function: Decreasing, may be infinite or zero.
     target: Value looked for.
     guess: Where to start.
-    factor: First step of the search for a bracket.
     tolerance: Relative accuracy of the argument.
 
   Returns:
@@ -184,7 +178,7 @@ def _solve(
     return math.log(min(max(value, 1e-6), 1e6))
 
   low = high = math.log(guess)
-  step = math.log(factor)
+  step = math.log(1.1)
   while height(high) > 0:
     low, high, step = high, high + step, 2 * step
     if high > math.log(_LARGEST):

@@ -14,6 +14,10 @@ ACCOUNTANTS = ('pld', 'rdp')
 
 # The accountant takes exp(interval). An epsilon of millions is no guarantee.
 _WIDEST_INTERVAL = 100.0
+_SAMPLED = (
+  dp_event.PoissonSampledDpEvent,
+  dp_event.TruncatedSubsampledGaussianDpEvent,
+)
 
 
 def dpsgd_event(
@@ -169,17 +173,15 @@ def epsilon(
   delta = _validate.known_probability('delta', delta)
   _validate.one_of('accountant', accountant, ACCOUNTANTS)
   _validate.neighboring_relation(neighboring_relation)
-  if value_discretization_interval is not None:
-    _validate.positive(
-      'value_discretization_interval', value_discretization_interval
-    )
+  interval = value_discretization_interval
+  if interval is not None:
+    _validate.positive('value_discretization_interval', interval)
   if accountant == 'rdp':
     event = _events.with_relation(event, neighboring_relation)
     engine: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
       neighboring_relation=neighboring_relation
     )
   else:
-    interval = value_discretization_interval
     if interval is None:
       interval = _events.affordable_interval(event, delta)
     if interval > _WIDEST_INTERVAL:
@@ -276,7 +278,8 @@ def privacy_statement(
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
   relation = neighboring_relation.name.lower().replace('_', '-')
-  sampling = ', Poisson sampling' if _events.samples(event) else ''
+  sampled = not _events.kinds(event).isdisjoint(_SAMPLED)
+  sampling = ', Poisson sampling' if sampled else ''
   return (
     f'epsilon <= {shown:.3f} at delta = {float(delta):g},'
     f' {relation} neighbours ({accountant.upper()}){sampling}'

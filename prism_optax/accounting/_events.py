@@ -107,20 +107,9 @@ def pure_epsilon(
   return _validate.known_non_negative('epsilon of the event', epsilon)
 
 
-def is_gaussian(event: dp_event.DpEvent) -> bool:
-  """Whether the event consists of Gaussian releases and nothing else."""
-  return all(
-    isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves(event)
-  )
-
-
-def samples(event: dp_event.DpEvent) -> bool:
-  """Whether any part of the event is amplified by Poisson sampling."""
-  sampled = (
-    dp_event.PoissonSampledDpEvent,
-    dp_event.TruncatedSubsampledGaussianDpEvent,
-  )
-  return any(isinstance(leaf, sampled) for leaf, _ in leaves(event))
+def kinds(event: dp_event.DpEvent) -> set[type]:
+  """Returns the types of the single releases."""
+  return {type(leaf) for leaf, _ in leaves(event)}
 
 
 def _unsampled(event: dp_event.DpEvent) -> Iterator[dp_event.DpEvent]:

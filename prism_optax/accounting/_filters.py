@@ -8,6 +8,7 @@ composition that was fixed beforehand does not.
 """
 
 import abc
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -24,20 +25,21 @@ Costs = tuple[float, ...]
 _ROUNDING = 1e-9
 
 
+@dataclasses.dataclass
 class Filter(abc.ABC):
   """One way to account for a cap of (epsilon, delta).
 
   Attributes:
     epsilon: The cap.
+    delta: Delta at which costs are turned into epsilon.
+    relation: Relation under which events are read.
     zero: The costs of an account in which nothing was spent.
   """
 
-  zero: Costs
-
-  def __init__(
-    self, epsilon: float, delta: float, relation: NeighboringRelation
-  ):
-    self.epsilon, self._delta, self._relation = epsilon, delta, relation
+  epsilon: float
+  delta: float
+  relation: NeighboringRelation
+  zero: Costs = dataclasses.field(init=False)
 
   @abc.abstractmethod
   def _costs(self, event: dp_accounting.DpEvent) -> Costs:
@@ -72,12 +74,11 @@ class Filter(abc.ABC):
     self, totals: Costs, event: dp_accounting.DpEvent
   ) -> int | float:
     """Returns how many releases still fit, by doubling and halving."""
-    cost = self.costs(event, 1)
-    if not any(cost):
+    if not any(self.costs(event, 1)):
       return math.inf
 
     def fits(count: int) -> bool:
-      return self.fits(add(totals, tuple(count * c for c in cost)))
+      return self.fits(add(totals, self.costs(event, count)))
 
     low, high = 0, 1
     while fits(high):
@@ -110,22 +111,23 @@ class GaussianFilter(Filter):
     if isinstance(event, dp_accounting.NonPrivateDpEvent):
       return math.inf
     if isinstance(event, dp_accounting.GaussianDpEvent):
-      sigma = _events.with_relation(event, self._relation).noise_multiplier
+      sigma = _events.with_relation(event, self.relation).noise_multiplier
       _validate.known_non_negative('noise_multiplier', sigma)
       return 1 / sigma / sigma if sigma else math.inf
-    pure = _events.pure_epsilon(event, self._relation)
+    pure = _events.pure_epsilon(event, self.relation)
     if pure is None:
       raise ValueError(
         f'This account began with Gaussian releases, got {event=} under'
-        f' {self._relation}. What has neither Gaussian noise nor an epsilon'
+        f' {self.relation}. What has neither Gaussian noise nor an epsilon'
         " with delta 0 needs an account with composition='renyi'."
       )
     return _gaussian.squared_mu_of_pure(pure)
 
   def _epsilon(self, total: Costs) -> float:
-    return _gaussian.gaussian_epsilon(math.sqrt(total[0]), self._delta)
+    return _gaussian.gaussian_epsilon(math.sqrt(total[0]), self.delta)
 
 
+@dataclasses.dataclass
 class RenyiFilter(Filter):
   """A filter for any mix of releases that the RDP accountant knows.
 
@@ -142,13 +144,11 @@ class RenyiFilter(Filter):
   # Subsampled releases do best at lower orders, rare ones at higher ones.
   _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
-  def __init__(
-    self, epsilon: float, delta: float, relation: NeighboringRelation
-  ):
-    super().__init__(epsilon, delta / len(self._FACTORS), relation)
-    log = math.log(1 / self._delta)
+  def __post_init__(self) -> None:
+    self.delta = self.delta / len(self._FACTORS)
+    log = math.log(1 / self.delta)
     # epsilon = rho + 2 sqrt(rho log(1/delta)) at the order 1 + sqrt(log/rho).
-    root = math.sqrt(log + epsilon) - math.sqrt(log)
+    root = math.sqrt(log + self.epsilon) - math.sqrt(log)
     best = math.sqrt(log) / root
     orders = [1 + max(best * factor, 0.05) for factor in self._FACTORS]
     # Sampled releases cost a finite sum at whole orders, a series elsewhere.
@@ -170,13 +170,13 @@ class RenyiFilter(Filter):
   def _costs_of_one(self, event: dp_accounting.DpEvent) -> Costs:
     if _events.has_no_noise(event):
       return (math.inf,) * len(self._orders)
-    event = _events.with_relation(event, self._relation)
-    accountant = rdp.RdpAccountant(self._orders, self._relation)
+    event = _events.with_relation(event, self.relation)
+    accountant = rdp.RdpAccountant(self._orders, self.relation)
     try:
       accountant.compose(event)
     except dp_accounting.UnsupportedEventError as error:
       raise ValueError(
-        f'There is no Renyi analysis of this event under {self._relation}:'
+        f'There is no Renyi analysis of this event under {self.relation}:'
         f' {error}'
       ) from error
     return tuple(float(cost) for cost in accountant.rdp)
@@ -184,9 +184,10 @@ class RenyiFilter(Filter):
   def _epsilon(self, total: Costs) -> float:
     if not any(total):
       return 0.0
-    return float(rdp.compute_epsilon(self._orders, total, self._delta)[0])
+    return float(rdp.compute_epsilon(self._orders, total, self.delta)[0])
 
 
+@dataclasses.dataclass
 class DeclaredFilter(Filter):
   """Tight accounting of releases that were all declared beforehand.
 
@@ -194,34 +195,32 @@ class DeclaredFilter(Filter):
   A fixed multiset of them is another matter: in whatever order they are asked
   for, and whichever are left out, what comes out can be computed from the
   whole composition, which the cap must hold.
+
+  Attributes:
+    declared: How often each event may happen.
   """
 
-  def __init__(
-    self,
-    epsilon: float,
-    delta: float,
-    relation: NeighboringRelation,
-    declared: Mapping[dp_accounting.DpEvent, int],
-  ):
-    super().__init__(epsilon, delta, relation)
-    if not declared:
-      raise ValueError(f'Expected declared to name an event, got {declared=}.')
-    for event, count in declared.items():
+  declared: Mapping[dp_accounting.DpEvent, int]
+
+  def __post_init__(self) -> None:
+    if not self.declared:
+      raise ValueError('Expected declared to name an event, got declared={}.')
+    for event, count in self.declared.items():
       _events.require_event(event)
       _validate.integer('declared', count, 1)
-    self._declared = dict(declared)
-    self.zero = (0.0,) * len(declared)
+    self.declared = dict(self.declared)
+    self.zero = (0.0,) * len(self.declared)
     # A composition takes a second; the same one is asked for again and again.
     self._epsilon_of = functools.lru_cache(maxsize=64)(self._compose)
-    whole = self.spent(tuple(map(float, declared.values())))
-    if whole > epsilon:
+    whole = self.spent(tuple(map(float, self.declared.values())))
+    if whole > self.epsilon:
       raise ValueError(
         f'The declared releases have epsilon {whole:.4f} together, more than'
-        f' {epsilon=}.'
+        f' epsilon={self.epsilon!r}.'
       )
 
   def _costs(self, event: dp_accounting.DpEvent) -> Costs:
-    asked = dict.fromkeys(map(_events.to_json, self._declared), 0)
+    asked = dict.fromkeys(map(_events.to_json, self.declared), 0)
     whole = _events.to_json(event) in asked
     leaves = [(event, 1)] if whole else _events.leaves(event)
     for leaf, number in leaves:
@@ -234,7 +233,7 @@ class DeclaredFilter(Filter):
     return tuple(map(float, asked.values()))
 
   def fits(self, total: Costs) -> bool:
-    counts = self._declared.values()
+    counts = self.declared.values()
     return all(n <= cap for n, cap in zip(total, counts, strict=True))
 
   def _epsilon(self, total: Costs) -> float:
@@ -243,13 +242,13 @@ class DeclaredFilter(Filter):
   def _compose(self, total: Costs) -> float:
     released = [
       dp_accounting.SelfComposedDpEvent(event, int(number))
-      for event, number in zip(self._declared, total, strict=True)
+      for event, number in zip(self.declared, total, strict=True)
       if number
     ]
     return _dpsgd.epsilon(
       dp_accounting.ComposedDpEvent(released),
-      self._delta,
-      neighboring_relation=self._relation,
+      self.delta,
+      neighboring_relation=self.relation,
     )
 
 
