@@ -122,19 +122,19 @@ class PrivacyBudget:
     declared: Mapping[dp_accounting.DpEvent, int] | None = None,
     timeout: float = 60.0,
   ):
-    def cap(prefix: str, epsilon: float, delta: float) -> tuple[float, float]:
+    def checked(
+      prefix: str, epsilon: float, delta: float
+    ) -> tuple[float, float]:
       return (
         _validate.known_positive(f'{prefix}epsilon', epsilon),
         _validate.known_open_probability(f'{prefix}delta', delta),
       )
 
-    self._caps = {'session': cap('', epsilon, delta)}
+    self._caps = {'session': checked('', epsilon, delta)}
     if server_epsilon is not None:
-      self._caps['server'] = cap(
-        'server_',
-        server_epsilon,
-        delta if server_delta is None else server_delta,
-      )
+      if server_delta is None:
+        server_delta = delta
+      self._caps['server'] = checked('server_', server_epsilon, server_delta)
       if composition == 'pld':
         raise ValueError(
           "composition='pld' declares the releases of one session and has no"

@@ -14,10 +14,6 @@ ACCOUNTANTS = ('pld', 'rdp')
 
 # The accountant takes exp(interval). An epsilon of millions is no guarantee.
 _WIDEST_INTERVAL = 100.0
-_SAMPLED = (
-  dp_event.PoissonSampledDpEvent,
-  dp_event.TruncatedSubsampledGaussianDpEvent,
-)
 
 
 def dpsgd_event(
@@ -278,7 +274,10 @@ def privacy_statement(
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
   relation = neighboring_relation.name.lower().replace('_', '-')
-  sampled = not _events.kinds(event).isdisjoint(_SAMPLED)
+  sampled = _events.kinds(event) & {
+    dp_event.PoissonSampledDpEvent,
+    dp_event.TruncatedSubsampledGaussianDpEvent,
+  }
   sampling = ', Poisson sampling' if sampled else ''
   return (
     f'epsilon <= {shown:.3f} at delta = {float(delta):g},'
