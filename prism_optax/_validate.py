@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from dp_accounting import NeighboringRelation
 
 
+def _error(expected: str, name: str, value: object) -> ValueError:
+  return ValueError(f'Expected {expected}, got {name}={value!r}.')
+
+
 def real(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or a finite number."""
   if value is None or isinstance(value, bool | str):
-    raise ValueError(f'Expected {name} to be a number, got {name}={value!r}.')
+    raise _error(f'{name} to be a number', name, value)
   if isinstance(value, numbers.Real) and not math.isfinite(value):
-    raise ValueError(f'Expected {name} to be finite, got {name}={value!r}.')
+    raise _error(f'{name} to be finite', name, value)
 
 
 def _require(
@@ -27,12 +31,12 @@ def _require(
   """Raises ``ValueError`` unless ``value`` is traced or a number that holds."""
   real(name, value)
   if isinstance(value, numbers.Real) and not holds(float(value)):
-    raise ValueError(f'Expected {expected}, got {name}={value!r}.')
+    raise _error(expected, name, value)
 
 
 def non_negative(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or a number >= 0."""
-  _require(name, value, lambda x: x >= 0, f'{name} >= 0')
+  at_least(name, value, 0)
 
 
 def positive(name: str, value: object) -> None:
@@ -55,73 +59,62 @@ def probability(name: str, value: object) -> None:
   _require(name, value, lambda x: 0 <= x <= 1, f'0 <= {name} <= 1')
 
 
+def _known(
+  name: str, value: object, holds: Callable[[float], bool], expected: str
+) -> float:
+  """Returns a number that holds as a float."""
+  if not holds(found := known_number(name, value)):
+    raise _error(expected, name, value)
+  return found
+
+
 def known_number(name: str, value: object) -> float:
   """Returns ``value`` as a float; a traced one raises ``ValueError``."""
   try:
     return float(value)  # type: ignore[arg-type]
   except (TypeError, ValueError) as error:
-    raise ValueError(
-      f'Expected {name} to be a number, got {name}={value!r}.'
-    ) from error
+    raise _error(f'{name} to be a number', name, value) from error
 
 
 def known_non_negative(name: str, value: object) -> float:
   """Returns a number >= 0 as a float; infinity is allowed."""
-  found = known_number(name, value)
-  if math.isnan(found) or found < 0:
-    raise ValueError(f'Expected {name} >= 0, got {name}={value!r}.')
-  return found
+  return _known(name, value, lambda x: x >= 0, f'{name} >= 0')
 
 
 def known_positive(name: str, value: object) -> float:
   """Returns a finite number > 0 as a float."""
-  found = known_number(name, value)
-  positive(name, found)
-  return found
+  return _known(name, value, lambda x: 0 < x < math.inf, f'0 < {name} < inf')
 
 
 def known_probability(name: str, value: object) -> float:
   """Returns a number in [0, 1] as a float."""
-  found = known_number(name, value)
-  probability(name, found)
-  return found
+  return _known(name, value, lambda x: 0 <= x <= 1, f'0 <= {name} <= 1')
 
 
 def known_open_probability(name: str, value: object) -> float:
   """Returns a number in (0, 1) as a float: neither certain nor impossible."""
-  found = known_number(name, value)
-  if not 0 < found < 1:
-    raise ValueError(f'Expected 0 < {name} < 1, got {name}={value!r}.')
-  return found
+  return _known(name, value, lambda x: 0 < x < 1, f'0 < {name} < 1')
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:
   """Raises ``ValueError`` unless ``value`` is one of ``choices``."""
   if value not in choices:
-    raise ValueError(
-      f'Expected {name} to be one of {choices}, got {name}={value!r}.'
-    )
+    raise _error(f'{name} to be one of {choices}', name, value)
 
 
 def integer(name: str, value: object, minimum: int) -> None:
   """Raises ``ValueError`` unless ``value`` is a Python int >= minimum."""
-  if (
-    not isinstance(value, numbers.Integral)
-    or isinstance(value, bool)
-    or value < minimum
-  ):
-    raise ValueError(
-      f'Expected {name} to be an integer >= {minimum}, got {name}={value!r}.'
-    )
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  if not whole or value < minimum:  # type: ignore[operator]
+    raise _error(f'{name} to be an integer >= {minimum}', name, value)
 
 
 def neighboring_relation(value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is a neighbouring relation."""
   if not isinstance(value, NeighboringRelation):
-    raise ValueError(
-      'Expected neighboring_relation to be a'
-      ' dp_accounting.NeighboringRelation, got'
-      f' neighboring_relation={value!r}.'
+    name = 'neighboring_relation'
+    raise _error(
+      f'{name} to be a dp_accounting.NeighboringRelation', name, value
     )
 
 

@@ -37,7 +37,7 @@ CHECKS = re.compile(r'_validate\.|(.*\.)?_?check_\w+$')
 # Whose result is private, or decides what is: no figure without its relation.
 PRIVACY = {
   'accounting': (
-    'PrivacyBudget advanced_composition calibrate_matrix_mechanism '
+    'PrivacyBudget calibrate_matrix_mechanism '
     'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
     'gaussian_epsilon gaussian_mu joint_noise_multiplier '
     'matrix_mechanism_event matrix_mechanism_sensitivity '
@@ -71,7 +71,7 @@ POST_PROCESSING = {
 # Formulas come from a paper, or are said to be ours.
 FORMULAS = {
   'accounting': (
-    'advanced_composition calibrate_matrix_mechanism '
+    'calibrate_matrix_mechanism '
     'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
     'gaussian_epsilon gaussian_mu joint_noise_multiplier '
     'matrix_mechanism_event matrix_mechanism_sensitivity'

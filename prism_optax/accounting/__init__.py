@@ -15,7 +15,6 @@ from prism_optax.accounting._dpsgd import (
   privacy_statement,
 )
 from prism_optax.accounting._gaussian import (
-  advanced_composition,
   gaussian_delta,
   gaussian_epsilon,
   gaussian_mu,
@@ -26,20 +25,12 @@ from prism_optax.accounting._matrix_mechanism import (
   matrix_mechanism_sensitivity,
 )
 
+# fmt: off
 __all__ = [
-  'BudgetExceeded',
-  'NeighboringRelation',
-  'PrivacyBudget',
-  'advanced_composition',
-  'calibrate_matrix_mechanism',
-  'calibrate_noise_multiplier',
-  'dpsgd_event',
-  'epsilon',
-  'gaussian_delta',
-  'gaussian_epsilon',
-  'gaussian_mu',
-  'joint_noise_multiplier',
-  'matrix_mechanism_event',
-  'matrix_mechanism_sensitivity',
-  'privacy_statement',
+  'BudgetExceeded', 'NeighboringRelation', 'PrivacyBudget',
+  'calibrate_matrix_mechanism', 'calibrate_noise_multiplier', 'dpsgd_event',
+  'epsilon', 'gaussian_delta', 'gaussian_epsilon', 'gaussian_mu',
+  'joint_noise_multiplier', 'matrix_mechanism_event',
+  'matrix_mechanism_sensitivity', 'privacy_statement',
 ]
+# fmt: on

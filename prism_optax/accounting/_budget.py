@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager as Context
 from typing import Any
 
 import dp_accounting
@@ -10,6 +11,7 @@ from dp_accounting import NeighboringRelation
 
 from prism_optax import _validate
 from prism_optax.accounting import _events, _filters
+from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 from prism_optax.accounting._ledger import Account, Ledger, Transaction
 
 
@@ -80,9 +82,6 @@ class PrivacyBudget:
         will (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
       - ``'pld'``: tight, but only for the releases in ``declared``, in any
         order.
-      - ``'advanced'``: the advanced composition theorem, for comparison: half
-        of delta is its slack, the other half pays for the releases' own deltas
-        (Whitehouse et al., arXiv:2203.05481).
     path: SQLite file of the ledger, made where there is none; ``None`` keeps it
       in memory.
     neighboring_relation: Relation under which events are read, as in
@@ -92,7 +91,6 @@ class PrivacyBudget:
     server_epsilon: Cap of all sessions together; ``None`` for none.
     server_delta: Delta of the server's cap; ``None`` takes ``delta``.
     declared: For 'pld': how often each event may happen in a session.
-    release_delta: For 'advanced': the delta of one release.
     timeout: Seconds to wait for other processes.
 
   Raises:
@@ -118,28 +116,25 @@ class PrivacyBudget:
     *,
     composition: str = 'filter',
     path: str | os.PathLike[str] | None = None,
-    neighboring_relation: NeighboringRelation = (
-      NeighboringRelation.ADD_OR_REMOVE_ONE
-    ),
+    neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
     server_epsilon: float | None = None,
     server_delta: float | None = None,
     declared: Mapping[dp_accounting.DpEvent, int] | None = None,
-    release_delta: float | None = None,
     timeout: float = 60.0,
   ):
-    self._caps = {
-      'session': (
-        _validate.known_positive('epsilon', epsilon),
-        _validate.known_open_probability('delta', delta),
+    def checked(
+      prefix: str, epsilon: float, delta: float
+    ) -> tuple[float, float]:
+      return (
+        _validate.known_positive(f'{prefix}epsilon', epsilon),
+        _validate.known_open_probability(f'{prefix}delta', delta),
       )
-    }
+
+    self._caps = {'session': checked('', epsilon, delta)}
     if server_epsilon is not None:
       if server_delta is None:
         server_delta = delta
-      self._caps['server'] = (
-        _validate.known_positive('server_epsilon', server_epsilon),
-        _validate.known_open_probability('server_delta', server_delta),
-      )
+      self._caps['server'] = checked('server_', server_epsilon, server_delta)
       if composition == 'pld':
         raise ValueError(
           "composition='pld' declares the releases of one session and has no"
@@ -151,21 +146,15 @@ class PrivacyBudget:
     self._composition = composition
     self._filters = {
       scope: _filters.filters_for(
-        composition,
-        cap,
-        neighboring_relation,
-        declared=declared,
-        release_delta=release_delta,
+        composition, cap, neighboring_relation, declared
       )
       for scope, cap in self._caps.items()
     }
-    self._settings: dict[str, Any] = {
+    self._settings = {
       'caps': self._caps,
       'composition': composition,
       'neighboring_relation': neighboring_relation.name,
-      'declared': declared
-      and {_events.to_json(event): n for event, n in declared.items()},
-      'release_delta': release_delta,
+      'declared': {_events.to_json(e): n for e, n in (declared or {}).items()},
     }
     self._ledger = Ledger(path, self._settings, timeout)
 
@@ -190,14 +179,10 @@ class PrivacyBudget:
         argument is out of its range. Nothing was recorded.
       TimeoutError: If other processes kept the file. Nothing was recorded.
     """
-    _check_session(session)
-    _events.require_event(event)
     _validate.integer('count', count, 1)
-    with self._ledger.transaction() as transaction:
+    with self._transaction(session) as transaction:
       accounts = {}
-      for scope, filters in self._filters.items():
-        account = self._account(transaction, scope, session, event)
-        found = filters[account.filter_name]
+      for scope, account, found in self._open(transaction, session, event):
         total = _filters.add(account.totals, found.costs(event, count))
         if not found.fits(total):
           left = found.epsilon - found.spent(account.totals)
@@ -221,8 +206,7 @@ class PrivacyBudget:
       ValueError: If the session has no name.
       TimeoutError: If other processes kept the file.
     """
-    _check_session(session)
-    with self._ledger.transaction() as transaction:
+    with self._transaction(session) as transaction:
       return self._spent('session', transaction.account('session', session))
 
   def remaining(self, session: str) -> float:
@@ -241,8 +225,7 @@ class PrivacyBudget:
       ValueError: If the session has no name.
       TimeoutError: If other processes kept the file.
     """
-    _check_session(session)
-    with self._ledger.transaction() as transaction:
+    with self._transaction(session) as transaction:
       return min(
         cap - self._spent(scope, transaction.account(scope, session))
         for scope, (cap, _) in self._caps.items()
@@ -264,15 +247,11 @@ class PrivacyBudget:
       ValueError: In the cases of :meth:`spend`.
       TimeoutError: If other processes kept the file.
     """
-    _check_session(session)
-    _events.require_event(event)
-    with self._ledger.transaction() as transaction:
-      counts = []
-      for scope, filters in self._filters.items():
-        account = self._account(transaction, scope, session, event)
-        found = filters[account.filter_name]
-        counts.append(found.largest_count(account.totals, event))
-    return min(counts)
+    with self._transaction(session) as transaction:
+      return min(
+        found.largest_count(account.totals, event)
+        for _, account, found in self._open(transaction, session, event)
+      )
 
   def reset(self, session: str) -> None:
     """Gives the session a fresh budget, and leaves a row that says so.
@@ -288,8 +267,7 @@ class PrivacyBudget:
       ValueError: If the session has no name.
       TimeoutError: If other processes kept the file.
     """
-    _check_session(session)
-    with self._ledger.transaction() as transaction:
+    with self._transaction(session) as transaction:
       transaction.remove('session', session)
       transaction.append(session, None, 0)
 
@@ -319,30 +297,33 @@ class PrivacyBudget:
         'ledger': transaction.rows(),
       }
 
-  def _account(
-    self,
-    transaction: Transaction,
-    scope: str,
-    session: str,
-    event: dp_accounting.DpEvent,
-  ) -> Account:
-    """Returns the account, or the one that ``event`` would open."""
-    account = transaction.account(scope, session)
-    if account is not None:
-      return account
-    name = self._composition
-    if name == 'filter':
-      name = 'gaussian' if _events.is_gaussian(event) else 'renyi'
-    return Account(name, self._filters[scope][name].zero)
+  def _transaction(self, session: object) -> Context[Transaction]:
+    if not isinstance(session, str) or not session:
+      raise ValueError(
+        'Expected session to be a name, a str that is not empty, got'
+        f' {session=}.'
+      )
+    return self._ledger.transaction()
+
+  def _open(
+    self, transaction: Transaction, session: str, event: dp_accounting.DpEvent
+  ) -> Iterator[tuple[str, Account, _filters.Filter]]:
+    """Yields the accounts that pay for ``event``, with what counts for them.
+
+    Each comes with its scope. Where there is none, ``event`` would open it.
+    """
+    _events.require_event(event)
+    for scope, filters in self._filters.items():
+      account = transaction.account(scope, session)
+      if account is None:
+        name = self._composition
+        if name == 'filter':
+          gaussian = _events.kinds(event) <= {dp_accounting.GaussianDpEvent}
+          name = 'gaussian' if gaussian else 'renyi'
+        account = Account(name, filters[name].zero)
+      yield scope, account, filters[account.filter_name]
 
   def _spent(self, scope: str, account: Account | None) -> float:
     if account is None:
       return 0.0
     return self._filters[scope][account.filter_name].spent(account.totals)
-
-
-def _check_session(session: object) -> None:
-  if not isinstance(session, str) or not session:
-    raise ValueError(
-      f'Expected session to be a name, a str that is not empty, got {session=}.'
-    )

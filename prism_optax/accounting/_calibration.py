@@ -4,11 +4,11 @@ import functools
 import math
 from collections.abc import Callable
 
-import dp_accounting
-from dp_accounting import NeighboringRelation, rdp
+from dp_accounting import NeighboringRelation
 
 from prism_optax import _validate
 from prism_optax.accounting import _dpsgd, _events
+from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 
 # Ten times coarser than the accountant's grid and about ten times faster. It
 # finds the neighbourhood; the answer is checked on the fine one.
@@ -23,9 +23,7 @@ def calibrate_noise_multiplier(
   steps: int,
   *,
   accountant: str = 'pld',
-  neighboring_relation: NeighboringRelation = (
-    NeighboringRelation.ADD_OR_REMOVE_ONE
-  ),
+  neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   truncated_batch_size: int | None = None,
   dataset_size: int | None = None,
 ) -> float:
@@ -99,32 +97,16 @@ def calibrate_noise_multiplier(
   spent(100.0, _SEARCH_INTERVAL)
 
   def rough(sigma: float) -> float:
-    return _renyi_bound(sigma, delta, sampling_probability, steps)
+    event = _dpsgd.dpsgd_event(sigma, sampling_probability, steps)
+    return _events.rough_epsilon(event, delta)
 
-  guess = _solve(rough, target_epsilon, 1.0, factor=2.0, tolerance=0.02)
+  guess = _solve(rough, target_epsilon, 1.0, tolerance=0.02)
   if neighboring_relation is NeighboringRelation.REPLACE_ONE:
     guess *= 2
-  if accountant == 'rdp':
-    return _nudge(
-      spent,
-      target_epsilon,
-      _solve(spent, target_epsilon, guess, tolerance=1e-7),
-    )
-  return _refine(spent, target_epsilon, guess)
-
-
-def _renyi_bound(
-  sigma: float, delta: float, sampling_probability: float, steps: int
-) -> float:
-  """Returns a cheap upper bound of epsilon, add or remove one record."""
-  accountant = rdp.RdpAccountant(orders=_events.INTEGER_ORDERS)
-  accountant.compose(
-    dp_accounting.PoissonSampledDpEvent(
-      sampling_probability, dp_accounting.GaussianDpEvent(sigma)
-    ),
-    steps,
-  )
-  return float(accountant.get_epsilon(delta))
+  if accountant == 'pld':
+    return _refine(spent, target_epsilon, guess)
+  sigma = _solve(spent, target_epsilon, guess, tolerance=1e-7)
+  return _nudge(spent, target_epsilon, sigma)
 
 
 def _refine(spent: Callable[..., float], target: float, guess: float) -> float:
@@ -157,9 +139,7 @@ def _refine(spent: Callable[..., float], target: float, guess: float) -> float:
   return _nudge(spent, target, sigma)
 
 
-def _nudge(
-  spent: Callable[[float], float], target: float, sigma: float
-) -> float:
+def _nudge(spent: Callable[..., float], target: float, sigma: float) -> float:
   """Adds noise until the target is met, by as little as it takes."""
   step = 1e-7
   while spent(sigma) > target:
@@ -171,12 +151,7 @@ def _nudge(
 
 
 def _solve(
-  function: Callable[[float], float],
-  target: float,
-  guess: float,
-  *,
-  factor: float = 1.1,
-  tolerance: float,
+  function: Callable[..., float], target: float, guess: float, tolerance: float
 ) -> float:
   """Returns where a decreasing function falls to ``target``, from above it.
 
@@ -187,7 +162,6 @@ def _solve(
     function: Decreasing, may be infinite or zero.
     target: Value looked for.
     guess: Where to start.
-    factor: First step of the search for a bracket.
     tolerance: Relative accuracy of the argument.
 
   Returns:
@@ -197,47 +171,39 @@ def _solve(
     ValueError: If the function does not fall to ``target``.
   """
 
+  @functools.cache
   def height(x: float) -> float:
     value = function(math.exp(x)) / target
     # Infinite and zero values only say on which side they are.
     return math.log(min(max(value, 1e-6), 1e6))
 
   low = high = math.log(guess)
-  low_height = high_height = height(low)
-  step = math.log(factor)
-  while high_height > 0:
-    low, low_height = high, high_height
-    high += step
-    step *= 2
+  step = math.log(1.1)
+  while height(high) > 0:
+    low, high, step = high, high + step, 2 * step
     if high > math.log(_LARGEST):
       raise _unreachable(target)
-    high_height = height(high)
-  step = math.log(factor)
-  while low_height <= 0:
-    high, high_height = low, low_height
-    low -= step
-    step *= 2
+  while height(low) <= 0:
+    low, high, step = low - step, low, 2 * step
     if low < math.log(_SMALLEST):
       # So little noise is enough: more of it does no harm.
       return math.exp(high)
-    low_height = height(low)
   # Weights of the two ends. An end that stays twice in a row loses half of its
   # weight; otherwise it would never move.
-  below, above, last = low_height, high_height, 0
+  below, above, last = height(low), height(high), 0
+  # Step over the root by half the tolerance, so that both ends close in.
+  margin = tolerance / 2
   for _ in range(100):
     if high - low <= tolerance:
       break
     middle = high - above * (high - low) / (above - below)
-    # Step over the root by half the tolerance, so that both ends close in.
-    margin = tolerance / 2
     middle = min(max(middle + margin, low + margin), high - margin)
-    value = height(middle)
-    if value > 0:
-      low, below = middle, value
+    if height(middle) > 0:
+      low, below = middle, height(middle)
       above /= 2 if last > 0 else 1
       last = 1
     else:
-      high, above = middle, value
+      high, above = middle, height(middle)
       below /= 2 if last < 0 else 1
       last = -1
   return math.exp(high)

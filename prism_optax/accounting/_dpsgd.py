@@ -8,16 +8,12 @@ from dp_accounting import NeighboringRelation, dp_event, pld, rdp
 
 from prism_optax import _validate
 from prism_optax.accounting import _events
+from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 
 ACCOUNTANTS = ('pld', 'rdp')
 
 # The accountant takes exp(interval). An epsilon of millions is no guarantee.
 _WIDEST_INTERVAL = 100.0
-_RELATION_NAMES = {
-  NeighboringRelation.ADD_OR_REMOVE_ONE: 'add-or-remove-one',
-  NeighboringRelation.REPLACE_ONE: 'replace-one',
-  NeighboringRelation.REPLACE_SPECIAL: 'replace-special',
-}
 
 
 def dpsgd_event(
@@ -76,11 +72,9 @@ def dpsgd_event(
     >>> round(accounting.epsilon(event, 1e-5), 2)
     6.62
   """
-  noise_multiplier = _validate.known_number(
-    'noise_multiplier', noise_multiplier
-  )
-  _validate.non_negative('noise_multiplier', noise_multiplier)
-  sampling_probability = _validate.known_probability(
+  sigma = _validate.known_number('noise_multiplier', noise_multiplier)
+  _validate.non_negative('noise_multiplier', sigma)
+  probability = _validate.known_probability(
     'sampling_probability', sampling_probability
   )
   _validate.integer('steps', steps, 0)
@@ -95,17 +89,14 @@ def dpsgd_event(
     _validate.integer('truncated_batch_size', truncated_batch_size, 1)
     _validate.integer('dataset_size', dataset_size, 1)
     step: dp_accounting.DpEvent = dp_event.TruncatedSubsampledGaussianDpEvent(
-      dataset_size=int(dataset_size),
-      sampling_probability=sampling_probability,
-      truncated_batch_size=int(truncated_batch_size),
-      noise_multiplier=noise_multiplier,
+      int(dataset_size), probability, int(truncated_batch_size), sigma
     )
   else:
-    step = dp_accounting.GaussianDpEvent(noise_multiplier)
-    if sampling_probability < 1:
+    step = dp_accounting.GaussianDpEvent(sigma)
+    if probability < 1:
       # Plain Gaussian steps compose in closed form, under every relation and
       # in both accountants; sampled ones do not.
-      step = dp_accounting.PoissonSampledDpEvent(sampling_probability, step)
+      step = dp_accounting.PoissonSampledDpEvent(probability, step)
   return dp_accounting.SelfComposedDpEvent(step, int(steps))
 
 
@@ -114,9 +105,7 @@ def epsilon(
   delta: float,
   *,
   accountant: str = 'pld',
-  neighboring_relation: NeighboringRelation = (
-    NeighboringRelation.ADD_OR_REMOVE_ONE
-  ),
+  neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   value_discretization_interval: float | None = None,
 ) -> float:
   """Returns an upper bound of epsilon at ``delta`` for what was released.
@@ -180,19 +169,17 @@ def epsilon(
   delta = _validate.known_probability('delta', delta)
   _validate.one_of('accountant', accountant, ACCOUNTANTS)
   _validate.neighboring_relation(neighboring_relation)
-  if value_discretization_interval is not None:
-    _validate.positive(
-      'value_discretization_interval', value_discretization_interval
-    )
+  interval = value_discretization_interval
+  if interval is not None:
+    _validate.positive('value_discretization_interval', interval)
   if accountant == 'rdp':
     event = _events.with_relation(event, neighboring_relation)
     engine: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
       neighboring_relation=neighboring_relation
     )
   else:
-    interval = value_discretization_interval or _events.affordable_interval(
-      event, delta
-    )
+    if interval is None:
+      interval = _events.affordable_interval(event, delta)
     if interval > _WIDEST_INTERVAL:
       return math.inf
     engine = pld.PLDAccountant(neighboring_relation, interval)
@@ -206,9 +193,7 @@ def epsilon(
   return float(engine.get_epsilon(delta))
 
 
-def joint_noise_multiplier(
-  noise_multipliers: float | Iterable[float],
-) -> float:
+def joint_noise_multiplier(noise_multipliers: float | Iterable[float]) -> float:
   """Returns the noise multiplier of several releases about one batch.
 
   Clip groups (the matrices of DP-Muon, a head beside its adapters) that are
@@ -239,10 +224,8 @@ def joint_noise_multiplier(
   """
   if not isinstance(noise_multipliers, Iterable):
     noise_multipliers = [noise_multipliers]
-  groups = [
-    _validate.known_non_negative('noise_multipliers', sigma)
-    for sigma in noise_multipliers
-  ]
+  check = _validate.known_non_negative
+  groups = [check('noise_multipliers', sigma) for sigma in noise_multipliers]
   if not groups:
     raise ValueError('Expected noise_multipliers of one group or more, got [].')
   smallest = min(groups)
@@ -257,9 +240,7 @@ def privacy_statement(
   delta: float,
   *,
   accountant: str = 'pld',
-  neighboring_relation: NeighboringRelation = (
-    NeighboringRelation.ADD_OR_REMOVE_ONE
-  ),
+  neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
 ) -> str:
   """Returns the sentence to report: epsilon and everything it depends on.
 
@@ -292,9 +273,13 @@ def privacy_statement(
   )
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
-  sampling = ', Poisson sampling' if _events.samples(event) else ''
+  relation = neighboring_relation.name.lower().replace('_', '-')
+  sampled = _events.kinds(event) & {
+    dp_event.PoissonSampledDpEvent,
+    dp_event.TruncatedSubsampledGaussianDpEvent,
+  }
+  sampling = ', Poisson sampling' if sampled else ''
   return (
     f'epsilon <= {shown:.3f} at delta = {float(delta):g},'
-    f' {_RELATION_NAMES[neighboring_relation]} neighbours'
-    f' ({accountant.upper()}){sampling}'
+    f' {relation} neighbours ({accountant.upper()}){sampling}'
   )

@@ -8,9 +8,10 @@ composition that was fixed beforehand does not.
 """
 
 import abc
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, rdp
@@ -24,24 +25,25 @@ Costs = tuple[float, ...]
 _ROUNDING = 1e-9
 
 
+@dataclasses.dataclass
 class Filter(abc.ABC):
   """One way to account for a cap of (epsilon, delta).
 
   Attributes:
     epsilon: The cap.
+    delta: Delta at which costs are turned into epsilon.
+    relation: Relation under which events are read.
     zero: The costs of an account in which nothing was spent.
   """
 
-  zero: Costs
-
-  def __init__(
-    self, epsilon: float, delta: float, relation: NeighboringRelation
-  ):
-    self.epsilon, self._delta, self._relation = epsilon, delta, relation
+  epsilon: float
+  delta: float
+  relation: NeighboringRelation
+  zero: Costs = dataclasses.field(init=False)
 
   @abc.abstractmethod
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    """Returns what ``count`` releases add; infinite where nothing protects."""
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
+    """Returns what one release adds; infinite where nothing protects."""
 
   @abc.abstractmethod
   def _epsilon(self, total: Costs) -> float:
@@ -49,7 +51,7 @@ class Filter(abc.ABC):
 
   def costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
     """Returns what ``count`` releases add; raises if it would be a refund."""
-    costs = self._costs(event, count)
+    costs = tuple(count * cost for cost in self._costs(event))
     # NaN fails the comparison, too.
     if not all(cost >= 0 for cost in costs):
       raise ValueError(
@@ -72,12 +74,11 @@ class Filter(abc.ABC):
     self, totals: Costs, event: dp_accounting.DpEvent
   ) -> int | float:
     """Returns how many releases still fit, by doubling and halving."""
-    cost = self.costs(event, 1)
-    if not any(cost):
+    if not any(self.costs(event, 1)):
       return math.inf
 
     def fits(count: int) -> bool:
-      return self.fits(add(totals, tuple(count * c for c in cost)))
+      return self.fits(add(totals, self.costs(event, count)))
 
     low, high = 0, 1
     while fits(high):
@@ -101,31 +102,32 @@ class GaussianFilter(Filter):
 
   zero: Costs = (0.0,)
 
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    leaves = _events.leaves(event, count)
-    return (sum(n * self.squared_mu(leaf) for leaf, n in leaves),)
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
+    leaves = _events.leaves(event)
+    return (sum(n * self._squared_mu(leaf) for leaf, n in leaves),)
 
-  def squared_mu(self, event: dp_accounting.DpEvent) -> float:
+  def _squared_mu(self, event: dp_accounting.DpEvent) -> float:
     """Returns mu^2 of a single release."""
     if isinstance(event, dp_accounting.NonPrivateDpEvent):
       return math.inf
     if isinstance(event, dp_accounting.GaussianDpEvent):
-      sigma = _events.with_relation(event, self._relation).noise_multiplier
+      sigma = _events.with_relation(event, self.relation).noise_multiplier
       _validate.known_non_negative('noise_multiplier', sigma)
       return 1 / sigma / sigma if sigma else math.inf
-    pure = _events.pure_epsilon(event, self._relation)
+    pure = _events.pure_epsilon(event, self.relation)
     if pure is None:
       raise ValueError(
         f'This account began with Gaussian releases, got {event=} under'
-        f' {self._relation}. What has neither Gaussian noise nor an epsilon'
+        f' {self.relation}. What has neither Gaussian noise nor an epsilon'
         " with delta 0 needs an account with composition='renyi'."
       )
     return _gaussian.squared_mu_of_pure(pure)
 
   def _epsilon(self, total: Costs) -> float:
-    return _gaussian.gaussian_epsilon(math.sqrt(total[0]), self._delta)
+    return _gaussian.gaussian_epsilon(math.sqrt(total[0]), self.delta)
 
 
+@dataclasses.dataclass
 class RenyiFilter(Filter):
   """A filter for any mix of releases that the RDP accountant knows.
 
@@ -142,13 +144,11 @@ class RenyiFilter(Filter):
   # Subsampled releases do best at lower orders, rare ones at higher ones.
   _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
-  def __init__(
-    self, epsilon: float, delta: float, relation: NeighboringRelation
-  ):
-    super().__init__(epsilon, delta / len(self._FACTORS), relation)
-    log = math.log(1 / self._delta)
+  def __post_init__(self) -> None:
+    self.delta = self.delta / len(self._FACTORS)
+    log = math.log(1 / self.delta)
     # epsilon = rho + 2 sqrt(rho log(1/delta)) at the order 1 + sqrt(log/rho).
-    root = math.sqrt(log + epsilon) - math.sqrt(log)
+    root = math.sqrt(log + self.epsilon) - math.sqrt(log)
     best = math.sqrt(log) / root
     orders = [1 + max(best * factor, 0.05) for factor in self._FACTORS]
     # Sampled releases cost a finite sum at whole orders, a series elsewhere.
@@ -158,25 +158,25 @@ class RenyiFilter(Filter):
     self.zero = (0.0,) * len(self._orders)
     self._known: dict[str, Costs] = {}
 
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
     # Sampled releases take tens of milliseconds, while others wait.
     name = _events.to_json(event)
     if name not in self._known:
       if len(self._known) >= 1024:
         self._known.clear()
       self._known[name] = self._costs_of_one(event)
-    return tuple(count * cost for cost in self._known[name])
+    return self._known[name]
 
   def _costs_of_one(self, event: dp_accounting.DpEvent) -> Costs:
     if _events.has_no_noise(event):
       return (math.inf,) * len(self._orders)
-    event = _events.with_relation(event, self._relation)
-    accountant = rdp.RdpAccountant(self._orders, self._relation)
+    event = _events.with_relation(event, self.relation)
+    accountant = rdp.RdpAccountant(self._orders, self.relation)
     try:
       accountant.compose(event)
     except dp_accounting.UnsupportedEventError as error:
       raise ValueError(
-        f'There is no Renyi analysis of this event under {self._relation}:'
+        f'There is no Renyi analysis of this event under {self.relation}:'
         f' {error}'
       ) from error
     return tuple(float(cost) for cost in accountant.rdp)
@@ -184,9 +184,10 @@ class RenyiFilter(Filter):
   def _epsilon(self, total: Costs) -> float:
     if not any(total):
       return 0.0
-    return float(rdp.compute_epsilon(self._orders, total, self._delta)[0])
+    return float(rdp.compute_epsilon(self._orders, total, self.delta)[0])
 
 
+@dataclasses.dataclass
 class DeclaredFilter(Filter):
   """Tight accounting of releases that were all declared beforehand.
 
@@ -194,36 +195,34 @@ class DeclaredFilter(Filter):
   A fixed multiset of them is another matter: in whatever order they are asked
   for, and whichever are left out, what comes out can be computed from the
   whole composition, which the cap must hold.
+
+  Attributes:
+    declared: How often each event may happen.
   """
 
-  def __init__(
-    self,
-    epsilon: float,
-    delta: float,
-    relation: NeighboringRelation,
-    declared: Mapping[dp_accounting.DpEvent, int],
-  ):
-    super().__init__(epsilon, delta, relation)
-    if not declared:
-      raise ValueError(f'Expected declared to name an event, got {declared=}.')
-    for event, count in declared.items():
+  declared: Mapping[dp_accounting.DpEvent, int]
+
+  def __post_init__(self) -> None:
+    if not self.declared:
+      raise ValueError('Expected declared to name an event, got declared={}.')
+    for event, count in self.declared.items():
       _events.require_event(event)
       _validate.integer('declared', count, 1)
-    self._declared = dict(declared)
-    self.zero = (0.0,) * len(declared)
+    self.declared = dict(self.declared)
+    self.zero = (0.0,) * len(self.declared)
     # A composition takes a second; the same one is asked for again and again.
     self._epsilon_of = functools.lru_cache(maxsize=64)(self._compose)
-    whole = self.spent(tuple(map(float, declared.values())))
-    if whole > epsilon:
+    whole = self.spent(tuple(map(float, self.declared.values())))
+    if whole > self.epsilon:
       raise ValueError(
         f'The declared releases have epsilon {whole:.4f} together, more than'
-        f' {epsilon=}.'
+        f' epsilon={self.epsilon!r}.'
       )
 
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    asked = dict.fromkeys(map(_events.to_json, self._declared), 0)
+  def _costs(self, event: dp_accounting.DpEvent) -> Costs:
+    asked = dict.fromkeys(map(_events.to_json, self.declared), 0)
     whole = _events.to_json(event) in asked
-    leaves = [(event, count)] if whole else _events.leaves(event, count)
+    leaves = [(event, 1)] if whole else _events.leaves(event)
     for leaf, number in leaves:
       name = _events.to_json(leaf)
       if name not in asked:
@@ -234,7 +233,7 @@ class DeclaredFilter(Filter):
     return tuple(map(float, asked.values()))
 
   def fits(self, total: Costs) -> bool:
-    counts = self._declared.values()
+    counts = self.declared.values()
     return all(n <= cap for n, cap in zip(total, counts, strict=True))
 
   def _epsilon(self, total: Costs) -> float:
@@ -243,69 +242,14 @@ class DeclaredFilter(Filter):
   def _compose(self, total: Costs) -> float:
     released = [
       dp_accounting.SelfComposedDpEvent(event, int(number))
-      for event, number in zip(self._declared, total, strict=True)
+      for event, number in zip(self.declared, total, strict=True)
       if number
     ]
     return _dpsgd.epsilon(
       dp_accounting.ComposedDpEvent(released),
-      self._delta,
-      neighboring_relation=self._relation,
+      self.delta,
+      neighboring_relation=self.relation,
     )
-
-
-class AdvancedFilter(Filter):
-  """The advanced composition theorem, to compare the other filters with.
-
-  Each release gets ``release_delta`` and its own epsilon at that; half of the
-  budget's delta pays for those, the other half is the theorem's slack (Dwork
-  and Roth, Theorem 3.20). That it may be used as a filter is shown by
-  Whitehouse et al., arXiv:2203.05481, with a smaller second term.
-  """
-
-  zero: Costs = (0.0, 0.0, 0.0)
-
-  def __init__(
-    self,
-    epsilon: float,
-    delta: float,
-    relation: NeighboringRelation,
-    release_delta: float | None,
-  ):
-    super().__init__(epsilon, delta, relation)
-    self._release_delta = _validate.known_open_probability(
-      'release_delta', release_delta
-    )
-    self._gaussian = GaussianFilter(epsilon, delta, relation)
-
-  def _costs(self, event: dp_accounting.DpEvent, count: int) -> Costs:
-    squares = linear = deltas = 0.0
-    for leaf, number in _events.leaves(event, count):
-      epsilon = self._release_epsilon(leaf)
-      if epsilon > 500:  # Beyond this exp overflows; no budget is as large.
-        return (math.inf,) * 3
-      squares += number * epsilon**2
-      linear += number * epsilon * math.expm1(epsilon)
-      deltas += number * self._release_delta
-    return squares, linear, deltas
-
-  def _release_epsilon(self, event: dp_accounting.DpEvent) -> float:
-    pure = _events.pure_epsilon(event, self._relation)
-    if pure is not None:
-      return pure
-    if isinstance(event, dp_accounting.GaussianDpEvent):
-      mu = math.sqrt(self._gaussian.squared_mu(event))
-      return _gaussian.gaussian_epsilon(mu, self._release_delta)
-    return _dpsgd.epsilon(
-      event, self._release_delta, neighboring_relation=self._relation
-    )
-
-  def _epsilon(self, total: Costs) -> float:
-    squares, linear, deltas = total
-    slack = self._delta / 2
-    # The deltas of the releases have used up their half.
-    if deltas > slack * (1 + _ROUNDING) or math.isinf(squares):
-      return math.inf
-    return math.sqrt(2 * math.log(1 / slack) * squares) + linear
 
 
 def add(totals: Costs, costs: Costs) -> Costs:
@@ -317,9 +261,7 @@ def filters_for(
   composition: str,
   cap: tuple[float, float],
   relation: NeighboringRelation,
-  *,
   declared: Mapping[dp_accounting.DpEvent, int] | None,
-  release_delta: float | None,
 ) -> dict[str, Filter]:
   """Returns the filters by which an account under this cap may be counted.
 
@@ -327,22 +269,20 @@ def filters_for(
     ValueError: If an option is missing, does not belong to the composition, or
       is out of its range.
   """
-  makers: dict[str, Callable[[], Filter]] = {
-    'gaussian': lambda: GaussianFilter(*cap, relation),
-    'renyi': lambda: RenyiFilter(*cap, relation),
-    'pld': lambda: DeclaredFilter(*cap, relation, declared or {}),
-    'advanced': lambda: AdvancedFilter(*cap, relation, release_delta),
-  }
-  _validate.one_of('composition', composition, ('filter', *makers))
+  _validate.one_of(
+    'composition', composition, ('filter', 'gaussian', 'renyi', 'pld')
+  )
   _validate.neighboring_relation(relation)
-  for name, value, owner in (
-    ('declared', declared, 'pld'),
-    ('release_delta', release_delta, 'advanced'),
-  ):
-    if (value is not None) != (composition == owner):
-      raise ValueError(
-        f'Expected {name} with composition={owner!r} and only there, got'
-        f' {name}={value!r} with {composition=}.'
-      )
-  names = ('gaussian', 'renyi') if composition == 'filter' else (composition,)
-  return {name: makers[name]() for name in names}
+  if (declared is not None) != (composition == 'pld'):
+    raise ValueError(
+      "Expected declared with composition='pld' and only there, got"
+      f' {declared=} with {composition=}.'
+    )
+  if declared is not None:
+    return {'pld': DeclaredFilter(*cap, relation, declared)}
+  makers: dict[str, type[Filter]] = {
+    'gaussian': GaussianFilter,
+    'renyi': RenyiFilter,
+  }
+  names = makers if composition == 'filter' else (composition,)
+  return {name: makers[name](*cap, relation) for name in names}

@@ -1,4 +1,4 @@
-"""Closed forms: exact Gaussian releases, and advanced composition.
+"""Closed forms for exact Gaussian releases.
 
 A Gaussian release of sensitivity D with noise of standard deviation s is
 exactly as hard to tell from its neighbour as N(0, 1) from N(mu, 1), with
@@ -7,13 +7,9 @@ chosen after seeing the answers to the ones before.
 """
 
 import math
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Callable
 
 from prism_optax import _validate
-
-_HALVINGS = 200  # More than the bits of a float: ends by itself before.
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -139,42 +135,6 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
   return _bisect(lambda x: gaussian_delta(x, epsilon) <= delta, low, high)[0]
 
 
-def advanced_composition(
-  epsilons: Sequence[float], delta_slack: float
-) -> float:
-  """Returns epsilon of several releases by the advanced composition theorem.
-
-  For comparison: the filters of :class:`PrivacyBudget` charge less. The slack
-  is spent in addition to the deltas of the releases. The result holds under the
-  neighbouring relation of ``epsilons``.
-
-  Args:
-    epsilons: Epsilon of each release, at a delta of its own.
-    delta_slack: Between 0 and 1, both excluded.
-
-  Returns:
-    ``sqrt(2 log(1/slack) sum e^2) + sum e (exp(e) - 1)``; 0.0 for no release.
-
-  Raises:
-    ValueError: If an epsilon is negative or NaN, or the slack is not in (0, 1).
-
-  References:
-    Dwork and Roth, The Algorithmic Foundations of Differential Privacy,
-    Theorem 3.20.
-
-  Examples:
-    >>> from prism_optax import accounting
-    >>> round(accounting.advanced_composition([1.0] * 10, 1e-5), 2)
-    32.36
-  """
-  slack = _validate.known_open_probability('delta_slack', delta_slack)
-  for epsilon in epsilons:
-    _validate.known_non_negative('epsilons', epsilon)
-  e = np.asarray(epsilons, np.float64)
-  root = math.sqrt(2 * math.log(1 / slack) * float(e @ e))
-  return root + float(e @ np.expm1(e))
-
-
 def squared_mu_of_pure(epsilon: float) -> float:
   """Returns mu^2 of the Gaussian release that covers a pure epsilon."""
   if epsilon > 700:  # exp overflows; no budget is as large.
@@ -182,22 +142,18 @@ def squared_mu_of_pure(epsilon: float) -> float:
   # Phi(-mu/2) = 1 / (1 + exp(epsilon)). The upper end of the bisection counts
   # more privacy as lost, not less.
   tail = 1 / (1 + math.exp(epsilon))
-  _, mu = _bisect(
-    lambda x: 0.5 * math.erfc(x / 2 / math.sqrt(2)) > tail,
-    0.0,
-    2 * (epsilon + 2),
-  )
-  return mu**2
+
+  def is_low(mu: float) -> bool:
+    return 0.5 * math.erfc(mu / 2 / math.sqrt(2)) > tail
+
+  return _bisect(is_low, 0.0, 2 * (epsilon + 2))[1] ** 2
 
 
 def _bisect(
   is_low: Callable[[float], bool], low: float, high: float
 ) -> tuple[float, float]:
   """Returns the last float at which ``is_low`` holds, and the next one."""
-  for _ in range(_HALVINGS):
-    middle = (low + high) / 2
-    if not low < middle < high:
-      break
+  while low < (middle := (low + high) / 2) < high:
     if is_low(middle):
       low = middle
     else:

@@ -80,14 +80,10 @@ class Transaction:
     found = self._connection.execute(
       'SELECT id, session, event, count FROM ledger ORDER BY id'
     )
+    names = [name for name, *_ in found.description]
+    rows = [dict(zip(names, row, strict=True)) for row in found]
     return [
-      {
-        'id': number,
-        'session': session,
-        'event': None if event is None else json.loads(event),
-        'count': count,
-      }
-      for number, session, event, count in found
+      {**row, 'event': json.loads(row['event'] or 'null')} for row in rows
     ]
 
 
@@ -140,15 +136,13 @@ class Ledger:
     connection = transaction._connection
     for statement in _SCHEMA:
       connection.execute(statement)
+    text = json.dumps(settings)
     row = connection.execute('SELECT value FROM settings').fetchone()
     if row is None:
-      connection.execute(
-        'INSERT INTO settings VALUES (?)', (json.dumps(settings),)
-      )
+      connection.execute('INSERT INTO settings VALUES (?)', (text,))
       return
-    stored = json.loads(row[0])
-    # Through JSON, as the stored ones were.
-    given = json.loads(json.dumps(settings))
+    # The given ones through JSON, as the stored ones went.
+    stored, given = json.loads(row[0]), json.loads(text)
     different = [
       f'{name}={given.get(name)!r} (the file: {stored.get(name)!r})'
       for name in sorted({*stored, *given})
@@ -156,9 +150,8 @@ class Ledger:
     ]
     if different:
       raise ValueError(
-        'The ledger was created with other settings, got '
-        + ', '.join(different)
-        + '. A budget is not changed by opening it again.'
+        'The ledger was created with other settings, got'
+        f' {", ".join(different)}. A budget is not changed by opening it again.'
       )
 
   @contextlib.contextmanager
@@ -180,13 +173,8 @@ class Ledger:
         raise TimeoutError(
           f'The ledger was busy for {self._timeout} seconds.'
         ) from error
-      try:
+      with connection:  # Commits, or rolls back if that or the body fails.
         yield Transaction(connection)
-        connection.execute('COMMIT')
-      except BaseException:
-        if connection.in_transaction:
-          connection.execute('ROLLBACK')
-        raise
 
   def _own_lock(self) -> threading.Lock:
     if self._process != os.getpid():

@@ -16,6 +16,7 @@ from dp_accounting import NeighboringRelation
 
 from prism_optax import _validate
 from prism_optax.accounting import _gaussian
+from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 
 
 def matrix_mechanism_sensitivity(
@@ -89,10 +90,9 @@ def _strategy(strategy_matrix: npt.ArrayLike) -> np.ndarray:
       'Expected strategy_matrix to be lower triangular (later queries depend on'
       f' earlier releases), got an entry of size {above:g} above the diagonal.'
     )
-  if np.diag(c).min() <= 0:
+  if (least := np.diag(c).min()) <= 0:
     raise ValueError(
-      'Expected a positive diagonal of strategy_matrix, got'
-      f' {np.diag(c).min():g}.'
+      f'Expected a positive diagonal of strategy_matrix, got {least:g}.'
     )
   return c
 
@@ -108,9 +108,8 @@ def _heaviest_pattern(
   for _ in range(count):
     # best[:, i]: of the entries from i on, with one choice more than before.
     taken = weights + best[:, separation:]
-    best[:, : weights.shape[1]] = np.maximum.accumulate(taken[:, ::-1], axis=1)[
-      :, ::-1
-    ]
+    largest = np.maximum.accumulate(taken[:, ::-1], axis=1)
+    best[:, : weights.shape[1]] = largest[:, ::-1]
   return best[:, 0]
 
 
@@ -154,15 +153,13 @@ def matrix_mechanism_event(
     >>> round(accounting.epsilon(event, 1e-5), 3)
     0.751
   """
-  noise_multiplier = _validate.known_non_negative(
-    'noise_multiplier', noise_multiplier
-  )
+  sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   sensitivity = matrix_mechanism_sensitivity(
     strategy_matrix,
     max_participations=max_participations,
     min_separation=min_separation,
   )
-  return dp_accounting.GaussianDpEvent(noise_multiplier / sensitivity)
+  return dp_accounting.GaussianDpEvent(sigma / sensitivity)
 
 
 def calibrate_matrix_mechanism(
@@ -172,9 +169,7 @@ def calibrate_matrix_mechanism(
   *,
   max_participations: int | None,
   min_separation: int = 1,
-  neighboring_relation: NeighboringRelation = (
-    NeighboringRelation.ADD_OR_REMOVE_ONE
-  ),
+  neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
 ) -> float:
   """Returns the smallest noise multiplier of a run with correlated noise.
 

@@ -22,15 +22,11 @@ from prism_optax.diagnostics._noise import (
   tangent_noise_energy,
 )
 
+# fmt: off
 __all__ = [
-  'ClipStatistics',
-  'FactorNoiseEnergy',
-  'Spectra',
-  'change_norms',
-  'depends_on_other_examples',
-  'factor_noise_energy',
-  'nonprivate_clip_statistics',
-  'nonprivate_signal_to_noise',
-  'preconditioner_spectra',
-  'tangent_noise_energy',
+  'ClipStatistics', 'FactorNoiseEnergy', 'Spectra', 'change_norms',
+  'depends_on_other_examples', 'factor_noise_energy',
+  'nonprivate_clip_statistics', 'nonprivate_signal_to_noise',
+  'preconditioner_spectra', 'tangent_noise_energy',
 ]
+# fmt: on

@@ -178,11 +178,9 @@ def depends_on_other_examples(
     # The same example in the same place, in the company of its copies.
     copies = jax.tree.map(lambda x, i=i: jnp.broadcast_to(x[i], x.shape), batch)
     alone = per_example_grads(params, copies)
-    for x, y in zip(
-      jax.tree.leaves(together), jax.tree.leaves(alone), strict=True
-    ):
-      if _differ(x[i], y[i], tolerance):
-        return True
+    pairs = zip(*map(jax.tree.leaves, (together, alone)), strict=True)
+    if any(_differ(x[i], y[i], tolerance) for x, y in pairs):
+      return True
   return False
 
 

@@ -53,8 +53,7 @@ def factor_noise_energy(
     >>> round(float(energy.first_order), 3), round(energy.second_order, 6)
     (0.05, 0.0006)
   """
-  m, rank = left.shape[-2:]
-  n = right.shape[-2]
+  (m, rank), n = left.shape[-2:], right.shape[-2]
   squares = [jnp.sum(jnp.square(x), axis=(-2, -1)) for x in (left, right)]
   first = stddev**2 * (m * squares[1] + n * squares[0])
   return FactorNoiseEnergy(first, stddev**4 * m * n * rank)
@@ -114,14 +113,11 @@ def change_norms(
     {'lora_a': 5.0}
   """
   tree = ModuleTree(params, layout)
-  norms = [
-    _change_norm(*old, *new)
-    for old, new in zip(
-      tree.factors(params).pairs,
-      tree.factors(new_params).pairs,
-      strict=True,
-    )
-  ]
+  old, new = (tree.factors(x).pairs for x in (params, new_params))
+  norms = []
+  for (left, right), (new_left, new_right) in zip(old, new, strict=True):
+    difference = [new_left - left, left], [new_right, new_right - right]
+    norms.append(_product_norm(*(jnp.concatenate(x, -1) for x in difference)))
   return {
     name: float(x) if np.ndim(x) == 0 else np.asarray(x)
     for name, x in tree.by_module(norms).items()
@@ -129,21 +125,12 @@ def change_norms(
 
 
 @_linalg.flat_batch
-def _change_norm(
-  old_left: jax.Array,
-  old_right: jax.Array,
-  new_left: jax.Array,
-  new_right: jax.Array,
-) -> jax.Array:
-  """``||L' R'^T - L R^T||_F`` of (b, ., r) factors, shape (b,)."""
+def _product_norm(left: jax.Array, right: jax.Array) -> jax.Array:
+  """``||left right^T||_F`` of (b, ., k) factors, shape (b,)."""
   # Where the gauge turns large terms do cancel: QR keeps the digits of which
   # Gram matrices would lose half.
-  left = jnp.concatenate([new_left - old_left, old_left], -1)
-  right = jnp.concatenate([new_right, new_right - old_right], -1)
-  cores = [_linalg.qr(x)[1] for x in (left, right)]
-  norm: jax.Array = jnp.linalg.norm(
-    _linalg.matmul(cores[0], cores[1].mT), axis=(-2, -1)
-  )
+  core = _linalg.matmul(_linalg.qr(left)[1], _linalg.qr(right)[1].mT)
+  norm: jax.Array = jnp.linalg.norm(core, axis=(-2, -1))
   return norm
 
 

@@ -23,15 +23,11 @@ from prism_optax.inference._mechanism import (
   privatize_hidden_states,
 )
 
+# fmt: off
 __all__ = [
-  'gaussian_stddev',
-  'hidden_state_sensitivity',
-  'lora_delta',
-  'nonprivate_delta_signal_to_noise',
-  'nonprivate_signal_to_noise',
-  'privatize_hidden_states',
-  'privatize_on_host',
-  'rank_attenuation',
-  'release_event',
-  'signal_to_noise_bound',
+  'gaussian_stddev', 'hidden_state_sensitivity', 'lora_delta',
+  'nonprivate_delta_signal_to_noise', 'nonprivate_signal_to_noise',
+  'privatize_hidden_states', 'privatize_on_host', 'rank_attenuation',
+  'release_event', 'signal_to_noise_bound',
 ]
+# fmt: on

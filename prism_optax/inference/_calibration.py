@@ -2,7 +2,6 @@
 
 import math
 
-import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
 
 from prism_optax import _validate, accounting
@@ -12,11 +11,7 @@ NOISES = ('gaussian', 'discrete')
 
 
 def gaussian_stddev(
-  epsilon: float,
-  delta: float,
-  sensitivity: float,
-  *,
-  method: str = 'analytic',
+  epsilon: float, delta: float, sensitivity: float, *, method: str = 'analytic'
 ) -> float:
   """Returns the noise that one release needs to be (epsilon, delta)-private.
 
@@ -120,7 +115,7 @@ def release_event(
   count: int = 1,
   *,
   noise: str = 'gaussian',
-) -> dp_accounting.DpEvent:
+) -> dp_event.DpEvent:
   """Returns the event of ``count`` released vectors (or blocks).
 
   The event holds the sensitivity of the relation: account for it as it is,
@@ -169,15 +164,12 @@ def release_event(
   sensitivity = hidden_state_sensitivity(l2_clip_norm, neighboring_relation)
   _validate.integer('count', count, 1)
   _validate.one_of('noise', noise, NOISES)
-  noise_multiplier = float(stddev) / sensitivity
-  if noise == 'gaussian':
-    event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(
-      noise_multiplier
-    )
-  elif noise_multiplier == 0:
-    event = dp_accounting.NonPrivateDpEvent()
-  else:
-    event = dp_event.ZCDpEvent(0.5 / noise_multiplier**2)
+  sigma = float(stddev) / sensitivity
+  event: dp_event.DpEvent = dp_event.GaussianDpEvent(sigma)
+  if noise == 'discrete':
+    event = dp_event.NonPrivateDpEvent()
+    if sigma > 0:
+      event = dp_event.ZCDpEvent(0.5 / sigma**2)
   if count == 1:
     return event
-  return dp_accounting.SelfComposedDpEvent(event, int(count))
+  return dp_event.SelfComposedDpEvent(event, int(count))

@@ -102,13 +102,8 @@ def privatize_on_host(
   """
   _validate.non_negative('stddev', stddev)
   _validate.one_of('noise', noise, NOISES)
-  states = _mechanism.clip(
-    np.asarray(hidden, np.float64),
-    l2_clip_norm=l2_clip_norm,
-    mask=mask,
-    block_ndim=block_ndim,
-    xp=np,
-  )
+  states = np.asarray(hidden, np.float64)
+  states = _mechanism.clip(states, l2_clip_norm, mask, block_ndim)
   stddev = float(stddev)
   if stddev == 0:
     return states

@@ -85,13 +85,8 @@ def nonprivate_signal_to_noise(
     [0.5, 1.0]
   """
   _validate.positive('stddev', stddev)
-  clipped = _mechanism.clip(
-    np.asarray(hidden, np.float64),
-    l2_clip_norm=l2_clip_norm,
-    mask=mask,
-    block_ndim=block_ndim,
-    xp=np,
-  )
+  states = np.asarray(hidden, np.float64)
+  clipped = _mechanism.clip(states, l2_clip_norm, mask, block_ndim)
   axes = tuple(range(-block_ndim, 0))
   there = np.ones(clipped.shape, bool)
   if mask is not None:
@@ -133,10 +128,8 @@ def rank_attenuation(left: np.ndarray, right: np.ndarray) -> float:
   """
   _mechanism.check_factors(left, right)
   values = _singular_values(left, right)
-  if not np.any(values):
-    return 0.0
-  frobenius = float(np.linalg.norm(values))
-  return frobenius / float(values.max()) / math.sqrt(np.shape(right)[0])
+  frobenius, largest = float(np.linalg.norm(values)), float(values.max())
+  return frobenius / (largest or 1.0) / math.sqrt(np.shape(right)[0])
 
 
 def nonprivate_delta_signal_to_noise(
@@ -177,10 +170,10 @@ def nonprivate_delta_signal_to_noise(
   """
   _validate.positive('stddev', stddev)
   _mechanism.check_factors(left, right, hidden)
-  left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
-  clipped = _mechanism.clip(
-    np.asarray(hidden, np.float64), l2_clip_norm=l2_clip_norm, xp=np
+  states, left, right = (
+    np.asarray(x, np.float64) for x in (hidden, left, right)
   )
+  clipped = _mechanism.clip(states, l2_clip_norm)
   signal = np.linalg.norm((clipped @ right) @ left.T, axis=-1)
   noise = stddev * float(np.linalg.norm(_singular_values(left, right)))
   ratios: np.ndarray = signal / (noise or 1.0)

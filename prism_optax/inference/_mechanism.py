@@ -94,9 +94,7 @@ def privatize_hidden_states(
     raise ValueError(
       f'Expected hidden to be a floating array, got {hidden.dtype=}.'
     )
-  clipped = clip(
-    hidden, l2_clip_norm=l2_clip_norm, mask=mask, block_ndim=block_ndim
-  )
+  clipped = clip(hidden, l2_clip_norm, mask, block_ndim)
   _validate.non_negative('stddev', stddev)
   noised: jax.Array = _randomness.add_normal(prng_key, clipped, stddev)
   if mask is not None:
@@ -106,26 +104,24 @@ def privatize_hidden_states(
 
 def clip(
   states: Array,
-  *,
   l2_clip_norm: float | Array,
   mask: npt.ArrayLike | None = None,
   block_ndim: int = 1,
-  xp: ModuleType = jnp,
 ) -> Array:
   """Returns the states that the noise is added to.
 
   The only clip of hidden states: on the device, on the host and in measures.
 
   Args:
-    states: Floating array, of any size.
+    states: Floating array, of any size; NumPy's are computed by NumPy.
     l2_clip_norm: C, the bound that no result exceeds.
     mask: True for vectors that are there, shape ``states.shape[:-1]``.
     block_ndim: Number of trailing axes that are clipped together.
-    xp: ``jax.numpy`` or ``numpy``: the module that ``states`` belong to.
 
   Returns:
     Finite states of the same shape, in float32 or wider.
   """
+  xp: ModuleType = np if isinstance(states, np.ndarray) else jnp
   _validate.integer('block_ndim', block_ndim, 1)
   if states.ndim < block_ndim:
     raise ValueError(

@@ -206,26 +206,6 @@ def test_declared_releases_are_tight_in_any_order():
   assert filtered.spend(poisson(1.0, 0.01), 'a', count=50) > whole
 
 
-def test_advanced_composition_is_the_theorem_with_its_delta_spent():
-  # Ten requests of epsilon 1: 32, not the 10 of a cap that adds them up.
-  theorem = accounting.advanced_composition([1.0] * 10, 1e-5)
-  assert theorem == pytest.approx(
-    math.sqrt(2 * 10 * math.log(1e5)) + 10 * math.expm1(1.0), rel=1e-14
-  )
-  budget = accounting.PrivacyBudget(
-    60.0, DELTA, composition='advanced', release_delta=1e-7
-  )
-  for _ in range(10):
-    spent = budget.spend(CLASSIC, 'a')
-  one = accounting.gaussian_epsilon(1 / 4.8448, 1e-7)
-  expected = accounting.advanced_composition([one] * 10, DELTA / 2)
-  assert spent == pytest.approx(expected, rel=1e-12)
-  # What the exact sum would charge.
-  assert spent > 5 * accounting.gaussian_epsilon(10**0.5 / 4.8448, DELTA)
-  # Fifty releases use up the half of delta that is theirs.
-  assert budget.how_many_more(Gaussian(1e6), 'a') == 40
-
-
 def test_no_noise_is_refused():
   for composition in ('filter', 'renyi', 'gaussian'):
     budget = accounting.PrivacyBudget(5.0, DELTA, composition=composition)

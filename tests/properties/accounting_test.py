@@ -68,47 +68,6 @@ def test_mu_and_epsilon_are_inverse_and_round_to_the_safe_side(
   assert accounting.gaussian_mu(epsilon, min(0.9, delta * factor)) > mu
 
 
-@cases.settings
-@given(
-  st.floats(0.01, 2.0),
-  st.integers(1, 30),
-  st.floats(1e-9, 0.1),
-  st.lists(st.floats(0.0, 3.0), max_size=4),
-)
-def test_advanced_composition_holds_for_the_worst_releases(
-  epsilon, count, slack, more
-):
-  """For randomised response, whose composition is known exactly."""
-  found = accounting.advanced_composition([epsilon] * count, slack)
-  truth, lie = (1 / (1 + math.exp(-e)) for e in (epsilon, -epsilon))
-  lies = range(count + 1)
-  delta = math.fsum(
-    math.comb(count, j)
-    * max(
-      0.0,
-      truth ** (count - j) * lie**j
-      - math.exp(min(found, 600)) * lie ** (count - j) * truth**j,
-    )
-    for j in lies
-  )
-  assert delta <= slack
-  # Theorem 3.20 for equal releases.
-  root = epsilon * math.sqrt(2 * count * math.log(1 / slack))
-  closed = root + count * epsilon * math.expm1(epsilon)
-  assert math.isclose(found, closed, rel_tol=1e-12)
-  # One more release costs more, in any order; more slack costs less.
-  several = [epsilon] * count + more
-  total = accounting.advanced_composition(several, slack)
-  assert total >= found * (1 - 1e-12)
-  turned = accounting.advanced_composition(several[::-1], slack)
-  assert math.isclose(total, turned, rel_tol=1e-12)
-  assert accounting.advanced_composition(several, slack / 2) >= total
-  assert accounting.advanced_composition([], slack) == 0
-  assert accounting.advanced_composition([*several, math.inf], slack) == (
-    math.inf
-  )
-
-
 def _strategy(seed, steps, bands):
   """Lower triangular, positive diagonal, signs of all kinds."""
   c = np.random.default_rng(seed).normal(size=(steps, steps))
