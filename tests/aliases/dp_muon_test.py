@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from prism_optax import accounting, clip_groups, dp_muon, per_matrix_clipping
-from tests import muon_oracle
+from tests.oracles import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import prism_optax
-from tests import problems
+from tests.oracles import problems
 
 SHAPES = [(8, 6, 3), (5, 9, 2)]
 REQUIRED = {

@@ -10,7 +10,7 @@ import pytest
 
 import prism_optax
 from prism_optax import lora
-from tests import optimizer_oracles, oracles, problems
+from tests.oracles import optimizer_oracles, oracles, problems
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import oracles
 from tests.fixed_rank.cases import (
   DEFICIENT,
   EPS,
@@ -22,6 +21,7 @@ from tests.fixed_rank.cases import (
   scaled,
   shapes,
 )
+from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 

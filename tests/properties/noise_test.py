@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from tests import oracles, problems
+from tests.oracles import oracles, problems
 from tests.properties import cases
 
 x64 = pytest.mark.usefixtures('x64')

@@ -15,7 +15,7 @@ from hypothesis import given
 
 import prism_optax
 from prism_optax import orthogonalization
-from tests import muon_oracle, oracles
+from tests.oracles import muon_oracle, oracles
 from tests.properties import cases
 
 NORMALIZATIONS = ('max1', 'frobenius', 'none')

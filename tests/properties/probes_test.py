@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from tests import oracles
+from tests.oracles import oracles
 from tests.properties import cases
 
 

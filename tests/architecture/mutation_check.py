@@ -1,0 +1,692 @@
+"""Breaks one line of the package at a time and sees which test notices.
+
+Run by hand or by the slow part of CI::
+
+  python tests/architecture/mutation_check.py  # all mutants, with a table
+  # Those with the word in the name:
+  python tests/architecture/mutation_check.py transport
+
+Every mutant is a replacement of text that must occur exactly once, so that a
+changed line has its mutant looked at again. The tests named for it run on a
+copy of the repository, first unchanged (they must pass), then mutated (one
+must fail). Exit status 1 if a mutant survives.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIMEOUT = 600  # Seconds for the tests of one mutant.
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+  """One replacement, and where a test should notice.
+
+  Attributes:
+    name: What is broken.
+    path: File below the package.
+    old: Text that occurs in it once.
+    new: What stands there instead.
+    tests: Files below tests, each with an optional `-k` expression after a
+      blank, in the order in which they run.
+  """
+
+  name: str
+  path: str
+  old: str
+  new: str
+  tests: tuple[str, ...]
+
+
+TRAJECTORY = 'aliases/prism_test.py traced and (default or debiased)'
+DEFICIENT = 'aliases/prism_test.py deficient'
+GAUGE = 'preconditioning_test.py change_before_every_step and 10'
+GEOMETRY = 'fixed_rank'
+NOISE = 'noise_addition_test.py'
+CLIP = 'clipping_test.py'
+TANGENTS = 'fixed_rank/_tangents.py'
+TRANSPORT = 'fixed_rank/_transport.py'
+COMBINATIONS = 'fixed_rank/_combinations.py'
+RETRACTION = 'fixed_rank/_retraction.py'
+PRECONDITIONER = 'preconditioning/_orthonormal.py'
+
+MUTANTS = (
+  # Geometry.
+  Mutant(
+    'gradient not projected',
+    TANGENTS,
+    'remove(frame.left, matmul(grads.left, frame.right_inverse))',
+    'matmul(grads.left, frame.right_inverse)',
+    (f'{GEOMETRY} gradients_become',),
+  ),
+  Mutant(
+    'combination not projected',
+    COMBINATIONS,
+    'RankMatrices(-matmul(inside.left, weights.left), None)',
+    'RankMatrices(None, None)',
+    (f'{GEOMETRY}/combinations_test.py projection',),
+  ),
+  Mutant(
+    'squares of a combination without the frame',
+    COMBINATIONS,
+    'squares = squares + mixed + gram(shift, along)',
+    'squares = squares + mixed',
+    (f'{GEOMETRY}/combinations_test.py products',),
+  ),
+  Mutant(
+    'C_R for C_R^-1',
+    TANGENTS,
+    'matmul(grads.left, frame.right_inverse)',
+    'matmul(grads.left, frame.right_core)',
+    (f'{GEOMETRY} gradients_become',),
+  ),
+  Mutant(
+    'C_L^-T for C_L^-1',
+    TANGENTS,
+    'matmul(grads.right, frame.left_inverse),',
+    'matmul(grads.right, frame.left_inverse.mT),',
+    (f'{GEOMETRY} golden_lifts',),
+  ),
+  Mutant(
+    'noise not projected on the left block',
+    TANGENTS,
+    'remove(frame.left, matmul(tangent.left, frame.right_mask))',
+    'matmul(tangent.left, frame.right_mask)',
+    (f'{GEOMETRY} project', NOISE),
+  ),
+  Mutant(
+    'mask dropped on the right block',
+    TANGENTS,
+    'matmul(tangent.right, frame.left_mask),',
+    'tangent.right,',
+    (f'{GEOMETRY} project', NOISE),
+  ),
+  Mutant(
+    'transport keeps the left block unprojected',
+    TRANSPORT,
+    '- matmul(new_frame[0], core)',
+    '',
+    (f'{GEOMETRY} transport',),
+  ),
+  Mutant(
+    'retraction ignores the core of the step',
+    RETRACTION,
+    'matmul(c_left, c_right.mT) + core, r_right.mT',
+    'matmul(c_left, c_right.mT), r_right.mT',
+    (f'{GEOMETRY} best_approximation',),
+  ),
+  Mutant(
+    'retraction keeps the product of the steps',
+    RETRACTION,
+    '[r_left, zeros]',
+    '[r_left, matmul(r_left, r_right.mT)]',
+    (f'{GEOMETRY} best_approximation',),
+  ),
+  Mutant(
+    'lost columns come back on both sides',
+    'fixed_rank/_truncation.py',
+    'u * alive * root + jnp.where(keep_right, 0, more_u)',
+    'u * alive * root + more_u',
+    (f'{GEOMETRY}/truncation_test.py different_sides',),
+  ),
+  Mutant(
+    'average biased towards its start',
+    'lora/_averaging.py',
+    'jnp.minimum((1 - decay) / total, 1)',
+    'jnp.minimum((1 - decay) + 0 * total, 1)',
+    ('lora/averaging_test.py nothing_is_lost',),
+  ),
+  Mutant(
+    'average of the factors',
+    'lora/_averaging.py',
+    'jnp.concatenate([roots[0] * x, roots[1] * y], -1)',
+    'jnp.pad(roots[0] ** 2 * x[..., : y.shape[-1]] + roots[1] ** 2 * y,'
+    ' [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] - y.shape[-1])])',
+    ('lora/averaging_test.py any_gauge',),
+  ),
+  Mutant(
+    'padding that changes Z',
+    'lora/_rank_changes.py',
+    'return Factors(left, right.at[..., module.rank :].set(columns))',
+    'return Factors(left + 0.1, right.at[..., module.rank :].set(columns))',
+    ('lora/rank_changes_test.py no_old_number',),
+  ),
+  Mutant(
+    'sum for difference',
+    'lora/_rank_changes.py',
+    '[factors.right, -old.right]',
+    '[factors.right, old.right]',
+    ('lora/rank_changes_test.py difference_is',),
+  ),
+  Mutant(
+    'initial factors of another scale',
+    'lora/_initialization.py',
+    'root = (size / module.scale) ** 0.5',
+    'root = size**0.5',
+    ('lora/initialization_test.py singular_values_asked',),
+  ),
+  Mutant(
+    'residual that forgets the scale',
+    'lora/_initialization.py',
+    'rest = matrices - module.scale * matmul(left, right.mT)',
+    'rest = matrices - matmul(left, right.mT)',
+    ('lora/initialization_test.py best_approximation',),
+  ),
+  Mutant(
+    'merge that forgets the scale',
+    'lora/_merging.py',
+    'old + factor * place.module.scale * matmul(left, right.mT)',
+    'old + factor * matmul(left, right.mT)',
+    ('lora/merging_test.py another_order',),
+  ),
+  Mutant(
+    'alpha over the rank of another module',
+    'lora/_peft_files.py',
+    'divisor = math.sqrt(rank) if',
+    "divisor = config['r'] if",
+    ('lora/peft_test.py stabilised',),
+  ),
+  Mutant(
+    'rank of the file not compared with the configuration',
+    'lora/_peft_files.py',
+    'not a.shape[0] == b.shape[1] == rank:',
+    'not a.shape[0] == b.shape[1]:',
+    ('lora/peft_test.py bad_tensors',),
+  ),
+  Mutant(
+    'scale of the file forgotten',
+    'lora/_peft.py',
+    'root = (scales[path] / module.scale) ** 0.5',
+    'root = (module.scale / module.scale) ** 0.5',
+    ('lora/peft_test.py made_up_for',),
+  ),
+  Mutant(
+    'pattern that matches from the end',
+    'lora/_peft_files.py',
+    "return '^' + re.escape(name)",
+    'return re.escape(name)',
+    ('lora/peft_test.py mixed_ranks',),
+  ),
+  # Clip.
+  Mutant(
+    'no clip',
+    '_per_example.py',
+    'bound / jnp.maximum(norms, bound)',
+    '1 + 0 * norms',
+    (CLIP,),
+  ),
+  Mutant(
+    'sum before clip: one weight for the batch',
+    'clipping.py',
+    'weights = weights / normalize_by',
+    'weights = (0 * weights + weights.mean()) / normalize_by',
+    (CLIP,),
+  ),
+  Mutant(
+    'realised batch size as divisor',
+    'clipping.py',
+    'weights = weights / normalize_by',
+    'weights = weights / counts.sum()',
+    (CLIP,),
+  ),
+  Mutant(
+    'other leaves outside of the norm',
+    'clipping.py',
+    'jax.tree.leaves(blocks), l2_clip_norm',
+    'jax.tree.leaves(blocks.pairs), l2_clip_norm',
+    (CLIP,),
+  ),
+  Mutant(
+    'other leaves outside of the norm that is taken in place',
+    'clipping.py',
+    'if others:',
+    'if not others:',
+    (CLIP,),
+  ),
+  Mutant(
+    'columns that are nearly orthogonal taken for orthogonal',
+    'lora/_gradient_norms.py',
+    ' * jnp.square(scales.slack)',
+    '',
+    ('lora/gradient_norms_test.py covers',),
+  ),
+  Mutant(
+    'what the projection removes may be as large as it likes',
+    'lora/_gradient_norms.py',
+    'squares + 0.01 * jnp',
+    'squares + 0.0 * jnp',
+    ('lora/gradient_norms_test.py too_small', 'sensitivity_test.py'),
+  ),
+  Mutant(
+    'hidden entries that overflow in the sum',
+    'lora/_gradient_norms.py',
+    '_HIDDEN = 1e-30',
+    '_HIDDEN = 0.0',
+    (f'{CLIP} hides_stays',),
+  ),
+  Mutant(
+    'norm in place without the part inside of the columns',
+    'lora/_gradient_norms.py',
+    'jnp.maximum(left - inside, 0) + right',
+    'jnp.maximum(left - 2 * inside, 0) + right',
+    ('lora/gradient_norms_test.py exact',),
+  ),
+  Mutant(
+    'examples that are not finite count',
+    '_per_example.py',
+    'counts = jnp.isfinite(squared_norms)',
+    'counts = squared_norms == squared_norms',
+    ('per_example_test.py', 'sensitivity_test.py'),
+  ),
+  Mutant(
+    'zero times infinity',
+    '_per_example.py',
+    'jnp.where(counts.reshape(shape), weighted, 0)',
+    'weighted',
+    ('per_example_test.py',),
+  ),
+  Mutant(
+    'zero times infinity in a product of matrices',
+    '_per_example.py',
+    'counted = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)',
+    'counted = x',
+    (CLIP, 'sensitivity_test.py'),
+  ),
+  Mutant(
+    'padding counts',
+    '_per_example.py',
+    'counts &= ~jnp.asarray(is_padding_example, bool)',
+    'counts &= jnp.ones_like(counts)',
+    (CLIP, 'per_example_test.py'),
+  ),
+  Mutant(
+    'sensitivity of replacement not doubled',
+    '_per_example.py',
+    'return 2 * bound',
+    'return bound',
+    ('per_example_test.py',),
+  ),
+  Mutant(
+    'clip inside of a mask',
+    '_per_example.py',
+    '  if hidden:\n',
+    '  if len(hidden) > 99:\n',
+    ('integration/masks_test.py mask',),
+  ),
+  Mutant(
+    'clip inside of an accumulation',
+    '_per_example.py',
+    'if shapes and shapes ==',
+    'if not shapes and shapes ==',
+    ('integration/multi_steps_test.py front',),
+  ),
+  # Noise.
+  Mutant(
+    'noise key used again',
+    'noise_addition.py',
+    'next_key, key = jax.random.split(state.prng_key)',
+    'next_key = key = state.prng_key',
+    (NOISE,),
+  ),
+  Mutant(
+    'correlated noise in moving coordinates',
+    'correlated_noise.py',
+    'bases = lora.map_pairs(turned_bases, frames, turn)',
+    'bases = state.bases',
+    ('correlated_noise_test.py dense_product',),
+  ),
+  Mutant(
+    'turned into fixed coordinates, not back',
+    'correlated_noise.py',
+    'fixed_rank.projection(frame, from_fixed(x, w))',
+    'fixed_rank.projection(frame, x)',
+    ('correlated_noise_test.py dense_product',),
+  ),
+  Mutant(
+    'one release beyond the horizon',
+    '_horizon.py',
+    'jnp.where(count < horizon, x, 0)',
+    'jnp.where(count <= horizon, x, 0)',
+    ('correlated_noise_test.py horizon',),
+  ),
+  Mutant(
+    'correlated noise accounted for a single participation',
+    'accounting/_matrix_mechanism.py',
+    'if possible == 1:',
+    'if possible >= 1:',
+    ('accounting/matrix_mechanism_test.py',),
+  ),
+  Mutant(
+    'the same noise in every leaf',
+    '_normal.py',
+    'jnp.uint32(2 * i), x,',
+    'jnp.uint32(0), x,',
+    ('normal_test.py', NOISE),
+  ),
+  Mutant(
+    'half the noise',
+    'noise_addition.py',
+    '_normal.add_normal(key, blocks, stddev)',
+    '_normal.add_normal(key, blocks, stddev / 2)',
+    (NOISE,),
+  ),
+  Mutant(
+    'variance for standard deviation',
+    'noise_addition.py',
+    '_normal.add_normal(key, blocks, stddev)',
+    '_normal.add_normal(key, blocks, stddev**2)',
+    (NOISE,),
+  ),
+  Mutant(
+    'an entry of the noise for each row',
+    '_normal.py',
+    'positions += jnp.uint32(stride) * iota',
+    'positions += jnp.uint32(stride // 7) * iota',
+    ('normal_test.py', NOISE),
+  ),
+  Mutant(
+    'one rotation of the generator wrong',
+    '_normal.py',
+    '(17, 29, 16, 24)',
+    '(17, 29, 16, 23)',
+    ('normal_test.py',),
+  ),
+  Mutant(
+    'a bad basis by Cholesky is used',
+    'fixed_rank/_retraction.py',
+    'jnp.all(size <= _LARGEST_INVERSE * total.shape[-1])',
+    'jnp.all(size > 0)',
+    (f'{GEOMETRY} retract',),
+  ),
+  Mutant(
+    'the polar factor without its guard',
+    '_linalg.py',
+    'jnp.max(distance) <= 0.25**2',
+    'jnp.max(distance) <= 1e9',
+    ('linalg_test.py',),
+  ),
+  Mutant(
+    'other leaves without noise',
+    'noise_addition.py',
+    'return Blocks(pairs, noisy.others), state',
+    'return Blocks(pairs, blocks.others), state',
+    (NOISE,),
+  ),
+  Mutant(
+    'a seed known to everybody',
+    '_randomness.py',
+    'os.urandom(8)',
+    'bytes(8)',
+    ('randomness_test.py',),
+  ),
+  Mutant(
+    'noise of the sum on the mean',
+    'aliases/_prism.py',
+    'stddev = noise_multiplier * bound',
+    'stddev = noise_multiplier * l2_clip_norm',
+    (TRAJECTORY,),
+  ),
+  # Preconditioner.
+  Mutant(
+    'transport forgotten',
+    PRECONDITIONER,
+    '(_transported if transport else _as_read)',
+    '(_as_read if transport else _as_read)',
+    (GAUGE,),
+  ),
+  Mutant(
+    'second moments not transported',
+    PRECONDITIONER,
+    'turned(nu),\n',
+    'nu,\n',
+    (GAUGE,),
+  ),
+  Mutant(
+    'noise covariance not transported',
+    PRECONDITIONER,
+    'turned(noise),\n',
+    'noise,\n',
+    (GAUGE, DEFICIENT),
+  ),
+  Mutant(
+    'overlaps for their polar factors',
+    PRECONDITIONER,
+    '    _linalg.polar, overlaps.right',
+    '    lambda x: x, overlaps.right',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core counted on one side only',
+    PRECONDITIONER,
+    'squares.right / n',
+    '(squares.right - matmul(along.right.mT, along.right)) / n',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    "second moments over each other's dimension",
+    PRECONDITIONER,
+    'matmul(along.right, along.right.mT)) / m',
+    'matmul(along.right, along.right.mT)) / n',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'average projected on the old tangent space',
+    PRECONDITIONER,
+    'shift = -b1 * old.removed',
+    'shift = -0 * old.removed',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core of the average from the new gradient alone',
+    PRECONDITIONER,
+    'b1 * old.core + (1 - b1) * along.right.mT',
+    'along.right.mT',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'average without what came in along the frame',
+    PRECONDITIONER,
+    'shift = shift + new * x.shift.left',
+    'pass',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core preconditioned from one side',
+    PRECONDITIONER,
+    'core = (matmul(p_right, core) + matmul(core, p_left)) / 2',
+    'core = matmul(p_right, core)',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'noise counted in masked directions',
+    PRECONDITIONER,
+    'variance * frame.left_mask',
+    'variance * (frame.left_mask + jnp.eye(frame.left_mask.shape[-1])) / 2',
+    (DEFICIENT,),
+  ),
+  Mutant(
+    'bias correction of the noise forgotten',
+    PRECONDITIONER,
+    'lambda x: x / nu_correction, moments.noise',
+    'lambda x: x, moments.noise',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'no floor',
+    PRECONDITIONER,
+    'return floor_factor * trace / jnp.maximum(observed, 1)',
+    'return 0 * trace',
+    ('preconditioning_test.py floor_bounds',),
+  ),
+  Mutant(
+    'schedule of the noise one step late',
+    'preconditioning/_transform.py',
+    'variance = _variance_at(noise_stddev, state.count)',
+    'variance = _variance_at(noise_stddev, state.count - 1)',
+    ('preconditioning_test.py schedule_of_the_noise',),
+  ),
+  Mutant(
+    'decay by the transposed core',
+    'weight_decay.py',
+    'core = matmul(frame.right_core, frame.left_core.mT)',
+    'core = matmul(frame.left_core, frame.right_core.mT)',
+    ('weight_decay_test.py',),
+  ),
+  # Accounting.
+  Mutant(
+    'several clipped matrices with the multiplier of one',
+    'clip_groups.py',
+    'return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)',
+    'return [noise_multiplier] * len(sizes)',
+    ('clip_groups_test.py',),
+  ),
+  Mutant(
+    'calibration stops above the target',
+    'accounting/_calibration.py',
+    'while spent(sigma) > target:',
+    'while False:',
+    ('accounting/calibration_test.py nudge or jumps',),
+  ),
+  # Defaults that depend on the mode.
+  Mutant(
+    'paper mode decays as ours does',
+    'aliases/_prism.py',
+    "weight_decay = 0.0 if basis == 'factor' else 0.1",
+    'weight_decay = 0.1',
+    ('aliases/prism_options_test.py not_given',),
+  ),
+  Mutant(
+    'ours does not decay',
+    'aliases/_prism.py',
+    "weight_decay = 0.0 if basis == 'factor' else 0.1",
+    'weight_decay = 0.0',
+    ('aliases/prism_options_test.py not_given',),
+  ),
+  Mutant(
+    'ours corrects the bias of its first steps',
+    'preconditioning/_transform.py',
+    "bias_correction = basis == 'factor'",
+    'bias_correction = True',
+    ('aliases/prism_options_test.py not_given',),
+  ),
+)
+
+
+def environment():
+  """One thread; compiled programs are shared between the runs."""
+  cache = pathlib.Path(tempfile.gettempdir()) / f'mutants-{os.getpid()}'
+  return {
+    **os.environ,
+    'CI': 'true',  # Else pytest cuts its summary at the terminal's width.
+    'OMP_NUM_THREADS': '1',
+    'OPENBLAS_NUM_THREADS': '1',
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2',
+  }, cache
+
+
+def first_failure(folder, tests, env):
+  """The first test that fails, or None; raises where nothing ran."""
+  for line in tests:
+    name, _, expression = line.partition(' ')
+    command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p']
+    command += ['no:cacheprovider', '--tb=no', f'tests/{name}']
+    command += ['-k', expression] if expression else []
+    done = subprocess.run(
+      command,
+      cwd=folder,
+      env=env,
+      capture_output=True,
+      text=True,
+      timeout=TIMEOUT,
+      check=False,
+    )
+    if done.returncode == 1:
+      found = re.search(r'^FAILED (.+?)(?: - (.*))?$', done.stdout, re.M)
+      test, reason = found.groups('') if found else (name, 'no summary')
+      # A mutant that cannot even run is no evidence for the test.
+      if re.match(r'(?!AssertionError)\w+(Error|Exception)\b', reason):
+        raise RuntimeError(f'{test} crashed: {reason}')
+      return test
+    if done.returncode:
+      # No test selected, or pytest itself failed: no evidence either way.
+      raise RuntimeError(f'{line}: {done.stdout[-2000:]}{done.stderr[-2000:]}')
+  return None
+
+
+def copy_to(folder, mutant=None):
+  """A copy of what the tests need, mutated."""
+  for name in ('prism_optax', 'tests', 'examples'):
+    shutil.copytree(
+      ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__')
+    )
+  shutil.copy(ROOT / 'pyproject.toml', folder)
+  if mutant is None:
+    return
+  path = folder / 'prism_optax' / mutant.path
+  text = path.read_text()
+  if text.count(mutant.old) != 1:
+    raise RuntimeError(
+      f'{mutant.name}: expected once in {mutant.path}: {mutant.old!r}'
+    )
+  path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run(mutant, env):
+  """(killed, what to print)."""
+  start = time.monotonic()
+  with tempfile.TemporaryDirectory() as folder:
+    try:
+      copy_to(pathlib.Path(folder), mutant)
+      killer = first_failure(folder, mutant.tests, env)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+      return False, f'BROKEN    {mutant.name}\n{error}'
+  seconds = time.monotonic() - start
+  verdict = 'killed' if killer else 'SURVIVED'
+  return bool(killer), (
+    f'{verdict:8}  {mutant.name:52}  {seconds:4.0f} s  '
+    f'{(killer or "").removeprefix("tests/")}'
+  )
+
+
+def main(words):
+  mutants = [m for m in MUTANTS if all(w in m.name for w in words)]
+  if not mutants:
+    print('No mutant has these words in its name.')
+    return 1
+  env, cache = environment()
+  selections = sorted({t for m in mutants for t in m.tests})
+  try:
+    with (
+      tempfile.TemporaryDirectory() as folder,
+      concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+      copy_to(pathlib.Path(folder))
+      unchanged = pool.map(
+        lambda t: first_failure(folder, [t], env), selections
+      )
+      failures = [f for f in unchanged if f]
+      if failures:
+        print('These fail without any mutant:', *failures, sep='\n  ')
+        return 1
+      survivors = 0
+      for killed, line in pool.map(lambda m: run(m, env), mutants):
+        survivors += not killed
+        print(line, flush=True)
+  finally:
+    shutil.rmtree(cache, ignore_errors=True)
+  print(f'{len(mutants) - survivors} of {len(mutants)} mutants killed')
+  return 1 if survivors else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))
