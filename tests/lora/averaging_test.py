@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from prism_optax import lora
-from tests import oracles, test_utils
+from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 2), (6, 8, 3), (9, 7, 2)]
 DECAY = 0.9

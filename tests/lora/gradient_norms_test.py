@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank, lora
-from tests import oracles
+from tests.oracles import oracles
 
 BATCH = 7
 pytestmark = pytest.mark.usefixtures('x64')

@@ -13,7 +13,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 from prism_optax import lora
-from tests import oracles
+from tests.oracles import oracles
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'

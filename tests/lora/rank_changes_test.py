@@ -8,7 +8,7 @@ import pytest
 
 import prism_optax
 from prism_optax import fixed_rank, lora
-from tests import oracles, test_utils
+from tests.oracles import oracles, test_utils
 
 # Two modules of one shape, one of another.
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
