@@ -14,7 +14,7 @@ import pytest
 from jax_privacy import noise_addition
 
 import prism_optax
-from prism_optax import accounting, diagnostics, fixed_rank, lora
+from prism_optax import _modules, accounting, diagnostics, fixed_rank
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
@@ -156,7 +156,9 @@ def test_unnoised_component_in_a_factor_pair():
   different rules leaves a noise-free combination.
   """
   params = _params()
-  (module,) = lora.Adapters({'m0': params['m0']}).frames({'m0': params['m0']})
+  (module,) = _modules.ModuleTree({'m0': params['m0']}).frames(
+    {'m0': params['m0']}
+  )
   frame = jax.tree.map(lambda x: x[0], module)
   zeros = optax.tree.zeros_like({'m0': params['m0']})
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from prism_optax import _normal
+from prism_optax import _randomness
 
 SIZE = 400_000
 
 
 def _draw(key, shape, dtype=jnp.float32):
-  return _normal.add_normal(key, jnp.zeros(shape, dtype), 1.0)
+  return _randomness.add_normal(key, jnp.zeros(shape, dtype), 1.0)
 
 
 def test_blocks_are_those_of_threefry():
@@ -20,7 +20,7 @@ def test_blocks_are_those_of_threefry():
   with jax.threefry_partitionable(True):
     key = jax.random.key(5, impl='threefry2x32')
     expected = jax.random.bits(key, (1000,), jnp.uint32)
-  words = _normal.threefry2x32(
+  words = _randomness.threefry2x32(
     tuple(jax.random.key_data(key)),
     jnp.uint32(0),
     jnp.arange(1000, dtype='uint32'),
@@ -31,7 +31,7 @@ def test_blocks_are_those_of_threefry():
 def test_known_answer():
   """The published vector for the key and counter of all ones (Random123)."""
   ones = jnp.uint32(0xFFFFFFFF)
-  words = _normal.threefry2x32((ones, ones), ones, ones)
+  words = _randomness.threefry2x32((ones, ones), ones, ones)
   assert [hex(w) for w in words] == ['0x1cb996fc', '0xbb002be7']
 
 
@@ -56,7 +56,7 @@ def test_law(dtype):
 
 def test_extreme_words_give_finite_numbers_far_out():
   words = jnp.array([0, 1, 2**29, 2**31 - 1, 2**31, 2**32 - 1], jnp.uint32)
-  z = _normal._from_words(*jnp.meshgrid(words, words))
+  z = _randomness._from_words(*jnp.meshgrid(words, words))
   assert jnp.isfinite(z).all()
   np.testing.assert_allclose(
     jnp.abs(z).max(), np.sqrt(66 * np.log(2)), rtol=1e-6
@@ -66,7 +66,7 @@ def test_extreme_words_give_finite_numbers_far_out():
 def test_angles_are_exact_to_rounding():
   """Against float64, for words all around the half circle."""
   second = jnp.arange(0, 2**32, 2**32 // 5000, dtype=jnp.uint32)
-  z = np.float64(_normal._from_words(jnp.full_like(second, 12345), second))
+  z = np.float64(_randomness._from_words(jnp.full_like(second, 12345), second))
   radius = np.sqrt(-2 * np.log((12345 + 0.5) * 2.0**-32))
   angle = np.asarray(second).view(np.int32) * np.pi * 2.0**-32
   assert angle.min() < -1.57
@@ -80,7 +80,7 @@ def test_radii_are_exact_to_rounding():
   words += [np.geomspace(1, 2**32 - 1, 5000), np.arange(0, 2**32, 2**20)]
   first = jnp.asarray(np.concatenate(words).astype(np.uint32))
   # The angle of an int32 of 2^31 - 1, whose sine is one.
-  z = _normal._from_words(first, jnp.full_like(first, 2**31 - 1))
+  z = _randomness._from_words(first, jnp.full_like(first, 2**31 - 1))
   # Words beyond 2^24 are rounded to 24 bits first.
   uniform = np.float64(np.asarray(first).astype(np.float32) + np.float32(0.5))
   exact = np.sqrt(-2 * np.log(uniform * 2.0**-32))
@@ -95,7 +95,7 @@ def test_entries_and_leaves_are_independent():
     'c': jnp.zeros(()),
   }
   keys = jax.random.split(jax.random.key(1))
-  a, b = (_normal.add_normal(k, like, 1.0) for k in keys)
+  a, b = (_randomness.add_normal(k, like, 1.0) for k in keys)
   arrays = [np.ravel(x) for tree in (a, b) for x in (tree['a'], tree['b'])]
   assert len(np.unique(np.concatenate(arrays))) > 0.999 * 4 * 2100
   arrays.append(np.roll(arrays[0], 1))
@@ -104,16 +104,18 @@ def test_entries_and_leaves_are_independent():
 
 
 def test_positions_count_every_entry_once():
-  positions = _normal._positions((3, 4, 5))
+  positions = _randomness._positions((3, 4, 5))
   np.testing.assert_array_equal(positions.ravel(), np.arange(60))
-  assert _normal._positions(()).shape == ()
+  assert _randomness._positions(()).shape == ()
 
 
 def test_a_leaf_does_not_depend_on_the_others():
   key = jax.random.key(2)
   x, y = jnp.zeros((2, 3)), jnp.zeros(9)
-  both = _normal.add_normal(key, [x, y], 1.0)
-  np.testing.assert_array_equal(both[0], _normal.add_normal(key, [x], 1.0)[0])
+  both = _randomness.add_normal(key, [x, y], 1.0)
+  np.testing.assert_array_equal(
+    both[0], _randomness.add_normal(key, [x], 1.0)[0]
+  )
 
 
 @pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg', 'threefry2x32'])
@@ -131,12 +133,12 @@ def test_keys_of_any_generator(impl):
 )
 def test_what_it_does_not_draw_is_refused(struct, match):
   with pytest.raises(ValueError, match=match):
-    _normal.add_normal(jax.random.key(0), struct, 1.0)
+    _randomness.add_normal(jax.random.key(0), struct, 1.0)
 
 
 def test_each_leaf_gets_its_own_standard_deviation():
   tree = [jnp.full((50, 40), 7.0), jnp.full(3, 5.0), jnp.zeros(2000)]
-  noisy = _normal.add_normal(jax.random.key(4), tree, [0.5, 0.0, 3.0])
+  noisy = _randomness.add_normal(jax.random.key(4), tree, [0.5, 0.0, 3.0])
   assert jnp.std(noisy[0] - 7.0) == pytest.approx(0.5, rel=0.1)
   np.testing.assert_array_equal(noisy[1], tree[1])
   assert jnp.std(noisy[2]) == pytest.approx(3.0, rel=0.1)

@@ -40,7 +40,6 @@ def all_results(factors, grads, geometry=compiled):
     'horizontal_lift': geometry.horizontal_lift(factors, steps),
     'retract': new,
     'aligned': aligned,
-    'second_order': geometry.retract(frame, tangent, method='second_order'),
     'transport': geometry.transport(frame, geometry.frame(aligned), tangent),
   }
 

@@ -36,7 +36,7 @@ compiled = types.SimpleNamespace(
   norm=jax.jit(fixed_rank.norm),
   embed=jax.jit(fixed_rank.embed),
   transport=jax.jit(fixed_rank.transport),
-  retract=jax.jit(fixed_rank.retract, static_argnames=('method', 'align')),
+  retract=jax.jit(fixed_rank.retract, static_argnames=('align',)),
 )
 
 

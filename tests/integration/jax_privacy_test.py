@@ -268,6 +268,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
 import prism_optax
+from prism_optax import transforms
 from tests.oracles import oracles, test_utils
 
 assert jax.device_count() == 8
@@ -316,7 +317,7 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
               tx.update, out_sharding=(specs, P()))
           if zero and name == 'banded':  # The privatizer outside, explicit.
             outer = make(jax.random.key(1))
-            ours = prism_optax.augmented_optimizer(optax.identity())
+            ours = transforms.augmented_optimizer(optax.identity())
             start = jax.sharding.auto_axes(ours.init, out_sharding=P())
             after_noise = jax.sharding.auto_axes(
               ours.update, out_sharding=(specs, P()))
@@ -351,7 +352,7 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
           values = np.concatenate(values)
           # Drawn once, not once for each device: no value comes twice.
           assert len(np.unique(values)) == values.size, (name, strategy)
-          stddevs = prism_optax.correlated_noise_stddev(noising, 0.5, 3)
+          stddevs = transforms.correlated_noise_stddev(noising, 0.5, 3)
           size = values.size // 3
           for t, s in enumerate(stddevs):
             extra = values[t * size : (t + 1) * size]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import orthogonalization
+from prism_optax import muon
 from tests.oracles import muon_oracle, oracles
 
 SHAPES = [(5, 11), (11, 5), (7, 7), (1, 6), (6, 1), (1, 1)]
@@ -17,7 +17,7 @@ SHAPES = [(5, 11), (11, 5), (7, 7), (1, 6), (6, 1), (1, 1)]
 
 @pytest.mark.parametrize('degree', range(1, 9))
 def test_coefficients_are_the_exact_ones(degree):
-  for j, c in enumerate(orthogonalization.coefficients(degree)):
+  for j, c in enumerate(muon.coefficients(degree)):
     exact = Fraction(math.factorial(2 * j), 4**j * math.factorial(j) ** 2)
     assert Fraction(c) == exact  # Binomials over powers of two: no rounding.
 
@@ -25,12 +25,10 @@ def test_coefficients_are_the_exact_ones(degree):
 @pytest.mark.parametrize('degree', range(1, 9))
 def test_slope_at_zero_is_the_value_of_the_polynomial_there(degree):
   """sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k, and it is what happens."""
-  slope = orthogonalization.slope_at_zero(degree)
-  assert Fraction(slope) == sum(
-    map(Fraction, orthogonalization.coefficients(degree))
-  )
+  slope = muon.slope_at_zero(degree)
+  assert Fraction(slope) == sum(map(Fraction, muon.coefficients(degree)))
   tiny = jnp.full((1, 1), 2.0**-40)
-  out = orthogonalization.orthogonalize(tiny, degree=degree, steps=1)
+  out = muon.newton_schulz(tiny, degree=degree, steps=1)
   # x^2 = 2^-80 is below the rounding of 1: only that of the sums is left.
   np.testing.assert_allclose(out[0, 0] / tiny[0, 0], slope, rtol=1e-6)
 
@@ -43,9 +41,7 @@ def test_agrees_with_the_definition(x64, shape, degree, steps):
   rng = np.random.default_rng(degree + 10 * steps)
   for normalize in ('max1', 'frobenius'):
     options = {'degree': degree, 'steps': steps, 'normalize': normalize}
-    call = jax.jit(
-      functools.partial(orthogonalization.orthogonalize, **options)
-    )
+    call = jax.jit(functools.partial(muon.newton_schulz, **options))
     for size in (1e-3, 0.9, 40.0):
       matrix = rng.standard_normal(shape)
       matrix *= size / np.linalg.norm(matrix)
@@ -58,7 +54,7 @@ def test_agrees_with_the_definition(x64, shape, degree, steps):
 def test_float32_is_as_exact_as_float32_is():
   rng = np.random.default_rng(0)
   matrix = rng.standard_normal((24, 40)).astype(np.float32)
-  out = orthogonalization.orthogonalize(jnp.asarray(matrix))
+  out = muon.newton_schulz(jnp.asarray(matrix))
   assert out.dtype == jnp.float32
   expected = muon_oracle.orthogonalize(matrix, 2, 5)
   np.testing.assert_allclose(out, expected, atol=24 * 1.2e-7)
@@ -69,7 +65,7 @@ def test_stacks_are_treated_matrix_by_matrix(x64):
   rng = np.random.default_rng(1)
   sizes = np.array([1e-2, 1.0, 1e3])[:, None, None]
   stack = rng.standard_normal((2, 3, 7, 5)) * sizes
-  out = orthogonalization.orthogonalize(jnp.asarray(stack))
+  out = muon.newton_schulz(jnp.asarray(stack))
   expected = np.stack(
     [
       [muon_oracle.orthogonalize(matrix, 2, 5) for matrix in row]
@@ -88,7 +84,7 @@ def test_commutes_with_rotations_and_transposition(x64, shape):
   v = oracles.random_orthonormal(rng, shape[1], shape[1])
 
   def turn(x):
-    return orthogonalization.orthogonalize(jnp.asarray(x), degree=3, steps=4)
+    return muon.newton_schulz(jnp.asarray(x), degree=3, steps=4)
 
   np.testing.assert_allclose(
     turn(u @ matrix @ v.T), u @ turn(matrix) @ v.T, atol=1e-13
@@ -108,12 +104,12 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   v = oracles.random_orthonormal(rng, 6, 4)
   matrix = (u * values) @ v.T
   polar = muon_oracle.polar(matrix)
-  out = orthogonalization.orthogonalize(
+  out = muon.newton_schulz(
     jnp.asarray(matrix), degree=degree, steps=1, normalize='none'
   )
   before, after = 1 - values, np.diag(u.T @ (polar - np.asarray(out)) @ v)
   # The constant is c_(k+1) 2^(k+1), to first order in e <= 0.1.
-  leading = orthogonalization.coefficients(degree + 1)[-1] * 2 ** (degree + 1)
+  leading = muon.coefficients(degree + 1)[-1] * 2 ** (degree + 1)
   # Rounding enters where e^(k+1) itself is near it (1e-2)^5 = 1e-10.
   np.testing.assert_allclose(
     after / before ** (degree + 1), leading, rtol=0.3, atol=1e-4
@@ -123,9 +119,7 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   # And from a random start, whose smallest singular value is about 0.02, to
   # the polar factor itself.
   matrix = rng.standard_normal((9, 6))
-  out = orthogonalization.orthogonalize(
-    jnp.asarray(matrix), degree=degree, steps=20
-  )
+  out = muon.newton_schulz(jnp.asarray(matrix), degree=degree, steps=20)
   np.testing.assert_allclose(out, muon_oracle.polar(matrix), atol=1e-12)
 
 
@@ -134,14 +128,14 @@ def test_singular_values_grow_and_never_pass_one(x64, degree):
   """The scalar map is increasing on (0, 1] and lies above the diagonal."""
   values = np.geomspace(1e-6, 1.0, 13)
   out = np.diag(
-    orthogonalization.orthogonalize(
+    muon.newton_schulz(
       jnp.diag(jnp.asarray(values)), degree=degree, steps=3, normalize='none'
     )
   )
   assert np.all(out <= 1 + 1e-14)
   assert np.all(out >= values - 1e-14)
   assert np.all(np.diff(out) >= -1e-14)
-  cap = orthogonalization.slope_at_zero(degree) ** 3
+  cap = muon.slope_at_zero(degree) ** 3
   assert np.all(out <= cap * values * (1 + 1e-12))
   np.testing.assert_allclose(
     out, muon_oracle.singular_values(values, degree, 3), rtol=1e-12
@@ -152,9 +146,7 @@ def test_the_three_normalizations():
   small = 0.1 * jnp.ones((2, 3)) / math.sqrt(6.0)  # Norm 0.1, rank one.
   first = muon_oracle.singular_values([0.1], 1, 1)[0]
   for normalize, value in [('max1', first), ('frobenius', 1), ('none', first)]:
-    out = orthogonalization.orthogonalize(
-      small, degree=1, steps=1, normalize=normalize
-    )
+    out = muon.newton_schulz(small, degree=1, steps=1, normalize=normalize)
     np.testing.assert_allclose(jnp.linalg.norm(out), value, rtol=1e-6)
   large = 13 * small  # Norm 1.3: 'none' does not divide, the others do.
   for normalize, value in [
@@ -162,17 +154,13 @@ def test_the_three_normalizations():
     ('frobenius', 1),
     ('none', muon_oracle.singular_values([1.3], 1, 1)[0]),
   ]:
-    out = orthogonalization.orthogonalize(
-      large, degree=1, steps=1, normalize=normalize
-    )
+    out = muon.newton_schulz(large, degree=1, steps=1, normalize=normalize)
     np.testing.assert_allclose(jnp.linalg.norm(out), value, rtol=1e-6)
 
 
 @pytest.mark.parametrize('normalize', ['max1', 'frobenius', 'none'])
 def test_zero_stays_zero(normalize):
-  out = orthogonalization.orthogonalize(
-    jnp.zeros((3, 5, 4)), normalize=normalize
-  )
+  out = muon.newton_schulz(jnp.zeros((3, 5, 4)), normalize=normalize)
   np.testing.assert_array_equal(out, 0)
 
 
@@ -182,9 +170,7 @@ def test_norms_neither_overflow_nor_underflow(size):
   rng = np.random.default_rng(4)
   matrix = rng.standard_normal((4, 7)).astype(np.float32)
   expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
-  out = orthogonalization.orthogonalize(
-    jnp.asarray(matrix) * size, normalize='frobenius'
-  )
+  out = muon.newton_schulz(jnp.asarray(matrix) * size, normalize='frobenius')
   np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -192,7 +178,7 @@ def test_a_stack_may_hold_matrices_of_any_sizes():
   rng = np.random.default_rng(4)
   matrix = rng.standard_normal((4, 7)).astype(np.float32)
   sizes = jnp.array([1e-30, 1.0, 1e30])[:, None, None]
-  out = orthogonalization.orthogonalize(sizes * matrix, normalize='frobenius')
+  out = muon.newton_schulz(sizes * matrix, normalize='frobenius')
   expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
   for one in out:
     np.testing.assert_allclose(one, expected, atol=1e-5)
@@ -201,7 +187,7 @@ def test_a_stack_may_hold_matrices_of_any_sizes():
 @pytest.mark.parametrize('shape', [(0, 3), (3, 0), (2, 0, 3), (0, 3, 4)])
 @pytest.mark.parametrize('normalize', ['max1', 'frobenius', 'none'])
 def test_nothing_stays_nothing(shape, normalize):
-  out = orthogonalization.orthogonalize(jnp.ones(shape), normalize=normalize)
+  out = muon.newton_schulz(jnp.ones(shape), normalize=normalize)
   assert out.shape == shape
 
 
@@ -210,7 +196,7 @@ def test_not_finite_in_not_finite_out(bad):
   """Never a wrong number that looks right."""
   stack = np.ones((2, 3, 4), np.float32)
   stack[0, 1, 2] = bad
-  out = orthogonalization.orthogonalize(jnp.asarray(stack))
+  out = muon.newton_schulz(jnp.asarray(stack))
   assert not np.any(np.isfinite(np.asarray(out[0])))
   assert np.all(np.isfinite(np.asarray(out[1])))
 
@@ -220,11 +206,11 @@ def test_bfloat16_matmuls_accumulate_in_float32():
   rng = np.random.default_rng(5)
   matrix = jnp.asarray(rng.standard_normal((64, 96)), jnp.float32)
   exact = muon_oracle.orthogonalize(np.asarray(matrix), 2, 5)
-  out = orthogonalization.orthogonalize(matrix, matmul_dtype=jnp.bfloat16)
+  out = muon.newton_schulz(matrix, matmul_dtype=jnp.bfloat16)
   assert out.dtype == jnp.float32
   error = np.linalg.norm(out - exact) / np.linalg.norm(exact)
   assert 1e-4 < error < 2e-2
-  low = orthogonalization.orthogonalize(matrix.astype(jnp.bfloat16))
+  low = muon.newton_schulz(matrix.astype(jnp.bfloat16))
   assert low.dtype == jnp.bfloat16
   # Only input and output are rounded: singular values near zero have a slope
   # of 23, on entries of 1 / sqrt(96).
@@ -235,7 +221,7 @@ def test_accelerators_multiply_bfloat16_and_sum_float32():
   """Lowered for a GPU, which this machine need not have."""
 
   def call(x):
-    return orthogonalization.orthogonalize(x, matmul_dtype=jnp.bfloat16)
+    return muon.newton_schulz(x, matmul_dtype=jnp.bfloat16)
 
   x = jax.ShapeDtypeStruct((8, 12), jnp.float32)
   text = jax.jit(call).trace(x).lower(lowering_platforms=('cuda',)).as_text()
@@ -258,12 +244,12 @@ def test_accelerators_multiply_bfloat16_and_sum_float32():
 )
 def test_bad_options_are_named(options, name):
   with pytest.raises(ValueError, match=name):
-    orthogonalization.orthogonalize(jnp.ones((3, 4)), **options)
+    muon.newton_schulz(jnp.ones((3, 4)), **options)
 
 
 def test_a_vector_is_no_matrix():
   with pytest.raises(ValueError, match=r'shape=\(3,\)'):
-    orthogonalization.orthogonalize(jnp.ones(3))
+    muon.newton_schulz(jnp.ones(3))
 
 
 # The bias of orthogonalizing a noisy matrix.
@@ -292,12 +278,10 @@ def test_subtract_bias_is_exact_for_one_cubic_step(x64, probe_scale):
   x = jnp.asarray(rng.standard_normal((m, n)))
 
   def step(y):
-    return orthogonalization.orthogonalize(
-      y, degree=1, steps=1, normalize='none'
-    )
+    return muon.newton_schulz(y, degree=1, steps=1, normalize='none')
 
   def corrected(key, count):
-    return orthogonalization.subtract_bias(
+    return muon.subtract_bias(
       step, x, s, key, num_probes=count, probe_scale=probe_scale
     )
 
@@ -317,13 +301,13 @@ def _bias(x, s, trials, key, num_probes, **options):
   """Norms of the mean errors of the plain and the corrected estimator."""
 
   def function(y):
-    return orthogonalization.orthogonalize(y, **options)
+    return muon.newton_schulz(y, **options)
 
   def errors(key):
     noise_key, probe_key = jax.random.split(key)
     y = x + s * jax.random.normal(noise_key, x.shape, x.dtype)
     plain = function(y)
-    better = orthogonalization.subtract_bias(
+    better = muon.subtract_bias(
       function, y, s, probe_key, num_probes=num_probes
     )
     return plain - function(x), better - function(x)
@@ -357,11 +341,11 @@ def test_subtract_bias_takes_trees_and_changes_nothing_without_noise():
     return jax.tree.map(lambda x: x**2, t)
 
   key = jax.random.key(3)
-  out = orthogonalization.subtract_bias(function, tree, 0.0, key)
+  out = muon.subtract_bias(function, tree, 0.0, key)
   np.testing.assert_array_equal(out['b'], 4.0)
   # (x + h z)^2 has the second difference 2 h^2 z^2: the correction is v z^2,
   # leaf by leaf, with probes of mean square one.
-  out = orthogonalization.subtract_bias(
+  out = muon.subtract_bias(
     function, tree, {'a': 0.0, 'b': 0.1}, key, num_probes=4000
   )
   np.testing.assert_array_equal(out['a'], 1.0)
@@ -372,9 +356,7 @@ def test_probes_are_reproducible_and_fresh():
   x = jnp.ones((3, 4))
 
   def call(seed):
-    return orthogonalization.subtract_bias(
-      orthogonalization.orthogonalize, x, 0.3, jax.random.key(seed)
-    )
+    return muon.subtract_bias(muon.newton_schulz, x, 0.3, jax.random.key(seed))
 
   np.testing.assert_array_equal(call(0), call(0))
   assert not np.any(call(0) == call(1))
@@ -383,6 +365,4 @@ def test_probes_are_reproducible_and_fresh():
 @pytest.mark.parametrize('options', [{'num_probes': 0}, {'probe_scale': 0.0}])
 def test_subtract_bias_names_bad_options(options):
   with pytest.raises(ValueError, match=next(iter(options))):
-    orthogonalization.subtract_bias(
-      jnp.sin, jnp.ones(2), 1.0, jax.random.key(0), **options
-    )
+    muon.subtract_bias(jnp.sin, jnp.ones(2), 1.0, jax.random.key(0), **options)

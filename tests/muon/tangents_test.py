@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import fixed_rank, tangent_orthogonalization
+from prism_optax import fixed_rank, muon
 from tests.oracles import muon_oracle, oracles
 
 M, N, RANK = 13, 9, 3
@@ -49,7 +49,7 @@ def test_is_the_projected_dense_iteration(x64, m, n, rank, degree, steps):
   for size, normalize in [(1e-3, 'max1'), (1e3, 'max1'), (0.5, 'frobenius')]:
     gradient = size * rng.standard_normal((m, n))
     frame, tangent = _tangent(factors, gradient)
-    out = tangent_orthogonalization.orthogonalize(
+    out = muon.tangent_newton_schulz(
       frame, tangent, degree=degree, steps=steps, normalize=normalize
     )
     dense = muon_oracle.orthogonalize(
@@ -74,7 +74,7 @@ def test_many_steps_reach_the_projected_polar_factor(x64):
   rng = np.random.default_rng(1)
   factors = oracles.random_factors(rng, M, N, RANK)
   frame, tangent = _tangent(factors, rng.standard_normal((M, N)))
-  out = tangent_orthogonalization.orthogonalize(frame, tangent, steps=14)
+  out = muon.tangent_newton_schulz(frame, tangent, steps=14)
   polar = muon_oracle.polar(_embed(frame, tangent))
   assert np.linalg.matrix_rank(polar) == 2 * RANK
   np.testing.assert_allclose(
@@ -90,7 +90,7 @@ def test_float32_at_any_condition(condition):
   factors = [np.asarray(f, np.float32) for f in factors]
   frame, tangent = _tangent(factors, rng.standard_normal((M, N)))
   assert tangent.left.dtype == jnp.float32
-  out = tangent_orthogonalization.orthogonalize(frame, tangent)
+  out = muon.tangent_newton_schulz(frame, tangent)
   dense = muon_oracle.orthogonalize(_embed(frame, tangent), 2, 5)
   # A dozen units in the last place: sums of M = 13 terms.
   np.testing.assert_allclose(
@@ -112,7 +112,7 @@ def test_the_direction_does_not_depend_on_the_gauge(x64, condition):
       jnp.asarray(gradient @ pair.right), jnp.asarray(gradient.T @ pair.left)
     )
     tangent = fixed_rank.tangent_from_gradients(frame, grads)
-    step = tangent_orthogonalization.orthogonalize(frame, tangent)
+    step = muon.tangent_newton_schulz(frame, tangent)
     out.append(_embed(frame, step))
   # The gauge multiplies the rounding of the factor gradients (1e-16) by at
   # most its condition number.
@@ -133,7 +133,7 @@ def test_rank_deficient_factors_and_tangents(x64):
       left=tangent.left + tangent.left[:, ::-1], right=3.0 + tangent.right
     )
     for x in (tangent, loud):
-      out = tangent_orthogonalization.orthogonalize(frame, x)
+      out = muon.tangent_newton_schulz(frame, x)
       dense = muon_oracle.orthogonalize(
         _embed(frame, x) / max(1, fixed_rank.norm(x)), 2, 5, 'none'
       )
@@ -148,7 +148,7 @@ def test_rank_deficient_factors_and_tangents(x64):
     jax.tree.map(lambda a: jnp.zeros_like(a).at[:, 0].set(a[:, 0]), tangent),
     jax.tree.map(jnp.zeros_like, tangent),
   ]:
-    out = tangent_orthogonalization.orthogonalize(frame, x)
+    out = muon.tangent_newton_schulz(frame, x)
     dense = muon_oracle.orthogonalize(_embed(frame, x), 2, 5)
     np.testing.assert_allclose(
       _embed(frame, out), _project(frame, dense), atol=1e-13
@@ -167,10 +167,10 @@ def test_stacked_modules_and_bounded_norms(x64):
     jnp.asarray(rng.standard_normal((3, N, RANK))) * 1e4,
   )
   tangent = fixed_rank.tangent_from_gradients(frame, grads)
-  out = tangent_orthogonalization.orthogonalize(frame, tangent, steps=9)
+  out = muon.tangent_newton_schulz(frame, tangent, steps=9)
   for i in range(3):
     one = jax.tree.map(lambda x: x[i], (frame, tangent))  # noqa: B023
-    expected = tangent_orthogonalization.orthogonalize(*one, steps=9)
+    expected = muon.tangent_newton_schulz(*one, steps=9)
     np.testing.assert_allclose(out.left[i], expected.left, atol=1e-14)
     np.testing.assert_allclose(out.right[i], expected.right, atol=1e-14)
     dense = _embed(one[0], expected)
@@ -183,7 +183,7 @@ def test_nothing_as_large_as_the_matrix_is_formed():
   left, right = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
   pair = fixed_rank.Factors(left, right)
   frame = jax.eval_shape(fixed_rank.frame, pair)
-  jaxpr = jax.make_jaxpr(tangent_orthogonalization.orthogonalize)(
+  jaxpr = jax.make_jaxpr(muon.tangent_newton_schulz)(
     frame, fixed_rank.Tangent(left, right)
   )
   sizes = [v.aval.size for e in jaxpr.jaxpr.eqns for v in e.outvars]
@@ -196,6 +196,6 @@ def test_nothing_as_large_as_the_matrix_is_formed():
 def test_bad_options_are_named(options):
   pair = fixed_rank.Factors(jnp.eye(M, RANK), jnp.eye(N, RANK))
   with pytest.raises(ValueError, match=next(iter(options))):
-    tangent_orthogonalization.orthogonalize(
+    muon.tangent_newton_schulz(
       fixed_rank.frame(pair), fixed_rank.Tangent(*pair), **options
     )

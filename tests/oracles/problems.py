@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+import prism_optax
 from prism_optax import fixed_rank
 from tests.oracles import oracles, test_utils
 
@@ -25,6 +26,35 @@ class Dense(NamedTuple):
     return Dense(
       [a + factor * b for a, b in modules], self.extra + factor * other.extra
     )
+
+
+def chain_of(
+  learning_rate,
+  *,
+  l2_clip_norm,
+  noise_multiplier,
+  expected_batch_size,
+  prng_key=None,
+  weight_decay=0.1,
+  layout=None,
+  chain=prism_optax.chain,
+  **options,
+):
+  """The six lines of `prism`, with any options of the preconditioner."""
+  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  common = {'layout': layout}
+  return chain(
+    prism_optax.intrinsic_clip(
+      l2_clip_norm, normalize_by=expected_batch_size, **common
+    ),
+    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, **common),
+    prism_optax.scale_by_rank_preconditioner(
+      noise_stddev=stddev, **options, **common
+    ),
+    prism_optax.add_decayed_factors(weight_decay, **common),
+    prism_optax.scale_by_learning_rate(learning_rate, **common),
+    prism_optax.retract(**common),
+  )
 
 
 class Problem:

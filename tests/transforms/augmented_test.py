@@ -14,7 +14,8 @@ from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
-from prism_optax import augmented
+from prism_optax import transforms
+from prism_optax.transforms import _augmented
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
@@ -59,7 +60,7 @@ def _clipped(params, batch, transform):
 
 
 def _train_augmented(params, privatizer, steps):
-  tx = augmented.augmented_optimizer(_optimizer())
+  tx = transforms.augmented_optimizer(_optimizer())
   state, noise_state = tx.init(params), privatizer.init(params)
 
   @jax.jit
@@ -126,7 +127,7 @@ def test_a_trainer_that_adds_correlated_noise_itself_gives_the_same_steps():
 def test_the_state_knows_the_parameters_that_its_update_leads_to():
   """Norms under the transform are intrinsic at the NEW parameters."""
   params = _params()
-  tx = augmented.augmented_optimizer(_optimizer())
+  tx = transforms.augmented_optimizer(_optimizer())
   state = tx.init(params)
   for t in range(3):
     grads = jax.tree.map(lambda x: x[0], _batch(params, 10 + t))
@@ -154,8 +155,8 @@ def test_zero_starts_are_masked_and_nothing_is_nan():
 def test_the_class_of_jax_privacy_is_used_where_it_exists(monkeypatch):
   """2.0.0 has none; later versions look at the type of what they are given."""
   monkeypatch.setitem(sys.modules, 'jax_privacy.optimizers', None)
-  ours = augmented.augmented_optimizer(_optimizer())
-  assert type(ours) is augmented.AugmentedGradientTransformation
+  ours = transforms.augmented_optimizer(_optimizer())
+  assert type(ours) is _augmented.AugmentedGradientTransformation
 
   class StandIn(NamedTuple):
     init: Any
@@ -164,10 +165,10 @@ def test_the_class_of_jax_privacy_is_used_where_it_exists(monkeypatch):
 
   module = types.ModuleType('jax_privacy.optimizers')
   monkeypatch.setitem(sys.modules, 'jax_privacy.optimizers', module)
-  without = augmented.augmented_optimizer(_optimizer())
-  assert type(without) is augmented.AugmentedGradientTransformation
+  without = transforms.augmented_optimizer(_optimizer())
+  assert type(without) is _augmented.AugmentedGradientTransformation
   module.AugmentedGradientTransformation = StandIn
-  theirs = augmented.augmented_optimizer(_optimizer())
+  theirs = transforms.augmented_optimizer(_optimizer())
   assert type(theirs) is StandIn
   params = _params()
   grads = jax.tree.map(lambda x: x[0], _batch(params, 0))
@@ -178,7 +179,7 @@ def test_the_class_of_jax_privacy_is_used_where_it_exists(monkeypatch):
 
 
 def test_bad_use_is_named():
-  tx = augmented.augmented_optimizer(_optimizer())
+  tx = transforms.augmented_optimizer(_optimizer())
   params = _params()
   with pytest.raises(ValueError, match='needs `params`'):
     tx.update(params, tx.init(params))

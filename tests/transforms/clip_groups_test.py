@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import accounting, clip_groups
+from prism_optax import accounting, transforms
+from prism_optax.transforms import _clip_groups
 
 Dims = optax.contrib.MuonDimensionNumbers
 
@@ -25,15 +26,15 @@ SPECS = {
 
 
 def test_every_leaf_is_a_group_without_dimension_numbers():
-  groups = clip_groups.clip_groups(2.0, PARAMS)
+  groups = transforms.clip_groups(2.0, PARAMS)
   assert [g.leaves for g in groups] == [(0,), (1,), (2,), (3,)]
   assert [g.size for g in groups] == [5, 3, 15, 56]
-  assert clip_groups.sensitivity(groups) == 4.0  # sqrt(4 * 2^2).
+  assert _clip_groups.sensitivity(groups) == 4.0  # sqrt(4 * 2^2).
 
 
 def test_matrices_one_by_one_and_all_else_together():
   norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = clip_groups.clip_groups(norms, PARAMS, SPECS)
+  groups = transforms.clip_groups(norms, PARAMS, SPECS)
   assert sorted(i for g in groups for i in g.leaves) == [0, 1, 2, 3]
   by_leaf = {g.leaves: g for g in groups}
   assert by_leaf[0, 1].size == 8  # Both biases, threshold 3.
@@ -41,15 +42,15 @@ def test_matrices_one_by_one_and_all_else_together():
   assert by_leaf[3,].matrices == 4
   assert by_leaf[3,].size == 14
   expected = math.sqrt(3.0**2 + 2.0**2 + 4 * 0.5**2)
-  assert clip_groups.sensitivity(groups) == pytest.approx(expected)
+  assert _clip_groups.sensitivity(groups) == pytest.approx(expected)
 
 
 def test_prefixes_and_callables():
   norms = {'bias': 1.0, 'head': 2.0, 'layers': 3.0}  # A prefix.
-  values = [g.l2_clip_norm for g in clip_groups.clip_groups(norms, PARAMS)]
+  values = [g.l2_clip_norm for g in transforms.clip_groups(norms, PARAMS)]
   assert values == [1.0, 2.0, 2.0, 3.0]
   prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
-  groups = clip_groups.clip_groups(1.0, PARAMS, lambda _: prefix)
+  groups = transforms.clip_groups(1.0, PARAMS, lambda _: prefix)
   assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]
 
 
@@ -66,15 +67,15 @@ def test_prefixes_and_callables():
 )
 def test_what_does_not_fit_is_named(norms, specs, message):
   with pytest.raises(ValueError, match=message):
-    clip_groups.clip_groups(norms, PARAMS, specs)
+    transforms.clip_groups(norms, PARAMS, specs)
 
 
 CLIPS, SIZES = [0.5, 1.0, 2.0, 2.0, 0.1], [400, 9, 25, 6400, 1]
 
 
-@pytest.mark.parametrize('noise_split', clip_groups.NOISE_SPLITS)
+@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
 def test_the_groups_together_have_the_multiplier_asked_for(noise_split):
-  split = clip_groups.split_noise_multiplier(
+  split = transforms.split_noise_multiplier(
     1.7, CLIPS, SIZES, noise_split=noise_split
   )
   assert accounting.joint_noise_multiplier(split) == pytest.approx(1.7)
@@ -89,13 +90,13 @@ def _energy(split):
 
 def test_no_split_of_the_same_multiplier_has_less_energy():
   best = _energy(
-    clip_groups.split_noise_multiplier(
+    transforms.split_noise_multiplier(
       1.7, CLIPS, SIZES, noise_split='least_energy'
     )
   )
   root = sum(c * math.sqrt(d) for c, d in zip(CLIPS, SIZES, strict=True))
   assert best == pytest.approx((1.7 * root) ** 2)  # The closed form.
-  equal = _energy(clip_groups.split_noise_multiplier(1.7, CLIPS, SIZES))
+  equal = _energy(transforms.split_noise_multiplier(1.7, CLIPS, SIZES))
   assert best < 0.6 * equal
   rng = np.random.default_rng(0)
   for _ in range(200):
@@ -103,12 +104,12 @@ def test_no_split_of_the_same_multiplier_has_less_energy():
     assert _energy(budgets**-0.5) >= best * (1 - 1e-12)
 
 
-@pytest.mark.parametrize('noise_split', clip_groups.NOISE_SPLITS)
+@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
 def test_units_make_the_joint_sensitivity_one(noise_split):
   """Of the largest contribution, divided leaf by leaf by its unit."""
   norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = clip_groups.clip_groups(norms, PARAMS, SPECS)
-  units = clip_groups.noise_units(groups, 4, noise_split=noise_split)
+  groups = transforms.clip_groups(norms, PARAMS, SPECS)
+  units = _clip_groups.noise_units(groups, 4, noise_split=noise_split)
   assert units[0] == units[1]  # One group, one noise.
   squared = (3.0 / units[0]) ** 2 + (2.0 / units[2]) ** 2
   squared += 4 * (0.5 / units[3]) ** 2
@@ -120,9 +121,9 @@ def test_units_make_the_joint_sensitivity_one(noise_split):
 @pytest.mark.parametrize(
   'call',
   [
-    lambda: clip_groups.split_noise_multiplier(1.0, [], []),
-    lambda: clip_groups.split_noise_multiplier(1.0, [1.0], [1, 2]),
-    lambda: clip_groups.split_noise_multiplier(
+    lambda: transforms.split_noise_multiplier(1.0, [], []),
+    lambda: transforms.split_noise_multiplier(1.0, [1.0], [1, 2]),
+    lambda: transforms.split_noise_multiplier(
       1.0, [1.0], [1], noise_split='most'
     ),
   ],
@@ -134,6 +135,6 @@ def test_bad_splits_are_refused(call):
 
 def test_shapes_are_enough():
   shapes = jax.eval_shape(lambda: PARAMS)
-  assert clip_groups.clip_groups(1.0, shapes, SPECS) == (
-    clip_groups.clip_groups(1.0, PARAMS, SPECS)
+  assert transforms.clip_groups(1.0, shapes, SPECS) == (
+    transforms.clip_groups(1.0, PARAMS, SPECS)
   )

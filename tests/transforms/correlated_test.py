@@ -20,13 +20,13 @@ from jax_privacy.matrix_factorization import (
 )
 
 import prism_optax
-from prism_optax import correlated_noise, lora
+from prism_optax import _modules, transforms
 from tests.oracles import oracles, test_utils
 
 STEPS = 5
 STDDEV = 0.7
 SHAPES = [(9, 7, 3), (6, 11, 2)]
-make = correlated_noise.correlated_tangent_privatizer
+make = transforms.correlated_tangent_privatizer
 
 
 def _coefs():
@@ -157,7 +157,7 @@ def _oracle(path, signals, fixed_noise):
   frames = [
     [
       (np.float64(f.left), np.float64(f.right))
-      for f in lora.Adapters(params).frames(params)
+      for f in _modules.ModuleTree(params).frames(params)
     ]
     for params in path
   ]
@@ -166,8 +166,8 @@ def _oracle(path, signals, fixed_noise):
   for params, at, signal, noise in zip(
     path, frames, signals, fixed_noise, strict=True
   ):
-    adapters = lora.Adapters(params)
-    x, z = adapters.coordinates(signal), adapters.coordinates(noise)
+    modules = _modules.ModuleTree(params)
+    x, z = modules.coordinates(signal), modules.coordinates(noise)
     turns = [
       tuple(
         _polar(np.swapaxes(q, -1, -2) @ old)
@@ -179,7 +179,7 @@ def _oracle(path, signals, fixed_noise):
       tuple(q @ w for q, w in zip(new, turn, strict=True))
       for new, turn in zip(at, turns, strict=True)
     ]
-    blocks = []
+    stacks = []
     for signal_pair, noise_pair, new, turn in zip(
       x.pairs, z.pairs, at, turns, strict=True
     ):
@@ -188,9 +188,9 @@ def _oracle(path, signals, fixed_noise):
         turn[0], -1, -2
       )
       left = left - new[0] @ (np.swapaxes(new[0], -1, -2) @ left)
-      blocks.append((left, right))
+      stacks.append((left, right))
     others = [np.add(a, b) for a, b in zip(x.others, z.others, strict=True)]
-    out.append((blocks, others))
+    out.append((stacks, others))
   return out
 
 
@@ -218,12 +218,12 @@ def test_every_privatizer_is_a_dense_product_in_fixed_coordinates(name, layout):
   ]
   want = _oracle(path, signals, noise)
   for params, found, (pairs, others) in zip(path, got, want, strict=True):
-    blocks = lora.Adapters(params).coordinates(found)
-    for pair, oracle in zip(blocks.pairs, pairs, strict=True):
+    stacks = _modules.ModuleTree(params).coordinates(found)
+    for pair, oracle in zip(stacks.pairs, pairs, strict=True):
       for x, y in zip(pair, oracle, strict=True):
         # float32 sums of a few numbers of order one.
         np.testing.assert_allclose(x, y, atol=2e-5)
-    np.testing.assert_allclose(blocks.others[0], others[0], atol=1e-5)
+    np.testing.assert_allclose(stacks.others[0], others[0], atol=1e-5)
 
 
 def test_the_privatizer_sees_the_norm_of_what_came_in():
@@ -310,12 +310,12 @@ def test_noise_cancels_in_the_dense_sum_where_subspaces_move_little():
     noises, _ = _run(tx, path, _zeros(path))
     dense = []
     for params, noise in zip(path, noises, strict=True):
-      adapters = lora.Adapters(params)
-      blocks = adapters.coordinates(noise)
+      modules = _modules.ModuleTree(params)
+      stacks = modules.coordinates(noise)
       dense.append([
         np.float64(x.left[0]) @ np.float64(f.right[0]).T
         + np.float64(f.left[0]) @ np.float64(x.right[0]).T
-        for f, x in zip(adapters.frames(params), blocks.pairs, strict=True)
+        for f, x in zip(modules.frames(params), stacks.pairs, strict=True)
       ])  # fmt: skip
     energy = sum(np.sum(sum(x) ** 2) for x in zip(*dense, strict=True))
     return energy / STDDEV**2 / sum(r * (m + n - r) for m, n, r in SHAPES)
@@ -496,10 +496,10 @@ def test_bad_arguments_are_named():
 @pytest.mark.parametrize('name', NOISING)
 def test_stddev_per_step_is_the_norm_of_the_rows(name):
   noising = NOISING[name]()
-  found = correlated_noise.correlated_noise_stddev(noising, 3.0, STEPS)
+  found = transforms.correlated_noise_stddev(noising, 3.0, STEPS)
   rows = np.linalg.norm(_materialized(noising), axis=1)
   np.testing.assert_allclose(found, 3 * rows, rtol=1e-5)
-  shorter = correlated_noise.correlated_noise_stddev(noising, 3.0, STEPS - 2)
+  shorter = transforms.correlated_noise_stddev(noising, 3.0, STEPS - 2)
   np.testing.assert_allclose(shorter, found[:-2], rtol=1e-6)
 
 
@@ -507,7 +507,7 @@ def test_stddev_per_step_is_what_the_floor_sees():
   """Second moments of pure noise tend to s_t^2 I, step by step."""
   params = _params()
   matrix = np.array([[1.0, 0.0, 0.0], [-2.0, 1.0, 0.0], [0.0, 0.5, 3.0]])
-  stddevs = correlated_noise.correlated_noise_stddev(matrix, STDDEV, 3)
+  stddevs = transforms.correlated_noise_stddev(matrix, STDDEV, 3)
 
   def second_moments(key):
     tx = optax.chain(
@@ -542,8 +542,8 @@ def test_stddev_per_step_is_what_the_floor_sees():
 
 def test_stddev_arguments_are_checked():
   with pytest.raises(ValueError, match='at least steps=3 rows'):
-    correlated_noise.correlated_noise_stddev(np.eye(2), 1.0, 3)
+    transforms.correlated_noise_stddev(np.eye(2), 1.0, 3)
   with pytest.raises(ValueError, match='stddev=-1'):
-    correlated_noise.correlated_noise_stddev(np.eye(2), -1.0, 2)
+    transforms.correlated_noise_stddev(np.eye(2), -1.0, 2)
   with pytest.raises(ValueError, match='steps=0'):
-    correlated_noise.correlated_noise_stddev(np.eye(2), 1.0, 0)
+    transforms.correlated_noise_stddev(np.eye(2), 1.0, 0)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import fixed_rank, lora
+from prism_optax import _modules, fixed_rank, lora
+from prism_optax.transforms import _intrinsic_clip
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (9, 7, 3), (6, 11, 2)]
@@ -35,12 +36,12 @@ def _clip(params, grads, norm, normalize_by=1.0, **kwargs):
 
 def _embedded(tree, params):
   """Coordinates as dense matrices: what no gauge changes."""
-  adapters = lora.Adapters(params)
-  frames = adapters.frames(params)
-  blocks = adapters.coordinates(tree)
+  modules = _modules.ModuleTree(params)
+  frames = modules.frames(params)
+  stacks = modules.coordinates(tree)
   stacks = [
     np.asarray(fixed_rank.embed(f, t))
-    for f, t in zip(frames, blocks.pairs, strict=True)
+    for f, t in zip(frames, stacks.pairs, strict=True)
   ]
   return [stacks[0][0], stacks[0][1], stacks[1][0]], np.asarray(tree['extra'])
 
@@ -128,8 +129,8 @@ def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
   for name in ('m0', 'm1', 'm2'):
     params[name]['lora_b'] = jnp.zeros_like(params[name]['lora_b'])
   params = lora.canonicalize(params)
-  adapters = lora.Adapters(params)
-  assert lora.columns_are_orthogonal(adapters.frames(params))
+  modules = _modules.ModuleTree(params)
+  assert _intrinsic_clip.columns_are_orthogonal(modules.frames(params))
   grads = test_utils.factor_gradients(
     test_utils.factors_of(params), dense, extra, jnp.float32
   )

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import per_matrix_clipping
+from prism_optax import transforms
 from tests.oracles import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers
@@ -30,7 +30,7 @@ def _grads(rng, batch, scale=1.0):
 
 @functools.cache
 def _update(by_matrix, normalize_by):
-  tx = per_matrix_clipping.per_matrix_clip(
+  tx = transforms.per_matrix_clip(
     NORMS,
     normalize_by=normalize_by,
     weight_dimension_numbers=SPECS if by_matrix else None,
@@ -83,7 +83,7 @@ def test_stacked_layers_are_clipped_like_single_ones():
   out = _clip(grads)
   layers = {f'l{j}': grads['stack'][:, j] for j in range(2)}
   params = {k: jnp.zeros(v.shape[1:]) for k, v in layers.items()}
-  tx = per_matrix_clipping.per_matrix_clip(NORMS['stack'])
+  tx = transforms.per_matrix_clip(NORMS['stack'])
   single, _ = tx.update(layers, tx.init(params), params)
   for j in range(2):
     # Sums of five terms of at most 0.4, in another order.
@@ -98,7 +98,7 @@ def test_matrices_may_be_stacked_along_any_axis(batch_axis):
   rng = np.random.default_rng(2)
   grads = rng.standard_normal((3, 4, 2, 5)).astype(np.float32)  # (B, 4, 2, 5).
   rest = [a for a in range(3) if a != batch_axis]
-  tx = per_matrix_clipping.per_matrix_clip(
+  tx = transforms.per_matrix_clip(
     0.5, weight_dimension_numbers=Dims(rest[1], rest[0])
   )
   params = jnp.zeros((4, 2, 5))
@@ -148,7 +148,7 @@ def test_an_empty_batch_gives_zeros():
 @pytest.mark.parametrize('specs', [None, SPECS])
 def test_neighbours_differ_by_at_most_the_sensitivity(specs, dtype):
   rng = np.random.default_rng(6)
-  tx = per_matrix_clipping.per_matrix_clip(
+  tx = transforms.per_matrix_clip(
     NORMS, normalize_by=8.0, weight_dimension_numbers=specs
   )
   bound = tx.sensitivity(params=PARAMS)
@@ -184,7 +184,7 @@ def test_neighbours_differ_by_at_most_the_sensitivity(specs, dtype):
 
 
 def test_sensitivity_says_what_it_needs():
-  tx = per_matrix_clipping.per_matrix_clip(1.0)
+  tx = transforms.per_matrix_clip(1.0)
   with pytest.raises(ValueError, match='params=None'):
     tx.sensitivity()
   with pytest.raises(ValueError, match='neighboring_relation'):
@@ -207,10 +207,10 @@ def test_clipped_grad_with_micro_batches_gives_the_same(microbatch_size):
   def loss(params, x):
     return jnp.sum(jnp.tanh(x @ params['w'] + params['bias']) ** 2)
 
-  tx = per_matrix_clipping.per_matrix_clip(norms, normalize_by=4.0)
+  tx = transforms.per_matrix_clip(norms, normalize_by=4.0)
   per_example = jax.vmap(jax.grad(loss), (None, 0))(params, xs)
   expected, _ = tx.update(per_example, tx.init(params), params)
-  whole = per_matrix_clipping.per_matrix_clip(norms)
+  whole = transforms.per_matrix_clip(norms)
   clipped = jax_privacy_clipping.clipped_grad(
     loss,
     l2_clip_norm=whole.sensitivity(params=params),
@@ -218,7 +218,7 @@ def test_clipped_grad_with_micro_batches_gives_the_same(microbatch_size):
     batch_argnums=1,
     keep_batch_dim=False,
     microbatch_size=microbatch_size,
-    pre_clipping_transform=per_matrix_clipping.clip_each_matrix(norms),
+    pre_clipping_transform=transforms.clip_each_matrix(norms),
   )
   assert clipped.sensitivity() == pytest.approx(tx.sensitivity(params=params))
   out = clipped(params, xs)
@@ -237,9 +237,7 @@ def test_goes_through_chain_jit_and_traced_thresholds():
 
   @jax.jit
   def step(norm, padding):
-    tx = optax.chain(
-      per_matrix_clipping.per_matrix_clip(norm), optax.scale(-1.0)
-    )
+    tx = optax.chain(transforms.per_matrix_clip(norm), optax.scale(-1.0))
     return tx.update(
       grads, tx.init(PARAMS), PARAMS, is_padding_example=padding
     )[0]
@@ -261,11 +259,11 @@ def test_goes_through_chain_jit_and_traced_thresholds():
 )
 def test_bad_numbers_are_named(arguments, message):
   with pytest.raises(ValueError, match=message):
-    per_matrix_clipping.per_matrix_clip(**arguments)
+    transforms.per_matrix_clip(**arguments)
 
 
 def test_gradients_must_have_one_batch_axis():
-  tx = per_matrix_clipping.per_matrix_clip(1.0)
+  tx = transforms.per_matrix_clip(1.0)
   state = tx.init(PARAMS)
   with pytest.raises(ValueError, match='batch axis'):
     tx.update(PARAMS, state, PARAMS)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import clipping, orthogonal_tangents, retraction
+import prism_optax
 from tests.oracles import muon_oracle, oracles, test_utils
 
 SHAPES = [(11, 7, 3), (11, 7, 3), (5, 8, 2)]  # (m, n, r); two of one shape.
@@ -20,10 +20,10 @@ RATE, BETA, STEPS = 0.05, 0.9, 8
 def _optimizer():
   """Compiled once for all tests: same shapes, float64."""
   tx = optax.chain(
-    clipping.intrinsic_clip(1e6),
-    orthogonal_tangents.orthogonalize_tangents(BETA),
+    prism_optax.intrinsic_clip(1e6),
+    prism_optax.orthogonalize_tangents(BETA),
     optax.scale_by_learning_rate(RATE),
-    retraction.retract(),
+    prism_optax.retract(),
   )
   return tx.init, jax.jit(tx.update)
 
@@ -124,7 +124,7 @@ def test_starts_from_a_zero_factor(x64):
 def test_float32_and_bfloat16_keep_float32_states():
   for dtype in (jnp.float32, jnp.bfloat16):
     params = test_utils.tree_of(_factors(), dtype=dtype)
-    tx = orthogonal_tangents.orthogonalize_tangents()
+    tx = prism_optax.orthogonalize_tangents()
     state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     updates, after = jax.jit(tx.update)(grads, state, params)
@@ -140,7 +140,7 @@ def test_float32_and_bfloat16_keep_float32_states():
 
 def test_other_leaves_get_adam(x64):
   params = test_utils.tree_of(_factors(), extra=np.arange(4.0))
-  tx = orthogonal_tangents.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
+  tx = prism_optax.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
   adam = optax.scale_by_adam(0.8, 0.9, 1e-6)
   state, adam_state = tx.init(params), adam.init(jnp.arange(4.0))
   update, rng = jax.jit(tx.update), np.random.default_rng(2)
@@ -163,9 +163,7 @@ def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
   )
   norms = {}
   for rms in (None, 0.5):
-    tx = orthogonal_tangents.orthogonalize_tangents(
-      steps=12, coordinate_rms=rms
-    )
+    tx = prism_optax.orthogonalize_tangents(steps=12, coordinate_rms=rms)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     norms[rms] = float(optax.tree.norm(updates))
   factor = 0.5 * math.sqrt((m + n - rank) / 2)
@@ -190,11 +188,11 @@ def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
 )
 def test_bad_options_are_named(options):
   with pytest.raises(ValueError, match=next(iter(options))):
-    orthogonal_tangents.orthogonalize_tangents(**options)
+    prism_optax.orthogonalize_tangents(**options)
 
 
 def test_update_needs_params():
   params = test_utils.tree_of(_factors(), dtype=jnp.float32)
-  tx = orthogonal_tangents.orthogonalize_tangents()
+  tx = prism_optax.orthogonalize_tangents()
   with pytest.raises(ValueError, match='params'):
     tx.update(params, tx.init(params))

@@ -6,14 +6,15 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import orthogonal_updates, orthogonalization
+from prism_optax import muon, transforms
+from prism_optax.transforms import _orthogonalize
 from tests.oracles import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers
 
 
 def _apply(updates, **options):
-  tx = orthogonal_updates.orthogonalize(**options)
+  tx = transforms.orthogonalize(**options)
   return tx.update(updates, tx.init(updates))[0]
 
 
@@ -97,12 +98,12 @@ def test_masked_leaves_and_types_are_kept():
   out = _apply(updates)
   assert out['w'].dtype == jnp.bfloat16
   assert jax.tree.structure(out) == jax.tree.structure(updates)
-  assert jax.tree.leaves(orthogonal_updates.orthogonalize().init(updates)) == []
+  assert jax.tree.leaves(transforms.orthogonalize().init(updates)) == []
 
 
 @pytest.mark.parametrize('shape', [(3,), (), (2, 3, 4)])
 def test_what_is_no_matrix_by_the_rules_is_refused(shape):
-  tx = orthogonal_updates.orthogonalize()
+  tx = transforms.orthogonalize()
   with pytest.raises(ValueError, match='two axes'):
     tx.init({'w': jnp.zeros((2, 3)), 'x': jnp.zeros(shape)})
 
@@ -124,16 +125,16 @@ def test_what_is_no_matrix_by_the_rules_is_refused(shape):
 def test_bad_options_are_named(options, message):
   given = options.get('bias_correction')
   if isinstance(given, tuple):
-    options = {'bias_correction': orthogonal_updates.BiasCorrection(*given)}
+    options = {'bias_correction': transforms.BiasCorrection(*given)}
   with pytest.raises(ValueError, match=message):
-    orthogonal_updates.orthogonalize(**options)
+    transforms.orthogonalize(**options)
 
 
 def test_without_nesterov_or_noise_it_is_one_step_of_the_source(x64):
   """optax.trace is the heavy ball m <- beta m + g, not an average."""
   rng = np.random.default_rng(2)
   gradients = rng.standard_normal((4, 5, 3))
-  tx = optax.chain(optax.trace(0.9), orthogonal_updates.orthogonalize())
+  tx = optax.chain(optax.trace(0.9), transforms.orthogonalize())
   state, m = tx.init(jnp.zeros((5, 3))), np.zeros((5, 3))
   for g in gradients:
     out, state = tx.update(jnp.asarray(g), state)
@@ -151,7 +152,7 @@ def test_variance_of_the_noise_in_the_momentum():
   for t in (1, 2, 7, 100):
     expected = sum(s**2 * beta ** (2 * j) for j in range(t))
     np.testing.assert_allclose(
-      orthogonal_updates.noise_variance(s, beta, t), expected, rtol=1e-5
+      _orthogonalize.noise_variance(s, beta, t), expected, rtol=1e-5
     )
   rng = np.random.default_rng(3)
   tx, trials = optax.trace(beta), 40_000
@@ -159,25 +160,25 @@ def test_variance_of_the_noise_in_the_momentum():
   for _ in range(7):
     noise = jnp.asarray(s * rng.standard_normal(trials), jnp.float32)
     m, state = tx.update(noise, state)
-  expected = orthogonal_updates.noise_variance(s, beta, 7)
+  expected = _orthogonalize.noise_variance(s, beta, 7)
   # Relative standard error of a variance: sqrt(2 / trials).
   np.testing.assert_allclose(np.var(m), expected, rtol=5 * (2 / trials) ** 0.5)
 
 
 def test_the_correction_is_subtract_bias_with_that_variance():
   key = jax.random.key(5)
-  correction = orthogonal_updates.BiasCorrection(0.2, 0.9, key, num_probes=3)
-  tx = orthogonal_updates.orthogonalize(bias_correction=correction, degree=1)
+  correction = transforms.BiasCorrection(0.2, 0.9, key, num_probes=3)
+  tx = transforms.orthogonalize(bias_correction=correction, degree=1)
   x = jnp.asarray(_random(4, 6))
   state = tx.init(x)
   for t in (1, 2, 3):
     _, probe_key = jax.random.split(state.prng_key)
     out, state = tx.update(x, state)
     assert int(state.count) == t
-    expected = orthogonalization.subtract_bias(
-      lambda y: orthogonalization.orthogonalize(y, degree=1),
+    expected = muon.subtract_bias(
+      lambda y: muon.newton_schulz(y, degree=1),
       x,
-      jnp.sqrt(orthogonal_updates.noise_variance(0.2, 0.9, t)),
+      jnp.sqrt(_orthogonalize.noise_variance(0.2, 0.9, t)),
       jax.random.split(probe_key, 1)[0],
       num_probes=3,
     )
@@ -190,7 +191,7 @@ def test_each_leaf_has_its_own_noise():
   for stddev in ({'a': 0.0, 'b': 0.5}, lambda _: {'a': 0.0, 'b': 0.5}):
     out = _apply(
       updates,
-      bias_correction=orthogonal_updates.BiasCorrection(stddev, 0.0, 0),
+      bias_correction=transforms.BiasCorrection(stddev, 0.0, 0),
     )
     plain = _apply(updates)
     np.testing.assert_array_equal(out['a'], plain['a'])
@@ -198,8 +199,8 @@ def test_each_leaf_has_its_own_noise():
 
 
 def test_probes_are_fresh_each_step_and_reproducible():
-  correction = orthogonal_updates.BiasCorrection(0.2, 0.0, 7)
-  tx = orthogonal_updates.orthogonalize(bias_correction=correction)
+  correction = transforms.BiasCorrection(0.2, 0.0, 7)
+  tx = transforms.orthogonalize(bias_correction=correction)
   x = jnp.asarray(_random(4, 6))
   first, state = tx.update(x, tx.init(x))
   second, _ = tx.update(x, state)
@@ -207,6 +208,6 @@ def test_probes_are_fresh_each_step_and_reproducible():
   assert np.max(np.abs(first - second)) > 1e-3
   np.testing.assert_allclose(first, again, atol=1e-6)
   correction = correction._replace(prng_key=None)
-  tx = orthogonal_updates.orthogonalize(bias_correction=correction)
+  tx = transforms.orthogonalize(bias_correction=correction)
   other, _ = tx.update(x, tx.init(x))
   assert np.max(np.abs(first - other)) > 1e-3

@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 
 import prism_optax
-from prism_optax import fixed_rank, lora
+from prism_optax import _modules, fixed_rank
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
@@ -42,14 +42,14 @@ def _draws(params, trials=TRIALS, stddev=STDDEV, seed=1):
 
 def _embed(params, tree):
   """Dense tangent matrices of each module, (trials, m, n)."""
-  adapters = lora.Adapters(params)
-  frames = adapters.frames(params)
+  modules = _modules.ModuleTree(params)
+  frames = modules.frames(params)
 
   def one(tree):
-    blocks = adapters.coordinates(tree)
+    stacks = modules.coordinates(tree)
     return [
       fixed_rank.embed(f, t)[0]
-      for f, t in zip(frames, blocks.pairs, strict=True)
+      for f, t in zip(frames, stacks.pairs, strict=True)
     ]
 
   return [np.float64(x) for x in jax.jit(jax.vmap(one))(tree)]
@@ -102,9 +102,9 @@ def test_rank_space_covariance_is_exactly_isotropic_on_both_sides():
   params = _params()
   trials = 20_000
   draws = _draws(params, trials)
-  adapters = lora.Adapters(params)
-  for i, frame in enumerate(adapters.frames(params)):
-    x = jax.vmap(lambda t, i=i: adapters.coordinates(t).pairs[i])(draws)
+  modules = _modules.ModuleTree(params)
+  for i, frame in enumerate(modules.frames(params)):
+    x = jax.vmap(lambda t, i=i: modules.coordinates(t).pairs[i])(draws)
     left, right = np.float64(x.left[:, 0]), np.float64(x.right[:, 0])
     q_right = np.float64(frame.right[0])
     core = np.einsum('tnr,ns->trs', right, q_right)  # D = X_R^T Q_R
@@ -145,12 +145,12 @@ def test_noise_goes_in_on_all_entries_before_projector_and_mask():
   x = jax.tree.map(jnp.ones_like, params)  # Not tangent coordinates at all.
   tx = prism_optax.tangent_privatizer(0.0, prng_key=0)
   out, _ = tx.update(x, tx.init(params), params)
-  adapters = lora.Adapters(params)
-  blocks = adapters.coordinates(x)
-  pairs = lora.map_pairs(
-    fixed_rank.project, adapters.frames(params), blocks.pairs
+  modules = _modules.ModuleTree(params)
+  stacks = modules.coordinates(x)
+  pairs = _modules.map_pairs(
+    fixed_rank.project, modules.frames(params), stacks.pairs
   )
-  want = adapters.tree(lora.Blocks(pairs, blocks.others))
+  want = modules.tree(_modules.Stacks(pairs, stacks.others))
   jax.tree.map(np.testing.assert_array_equal, out, want)
   assert np.abs(out['m0']['lora_b'] - x['m0']['lora_b']).max() > 0.1
 

@@ -1,4 +1,4 @@
-"""Paper mode against the numbers of the authors' PyTorch optimizer."""
+"""The published optimizer against the numbers of the authors' PyTorch code."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import fixed_rank, lora
+from prism_optax import _modules, fixed_rank
+from prism_optax.transforms import scale_by_published_preconditioner
 from tests.oracles import optimizer_oracles, oracles, test_utils
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -58,13 +59,13 @@ def _trajectory(inputs, config, dtype):
   ]
   if config['cfg_adaptive']:
     parts.append(
-      prism_optax.scale_by_rank_preconditioner(
+      scale_by_published_preconditioner(
         float(config['cfg_b1']), float(config['cfg_b2']),
         float(config['cfg_eps']), noise_stddev=stddev,
         floor_mode=mode[int(config['cfg_floor_mode'])],
         floor_factor=float(config['cfg_factor']),
         debias=bool(config['cfg_debias']),
-        max_condition_number=float(config['cfg_cond_max']), basis='factor',
+        max_condition_number=float(config['cfg_cond_max']),
       )
     )  # fmt: skip
   parts += [
@@ -134,10 +135,10 @@ def test_every_floor_against_the_dense_oracle(floor_mode, debias):
   )  # fmt: skip
   oracle = optimizer_oracles.PaperOracle(factors, options)
   tx = optax.chain(
-    prism_optax.scale_by_rank_preconditioner(
+    scale_by_published_preconditioner(
       options.b1, options.b2, options.eps, noise_stddev=options.stddev,
       floor_mode=floor_mode, floor_factor=options.floor_factor, debias=debias,
-      max_condition_number=50.0, basis='factor',
+      max_condition_number=50.0,
     ),
     optax.scale(-options.learning_rate),
     prism_optax.retract(align=True),
@@ -162,14 +163,12 @@ def test_every_floor_against_the_dense_oracle(floor_mode, debias):
     assert oracles.relative_error(z, left @ right.T) < 1e-10
 
 
-def test_state_holds_no_frames_and_blocks_stack():
+def test_state_holds_no_frames_and_modules_are_stacked():
   params = test_utils.tree_of(
     [oracles.random_factors(np.random.default_rng(i), 9, 7, 3) for i in (0, 1)]
   )
-  tx = prism_optax.scale_by_rank_preconditioner(
-    noise_stddev=0.0, basis='factor'
-  )
+  tx = scale_by_published_preconditioner(noise_stddev=0.0)
   (moments,) = tx.init(params).pairs
   assert moments.mu.left.shape == (2, 9, 3)
   assert moments.nu.right.shape == (2, 3, 3)
-  assert len(lora.Adapters(params).modules) == 2
+  assert len(_modules.ModuleTree(params).modules) == 2

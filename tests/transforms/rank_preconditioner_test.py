@@ -79,10 +79,14 @@ def test_directions_without_noise_and_without_a_floor():
     problem, points, [0.0] * 3, options, noise_stddev=0.0
   )
   unfloored = compare_with_oracle(
-    problem, points, [9.0] * 3, options, noise_stddev=9.0, floor_mode='none'
+    problem, points, [9.0] * 3, options, noise_stddev=9.0, floor_factor=0.0
   )
   floored = compare_with_oracle(
-    problem, points, [9.0] * 3, None, noise_stddev=9.0, floor_mode='scalar'
+    problem,
+    points,
+    [9.0] * 3,
+    optimizer_oracles.Options(),
+    noise_stddev=9.0,
   )
   for a, b, c in zip(
     plain.modules, unfloored.modules, floored.modules, strict=True

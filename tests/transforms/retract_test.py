@@ -44,22 +44,16 @@ def _land(params, step, **options):
 
 
 @pytest.mark.parametrize('align', [False, True])
-@pytest.mark.parametrize('method', ['svd', 'second_order'])
-def test_lands_on_the_best_approximation(method, align):
+def test_lands_on_the_best_approximation(align):
   factors, dense, params, step = _problem()
   eta = 1e-3
-  new = _land(
-    params, jax.tree.map(lambda x: eta * x, step), method=method, align=align
-  )
+  new = _land(params, jax.tree.map(lambda x: eta * x, step), align=align)
   for z, (left, right), g in zip(
     test_utils.products_of(new), factors, dense, strict=True
   ):
     point = oracles.Point.from_factors(left, right)
     want = point.retract(eta * point.project(g), left.shape[1]).z
-    size = eta * np.linalg.norm(g)
-    smallest = np.linalg.svd(point.z, compute_uv=False)[left.shape[1] - 1]
-    bound = 1e-12 if method == 'svd' else 10 * size**3 / smallest**2
-    assert np.abs(z - want).max() < bound
+    assert np.abs(z - want).max() < 1e-12
     assert np.linalg.matrix_rank(z) == left.shape[1]
   np.testing.assert_allclose(
     new['extra'], params['extra'] + eta * step['extra']
@@ -138,20 +132,7 @@ def test_scale_is_inside_the_step():
     np.testing.assert_allclose(4 * z, want, atol=1e-12)
 
 
-def test_steps_too_large_for_second_order_fall_back():
-  _, _, params, step = _problem()
-  svd, second = (
-    _land(params, step, method=method) for method in ('svd', 'second_order')
-  )
-  for a, b in zip(
-    test_utils.products_of(svd), test_utils.products_of(second), strict=True
-  ):
-    np.testing.assert_allclose(a, b, atol=1e-12)
-
-
 def test_bad_arguments_are_named():
-  with pytest.raises(ValueError, match="method='exponential'"):
-    prism_optax.retract(method='exponential')
   _, _, params, step = _problem()
   tx = prism_optax.retract()
   with pytest.raises(ValueError, match='retract: `update` needs `params`'):
