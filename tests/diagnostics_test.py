@@ -8,7 +8,7 @@ import pytest
 
 import prism_optax
 from prism_optax import diagnostics
-from tests import oracles, test_utils
+from tests.oracles import oracles, test_utils
 
 pytestmark = pytest.mark.usefixtures('x64')
 M, N, RANK = 9, 7, 3

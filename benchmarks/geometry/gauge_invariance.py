@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 import prism_optax  # noqa: E402
 from benchmarks.common import methods  # noqa: E402
 from prism_optax import lora  # noqa: E402
-from tests import oracles, problems, test_utils  # noqa: E402
+from tests.oracles import oracles, problems, test_utils  # noqa: E402
 
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
 CLIP, BATCH, STDDEV, LEARNING_RATE = 2.0, 5.0, 0.16, 0.05

@@ -44,7 +44,14 @@ class StepContext:
     )
 
   def to_tree(self, stacks: Stacks) -> Any:
-    """The coordinates as a tree in the shapes of the parameters."""
+    """The coordinates as a tree in the shapes of the parameters.
+
+    Args:
+      stacks: Tangent coordinates of either kind, and other leaves.
+
+    Returns:
+      The tree, of arrays in the types of the stacks.
+    """
     return self.tree.tree(stacks.map_pairs(fixed_rank.multiply_out))
 
 

@@ -10,8 +10,9 @@ import optax
 import pytest
 from scipy import stats
 
-from prism_optax import accounting, clip_groups, dp_muon, per_matrix_clipping
-from tests import muon_oracle
+from prism_optax import accounting, dp_muon, transforms
+from prism_optax.transforms import _clip_groups
+from tests.oracles import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers
 
@@ -133,7 +134,7 @@ def _first_release(tx, batch=0):
   }
 
 
-@pytest.mark.parametrize('noise_split', clip_groups.NOISE_SPLITS)
+@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
 def test_noise_of_every_leaf_and_its_joint_multiplier(noise_split):
   """An empty batch too releases noise, of sigma_W C_W / B in every entry."""
   sigma, expected_batch = 1.3, 16.0
@@ -373,9 +374,7 @@ def test_clipped_means_of_jax_privacy_give_the_same_steps():
   }
   direct = dp_muon(0.1, **options)
   means = dp_muon(0.1, per_example_gradients=False, **options)
-  whole = per_matrix_clipping.per_matrix_clip(
-    0.4, weight_dimension_numbers=specs
-  )
+  whole = transforms.per_matrix_clip(0.4, weight_dimension_numbers=specs)
   clipped = clipping.clipped_grad(
     loss,
     l2_clip_norm=whole.sensitivity(params=params),
@@ -383,7 +382,7 @@ def test_clipped_means_of_jax_privacy_give_the_same_steps():
     batch_argnums=1,
     keep_batch_dim=False,
     microbatch_size=4,
-    pre_clipping_transform=per_matrix_clipping.clip_each_matrix(
+    pre_clipping_transform=transforms.clip_each_matrix(
       0.4, weight_dimension_numbers=specs
     ),
   )

@@ -31,9 +31,9 @@ def _step(tx):
   return jax.jit(step, donate_argnums=(0, 1))
 
 
-def _compiled(per_example_gradients, **options):
+def _compiled(per_example_gradients, make=prism_optax.prism, **options):
   params = _params()
-  tx = prism_optax.prism(
+  tx = make(
     0.1,
     l2_clip_norm=1.0,
     noise_multiplier=1.0,
@@ -52,12 +52,19 @@ def _largest_array(program):
 
 
 @pytest.mark.parametrize(
-  'options',
-  [{}, {'basis': 'factor'}, {'orthogonalize': True}, {'weight_decay': 0.1}],
+  ('make', 'options'),
+  [
+    ('prism', {}),
+    ('published_prism', {}),
+    ('prism_muon', {}),
+    ('prism', {'weight_decay': 0.0}),
+  ],
   ids=str,
 )
-def test_no_array_is_as_large_as_a_weight(options):
-  largest = _largest_array(_compiled(False, **options))
+def test_no_array_is_as_large_as_a_weight(make, options):
+  largest = _largest_array(
+    _compiled(False, getattr(prism_optax, make), **options)
+  )
   # All modules of one shape stacked, coordinates beside their bases.
   assert largest <= 2 * MODULES * max(OUTPUTS, INPUTS) * RANK
   assert largest < OUTPUTS * INPUTS / 10

@@ -1,4 +1,4 @@
-"""Options of `prism` are the parts they stand for; bad ones are refused."""
+"""The optimizers are their chains; bad arguments are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import prism_optax
-from tests import problems
+from tests.oracles import problems
 
 SHAPES = [(8, 6, 3), (5, 9, 2)]
 REQUIRED = {
@@ -49,10 +49,22 @@ def _assert_same(alias, chain):
 
 @pytest.mark.slow
 def test_prism_is_its_chain():
-  alias = prism_optax.prism(
-    0.05, **REQUIRED, prng_key=7, weight_decay=0.1, b1=0.8, debias=True,
-    max_update_norm=3.0, retraction_method='second_order',
-  )  # fmt: skip
+  alias = prism_optax.prism(0.05, **REQUIRED, prng_key=7, b1=0.8, b2=0.99)
+  chain = optax.chain(
+    *_head(),
+    prism_optax.scale_by_rank_preconditioner(0.8, 0.99, noise_stddev=STDDEV),
+    prism_optax.add_decayed_factors(0.1),
+    optax.scale_by_learning_rate(0.05),
+    prism_optax.retract(),
+  )
+  _assert_same(alias, chain)
+
+
+@pytest.mark.slow
+def test_every_option_of_the_preconditioner_can_be_chained():
+  """In the fused chain and in optax's, with optax's learning rate."""
+  options = {'b1': 0.8, 'debias': True, 'max_update_norm': 3.0}
+  fused = problems.chain_of(0.05, **REQUIRED, prng_key=7, **options)
   chain = optax.chain(
     *_head(),
     prism_optax.scale_by_rank_preconditioner(
@@ -60,16 +72,14 @@ def test_prism_is_its_chain():
     ),
     prism_optax.add_decayed_factors(0.1),
     optax.scale_by_learning_rate(0.05),
-    prism_optax.retract(method='second_order'),
+    prism_optax.retract(),
   )
-  _assert_same(alias, chain)
+  _assert_same(fused, chain)
 
 
 @pytest.mark.slow
-def test_orthogonalize_is_muon_on_the_manifold():
-  alias = prism_optax.prism(
-    0.05, **REQUIRED, prng_key=7, orthogonalize=True, b1=0.8
-  )
+def test_prism_muon_is_muon_on_the_manifold():
+  alias = prism_optax.prism_muon(0.05, **REQUIRED, prng_key=7, momentum=0.8)
   chain = optax.chain(
     *_head(),
     prism_optax.orthogonalize_tangents(0.8, b1=0.8, coordinate_rms=1.0),
@@ -81,12 +91,12 @@ def test_orthogonalize_is_muon_on_the_manifold():
 
 
 @pytest.mark.slow
-def test_paper_mode_aligns_its_retraction():
-  alias = prism_optax.prism(0.05, **REQUIRED, prng_key=7, basis='factor')
+def test_published_prism_aligns_its_retraction():
+  alias = prism_optax.published_prism(0.05, **REQUIRED, prng_key=7)
   chain = optax.chain(
     *_head(),
-    prism_optax.scale_by_rank_preconditioner(
-      noise_stddev=STDDEV, basis='factor'
+    prism_optax.transforms.scale_by_published_preconditioner(
+      noise_stddev=STDDEV
     ),
     optax.scale_by_learning_rate(0.05),
     prism_optax.retract(align=True),
@@ -94,30 +104,65 @@ def test_paper_mode_aligns_its_retraction():
   _assert_same(alias, chain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ('basis', 'decay', 'bias_correction'),
-  [('orthonormal', 0.1, False), ('factor', 0.0, True)],
-)
-def test_what_is_not_given_depends_on_the_basis(basis, decay, bias_correction):
+def _first_update(tx):
   params = {'lora_a': jnp.eye(4, 1), 'lora_b': jnp.full((1, 3), 0.5)}
   grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
+  return jax.jit(tx.update)(grads, tx.init(params), params)[0]
 
-  def moved_by(**options):
-    tx = prism_optax.prism(0.05, **REQUIRED, prng_key=7, basis=basis, **options)
-    return jax.jit(tx.update)(grads, tx.init(params), params)[0]
 
-  default = moved_by()
-  given = {'weight_decay': decay, 'bias_correction': bias_correction}
-  jax.tree.map(np.testing.assert_array_equal, default, moved_by(**given))
-  for other in (
-    {**given, 'weight_decay': 0.1 - decay},
-    {**given, 'bias_correction': not bias_correction},
-  ):
-    changed = jax.tree.map(
-      lambda x, y: np.max(np.abs(x - y)), default, moved_by(**other)
+def _difference(one, other):
+  return max(
+    float(np.max(np.abs(x - y)))
+    for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True)
+  )
+
+
+@pytest.mark.slow
+def test_what_is_not_given_to_prism():
+  """A little decay, and no correction of the first moment's bias."""
+  default = _first_update(prism_optax.prism(0.05, **REQUIRED, prng_key=7))
+  given = {'weight_decay': 0.1, 'bias_correction': False}
+
+  def chained(**options):
+    return _first_update(
+      problems.chain_of(0.05, **REQUIRED, prng_key=7, **options)
     )
-    assert max(jax.tree.leaves(changed)) > 1e-4, other
+
+  jax.tree.map(np.testing.assert_array_equal, default, chained(**given))
+  for other in (
+    {**given, 'weight_decay': 0.0},
+    {**given, 'bias_correction': True},
+  ):
+    assert _difference(default, chained(**other)) > 1e-4, other
+
+
+@pytest.mark.slow
+def test_what_is_fixed_in_published_prism():
+  """No decay, and the correction of the bias: the first step has no b1."""
+
+  def first(**options):
+    return _first_update(
+      prism_optax.published_prism(0.05, **REQUIRED, prng_key=7, **options)
+    )
+
+  def chained(decay):
+    return _first_update(
+      prism_optax.chain(
+        *_head(),
+        prism_optax.transforms.scale_by_published_preconditioner(
+          noise_stddev=STDDEV
+        ),
+        prism_optax.add_decayed_factors(decay),
+        prism_optax.scale_by_learning_rate(0.05),
+        prism_optax.retract(align=True),
+      )
+    )
+
+  # A decay of zero adds a product with zeros: the same to rounding.
+  assert _difference(first(), chained(0.0)) < 1e-6
+  assert _difference(first(), chained(0.1)) > 1e-4
+  # (1 - b1) g / (1 - b1^1) = g, to rounding.
+  assert _difference(first(), first(b1=0.0)) < 1e-6
 
 
 def test_sensitivity_is_that_of_the_clip():
@@ -130,9 +175,7 @@ def test_hyper_parameters_may_be_injected():
   tx = optax.inject_hyperparams(
     prism_optax.prism,
     static_args=(
-      'prng_key', 'per_example_gradients', 'retraction_method', 'basis',
-      'orthogonalize', 'floor_mode', 'debias', 'transport', 'layout',
-      'max_update_norm', 'weight_decay',
+      'prng_key', 'per_example_gradients', 'layout', 'weight_decay',
     ),
   )(
     learning_rate=optax.linear_schedule(0.05, 0.0, 4), **REQUIRED, prng_key=7
@@ -154,30 +197,53 @@ def test_hyper_parameters_may_be_injected():
     ('b1', 1.0),
     ('b2', -0.1),
     ('eps', -1e-8),
-    ('floor_mode', 'trace'),
     ('floor_factor', -1.0),
-    ('max_condition_number', 0.5),
-    ('basis', 'svd'),
-    ('max_update_norm', 0.0),
-    ('retraction_method', 'qr'),
     ('prng_key', 'secret'),
   ],
 )
 def test_bad_arguments_are_named(name, value):
-  options = {**REQUIRED, name: value}
-  label = {'retraction_method': 'method'}.get(name, name)
-  with pytest.raises(ValueError, match=label):
-    prism_optax.prism(0.1, **options)
+  with pytest.raises(ValueError, match=name):
+    prism_optax.prism(0.1, **{**REQUIRED, name: value})
 
 
 @pytest.mark.parametrize(
-  'options', [{}, {'basis': 'factor'}, {'orthogonalize': True}]
+  ('make', 'name', 'value'),
+  [
+    ('published_prism', 'floor_mode', 'trace'),
+    ('published_prism', 'floor_factor', -1.0),
+    ('published_prism', 'noise_multiplier', -1.0),
+    ('prism_muon', 'momentum', 1.0),
+    ('prism_muon', 'weight_decay', -0.1),
+    ('prism_muon', 'expected_batch_size', 0),
+  ],
 )
-def test_parameters_and_state_may_be_donated(options):
+def test_bad_arguments_of_the_other_forms_are_named(make, name, value):
+  with pytest.raises(ValueError, match=name):
+    getattr(prism_optax, make)(0.1, **{**REQUIRED, name: value})
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [
+    ('max_condition_number', 0.5),
+    ('max_update_norm', 0.0),
+    ('floor_factor', -1.0),
+  ],
+)
+def test_bad_arguments_of_the_preconditioner_are_named(name, value):
+  with pytest.raises(ValueError, match=name):
+    problems.chain_of(0.1, **{**REQUIRED, name: value})
+
+
+FORMS = ('prism', 'published_prism', 'prism_muon')
+
+
+@pytest.mark.parametrize('make', FORMS)
+def test_parameters_and_state_may_be_donated(make):
   """From the first step on: no buffer of the initial state is there twice."""
   problem = problems.Problem(SHAPES)
   params = problem.params(*problem.start(), jnp.float32)
-  tx = prism_optax.prism(0.05, **REQUIRED, **options)
+  tx = getattr(prism_optax, make)(0.05, **REQUIRED)
   state = tx.init(params)
   grads = jax.tree.map(lambda x: jnp.ones((3, *x.shape)), params)
 

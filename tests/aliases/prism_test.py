@@ -10,7 +10,7 @@ import pytest
 
 import prism_optax
 from prism_optax import lora
-from tests import optimizer_oracles, oracles, problems
+from tests.oracles import optimizer_oracles, oracles, problems
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -31,6 +31,18 @@ def prism(learning_rate, **options):
   )
 
 
+def spelled_out(learning_rate, **options):
+  """The chain that `prism` is, for options that `prism` does not have."""
+  return problems.chain_of(
+    learning_rate,
+    l2_clip_norm=CLIP,
+    noise_multiplier=MULTIPLIER,
+    expected_batch_size=BATCH_SIZE,
+    prng_key=SEED,
+    **options,
+  )
+
+
 @functools.cache
 def privatizer(layout):
   """The noise of `prism` alone: the same privatizer with the same key."""
@@ -40,8 +52,8 @@ def privatizer(layout):
 
 @functools.partial(jax.jit, static_argnames=('debias',))
 def traced_update(grads, state, params, debias, learning_rate, **options):
-  """An update of `prism` with hyper-parameters that are known at run time."""
-  tx = prism(learning_rate, debias=debias, **options)
+  """An update with hyper-parameters that are known at run time."""
+  tx = spelled_out(learning_rate, debias=debias, **options)
   return tx.update(grads, state, params)
 
 
@@ -134,7 +146,7 @@ def test_prism_follows_the_oracle_with_every_option():
   common = {'weight_decay': 0.1, 'layout': lora.Layout(scale=4.0)}
   # Powers of two: the same numbers in whatever type optax computes them.
   learning_rate = optax.piecewise_constant_schedule(0.125, {10: 0.25})
-  tx = prism(learning_rate, **options, **common)
+  tx = spelled_out(learning_rate, **options, **common)
   assert_same_trajectory(
     problem,
     factors,
@@ -179,7 +191,7 @@ def follow_traced(seed, make, **options):
     k: v if k == 'debias' else jnp.asarray(v) for k, v in everything.items()
   }
   # A traced decay has its place in the chain, whatever its value.
-  tx = prism(0.05, max_update_norm=1.0, weight_decay=1.0)
+  tx = spelled_out(0.05, max_update_norm=1.0, weight_decay=1.0)
   state = tx.init(problem.params(factors, extra))
   assert_same_trajectory(
     problem,

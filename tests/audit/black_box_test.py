@@ -11,6 +11,7 @@ import pytest
 
 import prism_optax
 from tests.audit import harness
+from tests.oracles import problems
 
 SIGMA, STEPS = 2.0, 2
 COMMON = {
@@ -19,9 +20,9 @@ COMMON = {
 }
 
 
-def _prism(**options):
+def _prism(make=prism_optax.prism, **options):
   def optimizer_of(key, noise):
-    return prism_optax.prism(
+    return make(
       0.05, noise_multiplier=SIGMA * noise, prng_key=key, **COMMON, **options
     )
 
@@ -44,9 +45,9 @@ def _muon(key, noise):
 
 OPTIMIZERS = {
   'prism': _prism(),
-  'prism, factor basis': _prism(basis='factor'),
-  'prism, momentum only': _prism(max_condition_number=1.0),
-  'prism, Muon': _prism(orthogonalize=True),
+  'published_prism': _prism(prism_optax.published_prism),
+  'prism, momentum only': _prism(problems.chain_of, max_condition_number=1.0),
+  'prism_muon': _prism(prism_optax.prism_muon),
   'dp_muon': _muon,
 }
 

@@ -26,16 +26,23 @@ def direction(kind, noise_multiplier):
   rate = optax.scale_by_learning_rate(LEARNING_RATE)
   if kind == 'muon':
     return [prism_optax.orthogonalize_tangents(), rate, prism_optax.retract()]
+  if kind == 'published':
+    return [
+      prism_optax.transforms.scale_by_published_preconditioner(
+        noise_stddev=stddev
+      ),
+      rate,
+      prism_optax.retract(align=True),
+    ]
   options = {
     'orthonormal': {},
-    'factor': {'basis': 'factor'},
     # All eigenvalues raised to the largest: a momentum and nothing else.
     'momentum': {'max_condition_number': 1.0},
   }[kind]
   return [
     prism_optax.scale_by_rank_preconditioner(noise_stddev=stddev, **options),
     rate,
-    prism_optax.retract(align=kind == 'factor'),
+    prism_optax.retract(),
   ]
 
 

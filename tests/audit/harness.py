@@ -33,7 +33,7 @@ from jax_privacy import auditing
 
 import prism_optax
 from prism_optax import accounting
-from tests import oracles, test_utils
+from tests.oracles import oracles, test_utils
 
 # A correct mechanism goes above its claim in one of a thousand audits. Keys are
 # fixed, so a test that has passed once passes always.

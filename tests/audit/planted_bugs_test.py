@@ -155,15 +155,15 @@ def test_moments_of_factors_that_read_a_part_without_noise():
   _go_above(*harness.attacked(play, DRAWS))
 
   def honest_play(key, canary, noise):
-    """The moments of the library's own factor basis, after one step."""
+    """The moments of the library's published preconditioner, after one step."""
     del noise
 
     def moments(stddev, present):
       tx = optax.chain(
         chains.clip(),
         chains.prism_optax.tangent_privatizer(stddev, prng_key=key),
-        chains.prism_optax.scale_by_rank_preconditioner(
-          noise_stddev=stddev, basis='factor'
+        chains.prism_optax.transforms.scale_by_published_preconditioner(
+          noise_stddev=stddev
         ),
       )
       batch, _ = harness.batch_of(where, where.params)

@@ -10,7 +10,7 @@ from dp_accounting import pld
 from finetuning import privacy, sampling
 
 import prism_optax
-from tests import oracles, test_utils
+from tests.oracles import oracles, test_utils
 
 CLIP, EXPECTED, STDDEV = 0.7, 4.0, 0.3
 PARAMS = test_utils.tree_of(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from tests import oracles
+from tests.oracles import oracles
 
 # m, n and r differ; then r = min(m, n) on either side, and r = 1.
 SHAPES = [(12, 9, 4), (7, 16, 4), (5, 11, 5), (13, 4, 4), (8, 6, 1)]
@@ -36,7 +36,7 @@ compiled = types.SimpleNamespace(
   norm=jax.jit(fixed_rank.norm),
   embed=jax.jit(fixed_rank.embed),
   transport=jax.jit(fixed_rank.transport),
-  retract=jax.jit(fixed_rank.retract, static_argnames=('method', 'align')),
+  retract=jax.jit(fixed_rank.retract, static_argnames=('align',)),
 )
 
 

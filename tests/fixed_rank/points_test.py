@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from tests import oracles
 from tests.fixed_rank.cases import (
   CONDITIONS,
   DEFICIENT,
@@ -22,6 +21,7 @@ from tests.fixed_rank.cases import (
   sides,
   zeros,
 )
+from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -1,11 +1,10 @@
-"""The retractions against the best approximation of an SVD."""
+"""The retraction against the best approximation of an SVD."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import oracles
 from tests.fixed_rank.cases import (
   DEFICIENT,
   EPS,
@@ -22,6 +21,7 @@ from tests.fixed_rank.cases import (
   scaled,
   shapes,
 )
+from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -106,54 +106,20 @@ def test_retraction_in_float32():
   tangent = step_of_size(factors, frame, 0.3)
   target = point.z + np.asarray(compiled.embed(frame, tangent), np.float64)
   exact = oracles.best_approximation(target, 4)
-  for method in ('svd', 'second_order'):
-    new = compiled.retract(frame, tangent, method=method)
-    assert new.left.dtype == new.right.dtype == jnp.float32
-    assert oracles.relative_error(product(new), exact) < 3e-6
+  new = compiled.retract(frame, tangent)
+  assert new.left.dtype == new.right.dtype == jnp.float32
+  assert oracles.relative_error(product(new), exact) < 3e-6
 
 
-def test_second_order_retraction_is_off_by_the_third_power_of_the_step():
-  factors, point, _ = random_problem(32, 20, 14, 3, 1.5)
-  frame = compiled.frame(factors)
-  errors = []
-  for size in (2e-2, 2e-3, 2e-4):
-    tangent = step_of_size(factors, frame, size)
-    new = compiled.retract(frame, tangent, method='second_order')
-    target = point.z + compiled.embed(frame, tangent)
-    exact = oracles.best_approximation(np.asarray(target), 3)
-    errors.append(oracles.relative_error(product(new), exact))
-  assert errors[0] > 1e-9, 'The step is too small to see an order.'
-  # A tenth of the step, a thousandth of the error: factor addition, which is
-  # of second order, would give a hundredth.
-  assert errors[1] < errors[0] / 500
-  assert errors[2] < max(errors[1] / 500, 1e-14)
-
-
-@pytest.mark.parametrize(
-  ('condition', 'size'), [(1.0, 0.5), (100.0, 0.02), (1e6, 1e-3)]
-)
-def test_second_order_retraction_falls_back_where_it_would_be_wrong(
-  condition, size
-):
-  factors, point, _ = random_problem(33, 20, 14, 3, condition)
-  frame = compiled.frame(factors)
-  tangent = step_of_size(factors, frame, size)
-  new = compiled.retract(frame, tangent, method='second_order')
-  target = np.asarray(point.z + compiled.embed(frame, tangent))
-  exact = oracles.best_approximation(target, 3)
-  assert oracles.relative_error(product(new), exact) < 1e-12
-
-
-@pytest.mark.parametrize('method', ['svd', 'second_order'])
 @pytest.mark.parametrize('kind', ['full', *DEFICIENT])
-def test_no_step_keeps_the_factors(method, kind):
+def test_no_step_keeps_the_factors(kind):
   if kind == 'full':
     factors, _, _ = random_problem(34, 12, 9, 4, 10.0)
   else:
     factors = as_factors(deficient_factors(34, 12, 9, 4, kind))
   frame = compiled.frame(factors)
   zero = jax.tree.map(jnp.zeros_like, as_tangent(*factors))
-  new = compiled.retract(frame, zero, method=method)
+  new = compiled.retract(frame, zero)
   for a, b in zip(new, factors, strict=True):
     assert oracles.relative_error(a, b) < 20 * EPS[np.float64]
 
@@ -166,25 +132,23 @@ def minus_z(factors, frame, keep=0):
   return as_tangent(np.zeros_like(left), dense.T @ np.asarray(frame.left))
 
 
-@pytest.mark.parametrize('method', ['svd', 'second_order'])
-def test_a_step_that_erases_everything_keeps_one_side(method):
+def test_a_step_that_erases_everything_keeps_one_side():
   """Both factors zero could never be trained again."""
   # Powers of two make Z + T cancel without rounding.
   factors = as_factors((np.eye(12, 4) * [8.0, 4.0, 2.0, 1.0], np.eye(9, 4)))
   frame = compiled.frame(factors)
-  new = compiled.retract(frame, minus_z(factors, frame), method=method)
+  new = compiled.retract(frame, minus_z(factors, frame))
   assert not product(new).any()
   ranks = sorted(np.linalg.matrix_rank(np.asarray(f)) for f in new)
   assert ranks == [0, 4]
 
 
-@pytest.mark.parametrize('method', ['svd', 'second_order'])
 @pytest.mark.parametrize('rank', [2, 3])
-def test_a_lost_direction_keeps_one_side_alive(method, rank):
+def test_a_lost_direction_keeps_one_side_alive(rank):
   factors, _, _ = random_problem(36, 12, 9, rank, 2.0)
   frame = compiled.frame(factors)
   tangent = minus_z(factors, frame, keep=rank - 1)
-  new = compiled.retract(frame, tangent, method=method)
+  new = compiled.retract(frame, tangent)
   exact = oracles.best_approximation(product(factors), rank - 1)
   assert oracles.relative_error(product(new), exact) < 1e-12
   ranks = [np.linalg.matrix_rank(np.asarray(f), rtol=1e-6) for f in new]
@@ -211,15 +175,14 @@ def test_retraction_does_not_depend_on_the_gauge():
 
 
 @deficient
-@pytest.mark.parametrize('method', ['svd', 'second_order'])
 @pytest.mark.parametrize('dtype', [np.float64, np.float32])
 def test_a_step_from_deficient_factors_lands_on_the_best_approximation(
-  kind, method, dtype
+  kind, dtype
 ):
   factors = as_factors(deficient_factors(24, 12, 9, 4, kind), dtype)
   frame = compiled.frame(factors)
   tangent = scaled(random_tangent(25, frame), 0.3)
-  new = compiled.retract(frame, tangent, method=method)
+  new = compiled.retract(frame, tangent)
   target = np.asarray(factors.left, np.float64) @ np.asarray(factors.right).T
   target = target + compiled.embed(frame, tangent)
   exact = oracles.best_approximation(np.asarray(target), 4)
@@ -234,13 +197,6 @@ def test_one_step_from_the_default_initialisation_gives_full_rank(zero):
   new = compiled.retract(frame, tangent)
   for factor in new:
     assert np.linalg.matrix_rank(np.asarray(factor)) == 4
-
-
-def test_an_unknown_retraction_is_refused():
-  factors, _, _ = random_problem(46, 7, 5, 2)
-  frame = compiled.frame(factors)
-  with pytest.raises(ValueError, match="'qr'"):
-    compiled.retract(frame, random_tangent(47, frame), method='qr')
 
 
 @pytest.mark.parametrize('case', range(5))

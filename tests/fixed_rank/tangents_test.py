@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from tests import oracles
 from tests.fixed_rank.cases import (
   EPS,
   as_factors,
@@ -20,6 +19,7 @@ from tests.fixed_rank.cases import (
   shapes,
   zeros,
 )
+from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from tests import oracles
+from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 EPS = np.finfo(np.float64).eps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
-from tests import oracles
+from tests.oracles import oracles
 
 
 def _tree(left, right, dtype=np.float64):

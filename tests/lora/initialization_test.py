@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
-from tests import oracles, test_utils
 from tests.lora import merging_test
+from tests.oracles import oracles, test_utils
 
 
 def _params(dtype=jnp.float32):

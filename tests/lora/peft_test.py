@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 
 from prism_optax import lora
 from prism_optax._modules import ModuleTree
-from tests import oracles
+from tests.oracles import oracles
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'

@@ -13,7 +13,7 @@ from hypothesis import given
 
 import prism_optax
 from prism_optax import diagnostics, fixed_rank
-from tests import oracles, test_utils
+from tests.oracles import oracles, test_utils
 from tests.properties import cases
 
 SHAPES = st.sampled_from([(5, 4, 2), (3, 3, 3), (6, 2, 1)])

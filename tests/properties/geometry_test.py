@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import fixed_rank, lora, orthogonalization
+from prism_optax import fixed_rank, lora, muon
 from tests.properties import cases
 
 # Many small programs, called one by one.
@@ -207,8 +207,7 @@ def test_post_processing_is_finite_and_stays_tangent(name, seed, size):
 def test_orthogonalize_is_bounded_and_odd(seed, size, degree, normalize):
   x = _pair(fixed_rank.Factors, seed, (5, 4, 3), size).left
   y, minus = (
-    orthogonalization.orthogonalize(z, degree=degree, normalize=normalize)
-    for z in (x, -x)
+    muon.newton_schulz(z, degree=degree, normalize=normalize) for z in (x, -x)
   )
   assert np.linalg.norm(y, 2) <= 1.3
   _close(y, -minus)

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 
 from prism_optax import accounting, inference
-from tests import oracles
+from tests.oracles import oracles
 from tests.properties import cases
 
 RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))

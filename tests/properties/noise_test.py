@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from tests import oracles, problems
+from prism_optax import transforms
+from tests.oracles import oracles, problems
 from tests.properties import cases
 
 x64 = pytest.mark.usefixtures('x64')
@@ -29,7 +30,7 @@ CONDITIONS = st.sampled_from([1.0, 1e3])
 def test_correlated_noise_has_the_size_of_its_rows(seed, steps, more, stddev):
   rng = np.random.default_rng(seed)
   noising = np.tril(rng.normal(size=(steps + more,) * 2))
-  found = prism_optax.correlated_noise_stddev(noising, stddev, steps)
+  found = transforms.correlated_noise_stddev(noising, stddev, steps)
   covariance = stddev**2 * noising @ noising.T
   np.testing.assert_allclose(
     found, np.sqrt(np.diag(covariance))[:steps], rtol=1e-9
@@ -39,7 +40,7 @@ def test_correlated_noise_has_the_size_of_its_rows(seed, steps, more, stddev):
     def row_norms_squared(self, steps):
       return np.sum(noising[:steps] ** 2, axis=1)
 
-  again = prism_optax.correlated_noise_stddev(Streaming(), stddev, steps)
+  again = transforms.correlated_noise_stddev(Streaming(), stddev, steps)
   np.testing.assert_allclose(again, found, rtol=1e-12)
 
 
@@ -135,7 +136,7 @@ def test_correlated_noise_stays_where_the_matrix_stays(seed, condition, size):
 
 @functools.cache
 def _augmented():
-  tx = prism_optax.augmented_optimizer(
+  tx = transforms.augmented_optimizer(
     optax.chain(optax.scale(-0.1), prism_optax.retract())
   )
 

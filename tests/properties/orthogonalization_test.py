@@ -13,9 +13,9 @@ import optax
 import pytest
 from hypothesis import given
 
-import prism_optax
-from prism_optax import orthogonalization
-from tests import muon_oracle, oracles
+from prism_optax import _linalg, muon, transforms
+from prism_optax.muon import _newton_schulz
+from tests.oracles import muon_oracle, oracles
 from tests.properties import cases
 
 NORMALIZATIONS = ('max1', 'frobenius', 'none')
@@ -34,12 +34,12 @@ x64 = pytest.mark.usefixtures('x64')
 @given(st.integers(1, 25))
 def test_coefficients_are_those_of_the_inverse_root(degree):
   """Their square is the series of 1 / (1 - u), to the last bit."""
-  c = orthogonalization.coefficients(degree)
+  c = muon.coefficients(degree)
   exact = list(map(fractions.Fraction, c))
   assert len(c) == degree + 1
   for k in range(degree + 1):
     assert sum(exact[j] * exact[k - j] for j in range(k + 1)) == 1
-  slope = orthogonalization.slope_at_zero(degree)
+  slope = muon.slope_at_zero(degree)
   assert math.isclose(slope, math.fsum(c), rel_tol=1e-14)
 
 
@@ -62,20 +62,20 @@ def test_options_are_checked_and_named(degree, steps, normalize):
     if is_bad
   ]  # fmt: skip
   if not bad:
-    orthogonalization.check_options(degree, steps, normalize)
+    _newton_schulz.check_options(degree, steps, normalize)
     return
   with pytest.raises(ValueError, match=f'Expected {bad[0]} '):
-    orthogonalization.check_options(degree, steps, normalize)
+    _newton_schulz.check_options(degree, steps, normalize)
 
 
 @functools.cache
 def _normalized(normalize):
   @jax.jit
   def run(x, y):
-    x, y = map(orthogonalization.at_least_float32, (x, y))
-    norm = orthogonalization.frobenius_norm(x, y)
-    divisor = orthogonalization.divisor(normalize, norm)
-    return norm, orthogonalization.frobenius_norm(x / divisor, y / divisor)
+    x, y = map(_linalg.at_least_float32, (x, y))
+    norm = _newton_schulz.frobenius_norm(x, y)
+    divisor = _newton_schulz.divisor(normalize, norm)
+    return norm, _newton_schulz.frobenius_norm(x / divisor, y / divisor)
 
   return run
 
@@ -93,7 +93,7 @@ def test_norms_do_not_overflow_and_normalize(seed, size, dtype, normalize):
     (size * rng.normal(size=(2, *shape))).astype(DTYPES[dtype])
     for shape in ((3, 4), (2, 5))
   )
-  assert orthogonalization.at_least_float32(x).dtype == np.float32
+  assert _linalg.at_least_float32(x).dtype == np.float32
   norm, after = _normalized(normalize)(x, y)
   assert norm.shape == after.shape == (2, 1, 1)
   exact = np.sqrt(
@@ -111,7 +111,7 @@ def test_norms_do_not_overflow_and_normalize(seed, size, dtype, normalize):
 def _iterated(degree, steps, normalize):
   return jax.jit(
     functools.partial(
-      orthogonalization.orthogonalize,
+      muon.newton_schulz,
       degree=degree, steps=steps, normalize=normalize,
     )
   )  # fmt: skip
@@ -140,7 +140,7 @@ def test_iteration_acts_on_singular_values_alone(seed, shape, size, options):
   values = muon_oracle.singular_values(s, degree, steps)
   np.testing.assert_allclose(found, (u * values) @ vt, atol=1e-12)
   # Towards one and never beyond; by no more than the slope at zero.
-  gain = orthogonalization.slope_at_zero(degree) ** steps
+  gain = muon.slope_at_zero(degree) ** steps
   assert (values <= 1 + 1e-12).all()
   assert (values <= gain * s * (1 + 1e-12)).all()
   q = [oracles.random_orthonormal(rng, k, k) for k in shape]
@@ -155,9 +155,9 @@ def test_iteration_acts_on_singular_values_alone(seed, shape, size, options):
 @functools.cache
 def _transformed(corrected, stacked):
   """The transformation on a tree of a matrix, a stack and a vector."""
-  correction = prism_optax.BiasCorrection(0.0, 0.9, prng_key=0)
+  correction = transforms.BiasCorrection(0.0, 0.9, prng_key=0)
   numbers = optax.contrib.MuonDimensionNumbers
-  tx = prism_optax.orthogonalize(
+  tx = transforms.orthogonalize(
     degree=2,
     steps=3,
     bias_correction=correction if corrected else None,
@@ -227,7 +227,7 @@ def _corrected(probes):
   @jax.jit
   def run(x, stddev, key, scale):
     return [
-      orthogonalization.subtract_bias(
+      muon.subtract_bias(
         function,
         x,
         stddev,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from tests import oracles, problems
+from tests.oracles import oracles, problems
 from tests.properties import cases
 
 # Each transformation is compiled for one problem, in double precision.

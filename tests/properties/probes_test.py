@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from tests import oracles
+from prism_optax import transforms
+from tests.oracles import oracles
 from tests.properties import cases
 
 
@@ -40,7 +41,7 @@ def _probed(name):
         )
       )
 
-    probes = prism_optax.tangent_probes(params, layout=layout)
+    probes = transforms.tangent_probes(params, layout=layout)
     grads = jax.grad(lambda z: loss(probes.attach(z)))(probes.zeros)
     whitened = prism_optax.tangent_coordinates(params, layout=layout)
     return (

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import lora
+from prism_optax import _modules, fixed_rank, lora, transforms
+from prism_optax.transforms import _intrinsic_clip
 from tests.properties import cases
 
 CLIP, DIVISOR = 0.7, 4.0
@@ -55,10 +56,10 @@ def _norms(name):
 
   @jax.jit
   def norms(params, grads):
-    adapters = lora.Adapters(params, layout)
-    frames = adapters.frames(params)
-    gradients = adapters.gradients(grads, 1)
-    groups, _ = adapters.in_place(grads, 1)
+    modules = _modules.ModuleTree(params, layout)
+    frames = modules.frames(params)
+    gradients = modules.gradients(grads, 1)
+    groups, _ = modules.per_module(grads, 1)
     whitened = [
       x @ inverse
       for frame, pair in zip(frames, gradients.pairs, strict=True)
@@ -67,12 +68,14 @@ def _norms(name):
         (pair.right, frame.left_inverse),
       )
     ]
-    coordinates = lora.to_coordinates(frames, gradients).pairs
+    coordinates = _modules.map_pairs(
+      fixed_rank.tangent_from_gradients, frames, gradients.pairs
+    )
     return (
-      lora.squared_gradient_norms(frames, groups),
+      _intrinsic_clip.squared_norms(frames, groups),
       squares(jax.tree.leaves(coordinates)),
       squares(whitened),
-      lora.columns_are_orthogonal(frames),
+      _intrinsic_clip.columns_are_orthogonal(frames),
     )
 
   return norms
@@ -133,7 +136,7 @@ def _each_matrix(kind):
     plain = optax.contrib.MuonDimensionNumbers(1, 2)
     numbers = {'lora_a': plain, 'lora_b': plain, 'head': None}
   return norms, jax.jit(
-    prism_optax.clip_each_matrix(norms, weight_dimension_numbers=numbers)
+    transforms.clip_each_matrix(norms, weight_dimension_numbers=numbers)
   )
 
 
@@ -264,10 +267,10 @@ def test_canonical_gauge_keeps_every_product(name, seed, scale):
 
 
 def _products(name, tree):
-  blocks = lora.Adapters(tree, cases.layout_of(name)).factors(tree)
+  stacks = _modules.ModuleTree(tree, cases.layout_of(name)).factors(tree)
   return [
     np.float64(p.left) @ np.swapaxes(np.float64(p.right), -1, -2)
-    for p in blocks.pairs
+    for p in stacks.pairs
   ]
 
 
@@ -286,14 +289,14 @@ def test_a_step_of_zero_stays_and_a_step_lands_where_it_should(name, seed):
     y - x
     for x, y in zip(_products(name, params), _products(name, new), strict=True)
   ]
-  blocks = lora.Adapters(params, cases.layout_of(name)).coordinates(step)
-  expected = cases.norm(blocks.pairs)
+  stacks = _modules.ModuleTree(params, cases.layout_of(name)).coordinates(step)
+  expected = cases.norm(stacks.pairs)
   # Curvature: the square of the step over the smallest singular value.
   smallest = min(
     np.linalg.svd(z, compute_uv=False)[..., rank - 1].min()
     for z, rank in zip(
       _products(name, params),
-      [p.left.shape[-1] for p in blocks.pairs],
+      [p.left.shape[-1] for p in stacks.pairs],
       strict=True,
     )
   )

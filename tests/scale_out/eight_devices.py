@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import prism_optax
-from prism_optax import lora, noise_addition
+from prism_optax import lora, transforms
 from tests.scale_out import training
 
 AUTO = jax.sharding.AxisType.Auto
@@ -169,7 +169,7 @@ def noise():
       difference=max(training.worst_difference(x, found[0]) for x in found),
       distinct=len(np.unique(values)) == values.size,
     )  # fmt: skip
-  default = noise_addition.TangentPrivatizerState
+  default = transforms.TangentPrivatizerState
   state = prism_optax.tangent_privatizer(1.0).init(training.make_params())
   assert isinstance(state, default)
   report(

@@ -8,7 +8,7 @@ import pytest
 from prism_optax import fixed_rank, lora
 from prism_optax._modules import ModuleTree
 from prism_optax.transforms import _intrinsic_clip
-from tests import oracles
+from tests.oracles import oracles
 
 BATCH = 7
 pytestmark = pytest.mark.usefixtures('x64')

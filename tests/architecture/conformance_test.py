@@ -1,0 +1,313 @@
+"""Known failures of DP libraries, one test each: the names read as the list.
+
+Each test states what is right here and, where it is not obvious, shows that the
+failure would be seen.
+"""
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import jax_privacy
+import numpy as np
+import optax
+import pytest
+from jax_privacy import noise_addition
+
+import prism_optax
+from prism_optax import _modules, accounting, diagnostics, fixed_rank
+from tests.oracles import oracles, test_utils
+
+SHAPES = [(9, 7, 3), (6, 11, 2)]
+OPTIONS = {
+  'l2_clip_norm': 1.0,
+  'noise_multiplier': 0.8,
+  'expected_batch_size': 16.0,
+}
+STDDEV = 0.8 / 16
+
+
+def _params(seed=0):
+  rng = np.random.default_rng(seed)
+  factors = [oracles.random_factors(rng, *shape) for shape in SHAPES]
+  return test_utils.tree_of(factors, np.ones(4), jnp.float32)
+
+
+def _grads(params, batch, scale=1.0, seed=1):
+  """Gradients of examples, as functions of the products have them."""
+  rng = np.random.default_rng(seed)
+  dense = [scale * rng.normal(size=(batch, m, n)) for m, n, _ in SHAPES]
+  extra = scale * rng.normal(size=(batch, 4))
+  return test_utils.factor_gradients(
+    test_utils.factors_of(params), dense, extra, jnp.float32
+  )
+
+
+def _release(params, grads, seed=3, **update_args):
+  """What leaves the mechanism in one step of `prism`: clip, noise, project."""
+  tx = optax.chain(
+    prism_optax.intrinsic_clip(1.0, normalize_by=16.0),
+    prism_optax.tangent_privatizer(STDDEV, prng_key=seed),
+  )
+  return tx.update(grads, tx.init(params), params, **update_args)[0]
+
+
+def _minus(x, y):
+  return jax.tree.map(jnp.subtract, x, y)
+
+
+def test_realised_batch_size_as_divisor():
+  """Twice the examples, twice the signal: nothing divides by how many came."""
+  params = _params()
+  grads = _grads(params, 5, scale=1e-3)  # Nothing is clipped.
+  twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), grads)
+  empty = jax.tree.map(lambda x: x[:0], grads)
+  noise = _release(params, empty)
+  once = _minus(_release(params, grads), noise)
+  both = _minus(_release(params, twice), noise)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(2 * x, y, atol=1e-7), once, both
+  )
+
+
+def test_empty_batch_without_noise():
+  params = _params()
+  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
+  padded = _grads(params, 3)
+  for release in (
+    _release(params, empty),
+    _release(params, padded, is_padding_example=jnp.ones(3, bool)),
+  ):
+    energy = float(optax.tree.norm(release, squared=True)) / STDDEV**2
+    dimension = sum(r * (m + n - r) for m, n, r in SHAPES) + 4
+    assert abs(energy / dimension - 1) < 5 * np.sqrt(2 / dimension)
+
+
+def test_noise_per_micro_batch_chunk():
+  """Chunks are summed before noise: the same draw for any chunk size."""
+  params = _params()
+  grads = _grads(params, 8)
+  transform = prism_optax.tangent_coordinates(params)
+  releases = []
+  for size in (1, 2, 8):
+    clipped = jax_privacy.clipped_grad(
+      lambda p, g: sum(
+        jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(p), jax.tree.leaves(g),
+                                       strict=True)
+      ),
+      l2_clip_norm=1.0, normalize_by=16.0, keep_batch_dim=False,
+      pre_clipping_transform=transform, microbatch_size=size,
+    )(params, grads)  # fmt: skip
+    tx = prism_optax.tangent_privatizer(STDDEV, prng_key=3)
+    releases.append(tx.update(clipped, tx.init(params), params)[0])
+  for other in (*releases[1:], _release(params, grads)):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, atol=3e-7),
+      releases[0],
+      other,
+    )
+
+
+def test_noise_for_the_sum_added_to_the_mean():
+  """`prism` scales its noise by C / b, and tells the preconditioner so."""
+  params = _params()
+  tx = prism_optax.prism(1.0, b1=0.0, **OPTIONS, prng_key=0)
+  state = tx.init(params)
+  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
+  total = 0.0
+  trials = 60
+  update = jax.jit(tx.update)
+  for _ in range(trials):
+    _, state = update(empty, state, params)
+  for moments in state[2].pairs:
+    # V of pure noise is s^2 I, and the noise covariance the state carries.
+    for nu, noise in zip(moments.nu, moments.noise, strict=True):
+      total = jnp.trace(nu, axis1=1, axis2=2) / jnp.trace(
+        noise, axis1=1, axis2=2
+      )
+      assert np.abs(total - 1).max() < 0.25
+      decay = 1 - 0.999**trials
+      np.testing.assert_allclose(
+        jnp.linalg.eigvalsh(noise) / decay, STDDEV**2, rtol=1e-3
+      )
+
+
+def test_key_reuse_across_leaves_steps_and_restarts():
+  params = _params()
+  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
+  tx = prism_optax.prism(1.0, **OPTIONS)
+  rows = []
+  state = tx.init(params)
+  keys = [jax.random.key_data(state[1].prng_key)]
+  for _ in range(3):
+    _, state = tx.update(empty, state, params)
+    keys.append(jax.random.key_data(state[1].prng_key))
+  for _ in range(3):  # A restart takes a new seed.
+    keys.append(jax.random.key_data(tx.init(params)[1].prng_key))
+  assert len(np.unique(np.array(keys), axis=0)) == len(keys)
+  noise = _release(params, empty)
+  rows = np.concatenate([np.ravel(x) for x in jax.tree.leaves(noise)])
+  assert len(np.unique(rows)) == len(rows)
+
+
+def test_unnoised_component_in_a_factor_pair():
+  """Along every direction that signal can take, noise has the full variance.
+
+  Shown on the step of the factors, where a lift of signal and noise by
+  different rules leaves a noise-free combination.
+  """
+  params = _params()
+  (module,) = _modules.ModuleTree({'m0': params['m0']}).frames(
+    {'m0': params['m0']}
+  )
+  frame = jax.tree.map(lambda x: x[0], module)
+  zeros = optax.tree.zeros_like({'m0': params['m0']})
+
+  def lifted(key):
+    tx = prism_optax.tangent_privatizer(1.0, prng_key=key)
+    noise, _ = tx.update(zeros, tx.init(zeros | params), {'m0': params['m0']})
+    x = fixed_rank.Tangent(noise['m0']['lora_b'].T, noise['m0']['lora_a'])
+    steps = fixed_rank.lift(frame, x)
+    return jnp.concatenate([steps.left.ravel(), steps.right.ravel()])
+
+  keys = jax.random.split(jax.random.key(0), 4000)
+  noise = np.float64(jax.lax.map(lifted, keys))
+  covariance = noise.T @ noise / len(noise)
+  # The signal's directions: lifts of all unit coordinates.
+  m, n, rank = SHAPES[0]
+  signal = []
+  for i in range((m + n) * rank):
+    unit = np.zeros((m + n) * rank, np.float32)
+    unit[i] = 1
+    x = fixed_rank.Tangent(
+      jnp.asarray(unit[: m * rank]).reshape(m, rank),
+      jnp.asarray(unit[m * rank :]).reshape(n, rank),
+    )
+    steps = fixed_rank.lift(frame, fixed_rank.project(frame, x))
+    signal.append(np.concatenate([np.ravel(steps.left), np.ravel(steps.right)]))
+  signal = np.float64(signal)
+  # Sensitivity in the metric of the noise: at most that of the clip, 1.
+  inverse = np.linalg.pinv(covariance, rcond=1e-5)
+  leverage = np.linalg.eigvalsh(signal @ inverse @ signal.T).max()
+  assert leverage < 1.25  # 1 exactly; 4,000 draws in 39 dimensions.
+  outside = signal - signal @ (covariance @ inverse)
+  assert np.abs(outside).max() < 1e-3
+
+
+@pytest.mark.parametrize('size', [1e-4, 1e-6, 1e-12, 0.0])
+def test_damped_whitening(size):
+  """Small factors: signal and noise are whitened alike, or masked alike."""
+  params = _params()
+  params['m0']['lora_b'] *= size
+  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
+  energy = []
+  for seed in range(40):
+    noise = _release(params, empty, seed=seed)['m0']
+    energy.append(sum(float(jnp.sum(x**2)) for x in noise.values()))
+  m, n, rank = SHAPES[0]
+  dimension = rank * (m + n - rank) if size else m * rank
+  expected = STDDEV**2 * dimension
+  assert abs(np.mean(energy) / expected - 1) < 5 * np.sqrt(2 / dimension / 40)
+  grads = _grads(params, 6, scale=100.0)
+  signal = _minus(_release(params, grads), _release(params, empty))
+  assert float(optax.tree.norm(signal)) <= 6 / 16
+
+
+def test_clipping_in_bfloat16():
+  """One part in 256: sums of bfloat16 would move by more than the bound."""
+  params = _params()
+  grads = jax.tree.map(
+    lambda x: x.astype(jnp.bfloat16), _grads(params, 64, scale=10.0)
+  )
+  tx = prism_optax.intrinsic_clip(1.0)
+  for i in range(64):
+    out = [0 if j == i else 1 for j in range(64)]
+    one, _ = tx.update(
+      grads, tx.init(params), params,
+      is_padding_example=jnp.array(out, bool),
+    )  # fmt: skip
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(one))
+    assert 0.99999 < float(optax.tree.norm(one)) <= 1.0
+
+
+def test_cross_example_losses():
+  """The helper sees them; a per-example loss passes."""
+
+  def loss(w, x, mean):
+    return jnp.sum((w * (x - mean)) ** 2)
+
+  def batch_normalised(w, xs):
+    return jax.vmap(jax.grad(loss), (None, 0, None))(w, xs, xs.mean(0))
+
+  def per_example(w, xs):
+    return jax.vmap(jax.grad(loss), (None, 0, None))(w, xs, jnp.ones(4))
+
+  batch = jax.random.normal(jax.random.key(0), (5, 4))
+  check = diagnostics.depends_on_other_examples
+  assert check(batch_normalised, jnp.ones(4), batch)
+  assert not check(per_example, jnp.ones(4), batch)
+
+
+def test_shuffling_accounted_as_poisson():
+  """The event names its sampling, and so does the sentence to publish.
+
+  One pass over shuffled batches shows every record once to a plain Gaussian
+  mechanism: its epsilon is several times that of Poisson sampling.
+  """
+  steps = 100
+  event = accounting.dpsgd_event(1.0, 1 / steps, steps)
+  assert isinstance(event.event, dp_accounting.PoissonSampledDpEvent)
+  assert 'Poisson sampling' in accounting.privacy_statement(event, 1e-5)
+  one_pass = accounting.dpsgd_event(1.0, 1.0, 1)
+  poisson, shuffled = (accounting.epsilon(x, 1e-5) for x in (event, one_pass))
+  assert shuffled > 4 * poisson
+
+
+def test_several_clipped_matrices_accounted_with_the_single_matrix_sigma():
+  """K matrices, each with its own clip and noise, are one mechanism."""
+  joint = accounting.joint_noise_multiplier([2.0] * 9)
+  assert joint == pytest.approx(2 / 3)
+  one, nine = (
+    accounting.epsilon(accounting.dpsgd_event(s, 1.0, 1), 1e-5)
+    for s in (2.0, joint)
+  )
+  assert nine > 2.5 * one
+  # In `prism` all modules share one clip: the multiplier is what it says.
+  params = _params()
+  tx = prism_optax.prism(0.1, **OPTIONS)
+  assert tx.sensitivity() == pytest.approx(1 / 16)
+  grads = _grads(params, 1, scale=1e3)
+  moved = _minus(
+    _release(params, grads),
+    _release(params, jax.tree.map(lambda x: x[:0], grads)),
+  )
+  assert float(optax.tree.norm(moved)) <= 1 / 16 + 1e-6
+
+
+@pytest.mark.slow
+def test_dense_matrix_factorization_beyond_its_horizon_repeats_the_noise():
+  """Two releases with the same noise: their difference is the signal, bare."""
+  params = _params()
+  privatizer = noise_addition.matrix_factorization_privatizer(
+    jnp.eye(3), stddev=1.0, prng_key=jax.random.key(0)
+  )
+  zeros = optax.tree.zeros_like(params)
+  state = jnp.array(3)  # The fourth and the fifth update of three.
+  one, state = privatizer.update(zeros, state)
+  two, _ = privatizer.update(zeros, state)
+  assert float(optax.tree.norm(_minus(one, two))) == 0  # The failure itself.
+
+  with pytest.raises(ValueError, match=r'pass horizon='):
+    prism_optax.tangent_privatizer(privatizer=privatizer)
+  tx = prism_optax.tangent_privatizer(privatizer=privatizer, horizon=3)
+  state = tx.init(params)
+  signal = jax.tree.map(jnp.ones_like, params)
+  update = jax.jit(tx.update)
+  rows = []
+  for _ in range(3):
+    out, state = update(signal, state, params)
+    rows.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(out)]))
+  assert len(np.unique(np.array(rows), axis=0)) == 3
+  out, _ = update(signal, state, params)
+  assert float(optax.tree.norm(out)) == 0  # Neither noise nor signal.
+  with pytest.raises(ValueError, match='horizon=3 updates.*update 4'):
+    tx.update(signal, state, params)

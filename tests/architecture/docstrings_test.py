@@ -1,0 +1,325 @@
+"""Docstrings: every public name says what it takes, gives, refuses and shows.
+
+The examples are run by ``pytest --doctest-modules prism_optax``, so here it is
+enough that they exist.
+"""
+
+import ast
+import builtins
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+import types
+
+import pytest
+
+import prism_optax
+
+MODULES = (
+  'prism_optax',
+  *(
+    x.name
+    for x in pkgutil.iter_modules(prism_optax.__path__, 'prism_optax.')
+    if not x.name.rpartition('.')[2].startswith('_')
+  ),
+)
+SECTIONS = (
+  *('Args', 'Attributes', 'Returns', 'Yields', 'Raises', 'References'),
+  *('Example', 'Examples'),
+)
+# Helpers of our own that raise ValueError.
+CHECKS = re.compile(r'_validate\.|(.*\.)?_?check_\w+$')
+
+# Whose result is private, or decides what is: no figure without its relation.
+PRIVACY = {
+  'accounting': (
+    'PrivacyBudget calibrate_matrix_mechanism '
+    'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
+    'gaussian_epsilon gaussian_mu joint_noise_multiplier '
+    'matrix_mechanism_event matrix_mechanism_sensitivity '
+    'privacy_statement'
+  ),
+  'inference': (
+    'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
+    'privatize_on_host release_event'
+  ),
+  'prism_optax': (
+    'chain correlated_tangent_privatizer dp_muon intrinsic_clip '
+    'per_matrix_clip prism prism_muon published_prism tangent_coordinates '
+    'tangent_privatizer'
+  ),
+  'transforms': (
+    'TangentTransformation augmented_optimizer clip_each_matrix '
+    'split_noise_multiplier'
+  ),
+}
+RELATION = re.compile(
+  r'neighbou?r|sensitiv|add(ed|ing) or remov(ed|ing)|REPLACE_ONE'
+)
+
+# What only reads released values.
+POST_PROCESSING = {
+  'inference': 'lora_delta',
+  'lora': ('canonicalize deltas difference merge save_peft truncate unmerge'),
+  'prism_optax': (
+    'add_decayed_factors orthogonalize_tangents prism_muon retract '
+    'scale_by_learning_rate scale_by_rank_preconditioner'
+  ),
+  'transforms': (
+    'orthogonalize scale_by_published_preconditioner tangent_transformation'
+  ),
+}
+
+# Formulas come from a paper, or are said to be ours.
+FORMULAS = {
+  'accounting': (
+    'calibrate_matrix_mechanism '
+    'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
+    'gaussian_epsilon gaussian_mu joint_noise_multiplier '
+    'matrix_mechanism_event matrix_mechanism_sensitivity'
+  ),
+  'diagnostics': (
+    'change_norms factor_noise_energy nonprivate_clip_statistics '
+    'nonprivate_signal_to_noise preconditioner_spectra '
+    'tangent_noise_energy'
+  ),
+  'fixed_rank': (
+    'embed frame horizontal_lift lift norm project retract '
+    'tangent_from_gradients tangent_from_steps transport truncate'
+  ),
+  'inference': (
+    'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
+    'privatize_on_host release_event rank_attenuation '
+    'signal_to_noise_bound'
+  ),
+  'lora': 'canonicalize initialize spectral_residual',
+  'muon': (
+    'coefficients newton_schulz slope_at_zero subtract_bias '
+    'tangent_newton_schulz'
+  ),
+  'prism_optax': (
+    'add_decayed_factors correlated_tangent_privatizer dp_muon '
+    'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '
+    'prism_muon published_prism retract scale_by_rank_preconditioner '
+    'tangent_coordinates tangent_privatizer'
+  ),
+  'transforms': (
+    'augmented_optimizer clip_each_matrix correlated_noise_stddev '
+    'orthogonalize scale_by_published_preconditioner '
+    'split_noise_multiplier tangent_probes'
+  ),
+}
+SOURCE = re.compile(r'arXiv:\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth')
+
+# What happens at zero, NaN, lost rank, the end of a horizon: a table.
+EDGE_CASES = {
+  'accounting': 'PrivacyBudget dpsgd_event epsilon',
+  'fixed_rank': 'frame retract truncate',
+  'inference': (
+    'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
+  ),
+  'lora': (
+    'canonicalize describe_pairs initialize merge truncate'
+  ),
+  'muon': 'newton_schulz subtract_bias',
+  'prism_optax': (
+    'add_decayed_factors correlated_tangent_privatizer dp_muon '
+    'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '
+    'retract scale_by_rank_preconditioner tangent_coordinates '
+    'tangent_privatizer'
+  ),
+  'transforms': (
+    'augmented_optimizer clip_each_matrix orthogonalize tangent_probes'
+  ),
+}
+
+
+# The package makes these and hands them over: users read their attributes.
+HANDED_OVER = ('transforms.StepContext', 'transforms.TangentTransformation')
+# A question that the package asks itself.
+INTERNAL = ('transforms.StepContext.is_at',)
+
+
+def public_names():
+  """('module.name', object) of all that a user may import, once each."""
+  found = {}
+  for path in MODULES:
+    module = importlib.import_module(path)
+    for name in module.__all__:
+      value = getattr(module, name)
+      home = getattr(value, '__module__', None) or ''
+      if isinstance(value, types.ModuleType) or any(
+        value is known for known in found.values()
+      ):
+        continue
+      if home.startswith('prism_optax'):
+        found[f'{path.rpartition(".")[2]}.{name}'] = value
+  return found
+
+
+NAMES = public_names()
+METHODS = {
+  f'{path}.{name}': method
+  for path, owner in NAMES.items()
+  if inspect.isclass(owner) and not issubclass(owner, tuple)
+  for name, method in vars(owner).items()
+  if inspect.isfunction(method)
+  and not name.startswith('_')
+  and f'{path}.{name}' not in INTERNAL
+}
+
+
+def listed(table):
+  return [
+    f'{module}.{name}'
+    for module, names in table.items()
+    for name in names.split()
+  ]
+
+
+def sections(obj):
+  """The summary under '', and each section's text under its name."""
+  found, current = {'': []}, ''
+  for line in (inspect.getdoc(obj) or '').splitlines():
+    if line.removesuffix(':') in SECTIONS and line.endswith(':'):
+      current = line.removesuffix(':')
+      found[current] = []
+    elif current and line and not line.startswith(' '):
+      # The section is over, and what follows is lost in the one before.
+      found.setdefault('after sections', []).append(line)
+    else:
+      found[current].append(line)
+  return found
+
+
+def entries(lines):
+  """Names of an ``Args:``, ``Attributes:`` or ``Raises:`` section."""
+  return [
+    found[1] for line in lines if (found := re.match(r'  \**(\w+): \S', line))
+  ]
+
+
+def parameters(function):
+  names = inspect.signature(function).parameters
+  return [name for name in names if name not in ('self', 'cls')]
+
+
+def is_tuple(obj):
+  return inspect.isclass(obj) and issubclass(obj, tuple)
+
+
+def is_data(obj):
+  """A NamedTuple, a dataclass or an exception: it holds, it does nothing."""
+  return is_tuple(obj) or (
+    inspect.isclass(obj)
+    and (issubclass(obj, Exception) or hasattr(obj, '__dataclass_fields__'))
+  )
+
+
+def raises(function):
+  """Whether the function's own source raises, or calls what checks for it."""
+  source = textwrap.dedent(inspect.getsource(function))
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Raise):
+      return True
+    if isinstance(node, ast.Call) and CHECKS.match(ast.unparse(node.func)):
+      return True
+  return False
+
+
+def unbound(source):
+  """Names that a piece of code reads and neither binds nor imports."""
+  used, bound = set(), set(dir(builtins))
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Name):
+      (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+    elif isinstance(node, ast.arg):
+      bound.add(node.arg)
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+      bound.add(node.name)
+    elif isinstance(node, ast.alias):
+      bound.add((node.asname or node.name).partition('.')[0])
+  return used - bound
+
+
+@pytest.mark.parametrize('path', [*NAMES, *METHODS])
+def test_the_first_line_is_a_sentence(path):
+  """A summary of one line, then a blank one: what lists and help() show."""
+  lines = (inspect.getdoc((NAMES | METHODS)[path]) or '').splitlines()
+  assert lines, 'no docstring'
+  assert lines[0].endswith('.')
+  assert len(lines[0]) <= 80 - 5  # Indentation and quotes.
+  assert lines[1:2] in ([], [''])
+
+
+@pytest.mark.parametrize('path', [*NAMES, *METHODS])
+def test_arguments_are_those_of_the_signature(path):
+  """In ``Args:``, in their order; the fields of data in ``Attributes:``."""
+  obj = (NAMES | METHODS)[path]
+  found = sections(obj)
+  assert 'after sections' not in found
+  if path in HANDED_OVER:
+    assert set(parameters(obj)) <= set(entries(found['Attributes']))
+  elif is_data(obj):
+    fields = getattr(obj, '_fields', None) or getattr(
+      obj, '__dataclass_fields__', parameters(obj)
+    )
+    assert entries(found.get('Attributes', [])) == list(fields)
+  else:
+    assert entries(found.get('Args', [])) == parameters(obj)
+
+
+@pytest.mark.parametrize(
+  'path', [p for p, x in (NAMES | METHODS).items() if not inspect.isclass(x)]
+)
+def test_functions_say_what_they_return_and_raise(path):
+  function = (NAMES | METHODS)[path]
+  found = sections(function)
+  if inspect.signature(function).return_annotation is not None:
+    assert any(found.get('Returns', found.get('Yields', [])))
+  if raises(function):
+    assert entries(found.get('Raises', []))
+
+
+@pytest.mark.parametrize(
+  'path',
+  [p for p, x in NAMES.items() if not is_data(x) and p not in HANDED_OVER],
+)
+def test_an_example_can_be_pasted(path):
+  """It imports what it needs: no name comes from the module around it."""
+  found = sections(NAMES[path])
+  text = '\n'.join(found.get('Example', found.get('Examples', [])))
+  lines = doctest.DocTestParser().get_examples(textwrap.dedent(text))
+  assert lines
+  assert not unbound(''.join(line.source for line in lines))
+
+
+@pytest.mark.parametrize('path', listed(PRIVACY))
+def test_no_privacy_without_a_neighbouring_relation(path):
+  assert RELATION.search(inspect.getdoc(NAMES[path]))
+
+
+@pytest.mark.parametrize('path', listed(POST_PROCESSING))
+def test_post_processing_says_so(path):
+  assert 'post-processing' in inspect.getdoc(NAMES[path]).lower()
+
+
+@pytest.mark.parametrize('path', listed(FORMULAS))
+def test_formulas_have_a_source(path):
+  assert SOURCE.search(inspect.getdoc(NAMES[path]))
+
+
+@pytest.mark.parametrize('path', listed(EDGE_CASES))
+def test_edge_cases_are_a_table(path):
+  """A simple table of reStructuredText, which reads well as it stands."""
+  lines = inspect.getdoc(NAMES[path]).splitlines()
+  first, last = (i for i, x in enumerate(lines) if re.match(r' *=+  =+$', x))
+  assert lines[first] == lines[last]
+  column = lines[first].rindex(' ') + 1
+  for line in lines[first:last]:
+    # A line with nothing in the second column would be a row of its own.
+    assert line[column:].strip()
+    assert line[column - 2 : column] == '  '

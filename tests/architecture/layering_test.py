@@ -1,0 +1,328 @@
+"""The architecture: which module may import what.
+
+A table of layers, read against the import statements of every file. A module
+may import modules of lower layers only, none of its own layer and none above;
+the files of a sub-package count as one module. A file that the table does not
+name fails, so that a new module has to be given a place. Besides, no files
+import each other in a circle; they stay few and short, and declare their names.
+"""
+
+import ast
+import graphlib
+import importlib
+import pathlib
+import sys
+import textwrap
+
+import pytest
+
+PACKAGE = 'prism_optax'
+ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
+
+LAYERS = (
+  ('_types',),
+  ('_validate', '_linalg', '_matrix_axes', '_per_example', '_randomness'),
+  ('fixed_rank',),
+  ('muon', '_modules'),
+  ('lora', 'transforms', 'inference'),
+  ('diagnostics', 'aliases'),
+)
+LAYER = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
+
+# Beside the layers: no JAX, not even through a module that it imports.
+HOST_SIDE = 'accounting'
+HOST_SIDE_IMPORTS = {'_validate'}
+HOST_SIDE_USERS = {'inference'}
+
+RUNTIME = {'jax', 'optax', 'numpy', 'dp_accounting'}
+NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}
+# Optional packages, imported inside a function where a user asks for them.
+LAZY = {'transforms': {'jax_privacy'}, 'lora': {'safetensors'}}
+
+
+def imports(source, package=PACKAGE):
+  """(dotted name, whether inside a function) for every import of a source.
+
+  ``from a import b`` counts as ``a.b``: whether b is a module is not known
+  here, and a longer name says no less. Relative imports start at ``package``.
+  """
+  found = []
+
+  def visit(node, lazy):
+    if isinstance(node, ast.Import):
+      found.extend((alias.name, lazy) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      base = node.module or ''
+      if node.level:
+        parts = package.split('.')[: len(package.split('.')) - node.level + 1]
+        base = '.'.join([*parts, base] if base else parts)
+      found.extend((f'{base}.{alias.name}', lazy) for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+      '__import__',
+      'importlib.import_module',
+      'import_module',
+    ):
+      argument = node.args[0] if node.args else None
+      constant = isinstance(argument, ast.Constant)
+      found.append((argument.value if constant else '<computed>', lazy))
+    inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for child in ast.iter_child_nodes(node):
+      visit(child, lazy or inside)
+
+  visit(ast.parse(source), False)
+  return found
+
+
+def violations(module, source, package=PACKAGE):
+  """What a file of ``module`` imports against the rules, as sentences."""
+  out = []
+  if module != HOST_SIDE and module not in LAYER:
+    return [f'{module} has no place in the table of layers']
+  for name, lazy in imports(source, package):
+    top, _, rest = name.partition('.')
+    if top == PACKAGE:
+      target = rest.partition('.')[0]
+      if target == module:
+        continue
+      if module == HOST_SIDE:
+        allowed = target in HOST_SIDE_IMPORTS
+      elif target == HOST_SIDE:
+        allowed = module in HOST_SIDE_USERS
+      else:
+        allowed = target in LAYER and LAYER[target] < LAYER[module]
+      if not allowed:
+        out.append(f'{module} imports {name}')
+    elif not (
+      top in RUNTIME
+      or top in sys.stdlib_module_names
+      or (lazy and top in LAZY.get(module, ()))
+    ):
+      out.append(f'{module} imports {name}, which is no runtime dependency')
+    if top in NEEDS_JAX and module in {HOST_SIDE, *HOST_SIDE_IMPORTS}:
+      out.append(f'{module} imports {name}, but has to do without JAX')
+  return out
+
+
+def files():
+  """(module, package, path) of every file below the package's folder."""
+  for path in sorted(ROOT.rglob('*.py')):
+    parts = path.relative_to(ROOT).parts
+    if parts == ('__init__.py',):
+      continue
+    module = parts[0].removesuffix('.py')
+    yield module, '.'.join([PACKAGE, *parts[:-1]]), path
+
+
+def test_every_arrow_points_downwards():
+  found = [
+    f'{path.relative_to(ROOT)}: {line}'
+    for module, package, path in files()
+    for line in violations(module, path.read_text(), package)
+  ]
+  assert not found, '\n'.join(found)
+
+
+def test_every_file_is_found():
+  modules = {module for module, _, _ in files()}
+  assert {'_linalg', 'fixed_rank', 'lora', 'accounting'} <= modules
+
+
+MOST_LINES, MOST_FILES = 350, 60
+PUBLIC_PACKAGES = (
+  PACKAGE,
+  *(
+    f'{PACKAGE}.{x}'
+    for x in (
+      'accounting',
+      'aliases',
+      'diagnostics',
+      'fixed_rank',
+      'inference',
+      'lora',
+      'muon',
+      'transforms',
+    )
+  ),
+)
+
+
+def module_names():
+  """The dotted name of every file, and its source."""
+  found = {}
+  for path in sorted(ROOT.rglob('*.py')):
+    parts = [PACKAGE, *path.relative_to(ROOT).with_suffix('').parts]
+    is_package = parts[-1] == '__init__'
+    name = '.'.join(parts[:-1] if is_package else parts)
+    found[name] = name if is_package else name.rpartition('.')[0], path
+  return {name: (pkg, path.read_text()) for name, (pkg, path) in found.items()}
+
+
+def circle(modules):
+  """Names of modules that import each other in a circle, or None."""
+
+  def file_of(name):
+    """The longest prefix that is a file: the rest are names in it."""
+    while name and name not in modules:
+      name = name.rpartition('.')[0]
+    return name
+
+  graph = {
+    module: {
+      file_of(name)
+      for name, _ in imports(source, package)
+      if name.partition('.')[0] == PACKAGE
+    }
+    - {module}
+    for module, (package, source) in modules.items()
+  }
+  try:
+    graphlib.TopologicalSorter(graph).prepare()
+  except graphlib.CycleError as error:
+    return error.args[1]
+  return None
+
+
+def test_no_files_import_each_other_in_a_circle():
+  assert circle(module_names()) is None
+
+
+@pytest.mark.parametrize(
+  ('first', 'second'),
+  [
+    ('from prism_optax.a import _y', 'from prism_optax.a._x import f'),
+    ('from prism_optax.a._y import g', 'from prism_optax.a import f'),
+    ('from . import _y', 'from ._x import f'),
+    ('def f():\n  import prism_optax.a._y', 'import prism_optax.a._x'),
+  ],
+)
+def test_a_planted_circle_is_found(first, second):
+  modules = {
+    'prism_optax': ('prism_optax', 'from prism_optax import a'),
+    'prism_optax.a': ('prism_optax.a', 'from prism_optax.a._x import f'),
+    'prism_optax.a._x': ('prism_optax.a', first),
+    'prism_optax.a._y': ('prism_optax.a', ''),
+  }
+  assert circle(modules) is None
+  modules['prism_optax.a._y'] = 'prism_optax.a', second
+  assert circle(modules)
+
+
+def test_files_are_few_and_short():
+  paths = list(ROOT.rglob('*.py'))
+  lines = {
+    str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+    for path in paths
+  }
+  assert {k: v for k, v in lines.items() if v > MOST_LINES} == {}
+  # What re-exports is no place where anything is.
+  assert sum(path.name != '__init__.py' for path in paths) <= MOST_FILES
+
+
+def test_public_packages_are_those_of_the_folder():
+  """Every other module is private: its name begins with an underscore."""
+  found = {
+    name
+    for name in module_names()
+    if not any(part.startswith('_') for part in name.split('.'))
+  }
+  assert found == set(PUBLIC_PACKAGES)
+
+
+@pytest.mark.parametrize('path', PUBLIC_PACKAGES)
+def test_public_packages_declare_their_names(path):
+  module = importlib.import_module(path)
+  assert len(set(module.__all__)) == len(module.__all__)
+  for name in module.__all__:
+    assert not name.startswith('_')
+    assert hasattr(module, name), name
+
+
+def test_the_package_itself_only_re_exports():
+  tree = ast.parse((ROOT / '__init__.py').read_text())
+  for node in tree.body:
+    docstring = isinstance(node, ast.Expr) and isinstance(
+      node.value, ast.Constant
+    )
+    names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
+      '__all__',
+      '__version__',
+    )
+    assert docstring or names or isinstance(node, ast.Import | ast.ImportFrom)
+
+
+PLANTED = {
+  'upwards': ('fixed_rank', 'from prism_optax import lora'),
+  'far upwards': ('_linalg', 'import prism_optax.aliases as aliases'),
+  'sideways': ('lora', 'from prism_optax.transforms import retract'),
+  'of private parts': ('muon', 'from prism_optax._modules._tree import Stacks'),
+  'relative': ('lora', 'from . import transforms'),
+  'of the package': ('transforms', 'from prism_optax import prism'),
+  'in a function': (
+    'lora',
+    """
+    def f():
+      from prism_optax import aliases
+    """,
+  ),
+  'by name': (
+    'lora',
+    """
+    import importlib
+    importlib.import_module('prism_optax.aliases')
+    """,
+  ),
+  'by a computed name': ('lora', '__import__("prism_" + "optax")'),
+  'of an extra': ('lora', 'import flax.nnx'),
+  'of an extra, late': (
+    'inference',
+    """
+    def f():
+      import jax_privacy
+    """,
+  ),
+  'JAX on the host side': ('accounting', 'import jax.numpy as jnp'),
+  'JAX on the host side, late': (
+    'accounting',
+    """
+    def f():
+      import optax
+    """,
+  ),
+  'JAX behind the host side': ('accounting', 'from prism_optax import _linalg'),
+  'JAX in what the host side imports': ('_validate', 'import jax'),
+  'of the host side': ('lora', 'from prism_optax import accounting'),
+  'JAX behind types': ('accounting', 'from prism_optax import _types'),
+  'of a new file': ('surprise', 'import numpy'),
+}
+
+
+@pytest.mark.parametrize('kind', PLANTED)
+def test_a_planted_arrow_is_found(kind):
+  module, source = PLANTED[kind]
+  assert violations(module, textwrap.dedent(source))
+
+
+def test_a_planted_arrow_in_a_sub_package_is_found():
+  source = 'from ... import aliases\nfrom .._peft import find'
+  assert violations('lora', source, 'prism_optax.lora.formats') == [
+    'lora imports prism_optax.aliases'
+  ]
+
+
+def test_what_is_allowed_passes():
+  source = textwrap.dedent(
+    """
+    from __future__ import annotations
+    import functools
+    import jax.numpy as jnp
+    from jax import lax
+    import optax, numpy as np
+    from dp_accounting import dp_event
+    from prism_optax import _modules, _validate, fixed_rank, muon
+    from prism_optax.transforms import _step
+    """
+  )
+  assert not violations('transforms', source)
+  assert not violations(
+    'accounting', 'import math\nimport numpy, dp_accounting'
+  )

@@ -1,0 +1,772 @@
+"""Breaks one line of the package at a time and sees which test notices.
+
+Run by hand or by the slow part of CI::
+
+  python tests/architecture/mutation_check.py  # all mutants, with a table
+  # Those with the word in the name:
+  python tests/architecture/mutation_check.py transport
+
+Every mutant is a replacement of text that must occur exactly once, so that a
+changed line has its mutant looked at again. The tests named for it run on a
+copy of the repository, first unchanged (they must pass), then mutated (one
+must fail). Exit status 1 if a mutant survives.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIMEOUT = 600  # Seconds for the tests of one mutant.
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+  """One replacement, and where a test should notice.
+
+  Attributes:
+    name: What is broken.
+    path: File below the package.
+    old: Text that occurs in it once.
+    new: What stands there instead.
+    tests: Files below tests, each with an optional `-k` expression after a
+      blank, in the order in which they run.
+  """
+
+  name: str
+  path: str
+  old: str
+  new: str
+  tests: tuple[str, ...]
+
+
+TRAJECTORY = 'aliases/prism_test.py traced and (default or debiased)'
+DEFICIENT = 'aliases/prism_test.py deficient'
+GAUGE = 'transforms/rank_preconditioner_test.py change_before_every_step and 10'
+GEOMETRY = 'fixed_rank'
+NOISE = 'transforms/privatizer_test.py'
+CLIP = 'transforms/intrinsic_clip_test.py'
+TANGENTS = 'fixed_rank/_tangents.py'
+SUMS = 'fixed_rank/_sums.py'
+RETRACTION = 'fixed_rank/_retraction.py'
+PRECONDITIONER = 'transforms/_moments.py'
+INTRINSIC_CLIP = 'transforms/_intrinsic_clip.py'
+PRIVATIZER = 'transforms/_privatizer.py'
+CHAIN, STEP = 'transforms/_chain.py', 'transforms/_step.py'
+ORDERS = 'transforms/chain_test.py void_the_guarantee'
+
+MUTANTS = (
+  # Geometry.
+  Mutant(
+    'gradient not projected',
+    TANGENTS,
+    'remove(frame.left, matmul(grads.left, frame.right_inverse))',
+    'matmul(grads.left, frame.right_inverse)',
+    (f'{GEOMETRY} gradients_become',),
+  ),
+  Mutant(
+    'sum not projected',
+    SUMS,
+    'return TangentSum(left.outside(), right)\n',
+    'return TangentSum(left, right)\n',
+    (f'{GEOMETRY}/sums_test.py projection',),
+  ),
+  Mutant(
+    'squares of a sum without the frame',
+    SUMS,
+    'return total + mixed + mixed.mT + gram(self.shift, of_shift)',
+    'return total + mixed + mixed.mT',
+    (f'{GEOMETRY}/sums_test.py dense_matrices',),
+  ),
+  Mutant(
+    'what lies along the basis forgets a shift',
+    SUMS,
+    'along=self.along + matmul(self.mask, shift)',
+    'along=self.along',
+    (f'{GEOMETRY}/sums_test.py dense_matrices',),
+  ),
+  Mutant(
+    'basis of lower rank taken for an orthonormal one',
+    SUMS,
+    'along=self.along + matmul(self.mask, shift)',
+    'along=self.along + shift',
+    (f'{GEOMETRY}/sums_test.py lower_rank',),
+  ),
+  Mutant(
+    'sum without the shift of its second term',
+    SUMS,
+    'shift=summed.shift,',
+    'shift=self.shift,',
+    (f'{GEOMETRY}/sums_test.py dense_matrices',),
+  ),
+  Mutant(
+    'C_R for C_R^-1',
+    TANGENTS,
+    'matmul(grads.left, frame.right_inverse)',
+    'matmul(grads.left, frame.right_core)',
+    (f'{GEOMETRY} gradients_become',),
+  ),
+  Mutant(
+    'C_L^-T for C_L^-1',
+    TANGENTS,
+    'matmul(grads.right, frame.left_inverse),',
+    'matmul(grads.right, frame.left_inverse.mT),',
+    (f'{GEOMETRY} golden_lifts',),
+  ),
+  Mutant(
+    'noise not projected on the left block',
+    TANGENTS,
+    'remove(frame.left, matmul(tangent.left, frame.right_mask))',
+    'matmul(tangent.left, frame.right_mask)',
+    (f'{GEOMETRY} project', NOISE),
+  ),
+  Mutant(
+    'mask dropped on the right block',
+    TANGENTS,
+    'matmul(tangent.right, frame.left_mask),',
+    'tangent.right,',
+    (f'{GEOMETRY} project', NOISE),
+  ),
+  Mutant(
+    'transport keeps the left block unprojected',
+    SUMS,
+    'return TangentSum(left.outside(), right), (turn_left, turn_right)',
+    'return TangentSum(left, right), (turn_left, turn_right)',
+    (f'{GEOMETRY} transport',),
+  ),
+  Mutant(
+    'retraction ignores the core of the step',
+    RETRACTION,
+    'jnp.concatenate([s + core, r_right.mT], -1)',
+    'jnp.concatenate([s, r_right.mT], -1)',
+    (f'{GEOMETRY} best_approximation',),
+  ),
+  Mutant(
+    'retraction keeps the product of the steps',
+    RETRACTION,
+    'jnp.concatenate([r_left, jnp.zeros_like(core)], -1)',
+    'jnp.concatenate([r_left, matmul(r_left, r_right.mT)], -1)',
+    (f'{GEOMETRY} best_approximation',),
+  ),
+  Mutant(
+    'lost columns come back on both sides',
+    'fixed_rank/_points.py',
+    'u * alive * root + jnp.where(keep_right, 0, more_u)',
+    'u * alive * root + more_u',
+    (f'{GEOMETRY}/truncation_test.py different_sides',),
+  ),
+  Mutant(
+    'sum for difference',
+    'lora/_ranks.py',
+    '[factors.right, -old.right]',
+    '[factors.right, old.right]',
+    ('lora/ranks_test.py difference_is',),
+  ),
+  Mutant(
+    'initial factors of another scale',
+    'lora/_initialization.py',
+    'root = (size / module.scale) ** 0.5',
+    'root = size**0.5',
+    ('lora/initialization_test.py singular_values_asked',),
+  ),
+  Mutant(
+    'residual that forgets the scale',
+    'lora/_initialization.py',
+    'matrices - module.scale * matmul(left, right.mT)',
+    'matrices - matmul(left, right.mT)',
+    ('lora/initialization_test.py best_approximation',),
+  ),
+  Mutant(
+    'merge that forgets the scale',
+    'lora/_merging.py',
+    'z = place.module.scale * matmul(left, right.mT)',
+    'z = matmul(left, right.mT)',
+    ('lora/merging_test.py another_order',),
+  ),
+  Mutant(
+    'alpha over the rank of another module',
+    'lora/_peft_files.py',
+    'divisor = math.sqrt(rank) if',
+    "divisor = config['r'] if",
+    ('lora/peft_test.py stabilised',),
+  ),
+  Mutant(
+    'rank of the file not compared with the configuration',
+    'lora/_peft_files.py',
+    'not a.shape[0] == b.shape[1] == rank:',
+    'not a.shape[0] == b.shape[1]:',
+    ('lora/peft_test.py bad_tensors',),
+  ),
+  Mutant(
+    'scale of the file forgotten',
+    'lora/_peft.py',
+    'root = (scales[path] / module.scale) ** 0.5',
+    'root = (module.scale / module.scale) ** 0.5',
+    ('lora/peft_test.py made_up_for',),
+  ),
+  Mutant(
+    'pattern that matches from the end',
+    'lora/_peft_files.py',
+    "return '^' + re.escape(name)",
+    'return re.escape(name)',
+    ('lora/peft_test.py mixed_ranks',),
+  ),
+  # Clip.
+  Mutant(
+    'no clip',
+    '_per_example.py',
+    'bound / jnp.maximum(norms, bound)',
+    '1 + 0 * norms',
+    (CLIP,),
+  ),
+  Mutant(
+    'sum before clip: one weight for the batch',
+    INTRINSIC_CLIP,
+    'weights = weights / normalize_by',
+    'weights = (0 * weights + weights.mean()) / normalize_by',
+    (CLIP,),
+  ),
+  Mutant(
+    'realised batch size as divisor',
+    INTRINSIC_CLIP,
+    'weights = weights / normalize_by',
+    'weights = weights / counts.sum()',
+    (CLIP,),
+  ),
+  Mutant(
+    'other leaves outside of the norm',
+    INTRINSIC_CLIP,
+    'jax.tree.leaves(stacks), l2_clip_norm',
+    'jax.tree.leaves(stacks.pairs), l2_clip_norm',
+    (CLIP,),
+  ),
+  Mutant(
+    'other leaves outside of the norm that is taken in place',
+    INTRINSIC_CLIP,
+    'if others:',
+    'if not others:',
+    (CLIP,),
+  ),
+  Mutant(
+    'columns that are nearly orthogonal taken for orthogonal',
+    INTRINSIC_CLIP,
+    ' * jnp.square(scales.slack)',
+    '',
+    ('transforms/gradient_norms_test.py covers',),
+  ),
+  Mutant(
+    'what the projection removes may be as large as it likes',
+    INTRINSIC_CLIP,
+    'squares + 0.01 * jnp',
+    'squares + 0.0 * jnp',
+    ('transforms/gradient_norms_test.py too_small', 'transforms/sensitivity_test.py'),
+  ),
+  Mutant(
+    'hidden entries that overflow in the sum',
+    INTRINSIC_CLIP,
+    '_HIDDEN = 1e-30',
+    '_HIDDEN = 0.0',
+    (f'{CLIP} hides_stays',),
+  ),
+  Mutant(
+    'norm in place without the part inside of the columns',
+    INTRINSIC_CLIP,
+    'jnp.maximum(left - inside, 0) + right',
+    'jnp.maximum(left - 2 * inside, 0) + right',
+    ('transforms/gradient_norms_test.py exact',),
+  ),
+  Mutant(
+    'examples that are not finite count',
+    '_per_example.py',
+    'counts = jnp.isfinite(squared_norms)',
+    'counts = squared_norms == squared_norms',
+    ('core/per_example_test.py', 'transforms/sensitivity_test.py'),
+  ),
+  Mutant(
+    'zero times infinity',
+    '_per_example.py',
+    'jnp.where(counts.reshape(shape), weighted, 0)',
+    'weighted',
+    ('core/per_example_test.py',),
+  ),
+  Mutant(
+    'zero times infinity in a product of matrices',
+    '_per_example.py',
+    'counted = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)',
+    'counted = x',
+    (CLIP, 'transforms/sensitivity_test.py'),
+  ),
+  Mutant(
+    'padding counts',
+    '_per_example.py',
+    'counts &= ~jnp.asarray(is_padding_example, bool)',
+    'counts &= jnp.ones_like(counts)',
+    (CLIP, 'core/per_example_test.py'),
+  ),
+  Mutant(
+    'sensitivity of replacement not doubled',
+    '_per_example.py',
+    'return 2 * bound',
+    'return bound',
+    ('core/per_example_test.py',),
+  ),
+  Mutant(
+    'clip inside of a mask',
+    '_per_example.py',
+    '  if hidden:\n',
+    '  if len(hidden) > 99:\n',
+    ('integration/masks_test.py mask',),
+  ),
+  Mutant(
+    'clip inside of an accumulation',
+    '_per_example.py',
+    'if shapes and shapes ==',
+    'if not shapes and shapes ==',
+    ('integration/multi_steps_test.py front',),
+  ),
+  # Noise.
+  Mutant(
+    'noise key used again',
+    PRIVATIZER,
+    'next_key, key = jax.random.split(state.prng_key)',
+    'next_key = key = state.prng_key',
+    (NOISE,),
+  ),
+  Mutant(
+    'correlated noise in moving coordinates',
+    'transforms/_correlated.py',
+    'bases = map_pairs(turned_bases, step.frames, turn)',
+    'bases = state.bases',
+    ('transforms/correlated_test.py dense_product',),
+  ),
+  Mutant(
+    'turned into fixed coordinates, not back',
+    'transforms/_correlated.py',
+    'projected(frame, from_fixed(x, w))',
+    'projected(frame, x)',
+    ('transforms/correlated_test.py dense_product',),
+  ),
+  Mutant(
+    'one release beyond the horizon',
+    PRIVATIZER,
+    'jnp.where(count < horizon, x, 0)',
+    'jnp.where(count <= horizon, x, 0)',
+    ('transforms/correlated_test.py horizon',),
+  ),
+  Mutant(
+    'correlated noise accounted for a single participation',
+    'accounting/_matrix_mechanism.py',
+    'if possible == 1:',
+    'if possible >= 1:',
+    ('accounting/matrix_mechanism_test.py',),
+  ),
+  Mutant(
+    'the same noise in every leaf',
+    '_randomness.py',
+    'jnp.uint32(2 * i), x,',
+    'jnp.uint32(0), x,',
+    ('core/normal_test.py', NOISE),
+  ),
+  Mutant(
+    'half the noise',
+    PRIVATIZER,
+    '_randomness.add_normal(key, stacks, ',
+    '_randomness.add_normal(key, stacks, 0.5 * ',
+    (NOISE,),
+  ),
+  Mutant(
+    'variance for standard deviation',
+    PRIVATIZER,
+    '_randomness.add_normal(key, stacks, ',
+    '_randomness.add_normal(key, stacks, stddev * ',
+    (NOISE,),
+  ),
+  Mutant(
+    'an entry of the noise for each row',
+    '_randomness.py',
+    'positions += jnp.uint32(stride) * iota',
+    'positions += jnp.uint32(stride // 7) * iota',
+    ('core/normal_test.py', NOISE),
+  ),
+  Mutant(
+    'one rotation of the generator wrong',
+    '_randomness.py',
+    '(17, 29, 16, 24)',
+    '(17, 29, 16, 23)',
+    ('core/normal_test.py',),
+  ),
+  Mutant(
+    'a bad basis by Cholesky is used',
+    'fixed_rank/_retraction.py',
+    'jnp.all(size <= _LARGEST_INVERSE * outer.shape[-1])',
+    'jnp.all(size > 0)',
+    (f'{GEOMETRY} retract',),
+  ),
+  Mutant(
+    'the polar factor without its guard',
+    '_linalg.py',
+    'jnp.max(distance) <= 0.25**2',
+    'jnp.max(distance) <= 1e9',
+    ('core/linalg_test.py',),
+  ),
+  Mutant(
+    'other leaves without noise',
+    PRIVATIZER,
+    'return noisy.map_pairs(',
+    'return noisy._replace(others=stacks.others).map_pairs(',
+    (NOISE,),
+  ),
+  Mutant(
+    'a seed known to everybody',
+    '_randomness.py',
+    'os.urandom(8)',
+    'bytes(8)',
+    ('core/randomness_test.py',),
+  ),
+  Mutant(
+    'noise of the sum on the mean',
+    'aliases/_prism.py',
+    'return noise_multiplier * l2_clip_norm / expected_batch_size',
+    'return noise_multiplier * l2_clip_norm',
+    ('aliases/prism_test.py padding',),
+  ),
+  # Preconditioner.
+  Mutant(
+    'transport forgotten',
+    PRECONDITIONER,
+    '  if transport:\n',
+    '  if transport is None:\n',
+    (GAUGE,),
+  ),
+  Mutant(
+    'second moments not transported',
+    PRECONDITIONER,
+    'turned(moments.nu)',
+    'moments.nu',
+    (GAUGE,),
+  ),
+  Mutant(
+    'noise covariance not transported',
+    PRECONDITIONER,
+    'turned(moments.noise)',
+    'moments.noise',
+    (GAUGE, DEFICIENT),
+  ),
+  Mutant(
+    'overlaps for their polar factors',
+    PRECONDITIONER,
+    'on_both_sides(_linalg.polar, *overlaps)',
+    'overlaps',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core counted on one side only',
+    PRECONDITIONER,
+    'x.right.squares() / n',
+    '(x.right.squares() - gram(x.right.along, x.right.along)) / n',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    "second moments over each other's dimension",
+    PRECONDITIONER,
+    '+ gram(core, core)) / m',
+    '+ gram(core, core)) / n',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'average in the old bases',
+    PRECONDITIONER,
+    'Factors(frame.left, frame.right),',
+    'moments.bases,',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core of the average from the new gradient alone',
+    PRECONDITIONER,
+    'mu.right.along.mT',
+    'x.right.along.mT',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'core preconditioned from one side',
+    PRECONDITIONER,
+    'core = (matmul(p_right, core) + matmul(core, p_left)) / 2',
+    'core = matmul(p_right, core)',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'noise counted in masked directions',
+    PRECONDITIONER,
+    'variance * frame.left_mask',
+    'variance * (frame.left_mask + jnp.eye(frame.left_mask.shape[-1])) / 2',
+    (DEFICIENT,),
+  ),
+  Mutant(
+    'bias correction of the noise forgotten',
+    PRECONDITIONER,
+    'lambda x: x / nu_correction, moments.noise',
+    'lambda x: x, moments.noise',
+    (TRAJECTORY,),
+  ),
+  Mutant(
+    'no floor',
+    PRECONDITIONER,
+    'floor_factor * trace / jnp.maximum(observed, 1)',
+    'floor_factor * 0 * trace',
+    ('transforms/rank_preconditioner_test.py floor_bounds',),
+  ),
+  Mutant(
+    'schedule of the noise one step late',
+    'transforms/_rank_preconditioner.py',
+    'variance_at(noise_stddev, state.count)',
+    'variance_at(noise_stddev, state.count - 1)',
+    ('transforms/rank_preconditioner_test.py schedule_of_the_noise',),
+  ),
+  Mutant(
+    'decay by the transposed core',
+    'transforms/_descent.py',
+    'core = matmul(frame.right_core, frame.left_core.mT)',
+    'core = matmul(frame.left_core, frame.right_core.mT)',
+    ('transforms/add_decayed_factors_test.py',),
+  ),
+  # Accounting.
+  Mutant(
+    'several clipped matrices with the multiplier of one',
+    'transforms/_clip_groups.py',
+    'return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)',
+    'return [noise_multiplier] * len(sizes)',
+    ('transforms/clip_groups_test.py',),
+  ),
+  Mutant(
+    'calibration stops above the target',
+    'accounting/_calibration.py',
+    'while spent(sigma) > target:',
+    'while False:',
+    ('accounting/calibration_test.py nudge or jumps',),
+  ),
+  Mutant(
+    'a refund gives budget back',
+    'accounting/_filters.py',
+    'if not all(cost >= 0 for cost in costs):',
+    'if False:',
+    ('accounting/budget_test.py gives_budget_back',),
+  ),
+  Mutant(
+    'every Renyi order has all of delta',
+    'accounting/_filters.py',
+    'delta / len(self._FACTORS)',
+    'delta',
+    ('accounting/filters_test.py share_delta',),
+  ),
+  Mutant(
+    'hidden states are clipped to C without a margin',
+    'inference/_mechanism.py',
+    '* (1 - _MARGIN)',
+    '* 1',
+    ('inference/mechanism_test.py long_vectors',),
+  ),
+  Mutant(
+    'padding counts in the clip of a block of hidden states',
+    'inference/_mechanism.py',
+    'states = xp.where(xp.asarray(mask, bool)[..., None], states, 0)',
+    'pass',
+    ('inference/mechanism_test.py masked_vectors',),
+  ),
+  # Defaults of the optimizers.
+  Mutant(
+    'the published optimizer decays as ours does',
+    'aliases/_prism.py',
+    'retract(align=True),',
+    'add_decayed_factors(0.1),\n    retract(align=True),',
+    ('aliases/prism_options_test.py fixed_in_published',),
+  ),
+  Mutant(
+    'ours does not decay',
+    'aliases/_prism.py',
+    'weight_decay: Scalar = 0.1,\n  b1:',
+    'weight_decay: Scalar = 0.0,\n  b1:',
+    ('aliases/prism_options_test.py not_given',),
+  ),
+  Mutant(
+    'ours corrects the bias of its first steps',
+    'transforms/_rank_preconditioner.py',
+    'bias_correction: bool = False,',
+    'bias_correction: bool = True,',
+    ('aliases/prism_options_test.py not_given',),
+  ),
+  # Chains.
+  Mutant(
+    'anything may stand before the clip',
+    CHAIN,
+    "if kind == 'clip' and i:",
+    "if kind == 'clip' and i > 99:",
+    (ORDERS,),
+  ),
+  Mutant(
+    'directions may stand before the noise',
+    CHAIN,
+    "set(before) - {'clip', 'noise'}:",
+    "set(before) - {'clip', 'noise', 'direction'}:",
+    (ORDERS,),
+  ),
+  Mutant(
+    'a retraction may stand anywhere',
+    CHAIN,
+    "if 'retraction' in before:",
+    "if 'retraction' in before[:0]:",
+    (ORDERS,),
+  ),
+  Mutant(
+    'a clip needs no noise',
+    CHAIN,
+    "'noise' not in before and not noise_elsewhere",
+    'not before and not noise_elsewhere',
+    (ORDERS,),
+  ),
+  Mutant(
+    'a clip that returns no coordinates may be chained',
+    CHAIN,
+    "if hasattr(tx, 'sensitivity'):",
+    "if hasattr(tx, 'insensitivity'):",
+    (ORDERS,),
+  ),
+  Mutant(
+    'stacks of other parameters',
+    STEP,
+    'if same and step.is_at(params, layout) else None',
+    'if same else None',
+    ('transforms/chain_test.py other_parameters',),
+  ),
+  Mutant(
+    'stacks of updates that were changed',
+    STEP,
+    'same = len(references) == len(leaves) and all(',
+    'same = len(references) == len(leaves) or all(',
+    ('transforms/chain_test.py were_changed',),
+  ),
+  Mutant(
+    'a trail of arrays that are no names',
+    STEP,
+    'if not all(isinstance(x, jax.core.Tracer) for x in leaves):',
+    'if not leaves:',
+    ('transforms/chain_test.py same_numbers and False',),
+  ),
+)
+
+
+def environment():
+  """One thread; compiled programs are shared between the runs."""
+  cache = pathlib.Path(tempfile.gettempdir()) / f'mutants-{os.getpid()}'
+  return {
+    **os.environ,
+    'CI': 'true',  # Else pytest cuts its summary at the terminal's width.
+    'OMP_NUM_THREADS': '1',
+    'OPENBLAS_NUM_THREADS': '1',
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2',
+  }, cache
+
+
+def first_failure(folder, tests, env):
+  """The first test that fails, or None; raises where nothing ran."""
+  for line in tests:
+    name, _, expression = line.partition(' ')
+    command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p']
+    command += ['no:cacheprovider', '--tb=no', f'tests/{name}']
+    command += ['-k', expression] if expression else []
+    done = subprocess.run(
+      command,
+      cwd=folder,
+      env=env,
+      capture_output=True,
+      text=True,
+      timeout=TIMEOUT,
+      check=False,
+    )
+    if done.returncode == 1:
+      found = re.search(r'^FAILED (.+?)(?: - (.*))?$', done.stdout, re.M)
+      test, reason = found.groups('') if found else (name, 'no summary')
+      # A mutant that cannot even run is no evidence for the test.
+      if re.match(r'(?!AssertionError)\w+(Error|Exception)\b', reason):
+        raise RuntimeError(f'{test} crashed: {reason}')
+      return test
+    if done.returncode:
+      # No test selected, or pytest itself failed: no evidence either way.
+      raise RuntimeError(f'{line}: {done.stdout[-2000:]}{done.stderr[-2000:]}')
+  return None
+
+
+def copy_to(folder, mutant=None):
+  """A copy of what the tests need, mutated."""
+  for name in ('prism_optax', 'tests', 'examples'):
+    shutil.copytree(
+      ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__')
+    )
+  shutil.copy(ROOT / 'pyproject.toml', folder)
+  if mutant is None:
+    return
+  path = folder / 'prism_optax' / mutant.path
+  text = path.read_text()
+  if text.count(mutant.old) != 1:
+    raise RuntimeError(
+      f'{mutant.name}: expected once in {mutant.path}: {mutant.old!r}'
+    )
+  path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run(mutant, env):
+  """(killed, what to print)."""
+  start = time.monotonic()
+  with tempfile.TemporaryDirectory() as folder:
+    try:
+      copy_to(pathlib.Path(folder), mutant)
+      killer = first_failure(folder, mutant.tests, env)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+      return False, f'BROKEN    {mutant.name}\n{error}'
+  seconds = time.monotonic() - start
+  verdict = 'killed' if killer else 'SURVIVED'
+  return bool(killer), (
+    f'{verdict:8}  {mutant.name:52}  {seconds:4.0f} s  '
+    f'{(killer or "").removeprefix("tests/")}'
+  )
+
+
+def main(words):
+  mutants = [m for m in MUTANTS if all(w in m.name for w in words)]
+  if not mutants:
+    print('No mutant has these words in its name.')
+    return 1
+  env, cache = environment()
+  selections = sorted({t for m in mutants for t in m.tests})
+  try:
+    with (
+      tempfile.TemporaryDirectory() as folder,
+      concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+      copy_to(pathlib.Path(folder))
+      unchanged = pool.map(
+        lambda t: first_failure(folder, [t], env), selections
+      )
+      failures = [f for f in unchanged if f]
+      if failures:
+        print('These fail without any mutant:', *failures, sep='\n  ')
+        return 1
+      survivors = 0
+      for killed, line in pool.map(lambda m: run(m, env), mutants):
+        survivors += not killed
+        print(line, flush=True)
+  finally:
+    shutil.rmtree(cache, ignore_errors=True)
+  print(f'{len(mutants) - survivors} of {len(mutants)} mutants killed')
+  return 1 if survivors else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""Batched linear algebra against NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import _linalg
+from tests.oracles import oracles
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+
+def _symmetric(rng, spectrum):
+  q = oracles.random_orthonormal(rng, len(spectrum), len(spectrum))
+  return q @ np.diag(spectrum) @ q.T
+
+
+def test_column_norms_neither_overflow_nor_underflow():
+  x = np.array([[3e30, 3e-30, 0], [4e30, 4e-30, 0]], np.float32)
+  norms = _linalg.column_norms(jnp.asarray(x))
+  np.testing.assert_allclose(norms, [5e30, 5e-30, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e3, 1e6])
+def test_both_routes_give_the_same_frame(condition):
+  """Orthogonal columns need no factorisation, turned ones do."""
+  rng = np.random.default_rng(0)
+  q = oracles.random_orthonormal(rng, 9, 3)
+  x = q * np.geomspace(1, 1 / condition, 3)
+  cheap, core, inverse, mask = _linalg.orthonormal_frame(jnp.asarray(x))
+  np.testing.assert_allclose(cheap, q, atol=1e-14)
+  np.testing.assert_allclose(core @ inverse, np.eye(3), atol=1e-14)
+  np.testing.assert_array_equal(mask, np.eye(3))
+  # The columns are a little skew: Householder and SVD take over, and the
+  # frame moves by no more than the skewness.
+  skew = x + 1e-7 * np.roll(x, 1, axis=-1) * (
+    np.linalg.norm(x, axis=0) / np.linalg.norm(np.roll(x, 1, axis=-1), axis=0)
+  )
+  other, *_ = _linalg.orthonormal_frame(jnp.asarray(skew))
+  assert 1e-9 < np.abs(other - q).max() < 1e-6
+  np.testing.assert_allclose(other.T @ other, np.eye(3), atol=1e-14)
+
+
+def test_frame_of_rank_deficient_matrix_is_a_partial_isometry():
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(8, 2)) @ rng.normal(size=(2, 4))
+  q, core, inverse, mask = _linalg.orthonormal_frame(jnp.asarray(x))
+  np.testing.assert_allclose(q.T @ q, mask, atol=1e-13)
+  np.testing.assert_allclose(mask @ mask, mask, atol=1e-13)
+  assert np.trace(mask) == pytest.approx(2, abs=1e-12)
+  np.testing.assert_allclose(q @ core, x, atol=1e-12)
+  np.testing.assert_allclose(q @ q.T, oracles.projector(x), atol=1e-12)
+  np.testing.assert_allclose(core @ inverse, mask, atol=1e-12)
+
+
+def test_frame_is_scale_free():
+  """Columns of any size: the same frame, down to the smallest normal ones."""
+  rng = np.random.default_rng(2)
+  x = rng.normal(size=(7, 3)).astype(np.float32)
+  expected, *_ = _linalg.orthonormal_frame(jnp.asarray(x))
+  for scale in ([1e-12, 1, 1e12], [1e-18, 1e-18, 1e-18], [1e18, 1e-15, 1]):
+    q, core, inverse, _ = _linalg.orthonormal_frame(
+      jnp.asarray(x * np.float32(scale))
+    )
+    np.testing.assert_allclose(q, expected, atol=1e-5)
+    assert np.isfinite(core).all()
+    assert np.isfinite(inverse).all()
+
+
+def test_polar_is_a_partial_isometry():
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=(5, 4, 4))
+  x[1] = 0
+  x[2, :, 0] = 0
+  got = _linalg.polar(jnp.asarray(x))
+  for a, b in zip(x, got, strict=True):
+    u, s, vt = np.linalg.svd(a)
+    kept = s > 1e-10
+    np.testing.assert_allclose(b, u[:, kept] @ vt[kept], atol=1e-12)
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_ends_in_nan_and_ends(bad):
+  """LAPACK loops for ever over an infinite entry."""
+  x = np.tile(np.diag([3.0, 2.0, 1.0]), (2, 1, 1))
+  x[0, 1, 2] = bad
+  for out in (*_linalg.svd(jnp.asarray(x)), *_linalg.eigh(jnp.asarray(x))):
+    assert jnp.all(jnp.isnan(out[0]))
+    assert jnp.all(jnp.isfinite(out[1]))
+
+
+def test_inverse_sqrt_floors_and_caps():
+  rng = np.random.default_rng(4)
+  x = _symmetric(rng, [0.0, 1e-6, 1.0, 100.0])
+
+  def spectrum(floor, cap):
+    p = _linalg.inverse_sqrt(
+      jnp.asarray(x)[None], floor=jnp.array([floor]),
+      max_condition_number=cap, eps=0.0,
+    )  # fmt: skip
+    return np.sort(np.linalg.eigvalsh(p[0]))
+
+  np.testing.assert_allclose(
+    spectrum(0.25, 1e9), [0.1, 1, 2, 2], rtol=1e-6
+  )  # floor
+  np.testing.assert_allclose(
+    spectrum(0.0, 400.0), [0.1, 1, 2, 2], rtol=1e-6
+  )  # cap
+  # Nothing was ever seen: zero, not infinity.
+  p = _linalg.inverse_sqrt(
+    jnp.zeros((1, 3, 3)), floor=jnp.zeros(1), max_condition_number=10, eps=0.0
+  )
+  np.testing.assert_array_equal(p, 0)
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e3, 1e6])
+def test_sylvester_of_grams(condition):
+  """The residual is rounding of its largest term, whatever the condition."""
+  rng = np.random.default_rng(5)
+  a = oracles.random_matrix(rng, 4, 4, condition)
+  b = oracles.random_matrix(rng, 4, 4, condition)
+  c = rng.normal(size=(4, 4))
+  w = np.asarray(_linalg.sylvester_of_grams(*map(jnp.asarray, (a, b, c))))
+  residual = a.T @ a @ w + w @ b.T @ b - c
+  size = np.linalg.norm(a) ** 2 * np.abs(w).max()
+  assert np.abs(residual).max() <= 1e-14 * max(size, 1.0) * 10
+
+
+def test_vmap_and_leading_axes_agree_with_single_matrices():
+  rng = np.random.default_rng(6)
+  x = jnp.asarray(rng.normal(size=(2, 3, 6, 4)))
+  batched = _linalg.orthonormal_frame(x)
+  mapped = jax.vmap(jax.vmap(_linalg.orthonormal_frame))(x)
+  for got, other in zip(batched, mapped, strict=True):
+    np.testing.assert_allclose(got, other, atol=1e-13)
+  one = _linalg.orthonormal_frame(x[1, 2])
+  np.testing.assert_allclose(batched[0][1, 2], one[0], atol=1e-13)
+
+
+def test_vmap_does_not_bring_batched_factorisations_back_on_cpu():
+  """One LAPACK call in a loop, not one call for a batch: see the module."""
+  if jax.default_backend() != 'cpu':
+    pytest.skip('The rule is for CPU.')
+  x = jnp.ones((5, 6, 4))
+  text = (
+    jax.jit(jax.vmap(_linalg.orthonormal_frame)).lower(x).compile().as_text()
+  )
+  calls = [line for line in text.splitlines() if 'custom-call(' in line]
+  assert any('geqrf' in line for line in calls)
+  assert not [line for line in calls if 'geqrf' in line and '[5,' in line]

@@ -1,0 +1,136 @@
+"""Links and names of files in the documentation lead somewhere. No network."""
+
+import ast
+import functools
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = sorted(
+  [
+    *(ROOT / 'docs').rglob('*.md'),
+    *(ROOT / f'{x}.md' for x in ('README', 'CONTRIBUTING', 'SECURITY')),
+    ROOT / 'CHANGELOG.md',
+  ]
+)
+_FENCED = re.compile(r'^(```+|~~~+|:::+)[^\n]*\n.*?^\1\s*$', re.M | re.S)
+_CODE = re.compile(r'`([^`\n]+)`')
+_LINK = re.compile(r'\]\(\s*<?([^)>\s]+)>?(?:\s+"[^"]*")?\s*\)')
+_NAMED = re.compile(
+  r'(?:tests|benchmarks|examples|docs|notebooks|prism_optax|\.ci)/[\w./-]*'
+)
+
+
+def prose_of(text):
+  return _FENCED.sub('', text)
+
+
+def links_of(text):
+  """Targets of links and pictures; code holds none."""
+  return _LINK.findall(_CODE.sub('', prose_of(text)))
+
+
+def slug_of(heading):
+  """The anchor that GitHub and MyST give a heading."""
+  text = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', heading).replace('`', '')
+  return re.sub(r'[^\w\- ]', '', text.strip().lower()).replace(' ', '-')
+
+
+@functools.cache
+def anchors_of(path):
+  if not path.is_file():
+    return set()
+  text = prose_of(path.read_text('utf-8'))
+  return {slug_of(x) for x in re.findall(r'^#{1,6} (.+)$', text, re.M)}
+
+
+@functools.cache
+def functions_of(path):
+  return {
+    node.name
+    for node in ast.parse(path.read_text('utf-8')).body
+    if isinstance(node, ast.FunctionDef)
+  }
+
+
+def wrong_links(page, text):
+  out = []
+  for link in links_of(text):
+    if re.match(r'[a-z]+:', link):
+      continue
+    target, _, anchor = link.partition('#')
+    path = (page.parent / target).resolve() if target else page
+    known = not anchor or path.suffix != '.md' or anchor in anchors_of(path)
+    if not (path.exists() and known):
+      out.append(link)
+  return out
+
+
+def wrong_names(text):
+  """Files of the repository in `code`, with the test that they have."""
+  out = []
+  for code in _CODE.findall(prose_of(text)):
+    name, _, test = code.partition('::')
+    if not _NAMED.fullmatch(name):
+      continue
+    path = ROOT / name
+    if not path.exists() or (test and test not in functions_of(path)):
+      out.append(code)
+  return out
+
+
+def test_there_are_pages():
+  assert len(PAGES) > 8
+  assert sum(len(links_of(p.read_text('utf-8'))) for p in PAGES) > 50
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_names(page):
+  text = page.read_text('utf-8')
+  assert not wrong_links(page, text)
+  assert not wrong_names(text)
+
+
+def test_what_leads_nowhere_is_found():
+  page = ROOT / 'docs' / 'faults.md'
+  text = (
+    '# A *b*: `c`\n[a](faults.md) [b](#numbers) ![c](none.png) [d](#none)\n'
+    '`tests/conftest.py::test_no` `tests/none.py` `[x](y)`\n'
+    '```\n[x](y) `tests/none.py`\n```\n[e](../README.md#none) [f](https://x)\n'
+  )
+  assert wrong_links(page, text) == ['none.png', '#none', '../README.md#none']
+  assert wrong_names(text) == [
+    'tests/docs/links_test.py::test_no',
+    'tests/none.py',
+  ]
+  assert slug_of('A *b*: `c`') == 'a-b-c'
+
+
+def test_every_figure_has_a_script_a_page_and_few_bytes():
+  scripts = {p.stem for p in (ROOT / 'docs' / 'figures').glob('*.py')}
+  drawn = list((ROOT / 'docs' / 'figures').glob('*.png'))
+  assert {p.stem for p in drawn} == scripts - {'style'}
+  shown = {
+    (p.parent / x).resolve()
+    for p in PAGES
+    for x in links_of(p.read_text('utf-8'))
+    if not re.match(r'[a-z]+:', x)
+  }
+  for path in drawn:
+    assert path in shown
+    assert path.stat().st_size < 60_000
+
+
+def test_one_version_is_cited_built_and_imported():
+  found = {
+    name: re.search(pattern, (ROOT / name).read_text('utf-8'), re.M)[1]
+    for name, pattern in {
+      'CITATION.cff': r'^version: (\S+)$',
+      'pyproject.toml': r'^version = "(\S+)"$',
+      'prism_optax/__init__.py': r"^__version__ = '(\S+)'$",
+      'CHANGELOG.md': r'^## (\d\S*\d)',  # The newest comes first.
+    }.items()
+  }
+  assert len(set(found.values())) == 1, found

@@ -1,0 +1,368 @@
+"""Newton-Schulz on arrays against its definition, and its bias correction."""
+
+import functools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import muon
+from tests.oracles import muon_oracle, oracles
+
+SHAPES = [(5, 11), (11, 5), (7, 7), (1, 6), (6, 1), (1, 1)]
+
+
+@pytest.mark.parametrize('degree', range(1, 9))
+def test_coefficients_are_the_exact_ones(degree):
+  for j, c in enumerate(muon.coefficients(degree)):
+    exact = Fraction(math.factorial(2 * j), 4**j * math.factorial(j) ** 2)
+    assert Fraction(c) == exact  # Binomials over powers of two: no rounding.
+
+
+@pytest.mark.parametrize('degree', range(1, 9))
+def test_slope_at_zero_is_the_value_of_the_polynomial_there(degree):
+  """sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k, and it is what happens."""
+  slope = muon.slope_at_zero(degree)
+  assert Fraction(slope) == sum(map(Fraction, muon.coefficients(degree)))
+  tiny = jnp.full((1, 1), 2.0**-40)
+  out = muon.newton_schulz(tiny, degree=degree, steps=1)
+  # x^2 = 2^-80 is below the rounding of 1: only that of the sums is left.
+  np.testing.assert_allclose(out[0, 0] / tiny[0, 0], slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize('steps', [1, 6])
+@pytest.mark.parametrize('degree', [1, 2, 5])
+@pytest.mark.parametrize('shape', SHAPES)
+def test_agrees_with_the_definition(x64, shape, degree, steps):
+  """Below and above norm one; tall, wide, square, vectors."""
+  rng = np.random.default_rng(degree + 10 * steps)
+  for normalize in ('max1', 'frobenius'):
+    options = {'degree': degree, 'steps': steps, 'normalize': normalize}
+    call = jax.jit(functools.partial(muon.newton_schulz, **options))
+    for size in (1e-3, 0.9, 40.0):
+      matrix = rng.standard_normal(shape)
+      matrix *= size / np.linalg.norm(matrix)
+      expected = muon_oracle.orthogonalize(matrix, degree, steps, normalize)
+      # Singular values stay below one, and rounding grows by no more than the
+      # slope at zero: 2.5^6 = 240 units in the last place at most.
+      np.testing.assert_allclose(call(matrix), expected, atol=1e-13)
+
+
+def test_float32_is_as_exact_as_float32_is():
+  rng = np.random.default_rng(0)
+  matrix = rng.standard_normal((24, 40)).astype(np.float32)
+  out = muon.newton_schulz(jnp.asarray(matrix))
+  assert out.dtype == jnp.float32
+  expected = muon_oracle.orthogonalize(matrix, 2, 5)
+  np.testing.assert_allclose(out, expected, atol=24 * 1.2e-7)
+
+
+def test_stacks_are_treated_matrix_by_matrix(x64):
+  """One matrix must not change the normalization of its neighbour."""
+  rng = np.random.default_rng(1)
+  sizes = np.array([1e-2, 1.0, 1e3])[:, None, None]
+  stack = rng.standard_normal((2, 3, 7, 5)) * sizes
+  out = muon.newton_schulz(jnp.asarray(stack))
+  expected = np.stack(
+    [
+      [muon_oracle.orthogonalize(matrix, 2, 5) for matrix in row]
+      for row in stack
+    ]
+  )
+  np.testing.assert_allclose(out, expected, atol=1e-13)
+
+
+@pytest.mark.parametrize('shape', [(9, 6), (6, 9), (8, 8)])
+def test_commutes_with_rotations_and_transposition(x64, shape):
+  """F(U M V^T) = U F(M) V^T and F(M^T) = F(M)^T."""
+  rng = np.random.default_rng(2)
+  matrix = rng.standard_normal(shape)
+  u = oracles.random_orthonormal(rng, shape[0], shape[0])
+  v = oracles.random_orthonormal(rng, shape[1], shape[1])
+
+  def turn(x):
+    return muon.newton_schulz(jnp.asarray(x), degree=3, steps=4)
+
+  np.testing.assert_allclose(
+    turn(u @ matrix @ v.T), u @ turn(matrix) @ v.T, atol=1e-13
+  )
+  np.testing.assert_allclose(turn(matrix.T), turn(matrix).T, atol=1e-13)
+
+
+@pytest.mark.parametrize('degree', [1, 2, 3, 4])
+def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
+  """e' = c e^(kappa+1) for the distance e of the singular values from one.
+
+  With x^2 = 1 - t, x p(x^2) = 1 - c_(k+1) t^(k+1) - ..., and t = 2 e - e^2.
+  """
+  rng = np.random.default_rng(3)
+  values = np.array([0.9, 0.93, 0.96, 0.99])
+  u = oracles.random_orthonormal(rng, 9, 4)
+  v = oracles.random_orthonormal(rng, 6, 4)
+  matrix = (u * values) @ v.T
+  polar = muon_oracle.polar(matrix)
+  out = muon.newton_schulz(
+    jnp.asarray(matrix), degree=degree, steps=1, normalize='none'
+  )
+  before, after = 1 - values, np.diag(u.T @ (polar - np.asarray(out)) @ v)
+  # The constant is c_(k+1) 2^(k+1), to first order in e <= 0.1.
+  leading = muon.coefficients(degree + 1)[-1] * 2 ** (degree + 1)
+  # Rounding enters where e^(k+1) itself is near it (1e-2)^5 = 1e-10.
+  np.testing.assert_allclose(
+    after / before ** (degree + 1), leading, rtol=0.3, atol=1e-4
+  )
+  order = np.log(after[0] / after[-1]) / np.log(before[0] / before[-1])
+  assert abs(order - (degree + 1)) < 0.1
+  # And from a random start, whose smallest singular value is about 0.02, to
+  # the polar factor itself.
+  matrix = rng.standard_normal((9, 6))
+  out = muon.newton_schulz(jnp.asarray(matrix), degree=degree, steps=20)
+  np.testing.assert_allclose(out, muon_oracle.polar(matrix), atol=1e-12)
+
+
+@pytest.mark.parametrize('degree', [1, 2, 5])
+def test_singular_values_grow_and_never_pass_one(x64, degree):
+  """The scalar map is increasing on (0, 1] and lies above the diagonal."""
+  values = np.geomspace(1e-6, 1.0, 13)
+  out = np.diag(
+    muon.newton_schulz(
+      jnp.diag(jnp.asarray(values)), degree=degree, steps=3, normalize='none'
+    )
+  )
+  assert np.all(out <= 1 + 1e-14)
+  assert np.all(out >= values - 1e-14)
+  assert np.all(np.diff(out) >= -1e-14)
+  cap = muon.slope_at_zero(degree) ** 3
+  assert np.all(out <= cap * values * (1 + 1e-12))
+  np.testing.assert_allclose(
+    out, muon_oracle.singular_values(values, degree, 3), rtol=1e-12
+  )
+
+
+def test_the_three_normalizations():
+  small = 0.1 * jnp.ones((2, 3)) / math.sqrt(6.0)  # Norm 0.1, rank one.
+  first = muon_oracle.singular_values([0.1], 1, 1)[0]
+  for normalize, value in [('max1', first), ('frobenius', 1), ('none', first)]:
+    out = muon.newton_schulz(small, degree=1, steps=1, normalize=normalize)
+    np.testing.assert_allclose(jnp.linalg.norm(out), value, rtol=1e-6)
+  large = 13 * small  # Norm 1.3: 'none' does not divide, the others do.
+  for normalize, value in [
+    ('max1', 1),
+    ('frobenius', 1),
+    ('none', muon_oracle.singular_values([1.3], 1, 1)[0]),
+  ]:
+    out = muon.newton_schulz(large, degree=1, steps=1, normalize=normalize)
+    np.testing.assert_allclose(jnp.linalg.norm(out), value, rtol=1e-6)
+
+
+@pytest.mark.parametrize('normalize', ['max1', 'frobenius', 'none'])
+def test_zero_stays_zero(normalize):
+  out = muon.newton_schulz(jnp.zeros((3, 5, 4)), normalize=normalize)
+  np.testing.assert_array_equal(out, 0)
+
+
+@pytest.mark.parametrize('size', [1e-30, 1e30])
+def test_norms_neither_overflow_nor_underflow(size):
+  """1e60 is no float32; the squares must never be formed unscaled."""
+  rng = np.random.default_rng(4)
+  matrix = rng.standard_normal((4, 7)).astype(np.float32)
+  expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
+  out = muon.newton_schulz(jnp.asarray(matrix) * size, normalize='frobenius')
+  np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_a_stack_may_hold_matrices_of_any_sizes():
+  rng = np.random.default_rng(4)
+  matrix = rng.standard_normal((4, 7)).astype(np.float32)
+  sizes = jnp.array([1e-30, 1.0, 1e30])[:, None, None]
+  out = muon.newton_schulz(sizes * matrix, normalize='frobenius')
+  expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
+  for one in out:
+    np.testing.assert_allclose(one, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('shape', [(0, 3), (3, 0), (2, 0, 3), (0, 3, 4)])
+@pytest.mark.parametrize('normalize', ['max1', 'frobenius', 'none'])
+def test_nothing_stays_nothing(shape, normalize):
+  out = muon.newton_schulz(jnp.ones(shape), normalize=normalize)
+  assert out.shape == shape
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf])
+def test_not_finite_in_not_finite_out(bad):
+  """Never a wrong number that looks right."""
+  stack = np.ones((2, 3, 4), np.float32)
+  stack[0, 1, 2] = bad
+  out = muon.newton_schulz(jnp.asarray(stack))
+  assert not np.any(np.isfinite(np.asarray(out[0])))
+  assert np.all(np.isfinite(np.asarray(out[1])))
+
+
+def test_bfloat16_matmuls_accumulate_in_float32():
+  """bfloat16 factors have 8 bits: 0.4 % a product, a few steps."""
+  rng = np.random.default_rng(5)
+  matrix = jnp.asarray(rng.standard_normal((64, 96)), jnp.float32)
+  exact = muon_oracle.orthogonalize(np.asarray(matrix), 2, 5)
+  out = muon.newton_schulz(matrix, matmul_dtype=jnp.bfloat16)
+  assert out.dtype == jnp.float32
+  error = np.linalg.norm(out - exact) / np.linalg.norm(exact)
+  assert 1e-4 < error < 2e-2
+  low = muon.newton_schulz(matrix.astype(jnp.bfloat16))
+  assert low.dtype == jnp.bfloat16
+  # Only input and output are rounded: singular values near zero have a slope
+  # of 23, on entries of 1 / sqrt(96).
+  assert np.linalg.norm(low - exact) / np.linalg.norm(exact) < 2e-2
+
+
+def test_accelerators_multiply_bfloat16_and_sum_float32():
+  """Lowered for a GPU, which this machine need not have."""
+
+  def call(x):
+    return muon.newton_schulz(x, matmul_dtype=jnp.bfloat16)
+
+  x = jax.ShapeDtypeStruct((8, 12), jnp.float32)
+  text = jax.jit(call).trace(x).lower(lowering_platforms=('cuda',)).as_text()
+  products = [line for line in text.splitlines() if 'dot_general' in line]
+  assert len(products) == 5 * 3  # Steps times products of a quintic.
+  for line in products:
+    inputs, output = line.split(':')[-1].split('->')
+    assert inputs.count('bf16') == 2
+    assert 'f32' in output
+
+
+@pytest.mark.parametrize(
+  ('options', 'name'),
+  [
+    ({'degree': 0}, 'degree=0'),
+    ({'degree': 2.0}, 'degree=2.0'),
+    ({'steps': 0}, 'steps=0'),
+    ({'normalize': 'l1'}, "normalize='l1'"),
+  ],
+)
+def test_bad_options_are_named(options, name):
+  with pytest.raises(ValueError, match=name):
+    muon.newton_schulz(jnp.ones((3, 4)), **options)
+
+
+def test_a_vector_is_no_matrix():
+  with pytest.raises(ValueError, match=r'shape=\(3,\)'):
+    muon.newton_schulz(jnp.ones(3))
+
+
+# The bias of orthogonalizing a noisy matrix.
+
+
+def test_cubic_identity_behind_the_bias_correction(x64):
+  """E (X + sZ)(X + sZ)^T (X + sZ) = X X^T X + s^2 (m + n + 1) X."""
+  rng = np.random.default_rng(6)
+  m, n, s, trials = 4, 6, 0.3, 200_000
+  x = rng.standard_normal((m, n))
+  y = x + s * rng.standard_normal((trials, m, n))
+  cubes = y @ y.transpose(0, 2, 1) @ y
+  expected = x @ x.T @ x + s**2 * (m + n + 1) * x
+  error = np.abs(cubes.mean(0) - expected) / (cubes.std(0) / trials**0.5)
+  assert np.max(error) < 5  # 24 normal deviates: one in 10^5 exceeds this.
+
+
+@pytest.mark.parametrize('probe_scale', [0.5, 1.0, 3.0])
+def test_subtract_bias_is_exact_for_one_cubic_step(x64, probe_scale):
+  """kappa = 1, q = 1: F(X) = (3 X - X X^T X) / 2, Laplacian -(m + n + 1) X.
+
+  The mean over the probes is F(x) + v (m + n + 1) x / 2 at any scale.
+  """
+  rng = np.random.default_rng(7)
+  m, n, s, probes = 4, 6, 0.2, 20_000
+  x = jnp.asarray(rng.standard_normal((m, n)))
+
+  def step(y):
+    return muon.newton_schulz(y, degree=1, steps=1, normalize='none')
+
+  def corrected(key, count):
+    return muon.subtract_bias(
+      step, x, s, key, num_probes=count, probe_scale=probe_scale
+    )
+
+  expected = 1.5 * x - 0.5 * x @ x.T @ x + s**2 / 2 * (m + n + 1) * x
+  singles = jax.vmap(lambda key: corrected(key, 1))(
+    jax.random.split(jax.random.key(0), 2000)
+  )
+  error = corrected(jax.random.key(1), probes) - expected
+  standard_error = np.std(singles, axis=0) / probes**0.5
+  assert np.max(np.abs(error) / standard_error) < 5
+  # It is no accident of a small correction.
+  shift = np.asarray(expected - step(x))
+  assert np.max(np.abs(shift) / standard_error) > 50
+
+
+def _bias(x, s, trials, key, num_probes, **options):
+  """Norms of the mean errors of the plain and the corrected estimator."""
+
+  def function(y):
+    return muon.newton_schulz(y, **options)
+
+  def errors(key):
+    noise_key, probe_key = jax.random.split(key)
+    y = x + s * jax.random.normal(noise_key, x.shape, x.dtype)
+    plain = function(y)
+    better = muon.subtract_bias(
+      function, y, s, probe_key, num_probes=num_probes
+    )
+    return plain - function(x), better - function(x)
+
+  plain, better = jax.jit(jax.vmap(errors))(jax.random.split(key, trials))
+  out = []
+  for e in (plain, better):
+    # The mean of finitely many trials has a norm of its own: subtract it.
+    squared = jnp.sum(jnp.mean(e, 0) ** 2) - jnp.sum(jnp.var(e, 0)) / trials
+    out.append(float(jnp.sqrt(jnp.maximum(squared, 0))))
+  return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('degree', 'steps'), [(1, 5), (2, 5), (3, 3)])
+def test_subtract_bias_lowers_the_bias_of_what_is_used(degree, steps):
+  """Momentum of norm about 3 under noise of norm 1, as DP training has it."""
+  rng = np.random.default_rng(8)
+  x = jnp.asarray(3 * oracles.random_matrix(rng, 16, 12, 30.0), jnp.float32)
+  plain, better = _bias(
+    x, 1 / math.sqrt(16 * 12), 4000, jax.random.key(2), 1,
+    degree=degree, steps=steps,
+  )  # fmt: skip
+  assert better < 0.8 * plain
+
+
+def test_subtract_bias_takes_trees_and_changes_nothing_without_noise():
+  tree = {'a': jnp.ones((2, 3)), 'b': jnp.full((4,), 2.0)}
+
+  def function(t):
+    return jax.tree.map(lambda x: x**2, t)
+
+  key = jax.random.key(3)
+  out = muon.subtract_bias(function, tree, 0.0, key)
+  np.testing.assert_array_equal(out['b'], 4.0)
+  # (x + h z)^2 has the second difference 2 h^2 z^2: the correction is v z^2,
+  # leaf by leaf, with probes of mean square one.
+  out = muon.subtract_bias(
+    function, tree, {'a': 0.0, 'b': 0.1}, key, num_probes=4000
+  )
+  np.testing.assert_array_equal(out['a'], 1.0)
+  np.testing.assert_allclose(4.0 - out['b'], 0.01, rtol=5 * (2 / 4000) ** 0.5)
+
+
+def test_probes_are_reproducible_and_fresh():
+  x = jnp.ones((3, 4))
+
+  def call(seed):
+    return muon.subtract_bias(muon.newton_schulz, x, 0.3, jax.random.key(seed))
+
+  np.testing.assert_array_equal(call(0), call(0))
+  assert not np.any(call(0) == call(1))
+
+
+@pytest.mark.parametrize('options', [{'num_probes': 0}, {'probe_scale': 0.0}])
+def test_subtract_bias_names_bad_options(options):
+  with pytest.raises(ValueError, match=next(iter(options))):
+    muon.subtract_bias(jnp.sin, jnp.ones(2), 1.0, jax.random.key(0), **options)

@@ -1,0 +1,188 @@
+"""Optimizers whose pre-clipping transform reads the state alone."""
+
+import sys
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax_privacy
+import numpy as np
+import optax
+import pytest
+from jax_privacy import noise_addition
+from jax_privacy.matrix_factorization import toeplitz
+
+import prism_optax
+from prism_optax import transforms
+from prism_optax.transforms import _augmented
+from tests.oracles import oracles, test_utils
+
+SHAPES = [(9, 7, 3), (6, 11, 2)]
+CLIP, BATCH, STDDEV = 1.0, 8.0, 0.05
+
+
+def _params():
+  rng = np.random.default_rng(0)
+  factors = [oracles.random_factors(rng, *shape) for shape in SHAPES]
+  return test_utils.tree_of(factors, np.ones(4), jnp.float32)
+
+
+def _batch(params, seed):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: jnp.asarray(rng.standard_normal((8, *x.shape)), jnp.float32),
+    params,
+  )
+
+
+def _loss(params, example):
+  """Curved, and its gradients are no multiples of each other."""
+  terms = jax.tree.map(
+    lambda p, x: jnp.sum(jnp.tanh(p * x) + p * x), params, example
+  )
+  return sum(jax.tree.leaves(terms))
+
+
+def _optimizer():
+  return optax.chain(
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
+    optax.scale_by_learning_rate(0.05),
+    prism_optax.retract(),
+  )
+
+
+def _clipped(params, batch, transform):
+  return jax_privacy.clipped_grad(
+    _loss, l2_clip_norm=CLIP, normalize_by=BATCH, keep_batch_dim=False,
+    pre_clipping_transform=transform,
+  )(params, batch)  # fmt: skip
+
+
+def _train_augmented(params, privatizer, steps):
+  tx = transforms.augmented_optimizer(_optimizer())
+  state, noise_state = tx.init(params), privatizer.init(params)
+
+  @jax.jit
+  def step(params, state, noise_state, batch):
+    mean = _clipped(params, batch, tx.pre_clipping_transform(state))
+    noisy, noise_state = privatizer.update(mean, noise_state)
+    updates, state = tx.update(noisy, state, params)
+    return optax.apply_updates(params, updates), state, noise_state
+
+  for t in range(steps):
+    params, state, noise_state = step(
+      params, state, noise_state, _batch(params, t)
+    )
+  return params
+
+
+def _train_chain(params, noise, steps):
+  tx = optax.chain(noise, _optimizer())
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, batch):
+    transform = prism_optax.tangent_coordinates(params)
+    updates, state = tx.update(
+      _clipped(params, batch, transform), state, params
+    )
+    return optax.apply_updates(params, updates), state
+
+  for t in range(steps):
+    params, state = step(params, state, _batch(params, t))
+  return params
+
+
+@pytest.mark.slow
+def test_a_trainer_that_adds_correlated_noise_itself_gives_the_same_steps():
+  """Its noise meets fixed coordinates, as in correlated_tangent_privatizer."""
+  steps = 4
+  noising = toeplitz.inverse_as_streaming_matrix(
+    toeplitz.optimal_max_error_strategy_coefs(steps)
+  )
+
+  def make(key):
+    return noise_addition.matrix_factorization_privatizer(
+      noising, stddev=STDDEV, prng_key=key
+    )
+
+  start = _params()
+  got = _train_augmented(start, make(jax.random.key(3)), steps)
+  want = _train_chain(
+    start,
+    prism_optax.correlated_tangent_privatizer(make, horizon=steps, prng_key=3),
+    steps,
+  )
+  for x, y in zip(
+    test_utils.products_of(got), test_utils.products_of(want), strict=True
+  ):
+    np.testing.assert_allclose(x, y, atol=2e-5)  # Four float32 steps of 0.05.
+  np.testing.assert_allclose(got['extra'], want['extra'], atol=1e-5)
+  moved = test_utils.products_of(start)[0] - test_utils.products_of(got)[0]
+  assert np.abs(moved).max() > 0.02  # A thousand times the tolerance.
+
+
+@pytest.mark.slow
+def test_the_state_knows_the_parameters_that_its_update_leads_to():
+  """Norms under the transform are intrinsic at the NEW parameters."""
+  params = _params()
+  tx = transforms.augmented_optimizer(_optimizer())
+  state = tx.init(params)
+  for t in range(3):
+    grads = jax.tree.map(lambda x: x[0], _batch(params, 10 + t))
+    mean = tx.pre_clipping_transform(state)(grads)
+    expected = prism_optax.tangent_coordinates(params)(grads)
+    for name in ('m0', 'm1'):
+      for side in ('lora_a', 'lora_b'):
+        assert jnp.linalg.norm(mean[name][side]) == pytest.approx(
+          float(jnp.linalg.norm(expected[name][side])), rel=1e-4
+        )
+    updates, state = tx.update(mean, state, params)
+    params = optax.apply_updates(params, updates)
+
+
+@pytest.mark.slow
+def test_zero_starts_are_masked_and_nothing_is_nan():
+  params = _params()
+  params['m0']['lora_b'] = jnp.zeros_like(params['m0']['lora_b'])
+  gaussian = noise_addition.gaussian_privatizer(stddev=STDDEV, prng_key=1)
+  new = _train_augmented(params, gaussian, 3)
+  assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(new))
+  assert float(jnp.abs(new['m0']['lora_b']).max()) > 0
+
+
+def test_the_class_of_jax_privacy_is_used_where_it_exists(monkeypatch):
+  """2.0.0 has none; later versions look at the type of what they are given."""
+  monkeypatch.setitem(sys.modules, 'jax_privacy.optimizers', None)
+  ours = transforms.augmented_optimizer(_optimizer())
+  assert type(ours) is _augmented.AugmentedGradientTransformation
+
+  class StandIn(NamedTuple):
+    init: Any
+    update: Any
+    pre_clipping_transform: Any
+
+  module = types.ModuleType('jax_privacy.optimizers')
+  monkeypatch.setitem(sys.modules, 'jax_privacy.optimizers', module)
+  without = transforms.augmented_optimizer(_optimizer())
+  assert type(without) is _augmented.AugmentedGradientTransformation
+  module.AugmentedGradientTransformation = StandIn
+  theirs = transforms.augmented_optimizer(_optimizer())
+  assert type(theirs) is StandIn
+  params = _params()
+  grads = jax.tree.map(lambda x: x[0], _batch(params, 0))
+  state = theirs.init(params)
+  transform = theirs.pre_clipping_transform(state)
+  updates, _ = theirs.update(transform(grads), state, params)
+  assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+def test_bad_use_is_named():
+  tx = transforms.augmented_optimizer(_optimizer())
+  params = _params()
+  with pytest.raises(ValueError, match='needs `params`'):
+    tx.update(params, tx.init(params))
+  dead = {'m0': jax.tree.map(jnp.zeros_like, params['m0'])}
+  with pytest.raises(ValueError, match='Both factors are zero'):
+    tx.init(dead)

@@ -1,0 +1,140 @@
+"""Clip groups and the split of one noise multiplier over them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from prism_optax import accounting, transforms
+from prism_optax.transforms import _clip_groups
+
+Dims = optax.contrib.MuonDimensionNumbers
+
+PARAMS = {
+  'bias': jnp.zeros(5),
+  'head': {'b': jnp.zeros(3), 'w': jnp.zeros((5, 3))},
+  'layers': jnp.zeros((4, 2, 7)),
+}
+SPECS = {
+  'bias': None,
+  'head': {'b': None, 'w': Dims()},
+  'layers': Dims(reduction_axis=1, output_axis=2),
+}
+
+
+def test_every_leaf_is_a_group_without_dimension_numbers():
+  groups = transforms.clip_groups(2.0, PARAMS)
+  assert [g.leaves for g in groups] == [(0,), (1,), (2,), (3,)]
+  assert [g.size for g in groups] == [5, 3, 15, 56]
+  assert _clip_groups.sensitivity(groups) == 4.0  # sqrt(4 * 2^2).
+
+
+def test_matrices_one_by_one_and_all_else_together():
+  norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
+  groups = transforms.clip_groups(norms, PARAMS, SPECS)
+  assert sorted(i for g in groups for i in g.leaves) == [0, 1, 2, 3]
+  by_leaf = {g.leaves: g for g in groups}
+  assert by_leaf[0, 1].size == 8  # Both biases, threshold 3.
+  assert by_leaf[0, 1].l2_clip_norm == 3.0
+  assert by_leaf[3,].matrices == 4
+  assert by_leaf[3,].size == 14
+  expected = math.sqrt(3.0**2 + 2.0**2 + 4 * 0.5**2)
+  assert _clip_groups.sensitivity(groups) == pytest.approx(expected)
+
+
+def test_prefixes_and_callables():
+  norms = {'bias': 1.0, 'head': 2.0, 'layers': 3.0}  # A prefix.
+  values = [g.l2_clip_norm for g in transforms.clip_groups(norms, PARAMS)]
+  assert values == [1.0, 2.0, 2.0, 3.0]
+  prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
+  groups = transforms.clip_groups(1.0, PARAMS, lambda _: prefix)
+  assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+  ('norms', 'specs', 'message'),
+  [
+    ({'bias': 1.0, 'head': 1.0}, None, 'l2_clip_norms'),
+    (1.0, {'bias': None}, 'weight_dimension_numbers'),
+    ({'bias': 1.0, 'head': 2.0, 'layers': 1.0}, SPECS, 'clipped together'),
+    (1.0, {**SPECS, 'layers': Dims(0, 3)}, 'axes'),
+    (1.0, {**SPECS, 'layers': Dims((0, 1), (1, 2))}, 'axes'),
+    (1.0, {**SPECS, 'bias': Dims()}, 'axes'),
+  ],
+)
+def test_what_does_not_fit_is_named(norms, specs, message):
+  with pytest.raises(ValueError, match=message):
+    transforms.clip_groups(norms, PARAMS, specs)
+
+
+CLIPS, SIZES = [0.5, 1.0, 2.0, 2.0, 0.1], [400, 9, 25, 6400, 1]
+
+
+@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
+def test_the_groups_together_have_the_multiplier_asked_for(noise_split):
+  split = transforms.split_noise_multiplier(
+    1.7, CLIPS, SIZES, noise_split=noise_split
+  )
+  assert accounting.joint_noise_multiplier(split) == pytest.approx(1.7)
+  assert min(split) > 1.7
+
+
+def _energy(split):
+  return sum(
+    d * (s * c) ** 2 for s, c, d in zip(split, CLIPS, SIZES, strict=True)
+  )
+
+
+def test_no_split_of_the_same_multiplier_has_less_energy():
+  best = _energy(
+    transforms.split_noise_multiplier(
+      1.7, CLIPS, SIZES, noise_split='least_energy'
+    )
+  )
+  root = sum(c * math.sqrt(d) for c, d in zip(CLIPS, SIZES, strict=True))
+  assert best == pytest.approx((1.7 * root) ** 2)  # The closed form.
+  equal = _energy(transforms.split_noise_multiplier(1.7, CLIPS, SIZES))
+  assert best < 0.6 * equal
+  rng = np.random.default_rng(0)
+  for _ in range(200):
+    budgets = rng.dirichlet(np.ones(len(CLIPS))) / 1.7**2
+    assert _energy(budgets**-0.5) >= best * (1 - 1e-12)
+
+
+@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
+def test_units_make_the_joint_sensitivity_one(noise_split):
+  """Of the largest contribution, divided leaf by leaf by its unit."""
+  norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
+  groups = transforms.clip_groups(norms, PARAMS, SPECS)
+  units = _clip_groups.noise_units(groups, 4, noise_split=noise_split)
+  assert units[0] == units[1]  # One group, one noise.
+  squared = (3.0 / units[0]) ** 2 + (2.0 / units[2]) ** 2
+  squared += 4 * (0.5 / units[3]) ** 2
+  assert squared == pytest.approx(1.0)
+  if noise_split == 'equal':  # K = 6: the biases, the head, four layers.
+    assert units == pytest.approx([math.sqrt(6) * c for c in (3, 3, 2, 0.5)])
+
+
+@pytest.mark.parametrize(
+  'call',
+  [
+    lambda: transforms.split_noise_multiplier(1.0, [], []),
+    lambda: transforms.split_noise_multiplier(1.0, [1.0], [1, 2]),
+    lambda: transforms.split_noise_multiplier(
+      1.0, [1.0], [1], noise_split='most'
+    ),
+  ],
+)
+def test_bad_splits_are_refused(call):
+  with pytest.raises(ValueError, match='Expected'):
+    call()
+
+
+def test_shapes_are_enough():
+  shapes = jax.eval_shape(lambda: PARAMS)
+  assert transforms.clip_groups(1.0, shapes, SPECS) == (
+    transforms.clip_groups(1.0, PARAMS, SPECS)
+  )

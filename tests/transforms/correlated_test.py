@@ -1,0 +1,549 @@
+"""Correlated noise in fixed coordinates, against dense matrix products.
+
+The oracle draws the independent noises by themselves (the same privatizer with
+an identity matrix and the same key), multiplies by the noising matrix in
+float64, and turns with frames that it aligns on its own, in NumPy.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+from jax_privacy import noise_addition
+from jax_privacy.matrix_factorization import (
+  banded,
+  buffered_toeplitz,
+  streaming_matrix,
+  toeplitz,
+)
+
+import prism_optax
+from prism_optax import _modules, transforms
+from tests.oracles import oracles, test_utils
+
+STEPS = 5
+STDDEV = 0.7
+SHAPES = [(9, 7, 3), (6, 11, 2)]
+make = transforms.correlated_tangent_privatizer
+
+
+def _coefs():
+  return toeplitz.optimal_max_error_strategy_coefs(STEPS)
+
+
+def _dense():
+  coefs = toeplitz.optimal_max_error_noising_coefs(STEPS)
+  return toeplitz.materialize_lower_triangular(coefs)
+
+
+def _banded():
+  matrix = banded.ColumnNormalizedBanded.default(STEPS, 3)
+  return matrix.inverse_as_streaming_matrix()
+
+
+def _buffered():
+  matrix = buffered_toeplitz.BufferedToeplitz.build(
+    [0.9, 0.4], [0.3, 0.2], dtype=jnp.float32
+  )
+  return matrix.inverse_as_streaming_matrix()
+
+
+NOISING = {
+  'gaussian': streaming_matrix.identity,
+  'dense': _dense,
+  'streaming prefix sum': streaming_matrix.prefix_sum,
+  'banded': _banded,
+  'banded Toeplitz': lambda: toeplitz.inverse_as_streaming_matrix(_coefs()[:3]),
+  'inverse banded': lambda: toeplitz.inverse_as_streaming_matrix(
+    _coefs()[:2] / jnp.linalg.norm(_coefs()[:2]), column_normalize_for_n=STEPS
+  ),
+  'buffered Toeplitz': _buffered,
+}
+
+
+def _materialized(noising):
+  if hasattr(noising, 'materialize'):
+    noising = noising.materialize(STEPS)
+  return np.float64(noising)
+
+
+def _factory(noising, stddev=STDDEV):
+  return lambda key: noise_addition.matrix_factorization_privatizer(
+    noising, stddev=stddev, prng_key=key
+  )
+
+
+def _params(layout='plain', dtype=jnp.float32, seed=0):
+  rng = np.random.default_rng(seed)
+  if layout == 'plain':
+    factors = [oracles.random_factors(rng, *shape) for shape in SHAPES]
+  else:
+    factors = [
+      tuple(
+        np.stack(x)
+        for x in zip(
+          *(oracles.random_factors(rng, *shape) for _ in range(4)), strict=True
+        )
+      )
+      for shape in SHAPES
+    ]
+  return test_utils.tree_of(factors, np.ones(5), dtype)
+
+
+def _path(params, steps=STEPS, size=0.1, seed=1):
+  """Parameters that move by a good part of themselves at every step."""
+  rng = np.random.default_rng(seed)
+  out = [params]
+  for _ in range(steps - 1):
+    out.append(
+      jax.tree.map(
+        lambda x: x + size * jnp.asarray(rng.standard_normal(x.shape), x.dtype),
+        out[-1],
+      )
+    )
+  return out
+
+
+def _run(tx, path, signals):
+  state = tx.init(path[0])
+  out = []
+  update = jax.jit(tx.update)
+  for params, signal in zip(path, signals, strict=True):
+    noisy, state = update(signal, state, params)
+    out.append(noisy)
+  return out, state
+
+
+def _zeros(path):
+  return [jax.tree.map(jnp.zeros_like, params) for params in path]
+
+
+def _random(path, seed=2):
+  rng = np.random.default_rng(seed)
+  return [
+    jax.tree.map(
+      lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), params
+    )
+    for params in path
+  ]
+
+
+def _independent(params, key, noising):
+  """The standard normal draws behind a privatizer, [tree of step t].
+
+  The same keys reach an identity matrix; a dense privatizer draws otherwise
+  than a streaming one.
+  """
+  dense = not hasattr(noising, 'materialize')
+  identity = jnp.eye(STEPS) if dense else streaming_matrix.identity()
+  privatizer = _factory(identity, 1.0)(key)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  state, out = privatizer.init(params), []
+  for _ in range(STEPS):
+    z, state = privatizer.update(zeros, state)
+    out.append(z)
+  return out
+
+
+def _polar(x):
+  u, _, vt = np.linalg.svd(x)
+  return u @ vt
+
+
+def _oracle(path, signals, fixed_noise):
+  """``project(signal + noise turned into the frame)``, step by step."""
+  frames = [
+    [
+      (np.float64(f.left), np.float64(f.right))
+      for f in _modules.ModuleTree(params).frames(params)
+    ]
+    for params in path
+  ]
+  aligned = frames[0]
+  out = []
+  for params, at, signal, noise in zip(
+    path, frames, signals, fixed_noise, strict=True
+  ):
+    modules = _modules.ModuleTree(params)
+    x, z = modules.coordinates(signal), modules.coordinates(noise)
+    turns = [
+      tuple(
+        _polar(np.swapaxes(q, -1, -2) @ old)
+        for q, old in zip(new, before, strict=True)
+      )
+      for new, before in zip(at, aligned, strict=True)
+    ]
+    aligned = [
+      tuple(q @ w for q, w in zip(new, turn, strict=True))
+      for new, turn in zip(at, turns, strict=True)
+    ]
+    stacks = []
+    for signal_pair, noise_pair, new, turn in zip(
+      x.pairs, z.pairs, at, turns, strict=True
+    ):
+      left = signal_pair.left + noise_pair.left @ np.swapaxes(turn[1], -1, -2)
+      right = signal_pair.right + noise_pair.right @ np.swapaxes(
+        turn[0], -1, -2
+      )
+      left = left - new[0] @ (np.swapaxes(new[0], -1, -2) @ left)
+      stacks.append((left, right))
+    others = [np.add(a, b) for a, b in zip(x.others, z.others, strict=True)]
+    out.append((stacks, others))
+  return out
+
+
+@pytest.mark.parametrize(
+  'layout', ['plain', pytest.param('stacked', marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize('name', NOISING)
+def test_every_privatizer_is_a_dense_product_in_fixed_coordinates(name, layout):
+  noising = NOISING[name]()
+  path = _path(_params(layout))
+  signals = _random(path)
+  key = jax.random.key(4)
+  tx = make(_factory(noising), horizon=STEPS, prng_key=key)
+  got, _ = _run(tx, path, signals)
+  z = _independent(path[0], key, noising)
+  matrix = STDDEV * _materialized(noising)
+  noise = [
+    jax.tree.map(
+      lambda *xs, row=row: sum(
+        b * np.float64(x) for b, x in zip(row, xs, strict=True)
+      ),
+      *z,
+    )
+    for row in matrix
+  ]
+  want = _oracle(path, signals, noise)
+  for params, found, (pairs, others) in zip(path, got, want, strict=True):
+    stacks = _modules.ModuleTree(params).coordinates(found)
+    for pair, oracle in zip(stacks.pairs, pairs, strict=True):
+      for x, y in zip(pair, oracle, strict=True):
+        # float32 sums of a few numbers of order one.
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    np.testing.assert_allclose(stacks.others[0], others[0], atol=1e-5)
+
+
+def test_the_privatizer_sees_the_norm_of_what_came_in():
+  """Orthogonal turns, whatever happens to the frames: Delta stays Delta."""
+  params = _params()
+  seen = []
+
+  def spy(key):
+    del key
+
+    def update(updates, state, params=None):
+      del params
+      seen.append(optax.tree.norm(updates))
+      return updates, state
+
+    return optax.GradientTransformation(lambda tree: (), update)
+
+  path = _path(params, size=2.0)
+  for name in ('lora_a', 'lora_b'):  # Rank is lost on the way, and found again.
+    path[2]['m0'][name] = jnp.zeros_like(params['m0'][name])
+    path[3]['m1'][name] = path[3]['m1'][name] * 1e-12
+  tx = make(spy, horizon=STEPS, prng_key=0)
+  state = tx.init(params)
+  for at, signal in zip(path, _random(path), strict=True):
+    out, state = tx.update(signal, state, at)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(out))
+    np.testing.assert_allclose(
+      seen[-1], optax.tree.norm(signal), rtol=2e-6
+    )  # float32
+
+
+def test_independent_noise_keeps_its_law_in_fixed_coordinates():
+  """Projected, turned Gaussian noise is what tangent_privatizer gives."""
+  path = _path(_params())
+
+  def energies(key):
+    tx = make(
+      _factory(streaming_matrix.identity()), horizon=STEPS, prng_key=key
+    )
+    state = tx.init(path[0])
+    for params in path[:2]:
+      zeros = jax.tree.map(jnp.zeros_like, params)
+      noise, state = tx.update(zeros, state, params)
+    return [
+      jnp.sum(noise[m]['lora_a'] ** 2) + jnp.sum(noise[m]['lora_b'] ** 2)
+      for m in ('m0', 'm1')
+    ]
+
+  keys = jax.random.split(jax.random.key(0), 1500)
+  drawn = jax.jit(lambda k: jax.lax.map(energies, k))(keys)
+  for (m, n, rank), energy in zip(SHAPES, drawn, strict=True):
+    law = scipy.stats.chi2(rank * (m + n - rank))
+    scaled = np.float64(energy) / STDDEV**2
+    assert scipy.stats.kstest(scaled, law.cdf).pvalue > 1e-3
+    for wrong in (2 / 3, 3 / 2):
+      assert scipy.stats.kstest(wrong**2 * scaled, law.cdf).pvalue < 1e-6
+
+
+def test_noise_cancels_in_the_dense_sum_where_subspaces_move_little():
+  """The sum of differences is the last draw alone; in frames that turn, not."""
+  rng = np.random.default_rng(3)
+  start = _params()
+  steps = 40
+  path = [start]
+  for _ in range(steps - 1):
+    # Another gauge at every step: frames turn at will, Z stays.
+    gauge = {
+      m: np.linalg.qr(rng.normal(size=(r, r)))[0]
+      for m, (_, _, r) in zip(('m0', 'm1'), SHAPES, strict=True)
+    }
+    path.append({
+      'extra': start['extra'],
+      **{
+        m: {
+          'lora_a': start[m]['lora_a'] @ jnp.asarray(g, jnp.float32),
+          'lora_b': jnp.asarray(g.T, jnp.float32) @ start[m]['lora_b'],
+        }
+        for m, g in gauge.items()
+      },
+    })  # fmt: skip
+  differences = toeplitz.inverse_as_streaming_matrix(jnp.ones(steps))
+
+  def total(tx):
+    noises, _ = _run(tx, path, _zeros(path))
+    dense = []
+    for params, noise in zip(path, noises, strict=True):
+      modules = _modules.ModuleTree(params)
+      stacks = modules.coordinates(noise)
+      dense.append([
+        np.float64(x.left[0]) @ np.float64(f.right[0]).T
+        + np.float64(f.left[0]) @ np.float64(x.right[0]).T
+        for f, x in zip(modules.frames(params), stacks.pairs, strict=True)
+      ])  # fmt: skip
+    energy = sum(np.sum(sum(x) ** 2) for x in zip(*dense, strict=True))
+    return energy / STDDEV**2 / sum(r * (m + n - r) for m, n, r in SHAPES)
+
+  aligned = total(make(_factory(differences), horizon=steps, prng_key=0))
+  moving = total(
+    prism_optax.tangent_privatizer(
+      privatizer=_factory(differences)(jax.random.key(0)), horizon=steps
+    )
+  )
+  # One draw: chi-square of about 73 degrees of freedom over their number.
+  assert 0.4 < aligned < 1.8
+  assert moving > 10  # Unaligned: a sum of 40 differences, up to 80.
+
+
+# jax-privacy's own test cases for its privatizers, with ours in their place.
+
+
+@pytest.mark.parametrize('name', ['gaussian', 'dense', 'buffered Toeplitz'])
+def test_noise_is_unique_over_steps_entries_leaves_and_keys(name):
+  path = _path(_params())
+  rows = []
+  for key in (1234, 5678):
+    tx = make(_factory(NOISING[name]()), horizon=STEPS, prng_key=key)
+    noises, _ = _run(tx, path, _zeros(path))
+    rows += [np.ravel(x) for noise in noises for x in jax.tree.leaves(noise)]
+  values = np.concatenate(rows)
+  assert len(np.unique(values)) == values.size
+
+
+@pytest.mark.parametrize('name', ['gaussian', 'dense', 'buffered Toeplitz'])
+def test_updates_are_pure(name):
+  path = _path(_params(), 3)
+  tx = make(_factory(NOISING[name]()), horizon=STEPS, prng_key=1)
+  one, two = tx.init(path[0]), tx.init(path[0])
+  for params, zeros in zip(path, _zeros(path), strict=True):
+    first, one = tx.update(zeros, one, params)
+    second, two = tx.update(zeros, two, params)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    jax.tree.map(
+      lambda x, y: np.testing.assert_array_equal(*_data(x, y)), one, two
+    )
+
+
+def _data(*leaves):
+  return [
+    jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    else x
+    for x in leaves
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize('name', ['gaussian', 'dense', 'buffered Toeplitz'])
+def test_noise_is_of_float32_at_least_and_states_keep_their_types(name):
+  params = _params(dtype=jnp.bfloat16)
+  tx = make(_factory(NOISING[name]()), horizon=STEPS, prng_key=1)
+  state = tx.init(params)
+  # A gradient in bfloat16 is summed with the noise in float32.
+  noise, after = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+  assert {x.dtype for x in jax.tree.leaves(noise)} == {jnp.dtype(jnp.float32)}
+  for leaf in jax.tree.leaves(noise):
+    rounded = leaf.astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.mean(np.asarray(rounded != leaf)) > 0.9
+  jax.tree.map(lambda x, y: np.testing.assert_equal(x.dtype, y.dtype), state,
+               after)  # fmt: skip
+
+
+def test_scale_by_kolmogorov_and_smirnov():
+  params = {'m0': _params()['m0'], 'extra': jnp.zeros(512)}
+  for name in ('gaussian', 'dense'):
+    noising = jnp.eye(3) if name == 'dense' else streaming_matrix.identity()
+    tx = make(_factory(noising, 1.0), horizon=3, prng_key=7)
+    noises, _ = _run(tx, [params] * 3, _zeros([params] * 3))
+    samples = np.concatenate([np.float64(x['extra']) for x in noises])
+    assert scipy.stats.kstest(samples, 'norm').pvalue > 0.025
+    for wrong in (2 / 3, 3 / 2):
+      law = scipy.stats.norm(scale=wrong)
+      assert scipy.stats.kstest(samples, law.cdf).pvalue < 0.05
+
+
+# What the state and the horizon guard.
+
+
+def test_nothing_is_released_beyond_the_horizon():
+  path = _path(_params(), 3)
+  tx = make(_factory(_dense()), horizon=2, prng_key=0)
+  _, state = _run(tx, path[:2], _random(path[:2]))
+  (signal,) = _random(path[2:])
+  with pytest.raises(ValueError, match='horizon=2 updates.*update 3'):
+    tx.update(signal, state, path[2])
+  out, _ = jax.jit(tx.update)(signal, state, path[2])
+  assert float(optax.tree.norm(out)) == 0
+
+
+@pytest.mark.parametrize('name', ['dense', 'buffered Toeplitz'])
+def test_a_restored_state_continues_the_same_stream(name):
+  """Also for the dense privatizer, whose own state does not hold its key."""
+  path = _path(_params())
+  noising = NOISING[name]()
+  tx = make(_factory(noising), horizon=STEPS)  # A fresh secret key.
+  state = tx.init(path[0])
+  whole, saved = [], None
+  update = jax.jit(tx.update)
+  for t, (params, zeros) in enumerate(zip(path, _zeros(path), strict=True)):
+    if t == 2:
+      saved = jax.tree.map(lambda x: np.asarray(*_data(x)), state)
+    noise, state = update(zeros, state, params)
+    whole.append(noise)
+  # Another process: another transformation, with nothing but the saved state.
+  again = make(_factory(noising), horizon=STEPS)
+  like = again.init(path[0])
+  state = jax.tree.map(
+    lambda x, y: (
+      jax.random.wrap_key_data(y)
+      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else jnp.asarray(y)
+    ),
+    like,
+    saved,
+  )
+  for params, zeros, want in zip(
+    path[2:], _zeros(path[2:]), whole[2:], strict=True
+  ):
+    noise, state = jax.jit(again.update)(zeros, state, params)
+    jax.tree.map(np.testing.assert_array_equal, noise, want)
+
+
+def test_every_init_without_a_key_is_another_stream():
+  params = _params()
+  tx = make(_factory(_dense()), horizon=STEPS)
+  keys = [jax.random.key_data(tx.init(params).prng_key) for _ in range(4)]
+  assert len(np.unique(keys, axis=0)) == 4
+
+
+def test_the_state_can_be_donated():
+  path = _path(_params(), 3)
+  tx = make(_factory(_buffered()), horizon=STEPS, prng_key=0)
+  kept, _ = _run(tx, path, _zeros(path))
+  update = jax.jit(tx.update, donate_argnums=1)
+  state = tx.init(path[0])
+  for params, zeros, want in zip(path, _zeros(path), kept, strict=True):
+    noise, state = update(zeros, state, params)
+    jax.tree.map(np.testing.assert_array_equal, noise, want)
+
+
+@pytest.mark.parametrize('side', ['lora_a', 'lora_b'])
+def test_a_start_that_has_lost_rank_is_refused_by_name(side):
+  params = _params()
+  tx = make(_factory(_dense()), horizon=STEPS, prng_key=0)
+  tx.init(params)
+  zero = {**params, 'm1': {**params['m1']}}
+  zero['m1'][side] = jnp.zeros_like(params['m1'][side])
+  with pytest.raises(ValueError, match=r"of \['m1'\] are zero or rank-def"):
+    tx.init(zero)
+  lost = {**params, 'm0': {**params['m0']}}
+  axis = 1 if side == 'lora_a' else 0
+  first = jnp.take(params['m0'][side], jnp.array([0]), axis=axis)
+  lost['m0'][side] = jnp.broadcast_to(first, params['m0'][side].shape)
+  with pytest.raises(ValueError, match=r"of \['m0'\].*warm up"):
+    tx.init(lost)
+
+
+def test_bad_arguments_are_named():
+  privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=0)
+  with pytest.raises(ValueError, match='from a key to a privatizer'):
+    make(privatizer, horizon=3)
+  with pytest.raises(ValueError, match='horizon=0'):
+    make(lambda key: privatizer, horizon=0)
+  with pytest.raises(ValueError, match='Expected prng_key'):
+    make(lambda k: privatizer, horizon=1, prng_key=jax.random.PRNGKey(0))
+  with pytest.raises(ValueError, match='outside of jit'):
+    jax.jit(make(lambda k: privatizer, horizon=1).init)(_params())
+
+
+# The noise that the preconditioner is told.
+
+
+@pytest.mark.parametrize('name', NOISING)
+def test_stddev_per_step_is_the_norm_of_the_rows(name):
+  noising = NOISING[name]()
+  found = transforms.correlated_noise_stddev(noising, 3.0, STEPS)
+  rows = np.linalg.norm(_materialized(noising), axis=1)
+  np.testing.assert_allclose(found, 3 * rows, rtol=1e-5)
+  shorter = transforms.correlated_noise_stddev(noising, 3.0, STEPS - 2)
+  np.testing.assert_allclose(shorter, found[:-2], rtol=1e-6)
+
+
+def test_stddev_per_step_is_what_the_floor_sees():
+  """Second moments of pure noise tend to s_t^2 I, step by step."""
+  params = _params()
+  matrix = np.array([[1.0, 0.0, 0.0], [-2.0, 1.0, 0.0], [0.0, 0.5, 3.0]])
+  stddevs = transforms.correlated_noise_stddev(matrix, STDDEV, 3)
+
+  def second_moments(key):
+    tx = optax.chain(
+      make(_factory(np.float32(matrix)), horizon=3, prng_key=key),
+      prism_optax.scale_by_rank_preconditioner(
+        b2=0.0, noise_stddev=stddevs, max_condition_number=1e12
+      ),
+    )
+    state, out = tx.init(params), []
+    for _ in range(3):
+      zeros = jax.tree.map(jnp.zeros_like, params)
+      _, state = tx.update(zeros, state, params)
+      out.append([(x.nu, x.noise) for x in state[1].pairs])
+    return out
+
+  keys = jax.random.split(jax.random.key(0), 300)
+  moments = jax.jit(lambda k: jax.lax.map(second_moments, k))(keys)
+  for stddev, at_step in zip(stddevs, moments, strict=True):
+    for nu, noise in at_step:
+      for v, known in zip(nu, noise, strict=True):
+        rank = v.shape[-1]
+        np.testing.assert_allclose(
+          known[0, 0], stddev**2 * np.eye(rank), atol=1e-5 * stddev**2
+        )
+        # 300 draws of 6 to 11 squares on each entry.
+        np.testing.assert_allclose(
+          np.mean(v, (0, 1)),
+          stddev**2 * np.eye(rank),
+          atol=0.16 * stddev**2,
+        )
+
+
+def test_stddev_arguments_are_checked():
+  with pytest.raises(ValueError, match='at least steps=3 rows'):
+    transforms.correlated_noise_stddev(np.eye(2), 1.0, 3)
+  with pytest.raises(ValueError, match='stddev=-1'):
+    transforms.correlated_noise_stddev(np.eye(2), -1.0, 2)
+  with pytest.raises(ValueError, match='steps=0'):
+    transforms.correlated_noise_stddev(np.eye(2), 1.0, 0)

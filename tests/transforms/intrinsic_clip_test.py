@@ -1,0 +1,191 @@
+"""The intrinsic clip against the dense oracle, and its edge cases."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import prism_optax
+from prism_optax import _modules, fixed_rank, lora
+from prism_optax.transforms import _intrinsic_clip
+from tests.oracles import oracles, test_utils
+
+SHAPES = [(9, 7, 3), (9, 7, 3), (6, 11, 2)]
+pytestmark = pytest.mark.usefixtures('x64')
+
+
+def _problem(
+  seed=0, batch=5, condition=1.0, dtype=jnp.float64, canonical=False
+):
+  rng = np.random.default_rng(seed)
+  factors, dense = test_utils.random_problem(rng, SHAPES, batch, condition)
+  if canonical:
+    factors = [oracles.balance(pair) for pair in factors]
+  extra = rng.normal(size=(batch, 4))
+  params = test_utils.tree_of(factors, np.ones(4), dtype)
+  return factors, dense, extra, params
+
+
+@functools.partial(jax.jit, static_argnames=('norm', 'normalize_by'))
+def _clip(params, grads, norm, normalize_by=1.0, **kwargs):
+  tx = prism_optax.intrinsic_clip(norm, normalize_by=normalize_by)
+  return tx.update(grads, tx.init(params), params, **kwargs)[0]
+
+
+def _embedded(tree, params):
+  """Coordinates as dense matrices: what no gauge changes."""
+  modules = _modules.ModuleTree(params)
+  frames = modules.frames(params)
+  stacks = modules.coordinates(tree)
+  stacks = [
+    np.asarray(fixed_rank.embed(f, t))
+    for f, t in zip(frames, stacks.pairs, strict=True)
+  ]
+  return [stacks[0][0], stacks[0][1], stacks[1][0]], np.asarray(tree['extra'])
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e3, 1e6])
+@pytest.mark.parametrize('norm', [0.5, 15.0, 1e6])
+@pytest.mark.parametrize('canonical', [False, True])
+def test_clipped_sum_equals_the_dense_oracle(norm, condition, canonical):
+  factors, dense, extra, params = _problem(
+    condition=condition, canonical=canonical
+  )
+  # Rounding of factors of that condition, relative to gradients of order 10.
+  tolerance = 1e-13 * condition
+  padding = np.array([False, False, True, False, False])
+  grads = test_utils.factor_gradients(factors, dense, extra)
+  got, got_extra = _embedded(
+    _clip(params, grads, norm, 8.0, is_padding_example=jnp.asarray(padding)),
+    params,
+  )
+  points = [oracles.Point.from_factors(*f) for f in factors]
+  want, (want_extra,), _ = oracles.clipped_mean(
+    points, dense, [extra], l2_clip_norm=norm, normalize_by=8.0, padding=padding
+  )
+  for a, b in zip([*got, got_extra], [*want, want_extra], strict=True):
+    np.testing.assert_allclose(a, b, atol=max(tolerance, 1e-14), rtol=1e-13)
+
+
+def test_coordinates_of_one_example_are_those_of_the_clip():
+  factors, dense, extra, params = _problem(batch=3)
+  grads = test_utils.factor_gradients(factors, dense, extra)
+  transform = prism_optax.tangent_coordinates(params)
+  each = jax.jit(jax.vmap(transform))(grads)
+  summed = _clip(params, grads, 1e9)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x.sum(0), y, atol=1e-12),
+    each,
+    summed,
+  )
+
+
+def test_scale_means_the_same_whatever_alpha_is():
+  """Z = scale L R^T: the same Z, the same dense gradient, the same clip."""
+  factors, dense, extra, params = _problem()
+  layout = lora.Layout(scale=16.0)
+  small = [(left / 8, right / 2) for left, right in factors]
+  grads = test_utils.factor_gradients(
+    small, [16 * g for g in dense], extra
+  )  # dL/d left = scale G right
+  tx = prism_optax.intrinsic_clip(2.0, layout=layout)
+  params_small = test_utils.tree_of(small, np.ones(4))
+  got, _ = tx.update(grads, tx.init(params_small), params_small)
+  want = _clip(params, test_utils.factor_gradients(factors, dense, extra), 2.0)
+  # Frames of proportional factors are equal, so the coordinates are.
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-13), got, want
+  )
+
+
+@pytest.mark.parametrize('canonical', [False, True])
+def test_bfloat16_gradients_are_clipped_in_float32(canonical):
+  factors, dense, extra, params = _problem(
+    batch=64, dtype=jnp.float32, canonical=canonical
+  )
+  exact = test_utils.factor_gradients(factors, dense, extra, jnp.bfloat16)
+  clipped = _clip(params, exact, 1.0)
+  wide = _clip(params, jax.tree.map(lambda x: x.astype(jnp.float32), exact), 1)
+  jax.tree.map(np.testing.assert_array_equal, clipped, wide)
+  assert clipped['m0']['lora_a'].dtype == jnp.float32
+
+
+@pytest.mark.parametrize('canonical', [False, True])
+@pytest.mark.parametrize('batch', [0, 4])
+def test_batch_without_examples_gives_zeros(batch, canonical):
+  factors, dense, extra, params = _problem(batch=4, canonical=canonical)
+  grads = test_utils.factor_gradients(factors, dense, extra)
+  grads = jax.tree.map(lambda x: x[:batch] * jnp.nan, grads)
+  got = _clip(params, grads, 1.0, is_padding_example=jnp.ones(batch, bool))
+  jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), got)
+
+
+@pytest.mark.parametrize('value', [1e-3, 1e20, 3e38])
+def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
+  """No overflow of the sum either: NaN in the release would tell of it."""
+  _, dense, extra, params = _problem(dtype=jnp.float32, canonical=True, batch=8)
+  for name in ('m0', 'm1', 'm2'):
+    params[name]['lora_b'] = jnp.zeros_like(params[name]['lora_b'])
+  params = lora.canonicalize(params)
+  modules = _modules.ModuleTree(params)
+  assert _intrinsic_clip.columns_are_orthogonal(modules.frames(params))
+  grads = test_utils.factor_gradients(
+    test_utils.factors_of(params), dense, extra, jnp.float32
+  )
+  clipped = _clip(params, grads, 100.0)
+  hidden = {
+    name: {**x, 'lora_a': jnp.full_like(x['lora_a'], value)}
+    if name != 'extra'
+    else x
+    for name, x in grads.items()
+  }
+  with_hidden = _clip(params, hidden, 100.0)
+  for name in ('m0', 'm1', 'm2'):
+    np.testing.assert_array_equal(with_hidden[name]['lora_a'], 0)
+    if value < 1e27:
+      np.testing.assert_allclose(
+        with_hidden[name]['lora_b'], clipped[name]['lora_b'], atol=1e-4
+      )
+  norm = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(with_hidden)))
+  assert norm <= 8 * 100.0
+
+
+def test_divisor_is_the_given_constant_not_the_batch():
+  factors, dense, extra, params = _problem(batch=4)
+  grads = test_utils.factor_gradients(factors, dense, extra)
+  some = _clip(params, grads, 1.0, 10.0)
+  padded = jax.tree.map(
+    lambda x: jnp.concatenate([x, jnp.zeros_like(x)]), grads
+  )
+  # Zeros are examples too; they add nothing and change no divisor.
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-15),
+    _clip(params, padded, 1.0, 10.0),
+    some,
+  )
+
+
+@pytest.mark.parametrize('bad', [0.0, -1.0, float('nan'), float('inf'), '1'])
+def test_bad_arguments_are_named(bad):
+  with pytest.raises(ValueError, match='l2_clip_norm'):
+    prism_optax.intrinsic_clip(bad)
+  with pytest.raises(ValueError, match='normalize_by'):
+    prism_optax.intrinsic_clip(1.0, normalize_by=bad)
+
+
+def test_update_needs_params_and_a_batch_axis():
+  _, _, _, params = _problem()
+  tx = prism_optax.intrinsic_clip(1.0)
+  with pytest.raises(ValueError, match='needs `params`'):
+    tx.update(params, tx.init(params))
+  with pytest.raises(ValueError, match='leading batch axis'):
+    tx.update(params, tx.init(params), params)
+
+
+def test_init_refuses_modules_that_cannot_move():
+  _, _, _, params = _problem()
+  params['m1'] = jax.tree.map(jnp.zeros_like, params['m1'])
+  with pytest.raises(ValueError, match=r"zero in params of \['m1'\]"):
+    prism_optax.intrinsic_clip(1.0).init(params)

@@ -1,0 +1,198 @@
+"""Muon on the manifold over whole trajectories, against dense matrices."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from tests.oracles import muon_oracle, oracles, test_utils
+
+SHAPES = [(11, 7, 3), (11, 7, 3), (5, 8, 2)]  # (m, n, r); two of one shape.
+RATE, BETA, STEPS = 0.05, 0.9, 8
+
+
+@functools.cache
+def _optimizer():
+  """Compiled once for all tests: same shapes, float64."""
+  tx = optax.chain(
+    prism_optax.intrinsic_clip(1e6),
+    prism_optax.orthogonalize_tangents(BETA),
+    optax.scale_by_learning_rate(RATE),
+    prism_optax.retract(),
+  )
+  return tx.init, jax.jit(tx.update)
+
+
+def _gradient(t, products):
+  """A smooth dense gradient that depends on Z and on the step."""
+  out = []
+  for i, z in enumerate(products):
+    # Squares: sines of a i + b j alone would have rank two.
+    phase = np.square(np.arange(z.size)).reshape(z.shape)
+    out.append(0.3 * z + 3.0 ** (i - 1) * np.sin(z + t + phase))
+  return out
+
+
+def _trajectory(factors):
+  """All Z along the way, from factors in any gauge."""
+  params = test_utils.tree_of(factors)
+  init, update = _optimizer()
+  state, path = init(params), []
+  for t in range(STEPS):
+    dense = _gradient(t, test_utils.products_of(params))
+    grads = test_utils.factor_gradients(
+      test_utils.factors_of(params), [g[None] for g in dense]
+    )
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    path.append(test_utils.products_of(params))
+  return path
+
+
+def _project(z, dense, rank):
+  u, _, vt = np.linalg.svd(z)
+  p_left, p_right = u[:, :rank] @ u[:, :rank].T, vt[:rank].T @ vt[:rank]
+  return p_left @ dense + dense @ p_right - p_left @ dense @ p_right
+
+
+def _dense_trajectory(factors):
+  """The same with m x n matrices: projectors, SVDs, no frames."""
+  products = [left @ right.T for left, right in factors]
+  ranks = [left.shape[1] for left, _ in factors]
+  momenta = [np.zeros_like(z) for z in products]
+  path = []
+  for t in range(STEPS):
+    gradients = _gradient(t, products)
+    for i, (z, rank) in enumerate(zip(products, ranks, strict=True)):
+      m = BETA * _project(z, momenta[i], rank)
+      momenta[i] = m + _project(z, gradients[i], rank)
+      direction = muon_oracle.orthogonalize(momenta[i], 2, 5)
+      step = -RATE * _project(z, direction, rank)
+      products[i] = oracles.best_approximation(z + step, rank)
+    path.append(list(products))
+  return path
+
+
+def _factors(condition=1.0, seed=0):
+  rng = np.random.default_rng(seed)
+  return [oracles.random_factors(rng, m, n, r, condition) for m, n, r in SHAPES]
+
+
+def test_trajectory_is_the_dense_one(x64):
+  factors = _factors()
+  for ours, dense in zip(
+    _trajectory(factors), _dense_trajectory(factors), strict=True
+  ):
+    for z, expected in zip(ours, dense, strict=True):
+      np.testing.assert_allclose(z, expected, atol=1e-11)
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e3, 1e6])
+def test_trajectory_does_not_depend_on_the_gauge(x64, condition):
+  factors = _factors(2.0)
+  rng = np.random.default_rng(1)
+  turned = [
+    oracles.change_gauge(f, oracles.random_gauge(rng, f[0].shape[1], condition))
+    for f in factors
+  ]
+  for ours, other in zip(
+    _trajectory(factors), _trajectory(turned), strict=True
+  ):
+    for z, expected in zip(ours, other, strict=True):
+      # Only the first step sees the gauge, and loses its condition number.
+      np.testing.assert_allclose(z, expected, atol=1e-12 * condition)
+
+
+def test_starts_from_a_zero_factor(x64):
+  """The default of every LoRA library: a first step on one side."""
+  factors = [(0 * left, right) for left, right in _factors()]
+  path = _trajectory(factors)
+  for z, (_, _, rank) in zip(path[0], SHAPES, strict=True):
+    # One-sided: the row space stays, all singular values move by the rate.
+    s = np.linalg.svd(z, compute_uv=False)
+    assert s[rank - 1] > 0.5 * RATE
+    assert s[0] < 1.1 * RATE
+  assert np.all(np.isfinite(path[-1][0]))
+  assert np.linalg.norm(path[-1][0]) > 2 * RATE
+
+
+def test_float32_and_bfloat16_keep_float32_states():
+  for dtype in (jnp.float32, jnp.bfloat16):
+    params = test_utils.tree_of(_factors(), dtype=dtype)
+    tx = prism_optax.orthogonalize_tangents()
+    state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, after = jax.jit(tx.update)(grads, state, params)
+    types, later = (jax.tree.map(lambda x: x.dtype, s) for s in (state, after))
+    assert types == later
+    assert all(
+      x.dtype == jnp.float32 for x in jax.tree.leaves((after.pairs, updates))
+    )
+    assert all(
+      np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves(updates)
+    )
+
+
+def test_other_leaves_get_adam(x64):
+  params = test_utils.tree_of(_factors(), extra=np.arange(4.0))
+  tx = prism_optax.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
+  adam = optax.scale_by_adam(0.8, 0.9, 1e-6)
+  state, adam_state = tx.init(params), adam.init(jnp.arange(4.0))
+  update, rng = jax.jit(tx.update), np.random.default_rng(2)
+  for _ in range(3):
+    grads = jax.tree.map(
+      lambda p: jnp.asarray(rng.standard_normal(p.shape)), params
+    )
+    updates, state = update(grads, state, params)
+    expected, adam_state = adam.update(grads['extra'], adam_state)
+    np.testing.assert_allclose(updates['extra'], expected, rtol=1e-12)
+
+
+def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
+  """With both outer blocks dominating, 2r singular values of one."""
+  rng = np.random.default_rng(3)
+  m, n, rank = 40, 30, 2
+  params = test_utils.tree_of([oracles.random_factors(rng, m, n, rank)])
+  grads = jax.tree.map(
+    lambda p: jnp.asarray(10 * rng.standard_normal(p.shape)), params
+  )
+  norms = {}
+  for rms in (None, 0.5):
+    tx = prism_optax.orthogonalize_tangents(steps=12, coordinate_rms=rms)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    norms[rms] = float(optax.tree.norm(updates))
+  factor = 0.5 * math.sqrt((m + n - rank) / 2)
+  assert norms[0.5] == pytest.approx(factor * norms[None])
+  # The projection loses the block of the two outer bases, a small part here.
+  expected = 0.5 * math.sqrt(rank * (m + n - rank))
+  assert 0.9 * expected < norms[0.5] <= expected * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'momentum': 1.0},
+    {'degree': 0},
+    {'steps': 0},
+    {'normalize': 'l2'},
+    {'coordinate_rms': 0.0},
+    {'b1': -0.1},
+    {'b2': 1.0},
+    {'eps': -1e-8},
+  ],
+)
+def test_bad_options_are_named(options):
+  with pytest.raises(ValueError, match=next(iter(options))):
+    prism_optax.orthogonalize_tangents(**options)
+
+
+def test_update_needs_params():
+  params = test_utils.tree_of(_factors(), dtype=jnp.float32)
+  tx = prism_optax.orthogonalize_tangents()
+  with pytest.raises(ValueError, match='params'):
+    tx.update(params, tx.init(params))

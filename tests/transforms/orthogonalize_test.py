@@ -1,0 +1,213 @@
+"""The transformation: layouts of weights, and the state of the correction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from prism_optax import muon, transforms
+from prism_optax.transforms import _orthogonalize
+from tests.oracles import muon_oracle
+
+Dims = optax.contrib.MuonDimensionNumbers
+
+
+def _apply(updates, **options):
+  tx = transforms.orthogonalize(**options)
+  return tx.update(updates, tx.init(updates))[0]
+
+
+def _random(*shape, seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.standard_normal(shape).astype(np.float32)
+
+
+def test_plain_matrices():
+  updates = {'tall': _random(7, 3), 'wide': _random(2, 5, seed=1)}
+  out = _apply(updates, degree=3, steps=4, normalize='frobenius')
+  for k, x in updates.items():
+    np.testing.assert_allclose(
+      out[k], muon_oracle.orthogonalize(x, 3, 4, 'frobenius'), atol=1e-6
+    )
+
+
+def test_attention_kernels():
+  """(D, N, H) in: one matrix D x (N H), or one for each head."""
+  x = _random(6, 2, 4)
+  out = _apply(x, weight_dimension_numbers=Dims(0, (1, 2)))
+  expected = muon_oracle.orthogonalize(x.reshape(6, 8), 2, 5)
+  np.testing.assert_allclose(out.reshape(6, 8), expected, atol=1e-6)
+  out = _apply(x, weight_dimension_numbers=Dims(0, 2))
+  for head in range(2):
+    expected = muon_oracle.orthogonalize(x[:, head], 2, 5)
+    np.testing.assert_allclose(out[:, head], expected, atol=1e-6)
+  x = _random(2, 4, 6)  # The way out, (N, H, D).
+  out = _apply(x, weight_dimension_numbers=Dims((0, 1), -1))
+  expected = muon_oracle.orthogonalize(x.reshape(8, 6), 2, 5)
+  np.testing.assert_allclose(out.reshape(8, 6), expected, atol=1e-6)
+
+
+def test_conv_kernels_and_scanned_layers():
+  x = _random(3, 2, 5, 7)  # (height, width, in, out)
+  out = _apply(x, weight_dimension_numbers=Dims((0, 1, 2), 3))
+  expected = muon_oracle.orthogonalize(x.reshape(30, 7), 2, 5)
+  np.testing.assert_allclose(out.reshape(30, 7), expected, atol=1e-6)
+  x = _random(4, 3, 5) * np.array([1e-2, 1.0, 10.0, 1e3])[:, None, None]
+  out = _apply(x, weight_dimension_numbers=Dims(1, 2))
+  for layer in range(4):
+    expected = muon_oracle.orthogonalize(x[layer], 2, 5)
+    np.testing.assert_allclose(out[layer], expected, atol=1e-6)
+  x = _random(5, 4, 3)  # Output, layers, input: axes in any order.
+  out = _apply(x, weight_dimension_numbers=Dims(2, 0))
+  for layer in range(4):
+    expected = muon_oracle.orthogonalize(x[:, layer], 2, 5)
+    np.testing.assert_allclose(out[:, layer], expected, atol=1e-6)
+
+
+def test_agrees_with_optax_on_what_a_layout_means():
+  """Same matrices as optax's Muon takes: equal up to the iteration."""
+  x = jnp.asarray(_random(3, 6, 2, 4))
+  dims = Dims(reduction_axis=1, output_axis=(3, 2))
+  ours = _apply(
+    x, weight_dimension_numbers=dims, normalize='frobenius', steps=20
+  )
+  theirs = optax.contrib._muon.orthogonalize_via_newton_schulz(
+    x, jnp.array([1.5, -0.5, 0.0]), 40, dimension_numbers=dims
+  )
+  np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_leaves_marked_none_pass_unchanged():
+  updates = {'w': _random(3, 4), 'norm': _random(5), 'table': _random(9, 2)}
+  specs = {'w': Dims(), 'norm': None, 'table': None}
+  for given in (specs, lambda _: specs):
+    out = _apply(updates, weight_dimension_numbers=given)
+    np.testing.assert_array_equal(out['norm'], updates['norm'])
+    np.testing.assert_array_equal(out['table'], updates['table'])
+    expected = muon_oracle.orthogonalize(updates['w'], 2, 5)
+    np.testing.assert_allclose(out['w'], expected, atol=1e-6)
+
+
+def test_masked_leaves_and_types_are_kept():
+  updates = {
+    'w': jnp.asarray(_random(3, 4), jnp.bfloat16),
+    'x': optax.MaskedNode(),
+    'y': None,
+  }
+  out = _apply(updates)
+  assert out['w'].dtype == jnp.bfloat16
+  assert jax.tree.structure(out) == jax.tree.structure(updates)
+  assert jax.tree.leaves(transforms.orthogonalize().init(updates)) == []
+
+
+@pytest.mark.parametrize('shape', [(3,), (), (2, 3, 4)])
+def test_what_is_no_matrix_by_the_rules_is_refused(shape):
+  tx = transforms.orthogonalize()
+  with pytest.raises(ValueError, match='two axes'):
+    tx.init({'w': jnp.zeros((2, 3)), 'x': jnp.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'degree': 0}, 'degree=0'),
+    ({'steps': 1.5}, 'steps=1.5'),
+    ({'normalize': 'max'}, "normalize='max'"),
+    ({'bias_correction': 1}, 'bias_correction=1'),
+    ({'bias_correction': (-1.0, 0.9)}, 'noise_stddev=-1.0'),
+    ({'bias_correction': (1.0, 1.0)}, 'momentum=1.0'),
+    ({'bias_correction': (1.0, 0.9, None, 0)}, 'num_probes=0'),
+    ({'bias_correction': (1.0, 0.9, None, 1, 0.0)}, 'probe_scale=0.0'),
+    ({'bias_correction': (1.0, 0.9, 'key')}, 'prng_key'),
+  ],
+)
+def test_bad_options_are_named(options, message):
+  given = options.get('bias_correction')
+  if isinstance(given, tuple):
+    options = {'bias_correction': transforms.BiasCorrection(*given)}
+  with pytest.raises(ValueError, match=message):
+    transforms.orthogonalize(**options)
+
+
+def test_without_nesterov_or_noise_it_is_one_step_of_the_source(x64):
+  """optax.trace is the heavy ball m <- beta m + g, not an average."""
+  rng = np.random.default_rng(2)
+  gradients = rng.standard_normal((4, 5, 3))
+  tx = optax.chain(optax.trace(0.9), transforms.orthogonalize())
+  state, m = tx.init(jnp.zeros((5, 3))), np.zeros((5, 3))
+  for g in gradients:
+    out, state = tx.update(jnp.asarray(g), state)
+    m = 0.9 * m + g
+    expected = muon_oracle.orthogonalize(m, 2, 5)
+    np.testing.assert_allclose(out, expected, atol=1e-13)
+
+
+# The bias correction.
+
+
+def test_variance_of_the_noise_in_the_momentum():
+  """Against the sum it abbreviates, and by simulation of the filter."""
+  s, beta = 0.3, 0.9
+  for t in (1, 2, 7, 100):
+    expected = sum(s**2 * beta ** (2 * j) for j in range(t))
+    np.testing.assert_allclose(
+      _orthogonalize.noise_variance(s, beta, t), expected, rtol=1e-5
+    )
+  rng = np.random.default_rng(3)
+  tx, trials = optax.trace(beta), 40_000
+  state = tx.init(jnp.zeros(trials))
+  for _ in range(7):
+    noise = jnp.asarray(s * rng.standard_normal(trials), jnp.float32)
+    m, state = tx.update(noise, state)
+  expected = _orthogonalize.noise_variance(s, beta, 7)
+  # Relative standard error of a variance: sqrt(2 / trials).
+  np.testing.assert_allclose(np.var(m), expected, rtol=5 * (2 / trials) ** 0.5)
+
+
+def test_the_correction_is_subtract_bias_with_that_variance():
+  key = jax.random.key(5)
+  correction = transforms.BiasCorrection(0.2, 0.9, key, num_probes=3)
+  tx = transforms.orthogonalize(bias_correction=correction, degree=1)
+  x = jnp.asarray(_random(4, 6))
+  state = tx.init(x)
+  for t in (1, 2, 3):
+    _, probe_key = jax.random.split(state.prng_key)
+    out, state = tx.update(x, state)
+    assert int(state.count) == t
+    expected = muon.subtract_bias(
+      lambda y: muon.newton_schulz(y, degree=1),
+      x,
+      jnp.sqrt(_orthogonalize.noise_variance(0.2, 0.9, t)),
+      jax.random.split(probe_key, 1)[0],
+      num_probes=3,
+    )
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+  assert not np.allclose(out, _apply(x, degree=1), atol=1e-2)
+
+
+def test_each_leaf_has_its_own_noise():
+  updates = {'a': jnp.asarray(_random(4, 6)), 'b': jnp.asarray(_random(5, 3))}
+  for stddev in ({'a': 0.0, 'b': 0.5}, lambda _: {'a': 0.0, 'b': 0.5}):
+    out = _apply(
+      updates,
+      bias_correction=transforms.BiasCorrection(stddev, 0.0, 0),
+    )
+    plain = _apply(updates)
+    np.testing.assert_array_equal(out['a'], plain['a'])
+    assert np.max(np.abs(out['b'] - plain['b'])) > 1e-2
+
+
+def test_probes_are_fresh_each_step_and_reproducible():
+  correction = transforms.BiasCorrection(0.2, 0.0, 7)
+  tx = transforms.orthogonalize(bias_correction=correction)
+  x = jnp.asarray(_random(4, 6))
+  first, state = tx.update(x, tx.init(x))
+  second, _ = tx.update(x, state)
+  again, _ = jax.jit(tx.update)(x, tx.init(x))
+  assert np.max(np.abs(first - second)) > 1e-3
+  np.testing.assert_allclose(first, again, atol=1e-6)
+  correction = correction._replace(prng_key=None)
+  tx = transforms.orthogonalize(bias_correction=correction)
+  other, _ = tx.update(x, tx.init(x))
+  assert np.max(np.abs(first - other)) > 1e-3
