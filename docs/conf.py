@@ -40,7 +40,7 @@ myst_heading_anchors = 4
 highlight_language = 'text'
 
 autodoc_preserve_defaults = True
-# Types are said in words, with shapes and units; most annotations are Any.
+# Types are said in words, with shapes and units.
 autodoc_typehints = 'none'
 autodoc_member_order = 'bysource'
 autosummary_generate = False  # Tables only: entries are on the same page.
@@ -51,8 +51,9 @@ python_use_unqualified_type_names = True
 toc_object_entries_show_parents = 'hide'
 
 # Without a network there is no index of the names of other libraries.
-nitpick_ignore = [('py:mod', 'prism_optax.tangent_orthogonalization')]
 nitpick_ignore_regex = [
+  # Types of fields: a private class is described by the field's own words.
+  ('py:class', r'prism_optax\..*\._\w+\.\w+|ArrayTree'),
   (
     'py:.*',
     r'(jax|jnp|optax|numpy|np|dp_accounting|typing|collections|jax_privacy)\..*',
@@ -161,9 +162,33 @@ def _stars(app, what, name, obj, options, lines):
   lines[:] = ''.join(pieces).split('\n')
 
 
+def _front_door(app, env, node, contnode):
+  """What the package hands on from `transforms` is documented in one place.
+
+  A docstring names it without a module, or with either of the two.
+  """
+  domain = env.domains['py']
+  module, _, name = node['reftarget'].rpartition('.')
+  if module not in ('', 'prism_optax', 'prism_optax.transforms'):
+    return None
+  for target in (f'prism_optax.{name}', f'prism_optax.transforms.{name}'):
+    if target in domain.objects:
+      return domain.resolve_xref(
+        env,
+        node['refdoc'],
+        app.builder,
+        node['reftype'],
+        target,
+        node,
+        contnode,
+      )
+  return None
+
+
 def setup(app):
   _write_notebooks()
   app.add_html_math_renderer('mathml', _mathml(False), _mathml(True))
   app.connect('autodoc-process-docstring', _stars)
+  app.connect('missing-reference', _front_door)
   app.connect('source-read', _links_to_the_root)
   app.connect('include-read', _links_from_the_root)

@@ -149,14 +149,21 @@ def public_names():
     if isinstance(node, ast.ImportFrom) and node.module == 'prism_optax'
     for alias in node.names
   ]
-  names = [f'prism_optax.{name}' for name in offered(top)]
-  for module in [*modules, 'clip_groups']:  # Named in the docstrings.
+  names = [f'prism_optax.{x}' for x in offered(top) if x not in modules]
+  short = {  # What the front door offers stands there, and not twice.
+    (node.module, alias.name)
+    for node in ast.parse(top).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+  }
+  for module in modules:
     path = package / module / '__init__.py'
     if not path.exists():
       path = package / f'{module}.py'
     found = offered(path.read_text('utf-8'))
     assert found, module
-    names += [f'prism_optax.{module}.{name}' for name in found]
+    inside = f'prism_optax.{module}'
+    names += [f'{inside}.{x}' for x in found if (inside, x) not in short]
   return names
 
 
