@@ -121,9 +121,7 @@ EDGE_CASES = {
   'inference': (
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
   ),
-  'lora': (
-    'canonicalize describe_pairs initialize merge truncate'
-  ),
+  'lora': ('canonicalize describe_pairs initialize merge truncate'),
   'muon': 'newton_schulz subtract_bias',
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '

@@ -266,7 +266,10 @@ MUTANTS = (
     INTRINSIC_CLIP,
     'squares + 0.01 * jnp',
     'squares + 0.0 * jnp',
-    ('transforms/gradient_norms_test.py too_small', 'transforms/sensitivity_test.py'),
+    (
+      'transforms/gradient_norms_test.py too_small',
+      'transforms/sensitivity_test.py',
+    ),
   ),
   Mutant(
     'hidden entries that overflow in the sum',

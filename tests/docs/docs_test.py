@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.readme_test import blocks
+from tests.docs.readme_test import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / 'docs'

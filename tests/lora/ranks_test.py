@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
-from tests import oracles, test_utils
+from tests.oracles import oracles, test_utils
 
 # Two modules of one shape, one of another.
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
