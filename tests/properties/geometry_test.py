@@ -11,6 +11,7 @@ from hypothesis import given
 
 import prism_optax
 from prism_optax import fixed_rank, lora, muon
+from prism_optax.fixed_rank import _sums
 from tests.properties import cases
 
 # Many small programs, called one by one.
@@ -42,9 +43,9 @@ def _laws(factors, other, grads, noise):
   steps = fixed_rank.lift(here, t)
   z = factors.left @ factors.right.T
   moved = fixed_rank.transport(here, there, t)
-  carried = fixed_rank.carry(here, there, t)
-  lazy = fixed_rank.projection(here, noise)
-  inner = fixed_rank.products(here, lazy)
+  bases = fixed_rank.Factors(here.left, here.right)
+  carried, overlaps = _sums.carried(bases, there, t)
+  lazy = _sums.projected(here, noise)
   dense = fixed_rank.embed(here, t)
   left, right = (q @ q.T for q in (there.left, there.right))
   new = fixed_rank.retract(here, t)
@@ -60,17 +61,18 @@ def _laws(factors, other, grads, noise):
     ),
     'from steps': (*fixed_rank.tangent_from_steps(here, steps), *t),
     'carry': (
-      carried.core, *carried.overlaps,
+      carried.right.along.mT, *overlaps,
       there.left.T @ dense @ there.right,
       here.left.T @ there.left, here.right.T @ there.right,
     ),
-    'projection': (*fixed_rank.multiply_out(here, lazy), *t),
-    'combination': (
-      *fixed_rank.multiply_out(here, fixed_rank.combination(here, noise)),
-      *noise,
+    'carried': (*fixed_rank.multiply_out(carried), *moved),
+    'projection': (*fixed_rank.multiply_out(lazy), *t),
+    'sum': (
+      *fixed_rank.multiply_out(_sums.as_sum(here, noise)), *noise,
     ),
-    'products': (
-      *inner.along, here.left.T @ t.left, here.right.T @ t.right,
+    'along': (
+      lazy.left.along, lazy.right.along,
+      here.left.T @ t.left, here.right.T @ t.right,
     ),
     'retraction': (
       _product(fixed_rank.retract(here, lazy)), _product(new),

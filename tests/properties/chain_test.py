@@ -1,0 +1,213 @@
+"""Laws of chains and of whole optimizers, on drawn trees."""
+
+import functools
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import prism_optax
+from prism_optax import accounting, fixed_rank, muon, transforms
+from prism_optax.fixed_rank._sums import projected
+from tests.properties import cases
+
+
+def _shift(layout):
+  """Without a state, and it needs the frames."""
+
+  def shifted(x, frame):
+    left, right = fixed_rank.multiply_out(x)
+    return fixed_rank.Tangent(left - frame.left, 2 * right)
+
+  def update(stacks, state, step):
+    assert isinstance(step, transforms.StepContext)
+    return stacks.map_pairs(shifted, step.frames), state
+
+  return transforms.tangent_transformation('shift', update, layout=layout)
+
+
+def _projection(layout):
+  """Its result is not multiplied out."""
+
+  def update(stacks, state, step):
+    stacks = stacks.map_pairs(
+      lambda x, frame: projected(frame, fixed_rank.multiply_out(x)),
+      step.frames,
+    )
+    assert all(isinstance(x, fixed_rank.TangentSum) for x in stacks.pairs)
+    return stacks, state
+
+  return transforms.tangent_transformation('project', update, layout=layout)
+
+
+@functools.cache
+def _chains(name):
+  """One after another in `optax.chain`, and fused."""
+  layout = cases.layout_of(name)
+  parts = (
+    optax.scale(-0.5),
+    _shift(layout),
+    _projection(layout),
+    prism_optax.scale_by_learning_rate(0.3, layout=layout),
+    optax.trace(0.9),
+  )
+  fused = prism_optax.chain(*parts, layout=layout)
+  assert isinstance(fused, transforms.TangentTransformation)
+  chains = {'plain': optax.chain(*parts), 'fused': fused}
+  return {k: (tx.init, jax.jit(tx.update)) for k, tx in chains.items()}
+
+
+@pytest.mark.slow
+@cases.few
+@given(cases.trees, cases.seeds, st.sampled_from([1e-8, 1.0, 1e8]))
+def test_a_fused_chain_gives_what_its_parts_give(name, seed, scale):
+  params = cases.draw_tree(name, seed)
+  grads = cases.draw_tree(name, seed + 1, scale=scale)
+  found = {}
+  for kind, (init, update) in _chains(name).items():
+    state = init(params)
+    for _ in range(2):
+      updates, state = update(grads, state, params)
+    found[kind] = updates
+  size = 1e-5 * (1 + cases.norm(found['plain']))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=size), *found.values()
+  )
+
+
+OPTIMIZERS = ('prism', 'prism_muon', 'published_prism')
+MAKE = {
+  'prism': prism_optax.prism,
+  'prism_muon': prism_optax.prism_muon,
+  'published_prism': prism_optax.published_prism,
+}
+
+
+@functools.cache
+def _optimizer(kind, name):
+  tx = MAKE[kind](
+    0.1,
+    l2_clip_norm=2.0,
+    noise_multiplier=1.0,
+    expected_batch_size=8.0,
+    prng_key=1,
+    layout=cases.layout_of(name),
+  )
+  assert math.isclose(tx.sensitivity(), 0.25)
+  return tx.init, jax.jit(tx.update)
+
+
+@pytest.mark.slow
+@cases.few
+@given(
+  st.sampled_from(OPTIMIZERS), cases.seeds, cases.scales, cases.oddities,
+)  # fmt: skip
+def test_one_record_of_any_numbers_harms_no_optimizer(
+  kind, seed, scale, oddity
+):
+  """Finite updates in the shapes of the parameters, twice in a row."""
+  name = 'two shapes'
+  init, update = _optimizer(kind, name)
+  params = cases.draw_tree(name, seed)
+  state = init(params)
+  for step in (1, 2):
+    grads = cases.draw_tree(name, seed + step, lead=(5,), scale=scale)
+    grads = cases.spoiled(grads, oddity, seed)
+    updates, state = update(grads, state, params)
+    assert cases.is_finite(updates)
+    assert cases.shapes_of(updates) == cases.shapes_of(params)
+    params = optax.apply_updates(params, updates)
+
+
+@functools.cache
+def _published(name):
+  tx = transforms.scale_by_published_preconditioner(
+    noise_stddev=0.3, layout=cases.layout_of(name)
+  )
+  return tx.init, jax.jit(tx.update)
+
+
+@cases.few
+@given(cases.seeds, st.sampled_from([0.0, 1e-6, 1.0, 1e6]))
+def test_the_published_preconditioner_is_odd(seed, size):
+  name = 'one'
+  init, update = _published(name)
+  params = cases.draw_tree(name, seed)
+  x = cases.draw_tree(name, seed + 1, scale=size)
+  out, minus = (
+    update(y, init(params), params)[0]
+    for y in (x, jax.tree.map(jnp.negative, x))
+  )
+  assert cases.is_finite(out)
+  total = jax.tree.map(jnp.add, out, minus)
+  assert cases.norm(total) <= 1e-4 * (1 + cases.norm(out))
+  assert (cases.norm(out) == 0) == (size == 0)
+
+
+@jax.jit
+def _orthogonalized(factors, x):
+  frame = fixed_rank.frame(factors)
+  out = muon.tangent_newton_schulz(frame, fixed_rank.project(frame, x))
+  minus = muon.tangent_newton_schulz(
+    frame, fixed_rank.project(frame, jax.tree.map(jnp.negative, x))
+  )
+  return out, minus, fixed_rank.project(frame, out)
+
+
+@cases.settings
+@given(cases.seeds, st.sampled_from([0.0, 1e-8, 1.0, 1e8]))
+def test_orthogonalized_tangents_are_odd_bounded_and_tangent(seed, size):
+  rng = np.random.default_rng(seed)
+  factors = fixed_rank.Factors(
+    *(jnp.asarray(rng.normal(size=x), jnp.float32) for x in ((7, 3), (5, 3)))
+  )
+  x = fixed_rank.Tangent(
+    *(size * jnp.asarray(rng.normal(size=y.shape), y.dtype) for y in factors)
+  )
+  out, minus, again = _orthogonalized(factors, x)
+  # 2r singular values of at most one, projected.
+  assert cases.norm(out) <= math.sqrt(2 * 3) * (1 + 1e-5)
+  for y, z, w in zip(out, minus, again, strict=True):
+    np.testing.assert_allclose(y, -z, atol=1e-5)
+    np.testing.assert_allclose(y, w, atol=1e-5)
+
+
+@cases.settings
+@given(
+  st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
+  st.floats(0.1, 20.0),
+  st.sampled_from(['equal', 'least_energy']),
+  cases.seeds,
+)
+def test_groups_are_one_mechanism_of_the_multiplier_asked_for(
+  norms, noise_multiplier, noise_split, seed
+):
+  rng = np.random.default_rng(seed)
+  shapes = rng.integers(1, 9, size=(len(norms), 2))
+  params = {
+    f'x{i}': jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.float32)
+    for i, shape in enumerate(shapes)
+  }
+  groups = transforms.clip_groups(
+    {f'x{i}': norm for i, norm in enumerate(norms)}, params
+  )
+  assert all(isinstance(x, transforms.ClipGroup) for x in groups)
+  # Every leaf is in one group, which has its norm and its size.
+  assert sorted(i for x in groups for i in x.leaves) == list(range(len(norms)))
+  for x in groups:
+    (leaf,) = x.leaves
+    assert x.l2_clip_norm == norms[leaf]
+    assert x.size * x.matrices == math.prod(shapes[leaf])
+  split = transforms.split_noise_multiplier(
+    noise_multiplier,
+    [x.l2_clip_norm for x in groups],
+    [x.size for x in groups],
+    noise_split=noise_split,
+  )
+  joint = accounting.joint_noise_multiplier(split)
+  assert math.isclose(joint, noise_multiplier, rel_tol=1e-9)
