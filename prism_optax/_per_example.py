@@ -5,7 +5,7 @@ branches on data: an example whose numbers are not finite gets weight zero.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -110,20 +110,22 @@ def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
 
 
 def squared_norms(
-  arrays: Iterable[jax.Array], l2_clip_norm: Scalar
+  arrays: Iterable[jax.Array],
+  l2_clip_norm: Scalar,
+  batch_axes: Sequence[int] = (),
 ) -> jax.Array:
   """Squares of each example's norm in units of the clip norm, shape (B,).
 
   In these units neither underflow (entries that do not matter) nor overflow
-  (then the example counts as zero) can hide a norm above one.
+  (then the example counts as zero) can hide a norm above one. Further batch
+  axes stay: the norms have the shape (B, *sizes of these axes).
   """
-  return functools.reduce(
-    jnp.add,
-    (
-      jnp.sum(jnp.square(x / l2_clip_norm), axis=tuple(range(1, x.ndim)))
-      for x in arrays
-    ),
-  )
+
+  def squares(x: jax.Array) -> jax.Array:
+    axes = tuple(a for a in range(1, x.ndim) if a not in batch_axes)
+    return jnp.sum(jnp.square(x / l2_clip_norm), axis=axes)
+
+  return functools.reduce(jnp.add, map(squares, arrays))
 
 
 def clip_weights(
@@ -166,7 +168,9 @@ def weighted_sum(
   nothing so does its product, for zero times infinity is no number.
   """
   shape = -1, *(1,) * (x.ndim - 1)
-  weighted = x * weights.astype(x.dtype).reshape(shape)
+  if weights.ndim == 1:
+    weights = weights.reshape(shape)
+  weighted = x * weights.astype(x.dtype)
   return jnp.sum(jnp.where(counts.reshape(shape), weighted, 0), 0)
 
 

@@ -1,5 +1,6 @@
 """DP-Muon: private momentum, orthogonalized matrix by matrix."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,9 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _matrix_axes, _per_example, _randomness, _validate
+from prism_optax import _per_example, _randomness, _validate
 from prism_optax._linalg import at_least_float32
-from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax._matrix_axes import (
+  DimensionNumbersLike,
+  MatrixStack,
+  resolve,
+  two_axes_are_a_matrix,
+  with_leaves,
+)
 from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
 from prism_optax.transforms import (
   BiasCorrection,
@@ -23,6 +30,7 @@ from prism_optax.transforms._clip_groups import (
   NormsLike,
   noise_units,
 )
+from prism_optax.transforms._privatizer import check_source
 
 # Far from the two numbers that `split` consumes: a key of its own.
 _PROBES = 0x50524F42
@@ -67,18 +75,35 @@ def _wide(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 
 def _in_units(
-  units_of: Callable[[ArrayTree], list[Scalar]],
+  units_of: Callable[[ArrayTree], ArrayTree],
   tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
   """``tx`` on leaves that are divided by their units, float32 at least."""
 
   def update_fn(updates, state, params=None):
-    units = jax.tree.unflatten(jax.tree.structure(updates), units_of(updates))
+    units = units_of(updates)
     scaled = jax.tree.map(lambda x, u: at_least_float32(x) / u, updates, units)
     out, state = tx.update(scaled, state, params)
     return jax.tree.map(jnp.multiply, out, units), state
 
   return optax.GradientTransformation(_wide(tx).init, update_fn)
+
+
+def _consistent_rms(
+  rms: float, matrices_of: Callable[[ArrayTree], list[MatrixStack | None]]
+) -> optax.GradientTransformation:
+  """Scales orthogonal matrices so that their entries are about ``rms``."""
+
+  def scaled(x: jax.Array, matrices: MatrixStack | None) -> jax.Array:
+    if matrices is None:
+      return x
+    return x * (rms * math.sqrt(max(matrices.sides)))
+
+  return optax.stateless(
+    lambda updates, params: with_leaves(
+      updates, map(scaled, jax.tree.leaves(updates), matrices_of(updates))
+    )
+  )
 
 
 def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
@@ -208,17 +233,7 @@ def dp_muon(
     >>> updates['w'].shape, updates['bias'].shape
     ((3, 4), (4,))
   """
-  if (noise_multiplier is None) == (privatizer is None):
-    raise ValueError(
-      'Expected exactly one of noise_multiplier and privatizer, got'
-      f' {noise_multiplier=} and {privatizer=}.'
-    )
-  if privatizer is not None and prng_key is not None:
-    raise ValueError(
-      'prng_key is for the noise of noise_multiplier; a privatizer has its own.'
-    )
-  if noise_multiplier is not None:
-    _validate.non_negative('noise_multiplier', noise_multiplier)
+  check_source('noise_multiplier', noise_multiplier, prng_key, privatizer)
   _validate.positive('expected_batch_size', expected_batch_size)
   _validate.decay_rate('momentum', momentum)
   _validate.one_of('noise_split', noise_split, NOISE_SPLITS)
@@ -231,62 +246,39 @@ def dp_muon(
       'A bias correction needs the variance of independent noise: give'
       f' noise_multiplier, not privatizer, with {bias_correction_probes=}.'
     )
-  _randomness.check_key('prng_key', prng_key)
+  if weight_dimension_numbers is None:
+    weight_dimension_numbers = two_axes_are_a_matrix
 
-  def specs(tree):
-    return _matrix_axes.resolve(weight_dimension_numbers, tree)
-
-  def specs_of(tree):
-    return jax.tree.unflatten(jax.tree.structure(tree), specs(tree))
+  matrices_of = functools.partial(resolve, weight_dimension_numbers)
 
   def labels_of(tree):
-    return jax.tree.unflatten(
-      jax.tree.structure(tree),
-      ['other' if spec is None else 'matrix' for spec in specs(tree)],
-    )
+    labels = ['other' if m is None else 'matrix' for m in matrices_of(tree)]
+    return with_leaves(tree, labels)
 
   def units_of(tree):
     """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the whole."""
-    groups = clip_groups(l2_clip_norms, tree, specs_of)
-    return noise_units(
+    groups = clip_groups(l2_clip_norms, tree, weight_dimension_numbers)
+    units = noise_units(
       groups, len(jax.tree.leaves(tree)), noise_split=noise_split
     )
-
-  stddev: Scalar = 0.0  # Not used with a privatizer, which has its own.
-  if noise_multiplier is not None:
-    stddev = noise_multiplier / expected_batch_size
-
-  def stddevs_of(tree):
-    return jax.tree.unflatten(
-      jax.tree.structure(tree), [stddev * unit for unit in units_of(tree)]
-    )
-
-  rms = 1.0 if consistent_rms is None else consistent_rms
-
-  def with_consistent_rms(updates, params):
-    del params
-    leaves, treedef = jax.tree.flatten(updates)
-    for i, (x, spec) in enumerate(zip(leaves, specs(updates), strict=True)):
-      if spec is not None:
-        larger = max(_matrix_axes.sides(x.shape, spec))
-        leaves[i] = x * (rms * math.sqrt(larger))
-    return jax.tree.unflatten(treedef, leaves)
+    return with_leaves(tree, units)
 
   clip = per_matrix_clip(
     l2_clip_norms,
     normalize_by=expected_batch_size,
-    weight_dimension_numbers=specs_of,
+    weight_dimension_numbers=weight_dimension_numbers,
   )
-  if privatizer is None:
-    privatizer = _gaussian(stddev, prng_key)
   bias_correction = None
-  if bias_correction_probes:
-    bias_correction = BiasCorrection(
-      noise_stddev=stddevs_of,
-      momentum=momentum,
-      prng_key=_probe_key(prng_key),
-      num_probes=bias_correction_probes,
-    )
+  if noise_multiplier is not None:
+    stddev = noise_multiplier / expected_batch_size
+    privatizer = _gaussian(stddev, prng_key)
+    if bias_correction_probes:
+      bias_correction = BiasCorrection(
+        lambda tree: jax.tree.map(lambda unit: stddev * unit, units_of(tree)),
+        momentum=momentum,
+        prng_key=_probe_key(prng_key),
+        num_probes=bias_correction_probes,
+      )
   branches = {
     'matrix': optax.trace(momentum),
     'other': optax.scale_by_adam(b1=adam_b1, b2=adam_b2, eps=adam_eps),
@@ -304,14 +296,14 @@ def dp_muon(
       steps=steps,
       normalize=normalize,
       bias_correction=bias_correction,
-      weight_dimension_numbers=specs_of,
+      weight_dimension_numbers=weight_dimension_numbers,
       matmul_dtype=matmul_dtype,
     ),
     optax.add_decayed_weights(weight_decay),
     rate,
   ]
   if consistent_rms is not None:
-    parts.insert(3, optax.stateless(with_consistent_rms))
+    parts.insert(3, _consistent_rms(consistent_rms, matrices_of))
   if per_example_gradients:
     parts.insert(0, clip)
   chained = optax.with_extra_args_support(optax.chain(*parts))

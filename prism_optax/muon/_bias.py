@@ -80,30 +80,23 @@ def subtract_bias(
   """
   _validate.integer('num_probes', num_probes, 1)
   _validate.positive('probe_scale', probe_scale)
-  leaves, treedef = jax.tree.flatten(x)
-  stddev_treedef: Any = jax.tree.structure(noise_stddev)
-  if stddev_treedef == treedef:
-    stddevs = jax.tree.leaves(noise_stddev)
-  else:
-    stddevs = [noise_stddev] * len(leaves)
+  treedef = jax.tree.structure(x)
+  stddevs_treedef: object = jax.tree.structure(noise_stddev)
+  stddevs = noise_stddev
+  if stddevs_treedef != treedef:
+    stddevs = jax.tree.map(lambda _: noise_stddev, x)
   center = function(x)
 
-  def curvature(index, total):
+  def step(leaf: jax.Array, stddev: Scalar, key: jax.Array) -> jax.Array:
+    normal = jax.random.normal(key, leaf.shape, leaf.dtype)
+    return (probe_scale * stddev * normal).astype(leaf.dtype)
+
+  def curvature(index: jax.Array, total: ArrayTree) -> ArrayTree:
     key = jax.random.fold_in(prng_key, index)
-    steps = [
-      (probe_scale * s * jax.random.normal(k, a.shape, a.dtype)).astype(a.dtype)
-      for k, a, s in zip(
-        jax.random.split(key, len(leaves)), leaves, stddevs, strict=True
-      )
-    ]
-    plus, minus = (
-      function(
-        jax.tree.unflatten(
-          treedef, [a + sign * d for a, d in zip(leaves, steps, strict=True)]
-        )
-      )
-      for sign in (1, -1)
-    )
+    keys = treedef.unflatten(jax.random.split(key, treedef.num_leaves))
+    steps = jax.tree.map(step, x, stddevs, keys)
+    plus = function(jax.tree.map(jnp.add, x, steps))
+    minus = function(jax.tree.map(jnp.subtract, x, steps))
     return jax.tree.map(
       lambda t, p, m, f: t + ((p - f) + (m - f)), total, plus, minus, center
     )

@@ -24,7 +24,6 @@ matrices turns the coordinates of the result along, so that the step in Z does
 not depend on the gauge of the factors.
 """
 
-import jax
 import jax.numpy as jnp
 
 from prism_optax import fixed_rank
@@ -35,14 +34,6 @@ from prism_optax.muon._newton_schulz import (
   divisor,
   frobenius_norm,
 )
-
-
-def _blocks(
-  a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array
-) -> jax.Array:
-  """The matrix ((a, b), (c, d))."""
-  rows = [jnp.concatenate(row, axis=-1) for row in ((a, b), (c, d))]
-  return jnp.concatenate(rows, axis=-2)
 
 
 def tangent_newton_schulz(
@@ -104,9 +95,9 @@ def tangent_newton_schulz(
   zero = jnp.zeros_like(core)
   # The Gram of a partial isometry is the projector on what is observed.
   left_seen, right_seen = gram(q_left, q_left), gram(q_right, q_right)
-  left_gram = _blocks(left_seen, zero, zero, gram(left, left))
-  right_gram = _blocks(right_seen, zero, zero, gram(outer, outer))
-  middle = _blocks(core, eye, eye, zero)
+  left_gram = jnp.block([[left_seen, zero], [zero, gram(left, left)]])
+  right_gram = jnp.block([[right_seen, zero], [zero, gram(outer, outer)]])
+  middle = jnp.block([[core, eye], [eye, zero]])
   c = coefficients(degree)
   for _ in range(steps):
     # Powers of 1 - (M G_R M^T) G_L applied to M: the product with M comes

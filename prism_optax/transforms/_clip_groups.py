@@ -69,35 +69,30 @@ def clip_groups(
     >>> [(g.leaves, g.size, g.l2_clip_norm) for g in groups]
     [((0,), 3, 0.5), ((1,), 12, 0.5)]
   """
-  shapes = [x.shape for x in jax.tree.leaves(params)]
+  sizes = [math.prod(x.shape) for x in jax.tree.leaves(params)]
   norms = _matrix_axes.broadcast('l2_clip_norms', l2_clip_norms, params)
   if weight_dimension_numbers is None:
     return [
-      ClipGroup((i,), (), 1, math.prod(shape), norm)
-      for i, (shape, norm) in enumerate(zip(shapes, norms, strict=True))
+      ClipGroup((i,), (), 1, size, norm)
+      for i, (size, norm) in enumerate(zip(sizes, norms, strict=True))
     ]
-  specs = _matrix_axes.resolve(weight_dimension_numbers, params)
-  groups, others = [], []
-  for i, (shape, norm, spec) in enumerate(
-    zip(shapes, norms, specs, strict=True)
-  ):
-    if spec is None:
-      others.append(i)
-      continue
-    axes = _matrix_axes.batch_axes(shape, spec)
-    matrices = math.prod(shape[a] for a in axes)
-    size = math.prod(shape) // max(matrices, 1)
-    groups.append(ClipGroup((i,), axes, matrices, size, norm))
+  stacks = _matrix_axes.resolve(weight_dimension_numbers, params)
+  groups = [
+    ClipGroup((i,), stack.batch, stack.count, math.prod(stack.sides), norms[i])
+    for i, stack in enumerate(stacks)
+    if stack is not None
+  ]
+  others = tuple(i for i, stack in enumerate(stacks) if stack is None)
   if others:
-    first = norms[others[0]]
-    if any(norms[i] is not first and norms[i] != first for i in others):
+    first, *more = (norms[i] for i in others)
+    if any(norm is not first and norm != first for norm in more):
       raise ValueError(
         'Expected one threshold for all leaves that are no matrices, because'
         ' they are clipped together, got l2_clip_norms='
-        f'{[norms[i] for i in others]} for them.'
+        f'{[first, *more]} for them.'
       )
-    size = sum(math.prod(shapes[i]) for i in others)
-    groups.append(ClipGroup(tuple(others), (), 1, size, first))
+    size = sum(sizes[i] for i in others)
+    groups.append(ClipGroup(others, (), 1, size, first))
   return groups
 
 
@@ -154,11 +149,9 @@ def split_noise_multiplier(
   if noise_split == 'equal':
     return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)
   # A group without entries has no noise, but must not divide by zero.
-  budgets = [
-    c * math.sqrt(max(d, 1)) for c, d in zip(l2_clip_norms, sizes, strict=True)
-  ]
-  total = sum(budgets)
-  return [noise_multiplier * (total / w) ** 0.5 for w in budgets]
+  roots = [math.sqrt(max(size, 1)) for size in sizes]
+  budgets = [c * root for c, root in zip(l2_clip_norms, roots, strict=True)]
+  return [noise_multiplier * (sum(budgets) / w) ** 0.5 for w in budgets]
 
 
 def noise_units(
@@ -176,8 +169,10 @@ def noise_units(
     [g.size for g in matrices],
     noise_split=noise_split,
   )
-  units: list[Any] = [1.0] * num_leaves
-  for group, ratio in zip(matrices, ratios, strict=True):
-    for leaf in group.leaves:
-      units[leaf] = ratio * group.l2_clip_norm
-  return units
+  units = {
+    leaf: ratio * group.l2_clip_norm
+    for group, ratio in zip(matrices, ratios, strict=True)
+    for leaf in group.leaves
+  }
+  # A stack of no matrices is in no group and gets no noise: any unit will do.
+  return [units.get(leaf, 1.0) for leaf in range(num_leaves)]

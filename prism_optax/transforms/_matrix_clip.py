@@ -1,17 +1,16 @@
 """Clipping of per-example gradients matrix by matrix."""
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from dp_accounting import NeighboringRelation
 
 from prism_optax import _per_example, _validate
 from prism_optax._linalg import at_least_float32
-from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax._matrix_axes import DimensionNumbersLike, with_leaves
 from prism_optax._types import ArrayTree, Scalar
 from prism_optax.transforms._clip_groups import (
   ClipGroup,
@@ -19,27 +18,6 @@ from prism_optax.transforms._clip_groups import (
   clip_groups,
   sensitivity,
 )
-
-_ADD_OR_REMOVE_ONE = _per_example.NeighboringRelation.ADD_OR_REMOVE_ONE
-
-
-def _stacked(group: ClipGroup, x: jax.Array) -> jax.Array:
-  """``(B, *shape)`` to (B, matrices, entries of one matrix)."""
-  axes = tuple(a + 1 for a in group.batch_axes)
-  moved = jnp.moveaxis(x, axes, range(1, 1 + len(axes)))
-  # No -1: the batch may be empty.
-  size = math.prod(x.shape[1:]) // max(group.matrices, 1)
-  return moved.reshape(x.shape[0], group.matrices, size)
-
-
-def _unstacked(
-  group: ClipGroup, x: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-  """(matrices, entries of one matrix) -> shape."""
-  rest = [a for a in range(len(shape)) if a not in group.batch_axes]
-  order = [*group.batch_axes, *rest]
-  moved = x.reshape([shape[a] for a in order])
-  return moved.transpose(np.argsort(order))
 
 
 def _clipped_sum(
@@ -50,44 +28,45 @@ def _clipped_sum(
 ) -> list[jax.Array]:
   """Sums over axis 0 of ``(B, *shape)`` leaves, clipped group by group."""
   leaves = [at_least_float32(x) for x in leaves]
-  stacks = [[_stacked(g, leaves[i]) for i in g.leaves] for g in groups]
-  examples = leaves[0].shape[0]
+  members = [[leaves[i] for i in group.leaves] for group in groups]
+
+  def batch_axes(group: ClipGroup) -> list[int]:
+    return [axis + 1 for axis in group.batch_axes]  # Axis 0 is the examples.
+
   # (B, K): every norm of every example, each in units of its threshold.
   squared = jnp.concatenate(
     [
       _per_example.squared_norms(
-        (x.reshape(examples * g.matrices, x.shape[-1]) for x in stack),
-        g.l2_clip_norm,
-      ).reshape(examples, g.matrices)
-      for g, stack in zip(groups, stacks, strict=True)
+        arrays, group.l2_clip_norm, batch_axes(group)
+      ).reshape(len(leaves[0]), group.matrices)
+      for group, arrays in zip(groups, members, strict=True)
     ],
     axis=1,
   )
-  weights, finite = _per_example.clip_weights(squared.reshape(-1), None)
+  weights, finite = _per_example.clip_weights(squared, None)
   # An example counts everywhere or nowhere: half an example is no gradient.
   _, counts = _per_example.clip_weights(
-    jnp.where(jnp.all(finite.reshape(squared.shape), axis=1), 0.0, jnp.inf),
-    is_padding_example,
+    jnp.where(jnp.all(finite, axis=1), 0.0, jnp.inf), is_padding_example
   )
-  weights = weights.reshape(squared.shape) / divisor
-  weights = jnp.where(counts[:, None], weights, 0)
-  out: list[Any] = [None] * len(leaves)
-  start = 0
-  for g, stack in zip(groups, stacks, strict=True):
-    own = weights[:, start : start + g.matrices]
-    start += g.matrices
-    for i, x in zip(g.leaves, stack, strict=True):
-      if g.matrices == 1:
-        total = _per_example.weighted_sums(x[:, 0], own[:, 0], counts)[None]
-      else:
-        total = jax.vmap(_per_example.weighted_sum, (1, 1, None))(
-          x, own, counts
-        )
-      out[i] = _unstacked(g, total, leaves[i].shape[1:])
-  return out
+  weights = jnp.where(counts[:, None], weights / divisor, 0)
+  ends = np.cumsum([group.matrices for group in groups])
+  sums: dict[int, jax.Array] = {}
+  for group, arrays, own in zip(
+    groups, members, jnp.split(weights, ends[:-1], axis=1), strict=True
+  ):
+    if not group.batch_axes:
+      group_sums = _per_example.weighted_sums(arrays, own[:, 0], counts)
+    else:
+      (x,) = arrays
+      matching = np.ones(x.ndim, int)
+      across = [0, *batch_axes(group)]
+      matching[across] = np.take(x.shape, across)
+      group_sums = [_per_example.weighted_sum(x, own.reshape(matching), counts)]
+    sums.update(zip(group.leaves, group_sums, strict=True))
+  return [sums[i] for i in range(len(leaves))]
 
 
-def _check(l2_clip_norms: Any) -> None:
+def _check_norms(l2_clip_norms: NormsLike) -> None:
   for norm in jax.tree.leaves(l2_clip_norms, is_leaf=lambda x: x is None):
     _validate.positive('l2_clip_norms', norm)
 
@@ -145,13 +124,12 @@ def clip_each_matrix(
     >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
     3.0 [0.5 0.5 0.5]
   """
-  _check(l2_clip_norms)
+  _check_norms(l2_clip_norms)
 
-  def transform(grads: ArrayTree) -> Any:
+  def transform(grads: ArrayTree) -> ArrayTree:
     groups = clip_groups(l2_clip_norms, grads, weight_dimension_numbers)
-    leaves, treedef = jax.tree.flatten(grads)
-    one = [x[None] for x in leaves]
-    return jax.tree.unflatten(treedef, _clipped_sum(groups, one, None, 1.0))
+    one_example = [x[None] for x in jax.tree.leaves(grads)]
+    return with_leaves(grads, _clipped_sum(groups, one_example, None, 1.0))
 
   return transform
 
@@ -221,7 +199,7 @@ def per_matrix_clip(
     >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
     3.0 [[0.5 0.5 0.5]]
   """
-  _check(l2_clip_norms)
+  _check_norms(l2_clip_norms)
   _validate.positive('normalize_by', normalize_by)
 
   def groups_of(params):
@@ -239,28 +217,30 @@ def per_matrix_clip(
     _validate.params_given('per_matrix_clip', params)
     _per_example.check_whole('per_matrix_clip', params)
     _per_example.check_batched('per_matrix_clip', updates, params)
-    leaves, treedef = jax.tree.flatten(updates)
-    expected: Any = jax.tree.structure(params)
+    leaves, structure = jax.tree.flatten(updates)
+    expected: object = jax.tree.structure(params)
+    shapes = [x.shape for x in leaves]
     wanted = [x.shape for x in jax.tree.leaves(params)]
-    if treedef != expected or any(
-      x.shape[1:] != shape or x.shape[:1] != leaves[0].shape[:1]
-      for x, shape in zip(leaves, wanted, strict=True)
-    ):
+    batch = shapes[0][:1] if shapes else ()
+    if structure != expected or shapes != [batch + shape for shape in wanted]:
       raise ValueError(
         'Expected per-example gradients, shaped like params with one leading'
-        f' batch axis, got shapes {[x.shape for x in leaves]} for params of'
-        f' shapes {wanted}.'
+        f' batch axis, got shapes {shapes} for params of shapes {wanted}.'
       )
     if not leaves:
       return updates, state
     summed = _clipped_sum(
       groups_of(params), leaves, is_padding_example, normalize_by
     )
-    return jax.tree.unflatten(treedef, summed), state
+    return with_leaves(updates, summed), state
 
   def sensitivity_of_all(
-    neighboring_relation: Any = _ADD_OR_REMOVE_ONE, *, params: ArrayTree = None
-  ) -> Any:
+    neighboring_relation: NeighboringRelation = (
+      NeighboringRelation.ADD_OR_REMOVE_ONE
+    ),
+    *,
+    params: ArrayTree | None = None,
+  ) -> Scalar:
     if params is None:
       raise ValueError(
         'The sensitivity depends on the number of matrices, which'

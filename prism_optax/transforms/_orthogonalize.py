@@ -1,7 +1,8 @@
 """The transformation that orthogonalizes the matrices of a tree of updates."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,11 @@ import optax
 
 from prism_optax import _matrix_axes, _randomness, _validate, muon
 from prism_optax._linalg import at_least_float32
+from prism_optax._matrix_axes import (
+  PLAIN,
+  DimensionNumbers,
+  DimensionNumbersLike,
+)
 from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
 from prism_optax.muon._newton_schulz import check_options
 
@@ -50,7 +56,7 @@ class OrthogonalizeState(NamedTuple):
 
 def noise_variance(
   noise_stddev: Scalar, momentum: Scalar, count: Scalar
-) -> Any:
+) -> jax.Array:
   """Variance of the noise in a heavy ball after ``count`` steps.
 
   ``s^2 (1 - beta^(2t)) / (1 - beta^2)``, the sum of ``s^2 beta^(2j)``.
@@ -59,16 +65,29 @@ def noise_variance(
   return jnp.square(noise_stddev) * (1 - decay**count) / (1 - decay)
 
 
-def _stddevs(
-  correction: BiasCorrection, updates: ArrayTree, count: Scalar
-) -> list:
-  """Standard deviation of the noise in the momentum, for each leaf."""
-  stddev = correction.noise_stddev
-  stddev = stddev(updates) if callable(stddev) else stddev
-  return [
-    jnp.sqrt(noise_variance(s, correction.momentum, count))
-    for s in _matrix_axes.broadcast('noise_stddev', stddev, updates)
-  ]
+def _all_are_matrices(tree: ArrayTree) -> DimensionNumbers:
+  for x in jax.tree.leaves(tree):
+    if len(x.shape) != 2:
+      raise ValueError(
+        'Without weight_dimension_numbers every leaf must have two axes, got'
+        f' shape {tuple(x.shape)}: say which axes form a matrix, or mark the'
+        ' leaf None.'
+      )
+  return PLAIN  # A prefix of every tree.
+
+
+def _check_correction(correction: BiasCorrection) -> None:
+  if not isinstance(correction, BiasCorrection):
+    raise ValueError(
+      f'Expected a BiasCorrection or None, got bias_correction={correction!r}.'
+    )
+  _validate.decay_rate('bias_correction.momentum', correction.momentum)
+  _validate.integer('num_probes', correction.num_probes, 1)
+  _validate.positive('probe_scale', correction.probe_scale)
+  _randomness.check_key('bias_correction.prng_key', correction.prng_key)
+  if not callable(correction.noise_stddev):
+    for stddev in jax.tree.leaves(correction.noise_stddev):
+      _validate.non_negative('bias_correction.noise_stddev', stddev)
 
 
 def orthogonalize(
@@ -77,7 +96,7 @@ def orthogonalize(
   steps: int = 5,
   normalize: str = 'max1',
   bias_correction: BiasCorrection | None = None,
-  weight_dimension_numbers: _matrix_axes.DimensionNumbersLike = None,
+  weight_dimension_numbers: DimensionNumbersLike = None,
   matmul_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
   """Orthogonalizes the matrices of the updates by Newton-Schulz steps.
@@ -134,41 +153,23 @@ def orthogonalize(
   """
   check_options(degree, steps, normalize)
   if bias_correction is not None:
-    if not isinstance(bias_correction, BiasCorrection):
-      raise ValueError(
-        f'Expected a BiasCorrection or None, got {bias_correction=}.'
-      )
-    _validate.decay_rate('bias_correction.momentum', bias_correction.momentum)
-    _validate.integer('num_probes', bias_correction.num_probes, 1)
-    _validate.positive('probe_scale', bias_correction.probe_scale)
-    _randomness.check_key('bias_correction.prng_key', bias_correction.prng_key)
-    if not callable(bias_correction.noise_stddev):
-      for s in jax.tree.leaves(bias_correction.noise_stddev):
-        _validate.non_negative('bias_correction.noise_stddev', s)
+    _check_correction(bias_correction)
+  function = functools.partial(
+    muon.newton_schulz,
+    degree=degree,
+    steps=steps,
+    normalize=normalize,
+    matmul_dtype=matmul_dtype,
+  )
 
-  def function(x):
-    return muon.newton_schulz(
-      x,
-      degree=degree,
-      steps=steps,
-      normalize=normalize,
-      matmul_dtype=matmul_dtype,
-    )
-
-  def specs_of(updates):
-    if weight_dimension_numbers is not None:
-      return _matrix_axes.resolve(weight_dimension_numbers, updates)
-    for x in jax.tree.leaves(updates):
-      if len(x.shape) != 2:
-        raise ValueError(
-          'Without weight_dimension_numbers every leaf must have two axes, got'
-          f' shape {tuple(x.shape)}: say which axes form a matrix, or mark the'
-          ' leaf None.'
-        )
-    return [_matrix_axes.PLAIN] * len(jax.tree.leaves(updates))
+  if weight_dimension_numbers is None:
+    weight_dimension_numbers = _all_are_matrices
+  matrices_of = functools.partial(
+    _matrix_axes.resolve, weight_dimension_numbers
+  )
 
   def init_fn(params):
-    specs_of(params)
+    matrices_of(params)  # What does not fit shall fail here, not in training.
     if bias_correction is None:
       return optax.EmptyState()
     key = _randomness.resolve_key(
@@ -176,34 +177,44 @@ def orthogonalize(
     )
     return OrthogonalizeState(jnp.zeros((), jnp.int32), key)
 
-  def update_fn(updates, state, params=None):
-    del params
-    leaves, treedef = jax.tree.flatten(updates)
-    specs = specs_of(updates)
-    if bias_correction is not None:
-      next_key, probe_key = jax.random.split(state.prng_key)
-      state = OrthogonalizeState(optax.safe_increment(state.count), next_key)
-      stddevs = _stddevs(bias_correction, updates, state.count)
-      keys = jax.random.split(probe_key, max(len(leaves), 1))
-    out = []
-    for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
-      if spec is None:
-        out.append(x)
-        continue
-      matrices, restore = _matrix_axes.to_matrices(x, spec)
-      if bias_correction is None:
-        out.append(restore(function(matrices)))
-        continue
-      wide = at_least_float32(matrices)
-      direction = muon.subtract_bias(
+  def corrected(updates, state):
+    """One function for each leaf, and the next state."""
+    next_key, probe_key = jax.random.split(state.prng_key)
+    count = optax.safe_increment(state.count)
+    stddevs = bias_correction.noise_stddev
+    if callable(stddevs):
+      stddevs = stddevs(updates)
+    stddevs = _matrix_axes.broadcast('noise_stddev', stddevs, updates)
+    keys = jax.random.split(probe_key, max(len(stddevs), 1))
+    functions = [
+      functools.partial(
+        muon.subtract_bias,
         function,
-        wide,
-        stddevs[i],
-        keys[i],
+        noise_stddev=jnp.sqrt(
+          noise_variance(stddev, bias_correction.momentum, count)
+        ),
+        prng_key=key,
         num_probes=bias_correction.num_probes,
         probe_scale=bias_correction.probe_scale,
       )
-      out.append(restore(direction.astype(x.dtype)))
-    return jax.tree.unflatten(treedef, out), state
+      for stddev, key in zip(stddevs, keys, strict=False)
+    ]
+    return functions, OrthogonalizeState(count, next_key)
+
+  def update_fn(updates, state, params=None):
+    del params
+    leaves = jax.tree.leaves(updates)
+    functions = [function] * len(leaves)
+    if bias_correction is not None:
+      functions, state = corrected(updates, state)
+
+    def direction(x, matrices, fn):
+      if matrices is None:
+        return x
+      out = fn(at_least_float32(matrices.to_matrices(x)))
+      return matrices.from_matrices(out.astype(x.dtype))
+
+    directions = map(direction, leaves, matrices_of(updates), functions)
+    return _matrix_axes.with_leaves(updates, directions), state
 
   return optax.GradientTransformation(init_fn, update_fn)

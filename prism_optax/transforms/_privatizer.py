@@ -65,6 +65,32 @@ def limited(
   return optax.GradientTransformation(init, update)
 
 
+def check_source(
+  name: str,
+  size: Scalar | None,
+  prng_key: PRNGKeyLike,
+  privatizer: optax.GradientTransformation | None,
+) -> None:
+  """Checks that noise comes either from us, of this size, or a privatizer.
+
+  Raises:
+    ValueError: Unless exactly one of the argument ``name`` and ``privatizer``
+      is given; for a key beside a privatizer, or a bad size or key.
+  """
+  if (size is None) == (privatizer is None):
+    raise ValueError(
+      f'Expected exactly one of {name} and privatizer, got'
+      f' {name}={size!r} and {privatizer=}.'
+    )
+  if privatizer is None:
+    _validate.non_negative(name, size)
+  elif prng_key is not None:
+    raise ValueError(
+      f'prng_key is for the noise of {name}; a privatizer has its own.'
+    )
+  _randomness.check_key('prng_key', prng_key)
+
+
 class TangentPrivatizerState(NamedTuple):
   """State of :func:`tangent_privatizer` with its own Gaussian noise.
 
@@ -154,15 +180,7 @@ def tangent_privatizer(
     >>> float(noise['lora_b'][0, 0])  # The frame's direction: in lora_a only.
     0.0
   """
-  if (stddev is None) == (privatizer is None):
-    raise ValueError(
-      'Expected exactly one of stddev and privatizer, got'
-      f' {stddev=} and {privatizer=}.'
-    )
-  if privatizer is not None and prng_key is not None:
-    raise ValueError(
-      'prng_key is for the noise of stddev; a privatizer has its own.'
-    )
+  check_source('stddev', stddev, prng_key, privatizer)
   if horizon is not None:
     if privatizer is None:
       raise ValueError(f'horizon is for a privatizer, got {horizon=} alone.')
@@ -173,10 +191,6 @@ def tangent_privatizer(
       ' beyond the last row of its matrix: pass horizon=, the number of its'
       ' rows.'
     )
-  if stddev is not None:
-    _validate.non_negative('stddev', stddev)
-  _randomness.check_key('prng_key', prng_key)
-
   own_stddev = 0.0 if stddev is None else stddev
 
   def own_init(step):
