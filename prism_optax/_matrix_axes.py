@@ -3,7 +3,7 @@
 The specification is optax's: ``optax.contrib.MuonDimensionNumbers`` lists the
 reduction axes and the output axes of a weight; all other axes are batch axes
 (scanned layers, heads that are treated apart). ``None`` marks a leaf that is
-no matrix: a bias, a norm's scale, an embedding one wants to treat as a table.
+no matrix: a bias, a norm's scale, an embedding that is treated as a table.
 """
 
 import math
@@ -44,7 +44,8 @@ class MatrixStack(NamedTuple):
     """Normalises and checks the axes of a leaf of this shape.
 
     Raises:
-      ValueError: If an axis is out of range or used twice, or there is none.
+      ValueError: If an axis is out of range or used twice, or if there are no
+        reduction axes or no output axes.
     """
 
     def normalized(axes: int | Iterable[int]) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ class MatrixStack(NamedTuple):
     return tuple(self.shape[a] for a in axes)
 
   @property
-  def count(self) -> int:
+  def matrices(self) -> int:
     """Number of matrices in the leaf."""
     return math.prod(self.sizes(self.batch))
 
@@ -91,7 +92,7 @@ class MatrixStack(NamedTuple):
 
 
 def two_axes_are_a_matrix(tree: ArrayTree) -> DimensionNumbersLike:
-  """Dimension numbers by which leaves of two axes are matrices, others none."""
+  """Dimension numbers that make matrices of all leaves of two axes."""
   return jax.tree.map(lambda x: PLAIN if len(x.shape) == 2 else None, tree)
 
 
@@ -114,7 +115,7 @@ def resolve(
   """
 
   def is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, DimensionNumbers)
+    return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
 
   spec = weight_dimension_numbers
   if callable(spec):

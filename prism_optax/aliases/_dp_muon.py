@@ -3,66 +3,22 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _per_example, _randomness, _validate
+from prism_optax import _matrix_axes, _per_example, _randomness, _validate
 from prism_optax._linalg import at_least_float32
-from prism_optax._matrix_axes import (
-  DimensionNumbersLike,
-  MatrixStack,
-  resolve,
-  two_axes_are_a_matrix,
-  with_leaves,
-)
+from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
 from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
-from prism_optax.transforms import (
-  BiasCorrection,
-  clip_groups,
-  orthogonalize,
-  per_matrix_clip,
-)
-from prism_optax.transforms._clip_groups import (
-  NOISE_SPLITS,
-  NormsLike,
-  noise_units,
-)
-from prism_optax.transforms._privatizer import check_source
+from prism_optax.transforms import _clip_groups, _privatizer
+from prism_optax.transforms._clip_groups import NormsLike
+from prism_optax.transforms._matrix_clip import per_matrix_clip
+from prism_optax.transforms._orthogonalize import BiasCorrection, orthogonalize
 
 # Far from the two numbers that `split` consumes: a key of its own.
 _PROBES = 0x50524F42
-
-
-class GroupNoiseState(NamedTuple):
-  """State of the Gaussian noise of :func:`dp_muon`.
-
-  Attributes:
-    prng_key: Typed key, shape (); split once per update. Secret.
-  """
-
-  prng_key: jax.Array
-
-
-def _gaussian(
-  stddev: Scalar, prng_key: PRNGKeyLike
-) -> optax.GradientTransformation:
-  """Adds Gaussian noise to every entry."""
-
-  def init_fn(params):
-    return GroupNoiseState(
-      _randomness.resolve_key('prng_key', prng_key, params)
-    )
-
-  def update_fn(updates, state, params=None):
-    del params
-    next_key, key = jax.random.split(state.prng_key)
-    noisy = _randomness.add_normal(key, updates, stddev)
-    return noisy, GroupNoiseState(next_key)
-
-  return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _wide(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -100,7 +56,7 @@ def _consistent_rms(
     return x * (rms * math.sqrt(max(matrices.sides)))
 
   return optax.stateless(
-    lambda updates, params: with_leaves(
+    lambda updates, params: _matrix_axes.with_leaves(
       updates, map(scaled, jax.tree.leaves(updates), matrices_of(updates))
     )
   )
@@ -233,10 +189,12 @@ def dp_muon(
     >>> updates['w'].shape, updates['bias'].shape
     ((3, 4), (4,))
   """
-  check_source('noise_multiplier', noise_multiplier, prng_key, privatizer)
+  _privatizer.check_source(
+    'noise_multiplier', noise_multiplier, prng_key, privatizer
+  )
   _validate.positive('expected_batch_size', expected_batch_size)
   _validate.decay_rate('momentum', momentum)
-  _validate.one_of('noise_split', noise_split, NOISE_SPLITS)
+  _validate.one_of('noise_split', noise_split, _clip_groups.NOISE_SPLITS)
   _validate.integer('bias_correction_probes', bias_correction_probes, 0)
   _validate.non_negative('weight_decay', weight_decay)
   if consistent_rms is not None:
@@ -247,21 +205,25 @@ def dp_muon(
       f' noise_multiplier, not privatizer, with {bias_correction_probes=}.'
     )
   if weight_dimension_numbers is None:
-    weight_dimension_numbers = two_axes_are_a_matrix
+    weight_dimension_numbers = _matrix_axes.two_axes_are_a_matrix
 
-  matrices_of = functools.partial(resolve, weight_dimension_numbers)
+  matrices_of = functools.partial(
+    _matrix_axes.resolve, weight_dimension_numbers
+  )
 
   def labels_of(tree):
     labels = ['other' if m is None else 'matrix' for m in matrices_of(tree)]
-    return with_leaves(tree, labels)
+    return _matrix_axes.with_leaves(tree, labels)
 
   def units_of(tree):
     """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the whole."""
-    groups = clip_groups(l2_clip_norms, tree, weight_dimension_numbers)
-    units = noise_units(
+    groups = _clip_groups.clip_groups(
+      l2_clip_norms, tree, weight_dimension_numbers
+    )
+    units = _clip_groups.noise_units(
       groups, len(jax.tree.leaves(tree)), noise_split=noise_split
     )
-    return with_leaves(tree, units)
+    return _matrix_axes.with_leaves(tree, units)
 
   clip = per_matrix_clip(
     l2_clip_norms,
@@ -271,7 +233,7 @@ def dp_muon(
   bias_correction = None
   if noise_multiplier is not None:
     stddev = noise_multiplier / expected_batch_size
-    privatizer = _gaussian(stddev, prng_key)
+    privatizer = _privatizer.gaussian(stddev, prng_key)
     if bias_correction_probes:
       bias_correction = BiasCorrection(
         lambda tree: jax.tree.map(lambda unit: stddev * unit, units_of(tree)),

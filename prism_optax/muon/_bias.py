@@ -1,4 +1,4 @@
-"""What noise does to a smooth function on average, subtracted."""
+"""An estimator that subtracts the bias of a smooth function of noisy inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,9 +38,12 @@ def subtract_bias(
   noise has done. The result is post-processing of ``x``: it costs no privacy
   so long as ``prng_key`` is independent of the key of the noise.
 
-  This estimator is ours; it is not the one of the paper on DP-Muon
-  (arXiv:2605.12994), which has a bias-corrected variant of a different kind. It
-  lowers the bias and raises the variance.
+  This estimator is ours. The bias-corrected variant in the paper on DP-Muon
+  (arXiv:2605.12994) is of a different kind. The estimator lowers the bias and
+  raises the variance.
+
+  **Privacy.** This is post-processing of ``x``: the probes are independent of
+  the noise in ``x``, and may be public. Never pass the key of that noise.
 
   ====================  =======================================================
   ``noise_stddev=0.0``  ``function(x)``, exactly
@@ -54,10 +57,10 @@ def subtract_bias(
     noise_stddev: Standard deviation per coordinate of the noise in ``x``: a
       scalar or an array that broadcasts against every leaf, or a tree of them
       with the structure of ``x``. Zero gives ``function(x)``.
-    prng_key: Typed key, fresh for every call.
+    prng_key: Typed key of the probes, a new one for every call.
     num_probes: Number K of antithetic pairs; 2 K + 1 calls of ``function``.
-    probe_scale: Size of the probes in units of ``noise_stddev``. Exact for
-      cubic functions at any scale.
+    probe_scale: Size of the probes in units of ``noise_stddev``. For cubic
+      functions every scale is exact.
 
   Returns:
     A tree shaped like ``function(x)``.
@@ -80,10 +83,10 @@ def subtract_bias(
   """
   _validate.integer('num_probes', num_probes, 1)
   _validate.positive('probe_scale', probe_scale)
-  treedef = jax.tree.structure(x)
-  stddevs_treedef: object = jax.tree.structure(noise_stddev)
-  stddevs = noise_stddev
-  if stddevs_treedef != treedef:
+  leaves, treedef = jax.tree.flatten(x)
+  stddevs: Any = noise_stddev
+  structure: Any = jax.tree.structure(stddevs)
+  if structure != treedef:
     stddevs = jax.tree.map(lambda _: noise_stddev, x)
   center = function(x)
 
@@ -93,7 +96,7 @@ def subtract_bias(
 
   def curvature(index: jax.Array, total: ArrayTree) -> ArrayTree:
     key = jax.random.fold_in(prng_key, index)
-    keys = treedef.unflatten(jax.random.split(key, treedef.num_leaves))
+    keys = jax.tree.unflatten(treedef, jax.random.split(key, len(leaves)))
     steps = jax.tree.map(step, x, stddevs, keys)
     plus = function(jax.tree.map(jnp.add, x, steps))
     minus = function(jax.tree.map(jnp.subtract, x, steps))

@@ -12,16 +12,16 @@ No (m, n) matrix is formed and nothing is factorized. Let X be the part of
 .. math::
   M = \begin{pmatrix} D & I \\ I & 0 \end{pmatrix},
 
-and a step of the iteration of :mod:`prism_optax.muon` is one on
-the 2r x 2r core alone, with the Gram matrices of the bases in between:
+and a step of the iteration of :mod:`prism_optax.muon` changes the 2r x 2r core
+alone, with the Gram matrices of the bases in between:
 
 .. math::
   M \leftarrow p_\kappa(M G_R M^\top G_L)\, M .
 
 The bases need not be orthonormal and may lose rank: a step is a polynomial,
-hence exact and continuous everywhere. Turning the frames by orthogonal
-matrices turns the coordinates of the result along, so that the step in Z does
-not depend on the gauge of the factors.
+hence exact and continuous everywhere. If the frames turn by orthogonal
+matrices, the coordinates of the result turn likewise, so the step in Z does not
+depend on the gauge of the factors.
 """
 
 import jax.numpy as jnp
@@ -49,19 +49,19 @@ def tangent_newton_schulz(
 
   ``P_Z(F(T))`` with the Newton-Schulz iteration F of DP-Muon (arXiv:2605.12994)
   and the projection of PRISM (arXiv:2606.00944, Eq. 13); the form on the
-  2r x 2r core is ours. Zero stays zero; entries that are not finite give
-  entries that are not finite.
+  2r x 2r core is ours. Zero stays zero. If an entry is not finite, the result
+  is not finite.
 
   Args:
     frame: Orthonormal frames at Z, or partial isometries where a factor has
-      lost rank; only the two bases are used.
+      lost rank. Only the two bases are used.
     tangent: Coordinates (..., m, r), orthogonal to ``frame.left``, and
       (..., n, r).
     degree: Degree kappa of the polynomial.
     steps: Number q of steps.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``, as for matrices; the
       norm is the intrinsic one.
-    scale: Factor of the result, at no cost.
+    scale: The result is multiplied by this factor.
 
   Returns:
     Coordinates of the direction, in the types of ``tangent``; computed in
@@ -70,7 +70,7 @@ def tangent_newton_schulz(
     ``scale sqrt(2 r)``, whatever the gradient.
 
   Raises:
-    ValueError: If an option is none of those above.
+    ValueError: For an option that is not allowed.
 
   Example:
     >>> import jax.numpy as jnp
@@ -109,7 +109,8 @@ def tangent_newton_schulz(
       total = total + c[j] * power
     middle = total
 
-  middle = scale * middle  # On r x r blocks: results shall end in products.
+  # The scale goes to the small core, so that the results are plain products.
+  middle = scale * middle
   # F(T) Q_R = B_L M (Pi_R; 0) and F(T)^T Q_L = B_R M^T (Pi_L; 0): the block
   # of M that belongs to two outer bases is what the projection leaves out.
   new_left = matmul(left, matmul(middle[..., rank:, :rank], right_seen))

@@ -167,14 +167,11 @@ def augmented_optimizer(
   return _class_of_jax_privacy()(init, update, pre_clipping_transform)
 
 
-def _class_of_jax_privacy() -> Any:
+def _class_of_jax_privacy() -> type:
   """jax-privacy's class, or the one above: its trainers look at the type."""
+  ours = AugmentedGradientTransformation
   try:
     optimizers = importlib.import_module('jax_privacy.optimizers')
   except ImportError:
-    return AugmentedGradientTransformation
-  return getattr(
-    optimizers,
-    'AugmentedGradientTransformation',
-    AugmentedGradientTransformation,
-  )
+    return ours
+  return getattr(optimizers, 'AugmentedGradientTransformation', ours)

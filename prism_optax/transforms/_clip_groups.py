@@ -1,13 +1,13 @@
 """What is clipped together, and how several groups share one noise multiplier.
 
-Groups that are clipped and noised one by one on the same batch are ONE
-Gaussian mechanism: with noise ``sigma_W C_W`` on group W the whole has the
-multiplier ``(sum_W sigma_W^-2)^(-1/2)``.
+Groups that are clipped and get their noise one by one on the same batch are
+ONE Gaussian mechanism: with noise ``sigma_W C_W`` on group W the whole has the
+noise multiplier ``(sum_W sigma_W^-2)^(-1/2)``.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -16,7 +16,7 @@ from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, Scalar
 
 # A number, or a prefix tree of numbers.
-NormsLike = Any
+NormsLike: TypeAlias = Scalar | ArrayTree
 
 NOISE_SPLITS = ('equal', 'least_energy')
 
@@ -26,10 +26,11 @@ class ClipGroup(NamedTuple):
 
   Attributes:
     leaves: Positions in ``jax.tree.leaves``.
-    batch_axes: Axes of the (then only) leaf that stack matrices.
-    matrices: Number of clip groups this stands for, the product of those axes.
-    size: Number of entries of one of them.
-    l2_clip_norm: C_W, the largest norm of an example's contribution.
+    batch_axes: Axes that stack matrices; a group that has some has one leaf.
+    matrices: Number of matrices that are clipped one by one, the product of
+      the sizes of those axes; 1 for leaves that are clipped together.
+    size: Number of entries of one matrix, or of the leaves together.
+    l2_clip_norm: C_W, the largest norm of one example's contribution.
   """
 
   leaves: tuple[int, ...]
@@ -78,7 +79,9 @@ def clip_groups(
     ]
   stacks = _matrix_axes.resolve(weight_dimension_numbers, params)
   groups = [
-    ClipGroup((i,), stack.batch, stack.count, math.prod(stack.sides), norms[i])
+    ClipGroup(
+      (i,), stack.batch, stack.matrices, math.prod(stack.sides), norms[i]
+    )
     for i, stack in enumerate(stacks)
     if stack is not None
   ]
@@ -96,10 +99,11 @@ def clip_groups(
   return groups
 
 
-def sensitivity(groups: Sequence[ClipGroup]) -> Any:
+def sensitivity(groups: Sequence[ClipGroup]) -> Scalar:
   """Norm of the largest contribution to all groups, ``sqrt(sum_W C_W^2)``.
 
-  Adding or removing one example moves the sum of all groups by no more.
+  Adding or removing one example moves the clipped sum, all groups together, by
+  no more than this.
   """
   return sum(g.matrices * g.l2_clip_norm**2 for g in groups) ** 0.5
 
@@ -156,11 +160,12 @@ def split_noise_multiplier(
 
 def noise_units(
   groups: Sequence[ClipGroup], num_leaves: int, *, noise_split: str = 'equal'
-) -> list[Any]:
-  """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the joint one.
+) -> list[Scalar]:
+  """Each leaf's ``sigma_W C_W / sigma``, its noise in units of the joint noise.
 
-  Divided by these, leaves clipped to C_W have the joint sensitivity one, and
-  noise of one standard deviation for all of them is the split asked for.
+  Leaves that are clipped to C_W and then divided by these units have the joint
+  sensitivity one, and noise of one standard deviation sigma on all of them is
+  the split that was asked for.
   """
   matrices = [g for g in groups for _ in range(g.matrices)]
   ratios = split_noise_multiplier(

@@ -12,12 +12,8 @@ from prism_optax import _per_example, _validate
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, with_leaves
 from prism_optax._types import ArrayTree, Scalar
-from prism_optax.transforms._clip_groups import (
-  ClipGroup,
-  NormsLike,
-  clip_groups,
-  sensitivity,
-)
+from prism_optax.transforms import _clip_groups
+from prism_optax.transforms._clip_groups import ClipGroup, NormsLike
 
 
 def _clipped_sum(
@@ -78,10 +74,10 @@ def clip_each_matrix(
 ) -> Callable[[ArrayTree], ArrayTree]:
   """Clips the gradient of ONE example matrix by matrix.
 
-  It is the ``pre_clipping_transform`` with which
-  ``jax_privacy.clipped_grad`` becomes a micro-batched per-matrix clip. The
-  clip norm told to it is that of all groups together, where its own clipping
-  no longer does anything::
+  Use it as the ``pre_clipping_transform`` of ``jax_privacy.clipped_grad``,
+  which then clips matrix by matrix in micro-batches. Give ``clipped_grad`` the
+  sensitivity of all groups together as its clip norm: no example exceeds it, so
+  its own clipping changes nothing::
 
     clip = per_matrix_clip(norms)
     jax_privacy.clipped_grad(
@@ -92,25 +88,27 @@ def clip_each_matrix(
   ``g_W / max(1, ||g_W||_F / C_W)`` for every matrix W (DP-Muon,
   arXiv:2605.12994).
 
-  **Privacy.** One example, the unit by which neighbouring data sets differ,
-  gets the norm ``sqrt(sum_W C_W^2)`` at most. Nothing is private yet.
+  **Privacy.** The clipped gradient of one example has a Euclidean norm of at
+  most ``sqrt(sum_W C_W^2)`` over all matrices together, whatever the example
+  is. A sum of such gradients moves by at most this when one example is added or
+  removed. Nothing is private yet: the sum and the noise come afterwards.
 
   =============================  ==============================================
   NaN or Inf anywhere            zeros, in all matrices
   squared norm that overflows    likewise
   bfloat16 gradients             norm and clip in float32
-  norm below ``C_W (1 - 1e-6)``  the matrix stays as it is
+  norm below ``C_W (1 - 1e-6)``  the matrix is unchanged
   =============================  ==============================================
 
   Args:
     l2_clip_norms: C_W, a number or a prefix tree of numbers; a number in it is
       the threshold of each group below it.
-    weight_dimension_numbers: What a clip group is: see
+    weight_dimension_numbers: Defines the clip groups, see
       :func:`per_matrix_clip`.
 
   Returns:
-    A function from a tree of gradients to one of the same shapes, float32 at
-    least.
+    A function that maps a tree of gradients to one of the same shapes, in
+    float32 or wider.
 
   Raises:
     ValueError: If a threshold is not a positive finite number (a traced one is
@@ -127,7 +125,9 @@ def clip_each_matrix(
   _check_norms(l2_clip_norms)
 
   def transform(grads: ArrayTree) -> ArrayTree:
-    groups = clip_groups(l2_clip_norms, grads, weight_dimension_numbers)
+    groups = _clip_groups.clip_groups(
+      l2_clip_norms, grads, weight_dimension_numbers
+    )
     one_example = [x[None] for x in jax.tree.leaves(grads)]
     return with_leaves(grads, _clipped_sum(groups, one_example, None, 1.0))
 
@@ -145,19 +145,22 @@ def per_matrix_clip(
   ``sum_i g_i / max(1, ||g_i||_F / C_W) / normalize_by`` for every weight
   matrix W with a threshold of its own (DP-Muon, arXiv:2605.12994).
 
-  **Privacy.** All matrices see the same batch, so together they are ONE
-  mechanism of sensitivity ``sqrt(sum_W C_W^2) / normalize_by`` when one example
-  is added or removed. Noise ``sigma C_W`` on each of K matrices has the
-  multiplier ``sigma / sqrt(K)``, not sigma.
+  **Privacy.** When one example is added or removed, the output moves by at most
+  ``sqrt(sum_W C_W^2) / normalize_by`` in the Euclidean norm of all its entries,
+  whatever the example is; by at most twice that when one is replaced. All
+  matrices see the same batch, so with noise they are ONE mechanism of this
+  sensitivity: noise ``sigma C_W`` on each of K matrices has the noise
+  multiplier ``sigma / sqrt(K)``, not sigma. Nothing is private yet: the clip
+  adds no noise. The shapes of the batch and ``normalize_by`` are not protected.
 
   ===================================  ========================================
-  NaN or Inf anywhere in an example    it counts as zero, in all matrices
+  NaN or Inf anywhere in an example    the example counts as zero everywhere
   squared norm that overflows          likewise
   padding example                      counts as zero
   batch of padding only, or of size 0  zeros
   tree without leaves                  passes
   bfloat16 gradients                   norm, clip and sum in float32
-  norm below ``C_W (1 - 1e-6)``        the matrix stays as it is
+  norm below ``C_W (1 - 1e-6)``        the matrix is unchanged
   ===================================  ========================================
 
   Args:
@@ -165,19 +168,19 @@ def per_matrix_clip(
       the threshold of each group below it.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
-    weight_dimension_numbers: What a clip group is. ``None``: every leaf. A
-      tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (or a prefix,
-      or a callable from parameters to one): every matrix, those stacked along
-      batch axes one by one; the leaves marked ``None`` all together in one
-      group, for which their thresholds must agree.
+    weight_dimension_numbers: Defines the clip groups. ``None``: every leaf is
+      a group. Otherwise a tree of ``optax.contrib.MuonDimensionNumbers`` and
+      ``None``, a prefix of the parameters, or a callable that makes one of
+      them: every matrix is a group, those stacked along batch axes one by one;
+      all leaves marked ``None`` are one more group and must have one threshold.
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
     is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
     leaves ``(*shape)``, float32 at least. ``.sensitivity(neighboring_relation,
-    params=params)`` is that of all groups together; it needs ``params``
-    (arrays or shapes) because a number or a prefix does not tell how many
-    groups there are.
+    params=params)`` is the sensitivity of all groups together; it needs
+    ``params`` (arrays or shapes) because a number or a prefix does not tell how
+    many groups there are.
 
   Raises:
     ValueError: If a threshold or ``normalize_by`` is not a positive finite
@@ -203,7 +206,9 @@ def per_matrix_clip(
   _validate.positive('normalize_by', normalize_by)
 
   def groups_of(params):
-    return clip_groups(l2_clip_norms, params, weight_dimension_numbers)
+    return _clip_groups.clip_groups(
+      l2_clip_norms, params, weight_dimension_numbers
+    )
 
   def init_fn(params):
     _per_example.check_whole('per_matrix_clip', params)
@@ -235,9 +240,7 @@ def per_matrix_clip(
     return with_leaves(updates, summed), state
 
   def sensitivity_of_all(
-    neighboring_relation: NeighboringRelation = (
-      NeighboringRelation.ADD_OR_REMOVE_ONE
-    ),
+    neighboring_relation: NeighboringRelation = _per_example.ADD_OR_REMOVE_ONE,
     *,
     params: ArrayTree | None = None,
   ) -> Scalar:
@@ -247,7 +250,7 @@ def per_matrix_clip(
         ' l2_clip_norms alone does not tell: call'
         ' `sensitivity(relation, params=params)`, got params=None.'
       )
-    bound = sensitivity(groups_of(params)) / normalize_by
+    bound = _clip_groups.sensitivity(groups_of(params)) / normalize_by
     return _per_example.sensitivity_of_sum(bound)(neighboring_relation)
 
   return _per_example.BoundedSensitivityTransformation(

@@ -10,13 +10,11 @@ import optax
 
 from prism_optax import _matrix_axes, _randomness, _validate, muon
 from prism_optax._linalg import at_least_float32
-from prism_optax._matrix_axes import (
-  PLAIN,
-  DimensionNumbers,
-  DimensionNumbersLike,
-)
+from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
 from prism_optax.muon._newton_schulz import check_options
+
+Function = Callable[[jax.Array], jax.Array]
 
 
 class BiasCorrection(NamedTuple):
@@ -65,7 +63,7 @@ def noise_variance(
   return jnp.square(noise_stddev) * (1 - decay**count) / (1 - decay)
 
 
-def _all_are_matrices(tree: ArrayTree) -> DimensionNumbers:
+def _all_are_matrices(tree: ArrayTree) -> _matrix_axes.DimensionNumbers:
   for x in jax.tree.leaves(tree):
     if len(x.shape) != 2:
       raise ValueError(
@@ -73,7 +71,7 @@ def _all_are_matrices(tree: ArrayTree) -> DimensionNumbers:
         f' shape {tuple(x.shape)}: say which axes form a matrix, or mark the'
         ' leaf None.'
       )
-  return PLAIN  # A prefix of every tree.
+  return _matrix_axes.PLAIN  # A prefix of every tree.
 
 
 def _check_correction(correction: BiasCorrection) -> None:
@@ -88,6 +86,32 @@ def _check_correction(correction: BiasCorrection) -> None:
   if not callable(correction.noise_stddev):
     for stddev in jax.tree.leaves(correction.noise_stddev):
       _validate.non_negative('bias_correction.noise_stddev', stddev)
+
+
+def _corrected(
+  function: Function,
+  correction: BiasCorrection,
+  updates: ArrayTree,
+  count: jax.Array,
+  probe_key: jax.Array,
+) -> list[Function]:
+  """For each leaf the function less its bias by the noise after ``count``."""
+  stddevs = correction.noise_stddev
+  if callable(stddevs):
+    stddevs = stddevs(updates)
+  stddevs = _matrix_axes.broadcast('noise_stddev', stddevs, updates)
+  keys = jax.random.split(probe_key, len(stddevs))
+  return [
+    functools.partial(
+      muon.subtract_bias,
+      function,
+      noise_stddev=jnp.sqrt(noise_variance(s, correction.momentum, count)),
+      prng_key=key,
+      num_probes=correction.num_probes,
+      probe_scale=correction.probe_scale,
+    )
+    for s, key in zip(stddevs, keys, strict=True)
+  ]
 
 
 def orthogonalize(
@@ -154,7 +178,7 @@ def orthogonalize(
   check_options(degree, steps, normalize)
   if bias_correction is not None:
     _check_correction(bias_correction)
-  function = functools.partial(
+  function: Function = functools.partial(
     muon.newton_schulz,
     degree=degree,
     steps=steps,
@@ -177,36 +201,16 @@ def orthogonalize(
     )
     return OrthogonalizeState(jnp.zeros((), jnp.int32), key)
 
-  def corrected(updates, state):
-    """One function for each leaf, and the next state."""
-    next_key, probe_key = jax.random.split(state.prng_key)
-    count = optax.safe_increment(state.count)
-    stddevs = bias_correction.noise_stddev
-    if callable(stddevs):
-      stddevs = stddevs(updates)
-    stddevs = _matrix_axes.broadcast('noise_stddev', stddevs, updates)
-    keys = jax.random.split(probe_key, max(len(stddevs), 1))
-    functions = [
-      functools.partial(
-        muon.subtract_bias,
-        function,
-        noise_stddev=jnp.sqrt(
-          noise_variance(stddev, bias_correction.momentum, count)
-        ),
-        prng_key=key,
-        num_probes=bias_correction.num_probes,
-        probe_scale=bias_correction.probe_scale,
-      )
-      for stddev, key in zip(stddevs, keys, strict=False)
-    ]
-    return functions, OrthogonalizeState(count, next_key)
-
   def update_fn(updates, state, params=None):
     del params
     leaves = jax.tree.leaves(updates)
     functions = [function] * len(leaves)
     if bias_correction is not None:
-      functions, state = corrected(updates, state)
+      next_key, probe_key = jax.random.split(state.prng_key)
+      state = OrthogonalizeState(optax.safe_increment(state.count), next_key)
+      functions = _corrected(
+        function, bias_correction, updates, state.count, probe_key
+      )
 
     def direction(x, matrices, fn):
       if matrices is None:

@@ -92,13 +92,39 @@ def check_source(
 
 
 class TangentPrivatizerState(NamedTuple):
-  """State of :func:`tangent_privatizer` with its own Gaussian noise.
+  """State of independent Gaussian noise (:func:`gaussian`).
 
   Attributes:
     prng_key: Typed key, shape (); split once per update. Secret.
   """
 
   prng_key: jax.Array
+
+
+def gaussian(
+  stddev: Scalar, prng_key: PRNGKeyLike
+) -> optax.GradientTransformation:
+  """Adds fresh Gaussian noise to every entry of a tree of arrays.
+
+  Args:
+    stddev: Standard deviation per entry, in the unit of what comes in.
+    prng_key: As for :func:`tangent_privatizer`.
+
+  Returns:
+    A transformation that keeps shapes and types, float32 or float64.
+  """
+
+  def init(params):
+    key = _randomness.resolve_key('prng_key', prng_key, params)
+    return TangentPrivatizerState(key)
+
+  def update(updates, state, params=None):
+    del params
+    next_key, key = jax.random.split(state.prng_key)
+    noisy = _randomness.add_normal(key, updates, stddev)
+    return noisy, TangentPrivatizerState(next_key)
+
+  return optax.GradientTransformation(init, update)
 
 
 def tangent_privatizer(
@@ -191,38 +217,26 @@ def tangent_privatizer(
       ' beyond the last row of its matrix: pass horizon=, the number of its'
       ' rows.'
     )
-  own_stddev = 0.0 if stddev is None else stddev
+  if stddev is not None:
+    noise = gaussian(stddev, prng_key)
+  elif privatizer is not None:
+    noise = limited(privatizer, horizon)
 
-  def own_init(step):
-    key = _randomness.resolve_key('prng_key', prng_key, step.params)
-    return TangentPrivatizerState(key)
-
-  def own_noise(stacks, state, step):
-    del step
-    next_key, key = jax.random.split(state.prng_key)
-    noisy = _randomness.add_normal(key, stacks, own_stddev)
-    return noisy, TangentPrivatizerState(next_key)
-
-  def foreign_init(step):
+  def init(step):
+    if privatizer is None:
+      return noise.init(step.params)
     # It sees coordinates: in the shapes of params, float32 at least.
-    return foreign.init(step.to_tree(step.tree.coordinates(step.params)))
-
-  def foreign_noise(stacks, state, step):
-    noisy, state = foreign.update(step.to_tree(stacks), state)
-    return step.tree.coordinates(noisy), state
-
-  if privatizer is None:
-    init, add_noise = own_init, own_noise
-  else:
-    foreign = limited(privatizer, horizon)
-    init, add_noise = foreign_init, foreign_noise
+    return noise.init(step.to_tree(step.tree.coordinates(step.params)))
 
   def update(stacks, state, step, **extra_args):
     del extra_args
     # Noise on every entry first; projector and masks act on the sum.
-    noisy, state = add_noise(
-      stacks.map_pairs(fixed_rank.multiply_out), state, step
-    )
+    if privatizer is None:
+      explicit = stacks.map_pairs(fixed_rank.multiply_out)
+      noisy, state = noise.update(explicit, state)
+    else:
+      tree, state = noise.update(step.to_tree(stacks), state)
+      noisy = step.tree.coordinates(tree)
     return noisy.map_pairs(
       lambda x, frame: projected(frame, x), step.frames
     ), state
