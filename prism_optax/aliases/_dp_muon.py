@@ -17,7 +17,8 @@ from prism_optax.transforms._clip_groups import NormsLike
 from prism_optax.transforms._matrix_clip import per_matrix_clip
 from prism_optax.transforms._orthogonalize import BiasCorrection, orthogonalize
 
-# Far from the two numbers that `split` consumes: a key of its own.
+# Folded into the noise key it gives a key that `split` does not: `split` uses
+# the numbers 0 and 1.
 _PROBES = 0x50524F42
 
 
@@ -63,9 +64,9 @@ def _consistent_rms(
 
 
 def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
-  """A key for public probes, independent of all the noise key will give."""
+  """A key for public probes, independent of all draws of the noise key."""
   if prng_key is None:
-    return None  # The operating system's entropy, once more.
+    return None  # A second seed from the operating system.
   key = _randomness.resolve_key('prng_key', prng_key, ())
   return jax.random.fold_in(key, _PROBES)
 
@@ -104,15 +105,19 @@ def dp_muon(
   come before the branches part: nothing is left out of them.
 
   **Privacy.** Each update is one Gaussian mechanism of the JOINT
-  ``noise_multiplier`` for add-or-remove-one neighbours: what an accountant must
-  be told (:func:`prism_optax.accounting.dpsgd_event`). The K groups see the
-  same batch, so their own multipliers are larger, ``sigma sqrt(K)`` in the
-  equal split. In the source sigma is that of a single matrix; accounting with
-  it for all of them understates epsilon.
+  ``noise_multiplier`` for add-or-remove-one neighbours; it is the number to give
+  to an accountant (:func:`prism_optax.accounting.dpsgd_event`). The K groups
+  see the same batch, so their own multipliers are larger, ``sigma sqrt(K)`` in
+  the equal split. In the source sigma is that of a single matrix; accounting
+  with it for all of them understates epsilon. All that follows the noise is
+  post-processing. Not covered: several updates and the sampling of batches,
+  which the accountant composes; with ``privatizer``, noise of another size than
+  the one you account for; with ``per_example_gradients=False``, a mean that was
+  not clipped to the same thresholds.
 
   ==========================  =================================================
-  batch of no examples        noise alone, divided by B as ever
-  NaN or Inf in an example    it counts as zero, in all groups
+  batch of no examples        noise alone, of the same size as ever
+  NaN or Inf in an example    the example counts as zero, in all groups
   ``noise_multiplier=0.0``    no noise and no privacy, for tests
   ``learning_rate=0.0``       zero updates; noise is drawn, privacy is spent
   ``momentum=0.0``            the noisy gradient itself is orthogonalized
@@ -125,14 +130,15 @@ def dp_muon(
       whose entries are about ``1 / sqrt(max(rows, columns))``.
     l2_clip_norms: C_W, the largest norm of one example's contribution to the
       sum: a number for every group, or a prefix tree of numbers.
-    noise_multiplier: sigma of all groups together: the noise's standard
-      deviation per coordinate where all groups together have the clip norm one.
-      Zero is allowed and gives no privacy.
+    noise_multiplier: sigma of all groups together: the standard deviation of
+      the noise per coordinate, in units in which all groups together have the
+      clip norm one. Zero is allowed and gives no privacy.
     expected_batch_size: B, a public constant: sampling probability times the
       size of the data set, not the size of the batch at hand.
     prng_key: Key of the noise. None takes a seed from the operating system in
-      ``init`` (outside of ``jit``); an int or a typed key gives noise that
-      anybody who knows it can repeat. One ``init`` per privacy budget.
+      ``init`` (outside of ``jit``). An int or a typed key makes noise that
+      anybody who knows it can repeat. Call ``init`` once per privacy budget: a
+      second call with the same key repeats the noise.
     momentum: beta of the heavy ball, in [0, 1).
     degree: Degree kappa of the Newton-Schulz polynomial.
     steps: Number q of its steps.
@@ -140,21 +146,21 @@ def dp_muon(
       :func:`prism_optax.muon.newton_schulz`.
     noise_split: ``'equal'`` multipliers for all groups, or ``'least_energy'``:
       see :func:`prism_optax.transforms.split_noise_multiplier`.
-    weight_dimension_numbers: ``None``: leaves with two axes are matrices,
-      also embedding tables and stacked biases, which are better sent to Adam.
-      Or a tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (for
-      Adam), a prefix of the parameters or a callable that makes one. Matrices
-      stacked along batch axes are groups of their own.
-    per_example_gradients: If False, ``update`` takes the clipped MEAN instead:
-      what ``jax_privacy.clipped_grad`` makes with ``clip_each_matrix``.
-    privatizer: In place of ``noise_multiplier``: a privatizer in the manner of
-      optax. The leaves reach it in units in which all groups together have the
-      clip norm one, as a mean: its stddev is sigma / expected_batch_size.
-    bias_correction_probes: Number of antithetic probes of
-      :func:`prism_optax.muon.subtract_bias`; 0 is off. Not with a
+    weight_dimension_numbers: ``None``: leaves with two axes are matrices. These
+      include embedding tables and stacked biases, which are better left to
+      Adam. Otherwise a tree of ``optax.contrib.MuonDimensionNumbers`` and
+      ``None`` (for Adam), a prefix of the parameters, or a callable that makes
+      one of these. Matrices stacked along batch axes are groups of their own.
+    per_example_gradients: If False, ``update`` takes the clipped MEAN that
+      ``jax_privacy.clipped_grad`` makes with ``clip_each_matrix``.
+    privatizer: Replaces ``noise_multiplier``: a privatizer in the manner of
+      optax. It gets the mean in units in which all groups together have the
+      clip norm one, so its stddev is sigma / expected_batch_size.
+    bias_correction_probes: Number of antithetic pairs of probes of
+      :func:`prism_optax.muon.subtract_bias`; 0 is off. It does not go with a
       ``privatizer``, whose noise is not known here.
-    consistent_rms: If a number, directions of matrices are scaled by it times
-      ``sqrt(max(rows, columns))``, so that their entries have this size
+    consistent_rms: A number multiplies the directions of matrices by itself
+      times ``sqrt(max(rows, columns))``, so that their entries have this size
       whatever the shape (0.2 is like Adam's).
     matmul_dtype: Type of the factors of the products in the orthogonalization.
     weight_decay: Decoupled weight decay of all leaves; it is multiplied by the
@@ -168,12 +174,12 @@ def dp_muon(
   Returns:
     A transformation with ``update(per_example_grads, state, params,
     is_padding_example=None)``, leaves ``(B, *shape)`` in and ``(*shape)`` out,
-    float32 at least; it has ``.sensitivity(neighboring_relation,
-    params=params)``, that of the clipped mean of all groups together.
+    float32 at least. ``.sensitivity(neighboring_relation, params=params)`` is
+    the sensitivity of the clipped mean of all groups together.
 
   Raises:
-    ValueError: For options outside of what is said above; unless exactly one
-      of ``noise_multiplier`` and ``privatizer`` is given; in ``init`` if it is
+    ValueError: For an option that is not allowed; unless exactly one of
+      ``noise_multiplier`` and ``privatizer`` is given; in ``init`` if it is
       traced with ``prng_key=None``; in ``update`` without ``params`` or if the
       gradients do not fit.
 

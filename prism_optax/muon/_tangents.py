@@ -2,10 +2,10 @@ r"""Muon on the manifold of rank-r matrices: orthogonalized tangent vectors.
 
 A tangent vector ``T = X_L Q_R^T + Q_L X_R^T`` has rank up to 2r, and its polar
 factor is not tangent. The direction taken here is ``P_Z(F(T))``: the
-orthogonalized matrix F(T), which is the direction of steepest ascent in
-spectral norm, projected back on the tangent space at Z.
+orthogonalized matrix F(T), the direction of steepest ascent in the spectral
+norm, is projected back on the tangent space at Z.
 
-No (m, n) matrix is formed and nothing is factorized. Let X be the part of
+The code forms no (m, n) matrix and factorizes nothing. Let X be the part of
 ``X_R`` orthogonal to ``Q_R`` and ``D = X_R^T Q_R`` the core. In the bases
 ``B_L = [Q_L, X_L]`` and ``B_R = [Q_R, X]`` the vector is ``B_L M B_R^T`` with
 

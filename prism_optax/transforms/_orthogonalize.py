@@ -23,13 +23,13 @@ class BiasCorrection(NamedTuple):
   Attributes:
     noise_stddev: Standard deviation per coordinate of the fresh, independent
       Gaussian noise in each step's gradient, before the momentum: a number, a
-      prefix tree of numbers, or a callable from the updates to one.
-    momentum: beta of the heavy ball ``m <- beta m + g`` that comes before;
-      0.0 if there is none.
-    prng_key: Key of the probes: None for a seed from the operating system,
-      taken in ``init``; an int or a typed key. The probes may be public, but
+      prefix tree of numbers, or a callable from the updates to such a tree.
+    momentum: beta of the heavy ball ``m <- beta m + g`` in front of
+      :func:`orthogonalize`; 0.0 if there is none.
+    prng_key: Key of the probes. None takes a seed from the operating system in
+      ``init``; otherwise an int or a typed key. The probes may be public, but
       must be independent of the noise: never pass the key of the noise.
-    num_probes: Number of antithetic pairs for each step.
+    num_probes: Number of antithetic pairs of probes at each step.
     probe_scale: Size of the probes in units of the noise in the momentum.
   """
 
@@ -57,7 +57,7 @@ def noise_variance(
 ) -> jax.Array:
   """Variance of the noise in a heavy ball after ``count`` steps.
 
-  ``s^2 (1 - beta^(2t)) / (1 - beta^2)``, the sum of ``s^2 beta^(2j)``.
+  It is ``s^2 (1 - beta^(2t)) / (1 - beta^2)``, the sum of ``s^2 beta^(2j)``.
   """
   decay = jnp.square(momentum)
   return jnp.square(noise_stddev) * (1 - decay**count) / (1 - decay)
@@ -125,36 +125,37 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
   """Orthogonalizes the matrices of the updates by Newton-Schulz steps.
 
-  After ``optax.trace(beta)``, the heavy ball, and before the learning rate it
-  makes Muon with the iteration of DP-Muon (arXiv:2605.12994).
+  Between ``optax.trace(beta)``, the heavy ball, and the learning rate it makes
+  Muon with the iteration of DP-Muon (arXiv:2605.12994). The singular vectors of
+  a matrix stay and its singular values move towards 1, see
+  :mod:`prism_optax.muon`.
 
-  **Privacy.** Behind a mechanism it is post-processing and costs nothing.
-
-  A matrix of singular values s becomes one of the same singular vectors and of
-  singular values near 1, see :mod:`prism_optax.muon`.
+  **Privacy.** Behind the noise it is post-processing and costs nothing. It
+  gives no privacy by itself: before the noise its output has no sensitivity
+  that is known here.
 
   ==========================  =================================================
   zero matrix                 stays zero
   matrix of norm below one    keeps its size with ``'max1'``
-  NaN or Inf in a matrix      this matrix is not finite, others are as they were
-  ``noise_stddev=0.0``        of a bias correction: nothing is subtracted
+  NaN or Inf in a matrix      this matrix is not finite, others are not affected
+  ``noise_stddev=0.0``        the bias correction subtracts nothing
   bfloat16 updates            computed in float32, returned in bfloat16
   ==========================  =================================================
 
   Args:
-    degree: Degree kappa of the polynomial, static.
-    steps: Number q of steps, static.
+    degree: Degree kappa of the polynomial, a Python int.
+    steps: Number q of steps, a Python int.
     normalize: ``'max1'`` (the source), ``'frobenius'`` (optax's Muon) or
       ``'none'``: see :func:`prism_optax.muon.newton_schulz`.
-    bias_correction: Off (``None``), or what
-      :func:`prism_optax.muon.subtract_bias` needs. It is this
-      library's own estimator: it lowers the bias that noise in the momentum
-      gives to a nonlinear function of it, raises the variance, and multiplies
-      the time by ``2 num_probes + 1``.
-    weight_dimension_numbers: A tree of ``optax.contrib.MuonDimensionNumbers``,
-      or a prefix, or a callable from updates to one; batch axes stack
-      matrices. Leaves marked ``None`` pass unchanged. By default all leaves
-      must have two axes.
+    bias_correction: ``None`` for no correction, or the numbers that
+      :func:`prism_optax.muon.subtract_bias` needs. This library's own estimator
+      lowers the bias that noise in the momentum gives to a nonlinear function
+      of it, raises the variance, and multiplies the time by
+      ``2 num_probes + 1``.
+    weight_dimension_numbers: A tree of ``optax.contrib.MuonDimensionNumbers``
+      and ``None``, a prefix of the updates, or a callable from updates to one
+      of these; batch axes stack matrices. Leaves marked ``None`` pass
+      unchanged. By default all leaves must have two axes.
     matmul_dtype: Type of the factors of the products, for instance
       ``jnp.bfloat16``; sums stay in float32.
 
@@ -163,8 +164,8 @@ def orthogonalize(
     its state is empty.
 
   Raises:
-    ValueError: For an option that is not one of these; in ``update`` if a leaf
-      is no matrix by the rules above.
+    ValueError: For an option that is not allowed; in ``init`` and ``update`` if
+      a leaf is no matrix by the rules above.
 
   Example:
     >>> import jax.numpy as jnp
