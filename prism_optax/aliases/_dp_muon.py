@@ -105,11 +105,11 @@ def dp_muon(
   come before the branches part: nothing is left out of them.
 
   **Privacy.** Each update is one Gaussian mechanism of the JOINT
-  ``noise_multiplier`` for add-or-remove-one neighbours; it is the number to give
-  to an accountant (:func:`prism_optax.accounting.dpsgd_event`). The K groups
-  see the same batch, so their own multipliers are larger, ``sigma sqrt(K)`` in
-  the equal split. In the source sigma is that of a single matrix; accounting
-  with it for all of them understates epsilon. All that follows the noise is
+  ``noise_multiplier`` for add-or-remove-one neighbours. Give this number to an
+  accountant (:func:`prism_optax.accounting.dpsgd_event`). The K groups see the
+  same batch, so their own multipliers are larger, ``sigma sqrt(K)`` in the
+  equal split. In the source sigma is that of a single matrix; accounting with
+  it for all of them understates epsilon. All that follows the noise is
   post-processing. Not covered: several updates and the sampling of batches,
   which the accountant composes; with ``privatizer``, noise of another size than
   the one you account for; with ``per_example_gradients=False``, a mean that was
