@@ -3,12 +3,12 @@
 The specification is optax's: ``optax.contrib.MuonDimensionNumbers`` lists the
 reduction axes and the output axes of a weight; all other axes are batch axes
 (scanned layers, heads that are treated apart). ``None`` marks a leaf that is
-no matrix: a bias, a norm's scale, an embedding one wants to treat as a table.
+no matrix: a bias, a norm's scale, an embedding that is treated as a table.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -16,45 +16,115 @@ import optax
 from prism_optax._types import ArrayTree
 
 DimensionNumbers: TypeAlias = optax.contrib.MuonDimensionNumbers
-# None, a tree of DimensionNumbers and None, or a callable that makes one.
-DimensionNumbersLike = Any
+# None, a tree of DimensionNumbers and None, or a callable that makes one of a
+# tree of arrays or shapes. No type describes trees that have None in them.
+DimensionNumbersLike: TypeAlias = Any
 PLAIN = DimensionNumbers(reduction_axis=0, output_axis=1)
 
 
-def _is_spec(x: Any) -> bool:
-  return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+class MatrixStack(NamedTuple):
+  """How matrices lie in a leaf; all axes are non-negative.
+
+  Attributes:
+    shape: Shape of the leaf.
+    batch: Axes that only stack matrices, in ascending order.
+    reduction: Axes that together are the rows.
+    output: Axes that together are the columns.
+  """
+
+  shape: tuple[int, ...]
+  batch: tuple[int, ...]
+  reduction: tuple[int, ...]
+  output: tuple[int, ...]
+
+  @classmethod
+  def create(
+    cls, shape: tuple[int, ...], dimension_numbers: DimensionNumbers
+  ) -> 'MatrixStack':
+    """Normalises and checks the axes of a leaf of this shape.
+
+    Raises:
+      ValueError: If an axis is out of range or used twice, or if there are no
+        reduction axes or no output axes.
+    """
+
+    def normalized(axes: int | Iterable[int]) -> tuple[int, ...]:
+      axes = (axes,) if isinstance(axes, int) else axes
+      return tuple(a + len(shape) if a < 0 else a for a in axes)
+
+    reduction = normalized(dimension_numbers.reduction_axis)
+    output = normalized(dimension_numbers.output_axis)
+    both = {*reduction, *output}
+    different = len(both) == len(reduction) + len(output)
+    exist = both <= set(range(len(shape)))
+    if not (reduction and output and different and exist):
+      raise ValueError(
+        'Expected reduction and output axes to be different axes of the leaf,'
+        f' got {dimension_numbers} for shape {tuple(shape)}.'
+      )
+    batch = tuple(a for a in range(len(shape)) if a not in both)
+    return cls(tuple(shape), batch, reduction, output)
+
+  def sizes(self, axes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(self.shape[a] for a in axes)
+
+  @property
+  def matrices(self) -> int:
+    """Number of matrices in the leaf."""
+    return math.prod(self.sizes(self.batch))
+
+  @property
+  def sides(self) -> tuple[int, int]:
+    """Numbers of rows and columns of one matrix."""
+    rows, columns = self.sizes(self.reduction), self.sizes(self.output)
+    return math.prod(rows), math.prod(columns)
+
+  def to_matrices(self, leaf: jax.Array) -> jax.Array:
+    """From the shape of the leaf to ``(*batch, rows, columns)``."""
+    moved = leaf.transpose(self.batch + self.reduction + self.output)
+    return moved.reshape(*self.sizes(self.batch), *self.sides)
+
+  def from_matrices(self, matrices: jax.Array) -> jax.Array:
+    """The inverse of :meth:`to_matrices`."""
+    order = self.batch + self.reduction + self.output
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return matrices.reshape(self.sizes(order)).transpose(inverse)
+
+
+def two_axes_are_a_matrix(tree: ArrayTree) -> DimensionNumbersLike:
+  """Dimension numbers that make matrices of all leaves of two axes."""
+  return jax.tree.map(lambda x: PLAIN if len(x.shape) == 2 else None, tree)
 
 
 def resolve(
   weight_dimension_numbers: DimensionNumbersLike, tree: ArrayTree
-) -> list[DimensionNumbers | None]:
-  """Dimension numbers of every leaf, in the order of ``jax.tree.leaves``.
+) -> list[MatrixStack | None]:
+  """The matrices of every leaf, in the order of ``jax.tree.leaves``.
 
   Args:
-    weight_dimension_numbers: ``None`` for the rule "a leaf of two axes is a
-      matrix, any other leaf is none"; or a tree of ``MuonDimensionNumbers``
-      and ``None``, a prefix of ``tree``; or a callable that makes such a tree
-      of ``tree``.
+    weight_dimension_numbers: A tree of ``MuonDimensionNumbers`` and ``None``,
+      a prefix of ``tree``; or a callable that makes such a tree of ``tree``.
     tree: Arrays or shapes, without any per-example axis.
 
   Returns:
-    A list with a ``MuonDimensionNumbers`` or ``None`` for every leaf.
+    A list with a :class:`MatrixStack` or ``None`` for every leaf.
 
   Raises:
     ValueError: If the specification is no prefix of ``tree``, or names axes
       that a leaf does not have.
   """
-  leaves = jax.tree.leaves(tree)
-  if weight_dimension_numbers is None:
-    return [PLAIN if len(x.shape) == 2 else None for x in leaves]
+
+  def is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+
   spec = weight_dimension_numbers
-  if callable(spec) and not _is_spec(spec):
+  if callable(spec):
     spec = spec(tree)
-  specs = broadcast('weight_dimension_numbers', spec, tree, is_leaf=_is_spec)
-  for x, one in zip(leaves, specs, strict=True):
-    if one is not None:
-      matrix_axes(x.shape, one)  # Raises if it does not fit.
-  return specs
+  specs = broadcast('weight_dimension_numbers', spec, tree, is_leaf=is_spec)
+  return [
+    None if one is None else MatrixStack.create(x.shape, one)
+    for x, one in zip(jax.tree.leaves(tree), specs, strict=True)
+  ]
 
 
 def broadcast(
@@ -63,7 +133,7 @@ def broadcast(
   """The values of the prefix tree ``prefix``, one for each leaf of ``tree``."""
   out: list[Any] = []
 
-  def extend(value, subtree):
+  def extend(value: Any, subtree: ArrayTree) -> None:
     out.extend([value] * len(jax.tree.leaves(subtree)))
 
   try:
@@ -76,67 +146,6 @@ def broadcast(
   return out
 
 
-def matrix_axes(
-  shape: tuple[int, ...], dimension_numbers: DimensionNumbers
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Reduction and output axes as non-negative ints.
-
-  Raises:
-    ValueError: If an axis is out of range or used twice, or there is none.
-  """
-
-  def normalized(axes):
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
-    return tuple(a + len(shape) if a < 0 else a for a in axes)
-
-  reduction = normalized(dimension_numbers.reduction_axis)
-  output = normalized(dimension_numbers.output_axis)
-  both = reduction + output
-  if (
-    not reduction
-    or not output
-    or len(set(both)) != len(both)
-    or not all(0 <= a < len(shape) for a in both)
-  ):
-    raise ValueError(
-      'Expected reduction and output axes to be different axes of the leaf,'
-      f' got {dimension_numbers} for shape {tuple(shape)}.'
-    )
-  return reduction, output
-
-
-def batch_axes(
-  shape: tuple[int, ...], dimension_numbers: DimensionNumbers
-) -> tuple[int, ...]:
-  """The axes that only stack matrices, in ascending order."""
-  reduction, output = matrix_axes(shape, dimension_numbers)
-  return tuple(a for a in range(len(shape)) if a not in reduction + output)
-
-
-def sides(
-  shape: tuple[int, ...], dimension_numbers: DimensionNumbers
-) -> tuple[int, int]:
-  """Numbers of rows and columns: products of reduction and output axes."""
-  rows, columns = matrix_axes(shape, dimension_numbers)
-  return math.prod(shape[a] for a in rows), math.prod(shape[a] for a in columns)
-
-
-def to_matrices(
-  x: jax.Array, dimension_numbers: DimensionNumbers
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-  """Moves a leaf to shape ``(*batch, reduction, output)``.
-
-  Returns:
-    The matrices, and the function that brings an array of their shape back to
-    the shape of ``x``.
-  """
-  reduction, output = matrix_axes(x.shape, dimension_numbers)
-  order = batch_axes(x.shape, dimension_numbers) + reduction + output
-  moved = x.transpose(order)
-  batch = moved.shape[: x.ndim - len(reduction) - len(output)]
-  inverse = sorted(range(x.ndim), key=order.__getitem__)
-
-  def restore(y):
-    return y.reshape(moved.shape).transpose(inverse)
-
-  return moved.reshape(batch + sides(x.shape, dimension_numbers)), restore
+def with_leaves(tree: ArrayTree, leaves: Iterable[Any]) -> Any:
+  """A tree of the structure of ``tree`` with other leaves."""
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -1,11 +1,11 @@
 """Clipping of per-example arrays with a bounded sum, shared by the transforms.
 
-What is here decides the sensitivity of every mechanism above it. Nothing in it
+This file decides the sensitivity of every mechanism above it. Nothing in it
 branches on data: an example whose numbers are not finite gets weight zero.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,10 @@ import optax
 from dp_accounting import NeighboringRelation
 
 from prism_optax._types import ArrayTree, Scalar
+
+ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 
 
 class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
@@ -24,9 +28,9 @@ class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
 
   Attributes:
     sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
-      largest Euclidean distance between what comes out for neighbouring
-      batches. For tests and direct calibration: an accountant that is told the
-      relation does this by itself, and doing both counts it twice.
+      largest Euclidean distance between the outputs for neighbouring batches.
+      It is for tests and for direct calibration. An accountant that knows the
+      relation already accounts for it: doing both counts it twice.
   """
 
   sensitivity: Callable[..., float]
@@ -41,16 +45,12 @@ def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
   """``sensitivity`` of a sum of terms of norm at most ``bound``."""
 
   def sensitivity(
-    neighboring_relation: NeighboringRelation = (
-      NeighboringRelation.ADD_OR_REMOVE_ONE
-    ),
-  ):
-    if neighboring_relation in (
-      NeighboringRelation.ADD_OR_REMOVE_ONE,
-      NeighboringRelation.REPLACE_SPECIAL,  # An example becomes zero.
-    ):
+    neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
+  ) -> Any:
+    # The special replacement of an example is zero.
+    if neighboring_relation in (ADD_OR_REMOVE_ONE, REPLACE_SPECIAL):
       return bound
-    if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+    if neighboring_relation is REPLACE_ONE:
       return 2 * bound
     raise ValueError(
       'Expected a dp_accounting.NeighboringRelation, got'
@@ -61,21 +61,22 @@ def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
 
 
 def check_whole(name: str, tree: ArrayTree) -> None:
-  """Refuses a tree of which a mask of optax hides leaves.
+  """Refuses a tree in which a mask of optax hides leaves.
 
-  What a mask hides goes around the transformation inside: here per-example
-  gradients, unclipped and, further on, without noise.
+  Leaves that a mask hides bypass the transformation inside of it: their
+  per-example gradients would be neither clipped nor, further on, get noise.
 
   Raises:
     ValueError: Naming the leaves.
   """
-  flat, _ = jax.tree_util.tree_flatten_with_path(
-    tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
-  )
+
+  def is_masked(x: object) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
   hidden = [
     jax.tree_util.keystr(path)
-    for path, leaf in flat
-    if isinstance(leaf, optax.MaskedNode)
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_masked)
+    if is_masked(leaf)
   ]
   if hidden:
     more = f' and {len(hidden) - 4} more' if len(hidden) > 4 else ''
@@ -90,11 +91,13 @@ def check_whole(name: str, tree: ArrayTree) -> None:
 
 
 def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
-  """Refuses gradients that are plainly no per-example gradients.
+  """Refuses gradients that have the shapes of the parameters.
+
+  Such gradients have no batch axis. ``optax.MultiSteps`` around a clip also
+  passes them on, so this check finds it when it starts.
 
   Raises:
-    ValueError: If all shapes are those of the parameters. That is also how
-      ``optax.MultiSteps`` around a clip shows, when it starts.
+    ValueError: If all shapes are those of the parameters.
   """
   shapes = [jnp.shape(x) for x in jax.tree.leaves(updates)]
   if shapes and shapes == [jnp.shape(x) for x in jax.tree.leaves(params)]:
@@ -110,20 +113,22 @@ def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
 
 
 def squared_norms(
-  arrays: Iterable[jax.Array], l2_clip_norm: Scalar
+  arrays: Iterable[jax.Array],
+  l2_clip_norm: Scalar,
+  batch_axes: Sequence[int] = (),
 ) -> jax.Array:
   """Squares of each example's norm in units of the clip norm, shape (B,).
 
   In these units neither underflow (entries that do not matter) nor overflow
-  (then the example counts as zero) can hide a norm above one.
+  (then the example counts as zero) can hide a norm above one. Further batch
+  axes stay: the norms have the shape (B, *sizes of these axes).
   """
-  return functools.reduce(
-    jnp.add,
-    (
-      jnp.sum(jnp.square(x / l2_clip_norm), axis=tuple(range(1, x.ndim)))
-      for x in arrays
-    ),
-  )
+
+  def squares(x: jax.Array) -> jax.Array:
+    axes = tuple(a for a in range(1, x.ndim) if a not in batch_axes)
+    return jnp.sum(jnp.square(x / l2_clip_norm), axis=axes)
+
+  return functools.reduce(jnp.add, map(squares, arrays))
 
 
 def clip_weights(
@@ -136,8 +141,8 @@ def clip_weights(
     is_padding_example: (B,), True for examples that are not there; or None.
 
   Returns:
-    Weights (B,), and booleans (B,): False for padding and for examples with a
-    norm that is not finite (so with any coordinate that is not).
+    Weights (B,), and booleans (B,): False for padding and for examples whose
+    norm is not finite, hence for those with any coordinate that is not finite.
 
   Raises:
     ValueError: If ``is_padding_example`` has another shape.
@@ -150,8 +155,8 @@ def clip_weights(
         f' {squared_norms.shape}, got {jnp.shape(is_padding_example)}.'
       )
     counts &= ~jnp.asarray(is_padding_example, bool)
-  # A little below one: rounding of the norm, of the product and of the sum
-  # stays inside the bound (8 eps is 1e-6 in float32).
+  # A little below one, so that rounding of the norm, of the product and of the
+  # sum stays inside of the bound (8 eps is 1e-6 in float32).
   bound = 1 - 8 * jnp.finfo(squared_norms.dtype).eps
   norms = jnp.sqrt(jnp.where(counts, squared_norms, 1))
   return jnp.where(counts, bound / jnp.maximum(norms, bound), 0), counts
@@ -162,11 +167,18 @@ def weighted_sum(
 ) -> jax.Array:
   """``sum_i weights[i] x[i]`` over axis 0, without the examples left out.
 
-  A product and a sum that XLA reads through once; where an example counts for
-  nothing so does its product, for zero times infinity is no number.
+  XLA reads ``x`` once for the product and the sum. The product is replaced by
+  zero where an example does not count, because zero times infinity is NaN.
+
+  Args:
+    x: (B, *shape).
+    weights: (B,), or an array that broadcasts against ``x``.
+    counts: (B,), False for the examples left out.
   """
   shape = -1, *(1,) * (x.ndim - 1)
-  weighted = x * weights.astype(x.dtype).reshape(shape)
+  if weights.ndim == 1:
+    weights = weights.reshape(shape)
+  weighted = x * weights.astype(x.dtype)
   return jnp.sum(jnp.where(counts.reshape(shape), weighted, 0), 0)
 
 
@@ -174,12 +186,12 @@ def weighted_sum(
 def weighted_sums(
   tree: ArrayTree, weights: jax.Array, counts: jax.Array
 ) -> Any:
-  """:func:`weighted_sum` of every leaf, the same examples weighted the same."""
+  """:func:`weighted_sum` of every leaf, with the same weights (B,)."""
 
   def at_once(tree, weights, counts):
     return jax.tree.map(lambda x: weighted_sum(x, weights, counts), tree)
 
-  # Several devices may share the batch: how is then XLA's to say.
+  # Where several devices may share the batch, XLA decides how to sum.
   in_turn = _sums_in_turn if jax.device_count() == 1 else at_once
   return jax.lax.platform_dependent(
     tree, weights, counts, cpu=in_turn, default=at_once
@@ -191,17 +203,17 @@ def _sums_in_turn(
 ) -> Any:
   """The sums as products of matrices, one leaf after the other.
 
-  XLA's CPU runtime does not fuse the sum with what it sums: every example's
-  gradients would be written again, all leaves at once, and then summed up by
-  two threads in ten times the time of one. Here a leaf waits for the sum
-  before it, and takes its memory.
+  XLA's CPU runtime does not fuse the sum with its summands: it would write
+  every example's weighted gradients, all leaves at once, and then sum them up
+  with two threads in ten times the time of one. Here each leaf waits for the
+  sum before it and reuses its memory.
   """
   leaves, treedef = jax.tree.flatten(tree)
   sums: list[jax.Array] = []
   for x in leaves:
     if sums and sums[-1].size:
-      # XLA orders by data alone. No sum is NaN: an example counts if it is
-      # finite, and its weight makes it small.
+      # Only a dependency on data makes XLA wait. The comparison is always true:
+      # no sum is NaN, because only finite examples count, with small weights.
       last = sums[-1].ravel()[0]
       counts = counts & (last == last)
     counted = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)

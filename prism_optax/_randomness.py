@@ -4,12 +4,12 @@ A key is a secret of the mechanism: whoever has it can subtract the noise.
 
 ``jax.random.normal`` spends most of its time on CPU moving the words of the
 generator through memory, five times over, and was the largest kernel of a
-private update. Here every entry has a block of the same counter-based
-generator (Threefry-2x32 with 20 rounds, Salmon et al. 2011) for itself and is
-computed from its own position, in one loop with what consumes it: three to four
-times as fast, with the same values under any sharding. The two words of a
-block give a radius and an angle (Box and Muller 1958), so that tails reach 6.6
-standard deviations instead of 5.4.
+private update. Here every entry has its own block of the same counter-based
+generator (Threefry-2x32 with 20 rounds, Salmon et al. 2011) and is computed
+from its position, in one loop with the code that consumes it. This is three to
+four times as fast and gives the same values under any sharding. The two words
+of a block give a radius and an angle (Box and Muller 1958), so the tails reach
+6.6 standard deviations instead of 5.4.
 """
 
 import math
@@ -24,13 +24,13 @@ from jax.experimental import multihost_utils
 
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 
-# Pinned: its draws are the same on every platform and under any sharding,
-# whatever `jax_default_prng_impl` says.
+# Fixed, whatever `jax_default_prng_impl` says: its draws are the same on every
+# platform and under any sharding.
 _IMPLEMENTATION = 'threefry2x32'
 
 
 def check_key(name: str, prng_key: PRNGKeyLike) -> None:
-  """Raises ``ValueError`` unless None, a Python int or one typed key."""
+  """Raises ``ValueError`` unless the key is None, an int or one typed key."""
   if prng_key is None or (
     isinstance(prng_key, numbers.Integral) and not isinstance(prng_key, bool)
   ):
@@ -52,16 +52,21 @@ def check_key(name: str, prng_key: PRNGKeyLike) -> None:
 def resolve_key(
   name: str, prng_key: PRNGKeyLike, params: ArrayTree
 ) -> jax.Array:
-  """A typed key of its own memory: given, from an int, or from the system.
+  """Makes a typed key in its own memory. Every ``init`` calls this.
 
-  Called by ``init``. None reads 64 bits from the operating system's entropy
-  source, each time; those of the first process where several train together,
-  who must all call it: noise that differs between copies of one release would
-  be several releases.
+  None reads 64 bits from the operating system's entropy source at each call.
+  Where several processes train together, all must call this, and all get the
+  bits of the first one: noise that differed between the copies of one release
+  would make several releases of it.
+
+  Args:
+    name: Name of the argument, for the error message.
+    prng_key: None, a seed or a typed key, which is copied.
+    params: What ``init`` was called with; it shows whether JAX is tracing.
 
   Raises:
-    ValueError: If ``prng_key`` is None while tracing: the compiled program
-      would hold one seed for ever, and draw the same noise whenever it runs.
+    ValueError: If ``prng_key`` is None while tracing. The compiled program
+      would contain one seed and draw the same noise whenever it runs.
   """
   if prng_key is None:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
@@ -89,8 +94,8 @@ def threefry2x32(
 ) -> tuple[jax.Array, jax.Array]:
   """The block of a counter ``(high, low)``: two words of 32 bits.
 
-  All arrays are of unsigned 32-bit integers and broadcast. Written out rather
-  than looped over, so that it fuses into its consumer.
+  All arrays hold unsigned 32-bit integers and broadcast. The rounds are
+  unrolled in Python, so that XLA fuses them into the consumer.
   """
   first, second = key
   schedule = (first, second, first ^ second ^ jnp.uint32(_PARITY))
@@ -106,7 +111,7 @@ def threefry2x32(
 
 
 def _positions(shape: tuple[int, ...]) -> jax.Array:
-  """The index of each entry in row-major order, of any shape at once."""
+  """The index of each entry in row-major order, in an array of that shape."""
   strides = np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1]
   positions = jnp.zeros(shape, jnp.uint32)
   for axis, stride in enumerate(strides[: len(shape)]):
@@ -115,15 +120,17 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
   return positions
 
 
-def _polynomial(fn: Callable, degree: int, low: float, high: float):
-  """Interpolates on an interval; for arrays in float32, by Horner's rule."""
+def _polynomial(
+  fn: Callable[[np.ndarray], np.ndarray], degree: int, low: float, high: float
+) -> Callable[[jax.Array], jax.Array]:
+  """The polynomial that interpolates ``fn`` on an interval, in float32."""
   domain = [low, high]
   fit = np.polynomial.Chebyshev.interpolate(fn, degree, domain)
   power_series = fit.convert(kind=np.polynomial.Polynomial)
   *rest, leading = (np.float32(x) for x in power_series.coef)
 
   def evaluate(x: jax.Array) -> jax.Array:
-    total = jnp.full_like(x, leading)
+    total = jnp.full_like(x, leading)  # Horner's rule.
     for coefficient in reversed(rest):
       total = total * x + coefficient
     return total
@@ -131,7 +138,7 @@ def _polynomial(fn: Callable, degree: int, low: float, high: float):
   return evaluate
 
 
-# XLA's own logarithm, sine and cosine are for all arguments, at twice the time.
+# XLA's logarithm, sine and cosine take any argument and twice the time.
 _SQRT_HALF = np.float32(0.5**0.5)
 _log1p_ratio = _polynomial(
   lambda f: np.log1p(f) / f, 8, 0.5**0.5 - 1, 2**0.5 - 1
@@ -143,8 +150,8 @@ _sine_ratio = _polynomial(
 
 def _from_words(first: jax.Array, second: jax.Array) -> jax.Array:
   """A standard normal in float32 from two words of 32 random bits."""
-  # first + 1/2 = 2^power (1 + f), 1 + f between the roots of 1/2 and of 2: so
-  # nothing cancels where the radius is small. The smallest is 2^-1.
+  # first + 1/2 = 2^power (1 + f) with 1 + f between the roots of 1/2 and of 2,
+  # so that nothing cancels where the radius is small. It is at least 2^-1.
   bits = jax.lax.bitcast_convert_type(
     first.astype(jnp.float32) + 0.5, jnp.int32
   )
@@ -152,7 +159,7 @@ def _from_words(first: jax.Array, second: jax.Array) -> jax.Array:
   f = jax.lax.bitcast_convert_type(bits - (power << 23), jnp.float32) - 1
   log = (power - 32).astype(jnp.float32) * np.float32(math.log(2))
   log = log + f * _log1p_ratio(f)
-  # The sine of an angle has the same law on half the circle as on all of it.
+  # The sine has the same law for angles on half the circle as on all of it.
   half_turns = jax.lax.bitcast_convert_type(second, jnp.int32)
   angle = half_turns.astype(jnp.float32) * np.float32(math.pi * 2**-32)
   return jnp.sqrt(-2 * log) * (angle * _sine_ratio(angle * angle))
@@ -172,19 +179,23 @@ def _from_long_words(words: list[jax.Array]) -> jax.Array:
 def add_normal(
   prng_key: jax.Array, tree: ArrayTree, stddev: Scalar
 ) -> ArrayTree:
-  """Adds i.i.d. normal noise to a tree of arrays.
+  """Adds independent normal noise to every entry of a tree of arrays.
 
-  The noise of an entry depends on the key, on which leaf it is in and on where
-  it is there, and on nothing else: neither on other leaves nor on the sharding.
+  The noise of an entry depends on the key, on the number of its leaf and on its
+  position there, and on nothing else: neither on other leaves nor on the
+  sharding.
 
   Args:
-    prng_key: Typed key, used for this and for nothing else.
-    tree: Tree of float32 or float64 arrays. (In smaller types noise would be
-      rounded away, or round what it hides.)
+    prng_key: Typed key, used for this call and for nothing else.
+    tree: Tree of float32 or float64 arrays. Narrower types would round the
+      noise away, or round the value that it hides.
     stddev: Standard deviation of the noise of every entry. May be traced.
 
+  Returns:
+    The noisy tree, in the same shapes and types.
+
   Raises:
-    ValueError: For another type, or a leaf of 2^32 entries and more.
+    ValueError: For any other type, or for a leaf of 2^32 entries or more.
   """
   key = jax.random.bits(prng_key, (2,), jnp.uint32)
   leaves, treedef = jax.tree.flatten(tree)
@@ -200,13 +211,16 @@ def add_normal(
   return jax.tree.unflatten(treedef, noisy)
 
 
-@jax.jit  # Compiled as a whole also where nobody jits around it.
+@jax.jit  # Compiled as one loop also where the caller does not use jit.
 def _add(
   key: jax.Array, stream: jax.Array, x: jax.Array, stddev: jax.Array
 ) -> jax.Array:
-  """With noise from the blocks ``(stream, position)``, and the next stream."""
-  # The last axis of a factor is its rank, too short for a vectorised loop.
-  # Earlier axes stay: they may be sharded.
+  """Adds noise made of the blocks ``(stream, position)`` to one leaf.
+
+  A leaf in float64 uses the blocks of ``stream + 1``, too.
+  """
+  # The last axis of a factor is its rank, too short for a vectorised loop: it
+  # is merged with the one before. Earlier axes stay, they may be sharded.
   long = x.reshape(*x.shape[:-2], -1)
   low = _positions(long.shape)
   words = threefry2x32((key[0], key[1]), stream, low)

@@ -1,8 +1,8 @@
 """DP-Muon: private momentum, orthogonalized matrix by matrix."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 
 from prism_optax import _matrix_axes, _per_example, _randomness, _validate
 from prism_optax._linalg import at_least_float32
-from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
 from prism_optax._types import (
   ArrayTree,
   DTypeLike,
@@ -18,49 +18,14 @@ from prism_optax._types import (
   Scalar,
   ScalarOrSchedule,
 )
-from prism_optax.transforms import (
-  BiasCorrection,
-  clip_groups,
-  orthogonalize,
-  per_matrix_clip,
-)
-from prism_optax.transforms._clip_groups import (
-  NOISE_SPLITS,
-  NormsLike,
-  noise_units,
-)
+from prism_optax.transforms import _clip_groups, _privatizer
+from prism_optax.transforms._clip_groups import NormsLike
+from prism_optax.transforms._matrix_clip import per_matrix_clip
+from prism_optax.transforms._orthogonalize import BiasCorrection, orthogonalize
 
-# Far from the two numbers that `split` consumes: a key of its own.
+# Folded into the noise key it gives a key that `split` does not: `split` uses
+# the numbers 0 and 1.
 _PROBES = 0x50524F42
-
-
-class GroupNoiseState(NamedTuple):
-  """State of the Gaussian noise of :func:`dp_muon`.
-
-  Attributes:
-    prng_key: Typed key, shape (); split once per update. Secret.
-  """
-
-  prng_key: jax.Array
-
-
-def _gaussian(
-  stddev: Scalar, prng_key: PRNGKeyLike
-) -> optax.GradientTransformation:
-  """Adds Gaussian noise to every entry."""
-
-  def init_fn(params):
-    return GroupNoiseState(
-      _randomness.resolve_key('prng_key', prng_key, params)
-    )
-
-  def update_fn(updates, state, params=None):
-    del params
-    next_key, key = jax.random.split(state.prng_key)
-    noisy = _randomness.add_normal(key, updates, stddev)
-    return noisy, GroupNoiseState(next_key)
-
-  return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _wide(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -73,13 +38,13 @@ def _wide(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 
 def _in_units(
-  units_of: Callable[[ArrayTree], list[Scalar]],
+  units_of: Callable[[ArrayTree], ArrayTree],
   tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
   """``tx`` on leaves that are divided by their units, float32 at least."""
 
   def update_fn(updates, state, params=None):
-    units = jax.tree.unflatten(jax.tree.structure(updates), units_of(updates))
+    units = units_of(updates)
     scaled = jax.tree.map(lambda x, u: at_least_float32(x) / u, updates, units)
     out, state = tx.update(scaled, state, params)
     return jax.tree.map(jnp.multiply, out, units), state
@@ -87,10 +52,27 @@ def _in_units(
   return optax.GradientTransformation(_wide(tx).init, update_fn)
 
 
+def _consistent_rms(
+  rms: float, matrices_of: Callable[[ArrayTree], list[MatrixStack | None]]
+) -> optax.GradientTransformation:
+  """Scales orthogonal matrices so that their entries are about ``rms``."""
+
+  def scaled(x: jax.Array, matrices: MatrixStack | None) -> jax.Array:
+    if matrices is None:
+      return x
+    return x * (rms * math.sqrt(max(matrices.sides)))
+
+  return optax.stateless(
+    lambda updates, params: _matrix_axes.with_leaves(
+      updates, map(scaled, jax.tree.leaves(updates), matrices_of(updates))
+    )
+  )
+
+
 def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
-  """A key for public probes, independent of all the noise key will give."""
+  """A key for public probes, independent of all draws of the noise key."""
   if prng_key is None:
-    return None  # The operating system's entropy, once more.
+    return None  # A second seed from the operating system.
   key = _randomness.resolve_key('prng_key', prng_key, ())
   return jax.random.fold_in(key, _PROBES)
 
@@ -129,15 +111,19 @@ def dp_muon(
   come before the branches part: nothing is left out of them.
 
   **Privacy.** Each update is one Gaussian mechanism of the JOINT
-  ``noise_multiplier`` for add-or-remove-one neighbours: what an accountant must
-  be told (:func:`prism_optax.accounting.dpsgd_event`). The K groups see the
+  ``noise_multiplier`` for add-or-remove-one neighbours. Give this number to an
+  accountant (:func:`prism_optax.accounting.dpsgd_event`). The K groups see the
   same batch, so their own multipliers are larger, ``sigma sqrt(K)`` in the
   equal split. In the source sigma is that of a single matrix; accounting with
-  it for all of them understates epsilon.
+  it for all of them understates epsilon. All that follows the noise is
+  post-processing. Not covered: several updates and the sampling of batches,
+  which the accountant composes; with ``privatizer``, noise of another size than
+  the one you account for; with ``per_example_gradients=False``, a mean that was
+  not clipped to the same thresholds.
 
   ==========================  =================================================
-  batch of no examples        noise alone, divided by B as ever
-  NaN or Inf in an example    it counts as zero, in all groups
+  batch of no examples        noise alone, of the same size as ever
+  NaN or Inf in an example    the example counts as zero, in all groups
   ``noise_multiplier=0.0``    no noise and no privacy, for tests
   ``learning_rate=0.0``       zero updates; noise is drawn, privacy is spent
   ``momentum=0.0``            the noisy gradient itself is orthogonalized
@@ -150,14 +136,15 @@ def dp_muon(
       whose entries are about ``1 / sqrt(max(rows, columns))``.
     l2_clip_norms: C_W, the largest norm of one example's contribution to the
       sum: a number for every group, or a prefix tree of numbers.
-    noise_multiplier: sigma of all groups together: the noise's standard
-      deviation per coordinate where all groups together have the clip norm one.
-      Zero is allowed and gives no privacy.
+    noise_multiplier: sigma of all groups together: the standard deviation of
+      the noise per coordinate, in units in which all groups together have the
+      clip norm one. Zero is allowed and gives no privacy.
     expected_batch_size: B, a public constant: sampling probability times the
       size of the data set, not the size of the batch at hand.
     prng_key: Key of the noise. None takes a seed from the operating system in
-      ``init`` (outside of ``jit``); an int or a typed key gives noise that
-      anybody who knows it can repeat. One ``init`` per privacy budget.
+      ``init`` (outside of ``jit``). An int or a typed key makes noise that
+      anybody who knows it can repeat. Call ``init`` once per privacy budget: a
+      second call with the same key repeats the noise.
     momentum: beta of the heavy ball, in [0, 1).
     degree: Degree kappa of the Newton-Schulz polynomial.
     steps: Number q of its steps.
@@ -165,21 +152,21 @@ def dp_muon(
       :func:`prism_optax.muon.newton_schulz`.
     noise_split: ``'equal'`` multipliers for all groups, or ``'least_energy'``:
       see :func:`prism_optax.transforms.split_noise_multiplier`.
-    weight_dimension_numbers: ``None``: leaves with two axes are matrices,
-      also embedding tables and stacked biases, which are better sent to Adam.
-      Or a tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (for
-      Adam), a prefix of the parameters or a callable that makes one. Matrices
-      stacked along batch axes are groups of their own.
-    per_example_gradients: If False, ``update`` takes the clipped MEAN instead:
-      what ``jax_privacy.clipped_grad`` makes with ``clip_each_matrix``.
-    privatizer: In place of ``noise_multiplier``: a privatizer in the manner of
-      optax. The leaves reach it in units in which all groups together have the
-      clip norm one, as a mean: its stddev is sigma / expected_batch_size.
-    bias_correction_probes: Number of antithetic probes of
-      :func:`prism_optax.muon.subtract_bias`; 0 is off. Not with a
+    weight_dimension_numbers: ``None``: leaves with two axes are matrices. These
+      include embedding tables and stacked biases, which are better left to
+      Adam. Otherwise a tree of ``optax.contrib.MuonDimensionNumbers`` and
+      ``None`` (for Adam), a prefix of the parameters, or a callable that makes
+      one of these. Matrices stacked along batch axes are groups of their own.
+    per_example_gradients: If False, ``update`` takes the clipped MEAN that
+      ``jax_privacy.clipped_grad`` makes with ``clip_each_matrix``.
+    privatizer: Replaces ``noise_multiplier``: a privatizer in the manner of
+      optax. It gets the mean in units in which all groups together have the
+      clip norm one, so its stddev is sigma / expected_batch_size.
+    bias_correction_probes: Number of antithetic pairs of probes of
+      :func:`prism_optax.muon.subtract_bias`; 0 is off. It does not go with a
       ``privatizer``, whose noise is not known here.
-    consistent_rms: If a number, directions of matrices are scaled by it times
-      ``sqrt(max(rows, columns))``, so that their entries have this size
+    consistent_rms: A number multiplies the directions of matrices by itself
+      times ``sqrt(max(rows, columns))``, so that their entries have this size
       whatever the shape (0.2 is like Adam's).
     matmul_dtype: Type of the factors of the products in the orthogonalization.
     weight_decay: Decoupled weight decay of all leaves; it is multiplied by the
@@ -193,12 +180,12 @@ def dp_muon(
   Returns:
     A transformation with ``update(per_example_grads, state, params,
     is_padding_example=None)``, leaves ``(B, *shape)`` in and ``(*shape)`` out,
-    float32 at least; it has ``.sensitivity(neighboring_relation,
-    params=params)``, that of the clipped mean of all groups together.
+    float32 at least. ``.sensitivity(neighboring_relation, params=params)`` is
+    the sensitivity of the clipped mean of all groups together.
 
   Raises:
-    ValueError: For options outside of what is said above; unless exactly one
-      of ``noise_multiplier`` and ``privatizer`` is given; in ``init`` if it is
+    ValueError: For an option that is not allowed; unless exactly one of
+      ``noise_multiplier`` and ``privatizer`` is given; in ``init`` if it is
       traced with ``prng_key=None``; in ``update`` without ``params`` or if the
       gradients do not fit.
 
@@ -214,20 +201,12 @@ def dp_muon(
     >>> updates['w'].shape, updates['bias'].shape
     ((3, 4), (4,))
   """
-  if (noise_multiplier is None) == (privatizer is None):
-    raise ValueError(
-      'Expected exactly one of noise_multiplier and privatizer, got'
-      f' {noise_multiplier=} and {privatizer=}.'
-    )
-  if privatizer is not None and prng_key is not None:
-    raise ValueError(
-      'prng_key is for the noise of noise_multiplier; a privatizer has its own.'
-    )
-  if noise_multiplier is not None:
-    _validate.non_negative('noise_multiplier', noise_multiplier)
+  _privatizer.check_source(
+    'noise_multiplier', noise_multiplier, prng_key, privatizer
+  )
   _validate.positive('expected_batch_size', expected_batch_size)
   _validate.decay_rate('momentum', momentum)
-  _validate.one_of('noise_split', noise_split, NOISE_SPLITS)
+  _validate.one_of('noise_split', noise_split, _clip_groups.NOISE_SPLITS)
   _validate.integer('bias_correction_probes', bias_correction_probes, 0)
   _validate.non_negative('weight_decay', weight_decay)
   if consistent_rms is not None:
@@ -237,62 +216,43 @@ def dp_muon(
       'A bias correction needs the variance of independent noise: give'
       f' noise_multiplier, not privatizer, with {bias_correction_probes=}.'
     )
-  _randomness.check_key('prng_key', prng_key)
+  if weight_dimension_numbers is None:
+    weight_dimension_numbers = _matrix_axes.two_axes_are_a_matrix
 
-  def specs(tree):
-    return _matrix_axes.resolve(weight_dimension_numbers, tree)
-
-  def specs_of(tree):
-    return jax.tree.unflatten(jax.tree.structure(tree), specs(tree))
+  matrices_of = functools.partial(
+    _matrix_axes.resolve, weight_dimension_numbers
+  )
 
   def labels_of(tree):
-    return jax.tree.unflatten(
-      jax.tree.structure(tree),
-      ['other' if spec is None else 'matrix' for spec in specs(tree)],
-    )
+    labels = ['other' if m is None else 'matrix' for m in matrices_of(tree)]
+    return _matrix_axes.with_leaves(tree, labels)
 
   def units_of(tree):
     """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the whole."""
-    groups = clip_groups(l2_clip_norms, tree, specs_of)
-    return noise_units(
+    groups = _clip_groups.clip_groups(
+      l2_clip_norms, tree, weight_dimension_numbers
+    )
+    units = _clip_groups.noise_units(
       groups, len(jax.tree.leaves(tree)), noise_split=noise_split
     )
-
-  stddev: Scalar = 0.0  # Not used with a privatizer, which has its own.
-  if noise_multiplier is not None:
-    stddev = noise_multiplier / expected_batch_size
-
-  def stddevs_of(tree):
-    return jax.tree.unflatten(
-      jax.tree.structure(tree), [stddev * unit for unit in units_of(tree)]
-    )
-
-  rms = 1.0 if consistent_rms is None else consistent_rms
-
-  def with_consistent_rms(updates, params):
-    del params
-    leaves, treedef = jax.tree.flatten(updates)
-    for i, (x, spec) in enumerate(zip(leaves, specs(updates), strict=True)):
-      if spec is not None:
-        larger = max(_matrix_axes.sides(x.shape, spec))
-        leaves[i] = x * (rms * math.sqrt(larger))
-    return jax.tree.unflatten(treedef, leaves)
+    return _matrix_axes.with_leaves(tree, units)
 
   clip = per_matrix_clip(
     l2_clip_norms,
     normalize_by=expected_batch_size,
-    weight_dimension_numbers=specs_of,
+    weight_dimension_numbers=weight_dimension_numbers,
   )
-  if privatizer is None:
-    privatizer = _gaussian(stddev, prng_key)
   bias_correction = None
-  if bias_correction_probes:
-    bias_correction = BiasCorrection(
-      noise_stddev=stddevs_of,
-      momentum=momentum,
-      prng_key=_probe_key(prng_key),
-      num_probes=bias_correction_probes,
-    )
+  if noise_multiplier is not None:
+    stddev = noise_multiplier / expected_batch_size
+    privatizer = _privatizer.gaussian(stddev, prng_key)
+    if bias_correction_probes:
+      bias_correction = BiasCorrection(
+        lambda tree: jax.tree.map(lambda unit: stddev * unit, units_of(tree)),
+        momentum=momentum,
+        prng_key=_probe_key(prng_key),
+        num_probes=bias_correction_probes,
+      )
   branches = {
     'matrix': optax.trace(momentum),
     'other': optax.scale_by_adam(b1=adam_b1, b2=adam_b2, eps=adam_eps),
@@ -310,14 +270,14 @@ def dp_muon(
       steps=steps,
       normalize=normalize,
       bias_correction=bias_correction,
-      weight_dimension_numbers=specs_of,
+      weight_dimension_numbers=weight_dimension_numbers,
       matmul_dtype=matmul_dtype,
     ),
     optax.add_decayed_weights(weight_decay),
     rate,
   ]
   if consistent_rms is not None:
-    parts.insert(3, optax.stateless(with_consistent_rms))
+    parts.insert(3, _consistent_rms(consistent_rms, matrices_of))
   if per_example_gradients:
     parts.insert(0, clip)
   chained = optax.with_extra_args_support(optax.chain(*parts))

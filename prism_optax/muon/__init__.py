@@ -12,11 +12,11 @@ where :math:`p_\kappa` is the Taylor polynomial of :math:`x^{-1/2}` at 1. A
 singular value s becomes :math:`s\, p_\kappa(s^2)`, which grows towards 1 and
 never beyond: near 1 with order ``degree + 1``, near 0 with the factor
 :func:`slope_at_zero` per step. So ``steps`` steps cannot raise a singular
-value by more than ``slope_at_zero(degree)**steps`` (23 for degree 2, 5 steps);
-what lies far below that stays small.
+value by more than ``slope_at_zero(degree)**steps`` (23 for degree 2, 5 steps):
+values far below the inverse of that stay small.
 
-Everything is a polynomial: no factorization, no division but the first one,
-finite derivatives everywhere.
+The iteration is a polynomial behind the first division: it needs no
+factorization, and its derivatives are finite everywhere.
 """
 
 from prism_optax.muon._bias import subtract_bias

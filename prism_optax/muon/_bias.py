@@ -1,4 +1,4 @@
-"""What noise does to a smooth function on average, subtracted."""
+"""An estimator that subtracts the bias of a smooth function of noisy inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,9 +38,12 @@ def subtract_bias(
   noise has done. The result is post-processing of ``x``: it costs no privacy
   so long as ``prng_key`` is independent of the key of the noise.
 
-  This estimator is ours; it is not the one of the paper on DP-Muon
-  (arXiv:2605.12994), which has a bias-corrected variant of a different kind. It
-  lowers the bias and raises the variance.
+  This estimator is ours. The bias-corrected variant in the paper on DP-Muon
+  (arXiv:2605.12994) is of a different kind. The estimator lowers the bias and
+  raises the variance.
+
+  **Privacy.** This is post-processing of ``x``: the probes are independent of
+  the noise in ``x``, and may be public. Never pass the key of that noise.
 
   ====================  =======================================================
   ``noise_stddev=0.0``  ``function(x)``, exactly
@@ -54,10 +57,10 @@ def subtract_bias(
     noise_stddev: Standard deviation per coordinate of the noise in ``x``: a
       scalar or an array that broadcasts against every leaf, or a tree of them
       with the structure of ``x``. Zero gives ``function(x)``.
-    prng_key: Typed key, fresh for every call.
+    prng_key: Typed key of the probes, a new one for every call.
     num_probes: Number K of antithetic pairs; 2 K + 1 calls of ``function``.
-    probe_scale: Size of the probes in units of ``noise_stddev``. Exact for
-      cubic functions at any scale.
+    probe_scale: Size of the probes in units of ``noise_stddev``. For cubic
+      functions every scale is exact.
 
   Returns:
     A tree shaped like ``function(x)``.
@@ -81,29 +84,22 @@ def subtract_bias(
   _validate.integer('num_probes', num_probes, 1)
   _validate.positive('probe_scale', probe_scale)
   leaves, treedef = jax.tree.flatten(x)
-  stddev_treedef: Any = jax.tree.structure(noise_stddev)
-  if stddev_treedef == treedef:
-    stddevs = jax.tree.leaves(noise_stddev)
-  else:
-    stddevs = [noise_stddev] * len(leaves)
+  stddevs: Any = noise_stddev
+  structure: Any = jax.tree.structure(stddevs)
+  if structure != treedef:
+    stddevs = jax.tree.map(lambda _: noise_stddev, x)
   center = function(x)
 
-  def curvature(index, total):
+  def step(leaf: jax.Array, stddev: Scalar, key: jax.Array) -> jax.Array:
+    normal = jax.random.normal(key, leaf.shape, leaf.dtype)
+    return (probe_scale * stddev * normal).astype(leaf.dtype)
+
+  def curvature(index: jax.Array, total: ArrayTree) -> ArrayTree:
     key = jax.random.fold_in(prng_key, index)
-    steps = [
-      (probe_scale * s * jax.random.normal(k, a.shape, a.dtype)).astype(a.dtype)
-      for k, a, s in zip(
-        jax.random.split(key, len(leaves)), leaves, stddevs, strict=True
-      )
-    ]
-    plus, minus = (
-      function(
-        jax.tree.unflatten(
-          treedef, [a + sign * d for a, d in zip(leaves, steps, strict=True)]
-        )
-      )
-      for sign in (1, -1)
-    )
+    keys = jax.tree.unflatten(treedef, jax.random.split(key, len(leaves)))
+    steps = jax.tree.map(step, x, stddevs, keys)
+    plus = function(jax.tree.map(jnp.add, x, steps))
+    minus = function(jax.tree.map(jnp.subtract, x, steps))
     return jax.tree.map(
       lambda t, p, m, f: t + ((p - f) + (m - f)), total, plus, minus, center
     )

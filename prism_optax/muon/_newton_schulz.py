@@ -1,4 +1,4 @@
-"""The iteration of DP-Muon, and its options."""
+"""The Newton-Schulz iteration of DP-Muon, and its options."""
 
 import functools
 import math
@@ -16,8 +16,8 @@ NORMALIZATIONS = ('max1', 'frobenius', 'none')
 def coefficients(degree: int) -> tuple[float, ...]:
   """Coefficients of ``(1 - x)^j``, j = 0..degree, of the polynomial p.
 
-  ``c_j = C(2j, j) / 4^j`` (DP-Muon, arXiv:2605.12994): binomials over powers of
-  two, so the floats are exact as long as the binomial has at most 53 bits.
+  ``c_j = C(2j, j) / 4^j`` (DP-Muon, arXiv:2605.12994). These are binomials over
+  powers of two, so the floats are exact while a binomial has at most 53 bits.
 
   Args:
     degree: At least 1.
@@ -47,7 +47,7 @@ def slope_at_zero(degree: int) -> float:
     degree: k, at least 1.
 
   Returns:
-    p(0); ``steps`` steps raise no singular value by more than its power.
+    p(0). So many steps raise a singular value by at most ``p(0)**steps``.
 
   Raises:
     ValueError: If ``degree`` is not an integer of at least 1.
@@ -69,17 +69,17 @@ def check_options(degree: int, steps: int, normalize: str) -> None:
 
 
 def frobenius_norm(*blocks: jax.Array) -> jax.Array:
-  """One norm (..., 1, 1) over the last two axes of all blocks, no overflow.
+  """One norm (..., 1, 1) over the last two axes of all blocks together.
 
-  The blocks are parts of one matrix, or of one tangent vector. Not finite
-  where an entry is not, zero for zeros.
+  The blocks are parts of one matrix, or of one tangent vector. The squares do
+  not overflow. The norm is not finite where an entry is not, zero for zeros.
   """
   largest = jnp.zeros((), blocks[0].dtype)
   for x in blocks:
     largest = jnp.maximum(
       largest, jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     )
-  # An infinite scale would turn infinity into NaN here instead of there.
+  # An infinite scale would make NaN of infinity: the norm shall be infinite.
   scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
   squares = sum(
     jnp.sum(jnp.square(x / scale), axis=(-2, -1), keepdims=True) for x in blocks
@@ -88,10 +88,10 @@ def frobenius_norm(*blocks: jax.Array) -> jax.Array:
 
 
 def divisor(normalize: str, norm: jax.Array) -> jax.Array:
-  """What matrices of these Frobenius norms are divided by at first.
+  """The number that a matrix of this Frobenius norm is first divided by.
 
-  ``max(1, norm)`` as in DP-Muon (arXiv:2605.12994) for ``'max1'``, the norm for
-  ``'frobenius'`` (1 for a zero matrix), 1 for ``'none'``.
+  ``'max1'`` gives ``max(1, norm)`` as in DP-Muon (arXiv:2605.12994),
+  ``'frobenius'`` the norm (1 for a zero matrix), ``'none'`` gives 1.
   """
   if normalize == 'max1':
     return jnp.maximum(norm, 1)
@@ -106,8 +106,8 @@ def _rounded_matmul(
   """``a @ b`` of factors rounded to ``dtype``, summed in their own type."""
 
   def rounded(a, b):
-    # XLA on CPU cannot always run a bfloat16 product that sums in float32.
-    # The products of rounded factors are the same numbers, without the speed.
+    # XLA on CPU cannot always run a bfloat16 product that sums in float32. The
+    # product of factors rounded to bfloat16 is the same number, only slower.
     info = jnp.finfo(dtype)
     a, b = (jax.lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
     return _linalg.matmul(a, b)
@@ -130,7 +130,7 @@ def newton_schulz(
 ) -> jax.Array:
   """Brings the singular values of matrices towards one.
 
-  ``steps`` times ``Y <- p(Y Y^T) Y``, see :mod:`prism_optax.muon`.
+  It applies ``Y <- p(Y Y^T) Y`` ``steps`` times, see :mod:`prism_optax.muon`.
   The function commutes with rotations, ``F(U M V^T) = U F(M) V^T``, and with
   transposition; the products are formed on the smaller side.
 
@@ -140,19 +140,20 @@ def newton_schulz(
                            singular values grow by ``slope_at_zero(degree)`` a
                            step at most
   lost rank                zero singular values stay zero
-  no rows or no columns    as it was
-  NaN or Inf in an entry   this matrix is not finite, others are as they were
-  more rows than columns   as its transpose
+  no rows or no columns    unchanged
+  NaN or Inf in an entry   this matrix is not finite, others are not affected
+  more rows than columns   transposed, iterated and transposed back
   =======================  ====================================================
 
   Args:
     matrix: (..., m, n); every matrix of the stack is treated by itself.
     degree: Degree kappa of the polynomial.
     steps: Number q of steps.
-    normalize: What the matrix is divided by first. ``'max1'``: max(1, norm),
-      as in the source, a matrix of Frobenius norm below one keeps its size;
-      ``'frobenius'``: its norm, as in optax's Muon, zero stays zero;
-      ``'none'``: nothing. Then singular values above ``sqrt(3)`` may diverge.
+    normalize: The divisor of the matrix before the first step. ``'max1'`` is
+      ``max(1, norm)`` as in the source: a matrix of Frobenius norm below one
+      keeps its size. ``'frobenius'`` is the norm, as in optax's Muon: zero
+      stays zero. ``'none'`` is 1: singular values above ``sqrt(3)`` may
+      diverge.
     matmul_dtype: Type of the factors of every product, for instance
       ``jnp.bfloat16``; sums and everything else stay in float32. ``None``: the
       working type, at the highest precision the platform has.
@@ -163,8 +164,8 @@ def newton_schulz(
     ``'frobenius'``.
 
   Raises:
-    ValueError: If ``matrix`` has fewer than two axes or an option is not one
-      of those above.
+    ValueError: If ``matrix`` has fewer than two axes, or for an option that is
+      not allowed.
 
   References:
     DP-Muon, arXiv:2605.12994.

@@ -2,29 +2,28 @@ r"""Muon on the manifold of rank-r matrices: orthogonalized tangent vectors.
 
 A tangent vector ``T = X_L Q_R^T + Q_L X_R^T`` has rank up to 2r, and its polar
 factor is not tangent. The direction taken here is ``P_Z(F(T))``: the
-orthogonalized matrix F(T), which is the direction of steepest ascent in
-spectral norm, projected back on the tangent space at Z.
+orthogonalized matrix F(T), the direction of steepest ascent in the spectral
+norm, is projected back on the tangent space at Z.
 
-No (m, n) matrix is formed and nothing is factorized. Let X be the part of
+The code forms no (m, n) matrix and factorizes nothing. Let X be the part of
 ``X_R`` orthogonal to ``Q_R`` and ``D = X_R^T Q_R`` the core. In the bases
 ``B_L = [Q_L, X_L]`` and ``B_R = [Q_R, X]`` the vector is ``B_L M B_R^T`` with
 
 .. math::
   M = \begin{pmatrix} D & I \\ I & 0 \end{pmatrix},
 
-and a step of the iteration of :mod:`prism_optax.muon` is one on
-the 2r x 2r core alone, with the Gram matrices of the bases in between:
+and a step of the iteration of :mod:`prism_optax.muon` changes the 2r x 2r core
+alone, with the Gram matrices of the bases in between:
 
 .. math::
   M \leftarrow p_\kappa(M G_R M^\top G_L)\, M .
 
 The bases need not be orthonormal and may lose rank: a step is a polynomial,
-hence exact and continuous everywhere. Turning the frames by orthogonal
-matrices turns the coordinates of the result along, so that the step in Z does
-not depend on the gauge of the factors.
+hence exact and continuous everywhere. If the frames turn by orthogonal
+matrices, the coordinates of the result turn likewise, so the step in Z does not
+depend on the gauge of the factors.
 """
 
-import jax
 import jax.numpy as jnp
 
 from prism_optax import fixed_rank
@@ -35,14 +34,6 @@ from prism_optax.muon._newton_schulz import (
   divisor,
   frobenius_norm,
 )
-
-
-def _blocks(
-  a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array
-) -> jax.Array:
-  """The matrix ((a, b), (c, d))."""
-  rows = [jnp.concatenate(row, axis=-1) for row in ((a, b), (c, d))]
-  return jnp.concatenate(rows, axis=-2)
 
 
 def tangent_newton_schulz(
@@ -58,19 +49,19 @@ def tangent_newton_schulz(
 
   ``P_Z(F(T))`` with the Newton-Schulz iteration F of DP-Muon (arXiv:2605.12994)
   and the projection of PRISM (arXiv:2606.00944, Eq. 13); the form on the
-  2r x 2r core is ours. Zero stays zero; entries that are not finite give
-  entries that are not finite.
+  2r x 2r core is ours. Zero stays zero. If an entry is not finite, the result
+  is not finite.
 
   Args:
     frame: Orthonormal frames at Z, or partial isometries where a factor has
-      lost rank; only the two bases are used.
+      lost rank. Only the two bases are used.
     tangent: Coordinates (..., m, r), orthogonal to ``frame.left``, and
       (..., n, r).
     degree: Degree kappa of the polynomial.
     steps: Number q of steps.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``, as for matrices; the
       norm is the intrinsic one.
-    scale: Factor of the result, at no cost.
+    scale: The result is multiplied by this factor.
 
   Returns:
     Coordinates of the direction, in the types of ``tangent``; computed in
@@ -79,7 +70,7 @@ def tangent_newton_schulz(
     ``scale sqrt(2 r)``, whatever the gradient.
 
   Raises:
-    ValueError: If an option is none of those above.
+    ValueError: For an option that is not allowed.
 
   Example:
     >>> import jax.numpy as jnp
@@ -104,9 +95,9 @@ def tangent_newton_schulz(
   zero = jnp.zeros_like(core)
   # The Gram of a partial isometry is the projector on what is observed.
   left_seen, right_seen = gram(q_left, q_left), gram(q_right, q_right)
-  left_gram = _blocks(left_seen, zero, zero, gram(left, left))
-  right_gram = _blocks(right_seen, zero, zero, gram(outer, outer))
-  middle = _blocks(core, eye, eye, zero)
+  left_gram = jnp.block([[left_seen, zero], [zero, gram(left, left)]])
+  right_gram = jnp.block([[right_seen, zero], [zero, gram(outer, outer)]])
+  middle = jnp.block([[core, eye], [eye, zero]])
   c = coefficients(degree)
   for _ in range(steps):
     # Powers of 1 - (M G_R M^T) G_L applied to M: the product with M comes
@@ -118,7 +109,8 @@ def tangent_newton_schulz(
       total = total + c[j] * power
     middle = total
 
-  middle = scale * middle  # On r x r blocks: results shall end in products.
+  # The scale goes to the small core, so that the results are plain products.
+  middle = scale * middle
   # F(T) Q_R = B_L M (Pi_R; 0) and F(T)^T Q_L = B_R M^T (Pi_L; 0): the block
   # of M that belongs to two outer bases is what the projection leaves out.
   new_left = matmul(left, matmul(middle[..., rank:, :rank], right_seen))

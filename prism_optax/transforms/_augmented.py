@@ -2,8 +2,9 @@
 
 jax-privacy's trainers (in versions after 2.0.0) take an optimizer with a third
 function, ``pre_clipping_transform(state)``, for per-example gradients before
-they are clipped. It sees the optimizer's state and not the parameters; so the
-state here holds the frames of the parameters that the last update led to.
+they are clipped. This function sees the optimizer's state and not the
+parameters, so the state holds the frames of the parameters that the last update
+led to.
 """
 
 import importlib
@@ -26,8 +27,9 @@ class AugmentedGradientTransformation(NamedTuple):
   Attributes:
     init: ``init(params) -> state``.
     update: ``update(updates, state, params) -> (updates, state)``.
-    pre_clipping_transform: ``pre_clipping_transform(state)`` is the function of
-      one example's gradients to be passed to ``jax_privacy.clipped_grad``.
+    pre_clipping_transform: ``pre_clipping_transform(state)`` returns the
+      function of one example's gradients to pass to
+      ``jax_privacy.clipped_grad``.
   """
 
   init: Callable[[ArrayTree], ArrayTree]
@@ -39,8 +41,9 @@ class AugmentedState(NamedTuple):
   """State of :func:`augmented_optimizer`.
 
   Attributes:
-    frames: For each stack of same-shape modules the frame of the current
-      parameters, turned towards those before: the fixed coordinates.
+    frames: The frames of the current parameters, one for each stack of
+      same-shape modules, turned as close as possible to the frames before.
+      Fixed coordinates are coordinates in these frames.
     inner: State of the optimizer.
   """
 
@@ -49,7 +52,7 @@ class AugmentedState(NamedTuple):
 
 
 def _aligned(frame: Frame, turn: _correlated.Turns) -> Frame:
-  """The frame ``Q W`` of the same factors: its cores are ``W^T C``."""
+  """The frame ``Q W`` of the same factors, with the cores ``W^T C``."""
   left, right = _correlated.turned_bases(frame, turn)
   return Frame(
     left,
@@ -76,27 +79,32 @@ def augmented_optimizer(
   masks it, and hands it to ``optimizer`` in the frames of ``params``.
 
   The parameters must change by ``optax.apply_updates`` with the updates
-  returned, and by nothing else: the state is one step ahead.
+  returned, and by nothing else: the state is one step ahead. The coordinates
+  are those of PRISM (arXiv:2606.00944, Eq. 13), the turns are ours.
 
-  **Privacy.** That of the trainer's mechanism: what it clips to C moves by C in
-  the Euclidean norm when one record is added or removed, in a space of fixed
-  dimension; all that follows its noise is post-processing. Coordinates are
-  those of PRISM (arXiv:2606.00944, Eq. 13), the turns are ours.
+  **Privacy.** The guarantee is that of the trainer's mechanism. This function
+  neither clips nor adds noise and gives no privacy by itself. The trainer clips
+  each example's coordinates to C in the Euclidean norm, so their sum moves by
+  at most C when one record is added or removed, in a space of fixed dimension.
+  The trainer's noise per coordinate must be in the unit of this sum, or of its
+  mean. Frames and turns depend on the parameters alone, that is, on the start
+  and on past releases. All that follows the noise is post-processing.
 
   =======================  ====================================================
-  one factor zero          allowed: the frames change altogether with the first
-                           steps, and correlated noise does not cancel
+  one factor zero          allowed, but the frames change completely with the
+                           first steps, and correlated noise does not cancel
   both factors zero        ValueError in ``init``, where values are known
   zero gradient            the trainer's noise is projected, masked and applied
   bfloat16 parameters      coordinates, noise and moments in float32
-  parameters set by hand   the next gradients are read at another point: call
-                           ``init`` again
+  parameters set by hand   the next gradients get coordinates of the wrong
+                           point: call ``init`` again
   =======================  ====================================================
 
   Args:
-    optimizer: From noisy tangent coordinates to updates of the factors, for
+    optimizer: Makes updates of the factors from noisy tangent coordinates, for
       instance ``optax.chain(scale_by_rank_preconditioner(noise_stddev=s),
-      optax.scale_by_learning_rate(1e-2), retract())``. No clip and no noise.
+      optax.scale_by_learning_rate(1e-2), retract())``. It must not clip or add
+      noise.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -167,14 +175,11 @@ def augmented_optimizer(
   return _class_of_jax_privacy()(init, update, pre_clipping_transform)
 
 
-def _class_of_jax_privacy() -> Any:
+def _class_of_jax_privacy() -> type:
   """jax-privacy's class, or the one above: its trainers look at the type."""
+  ours = AugmentedGradientTransformation
   try:
     optimizers = importlib.import_module('jax_privacy.optimizers')
   except ImportError:
-    return AugmentedGradientTransformation
-  return getattr(
-    optimizers,
-    'AugmentedGradientTransformation',
-    AugmentedGradientTransformation,
-  )
+    return ours
+  return getattr(optimizers, 'AugmentedGradientTransformation', ours)

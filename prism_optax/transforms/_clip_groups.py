@@ -1,13 +1,13 @@
 """What is clipped together, and how several groups share one noise multiplier.
 
-Groups that are clipped and noised one by one on the same batch are ONE
-Gaussian mechanism: with noise ``sigma_W C_W`` on group W the whole has the
-multiplier ``(sum_W sigma_W^-2)^(-1/2)``.
+Groups that are clipped and get their noise one by one on the same batch are
+ONE Gaussian mechanism: with noise ``sigma_W C_W`` on group W the whole has the
+noise multiplier ``(sum_W sigma_W^-2)^(-1/2)``.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -16,7 +16,7 @@ from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, Scalar
 
 # A number, or a prefix tree of numbers.
-NormsLike = Any
+NormsLike: TypeAlias = Scalar | ArrayTree
 
 NOISE_SPLITS = ('equal', 'least_energy')
 
@@ -26,10 +26,11 @@ class ClipGroup(NamedTuple):
 
   Attributes:
     leaves: Positions in ``jax.tree.leaves``.
-    batch_axes: Axes of the (then only) leaf that stack matrices.
-    matrices: Number of clip groups this stands for, the product of those axes.
-    size: Number of entries of one of them.
-    l2_clip_norm: C_W, the largest norm of an example's contribution.
+    batch_axes: Axes that stack matrices; a group that has some has one leaf.
+    matrices: Number of matrices that are clipped one by one, the product of
+      the sizes of those axes; 1 for leaves that are clipped together.
+    size: Number of entries of one matrix, or of the leaves together.
+    l2_clip_norm: C_W, the largest norm of one example's contribution.
   """
 
   leaves: tuple[int, ...]
@@ -69,42 +70,40 @@ def clip_groups(
     >>> [(g.leaves, g.size, g.l2_clip_norm) for g in groups]
     [((0,), 3, 0.5), ((1,), 12, 0.5)]
   """
-  shapes = [x.shape for x in jax.tree.leaves(params)]
+  sizes = [math.prod(x.shape) for x in jax.tree.leaves(params)]
   norms = _matrix_axes.broadcast('l2_clip_norms', l2_clip_norms, params)
   if weight_dimension_numbers is None:
     return [
-      ClipGroup((i,), (), 1, math.prod(shape), norm)
-      for i, (shape, norm) in enumerate(zip(shapes, norms, strict=True))
+      ClipGroup((i,), (), 1, size, norm)
+      for i, (size, norm) in enumerate(zip(sizes, norms, strict=True))
     ]
-  specs = _matrix_axes.resolve(weight_dimension_numbers, params)
-  groups, others = [], []
-  for i, (shape, norm, spec) in enumerate(
-    zip(shapes, norms, specs, strict=True)
-  ):
-    if spec is None:
-      others.append(i)
-      continue
-    axes = _matrix_axes.batch_axes(shape, spec)
-    matrices = math.prod(shape[a] for a in axes)
-    size = math.prod(shape) // max(matrices, 1)
-    groups.append(ClipGroup((i,), axes, matrices, size, norm))
+  stacks = _matrix_axes.resolve(weight_dimension_numbers, params)
+  groups = [
+    ClipGroup(
+      (i,), stack.batch, stack.matrices, math.prod(stack.sides), norms[i]
+    )
+    for i, stack in enumerate(stacks)
+    if stack is not None
+  ]
+  others = tuple(i for i, stack in enumerate(stacks) if stack is None)
   if others:
-    first = norms[others[0]]
-    if any(norms[i] is not first and norms[i] != first for i in others):
+    first, *more = (norms[i] for i in others)
+    if any(norm is not first and norm != first for norm in more):
       raise ValueError(
         'Expected one threshold for all leaves that are no matrices, because'
         ' they are clipped together, got l2_clip_norms='
-        f'{[norms[i] for i in others]} for them.'
+        f'{[first, *more]} for them.'
       )
-    size = sum(math.prod(shapes[i]) for i in others)
-    groups.append(ClipGroup(tuple(others), (), 1, size, first))
+    size = sum(sizes[i] for i in others)
+    groups.append(ClipGroup(others, (), 1, size, first))
   return groups
 
 
-def sensitivity(groups: Sequence[ClipGroup]) -> Any:
+def sensitivity(groups: Sequence[ClipGroup]) -> Scalar:
   """Norm of the largest contribution to all groups, ``sqrt(sum_W C_W^2)``.
 
-  Adding or removing one example moves the sum of all groups by no more.
+  Adding or removing one example moves the clipped sum, all groups together, by
+  no more than this.
   """
   return sum(g.matrices * g.l2_clip_norm**2 for g in groups) ** 0.5
 
@@ -154,20 +153,19 @@ def split_noise_multiplier(
   if noise_split == 'equal':
     return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)
   # A group without entries has no noise, but must not divide by zero.
-  budgets = [
-    c * math.sqrt(max(d, 1)) for c, d in zip(l2_clip_norms, sizes, strict=True)
-  ]
-  total = sum(budgets)
-  return [noise_multiplier * (total / w) ** 0.5 for w in budgets]
+  roots = [math.sqrt(max(size, 1)) for size in sizes]
+  budgets = [c * root for c, root in zip(l2_clip_norms, roots, strict=True)]
+  return [noise_multiplier * (sum(budgets) / w) ** 0.5 for w in budgets]
 
 
 def noise_units(
   groups: Sequence[ClipGroup], num_leaves: int, *, noise_split: str = 'equal'
-) -> list[Any]:
-  """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the joint one.
+) -> list[Scalar]:
+  """Each leaf's ``sigma_W C_W / sigma``, its noise in units of the joint noise.
 
-  Divided by these, leaves clipped to C_W have the joint sensitivity one, and
-  noise of one standard deviation for all of them is the split asked for.
+  Leaves that are clipped to C_W and then divided by these units have the joint
+  sensitivity one, and noise of one standard deviation sigma on all of them is
+  the split that was asked for.
   """
   matrices = [g for g in groups for _ in range(g.matrices)]
   ratios = split_noise_multiplier(
@@ -176,8 +174,10 @@ def noise_units(
     [g.size for g in matrices],
     noise_split=noise_split,
   )
-  units: list[Any] = [1.0] * num_leaves
-  for group, ratio in zip(matrices, ratios, strict=True):
-    for leaf in group.leaves:
-      units[leaf] = ratio * group.l2_clip_norm
-  return units
+  units = {
+    leaf: ratio * group.l2_clip_norm
+    for group, ratio in zip(matrices, ratios, strict=True)
+    for leaf in group.leaves
+  }
+  # A stack of no matrices is in no group and gets no noise: any unit will do.
+  return [units.get(leaf, 1.0) for leaf in range(num_leaves)]

@@ -2,10 +2,10 @@
 
 Matrix factorization (Denisov et al. 2022, arXiv:2202.08312; Choquette-Choo et
 al. 2023, arXiv:2306.08153) draws noise that partly cancels in the sum of all
-updates. It cancels only if noises of different steps live in the same
-coordinates. The tangent coordinates of different points do not: they turn with
-the frames. Here the stream of noise stays in FIXED coordinates, tied to the
-moving ones by frames that are carried from point to point with the smallest
+updates. It cancels only if the noises of different steps are in the same
+coordinates. Tangent coordinates of different points are not: they turn with the
+frames. Here the stream of noise stays in FIXED coordinates. They are tied to
+the moving ones by frames that are carried from point to point with the smallest
 possible turn.
 """
 
@@ -41,10 +41,10 @@ class Turns(NamedTuple):
 
 
 def turns(bases: Factors, frame: Frame) -> Turns:
-  """What brings ``frame`` closest to ``bases``, the aligned frame before.
+  """The turns that bring ``frame`` closest to ``bases``, the frame before.
 
-  The orthogonal polar factors of the overlaps (orthogonal Procrustes), also
-  where an overlap is singular: the norm of what is turned must stay.
+  They are the orthogonal polar factors of the overlaps (orthogonal Procrustes),
+  orthogonal also where an overlap is singular: a turn must keep all norms.
   """
   return Turns(
     _linalg.orthogonal_polar(gram(frame.left, bases.left)),
@@ -53,12 +53,12 @@ def turns(bases: Factors, frame: Frame) -> Turns:
 
 
 def turned_bases(frame: Frame, turn: Turns) -> Factors:
-  """The aligned frame, which the next point's is aligned with."""
+  """Bases of the aligned frame; the next point's frame is aligned with it."""
   return Factors(matmul(frame.left, turn.left), matmul(frame.right, turn.right))
 
 
 def to_fixed(tangent: Tangent, turn: Turns) -> Tangent:
-  """From coordinates of the frame to fixed ones: ``(X_L W_R, X_R W_L)``."""
+  """Turns coordinates in the frame to fixed ones: ``(X_L W_R, X_R W_L)``."""
   return Tangent(
     matmul(tangent.left, turn.right), matmul(tangent.right, turn.left)
   )
@@ -102,9 +102,10 @@ class CorrelatedPrivatizerState(NamedTuple):
   """State of :func:`correlated_tangent_privatizer`.
 
   Attributes:
-    bases: For each stack of same-shape modules the aligned frames of the last
-      update, (k, m, r) and (k, n, r): what the fixed coordinates mean there.
-    prng_key: Typed key, shape (), that the privatizer is made with. Secret.
+    bases: The aligned frames of the last update, (k, m, r) and (k, n, r), one
+      pair for each stack of same-shape modules. They say what the fixed
+      coordinates mean at that point.
+    prng_key: Typed key, shape (), which the privatizer is made with. Secret.
     inner: Step count and state of the privatizer.
   """
 
@@ -126,9 +127,10 @@ def correlated_tangent_privatizer(
   r x r matrix on either side of each module, calls the privatizer, turns the
   sum back, and projects and masks it as :func:`tangent_privatizer` does.
 
-  **Privacy.** The turns are orthogonal, so what the privatizer gets has the
-  norm of what came in: one record moves it by the clip's sensitivity Delta.
-  It lives in one space of fixed dimension, ``r (m + n)`` for each module and
+  **Privacy.** The turns are orthogonal, so the privatizer's input has the norm
+  of the incoming coordinates: adding or removing one record moves it by at most
+  the clip's sensitivity Delta, in the unit of the incoming sum or mean. The
+  input is in one space of fixed dimension, ``r (m + n)`` for each module and
   the entries of the other leaves. Point, frames and turns of a step are
   functions of the parameters, that is, of the start and of past releases. So
   this is the matrix mechanism on adaptively chosen queries: with a
@@ -136,37 +138,40 @@ def correlated_tangent_privatizer(
   together have the privacy of one Gaussian mechanism of sensitivity
   ``Delta max ||sum_i C e_i u_i^T||_F`` over the steps i that one record may
   take part in and unit vectors ``u_i`` (arXiv:2202.08312, Theorem 2.1;
-  arXiv:2306.08153). Which steps those are is declared, and must be kept by how
-  batches are chosen: :func:`prism_optax.accounting.matrix_mechanism_event` and
-  :func:`prism_optax.accounting.calibrate_matrix_mechanism`. Poisson sampling
-  amplifies independent noise; for correlated noise ``dpsgd_event`` does not
-  hold. What follows the noise (turn, projector, mask) is post-processing.
+  arXiv:2306.08153). You declare which steps those are to
+  :func:`prism_optax.accounting.matrix_mechanism_event` and
+  :func:`prism_optax.accounting.calibrate_matrix_mechanism`, and the choice of
+  batches must keep to it. Turn, projector and mask behind the noise are
+  post-processing. Not covered: ``dpsgd_event`` does not hold for correlated
+  noise, because Poisson sampling amplifies independent noise only; and nobody
+  checks that ``make_privatizer`` adds the noise that was declared.
 
-  **Use.** Cancellation is lost as the column spaces move: 100 steps of 1 %,
-  10 % and 100 % of Z from a well-conditioned start keep nearly all, most and
-  little of it. From a zero factor, the usual start of LoRA, nothing
-  cancels and the sum is noisier than with independent noise. Therefore a start
-  of full rank is required: warm up with :func:`tangent_privatizer` and compose
-  the two events.
+  **Use.** Cancellation is lost as the column spaces move: from a
+  well-conditioned start, 100 steps of 1 %, 10 % and 100 % of Z keep nearly all,
+  most and little of it. From a zero factor, the usual start of LoRA, nothing
+  cancels and the sum is noisier than with independent noise. Therefore ``init``
+  needs factors of full rank: warm up with :func:`tangent_privatizer` and
+  compose the two events.
 
   =============================  ==============================================
   factor zero or of lower rank   ValueError in ``init``, where values are known
   later loss of rank             masked behind the noise; the stream goes on
   beyond ``horizon``             ValueError, or under ``jit`` zeros: no release
   zeros come in (empty batch)    noise all the same
-  NaN or Inf comes in            NaN or Inf goes out: a clip belongs before it
+  NaN or Inf comes in            NaN or Inf goes out: put a clip before it
   parameters that never move     the turns are identities: the noise cancels as
                                  in flat space
   =============================  ==============================================
 
   Args:
-    make_privatizer: From a typed key to a privatizer in the manner of optax
-      (jax-privacy's), for trees in the shapes of the parameters. Called while
-      tracing; it must add its own noise, of the stddev wanted in the unit
-      of what comes in, with this key and no other randomness.
+    make_privatizer: Makes a privatizer in the manner of optax (jax-privacy's),
+      for trees in the shapes of the parameters, from a typed key. It is called
+      while tracing. The privatizer must add its own noise, of the standard
+      deviation wanted in the unit of the input, with this key and no other
+      randomness.
     horizon: The number of updates that noise and sensitivity were computed
       for. Beyond it nothing is released: an update raises where the step count
-      is known, and under ``jit`` gives zeros, neither signal nor noise.
+      is known, and under ``jit`` returns zeros, neither signal nor noise.
     prng_key: As for :func:`tangent_privatizer`. The key is part of the state:
       a restored checkpoint continues the same stream of noise, whatever the
       privatizer keeps in its own state.
@@ -174,15 +179,15 @@ def correlated_tangent_privatizer(
 
   Returns:
     A transformation on trees in the shapes of the parameters; ``update`` needs
-    ``params``. The noise per coordinate of step t has the standard deviation
-    :func:`correlated_noise_stddev`, to be told to
+    ``params``. The noise of step t has the standard deviation
+    :func:`correlated_noise_stddev` per coordinate; pass it to
     :func:`scale_by_rank_preconditioner`.
 
   Raises:
-    ValueError: If ``horizon`` is no integer >= 1 or ``make_privatizer`` no
-      function; for keys that are no typed keys; in ``init`` if it is traced
-      with ``prng_key=None``, or a factor is zero or rank-deficient (where
-      values are known).
+    ValueError: If ``horizon`` is no integer >= 1, ``make_privatizer`` no
+      function or ``prng_key`` no key; in ``init`` if it is traced with
+      ``prng_key=None``, or if a factor is zero or rank-deficient (where values
+      are known).
 
   Example:
     >>> import jax
@@ -256,15 +261,16 @@ def correlated_noise_stddev(
 ) -> np.ndarray:
   """Standard deviation per coordinate of correlated noise, step by step.
 
-  ``s_t = stddev ||B_t||`` with row t of the noising matrix B, the inverse of
-  the strategy matrix (Choquette-Choo et al. 2023, arXiv:2306.08153): what
-  ``noise_stddev`` of :func:`scale_by_rank_preconditioner` takes. It depends on
+  It is ``s_t = stddev ||B_t||`` with row t of the noising matrix B, the inverse
+  of the strategy matrix (Choquette-Choo et al. 2023, arXiv:2306.08153). Pass it
+  as ``noise_stddev`` to :func:`scale_by_rank_preconditioner`. It depends on
   public constants only.
 
   Args:
     noising_matrix: B, (n, n) with n >= steps, or an object with a method
       ``row_norms_squared(steps)``, as jax-privacy's streaming matrices.
-    stddev: That of the privatizer, per coordinate; 0.0 gives zeros.
+    stddev: Standard deviation of the privatizer's independent noise Z, per
+      coordinate; 0.0 gives zeros.
     steps: Length of the result.
 
   Returns:

@@ -1,45 +1,19 @@
 """Clipping of per-example gradients matrix by matrix."""
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from dp_accounting import NeighboringRelation
 
 from prism_optax import _per_example, _validate
 from prism_optax._linalg import at_least_float32
-from prism_optax._matrix_axes import DimensionNumbersLike
+from prism_optax._matrix_axes import DimensionNumbersLike, with_leaves
 from prism_optax._types import ArrayTree, Scalar
-from prism_optax.transforms._clip_groups import (
-  ClipGroup,
-  NormsLike,
-  clip_groups,
-  sensitivity,
-)
-
-_ADD_OR_REMOVE_ONE = _per_example.NeighboringRelation.ADD_OR_REMOVE_ONE
-
-
-def _stacked(group: ClipGroup, x: jax.Array) -> jax.Array:
-  """``(B, *shape)`` to (B, matrices, entries of one matrix)."""
-  axes = tuple(a + 1 for a in group.batch_axes)
-  moved = jnp.moveaxis(x, axes, range(1, 1 + len(axes)))
-  # No -1: the batch may be empty.
-  size = math.prod(x.shape[1:]) // max(group.matrices, 1)
-  return moved.reshape(x.shape[0], group.matrices, size)
-
-
-def _unstacked(
-  group: ClipGroup, x: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-  """(matrices, entries of one matrix) -> shape."""
-  rest = [a for a in range(len(shape)) if a not in group.batch_axes]
-  order = [*group.batch_axes, *rest]
-  moved = x.reshape([shape[a] for a in order])
-  return moved.transpose(np.argsort(order))
+from prism_optax.transforms import _clip_groups
+from prism_optax.transforms._clip_groups import ClipGroup, NormsLike
 
 
 def _clipped_sum(
@@ -50,44 +24,45 @@ def _clipped_sum(
 ) -> list[jax.Array]:
   """Sums over axis 0 of ``(B, *shape)`` leaves, clipped group by group."""
   leaves = [at_least_float32(x) for x in leaves]
-  stacks = [[_stacked(g, leaves[i]) for i in g.leaves] for g in groups]
-  examples = leaves[0].shape[0]
+  members = [[leaves[i] for i in group.leaves] for group in groups]
+
+  def batch_axes(group: ClipGroup) -> list[int]:
+    return [axis + 1 for axis in group.batch_axes]  # Axis 0 is the examples.
+
   # (B, K): every norm of every example, each in units of its threshold.
   squared = jnp.concatenate(
     [
       _per_example.squared_norms(
-        (x.reshape(examples * g.matrices, x.shape[-1]) for x in stack),
-        g.l2_clip_norm,
-      ).reshape(examples, g.matrices)
-      for g, stack in zip(groups, stacks, strict=True)
+        arrays, group.l2_clip_norm, batch_axes(group)
+      ).reshape(len(leaves[0]), group.matrices)
+      for group, arrays in zip(groups, members, strict=True)
     ],
     axis=1,
   )
-  weights, finite = _per_example.clip_weights(squared.reshape(-1), None)
+  weights, finite = _per_example.clip_weights(squared, None)
   # An example counts everywhere or nowhere: half an example is no gradient.
   _, counts = _per_example.clip_weights(
-    jnp.where(jnp.all(finite.reshape(squared.shape), axis=1), 0.0, jnp.inf),
-    is_padding_example,
+    jnp.where(jnp.all(finite, axis=1), 0.0, jnp.inf), is_padding_example
   )
-  weights = weights.reshape(squared.shape) / divisor
-  weights = jnp.where(counts[:, None], weights, 0)
-  out: list[Any] = [None] * len(leaves)
-  start = 0
-  for g, stack in zip(groups, stacks, strict=True):
-    own = weights[:, start : start + g.matrices]
-    start += g.matrices
-    for i, x in zip(g.leaves, stack, strict=True):
-      if g.matrices == 1:
-        total = _per_example.weighted_sums(x[:, 0], own[:, 0], counts)[None]
-      else:
-        total = jax.vmap(_per_example.weighted_sum, (1, 1, None))(
-          x, own, counts
-        )
-      out[i] = _unstacked(g, total, leaves[i].shape[1:])
-  return out
+  weights = jnp.where(counts[:, None], weights / divisor, 0)
+  ends = np.cumsum([group.matrices for group in groups])
+  sums: dict[int, jax.Array] = {}
+  for group, arrays, own in zip(
+    groups, members, jnp.split(weights, ends[:-1], axis=1), strict=True
+  ):
+    if not group.batch_axes:
+      group_sums = _per_example.weighted_sums(arrays, own[:, 0], counts)
+    else:
+      (x,) = arrays
+      matching = np.ones(x.ndim, int)
+      across = [0, *batch_axes(group)]
+      matching[across] = np.take(x.shape, across)
+      group_sums = [_per_example.weighted_sum(x, own.reshape(matching), counts)]
+    sums.update(zip(group.leaves, group_sums, strict=True))
+  return [sums[i] for i in range(len(leaves))]
 
 
-def _check(l2_clip_norms: Any) -> None:
+def _check_norms(l2_clip_norms: NormsLike) -> None:
   for norm in jax.tree.leaves(l2_clip_norms, is_leaf=lambda x: x is None):
     _validate.positive('l2_clip_norms', norm)
 
@@ -99,10 +74,10 @@ def clip_each_matrix(
 ) -> Callable[[ArrayTree], ArrayTree]:
   """Clips the gradient of ONE example matrix by matrix.
 
-  It is the ``pre_clipping_transform`` with which
-  ``jax_privacy.clipped_grad`` becomes a micro-batched per-matrix clip. The
-  clip norm told to it is that of all groups together, where its own clipping
-  no longer does anything::
+  Use it as the ``pre_clipping_transform`` of ``jax_privacy.clipped_grad``,
+  which then clips matrix by matrix in micro-batches. Give ``clipped_grad`` the
+  sensitivity of all groups together as its clip norm: no example exceeds it, so
+  its own clipping changes nothing::
 
     clip = per_matrix_clip(norms)
     jax_privacy.clipped_grad(
@@ -113,25 +88,27 @@ def clip_each_matrix(
   ``g_W / max(1, ||g_W||_F / C_W)`` for every matrix W (DP-Muon,
   arXiv:2605.12994).
 
-  **Privacy.** One example, the unit by which neighbouring data sets differ,
-  gets the norm ``sqrt(sum_W C_W^2)`` at most. Nothing is private yet.
+  **Privacy.** The clipped gradient of one example has a Euclidean norm of at
+  most ``sqrt(sum_W C_W^2)`` over all matrices together, whatever the example
+  is. A sum of such gradients moves by at most this when one example is added or
+  removed. Nothing is private yet: the sum and the noise come afterwards.
 
   =============================  ==============================================
   NaN or Inf anywhere            zeros, in all matrices
   squared norm that overflows    likewise
   bfloat16 gradients             norm and clip in float32
-  norm below ``C_W (1 - 1e-6)``  the matrix stays as it is
+  norm below ``C_W (1 - 1e-6)``  the matrix is unchanged
   =============================  ==============================================
 
   Args:
     l2_clip_norms: C_W, a number or a prefix tree of numbers; a number in it is
       the threshold of each group below it.
-    weight_dimension_numbers: What a clip group is: see
+    weight_dimension_numbers: Defines the clip groups, see
       :func:`per_matrix_clip`.
 
   Returns:
-    A function from a tree of gradients to one of the same shapes, float32 at
-    least.
+    A function that maps a tree of gradients to one of the same shapes, in
+    float32 or wider.
 
   Raises:
     ValueError: If a threshold is not a positive finite number (a traced one is
@@ -145,13 +122,14 @@ def clip_each_matrix(
     >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
     3.0 [0.5 0.5 0.5]
   """
-  _check(l2_clip_norms)
+  _check_norms(l2_clip_norms)
 
-  def transform(grads: ArrayTree) -> Any:
-    groups = clip_groups(l2_clip_norms, grads, weight_dimension_numbers)
-    leaves, treedef = jax.tree.flatten(grads)
-    one = [x[None] for x in leaves]
-    return jax.tree.unflatten(treedef, _clipped_sum(groups, one, None, 1.0))
+  def transform(grads: ArrayTree) -> ArrayTree:
+    groups = _clip_groups.clip_groups(
+      l2_clip_norms, grads, weight_dimension_numbers
+    )
+    one_example = [x[None] for x in jax.tree.leaves(grads)]
+    return with_leaves(grads, _clipped_sum(groups, one_example, None, 1.0))
 
   return transform
 
@@ -167,19 +145,22 @@ def per_matrix_clip(
   ``sum_i g_i / max(1, ||g_i||_F / C_W) / normalize_by`` for every weight
   matrix W with a threshold of its own (DP-Muon, arXiv:2605.12994).
 
-  **Privacy.** All matrices see the same batch, so together they are ONE
-  mechanism of sensitivity ``sqrt(sum_W C_W^2) / normalize_by`` when one example
-  is added or removed. Noise ``sigma C_W`` on each of K matrices has the
-  multiplier ``sigma / sqrt(K)``, not sigma.
+  **Privacy.** When one example is added or removed, the output moves by at most
+  ``sqrt(sum_W C_W^2) / normalize_by`` in the Euclidean norm of all its entries,
+  whatever the example is; by at most twice that when one is replaced. All
+  matrices see the same batch, so with noise they are ONE mechanism of this
+  sensitivity: noise ``sigma C_W`` on each of K matrices has the noise
+  multiplier ``sigma / sqrt(K)``, not sigma. Nothing is private yet: the clip
+  adds no noise. The shapes of the batch and ``normalize_by`` are not protected.
 
   ===================================  ========================================
-  NaN or Inf anywhere in an example    it counts as zero, in all matrices
+  NaN or Inf anywhere in an example    the example counts as zero everywhere
   squared norm that overflows          likewise
   padding example                      counts as zero
   batch of padding only, or of size 0  zeros
   tree without leaves                  passes
   bfloat16 gradients                   norm, clip and sum in float32
-  norm below ``C_W (1 - 1e-6)``        the matrix stays as it is
+  norm below ``C_W (1 - 1e-6)``        the matrix is unchanged
   ===================================  ========================================
 
   Args:
@@ -187,19 +168,19 @@ def per_matrix_clip(
       the threshold of each group below it.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
-    weight_dimension_numbers: What a clip group is. ``None``: every leaf. A
-      tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (or a prefix,
-      or a callable from parameters to one): every matrix, those stacked along
-      batch axes one by one; the leaves marked ``None`` all together in one
-      group, for which their thresholds must agree.
+    weight_dimension_numbers: Defines the clip groups. ``None``: every leaf is
+      a group. Otherwise a tree of ``optax.contrib.MuonDimensionNumbers`` and
+      ``None``, a prefix of the parameters, or a callable that makes one of
+      them: every matrix is a group, those stacked along batch axes one by one;
+      all leaves marked ``None`` are one more group and must have one threshold.
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
     is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
     leaves ``(*shape)``, float32 at least. ``.sensitivity(neighboring_relation,
-    params=params)`` is that of all groups together; it needs ``params``
-    (arrays or shapes) because a number or a prefix does not tell how many
-    groups there are.
+    params=params)`` is the sensitivity of all groups together; it needs
+    ``params`` (arrays or shapes) because a number or a prefix does not tell how
+    many groups there are.
 
   Raises:
     ValueError: If a threshold or ``normalize_by`` is not a positive finite
@@ -221,11 +202,13 @@ def per_matrix_clip(
     >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
     3.0 [[0.5 0.5 0.5]]
   """
-  _check(l2_clip_norms)
+  _check_norms(l2_clip_norms)
   _validate.positive('normalize_by', normalize_by)
 
   def groups_of(params):
-    return clip_groups(l2_clip_norms, params, weight_dimension_numbers)
+    return _clip_groups.clip_groups(
+      l2_clip_norms, params, weight_dimension_numbers
+    )
 
   def init_fn(params):
     _per_example.check_whole('per_matrix_clip', params)
@@ -239,35 +222,35 @@ def per_matrix_clip(
     _validate.params_given('per_matrix_clip', params)
     _per_example.check_whole('per_matrix_clip', params)
     _per_example.check_batched('per_matrix_clip', updates, params)
-    leaves, treedef = jax.tree.flatten(updates)
-    expected: Any = jax.tree.structure(params)
+    leaves, structure = jax.tree.flatten(updates)
+    expected: object = jax.tree.structure(params)
+    shapes = [x.shape for x in leaves]
     wanted = [x.shape for x in jax.tree.leaves(params)]
-    if treedef != expected or any(
-      x.shape[1:] != shape or x.shape[:1] != leaves[0].shape[:1]
-      for x, shape in zip(leaves, wanted, strict=True)
-    ):
+    batch = shapes[0][:1] if shapes else ()
+    if structure != expected or shapes != [batch + shape for shape in wanted]:
       raise ValueError(
         'Expected per-example gradients, shaped like params with one leading'
-        f' batch axis, got shapes {[x.shape for x in leaves]} for params of'
-        f' shapes {wanted}.'
+        f' batch axis, got shapes {shapes} for params of shapes {wanted}.'
       )
     if not leaves:
       return updates, state
     summed = _clipped_sum(
       groups_of(params), leaves, is_padding_example, normalize_by
     )
-    return jax.tree.unflatten(treedef, summed), state
+    return with_leaves(updates, summed), state
 
   def sensitivity_of_all(
-    neighboring_relation: Any = _ADD_OR_REMOVE_ONE, *, params: ArrayTree = None
-  ) -> Any:
+    neighboring_relation: NeighboringRelation = _per_example.ADD_OR_REMOVE_ONE,
+    *,
+    params: ArrayTree | None = None,
+  ) -> Scalar:
     if params is None:
       raise ValueError(
         'The sensitivity depends on the number of matrices, which'
         ' l2_clip_norms alone does not tell: call'
         ' `sensitivity(relation, params=params)`, got params=None.'
       )
-    bound = sensitivity(groups_of(params)) / normalize_by
+    bound = _clip_groups.sensitivity(groups_of(params)) / normalize_by
     return _per_example.sensitivity_of_sum(bound)(neighboring_relation)
 
   return _per_example.BoundedSensitivityTransformation(

@@ -1,7 +1,8 @@
 """The transformation that orthogonalizes the matrices of a tree of updates."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import optax
 
 from prism_optax import _matrix_axes, _randomness, _validate, muon
 from prism_optax._linalg import at_least_float32
+from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
 from prism_optax.muon._newton_schulz import check_options
+
+Function = Callable[[jax.Array], jax.Array]
 
 
 class BiasCorrection(NamedTuple):
@@ -19,13 +23,13 @@ class BiasCorrection(NamedTuple):
   Attributes:
     noise_stddev: Standard deviation per coordinate of the fresh, independent
       Gaussian noise in each step's gradient, before the momentum: a number, a
-      prefix tree of numbers, or a callable from the updates to one.
-    momentum: beta of the heavy ball ``m <- beta m + g`` that comes before;
-      0.0 if there is none.
-    prng_key: Key of the probes: None for a seed from the operating system,
-      taken in ``init``; an int or a typed key. The probes may be public, but
+      prefix tree of numbers, or a callable from the updates to such a tree.
+    momentum: beta of the heavy ball ``m <- beta m + g`` in front of
+      :func:`orthogonalize`; 0.0 if there is none.
+    prng_key: Key of the probes. None takes a seed from the operating system in
+      ``init``; otherwise an int or a typed key. The probes may be public, but
       must be independent of the noise: never pass the key of the noise.
-    num_probes: Number of antithetic pairs for each step.
+    num_probes: Number of antithetic pairs of probes at each step.
     probe_scale: Size of the probes in units of the noise in the momentum.
   """
 
@@ -50,24 +54,63 @@ class OrthogonalizeState(NamedTuple):
 
 def noise_variance(
   noise_stddev: Scalar, momentum: Scalar, count: Scalar
-) -> Any:
+) -> jax.Array:
   """Variance of the noise in a heavy ball after ``count`` steps.
 
-  ``s^2 (1 - beta^(2t)) / (1 - beta^2)``, the sum of ``s^2 beta^(2j)``.
+  It is ``s^2 (1 - beta^(2t)) / (1 - beta^2)``, the sum of ``s^2 beta^(2j)``.
   """
   decay = jnp.square(momentum)
   return jnp.square(noise_stddev) * (1 - decay**count) / (1 - decay)
 
 
-def _stddevs(
-  correction: BiasCorrection, updates: ArrayTree, count: Scalar
-) -> list:
-  """Standard deviation of the noise in the momentum, for each leaf."""
-  stddev = correction.noise_stddev
-  stddev = stddev(updates) if callable(stddev) else stddev
+def _all_are_matrices(tree: ArrayTree) -> _matrix_axes.DimensionNumbers:
+  for x in jax.tree.leaves(tree):
+    if len(x.shape) != 2:
+      raise ValueError(
+        'Without weight_dimension_numbers every leaf must have two axes, got'
+        f' shape {tuple(x.shape)}: say which axes form a matrix, or mark the'
+        ' leaf None.'
+      )
+  return _matrix_axes.PLAIN  # A prefix of every tree.
+
+
+def _check_correction(correction: BiasCorrection) -> None:
+  if not isinstance(correction, BiasCorrection):
+    raise ValueError(
+      f'Expected a BiasCorrection or None, got bias_correction={correction!r}.'
+    )
+  _validate.decay_rate('bias_correction.momentum', correction.momentum)
+  _validate.integer('num_probes', correction.num_probes, 1)
+  _validate.positive('probe_scale', correction.probe_scale)
+  _randomness.check_key('bias_correction.prng_key', correction.prng_key)
+  if not callable(correction.noise_stddev):
+    for stddev in jax.tree.leaves(correction.noise_stddev):
+      _validate.non_negative('bias_correction.noise_stddev', stddev)
+
+
+def _corrected(
+  function: Function,
+  correction: BiasCorrection,
+  updates: ArrayTree,
+  count: jax.Array,
+  probe_key: jax.Array,
+) -> list[Function]:
+  """For each leaf the function less its bias by the noise after ``count``."""
+  stddevs = correction.noise_stddev
+  if callable(stddevs):
+    stddevs = stddevs(updates)
+  stddevs = _matrix_axes.broadcast('noise_stddev', stddevs, updates)
+  keys = jax.random.split(probe_key, len(stddevs))
   return [
-    jnp.sqrt(noise_variance(s, correction.momentum, count))
-    for s in _matrix_axes.broadcast('noise_stddev', stddev, updates)
+    functools.partial(
+      muon.subtract_bias,
+      function,
+      noise_stddev=jnp.sqrt(noise_variance(s, correction.momentum, count)),
+      prng_key=key,
+      num_probes=correction.num_probes,
+      probe_scale=correction.probe_scale,
+    )
+    for s, key in zip(stddevs, keys, strict=True)
   ]
 
 
@@ -77,41 +120,42 @@ def orthogonalize(
   steps: int = 5,
   normalize: str = 'max1',
   bias_correction: BiasCorrection | None = None,
-  weight_dimension_numbers: _matrix_axes.DimensionNumbersLike = None,
+  weight_dimension_numbers: DimensionNumbersLike = None,
   matmul_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
   """Orthogonalizes the matrices of the updates by Newton-Schulz steps.
 
-  After ``optax.trace(beta)``, the heavy ball, and before the learning rate it
-  makes Muon with the iteration of DP-Muon (arXiv:2605.12994).
+  Between ``optax.trace(beta)``, the heavy ball, and the learning rate it makes
+  Muon with the iteration of DP-Muon (arXiv:2605.12994). The singular vectors of
+  a matrix stay and its singular values move towards 1, see
+  :mod:`prism_optax.muon`.
 
-  **Privacy.** Behind a mechanism it is post-processing and costs nothing.
-
-  A matrix of singular values s becomes one of the same singular vectors and of
-  singular values near 1, see :mod:`prism_optax.muon`.
+  **Privacy.** Behind the noise it is post-processing and costs nothing. It
+  gives no privacy by itself: before the noise its output has no sensitivity
+  that is known here.
 
   ==========================  =================================================
   zero matrix                 stays zero
   matrix of norm below one    keeps its size with ``'max1'``
-  NaN or Inf in a matrix      this matrix is not finite, others are as they were
-  ``noise_stddev=0.0``        of a bias correction: nothing is subtracted
+  NaN or Inf in a matrix      this matrix is not finite, others are not affected
+  ``noise_stddev=0.0``        the bias correction subtracts nothing
   bfloat16 updates            computed in float32, returned in bfloat16
   ==========================  =================================================
 
   Args:
-    degree: Degree kappa of the polynomial, static.
-    steps: Number q of steps, static.
+    degree: Degree kappa of the polynomial, a Python int.
+    steps: Number q of steps, a Python int.
     normalize: ``'max1'`` (the source), ``'frobenius'`` (optax's Muon) or
       ``'none'``: see :func:`prism_optax.muon.newton_schulz`.
-    bias_correction: Off (``None``), or what
-      :func:`prism_optax.muon.subtract_bias` needs. It is this
-      library's own estimator: it lowers the bias that noise in the momentum
-      gives to a nonlinear function of it, raises the variance, and multiplies
-      the time by ``2 num_probes + 1``.
-    weight_dimension_numbers: A tree of ``optax.contrib.MuonDimensionNumbers``,
-      or a prefix, or a callable from updates to one; batch axes stack
-      matrices. Leaves marked ``None`` pass unchanged. By default all leaves
-      must have two axes.
+    bias_correction: ``None`` for no correction, or the numbers that
+      :func:`prism_optax.muon.subtract_bias` needs. This library's own estimator
+      lowers the bias that noise in the momentum gives to a nonlinear function
+      of it, raises the variance, and multiplies the time by
+      ``2 num_probes + 1``.
+    weight_dimension_numbers: A tree of ``optax.contrib.MuonDimensionNumbers``
+      and ``None``, a prefix of the updates, or a callable from updates to one
+      of these; batch axes stack matrices. Leaves marked ``None`` pass
+      unchanged. By default all leaves must have two axes.
     matmul_dtype: Type of the factors of the products, for instance
       ``jnp.bfloat16``; sums stay in float32.
 
@@ -120,8 +164,8 @@ def orthogonalize(
     its state is empty.
 
   Raises:
-    ValueError: For an option that is not one of these; in ``update`` if a leaf
-      is no matrix by the rules above.
+    ValueError: For an option that is not allowed; in ``init`` and ``update`` if
+      a leaf is no matrix by the rules above.
 
   Example:
     >>> import jax.numpy as jnp
@@ -134,41 +178,23 @@ def orthogonalize(
   """
   check_options(degree, steps, normalize)
   if bias_correction is not None:
-    if not isinstance(bias_correction, BiasCorrection):
-      raise ValueError(
-        f'Expected a BiasCorrection or None, got {bias_correction=}.'
-      )
-    _validate.decay_rate('bias_correction.momentum', bias_correction.momentum)
-    _validate.integer('num_probes', bias_correction.num_probes, 1)
-    _validate.positive('probe_scale', bias_correction.probe_scale)
-    _randomness.check_key('bias_correction.prng_key', bias_correction.prng_key)
-    if not callable(bias_correction.noise_stddev):
-      for s in jax.tree.leaves(bias_correction.noise_stddev):
-        _validate.non_negative('bias_correction.noise_stddev', s)
+    _check_correction(bias_correction)
+  function: Function = functools.partial(
+    muon.newton_schulz,
+    degree=degree,
+    steps=steps,
+    normalize=normalize,
+    matmul_dtype=matmul_dtype,
+  )
 
-  def function(x):
-    return muon.newton_schulz(
-      x,
-      degree=degree,
-      steps=steps,
-      normalize=normalize,
-      matmul_dtype=matmul_dtype,
-    )
-
-  def specs_of(updates):
-    if weight_dimension_numbers is not None:
-      return _matrix_axes.resolve(weight_dimension_numbers, updates)
-    for x in jax.tree.leaves(updates):
-      if len(x.shape) != 2:
-        raise ValueError(
-          'Without weight_dimension_numbers every leaf must have two axes, got'
-          f' shape {tuple(x.shape)}: say which axes form a matrix, or mark the'
-          ' leaf None.'
-        )
-    return [_matrix_axes.PLAIN] * len(jax.tree.leaves(updates))
+  if weight_dimension_numbers is None:
+    weight_dimension_numbers = _all_are_matrices
+  matrices_of = functools.partial(
+    _matrix_axes.resolve, weight_dimension_numbers
+  )
 
   def init_fn(params):
-    specs_of(params)
+    matrices_of(params)  # What does not fit shall fail here, not in training.
     if bias_correction is None:
       return optax.EmptyState()
     key = _randomness.resolve_key(
@@ -178,32 +204,22 @@ def orthogonalize(
 
   def update_fn(updates, state, params=None):
     del params
-    leaves, treedef = jax.tree.flatten(updates)
-    specs = specs_of(updates)
+    leaves = jax.tree.leaves(updates)
+    functions = [function] * len(leaves)
     if bias_correction is not None:
       next_key, probe_key = jax.random.split(state.prng_key)
       state = OrthogonalizeState(optax.safe_increment(state.count), next_key)
-      stddevs = _stddevs(bias_correction, updates, state.count)
-      keys = jax.random.split(probe_key, max(len(leaves), 1))
-    out = []
-    for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
-      if spec is None:
-        out.append(x)
-        continue
-      matrices, restore = _matrix_axes.to_matrices(x, spec)
-      if bias_correction is None:
-        out.append(restore(function(matrices)))
-        continue
-      wide = at_least_float32(matrices)
-      direction = muon.subtract_bias(
-        function,
-        wide,
-        stddevs[i],
-        keys[i],
-        num_probes=bias_correction.num_probes,
-        probe_scale=bias_correction.probe_scale,
+      functions = _corrected(
+        function, bias_correction, updates, state.count, probe_key
       )
-      out.append(restore(direction.astype(x.dtype)))
-    return jax.tree.unflatten(treedef, out), state
+
+    def direction(x, matrices, fn):
+      if matrices is None:
+        return x
+      out = fn(at_least_float32(matrices.to_matrices(x)))
+      return matrices.from_matrices(out.astype(x.dtype))
+
+    directions = map(direction, leaves, matrices_of(updates), functions)
+    return _matrix_axes.with_leaves(updates, directions), state
 
   return optax.GradientTransformation(init_fn, update_fn)

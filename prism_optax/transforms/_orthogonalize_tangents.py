@@ -17,11 +17,11 @@ from prism_optax.transforms._chain import Stacked, TangentTransformation
 
 
 class TangentMomentum(NamedTuple):
-  """Momentum of one stack of modules, and where it is written.
+  """Momentum of one stack of modules, with the bases of its coordinates.
 
   Attributes:
     bases: ``Q_L`` (k, m, r) and ``Q_R`` (k, n, r).
-    trace: Heavy ball, tangent coordinates in these bases.
+    trace: The heavy ball, as tangent coordinates in these bases.
   """
 
   bases: Factors
@@ -32,8 +32,8 @@ class OrthogonalTangentsState(NamedTuple):
   """State of :func:`orthogonalize_tangents`.
 
   Attributes:
-    pairs: For each stack of same-shape modules its momentum.
-    others: State of Adam for the other leaves.
+    pairs: The momentum of each stack of same-shape modules.
+    others: Adam's state for the other leaves.
   """
 
   pairs: tuple[TangentMomentum, ...]
@@ -54,29 +54,28 @@ def orthogonalize_tangents(
 ) -> TangentTransformation:
   """Muon's direction in the tangent space of each LoRA module.
 
-  The momentum ``m <- momentum m + X`` lives in tangent coordinates and is
-  carried to each new tangent space by projection. Its orthogonalization has
-  rank 2r and is not tangent: the direction is the projection of that, see
-  :func:`prism_optax.muon.tangent_newton_schulz`. It is the same in every gauge.
-  Leaves that are no factors get Adam.
+  The momentum ``m <- momentum m + X`` is kept in tangent coordinates and is
+  carried to each new tangent space by projection. The direction is
+  ``P_Z(F(m))``: F is the Newton-Schulz iteration of DP-Muon (arXiv:2605.12994),
+  whose result has rank 2r and is not tangent, and ``P_Z`` is the projection of
+  PRISM (arXiv:2606.00944, Eq. 13). The combination of the two is ours, see
+  :func:`prism_optax.muon.tangent_newton_schulz`. The direction does not depend
+  on the gauge of the factors. Adam updates the leaves that are no factors.
 
-  ``P_Z(F(m))`` with F the Newton-Schulz iteration of DP-Muon
-  (arXiv:2605.12994) and ``P_Z`` the projection of PRISM (arXiv:2606.00944,
-  Eq. 13); putting the two together is ours.
-
-  It stands where :func:`scale_by_rank_preconditioner` does: behind
+  It takes the place of :func:`scale_by_rank_preconditioner`: behind
   ``tangent_privatizer``, before the learning rate and :func:`retract`.
 
-  **Privacy.** It only reads what is already private: post-processing.
+  **Privacy.** It reads only noisy gradients and is post-processing. It gives no
+  privacy by itself.
 
   =============================  ==============================================
   zero momentum                  zero direction
-  momentum of norm below one     keeps its size with ``'max1'``: learning rates
-                                 then mean what the gradient's unit says
-  factor zero or of lower rank   what cannot be observed stays zero
+  momentum of norm below one     keeps its size with ``'max1'``: the step then
+                                 scales with the gradient
+  factor zero or of lower rank   coordinates that cannot be observed stay zero
   ``momentum=0.0``               the noisy gradient alone is orthogonalized
-  NaN or Inf comes in            the momentum keeps it: clip at the start of the
-                                 chain
+  NaN or Inf comes in            it stays in the momentum: clip at the start of
+                                 the chain
   bfloat16 parameters            momentum and direction in float32
   =============================  ==============================================
 
@@ -86,12 +85,12 @@ def orthogonalize_tangents(
     steps: Number q of its steps.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``: see
       :func:`prism_optax.muon.newton_schulz`; the norm is the intrinsic one.
-    coordinate_rms: If a number, directions are scaled by it times
+    coordinate_rms: A number multiplies the directions by itself times
       ``sqrt((m + n - r) / 2)``. Then a direction whose 2r singular values are
       all one has this root mean square over its ``r (m + n - r)``
       coordinates, and 1.0 makes learning rates comparable with those of
-      :func:`scale_by_rank_preconditioner`. ``None``: singular values of about
-      one, as in Muon.
+      :func:`scale_by_rank_preconditioner`. ``None`` leaves the singular values
+      at about one, as in Muon.
     b1: Adam's decay of the first moment, for the other leaves.
     b2: Adam's decay of the second moment, for the other leaves.
     eps: Adam's constant under the fraction, for the other leaves.
@@ -127,7 +126,7 @@ def orthogonalize_tangents(
   adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
   def init_pair(tangent: Tangent) -> TangentMomentum:
-    # Each in an array of its own: a state may be donated, no buffer twice.
+    # Separate arrays: a state may be donated, but no buffer may occur twice.
     return TangentMomentum(
       Factors(*jax.tree.map(jnp.zeros_like, tangent)),
       jax.tree.map(jnp.zeros_like, tangent),

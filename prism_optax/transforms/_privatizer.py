@@ -28,7 +28,7 @@ class ForeignPrivatizerState(NamedTuple):
 def repeats_its_last_row(privatizer: Any) -> bool:
   """Whether this is jax-privacy's privatizer for a dense noising matrix.
 
-  Nothing but the name of the function that made it tells.
+  Only the name of the function that made it shows that.
   """
   update = getattr(privatizer, 'update', None)
   return 'dense_matrix_factorization' in getattr(update, '__qualname__', '')
@@ -37,10 +37,10 @@ def repeats_its_last_row(privatizer: Any) -> bool:
 def limited(
   privatizer: optax.GradientTransformation, horizon: int | None
 ) -> optax.GradientTransformation:
-  """The privatizer, with nothing at all beyond the horizon.
+  """The privatizer, which releases nothing beyond the horizon.
 
-  There an update raises where the step count is known, and under ``jit`` gives
-  zeros, neither signal nor noise. None for no horizon.
+  Beyond it an update raises where the step count is known, and under ``jit``
+  returns zeros, neither signal nor noise. None means no horizon.
   """
 
   def init(updates):
@@ -65,14 +65,73 @@ def limited(
   return optax.GradientTransformation(init, update)
 
 
+def check_source(
+  name: str,
+  size: Scalar | None,
+  prng_key: PRNGKeyLike,
+  privatizer: optax.GradientTransformation | None,
+) -> None:
+  """Checks that the noise has one source: a size of ours, or a privatizer.
+
+  Args:
+    name: Name of the argument ``size``, for error messages.
+    size: A standard deviation or a noise multiplier.
+    prng_key: Key for noise of that size.
+    privatizer: Given in place of ``size``.
+
+  Raises:
+    ValueError: Unless exactly one of ``size`` and ``privatizer`` is given; if
+      ``size`` is negative or not finite; for a key beside a privatizer, or one
+      that is no key.
+  """
+  if (size is None) == (privatizer is None):
+    raise ValueError(
+      f'Expected exactly one of {name} and privatizer, got'
+      f' {name}={size!r} and {privatizer=}.'
+    )
+  if privatizer is None:
+    _validate.non_negative(name, size)
+  elif prng_key is not None:
+    raise ValueError(
+      f'prng_key is for the noise of {name}; a privatizer has its own.'
+    )
+  _randomness.check_key('prng_key', prng_key)
+
+
 class TangentPrivatizerState(NamedTuple):
-  """State of :func:`tangent_privatizer` with its own Gaussian noise.
+  """State of independent Gaussian noise (:func:`gaussian`).
 
   Attributes:
     prng_key: Typed key, shape (); split once per update. Secret.
   """
 
   prng_key: jax.Array
+
+
+def gaussian(
+  stddev: Scalar, prng_key: PRNGKeyLike
+) -> optax.GradientTransformation:
+  """Adds fresh Gaussian noise to every entry of a tree of arrays.
+
+  Args:
+    stddev: Standard deviation per entry, in the unit of what comes in.
+    prng_key: As for :func:`tangent_privatizer`.
+
+  Returns:
+    A transformation that keeps shapes and types, float32 or float64.
+  """
+
+  def init(params):
+    key = _randomness.resolve_key('prng_key', prng_key, params)
+    return TangentPrivatizerState(key)
+
+  def update(updates, state, params=None):
+    del params
+    next_key, key = jax.random.split(state.prng_key)
+    noisy = _randomness.add_normal(key, updates, stddev)
+    return noisy, TangentPrivatizerState(next_key)
+
+  return optax.GradientTransformation(init, update)
 
 
 def tangent_privatizer(
@@ -85,51 +144,56 @@ def tangent_privatizer(
 ) -> TangentTransformation:
   """Adds Gaussian noise to tangent coordinates, then projects the sum.
 
-  The mechanism is the release of ``X + stddev * N(0, I)`` on ALL entries of
+  Behind :func:`intrinsic_clip` this is the isotropic tangent noise of PRISM
+  (arXiv:2606.00944, Eq. 17-21): the noise of each module has the expected
+  square ``stddev^2 r (m + n - r)``.
+
+  **Privacy.** The mechanism releases ``X + stddev * N(0, I)`` on ALL entries of
   the coordinates and of the other leaves, a space whose dimension does not
-  depend on the data or the parameters. ``X_L <- (I - P_L) X_L`` and the masks
-  of rank-deficient factors act on the noisy sum and are post-processing, so
-  privacy needs a bound on the Euclidean norm of what comes in and no accuracy
-  of any frame. For what comes from :func:`intrinsic_clip` the noise is the
-  isotropic tangent noise of PRISM (arXiv:2606.00944, Eq. 17-21): each module's
-  has expected square ``stddev^2 r (m + n - r)``.
+  depend on the data or the parameters. With
+  ``stddev = noise_multiplier * clip.sensitivity()``, per coordinate and in the
+  unit of the incoming sum or mean, one update is a Gaussian mechanism of that
+  noise multiplier for add-or-remove-one neighbours (arXiv:2606.00944, Theorem
+  3.4, Lemma A.27 for a subspace). The projection ``X_L <- (I - P_L) X_L`` and
+  the masks of rank-deficient factors act on the noisy sum and are
+  post-processing: privacy needs a bound on the Euclidean norm of the input, and
+  no accuracy of any frame.
 
-  Inside of ``optax.masked`` or ``optax.partition`` it adds noise to the leaves
-  it is shown and knows of no others: those are private only if something else
-  sets them to zero. Two privatizers in two branches are two mechanisms on the
-  same batch. So noise belongs outside of any mask, where the clip has to be.
-
-  With ``stddev = noise_multiplier * clip.sensitivity()`` one update is a
-  Gaussian mechanism of that noise multiplier for add-or-remove-one neighbours
-  (Theorem 3.4 there, Lemma A.27 for a subspace).
+  Not covered: the sensitivity, which the clip in front must bound; several
+  updates, which an accountant composes; and leaves that ``optax.masked`` or
+  ``optax.partition`` hides, which get no noise and are private only if
+  something else sets them to zero. Two privatizers in two branches are two
+  mechanisms on the same batch. So the noise belongs outside of any mask, as the
+  clip does. With ``privatizer`` the guarantee is the one of that privatizer.
 
   ============================  ===============================================
   zeros come in (empty batch)   noise all the same
-  NaN or Inf comes in           NaN or Inf goes out: a clip belongs before it
-  factor zero or of lower rank  noise is drawn for all entries; what cannot be
-                                observed is masked afterwards
+  NaN or Inf comes in           NaN or Inf goes out: put a clip before it
+  factor zero or of lower rank  all entries get noise; coordinates that cannot
+                                be observed are masked afterwards
   beyond ``horizon``            ValueError, or under ``jit`` zeros: no release
   ``stddev=0.0``                no noise and no privacy, for tests
   ============================  ===============================================
 
   Args:
-    stddev: Noise per coordinate, not in total, in the unit of what comes in
-      (``noise_multiplier * l2_clip_norm / expected_batch_size`` behind a mean).
-      Zero is allowed and private for nobody. May be traced.
-    prng_key: None for a seed from the operating system, taken in ``init``
-      (outside of ``jit``); an int or a typed key for noise that can be
-      reproduced, by anybody who knows it. One ``init`` per privacy budget: a
-      second one with the same key repeats the noise.
-    privatizer: In place of ``stddev``: any privatizer in the manner of optax
+    stddev: Standard deviation of the noise per coordinate, not in total, in the
+      unit of the input (``noise_multiplier * l2_clip_norm /
+      expected_batch_size`` behind a mean). Zero is allowed and gives no
+      privacy. May be traced.
+    prng_key: None takes a seed from the operating system in ``init`` (outside
+      of ``jit``). An int or a typed key makes noise that anybody who knows it
+      can repeat. Call ``init`` once per privacy budget: a second call with the
+      same key repeats the noise.
+    privatizer: Replaces ``stddev``: any privatizer in the manner of optax
       (jax-privacy's), which adds its own noise to trees in the shapes of the
-      parameters. Noise that is correlated over steps should go to
-      :func:`correlated_tangent_privatizer` instead: in coordinates that turn
-      from step to step it does not cancel.
-    horizon: With ``privatizer``: the number of updates that its noise is made
-      for. Beyond it nothing is released: an update raises where the step count
-      is known, and under ``jit`` gives zeros, neither signal nor noise.
-      Required for the dense matrix factorization of jax-privacy, which repeats
-      the noise of its last row for ever.
+      parameters. For noise that is correlated over steps use
+      :func:`correlated_tangent_privatizer`: in coordinates that turn from step
+      to step it does not cancel.
+    horizon: The number of updates that the noise of ``privatizer`` is made for.
+      Beyond it nothing is released: an update raises where the step count is
+      known, and under ``jit`` returns zeros, neither signal nor noise. The
+      dense matrix factorization of jax-privacy needs it, because it repeats the
+      noise of its last row for ever.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -138,10 +202,10 @@ def tangent_privatizer(
     whatever the type of the parameters.
 
   Raises:
-    ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given;
-      for a privatizer with a finite horizon that is not given;
-      if ``stddev`` is negative or not finite; for keys that are no typed keys;
-      if ``init`` is traced with ``prng_key=None``.
+    ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given; if
+      the privatizer needs a ``horizon`` that is not given; if ``stddev`` is
+      negative or not finite; if ``prng_key`` is no key; if ``init`` is traced
+      with ``prng_key=None``.
 
   Example:
     >>> import jax.numpy as jnp
@@ -154,15 +218,7 @@ def tangent_privatizer(
     >>> float(noise['lora_b'][0, 0])  # The frame's direction: in lora_a only.
     0.0
   """
-  if (stddev is None) == (privatizer is None):
-    raise ValueError(
-      'Expected exactly one of stddev and privatizer, got'
-      f' {stddev=} and {privatizer=}.'
-    )
-  if privatizer is not None and prng_key is not None:
-    raise ValueError(
-      'prng_key is for the noise of stddev; a privatizer has its own.'
-    )
+  check_source('stddev', stddev, prng_key, privatizer)
   if horizon is not None:
     if privatizer is None:
       raise ValueError(f'horizon is for a privatizer, got {horizon=} alone.')
@@ -174,41 +230,25 @@ def tangent_privatizer(
       ' rows.'
     )
   if stddev is not None:
-    _validate.non_negative('stddev', stddev)
-  _randomness.check_key('prng_key', prng_key)
+    noise = gaussian(stddev, prng_key)
+  elif privatizer is not None:
+    noise = limited(privatizer, horizon)
 
-  own_stddev = 0.0 if stddev is None else stddev
-
-  def own_init(step):
-    key = _randomness.resolve_key('prng_key', prng_key, step.params)
-    return TangentPrivatizerState(key)
-
-  def own_noise(stacks, state, step):
-    del step
-    next_key, key = jax.random.split(state.prng_key)
-    noisy = _randomness.add_normal(key, stacks, own_stddev)
-    return noisy, TangentPrivatizerState(next_key)
-
-  def foreign_init(step):
+  def init(step):
+    if privatizer is None:
+      return noise.init(step.params)
     # It sees coordinates: in the shapes of params, float32 at least.
-    return foreign.init(step.to_tree(step.tree.coordinates(step.params)))
-
-  def foreign_noise(stacks, state, step):
-    noisy, state = foreign.update(step.to_tree(stacks), state)
-    return step.tree.coordinates(noisy), state
-
-  if privatizer is None:
-    init, add_noise = own_init, own_noise
-  else:
-    foreign = limited(privatizer, horizon)
-    init, add_noise = foreign_init, foreign_noise
+    return noise.init(step.to_tree(step.tree.coordinates(step.params)))
 
   def update(stacks, state, step, **extra_args):
     del extra_args
     # Noise on every entry first; projector and masks act on the sum.
-    noisy, state = add_noise(
-      stacks.map_pairs(fixed_rank.multiply_out), state, step
-    )
+    if privatizer is None:
+      explicit = stacks.map_pairs(fixed_rank.multiply_out)
+      noisy, state = noise.update(explicit, state)
+    else:
+      tree, state = noise.update(step.to_tree(stacks), state)
+      noisy = step.tree.coordinates(tree)
     return noisy.map_pairs(
       lambda x, frame: projected(frame, x), step.frames
     ), state
