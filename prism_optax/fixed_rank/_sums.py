@@ -56,6 +56,8 @@ class TallSum:
       jax.tree.map(lambda x: factor * x, self.matrices())
     )
 
+  __rmul__ = __mul__
+
   def __matmul__(self, matrix: jax.Array) -> 'TallSum':
     return self.with_matrices(
       jax.tree.map(lambda x: matmul(x, matrix), self.matrices())

@@ -380,15 +380,15 @@ MUTANTS = (
   Mutant(
     'half the noise',
     PRIVATIZER,
-    '_randomness.add_normal(key, stacks, ',
-    '_randomness.add_normal(key, stacks, 0.5 * ',
+    '_randomness.add_normal(key, updates, ',
+    '_randomness.add_normal(key, updates, 0.5 * ',
     (NOISE,),
   ),
   Mutant(
     'variance for standard deviation',
     PRIVATIZER,
-    '_randomness.add_normal(key, stacks, ',
-    '_randomness.add_normal(key, stacks, stddev * ',
+    '_randomness.add_normal(key, updates, ',
+    '_randomness.add_normal(key, updates, stddev * ',
     (NOISE,),
   ),
   Mutant(
@@ -514,7 +514,7 @@ MUTANTS = (
   Mutant(
     'bias correction of the noise forgotten',
     PRECONDITIONER,
-    'lambda x: x / nu_correction, moments.noise',
+    'lambda x: x / options.nu_correction, moments.noise',
     'lambda x: x, moments.noise',
     (TRAJECTORY,),
   ),
