@@ -37,7 +37,7 @@ def at_least_float32(x: jax.typing.ArrayLike) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def map_matrices(fn: Callable, *args: jax.Array) -> Any:
+def map_matrices(fn: Callable[..., Any], *args: jax.Array) -> Any:
   """Maps ``fn`` over axis 0: in turn on CPU, batched elsewhere."""
   if args[0].shape[0] == 1:  # No loop for a single matrix.
     return jax.tree.map(lambda y: y[None], fn(*(a[0] for a in args)))
@@ -48,7 +48,9 @@ def map_matrices(fn: Callable, *args: jax.Array) -> Any:
   )
 
 
-def branch(predicate: Any, if_true: Callable, if_false: Callable) -> Any:
+def branch(
+  predicate: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]
+) -> Any:
   """``lax.cond`` of two functions without arguments.
 
   Where the predicate is known it is Python's: outside of jit a ``cond`` is

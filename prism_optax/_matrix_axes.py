@@ -128,7 +128,10 @@ def resolve(
 
 
 def broadcast(
-  name: str, prefix: Any, tree: ArrayTree, is_leaf: Callable | None = None
+  name: str,
+  prefix: Any,
+  tree: ArrayTree,
+  is_leaf: Callable[..., Any] | None = None,
 ) -> list[Any]:
   """The values of the prefix tree ``prefix``, one for each leaf of ``tree``."""
   out: list[Any] = []

@@ -42,7 +42,7 @@ from benchmarks.geometry.paper_report import (  # noqa: E402
   SIGMAS,
   SWEEP,
 )
-from prism_optax import diagnostics, fixed_rank, lora  # noqa: E402
+from prism_optax import _modules, diagnostics, fixed_rank  # noqa: E402
 
 BATCH, STEPS, LEARNING_RATE, SIGMA = 128, 60, 5e-3, 1.0
 
@@ -154,10 +154,10 @@ def issue_one(
 
 def largest_pair(params: Any) -> tuple[np.ndarray, np.ndarray]:
   """(left, right) of the module with the largest Z, float64."""
-  blocks = lora.Adapters(params).factors(params)
+  stacks = _modules.ModuleTree(params).factors(params)
   pairs = [
     (np.float64(left), np.float64(right))
-    for stack in blocks.pairs
+    for stack in stacks.pairs
     for left, right in zip(stack.left, stack.right, strict=True)
   ]
   return max(pairs, key=lambda p: np.linalg.norm(p[0] @ p[1].T))
@@ -204,9 +204,9 @@ def noise_through(
   method: str, params: Any, state: Any, stddev: float, key: jax.Array
 ) -> tuple[float, float]:
   """Norms in Z of the noise and of the preconditioned noise, all adapters."""
-  adapters = lora.Adapters(params)
-  frames = adapters.frames(params)
-  like = adapters.coordinates(params)
+  tree = _modules.ModuleTree(params)
+  frames = tree.frames(params)
+  like = tree.coordinates(params)
   leaves, treedef = jax.tree.flatten(like)
   keys = jax.random.split(key, len(leaves))
   noise = jax.tree.unflatten(
@@ -221,13 +221,15 @@ def noise_through(
     return float(jnp.sqrt(sum(jnp.sum(fixed_rank.norm(x) ** 2) for x in pairs)))
 
   if method == 'PRISM':
-    x = lora.map_pairs(fixed_rank.project, frames, noise.pairs)
+    x = [
+      fixed_rank.project(frame, pair)
+      for frame, pair in zip(frames, noise.pairs, strict=True)
+    ]
     out = methods.preconditioned(state[2], frames, x, b2=0.95)
-    out = lora.map_pairs(fixed_rank.multiply_out, frames, out)
     return total(x), total(out)
   adam = state[1]
   correction = 1 - 0.95 ** int(adam.count)
-  second = adapters.coordinates(adam.nu)
+  second = tree.coordinates(adam.nu)
   scaled = jax.tree.map(
     lambda g, v: g / (jnp.sqrt(v / correction) + 1e-8), noise, second
   )

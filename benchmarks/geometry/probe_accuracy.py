@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from prism_optax import lora, transforms  # noqa: E402
+from prism_optax import _modules, transforms  # noqa: E402
 
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6)
 
@@ -67,7 +67,7 @@ def errors(
   (grads,) = pull_back(jax.jit(jax.grad(loss))(attached))
   probed = probes.coordinates(grads)
 
-  (frame,) = lora.Adapters(params).frames(params)
+  (frame,) = _modules.ModuleTree(params).frames(params)
   q_left, q_right = np.float64(frame.left[0]), np.float64(frame.right[0])
   g = np.float64(dense)
   outer = g @ q_right

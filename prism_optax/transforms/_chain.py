@@ -46,10 +46,10 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
   Attributes:
     stacked: The stacked form.
     layout: See :func:`prism_optax.lora.describe_pairs`.
-    sensitivity: Of a clip, and of a chain that starts with one:
-      ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the largest
-      Euclidean distance between what comes out of the clip for neighbouring
-      batches. Other transformations have no such attribute.
+    sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
+      largest Euclidean distance between what comes out of a clip for
+      neighbouring batches. Only clips, and chains that start with one, have
+      this attribute.
   """
 
   stacked: Stacked

@@ -149,7 +149,7 @@ def step(
     moments: As they were left by the last step.
     frame: The current frame.
     tangent: Noisy mean gradient.
-    options: Of this step.
+    options: What this step is computed with.
     transport: Whether the moments are written in the current frame first.
 
   Returns:

@@ -66,7 +66,9 @@ class _Trail:
   """
 
   def __init__(self) -> None:
-    self._entries: dict[int, tuple[list[weakref.ref], Stacks, StepContext]] = {}
+    self._entries: dict[
+      int, tuple[list[weakref.ref[Any]], Stacks, StepContext]
+    ] = {}
 
   def leave(self, tree: ArrayTree, stacks: Stacks, step: StepContext) -> None:
     leaves = jax.tree.leaves(tree)

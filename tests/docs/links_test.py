@@ -102,7 +102,7 @@ def test_what_leads_nowhere_is_found():
   )
   assert wrong_links(page, text) == ['none.png', '#none', '../README.md#none']
   assert wrong_names(text) == [
-    'tests/docs/links_test.py::test_no',
+    'tests/conftest.py::test_no',
     'tests/none.py',
   ]
   assert slug_of('A *b*: `c`') == 'a-b-c'
