@@ -15,7 +15,7 @@ FEATURES = (
   'export to PEFT',
 )
 _CONVENTIONS = (
-  'lora/conventions_test.py::test_intrinsic_is_the_change_of_the_weight'
+  'modules/conventions_test.py::test_deltas_are_the_changes_of_the_weight'
 )
 _INITIALISE = (
   'lora/initialization_test.py::test_the_best_approximation_goes_to_the_factors'
@@ -64,7 +64,7 @@ LIBRARIES = {
   'PEFT files': (
     _CONVENTIONS,
     'lora/peft_test.py::test_what_is_read_is_what_peft_computes',
-    'lora/conventions_test.py::test_every_adapter_moves_in_a_private_step',
+    'modules/conventions_test.py::test_every_adapter_moves_in_a_private_step',
     None,
     None,
     'lora/merging_test.py::test_a_matrix_of_pytorch_is_transposed',
