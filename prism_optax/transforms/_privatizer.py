@@ -99,7 +99,7 @@ def check_source(
 
 
 class TangentPrivatizerState(NamedTuple):
-  """State of independent Gaussian noise (:func:`gaussian`).
+  """State of the Gaussian noise of :func:`tangent_privatizer` and `dp_muon`.
 
   Attributes:
     prng_key: Typed key, shape (); split once per update. Secret.
