@@ -524,7 +524,7 @@ def test_what_an_accumulation_before_the_clip_would_have_cost():
   second = jax.tree.map(lambda x: x.at[-1].set(x[0]), honest)
 
   def before(grads, params):
-    _, state = steps.update(grads, steps.init(params), params)
+    _, state = steps.update(grads, steps.init(grads), params)
     return steps.update(second, state, params)[0]
 
   assert _moved(before, _neighbours(-1e6)) > 1.99
