@@ -746,7 +746,6 @@ def run(mutant, env):
 PRIVACY = (
   '_per_example.py',
   '_randomness.py',
-  'aliases/_prism.py',
   'transforms/_chain.py',
   'transforms/_clip_groups.py',
   'transforms/_intrinsic_clip.py',
