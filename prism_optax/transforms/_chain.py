@@ -146,10 +146,10 @@ def tangent_transformation(
     ...     return fixed_rank.Tangent(-x.left, -x.right)
     ...   return stacks.map_pairs(negated), state
     >>> tx = transforms.tangent_transformation('flip', flip)
-    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.ones((1, 2))}
     >>> updates, _ = tx.update(params, tx.init(params), params)
     >>> updates['lora_b'].tolist()
-    [[-1.0, 0.0]]
+    [[-1.0, -1.0]]
   """
 
   def without_more(stacks, state, step, **extra_args):

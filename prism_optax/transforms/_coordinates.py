@@ -141,10 +141,10 @@ def tangent_probes(
   Example:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> import prism_optax
+    >>> from prism_optax import transforms
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.ones((1, 2))}
     >>> loss = lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b']) ** 2)
-    >>> probes = prism_optax.tangent_probes(params)
+    >>> probes = transforms.tangent_probes(params)
     >>> probed = lambda p, x: loss(probes.attach(p), x)
     >>> batch = jnp.ones((4, 3))
     >>> grads = jax.vmap(jax.grad(probed), (None, 0))(probes.zeros, batch)
