@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _linalg, _modules, _randomness, _validate
+from prism_optax import _linalg, _modules, _randomness, _validate, fixed_rank
 from prism_optax._linalg import at_least_float32, gram, matmul
 from prism_optax._modules import LayoutLike, Module
 from prism_optax.fixed_rank import Factors
@@ -225,21 +225,16 @@ def canonicalize(
       ' params.'
     )
 
-  def balanced(module: Module, factors: Factors) -> tuple[Any, Any]:
-    del module
-    pairs = [_balance(x, y) for x, y in zip(*factors, strict=True)]
-    left, right = (np.stack(side) for side in zip(*pairs, strict=True))
-    return left, right
+  def placed(x: Any, old: Any) -> Any:
+    return jax.device_put(x, old.sharding) if isinstance(old, jax.Array) else x
 
   # NumPy: float64 without a global switch.
   new = _modules.map_factors(
-    balanced, params, layout, lambda x: np.asarray(x, np.float64)
+    lambda _, factors: _balance(*factors),
+    params,
+    layout,
+    lambda x: np.asarray(x, np.float64),
   )
-
-  def placed(x: Any, old: Any) -> Any:
-    changed = x is not old and isinstance(old, jax.Array)
-    return jax.device_put(x, old.sharding) if changed else x
-
   return jax.tree.map(placed, new, params)
 
 
@@ -280,43 +275,30 @@ def _largest(
     basis, _ = _linalg.qr(matmul(w, basis))
     basis, _ = _linalg.qr(gram(w, basis))
   basis, _ = _linalg.qr(matmul(w, basis))
-  # W = basis (W^T basis)^T on the range found; columns^2 numbers in the SVD.
-  right, core = _linalg.qr(gram(w, basis))
-  u, s, vt = _linalg.svd(core.mT)
-  root = jnp.sqrt(s[:, None, :rank])
-  return Factors(
-    matmul(basis, u[..., :rank] * root),
-    matmul(right, vt.mT[..., :rank] * root),
-  )
+  # W = basis (W^T basis)^T on the range found.
+  return fixed_rank.truncate(Factors(basis, gram(w, basis)), rank)
 
 
-def _rank_of(singular_values: np.ndarray) -> int:
-  return int(np.sum(singular_values > _TINY * singular_values[0]))
-
-
+@np.vectorize(signature='(m,r),(n,r)->(m,r),(n,r)')
 def _balance(
   left: np.ndarray, right: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
   """One pair (m, r), (n, r) -> the same product in the balanced SVD gauge."""
-  rank = left.shape[-1]
   q_left, c_left = np.linalg.qr(left)
   q_right, c_right = np.linalg.qr(right)
   u, s, vt = np.linalg.svd(c_left @ c_right.T)
-  kept = _rank_of(s)
-  new_left = np.zeros_like(left)
-  new_right = np.zeros_like(right)
-  new_left[:, :kept] = q_left @ u[:, :kept] * np.sqrt(s[:kept])
-  new_right[:, :kept] = q_right @ vt[:kept].T * np.sqrt(s[:kept])
-  if kept < rank:
-    sizes = [np.linalg.svd(c, compute_uv=False) for c in (c_left, c_right)]
-    keep_right = _rank_of(sizes[1]) >= _rank_of(sizes[0])
-    old, new = (right, new_right) if keep_right else (left, new_left)
-    basis = (q_right @ vt[:kept].T) if keep_right else (q_left @ u[:, :kept])
-    rest = old - basis @ (basis.T @ old)
-    directions, lengths, _ = np.linalg.svd(rest, full_matrices=False)
+  root = np.sqrt(np.where(s > _TINY * s[0], s, 0))
+  new_left, new_right = u * root, vt.T * root
+  kept = np.count_nonzero(root)
+  if kept < len(s):
+    # Of the factor of higher rank (ties: the right one): what it has outside.
+    old, basis, new = max(
+      (c_right, vt.T[:, :kept], new_right),
+      (c_left, u[:, :kept], new_left),
+      key=lambda side: np.linalg.matrix_rank(side[0], rtol=_TINY),
+    )
+    directions, lengths, _ = np.linalg.svd(old - basis @ (basis.T @ old))
     # Rounding errors are no directions: they would pass for observable ones.
-    size = max(np.linalg.norm(old), np.finfo(np.float64).tiny)
-    lengths = np.where(lengths > _TINY * size, lengths, 0.0)
-    lost = rank - kept
-    new[:, kept:] = directions[:, :lost] * lengths[:lost]
-  return new_left, new_right
+    lengths[lengths <= _TINY * np.linalg.norm(old)] = 0
+    new[:, kept:] = (directions * lengths)[:, : len(s) - kept]
+  return q_left @ new_left, q_right @ new_right
