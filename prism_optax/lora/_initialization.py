@@ -16,6 +16,7 @@ import optax
 
 from prism_optax import _linalg, _modules, _randomness, _validate, fixed_rank
 from prism_optax._linalg import at_least_float32, gram, matmul
+from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
 from prism_optax.fixed_rank import Factors
 from prism_optax.lora import _merging
@@ -24,6 +25,8 @@ from prism_optax.lora import _merging
 _TINY = 64 * np.finfo(np.float64).eps
 # Far from the small numbers that a key is split into elsewhere.
 _FACTORS, _SKETCH = 0x46414354, 0x534B4554
+# Columns of a random sketch beyond the rank.
+_OVERSAMPLING = 8
 
 
 def initialize(
@@ -103,7 +106,6 @@ def spectral_residual(
   weights: optax.Params,
   prng_key: int | jax.Array,
   *,
-  oversampling: int = 8,
   power_iterations: int = 4,
   kernels: _merging.KernelsLike = None,
   layout: LayoutLike = None,
@@ -128,7 +130,6 @@ def spectral_residual(
       types are read. Other leaves pass.
     weights: Tree with the frozen weights; see :func:`merge`.
     prng_key: An int or a typed key; another one than the key of the noise.
-    oversampling: Columns of the random sketch beyond r.
     power_iterations: Products with ``W W^T``; each makes the error smaller.
     kernels: See :func:`merge`.
     layout: See :func:`describe_pairs`. Its scale counts: ``scale * left @
@@ -153,31 +154,21 @@ def spectral_residual(
     >>> bool(jnp.allclose(z + frozen['q']['kernel'], weights['q']['kernel']))
     True
   """
-  _validate.integer('oversampling', oversampling, 0)
   _validate.integer('power_iterations', power_iterations, 0)
   key = _key(prng_key, _SKETCH)
   modules = _modules.find_modules(params, layout)
-  adapters, params_def = jax.tree.flatten(params)
-  leaves, weights_def = jax.tree.flatten(weights)
+  adapters, leaves = jax.tree.leaves(params), jax.tree.leaves(weights)
   for i, place in enumerate(_merging.find_kernels(modules, weights, kernels)):
     module = place.module
     matrices = place.read(leaves)
-    found = _largest(
-      matrices,
-      jax.random.fold_in(key, i),
-      rank=module.rank,
-      columns=min(module.rank + oversampling, module.m, module.n),
-      power_iterations=power_iterations,
-    )
+    sketch = jax.random.fold_in(key, i)
+    found = _largest(matrices, sketch, module.rank, power_iterations)
     root = module.scale**-0.5
     module.write(adapters, jax.tree.map(lambda x, c=root: c * x, found))
     # Of the factors as they are stored, so that their rounding is no change.
     left, right = module.read(adapters, at_least_float32)
     place.write(leaves, matrices - module.scale * matmul(left, right.mT))
-  return (
-    jax.tree.unflatten(params_def, adapters),
-    jax.tree.unflatten(weights_def, leaves),
-  )
+  return with_leaves(params, adapters), with_leaves(weights, leaves)
 
 
 def canonicalize(
@@ -229,11 +220,9 @@ def canonicalize(
     return jax.device_put(x, old.sharding) if isinstance(old, jax.Array) else x
 
   # NumPy: float64 without a global switch.
+  double = functools.partial(np.asarray, dtype=np.float64)
   new = _modules.map_factors(
-    lambda _, factors: _balance(*factors),
-    params,
-    layout,
-    lambda x: np.asarray(x, np.float64),
+    lambda _, factors: _balance(*factors), params, layout, double
   )
   return jax.tree.map(placed, new, params)
 
@@ -257,18 +246,12 @@ def _orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
   return q * jnp.where(sign == 0, 1, sign)[:, None, :]
 
 
-@functools.partial(
-  jax.jit, static_argnames=('rank', 'columns', 'power_iterations')
-)
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _largest(
-  w: jax.Array,
-  key: jax.Array,
-  *,
-  rank: int,
-  columns: int,
-  power_iterations: int,
+  w: jax.Array, key: jax.Array, rank: int, power_iterations: int
 ) -> Factors:
   """Balanced factors of the best approximation of (k, m, n) matrices."""
+  columns = min(rank + _OVERSAMPLING, *w.shape[1:])
   basis = jax.random.normal(key, (w.shape[0], w.shape[2], columns), w.dtype)
   for _ in range(power_iterations):
     # Orthonormal after each product: powers would lose the small directions.

@@ -14,6 +14,7 @@ import optax
 
 from prism_optax import _modules
 from prism_optax._linalg import at_least_float32, matmul
+from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module, ModuleTree
 from prism_optax.fixed_rank import Factors
 
@@ -153,13 +154,12 @@ def merge(
     6.0
   """
   modules = _modules.find_modules(params, layout)
-  adapters = jax.tree.leaves(params)
-  leaves, treedef = jax.tree.flatten(weights)
+  adapters, leaves = jax.tree.leaves(params), jax.tree.leaves(weights)
   for place in find_kernels(modules, weights, kernels):
     left, right = place.module.read(adapters, at_least_float32)
     z = place.module.scale * matmul(left, right.mT)
     place.write(leaves, place.read(leaves) + z)
-  return jax.tree.unflatten(treedef, leaves)
+  return with_leaves(weights, leaves)
 
 
 def unmerge(
@@ -233,8 +233,8 @@ def find_kernels(
 
 def _shape_of(module: Module) -> tuple[int, ...]:
   """``(*stack, *in, *out)``."""
-  a, b = module.a_axes, module.b_axes
-  return (*module.stack, *a.sizes(a.features), *b.sizes(b.features))
+  a, b = module.a_axes.matrix, module.b_axes.matrix
+  return (*module.stack, *a.features, *b.features)
 
 
 def _is_float(leaf: Any) -> bool:

@@ -136,11 +136,8 @@ def from_peft(
     >>> float(new['q']['lora_a'][0, 0])
     2.0
   """
-  scales = {
-    pair.a.removesuffix('/lora_a'): pair.layout.scale
-    for pair in adapter.layout
-    if pair.layout is not None
-  }
+  theirs = _modules.find_modules(adapter.params, adapter.layout)
+  scales = {x.name: x.scale for x in theirs}
   used: dict[str, list[str]] = {}
 
   def filled(module: Module, _: Factors) -> Factors:

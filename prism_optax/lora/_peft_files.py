@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -64,6 +64,10 @@ class PeftModule(NamedTuple):
   is_embedding: bool
 
 
+Modules = dict[str, PeftModule]
+Tensors = dict[str, np.ndarray]
+
+
 def exactly(name: str) -> str:
   """The pattern key that matches this module and no other."""
   return '^' + re.escape(name)
@@ -84,76 +88,62 @@ def _safetensors() -> Any:
 # Reading.
 
 
-def read(
-  folder: pathlib.Path,
-) -> tuple[dict[str, PeftModule], dict[str, Any], dict[str, np.ndarray]]:
+def read(folder: pathlib.Path) -> tuple[Modules, dict[str, Any], Tensors]:
   """Both files of a folder: modules, configuration, and all other tensors.
 
   Raises:
     ValueError: With the file and what is wrong with it.
   """
-  config = _read_config(folder / CONFIG)
-  path = folder / TENSORS
-  factors, others = _sorted_out(path, _read_tensors(path))
-  modules = {}
-  for name, found in sorted(factors.items()):
-    is_embedding = not found.keys().isdisjoint(_TABLE)
-    if is_embedding and not found.keys().isdisjoint(_LAYER):
-      raise ValueError(f'{path}: {name} is a layer and an embedding at once.')
-    keys = _TABLE if is_embedding else _LAYER
-    absent = set(keys) - set(found)
-    if absent:
-      raise ValueError(f'{path}: {name} has {min(found)} and no {min(absent)}.')
-    a, b = (found[key] for key in keys)
-    rank = _at(config, 'r', 'rank_pattern', name)
-    if a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == rank:
-      raise ValueError(
-        f'{path}: expected {keys[0]} (r, in) and {keys[1]} (out, r) with'
-        f' r={rank}, as {CONFIG} says, for {name}, got {a.shape} and {b.shape}.'
-      )
-    alpha = _at(config, 'lora_alpha', 'alpha_pattern', name)
-    divisor = math.sqrt(rank) if config.get('use_rslora') else rank
-    modules[name] = PeftModule(a, b, alpha / divisor, is_embedding)
+  config = _content(folder / CONFIG, _read_config)
+
+  def read_tensors(data: bytes) -> tuple[Modules, Tensors]:
+    factors, others = _read_tensors(data)
+    return _paired(factors, config), others
+
+  modules, others = _content(folder / TENSORS, read_tensors)
   return modules, config, others
 
 
-def _read_bytes(path: pathlib.Path) -> bytes:
+def _content(path: pathlib.Path, read: Callable[[bytes], Any]) -> Any:
+  """What ``read`` makes of a file; what it refuses, with the name of the file.
+
+  Raises:
+    ValueError: Also if there is no such file.
+  """
   try:
-    return path.read_bytes()
+    return read(path.read_bytes())
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
   except OSError as error:
     hint = ''
     if path.name == TENSORS and (path.parent / 'adapter_model.bin').exists():
       hint = ' There is an adapter_model.bin: save it again as safetensors.'
-    raise ValueError(f'{path}: cannot be read: {error.strerror}.{hint}') from (
-      error
-    )
+    message = f'{path}: cannot be read: {error.strerror}.{hint}'
+    raise ValueError(message) from error
 
 
-def _read_config(path: pathlib.Path) -> dict[str, Any]:
-  data = _read_bytes(path)
+def _read_config(data: bytes) -> dict[str, Any]:
   try:
     config = json.loads(data.decode())
   except (ValueError, RecursionError) as error:  # Also no text, long numbers.
-    raise ValueError(f'{path}: is no JSON file: {error}.') from error
+    raise ValueError(f'is no JSON file: {error}.') from error
   if not isinstance(config, dict):
-    raise ValueError(
-      f'{path}: expected an object, got {type(config).__name__}.'
-    )
+    raise ValueError(f'expected an object, got {type(config).__name__}.')
   kind = config.get('peft_type', 'LORA')
   if kind != 'LORA':
-    raise ValueError(f'{path}: expected peft_type LORA, got {kind!r}.')
+    raise ValueError(f'expected peft_type LORA, got {kind!r}.')
   for field, meaning in _UNKNOWN.items():
     if config.get(field):
-      raise ValueError(f'{path}: {field}: {meaning} cannot be read here.')
+      raise ValueError(f'{field}: {meaning} cannot be read here.')
   start = config.get('init_lora_weights')
   if not any(start is x for x in _HARMLESS[:3]) and start not in _HARMLESS[3:]:
     raise ValueError(
-      f'{path}: init_lora_weights={start!r} changes the base weights, and the'
-      ' adapter is relative to the changed ones. Let PEFT convert it:'
+      f'init_lora_weights={start!r} changes the base weights, and the adapter'
+      ' is relative to the changed ones. Let PEFT convert it:'
       ' save_pretrained(..., path_initial_model_for_weight_conversion=...).'
     )
-  _check_numbers(path, config, 'r', 'rank_pattern', (int,))
-  _check_numbers(path, config, 'lora_alpha', 'alpha_pattern', (int, float))
+  _check_numbers(config, 'r', 'rank_pattern', (int,))
+  _check_numbers(config, 'lora_alpha', 'alpha_pattern', (int, float))
   return config
 
 
@@ -164,11 +154,7 @@ def shown(value: Any) -> str:
 
 
 def _check_numbers(
-  path: pathlib.Path,
-  config: Mapping[str, Any],
-  field: str,
-  patterns: str,
-  types: tuple[type, ...],
+  config: Mapping[str, Any], field: str, patterns: str, types: tuple[type, ...]
 ) -> None:
   """Refuses a field that is no number > 0, and such in its patterns."""
 
@@ -177,20 +163,18 @@ def _check_numbers(
     return type(value) in types and 0 < value < 1e30
 
   if not fits(config.get(field)):
-    raise ValueError(
-      f'{path}: expected {field} > 0{" (integer)" if field == "r" else ""},'
-      f' got {shown(config.get(field, "none"))}.'
-    )
+    kind = ' (integer)' if field == 'r' else ''
+    got = shown(config.get(field, 'none'))
+    raise ValueError(f'expected {field} > 0{kind}, got {got}.')
   found = {} if config.get(patterns) is None else config[patterns]
   if not isinstance(found, dict) or not all(map(fits, found.values())):
     raise ValueError(
-      f'{path}: expected {patterns} to map names to numbers > 0, got'
-      f' {shown(found)}.'
+      f'expected {patterns} to map names to numbers > 0, got {shown(found)}.'
     )
   for key in found:
     # Repeated groups and many repetitions can take exponentially long.
     repeats = len(re.findall(r'(?<!\\)[*+{]', key))
-    message = f'{path}: the key {shown(key)} of {patterns} is'
+    message = f'the key {shown(key)} of {patterns} is'
     if repeats > 2 or re.search(r'\)[*+?{]', key) or len(key) > _LONGEST_NAME:
       raise ValueError(f'{message} too complex.')
     try:
@@ -212,64 +196,75 @@ def _at(config: Mapping[str, Any], field: str, patterns: str, name: str) -> Any:
   return config[field]
 
 
-def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _read_tensors(data: bytes) -> tuple[dict[str, Tensors], Tensors]:
+  """Factors by module and by the end of their names, and all the rest."""
   safetensors = _safetensors()
-  data = _read_bytes(path)
   try:
     # From memory: offsets are checked against the bytes that are there.
-    found = safetensors.deserialize(data)
+    tensors = safetensors.deserialize(data)
   except Exception as error:  # Of a class that is not in every version.
-    raise ValueError(
-      f'{path}: is no whole safetensors file: {error}.'
-    ) from error
-  tensors = {}
-  for name, x in found:
-    if x['dtype'] not in _TYPES:
-      raise ValueError(
-        f'{path}: {shown(name)} is of type {x["dtype"]}, expected one of'
-        f' {sorted(_TYPES)}.'
-      )
-    flat = np.frombuffer(x['data'], _TYPES[x['dtype']])
-    tensors[name] = flat.reshape(x['shape'])
-  return tensors
-
-
-def _sorted_out(
-  path: pathlib.Path, tensors: Mapping[str, np.ndarray]
-) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, np.ndarray]]:
-  """Factors by module and by the end of their names, and all the rest."""
-  factors: dict[str, dict[str, np.ndarray]] = {}
+    raise ValueError(f'is no whole safetensors file: {error}.') from error
+  factors: dict[str, Tensors] = {}
   others = {}
-  for key, x in tensors.items():
+  for key, tensor in tensors:
+    kind = tensor['dtype']
+    if kind not in _TYPES:
+      raise ValueError(
+        f'{shown(key)} is of type {kind}, expected one of {sorted(_TYPES)}.'
+      )
+    x = np.frombuffer(tensor['data'], _TYPES[kind]).reshape(tensor['shape'])
     found = _FACTOR.fullmatch(key)
     if not found:
       if 'lora_' in key:
-        raise ValueError(f'{path}: {shown(key)} is no factor known here.')
+        raise ValueError(f'{shown(key)} is no factor known here.')
       others[key.removeprefix(PREFIX)] = x
       continue
     name, *parts = found.groups('')
     name, end = name.removeprefix(PREFIX), ''.join(parts)
     if len(name) > _LONGEST_NAME or '/' in name:
-      raise ValueError(f'{path}: {shown(name)} is no name of a module.')
+      raise ValueError(f'{shown(name)} is no name of a module.')
     if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f'{path}: expected floats in {key}, got {x.dtype}.')
+      raise ValueError(f'expected floats in {key}, got {x.dtype}.')
     if end in factors.setdefault(name, {}):
-      raise ValueError(f'{path}: more than one adapter for {name}.')
+      raise ValueError(f'more than one adapter for {name}.')
     factors[name][end] = x
   if not factors:
-    raise ValueError(
-      f'{path}: no {" and ".join(_LAYER)} among {shown(sorted(tensors))}.'
-    )
+    names = sorted(key for key, _ in tensors)
+    raise ValueError(f'no {" and ".join(_LAYER)} among {shown(names)}.')
   return factors, others
+
+
+def _paired(
+  factors: Mapping[str, Tensors], config: Mapping[str, Any]
+) -> Modules:
+  """The modules, each of two factors that fit each other and the file."""
+  modules = {}
+  for name, found in sorted(factors.items()):
+    is_embedding = not found.keys().isdisjoint(_TABLE)
+    if is_embedding and not found.keys().isdisjoint(_LAYER):
+      raise ValueError(f'{name} is a layer and an embedding at once.')
+    keys = _TABLE if is_embedding else _LAYER
+    absent = set(keys) - set(found)
+    if absent:
+      raise ValueError(f'{name} has {min(found)} and no {min(absent)}.')
+    a, b = (found[key] for key in keys)
+    rank = _at(config, 'r', 'rank_pattern', name)
+    if a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == rank:
+      raise ValueError(
+        f'expected {keys[0]} (r, in) and {keys[1]} (out, r) with r={rank}, as'
+        f' {CONFIG} says, for {name}, got {a.shape} and {b.shape}.'
+      )
+    alpha = _at(config, 'lora_alpha', 'alpha_pattern', name)
+    divisor = math.sqrt(rank) if config.get('use_rslora') else rank
+    modules[name] = PeftModule(a, b, alpha / divisor, is_embedding)
+  return modules
 
 
 # Writing.
 
 
 def write(
-  folder: pathlib.Path,
-  modules: Mapping[str, PeftModule],
-  config: Mapping[str, Any],
+  folder: pathlib.Path, modules: Modules, config: Mapping[str, Any]
 ) -> None:
   """Both files, each under another name first."""
   tensors = {}
@@ -287,11 +282,9 @@ def write(
 
 
 def _plain(value: Any) -> Any:
-  """Sets, as PEFT has them for target_modules, and NumPy numbers."""
+  """Sets, as PEFT has them for target_modules."""
   if isinstance(value, set | frozenset):
     return sorted(value)
-  if isinstance(value, np.generic):
-    return value.item()
   raise ValueError(
     f'Expected config to hold what JSON knows, got {shown(value)}.'
   )
