@@ -12,10 +12,7 @@ from prism_optax.accounting._epsilon import (
   epsilon,
   privacy_statement,
 )
-from prism_optax.accounting._events import (
-  dpsgd_event,
-  joint_noise_multiplier,
-)
+from prism_optax.accounting._events import dpsgd_event, joint_noise_multiplier
 from prism_optax.accounting._gaussian import (
   gaussian_delta,
   gaussian_epsilon,

@@ -8,14 +8,8 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _validate
-from prism_optax.accounting import _events
+from prism_optax.accounting import _events, _filters
 from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
-from prism_optax.accounting._filters import (
-  Filter,
-  GaussianFilter,
-  RenyiFilter,
-  add,
-)
 from prism_optax.accounting._ledger import Account, Ledger, Transaction
 
 _SERVER = ''  # Its account; no session has this name.
@@ -54,15 +48,15 @@ class PrivacyBudget:
   **Privacy.** All answers to one session together are (``epsilon``,
   ``delta``)-private, whatever the session asks and however its questions depend
   on earlier answers, if each release was paid for by :meth:`spend` and its
-  event is right. The guarantee is for neighbours under
-  ``neighboring_relation`` or, where the event holds the sensitivity of a
-  relation already, under that relation. ``server_epsilon``
-  does the same for all sessions together. Three things are not
-  covered. The running figures of :meth:`spent` and :meth:`remaining` are for
-  planning: as a bound they hold only where the number of releases did not
-  depend on the answers. Session names are the caller's: whoever can choose a
-  new name gets a fresh budget, and only the server's cap bounds that. And the
-  ledger itself is not noised: it tells when and how often a session asked.
+  event is right. The guarantee is for neighbours under ``neighboring_relation``
+  or, where the event holds the sensitivity of a relation already, under that
+  relation. ``server_epsilon`` does the same for all sessions together. Three
+  things are not covered. The running figures of :meth:`spent` and
+  :meth:`remaining` are for planning: as a bound they hold only where the number
+  of releases did not depend on the answers. Session names are the caller's:
+  whoever can choose a new name gets a fresh budget, and only the server's cap
+  bounds that. And the ledger itself is not noised: it tells when and how often
+  a session asked.
 
   =============================  ==============================================
   release that does not fit      BudgetExceeded, before anything is recorded
@@ -79,10 +73,11 @@ class PrivacyBudget:
     delta: Delta of one session's cap, in (0, 1).
     composition: How costs add up:
 
-      - ``'filter'``: for an account whose first release is Gaussian exact, but
-        then for Gaussian releases alone (Smith and Thakurta, arXiv:2210.17520);
-        for any other 'renyi'. The first release does not depend on answers;
-        changing between the two later could, and would cost a part of delta.
+      - ``'filter'``: exact for an account whose first release is Gaussian
+        (Smith and Thakurta, arXiv:2210.17520), which then takes Gaussian
+        releases alone; 'renyi' for any other. The first release does not depend
+        on answers; changing between the two later could, and would cost a part
+        of delta.
       - ``'renyi'``: a filter for all that the RDP accountant knows, mixed at
         will (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
     path: SQLite file of the ledger, made where there is none; ``None`` keeps it
@@ -122,19 +117,18 @@ class PrivacyBudget:
     timeout: float = 60.0,
   ):
     delta = _validate.known_open_probability('delta', delta)
-    caps = {'session': _validate.known_positive('epsilon', epsilon)}
+    positive = _validate.known_positive
+    caps = {'session': positive('epsilon', epsilon)}
     if server_epsilon is not None:
-      caps['server'] = _validate.known_positive(
-        'server_epsilon', server_epsilon
-      )
+      caps['server'] = positive('server_epsilon', server_epsilon)
     _validate.one_of('composition', composition, ('filter', 'renyi'))
     _validate.neighboring_relation(neighboring_relation)
     _validate.positive('timeout', timeout)
     self._composition = composition
-    self._filters: dict[str, dict[str, Filter]] = {
+    self._filters: dict[str, dict[str, _filters.Filter]] = {
       scope: {
-        'gaussian': GaussianFilter(cap, delta, neighboring_relation),
-        'renyi': RenyiFilter(cap, delta, neighboring_relation),
+        'gaussian': _filters.GaussianFilter(cap, delta, neighboring_relation),
+        'renyi': _filters.RenyiFilter(cap, delta, neighboring_relation),
       }
       for scope, cap in caps.items()
     }
@@ -172,7 +166,7 @@ class PrivacyBudget:
       spent = {}
       accounts = self._accounts(transaction, session, event)
       for scope, (found, account) in accounts.items():
-        total = add(account.totals, found.costs(event), count)
+        total = _filters.add(account.totals, found.costs(event), count)
         spent[scope] = found.spent(total)
         if spent[scope] > found.epsilon:
           left = found.epsilon - found.spent(account.totals)
@@ -283,7 +277,7 @@ class PrivacyBudget:
     transaction: Transaction,
     session: str,
     event: dp_accounting.DpEvent = _NOTHING,
-  ) -> dict[str, tuple[Filter, Account]]:
+  ) -> dict[str, tuple[_filters.Filter, Account]]:
     """Returns the accounts that pay for ``event``, by scope.
 
     Each comes with its filter. Where there is none, ``event`` would open it.

@@ -11,8 +11,6 @@ from prism_optax import _validate
 from prism_optax.accounting import _events
 from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 
-ACCOUNTANTS = ('pld', 'rdp')
-
 # The accountant takes exp(interval). An epsilon of millions is no guarantee.
 _WIDEST_INTERVAL = 100.0
 # Ten times coarser than the accountant's grid and about ten times faster. It
@@ -90,16 +88,15 @@ def epsilon(
   """
   _events.require_event(event)
   delta = _validate.known_probability('delta', delta)
-  _validate.one_of('accountant', accountant, ACCOUNTANTS)
+  _validate.one_of('accountant', accountant, ('pld', 'rdp'))
   _validate.neighboring_relation(neighboring_relation)
   interval = value_discretization_interval
   if interval is not None:
     _validate.positive('value_discretization_interval', interval)
+  engine: dp_accounting.PrivacyAccountant
   if accountant == 'rdp':
     event = _events.with_relation(event, neighboring_relation)
-    engine: dp_accounting.PrivacyAccountant = rdp.RdpAccountant(
-      neighboring_relation=neighboring_relation
-    )
+    engine = rdp.RdpAccountant(neighboring_relation=neighboring_relation)
   else:
     if interval is None:
       interval = _events.affordable_interval(event, delta)

@@ -99,18 +99,17 @@ def dpsgd_event(
     )
   if steps == 0:
     return dp_accounting.NoOpDpEvent()
+  step: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(sigma)
   if truncated_batch_size is not None and dataset_size is not None:
     _validate.integer('truncated_batch_size', truncated_batch_size, 1)
     _validate.integer('dataset_size', dataset_size, 1)
-    step: dp_accounting.DpEvent = dp_event.TruncatedSubsampledGaussianDpEvent(
+    step = dp_event.TruncatedSubsampledGaussianDpEvent(
       int(dataset_size), probability, int(truncated_batch_size), sigma
     )
-  else:
-    step = dp_accounting.GaussianDpEvent(sigma)
-    if probability < 1:
-      # Plain Gaussian steps compose in closed form, under every relation and
-      # in both accountants; sampled ones do not.
-      step = dp_accounting.PoissonSampledDpEvent(probability, step)
+  elif probability < 1:
+    # Plain Gaussian steps compose in closed form, under every relation and in
+    # both accountants; sampled ones do not.
+    step = dp_accounting.PoissonSampledDpEvent(probability, step)
   return dp_accounting.SelfComposedDpEvent(step, int(steps))
 
 

@@ -41,7 +41,7 @@ class Filter(abc.ABC):
 
   @abc.abstractmethod
   def _costs(self, event: dp_accounting.DpEvent) -> Costs:
-    """Returns what one release with noise adds, its sensitivity that of one."""
+    """Returns what one noisy release adds when a record is added or removed."""
 
   @abc.abstractmethod
   def _epsilon(self, total: Costs) -> float:
@@ -137,24 +137,17 @@ class RenyiFilter(Filter):
       float(f'{a:.4g}') if a < 2 else float(round(a)) for a in orders
     )
     self.zero = (0.0,) * len(self._orders)
-    # Sampled releases take tens of milliseconds, while others wait.
-    self._known: dict[str, Costs] = {}
 
   def _costs(self, event: dp_accounting.DpEvent) -> Costs:
-    name = _events.to_json(event)
-    if name not in self._known:
-      accountant = rdp.RdpAccountant(self._orders, self.relation)
-      try:
-        accountant.compose(event)
-      except dp_accounting.UnsupportedEventError as error:
-        raise ValueError(
-          f'There is no Renyi analysis of this event under {self.relation}:'
-          f' {error}'
-        ) from error
-      if len(self._known) >= 1024:
-        self._known.clear()
-      self._known[name] = tuple(map(float, accountant.rdp))
-    return self._known[name]
+    accountant = rdp.RdpAccountant(self._orders, self.relation)
+    try:
+      accountant.compose(event)
+    except dp_accounting.UnsupportedEventError as error:
+      raise ValueError(
+        f'There is no Renyi analysis of this event under {self.relation}:'
+        f' {error}'
+      ) from error
+    return tuple(map(float, accountant.rdp))
 
   def _epsilon(self, total: Costs) -> float:
     if not any(total):

@@ -13,11 +13,11 @@ import pathlib
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager as Context
 from typing import Any, NamedTuple
 
 _SCHEMA = (
-  'CREATE TABLE IF NOT EXISTS settings (value TEXT NOT NULL)',
+  'CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY,'
+  ' value TEXT NOT NULL)',
   'CREATE TABLE IF NOT EXISTS accounts (name TEXT PRIMARY KEY,'
   ' filter_name TEXT NOT NULL, totals TEXT NOT NULL)',
   # Rows are only ever added.
@@ -81,23 +81,18 @@ class Transaction:
     """Writes the settings, or compares them with those that are there."""
     for statement in _SCHEMA:
       self._connection.execute(statement)
-    row = self._connection.execute('SELECT value FROM settings').fetchone()
-    if row is None:
-      self._connection.execute(
-        'INSERT INTO settings VALUES (?)', (json.dumps(settings),)
-      )
-      return
-    stored = json.loads(row[0])
-    different = [
-      f'{name}={settings.get(name)!r} (the file: {stored.get(name)!r})'
-      for name in sorted({*stored, *settings})
-      if stored.get(name) != settings.get(name)
-    ]
-    if different:
-      raise ValueError(
-        'The ledger was created with other settings, got'
-        f' {", ".join(different)}. A budget is not changed by opening it again.'
-      )
+    self._connection.execute(
+      'INSERT OR IGNORE INTO settings VALUES (1, ?)', (json.dumps(settings),)
+    )
+    rows = self._connection.execute('SELECT value FROM settings')
+    stored = json.loads(rows.fetchone()[0])
+    for name in sorted({*stored, *settings}):
+      given, kept = settings.get(name), stored.get(name)
+      if given != kept:
+        raise ValueError(
+          f'The ledger was created with other settings, got {name}={given!r}'
+          f' (the file: {kept!r}). A budget is not changed by opening it again.'
+        )
 
 
 class Ledger:
@@ -176,7 +171,7 @@ class Ledger:
       self._process = os.getpid()
     return self._lock
 
-  def _connected(self) -> Context[sqlite3.Connection]:
+  def _connected(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
     if self._memory is not None:
       return contextlib.nullcontext(self._memory)
     # A connection each time: none is shared by threads or inherited by forked
