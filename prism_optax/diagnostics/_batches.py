@@ -77,7 +77,9 @@ def nonprivate_clip_statistics(
       tree.frames(params),
     )
     leaves = jax.tree.leaves(stacks)
-  norms = jnp.sqrt(_per_example.squared_norms(leaves, l2_clip_norm))
+  norms = jnp.sqrt(
+    jax.vmap(_per_example.squared_norm, (0, None))(leaves, l2_clip_norm)
+  )
   return ClipStatistics(
     norms * l2_clip_norm,
     jnp.mean(norms > 1, dtype=jnp.float32),

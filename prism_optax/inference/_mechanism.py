@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from prism_optax import _randomness, _validate
+from prism_optax import _lattice, _validate
 
 # Vectors are clipped to C (1 - 1e-5): rounding of the norm and of the product
 # must not carry them over C. Sums of 400,000 squares in float32 were off by up
@@ -96,7 +96,7 @@ def privatize_hidden_states(
     )
   clipped = clip(hidden, l2_clip_norm, mask, block_ndim)
   _validate.non_negative('stddev', stddev)
-  noised: jax.Array = _randomness.add_normal(prng_key, clipped, stddev)
+  noised: jax.Array = _lattice.add_noise(prng_key, clipped, stddev)
   if mask is not None:
     noised = jnp.where(jnp.asarray(mask, bool)[..., None], noised, 0)
   return noised.astype(hidden.dtype)

@@ -2,15 +2,27 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from prism_optax import fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree, Stacks
-from prism_optax._types import ArrayTree
+from prism_optax._types import ArrayTree, Scalar
 from prism_optax.fixed_rank import Frame
+
+
+class ClippedSum(Stacks):
+  """What a clip hands on: its sum, and how to take it on a lattice.
+
+  Attributes:
+    on_lattice: ``on_lattice(stddev)``, the same sum as ``LatticeSum`` on the
+      lattice of noise of that stddev. The noise behind the clip takes this one
+      and leaves the floats; a sum that nobody reads is not computed.
+  """
+
+  on_lattice: Callable[[Scalar], Stacks] | None = None
 
 
 class StepContext:
@@ -60,9 +72,9 @@ class _Trail:
 
   ``optax.chain`` passes trees on. Where the next transformation is one of ours
   and gets the very arrays that the last one returned, it goes on with the
-  stacks, and what made the tree is dead code. That holds while tracing only,
-  where arrays are names of values: identity of the traced arrays is all that is
-  looked at, so a wrong match is impossible. Entries go with their arrays.
+  stacks, and while tracing what made the tree is dead code. Arrays do not
+  change, so their identity is all that is looked at, and a wrong match is
+  impossible. Entries go with their arrays.
   """
 
   def __init__(self) -> None:
@@ -72,8 +84,6 @@ class _Trail:
 
   def leave(self, tree: ArrayTree, stacks: Stacks, step: StepContext) -> None:
     leaves = jax.tree.leaves(tree)
-    if not all(isinstance(x, jax.core.Tracer) for x in leaves):
-      return
     key = id(leaves[0])
     references = [
       weakref.ref(leaves[0], lambda _: self._entries.pop(key, None)),
