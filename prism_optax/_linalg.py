@@ -211,9 +211,7 @@ def inverse_cholesky(x: jax.Array) -> jax.Array:
   def one(a):
     lower = jax.lax.linalg.cholesky(a, symmetrize_input=False)
     eye = jnp.eye(a.shape[-1], dtype=a.dtype)
-    return jax.lax.linalg.triangular_solve(
-      lower, eye, left_side=True, lower=True
-    ).mT
+    return jax.scipy.linalg.solve_triangular(lower, eye, lower=True).mT
 
   return map_matrices(one, x)
 
@@ -254,8 +252,7 @@ def orthogonal_polar(x: jax.Array) -> jax.Array:
 @flat_batch
 def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Eigenvalues, ascending, and eigenvectors of symmetric matrices."""
-  w, v = map_matrices(lambda a: tuple(jnp.linalg.eigh(a)), _no_infinity(x))
-  return w, v
+  return map_matrices(lambda a: tuple(jnp.linalg.eigh(a)), _no_infinity(x))
 
 
 def inverse_sqrt(

@@ -15,11 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax._modules import _conventions
-from prism_optax._modules._layout import Layout, LeafAxes, Module, Pair
+from prism_optax._modules._layout import (
+  Convention,
+  Layout,
+  LeafAxes,
+  Module,
+  Pair,
+  Shape,
+  find_named,
+)
 
 LayoutLike = Layout | Mapping[str, Layout] | Sequence[Pair] | None
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 
 # What looks like a factor but follows none of the rules below must not pass
 # for an ordinary parameter: it would be trained outside of the geometry.
@@ -35,29 +42,24 @@ _WHAT_TO_WRITE = (
 )
 
 
-def path_name(path: Sequence[Any]) -> str:
-  """'layers/0/lora_a': keys joined by '/', without a final Variable value."""
-  keys = [
-    str(getattr(k, 'key', getattr(k, 'name', getattr(k, 'idx', k))))
-    for k in path
-  ]
-  if keys and isinstance(path[-1], jax.tree_util.GetAttrKey):
-    # A flax Variable is a node with one child, `.value`.
-    keys = keys[:-1] if keys[-1] in ('value', 'raw_value') else keys
-  return '/'.join(keys)
-
-
 def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
-  """Names and leaves of a tree, in the same order."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return [path_name(path) for path, _ in flat], [leaf for _, leaf in flat]
+  """Names ('layers/0/lora_a') and leaves of a tree, in the same order."""
+  # A flax Variable is a node with one child, `.value`, which is left out.
+  ends = [(jax.tree_util.GetAttrKey(key),) for key in ('value', 'raw_value')]
+  names, leaves = [], []
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    keys = path[:-1] if path[-1:] in ends else path
+    names.append(jax.tree_util.keystr(keys, simple=True, separator='/'))
+    leaves.append(leaf)
+  return names, leaves
 
 
-def _trainable(params: optax.Params) -> tuple[list[str], list[Any]]:
-  """Names and leaves of a tree of trainable parameters.
+def _trainable(params: optax.Params) -> dict[str, Shape]:
+  """Shapes of trainable parameters by their names, in the order of the leaves.
 
   Raises:
-    ValueError: If there is no leaf, or one is not an array of real floats.
+    ValueError: If there is no leaf, one is not an array of real floats, or two
+      have one name.
   """
   names, leaves = named_leaves(params)
   if not leaves:
@@ -69,7 +71,9 @@ def _trainable(params: optax.Params) -> tuple[list[str], list[Any]]:
         'Expected params to hold floating-point arrays only (the trainable'
         f' ones), got {name!r} of {f"dtype {dtype}" if dtype else type(leaf)}.'
       )
-  return names, leaves
+  if len(set(names)) != len(names):
+    raise ValueError(f'Expected distinct names of leaves, got {names}.')
+  return dict(zip(names, map(np.shape, leaves), strict=True))
 
 
 def find_modules(
@@ -87,15 +91,16 @@ def find_modules(
     ValueError: If no pair is found, a factor has no partner, a leaf looks like
       a factor but fits no rule, or shapes do not fit the layout.
   """
-  names, leaves = _trainable(params)
-  shapes = dict(zip(names, (np.shape(leaf) for leaf in leaves), strict=True))
-  if len(shapes) != len(names):
-    raise ValueError(f'Expected distinct names of leaves, got {names}.')
-  pairs = _given_pairs(layout, shapes) or _named_pairs(layout, shapes)
+  shapes = _trainable(params)
+  layout = layout or Layout()
+  if isinstance(layout, Layout | Mapping):
+    pairs = _named_pairs(layout, shapes)
+  else:
+    pairs = _given_pairs(layout, shapes)
   taken = [leaf for pair in pairs for leaf in (pair.a, pair.b)]
   if len(set(taken)) != len(taken):
     raise ValueError(f'Expected each leaf in one pair only, got {pairs}.')
-  stray = [n for n in names if n not in taken and _LIKE_A_FACTOR.match(n)]
+  stray = [n for n in shapes if n not in taken and _LIKE_A_FACTOR.match(n)]
   if stray:
     raise ValueError(
       'These leaves are named like LoRA factors but belong to no pair:'
@@ -106,10 +111,9 @@ def find_modules(
     raise ValueError(
       'No LoRA pair found in params: expected leaves named lora_a (*stack, in,'
       f' r) and lora_b (*stack, r, out) side by side, got'
-      f' {_shown(names, shapes)}. For other names {_WHAT_TO_WRITE}.'
+      f' {_shown(list(shapes), shapes)}. For other names {_WHAT_TO_WRITE}.'
     )
-  index = {name: i for i, name in enumerate(names)}
-  modules = [_resolve(pair, shapes, index) for pair in pairs]
+  modules = [_resolve(pair, shapes) for pair in pairs]
   return sorted(modules, key=lambda module: min(module.a, module.b))
 
 
@@ -124,10 +128,8 @@ def _shown(names: Sequence[str], shapes: Shapes, most: int = 8) -> str:
   return text + (f' and {len(names) - most} more' if len(names) > most else '')
 
 
-def _given_pairs(layout: LayoutLike, shapes: Shapes) -> list[Pair]:
-  if layout is None or isinstance(layout, Layout | Mapping):
-    return []
-  for pair in layout:
+def _given_pairs(pairs: Sequence[Pair], shapes: Shapes) -> list[Pair]:
+  for pair in pairs:
     if not isinstance(pair, Pair):
       raise ValueError(f'Expected layout to hold lora.Pair, got {pair!r}.')
     for path in (pair.a, pair.b):
@@ -136,60 +138,56 @@ def _given_pairs(layout: LayoutLike, shapes: Shapes) -> list[Pair]:
           f'No leaf at {path!r} for {pair}; params has'
           f' {_shown(list(shapes), shapes)}.'
         )
-  return list(layout)
+  return list(pairs)
 
 
-def _named_pairs(layout: LayoutLike, shapes: Shapes) -> list[Pair]:
+def _named_pairs(
+  layout: Layout | Mapping[str, Layout], shapes: Shapes
+) -> list[Pair]:
   """Leaves whose names follow a convention, with the layout of their shapes."""
-  named = _conventions.find(list(shapes))
+  layouts = layout if isinstance(layout, Mapping) else {'*': layout}
   used: set[str] = set()
   pairs = []
-  for found in named:
-    chosen = layout if isinstance(layout, Layout) else None
-    if isinstance(layout, Mapping):
-      patterns = [p for p in layout if fnmatch.fnmatch(found.module, p)]
-      used.update(patterns)
-      chosen = layout[patterns[0]] if patterns else None
-    chosen = _read(found, chosen or Layout(), shapes)
-    pairs.append(Pair(found.a, found.b, chosen, found.module))
-  if isinstance(layout, Mapping) and set(layout) - used:
+  for pair, convention in find_named(shapes):
+    patterns = [p for p in layouts if fnmatch.fnmatch(pair.name or '', p)]
+    used.update(patterns)
+    chosen = layouts[patterns[0]] if patterns else Layout()
+    if chosen.a_rank_axis is None and chosen.a_stack_axes is None:
+      reading = _only_reading(pair, convention, shapes)
+      chosen = dataclasses.replace(reading, scale=chosen.scale)
+    pairs.append(pair._replace(layout=chosen))
+  if pairs and set(layouts) - used:
     raise ValueError(
-      f'layout patterns {sorted(set(layout) - used)} match no pair; the pairs'
-      f' are {[found.module for found in named]}.'
+      f'layout patterns {sorted(set(layouts) - used)} match no pair; the pairs'
+      f' are {[pair.name for pair in pairs]}.'
     )
   return pairs
 
 
-def _described(a: str, b: str, shapes: Shapes) -> str:
+def _described(pair: Pair, shapes: Shapes) -> str:
   """The leaves of a pair with their shapes, which must be matrices at least."""
-  described = f'{a} {shapes[a]} and {b} {shapes[b]}'
-  if min(len(shapes[a]), len(shapes[b])) < 2:
+  a, b = shapes[pair.a], shapes[pair.b]
+  described = f'{pair.a} {a} and {pair.b} {b}'
+  if min(len(a), len(b)) < 2:
     raise ValueError(f'Expected at least two axes each, got {described}.')
   return described
 
 
-def _read(found: _conventions.Named, layout: Layout, shapes: Shapes) -> Layout:
-  """``layout``, with the axes that the convention and the shapes decide."""
-  if layout.a_rank_axis is not None or layout.a_stack_axes is not None:
-    return layout
-  described = _described(found.a, found.b, shapes)
-  readings = found.convention.readings(shapes[found.a], shapes[found.b])
+def _only_reading(pair: Pair, convention: Convention, shapes: Shapes) -> Layout:
+  """The axes that the convention and the shapes decide."""
+  described = _described(pair, shapes)
+  readings = convention.readings(shapes[pair.a], shapes[pair.b])
   if not readings:
     raise ValueError(
       f'The pair does not fit together: {described}, read as'
-      f' {found.convention.library} names them; {_WHAT_TO_WRITE}.'
+      f' {convention.library} names them; {_WHAT_TO_WRITE}.'
     )
   if len(readings) > 1:
-    listed = '; '.join(
-      f'a_rank_axis={x.a_rank_axis}, b_rank_axis={x.b_rank_axis},'
-      f' a_stack_axes={x.a_stack_axes}, b_stack_axes={x.b_stack_axes}'
-      for x in readings
-    )
     raise ValueError(
-      f'The shapes of {described} can be read in several ways: {listed}. Say'
-      f' which: layout={{{found.module!r}: lora.Layout(...)}} with one of them.'
+      f'The shapes of {described} can be read in several ways: {readings}. Say'
+      f' which: layout={{{pair.name!r}: lora.Layout(...)}} with one of them.'
     )
-  return dataclasses.replace(readings[0], scale=layout.scale)
+  return readings[0]
 
 
 def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
@@ -230,40 +228,24 @@ def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
   index = {name: str(i) for i, name in enumerate(names)}
   return [
     pair._replace(a=index[pair.a], b=index[pair.b])
-    for pair in _named_pairs(None, shapes)
+    for pair in _named_pairs(Layout(), shapes)
   ]
 
 
-def _axes(
-  path: str,
-  shapes: Shapes,
-  rank: int | None,
-  usual_rank: int,
-  stack: Sequence[int] | None,
-) -> LeafAxes:
-  """Axes as given, or those of ``(*stack, in, r)`` and ``(*stack, r, out)``."""
-  shape = shapes[path]
-  return LeafAxes.create(
-    path,
-    shape,
-    usual_rank if rank is None else rank,
-    tuple(range(len(shape) - 2) if stack is None else stack),
-  )
-
-
-def _resolve(pair: Pair, shapes: Shapes, index: Mapping[str, int]) -> Module:
-  described = _described(pair.a, pair.b, shapes)
+def _resolve(pair: Pair, shapes: Shapes) -> Module:
+  """The module, whose axes are the usual ones where they are not given."""
+  described = _described(pair, shapes)
   how = pair.layout or Layout()
-  a_axes = _axes(pair.a, shapes, how.a_rank_axis, -1, how.a_stack_axes)
-  b_axes = _axes(pair.b, shapes, how.b_rank_axis, -2, how.b_stack_axes)
-  module = Module(
-    pair.name or pair.a.rpartition('/')[0] or pair.a,
-    index[pair.b],
-    index[pair.a],
-    b_axes,
-    a_axes,
-    float(how.scale),
+  a_axes, b_axes = (
+    LeafAxes.create(path, shapes[path], usual if rank is None else rank, stack)
+    for path, usual, rank, stack in (
+      (pair.a, -1, how.a_rank_axis, how.a_stack_axes),
+      (pair.b, -2, how.b_rank_axis, how.b_stack_axes),
+    )
   )
+  a, b = map(list(shapes).index, (pair.a, pair.b))
+  name = pair.name or pair.a.rpartition('/')[0] or pair.a
+  module = Module(name, b, a, b_axes, a_axes, float(how.scale))
   b_rank, b_stack = b_axes.shape[b_axes.rank], b_axes.sizes(b_axes.stack)
   if (module.rank, module.stack) != (b_rank, b_stack):
     raise ValueError(

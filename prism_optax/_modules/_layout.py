@@ -1,11 +1,12 @@
 """Which axes of a pair of leaves are rank, stack, input and output.
 
-What is here works on NumPy arrays and on JAX arrays: it only moves axes.
+As the user says, or as the library has them. NumPy arrays or JAX arrays.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -15,6 +16,7 @@ from prism_optax import _validate
 from prism_optax.fixed_rank import Factors
 
 Array = TypeVar('Array', jax.Array, np.ndarray)
+Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,104 @@ class Pair(NamedTuple):
   name: str | None = None
 
 
+# How libraries name and shape the two factors.
+
+
+def _tensors(a: Shape, b: Shape) -> list[Layout]:
+  """a ``(*stack, *in, r)``, b ``(*stack, r, *out)``; or a stack in the middle.
+
+  The middle: a (in, layers, r), b (r, layers, out), from scans over axis 1.
+  """
+  readings = []
+  for count in range(min(len(a), len(b)) - 1):
+    if a[:count] == b[:count] and a[-1] == b[count]:
+      stack = tuple(range(count))
+      readings.append(Layout(-1, count, stack, stack))
+  if len(a) >= 3 and len(b) >= 3 and a[1] == b[1] and a[-1] == b[0]:
+    readings.append(Layout(-1, 0, (1,), (1,)))
+  return readings
+
+
+def _flax(a: Shape, b: Shape) -> list[Layout]:
+  """a ``(*stack, in, r)``, b ``(*stack, r, out)``, as `vmap` and `scan` make.
+
+  Only if these do not fit, any other reading.
+  """
+  if len(a) != len(b) or a[:-2] != b[:-2] or a[-1] != b[-2]:
+    return _tensors(a, b)
+  stack = tuple(range(len(a) - 2))
+  return [Layout(-1, -2, stack, stack)]
+
+
+def _kernel_like(a: Shape, b: Shape) -> list[Layout]:
+  """a ``(*in, r)``, b ``(r, *out)``, never stacked."""
+  return [Layout(-1, 0, (), ())] if a[-1] == b[0] else []
+
+
+def _torch(a: Shape, b: Shape) -> list[Layout]:
+  """a (r, in, ...), b (out, r, ...): rows are outputs."""
+  return [Layout(0, 1, (), ())] if a[0] == b[1] else []
+
+
+class Convention(NamedTuple):
+  """One way to name the leaves of a pair, and what their shapes may mean.
+
+  Attributes:
+    library: Who does it.
+    a: Pattern of the name of the input-side leaf. Group `module` is the name of
+      the module, group `side` the letter that its partner has another one for.
+    readings: From the two shapes (at least two axes each) to the layouts that
+      fit them: of several none is chosen.
+  """
+
+  library: str
+  a: re.Pattern[str]
+  readings: Callable[[Shape, Shape], list[Layout]]
+
+
+def _pattern(tail: str) -> re.Pattern[str]:
+  return re.compile(rf'(?:(?P<module>.*)[/.])?{tail}')
+
+
+CONVENTIONS = (
+  # Also MaxText's, whose whole path is one key with dots.
+  Convention('flax', _pattern('lora_(?P<side>a)'), _flax),
+  Convention('gemma', _pattern('lora[/.](?P<side>a)'), _tensors),
+  Convention(
+    'keras', _pattern('lora_(?:kernel|embeddings)_(?P<side>a)'), _kernel_like
+  ),
+  Convention(
+    'PEFT',
+    _pattern(r'lora_(?:embedding_)?(?P<side>A)(?:[/.][^/.]+)??(?:[/.]weight)?'),
+    _torch,
+  ),
+  Convention(
+    'qwix', re.compile('(?P<module>.+)_lora_(?P<side>a)'), _tensors
+  ),
+)  # fmt: skip
+
+
+def find_named(names: Collection[str]) -> list[tuple[Pair, Convention]]:
+  """The pairs among ``names``, in their order, without their layouts."""
+  found = []
+  for name in names:
+    for convention in CONVENTIONS:
+      match = convention.a.fullmatch(name)
+      if not match:
+        continue
+      start, end = match.span('side')
+      other = {'a': 'b', 'A': 'B'}[match['side']]
+      partner = name[:start] + other + name[end:]
+      if partner in names:
+        pair = Pair(name, partner, name=match['module'] or name)
+        found.append((pair, convention))
+      break
+  return found
+
+
+# Moving the axes.
+
+
 def transposed(x: Array, order: Sequence[int]) -> Array:
   """The last axes of an array in another order; the axes before them stay."""
   lead = x.ndim - len(order)
@@ -101,59 +201,65 @@ class MatrixAxes(NamedTuple):
   rank: int
 
   @property
-  def _features(self) -> list[int]:
-    return [i for i in range(len(self.shape)) if i != self.rank]
+  def features(self) -> tuple[int, ...]:
+    """Sizes of the feature axes, in their order."""
+    return self.shape[: self.rank] + self.shape[self.rank + 1 :]
+
+  @property
+  def _order(self) -> list[int]:
+    """All axes, that of the rank last."""
+    return sorted(range(len(self.shape)), key=lambda axis: axis == self.rank)
 
   def to_matrices(self, stacked: Array) -> Array:
     """``(*lead, k, *shape) -> (*lead, k, features, rank)``."""
-    moved = transposed(stacked, (*self._features, self.rank))
-    # No -1: with a batch of size zero it would mean anything.
-    features = math.prod(self.shape[i] for i in self._features)
+    moved = transposed(stacked, self._order)
     lead = moved.shape[: moved.ndim - len(self.shape)]
-    return moved.reshape(*lead, features, moved.shape[-1])
+    # No -1: with a batch of size zero it would mean anything.
+    return moved.reshape(*lead, math.prod(self.features), moved.shape[-1])
 
   def from_matrices(self, matrices: Array) -> Array:
     """The inverse of :meth:`to_matrices`; the rank may be another one."""
-    features = (self.shape[i] for i in self._features)
     *lead, _, rank = matrices.shape
-    leaf = matrices.reshape(*lead, *features, rank)
-    return transposed(leaf, inverse((*self._features, self.rank)))
+    leaf = matrices.reshape(*lead, *self.features, rank)
+    return transposed(leaf, inverse(self._order))
 
 
 class LeafAxes(NamedTuple):
   """The axes of one leaf, all non-negative, and its shape.
 
   Attributes:
-    stack: Axes over independent modules.
-    features: Axes that are flattened into the input or output dimension.
-    rank: The axis that holds the rank.
     shape: Sizes of all axes, in the order of the leaf.
+    stack: Axes over independent modules.
+    rank: The axis that holds the rank. All others are flattened into the input
+      or output dimension.
   """
 
-  stack: tuple[int, ...]
-  features: tuple[int, ...]
-  rank: int
   shape: tuple[int, ...]
+  stack: tuple[int, ...]
+  rank: int
 
   @classmethod
   def create(
-    cls, name: str, shape: Sequence[int], rank: int, stack: Sequence[int]
+    cls, name: str, shape: Shape, rank: int, stack: Sequence[int] | None
   ) -> 'LeafAxes':
-    """Normalises and checks the axes of the leaf ``name``."""
+    """Normalises and checks the axes of the leaf ``name``.
+
+    ``stack`` is None for all axes but the last two.
+    """
     ndim = len(shape)
+    stack = range(ndim - 2) if stack is None else stack
     axes = [*stack, rank]
     if any(not -ndim <= axis < ndim for axis in axes):
       raise ValueError(
         f'Axes {axes} are out of range for {name} of shape {tuple(shape)}.'
       )
     axes = [axis % ndim for axis in axes]
-    features = tuple(i for i in range(ndim) if i not in axes)
-    if len(set(axes)) != len(axes) or not features:
+    if len(set(axes)) != len(axes) or len(axes) == ndim:
       raise ValueError(
         f'Expected distinct stack and rank axes and at least one more axis for'
         f' {name} of shape {tuple(shape)}, got {stack=} and {rank=}.'
       )
-    return cls(tuple(axes[:-1]), features, axes[-1], tuple(shape))
+    return cls(tuple(shape), tuple(axes[:-1]), axes[-1])
 
   def sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
     """Sizes of some of the axes."""
@@ -182,14 +288,6 @@ class LeafAxes(NamedTuple):
     lead, matrix = stacked.shape[: split - 1], stacked.shape[split:]
     leaf = stacked.reshape(*lead, *self.sizes(self.stack), *matrix)
     return transposed(leaf, inverse((*self.stack, *self._rest)))
-
-  def to_matrices(self, leaf: Array) -> Array:
-    """``(*lead, *shape) -> (*lead, stack, features, rank)``."""
-    return self.matrix.to_matrices(self.to_stack(leaf))
-
-  def from_matrices(self, matrices: Array) -> Array:
-    """The inverse of :meth:`to_matrices`; the rank may be another one."""
-    return self.from_stack(self.matrix.from_matrices(matrices))
 
 
 class Module(NamedTuple):
@@ -226,21 +324,22 @@ class Module(NamedTuple):
 
   @property
   def m(self) -> int:
-    return math.prod(self.b_axes.sizes(self.b_axes.features))
+    return math.prod(self.b_axes.matrix.features)
 
   @property
   def n(self) -> int:
-    return math.prod(self.a_axes.sizes(self.a_axes.features))
+    return math.prod(self.a_axes.matrix.features)
 
-  def read(
-    self, leaves: Sequence[Any], convert: Callable[[Any], Any]
-  ) -> Factors:
+  def read(self, leaves: Sequence[Any], convert: Callable[..., Any]) -> Factors:
     """(k, m, r) and (k, n, r) of the converted leaves, without the scale."""
-    return Factors(
-      *(axes.to_matrices(convert(leaves[i])) for i, axes in self.sides)
+    left, right = (
+      axes.matrix.to_matrices(axes.to_stack(convert(leaves[i])))
+      for i, axes in self.sides
     )
+    return Factors(left, right)
 
   def write(self, leaves: list[Any], factors: tuple[Any, Any]) -> None:
     """Puts factors of any rank into ``leaves``, in the types these have."""
     for (i, axes), matrices in zip(self.sides, factors, strict=True):
-      leaves[i] = axes.from_matrices(matrices).astype(leaves[i].dtype)
+      leaf = axes.from_stack(axes.matrix.from_matrices(matrices))
+      leaves[i] = leaf.astype(leaves[i].dtype)

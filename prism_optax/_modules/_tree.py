@@ -299,9 +299,8 @@ class ModuleTree:
     def known_to_be_zero(leaf: Any) -> bool:
       if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
-      if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return False
-      return not np.any(np.asarray(leaf))
+      here = getattr(leaf, 'is_fully_addressable', True)
+      return here and not np.any(np.asarray(leaf))
 
     dead = [
       x.name

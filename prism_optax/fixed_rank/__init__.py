@@ -21,20 +21,18 @@ arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.
 Frames are not differentiated (``stop_gradient``).
 """
 
-from prism_optax.fixed_rank._lifts import (
-  horizontal_lift,
-  lift,
-  tangent_from_steps,
-)
 from prism_optax.fixed_rank._points import Factors, Frame, frame, truncate
 from prism_optax.fixed_rank._retraction import retract
 from prism_optax.fixed_rank._sums import TangentSum, multiply_out, transport
 from prism_optax.fixed_rank._tangents import (
   Tangent,
   embed,
+  horizontal_lift,
+  lift,
   norm,
   project,
   tangent_from_gradients,
+  tangent_from_steps,
 )
 
 # fmt: off

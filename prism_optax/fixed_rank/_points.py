@@ -1,6 +1,5 @@
 """Points of the manifold: factors, their frames, and their truncation."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -51,12 +50,8 @@ class Frame(NamedTuple):
 
 def check_pair(name: str, left: jax.Array, right: jax.Array) -> None:
   """Raises ``ValueError`` unless the shapes are (..., m, r) and (..., n, r)."""
-  if (
-    left.ndim < 2
-    or right.ndim < 2
-    or left.shape[:-2] != right.shape[:-2]
-    or left.shape[-1] != right.shape[-1]
-  ):
+  batches_and_rank = [(x.shape[:-2], x.shape[-1:]) for x in (left, right)]
+  if min(left.ndim, right.ndim) < 2 or len(set(batches_and_rank)) > 1:
     raise ValueError(
       f'Expected {name} of shapes (..., m, r) and (..., n, r), got'
       f' {name}.left.shape={left.shape}, {name}.right.shape={right.shape}.'
@@ -159,47 +154,47 @@ def truncate(factors: Factors, rank: int) -> Factors:
       f'Expected rank <= min(m, n, columns), got {rank=} for'
       f' factors.left.shape={left.shape}, factors.right.shape={right.shape}.'
     )
-  return _to_rank(rank)(factors)
+  return Factors(*(x[..., :rank] for x in _in_svd_gauge(factors)))
 
 
-@functools.cache  # One compiled function for each rank.
-def _to_rank(rank: int):
-  return _linalg.flat_batch(functools.partial(_truncated, rank=rank))
-
-
-def _truncated(factors: Factors, *, rank: int) -> Factors:
-  """:func:`truncate` of (b, m, k) and (b, n, k) arrays."""
+@_linalg.flat_batch
+def _in_svd_gauge(factors: Factors) -> Factors:
+  """:func:`truncate` of (b, m, k) and (b, n, k) arrays, to min(m, n, k)."""
   left, right = factors
   q_left, c_left = _linalg.qr(left)
   q_right, c_right = _linalg.qr(right)
   u, s, vt = _linalg.svd(matmul(c_left, c_right.mT))
-  u, s, v = u[..., :rank], s[..., :rank], vt.mT[..., :rank]
   lost = s <= left.shape[-1] * jnp.finfo(s.dtype).eps * s[:, :1]
   alive = ~lost[:, None, :]
   root = jnp.sqrt(s)[:, None, :]
 
   def complete(u, v):
-    keep_right = _rank_of(c_right) >= _rank_of(c_left)
+    *_, left_mask = _linalg.orthonormal_frame(c_left)
+    *_, right_mask = _linalg.orthonormal_frame(c_right)
+    keep_right = right_has_rank(left_mask, right_mask)
     more_u = _beyond(u * alive, c_left, lost)
     more_v = _beyond(v * alive, c_right, lost)
-    keep_right = keep_right[:, None, None]
     return (
       u * alive * root + jnp.where(keep_right, 0, more_u),
       v * alive * root + jnp.where(keep_right, more_v, 0),
     )
 
   u, v = jax.lax.cond(
-    jnp.any(lost), complete, lambda u, v: (u * root, v * root), u, v
+    jnp.any(lost), complete, lambda u, v: (u * root, v * root), u, vt.mT
   )
   return Factors(matmul(q_left, u), matmul(q_right, v))
 
 
-def _rank_of(core: jax.Array) -> jax.Array:
-  """Numerical rank of (b, p, k) matrices, their columns normalised first."""
-  norms = _linalg.column_norms(core)[:, None, :]
-  _, s, _ = _linalg.svd(core / jnp.where(norms > 0, norms, 1))
-  eps = core.shape[-1] * jnp.finfo(core.dtype).eps
-  return jnp.sum(s > eps * s[:, :1], -1)
+def right_has_rank(left_mask: jax.Array, right_mask: jax.Array) -> jax.Array:
+  """Whether the right projector has at least the rank of the left, (b, 1, 1).
+
+  That side keeps its directions where both cannot.
+  """
+  left, right = (
+    jnp.trace(mask, axis1=-2, axis2=-1) for mask in (left_mask, right_mask)
+  )
+  # Both are integers up to rounding; half a unit keeps ties stable.
+  return (right > left - 0.5)[:, None, None]
 
 
 def _beyond(basis: jax.Array, core: jax.Array, lost: jax.Array) -> jax.Array:

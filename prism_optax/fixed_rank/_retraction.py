@@ -1,14 +1,11 @@
 """The retraction: from a tangent vector back to the manifold."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
-from prism_optax.fixed_rank._points import Factors, Frame
+from prism_optax.fixed_rank._points import Factors, Frame, right_has_rank
 from prism_optax.fixed_rank._sums import (
   TallSum,
   TangentSum,
@@ -65,13 +62,13 @@ def retract(
   x = as_sum(frame, tangent)
   for left, right in zip(x.left.terms, x.right.terms, strict=False):
     check_fits(frame, 'tangent', Tangent(left[0], right[0]))
-  squares = x.left.squares(), x.right.squares()
-  return _retraction(bool(align))(frame, x, squares)
-
-
-@functools.cache  # One compiled function for either choice.
-def _retraction(align: bool) -> Any:
-  return _linalg.flat_batch(functools.partial(_best_approximation, align=align))
+  new = _best_approximation(frame, x)
+  if align:
+    along_left = matmul(gram(new.left, frame.left), frame.left_core)
+    along_right = matmul(gram(new.right, frame.right), frame.right_core)
+    turn = _linalg.orthogonal_polar(along_left + along_right)
+    new = Factors(matmul(new.left, turn), matmul(new.right, turn))
+  return new
 
 
 # Largest sum of squares of the inverse of a Cholesky factor, its columns of
@@ -80,45 +77,45 @@ def _retraction(align: bool) -> Any:
 _LARGEST_INVERSE = 32
 
 
-def _best_approximation(
-  frame: Frame,
-  x: TangentSum,
-  squares: tuple[jax.Array, jax.Array],
-  *,
-  align: bool,
-) -> Factors:
+@_linalg.flat_batch
+def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
   """Best rank-r approximation of Z + T, for (b, ., .) arrays.
 
   With orthonormal bases Y of the outer blocks, ``(I - P) X = Y R``,
-  ``Z + T = [Q_L Y_L] M [Q_R Y_R]^T`` with the core M of :func:`_core`, and the
-  SVD of M gives the new factors. Where the outer blocks are well conditioned,
+  ``Z + T = [Q_L Y_L] M [Q_R Y_R]^T`` with a 2r x 2r core M, and the SVD of M
+  gives the new factors. Where the outer blocks are well conditioned,
   as noise and what is preconditioned against it are, Y is ``(I - P) X W`` with
   W from a Cholesky factorisation, and is never formed; else it comes from
   Householder QR.
   """
+  s = matmul(frame.left_core, frame.right_core.mT)
   core = x.right.along.mT  # D = Q_L^T T Q_R
-  r_left, w_left, left_is_fine = _cholesky(x.left, squares[0])
-  r_right, w_right, right_is_fine = _cholesky(x.right, squares[1])
+  r_left, w_left, left_is_fine = _cholesky(x.left)
+  r_right, w_right, right_is_fine = _cholesky(x.right)
+
+  def new_factors(r_left, r_right):
+    # Z + T = [Q_L Y_L] M [Q_R Y_R]^T
+    m = jnp.block([[s + core, r_right.mT], [r_left, jnp.zeros_like(core)]])
+    return _new_factors(frame, m)
 
   def by_cholesky():
     def factor(x: TallSum, rows: jax.Array, w: jax.Array) -> jax.Array:
       inside, outside = jnp.split(rows, 2, axis=-2)
       return (x.outside() @ matmul(w, outside)).shifted(inside).multiply_out()
 
-    u, v = _new_factors(frame, core, r_left, r_right, align=align)
+    u, v = new_factors(r_left, r_right)
     return Factors(factor(x.left, u, w_left), factor(x.right, v, w_right))
 
   def by_householder():
     x_left, x_right = multiply_out(x)
     y_left, r_left = _linalg.qr(remove(frame.left, x_left))
     y_right, r_right = _linalg.qr(remove(frame.right, x_right))
-    u, v = _new_factors(frame, core, r_left, r_right, align=align)
+    u, v = new_factors(r_left, r_right)
     moves = jnp.any(x_left != 0, (-2, -1)) | jnp.any(x_right != 0, (-2, -1))
 
     def factor(q, y, rows, old):
-      stays = jnp.concatenate([old, jnp.zeros_like(old)], -2)
-      rows = jnp.where(moves[:, None, None], rows, stays)
-      return matmul(jnp.concatenate([q, y], -1), rows)
+      new = matmul(jnp.concatenate([q, y], -1), rows)
+      return jnp.where(moves[:, None, None], new, matmul(q, old))
 
     return Factors(
       factor(frame.left, y_left, u, frame.left_core),
@@ -128,14 +125,13 @@ def _best_approximation(
   return jax.lax.cond(left_is_fine & right_is_fine, by_cholesky, by_householder)
 
 
-def _cholesky(
-  x: TallSum, squares: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _cholesky(x: TallSum) -> tuple[jax.Array, jax.Array, jax.Array]:
   """``R`` and ``W`` with ``(I - P) X = Y R`` and ``Y = (I - P) X W``.
 
   And whether they are to be used, for the whole batch: Y orthonormal, and no
   digits lost where what lies along the basis is subtracted.
   """
+  squares = x.squares()
   outer = squares - gram(x.along, x.along)
   totals = jnp.diagonal(squares, axis1=-2, axis2=-1)
   lengths = jnp.diagonal(outer, axis1=-2, axis2=-1)
@@ -152,32 +148,14 @@ def _cholesky(
   return gram(weights, outer), weights, fine
 
 
-def _core(
-  frame: Frame, core: jax.Array, r_left: jax.Array, r_right: jax.Array
-) -> jax.Array:
-  """``Z + T = [Q_L Y_L] ((S + D, R_R^T), (R_L, 0)) [Q_R Y_R]^T``."""
-  s = matmul(frame.left_core, frame.right_core.mT)
-  return jnp.concatenate(
-    [
-      jnp.concatenate([s + core, r_right.mT], -1),
-      jnp.concatenate([r_left, jnp.zeros_like(core)], -1),
-    ],
-    -2,
-  )
+def _new_factors(frame: Frame, core: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """New factors, as rows (b, 2r, r) of coefficients in the bases ``[Q, Y]``.
 
-
-def _new_factors(
-  frame: Frame,
-  core: jax.Array,
-  r_left: jax.Array,
-  r_right: jax.Array,
-  *,
-  align: bool,
-) -> tuple[jax.Array, jax.Array]:
-  """New factors, as rows (b, 2r, r) of coefficients in the bases ``[Q, Y]``."""
+  ``core`` (b, 2r, 2r) is ``Z + T`` in these bases.
+  """
   c_left, c_right = frame.left_core, frame.right_core
-  rank = core.shape[-1]
-  u, s, vt = _linalg.svd(_core(frame, core, r_left, r_right))
+  rank = c_left.shape[-1]
+  u, s, vt = _linalg.svd(core)
   u, s, v = u[..., :rank], s[..., :rank], vt.mT[..., :rank]
   # Rounding errors of a 2r x 2r matrix.
   lost = s <= 2 * rank * jnp.finfo(s.dtype).eps * s[:, :1]
@@ -191,9 +169,6 @@ def _new_factors(
   root = jnp.where(lost, largest[:, None], jnp.sqrt(s))[:, None, :]
   u, v = u * root, v * root
   overlap = gram(u[:, :rank], c_left) + gram(v[:, :rank], c_right)
-  if align:
-    turn = _linalg.orthogonal_polar(overlap)
-    return matmul(u, turn), matmul(v, turn)
   # Signs along the old factors: small steps change the arrays little.
   along = jnp.diagonal(overlap, axis1=-2, axis2=-1)
   sign = jnp.where(along < 0, -1, 1).astype(u.dtype)[:, None, :]
@@ -207,19 +182,14 @@ def _keep_one_side(u, v, lost, left_mask, right_mask):
   has the higher rank keeps its directions (ties: the right, input, side).
   """
   rank = u.shape[-1]
-  left_rank, right_rank = (
-    jnp.trace(mask, axis1=-2, axis2=-1) for mask in (left_mask, right_mask)
-  )
-  # Both are integers up to rounding; half a unit keeps ties stable.
-  keep_right = (right_rank > left_rank - 0.5)[:, None, None]
+  keep_right = right_has_rank(left_mask, right_mask)
 
   def complete(basis, mask):
     basis = basis * ~lost[:, None, :]
     # The old directions, Q's r coordinates masked to its range, without what
     # the basis has; as many as were lost, the most independent ones first.
     old = jnp.concatenate([mask, jnp.zeros_like(mask)], -2)
-    rest = old - matmul(basis, gram(basis, old))
-    fresh, size, _ = _linalg.svd(rest)
+    fresh, size, _ = _linalg.svd(remove(basis, old))
     fresh = fresh[..., :rank] * (size[:, None, :rank] > 0.5)
     # `lost` marks the last columns, since singular values descend: reversed
     # order puts the first of the fresh ones on the last column.

@@ -87,14 +87,12 @@ class TallSum:
 
   def squares(self) -> jax.Array:
     """``X^T X`` (..., r, r), a difference: exact to rounding of its terms."""
-    total = functools.reduce(
-      jnp.add,
-      (
-        gram(small, matmul(gram(tall, other_tall), other_small))
-        for tall, small in self.terms
-        for other_tall, other_small in self.terms
-      ),
+    products = (
+      gram(small, matmul(gram(tall, other_tall), other_small))
+      for tall, small in self.terms
+      for other_tall, other_small in self.terms
     )
+    total = functools.reduce(jnp.add, products)
     if self.shift is None:
       return total
     # (Y + Q S)^T (Y + Q S), where Q^T Y is what X has along Q less Q^T Q S.
@@ -136,10 +134,6 @@ class TangentSum(NamedTuple):
     )
 
 
-def _along_frame(frame: Frame, tangent: Tangent) -> tuple[jax.Array, jax.Array]:
-  return gram(frame.left, tangent.left), gram(frame.right, tangent.right)
-
-
 def sum_at(
   frame: Frame,
   left: tuple[tuple[jax.Array, jax.Array], ...],
@@ -158,16 +152,10 @@ def as_sum(frame: Frame, tangent: Tangent | TangentSum) -> TangentSum:
   if isinstance(tangent, TangentSum):
     return tangent
   check_fits(frame, 'tangent', tangent)
-  eye = jnp.broadcast_to(
-    jnp.eye(frame.left.shape[-1], dtype=frame.left.dtype),
-    frame.left_mask.shape,
-  )
-  return sum_at(
-    frame,
-    ((tangent.left, eye),),
-    ((tangent.right, eye),),
-    _along_frame(frame, tangent),
-  )
+  mask = frame.left_mask
+  eye = jnp.broadcast_to(jnp.eye(mask.shape[-1], dtype=mask.dtype), mask.shape)
+  along = gram(frame.left, tangent.left), gram(frame.right, tangent.right)
+  return sum_at(frame, ((tangent.left, eye),), ((tangent.right, eye),), along)
 
 
 def projected(frame: Frame, tangent: Tangent) -> TangentSum:
@@ -177,15 +165,8 @@ def projected(frame: Frame, tangent: Tangent) -> TangentSum:
   arXiv:2606.00944, Eq. 13): what a rank-deficient factor does not show is
   masked on the other side.
   """
-  check_fits(frame, 'tangent', tangent)
-  masks = frame.right_mask, frame.left_mask
-  along = _along_frame(frame, tangent)
-  left, right = sum_at(
-    frame,
-    ((tangent.left, masks[0]),),
-    ((tangent.right, masks[1]),),
-    (matmul(along[0], masks[0]), matmul(along[1], masks[1])),
-  )
+  left, right = as_sum(frame, tangent)
+  left, right = left @ frame.right_mask, right @ frame.left_mask
   return TangentSum(left.outside(), right)
 
 

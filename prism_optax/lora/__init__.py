@@ -5,48 +5,25 @@ other leaves (a classification head). Pairs are found from names and shapes, or
 given by a ``layout``: :func:`describe_pairs` shows what is seen.
 """
 
-from prism_optax._modules import (
-  Layout,
-  Pair,
-  describe_pairs,
-  pairs_by_name,
-)
+from prism_optax._modules import Layout, Pair, describe_pairs, pairs_by_name
 from prism_optax.lora._initialization import (
   canonicalize,
   initialize,
   spectral_residual,
 )
 from prism_optax.lora._merging import Kernel, deltas, merge, unmerge
-from prism_optax.lora._peft import (
-  PeftAdapter,
-  from_peft,
-  load_peft,
-  save_peft,
-)
+from prism_optax.lora._peft import PeftAdapter, from_peft, load_peft, save_peft
 from prism_optax.lora._per_example import (
   per_example_gradients,
   per_example_product,
 )
 from prism_optax.lora._ranks import difference, truncate
 
+# fmt: off
 __all__ = [
-  'Kernel',
-  'Layout',
-  'Pair',
-  'PeftAdapter',
-  'canonicalize',
-  'deltas',
-  'describe_pairs',
-  'difference',
-  'from_peft',
-  'initialize',
-  'load_peft',
-  'merge',
-  'pairs_by_name',
-  'per_example_gradients',
-  'per_example_product',
-  'save_peft',
-  'spectral_residual',
-  'truncate',
-  'unmerge',
+  'Kernel', 'Layout', 'Pair', 'PeftAdapter', 'canonicalize', 'deltas',
+  'describe_pairs', 'difference', 'from_peft', 'initialize', 'load_peft',
+  'merge', 'pairs_by_name', 'per_example_gradients', 'per_example_product',
+  'save_peft', 'spectral_residual', 'truncate', 'unmerge',
 ]
+# fmt: on

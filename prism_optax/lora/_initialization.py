@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _linalg, _modules, _randomness, _validate
+from prism_optax import _linalg, _modules, _randomness, _validate, fixed_rank
 from prism_optax._linalg import at_least_float32, gram, matmul
+from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
 from prism_optax.fixed_rank import Factors
 from prism_optax.lora import _merging
@@ -24,6 +25,8 @@ from prism_optax.lora import _merging
 _TINY = 64 * np.finfo(np.float64).eps
 # Far from the small numbers that a key is split into elsewhere.
 _FACTORS, _SKETCH = 0x46414354, 0x534B4554
+# Columns of a random sketch beyond the rank.
+_OVERSAMPLING = 8
 
 
 def initialize(
@@ -103,7 +106,6 @@ def spectral_residual(
   weights: optax.Params,
   prng_key: int | jax.Array,
   *,
-  oversampling: int = 8,
   power_iterations: int = 4,
   kernels: _merging.KernelsLike = None,
   layout: LayoutLike = None,
@@ -128,7 +130,6 @@ def spectral_residual(
       types are read. Other leaves pass.
     weights: Tree with the frozen weights; see :func:`merge`.
     prng_key: An int or a typed key; another one than the key of the noise.
-    oversampling: Columns of the random sketch beyond r.
     power_iterations: Products with ``W W^T``; each makes the error smaller.
     kernels: See :func:`merge`.
     layout: See :func:`describe_pairs`. Its scale counts: ``scale * left @
@@ -153,31 +154,21 @@ def spectral_residual(
     >>> bool(jnp.allclose(z + frozen['q']['kernel'], weights['q']['kernel']))
     True
   """
-  _validate.integer('oversampling', oversampling, 0)
   _validate.integer('power_iterations', power_iterations, 0)
   key = _key(prng_key, _SKETCH)
   modules = _modules.find_modules(params, layout)
-  adapters, params_def = jax.tree.flatten(params)
-  leaves, weights_def = jax.tree.flatten(weights)
+  adapters, leaves = jax.tree.leaves(params), jax.tree.leaves(weights)
   for i, place in enumerate(_merging.find_kernels(modules, weights, kernels)):
     module = place.module
     matrices = place.read(leaves)
-    found = _largest(
-      matrices,
-      jax.random.fold_in(key, i),
-      rank=module.rank,
-      columns=min(module.rank + oversampling, module.m, module.n),
-      power_iterations=power_iterations,
-    )
+    sketch = jax.random.fold_in(key, i)
+    found = _largest(matrices, sketch, module.rank, power_iterations)
     root = module.scale**-0.5
     module.write(adapters, jax.tree.map(lambda x, c=root: c * x, found))
     # Of the factors as they are stored, so that their rounding is no change.
     left, right = module.read(adapters, at_least_float32)
     place.write(leaves, matrices - module.scale * matmul(left, right.mT))
-  return (
-    jax.tree.unflatten(params_def, adapters),
-    jax.tree.unflatten(weights_def, leaves),
-  )
+  return with_leaves(params, adapters), with_leaves(weights, leaves)
 
 
 def canonicalize(
@@ -225,21 +216,14 @@ def canonicalize(
       ' params.'
     )
 
-  def balanced(module: Module, factors: Factors) -> tuple[Any, Any]:
-    del module
-    pairs = [_balance(x, y) for x, y in zip(*factors, strict=True)]
-    left, right = (np.stack(side) for side in zip(*pairs, strict=True))
-    return left, right
+  def placed(x: Any, old: Any) -> Any:
+    return jax.device_put(x, old.sharding) if isinstance(old, jax.Array) else x
 
   # NumPy: float64 without a global switch.
+  double = functools.partial(np.asarray, dtype=np.float64)
   new = _modules.map_factors(
-    balanced, params, layout, lambda x: np.asarray(x, np.float64)
+    lambda _, factors: _balance(*factors), params, layout, double
   )
-
-  def placed(x: Any, old: Any) -> Any:
-    changed = x is not old and isinstance(old, jax.Array)
-    return jax.device_put(x, old.sharding) if changed else x
-
   return jax.tree.map(placed, new, params)
 
 
@@ -262,61 +246,42 @@ def _orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
   return q * jnp.where(sign == 0, 1, sign)[:, None, :]
 
 
-@functools.partial(
-  jax.jit, static_argnames=('rank', 'columns', 'power_iterations')
-)
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _largest(
-  w: jax.Array,
-  key: jax.Array,
-  *,
-  rank: int,
-  columns: int,
-  power_iterations: int,
+  w: jax.Array, key: jax.Array, rank: int, power_iterations: int
 ) -> Factors:
   """Balanced factors of the best approximation of (k, m, n) matrices."""
+  columns = min(rank + _OVERSAMPLING, *w.shape[1:])
   basis = jax.random.normal(key, (w.shape[0], w.shape[2], columns), w.dtype)
   for _ in range(power_iterations):
     # Orthonormal after each product: powers would lose the small directions.
     basis, _ = _linalg.qr(matmul(w, basis))
     basis, _ = _linalg.qr(gram(w, basis))
   basis, _ = _linalg.qr(matmul(w, basis))
-  # W = basis (W^T basis)^T on the range found; columns^2 numbers in the SVD.
-  right, core = _linalg.qr(gram(w, basis))
-  u, s, vt = _linalg.svd(core.mT)
-  root = jnp.sqrt(s[:, None, :rank])
-  return Factors(
-    matmul(basis, u[..., :rank] * root),
-    matmul(right, vt.mT[..., :rank] * root),
-  )
+  # W = basis (W^T basis)^T on the range found.
+  return fixed_rank.truncate(Factors(basis, gram(w, basis)), rank)
 
 
-def _rank_of(singular_values: np.ndarray) -> int:
-  return int(np.sum(singular_values > _TINY * singular_values[0]))
-
-
+@np.vectorize(signature='(m,r),(n,r)->(m,r),(n,r)')
 def _balance(
   left: np.ndarray, right: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
   """One pair (m, r), (n, r) -> the same product in the balanced SVD gauge."""
-  rank = left.shape[-1]
   q_left, c_left = np.linalg.qr(left)
   q_right, c_right = np.linalg.qr(right)
   u, s, vt = np.linalg.svd(c_left @ c_right.T)
-  kept = _rank_of(s)
-  new_left = np.zeros_like(left)
-  new_right = np.zeros_like(right)
-  new_left[:, :kept] = q_left @ u[:, :kept] * np.sqrt(s[:kept])
-  new_right[:, :kept] = q_right @ vt[:kept].T * np.sqrt(s[:kept])
-  if kept < rank:
-    sizes = [np.linalg.svd(c, compute_uv=False) for c in (c_left, c_right)]
-    keep_right = _rank_of(sizes[1]) >= _rank_of(sizes[0])
-    old, new = (right, new_right) if keep_right else (left, new_left)
-    basis = (q_right @ vt[:kept].T) if keep_right else (q_left @ u[:, :kept])
-    rest = old - basis @ (basis.T @ old)
-    directions, lengths, _ = np.linalg.svd(rest, full_matrices=False)
+  root = np.sqrt(np.where(s > _TINY * s[0], s, 0))
+  new_left, new_right = u * root, vt.T * root
+  kept = np.count_nonzero(root)
+  if kept < len(s):
+    # Of the factor of higher rank (ties: the right one): what it has outside.
+    old, basis, new = max(
+      (c_right, vt.T[:, :kept], new_right),
+      (c_left, u[:, :kept], new_left),
+      key=lambda side: np.linalg.matrix_rank(side[0], rtol=_TINY),
+    )
+    directions, lengths, _ = np.linalg.svd(old - basis @ (basis.T @ old))
     # Rounding errors are no directions: they would pass for observable ones.
-    size = max(np.linalg.norm(old), np.finfo(np.float64).tiny)
-    lengths = np.where(lengths > _TINY * size, lengths, 0.0)
-    lost = rank - kept
-    new[:, kept:] = directions[:, :lost] * lengths[:lost]
-  return new_left, new_right
+    lengths[lengths <= _TINY * np.linalg.norm(old)] = 0
+    new[:, kept:] = (directions * lengths)[:, : len(s) - kept]
+  return q_left @ new_left, q_right @ new_right

@@ -14,6 +14,7 @@ import optax
 
 from prism_optax import _modules
 from prism_optax._linalg import at_least_float32, matmul
+from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module, ModuleTree
 from prism_optax.fixed_rank import Factors
 
@@ -152,7 +153,13 @@ def merge(
     >>> float(merged['q']['kernel'].sum())
     6.0
   """
-  return _added(params, weights, 1.0, kernels, layout)
+  modules = _modules.find_modules(params, layout)
+  adapters, leaves = jax.tree.leaves(params), jax.tree.leaves(weights)
+  for place in find_kernels(modules, weights, kernels):
+    left, right = place.module.read(adapters, at_least_float32)
+    z = place.module.scale * matmul(left, right.mT)
+    place.write(leaves, place.read(leaves) + z)
+  return with_leaves(weights, leaves)
 
 
 def unmerge(
@@ -189,25 +196,10 @@ def unmerge(
     >>> float(weights['q']['kernel'].sum())
     0.0
   """
-  return _added(params, weights, -1.0, kernels, layout)
-
-
-def _added(
-  params: optax.Params,
-  weights: optax.Params,
-  factor: float,
-  kernels: KernelsLike,
-  layout: LayoutLike,
-) -> optax.Params:
-  """The weights with ``factor * Z`` added to them."""
-  modules = _modules.find_modules(params, layout)
-  adapters = jax.tree.leaves(params)
-  leaves, treedef = jax.tree.flatten(weights)
-  for place in find_kernels(modules, weights, kernels):
-    left, right = place.module.read(adapters, at_least_float32)
-    z = place.module.scale * matmul(left, right.mT)
-    place.write(leaves, place.read(leaves) + factor * z)
-  return jax.tree.unflatten(treedef, leaves)
+  negative = _modules.map_factors(
+    lambda _, z: Factors(-z.left, z.right), params, layout
+  )
+  return merge(negative, weights, kernels=kernels, layout=layout)
 
 
 def find_kernels(
@@ -223,12 +215,12 @@ def find_kernels(
       f' {[x.name for x in modules]}.'
     )
   places = []
-  for module in modules:
-    given = kernels.get(module.name)
-    if given is None:
-      given = _one_candidate(module, names, leaves)
-    kernel = Kernel(given) if isinstance(given, str) else given
-    places.append(_placed(module, kernel, names, leaves))
+  for x in modules:
+    if x.name in kernels:
+      kernel = kernels[x.name]
+    else:
+      kernel = _one_candidate(x, names, leaves)
+    places.append(_placed(x, kernel, names, leaves))
   taken = [place.leaf for place in places]
   for place in places:
     if taken.count(place.leaf) > 1:
@@ -241,8 +233,8 @@ def find_kernels(
 
 def _shape_of(module: Module) -> tuple[int, ...]:
   """``(*stack, *in, *out)``."""
-  a, b = module.a_axes, module.b_axes
-  return (*module.stack, *a.sizes(a.features), *b.sizes(b.features))
+  a, b = module.a_axes.matrix, module.b_axes.matrix
+  return (*module.stack, *a.features, *b.features)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -259,31 +251,31 @@ def _one_candidate(
     parents.append(above)
   if module.name.startswith('lora_'):  # The tree is a single pair.
     parents.append('')
-  near = [
-    i
-    for i, name in enumerate(names)
-    if (name == module.name or name.rpartition('/')[0] in parents)
-    and _is_float(leaves[i])
-    and 'lora' not in name.rpartition('/')[2]
-  ]
-  found = [i for i in near if jnp.shape(leaves[i]) == _shape_of(module)]
+  near = {}
+  for name, leaf in zip(names, leaves, strict=True):
+    parent, _, last = name.rpartition('/')
+    stands_there = name == module.name or parent in parents
+    if stands_there and 'lora' not in last and _is_float(leaf):
+      near[name] = jnp.shape(leaf)
+  found = [name for name in near if near[name] == _shape_of(module)]
   if len(found) != 1:
-    listed = {names[i]: jnp.shape(leaves[i]) for i in (found or near)}
+    listed = {name: near[name] for name in found or near}
     raise ValueError(
       f'Expected one weight of shape {_shape_of(module)} for {module.name!r},'
       f' found {listed or "none near it"}. Say which:'
       f" kernels={{{module.name!r}: lora.Kernel('path/of/weight',"
       ' axes=(...))}, axes in the order (*stack, *in, *out).'
     )
-  return names[found[0]]
+  return found[0]
 
 
 def _placed(
   module: Module,
-  kernel: Kernel,
+  kernel: str | Kernel,
   names: Sequence[str],
   leaves: Sequence[Any],
 ) -> Place:
+  kernel = Kernel(kernel) if isinstance(kernel, str) else kernel
   if names.count(kernel.path) != 1:
     raise ValueError(
       f'No single leaf at {kernel.path!r} for {module.name!r}; weights has'
@@ -295,15 +287,14 @@ def _placed(
   axes = range(len(shape)) if kernel.axes is None else kernel.axes
   axes = tuple(int(axis) % max(len(shape), 1) for axis in axes)
   # A weight may split its inputs and outputs into other axes than the factors.
-  stack = len(module.stack)
-  sizes = [shape[axis] for axis in axes[stack:]]
+  count, sizes = len(module.stack), tuple(shape[axis] for axis in axes)
   splits = [
-    (math.prod(sizes[:i]), math.prod(sizes[i:])) for i in range(len(sizes) + 1)
+    (sizes[:count], math.prod(sizes[count:i]), math.prod(sizes[i:]))
+    for i in range(count, len(sizes) + 1)
   ]
   if (
     sorted(axes) != list(range(len(shape)))
-    or tuple(shape[axis] for axis in axes[:stack]) != module.stack
-    or (module.n, module.m) not in splits
+    or (module.stack, module.n, module.m) not in splits
     or not _is_float(leaf)
   ):
     raise ValueError(

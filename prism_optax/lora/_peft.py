@@ -9,7 +9,7 @@ their transposes: ``lora_a`` (in, r) and ``lora_b`` (r, out).
 import itertools
 import os
 import pathlib
-from collections import Counter
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from prism_optax._linalg import at_least_float32
 from prism_optax._modules import Layout, LayoutLike, Module, Pair
 from prism_optax.fixed_rank import Factors
 from prism_optax.lora import _peft_files
+from prism_optax.lora._peft_files import PeftModule, shown
 
 NamesLike = Mapping[str, str] | Callable[[str], str] | None
 
@@ -83,18 +84,14 @@ def load_peft(folder: str | os.PathLike[str]) -> PeftAdapter:
     >>> loaded.params['q']['lora_a'].shape, loaded.layout[0].layout.scale
     ((4, 2), 1.0)
   """
-  files = _peft_files.read(pathlib.Path(folder))
+  modules, config, others = _peft_files.read(pathlib.Path(folder))
   params, layout = {}, []
-  for module in files.modules:
-    params[module.name] = {
-      'lora_a': np.array(module.a.T, order='C'),
-      'lora_b': np.array(module.b.T, order='C'),
-    }
-    axes = Layout(-1, 0, (), (), scale=module.scale)
-    paths = (f'{module.name}/lora_a', f'{module.name}/lora_b')
-    layout.append(Pair(*paths, axes))
-  embeddings = tuple(x.name for x in files.modules if x.is_embedding)
-  return PeftAdapter(params, layout, files.config, embeddings, files.others)
+  for name, x in modules.items():
+    params[name] = {'lora_a': x.a.T.copy(), 'lora_b': x.b.T.copy()}
+    axes = Layout(-1, 0, (), (), scale=x.scale)
+    layout.append(Pair(f'{name}/lora_a', f'{name}/lora_b', axes))
+  embeddings = tuple(name for name, x in modules.items() if x.is_embedding)
+  return PeftAdapter(params, layout, config, embeddings, others)
 
 
 def from_peft(
@@ -139,21 +136,18 @@ def from_peft(
     >>> float(new['q']['lora_a'][0, 0])
     2.0
   """
-  scales = {
-    pair.a.removesuffix('/lora_a'): pair.layout.scale
-    for pair in adapter.layout
-    if pair.layout is not None
-  }
+  theirs = _modules.find_modules(adapter.params, adapter.layout)
+  scales = {x.name: x.scale for x in theirs}
   used: dict[str, list[str]] = {}
 
-  def filled(module: Module, old: Factors) -> Factors:
-    del old
+  def filled(module: Module, _: Factors) -> Factors:
     paths = used[module.name] = _torch_names(module, names)
     absent = [path for path in paths if path not in adapter.params]
     if absent:
       raise ValueError(
         f'The adapter has no module {absent[0]!r} for {module.name!r}; it has'
-        f' {_some(adapter.params)}. Say which: names={{{module.name!r}: ...}}.'
+        f' {shown(list(adapter.params))}. Say which:'
+        f' names={{{module.name!r}: ...}}.'
       )
     left, right = [], []
     for path in paths:
@@ -174,8 +168,8 @@ def from_peft(
   missed = set(adapter.params).difference(*used.values())
   if missed:
     raise ValueError(
-      f'No module of params takes {_some(sorted(missed))} of the adapter; the'
-      f' modules are {_some(used)}.'
+      f'No module of params takes {shown(sorted(missed))} of the adapter; the'
+      f' modules are {shown(list(used))}.'
     )
   return new
 
@@ -234,39 +228,32 @@ def save_peft(
   others = [leaf_names[i] for i in _modules.other_leaves(modules, len(leaves))]
   if others:
     raise ValueError(
-      f'Expected LoRA pairs only, got {_some(others)}: a PEFT adapter has no'
+      f'Expected LoRA pairs only, got {shown(others)}: a PEFT adapter has no'
       ' place for them. Take them out of the tree, and save them elsewhere.'
     )
-  found: dict[str, _peft_files.PeftModule] = {}
+  found: dict[str, PeftModule] = {}
   for module in modules:
     left, right = module.read(leaves, np.asarray)
     paths = _torch_names(module, names)
     for path, b, a in zip(paths, left, right, strict=True):
       if path in found:
         raise ValueError(f'Two modules are named {path!r} in PyTorch.')
-      found[path] = _peft_files.PeftModule(
-        path, a.T, b, module.scale, path in embeddings
-      )
+      found[path] = PeftModule(a.T, b, module.scale, path in embeddings)
   strangers = set(embeddings) - set(found)
   if strangers:
     raise ValueError(
       f'embeddings names {sorted(strangers)}, which are no modules; these are'
-      f' {_some(found)}.'
+      f' {shown(list(found))}.'
     )
-  _peft_files.write(
-    pathlib.Path(folder),
-    list(found.values()),
-    {**(config or {}), **_config(list(found.values()))},
-  )
+  entries = {**(config or {}), **_config(found)}
+  _peft_files.write(pathlib.Path(folder), found, entries)
 
 
-def _config(modules: Sequence[_peft_files.PeftModule]) -> dict[str, Any]:
+def _config(modules: Mapping[str, PeftModule]) -> dict[str, Any]:
   """The entries of ``adapter_config.json`` that follow from the modules."""
-  ranks = {x.name: x.a.shape[0] for x in modules}
-  alphas = {x.name: _whole(x.scale * x.a.shape[0]) for x in modules}
-  rank, alpha = (
-    Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas)
-  )
+  ranks = {name: x.a.shape[0] for name, x in modules.items()}
+  alphas = {name: _whole(x.scale * ranks[name]) for name, x in modules.items()}
+  rank, alpha = (statistics.mode(x.values()) for x in (ranks, alphas))
   # Matched from the end of a name, unless the key starts with a caret.
   pattern = _peft_files.exactly
   return {
@@ -306,9 +293,3 @@ def _torch_names(module: Module, names: NamesLike) -> list[str]:
     )
   indices = itertools.product(*(range(size) for size in module.stack))
   return [name.format(*index) for index in indices]
-
-
-def _some(names: Any, most: int = 6) -> str:
-  names = list(names)
-  more = f' and {len(names) - most} more' if len(names) > most else ''
-  return f'{names[:most]}{more}'

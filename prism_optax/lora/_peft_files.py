@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,11 +17,15 @@ import numpy as np
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'
-# `.default` and the like: the name of the adapter, which PEFT leaves out today.
+# How the names of the two factors end, in a layer and in an embedding table.
+_LAYER = 'lora_A.weight', 'lora_B.weight'
+_TABLE = 'lora_embedding_A', 'lora_embedding_B'
+# Groups: the module, and the parts of one of the ends above. Between them may
+# stand `.default` or the like, the name of the adapter, which PEFT leaves out
+# today.
 _FACTOR = re.compile(
-  r'(?P<name>.+)\.(?:'
-  r'lora_(?P<side>[AB])(?:\.[^.]+)?\.weight'
-  r'|lora_embedding_(?P<table>[AB])(?:\.[^.]+)?)'
+  r'(.+)\.(?:(lora_[AB])(?:\.[^.]+)?(\.weight)'
+  r'|(lora_embedding_[AB])(?:\.[^.]+)?)'
 )
 _LONGEST_NAME = 300
 _TYPES: dict[str, Any] = {
@@ -54,19 +58,14 @@ _UNKNOWN = {
 class PeftModule(NamedTuple):
   """One module: ``a`` (r, in), ``b`` (out, r), as in PyTorch."""
 
-  name: str
   a: np.ndarray
   b: np.ndarray
   scale: float
   is_embedding: bool
 
 
-class PeftFiles(NamedTuple):
-  """Both files, read."""
-
-  modules: list[PeftModule]
-  config: dict[str, Any]
-  others: dict[str, np.ndarray]
+Modules = dict[str, PeftModule]
+Tensors = dict[str, np.ndarray]
 
 
 def exactly(name: str) -> str:
@@ -89,123 +88,99 @@ def _safetensors() -> Any:
 # Reading.
 
 
-def read(folder: pathlib.Path) -> PeftFiles:
-  """Both files of a folder.
+def read(folder: pathlib.Path) -> tuple[Modules, dict[str, Any], Tensors]:
+  """Both files of a folder: modules, configuration, and all other tensors.
 
   Raises:
     ValueError: With the file and what is wrong with it.
   """
-  config = _read_config(folder / CONFIG)
-  path = folder / TENSORS
-  factors, others = _sorted_out(path, _read_tensors(path))
-  modules = []
-  for (name, is_embedding), sides in sorted(factors.items()):
-    key = f'lora_embedding_{"{}"}' if is_embedding else 'lora_{}.weight'
-    if len(sides) < 2:
-      there, absent = ('A', 'B') if 'A' in sides else ('B', 'A')
-      raise ValueError(
-        f'{path}: {name} has {key.format(there)} and no {key.format(absent)}.'
-      )
-    a, b = sides['A'], sides['B']
-    rank = _at(config, 'r', 'rank_pattern', name)
-    if a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == rank:
-      raise ValueError(
-        f'{path}: expected {key.format("A")} (r, in) and {key.format("B")}'
-        f' (out, r) with r={rank}, as {CONFIG} says, for {name}, got {a.shape}'
-        f' and {b.shape}.'
-      )
-    alpha = _at(config, 'lora_alpha', 'alpha_pattern', name)
-    divisor = math.sqrt(rank) if config.get('use_rslora') else rank
-    modules.append(PeftModule(name, a, b, alpha / divisor, is_embedding))
-  return PeftFiles(modules, config, others)
+  config = _content(folder / CONFIG, _read_config)
+
+  def read_tensors(data: bytes) -> tuple[Modules, Tensors]:
+    factors, others = _read_tensors(data)
+    return _paired(factors, config), others
+
+  modules, others = _content(folder / TENSORS, read_tensors)
+  return modules, config, others
 
 
-def _read_bytes(path: pathlib.Path) -> bytes:
+def _content(path: pathlib.Path, read: Callable[[bytes], Any]) -> Any:
+  """What ``read`` makes of a file; what it refuses, with the name of the file.
+
+  Raises:
+    ValueError: Also if there is no such file.
+  """
   try:
-    return path.read_bytes()
+    return read(path.read_bytes())
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
   except OSError as error:
     hint = ''
     if path.name == TENSORS and (path.parent / 'adapter_model.bin').exists():
       hint = ' There is an adapter_model.bin: save it again as safetensors.'
-    raise ValueError(f'{path}: cannot be read: {error.strerror}.{hint}') from (
-      error
-    )
+    message = f'{path}: cannot be read: {error.strerror}.{hint}'
+    raise ValueError(message) from error
 
 
-def _read_config(path: pathlib.Path) -> dict[str, Any]:
-  data = _read_bytes(path)
+def _read_config(data: bytes) -> dict[str, Any]:
   try:
     config = json.loads(data.decode())
   except (ValueError, RecursionError) as error:  # Also no text, long numbers.
-    raise ValueError(f'{path}: is no JSON file: {error}.') from error
+    raise ValueError(f'is no JSON file: {error}.') from error
   if not isinstance(config, dict):
-    raise ValueError(
-      f'{path}: expected an object, got {type(config).__name__}.'
-    )
+    raise ValueError(f'expected an object, got {type(config).__name__}.')
   kind = config.get('peft_type', 'LORA')
   if kind != 'LORA':
-    raise ValueError(f'{path}: expected peft_type LORA, got {kind!r}.')
+    raise ValueError(f'expected peft_type LORA, got {kind!r}.')
   for field, meaning in _UNKNOWN.items():
     if config.get(field):
-      raise ValueError(f'{path}: {field}: {meaning} cannot be read here.')
+      raise ValueError(f'{field}: {meaning} cannot be read here.')
   start = config.get('init_lora_weights')
   if not any(start is x for x in _HARMLESS[:3]) and start not in _HARMLESS[3:]:
     raise ValueError(
-      f'{path}: init_lora_weights={start!r} changes the base weights, and the'
-      ' adapter is relative to the changed ones. Let PEFT convert it:'
+      f'init_lora_weights={start!r} changes the base weights, and the adapter'
+      ' is relative to the changed ones. Let PEFT convert it:'
       ' save_pretrained(..., path_initial_model_for_weight_conversion=...).'
     )
-  for field, patterns, check in (
-    ('r', 'rank_pattern', _is_rank),
-    ('lora_alpha', 'alpha_pattern', _is_positive),
-  ):
-    if not check(config.get(field)):
-      raise ValueError(
-        f'{path}: expected {field} > 0{" (integer)" if field == "r" else ""},'
-        f' got {_shown(config.get(field, "none"))}.'
-      )
-    _check_patterns(path, patterns, config.get(patterns), check)
+  _check_numbers(config, 'r', 'rank_pattern', (int,))
+  _check_numbers(config, 'lora_alpha', 'alpha_pattern', (int, float))
   return config
 
 
-def _is_rank(value: Any) -> bool:
-  return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_positive(value: Any) -> bool:
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    return False
-  return 0 < value < 1e30  # Also no NaN, and no integer beyond floats.
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+  """The value for an error message, which no file makes long."""
   text = repr(value)
-  return text if len(text) < 60 else text[:60] + '...'
+  return text if len(text) < 200 else text[:200] + '...'
 
 
-def _check_patterns(
-  path: pathlib.Path, field: str, value: Any, check: Callable[[Any], bool]
+def _check_numbers(
+  config: Mapping[str, Any], field: str, patterns: str, types: tuple[type, ...]
 ) -> None:
-  if value is None:
-    return
-  if not isinstance(value, dict) or not all(map(check, value.values())):
+  """Refuses a field that is no number > 0, and such in its patterns."""
+
+  def fits(value: Any) -> bool:
+    # No boolean, no NaN, and no integer beyond floats.
+    return type(value) in types and 0 < value < 1e30
+
+  if not fits(config.get(field)):
+    kind = ' (integer)' if field == 'r' else ''
+    got = shown(config.get(field, 'none'))
+    raise ValueError(f'expected {field} > 0{kind}, got {got}.')
+  found = {} if config.get(patterns) is None else config[patterns]
+  if not isinstance(found, dict) or not all(map(fits, found.values())):
     raise ValueError(
-      f'{path}: expected {field} to map names to numbers > 0, got'
-      f' {_shown(value)}.'
+      f'expected {patterns} to map names to numbers > 0, got {shown(found)}.'
     )
-  for key in value:
+  for key in found:
     # Repeated groups and many repetitions can take exponentially long.
     repeats = len(re.findall(r'(?<!\\)[*+{]', key))
+    message = f'the key {shown(key)} of {patterns} is'
     if repeats > 2 or re.search(r'\)[*+?{]', key) or len(key) > _LONGEST_NAME:
-      raise ValueError(
-        f'{path}: the key {_shown(key)} of {field} is too complex.'
-      )
+      raise ValueError(f'{message} too complex.')
     try:
       re.compile(_from_the_end(key))
     except (re.error, OverflowError, RecursionError) as error:
-      raise ValueError(
-        f'{path}: the key {_shown(key)} of {field} is no pattern: {error}.'
-      ) from error
+      raise ValueError(f'{message} no pattern: {error}.') from error
 
 
 def _from_the_end(key: str) -> str:
@@ -221,81 +196,82 @@ def _at(config: Mapping[str, Any], field: str, patterns: str, name: str) -> Any:
   return config[field]
 
 
-def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _read_tensors(data: bytes) -> tuple[dict[str, Tensors], Tensors]:
+  """Factors by module and by the end of their names, and all the rest."""
   safetensors = _safetensors()
-  data = _read_bytes(path)
   try:
     # From memory: offsets are checked against the bytes that are there.
-    found = safetensors.deserialize(data)
+    tensors = safetensors.deserialize(data)
   except Exception as error:  # Of a class that is not in every version.
-    raise ValueError(
-      f'{path}: is no whole safetensors file: {error}.'
-    ) from error
-  tensors = {}
-  for name, x in found:
-    if x['dtype'] not in _TYPES:
-      raise ValueError(
-        f'{path}: {_shown(name)} is of type {x["dtype"]}, expected one of'
-        f' {sorted(_TYPES)}.'
-      )
-    flat = np.frombuffer(x['data'], _TYPES[x['dtype']])
-    tensors[name] = flat.reshape(x['shape'])
-  return tensors
-
-
-def _sorted_out(
-  path: pathlib.Path, tensors: Mapping[str, np.ndarray]
-) -> tuple[
-  dict[tuple[str, bool], dict[str, np.ndarray]], dict[str, np.ndarray]
-]:
-  """Factors by (module, whether an embedding) and side, and all the rest."""
-  factors: dict[tuple[str, bool], dict[str, np.ndarray]] = {}
+    raise ValueError(f'is no whole safetensors file: {error}.') from error
+  factors: dict[str, Tensors] = {}
   others = {}
-  for key, x in tensors.items():
+  for key, tensor in tensors:
+    kind = tensor['dtype']
+    if kind not in _TYPES:
+      raise ValueError(
+        f'{shown(key)} is of type {kind}, expected one of {sorted(_TYPES)}.'
+      )
+    x = np.frombuffer(tensor['data'], _TYPES[kind]).reshape(tensor['shape'])
     found = _FACTOR.fullmatch(key)
     if not found:
       if 'lora_' in key:
-        raise ValueError(f'{path}: {_shown(key)} is no factor known here.')
+        raise ValueError(f'{shown(key)} is no factor known here.')
       others[key.removeprefix(PREFIX)] = x
       continue
-    name = found['name'].removeprefix(PREFIX)
+    name, *parts = found.groups('')
+    name, end = name.removeprefix(PREFIX), ''.join(parts)
     if len(name) > _LONGEST_NAME or '/' in name:
-      raise ValueError(f'{path}: {_shown(name)} is no name of a module.')
+      raise ValueError(f'{shown(name)} is no name of a module.')
     if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f'{path}: expected floats in {key}, got {x.dtype}.')
-    sides = factors.setdefault((name, bool(found['table'])), {})
-    side = found['side'] or found['table']
-    if side in sides:
-      raise ValueError(f'{path}: more than one adapter for {name}.')
-    sides[side] = x
+      raise ValueError(f'expected floats in {key}, got {x.dtype}.')
+    if end in factors.setdefault(name, {}):
+      raise ValueError(f'more than one adapter for {name}.')
+    factors[name][end] = x
   if not factors:
-    raise ValueError(
-      f'{path}: no lora_A.weight and lora_B.weight among'
-      f' {_shown(sorted(tensors))}.'
-    )
-  both = {x for x, _ in factors}
-  if len(both) < len(factors):
-    raise ValueError(f'{path}: a module is a layer and an embedding at once.')
+    names = sorted(key for key, _ in tensors)
+    raise ValueError(f'no {" and ".join(_LAYER)} among {shown(names)}.')
   return factors, others
+
+
+def _paired(
+  factors: Mapping[str, Tensors], config: Mapping[str, Any]
+) -> Modules:
+  """The modules, each of two factors that fit each other and the file."""
+  modules = {}
+  for name, found in sorted(factors.items()):
+    is_embedding = not found.keys().isdisjoint(_TABLE)
+    if is_embedding and not found.keys().isdisjoint(_LAYER):
+      raise ValueError(f'{name} is a layer and an embedding at once.')
+    keys = _TABLE if is_embedding else _LAYER
+    absent = set(keys) - set(found)
+    if absent:
+      raise ValueError(f'{name} has {min(found)} and no {min(absent)}.')
+    a, b = (found[key] for key in keys)
+    rank = _at(config, 'r', 'rank_pattern', name)
+    if a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == rank:
+      raise ValueError(
+        f'expected {keys[0]} (r, in) and {keys[1]} (out, r) with r={rank}, as'
+        f' {CONFIG} says, for {name}, got {a.shape} and {b.shape}.'
+      )
+    alpha = _at(config, 'lora_alpha', 'alpha_pattern', name)
+    divisor = math.sqrt(rank) if config.get('use_rslora') else rank
+    modules[name] = PeftModule(a, b, alpha / divisor, is_embedding)
+  return modules
 
 
 # Writing.
 
 
 def write(
-  folder: pathlib.Path,
-  modules: Sequence[PeftModule],
-  config: Mapping[str, Any],
+  folder: pathlib.Path, modules: Modules, config: Mapping[str, Any]
 ) -> None:
   """Both files, each under another name first."""
   tensors = {}
-  for x in modules:
-    stem = f'{PREFIX}{x.name}.lora_'
-    keys = ('embedding_A', 'embedding_B') if x.is_embedding else (
-      'A.weight', 'B.weight'
-    )  # fmt: skip
+  for name, x in modules.items():
+    keys = _TABLE if x.is_embedding else _LAYER
     for key, value in zip(keys, (x.a, x.b), strict=True):
-      tensors[stem + key] = np.ascontiguousarray(value)
+      tensors[f'{PREFIX}{name}.{key}'] = np.ascontiguousarray(value)
   data = _safetensors().numpy.save(tensors, metadata={'format': 'pt'})
   text = json.dumps(config, indent=2, sort_keys=True, default=_plain) + '\n'
   folder.mkdir(parents=True, exist_ok=True)
@@ -306,11 +282,9 @@ def write(
 
 
 def _plain(value: Any) -> Any:
-  """Sets, as PEFT has them for target_modules, and NumPy numbers."""
-  if isinstance(value, set | frozenset | tuple):
+  """Sets, as PEFT has them for target_modules."""
+  if isinstance(value, set | frozenset):
     return sorted(value)
-  if isinstance(value, np.generic):
-    return value.item()
   raise ValueError(
-    f'Expected config to hold what JSON knows, got {_shown(value)}.'
+    f'Expected config to hold what JSON knows, got {shown(value)}.'
   )

@@ -79,9 +79,10 @@ def per_example_gradients(
         )
       return jnp.sum(found)
 
-    return jax.grad(total)(
-      jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), params)
+    copies = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (size, *x.shape)), params
     )
+    return jax.grad(total)(copies)
 
   return gradients
 
@@ -164,9 +165,8 @@ def _backward(
     left: jax.Array, right: jax.Array, like: jax.Array
   ) -> jax.Array:
     wide = jnp.promote_types(like.dtype, jnp.float32)
-    return jnp.einsum(
-      'bti,bto->bio', left, right, preferred_element_type=wide
-    ).astype(like.dtype)
+    product = jnp.matmul(left.mT, right, preferred_element_type=wide)
+    return product.astype(like.dtype)
 
   flat = cotangent.reshape(-1, cotangent.shape[-1]) @ b.T
   to_inner = flat.reshape(*x.shape[:2], -1)

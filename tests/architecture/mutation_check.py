@@ -145,15 +145,15 @@ MUTANTS = (
   Mutant(
     'retraction ignores the core of the step',
     RETRACTION,
-    'jnp.concatenate([s + core, r_right.mT], -1)',
-    'jnp.concatenate([s, r_right.mT], -1)',
+    '[s + core, r_right.mT]',
+    '[s, r_right.mT]',
     (f'{GEOMETRY} best_approximation',),
   ),
   Mutant(
     'retraction keeps the product of the steps',
     RETRACTION,
-    'jnp.concatenate([r_left, jnp.zeros_like(core)], -1)',
-    'jnp.concatenate([r_left, matmul(r_left, r_right.mT)], -1)',
+    '[r_left, jnp.zeros_like(core)]',
+    '[r_left, matmul(r_left, r_right.mT)]',
     (f'{GEOMETRY} best_approximation',),
   ),
   Mutant(

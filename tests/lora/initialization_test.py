@@ -211,7 +211,6 @@ def test_spectral_refusals():
   params = {'p': {'lora_a': jnp.ones((4, 1)), 'lora_b': jnp.ones((1, 3))}}
   weights = {'p': {'kernel': jnp.ones((4, 3))}}
   for options, match in (
-    ({'oversampling': -1}, 'oversampling=-1'),
     ({'power_iterations': 0.5}, 'power_iterations=0.5'),
     ({'prng_key': None}, 'prng_key'),
     (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import prism_optax
 from prism_optax import lora
-from prism_optax._modules import _conventions, find_modules
+from prism_optax._modules import _layout, find_modules
 
 # Names, shapes of a and b, an einsum for the change of the weight, and how the
 # weight becomes (*stack, inputs, outputs).
@@ -168,7 +168,7 @@ def test_keras_lists_take_their_names_from_beside():
 )
 def test_shapes_that_coincide_are_refused_with_the_candidates(a, b):
   params = {'w_lora_a': jnp.ones(a), 'w_lora_b': jnp.ones(b)}
-  readings = _conventions._tensors(a, b)
+  readings = _layout._tensors(a, b)
   if len(readings) == 1:
     assert len(find_modules(params)) == 1
     return
