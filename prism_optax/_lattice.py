@@ -11,7 +11,7 @@ The noise is an integer drawn in integer arithmetic of 32 bits: a cell of 4096
 steps from the discrete Gaussian, by an alias table, and four uniform positions
 within it, which smooth the cells to a spline. How far its law is from that of a
 rounded Gaussian is derived in docs/explanation/exact_release.md and measured in
-tests/core/lattice_test.py: ``distance`` says it.
+tests/core/lattice_test.py.
 """
 
 import functools
@@ -32,6 +32,11 @@ _COLUMNS = 1 << 12  # Cells that the noise reaches, half of them on either side.
 _STDDEV = 224  # Of the noise, in cells.
 STEPS = _STDDEV * _CELL
 _THRESHOLD_BITS = 52
+
+# Of one entry's law from the Gaussian: the chi-square divergence within seven
+# standard deviations, and the total variation beyond them.
+CHI_SQUARE = 1.3e-23
+TAIL = 1.3e-17
 
 # Sums are kept as two integers of 32 bits, of which the lower one takes 14 bits
 # of each term. It must hold the noise, too, which is below 2^24.

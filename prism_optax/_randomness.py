@@ -94,10 +94,12 @@ def resolve_key(
   elif isinstance(prng_key, numbers.Integral):
     # The most significant word first, as `jax.random.key` has them.
     data = np.frombuffer(int(prng_key).to_bytes(4 * words, 'big'), '>u4')
+  elif words == 4:
+    data = jnp.stack(key_words(prng_key))
   else:
     return jnp.copy(prng_key)  # The state may be donated, the caller's key not.
   return jax.random.wrap_key_data(
-    jnp.asarray(data.astype(np.uint32)), impl=_IMPLEMENTATIONS[words]
+    jnp.asarray(data, jnp.uint32), impl=_IMPLEMENTATIONS[words]
   )
 
 

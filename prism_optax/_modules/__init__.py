@@ -25,7 +25,6 @@ from prism_optax._modules._layout import (
   transposed,
 )
 from prism_optax._modules._tree import (
-  ModuleArrays,
   ModuleTree,
   Stacks,
   map_factors,
@@ -34,7 +33,7 @@ from prism_optax._modules._tree import (
 
 # fmt: off
 __all__ = [
-  'Layout', 'LayoutLike', 'LeafAxes', 'MatrixAxes', 'Module', 'ModuleArrays',
+  'Layout', 'LayoutLike', 'LeafAxes', 'MatrixAxes', 'Module',
   'ModuleTree', 'Pair', 'Stacks', 'describe_pairs', 'find_modules', 'inverse',
   'map_factors', 'map_pairs', 'named_leaves', 'other_leaves', 'pairs_by_name',
   'transposed',

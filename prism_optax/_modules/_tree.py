@@ -47,6 +47,13 @@ class Stacks(NamedTuple):
     return self._replace(pairs=map_pairs(fn, self.pairs, *with_))
 
 
+def map_pairs(
+    self, fn: Callable[..., Any], *with_: Sequence[Any]
+  ) -> 'Stacks':
+    """``fn(pair, ...)`` of each stack of pairs; other leaves as they are."""
+    return self._replace(pairs=map_pairs(fn, self.pairs, *with_))
+
+
 class ModuleArrays(NamedTuple):
   """The leaves of one module, in the order of their own axes.
 
@@ -216,26 +223,6 @@ class ModuleTree:
   def coordinates(self, tree: Any, what: str = 'updates') -> Stacks:
     """``Tangent`` coordinates from a tree of coordinates."""
     return self._stacked(self._leaves(tree, 0, what), Tangent, 0.0)
-
-  def per_module(
-    self, tree: Any, lead: int = 0, what: str = 'grads'
-  ) -> tuple[list[list[ModuleArrays]], tuple[jax.Array, ...]]:
-    """The arrays of each module in each group, and the other leaves.
-
-    Large arrays are read where they are, while stacking would copy them. They
-    are not multiplied by the scale.
-    """
-    leaves = self._leaves(tree, lead, what)
-
-    def arrays(group: _Group, x: Module, place: slice) -> ModuleArrays:
-      left, right = (
-        axes.to_stack(jnp.asarray(leaves[i], group.dtype))
-        for i, axes in x.sides
-      )
-      return ModuleArrays(place, x.scale, left, right, *group.axes)
-
-    groups = [[arrays(g, *x) for x in g.places()] for g in self._groups]
-    return groups, self._rest(leaves)
 
   # From stacks to trees.
 
