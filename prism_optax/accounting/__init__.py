@@ -7,13 +7,12 @@ can run where there is no accelerator.
 from dp_accounting import NeighboringRelation
 
 from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
-from prism_optax.accounting._calibration import calibrate_noise_multiplier
-from prism_optax.accounting._dpsgd import (
-  dpsgd_event,
+from prism_optax.accounting._epsilon import (
+  calibrate_noise_multiplier,
   epsilon,
-  joint_noise_multiplier,
   privacy_statement,
 )
+from prism_optax.accounting._events import dpsgd_event, joint_noise_multiplier
 from prism_optax.accounting._gaussian import (
   gaussian_delta,
   gaussian_epsilon,

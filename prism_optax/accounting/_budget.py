@@ -1,8 +1,6 @@
 """A privacy budget that is spent before the answer leaves."""
 
-import json
 import os
-from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager as Context
 from typing import Any
 
@@ -13,6 +11,9 @@ from prism_optax import _validate
 from prism_optax.accounting import _events, _filters
 from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 from prism_optax.accounting._ledger import Account, Ledger, Transaction
+
+_SERVER = ''  # Its account; no session has this name.
+_NOTHING = dp_accounting.NoOpDpEvent()
 
 
 class BudgetExceeded(RuntimeError):
@@ -47,15 +48,15 @@ class PrivacyBudget:
   **Privacy.** All answers to one session together are (``epsilon``,
   ``delta``)-private, whatever the session asks and however its questions depend
   on earlier answers, if each release was paid for by :meth:`spend` and its
-  event is right. The guarantee is for neighbours under
-  ``neighboring_relation`` or, where the event holds the sensitivity of a
-  relation already, under that relation. ``server_epsilon`` and
-  ``server_delta`` do the same for all sessions together. Three things are not
-  covered. The running figures of :meth:`spent` and :meth:`remaining` are for
-  planning: as a bound they hold only where the number of releases did not
-  depend on the answers. Session names are the caller's: whoever can choose a
-  new name gets a fresh budget, and only the server's cap bounds that. And the
-  ledger itself is not noised: it tells when and how often a session asked.
+  event is right. The guarantee is for neighbours under ``neighboring_relation``
+  or, where the event holds the sensitivity of a relation already, under that
+  relation. ``server_epsilon`` does the same for all sessions together. Three
+  things are not covered. The running figures of :meth:`spent` and
+  :meth:`remaining` are for planning: as a bound they hold only where the number
+  of releases did not depend on the answers. Session names are the caller's:
+  whoever can choose a new name gets a fresh budget, and only the server's cap
+  bounds that. And the ledger itself is not noised: it tells when and how often
+  a session asked.
 
   =============================  ==============================================
   release that does not fit      BudgetExceeded, before anything is recorded
@@ -72,31 +73,26 @@ class PrivacyBudget:
     delta: Delta of one session's cap, in (0, 1).
     composition: How costs add up:
 
-      - ``'filter'``: 'gaussian' for an account whose first release is Gaussian,
-        'renyi' for any other. The first release does not depend on answers;
-        changing between the two later could, and would cost a part of delta.
-      - ``'gaussian'``: exact for Gaussian releases (Smith and Thakurta,
-        arXiv:2210.17520); also takes what has an epsilon with delta 0
-        (Laplace), as the Gaussian that covers it.
+      - ``'filter'``: exact for an account whose first release is Gaussian
+        (Smith and Thakurta, arXiv:2210.17520), which then takes Gaussian
+        releases alone; 'renyi' for any other. The first release does not depend
+        on answers; changing between the two later could, and would cost a part
+        of delta.
       - ``'renyi'``: a filter for all that the RDP accountant knows, mixed at
         will (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
-      - ``'pld'``: tight, but only for the releases in ``declared``, in any
-        order.
     path: SQLite file of the ledger, made where there is none; ``None`` keeps it
       in memory.
     neighboring_relation: Relation under which events are read, as in
       :func:`epsilon`. The default takes noise multipliers as they are; releases
       whose event holds their sensitivity already (``inference.release_event``)
       need no other.
-    server_epsilon: Cap of all sessions together; ``None`` for none.
-    server_delta: Delta of the server's cap; ``None`` takes ``delta``.
-    declared: For 'pld': how often each event may happen in a session.
+    server_epsilon: Cap of all sessions together, at the same ``delta``;
+      ``None`` for none.
     timeout: Seconds to wait for other processes.
 
   Raises:
-    ValueError: If a number is out of its range, an option is missing or does
-      not belong to the composition, the declared releases do not fit, or the
-      file was made with other settings.
+    ValueError: If an argument is out of its range, or the file was made with
+      other settings.
 
   Examples:
     >>> import dp_accounting
@@ -118,43 +114,29 @@ class PrivacyBudget:
     path: str | os.PathLike[str] | None = None,
     neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
     server_epsilon: float | None = None,
-    server_delta: float | None = None,
-    declared: Mapping[dp_accounting.DpEvent, int] | None = None,
     timeout: float = 60.0,
   ):
-    def checked(
-      prefix: str, epsilon: float, delta: float
-    ) -> tuple[float, float]:
-      return (
-        _validate.known_positive(f'{prefix}epsilon', epsilon),
-        _validate.known_open_probability(f'{prefix}delta', delta),
-      )
-
-    self._caps = {'session': checked('', epsilon, delta)}
+    delta = _validate.known_open_probability('delta', delta)
+    positive = _validate.known_positive
+    caps = {'session': positive('epsilon', epsilon)}
     if server_epsilon is not None:
-      if server_delta is None:
-        server_delta = delta
-      self._caps['server'] = checked('server_', server_epsilon, server_delta)
-      if composition == 'pld':
-        raise ValueError(
-          "composition='pld' declares the releases of one session and has no"
-          f' cap for any number of them, got {server_epsilon=}.'
-        )
-    elif server_delta is not None:
-      raise ValueError(f'Expected server_epsilon with {server_delta=}.')
+      caps['server'] = positive('server_epsilon', server_epsilon)
+    _validate.one_of('composition', composition, ('filter', 'renyi'))
+    _validate.neighboring_relation(neighboring_relation)
     _validate.positive('timeout', timeout)
     self._composition = composition
-    self._filters = {
-      scope: _filters.filters_for(
-        composition, cap, neighboring_relation, declared
-      )
-      for scope, cap in self._caps.items()
+    self._filters: dict[str, dict[str, _filters.Filter]] = {
+      scope: {
+        'gaussian': _filters.GaussianFilter(cap, delta, neighboring_relation),
+        'renyi': _filters.RenyiFilter(cap, delta, neighboring_relation),
+      }
+      for scope, cap in caps.items()
     }
     self._settings = {
-      'caps': self._caps,
+      'caps': caps,
+      'delta': delta,
       'composition': composition,
       'neighboring_relation': neighboring_relation.name,
-      'declared': {_events.to_json(e): n for e, n in (declared or {}).items()},
     }
     self._ledger = Ledger(path, self._settings, timeout)
 
@@ -181,17 +163,18 @@ class PrivacyBudget:
     """
     _validate.integer('count', count, 1)
     with self._transaction(session) as transaction:
-      accounts = {}
-      for scope, account, found in self._open(transaction, session, event):
-        total = _filters.add(account.totals, found.costs(event, count))
-        if not found.fits(total):
+      spent = {}
+      accounts = self._accounts(transaction, session, event)
+      for scope, (found, account) in accounts.items():
+        total = _filters.add(account.totals, found.costs(event), count)
+        spent[scope] = found.spent(total)
+        if spent[scope] > found.epsilon:
           left = found.epsilon - found.spent(account.totals)
           raise BudgetExceeded(session, scope, max(left, 0.0))
-        accounts[scope] = Account(account.filter_name, total)
-      for scope, account in accounts.items():
-        transaction.store(scope, session, account)
+        # Undone if what follows fails.
+        transaction.store(account._replace(totals=total))
       transaction.append(session, _events.to_json(event), count)
-    return self._spent('session', accounts['session'])
+    return spent['session']
 
   def spent(self, session: str) -> float:
     """Returns epsilon that the session has spent, 0.0 for an unknown one.
@@ -207,7 +190,8 @@ class PrivacyBudget:
       TimeoutError: If other processes kept the file.
     """
     with self._transaction(session) as transaction:
-      return self._spent('session', transaction.account('session', session))
+      found, account = self._accounts(transaction, session)['session']
+      return found.spent(account.totals)
 
   def remaining(self, session: str) -> float:
     """Returns epsilon left to the session, and to the server if that is less.
@@ -227,8 +211,8 @@ class PrivacyBudget:
     """
     with self._transaction(session) as transaction:
       return min(
-        cap - self._spent(scope, transaction.account(scope, session))
-        for scope, (cap, _) in self._caps.items()
+        found.epsilon - found.spent(account.totals)
+        for found, account in self._accounts(transaction, session).values()
       )
 
   def how_many_more(
@@ -248,28 +232,11 @@ class PrivacyBudget:
       TimeoutError: If other processes kept the file.
     """
     with self._transaction(session) as transaction:
+      accounts = self._accounts(transaction, session, event)
       return min(
-        found.largest_count(account.totals, event)
-        for _, account, found in self._open(transaction, session, event)
+        found.largest_count(account.totals, found.costs(event))
+        for found, account in accounts.values()
       )
-
-  def reset(self, session: str) -> None:
-    """Gives the session a fresh budget, and leaves a row that says so.
-
-    For data that has been replaced: about the same data, the answers given
-    before and those to come are together less private than the cap says. The
-    server's account keeps what was spent.
-
-    Args:
-      session: Name of the session.
-
-    Raises:
-      ValueError: If the session has no name.
-      TimeoutError: If other processes kept the file.
-    """
-    with self._transaction(session) as transaction:
-      transaction.remove('session', session)
-      transaction.append(session, None, 0)
 
   def export(self) -> dict[str, Any]:
     """Returns settings, accounts and ledger in types that JSON knows.
@@ -277,23 +244,23 @@ class PrivacyBudget:
     Returns:
       'settings' as given; 'server' with 'spent' and 'remaining', or None;
       'sessions' with the same for each; 'ledger', a list of 'id', 'session',
-      'event' (None for a reset) and 'count' in the order of spending.
+      'event' and 'count' in the order of spending.
 
     Raises:
       TimeoutError: If other processes kept the file.
     """
     with self._ledger.transaction() as transaction:
 
-      def figures(scope: str, session: str) -> dict[str, float]:
-        spent = self._spent(scope, transaction.account(scope, session))
-        return {'spent': spent, 'remaining': self._caps[scope][0] - spent}
+      def figures(session: str, scope: str = 'session') -> dict[str, float]:
+        found, account = self._accounts(transaction, session)[scope]
+        spent = found.spent(account.totals)
+        return {'spent': spent, 'remaining': found.epsilon - spent}
 
+      server = 'server' in self._filters
       return {
-        'settings': json.loads(json.dumps(self._settings)),
-        'server': figures('server', '') if 'server' in self._caps else None,
-        'sessions': {
-          name: figures('session', name) for name in transaction.sessions()
-        },
+        'settings': dict(self._settings),
+        'server': figures(_SERVER, 'server') if server else None,
+        'sessions': {name: figures(name) for name in transaction.sessions()},
         'ledger': transaction.rows(),
       }
 
@@ -305,25 +272,26 @@ class PrivacyBudget:
       )
     return self._ledger.transaction()
 
-  def _open(
-    self, transaction: Transaction, session: str, event: dp_accounting.DpEvent
-  ) -> Iterator[tuple[str, Account, _filters.Filter]]:
-    """Yields the accounts that pay for ``event``, with what counts for them.
+  def _accounts(
+    self,
+    transaction: Transaction,
+    session: str,
+    event: dp_accounting.DpEvent = _NOTHING,
+  ) -> dict[str, tuple[_filters.Filter, Account]]:
+    """Returns the accounts that pay for ``event``, by scope.
 
-    Each comes with its scope. Where there is none, ``event`` would open it.
+    Each comes with its filter. Where there is none, ``event`` would open it.
     """
     _events.require_event(event)
+    opened = self._composition
+    if opened == 'filter':
+      gaussian = _events.kinds(event) <= {dp_accounting.GaussianDpEvent}
+      opened = 'gaussian' if gaussian else 'renyi'
+    accounts = {}
     for scope, filters in self._filters.items():
-      account = transaction.account(scope, session)
+      name = session if scope == 'session' else _SERVER
+      account = transaction.account(name)
       if account is None:
-        name = self._composition
-        if name == 'filter':
-          gaussian = _events.kinds(event) <= {dp_accounting.GaussianDpEvent}
-          name = 'gaussian' if gaussian else 'renyi'
-        account = Account(name, filters[name].zero)
-      yield scope, account, filters[account.filter_name]
-
-  def _spent(self, scope: str, account: Account | None) -> float:
-    if account is None:
-      return 0.0
-    return self._filters[scope][account.filter_name].spent(account.totals)
+        account = Account(name, opened, filters[opened].zero)
+      accounts[scope] = filters[account.filter_name], account
+    return accounts

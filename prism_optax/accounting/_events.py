@@ -1,8 +1,10 @@
-"""What the accountants need to know about dp-accounting's events."""
+"""Events: what was released, in the words of dp-accounting, and its size."""
 
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event, rdp
@@ -24,9 +26,133 @@ _INTERVAL = 1e-4
 # takes all the memory of the machine.
 _MAX_GRID = 2e6
 
-
 # The default of all that takes a relation: the one of Poisson sampling.
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+def dpsgd_event(
+  noise_multiplier: float,
+  sampling_probability: float,
+  steps: int,
+  *,
+  truncated_batch_size: int | None = None,
+  dataset_size: int | None = None,
+) -> dp_accounting.DpEvent:
+  """Returns the event of ``steps`` noisy sums over Poisson-sampled batches.
+
+  Each record enters each batch independently with ``sampling_probability``,
+  is clipped to a norm C, and the sum gets Gaussian noise of standard deviation
+  ``noise_multiplier * C`` on every coordinate. Fixed-size or shuffled batches
+  are another mechanism, with another event. The event holds no neighbouring
+  relation: :func:`epsilon` takes it.
+
+  =====================================  ======================================
+  ``noise_multiplier=0.0``               no privacy: epsilon is infinite
+  ``steps=0``                            costs nothing
+  ``sampling_probability=0.0``           costs nothing either
+  ``sampling_probability=1.0``           Gaussian releases, nothing is sampled
+  batches cut to a size, not said here   an epsilon that does not hold
+  =====================================  ======================================
+
+  Args:
+    noise_multiplier: Standard deviation of the noise over C, both in the unit
+      of the sum (or both in the unit of the mean: C and the noise divided by
+      the same public constant). With several clip groups, the joint one:
+      :func:`joint_noise_multiplier`. 0.0 means no noise and no privacy.
+    sampling_probability: Probability that a batch has a given record, a public
+      constant. 1.0 means that every step sees every record: nothing is sampled.
+    steps: Number of steps. 0 is an event that costs nothing.
+    truncated_batch_size: The largest batch, where batches that Poisson sampling
+      makes larger are cut to a random subset of this size. Cutting them
+      without saying so here gives an epsilon that does not hold.
+    dataset_size: Number of records, needed with ``truncated_batch_size`` alone,
+      a public constant.
+
+  Returns:
+    A dp-accounting event, for :func:`epsilon` or any accountant.
+
+  Raises:
+    ValueError: If a number is negative, NaN or infinite, the probability is
+      above 1, the counts are no integers, or only one of
+      ``truncated_batch_size`` and ``dataset_size`` is given.
+
+  References:
+    Abadi et al., Deep Learning with Differential Privacy, arXiv:1607.00133;
+    for truncated batches, arXiv:2508.15089.
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> event = accounting.dpsgd_event(0.5, 64 / 9919, 300)
+    >>> round(accounting.epsilon(event, 1e-5), 2)
+    6.62
+  """
+  sigma = _validate.known_number('noise_multiplier', noise_multiplier)
+  _validate.non_negative('noise_multiplier', sigma)
+  probability = _validate.known_probability(
+    'sampling_probability', sampling_probability
+  )
+  _validate.integer('steps', steps, 0)
+  if (truncated_batch_size is None) != (dataset_size is None):
+    raise ValueError(
+      'Expected truncated_batch_size and dataset_size together, got'
+      f' {truncated_batch_size=} and {dataset_size=}.'
+    )
+  if steps == 0:
+    return dp_accounting.NoOpDpEvent()
+  step: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(sigma)
+  if truncated_batch_size is not None and dataset_size is not None:
+    _validate.integer('truncated_batch_size', truncated_batch_size, 1)
+    _validate.integer('dataset_size', dataset_size, 1)
+    step = dp_event.TruncatedSubsampledGaussianDpEvent(
+      int(dataset_size), probability, int(truncated_batch_size), sigma
+    )
+  elif probability < 1:
+    # Plain Gaussian steps compose in closed form, under every relation and in
+    # both accountants; sampled ones do not.
+    step = dp_accounting.PoissonSampledDpEvent(probability, step)
+  return dp_accounting.SelfComposedDpEvent(step, int(steps))
+
+
+def joint_noise_multiplier(noise_multipliers: float | Iterable[float]) -> float:
+  """Returns the noise multiplier of several releases about one batch.
+
+  Clip groups (the matrices of DP-Muon, a head beside its adapters) that are
+  clipped and noised one by one on the same batch are one Gaussian mechanism:
+  in units of each group's noise the whole moves by the root of the sum of
+  ``1 / sigma_k^2`` where a neighbour's record is one more or one less.
+  Accounting each group alone, as if the others were not there, understates
+  epsilon.
+
+  Args:
+    noise_multipliers: Each group's standard deviation over its clip norm. A
+      zero makes the whole non-private; ``inf`` is a group that says nothing.
+
+  Returns:
+    ``(sum_k sigma_k^-2)^(-1/2)``: for K equal groups ``sigma / sqrt(K)``.
+
+  Raises:
+    ValueError: If there is no group, or a multiplier is negative or NaN.
+
+  References:
+    Dong, Roth and Su, Gaussian Differential Privacy, arXiv:1905.02383: the
+    squares of ``mu_k = 1 / sigma_k`` add up.
+
+  Examples:
+    >>> from prism_optax import accounting
+    >>> accounting.joint_noise_multiplier([2.0, 2.0, 2.0, 2.0])
+    1.0
+  """
+  if not isinstance(noise_multipliers, Iterable):
+    noise_multipliers = [noise_multipliers]
+  check = _validate.known_non_negative
+  groups = [check('noise_multipliers', sigma) for sigma in noise_multipliers]
+  if not groups:
+    raise ValueError('Expected noise_multipliers of one group or more, got [].')
+  smallest = min(groups)
+  if smallest == 0 or math.isinf(smallest):
+    return smallest
+  # In units of the smallest: squares of tiny multipliers do not underflow.
+  return smallest / math.sqrt(math.fsum((smallest / s) ** 2 for s in groups))
 
 
 def require_event(event: object) -> None:
@@ -35,36 +161,32 @@ def require_event(event: object) -> None:
     raise ValueError(f'Expected event to be a DpEvent, got {event=}.')
 
 
-def _doubled(event: dp_event.DpEvent) -> dp_event.DpEvent:
-  """Returns the event in which a record adds twice as much to each sum."""
+def with_relation(
+  event: dp_event.DpEvent, relation: NeighboringRelation
+) -> dp_event.DpEvent:
+  """Returns the event that costs as much when a record is added or removed.
+
+  A record that is replaced moves each sum twice as far.
+  """
+  if relation is not NeighboringRelation.REPLACE_ONE:
+    return event
+  doubled = functools.partial(with_relation, relation=relation)
   match event:
     case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
       return type(event)(event.noise_multiplier / 2)
     case dp_event.DiscreteLaplaceDpEvent():
       return type(event)(event.noise_parameter, 2 * event.sensitivity)
     case dp_event.SelfComposedDpEvent():
-      return type(event)(_doubled(event.event), event.count)
+      return type(event)(doubled(event.event), event.count)
     case dp_event.ComposedDpEvent():
-      return type(event)([_doubled(inner) for inner in event.events])
+      return type(event)([doubled(inner) for inner in event.events])
     case dp_event.SampledWithoutReplacementDpEvent():
       sizes = event.source_dataset_size, event.sample_size
-      return type(event)(*sizes, _doubled(event.event))
+      return type(event)(*sizes, doubled(event.event))
     case dp_event.RepeatAndSelectDpEvent():
-      return type(event)(_doubled(event.event), event.mean, event.shape)
+      return type(event)(doubled(event.event), event.mean, event.shape)
   # Whatever remains either states its own guarantee (zCDP, randomised response)
   # or is refused by the accountant under this relation.
-  return event
-
-
-def with_relation(
-  event: dp_event.DpEvent, relation: NeighboringRelation
-) -> dp_event.DpEvent:
-  """Returns the event that costs as much when a record is added or removed.
-
-  A record that is replaced moves a sum twice as far.
-  """
-  if relation is NeighboringRelation.REPLACE_ONE:
-    return _doubled(event)
   return event
 
 
@@ -79,32 +201,6 @@ def leaves(
   if isinstance(event, dp_event.ComposedDpEvent):
     return [leaf for inner in event.events for leaf in leaves(inner, count)]
   return [(event, count)]
-
-
-def pure_epsilon(
-  event: dp_event.DpEvent, relation: NeighboringRelation
-) -> float | None:
-  """Returns epsilon of a release with delta 0, or None for other releases.
-
-  Raises:
-    ValueError: If the event's own numbers make epsilon negative or NaN.
-  """
-  event = with_relation(event, relation)
-  match event:
-    case dp_event.LaplaceDpEvent(noise_multiplier=scale):
-      epsilon = 1 / scale if scale else math.inf
-    case dp_event.DiscreteLaplaceDpEvent():
-      epsilon = event.noise_parameter * event.sensitivity
-    # It hides what a record answers, not that there is a record.
-    case dp_event.RandomizedResponseDpEvent() if (
-      relation is not NeighboringRelation.ADD_OR_REMOVE_ONE
-    ):
-      other = event.noise_parameter / event.num_buckets
-      kept = 1 - event.noise_parameter + other
-      epsilon = math.log(kept / other) if other else math.inf
-    case _:
-      return None
-  return _validate.known_non_negative('epsilon of the event', epsilon)
 
 
 def kinds(event: dp_event.DpEvent) -> set[type]:
@@ -148,7 +244,8 @@ def rough_epsilon(event: dp_event.DpEvent, delta: float) -> float:
 def affordable_interval(event: dp_event.DpEvent, delta: float) -> float:
   """Returns the grid on which the loss distribution fits in memory."""
   try:
-    total = rough_epsilon(_doubled(event), min(max(delta, 1e-30), 0.5))
+    doubled = with_relation(event, NeighboringRelation.REPLACE_ONE)
+    total = rough_epsilon(doubled, min(max(delta, 1e-30), 0.5))
   except (dp_accounting.UnsupportedEventError, ValueError, ZeroDivisionError):
     total = 0.0
   widest = 0.0  # About how far the loss of a single Gaussian step ranges.
@@ -163,18 +260,14 @@ def affordable_interval(event: dp_event.DpEvent, delta: float) -> float:
 
 def to_json(event: dp_event.DpEvent) -> str:
   """Returns one line that names the event and every number in it."""
-  return json.dumps(_plain(event), sort_keys=True)
+  return json.dumps(event, default=_plain, sort_keys=True)
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> object:
+  """Returns what JSON does not know in types that it knows."""
   if isinstance(value, dp_event.DpEvent):
     # The first two name the module and the class.
     names = value.to_named_tuple()._fields[2:]
-    fields = {name: _plain(getattr(value, name)) for name in names}
+    fields = {name: getattr(value, name) for name in names}
     return {'event': type(value).__name__, **fields}
-  if isinstance(value, Mapping):
-    return {str(key): _plain(inner) for key, inner in value.items()}
-  if isinstance(value, Sequence) and not isinstance(value, str):
-    return [_plain(inner) for inner in value]
-  # NumPy's numbers are no JSON; an integer stays one.
-  return value.item() if hasattr(value, 'item') else value
+  return value.tolist()  # NumPy's numbers; an integer stays one.

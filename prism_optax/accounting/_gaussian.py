@@ -135,20 +135,6 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
   return _bisect(lambda x: gaussian_delta(x, epsilon) <= delta, low, high)[0]
 
 
-def squared_mu_of_pure(epsilon: float) -> float:
-  """Returns mu^2 of the Gaussian release that covers a pure epsilon."""
-  if epsilon > 700:  # exp overflows; no budget is as large.
-    return math.inf
-  # Phi(-mu/2) = 1 / (1 + exp(epsilon)). The upper end of the bisection counts
-  # more privacy as lost, not less.
-  tail = 1 / (1 + math.exp(epsilon))
-
-  def is_low(mu: float) -> bool:
-    return 0.5 * math.erfc(mu / 2 / math.sqrt(2)) > tail
-
-  return _bisect(is_low, 0.0, 2 * (epsilon + 2))[1] ** 2
-
-
 def _bisect(
   is_low: Callable[[float], bool], low: float, high: float
 ) -> tuple[float, float]:

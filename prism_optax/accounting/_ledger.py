@@ -16,19 +16,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 _SCHEMA = (
-  'CREATE TABLE IF NOT EXISTS settings (value TEXT NOT NULL)',
-  'CREATE TABLE IF NOT EXISTS accounts (scope TEXT NOT NULL,'
-  ' name TEXT NOT NULL, filter_name TEXT NOT NULL, totals TEXT NOT NULL,'
-  ' PRIMARY KEY (scope, name))',
-  # Rows are only ever added. A reset of a session is a row without an event.
+  'CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY,'
+  ' value TEXT NOT NULL)',
+  'CREATE TABLE IF NOT EXISTS accounts (name TEXT PRIMARY KEY,'
+  ' filter_name TEXT NOT NULL, totals TEXT NOT NULL)',
+  # Rows are only ever added.
   'CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY AUTOINCREMENT,'
-  ' session TEXT NOT NULL, event TEXT, count INTEGER NOT NULL)',
+  ' session TEXT NOT NULL, event TEXT NOT NULL, count INTEGER NOT NULL)',
 )
 
 
 class Account(NamedTuple):
   """What one session, or the server, has spent."""
 
+  name: str  # The session's; no session is called '', as the server is.
   filter_name: str  # The filter that counts; fixed by the first release.
   totals: tuple[float, ...]
 
@@ -39,29 +40,22 @@ class Transaction:
   def __init__(self, connection: sqlite3.Connection):
     self._connection = connection
 
-  def account(self, scope: str, session: str) -> Account | None:
+  def account(self, name: str) -> Account | None:
     """Returns the account, or None if nothing was spent in it."""
     row = self._connection.execute(
-      'SELECT filter_name, totals FROM accounts WHERE scope = ? AND name = ?',
-      _key(scope, session),
+      'SELECT * FROM accounts WHERE name = ?', (name,)
     ).fetchone()
     # Python writes floats so that they come back bit for bit.
-    return row and Account(row[0], tuple(json.loads(row[1])))
+    return row and Account(row[0], row[1], tuple(json.loads(row[2])))
 
-  def store(self, scope: str, session: str, account: Account) -> None:
+  def store(self, account: Account) -> None:
     """Writes the account."""
     self._connection.execute(
-      'INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?)',
-      (*_key(scope, session), account.filter_name, json.dumps(account.totals)),
+      'INSERT OR REPLACE INTO accounts VALUES (?, ?, ?)',
+      (*account[:2], json.dumps(account.totals)),
     )
 
-  def remove(self, scope: str, session: str) -> None:
-    """Removes the account, not its rows in the ledger."""
-    self._connection.execute(
-      'DELETE FROM accounts WHERE scope = ? AND name = ?', _key(scope, session)
-    )
-
-  def append(self, session: str, event: str | None, count: int) -> None:
+  def append(self, session: str, event: str, count: int) -> None:
     """Adds a row to the ledger."""
     self._connection.execute(
       'INSERT INTO ledger (session, event, count) VALUES (?, ?, ?)',
@@ -71,25 +65,34 @@ class Transaction:
   def sessions(self) -> list[str]:
     """Returns the names of the sessions that have spent something."""
     rows = self._connection.execute(
-      "SELECT name FROM accounts WHERE scope = 'session' ORDER BY name"
+      "SELECT name FROM accounts WHERE name != '' ORDER BY name"
     )
     return [name for (name,) in rows]
 
   def rows(self) -> list[dict[str, Any]]:
     """Returns the ledger in the order in which it was written."""
-    found = self._connection.execute(
-      'SELECT id, session, event, count FROM ledger ORDER BY id'
-    )
-    names = [name for name, *_ in found.description]
-    rows = [dict(zip(names, row, strict=True)) for row in found]
+    rows = self._connection.execute('SELECT * FROM ledger ORDER BY id')
     return [
-      {**row, 'event': json.loads(row['event'] or 'null')} for row in rows
+      {'id': i, 'session': name, 'event': json.loads(event), 'count': count}
+      for i, name, event, count in rows
     ]
 
-
-def _key(scope: str, session: str) -> tuple[str, str]:
-  """Returns scope and name of an account: the server has one, unnamed."""
-  return scope, '' if scope == 'server' else session
+  def settle(self, settings: Mapping[str, Any]) -> None:
+    """Writes the settings, or compares them with those that are there."""
+    for statement in _SCHEMA:
+      self._connection.execute(statement)
+    self._connection.execute(
+      'INSERT OR IGNORE INTO settings VALUES (1, ?)', (json.dumps(settings),)
+    )
+    rows = self._connection.execute('SELECT value FROM settings')
+    stored = json.loads(rows.fetchone()[0])
+    for name in sorted({*stored, *settings}):
+      given, kept = settings.get(name), stored.get(name)
+      if given != kept:
+        raise ValueError(
+          f'The ledger was created with other settings, got {name}={given!r}'
+          f' (the file: {kept!r}). A budget is not changed by opening it again.'
+        )
 
 
 class Ledger:
@@ -98,7 +101,8 @@ class Ledger:
   Args:
     path: The file, created where there is none. With ``None`` the ledger lives
       in this process and ends with it.
-    settings: The budget's settings. A file keeps those it was created with.
+    settings: The budget's settings, as JSON knows them. A file keeps those it
+      was created with.
     timeout: Seconds to wait while others write.
 
   Raises:
@@ -128,31 +132,7 @@ class Ledger:
       sqlite3.connect(file).close()
       self._uri = f'{file.as_uri()}?mode=rw'
     with self.transaction() as transaction:
-      self._create(transaction, settings)
-
-  def _create(
-    self, transaction: Transaction, settings: Mapping[str, Any]
-  ) -> None:
-    connection = transaction._connection
-    for statement in _SCHEMA:
-      connection.execute(statement)
-    text = json.dumps(settings)
-    row = connection.execute('SELECT value FROM settings').fetchone()
-    if row is None:
-      connection.execute('INSERT INTO settings VALUES (?)', (text,))
-      return
-    # The given ones through JSON, as the stored ones went.
-    stored, given = json.loads(row[0]), json.loads(text)
-    different = [
-      f'{name}={given.get(name)!r} (the file: {stored.get(name)!r})'
-      for name in sorted({*stored, *given})
-      if stored.get(name) != given.get(name)
-    ]
-    if different:
-      raise ValueError(
-        'The ledger was created with other settings, got'
-        f' {", ".join(different)}. A budget is not changed by opening it again.'
-      )
+      transaction.settle(settings)
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[Transaction]:
@@ -165,6 +145,8 @@ class Ledger:
         whose copy of the budget would be a second budget.
     """
     with self._own_lock(), self._connected() as connection:
+      # On the disk before `spend` returns: the answer may leave the machine.
+      connection.execute('PRAGMA synchronous = FULL')
       try:
         connection.execute('BEGIN IMMEDIATE')
       except sqlite3.OperationalError as error:
@@ -189,18 +171,14 @@ class Ledger:
       self._process = os.getpid()
     return self._lock
 
-  @contextlib.contextmanager
-  def _connected(self) -> Iterator[sqlite3.Connection]:
+  def _connected(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
     if self._memory is not None:
-      yield self._memory
-      return
+      return contextlib.nullcontext(self._memory)
     # A connection each time: none is shared by threads or inherited by forked
     # processes, for which SQLite is not made. It takes a fraction of what
     # writing to the disk does.
-    connection = sqlite3.connect(
-      self._uri, uri=True, timeout=self._timeout, isolation_level=None
+    return contextlib.closing(
+      sqlite3.connect(
+        self._uri, uri=True, timeout=self._timeout, isolation_level=None
+      )
     )
-    with contextlib.closing(connection):
-      # On the disk before `spend` returns: the answer may leave the machine.
-      connection.execute('PRAGMA synchronous = FULL')
-      yield connection

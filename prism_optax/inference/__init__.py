@@ -18,10 +18,7 @@ from prism_optax.inference._measures import (
   rank_attenuation,
   signal_to_noise_bound,
 )
-from prism_optax.inference._mechanism import (
-  lora_delta,
-  privatize_hidden_states,
-)
+from prism_optax.inference._mechanism import lora_delta, privatize_hidden_states
 
 # fmt: off
 __all__ = [

@@ -6,9 +6,6 @@ from dp_accounting import NeighboringRelation, dp_event
 
 from prism_optax import _validate, accounting
 
-METHODS = ('analytic', 'classic')
-NOISES = ('gaussian', 'discrete')
-
 
 def gaussian_stddev(
   epsilon: float, delta: float, sensitivity: float, *, method: str = 'analytic'
@@ -60,7 +57,7 @@ def gaussian_stddev(
   _validate.positive('epsilon', epsilon)
   delta = _validate.known_open_probability('delta', delta)
   _validate.non_negative('sensitivity', sensitivity)
-  _validate.one_of('method', method, METHODS)
+  _validate.one_of('method', method, ('analytic', 'classic'))
   mu = accounting.gaussian_mu(epsilon, delta)
   if method == 'analytic':
     return sensitivity / mu
@@ -140,9 +137,9 @@ def release_event(
       vectors that is clipped as a whole counts once. How many vectors are
       released is not hidden by the noise on them: a number of tokens that
       depends on the query is an output of its own.
-    noise: 'gaussian', or 'discrete' for :func:`privatize_on_host` with exact
-      sampling, which satisfies concentrated privacy (``rho = mu^2 / 2``) and
-      needs an accountant for that: ``PrivacyBudget`` counts it by 'renyi'.
+    noise: 'gaussian', or 'discrete' for :func:`privatize_on_host`, which
+      satisfies concentrated privacy (``rho = mu^2 / 2``) and needs an
+      accountant for that: ``PrivacyBudget`` counts it by 'renyi'.
 
   Returns:
     A dp-accounting event for ``accounting.PrivacyBudget.spend`` or
@@ -163,13 +160,11 @@ def release_event(
   _validate.non_negative('stddev', stddev)
   sensitivity = hidden_state_sensitivity(l2_clip_norm, neighboring_relation)
   _validate.integer('count', count, 1)
-  _validate.one_of('noise', noise, NOISES)
+  _validate.one_of('noise', noise, ('gaussian', 'discrete'))
   sigma = float(stddev) / sensitivity
   event: dp_event.DpEvent = dp_event.GaussianDpEvent(sigma)
-  if noise == 'discrete':
-    event = dp_event.NonPrivateDpEvent()
-    if sigma > 0:
-      event = dp_event.ZCDpEvent(0.5 / sigma**2)
+  if noise == 'discrete' and sigma:
+    event = dp_event.ZCDpEvent(0.5 / sigma**2)
   if count == 1:
     return event
   return dp_event.SelfComposedDpEvent(event, int(count))

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from prism_optax import _validate
 from prism_optax.inference import _mechanism
-from prism_optax.inference._calibration import NOISES
 
 Integers = npt.NDArray[np.int64]
 
@@ -33,29 +32,27 @@ def privatize_on_host(
   stddev: float,
   mask: np.ndarray | None = None,
   block_ndim: int = 1,
-  noise: str = 'discrete',
 ) -> np.ndarray:
-  """Like :func:`privatize_hidden_states`, in NumPy, with the system's entropy.
+  """Like :func:`privatize_hidden_states`, with integers that are drawn exactly.
 
   A Gaussian computed in floating point is not a Gaussian: which numbers can
   come out depends on what the noise is added to, and whoever sees all bits of
   enough sums can tell neighbours apart with certainty (Mironov 2012, for
   Laplace; Jin et al., arXiv:2112.05307, for Gaussian noise). Casting the sum to
   a narrow type, or releasing only what a LoRA module makes of it, helps but
-  proves nothing. With ``noise='discrete'`` the clipped state is rounded towards
-  zero to a grid of stddev / 65536, which does not lengthen it, and the noise is
-  a discrete Gaussian on that grid, sampled exactly: sums of integers have no
-  gaps.
+  proves nothing. Here the clipped state is rounded towards zero to a grid of
+  stddev / 65536, which does not lengthen it, and the noise is a discrete
+  Gaussian on that grid, sampled exactly from the system's entropy: sums of
+  integers have no gaps.
 
-  **Privacy.** With ``noise='discrete'`` each vector (block) satisfies ``rho =
-  (sensitivity / stddev)^2 / 2`` concentrated differential privacy, for the bits
-  that are released. The sensitivity follows from the neighbouring relation and
-  C (:func:`hidden_state_sensitivity`); C and ``stddev`` are in the unit of the
-  states, ``stddev`` per coordinate. T vectors are T releases
-  (:func:`release_event`). With ``noise='gaussian'`` the guarantee is that of
-  :func:`privatize_hidden_states`, with its floating-point caveat. Not covered:
-  how many vectors there are, the mask, and time: how long sampling takes
-  depends on the noise, not on the state.
+  **Privacy.** Each vector (block) satisfies ``rho = (sensitivity / stddev)^2 /
+  2`` concentrated differential privacy, for the bits that are released. The
+  sensitivity follows from the neighbouring relation and C
+  (:func:`hidden_state_sensitivity`); C and ``stddev`` are in the unit of the
+  states, ``stddev`` per coordinate. T vectors are T releases: account for them
+  by :func:`release_event` with ``noise='discrete'``. Not covered: how many
+  vectors there are, the mask, and time: how long sampling takes depends on the
+  noise, not on the state.
 
   =============================  ==============================================
   coordinate with NaN or Inf     its vector (block) counts as zero
@@ -63,8 +60,7 @@ def privatize_on_host(
   masked vector                  zeros without noise, whatever stands there
   no vectors                     an empty array
   ``stddev=0.0``                 clips only: no privacy
-  stddev below C / 2**36         ValueError with ``'discrete'``: the grid would
-                                 not be exact
+  stddev below C / 2**36         ValueError: the grid would not be exact
   =============================  ==============================================
 
   Args:
@@ -76,10 +72,6 @@ def privatize_on_host(
     mask: Booleans, shape ``hidden.shape[:-1]``, True for vectors that are
       there. The mask is public.
     block_ndim: Number of trailing axes that are clipped together, 1 or more.
-    noise: 'discrete' as above; account for it by :func:`release_event` with
-      ``noise='discrete'``. 'gaussian' draws float64 normals from the same
-      source, with the exact accounting of the continuous Gaussian and its
-      floating-point caveat.
 
   Returns:
     float64, the shape of ``hidden``.
@@ -101,39 +93,23 @@ def privatize_on_host(
     ((5, 16), dtype('float64'))
   """
   _validate.non_negative('stddev', stddev)
-  _validate.one_of('noise', noise, NOISES)
   states = np.asarray(hidden, np.float64)
   states = _mechanism.clip(states, l2_clip_norm, mask, block_ndim)
-  stddev = float(stddev)
   if stddev == 0:
     return states
-  noised: np.ndarray
-  if noise == 'discrete':
-    if l2_clip_norm > _LARGEST_RATIO * stddev:
-      raise ValueError(
-        f'Expected stddev >= l2_clip_norm / {_LARGEST_RATIO:g}, or 0, with'
-        f" noise='discrete', got {stddev=}, {l2_clip_norm=}."
-      )
-    # A power of two times stddev: exact, as is what the accountant assumes.
-    grid = stddev / _SCALE
-    on_grid = np.trunc(states / grid).astype(np.int64)
-    draws = _discrete_gaussian(on_grid.size)
-    noised = (on_grid + draws.reshape(on_grid.shape)) * grid
-  else:
-    noised = states + stddev * _normal(states.size).reshape(states.shape)
+  if l2_clip_norm > _LARGEST_RATIO * stddev:
+    raise ValueError(
+      f'Expected stddev >= l2_clip_norm / {_LARGEST_RATIO:g}, or 0, got'
+      f' {stddev=}, {l2_clip_norm=}.'
+    )
+  # A power of two times stddev: exact, as is what the accountant assumes.
+  grid = float(stddev) / _SCALE
+  on_grid = np.trunc(states / grid).astype(np.int64)
+  draws = _discrete_gaussian(on_grid.size).reshape(on_grid.shape)
+  noised: np.ndarray = (on_grid + draws) * grid
   if mask is not None:
     noised = np.where(np.asarray(mask, bool)[..., None], noised, 0.0)
   return noised
-
-
-def _normal(count: int) -> np.ndarray:
-  """Standard normals by the method of Box and Muller."""
-  words = np.frombuffer(os.urandom(16 * count), np.uint64).reshape(2, count)
-  # 53 bits, shifted by a half: in (0, 1), never zero.
-  uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-  radius = np.sqrt(-2 * np.log(uniform[0]))
-  normal: np.ndarray = radius * np.cos(2 * np.pi * uniform[1])
-  return normal
 
 
 def _discrete_gaussian(count: int) -> Integers:
@@ -206,8 +182,6 @@ def _bernoulli_exp(numerator: Integers, bits: int) -> npt.NDArray[np.bool_]:
 
 def _random_below(count: int, bound: int) -> Integers:
   """Uniform integers below ``bound`` < 2^16, without the bias of a modulus."""
-  if bound == 1:
-    return np.zeros(count, np.int64)
   usable = (1 << 32) // bound * bound
   found = _random_bits(count, 32)
   while np.any(reject := found >= usable):

@@ -51,7 +51,6 @@ def nonprivate_signal_to_noise(
   *,
   l2_clip_norm: float,
   stddev: float,
-  mask: np.ndarray | None = None,
   block_ndim: int = 1,
 ) -> np.ndarray:
   """Returns each release's norm after the clip over the noise's norm.
@@ -63,14 +62,12 @@ def nonprivate_signal_to_noise(
     hidden: States, as for :func:`privatize_on_host`.
     l2_clip_norm: C, the largest norm after the clip.
     stddev: Standard deviation of the noise on each coordinate, positive.
-    mask: True for vectors that are there, as for :func:`privatize_on_host`.
     block_ndim: Number of trailing axes that are clipped together.
 
   Returns:
     Ratios in float64, one per vector or block: the shape of ``hidden`` without
     its last ``block_ndim`` axes. The noise's norm is the root of its mean
-    square over the coordinates that are there. 0.0 for masked vectors and for
-    those with a coordinate that is not finite.
+    square. 0.0 for those with a coordinate that is not finite.
 
   Raises:
     ValueError: If an argument is out of its range or a shape does not fit.
@@ -86,15 +83,10 @@ def nonprivate_signal_to_noise(
   """
   _validate.positive('stddev', stddev)
   states = np.asarray(hidden, np.float64)
-  clipped = _mechanism.clip(states, l2_clip_norm, mask, block_ndim)
-  axes = tuple(range(-block_ndim, 0))
-  there = np.ones(clipped.shape, bool)
-  if mask is not None:
-    there &= np.asarray(mask, bool)[..., None]
-  norms = np.sqrt(np.sum(np.square(clipped), axis=axes))
-  # At least one: a masked vector is 0 / 1.
-  sizes = np.maximum(np.sum(there, axis=axes), 1)
-  ratios: np.ndarray = norms / (stddev * np.sqrt(sizes))
+  clipped = _mechanism.clip(states, l2_clip_norm, block_ndim=block_ndim)
+  norms = np.sqrt(np.sum(np.square(clipped), axis=tuple(range(-block_ndim, 0))))
+  size = math.prod(clipped.shape[-block_ndim:])
+  ratios: np.ndarray = norms / (stddev * math.sqrt(size or 1))
   return ratios
 
 

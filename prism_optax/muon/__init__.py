@@ -19,18 +19,17 @@ The iteration is a polynomial behind the first division: it needs no
 factorization, and its derivatives are finite everywhere.
 """
 
-from prism_optax.muon._bias import subtract_bias
 from prism_optax.muon._newton_schulz import (
   coefficients,
   newton_schulz,
   slope_at_zero,
+  subtract_bias,
 )
 from prism_optax.muon._tangents import tangent_newton_schulz
 
+# fmt: off
 __all__ = [
-  'coefficients',
-  'newton_schulz',
-  'slope_at_zero',
-  'subtract_bias',
+  'coefficients', 'newton_schulz', 'slope_at_zero', 'subtract_bias',
   'tangent_newton_schulz',
 ]
+# fmt: on

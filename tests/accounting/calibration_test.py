@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from prism_optax import accounting
-from prism_optax.accounting import _calibration
+from prism_optax.accounting import _epsilon
 
 Relation = accounting.NeighboringRelation
 Q, STEPS, DELTA = 64 / 9919, 300, 1e-5
@@ -92,39 +92,36 @@ def test_never_less_privacy_than_asked(
   assert at(1 - 1e-4) > target or sigma < 0.1
 
 
-@pytest.mark.parametrize('error', [-0.2, -1e-3, 0.0, 1e-3, 0.2])
+@pytest.mark.parametrize('first_step', [1e-5, 0.1])
 @pytest.mark.parametrize('guess', [0.01, 1.0, 50.0])
-def test_answer_is_that_of_the_fine_grid_however_wrong_the_coarse_is(
-  error, guess
+def test_answer_is_as_near_as_promised_however_wrong_the_guess(
+  guess, first_step
 ):
-  """An accountant in closed form, epsilon 3 / sigma^2 on its fine grid."""
+  """An accountant in closed form, epsilon 3 / sigma^2."""
 
-  def spent(sigma, widest_interval=0.0):
-    return 3 / sigma**2 * (1 + (error if widest_interval else 0))
+  def spent(sigma):
+    return 3 / sigma**2
 
-  sigma = _calibration._refine(spent, 2.0, guess)
+  sigma = _epsilon._solve(spent, 2.0, guess, 5e-6, first_step)
   assert spent(sigma) <= 2.0
   assert sigma == pytest.approx(math.sqrt(1.5), rel=5e-6)
+  assert spent(sigma * (1 - 6e-6)) > 2.0
 
 
 def test_answer_meets_the_target_where_epsilon_jumps():
   """As it does where delta is near the accountant's own tail."""
 
-  def spent(sigma, widest_interval=0.0):
-    del widest_interval
+  def spent(sigma):
     return math.inf if sigma < 1.7 else 0.0
 
-  sigma = _calibration._refine(spent, 2.0, 1.0)
+  sigma = _epsilon._solve(spent, 2.0, 1.0, 5e-6)
   assert spent(sigma) == 0
   assert sigma == pytest.approx(1.7, rel=1e-5)
 
 
-def test_nudge_adds_as_little_as_it_takes():
-  for missing in (1e-8, 1e-5, 1e-2):
-    sigma = _calibration._nudge(lambda s: 1 / s, 1 / 3.0, 3.0 / (1 + missing))
-    assert 3.0 <= sigma <= 3.0 * (1 + max(2 * missing, 1e-6))
+def test_the_search_ends_where_no_noise_is_enough():
   with pytest.raises(ValueError, match='cannot be reached'):
-    _calibration._nudge(lambda s: 1.0, 0.5, 3.0)
+    _epsilon._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
 
 
 @pytest.mark.parametrize(

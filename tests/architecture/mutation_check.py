@@ -550,10 +550,10 @@ MUTANTS = (
   ),
   Mutant(
     'calibration stops above the target',
-    'accounting/_calibration.py',
-    'while spent(sigma) > target:',
-    'while False:',
-    ('accounting/calibration_test.py nudge or jumps',),
+    'accounting/_epsilon.py',
+    '      last = -1\n  return math.exp(high)',
+    '      last = -1\n  return math.exp(low)',
+    ('accounting/calibration_test.py promised or jumps',),
   ),
   Mutant(
     'a refund gives budget back',
