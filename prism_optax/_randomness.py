@@ -1,18 +1,13 @@
-"""Keys, and the counter-based generator behind all noise.
+"""Keys: fresh from the operating system, or given.
 
 A key is a secret of the mechanism: whoever has it can subtract the noise. So
 keys of noise have 128 bits: one of 64 could be found by trying, and so could an
 integer of which 32 bits are kept.
-
-The generator is Threefry-4x32 with 20 rounds (Salmon et al. 2011): a block of
-128 bits is a function of the key and of a counter, in additions, rotations and
-exclusive ors of 32-bit words alone. It gives the same bits on every platform
-and under any sharding, and fuses with what consumes them.
 """
 
 import numbers
 import os
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,73 +83,26 @@ def resolve_key(
         ' constant of the compiled program. Call `init` outside of jit, or pass'
         f' {name}.'
       )
-    data = np.frombuffer(os.urandom(4 * words), np.uint32)
+    data: Any = np.frombuffer(os.urandom(4 * words), np.uint32)
     if jax.process_count() > 1:
       data = np.asarray(multihost_utils.broadcast_one_to_all(data))
   elif isinstance(prng_key, numbers.Integral):
     # The most significant word first, as `jax.random.key` has them.
     data = np.frombuffer(int(prng_key).to_bytes(4 * words, 'big'), '>u4')
-  elif words == 4:
-    data = jnp.stack(key_words(prng_key))
-  else:
+  elif words == 2:
     return jnp.copy(prng_key)  # The state may be donated, the caller's key not.
+  else:
+    data = key_words(prng_key)
   return jax.random.wrap_key_data(
-    jnp.asarray(data, jnp.uint32), impl=_IMPLEMENTATIONS[words]
+    jnp.array(data, jnp.uint32), impl=_IMPLEMENTATIONS[words]
   )
 
 
-def key_words(prng_key: jax.Array) -> list[jax.Array]:
-  """The four words of a key, for :func:`threefry4x32`.
+def key_words(prng_key: Any) -> list[jax.Array]:
+  """The four words of a key.
 
   Those of a key of two words come last, behind zeros: a seed is the same key
   whether it came as an integer or as ``jax.random.key(seed)``.
   """
   data = jax.random.key_data(prng_key).astype(jnp.uint32)
   return list(jnp.concatenate([jnp.zeros(4 - data.size, jnp.uint32), data]))
-
-
-# Rotations of the even and of the odd rounds, in turn.
-_ROTATIONS = (
-  (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20),
-)  # fmt: skip
-_PARITY = 0x1BD11BDA
-
-
-def threefry4x32(
-  key: Sequence[jax.Array], counter: Sequence[jax.Array]
-) -> list[jax.Array]:
-  """The block of a counter: four words of 32 bits.
-
-  All arrays hold unsigned 32-bit integers and broadcast. The rounds are
-  unrolled in Python, so that XLA fuses them into the consumer.
-  """
-
-  def mixed(x: jax.Array, y: jax.Array, distance: int):
-    x = x + y
-    y = (y << jnp.uint32(distance)) | (y >> jnp.uint32(32 - distance))
-    return x, x ^ y
-
-  schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ jnp.uint32(_PARITY)]
-  a, b, c, d = (x + k for x, k in zip(counter, schedule, strict=False))
-  for i in range(20):
-    first, second = _ROTATIONS[i % 8]
-    a, b = mixed(a, b, first)
-    c, d = mixed(c, d, second)
-    b, d = d, b  # The next round pairs the words crosswise.
-    if i % 4 == 3:
-      injection = i // 4 + 1
-      a, b, c, d = (
-        x + schedule[(injection + j) % 5] for j, x in enumerate((a, b, c, d))
-      )
-      d = d + jnp.uint32(injection)
-  return [a, b, c, d]
-
-
-def positions(shape: tuple[int, ...]) -> jax.Array:
-  """The index of each entry in row-major order, in an array of that shape."""
-  strides = np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1]
-  total = jnp.zeros(shape, jnp.uint32)
-  for axis, stride in enumerate(strides[: len(shape)]):
-    iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    total += jnp.uint32(stride) * iota
-  return total

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _lattice, _per_example, _validate, fixed_rank
-from prism_optax._modules import LayoutLike
+from prism_optax._modules import ClippedSum, LayoutLike
 from prism_optax._types import Scalar
 from prism_optax.transforms._chain import Stacked, TangentTransformation
-from prism_optax.transforms._step import ClippedSum
 
 
 def intrinsic_clip(

@@ -10,7 +10,7 @@ import optax
 from prism_optax import _lattice, _randomness, _validate, fixed_rank
 from prism_optax._modules import LayoutLike
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
-from prism_optax.fixed_rank._sums import projected
+from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
 

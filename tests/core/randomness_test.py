@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _randomness
+from prism_optax import _lattice, _randomness
 
 
 def test_none_asks_the_operating_system_each_time(monkeypatch):
@@ -71,7 +71,7 @@ def test_a_seed_is_one_key_however_it_comes():
 )
 def test_known_answers(counter, key, block):
   """The published vectors of Threefry-4x32-20 (Random123)."""
-  words = _randomness.threefry4x32(
+  words = _lattice.threefry4x32(
     [jnp.uint32(x) for x in key], [jnp.uint32(x) for x in counter]
   )
   assert ''.join(f'{int(x):08x}' for x in words) == block

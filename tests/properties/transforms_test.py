@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import _modules, fixed_rank, lora, transforms
-from prism_optax.transforms import _intrinsic_clip
+from prism_optax import _modules, lora, transforms
 from tests.properties import cases
 
 CLIP, DIVISOR = 0.7, 4.0
