@@ -180,9 +180,9 @@ def sum_of_examples(
   and no contribution gets longer. Without, floats are added, on a CPU with
   compensation, so that the sum is rounded once.
 
-  On one CPU the examples are computed one after the other: what one of them
-  contributes cannot depend on the others, and no array holds what is computed
-  of all of them. Elsewhere they are computed side by side.
+  Under ``jit`` on one CPU the examples are computed one after the other: what
+  one of them contributes cannot depend on the others, and no array holds what
+  is computed of all of them. Elsewhere they are computed side by side.
 
   Args:
     contribution: From one example to a tree of finite arrays.
@@ -237,12 +237,18 @@ def sum_of_examples(
     return jax.lax.scan(add_one, zeros, inputs)[0]
 
   def at_once(inputs):
-    return jax.tree.map(lambda x: jnp.sum(x, 0), jax.vmap(terms)(inputs))
+    return jax.tree.map(
+      lambda x: jnp.sum(x, 0, dtype=x.dtype), jax.vmap(terms)(inputs)
+    )
 
-  # Where several devices may share the batch, XLA decides how to sum.
-  sums = jax.lax.platform_dependent(
-    inputs, cpu=in_turn if jax.device_count() == 1 else at_once, default=at_once
-  )
+  # Where several devices may share the batch, XLA decides how to sum. Outside
+  # of jit a loop would be compiled at every call.
+  leaves: list[Any] = jax.tree.leaves(inputs)
+  if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    one_by_one = in_turn if jax.device_count() == 1 else at_once
+    sums = jax.lax.platform_dependent(inputs, cpu=one_by_one, default=at_once)
+  else:
+    sums = at_once(inputs)
   if units is None:
     out: list[Any] = [total + lost for total, lost in sums]
   else:

@@ -12,6 +12,9 @@ from tests.transforms import chains
 pytestmark = pytest.mark.usefixtures('x64')
 
 
+_clip, _noise, _direction = chains.clip, chains.noise, chains.direction
+
+
 def _nothing(stacks, state, step):
   del step
   return stacks, state
@@ -20,37 +23,37 @@ def _nothing(stacks, state, step):
 OWN = transforms.tangent_transformation('mine', _nothing)
 REFUSED = {
   'a clip behind the noise': (
-    [chains.noise(), chains.clip()], 'intrinsic_clip must come first, got tangent_priv',
+    [_noise(), _clip()], 'intrinsic_clip must come first, got tangent_priv',
   ),
-  'two clips': ([chains.clip(), chains.clip()], 'must come first, got intrinsic_clip'),
+  'two clips': ([_clip(), _clip()], 'must come first, got intrinsic_clip'),
   'a cap before the clip': (
-    [optax.clip_by_global_norm(1.0), chains.clip(), chains.noise()],
+    [optax.clip_by_global_norm(1.0), _clip(), _noise()],
     'must come first, got transformation 0 of the chain before it',
   ),
   'an accumulation before the clip': (
-    [optax.MultiSteps(optax.identity(), 2).gradient_transformation(), chains.clip()],
+    [optax.MultiSteps(optax.identity(), 2).gradient_transformation(), _clip()],
     'must come first, got transformation 0',
   ),
   'a mask before the clip': (
-    [optax.masked(optax.scale(2.0), {'a': True}), chains.clip(), chains.noise()],
+    [optax.masked(optax.scale(2.0), {'a': True}), _clip(), _noise()],
     'must come first, got transformation 0',
   ),
   'something of ones own before the clip': (
-    [OWN, chains.clip(), chains.noise()], 'must come first, got mine before it',
+    [OWN, _clip(), _noise()], 'must come first, got mine before it',
   ),
   'a scale between clip and noise': (
-    [chains.clip(), optax.scale(2.0), chains.noise()],
+    [_clip(), optax.scale(2.0), _noise()],
     'directly behind the clip, got transformation 1 of the chain between',
   ),
   'a direction between clip and noise': (
-    [chains.clip(), chains.direction(), chains.noise()],
+    [_clip(), _direction(), _noise()],
     'directly behind the clip, got scale_by_rank_preconditioner between',
   ),
   'a direction before the noise, without a clip': (
-    [chains.direction(), chains.noise()], 'directly behind the clip',
+    [_direction(), _noise()], 'directly behind the clip',
   ),
   'something behind the retraction': (
-    [chains.clip(), chains.noise(), prism_optax.retract(), optax.scale(0.5)],
+    [_clip(), _noise(), prism_optax.retract(), optax.scale(0.5)],
     'retraction must come last, got transformation 3',
   ),
   'two retractions': (
@@ -58,19 +61,19 @@ REFUSED = {
     'retraction must come last, got retract behind it',
   ),
   'noise behind the retraction': (
-    [chains.clip(), chains.noise(), prism_optax.retract(), chains.noise()], 'directly behind',
+    [_clip(), _noise(), prism_optax.retract(), _noise()], 'directly behind',
   ),
-  'no noise': ([chains.clip()], 'No noise behind intrinsic_clip'),
+  'no noise': ([_clip()], 'No noise behind intrinsic_clip'),
   'no noise, and a whole optimizer': (
-    [chains.clip(), chains.direction(), prism_optax.retract()],
+    [_clip(), _direction(), prism_optax.retract()],
     'No noise behind intrinsic_clip.*noise_elsewhere=True',
   ),
   'the wrong order in nested chains': (
-    [prism_optax.chain(chains.direction()), prism_optax.chain(chains.clip(), chains.noise())],
-    'intrinsic_clip must come first, got scale_by_rank_preconditioner',
+    [prism_optax.chain(_direction()), prism_optax.chain(_clip(), _noise())],
+    r'intrinsic_clip, ...\) must come first, got scale_by_rank_preconditioner',
   ),
   'per_matrix_clip': (
-    [prism_optax.per_matrix_clip(1.0), chains.noise()],
+    [prism_optax.per_matrix_clip(1.0), _noise()],
     'Transformation 0 clips gradients as they are',
   ),
   'nothing': ([], 'at least one transformation, got none'),
@@ -85,25 +88,23 @@ def test_orders_that_void_the_guarantee_are_refused(kind):
 
 
 def test_a_clip_without_noise_can_be_asked_for():
-  clip = prism_optax.chain(chains.clip(), noise_elsewhere=True)
+  clip = prism_optax.chain(_clip(), noise_elsewhere=True)
   problem, params = chains.problem_and_params()
   grads = chains.batch(problem, params)
   found, _ = clip.update(grads, clip.init(params), params)
   chains.assert_bits(
-    found, chains.clip().update(grads, chains.clip().init(params), params)[0]
+    found, _clip().update(grads, _clip().init(params), params)[0]
   )
   # Whoever takes it is asked again.
   with pytest.raises(ValueError, match='No noise behind intrinsic_clip'):
-    prism_optax.chain(clip, chains.direction())
+    prism_optax.chain(clip, _direction())
   assert (
-    prism_optax.chain(clip, chains.noise()).sensitivity()
+    prism_optax.chain(clip, _noise()).sensitivity()
     == chains.CLIP / chains.BATCH_SIZE
   )
   # No other permission is in it.
   with pytest.raises(ValueError, match='directly behind the clip'):
-    prism_optax.chain(
-      chains.clip(), chains.direction(), chains.noise(), noise_elsewhere=True
-    )
+    prism_optax.chain(_clip(), _direction(), _noise(), noise_elsewhere=True)
 
 
 def test_a_chain_has_one_layout():
@@ -122,8 +123,8 @@ def test_a_chain_has_one_layout():
 def test_states_and_arguments_that_do_not_fit_are_named():
   problem, params = chains.problem_and_params()
   grads = chains.batch(problem, params)
-  tx = prism_optax.chain(chains.clip(), chains.noise())
-  state = prism_optax.chain(chains.noise()).init(params)
+  tx = prism_optax.chain(_clip(), _noise())
+  state = prism_optax.chain(_noise()).init(params)
   with pytest.raises(ValueError, match='a state of 2 parts, got 1'):
     tx.update(grads, state, params)
   with pytest.raises(ValueError, match='`update` needs `params`'):
@@ -190,7 +191,7 @@ def test_what_a_cap_before_the_clip_would_have_cost(masked):
     _, params = chains.problem_and_params()
     cap = optax.masked(cap, jax.tree.map(lambda _: True, params))
   with pytest.raises(ValueError, match='intrinsic_clip must come first'):
-    prism_optax.chain(cap, chains.clip(), chains.noise())
+    prism_optax.chain(cap, _clip(), _noise())
   assert _moved(_through(cap), _neighbours(-1e6)) > 9
 
 
@@ -198,7 +199,7 @@ def test_what_an_accumulation_before_the_clip_would_have_cost():
   """Rows are averages of several records, and one of them turns it round."""
   steps = optax.MultiSteps(optax.identity(), 2).gradient_transformation()
   with pytest.raises(ValueError, match='intrinsic_clip must come first'):
-    prism_optax.chain(steps, chains.clip(), chains.noise())
+    prism_optax.chain(steps, _clip(), _noise())
   honest, _ = _neighbours(0.0)
   # In the second micro-batch the last place of the batch is another record's.
   second = jax.tree.map(lambda x: x.at[-1].set(x[0]), honest)

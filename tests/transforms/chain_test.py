@@ -88,7 +88,7 @@ def test_optax_chains_the_same_numbers(jit, followed):
   steps = chains.train(plain, steps=2, jit=jit)
   chains.assert_close(steps, fused)
   # Five transformations behind the clip; traced once.
-  assert followed == ([True] * 5 if jit else [False] * 10)
+  assert followed == [True] * (5 if jit else 10)
 
 
 def test_nested_chains_are_flat_ones():
