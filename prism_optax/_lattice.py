@@ -87,10 +87,6 @@ _STDDEV = 224  # Of the noise, in cells.
 STEPS = _STDDEV * _CELL
 _THRESHOLD_BITS = 52
 
-# Of one entry's law from the Gaussian: the chi-square divergence within seven
-# standard deviations, and the total variation beyond them.
-CHI_SQUARE = 1.3e-23
-TAIL = 1.3e-17
 
 # Sums are kept as two integers of 32 bits, of which the lower one takes 14 bits
 # of each term. It must hold the noise, too, which is below 2^24.

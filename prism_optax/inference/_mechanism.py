@@ -41,12 +41,11 @@ def privatize_hidden_states(
   the states, ``stddev`` per coordinate. How far apart two neighbours are
   depends on the relation: 2 C where one state replaces another, C where a state
   replaces the zero vector (:func:`hidden_state_sensitivity`). T vectors are T
-  releases (:func:`release_event`). Not covered are the number of vectors, the
-  mask, a second use of the key (the same noise subtracts out), and the last
-  bits of floating-point sums, whose gaps tell something about the summands. The
-  generator of JAX is not a cryptographic one. Where an adversary may look at
-  the last bits, or the key's 64 bits of entropy are too few, use
-  :func:`privatize_on_host`.
+  releases (:func:`release_event`). State and noise are integers, in steps of
+  about a millionth of the noise, so the last bits tell nothing. Not covered are
+  the number of vectors, the mask, and a second use of the key (the same noise
+  subtracts out). The generator, Threefry, is not a cryptographic one; where
+  that matters, use :func:`privatize_on_host`.
 
   =============================  ==============================================
   coordinate with NaN or Inf     its vector (block) counts as zero

@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 
 from prism_optax import _lattice
+from prism_optax.accounting import _gaussian
 
 SIZE = 400_000
 
@@ -83,9 +84,9 @@ def test_distance_from_the_gaussian_is_below_what_is_declared():
     near = np.abs(x) < 7 * 224
     inside += np.sum(((law - gauss) ** 2 / gauss)[near]) / 64
     outside += np.sum(np.abs(law - gauss)[~near]) / 64
-  assert inside < _lattice.CHI_SQUARE
-  assert inside > _lattice.CHI_SQUARE / 3  # The constant is no excuse.
-  assert outside / 2 < _lattice.TAIL
+  assert inside < _gaussian._CHI_SQUARE
+  assert inside > _gaussian._CHI_SQUARE / 3  # The constant is no excuse.
+  assert outside / 2 < _gaussian._TAIL
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float64'])
