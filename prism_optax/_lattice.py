@@ -219,15 +219,12 @@ def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
 
 
 @jax.jit  # Compiled as one loop also where the caller does not use jit.
-def _noisy(
-  key: Sequence[jax.Array], leaf: jax.Array, x: LatticeSum
-) -> jax.Array:
+def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
   """Adds noise made of the blocks ``(position, leaf)`` to one leaf."""
   # The last axis of a factor is its rank, too short for a vectorised loop: it
   # is merged with the one before. Earlier axes stay, they may be sharded.
   high, low = (y.reshape(*y.shape[:-2], -1) for y in (x.high, x.low))
-  zero = jnp.uint32(0)
-  counter = [positions(low.shape), leaf, zero, zero]
+  counter = [positions(low.shape), leaf, jnp.uint32(0), jnp.uint32(0)]
   low = low + integers(threefry4x32(key, counter))
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
 

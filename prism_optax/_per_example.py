@@ -6,7 +6,7 @@ branches on data: an example whose numbers are not finite gets weight zero.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -151,9 +151,10 @@ def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
   return bound / jnp.maximum(norm, bound), counts
 
 
-def _add_float(
-  total: tuple[jax.Array, jax.Array], more: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+_TwoParts: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def _add_float(total: _TwoParts, more: _TwoParts) -> _TwoParts:
   """Adds to a sum and to what rounding has lost of it (Knuth 1969)."""
   (old, lost), (x, _) = total, more
   new = old + x
@@ -161,9 +162,7 @@ def _add_float(
   return new, lost + ((old - (new - part)) + (x - part))
 
 
-def _add_integers(
-  total: tuple[jax.Array, jax.Array], more: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _add_integers(total: _TwoParts, more: _TwoParts) -> _TwoParts:
   return total[0] + more[0], total[1] + more[1]
 
 

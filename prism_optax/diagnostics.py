@@ -8,7 +8,7 @@ optimizers, which are already private.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import optax
 
 from prism_optax import _per_example, _validate, fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree
+from prism_optax._types import ArrayTree
 
 # fmt: off
 __all__ = [
@@ -25,8 +26,6 @@ __all__ = [
   'nonprivate_signal_to_noise', 'tangent_noise_energy',
 ]
 # fmt: on
-
-ArrayTree: TypeAlias = optax.Params  # Any tree of arrays, not parameters alone.
 
 
 class ClipStatistics(NamedTuple):

@@ -3,8 +3,6 @@
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike
 from prism_optax._types import PRNGKeyLike, Scalar, ScalarOrSchedule
-
-# fmt: off
 from prism_optax.transforms import (
   TangentTransformation,
   add_decayed_factors,
@@ -17,8 +15,6 @@ from prism_optax.transforms import (
   scale_by_rank_preconditioner,
   tangent_privatizer,
 )
-
-# fmt: on
 
 
 def _stddev(

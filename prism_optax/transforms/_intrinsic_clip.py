@@ -94,7 +94,6 @@ def intrinsic_clip(
     jax.eval_shape(
       lambda x: step.tree.gradients(x, 1, 'per-example gradients'), grads
     )
-
     frames = step.frames  # Computed here, not once for each example.
 
     def contribution(example):
