@@ -6,13 +6,14 @@ branches on data: an example whose numbers are not finite gets weight zero.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from dp_accounting import NeighboringRelation
 
+from prism_optax import _lattice
 from prism_optax._types import ArrayTree, Scalar
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -112,112 +113,146 @@ def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
     )
 
 
-def squared_norms(
+def squared_norm(
   arrays: Iterable[jax.Array],
   l2_clip_norm: Scalar,
   batch_axes: Sequence[int] = (),
 ) -> jax.Array:
-  """Squares of each example's norm in units of the clip norm, shape (B,).
+  """Square of one example's norm in units of the clip norm, a scalar.
 
   In these units neither underflow (entries that do not matter) nor overflow
-  (then the example counts as zero) can hide a norm above one. Further batch
-  axes stay: the norms have the shape (B, *sizes of these axes).
+  (then the example counts as zero) can hide a norm above one. Batch axes stay:
+  the norms have the shape of these axes.
   """
 
   def squares(x: jax.Array) -> jax.Array:
-    axes = tuple(a for a in range(1, x.ndim) if a not in batch_axes)
+    axes = tuple(a for a in range(x.ndim) if a not in batch_axes)
     return jnp.sum(jnp.square(x / l2_clip_norm), axis=axes)
 
   return functools.reduce(jnp.add, map(squares, arrays))
 
 
-def clip_weights(
-  squared_norms: jax.Array, is_padding_example: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-  """Weights ``min(1, 1/norm)`` of the examples, and which ones count.
+def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Weight ``min(1, 1/norm)`` of an example, and whether it counts.
 
   Args:
-    squared_norms: (B,), in units of the clip norm.
-    is_padding_example: (B,), True for examples that are not there; or None.
+    squared_norm: In units of the clip norm, of any shape.
 
   Returns:
-    Weights (B,), and booleans (B,): False for padding and for examples whose
-    norm is not finite, hence for those with any coordinate that is not finite.
+    The weight, and False where the norm is not finite, hence for an example
+    with any coordinate that is not finite. Such a one must be replaced by zero,
+    because zero times infinity is NaN.
+  """
+  counts = jnp.isfinite(squared_norm)
+  # A little below one, so that rounding of the norm and of the products stays
+  # inside of the bound (8 eps is 1e-6 in float32).
+  bound = 1 - 8 * jnp.finfo(squared_norm.dtype).eps
+  norm = jnp.sqrt(jnp.where(counts, squared_norm, 1))
+  return bound / jnp.maximum(norm, bound), counts
+
+
+_TwoParts: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def _add_float(total: _TwoParts, more: _TwoParts) -> _TwoParts:
+  """Adds to a sum and to what rounding has lost of it (Knuth 1969)."""
+  (old, lost), (x, _) = total, more
+  new = old + x
+  part = new - old
+  return new, lost + ((old - (new - part)) + (x - part))
+
+
+def _add_integers(total: _TwoParts, more: _TwoParts) -> _TwoParts:
+  return total[0] + more[0], total[1] + more[1]
+
+
+def sum_of_examples(
+  contribution: Callable[[Any], Any],
+  examples: ArrayTree,
+  is_padding_example: jax.Array | None,
+  units: Any = None,
+) -> Any:
+  """The sum over examples of what each of them contributes.
+
+  With ``units`` each contribution is brought to a lattice first, towards zero,
+  and integers are added: the sum does not depend on the order of the examples,
+  and no contribution gets longer. Without, floats are added, on a CPU with
+  compensation, so that the sum is rounded once.
+
+  Under ``jit`` on one CPU the examples are computed one after the other: what
+  one of them contributes cannot depend on the others, and no array holds what
+  is computed of all of them. Elsewhere they are computed side by side.
+
+  Args:
+    contribution: From one example to a tree of finite arrays.
+    examples: Tree of arrays (B, *shape).
+    is_padding_example: (B,), True for examples that are not there; or None.
+    units: None, or for each array of a contribution the unit of its lattice, a
+      scalar of its type.
+
+  Returns:
+    A tree like a contribution, of arrays or of ``LatticeSum``.
 
   Raises:
     ValueError: If ``is_padding_example`` has another shape.
   """
-  counts = jnp.isfinite(squared_norms)
-  if is_padding_example is not None:
-    if jnp.shape(is_padding_example) != squared_norms.shape:
-      raise ValueError(
-        'Expected is_padding_example to have one entry per example,'
-        f' {squared_norms.shape}, got {jnp.shape(is_padding_example)}.'
-      )
-    counts &= ~jnp.asarray(is_padding_example, bool)
-  # A little below one, so that rounding of the norm, of the product and of the
-  # sum stays inside of the bound (8 eps is 1e-6 in float32).
-  bound = 1 - 8 * jnp.finfo(squared_norms.dtype).eps
-  norms = jnp.sqrt(jnp.where(counts, squared_norms, 1))
-  return jnp.where(counts, bound / jnp.maximum(norms, bound), 0), counts
-
-
-def weighted_sum(
-  x: jax.Array, weights: jax.Array, counts: jax.Array
-) -> jax.Array:
-  """``sum_i weights[i] x[i]`` over axis 0, without the examples left out.
-
-  XLA reads ``x`` once for the product and the sum. The product is replaced by
-  zero where an example does not count, because zero times infinity is NaN.
-
-  Args:
-    x: (B, *shape).
-    weights: (B,), or an array that broadcasts against ``x``.
-    counts: (B,), False for the examples left out.
-  """
-  shape = -1, *(1,) * (x.ndim - 1)
-  if weights.ndim == 1:
-    weights = weights.reshape(shape)
-  weighted = x * weights.astype(x.dtype)
-  return jnp.sum(jnp.where(counts.reshape(shape), weighted, 0), 0)
-
-
-@jax.jit  # Outside of jit a choice of platforms is compiled at every call.
-def weighted_sums(
-  tree: ArrayTree, weights: jax.Array, counts: jax.Array
-) -> Any:
-  """:func:`weighted_sum` of every leaf, with the same weights (B,)."""
-
-  def at_once(tree, weights, counts):
-    return jax.tree.map(lambda x: weighted_sum(x, weights, counts), tree)
-
-  # Where several devices may share the batch, XLA decides how to sum.
-  in_turn = _sums_in_turn if jax.device_count() == 1 else at_once
-  return jax.lax.platform_dependent(
-    tree, weights, counts, cpu=in_turn, default=at_once
-  )
-
-
-def _sums_in_turn(
-  tree: ArrayTree, weights: jax.Array, counts: jax.Array
-) -> Any:
-  """The sums as products of matrices, one leaf after the other.
-
-  XLA's CPU runtime does not fuse the sum with its summands: it would write
-  every example's weighted gradients, all leaves at once, and then sum them up
-  with two threads in ten times the time of one. Here each leaf waits for the
-  sum before it and reuses its memory.
-  """
-  leaves, treedef = jax.tree.flatten(tree)
-  sums: list[jax.Array] = []
-  for x in leaves:
-    if sums and sums[-1].size:
-      # Only a dependency on data makes XLA wait. The comparison is always true:
-      # no sum is NaN, because only finite examples count, with small weights.
-      last = sums[-1].ravel()[0]
-      counts = counts & (last == last)
-    counted = jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
-    sums.append(
-      jnp.tensordot(weights.astype(x.dtype), counted, 1, precision='highest')
+  batch = len(jax.tree.leaves(examples)[0])
+  if is_padding_example is None:
+    is_padding_example = jnp.zeros(batch, bool)
+  if jnp.shape(is_padding_example) != (batch,):
+    raise ValueError(
+      'Expected is_padding_example to have one entry per example,'
+      f' {(batch,)}, got {jnp.shape(is_padding_example)}.'
     )
-  return jax.tree.unflatten(treedef, sums)
+  inputs = examples, jnp.asarray(is_padding_example, bool)
+  one = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs
+  )
+  treedef: Any = jax.tree.structure(jax.eval_shape(contribution, one[0]))
+  unit_leaves: list[Any] = jax.tree.leaves(units)
+
+  def terms(inputs):
+    example, is_padding = inputs
+    leaves: list[jax.Array] = [
+      jnp.where(is_padding, 0, x)
+      for x in jax.tree.leaves(contribution(example))
+    ]
+    if units is None:
+      return [(x, jnp.zeros_like(x)) for x in leaves]
+    return [
+      tuple(_lattice.term(x, unit, batch)[:2])
+      for x, unit in zip(leaves, unit_leaves, strict=True)
+    ]
+
+  def in_turn(inputs):
+    add = _add_float if units is None else _add_integers
+
+    def add_one(totals, inputs):
+      return list(map(add, totals, terms(inputs))), None
+
+    zeros = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(terms, one)
+    )
+    return jax.lax.scan(add_one, zeros, inputs)[0]
+
+  def at_once(inputs):
+    return jax.tree.map(
+      lambda x: jnp.sum(x, 0, dtype=x.dtype), jax.vmap(terms)(inputs)
+    )
+
+  # Where several devices may share the batch, XLA decides how to sum. Outside
+  # of jit a loop would be compiled at every call.
+  leaves: list[Any] = jax.tree.leaves(inputs)
+  if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    one_by_one = in_turn if jax.device_count() == 1 else at_once
+    sums = jax.lax.platform_dependent(inputs, cpu=one_by_one, default=at_once)
+  else:
+    sums = at_once(inputs)
+  if units is None:
+    out: list[Any] = [total + lost for total, lost in sums]
+  else:
+    out = [
+      _lattice.LatticeSum(high, low, unit)
+      for (high, low), unit in zip(sums, unit_leaves, strict=True)
+    ]
+  return jax.tree.unflatten(treedef, out)

@@ -34,6 +34,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
 from benchmarks.common import baselines, results, timing  # noqa: E402
+from prism_optax import fixed_rank  # noqa: E402
+from prism_optax.fixed_rank import _tangents  # noqa: E402
 
 STDDEV = 0.1
 WORKLOADS = {
@@ -124,12 +126,31 @@ def workload(name: str, runs: int) -> dict[str, dict[str, float]]:
   return found
 
 
+def float_noise() -> optax.GradientTransformation:
+  """The privatizer with normal numbers, added as floats: not exact."""
+
+  def update(stacks, key, step):
+    key, draw = jax.random.split(key)
+    stacks = stacks.map_pairs(fixed_rank.multiply_out)
+    normal = optax.tree.random_like(draw, stacks, jax.random.normal)
+    noisy = optax.tree.add_scale(stacks, STDDEV, normal)
+    return noisy.map_pairs(
+      lambda x, frame: _tangents.projected(frame, x), step.frames
+    ), key
+
+  return prism_optax.transforms.tangent_transformation(
+    'float_noise', update, lambda step: jax.random.key(0), adds_noise=True
+  )
+
+
 def spelled_out(
-  chain: Callable[..., Any], rate: Callable[..., Any]
+  chain: Callable[..., Any],
+  rate: Callable[..., Any],
+  noise: Callable[..., Any] = lambda: prism_optax.tangent_privatizer(STDDEV),
 ) -> optax.GradientTransformation:
   """The lines of ``prism`` behind the clip."""
   return chain(
-    prism_optax.tangent_privatizer(STDDEV),
+    noise(),
     prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
     prism_optax.add_decayed_factors(0.1),
     rate(1e-3),
@@ -138,9 +159,13 @@ def spelled_out(
 
 
 def chains(name: str, runs: int) -> dict[str, dict[str, float]]:
-  """The alias against its lines, chained by this library and by optax."""
-  shapes, rank, _ = WORKLOADS[name]
+  """The alias against its lines, chained by this library and by optax.
+
+  Also without the lattice: with noise as floats. And with the clip.
+  """
+  shapes, rank, batch = WORKLOADS[name]
   params, grads = problem(shapes, rank)
+  one_by_one = jax.tree.map(lambda g: jnp.stack([g] * batch), grads)
   ours = prism_optax.scale_by_learning_rate
   theirs = optax.scale_by_learning_rate
   steps = {
@@ -152,6 +177,10 @@ def chains(name: str, runs: int) -> dict[str, dict[str, float]]:
     "optax.chain, optax's rate": compiled(
       spelled_out(optax.chain, theirs), params, grads
     ),
+    'noise as floats': compiled(
+      spelled_out(prism_optax.chain, ours, float_noise), params, grads
+    ),
+    'prism with clip': compiled(prism(True, batch), params, one_by_one),
   }
   times = timing.in_turn(steps, runs, progress=True)
   return {

@@ -25,18 +25,34 @@ from prism_optax._modules._layout import (
   transposed,
 )
 from prism_optax._modules._tree import (
-  ModuleArrays,
+  ClippedSum,
   ModuleTree,
   Stacks,
+  StepContext,
   map_factors,
   map_pairs,
 )
 
 # fmt: off
 __all__ = [
-  'Layout', 'LayoutLike', 'LeafAxes', 'MatrixAxes', 'Module', 'ModuleArrays',
-  'ModuleTree', 'Pair', 'Stacks', 'describe_pairs', 'find_modules', 'inverse',
-  'map_factors', 'map_pairs', 'named_leaves', 'other_leaves', 'pairs_by_name',
+  'ClippedSum',
+  'Layout',
+  'LayoutLike',
+  'LeafAxes',
+  'MatrixAxes',
+  'Module',
+  'ModuleTree',
+  'Pair',
+  'Stacks',
+  'StepContext',
+  'describe_pairs',
+  'find_modules',
+  'inverse',
+  'map_factors',
+  'map_pairs',
+  'named_leaves',
+  'other_leaves',
+  'pairs_by_name',
   'transposed',
 ]
 # fmt: on

@@ -5,6 +5,7 @@ a program's size and compile time hardly grow with the number of modules.
 """
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from prism_optax._modules._finding import (
   other_leaves,
 )
 from prism_optax._modules._layout import MatrixAxes, Module
+from prism_optax._types import ArrayTree, Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 
 
@@ -47,24 +49,16 @@ class Stacks(NamedTuple):
     return self._replace(pairs=map_pairs(fn, self.pairs, *with_))
 
 
-class ModuleArrays(NamedTuple):
-  """The leaves of one module, in the order of their own axes.
+class ClippedSum(Stacks):
+  """What a clip hands on: its sum, and how to take it on a lattice.
 
   Attributes:
-    place: Slice of the stack of its group that the module fills.
-    scale: LoRA scale of its layout.
-    left: (*lead, s, *features and rank), s matrices.
-    right: (*lead, s, *features and rank).
-    left_axes: How one matrix lies in ``left``.
-    right_axes: How one matrix lies in ``right``.
+    on_lattice: ``on_lattice(stddev)``, the same sum as ``LatticeSum`` on the
+      lattice of noise of that stddev. The noise behind the clip takes this one
+      and leaves the floats; while tracing, what nobody reads costs nothing.
   """
 
-  place: slice
-  scale: float
-  left: jax.Array
-  right: jax.Array
-  left_axes: MatrixAxes
-  right_axes: MatrixAxes
+  on_lattice: Callable[[Scalar], Stacks] | None = None
 
 
 def map_pairs(
@@ -217,26 +211,6 @@ class ModuleTree:
     """``Tangent`` coordinates from a tree of coordinates."""
     return self._stacked(self._leaves(tree, 0, what), Tangent, 0.0)
 
-  def per_module(
-    self, tree: Any, lead: int = 0, what: str = 'grads'
-  ) -> tuple[list[list[ModuleArrays]], tuple[jax.Array, ...]]:
-    """The arrays of each module in each group, and the other leaves.
-
-    Large arrays are read where they are, while stacking would copy them. They
-    are not multiplied by the scale.
-    """
-    leaves = self._leaves(tree, lead, what)
-
-    def arrays(group: _Group, x: Module, place: slice) -> ModuleArrays:
-      left, right = (
-        axes.to_stack(jnp.asarray(leaves[i], group.dtype))
-        for i, axes in x.sides
-      )
-      return ModuleArrays(place, x.scale, left, right, *group.axes)
-
-    groups = [[arrays(g, *x) for x in g.places()] for g in self._groups]
-    return groups, self._rest(leaves)
-
   # From stacks to trees.
 
   def tree(self, stacks: Stacks, power: float = 0.0) -> Any:
@@ -312,3 +286,45 @@ class ModuleTree:
         f'Both factors are zero in params of {dead}: no gradient reaches them.'
         ' Initialise one factor of each pair at random.'
       )
+
+
+class StepContext:
+  """The parameters of one update and what follows from them.
+
+  Attributes:
+    params: Tree of trainable arrays.
+    layout: As given: see :func:`prism_optax.lora.describe_pairs`.
+    tree: The modules that were found, a ``ModuleTree``.
+    frames: One stacked ``fixed_rank.Frame`` for each group of modules of the
+      same shapes.
+  """
+
+  def __init__(self, params: ArrayTree, layout: LayoutLike):
+    self.params = params
+    self.layout = layout
+    self.tree = ModuleTree(params, layout)
+
+  @functools.cached_property
+  def frames(self) -> tuple[Frame, ...]:
+    return self.tree.frames(self.params)
+
+  def is_at(self, params: ArrayTree, layout: LayoutLike) -> bool:
+    """Whether these are the very arrays and the layout of this context."""
+    mine: tuple[Any, Any] = jax.tree.flatten(self.params)
+    theirs: tuple[Any, Any] = jax.tree.flatten(params)
+    return (
+      mine[1] == theirs[1]
+      and all(x is y for x, y in zip(mine[0], theirs[0], strict=True))
+      and self.layout == layout
+    )
+
+  def to_tree(self, stacks: Stacks) -> Any:
+    """The coordinates as a tree in the shapes of the parameters.
+
+    Args:
+      stacks: Tangent coordinates of either kind, and other leaves.
+
+    Returns:
+      The tree, of arrays in the types of the stacks.
+    """
+    return self.tree.tree(stacks.map_pairs(fixed_rank.multiply_out))

@@ -243,12 +243,34 @@ def dp_muon(
     weight_dimension_numbers=weight_dimension_numbers,
   )
   bias_correction = None
-  if noise_multiplier is not None:
+  parts: list[optax.GradientTransformation] = []
+  if privatizer is not None:
+    parts += [clip] * per_example_gradients
+    parts.append(_in_units(units_of, privatizer))
+  elif noise_multiplier is not None:
     stddev = noise_multiplier / expected_batch_size
-    privatizer = _privatizer.gaussian(stddev, prng_key)
+
+    def stddevs_of(tree):
+      return jax.tree.map(lambda unit: stddev * unit, units_of(tree))
+
+    def list_of_stddevs(params):
+      return jax.tree.leaves(stddevs_of(params))
+
+    def update_clip(updates, state, params=None, **extra_args):
+      """The clipped mean on the lattice of the noise."""
+      if isinstance(noise_multiplier, jax.Array) or noise_multiplier:
+        extra_args['noise_stddevs'] = list_of_stddevs(params)
+      return clip.update(updates, state, params, **extra_args)
+
+    parts = [
+      optax.GradientTransformationExtraArgs(clip.init, update_clip)
+      if per_example_gradients
+      else optax.stateless(lambda x, _: jax.tree.map(at_least_float32, x)),
+      _privatizer.gaussian(list_of_stddevs, prng_key),
+    ]
     if bias_correction_probes:
       bias_correction = BiasCorrection(
-        lambda tree: jax.tree.map(lambda unit: stddev * unit, units_of(tree)),
+        stddevs_of,
         momentum=momentum,
         prng_key=_probe_key(prng_key),
         num_probes=bias_correction_probes,
@@ -261,8 +283,7 @@ def dp_muon(
   if adam_learning_rate is not None:
     other = optax.scale_by_learning_rate(adam_learning_rate)
     rate = optax.partition({'matrix': rate, 'other': other}, labels_of)
-  parts = [
-    _in_units(units_of, privatizer),
+  parts += [
     _wide(optax.partition(branches, labels_of)),
     # On the whole tree: the noise of a leaf depends on how many groups it has.
     orthogonalize(
@@ -277,9 +298,7 @@ def dp_muon(
     rate,
   ]
   if consistent_rms is not None:
-    parts.insert(3, _consistent_rms(consistent_rms, matrices_of))
-  if per_example_gradients:
-    parts.insert(0, clip)
+    parts.insert(-2, _consistent_rms(consistent_rms, matrices_of))
   chained = optax.with_extra_args_support(optax.chain(*parts))
   return _per_example.BoundedSensitivityTransformation(
     chained.init, chained.update, clip.sensitivity

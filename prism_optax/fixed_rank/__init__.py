@@ -21,18 +21,22 @@ arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.
 Frames are not differentiated (``stop_gradient``).
 """
 
-from prism_optax.fixed_rank._points import Factors, Frame, frame, truncate
-from prism_optax.fixed_rank._retraction import retract
-from prism_optax.fixed_rank._sums import TangentSum, multiply_out, transport
-from prism_optax.fixed_rank._tangents import (
-  Tangent,
+from prism_optax.fixed_rank._lifts import (
   embed,
   horizontal_lift,
   lift,
   norm,
   project,
-  tangent_from_gradients,
   tangent_from_steps,
+  transport,
+)
+from prism_optax.fixed_rank._points import Factors, Frame, frame, truncate
+from prism_optax.fixed_rank._retraction import retract
+from prism_optax.fixed_rank._tangents import (
+  Tangent,
+  TangentSum,
+  multiply_out,
+  tangent_from_gradients,
 )
 
 # fmt: off

@@ -6,13 +6,15 @@ import jax.numpy as jnp
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame, right_has_rank
-from prism_optax.fixed_rank._sums import (
+from prism_optax.fixed_rank._tangents import (
   TallSum,
+  Tangent,
   TangentSum,
   as_sum,
+  check_fits,
   multiply_out,
+  remove,
 )
-from prism_optax.fixed_rank._tangents import Tangent, check_fits, remove
 
 
 def retract(

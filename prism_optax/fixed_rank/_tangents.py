@@ -1,14 +1,21 @@
-"""Tangent vectors in orthonormal coordinates, and as steps of the factors."""
+"""Tangent vectors in orthonormal coordinates, multiplied out or not.
 
-from typing import NamedTuple
+Whatever a step does to a tangent vector behind its noise, each side of its
+coordinates stays a sum of tall arrays times r x r matrices. So a step keeps the
+r x r matrices, asks for r x r products, and touches tall arrays where it must:
+to add noise, to average, to retract.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
+from prism_optax._types import Scalar
 from prism_optax.fixed_rank._points import Factors, Frame
-from prism_optax.fixed_rank._points import frame as frame_of
 
 
 class Tangent(NamedTuple):
@@ -82,207 +89,205 @@ def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
   )
 
 
-def project(frame: Frame, tangent: Tangent) -> Tangent:
-  """Orthogonal projection of arbitrary arrays on the coordinates at a frame.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TallSum:
+  """``X = sum_i tall_i @ small_i + basis @ shift``, one side of a tangent.
 
-  ``X_L <- (I - P_L) X_L Q_R^T Q_R`` and ``X_R <- X_R Q_L^T Q_L``: the right
-  factors mask what a rank-deficient factor does not show. Applied to i.i.d.
-  standard normal arrays it gives isotropic tangent noise (PRISM,
-  arXiv:2606.00944, Eq. 17-21), of expected squared norm ``r (m + n - r)``.
-
-  Args:
-    frame: Frame of the factors.
-    tangent: Any arrays (..., m, r) and (..., n, r); they may carry more leading
-      axes than the frame.
-
-  Returns:
-    Coordinates, same shapes. Projecting again changes nothing.
-
-  Raises:
-    ValueError: If m, n or r are not the frame's.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
-    >>> x = fixed_rank.Tangent(jnp.ones((3, 1)), jnp.ones((2, 1)))
-    >>> fixed_rank.project(q, x).left.ravel().tolist()
-    [0.0, 1.0, 1.0]
+  Attributes:
+    terms: Pairs of arrays (..., m, r) and (..., r, r).
+    basis: The basis Q of the frame on this side, (..., m, r).
+    mask: ``Q^T Q`` (..., r, r).
+    shift: (..., r, r); None for zero, on which no product is spent.
+    along: ``Q^T X`` (..., r, r), carried along: it never costs a product with
+      a tall array.
   """
-  check_fits(frame, 'tangent', tangent)
-  return Tangent(
-    remove(frame.left, matmul(tangent.left, frame.right_mask)),
-    matmul(tangent.right, frame.left_mask),
-  )
 
+  terms: tuple[tuple[jax.Array, jax.Array], ...]
+  basis: jax.Array
+  mask: jax.Array
+  shift: jax.Array | None
+  along: jax.Array
 
-def norm(tangent: Tangent) -> jax.Array:
-  """The intrinsic norm, which is the norm of the coordinates.
+  def matrices(self) -> tuple[Any, ...]:
+    """The r x r matrices, in which the sum is linear."""
+    return tuple(small for _, small in self.terms), self.shift, self.along
 
-  ``||T||_F = sqrt(||X_L||_F^2 + ||X_R||_F^2)`` (PRISM, arXiv:2606.00944,
-  Eq. 15, in orthonormal coordinates).
-
-  Args:
-    tangent: Coordinates (..., m, r) and (..., n, r).
-
-  Returns:
-    Shape (...), in the unit of T.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
-    >>> fixed_rank.norm(x).item()
-    5.0
-  """
-  return jnp.sqrt(
-    jnp.sum(jnp.square(tangent.left), axis=(-2, -1))
-    + jnp.sum(jnp.square(tangent.right), axis=(-2, -1))
-  )
-
-
-def embed(frame: Frame, tangent: Tangent) -> jax.Array:
-  """The dense m x n matrix T, for tests and small problems.
-
-  ``T = X_L Q_R^T + Q_L X_R^T``, PRISM's Eq. 11 (arXiv:2606.00944) in
-  orthonormal bases.
-
-  Args:
-    frame: Frame of the factors.
-    tangent: Coordinates (..., m, r) and (..., n, r).
-
-  Returns:
-    (..., m, n)
-
-  Raises:
-    ValueError: If m, n or r are not the frame's.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
-    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1, -1), 4 * jnp.eye(2, 1, -1))
-    >>> print(fixed_rank.embed(q, x))
-    [[0. 4.]
-     [3. 0.]
-     [0. 0.]]
-  """
-  check_fits(frame, 'tangent', tangent)
-  return matmul(tangent.left, frame.right.mT) + matmul(
-    frame.left, tangent.right.mT
-  )
-
-
-def lift(
-  frame: Frame, tangent: Tangent, *, horizontal: bool = False
-) -> Factors:
-  """Steps of the factors with ``dL right^T + left dR^T = T``.
-
-  ``dL = X_L C_R^-T`` and ``dR = X_R C_L^-T`` put the whole core of T on the
-  right factor. The horizontal lift is the one of least norm (PRISM,
-  arXiv:2606.00944, Prop. A.11): it adds ``L W`` and ``-R W^T`` so that
-  ``L^T dL = dR^T R``. The equation is solved for ``W' = C_L W C_R^T``, which
-  cancels from the tangent vector whatever its accuracy: with the core D of T,
-  ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
-
-  Args:
-    frame: Frame of the factors.
-    tangent: Coordinates (..., m, r) and (..., n, r).
-    horizontal: Return the lift of least norm.
-
-  Returns:
-    ``(dL, dR)`` in the same shapes. What only a lost direction could carry is
-    left out: the inverses are pseudo-inverses.
-
-  Raises:
-    ValueError: If m, n or r are not the frame's.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
-    >>> q = fixed_rank.frame(z)
-    >>> x = fixed_rank.Tangent(8 * jnp.eye(3, 1, -1), jnp.zeros((2, 1)))
-    >>> steps = fixed_rank.lift(q, x)
-    >>> steps.left.ravel().tolist(), steps.right.ravel().tolist()
-    ([0.0, 2.0, 0.0], [0.0, 0.0])
-  """
-  check_fits(frame, 'tangent', tangent)
-  left, right = tangent
-  if horizontal:
-    core = gram(right, frame.right)
-    w = _linalg.sylvester_of_grams(
-      frame.left_core.mT,
-      frame.right_core.mT,
-      matmul(core, matmul(frame.right_core, frame.right_core.mT)),
+  def with_matrices(self, matrices: tuple[Any, ...]) -> 'TallSum':
+    """The same sum with other matrices."""
+    small, shift, along = matrices
+    terms = tuple(
+      (tall, new) for (tall, _), new in zip(self.terms, small, strict=True)
     )
-    left = left + matmul(frame.left, w)
-    right = right - matmul(frame.right, w.mT)
-  return Factors(
-    matmul(left, frame.right_inverse.mT), matmul(right, frame.left_inverse.mT)
+    return dataclasses.replace(self, terms=terms, shift=shift, along=along)
+
+  def __mul__(self, factor: Scalar) -> 'TallSum':
+    return self.with_matrices(
+      jax.tree.map(lambda x: factor * x, self.matrices())
+    )
+
+  __rmul__ = __mul__
+
+  def __matmul__(self, matrix: jax.Array) -> 'TallSum':
+    return self.with_matrices(
+      jax.tree.map(lambda x: matmul(x, matrix), self.matrices())
+    )
+
+  def __add__(self, other: 'TallSum') -> 'TallSum':
+    """Both sides must have the same basis."""
+    summed = self if other.shift is None else self.shifted(other.shift)
+    return dataclasses.replace(
+      self,
+      terms=self.terms + other.terms,
+      shift=summed.shift,
+      along=self.along + other.along,
+    )
+
+  def shifted(self, shift: jax.Array) -> 'TallSum':
+    """``X + basis @ shift``."""
+    return dataclasses.replace(
+      self,
+      shift=shift if self.shift is None else self.shift + shift,
+      along=self.along + matmul(self.mask, shift),
+    )
+
+  def outside(self) -> 'TallSum':
+    """``(I - Q Q^T) X``."""
+    return self.shifted(-self.along)
+
+  def squares(self) -> jax.Array:
+    """``X^T X`` (..., r, r), a difference: exact to rounding of its terms."""
+    products = (
+      gram(small, matmul(gram(tall, other_tall), other_small))
+      for tall, small in self.terms
+      for other_tall, other_small in self.terms
+    )
+    total = functools.reduce(jnp.add, products)
+    if self.shift is None:
+      return total
+    # (Y + Q S)^T (Y + Q S), where Q^T Y is what X has along Q less Q^T Q S.
+    of_shift = matmul(self.mask, self.shift)
+    mixed = gram(self.along - of_shift, self.shift)
+    return total + mixed + mixed.mT + gram(self.shift, of_shift)
+
+  def multiply_out(self) -> jax.Array:
+    """X, (..., m, r)."""
+    terms = self.terms
+    if self.shift is not None:
+      terms = (*terms, (self.basis, self.shift))
+    return functools.reduce(jnp.add, (matmul(*term) for term in terms))
+
+
+class TangentSum(NamedTuple):
+  """Orthonormal coordinates of a tangent vector, not multiplied out.
+
+  ``prism_optax.chain`` hands them on behind the noise;
+  :func:`prism_optax.fixed_rank.multiply_out` makes arrays of them.
+
+  Attributes:
+    left: ``X_L``, a sum of arrays (..., m, r) times (..., r, r) matrices.
+    right: ``X_R``, a sum of arrays (..., n, r) times (..., r, r) matrices.
+  """
+
+  left: TallSum
+  right: TallSum
+
+  def matrices(self) -> tuple[Any, ...]:
+    """The r x r matrices of both sides, in which the vector is linear."""
+    return self.left.matrices(), self.right.matrices()
+
+  def with_matrices(self, matrices: tuple[Any, ...]) -> 'TangentSum':
+    """The same arrays with other matrices."""
+    left, right = matrices
+    return TangentSum(
+      self.left.with_matrices(left), self.right.with_matrices(right)
+    )
+
+
+def sum_at(
+  frame: Frame,
+  left: tuple[tuple[jax.Array, jax.Array], ...],
+  right: tuple[tuple[jax.Array, jax.Array], ...],
+  along: tuple[jax.Array, jax.Array],
+) -> TangentSum:
+  """A tangent sum without shifts from its terms and ``Q^T X`` of both sides."""
+  return TangentSum(
+    TallSum(left, frame.left, frame.left_mask, None, along[0]),
+    TallSum(right, frame.right, frame.right_mask, None, along[1]),
   )
 
 
-def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
-  """Coordinates of ``T = dL right^T + left dR^T``: undoes any lift.
+def as_sum(frame: Frame, tangent: Tangent | TangentSum) -> TangentSum:
+  """The coordinates as a sum: a sum as it is, arrays as its only terms."""
+  if isinstance(tangent, TangentSum):
+    return tangent
+  check_fits(frame, 'tangent', tangent)
+  mask = frame.left_mask
+  eye = jnp.broadcast_to(jnp.eye(mask.shape[-1], dtype=mask.dtype), mask.shape)
+  along = gram(frame.left, tangent.left), gram(frame.right, tangent.right)
+  return sum_at(frame, ((tangent.left, eye),), ((tangent.right, eye),), along)
 
-  ``X_L = (I - P_L) dL C_R^T`` and ``X_R = dR C_L^T + Q_R C_R dL^T Q_L``: the
-  coordinates of a vector of the form of PRISM's Eq. 11 (arXiv:2606.00944).
+
+def projected(frame: Frame, tangent: Tangent) -> TangentSum:
+  """:func:`prism_optax.fixed_rank.project`, not multiplied out.
+
+  ``X_L <- (I - P_L) X_L Q_R^T Q_R`` and ``X_R <- X_R Q_L^T Q_L`` (PRISM,
+  arXiv:2606.00944, Eq. 13): what a rank-deficient factor does not show is
+  masked on the other side.
+  """
+  left, right = as_sum(frame, tangent)
+  left, right = left @ frame.right_mask, right @ frame.left_mask
+  return TangentSum(left.outside(), right)
+
+
+def multiply_out(tangent: Tangent | TangentSum) -> Tangent:
+  """The coordinates as arrays; arrays pass as they are.
 
   Args:
-    frame: Frame of the factors.
-    steps: ``(dL, dR)``, (..., m, r) and (..., n, r).
+    tangent: Coordinates of either kind, as the stacked form of a
+      transformation gets them.
 
   Returns:
-    Coordinates, same shapes; the same for all lifts of one T.
-
-  Raises:
-    ValueError: If m, n or r are not the frame's.
+    Coordinates (..., m, r) and (..., n, r).
 
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
-    >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
-    >>> q = fixed_rank.frame(z)
-    >>> steps = fixed_rank.Factors(z.left, z.right)  # T = 2 Z, of norm 16.
-    >>> x = fixed_rank.tangent_from_steps(q, steps)
-    >>> x.left.ravel().tolist(), x.right.ravel().tolist()
-    ([0.0, 0.0, 0.0], [16.0, 0.0])
+    >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.ones((2, 1)))
+    >>> fixed_rank.multiply_out(x) is x
+    True
   """
-  check_fits(frame, 'steps', steps)
-  return Tangent(
-    remove(frame.left, matmul(steps.left, frame.right_core.mT)),
-    matmul(steps.right, frame.left_core.mT)
-    + matmul(
-      frame.right, matmul(frame.right_core, gram(steps.left, frame.left))
-    ),
-  )
+  if isinstance(tangent, Tangent):
+    return tangent
+  return Tangent(tangent.left.multiply_out(), tangent.right.multiply_out())
 
 
-def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
-  """The steps of least norm with the same tangent vector.
-
-  ``(dL + L W, dR - R W^T)`` with ``M W + W N = dR^T R - L^T dL``, ``M = L^T L``
-  and ``N = R^T R`` (PRISM, arXiv:2606.00944, Prop. A.11). See :func:`lift`.
+def carried(
+  bases: Factors, frame: Frame, tangent: Tangent
+) -> tuple[TangentSum, tuple[jax.Array, jax.Array]]:
+  """:func:`transport` not multiplied out, and the overlaps of the bases.
 
   Args:
-    factors: (..., m, r) and (..., n, r).
-    steps: Any lift of the tangent vector, same shapes.
+    bases: The bases ``Q_L`` and ``Q_R`` that ``tangent`` is written in.
+    frame: Frame at the other point, with bases ``Q'``.
+    tangent: Coordinates (..., m, r) and (..., n, r).
 
   Returns:
-    The horizontal lift, same shapes.
-
-  Raises:
-    ValueError: If the shapes do not match or ``r > min(m, n)``.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
-    >>> steps = fixed_rank.Factors(jnp.zeros((3, 1)), 2 * jnp.eye(2, 1))
-    >>> left, right = fixed_rank.horizontal_lift(z, steps)
-    >>> left.ravel().tolist(), right.ravel().tolist()  # Shared out.
-    ([1.0, 0.0, 0.0], [1.0, 0.0])
+    The sum in the new frame, and ``Q_L^T Q_L'``, ``Q_R^T Q_R'`` (..., r, r).
   """
-  q = frame_of(factors)
-  return lift(q, tangent_from_steps(q, steps), horizontal=True)
+  check_fits(frame, 'tangent', tangent)
+  turn_left = gram(bases.left, frame.left)
+  turn_right = gram(bases.right, frame.right)
+  inside_left = gram(tangent.left, frame.left)
+  inside_right = gram(tangent.right, frame.right)
+  # Q_L'^T T Q_R'
+  core = gram(inside_left, turn_right) + gram(turn_left, inside_right)
+  left, right = sum_at(
+    frame,
+    # T Q_R', of which the part along Q_L' is the core.
+    ((tangent.left, turn_right), (bases.left, inside_right)),
+    # T^T Q_L'
+    ((tangent.right, turn_left), (bases.right, inside_left)),
+    (core, core.mT),
+  )
+  return TangentSum(left.outside(), right), (turn_left, turn_right)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from prism_optax import _randomness, _validate
+from prism_optax import _lattice, _validate
 
 # Vectors are clipped to C (1 - 1e-5): rounding of the norm and of the product
 # must not carry them over C. Sums of 400,000 squares in float32 were off by up
@@ -41,12 +41,11 @@ def privatize_hidden_states(
   the states, ``stddev`` per coordinate. How far apart two neighbours are
   depends on the relation: 2 C where one state replaces another, C where a state
   replaces the zero vector (:func:`hidden_state_sensitivity`). T vectors are T
-  releases (:func:`release_event`). Not covered are the number of vectors, the
-  mask, a second use of the key (the same noise subtracts out), and the last
-  bits of floating-point sums, whose gaps tell something about the summands. The
-  generator of JAX is not a cryptographic one. Where an adversary may look at
-  the last bits, or the key's 64 bits of entropy are too few, use
-  :func:`privatize_on_host`.
+  releases (:func:`release_event`). State and noise are integers, in steps of
+  about a millionth of the noise, so the last bits tell nothing. Not covered are
+  the number of vectors, the mask, and a second use of the key (the same noise
+  subtracts out). The generator, Threefry, is not a cryptographic one; where
+  that matters, use :func:`privatize_on_host`.
 
   =============================  ==============================================
   coordinate with NaN or Inf     its vector (block) counts as zero
@@ -96,7 +95,7 @@ def privatize_hidden_states(
     )
   clipped = clip(hidden, l2_clip_norm, mask, block_ndim)
   _validate.non_negative('stddev', stddev)
-  noised: jax.Array = _randomness.add_normal(prng_key, clipped, stddev)
+  noised: jax.Array = _lattice.add_noise(prng_key, clipped, stddev)
   if mask is not None:
     noised = jnp.where(jnp.asarray(mask, bool)[..., None], noised, 0)
   return noised.astype(hidden.dtype)

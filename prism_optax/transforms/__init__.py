@@ -10,6 +10,7 @@ to new factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
 one of your own.
 """
 
+from prism_optax._modules import StepContext
 from prism_optax.transforms._augmented import (
   AugmentedState,
   augmented_optimizer,
@@ -64,7 +65,6 @@ from prism_optax.transforms._rank_preconditioner import (
   RankPreconditionerState,
   scale_by_rank_preconditioner,
 )
-from prism_optax.transforms._step import StepContext
 
 # fmt: off
 __all__ = [

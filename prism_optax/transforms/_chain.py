@@ -1,19 +1,20 @@
 """Transformations of tangent coordinates, and chains of them that fuse.
 
-Every transformation of this package carries its stacked form: a function of
-stacked arrays, of which a chain calls one after the other. So a chain finds the
-pairs once, computes the frames once, and hands r x r matrices on behind the
-noise, where single transformations would write and read dense coordinates.
+Every transformation of this package carries its stacked form, a function of
+stacked arrays. So a chain finds the pairs once, computes the frames once, and
+hands r x r matrices on behind the noise, not dense coordinates.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import jax
 import optax
 
 from prism_optax import _validate
-from prism_optax._modules import LayoutLike, Stacks
-from prism_optax.transforms._step import StepContext, trail
+from prism_optax._modules import LayoutLike, Stacks, StepContext
+from prism_optax._types import ArrayTree
 
 Kind = Literal['clip', 'noise', 'direction', 'retraction']
 Sensitivity = Callable[..., Any]
@@ -37,6 +38,42 @@ class Stacked(NamedTuple):
   kinds: tuple[Kind, ...] = ('direction',)
 
 
+class _Trail:
+  """From a tree that a transformation returned to the stacks it was made of.
+
+  ``optax.chain`` passes trees on. Where the next transformation is one of ours
+  and gets the very arrays that the last one returned, it goes on with the
+  stacks. Arrays do not change, so their identity is all that is looked at, and
+  a wrong match is impossible. The stacks go with the first of these arrays.
+  """
+
+  def __init__(self) -> None:
+    self._last: tuple[list[Any], Stacks, StepContext] | None = None
+
+  def _forget(self, reference: object) -> None:
+    del reference
+    self._last = None
+
+  def leave(self, tree: ArrayTree, stacks: Stacks, step: StepContext) -> None:
+    references = [weakref.ref(x, self._forget) for x in jax.tree.leaves(tree)]
+    self._last = references, stacks, step
+
+  def follow(
+    self, tree: ArrayTree, params: ArrayTree, layout: LayoutLike
+  ) -> tuple[Stacks, StepContext] | None:
+    if self._last is None:
+      return None
+    references, stacks, step = self._last
+    leaves: list[Any] = jax.tree.leaves(tree)
+    same = len(leaves) == len(references) and all(
+      x is reference() for x, reference in zip(leaves, references, strict=True)
+    )
+    return (stacks, step) if same and step.is_at(params, layout) else None
+
+
+trail = _Trail()
+
+
 class TangentTransformation(optax.GradientTransformationExtraArgs):
   """A transformation of tangent coordinates, with its stacked form.
 
@@ -48,8 +85,7 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
     layout: See :func:`prism_optax.lora.describe_pairs`.
     sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
       largest Euclidean distance between what comes out of a clip for
-      neighbouring batches. Only clips, and chains that start with one, have
-      this attribute.
+      neighbouring batches. Only clips and chains behind one have it.
   """
 
   stacked: Stacked
@@ -116,15 +152,13 @@ def tangent_transformation(
   factors. ``step.params`` and ``step.frames`` (one ``fixed_rank.Frame`` for
   each group) say where the update happens.
 
-  Coordinates turn with the frames from step to step: what is remembered of
-  them must be carried along (``fixed_rank.transport``), and a function of them
-  should commute with orthogonal r x r matrices on the right, or the result
-  depends on the gauge.
+  Coordinates turn with the frames: what is remembered of them must be carried
+  along (``fixed_rank.transport``), and a function of them should commute with
+  orthogonal r x r matrices on the right, or the result depends on the gauge.
 
-  **Privacy.** Behind the noise a transformation is post-processing and costs
-  nothing. One that says ``adds_noise=True`` stands where the noise has to be:
-  the guarantee is then its own, that it adds Gaussian noise of the stddev
-  accounted for to every entry of what comes in.
+  **Privacy.** Behind the noise a transformation is post-processing. One that
+  says ``adds_noise=True`` stands where the noise has to be: the guarantee is
+  then its own, that it adds the noise accounted for to every entry.
 
   Args:
     name: For error messages.
@@ -210,7 +244,7 @@ def _check_order(parts: list[Stacked], noise_elsewhere: bool) -> None:
 
 
 def _one_layout(transformations: tuple[Any, ...], layout: Any) -> LayoutLike:
-  """The layout of a chain and of its transformations, which must agree."""
+  """The layout of a chain and its transformations, which must agree."""
   for tx in transformations:
     own = getattr(tx, 'layout', None)
     if own is not None and layout is not None and own != layout:
@@ -230,9 +264,8 @@ def chain(
 
   The same numbers as ``optax.chain`` of the same transformations, and faster:
   pairs are found and frames computed once, and behind the noise r x r matrices
-  are handed on in place of dense coordinates. Transformations that are not
-  this package's (``optax.clip_by_global_norm``, ``optax.ema``) get dense
-  coordinates in the shapes of ``params``.
+  are handed on. Transformations that are not this package's (``optax.ema``) get
+  dense coordinates in the shapes of ``params``.
 
   **Privacy.** A chain that starts with :func:`intrinsic_clip`, with
   :func:`tangent_privatizer` behind it, is a Gaussian mechanism followed by

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from prism_optax import fixed_rank
 from prism_optax._linalg import matmul
-from prism_optax._modules import LayoutLike
+from prism_optax._modules import LayoutLike, StepContext
 from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Factors, Frame, Tangent
-from prism_optax.transforms._step import StepContext
 
 
 def tangent_coordinates(

@@ -19,13 +19,12 @@ import optax
 
 from prism_optax import _linalg, _randomness, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
-from prism_optax._modules import LayoutLike, map_pairs
+from prism_optax._modules import LayoutLike, StepContext, map_pairs
 from prism_optax._types import PRNGKeyLike
 from prism_optax.fixed_rank import Factors, Frame, Tangent
-from prism_optax.fixed_rank._sums import projected
+from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 from prism_optax.transforms._privatizer import ForeignPrivatizerState, limited
-from prism_optax.transforms._step import StepContext
 
 
 class Turns(NamedTuple):

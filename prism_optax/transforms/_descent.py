@@ -7,7 +7,7 @@ from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar, ScalarOrSchedule
 from prism_optax.fixed_rank import TangentSum
-from prism_optax.fixed_rank._sums import as_sum
+from prism_optax.fixed_rank._tangents import as_sum
 from prism_optax.transforms._chain import (
   Stacked,
   TangentTransformation,

@@ -1,14 +1,13 @@
 """Clipping of per-example gradients matrix by matrix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _per_example, _validate
+from prism_optax import _lattice, _per_example, _validate
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, with_leaves
 from prism_optax._types import ArrayTree, Scalar
@@ -16,50 +15,28 @@ from prism_optax.transforms import _clip_groups
 from prism_optax.transforms._clip_groups import ClipGroup, NormsLike
 
 
-def _clipped_sum(
-  groups: list[ClipGroup],
-  leaves: list[jax.Array],
-  is_padding_example: jax.Array | None,
-  divisor: Scalar,
+def _clipped(
+  groups: Sequence[ClipGroup], leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Sums over axis 0 of ``(B, *shape)`` leaves, clipped group by group."""
+  """The leaves of one example's gradient, clipped group by group."""
   leaves = [at_least_float32(x) for x in leaves]
-  members = [[leaves[i] for i in group.leaves] for group in groups]
-
-  def batch_axes(group: ClipGroup) -> list[int]:
-    return [axis + 1 for axis in group.batch_axes]  # Axis 0 is the examples.
-
-  # (B, K): every norm of every example, each in units of its threshold.
-  squared = jnp.concatenate(
-    [
-      _per_example.squared_norms(
-        arrays, group.l2_clip_norm, batch_axes(group)
-      ).reshape(len(leaves[0]), group.matrices)
-      for group, arrays in zip(groups, members, strict=True)
-    ],
-    axis=1,
-  )
-  weights, finite = _per_example.clip_weights(squared, None)
+  weights = [
+    _per_example.clip_weight(
+      _per_example.squared_norm(
+        [leaves[i] for i in group.leaves], group.l2_clip_norm, group.batch_axes
+      )
+    )
+    for group in groups
+  ]
   # An example counts everywhere or nowhere: half an example is no gradient.
-  _, counts = _per_example.clip_weights(
-    jnp.where(jnp.all(finite, axis=1), 0.0, jnp.inf), is_padding_example
-  )
-  weights = jnp.where(counts[:, None], weights / divisor, 0)
-  ends = np.cumsum([group.matrices for group in groups])
-  sums: dict[int, jax.Array] = {}
-  for group, arrays, own in zip(
-    groups, members, jnp.split(weights, ends[:-1], axis=1), strict=True
-  ):
-    if not group.batch_axes:
-      group_sums = _per_example.weighted_sums(arrays, own[:, 0], counts)
-    else:
-      (x,) = arrays
-      matching = np.ones(x.ndim, int)
-      across = [0, *batch_axes(group)]
-      matching[across] = np.take(x.shape, across)
-      group_sums = [_per_example.weighted_sum(x, own.reshape(matching), counts)]
-    sums.update(zip(group.leaves, group_sums, strict=True))
-  return [sums[i] for i in range(len(leaves))]
+  counts = jnp.all(jnp.stack([jnp.all(finite) for _, finite in weights]))
+  out = list(leaves)
+  for group, (weight, _) in zip(groups, weights, strict=True):
+    for i in group.leaves:
+      others = [a for a in range(out[i].ndim) if a not in group.batch_axes]
+      across = jnp.expand_dims(weight, others) if group.batch_axes else weight
+      out[i] = jnp.where(counts, out[i] * across, 0)
+  return out
 
 
 def _check_norms(l2_clip_norms: NormsLike) -> None:
@@ -128,8 +105,8 @@ def clip_each_matrix(
     groups = _clip_groups.clip_groups(
       l2_clip_norms, grads, weight_dimension_numbers
     )
-    one_example = [x[None] for x in jax.tree.leaves(grads)]
-    return with_leaves(grads, _clipped_sum(groups, one_example, None, 1.0))
+    leaves = jax.tree.leaves(grads)
+    return with_leaves(grads, _clipped(groups, leaves) if leaves else [])
 
   return transform
 
@@ -216,7 +193,13 @@ def per_matrix_clip(
     return optax.EmptyState()
 
   def update_fn(
-    updates, state, params=None, *, is_padding_example=None, **extra_args
+    updates,
+    state,
+    params=None,
+    *,
+    is_padding_example=None,
+    noise_stddevs=None,  # Of each leaf: the sum is taken on their lattices.
+    **extra_args,
   ):
     del extra_args
     _validate.params_given('per_matrix_clip', params)
@@ -234,10 +217,22 @@ def per_matrix_clip(
       )
     if not leaves:
       return updates, state
-    summed = _clipped_sum(
-      groups_of(params), leaves, is_padding_example, normalize_by
+    groups = groups_of(params)
+
+    def contribution(example):
+      return [x / normalize_by for x in _clipped(groups, example)]
+
+    units = None
+    if noise_stddevs is not None:
+      norms = {i: g.l2_clip_norm for g in groups for i in g.leaves}
+      units = [
+        _lattice.unit_of(s, norms[i] / normalize_by, at_least_float32(x).dtype)
+        for i, (s, x) in enumerate(zip(noise_stddevs, leaves, strict=True))
+      ]
+    sums = _per_example.sum_of_examples(
+      contribution, leaves, is_padding_example, units
     )
-    return with_leaves(updates, summed), state
+    return with_leaves(updates, sums), state
 
   def sensitivity_of_all(
     neighboring_relation: NeighboringRelation = _per_example.ADD_OR_REMOVE_ONE,

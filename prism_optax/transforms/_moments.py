@@ -23,7 +23,7 @@ from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax._types import DTypeLike, Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
-from prism_optax.fixed_rank._sums import (
+from prism_optax.fixed_rank._tangents import (
   as_sum,
   carried,
   multiply_out,

@@ -11,7 +11,7 @@ from prism_optax import _validate, fixed_rank, muon
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent
-from prism_optax.fixed_rank._sums import carried
+from prism_optax.fixed_rank._tangents import carried
 from prism_optax.muon._newton_schulz import check_options
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 

@@ -1,15 +1,16 @@
 """Gaussian noise in the tangent space."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _randomness, _validate, fixed_rank
+from prism_optax import _lattice, _randomness, _validate, fixed_rank
 from prism_optax._modules import LayoutLike
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
-from prism_optax.fixed_rank._sums import projected
+from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
 
@@ -95,7 +96,7 @@ def check_source(
     raise ValueError(
       f'prng_key is for the noise of {name}; a privatizer has its own.'
     )
-  _randomness.check_key('prng_key', prng_key)
+  _randomness.check_key('prng_key', prng_key, words=4)
 
 
 class TangentPrivatizerState(NamedTuple):
@@ -109,26 +110,29 @@ class TangentPrivatizerState(NamedTuple):
 
 
 def gaussian(
-  stddev: Scalar, prng_key: PRNGKeyLike
+  stddev: Scalar | Callable[[ArrayTree], Sequence[Scalar]],
+  prng_key: PRNGKeyLike,
 ) -> optax.GradientTransformation:
-  """Adds fresh Gaussian noise to every entry of a tree of arrays.
+  """Adds fresh Gaussian noise to every entry of a tree.
 
   Args:
-    stddev: Standard deviation per entry, in the unit of what comes in.
+    stddev: Standard deviation per entry, in the unit of what comes in; or a
+      function from the parameters to one for each leaf.
     prng_key: As for :func:`tangent_privatizer`.
 
   Returns:
-    A transformation that keeps shapes and types, float32 or float64.
+    A transformation that keeps shapes and types, float32 or float64, and makes
+    arrays of sums on the lattice of the noise.
   """
 
   def init(params):
-    key = _randomness.resolve_key('prng_key', prng_key, params)
+    key = _randomness.resolve_key('prng_key', prng_key, params, words=4)
     return TangentPrivatizerState(key)
 
   def update(updates, state, params=None):
-    del params
     next_key, key = jax.random.split(state.prng_key)
-    noisy = _randomness.add_normal(key, updates, stddev)
+    stddevs = stddev(params) if callable(stddev) else stddev
+    noisy = _lattice.add_noise(key, updates, stddevs)
     return noisy, TangentPrivatizerState(next_key)
 
   return optax.GradientTransformation(init, update)
@@ -229,6 +233,7 @@ def tangent_privatizer(
       ' beyond the last row of its matrix: pass horizon=, the number of its'
       ' rows.'
     )
+  no_noise = not isinstance(stddev, jax.Array) and stddev == 0
   if stddev is not None:
     noise = gaussian(stddev, prng_key)
   elif privatizer is not None:
@@ -244,8 +249,12 @@ def tangent_privatizer(
     del extra_args
     # Noise on every entry first; projector and masks act on the sum.
     if privatizer is None:
-      explicit = stacks.map_pairs(fixed_rank.multiply_out)
-      noisy, state = noise.update(explicit, state)
+      exact = getattr(stacks, 'on_lattice', None)
+      if exact is None or no_noise:
+        arrays = stacks.map_pairs(fixed_rank.multiply_out)
+      else:
+        arrays = exact(stddev)
+      noisy, state = noise.update(arrays, state)
     else:
       tree, state = noise.update(step.to_tree(stacks), state)
       noisy = step.tree.coordinates(tree)

@@ -433,7 +433,7 @@ def test_stopping_and_resuming_changes_nothing():
     for x in leaves
   ]
   loaded = [
-    jax.random.wrap_key_data(jnp.asarray(s))
+    jax.random.wrap_key_data(jnp.asarray(s), impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     else jnp.asarray(s)
     for s, x in zip(saved, leaves, strict=True)

@@ -50,6 +50,17 @@ def privatizer(layout):
   return tx.init, jax.jit(tx.update)
 
 
+@functools.cache
+def release(layout):
+  """Clip and noise of `prism` alone."""
+  tx = prism_optax.chain(
+    prism_optax.intrinsic_clip(CLIP, normalize_by=BATCH_SIZE),
+    prism_optax.tangent_privatizer(STDDEV, prng_key=SEED),
+    layout=layout,
+  )
+  return jax.jit(tx.update)
+
+
 @functools.partial(jax.jit, static_argnames=('debias',))
 def traced_update(grads, state, params, debias, learning_rate, **options):
   """An update with hyper-parameters that are known at run time."""
@@ -96,19 +107,30 @@ def assert_same_trajectory(
   init_noise, update_noise = privatizer(layout)
   noise_state = init_noise(params)
   for step in range(steps):
+    grads = problem.gradients(step, problem.dense(params))
+    factor_grads = problem.factor_gradients(params, grads)
+    released, _ = release(layout)(
+      factor_grads,
+      (optax.EmptyState(), noise_state),
+      params,
+      is_padding_example=None if padding is None else jnp.asarray(padding),
+    )
     noise, noise_state = update_noise(zeros, noise_state, params)
+    # What the lattice cuts off, at most a step of each example's entries.
+    points = problem.points(params)
+    dense_noise = problem.embed(params, noise)
+    there = clipped_mean(problem, points, grads, padding).plus(dense_noise)
+    cut = problem.embed(params, released).plus(there, -1.0)
+    assert optax.tree.norm(cut) < 1e-4 * STDDEV
     # Each is trained at its own point: an error feeds back.
     here = problems.Dense([p.z for p in oracle.points], oracle.extras[0])
     mean = clipped_mean(
       problem, oracle.points, problem.gradients(step, here), padding
     )
-    noisy = mean.plus(problem.embed(params, noise))
+    noisy = mean.plus(dense_noise).plus(cut)
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
     oracle.step(rate, noisy.modules, [noisy.extra], STDDEV, weight_decay)
-    grads = problem.gradients(step, problem.dense(params))
-    updates, state = update(
-      problem.factor_gradients(params, grads), state, params
-    )
+    updates, state = update(factor_grads, state, params)
     params = optax.apply_updates(params, updates)
     dense = problem.dense(params)
     for k, (z, point) in enumerate(

@@ -82,8 +82,8 @@ FORMULAS = {
     'matrix_mechanism_event matrix_mechanism_sensitivity'
   ),
   'diagnostics': (
-    'change_norms factor_noise_energy nonprivate_clip_statistics '
-    'nonprivate_signal_to_noise preconditioner_spectra '
+    'factor_noise_energy nonprivate_clip_statistics '
+    'nonprivate_signal_to_noise '
     'tangent_noise_energy'
   ),
   'fixed_rank': (

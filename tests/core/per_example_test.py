@@ -7,12 +7,12 @@ import optax
 import pytest
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _per_example
+from prism_optax import _lattice, _per_example
 
 
-def _weights(norms, padding=None):
+def _weights(norms):
   squared = jnp.square(jnp.asarray(norms, jnp.float32))
-  return _per_example.clip_weights(squared, padding)
+  return _per_example.clip_weight(squared)
 
 
 def test_weights_are_min_of_one_and_inverse_norm():
@@ -27,8 +27,8 @@ def test_clipped_norms_stay_inside_the_bound_in_float32():
   x = (rng.normal(size=(2000, 333)) * rng.uniform(0.01, 3, (2000, 1))).astype(
     np.float32
   )
-  squared = _per_example.squared_norms([jnp.asarray(x)], 1.0)
-  weights, _ = _per_example.clip_weights(squared, None)
+  squared = jax.vmap(lambda y: _per_example.squared_norm([y], 1.0))(x)
+  weights, _ = _per_example.clip_weight(squared)
   clipped = np.asarray(weights[:, None] * x, np.float64)
   norms = np.linalg.norm(clipped, axis=1)
   assert norms.max() <= 1
@@ -37,72 +37,130 @@ def test_clipped_norms_stay_inside_the_bound_in_float32():
 
 def test_norm_of_a_million_entries_is_accurate_to_the_margin():
   """Constant entries: the worst case of a running float32 sum."""
-  x = jnp.full((1, 1_000_000), 0.3, jnp.float32)
-  got = float(_per_example.squared_norms([x], 1.0)[0])
+  x = jnp.full(1_000_000, 0.3, jnp.float32)
+  got = float(_per_example.squared_norm([x], 1.0))
   exact = 1e6 * float(np.float32(0.3)) ** 2
   assert abs(got / exact - 1) < 5e-7  # Half of the margin's square.
 
 
-def test_what_is_not_finite_or_padding_counts_as_zero():
-  weights, counts = _weights(
-    [np.nan, np.inf, 1e30, 1.0, 2.0], jnp.array([0, 0, 0, 1, 0], bool)
-  )
-  np.testing.assert_array_equal(counts, [False, False, False, False, True])
-  np.testing.assert_allclose(weights, [0, 0, 0, 0, 0.5], rtol=2e-6)
-  x = jnp.array([np.nan, np.inf, -np.inf, 7.0, 3.0])[:, None]
-  np.testing.assert_allclose(
-    _per_example.weighted_sum(x, weights, counts), [1.5], rtol=2e-6
-  )
-  sums = _per_example.weighted_sums([x, x[:, :0], 2 * x], weights, counts)
-  np.testing.assert_allclose(sums[0], [1.5], rtol=2e-6)
-  assert sums[1].shape == (0,)
-  np.testing.assert_allclose(sums[2], [3.0], rtol=2e-6)
+def test_what_is_not_finite_does_not_count():
+  weights, counts = _weights([np.nan, np.inf, 1e30, 2.0])
+  np.testing.assert_array_equal(counts, [False, False, False, True])
+  assert float(weights[3]) == pytest.approx(0.5, rel=2e-6)
+
+
+def test_batch_axes_keep_norms_apart():
+  x = jnp.arange(24.0).reshape(2, 3, 4)
+  got = _per_example.squared_norm([x], 2.0, (1,))
+  np.testing.assert_allclose(got, np.square(x / 2).sum((0, 2)), rtol=1e-6)
+
+
+def _double(example):
+  return {'out': 2 * example['a'], 'more': example['b']}
 
 
 @pytest.mark.parametrize('jit', [False, True])
-def test_sums_in_turn_are_the_sums(jit):
-  """On CPU they are products of matrices: the same to rounding."""
+def test_sums_are_those_of_the_contributions(jit):
   rng = np.random.default_rng(1)
   tree = {
     name: jnp.asarray(rng.normal(size=(37, *shape)), jnp.float32)
-    for name, shape in {'a': (5, 3), 'b': (), 'c': (2, 4, 3)}.items()
+    for name, shape in {'a': (5, 3), 'b': ()}.items()
   }
-  weights = jnp.asarray(rng.uniform(0, 1, 37), jnp.float32)
-  counts = jnp.asarray(rng.uniform(0, 1, 37) > 0.3)
-  weights = jnp.where(counts, weights, 0)
-  tree = jax.tree.map(lambda x: x.at[~counts].set(jnp.inf), tree)
-  fn = _per_example.weighted_sums
-  sums = (jax.jit(fn) if jit else fn)(tree, weights, counts)
-  for name, x in tree.items():
-    kept = np.float64(x)[np.asarray(counts)]
-    exact = np.tensordot(np.float64(weights)[np.asarray(counts)], kept, 1)
-    assert sums[name].shape == exact.shape
-    np.testing.assert_allclose(sums[name], exact, atol=5e-6)
+  padding = jnp.asarray(rng.uniform(0, 1, 37) > 0.7)
+  tree = jax.tree.map(lambda x: x.at[padding].set(jnp.nan), tree)
+
+  def sums(tree, padding):
+    return _per_example.sum_of_examples(_double, tree, padding)
+
+  got = (jax.jit(sums) if jit else sums)(tree, padding)
+  kept = jax.tree.map(lambda x: np.float64(x)[~np.asarray(padding)], tree)
+  np.testing.assert_allclose(got['out'], 2 * kept['a'].sum(0), rtol=1e-6)
+  np.testing.assert_allclose(got['more'], kept['b'].sum(0), rtol=1e-6)
 
 
-def test_sums_in_turn_take_the_memory_of_one_leaf():
-  """Each copies what counts of its leaf; not all leaves do at once."""
-  leaf = jax.ShapeDtypeStruct((16, 1000, 8), jnp.float32)
-  row = jax.ShapeDtypeStruct((16,), jnp.float32)
-  compiled = (
-    jax.jit(_per_example._sums_in_turn)
-    .lower([leaf] * 12, row, jax.ShapeDtypeStruct((16,), bool))
-    .compile()
-  )
-  one = leaf.size * 4
-  assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * one
+def test_sums_of_no_examples_are_zero():
+  tree = {'a': jnp.zeros((0, 5)), 'b': jnp.zeros(0)}
+  got = _per_example.sum_of_examples(_double, tree, None)
+  np.testing.assert_array_equal(got['out'], np.zeros(5))
+
+
+def test_compensation_leaves_one_rounding():
+  """Each small number alone would be lost against the large one."""
+  x = jnp.asarray([1e6] + [0.01] * 4000, jnp.float32)[:, None]
+  got = jax.jit(lambda x: _per_example.sum_of_examples(lambda e: e, x, None))(x)
+  exact = float(np.sum(np.float64(x)))
+  assert abs(float(got[0]) / exact - 1) < 1e-7
+  plain = np.float32(0)
+  for y in np.asarray(x)[:, 0]:
+    plain += y
+  assert abs(float(plain) / exact - 1) > 1e-6  # It can fail.
+
+
+def _lattice_sum(x, unit=2.0**-20):
+  unit = jnp.float32(unit)
+  sums = _per_example.sum_of_examples(lambda e: e, x, None, unit)
+  assert isinstance(sums, _lattice.LatticeSum)
+  high, low = (np.asarray(y, np.int64) for y in sums[:2])
+  return high * 2**14 + low
+
+
+def test_sums_on_a_lattice_do_not_depend_on_the_order():
+  """Where floats do: large terms of both signs between many small ones."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(4096, 6)) * 10.0 ** rng.integers(-5, 1, (4096, 6))
+  x = jnp.asarray(x, jnp.float32)
+  want = np.trunc(np.float64(x) * 2**20).astype(np.int64).sum(0)
+  floats = set()
+  for seed in range(10):
+    order = np.random.default_rng(seed).permutation(4096)
+    np.testing.assert_array_equal(_lattice_sum(x[order]), want)
+    total = np.zeros(6, np.float32)
+    for row in np.asarray(x[order]):
+      total += row
+    floats.add(total.tobytes())
+  assert len(floats) > 1  # It can fail.
+  padded = jnp.concatenate([x, jnp.zeros((100, 6))])
+  np.testing.assert_array_equal(_lattice_sum(padded), want)
+  np.testing.assert_array_equal(jax.jit(_lattice_parts)(x), _lattice_parts(x))
+
+
+def _lattice_parts(x):
+  unit = jnp.float32(2.0**-20)
+  sums = _per_example.sum_of_examples(lambda e: e, x, None, unit)
+  return jnp.stack([sums.high, sums.low])
+
+
+def test_side_by_side_gives_the_same_integers(monkeypatch):
+  """As on accelerators and on several devices."""
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(300, 7)), jnp.float32)
+  want = _lattice_sum(x)
+  monkeypatch.setattr(jax, 'device_count', lambda: 8)
+  np.testing.assert_array_equal(_lattice_sum(x), want)
+
+
+def test_one_record_moves_the_sum_by_its_bound_in_any_order():
+  """Records against rounding: floats in turn are off by half a bound."""
+  count = 65_536
+  x = np.full((count, 1), 1 - 2.0**-7, np.float32)
+  x[0] = 1.0
+  with_it = _lattice_sum(jnp.asarray(x))
+  for place in (0, 1, count - 1):
+    without = _lattice_sum(jnp.asarray(np.delete(x, place, 0)))
+    assert abs(with_it - without)[0] <= 2**20
 
 
 def test_units_of_the_clip_norm_hide_no_norm():
   """Squares of 1e-25 vanish in float32; against C = 1e-24 they must not."""
-  x = jnp.full((1, 10_000), 1e-25, jnp.float32)
-  squared = _per_example.squared_norms([x], 1e-24)
-  assert float(squared[0]) == pytest.approx(100.0, rel=1e-5)
+  x = jnp.full(10_000, 1e-25, jnp.float32)
+  squared = _per_example.squared_norm([x], 1e-24)
+  assert float(squared) == pytest.approx(100.0, rel=1e-5)
 
 
 def test_padding_of_another_length_is_refused():
   with pytest.raises(ValueError, match=r'is_padding_example.*\(3,\).*\(2,\)'):
-    _weights([1.0, 2.0, 3.0], jnp.zeros(2, bool))
+    _per_example.sum_of_examples(
+      lambda e: e, jnp.zeros((3, 1)), jnp.zeros(2, bool)
+    )
 
 
 def test_sensitivity_by_relation():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _randomness
+from prism_optax import _lattice, _randomness
 
 
 def test_none_asks_the_operating_system_each_time(monkeypatch):
@@ -18,6 +18,8 @@ def test_none_asks_the_operating_system_each_time(monkeypatch):
   monkeypatch.setattr(_randomness.os, 'urandom', lambda n: bytes(range(n)))
   key = _randomness.resolve_key('prng_key', None, {})
   assert jax.random.key_data(key).tobytes() == bytes(range(8))
+  key = _randomness.resolve_key('prng_key', None, {}, words=4)
+  assert jax.random.key_data(key).tobytes() == bytes(range(16))
 
 
 def test_integers_give_the_same_key_whatever_the_default_generator():
@@ -27,6 +29,52 @@ def test_integers_give_the_same_key_whatever_the_default_generator():
   np.testing.assert_array_equal(
     jax.random.key_data(key), jax.random.key_data(jax.random.key(7))
   )
+
+
+@pytest.mark.parametrize('seed', [0, 5, 2**40 + 5, 2**63, 2**128 - 1])
+def test_no_bit_of_an_integer_is_lost(seed):
+  """Also with x64 off, where `jax.random.key` keeps the low 32 bits."""
+  key = _randomness.resolve_key('prng_key', seed, {}, words=4)
+  words = [int(x) for x in _randomness.key_words(key)]
+  assert sum(x << 32 * i for i, x in enumerate(reversed(words))) == seed
+
+
+@pytest.mark.parametrize(
+  ('seed', 'words'), [(-1, 4), (2**128, 4), (2**64, 2), (-5, 2)]
+)
+def test_integers_that_do_not_fit_are_refused(seed, words):
+  with pytest.raises(ValueError, match=f'prng_key < 2.{32 * words}.*{seed}'):
+    _randomness.check_key('prng_key', seed, words=words)
+
+
+def test_a_seed_is_one_key_however_it_comes():
+  keys = [7, jax.random.key(7, impl='threefry2x32')]
+  data = [
+    jax.random.key_data(_randomness.resolve_key('prng_key', x, {}, words=4))
+    for x in keys
+  ]
+  np.testing.assert_array_equal(*data)
+  assert data[0].shape == (4,)
+
+
+@pytest.mark.parametrize(
+  ('counter', 'key', 'block'),
+  [
+    ([0] * 4, [0] * 4, '9c6ca96ae17eae66fc10ecd45256a7d8'),
+    ([2**32 - 1] * 4, [2**32 - 1] * 4, '2a88169657012287f6c7446ea16a6732'),
+    (
+      [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+      [0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89],
+      '59cd1dbbb887957986b5d00cac8b6d84',
+    ),
+  ],
+)
+def test_known_answers(counter, key, block):
+  """The published vectors of Threefry-4x32-20 (Random123)."""
+  words = _lattice.threefry4x32(
+    [jnp.uint32(x) for x in key], [jnp.uint32(x) for x in counter]
+  )
+  assert ''.join(f'{int(x):08x}' for x in words) == block
 
 
 def test_given_keys_are_copied():

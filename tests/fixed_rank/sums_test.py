@@ -14,7 +14,7 @@ import pytest
 
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import Tangent, TangentSum
-from prism_optax.fixed_rank._sums import as_sum, carried, projected, sum_at
+from prism_optax.fixed_rank._tangents import as_sum, carried, projected, sum_at
 from tests.fixed_rank.cases import (
   EPS,
   as_factors,

@@ -13,7 +13,7 @@ from hypothesis import given
 
 import prism_optax
 from prism_optax import accounting, fixed_rank, muon, transforms
-from prism_optax.fixed_rank._sums import projected
+from prism_optax.fixed_rank._tangents import projected
 from tests.properties import cases
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 
 import prism_optax
 from prism_optax import fixed_rank, lora, muon
-from prism_optax.fixed_rank import _sums
+from prism_optax.fixed_rank import _tangents
 from tests.properties import cases
 
 # Many small programs, called one by one.
@@ -44,8 +44,8 @@ def _laws(factors, other, grads, noise):
   z = factors.left @ factors.right.T
   moved = fixed_rank.transport(here, there, t)
   bases = fixed_rank.Factors(here.left, here.right)
-  carried, overlaps = _sums.carried(bases, there, t)
-  lazy = _sums.projected(here, noise)
+  carried, overlaps = _tangents.carried(bases, there, t)
+  lazy = _tangents.projected(here, noise)
   dense = fixed_rank.embed(here, t)
   left, right = (q @ q.T for q in (there.left, there.right))
   new = fixed_rank.retract(here, t)
@@ -68,7 +68,7 @@ def _laws(factors, other, grads, noise):
     'carried': (*fixed_rank.multiply_out(carried), *moved),
     'projection': (*fixed_rank.multiply_out(lazy), *t),
     'sum': (
-      *fixed_rank.multiply_out(_sums.as_sum(here, noise)), *noise,
+      *fixed_rank.multiply_out(_tangents.as_sum(here, noise)), *noise,
     ),
     'along': (
       lazy.left.along, lazy.right.along,

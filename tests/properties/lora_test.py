@@ -14,7 +14,7 @@ from hypothesis import given
 import prism_optax
 from prism_optax import fixed_rank, lora, transforms
 from prism_optax._modules import ModuleTree, Stacks, map_pairs
-from prism_optax.fixed_rank import _sums
+from prism_optax.fixed_rank import _tangents
 from tests.properties import cases
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -139,7 +139,7 @@ def _projection(layout):
   def update(stacks, state, step):
     def projected(x, frame):
       x = fixed_rank.multiply_out(x)
-      out = _sums.projected(frame, x)
+      out = _tangents.projected(frame, x)
       assert isinstance(out, fixed_rank.TangentSum)
       expected = fixed_rank.project(frame, x)
       _close(fixed_rank.multiply_out(out), expected, 1e-6)

@@ -1,0 +1,290 @@
+"""Gaussian noise on a lattice: releases whose low bits say nothing.
+
+A floating-point sum ``x + s n`` shows in its low bits which x it came from: for
+most outputs no float n leads there from another x (Mironov 2012). Here x and
+the noise are integers in the same unit ``s / STEPS`` and are added as integers,
+so that every output can come from every x, with the probability that the law of
+the noise says, and nothing else reaches what leaves: the conversion to a float
+is a function of the integer sum.
+
+The generator is Threefry-4x32 with 20 rounds (Salmon et al. 2011): a block of
+128 bits is a function of the key and of a counter, in additions, rotations and
+exclusive ors of 32-bit words. It gives the same bits on every platform and
+under any sharding, and fuses with what consumes them.
+
+The noise is an integer drawn in integer arithmetic of 32 bits: a cell of 4096
+steps from the discrete Gaussian, by an alias table, and four uniform positions
+within it, which smooth the cells to a spline. How far its law is from that of a
+rounded Gaussian is derived in docs/explanation/exact_release.md and measured in
+tests/core/lattice_test.py.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prism_optax import _randomness
+from prism_optax._types import DTypeLike, Scalar
+
+# Rotations of the even and of the odd rounds, in turn.
+_ROTATIONS = (
+  (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20),
+)  # fmt: skip
+_PARITY = 0x1BD11BDA
+
+
+def threefry4x32(
+  key: Sequence[jax.Array], counter: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """The block of a counter: four words of 32 bits.
+
+  All arrays hold unsigned 32-bit integers and broadcast. The rounds are
+  unrolled in Python, so that XLA fuses them into the consumer.
+  """
+
+  def mixed(
+    x: jax.Array, y: jax.Array, distance: int
+  ) -> tuple[jax.Array, jax.Array]:
+    x = x + y
+    y = (y << jnp.uint32(distance)) | (y >> jnp.uint32(32 - distance))
+    return x, x ^ y
+
+  schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ jnp.uint32(_PARITY)]
+  a, b, c, d = (x + k for x, k in zip(counter, schedule, strict=False))
+  for i in range(20):
+    first, second = _ROTATIONS[i % 8]
+    a, b = mixed(a, b, first)
+    c, d = mixed(c, d, second)
+    b, d = d, b  # The next round pairs the words crosswise.
+    if i % 4 == 3:
+      injection = i // 4 + 1
+      a, b, c, d = (
+        x + schedule[(injection + j) % 5] for j, x in enumerate((a, b, c, d))
+      )
+      d = d + jnp.uint32(injection)
+  return [a, b, c, d]
+
+
+def positions(shape: tuple[int, ...]) -> jax.Array:
+  """The index of each entry in row-major order, in an array of that shape."""
+  strides = np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1]
+  total = jnp.zeros(shape, jnp.uint32)
+  for axis, stride in enumerate(strides[: len(shape)]):
+    iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    total += jnp.uint32(stride) * iota
+  return total
+
+
+_CELL_BITS = 12
+_CELL = 1 << _CELL_BITS  # Steps.
+_COLUMNS = 1 << 12  # Cells that the noise reaches, half of them on either side.
+_STDDEV = 224  # Of the noise, in cells.
+STEPS = _STDDEV * _CELL
+_THRESHOLD_BITS = 52
+
+
+# Sums are kept as two integers of 32 bits, of which the lower one takes 14 bits
+# of each term. It must hold the noise, too, which is below 2^24.
+_LIMB_BITS = 14
+_LIMB = 1 << _LIMB_BITS
+MOST_TERMS = 2**17 - 2**11
+
+
+def cell_weights() -> list[int]:
+  """The law of the cells -2048 to 2047, in units of 2^-64.
+
+  Four uniform positions add ``(1 - 4096^-2) / 3`` to the variance in cells.
+  """
+  variance = _STDDEV**2 - (1 - 1 / _CELL**2) / 3
+  half = _COLUMNS // 2
+  cells = range(-half + 1, half)
+  law = [math.exp(-(j**2) / (2 * variance)) for j in cells]
+  total = math.fsum(law)
+  weights = [0, *(int(p / total * 2**64) for p in law)]
+  weights[half] += 2**64 - sum(weights)  # Rounding, and less than 2^12.
+  return weights
+
+
+@functools.cache
+def _alias_table() -> tuple[np.ndarray, np.ndarray]:
+  """Walker's table (1977; Vose 1991): a column and 52 bits say the cell.
+
+  Returns:
+    For each column the high 32 bits of its threshold; and the low 20 bits,
+    followed by the 12 of its alias.
+  """
+  capacity = 1 << _THRESHOLD_BITS
+  thresholds, aliases = cell_weights(), list(range(_COLUMNS))
+  small = [i for i, x in enumerate(thresholds) if x < capacity]
+  large = [i for i, x in enumerate(thresholds) if x > capacity]
+  while small:
+    i, j = small.pop(), large[-1]
+    aliases[i] = j
+    thresholds[j] -= capacity - thresholds[i]
+    if thresholds[j] <= capacity:
+      large.pop()
+      if thresholds[j] < capacity:
+        small.append(j)
+  # A full column is its own alias, so its threshold does not matter.
+  words = [
+    (min(x, capacity - 1), y) for x, y in zip(thresholds, aliases, strict=True)
+  ]
+  return (
+    np.array([x >> 20 for x, _ in words], np.uint32),
+    np.array([(x & 0xFFFFF) << 12 | y for x, y in words], np.uint32),
+  )
+
+
+def integers(words: Sequence[jax.Array]) -> jax.Array:
+  """The noise, in steps, of blocks of four random words.
+
+  Args:
+    words: Four arrays of unsigned 32-bit integers.
+
+  Returns:
+    An array of int32 below 2^24 in size, of standard deviation ``STEPS``.
+  """
+  a, b, c, d = words
+  high, low = (
+    jnp.asarray(x).at[a >> jnp.uint32(20)].get(mode='promise_in_bounds')
+    for x in _alias_table()
+  )
+  twelve, inside = jnp.uint32(12), jnp.uint32(_CELL - 1)
+  stays = (b < high) | ((b == high) & (d >> twelve < low >> twelve))
+  cell = jnp.where(stays, a >> jnp.uint32(20), low & inside).astype(jnp.int32)
+  within = (a & inside) + (c & inside) + ((c >> twelve) & inside) + (d & inside)
+  # The mean of four positions is 4 (4096 - 1) / 2, an integer.
+  noise: jax.Array = (cell - _COLUMNS // 2) * _CELL + within.astype(jnp.int32)
+  return noise - 8190
+
+
+class LatticeSum(NamedTuple):
+  """The numbers ``(2^14 high + low) unit``.
+
+  Attributes:
+    high: int32, or whole numbers as floats.
+    low: int32, from 0 to 2^14 in one term of a sum.
+    unit: Distance of lattice points, a scalar of the type of the numbers.
+  """
+
+  high: jax.Array
+  low: jax.Array
+  unit: jax.Array
+
+
+def unit_of(stddev: Scalar, largest: Scalar, dtype: DTypeLike) -> jax.Array:
+  """The distance of lattice points for noise of a stddev.
+
+  Args:
+    stddev: Of the noise; where it is zero, the lattice is fine.
+    largest: The size of what is to lie on the lattice.
+    dtype: Type of the numbers.
+  """
+  stddev, largest = (jnp.asarray(x, dtype) for x in (stddev, largest))
+  return jnp.where(stddev > 0, stddev / STEPS, largest * 2.0**-28)
+
+
+def towards_zero(x: jax.Array, unit: jax.Array) -> LatticeSum:
+  """The next lattice points on the side of zero, so no array gets longer.
+
+  ``high`` has the type of ``x``, and is NaN where ``x`` is not finite.
+  """
+  steps = jnp.trunc(x / unit)
+  high = jnp.floor(steps / _LIMB)
+  return LatticeSum(high, (steps - high * _LIMB).astype(jnp.int32), unit)
+
+
+def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
+  """:func:`towards_zero` of finite entries, as one of ``terms`` terms.
+
+  Entries above ``2^45 / terms`` units are cut to this size, so that the sum
+  does not overflow.
+
+  Raises:
+    ValueError: For too many terms.
+  """
+  if terms > MOST_TERMS:
+    raise ValueError(
+      f'Expected at most {MOST_TERMS} examples in one sum, got {terms}: add up'
+      ' micro-batches.'
+    )
+  high, low, unit = towards_zero(x, unit)
+  most = (2**31 - 2**11) // max(terms, 1)
+  return LatticeSum(jnp.clip(high, -most, most).astype(jnp.int32), low, unit)
+
+
+@jax.jit  # Compiled as one loop also where the caller does not use jit.
+def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
+  """Adds noise made of the blocks ``(position, leaf)`` to one leaf."""
+  # The last axis of a factor is its rank, too short for a vectorised loop: it
+  # is merged with the one before. Earlier axes stay, they may be sharded.
+  high, low = (y.reshape(*y.shape[:-2], -1) for y in (x.high, x.low))
+  counter = [positions(low.shape), leaf, jnp.uint32(0), jnp.uint32(0)]
+  low = low + integers(threefry4x32(key, counter))
+  return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
+
+
+def to_float(x: LatticeSum) -> jax.Array:
+  """The numbers, rounded: a function of the integers that they stand for."""
+  # There is one way to write an integer with 0 <= rest < 2^14.
+  dtype = x.unit.dtype
+  high = (x.high + (x.low >> _LIMB_BITS).astype(x.high.dtype)).astype(dtype)
+  return (high * _LIMB + (x.low & (_LIMB - 1)).astype(dtype)) * x.unit
+
+
+def add_noise(
+  prng_key: jax.Array, tree: Any, stddev: Scalar | Sequence[Scalar]
+) -> Any:
+  """Adds independent noise to every entry of a tree.
+
+  Floats are brought to the lattice first. The noise of an entry depends on the
+  key, on the number of its leaf and on its position there, and on nothing else:
+  neither on other leaves nor on the sharding nor on the device.
+
+  ================  ===========================================================
+  ``stddev=0``      what came in
+  NaN, Inf          stay
+  narrow types      refused: they would round the noise away
+  ================  ===========================================================
+
+  Args:
+    prng_key: Typed key, used for this call and for nothing else.
+    tree: Tree of float32 or float64 arrays, or of :class:`LatticeSum` in the
+      unit :func:`unit_of` of the same stddev.
+    stddev: Standard deviation of the noise of every entry, or one for each
+      leaf, in their order. May be traced.
+
+  Returns:
+    The tree of noisy arrays.
+
+  Raises:
+    ValueError: For any other type, or for a leaf of 2^32 entries or more.
+  """
+  key = _randomness.key_words(prng_key)
+
+  def is_sum(x: object) -> bool:
+    return isinstance(x, LatticeSum)
+
+  leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sum)
+  stddevs = stddev if isinstance(stddev, Sequence) else [stddev] * len(leaves)
+
+  def noisy(i: int, x: jax.Array | LatticeSum, s: Scalar) -> jax.Array:
+    like = (x.low, x.unit) if isinstance(x, LatticeSum) else (x, x)
+    shape, dtype = like[0].shape, like[1].dtype
+    if dtype not in (jnp.float32, jnp.float64):
+      raise ValueError(f'Expected float32 or float64, got {dtype}.')
+    if math.prod(shape) >= 2**32:
+      raise ValueError(f'Expected fewer than 2^32 entries, got {shape}.')
+    s, leaf = jnp.asarray(s, dtype), jnp.uint32(i)
+    if isinstance(x, LatticeSum):
+      return jnp.where(s > 0, _noisy(key, leaf, x), to_float(x))
+    out = _noisy(key, leaf, towards_zero(x, s / STEPS))
+    return jnp.where((s > 0) & jnp.isfinite(x), out, x)
+
+  triples = zip(range(len(leaves)), leaves, stddevs, strict=True)
+  return jax.tree.unflatten(treedef, [noisy(*x) for x in triples])

@@ -1,0 +1,256 @@
+"""Between tangent vectors and what they come from or lead to."""
+
+import jax
+import jax.numpy as jnp
+
+from prism_optax import _linalg
+from prism_optax._linalg import gram, matmul
+from prism_optax.fixed_rank._points import Factors, Frame
+from prism_optax.fixed_rank._points import frame as frame_of
+from prism_optax.fixed_rank._tangents import (
+  Tangent,
+  carried,
+  check_fits,
+  multiply_out,
+  remove,
+)
+
+
+def project(frame: Frame, tangent: Tangent) -> Tangent:
+  """Orthogonal projection of arbitrary arrays on the coordinates at a frame.
+
+  ``X_L <- (I - P_L) X_L Q_R^T Q_R`` and ``X_R <- X_R Q_L^T Q_L``: the right
+  factors mask what a rank-deficient factor does not show. Applied to i.i.d.
+  standard normal arrays it gives isotropic tangent noise (PRISM,
+  arXiv:2606.00944, Eq. 17-21), of expected squared norm ``r (m + n - r)``.
+
+  Args:
+    frame: Frame of the factors.
+    tangent: Any arrays (..., m, r) and (..., n, r); they may carry more leading
+      axes than the frame.
+
+  Returns:
+    Coordinates, same shapes. Projecting again changes nothing.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
+    >>> x = fixed_rank.Tangent(jnp.ones((3, 1)), jnp.ones((2, 1)))
+    >>> fixed_rank.project(q, x).left.ravel().tolist()
+    [0.0, 1.0, 1.0]
+  """
+  check_fits(frame, 'tangent', tangent)
+  return Tangent(
+    remove(frame.left, matmul(tangent.left, frame.right_mask)),
+    matmul(tangent.right, frame.left_mask),
+  )
+
+
+def norm(tangent: Tangent) -> jax.Array:
+  """The intrinsic norm, which is the norm of the coordinates.
+
+  ``||T||_F = sqrt(||X_L||_F^2 + ||X_R||_F^2)`` (PRISM, arXiv:2606.00944,
+  Eq. 15, in orthonormal coordinates).
+
+  Args:
+    tangent: Coordinates (..., m, r) and (..., n, r).
+
+  Returns:
+    Shape (...), in the unit of T.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
+    >>> fixed_rank.norm(x).item()
+    5.0
+  """
+  return jnp.sqrt(
+    jnp.sum(jnp.square(tangent.left), axis=(-2, -1))
+    + jnp.sum(jnp.square(tangent.right), axis=(-2, -1))
+  )
+
+
+def embed(frame: Frame, tangent: Tangent) -> jax.Array:
+  """The dense m x n matrix T, for tests and small problems.
+
+  ``T = X_L Q_R^T + Q_L X_R^T``, PRISM's Eq. 11 (arXiv:2606.00944) in
+  orthonormal bases.
+
+  Args:
+    frame: Frame of the factors.
+    tangent: Coordinates (..., m, r) and (..., n, r).
+
+  Returns:
+    (..., m, n)
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
+    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1, -1), 4 * jnp.eye(2, 1, -1))
+    >>> print(fixed_rank.embed(q, x))
+    [[0. 4.]
+     [3. 0.]
+     [0. 0.]]
+  """
+  check_fits(frame, 'tangent', tangent)
+  return matmul(tangent.left, frame.right.mT) + matmul(
+    frame.left, tangent.right.mT
+  )
+
+
+def lift(
+  frame: Frame, tangent: Tangent, *, horizontal: bool = False
+) -> Factors:
+  """Steps of the factors with ``dL right^T + left dR^T = T``.
+
+  ``dL = X_L C_R^-T`` and ``dR = X_R C_L^-T`` put the whole core of T on the
+  right factor. The horizontal lift is the one of least norm (PRISM,
+  arXiv:2606.00944, Prop. A.11): it adds ``L W`` and ``-R W^T`` so that
+  ``L^T dL = dR^T R``. The equation is solved for ``W' = C_L W C_R^T``, which
+  cancels from the tangent vector whatever its accuracy: with the core D of T,
+  ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
+
+  Args:
+    frame: Frame of the factors.
+    tangent: Coordinates (..., m, r) and (..., n, r).
+    horizontal: Return the lift of least norm.
+
+  Returns:
+    ``(dL, dR)`` in the same shapes. What only a lost direction could carry is
+    left out: the inverses are pseudo-inverses.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
+    >>> q = fixed_rank.frame(z)
+    >>> x = fixed_rank.Tangent(8 * jnp.eye(3, 1, -1), jnp.zeros((2, 1)))
+    >>> steps = fixed_rank.lift(q, x)
+    >>> steps.left.ravel().tolist(), steps.right.ravel().tolist()
+    ([0.0, 2.0, 0.0], [0.0, 0.0])
+  """
+  check_fits(frame, 'tangent', tangent)
+  left, right = tangent
+  if horizontal:
+    core = gram(right, frame.right)
+    w = _linalg.sylvester_of_grams(
+      frame.left_core.mT,
+      frame.right_core.mT,
+      matmul(core, matmul(frame.right_core, frame.right_core.mT)),
+    )
+    left = left + matmul(frame.left, w)
+    right = right - matmul(frame.right, w.mT)
+  return Factors(
+    matmul(left, frame.right_inverse.mT), matmul(right, frame.left_inverse.mT)
+  )
+
+
+def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
+  """Coordinates of ``T = dL right^T + left dR^T``: undoes any lift.
+
+  ``X_L = (I - P_L) dL C_R^T`` and ``X_R = dR C_L^T + Q_R C_R dL^T Q_L``: the
+  coordinates of a vector of the form of PRISM's Eq. 11 (arXiv:2606.00944).
+
+  Args:
+    frame: Frame of the factors.
+    steps: ``(dL, dR)``, (..., m, r) and (..., n, r).
+
+  Returns:
+    Coordinates, same shapes; the same for all lifts of one T.
+
+  Raises:
+    ValueError: If m, n or r are not the frame's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
+    >>> q = fixed_rank.frame(z)
+    >>> steps = fixed_rank.Factors(z.left, z.right)  # T = 2 Z, of norm 16.
+    >>> x = fixed_rank.tangent_from_steps(q, steps)
+    >>> x.left.ravel().tolist(), x.right.ravel().tolist()
+    ([0.0, 0.0, 0.0], [16.0, 0.0])
+  """
+  check_fits(frame, 'steps', steps)
+  return Tangent(
+    remove(frame.left, matmul(steps.left, frame.right_core.mT)),
+    matmul(steps.right, frame.left_core.mT)
+    + matmul(
+      frame.right, matmul(frame.right_core, gram(steps.left, frame.left))
+    ),
+  )
+
+
+def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
+  """The steps of least norm with the same tangent vector.
+
+  ``(dL + L W, dR - R W^T)`` with ``M W + W N = dR^T R - L^T dL``, ``M = L^T L``
+  and ``N = R^T R`` (PRISM, arXiv:2606.00944, Prop. A.11). See :func:`lift`.
+
+  Args:
+    factors: (..., m, r) and (..., n, r).
+    steps: Any lift of the tangent vector, same shapes.
+
+  Returns:
+    The horizontal lift, same shapes.
+
+  Raises:
+    ValueError: If the shapes do not match or ``r > min(m, n)``.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
+    >>> steps = fixed_rank.Factors(jnp.zeros((3, 1)), 2 * jnp.eye(2, 1))
+    >>> left, right = fixed_rank.horizontal_lift(z, steps)
+    >>> left.ravel().tolist(), right.ravel().tolist()  # Shared out.
+    ([1.0, 0.0, 0.0], [1.0, 0.0])
+  """
+  q = frame_of(factors)
+  return lift(q, tangent_from_steps(q, steps), horizontal=True)
+
+
+def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:
+  """Projects a tangent vector at one point on the tangent space at another.
+
+  With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
+  Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only: the
+  projection of PRISM (arXiv:2606.00944, Eq. 13) of T at the new point. That it
+  carries moments from step to step is ours.
+
+  Args:
+    old_frame: Frame that ``tangent`` is written in; only its bases are read.
+    new_frame: Frame at the other point.
+    tangent: Coordinates (..., m, r) and (..., n, r).
+
+  Returns:
+    Coordinates in the new frame, same shapes, of no larger norm.
+
+  Raises:
+    ValueError: If m, n or r are not the frames'.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import fixed_rank
+    >>> old = fixed_rank.frame(
+    ...   fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
+    >>> new = fixed_rank.frame(
+    ...   fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1, -1)))
+    >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), jnp.array([[3.0], [4.0]]))
+    >>> fixed_rank.transport(old, new, x).right.ravel().tolist()
+    [3.0, 4.0]
+  """
+  bases = Factors(old_frame.left, old_frame.right)
+  return multiply_out(carried(bases, new_frame, tangent)[0])

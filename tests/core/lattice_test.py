@@ -1,0 +1,237 @@
+"""The noise on the lattice: the right bits, the right law, everywhere."""
+
+import fractions
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from prism_optax import _lattice
+from prism_optax.accounting import _gaussian
+
+SIZE = 400_000
+
+
+def _draw(key, shape, dtype=jnp.float32):
+  return _lattice.add_noise(key, jnp.zeros(shape, dtype), 1.0)
+
+
+def _words(count, seed=0):
+  rng = np.random.default_rng(seed)
+  return [
+    jnp.asarray(rng.integers(0, 2**32, count, np.uint64).astype(np.uint32))
+    for _ in range(4)
+  ]
+
+
+def test_the_table_gives_the_weights_exactly():
+  """Columns are equally likely: what stays and what goes to an alias add up."""
+  high, low = (np.asarray(x, object) for x in _lattice._alias_table())
+  law = [0] * len(high)
+  for column, (h, both) in enumerate(zip(high, low, strict=True)):
+    threshold, alias = int(h) << 20 | int(both) >> 12, int(both) & 0xFFF
+    law[column] += threshold
+    law[alias] += 2**52 - threshold
+  weights = _lattice.cell_weights()
+  assert sum(weights) == 2**64
+  # A full column counts one unit less than full, and is its own alias.
+  assert law == weights
+
+
+def test_weights_are_a_discrete_gaussian():
+  """Against exact rational arithmetic, to half a unit of 2^-64 and double."""
+  weights = _lattice.cell_weights()
+  assert weights[0] == 0
+  assert weights[1:] == weights[:0:-1]  # Symmetric about the cell 0.
+  cells = np.arange(-2047, 2048)
+  variance = 224**2 - (1 - 4096.0**-2) / 3
+  total = math.fsum(np.exp(-(cells**2) / (2 * variance)))
+  for cell in (0, 1, 224, 700, 1500, 2047):
+    exact = math.exp(-(cell**2) / (2 * variance)) / total * 2.0**64
+    assert abs(weights[2048 + cell] - exact) <= 2**13 + 1e-14 * exact
+  second = sum(
+    fractions.Fraction(int(w) * int(j) ** 2, 2**64)
+    for w, j in zip(weights[1:], cells, strict=True)
+  )
+  # Four uniform positions of 4096 each: the standard deviation is STEPS.
+  steps = 4096**2 * float(second) + 4 * (4096**2 - 1) / 12
+  assert math.sqrt(steps) == pytest.approx(_lattice.STEPS, rel=1e-13)
+
+
+def _spline_law(weights, positions):
+  """Density in cells at cell + position, by the sum over the four uniforms."""
+  weights = np.asarray([float(w) for w in weights], np.longdouble) / 2.0**64
+
+  def spline(x):  # The density of four uniform numbers, centred.
+    x = np.abs(x)
+    inner = np.longdouble(2) / 3 - x**2 + x**3 / 2
+    return np.where(x < 1, inner, np.where(x < 2, (2 - x) ** 3 / 6, 0))
+
+  for t in positions:
+    shifted = (spline(t - d) * np.roll(weights, -d) for d in range(-2, 4))
+    yield np.arange(-2048, 2048) + np.longdouble(t), sum(shifted)
+
+
+def test_distance_from_the_gaussian_is_below_what_is_declared():
+  """Chi-square within seven standard deviations, total variation beyond."""
+  positions = (np.arange(64) + 0.5) / 64
+  inside = outside = 0.0
+  for x, law in _spline_law(_lattice.cell_weights(), positions):
+    gauss = np.exp(-((x / 224) ** 2) / 2) / (224 * np.sqrt(2 * np.pi))
+    near = np.abs(x) < 7 * 224
+    inside += np.sum(((law - gauss) ** 2 / gauss)[near]) / 64
+    outside += np.sum(np.abs(law - gauss)[~near]) / 64
+  assert inside < _gaussian._CHI_SQUARE
+  assert inside > _gaussian._CHI_SQUARE / 3  # The constant is no excuse.
+  assert outside / 2 < _gaussian._TAIL
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+def test_law(dtype):
+  with jax.enable_x64(dtype == 'float64'):
+    draws = _draw(jax.random.key(0), (SIZE,), jnp.dtype(dtype))
+  assert draws.dtype == dtype
+  z = np.float64(draws)
+  assert scipy.stats.kstest(z, 'norm').pvalue > 1e-3
+  # Can fail: a scale or a shift that is off by a per cent.
+  for wrong in (1.01 * z, 0.99 * z, z + 0.01):
+    assert scipy.stats.kstest(wrong, 'norm').pvalue < 0.05
+  # Moments: standard errors sqrt(var / SIZE), five of them.
+  for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+    error = abs(np.mean(z**power) - mean)
+    assert error < 5 * np.sqrt(variance / SIZE), power
+  # Tails: as many beyond 4 as there should be (Poisson, mean 25).
+  expected = SIZE * 2 * scipy.stats.norm.sf(4)
+  assert abs(np.sum(abs(z) > 4) - expected) < 4 * np.sqrt(expected)
+  # Low bits are uniform: 64 classes, chi-square with 63 degrees of freedom.
+  steps = np.round(z * _lattice.STEPS).astype(np.int64)
+  counts = np.bincount(steps % 64, minlength=64)
+  assert scipy.stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_words_decide_cell_and_position():
+  """The table by hand: column, threshold of 52 bits, alias, four positions."""
+  a, b, c, d = (np.asarray(x, np.int64) for x in _words(20_000))
+  high, low = (np.asarray(x, np.int64) for x in _lattice._alias_table())
+  column = a >> 20
+  stays = (b << 20 | d >> 12) < (high[column] << 20 | low[column] >> 12)
+  cell = np.where(stays, column, low[column] & 4095) - 2048
+  within = (a & 4095) + (c & 4095) + (c >> 12 & 4095) + (d & 4095)
+  want = cell * 4096 + within - 8190
+  np.testing.assert_array_equal(_lattice.integers(_words(20_000)), want)
+  # Ties of the high words are decided by the low ones.
+  tie = jnp.asarray(high[column], jnp.uint32)
+  words = [jnp.asarray(a, jnp.uint32), tie, *_words(20_000)[2:]]
+  stays = (d >> 12) < (low[column] >> 12)
+  cell = np.where(stays, column, low[column] & 4095) - 2048
+  np.testing.assert_array_equal(
+    _lattice.integers(words), cell * 4096 + within - 8190
+  )
+
+
+def test_every_input_reaches_the_same_outputs():
+  """Whole numbers of steps, whatever came in: low bits tell nothing of it."""
+  key = jax.random.key(0)
+  for x in (0.0, 0.3, -1.7, 1e3):
+    out = _lattice.add_noise(key, jnp.full(1000, x, jnp.float32), 4.0)
+    steps = np.float64(out) / 4 * _lattice.STEPS
+    # Two roundings of the result, of the product and of the sum before it.
+    slack = 2.0**-22 * abs(steps)
+    assert (abs(steps - np.round(steps)) <= slack).all()
+    if x == 0:  # Where a step is far more than rounding, nothing lies between.
+      near = abs(steps) < 2**16
+      assert near.sum() > 30
+      assert (abs(steps - np.round(steps))[near] < 0.02).all()
+
+
+def test_truncation_lengthens_nothing():
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=1000) * 10.0 ** rng.integers(-9, 3, 1000))
+  high, low, unit = _lattice.towards_zero(x, jnp.float32(1e-4))
+  points = np.float64(high) * 2**14 + np.float64(low)
+  exact = np.float64(x) / np.float64(unit)
+  assert (abs(points) <= abs(exact) * (1 + 2.0**-22)).all()
+  assert (abs(exact - points) <= 1 + 2.0**-22 * abs(exact)).all()
+  assert (points * exact >= 0).all()
+
+
+@pytest.mark.parametrize('terms', [1, 1000, _lattice.MOST_TERMS])
+def test_sums_of_the_largest_terms_do_not_overflow(terms):
+  huge = jnp.asarray([3e38, -3e38, 2.0**40], jnp.float32)
+  one = _lattice.term(huge, jnp.float32(1.0), terms)
+  high, low = (np.asarray(x, np.int64) * terms for x in one[:2])
+  assert abs(high).max() + (abs(low).max() + 2**24 >> 14) < 2**31
+  assert abs(low).max() + 2**24 < 2**31
+
+
+def test_too_many_terms_are_refused():
+  with pytest.raises(ValueError, match='at most 129024 examples'):
+    _lattice.term(jnp.zeros(2), jnp.float32(1.0), 2**17)
+
+
+def test_entries_and_leaves_are_independent():
+  """No value twice, no correlation of leaves, shifted entries or keys."""
+  like = {
+    'a': jnp.zeros((300, 7)),
+    'b': jnp.zeros((300, 7)),
+    'c': jnp.zeros(()),
+  }
+  keys = jax.random.split(jax.random.key(1))
+  a, b = (_lattice.add_noise(k, like, 1.0) for k in keys)
+  arrays = [np.ravel(x) for tree in (a, b) for x in (tree['a'], tree['b'])]
+  assert len(np.unique(np.concatenate(arrays))) > 0.99 * 4 * 2100
+  arrays.append(np.roll(arrays[0], 1))
+  correlations = np.corrcoef(arrays) - np.eye(5)
+  assert np.max(np.abs(correlations)) < 5 / np.sqrt(2100)
+
+
+@pytest.mark.parametrize('stddev', [0.0, 0.5, 3.0])
+def test_noise_of_the_stddev_asked_for_is_added_to_what_is_there(stddev):
+  tree = [jnp.full((50, 40), 7.0), jnp.full(2000, 5.0)]
+  noisy = _lattice.add_noise(jax.random.key(4), tree, stddev)
+  for x, y in zip(tree, noisy, strict=True):
+    assert jnp.std(y - x) == pytest.approx(stddev, rel=0.1)
+    assert abs(jnp.mean(y - x)) <= 5 * stddev / 2000**0.5
+
+
+def test_what_is_not_finite_stays_and_so_does_all_without_noise():
+  x = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 0.1])
+  noisy = _lattice.add_noise(jax.random.key(0), x, 1.0)
+  np.testing.assert_array_equal(noisy[:3], x[:3])
+  assert noisy[3] != x[3]
+  still = jax.jit(_lattice.add_noise)(jax.random.key(0), x, 0.0)
+  np.testing.assert_array_equal(still, x)
+
+
+def test_a_leaf_does_not_depend_on_the_others():
+  key = jax.random.key(2)
+  x, y = jnp.zeros((2, 3)), jnp.zeros(9)
+  both = _lattice.add_noise(key, [x, y], 1.0)
+  np.testing.assert_array_equal(both[0], _lattice.add_noise(key, [x], 1.0)[0])
+
+
+@pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg', 'threefry2x32'])
+def test_keys_of_any_generator(impl):
+  z = _draw(jax.random.key(3, impl=impl), (1000,))
+  assert scipy.stats.kstest(z, 'norm').pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+  ('struct', 'match'),
+  [
+    (jax.ShapeDtypeStruct((2,), jnp.bfloat16), 'float32 or float64'),
+    (jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32), 'fewer than 2\\^32'),
+  ],
+)
+def test_what_it_does_not_draw_is_refused(struct, match):
+  with pytest.raises(ValueError, match=match):
+    _lattice.add_noise(jax.random.key(0), struct, 1.0)
+
+
+def test_positions_count_every_entry_once():
+  positions = _lattice.positions((3, 4, 5))
+  np.testing.assert_array_equal(positions.ravel(), np.arange(60))
+  assert _lattice.positions(()).shape == ()

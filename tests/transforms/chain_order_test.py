@@ -1,0 +1,211 @@
+"""Which chains are refused, and what they would have cost."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import prism_optax
+from prism_optax import lora, transforms
+from tests.transforms import chains
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+
+_clip, _noise, _direction = chains.clip, chains.noise, chains.direction
+
+
+def _nothing(stacks, state, step):
+  del step
+  return stacks, state
+
+
+OWN = transforms.tangent_transformation('mine', _nothing)
+REFUSED = {
+  'a clip behind the noise': (
+    [_noise(), _clip()], 'intrinsic_clip must come first, got tangent_priv',
+  ),
+  'two clips': ([_clip(), _clip()], 'must come first, got intrinsic_clip'),
+  'a cap before the clip': (
+    [optax.clip_by_global_norm(1.0), _clip(), _noise()],
+    'must come first, got transformation 0 of the chain before it',
+  ),
+  'an accumulation before the clip': (
+    [optax.MultiSteps(optax.identity(), 2).gradient_transformation(), _clip()],
+    'must come first, got transformation 0',
+  ),
+  'a mask before the clip': (
+    [optax.masked(optax.scale(2.0), {'a': True}), _clip(), _noise()],
+    'must come first, got transformation 0',
+  ),
+  'something of ones own before the clip': (
+    [OWN, _clip(), _noise()], 'must come first, got mine before it',
+  ),
+  'a scale between clip and noise': (
+    [_clip(), optax.scale(2.0), _noise()],
+    'directly behind the clip, got transformation 1 of the chain between',
+  ),
+  'a direction between clip and noise': (
+    [_clip(), _direction(), _noise()],
+    'directly behind the clip, got scale_by_rank_preconditioner between',
+  ),
+  'a direction before the noise, without a clip': (
+    [_direction(), _noise()], 'directly behind the clip',
+  ),
+  'something behind the retraction': (
+    [_clip(), _noise(), prism_optax.retract(), optax.scale(0.5)],
+    'retraction must come last, got transformation 3',
+  ),
+  'two retractions': (
+    [prism_optax.retract(), prism_optax.retract()],
+    'retraction must come last, got retract behind it',
+  ),
+  'noise behind the retraction': (
+    [_clip(), _noise(), prism_optax.retract(), _noise()], 'directly behind',
+  ),
+  'no noise': ([_clip()], 'No noise behind intrinsic_clip'),
+  'no noise, and a whole optimizer': (
+    [_clip(), _direction(), prism_optax.retract()],
+    'No noise behind intrinsic_clip.*noise_elsewhere=True',
+  ),
+  'the wrong order in nested chains': (
+    [prism_optax.chain(_direction()), prism_optax.chain(_clip(), _noise())],
+    r'intrinsic_clip, ...\) must come first, got scale_by_rank_preconditioner',
+  ),
+  'per_matrix_clip': (
+    [prism_optax.per_matrix_clip(1.0), _noise()],
+    'Transformation 0 clips gradients as they are',
+  ),
+  'nothing': ([], 'at least one transformation, got none'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('kind', REFUSED)
+def test_orders_that_void_the_guarantee_are_refused(kind):
+  parts, message = REFUSED[kind]
+  with pytest.raises(ValueError, match=message):
+    prism_optax.chain(*parts)
+
+
+def test_a_clip_without_noise_can_be_asked_for():
+  clip = prism_optax.chain(_clip(), noise_elsewhere=True)
+  problem, params = chains.problem_and_params()
+  grads = chains.batch(problem, params)
+  found, _ = clip.update(grads, clip.init(params), params)
+  chains.assert_bits(
+    found, _clip().update(grads, _clip().init(params), params)[0]
+  )
+  # Whoever takes it is asked again.
+  with pytest.raises(ValueError, match='No noise behind intrinsic_clip'):
+    prism_optax.chain(clip, _direction())
+  assert (
+    prism_optax.chain(clip, _noise()).sensitivity()
+    == chains.CLIP / chains.BATCH_SIZE
+  )
+  # No other permission is in it.
+  with pytest.raises(ValueError, match='directly behind the clip'):
+    prism_optax.chain(_clip(), _direction(), _noise(), noise_elsewhere=True)
+
+
+def test_a_chain_has_one_layout():
+  one, other = lora.Layout(scale=2.0), lora.Layout(scale=4.0)
+  noise = prism_optax.tangent_privatizer(1.0, layout=one)
+  with pytest.raises(ValueError, match=r'scale=4.0.*scale=2.0'):
+    prism_optax.chain(noise, layout=other)
+  with pytest.raises(ValueError, match='Expected one layout'):
+    prism_optax.chain(noise, prism_optax.retract(layout=other))
+  # What one part says holds for those that say nothing.
+  tx = prism_optax.chain(noise, prism_optax.retract())
+  assert tx.layout == one
+  assert prism_optax.chain(tx, layout=one).layout == one
+
+
+def test_states_and_arguments_that_do_not_fit_are_named():
+  problem, params = chains.problem_and_params()
+  grads = chains.batch(problem, params)
+  tx = prism_optax.chain(_clip(), _noise())
+  state = prism_optax.chain(_noise()).init(params)
+  with pytest.raises(ValueError, match='a state of 2 parts, got 1'):
+    tx.update(grads, state, params)
+  with pytest.raises(ValueError, match='`update` needs `params`'):
+    tx.update(grads, tx.init(params))
+  dead = params | {'m1': jax.tree.map(jnp.zeros_like, params['m1'])}
+  with pytest.raises(ValueError, match=r"zero in params of \['m1'\]"):
+    tx.init(dead)
+
+
+# What the refused orders would have cost: how far one record moves the sum, in
+# units of the clip norm. It may be one.
+
+
+def _moved(before, neighbour):
+  """The clipped sum of what ``before`` makes of each of two neighbours."""
+  _, params = chains.problem_and_params()
+  clip = prism_optax.intrinsic_clip(chains.CLIP)
+
+  def summed(grads):
+    return clip.update(before(grads, params), clip.init(params), params)[0]
+
+  _, other = neighbour
+  difference = jax.tree.map(jnp.subtract, *map(summed, (_, other)))
+  return float(optax.tree.norm(difference)) / chains.CLIP
+
+
+def _neighbours(size, records=12):
+  """Records that agree, and one of another size that is there or is not.
+
+  Absent, it is a row of zeros: the clip counts both alike.
+  """
+  problem, params = chains.problem_and_params()
+  one = jax.tree.map(lambda x: x[:1], chains.batch(problem, params))
+  unit = jax.tree.map(lambda x: x / optax.tree.norm(one), one)
+  # Each of them is clipped, with some room: each adds the clip norm to the sum.
+  rows = jax.tree.map(
+    lambda x: jnp.repeat(100 * chains.CLIP * x, records, 0), unit
+  )
+
+  def with_last(value):
+    return jax.tree.map(lambda x: x.at[-1].set(value * x[-1]), rows)
+
+  return with_last(0.0), with_last(size)
+
+
+def _through(tx):
+  def before(grads, params):
+    return tx.update(grads, tx.init(params), params)[0]
+
+  return before
+
+
+def test_one_record_moves_the_sum_by_the_clip_norm():
+  """The attack itself, on the order that is allowed."""
+  for size in (-1.0, 1e6, 1e30):
+    assert _moved(lambda grads, _: grads, _neighbours(size)) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize('masked', [False, True])
+def test_what_a_cap_before_the_clip_would_have_cost(masked):
+  """A huge record scales all others down, below the clip norm: eleven times."""
+  cap = optax.clip_by_global_norm(1000 * chains.CLIP)
+  if masked:
+    _, params = chains.problem_and_params()
+    cap = optax.masked(cap, jax.tree.map(lambda _: True, params))
+  with pytest.raises(ValueError, match='intrinsic_clip must come first'):
+    prism_optax.chain(cap, _clip(), _noise())
+  assert _moved(_through(cap), _neighbours(-1e6)) > 9
+
+
+def test_what_an_accumulation_before_the_clip_would_have_cost():
+  """Rows are averages of several records, and one of them turns it round."""
+  steps = optax.MultiSteps(optax.identity(), 2).gradient_transformation()
+  with pytest.raises(ValueError, match='intrinsic_clip must come first'):
+    prism_optax.chain(steps, _clip(), _noise())
+  honest, _ = _neighbours(0.0)
+  # In the second micro-batch the last place of the batch is another record's.
+  second = jax.tree.map(lambda x: x.at[-1].set(x[0]), honest)
+
+  def before(grads, params):
+    _, state = steps.update(grads, steps.init(grads), params)
+    return steps.update(second, state, params)[0]
+
+  assert _moved(before, _neighbours(-1e6)) > 1.99
