@@ -54,6 +54,20 @@ def test_delta_of_a_gaussian_is_an_integral(mu, epsilon, factor):
   )
 
 
+counts = st.integers(0, 10**14)
+
+
+@cases.settings
+@given(counts, counts)
+def test_distances_of_releases_add_up_at_most(some, more):
+  distance = accounting.release_distance
+  both = distance(some + more)
+  assert max(distance(some), distance(more)) <= both
+  assert both <= (distance(some) + distance(more)) * (1 + 1e-12)
+  # Roots for independent entries, and no less than for one tail each.
+  assert distance(4 * some) <= 2 * distance(some) + 4 * some * 1.3e-17
+
+
 @cases.settings
 @given(epsilons, deltas, st.floats(1.001, 2.0))
 def test_mu_and_epsilon_are_inverse_and_round_to_the_safe_side(
