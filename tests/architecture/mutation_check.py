@@ -429,14 +429,6 @@ MUTANTS = (
     ('core/lattice_test.py truncation',),
   ),
   Mutant(
-    'noise as a float behind the lattice',
-    '_lattice.py',
-    'return to_float(LatticeSum(high, low, x.unit))',
-    'return (to_float(x).reshape(low.shape) + x.unit * (low - x.low.reshape('
-    'low.shape)).astype(x.unit.dtype))',
-    ('audit/exact_release_test.py low_bits',),
-  ),
-  Mutant(
     'a threshold without its low bits',
     '_lattice.py',
     'd >> twelve < low >> twelve',
