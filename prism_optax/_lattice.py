@@ -194,7 +194,8 @@ def towards_zero(x: jax.Array, unit: jax.Array) -> LatticeSum:
 
   ``high`` has the type of ``x``, and is NaN where ``x`` is not finite.
   """
-  steps = jnp.trunc(x / unit)
+  # A quotient that overflows would leave no remainder to speak of.
+  steps = jnp.clip(jnp.trunc(x / unit), -(2.0**100), 2.0**100)
   high = jnp.floor(steps / _LIMB)
   return LatticeSum(high, (steps - high * _LIMB).astype(jnp.int32), unit)
 
@@ -214,7 +215,7 @@ def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
       ' micro-batches.'
     )
   high, low, unit = towards_zero(x, unit)
-  most = (2**31 - 2**11) // max(terms, 1)
+  most = (2**31 - 2**18) // max(terms, 1)
   return LatticeSum(jnp.clip(high, -most, most).astype(jnp.int32), low, unit)
 
 
