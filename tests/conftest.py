@@ -1,5 +1,6 @@
-"""What all tests share: threads, double precision, the golden numbers."""
+"""What all tests share: the compiler's settings, precision, golden numbers."""
 
+import importlib.util
 import os
 import pathlib
 
@@ -8,6 +9,30 @@ import pathlib
 # side. Set before NumPy starts.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')
+os.environ.setdefault('MKL_NUM_THREADS', '1')
+
+# Most of the time of a test is compiling, and the programs are tiny: a compiler
+# that optimises little takes a third of the time. With XLA_FLAGS set (even to
+# nothing) all is compiled as users compile it. An accelerator's compiler is
+# left alone.
+if not any(
+  importlib.util.find_spec(plugin)
+  for plugin in ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'libtpu')
+):
+  os.environ.setdefault(
+    'XLA_FLAGS',
+    '--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0'
+    ' --xla_llvm_disable_expensive_passes=true'
+    ' --xla_cpu_use_fusion_emitters=false',
+  )
+# What was compiled once is not compiled again: by the other worker, by the next
+# run, by the mutants. Deleting the folder is safe.
+os.environ.setdefault(
+  'JAX_COMPILATION_CACHE_DIR',
+  str(pathlib.Path(__file__).parents[1] / '.jax_cache'),
+)
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 
 import jax
 import numpy as np
@@ -19,7 +44,8 @@ if not hasattr(jax, 'enable_x64'):
 
   jax.enable_x64 = enable_x64
 
-_GOLDEN = pathlib.Path(__file__).parent / 'golden'
+_ROOT = pathlib.Path(__file__).parents[1]
+_GOLDEN = _ROOT / 'tests' / 'golden'
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -33,6 +59,16 @@ def few_memory_maps():
   maps = pathlib.Path('/proc/self/maps')
   if maps.exists() and maps.read_bytes().count(b'\n') > 25_000:
     jax.clear_caches()
+
+
+def devices(count):
+  """Environment of a process that has so many CPU devices."""
+  flag = f'--xla_force_host_platform_device_count={count}'
+  return os.environ | {
+    'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {flag}',
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': str(_ROOT),
+  }
 
 
 @pytest.fixture

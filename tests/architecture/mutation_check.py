@@ -667,16 +667,12 @@ MUTANTS = (
 
 
 def environment():
-  """One thread; compiled programs are shared between the runs."""
-  cache = pathlib.Path(tempfile.gettempdir()) / f'mutants-{os.getpid()}'
+  """What compiled programs a run of the tests has left serves here too."""
   return {
     **os.environ,
     'CI': 'true',  # Else pytest cuts its summary at the terminal's width.
-    'OMP_NUM_THREADS': '1',
-    'OPENBLAS_NUM_THREADS': '1',
-    'JAX_COMPILATION_CACHE_DIR': str(cache),
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2',
-  }, cache
+    'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache'),
+  }
 
 
 def first_failure(folder, tests, env):
@@ -762,27 +758,22 @@ def main(words):
   if not mutants:
     print('No mutant has these words in its name.')
     return 1
-  env, cache = environment()
+  env = environment()
   selections = sorted({t for m in mutants for t in m.tests})
-  try:
-    with (
-      tempfile.TemporaryDirectory() as folder,
-      concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
-      copy_to(pathlib.Path(folder))
-      unchanged = pool.map(
-        lambda t: first_failure(folder, [t], env), selections
-      )
-      failures = [f for f in unchanged if f]
-      if failures:
-        print('These fail without any mutant:', *failures, sep='\n  ')
-        return 1
-      survivors = 0
-      for killed, line in pool.map(lambda m: run(m, env), mutants):
-        survivors += not killed
-        print(line, flush=True)
-  finally:
-    shutil.rmtree(cache, ignore_errors=True)
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    concurrent.futures.ThreadPoolExecutor(2) as pool,
+  ):
+    copy_to(pathlib.Path(folder))
+    unchanged = pool.map(lambda t: first_failure(folder, [t], env), selections)
+    failures = [f for f in unchanged if f]
+    if failures:
+      print('These fail without any mutant:', *failures, sep='\n  ')
+      return 1
+    survivors = 0
+    for killed, line in pool.map(lambda m: run(m, env), mutants):
+      survivors += not killed
+      print(line, flush=True)
   print(f'{len(mutants) - survivors} of {len(mutants)} mutants killed')
   return 1 if survivors else 0
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests import conftest
 from tests.docs.readme_test import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,8 +110,7 @@ def test_the_snippets_of_the_how_to_pages_run(tmp_path, half):
     _PAGES.format(names=list(scripts)),
     tmp_path,
     # For the page on several devices, and harmless to the others.
-    XLA_FLAGS='--xla_force_host_platform_device_count=4'
-    ' --xla_cpu_multi_thread_eigen=false',
+    **conftest.devices(4),
   )
   assert re.findall('^page (.*)$', printed, re.M) == list(scripts)
 

@@ -4,7 +4,6 @@ Its clipped gradients, samplers, privatizers, accountants and auditor around our
 transformations, compared with the chain that needs none of them.
 """
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from jax_privacy.experimental import accounting as their_accounting
 
 import prism_optax
 from prism_optax import accounting
+from tests import conftest
 from tests.audit import harness
 from tests.oracles import oracles, test_utils
 
@@ -369,15 +369,9 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
 def test_sharding_strategies_on_eight_devices():
   """Two strategies, three privatizers, plain and stacked, two kinds of mesh."""
   root = pathlib.Path(__file__).parents[2]
-  environment = {
-    **os.environ,
-    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-    'JAX_PLATFORMS': 'cpu',
-    'PYTHONPATH': str(root),
-  }
   done = subprocess.run(
-    [sys.executable, '-c', SHARDED], env=environment, cwd=root, timeout=280,
-    capture_output=True, text=True, check=False,
+    [sys.executable, '-c', SHARDED], env=conftest.devices(8), cwd=root,
+    timeout=280, capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-3000:]
   assert done.stdout.count('fine') == 22

@@ -1,6 +1,5 @@
 """The fine-tuning command line on several devices."""
 
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.examples import conftest, finetune_test
+from tests.conftest import devices
+from tests.examples import finetune_test
 
 
 @pytest.mark.slow
@@ -21,12 +21,7 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
 
   done = subprocess.run(
     [sys.executable, finetune_test.SCRIPT, *argv('mesh', '--mesh', 'data=8')],
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8'
-      ' --xla_cpu_multi_thread_eigen=false',
-      'PYTHONPATH': str(conftest.ROOT),
-    },
+    env=devices(8),
     capture_output=True,
     text=True,
     check=False,

@@ -6,7 +6,6 @@ when JAX starts.
 
 import collections
 import json
-import os
 import pathlib
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import conftest
 from tests.scale_out import training
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -25,16 +25,9 @@ ROUNDING = 2e-4
 
 
 def _start(program, devices, *arguments):
-  environment = {
-    **os.environ,
-    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'
-    ' --xla_cpu_multi_thread_eigen=false',
-    'JAX_PLATFORMS': 'cpu',
-    'PYTHONPATH': str(ROOT),
-  }
   return subprocess.Popen(
     [sys.executable, '-m', f'tests.scale_out.{program}', *map(str, arguments)],
-    env=environment, cwd=ROOT, text=True,
+    env=conftest.devices(devices), cwd=ROOT, text=True,
     stdout=subprocess.PIPE, stderr=subprocess.PIPE,
   )  # fmt: skip
 
