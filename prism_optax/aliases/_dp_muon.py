@@ -73,8 +73,9 @@ def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
   """A key for public probes, independent of all draws of the noise key."""
   if prng_key is None:
     return None  # A second seed from the operating system.
-  key = _randomness.resolve_key('prng_key', prng_key, ())
-  return jax.random.fold_in(key, _PROBES)
+  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
+  words = jax.random.key_data(jax.random.fold_in(key, _PROBES))
+  return jax.random.wrap_key_data(words[2:], impl='threefry2x32')
 
 
 def dp_muon(

@@ -99,7 +99,7 @@ def check_source(
   _randomness.check_key('prng_key', prng_key, words=4)
 
 
-class TangentPrivatizerState(NamedTuple):
+class GaussianNoiseState(NamedTuple):
   """State of the Gaussian noise of :func:`tangent_privatizer` and `dp_muon`.
 
   Attributes:
@@ -127,13 +127,13 @@ def gaussian(
 
   def init(params):
     key = _randomness.resolve_key('prng_key', prng_key, params, words=4)
-    return TangentPrivatizerState(key)
+    return GaussianNoiseState(key)
 
   def update(updates, state, params=None):
     next_key, key = jax.random.split(state.prng_key)
     stddevs = stddev(params) if callable(stddev) else stddev
     noisy = _lattice.add_noise(key, updates, stddevs)
-    return noisy, TangentPrivatizerState(next_key)
+    return noisy, GaussianNoiseState(next_key)
 
   return optax.GradientTransformation(init, update)
 
@@ -172,6 +172,9 @@ def tangent_privatizer(
 
   ============================  ===============================================
   zeros come in (empty batch)   noise all the same
+  floats come in, not the       each entry is cut to a whole step of the noise,
+  sums of our clip              ``stddev / 917504``: one record can move it by
+                                the sensitivity, its roundings and one step
   NaN or Inf comes in           NaN or Inf goes out: put a clip before it
   factor zero or of lower rank  all entries get noise; coordinates that cannot
                                 be observed are masked afterwards

@@ -447,7 +447,7 @@ def test_stopping_and_resuming_changes_nothing():
 def test_keys_of_probes_and_noise_are_different_ones():
   tx = dp_muon(
     0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=1.0,
-    bias_correction_probes=1, prng_key=5,
+    bias_correction_probes=1, prng_key=2**100 + 5,
   )  # fmt: skip
   params = {'w': jnp.zeros((2, 3))}
   state, seen = tx.init(params), []

@@ -31,7 +31,7 @@ EXCEPTIONS = {
   'prism_optax.transforms.OrthogonalizeState': STATE,
   'prism_optax.transforms.RankPreconditionerState': STATE,
   'prism_optax.transforms.Stacked': 'Fields alone: what a chain calls.',
-  'prism_optax.transforms.TangentPrivatizerState': STATE,
+  'prism_optax.transforms.GaussianNoiseState': STATE,
   'prism_optax.transforms.TangentProbes': RESULT,
 }
 

@@ -169,7 +169,7 @@ def noise():
       difference=max(training.worst_difference(x, found[0]) for x in found),
       distinct=len(np.unique(values)) == values.size,
     )  # fmt: skip
-  default = transforms.TangentPrivatizerState
+  default = transforms.GaussianNoiseState
   state = prism_optax.tangent_privatizer(1.0).init(training.make_params())
   assert isinstance(state, default)
   report(
