@@ -1,5 +1,6 @@
 """The trail that transformations in `optax.chain` follow."""
 
+import functools
 import gc
 
 import jax
@@ -13,53 +14,52 @@ from tests.oracles import problems
 from tests.transforms import chains
 
 pytestmark = pytest.mark.usefixtures('x64')
+followed = chains.followed
 
 
-@pytest.fixture
-def followed(monkeypatch):
-  """Whether each transformation went on with the stacks of the last one."""
-  found = []
-  follow = _chain.trail.follow
+@functools.cache
+def parts():
+  """Parameters, gradients of examples, the clip, and the decay behind it.
 
-  def recorded(*args):
-    result = follow(*args)
-    found.append(result is not None)
-    return result
+  The two also by themselves, compiled: between two programs there is no trail.
+  """
+  problem, params = chains.problem_and_params(chains.ONE_SHAPE)
+  grads = jax.device_get(chains.batch(problem, params))
+  clip, decay = chains.clip(), prism_optax.add_decayed_factors(1.0)
 
-  monkeypatch.setattr(_chain.trail, 'follow', recorded)
-  return found
+  def clipped(params):
+    return clip.update(grads, clip.init(params), params)[0]
+
+  def decayed(x, params):
+    return decay.update(x, decay.init(params), params)[0]
+
+  return params, clipped, decayed, jax.jit(clipped), jax.jit(decayed)
 
 
 def test_other_parameters_are_no_trail(followed):
-  problem, params = chains.problem_and_params()
-  grads = chains.batch(problem, params)
-  decay = prism_optax.add_decayed_factors(1.0)
-  clip = chains.clip()
+  params, clipped, decayed, clip_alone, decay_alone = parts()
 
   def update(params, other):
-    x, _ = clip.update(grads, clip.init(params), params)
-    return decay.update(x, decay.init(params), other)[0]
+    return decayed(clipped(params), other)
 
   moved = jax.tree.map(lambda x: 1.5 * x, params)
   found = jax.jit(update)(params, moved)
   assert followed == [False]
-  chains.assert_close(found, update(params, moved))
-  jax.jit(lambda p: update(p, jax.tree.map(lambda x: x + 0.0, p)))(params)
+  chains.assert_close(found, decay_alone(clip_alone(params), moved))
+  jax.eval_shape(
+    lambda p: update(p, jax.tree.map(lambda x: x + 0.0, p)), params
+  )
   assert not any(followed)
   # The same arrays in another dict are the same parameters.
-  jax.jit(lambda p: update(p, dict(p)))(params)
+  jax.eval_shape(lambda p: update(p, dict(p)), params)
   assert followed[-1]
 
 
 def test_updates_that_were_changed_are_no_trail(followed):
-  problem, params = chains.problem_and_params()
-  grads = chains.batch(problem, params)
-  decay = prism_optax.add_decayed_factors(1.0)
-  clip = chains.clip()
+  params, clipped, decayed, clip_alone, decay_alone = parts()
 
   def update(change, params):
-    x, _ = clip.update(grads, clip.init(params), params)
-    return decay.update(change(x), decay.init(params), params)[0]
+    return decayed(change(clipped(params)), params)
 
   def doubled(x):
     return jax.tree.map(lambda leaf: 2.0 * leaf, x)
@@ -68,37 +68,29 @@ def test_updates_that_were_changed_are_no_trail(followed):
     return x | {'extra': 2.0 * x['extra']}
 
   def swapped(x):
-    return x | {'m0': x['m2'], 'm2': x['m0']}
+    return x | {'m0': x['m1'], 'm1': x['m0']}
 
   for change in (doubled, one_leaf, swapped):
     found = jax.jit(lambda p, change=change: update(change, p))(params)
-    assert not followed.pop()
-    chains.assert_close(found, update(change, params))
+    assert followed == [False]
+    chains.assert_close(found, decay_alone(change(clip_alone(params)), params))
     followed.clear()
-  jax.jit(lambda p: update(dict, p))(params)
+  jax.eval_shape(lambda p: update(dict, p), params)
   assert followed == [True]
 
 
 def test_loops_and_branches_compute_what_is_computed_outside(followed):
   """Bodies close over arrays of the program around them, and give new ones."""
-  problem, params = chains.problem_and_params()
-  grads = chains.batch(problem, params)
-  decay, clip = prism_optax.add_decayed_factors(1.0), chains.clip()
-
-  def behind(x, params):
-    return decay.update(x, decay.init(params), params)[0]
-
-  def straight(params):
-    return behind(clip.update(grads, clip.init(params), params)[0], params)
+  params, clipped, behind, clip_alone, decay_alone = parts()
 
   def in_a_branch(params):
-    x, _ = clip.update(grads, clip.init(params), params)
+    x = clipped(params)
     return jax.lax.cond(
       params['extra'][0] < 1e9, lambda: behind(x, params), lambda: x
     )
 
   def in_a_loop(params):
-    x, _ = clip.update(grads, clip.init(params), params)
+    x = clipped(params)
     body = lambda total, _: (  # noqa: E731
       jax.tree.map(jnp.add, total, behind(x, params)), None
     )  # fmt: skip
@@ -107,9 +99,7 @@ def test_loops_and_branches_compute_what_is_computed_outside(followed):
 
   def through_a_loop(params):
     """What comes out of a body has other names outside."""
-    body = lambda _, __: (  # noqa: E731
-      clip.update(grads, clip.init(params), params)[0], None
-    )  # fmt: skip
+    body = lambda _, __: (clipped(params), None)  # noqa: E731
     start = jax.tree.map(jnp.zeros_like, params)
     x, _ = jax.lax.scan(body, start, length=1)
     followed.clear()
@@ -117,7 +107,7 @@ def test_loops_and_branches_compute_what_is_computed_outside(followed):
     assert followed == [False]
     return out
 
-  expected = straight(params)
+  expected = decay_alone(clip_alone(params), params)
   for program in (in_a_branch, in_a_loop, through_a_loop):
     with jax.checking_leaks():
       found = jax.jit(program)(params)
@@ -128,27 +118,28 @@ def test_loops_and_branches_compute_what_is_computed_outside(followed):
 
 def test_nothing_is_left_behind(followed):
   """Neither by eager updates, nor by traced ones once they are traced."""
+  params, clipped, decayed, _, _ = parts()
+  gc.collect()
+  assert _chain.trail._last is None
+  decayed(clipped(params), params)
+  assert followed == [True]
+  assert _chain.trail._last is None
   tx = problems.chain_of(0.05, **chains.OPTIONS, chain=optax.chain)
   problem, params = chains.problem_and_params()
   grads, state = chains.batch(problem, params), tx.init(params)
-  gc.collect()
-  assert _chain.trail._last is None
-  tx.update(grads, state, params)
-  assert _chain.trail._last is None
+  followed.clear()
   with jax.checking_leaks():
-    jax.jit(tx.update)(grads, state, params)
+    jax.eval_shape(tx.update, grads, state, params)
   assert any(followed)
   gc.collect()
   assert _chain.trail._last is None
 
 
 def test_a_program_that_fails_leaves_nothing_behind():
-  clip = chains.clip()
-  problem, params = chains.problem_and_params()
-  grads = chains.batch(problem, params)
+  params, clipped, *_ = parts()
 
   def update(params):
-    clip.update(grads, clip.init(params), params)
+    clipped(params)
     raise RuntimeError('while tracing')
 
   with pytest.raises(RuntimeError, match='while tracing'):
