@@ -1,6 +1,7 @@
 """The step: per-example clipping, padding, what moves and what does not."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -63,8 +64,16 @@ def _step(model, method, batch, is_padding, microbatch_size=3, params=None):
     expected_batch_size=BATCH,
     microbatch_size=microbatch_size,
   )
+  method = _compiled_init(method)
   state = training.init_state(start if params is None else params, method)
   return jax.jit(step)(state, frozen, batch, is_padding)[0]
+
+
+def _compiled_init(method):
+  """The method; one by one the operations of `init` are compiled for long."""
+  init, update = method.transform
+  transform = optax.GradientTransformationExtraArgs(jax.jit(init), update)
+  return dataclasses.replace(method, transform=transform)
 
 
 def _recorder(method):
@@ -84,7 +93,8 @@ def test_the_mean_is_clipped_example_by_example(model, name):
   graphdef, start, frozen = model
   # Both factors away from zero: all coordinates are seen.
   params = jax.tree.map(
-    lambda p: p + 0.3 * jnp.cos(jnp.arange(p.size)).reshape(p.shape), start
+    lambda p: np.float32(p + 0.3 * np.cos(np.arange(p.size)).reshape(p.shape)),
+    jax.device_get(start),
   )
   method = _recorder(_method(name))
   examples = _batch(9, blank=[2])
@@ -100,11 +110,11 @@ def test_the_mean_is_clipped_example_by_example(model, name):
     gradient, _ = jax.grad(loss, has_aux=True)(params, frozen, one)
     return method.coordinates(params)(gradient)
 
-  total = jax.tree.map(jnp.zeros_like, params)
+  total = jax.tree.map(np.zeros_like, params)
   norms = []
   for row in (4, 0, 8, 5):
     one = sampling.Batch(examples.inputs[row][None], examples.labels[row][None])
-    gradient = coordinates(params, one)
+    gradient = jax.device_get(coordinates(params, one))
     norm = math.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
     norms.append(norm)
     scale = min(1, CLIP / norm) / BATCH
@@ -132,36 +142,49 @@ def test_padding_contents_and_microbatches_do_not_matter(model):
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def _noisy(model, compiled_steps, name):
-  """A compiled step with noise, and a fresh state for it."""
+@pytest.fixture(scope='module')
+def noisy(model):
+  """noisy(name): a compiled step with noise, and a fresh state for it.
+
+  One for each method, as to compile takes nearly all of the time; the learning
+  rate is an argument: ``step(state, (rate, frozen), batch, is_padding)``.
+  """
   graphdef, start, frozen = model
-  method = _method(name, noise=0.5, params=start)
-  state = training.init_state(start, method)
-  if name not in compiled_steps:
-    step = training.make_step(
-      graphdef, method, expected_batch_size=BATCH, microbatch_size=3
+
+  @functools.cache
+  def compiled(name):
+    def step(state, rate_and_frozen, *batch):
+      rate, frozen = rate_and_frozen
+      method = _method(name, noise=0.5, learning_rate=rate, params=start)
+      one = training.make_step(
+        graphdef, method, expected_batch_size=BATCH, microbatch_size=3
+      )
+      return one(state, frozen, *batch)
+
+    state = training.init_state(
+      start, _compiled_init(_method(name, noise=0.5, params=start))
     )
     gathered = sampling.gather(_batch(), np.arange(9))
-    compiled_steps[name] = training.compile_step(step, state, frozen, *gathered)
-  return compiled_steps[name], state
+    arguments = (np.float32(0.1), frozen), *gathered
+    return training.compile_step(step, state, *arguments), state
 
+  def step_and_state(name):
+    step, state = compiled(name)
+    return step, jax.tree.map(jnp.copy, state)  # Which the step donates.
 
-@pytest.fixture(scope='module')
-def compiled_steps():
-  """One for each method: to compile takes nearly all of the time."""
-  return {}
+  return step_and_state
 
 
 @pytest.mark.parametrize('name', methods.METHODS)
-def test_adapters_and_head_move_and_nothing_else(model, compiled_steps, name):
+def test_adapters_and_head_move_and_nothing_else(model, noisy, name):
   _, start, frozen = model
   before = jax.tree.map(np.array, (start, frozen))
   gathered = sampling.gather(_batch(), np.arange(9))
-  compiled, state = _noisy(model, compiled_steps, name)
+  compiled, state = noisy(name)
   # Twice: in the first step one factor of each pair is zero.
   for _ in range(2):
     old = jax.tree.map(np.array, state.params)
-    state, _ = compiled(state, frozen, *gathered)
+    state, _ = compiled(state, (np.float32(0.1), frozen), *gathered)
   for one, other in zip(
     jax.tree.leaves(old), jax.tree.leaves(state.params), strict=True
   ):
@@ -174,31 +197,39 @@ def test_adapters_and_head_move_and_nothing_else(model, compiled_steps, name):
 
 
 @pytest.mark.parametrize('name', ['prism', 'dp-adamw'])
-def test_an_empty_batch_still_releases_noise(model, compiled_steps, name):
-  compiled, state = _noisy(model, compiled_steps, name)
+def test_an_empty_batch_still_releases_noise(model, noisy, name):
+  compiled, state = noisy(name)
   before = jax.tree.map(np.array, state.params)
   empty = sampling.gather(_batch(), np.full(9, -1))
-  state, _ = compiled(state, model[2], *empty)
+  state, _ = compiled(state, (np.float32(0.1), model[2]), *empty)
   # The factor that multiplies zero need not move.
   moved = jax.tree.leaves(
-    jax.tree.map(lambda a, b: np.abs(a - b).max() > 1e-4, before, state.params)
+    jax.tree.map(
+      lambda a, b: np.abs(a - np.asarray(b)).max() > 1e-4, before, state.params
+    )
   )
   assert sum(moved) >= len(moved) // 2
 
 
-def test_compiled_step_refuses_another_shape(model, compiled_steps):
+def test_compiled_step_refuses_another_shape(model, noisy):
   """Instead of compiling again."""
-  compiled, state = _noisy(model, compiled_steps, 'prism')
+  compiled, state = noisy('prism')
   with pytest.raises(TypeError, match=r'called with float32\[6,5\]'):
-    compiled(state, model[2], *sampling.gather(_batch(), np.arange(6)))
+    compiled(
+      state,
+      (np.float32(0.1), model[2]),
+      *sampling.gather(_batch(), np.arange(6)),
+    )
 
 
 def test_noise_has_the_scale_of_the_divisor(model):
   """Standard deviation noise_multiplier * C / expected batch size."""
   _, start, _ = model
   noise = 1.5
-  updates = []
-  for seed in range(100):
+
+  @jax.jit
+  @jax.vmap
+  def first_moments(seed):
     method = methods.make(
       'dp-adamw',
       learning_rate=0.1,
@@ -211,10 +242,12 @@ def test_noise_has_the_scale_of_the_divisor(model):
     zeros = jax.tree.map(jnp.zeros_like, start)
     state = method.transform.init(start)
     _, new = method.transform.update(zeros, state, start)
-    # Adam's first moment after one step is a tenth of the noised mean.
-    updates.append(optax.tree.get(new, 'mu'))
+    return optax.tree.get(new, 'mu')
+
+  # Adam's first moment after one step is a tenth of the noised mean.
+  found = jax.device_get(first_moments(np.arange(100)))
   flat = np.concatenate(
-    [np.ravel(10 * leaf) for tree in updates for leaf in jax.tree.leaves(tree)]
+    [np.ravel(10 * leaf) for leaf in jax.tree.leaves(found)]
   )
   expected = noise * CLIP / BATCH
   # Four standard errors of a standard deviation.
@@ -233,10 +266,10 @@ def test_diagnostics_are_means_over_the_real_examples(model):
   )
   examples = _batch()
   batch, is_padding = sampling.gather(examples, np.array([3, -1, 7, -1, 1, -1]))
-  state = training.init_state(start, method)
+  state = training.init_state(start, _compiled_init(method))
   _, found = jax.jit(step)(state, frozen, batch, is_padding)
   real = sampling.Batch(examples.inputs[[3, 7, 1]], examples.labels[[3, 7, 1]])
-  loss, hits = training.make_loss(graphdef)(start, frozen, real)
+  loss, hits = jax.jit(training.make_loss(graphdef))(start, frozen, real)
   assert float(found.nonprivate_loss) == pytest.approx(float(loss), rel=1e-5)
   assert float(found.nonprivate_accuracy) == pytest.approx(float(hits))
 
@@ -246,7 +279,7 @@ def test_evaluation_counts_every_row_once(model, rows):
   graphdef, params, frozen = model
   examples = _batch(rows)
   evaluate = training.make_evaluate(graphdef, examples, chunk=4)
-  loss, hits = training.make_loss(graphdef)(params, frozen, examples)
+  loss, hits = jax.jit(training.make_loss(graphdef))(params, frozen, examples)
   found = evaluate(params, frozen)
   assert found['eval_loss'] == pytest.approx(float(loss), rel=1e-5)
   assert found['eval_accuracy'] == pytest.approx(float(hits))

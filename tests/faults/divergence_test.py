@@ -8,27 +8,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from finetuning import methods, sampling, training
+from finetuning import methods, sampling
 
 from tests.examples import finetune_test, training_test
 
 model = training_test.model
+noisy = training_test.noisy
 
 
-def _compiled(model, name, learning_rate):
-  graphdef, start, frozen = model
-  method = training_test._method(
-    name, noise=0.5, learning_rate=learning_rate, params=start
-  )
-  state = training.init_state(start, method)
-  step = training.make_step(
-    graphdef,
-    method,
-    expected_batch_size=training_test.BATCH,
-    microbatch_size=3,
-  )
-  batch = sampling.gather(training_test._batch(), np.arange(9))
-  return jax.jit(step).lower(state, frozen, *batch).compile(), state, batch
+@pytest.fixture
+def steps(model, noisy):
+  """steps(name, rate): ``step(state, batch, is_padding)`` and a state."""
+
+  def of(name, rate=0.1):
+    compiled, state = noisy(name)
+
+    def step(state, *batch):
+      # The state is donated: a copy, so that it may be used again.
+      state = jax.tree.map(jnp.copy, state)
+      return compiled(state, (np.float32(rate), model[2]), *batch)
+
+    return step, state
+
+  return of
+
+
+def _batch():
+  return sampling.gather(training_test._batch(), np.arange(9))
 
 
 def _keys(state):
@@ -41,13 +47,14 @@ def _keys(state):
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize('name', ['prism', 'dp-adamw'])
-def test_a_batch_of_nan_losses_is_an_empty_batch(model, steps, name, bad):
+def test_a_batch_of_nan_losses_is_an_empty_batch(steps, name, bad):
   """No record counts, and the noise is what it would have been."""
-  step, state, (batch, _) = steps(name)
+  step, state = steps(name)
+  batch, _ = _batch()
   spoiled = batch._replace(inputs=np.full_like(batch.inputs, bad))
   nobody = batch._replace(inputs=np.zeros_like(batch.inputs))
-  one, _ = step(state, model[2], spoiled, np.zeros(9, bool))
-  other, _ = step(state, model[2], nobody, np.ones(9, bool))
+  one, _ = step(state, spoiled, np.zeros(9, bool))
+  other, _ = step(state, nobody, np.ones(9, bool))
   assert int(one.held) == 0
   for x, y in zip(
     jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True
@@ -56,28 +63,16 @@ def test_a_batch_of_nan_losses_is_an_empty_batch(model, steps, name, bad):
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.fixture(scope='module')
-def steps(model):
-  compiled = {}
-
-  def step_of(name):
-    if name not in compiled:
-      compiled[name] = _compiled(model, name, 0.1)
-    return compiled[name]
-
-  return step_of
-
-
 @pytest.mark.parametrize('name', methods.METHODS)
 def test_a_step_that_overflows_is_held_and_its_noise_is_not_used_again(
-  model, name
+  steps, name
 ):
   # Preconditioned directions have entries of order one, Muon's below.
   rate = 1e30 if name == 'prism' else 3e38
-  step, state, batch = _compiled(model, name, rate)
+  step, state = steps(name, rate)
   keys = [_keys(state)]
   for number in range(1, 4):
-    state, _ = step(state, model[2], *batch)
+    state, _ = step(state, *_batch())
     assert int(state.step) == number
     leaves = jax.tree.leaves((state.params, state.optimizer))
     for leaf in leaves:
@@ -90,10 +85,10 @@ def test_a_step_that_overflows_is_held_and_its_noise_is_not_used_again(
     assert int(state.held) > 0
 
 
-def test_prism_holds_a_step_that_overflows_in_the_retraction(model):
-  step, state, batch = _compiled(model, 'prism', 3e38)
+def test_prism_holds_a_step_that_overflows_in_the_retraction(steps):
+  step, state = steps('prism', 3e38)
   for _ in range(3):
-    state, _ = step(state, model[2], *batch)
+    state, _ = step(state, *_batch())
   assert int(state.held) > 0
 
 
