@@ -11,6 +11,14 @@ from prism_optax.accounting import _epsilon
 
 Relation = accounting.NeighboringRelation
 Q, STEPS, DELTA = 64 / 9919, 300, 1e-5
+# A run of few steps and a small target: the accountant is quick.
+TARGET, SHORT = 0.3, (0.1, 5)
+PUBLISHED = [
+  (6.0, 'pld', 0.516),
+  (6.0, 'rdp', 0.553),
+  (3.0, 'pld', 0.641),
+  (3.0, 'rdp', 0.699),
+]
 
 
 def spent(sigma, **kwargs):
@@ -18,13 +26,34 @@ def spent(sigma, **kwargs):
   return accounting.epsilon(event, DELTA, **kwargs)
 
 
+@pytest.fixture(scope='module')
+def plain():
+  return accounting.calibrate_noise_multiplier(TARGET, DELTA, *SHORT)
+
+
+@pytest.mark.parametrize(('target', 'accountant', 'expected'), PUBLISHED)
+def test_published_multipliers_are_the_smallest(target, accountant, expected):
+  """To their three digits, on a grid that sees them: the search is below."""
+  grid = {'value_discretization_interval': 1e-3, 'accountant': accountant}
+  assert spent(expected + 5e-4, **grid) <= target
+  assert spent(expected - 5e-4, **grid) > target
+
+
+def test_multiplier_of_a_short_run_meets_the_target(plain):
+  event, less = (
+    accounting.dpsgd_event(sigma, *SHORT)
+    for sigma in (plain, plain * (1 - 1e-5))
+  )
+  assert accounting.epsilon(event, DELTA) <= TARGET
+  assert accounting.epsilon(less, DELTA) > TARGET
+
+
 @pytest.mark.parametrize(
   ('target', 'accountant', 'expected'),
   [
-    (6.0, 'pld', 0.516),
-    (6.0, 'rdp', 0.553),
-    (3.0, 'pld', 0.641),
-    (3.0, 'rdp', 0.699),
+    # Fifteen seconds each.
+    pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 'pld'))
+    for case in PUBLISHED
   ],
 )
 def test_multiplier_meets_the_target_and_no_smaller_one_does(
@@ -38,25 +67,22 @@ def test_multiplier_meets_the_target_and_no_smaller_one_does(
   assert spent(sigma * (1 - 1e-5), accountant=accountant) > target
 
 
-def test_replace_one_needs_more_noise_and_meets_the_target():
+def test_replace_one_needs_more_noise_and_meets_the_target(plain):
   relation = Relation.REPLACE_ONE
   sigma = accounting.calibrate_noise_multiplier(
-    1.0, DELTA, 0.1, 5, neighboring_relation=relation
+    TARGET, DELTA, *SHORT, neighboring_relation=relation
   )
-  plain = accounting.calibrate_noise_multiplier(1.0, DELTA, 0.1, 5)
-  event = accounting.dpsgd_event(sigma, 0.1, 5)
-  assert (
-    0.99 < accounting.epsilon(event, DELTA, neighboring_relation=relation) <= 1
-  )
+  event = accounting.dpsgd_event(sigma, *SHORT)
+  found = accounting.epsilon(event, DELTA, neighboring_relation=relation)
+  assert 0.99 < found / TARGET <= 1
   assert sigma > 1.2 * plain
 
 
-def test_truncated_batches_need_more_noise_and_meet_the_target():
+def test_truncated_batches_need_more_noise_and_meet_the_target(plain):
   public = {'truncated_batch_size': 40, 'dataset_size': 300}
-  sigma = accounting.calibrate_noise_multiplier(1.0, DELTA, 0.1, 5, **public)
-  plain = accounting.calibrate_noise_multiplier(1.0, DELTA, 0.1, 5)
-  event = accounting.dpsgd_event(sigma, 0.1, 5, **public)
-  assert 0.999 < accounting.epsilon(event, DELTA) <= 1
+  sigma = accounting.calibrate_noise_multiplier(TARGET, DELTA, *SHORT, **public)
+  event = accounting.dpsgd_event(sigma, *SHORT, **public)
+  assert 0.999 < accounting.epsilon(event, DELTA) / TARGET <= 1
   assert sigma > plain
 
 
@@ -173,5 +199,5 @@ def test_an_analysis_that_is_missing_says_so():
 
 def test_nothing_is_logged_on_the_way(caplog):
   """Fractional orders of Renyi divergences would warn here, line upon line."""
-  accounting.calibrate_noise_multiplier(8.0, 1e-4, 128 / 900, 100)
+  accounting.calibrate_noise_multiplier(TARGET, 1e-4, 128 / 900, 5)
   assert not caplog.records

@@ -1,27 +1,35 @@
 """Sensitivity of correlated noise: against brute force and jax-privacy."""
 
+import functools
 import itertools
 
 import dp_accounting
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 from dp_accounting import NeighboringRelation
 from jax_privacy.matrix_factorization import sensitivity, toeplitz
 
 from prism_optax import accounting
 
 
-def _strategy(steps, bands=None, signs=False):
+# One for all tests: jax-privacy compiles for every size, many small programs.
+STEPS = 12
+_coefs = functools.cache(
+  lambda: np.float64(toeplitz.optimal_max_error_strategy_coefs(STEPS))
+)
+
+
+def _strategy(bands=None, signs=False):
   """A Toeplitz strategy of the optimal coefficients, or random and signed."""
-  coefs = np.array(toeplitz.optimal_max_error_strategy_coefs(steps))
-  coefs[bands or steps :] = 0
-  c = np.array(toeplitz.materialize_lower_triangular(jnp.asarray(coefs)))
+  coefs = _coefs() * (np.arange(STEPS) < (bands or STEPS))
+  c = scipy.linalg.toeplitz(coefs, np.zeros(STEPS))
   if signs:
     rng = np.random.default_rng(0)
     c = c * rng.uniform(-1, 1, c.shape)
     np.fill_diagonal(c, 1.0)
-  return np.float64(c)
+  return c
 
 
 def _patterns(steps, separation, count):
@@ -42,19 +50,19 @@ def _brute_force(c, separation, count):
 
 @pytest.mark.parametrize('signs', [False, True])
 @pytest.mark.parametrize(
-  ('separation', 'count'), [(1, 1), (1, 3), (2, 2), (3, 3), (4, 2), (9, 4)]
+  ('separation', 'count'), [(1, 1), (1, 3), (2, 2), (3, 3), (4, 2), (12, 4)]
 )
 def test_bounds_every_pattern_and_agrees_with_jax_privacy(
   separation, count, signs
 ):
-  c = _strategy(9, signs=signs)
+  c = _strategy(signs=signs)
   found = accounting.matrix_mechanism_sensitivity(
     c, max_participations=count, min_separation=separation
   )
   reached = _brute_force(c, separation, count)
   assert found >= reached * (1 - 1e-12)
   assert found <= 1.5 * reached  # A bound, and no wild one.
-  if separation == 9 or count == 1:
+  if separation == STEPS or count == 1:
     theirs = sensitivity.single_participation_sensitivity(jnp.asarray(c))
     assert found == pytest.approx(reached, rel=1e-12)
   else:
@@ -66,11 +74,11 @@ def test_bounds_every_pattern_and_agrees_with_jax_privacy(
 
 @pytest.mark.parametrize(('bands', 'count'), [(2, 3), (3, 2), (3, None)])
 def test_banded_strategies_are_exact(bands, count):
-  c = _strategy(8, bands)
+  c = _strategy(bands)
   found = accounting.matrix_mechanism_sensitivity(
     c, max_participations=count, min_separation=bands
   )
-  most = -(-8 // bands)
+  most = -(-STEPS // bands)
   assert found == pytest.approx(_brute_force(c, bands, count or most))
   theirs = sensitivity.get_sensitivity_banded(jnp.asarray(c), bands, count)
   assert found == pytest.approx(theirs, rel=1e-5)
@@ -78,10 +86,10 @@ def test_banded_strategies_are_exact(bands, count):
 
 def test_fixed_epochs_are_within_the_separation_that_they_imply():
   """k passes in the same order: separation T / k, at most k of them."""
-  c = _strategy(12)
+  c = _strategy()
   for epochs in (2, 3, 4):
     found = accounting.matrix_mechanism_sensitivity(
-      c, max_participations=epochs, min_separation=12 // epochs
+      c, max_participations=epochs, min_separation=STEPS // epochs
     )
     theirs = sensitivity.fixed_epoch_sensitivity(jnp.asarray(c), epochs)
     assert theirs * (1 - 1e-5) <= found <= 1.2 * theirs
@@ -105,8 +113,8 @@ def test_independent_noise_composes_as_gaussian_releases():
   NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
 ])  # fmt: skip
 def test_calibration_meets_the_target_and_not_by_more_than_needed(relation):
-  c = _strategy(16)
-  pattern = {'max_participations': 2, 'min_separation': 8}
+  c = _strategy()
+  pattern = {'max_participations': 2, 'min_separation': 6}
   sigma = accounting.calibrate_matrix_mechanism(
     2.0, 1e-6, c, neighboring_relation=relation, **pattern
   )
