@@ -33,8 +33,8 @@ def _layer(name):
   module = peft.LoRAEinsumAdapter(
     rank=RANK, einsum_str=equation, shape=shape, dtype=jnp.float32
   )
-  params = module.init(jax.random.key(0), jnp.ones((1, *one)))['params']
-  weight = jnp.asarray(np.random.default_rng(3).standard_normal(shape))
+  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, *one)))
+  weight = np.float32(np.random.default_rng(3).standard_normal(shape))
 
   def apply(params, x):
     x = x.reshape(-1, *one)
@@ -42,7 +42,7 @@ def _layer(name):
     out = jnp.einsum(equation, x, weight) + adapter
     return jnp.moveaxis(out, batch_axis, 0).reshape(len(x), -1)
 
-  tree = {'layer': {'lora': checks.randomised(params)}}
+  tree = {'layer': {'lora': checks.randomised(shapes['params'])}}
   return checks.Layer(tree, apply, int(np.prod(one)))
 
 
@@ -54,6 +54,11 @@ def test_intrinsic_is_the_change_of_the_weight(name):
 @pytest.mark.parametrize('name', EINSUMS)
 def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
+
+
+@pytest.mark.slow
+def test_they_move_by_the_whole_optimizer():
+  checks.all_adapters_move(_layer('kv'), checks.whole_prism)
 
 
 def test_no_frozen_weight_of_a_whole_model_moves():

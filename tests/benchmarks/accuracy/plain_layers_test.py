@@ -1,7 +1,6 @@
 """Plain trees through the layers of the examples, against dense formulas."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from finetuning.models import layers, minilm, vit
@@ -114,10 +113,11 @@ def test_layers_are_the_formulas(pre, kind):
     mask = visible[:1]
   module = plain_layers.layer(
     pre_norm if pre else post_norm,
-    *jax.tree.map(jnp.float32, (weights, adapters)),
+    *jax.tree.map(np.float32, (weights, adapters)),
     scale,
   )
-  found = module(jnp.float32(x.reshape(-1, HIDDEN)), jnp.asarray(mask))
+  forward = nnx.jit(lambda module, x, mask: module(x, mask))
+  found = forward(module, np.float32(x.reshape(-1, HIDDEN)), mask)
   want = dense_layer(whole, x, visible, pre).reshape(-1, HIDDEN)
   # Entries of order ten in float32; nnx's norm of the blocks has 1e-6.
   np.testing.assert_allclose(found, want, rtol=2e-4, atol=2e-4)
@@ -125,7 +125,7 @@ def test_layers_are_the_formulas(pre, kind):
 
 def test_weights_come_out_as_they_went_in():
   rng = np.random.default_rng(0)
-  weights = jax.tree.map(jnp.float32, random_layer(rng))
+  weights = jax.tree.map(np.float32, random_layer(rng))
   back = plain_layers.weights_of(plain_layers.layer(post_norm, weights, {}))
   jax.tree.map(np.testing.assert_array_equal, back, weights)
 
@@ -133,24 +133,28 @@ def test_weights_come_out_as_they_went_in():
 def test_a_mask_of_pairs_is_a_mask_of_tokens():
   """A mask (batch, length) written out as (batch, length, length)."""
   attention = layers.Attention(HIDDEN, HEADS, rank=0, rngs=nnx.Rngs(0))
-  tokens = jax.random.normal(jax.random.key(0), (ROWS * LENGTH, HIDDEN))
-  mask = jnp.arange(LENGTH) < jnp.array([[3], [5]])
-  pairs = jnp.broadcast_to(mask[:, None], (ROWS, LENGTH, LENGTH))
+  rng = np.random.default_rng(0)
+  tokens = np.float32(rng.normal(size=(ROWS * LENGTH, HIDDEN)))
+  mask = np.arange(LENGTH) < np.array([[3], [5]])
+  pairs = np.broadcast_to(mask[:, None], (ROWS, LENGTH, LENGTH))
+  forward = nnx.jit(lambda module, x, mask: module(x, mask))
   np.testing.assert_array_equal(
-    attention(tokens, mask), attention(tokens, pairs)
+    forward(attention, tokens, mask), forward(attention, tokens, pairs)
   )
 
 
 def test_the_decoder_sees_nothing_of_what_comes():
   """Two targets count: what stands behind their inputs does not matter."""
-  frozen = small_decoder.initial(jax.random.key(0))
+  frozen = jax.jit(small_decoder.initial)(jax.random.key(0))
   nothing = {'layers': [{} for _ in frozen['layers']]}
-  ids = jnp.array([[2, 5, 9, 0, 0]])
+  ids = np.array([[2, 5, 9, 0, 0]])
+  row_losses = jax.jit(small_decoder.row_losses)
 
   def loss(moved):
-    positions = frozen['positions'].at[moved].multiply(-5.0)
+    positions = np.array(frozen['positions'])
+    positions[moved] *= -5.0
     changed = {**frozen, 'positions': positions}
-    return float(small_decoder.row_losses(nothing, changed, ids)[0][0])
+    return float(row_losses(nothing, changed, ids)[0][0])
 
   # No entry of a masked score is left after the softmax.
   assert loss(2) == loss(3)

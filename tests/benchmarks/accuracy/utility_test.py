@@ -69,7 +69,7 @@ def test_other_noise_and_other_parameters_make_a_private_step(method):
   """Through the very program of a run."""
   rng = np.random.default_rng(0)
   rows = rng.integers(3, 40, (64, 5)).astype(np.int32)
-  frozen = small_decoder.initial(jax.random.key(0))
+  frozen = jax.jit(small_decoder.initial)(jax.random.key(0))
   given = problems.Problem(
     (rows,), (rows[:8],), (rows[:8],), frozen, small_decoder.row_losses, 0
   )
@@ -90,7 +90,7 @@ def test_a_decoder_learns_what_it_is_trained_on(method):
   """The way of a run through the decoder, on a few made-up rows."""
   rng = np.random.default_rng(0)
   rows = np.tile(rng.integers(3, 40, 13), (64, 1)).astype(np.int32)
-  frozen = small_decoder.initial(jax.random.key(0))
+  frozen = jax.jit(small_decoder.initial)(jax.random.key(0))
   given = problems.Problem(
     (rows,), (rows[:8],), (rows[:8],), frozen, small_decoder.row_losses, 0
   )
