@@ -4,6 +4,8 @@ Seeds are fixed, so nothing here is flaky; the sizes are such that the
 deviations a bug would cause are far outside of what the law allows.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,20 +30,40 @@ def _params(zero_left=False, dtype=jnp.float32):
   return test_utils.tree_of(factors, np.ones(5), dtype)
 
 
-def _draws(params, trials=TRIALS, stddev=STDDEV, seed=1):
-  """Projected noise of ``trials`` fresh keys, leaves (trials, *shape)."""
+def _draws(params, trials=TRIALS, seed=1):
+  """Projected noise of ``trials`` fresh keys, leaves (trials, *shape).
+
+  A program for so many keys draws them all.
+  """
+  keys = jax.random.split(jax.random.key(seed), (trials // TRIALS, TRIALS))
+  drawn = [jax.device_get(_drawn(params, k)) for k in keys]
+  return jax.tree.map(lambda *x: np.concatenate(x), *drawn)
+
+
+@jax.jit
+def _drawn(params, keys):
   zeros = jax.tree.map(jnp.zeros_like, params)
 
   def draw(key):
-    tx = prism_optax.tangent_privatizer(stddev, prng_key=key)
+    tx = prism_optax.tangent_privatizer(STDDEV, prng_key=key)
     return tx.update(zeros, tx.init(params), params)[0]
 
-  keys = jax.random.split(jax.random.key(seed), trials)
-  return jax.jit(lambda k: jax.lax.map(draw, k))(keys)
+  return jax.lax.map(draw, keys)
+
+
+@functools.cache
+def _usual(trials=TRIALS):
+  params = _params()
+  return params, _draws(params, trials)
 
 
 def _embed(params, tree):
   """Dense tangent matrices of each module, (trials, m, n)."""
+  return [np.float64(x) for x in _embedded(params, tree)]
+
+
+@jax.jit
+def _embedded(params, tree):
   modules = _modules.ModuleTree(params)
   frames = modules.frames(params)
 
@@ -52,7 +74,7 @@ def _embed(params, tree):
       for f, t in zip(frames, stacks.pairs, strict=True)
     ]
 
-  return [np.float64(x) for x in jax.jit(jax.vmap(one))(tree)]
+  return jax.vmap(one)(tree)
 
 
 def _energies(dense):
@@ -65,8 +87,8 @@ def _dimension(m, n, rank):
 
 def test_energy_is_chi_square_with_the_tangent_dimension():
   """||P(Xi)||^2 / s^2 ~ chi2 with r (m + n - r) degrees of freedom."""
-  params = _params()
-  for shape, dense in zip(SHAPES, _embed(params, _draws(params)), strict=True):
+  params, draws = _usual()
+  for shape, dense in zip(SHAPES, _embed(params, draws), strict=True):
     law = scipy.stats.chi2(_dimension(*shape))
     energy = _energies(dense) / STDDEV**2
     assert scipy.stats.kstest(energy, law.cdf).pvalue > 1e-3
@@ -80,10 +102,10 @@ def test_energy_is_chi_square_with_the_tangent_dimension():
 
 def test_covariance_is_the_projector_on_the_tangent_space():
   """Isotropic inside, nothing outside."""
-  params = _params()
-  factors = test_utils.factors_of(params)
   trials = 20_000
-  noise = _embed(params, _draws(params, trials))
+  params, draws = _usual(trials)
+  factors = test_utils.factors_of(params)
+  noise = _embed(params, draws)
   for (left, right), dense in zip(factors, noise, strict=True):
     m, n = dense.shape[1:]
     point = oracles.Point.from_factors(left, right, eps=1e-6)
@@ -99,12 +121,16 @@ def test_covariance_is_the_projector_on_the_tangent_space():
 
 def test_rank_space_covariance_is_exactly_isotropic_on_both_sides():
   """What the floor of the preconditioner is built on: s^2 I, core counted."""
-  params = _params()
   trials = 20_000
-  draws = _draws(params, trials)
-  modules = _modules.ModuleTree(params)
-  for i, frame in enumerate(modules.frames(params)):
-    x = jax.vmap(lambda t, i=i: modules.coordinates(t).pairs[i])(draws)
+  params, draws = _usual(trials)
+
+  @jax.jit
+  def seen(params, draws):
+    modules = _modules.ModuleTree(params)
+    stacks = jax.vmap(modules.coordinates)(draws)
+    return modules.frames(params), stacks.pairs
+
+  for frame, x in zip(*jax.device_get(seen(params, draws)), strict=True):
     left, right = np.float64(x.left[:, 0]), np.float64(x.right[:, 0])
     q_right = np.float64(frame.right[0])
     core = np.einsum('tnr,ns->trs', right, q_right)  # D = X_R^T Q_R
@@ -123,7 +149,7 @@ def test_rank_space_covariance_is_exactly_isotropic_on_both_sides():
 
 
 def test_other_leaves_get_plain_gaussian_noise():
-  noise = np.float64(_draws(_params())['extra']).ravel() / STDDEV
+  noise = np.float64(_usual()[1]['extra']).ravel() / STDDEV
   assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
   assert scipy.stats.kstest(1.1 * noise, 'norm').pvalue < 1e-4
 
@@ -131,7 +157,7 @@ def test_other_leaves_get_plain_gaussian_noise():
 def test_masked_directions_are_zero_after_the_noise():
   """A zero factor: nothing is observed on the other side, all on its own."""
   params = _params(zero_left=True)
-  draws = _draws(params, 200)
+  draws = _draws(params)
   np.testing.assert_array_equal(draws['m0']['lora_a'], 0)
   m, _, rank = SHAPES[0]
   energy = np.sum(np.float64(draws['m0']['lora_b']) ** 2, axis=(-2, -1))
@@ -142,26 +168,36 @@ def test_masked_directions_are_zero_after_the_noise():
 def test_noise_goes_in_on_all_entries_before_projector_and_mask():
   """The sum is projected, not the noise alone: the release is all of X + N."""
   params = _params()
-  x = jax.tree.map(jnp.ones_like, params)  # Not tangent coordinates at all.
+  x = jax.tree.map(np.ones_like, params)  # Not tangent coordinates at all.
   tx = prism_optax.tangent_privatizer(0.0, prng_key=0)
-  out, _ = tx.update(x, tx.init(params), params)
-  modules = _modules.ModuleTree(params)
-  stacks = modules.coordinates(x)
-  pairs = _modules.map_pairs(
-    fixed_rank.project, modules.frames(params), stacks.pairs
-  )
-  want = modules.tree(_modules.Stacks(pairs, stacks.others))
-  jax.tree.map(np.testing.assert_array_equal, out, want)
+  out, _ = jax.jit(tx.update)(x, tx.init(params), params)
+
+  @jax.jit
+  def projected(x, params):
+    modules = _modules.ModuleTree(params)
+    stacks = modules.coordinates(x)
+    pairs = _modules.map_pairs(
+      fixed_rank.project, modules.frames(params), stacks.pairs
+    )
+    return modules.tree(_modules.Stacks(pairs, stacks.others))
+
+  jax.tree.map(np.testing.assert_array_equal, out, projected(x, params))
   assert np.abs(out['m0']['lora_b'] - x['m0']['lora_b']).max() > 0.1
 
 
+@jax.jit
+def _step(state, params):
+  """For privatizers of all keys, which are in the state."""
+  tx = prism_optax.tangent_privatizer(1.0)
+  return tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+
+
 def _steps(tx, params, count, state=None):
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  """Of a privatizer of standard deviation one."""
   state = tx.init(params) if state is None else state
   out = []
-  update = jax.jit(lambda s: tx.update(zeros, s, params))
   for _ in range(count):
-    noise, state = update(state)
+    noise, state = _step(state, params)
     out.append(
       np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(noise)])
     )
@@ -217,11 +253,11 @@ def test_bfloat16_parameters_get_float32_noise():
   params = _params(dtype=jnp.bfloat16)
   tx = prism_optax.tangent_privatizer(1.0, prng_key=0)
   zeros = jax.tree.map(jnp.zeros_like, params)
-  noise, _ = tx.update(zeros, tx.init(params), params)
-  for leaf in jax.tree.leaves(noise):
-    assert leaf.dtype == jnp.float32
-    rounded = leaf.astype(jnp.bfloat16).astype(jnp.float32)
-    assert np.mean(np.asarray(rounded != leaf)) > 0.9
+  noise, _ = jax.jit(tx.update)(zeros, tx.init(params), params)
+  for leaf in jax.tree.leaves(jax.device_get(noise)):
+    assert leaf.dtype == np.float32
+    rounded = leaf.astype(jnp.bfloat16).astype(np.float32)
+    assert np.mean(rounded != leaf) > 0.9
 
 
 def test_a_privatizer_of_ones_own_replaces_the_noise():
@@ -237,12 +273,12 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
   own = optax.GradientTransformation(lambda p: jnp.array(0), update)
   tx = prism_optax.tangent_privatizer(privatizer=own)
   zeros = jax.tree.map(jnp.zeros_like, params)
-  out, state = tx.update(zeros, tx.init(params), params)
+  out, state = jax.jit(tx.update)(zeros, tx.init(params), params)
   assert state.count == state.inner == 1
   assert seen == [jax.tree.map(jnp.shape, params)]
   ones = jax.tree.map(jnp.ones_like, params)
   plain = prism_optax.tangent_privatizer(0.0, prng_key=0)
-  want, _ = plain.update(ones, plain.init(params), params)
+  want, _ = jax.jit(plain.update)(ones, plain.init(params), params)
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), out, want
   )
