@@ -13,7 +13,6 @@ from jax_privacy.matrix_factorization import sensitivity, toeplitz
 
 from prism_optax import accounting
 
-
 # One for all tests: jax-privacy compiles for every size, many small programs.
 STEPS = 12
 _coefs = functools.cache(

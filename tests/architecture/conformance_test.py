@@ -4,6 +4,8 @@ Each test states what is right here and, where it is not obvious, shows that the
 failure would be seen.
 """
 
+import functools
+
 import dp_accounting
 import jax
 import jax.numpy as jnp
@@ -42,26 +44,42 @@ def _grads(params, batch, scale=1.0, seed=1):
   )
 
 
-def _release(params, grads, seed=3, **update_args):
-  """What leaves the mechanism in one step of `prism`: clip, noise, project."""
+@jax.jit
+def _mechanism(params, grads, seed, update_args):
   tx = optax.chain(
     prism_optax.intrinsic_clip(1.0, normalize_by=16.0),
-    prism_optax.tangent_privatizer(STDDEV, prng_key=seed),
+    prism_optax.tangent_privatizer(STDDEV, prng_key=jax.random.key(seed)),
   )
   return tx.update(grads, tx.init(params), params, **update_args)[0]
 
 
+def _release(params, grads, seed=3, **update_args):
+  """What leaves the mechanism in one step of `prism`: clip, noise, project.
+
+  Compiled for each size of a batch: the tests share four of them.
+  """
+  return jax.device_get(_mechanism(params, grads, seed, update_args))
+
+
 def _minus(x, y):
-  return jax.tree.map(jnp.subtract, x, y)
+  return jax.tree.map(np.subtract, x, y)
+
+
+def _norm(tree):
+  return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+
+def _nobody(params):
+  """The gradients of an empty batch."""
+  return jax.tree.map(lambda x: np.zeros((0, *x.shape), x.dtype), params)
 
 
 def test_realised_batch_size_as_divisor():
   """Twice the examples, twice the signal: nothing divides by how many came."""
   params = _params()
-  grads = _grads(params, 5, scale=1e-3)  # Nothing is clipped.
-  twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), grads)
-  empty = jax.tree.map(lambda x: x[:0], grads)
-  noise = _release(params, empty)
+  grads = _grads(params, 4, scale=1e-3)  # Nothing is clipped.
+  twice = jax.tree.map(lambda x: np.concatenate([x, x]), grads)
+  noise = _release(params, _nobody(params))
   once = _minus(_release(params, grads), noise)
   both = _minus(_release(params, twice), noise)
   jax.tree.map(
@@ -71,13 +89,12 @@ def test_realised_batch_size_as_divisor():
 
 def test_empty_batch_without_noise():
   params = _params()
-  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
-  padded = _grads(params, 3)
+  padded = _grads(params, 8)
   for release in (
-    _release(params, empty),
-    _release(params, padded, is_padding_example=jnp.ones(3, bool)),
+    _release(params, _nobody(params)),
+    _release(params, padded, is_padding_example=np.ones(8, bool)),
   ):
-    energy = float(optax.tree.norm(release, squared=True)) / STDDEV**2
+    energy = _norm(release) ** 2 / STDDEV**2
     dimension = sum(r * (m + n - r) for m, n, r in SHAPES) + 4
     assert abs(energy / dimension - 1) < 5 * np.sqrt(2 / dimension)
 
@@ -87,8 +104,10 @@ def test_noise_per_micro_batch_chunk():
   params = _params()
   grads = _grads(params, 8)
   transform = prism_optax.tangent_coordinates(params)
-  releases = []
-  for size in (1, 2, 8):
+  tx = prism_optax.tangent_privatizer(STDDEV, prng_key=3)
+
+  @functools.partial(jax.jit, static_argnums=2)
+  def release(params, grads, size):
     clipped = jax_privacy.clipped_grad(
       lambda p, g: sum(
         jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(p), jax.tree.leaves(g),
@@ -97,8 +116,9 @@ def test_noise_per_micro_batch_chunk():
       l2_clip_norm=1.0, normalize_by=16.0, keep_batch_dim=False,
       pre_clipping_transform=transform, microbatch_size=size,
     )(params, grads)  # fmt: skip
-    tx = prism_optax.tangent_privatizer(STDDEV, prng_key=3)
-    releases.append(tx.update(clipped, tx.init(params), params)[0])
+    return tx.update(clipped, tx.init(params), params)[0]
+
+  releases = [release(params, grads, size) for size in (2, 8)]
   for other in (*releases[1:], _release(params, grads)):
     jax.tree.map(
       lambda x, y: np.testing.assert_allclose(x, y, atol=3e-7),
@@ -111,35 +131,34 @@ def test_noise_for_the_sum_added_to_the_mean():
   """`prism` scales its noise by C / b, and tells the preconditioner so."""
   params = _params()
   tx = prism_optax.prism(1.0, b1=0.0, **OPTIONS, prng_key=0)
-  state = tx.init(params)
-  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
+  state = jax.jit(tx.init)(params)
+  empty = _nobody(params)
   total = 0.0
   trials = 60
   update = jax.jit(tx.update)
   for _ in range(trials):
     _, state = update(empty, state, params)
-  for moments in state[2].pairs:
+  for moments in jax.device_get(state[2].pairs):
     # V of pure noise is s^2 I, and the noise covariance the state carries.
     for nu, noise in zip(moments.nu, moments.noise, strict=True):
-      total = jnp.trace(nu, axis1=1, axis2=2) / jnp.trace(
-        noise, axis1=1, axis2=2
-      )
+      total = np.trace(nu, axis1=1, axis2=2) / np.trace(noise, axis1=1, axis2=2)
       assert np.abs(total - 1).max() < 0.25
       decay = 1 - 0.999**trials
       np.testing.assert_allclose(
-        jnp.linalg.eigvalsh(noise) / decay, STDDEV**2, rtol=1e-3
+        np.linalg.eigvalsh(noise) / decay, STDDEV**2, rtol=1e-3
       )
 
 
 def test_key_reuse_across_leaves_steps_and_restarts():
   params = _params()
-  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
-  tx = prism_optax.prism(1.0, **OPTIONS)
-  rows = []
+  empty = _nobody(params)
+  # As in the test above, to share its program.
+  tx = prism_optax.prism(1.0, b1=0.0, **OPTIONS)
   state = tx.init(params)
+  update = jax.jit(tx.update)
   keys = [jax.random.key_data(state[1].prng_key)]
   for _ in range(3):
-    _, state = tx.update(empty, state, params)
+    _, state = update(empty, state, params)
     keys.append(jax.random.key_data(state[1].prng_key))
   for _ in range(3):  # A restart takes a new seed.
     keys.append(jax.random.key_data(tx.init(params)[1].prng_key))
@@ -156,11 +175,11 @@ def test_unnoised_component_in_a_factor_pair():
   different rules leaves a noise-free combination.
   """
   params = _params()
-  (module,) = _modules.ModuleTree({'m0': params['m0']}).frames(
+  (module,) = jax.jit(lambda tree: _modules.ModuleTree(tree).frames(tree))(
     {'m0': params['m0']}
   )
   frame = jax.tree.map(lambda x: x[0], module)
-  zeros = optax.tree.zeros_like({'m0': params['m0']})
+  zeros = jax.tree.map(np.zeros_like, {'m0': params['m0']})
 
   def lifted(key):
     tx = prism_optax.tangent_privatizer(1.0, prng_key=key)
@@ -174,17 +193,17 @@ def test_unnoised_component_in_a_factor_pair():
   covariance = noise.T @ noise / len(noise)
   # The signal's directions: lifts of all unit coordinates.
   m, n, rank = SHAPES[0]
-  signal = []
-  for i in range((m + n) * rank):
-    unit = np.zeros((m + n) * rank, np.float32)
-    unit[i] = 1
+
+  @jax.jit
+  @jax.vmap
+  def lifted_signal(unit):
     x = fixed_rank.Tangent(
-      jnp.asarray(unit[: m * rank]).reshape(m, rank),
-      jnp.asarray(unit[m * rank :]).reshape(n, rank),
+      unit[: m * rank].reshape(m, rank), unit[m * rank :].reshape(n, rank)
     )
     steps = fixed_rank.lift(frame, fixed_rank.project(frame, x))
-    signal.append(np.concatenate([np.ravel(steps.left), np.ravel(steps.right)]))
-  signal = np.float64(signal)
+    return jnp.concatenate([steps.left.ravel(), steps.right.ravel()])
+
+  signal = np.float64(lifted_signal(np.eye((m + n) * rank, dtype=np.float32)))
   # Sensitivity in the metric of the noise: at most that of the clip, 1.
   inverse = np.linalg.pinv(covariance, rcond=1e-5)
   leverage = np.linalg.eigvalsh(signal @ inverse @ signal.T).max()
@@ -197,19 +216,19 @@ def test_unnoised_component_in_a_factor_pair():
 def test_damped_whitening(size):
   """Small factors: signal and noise are whitened alike, or masked alike."""
   params = _params()
-  params['m0']['lora_b'] *= size
-  empty = jax.tree.map(lambda x: x[:0], _grads(params, 1))
+  params['m0']['lora_b'] = size * np.asarray(params['m0']['lora_b'])
+  empty = _nobody(params)
   energy = []
   for seed in range(40):
     noise = _release(params, empty, seed=seed)['m0']
-    energy.append(sum(float(jnp.sum(x**2)) for x in noise.values()))
+    energy.append(sum(float(np.sum(x**2)) for x in noise.values()))
   m, n, rank = SHAPES[0]
   dimension = rank * (m + n - rank) if size else m * rank
   expected = STDDEV**2 * dimension
   assert abs(np.mean(energy) / expected - 1) < 5 * np.sqrt(2 / dimension / 40)
-  grads = _grads(params, 6, scale=100.0)
+  grads = _grads(params, 8, scale=100.0)
   signal = _minus(_release(params, grads), _release(params, empty))
-  assert float(optax.tree.norm(signal)) <= 6 / 16
+  assert _norm(signal) <= 8 / 16
 
 
 def test_clipping_in_bfloat16():
@@ -219,14 +238,19 @@ def test_clipping_in_bfloat16():
     lambda x: x.astype(jnp.bfloat16), _grads(params, 64, scale=10.0)
   )
   tx = prism_optax.intrinsic_clip(1.0)
+
+  @jax.jit
+  def update(padding):
+    return tx.update(
+      grads, tx.init(params), params, is_padding_example=padding
+    )[0]
+
   for i in range(64):
-    out = [0 if j == i else 1 for j in range(64)]
-    one, _ = tx.update(
-      grads, tx.init(params), params,
-      is_padding_example=jnp.array(out, bool),
-    )  # fmt: skip
+    one = jax.device_get(update(np.arange(64) != i))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(one))
-    assert 0.99999 < float(optax.tree.norm(one)) <= 1.0
+    # Its own norm in float64: the last digit decides.
+    length = _norm(jax.tree.map(np.float64, one))
+    assert 0.99999 < length <= 1.0
 
 
 def test_cross_example_losses():
@@ -275,12 +299,13 @@ def test_several_clipped_matrices_accounted_with_the_single_matrix_sigma():
   params = _params()
   tx = prism_optax.prism(0.1, **OPTIONS)
   assert tx.sensitivity() == pytest.approx(1 / 16)
-  grads = _grads(params, 1, scale=1e3)
+  grads = _grads(params, 8, scale=1e3)
+  alone = np.arange(8) > 0  # One example; the others are padding.
   moved = _minus(
-    _release(params, grads),
-    _release(params, jax.tree.map(lambda x: x[:0], grads)),
+    _release(params, grads, is_padding_example=alone),
+    _release(params, _nobody(params)),
   )
-  assert float(optax.tree.norm(moved)) <= 1 / 16 + 1e-6
+  assert _norm(moved) <= 1 / 16 + 1e-6
 
 
 @pytest.mark.slow
