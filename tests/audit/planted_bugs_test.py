@@ -13,10 +13,9 @@ from tests.audit import chains, harness
 SIGMA, DRAWS = 2.0, 3000
 
 
-def _white_box(where, chain_of, steps=1):
-  play = harness.white_box(
-    where, chain_of, steps=steps, position=chains.RECORDER
-  )
+def _white_box(where, chain_of):
+  """Of one step."""
+  play = harness.white_box(where, chain_of, steps=1, position=chains.RECORDER)
   (bounds,) = harness.attacked(play, DRAWS)
   return bounds
 
@@ -33,7 +32,9 @@ def _go_above(bounds, steps=1):
 
 
 def _chain(**wrong_parts):
-  return lambda key, noise: chains.prism_chain(SIGMA, key, noise, **wrong_parts)
+  return lambda key, noise: chains.prism_chain(
+    SIGMA, key, noise, kind='none', **wrong_parts
+  )
 
 
 def test_a_module_without_clip():
