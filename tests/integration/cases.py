@@ -17,7 +17,7 @@ def params():
   rng = np.random.default_rng(0)
 
   def normal(*shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return np.float32(rng.standard_normal(shape))
 
   return {
     'frozen': normal(IN, OUT),
@@ -37,9 +37,10 @@ def loss(tree, x):
 
 def batch(seed=1, size=6):
   rng = np.random.default_rng(seed)
-  return jnp.asarray(rng.standard_normal((size, IN)), jnp.float32)
+  return np.float32(rng.standard_normal((size, IN)))
 
 
+@jax.jit
 def per_example_gradients(tree, x):
   return jax.vmap(jax.grad(loss), (None, 0))(tree, x)
 
@@ -71,4 +72,5 @@ def prism(learning_rate=0.05, **options):
 
 
 def z(tree):
-  return np.asarray(tree['lora']['lora_a'] @ tree['lora']['lora_b'])
+  a, b = (np.asarray(tree['lora'][name]) for name in ('lora_a', 'lora_b'))
+  return a @ b

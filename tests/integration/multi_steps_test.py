@@ -52,7 +52,7 @@ def test_noise_is_fresh_in_each_accumulated_update():
   params = cases.trainable(cases.params())
   tx = optax.MultiSteps(cases.privatizer(), 2)
   state, update = tx.init(params), jax.jit(tx.update)
-  zeros = optax.tree.zeros_like(params)
+  zeros = jax.tree.map(np.zeros_like, params)
   drawn = []
   for _ in range(4):
     noise, state = update(zeros, state, params)
