@@ -23,7 +23,18 @@ def session_of(text):
   return ''.join(lines)
 
 
-@pytest.mark.parametrize('page', PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+# A scan of the optimizer, and six calibrations.
+SLOW = {DOCS / 'hyper_parameters.md'}
+
+
+@pytest.mark.parametrize(
+  'page',
+  [
+    pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else [])
+    for p in PAGES
+  ],
+  ids=lambda p: str(p.relative_to(DOCS)),
+)
 def test_sessions(page):
   text = session_of(page.read_text('utf-8'))
   parsed = doctest.DocTestParser().get_doctest(
