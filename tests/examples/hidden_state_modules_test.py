@@ -15,7 +15,7 @@ OPTIONS = {'l2_clip_norm': 1.5, 'stddev': 0.8}
 
 def lora(seed=0):
   layer = nnx.LoRA(N, R, M, rngs=nnx.Rngs(seed))
-  layer.lora_b[...] = jax.random.normal(jax.random.key(seed), (R, M))
+  layer.lora_b[...] = np.random.default_rng(seed).normal(size=(R, M))
   return layer
 
 

@@ -42,10 +42,11 @@ def test_epsilon_is_that_of_the_truncated_event():
 
 
 def test_calibration_meets_the_target_with_the_cut():
-  plan = privacy.calibrate(dataclasses.replace(PLAN, noise_multiplier=0.0), 0.6)
-  spent = plan.epsilon(plan.steps)
-  assert 0.5999 < spent <= 0.6
-  assert dataclasses.replace(plan, noise_multiplier=4.0) == PLAN
+  # Few steps under much noise: their distributions have few points.
+  asked = dataclasses.replace(PLAN, noise_multiplier=0.0, steps=4)
+  plan = privacy.calibrate(asked, 0.15)
+  assert 0.1499 < plan.epsilon(plan.steps) <= 0.15
+  assert dataclasses.replace(plan, noise_multiplier=0.0) == asked
 
 
 def test_a_target_out_of_reach_is_named():

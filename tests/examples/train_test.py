@@ -17,6 +17,7 @@ def run():
   return train.main(steps=60, seed=0)
 
 
+@pytest.mark.slow
 def test_it_learns_and_says_what_it_costs(run):
   """0.38 before, 0.86 with the default of 200 steps.
 
