@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.speed import no_hang
 
-STEPS = 5000
+STEPS = 1500
 
 
 @pytest.mark.slow
@@ -15,7 +15,6 @@ STEPS = 5000
 @pytest.mark.parametrize('frames', ['cheap', 'align'])
 def test_thousands_of_steps_finish(frames):
   """`align` destroys orthogonal columns: each frame is a QR and an SVD."""
-  steps = STEPS if frames == 'cheap' else STEPS // 2
-  done = no_hang.run(frames, steps)
+  done = no_hang.run(frames, STEPS)
   assert done.returncode == 0, done.stderr[-2000:]
   assert done.stdout.splitlines()[-1] == 'done'
