@@ -113,7 +113,9 @@ def assert_same_trajectory(
       factor_grads,
       (optax.EmptyState(), noise_state),
       params,
-      is_padding_example=None if padding is None else jnp.asarray(padding),
+      is_padding_example=(
+        np.zeros(problem.batch, bool) if padding is None else padding
+      ),
     )
     noise, noise_state = update_noise(zeros, noise_state, params)
     # What the lattice cuts off, at most a step of each example's entries.
@@ -143,14 +145,32 @@ def assert_same_trajectory(
     assert np.linalg.norm(point.z - z) > 0.1  # Something has happened.
 
 
-def test_prism_follows_the_oracle():
-  problem = problems.Problem(SHAPES)
-  factors, extra = problem.start()
+@functools.cache
+def compiled_prism():
   tx = prism(0.05)
-  state = tx.init(problem.params(factors, extra))
-  assert_same_trajectory(problem, factors, extra, jax.jit(tx.update), state)
+  return tx.init, jax.jit(tx.update)
 
 
+@pytest.mark.parametrize(
+  ('seed', 'steps', 'padding'), [(0, 20, []), (3, 5, [1, 4])]
+)
+def test_prism_follows_the_oracle_with_padding(seed, steps, padding):
+  problem = problems.Problem(SHAPES, seed=seed)
+  factors, extra = problem.start()
+  padding = np.isin(np.arange(problem.batch), padding)
+  init, update = compiled_prism()
+  assert_same_trajectory(
+    problem,
+    factors,
+    extra,
+    functools.partial(update, is_padding_example=padding),
+    init(problem.params(factors, extra)),
+    steps=steps,
+    padding=padding,
+  )
+
+
+@pytest.mark.slow
 def test_prism_follows_the_oracle_with_every_option():
   problem = problems.Problem(SHAPES, scale=4.0, seed=2)
   factors, extra = problem.start()
@@ -251,18 +271,6 @@ def mixed(factors):
 def test_prism_follows_the_oracle_from_deficient_factors(make, debias):
   """The first step is one-sided, and the noise it has seen is, too."""
   follow_traced(1, make, debias=debias)
-
-
-def test_prism_follows_the_oracle_with_padding():
-  problem = problems.Problem(SHAPES, seed=3)
-  factors, extra = problem.start()
-  padding = np.array([False, True, False, False, True, False])
-  tx = prism(0.05)
-  update = functools.partial(jax.jit(tx.update), is_padding_example=padding)
-  state = tx.init(problem.params(factors, extra))
-  assert_same_trajectory(
-    problem, factors, extra, update, state, steps=5, padding=padding
-  )
 
 
 @pytest.mark.slow
