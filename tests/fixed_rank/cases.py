@@ -8,7 +8,6 @@ gradient with respect to a factor loses as much when it is whitened.
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +15,7 @@ from prism_optax import fixed_rank
 from tests.oracles import oracles
 
 # m, n and r differ; then r = min(m, n) on either side, and r = 1.
-SHAPES = [(12, 9, 4), (7, 16, 4), (5, 11, 5), (13, 4, 4), (8, 6, 1)]
+SHAPES = [(12, 9, 4), (5, 11, 5), (13, 4, 4), (8, 6, 1)]
 CONDITIONS = [1.0, 10.0, 1e3, 1e6]
 EPS = {np.float64: 2.3e-16, np.float32: 1.2e-7}
 
@@ -24,28 +23,48 @@ shapes = pytest.mark.parametrize(('m', 'n', 'rank'), SHAPES)
 conditions = pytest.mark.parametrize('condition', CONDITIONS)
 
 
-# Compiled once for each shape, which the tests share: the many small operations
-# take much longer one by one.
+def _compiled(function):
+  """Compiled once for each shape, with results on the host.
+
+  The tests share the shapes, and go on in NumPy: many small operations of JAX
+  take much longer one by one.
+  """
+  function = jax.jit(function)
+
+  def call(*args):
+    out = function(*args)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(out))
+    return out if traced else jax.device_get(out)
+
+  return call
+
+
+# Without and with alignment: one program is cheaper than two.
+_retracted = _compiled(
+  lambda frame, tangent: tuple(
+    fixed_rank.retract(frame, tangent, align=align) for align in (False, True)
+  )
+)
 compiled = types.SimpleNamespace(
-  frame=jax.jit(fixed_rank.frame),
-  tangent_from_gradients=jax.jit(fixed_rank.tangent_from_gradients),
-  project=jax.jit(fixed_rank.project),
-  lift=jax.jit(fixed_rank.lift),
-  tangent_from_steps=jax.jit(fixed_rank.tangent_from_steps),
-  horizontal_lift=jax.jit(fixed_rank.horizontal_lift),
-  norm=jax.jit(fixed_rank.norm),
-  embed=jax.jit(fixed_rank.embed),
-  transport=jax.jit(fixed_rank.transport),
-  retract=jax.jit(fixed_rank.retract, static_argnames=('align',)),
+  frame=_compiled(fixed_rank.frame),
+  tangent_from_gradients=_compiled(fixed_rank.tangent_from_gradients),
+  project=_compiled(fixed_rank.project),
+  lift=_compiled(fixed_rank.lift),
+  tangent_from_steps=_compiled(fixed_rank.tangent_from_steps),
+  horizontal_lift=_compiled(fixed_rank.horizontal_lift),
+  norm=_compiled(fixed_rank.norm),
+  embed=_compiled(fixed_rank.embed),
+  transport=_compiled(fixed_rank.transport),
+  retract=lambda frame, x, align=False: _retracted(frame, x)[align],
 )
 
 
 def as_factors(factors, dtype=np.float64):
-  return fixed_rank.Factors(*(jnp.asarray(f, dtype) for f in factors))
+  return fixed_rank.Factors(*(np.asarray(f, dtype) for f in factors))
 
 
 def as_tangent(left, right, dtype=np.float64):
-  return fixed_rank.Tangent(jnp.asarray(left, dtype), jnp.asarray(right, dtype))
+  return fixed_rank.Tangent(np.asarray(left, dtype), np.asarray(right, dtype))
 
 
 def product(factors):
@@ -126,4 +145,4 @@ deficient = pytest.mark.parametrize('kind', DEFICIENT)
 
 
 def zeros(*shape):
-  return jnp.zeros(shape)
+  return np.zeros(shape)

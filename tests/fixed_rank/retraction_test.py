@@ -59,7 +59,7 @@ def test_retraction_is_the_best_approximation(m, n, rank, condition, align):
 @pytest.mark.parametrize('condition', [1.0, 30.0, 300.0])
 def test_retraction_returns_the_balanced_gauge(condition, dtype):
   """Orthogonal columns whatever their size, and equal norms on both sides."""
-  factors, _, _ = random_problem(30, 30, 20, 4, condition, np.float64)
+  factors, _, _ = random_problem(30, 12, 9, 4, condition, np.float64)
   factors = as_factors(
     oracles.balance(tuple(np.asarray(f) for f in factors)), dtype
   )
@@ -81,13 +81,13 @@ def test_retraction_returns_the_balanced_gauge(condition, dtype):
 @pytest.mark.parametrize('condition', [1.0, 1e4, 1e9])
 def test_steps_of_any_condition_get_an_orthonormal_basis(condition):
   """Well-conditioned steps take the cheap basis, the others Householder's."""
-  factors, point, _ = random_problem(34, 30, 20, 4, 3.0)
+  factors, point, _ = random_problem(34, 12, 9, 4, 3.0)
   frame = compiled.frame(factors)
   rng = np.random.default_rng(8)
   tangent = compiled.project(
     frame,
     as_tangent(
-      *(oracles.random_matrix(rng, size, 4, condition) for size in (30, 20))
+      *(oracles.random_matrix(rng, size, 4, condition) for size in (12, 9))
     ),
   )
   new = compiled.retract(frame, tangent)
@@ -101,7 +101,7 @@ def test_steps_of_any_condition_get_an_orthonormal_basis(condition):
 
 
 def test_retraction_in_float32():
-  factors, point, _ = random_problem(31, 40, 24, 4, 10.0, np.float32)
+  factors, point, _ = random_problem(31, 12, 9, 4, 10.0, np.float32)
   frame = compiled.frame(factors)
   tangent = step_of_size(factors, frame, 0.3)
   target = point.z + np.asarray(compiled.embed(frame, tangent), np.float64)
@@ -118,7 +118,7 @@ def test_no_step_keeps_the_factors(kind):
   else:
     factors = as_factors(deficient_factors(34, 12, 9, 4, kind))
   frame = compiled.frame(factors)
-  zero = jax.tree.map(jnp.zeros_like, as_tangent(*factors))
+  zero = jax.tree.map(np.zeros_like, as_tangent(*factors))
   new = compiled.retract(frame, zero)
   for a, b in zip(new, factors, strict=True):
     assert oracles.relative_error(a, b) < 20 * EPS[np.float64]
@@ -143,8 +143,8 @@ def test_a_step_that_erases_everything_keeps_one_side():
   assert ranks == [0, 4]
 
 
-@pytest.mark.parametrize('rank', [2, 3])
-def test_a_lost_direction_keeps_one_side_alive(rank):
+def test_a_lost_direction_keeps_one_side_alive():
+  rank = 4
   factors, _, _ = random_problem(36, 12, 9, rank, 2.0)
   frame = compiled.frame(factors)
   tangent = minus_z(factors, frame, keep=rank - 1)

@@ -14,7 +14,13 @@ import pytest
 
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import Tangent, TangentSum
-from prism_optax.fixed_rank._tangents import as_sum, carried, projected, sum_at
+from prism_optax.fixed_rank._tangents import (
+  TallSum,
+  as_sum,
+  carried,
+  projected,
+  sum_at,
+)
 from tests.fixed_rank.cases import (
   EPS,
   as_factors,
@@ -47,16 +53,23 @@ def _dense(x):
   return out
 
 
-# Compiled for each shape: the many small operations take longer one by one.
-_carried = jax.jit(carried)
-_projected = jax.jit(projected)
-_read = jax.jit(lambda x: (x.multiply_out(), x.squares()))
+def _read(tree):
+  """Every side of the sums in a tree, with what is read from it.
+
+  Called while compiling: all of a test is one program for each shape, because
+  the many small operations take longer one by one.
+  """
+  return jax.tree.map(
+    lambda x: (x, x.multiply_out(), x.squares()),
+    tree,
+    is_leaf=lambda x: isinstance(x, TallSum),
+  )
 
 
-def _assert_is(x, expected, what):
+def _assert_is(read, expected, what):
   """A side against dense coordinates: products of entries of order one."""
+  x, multiplied, squares = read
   expected = np.asarray(expected)
-  multiplied, squares = _read(x)
   size = np.linalg.norm(expected)
   # Lengths add up to 1e-12; a difference of squares is exact to its terms.
   close = {'atol': 1e-12 * max(size, 1.0), 'err_msg': what}
@@ -97,9 +110,17 @@ def _sums(rng, frame):
   }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _kinds(seed, frame):
-  return _sums(np.random.default_rng(seed), frame)
+@jax.jit
+def _kinds(frame):
+  """The same vectors for all tests, so that they share the programs."""
+  return _sums(np.random.default_rng(4), frame)
+
+
+@jax.jit
+def _read_kinds(frame):
+  kinds = _kinds(frame)
+  out = {kind: fixed_rank.multiply_out(x) for kind, x in kinds.items()}
+  return _read(kinds), out
 
 
 @shapes
@@ -107,14 +128,14 @@ def _kinds(seed, frame):
 def test_sums_are_their_coordinates(m, n, rank, condition):
   factors, _, _ = random_problem(3, m, n, rank, condition)
   frame = compiled.frame(factors)
-  for kind, x in _kinds(4, frame).items():
-    explicit = fixed_rank.multiply_out(x)
+  kinds, multiplied = jax.device_get(_read_kinds(frame))
+  for kind, x in kinds.items():
+    explicit = multiplied[kind]
     assert isinstance(explicit, Tangent)
     for side, expected in zip(x, explicit, strict=True):
       _assert_is(side, expected, kind)
 
 
-@jax.jit
 def _operations(side, other, matrix, shift):
   """What is done with a sum, one thing after another."""
   return {
@@ -143,17 +164,30 @@ def _dense_operations(side, other, matrix, shift):
   }
 
 
+@jax.jit
+def _all_operations(sides, others, *matrices):
+  return [
+    _read(_operations(side, other, *matrices))
+    for side, other in zip(sides, others, strict=True)
+  ]
+
+
 def _check_operations(frame, seed):
-  kinds = list(_kinds(seed, frame).items())
-  rng = np.random.default_rng(seed + 1)
+  # One term and two, with a shift and without.
+  kinds = jax.device_get(_kinds(frame))
+  kinds = {kind: kinds[kind] for kind in ('projected', 'carried', 'two terms')}
+  rng = np.random.default_rng(seed)
   rank = frame.left.shape[-1]
-  for i, (kind, x) in enumerate(kinds):
-    for side, other in zip(x, kinds[i - 1][1], strict=True):
-      matrices = [rng.standard_normal((rank, rank)) for _ in range(2)]
-      found = _operations(side, other, *matrices)
-      expected = _dense_operations(side, other, *matrices)
-      for name, dense in expected.items():
-        _assert_is(found[name], dense, f'{kind} {name}')
+  matrices = [rng.standard_normal((rank, rank)) for _ in range(2)]
+  names = [f'{kind} {side}' for kind in kinds for side in ('left', 'right')]
+  sides = [side for x in kinds.values() for side in x]
+  others = sides[-2:] + sides[:-2]  # Of the kind before, on the same side.
+  found = jax.device_get(_all_operations(sides, others, *matrices))
+  for what, side, other, results in zip(
+    names, sides, others, found, strict=True
+  ):
+    for name, dense in _dense_operations(side, other, *matrices).items():
+      _assert_is(results[name], dense, f'{what} {name}')
 
 
 @pytest.mark.parametrize('condition', [1.0, 1e6])
@@ -172,17 +206,18 @@ def test_operations_at_factors_of_lower_rank(kind):
 @shapes
 def test_matrices_are_what_a_sum_is_linear_in(m, n, rank):
   """What a learning rate multiplies: 2 X - Y with the terms of either."""
-  frame = fixed_rank.frame(random_problem(16, m, n, rank, 3.0)[0])
-  x = _sums(np.random.default_rng(17), frame)['shifted']
+  frame = compiled.frame(random_problem(16, m, n, rank, 3.0)[0])
+  x = jax.device_get(_kinds(frame))['shifted']
   doubled = jax.tree.map(lambda a: 2.0 * a, x.matrices())
-  for side, old in zip(x.with_matrices(doubled), x, strict=True):
+  read = jax.device_get(jax.jit(_read)(x.with_matrices(doubled)))
+  for side, old in zip(read, x, strict=True):
     _assert_is(side, 2 * _dense(old), 'doubled')
   same = x.with_matrices(x.matrices())
   jax.tree.map(np.testing.assert_array_equal, same, x)
 
 
 def test_arrays_pass_and_are_sums_of_one_term():
-  frame = fixed_rank.frame(random_problem(18, 12, 9, 4, 3.0)[0])
+  frame = compiled.frame(random_problem(18, 12, 9, 4, 3.0)[0])
   x = _any_tangent(np.random.default_rng(19), frame)
   assert fixed_rank.multiply_out(x) is x
   found = as_sum(frame, x)
@@ -209,6 +244,7 @@ def test_a_sum_goes_through_jit_and_vmap():
     )
 
   mapped = jax.jit(jax.vmap(work))(factors, tangents)
+  work = jax.jit(work)
   stacked = work(factors, tangents)  # Leading axes broadcast.
   for i, pair in enumerate(problems):
     alone = work(pair, jax.tree.map(lambda x, i=i: x[i], tangents))
@@ -222,17 +258,22 @@ def test_a_sum_goes_through_jit_and_vmap():
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12),
     explicit,
-    fixed_rank.multiply_out(stacked),
+    jax.jit(fixed_rank.multiply_out)(stacked),
   )
+
+
+@jax.jit
+def _read_projected(frame, x):
+  return _read(projected(frame, x))
 
 
 def _check_projection(factors):
   frame = compiled.frame(factors)
   x = _any_tangent(np.random.default_rng(6), frame)
-  lazy = _projected(frame, x)
+  lazy = jax.device_get(_read_projected(frame, x))
   explicit = compiled.project(frame, x)
   for side, expected in zip(lazy, explicit, strict=True):
-    np.testing.assert_allclose(side.multiply_out(), expected, atol=1e-13)
+    np.testing.assert_allclose(side[1], expected, atol=1e-13)
     _assert_is(side, expected, 'projected')
 
 
@@ -247,6 +288,12 @@ def test_a_projection_hides_what_a_factor_of_lower_rank_does(kind):
   _check_projection(as_factors(deficient_factors(7, 9, 6, 3, kind)))
 
 
+@jax.jit
+def _read_carried(bases, frame, x):
+  found, overlaps = carried(bases, frame, x)
+  return _read(found), overlaps
+
+
 @shapes
 @conditions
 def test_what_is_carried_is_the_projection_of_the_dense_tangent(
@@ -256,48 +303,71 @@ def test_what_is_carried_is_the_projection_of_the_dense_tangent(
   old = compiled.frame(random_problem(25, m, n, rank, 3.0)[0])
   new = compiled.frame(factors)
   x = compiled.project(old, _any_tangent(np.random.default_rng(26), old))
-  found, overlaps = _carried(fixed_rank.Factors(old.left, old.right), new, x)
+  (left, right), overlaps = jax.device_get(
+    _read_carried(fixed_rank.Factors(old.left, old.right), new, x)
+  )
   exact = point.project(np.asarray(compiled.embed(old, x)))
   # The column space of the factors is known to so many digits.
   size = 100 * EPS[np.float64] * condition * np.linalg.norm(exact)
   q_left, q_right = np.asarray(new.left), np.asarray(new.right)
   outer = exact @ q_right
   np.testing.assert_allclose(
-    found.left.multiply_out(),
+    left[1],
     outer - q_left @ (q_left.T @ outer),
     atol=size,
   )
-  np.testing.assert_allclose(
-    found.right.multiply_out(), exact.T @ q_left, atol=size
-  )
-  for side in found:
-    _assert_is(side, side.multiply_out(), 'carried')
+  np.testing.assert_allclose(right[1], exact.T @ q_left, atol=size)
+  for side in (left, right):
+    _assert_is(side, side[1], 'carried')
   for overlap, before, after in zip(overlaps, old, new, strict=False):
     np.testing.assert_allclose(
       overlap, np.asarray(before).T @ np.asarray(after), atol=1e-13
     )
 
 
-@shapes
+@functools.partial(jax.jit, static_argnums=2)
+def _retracted(frame, scale, some):
+  """By both routes: as a sum, and multiplied out (stacked: one program)."""
+  lazy = []
+  for kind in some:
+    x = _kinds(frame)[kind]
+    x = TangentSum(scale * x.left, scale * x.right)
+    # A tangent vector has no part of its left side along the basis.
+    lazy.append(x._replace(left=x.left.outside()))
+  explicit = jax.tree.map(
+    lambda *x: jnp.stack(x), *map(fixed_rank.multiply_out, lazy)
+  )
+  return (
+    [fixed_rank.retract(frame, x) for x in lazy],
+    jax.vmap(fixed_rank.retract, (None, 0))(frame, explicit),
+  )
+
+
+@pytest.mark.parametrize(
+  ('m', 'n', 'rank', 'some'),
+  [
+    (12, 9, 4, ('arrays', 'shifted', 'carried')),
+    (5, 11, 5, ('two terms',)),
+    (8, 6, 1, ('two terms',)),
+  ],
+)
 @pytest.mark.parametrize('size', [1e-6, 0.03, 3.0])
-def test_retraction_of_a_sum(m, n, rank, size):
+def test_retraction_of_a_sum(m, n, rank, some, size):
   """The same point as from its coordinates, for small and large steps."""
   factors, _, _ = random_problem(8, m, n, rank, 3.0)
   frame = compiled.frame(factors)
   scale = size * np.linalg.norm(product(factors)) / rank
-  for kind, x in _kinds(9, frame).items():
-    x = TangentSum(scale * x.left, scale * x.right)
-    # A tangent vector has no part of its left side along the basis.
-    x = x._replace(left=x.left.outside())
-    new = compiled.retract(frame, x)
-    expected = compiled.retract(frame, fixed_rank.multiply_out(x))
-    error = oracles.relative_error(product(new), product(expected))
-    assert error < 1e-12, kind
+  found, expected = jax.device_get(_retracted(frame, scale, some))
+  for i, (kind, new) in enumerate(zip(some, found, strict=True)):
+    exact = product(jax.tree.map(lambda x, i=i: x[i], expected))
+    assert oracles.relative_error(product(new), exact) < 1e-12, kind
 
 
 def test_a_sum_of_another_shape_is_refused():
-  frame = fixed_rank.frame(random_problem(27, 12, 9, 4)[0])
-  other = fixed_rank.frame(random_problem(27, 9, 12, 4)[0])
+  frame, other = (
+    compiled.frame(random_problem(27, *shape, 4)[0])
+    for shape in ((12, 9), (9, 12))
+  )
   x = as_sum(other, _any_tangent(np.random.default_rng(28), other))
   with pytest.raises(ValueError, match=r'tangent.left.shape=\(9, 4\)'):
     fixed_rank.retract(frame, x)
@@ -306,7 +376,7 @@ def test_a_sum_of_another_shape_is_refused():
 
 
 def test_a_sum_cannot_be_changed_in_place():
-  frame = fixed_rank.frame(random_problem(29, 12, 9, 4)[0])
+  frame = compiled.frame(random_problem(29, 12, 9, 4)[0])
   x = as_sum(frame, _any_tangent(np.random.default_rng(30), frame))
   with pytest.raises(dataclasses.FrozenInstanceError):
     x.left.shift = jnp.eye(4)
@@ -326,36 +396,37 @@ def test_matrices_that_undo_the_spread_of_the_columns():
     factors = as_factors(
       oracles.balance(tuple(np.asarray(f) for f in factors)), np.float32
     )
-    frame = fixed_rank.frame(factors)
     turn = oracles.random_orthonormal(rng, 4, 4)
     spread = np.geomspace(1, 1e-2, 4)
-    columns = fixed_rank.project(
-      frame,
-      Tangent(
-        *(
-          jnp.asarray(
-            rng.standard_normal(q.shape) * spread @ turn.T, jnp.float32
-          )
-          for q in (frame.left, frame.right)
-        )
-      ),
+    columns = Tangent(
+      *(
+        np.float32(rng.standard_normal(q.shape) * spread @ turn.T)
+        for q in factors
+      )
     )
-    undo = jnp.asarray(0.01 * (turn / spread) @ turn.T, jnp.float32)
-    x = sum_at(
-      frame,
-      ((columns.left, undo),),
-      ((columns.right, undo),),
-      (
-        frame.left.T @ columns.left @ undo,
-        frame.right.T @ columns.right @ undo,
-      ),
-    )
-    new = fixed_rank.retract(frame, x)
+    undo = np.float32(0.01 * (turn / spread) @ turn.T)
+
+    @jax.jit
+    def step(factors, columns):
+      frame = fixed_rank.frame(factors)
+      columns = fixed_rank.project(frame, columns)
+      x = sum_at(
+        frame,
+        ((columns.left, undo),),
+        ((columns.right, undo),),
+        (
+          frame.left.T @ columns.left @ undo,
+          frame.right.T @ columns.right @ undo,
+        ),
+      )
+      return columns, fixed_rank.retract(frame, x)
+
+    columns, new = step(factors, columns)
   with jax.enable_x64(True):
-    wide = fixed_rank.frame(as_factors(factors, np.float64))
+    wide = compiled.frame(as_factors(factors, np.float64))
     step = Tangent(*(np.float64(c) @ np.float64(undo) for c in columns))
     target = product(as_factors(factors, np.float64)) + np.asarray(
-      fixed_rank.embed(wide, Tangent(*map(jnp.asarray, step)))
+      compiled.embed(wide, Tangent(*map(jnp.asarray, step)))
     )
   exact = oracles.best_approximation(target, 4)
   size = np.linalg.norm(exact - product(as_factors(factors, np.float64)))

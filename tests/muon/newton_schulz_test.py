@@ -13,6 +13,11 @@ from prism_optax import muon
 from tests.oracles import muon_oracle, oracles
 
 SHAPES = [(5, 11), (11, 5), (7, 7), (1, 6), (6, 1), (1, 1)]
+# The many small operations take longer one by one.
+newton_schulz = jax.jit(
+  muon.newton_schulz,
+  static_argnames=('degree', 'steps', 'normalize', 'matmul_dtype'),
+)
 
 
 @pytest.mark.parametrize('degree', range(1, 9))
@@ -27,21 +32,26 @@ def test_slope_at_zero_is_the_value_of_the_polynomial_there(degree):
   """sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k, and it is what happens."""
   slope = muon.slope_at_zero(degree)
   assert Fraction(slope) == sum(map(Fraction, muon.coefficients(degree)))
-  tiny = jnp.full((1, 1), 2.0**-40)
-  out = muon.newton_schulz(tiny, degree=degree, steps=1)
+  tiny = np.full((1, 1), 2.0**-40, np.float32)
+  out = newton_schulz(tiny, degree=degree, steps=1)
   # x^2 = 2^-80 is below the rounding of 1: only that of the sums is left.
   np.testing.assert_allclose(out[0, 0] / tiny[0, 0], slope, rtol=1e-6)
 
 
-@pytest.mark.parametrize('steps', [1, 6])
-@pytest.mark.parametrize('degree', [1, 2, 5])
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize(
+  ('shape', 'degree', 'steps'),
+  [
+    # Every polynomial on one shape, and every shape under one polynomial.
+    *((SHAPES[0], degree, steps) for degree in (1, 2, 5) for steps in (1, 6)),
+    *((shape, 2, 6) for shape in SHAPES[1:]),
+  ],
+)
 def test_agrees_with_the_definition(x64, shape, degree, steps):
   """Below and above norm one; tall, wide, square, vectors."""
   rng = np.random.default_rng(degree + 10 * steps)
   for normalize in ('max1', 'frobenius'):
     options = {'degree': degree, 'steps': steps, 'normalize': normalize}
-    call = jax.jit(functools.partial(muon.newton_schulz, **options))
+    call = functools.partial(newton_schulz, **options)
     for size in (1e-3, 0.9, 40.0):
       matrix = rng.standard_normal(shape)
       matrix *= size / np.linalg.norm(matrix)
@@ -54,7 +64,7 @@ def test_agrees_with_the_definition(x64, shape, degree, steps):
 def test_float32_is_as_exact_as_float32_is():
   rng = np.random.default_rng(0)
   matrix = rng.standard_normal((24, 40)).astype(np.float32)
-  out = muon.newton_schulz(jnp.asarray(matrix))
+  out = newton_schulz(matrix)
   assert out.dtype == jnp.float32
   expected = muon_oracle.orthogonalize(matrix, 2, 5)
   np.testing.assert_allclose(out, expected, atol=24 * 1.2e-7)
@@ -65,7 +75,7 @@ def test_stacks_are_treated_matrix_by_matrix(x64):
   rng = np.random.default_rng(1)
   sizes = np.array([1e-2, 1.0, 1e3])[:, None, None]
   stack = rng.standard_normal((2, 3, 7, 5)) * sizes
-  out = muon.newton_schulz(jnp.asarray(stack))
+  out = newton_schulz(stack)
   expected = np.stack(
     [
       [muon_oracle.orthogonalize(matrix, 2, 5) for matrix in row]
@@ -84,7 +94,7 @@ def test_commutes_with_rotations_and_transposition(x64, shape):
   v = oracles.random_orthonormal(rng, shape[1], shape[1])
 
   def turn(x):
-    return muon.newton_schulz(jnp.asarray(x), degree=3, steps=4)
+    return np.asarray(newton_schulz(x, degree=3, steps=4))
 
   np.testing.assert_allclose(
     turn(u @ matrix @ v.T), u @ turn(matrix) @ v.T, atol=1e-13
@@ -104,9 +114,7 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   v = oracles.random_orthonormal(rng, 6, 4)
   matrix = (u * values) @ v.T
   polar = muon_oracle.polar(matrix)
-  out = muon.newton_schulz(
-    jnp.asarray(matrix), degree=degree, steps=1, normalize='none'
-  )
+  out = newton_schulz(matrix, degree=degree, steps=1, normalize='none')
   before, after = 1 - values, np.diag(u.T @ (polar - np.asarray(out)) @ v)
   # The constant is c_(k+1) 2^(k+1), to first order in e <= 0.1.
   leading = muon.coefficients(degree + 1)[-1] * 2 ** (degree + 1)
@@ -119,7 +127,7 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   # And from a random start, whose smallest singular value is about 0.02, to
   # the polar factor itself.
   matrix = rng.standard_normal((9, 6))
-  out = muon.newton_schulz(jnp.asarray(matrix), degree=degree, steps=20)
+  out = newton_schulz(matrix, degree=degree, steps=20)
   np.testing.assert_allclose(out, muon_oracle.polar(matrix), atol=1e-12)
 
 
@@ -128,9 +136,7 @@ def test_singular_values_grow_and_never_pass_one(x64, degree):
   """The scalar map is increasing on (0, 1] and lies above the diagonal."""
   values = np.geomspace(1e-6, 1.0, 13)
   out = np.diag(
-    muon.newton_schulz(
-      jnp.diag(jnp.asarray(values)), degree=degree, steps=3, normalize='none'
-    )
+    newton_schulz(np.diag(values), degree=degree, steps=3, normalize='none')
   )
   assert np.all(out <= 1 + 1e-14)
   assert np.all(out >= values - 1e-14)
@@ -143,24 +149,26 @@ def test_singular_values_grow_and_never_pass_one(x64, degree):
 
 
 def test_the_three_normalizations():
-  small = 0.1 * jnp.ones((2, 3)) / math.sqrt(6.0)  # Norm 0.1, rank one.
+  # Norm 0.1, rank one.
+  small = np.full((2, 3), 0.1 / math.sqrt(6.0), np.float32)
   first = muon_oracle.singular_values([0.1], 1, 1)[0]
   for normalize, value in [('max1', first), ('frobenius', 1), ('none', first)]:
-    out = muon.newton_schulz(small, degree=1, steps=1, normalize=normalize)
-    np.testing.assert_allclose(jnp.linalg.norm(out), value, rtol=1e-6)
+    out = newton_schulz(small, degree=1, steps=1, normalize=normalize)
+    np.testing.assert_allclose(np.linalg.norm(out), value, rtol=1e-6)
   large = 13 * small  # Norm 1.3: 'none' does not divide, the others do.
   for normalize, value in [
     ('max1', 1),
     ('frobenius', 1),
     ('none', muon_oracle.singular_values([1.3], 1, 1)[0]),
   ]:
-    out = muon.newton_schulz(large, degree=1, steps=1, normalize=normalize)
-    np.testing.assert_allclose(jnp.linalg.norm(out), value, rtol=1e-6)
+    out = newton_schulz(large, degree=1, steps=1, normalize=normalize)
+    np.testing.assert_allclose(np.linalg.norm(out), value, rtol=1e-6)
 
 
 @pytest.mark.parametrize('normalize', ['max1', 'frobenius', 'none'])
 def test_zero_stays_zero(normalize):
-  out = muon.newton_schulz(jnp.zeros((3, 5, 4)), normalize=normalize)
+  zeros = np.zeros((3, 5, 4), np.float32)
+  out = newton_schulz(zeros, normalize=normalize)
   np.testing.assert_array_equal(out, 0)
 
 
@@ -170,25 +178,31 @@ def test_norms_neither_overflow_nor_underflow(size):
   rng = np.random.default_rng(4)
   matrix = rng.standard_normal((4, 7)).astype(np.float32)
   expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
-  out = muon.newton_schulz(jnp.asarray(matrix) * size, normalize='frobenius')
+  out = newton_schulz(matrix * np.float32(size), normalize='frobenius')
   np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_a_stack_may_hold_matrices_of_any_sizes():
   rng = np.random.default_rng(4)
   matrix = rng.standard_normal((4, 7)).astype(np.float32)
-  sizes = jnp.array([1e-30, 1.0, 1e30])[:, None, None]
-  out = muon.newton_schulz(sizes * matrix, normalize='frobenius')
+  sizes = np.array([1e-30, 1.0, 1e30], np.float32)[:, None, None]
+  out = np.asarray(newton_schulz(sizes * matrix, normalize='frobenius'))
   expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
   for one in out:
     np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize('shape', [(0, 3), (3, 0), (2, 0, 3), (0, 3, 4)])
-@pytest.mark.parametrize('normalize', ['max1', 'frobenius', 'none'])
-def test_nothing_stays_nothing(shape, normalize):
-  out = muon.newton_schulz(jnp.ones(shape), normalize=normalize)
-  assert out.shape == shape
+def test_nothing_stays_nothing(shape):
+  @jax.jit
+  def call(x):
+    return [
+      muon.newton_schulz(x, normalize=normalize)
+      for normalize in ('max1', 'frobenius', 'none')
+    ]
+
+  for out in call(np.ones(shape, np.float32)):
+    assert out.shape == shape
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
@@ -196,22 +210,23 @@ def test_not_finite_in_not_finite_out(bad):
   """Never a wrong number that looks right."""
   stack = np.ones((2, 3, 4), np.float32)
   stack[0, 1, 2] = bad
-  out = muon.newton_schulz(jnp.asarray(stack))
-  assert not np.any(np.isfinite(np.asarray(out[0])))
-  assert np.all(np.isfinite(np.asarray(out[1])))
+  out = np.asarray(newton_schulz(stack))
+  assert not np.any(np.isfinite(out[0]))
+  assert np.all(np.isfinite(out[1]))
 
 
 def test_bfloat16_matmuls_accumulate_in_float32():
   """bfloat16 factors have 8 bits: 0.4 % a product, a few steps."""
   rng = np.random.default_rng(5)
-  matrix = jnp.asarray(rng.standard_normal((64, 96)), jnp.float32)
-  exact = muon_oracle.orthogonalize(np.asarray(matrix), 2, 5)
-  out = muon.newton_schulz(matrix, matmul_dtype=jnp.bfloat16)
+  matrix = rng.standard_normal((64, 96)).astype(np.float32)
+  exact = muon_oracle.orthogonalize(matrix, 2, 5)
+  out = newton_schulz(matrix, matmul_dtype=jnp.bfloat16)
   assert out.dtype == jnp.float32
   error = np.linalg.norm(out - exact) / np.linalg.norm(exact)
   assert 1e-4 < error < 2e-2
-  low = muon.newton_schulz(matrix.astype(jnp.bfloat16))
+  low = newton_schulz(matrix.astype(jnp.bfloat16))
   assert low.dtype == jnp.bfloat16
+  low = np.float64(low)
   # Only input and output are rounded: singular values near zero have a slope
   # of 23, on entries of 1 / sqrt(96).
   assert np.linalg.norm(low - exact) / np.linalg.norm(exact) < 2e-2
@@ -267,7 +282,7 @@ def test_cubic_identity_behind_the_bias_correction(x64):
   assert np.max(error) < 5  # 24 normal deviates: one in 10^5 exceeds this.
 
 
-@pytest.mark.parametrize('probe_scale', [0.5, 1.0, 3.0])
+@pytest.mark.parametrize('probe_scale', [0.5, 3.0])
 def test_subtract_bias_is_exact_for_one_cubic_step(x64, probe_scale):
   """kappa = 1, q = 1: F(X) = (3 X - X X^T X) / 2, Laplacian -(m + n + 1) X.
 
@@ -275,7 +290,7 @@ def test_subtract_bias_is_exact_for_one_cubic_step(x64, probe_scale):
   """
   rng = np.random.default_rng(7)
   m, n, s, probes = 4, 6, 0.2, 20_000
-  x = jnp.asarray(rng.standard_normal((m, n)))
+  x = rng.standard_normal((m, n))
 
   def step(y):
     return muon.newton_schulz(y, degree=1, steps=1, normalize='none')
@@ -286,14 +301,22 @@ def test_subtract_bias_is_exact_for_one_cubic_step(x64, probe_scale):
     )
 
   expected = 1.5 * x - 0.5 * x @ x.T @ x + s**2 / 2 * (m + n + 1) * x
-  singles = jax.vmap(lambda key: corrected(key, 1))(
-    jax.random.split(jax.random.key(0), 2000)
-  )
-  error = corrected(jax.random.key(1), probes) - expected
+
+  @jax.jit
+  def estimates(x):
+    keys = jax.random.split(jax.random.key(0), 2000)
+    return (
+      step(x),
+      jax.vmap(lambda key: corrected(key, 1))(keys),
+      corrected(jax.random.key(1), probes),
+    )
+
+  plain, singles, mean = jax.device_get(estimates(x))
+  error = mean - expected
   standard_error = np.std(singles, axis=0) / probes**0.5
   assert np.max(np.abs(error) / standard_error) < 5
   # It is no accident of a small correction.
-  shift = np.asarray(expected - step(x))
+  shift = expected - plain
   assert np.max(np.abs(shift) / standard_error) > 50
 
 
@@ -353,13 +376,15 @@ def test_subtract_bias_takes_trees_and_changes_nothing_without_noise():
 
 
 def test_probes_are_reproducible_and_fresh():
-  x = jnp.ones((3, 4))
+  x = np.ones((3, 4), np.float32)
 
+  @jax.jit
   def call(seed):
     return muon.subtract_bias(muon.newton_schulz, x, 0.3, jax.random.key(seed))
 
-  np.testing.assert_array_equal(call(0), call(0))
-  assert not np.any(call(0) == call(1))
+  first, again, other = (np.asarray(call(seed)) for seed in (0, 0, 1))
+  np.testing.assert_array_equal(first, again)
+  assert not np.any(first == other)
 
 
 @pytest.mark.parametrize('options', [{'num_probes': 0}, {'probe_scale': 0.0}])
