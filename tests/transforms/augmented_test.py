@@ -171,10 +171,14 @@ def test_the_class_of_jax_privacy_is_used_where_it_exists(monkeypatch):
   theirs = transforms.augmented_optimizer(_optimizer())
   assert type(theirs) is StandIn
   params = _params()
-  grads = jax.tree.map(lambda x: x[0], _batch(params, 0))
-  state = theirs.init(params)
-  transform = theirs.pre_clipping_transform(state)
-  updates, _ = theirs.update(transform(grads), state, params)
+  grads = jax.tree.map(lambda x: np.asarray(x)[0], _batch(params, 0))
+
+  @jax.jit
+  def update(grads, state, params):
+    transform = theirs.pre_clipping_transform(state)
+    return theirs.update(transform(grads), state, params)
+
+  updates, _ = update(grads, theirs.init(params), params)
   assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 

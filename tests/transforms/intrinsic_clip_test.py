@@ -15,6 +15,14 @@ SHAPES = [(9, 7, 3), (9, 7, 3), (6, 11, 2)]
 pytestmark = pytest.mark.usefixtures('x64')
 
 
+@jax.jit
+def _clip_of_any_norm(params, grads, norm, padding):
+  tx = prism_optax.intrinsic_clip(norm, normalize_by=8.0)
+  return tx.update(grads, tx.init(params), params, is_padding_example=padding)[
+    0
+  ]
+
+
 def _problem(
   seed=0, batch=5, condition=1.0, dtype=jnp.float64, canonical=False
 ):
@@ -33,15 +41,19 @@ def _clip(params, grads, norm, normalize_by=1.0, **kwargs):
   return tx.update(grads, tx.init(params), params, **kwargs)[0]
 
 
+@jax.jit
+def _stacks(tree, params):
+  modules = _modules.ModuleTree(params)
+  stacks = modules.coordinates(tree)
+  return [
+    fixed_rank.embed(f, t)
+    for f, t in zip(modules.frames(params), stacks.pairs, strict=True)
+  ]
+
+
 def _embedded(tree, params):
   """Coordinates as dense matrices: what no gauge changes."""
-  modules = _modules.ModuleTree(params)
-  frames = modules.frames(params)
-  stacks = modules.coordinates(tree)
-  stacks = [
-    np.asarray(fixed_rank.embed(f, t))
-    for f, t in zip(frames, stacks.pairs, strict=True)
-  ]
+  stacks = [np.asarray(x) for x in _stacks(tree, params)]
   return [stacks[0][0], stacks[0][1], stacks[1][0]], np.asarray(tree['extra'])
 
 
@@ -57,7 +69,7 @@ def test_clipped_sum_equals_the_dense_oracle(norm, condition, canonical):
   padding = np.array([False, False, True, False, False])
   grads = test_utils.factor_gradients(factors, dense, extra)
   got, got_extra = _embedded(
-    _clip(params, grads, norm, 8.0, is_padding_example=jnp.asarray(padding)),
+    _clip_of_any_norm(params, grads, norm, padding),
     params,
   )
   points = [oracles.Point.from_factors(*f) for f in factors]
@@ -91,7 +103,7 @@ def test_scale_means_the_same_whatever_alpha_is():
   )  # dL/d left = scale G right
   tx = prism_optax.intrinsic_clip(2.0, layout=layout)
   params_small = test_utils.tree_of(small, np.ones(4))
-  got, _ = tx.update(grads, tx.init(params_small), params_small)
+  got, _ = jax.jit(tx.update)(grads, tx.init(params_small), params_small)
   want = _clip(params, test_utils.factor_gradients(factors, dense, extra), 2.0)
   # Frames of proportional factors are equal, so the coordinates are.
   jax.tree.map(
@@ -116,8 +128,8 @@ def test_bfloat16_gradients_are_clipped_in_float32(canonical):
 def test_batch_without_examples_gives_zeros(batch, canonical):
   factors, dense, extra, params = _problem(batch=4, canonical=canonical)
   grads = test_utils.factor_gradients(factors, dense, extra)
-  grads = jax.tree.map(lambda x: x[:batch] * jnp.nan, grads)
-  got = _clip(params, grads, 1.0, is_padding_example=jnp.ones(batch, bool))
+  grads = jax.tree.map(lambda x: np.asarray(x)[:batch] * np.nan, grads)
+  got = _clip(params, grads, 1.0, is_padding_example=np.ones(batch, bool))
   jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), got)
 
 
@@ -133,7 +145,7 @@ def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
   )
   clipped = _clip(params, grads, 100.0)
   hidden = {
-    name: {**x, 'lora_a': jnp.full_like(x['lora_a'], value)}
+    name: {**x, 'lora_a': np.full_like(x['lora_a'], value)}
     if name != 'extra'
     else x
     for name, x in grads.items()
@@ -145,7 +157,9 @@ def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
       np.testing.assert_allclose(
         with_hidden[name]['lora_b'], clipped[name]['lora_b'], atol=1e-4
       )
-  norm = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(with_hidden)))
+  norm = np.sqrt(
+    sum(np.sum(np.square(x)) for x in jax.tree.leaves(with_hidden))
+  )
   assert norm <= 8 * 100.0
 
 
@@ -153,9 +167,7 @@ def test_divisor_is_the_given_constant_not_the_batch():
   factors, dense, extra, params = _problem(batch=4)
   grads = test_utils.factor_gradients(factors, dense, extra)
   some = _clip(params, grads, 1.0, 10.0)
-  padded = jax.tree.map(
-    lambda x: jnp.concatenate([x, jnp.zeros_like(x)]), grads
-  )
+  padded = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x)]), grads)
   # Zeros are examples too; they add nothing and change no divisor.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-15),

@@ -15,7 +15,7 @@ Dims = optax.contrib.MuonDimensionNumbers
 
 def _apply(updates, **options):
   tx = transforms.orthogonalize(**options)
-  return tx.update(updates, tx.init(updates))[0]
+  return jax.jit(tx.update)(updates, tx.init(updates))[0]
 
 
 def _random(*shape, seed=0):
@@ -72,9 +72,11 @@ def test_agrees_with_optax_on_what_a_layout_means():
   ours = _apply(
     x, weight_dimension_numbers=dims, normalize='frobenius', steps=20
   )
-  theirs = optax.contrib._muon.orthogonalize_via_newton_schulz(
-    x, jnp.array([1.5, -0.5, 0.0]), 40, dimension_numbers=dims
-  )
+  theirs = jax.jit(
+    lambda x: optax.contrib._muon.orthogonalize_via_newton_schulz(
+      x, jnp.array([1.5, -0.5, 0.0]), 40, dimension_numbers=dims
+    )
+  )(x)
   np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
@@ -136,8 +138,9 @@ def test_without_nesterov_or_noise_it_is_one_step_of_the_source(x64):
   gradients = rng.standard_normal((4, 5, 3))
   tx = optax.chain(optax.trace(0.9), transforms.orthogonalize())
   state, m = tx.init(jnp.zeros((5, 3))), np.zeros((5, 3))
+  update = jax.jit(tx.update)
   for g in gradients:
-    out, state = tx.update(jnp.asarray(g), state)
+    out, state = update(g, state)
     m = 0.9 * m + g
     expected = muon_oracle.orthogonalize(m, 2, 5)
     np.testing.assert_allclose(out, expected, atol=1e-13)
@@ -169,19 +172,24 @@ def test_the_correction_is_subtract_bias_with_that_variance():
   key = jax.random.key(5)
   correction = transforms.BiasCorrection(0.2, 0.9, key, num_probes=3)
   tx = transforms.orthogonalize(bias_correction=correction, degree=1)
-  x = jnp.asarray(_random(4, 6))
-  state = tx.init(x)
-  for t in (1, 2, 3):
-    _, probe_key = jax.random.split(state.prng_key)
-    out, state = tx.update(x, state)
-    assert int(state.count) == t
-    expected = muon.subtract_bias(
+  x = _random(4, 6)
+
+  @jax.jit
+  def corrected(x, key, t):
+    _, probe_key = jax.random.split(key)
+    return muon.subtract_bias(
       lambda y: muon.newton_schulz(y, degree=1),
       x,
       jnp.sqrt(_orthogonalize.noise_variance(0.2, 0.9, t)),
       jax.random.split(probe_key, 1)[0],
       num_probes=3,
     )
+
+  state, update = tx.init(x), jax.jit(tx.update)
+  for t in (1, 2, 3):
+    expected = corrected(x, state.prng_key, t)
+    out, state = update(x, state)
+    assert int(state.count) == t
     np.testing.assert_allclose(out, expected, atol=1e-6)
   assert not np.allclose(out, _apply(x, degree=1), atol=1e-2)
 
@@ -201,13 +209,14 @@ def test_each_leaf_has_its_own_noise():
 def test_probes_are_fresh_each_step_and_reproducible():
   correction = transforms.BiasCorrection(0.2, 0.0, 7)
   tx = transforms.orthogonalize(bias_correction=correction)
-  x = jnp.asarray(_random(4, 6))
-  first, state = tx.update(x, tx.init(x))
-  second, _ = tx.update(x, state)
-  again, _ = jax.jit(tx.update)(x, tx.init(x))
+  x = _random(4, 6)
+  update = jax.jit(tx.update)  # The key is in the state.
+  first, state = update(x, tx.init(x))
+  second, _ = update(x, state)
+  again, _ = tx.update(x, tx.init(x))
   assert np.max(np.abs(first - second)) > 1e-3
   np.testing.assert_allclose(first, again, atol=1e-6)
   correction = correction._replace(prng_key=None)
   tx = transforms.orthogonalize(bias_correction=correction)
-  other, _ = tx.update(x, tx.init(x))
+  other, _ = update(x, tx.init(x))
   assert np.max(np.abs(first - other)) > 1e-3

@@ -124,8 +124,17 @@ def test_trajectories_of_the_published_optimizer(golden, name):
   assert _error(single, arrays, 'Z_after') < 2e-5
 
 
-@pytest.mark.parametrize('floor_mode', ['none', 'scalar', 'geometry'])
-@pytest.mark.parametrize('debias', [False, True])
+@pytest.mark.parametrize(
+  ('floor_mode', 'debias'),
+  [
+    ('none', False),
+    ('scalar', True),
+    ('geometry', False),
+    ('geometry', True),
+    pytest.param('none', True, marks=pytest.mark.slow),
+    pytest.param('scalar', False, marks=pytest.mark.slow),
+  ],
+)
 def test_every_floor_against_the_dense_oracle(floor_mode, debias):
   rng = np.random.default_rng(0)
   factors = oracles.random_factors(rng, 9, 7, 3, condition=4.0)
