@@ -6,6 +6,8 @@ statistic, epsilon is at least ``log((power - delta) / false positives)``; the
 counts are replaced by their confidence limits.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,9 +38,10 @@ def epsilon_lower_bound(first, second):
   return best
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def on_device(state, stddev, draws):
   hidden = jnp.broadcast_to(jnp.asarray(state, jnp.float32), (draws, 3))
-  key = jax.random.key(int(state[0] > 0))
+  key = jax.random.key((state[0] > 0).astype(int))
   return inference.privatize_hidden_states(
     hidden, key, l2_clip_norm=C, stddev=stddev
   )

@@ -12,14 +12,14 @@ ROWS, INNER, COLUMNS, RANK = 7, 5, 6, 2
 
 
 def _params(dtype=jnp.float32):
-  keys = iter(jax.random.split(jax.random.key(0), 5))
+  rng = np.random.default_rng(0)
   shapes = {
     'first': {'lora_a': (ROWS, RANK), 'lora_b': (RANK, INNER)},
     'second': {'lora_a': (INNER, RANK), 'lora_b': (RANK, COLUMNS)},
     'bias': (COLUMNS,),
   }
   return jax.tree.map(
-    lambda shape: jax.random.normal(next(keys), shape, dtype),
+    lambda shape: rng.standard_normal(shape).astype(dtype),
     shapes, is_leaf=lambda x: isinstance(x, tuple),
   )  # fmt: skip
 
@@ -34,18 +34,27 @@ def _losses(params, x, kernel):
   return jnp.sum(jnp.sin(y), (1, 2)) / x.shape[1]
 
 
-def _both(params, x, kernel):
+_batched = jax.jit(lora.per_example_gradients(_losses))
+
+
+@jax.jit
+def _mapped(params, x, kernel):
   def one(params, x):
     return _losses(params, x[None], kernel)[0]
 
-  batched = jax.jit(lora.per_example_gradients(_losses))(params, x, kernel)
-  return batched, jax.jit(jax.vmap(jax.grad(one), (None, 0)))(params, x)
+  return jax.vmap(jax.grad(one), (None, 0))(params, x)
+
+
+def _both(params, x, kernel):
+  return _batched(params, x, kernel), _mapped(params, x, kernel)
 
 
 def _data(size, tokens, dtype=jnp.float32):
-  keys = jax.random.split(jax.random.key(1))
-  x = jax.random.normal(keys[0], (size, tokens, ROWS), dtype)
-  return x, jax.random.normal(keys[1], (ROWS, INNER), dtype)
+  rng = np.random.default_rng(1)
+  return tuple(
+    rng.standard_normal(shape).astype(dtype)
+    for shape in ((size, tokens, ROWS), (ROWS, INNER))
+  )
 
 
 @pytest.mark.parametrize(('size', 'tokens'), [(4, 3), (1, 5), (6, 1)])
@@ -67,7 +76,7 @@ def test_flat_tokens_and_no_tokens_axis(x64):
       y = lora.per_example_product(x.reshape(shape), **copies)
       return jnp.sum(y.reshape(4, -1) ** 3, 1)
 
-    return lora.per_example_gradients(losses)(params, x)
+    return jax.jit(lora.per_example_gradients(losses))(params, x)
 
   want = gradients((4, 3, ROWS))
   for shape in ((12, ROWS), (4, 1, 3, ROWS)):
@@ -79,7 +88,7 @@ def test_flat_tokens_and_no_tokens_axis(x64):
 
 
 def test_no_examples():
-  grads = lora.per_example_gradients(_losses)(_params(), *_data(0, 3))
+  grads = _batched(_params(), *_data(0, 3))
   for grad, leaf in zip(*map(jax.tree.leaves, (grads, _params())), strict=True):
     assert grad.shape == (0, *leaf.shape)
 
@@ -87,9 +96,10 @@ def test_no_examples():
 @pytest.mark.parametrize('value', [np.nan, np.inf])
 def test_what_is_not_finite_stays_with_its_example(value):
   params, (x, kernel) = _params(), _data(4, 3)
-  clean = lora.per_example_gradients(_losses)(params, x, kernel)
-  spoiled = lora.per_example_gradients(_losses)(
-    params, x.at[1, 0, 0].set(value), kernel
+  odd = x.copy()
+  odd[1, 0, 0] = value
+  clean, spoiled = (
+    jax.device_get(_batched(params, each, kernel)) for each in (x, odd)
   )
   assert not np.isfinite(spoiled['first']['lora_a'][1]).all()
   others = np.array([0, 2, 3])
@@ -115,14 +125,14 @@ def test_the_diagnostic_tells_whether_examples_are_alone():
 
 def test_bfloat16_tokens_are_summed_in_float32():
   size, tokens = 2, 513
-  x = jnp.ones((size, tokens, 1), jnp.bfloat16)
-  params = {'lora_a': jnp.ones((1, 1)), 'lora_b': jnp.ones((1, 1))}
+  x = np.ones((size, tokens, 1), jnp.bfloat16)
+  params = {name: np.ones((1, 1), np.float32) for name in ('lora_a', 'lora_b')}
 
   def losses(params, x):
     y = lora.per_example_product(x, **params)
     return jnp.sum(y.astype(jnp.float32), (1, 2))
 
-  grads = lora.per_example_gradients(losses)(params, x)
+  grads = jax.device_get(jax.jit(lora.per_example_gradients(losses))(params, x))
   # 513 needs ten bits, and bfloat16 has eight.
   np.testing.assert_array_equal(grads['lora_a'].ravel(), tokens)
   np.testing.assert_array_equal(grads['lora_b'].ravel(), tokens)
@@ -134,9 +144,10 @@ def test_goes_through_the_chain_of_prism():
     0.1, l2_clip_norm=0.5, noise_multiplier=0.5, expected_batch_size=4,
     prng_key=0,
   )  # fmt: skip
-  state = tx.init(params)
+  state = jax.jit(tx.init)(params)
+  update = jax.jit(tx.update)
   one, other = (
-    tx.update(grads, state, params)[0] for grads in _both(params, x, kernel)
+    update(grads, state, params)[0] for grads in _both(params, x, kernel)
   )
   # The same noise; the sums of the gradients differ by roundings.
   jax.tree.map(

@@ -1,5 +1,7 @@
 """Initial factors: their spectra, their gauge, and the model they leave."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,22 +16,43 @@ def _params(dtype=jnp.float32):
   shapes = {'p': (6, 5, 3), 'q': (6, 5, 3), 's': (4, 7, 2)}
   tree = {
     name: {
-      'lora_a': jnp.zeros((n, r), dtype),
-      'lora_b': jnp.zeros((r, m), dtype),
+      'lora_a': np.zeros((n, r), dtype),
+      'lora_b': np.zeros((r, m), dtype),
     }
     for name, (m, n, r) in shapes.items()
   }
-  return tree | {'extra': jnp.ones(3, dtype)}
+  return tree | {'extra': np.ones(3, dtype)}
+
+
+@functools.partial(jax.jit, static_argnames=('method', 'size', 'layout'))
+def _compiled(params, key, **options):
+  return lora.initialize(params, key, **options)
+
+
+def _initialize(params, key, **options):
+  """Compiled: the many small operations take longer one by one."""
+  if isinstance(key, int):
+    key = jax.random.key(key)
+  return jax.device_get(_compiled(params, key, **options))
+
+
+@functools.partial(jax.jit, static_argnames=('layout', 'power_iterations'))
+def _compiled_residual(params, weights, key, **options):
+  return lora.spectral_residual(params, weights, key, **options)
+
+
+def _spectral_residual(*args, **options):
+  return jax.device_get(_compiled_residual(*args, jax.random.key(0), **options))
 
 
 def test_one_sided_factors_are_orthonormal_and_z_is_zero():
-  new = lora.initialize(_params(), 1)
+  new = _initialize(_params(), 1)
   for name in 'pqs':
     a, b = new[name]['lora_a'], new[name]['lora_b']
     np.testing.assert_allclose(a.T @ a, np.eye(a.shape[1]), atol=1e-6)
     assert not b.any()
   np.testing.assert_array_equal(new['extra'], 1)
-  wide = lora.initialize(_params(), 1, size=4.0)
+  wide = _initialize(_params(), 1, size=4.0)
   np.testing.assert_allclose(
     wide['p']['lora_a'], 4 * new['p']['lora_a'], rtol=1e-6
   )
@@ -39,9 +62,7 @@ def test_one_sided_factors_are_orthonormal_and_z_is_zero():
 def test_balanced_factors_have_the_singular_values_asked_for(scale):
   """Of Z as the model sees it, whatever the scale."""
   layout = lora.Layout(scale=scale)
-  new = lora.initialize(
-    _params(), 1, method='balanced', size=0.3, layout=layout
-  )
+  new = _initialize(_params(), 1, method='balanced', size=0.3, layout=layout)
   for z, rank in zip(test_utils.products_of(new), (3, 3, 2), strict=True):
     s = np.linalg.svd(scale * z, compute_uv=False)
     np.testing.assert_allclose(s, [0.3] * rank + [0] * (len(s) - rank),
@@ -65,10 +86,10 @@ def test_the_key_decides():
 def test_singular_vectors_are_uniform():
   """E[u u^T] = I / m: no axis is preferred, none has a preferred sign."""
   params = {
-    'lora_a': jnp.zeros((2000, 4, 1)),
-    'lora_b': jnp.zeros((2000, 1, 3)),
+    'lora_a': np.zeros((2000, 4, 1), np.float32),
+    'lora_b': np.zeros((2000, 1, 3), np.float32),
   }
-  a = np.asarray(lora.initialize(params, 0)['lora_a'])[..., 0]
+  a = _initialize(params, 0)['lora_a'][..., 0]
   # Entries have variance 1/4, their squares less than that: four errors.
   error = 4 / 2 / np.sqrt(2000)
   np.testing.assert_allclose(a.mean(0), 0, atol=error)
@@ -77,10 +98,10 @@ def test_singular_vectors_are_uniform():
 
 def test_initial_factors_in_bfloat16_and_stacks():
   params = {
-    'lora_a': jnp.zeros((3, 6, 2), jnp.bfloat16),
-    'lora_b': jnp.zeros((3, 2, 5), jnp.bfloat16),
+    'lora_a': np.zeros((3, 6, 2), jnp.bfloat16),
+    'lora_b': np.zeros((3, 2, 5), jnp.bfloat16),
   }
-  new = lora.initialize(params, 0, method='balanced', size=1.0)
+  new = _initialize(params, 0, method='balanced', size=1.0)
   assert new['lora_a'].dtype == jnp.bfloat16
   for z in np.float32(new['lora_a']) @ np.float32(new['lora_b']):
     s = np.linalg.svd(z, compute_uv=False)
@@ -120,16 +141,16 @@ def _decaying(rng, shape, rate=0.5):
 def test_the_best_approximation_goes_to_the_factors():
   rng = np.random.default_rng(0)
   weights = {
-    'p': {'kernel': jnp.asarray(_decaying(rng, (30, 20)))},
-    's': {'kernel': jnp.asarray(_decaying(rng, (2, 15, 25)))},
-    'other': jnp.arange(3),
+    'p': {'kernel': _decaying(rng, (30, 20))},
+    's': {'kernel': _decaying(rng, (2, 15, 25))},
+    'other': np.arange(3),
   }
   params = {
     'p': {'lora_a': jnp.ones((30, 3)), 'lora_b': jnp.ones((3, 20))},
     's': {'lora_a': jnp.ones((2, 15, 4)), 'lora_b': jnp.ones((2, 4, 25))},
   }
   layout = lora.Layout(scale=4.0)
-  new, frozen = lora.spectral_residual(params, weights, 0, layout=layout)
+  new, frozen = _spectral_residual(params, weights, layout=layout)
   for name, rank in (('p', 3), ('s', 4)):
     a, b = np.float64(new[name]['lora_a']), np.float64(new[name]['lora_b'])
     old = np.float64(weights[name]['kernel'])
@@ -149,9 +170,7 @@ def test_the_best_approximation_goes_to_the_factors():
   )
   np.testing.assert_allclose(gram_a, np.diag(np.diag(gram_a)), atol=1e-6)
   np.testing.assert_array_equal(frozen['other'], [0, 1, 2])
-  again, _ = lora.spectral_residual(
-    params, weights, jax.random.key(0), layout=layout
-  )
+  again, _ = _spectral_residual(params, weights, layout=layout)
   jax.tree.map(np.testing.assert_array_equal, new, again)
 
 
@@ -161,8 +180,8 @@ def test_power_iterations_help_on_a_flat_spectrum():
   params = {'p': {'lora_a': jnp.ones((60, 4)), 'lora_b': jnp.ones((4, 50))}}
   left = {}
   for iterations in (0, 8):
-    _, frozen = lora.spectral_residual(
-      params, {'p': {'kernel': jnp.asarray(w)}}, 0, power_iterations=iterations
+    _, frozen = _spectral_residual(
+      params, {'p': {'kernel': w}}, power_iterations=iterations
     )
     left[iterations] = np.linalg.norm(frozen['p']['kernel'])
   best = np.linalg.norm(w - oracles.best_approximation(np.float64(w), 4))
@@ -176,7 +195,7 @@ def test_a_flax_model_is_the_same_model(dtype):
   weights = jax.tree.map(
     lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, weights
   )
-  new, frozen = lora.spectral_residual(adapters, weights, 0)
+  new, frozen = _spectral_residual(adapters, weights)
   want = merging_test.run(graph, adapters, weights)
   got = merging_test.run(graph, new, frozen)
   # One rounding of the frozen weights, of norm about one.
@@ -188,19 +207,18 @@ def test_a_flax_model_is_the_same_model(dtype):
 def test_what_is_exchanged_is_relative_to_the_original_weights():
   """Trained factors on the residual, as rank 2r on the original, as merged."""
   graph, adapters, weights = merging_test.split(zero=True)
-  start, frozen = lora.spectral_residual(adapters, weights, 0)
+  start, frozen = _spectral_residual(adapters, weights)
   rng = np.random.default_rng(2)
   trained = jax.tree.map(
-    lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype),
-    start,
+    lambda x: x + (0.1 * rng.standard_normal(x.shape)).astype(x.dtype), start
   )
   want = merging_test.run(graph, trained, frozen)
-  change = lora.difference(trained, start)
+  change = jax.jit(lora.difference)(trained, start)
   assert jax.tree.leaves(change)[0].shape[-1] == 4
   on_original = merging_test.run(graph, change, weights)
   np.testing.assert_allclose(on_original, want, atol=3e-6)
-  none = jax.tree.map(jnp.zeros_like, start)
-  merged = lora.merge(trained, frozen)
+  none = jax.tree.map(np.zeros_like, start)
+  merged = jax.jit(lora.merge)(trained, frozen)
   np.testing.assert_allclose(
     merging_test.run(graph, none, merged), want, atol=3e-6
   )

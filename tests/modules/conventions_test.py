@@ -1,5 +1,7 @@
 """Every library's names and shapes, and refusal wherever two readings fit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,58 +14,59 @@ from prism_optax import lora
 from prism_optax._modules import _layout, find_modules
 
 # Names, shapes of a and b, an einsum for the change of the weight, and how the
-# weight becomes (*stack, inputs, outputs).
+# weight becomes (*stack, inputs, outputs). Every one is of 12 inputs and 20
+# outputs: they share a stack, so that one program does them all.
 CASES = {
-  'nnx': ('m/lora_a', 'm/lora_b', (6, 2), (2, 5), 'ir,ro->io', 'm'),
+  'nnx': ('m/lora_a', 'm/lora_b', (12, 2), (2, 20), 'ir,ro->io', 'm'),
   'nnx stacked': (
-    'm/lora_a', 'm/lora_b', (3, 6, 2), (3, 2, 5), 'lir,lro->lio', 'm',
+    'm/lora_a', 'm/lora_b', (3, 12, 2), (3, 2, 20), 'lir,lro->lio', 'm',
   ),
   'MaxText': (
-    'layers.q.lora_a', 'layers.q.lora_b', (6, 2), (2, 5), 'ir,ro->io',
+    'layers.q.lora_a', 'layers.q.lora_b', (12, 2), (2, 20), 'ir,ro->io',
     'layers.q',
   ),
   'qwix dot': (
-    'm/kernel_lora_a', 'm/kernel_lora_b', (6, 2), (2, 5), 'ir,ro->io',
+    'm/kernel_lora_a', 'm/kernel_lora_b', (12, 2), (2, 20), 'ir,ro->io',
     'm/kernel',
   ),
   'qwix einsum': (
-    'w_lora_a', 'w_lora_b', (6, 2), (2, 3, 4), 'ir,rhk->ihk', 'w',
+    'w_lora_a', 'w_lora_b', (12, 2), (2, 4, 5), 'ir,rhk->ihk', 'w',
   ),
   'qwix conv': (
-    'c/kernel_lora_a', 'c/kernel_lora_b', (3, 3, 4, 2), (2, 8),
+    'c/kernel_lora_a', 'c/kernel_lora_b', (3, 1, 4, 2), (2, 20),
     'xyir,ro->xyio', 'c/kernel',
   ),
   'qwix batched or scanned': (
-    'w_lora_a', 'w_lora_b', (7, 6, 2), (7, 2, 5), 'lir,lro->lio', 'w',
+    'w_lora_a', 'w_lora_b', (7, 12, 2), (7, 2, 20), 'lir,lro->lio', 'w',
   ),
-  'gemma q': ('q/lora/a', 'q/lora/b', (6, 2), (2, 3, 4), 'ir,rhk->ihk', 'q'),
+  'gemma q': ('q/lora/a', 'q/lora/b', (12, 2), (2, 4, 5), 'ir,rhk->ihk', 'q'),
   'gemma kv': (
-    'kv/lora/a', 'kv/lora/b', (6, 3), (3, 2, 1, 4), 'ir,rckh->ickh', 'kv',
+    'kv/lora/a', 'kv/lora/b', (12, 2), (2, 4, 1, 5), 'ir,rckh->ickh', 'kv',
   ),
   'gemma attn_vec': (
-    'o/lora/a', 'o/lora/b', (3, 4, 2), (2, 6), 'hkr,ro->hko', 'o',
+    'o/lora/a', 'o/lora/b', (3, 4, 2), (2, 20), 'hkr,ro->hko', 'o',
   ),
   'keras dense': (
-    'd/lora_kernel_a', 'd/lora_kernel_b', (6, 2), (2, 5), 'ir,ro->io', 'd',
+    'd/lora_kernel_a', 'd/lora_kernel_b', (12, 2), (2, 20), 'ir,ro->io', 'd',
   ),
   'keras einsum': (
-    'd/lora_kernel_a', 'd/lora_kernel_b', (6, 3, 2), (2, 4), 'ihr,rk->ihk',
+    'd/lora_kernel_a', 'd/lora_kernel_b', (4, 3, 2), (2, 20), 'ihr,rk->ihk',
     'd',
   ),
   'keras embedding': (
-    'e/lora_embeddings_a', 'e/lora_embeddings_b', (9, 2), (2, 5),
+    'e/lora_embeddings_a', 'e/lora_embeddings_b', (12, 2), (2, 20),
     'ir,ro->io', 'e',
   ),
   'PEFT': (
-    'x.q_proj.lora_A.weight', 'x.q_proj.lora_B.weight', (2, 6), (5, 2),
+    'x.q_proj.lora_A.weight', 'x.q_proj.lora_B.weight', (2, 12), (20, 2),
     'ri,or->io', 'x.q_proj',
   ),
   'PEFT with an adapter name': (
-    'q/lora_A/default/weight', 'q/lora_B/default/weight', (2, 6), (5, 2),
+    'q/lora_A/default/weight', 'q/lora_B/default/weight', (2, 12), (20, 2),
     'ri,or->io', 'q',
   ),
   'PEFT conv': (
-    'c.lora_A.weight', 'c.lora_B.weight', (2, 4, 3, 3), (8, 2, 1, 1),
+    'c.lora_A.weight', 'c.lora_B.weight', (2, 4, 3, 1), (20, 2, 1, 1),
     'rcxy,orzw->cxyo', 'c',
   ),
 }  # fmt: skip
@@ -73,8 +76,8 @@ def _tree(name, seed=0):
   a_name, b_name, a, b, einsum, module = CASES[name]
   rng = np.random.default_rng(seed)
   params = {
-    a_name: jnp.asarray(rng.standard_normal(a), jnp.float32),
-    b_name: jnp.asarray(rng.standard_normal(b), jnp.float32),
+    a_name: rng.standard_normal(a).astype(np.float32),
+    b_name: rng.standard_normal(b).astype(np.float32),
   }
   return params, (a_name, b_name, einsum, module)
 
@@ -85,10 +88,23 @@ def _weight_change(params, names):
   return np.einsum(einsum, a, b)
 
 
+# One case for each way the axes can lie: libraries that differ in their names
+# only differ in what is found, and not in what is done with it.
+LAYOUTS = list({case[4]: name for name, case in CASES.items()}.values())
+
+
+def _everything():
+  """A tree with a module of every layout: one program does them all."""
+  return {name: _tree(name)[0] for name in LAYOUTS}
+
+
+_deltas = jax.jit(lambda params: lora.deltas(params, dense=True))
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_deltas_are_the_changes_of_the_weight(name):
   params, names = _tree(name)
-  found = lora.deltas(params, dense=True)
+  found = _deltas(params)
   assert list(found) == [names[3]]
   z = np.asarray(found[names[3]])
   change = _weight_change(params, names)
@@ -97,31 +113,48 @@ def test_deltas_are_the_changes_of_the_weight(name):
   np.testing.assert_allclose(z, np.swapaxes(exact, -1, -2), atol=1e-5)
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_a_step_moves_z_by_the_tangent_projection_of_the_gradient(name):
-  """Without noise and preconditioner, against autodiff of the weight itself."""
-  params, names = _tree(name)
-  target = jnp.asarray(
-    np.random.default_rng(1).standard_normal(
-      _weight_change(params, names).shape
-    ),
-    jnp.float32,
-  )
+RATE = 1e-3
+
+
+@pytest.fixture(scope='module')
+def stepped():
+  """The targets of a loss in the weights, and a step without noise for it."""
+  targets = {
+    name: np.random.default_rng(1)
+    .standard_normal(_weight_change(*_tree(name)).shape)
+    .astype(np.float32)
+    for name in LAYOUTS
+  }
 
   def loss(params):
-    change = jnp.einsum(names[2], params[names[0]], params[names[1]])
-    return jnp.sum(target * change)
+    changes = (
+      jnp.einsum(CASES[name][4], *(tree[x] for x in CASES[name][:2]))
+      for name, tree in params.items()
+    )
+    return sum(
+      jnp.sum(targets[name] * change)
+      for name, change in zip(params, changes, strict=True)
+    )
 
-  rate = 1e-3
-  grads = jax.grad(loss)(params)
-  x = prism_optax.tangent_coordinates(params)(grads)
-  updates, _ = prism_optax.retract().update(
-    jax.tree.map(lambda x: -rate * x, x), (), params
-  )
-  new = jax.tree.map(jnp.add, params, updates)
-  z, moved = (
-    np.float64(lora.deltas(p, dense=True)[names[3]]) for p in (params, new)
-  )
+  @jax.jit
+  def step(params):
+    x = prism_optax.tangent_coordinates(params)(jax.grad(loss)(params))
+    updates, _ = prism_optax.retract().update(
+      jax.tree.map(lambda x: -RATE * x, x), (), params
+    )
+    return jax.tree.map(jnp.add, params, updates)
+
+  return targets, jax.device_get(step(_everything()))
+
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_a_step_moves_z_by_the_tangent_projection_of_the_gradient(
+  name, stepped
+):
+  """Without noise and preconditioner, against autodiff of the weight itself."""
+  params, names = _tree(name)
+  target, new = (x[name] for x in stepped)
+  z, moved = (np.float64(_deltas(p)[names[3]]) for p in (params, new))
   g = np.swapaxes(
     np.float64(target).reshape(*z.shape[:-2], z.shape[-1], z.shape[-2]), -1, -2
   )
@@ -130,20 +163,25 @@ def test_a_step_moves_z_by_the_tangent_projection_of_the_gradient(name):
   u, v = u[..., :rank], np.swapaxes(vt, -1, -2)[..., :rank]
   left, right = u @ np.swapaxes(u, -1, -2), v @ np.swapaxes(v, -1, -2)
   tangent = left @ g + g @ right - left @ g @ right
-  np.testing.assert_allclose(moved - z, -rate * tangent, atol=2e-4 * rate**0.5)
+  np.testing.assert_allclose(moved - z, -RATE * tangent, atol=2e-4 * RATE**0.5)
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_every_adapter_moves_in_a_private_step(name):
-  params, _ = _tree(name)
+@pytest.mark.slow  # Clips of many layouts: twenty seconds of compiling.
+def test_every_adapter_moves_in_a_private_step():
+  params = _everything()
   tx = prism_optax.prism(
-    0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=2
+    0.1,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=2,
+    prng_key=0,
   )
-  grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
-  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-  for leaf in jax.tree.leaves(updates):
-    assert jnp.all(jnp.isfinite(leaf))
-    assert jnp.any(leaf != 0)
+  grads = jax.tree.map(lambda x: np.ones((2, *x.shape), np.float32), params)
+  state = jax.jit(tx.init)(params)
+  updates = jax.device_get(jax.jit(tx.update)(grads, state, params)[0])
+  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+    assert np.all(np.isfinite(leaf)), path
+    assert np.any(leaf != 0), path
 
 
 def test_keras_lists_take_their_names_from_beside():
@@ -234,13 +272,19 @@ def test_no_coincidence_of_sizes_is_ever_read_wrongly(case, names):
 def test_scales_change_units_and_nothing_else():
   """alpha/r in the layout: the same Z, whichever way the factor is written."""
   params, _ = _tree('nnx')
-  loss_grads = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size * 3.0)).reshape(
-    3, *x.shape), params)  # fmt: skip
+  loss_grads = jax.tree.map(
+    lambda x: np.sin(np.arange(x.size * 3, dtype=np.float32)).reshape(
+      3, *x.shape
+    ),
+    params,
+  )
   scale = 4.0
 
+  @functools.partial(jax.jit, static_argnums=2)
   def step(params, grads, layout):
     tx = prism_optax.prism(
       0.1, l2_clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=3,
+      prng_key=0,
       layout=layout,
     )  # fmt: skip
     updates, _ = tx.update(grads, tx.init(params), params)

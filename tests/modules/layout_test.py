@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,23 +15,34 @@ from prism_optax._modules import LeafAxes
 def test_stacks_and_matrices_invert(rank):
   shape = (2, 3, 5, 7)
   others = [i for i in range(4) if i != rank]
-  for size in range(3):
-    for stack in itertools.permutations(others, size):
+  stacks = [
+    x for size in range(3) for x in itertools.permutations(others, size)
+  ]
+  leaf = np.arange(2 * 3 * 5 * 7).reshape(shape)
+
+  @jax.jit  # One program for all: they are small and many.
+  def there_and_back(leaf):
+    out = []
+    for stack in stacks:
       axes = LeafAxes.create('w', shape, rank, stack)
-      leaf = jnp.arange(2 * 3 * 5 * 7).reshape(shape)
       stacked = axes.to_stack(leaf)
-      np.testing.assert_array_equal(axes.from_stack(stacked), leaf)
       matrices = axes.matrix.to_matrices(stacked)
-      assert matrices.shape[-1] == shape[rank]
-      np.testing.assert_array_equal(
-        axes.matrix.from_matrices(matrices), stacked
-      )
-      # By hand: stack axes first, then features in order, then the rank.
-      features = [i for i in others if i not in stack]
-      expected = np.transpose(leaf, (*stack, *features, rank))
-      np.testing.assert_array_equal(
-        np.ravel(matrices), np.ravel(expected), err_msg=f'{stack=}'
-      )
+      back = axes.from_stack(stacked), axes.matrix.from_matrices(matrices)
+      out.append((stacked, matrices, *back))
+    return out
+
+  for stack, (stacked, matrices, again, stacked_again) in zip(
+    stacks, jax.device_get(there_and_back(leaf)), strict=True
+  ):
+    np.testing.assert_array_equal(again, leaf)
+    assert matrices.shape[-1] == shape[rank]
+    np.testing.assert_array_equal(stacked_again, stacked)
+    # By hand: stack axes first, then features in order, then the rank.
+    features = [i for i in others if i not in stack]
+    expected = np.transpose(leaf, (*stack, *features, rank))
+    np.testing.assert_array_equal(
+      np.ravel(matrices), np.ravel(expected), err_msg=f'{stack=}'
+    )
 
 
 def test_leading_batch_axes_pass_through():
