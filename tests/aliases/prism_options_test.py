@@ -170,6 +170,7 @@ def test_sensitivity_is_that_of_the_clip():
   assert tx.sensitivity() == pytest.approx(0.4)
 
 
+@pytest.mark.slow
 def test_hyper_parameters_may_be_injected():
   """A schedule of the learning rate and a traced noise multiplier."""
   tx = optax.inject_hyperparams(

@@ -170,7 +170,7 @@ def test_the_class_of_jax_privacy_is_used_where_it_exists(monkeypatch):
   module.AugmentedGradientTransformation = StandIn
   theirs = transforms.augmented_optimizer(_optimizer())
   assert type(theirs) is StandIn
-  params = _params()
+  params = {k: x for k, x in _params().items() if k != 'm1'}
   grads = jax.tree.map(lambda x: np.asarray(x)[0], _batch(params, 0))
 
   @jax.jit

@@ -123,7 +123,7 @@ def test_starts_from_a_zero_factor(x64):
 
 def test_float32_and_bfloat16_keep_float32_states():
   for dtype in (jnp.float32, jnp.bfloat16):
-    params = test_utils.tree_of(_factors(), dtype=dtype)
+    params = test_utils.tree_of(_factors()[:1], dtype=dtype)
     tx = prism_optax.orthogonalize_tangents()
     state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
@@ -139,7 +139,7 @@ def test_float32_and_bfloat16_keep_float32_states():
 
 
 def test_other_leaves_get_adam(x64):
-  params = test_utils.tree_of(_factors(), extra=np.arange(4.0))
+  params = test_utils.tree_of(_factors()[:1], extra=np.arange(4.0))
   tx = prism_optax.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
   adam = optax.scale_by_adam(0.8, 0.9, 1e-6)
   state, adam_state = tx.init(params), adam.init(jnp.arange(4.0))
