@@ -16,16 +16,25 @@ from prism_optax.inference import _mechanism
 
 KEY = jax.random.key(7)
 C = 1.5
+# The many small operations take longer one by one.
+privatize_hidden_states = jax.jit(
+  inference.privatize_hidden_states,
+  static_argnames=('l2_clip_norm', 'stddev', 'block_ndim'),
+)
+clip = jax.jit(_mechanism.clip, static_argnames=('l2_clip_norm', 'block_ndim'))
 
 
-def clipped(hidden, **kwargs):
+def clipped(hidden, privatize=privatize_hidden_states, **kwargs):
   """What the mechanism adds its noise to."""
   return np.asarray(
-    inference.privatize_hidden_states(
-      hidden, KEY, l2_clip_norm=C, stddev=0.0, **kwargs
-    ),
+    privatize(hidden, KEY, l2_clip_norm=C, stddev=0.0, **kwargs),
     np.float64,
   )
+
+
+def eagerly_clipped(hidden):
+  """One operation after the other, as NumPy would take them."""
+  return clipped(hidden, inference.privatize_hidden_states)
 
 
 def oracle(hidden, axes):
@@ -82,7 +91,7 @@ def test_long_vectors_stay_inside_the_bound(shape, dtype):
     hidden = np.full(size, np.sqrt(5.5e-8), np.float32)
     hidden[:large] = 1
     for states in (hidden, rng.normal(size=size).astype(np.float32) * 100):
-      found = _mechanism.clip(
+      found = clip(
         jnp.asarray(states.reshape(shape), dtype),
         l2_clip_norm=C,
         block_ndim=len(shape),
@@ -103,9 +112,7 @@ def test_what_is_not_finite_counts_as_zero_and_harms_nobody():
   )
   np.testing.assert_array_equal(clipped(hidden, block_ndim=2), 0)
   # It is noised like any other: whether it was finite does not show.
-  noised = inference.privatize_hidden_states(
-    hidden, KEY, l2_clip_norm=C, stddev=1.0
-  )
+  noised = privatize_hidden_states(hidden, KEY, l2_clip_norm=C, stddev=1.0)
   assert np.all(np.isfinite(noised))
   assert np.all(np.asarray(noised) != 0)
 
@@ -113,13 +120,17 @@ def test_what_is_not_finite_counts_as_zero_and_harms_nobody():
 def test_extreme_magnitudes_keep_their_direction():
   direction = np.array([3.0, -4.0, 0.0])
   huge = np.asarray(direction * 8e37, np.float32)
-  np.testing.assert_allclose(clipped(huge), C * direction / 5, rtol=2e-5)
+  np.testing.assert_allclose(
+    eagerly_clipped(huge), C * direction / 5, rtol=2e-5
+  )
   # Their squares underflow; they are below C and stay as they are.
   small = np.asarray(direction * 1e-30, np.float32)
-  np.testing.assert_allclose(clipped(small), small, rtol=1e-6)
-  np.testing.assert_array_equal(clipped(np.zeros((2, 3), np.float32)), 0)
+  np.testing.assert_allclose(eagerly_clipped(small), small, rtol=1e-6)
+  np.testing.assert_array_equal(
+    eagerly_clipped(np.zeros((2, 3), np.float32)), 0
+  )
   # Below the smallest normal number: something harmless, no NaN.
-  assert np.all(np.abs(clipped(np.full(3, 1e-40, np.float32))) <= 1e-35)
+  assert np.all(np.abs(eagerly_clipped(np.full(3, 1e-40, np.float32))) <= 1e-35)
 
 
 def test_masked_vectors_do_not_count_and_are_not_noised():
@@ -129,7 +140,7 @@ def test_masked_vectors_do_not_count_and_are_not_noised():
   hidden[0, 2] = np.nan  # Padding may hold anything.
   for block_ndim in (1, 2):
     found = np.asarray(
-      inference.privatize_hidden_states(
+      privatize_hidden_states(
         hidden,
         KEY,
         l2_clip_norm=C,
@@ -151,7 +162,7 @@ def test_masked_vectors_do_not_count_and_are_not_noised():
 def test_noise_is_gaussian_white_and_of_the_right_size(dtype, block_ndim):
   stddev = 2.5
   hidden = jnp.full((40, 50, 60), 3.0, dtype)
-  noised = inference.privatize_hidden_states(
+  noised = privatize_hidden_states(
     hidden, KEY, l2_clip_norm=C, stddev=stddev, block_ndim=block_ndim
   )
   assert noised.dtype == dtype
@@ -177,12 +188,10 @@ def test_noise_is_gaussian_white_and_of_the_right_size(dtype, block_ndim):
 
 
 def test_a_key_gives_one_noise_and_other_keys_others():
-  hidden = jnp.ones((4, 6))
+  hidden = np.ones((4, 6), np.float32)
 
   def draw(key):
-    return inference.privatize_hidden_states(
-      hidden, key, l2_clip_norm=C, stddev=1.0
-    )
+    return privatize_hidden_states(hidden, key, l2_clip_norm=C, stddev=1.0)
 
   first, second = draw(jax.random.key(1)), draw(jax.random.key(2))
   np.testing.assert_array_equal(first, draw(jax.random.key(1)))
@@ -210,9 +219,7 @@ def test_jit_and_vmap_change_nothing():
 
 def test_float64_states_are_computed_in_float64(x64):
   hidden = jnp.asarray(np.random.default_rng(4).normal(size=(3, 5)) * 9)
-  found = inference.privatize_hidden_states(
-    hidden, KEY, l2_clip_norm=C, stddev=0.0
-  )
+  found = privatize_hidden_states(hidden, KEY, l2_clip_norm=C, stddev=0.0)
   assert found.dtype == jnp.float64
   expected = oracle(hidden, -1) * (1 - 1e-5)
   np.testing.assert_allclose(found, expected, rtol=1e-14)
@@ -223,7 +230,7 @@ def test_lora_delta_is_the_dense_product():
   m, n, r = 5, 7, 2
   left, right = rng.normal(size=(m, r)), rng.normal(size=(n, r))
   hidden = rng.normal(size=(3, 4, n))
-  found = inference.lora_delta(hidden, left, right, scale=0.5)
+  found = jax.jit(inference.lora_delta)(hidden, left, right, scale=0.5)
   expected = 0.5 * np.einsum('...n,mn->...m', hidden, left @ right.T)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
   assert found.shape == (3, 4, m)
@@ -237,9 +244,7 @@ def test_delta_of_a_noised_state_is_unbiased_and_as_noisy_as_it_says():
   state = rng.normal(size=n)
   state *= C / np.linalg.norm(state) / 2  # Inside the bound: not clipped.
   hidden = jnp.asarray(np.tile(state, (draws, 1)), jnp.float32)
-  noised = inference.privatize_hidden_states(
-    hidden, KEY, l2_clip_norm=C, stddev=0.8
-  )
+  noised = privatize_hidden_states(hidden, KEY, l2_clip_norm=C, stddev=0.8)
   delta = np.asarray(inference.lora_delta(noised, left, right), np.float64)
   exact = left @ (right.T @ state)
   dense = left @ right.T
