@@ -56,11 +56,11 @@ batches = st.sampled_from(BATCHES)
 
 
 def draw_tree(name, seed, *, lead=(), scale=1.0, dtype=jnp.float32):
-  """Normal entries in the shapes of a tree."""
+  """Normal entries in the shapes of a tree, on the host."""
   rng = np.random.default_rng(seed)
   shapes, _ = TREES[name]
   return jax.tree.map(
-    lambda shape: jnp.asarray(scale * rng.normal(size=(*lead, *shape)), dtype),
+    lambda shape: (scale * rng.normal(size=(*lead, *shape))).astype(dtype),
     shapes,
     is_leaf=lambda x: isinstance(x, tuple),
   )
@@ -76,13 +76,11 @@ def spoiled(tree, oddity, seed):
   }[oddity]  # fmt: skip
   leaves, treedef = jax.tree.flatten(tree)
   which = seed % (len(leaves) + 1)  # Beyond the last: all of them.
-  return jax.tree.unflatten(
-    treedef,
-    [
-      x.at[0].set(value) if which in (i, len(leaves)) else x
-      for i, x in enumerate(leaves)
-    ],
-  )
+  leaves = [np.array(x) for x in leaves]
+  for i, x in enumerate(leaves):
+    if which in (i, len(leaves)):
+      x[0] = value
+  return jax.tree.unflatten(treedef, leaves)
 
 
 def layout_of(name):
@@ -97,7 +95,7 @@ def norm(tree):
 
 
 def is_finite(tree):
-  return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(tree))
+  return all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(tree))
 
 
 def shapes_of(tree):
