@@ -9,27 +9,20 @@ import numpy as np
 import psutil
 import pytest
 from dp_accounting import pld
-from finetuning import privacy, sampling, training
+from finetuning import privacy, sampling
 
 from tests.examples import training_test
 from tests.faults import divergence_test
 
 model = training_test.model
+noisy = training_test.noisy
 STEPS = 10_000
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps(model):
-  graphdef, start, frozen = model
-  method = training_test._method('prism', noise=0.5, learning_rate=1e-3,
-                                 params=start)  # fmt: skip
-  state = training.init_state(start, method)
-  step = training.make_step(
-    graphdef,
-    method,
-    expected_batch_size=training_test.BATCH,
-    microbatch_size=3,
-  )
+def test_ten_thousand_steps(model, noisy):
+  compiled, state = noisy('prism')
+  rate_and_frozen = np.float32(1e-3), model[2]
   examples = training_test._batch(40)
   seed = np.arange(4, dtype=np.uint32)
   plan = privacy.Plan(40, training_test.BATCH, 9, STEPS, 20.0, 1e-5)
@@ -41,12 +34,11 @@ def test_ten_thousand_steps(model):
     )  # fmt: skip
     return sampling.gather(examples, drawn)
 
-  compiled = training.compile_step(step, state, frozen, *batch_of(0))
   process, seen, keys, cut = psutil.Process(), [], set(), 0
   for number in range(STEPS):
     batch = batch_of(number)
     cut += not batch[1].any()
-    state, _ = compiled(state, frozen, *batch)
+    state, _ = compiled(state, rate_and_frozen, *batch)
     if number % 1000 == 999:
       jax.block_until_ready(state)
       gc.collect()
