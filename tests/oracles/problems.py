@@ -7,12 +7,16 @@ same data.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import prism_optax
 from prism_optax import fixed_rank
 from tests.oracles import oracles, test_utils
+
+_frame, _embed = jax.jit(fixed_rank.frame), jax.jit(fixed_rank.embed)
+_project = jax.jit(fixed_rank.project)
 
 
 class Dense(NamedTuple):
@@ -134,7 +138,7 @@ class Problem:
   def embed(self, params, tree):
     """A tree of tangent coordinates as dense matrices (m, n)."""
     modules = [
-      np.asarray(fixed_rank.embed(frame, fixed_rank.Tangent(*pair)))
+      np.asarray(_embed(frame, fixed_rank.Tangent(*pair)))
       for frame, pair in zip(
         self._frames(params), test_utils.factors_of(tree), strict=True
       )
@@ -144,8 +148,11 @@ class Problem:
   def coordinates(self, params, dense):
     """The tangent coordinates of the projection of dense matrices."""
     tangents = [
-      fixed_rank.project(
-        frame, fixed_rank.Tangent(g @ frame.right, g.T @ frame.left)
+      _project(
+        frame,
+        fixed_rank.Tangent(
+          g @ np.asarray(frame.right), g.T @ np.asarray(frame.left)
+        ),
       )
       for frame, g in zip(self._frames(params), dense.modules, strict=True)
     ]
@@ -158,6 +165,5 @@ class Problem:
 
   def _frames(self, params):
     return [
-      fixed_rank.frame(fixed_rank.Factors(jnp.asarray(a), jnp.asarray(b)))
-      for a, b in self._scaled_factors(params)
+      _frame(fixed_rank.Factors(*pair)) for pair in self._scaled_factors(params)
     ]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import fixed_rank, lora
+from prism_optax import lora
 from tests.oracles import optimizer_oracles, oracles, problems, test_utils
 
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
@@ -17,18 +17,6 @@ ONE_SHAPE = SHAPES[::2]
 STDDEV = 0.16
 
 x64 = pytest.mark.usefixtures('x64')
-
-
-_frame = jax.jit(fixed_rank.frame)
-
-
-class Problem(problems.Problem):
-  """Its frames compiled, not operation by operation."""
-
-  def _frames(self, params):
-    return [
-      _frame(fixed_rank.Factors(*pair)) for pair in self._scaled_factors(params)
-    ]
 
 
 # Single directions.
@@ -58,7 +46,7 @@ def unrelated_points(problem, count):
   """Points far from each other: transport has something to lose."""
   points = []
   for seed in range(count):
-    other = Problem(problem.shapes, seed=seed + 100)
+    other = problems.Problem(problem.shapes, seed=seed + 100)
     points.append(other.params(*other.start()))
   return points
 
@@ -70,7 +58,7 @@ def test_directions_follow_a_schedule_of_the_noise():
   # The last entry holds for the steps after it.
   seen = [*stddevs, 0.5, 0.5]
   for debias, shapes in ((False, SHAPES), (True, ONE_SHAPE)):
-    problem = Problem(shapes)
+    problem = problems.Problem(shapes)
     compare_with_oracle(
       problem,
       unrelated_points(problem, 6),
@@ -85,7 +73,7 @@ def test_directions_follow_a_schedule_of_the_noise():
 
 @x64
 def test_directions_without_noise_and_without_a_floor():
-  problem = Problem(ONE_SHAPE)
+  problem = problems.Problem(ONE_SHAPE)
   points = unrelated_points(problem, 3)
   options = optimizer_oracles.Options(floor_factor=0.0)
   plain = compare_with_oracle(
@@ -112,7 +100,7 @@ def test_directions_without_noise_and_without_a_floor():
 @pytest.mark.parametrize('stddev', [0.3, 3.0])
 def test_the_floor_bounds_the_direction(stddev):
   """||U||_F^2 <= ||m||_F^2 / floor (PRISM, Eq. 27)."""
-  problem = Problem(ONE_SHAPE)
+  problem = problems.Problem(ONE_SHAPE)
   tx = prism_optax.scale_by_rank_preconditioner(
     b1=0.0, b2=0.5, noise_stddev=stddev, floor_factor=2.0
   )
@@ -219,7 +207,7 @@ def largest_error(trajectory, target):
 @functools.cache
 def reference(dtype):
   """A problem, its start and its trajectory in the gauge of the start."""
-  problem = Problem(SHAPES)
+  problem = problems.Problem(SHAPES)
   params = problem.params(*problem.start(), dtype)
   return problem, params, train(problem, params)
 

@@ -1,31 +1,10 @@
-"""Breaks one line of the package at a time and sees which test notices.
-
-Run by hand or by the slow part of CI::
-
-  python tests/architecture/mutation_check.py  # all mutants, with a table
-  # Those with the word in the name:
-  python tests/architecture/mutation_check.py transport
-  python tests/architecture/mutation_check.py --privacy  # what CI runs
+"""Lines that, wrong, would be silent: where they are, and who must notice.
 
 Every mutant is a replacement of text that must occur exactly once, so that a
-changed line has its mutant looked at again. The tests named for it run on a
-copy of the repository, first unchanged (they must pass), then mutated (one
-must fail). Exit status 1 if a mutant survives.
+changed line has its mutant looked at again. ``check.py`` runs them.
 """
 
-import concurrent.futures
 import dataclasses
-import os
-import pathlib
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-
-ROOT = pathlib.Path(__file__).parents[2]
-TIMEOUT = 600  # Seconds for the tests of one mutant.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -665,80 +644,6 @@ MUTANTS = (
   ),
 )
 
-
-def environment():
-  """What compiled programs a run of the tests has left serves here too."""
-  return {
-    **os.environ,
-    'CI': 'true',  # Else pytest cuts its summary at the terminal's width.
-    'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache'),
-  }
-
-
-def first_failure(folder, tests, env):
-  """The first test that fails, or None; raises where nothing ran."""
-  for line in tests:
-    name, _, expression = line.partition(' ')
-    command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p']
-    command += ['no:cacheprovider', '--tb=no', f'tests/{name}']
-    command += ['-k', expression] if expression else []
-    done = subprocess.run(
-      command,
-      cwd=folder,
-      env=env,
-      capture_output=True,
-      text=True,
-      timeout=TIMEOUT,
-      check=False,
-    )
-    if done.returncode == 1:
-      found = re.search(r'^FAILED (.+?)(?: - (.*))?$', done.stdout, re.M)
-      test, reason = found.groups('') if found else (name, 'no summary')
-      # A mutant that cannot even run is no evidence for the test.
-      if re.match(r'(?!AssertionError)\w+(Error|Exception)\b', reason):
-        raise RuntimeError(f'{test} crashed: {reason}')
-      return test
-    if done.returncode:
-      # No test selected, or pytest itself failed: no evidence either way.
-      raise RuntimeError(f'{line}: {done.stdout[-2000:]}{done.stderr[-2000:]}')
-  return None
-
-
-def copy_to(folder, mutant=None):
-  """A copy of what the tests need, mutated."""
-  for name in ('prism_optax', 'tests', 'examples'):
-    shutil.copytree(
-      ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__')
-    )
-  shutil.copy(ROOT / 'pyproject.toml', folder)
-  if mutant is None:
-    return
-  path = folder / 'prism_optax' / mutant.path
-  text = path.read_text()
-  if text.count(mutant.old) != 1:
-    raise RuntimeError(
-      f'{mutant.name}: expected once in {mutant.path}: {mutant.old!r}'
-    )
-  path.write_text(text.replace(mutant.old, mutant.new))
-
-
-def run(mutant, env):
-  """(killed, what to print)."""
-  start = time.monotonic()
-  with tempfile.TemporaryDirectory() as folder:
-    try:
-      copy_to(pathlib.Path(folder), mutant)
-      killer = first_failure(folder, mutant.tests, env)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-      return False, f'BROKEN    {mutant.name}\n{error}'
-  seconds = time.monotonic() - start
-  verdict = 'killed' if killer else 'SURVIVED'
-  return bool(killer), (
-    f'{verdict:8}  {mutant.name:52}  {seconds:4.0f} s  '
-    f'{(killer or "").removeprefix("tests/")}'
-  )
-
-
 # What decides the guarantee of a chain: clip, noise, keys, order.
 PRIVACY = (
   '_lattice.py',
@@ -749,34 +654,3 @@ PRIVACY = (
   'transforms/_intrinsic_clip.py',
   'transforms/_privatizer.py',
 )
-
-
-def main(words):
-  mutants = [m for m in MUTANTS if all(w in m.name for w in words)]
-  if words == ['--privacy']:
-    mutants = [m for m in MUTANTS if m.path in PRIVACY]
-  if not mutants:
-    print('No mutant has these words in its name.')
-    return 1
-  env = environment()
-  selections = sorted({t for m in mutants for t in m.tests})
-  with (
-    tempfile.TemporaryDirectory() as folder,
-    concurrent.futures.ThreadPoolExecutor(2) as pool,
-  ):
-    copy_to(pathlib.Path(folder))
-    unchanged = pool.map(lambda t: first_failure(folder, [t], env), selections)
-    failures = [f for f in unchanged if f]
-    if failures:
-      print('These fail without any mutant:', *failures, sep='\n  ')
-      return 1
-    survivors = 0
-    for killed, line in pool.map(lambda m: run(m, env), mutants):
-      survivors += not killed
-      print(line, flush=True)
-  print(f'{len(mutants) - survivors} of {len(mutants)} mutants killed')
-  return 1 if survivors else 0
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv[1:]))
