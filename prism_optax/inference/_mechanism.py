@@ -142,11 +142,12 @@ def clip(
   states = xp.where(finite, states, 0)
   # In units of the largest entry no square overflows. Both are scaled by a
   # power of two before: devices divide by multiplying with the reciprocal, and
-  # take it for zero where it is below the smallest normal number.
+  # take it for zero where it is below the smallest normal number. The power
+  # depends on the data, or compilers would cancel it.
   largest = xp.max(xp.abs(states), axis=axes, keepdims=True, initial=0)
-  tiny = largest < xp.finfo(states.dtype).tiny * 2**10
-  unit = xp.where(tiny, 1, largest)
-  direction = xp.where(tiny, 0, states * 2**-8 / (unit * 2**-8))
+  unit = xp.where(largest < xp.finfo(states.dtype).tiny * 2**10, 1, largest)
+  power = xp.where(unit > 1, 2.0**-64, 2.0**64).astype(states.dtype)
+  direction = states * power / (unit * power)
   norm = xp.sqrt(xp.sum(xp.square(direction), axis=axes, keepdims=True))
   bound = xp.asarray(l2_clip_norm, states.dtype) * (1 - _MARGIN)
   clipped: Array = direction * xp.minimum(unit, bound / xp.maximum(norm, 1))
