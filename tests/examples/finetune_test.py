@@ -307,7 +307,7 @@ def _start(*argv: str) -> subprocess.Popen:
 def _finish(*argv: str) -> str:
   process = _start(*argv)
   try:
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=580)
   finally:
     process.kill()
   assert process.returncode == 0, err
@@ -315,6 +315,7 @@ def _finish(*argv: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
   output = _finish('--output', str(tmp_path / 'digits'))
   accuracy = {}
@@ -331,6 +332,7 @@ def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_short_run_on_real_sentences(tmp_path):
   folder = conftest.shared_data()
   if folder is None or not (folder / 'sst2' / 'train.jsonl').exists():
