@@ -497,7 +497,7 @@ MUTANTS = (
     PRECONDITIONER,
     'variance * frame.left_mask',
     'variance * (frame.left_mask + jnp.eye(frame.left_mask.shape[-1])) / 2',
-    (DEFICIENT,),
+    ('transforms/rank_preconditioner_test.py counted_where',),
   ),
   Mutant(
     'bias correction of the noise forgotten',

@@ -97,6 +97,25 @@ def test_directions_without_noise_and_without_a_floor():
 
 
 @x64
+def test_noise_is_counted_where_a_direction_is_observed():
+  """A factor that has lost a column shows one direction less to the other."""
+  rank, b2 = 3, 0.9
+  problem = problems.Problem([(8, 6, rank)])
+  ((left, right),), extra = problem.start()
+  left[:, 1] = left[:, 0]
+  params = problem.params([(left, right)], extra)
+  tx = prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV, b2=b2)
+  coordinates = problem.coordinates(params, problem.ambient_noise(0))
+  _, state = jax.jit(tx.update)(coordinates, tx.init(params), params)
+  (moments,) = state.pairs
+  once = (1 - b2) * STDDEV**2  # What one step has seen in each direction.
+  for noise, observed in zip(moments.noise, (rank, rank - 1), strict=True):
+    spectrum = np.linalg.eigvalsh(noise[0]) / once
+    expected = np.arange(rank) >= rank - observed
+    np.testing.assert_allclose(spectrum, expected, atol=1e-12)
+
+
+@x64
 @pytest.mark.parametrize('stddev', [0.3, 3.0])
 def test_the_floor_bounds_the_direction(stddev):
   """||U||_F^2 <= ||m||_F^2 / floor (PRISM, Eq. 27)."""
