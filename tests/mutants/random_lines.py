@@ -32,6 +32,8 @@ from tests.mutants.copies import ROOT
 RESULTS = pathlib.Path(__file__).with_suffix('.json')
 LINES = ROOT / '.jax_cache' / 'lines.json'
 FAST = ('-m', 'not slow')
+# A loop without an end is noticed by the time limit of one test.
+IMPATIENT = ('-x', '--timeout=90', '--timeout-method=thread')
 TIMEOUT = 900  # Seconds for one mutant; beyond it, it hangs.
 
 
@@ -107,7 +109,9 @@ def verdict(path, edit, found):
       folder = pathlib.Path(name)
       copies.write(folder, row['path'], changed)
       try:
-        done = copies.run_tests(folder, *FAST, '-x', *tests, timeout=TIMEOUT)
+        done = copies.run_tests(
+          folder, *FAST, *IMPATIENT, *tests, timeout=TIMEOUT
+        )
         killed = re.search(r'^(?:FAILED|ERROR) (\S+)', done.stdout, re.M)
         row['verdict'] = 'killed' if done.returncode else 'survived'
         row['by'] = killed[1] if killed else ''
