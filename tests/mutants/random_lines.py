@@ -114,7 +114,8 @@ def verdict(path, edit, found):
         )
         killed = re.search(r'^(?:FAILED|ERROR) (\S+)', done.stdout, re.M)
         row['verdict'] = 'killed' if done.returncode else 'survived'
-        row['by'] = killed[1] if killed else ''
+        if done.returncode:  # A process that ran too long says no more.
+          row['by'] = killed[1] if killed else 'the time limit'
       except subprocess.TimeoutExpired:
         row['verdict'] = 'killed'
         row['by'] = 'the time limit'
