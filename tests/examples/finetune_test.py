@@ -297,7 +297,12 @@ def _start(*argv: str) -> subprocess.Popen:
   path = [str(conftest.ROOT), os.environ.get('PYTHONPATH', '')]
   return subprocess.Popen(
     [sys.executable, str(SCRIPT), *argv],
-    env=os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, path))},
+    # Minutes of training: what is saved in compiling would be lost in running.
+    env=os.environ
+    | {
+      'PYTHONPATH': os.pathsep.join(filter(None, path)),
+      'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false',
+    },
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
