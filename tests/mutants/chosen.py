@@ -529,6 +529,13 @@ MUTANTS = (
   ),
   # Accounting.
   Mutant(
+    'probes with the key of the noise',
+    'aliases/_dp_muon.py',
+    'jax.random.key_data(jax.random.fold_in(key, _PROBES))',
+    'jax.random.key_data(key)',
+    ('aliases/dp_muon_test.py keys_of_probes_and_noise',),
+  ),
+  Mutant(
     'several clipped matrices with the multiplier of one',
     'transforms/_clip_groups.py',
     'return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)',
@@ -555,6 +562,13 @@ MUTANTS = (
     'delta / len(self._FACTORS)',
     'delta',
     ('accounting/filters_test.py share_delta',),
+  ),
+  Mutant(
+    'a power of two that compilers cancel',
+    'inference/_mechanism.py',
+    'power = xp.where(unit > 1, 2.0**-64, 2.0**64).astype(states.dtype)',
+    'power = 2.0**-8',
+    ('inference/mechanism_test.py extreme_magnitudes',),
   ),
   Mutant(
     'hidden states are clipped to C without a margin',
