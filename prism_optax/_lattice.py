@@ -7,11 +7,6 @@ so that every output can come from every x, with the probability that the law of
 the noise says, and nothing else reaches what leaves: the conversion to a float
 is a function of the integer sum.
 
-The generator is Threefry-4x32 with 20 rounds (Salmon et al. 2011): a block of
-128 bits is a function of the key and of a counter, in additions, rotations and
-exclusive ors of 32-bit words. It gives the same bits on every platform and
-under any sharding, and fuses with what consumes them.
-
 The noise is an integer drawn in integer arithmetic of 32 bits: a cell of 4096
 steps from the discrete Gaussian, by an alias table, and four uniform positions
 within it, which smooth the cells to a spline. How far its law is from that of a
@@ -28,57 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _randomness
+from prism_optax import _generators, _randomness
 from prism_optax._types import DTypeLike, Scalar
-
-# Rotations of the even and of the odd rounds, in turn.
-_ROTATIONS = (
-  (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20),
-)  # fmt: skip
-_PARITY = 0x1BD11BDA
-
-
-def threefry4x32(
-  key: Sequence[jax.Array], counter: Sequence[jax.Array]
-) -> list[jax.Array]:
-  """The block of a counter: four words of 32 bits.
-
-  All arrays hold unsigned 32-bit integers and broadcast. The rounds are
-  unrolled in Python, so that XLA fuses them into the consumer.
-  """
-
-  def mixed(
-    x: jax.Array, y: jax.Array, distance: int
-  ) -> tuple[jax.Array, jax.Array]:
-    x = x + y
-    y = (y << jnp.uint32(distance)) | (y >> jnp.uint32(32 - distance))
-    return x, x ^ y
-
-  schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ jnp.uint32(_PARITY)]
-  a, b, c, d = (x + k for x, k in zip(counter, schedule, strict=False))
-  for i in range(20):
-    first, second = _ROTATIONS[i % 8]
-    a, b = mixed(a, b, first)
-    c, d = mixed(c, d, second)
-    b, d = d, b  # The next round pairs the words crosswise.
-    if i % 4 == 3:
-      injection = i // 4 + 1
-      a, b, c, d = (
-        x + schedule[(injection + j) % 5] for j, x in enumerate((a, b, c, d))
-      )
-      d = d + jnp.uint32(injection)
-  return [a, b, c, d]
-
-
-def positions(shape: tuple[int, ...]) -> jax.Array:
-  """The index of each entry in row-major order, in an array of that shape."""
-  strides = np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1]
-  total = jnp.zeros(shape, jnp.uint32)
-  for axis, stride in enumerate(strides[: len(shape)]):
-    iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    total += jnp.uint32(stride) * iota
-  return total
-
 
 _CELL_BITS = 12
 _CELL = 1 << _CELL_BITS  # Steps.
@@ -105,8 +51,10 @@ def cell_weights() -> list[int]:
   cells = range(-half + 1, half)
   law = [math.exp(-(j**2) / (2 * variance)) for j in cells]
   total = math.fsum(law)
-  weights = [0, *(int(p / total * 2**64) for p in law)]
-  weights[half] += 2**64 - sum(weights)  # Rounding, and less than 2^12.
+  # Up: far out no cell is less likely than it should be, which would count by
+  # exp(epsilon). The cell in the middle pays for it, 2^12 of its 2^55 units.
+  weights = [0, *(math.ceil(p / total * 2**64) for p in law)]
+  weights[half] += 2**64 - sum(weights)
   return weights
 
 
@@ -221,12 +169,11 @@ def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
 
 @jax.jit  # Compiled as one loop also where the caller does not use jit.
 def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
-  """Adds noise made of the blocks ``(position, leaf)`` to one leaf."""
+  """Adds the noise of the entries of leaf number ``leaf``."""
   # The last axis of a factor is its rank, too short for a vectorised loop: it
   # is merged with the one before. Earlier axes stay, they may be sharded.
   high, low = (y.reshape(*y.shape[:-2], -1) for y in (x.high, x.low))
-  counter = [positions(low.shape), leaf, jnp.uint32(0), jnp.uint32(0)]
-  low = low + integers(threefry4x32(key, counter))
+  low = low + integers(_generators.words(key, low.shape, leaf))
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
 
 

@@ -2,9 +2,11 @@
 
 A key is a secret of the mechanism: whoever has it can subtract the noise. So
 keys of noise have 128 bits: one of 64 could be found by trying, and so could an
-integer of which 32 bits are kept.
+integer of which 32 bits are kept. A key of 256 bits, two typed keys of 128, is
+one of ChaCha20.
 """
 
+import math
 import numbers
 import os
 from typing import Any
@@ -14,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from prism_optax import _generators, _validate
 from prism_optax._types import ArrayTree, PRNGKeyLike
 
 # Named, whatever `jax_default_prng_impl` says. 'rbg' holds four words, and
 # splits and folds them by Threefry; its own generator of bits is not used here.
+CHACHA20 = 'chacha20'
 _IMPLEMENTATIONS = {2: 'threefry2x32', 4: 'rbg'}
 
 
@@ -26,10 +30,13 @@ def check_key(name: str, prng_key: PRNGKeyLike, *, words: int = 2) -> None:
 
   Args:
     name: Name of the argument, for the error message.
-    prng_key: What was given.
+    prng_key: What was given; for noise also ``'chacha20'``.
     words: Number of 32-bit words that an integer must fit in.
   """
   if prng_key is None:
+    return
+  if isinstance(prng_key, str) and words == 4:
+    _validate.one_of(name, prng_key, (CHACHA20,))
     return
   if isinstance(prng_key, numbers.Integral) and not isinstance(prng_key, bool):
     if not 0 <= prng_key < 1 << 32 * words:
@@ -48,8 +55,8 @@ def check_key(name: str, prng_key: PRNGKeyLike, *, words: int = 2) -> None:
       f'Expected {name} to be None, an int or a typed key (jax.random.key), got'
       f' {type(prng_key).__name__} of dtype {dtype}.'
     )
-  if prng_key.shape:
-    raise ValueError(f'Expected {name} to be one key, got {prng_key.shape=}.')
+  if shape := getattr(prng_key, 'shape', ()):
+    raise ValueError(f'Expected {name} to be one key, got prng_key.{shape=}.')
 
 
 def resolve_key(
@@ -57,33 +64,38 @@ def resolve_key(
 ) -> jax.Array:
   """Makes a typed key in its own memory. Every ``init`` calls this.
 
-  None reads the operating system's entropy source at each call. Where several
-  processes train together, all must call this, and all get the bits of the
-  first one: noise that differed between the copies of one release would make
-  several releases of it.
+  None reads the operating system's entropy source at each call, and so does
+  ``'chacha20'``. Where several processes train together, all must call this,
+  and all get the bits of the first one: noise that differed between the copies
+  of one release would make several releases of it.
 
   Args:
     name: Name of the argument, for the error message.
-    prng_key: None, a seed or a typed key, which is copied.
+    prng_key: None, ``'chacha20'``, a seed or a typed key, which is copied.
     params: What ``init`` was called with; it shows whether JAX is tracing.
     words: Number of 32-bit words of a new key: 4 for noise, which hides
       something; 2 for starting values and probes.
 
+  Returns:
+    A typed key of shape (); of shape (2,) for ChaCha20.
+
   Raises:
-    ValueError: If ``prng_key`` is None while tracing. The compiled program
+    ValueError: If a fresh key is asked for while tracing. The compiled program
       would contain one seed and draw the same noise whenever it runs. Also for
       an integer that does not fit in the words.
   """
   check_key(name, prng_key, words=words)
-  if prng_key is None:
+  if prng_key is None or isinstance(prng_key, str):
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
       raise ValueError(
-        f'{name}=None takes a fresh seed from the operating system and cannot'
-        ' be used while tracing (jit, eval_shape): the seed would become a'
-        ' constant of the compiled program. Call `init` outside of jit, or pass'
-        f' {name}.'
+        f'{name}={prng_key!r} takes a fresh seed from the operating system and'
+        ' cannot be used while tracing (jit, eval_shape): the seed would become'
+        ' a constant of the compiled program. Call `init` outside of jit, or'
+        f' pass {name}.'
       )
-    data: Any = np.frombuffer(os.urandom(4 * words), np.uint32)
+    shape = (2, words) if prng_key == CHACHA20 else (words,)
+    fresh = os.urandom(4 * math.prod(shape))
+    data: Any = np.frombuffer(fresh, np.uint32).reshape(shape)
     if jax.process_count() > 1:
       data = np.asarray(multihost_utils.broadcast_one_to_all(data))
   elif isinstance(prng_key, numbers.Integral):
@@ -98,11 +110,27 @@ def resolve_key(
   )
 
 
+def split(prng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The next key of a state, and one for what is drawn now."""
+  if not prng_key.shape:
+    next_key, key = jax.random.split(prng_key)
+    return next_key, key
+  # One block under the old key, which cannot be found from the next one. No
+  # noise is drawn under a key of a state.
+  zero = jnp.zeros((), jnp.uint32)
+  block = jnp.stack(_generators.chacha20(key_words(prng_key), [zero] * 4))
+  keys = jax.random.wrap_key_data(
+    block.reshape(2, 2, 4), impl=_IMPLEMENTATIONS[4]
+  )
+  return keys[0], keys[1]
+
+
 def key_words(prng_key: Any) -> list[jax.Array]:
-  """The four words of a key.
+  """The words of a key: four, or the eight of ChaCha20.
 
   Those of a key of two words come last, behind zeros: a seed is the same key
   whether it came as an integer or as ``jax.random.key(seed)``.
   """
-  data = jax.random.key_data(prng_key).astype(jnp.uint32)
-  return list(jnp.concatenate([jnp.zeros(4 - data.size, jnp.uint32), data]))
+  data = jax.random.key_data(prng_key).astype(jnp.uint32).ravel()
+  missing = jnp.zeros(max(4 - data.size, 0), jnp.uint32)
+  return list(jnp.concatenate([missing, data]))

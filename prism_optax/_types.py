@@ -13,6 +13,9 @@ Scalar: TypeAlias = float | jax.Array
 ScalarOrSchedule: TypeAlias = Scalar | Callable[..., jax.typing.ArrayLike]
 # Any tree of arrays, not parameters alone.
 ArrayTree: TypeAlias = optax.Params
-# A seed or a typed key (``jax.random.key``); None for the operating system's.
-PRNGKeyLike: TypeAlias = int | jax.Array | None
+# A seed or a typed key (``jax.random.key``); None for a fresh one of the
+# operating system's. Noise takes 'chacha20' as well: fresh, for this generator.
+PRNGKeyLike: TypeAlias = int | jax.Array | str | None
+# How many updates noise is for: a number, 'unlimited', or None for no say.
+StepsLike: TypeAlias = int | str | None
 DTypeLike: TypeAlias = jax.typing.DTypeLike

@@ -232,7 +232,7 @@ def correlated_privatizer(
     lambda key: noise_addition.matrix_factorization_privatizer(
       matrix, stddev=stddev, prng_key=key
     ),
-    horizon=steps,
+    steps=steps,
     prng_key=key,
     layout=layout,
   )

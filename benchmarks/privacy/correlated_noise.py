@@ -70,7 +70,7 @@ def transformation(kind: str, coordinates: str, key: jax.Array):
     privatizer = noise_addition.matrix_factorization_privatizer(
       matrix, stddev=stddev, prng_key=key
     )
-    return prism_optax.tangent_privatizer(privatizer=privatizer, horizon=STEPS)
+    return prism_optax.tangent_privatizer(privatizer=privatizer, steps=STEPS)
   return methods.correlated_privatizer(matrix, stddev, STEPS, key)
 
 

@@ -17,7 +17,7 @@ from prism_optax.accounting._gaussian import (
   gaussian_delta,
   gaussian_epsilon,
   gaussian_mu,
-  release_distance,
+  release_guarantee,
 )
 from prism_optax.accounting._matrix_mechanism import (
   calibrate_matrix_mechanism,
@@ -32,6 +32,6 @@ __all__ = [
   'epsilon', 'gaussian_delta', 'gaussian_epsilon', 'gaussian_mu',
   'joint_noise_multiplier', 'matrix_mechanism_event',
   'matrix_mechanism_sensitivity', 'privacy_statement',
-  'release_distance',
+  'release_guarantee',
 ]
 # fmt: on

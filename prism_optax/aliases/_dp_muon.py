@@ -17,6 +17,7 @@ from prism_optax._types import (
   PRNGKeyLike,
   Scalar,
   ScalarOrSchedule,
+  StepsLike,
 )
 from prism_optax.transforms import _clip_groups, _privatizer
 from prism_optax.transforms._clip_groups import NormsLike
@@ -71,7 +72,7 @@ def _consistent_rms(
 
 def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
   """A key for public probes, independent of all draws of the noise key."""
-  if prng_key is None:
+  if prng_key is None or isinstance(prng_key, str):
     return None  # A second seed from the operating system.
   key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
   words = jax.random.key_data(jax.random.fold_in(key, _PROBES))
@@ -87,7 +88,7 @@ def dp_muon(
   prng_key: PRNGKeyLike = None,
   momentum: Scalar = 0.95,
   degree: int = 2,
-  steps: int = 5,
+  ns_steps: int = 5,
   normalize: str = 'max1',
   noise_split: str = 'equal',
   weight_dimension_numbers: DimensionNumbersLike = None,
@@ -101,6 +102,7 @@ def dp_muon(
   adam_b1: Scalar = 0.9,
   adam_b2: Scalar = 0.999,
   adam_eps: Scalar = 1e-8,
+  steps: StepsLike = None,
 ) -> _per_example.BoundedSensitivityTransformation:
   """DP-Muon (arXiv:2605.12994) for trees with matrices and other leaves.
 
@@ -143,12 +145,13 @@ def dp_muon(
     expected_batch_size: B, a public constant: sampling probability times the
       size of the data set, not the size of the batch at hand.
     prng_key: Key of the noise. None takes a seed from the operating system in
-      ``init`` (outside of ``jit``). An int or a typed key makes noise that
+      ``init`` (outside of ``jit``), ``'chacha20'`` one for that generator. An
+      int or a typed key makes noise that
       anybody who knows it can repeat. Call ``init`` once per privacy budget: a
       second call with the same key repeats the noise.
     momentum: beta of the heavy ball, in [0, 1).
     degree: Degree kappa of the Newton-Schulz polynomial.
-    steps: Number q of its steps.
+    ns_steps: Number q of its steps.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``: see
       :func:`prism_optax.muon.newton_schulz`.
     noise_split: ``'equal'`` multipliers for all groups, or ``'least_energy'``:
@@ -177,6 +180,10 @@ def dp_muon(
     adam_b1: Adam's decay of the first moment.
     adam_b2: Adam's decay of the second moment.
     adam_eps: Adam's constant under the fraction.
+    steps: The number of updates that were accounted for. Beyond it nothing is
+      released: an update raises where the step count is known, and under
+      ``jit`` the noisy mean is zero. A ``privatizer`` needs it, or
+      ``'unlimited'``: see :func:`prism_optax.tangent_privatizer`.
 
   Returns:
     A transformation with ``update(per_example_grads, state, params,
@@ -202,8 +209,8 @@ def dp_muon(
     >>> updates['w'].shape, updates['bias'].shape
     ((3, 4), (4,))
   """
-  _privatizer.check_source(
-    'noise_multiplier', noise_multiplier, prng_key, privatizer
+  last = _privatizer.check_source(
+    'noise_multiplier', noise_multiplier, prng_key, privatizer, steps
   )
   _validate.positive('expected_batch_size', expected_batch_size)
   _validate.decay_rate('momentum', momentum)
@@ -247,7 +254,7 @@ def dp_muon(
   parts: list[optax.GradientTransformation] = []
   if privatizer is not None:
     parts += [clip] * per_example_gradients
-    parts.append(_in_units(units_of, privatizer))
+    parts.append(_in_units(units_of, _privatizer.limited(privatizer, last)))
   elif noise_multiplier is not None:
     stddev = noise_multiplier / expected_batch_size
 
@@ -267,7 +274,7 @@ def dp_muon(
       optax.GradientTransformationExtraArgs(clip.init, update_clip)
       if per_example_gradients
       else optax.stateless(lambda x, _: jax.tree.map(at_least_float32, x)),
-      _privatizer.gaussian(list_of_stddevs, prng_key),
+      _privatizer.gaussian(list_of_stddevs, prng_key, last),
     ]
     if bias_correction_probes:
       bias_correction = BiasCorrection(
@@ -289,7 +296,7 @@ def dp_muon(
     # On the whole tree: the noise of a leaf depends on how many groups it has.
     orthogonalize(
       degree=degree,
-      steps=steps,
+      steps=ns_steps,
       normalize=normalize,
       bias_correction=bias_correction,
       weight_dimension_numbers=weight_dimension_numbers,

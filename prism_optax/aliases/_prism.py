@@ -52,8 +52,8 @@ def prism(
   weight_decay: Scalar = 0.1,
   b1: Scalar = 0.9,
   b2: Scalar = 0.999,
-  eps: Scalar = 1e-8,
   floor_factor: Scalar = 1.0,
+  steps: int | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """PRISM: differentially private training of LoRA adapters on the manifold.
@@ -90,6 +90,8 @@ def prism(
   one factor zero             the usual start: the first step keeps the column
                               space of the other, then both have full rank
   both factors zero           ValueError in ``init``, where values are known
+  more than ``steps``         ValueError; under ``jit`` nothing is released:
+                              moments and decay alone move the parameters
   rank above min(m, n)        ValueError
   leaves that are no factors  clipped and noised along, then Adam with the same
                               floor; no weight decay
@@ -118,8 +120,9 @@ def prism(
     expected_batch_size: b, a public constant: sampling rate times declared
       size of the data set. Never the realised size of a batch.
     prng_key: Key of the noise. None takes a fresh secret seed from the
-      operating system in ``init``; an int or a typed key gives noise that
-      anybody who knows it can repeat. One ``init`` per privacy budget.
+      operating system in ``init``, ``'chacha20'`` one for that generator; an
+      int or a typed key gives noise that anybody who knows it can repeat. One
+      ``init`` per privacy budget.
     per_example_gradients: True if ``update`` gets per-example factor gradients,
       leaves ``(B, *shape)``, and perhaps ``is_padding_example=``. False if it
       gets the clipped MEAN in tangent coordinates (clipped sum over b), as from
@@ -133,9 +136,10 @@ def prism(
       it is far.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
-    eps: Added to the roots of the second moments' eigenvalues, as in Adam.
-    floor_factor: The floor of these eigenvalues in units of the known noise; 0
-      for none.
+    floor_factor: The floor of the second moments' eigenvalues in units of the
+      known noise; 0 for none.
+    steps: The number of updates that were accounted for, as for
+      :func:`tangent_privatizer`: none releases anything beyond it.
     layout: Which leaves are pairs, where names do not tell: see
       :func:`prism_optax.lora.describe_pairs`.
 
@@ -171,9 +175,9 @@ def prism(
   stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
   return _optimizer(
     intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
-    tangent_privatizer(stddev, prng_key=prng_key),
+    tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
     scale_by_rank_preconditioner(
-      b1, b2, eps, noise_stddev=stddev, floor_factor=floor_factor
+      b1, b2, noise_stddev=stddev, floor_factor=floor_factor
     ),
     add_decayed_factors(weight_decay),
     scale_by_learning_rate(learning_rate),
@@ -195,6 +199,7 @@ def prism_muon(
   momentum: Scalar = 0.9,
   b2: Scalar = 0.999,
   eps: Scalar = 1e-8,
+  steps: int | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """PRISM with Muon's direction on the manifold.
@@ -226,6 +231,8 @@ def prism_muon(
       that are no factors.
     b2: Adam's decay of the second moment, for the leaves that are no factors.
     eps: Adam's constant under the fraction, likewise.
+    steps: The number of updates that were accounted for, as for
+      :func:`tangent_privatizer`: none releases anything beyond it.
     layout: Which leaves are pairs, where names do not tell: see
       :func:`prism_optax.lora.describe_pairs`.
 
@@ -249,7 +256,7 @@ def prism_muon(
   stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
   return _optimizer(
     intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
-    tangent_privatizer(stddev, prng_key=prng_key),
+    tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
     orthogonalize_tangents(
       momentum, coordinate_rms=1.0, b1=momentum, b2=b2, eps=eps
     ),
@@ -271,9 +278,9 @@ def published_prism(
   per_example_gradients: bool = True,
   b1: Scalar = 0.9,
   b2: Scalar = 0.999,
-  eps: Scalar = 1e-8,
   floor_mode: str = 'geometry',
   floor_factor: Scalar = 1.0,
+  steps: int | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """PRISM as it was published, for comparisons.
@@ -301,10 +308,11 @@ def published_prism(
       False if it gets the clipped mean in tangent coordinates, at this C and b.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
-    eps: Added to the second moments' eigenvalues.
     floor_mode: ``'geometry'``, ``'scalar'`` or ``'none'``, see
       :func:`prism_optax.transforms.scale_by_published_preconditioner`.
     floor_factor: Factor of either floor.
+    steps: The number of updates that were accounted for, as for
+      :func:`tangent_privatizer`: none releases anything beyond it.
     layout: Which leaves are pairs, where names do not tell: see
       :func:`prism_optax.lora.describe_pairs`.
 
@@ -328,11 +336,10 @@ def published_prism(
   stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
   return _optimizer(
     intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
-    tangent_privatizer(stddev, prng_key=prng_key),
+    tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
     scale_by_published_preconditioner(
       b1,
       b2,
-      eps,
       noise_stddev=stddev,
       floor_mode=floor_mode,
       floor_factor=floor_factor,

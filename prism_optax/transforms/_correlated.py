@@ -116,7 +116,7 @@ class CorrelatedPrivatizerState(NamedTuple):
 def correlated_tangent_privatizer(
   make_privatizer: Callable[[jax.Array], optax.GradientTransformation],
   *,
-  horizon: int,
+  steps: int,
   prng_key: PRNGKeyLike = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
@@ -155,7 +155,7 @@ def correlated_tangent_privatizer(
   =============================  ==============================================
   factor zero or of lower rank   ValueError in ``init``, where values are known
   later loss of rank             masked behind the noise; the stream goes on
-  beyond ``horizon``             ValueError, or under ``jit`` zeros: no release
+  beyond ``steps``               ValueError, or under ``jit`` zeros: no release
   zeros come in (empty batch)    noise all the same
   NaN or Inf comes in            NaN or Inf goes out: put a clip before it
   parameters that never move     the turns are identities: the noise cancels as
@@ -168,7 +168,7 @@ def correlated_tangent_privatizer(
       while tracing. The privatizer must add its own noise, of the standard
       deviation wanted in the unit of the input, with this key and no other
       randomness.
-    horizon: The number of updates that noise and sensitivity were computed
+    steps: The number of updates that noise and sensitivity were computed
       for. Beyond it nothing is released: an update raises where the step count
       is known, and under ``jit`` returns zeros, neither signal nor noise.
     prng_key: As for :func:`tangent_privatizer`. The key is part of the state:
@@ -183,7 +183,7 @@ def correlated_tangent_privatizer(
     :func:`scale_by_rank_preconditioner`.
 
   Raises:
-    ValueError: If ``horizon`` is no integer >= 1, ``make_privatizer`` no
+    ValueError: If ``steps`` is no integer >= 1, ``make_privatizer`` no
       function or ``prng_key`` no key; in ``init`` if it is traced with
       ``prng_key=None``, or if a factor is zero or rank-deficient (where values
       are known).
@@ -205,7 +205,7 @@ def correlated_tangent_privatizer(
     ...   return optax.GradientTransformation(init, update)
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
     >>> tx = prism_optax.correlated_tangent_privatizer(
-    ...   differences, horizon=5, prng_key=0)
+    ...   differences, steps=5, prng_key=0)
     >>> state, zeros = tx.init(params), optax.tree.zeros_like(params)
     >>> total = zeros
     >>> for _ in range(5):  # The parameters stay: the noises cancel.
@@ -220,11 +220,11 @@ def correlated_tangent_privatizer(
       'Expected make_privatizer to be a function from a key to a privatizer,'
       f' got {make_privatizer!r}.'
     )
-  _validate.integer('horizon', horizon, 1)
+  _validate.integer('steps', steps, 1)
   _randomness.check_key('prng_key', prng_key)
 
   def privatizer(key: jax.Array) -> optax.GradientTransformation:
-    return limited(make_privatizer(key), horizon)
+    return limited(make_privatizer(key), steps)
 
   def init(step):
     bases = starting_bases(step)

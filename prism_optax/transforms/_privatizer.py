@@ -9,7 +9,7 @@ import optax
 
 from prism_optax import _lattice, _randomness, _validate, fixed_rank
 from prism_optax._modules import LayoutLike
-from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
+from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar, StepsLike
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
@@ -26,22 +26,29 @@ class ForeignPrivatizerState(NamedTuple):
   inner: ArrayTree
 
 
-def repeats_its_last_row(privatizer: Any) -> bool:
-  """Whether this is jax-privacy's privatizer for a dense noising matrix.
+def _released(tree: Any, count: jax.Array, steps: int | None) -> Any:
+  """What leaves in update number ``count``: zeros beyond the last step.
 
-  Only the name of the function that made it shows that.
+  Raises:
+    ValueError: Beyond it, where the number is known.
   """
-  update = getattr(privatizer, 'update', None)
-  return 'dense_matrix_factorization' in getattr(update, '__qualname__', '')
+  if steps is None:
+    return tree
+  if not isinstance(count, jax.core.Tracer) and int(count) >= steps:
+    raise ValueError(
+      f'The noise was made and accounted for {steps=} updates, and this is'
+      f' update {int(count) + 1}: it would be a release beyond the budget.'
+    )
+  return jax.tree.map(lambda x: jnp.where(count < steps, x, 0), tree)
 
 
 def limited(
-  privatizer: optax.GradientTransformation, horizon: int | None
+  privatizer: optax.GradientTransformation, steps: int | None
 ) -> optax.GradientTransformation:
-  """The privatizer, which releases nothing beyond the horizon.
+  """The privatizer, which releases nothing beyond the last step.
 
   Beyond it an update raises where the step count is known, and under ``jit``
-  returns zeros, neither signal nor noise. None means no horizon.
+  returns zeros, neither signal nor noise. None means no last step.
   """
 
   def init(updates):
@@ -51,17 +58,10 @@ def limited(
 
   def update(updates, state, params=None):
     del params  # Privatizers see no parameters.
-    count = state.count
-    known = not isinstance(count, jax.core.Tracer)
-    if horizon is not None and known and int(count) >= horizon:
-      raise ValueError(
-        f'The noise was made for horizon={horizon} updates, and this is update'
-        f' {int(count) + 1}: more of it would repeat.'
-      )
     noisy, inner = privatizer.update(updates, state.inner)
-    if horizon is not None:
-      noisy = jax.tree.map(lambda x: jnp.where(count < horizon, x, 0), noisy)
-    return noisy, ForeignPrivatizerState(optax.safe_increment(count), inner)
+    return _released(noisy, state.count, steps), ForeignPrivatizerState(
+      optax.safe_increment(state.count), inner
+    )
 
   return optax.GradientTransformation(init, update)
 
@@ -71,7 +71,8 @@ def check_source(
   size: Scalar | None,
   prng_key: PRNGKeyLike,
   privatizer: optax.GradientTransformation | None,
-) -> None:
+  steps: StepsLike,
+) -> int | None:
   """Checks that the noise has one source: a size of ours, or a privatizer.
 
   Args:
@@ -79,11 +80,15 @@ def check_source(
     size: A standard deviation or a noise multiplier.
     prng_key: Key for noise of that size.
     privatizer: Given in place of ``size``.
+    steps: Number of updates; a privatizer's is needed.
+
+  Returns:
+    The number of updates, or None where there may be any number.
 
   Raises:
     ValueError: Unless exactly one of ``size`` and ``privatizer`` is given; if
       ``size`` is negative or not finite; for a key beside a privatizer, or one
-      that is no key.
+      that is no key; for a privatizer without ``steps``.
   """
   if (size is None) == (privatizer is None):
     raise ValueError(
@@ -96,22 +101,36 @@ def check_source(
     raise ValueError(
       f'prng_key is for the noise of {name}; a privatizer has its own.'
     )
+  elif steps is None:
+    raise ValueError(
+      'Noise of a privatizer may be made for some updates only (a dense matrix'
+      ' factorization repeats its last row for ever): give their number, or'
+      f" 'unlimited' if each update draws noise of its own, got {steps=}."
+    )
   _randomness.check_key('prng_key', prng_key, words=4)
+  if steps is None or steps == 'unlimited':
+    return None
+  _validate.integer('steps', steps, 1)
+  return int(steps)
 
 
 class GaussianNoiseState(NamedTuple):
   """State of the Gaussian noise of :func:`tangent_privatizer` and `dp_muon`.
 
   Attributes:
-    prng_key: Typed key, shape (); split once per update. Secret.
+    prng_key: Typed key, shape (), or (2,) for ChaCha20; split once per update.
+      Secret.
+    count: Updates so far, shape (), int32.
   """
 
   prng_key: jax.Array
+  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
 
 
 def gaussian(
   stddev: Scalar | Callable[[ArrayTree], Sequence[Scalar]],
   prng_key: PRNGKeyLike,
+  steps: int | None = None,
 ) -> optax.GradientTransformation:
   """Adds fresh Gaussian noise to every entry of a tree.
 
@@ -119,6 +138,7 @@ def gaussian(
     stddev: Standard deviation per entry, in the unit of what comes in; or a
       function from the parameters to one for each leaf.
     prng_key: As for :func:`tangent_privatizer`.
+    steps: Number of updates, behind which it returns zeros or raises.
 
   Returns:
     A transformation that keeps shapes and types, float32 or float64, and makes
@@ -127,13 +147,15 @@ def gaussian(
 
   def init(params):
     key = _randomness.resolve_key('prng_key', prng_key, params, words=4)
-    return GaussianNoiseState(key)
+    return GaussianNoiseState(key, jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None):
-    next_key, key = jax.random.split(state.prng_key)
+    next_key, key = _randomness.split(state.prng_key)
     stddevs = stddev(params) if callable(stddev) else stddev
     noisy = _lattice.add_noise(key, updates, stddevs)
-    return noisy, GaussianNoiseState(next_key)
+    return _released(noisy, state.count, steps), GaussianNoiseState(
+      next_key, optax.safe_increment(state.count)
+    )
 
   return optax.GradientTransformation(init, update)
 
@@ -143,7 +165,7 @@ def tangent_privatizer(
   *,
   prng_key: PRNGKeyLike = None,
   privatizer: optax.GradientTransformation | None = None,
-  horizon: int | None = None,
+  steps: StepsLike = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """Adds Gaussian noise to tangent coordinates, then projects the sum.
@@ -178,7 +200,7 @@ def tangent_privatizer(
   NaN or Inf comes in           NaN or Inf goes out: put a clip before it
   factor zero or of lower rank  all entries get noise; coordinates that cannot
                                 be observed are masked afterwards
-  beyond ``horizon``            ValueError, or under ``jit`` zeros: no release
+  beyond ``steps``              ValueError, or under ``jit`` zeros: no release
   ``stddev=0.0``                no noise and no privacy, for tests
   ============================  ===============================================
 
@@ -188,19 +210,23 @@ def tangent_privatizer(
       expected_batch_size`` behind a mean). Zero is allowed and gives no
       privacy. May be traced.
     prng_key: None takes a seed from the operating system in ``init`` (outside
-      of ``jit``). An int or a typed key makes noise that anybody who knows it
-      can repeat. Call ``init`` once per privacy budget: a second call with the
+      of ``jit``), and so does ``'chacha20'``, for noise of a cryptographic
+      generator with a key of 256 bits, at about ten times the cost of the
+      noise.
+      An int or a typed key makes noise that anybody who knows it can repeat.
+      Call ``init`` once per privacy budget: a second call with the
       same key repeats the noise.
     privatizer: Replaces ``stddev``: any privatizer in the manner of optax
       (jax-privacy's), which adds its own noise to trees in the shapes of the
       parameters. For noise that is correlated over steps use
       :func:`correlated_tangent_privatizer`: in coordinates that turn from step
       to step it does not cancel.
-    horizon: The number of updates that the noise of ``privatizer`` is made for.
-      Beyond it nothing is released: an update raises where the step count is
-      known, and under ``jit`` returns zeros, neither signal nor noise. The
-      dense matrix factorization of jax-privacy needs it, because it repeats the
-      noise of its last row for ever.
+    steps: The number of updates that were accounted for. Beyond it nothing is
+      released: an update raises where the step count is known, and under
+      ``jit`` returns zeros, neither signal nor noise. A ``privatizer`` needs
+      it, because its noise may be made for so many updates (jax-privacy's dense
+      matrix factorization repeats its last row for ever); ``'unlimited'`` says
+      that each update draws noise of its own.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -209,8 +235,8 @@ def tangent_privatizer(
     whatever the type of the parameters.
 
   Raises:
-    ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given; if
-      the privatizer needs a ``horizon`` that is not given; if ``stddev`` is
+    ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given,
+      the latter with ``steps``; beyond them, as above; if ``stddev`` is
       negative or not finite; if ``prng_key`` is no key; if ``init`` is traced
       with ``prng_key=None``.
 
@@ -225,22 +251,12 @@ def tangent_privatizer(
     >>> float(noise['lora_b'][0, 0])  # The frame's direction: in lora_a only.
     0.0
   """
-  check_source('stddev', stddev, prng_key, privatizer)
-  if horizon is not None:
-    if privatizer is None:
-      raise ValueError(f'horizon is for a privatizer, got {horizon=} alone.')
-    _validate.integer('horizon', horizon, 1)
-  elif repeats_its_last_row(privatizer):
-    raise ValueError(
-      'This privatizer (dense matrix factorization) repeats the same noise'
-      ' beyond the last row of its matrix: pass horizon=, the number of its'
-      ' rows.'
-    )
+  last = check_source('stddev', stddev, prng_key, privatizer, steps)
   no_noise = not isinstance(stddev, jax.Array) and stddev == 0
   if stddev is not None:
-    noise = gaussian(stddev, prng_key)
+    noise = gaussian(stddev, prng_key, last)
   elif privatizer is not None:
-    noise = limited(privatizer, horizon)
+    noise = limited(privatizer, last)
 
   def init(step):
     if privatizer is None:

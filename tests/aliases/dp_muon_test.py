@@ -37,11 +37,12 @@ def _optimizer_of_the_source(clips, noises, batch, beta, degree, steps, eta):
     expected_batch_size=batch,
     momentum=beta,
     degree=degree,
-    steps=steps,
+    ns_steps=steps,
     weight_dimension_numbers={
       **dict.fromkeys(noises, Dims()), 'stack': Dims(1, 2)
     },
     privatizer=_fixed_noise(noises),
+    steps='unlimited',
   )  # fmt: skip
 
 
@@ -211,7 +212,7 @@ def _canary_release(params, multiplier, clips):
       noise_multiplier=multiplier,
       expected_batch_size=1.0,
       prng_key=key,
-      steps=1,
+      ns_steps=1,
     )
     _, state = tx.update(canary, tx.init(params), params)
     trace = optax.tree.get(state, 'trace')
@@ -426,7 +427,7 @@ def test_clipped_means_of_jax_privacy_give_the_same_steps():
   )
   tx = dp_muon(
     0.1, l2_clip_norms=CLIPS, expected_batch_size=16.0, privatizer=privatizer,
-    weight_dimension_numbers=SPECS,
+    weight_dimension_numbers=SPECS, steps='unlimited',
   )  # fmt: skip
   for k, z in _first_release(tx).items():
     np.testing.assert_allclose(
@@ -522,7 +523,7 @@ def test_consistent_rms_and_weight_decay():
     'noise_multiplier': 0.0,
     'expected_batch_size': 1.0,
     'prng_key': 0,
-    'steps': 12,
+    'ns_steps': 12,
   }
   out = {}
   for name, extra in [
@@ -547,7 +548,7 @@ def test_learning_rate_schedules_and_injection():
   params = {'w': jnp.zeros((3, 4))}
   grads = {'w': jnp.ones((2, 3, 4))}
   tx = optax.inject_hyperparams(
-    dp_muon, static_args=('degree', 'steps', 'bias_correction_probes')
+    dp_muon, static_args=('degree', 'ns_steps', 'bias_correction_probes')
   )(
     learning_rate=optax.linear_schedule(1.0, 0.0, 2),
     l2_clip_norms=1.0,
@@ -597,7 +598,7 @@ def test_a_privatizer_excludes_our_key_and_the_bias_correction():
     with pytest.raises(ValueError, match='privatizer'):
       dp_muon(
         0.1, l2_clip_norms=1.0, expected_batch_size=1.0,
-        privatizer=optax.identity(), **extra,
+        privatizer=optax.identity(), steps='unlimited', **extra,
       )  # fmt: skip
 
 

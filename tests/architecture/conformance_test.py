@@ -309,7 +309,7 @@ def test_several_clipped_matrices_accounted_with_the_single_matrix_sigma():
 
 
 @pytest.mark.slow
-def test_dense_matrix_factorization_beyond_its_horizon_repeats_the_noise():
+def test_dense_matrix_factorization_beyond_its_rows_repeats_the_noise():
   """Two releases with the same noise: their difference is the signal, bare."""
   params = _params()
   privatizer = noise_addition.matrix_factorization_privatizer(
@@ -321,9 +321,9 @@ def test_dense_matrix_factorization_beyond_its_horizon_repeats_the_noise():
   two, _ = privatizer.update(zeros, state)
   assert float(optax.tree.norm(_minus(one, two))) == 0  # The failure itself.
 
-  with pytest.raises(ValueError, match=r'pass horizon='):
+  with pytest.raises(ValueError, match='steps=None'):
     prism_optax.tangent_privatizer(privatizer=privatizer)
-  tx = prism_optax.tangent_privatizer(privatizer=privatizer, horizon=3)
+  tx = prism_optax.tangent_privatizer(privatizer=privatizer, steps=3)
   state = tx.init(params)
   signal = jax.tree.map(jnp.ones_like, params)
   update = jax.jit(tx.update)
@@ -334,5 +334,5 @@ def test_dense_matrix_factorization_beyond_its_horizon_repeats_the_noise():
   assert len(np.unique(np.array(rows), axis=0)) == 3
   out, _ = update(signal, state, params)
   assert float(optax.tree.norm(out)) == 0  # Neither noise nor signal.
-  with pytest.raises(ValueError, match='horizon=3 updates.*update 4'):
+  with pytest.raises(ValueError, match='steps=3 updates.*update 4'):
     tx.update(signal, state, params)

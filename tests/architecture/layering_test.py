@@ -21,7 +21,8 @@ ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
 
 LAYERS = (
   ('_types',),
-  ('_validate', '_linalg', '_matrix_axes', '_randomness'),
+  ('_validate', '_linalg', '_matrix_axes', '_generators'),
+  ('_randomness',),
   ('_lattice',),
   ('_per_example',),
   ('fixed_rank',),

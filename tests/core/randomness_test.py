@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _lattice, _randomness
+from prism_optax import _generators, _randomness
 
 
 def test_none_asks_the_operating_system_each_time(monkeypatch):
@@ -57,26 +57,6 @@ def test_a_seed_is_one_key_however_it_comes():
   assert data[0].shape == (4,)
 
 
-@pytest.mark.parametrize(
-  ('counter', 'key', 'block'),
-  [
-    ([0] * 4, [0] * 4, '9c6ca96ae17eae66fc10ecd45256a7d8'),
-    ([2**32 - 1] * 4, [2**32 - 1] * 4, '2a88169657012287f6c7446ea16a6732'),
-    (
-      [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-      [0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89],
-      '59cd1dbbb887957986b5d00cac8b6d84',
-    ),
-  ],
-)
-def test_known_answers(counter, key, block):
-  """The published vectors of Threefry-4x32-20 (Random123)."""
-  words = _lattice.threefry4x32(
-    [jnp.uint32(x) for x in key], [jnp.uint32(x) for x in counter]
-  )
-  assert ''.join(f'{int(x):08x}' for x in words) == block
-
-
 def test_given_keys_are_copied():
   """The state may be donated; the caller's key must live on."""
   key = jax.random.key(1)
@@ -91,6 +71,36 @@ def test_tracing_with_a_fresh_seed_is_refused():
 
   with pytest.raises(ValueError, match='prng_key=None.*outside of jit'):
     jax.jit(init)(jnp.ones(2))
+
+
+def test_chacha20_has_a_fresh_key_of_256_bits(monkeypatch):
+  keys = [
+    _randomness.resolve_key('prng_key', 'chacha20', {}, words=4)
+    for _ in range(2)
+  ]
+  assert len({bytes(jax.random.key_data(key)) for key in keys}) == 2
+  monkeypatch.setattr(_randomness.os, 'urandom', lambda n: bytes(range(n)))
+  key = _randomness.resolve_key('prng_key', 'chacha20', {}, words=4)
+  assert key.shape == (2,)
+  words = np.array([int(x) for x in _randomness.key_words(key)], np.uint32)
+  assert words.tobytes() == bytes(range(32))
+
+
+def test_each_step_of_chacha20_forgets_the_key_before():
+  """One block makes the next key and the one of the noise, and nothing else."""
+  words = np.arange(8, dtype=np.uint32)
+  key = jax.random.wrap_key_data(words.reshape(2, 4), impl='rbg')
+  next_key, drawn = jax.jit(_randomness.split)(key)
+  block = _generators.chacha20(list(jnp.uint32(words)), [jnp.uint32(0)] * 4)
+  got = [*_randomness.key_words(next_key), *_randomness.key_words(drawn)]
+  np.testing.assert_array_equal(got, block)
+  assert drawn.shape == (2,)
+
+
+@pytest.mark.parametrize('name', ['chacha', 'ChaCha20', 'threefry2x32'])
+def test_other_generators_are_refused(name):
+  with pytest.raises(ValueError, match=f"prng_key='{name}'"):
+    _randomness.check_key('prng_key', name, words=4)
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,13 @@ def traced(function, *args):
   return jax.eval_shape(function, *args)
 
 
-def with_ones(horizon):
+def with_ones(steps):
   """A privatizer that adds ones, for so many updates."""
   ones = optax.stateless(lambda tree, _: jax.tree.map(lambda x: x + 1, tree))
-  return prism_optax.tangent_privatizer(privatizer=ones, horizon=horizon)
+  return prism_optax.tangent_privatizer(privatizer=ones, steps=steps)
 
 
-def update_beyond_the_horizon():
+def update_beyond_the_steps():
   params, tx = pair(), with_ones(1)
   state = traced(tx.init, params)._replace(count=1, inner=optax.EmptyState())
   tx.update(zeros_of(params), state, params)
@@ -114,12 +114,12 @@ PROVOKED = {
     1.0, prng_key=jax.random.PRNGKey(0)
   ),
   'full-rank-start': lambda _: prism_optax.correlated_tangent_privatizer(
-    dense_privatizer, horizon=2, prng_key=0
+    dense_privatizer, steps=2, prng_key=0
   ).init(pair() | {'lora_b': jnp.zeros((2, 3))}),
-  'no-horizon': lambda _: prism_optax.tangent_privatizer(
+  'no-steps': lambda _: prism_optax.tangent_privatizer(
     privatizer=dense_privatizer(jax.random.key(0))
   ),
-  'beyond-horizon': lambda _: update_beyond_the_horizon(),
+  'beyond-steps': lambda _: update_beyond_the_steps(),
   'unreachable': lambda _: accounting.calibrate_noise_multiplier(
     1e-6, 1e-9, 0.01, 100
   ),
@@ -163,7 +163,7 @@ def test_the_message_is_as_quoted(name, tmp_path):
 # What has no message.
 
 
-def zeros_beyond_horizon():
+def zeros_beyond_steps():
   params, tx = pair(), with_ones(1)
   update = jax.jit(tx.update)
   state = tx.init(params)
@@ -238,7 +238,7 @@ def gauge():
 HAPPENS = {
   f.__name__.replace('_', '-'): f
   for f in (
-    zeros_beyond_horizon,
+    zeros_beyond_steps,
     nan_record,
     one_sided,
     empty_batch,

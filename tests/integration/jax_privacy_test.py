@@ -60,7 +60,9 @@ def _after_the_clip(stddev=STDDEV, privatizer=None):
   noise = (
     prism_optax.tangent_privatizer(stddev, prng_key=5)
     if privatizer is None
-    else prism_optax.tangent_privatizer(privatizer=privatizer)
+    else prism_optax.tangent_privatizer(
+      privatizer=privatizer, steps='unlimited'
+    )
   )
   return optax.chain(
     noise,
@@ -237,7 +239,9 @@ def _canary_scores(stddev, trials=3000):
 
   def score(key, grads):
     privatizer = noise_addition.gaussian_privatizer(stddev=stddev, prng_key=key)
-    tx = prism_optax.tangent_privatizer(privatizer=privatizer)
+    tx = prism_optax.tangent_privatizer(
+      privatizer=privatizer, steps='unlimited'
+    )
     noisy, _ = tx.update(grads, tx.init(params), params)
     moved = jax.tree.map(jnp.subtract, noisy, without)
     return optax.tree.vdot(moved, canary) / norm
@@ -312,7 +316,7 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
             noising, stddev=0.5, prng_key=key,
             intermediate_strategy=strategy)
         tx = prism_optax.correlated_tangent_privatizer(
-          make, horizon=3, prng_key=1)
+          make, steps=3, prng_key=1)
         init, update = tx.init, tx.update
         zero = strategy == noise_addition.SupportedStrategies.ZERO
         if zero and name == 'banded' and axis_type == AxisType.Auto:

@@ -309,9 +309,9 @@ MUTANTS = (
   Mutant(
     'one release beyond the horizon',
     PRIVATIZER,
-    'jnp.where(count < horizon, x, 0)',
-    'jnp.where(count <= horizon, x, 0)',
-    ('transforms/correlated_test.py horizon',),
+    'jnp.where(count < steps, x, 0)',
+    'jnp.where(count <= steps, x, 0)',
+    ('transforms/privatizer_test.py beyond',),
   ),
   Mutant(
     'correlated noise accounted for a single participation',
@@ -346,17 +346,31 @@ MUTANTS = (
   ),
   Mutant(
     'an entry of the noise for each row',
-    '_lattice.py',
+    '_generators.py',
     'total += jnp.uint32(stride) * iota',
     'total += jnp.uint32(stride // 7) * iota',
-    ('core/lattice_test.py',),
+    ('core/generators_test.py',),
   ),
   Mutant(
     'one rotation of the generator wrong',
-    '_lattice.py',
+    '_generators.py',
     '(13, 27), (23, 5)',
     '(13, 27), (23, 6)',
-    ('core/randomness_test.py',),
+    ('core/generators_test.py',),
+  ),
+  Mutant(
+    'ChaCha20 without its diagonals',
+    '_generators.py',
+    'for turn in (0, 1):',
+    'for turn in (0, 0):',
+    ('core/generators_test.py chacha20',),
+  ),
+  Mutant(
+    'the key of a state stays under ChaCha20',
+    '_randomness.py',
+    'return keys[0], keys[1]',
+    'return prng_key, keys[1]',
+    ('core/randomness_test.py forgets',),
   ),
   Mutant(
     'a bad basis by Cholesky is used',
@@ -660,6 +674,7 @@ MUTANTS = (
 
 # What decides the guarantee of a chain: clip, noise, keys, order.
 PRIVACY = (
+  '_generators.py',
   '_lattice.py',
   '_per_example.py',
   '_randomness.py',

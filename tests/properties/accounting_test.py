@@ -59,13 +59,15 @@ counts = st.integers(0, 10**14)
 
 @cases.settings
 @given(counts, counts)
-def test_distances_of_releases_add_up_at_most(some, more):
-  distance = accounting.release_distance
-  both = distance(some + more)
-  assert max(distance(some), distance(more)) <= both
-  assert both <= (distance(some) + distance(more)) * (1 + 1e-12)
-  # Roots for independent entries, and no less than for one tail each.
-  assert distance(4 * some) <= 2 * distance(some) + 4 * some * 1.3e-17
+def test_drawn_noise_guarantees_less_the_more_there_is(some, more):
+  one = accounting.release_guarantee(2.0, 1e-6, some)
+  both = accounting.release_guarantee(2.0, 1e-6, some + more)
+  assert 2.0 <= one[0] <= both[0]
+  assert 1e-6 <= one[1] <= both[1] <= 1.0
+  # Entries in two parts are charged no less than together.
+  parts = accounting.release_guarantee(*one, more)
+  assert both[0] <= parts[0] * (1 + 1e-12)
+  assert both[1] <= parts[1] * (1 + 1e-12)
 
 
 @cases.settings

@@ -61,7 +61,7 @@ def _listening(key):
 @functools.cache
 def _correlated():
   return prism_optax.correlated_tangent_privatizer(
-    _listening, horizon=3, prng_key=0
+    _listening, steps=3, prng_key=0
   )
 
 

@@ -111,7 +111,7 @@ def test_a_trainer_that_adds_correlated_noise_itself_gives_the_same_steps():
   got = _train_augmented(start, make(jax.random.key(3)), steps)
   want = _train_chain(
     start,
-    prism_optax.correlated_tangent_privatizer(make, horizon=steps, prng_key=3),
+    prism_optax.correlated_tangent_privatizer(make, steps=steps, prng_key=3),
     steps,
   )
   for x, y in zip(

@@ -123,7 +123,7 @@ def _named(name):
   noising = NOISING[name]()
 
   def of(key):
-    return make(_factory(noising), horizon=STEPS, prng_key=key)
+    return make(_factory(noising), steps=STEPS, prng_key=key)
 
   return noising, of, jax.jit(of(0).update)
 
@@ -276,7 +276,7 @@ def test_the_privatizer_sees_the_norm_of_what_came_in():
   for name in ('lora_a', 'lora_b'):  # Rank is lost on the way, and found again.
     path[2]['m0'][name] = np.zeros_like(params['m0'][name])
     path[3]['m1'][name] = path[3]['m1'][name] * 1e-12
-  tx = make(spy, horizon=STEPS, prng_key=0)
+  tx = make(spy, steps=STEPS, prng_key=0)
   state, update = tx.init(params), jax.jit(tx.update)
   for at, signal in zip(path, _random(path), strict=True):
     out, state = update(signal, state, at)
@@ -292,9 +292,7 @@ def test_independent_noise_keeps_its_law_in_fixed_coordinates():
   moves = jax.tree.map(lambda *x: np.stack(x), *path)
 
   def energies(key):
-    tx = make(
-      _factory(streaming_matrix.identity()), horizon=STEPS, prng_key=key
-    )
+    tx = make(_factory(streaming_matrix.identity()), steps=STEPS, prng_key=key)
 
     def step(state, params):
       zeros = jax.tree.map(jnp.zeros_like, params)
@@ -354,10 +352,10 @@ def test_noise_cancels_in_the_dense_sum_where_subspaces_move_little():
     energy = sum(np.sum(sum(x) ** 2) for x in zip(*dense, strict=True))
     return energy / STDDEV**2 / sum(r * (m + n - r) for m, n, r in SHAPES)
 
-  aligned = total(make(_factory(differences), horizon=steps, prng_key=0))
+  aligned = total(make(_factory(differences), steps=steps, prng_key=0))
   moving = total(
     prism_optax.tangent_privatizer(
-      privatizer=_factory(differences)(jax.random.key(0)), horizon=steps
+      privatizer=_factory(differences)(jax.random.key(0)), steps=steps
     )
   )
   # One draw: chi-square of about 73 degrees of freedom over their number.
@@ -384,7 +382,7 @@ def test_noise_is_unique_over_steps_entries_leaves_and_keys(name):
 def test_updates_are_pure(name):
   """Eager: a compiled one could not help it."""
   path = _path(_one_module(_params()), 3)
-  tx = make(_factory(NOISING[name]()), horizon=STEPS, prng_key=1)
+  tx = make(_factory(NOISING[name]()), steps=STEPS, prng_key=1)
   one, two = tx.init(path[0]), tx.init(path[0])
   for params, zeros in zip(path, _zeros(path), strict=True):
     first, one = tx.update(zeros, one, params)
@@ -406,7 +404,7 @@ def _data(*leaves):
 @pytest.mark.parametrize('name', USUAL)
 def test_noise_is_of_float32_at_least_and_states_keep_their_types(name):
   params = _one_module(_params(dtype=jnp.bfloat16))
-  tx = make(_factory(NOISING[name]()), horizon=STEPS, prng_key=1)
+  tx = make(_factory(NOISING[name]()), steps=STEPS, prng_key=1)
   state = tx.init(params)
   # A gradient in bfloat16 is summed with the noise in float32.
   zeros = jax.tree.map(np.zeros_like, params)
@@ -423,7 +421,7 @@ def test_scale_by_kolmogorov_and_smirnov():
   params = {'m0': _params()['m0'], 'extra': np.zeros(512, np.float32)}
   for name in ('gaussian', 'dense'):
     noising = jnp.eye(3) if name == 'dense' else streaming_matrix.identity()
-    tx = make(_factory(noising, 1.0), horizon=3, prng_key=7)
+    tx = make(_factory(noising, 1.0), steps=3, prng_key=7)
     noises, _ = _run(tx, [params] * 3, _zeros([params] * 3))
     samples = np.concatenate([np.float64(x['extra']) for x in noises])
     assert scipy.stats.kstest(samples, 'norm').pvalue > 0.025
@@ -437,11 +435,11 @@ def test_scale_by_kolmogorov_and_smirnov():
 
 def test_nothing_is_released_beyond_the_horizon():
   path = _path(_one_module(_params()), 3)
-  tx = make(_factory(_dense()), horizon=2, prng_key=0)
+  tx = make(_factory(_dense()), steps=2, prng_key=0)
   update = jax.jit(tx.update)
   _, state = _run(tx, path[:2], _random(path[:2]), update)
   (signal,) = _random(path[2:])
-  with pytest.raises(ValueError, match='horizon=2 updates.*update 3'):
+  with pytest.raises(ValueError, match='steps=2 updates.*update 3'):
     tx.update(signal, state, path[2])
   out, _ = update(signal, state, path[2])
   assert not any(np.any(x) for x in jax.tree.leaves(out))
@@ -460,7 +458,7 @@ def test_a_restored_state_continues_the_same_stream(name):
     noise, state = update(zeros, state, params)
     whole.append(noise)
   # Another process: another transformation, with nothing but the saved state.
-  again = make(_factory(noising), horizon=STEPS)
+  again = make(_factory(noising), steps=STEPS)
   like = again.init(path[0])
   state = jax.tree.map(
     lambda x, y: (
@@ -481,7 +479,7 @@ def test_a_restored_state_continues_the_same_stream(name):
 
 def test_every_init_without_a_key_is_another_stream():
   params = _params()
-  tx = make(_factory(_dense()), horizon=STEPS)
+  tx = make(_factory(_dense()), steps=STEPS)
   keys = [jax.random.key_data(tx.init(params).prng_key) for _ in range(4)]
   assert len(np.unique(keys, axis=0)) == 4
 
@@ -501,7 +499,7 @@ def test_the_state_can_be_donated():
 @pytest.mark.parametrize('side', ['lora_a', 'lora_b'])
 def test_a_start_that_has_lost_rank_is_refused_by_name(side):
   params = _params()
-  tx = make(_factory(_dense()), horizon=STEPS, prng_key=0)
+  tx = make(_factory(_dense()), steps=STEPS, prng_key=0)
   tx.init(params)
   zero = {**params, 'm1': {**params['m1']}}
   zero['m1'][side] = jnp.zeros_like(params['m1'][side])
@@ -518,13 +516,13 @@ def test_a_start_that_has_lost_rank_is_refused_by_name(side):
 def test_bad_arguments_are_named():
   privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=0)
   with pytest.raises(ValueError, match='from a key to a privatizer'):
-    make(privatizer, horizon=3)
-  with pytest.raises(ValueError, match='horizon=0'):
-    make(lambda key: privatizer, horizon=0)
+    make(privatizer, steps=3)
+  with pytest.raises(ValueError, match='steps=0'):
+    make(lambda key: privatizer, steps=0)
   with pytest.raises(ValueError, match='Expected prng_key'):
-    make(lambda k: privatizer, horizon=1, prng_key=jax.random.PRNGKey(0))
+    make(lambda k: privatizer, steps=1, prng_key=jax.random.PRNGKey(0))
   with pytest.raises(ValueError, match='outside of jit'):
-    jax.jit(make(lambda k: privatizer, horizon=1).init)(_params())
+    jax.jit(make(lambda k: privatizer, steps=1).init)(_params())
 
 
 # The noise that the preconditioner is told.
@@ -548,7 +546,7 @@ def test_stddev_per_step_is_what_the_floor_sees():
 
   def second_moments(key):
     tx = optax.chain(
-      make(_factory(np.float32(matrix)), horizon=3, prng_key=key),
+      make(_factory(np.float32(matrix)), steps=3, prng_key=key),
       prism_optax.scale_by_rank_preconditioner(
         b2=0.0, noise_stddev=stddevs, max_condition_number=1e12
       ),

@@ -271,7 +271,7 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
     return jax.tree.map(lambda x: x + 1, updates), state + 1
 
   own = optax.GradientTransformation(lambda p: jnp.array(0), update)
-  tx = prism_optax.tangent_privatizer(privatizer=own)
+  tx = prism_optax.tangent_privatizer(privatizer=own, steps='unlimited')
   zeros = jax.tree.map(jnp.zeros_like, params)
   out, state = jax.jit(tx.update)(zeros, tx.init(params), params)
   assert state.count == state.inner == 1
@@ -284,6 +284,44 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
   )
 
 
+def test_a_cryptographic_generator_draws_the_noise():
+  """Fresh in each `init`, of the size asked for, moved on by each update."""
+  params = {
+    'bias': np.zeros(1000, np.float32),
+    'm': {'lora_a': jnp.eye(5, 2), 'lora_b': jnp.eye(2, 4)},
+  }
+  tx = prism_optax.tangent_privatizer(2.0, prng_key='chacha20')
+  update = jax.jit(tx.update)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+
+  def of(state):
+    noise, state = update(zeros, state, params)
+    return np.asarray(noise['bias']), state
+
+  one, state = of(tx.init(params))
+  two, _ = of(state)
+  other, _ = of(tx.init(params))
+  assert state.prng_key.shape == (2,)
+  draws = np.stack([one, two, other])
+  for i, draw in enumerate(draws):  # Independent: none follows another.
+    assert abs(np.corrcoef(draw, draws[i - 1])[0, 1]) < 5 / np.sqrt(1000)
+  # Five relative standard errors of a standard deviation.
+  assert draws.std() == pytest.approx(2.0, rel=5 / np.sqrt(2 * draws.size))
+
+
+def test_nothing_is_released_beyond_the_last_step():
+  params = _params()
+  tx = prism_optax.tangent_privatizer(2.0, prng_key=0, steps=1)
+  update = jax.jit(tx.update)
+  ones = jax.tree.map(jnp.ones_like, params)
+  noisy, state = update(ones, tx.init(params), params)
+  assert all(np.any(x) for x in jax.tree.leaves(noisy))
+  nothing, _ = update(ones, state, params)
+  assert not any(np.any(x) for x in jax.tree.leaves(nothing))
+  with pytest.raises(ValueError, match='steps=1 updates.*update 2'):
+    tx.update(ones, state, params)
+
+
 def test_bad_arguments_are_named():
   make = prism_optax.tangent_privatizer
   noop = optax.identity()
@@ -291,6 +329,12 @@ def test_bad_arguments_are_named():
     make()
   with pytest.raises(ValueError, match='exactly one of stddev and privatizer'):
     make(1.0, privatizer=noop)
+  with pytest.raises(ValueError, match='steps=None'):
+    make(privatizer=noop)
+  with pytest.raises(ValueError, match='steps=0'):
+    make(1.0, steps=0)
+  with pytest.raises(ValueError, match="steps='many'"):
+    make(privatizer=noop, steps='many')
   with pytest.raises(ValueError, match='a privatizer has its own'):
     make(privatizer=noop, prng_key=1)
   with pytest.raises(ValueError, match=r'stddev=-1\.0'):
