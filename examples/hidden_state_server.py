@@ -183,8 +183,8 @@ def _noised(
 
 def fresh_key() -> jax.Array:
   """A key from the operating system: no two requests share their noise."""
-  words = jnp.asarray(np.frombuffer(os.urandom(8), np.uint32))
-  return jax.random.wrap_key_data(words, impl='threefry2x32')
+  words = jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))
+  return jax.random.wrap_key_data(words, impl='rbg')
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -116,6 +116,7 @@ def main(steps: int = 200, seed: int | None = None) -> tuple[float, str]:
   optimizer = prism_optax.prism(
     optax.cosine_decay_schedule(LEARNING_RATE, steps), l2_clip_norm=CLIP,
     noise_multiplier=sigma, expected_batch_size=BATCH, prng_key=seed,
+    steps=steps,
   )  # fmt: skip
   # Once for each budget: another state from the same key repeats the noise.
   state = optimizer.init(params)

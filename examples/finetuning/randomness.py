@@ -21,8 +21,8 @@ def sampling_seed(seed: int | None) -> np.ndarray:
 def noise_key(seed: int | None) -> jax.Array:
   """A typed key for the noise; secret if ``seed`` is None."""
   if seed is None:
-    words = np.frombuffer(secrets.token_bytes(8), np.uint32)
+    words = np.frombuffer(secrets.token_bytes(16), np.uint32)
   else:
-    words = np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(2)
-  # All 64 bits: `jax.random.key` of an integer would use 32 of them.
-  return jax.random.wrap_key_data(words, impl='threefry2x32')
+    words = np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(4)
+  # All 128 bits: `jax.random.key` of an integer would use 32 of them.
+  return jax.random.wrap_key_data(words, impl='rbg')

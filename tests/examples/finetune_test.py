@@ -346,26 +346,22 @@ def test_short_run_on_real_sentences(tmp_path):
 
   if weights._from_package() is None:
     pytest.skip(f'{weights.PACKAGE} is not installed.')
-  rows = (folder / 'sst2' / 'validation.jsonl').read_text().splitlines()
-  evaluation = tmp_path / 'validation.jsonl'
-  evaluation.write_text('\n'.join(rows[:200]))
   output = tmp_path / 'out'
   printed = _finish(
     *(
       '--data',
       str(folder / 'sst2' / 'train.jsonl'),
       '--eval',
-      str(evaluation),
+      str(folder / 'sst2' / 'validation.jsonl'),
     ),
     *('--target-epsilon', '6', '--delta', '1e-5', '--output', str(output)),
     *('--steps', '40', '--batch-size', '128', '--max-length', '32'),
     *('--lora-layers', '2', '--eval-every', '40', '--skip-padding'),
-    # A seed: so short a run under so much noise is not sure to gain.
-    *('--learning-rate', '5e-3', '--seed', '1'),
+    *('--learning-rate', '1.5e-2', '--seed', '1'),
   )
   first, last = _rows(output)
-  # 0.595 to 0.650 (0.730 with other noise); 200 rows have an error of 0.03.
-  assert last['eval_accuracy'] > first['eval_accuracy'] + 0.02
+  # 0.613 to SEEDS with other noise; 872 rows have an error of 0.015.
+  assert last['eval_accuracy'] > first['eval_accuracy'] + 0.08
   assert last['eval_loss'] < first['eval_loss']
   assert 'Poisson sampling with probability 128/67349' in printed
   summary = json.loads((output / 'summary.json').read_text())
