@@ -559,7 +559,7 @@ MUTANTS = (
     'transforms/_matrix_clip.py',
     '[x / normalize_by for x in clipped]',
     'clipped',
-    ('integration/clip_routes_test.py pre_clipping_transform',),
+    ('transforms/matrix_clip_test.py loops',),
   ),
   Mutant(
     'tokens of several examples in one copy',
