@@ -19,7 +19,6 @@ DimensionNumbers: TypeAlias = optax.contrib.MuonDimensionNumbers
 # None, a tree of DimensionNumbers and None, or a callable that makes one of a
 # tree of arrays or shapes. No type describes trees that have None in them.
 DimensionNumbersLike: TypeAlias = Any
-PLAIN = DimensionNumbers(reduction_axis=0, output_axis=1)
 
 
 class MatrixStack(NamedTuple):
@@ -91,19 +90,18 @@ class MatrixStack(NamedTuple):
     return matrices.reshape(self.sizes(order)).transpose(inverse)
 
 
-def two_axes_are_a_matrix(tree: ArrayTree) -> DimensionNumbersLike:
-  """Dimension numbers that make matrices of all leaves of two axes."""
-  return jax.tree.map(lambda x: PLAIN if len(x.shape) == 2 else None, tree)
-
-
 def resolve(
   weight_dimension_numbers: DimensionNumbersLike, tree: ArrayTree
 ) -> list[MatrixStack | None]:
   """The matrices of every leaf, in the order of ``jax.tree.leaves``.
 
+  Clip, noise and direction all ask here, so that they agree on the groups.
+
   Args:
     weight_dimension_numbers: A tree of ``MuonDimensionNumbers`` and ``None``,
       a prefix of ``tree``; or a callable that makes such a tree of ``tree``.
+      ``None`` in a tree, or from the callable, is no matrix; given itself it is
+      the default: the leaves of two axes are matrices, no others.
     tree: Arrays or shapes, without any per-example axis.
 
   Returns:
@@ -118,7 +116,10 @@ def resolve(
     return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
 
   spec = weight_dimension_numbers
-  if callable(spec):
+  if spec is None:
+    plain = DimensionNumbers(reduction_axis=0, output_axis=1)
+    spec = jax.tree.map(lambda x: plain if len(x.shape) == 2 else None, tree)
+  elif callable(spec):
     spec = spec(tree)
   specs = broadcast('weight_dimension_numbers', spec, tree, is_leaf=is_spec)
   return [

@@ -32,13 +32,17 @@ class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
       largest Euclidean distance between the outputs for neighbouring batches.
       It is for tests and for direct calibration. An accountant that knows the
       relation already accounts for it: doing both counts it twice.
+    pre_clipping_transform: The contribution of one example to the output before
+      any noise, from its gradient: clipped, and divided by the constant.
   """
 
   sensitivity: Callable[..., float]
+  pre_clipping_transform: Callable[[ArrayTree], ArrayTree]
 
-  def __new__(cls, init, update, sensitivity):
+  def __new__(cls, init, update, sensitivity, pre_clipping_transform):
     self = super().__new__(cls, init, update)
     self.sensitivity = sensitivity
+    self.pre_clipping_transform = pre_clipping_transform
     return self
 
 

@@ -162,7 +162,7 @@ def dp_muon(
       ``None`` (for Adam), a prefix of the parameters, or a callable that makes
       one of these. Matrices stacked along batch axes are groups of their own.
     per_example_gradients: If False, ``update`` takes the clipped MEAN that
-      ``jax_privacy.clipped_grad`` makes with ``clip_each_matrix``.
+      ``jax_privacy.clipped_grad`` makes as shown below.
     privatizer: Replaces ``noise_multiplier``: a privatizer in the manner of
       optax. It gets the mean in units in which all groups together have the
       clip norm one, so its stddev is sigma / expected_batch_size.
@@ -189,7 +189,16 @@ def dp_muon(
     A transformation with ``update(per_example_grads, state, params,
     is_padding_example=None)``, leaves ``(B, *shape)`` in and ``(*shape)`` out,
     float32 at least. ``.sensitivity(neighboring_relation, params=params)`` is
-    the sensitivity of the clipped mean of all groups together.
+    the sensitivity of the clipped mean of all groups together, and
+    ``.pre_clipping_transform`` the term of one example in that mean, clipped
+    and divided by B. With both, clip and divisor are those of the noise::
+
+      jax_privacy.clipped_grad(
+        loss, l2_clip_norm=tx.sensitivity(params=params),
+        pre_clipping_transform=tx.pre_clipping_transform)
+
+    No ``normalize_by`` with it: that would divide a second time, which costs
+    the signal and no privacy.
 
   Raises:
     ValueError: For an option that is not allowed; unless exactly one of
@@ -224,8 +233,6 @@ def dp_muon(
       'A bias correction needs the variance of independent noise: give'
       f' noise_multiplier, not privatizer, with {bias_correction_probes=}.'
     )
-  if weight_dimension_numbers is None:
-    weight_dimension_numbers = _matrix_axes.two_axes_are_a_matrix
 
   matrices_of = functools.partial(
     _matrix_axes.resolve, weight_dimension_numbers
@@ -309,5 +316,8 @@ def dp_muon(
     parts.insert(-2, _consistent_rms(consistent_rms, matrices_of))
   chained = optax.with_extra_args_support(optax.chain(*parts))
   return _per_example.BoundedSensitivityTransformation(
-    chained.init, chained.update, clip.sensitivity
+    chained.init,
+    chained.update,
+    clip.sensitivity,
+    clip.pre_clipping_transform,
   )

@@ -88,7 +88,11 @@ def per_example_gradients(
 
 
 def per_example_product(
-  x: jax.Array, lora_a: jax.Array, lora_b: jax.Array
+  x: jax.Array,
+  lora_a: jax.Array,
+  lora_b: jax.Array,
+  *,
+  tokens_per_example: int | None = None,
 ) -> jax.Array:
   """``x A B`` of an adapter, with copies of the factors or without.
 
@@ -97,19 +101,26 @@ def per_example_product(
   formed by example, ``sum_t x_t^T (g_t B^T)`` and ``sum_t (x_t A)^T g_t`` over
   its tokens, summed in float32 at least.
 
+  Row i of ``x`` must be example i: with tokens in front, ``(tokens, B, in)``,
+  the gradient of a copy would hold tokens of several examples, and a clip would
+  bound nothing. That is an error unless there are as many tokens as examples,
+  which shapes cannot tell:
+  :func:`prism_optax.diagnostics.depends_on_other_examples` does.
+
   Args:
-    x: ``(B, ..., in)``, any number of axes of tokens; or ``(B * tokens, in)``
-      with the tokens of an example side by side.
+    x: ``(B, ..., in)``, any number of axes of tokens.
     lora_a: ``(in, r)``, or copies ``(B, in, r)`` that are all the same: one of
       them is read.
     lora_b: ``(r, out)``, or ``(B, r, out)`` likewise.
+    tokens_per_example: T, for ``x`` of shape ``(B * T, in)`` with the tokens of
+      an example side by side. Without copies it is not looked at.
 
   Returns:
     ``(..., out)``, not multiplied by alpha / r.
 
   Raises:
     ValueError: If one factor has copies and the other has not, their numbers
-      differ, or the first axis of ``x`` is no multiple of it.
+      differ, or ``x`` has not the shape above.
 
   Example:
     >>> import jax.numpy as jnp
@@ -127,11 +138,16 @@ def per_example_product(
   if copied and fits:
     size = lora_a.shape[0]
     fits = lora_b.shape[0] == size and x.ndim > 1
-    fits = fits and (x.shape[0] == 0 if size == 0 else x.shape[0] % size == 0)
+    if tokens_per_example is None:
+      fits = fits and x.shape[0] == size
+    else:
+      fits = fits and x.shape[:-1] == (size * tokens_per_example,)
   if not fits:
     raise ValueError(
       'Expected lora_a (in, r) and lora_b (r, out), or a copy of both for each'
-      f' example of x, got {lora_a.shape=}, {lora_b.shape=} and {x.shape=}.'
+      ' of the B examples of x (B, ..., in) or (B * tokens_per_example, in),'
+      f' got {lora_a.shape=}, {lora_b.shape=}, {x.shape=} and'
+      f' {tokens_per_example=}.'
     )
   if not copied:
     return x @ lora_a @ lora_b

@@ -50,33 +50,28 @@ def clip_groups(
   Args:
     l2_clip_norms: C_W, a number or a prefix tree of numbers.
     params: A tree of arrays or shapes, without any per-example axis.
-    weight_dimension_numbers: ``None``: every leaf is a group. A tree of
-      ``optax.contrib.MuonDimensionNumbers`` and ``None``, a prefix, or a
-      callable from ``params`` to one: every matrix is a group, those stacked
-      along batch axes one by one, and all leaves marked ``None`` are one.
+    weight_dimension_numbers: Which leaves are matrices, see
+      :func:`per_matrix_clip`. Every matrix is a group, those stacked along
+      batch axes one by one, and all other leaves together are one.
 
   Returns:
     The groups; every leaf is in exactly one.
 
   Raises:
-    ValueError: If a prefix does not fit, axes do not exist, or the leaves
-      marked ``None`` have several thresholds.
+    ValueError: If a prefix does not fit, axes do not exist, or the leaves that
+      are no matrices have several thresholds.
 
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import transforms
-    >>> params = {'bias': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
+    >>> params = {
+    ...   'b': jnp.zeros(4), 'scale': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
     >>> groups = transforms.clip_groups(0.5, params)
     >>> [(g.leaves, g.size, g.l2_clip_norm) for g in groups]
-    [((0,), 3, 0.5), ((1,), 12, 0.5)]
+    [((2,), 12, 0.5), ((0, 1), 7, 0.5)]
   """
   sizes = [math.prod(x.shape) for x in jax.tree.leaves(params)]
   norms = _matrix_axes.broadcast('l2_clip_norms', l2_clip_norms, params)
-  if weight_dimension_numbers is None:
-    return [
-      ClipGroup((i,), (), 1, size, norm)
-      for i, (size, norm) in enumerate(zip(sizes, norms, strict=True))
-    ]
   stacks = _matrix_axes.resolve(weight_dimension_numbers, params)
   groups = [
     ClipGroup(

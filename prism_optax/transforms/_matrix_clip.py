@@ -39,11 +39,6 @@ def _clipped(
   return out
 
 
-def _check_norms(l2_clip_norms: NormsLike) -> None:
-  for norm in jax.tree.leaves(l2_clip_norms, is_leaf=lambda x: x is None):
-    _validate.positive('l2_clip_norms', norm)
-
-
 def clip_each_matrix(
   l2_clip_norms: NormsLike,
   *,
@@ -51,10 +46,12 @@ def clip_each_matrix(
 ) -> Callable[[ArrayTree], ArrayTree]:
   """Clips the gradient of ONE example matrix by matrix.
 
-  Use it as the ``pre_clipping_transform`` of ``jax_privacy.clipped_grad``,
-  which then clips matrix by matrix in micro-batches. Give ``clipped_grad`` the
-  sensitivity of all groups together as its clip norm: no example exceeds it, so
-  its own clipping changes nothing::
+  It is ``per_matrix_clip(norms).pre_clipping_transform``, for chains of your
+  own: :func:`prism_optax.dp_muon` has its clip and its divisor in its own
+  attribute of this name. As the ``pre_clipping_transform`` of
+  ``jax_privacy.clipped_grad`` it clips matrix by matrix in micro-batches. Give
+  ``clipped_grad`` the sensitivity of all groups together as its clip norm: no
+  example exceeds it, so its own clipping changes nothing::
 
     clip = per_matrix_clip(norms)
     jax_privacy.clipped_grad(
@@ -99,16 +96,9 @@ def clip_each_matrix(
     >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
     3.0 [0.5 0.5 0.5]
   """
-  _check_norms(l2_clip_norms)
-
-  def transform(grads: ArrayTree) -> ArrayTree:
-    groups = _clip_groups.clip_groups(
-      l2_clip_norms, grads, weight_dimension_numbers
-    )
-    leaves = jax.tree.leaves(grads)
-    return with_leaves(grads, _clipped(groups, leaves) if leaves else [])
-
-  return transform
+  return per_matrix_clip(
+    l2_clip_norms, weight_dimension_numbers=weight_dimension_numbers
+  ).pre_clipping_transform
 
 
 def per_matrix_clip(
@@ -145,11 +135,12 @@ def per_matrix_clip(
       the threshold of each group below it.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
-    weight_dimension_numbers: Defines the clip groups. ``None``: every leaf is
-      a group. Otherwise a tree of ``optax.contrib.MuonDimensionNumbers`` and
-      ``None``, a prefix of the parameters, or a callable that makes one of
-      them: every matrix is a group, those stacked along batch axes one by one;
-      all leaves marked ``None`` are one more group and must have one threshold.
+    weight_dimension_numbers: Defines the clip groups: every matrix is one,
+      those stacked along batch axes one by one, and all other leaves together
+      are one more and must have one threshold. ``None``, here as in
+      :func:`prism_optax.dp_muon`: leaves of two axes are matrices. Otherwise a
+      tree of ``optax.contrib.MuonDimensionNumbers`` and ``None`` (no matrix), a
+      prefix of the parameters, or a callable that makes one of them.
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
@@ -157,7 +148,8 @@ def per_matrix_clip(
     leaves ``(*shape)``, float32 at least. ``.sensitivity(neighboring_relation,
     params=params)`` is the sensitivity of all groups together; it needs
     ``params`` (arrays or shapes) because a number or a prefix does not tell how
-    many groups there are.
+    many groups there are. ``.pre_clipping_transform`` maps the gradient of one
+    example to its term of that sum.
 
   Raises:
     ValueError: If a threshold or ``normalize_by`` is not a positive finite
@@ -179,13 +171,21 @@ def per_matrix_clip(
     >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
     3.0 [[0.5 0.5 0.5]]
   """
-  _check_norms(l2_clip_norms)
+  for norm in jax.tree.leaves(l2_clip_norms, is_leaf=lambda x: x is None):
+    _validate.positive('l2_clip_norms', norm)
   _validate.positive('normalize_by', normalize_by)
 
   def groups_of(params):
     return _clip_groups.clip_groups(
       l2_clip_norms, params, weight_dimension_numbers
     )
+
+  def contribution(grads):
+    leaves = jax.tree.leaves(grads)
+    if not leaves:
+      return grads
+    clipped = _clipped(groups_of(grads), leaves)
+    return with_leaves(grads, [x / normalize_by for x in clipped])
 
   def init_fn(params):
     _per_example.check_whole('per_matrix_clip', params)
@@ -217,22 +217,17 @@ def per_matrix_clip(
       )
     if not leaves:
       return updates, state
-    groups = groups_of(params)
-
-    def contribution(example):
-      return [x / normalize_by for x in _clipped(groups, example)]
-
     units = None
     if noise_stddevs is not None:
-      norms = {i: g.l2_clip_norm for g in groups for i in g.leaves}
+      norms = {i: g.l2_clip_norm for g in groups_of(params) for i in g.leaves}
       units = [
         _lattice.unit_of(s, norms[i] / normalize_by, at_least_float32(x).dtype)
         for i, (s, x) in enumerate(zip(noise_stddevs, leaves, strict=True))
       ]
     sums = _per_example.sum_of_examples(
-      contribution, leaves, is_padding_example, units
+      contribution, updates, is_padding_example, units
     )
-    return with_leaves(updates, sums), state
+    return sums, state
 
   def sensitivity_of_all(
     neighboring_relation: NeighboringRelation = _per_example.ADD_OR_REMOVE_ONE,
@@ -249,5 +244,5 @@ def per_matrix_clip(
     return _per_example.sensitivity_of_sum(bound)(neighboring_relation)
 
   return _per_example.BoundedSensitivityTransformation(
-    init_fn, update_fn, sensitivity_of_all
+    init_fn, update_fn, sensitivity_of_all, contribution
   )

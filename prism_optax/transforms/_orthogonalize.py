@@ -63,17 +63,6 @@ def noise_variance(
   return jnp.square(noise_stddev) * (1 - decay**count) / (1 - decay)
 
 
-def _all_are_matrices(tree: ArrayTree) -> _matrix_axes.DimensionNumbers:
-  for x in jax.tree.leaves(tree):
-    if len(x.shape) != 2:
-      raise ValueError(
-        'Without weight_dimension_numbers every leaf must have two axes, got'
-        f' shape {tuple(x.shape)}: say which axes form a matrix, or mark the'
-        ' leaf None.'
-      )
-  return _matrix_axes.PLAIN  # A prefix of every tree.
-
-
 def _check_correction(correction: BiasCorrection) -> None:
   if not isinstance(correction, BiasCorrection):
     raise ValueError(
@@ -152,10 +141,9 @@ def orthogonalize(
       lowers the bias that noise in the momentum gives to a nonlinear function
       of it, raises the variance, and multiplies the time by
       ``2 num_probes + 1``.
-    weight_dimension_numbers: A tree of ``optax.contrib.MuonDimensionNumbers``
-      and ``None``, a prefix of the updates, or a callable from updates to one
-      of these; batch axes stack matrices. Leaves marked ``None`` pass
-      unchanged. By default all leaves must have two axes.
+    weight_dimension_numbers: Which leaves are matrices, see
+      :func:`per_matrix_clip`; with ``None`` those of two axes are. Batch axes
+      stack matrices. All other leaves pass unchanged.
     matmul_dtype: Type of the factors of the products, for instance
       ``jnp.bfloat16``; sums stay in float32.
 
@@ -165,7 +153,7 @@ def orthogonalize(
 
   Raises:
     ValueError: For an option that is not allowed; in ``init`` and ``update`` if
-      a leaf is no matrix by the rules above.
+      a prefix does not fit or axes do not exist.
 
   Example:
     >>> import jax.numpy as jnp
@@ -187,8 +175,6 @@ def orthogonalize(
     matmul_dtype=matmul_dtype,
   )
 
-  if weight_dimension_numbers is None:
-    weight_dimension_numbers = _all_are_matrices
   matrices_of = functools.partial(
     _matrix_axes.resolve, weight_dimension_numbers
   )

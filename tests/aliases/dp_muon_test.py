@@ -382,7 +382,6 @@ def test_clipped_means_of_jax_privacy_give_the_same_steps():
     'bias': jnp.ones(3),
     'w': jnp.asarray(rng.standard_normal((5, 3)), jnp.float32),
   }
-  specs = {'bias': None, 'w': Dims()}
 
   def loss(params, x):
     return jnp.sum(jnp.tanh(x @ params['w'] + params['bias']) ** 2)
@@ -395,27 +394,30 @@ def test_clipped_means_of_jax_privacy_give_the_same_steps():
   }
   direct = dp_muon(0.1, **options)
   means = dp_muon(0.1, per_example_gradients=False, **options)
-  whole = transforms.per_matrix_clip(0.4, weight_dimension_numbers=specs)
   clipped = jax.jit(
     clipping.clipped_grad(
       loss,
-      l2_clip_norm=whole.sensitivity(params=params),
-      normalize_by=8.0,
+      l2_clip_norm=means.sensitivity(params=params),
       batch_argnums=1,
       keep_batch_dim=False,
       microbatch_size=4,
-      pre_clipping_transform=transforms.clip_each_matrix(
-        0.4, weight_dimension_numbers=specs
-      ),
+      pre_clipping_transform=means.pre_clipping_transform,
     )
   )
+  summed = transforms.per_matrix_clip(0.4, normalize_by=8.0)
+  mean_of = jax.jit(functools.partial(summed.update, state=()))
   per_example_of = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
   states = direct.init(params), means.init(params)
   direct_update, means_update = jax.jit(direct.update), jax.jit(means.update)
   for _ in range(3):
     per_example = per_example_of(params, xs)
+    mean, _ = mean_of(per_example, params=params)
+    clipped_mean = clipped(params, xs)
+    for name, x in clipped_mean.items():
+      # Sums of eight terms of at most 0.4 / 8, in another order.
+      np.testing.assert_allclose(x, mean[name], rtol=0, atol=1e-7)
     expected, state = direct_update(per_example, states[0], params)
-    out, other = means_update(clipped(params, xs), states[1], params)
+    out, other = means_update(clipped_mean, states[1], params)
     states = state, other
     for k in params:
       np.testing.assert_allclose(out[k], expected[k], rtol=1e-4, atol=1e-6)

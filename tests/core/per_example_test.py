@@ -177,6 +177,7 @@ def test_transformation_with_sensitivity_unpacks_and_chains():
     lambda p: optax.EmptyState(),
     lambda u, s, p=None, **_: (jax.tree.map(lambda x: 2 * x, u), s),
     _per_example.sensitivity_of_sum(1.0),
+    lambda gradient: gradient,
   )
   init, _ = tx
   assert init({}) == optax.EmptyState()
@@ -184,3 +185,4 @@ def test_transformation_with_sensitivity_unpacks_and_chains():
   updates, _ = chained.update(1.0, chained.init(1.0), is_padding_example=None)
   assert updates == 6.0
   assert tx.sensitivity() == 1.0
+  assert tx.pre_clipping_transform('one') == 'one'

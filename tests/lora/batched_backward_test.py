@@ -1,5 +1,7 @@
 """One backward pass of a batch gives what vmap over examples gives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import prism_optax
 from prism_optax import diagnostics, lora
+from prism_optax.lora import _per_example
 
 ROWS, INNER, COLUMNS, RANK = 7, 5, 6, 2
 
@@ -67,24 +70,79 @@ def test_equals_vmap(size, tokens, x64):
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
 
 
-def test_flat_tokens_and_no_tokens_axis(x64):
+def test_flat_tokens_and_many_axes_of_them(x64):
   params = _params(jnp.float64)['first']
   x, _ = _data(4, 3, jnp.float64)
 
-  def gradients(shape):
+  def gradients(shape, **tokens):
     def losses(copies, x):
-      y = lora.per_example_product(x.reshape(shape), **copies)
+      y = lora.per_example_product(x.reshape(shape), **copies, **tokens)
       return jnp.sum(y.reshape(4, -1) ** 3, 1)
 
     return jax.jit(lora.per_example_gradients(losses))(params, x)
 
   want = gradients((4, 3, ROWS))
-  for shape in ((12, ROWS), (4, 1, 3, ROWS)):
-    jax.tree.map(np.testing.assert_array_equal, gradients(shape), want)
-  one = lora.per_example_product(x[:, 0], **params)
-  np.testing.assert_allclose(
-    one, x[:, 0] @ params['lora_a'] @ params['lora_b'], rtol=1e-12
+  for found in (
+    gradients((12, ROWS), tokens_per_example=3),
+    gradients((4, 1, 3, ROWS)),
+  ):
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+  # Without copies both forms are a plain product.
+  for tokens in (None, 3):
+    one = lora.per_example_product(
+      x.reshape(12, -1), **params, tokens_per_example=tokens
+    )
+    np.testing.assert_allclose(
+      one, x.reshape(12, -1) @ params['lora_a'] @ params['lora_b'], rtol=1e-12
+    )
+
+
+def _guessed(x, lora_a, lora_b):
+  """As it was: any first axis that is a multiple is cut into examples."""
+  tokens = x.reshape(len(lora_a), -1, x.shape[-1])
+  product = _per_example._product(tokens, lora_a, lora_b)
+  return product.reshape(*x.shape[:-1], -1)
+
+
+def _time_major_losses(product):
+  def losses(params, x):  # (B, T, in) comes, and the model turns it around.
+    return jnp.sum(product(x.swapaxes(0, 1), **params) ** 2, (0, 2))
+
+  return lora.per_example_gradients(losses)
+
+
+def test_time_major_tokens_would_break_the_clip_and_are_refused():
+  """One record in place of nothing moved the sum by more than C, up to B C."""
+  size, clip = 4, 1.0
+  params = {'lora_a': np.ones((ROWS, 1)), 'lora_b': np.ones((1, COLUMNS))}
+  sum_of = prism_optax.per_matrix_clip(
+    clip, weight_dimension_numbers=lambda _: dict.fromkeys(params)
   )
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def summed(x, product):
+    grads = _time_major_losses(product)(params, x)
+    return sum_of.update(grads, (), params)[0]
+
+  def moved(product, tokens):
+    x = np.zeros((size, tokens, ROWS))
+    other = x.copy()
+    other[1] = 1.0
+    one, two = (jax.device_get(summed(each, product)) for each in (x, other))
+    squares = jax.tree.map(lambda a, b: np.sum((a - b) ** 2), one, two)
+    return sum(squares.values()) ** 0.5
+
+  # All copies hold tokens of the record, and all are clipped to C.
+  assert moved(_guessed, 2 * size) == pytest.approx(size * clip, rel=1e-5)
+  with pytest.raises(
+    ValueError, match=r'\(B, \.\.\., in\).*x.shape=\(8, 4, 7\)'
+  ):
+    moved(lora.per_example_product, 2 * size)
+  # As many tokens as examples: no shape tells, but the diagnostic does.
+  assert moved(lora.per_example_product, size) > 1.5 * clip
+  gradients = jax.jit(_time_major_losses(lora.per_example_product))
+  x = np.random.default_rng(0).normal(size=(size, size, ROWS))
+  assert diagnostics.depends_on_other_examples(gradients, params, x)
 
 
 def test_no_examples():
@@ -176,19 +234,27 @@ def test_no_copy_is_written():
 
 
 @pytest.mark.parametrize(
-  ('a', 'b', 'x'),
+  ('a', 'b', 'x', 'tokens'),
   [
-    ((4, 7, 2), (2, 6), (4, 3, 7)),
-    ((4, 7, 2), (3, 2, 6), (4, 3, 7)),
-    ((4, 7, 2), (4, 2, 6), (5, 3, 7)),
-    ((4, 7, 2), (4, 2, 6), (7,)),
-    ((0, 7, 2), (0, 2, 6), (5, 3, 7)),
-    ((7,), (2, 6), (4, 3, 7)),
+    ((4, 7, 2), (2, 6), (4, 3, 7), None),
+    ((4, 7, 2), (3, 2, 6), (4, 3, 7), None),
+    ((4, 7, 2), (4, 2, 6), (5, 3, 7), None),
+    ((4, 7, 2), (4, 2, 6), (8, 7), None),
+    ((7, 7, 2), (7, 2, 6), (7,), None),
+    ((0, 7, 2), (0, 2, 6), (5, 3, 7), None),
+    ((7,), (2, 6), (4, 3, 7), None),
+    ((4, 7, 2), (4, 2, 6), (12, 7), 2),
+    ((4, 7, 2), (4, 2, 6), (4, 3, 7), 3),
+    ((4, 7, 2), (4, 2, 6), (12, 1, 7), 3),
   ],
 )
-def test_factors_that_do_not_fit_are_refused(a, b, x):
-  with pytest.raises(ValueError, match=r'a copy of both.*lora_a\.shape'):
-    lora.per_example_product(jnp.ones(x), jnp.ones(a), jnp.ones(b))
+def test_factors_that_do_not_fit_are_refused(a, b, x, tokens):
+  with pytest.raises(
+    ValueError, match=rf'a copy of both.*lora_a\.shape.*example={tokens}'
+  ):
+    lora.per_example_product(
+      jnp.ones(x), jnp.ones(a), jnp.ones(b), tokens_per_example=tokens
+    )
 
 
 def test_losses_of_another_shape_are_refused():

@@ -557,6 +557,32 @@ MUTANTS = (
     ('transforms/clip_groups_test.py',),
   ),
   Mutant(
+    'every leaf clipped by itself, and noise for one group of all biases',
+    'transforms/_matrix_clip.py',
+    '    return _clip_groups.clip_groups(\n',
+    '    if weight_dimension_numbers is None:\n'
+    '      return [\n'
+    '        ClipGroup((i,), (), 1, x.size, l2_clip_norms)\n'
+    '        for i, x in enumerate(jax.tree.leaves(params))\n'
+    '      ]\n'
+    '    return _clip_groups.clip_groups(\n',
+    ('integration/clip_routes_test.py clip_each_matrix',),
+  ),
+  Mutant(
+    'clipped examples that are not divided',
+    'transforms/_matrix_clip.py',
+    '[x / normalize_by for x in clipped]',
+    'clipped',
+    ('transforms/matrix_clip_test.py loops',),
+  ),
+  Mutant(
+    'tokens of several examples in one copy',
+    'lora/_per_example.py',
+    'fits = fits and x.shape[0] == size\n',
+    'fits = fits and x.shape[0] % size == 0\n',
+    ('lora/batched_backward_test.py time_major',),
+  ),
+  Mutant(
     'calibration stops above the target',
     'accounting/_epsilon.py',
     '      last = -1\n  return math.exp(high)',

@@ -79,10 +79,9 @@ def test_clips_are_bounded_total_and_blind_to_order(
 @functools.cache
 def _each_matrix(kind):
   norms = {'lora_a': 0.5, 'lora_b': 2.0, 'head': 1.0}
-  numbers = None
-  if kind == 'stacks':
-    plain = optax.contrib.MuonDimensionNumbers(1, 2)
-    numbers = {'lora_a': plain, 'lora_b': plain, 'head': None}
+  rows = 1 if kind == 'stacks' else (0, 1)  # Or each leaf is one matrix.
+  plain = optax.contrib.MuonDimensionNumbers(rows, 2)
+  numbers = {'lora_a': plain, 'lora_b': plain, 'head': None}
   clip = jax.jit(
     transforms.clip_each_matrix(norms, weight_dimension_numbers=numbers)
   )

@@ -25,11 +25,25 @@ SPECS = {
 }
 
 
-def test_every_leaf_is_a_group_without_dimension_numbers():
+def test_leaves_of_two_axes_are_matrices_by_default():
   groups = transforms.clip_groups(2.0, PARAMS)
-  assert [g.leaves for g in groups] == [(0,), (1,), (2,), (3,)]
-  assert [g.size for g in groups] == [5, 3, 15, 56]
-  assert _clip_groups.sensitivity(groups) == 4.0  # sqrt(4 * 2^2).
+  assert [g.leaves for g in groups] == [(2,), (0, 1, 3)]
+  assert [g.size for g in groups] == [15, 64]
+  assert _clip_groups.sensitivity(groups) == math.sqrt(8)  # sqrt(2 * 2^2).
+
+
+def test_none_in_a_tree_or_from_a_callable_is_no_matrix():
+  """Only as the argument itself it is the default."""
+  one = jnp.zeros((2, 3))
+  assert transforms.clip_groups(1.0, one) == (
+    transforms.clip_groups(1.0, one, Dims())
+  )
+  for given, params in [
+    (lambda _: None, PARAMS), (lambda _: None, one), ([None], [one]),
+    (dict.fromkeys(PARAMS), PARAMS),
+  ]:  # fmt: skip
+    (group,) = transforms.clip_groups(1.0, params, given)
+    assert group.leaves == tuple(range(len(jax.tree.leaves(params))))
 
 
 def test_matrices_one_by_one_and_all_else_together():
@@ -46,9 +60,10 @@ def test_matrices_one_by_one_and_all_else_together():
 
 
 def test_prefixes_and_callables():
-  norms = {'bias': 1.0, 'head': 2.0, 'layers': 3.0}  # A prefix.
-  values = [g.l2_clip_norm for g in transforms.clip_groups(norms, PARAMS)]
-  assert values == [1.0, 2.0, 2.0, 3.0]
+  norms = {'bias': 2.0, 'head': 2.0, 'layers': 3.0}  # A prefix.
+  specs = {**SPECS, 'head': None}
+  groups = transforms.clip_groups(norms, PARAMS, specs)
+  assert [g.l2_clip_norm for g in groups] == [3.0, 2.0]
   prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
   groups = transforms.clip_groups(1.0, PARAMS, lambda _: prefix)
   assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]

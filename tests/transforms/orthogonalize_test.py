@@ -103,11 +103,20 @@ def test_masked_leaves_and_types_are_kept():
   assert jax.tree.leaves(transforms.orthogonalize().init(updates)) == []
 
 
-@pytest.mark.parametrize('shape', [(3,), (), (2, 3, 4)])
-def test_what_is_no_matrix_by_the_rules_is_refused(shape):
-  tx = transforms.orthogonalize()
-  with pytest.raises(ValueError, match='two axes'):
-    tx.init({'w': jnp.zeros((2, 3)), 'x': jnp.zeros(shape)})
+def test_leaves_of_two_axes_are_matrices_by_default():
+  """And no others: the groups of clip and noise."""
+  updates = {'w': _random(3, 4), 'x': _random(3), 'y': _random(2, 3, 4)}
+  out = _apply(updates)
+  expected = muon_oracle.orthogonalize(updates['w'], 2, 5)
+  np.testing.assert_allclose(out['w'], expected, atol=1e-6)
+  for name in 'xy':
+    np.testing.assert_array_equal(out[name], updates[name])
+
+
+def test_axes_that_do_not_exist_are_refused():
+  tx = transforms.orthogonalize(weight_dimension_numbers=Dims())
+  with pytest.raises(ValueError, match=r'axes of the leaf.*\(3,\)'):
+    tx.init({'w': jnp.zeros((2, 3)), 'x': jnp.zeros(3)})
 
 
 @pytest.mark.parametrize(

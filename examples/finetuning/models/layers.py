@@ -30,9 +30,11 @@ class AdaptedLinear(nnx.LoRALinear):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     a, b = self.lora.lora_a[...], self.lora.lora_b[...]
+    examples = len(a) if a.ndim == 3 else 1
     return nnx.Linear.__call__(self, tokens) + lora.per_example_product(
-      tokens, a, b
-    )
+      # The encoders flatten (batch, length), the batch in front.
+      tokens, a, b, tokens_per_example=len(tokens) // examples
+    )  # fmt: skip
 
 
 def dense(

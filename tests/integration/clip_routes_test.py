@@ -1,0 +1,191 @@
+"""Every documented way from gradients to noise has the multiplier it claims.
+
+Clip and noise of several groups may come from two calls. Here both meet: two
+matrices and six biases, one adversarial record, and what one really gets.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from prism_optax import transforms
+
+jax_privacy = pytest.importorskip('jax_privacy')
+
+SIGMA, NORM, EXPECTED = 0.8, 0.5, 16.0
+SHAPES = {
+  'w0': (80, 50), 'w1': (60, 70), **{f'b{i}': (700,) for i in range(6)}
+}  # fmt: skip
+PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+# The standard deviation of n entries is off by 1 / sqrt(2 n), the sum of three
+# groups' by less: five times that.
+TOLERANCE = 5 / math.sqrt(2 * 3 * 4000)
+
+
+def _muon(**options):
+  return prism_optax.dp_muon(
+    0.1, l2_clip_norms=NORM, expected_batch_size=EXPECTED, momentum=0.0,
+    adam_b1=0.0, **options,
+  )  # fmt: skip
+
+
+OURS = {'noise_multiplier': SIGMA, 'prng_key': 0}
+_gaussian = functools.partial(
+  jax_privacy.noise_addition.gaussian_privatizer, prng_key=jax.random.key(0)
+)
+
+
+def _released(tx, updates, params=PARAMS):
+  """The noisy mean, which DP-Muon without memory keeps in its moments."""
+  _, state = tx.update(updates, tx.init(params), params)
+  moments = optax.tree.get_all_with_path(state, 'mu')
+  (_, mu), *_ = [m for m in moments if jax.tree.leaves(m[1])]
+  mu = {k: mu[k] for k in params if not isinstance(mu[k], optax.MaskedNode)}
+  return {**optax.tree.get(state, 'trace'), **mu}
+
+
+def _mean(grads, **options):
+  """By jax-privacy, of a loss whose gradients are the examples."""
+  clipped = jax_privacy.clipped_grad(
+    optax.tree.vdot, batch_argnums=1, keep_batch_dim=False, **options
+  )
+  return clipped(PARAMS, grads), clipped.sensitivity()
+
+
+def _chain_of_ones_own(grads):
+  clip = prism_optax.per_matrix_clip(NORM, normalize_by=EXPECTED)
+  stddev = SIGMA * clip.sensitivity(params=PARAMS)
+  tx = optax.chain(clip, _gaussian(stddev=stddev))
+  return tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+
+
+def _split_by_hand(grads):
+  clip = prism_optax.per_matrix_clip(NORM, normalize_by=EXPECTED)
+  mean, _ = clip.update(grads, clip.init(PARAMS), PARAMS)
+  groups = transforms.clip_groups(NORM, PARAMS)
+  split = transforms.split_noise_multiplier(
+    SIGMA, [g.l2_clip_norm for g in groups], [g.size for g in groups],
+    noise_split='least_energy',
+  )  # fmt: skip
+  leaves = jax.tree.leaves(mean)
+  for i, (group, sigma) in enumerate(zip(groups, split, strict=True)):
+    own = [leaves[leaf] for leaf in group.leaves]
+    noise = _gaussian(
+      stddev=sigma * NORM / EXPECTED, prng_key=jax.random.key(i)
+    )
+    noisy, _ = noise.update(own, noise.init(own))
+    for leaf, x in zip(group.leaves, noisy, strict=True):
+      leaves[leaf] = x
+  return jax.tree.unflatten(jax.tree.structure(mean), leaves)
+
+
+def _one_object(grads):
+  tx = _muon(per_example_gradients=False, **OURS)
+  mean, sensitivity = _mean(
+    grads,
+    l2_clip_norm=tx.sensitivity(params=PARAMS),
+    pre_clipping_transform=tx.pre_clipping_transform,
+  )
+  assert sensitivity == tx.sensitivity(params=PARAMS)
+  return _released(tx, mean)
+
+
+def _clip_beside_it(grads, tx=None):
+  clip = prism_optax.per_matrix_clip(NORM)
+  mean, sensitivity = _mean(
+    grads,
+    l2_clip_norm=clip.sensitivity(params=PARAMS),
+    normalize_by=EXPECTED,
+    pre_clipping_transform=transforms.clip_each_matrix(NORM),
+  )
+  if tx is not None:
+    return _released(tx, mean)
+  noise = _gaussian(stddev=SIGMA * sensitivity)
+  return noise.update(mean, noise.init(mean))[0]
+
+
+ROUTES = {
+  'dp_muon': lambda grads: _released(_muon(**OURS), grads),
+  'dp_muon, least energy': lambda grads: _released(
+    _muon(noise_split='least_energy', **OURS), grads
+  ),
+  'dp_muon, a privatizer': lambda grads: _released(
+    _muon(privatizer=_gaussian(stddev=SIGMA / EXPECTED)), grads
+  ),
+  'dp_muon and its pre_clipping_transform': _one_object,
+  'dp_muon and clip_each_matrix': lambda grads: _clip_beside_it(
+    grads, _muon(per_example_gradients=False, **OURS)
+  ),
+  'clip_each_matrix and a privatizer': _clip_beside_it,
+  'per_matrix_clip and a privatizer': _chain_of_ones_own,
+  'per_matrix_clip, clip_groups and a split': _split_by_hand,
+}
+
+
+def _joint(one, other, sizes=None):
+  """The multiplier of the mechanism that moved from `one` to `other`.
+
+  Both have the same noise, of one key, and `one` is nothing but noise.
+  """
+  squares = 0.0
+  for name, noise in one.items():
+    size = noise.size if sizes is None else sizes.get(name, noise.size)
+    variance = np.sum(noise**2) / size
+    squares += np.sum((other[name] - noise) ** 2) / variance
+  return squares**-0.5
+
+
+@pytest.mark.parametrize('route', ROUTES)
+def test_two_matrices_and_six_biases_are_one_mechanism_as_claimed(route):
+  release = jax.jit(ROUTES[route])
+  nothing = {k: np.zeros((3, *s), np.float32) for k, s in SHAPES.items()}
+  record = {k: x.copy() for k, x in nothing.items()}
+  for x in record.values():
+    x[1] = 1e3  # All groups at their thresholds.
+  one, other = (jax.device_get(release(g)) for g in (nothing, record))
+  assert _joint(one, other) == pytest.approx(SIGMA, rel=TOLERANCE)
+
+
+def test_adapters_and_a_head_with_a_clip_each_are_as_claimed():
+  """As on the page about clip groups: two chains, one joint multiplier."""
+  each, rank, rows, columns = SIGMA * 2**0.5, 8, 200, 150
+  rng = np.random.default_rng(0)
+  adapters = {
+    'lora_a': rng.normal(size=(rows, rank)).astype(np.float32),
+    'lora_b': rng.normal(size=(rank, columns)).astype(np.float32),
+  }
+  head = {f'b{i}': np.zeros(700, np.float32) for i in range(6)}
+  params = {'adapters': adapters, 'head': head}
+  chain = prism_optax.chain(
+    prism_optax.intrinsic_clip(1.0, normalize_by=EXPECTED),
+    prism_optax.tangent_privatizer(each / EXPECTED, prng_key=0),
+  )
+  tx = prism_optax.dp_muon(
+    0.1, l2_clip_norms=NORM, expected_batch_size=EXPECTED, momentum=0.0,
+    adam_b1=0.0, noise_multiplier=each, prng_key=1,
+    weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: None, tree),
+  )  # fmt: skip
+
+  @jax.jit
+  def release(grads):
+    coordinates, _ = chain.update(
+      grads['adapters'], chain.init(adapters), adapters
+    )
+    _, state = tx.update(grads['head'], tx.init(head), head)
+    moments = optax.tree.get_all_with_path(state, 'mu')
+    (_, mu), *_ = [m for m in moments if jax.tree.leaves(m[1])]
+    flat = jnp.concatenate([x.ravel() for x in coordinates.values()])
+    return {'adapters': flat, **mu}
+
+  nothing = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), params)
+  record = jax.tree.map(lambda x: 1e3 * np.ones_like(x), nothing)
+  one, other = (jax.device_get(release(g)) for g in (nothing, record))
+  # Noise lies in the tangent space, of this dimension.
+  sizes = {'adapters': rank * (rows + columns - rank)}
+  assert _joint(one, other, sizes) == pytest.approx(SIGMA, rel=TOLERANCE)
