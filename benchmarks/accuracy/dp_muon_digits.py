@@ -77,7 +77,7 @@ def muon(rate, sigma, key, clip=CLIP, **options):
 
 
 def adam(rate, sigma, key):
-  """Plain DP-Adam, with the norm that DP-Muon's four groups have together."""
+  """Plain DP-Adam; DP-Muon's three groups have sqrt(3) CLIP together."""
   return baselines.dp_adam(
     rate,
     l2_clip_norm=2 * CLIP,
