@@ -83,7 +83,7 @@ class PrivacyBudget:
 
   Args:
     epsilon: Cap of one session, positive.
-    delta: Delta of one session's cap, in (0, 1), far below one over the number
+    delta: Delta of one session's cap, in (0, 1), well below one over the number
       of records; above 1e-3 there is a warning.
     composition: How costs add up:
 

@@ -55,7 +55,7 @@ def epsilon(
     event: What was released, in noise multipliers with respect to the clip
       norm. Sensitivities that are doubled by hand for ``REPLACE_ONE`` would be
       doubled twice: the accountant does it.
-    delta: Delta at which epsilon is wanted, in [0, 1], far below one over the
+    delta: Delta at which epsilon is wanted, in [0, 1], well below one over the
       number of records.
     accountant: 'pld' (privacy loss distributions, tight) or 'rdp' (Renyi
       divergences, looser, fast for any number of steps).

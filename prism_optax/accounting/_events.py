@@ -204,7 +204,7 @@ def check_delta(
   ):
     warnings.warn(
       f'{delta=} is met by publishing one of {math.ceil(1 / delta)} records at'
-      ' random, as it is. Take one far below one over the number of records.',
+      ' random, as it is. Take one well below one over the number of records.',
       stacklevel=3,
     )
   return delta

@@ -176,12 +176,8 @@ def _open(
   chain = _Chain.start(connection)
   first = chain.last[1]
   chain.follow(connection)
-  if (
-    expected_head not in (None, first)
-    and not connection.execute(
-      'SELECT 1 FROM ledger WHERE hash = ?', (expected_head,)
-    ).fetchone()
-  ):
+  hashes = connection.execute('SELECT hash FROM ledger')
+  if expected_head is not None and (expected_head,) not in ((first,), *hashes):
     raise _changed(f'none of {chain.last[0]} rows has {expected_head=}')
   return chain
 
