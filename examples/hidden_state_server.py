@@ -4,9 +4,11 @@
         Starts everything on this machine, sends queries until the budget is
         spent, and prints what was answered, what was refused and why.
 
-    python examples/hidden_state_server.py --ledger runs/ledger.sqlite
-        The same with a ledger in a file: started again, it goes on where it
-        was, and soon refuses everything.
+    python examples/hidden_state_server.py --ledger runs/ledger.sqlite --create
+        The same with a ledger in a file, which is begun. Started again without
+        --create it goes on where it was, and soon refuses everything; and if
+        the file is gone it does not start, for a ledger that was lost is not a
+        fresh budget.
 
 Three parties talk over HTTP on the loopback interface:
 
@@ -267,6 +269,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument('--l2-clip-norm', type=float, default=1.0)
   parser.add_argument('--clients', type=int, default=3)
   parser.add_argument('--ledger', default=None, help='SQLite file')
+  parser.add_argument(
+    '--create', action='store_true', help='begin the ledger; the first time'
+  )
   parser.add_argument('--pad', action='store_true')
   return parser.parse_args(arguments)
 
@@ -292,6 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options.epsilon,
     options.delta,
     path=options.ledger,
+    create=options.create,
     server_epsilon=options.server_epsilon,
   )
   ratio = inference.signal_to_noise_bound(options.l2_clip_norm, stddev, HIDDEN)

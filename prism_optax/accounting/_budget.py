@@ -58,19 +58,33 @@ class PrivacyBudget:
   bounds that. And the ledger itself is not noised: it tells when and how often
   a session asked.
 
+  **Integrity.** The rows of the ledger are chained by hashes, which cover
+  settings and totals. Opening and :meth:`export` check all of them, every other
+  call what was written since, and the last row. What was edited, removed, moved
+  or inserted is found. There is no secret in the hashes: who computes them anew
+  is not found, nor is a whole file put back to an older copy, unless a process
+  has it open. So keep 'head' of :meth:`export` where the file's keepers cannot
+  write, and give it as ``expected_head``.
+
   =============================  ==============================================
   release that does not fit      BudgetExceeded, before anything is recorded
   release that costs nothing     always fits; ``how_many_more`` is ``inf``
   release without noise          never fits
   unknown session                nothing spent, the whole cap remains
   process killed in ``spend``    the state before or the state after
+  no ledger in the file          FileNotFoundError: not a fresh budget
+  a ledger, ``create=True``      FileExistsError
+  creation was interrupted       ``create=True`` again: nothing was spent
+  ledger changed by hand         RuntimeError, nothing recorded
+  file of other counting rules   ValueError: what was spent is not known
   file with other settings       ValueError: no budget changes by reopening it
   budget in memory, forked       RuntimeError: a copy would be a second budget
   =============================  ==============================================
 
   Args:
     epsilon: Cap of one session, positive.
-    delta: Delta of one session's cap, in (0, 1).
+    delta: Delta of one session's cap, in (0, 1), well below one over the number
+      of records; above 1e-3 there is a warning.
     composition: How costs add up:
 
       - ``'filter'``: exact for an account whose first release is Gaussian
@@ -80,8 +94,7 @@ class PrivacyBudget:
         of delta.
       - ``'renyi'``: a filter for all that the RDP accountant knows, mixed at
         will (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
-    path: SQLite file of the ledger, made where there is none; ``None`` keeps it
-      in memory.
+    path: SQLite file of the ledger; ``None`` keeps it in memory.
     neighboring_relation: Relation under which events are read, as in
       :func:`epsilon`. The default takes noise multipliers as they are; releases
       whose event holds their sensitivity already (``inference.release_event``)
@@ -89,10 +102,19 @@ class PrivacyBudget:
     server_epsilon: Cap of all sessions together, at the same ``delta``;
       ``None`` for none.
     timeout: Seconds to wait for other processes.
+    create: Whether the ledger is begun in this file. Say so once, by hand, and
+      not in a program that is started again. In memory it always is.
+    expected_head: The 'head' of an :meth:`export`, from which this ledger must
+      have grown: what is older, or another one, is refused.
 
   Raises:
     ValueError: If an argument is out of its range, or the file was made with
-      other settings.
+      other settings, or under another version of the rules by which costs are
+      counted.
+    FileNotFoundError: If there is no ledger and ``create`` is false.
+    FileExistsError: If there is a ledger and ``create`` is true.
+    RuntimeError: If the ledger was changed by hand, or is not the expected one.
+    TimeoutError: If other processes kept the file.
 
   Examples:
     >>> import dp_accounting
@@ -115,8 +137,11 @@ class PrivacyBudget:
     neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
     server_epsilon: float | None = None,
     timeout: float = 60.0,
+    create: bool = False,
+    expected_head: str | None = None,
   ):
     delta = _validate.known_open_probability('delta', delta)
+    _events.check_delta(_NOTHING, delta)
     positive = _validate.known_positive
     caps = {'session': positive('epsilon', epsilon)}
     if server_epsilon is not None:
@@ -133,12 +158,13 @@ class PrivacyBudget:
       for scope, cap in caps.items()
     }
     self._settings = {
+      'version': _filters.VERSION,
       'caps': caps,
       'delta': delta,
       'composition': composition,
       'neighboring_relation': neighboring_relation.name,
     }
-    self._ledger = Ledger(path, self._settings, timeout)
+    self._ledger = Ledger(path, self._settings, timeout, create, expected_head)
 
   def spend(
     self, event: dp_accounting.DpEvent, session: str, *, count: int = 1
@@ -160,10 +186,11 @@ class PrivacyBudget:
       ValueError: If the composition has no analysis of the event, or an
         argument is out of its range. Nothing was recorded.
       TimeoutError: If other processes kept the file. Nothing was recorded.
+      RuntimeError: If the ledger was changed by hand. Nothing was recorded.
     """
     _validate.integer('count', count, 1)
     with self._transaction(session) as transaction:
-      spent = {}
+      spent, after = {}, []
       accounts = self._accounts(transaction, session, event)
       for scope, (found, account) in accounts.items():
         total = _filters.add(account.totals, found.costs(event), count)
@@ -171,9 +198,8 @@ class PrivacyBudget:
         if spent[scope] > found.epsilon:
           left = found.epsilon - found.spent(account.totals)
           raise BudgetExceeded(session, scope, max(left, 0.0))
-        # Undone if what follows fails.
-        transaction.store(account._replace(totals=total))
-      transaction.append(session, _events.to_json(event), count)
+        after.append(account._replace(totals=total))
+      transaction.append(session, _events.to_json(event), count, after)
     return spent['session']
 
   def spent(self, session: str) -> float:
@@ -244,10 +270,12 @@ class PrivacyBudget:
     Returns:
       'settings' as given; 'server' with 'spent' and 'remaining', or None;
       'sessions' with the same for each; 'ledger', a list of 'id', 'session',
-      'event' and 'count' in the order of spending.
+      'event' and 'count' in the order of spending; 'head', the hash of its last
+      row and all before (of the settings, if there is no row).
 
     Raises:
       TimeoutError: If other processes kept the file.
+      RuntimeError: If the ledger, of which all is read, was changed by hand.
     """
     with self._ledger.transaction() as transaction:
 
@@ -262,6 +290,7 @@ class PrivacyBudget:
         'server': figures(_SERVER, 'server') if server else None,
         'sessions': {name: figures(name) for name in transaction.sessions()},
         'ledger': transaction.rows(),
+        'head': transaction.head(),
       }
 
   def _transaction(self, session: object) -> Context[Transaction]:

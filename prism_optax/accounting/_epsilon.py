@@ -28,6 +28,7 @@ def epsilon(
   accountant: str = 'pld',
   neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   value_discretization_interval: float | None = None,
+  dataset_size: int | None = None,
 ) -> float:
   """Returns an upper bound of epsilon at ``delta`` for what was released.
 
@@ -39,6 +40,10 @@ def epsilon(
   ================================  ===========================================
   ``delta=0.0``, Gaussian noise     ``inf``: no such noise has a pure epsilon
   ``delta=1.0``                     0.0
+  ``delta >= 1 / dataset_size``     ValueError: a record published at random
+                                    meets it
+  ``delta > 1e-3``, size unknown    UserWarning; so is a delta that is not below
+                                    the Poisson sampling probability
   no noise                          ``inf``
   nothing released                  0.0
   epsilon in the millions           ``inf``, in place of a grid of that length
@@ -50,7 +55,8 @@ def epsilon(
     event: What was released, in noise multipliers with respect to the clip
       norm. Sensitivities that are doubled by hand for ``REPLACE_ONE`` would be
       doubled twice: the accountant does it.
-    delta: Delta at which epsilon is wanted, in [0, 1].
+    delta: Delta at which epsilon is wanted, in [0, 1], well below one over the
+      number of records.
     accountant: 'pld' (privacy loss distributions, tight) or 'rdp' (Renyi
       divergences, looser, fast for any number of steps).
     neighboring_relation: dp-accounting's enum. Under ``REPLACE_ONE`` the two
@@ -61,6 +67,8 @@ def epsilon(
       'pld'. ``None`` takes 1e-4, or a wider grid where epsilon is so large
       (above a hundred) that the fine one would not fit in memory. Any grid
       gives an upper bound.
+    dataset_size: Number of records, a public constant, against which ``delta``
+      is checked. Events of truncated batches hold theirs.
 
   Returns:
     Epsilon, ``inf`` where there is no guarantee (or only one of millions).
@@ -86,11 +94,20 @@ def epsilon(
     ... )
     1.61
   """
-  _events.require_event(event)
-  delta = _validate.known_probability('delta', delta)
+  delta = _events.check_delta(event, delta, dataset_size)
+  interval = value_discretization_interval
+  return _epsilon(event, delta, accountant, neighboring_relation, interval)
+
+
+def _epsilon(
+  event: dp_accounting.DpEvent,
+  delta: float,
+  accountant: str,
+  neighboring_relation: NeighboringRelation,
+  interval: float | None = None,
+) -> float:
   _validate.one_of('accountant', accountant, ('pld', 'rdp'))
   _validate.neighboring_relation(neighboring_relation)
-  interval = value_discretization_interval
   if interval is not None:
     _validate.positive('value_discretization_interval', interval)
   engine: dp_accounting.PrivacyAccountant
@@ -119,6 +136,7 @@ def privacy_statement(
   *,
   accountant: str = 'pld',
   neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
+  dataset_size: int | None = None,
 ) -> str:
   """Returns the sentence to report: epsilon and everything it depends on.
 
@@ -127,6 +145,7 @@ def privacy_statement(
     delta: Delta at which epsilon is reported, in [0, 1].
     accountant: 'pld' or 'rdp', as for :func:`epsilon`.
     neighboring_relation: Relation under which epsilon is meant.
+    dataset_size: Number of records, as for :func:`epsilon`.
 
   Returns:
     One line with epsilon (rounded up), delta, relation, accountant, and the
@@ -143,12 +162,8 @@ def privacy_statement(
     add-or-remove-one neighbours (PLD)
     Poisson sampling
   """
-  spent = epsilon(
-    event,
-    delta,
-    accountant=accountant,
-    neighboring_relation=neighboring_relation,
-  )
+  delta = _events.check_delta(event, delta, dataset_size)
+  spent = _epsilon(event, delta, accountant, neighboring_relation)
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
   relation = neighboring_relation.name.lower().replace('_', '-')
@@ -158,7 +173,7 @@ def privacy_statement(
   }
   sampling = ', Poisson sampling' if sampled else ''
   return (
-    f'epsilon <= {shown:.3f} at delta = {float(delta):g},'
+    f'epsilon <= {shown:.3f} at delta = {delta:g},'
     f' {relation} neighbours ({accountant.upper()}){sampling}'
   )
 
@@ -195,7 +210,8 @@ def calibrate_noise_multiplier(
       with the result. The default is adding or removing one record.
     truncated_batch_size: The largest batch, where larger ones are cut, as for
       :func:`dpsgd_event`.
-    dataset_size: Number of records, needed with ``truncated_batch_size`` alone.
+    dataset_size: Number of records, against which ``delta`` is checked before
+      the search; needed with ``truncated_batch_size``.
 
   Returns:
     Standard deviation of the noise over the clip norm, as
@@ -224,16 +240,14 @@ def calibrate_noise_multiplier(
       sampling_probability,
       steps,
       truncated_batch_size=truncated_batch_size,
-      dataset_size=dataset_size,
+      dataset_size=None if truncated_batch_size is None else dataset_size,
     )
 
+  _events.check_delta(event(1.0), delta, dataset_size)
+
   def spent(sigma: float, interval: float | None = None) -> float:
-    return epsilon(
-      event(sigma),
-      delta,
-      accountant=accountant,
-      neighboring_relation=neighboring_relation,
-      value_discretization_interval=interval,
+    return _epsilon(
+      event(sigma), delta, accountant, neighboring_relation, interval
     )
 
   # A grid as wide as the target would see nothing; a fine one under a large

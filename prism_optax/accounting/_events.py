@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,6 +26,9 @@ _INTERVAL = 1e-4
 # take: some hundred megabytes. Without a bound a noise multiplier of 0.01
 # takes all the memory of the machine.
 _MAX_GRID = 2e6
+
+# A delta above it gets a warning where the number of records is not known.
+_LARGEST_DELTA = 1e-3
 
 # The default of all that takes a relation: the one of Poisson sampling.
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -159,6 +163,51 @@ def require_event(event: object) -> None:
   """Raises ``ValueError`` unless ``event`` is a dp-accounting event."""
   if not isinstance(event, dp_event.DpEvent):
     raise ValueError(f'Expected event to be a DpEvent, got {event=}.')
+
+
+def check_delta(
+  event: dp_event.DpEvent, delta: float, dataset_size: int | None = None
+) -> float:
+  """Refuses, or warns of, a delta that a record published at random meets.
+
+  Called by a public function, whose caller the warning shows.
+
+  Args:
+    event: What was released. Truncated batches tell the number of records;
+      others that are sampled make one over the probability likely.
+    delta: In [0, 1].
+    dataset_size: Number of records, if it is known.
+
+  Returns:
+    ``delta`` as a float.
+
+  Raises:
+    ValueError: If an argument is out of its range, or ``delta`` is not below
+      one over a known number of records.
+  """
+  require_event(event)
+  delta = _validate.known_probability('delta', delta)
+  known, rates = [] if dataset_size is None else [dataset_size], []
+  for leaf, _ in leaves(event):
+    if isinstance(leaf, dp_event.TruncatedSubsampledGaussianDpEvent):
+      known.append(leaf.dataset_size)
+    rates.append(getattr(leaf, 'sampling_probability', 0.0))
+  for size in known:
+    _validate.integer('dataset_size', size, 1)
+    if delta >= 1 / size:
+      raise ValueError(
+        f'Expected delta < 1 / dataset_size, got {delta=} and dataset_size='
+        f'{size}: publishing one record at random, as it is, meets it.'
+      )
+  if not known and (
+    delta > _LARGEST_DELTA or any(delta >= q > 0 for q in rates)
+  ):
+    warnings.warn(
+      f'{delta=} is met by publishing one of {math.ceil(1 / delta)} records at'
+      ' random, as it is. Take one well below one over the number of records.',
+      stacklevel=3,
+    )
+  return delta
 
 
 def with_relation(

@@ -19,6 +19,10 @@ from prism_optax.accounting import _events, _gaussian
 
 Costs = tuple[float, ...]
 
+# Of the rules by which costs are counted: one more wherever the same releases
+# would have other costs. A ledger keeps the version under which it was begun.
+VERSION = 1
+
 # Sums of floats: a budget that is met exactly must not fail in the last digit.
 _ROUNDING = 1e-9
 

@@ -99,6 +99,7 @@ def test_export_is_plain_and_complete():
   exported = budget.export()
   assert json.loads(json.dumps(exported)) == exported
   assert exported['settings'] == {
+    'version': 1,
     'caps': {'session': 5.0, 'server': 9.0},
     'delta': DELTA,
     'composition': 'filter',

@@ -97,7 +97,7 @@ def test_one_release_without_sampling_is_the_exact_gaussian():
 @hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(
   target=st.floats(0.05, 12.0),
-  delta=st.floats(1e-9, 1e-2),
+  delta=st.floats(1e-9, 1e-3),
   probability=st.floats(0.02, 1.0),
   steps=st.integers(1, 40),
   accountant=st.sampled_from(['pld', 'rdp']),

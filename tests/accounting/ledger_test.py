@@ -13,6 +13,7 @@ import dp_accounting
 import pytest
 
 from prism_optax import accounting
+from prism_optax.accounting import _ledger
 
 DELTA = 1e-5
 RELEASE = dp_accounting.GaussianDpEvent(4.8448)
@@ -69,7 +70,7 @@ def consistent(path, cap, **options):
 def test_sixty_four_threads_never_pass_the_cap(tmp_path, in_memory):
   path = None if in_memory else tmp_path / 'ledger.sqlite'
   cap = epsilon_of(100)
-  budget = accounting.PrivacyBudget(cap, DELTA, path=path)
+  budget = accounting.PrivacyBudget(cap, DELTA, path=path, create=True)
 
   def work(_):
     granted = 0
@@ -95,6 +96,9 @@ def test_eight_processes_of_eight_threads_never_pass_the_cap(tmp_path):
   """Two sessions and the server's cap, which ends first."""
   path = tmp_path / 'ledger.sqlite'
   cap, server = epsilon_of(100), epsilon_of(150)
+  accounting.PrivacyBudget(
+    cap, DELTA, path=path, server_epsilon=server, create=True
+  )
   script = """
     import concurrent.futures, os
     path, cap, server = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
@@ -139,6 +143,7 @@ def test_killed_processes_lose_no_recorded_spend(tmp_path):
   """What was acknowledged is in the file; at most one more is."""
   path = tmp_path / 'ledger.sqlite'
   cap = epsilon_of(100_000)
+  accounting.PrivacyBudget(cap, DELTA, path=path, create=True)
   script = """
     import os, random, signal, time
     cap, path = float(sys.argv[2]), sys.argv[1]
@@ -174,7 +179,9 @@ def test_killed_processes_lose_no_recorded_spend(tmp_path):
 
 def test_reopening_continues_and_another_cap_is_refused(tmp_path):
   path = tmp_path / 'ledger.sqlite'
-  first = accounting.PrivacyBudget(3.0, DELTA, path=path, server_epsilon=5.0)
+  first = accounting.PrivacyBudget(
+    3.0, DELTA, path=path, server_epsilon=5.0, create=True
+  )
   spent = first.spend(RELEASE, 'a', count=2)
   again = accounting.PrivacyBudget(3.0, DELTA, path=path, server_epsilon=5.0)
   assert again.spent('a') == spent
@@ -197,7 +204,9 @@ def test_reopening_continues_and_another_cap_is_refused(tmp_path):
 
 def test_a_ledger_that_was_moved_away_is_no_fresh_budget(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  budget = accounting.PrivacyBudget(3.0, DELTA, path='ledger.sqlite')
+  budget = accounting.PrivacyBudget(
+    3.0, DELTA, path='ledger.sqlite', create=True
+  )
   budget.spend(RELEASE, 'a')
   (tmp_path / 'elsewhere').mkdir()
   monkeypatch.chdir(tmp_path / 'elsewhere')
@@ -206,24 +215,33 @@ def test_a_ledger_that_was_moved_away_is_no_fresh_budget(tmp_path, monkeypatch):
   (tmp_path / 'ledger.sqlite').rename(tmp_path / 'moved')
   with pytest.raises(sqlite3.OperationalError):
     budget.spend(RELEASE, 'a')
+  with pytest.raises(FileNotFoundError, match=r'create=True once.*not a fresh'):
+    accounting.PrivacyBudget(3.0, DELTA, path=tmp_path / 'ledger.sqlite')
   assert not (tmp_path / 'ledger.sqlite').exists()
 
 
 def test_an_error_while_writing_leaves_nothing_half_recorded(
   tmp_path, monkeypatch
 ):
-  """The accounts are written, the ledger's row is not: neither stays."""
+  """The row is written and not committed: it does not stay."""
   budget = accounting.PrivacyBudget(
-    3.0, DELTA, path=tmp_path / 'ledger.sqlite', server_epsilon=5.0
+    3.0,
+    DELTA,
+    path=tmp_path / 'ledger.sqlite',
+    server_epsilon=5.0,
+    create=True,
   )
   budget.spend(RELEASE, 'a')
   before = budget.export()
 
-  def fail(*_):
+  append = _ledger.Transaction.append
+
+  def fail(self, *row):
+    append(self, *row)
     raise KeyboardInterrupt
 
   with monkeypatch.context() as patch:
-    patch.setattr('prism_optax.accounting._ledger.Transaction.append', fail)
+    patch.setattr(_ledger.Transaction, 'append', fail)
     with pytest.raises(KeyboardInterrupt):
       budget.spend(RELEASE, 'a')
   assert budget.export() == before
@@ -231,7 +249,9 @@ def test_an_error_while_writing_leaves_nothing_half_recorded(
 
 def test_a_busy_file_is_a_timeout_not_a_grant(tmp_path):
   path = tmp_path / 'ledger.sqlite'
-  budget = accounting.PrivacyBudget(3.0, DELTA, path=path, timeout=0.05)
+  budget = accounting.PrivacyBudget(
+    3.0, DELTA, path=path, timeout=0.05, create=True
+  )
   other = sqlite3.connect(path, isolation_level=None)
   other.execute('BEGIN IMMEDIATE')
   with pytest.raises(TimeoutError, match=r'0\.05'):
@@ -246,7 +266,7 @@ def test_forked_processes_share_a_file_and_no_memory(tmp_path):
   script = """
     import os
     for path in (None, sys.argv[1]):
-      budget = accounting.PrivacyBudget(3.0, 1e-5, path=path)
+      budget = accounting.PrivacyBudget(3.0, 1e-5, path=path, create=True)
       budget.spend(release, 'a')
       child = os.fork()
       if not child:

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sqlite3
 
 import dp_accounting
 import jax
@@ -71,9 +72,23 @@ def spend_too_much():
     budget.spend(dp_accounting.GaussianDpEvent(4.8448), 'alice')
 
 
-def reopen(folder):
-  for epsilon in (1.0, 2.0):
-    accounting.PrivacyBudget(epsilon, 1e-5, path=folder / 'ledger.sqlite')
+def open_ledger(folder, epsilon=1.0, create=False):
+  return accounting.PrivacyBudget(
+    epsilon, 1e-5, path=folder / 'ledger.sqlite', create=create
+  )
+
+
+def reopen(folder, **options):
+  open_ledger(folder, create=True)
+  open_ledger(folder, **options)
+
+
+def reopen_edited(folder, statement):
+  budget = open_ledger(folder, create=True)
+  budget.spend(dp_accounting.GaussianDpEvent(4.8448), 'alice')
+  with sqlite3.connect(folder / 'ledger.sqlite') as connection:
+    connection.execute(statement)
+  open_ledger(folder)
 
 
 def load_another_rank(folder):
@@ -131,7 +146,18 @@ PROVOKED = {
     1.0, 0.01, 10, truncated_batch_size=64
   ),
   'budget': lambda _: spend_too_much(),
-  'other-ledger': reopen,
+  'large-delta': lambda _: accounting.epsilon(
+    accounting.dpsgd_event(1.0, 0.01, 10), 1e-3, dataset_size=1000
+  ),
+  'no-ledger': open_ledger,
+  'ledger-exists': lambda folder: reopen(folder, create=True),
+  'changed-ledger': lambda folder: reopen_edited(
+    folder, 'UPDATE ledger SET count = 0'
+  ),
+  'old-ledger': lambda folder: reopen_edited(
+    folder, """UPDATE settings SET value = '{"version": 0}'"""
+  ),
+  'other-ledger': lambda folder: reopen(folder, epsilon=2.0),
   'classic': lambda _: inference.gaussian_stddev(
     20.0, 1e-5, 1.0, method='classic'
   ),
@@ -150,7 +176,7 @@ def test_the_page_and_the_provocations_are_the_same():
 
 @pytest.mark.parametrize('name', PROVOKED)
 def test_the_message_is_as_quoted(name, tmp_path):
-  with pytest.raises((ValueError, accounting.BudgetExceeded)) as caught:
+  with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
     PROVOKED[name](tmp_path)
   message, start = ' '.join(str(caught.value).split()), 0
   for piece in QUOTED[name].split('...'):

@@ -80,6 +80,7 @@ def test_concurrent_clients_never_get_more_than_the_budgets(tmp_path):
     cap_of(7 * 9),
     DELTA,
     path=tmp_path / 'ledger.sqlite',
+    create=True,
     server_epsilon=cap_of(7 * 20),
   )
   with example.service(budget, MECHANISM) as (url, adapter):
@@ -166,7 +167,9 @@ def test_main_shows_answers_and_refusals_and_goes_on_with_its_ledger(
     '--clients',
     '2',
   ]
-  answers = example.main(arguments)
+  with pytest.raises(FileNotFoundError, match='create=True once'):
+    example.main(arguments)
+  answers = example.main([*arguments, '--create'])
   statuses = [answer['status'] for answer in answers]
   assert statuses.count(429) == 2  # Each client stops at its refusal.
   assert statuses.count(200) >= 4
@@ -176,3 +179,5 @@ def test_main_shows_answers_and_refusals_and_goes_on_with_its_ledger(
   assert 'replace-one' in printed
   again = example.main(arguments)
   assert sum(a.get('released', 0) for a in again) <= 6
+  with pytest.raises(FileExistsError, match='Leave create=True out'):
+    example.main([*arguments, '--create'])

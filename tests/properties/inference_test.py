@@ -23,7 +23,7 @@ CLIPPED = 1 - 1e-5  # Long vectors are clipped to this part of the bound.
 states = hnp.arrays(
   np.float64, (3, 4), elements=st.floats(allow_nan=True, allow_infinity=True)
 )
-deltas = st.floats(1e-12, 1e-2)
+deltas = st.floats(1e-12, 1e-3)
 masks = hnp.arrays(bool, (3,))
 
 
