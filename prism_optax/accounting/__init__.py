@@ -7,22 +7,21 @@ can run where there is no accelerator.
 from dp_accounting import NeighboringRelation
 
 from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
-from prism_optax.accounting._epsilon import (
-  calibrate_noise_multiplier,
-  epsilon,
-  privacy_statement,
-)
+from prism_optax.accounting._epsilon import calibrate_noise_multiplier, epsilon
 from prism_optax.accounting._events import dpsgd_event, joint_noise_multiplier
 from prism_optax.accounting._gaussian import (
   gaussian_delta,
   gaussian_epsilon,
   gaussian_mu,
-  release_guarantee,
 )
 from prism_optax.accounting._matrix_mechanism import (
   calibrate_matrix_mechanism,
   matrix_mechanism_event,
   matrix_mechanism_sensitivity,
+)
+from prism_optax.accounting._statement import (
+  privacy_statement,
+  release_guarantee,
 )
 
 # fmt: off

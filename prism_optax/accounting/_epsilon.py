@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 import dp_accounting
-from dp_accounting import NeighboringRelation, dp_event, pld, rdp
+from dp_accounting import NeighboringRelation, pld, rdp
 
 from prism_optax import _validate
 from prism_optax.accounting import _events
@@ -96,16 +96,17 @@ def epsilon(
   """
   delta = _events.check_delta(event, delta, dataset_size)
   interval = value_discretization_interval
-  return _epsilon(event, delta, accountant, neighboring_relation, interval)
+  return epsilon_at(event, delta, accountant, neighboring_relation, interval)
 
 
-def _epsilon(
+def epsilon_at(
   event: dp_accounting.DpEvent,
   delta: float,
   accountant: str,
   neighboring_relation: NeighboringRelation,
   interval: float | None = None,
 ) -> float:
+  """Returns :func:`epsilon` at a delta that was checked."""
   _validate.one_of('accountant', accountant, ('pld', 'rdp'))
   _validate.neighboring_relation(neighboring_relation)
   if interval is not None:
@@ -128,54 +129,6 @@ def _epsilon(
       f' neighboring_relation={neighboring_relation}: {error}'
     ) from error
   return float(engine.get_epsilon(delta))
-
-
-def privacy_statement(
-  event: dp_accounting.DpEvent,
-  delta: float,
-  *,
-  accountant: str = 'pld',
-  neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
-  dataset_size: int | None = None,
-) -> str:
-  """Returns the sentence to report: epsilon and everything it depends on.
-
-  Args:
-    event: What was released.
-    delta: Delta at which epsilon is reported, in [0, 1].
-    accountant: 'pld' or 'rdp', as for :func:`epsilon`.
-    neighboring_relation: Relation under which epsilon is meant.
-    dataset_size: Number of records, as for :func:`epsilon`.
-
-  Returns:
-    One line with epsilon (rounded up), delta, relation, accountant, and the
-    sampling that the figure assumes.
-
-  Raises:
-    ValueError: In the cases of :func:`epsilon`.
-
-  Examples:
-    >>> from prism_optax import accounting
-    >>> event = accounting.dpsgd_event(1.0, 64 / 9919, 300)
-    >>> print(*accounting.privacy_statement(event, 1e-5).split(', '), sep='\\n')
-    epsilon <= 0.674 at delta = 1e-05
-    add-or-remove-one neighbours (PLD)
-    Poisson sampling
-  """
-  delta = _events.check_delta(event, delta, dataset_size)
-  spent = _epsilon(event, delta, accountant, neighboring_relation)
-  # Rounding down would claim more privacy than was shown.
-  shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
-  relation = neighboring_relation.name.lower().replace('_', '-')
-  sampled = _events.kinds(event) & {
-    dp_event.PoissonSampledDpEvent,
-    dp_event.TruncatedSubsampledGaussianDpEvent,
-  }
-  sampling = ', Poisson sampling' if sampled else ''
-  return (
-    f'epsilon <= {shown:.3f} at delta = {delta:g},'
-    f' {relation} neighbours ({accountant.upper()}){sampling}'
-  )
 
 
 def calibrate_noise_multiplier(
@@ -246,7 +199,7 @@ def calibrate_noise_multiplier(
   _events.check_delta(event(1.0), delta, dataset_size)
 
   def spent(sigma: float, interval: float | None = None) -> float:
-    return _epsilon(
+    return epsilon_at(
       event(sigma), delta, accountant, neighboring_relation, interval
     )
 

@@ -90,8 +90,7 @@ def prism(
   one factor zero             the usual start: the first step keeps the column
                               space of the other, then both have full rank
   both factors zero           ValueError in ``init``, where values are known
-  more than ``steps``         ValueError; under ``jit`` nothing is released:
-                              moments and decay alone move the parameters
+  more than ``steps``         ValueError; under ``jit`` nothing is released
   rank above min(m, n)        ValueError
   leaves that are no factors  clipped and noised along, then Adam with the same
                               floor; no weight decay

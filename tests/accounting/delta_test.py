@@ -44,7 +44,7 @@ ASK = {
 @pytest.fixture
 def no_search(monkeypatch):
   """Where the question is whether there was a warning, not the answer."""
-  monkeypatch.setattr(_epsilon, '_epsilon', lambda *_: 0.25)
+  monkeypatch.setattr(_epsilon, 'epsilon_at', lambda *_: 0.25)
   monkeypatch.setattr(_epsilon, '_solve', lambda *_, **__: 1.0)
 
 

@@ -6,6 +6,7 @@ import re
 
 import dp_accounting
 import hypothesis
+import numpy as np
 import pytest
 from dp_accounting import dp_event, pld, rdp
 from hypothesis import strategies as st
@@ -213,6 +214,29 @@ def test_joint_noise_multiplier_agrees_with_composed_releases():
   assert accounting.epsilon(alone, DELTA) < 0.85 * accounting.epsilon(
     joint, DELTA
   )
+
+
+def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
+  event = accounting.dpsgd_event(0.6, 1e-3, 1000)
+  entries = 1e10  # More than most have: drawn noise adds 5e-7 to delta.
+  ideal, drawn = (
+    accounting.privacy_statement(event, DELTA, entries=x)
+    for x in (None, entries)
+  )
+  assert drawn.endswith(', noise as drawn')
+  assert '1e-05' in drawn
+  spent, shown = (
+    float(re.search(r'<= ([0-9.]+)', x)[1]) for x in (ideal, drawn)
+  )
+  assert spent < shown < 1.1 * spent
+  # Some delta of ideal noise gives, with what drawn noise adds, no more.
+  found = [
+    accounting.release_guarantee(accounting.epsilon(event, x), x, entries)
+    for x in np.linspace(0.5, 1, 20) * DELTA
+  ]
+  assert min(e for e, d in found if d <= DELTA) >= shown - 2e-3
+  with pytest.raises(ValueError, match=r'entries=1e\+17'):
+    accounting.privacy_statement(event, DELTA, entries=1e17)
 
 
 def test_statement_says_what_epsilon_depends_on_and_rounds_up():

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from prism_optax import _lattice
-from prism_optax.accounting import _gaussian
+from prism_optax.accounting import _statement
 
 SIZE = 400_000
 # The many small operations take longer one by one.
@@ -44,7 +44,7 @@ def test_the_table_gives_the_weights_exactly():
   assert law == weights
 
 
-def test_weights_are_a_discrete_gaussian():
+def test_weights_are_a_discrete_statement():
   """Against exact rational arithmetic, to a unit of 2^-64 and double."""
   weights = _lattice.cell_weights()
   assert weights[0] == 0
@@ -78,7 +78,7 @@ def _spline_law(weights, positions):
     yield np.arange(-2048, 2048) + np.longdouble(t), sum(shifted)
 
 
-def test_distance_from_the_gaussian_is_below_what_is_declared():
+def test_distance_from_the_statement_is_below_what_is_declared():
   """What `accounting.release_guarantee` is made of, by numerical integration.
 
   Each constant is also at most three times what is measured.
@@ -94,13 +94,13 @@ def test_distance_from_the_gaussian_is_below_what_is_declared():
     chi_square += np.sum((relative**2 * gauss)[near]) / 64
     excess += np.sum(np.maximum(law - gauss, 0)[~near]) / 64
     # Nothing within reach is less likely than that.
-    assert relative[reached].min() > -_gaussian._LARGEST_RATIO
+    assert relative[reached].min() > -_statement._LARGEST_RATIO
   missed = 2 * scipy.stats.norm.sf(reach)
   for measured, declared in [
-    (ratio, _gaussian._LARGEST_RATIO),
-    (chi_square, _gaussian._CHI_SQUARE),
-    (excess, _gaussian._EXCESS),
-    (missed, _gaussian._MISSED),
+    (ratio, _statement._LARGEST_RATIO),
+    (chi_square, _statement._CHI_SQUARE),
+    (excess, _statement._EXCESS),
+    (missed, _statement._MISSED),
   ]:
     assert declared / 3 < measured < declared
   assert 2 * scipy.stats.norm.sf(6) < 2e-9
