@@ -9,11 +9,13 @@ methods, run in turn; ratios within a round. The clip is jax-privacy's, which
 takes any number of micro-batches. The same with the clip in the chain of the
 optimizer, for a batch whose gradients are held at once, which come from vmap or
 from one backward pass of the batch. Non-private AdamW takes one plain
-backward pass of the batch. Results go to
+backward pass of the batch. ``--noise`` measures only PRISM's step as it is and
+with sums and noise as floats, beside what is stored. Results go to
 ``benchmarks/results/step_time_<platform>.json``.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 
@@ -31,6 +33,7 @@ from finetuning.models import classifier, minilm, weights  # noqa: E402
 
 import prism_optax  # noqa: E402
 from benchmarks.common import results, timing  # noqa: E402
+from benchmarks.speed import update_time  # noqa: E402
 
 
 def model(rank):
@@ -122,6 +125,43 @@ def chains(size):
   }
 
 
+def noises(size):
+  """PRISM spelled out, with exact sums and noise and with those of floats."""
+  rate = prism_optax.scale_by_learning_rate
+  return {
+    name: update_time.spelled_out(
+      functools.partial(
+        prism_optax.chain, prism_optax.intrinsic_clip(1.0, normalize_by=size)
+      ),
+      rate,
+      **noise,
+    )
+    for name, noise in (
+      ('exact', {}),
+      ('floats', {'noise': update_time.float_noise}),
+    )
+  }
+
+
+def measure_noises(args, graph, params, frozen, batch):
+  """The two in turn, with gradients from vmap and from one backward pass."""
+  steps = {
+    f'{name}, {kind}': chained_step(tx, graph, params, frozen, batch, batched)
+    for name, tx in noises(args.batch).items()
+    for kind, batched in (('vmap', False), ('one backward', True))
+  }
+  times = timing.in_turn(steps, args.runs, progress=True)
+  rows = timing.table(
+    steps, times, {x: f'floats, {x}' for x in ('vmap', 'one backward')}
+  )
+  found = {
+    'environment': results.environment(), 'rank': args.rank[0],
+    'batch': args.batch, 'length': args.length, 'runs': args.runs,
+    'methods': rows,
+  }  # fmt: skip
+  print(f'Written to {results.save("step_time_noise", found)}')
+
+
 def plain_step(graph, params, frozen, batch):
   adamw = optax.adamw(1e-3)
   loss = training.make_loss(graph)
@@ -142,12 +182,19 @@ def main():
   parser.add_argument('--microbatch', type=int, default=32)
   parser.add_argument('--length', type=int, default=48)
   parser.add_argument('--runs', type=int, default=20)
+  parser.add_argument(
+    '--noise', action='store_true', help='only exact noise beside floats'
+  )
   args = parser.parse_args()
   rng = np.random.default_rng(0)
   batch = sampling.Batch(
     jnp.asarray(rng.integers(1000, 30000, (args.batch, args.length))),
     jnp.asarray(rng.integers(0, 2, args.batch)),
   )
+  if args.noise:
+    graph, params, frozen, _ = model(args.rank[0])
+    measure_noises(args, graph, params, frozen, batch)
+    return
   found = {'environment': results.environment(), 'ranks': {}}
   for rank in args.rank:
     graph, params, frozen, real = model(rank)
