@@ -29,8 +29,7 @@ PUBLIC_SIZE, PRIVATE_SIZE = 600, 900  # Declared, not counted from a file.
 BATCH = 128  # EXPECTED number of pictures in a batch, and the divisor.
 RATE = BATCH / PRIVATE_SIZE  # Probability of each picture to be drawn.
 CLIP = 1.0  # Largest norm that one picture's gradient may have.
-# Batches are padded to one shape, with room for six standard deviations; what
-# is larger is cut, which the accounting is told.
+# One shape, with room for six standard deviations; more is cut, and accounted.
 PADDED = BATCH + math.ceil(6 * math.sqrt(BATCH * (1 - RATE)))
 # Public too: never tune them on private data without paying for it.
 HIDDEN, RANK, LEARNING_RATE = 128, 8, 5e-2
@@ -114,10 +113,9 @@ def main(steps: int = 200, seed: int | None = None) -> tuple[float, str]:
   # from the operating system. A seed that somebody knows voids the guarantee.
   rng = np.random.default_rng(seed)
   optimizer = prism_optax.prism(
-    optax.cosine_decay_schedule(LEARNING_RATE, steps), l2_clip_norm=CLIP,
-    noise_multiplier=sigma, expected_batch_size=BATCH, prng_key=seed,
-    steps=steps,
-  )  # fmt: skip
+    optax.cosine_decay_schedule(LEARNING_RATE, steps), steps=steps,
+    l2_clip_norm=CLIP, noise_multiplier=sigma, expected_batch_size=BATCH,
+    prng_key=seed)  # fmt: skip
   # Once for each budget: another state from the same key repeats the noise.
   state = optimizer.init(params)
 
@@ -138,7 +136,8 @@ def main(steps: int = 200, seed: int | None = None) -> tuple[float, str]:
       rows, is_padding = draw(rng)
       params, state = step(params, state, x[rows], y[rows], is_padding)
   event = accounting.dpsgd_event(sigma, RATE, steps, **cut)
-  statement = accounting.privacy_statement(event, DELTA)
+  noised = steps * optax.tree.size(params)
+  statement = accounting.privacy_statement(event, DELTA, entries=noised)
   void = '' if seed is None else '. VOID: the seed made all of it predictable'
   print(f'{statement}{void}.')
   return float(found), statement

@@ -73,6 +73,7 @@ def make(
   expected_batch_size: int,
   prng_key: jax.Array,
   params: Any,
+  steps: int | None = None,
   layout: lora.Layout | None = None,
 ) -> Method:
   """Builds a method.
@@ -92,6 +93,8 @@ def make(
     expected_batch_size: The divisor of the sum, a declared constant.
     prng_key: Key of the noise, secret; see ``randomness.noise_key``.
     params: The trainable parameters: how many matrices there are.
+    steps: Number of updates that were accounted for: our noise releases nothing
+      beyond them.
     layout: How PRISM finds the pairs of factors; see
       ``prism_optax.lora.describe_pairs``.
 
@@ -110,6 +113,7 @@ def make(
       expected_batch_size=expected_batch_size,
       per_example_gradients=False,
       prng_key=prng_key,
+      steps=steps,
       layout=layout,
     )
     return Method(
@@ -132,6 +136,7 @@ def make(
       expected_batch_size=expected_batch_size,
       per_example_gradients=False,
       prng_key=prng_key,
+      steps=steps,
       consistent_rms=0.2,
       **groups,
     )
@@ -140,7 +145,10 @@ def make(
   if name == 'dp-adamw':
     privatizer = jax_privacy.noise_addition.gaussian_privatizer(
       stddev=stddev,
-      prng_key=prng_key,
+      # Its generator takes keys of 64 bits.
+      prng_key=jax.random.wrap_key_data(
+        jax.random.key_data(prng_key)[-2:], impl='threefry2x32'
+      ),
     )
     transform = optax.chain(privatizer, optax.adamw(learning_rate))
     return Method(name, l2_clip_norm, _unchanged, transform)

@@ -171,6 +171,7 @@ def _method(
     expected_batch_size=plan.expected_batch_size,
     prng_key=randomness.noise_key(settings.seed),
     params=params,
+    steps=plan.steps,
   )
 
 
