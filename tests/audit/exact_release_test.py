@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import _lattice
+from prism_optax import _lattice, _randomness
 from tests import conftest
 from tests.audit import low_bits, routes, worst_order
 
@@ -147,3 +147,27 @@ def test_65_536_records_in_the_worst_order_have_one_sum():
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-2000:]
   assert json.loads(done.stdout) == {'devices': 8, **found}
+
+
+def test_a_long_seed_is_not_found_by_trying_short_ones():
+  """As it was when an integer kept its low 32 bits."""
+  zeros = np.zeros(4, np.float32)
+  seed = 2**40 + 1234
+
+  @jax.jit
+  def releases(words):
+    keys = jax.random.wrap_key_data(words, impl='rbg')
+    return jax.vmap(lambda key: _lattice.add_noise(key, zeros, 1.0))(keys)
+
+  def of(number):
+    key = _randomness.resolve_key('prng_key', number, {}, words=4)
+    return np.asarray(jax.random.key_data(key))
+
+  tried = np.asarray(releases(np.stack([of(i) for i in range(2048)])))
+
+  def found(number):
+    secret = np.asarray(releases(of(number)[None]))
+    return np.flatnonzero((tried == secret).all(-1))
+
+  np.testing.assert_array_equal(found(seed % 2**32), [1234])  # The former key.
+  assert not found(seed).size
