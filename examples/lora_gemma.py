@@ -34,6 +34,7 @@ def loss(params, frozen, tokens):
   ).mean()
 
 
-grads = jax.vmap(jax.grad(loss), (None, None, 0))(params, frozen, tokens)
-updates, state = tx.update(grads, tx.init(params), params)
+per_example = jax.jit(jax.vmap(jax.grad(loss), (None, None, 0)))
+grads = per_example(params, frozen, tokens)
+updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
 params = optax.apply_updates(params, updates)

@@ -32,8 +32,8 @@ def loss(params, x, y):
   return optax.softmax_cross_entropy_with_integer_labels(logits[0], y)
 
 
-grads = jax.vmap(jax.grad(loss), (None, 0, 0))(params, x, y)
-updates, state = tx.update(grads, tx.init(params), params)
+grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(params, x, y)
+updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
 new = optax.apply_updates(params, updates)
 for variable, value in zip(variables, new, strict=True):
   variable.assign(value)

@@ -35,6 +35,6 @@ def loss(params, x):
   return jnp.mean((nnx.merge(graph, params, frozen)(x[None]) - x) ** 2)
 
 
-grads = jax.vmap(jax.grad(loss), (None, 0))(params, x)
-updates, state = tx.update(grads, tx.init(params), params)
+grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, x)
+updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
 nnx.update(model, jax.tree.map(jnp.add, params, updates))

@@ -51,9 +51,9 @@ def test_multiplier_of_a_short_run_meets_the_target(plain):
 @pytest.mark.parametrize(
   ('target', 'accountant', 'expected'),
   [
-    # Fifteen seconds each.
+    # Fifteen seconds.
     pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 'pld'))
-    for case in PUBLISHED
+    for case in PUBLISHED[1:]
   ],
 )
 def test_multiplier_meets_the_target_and_no_smaller_one_does(
@@ -94,7 +94,7 @@ def test_one_release_without_sampling_is_the_exact_gaussian():
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=3, deadline=None)
 @hypothesis.given(
   target=st.floats(0.05, 12.0),
   delta=st.floats(1e-9, 1e-3),

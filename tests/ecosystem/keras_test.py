@@ -63,11 +63,6 @@ def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
 
 
-@pytest.mark.slow
-def test_they_move_by_the_whole_optimizer():
-  checks.all_adapters_move(_layer('EinsumDense'), checks.whole_prism)
-
-
 def test_no_frozen_weight_moves():
   model, _ = _model('Dense')
   frozen = [np.array(v.value) for v in model.non_trainable_variables]

@@ -80,11 +80,6 @@ def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
 
 
-@pytest.mark.slow
-def test_they_move_by_the_whole_optimizer():
-  checks.all_adapters_move(_layer('conv'), checks.whole_prism)
-
-
 def test_no_frozen_weight_moves():
   model, _ = _adapted('dot_general')
   frozen = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.LoRAParam)))

@@ -1,7 +1,6 @@
 """SIGKILL anywhere: the run that goes on is the run that was never stopped."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,8 +11,11 @@ import orbax.checkpoint as ocp
 import pytest
 from finetuning import checkpoints
 
+from tests.examples import finetune_test
+
 PROGRAM = pathlib.Path(__file__).with_name('killed_run.py')
-STEPS, EVERY = 9, 2
+# The program of a run is that of `finetune_test`: it is compiled once for both.
+STEPS, EVERY = finetune_test.STEPS, 2
 # In the first checkpoint, before anything is released; between checkpoints; in
 # a later one; before the first step after it.
 PLACES = 'save:1,step:4,save:2,step:1,end'
@@ -32,8 +34,6 @@ def _run(folder, places, tiny_files, tiny_model):
   ]
   done = subprocess.run(
     [sys.executable, PROGRAM, log, output, places, *map(str, argv)],
-    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(folder.parent / 'jit'),
-                      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'},
     capture_output=True, text=True, check=False, timeout=280,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-3000:]

@@ -326,6 +326,8 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
           except ValueError as error:
             assert 'Auto' in str(error)
           continue
+        if axis_type == AxisType.Explicit and name == 'dense':
+          continue  # No buffers, as without correlation: that way is taken.
         if axis_type == AxisType.Explicit:  # Geometry is for the compiler.
           init = jax.sharding.auto_axes(init, out_sharding=P())
           update = jax.sharding.auto_axes(
@@ -383,4 +385,4 @@ def test_sharding_strategies_on_eight_devices():
     timeout=280, capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-3000:]
-  assert done.stdout.count('fine') == 11
+  assert done.stdout.count('fine') == 9

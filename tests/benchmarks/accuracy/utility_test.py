@@ -85,9 +85,11 @@ def test_other_noise_and_other_parameters_make_a_private_step(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('method', ['prism', 'dp-adamw'])
-def test_a_decoder_learns_what_it_is_trained_on(method):
-  """The way of a run through the decoder, on a few made-up rows."""
+def test_a_decoder_learns_what_it_is_trained_on():
+  """The way of a run through the decoder, on a few made-up rows.
+
+  By the method that compiles in the least time: what learns is the decoder.
+  """
   rng = np.random.default_rng(0)
   rows = np.tile(rng.integers(3, 40, 13), (64, 1)).astype(np.int32)
   frozen = jax.jit(small_decoder.initial)(jax.random.key(0))
@@ -95,8 +97,9 @@ def test_a_decoder_learns_what_it_is_trained_on(method):
     (rows,), (rows[:8],), (rows[:8],), frozen, small_decoder.row_losses, 0
   )
   run = private_runs.Run(
-    method, 0.03, None, 0, task='maths', length=12, rows=64, batch=32, steps=8
-  )
+    'dp-adamw', 0.03, None, 0, task='maths', length=12, rows=64, batch=32,
+    steps=8,
+  )  # fmt: skip
   (params, *_), frozen, _ = private_runs.train(run, given, 0.0)
   before, _ = starting_points.start(run, given)
   losses = [
