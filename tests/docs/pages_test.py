@@ -23,8 +23,8 @@ def session_of(text):
   return ''.join(lines)
 
 
-# A scan of the optimizer, and six calibrations.
-SLOW = {DOCS / 'hyper_parameters.md'}
+# A scan of the optimizer, and six calibrations; other libraries' accounting.
+SLOW = {DOCS / 'hyper_parameters.md', DOCS / 'differences.md'}
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_the_server_cannot_decrypt_and_takes_no_secret_key(parties, tenseal):
     example.Server(everything, left, right)
 
 
+@pytest.mark.slow
 def test_tokens_are_refused_when_the_budget_is_spent(parties, capsys):
   left, right, states = parties
   probe = accounting.PrivacyBudget(100.0, DELTA, composition='renyi')
@@ -101,6 +102,7 @@ def test_tokens_are_refused_when_the_budget_is_spent(parties, capsys):
   assert 'would exceed the budget' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rescaling_undoes_the_clip(parties):
   """With little noise the output is h + left right^T h, as without a clip."""
   left, right, states = parties
@@ -114,6 +116,7 @@ def test_rescaling_undoes_the_clip(parties):
   assert np.abs(expected - states).max() > 100
 
 
+@pytest.mark.slow
 def test_main_prints_both_modes(parties, capsys):
   del parties
   reports = example.main(

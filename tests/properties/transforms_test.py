@@ -225,6 +225,7 @@ def _products(name, tree):
 
 @cases.settings
 @given(cases.st.sampled_from(['rank one', 'stacked', 'file']), cases.seeds)
+@pytest.mark.slow
 def test_a_step_of_zero_stays_and_a_step_lands_where_it_should(name, seed):
   tx, move = _retraction(name)
   params = cases.draw_tree(name, seed)

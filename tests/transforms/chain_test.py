@@ -19,6 +19,7 @@ def test_prism_is_the_chain_of_its_six_lines_bit_for_bit():
   chains.assert_same_program(
     prism_optax.prism(0.05, **chains.OPTIONS),
     problems.chain_of(0.05, **chains.OPTIONS),
+    chains.SHAPES,
   )
   steps = chains.reference()
   assert np.abs(steps[-1]['extra'] - steps[0]['extra']).max() > 1e-3
@@ -131,7 +132,16 @@ def compiled(make):
   return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
-@pytest.mark.parametrize('kind', FOREIGN)
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'a cap of the norm, and their rate',
+    *(
+      pytest.param(kind, marks=pytest.mark.slow)
+      for kind in ('an average', 'their schedule')
+    ),
+  ],
+)
 def test_transformations_of_optax_may_be_among_them(kind):
   def behind(one):
     ours = (chains.direction, prism_optax.retract)

@@ -121,6 +121,7 @@ def test_starts_from_a_zero_factor(x64):
   assert np.linalg.norm(path[-1][0]) > 2 * RATE
 
 
+@pytest.mark.slow
 def test_float32_and_bfloat16_keep_float32_states():
   for dtype in (jnp.float32, jnp.bfloat16):
     params = test_utils.tree_of(_factors()[:1], dtype=dtype)
