@@ -390,6 +390,7 @@ def test_matrices_and_their_stack_take_the_same_steps():
   assert units[True] == pytest.approx(units[False])
 
 
+@pytest.mark.slow
 def test_clipped_means_of_jax_privacy_give_the_same_steps():
   clipping = pytest.importorskip('jax_privacy.clipping')
   noise_addition = pytest.importorskip('jax_privacy.noise_addition')

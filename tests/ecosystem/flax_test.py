@@ -89,6 +89,7 @@ def test_no_frozen_weight_moves():
   jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.slow
 def test_no_frozen_weight_of_linen_moves():
   """An optimizer on the whole tree, adapters and frozen weights."""
   module = _LinenLoRA(5, 2)

@@ -36,7 +36,8 @@ def start(left, right, cap=100.0, stddev=2.0, rescale=False):
 
 
 @pytest.mark.parametrize(
-  ('mode', 'releases'), [('split', 1), ('token', TOKENS)]
+  ('mode', 'releases'),
+  [pytest.param('split', 1, marks=pytest.mark.slow), ('token', TOKENS)],
 )
 def test_the_delta_is_that_of_the_clear(parties, mode, releases):
   left, right, states = parties

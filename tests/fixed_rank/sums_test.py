@@ -185,7 +185,7 @@ def _all_operations(sides, others, *matrices):
 def _check_operations(frame, seed):
   # One term and two, with a shift and without.
   kinds = jax.device_get(_kinds(frame))
-  kinds = {kind: kinds[kind] for kind in ('projected', 'carried', 'two terms')}
+  kinds = {kind: kinds[kind] for kind in ('projected', 'two terms')}
   rng = np.random.default_rng(seed)
   rank = frame.left.shape[-1]
   matrices = [rng.standard_normal((rank, rank)) for _ in range(2)]
@@ -356,7 +356,8 @@ def _retracted(frame, scale, some):
 @pytest.mark.parametrize(
   ('m', 'n', 'rank', 'some'),
   [
-    (12, 9, 4, ('arrays', 'shifted', 'two terms')),
+    (12, 9, 4, ('shifted', 'two terms')),
+    pytest.param(12, 9, 4, ('arrays', 'carried'), marks=pytest.mark.slow),
     pytest.param(5, 11, 5, ('two terms',), marks=pytest.mark.slow),
     pytest.param(8, 6, 1, ('two terms',), marks=pytest.mark.slow),
   ],

@@ -137,6 +137,7 @@ def _projection(name):
 
 @cases.settings
 @given(cases.trees, cases.seeds)
+@pytest.mark.slow
 def test_the_projection_behind_the_noise_is_one(name, seed):
   """Twice is once, and it is the shorter way."""
   project = _projection(name)

@@ -100,6 +100,16 @@ def test_nested_chains_are_flat_ones():
     == release.sensitivity()
     == chains.CLIP / chains.BATCH_SIZE
   )
+
+
+@pytest.mark.slow
+def test_chains_in_a_chain_of_optax_give_the_same_numbers():
+  release = prism_optax.chain(chains.clip(), chains.noise())
+  descent = prism_optax.chain(
+    prism_optax.add_decayed_factors(0.1),
+    prism_optax.scale_by_learning_rate(0.05),
+    prism_optax.retract(),
+  )
   chains.assert_close(
     chains.train(optax.chain(release, chains.direction(), descent)),
     chains.reference(),
@@ -135,11 +145,8 @@ def compiled(make):
 @pytest.mark.parametrize(
   'kind',
   [
-    'a cap of the norm, and their rate',
-    *(
-      pytest.param(kind, marks=pytest.mark.slow)
-      for kind in ('an average', 'their schedule')
-    ),
+    pytest.param(kind, marks=() if kind == 'an average' else pytest.mark.slow)
+    for kind in FOREIGN
   ],
 )
 def test_transformations_of_optax_may_be_among_them(kind):

@@ -310,6 +310,7 @@ def test_independent_noise_keeps_its_law_in_fixed_coordinates():
     assert scipy.stats.kstest(wrong**2 * scaled, law.cdf).pvalue < 1e-6
 
 
+@pytest.mark.slow
 def test_noise_cancels_in_the_dense_sum_where_subspaces_move_little():
   """The sum of differences is the last draw alone; in frames that turn, not."""
   rng = np.random.default_rng(3)
@@ -534,6 +535,7 @@ def test_stddev_per_step_is_the_norm_of_the_rows(name):
   np.testing.assert_allclose(shorter, found[:-2], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_stddev_per_step_is_what_the_floor_sees():
   """Second moments of pure noise tend to s_t^2 I, step by step."""
   params = _params()

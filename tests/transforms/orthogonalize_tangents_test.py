@@ -12,7 +12,8 @@ import pytest
 import prism_optax
 from tests.oracles import muon_oracle, oracles, test_utils
 
-SHAPES = [(11, 7, 3), (11, 7, 3), (5, 8, 2)]  # (m, n, r); two of one shape.
+# (m, n, r). One shape, one stack: what is done with it is compiled once.
+SHAPES = [(11, 7, 3), (11, 7, 3)]
 RATE, BETA, STEPS = 0.05, 0.9, 8
 
 

@@ -72,6 +72,7 @@ def test_directions_follow_a_schedule_of_the_noise():
 
 
 @x64
+@pytest.mark.slow
 def test_directions_without_noise_and_without_a_floor():
   problem = problems.Problem(ONE_SHAPE)
   points = unrelated_points(problem, 3)

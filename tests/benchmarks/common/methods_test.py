@@ -89,7 +89,9 @@ def test_every_method_makes_the_loss_smaller(name, params):
   assert loss(trained(name), target) < loss(params, target)
 
 
-@pytest.mark.parametrize('name', ['prism', 'lora-rite'])
+@pytest.mark.parametrize(
+  'name', [pytest.param('prism', marks=pytest.mark.slow), 'lora-rite']
+)
 def test_the_gauge_does_not_matter(name):
   """What LoRA-RITE is about, and what Adam has not."""
   one, other = z_of(trained(name)), z_of(trained(name, 3.0))
