@@ -1,5 +1,6 @@
 """What all tests share: the compiler's settings, precision, golden numbers."""
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -23,7 +24,9 @@ if not any(
     'XLA_FLAGS',
     '--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0'
     ' --xla_llvm_disable_expensive_passes=true'
-    ' --xla_cpu_use_fusion_emitters=false',
+    ' --xla_cpu_use_fusion_emitters=false'
+    # Not in parts for threads that a process with one core does not have.
+    ' --xla_cpu_parallel_codegen_split_count=1',
   )
 # What was compiled once is not compiled again: by the other worker, by the next
 # run, by the mutants. Deleting the folder is safe.
@@ -44,6 +47,11 @@ if not hasattr(jax, 'enable_x64'):
 
   jax.enable_x64 = enable_x64
 
+# What is imported stays, and there are few cycles in what tests leave: by
+# default the collector walks through all of JAX a few thousand times.
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
+
 _ROOT = pathlib.Path(__file__).parents[1]
 _GOLDEN = _ROOT / 'tests' / 'golden'
 
@@ -57,7 +65,8 @@ def few_memory_maps():
   """
   yield
   maps = pathlib.Path('/proc/self/maps')
-  if maps.exists() and maps.read_bytes().count(b'\n') > 25_000:
+  # A module takes some thousands; what is forgotten is loaded again.
+  if maps.exists() and maps.read_bytes().count(b'\n') > 40_000:
     jax.clear_caches()
 
 

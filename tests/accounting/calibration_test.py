@@ -78,6 +78,7 @@ def test_replace_one_needs_more_noise_and_meets_the_target(plain):
   assert sigma > 1.2 * plain
 
 
+@pytest.mark.slow
 def test_truncated_batches_need_more_noise_and_meet_the_target(plain):
   public = {'truncated_batch_size': 40, 'dataset_size': 300}
   sigma = accounting.calibrate_noise_multiplier(TARGET, DELTA, *SHORT, **public)

@@ -59,8 +59,8 @@ def _largest_array(program):
   [
     ('prism', {}),
     pytest.param('published_prism', {}, marks=pytest.mark.slow),
-    ('prism_muon', {}),
-    ('prism', {'weight_decay': 0.0}),
+    pytest.param('prism_muon', {}, marks=pytest.mark.slow),
+    pytest.param('prism', {'weight_decay': 0.0}, marks=pytest.mark.slow),
   ],
   ids=str,
 )

@@ -240,14 +240,20 @@ def test_bad_arguments_of_the_preconditioner_are_named(name, value):
 FORMS = ('prism', 'published_prism', 'prism_muon')
 
 
-@pytest.mark.parametrize('make', FORMS)
+@pytest.mark.parametrize(
+  'make',
+  [
+    pytest.param(x, marks=() if x == 'prism' else pytest.mark.slow)
+    for x in FORMS
+  ],
+)
 def test_parameters_and_state_may_be_donated(make):
   """From the first step on: no buffer of the initial state is there twice."""
   problem = problems.Problem(SHAPES[:1])
   params = problem.params(*problem.start(), jnp.float32)
   tx = getattr(prism_optax, make)(0.05, **REQUIRED)
   state = tx.init(params)
-  grads = jax.tree.map(lambda x: jnp.ones((3, *x.shape)), params)
+  grads = jax.tree.map(lambda x: np.ones((3, *x.shape), np.float32), params)
 
   def step(params, state):
     updates, state = tx.update(grads, state, params)

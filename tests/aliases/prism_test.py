@@ -62,10 +62,12 @@ def release(layout):
 
 
 @functools.partial(jax.jit, static_argnames=('debias',))
-def traced_update(grads, state, params, debias, learning_rate, **options):
+def traced_update(
+  grads, state, params, padding, debias, learning_rate, **options
+):
   """An update with hyper-parameters that are known at run time."""
   tx = spelled_out(learning_rate, debias=debias, **options)
-  return tx.update(grads, state, params)
+  return tx.update(grads, state, params, is_padding_example=padding)
 
 
 def clipped_mean(problem, points, grads, padding=None):
@@ -151,10 +153,12 @@ def compiled_prism():
   return tx.init, jax.jit(tx.update)
 
 
+# What is traced below is the chain, and chain_test shows that `prism` is it.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('seed', 'steps', 'padding'), [(0, 20, []), (3, 5, [1, 4])]
 )
-def test_prism_follows_the_oracle_with_padding(seed, steps, padding):
+def test_prism_itself_follows_the_oracle_with_padding(seed, steps, padding):
   problem = problems.Problem(SHAPES, seed=seed)
   factors, extra = problem.start()
   padding = np.isin(np.arange(problem.batch), padding)
@@ -213,7 +217,7 @@ OPTIONS = {
 }
 
 
-def follow_traced(seed, make, **options):
+def follow_traced(seed, make, steps=20, padding=(), **options):
   """Hyper-parameters as arrays, so that all of these compile once."""
   problem = problems.Problem(SHAPES, seed=seed)
   factors, extra = problem.start()
@@ -235,19 +239,33 @@ def follow_traced(seed, make, **options):
   # A traced decay has its place in the chain, whatever its value.
   tx = spelled_out(0.05, max_update_norm=1.0, weight_decay=1.0)
   state = tx.init(problem.params(factors, extra))
+  padding = np.isin(np.arange(problem.batch), padding)
   assert_same_trajectory(
     problem,
     factors,
     extra,
-    functools.partial(traced_update, **arrays),
+    functools.partial(traced_update, padding=padding, **arrays),
     state,
+    steps=steps,
+    padding=padding,
     **everything,
   )
 
 
-@pytest.mark.parametrize('options', OPTIONS)
+@pytest.mark.parametrize(
+  'options',
+  # Debiased is another program than all the others.
+  [
+    pytest.param(name, marks=pytest.mark.slow if name == 'debiased' else ())
+    for name in OPTIONS
+  ],
+)
 def test_prism_follows_the_oracle_with_traced(options):
   follow_traced(0, list, **OPTIONS[options])
+
+
+def test_prism_follows_the_oracle_with_padding():
+  follow_traced(3, list, steps=5, padding=[1, 4], weight_decay=0.1)
 
 
 def zero_left(factors):
@@ -267,7 +285,9 @@ def mixed(factors):
 
 
 @pytest.mark.parametrize('make', [zero_left, zero_right, mixed])
-@pytest.mark.parametrize('debias', [False, True])
+@pytest.mark.parametrize(
+  'debias', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_prism_follows_the_oracle_from_deficient_factors(make, debias):
   """The first step is one-sided, and the noise it has seen is, too."""
   follow_traced(1, make, debias=debias)

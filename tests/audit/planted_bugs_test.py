@@ -37,6 +37,7 @@ def _chain(**wrong_parts):
   )
 
 
+@pytest.mark.slow
 def test_a_module_without_clip():
   wrong = _chain(clip_with=chains.clip_that_forgets_a_module())
   _go_above(_white_box(harness.setting(), wrong))
@@ -78,6 +79,7 @@ def _difference_of_two_steps(noise_of):
   return bounds
 
 
+@pytest.mark.slow
 def test_a_key_that_is_used_twice():
   stddev = chains.stddev_of(SIGMA)
   honest = chains.prism_optax.tangent_privatizer

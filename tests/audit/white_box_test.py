@@ -200,6 +200,7 @@ def _one_run(noise_multiplier, canaries=1000):
   )
 
 
+@pytest.mark.slow
 def test_one_run_with_many_canaries():
   """Auditing f-DP in one run (arXiv 2410.22235).
 

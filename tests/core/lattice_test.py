@@ -106,7 +106,9 @@ def test_distance_from_the_statement_is_below_what_is_declared():
   assert 2 * scipy.stats.norm.sf(6) < 2e-9
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+@pytest.mark.parametrize(
+  'dtype', ['float32', pytest.param('float64', marks=pytest.mark.slow)]
+)
 def test_law(dtype):
   with jax.enable_x64(dtype == 'float64'):
     draws = _draw(jax.random.key(0), (SIZE,), jnp.dtype(dtype))

@@ -14,12 +14,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
-# More than about eight seconds of one core.
+# More than about four seconds of one core.
 SLOW = {
   'calibration_and_accounting',
   'dp_muon',
   'finetune_text',
   'gauge_invariance',
+  'hidden_state_privacy',
   'quickstart',
 }
 # Other than what the extra `examples` installs.

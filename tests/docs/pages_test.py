@@ -23,8 +23,13 @@ def session_of(text):
   return ''.join(lines)
 
 
-# A scan of the optimizer, and six calibrations.
-SLOW = {DOCS / 'hyper_parameters.md'}
+# A scan of the optimizer, and six calibrations; other libraries' accounting;
+# many small programs.
+SLOW = {
+  DOCS / 'hyper_parameters.md',
+  DOCS / 'differences.md',
+  DOCS / 'explanation' / 'tangent_coordinates.md',
+}
 
 
 @pytest.mark.parametrize(

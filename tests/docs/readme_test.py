@@ -27,6 +27,7 @@ def test_blocks_are_found_with_their_lines():
   assert blocks(text, 'bash') == [(7, 'ls\n')]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_python_blocks_run_in_order(tmp_path):
   """As a reader pastes them: one session, in a fresh interpreter."""

@@ -61,11 +61,19 @@ def test_intrinsic_is_the_change_of_the_weight(name):
   checks.intrinsic_is_the_change_of_the_weight(LAYERS[name]())
 
 
-@pytest.mark.parametrize('name', LAYERS)
+# What moves them is the same for all, once they are found (above).
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=() if name == 'nnx.LoRA' else pytest.mark.slow)
+    for name in LAYERS
+  ],
+)
 def test_all_adapters_move(name):
   checks.all_adapters_move(LAYERS[name]())
 
 
+@pytest.mark.slow
 def test_they_move_by_the_whole_optimizer():
   checks.all_adapters_move(LAYERS['nnx.LoRA'](), checks.whole_prism)
 
@@ -81,6 +89,7 @@ def test_no_frozen_weight_moves():
   jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.slow
 def test_no_frozen_weight_of_linen_moves():
   """An optimizer on the whole tree, adapters and frozen weights."""
   module = _LinenLoRA(5, 2)

@@ -51,7 +51,14 @@ def test_intrinsic_is_the_change_of_the_weight(name):
   checks.intrinsic_is_the_change_of_the_weight(_layer(name))
 
 
-@pytest.mark.parametrize('name', EINSUMS)
+# What moves them is the same for all, once they are found (above).
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=() if name == 'q' else pytest.mark.slow)
+    for name in EINSUMS
+  ],
+)
 def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
 

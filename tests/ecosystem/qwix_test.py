@@ -75,7 +75,14 @@ def test_intrinsic_is_the_change_of_the_weight(name):
   checks.intrinsic_is_the_change_of_the_weight(_layer(name))
 
 
-@pytest.mark.parametrize('name', MODULES)
+# What moves them is the same for all, once they are found (above).
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=() if name == 'dot_general' else pytest.mark.slow)
+    for name in MODULES
+  ],
+)
 def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
 

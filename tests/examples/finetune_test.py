@@ -69,6 +69,8 @@ class _Recorded:
     self.status = finetune.main(argv)
 
 
+# A run takes fifteen seconds: the tests of it are slow. Fast is the one below,
+# of a simpler optimizer; training_test has the step of `prism`.
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory, tiny_files, tiny_model):
   output = tmp_path_factory.mktemp('finished') / 'out'
@@ -78,6 +80,7 @@ def finished(tmp_path_factory, tiny_files, tiny_model):
     )
 
 
+@pytest.mark.slow
 def test_step_is_traced_once_whatever_is_drawn(finished):
   assert finished.status == 0
   assert finished.traces == 1
@@ -85,6 +88,7 @@ def test_step_is_traced_once_whatever_is_drawn(finished):
   assert len(sizes) > 1  # Poisson batches, of which no two need be alike.
 
 
+@pytest.mark.slow
 def test_output_has_adapter_metrics_and_plot(finished):
   rows = _rows(finished.output)
   assert [row['step'] for row in rows] == [0, 2, 4, 6]
@@ -106,6 +110,7 @@ def test_output_has_adapter_metrics_and_plot(finished):
   assert 'does NOT hold' in summary['statement']
 
 
+@pytest.mark.slow
 def test_nothing_private_and_no_secret_is_left(finished):
   allowed = {'step', 'eval_loss', 'eval_accuracy'}
   assert all(set(row) == allowed for row in _rows(finished.output))
@@ -166,6 +171,7 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
   assert _results(output) == _results(finished.output)
 
 
+@pytest.mark.slow
 def test_finished_run_is_not_done_again(finished, capsys):
   before = _results(finished.output)
   status = finetune.main(['--output', str(finished.output), '--resume'])
@@ -262,6 +268,7 @@ def test_bad_data_and_models_are_named(
   assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_output_folder_of_another_run_is_refused(finished, capsys):
   argv = [*BASE, '--output', str(finished.output)]
   assert finetune.main(argv) == 2

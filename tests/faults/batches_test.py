@@ -66,18 +66,21 @@ def test_every_batch_size_trains(name, size):
     assert not np.array_equal(old, new)  # Noise moves it at least.
 
 
-@pytest.mark.parametrize('size', [0, 1, 400])
-def test_the_signal_grows_with_the_records_and_the_noise_does_not(size):
-  """A hundred times the expected batch: the divisor is still the constant."""
+@jax.jit
+def _released(grads):
   noisy = optax.chain(
     prism_optax.intrinsic_clip(CLIP, normalize_by=EXPECTED),
     prism_optax.tangent_privatizer(STDDEV, prng_key=2),
   )
+  return noisy.update(grads, noisy.init(PARAMS), PARAMS)[0]
+
+
+@pytest.mark.parametrize('size', [0, 1, 400])
+def test_the_signal_grows_with_the_records_and_the_noise_does_not(size):
+  """A hundred times the expected batch: the divisor is still the constant."""
   one = jax.device_get(_gradients(1))
-  state = noisy.init(PARAMS)
-  update = jax.jit(lambda grads: noisy.update(grads, state, PARAMS)[0])
-  released = update(jax.tree.map(lambda x: np.repeat(x, size, axis=0), one))
-  noise = update(jax.tree.map(lambda x: x[:0], one))
+  released = _released(jax.tree.map(lambda x: np.repeat(x, size, axis=0), one))
+  noise = _released(jax.tree.map(lambda x: x[:0], one))
   difference = jax.tree.map(np.subtract, released, noise)
   signal = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(difference)))
   # float32: the noise is subtracted again, of about 0.3 an entry.

@@ -71,6 +71,7 @@ def test_leading_axes_are_a_stack_of_modules():
     assert_trees_close(take(stacked), one)
 
 
+@pytest.mark.slow
 def test_vmap_changes_nothing():
   factors, grads = stacked_problem()
   mapped = jax.jit(jax.vmap(jax.vmap(all_results)))(factors, grads)

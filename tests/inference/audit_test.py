@@ -65,7 +65,9 @@ def attacked(mechanism, stddev, draws=600_000):
   return epsilon_lower_bound(*outputs)
 
 
-@pytest.mark.parametrize('mechanism', [on_device, on_host])
+@pytest.mark.parametrize(
+  'mechanism', [on_device, pytest.param(on_host, marks=pytest.mark.slow)]
+)
 def test_attack_stays_below_the_claim_and_sees_half_the_noise(mechanism):
   sensitivity = inference.hidden_state_sensitivity(
     C, accounting.NeighboringRelation.REPLACE_ONE

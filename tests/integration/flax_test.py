@@ -27,6 +27,7 @@ def _leaves(state):
   return jax.tree.map(np.array, nnx.to_pure_dict(state))
 
 
+@pytest.mark.slow
 def test_nnx_optimizer_on_the_lora_parameters():
   """Per-example gradients of the LoRA variables alone; all else stays."""
   model = _Model(nnx.Rngs(0))

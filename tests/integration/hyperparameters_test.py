@@ -45,6 +45,7 @@ def _assert_same(got, want):
   np.testing.assert_allclose(got['head'], want['head'], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_injected_schedule_is_the_schedule():
   """A seed is no hyper-parameter: `static_args` keeps it as it is."""
   injected = optax.inject_hyperparams(

@@ -255,6 +255,7 @@ def _canary_scores(stddev, trials=3000):
   return scores(keys[:trials], present), scores(keys[trials:], without)
 
 
+@pytest.mark.slow
 def test_their_auditor_finds_what_is_claimed_and_halved_noise():
   """GDP epsilon of canaries: below the claim, above it with half the noise."""
   sigma, delta = 2.0, 1e-5

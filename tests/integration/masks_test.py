@@ -54,6 +54,7 @@ def test_frozen_leaves_stay_and_take_no_part():
   assert all(np.any(x) for x in jax.tree.leaves(want))
 
 
+@pytest.mark.slow
 def test_frozen_leaves_stay_under_noise():
   params = cases.params()
   tx = _frozen_inside_of_the_tree()

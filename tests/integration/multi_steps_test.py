@@ -26,6 +26,7 @@ def _run(tx, params, micro_batches):
   return seen
 
 
+@pytest.mark.slow
 def test_accumulated_behind_the_clip_it_is_one_large_batch():
   """The mean of K clipped sums over b / K is the whole clipped sum over b."""
   params = cases.trainable(cases.params())

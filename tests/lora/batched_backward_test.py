@@ -196,6 +196,7 @@ def test_bfloat16_tokens_are_summed_in_float32():
   np.testing.assert_array_equal(grads['lora_b'].ravel(), tokens)
 
 
+@pytest.mark.slow
 def test_goes_through_the_chain_of_prism():
   params, (x, kernel) = _params(), _data(4, 3)
   tx = prism_optax.prism(

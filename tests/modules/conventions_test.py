@@ -148,6 +148,7 @@ def stepped():
 
 
 @pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.slow
 def test_a_step_moves_z_by_the_tangent_projection_of_the_gradient(
   name, stepped
 ):

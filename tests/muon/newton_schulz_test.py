@@ -42,7 +42,8 @@ def test_slope_at_zero_is_the_value_of_the_polynomial_there(degree):
   ('shape', 'degree', 'steps'),
   [
     # Every polynomial on one shape, and every shape under one polynomial.
-    *((SHAPES[0], degree, steps) for degree in (1, 2, 5) for steps in (1, 6)),
+    *((SHAPES[0], degree, 6) for degree in (1, 2, 5)),
+    (SHAPES[0], 2, 1),
     *((shape, 2, 6) for shape in SHAPES[1:]),
   ],
 )
@@ -127,7 +128,8 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   # And from a random start, whose smallest singular value is about 0.02, to
   # the polar factor itself.
   matrix = rng.standard_normal((9, 6))
-  out = newton_schulz(matrix, degree=degree, steps=20)
+  # Ten and more of its steps; each is compiled.
+  out = newton_schulz(matrix, degree=degree, steps=8 + 12 // degree)
   np.testing.assert_allclose(out, muon_oracle.polar(matrix), atol=1e-12)
 
 

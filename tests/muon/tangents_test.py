@@ -53,9 +53,9 @@ def _embed(frame, tangent):
     (M, N, RANK, 1, 1, 'max1'),
     (M, N, RANK, 3, 4, 'max1'),
     (M, N, RANK, 2, 5, 'frobenius'),
-    (9, 13, 3, 2, 5, 'max1'),
+    pytest.param(9, 13, 3, 2, 5, 'max1', marks=pytest.mark.slow),
     (8, 8, 1, 2, 5, 'max1'),
-    (7, 4, 4, 2, 5, 'max1'),
+    pytest.param(7, 4, 4, 2, 5, 'max1', marks=pytest.mark.slow),
     (4, 4, 4, 2, 5, 'max1'),
   ],
 )

@@ -137,6 +137,7 @@ def _projection(name):
 
 @cases.settings
 @given(cases.trees, cases.seeds)
+@pytest.mark.slow
 def test_the_projection_behind_the_noise_is_one(name, seed):
   """Twice is once, and it is the shorter way."""
   project = _projection(name)
@@ -225,6 +226,7 @@ def _products(name, tree):
 
 @cases.settings
 @given(cases.st.sampled_from(['rank one', 'stacked', 'file']), cases.seeds)
+@pytest.mark.slow
 def test_a_step_of_zero_stays_and_a_step_lands_where_it_should(name, seed):
   tx, move = _retraction(name)
   params = cases.draw_tree(name, seed)

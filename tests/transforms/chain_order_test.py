@@ -1,5 +1,7 @@
 """Which chains are refused, and what they would have cost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +92,7 @@ def test_orders_that_void_the_guarantee_are_refused(kind):
 
 def test_a_clip_without_noise_can_be_asked_for():
   clip = prism_optax.chain(_clip(), noise_elsewhere=True)
-  problem, params = chains.problem_and_params()
+  problem, params = chains.problem_and_params(chains.ONE_SHAPE)
   grads = chains.batch(problem, params)
   found, _ = jax.jit(clip.update)(grads, clip.init(params), params)
   chains.assert_bits(
@@ -122,7 +124,7 @@ def test_a_chain_has_one_layout():
 
 
 def test_states_and_arguments_that_do_not_fit_are_named():
-  problem, params = chains.problem_and_params()
+  problem, params = chains.problem_and_params(chains.ONE_SHAPE)
   grads = chains.batch(problem, params)
   tx = prism_optax.chain(_clip(), _noise())
   state = prism_optax.chain(_noise()).init(params)
@@ -139,15 +141,21 @@ def test_states_and_arguments_that_do_not_fit_are_named():
 # units of the clip norm. It may be one.
 
 
-def _moved(before, neighbours):
-  """The clipped sum of what ``before`` makes of each of two neighbours."""
-  _, params = chains.problem_and_params()
+@functools.cache
+def _sum(before):
   clip = prism_optax.intrinsic_clip(chains.CLIP)
 
   @jax.jit
   def summed(grads, params):
     return clip.update(before(grads, params), clip.init(params), params)[0]
 
+  return summed
+
+
+def _moved(before, neighbours):
+  """The clipped sum of what ``before`` makes of each of two neighbours."""
+  _, params = chains.problem_and_params(chains.ONE_SHAPE)
+  summed = _sum(before)
   one, other = (jax.device_get(summed(x, params)) for x in neighbours)
   return _norm(jax.tree.map(np.subtract, one, other)) / chains.CLIP
 
@@ -161,7 +169,7 @@ def _neighbours(size, records=12):
 
   Absent, it is a row of zeros: the clip counts both alike.
   """
-  problem, params = chains.problem_and_params()
+  problem, params = chains.problem_and_params(chains.ONE_SHAPE)
   grads = jax.device_get(chains.batch(problem, params))
   one = jax.tree.map(lambda x: x[:1], grads)
   unit = jax.tree.map(lambda x: x / _norm(one), one)
@@ -201,7 +209,7 @@ def test_what_a_cap_before_the_clip_would_have_cost(masked):
   """A huge record scales all others down, below the clip norm: eleven times."""
   cap = optax.clip_by_global_norm(1000 * chains.CLIP)
   if masked:
-    _, params = chains.problem_and_params()
+    _, params = chains.problem_and_params(chains.ONE_SHAPE)
     cap = optax.masked(cap, jax.tree.map(lambda _: True, params))
   with pytest.raises(ValueError, match='intrinsic_clip must come first'):
     prism_optax.chain(cap, _clip(), _noise())

@@ -19,6 +19,7 @@ def test_prism_is_the_chain_of_its_six_lines_bit_for_bit():
   chains.assert_same_program(
     prism_optax.prism(0.05, **chains.OPTIONS),
     problems.chain_of(0.05, **chains.OPTIONS),
+    chains.SHAPES,
   )
   steps = chains.reference()
   assert np.abs(steps[-1]['extra'] - steps[0]['extra']).max() > 1e-3
@@ -99,6 +100,16 @@ def test_nested_chains_are_flat_ones():
     == release.sensitivity()
     == chains.CLIP / chains.BATCH_SIZE
   )
+
+
+@pytest.mark.slow
+def test_chains_in_a_chain_of_optax_give_the_same_numbers():
+  release = prism_optax.chain(chains.clip(), chains.noise())
+  descent = prism_optax.chain(
+    prism_optax.add_decayed_factors(0.1),
+    prism_optax.scale_by_learning_rate(0.05),
+    prism_optax.retract(),
+  )
   chains.assert_close(
     chains.train(optax.chain(release, chains.direction(), descent)),
     chains.reference(),
@@ -131,7 +142,13 @@ def compiled(make):
   return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
-@pytest.mark.parametrize('kind', FOREIGN)
+@pytest.mark.parametrize(
+  'kind',
+  [
+    pytest.param(kind, marks=() if kind == 'an average' else pytest.mark.slow)
+    for kind in FOREIGN
+  ],
+)
 def test_transformations_of_optax_may_be_among_them(kind):
   def behind(one):
     ours = (chains.direction, prism_optax.retract)

@@ -86,9 +86,9 @@ def followed(monkeypatch):
   return found
 
 
-def assert_same_program(found, expected):
+def assert_same_program(found, expected, shapes=ONE_SHAPE):
   """The same start and the same program: the same bits, for all gradients."""
-  problem, params = problem_and_params()
+  problem, params = problem_and_params(shapes)
   grads = batch(problem, params)
   programs, starts = [], []
   for tx in (found, expected):

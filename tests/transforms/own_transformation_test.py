@@ -90,6 +90,7 @@ def _train(tx, steps=3):
   return out
 
 
+@pytest.mark.slow
 def test_they_fuse():
   """The numbers of `optax.chain`, to the rounding of another order of sums."""
   fused, plain = (

@@ -169,6 +169,7 @@ def test_many_aligned_examples_add_up_without_losing_the_bound():
     assert _distance(full, without) <= 1 + size * 1.2e-7
 
 
+@pytest.mark.slow
 def test_neither_shape_nor_control_flow_depends_on_a_record():
   """One compiled program for all records: a trace cannot branch on them."""
   rng = np.random.default_rng(2)

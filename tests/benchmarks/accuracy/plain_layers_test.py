@@ -143,6 +143,7 @@ def test_a_mask_of_pairs_is_a_mask_of_tokens():
   )
 
 
+@pytest.mark.slow
 def test_the_decoder_sees_nothing_of_what_comes():
   """Two targets count: what stands behind their inputs does not matter."""
   frozen = jax.jit(small_decoder.initial)(jax.random.key(0))

@@ -89,7 +89,9 @@ def test_every_method_makes_the_loss_smaller(name, params):
   assert loss(trained(name), target) < loss(params, target)
 
 
-@pytest.mark.parametrize('name', ['prism', 'lora-rite'])
+@pytest.mark.parametrize(
+  'name', [pytest.param('prism', marks=pytest.mark.slow), 'lora-rite']
+)
 def test_the_gauge_does_not_matter(name):
   """What LoRA-RITE is about, and what Adam has not."""
   one, other = z_of(trained(name)), z_of(trained(name, 3.0))
@@ -168,6 +170,7 @@ def test_noise_has_the_size_that_was_asked_for():
   assert np.max(np.abs(np.subtract(again['x'], out['x']))) > 0.1
 
 
+@pytest.mark.slow  # Two compilations of each: twelve seconds.
 @pytest.mark.parametrize('name', ['dp-muon', 'prism'])
 def test_methods_of_the_examples_are_the_same_ones(name, params):
   """The benchmark's chain and that of ``examples/finetune.py``, three steps."""
@@ -202,6 +205,7 @@ def test_methods_of_the_examples_are_the_same_ones(name, params):
   jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+@pytest.mark.slow
 def test_prism_spelled_out_is_prism(params):
   """The same clip, noise, moments, decay and retraction, to rounding."""
   arguments = {'per_example_gradients': True, **release(0.1).mechanism}

@@ -44,6 +44,7 @@ def test_shapes_are_those_of_gemma_3_4b():
   assert len(_modules.ModuleTree(params, benchmark.LAYOUT).modules) == 5
 
 
+@pytest.mark.slow
 def test_no_position_sees_what_comes_after_it(problem):
   """The last target alone may change the loss by its own term."""
   params, frozen, tokens = problem
@@ -86,6 +87,7 @@ def test_every_method_moves_every_adapter():
       assert (moved > 0).all(), name
 
 
+@pytest.mark.slow
 def test_micro_batches_give_the_gradient_of_the_batch(problem):
   """With AdamW's first step, of size one in the sign of the gradient."""
   params, frozen, tokens = problem
