@@ -412,7 +412,7 @@ MUTANTS = (
     PRIVATIZER,
     'if exact is None or no_noise:',
     'if True:',
-    ('audit/exact_release_test.py order',),
+    ('audit/exact_release_test.py any_order',),
   ),
   Mutant(
     'contributions rounded to nearest',
