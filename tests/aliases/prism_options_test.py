@@ -198,7 +198,6 @@ def test_hyper_parameters_may_be_injected():
     ('weight_decay', -0.1),
     ('b1', 1.0),
     ('b2', -0.1),
-    ('eps', -1e-8),
     ('floor_factor', -1.0),
     ('prng_key', 'secret'),
   ],
@@ -216,6 +215,7 @@ def test_bad_arguments_are_named(name, value):
     ('published_prism', 'noise_multiplier', -1.0),
     ('prism_muon', 'momentum', 1.0),
     ('prism_muon', 'weight_decay', -0.1),
+    ('prism_muon', 'eps', -1e-8),
     ('prism_muon', 'expected_batch_size', 0),
   ],
 )
@@ -229,6 +229,7 @@ def test_bad_arguments_of_the_other_forms_are_named(make, name, value):
   [
     ('max_condition_number', 0.5),
     ('max_update_norm', 0.0),
+    ('eps', -1e-8),
     ('floor_factor', -1.0),
   ],
 )
