@@ -175,7 +175,13 @@ def noisy(model):
   return step_and_state
 
 
-@pytest.mark.parametrize('name', methods.METHODS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=pytest.mark.slow if name == 'dp-muon' else ())
+    for name in methods.METHODS
+  ],
+)
 def test_adapters_and_head_move_and_nothing_else(model, noisy, name):
   _, start, frozen = model
   before = jax.tree.map(np.array, (start, frozen))

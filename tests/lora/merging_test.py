@@ -1,5 +1,7 @@
 """Merged models compute what models with adapters compute."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,8 +49,13 @@ def split(seed=0, zero=False):
 
 
 def run(graph, adapters, weights):
-  x = jnp.asarray(np.random.default_rng(9).standard_normal((4, 6)), jnp.float32)
-  return np.asarray(nnx.merge(graph, adapters, weights)(x))
+  return np.asarray(_outputs(graph, adapters, weights))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _outputs(graph, adapters, weights):
+  x = np.float32(np.random.default_rng(9).standard_normal((4, 6)))
+  return nnx.merge(graph, adapters, weights)(x)
 
 
 def test_a_merged_flax_model_needs_no_adapters():

@@ -68,6 +68,14 @@ NOISING = {
 USUAL = ('gaussian', 'dense', 'buffered Toeplitz')
 
 
+def _usual(first):
+  """The one that is tested first; the others in the slow tests."""
+  return [
+    pytest.param(name, marks=() if name == first else pytest.mark.slow)
+    for name in USUAL
+  ]
+
+
 def _materialized(noising):
   if hasattr(noising, 'materialize'):
     noising = noising.materialize(STEPS)
@@ -374,7 +382,8 @@ def test_noise_is_unique_over_steps_entries_leaves_and_keys(name):
   assert len(np.unique(values)) == values.size
 
 
-@pytest.mark.parametrize('name', USUAL)
+# The one whose own state does not hold its key.
+@pytest.mark.parametrize('name', _usual('dense'))
 def test_updates_are_pure(name):
   """Eager: a compiled one could not help it."""
   path = _path(_params(), 3)
@@ -397,7 +406,7 @@ def _data(*leaves):
   ]  # fmt: skip
 
 
-@pytest.mark.parametrize('name', USUAL)
+@pytest.mark.parametrize('name', _usual('gaussian'))
 def test_noise_is_of_float32_at_least_and_states_keep_their_types(name):
   params = _params(dtype=jnp.bfloat16)
   tx = make(_factory(NOISING[name]()), steps=STEPS, prng_key=1)
