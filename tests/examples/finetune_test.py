@@ -1,5 +1,6 @@
 """The command line: what it refuses, writes, resumes and keeps secret."""
 
+import functools
 import json
 import os
 import pathlib
@@ -54,6 +55,8 @@ class _Recorded:
     def counting(*args, **kwargs):
       step = make_step(*args, **kwargs)
 
+      # Under the same name it is the same program: compiled once for all tests.
+      @functools.wraps(step)
       def traced(*step_args):
         self.traces += 1
         return step(*step_args)
