@@ -14,7 +14,7 @@ STEPS = 700
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize('frames', ['cheap', 'align'])
-def test_thousands_of_steps_finish(frames):
+def test_many_steps_finish(frames):
   """`align` destroys orthogonal columns: each frame is a QR and an SVD."""
   done = no_hang.run(frames, STEPS)
   assert done.returncode == 0, done.stderr[-2000:]
