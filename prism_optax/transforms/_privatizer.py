@@ -26,20 +26,27 @@ class ForeignPrivatizerState(NamedTuple):
   inner: ArrayTree
 
 
-def _released(tree: Any, count: jax.Array, steps: int | None) -> Any:
-  """What leaves in update number ``count``: zeros beyond the last step.
+def _is_accounted_for(count: jax.Array, steps: int | None) -> Any:
+  """Whether ``count`` updates are fewer than all.
 
   Raises:
-    ValueError: Beyond it, where the number is known.
+    ValueError: If they are not, where their number is known.
   """
   if steps is None:
-    return tree
+    return True
   if not isinstance(count, jax.core.Tracer) and int(count) >= steps:
     raise ValueError(
       f'The noise was made and accounted for {steps=} updates, and this is'
       f' update {int(count) + 1}: it would be a release beyond the budget.'
     )
-  return jax.tree.map(lambda x: jnp.where(count < steps, x, 0), tree)
+  return count < steps
+
+
+def _released(tree: Any, accounted_for: Any) -> Any:
+  """What leaves: zeros beyond the last step."""
+  if accounted_for is True:
+    return tree
+  return jax.tree.map(lambda x: jnp.where(accounted_for, x, 0), tree)
 
 
 def limited(
@@ -58,8 +65,9 @@ def limited(
 
   def update(updates, state, params=None):
     del params  # Privatizers see no parameters.
+    accounted_for = _is_accounted_for(state.count, steps)
     noisy, inner = privatizer.update(updates, state.inner)
-    return _released(noisy, state.count, steps), ForeignPrivatizerState(
+    return _released(noisy, accounted_for), ForeignPrivatizerState(
       optax.safe_increment(state.count), inner
     )
 
@@ -150,10 +158,11 @@ def gaussian(
     return GaussianNoiseState(key, jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None):
+    accounted_for = _is_accounted_for(state.count, steps)
     next_key, key = _randomness.split(state.prng_key)
     stddevs = stddev(params) if callable(stddev) else stddev
     noisy = _lattice.add_noise(key, updates, stddevs)
-    return _released(noisy, state.count, steps), GaussianNoiseState(
+    return _released(noisy, accounted_for), GaussianNoiseState(
       next_key, optax.safe_increment(state.count)
     )
 

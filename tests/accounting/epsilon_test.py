@@ -223,7 +223,7 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   event = accounting.dpsgd_event(0.6, 1e-3, 1000)
   entries = 1e10  # More than most have: drawn noise adds 5e-7 to delta.
   ideal, drawn = (
-    accounting.privacy_statement(event, DELTA, entries=x)
+    accounting.privacy_statement(event, DELTA, accountant='rdp', entries=x)
     for x in (None, entries)
   )
   assert drawn.endswith(', noise as drawn')
@@ -234,12 +234,14 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   assert spent < shown < 1.1 * spent
   # Some delta of ideal noise gives, with what drawn noise adds, no more.
   found = [
-    accounting.release_guarantee(accounting.epsilon(event, x), x, entries)
+    accounting.release_guarantee(
+      accounting.epsilon(event, x, accountant='rdp'), x, entries
+    )
     for x in np.linspace(0.5, 1, 20) * DELTA
   ]
   assert min(e for e, d in found if d <= DELTA) >= shown - 2e-3
   with pytest.raises(ValueError, match=r'entries=1e\+17'):
-    accounting.privacy_statement(event, DELTA, entries=1e17)
+    accounting.privacy_statement(event, DELTA, accountant='rdp', entries=1e17)
 
 
 def test_statement_says_what_epsilon_depends_on_and_rounds_up():

@@ -183,6 +183,7 @@ def test_finished_run_is_not_done_again(finished, capsys):
   assert _results(finished.output) == before
 
 
+@pytest.mark.slow
 def test_diagnostics_of_training_data_are_named_nonprivate(
   tiny_files, tiny_model, tmp_path
 ):

@@ -117,6 +117,7 @@ def test_loops_and_branches_compute_what_is_computed_outside(followed):
     assert _chain.trail._last is None
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(followed):
   """Neither by eager updates, nor by traced ones once they are traced."""
   params, clipped, decayed, _, _ = parts()
