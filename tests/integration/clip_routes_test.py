@@ -116,7 +116,8 @@ ROUTES = {
     _muon(noise_split='least_energy', **OURS), grads
   ),
   'dp_muon, a privatizer': lambda grads: _released(
-    _muon(privatizer=_gaussian(stddev=SIGMA / EXPECTED)), grads
+    _muon(privatizer=_gaussian(stddev=SIGMA / EXPECTED), steps='unlimited'),
+    grads,
   ),
   'dp_muon and its pre_clipping_transform': _one_object,
   'dp_muon and clip_each_matrix': lambda grads: _clip_beside_it(
