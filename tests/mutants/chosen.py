@@ -288,7 +288,7 @@ MUTANTS = (
   Mutant(
     'noise key used again',
     PRIVATIZER,
-    'next_key, key = jax.random.split(state.prng_key)',
+    'next_key, key = _randomness.split(state.prng_key)',
     'next_key = key = state.prng_key',
     (NOISE,),
   ),
@@ -396,8 +396,8 @@ MUTANTS = (
   Mutant(
     'a seed known to everybody',
     '_randomness.py',
-    'os.urandom(4 * words)',
-    'bytes(4 * words)',
+    'os.urandom(4 * math.prod(shape))',
+    'bytes(4 * math.prod(shape))',
     ('core/randomness_test.py',),
   ),
   Mutant(
