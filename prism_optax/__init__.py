@@ -7,6 +7,7 @@ from prism_optax import (
   inference,
   lora,
   muon,
+  training,
   transforms,
 )
 from prism_optax.aliases import dp_muon, prism, prism_muon, published_prism
@@ -33,6 +34,6 @@ __all__ = [
   'inference', 'intrinsic_clip', 'lora', 'muon', 'orthogonalize_tangents',
   'per_matrix_clip', 'prism', 'prism_muon', 'published_prism', 'retract',
   'scale_by_learning_rate', 'scale_by_rank_preconditioner',
-  'tangent_coordinates', 'tangent_privatizer', 'transforms',
+  'tangent_coordinates', 'tangent_privatizer', 'training', 'transforms',
 ]
 # fmt: on

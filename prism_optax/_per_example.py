@@ -6,7 +6,7 @@ branches on data: an example whose numbers are not finite gets weight zero.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,33 @@ class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
     self.sensitivity = sensitivity
     self.pre_clipping_transform = pre_clipping_transform
     return self
+
+
+class LazyGradients(NamedTuple):
+  """Per-example gradients that a clip computes itself, part by part.
+
+  A clip takes it in place of a tree of gradients.
+
+  Attributes:
+    examples: Tree of arrays (B, ...).
+    gradients: From examples (b, ...) to their gradients, leaves (b, *shape).
+    microbatch_size: b, a divisor of B; None for all at once. Parts of padding
+      alone are passed over.
+  """
+
+  examples: ArrayTree
+  gradients: Callable[[ArrayTree], ArrayTree]
+  microbatch_size: int | None = None
+
+  @property
+  def shapes(self) -> Any:
+    """The shapes of all gradients, (B, *shape)."""
+    return jax.eval_shape(self.gradients, self.examples)
+
+
+def shapes_of(updates: 'ArrayTree | LazyGradients') -> Any:
+  """The tree of per-example gradients, or of its shapes."""
+  return updates.shapes if isinstance(updates, LazyGradients) else updates
 
 
 def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
@@ -136,11 +163,14 @@ def squared_norm(
   return functools.reduce(jnp.add, map(squares, arrays))
 
 
-def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+def clip_weight(
+  squared_norm: jax.Array, stability: Scalar | None = None
+) -> tuple[jax.Array, jax.Array]:
   """Weight ``min(1, 1/norm)`` of an example, and whether it counts.
 
   Args:
     squared_norm: In units of the clip norm, of any shape.
+    stability: In these units; with it the weight is ``1/(norm + stability)``.
 
   Returns:
     The weight, and False where the norm is not finite, hence for an example
@@ -152,6 +182,8 @@ def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
   # inside of the bound (8 eps is 1e-6 in float32).
   bound = 1 - 8 * jnp.finfo(squared_norm.dtype).eps
   norm = jnp.sqrt(jnp.where(counts, squared_norm, 1))
+  if stability is not None:
+    return bound / (norm + stability), counts
   return bound / jnp.maximum(norm, bound), counts
 
 
@@ -172,7 +204,7 @@ def _add_integers(total: _TwoParts, more: _TwoParts) -> _TwoParts:
 
 def sum_of_examples(
   contribution: Callable[[Any], Any],
-  examples: ArrayTree,
+  examples: 'ArrayTree | LazyGradients',
   is_padding_example: jax.Array | None,
   units: Any = None,
 ) -> Any:
@@ -183,13 +215,13 @@ def sum_of_examples(
   and no contribution gets longer. Without, floats are added, on a CPU with
   compensation, so that the sum is rounded once.
 
-  Under ``jit`` on one CPU the examples are computed one after the other: what
-  one of them contributes cannot depend on the others, and no array holds what
-  is computed of all of them. Elsewhere they are computed side by side.
+  Under ``jit`` on one CPU the contributions are computed one after the other:
+  what one of them is cannot depend on the others, and no array holds what is
+  computed of all of them. Elsewhere they are computed side by side.
 
   Args:
     contribution: From one example to a tree of finite arrays.
-    examples: Tree of arrays (B, *shape).
+    examples: Tree of arrays (B, *shape); or gradients that are computed here.
     is_padding_example: (B,), True for examples that are not there; or None.
     units: None, or for each array of a contribution the unit of its lattice, a
       scalar of its type.
@@ -198,8 +230,12 @@ def sum_of_examples(
     A tree like a contribution, of arrays or of ``LatticeSum``.
 
   Raises:
-    ValueError: If ``is_padding_example`` has another shape.
+    ValueError: If ``is_padding_example`` has another shape, or the size of the
+      micro-batches does not divide that of the batch.
   """
+  if not isinstance(examples, LazyGradients):
+    examples = LazyGradients(examples, lambda gradients: gradients)
+  examples, gradients, microbatch_size = examples
   batch = len(jax.tree.leaves(examples)[0])
   if is_padding_example is None:
     is_padding_example = jnp.zeros(batch, bool)
@@ -209,11 +245,13 @@ def sum_of_examples(
       f' {(batch,)}, got {jnp.shape(is_padding_example)}.'
     )
   inputs = examples, jnp.asarray(is_padding_example, bool)
+  all_of_them = jax.eval_shape(gradients, examples), inputs[1]
   one = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), all_of_them
   )
   treedef: Any = jax.tree.structure(jax.eval_shape(contribution, one[0]))
   unit_leaves: list[Any] = jax.tree.leaves(units)
+  add = _add_float if units is None else _add_integers
 
   def terms(inputs):
     example, is_padding = inputs
@@ -228,15 +266,14 @@ def sum_of_examples(
       for x, unit in zip(leaves, unit_leaves, strict=True)
     ]
 
-  def in_turn(inputs):
-    add = _add_float if units is None else _add_integers
+  zeros = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(terms, one)
+  )
 
+  def in_turn(inputs):
     def add_one(totals, inputs):
       return list(map(add, totals, terms(inputs))), None
 
-    zeros = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(terms, one)
-    )
     return jax.lax.scan(add_one, zeros, inputs)[0]
 
   def at_once(inputs):
@@ -247,11 +284,26 @@ def sum_of_examples(
   # Where several devices may share the batch, XLA decides how to sum. Outside
   # of jit a loop would be compiled at every call.
   leaves: list[Any] = jax.tree.leaves(inputs)
-  if any(isinstance(x, jax.core.Tracer) for x in leaves):
+  traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+
+  def sums_of(inputs):
+    examples, is_padding = inputs
+    inputs = gradients(examples), is_padding
+    if not traced:
+      return at_once(inputs)
     one_by_one = in_turn if jax.device_count() == 1 else at_once
-    sums = jax.lax.platform_dependent(inputs, cpu=one_by_one, default=at_once)
+    return jax.lax.platform_dependent(inputs, cpu=one_by_one, default=at_once)
+
+  def add_part(totals, part):
+    def added():
+      return list(map(add, totals, sums_of(part)))
+
+    return jax.lax.cond(jnp.all(part[1]), lambda: totals, added), None
+
+  if microbatch_size is None or microbatch_size >= batch:
+    sums = sums_of(inputs)
   else:
-    sums = at_once(inputs)
+    sums = jax.lax.scan(add_part, zeros, _parts(inputs, microbatch_size))[0]
   if units is None:
     out: list[Any] = [total + lost for total, lost in sums]
   else:
@@ -260,3 +312,20 @@ def sum_of_examples(
       for (high, low), unit in zip(sums, unit_leaves, strict=True)
     ]
   return jax.tree.unflatten(treedef, out)
+
+
+def _parts(inputs: Any, size: int) -> Any:
+  """Leaves (B, ...) as (B / size, size, ...), part k every so-many-th row.
+
+  So each device of a sharded batch has its share of every part.
+  """
+
+  def split(x: jax.Array) -> jax.Array:
+    if len(x) % size:
+      raise ValueError(
+        'Expected microbatch_size to divide the size of the padded batch,'
+        f' {len(x)}, got microbatch_size={size}.'
+      )
+    return jnp.moveaxis(x.reshape(size, -1, *x.shape[1:]), 0, 1)
+
+  return jax.tree.map(split, inputs)

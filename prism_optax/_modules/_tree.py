@@ -254,6 +254,21 @@ class ModuleTree:
       for x, place in group.places()
     }
 
+  def rows(self, values: Sequence[str]) -> list[np.ndarray]:
+    """From one value a leaf to one a module along axis 0 of each stack.
+
+    Arrays (k,) for ``left`` and for ``right`` of each group, which must have
+    the same values, and () for each other leaf: in the order of leaves.
+    """
+    if any(values[x.a] != values[x.b] for x in self.modules):
+      raise ValueError('Expected one label for both factors of each module.')
+    stacks = [
+      np.concatenate([[values[x.a]] * math.prod(x.stack) for x in g.modules])
+      for g in self._groups
+    ]
+    pairs = [rows for rows in stacks for _ in range(2)]
+    return pairs + [np.asarray(values[i]) for i in self._others]
+
   # Geometry over all modules.
 
   def frames(self, params: optax.Params) -> tuple[Frame, ...]:

@@ -1,13 +1,44 @@
 """Clipping of per-example gradients in the intrinsic norm."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from prism_optax import _lattice, _per_example, _validate, fixed_rank
-from prism_optax._modules import ClippedSum, LayoutLike
-from prism_optax._types import Scalar
+from prism_optax._modules import ClippedSum, LayoutLike, Stacks, StepContext
+from prism_optax._types import ArrayTree, Scalar
 from prism_optax.transforms._chain import Stacked, TangentTransformation
+
+
+def coordinates_of_one(
+  name: str, grads: Any, step: StepContext
+) -> Callable[[ArrayTree], Stacks]:
+  """The map from the gradient of one example to tangent coordinates.
+
+  Args:
+    name: Name of the clip, for error messages.
+    grads: Per-example gradients, or ``LazyGradients``, of which the shapes are
+      checked.
+    step: Where the update happens.
+  """
+  _per_example.check_whole(name, step.params)
+  shapes = _per_example.shapes_of(grads)
+  _per_example.check_batched(name, shapes, step.params)
+  # Of shapes alone: refuses gradients that do not fit.
+  jax.eval_shape(
+    lambda x: step.tree.gradients(x, 1, 'per-example gradients'), shapes
+  )
+  frames = step.frames  # Computed here, not once for each example.
+
+  def coordinates(example: ArrayTree) -> Stacks:
+    return step.tree.gradients(example).map_pairs(
+      lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair), frames
+    )
+
+  return coordinates
 
 
 def intrinsic_clip(
@@ -88,19 +119,10 @@ def intrinsic_clip(
 
   def update(grads, state, step, *, is_padding_example=None, **extra_args):
     del extra_args
-    _per_example.check_whole('intrinsic_clip', step.params)
-    _per_example.check_batched('intrinsic_clip', grads, step.params)
-    # Of shapes alone: refuses gradients that do not fit.
-    jax.eval_shape(
-      lambda x: step.tree.gradients(x, 1, 'per-example gradients'), grads
-    )
-    frames = step.frames  # Computed here, not once for each example.
+    coordinates = coordinates_of_one('intrinsic_clip', grads, step)
 
     def contribution(example):
-      x = step.tree.gradients(example).map_pairs(
-        lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair),
-        frames,
-      )
+      x = coordinates(example)
       weight, counts = _per_example.clip_weight(
         _per_example.squared_norm(jax.tree.leaves(x), l2_clip_norm)
       )

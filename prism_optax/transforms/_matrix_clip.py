@@ -204,8 +204,9 @@ def per_matrix_clip(
     del extra_args
     _validate.params_given('per_matrix_clip', params)
     _per_example.check_whole('per_matrix_clip', params)
-    _per_example.check_batched('per_matrix_clip', updates, params)
-    leaves, structure = jax.tree.flatten(updates)
+    gradients = _per_example.shapes_of(updates)
+    _per_example.check_batched('per_matrix_clip', gradients, params)
+    leaves, structure = jax.tree.flatten(gradients)
     expected: object = jax.tree.structure(params)
     shapes = [x.shape for x in leaves]
     wanted = [x.shape for x in jax.tree.leaves(params)]
@@ -221,7 +222,9 @@ def per_matrix_clip(
     if noise_stddevs is not None:
       norms = {i: g.l2_clip_norm for g in groups_of(params) for i in g.leaves}
       units = [
-        _lattice.unit_of(s, norms[i] / normalize_by, at_least_float32(x).dtype)
+        _lattice.unit_of(
+          s, norms[i] / normalize_by, jnp.promote_types(x.dtype, jnp.float32)
+        )
         for i, (s, x) in enumerate(zip(noise_stddevs, leaves, strict=True))
       ]
     sums = _per_example.sum_of_examples(

@@ -29,13 +29,14 @@ LAYERS = (
   ('muon', '_modules'),
   ('lora', 'transforms', 'inference'),
   ('diagnostics', 'aliases'),
+  ('training',),
 )
 LAYER = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
 # Beside the layers: no JAX, not even through a module that it imports.
 HOST_SIDE = 'accounting'
 HOST_SIDE_IMPORTS = {'_validate'}
-HOST_SIDE_USERS = {'inference'}
+HOST_SIDE_USERS = {'inference', 'training'}
 
 RUNTIME = {'jax', 'optax', 'numpy', 'dp_accounting'}
 NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}
@@ -143,6 +144,7 @@ PUBLIC_PACKAGES = (
       'inference',
       'lora',
       'muon',
+      'training',
       'transforms',
     )
   ),

@@ -1,0 +1,345 @@
+"""The one call: from a loss and public constants to a private training."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prism_optax import (
+  _randomness,
+  _validate,
+  accounting,
+  diagnostics,
+  lora,
+)
+from prism_optax._types import ArrayTree, PRNGKeyLike
+from prism_optax.accounting import _events
+from prism_optax.training import _mechanism, _sampling
+from prism_optax.training._clipping import (
+  BoundedSum,
+  FlatClipping,
+  QuantileClipping,
+)
+from prism_optax.training._mechanism import Optimizer
+from prism_optax.training._private import PrivateTraining, Settings
+from prism_optax.training._sampling import Batch, Sampling
+
+# Folded into a key that was given: the seed of the batches, the noise of a
+# quantile. `split` uses the numbers 0 and 1.
+_BATCHES, _QUANTILE = 0x42415443, 0x5155414E
+
+
+def make_private(
+  loss: Callable[..., jax.Array],
+  params: ArrayTree,
+  *,
+  optimizer: Optimizer,
+  l2_clip_norm: float,
+  expected_batch_size: int,
+  dataset_size: int,
+  steps: int,
+  delta: float,
+  target_epsilon: float | None = None,
+  noise_multiplier: float | None = None,
+  clipping: FlatClipping | None = None,
+  microbatch_size: int | None = None,
+  padded_batch_size: int | None = None,
+  examples_per_user: int | None = None,
+  batched_loss: bool = False,
+  batch_sharding: jax.sharding.Sharding | None = None,
+  prng_key: PRNGKeyLike = None,
+) -> PrivateTraining:
+  """A differentially private training whose parts agree.
+
+  Clip, noise, divisor, sampling, padding, number of steps and event come from
+  one set of public constants::
+
+    training = make_private(loss, params, optimizer=..., ...)
+    state = training.init(params)
+    for batch in training.batches(state, (x, y)):
+      state = training.step(state, batch)
+    print(training.statement(state))
+
+  **Privacy.** Each record (or user) is drawn for each batch with probability
+  ``expected_batch_size / dataset_size``, contributes a gradient of norm at most
+  C, and the sum gets Gaussian noise of standard deviation ``noise_multiplier *
+  C`` on every entry: ``steps`` truncated Poisson-subsampled Gaussian mechanisms
+  (Abadi et al. 2016, arXiv:1607.00133; arXiv:2508.15089), composed by the PLD
+  accountant for add-or-remove-one neighbours. The parameters after every step
+  may be released, all else that a state holds may not. Not covered: choices
+  that were made by looking at the data (the constants themselves, a learning
+  rate tuned on them), and how long a step takes, which tells the size of a
+  batch where micro-batches of padding are passed over.
+
+  ==============================  =============================================
+  NaN or Inf in a gradient        the record counts as zero
+  a batch of no records           noise alone
+  padding                         zeros, which count as zero
+  more records than a batch has   a random subset, which the event knows of
+  ``noise_multiplier=0.0``        no privacy, for tests: epsilon is infinite
+  step ``steps + 1``              ValueError
+  a restored state                the same batches and the same noise: never
+                                  go on twice from one state with other settings
+  ==============================  =============================================
+
+  Args:
+    loss: ``loss(params, *example)``, or ``loss(params, frozen, *example)`` if
+      ``step`` is given frozen weights: a scalar, of ONE example without a batch
+      axis. With ``batched_loss`` of many.
+    params: The trainable parameters, arrays or shapes.
+    optimizer: What follows the clip and the noise. Any optimizer of optax: then
+      it is DP-SGD, DP-Adam, ..., on gradients as they are. Or a function that
+      takes the constants of the mechanism by name and makes a transformation
+      that begins with its own clip: ``functools.partial(prism_optax.prism,
+      3e-2)``, likewise ``published_prism``, ``prism_muon``, ``dp_muon``, or a
+      function of yours with a :func:`prism_optax.chain`.
+    l2_clip_norm: C, the largest norm of one record's contribution to the sum;
+      of each matrix for ``dp_muon``; where it starts for a quantile.
+    expected_batch_size: b, which divides the sum.
+    dataset_size: N, of records, or of users. Public.
+    steps: Number of steps.
+    delta: Below ``1 / dataset_size``.
+    target_epsilon: Epsilon of all steps, of the noise as it is drawn. The
+      smallest noise multiplier that meets it is looked for (some seconds).
+    noise_multiplier: In its place: standard deviation of the noise over C, of
+      everything that a step releases.
+    clipping: The rule: :class:`FlatClipping`, the default,
+      :class:`AutomaticClipping`, :class:`GroupClipping` or
+      :class:`QuantileClipping`.
+    microbatch_size: Records whose gradients are held at once; None is all.
+    padded_batch_size: Rows of every batch. The default is six standard
+      deviations above b.
+    examples_per_user: For privacy of users: the most records that a user
+      contributes to one batch. Users are drawn, not records; a user's gradient
+      is that of the mean loss of these records.
+    batched_loss: ``loss`` takes copies of the parameters, leaves ``(B,
+      *shape)``, and examples with a batch axis, and returns (B,), as for
+      :func:`prism_optax.lora.per_example_gradients`: one backward pass.
+    batch_sharding: How batches are laid out, split along the first axis.
+    prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
+      key that was given knows the noise and the batches.
+
+  Returns:
+    The training.
+
+  Raises:
+    ValueError: For constants that do not fit, delta too large, an optimizer
+      with a clip of its own; unless exactly one of ``target_epsilon`` and
+      ``noise_multiplier`` is given.
+
+  Example:
+    >>> import functools
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import prism_optax
+    >>> from prism_optax import training
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
+    >>> def loss(params, x, y):
+    ...   return jnp.sum((x @ params['lora_a'] @ params['lora_b'] - y) ** 2)
+    >>> private = training.make_private(
+    ...   loss, params, optimizer=functools.partial(prism_optax.prism, 0.1),
+    ...   l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=20,
+    ...   dataset_size=100, steps=3, delta=1e-5)
+    >>> data = np.ones((100, 3), np.float32), np.ones((100, 2), np.float32)
+    >>> state = private.init(params)
+    >>> for batch in private.batches(state, data):
+    ...   state = private.step(state, batch)
+    >>> print(*private.statement(state).split(', '), sep='\\n')
+    epsilon <= 3.293 at delta = 1e-05
+    add-or-remove-one neighbours (PLD)
+    Poisson sampling
+    noise as drawn
+    unit: one record
+    3 of 3 steps
+  """
+  c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
+  _validate.integer('steps', steps, 1)
+  delta = _validate.known_open_probability('delta', delta)
+  if (target_epsilon is None) == (noise_multiplier is None):
+    raise ValueError(
+      'Expected exactly one of target_epsilon and noise_multiplier, got'
+      f' {target_epsilon=} and {noise_multiplier=}.'
+    )
+  if batched_loss and examples_per_user is not None:
+    raise ValueError(
+      'A loss of a batch of users is not supported: give the loss of one'
+      f' example, got {batched_loss=} and {examples_per_user=}.'
+    )
+  devices = 1 if batch_sharding is None else len(batch_sharding.device_set)
+  draft = Sampling(
+    expected_batch_size, dataset_size, 1, microbatch_size, examples_per_user
+  )
+  _sampling.check(draft._replace(padded_batch_size=microbatch_size or 1))
+  if padded_batch_size is None:
+    padded_batch_size = _sampling.padded_batch_size(
+      expected_batch_size, dataset_size, microbatch_size or devices
+    )
+  sampling = draft._replace(padded_batch_size=padded_batch_size)
+  _sampling.check(sampling)
+  shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
+  follows = isinstance(clipping, QuantileClipping)
+  entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
+  if target_epsilon is not None:
+    noise_multiplier = _calibrated(
+      target_epsilon, delta, sampling, steps, entries * steps
+    )
+  sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
+  seeded = prng_key is not None and not isinstance(prng_key, str)
+  clipping = FlatClipping() if clipping is None else clipping
+  bounded = BoundedSum(clipping, c, expected_batch_size, 0.0)
+  own = sigma
+  if isinstance(clipping, QuantileClipping):
+    own = clipping.noise_multiplier(sigma, expected_batch_size)
+    key = _derived(prng_key, _QUANTILE) if seeded else prng_key
+    bounded = bounded._replace(prng_key=key)
+  bounded = bounded._replace(stddev=own * bounded.bound / expected_batch_size)
+  settings = Settings(
+    sampling,
+    sigma,
+    steps,
+    delta,
+    c,
+    bounded.description(shapes),
+    seeded,
+    entries,
+  )
+  transformation = _mechanism.assemble(
+    optimizer, bounded, steps=steps, prng_key=prng_key, params=shapes
+  )
+  # What can fail for these parameters fails here, not at the first step.
+  training = PrivateTraining(
+    settings,
+    transformation,
+    _gradients(loss, batched_loss, examples_per_user is not None),
+    shapes,
+    functools.partial(_seed, prng_key),
+    _sampling.put_on_device(batch_sharding),
+    functools.partial(_check_loss, loss, batched_loss),
+  )
+  _events.check_delta(training.event(), delta, dataset_size)
+  return training
+
+
+def _calibrated(
+  target_epsilon: float,
+  delta: float,
+  sampling: Sampling,
+  steps: int,
+  entries: int,
+) -> float:
+  """The noise multiplier that meets epsilon with the noise as it is drawn."""
+  target = _validate.known_positive('target_epsilon', target_epsilon)
+  # What drawn noise adds grows with epsilon, which is larger at less delta.
+  above = 2 * target + 1
+  most, total = accounting.release_guarantee(above, delta, entries)
+  left, shift = 2 * delta - total, most - above
+  if left < delta / 2 or shift > target / 2:
+    raise ValueError(
+      f'With {entries} noised entries in all, the noise as it is drawn adds'
+      f' {shift:.2g} to epsilon and {total - delta:.2g} to delta: ask for'
+      f' more than {target_epsilon=} and {delta=}.'
+    )
+  return accounting.calibrate_noise_multiplier(
+    target - shift,
+    left,
+    sampling.probability,
+    steps,
+    dataset_size=sampling.dataset_size,
+    truncated_batch_size=sampling.truncated_batch_size,
+  )
+
+
+def _called(
+  loss: Callable[..., Any], params: Any, frozen: Any, data: Any
+) -> Any:
+  """``loss`` of a record; frozen weights stand before it if there are any."""
+  example = data if isinstance(data, tuple) else (data,)
+  weights = () if frozen is None else (frozen,)
+  return loss(params, *weights, *example)
+
+
+def _gradients(
+  loss: Callable[..., Any], batched: bool, of_users: bool
+) -> Callable[[Any, Any, Any], Any]:
+  """``gradients(params, frozen, rows)``, per record or per user."""
+  if batched:
+    return lambda params, frozen, rows: lora.per_example_gradients(
+      lambda copies, batch: _called(loss, copies, frozen, batch)
+    )(params, rows)
+
+  def mean_of_user(params: Any, frozen: Any, rows: Any) -> jax.Array:
+    examples, is_present = rows
+    each = jax.vmap(lambda x: _called(loss, params, frozen, x))(examples)
+    return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
+      jnp.sum(is_present), 1
+    )
+
+  def of_record(params: Any, frozen: Any, example: Any) -> Any:
+    return _called(loss, params, frozen, example)
+
+  one = mean_of_user if of_users else of_record
+  return jax.vmap(jax.grad(one), (None, None, 0))
+
+
+def _check_loss(
+  loss: Callable[..., Any],
+  batched: bool,
+  params: Any,
+  frozen: Any,
+  batch: Batch,
+) -> None:
+  """Refuses a loss of another shape, or one that mixes the records."""
+  users = batch.is_present is not None
+  if not batched:
+    one = jax.eval_shape(
+      lambda: jax.tree.map(lambda x: x[0, 0] if users else x[0], batch.examples)
+    )
+    found = jax.eval_shape(
+      functools.partial(_called, loss), params, frozen, one
+    )
+    if getattr(found, 'shape', None) != ():
+      raise ValueError(
+        'Expected loss to return a scalar, the loss of one example, which has'
+        ' no batch axis (the shapes here are'
+        f' {[x.shape for x in jax.tree.leaves(one)]}), got {found}.'
+      )
+    return
+  rng = np.random.default_rng(0)  # Of made-up records: nothing private.
+
+  def made_up(x: jax.Array) -> np.ndarray:
+    shape = (3, *x.shape[1:])
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      return rng.normal(size=shape).astype(x.dtype)
+    return rng.integers(0, 2, shape).astype(x.dtype)
+
+  gradients = jax.jit(
+    lambda params, rows: _gradients(loss, True, False)(params, frozen, rows)
+  )
+  if diagnostics.depends_on_other_examples(
+    gradients, params, jax.tree.map(made_up, batch.examples)
+  ):
+    raise ValueError(
+      'The gradient of one record depends on others of its batch, so that the'
+      ' clip bounds nothing and no epsilon holds. batched_loss needs losses'
+      ' (B,) that use copy i of the parameters and record i alone: no batch'
+      ' normalisation, no mean over the batch, no in-batch negatives. Without'
+      ' batched_loss records cannot mix.'
+    )
+
+
+def _seed(prng_key: PRNGKeyLike) -> np.ndarray:
+  """The secret seed of the batches, four words."""
+  if prng_key is None or isinstance(prng_key, str):
+    key = _randomness.resolve_key('prng_key', None, (), words=4)
+  else:
+    key = _derived(prng_key, _BATCHES)
+  return np.asarray(jax.random.key_data(key), np.uint32)
+
+
+def _derived(prng_key: Any, number: int) -> jax.Array:
+  """A key that is independent of the noise's."""
+  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
+  return jax.random.fold_in(key, number)

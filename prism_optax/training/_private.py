@@ -1,0 +1,291 @@
+"""One object that owns all that has to agree for an epsilon to be right."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from prism_optax import _per_example, accounting
+from prism_optax._types import ArrayTree
+from prism_optax.training._sampling import Batch, Batches, Sampling
+
+
+class TrainingState(NamedTuple):
+  """All of a run: save it, restore it, go on.
+
+  As secret as the data: it holds the keys of the noise and of the batches. Only
+  ``params`` may be released.
+
+  Attributes:
+    params: The trainable parameters.
+    optimizer: State of clip, noise and optimizer.
+    step: Number of steps done, NumPy, shape ().
+    seed: Of the batches, NumPy, (4,) uint32.
+    fingerprint: Of the settings that the guarantee depends on, NumPy, (8,)
+      uint32.
+  """
+
+  params: Any
+  optimizer: Any
+  step: np.ndarray
+  seed: np.ndarray
+  fingerprint: np.ndarray
+
+
+class Settings(NamedTuple):
+  """What the guarantee depends on, besides the data."""
+
+  sampling: Sampling
+  noise_multiplier: float
+  steps: int
+  delta: float
+  l2_clip_norm: float
+  clipping: str
+  seeded: bool
+  entries: int
+
+
+class PrivateTraining:
+  """A private training, as :func:`make_private` makes it.
+
+  Attributes:
+    noise_multiplier: Of the accounted mechanism.
+    padded_batch_size: Rows of every batch.
+    steps: Number of steps.
+  """
+
+  def __init__(
+    self,
+    settings: Settings,
+    transformation: optax.GradientTransformationExtraArgs,
+    gradients: Callable[..., Any],
+    shapes: Any,
+    new_seed: Callable[[], np.ndarray],
+    put: Callable[[Any], Any],
+    check: Callable[..., None],
+  ):
+    self._settings = settings
+    self._transformation = transformation
+    self._shapes = shapes
+    self._new_seed = new_seed
+    self._put = put
+    self._check_examples = check
+    self._checked = False
+    self.noise_multiplier = settings.noise_multiplier
+    self.padded_batch_size = settings.sampling.padded_batch_size
+    self.steps = settings.steps
+    words = repr((settings, jax.tree.map(_described, shapes))).encode()
+    self._fingerprint = np.frombuffer(
+      hashlib.sha256(words).digest(), np.uint32
+    ).copy()
+    m = settings.sampling.microbatch_size
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(
+      params: Any,
+      state: Any,
+      frozen: Any,
+      examples: Any,
+      is_padding_example: jax.Array,
+      is_present: jax.Array | None,
+    ) -> tuple[Any, Any]:
+      rows = examples if is_present is None else (examples, is_present)
+      lazy = _per_example.LazyGradients(
+        rows, jax.jit(functools.partial(gradients, params, frozen)), m
+      )
+      updates, state = transformation.update(
+        lazy, state, params, is_padding_example=is_padding_example
+      )
+      return optax.apply_updates(params, updates), state
+
+    self._step = step
+
+  def init(self, params: ArrayTree) -> TrainingState:
+    """A state for a new run: fresh keys, one budget of privacy.
+
+    Args:
+      params: The trainable parameters, of the shapes that ``make_private`` got.
+
+    Returns:
+      The state before the first step.
+
+    Raises:
+      ValueError: If the parameters have other shapes, or under ``jit``.
+    """
+    found, wanted = (
+      jax.tree.map(_described, x) for x in (params, self._shapes)
+    )
+    if found != wanted:
+      raise ValueError(
+        'Expected params of the shapes that make_private got, got'
+        f' {found} for {wanted}.'
+      )
+    state = self._transformation.init(params)
+    # The step takes these buffers over: none may be the caller's.
+    params, state = jax.tree.map(jnp.copy, (params, state))
+    return TrainingState(
+      params,
+      state,
+      np.zeros((), np.int64),
+      self._new_seed(),
+      self._fingerprint.copy(),
+    )
+
+  def batches(
+    self, state: TrainingState, data: Any, *, users: Any = None
+  ) -> Batches:
+    """The batches from the state's step to the last, drawn at random.
+
+    Each record is drawn for each batch independently, with probability
+    ``expected_batch_size / dataset_size``; a batch has one shape, filled with
+    zeros. Nobody may see which records were drawn.
+
+    Args:
+      state: Of this training; the batches go on where it stands.
+      data: A tuple or dict of arrays (N, ...), one array, or a source with
+        ``len`` and integer look-up (a list of records, a ``datasets.Dataset``,
+        a ``grain`` source). A record that is a tuple is unpacked into the
+        arguments of ``loss``.
+      users: With ``examples_per_user`` alone: who each record is of, (N,).
+
+    Returns:
+      An iterable with a length.
+
+    Raises:
+      ValueError: If the state is of another training, or the data have another
+        size, or are no numbers of one shape.
+    """
+    self._check_state(state)
+    return Batches(
+      self._settings.sampling,
+      data,
+      users,
+      np.asarray(state.seed),
+      range(int(state.step), self.steps),
+      self._run(state),
+      self._put,
+    )
+
+  def step(
+    self, state: TrainingState, batch: Batch, frozen: ArrayTree | None = None
+  ) -> TrainingState:
+    """One private update: clip, sum, noise, optimizer.
+
+    It is compiled once; call it outside of ``jit``. The arrays of the old state
+    are taken over by the new one.
+
+    Args:
+      state: Of this training.
+      batch: The next one of :meth:`batches`.
+      frozen: What ``loss`` takes besides the parameters, public.
+
+    Returns:
+      The new state.
+
+    Raises:
+      ValueError: If all steps are done; for a state of another training, or
+        anything that is not this run's batch for this step.
+    """
+    self._check_state(state)
+    number = int(state.step)
+    if number >= self.steps:
+      raise ValueError(
+        f'All steps={self.steps} are done, and no other is accounted for. To'
+        ' train on, make a training of more steps before it starts, or account'
+        ' for both: accounting.epsilon of their composed events.'
+      )
+    if not isinstance(batch, Batch):
+      raise ValueError(
+        'Expected a batch of PrivateTraining.batches(state, data), which draws'
+        ' records as the accounting says (Poisson), got'
+        f' {type(batch).__name__}. Shuffled or fixed-size batches have another'
+        ' epsilon.'
+      )
+    if batch.run != self._run(state) or batch.step != number:
+      raise ValueError(
+        f'Expected the batch of step {number} of this run, got that of step'
+        f' {batch.step}{"" if batch.run == self._run(state) else " of another"}'
+        '. Each batch is for one step: iterate batches(state, data) once.'
+      )
+    if not self._checked:
+      self._check_examples(state.params, frozen, batch)
+      self._checked = True
+    params, optimizer = self._step(
+      state.params,
+      state.optimizer,
+      frozen,
+      batch.examples,
+      batch.is_padding_example,
+      batch.is_present,
+    )
+    return state._replace(
+      params=params, optimizer=optimizer, step=np.asarray(number + 1)
+    )
+
+  def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
+    """The event of so many steps, for an accountant; of all by default."""
+    settings = self._settings
+    cut = settings.sampling.truncated_batch_size
+    return accounting.dpsgd_event(
+      settings.noise_multiplier,
+      settings.sampling.probability,
+      self.steps if steps is None else steps,
+      truncated_batch_size=cut,
+      dataset_size=None if cut is None else settings.sampling.dataset_size,
+    )
+
+  def epsilon(self, steps: int | None = None) -> float:
+    """Epsilon of so many steps, of all by default, with ideal noise."""
+    return accounting.epsilon(self.event(steps), self._settings.delta)
+
+  def statement(self, state: TrainingState | None = None) -> str:
+    """The sentence to report, for the steps that a state has done.
+
+    Args:
+      state: Of this training; None for all of its steps.
+
+    Returns:
+      Epsilon, delta, the relation, the sampling, the unit of privacy.
+    """
+    settings = self._settings
+    done = self.steps
+    if state is not None:
+      self._check_state(state)
+      done = int(state.step)
+    most = settings.sampling.examples_per_user
+    unit = 'unit: one record'
+    if most is not None:
+      unit = f'unit: one user with all records, at most {most} in a batch'
+    text = accounting.privacy_statement(
+      self.event(done),
+      settings.delta,
+      dataset_size=settings.sampling.dataset_size,
+      entries=done * settings.entries,
+    )
+    void = '; VOID for all who know prng_key' if settings.seeded else ''
+    return f'{text}, {unit}, {done} of {self.steps} steps{void}'
+
+  def _check_state(self, state: TrainingState) -> None:
+    same = isinstance(state, TrainingState) and np.array_equal(
+      np.asarray(state.fingerprint), self._fingerprint
+    )
+    if not same:
+      raise ValueError(
+        'Expected a state of this training: of its init, or restored from a run'
+        ' with the same sizes, clip, noise, steps and shapes of parameters.'
+        f' Got {type(state).__name__} of another.'
+      )
+
+  def _run(self, state: TrainingState) -> bytes:
+    seed = np.asarray(state.seed, np.uint32).tobytes()
+    return hashlib.sha256(seed + self._fingerprint.tobytes()).digest()
+
+
+def _described(x: Any) -> tuple[Any, ...]:
+  return tuple(x.shape), str(x.dtype)
