@@ -4,12 +4,12 @@
 
 A file to copy. A network that reads digits is trained on public pictures, then
 adapted to private ones, which are upside down. The guarantee rests on the
-constants below, which must not depend on private data, and on the two secrets
-in `main`. Half a minute on two cores. For checkpoints see `finetune.py`.
+constants below, which must not depend on private data, and on the secrets that
+`init` draws. Half a minute on two cores. For checkpoints see `finetune.py`.
 """
 
 import argparse
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from flax import nnx
 from sklearn import datasets
 
 import prism_optax
-from prism_optax import accounting
+from prism_optax import training
 
 # Public constants. The guarantee (EPSILON, DELTA) is about one private picture
 # that is added or removed.
@@ -27,10 +27,7 @@ EPSILON = 3.0
 DELTA = 1e-4  # Well below 1 / PRIVATE_SIZE.
 PUBLIC_SIZE, PRIVATE_SIZE = 600, 900  # Declared, not counted from a file.
 BATCH = 128  # EXPECTED number of pictures in a batch, and the divisor.
-RATE = BATCH / PRIVATE_SIZE  # Probability of each picture to be drawn.
 CLIP = 1.0  # Largest norm that one picture's gradient may have.
-# One shape, with room for six standard deviations; more is cut, and accounted.
-PADDED = BATCH + math.ceil(6 * math.sqrt(BATCH * (1 - RATE)))
 # Public too: never tune them on private data without paying for it.
 HIDDEN, RANK, LEARNING_RATE = 128, 8, 5e-2
 
@@ -92,55 +89,33 @@ def pretrain(x, y):
   return jax.lax.fori_loop(0, 200, step, (WEIGHTS, adamw.init(WEIGHTS)))[0]
 
 
-def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-  """A Poisson batch: ``(PADDED,)`` rows, and True where there is none."""
-  drawn = np.flatnonzero(rng.random(PRIVATE_SIZE) < RATE)
-  drawn = rng.permutation(drawn)[:PADDED]  # Cut by chance, not by position.
-  rows = np.zeros(PADDED, np.int64)
-  rows[: len(drawn)] = drawn
-  return rows, np.arange(PADDED) >= len(drawn)
-
-
 def main(steps: int = 200, seed: int | None = None) -> tuple[float, str]:
   """Returns the accuracy on held-out pictures and the privacy statement."""
   public, (x, y), held_out = load()
-  weights, params = pretrain(*public), PARAMS
-  cut = {'truncated_batch_size': PADDED, 'dataset_size': PRIVATE_SIZE}
-  sigma = accounting.calibrate_noise_multiplier(
-    EPSILON, DELTA, RATE, steps, **cut
-  )
-  # The two secrets: which pictures are drawn, and the noise. None takes both
-  # from the operating system. A seed that somebody knows voids the guarantee.
-  rng = np.random.default_rng(seed)
-  optimizer = prism_optax.prism(
-    optax.cosine_decay_schedule(LEARNING_RATE, steps), steps=steps,
-    l2_clip_norm=CLIP, noise_multiplier=sigma, expected_batch_size=BATCH,
-    prng_key=seed)  # fmt: skip
-  # Once for each budget: another state from the same key repeats the noise.
-  state = optimizer.init(params)
+  weights = pretrain(*public)
+  rates = optax.cosine_decay_schedule(LEARNING_RATE, steps)
+  # Batches, clip, noise and what they cost, from one set of constants. The two
+  # secrets, which pictures are drawn and the noise, come from the operating
+  # system. A seed that somebody knows voids the guarantee.
+  private = training.make_private(
+    loss, PARAMS, optimizer=functools.partial(prism_optax.prism, rates),
+    l2_clip_norm=CLIP, expected_batch_size=BATCH, dataset_size=PRIVATE_SIZE,
+    steps=steps, delta=DELTA, target_epsilon=EPSILON, prng_key=seed,
+  )  # fmt: skip
+  state = private.init(PARAMS)  # Once for each budget: as secret as the data.
 
-  @jax.jit
-  def step(params, state, x, y, is_padding):
-    one_by_one = jax.vmap(jax.grad(loss), (None, None, 0, 0))
-    grads = one_by_one(params, weights, x, y)
-    updates, state = optimizer.update(
-      grads, state, params, is_padding_example=is_padding
-    )
-    return optax.apply_updates(params, updates), state
+  def evaluate():  # On public pictures only.
+    found = accuracy(state.params, weights, *held_out)
+    print(f'step {state.step} of {steps}: accuracy {found:.3f}')
+    return float(found)
 
-  for number in range(steps + 1):
-    if number % 25 == 0 or number == steps:  # Of public pictures only.
-      found = accuracy(params, weights, *held_out)
-      print(f'step {number} of {steps}: accuracy {found:.3f}')
-    if number < steps:
-      rows, is_padding = draw(rng)
-      params, state = step(params, state, x[rows], y[rows], is_padding)
-  event = accounting.dpsgd_event(sigma, RATE, steps, **cut)
-  noised = steps * optax.tree.size(params)
-  statement = accounting.privacy_statement(event, DELTA, entries=noised)
-  void = '' if seed is None else '. VOID: the seed made all of it predictable'
-  print(f'{statement}{void}.')
-  return float(found), statement
+  for batch in private.batches(state, (x, y)):
+    if batch.step % 25 == 0:
+      evaluate()
+    state = private.step(state, batch, weights)
+  found, statement = evaluate(), private.statement(state)
+  print(f'{statement}.')
+  return found, statement
 
 
 if __name__ == '__main__':
