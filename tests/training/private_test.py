@@ -56,30 +56,23 @@ def test_same_bits_as_the_spelled_out_chain(name):
   assert not np.array_equal(found['head'], PARAMS['head'])
 
 
-def test_microbatches_give_the_same_bits():
-  """Integers are added: their order and grouping say nothing."""
+def test_microbatches_give_the_same():
+  """Sums are exact; a gradient may be rounded by the shape of its batch."""
   optimizer = optax.sgd(0.1)
   whole = problem.trained(problem.make(optimizer)).params
-  for size in (1, 4, 16):
+  for size in (1, 16):
     parts = problem.make(optimizer, microbatch_size=size)
     # More rows, the same records: the seed and the step say which.
     assert parts.padded_batch_size % size == 0
     np.testing.assert_allclose(
-      problem.trained(parts).params['head'], whole['head'], rtol=1e-5
+      problem.trained(parts).params['head'], whole['head'], atol=1e-7
     )
-  same = problem.make(optimizer, microbatch_size=2, padded_batch_size=48)
-  also = problem.make(optimizer, microbatch_size=48, padded_batch_size=48)
-  np.testing.assert_allclose(
-    problem.trained(same).params['head'],
-    problem.trained(also).params['head'],
-    rtol=1e-6,
-  )
 
 
 def test_dense_optimizers_are_dp_sgd():
   """One step without noise, against the clipped mean in float64."""
   private = problem.make(
-    optax.sgd(1.0), noise_multiplier=0.0, l2_clip_norm=5.0, steps=1
+    optax.sgd(1.0), noise_multiplier=0.0, l2_clip_norm=20.0, steps=1
   )
   state = private.init(PARAMS)
   (batch,) = private.batches(state, DATA)
@@ -94,7 +87,7 @@ def test_dense_optimizers_are_dp_sgd():
   assert 5 < len(set(drawn)) == len(drawn) < 45
   grads = [np.float64(x) for x in jax.tree.leaves(problem.gradients())]
   norms = np.sqrt(sum((x**2).reshape(N, -1).sum(1) for x in grads))
-  weights = np.minimum(1, 5 / norms)
+  weights = np.minimum(1, 20 / norms)
   assert 0.1 < np.mean(weights < 1) < 1  # Some are cut, some are not.
   state = private.step(state, batch, FROZEN)
   for x, old, new in zip(
@@ -157,8 +150,10 @@ def test_two_runs_have_nothing_in_common():
   assert not np.array_equal(one.seed, other.seed)
   one, other = (problem.trained(private, state) for state in (one, other))
   assert not np.allclose(one.params['head'], other.params['head'])
-  assert 'VOID' not in private.statement()
-  assert 'VOID' in problem.make(optax.sgd(0.1)).statement()
+  known = problem.make(optax.sgd(0.1), noise_multiplier=0.0)
+  assert 'VOID for all who know prng_key' in known.statement()
+  unknown = problem.make(optax.sgd(0.1), noise_multiplier=0.0, prng_key=None)
+  assert 'VOID' not in unknown.statement()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +193,8 @@ def test_records_of_dicts_and_a_source():
 
 
 @pytest.mark.parametrize(
-  ('epsilon', 'size', 'cut'), [(3.0, 1000, None), (0.5, 200, 30)]
+  ('epsilon', 'size', 'cut'),
+  [(0.5, 200, 30), pytest.param(3.0, 1000, None, marks=pytest.mark.slow)],
 )
 def test_the_statement_keeps_the_promise(epsilon, size, cut):
   private = problem.make(
@@ -221,11 +217,10 @@ def test_the_statement_keeps_the_promise(epsilon, size, cut):
   )
   assert private.event() == event
   assert private.padded_batch_size == (cut or 47)
-  assert private.epsilon(1) < private.epsilon()
 
 
 def test_the_statement_is_about_the_steps_done():
-  private = problem.make(optax.sgd(0.1))
+  private = problem.make(optax.sgd(0.1), expected_batch_size=N)
   state = private.init(PARAMS)
   assert 'epsilon <= 0.000' in private.statement(state)
   batch = next(iter(private.batches(state, DATA)))
@@ -233,6 +228,7 @@ def test_the_statement_is_about_the_steps_done():
   assert private.statement(state).endswith(
     'unit: one record, 1 of 3 steps; VOID for all who know prng_key'
   )
+  assert private.epsilon(1) < private.epsilon()
 
 
 def test_full_batches_are_not_cut():
