@@ -35,24 +35,9 @@ from prism_optax._modules._tree import (
 
 # fmt: off
 __all__ = [
-  'ClippedSum',
-  'Layout',
-  'LayoutLike',
-  'LeafAxes',
-  'MatrixAxes',
-  'Module',
-  'ModuleTree',
-  'Pair',
-  'Stacks',
-  'StepContext',
-  'describe_pairs',
-  'find_modules',
-  'inverse',
-  'map_factors',
-  'map_pairs',
-  'named_leaves',
-  'other_leaves',
-  'pairs_by_name',
-  'transposed',
+  'ClippedSum', 'Layout', 'LayoutLike', 'LeafAxes', 'MatrixAxes', 'Module',
+  'ModuleTree', 'Pair', 'Stacks', 'StepContext', 'describe_pairs',
+  'find_modules', 'inverse', 'map_factors', 'map_pairs', 'named_leaves',
+  'other_leaves', 'pairs_by_name', 'transposed',
 ]
 # fmt: on

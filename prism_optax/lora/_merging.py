@@ -115,7 +115,8 @@ def merge(
 
   A model that computes ``W + scale * left @ right.mT`` gives the same with the
   merged weights and no adapters. Sums are made in float32 at least and rounded
-  once to the type of the weight. It reads adapters and weights and no data:
+  once to the type of the weight. Adapters of which one factor is negated take Z
+  out of the weights. It reads adapters and weights and no data:
   post-processing.
 
   =========================  ==================================================
@@ -160,46 +161,6 @@ def merge(
     z = place.module.scale * matmul(left, right.mT)
     place.write(leaves, place.read(leaves) + z)
   return with_leaves(weights, leaves)
-
-
-def unmerge(
-  params: optax.Params,
-  weights: optax.Params,
-  *,
-  kernels: KernelsLike = None,
-  layout: LayoutLike = None,
-) -> optax.Params:
-  """Subtracts the matrices Z of the adapters from the weights.
-
-  A model whose adapters are not zero at the start then begins as the model
-  without adapters. The inverse of :func:`merge`, but for rounding. It reads
-  adapters and weights and no data: post-processing.
-
-  Args:
-    params: Tree of trainable arrays with LoRA pairs.
-    weights: Tree with the frozen weights; its other leaves pass.
-    kernels: The weight of each module, see :func:`merge`.
-    layout: See :func:`describe_pairs`. Its scale counts.
-
-  Returns:
-    A tree like ``weights``.
-
-  Raises:
-    ValueError: If a weight is not found, is not the only candidate, or does not
-      fit.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import lora
-    >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
-    >>> weights = lora.unmerge(params, {'q': {'kernel': jnp.ones((3, 2))}})
-    >>> float(weights['q']['kernel'].sum())
-    0.0
-  """
-  negative = _modules.map_factors(
-    lambda _, z: Factors(-z.left, z.right), params, layout
-  )
-  return merge(negative, weights, kernels=kernels, layout=layout)
 
 
 def find_kernels(

@@ -39,7 +39,7 @@ class Turns(NamedTuple):
   right: jax.Array
 
 
-def turns(bases: Factors, frame: Frame) -> Turns:
+def turns(bases: Factors | Frame, frame: Frame) -> Turns:
   """The turns that bring ``frame`` closest to ``bases``, the frame before.
 
   They are the orthogonal polar factors of the overlaps (orthogonal Procrustes),

@@ -63,7 +63,7 @@ RELATION = re.compile(
 # What only reads released values.
 POST_PROCESSING = {
   'inference': 'lora_delta',
-  'lora': ('canonicalize deltas difference merge save_peft truncate unmerge'),
+  'lora': ('canonicalize deltas difference merge save_peft truncate'),
   'prism_optax': (
     'add_decayed_factors orthogonalize_tangents prism_muon retract '
     'scale_by_learning_rate scale_by_rank_preconditioner'
@@ -82,12 +82,10 @@ FORMULAS = {
     'matrix_mechanism_event matrix_mechanism_sensitivity'
   ),
   'diagnostics': (
-    'factor_noise_energy nonprivate_clip_statistics '
-    'nonprivate_signal_to_noise '
-    'tangent_noise_energy'
+    'factor_noise_energy nonprivate_clip_statistics tangent_noise_energy'
   ),
   'fixed_rank': (
-    'embed frame horizontal_lift lift norm project retract '
+    'embed frame lift norm project retract '
     'tangent_from_gradients tangent_from_steps transport truncate'
   ),
   'inference': (

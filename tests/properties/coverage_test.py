@@ -166,7 +166,7 @@ def alone():
   return accounting.gaussian_mu
 @given()
 def test_it():
-  """lora.merge and lora.unmerge."""
+  """lora.merge and lora.initialize."""
   package.retract()  # lora.truncate
   return helper(), cases.PAIR
 def test_plain():
