@@ -54,11 +54,6 @@ def decay_rate(name: str, value: object) -> None:
   _require(name, value, lambda x: 0 <= x < 1, f'0 <= {name} < 1')
 
 
-def probability(name: str, value: object) -> None:
-  """Raises ``ValueError`` unless ``value`` is traced or in [0, 1]."""
-  _require(name, value, lambda x: 0 <= x <= 1, f'0 <= {name} <= 1')
-
-
 def _known(
   name: str, value: object, holds: Callable[[float], bool], expected: str
 ) -> float:

@@ -177,10 +177,7 @@ def find_kernels(
     )
   places = []
   for x in modules:
-    if x.name in kernels:
-      kernel = kernels[x.name]
-    else:
-      kernel = _one_candidate(x, names, leaves)
+    kernel = kernels.get(x.name) or _one_candidate(x, names, leaves)
     places.append(_placed(x, kernel, names, leaves))
   taken = [place.leaf for place in places]
   for place in places:

@@ -3,15 +3,13 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from prism_optax import _linalg, _validate
 from prism_optax._linalg import at_least_float32
-from prism_optax._types import ArrayTree, DTypeLike, Scalar
+from prism_optax._types import DTypeLike, Scalar
 
 
 def coefficients(degree: int) -> tuple[float, ...]:
@@ -208,14 +206,14 @@ def newton_schulz(
 
 
 def subtract_bias(
-  function: Callable[[ArrayTree], ArrayTree],
-  x: Any,
+  function: Callable[[jax.Array], jax.Array],
+  x: jax.Array,
   noise_stddev: Scalar,
   prng_key: jax.Array,
   *,
   num_probes: int = 1,
   probe_scale: float = 1.0,
-) -> Any:
+) -> jax.Array:
   r"""Estimates ``function(mean)`` from ``x = mean + noise``, less biased.
 
   For Gaussian noise of variance v in every coordinate,
@@ -249,18 +247,18 @@ def subtract_bias(
   ====================  =======================================================
 
   Args:
-    function: Smooth; takes and returns a tree shaped like ``x``.
-    x: A tree of arrays.
+    function: Smooth; takes and returns an array shaped like ``x``.
+    x: An array.
     noise_stddev: Standard deviation per coordinate of the noise in ``x``: a
-      scalar or an array that broadcasts against every leaf, or a tree of them
-      with the structure of ``x``. Zero gives ``function(x)``.
+      scalar, or an array that broadcasts against ``x``. Zero gives
+      ``function(x)``.
     prng_key: Typed key of the probes, a new one for every call.
     num_probes: Number K of antithetic pairs; 2 K + 1 calls of ``function``.
     probe_scale: Size of the probes in units of ``noise_stddev``. For cubic
       functions every scale is exact.
 
   Returns:
-    A tree shaped like ``function(x)``.
+    An array shaped like ``x``.
 
   Raises:
     ValueError: If ``num_probes`` is no integer >= 1 or ``probe_scale`` is not
@@ -280,22 +278,15 @@ def subtract_bias(
   """
   _validate.integer('num_probes', num_probes, 1)
   _validate.positive('probe_scale', probe_scale)
-  stddevs = jax.tree.broadcast(noise_stddev, x)
   center = function(x)
 
-  def curvature(index: jax.Array, total: ArrayTree) -> ArrayTree:
-    probes = optax.tree.random_like(jax.random.fold_in(prng_key, index), x)
-    steps = jax.tree.map(
-      lambda z, s: (probe_scale * s * z).astype(z.dtype), probes, stddevs
-    )
-    plus = function(jax.tree.map(jnp.add, x, steps))
-    minus = function(jax.tree.map(jnp.subtract, x, steps))
-    return jax.tree.map(
-      lambda t, p, m, f: t + ((p - f) + (m - f)), total, plus, minus, center
-    )
+  def curvature(index: jax.Array, total: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(prng_key, index)
+    probe = jax.random.normal(key, x.shape, x.dtype)
+    step = (probe_scale * noise_stddev * probe).astype(x.dtype)
+    plus, minus = function(x + step), function(x - step)
+    return total + ((plus - center) + (minus - center))
 
-  zeros = jax.tree.map(jnp.zeros_like, center)
   # A loop keeps the memory at that of one probe.
-  total = jax.lax.fori_loop(0, num_probes, curvature, zeros)
-  factor = 1 / (2 * num_probes * probe_scale**2)
-  return jax.tree.map(lambda f, t: f - factor * t, center, total)
+  total = jax.lax.fori_loop(0, num_probes, curvature, jnp.zeros_like(center))
+  return center - total / (2 * num_probes * probe_scale**2)

@@ -7,7 +7,6 @@ parameters, so the state holds the frames of the parameters that the last update
 led to.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ class AugmentedState(NamedTuple):
 
 def augmented_optimizer(
   optimizer: optax.GradientTransformation, *, layout: LayoutLike = None
-) -> Any:
+) -> AugmentedGradientTransformation:
   """An optimizer on tangent coordinates, for trainers that add the noise.
 
   ``pre_clipping_transform(state)`` is :func:`tangent_coordinates` at the
@@ -94,8 +93,10 @@ def augmented_optimizer(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    ``jax_privacy``'s ``AugmentedGradientTransformation`` where the installed
-    version has it, otherwise a named tuple of the same three fields.
+    ``init``, ``update`` and ``pre_clipping_transform``. Where a trainer of
+    jax-privacy looks at the type, wrap it:
+    ``AugmentedGradientTransformation(*augmented_optimizer(...))`` with the
+    class in ``jax_privacy.optimizers``.
 
   Raises:
     ValueError: If no pair is found or both factors of a module are zero; in
@@ -162,14 +163,4 @@ def augmented_optimizer(
 
     return transform
 
-  return _class_of_jax_privacy()(init, update, pre_clipping_transform)
-
-
-def _class_of_jax_privacy() -> type:
-  """jax-privacy's class, or the one above: its trainers look at the type."""
-  ours = AugmentedGradientTransformation
-  try:
-    optimizers = importlib.import_module('jax_privacy.optimizers')
-  except ImportError:
-    return ours
-  return getattr(optimizers, 'AugmentedGradientTransformation', ours)
+  return AugmentedGradientTransformation(init, update, pre_clipping_transform)

@@ -288,8 +288,8 @@ MUTANTS = (
   Mutant(
     'noise key used again',
     PRIVATIZER,
-    'next_key, key = _randomness.split(state.prng_key)',
-    'next_key = key = state.prng_key',
+    'next_key, key = _randomness.split(state)',
+    'next_key = key = state',
     (NOISE,),
   ),
   Mutant(
