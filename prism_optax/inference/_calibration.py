@@ -13,7 +13,7 @@ import math
 import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
 
-from prism_optax import _validate, accounting
+from prism_optax import _per_example, _validate, accounting
 from prism_optax.inference import _mechanism
 
 
@@ -110,9 +110,8 @@ def hidden_state_sensitivity(
     2.0
   """
   _validate.positive('l2_clip_norm', l2_clip_norm)
-  _validate.neighboring_relation(neighboring_relation)
-  replace = neighboring_relation is NeighboringRelation.REPLACE_ONE
-  return 2.0 * l2_clip_norm if replace else 1.0 * l2_clip_norm
+  sensitivity = _per_example.sensitivity_of_sum(float(l2_clip_norm))
+  return float(sensitivity(neighboring_relation))
 
 
 def release_event(

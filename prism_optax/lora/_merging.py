@@ -204,11 +204,9 @@ def _one_candidate(
   module: Module, names: Sequence[str], leaves: Sequence[Any]
 ) -> str:
   parents = [module.name, f'{module.name}/base_module']
-  above, _, last = module.name.rpartition('/')
-  if last == 'lora':
-    parents.append(above)
-  if module.name.startswith('lora_'):  # The tree is a single pair.
-    parents.append('')
+  parents.append(module.name.removesuffix('/lora'))
+  if module.name == 'lora' or module.name.startswith('lora_'):
+    parents.append('')  # The tree is a single pair.
   near = {}
   for name, leaf in zip(names, leaves, strict=True):
     parent, _, last = name.rpartition('/')

@@ -27,10 +27,6 @@ _TYPES: dict[str, Any] = {
   'F32': np.dtype('<f4'),
   'F16': np.dtype('<f2'),
   'BF16': jnp.dtype('bfloat16'),
-  'I64': np.dtype('<i8'),
-  'I32': np.dtype('<i4'),
-  'U8': np.dtype('u1'),
-  'BOOL': np.dtype('?'),
 }
 # Initialisations that leave the base weights as they are.
 _HARMLESS = (None, True, False, 'gaussian', 'eva', 'orthogonal')
@@ -213,8 +209,6 @@ def _read_tensors(
     name, end = found[1].removeprefix(PREFIX), found[2]
     if len(name) > _LONGEST_NAME or '/' in name:
       raise ValueError(f'{shown(name)} is no name of a module.')
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f'expected floats in {key}, got {x.dtype}.')
     if end in factors.setdefault(name, {}):
       raise ValueError(f'more than one adapter for {name}.')
     factors[name][end] = x

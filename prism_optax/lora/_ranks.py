@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _modules, _validate, fixed_rank
-from prism_optax._linalg import at_least_float32
-from prism_optax._modules import LayoutLike, Module
+from prism_optax._modules import LayoutLike, ModuleTree
 from prism_optax.fixed_rank import Factors
 
 
@@ -102,24 +101,18 @@ def difference(
     >>> print((new['lora_a'] @ new['lora_b'])[0])
     [0.75 0.75]
   """
-  initial_leaves = jax.tree.leaves(initial)
-  expected, found = (
-    (jax.tree.structure(x), [jnp.shape(leaf) for leaf in jax.tree.leaves(x)])
-    for x in (params, initial)
-  )
-  if found != expected:
-    raise ValueError(
-      'Expected initial to have the structure and shapes of params, got'
-      f' {found} for {expected}.'
-    )
+  tree = ModuleTree(params, layout)
+  # The factors as they are, without the scale.
+  new, old = tree.coordinates(params), tree.coordinates(initial, 'initial')
 
-  def changed(module: Module, factors: Factors) -> Factors:
-    old = module.read(initial_leaves, at_least_float32)
+  def changed(pair: Factors, start: Factors) -> Factors:
     both = Factors(
-      jnp.concatenate([factors.left, old.left], -1),
-      jnp.concatenate([factors.right, -old.right], -1),
+      jnp.concatenate([pair.left, start.left], -1),
+      jnp.concatenate([pair.right, -start.right], -1),
     )
-    most = min(module.m, module.n)
-    return fixed_rank.truncate(both, most) if 2 * module.rank > most else both
+    most = min(pair.left.shape[-2], pair.right.shape[-2])
+    wide = both.left.shape[-1] > most
+    return fixed_rank.truncate(both, most) if wide else both
 
-  return _modules.map_factors(changed, params, layout)
+  found = tree.tree(new.map_pairs(changed, old.pairs))
+  return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), found, params)

@@ -17,6 +17,8 @@ def coefficients(degree: int) -> tuple[float, ...]:
 
   ``c_j = C(2j, j) / 4^j`` (DP-Muon, arXiv:2605.12994). These are binomials over
   powers of two, so the floats are exact while a binomial has at most 53 bits.
+  Their sum is ``p(0) = (2k + 1) C(2k, k) / 4^k`` for the degree k: the factor
+  by which one step raises a very small singular value.
 
   Args:
     degree: At least 1.
@@ -34,29 +36,6 @@ def coefficients(degree: int) -> tuple[float, ...]:
   """
   _validate.integer('degree', degree, 1)
   return tuple(math.comb(2 * j, j) / 4**j for j in range(degree + 1))
-
-
-def slope_at_zero(degree: int) -> float:
-  """The factor by which one step raises a very small singular value.
-
-  ``p(0) = sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k``, for the polynomial
-  of DP-Muon (arXiv:2605.12994).
-
-  Args:
-    degree: k, at least 1.
-
-  Returns:
-    p(0). So many steps raise a singular value by at most ``p(0)**steps``.
-
-  Raises:
-    ValueError: If ``degree`` is not an integer of at least 1.
-
-  Example:
-    >>> from prism_optax import muon
-    >>> muon.slope_at_zero(2)
-    1.875
-  """
-  return sum(coefficients(degree))
 
 
 def check_options(degree: int, steps: int, normalize: str) -> None:
@@ -98,24 +77,15 @@ def divisor(normalize: str, norm: jax.Array) -> jax.Array:
   return jnp.ones_like(norm)
 
 
-def _rounded_matmul(
-  a: jax.Array, b: jax.Array, *, dtype: DTypeLike
+def _product(
+  a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None
 ) -> jax.Array:
-  """``a @ b`` of factors rounded to ``dtype``, summed in their own type."""
-
-  def rounded(a, b):
-    # XLA on CPU cannot always run a bfloat16 product that sums in float32. The
-    # product of factors rounded to bfloat16 is the same number, only slower.
-    info = jnp.finfo(dtype)
-    a, b = (jax.lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
+  """``a @ b``, of factors rounded to ``dtype``, summed in their own type."""
+  if dtype is None:
     return _linalg.matmul(a, b)
-
-  def native(a, b):
-    return jnp.matmul(
-      a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype
-    )
-
-  return jax.lax.platform_dependent(a, b, cpu=rounded, default=native)
+  return jnp.matmul(
+    a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype
+  )
 
 
 def newton_schulz(
@@ -135,8 +105,7 @@ def newton_schulz(
   =======================  ====================================================
   zero matrix              zero
   norm below one           with ``'max1'`` the matrix is not scaled up: its
-                           singular values grow by ``slope_at_zero(degree)`` a
-                           step at most
+                           singular values grow by ``p(0)`` a step at most
   lost rank                zero singular values stay zero
   no rows or no columns    unchanged
   NaN or Inf in an entry   this matrix is not finite, others are not affected
@@ -190,9 +159,7 @@ def newton_schulz(
   c = coefficients(degree)
   eye = jnp.eye(y.shape[-2], dtype=y.dtype)
 
-  product = _linalg.matmul
-  if matmul_dtype is not None:
-    product = functools.partial(_rounded_matmul, dtype=matmul_dtype)
+  product = functools.partial(_product, dtype=matmul_dtype)
 
   for _ in range(steps):
     # Horner in I - Y Y^T, which is small where the iteration has converged:

@@ -67,10 +67,9 @@ from prism_optax.transforms._rank_preconditioner import (
 
 # fmt: off
 __all__ = [
-  'AugmentedState', 'BiasCorrection', 'ClipGroup',
-  'CorrelatedPrivatizerState', 'OrthogonalTangentsState',
-  'OrthogonalizeState', 'PrivatizerState', 'RankPreconditionerState', 'Stacked',
-  'StepContext', 'TangentProbes',
+  'AugmentedState', 'BiasCorrection', 'ClipGroup', 'CorrelatedPrivatizerState',
+  'OrthogonalTangentsState', 'OrthogonalizeState', 'PrivatizerState',
+  'RankPreconditionerState', 'Stacked', 'StepContext', 'TangentProbes',
   'TangentTransformation', 'add_decayed_factors', 'augmented_optimizer',
   'chain', 'clip_each_matrix', 'clip_groups', 'correlated_noise_stddev',
   'correlated_tangent_privatizer', 'intrinsic_clip', 'orthogonalize',

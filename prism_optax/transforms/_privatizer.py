@@ -1,7 +1,7 @@
 """Gaussian noise in the tangent space."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +27,6 @@ class PrivatizerState(NamedTuple):
   inner: ArrayTree
 
 
-def _is_accounted_for(count: jax.Array, steps: int | None) -> Any:
-  """Whether ``count`` updates are fewer than all.
-
-  Raises:
-    ValueError: If they are not, where their number is known.
-  """
-  if steps is None:
-    return True
-  if not isinstance(count, jax.core.Tracer) and int(count) >= steps:
-    raise ValueError(
-      f'The noise was made and accounted for {steps=} updates, and this is'
-      f' update {int(count) + 1}: it would be a release beyond the budget.'
-    )
-  return count < steps
-
-
 def limited(
   privatizer: optax.GradientTransformation, steps: int | None
 ) -> optax.GradientTransformation:
@@ -56,10 +40,17 @@ def limited(
     return PrivatizerState(jnp.zeros((), jnp.int32), privatizer.init(updates))
 
   def update(updates, state, params=None):
-    accounted_for = _is_accounted_for(state.count, steps)
+    count = state.count
+    known = not isinstance(count, jax.core.Tracer)
+    if steps is not None and known and int(count) >= steps:
+      raise ValueError(
+        f'The noise was made and accounted for {steps=} updates, and this is'
+        f' update {int(count) + 1}: it would be a release beyond the budget.'
+      )
     noisy, inner = privatizer.update(updates, state.inner, params)
-    if accounted_for is not True:
-      noisy = jax.tree.map(lambda x: jnp.where(accounted_for, x, 0), noisy)
+    if steps is not None:
+      within = count < steps
+      noisy = jax.tree.map(lambda x: jnp.where(within, x, 0), noisy)
     return noisy, PrivatizerState(optax.safe_increment(state.count), inner)
 
   return optax.GradientTransformation(init, update)

@@ -302,7 +302,7 @@ BAD_TENSORS = {
     _broken_tensors(q__lora_A=np.ones((2, 6, 3, 3), F)), r'\(2, 6, 3, 3\)'
   ),
   'integers': (
-    _broken_tensors(q__lora_A=np.ones((2, 6), np.int32)), 'floats.*int32'
+    _broken_tensors(q__lora_A=np.ones((2, 6), np.int32)), 'of type I32'
   ),
   'two adapters': (
     _tensors() | {'layers.0.q.lora_A.weight': np.ones((2, 6), F)},

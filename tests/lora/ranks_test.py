@@ -102,8 +102,8 @@ def test_difference_is_the_change_of_the_matrix(x64):
   [
     (lambda p: lora.truncate(p, 0), 'rank=0'),
     (lambda p: lora.truncate(p, {'m0': 1}), 'rank to be an integer'),
-    (lambda p: lora.difference(p, {'m0': p['m0']}), 'structure and shapes'),
-    (lambda p: lora.difference(p, lora.truncate(p, 1)), 'structure and shapes'),
+    (lambda p: lora.difference(p, {'m0': p['m0']}), 'initial.*structure'),
+    (lambda p: lora.difference(p, lora.truncate(p, 1)), 'initial at.*shape'),
   ],
 )
 def test_refusals(call, match):
