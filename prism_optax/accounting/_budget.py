@@ -142,11 +142,10 @@ class PrivacyBudget:
   ):
     delta = _validate.known_open_probability('delta', delta)
     _events.check_delta(_NOTHING, delta)
-    caps = {'session': _validate.known_positive('epsilon', epsilon)}
+    positive = _validate.known_positive
+    caps = {'session': positive('epsilon', epsilon)}
     if server_epsilon is not None:
-      caps['server'] = _validate.known_positive(
-        'server_epsilon', server_epsilon
-      )
+      caps['server'] = positive('server_epsilon', server_epsilon)
     _validate.one_of('composition', composition, ('filter', 'renyi'))
     _validate.neighboring_relation(neighboring_relation)
     _validate.positive('timeout', timeout)

@@ -65,7 +65,7 @@ def initialize(
     method: ``'one_sided'`` or ``'balanced'``, see the table.
     size: For ``'one_sided'`` the length of the columns of ``right``, 1 if None.
       For ``'balanced'`` the singular values of ``Z = scale * left @ right.mT``,
-      to be given.
+      to be given: small beside those of the weights, which Z changes.
     layout: See :func:`describe_pairs`.
 
   Returns:
@@ -84,13 +84,9 @@ def initialize(
     [0.5, 0.5, 0.0]
   """
   _validate.one_of('method', method, ('one_sided', 'balanced'))
-  if size is None and method == 'balanced':
-    raise ValueError(
-      "method='balanced' changes the model by matrices of norm `size`: expected"
-      ' a positive number, small beside those of the weights, got size=None.'
-    )
-  size = 1.0 if size is None else size
-  _validate.positive('size', size)
+  if size is None and method == 'one_sided':
+    size = 1.0
+  size = _validate.known_positive('size', size)
   key = _randomness.resolve_key('prng_key', prng_key, params)
   key = jax.random.fold_in(key, _FACTORS)
   index = itertools.count()
