@@ -170,12 +170,12 @@ def noise():
       difference=max(training.worst_difference(x, found[0]) for x in found),
       distinct=len(np.unique(values)) == values.size,
     )  # fmt: skip
-  default = transforms.GaussianNoiseState
+  default = transforms.PrivatizerState
   state = prism_optax.tangent_privatizer(1.0).init(training.make_params())
   assert isinstance(state, default)
   report(
     kind='default',
-    impl=str(jax.random.key_impl(state.prng_key)),
+    impl=str(jax.random.key_impl(state.inner)),
     partitionable=bool(jax.config.jax_threefry_partitionable),
   )
 
