@@ -52,7 +52,7 @@ class Tall:
     parts = [
       x.stacks if isinstance(x, Tall) else jnp.split(x, ends) for x in leaves
     ]
-    return [treedef.unflatten(share) for share in zip(*parts, strict=True)]
+    return [jax.tree.unflatten(treedef, x) for x in zip(*parts, strict=True)]
 
   def __add__(self, other: 'Tall') -> 'Tall':
     return jax.tree.map(operator.add, self, other)
@@ -157,11 +157,12 @@ def column_norms(x: Any) -> jax.Array:
   return (scale * jnp.linalg.norm(x / scale, axis=-2, keepdims=True))[..., 0, :]
 
 
-def qr(x: Any) -> tuple[Any, jax.Array]:
+def qr(x: Any) -> tuple[jax.Array, jax.Array]:
   """Thin QR of (b, m, r) matrices."""
   if isinstance(x, Tall):
-    q, triangular = zip(*map(qr, x.stacks), strict=True)
-    return Tall(q), jnp.concatenate(triangular)
+    stacks, triangular = zip(*map(qr, x.stacks), strict=True)
+    q: Any = Tall(stacks)
+    return q, jnp.concatenate(triangular)
   return map_matrices(jnp.linalg.qr, x)
 
 
