@@ -224,7 +224,8 @@ def _in_svd_gauge(factors: Factors) -> Factors:
   root = jnp.sqrt(s)[:, None, :]
 
   def complete(u, v):
-    *_, left_mask, right_mask = frame_of(Factors(c_left, c_right))
+    *_, left_mask = _linalg.orthonormal_frame(c_left)
+    *_, right_mask = _linalg.orthonormal_frame(c_right)
     keep_right = right_has_rank(left_mask, right_mask)
     more_u = _beyond(u * alive, c_left, lost)
     more_v = _beyond(v * alive, c_right, lost)
