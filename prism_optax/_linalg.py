@@ -11,23 +11,64 @@ Two rules of this file serve everything above it.
     GPUs (TF32) and TPUs (bfloat16) would lose the orthogonality of frames.
 """
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from prism_optax._types import Scalar
 
 
-def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tall:
+  """Stacks of matrices of several heights and one width, worked on as one.
+
+  The r x r matrices that belong to them are one array, in the order of the
+  stacks. So a product with what is tall is one for each stack, and what is
+  r x r, most of a program, is there once for all of them.
+
+  Attributes:
+    stacks: Arrays (k_i, m_i, r).
+  """
+
+  stacks: tuple[jax.Array, ...]
+
+  @property
+  def shape(self) -> tuple[Any, ...]:
+    """As of an array, but with the heights of all matrices, (k, 1, 1)."""
+    counts, heights, ranks = zip(*(x.shape for x in self.stacks), strict=True)
+    return sum(counts), np.repeat(heights, counts)[:, None, None], ranks[0]
+
+  def shares(self, tree: Any) -> list[Any]:
+    """For each stack its part of a tree of ``Tall`` and arrays (k, ...)."""
+    leaves, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, Tall))
+    ends = np.cumsum([len(x) for x in self.stacks])[:-1].tolist()
+    parts = [
+      x.stacks if isinstance(x, Tall) else jnp.split(x, ends) for x in leaves
+    ]
+    return [jax.tree.unflatten(treedef, x) for x in zip(*parts, strict=True)]
+
+  def __add__(self, other: 'Tall') -> 'Tall':
+    return jax.tree.map(operator.add, self, other)
+
+
+def matmul(a: Any, b: jax.Array) -> Any:
   """``a @ b`` at the highest precision the platform has."""
+  if isinstance(a, Tall):
+    return Tall(tuple(matmul(x, y) for x, y in a.shares((a, b))))
   return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def gram(a: jax.Array, b: jax.Array) -> jax.Array:
+def gram(a: Any, b: Any) -> jax.Array:
   """``a.mT @ b`` at the highest precision the platform has."""
+  if isinstance(a, Tall):
+    return jnp.concatenate([gram(x, y) for x, y in a.shares((a, b))])
   return matmul(a.mT, b)
 
 
@@ -67,21 +108,27 @@ def flat_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
   All arguments must be trees of arrays with the same leading axes and two
   trailing ones. The batching rule of the result under ``vmap`` is to call it
   with one more leading axis, so what ``fn`` decides for its whole batch (a
-  loop, a branch) stays one decision.
+  loop, a branch) stays one decision. That axis comes last, because the first
+  one holds the matrices of each stack of a ``Tall``, stack by stack.
   """
 
   @jax.custom_batching.custom_vmap
   def mapped(*args):
     lead = jax.tree.leaves(args)[0].shape[:-2]
     flat = jax.tree.map(lambda a: a.reshape((-1, *a.shape[-2:])), args)
+    # A `Tall` has more matrices than each of its stacks.
+    lead = (-1, *lead[1:]) if lead else ()
     return jax.tree.map(lambda y: y.reshape(lead + y.shape[1:]), fn(*flat))
 
   @mapped.def_vmap
   def _rule(axis_size, in_batched, *args):
     def batched(a, is_batched):
-      return a if is_batched else jnp.broadcast_to(a, (axis_size, *a.shape))
+      a = a if is_batched else jnp.broadcast_to(a, (axis_size, *a.shape))
+      return jnp.moveaxis(a, 0, -3)
 
-    out = mapped(*jax.tree.map(batched, args, tuple(in_batched)))
+    args = jax.tree.map(batched, args, tuple(in_batched))
+    axis = jax.tree.leaves(args)[0].ndim - 3
+    out = jax.tree.map(lambda y: jnp.moveaxis(y, axis, 0), mapped(*args))
     return out, jax.tree.map(lambda _: True, out)
 
   # Compiled once for each shape also where nobody jits around it: branches and
@@ -97,19 +144,25 @@ def flat_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
   return wrapped
 
 
-def _safe_reciprocal(x: jax.Array, alive: jax.Array) -> jax.Array:
+def safe_reciprocal(x: jax.Array, alive: jax.Array) -> jax.Array:
   return jnp.where(alive, 1 / jnp.where(alive, x, 1), 0)
 
 
-def column_norms(x: jax.Array) -> jax.Array:
+def column_norms(x: Any) -> jax.Array:
   """Euclidean norms of the columns, (..., r), without overflow."""
+  if isinstance(x, Tall):
+    return jnp.concatenate([column_norms(y) for y in x.stacks])
   largest = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
   scale = jnp.where(largest > 0, largest, 1)
   return (scale * jnp.linalg.norm(x / scale, axis=-2, keepdims=True))[..., 0, :]
 
 
-def qr(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def qr(x: Any) -> tuple[jax.Array, jax.Array]:
   """Thin QR of (b, m, r) matrices."""
+  if isinstance(x, Tall):
+    stacks, triangular = zip(*map(qr, x.stacks), strict=True)
+    q: Any = Tall(stacks)
+    return q, jnp.concatenate(triangular)
   return map_matrices(jnp.linalg.qr, x)
 
 
@@ -130,9 +183,7 @@ def _no_infinity(x: jax.Array) -> jax.Array:
 
 
 @flat_batch
-def orthonormal_frame(
-  x: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def orthonormal_frame(x: Any) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
   """The polar frame of the normalised columns of ``x``.
 
   With ``D`` the column norms and ``N = x D^+``, the frame is the polar factor
@@ -147,19 +198,19 @@ def orthonormal_frame(
   rounding errors.
 
   Args:
-    x: (..., m, r).
+    x: (..., m, r), or ``Tall``.
 
   Returns:
-    ``Q`` (..., m, r), ``core`` (..., r, r), its inverse, generalised so that
+    ``Q`` like ``x``, ``core`` (..., r, r), its inverse, generalised so that
     ``core @ inverse = Q^T Q``, and the projector ``Q^T Q`` itself.
   """
-  rank, limits = x.shape[-1], jnp.finfo(x.dtype)
-  eye = jnp.eye(rank, dtype=x.dtype)
   products = gram(x, x)
+  rank, limits = products.shape[-1], jnp.finfo(products.dtype)
+  eye = jnp.eye(rank, dtype=products.dtype)
   squares = jnp.diagonal(products, axis1=-2, axis2=-1)
   alive = squares > 0
   norms = jnp.sqrt(squares)
-  reciprocals = _safe_reciprocal(norms, alive)
+  reciprocals = safe_reciprocal(norms, alive)
   # A zero column has no diagonal entry of its own; it stays zero below.
   excess = (
     reciprocals[:, :, None] * products * reciprocals[:, None, :]
@@ -188,14 +239,14 @@ def orthonormal_frame(
     # Below this a square underflows; such a column is zero for all purposes.
     alive = norms > jnp.sqrt(limits.tiny)
     norms = jnp.where(alive, norms, 0)
-    reciprocals = _safe_reciprocal(norms, alive)
-    q, triangular = qr(x * reciprocals[:, None, :])
+    reciprocals = safe_reciprocal(norms, alive)
+    q, triangular = qr(matmul(x, eye * reciprocals[:, None, :]))
     u, s, vt = svd(triangular)
     kept = s > rank * limits.eps * s[:, :1]
     vt = vt * kept[:, :, None]
     frame = matmul(q, matmul(u, vt))
     core = gram(vt, s[:, :, None] * vt) * norms[:, None, :]
-    pseudo = gram(vt, _safe_reciprocal(s, kept)[:, :, None] * vt)
+    pseudo = gram(vt, safe_reciprocal(s, kept)[:, :, None] * vt)
     inverse = reciprocals[:, :, None] * pseudo
     return frame, core, inverse, gram(vt, vt)
 
@@ -283,26 +334,4 @@ def inverse_sqrt(
   w = jnp.maximum(jnp.maximum(w, 0) + added, floor[..., None])
   w = jnp.maximum(w, w[..., -1:] / max_condition_number)
   root = jnp.sqrt(w) + eps
-  return matmul(v * _safe_reciprocal(root, root > 0)[..., None, :], v.mT)
-
-
-@flat_batch
-def sylvester_of_grams(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-  """Solves ``a^T a w + w b^T b = c`` for square ``a`` and ``b``.
-
-  The Gram matrices are never formed: their small eigenvalues would be lost at
-  the square of the condition number. Where the equation is singular (a
-  direction both of whose singular values vanish, up to rounding) the solution
-  of least norm is taken.
-  """
-  _, sa, va = svd(a)
-  _, sb, vb = svd(b)
-  eps = a.shape[-1] * jnp.finfo(a.dtype).eps
-  # Scaled by the largest singular value: squares must not underflow.
-  largest = jnp.maximum(sa[:, :1], sb[:, :1])
-  scale = jnp.where(largest > 0, largest, 1)
-  total = ((sa / scale) ** 2)[:, :, None] + ((sb / scale) ** 2)[:, None, :]
-  rotated = matmul(matmul(va, c), vb.mT) * _safe_reciprocal(
-    total, total > eps**2
-  )
-  return gram(va, matmul(rotated, vb)) / scale[:, :, None] ** 2
+  return matmul(v * safe_reciprocal(root, root > 0)[..., None, :], v.mT)

@@ -27,6 +27,7 @@ from prism_optax._modules._finding import (
 from prism_optax._modules._layout import MatrixAxes, Module
 from prism_optax._types import ArrayTree, Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.fixed_rank._points import frame_of, map_ranks
 
 
 class Stacks(NamedTuple):
@@ -273,7 +274,7 @@ class ModuleTree:
 
   def frames(self, params: optax.Params) -> tuple[Frame, ...]:
     """One stacked frame of the scaled factors for each group of modules."""
-    return tuple(fixed_rank.frame(pair) for pair in self.factors(params).pairs)
+    return map_ranks(frame_of, self.factors(params).pairs)
 
   def check_observable(self, params: optax.Params) -> None:
     """Refuses modules whose factors are both zero, where values are known.

@@ -144,13 +144,13 @@ def lift(
   left, right = tangent
   if horizontal:
     core = gram(right, frame.right)
-    w = _linalg.sylvester_of_grams(
+    w = sylvester_of_grams(
       frame.left_core.mT,
       frame.right_core.mT,
       matmul(core, matmul(frame.right_core, frame.right_core.mT)),
     )
     left = left + matmul(frame.left, w)
-    right = right - matmul(frame.right, w.mT)
+    right = right + matmul(frame.right, -w.mT)
   return Factors(
     matmul(left, frame.right_inverse.mT), matmul(right, frame.left_inverse.mT)
   )
@@ -224,3 +224,25 @@ def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:
   """
   bases = Factors(old_frame.left, old_frame.right)
   return multiply_out(carried(bases, new_frame, tangent)[0])
+
+
+@_linalg.flat_batch
+def sylvester_of_grams(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+  """Solves ``a^T a w + w b^T b = c`` for square ``a`` and ``b``.
+
+  The Gram matrices are never formed: their small eigenvalues would be lost at
+  the square of the condition number. Where the equation is singular (a
+  direction both of whose singular values vanish, up to rounding) the solution
+  of least norm is taken.
+  """
+  _, sa, va = _linalg.svd(a)
+  _, sb, vb = _linalg.svd(b)
+  eps = a.shape[-1] * jnp.finfo(a.dtype).eps
+  # Scaled by the largest singular value: squares must not underflow.
+  largest = jnp.maximum(sa[:, :1], sb[:, :1])
+  scale = jnp.where(largest > 0, largest, 1)
+  total = ((sa / scale) ** 2)[:, :, None] + ((sb / scale) ** 2)[:, None, :]
+  rotated = matmul(matmul(va, c), vb.mT) * _linalg.safe_reciprocal(
+    total, total > eps**2
+  )
+  return gram(va, matmul(rotated, vb)) / scale[:, :, None] ** 2

@@ -1,12 +1,14 @@
 """Points of the manifold: factors, their frames, and their truncation."""
 
-from typing import NamedTuple
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from prism_optax import _linalg, _validate
-from prism_optax._linalg import matmul
+from prism_optax._linalg import Tall, matmul
 
 
 class Factors(NamedTuple):
@@ -101,8 +103,61 @@ def frame(factors: Factors) -> Frame:
       'Expected 1 <= rank <= min(m, n), got'
       f' factors.left.shape={left.shape}, factors.right.shape={right.shape}.'
     )
-  sides = [_linalg.orthonormal_frame(x) for x in (left, right)]
-  return Frame(*(x for pair in zip(*sides, strict=True) for x in pair))
+  return frame_of(factors)
+
+
+@_linalg.flat_batch
+def frame_of(factors: Factors) -> Frame:
+  """:func:`frame` without its checks, of arrays or of ``Tall``."""
+  both = _linalg.orthonormal_frame(Tall(tuple(jax.tree.leaves(factors))))
+  stacks = len(both[0].stacks) // 2
+
+  def sides(x):
+    if not isinstance(x, Tall):
+      return jnp.split(x, 2)
+    halves = x.stacks[:stacks], x.stacks[stacks:]
+    return [Tall(y) if stacks > 1 else y[0] for y in halves]
+
+  return Frame(*(side for x in both for side in sides(x)))
+
+
+def map_ranks(
+  fn: Callable[..., Any], pairs: Sequence[Any], *others: Sequence[Any]
+) -> tuple[Any, ...]:
+  """``fn`` of one entry of each, called once for all groups of one rank.
+
+  A group of modules of the same shapes has one entry in each sequence. ``fn``
+  gets and makes tall arrays as ``Tall``, the r x r matrices of all groups as
+  one array, and decides once for all. A group with m = r or n = r goes alone:
+  its tall arrays look like r x r matrices.
+
+  Args:
+    fn: Of a frame or factors, and of one entry of each of ``others``.
+    pairs: Frames or factors, of arrays (k, m, r) and (k, n, r).
+    *others: Trees of arrays (k, m, r), (k, n, r) and (k, r, r).
+
+  Returns:
+    For each group what ``fn`` returns.
+  """
+  entries = list(zip(pairs, *others, strict=True))
+  alike = collections.defaultdict(list)
+  for i, entry in enumerate(entries):
+    left, right = entry[0][:2]
+    rank = left.shape[-1]
+    alone = rank in (left.shape[-2], right.shape[-2]) and i + 1
+    alike[rank, alone, left.dtype, jax.tree.structure(entry)].append(i)
+  out = {}
+  for (rank, *_), group in alike.items():
+
+    def together(*xs: jax.Array, rank: int = rank) -> Any:
+      return jnp.concatenate(xs) if xs[0].shape[-2] == rank else Tall(xs)
+
+    if len(group) == 1:
+      out[group[0]] = fn(*entries[group[0]])
+      continue
+    args = jax.tree.map(together, *(entries[i] for i in group))
+    out |= zip(group, args[0][0].shares(fn(*args)), strict=True)
+  return tuple(out[i] for i in range(len(entries)))
 
 
 def truncate(factors: Factors, rank: int) -> Factors:

@@ -92,10 +92,10 @@ def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
   """
   s = matmul(frame.left_core, frame.right_core.mT)
   core = x.right.along.mT  # D = Q_L^T T Q_R
-  r_left, w_left, left_is_fine = _cholesky(x.left)
-  r_right, w_right, right_is_fine = _cholesky(x.right)
+  rows, weights, fine = _cholesky(x)
 
-  def new_factors(r_left, r_right):
+  def new_factors(rows):
+    r_left, r_right = jnp.split(rows, 2)
     # Z + T = [Q_L Y_L] M [Q_R Y_R]^T
     m = jnp.block([[s + core, r_right.mT], [r_left, jnp.zeros_like(core)]])
     return _new_factors(frame, m)
@@ -105,36 +105,41 @@ def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
       inside, outside = jnp.split(rows, 2, axis=-2)
       return (x.outside() @ matmul(w, outside)).shifted(inside).multiply_out()
 
-    u, v = new_factors(r_left, r_right)
+    u, v = new_factors(rows)
+    w_left, w_right = jnp.split(weights, 2)
     return Factors(factor(x.left, u, w_left), factor(x.right, v, w_right))
 
   def by_householder():
     x_left, x_right = multiply_out(x)
     y_left, r_left = _linalg.qr(remove(frame.left, x_left))
     y_right, r_right = _linalg.qr(remove(frame.right, x_right))
-    u, v = new_factors(r_left, r_right)
-    moves = jnp.any(x_left != 0, (-2, -1)) | jnp.any(x_right != 0, (-2, -1))
+    u, v = new_factors(jnp.concatenate([r_left, r_right]))
+    norms = [_linalg.column_norms(x) for x in (x_left, x_right)]
+    moves = jnp.any(jnp.concatenate(norms, -1) != 0, -1)[:, None, None]
 
     def factor(q, y, rows, old):
-      new = matmul(jnp.concatenate([q, y], -1), rows)
-      return jnp.where(moves[:, None, None], new, matmul(q, old))
+      unmoved = jnp.concatenate([old, jnp.zeros_like(old)], -2)
+      inside, outside = jnp.split(jnp.where(moves, rows, unmoved), 2, axis=-2)
+      return matmul(q, inside) + matmul(y, outside)
 
     return Factors(
       factor(frame.left, y_left, u, frame.left_core),
       factor(frame.right, y_right, v, frame.right_core),
     )
 
-  return jax.lax.cond(left_is_fine & right_is_fine, by_cholesky, by_householder)
+  return jax.lax.cond(fine, by_cholesky, by_householder)
 
 
-def _cholesky(x: TallSum) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _cholesky(x: TangentSum) -> tuple[jax.Array, jax.Array, jax.Array]:
   """``R`` and ``W`` with ``(I - P) X = Y R`` and ``Y = (I - P) X W``.
 
-  And whether they are to be used, for the whole batch: Y orthonormal, and no
-  digits lost where what lies along the basis is subtracted.
+  First of the left side, then of the right. And whether they are to be used,
+  for the whole batch: Y orthonormal, and no digits lost where what lies along
+  the basis is subtracted.
   """
-  squares = x.squares()
-  outer = squares - gram(x.along, x.along)
+  squares = jnp.concatenate([side.squares() for side in x])
+  along = jnp.concatenate([side.along for side in x])
+  outer = squares - gram(along, along)
   totals = jnp.diagonal(squares, axis1=-2, axis2=-1)
   lengths = jnp.diagonal(outer, axis1=-2, axis2=-1)
   limits = jnp.finfo(outer.dtype)
@@ -186,7 +191,7 @@ def _keep_one_side(u, v, lost, left_mask, right_mask):
   rank = u.shape[-1]
   keep_right = right_has_rank(left_mask, right_mask)
 
-  def complete(basis, mask):
+  def complete(basis, mask, lost):
     basis = basis * ~lost[:, None, :]
     # The old directions, Q's r coordinates masked to its range, without what
     # the basis has; as many as were lost, the most independent ones first.
@@ -197,8 +202,10 @@ def _keep_one_side(u, v, lost, left_mask, right_mask):
     # order puts the first of the fresh ones on the last column.
     return basis + fresh[..., ::-1] * lost[:, None, :]
 
+  both = ((u, v), (left_mask, right_mask), (lost, lost))
+  new_u, new_v = jnp.split(complete(*map(jnp.concatenate, both)), 2)
   zero = ~lost[:, None, :]
   return (
-    jnp.where(keep_right, u * zero, complete(u, left_mask)),
-    jnp.where(keep_right, complete(v, right_mask), v * zero),
+    jnp.where(keep_right, u * zero, new_u),
+    jnp.where(keep_right, new_v, v * zero),
   )

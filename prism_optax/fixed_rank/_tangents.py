@@ -8,7 +8,9 @@ to add noise, to average, to retract.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,8 @@ def check_fits(
 
   Broadcasting would turn some other shapes into a wrong answer.
   """
-  for x, q in zip(pair, frame, strict=False):
+  bases = jax.tree.leaves(tuple(frame[:2]))  # Or several in a `Tall`.
+  for x, q in zip(jax.tree.leaves(tuple(pair)), bases, strict=True):
     if jnp.shape(x)[-2:] != q.shape[-2:]:
       raise ValueError(
         f'Expected {name} of shapes (..., {q.shape[-2]}, {q.shape[-1]}) for'
@@ -49,7 +52,7 @@ def check_fits(
 
 def remove(q: jax.Array, x: jax.Array) -> jax.Array:
   """``(I - q q^T) x``."""
-  return x - matmul(q, gram(q, x))
+  return x + matmul(q, -gram(q, x))
 
 
 def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
@@ -109,29 +112,19 @@ class TallSum:
   shift: jax.Array | None
   along: jax.Array
 
-  def matrices(self) -> tuple[Any, ...]:
-    """The r x r matrices, in which the sum is linear."""
-    return tuple(small for _, small in self.terms), self.shift, self.along
-
-  def with_matrices(self, matrices: tuple[Any, ...]) -> 'TallSum':
-    """The same sum with other matrices."""
-    small, shift, along = matrices
-    terms = tuple(
-      (tall, new) for (tall, _), new in zip(self.terms, small, strict=True)
-    )
-    return dataclasses.replace(self, terms=terms, shift=shift, along=along)
+  def map(self, fn: Callable[[jax.Array], jax.Array]) -> 'TallSum':
+    """The sum with ``fn`` of its matrices, in which it is linear."""
+    terms = tuple((tall, fn(small)) for tall, small in self.terms)
+    shift = None if self.shift is None else fn(self.shift)
+    return TallSum(terms, self.basis, self.mask, shift, fn(self.along))
 
   def __mul__(self, factor: Scalar) -> 'TallSum':
-    return self.with_matrices(
-      jax.tree.map(lambda x: factor * x, self.matrices())
-    )
+    return self.map(lambda x: factor * x)
 
   __rmul__ = __mul__
 
   def __matmul__(self, matrix: jax.Array) -> 'TallSum':
-    return self.with_matrices(
-      jax.tree.map(lambda x: matmul(x, matrix), self.matrices())
-    )
+    return self.map(lambda x: matmul(x, matrix))
 
   def __add__(self, other: 'TallSum') -> 'TallSum':
     """Both sides must have the same basis."""
@@ -175,7 +168,7 @@ class TallSum:
     terms = self.terms
     if self.shift is not None:
       terms = (*terms, (self.basis, self.shift))
-    return functools.reduce(jnp.add, (matmul(*term) for term in terms))
+    return functools.reduce(operator.add, (matmul(*term) for term in terms))
 
 
 class TangentSum(NamedTuple):
@@ -191,17 +184,6 @@ class TangentSum(NamedTuple):
 
   left: TallSum
   right: TallSum
-
-  def matrices(self) -> tuple[Any, ...]:
-    """The r x r matrices of both sides, in which the vector is linear."""
-    return self.left.matrices(), self.right.matrices()
-
-  def with_matrices(self, matrices: tuple[Any, ...]) -> 'TangentSum':
-    """The same arrays with other matrices."""
-    left, right = matrices
-    return TangentSum(
-      self.left.with_matrices(left), self.right.with_matrices(right)
-    )
 
 
 def sum_at(

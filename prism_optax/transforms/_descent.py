@@ -1,5 +1,9 @@
 """From a direction to new factors: decay, learning rate, retraction."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import optax
 
 from prism_optax import _validate, fixed_rank
@@ -7,7 +11,8 @@ from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar, ScalarOrSchedule
 from prism_optax.fixed_rank import TangentSum
-from prism_optax.fixed_rank._tangents import as_sum
+from prism_optax.fixed_rank._points import map_ranks
+from prism_optax.fixed_rank._tangents import TallSum, as_sum
 from prism_optax.transforms._chain import (
   Stacked,
   TangentTransformation,
@@ -112,15 +117,13 @@ def scale_by_learning_rate(
 
   def update(stacks, state, step, **extra_args):
     del step, extra_args
-    # A tangent sum is linear in its r x r matrices, which is what a learning
-    # rate has to multiply; the leaves of a dense tangent are its arrays.
-    matrices = stacks.map_pairs(
-      lambda x: x.matrices() if isinstance(x, TangentSum) else x
-    )
-    scaled, state = scale.update(matrices, state)
-    return stacks._replace(others=scaled.others).map_pairs(
-      lambda x, new: x.with_matrices(new) if isinstance(x, TangentSum) else new,
-      scaled.pairs,
+    factor, state = scale.update(jnp.ones(()), state)
+
+    def scaled(x):  # A side of a sum, or an array.
+      return x * factor.astype(jax.tree.leaves(x)[0].dtype)
+
+    return jax.tree.map(
+      scaled, stacks, is_leaf=lambda x: isinstance(x, TallSum)
     ), state
 
   return TangentTransformation(
@@ -189,11 +192,9 @@ def retract(
 
   def update(stacks, state, step, **extra_args):
     del extra_args
-    new = stacks.map_pairs(
-      lambda tangent, frame: fixed_rank.retract(frame, tangent, align=align),
-      step.frames,
-    )
-    return step.tree.steps(new, step.params), state
+    of_rank = functools.partial(fixed_rank.retract, align=align)
+    new = map_ranks(of_rank, step.frames, stacks.pairs)
+    return step.tree.steps(stacks._replace(pairs=new), step.params), state
 
   return TangentTransformation(
     Stacked('retract', no_state, update, ('retraction',)), layout

@@ -61,7 +61,7 @@ def _step(
     moments.nu,
     gradient,
   )
-  m, rank = mu.left.shape[-2:]
+  _, m, rank = mu.left.shape
   # Covariance of unit tangent noise in rank space, for the lift that puts the
   # core on the right factor: (m - r)/m (R^T R)^-1 and (L^T L)^-1.
   unit_noise = Factors(
@@ -69,7 +69,7 @@ def _step(
     matmul(frame.left_inverse, frame.left_inverse.mT),
   )
 
-  def precondition(first, second, noise):
+  def precondition(second, first, noise):
     second = second / options.nu_correction
     if options.debias:
       second = second - variance * noise
@@ -86,9 +86,9 @@ def _step(
       eps=0.0,
       added=options.eps,
     )
-    return matmul(first / options.mu_correction, root)
+    return matmul(first, root / options.mu_correction)
 
-  direction = jax.tree.map(precondition, mu, nu, unit_noise)
+  direction = jax.tree.map(precondition, nu, mu, unit_noise)
   coordinates = fixed_rank.tangent_from_steps(frame, direction)
   return FactorMoments(mu, nu), coordinates
 

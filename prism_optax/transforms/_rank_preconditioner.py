@@ -12,6 +12,7 @@ import optax
 from prism_optax import _validate, fixed_rank
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
 from prism_optax._types import Scalar
+from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.transforms import _moments
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 from prism_optax.transforms._moments import Options
@@ -113,15 +114,15 @@ def preconditioner(
       _one_minus_power(b2, count),
     )
 
-    def of_pair(moments, frame, tangent):
-      now = options.of_step(frame.left.dtype, *numbers)
+    def of_pair(frame, moments, tangent):
+      now = options.of_step(frame.left_core.dtype, *numbers)
       return step_pair(moments, frame, tangent, now)
 
     def of_leaf(moments, gradient):
       now = options.of_step(gradient.dtype, *numbers)
       return _moments.elementwise_step(moments, gradient, now)
 
-    pairs = map_pairs(of_pair, state.pairs, step.frames, stacks.pairs)
+    pairs = map_ranks(of_pair, step.frames, state.pairs, stacks.pairs)
     others = map_pairs(of_leaf, state.others, stacks.others)
     out = Stacks(tuple(d for _, d in pairs), tuple(d for _, d in others))
     state = RankPreconditionerState(

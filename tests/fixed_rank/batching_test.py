@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
+from prism_optax._linalg import Tall
+from prism_optax.fixed_rank._points import frame_of, map_ranks
+from prism_optax.fixed_rank._tangents import projected
 from tests.fixed_rank.cases import (
   DEFICIENT,
   as_factors,
@@ -99,3 +102,58 @@ def test_everything_is_finite_and_keeps_float32(kind):
   ):
     assert x.dtype == jnp.float32, path
     assert np.all(np.isfinite(x)), path
+
+
+def _groups():
+  """Stacks of several heights, one of another rank, one with m = r."""
+  rng = np.random.default_rng(42)
+  shapes = [(2, 8, 6, 3), (1, 5, 9, 3), (3, 8, 6, 2), (2, 3, 7, 3)]
+  pairs = [
+    (rng.standard_normal((k, m, r)), rng.standard_normal((k, n, r)))
+    for k, m, n, r in shapes
+  ]
+  pairs[1][0][0] = 0
+  steps = [[0.1 * rng.standard_normal(x.shape) for x in pair] for pair in pairs]
+  return (
+    [as_factors(pair) for pair in pairs],
+    [fixed_rank.Tangent(*map(jnp.asarray, step)) for step in steps],
+  )
+
+
+def _moved(map_groups, pairs, steps):
+  """Frames, and where a step leads to, of all groups."""
+  frames = map_groups(frame_of, pairs)
+
+  def moved(frame, step):
+    return fixed_rank.retract(frame, projected(frame, step), align=True)
+
+  return frames, map_groups(moved, frames, steps)
+
+
+@pytest.mark.parametrize('vmap', [lambda fn: fn, jax.vmap])
+def test_groups_of_one_rank_at_once_are_groups_one_by_one(vmap):
+  groups = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), _groups())
+  if vmap is not jax.vmap:
+    groups = jax.tree.map(operator.itemgetter(0), groups)
+
+  def both(pairs, steps):
+    one_by_one = _moved(lambda *args: tuple(map(*args)), pairs, steps)
+    return _moved(map_ranks, pairs, steps), one_by_one
+
+  at_once, one_by_one = jax.jit(vmap(both))(*groups)
+  assert_trees_close(at_once, one_by_one)
+
+
+def test_one_call_serves_all_groups_of_one_rank():
+  called = []
+
+  def noted(pair):
+    called.append([x.shape[-1] for x in pair if isinstance(x, Tall)])
+    return pair
+
+  pairs, _ = _groups()
+  jax.tree.map(
+    np.testing.assert_array_equal, map_ranks(noted, pairs), tuple(pairs)
+  )
+  # Of rank 2 there is one group, and the last has m = r: arrays as they are.
+  assert sorted(called) == [[], [], [3, 3]]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
+from prism_optax.fixed_rank._lifts import sylvester_of_grams
 from tests.fixed_rank.cases import (
   EPS,
   as_factors,
@@ -295,3 +296,16 @@ def test_golden_lifts(case, golden):
         strict=True,
       ):
         assert oracles.relative_error(a, b) < tolerance * condition
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e3, 1e6])
+def test_sylvester_of_grams(condition):
+  """The residual is rounding of its largest term, whatever the condition."""
+  rng = np.random.default_rng(5)
+  a = oracles.random_matrix(rng, 4, 4, condition)
+  b = oracles.random_matrix(rng, 4, 4, condition)
+  c = rng.normal(size=(4, 4))
+  w = np.asarray(sylvester_of_grams(*map(jnp.asarray, (a, b, c))))
+  residual = a.T @ a @ w + w @ b.T @ b - c
+  size = np.linalg.norm(a) ** 2 * np.abs(w).max()
+  assert np.abs(residual).max() <= 1e-14 * max(size, 1.0) * 10
