@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import pathlib
 import signal
@@ -123,7 +124,16 @@ def train(
     store.save(checkpoint, ledger)
   report.resume(int(checkpoint.state.step))
   checkpoint = _loop(
-    task, plan, settings, method, checkpoint, ledger, store, report
+    task,
+    plan,
+    settings,
+    method,
+    checkpoint,
+    ledger,
+    store,
+    report,
+    # A process that was killed may have released what it had written down.
+    spent_before=0 if restored is None else ledger.spent_steps,
   )
   summary = _finish(task, plan, settings, checkpoint.state, report, output)
   store.close()
@@ -136,8 +146,8 @@ def _release(
   task: tasks.Task, plan: privacy.Plan, settings: Settings
 ) -> dict[str, Any]:
   """All that decides what is released, beside the data and the secrets."""
-  used = dataclasses.asdict(settings)
-  for name in ('eval_every', 'checkpoint_every', 'keep_checkpoints', 'seed'):
+  used = _public(settings)
+  for name in ('eval_every', 'checkpoint_every', 'keep_checkpoints'):
     del used[name]
   return {
     'plan': dataclasses.asdict(plan),
@@ -145,6 +155,18 @@ def _release(
     'base': task.base,
     'labels': list(task.labels),
   }
+
+
+def _public(settings: Settings) -> dict[str, Any]:
+  """All but the seed."""
+  used = dataclasses.asdict(settings)
+  del used['seed']
+  return used
+
+
+def _versions() -> dict[str, str]:
+  packages = 'prism-optax', 'jax', 'optax', 'jax-privacy', 'dp-accounting'
+  return {name: importlib.metadata.version(name) for name in packages}
 
 
 def _ahead(
@@ -184,17 +206,19 @@ def _loop(
   ledger: checkpoints.Ledger,
   store: checkpoints.Checkpoints,
   report: reporting.Report,
+  spent_before: int,
 ) -> checkpoints.Checkpoint:
   """All steps that are left."""
   placement = training.Placement(settings.devices)
   state, frozen = placement.everywhere((checkpoint.state, task.frozen))
-  evaluate = training.make_evaluate(task.graphdef, task.evaluation)
+  evaluate = task.make_evaluate(task.graphdef, task.evaluation)
   step = training.make_step(
     task.graphdef,
     method,
     expected_batch_size=plan.expected_batch_size,
     microbatch_size=settings.microbatch_size,
     nonprivate_diagnostics=settings.nonprivate_diagnostics,
+    loss=task.make_loss(task.graphdef),
   )
 
   def batch_of(number: int):
@@ -241,9 +265,21 @@ def _loop(
       if requests and done < plan.steps:
         message = f'Stopped after {done} of {plan.steps} steps, saved.'
         if settings.optimizer != 'adamw':
-          message += f' Spent: {plan.statement(ledger.spent_steps)}.'
+          message += _spent(plan, max(done, spent_before), ledger.spent_steps)
         raise Interrupted(message)
   return checkpoint._replace(state=state)
+
+
+def _spent(plan: privacy.Plan, spent: int, reserved: int) -> str:
+  """What is spent if the run ends here, and what is written down for it."""
+  message = f' Spent if you stop here: {plan.statement(spent)}.'
+  if reserved > spent:
+    epsilon = privacy.round_up(plan.epsilon(reserved))
+    message += (
+      f' Reserved for a process that is killed before its next checkpoint: '
+      f'{reserved} steps, epsilon = {epsilon:.4f}.'
+    )
+  return message
 
 
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -273,6 +309,8 @@ def _finish(
     'final': report.public.rows[-1],
     'private': is_private,
     'held_steps': int(state.held),
+    'settings': _public(settings),
+    'versions': _versions(),
   }
   if is_private:
     summary |= {

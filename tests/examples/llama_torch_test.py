@@ -12,7 +12,6 @@ from finetuning.models import (
   generation,
   llama_files,
   pretrained,
-  smollm2,
 )
 from flax import nnx
 

@@ -80,14 +80,21 @@ class Chat:
     whole = self.text(messages, answer_next=False)
     if whole.startswith(prompt):
       return prompt, whole[len(prompt) :]
-    # A template that changes what came before, as those that leave thoughts out.
+    # A template that changes what came before: it leaves thoughts out, say.
     return prompt, messages[-1]['content'] + self._special['eos_token']
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text in which the template has put all special tokens."""
+    """Ids of a text in which the template has put all special tokens.
+
+    Raises:
+      ValueError: If the tokenizer has no token for a part of it.
+    """
     # A lone surrogate, legal in JSON, cannot be encoded and would raise.
     clean = text.encode('utf-8', 'replace').decode('utf-8')
-    return self._tokenizer.encode(clean, add_special_tokens=False).ids
+    try:
+      return self._tokenizer.encode(clean, add_special_tokens=False).ids
+    except Exception as error:  # Of no class of its own.
+      raise ValueError(f'The tokenizer says: {error}.') from error
 
   def decode(self, ids: Sequence[int]) -> str:
     return self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -25,6 +25,7 @@ from . import layers
 from .llama_config import Config
 from .minilm import LoraConfig
 
+NO_ADAPTERS = LoraConfig()
 ZEROS = nnx.initializers.zeros_init()
 
 
@@ -52,8 +53,9 @@ def frequencies(config: Config) -> jax.Array:
 
 
 def rotate(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
-  """Turns ``(batch, length, heads, head_dim)`` by ``positions (batch, length)``.
+  """Turns queries or keys by the positions of their tokens.
 
+  ``x`` is ``(batch, length, heads, head_dim)``, positions ``(batch, length)``.
   The two coordinates of a rotation are half of the features apart, as on the
   Hugging Face hub (GGUF has them side by side).
   """
@@ -194,7 +196,7 @@ class Decoder(nnx.Module):
   def __init__(
     self,
     config: Config,
-    lora: LoraConfig = LoraConfig(),
+    lora: LoraConfig = NO_ADAPTERS,
     *,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,

@@ -38,7 +38,7 @@ ENDS = {'kernel': 'weight', 'scale': 'weight', 'bias': 'bias'}
 
 def load(
   source: Pretrained,
-  lora: LoraConfig = LoraConfig(),
+  lora: LoraConfig = llama.NO_ADAPTERS,
   *,
   dtype: Any = jnp.float32,
   seed: int = 0,
