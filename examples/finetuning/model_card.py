@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from . import finished
+from . import finished, privacy
 
 LOADING = {
   ('instruct', 'peft'): """\
@@ -109,7 +109,7 @@ def _privacy(run: finished.Finished) -> list[str]:
     ),
     *_table(
       {
-        'epsilon': f'{summary["epsilon"]:.4f} (PLD)',
+        'epsilon': f'{privacy.round_up(summary["epsilon"]):.4f} (PLD)',
         'delta': f'{plan["delta"]:g}',
         'unit of privacy': 'one row, added or removed',
         'sampling': f'Poisson, probability {plan["expected_batch_size"]}/'

@@ -16,14 +16,12 @@ from matplotlib import pyplot as plt
 from . import command_line, finished, privacy
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222;
+  max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0 }
 td, th { border-bottom: 1px solid #ddd; padding: .3rem .8rem; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
 img { max-width: 100% }
 .warning { background: #fff3cd; padding: .5rem 1rem }
-pre { white-space: pre-wrap; background: #f6f6f6; padding: .5rem 1rem }
 """
 
 

@@ -283,7 +283,11 @@ def _spent(plan: privacy.Plan, spent: int, reserved: int) -> str:
 
 
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
-  return {'accuracy': f'{rows[-1]["eval_accuracy"]:.3f}'} if rows else {}
+  if not rows:
+    return {}
+  is_language = 'eval_perplexity' in rows[-1]
+  name = 'perplexity' if is_language else 'accuracy'
+  return {name: f'{rows[-1][f"eval_{name}"]:.3f}'}
 
 
 def _finish(

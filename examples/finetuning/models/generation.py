@@ -1,6 +1,8 @@
 """Answers, token by token, with the keys and values of the past kept."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,21 @@ from . import llama
 
 # Prompts are padded to a multiple of this: few programs for all lengths.
 BLOCK = 64
+
+
+@functools.cache
+def _program(graphdef: Any) -> Callable:
+  """One step, compiled once for all generators of a model."""
+
+  def run(leaves, caches, ids, positions, keep, temperature, key):
+    model = nnx.merge(graphdef, leaves)
+    logits, caches = model(ids, positions, caches, keep=keep)
+    greedy = jnp.argmax(logits, axis=-1)
+    warm = logits / jnp.maximum(temperature, 1e-6)
+    drawn = jax.random.categorical(key, warm, axis=-1)
+    return jnp.where(temperature > 0, drawn, greedy), caches
+
+  return jax.jit(run, donate_argnums=1)
 
 
 class Generator:
@@ -26,16 +43,7 @@ class Generator:
     self._model = model
     self._stops = list(stops)
     graphdef, self._leaves = nnx.split(model)
-
-    def run(leaves, caches, ids, positions, keep, temperature, key):
-      model = nnx.merge(graphdef, leaves)
-      logits, caches = model(ids, positions, caches, keep=keep)
-      greedy = jnp.argmax(logits, axis=-1)
-      warm = logits / jnp.maximum(temperature, 1e-6)
-      drawn = jax.random.categorical(key, warm, axis=-1)
-      return jnp.where(temperature > 0, drawn, greedy), caches
-
-    self._run = jax.jit(run, donate_argnums=1)
+    self._run = _program(graphdef)
 
   def stream(
     self,
