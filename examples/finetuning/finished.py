@@ -1,12 +1,10 @@
 """A finished run, opened again from what it wrote: nothing else is needed."""
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 import jax.numpy as jnp
-import safetensors
 from flax import nnx
 
 from . import adapters, options, tasks
@@ -134,9 +132,3 @@ def _check_base(run: Finished, found: str) -> None:
       f'{run.folder}: the frozen weights have sha256 {found}, the run began '
       f'with {stored}.'
     )
-
-
-def facts(run: Finished) -> dict[str, Any]:
-  """The JSON header of the adapter."""
-  with safetensors.safe_open(run.adapter, 'numpy') as file:
-    return json.loads(file.metadata()['facts'])

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import pathlib
 import signal
@@ -13,13 +12,13 @@ import optax
 import tqdm
 
 from . import (
-  adapters,
   checkpoints,
   methods,
   privacy,
   randomness,
   reporting,
   sampling,
+  summaries,
   tasks,
   training,
 )
@@ -135,7 +134,9 @@ def train(
     # A process that was killed may have released what it had written down.
     spent_before=0 if restored is None else ledger.spent_steps,
   )
-  summary = _finish(task, plan, settings, checkpoint.state, report, output)
+  summary = summaries.write(
+    task, plan, settings, checkpoint.state, report, output
+  )
   store.close()
   if not settings.keep_checkpoints:
     checkpoints.erase(output)
@@ -146,7 +147,7 @@ def _release(
   task: tasks.Task, plan: privacy.Plan, settings: Settings
 ) -> dict[str, Any]:
   """All that decides what is released, beside the data and the secrets."""
-  used = _public(settings)
+  used = summaries.public(settings)
   for name in ('eval_every', 'checkpoint_every', 'keep_checkpoints'):
     del used[name]
   return {
@@ -155,18 +156,6 @@ def _release(
     'base': task.base,
     'labels': list(task.labels),
   }
-
-
-def _public(settings: Settings) -> dict[str, Any]:
-  """All but the seed."""
-  used = dataclasses.asdict(settings)
-  del used['seed']
-  return used
-
-
-def _versions() -> dict[str, str]:
-  packages = 'prism-optax', 'jax', 'optax', 'jax-privacy', 'dp-accounting'
-  return {name: importlib.metadata.version(name) for name in packages}
 
 
 def _ahead(
@@ -265,21 +254,11 @@ def _loop(
       if requests and done < plan.steps:
         message = f'Stopped after {done} of {plan.steps} steps, saved.'
         if settings.optimizer != 'adamw':
-          message += _spent(plan, max(done, spent_before), ledger.spent_steps)
+          message += summaries.spent(
+            plan, max(done, spent_before), ledger.spent_steps
+          )
         raise Interrupted(message)
   return checkpoint._replace(state=state)
-
-
-def _spent(plan: privacy.Plan, spent: int, reserved: int) -> str:
-  """What is spent if the run ends here, and what is written down for it."""
-  message = f' Spent if you stop here: {plan.statement(spent)}.'
-  if reserved > spent:
-    epsilon = privacy.round_up(plan.epsilon(reserved))
-    message += (
-      f' Reserved for a process that is killed before its next checkpoint: '
-      f'{reserved} steps, epsilon = {epsilon:.4f}.'
-    )
-  return message
 
 
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -288,66 +267,6 @@ def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
   is_language = 'eval_perplexity' in rows[-1]
   name = 'perplexity' if is_language else 'accuracy'
   return {name: f'{rows[-1][f"eval_{name}"]:.3f}'}
-
-
-def _finish(
-  task: tasks.Task,
-  plan: privacy.Plan,
-  settings: Settings,
-  state: training.TrainState,
-  report: reporting.Report,
-  output: pathlib.Path,
-) -> dict[str, Any]:
-  steps = int(state.step)
-  is_private = settings.optimizer != 'adamw'
-  if int(state.held):
-    print(
-      f'{settings.optimizer} diverged: {int(state.held)} of {steps} steps '
-      'gave numbers that are not finite and left the parameters as they were. '
-      'Try a smaller --learning-rate.'
-    )
-  summary: dict[str, Any] = {
-    'task': task.name,
-    'optimizer': settings.optimizer,
-    'start': report.public.rows[0],
-    'final': report.public.rows[-1],
-    'private': is_private,
-    'held_steps': int(state.held),
-    'settings': _public(settings),
-    'versions': _versions(),
-  }
-  if is_private:
-    summary |= {
-      'epsilon': plan.epsilon(steps),
-      'statement': plan.statement(steps),
-      'plan': dataclasses.asdict(plan),
-    }
-    title = (
-      f'{task.name}, {settings.optimizer}, epsilon {summary["epsilon"]:.2f}'
-    )
-  else:
-    summary['statement'] = 'not private'
-    title = f'{task.name}, {settings.optimizer}, not private'
-  if settings.seed is not None and is_private:
-    summary['statement'] += (
-      '; the guarantee does NOT hold: --seed made batches and noise predictable'
-    )
-  adapters.save(
-    output / 'adapter.safetensors',
-    state.params,
-    {
-      'base': task.base,
-      'labels': task.labels,
-      'optimizer': settings.optimizer,
-      'privacy': summary['statement'],
-    },
-  )
-  report.plot(title)
-  text = json.dumps(summary, indent=2) + '\n'
-  temporary = output / 'summary.tmp'
-  temporary.write_text(text, 'utf-8')
-  temporary.replace(output / 'summary.json')
-  return summary
 
 
 @contextlib.contextmanager

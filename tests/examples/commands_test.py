@@ -5,14 +5,32 @@ import io
 import json
 import pathlib
 import re
+import shutil
+import signal
 import sys
 
 import finetune
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from finetuning import adapters, command_line, finished, options, privacy, run
-from finetuning.models import llama_files, minilm, pretrained
+from finetuning import (
+  adapters,
+  command_line,
+  finished,
+  options,
+  privacy,
+  run,
+  summaries,
+  tasks,
+)
+from finetuning.models import (
+  classifier,
+  llama_files,
+  minilm,
+  pretrained,
+  weights,
+)
 from flax import nnx
 
 from tests.examples import conftest, language_models
@@ -64,6 +82,12 @@ def write_run(folder: pathlib.Path, model: pathlib.Path) -> nnx.Module:
     }
     for step in (0, 2, 4)
   ]
+  _write_summary(folder, options.Options(**used), rows)
+  nnx.update(found, params)
+  return found
+
+
+def _write_summary(folder, used, rows) -> None:
   conftest.write_lines(folder / 'metrics.jsonl', rows)
   summary = {
     'task': 'sums <b>',
@@ -74,14 +98,10 @@ def write_run(folder: pathlib.Path, model: pathlib.Path) -> nnx.Module:
     'epsilon': 1.23456,
     'statement': 'epsilon = 1.2346 <b>',
     'plan': dataclasses.asdict(PLAN),
-    'settings': run._public(
-      finetune.settings_of(options.Options(**used), 'prism')
-    ),
-    'versions': run._versions(),
+    'settings': summaries.public(finetune.settings_of(used, 'prism')),
+    'versions': summaries.versions(),
   }
   (folder / 'summary.json').write_text(json.dumps(summary))
-  nnx.update(found, params)
-  return found
 
 
 @pytest.fixture(scope='module')
@@ -90,6 +110,36 @@ def tiny(tmp_path_factory):
   folder = tmp_path_factory.mktemp('runs')
   model = language_models.write(folder / 'model')
   return folder / 'run', write_run(folder / 'run', model)
+
+
+@pytest.fixture(scope='module')
+def reviews(tmp_path_factory, tiny_files, tiny_model):
+  """``(folder of a run that classifies, logits of five texts)``."""
+  folder = tmp_path_factory.mktemp('reviews') / 'run'
+  folder.mkdir()
+  train, evaluation = map(str, tiny_files)
+  given = command_line.parse(
+    [
+      *('--data', train, '--eval', evaluation, '--model', str(tiny_model)),
+      *('--noise-multiplier', '1', '--delta', '1e-3', '--rank', '2'),
+      *('--max-length', '7', '--output', str(folder / 'none')),
+    ]
+  ).given()
+  used = options.resolve(given)
+  used.labels = ['bad', 'good']
+  digest = weights.sha256(tiny_model / 'model.safetensors')
+  used.base = {'model': 'tiny', 'sha256': digest}
+  model = tasks.text_classifier(tiny_model, 2, finished.lora_of(used), 0)
+  rng = np.random.default_rng(0)
+  _, params, _ = classifier.split(model)
+  for _, leaf in nnx.to_flat_state(params):
+    leaf.set_value(rng.normal(size=leaf.shape).astype(np.float32))
+  nnx.update(model, params)
+  adapters.save(folder / 'adapter.safetensors', params, {})
+  (folder / 'options.json').write_text(json.dumps(vars(used)))
+  row = {'step': 4, 'eval_loss': 0.5, 'eval_accuracy': 0.75}
+  _write_summary(folder, used, [row])
+  return folder, model
 
 
 def _main(*argv) -> None:
@@ -117,6 +167,43 @@ def test_predict_answers_each_row_with_what_chat_says(
   assert capsys.readouterr().out.splitlines() == answers
   _main('predict', folder, '--data', data, '--before', *more)
   assert capsys.readouterr().out.splitlines() != printed
+
+
+def test_predict_gives_labels_with_probabilities(reviews, tmp_path, capsys):
+  folder, model = reviews
+  texts = ['film bad', 'plot good', 'actor']
+  data = tmp_path / 'a.csv'
+  data.write_text('text\n' + '\n'.join(texts) + '\n')
+  _main('predict', folder, '--data', data, '--batch-size', '2')
+  rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  used = finished.find(str(folder)).options
+  ids = minilm.tokenize(pathlib.Path(used.model), texts, used.max_length)
+  want = jax.nn.softmax(nnx.jit(lambda model, ids: model(ids))(model, ids))
+  found = [[row['probabilities'][name] for name in used.labels] for row in rows]
+  np.testing.assert_allclose(found, want, atol=1e-5)
+  assert [row['label'] for row in rows] == [
+    used.labels[i] for i in np.argmax(want, axis=1)
+  ]
+  wrong = conftest.write_lines(tmp_path / 'b.jsonl', [{'text': 3}])
+  assert finetune.main(['predict', str(folder), '--data', str(wrong)]) == 2
+  assert 'row 1: expected a string' in capsys.readouterr().err
+
+
+def test_merged_encoder_and_head_are_the_adapted_classifier(reviews, tmp_path):
+  folder, model = reviews
+  out = tmp_path / 'x'
+  _main('export', folder, '--output', out, '--format', 'merged')
+  head = safetensors.numpy.load_file(out / 'head.safetensors')
+  facts = json.loads((out / 'head.json').read_text())
+  ids = minilm.tokenize(out, ['film bad', 'plot'], facts['max_length'])
+  encode = nnx.jit(lambda encoder, ids: encoder(ids))
+  vectors = np.asarray(encode(minilm.load(out), ids))
+  vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+  logits = facts['temperature'] * (vectors @ head['weight'].T + head['bias'])
+  want = nnx.jit(lambda model, ids: model(ids))(model, ids)
+  np.testing.assert_allclose(logits, want, atol=1e-4)
+  card = (out / 'README.md').read_text()
+  assert 'accuracy | 0.7500 before' in card
 
 
 def test_merged_model_is_the_adapted_one(tiny, tmp_path):
@@ -159,6 +246,70 @@ def test_peft_files_and_card_say_what_was_done(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_exported_classifier_loads_as_its_card_says(reviews, tmp_path):
+  torch = pytest.importorskip('torch')
+  for name in ('transformers', 'peft'):
+    pytest.importorskip(name)
+  folder, model = reviews
+  out = tmp_path / 'x'
+  _main('export', folder, '--output', out, '--base')
+  card = (out / 'README.md').read_text()
+  code = card.split('```python\n')[1].split('```')[0]
+  ids = minilm.tokenize(out, ['film bad', 'plot'], 7)
+  # The little model leaves out what transformers has defaults for.
+  path = out / 'base' / 'config.json'
+  entries = json.loads(path.read_text())
+  path.write_text(json.dumps(entries | {'model_type': 'bert'}))
+  names = {'FOLDER': str(out), 'BASE': str(out / 'base')}
+  exec(code, names)
+  names['encoder'].eval()
+  tokens = torch.tensor(ids)
+  with torch.no_grad():
+    found = names['logits'](
+      input_ids=tokens, attention_mask=(tokens != 0).long()
+    )
+  want = nnx.jit(lambda model, ids: model(ids))(model, ids)
+  np.testing.assert_allclose(found.numpy(), want, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_language_model_learns_and_an_interrupted_run_ends_alike(
+  tmp_path, monkeypatch, capsys
+):
+  model = language_models.write(tmp_path / 'model')
+  data = conftest.write_lines(tmp_path / 'train.jsonl', ROWS * 20)
+  argv = [
+    *('train', '--task', 'instruct', '--model', str(model)),
+    *('--data', str(data), '--eval', str(data), '--max-length', '14'),
+    *('--noise-multiplier', '0.2', '--delta', '1e-3', '--seed', '3'),
+    *('--batch-size', '16', '--microbatch-size', '8', '--steps', '6'),
+    *('--learning-rate', '0.1', '--rank', '2', '--eval-every', '3'),
+    *('--optimizer', 'dp-adamw', '--checkpoint-every', '2'),
+  ]
+  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+  _main(*argv, '--output', whole)
+  summary = json.loads((whole / 'summary.json').read_text())
+  # From 57.8 to 24.2 with this seed.
+  before, after = (summary[x]['eval_perplexity'] for x in ('start', 'final'))
+  assert after < before / 2
+  assert summary['settings']['learning_rate'] == 0.1
+  draw = run.sampling.draw
+
+  def interrupting(seed, step, **kwargs):
+    if step == 3:
+      signal.raise_signal(signal.SIGINT)
+    return draw(seed, step, **kwargs)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(run.sampling, 'draw', interrupting)
+    assert finetune.main([*argv, '--output', str(cut)]) == 130
+  assert 'Spent if you stop here' in capsys.readouterr().err
+  _main('train', '--output', cut, '--resume')
+  for name in ('adapter.safetensors', 'metrics.jsonl', 'summary.json'):
+    assert (cut / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['peft', 'merged'])
 def test_exported_model_gives_the_same_logits_in_torch(tiny, tmp_path, kind):
   torch, transformers, peft = (
@@ -194,6 +345,18 @@ def test_report_is_one_page_of_public_figures(tiny, tmp_path):
   ):
     assert fact in text, fact
   assert '<b>' not in text
+
+
+def test_report_compares_the_methods_of_the_demo(tiny, tmp_path):
+  folder, _ = tiny
+  shutil.copy(folder / 'options.json', tmp_path)
+  for name in ('prism', 'adamw'):
+    (tmp_path / name).mkdir()
+    for file in ('summary.json', 'metrics.jsonl'):
+      shutil.copy(folder / file, tmp_path / name)
+  found = finished.find_all(str(tmp_path))
+  assert [run.folder.name for run in found] == ['adamw', 'prism']
+  assert finished.find_all(str(folder))[0].folder == folder
 
 
 def test_other_weights_and_unfinished_runs_are_refused(tiny, tmp_path):
@@ -240,11 +403,11 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
 
 
 def test_a_stop_says_what_is_spent_and_what_is_reserved():
-  message = run._spent(PLAN, 2, 4)
+  message = summaries.spent(PLAN, 2, 4)
   two, four = (privacy.round_up(PLAN.epsilon(steps)) for steps in (2, 4))
   assert f'Spent if you stop here: epsilon = {two:.4f} ' in message
   assert re.search(f'Reserved .* 4 steps, epsilon = {four:.4f}', message)
-  assert 'Reserved' not in run._spent(PLAN, 4, 4)
+  assert 'Reserved' not in summaries.spent(PLAN, 4, 4)
 
 
 def test_help_shows_what_an_option_is_by_default(capsys):
