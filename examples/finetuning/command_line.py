@@ -1,7 +1,7 @@
 """The commands of ``finetune.py`` and their options, as types for ``tyro``.
 
-``tyro`` makes options of types; it is developed actively, under the MIT licence,
-and needs three small packages. typer needs pydantic and rich as well.
+``tyro`` makes options of types. It is developed actively, under the MIT
+licence, and needs three small packages; typer needs pydantic and rich as well.
 """
 
 import dataclasses
