@@ -1,7 +1,9 @@
 """Rows of a file: JSON lines, or CSV where the name ends so.
 
 One row that cannot be read is a row all the same: whether that is an error
-depends on whether the file is public, which the caller knows.
+depends on whether the file is public, which the caller knows. A record of a CSV
+file is what the reader takes for one: a quote that is not closed makes one
+record of all that follows.
 """
 
 import csv
