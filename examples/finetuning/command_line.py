@@ -78,6 +78,9 @@ class Report:
   """Folders of runs, to be compared."""
   output: str = 'report.html'
   """The page."""
+  rows: int = 0
+  """Also run the models: accuracy of each class, or so many public prompts with
+  the answers before and after."""
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
 
-from . import command_line, finished, privacy
+from . import command_line, finished, privacy, public_rows
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -37,16 +37,18 @@ def report(command: command_line.Report) -> None:
   runs = {str(run.folder): run for run in found}
   path = pathlib.Path(command.output)
   temporary = path.with_name(path.name + '.tmp')
-  temporary.write_text(page(runs), 'utf-8')
+  temporary.write_text(page(runs, command.rows), 'utf-8')
   temporary.replace(path)
   print(path)
 
 
-def page(runs: dict[str, finished.Finished]) -> str:
+def page(runs: dict[str, finished.Finished], rows: int = 0) -> str:
   """The whole page.
 
   Args:
     runs: By the names that they are to have on it.
+    rows: How many public rows the models are to answer; 0 leaves the models
+      alone.
   """
   parts = [
     '<!doctype html><html lang="en"><meta charset="utf-8">',
@@ -59,6 +61,8 @@ def page(runs: dict[str, finished.Finished]) -> str:
   ]
   for name, run in runs.items():
     parts += [f'<h2>{html.escape(name)}</h2>', _details(run)]
+    if rows:
+      parts.append(_spoken(run, rows))
   return '\n'.join(parts) + '\n'
 
 
@@ -159,6 +163,20 @@ def _details(run: finished.Finished) -> str:
       f'<details><summary>{name}</summary>{_table(rows, ("", ""))}</details>'
     )
   return '\n'.join(parts)
+
+
+def _spoken(run: finished.Finished, rows: int) -> str:
+  """What the model says to public rows."""
+  if run.options.task == 'classify':
+    found = [
+      (name, count, f'{accuracy:.3f}')
+      for name, count, accuracy in public_rows.per_class(run)
+    ]
+    return _table(found, ('class', 'public rows', 'accuracy'))
+  if run.options.task == 'instruct':
+    found = [list(x.values()) for x in public_rows.answers(run, rows)]
+    return _table(found, ('prompt', 'response', 'before', 'after'))
+  return ''
 
 
 def _shown(value: Any) -> str:
