@@ -86,7 +86,7 @@ def _write_summary(folder, used, rows) -> None:
     'start': rows[0],
     'final': rows[-1],
     'private': True,
-    'epsilon': 1.23456,
+    'epsilon': 1.23452,
     'statement': 'epsilon = 1.2346 <b>',
     'plan': dataclasses.asdict(PLAN),
     'settings': summaries.public(finetune.settings_of(used, 'prism')),

@@ -125,13 +125,13 @@ def test_weights_in_several_files_are_those_in_one(source, tmp_path):
     pretrained.find(str(folder))
 
 
-def test_answers_are_the_likeliest_tokens(source):
+def test_answers_are_the_likeliest_tokens(adapted):
   """Two prompts at once, of two lengths, against one token at a time."""
-  model = llama_files.load(source)
+  model = adapted
   prompts = [[1, 5, 9], [3, 14, 15, 9, 26]]
-  answers = generation.Generator(model, [99]).answers(prompts, 4)
+  answers = generation.Generator(model, [99]).answers(prompts, 8)
   for prompt, answer in zip(prompts, answers, strict=True):
-    row = np.zeros((1, 9), int)
+    row = np.zeros((1, 13), int)
     row[0, : len(prompt)] = prompt
     for i, token in enumerate(answer):
       at = len(prompt) + i
@@ -139,7 +139,7 @@ def test_answers_are_the_likeliest_tokens(source):
       row[0, at] = token
   # It ends before the token that says so.
   stop = answers[0][2]
-  cut = generation.Generator(model, [stop]).answers(prompts[:1], 4)[0]
+  cut = generation.Generator(model, [stop]).answers(prompts[:1], 8)[0]
   assert cut == answers[0][: answers[0].index(stop)]
 
 
