@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
 
-from . import command_line, finished, privacy, public_rows
+from . import command_line, finished, options, privacy, public_rows
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -34,12 +34,19 @@ def report(command: command_line.Report) -> None:
   found = [run for folder in command.runs for run in finished.find_all(folder)]
   if not found:
     raise ValueError('report needs the folder of a run.')
-  runs = {str(run.folder): run for run in found}
+  runs = {_name(run, found): run for run in found}
   path = pathlib.Path(command.output)
   temporary = path.with_name(path.name + '.tmp')
   temporary.write_text(page(runs, command.rows), 'utf-8')
   temporary.replace(path)
   print(path)
+
+
+def _name(run: finished.Finished, runs: Sequence[finished.Finished]) -> str:
+  """The folder's name, or all of its path if two have the same one."""
+  folder = run.folder.resolve()
+  same = [x for x in runs if x.folder.resolve().name == folder.name]
+  return folder.name if len(same) == 1 else str(folder)
 
 
 def page(runs: dict[str, finished.Finished], rows: int = 0) -> str:
@@ -155,7 +162,7 @@ def _details(run: finished.Finished) -> str:
   parts.append(_table(rows, ('measure', 'before', 'after')))
   for name, values in (
     ('Settings', summary['settings']),
-    ('Options', vars(run.options)),
+    ('Options', _without_paths(run.options)),
     ('Versions', summary['versions']),
   ):
     rows = [[key, _shown(value)] for key, value in values.items()]
@@ -163,6 +170,16 @@ def _details(run: finished.Finished) -> str:
       f'<details><summary>{name}</summary>{_table(rows, ("", ""))}</details>'
     )
   return '\n'.join(parts)
+
+
+def _without_paths(used: options.Options) -> dict[str, Any]:
+  """The names of files, not where they lie on this machine."""
+  return {
+    key: pathlib.Path(value).name
+    if key in ('data', 'eval', 'model', 'output') and value
+    else value
+    for key, value in vars(used).items()
+  }
 
 
 def _spoken(run: finished.Finished, rows: int) -> str:

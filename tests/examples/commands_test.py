@@ -122,6 +122,7 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   ):
     assert fact in text, fact
   assert '<b>' not in text
+  assert str(folder.parent) not in text  # Nor where it lies.
 
 
 def test_report_has_classes_and_answers_if_asked_for(
