@@ -145,6 +145,7 @@ def _training(run: finished.Finished) -> dict[str, Any]:
     'length limit': f'{used.max_length} tokens',
   }
   if used.task == 'instruct':
+    rows['frozen weights'] = used.weights_dtype
     rows['loss'] = (
       'sum over the tokens of the response, in nats, divided by '
       f'{used.loss_divisor}'
