@@ -4,15 +4,24 @@
         Pretrains a small vision transformer on public digits, adapts it to
         private ones, and compares PRISM, DP-AdamW and a run without privacy.
 
-    python examples/finetune.py --data train.jsonl --eval validation.jsonl \\
+    python examples/finetune.py train --data train.jsonl --eval public.jsonl \\
         --target-epsilon 6 --delta 1e-5 --output runs/mine
         Fine-tunes all-MiniLM-L6-v2 on a text classification file: JSON lines
-        with the columns `text` and `label`. The training file is private, the
-        evaluation file is declared public.
+        or CSV with the columns `text` and `label`. The training file is
+        private, the evaluation file is declared public.
 
-    python examples/finetune.py --output runs/mine --resume
+    python examples/finetune.py train --task instruct --model smollm2 ...
+        Fine-tunes a language model on rows with `prompt` and `response`.
+
+    python examples/finetune.py train --output runs/mine --resume
         Goes on after an interruption: the same parameters, bit for bit, as if
         there had been none.
+
+    python examples/finetune.py predict runs/mine --data questions.jsonl
+    python examples/finetune.py chat runs/mine
+    python examples/finetune.py export runs/mine --output adapter
+    python examples/finetune.py report runs/mine runs/other
+        What a finished run is good for. Options: COMMAND --help.
 
 What is private: one row of --data, under adding or removing it, with batches
 drawn by Poisson sampling. What is not: the number of rows (--dataset-size is
@@ -24,17 +33,32 @@ options.json may be published. checkpoints_secret/, which is there while the
 run lasts and holds the noise key, and nonprivate_* may not.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import logging
-from finetuning import digits, methods, privacy, reporting, run, sampling, tasks
+from finetuning import (
+  answers,
+  checking,
+  checkpoints,
+  command_line,
+  digits,
+  exporting,
+  finished,
+  instructions,
+  methods,
+  privacy,
+  report_page,
+  reporting,
+  run,
+  sampling,
+  tasks,
+)
 from finetuning import options as options_lib
-from finetuning.models import minilm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,20 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   argv = sys.argv[1:] if argv is None else list(argv)
   # The libraries' warnings; what concerns the user is printed.
   logging.set_verbosity(logging.ERROR)
-  given = vars(options_lib.make_parser(__doc__).parse_args(argv))
+  command = command_line.parse(argv, __doc__)
   try:
-    options = options_lib.resolve(given)
-    output = pathlib.Path(options.output)
-    if options.data is None:
-      compare_on_digits(options, output)
+    if isinstance(command, command_line.Train):
+      train(options_lib.resolve(command.given()))
     else:
-      finetune_text(options, output)
+      COMMANDS[type(command)](command)
   except run.Interrupted as stop:
-    print(
-      f'\n{stop} Go on with:\n  python {sys.argv[0]} --output '
-      f'{options.output} --resume',
-      file=sys.stderr,
-    )
+    print(f'\n{stop}', file=sys.stderr)
     return 130
   except KeyboardInterrupt:
     # Before the first step, or for the second time.
@@ -63,16 +81,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 130
   except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-      print(
-        'What was saved before is still there: go on with --resume.',
-        file=sys.stderr,
-      )
     return 2
   return 0
 
 
-def make_plan(options: argparse.Namespace, rows: int) -> privacy.Plan:
+def train(options: options_lib.Options) -> None:
+  """The command ``train``.
+
+  Raises:
+    run.Interrupted: With how to go on.
+    OSError: With what is left of the run.
+  """
+  output = pathlib.Path(options.output)
+  resume = f'\n  python {sys.argv[0]} train --output {output} --resume'
+  try:
+    {
+      'digits': compare_on_digits,
+      'classify': finetune_text,
+      'instruct': finetune_language_model,
+    }[options.task](options, output)
+  except run.Interrupted as stop:
+    raise run.Interrupted(f'{stop} Go on with:{resume}') from stop
+  except FileNotFoundError:
+    raise
+  except OSError as error:
+    if not list(output.glob(f'**/{checkpoints.FOLDER}/[0-9]*')):
+      raise OSError(f'{error}. No run has begun in {output}.') from error
+    message = f'{error}. What was saved before is still there: go on with'
+    raise OSError(f'{message} --resume.{resume}') from error
+
+
+def make_plan(options: options_lib.Options, rows: int) -> privacy.Plan:
   """The public constants of a run on ``rows`` private rows.
 
   Raises:
@@ -113,14 +152,12 @@ def make_plan(options: argparse.Namespace, rows: int) -> privacy.Plan:
   return plan
 
 
-def settings_of(
-  options: argparse.Namespace, optimizer: str, kind: str
-) -> run.Settings:
+def settings_of(options: options_lib.Options, optimizer: str) -> run.Settings:
   """The part of the options that the training loop takes."""
   rate = options.learning_rate
   return run.Settings(
     optimizer=optimizer,
-    learning_rate=options_lib.LEARNING_RATES[kind][optimizer]
+    learning_rate=options_lib.LEARNING_RATES[options.task][optimizer]
     if rate is None
     else rate,
     l2_clip_norm=options.l2_clip_norm,
@@ -136,7 +173,7 @@ def settings_of(
 
 
 def save_options(
-  options: argparse.Namespace,
+  options: options_lib.Options,
   task: tasks.Task,
   plan: privacy.Plan,
   output: pathlib.Path,
@@ -165,7 +202,7 @@ def save_options(
     )
 
 
-def finetune_text(options: argparse.Namespace, output: pathlib.Path) -> None:
+def finetune_text(options: options_lib.Options, output: pathlib.Path) -> None:
   """One method on two text files."""
   task = tasks.text_classification(
     options.data,
@@ -175,21 +212,11 @@ def finetune_text(options: argparse.Namespace, output: pathlib.Path) -> None:
     label_column=options.label_column,
     max_length=options.max_length,
     model=options.model,
-    lora=minilm.LoraConfig(
-      options.rank, tuple(options.lora_targets), options.lora_layers
-    ),
+    lora=finished.lora_of(options),
     init_seed=options.init_seed,
   )
-  plan = make_plan(options, len(task.train.labels))
-  # From here on these are constants of the run, whatever becomes of the files.
-  options.dataset_size = plan.dataset_size
-  options.labels = list(task.labels)
-  save_options(options, task, plan, output)
-  settings = settings_of(options, options.optimizer, 'text')
-  if settings.nonprivate_diagnostics:
-    print('The files nonprivate_* will NOT be covered by the guarantee.')
   print(f'{task.name}: {len(task.labels)} classes; results in {output}')
-  summary = run.train(task, plan, settings, output)
+  summary = train_one(options, task, output)
   print(
     f'{summary["optimizer"]}: evaluation accuracy '
     f'{summary["start"]["eval_accuracy"]:.3f} -> '
@@ -197,8 +224,50 @@ def finetune_text(options: argparse.Namespace, output: pathlib.Path) -> None:
   )
 
 
+def finetune_language_model(
+  options: options_lib.Options, output: pathlib.Path
+) -> None:
+  """One method on two files of conversations."""
+  task = tasks.language_model(
+    options.data,
+    options.eval,
+    columns=instructions.Columns(
+      options.prompt_column, options.response_column, options.messages_column
+    ),
+    max_length=options.max_length,
+    loss_divisor=options.loss_divisor,
+    model=options.model,
+    weights_dtype=options.weights_dtype,
+    lora=finished.lora_of(options),
+    microbatch_size=options.microbatch_size,
+    init_seed=options.init_seed,
+  )
+  print(f'{task.name}: {task.base["model"]}; results in {output}')
+  summary = train_one(options, task, output)
+  print(
+    f"{summary['optimizer']}: perplexity of the evaluation's responses "
+    f'{summary["start"]["eval_perplexity"]:.3f} -> '
+    f'{summary["final"]["eval_perplexity"]:.3f}; {summary["statement"]}.'
+  )
+
+
+def train_one(
+  options: options_lib.Options, task: tasks.Task, output: pathlib.Path
+) -> dict[str, Any]:
+  """Plans and runs one method; returns its summary."""
+  plan = make_plan(options, len(task.train.labels))
+  # From here on these are constants of the run, whatever becomes of the files.
+  options.dataset_size = plan.dataset_size
+  options.labels = list(task.labels) or None
+  save_options(options, task, plan, output)
+  settings = settings_of(options, options.optimizer)
+  if settings.nonprivate_diagnostics:
+    print('The files nonprivate_* will NOT be covered by the guarantee.')
+  return run.train(task, plan, settings, output)
+
+
 def compare_on_digits(
-  options: argparse.Namespace, output: pathlib.Path
+  options: options_lib.Options, output: pathlib.Path
 ) -> None:
   """All methods, or the one asked for, on the default task."""
   options.dataset_size = digits.PRIVATE_SIZE
@@ -218,9 +287,7 @@ def compare_on_digits(
     used = plan
     if name == 'adamw':
       used = dataclasses.replace(plan, noise_multiplier=0.0)
-    summary = run.train(
-      task, used, settings_of(options, name, 'digits'), output / name
-    )
+    summary = run.train(task, used, settings_of(options, name), output / name)
     if not rows[1:]:
       accuracy = f'{summary["start"]["eval_accuracy"]:.3f}'
       rows.append(('before adaptation', accuracy, '0'))
@@ -234,6 +301,15 @@ def compare_on_digits(
   if statement:
     print(f'\nSpent by each private run: {statement}.')
   print(f'Adapters, metrics and plots are in {output}.')
+
+
+COMMANDS: dict[type, Any] = {
+  command_line.Predict: answers.predict,
+  command_line.Chat: answers.talk,
+  command_line.Export: exporting.export,
+  command_line.Report: report_page.report,
+  command_line.CheckData: checking.check_data,
+}
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Text classification files: JSON lines, read strictly or totally.
+"""Text classification files: JSON lines or CSV, read strictly or totally.
 
 The evaluation file is declared public: whatever is wrong in it raises, with
 the line. The training file is private: an error (or a warning, or a number of
@@ -8,12 +8,13 @@ keeps its place and counts as a record with a zero gradient, silently. Only
 what holds for the file as a whole, such as no row having the columns, raises.
 """
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from . import files
 
 BLANK = -1  # The label of a record that contributes nothing.
 
@@ -23,7 +24,9 @@ class Examples(NamedTuple):
 
   Attributes:
     inputs: ``(rows, ...)``, what the model takes.
-    labels: ``(rows,)`` int32, an index into the label set or ``BLANK``.
+    labels: ``(rows,)`` int32, an index into the label set or ``BLANK``; of a
+      language model ``(rows, length)``, the token after each one, ``BLANK``
+      where it is no part of the response.
   """
 
   inputs: np.ndarray
@@ -31,7 +34,7 @@ class Examples(NamedTuple):
 
 
 class TextFile(NamedTuple):
-  """Rows of a JSON-lines file; an unusable row is ``('', None)``."""
+  """Rows of a file; an unusable row is ``('', None)``."""
 
   texts: list[str]
   labels: list[str | None]
@@ -46,22 +49,13 @@ def label_name(value: Any) -> str | None:
   return None
 
 
-def _lines(path: str, option: str) -> list[str]:
-  if not pathlib.Path(path).is_file():
-    raise ValueError(f'{option}: there is no file {path}.')
-  # `errors='replace'`: a stray byte in one record must not stop the run. Not
-  # `splitlines`, which would also cut at separators inside of a text.
-  text = pathlib.Path(path).read_text('utf-8', errors='replace')
-  return [line for line in text.split('\n') if line.strip()]
-
-
 def read_public(
   path: str, text_column: str, label_column: str, option: str = '--eval'
 ) -> TextFile:
   """Reads a file declared public.
 
   Args:
-    path: JSON lines, one object a line.
+    path: See ``files.read``.
     text_column: Key of the text, a string.
     label_column: Key of the label, a string or an integer.
     option: How the caller's option is called, for the messages.
@@ -74,14 +68,10 @@ def read_public(
       lacks a column or has a value of another type; with the line.
   """
   texts, labels = [], []
-  for number, line in enumerate(_lines(path, option), 1):
+  for number, (row, problem) in enumerate(files.read(path, option), 1):
     where = f'{option} {path}, row {number}'
-    try:
-      row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-      raise ValueError(f'{where}: no JSON ({error}).') from error
-    if not isinstance(row, dict):
-      raise ValueError(f'{where}: expected a JSON object, got {line[:60]!r}.')
+    if row is None:
+      raise ValueError(f'{where}: {problem}.')
     for column in (text_column, label_column):
       if column not in row:
         raise ValueError(
@@ -109,7 +99,7 @@ def read_private(path: str, text_column: str, label_column: str) -> TextFile:
   """Reads a file of private records; see the module's docstring.
 
   Args:
-    path: JSON lines, one record a line.
+    path: See ``files.read``.
     text_column: Key of the text.
     label_column: Key of the label.
 
@@ -121,13 +111,10 @@ def read_private(path: str, text_column: str, label_column: str) -> TextFile:
     ValueError: If the file is absent, or not a single row has the columns.
   """
   texts, labels = [], []
-  for line in _lines(path, '--data'):
+  rows = files.read(path, '--data')
+  for row, _ in rows:
     text, label = '', None
-    try:
-      row = json.loads(line)
-    except (ValueError, RecursionError):
-      row = None
-    if isinstance(row, dict) and isinstance(row.get(text_column), str):
+    if row is not None and isinstance(row.get(text_column), str):
       text, label = row[text_column], label_name(row.get(label_column))
     texts.append(text)
     labels.append(label)
@@ -135,7 +122,7 @@ def read_private(path: str, text_column: str, label_column: str) -> TextFile:
     raise ValueError(
       f'--data {path}: no row has the columns {text_column!r} (a string) and '
       f'{label_column!r} (a string or an integer); see --text-column and '
-      f'--label-column.'
+      f'--label-column.{files.hint(path, rows)}'
     )
   return TextFile(texts, labels)
 

@@ -1,14 +1,14 @@
 """The options of ``finetune.py``: what they are, and what is refused."""
 
-import argparse
 import json
 import math
+import os
 import pathlib
 import time
+import types
 from typing import Any
 
-from . import methods
-from .models import layers
+from .models import layers, pretrained
 
 # Learning rates at the start of the cosine, found by hand on the evaluation
 # set, prism without decay and with bias correction. Since then one run each at
@@ -18,7 +18,8 @@ from .models import layers
 # .484, .817, .841 (and .538 at 1e-1); adamw .900, .938, .935.
 LEARNING_RATES = {
   'digits': {'prism': 2e-2, 'dp-muon': 3e-2, 'dp-adamw': 2e-2, 'adamw': 1e-2},
-  'text': {'prism': 1e-2, 'dp-muon': 1e-2, 'dp-adamw': 5e-3, 'adamw': 2e-3},
+  'classify': {'prism': 1e-2, 'dp-muon': 1e-2, 'dp-adamw': 5e-3, 'adamw': 2e-3},
+  'instruct': {'prism': 5e-3, 'dp-muon': 5e-3, 'dp-adamw': 1e-3, 'adamw': 1e-3},
 }
 # What an option is where it is not given.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -31,110 +32,77 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     'delta': 1e-4,
     'target_epsilon': 8.0,
   },
-  'text': {
+  'classify': {
     'rank': 8,
     'steps': 300,
     'batch_size': 256,
     'microbatch_size': 32,
     'eval_every': 25,
     'optimizer': 'prism',
+    'text_column': 'text',
+    'label_column': 'label',
+    'max_length': 48,
+  },
+  'instruct': {
+    'rank': 8,
+    'steps': 200,
+    'batch_size': 64,
+    'microbatch_size': 4,
+    'eval_every': 25,
+    'optimizer': 'prism',
+    'prompt_column': 'prompt',
+    'response_column': 'response',
+    'messages_column': 'messages',
+    'max_length': 256,
+    'model': pretrained.SMOLLM2,
+    'weights_dtype': 'float32',
   },
 }
+# And for all of them.
+COMMON: dict[str, Any] = {
+  'l2_clip_norm': 1.0,
+  'lora_targets': list(layers.TARGETS),
+  'init_seed': 0,
+  'checkpoint_every': 10,
+  'nonprivate_diagnostics': False,
+  'skip_padding': False,
+  'keep_checkpoints': False,
+}
+# What has no meaning for the other tasks.
+ONLY = {
+  'classify': (
+    *('data', 'eval', 'dataset_size', 'model', 'max_length'),
+    *('labels', 'text_column', 'label_column'),
+  ),
+  'instruct': (
+    *('data', 'eval', 'dataset_size', 'model', 'max_length', 'loss_divisor'),
+    *('prompt_column', 'response_column', 'messages_column', 'weights_dtype'),
+  ),
+}
+Options = types.SimpleNamespace
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-  """All options; None stands for "not given"."""
-  parser = argparse.ArgumentParser(
-    description=description,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
-  add = parser.add_argument_group('data').add_argument
-  add('--data', help='private JSON lines; without it, the digits')
-  add('--eval', help='public JSON lines')
-  add('--text-column', help="default 'text'")
-  add('--label-column', help="default 'label'")
-  add(
-    '--labels',
-    nargs='+',
-    help='names of the classes, or a file with one a line; default: the '
-    'labels of --eval. Private rows with another label count as records '
-    'with a zero gradient.',
-  )
-  add('--max-length', type=int, help='tokens of a text, default 48')
-
-  add = parser.add_argument_group('privacy').add_argument
-  add('--target-epsilon', type=float, help='least noise that meets it')
-  add('--noise-multiplier', type=float, help='instead of --target-epsilon')
-  add('--delta', type=float, help='must be well below 1 / dataset size')
-  add(
-    '--dataset-size',
-    type=int,
-    help='declared constant, at least the number of rows; default: counted, '
-    'and declared public by that',
-  )
-  add(
-    '--batch-size',
-    type=int,
-    help='EXPECTED number of rows in a batch: declared constant, divisor of '
-    'the sum; every row is drawn with probability batch size / dataset size',
-  )
-  add('--l2-clip-norm', type=float, help='of one example, default 1')
-  add(
-    '--seed',
-    type=int,
-    help='reproducible batches and noise: for tests; voids the guarantee. '
-    "Default: the operating system's entropy.",
-  )
-  add(
-    '--nonprivate-diagnostics',
-    action='store_true',
-    default=None,
-    help='also write loss, accuracy and gradient norm on the private '
-    'batches; they are not covered by the guarantee',
-  )
-  add(
-    '--skip-padding',
-    action='store_true',
-    default=None,
-    help='faster; the duration of a step then tells how many rows it had',
-  )
-
-  add = parser.add_argument_group('training').add_argument
-  add(
-    '--optimizer',
-    choices=methods.METHODS,
-    help="default prism; without --data all of them. 'adamw' is NOT private",
-  )
-  add('--learning-rate', type=float, help='at the start of a cosine decay')
-  add('--steps', type=int)
-  add('--rank', type=int, help='of the adapters')
-  add('--lora-targets', nargs='+', choices=tuple(layers.TARGETS))
-  add('--lora-layers', type=int, help='only the top layers; default all')
-  add('--model', help='folder of a MiniLM; default: the PyPI package, the hub')
-  add('--microbatch-size', type=int, help='examples in memory at once')
-  add(
-    '--mesh',
-    help='data=N: every batch split over N devices, with the result of one to '
-    'rounding; the micro-batch must be a multiple of N',
-  )
-  add('--init-seed', type=int, help='of adapters and head, public, default 0')
-
-  add = parser.add_argument_group('output').add_argument
-  add('--output', help='folder of the results')
-  add('--resume', action='store_true', help='go on with the run in --output')
-  add('--eval-every', type=int, help='steps')
-  add('--checkpoint-every', type=int, help='steps, default 10')
-  add(
-    '--keep-checkpoints',
-    action='store_true',
-    default=None,
-    help='do not delete checkpoints_secret at the end',
-  )
-  return parser
+def shown_default(name: str) -> str:
+  """What an option is if it is not given, for the help."""
+  if name == 'learning_rate':
+    return 'of the method and the task'
+  values = {
+    task: defaults[name]
+    for task, defaults in DEFAULTS.items()
+    if name in defaults
+  }
+  if name in COMMON:
+    values = {'': COMMON[name]}
+  texts = {
+    task: ' '.join(value) if isinstance(value, list) else f'{value}'
+    for task, value in values.items()
+  }
+  if len(set(texts.values())) == 1 and set(texts) != {'digits'}:
+    return next(iter(texts.values()))
+  return ', '.join(f'{task} {text}' for task, text in texts.items())
 
 
-def resolve(given: dict[str, Any]) -> argparse.Namespace:
+def resolve(given: dict[str, Any]) -> Options:
   """Completes and checks the options.
 
   Args:
@@ -150,7 +118,6 @@ def resolve(given: dict[str, Any]) -> argparse.Namespace:
   """
   given = dict(given)
   resume = given.pop('resume')
-  kind = 'digits' if given['data'] is None else 'text'
   if resume:
     if given['output'] is None:
       raise ValueError('--resume needs --output, the folder to go on with.')
@@ -160,28 +127,20 @@ def resolve(given: dict[str, Any]) -> argparse.Namespace:
       raise ValueError(f'--resume: there is no run in {folder} (no {path}).')
     stored = json.loads(path.read_text('utf-8'))
     for name, value in absolute(given).items():
-      if value is not None and name != 'output' and value != stored[name]:
+      if value is not None and name != 'output' and value != stored.get(name):
         raise ValueError(
           f'--resume: --{name.replace("_", "-")} {value} contradicts the run '
-          f'in {folder}, which has {stored[name]}.'
+          f'in {folder}, which has {stored.get(name)}.'
         )
-    return argparse.Namespace(**stored | {'output': str(folder)})
-  defaults = DEFAULTS[kind] | {
-    'text_column': 'text',
-    'label_column': 'label',
-    'max_length': 48,
-    'l2_clip_norm': 1.0,
-    'lora_targets': list(layers.TARGETS),
-    'init_seed': 0,
-    'checkpoint_every': 10,
-    'nonprivate_diagnostics': False,
-    'skip_padding': False,
-    'keep_checkpoints': False,
-    'output': time.strftime(f'runs/{kind}-%Y%m%d-%H%M%S'),
-  }
+    return Options(**stored | {'output': str(folder)})
+  task = given['task']
+  if task is None:
+    task = given['task'] = 'digits' if given['data'] is None else 'classify'
+  defaults = COMMON | DEFAULTS[task]
+  defaults['output'] = time.strftime(f'runs/{task}-%Y%m%d-%H%M%S')
   if given['noise_multiplier'] is not None:
     defaults.pop('target_epsilon', None)
-  options = argparse.Namespace(**given, plan=None)
+  options = Options(**given, plan=None)
   devices = mesh_devices(options.mesh)
   # The default micro-batch fits any mesh; one that was asked for has to.
   defaults['microbatch_size'] = (
@@ -190,12 +149,21 @@ def resolve(given: dict[str, Any]) -> argparse.Namespace:
   for name, value in defaults.items():
     if getattr(options, name) is None:
       setattr(options, name, value)
+  if task == 'instruct' and options.loss_divisor is None:
+    options.loss_divisor = options.max_length
   check(options)
   folder = pathlib.Path(options.output)
   if folder.exists() and any(folder.iterdir()):
     raise ValueError(
       f'--output {folder} is not empty. Go on with the run in it by '
       f'--resume, or choose another folder.'
+    )
+  # Before minutes are spent on a model. The folder is not made yet.
+  there = next(x for x in (folder, *folder.absolute().parents) if x.exists())
+  if not there.is_dir() or not os.access(there, os.W_OK):
+    raise ValueError(
+      f'--output {folder} cannot be written: {there} is no folder that you may '
+      'write to.'
     )
   return options
 
@@ -219,11 +187,11 @@ def absolute(given: dict[str, Any]) -> dict[str, Any]:
   return given | {
     name: str(pathlib.Path(given[name]).absolute())
     for name in ('data', 'eval', 'model')
-    if given[name] is not None
+    if given[name] is not None and given[name] != pretrained.SMOLLM2
   }
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
   """Refuses what is wrong whatever the data; see :func:`resolve`."""
 
   def require(condition: bool, name: str, expected: str):
@@ -241,6 +209,8 @@ def check(options: argparse.Namespace) -> None:
     'checkpoint_every',
     'dataset_size',
     'lora_layers',
+    'max_length',
+    'loss_divisor',
   ):
     value = getattr(options, name)
     require(value is None or value >= 1, name, 'to be at least 1')
@@ -259,12 +229,19 @@ def check(options: argparse.Namespace) -> None:
   require(valid, 'noise_multiplier', 'to be finite and not negative')
   valid = options.delta is None or 0 < options.delta < 1
   require(valid, 'delta', 'to be between 0 and 1')
-  if options.data is None:
-    for name in ('eval', 'labels', 'dataset_size', 'model'):
-      value = getattr(options, name)
-      if value is not None:
-        raise ValueError(f'--{name.replace("_", "-")} {value} needs --data.')
+  for name, value in vars(options).items():
+    tasks = [task for task in ONLY if name in ONLY[task]]
+    if tasks and options.task not in tasks and value is not None:
+      option = f'--{name.replace("_", "-")} {value}'
+      if options.data is None:
+        raise ValueError(f'{option} needs --data.')
+      raise ValueError(
+        f'{option} is for --task {" or ".join(tasks)}, not {options.task}.'
+      )
+  if options.task == 'digits':
     return
+  if options.data is None:
+    raise ValueError(f'--task {options.task} needs --data, the private file.')
   if options.eval is None:
     raise ValueError('--data needs --eval, a public file of the same form.')
   if options.optimizer == 'adamw':

@@ -114,8 +114,17 @@ def _plot(
       if rows:
         values = [row[f'{prefix}_{kind}'] for row in rows]
         steps = [row['step'] for row in rows]
-        axis.plot(steps, values, line, label=label)
+        axis.plot(
+          steps,
+          values,
+          line,
+          label=label,
+          linewidth=2,
+          marker='o',
+          markersize=4,
+        )
     axis.set(xlabel='step', ylabel=kind)
+    axis.grid(alpha=0.3)
     axis.legend()
   figure.suptitle(title, fontsize='medium')
   figure.savefig(path, dpi=150)

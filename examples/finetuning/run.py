@@ -12,13 +12,13 @@ import optax
 import tqdm
 
 from . import (
-  adapters,
   checkpoints,
   methods,
   privacy,
   randomness,
   reporting,
   sampling,
+  summaries,
   tasks,
   training,
 )
@@ -123,9 +123,20 @@ def train(
     store.save(checkpoint, ledger)
   report.resume(int(checkpoint.state.step))
   checkpoint = _loop(
-    task, plan, settings, method, checkpoint, ledger, store, report
+    task,
+    plan,
+    settings,
+    method,
+    checkpoint,
+    ledger,
+    store,
+    report,
+    # A process that was killed may have released what it had written down.
+    spent_before=0 if restored is None else ledger.spent_steps,
   )
-  summary = _finish(task, plan, settings, checkpoint.state, report, output)
+  summary = summaries.write(
+    task, plan, settings, checkpoint.state, report, output
+  )
   store.close()
   if not settings.keep_checkpoints:
     checkpoints.erase(output)
@@ -136,8 +147,8 @@ def _release(
   task: tasks.Task, plan: privacy.Plan, settings: Settings
 ) -> dict[str, Any]:
   """All that decides what is released, beside the data and the secrets."""
-  used = dataclasses.asdict(settings)
-  for name in ('eval_every', 'checkpoint_every', 'keep_checkpoints', 'seed'):
+  used = summaries.public(settings)
+  for name in ('eval_every', 'checkpoint_every', 'keep_checkpoints'):
     del used[name]
   return {
     'plan': dataclasses.asdict(plan),
@@ -184,17 +195,19 @@ def _loop(
   ledger: checkpoints.Ledger,
   store: checkpoints.Checkpoints,
   report: reporting.Report,
+  spent_before: int,
 ) -> checkpoints.Checkpoint:
   """All steps that are left."""
   placement = training.Placement(settings.devices)
   state, frozen = placement.everywhere((checkpoint.state, task.frozen))
-  evaluate = training.make_evaluate(task.graphdef, task.evaluation)
+  evaluate = task.make_evaluate(task.graphdef, task.evaluation)
   step = training.make_step(
     task.graphdef,
     method,
     expected_batch_size=plan.expected_batch_size,
     microbatch_size=settings.microbatch_size,
     nonprivate_diagnostics=settings.nonprivate_diagnostics,
+    loss=task.make_loss(task.graphdef),
   )
 
   def batch_of(number: int):
@@ -241,71 +254,19 @@ def _loop(
       if requests and done < plan.steps:
         message = f'Stopped after {done} of {plan.steps} steps, saved.'
         if settings.optimizer != 'adamw':
-          message += f' Spent: {plan.statement(ledger.spent_steps)}.'
+          message += summaries.spent(
+            plan, max(done, spent_before), ledger.spent_steps
+          )
         raise Interrupted(message)
   return checkpoint._replace(state=state)
 
 
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
-  return {'accuracy': f'{rows[-1]["eval_accuracy"]:.3f}'} if rows else {}
-
-
-def _finish(
-  task: tasks.Task,
-  plan: privacy.Plan,
-  settings: Settings,
-  state: training.TrainState,
-  report: reporting.Report,
-  output: pathlib.Path,
-) -> dict[str, Any]:
-  steps = int(state.step)
-  is_private = settings.optimizer != 'adamw'
-  if int(state.held):
-    print(
-      f'{settings.optimizer} diverged: {int(state.held)} of {steps} steps '
-      'gave numbers that are not finite and left the parameters as they were. '
-      'Try a smaller --learning-rate.'
-    )
-  summary: dict[str, Any] = {
-    'task': task.name,
-    'optimizer': settings.optimizer,
-    'start': report.public.rows[0],
-    'final': report.public.rows[-1],
-    'private': is_private,
-    'held_steps': int(state.held),
-  }
-  if is_private:
-    summary |= {
-      'epsilon': plan.epsilon(steps),
-      'statement': plan.statement(steps),
-      'plan': dataclasses.asdict(plan),
-    }
-    title = (
-      f'{task.name}, {settings.optimizer}, epsilon {summary["epsilon"]:.2f}'
-    )
-  else:
-    summary['statement'] = 'not private'
-    title = f'{task.name}, {settings.optimizer}, not private'
-  if settings.seed is not None and is_private:
-    summary['statement'] += (
-      '; the guarantee does NOT hold: --seed made batches and noise predictable'
-    )
-  adapters.save(
-    output / 'adapter.safetensors',
-    state.params,
-    {
-      'base': task.base,
-      'labels': task.labels,
-      'optimizer': settings.optimizer,
-      'privacy': summary['statement'],
-    },
-  )
-  report.plot(title)
-  text = json.dumps(summary, indent=2) + '\n'
-  temporary = output / 'summary.tmp'
-  temporary.write_text(text, 'utf-8')
-  temporary.replace(output / 'summary.json')
-  return summary
+  if not rows:
+    return {}
+  is_language = 'eval_perplexity' in rows[-1]
+  name = 'perplexity' if is_language else 'accuracy'
+  return {name: f'{rows[-1][f"eval_{name}"]:.3f}'}
 
 
 @contextlib.contextmanager

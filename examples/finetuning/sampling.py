@@ -19,7 +19,8 @@ class Batch(NamedTuple):
 
   Attributes:
     inputs: ``(padded size, ...)``, zeros where there is no example.
-    labels: ``(padded size,)`` int32, 0 where there is no example.
+    labels: ``(padded size,)`` int32, 0 where there is no example; or ``(padded
+      size, length)``, ``BLANK`` there.
   """
 
   inputs: np.ndarray
@@ -106,10 +107,17 @@ def gather(
   inputs, labels = examples
   present = (indices >= 0) & (indices < len(labels))
   rows = np.where(present, indices, 0)
-  present &= labels[rows] != data.BLANK
-  broadcast = present.reshape(-1, *(1,) * (inputs.ndim - 1))
+  chosen = labels[rows]
+  present &= (chosen != data.BLANK).reshape(len(chosen), -1).any(axis=1)
+
+  def only_present(values: np.ndarray, fill: int) -> np.ndarray:
+    broadcast = present.reshape(-1, *(1,) * (values.ndim - 1))
+    return np.where(broadcast, values, fill)
+
+  # A class has to be a number of one; a token may be none at all.
+  fill = 0 if labels.ndim == 1 else data.BLANK
   batch = Batch(
-    np.where(broadcast, inputs[rows], 0).astype(inputs.dtype),
-    np.where(present, labels[rows], 0).astype(np.int32),
+    only_present(inputs[rows], 0).astype(inputs.dtype),
+    only_present(chosen, fill).astype(np.int32),
   )
   return batch, ~present

@@ -1,15 +1,25 @@
 """What is fine-tuned on what: a model, a private file and a public one."""
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from . import data, digits, pretraining
-from .models import classifier, minilm, vit, weights
+from . import data, digits, instructions, language, pretraining, training
+from .models import (
+  chat,
+  classifier,
+  llama_files,
+  minilm,
+  pretrained,
+  vit,
+  weights,
+)
 
 # Sharpness of the softmax over normalised features: logits of a unit vector
 # reach this, and the gradient of the head is at most so long.
@@ -27,8 +37,10 @@ class Task:
     frozen: All other leaves.
     train: Private rows.
     evaluation: Public rows.
-    labels: Names of the classes.
+    labels: Names of the classes; none for a language model.
     base: Public facts about the frozen weights, to recognise them again.
+    make_loss: From ``graphdef`` to what is minimised.
+    make_evaluate: From ``graphdef`` and the public rows to what measures.
   """
 
   name: str
@@ -39,6 +51,8 @@ class Task:
   evaluation: data.Examples
   labels: tuple[str, ...]
   base: dict[str, Any]
+  make_loss: Callable = training.make_loss
+  make_evaluate: Callable = training.make_evaluate
 
 
 def text_classification(
@@ -80,14 +94,7 @@ def text_classification(
       f'Expected 3 <= --max-length <= {config.max_position_embeddings}, got '
       f'{max_length}.'
     )
-  encoder = minilm.load(folder, lora, nnx.Rngs(init_seed))
-  network = classifier.Classifier(
-    encoder,
-    config.hidden_size,
-    len(names),
-    temperature=TEXT_TEMPERATURE,
-    rngs=nnx.Rngs(init_seed + 1),
-  )
+  network = text_classifier(folder, len(names), lora, init_seed)
   graphdef, params, frozen = classifier.split(network)
 
   def encode(file: data.TextFile) -> data.Examples:
@@ -108,6 +115,85 @@ def text_classification(
       'model': weights.HUB_NAME if model is None else pathlib.Path(model).name,
       'sha256': weights.sha256(folder / 'model.safetensors'),
     },
+  )
+
+
+def text_classifier(
+  folder: pathlib.Path, classes: int, lora: minilm.LoraConfig, init_seed: int
+) -> classifier.Classifier:
+  """The encoder in a folder with adapters and a head, before training."""
+  encoder = minilm.load(folder, lora, nnx.Rngs(init_seed))
+  return classifier.Classifier(
+    encoder,
+    encoder.hidden_size,
+    classes,
+    temperature=TEXT_TEMPERATURE,
+    rngs=nnx.Rngs(init_seed + 1),
+  )
+
+
+def language_model(
+  train_path: str,
+  evaluation_path: str,
+  *,
+  columns: instructions.Columns,
+  max_length: int,
+  loss_divisor: int,
+  model: str,
+  weights_dtype: str,
+  lora: minilm.LoraConfig,
+  microbatch_size: int,
+  init_seed: int,
+) -> Task:
+  """A causal language model with adapters on two files of conversations.
+
+  Args:
+    train_path: Private rows.
+    evaluation_path: Public rows.
+    columns: Where a row has its conversation.
+    max_length: Tokens of a record; the rest is cut off.
+    loss_divisor: See ``language.make_loss``.
+    model: See ``pretrained.find``.
+    weights_dtype: Type of the frozen weights.
+    lora: Where adapters go.
+    microbatch_size: Rows at once in the evaluation.
+    init_seed: Seed of the initial adapters, which are public.
+
+  Raises:
+    ValueError: For what is wrong with a file, the model or an option.
+  """
+  public = instructions.read_public(evaluation_path, columns)
+  private = instructions.read_private(train_path, columns)
+  source = pretrained.find(model)
+  talk = chat.Chat(source)
+  evaluation = instructions.encode(public, talk, max_length)
+  if not (evaluation.labels != data.BLANK).any():
+    raise ValueError(
+      f'--max-length {max_length}: the prompts of --eval leave no room for a '
+      'response.'
+    )
+  network = llama_files.load(
+    source, lora, dtype=jnp.dtype(weights_dtype), seed=init_seed
+  )
+  if max_length > network.config.max_length:
+    raise ValueError(
+      f'Expected --max-length <= {network.config.max_length}, got {max_length}.'
+    )
+  graphdef, params, frozen = classifier.split(network)
+  return Task(
+    name=pathlib.Path(train_path).resolve().parent.name,
+    graphdef=graphdef,
+    params=params,
+    frozen=frozen,
+    train=instructions.encode(private, talk, max_length),
+    evaluation=evaluation,
+    labels=(),
+    base=source.base
+    | {'loss_divisor': loss_divisor, 'weights_dtype': weights_dtype},
+    make_loss=functools.partial(language.make_loss, divisor=loss_divisor),
+    make_evaluate=functools.partial(
+      language.make_evaluate, chunk=microbatch_size
+    ),
   )
 
 

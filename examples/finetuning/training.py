@@ -72,6 +72,7 @@ def make_step(
   expected_batch_size: int,
   microbatch_size: int,
   nonprivate_diagnostics: bool = False,
+  loss: Callable | None = None,
 ) -> Callable:
   """Builds ``step(state, frozen, batch, is_padding)``.
 
@@ -82,6 +83,7 @@ def make_step(
       declared constant, never the size of the batch that was drawn.
     microbatch_size: Number of examples at once; divides the padded batch.
     nonprivate_diagnostics: Whether the step also returns ``Diagnostics``.
+    loss: See ``make_loss``, which it is if None.
 
   Returns:
     A function to be jitted, from the state to ``(state, diagnostics)``.
@@ -89,7 +91,7 @@ def make_step(
 
   def step(state: TrainState, frozen, batch: sampling.Batch, is_padding):
     clipped_grad = jax_privacy.clipped_grad(
-      make_loss(graphdef),
+      make_loss(graphdef) if loss is None else loss,
       has_aux=True,
       # A norm in float32 may be off by a few roundings: stay inside.
       l2_clip_norm=method.clip_norm * (1 - 1e-6),

@@ -123,3 +123,22 @@ def tiny_files(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
     write_lines(folder / 'train.jsonl', sentences(60, seed=1)),
     write_lines(folder / 'validation.jsonl', sentences(21, seed=2)),
   )
+
+
+@pytest.fixture(scope='session')
+def language_run(tmp_path_factory):
+  """``(folder of a run of a language model, its model)``."""
+  from tests.examples import finished_runs, language_models
+
+  folder = tmp_path_factory.mktemp('language')
+  model = language_models.write(folder / 'model')
+  return folder / 'run', finished_runs.write_language_run(folder / 'run', model)
+
+
+@pytest.fixture(scope='session')
+def review_run(tmp_path_factory, tiny_files, tiny_model):
+  """``(folder of a run that classified, its model)``."""
+  from tests.examples import finished_runs
+
+  folder = tmp_path_factory.mktemp('reviews_run') / 'run'
+  return folder, finished_runs.write_review_run(folder, tiny_files, tiny_model)

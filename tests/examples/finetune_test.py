@@ -14,7 +14,7 @@ import sys
 import finetune
 import pytest
 import safetensors
-from finetuning import checkpoints, methods, run, training
+from finetuning import checkpoints, command_line, methods, run, training
 from finetuning import options as options_lib
 
 from tests.examples import conftest
@@ -285,7 +285,7 @@ def test_every_method_has_a_learning_rate():
 
 
 def _options(argv):
-  return options_lib.resolve(vars(options_lib.make_parser('').parse_args(argv)))
+  return options_lib.resolve(command_line.parse(argv).given())
 
 
 def test_declared_size_may_exceed_the_rows(tiny_files, tiny_model):

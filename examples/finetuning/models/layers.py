@@ -6,6 +6,7 @@ product with two leading axes.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ def dense(
   rank: int,
   rngs: nnx.Rngs,
   kernel_init: Callable = LECUN_NORMAL,
+  **options: Any,
 ) -> nnx.Linear:
   """A dense layer, with a pair of LoRA factors where ``rank`` is not zero.
 
@@ -55,6 +57,7 @@ def dense(
       ``nnx.Linear``.
     rngs: Source of the initial values, which are public.
     kernel_init: Initialiser of the frozen kernel.
+    **options: Of ``nnx.Linear``, for the frozen part.
 
   Returns:
     ``AdaptedLinear`` or ``nnx.Linear``; the frozen part has the same names in
@@ -68,17 +71,10 @@ def dense(
       f'Expected 0 <= rank <= {min(in_features, out_features)} for a layer '
       f'of shape {(in_features, out_features)}, got {rank=}.'
     )
+  options |= {'kernel_init': kernel_init, 'rngs': rngs}
   if rank == 0:
-    return nnx.Linear(
-      in_features, out_features, kernel_init=kernel_init, rngs=rngs
-    )
-  return AdaptedLinear(
-    in_features,
-    out_features,
-    lora_rank=rank,
-    kernel_init=kernel_init,
-    rngs=rngs,
-  )
+    return nnx.Linear(in_features, out_features, **options)
+  return AdaptedLinear(in_features, out_features, lora_rank=rank, **options)
 
 
 class Attention(nnx.Module):

@@ -174,7 +174,7 @@ class Encoder(nnx.Module):
     return layers.masked_mean(tokens, mask)
 
 
-def _stored_names(num_layers: int) -> dict[tuple, str]:
+def stored_names(num_layers: int) -> dict[tuple, str]:
   """Path in our module -> name in ``model.safetensors``, without suffix."""
   names: dict[tuple, str] = {('norm',): 'embeddings.LayerNorm'}
   inside = {
@@ -234,7 +234,7 @@ def load(
   segment = stored['embeddings.token_type_embeddings.weight'][0]
   positions = encoder.positions.embedding
   positions.set_value(positions[...] + segment)
-  for path, name in _stored_names(config.num_hidden_layers).items():
+  for path, name in stored_names(config.num_hidden_layers).items():
     module = encoder
     for key in path:
       module = module[key] if isinstance(key, int) else getattr(module, key)

@@ -1,0 +1,166 @@
+"""A finished run in the files of other programs."""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+from prism_optax import lora
+
+from . import command_line, finished, model_card
+from .models import llama_files, minilm, pretrained
+
+Read = Callable[[str], np.ndarray]
+
+
+def export(command: command_line.Export) -> None:
+  """The command ``export``.
+
+  Raises:
+    ValueError: If the run is not finished, or the folder is taken.
+  """
+  run = finished.find(command.run, 'classify', 'instruct')
+  folder = pathlib.Path(command.output)
+  if folder.exists() and any(folder.iterdir()):
+    raise ValueError(f'--output {folder} is not empty: choose another folder.')
+  folder.mkdir(parents=True, exist_ok=True)
+  if command.format == 'safetensors':
+    shutil.copy(run.adapter, folder / run.adapter.name)
+  elif run.options.task == 'classify':
+    _classifier(run, folder, command)
+  else:
+    _language_model(run, folder, command)
+  (folder / 'README.md').write_text(
+    model_card.card(run, command.format), 'utf-8'
+  )
+  print(f'{command.format}: {folder}')
+
+
+def _language_model(
+  run: finished.Finished, folder: pathlib.Path, command: command_line.Export
+) -> None:
+  model, source = finished.language_model(run)
+  modules = llama_files.adapters(
+    nnx.state(model, nnx.LoRAParam),
+    model.config,
+    finished.lora_of(run.options),
+  )
+  if command.format == 'merged':
+    write_model(folder, source, merged(source.read, modules))
+    return
+  _write_peft(folder, modules, source.name, 'CAUSAL_LM')
+  _write_tokenizer(folder, source)
+  if command.base:
+    write_model(folder / 'base', source, source.read)
+
+
+def _classifier(
+  run: finished.Finished, folder: pathlib.Path, command: command_line.Export
+) -> None:
+  """The encoder as PEFT or the hub has it, and the head beside it."""
+  model, encoder = finished.text_classifier(run)
+  modules: dict[str, dict[str, jax.Array]] = {}
+  names = minilm.stored_names(len(model.encoder.layers))
+  for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    _, *module, _, factor = path
+    modules.setdefault(names[tuple(module)], {})[factor] = leaf[...]
+  head = {
+    'weight': np.ascontiguousarray(np.asarray(model.kernel[...]).T),
+    'bias': np.asarray(model.bias[...]),
+  }
+  if command.format == 'merged':
+    stored = safetensors.numpy.load_file(encoder / 'model.safetensors')
+    change = merged(stored.__getitem__, modules)
+    _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
+    shutil.copy(encoder / 'config.json', folder)
+  else:
+    base = run.options.base['model']
+    _write_peft(folder, modules, base, 'FEATURE_EXTRACTION')
+    if command.base:
+      shutil.copytree(encoder, folder / 'base')
+  _save(folder / 'head.safetensors', head)
+  labels = {
+    'labels': run.options.labels,
+    'temperature': model.temperature,
+    'max_length': run.options.max_length,
+  }
+  _write_json(folder / 'head.json', labels)
+  shutil.copy(encoder / 'tokenizer.json', folder)
+
+
+def merged(read: Read, modules: Mapping[str, Mapping[str, jax.Array]]) -> Read:
+  """Reads weights with the adapters added to them.
+
+  Args:
+    read: A tensor by its name, ``(out, in)``.
+    modules: ``lora_a`` (in, r) and ``lora_b`` (r, out) of each adapted module.
+
+  Returns:
+    A function like ``read``, in the type of what it reads.
+  """
+
+  def changed(name: str) -> np.ndarray:
+    value = read(name)
+    module = modules.get(name.removesuffix('.weight'))
+    if module is None or not name.endswith('.weight'):
+      return value
+    a, b = (np.asarray(module[key], np.float32) for key in ('lora_a', 'lora_b'))
+    return (value.astype(np.float32) + (a @ b).T).astype(value.dtype)
+
+  return changed
+
+
+def write_model(
+  folder: pathlib.Path, source: pretrained.Pretrained, read: Read
+) -> None:
+  """A whole language model in the layout of the hub, in one file."""
+  folder.mkdir(parents=True, exist_ok=True)
+  weights = {name: np.ascontiguousarray(read(name)) for name in source.names}
+  kind = next(iter(weights.values())).dtype.name
+  _write_json(folder / 'config.json', {**source.config, 'torch_dtype': kind})
+  _write_json(
+    folder / 'generation_config.json', {'eos_token_id': list(source.stops)}
+  )
+  _save(folder / pretrained.WEIGHTS, weights)
+  _write_tokenizer(folder, source)
+
+
+def _write_peft(
+  folder: pathlib.Path,
+  modules: Mapping[str, Mapping[str, jax.Array]],
+  base: str,
+  task_type: str,
+) -> None:
+  lora.save_peft(
+    folder,
+    modules,
+    config={
+      'task_type': task_type,
+      'base_model_name_or_path': base,
+      'inference_mode': True,
+    },
+  )
+
+
+def _write_tokenizer(
+  folder: pathlib.Path, source: pretrained.Pretrained
+) -> None:
+  source.tokenizer.save(str(folder / 'tokenizer.json'))
+  _write_json(folder / 'tokenizer_config.json', dict(source.tokenizer_config))
+
+
+def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  path.write_text(json.dumps(value, indent=2) + '\n', 'utf-8')
+
+
+def _save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+  """All in one go: a file that was cut off has another name."""
+  temporary = path.with_suffix('.tmp')
+  safetensors.numpy.save_file(dict(tensors), temporary, {'format': 'pt'})
+  temporary.replace(path)

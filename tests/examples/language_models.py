@@ -1,0 +1,90 @@
+"""A tiny language model in the layout of the hub, with random weights."""
+
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+import tokenizers
+
+# No two sizes are alike, so that swapped axes cannot hide.
+CONFIG = {
+  'model_type': 'llama',
+  'vocab_size': 40,
+  'hidden_size': 16,
+  'intermediate_size': 24,
+  'num_hidden_layers': 3,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'max_position_embeddings': 64,
+  'rms_norm_eps': 1e-5,
+  'rope_theta': 1e4,
+  'hidden_act': 'silu',
+  'tie_word_embeddings': False,
+  'eos_token_id': 2,
+}
+TEMPLATE = (
+  "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>"
+  '{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}'
+)
+WORDS = ('user', 'assistant', 'two', 'plus', 'three', 'is', 'five', 'four')
+
+
+def tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
+  """Random weights under the names of the hub, kernels as (out, in)."""
+  rng = np.random.default_rng(seed)
+  width, inner = config['hidden_size'], config['intermediate_size']
+  heads = config['num_attention_heads']
+  dim = config.get('head_dim', width // heads)
+  queries, keys = heads * dim, config['num_key_value_heads'] * dim
+  shapes = {
+    'model.embed_tokens': (config['vocab_size'], width),
+    'lm_head': (config['vocab_size'], width),
+    'model.norm': (width,),
+  }
+  if config['tie_word_embeddings']:
+    del shapes['lm_head']
+  for i in range(config['num_hidden_layers']):
+    shapes |= {
+      f'model.layers.{i}.{name}': shape
+      for name, shape in {
+        'input_layernorm': (width,),
+        'self_attn.q_proj': (queries, width),
+        'self_attn.k_proj': (keys, width),
+        'self_attn.v_proj': (keys, width),
+        'self_attn.o_proj': (width, queries),
+        'post_attention_layernorm': (width,),
+        'mlp.gate_proj': (inner, width),
+        'mlp.up_proj': (inner, width),
+        'mlp.down_proj': (width, inner),
+      }.items()
+    }
+  return {
+    f'{name}.weight': rng.normal(size=shape, scale=0.3).astype(np.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def tokenizer() -> tokenizers.Tokenizer:
+  special = ['<pad>', '<s>', '</s>']
+  vocabulary = [*special, '<unk>', *WORDS]
+  result = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(
+      {word: i for i, word in enumerate(vocabulary)}, unk_token='<unk>'
+    )
+  )
+  result.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  result.add_special_tokens(special)
+  return result
+
+
+def write(folder: pathlib.Path, config: dict = CONFIG) -> pathlib.Path:
+  """All files of a small model."""
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(config))
+  (folder / 'tokenizer_config.json').write_text(
+    json.dumps({'eos_token': '</s>', 'chat_template': TEMPLATE})
+  )
+  tokenizer().save(str(folder / 'tokenizer.json'))
+  safetensors.numpy.save_file(tensors(config), folder / 'model.safetensors')
+  return folder
