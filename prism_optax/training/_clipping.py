@@ -26,7 +26,7 @@ Rows: TypeAlias = Sequence[np.ndarray] | None
 class FlatClipping:
   """``min(1, C / norm)`` of a record's whole gradient, as DP-SGD has it."""
 
-  def factors(
+  def _factors(
     self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
   ) -> tuple[list[jax.Array], jax.Array]:
     """A factor for each leaf of one record, and whether the record counts."""
@@ -54,7 +54,7 @@ class AutomaticClipping(FlatClipping):
   def __post_init__(self) -> None:
     _validate.known_positive('stability', self.stability)
 
-  def factors(
+  def _factors(
     self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
   ) -> tuple[list[jax.Array], jax.Array]:
     del rows
@@ -89,7 +89,7 @@ class GroupClipping(FlatClipping):
     for name, share in self.shares.items():
       _validate.known_positive(f'shares[{name!r}]', share)
 
-  def of_leaves(self, params: ArrayTree) -> list[str]:
+  def _of_leaves(self, params: ArrayTree) -> list[str]:
     """The group name of each leaf.
 
     Raises:
@@ -105,7 +105,7 @@ class GroupClipping(FlatClipping):
         )
     return found
 
-  def factors(
+  def _factors(
     self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
   ) -> tuple[list[jax.Array], jax.Array]:
     names = sorted(self.shares)
@@ -157,25 +157,30 @@ class QuantileClipping(FlatClipping):
     _validate.known_positive('learning_rate', self.learning_rate)
     _validate.known_positive('fraction_stddev', self.fraction_stddev)
 
-  def noise_multiplier(self, joint: float, expected_batch_size: int) -> float:
-    """The noise multiplier of the gradients, for one of both together.
 
-    One record moves the mean of centred votes by ``1 / (2 b)`` at most.
+def gradients_noise_multiplier(
+  clipping: FlatClipping, joint: float, expected_batch_size: int
+) -> float:
+  """The noise multiplier of the gradients, for one of all that a step releases.
 
-    Raises:
-      ValueError: If the noise of the fraction alone is too little.
-    """
-    votes = 2 * expected_batch_size * self.fraction_stddev
-    if joint == 0:
-      return 0.0
-    if votes <= joint:
-      raise ValueError(
-        'The clipped fraction alone would be less private than the whole'
-        f' training: expected fraction_stddev > {joint:.4g} / (2 *'
-        f' expected_batch_size), got fraction_stddev={self.fraction_stddev} and'
-        f' {expected_batch_size=}.'
-      )
-    return float(1 / np.sqrt(joint**-2 - votes**-2))
+  One record moves the mean of the centred votes for a quantile by ``1 / (2 b)``
+  at most, so their multiplier is ``2 b fraction_stddev``; the squares of the
+  inverses add up (Andrew et al. 2019, Theorem 1).
+
+  Raises:
+    ValueError: If the noise of the fraction alone is too little.
+  """
+  if not isinstance(clipping, QuantileClipping) or joint == 0:
+    return joint
+  votes = 2 * expected_batch_size * clipping.fraction_stddev
+  if votes <= joint:
+    raise ValueError(
+      'The fraction alone would be less private than the whole training:'
+      f' expected fraction_stddev > {joint / (2 * expected_batch_size):.4g},'
+      f' the noise multiplier over twice {expected_batch_size=}, got'
+      f' fraction_stddev={clipping.fraction_stddev}.'
+    )
+  return 1 / math.sqrt(joint**-2 - votes**-2)
 
 
 class QuantileState(NamedTuple):
@@ -222,7 +227,7 @@ class BoundedSum(NamedTuple):
   def labels(self, params: ArrayTree) -> list[str] | None:
     """The group name of each leaf, if there are groups."""
     rule = self.clipping
-    return rule.of_leaves(params) if isinstance(rule, GroupClipping) else None
+    return rule._of_leaves(params) if isinstance(rule, GroupClipping) else None
 
   def description(self, params: ArrayTree) -> str:
     """What there is to know of the clip, the same in every process."""
@@ -260,7 +265,7 @@ class BoundedSum(NamedTuple):
 
     def contribution(example: Any) -> Any:
       leaves, treedef = jax.tree.flatten(coordinates(example))
-      factors, counts = rule.factors(leaves, norm, rows)
+      factors, counts = rule._factors(leaves, norm, rows)
       unit = b * (norm / bound)
       out = [
         jnp.where(counts, x * (factor / unit), 0)

@@ -22,9 +22,10 @@ from prism_optax.training._clipping import (
   BoundedSum,
   FlatClipping,
   QuantileClipping,
+  gradients_noise_multiplier,
 )
 from prism_optax.training._mechanism import Optimizer
-from prism_optax.training._private import PrivateTraining, Settings
+from prism_optax.training._private import Parts, PrivateTraining, Settings
 from prism_optax.training._sampling import Batch, Sampling
 
 # Folded into a key that was given: the seed of the batches, the noise of a
@@ -189,12 +190,10 @@ def make_private(
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   seeded = prng_key is not None and not isinstance(prng_key, str)
   clipping = FlatClipping() if clipping is None else clipping
-  bounded = BoundedSum(clipping, c, expected_batch_size, 0.0)
-  own = sigma
-  if isinstance(clipping, QuantileClipping):
-    own = clipping.noise_multiplier(sigma, expected_batch_size)
-    key = _derived(prng_key, _QUANTILE) if seeded else prng_key
-    bounded = bounded._replace(prng_key=key)
+  bounded = BoundedSum(clipping, c, expected_batch_size, 0.0, prng_key)
+  if follows and seeded:
+    bounded = bounded._replace(prng_key=_derived(prng_key, _QUANTILE))
+  own = gradients_noise_multiplier(clipping, sigma, expected_batch_size)
   bounded = bounded._replace(stddev=own * bounded.bound / expected_batch_size)
   settings = Settings(
     sampling,
@@ -211,13 +210,15 @@ def make_private(
   )
   # What can fail for these parameters fails here, not at the first step.
   training = PrivateTraining(
-    settings,
-    transformation,
-    _gradients(loss, batched_loss, examples_per_user is not None),
-    shapes,
-    functools.partial(_seed, prng_key),
-    _sampling.put_on_device(batch_sharding),
-    functools.partial(_check_loss, loss, batched_loss),
+    Parts(
+      settings,
+      transformation,
+      _gradients(loss, batched_loss, examples_per_user is not None),
+      shapes,
+      functools.partial(_seed, prng_key),
+      _sampling.put_on_device(batch_sharding),
+      functools.partial(_check_loss, loss, batched_loss),
+    )
   )
   _events.check_delta(training.event(), delta, dataset_size)
   return training

@@ -13,7 +13,7 @@ import optax
 
 from prism_optax import _per_example, accounting
 from prism_optax._types import ArrayTree
-from prism_optax.training._sampling import Batch, Batches, Sampling
+from prism_optax.training._sampling import Batch, Batches, Records, Sampling
 
 
 class TrainingState(NamedTuple):
@@ -51,39 +51,49 @@ class Settings(NamedTuple):
   entries: int
 
 
+class Parts(NamedTuple):
+  """What a training is made of.
+
+  Attributes:
+    settings: What the guarantee depends on.
+    transformation: Clip, noise and optimizer.
+    gradients: ``gradients(params, frozen, examples)`` of many examples.
+    shapes: Of the parameters.
+    new_seed: Makes a seed of batches.
+    put: Puts arrays on the devices.
+    check: ``check(params, frozen, batch)`` refuses a loss, by shapes and
+      made-up records.
+  """
+
+  settings: Settings
+  transformation: optax.GradientTransformationExtraArgs
+  gradients: Callable[..., Any]
+  shapes: Any
+  new_seed: Callable[[], np.ndarray]
+  put: Callable[[Any], Any]
+  check: Callable[..., None]
+
+
 class PrivateTraining:
   """A private training, as :func:`make_private` makes it.
 
   Attributes:
-    noise_multiplier: Of the accounted mechanism.
+    parts: What it is made of.
+    noise_multiplier: Of all that a step releases, as it is accounted.
     padded_batch_size: Rows of every batch.
     steps: Number of steps.
   """
 
-  def __init__(
-    self,
-    settings: Settings,
-    transformation: optax.GradientTransformationExtraArgs,
-    gradients: Callable[..., Any],
-    shapes: Any,
-    new_seed: Callable[[], np.ndarray],
-    put: Callable[[Any], Any],
-    check: Callable[..., None],
-  ):
-    self._settings = settings
-    self._transformation = transformation
-    self._shapes = shapes
-    self._new_seed = new_seed
-    self._put = put
-    self._check_examples = check
-    self._checked = False
+  def __init__(self, parts: Parts) -> None:
+    settings = parts.settings
+    self.parts = parts
     self.noise_multiplier = settings.noise_multiplier
     self.padded_batch_size = settings.sampling.padded_batch_size
     self.steps = settings.steps
-    words = repr((settings, jax.tree.map(_described, shapes))).encode()
-    self._fingerprint = np.frombuffer(
-      hashlib.sha256(words).digest(), np.uint32
-    ).copy()
+    self._checked = False
+    words = repr((settings, jax.tree.map(_described, parts.shapes))).encode()
+    digest = hashlib.sha256(words).digest()
+    self._fingerprint = np.frombuffer(digest, np.uint32)
     m = settings.sampling.microbatch_size
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -97,9 +107,9 @@ class PrivateTraining:
     ) -> tuple[Any, Any]:
       rows = examples if is_present is None else (examples, is_present)
       lazy = _per_example.LazyGradients(
-        rows, jax.jit(functools.partial(gradients, params, frozen)), m
+        rows, jax.jit(functools.partial(parts.gradients, params, frozen)), m
       )
-      updates, state = transformation.update(
+      updates, state = parts.transformation.update(
         lazy, state, params, is_padding_example=is_padding_example
       )
       return optax.apply_updates(params, updates), state
@@ -119,21 +129,21 @@ class PrivateTraining:
       ValueError: If the parameters have other shapes, or under ``jit``.
     """
     found, wanted = (
-      jax.tree.map(_described, x) for x in (params, self._shapes)
+      jax.tree.map(_described, x) for x in (params, self.parts.shapes)
     )
     if found != wanted:
       raise ValueError(
         'Expected params of the shapes that make_private got, got'
         f' {found} for {wanted}.'
       )
-    state = self._transformation.init(params)
+    state = self.parts.transformation.init(params)
     # The step takes these buffers over: none may be the caller's.
     params, state = jax.tree.map(jnp.copy, (params, state))
     return TrainingState(
       params,
       state,
       np.zeros((), np.int64),
-      self._new_seed(),
+      self.parts.new_seed(),
       self._fingerprint.copy(),
     )
 
@@ -162,15 +172,16 @@ class PrivateTraining:
         size, or are no numbers of one shape.
     """
     self._check_state(state)
-    return Batches(
-      self._settings.sampling,
-      data,
-      users,
-      np.asarray(state.seed),
-      range(int(state.step), self.steps),
-      self._run(state),
-      self._put,
-    )
+    sampling, seed = self.parts.settings.sampling, np.asarray(state.seed)
+    records = Records(sampling, data, users)
+    run = self._run(state)
+
+    def draw(step: int) -> Batch:
+      rows = records.collect(*sampling.draw(seed, step))
+      examples, is_padding, is_present = self.parts.put(rows)
+      return Batch(examples, is_padding, is_present, step, run)
+
+    return Batches(range(int(state.step), self.steps), draw)
 
   def step(
     self, state: TrainingState, batch: Batch, frozen: ArrayTree | None = None
@@ -214,7 +225,7 @@ class PrivateTraining:
         '. Each batch is for one step: iterate batches(state, data) once.'
       )
     if not self._checked:
-      self._check_examples(state.params, frozen, batch)
+      self.parts.check(state.params, frozen, batch)
       self._checked = True
     params, optimizer = self._step(
       state.params,
@@ -229,8 +240,15 @@ class PrivateTraining:
     )
 
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
-    """The event of so many steps, for an accountant; of all by default."""
-    settings = self._settings
+    """The event of some steps, for an accountant.
+
+    Args:
+      steps: How many; None is all.
+
+    Returns:
+      A dp-accounting event.
+    """
+    settings = self.parts.settings
     cut = settings.sampling.truncated_batch_size
     return accounting.dpsgd_event(
       settings.noise_multiplier,
@@ -241,8 +259,15 @@ class PrivateTraining:
     )
 
   def epsilon(self, steps: int | None = None) -> float:
-    """Epsilon of so many steps, of all by default, with ideal noise."""
-    return accounting.epsilon(self.event(steps), self._settings.delta)
+    """Epsilon of some steps, with ideal noise.
+
+    Args:
+      steps: How many; None is all.
+
+    Returns:
+      The upper bound at the training's delta, for add-or-remove-one neighbours.
+    """
+    return accounting.epsilon(self.event(steps), self.parts.settings.delta)
 
   def statement(self, state: TrainingState | None = None) -> str:
     """The sentence to report, for the steps that a state has done.
@@ -252,8 +277,11 @@ class PrivateTraining:
 
     Returns:
       Epsilon, delta, the relation, the sampling, the unit of privacy.
+
+    Raises:
+      ValueError: For a state of another training.
     """
-    settings = self._settings
+    settings = self.parts.settings
     done = self.steps
     if state is not None:
       self._check_state(state)

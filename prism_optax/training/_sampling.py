@@ -166,32 +166,29 @@ def _stacked(records: tuple[Any, ...]) -> np.ndarray:
   return np.stack(records)
 
 
-class Batches:
-  """The batches of a run, from a state's step to the last one.
+class Records:
+  """The data of a run: records, or users with theirs.
 
-  Iterating again gives the same batches again. ``len`` is their number.
+  Args:
+    sampling: How batches are drawn.
+    data: See :func:`reader`.
+    users: None, or the id of the user of each record, (N,).
+
+  Raises:
+    ValueError: If the data are not of the declared size.
   """
 
-  def __init__(
-    self,
-    sampling: Sampling,
-    data: Any,
-    users: Any,
-    seed: np.ndarray,
-    steps: range,
-    run: bytes,
-    put: Callable[[Any], Any],
-  ):
-    self._sampling, self._seed, self._steps = sampling, seed, steps
-    self._run, self._put = run, put
+  def __init__(self, sampling: Sampling, data: Any, users: Any) -> None:
+    most = sampling.examples_per_user
     size, self._read = reader(data)
+    self._most = most or 1
     unit, found = 'records', size
     self._of_user: list[np.ndarray] | None = None
-    if (users is None) != (sampling.examples_per_user is None):
+    if (users is None) != (most is None):
       raise ValueError(
         'Expected users, an id for each record, if and only if'
-        f' examples_per_user is given, got {sampling.examples_per_user=} and'
-        f' users={"None" if users is None else "ids"}.'
+        f' examples_per_user is given, got examples_per_user={most} and users='
+        f'{"None" if users is None else "ids"}.'
       )
     if users is not None:
       ids = np.asarray(users)
@@ -212,38 +209,37 @@ class Batches:
         ' batches follow from it.'
       )
 
-  def __len__(self) -> int:
-    return len(self._steps)
+  def collect(
+    self, places: np.ndarray, rng: np.random.Generator
+  ) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """The examples of one batch, its padding, and which of a user's are there.
 
-  def __iter__(self) -> Iterator[Batch]:
-    for step in self._steps:
-      yield self._batch(step)
-
-  def _batch(self, step: int) -> Batch:
-    places, rng = self._sampling.draw(self._seed, step)
+    Args:
+      places: Positions of records or users, -1 where there is none.
+      rng: For the choice of a user's records.
+    """
     drawn, present = places >= 0, None
     places = np.where(drawn, places, 0)
     if self._of_user is not None:
-      places, present = self._records_of(places, rng)
-    examples = jax.tree.map(
-      lambda x: _blanked(x, drawn), self._gathered(places)
-    )
-    examples, is_padding, present = self._put((examples, ~drawn, present))
-    return Batch(examples, is_padding, present, step, self._run)
-
-  def _gathered(self, places: np.ndarray) -> Any:
+      places, present = self._of_users(places, self._of_user, rng)
     flat = self._read(places.ravel())
-    return jax.tree.map(lambda x: x.reshape(*places.shape, *x.shape[1:]), flat)
 
-  def _records_of(
-    self, users: np.ndarray, rng: np.random.Generator
+    def shaped(x: np.ndarray) -> np.ndarray:
+      # Zeros where nothing was drawn: no record stands there.
+      x = x.reshape(*places.shape, *x.shape[1:])
+      mask = drawn.reshape(-1, *(1,) * (x.ndim - 1))
+      return np.where(mask, x, 0).astype(x.dtype)
+
+    return jax.tree.map(shaped, flat), ~drawn, present
+
+  def _of_users(
+    self, users: np.ndarray, of_user: list[np.ndarray], rng: np.random.Generator
   ) -> tuple[np.ndarray, np.ndarray]:
     """Some records of each user, by chance, and which of them are there."""
-    most = self._sampling.examples_per_user or 1
-    records = np.zeros((len(users), most), np.int64)
-    present = np.zeros((len(users), most), bool)
+    records = np.zeros((len(users), self._most), np.int64)
+    present = np.zeros((len(users), self._most), bool)
     for i, user in enumerate(users):
-      own = rng.permutation((self._of_user or [])[user])[:most]
+      own = rng.permutation(of_user[user])[: self._most]
       # A user's own first record stands where it has no more: a made-up one
       # could have a gradient that is not finite.
       records[i] = own[0]
@@ -251,9 +247,25 @@ class Batches:
     return records, present
 
 
-def _blanked(x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-  """Zeros where nothing was drawn: no record stands there."""
-  return np.where(drawn.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).astype(x.dtype)
+class Batches:
+  """The batches of a run, from a state's step to the last one.
+
+  Iterating again gives the same batches again. ``len`` is their number.
+
+  Attributes:
+    steps: The numbers of their steps.
+    draw: From the number of a step to its batch.
+  """
+
+  def __init__(self, steps: range, draw: Callable[[int], Batch]) -> None:
+    self.steps = steps
+    self.draw = draw
+
+  def __len__(self) -> int:
+    return len(self.steps)
+
+  def __iter__(self) -> Iterator[Batch]:
+    return map(self.draw, self.steps)
 
 
 def check(sampling: Sampling) -> None:

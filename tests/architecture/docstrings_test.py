@@ -51,6 +51,7 @@ PRIVACY = {
     'per_matrix_clip prism prism_muon published_prism tangent_coordinates '
     'tangent_privatizer'
   ),
+  'training': 'make_private',
   'transforms': (
     'TangentTransformation augmented_optimizer clip_each_matrix '
     'split_noise_multiplier'
@@ -106,6 +107,7 @@ FORMULAS = {
     'prism_muon published_prism retract scale_by_rank_preconditioner '
     'tangent_coordinates tangent_privatizer'
   ),
+  'training': 'AutomaticClipping GroupClipping QuantileClipping make_private',
   'transforms': (
     'augmented_optimizer clip_each_matrix correlated_noise_stddev '
     'orthogonalize scale_by_published_preconditioner '
@@ -129,6 +131,7 @@ EDGE_CASES = {
     'retract scale_by_rank_preconditioner tangent_coordinates '
     'tangent_privatizer'
   ),
+  'training': 'make_private',
   'transforms': (
     'augmented_optimizer clip_each_matrix orthogonalize tangent_probes'
   ),
@@ -136,7 +139,12 @@ EDGE_CASES = {
 
 
 # The package makes these and hands them over: users read their attributes.
-HANDED_OVER = ('transforms.StepContext', 'transforms.TangentTransformation')
+HANDED_OVER = (
+  'training.Batches',
+  'training.PrivateTraining',
+  'transforms.StepContext',
+  'transforms.TangentTransformation',
+)
 # A question that the package asks itself.
 INTERNAL = ('transforms.StepContext.is_at',)
 
