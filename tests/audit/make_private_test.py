@@ -16,6 +16,7 @@ import pytest
 
 import prism_optax
 from prism_optax import accounting, training
+from prism_optax.training import _make
 from tests.audit import harness, trainings
 
 SIGMA, ROWS, MOST = trainings.SIGMA, trainings.ROWS, trainings.MOST
@@ -84,7 +85,8 @@ def test_whatever_a_row_holds_it_moves_the_release_by_what_is_declared(
   clipping = trainings.RULES[rule]
   bound, own, of_vote = trainings.CLIP, SIGMA, math.inf
   if rule == 'quantile':
-    bound, own = 1.0, clipping.noise_multiplier(SIGMA, ROWS)
+    bound = 1.0
+    own = _make.gradients_noise_multiplier(clipping, SIGMA, ROWS)
     of_vote = clipping.fraction_stddev
   for scale in (0.2, 1e3):
     known = trainings.others(users=users, scale=scale)
@@ -138,7 +140,7 @@ def _attack(optimizer, rule, *, users=False, rows=ROWS, canaries=1, vote=1.0):
   rule = trainings.RULES.get(rule) if isinstance(rule, str) else rule
   of_mean = SIGMA * trainings.CLIP / rows
   if isinstance(rule, training.QuantileClipping):
-    of_mean = rule.noise_multiplier(SIGMA, rows) / rows
+    of_mean = _make.gradients_noise_multiplier(rule, SIGMA, rows) / rows
   known = trainings.others(rows - canaries, users)
   bounds = trainings.attack(
     private,
@@ -182,9 +184,9 @@ def test_a_user_whose_records_are_clipped_one_by_one():
 class _EachToAll(training.GroupClipping):
   """Groups that are clipped to the whole clip norm each."""
 
-  def factors(self, leaves, l2_clip_norm, rows):
+  def _factors(self, leaves, l2_clip_norm, rows):
     whole = math.sqrt(len(self.shares))  # All shares are one.
-    return super().factors(leaves, whole * l2_clip_norm, rows)
+    return super()._factors(leaves, whole * l2_clip_norm, rows)
 
 
 @pytest.mark.slow
@@ -194,39 +196,25 @@ def test_groups_that_are_clipped_to_the_whole_norm_each():
   _goes_above(*_attack('dense', rule))
 
 
-@dataclasses.dataclass(frozen=True)
-class _NotCharged(training.QuantileClipping):
-  """A fraction that costs nothing: the gradients keep the whole multiplier."""
-
-  def noise_multiplier(self, joint, expected_batch_size):
-    return joint
+def _charged(monkeypatch, multiplier):
+  monkeypatch.setattr(_make, 'gradients_noise_multiplier', multiplier)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('optimizer', ['dense', 'prism'])
-def test_a_fraction_that_is_not_charged(optimizer):
-  _goes_above(
-    *_attack(
-      optimizer,
-      _NotCharged(learning_rate=trainings.QUANTILE_RATE, fraction_stddev=0.1),
-      vote=0.1,
-    )
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class _NotNoised(training.QuantileClipping):
-  """A fraction that is charged for its noise, and gets next to none."""
-
-  def noise_multiplier(self, joint, expected_batch_size):
-    return trainings.RULES['quantile'].noise_multiplier(
-      joint, expected_batch_size
-    )
+def test_a_fraction_that_is_not_charged(optimizer, monkeypatch):
+  """The gradients keep the whole multiplier; the fraction has much of it."""
+  _charged(monkeypatch, lambda clipping, joint, size: joint)
+  rule = trainings.quantile(fraction_stddev=0.1)
+  _goes_above(*_attack(optimizer, rule, vote=0.1))
 
 
 @pytest.mark.slow
-def test_a_fraction_without_noise():
-  rule = _NotNoised(learning_rate=trainings.QUANTILE_RATE, fraction_stddev=1e-4)
+def test_a_fraction_without_noise(monkeypatch):
+  """It is charged for noise that it does not get."""
+  honest, claimed = _make.gradients_noise_multiplier, trainings.RULES
+  _charged(monkeypatch, lambda _, *sizes: honest(claimed['quantile'], *sizes))
+  rule = trainings.quantile(fraction_stddev=1e-4)
   _goes_above(*_attack('dense', rule, vote=1e-4))
 
 

@@ -21,13 +21,19 @@ SIGMA, CLIP, QUANTILE_RATE = 2.0, 0.7, 0.2
 ROWS, MOST = harness.OTHERS + 1, 3  # Of a batch; most records of a user.
 SHAPES = {'lora_a': (6, 2), 'lora_b': (2, 5), 'head': (3,)}
 GROUPS = {'lora_a': 'module', 'lora_b': 'module', 'head': 'head'}
+
+
+def quantile(fraction_stddev: float) -> training.QuantileClipping:
+  return training.QuantileClipping(
+    learning_rate=QUANTILE_RATE, fraction_stddev=fraction_stddev
+  )
+
+
 RULES = {
   'flat': None,
   'automatic': training.AutomaticClipping(),
   'groups': training.GroupClipping(GROUPS, {'module': 1.0, 'head': 1.0}),
-  'quantile': training.QuantileClipping(
-    learning_rate=QUANTILE_RATE, fraction_stddev=0.4
-  ),
+  'quantile': quantile(0.4),
 }
 
 
