@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import optax
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _lattice
+from prism_optax import _lattice, _validate
 from prism_optax._types import ArrayTree, Scalar
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
-REPLACE_ONE = NeighboringRelation.REPLACE_ONE
-REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 
 
 class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
@@ -79,15 +77,10 @@ def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
   def sensitivity(
     neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   ) -> Any:
-    # The special replacement of an example is zero.
-    if neighboring_relation in (ADD_OR_REMOVE_ONE, REPLACE_SPECIAL):
-      return bound
-    if neighboring_relation is REPLACE_ONE:
+    _validate.neighboring_relation(neighboring_relation)
+    if neighboring_relation is NeighboringRelation.REPLACE_ONE:
       return 2 * bound
-    raise ValueError(
-      'Expected a dp_accounting.NeighboringRelation, got'
-      f' {neighboring_relation=}.'
-    )
+    return bound  # The special replacement of an example is zero.
 
   return sensitivity
 

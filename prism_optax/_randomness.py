@@ -46,11 +46,7 @@ def check_key(name: str, prng_key: PRNGKeyLike, *, words: int = 2) -> None:
       )
     return
   dtype = getattr(prng_key, 'dtype', None)
-  if (
-    isinstance(prng_key, int)
-    or dtype is None
-    or not jnp.issubdtype(dtype, jax.dtypes.prng_key)
-  ):
+  if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
     raise ValueError(
       f'Expected {name} to be None, an int or a typed key (jax.random.key), got'
       f' {type(prng_key).__name__} of dtype {dtype}.'

@@ -17,19 +17,14 @@ def _error(expected: str, name: str, value: object) -> ValueError:
   return ValueError(f'Expected {expected}, got {name}={value!r}.')
 
 
-def real(name: str, value: object) -> None:
-  """Raises ``ValueError`` unless ``value`` is traced or a finite number."""
-  if value is None or isinstance(value, bool | str):
-    raise _error(f'{name} to be a number', name, value)
-  if isinstance(value, numbers.Real) and not math.isfinite(value):
-    raise _error(f'{name} to be finite', name, value)
-
-
 def _require(
   name: str, value: object, holds: Callable[[float], bool], expected: str
 ) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or a number that holds."""
-  real(name, value)
+  if value is None or isinstance(value, bool | str):
+    raise _error(f'{name} to be a number', name, value)
+  if isinstance(value, numbers.Real) and not math.isfinite(value):
+    raise _error(f'{name} to be finite', name, value)
   if isinstance(value, numbers.Real) and not holds(float(value)):
     raise _error(expected, name, value)
 
@@ -52,11 +47,6 @@ def at_least(name: str, value: object, bound: float) -> None:
 def decay_rate(name: str, value: object) -> None:
   """Raises ``ValueError`` unless ``value`` is traced or in [0, 1)."""
   _require(name, value, lambda x: 0 <= x < 1, f'0 <= {name} < 1')
-
-
-def probability(name: str, value: object) -> None:
-  """Raises ``ValueError`` unless ``value`` is traced or in [0, 1]."""
-  _require(name, value, lambda x: 0 <= x <= 1, f'0 <= {name} <= 1')
 
 
 def _known(

@@ -22,8 +22,7 @@ from prism_optax._types import ArrayTree
 # fmt: off
 __all__ = [
   'ClipStatistics', 'FactorNoiseEnergy', 'depends_on_other_examples',
-  'factor_noise_energy', 'nonprivate_clip_statistics',
-  'nonprivate_signal_to_noise', 'tangent_noise_energy',
+  'factor_noise_energy', 'nonprivate_clip_statistics', 'tangent_noise_energy',
 ]
 # fmt: on
 
@@ -99,51 +98,6 @@ def nonprivate_clip_statistics(
     jnp.mean(norms > 1, dtype=jnp.float32),
     jnp.mean(1 / jnp.maximum(norms, 1)),
   )
-
-
-def nonprivate_signal_to_noise(
-  coordinates: optax.Updates,
-  params: optax.Params,
-  stddev: float | jax.Array,
-  *,
-  layout: LayoutLike = None,
-) -> jax.Array:
-  """Returns the norm of a clipped mean over the norm of its noise.
-
-  The noise counts with its root mean square: the ratio is ``||X|| / (s
-  sqrt(d))``. The dimension d is that of the tangent space, ``sum r (m + n -
-  r)`` by PRISM's Theorem 3.1 (arXiv:2606.00944), full rank assumed, plus that
-  of the other leaves. Not private: it reads the mean before the noise.
-
-  Args:
-    coordinates: The clipped mean before noise, tangent coordinates.
-    params: Tree of trainable arrays.
-    stddev: s, per coordinate, in the unit of ``coordinates``.
-    layout: See :func:`prism_optax.lora.describe_pairs`.
-
-  Returns:
-    The ratio, shape (); ``inf`` or NaN for s = 0.
-
-  Raises:
-    ValueError: If pairs cannot be found, or the trees do not fit each other.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import diagnostics
-    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> mean = {'lora_a': jnp.zeros((3, 1)), 'lora_b': jnp.full((1, 2), 2.0)}
-    >>> ratio = diagnostics.nonprivate_signal_to_noise(mean, params, 0.5)
-    >>> round(ratio.item(), 4)
-    2.8284
-  """
-  tree = ModuleTree(params, layout)
-  stacks = tree.coordinates(coordinates, 'coordinates')
-  square = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(stacks))
-  dimension = sum(x.size for x in stacks.others) + sum(
-    int(np.prod(x.stack)) * x.rank * (x.m + x.n - x.rank) for x in tree.modules
-  )
-  ratio: jax.Array = jnp.sqrt(square / dimension) / stddev
-  return ratio
 
 
 def depends_on_other_examples(

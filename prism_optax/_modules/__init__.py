@@ -17,12 +17,9 @@ from prism_optax._modules._finding import (
 )
 from prism_optax._modules._layout import (
   Layout,
-  LeafAxes,
-  MatrixAxes,
   Module,
   Pair,
   inverse,
-  transposed,
 )
 from prism_optax._modules._tree import (
   ClippedSum,
@@ -35,24 +32,8 @@ from prism_optax._modules._tree import (
 
 # fmt: off
 __all__ = [
-  'ClippedSum',
-  'Layout',
-  'LayoutLike',
-  'LeafAxes',
-  'MatrixAxes',
-  'Module',
-  'ModuleTree',
-  'Pair',
-  'Stacks',
-  'StepContext',
-  'describe_pairs',
-  'find_modules',
-  'inverse',
-  'map_factors',
-  'map_pairs',
-  'named_leaves',
-  'other_leaves',
-  'pairs_by_name',
-  'transposed',
+  'ClippedSum', 'Layout', 'LayoutLike', 'Module', 'ModuleTree', 'Pair',
+  'Stacks', 'StepContext', 'describe_pairs', 'find_modules', 'inverse',
+  'map_factors', 'map_pairs', 'named_leaves', 'other_leaves', 'pairs_by_name',
 ]
 # fmt: on

@@ -11,6 +11,8 @@ from prism_optax import _validate
 from prism_optax.accounting import _events
 from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 
+# dp-accounting's own default, so that our figures are the ones it gives.
+_INTERVAL = 1e-4
 # The accountant takes exp(interval). An epsilon of millions is no guarantee.
 _WIDEST_INTERVAL = 100.0
 # Ten times coarser than the accountant's grid and about ten times faster. It
@@ -64,8 +66,8 @@ def epsilon(
       with half the noise multiplier. dp-accounting's RDP accountant does not do
       this; here Gaussian and Laplace events are rewritten before they reach it.
     value_discretization_interval: Grid of the loss distribution; only for
-      'pld'. ``None`` takes 1e-4, or a wider grid where epsilon is so large
-      (above a hundred) that the fine one would not fit in memory. Any grid
+      'pld'. ``None`` takes 1e-4. Where epsilon is so large (above a hundred)
+      that the grid would not fit in memory, a wider one is taken. Any grid
       gives an upper bound.
     dataset_size: Number of records, a public constant, against which ``delta``
       is checked. Events of truncated batches hold theirs.
@@ -116,8 +118,10 @@ def epsilon_at(
     event = _events.with_relation(event, neighboring_relation)
     engine = rdp.RdpAccountant(neighboring_relation=neighboring_relation)
   else:
-    if interval is None:
-      interval = _events.affordable_interval(event, delta)
+    # Little noise needs a wide grid, or it would not fit in memory.
+    interval = max(
+      interval or _INTERVAL, _events.affordable_interval(event, delta)
+    )
     if interval > _WIDEST_INTERVAL:
       return math.inf
     engine = pld.PLDAccountant(neighboring_relation, interval)
@@ -208,12 +212,6 @@ def calibrate_noise_multiplier(
   interval = min(_SEARCH_INTERVAL, target_epsilon / 100)
   interval = max(interval, target_epsilon / 5000)
 
-  def coarse(sigma: float) -> float:
-    # Little noise needs a wider grid still, or it would not fit in memory.
-    return spent(
-      sigma, max(interval, _events.affordable_interval(event(sigma), delta))
-    )
-
   def rough(sigma: float) -> float:
     return _events.rough_epsilon(event(sigma), delta)
 
@@ -222,6 +220,7 @@ def calibrate_noise_multiplier(
   guess = _solve(rough, target_epsilon, 1.0, tolerance=0.02)
   if neighboring_relation is NeighboringRelation.REPLACE_ONE:
     guess *= 2
+  coarse = functools.partial(spent, interval=interval)
   guess = _solve(coarse, target_epsilon, guess, tolerance=1e-6)
   return _solve(spent, target_epsilon, guess, _ACCURACY, first_step=_ACCURACY)
 

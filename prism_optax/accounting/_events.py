@@ -20,8 +20,6 @@ _INTEGER_ORDERS = (
   *(48, 64, 96, 128, 256, 512, 1024),
 )
 
-# dp-accounting's own default, so that our figures are the ones it gives.
-_INTERVAL = 1e-4
 # Grid points that the loss distribution of one step, or of all of them, may
 # take: some hundred megabytes. Without a bound a noise multiplier of 0.01
 # takes all the memory of the machine.
@@ -291,7 +289,7 @@ def rough_epsilon(event: dp_event.DpEvent, delta: float) -> float:
 
 
 def affordable_interval(event: dp_event.DpEvent, delta: float) -> float:
-  """Returns the grid on which the loss distribution fits in memory."""
+  """Returns the finest grid on which the loss distribution fits in memory."""
   try:
     doubled = with_relation(event, NeighboringRelation.REPLACE_ONE)
     total = rough_epsilon(doubled, min(max(delta, 1e-30), 0.5))
@@ -304,7 +302,7 @@ def affordable_interval(event: dp_event.DpEvent, delta: float) -> float:
       widest = max(widest, 0.5 / sigma**2 + 10 / sigma)
   if math.isfinite(total):  # Else no noise at all: the accountant knows.
     widest = max(widest, 2 * total)
-  return max(_INTERVAL, widest / _MAX_GRID)
+  return widest / _MAX_GRID
 
 
 def to_json(event: dp_event.DpEvent) -> str:

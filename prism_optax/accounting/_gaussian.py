@@ -49,14 +49,10 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
   far = (epsilon / mu + mu / 2) / math.sqrt(2)
   # far^2 = near^2 + epsilon: the factor exp(epsilon) of the second term cancels
   # against its tail, and nothing overflows.
-  if near > 38:  # exp(-near^2) is below the smallest float.
-    return 0.0
-  second = _scaled_erfc(far)
+  tail, second = math.exp(-near * near), _scaled_erfc(far)
   if near >= 0:
-    return 0.5 * math.exp(-(near**2)) * (_scaled_erfc(near) - second)
-  if near < -38:
-    return 1.0
-  return 0.5 * (math.erfc(near) - math.exp(-(near**2)) * second)
+    return 0.5 * tail * (_scaled_erfc(near) - second)
+  return 0.5 * (math.erfc(near) - tail * second)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -88,7 +84,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     [0.75, 2.69, 10.39]
   """
   _validate.known_non_negative('mu', mu)
-  _validate.probability('delta', delta)
+  _validate.known_probability('delta', delta)
   if mu == 0 or delta == 1 or gaussian_delta(mu, 0.0) <= delta:
     return 0.0
   if math.isinf(mu) or delta == 0:
@@ -122,7 +118,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     3.730632
   """
   _validate.known_non_negative('epsilon', epsilon)
-  _validate.probability('delta', delta)
+  _validate.known_probability('delta', delta)
   if delta == 1:
     raise ValueError(f'Expected delta < 1, got {delta=}.')
   if delta == 0:
@@ -150,10 +146,10 @@ def _bisect(
 def _scaled_erfc(x: float) -> float:
   """Returns ``exp(x^2) erfc(x)`` for x >= 0."""
   if x < 10:
-    return math.exp(x**2) * math.erfc(x)
+    return math.exp(x * x) * math.erfc(x)
   # The asymptotic series; its terms fall to 1e-16 before they rise again.
   term = total = 1.0
   for k in range(1, 13):
-    term *= -(2 * k - 1) / (2 * x**2)
+    term *= -(2 * k - 1) / (2 * x * x)
     total += term
   return total / (x * math.sqrt(math.pi))

@@ -82,17 +82,13 @@ def _strategy(strategy_matrix: npt.ArrayLike) -> np.ndarray:
     raise ValueError(
       f'Expected strategy_matrix to be square, got shape {c.shape}.'
     )
-  if not np.isfinite(c).all():
-    raise ValueError('Expected strategy_matrix to be finite, got NaN or Inf.')
-  above = np.abs(np.triu(c, 1)).max()
-  if above > 1e-6 * np.abs(c).max():
+  above, least = np.abs(np.triu(c, 1)).max(), np.diag(c).min()
+  triangular = above <= 1e-6 * np.abs(c).max()
+  if not (np.isfinite(c).all() and triangular and least > 0):
     raise ValueError(
-      'Expected strategy_matrix to be lower triangular (later queries depend on'
-      f' earlier releases), got an entry of size {above:g} above the diagonal.'
-    )
-  if (least := np.diag(c).min()) <= 0:
-    raise ValueError(
-      f'Expected a positive diagonal of strategy_matrix, got {least:g}.'
+      'Expected strategy_matrix to be finite and lower triangular (later'
+      ' queries depend on earlier releases) with a positive diagonal, got at'
+      f' least {least:g} on the diagonal and up to {above:g} above it.'
     )
   return c
 

@@ -53,7 +53,7 @@ def release_guarantee(
     '8.00000 1.03e-05'
   """
   _validate.known_non_negative('epsilon', epsilon)
-  _validate.probability('delta', delta)
+  _validate.known_probability('delta', delta)
   k = _validate.known_non_negative('entries', entries)
   if k == 0 or math.isinf(epsilon):
     return epsilon, delta

@@ -23,7 +23,6 @@ Frames are not differentiated (``stop_gradient``).
 
 from prism_optax.fixed_rank._lifts import (
   embed,
-  horizontal_lift,
   lift,
   norm,
   project,
@@ -42,7 +41,7 @@ from prism_optax.fixed_rank._tangents import (
 # fmt: off
 __all__ = [
   'Factors', 'Frame', 'Tangent', 'TangentSum', 'embed', 'frame',
-  'horizontal_lift', 'lift', 'multiply_out', 'norm', 'project', 'retract',
+  'lift', 'multiply_out', 'norm', 'project', 'retract',
   'tangent_from_gradients', 'tangent_from_steps', 'transport', 'truncate',
 ]
 # fmt: on

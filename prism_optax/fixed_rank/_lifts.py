@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame
-from prism_optax.fixed_rank._points import frame as frame_of
 from prism_optax.fixed_rank._tangents import (
   Tangent,
   carried,
@@ -191,35 +190,6 @@ def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
       frame.right, matmul(frame.right_core, gram(steps.left, frame.left))
     ),
   )
-
-
-def horizontal_lift(factors: Factors, steps: Factors) -> Factors:
-  """The steps of least norm with the same tangent vector.
-
-  ``(dL + L W, dR - R W^T)`` with ``M W + W N = dR^T R - L^T dL``, ``M = L^T L``
-  and ``N = R^T R`` (PRISM, arXiv:2606.00944, Prop. A.11). See :func:`lift`.
-
-  Args:
-    factors: (..., m, r) and (..., n, r).
-    steps: Any lift of the tangent vector, same shapes.
-
-  Returns:
-    The horizontal lift, same shapes.
-
-  Raises:
-    ValueError: If the shapes do not match or ``r > min(m, n)``.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
-    >>> steps = fixed_rank.Factors(jnp.zeros((3, 1)), 2 * jnp.eye(2, 1))
-    >>> left, right = fixed_rank.horizontal_lift(z, steps)
-    >>> left.ravel().tolist(), right.ravel().tolist()  # Shared out.
-    ([1.0, 0.0, 0.0], [1.0, 0.0])
-  """
-  q = frame_of(factors)
-  return lift(q, tangent_from_steps(q, steps), horizontal=True)
 
 
 def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:

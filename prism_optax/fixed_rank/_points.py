@@ -167,22 +167,15 @@ def _in_svd_gauge(factors: Factors) -> Factors:
   lost = s <= left.shape[-1] * jnp.finfo(s.dtype).eps * s[:, :1]
   alive = ~lost[:, None, :]
   root = jnp.sqrt(s)[:, None, :]
-
-  def complete(u, v):
-    *_, left_mask = _linalg.orthonormal_frame(c_left)
-    *_, right_mask = _linalg.orthonormal_frame(c_right)
-    keep_right = right_has_rank(left_mask, right_mask)
-    more_u = _beyond(u * alive, c_left, lost)
-    more_v = _beyond(v * alive, c_right, lost)
-    return (
-      u * alive * root + jnp.where(keep_right, 0, more_u),
-      v * alive * root + jnp.where(keep_right, more_v, 0),
-    )
-
-  u, v = jax.lax.cond(
-    jnp.any(lost), complete, lambda u, v: (u * root, v * root), u, vt.mT
+  u, v = u * alive, vt.mT * alive
+  *_, left_mask = _linalg.orthonormal_frame(c_left)
+  *_, right_mask = _linalg.orthonormal_frame(c_right)
+  keep_right = right_has_rank(left_mask, right_mask)
+  more_u, more_v = _beyond(u, c_left, lost), _beyond(v, c_right, lost)
+  return Factors(
+    matmul(q_left, u * root + jnp.where(keep_right, 0, more_u)),
+    matmul(q_right, v * root + jnp.where(keep_right, more_v, 0)),
   )
-  return Factors(matmul(q_left, u), matmul(q_right, v))
 
 
 def right_has_rank(left_mask: jax.Array, right_mask: jax.Array) -> jax.Array:

@@ -9,22 +9,19 @@ on it. The order is: pay (``accounting.PrivacyBudget.spend`` with
 from prism_optax.inference._calibration import (
   gaussian_stddev,
   hidden_state_sensitivity,
-  release_event,
-)
-from prism_optax.inference._host import privatize_on_host
-from prism_optax.inference._measures import (
   nonprivate_delta_signal_to_noise,
-  nonprivate_signal_to_noise,
   rank_attenuation,
+  release_event,
   signal_to_noise_bound,
 )
+from prism_optax.inference._host import privatize_on_host
 from prism_optax.inference._mechanism import lora_delta, privatize_hidden_states
 
 # fmt: off
 __all__ = [
   'gaussian_stddev', 'hidden_state_sensitivity', 'lora_delta',
-  'nonprivate_delta_signal_to_noise', 'nonprivate_signal_to_noise',
-  'privatize_hidden_states', 'privatize_on_host', 'rank_attenuation',
-  'release_event', 'signal_to_noise_bound',
+  'nonprivate_delta_signal_to_noise', 'privatize_hidden_states',
+  'privatize_on_host', 'rank_attenuation', 'release_event',
+  'signal_to_noise_bound',
 ]
 # fmt: on

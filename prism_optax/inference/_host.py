@@ -157,7 +157,7 @@ def _successes(at_most: Integers) -> Integers:
   found = np.zeros(len(at_most), np.int64)
   active = np.flatnonzero(at_most > 0)
   while len(active):
-    happened = _bernoulli_exp(np.ones(len(active), np.int64), 0)
+    happened = _bernoulli_exp(np.full(len(active), 2, np.int64), 1)
     active = active[happened]
     found[active] += 1
     active = active[found[active] < at_most[active]]
@@ -190,8 +190,6 @@ def _random_below(count: int, bound: int) -> Integers:
 
 
 def _random_bits(count: int, bits: int) -> Integers:
-  """Uniform integers of ``bits`` <= 62 bits, from the operating system."""
-  if bits == 0:
-    return np.zeros(count, np.int64)
+  """Uniform integers of 1 to 62 ``bits``, from the operating system."""
   words = np.frombuffer(os.urandom(8 * count), np.uint64)
   return (words >> np.uint64(64 - bits)).astype(np.int64)

@@ -188,7 +188,6 @@ def lora_delta(
     (4, 5)
   """
   check_factors(left, right, hidden)
-  _validate.real('scale', scale)
   return scale * ((hidden @ right) @ jnp.asarray(left).mT)
 
 
@@ -199,14 +198,12 @@ def check_factors(
 ) -> None:
   """Raises ``ValueError`` unless factors, and states if given, fit together."""
   m_r, n_r = np.shape(left), np.shape(right)
-  if len(m_r) != 2 or len(n_r) != 2 or m_r[1] != n_r[1]:
+  h_n = n_r[:1] if hidden is None else np.shape(hidden)
+  fit = len(m_r) == len(n_r) == 2 and m_r[1] == n_r[1] and h_n[-1:] == n_r[:1]
+  if not fit:
     raise ValueError(
-      f'Expected left (m, r) and right (n, r), got {m_r} and {n_r}.'
-    )
-  if hidden is not None and np.shape(hidden)[-1:] != n_r[:1]:
-    raise ValueError(
-      'Expected hidden (..., n) and right (n, r), got'
-      f' {np.shape(hidden)} and {n_r}.'
+      'Expected left (m, r), right (n, r) and hidden (..., n), got'
+      f' {m_r}, {n_r} and {h_n}.'
     )
 
 

@@ -11,7 +11,7 @@ from prism_optax.lora._initialization import (
   initialize,
   spectral_residual,
 )
-from prism_optax.lora._merging import Kernel, deltas, merge, unmerge
+from prism_optax.lora._merging import Kernel, deltas, merge
 from prism_optax.lora._peft import PeftAdapter, from_peft, load_peft, save_peft
 from prism_optax.lora._per_example import (
   per_example_gradients,
@@ -24,6 +24,6 @@ __all__ = [
   'Kernel', 'Layout', 'Pair', 'PeftAdapter', 'canonicalize', 'deltas',
   'describe_pairs', 'difference', 'from_peft', 'initialize', 'load_peft',
   'merge', 'pairs_by_name', 'per_example_gradients', 'per_example_product',
-  'save_peft', 'spectral_residual', 'truncate', 'unmerge',
+  'save_peft', 'spectral_residual', 'truncate',
 ]
 # fmt: on

@@ -18,12 +18,14 @@ from prism_optax import _linalg, _modules, _randomness, _validate, fixed_rank
 from prism_optax._linalg import at_least_float32, gram, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
+from prism_optax._types import PRNGKeyLike
 from prism_optax.fixed_rank import Factors
 from prism_optax.lora import _merging
 
 # Relative to the largest singular value: below it is rounding of float64.
 _TINY = 64 * np.finfo(np.float64).eps
-# Far from the small numbers that a key is split into elsewhere.
+# What a key is for, also where the key of the noise was passed: far from the
+# small numbers that it is split into elsewhere.
 _FACTORS, _SKETCH = 0x46414354, 0x534B4554
 # Columns of a random sketch beyond the rank.
 _OVERSAMPLING = 8
@@ -31,7 +33,7 @@ _OVERSAMPLING = 8
 
 def initialize(
   params: optax.Params,
-  prng_key: int | jax.Array,
+  prng_key: PRNGKeyLike,
   *,
   method: str = 'one_sided',
   size: float | None = None,
@@ -46,7 +48,8 @@ def initialize(
   balanced       Z has r equal singular values ``size`` and random singular
                  vectors, and both factors have their roots: full rank from the
                  first step on, as noise that is correlated over steps needs it.
-                 The model changes; :func:`unmerge` takes Z out of its weights
+                 The model changes; with one factor negated :func:`merge` takes
+                 Z out of its weights
   =============  =============================================================
 
   Both methods give orthogonal columns, the gauge in which frames are exact.
@@ -57,11 +60,12 @@ def initialize(
   Args:
     params: Tree of trainable arrays with LoRA pairs; only names, shapes and
       types are read. Other leaves pass.
-    prng_key: An int or a typed key; another one than the key of the noise.
+    prng_key: An int or a typed key, another one than the key of the noise; None
+      for a fresh one.
     method: ``'one_sided'`` or ``'balanced'``, see the table.
     size: For ``'one_sided'`` the length of the columns of ``right``, 1 if None.
       For ``'balanced'`` the singular values of ``Z = scale * left @ right.mT``,
-      to be given.
+      to be given: small beside those of the weights, which Z changes.
     layout: See :func:`describe_pairs`.
 
   Returns:
@@ -80,14 +84,11 @@ def initialize(
     [0.5, 0.5, 0.0]
   """
   _validate.one_of('method', method, ('one_sided', 'balanced'))
-  if size is None and method == 'balanced':
-    raise ValueError(
-      "method='balanced' changes the model by matrices of norm `size`: expected"
-      ' a positive number, small beside those of the weights, got size=None.'
-    )
-  size = 1.0 if size is None else size
-  _validate.positive('size', size)
-  key = _key(prng_key, _FACTORS)
+  if size is None and method == 'one_sided':
+    size = 1.0
+  size = _validate.known_positive('size', size)
+  key = _randomness.resolve_key('prng_key', prng_key, params)
+  key = jax.random.fold_in(key, _FACTORS)
   index = itertools.count()
 
   def drawn(module: Module, old: Factors) -> Factors:
@@ -104,7 +105,7 @@ def initialize(
 def spectral_residual(
   params: optax.Params,
   weights: optax.Params,
-  prng_key: int | jax.Array,
+  prng_key: PRNGKeyLike,
   *,
   power_iterations: int = 4,
   kernels: _merging.KernelsLike = None,
@@ -129,7 +130,8 @@ def spectral_residual(
     params: Tree of trainable arrays with LoRA pairs; only names, shapes and
       types are read. Other leaves pass.
     weights: Tree with the frozen weights; see :func:`merge`.
-    prng_key: An int or a typed key; another one than the key of the noise.
+    prng_key: An int or a typed key, another one than the key of the noise; None
+      for a fresh one.
     power_iterations: Products with ``W W^T``; each makes the error smaller.
     kernels: See :func:`merge`.
     layout: See :func:`describe_pairs`. Its scale counts: ``scale * left @
@@ -155,7 +157,8 @@ def spectral_residual(
     True
   """
   _validate.integer('power_iterations', power_iterations, 0)
-  key = _key(prng_key, _SKETCH)
+  key = _randomness.resolve_key('prng_key', prng_key, params)
+  key = jax.random.fold_in(key, _SKETCH)
   modules = _modules.find_modules(params, layout)
   adapters, leaves = jax.tree.leaves(params), jax.tree.leaves(weights)
   for i, place in enumerate(_merging.find_kernels(modules, weights, kernels)):
@@ -225,18 +228,6 @@ def canonicalize(
     lambda _, factors: _balance(*factors), params, layout, double
   )
   return jax.tree.map(placed, new, params)
-
-
-def _key(prng_key: int | jax.Array, purpose: int) -> jax.Array:
-  """A key for one purpose, also where the key of the noise was passed."""
-  if prng_key is None:
-    raise ValueError(
-      'Expected prng_key to be an int or a typed key, got None: initial factors'
-      ' are no secret, and a run should be repeatable.'
-    )
-  _randomness.check_key('prng_key', prng_key)
-  key = _randomness.resolve_key('prng_key', prng_key, ())
-  return jax.random.fold_in(key, purpose)
 
 
 def _orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:

@@ -115,7 +115,8 @@ def merge(
 
   A model that computes ``W + scale * left @ right.mT`` gives the same with the
   merged weights and no adapters. Sums are made in float32 at least and rounded
-  once to the type of the weight. It reads adapters and weights and no data:
+  once to the type of the weight. Adapters of which one factor is negated take Z
+  out of the weights. It reads adapters and weights and no data:
   post-processing.
 
   =========================  ==================================================
@@ -162,46 +163,6 @@ def merge(
   return with_leaves(weights, leaves)
 
 
-def unmerge(
-  params: optax.Params,
-  weights: optax.Params,
-  *,
-  kernels: KernelsLike = None,
-  layout: LayoutLike = None,
-) -> optax.Params:
-  """Subtracts the matrices Z of the adapters from the weights.
-
-  A model whose adapters are not zero at the start then begins as the model
-  without adapters. The inverse of :func:`merge`, but for rounding. It reads
-  adapters and weights and no data: post-processing.
-
-  Args:
-    params: Tree of trainable arrays with LoRA pairs.
-    weights: Tree with the frozen weights; its other leaves pass.
-    kernels: The weight of each module, see :func:`merge`.
-    layout: See :func:`describe_pairs`. Its scale counts.
-
-  Returns:
-    A tree like ``weights``.
-
-  Raises:
-    ValueError: If a weight is not found, is not the only candidate, or does not
-      fit.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import lora
-    >>> params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
-    >>> weights = lora.unmerge(params, {'q': {'kernel': jnp.ones((3, 2))}})
-    >>> float(weights['q']['kernel'].sum())
-    0.0
-  """
-  negative = _modules.map_factors(
-    lambda _, z: Factors(-z.left, z.right), params, layout
-  )
-  return merge(negative, weights, kernels=kernels, layout=layout)
-
-
 def find_kernels(
   modules: Sequence[Module], weights: optax.Params, kernels: KernelsLike
 ) -> list[Place]:
@@ -216,10 +177,7 @@ def find_kernels(
     )
   places = []
   for x in modules:
-    if x.name in kernels:
-      kernel = kernels[x.name]
-    else:
-      kernel = _one_candidate(x, names, leaves)
+    kernel = kernels.get(x.name) or _one_candidate(x, names, leaves)
     places.append(_placed(x, kernel, names, leaves))
   taken = [place.leaf for place in places]
   for place in places:
@@ -246,11 +204,9 @@ def _one_candidate(
   module: Module, names: Sequence[str], leaves: Sequence[Any]
 ) -> str:
   parents = [module.name, f'{module.name}/base_module']
-  above, _, last = module.name.rpartition('/')
-  if last == 'lora':
-    parents.append(above)
-  if module.name.startswith('lora_'):  # The tree is a single pair.
-    parents.append('')
+  parents.append(module.name.removesuffix('/lora'))
+  if module.name == 'lora' or module.name.startswith('lora_'):
+    parents.append('')  # The tree is a single pair.
   near = {}
   for name, leaf in zip(names, leaves, strict=True):
     parent, _, last = name.rpartition('/')

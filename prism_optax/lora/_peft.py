@@ -10,7 +10,7 @@ import itertools
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ class PeftAdapter(NamedTuple):
     layout: The pairs with their scales, to be passed as ``layout=`` with
       ``params``.
     config: The entries of ``adapter_config.json``.
-    embeddings: Names of the modules that are embedding tables.
     others: Tensors that belong to no pair (``modules_to_save``, biases), by
       their names, as they are. Nothing else in this library reads them.
   """
@@ -44,7 +43,6 @@ class PeftAdapter(NamedTuple):
   params: dict[str, dict[str, np.ndarray]]
   layout: list[Pair]
   config: dict[str, Any]
-  embeddings: tuple[str, ...]
   others: dict[str, np.ndarray]
 
 
@@ -53,9 +51,10 @@ def load_peft(folder: str | os.PathLike[str]) -> PeftAdapter:
 
   Needs the package ``safetensors``. Adapters that are more than ``alpha / r *
   B A`` on the weights they were published for are refused: DoRA, those with
-  biases of their own, activated by tokens or on bare parameters, and those
-  relative to changed weights (``init_lora_weights='pissa'`` and the like; PEFT
-  converts these when it saves). Pattern keys are read as PEFT reads them, as
+  biases of their own, activated by tokens, on embedding tables or on bare
+  parameters, and those relative to changed weights
+  (``init_lora_weights='pissa'`` and the like; PEFT converts these when it
+  saves). Pattern keys are read as PEFT reads them, as
   regular expressions that are matched from the end of a name; those that could
   take for ever are refused.
 
@@ -90,8 +89,7 @@ def load_peft(folder: str | os.PathLike[str]) -> PeftAdapter:
     params[name] = {'lora_a': x.a.T.copy(), 'lora_b': x.b.T.copy()}
     axes = Layout(-1, 0, (), (), scale=x.scale)
     layout.append(Pair(f'{name}/lora_a', f'{name}/lora_b', axes))
-  embeddings = tuple(name for name, x in modules.items() if x.is_embedding)
-  return PeftAdapter(params, layout, config, embeddings, others)
+  return PeftAdapter(params, layout, config, others)
 
 
 def from_peft(
@@ -179,7 +177,6 @@ def save_peft(
   params: optax.Params,
   *,
   names: NamesLike = None,
-  embeddings: Sequence[str] = (),
   config: Mapping[str, Any] | None = None,
   layout: LayoutLike = None,
 ) -> None:
@@ -199,7 +196,6 @@ def save_peft(
     folder: Folder of the two files; it is made if it does not exist.
     params: Tree with LoRA pairs and nothing else: a head would be lost.
     names: The name in PyTorch of each module, see :func:`from_peft`.
-    embeddings: Names in PyTorch of modules that are embedding tables.
     config: More entries of ``adapter_config.json``, such as ``task_type``,
       ``base_model_name_or_path``, ``fan_in_fan_out`` (True for the Conv1D of
       GPT-2); or all entries that :func:`load_peft` found. Entries that follow
@@ -238,13 +234,7 @@ def save_peft(
     for path, b, a in zip(paths, left, right, strict=True):
       if path in found:
         raise ValueError(f'Two modules are named {path!r} in PyTorch.')
-      found[path] = PeftModule(a.T, b, module.scale, path in embeddings)
-  strangers = set(embeddings) - set(found)
-  if strangers:
-    raise ValueError(
-      f'embeddings names {sorted(strangers)}, which are no modules; these are'
-      f' {shown(list(found))}.'
-    )
+      found[path] = PeftModule(a.T, b, module.scale)
   entries = {**(config or {}), **_config(found)}
   _peft_files.write(pathlib.Path(folder), found, entries)
 

@@ -4,6 +4,7 @@ A file may come from anywhere. Whatever is in it, reading ends with an adapter
 or with a ``ValueError`` that says what is wrong with which file.
 """
 
+import functools
 import json
 import math
 import os
@@ -17,26 +18,15 @@ import numpy as np
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'
-# How the names of the two factors end, in a layer and in an embedding table.
-_LAYER = 'lora_A.weight', 'lora_B.weight'
-_TABLE = 'lora_embedding_A', 'lora_embedding_B'
-# Groups: the module, and the parts of one of the ends above. Between them may
-# stand `.default` or the like, the name of the adapter, which PEFT leaves out
-# today.
-_FACTOR = re.compile(
-  r'(.+)\.(?:(lora_[AB])(?:\.[^.]+)?(\.weight)'
-  r'|(lora_embedding_[AB])(?:\.[^.]+)?)'
-)
+# The module, and the end of the name of one of its factors.
+_FACTOR = re.compile(r'(.+)\.(lora_[AB]\.weight)')
+_ENDS = 'lora_A.weight', 'lora_B.weight'
 _LONGEST_NAME = 300
 _TYPES: dict[str, Any] = {
   'F64': np.dtype('<f8'),
   'F32': np.dtype('<f4'),
   'F16': np.dtype('<f2'),
   'BF16': jnp.dtype('bfloat16'),
-  'I64': np.dtype('<i8'),
-  'I32': np.dtype('<i4'),
-  'U8': np.dtype('u1'),
-  'BOOL': np.dtype('?'),
 }
 # Initialisations that leave the base weights as they are.
 _HARMLESS = (None, True, False, 'gaussian', 'eva', 'orthogonal')
@@ -61,7 +51,6 @@ class PeftModule(NamedTuple):
   a: np.ndarray
   b: np.ndarray
   scale: float
-  is_embedding: bool
 
 
 Modules = dict[str, PeftModule]
@@ -95,11 +84,7 @@ def read(folder: pathlib.Path) -> tuple[Modules, dict[str, Any], Tensors]:
     ValueError: With the file and what is wrong with it.
   """
   config = _content(folder / CONFIG, _read_config)
-
-  def read_tensors(data: bytes) -> tuple[Modules, Tensors]:
-    factors, others = _read_tensors(data)
-    return _paired(factors, config), others
-
+  read_tensors = functools.partial(_read_tensors, config=config)
   modules, others = _content(folder / TENSORS, read_tensors)
   return modules, config, others
 
@@ -136,7 +121,7 @@ def _read_config(data: bytes) -> dict[str, Any]:
     if config.get(field):
       raise ValueError(f'{field}: {meaning} cannot be read here.')
   start = config.get('init_lora_weights')
-  if not any(start is x for x in _HARMLESS[:3]) and start not in _HARMLESS[3:]:
+  if start not in _HARMLESS:
     raise ValueError(
       f'init_lora_weights={start!r} changes the base weights, and the adapter'
       ' is relative to the changed ones. Let PEFT convert it:'
@@ -196,8 +181,10 @@ def _at(config: Mapping[str, Any], field: str, patterns: str, name: str) -> Any:
   return config[field]
 
 
-def _read_tensors(data: bytes) -> tuple[dict[str, Tensors], Tensors]:
-  """Factors by module and by the end of their names, and all the rest."""
+def _read_tensors(
+  data: bytes, config: Mapping[str, Any]
+) -> tuple[Modules, Tensors]:
+  """The modules, and all tensors that are no factors."""
   safetensors = _safetensors()
   try:
     # From memory: offsets are checked against the bytes that are there.
@@ -219,19 +206,16 @@ def _read_tensors(data: bytes) -> tuple[dict[str, Tensors], Tensors]:
         raise ValueError(f'{shown(key)} is no factor known here.')
       others[key.removeprefix(PREFIX)] = x
       continue
-    name, *parts = found.groups('')
-    name, end = name.removeprefix(PREFIX), ''.join(parts)
+    name, end = found[1].removeprefix(PREFIX), found[2]
     if len(name) > _LONGEST_NAME or '/' in name:
       raise ValueError(f'{shown(name)} is no name of a module.')
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f'expected floats in {key}, got {x.dtype}.')
     if end in factors.setdefault(name, {}):
       raise ValueError(f'more than one adapter for {name}.')
     factors[name][end] = x
   if not factors:
     names = sorted(key for key, _ in tensors)
-    raise ValueError(f'no {" and ".join(_LAYER)} among {shown(names)}.')
-  return factors, others
+    raise ValueError(f'no {" and ".join(_ENDS)} among {shown(names)}.')
+  return _paired(factors, config), others
 
 
 def _paired(
@@ -240,23 +224,19 @@ def _paired(
   """The modules, each of two factors that fit each other and the file."""
   modules = {}
   for name, found in sorted(factors.items()):
-    is_embedding = not found.keys().isdisjoint(_TABLE)
-    if is_embedding and not found.keys().isdisjoint(_LAYER):
-      raise ValueError(f'{name} is a layer and an embedding at once.')
-    keys = _TABLE if is_embedding else _LAYER
-    absent = set(keys) - set(found)
+    absent = set(_ENDS) - set(found)
     if absent:
       raise ValueError(f'{name} has {min(found)} and no {min(absent)}.')
-    a, b = (found[key] for key in keys)
+    a, b = (found[end] for end in _ENDS)
     rank = _at(config, 'r', 'rank_pattern', name)
     if a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == rank:
       raise ValueError(
-        f'expected {keys[0]} (r, in) and {keys[1]} (out, r) with r={rank}, as'
-        f' {CONFIG} says, for {name}, got {a.shape} and {b.shape}.'
+        f'expected {_ENDS[0]} (r, in) and {_ENDS[1]} (out, r) with r={rank},'
+        f' as {CONFIG} says, for {name}, got {a.shape} and {b.shape}.'
       )
     alpha = _at(config, 'lora_alpha', 'alpha_pattern', name)
     divisor = math.sqrt(rank) if config.get('use_rslora') else rank
-    modules[name] = PeftModule(a, b, alpha / divisor, is_embedding)
+    modules[name] = PeftModule(a, b, alpha / divisor)
   return modules
 
 
@@ -269,9 +249,8 @@ def write(
   """Both files, each under another name first."""
   tensors = {}
   for name, x in modules.items():
-    keys = _TABLE if x.is_embedding else _LAYER
-    for key, value in zip(keys, (x.a, x.b), strict=True):
-      tensors[f'{PREFIX}{name}.{key}'] = np.ascontiguousarray(value)
+    for end, value in zip(_ENDS, (x.a, x.b), strict=True):
+      tensors[f'{PREFIX}{name}.{end}'] = np.ascontiguousarray(value)
   data = _safetensors().numpy.save(tensors, metadata={'format': 'pt'})
   text = json.dumps(config, indent=2, sort_keys=True, default=_plain) + '\n'
   folder.mkdir(parents=True, exist_ok=True)

@@ -4,24 +4,17 @@ Everything here reads adapters and no data: what it makes of adapters that were
 trained privately is post-processing.
 """
 
-import fnmatch
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from prism_optax import _modules, _validate, fixed_rank
-from prism_optax._linalg import at_least_float32
-from prism_optax._modules import LayoutLike, Module
+from prism_optax._modules import LayoutLike, ModuleTree
 from prism_optax.fixed_rank import Factors
 
 
 def truncate(
-  params: optax.Params,
-  rank: int | Mapping[str, int],
-  *,
-  layout: LayoutLike = None,
+  params: optax.Params, rank: int, *, layout: LayoutLike = None
 ) -> optax.Params:
   """The best approximation of each Z by a matrix of lower rank.
 
@@ -39,22 +32,19 @@ def truncate(
   Z of lower rank than that  lost columns are zero in one factor, the other
                              keeps what it has beyond Z
   one factor zero            Z stays zero, the other factor keeps the most
-  rank above the module's    ValueError
+  rank above the module's    the module keeps its own
   =========================  ==================================================
 
   Args:
     params: Tree of trainable arrays with LoRA pairs. Other leaves pass.
-    rank: The new rank of all modules; or a mapping from patterns of module
-      names (``fnmatch``, the first that matches) to ranks, where modules that
-      no pattern matches keep theirs.
+    rank: The new rank of all modules that have a higher one.
     layout: See :func:`describe_pairs`.
 
   Returns:
     A tree like ``params`` with factors of the new ranks, in the same types.
 
   Raises:
-    ValueError: If a rank is no integer >= 1 or larger than that of its module,
-      or a pattern matches none.
+    ValueError: If ``rank`` is no integer >= 1, or pairs cannot be found.
 
   Example:
     >>> import jax.numpy as jnp
@@ -67,27 +57,14 @@ def truncate(
      [0. 0.]
      [0. 0.]]
   """
-  patterns = rank if isinstance(rank, Mapping) else {'*': rank}
-  for value in patterns.values():
-    _validate.integer('rank', value, 1)
-  names = [x.name for x in _modules.find_modules(params, layout)]
-  unused = [p for p in patterns if not fnmatch.filter(names, p)]
-  if unused:
-    raise ValueError(
-      f'rank patterns {unused} match no module; the modules are {names}.'
-    )
-
-  def truncated(module: Module, factors: Factors) -> Factors:
-    name, own = module.name, module.rank
-    matching = (patterns[p] for p in patterns if fnmatch.fnmatch(name, p))
-    new = next(matching, own)
-    if new > own:
-      raise ValueError(
-        f'Expected rank <= {own}, that of {name!r}, got rank={new}.'
-      )
-    return fixed_rank.truncate(factors, new)
-
-  return _modules.map_factors(truncated, params, layout)
+  _validate.integer('rank', rank, 1)
+  return _modules.map_factors(
+    lambda module, factors: fixed_rank.truncate(
+      factors, min(rank, module.rank)
+    ),
+    params,
+    layout,
+  )
 
 
 def difference(
@@ -124,24 +101,18 @@ def difference(
     >>> print((new['lora_a'] @ new['lora_b'])[0])
     [0.75 0.75]
   """
-  initial_leaves = jax.tree.leaves(initial)
-  expected, found = (
-    (jax.tree.structure(x), [jnp.shape(leaf) for leaf in jax.tree.leaves(x)])
-    for x in (params, initial)
-  )
-  if found != expected:
-    raise ValueError(
-      'Expected initial to have the structure and shapes of params, got'
-      f' {found} for {expected}.'
-    )
+  tree = ModuleTree(params, layout)
+  # The factors as they are, without the scale.
+  new, old = tree.coordinates(params), tree.coordinates(initial, 'initial')
 
-  def changed(module: Module, factors: Factors) -> Factors:
-    old = module.read(initial_leaves, at_least_float32)
+  def changed(pair: Factors, start: Factors) -> Factors:
     both = Factors(
-      jnp.concatenate([factors.left, old.left], -1),
-      jnp.concatenate([factors.right, -old.right], -1),
+      jnp.concatenate([pair.left, start.left], -1),
+      jnp.concatenate([pair.right, -start.right], -1),
     )
-    most = min(module.m, module.n)
-    return fixed_rank.truncate(both, most) if 2 * module.rank > most else both
+    most = min(pair.left.shape[-2], pair.right.shape[-2])
+    wide = both.left.shape[-1] > most
+    return fixed_rank.truncate(both, most) if wide else both
 
-  return _modules.map_factors(changed, params, layout)
+  found = tree.tree(new.map_pairs(changed, old.pairs))
+  return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), found, params)

@@ -11,9 +11,9 @@ more rows than columns goes through
 where :math:`p_\kappa` is the Taylor polynomial of :math:`x^{-1/2}` at 1. A
 singular value s becomes :math:`s\, p_\kappa(s^2)`, which grows towards 1 and
 never beyond: near 1 with order ``degree + 1``, near 0 with the factor
-:func:`slope_at_zero` per step. So ``steps`` steps cannot raise a singular
-value by more than ``slope_at_zero(degree)**steps`` (23 for degree 2, 5 steps):
-values far below the inverse of that stay small.
+``p(0) = sum(coefficients(degree))`` per step. So ``steps`` steps cannot raise a
+singular value by more than ``p(0)**steps`` (23 for degree 2, 5 steps): values
+far below the inverse of that stay small.
 
 The iteration is a polynomial behind the first division: it needs no
 factorization, and its derivatives are finite everywhere.
@@ -22,14 +22,12 @@ factorization, and its derivatives are finite everywhere.
 from prism_optax.muon._newton_schulz import (
   coefficients,
   newton_schulz,
-  slope_at_zero,
   subtract_bias,
 )
 from prism_optax.muon._tangents import tangent_newton_schulz
 
 # fmt: off
 __all__ = [
-  'coefficients', 'newton_schulz', 'slope_at_zero', 'subtract_bias',
-  'tangent_newton_schulz',
+  'coefficients', 'newton_schulz', 'subtract_bias', 'tangent_newton_schulz',
 ]
 # fmt: on

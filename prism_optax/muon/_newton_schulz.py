@@ -3,15 +3,13 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from prism_optax import _linalg, _validate
 from prism_optax._linalg import at_least_float32
-from prism_optax._types import ArrayTree, DTypeLike, Scalar
+from prism_optax._types import DTypeLike, Scalar
 
 
 def coefficients(degree: int) -> tuple[float, ...]:
@@ -19,6 +17,8 @@ def coefficients(degree: int) -> tuple[float, ...]:
 
   ``c_j = C(2j, j) / 4^j`` (DP-Muon, arXiv:2605.12994). These are binomials over
   powers of two, so the floats are exact while a binomial has at most 53 bits.
+  Their sum is ``p(0) = (2k + 1) C(2k, k) / 4^k`` for the degree k: the factor
+  by which one step raises a very small singular value.
 
   Args:
     degree: At least 1.
@@ -36,29 +36,6 @@ def coefficients(degree: int) -> tuple[float, ...]:
   """
   _validate.integer('degree', degree, 1)
   return tuple(math.comb(2 * j, j) / 4**j for j in range(degree + 1))
-
-
-def slope_at_zero(degree: int) -> float:
-  """The factor by which one step raises a very small singular value.
-
-  ``p(0) = sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k``, for the polynomial
-  of DP-Muon (arXiv:2605.12994).
-
-  Args:
-    degree: k, at least 1.
-
-  Returns:
-    p(0). So many steps raise a singular value by at most ``p(0)**steps``.
-
-  Raises:
-    ValueError: If ``degree`` is not an integer of at least 1.
-
-  Example:
-    >>> from prism_optax import muon
-    >>> muon.slope_at_zero(2)
-    1.875
-  """
-  return sum(coefficients(degree))
 
 
 def check_options(degree: int, steps: int, normalize: str) -> None:
@@ -100,24 +77,15 @@ def divisor(normalize: str, norm: jax.Array) -> jax.Array:
   return jnp.ones_like(norm)
 
 
-def _rounded_matmul(
-  a: jax.Array, b: jax.Array, *, dtype: DTypeLike
+def _product(
+  a: jax.Array, b: jax.Array, dtype: DTypeLike | None = None
 ) -> jax.Array:
-  """``a @ b`` of factors rounded to ``dtype``, summed in their own type."""
-
-  def rounded(a, b):
-    # XLA on CPU cannot always run a bfloat16 product that sums in float32. The
-    # product of factors rounded to bfloat16 is the same number, only slower.
-    info = jnp.finfo(dtype)
-    a, b = (jax.lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
+  """``a @ b``, of factors rounded to ``dtype``, summed in their own type."""
+  if dtype is None:
     return _linalg.matmul(a, b)
-
-  def native(a, b):
-    return jnp.matmul(
-      a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype
-    )
-
-  return jax.lax.platform_dependent(a, b, cpu=rounded, default=native)
+  return jnp.matmul(
+    a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype
+  )
 
 
 def newton_schulz(
@@ -137,8 +105,7 @@ def newton_schulz(
   =======================  ====================================================
   zero matrix              zero
   norm below one           with ``'max1'`` the matrix is not scaled up: its
-                           singular values grow by ``slope_at_zero(degree)`` a
-                           step at most
+                           singular values grow by ``p(0)`` a step at most
   lost rank                zero singular values stay zero
   no rows or no columns    unchanged
   NaN or Inf in an entry   this matrix is not finite, others are not affected
@@ -192,9 +159,7 @@ def newton_schulz(
   c = coefficients(degree)
   eye = jnp.eye(y.shape[-2], dtype=y.dtype)
 
-  product = _linalg.matmul
-  if matmul_dtype is not None:
-    product = functools.partial(_rounded_matmul, dtype=matmul_dtype)
+  product = functools.partial(_product, dtype=matmul_dtype)
 
   for _ in range(steps):
     # Horner in I - Y Y^T, which is small where the iteration has converged:
@@ -208,14 +173,14 @@ def newton_schulz(
 
 
 def subtract_bias(
-  function: Callable[[ArrayTree], ArrayTree],
-  x: Any,
+  function: Callable[[jax.Array], jax.Array],
+  x: jax.Array,
   noise_stddev: Scalar,
   prng_key: jax.Array,
   *,
   num_probes: int = 1,
   probe_scale: float = 1.0,
-) -> Any:
+) -> jax.Array:
   r"""Estimates ``function(mean)`` from ``x = mean + noise``, less biased.
 
   For Gaussian noise of variance v in every coordinate,
@@ -249,18 +214,18 @@ def subtract_bias(
   ====================  =======================================================
 
   Args:
-    function: Smooth; takes and returns a tree shaped like ``x``.
-    x: A tree of arrays.
+    function: Smooth; takes and returns an array shaped like ``x``.
+    x: An array.
     noise_stddev: Standard deviation per coordinate of the noise in ``x``: a
-      scalar or an array that broadcasts against every leaf, or a tree of them
-      with the structure of ``x``. Zero gives ``function(x)``.
+      scalar, or an array that broadcasts against ``x``. Zero gives
+      ``function(x)``.
     prng_key: Typed key of the probes, a new one for every call.
     num_probes: Number K of antithetic pairs; 2 K + 1 calls of ``function``.
     probe_scale: Size of the probes in units of ``noise_stddev``. For cubic
       functions every scale is exact.
 
   Returns:
-    A tree shaped like ``function(x)``.
+    An array shaped like ``x``.
 
   Raises:
     ValueError: If ``num_probes`` is no integer >= 1 or ``probe_scale`` is not
@@ -280,22 +245,15 @@ def subtract_bias(
   """
   _validate.integer('num_probes', num_probes, 1)
   _validate.positive('probe_scale', probe_scale)
-  stddevs = jax.tree.broadcast(noise_stddev, x)
   center = function(x)
 
-  def curvature(index: jax.Array, total: ArrayTree) -> ArrayTree:
-    probes = optax.tree.random_like(jax.random.fold_in(prng_key, index), x)
-    steps = jax.tree.map(
-      lambda z, s: (probe_scale * s * z).astype(z.dtype), probes, stddevs
-    )
-    plus = function(jax.tree.map(jnp.add, x, steps))
-    minus = function(jax.tree.map(jnp.subtract, x, steps))
-    return jax.tree.map(
-      lambda t, p, m, f: t + ((p - f) + (m - f)), total, plus, minus, center
-    )
+  def curvature(index: jax.Array, total: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(prng_key, index)
+    probe = jax.random.normal(key, x.shape, x.dtype)
+    step = (probe_scale * noise_stddev * probe).astype(x.dtype)
+    plus, minus = function(x + step), function(x - step)
+    return total + ((plus - center) + (minus - center))
 
-  zeros = jax.tree.map(jnp.zeros_like, center)
   # A loop keeps the memory at that of one probe.
-  total = jax.lax.fori_loop(0, num_probes, curvature, zeros)
-  factor = 1 / (2 * num_probes * probe_scale**2)
-  return jax.tree.map(lambda f, t: f - factor * t, center, total)
+  total = jax.lax.fori_loop(0, num_probes, curvature, jnp.zeros_like(center))
+  return center - total / (2 * num_probes * probe_scale**2)

@@ -158,6 +158,7 @@ def make_private(
   """
   c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
   _validate.integer('steps', steps, 1)
+  _randomness.check_key('prng_key', prng_key, words=4)
   delta = _validate.known_open_probability('delta', delta)
   if (target_epsilon is None) == (noise_multiplier is None):
     raise ValueError(

@@ -56,8 +56,7 @@ from prism_optax.transforms._orthogonalize_tangents import (
   orthogonalize_tangents,
 )
 from prism_optax.transforms._privatizer import (
-  ForeignPrivatizerState,
-  GaussianNoiseState,
+  PrivatizerState,
   tangent_privatizer,
 )
 from prism_optax.transforms._published import scale_by_published_preconditioner
@@ -68,10 +67,9 @@ from prism_optax.transforms._rank_preconditioner import (
 
 # fmt: off
 __all__ = [
-  'AugmentedState', 'BiasCorrection', 'ClipGroup',
-  'CorrelatedPrivatizerState', 'ForeignPrivatizerState', 'GaussianNoiseState',
-  'OrthogonalTangentsState', 'OrthogonalizeState', 'RankPreconditionerState',
-  'Stacked', 'StepContext', 'TangentProbes',
+  'AugmentedState', 'BiasCorrection', 'ClipGroup', 'CorrelatedPrivatizerState',
+  'OrthogonalTangentsState', 'OrthogonalizeState', 'PrivatizerState',
+  'RankPreconditionerState', 'Stacked', 'StepContext', 'TangentProbes',
   'TangentTransformation', 'add_decayed_factors', 'augmented_optimizer',
   'chain', 'clip_each_matrix', 'clip_groups', 'correlated_noise_stddev',
   'correlated_tangent_privatizer', 'intrinsic_clip', 'orthogonalize',

@@ -7,14 +7,12 @@ parameters, so the state holds the frames of the parameters that the last update
 led to.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optax
 
 from prism_optax import _validate, fixed_rank
-from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, ModuleTree, map_pairs
 from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Frame
@@ -42,33 +40,20 @@ class AugmentedState(NamedTuple):
 
   Attributes:
     frames: The frames of the current parameters, one for each stack of
-      same-shape modules, turned as close as possible to the frames before.
-      Fixed coordinates are coordinates in these frames.
+      same-shape modules.
+    turns: What turns each frame as close as possible to the turned frame
+      before. Fixed coordinates are coordinates in the turned frames.
     inner: State of the optimizer.
   """
 
   frames: tuple[Frame, ...]
+  turns: tuple[_correlated.Turns, ...]
   inner: ArrayTree
-
-
-def _aligned(frame: Frame, turn: _correlated.Turns) -> Frame:
-  """The frame ``Q W`` of the same factors, with the cores ``W^T C``."""
-  left, right = _correlated.turned_bases(frame, turn)
-  return Frame(
-    left,
-    right,
-    gram(turn.left, frame.left_core),
-    gram(turn.right, frame.right_core),
-    matmul(frame.left_inverse, turn.left),
-    matmul(frame.right_inverse, turn.right),
-    gram(turn.left, matmul(frame.left_mask, turn.left)),
-    gram(turn.right, matmul(frame.right_mask, turn.right)),
-  )
 
 
 def augmented_optimizer(
   optimizer: optax.GradientTransformation, *, layout: LayoutLike = None
-) -> Any:
+) -> AugmentedGradientTransformation:
   """An optimizer on tangent coordinates, for trainers that add the noise.
 
   ``pre_clipping_transform(state)`` is :func:`tangent_coordinates` at the
@@ -108,8 +93,10 @@ def augmented_optimizer(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    ``jax_privacy``'s ``AugmentedGradientTransformation`` where the installed
-    version has it, otherwise a named tuple of the same three fields.
+    ``init``, ``update`` and ``pre_clipping_transform``. Where a trainer of
+    jax-privacy looks at the type, wrap it:
+    ``AugmentedGradientTransformation(*augmented_optimizer(...))`` with the
+    class in ``jax_privacy.optimizers``.
 
   Raises:
     ValueError: If no pair is found or both factors of a module are zero; in
@@ -132,32 +119,33 @@ def augmented_optimizer(
 
   inner = optax.with_extra_args_support(optimizer)
 
+  def carried(bases, frames, inner_state):
+    turns = map_pairs(_correlated.turns, bases, frames)
+    return AugmentedState(frames, turns, inner_state)
+
   def init(params):
     tree = ModuleTree(params, layout)
     tree.check_observable(params)
-    return AugmentedState(tree.frames(params), inner.init(params))
+    frames = tree.frames(params)
+    return carried(frames, frames, inner.init(params))
 
   def update(updates, state, params=None, **extra_args):
     _validate.params_given('augmented_optimizer', params)
     tree = ModuleTree(params, layout)
-    turns = map_pairs(_correlated.turns, state.frames, tree.frames(params))
     noisy = tree.coordinates(updates).map_pairs(
-      lambda x, frame, turn: _correlated.from_fixed(
-        fixed_rank.project(frame, x), turn
+      lambda x, frame, turn: fixed_rank.project(
+        frame, _correlated.from_fixed(x, turn)
       ),
       state.frames,
-      turns,
+      state.turns,
     )
     updates, inner_state = inner.update(
       tree.tree(noisy), state.inner, params, **extra_args
     )
     # A trainer asks for the next transform before it calls us again.
-    frames = map_pairs(
-      lambda old, new: _aligned(new, _correlated.turns(old, new)),
-      state.frames,
-      tree.frames(optax.apply_updates(params, updates)),
-    )
-    return updates, AugmentedState(frames, inner_state)
+    bases = map_pairs(_correlated.turned_bases, state.frames, state.turns)
+    frames = tree.frames(optax.apply_updates(params, updates))
+    return updates, carried(bases, frames, inner_state)
 
   def pre_clipping_transform(state):
     def transform(grads):
@@ -165,21 +153,14 @@ def augmented_optimizer(
       tree = ModuleTree(grads, layout)
       return tree.tree(
         tree.gradients(grads).map_pairs(
-          lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair),
+          lambda pair, frame, turn: _correlated.to_fixed(
+            fixed_rank.tangent_from_gradients(frame, pair), turn
+          ),
           state.frames,
+          state.turns,
         )
       )
 
     return transform
 
-  return _class_of_jax_privacy()(init, update, pre_clipping_transform)
-
-
-def _class_of_jax_privacy() -> type:
-  """jax-privacy's class, or the one above: its trainers look at the type."""
-  ours = AugmentedGradientTransformation
-  try:
-    optimizers = importlib.import_module('jax_privacy.optimizers')
-  except ImportError:
-    return ours
-  return getattr(optimizers, 'AugmentedGradientTransformation', ours)
+  return AugmentedGradientTransformation(init, update, pre_clipping_transform)

@@ -24,7 +24,7 @@ from prism_optax._types import PRNGKeyLike
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
-from prism_optax.transforms._privatizer import ForeignPrivatizerState, limited
+from prism_optax.transforms._privatizer import PrivatizerState, limited
 
 
 class Turns(NamedTuple):
@@ -39,7 +39,7 @@ class Turns(NamedTuple):
   right: jax.Array
 
 
-def turns(bases: Factors, frame: Frame) -> Turns:
+def turns(bases: Factors | Frame, frame: Frame) -> Turns:
   """The turns that bring ``frame`` closest to ``bases``, the frame before.
 
   They are the orthogonal polar factors of the overlaps (orthogonal Procrustes),
@@ -110,7 +110,7 @@ class CorrelatedPrivatizerState(NamedTuple):
 
   bases: tuple[Factors, ...]
   prng_key: jax.Array
-  inner: ForeignPrivatizerState
+  inner: PrivatizerState
 
 
 def correlated_tangent_privatizer(

@@ -30,14 +30,12 @@ class BiasCorrection(NamedTuple):
       ``init``; otherwise an int or a typed key. The probes may be public, but
       must be independent of the noise: never pass the key of the noise.
     num_probes: Number of antithetic pairs of probes at each step.
-    probe_scale: Size of the probes in units of the noise in the momentum.
   """
 
   noise_stddev: Scalar | ArrayTree | Callable[[ArrayTree], ArrayTree]
   momentum: Scalar
   prng_key: PRNGKeyLike = None
   num_probes: int = 1
-  probe_scale: float = 1.0
 
 
 class OrthogonalizeState(NamedTuple):
@@ -70,7 +68,6 @@ def _check_correction(correction: BiasCorrection) -> None:
     )
   _validate.decay_rate('bias_correction.momentum', correction.momentum)
   _validate.integer('num_probes', correction.num_probes, 1)
-  _validate.positive('probe_scale', correction.probe_scale)
   _randomness.check_key('bias_correction.prng_key', correction.prng_key)
   if not callable(correction.noise_stddev):
     for stddev in jax.tree.leaves(correction.noise_stddev):
@@ -97,7 +94,6 @@ def _corrected(
       noise_stddev=jnp.sqrt(noise_variance(s, correction.momentum, count)),
       prng_key=key,
       num_probes=correction.num_probes,
-      probe_scale=correction.probe_scale,
     )
     for s, key in zip(stddevs, keys, strict=True)
   ]

@@ -127,10 +127,8 @@ def orthogonalize_tangents(
 
   def init_pair(tangent: Tangent) -> TangentMomentum:
     # Separate arrays: a state may be donated, but no buffer may occur twice.
-    return TangentMomentum(
-      Factors(*jax.tree.map(jnp.zeros_like, tangent)),
-      jax.tree.map(jnp.zeros_like, tangent),
-    )
+    pair = TangentMomentum(Factors(*tangent), tangent)
+    return jax.tree.map(jnp.zeros_like, pair)
 
   def scale_of(tangent: Tangent) -> float:
     if coordinate_rms is None:

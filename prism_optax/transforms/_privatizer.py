@@ -1,7 +1,7 @@
 """Gaussian noise in the tangent space."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,39 +14,17 @@ from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
 
-class ForeignPrivatizerState(NamedTuple):
-  """State around the privatizer of another library.
+class PrivatizerState(NamedTuple):
+  """State of noise, ours or another library's.
 
   Attributes:
     count: Updates so far, shape (), int32.
-    inner: State of the privatizer.
+    inner: For our noise its typed key, shape (), or (2,) for ChaCha20; split
+      once per update. Secret. Otherwise the state of the privatizer.
   """
 
   count: jax.Array  # type: ignore[assignment]  # As in optax's states.
   inner: ArrayTree
-
-
-def _is_accounted_for(count: jax.Array, steps: int | None) -> Any:
-  """Whether ``count`` updates are fewer than all.
-
-  Raises:
-    ValueError: If they are not, where their number is known.
-  """
-  if steps is None:
-    return True
-  if not isinstance(count, jax.core.Tracer) and int(count) >= steps:
-    raise ValueError(
-      f'The noise was made and accounted for {steps=} updates, and this is'
-      f' update {int(count) + 1}: it would be a release beyond the budget.'
-    )
-  return count < steps
-
-
-def _released(tree: Any, accounted_for: Any) -> Any:
-  """What leaves: zeros beyond the last step."""
-  if accounted_for is True:
-    return tree
-  return jax.tree.map(lambda x: jnp.where(accounted_for, x, 0), tree)
 
 
 def limited(
@@ -59,17 +37,21 @@ def limited(
   """
 
   def init(updates):
-    return ForeignPrivatizerState(
-      jnp.zeros((), jnp.int32), privatizer.init(updates)
-    )
+    return PrivatizerState(jnp.zeros((), jnp.int32), privatizer.init(updates))
 
   def update(updates, state, params=None):
-    del params  # Privatizers see no parameters.
-    accounted_for = _is_accounted_for(state.count, steps)
-    noisy, inner = privatizer.update(updates, state.inner)
-    return _released(noisy, accounted_for), ForeignPrivatizerState(
-      optax.safe_increment(state.count), inner
-    )
+    count = state.count
+    known = not isinstance(count, jax.core.Tracer)
+    if steps is not None and known and int(count) >= steps:
+      raise ValueError(
+        f'The noise was made and accounted for {steps=} updates, and this is'
+        f' update {int(count) + 1}: it would be a release beyond the budget.'
+      )
+    noisy, inner = privatizer.update(updates, state.inner, params)
+    if steps is not None:
+      within = count < steps
+      noisy = jax.tree.map(lambda x: jnp.where(within, x, 0), noisy)
+    return noisy, PrivatizerState(optax.safe_increment(state.count), inner)
 
   return optax.GradientTransformation(init, update)
 
@@ -122,19 +104,6 @@ def check_source(
   return int(steps)
 
 
-class GaussianNoiseState(NamedTuple):
-  """State of the Gaussian noise of :func:`tangent_privatizer` and `dp_muon`.
-
-  Attributes:
-    prng_key: Typed key, shape (), or (2,) for ChaCha20; split once per update.
-      Secret.
-    count: Updates so far, shape (), int32.
-  """
-
-  prng_key: jax.Array
-  count: jax.Array  # type: ignore[assignment]  # As in optax's states.
-
-
 def gaussian(
   stddev: Scalar | Callable[[ArrayTree], Sequence[Scalar]],
   prng_key: PRNGKeyLike,
@@ -154,19 +123,14 @@ def gaussian(
   """
 
   def init(params):
-    key = _randomness.resolve_key('prng_key', prng_key, params, words=4)
-    return GaussianNoiseState(key, jnp.zeros((), jnp.int32))
+    return _randomness.resolve_key('prng_key', prng_key, params, words=4)
 
   def update(updates, state, params=None):
-    accounted_for = _is_accounted_for(state.count, steps)
-    next_key, key = _randomness.split(state.prng_key)
+    next_key, key = _randomness.split(state)
     stddevs = stddev(params) if callable(stddev) else stddev
-    noisy = _lattice.add_noise(key, updates, stddevs)
-    return _released(noisy, accounted_for), GaussianNoiseState(
-      next_key, optax.safe_increment(state.count)
-    )
+    return _lattice.add_noise(key, updates, stddevs), next_key
 
-  return optax.GradientTransformation(init, update)
+  return limited(optax.GradientTransformation(init, update), steps)
 
 
 def tangent_privatizer(

@@ -159,12 +159,12 @@ def test_key_reuse_across_leaves_steps_and_restarts():
   empty = _nobody(params)
   init, update = _prism()
   state = init(params)
-  keys = [jax.random.key_data(state[1].prng_key)]
+  keys = [jax.random.key_data(state[1].inner)]
   for _ in range(3):
     _, state = update(empty, state, params)
-    keys.append(jax.random.key_data(state[1].prng_key))
+    keys.append(jax.random.key_data(state[1].inner))
   for _ in range(3):  # A restart takes a new seed.
-    keys.append(jax.random.key_data(init(params)[1].prng_key))
+    keys.append(jax.random.key_data(init(params)[1].inner))
   assert len(np.unique(np.array(keys), axis=0)) == len(keys)
   noise = _release(params, empty)
   rows = np.concatenate([np.ravel(x) for x in jax.tree.leaves(noise)])

@@ -64,7 +64,7 @@ RELATION = re.compile(
 # What only reads released values.
 POST_PROCESSING = {
   'inference': 'lora_delta',
-  'lora': ('canonicalize deltas difference merge save_peft truncate unmerge'),
+  'lora': ('canonicalize deltas difference merge save_peft truncate'),
   'prism_optax': (
     'add_decayed_factors orthogonalize_tangents prism_muon retract '
     'scale_by_learning_rate scale_by_rank_preconditioner'
@@ -83,12 +83,10 @@ FORMULAS = {
     'matrix_mechanism_event matrix_mechanism_sensitivity'
   ),
   'diagnostics': (
-    'factor_noise_energy nonprivate_clip_statistics '
-    'nonprivate_signal_to_noise '
-    'tangent_noise_energy'
+    'factor_noise_energy nonprivate_clip_statistics tangent_noise_energy'
   ),
   'fixed_rank': (
-    'embed frame horizontal_lift lift norm project retract '
+    'embed frame lift norm project retract '
     'tangent_from_gradients tangent_from_steps transport truncate'
   ),
   'inference': (
@@ -97,10 +95,7 @@ FORMULAS = {
     'signal_to_noise_bound'
   ),
   'lora': 'canonicalize initialize spectral_residual',
-  'muon': (
-    'coefficients newton_schulz slope_at_zero subtract_bias '
-    'tangent_newton_schulz'
-  ),
+  'muon': ('coefficients newton_schulz subtract_bias tangent_newton_schulz'),
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
     'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '

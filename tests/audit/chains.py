@@ -202,8 +202,8 @@ def factor_moments_of_two_lifts(stddev, prng_key):
         *(stddev * jax.random.normal(k, y.shape)
           for k, y in zip(keys, x, strict=True))
       )  # fmt: skip
-      noise = fixed_rank.lift(frame, fixed_rank.project(frame, noise))
-      noise = fixed_rank.horizontal_lift(factors, noise)
+      noise = fixed_rank.project(frame, noise)
+      noise = fixed_rank.lift(frame, noise, horizontal=True)
       core = x.right.T @ frame.right
       left = x.left + frame.left @ core / 2
       right = x.right - frame.right @ core.T / 2

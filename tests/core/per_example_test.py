@@ -186,3 +186,35 @@ def test_transformation_with_sensitivity_unpacks_and_chains():
   assert updates == 6.0
   assert tx.sensitivity() == 1.0
   assert tx.pre_clipping_transform('one') == 'one'
+
+
+def test_parts_of_a_batch_add_up_to_the_same_bits():
+  """Gradients made part by part; a part of padding alone is passed over."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(12, 3)).astype(np.float32)
+  is_padding = np.arange(12) % 4 == 3  # With parts of three: every fourth.
+  unit = np.float32(2.0**-20)
+
+  def gradients(rows):
+    # What padding would give is never looked at.
+    return jnp.where(rows > 10, jnp.nan, 2 * rows)
+
+  def total(size):
+    lazy = _per_example.LazyGradients(
+      jnp.where(is_padding[:, None], 99.0, x), gradients, size
+    )
+    return _per_example.sum_of_examples(
+      lambda g: jnp.where(jnp.isfinite(g), g, 7.0), lazy, is_padding, unit
+    )
+
+  whole = jax.jit(lambda: total(None))()
+  exact = np.trunc(2 * x[~is_padding] / unit).astype(np.int64).sum(0)
+  np.testing.assert_array_equal(
+    np.asarray(whole.high, np.int64) * 2**14 + whole.low, exact
+  )
+  for size in (1, 3, 4):
+    parts = jax.jit(lambda size=size: total(size))()
+    np.testing.assert_array_equal(parts.high, whole.high)
+    np.testing.assert_array_equal(parts.low, whole.low)
+  with pytest.raises(ValueError, match='divide .* 12, got microbatch_size=5'):
+    total(5)

@@ -22,7 +22,6 @@ from prism_optax import _validate
     (_validate.positive, True),
     (_validate.decay_rate, 1.0),
     (_validate.decay_rate, -0.1),
-    (_validate.probability, 1.5),
   ],
 )
 def test_bad_values_are_named(check, bad):
@@ -44,7 +43,6 @@ def test_other_checks_name_the_value():
 def test_limits_pass():
   _validate.non_negative('x', 0)
   _validate.decay_rate('x', 0)
-  _validate.probability('x', 1)
   _validate.at_least('x', 1, 1)
 
 

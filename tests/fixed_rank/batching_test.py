@@ -15,6 +15,7 @@ from tests.fixed_rank.cases import (
   compiled,
   deficient_factors,
   gradients,
+  horizontal_lift,
   random_problem,
   scaled,
 )
@@ -29,6 +30,7 @@ def all_results(factors, grads, geometry=compiled):
   tangent = geometry.tangent_from_gradients(frame, grads)
   tangent = geometry.project(frame, scaled(tangent, 0.1))
   steps = geometry.lift(frame, tangent)
+  shortest = getattr(geometry, 'horizontal_lift', horizontal_lift)
   new = geometry.retract(frame, tangent)
   aligned = geometry.retract(frame, tangent, align=True)
   return {
@@ -37,7 +39,7 @@ def all_results(factors, grads, geometry=compiled):
     'norm': geometry.norm(tangent),
     'embed': geometry.embed(frame, tangent),
     'lift': steps,
-    'horizontal_lift': geometry.horizontal_lift(factors, steps),
+    'horizontal_lift': shortest(factors, steps),
     'retract': new,
     'aligned': aligned,
     'transport': geometry.transport(frame, geometry.frame(aligned), tangent),

@@ -52,13 +52,22 @@ _retracted = _compiled(
     fixed_rank.retract(frame, tangent, align=align) for align in (False, True)
   )
 )
+
+
+def horizontal_lift(factors, steps):
+  """The steps of least norm with the same tangent vector."""
+  frame = fixed_rank.frame(factors)
+  tangent = fixed_rank.tangent_from_steps(frame, steps)
+  return fixed_rank.lift(frame, tangent, horizontal=True)
+
+
 compiled = types.SimpleNamespace(
   frame=_compiled(fixed_rank.frame),
   tangent_from_gradients=_compiled(fixed_rank.tangent_from_gradients),
   project=_compiled(fixed_rank.project),
   lift=_compiled(fixed_rank.lift),
   tangent_from_steps=_compiled(fixed_rank.tangent_from_steps),
-  horizontal_lift=_compiled(fixed_rank.horizontal_lift),
+  horizontal_lift=_compiled(horizontal_lift),
   norm=_compiled(fixed_rank.norm),
   embed=_compiled(fixed_rank.embed),
   transport=_compiled(fixed_rank.transport),

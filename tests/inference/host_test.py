@@ -59,7 +59,7 @@ def test_the_real_scale_is_a_gaussian_in_units_of_it():
 
 
 @pytest.mark.parametrize(
-  ('numerator', 'bits'), [(0, 3), (3, 3), (8, 3), (1, 0)]
+  ('numerator', 'bits'), [(0, 3), (3, 3), (8, 3), (2, 1)]
 )
 def test_bernoulli_exp_has_its_probability(numerator, bits):
   trials = 100_000

@@ -16,13 +16,15 @@ def factors(seed=0):
   return rng.normal(size=(M, R)), rng.normal(size=(N, R))
 
 
-def test_a_long_state_has_the_ratio_of_its_clipped_self():
+def test_the_bound_is_the_ratio_of_a_clipped_state():
   """Norm 177.5 in 1536 dimensions at the classic noise: 1/190, not 0.94."""
   state = np.zeros(1536)
   state[:100] = 17.75
   assert np.linalg.norm(state) == pytest.approx(177.5)
-  found = inference.nonprivate_signal_to_noise(
-    state, l2_clip_norm=1.0, stddev=4.8448
+  # A module that passes everything: the ratio of the state itself.
+  eye = np.eye(1536)
+  found = inference.nonprivate_delta_signal_to_noise(
+    state, eye, eye, l2_clip_norm=1.0, stddev=4.8448
   )
   assert found == pytest.approx(1 / 189.9, rel=1e-3)
   assert found == pytest.approx(
@@ -30,29 +32,6 @@ def test_a_long_state_has_the_ratio_of_its_clipped_self():
   )
   # What comes out when the clip is left out of the account.
   assert 177.5 / (4.8448 * math.sqrt(1536)) == pytest.approx(0.94, abs=6e-3)
-
-
-def test_short_states_have_less():
-  hidden = np.array([[0.3, 0.4], [30.0, 40.0], [0.0, 0.0]])
-  found = inference.nonprivate_signal_to_noise(
-    hidden, l2_clip_norm=1.0, stddev=2.0
-  )
-  expected = np.array([0.5, CLIPPED, 0.0]) / (2 * math.sqrt(2))
-  np.testing.assert_allclose(found, expected, rtol=1e-8)
-
-
-def test_a_block_shares_its_signal():
-  """T equal tokens: one norm for all, noise on every one of them."""
-  hidden = np.full((4, 6, 7), 9.0)
-  vectors = inference.nonprivate_signal_to_noise(
-    hidden, l2_clip_norm=1.0, stddev=2.0
-  )
-  block = inference.nonprivate_signal_to_noise(
-    hidden, l2_clip_norm=1.0, stddev=2.0, block_ndim=2
-  )
-  assert vectors.shape == (4, 6)
-  assert block.shape == (4,)
-  np.testing.assert_allclose(block, vectors[:, 0] / math.sqrt(6))
 
 
 def test_rank_attenuation_of_a_projection_is_the_root_of_the_ratio():
@@ -110,18 +89,18 @@ def test_a_state_that_misses_the_module_gains_nothing_from_its_rank():
   left = np.eye(9, r)
   hidden = rng.normal(size=(3000, n))
   options = {'l2_clip_norm': 1.0, 'stddev': 0.1}
-  before = inference.nonprivate_signal_to_noise(hidden, **options)
+  # All states are long: before the module their ratio is the bound.
+  bound = inference.signal_to_noise_bound(1.0, 0.1, n)
   after = inference.nonprivate_delta_signal_to_noise(
     hidden, left, right, **options
   )
   # Root mean squares: 3000 draws of chi-square with 4 degrees of freedom.
-  ratio = math.sqrt(np.mean(after**2)) / math.sqrt(np.mean(before**2))
+  ratio = math.sqrt(np.mean(after**2)) / (CLIPPED * bound)
   assert ratio == pytest.approx(1, abs=5 * math.sqrt(2 / 4 / 3000) / 2)
   # One that lies in it gains the root of n / r.
   best = inference.nonprivate_delta_signal_to_noise(
     right[:, 0] * 9, left, right, **options
   )
-  bound = inference.signal_to_noise_bound(1.0, 0.1, n)
   assert best == pytest.approx(CLIPPED * bound * math.sqrt(n / r))
 
 
@@ -129,7 +108,9 @@ def test_bad_arguments_are_named():
   left, right = factors()
   hidden = np.ones((2, N))
   with pytest.raises(ValueError, match='stddev=0'):
-    inference.nonprivate_signal_to_noise(hidden, l2_clip_norm=1.0, stddev=0)
+    inference.nonprivate_delta_signal_to_noise(
+      hidden, left, right, l2_clip_norm=1.0, stddev=0
+    )
   with pytest.raises(ValueError, match='l2_clip_norm=-1'):
     inference.nonprivate_delta_signal_to_noise(
       hidden, left, right, l2_clip_norm=-1, stddev=1.0

@@ -119,7 +119,7 @@ def test_initial_factors_in_bfloat16_and_stacks():
     ({'method': 'pissa'}, "method='pissa'"),
     ({'method': 'balanced'}, 'size=None'),
     ({'size': 0.0}, 'size=0.0'),
-    ({'prng_key': None}, 'prng_key to be an int'),
+    ({'prng_key': 0.5}, 'prng_key to be None, an int'),
     ({'prng_key': jnp.ones(2)}, 'prng_key'),
   ],
 )
@@ -237,7 +237,7 @@ def test_spectral_refusals():
   weights = {'p': {'kernel': jnp.ones((4, 3))}}
   for options, match in (
     ({'power_iterations': 0.5}, 'power_iterations=0.5'),
-    ({'prng_key': None}, 'prng_key'),
+    ({'prng_key': 0.5}, 'prng_key'),
     (
       {'weights': {'p': {'bias': jnp.ones(3)}}},
       r'one weight of shape \(4, 3\)',

@@ -89,29 +89,20 @@ def test_rank_stabilised_scale(tmp_path):
   ]
 
 
-def test_names_of_adapters_embeddings_and_other_tensors(tmp_path):
-  tensors = {
-    f'{PREFIX}q.lora_A.default.weight': np.ones((2, 6), np.float32),
-    f'{PREFIX}q.lora_B.default.weight': np.ones((5, 2), np.float32),
-    f'{PREFIX}table.lora_embedding_A': np.ones((2, 9), np.float32),
-    f'{PREFIX}table.lora_embedding_B': np.ones((4, 2), np.float32),
-    f'{PREFIX}classifier.weight': np.ones((3, 5), np.float32),
+def test_other_tensors_are_handed_over(tmp_path):
+  tensors = _tensors() | {
+    f'{PREFIX}classifier.weight': np.ones((3, 5), np.float32)
   }
-  config = _config(rank_pattern=None, alpha_pattern={})
-  adapter = lora.load_peft(_folder(tmp_path, tensors, config))
-  assert adapter.embeddings == ('table',)
-  assert adapter.params['table']['lora_a'].shape == (9, 2)
+  adapter = lora.load_peft(_folder(tmp_path, tensors))
   assert list(adapter.others) == ['classifier.weight']
-  # And back, as embeddings.
+  # And the rest back.
   lora.save_peft(
     tmp_path / 'again',
     adapter.params,
-    embeddings=adapter.embeddings,
     layout=adapter.layout,
     config=adapter.config,
   )
   again = lora.load_peft(tmp_path / 'again')
-  assert again.embeddings == ('table',)
   assert again.config['task_type'] == 'CAUSAL_LM'
   jax.tree.map(np.testing.assert_array_equal, again.params, adapter.params)
 
@@ -250,7 +241,6 @@ def test_what_cannot_be_written_is_refused(tmp_path):
   for arguments, match in (
     ({'params': {'q': pair, 'head': jnp.ones(2)}}, r"only, got \['head'\]"),
     ({'params': {'q': pair, 'p': pair}, 'names': lambda _: 'x'}, "named 'x'"),
-    ({'params': {'q': pair}, 'embeddings': ['table']}, r"\['table'\]"),
     ({'params': {'q': pair}, 'config': {'x': object()}}, 'what JSON knows'),
     ({'params': {'q': pair}, 'names': {'q': 'h.{}'}}, r'0 times \{\}'),
   ):
@@ -312,10 +302,10 @@ BAD_TENSORS = {
     _broken_tensors(q__lora_A=np.ones((2, 6, 3, 3), F)), r'\(2, 6, 3, 3\)'
   ),
   'integers': (
-    _broken_tensors(q__lora_A=np.ones((2, 6), np.int32)), 'floats.*int32'
+    _broken_tensors(q__lora_A=np.ones((2, 6), np.int32)), 'of type I32'
   ),
   'two adapters': (
-    _tensors() | {f'{PREFIX}layers.0.q.lora_A.b.weight': np.ones((2, 6), F)},
+    _tensors() | {'layers.0.q.lora_A.weight': np.ones((2, 6), F)},
     'more than one adapter for layers.0.q',
   ),
   'unknown factor': (
@@ -331,9 +321,9 @@ BAD_TENSORS = {
     {f'{"x." * 200}lora_{s}.weight': np.ones((2, 2), F) for s in 'AB'},
     'no name of a module',
   ),
-  'layer and embedding': (
-    _tensors() | {f'{PREFIX}layers.0.q.lora_embedding_A': np.ones((2, 6), F)},
-    'a layer and an embedding',
+  'embedding': (
+    _tensors() | {f'{PREFIX}table.lora_embedding_A': np.ones((2, 6), F)},
+    'lora_embedding_A.*no factor known',
   ),
 }  # fmt: skip
 

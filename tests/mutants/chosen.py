@@ -137,15 +137,15 @@ MUTANTS = (
   Mutant(
     'lost columns come back on both sides',
     'fixed_rank/_points.py',
-    'u * alive * root + jnp.where(keep_right, 0, more_u)',
-    'u * alive * root + more_u',
+    'u * root + jnp.where(keep_right, 0, more_u)',
+    'u * root + more_u',
     (f'{GEOMETRY}/truncation_test.py different_sides',),
   ),
   Mutant(
     'sum for difference',
     'lora/_ranks.py',
-    '[factors.right, -old.right]',
-    '[factors.right, old.right]',
+    '[pair.right, -start.right]',
+    '[pair.right, start.right]',
     ('lora/ranks_test.py difference_is',),
   ),
   Mutant(
@@ -288,8 +288,8 @@ MUTANTS = (
   Mutant(
     'noise key used again',
     PRIVATIZER,
-    'next_key, key = _randomness.split(state.prng_key)',
-    'next_key = key = state.prng_key',
+    'next_key, key = _randomness.split(state)',
+    'next_key = key = state',
     (NOISE,),
   ),
   Mutant(
@@ -309,8 +309,8 @@ MUTANTS = (
   Mutant(
     'one release beyond the horizon',
     PRIVATIZER,
-    'return count < steps',
-    'return count <= steps',
+    'within = count < steps',
+    'within = count <= steps',
     ('transforms/privatizer_test.py beyond',),
   ),
   Mutant(

@@ -26,12 +26,11 @@ EXCEPTIONS = {
   'prism_optax.lora.PeftAdapter': RESULT,
   'prism_optax.transforms.AugmentedState': STATE,
   'prism_optax.transforms.CorrelatedPrivatizerState': STATE,
-  'prism_optax.transforms.ForeignPrivatizerState': STATE,
   'prism_optax.transforms.OrthogonalTangentsState': STATE,
   'prism_optax.transforms.OrthogonalizeState': STATE,
   'prism_optax.transforms.RankPreconditionerState': STATE,
   'prism_optax.transforms.Stacked': 'Fields alone: what a chain calls.',
-  'prism_optax.transforms.GaussianNoiseState': STATE,
+  'prism_optax.transforms.PrivatizerState': STATE,
   'prism_optax.transforms.TangentProbes': RESULT,
 }
 
@@ -166,7 +165,7 @@ def alone():
   return accounting.gaussian_mu
 @given()
 def test_it():
-  """lora.merge and lora.unmerge."""
+  """lora.merge and lora.initialize."""
   package.retract()  # lora.truncate
   return helper(), cases.PAIR
 def test_plain():

@@ -123,25 +123,6 @@ def test_clip_statistics_are_those_of_the_norms(seed, condition, size, length):
       )
 
 
-@x64
-@cases.few
-@given(
-  cases.seeds, st.sampled_from([(5, 4, 2), (2, 6, 3, 1)]),
-  st.floats(1e-6, 1e6), st.floats(1e-6, 1e6),
-)  # fmt: skip
-def test_signal_to_noise_is_relative_to_the_energy_of_the_noise(
-  seed, shape, size, stddev
-):
-  params = test_utils.tree_of([_factors(seed, shape)])
-  x = test_utils.tree_of([_factors(seed + 1, shape)])
-  x = jax.tree.map(lambda y: size * y, x)
-  found = diagnostics.nonprivate_signal_to_noise(x, params, stddev)
-  energy = math.prod(shape[:-3]) * diagnostics.tangent_noise_energy(
-    *shape[-3:], stddev
-  )
-  assert math.isclose(found, cases.norm(x) / math.sqrt(energy), rel_tol=1e-9)
-
-
 @cases.settings
 @given(
   hnp.arrays(

@@ -87,7 +87,7 @@ def _laws(factors, other, grads, noise):
     ),
     'horizontal': (
       *fixed_rank.tangent_from_steps(
-        here, fixed_rank.horizontal_lift(factors, steps)
+        here, fixed_rank.lift(here, t, horizontal=True)
       ),
       *t,
     ),
@@ -140,8 +140,8 @@ def _of(params, name):
   """The products, the factors, and the products of what is cut to its rank."""
   layout = cases.layout_of(name)
   factors = lora.deltas(params, layout=layout)
-  ranks = {module: pair.left.shape[-1] for module, pair in factors.items()}
-  cut = lora.truncate(params, ranks, layout=layout)
+  most = max(pair.left.shape[-1] for pair in factors.values())
+  cut = lora.truncate(params, most, layout=layout)
   return _products(params, layout), factors, _products(cut, layout)
 
 
@@ -176,7 +176,8 @@ def test_weights_merge_and_come_apart(seed, scale):
   merged = lora.merge(params, weights, layout=layout)
   change = merged['d']['kernel'] - weights['d']['kernel']
   _close(change.T, _products(params, layout)['d'])
-  _close(lora.unmerge(params, merged, layout=layout), weights)
+  negative = {'d': params['d'] | {'lora_b': -params['d']['lora_b']}}
+  _close(lora.merge(negative, merged, layout=layout), weights)
   start, frozen = lora.spectral_residual(params, weights, 0, layout=layout)
   _close(lora.merge(start, frozen, layout=layout), weights, 10)
 

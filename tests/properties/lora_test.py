@@ -211,7 +211,12 @@ def test_differences_and_their_merge_are_those_of_the_products(
     axes = (*range(1, 1 + lead), 1 + lead, 0)
     kernels[module.name] = lora.Kernel(module.name, axes)
   weights = lora.merge(new, flat, kernels=kernels, layout=layout)
-  weights = lora.unmerge(old, weights, kernels=kernels, layout=layout)
+  weights = lora.merge(
+    lora.difference(jax.tree.map(np.zeros_like, old), old, layout=layout),
+    weights,
+    kernels=kernels,
+    layout=layout,
+  )
   merged = lora.merge(change, flat, kernels=kernels, layout=layout)
   for name, z in expected.items():
     largest = max(np.abs(x[name]).max() for x in (before, after))

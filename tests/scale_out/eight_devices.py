@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import prism_optax
 from prism_optax import lora, transforms
+from prism_optax.training import make_private
 from tests.scale_out import training
 
 AUTO = jax.sharding.AxisType.Auto
@@ -169,14 +170,48 @@ def noise():
       difference=max(training.worst_difference(x, found[0]) for x in found),
       distinct=len(np.unique(values)) == values.size,
     )  # fmt: skip
-  default = transforms.GaussianNoiseState
+  default = transforms.PrivatizerState
   state = prism_optax.tangent_privatizer(1.0).init(training.make_params())
   assert isinstance(state, default)
   report(
     kind='default',
-    impl=str(jax.random.key_impl(state.prng_key)),
+    impl=str(jax.random.key_impl(state.inner)),
     partitionable=bool(jax.config.jax_threefry_partitionable),
   )
+
+
+def one_call():
+  """A private training whose batches are sharded, in micro-batches or not."""
+  rows = NamedSharding(MESH, PartitionSpec('data'))
+  data = np.random.default_rng(2).normal(size=(2, 256, training.WIDTH))
+
+  def trained(sharding, size):
+    private = make_private(
+      training.loss,
+      training.make_params(),
+      optimizer=optax.sgd(0.1),
+      **training.OPTIONS,
+      dataset_size=256,
+      steps=2,
+      delta=1e-4,
+      padded_batch_size=128,
+      microbatch_size=size,
+      batch_sharding=sharding,
+      prng_key=3,
+    )
+    state = private.init(training.make_params())
+    for batch in private.batches(state, tuple(data.astype(np.float32))):
+      state = private.step(state, batch)
+    return batch.examples[0].sharding, jax.tree.map(np.asarray, state.params)
+
+  _, expected = trained(None, None)
+  for size in (None, 32):
+    sharding, found = trained(rows, size)
+    report(
+      kind='make_private',
+      sharded=sharding == rows,
+      difference=training.worst_difference(found, expected),
+    )
 
 
 if __name__ == '__main__':
@@ -184,3 +219,4 @@ if __name__ == '__main__':
   planted()
   one_backward_pass()
   noise()
+  one_call()

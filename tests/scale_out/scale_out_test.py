@@ -70,6 +70,14 @@ def test_eight_devices_give_what_one_gives(reports):
 
 
 @pytest.mark.slow
+def test_a_private_training_with_sharded_batches(reports):
+  assert len(reports['make_private']) == 2
+  for row in reports['make_private']:
+    assert row['sharded']
+    assert row['difference'] < 1e-5
+
+
+@pytest.mark.slow
 def test_no_per_example_gradient_is_moved_or_copied(reports):
   """What moves is at most two integers for each trainable entry."""
   trainable = 2 * _sizes()

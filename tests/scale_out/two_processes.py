@@ -46,7 +46,7 @@ def main():
 
   # Without a key: one seed for all, from the operating system.
   fresh = training.optimizer_of('prism', prng_key=None).init(local)
-  seed = jax.random.key_data(fresh[1].prng_key)
+  seed = jax.random.key_data(fresh[1].inner)
   np.savez(
     output,
     seed=np.asarray(seed),

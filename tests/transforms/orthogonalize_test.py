@@ -129,7 +129,6 @@ def test_axes_that_do_not_exist_are_refused():
     ({'bias_correction': (-1.0, 0.9)}, 'noise_stddev=-1.0'),
     ({'bias_correction': (1.0, 1.0)}, 'momentum=1.0'),
     ({'bias_correction': (1.0, 0.9, None, 0)}, 'num_probes=0'),
-    ({'bias_correction': (1.0, 0.9, None, 1, 0.0)}, 'probe_scale=0.0'),
     ({'bias_correction': (1.0, 0.9, 'key')}, 'prng_key'),
   ],
 )

@@ -301,7 +301,7 @@ def test_a_cryptographic_generator_draws_the_noise():
   one, state = of(tx.init(params))
   two, _ = of(state)
   other, _ = of(tx.init(params))
-  assert state.prng_key.shape == (2,)
+  assert state.inner.shape == (2,)
   draws = np.stack([one, two, other])
   for i, draw in enumerate(draws):  # Independent: none follows another.
     assert abs(np.corrcoef(draw, draws[i - 1])[0, 1]) < 5 / np.sqrt(1000)

@@ -1,0 +1,269 @@
+"""A private training is the spelled-out chain, and can be resumed."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from prism_optax import accounting, lora
+from tests.training import problem
+from tests.training.problem import DATA, FROZEN, PARAMS, B, N, loss
+
+CHAINS = {
+  'prism': (functools.partial(prism_optax.prism, 0.1), 'l2_clip_norm'),
+  'dp_muon': (functools.partial(prism_optax.dp_muon, 0.1), 'l2_clip_norms'),
+}
+
+
+@functools.cache
+def spelled_out(name):
+  """Parameters after three steps that a user wrote by hand."""
+  make, clip_norm = CHAINS[name]
+  tx = make(
+    **{clip_norm: 1.0},
+    noise_multiplier=1.0,
+    expected_batch_size=B,
+    prng_key=7,
+    steps=3,
+  )
+
+  @jax.jit
+  def step(params, state, x, y, is_padding):
+    grads = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, FROZEN, x, y)
+    updates, state = tx.update(
+      grads, state, params, is_padding_example=is_padding
+    )
+    return optax.apply_updates(params, updates), state
+
+  private = problem.make(make)
+  params, state = PARAMS, tx.init(PARAMS)
+  for batch in private.batches(private.init(PARAMS), DATA):
+    params, state = step(
+      params, state, *batch.examples, batch.is_padding_example
+    )
+  return params
+
+
+@pytest.mark.parametrize('name', CHAINS)
+def test_same_bits_as_the_spelled_out_chain(name):
+  found = problem.trained(problem.make(CHAINS[name][0])).params
+  problem.assert_same_bits(found, spelled_out(name))
+  assert not np.array_equal(found['head'], PARAMS['head'])
+
+
+def test_microbatches_give_the_same():
+  """Sums are exact; a gradient may be rounded by the shape of its batch."""
+  optimizer = optax.sgd(0.1)
+  whole = problem.trained(problem.make(optimizer)).params
+  for size in (1, 16):
+    parts = problem.make(optimizer, microbatch_size=size)
+    # More rows, the same records: the seed and the step say which.
+    assert parts.padded_batch_size % size == 0
+    np.testing.assert_allclose(
+      problem.trained(parts).params['head'], whole['head'], atol=1e-7
+    )
+
+
+def test_dense_optimizers_are_dp_sgd():
+  """One step without noise, against the clipped mean in float64."""
+  private = problem.make(
+    optax.sgd(1.0), noise_multiplier=0.0, l2_clip_norm=20.0, steps=1
+  )
+  state = private.init(PARAMS)
+  (batch,) = private.batches(state, DATA)
+  here = ~np.asarray(batch.is_padding_example)
+  rows = np.concatenate(
+    [np.asarray(x)[here] for x in batch.examples], 1, dtype=np.float64
+  )
+  # Which records were drawn is read off the batch, as nobody else may.
+  drawn = [
+    np.flatnonzero((np.concatenate(DATA, 1) == row).all(1))[0] for row in rows
+  ]
+  assert 5 < len(set(drawn)) == len(drawn) < 45
+  grads = [np.float64(x) for x in jax.tree.leaves(problem.gradients())]
+  norms = np.sqrt(sum((x**2).reshape(N, -1).sum(1) for x in grads))
+  weights = np.minimum(1, 20 / norms)
+  assert 0.1 < np.mean(weights < 1) < 1  # Some are cut, some are not.
+  state = private.step(state, batch, FROZEN)
+  for x, old, new in zip(
+    grads, *map(jax.tree.leaves, (PARAMS, state.params)), strict=True
+  ):
+    mean = np.tensordot(weights[drawn], x[drawn], 1) / B
+    np.testing.assert_allclose(new - old, -mean, rtol=2e-5, atol=1e-6)
+
+
+def test_one_backward_pass_gives_the_same():
+  def losses(params, frozen, x, y):
+    pair = params['layer']
+    more = lora.per_example_product(x, pair['lora_a'], pair['lora_b'])
+    z = x @ frozen + more + params['head']
+    return jnp.sum((z - y) ** 2, -1)
+
+  private = problem.make(optax.sgd(0.1), loss=losses, batched_loss=True)
+  np.testing.assert_allclose(
+    problem.trained(private).params['head'],
+    problem.trained(problem.make(optax.sgd(0.1))).params['head'],
+    rtol=1e-4,
+    atol=1e-6,
+  )
+
+
+def test_an_interrupted_run_goes_on_with_the_same_bits():
+  """From arrays alone, in a training that was made anew."""
+  optimizer = optax.adam(0.1)
+  first = problem.make(optimizer, prng_key=None)
+  state = first.init(PARAMS)
+  for batch in first.batches(state, DATA):
+    state = first.step(state, batch, FROZEN)
+    if int(state.step) == 1:
+      keys = jax.tree.map(_saved, state)
+  again = problem.make(optimizer, prng_key=None)
+  restored = jax.tree.map(
+    lambda x, like: _restored(x, like), keys, again.init(PARAMS)
+  )
+  assert len(again.batches(restored, DATA)) == 2
+  problem.assert_same_bits(
+    problem.trained(again, restored).params, state.params
+  )
+
+
+def _saved(x):
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(x) if is_key else x).copy()
+
+
+def _restored(x, like):
+  if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+  return jnp.asarray(x)
+
+
+def test_two_runs_have_nothing_in_common():
+  """Without a key: other batches, other noise."""
+  private = problem.make(optax.sgd(0.1), prng_key=None)
+  one, other = private.init(PARAMS), private.init(PARAMS)
+  assert not np.array_equal(one.seed, other.seed)
+  one, other = (problem.trained(private, state) for state in (one, other))
+  assert not np.allclose(one.params['head'], other.params['head'])
+  known = problem.make(optax.sgd(0.1), noise_multiplier=0.0)
+  assert 'VOID for all who know prng_key' in known.statement()
+  unknown = problem.make(optax.sgd(0.1), noise_multiplier=0.0, prng_key=None)
+  assert 'VOID' not in unknown.statement()
+
+
+@pytest.mark.parametrize(
+  'data',
+  [
+    [(x, y) for x, y in zip(*DATA, strict=True)],
+    tuple(map(jnp.asarray, DATA)),
+  ],
+  ids=['a list of records', 'jax arrays'],
+)
+def test_data_of_any_kind_give_the_same(data):
+  optimizer = optax.sgd(0.1)
+  problem.assert_same_bits(
+    problem.trained(problem.make(optimizer), data=data).params,
+    problem.trained(problem.make(optimizer)).params,
+  )
+
+
+def test_records_of_dicts_and_a_source():
+  """Like a ``datasets.Dataset``: dicts of lists, found by position."""
+
+  class Source:
+    def __len__(self):
+      return N
+
+    def __getitem__(self, i):
+      return {'x': DATA[0][i].tolist(), 'y': DATA[1][i].tolist()}
+
+  def of_dict(params, frozen, record):
+    return loss(params, frozen, record['x'], record['y'])
+
+  optimizer = optax.sgd(0.1)
+  private = problem.make(optimizer, loss=of_dict)
+  found = problem.trained(private, data=Source()).params
+  wanted = problem.trained(problem.make(optimizer)).params
+  np.testing.assert_allclose(found['head'], wanted['head'], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('epsilon', 'size', 'cut'),
+  [(0.5, 200, 30), pytest.param(3.0, 1000, None, marks=pytest.mark.slow)],
+)
+def test_the_statement_keeps_the_promise(epsilon, size, cut):
+  private = problem.make(
+    optax.sgd(0.1),
+    noise_multiplier=None,
+    target_epsilon=epsilon,
+    dataset_size=size,
+    steps=30,
+    padded_batch_size=cut,
+  )
+  shown = float(re.match(r'epsilon <= (\S+) ', private.statement())[1])
+  assert epsilon - 2e-3 <= shown <= epsilon
+  assert private.epsilon() <= epsilon
+  event = accounting.dpsgd_event(
+    private.noise_multiplier,
+    B / size,
+    30,
+    truncated_batch_size=private.padded_batch_size,
+    dataset_size=size,
+  )
+  assert private.event() == event
+  assert private.padded_batch_size == (cut or 47)
+
+
+def test_the_statement_is_about_the_steps_done():
+  private = problem.make(optax.sgd(0.1), expected_batch_size=N)
+  state = private.init(PARAMS)
+  assert 'epsilon <= 0.000' in private.statement(state)
+  batch = next(iter(private.batches(state, DATA)))
+  state = private.step(state, batch, FROZEN)
+  assert private.statement(state).endswith(
+    'unit: one record, 1 of 3 steps; VOID for all who know prng_key'
+  )
+  assert private.epsilon(1) < private.epsilon()
+
+
+def test_full_batches_are_not_cut():
+  private = problem.make(optax.sgd(0.1), expected_batch_size=N, steps=1)
+  assert private.padded_batch_size == N
+  (batch,) = private.batches(private.init(PARAMS), DATA)
+  assert not batch.is_padding_example.any()
+  # Nothing is sampled: the Gaussian mechanism itself.
+  assert private.epsilon() == pytest.approx(
+    accounting.gaussian_epsilon(1.0, 1e-4), rel=1e-3
+  )
+
+
+def test_users_contribute_the_mean_of_some_records():
+  """A step without noise, against the gradient of each user's mean loss."""
+  users = np.arange(N) // 4  # Fifty users of four records.
+  private = problem.make(
+    optax.sgd(1.0),
+    noise_multiplier=0.0,
+    l2_clip_norm=3.0,
+    dataset_size=50,
+    expected_batch_size=50,
+    examples_per_user=4,
+    steps=1,
+  )
+  assert 'unit: one user with all records, at most 4' in private.statement()
+  state = problem.trained(private, users=users)
+  grads = [
+    x.reshape(50, 4, *x.shape[1:]).mean(1, dtype=np.float64)
+    for x in jax.tree.leaves(problem.gradients())
+  ]
+  norms = np.sqrt(sum((x**2).reshape(50, -1).sum(1) for x in grads))
+  weights = np.minimum(1, 3 / norms)
+  for x, old, new in zip(
+    grads, *map(jax.tree.leaves, (PARAMS, state.params)), strict=True
+  ):
+    mean = np.tensordot(weights, x, 1) / 50
+    np.testing.assert_allclose(new - old, -mean, rtol=2e-5, atol=1e-6)
