@@ -104,6 +104,50 @@ def test_whatever_a_row_holds_it_moves_the_release_by_what_is_declared(
         assert together > 0.9 / SIGMA
 
 
+def test_the_noise_of_gradients_and_fraction_has_its_size():
+  """Together they are one Gaussian mechanism of the multiplier: squares add."""
+  step = trainings.step_of(trainings.make('dense', 'quantile'))
+  known = trainings.others(ROWS)
+
+  @jax.jit
+  def released(keys):
+    return jax.vmap(lambda key: step(key, known, np.zeros(ROWS, bool))[1])(keys)
+
+  draws = 1000
+  seen = released(jax.random.split(jax.random.key(1), draws))
+  of_vote = trainings.RULES['quantile'].fraction_stddev
+  own = 1 / math.sqrt(SIGMA**-2 - (2 * ROWS * of_vote) ** -2)
+  mean = np.concatenate(
+    [x.reshape(draws, -1) for x in jax.tree.leaves(seen.mean)], axis=1
+  )
+  # Five standard errors of a standard deviation.
+  np.testing.assert_allclose(
+    np.std(seen.vote), of_vote, rtol=5 / math.sqrt(2 * draws)
+  )
+  np.testing.assert_allclose(
+    np.sqrt(mean.var(0).mean()), own / ROWS, rtol=5 / math.sqrt(2 * mean.size)
+  )
+  both = np.corrcoef(np.column_stack([seen.vote, mean]).T)[0, 1:]
+  assert np.abs(both).max() < 5 / math.sqrt(draws)
+
+
+def test_what_stands_for_a_missing_record_does_not_count():
+  step = jax.jit(trainings.step_of(trainings.make(users=True, sigma=0.0)))
+  examples = trainings.others(ROWS, users=True)
+  present = np.ones((ROWS, MOST), bool)
+  present[-1, 1:] = False
+  changed = jax.tree.map(np.copy, examples)
+  for x in changed.values():
+    x[-1, 1:] += 1
+  key, padding = jax.random.key(0), np.zeros(ROWS, bool)
+  one, other = (
+    step(key, x, padding, present)[1].mean for x in (examples, changed)
+  )
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+  everyone = step(key, changed, padding, np.ones((ROWS, MOST), bool))[1].mean
+  assert not np.array_equal(one['head'], everyone['head'])
+
+
 def _canary(count, users):
   """Rows of a record far beyond the clip."""
   lead = (count, MOST) if users else (count,)
