@@ -131,6 +131,17 @@ def test_the_noise_of_gradients_and_fraction_has_its_size():
   assert np.abs(both).max() < 5 / math.sqrt(draws)
 
 
+def test_the_noise_of_a_fraction_has_a_new_key_at_every_step():
+  private = trainings.make('dense', 'quantile')
+  start = private.init(trainings.params())
+  before = np.array(jax.random.key_data(start.optimizer[0].prng_key))
+  _, (clip, *_) = private._step(
+    start.params, start.optimizer, None, trainings.others(ROWS),
+    np.zeros(ROWS, bool), None,
+  )  # fmt: skip
+  assert not np.array_equal(before, jax.random.key_data(clip.prng_key))
+
+
 def test_what_stands_for_a_missing_record_does_not_count():
   step = jax.jit(trainings.step_of(trainings.make(users=True, sigma=0.0)))
   examples = trainings.others(ROWS, users=True)

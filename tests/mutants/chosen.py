@@ -812,6 +812,13 @@ MUTANTS = (
     (MEASURED,),
   ),
   Mutant(
+    'make_private: the fraction has one key in all steps',
+    'training/_clipping.py',
+    'return sums, QuantileState(norm, next_key)',
+    'return sums, QuantileState(norm, state.prng_key)',
+    ('audit/make_private_test.py new_key',),
+  ),
+  Mutant(
     'make_private: the fraction is not charged',
     'training/_make.py',
     'own = gradients_noise_multiplier(clipping, sigma, expected_batch_size)',
