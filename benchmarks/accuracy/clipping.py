@@ -182,10 +182,30 @@ def measure(setting, seeds):
   }
 
 
+def table(rows):
+  """Accuracies as Markdown: settings down, methods and epsilons across."""
+  columns = [(e, m) for e in EPSILONS for m in RATES]
+  heads = [f'{m}, epsilon {e:g}' for e, m in columns]
+  print('| clip | norm | records of a user |', ' | '.join(heads), '|')
+  print('| --- ' * (3 + len(columns)) + '|')
+  cells: dict[tuple, dict] = {}
+  for row in rows:
+    key = row['rule'], row['clip norm'], row['records of a user']
+    cells.setdefault(key, {})[row['epsilon'], row['method']] = (
+      f'{row["accuracy"]:.3f} ± {row["standard deviation over seeds"]:.3f}'
+    )
+  for key, found in cells.items():
+    print('|', ' | '.join(map(str, key)), end=' | ')
+    print(*(found.get(column, '') for column in columns), sep=' | ', end=' |\n')
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--seeds', type=int, default=5)
   parser.add_argument('--only', choices=tuple(RULES))
+  parser.add_argument(
+    '--table', action='store_true', help='of what is there, run nothing'
+  )
   args = parser.parse_args()
   path = results.FOLDER / 'clipping.json'
   found = {
@@ -194,8 +214,11 @@ def main():
   }  # fmt: skip
   if path.exists():
     old = json.loads(path.read_text('utf-8'))
-    if old['seeds'] == args.seeds:
+    if args.table or old['seeds'] == args.seeds:
       found['rows'] = old['rows']
+  if args.table:
+    table(found['rows'])
+    return
   done = [{k: row[k] for k in settings()[0]} for row in found['rows']]
   for setting in settings():
     if setting in done or (args.only and setting['rule'] != args.only):
