@@ -52,13 +52,15 @@ class LazyGradients(NamedTuple):
   Attributes:
     examples: Tree of arrays (B, ...).
     gradients: From examples (b, ...) to their gradients, leaves (b, *shape).
-    microbatch_size: b, a divisor of B; None for all at once. Parts of padding
-      alone are passed over.
+    microbatch_size: b, a divisor of B; None for all at once.
+    skip_padding: Whether parts of padding alone are passed over. How long it
+      takes then tells how many examples there are.
   """
 
   examples: ArrayTree
   gradients: Callable[[ArrayTree], ArrayTree]
   microbatch_size: int | None = None
+  skip_padding: bool = False
 
   @property
   def shapes(self) -> Any:
@@ -228,7 +230,7 @@ def sum_of_examples(
   """
   if not isinstance(examples, LazyGradients):
     examples = LazyGradients(examples, lambda gradients: gradients)
-  examples, gradients, microbatch_size = examples
+  examples, gradients, microbatch_size, skip_padding = examples
   batch = len(jax.tree.leaves(examples)[0])
   if is_padding_example is None:
     is_padding_example = jnp.zeros(batch, bool)
@@ -291,6 +293,8 @@ def sum_of_examples(
     def added():
       return list(map(add, totals, sums_of(part)))
 
+    if not skip_padding:
+      return added(), None
     return jax.lax.cond(jnp.all(part[1]), lambda: totals, added), None
 
   if microbatch_size is None or microbatch_size >= batch:

@@ -48,6 +48,7 @@ def make_private(
   clipping: FlatClipping | None = None,
   microbatch_size: int | None = None,
   padded_batch_size: int | None = None,
+  skip_padding: bool = False,
   examples_per_user: int | None = None,
   batched_loss: bool = False,
   batch_sharding: jax.sharding.Sharding | None = None,
@@ -72,8 +73,7 @@ def make_private(
   accountant for add-or-remove-one neighbours. The parameters after every step
   may be released, all else that a state holds may not. Not covered: choices
   that were made by looking at the data (the constants themselves, a learning
-  rate tuned on them), and how long a step takes, which tells the size of a
-  batch where micro-batches of padding are passed over.
+  rate tuned on them), and with ``skip_padding`` how long a step takes.
 
   ==============================  =============================================
   NaN or Inf in a gradient        the record counts as zero
@@ -113,6 +113,8 @@ def make_private(
     microbatch_size: Records whose gradients are held at once; None is all.
     padded_batch_size: Rows of every batch. The default is six standard
       deviations above b.
+    skip_padding: Pass over micro-batches of padding alone. It saves up to a
+      third of the time, and the time of a step tells how many were drawn.
     examples_per_user: For privacy of users: the most records that a user
       contributes to one batch. Users are drawn, not records; a user's gradient
       is that of the mean loss of these records.
@@ -218,6 +220,7 @@ def make_private(
       shapes,
       functools.partial(_seed, prng_key),
       _sampling.put_on_device(batch_sharding),
+      skip_padding,
       functools.partial(_check_loss, loss, batched_loss),
     )
   )

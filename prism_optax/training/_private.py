@@ -61,6 +61,7 @@ class Parts(NamedTuple):
     shapes: Of the parameters.
     new_seed: Makes a seed of batches.
     put: Puts arrays on the devices.
+    skip_padding: Whether micro-batches of padding are passed over.
     check: ``check(params, frozen, batch)`` refuses a loss, by shapes and
       made-up records.
   """
@@ -71,6 +72,7 @@ class Parts(NamedTuple):
   shapes: Any
   new_seed: Callable[[], np.ndarray]
   put: Callable[[Any], Any]
+  skip_padding: bool
   check: Callable[..., None]
 
 
@@ -94,7 +96,6 @@ class PrivateTraining:
     words = repr((settings, jax.tree.map(_described, parts.shapes))).encode()
     digest = hashlib.sha256(words).digest()
     self._fingerprint = np.frombuffer(digest, np.uint32)
-    m = settings.sampling.microbatch_size
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(
@@ -107,7 +108,10 @@ class PrivateTraining:
     ) -> tuple[Any, Any]:
       rows = examples if is_present is None else (examples, is_present)
       lazy = _per_example.LazyGradients(
-        rows, jax.jit(functools.partial(parts.gradients, params, frozen)), m
+        rows,
+        jax.jit(functools.partial(parts.gradients, params, frozen)),
+        settings.sampling.microbatch_size,
+        parts.skip_padding,
       )
       updates, state = parts.transformation.update(
         lazy, state, params, is_padding_example=is_padding_example

@@ -60,8 +60,8 @@ def test_microbatches_give_the_same():
   """Sums are exact; a gradient may be rounded by the shape of its batch."""
   optimizer = optax.sgd(0.1)
   whole = problem.trained(problem.make(optimizer)).params
-  for size in (1, 16):
-    parts = problem.make(optimizer, microbatch_size=size)
+  for size, skip in ((1, True), (16, False)):
+    parts = problem.make(optimizer, microbatch_size=size, skip_padding=skip)
     # More rows, the same records: the seed and the step say which.
     assert parts.padded_batch_size % size == 0
     np.testing.assert_allclose(
