@@ -36,6 +36,8 @@ CLIP = 'transforms/intrinsic_clip_test.py'
 TANGENTS = 'fixed_rank/_tangents.py'
 RETRACTION = 'fixed_rank/_retraction.py'
 PRECONDITIONER = 'transforms/_moments.py'
+MEASURED = 'audit/make_private_test.py has_its_size'
+ADVERSARIAL = 'audit/make_private_test.py whatever and dense-quantile'
 INTRINSIC_CLIP = 'transforms/_intrinsic_clip.py'
 PRIVATIZER = 'transforms/_privatizer.py'
 CHAIN, STEP = 'transforms/_chain.py', 'transforms/_step.py'
@@ -787,14 +789,145 @@ MUTANTS = (
     'same = len(leaves) == len(references) or all(',
     ('transforms/trail_test.py were_changed',),
   ),
+  # Whole trainings.
+  Mutant(
+    'make_private: shares of groups are not normalised',
+    'training/_clipping.py',
+    'whole = math.sqrt(sum(share**2 for share in self.shares.values()))',
+    'whole = max(self.shares.values())',
+    ('training/clipping_test.py share_the_clip_norm',),
+  ),
+  Mutant(
+    'make_private: automatic clipping beyond the norm',
+    'training/_clipping.py',
+    'squared, self.stability / l2_clip_norm',
+    'squared, -self.stability / l2_clip_norm',
+    ('training/clipping_test.py automatic',),
+  ),
+  Mutant(
+    'make_private: the fraction has no noise',
+    'training/_clipping.py',
+    '(vote,) = _lattice.add_noise(key, [votes], stddev)',
+    '(vote,) = _lattice.add_noise(key, [votes], 0.0)',
+    (MEASURED,),
+  ),
+  Mutant(
+    'make_private: the fraction has one key in all steps',
+    'training/_clipping.py',
+    'return sums, QuantileState(norm, next_key)',
+    'return sums, QuantileState(norm, state.prng_key)',
+    ('audit/make_private_test.py new_key',),
+  ),
+  Mutant(
+    'make_private: the fraction is not charged',
+    'training/_make.py',
+    'own = gradients_noise_multiplier(clipping, sigma, expected_batch_size)',
+    'own = sigma',
+    (MEASURED,),
+  ),
+  Mutant(
+    'make_private: the fraction is charged too little',
+    'training/_clipping.py',
+    'votes = 2 * expected_batch_size * clipping.fraction_stddev',
+    'votes = 4 * expected_batch_size * clipping.fraction_stddev',
+    (MEASURED,),
+  ),
+  Mutant(
+    'make_private: a vote moves the mean by twice as much',
+    'training/_clipping.py',
+    'jnp.where(below, 0.5, -0.5) / b',
+    'jnp.where(below, 1.0, 0.0) / b',
+    (ADVERSARIAL,),
+  ),
+  Mutant(
+    'make_private: records that are not finite count',
+    'training/_clipping.py',
+    'jnp.where(counts, x * (factor / unit), 0)',
+    'x * (factor / unit)',
+    (ADVERSARIAL,),
+  ),
+  Mutant(
+    'make_private: half the noise',
+    'training/_make.py',
+    'stddev=own * bounded.bound / expected_batch_size',
+    'stddev=own * bounded.bound / expected_batch_size / 2',
+    (MEASURED,),
+  ),
+  Mutant(
+    'make_private: the batches of all runs have one seed',
+    'training/_make.py',
+    "key = _randomness.resolve_key('prng_key', None, (), words=4)",
+    "key = _randomness.resolve_key('prng_key', 0, (), words=4)",
+    ('training/private_test.py nothing_in_common',),
+  ),
+  Mutant(
+    "make_private: a user's absent records count",
+    'training/_make.py',
+    'jnp.where(is_present, each, 0)',
+    'each',
+    ('audit/make_private_test.py missing_record',),
+  ),
+  Mutant(
+    'make_private: padding counts',
+    'training/_private.py',
+    'lazy, state, params, is_padding_example=is_padding_example',
+    'lazy, state, params, is_padding_example=None',
+    (ADVERSARIAL,),
+  ),
+  Mutant(
+    'make_private: one step more',
+    'training/_private.py',
+    'if number >= self.steps:',
+    'if number > self.steps:',
+    ('training/misuse_test.py beyond_the_last',),
+  ),
+  Mutant(
+    'make_private: a batch of another run',
+    'training/_private.py',
+    'if batch.run != self._run(state) or batch.step != number:',
+    'if batch.step != number:',
+    ('training/misuse_test.py not_ours',),
+  ),
+  Mutant(
+    'make_private: a batch a second time',
+    'training/_private.py',
+    'if batch.run != self._run(state) or batch.step != number:',
+    'if batch.run != self._run(state):',
+    ('training/misuse_test.py not_ours',),
+  ),
+  Mutant(
+    'make_private: full batches are not in the event',
+    'training/_sampling.py',
+    'return None if fits else self.padded_batch_size',
+    'return None',
+    ('training/sampling_test.py cut_by_chance',),
+  ),
+  Mutant(
+    'make_private: every step has the same batch',
+    'training/_sampling.py',
+    'spawn_key=(step,)',
+    'spawn_key=(0,)',
+    ('training/sampling_test.py seed_and_step',),
+  ),
+  Mutant(
+    'make_private: a batch has the first records',
+    'training/_sampling.py',
+    'self.dataset_size, size, replace=False',
+    'size, size, replace=False',
+    ('training/sampling_test.py cut_by_chance',),
+  ),
 )
 
-# What decides the guarantee of a chain: clip, noise, keys, order.
+# What decides the guarantee: clip, noise, keys, order; batches and event.
 PRIVACY = (
   '_generators.py',
   '_lattice.py',
   '_per_example.py',
   '_randomness.py',
+  'training/_clipping.py',
+  'training/_make.py',
+  'training/_private.py',
+  'training/_sampling.py',
   'transforms/_chain.py',
   'transforms/_clip_groups.py',
   'transforms/_intrinsic_clip.py',

@@ -1,0 +1,234 @@
+"""Trainings of `make_private` under attack: each record is its own gradient.
+
+The loss is linear, so that a record can be anything that a gradient can be. The
+optimizer hands on what was released: the noised gradient, and the clip norm of
+a quantile, which is a release, too. All records are in the batch, the canary's
+in the last rows.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import prism_optax
+from prism_optax import training
+from tests.audit import harness
+
+SIGMA, CLIP, QUANTILE_RATE = 2.0, 0.7, 0.2
+ROWS, MOST = harness.OTHERS + 1, 3  # Of a batch; most records of a user.
+SHAPES = {'lora_a': (6, 2), 'lora_b': (2, 5), 'head': (3,)}
+GROUPS = {'lora_a': 'module', 'lora_b': 'module', 'head': 'head'}
+
+
+def quantile(fraction_stddev: float) -> training.QuantileClipping:
+  return training.QuantileClipping(
+    learning_rate=QUANTILE_RATE, fraction_stddev=fraction_stddev
+  )
+
+
+RULES = {
+  'flat': None,
+  'automatic': training.AutomaticClipping(),
+  'groups': training.GroupClipping(GROUPS, {'module': 1.0, 'head': 1.0}),
+  'quantile': quantile(0.4),
+}
+
+
+class Release(NamedTuple):
+  """What a step gives away.
+
+  Attributes:
+    mean: Sum of the bounded gradients over b, in coordinates, with noise.
+    vote: The mean of the centred votes of a quantile, with noise; or 0.
+  """
+
+  mean: Any
+  vote: Any
+
+
+def params() -> dict[str, np.ndarray]:
+  return gradients(0)
+
+
+def gradients(seed: int, *lead: int) -> dict[str, np.ndarray]:
+  """Normal entries in the shapes of the parameters."""
+  rng = np.random.default_rng(seed)
+  return {
+    name: rng.normal(size=(*lead, *shape)).astype(np.float32)
+    for name, shape in SHAPES.items()
+  }
+
+
+def loss(params: Any, record: Any) -> jax.Array:
+  return sum(jnp.vdot(params[name], record[name]) for name in SHAPES)
+
+
+def on_manifold(
+  *,
+  l2_clip_norm,
+  noise_multiplier,
+  expected_batch_size,
+  prng_key,
+  steps,
+  per_example_gradients=True,
+):
+  """The front half of `prism`, which remembers what was released."""
+  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  rest = (
+    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
+    harness.recorder(),
+  )
+  if not per_example_gradients:
+    return prism_optax.chain(*rest)
+  clip = prism_optax.intrinsic_clip(
+    l2_clip_norm, normalize_by=expected_batch_size
+  )
+  return prism_optax.chain(clip, *rest)
+
+
+# `dense`: any optimizer of optax, here one that remembers what comes in.
+OPTIMIZERS = {'dense': harness.recorder(), 'prism': on_manifold}
+
+
+def make(
+  optimizer: Any = 'dense',
+  clipping: Any = None,
+  *,
+  users: bool = False,
+  sigma: float = SIGMA,
+  rows: int = ROWS,
+) -> training.PrivateTraining:
+  """A training of one step whose batch is all of the data.
+
+  Args:
+    optimizer: A key of `OPTIMIZERS`, or one for `make_private`.
+    clipping: A key of `RULES`, or a rule.
+    users: Whether a row is a user.
+    sigma: Its noise multiplier.
+    rows: Of the batch.
+  """
+  return training.make_private(
+    loss,
+    params(),
+    optimizer=OPTIMIZERS.get(optimizer, optimizer)
+    if isinstance(optimizer, str)
+    else optimizer,
+    clipping=RULES[clipping] if isinstance(clipping, str) else clipping,
+    l2_clip_norm=CLIP,
+    noise_multiplier=sigma,
+    expected_batch_size=rows,
+    dataset_size=rows,
+    padded_batch_size=rows,
+    examples_per_user=MOST if users else None,
+    steps=1,
+    delta=harness.GDP_DELTA,
+    prng_key=0,
+  )
+
+
+def others(rows: int = ROWS - 1, users: bool = False, scale: float = 0.2):
+  """Rows of all but the canary."""
+  lead = (rows, MOST) if users else (rows,)
+  return jax.tree.map(lambda x: np.float32(scale) * x, gradients(2, *lead))
+
+
+def batch_of(known: Any, canary: Any) -> Any:
+  """Rows of a batch: the known ones, then the canary's, (rows, ...)."""
+  return jax.tree.map(lambda x, y: np.concatenate([x, y]), known, canary)
+
+
+def step_of(private: training.PrivateTraining):
+  """``step(key, examples, is_padding, is_present)``, to params and release.
+
+  The step that `PrivateTraining.step` runs, from its start, with other keys.
+  """
+  start = private.init(params())
+
+  def other_key(x, words):
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return x
+    return jax.random.fold_in(jax.random.fold_in(x, words[0]), words[1])
+
+  def step(key, examples, is_padding, is_present=None):
+    words = jax.random.key_data(key)
+    state = jax.tree.map(lambda x: other_key(x, words), start.optimizer)
+    new, after = private._step(
+      start.params, state, None, examples, is_padding, is_present
+    )
+    before, now = state[0], after[0]
+    vote = jnp.zeros(())
+    if hasattr(now, 'l2_clip_norm'):  # Its quantile is one half.
+      moved = jnp.log(now.l2_clip_norm / before.l2_clip_norm)
+      vote = -moved / QUANTILE_RATE
+    return new, Release(_recorded(after), vote)
+
+  return step
+
+
+def _recorded(state: Any) -> Any:
+  """What the recorder saw, the last of a chain; None without one."""
+  while isinstance(state, tuple) and state:
+    state = state[-1]
+  return state if isinstance(state, dict) else None
+
+
+def shift(
+  step: Any, batch: Any, canaries: int = 1, is_present: Any = None
+) -> Release:
+  """How far the last rows move a release without noise."""
+  rows = len(jax.tree.leaves(batch)[0])
+  key = jax.random.key(0)
+  inside, outside = (
+    step(key, batch, np.arange(rows) >= last, is_present)[1]
+    for last in (rows, rows - canaries)
+  )
+  return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), inside,
+                      outside)  # fmt: skip
+
+
+def norm(tree: Any) -> float:
+  return math.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+
+def attack(
+  private: training.PrivateTraining,
+  silent: training.PrivateTraining,
+  batch: Any,
+  stddevs: tuple[float, float],
+  draws: int,
+  *,
+  canaries: int = 1,
+  is_present: Any = None,
+) -> harness.Bounds:
+  """Bounds of who sees the release of one step.
+
+  Args:
+    private: Whose release it is.
+    silent: The same without noise: what the attacker looks for.
+    batch: Examples, of which the last rows are the canary's.
+    stddevs: Of the noise of the mean, and of that of the vote.
+    draws: Keys for each of the two worlds.
+    canaries: How many rows are the canary's.
+    is_present: With users.
+  """
+  moved = shift(jax.jit(step_of(silent)), batch, canaries, is_present)
+  step, rows = step_of(private), np.arange(private.padded_batch_size)
+
+  def play(key, canary, noise):
+    del noise
+    padding = ~canary & (rows >= len(rows) - canaries)
+    _, seen = step(key, batch, padding, is_present)
+    score = sum(
+      jnp.vdot(x, y)
+      for x, y in zip(
+        jax.tree.leaves(seen.mean), jax.tree.leaves(moved.mean), strict=True
+      )
+    )
+    # The logarithm of the likelihood ratio, but for a constant.
+    return score / stddevs[0] ** 2 + seen.vote * moved.vote / stddevs[1] ** 2
+
+  (bounds,) = harness.attacked(play, draws)
+  return bounds
