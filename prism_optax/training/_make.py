@@ -237,8 +237,8 @@ def _calibrated(
 ) -> float:
   """The noise multiplier that meets epsilon with the noise as it is drawn."""
   target = _validate.known_positive('target_epsilon', target_epsilon)
-  # What drawn noise adds grows with epsilon, which is larger at less delta.
-  above = 2 * target + 1
+  # More than epsilon at half of delta, with which what drawn noise adds grows.
+  above = 1.25 * target + 0.5
   most, total = accounting.release_guarantee(above, delta, entries)
   left, shift = 2 * delta - total, most - above
   if left < delta / 2 or shift > target / 2:
