@@ -86,7 +86,7 @@ def _release(stddev, fused=True):
   def release(key, rows):
     tx = prism_optax.chain(*parts)
     state = tx.init(PARAMS)
-    state = (state[0], state[1]._replace(prng_key=key))
+    state = (state[0], state[1]._replace(inner=key))
     return tx.update(_examples(rows), state, PARAMS)[0]['bias']
 
   return release
