@@ -211,7 +211,6 @@ def make_private(
   transformation = _mechanism.assemble(
     optimizer, bounded, steps=steps, prng_key=prng_key, params=shapes
   )
-  # What can fail for these parameters fails here, not at the first step.
   training = PrivateTraining(
     Parts(
       settings,
@@ -320,11 +319,11 @@ def _check_loss(
       return rng.normal(size=shape).astype(x.dtype)
     return rng.integers(0, 2, shape).astype(x.dtype)
 
-  gradients = jax.jit(
-    lambda params, rows: _gradients(loss, True, False)(params, frozen, rows)
-  )
+  gradients = jax.jit(_gradients(loss, True, False))
   if diagnostics.depends_on_other_examples(
-    gradients, params, jax.tree.map(made_up, batch.examples)
+    lambda params, rows: gradients(params, frozen, rows),
+    params,
+    jax.tree.map(made_up, batch.examples),
   ):
     raise ValueError(
       'The gradient of one record depends on others of its batch, so that the'

@@ -271,7 +271,11 @@ class PrivateTraining:
     Returns:
       The upper bound at the training's delta, for add-or-remove-one neighbours.
     """
-    return accounting.epsilon(self.event(steps), self.parts.settings.delta)
+    settings = self.parts.settings
+    size = settings.sampling.dataset_size
+    return accounting.epsilon(
+      self.event(steps), settings.delta, dataset_size=size
+    )
 
   def statement(self, state: TrainingState | None = None) -> str:
     """The sentence to report, for the steps that a state has done.

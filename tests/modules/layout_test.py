@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
-from prism_optax._modules import LeafAxes
+from prism_optax._modules._layout import LeafAxes
 
 
 @pytest.mark.parametrize('rank', range(4))

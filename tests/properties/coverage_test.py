@@ -24,6 +24,7 @@ EXCEPTIONS = {
   'prism_optax.diagnostics.FactorNoiseEnergy': RESULT,
   'prism_optax.fixed_rank.Frame': RESULT,
   'prism_optax.lora.PeftAdapter': RESULT,
+  'prism_optax.training.TrainingState': STATE,
   'prism_optax.transforms.AugmentedState': STATE,
   'prism_optax.transforms.CorrelatedPrivatizerState': STATE,
   'prism_optax.transforms.OrthogonalTangentsState': STATE,

@@ -1,0 +1,114 @@
+"""Laws of private trainings: one record moves little, batches hold records."""
+
+import functools
+
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import given
+
+from prism_optax import training
+from tests.properties import cases
+
+RECORDS, C = 6, 2.0
+PARAMS = {'a': jnp.zeros(2), 'b': jnp.zeros((2, 1))}
+GROUPS = training.GroupClipping(
+  lambda x: {'a': 'a', 'b': 'b'}, {'a': 1, 'b': 2}
+)
+RULES = {
+  'flat': training.FlatClipping(),
+  'automatic': training.AutomaticClipping(0.1),
+  'groups': GROUPS,
+  'quantile': training.QuantileClipping(),
+}
+# A record is its gradient: ordinary, huge, NaN or infinite.
+gradients = hnp.arrays(
+  np.float32,
+  (RECORDS, 4),
+  elements=st.floats(allow_nan=True, allow_infinity=True, width=32),
+)
+
+
+def loss(params, x):
+  return jnp.vdot(params['a'], x[:2]) + jnp.vdot(params['b'], x[2:])
+
+
+@functools.cache
+def step_of(rule):
+  """From all records to the step that they make, without noise."""
+  private = training.make_private(
+    loss,
+    PARAMS,
+    optimizer=optax.sgd(1.0),
+    l2_clip_norm=C,
+    expected_batch_size=RECORDS,
+    dataset_size=RECORDS,
+    steps=1,
+    delta=1e-5,
+    noise_multiplier=0.0,
+    clipping=RULES[rule],
+    prng_key=0,
+  )
+  assert isinstance(private, training.PrivateTraining)
+
+  def step(records):
+    state = private.init(PARAMS)
+    batches = private.batches(state, records)
+    assert isinstance(batches, training.Batches)
+    (batch,) = batches
+    return np.concatenate(
+      [np.ravel(x) for x in jax.tree.leaves(private.step(state, batch).params)]
+    )
+
+  return step
+
+
+@cases.settings
+@given(st.sampled_from(list(RULES)), gradients, st.permutations(range(RECORDS)))
+def test_a_record_moves_a_step_by_at_most_its_share(rule, records, order):
+  step = step_of(rule)
+  moved = step(records)
+  assert np.isfinite(moved).all()
+  np.testing.assert_array_equal(step(records[order]), moved)
+  without = records.copy()
+  without[0] = np.nan  # Counts as zero: as if it were not there.
+  share = (1.0 if rule == 'quantile' else C) / RECORDS
+  # Rounding of floats to which the exact sums are brought at the end.
+  assert np.linalg.norm(np.float64(moved) - step(without)) <= share * (1 + 1e-6)
+
+
+@cases.settings
+@given(
+  st.integers(1, 12), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99)
+)
+def test_batches_hold_each_record_once_at_most(expected, size, part, seed):
+  size = max(size, expected)
+  private = training.make_private(
+    lambda params, i: params * i,
+    jnp.zeros(()),
+    optimizer=optax.sgd(0.1),
+    l2_clip_norm=1.0,
+    expected_batch_size=expected,
+    dataset_size=size,
+    steps=3,
+    delta=1e-5,
+    noise_multiplier=1.0,
+    microbatch_size=part,
+    prng_key=seed,
+  )
+  state = private.init(jnp.zeros(()))
+  batches = private.batches(state, np.arange(1, size + 1))
+  assert len(batches) == 3
+  for batch, again in zip(batches, batches, strict=True):
+    assert isinstance(batch, training.Batch)
+    rows, padding = map(np.asarray, (batch.examples, batch.is_padding_example))
+    assert len(rows) == len(padding) == private.padded_batch_size
+    assert len(rows) % part == 0
+    drawn = rows[~padding]
+    assert len(set(drawn)) == len(drawn)
+    assert set(drawn) <= set(range(1, size + 1))
+    assert not rows[padding].any()
+    np.testing.assert_array_equal(rows, again.examples)
