@@ -232,14 +232,14 @@ def sum_of_examples(
     examples = LazyGradients(examples, lambda gradients: gradients)
   examples, gradients, microbatch_size, skip_padding = examples
   batch = len(jax.tree.leaves(examples)[0])
-  if is_padding_example is None:
-    is_padding_example = jnp.zeros(batch, bool)
-  if jnp.shape(is_padding_example) != (batch,):
-    raise ValueError(
-      'Expected is_padding_example to have one entry per example,'
-      f' {(batch,)}, got {jnp.shape(is_padding_example)}.'
-    )
-  inputs = examples, jnp.asarray(is_padding_example, bool)
+  if is_padding_example is not None:
+    is_padding_example = jnp.asarray(is_padding_example, bool)
+    if is_padding_example.shape != (batch,):
+      raise ValueError(
+        'Expected is_padding_example to have one entry per example,'
+        f' {(batch,)}, got {is_padding_example.shape}.'
+      )
+  inputs = examples, is_padding_example
   all_of_them = jax.eval_shape(gradients, examples), inputs[1]
   one = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), all_of_them
@@ -250,10 +250,9 @@ def sum_of_examples(
 
   def terms(inputs):
     example, is_padding = inputs
-    leaves: list[jax.Array] = [
-      jnp.where(is_padding, 0, x)
-      for x in jax.tree.leaves(contribution(example))
-    ]
+    leaves: list[jax.Array] = jax.tree.leaves(contribution(example))
+    if is_padding is not None:
+      leaves = [jnp.where(is_padding, 0, x) for x in leaves]
     if units is None:
       return [(x, jnp.zeros_like(x)) for x in leaves]
     return [
@@ -277,23 +276,26 @@ def sum_of_examples(
     )
 
   # Where several devices may share the batch, XLA decides how to sum. Outside
-  # of jit a loop would be compiled at every call.
+  # of jit a loop would be compiled at every call, and no loop goes along an
+  # explicit axis of a mesh.
   leaves: list[Any] = jax.tree.leaves(inputs)
   traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+  explicit = any(any(jax.typeof(x).sharding.spec[:1]) for x in leaves)
+  alone = jax.device_count() == 1 and not explicit
 
   def sums_of(inputs):
     examples, is_padding = inputs
     inputs = gradients(examples), is_padding
     if not traced:
       return at_once(inputs)
-    one_by_one = in_turn if jax.device_count() == 1 else at_once
+    one_by_one = in_turn if alone else at_once
     return jax.lax.platform_dependent(inputs, cpu=one_by_one, default=at_once)
 
   def add_part(totals, part):
     def added():
       return list(map(add, totals, sums_of(part)))
 
-    if not skip_padding:
+    if not skip_padding or part[1] is None:
       return added(), None
     return jax.lax.cond(jnp.all(part[1]), lambda: totals, added), None
 

@@ -220,3 +220,21 @@ def test_parts_of_a_batch_add_up_to_the_same_bits():
     np.testing.assert_array_equal(parts.low, whole.low)
   with pytest.raises(ValueError, match='divide .* 12, got microbatch_size=5'):
     total(5)
+
+
+@pytest.mark.parametrize('padded', [False, True])
+def test_a_batch_split_along_an_explicit_axis_of_a_mesh(padded):
+  """Of one device; tests/scale_out has eight."""
+  axis_types = (jax.sharding.AxisType.Explicit,)
+  mesh = jax.make_mesh((1,), ('data',), axis_types)
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+  tree = {'a': jnp.arange(12.0).reshape(4, 3), 'b': jnp.arange(4.0)}
+  padding = jnp.asarray([False, True, False, True]) if padded else None
+  with jax.set_mesh(mesh):
+    split = jax.device_put((tree, padding), rows)
+    got = jax.jit(functools.partial(_per_example.sum_of_examples, _double))(
+      *split
+    )
+  kept = slice(None, None, 2 if padded else 1)
+  np.testing.assert_array_equal(got['out'], 2 * tree['a'][kept].sum(0))
+  np.testing.assert_array_equal(got['more'], tree['b'][kept].sum(0))
