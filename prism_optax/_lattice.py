@@ -125,6 +125,12 @@ class LatticeSum(NamedTuple):
   unit: jax.Array
 
 
+def integers_of(x: LatticeSum) -> np.ndarray:
+  """What the numbers are in their unit, in 64 bits."""
+  high, low = (np.asarray(y, np.int64) for y in (x.high, x.low))
+  return high * _LIMB + low
+
+
 def unit_of(stddev: Scalar, largest: Scalar, dtype: DTypeLike) -> jax.Array:
   """The distance of lattice points for noise of a stddev.
 
@@ -165,6 +171,15 @@ def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
   high, low, unit = towards_zero(x, unit)
   most = (2**31 - 2**18) // max(terms, 1)
   return LatticeSum(jnp.clip(high, -most, most).astype(jnp.int32), low, unit)
+
+
+def from_integers(total: np.ndarray, unit: Any) -> LatticeSum:
+  """Sums of integers of 64 bits, cut to 45, which hold any sum of terms."""
+  total = np.clip(total, -(2**44), 2**44)
+  high, low = total >> _LIMB_BITS, total & (_LIMB - 1)
+  return LatticeSum(
+    jnp.asarray(high, jnp.int32), jnp.asarray(low, jnp.int32), jnp.asarray(unit)
+  )
 
 
 @jax.jit  # Compiled as one loop also where the caller does not use jit.

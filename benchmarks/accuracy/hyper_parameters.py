@@ -14,6 +14,7 @@ run again. Some ten minutes on one CPU core.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -32,11 +33,12 @@ from benchmarks.common import baselines, methods, results  # noqa: E402
 from prism_optax import accounting, lora  # noqa: E402
 
 EPSILON, DELTA, SIZE = 2.0, 1e-4, network.SIZE
+METRIC_NOISE = 10.0
 RATES = (1e-2, 1.8e-2, 3e-2, 5.6e-2, 0.1, 0.18, 0.3, 0.56)
 # What the program is compiled for, and what it is told.
 STATIC = {'method': 'prism', 'rank': 4, 'batch': 100, 'steps': 96,
           'start': 'one_sided', 'debias': False,
-          'bias_correction': True}  # fmt: skip
+          'bias_correction': True, 'metric': None}  # fmt: skip
 TRACED = {'clip': 1.0, 'b1': 0.9, 'b2': 0.999, 'floor_factor': 1.0,
           'max_condition_number': 1e4, 'decay': 1.0,
           'weight_decay': 0.0}  # fmt: skip
@@ -66,6 +68,21 @@ CHANGES = {
     {'b1': 0.5, 'decay': 0.0},
     {'b1': 0.5, 'start': 'balanced'},
     {'b1': 0.5, 'method': 'dp-adamw', 'start': 'balanced'},
+  ),
+  'input metric': tuple(
+    {'b1': b1, 'metric': metric, **other}
+    for metric in ('mean', 'second_moment')
+    for b1 in (0.5, 0.0)
+    for other in (
+      {},
+      {'method': 'dp-adamw', 'start': 'balanced'},
+      {'method': 'dp-adamw'},
+    )
+  ),
+  'without input metric': (
+    {'b1': 0.0, 'method': 'dp-adamw', 'start': 'balanced'},
+    {'b1': 0.5, 'method': 'dp-adamw'},
+    {'b1': 0.0, 'method': 'dp-adamw'},
   ),
   'b2': ({'b2': 0.9}, {'b2': 0.99}),
   'weight decay': (
@@ -100,8 +117,46 @@ def starting_point(weights, rank, start):
 
 
 @functools.cache
-def program(method, rank, batch, steps, start, debias, bias_correction):
-  """``run(key, rate, sigma, traced) -> which pictures are right``, compiled."""
+def metrics(form, seeds):
+  """The input metrics of some seeds, of one shape, or None."""
+  if form is None:
+    return [None] * seeds
+  public, private, _ = network.pictures()
+  weights = network.public_weights(*public)
+  hidden = jax.nn.relu(private.x @ weights['first'])
+  found = []
+  for seed in range(seeds):
+    metric = lora.input_metric(
+      [{'first': private.x, 'last': hidden}],
+      noise_multiplier=METRIC_NOISE,
+      dataset_size=SIZE,
+      form=form,
+      prng_key=jax.random.fold_in(jax.random.key(seed), 2),
+    )
+    # Directions of scale one, so that all seeds are one program.
+    missing = {k: 64 - len(v) for k, v in metric.scales.items()}
+    found.append(
+      dataclasses.replace(
+        metric,
+        bases={
+          k: jnp.pad(v, ((0, 0), (0, missing[k])))
+          for k, v in metric.bases.items()
+        },
+        scales={
+          k: jnp.pad(v, (0, missing[k]), constant_values=1.0)
+          for k, v in metric.scales.items()
+        },
+      )
+    )
+  return found
+
+
+@functools.cache
+def program(method, rank, batch, steps, start, debias, bias_correction, metric):
+  """``run(key, rate, sigma, traced, metric)``, compiled.
+
+  It returns which pictures are right.
+  """
   public, (x, y), evaluation = network.pictures()
   x, y = jnp.asarray(x), jnp.asarray(y)
   weights = network.public_weights(*public)
@@ -109,7 +164,10 @@ def program(method, rank, batch, steps, start, debias, bias_correction):
   # Room for any draw: at most 1 in 10^8 of them is larger.
   room = min(len(x), batch + 6 * int(batch**0.5) + 10)
 
-  def run(key, rate, sigma, traced):
+  def adapters(coordinates, used):
+    return coordinates if metric is None else used.to_params(coordinates)
+
+  def run(key, rate, sigma, traced, used):
     keys = jax.random.split(key)
     half = (1 - jnp.cos(jnp.pi * jnp.arange(steps) / steps)) / 2
     rates = rate * (1 - traced['decay'] * half)
@@ -144,9 +202,10 @@ def program(method, rank, batch, steps, start, debias, bias_correction):
         jax.random.fold_in(keys[1], t), batch / SIZE, (SIZE,)
       )
       rows = jnp.nonzero(chosen, size=room, fill_value=0)[0]
-      grads = jax.vmap(jax.grad(network.loss), (None, None, 0, 0))(
-        params, frozen, x[rows], y[rows]
-      )
+      grads = jax.vmap(
+        jax.grad(lambda p, *row: network.loss(adapters(p, used), frozen, *row)),
+        (None, 0, 0),
+      )(params, x[rows], y[rows])
       updates, state = tx.update(
         grads, state, params,
         is_padding_example=jnp.arange(room) >= chosen.sum(),
@@ -155,6 +214,7 @@ def program(method, rank, batch, steps, start, debias, bias_correction):
 
     carry = params, tx.init(params)
     (last, _), _ = jax.lax.scan(step, carry, jnp.arange(steps))
+    last = adapters(last, used)
     guess = jnp.argmax(network.logits(last, frozen, evaluation.x), -1)
     return guess == evaluation.y
 
@@ -165,13 +225,21 @@ def measure(change, seeds):
   """One row: accuracies of every rate, the best of them by the tuning part."""
   static = {k: change.get(k, v) for k, v in STATIC.items()}
   traced = {k: change.get(k, v) for k, v in TRACED.items()}
+  used = metrics(static['metric'], seeds)
   sigma = accounting.calibrate_noise_multiplier(
-    EPSILON, DELTA, static['batch'] / SIZE, static['steps']
+    EPSILON,
+    DELTA,
+    static['batch'] / SIZE,
+    static['steps'],
+    also=[used[0].event] if static['metric'] else [],
   )
   run = program(**static)
   right = np.asarray(
     [
-      [run(jax.random.key(seed), rate, sigma, traced) for seed in range(seeds)]
+      [
+        run(jax.random.key(seed), rate, sigma, traced, used[seed])
+        for seed in range(seeds)
+      ]
       for rate in RATES
     ]
   )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, pld, rdp
@@ -145,6 +145,7 @@ def calibrate_noise_multiplier(
   neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   truncated_batch_size: int | None = None,
   dataset_size: int | None = None,
+  also: Sequence[dp_accounting.DpEvent] = (),
 ) -> float:
   """Returns the smallest noise multiplier that meets ``target_epsilon``.
 
@@ -169,6 +170,9 @@ def calibrate_noise_multiplier(
       :func:`dpsgd_event`.
     dataset_size: Number of records, against which ``delta`` is checked before
       the search; needed with ``truncated_batch_size``.
+    also: Events of what else is released about the same records, whose noise is
+      given (the ``.event`` of an input metric). They and the steps together
+      meet the target.
 
   Returns:
     Standard deviation of the noise over the clip norm, as
@@ -177,8 +181,9 @@ def calibrate_noise_multiplier(
   Raises:
     ValueError: If an argument is out of its range, the accountant has no
       analysis of this sampling under the relation, or no noise multiplier
-      from 1e-3 to 1e9 reaches the target (its grid and tail limit how small a
-      delta or epsilon the PLD accountant can show).
+      from 1e-3 to 1e9 reaches the target (what is released besides costs more,
+      or the grid and tail of the PLD accountant cannot show so small a delta or
+      epsilon).
 
   Examples:
     >>> from prism_optax import accounting
@@ -192,13 +197,14 @@ def calibrate_noise_multiplier(
   _validate.integer('steps', steps, 1)
 
   def event(sigma: float) -> dp_accounting.DpEvent:
-    return _events.dpsgd_event(
+    training = _events.dpsgd_event(
       sigma,
       sampling_probability,
       steps,
       truncated_batch_size=truncated_batch_size,
       dataset_size=None if truncated_batch_size is None else dataset_size,
     )
+    return _events.composed([training, *also])
 
   _events.check_delta(event(1.0), delta, dataset_size)
 

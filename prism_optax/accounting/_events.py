@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import dp_accounting
@@ -155,6 +155,13 @@ def joint_noise_multiplier(noise_multipliers: float | Iterable[float]) -> float:
     return smallest
   # In units of the smallest: squares of tiny multipliers do not underflow.
   return smallest / math.sqrt(math.fsum((smallest / s) ** 2 for s in groups))
+
+
+def composed(events: Sequence[dp_event.DpEvent]) -> dp_event.DpEvent:
+  """Returns the event of all of them; of one alone, that event."""
+  for event in events:
+    require_event(event)
+  return events[0] if len(events) == 1 else dp_event.ComposedDpEvent([*events])
 
 
 def require_event(event: object) -> None:

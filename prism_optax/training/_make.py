@@ -12,12 +12,11 @@ from prism_optax import (
   _randomness,
   _validate,
   accounting,
-  diagnostics,
-  lora,
 )
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
-from prism_optax.training import _mechanism, _sampling
+from prism_optax.lora import InputMetric
+from prism_optax.training import _loss, _mechanism, _sampling
 from prism_optax.training._clipping import (
   BoundedSum,
   FlatClipping,
@@ -25,8 +24,9 @@ from prism_optax.training._clipping import (
   gradients_noise_multiplier,
 )
 from prism_optax.training._mechanism import Optimizer
-from prism_optax.training._private import Parts, PrivateTraining, Settings
-from prism_optax.training._sampling import Batch, Sampling
+from prism_optax.training._private import PrivateTraining
+from prism_optax.training._sampling import Sampling
+from prism_optax.training._settings import Before, Parts, Settings
 
 # Folded into a key that was given: the seed of the batches, the noise of a
 # quantile. `split` uses the numbers 0 and 1.
@@ -52,6 +52,7 @@ def make_private(
   examples_per_user: int | None = None,
   batched_loss: bool = False,
   batch_sharding: jax.sharding.Sharding | None = None,
+  input_metric: InputMetric | None = None,
   prng_key: PRNGKeyLike = None,
 ) -> PrivateTraining:
   """A differentially private training whose parts agree.
@@ -122,6 +123,10 @@ def make_private(
       *shape)``, and examples with a batch axis, and returns (B,), as for
       :func:`prism_optax.lora.per_example_gradients`: one backward pass.
     batch_sharding: How batches are laid out, split along the first axis.
+    input_metric: What :func:`prism_optax.lora.input_metric` has released of the
+      same records. ``params`` and those of a state are its coordinates then,
+      and ``training.adapters(state)`` what the model takes; its event is part
+      of epsilon, of a target and of every statement.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
       key that was given knows the noise and the batches.
 
@@ -186,9 +191,12 @@ def make_private(
   shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
+  if input_metric is not None:
+    loss = _loss.in_coordinates(loss, input_metric, batched_loss)
+  before = Before.of(input_metric)
   if target_epsilon is not None:
     noise_multiplier = _calibrated(
-      target_epsilon, delta, sampling, steps, entries * steps
+      target_epsilon, delta, sampling, steps, entries * steps, before
     )
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   seeded = prng_key is not None and not isinstance(prng_key, str)
@@ -207,6 +215,7 @@ def make_private(
     bounded.description(shapes),
     seeded,
     entries,
+    before,
   )
   transformation = _mechanism.assemble(
     optimizer, bounded, steps=steps, prng_key=prng_key, params=shapes
@@ -215,12 +224,13 @@ def make_private(
     Parts(
       settings,
       transformation,
-      _gradients(loss, batched_loss, examples_per_user is not None),
+      _loss.gradients(loss, batched_loss, examples_per_user is not None),
       shapes,
       functools.partial(_seed, prng_key),
       _sampling.put_on_device(batch_sharding),
       skip_padding,
-      functools.partial(_check_loss, loss, batched_loss),
+      functools.partial(_loss.check, loss, batched_loss),
+      (lambda x: x) if input_metric is None else input_metric.to_params,
     )
   )
   _events.check_delta(training.event(), delta, dataset_size)
@@ -233,11 +243,13 @@ def _calibrated(
   sampling: Sampling,
   steps: int,
   entries: int,
+  before: Before,
 ) -> float:
   """The noise multiplier that meets epsilon with the noise as it is drawn."""
   target = _validate.known_positive('target_epsilon', target_epsilon)
   # More than epsilon at half of delta, with which what drawn noise adds grows.
   above = 1.25 * target + 0.5
+  entries += before.entries
   most, total = accounting.release_guarantee(above, delta, entries)
   left, shift = 2 * delta - total, most - above
   if left < delta / 2 or shift > target / 2:
@@ -253,85 +265,8 @@ def _calibrated(
     steps,
     dataset_size=sampling.dataset_size,
     truncated_batch_size=sampling.truncated_batch_size,
+    also=before.events,
   )
-
-
-def _called(
-  loss: Callable[..., Any], params: Any, frozen: Any, data: Any
-) -> Any:
-  """``loss`` of a record; frozen weights stand before it if there are any."""
-  example = data if isinstance(data, tuple) else (data,)
-  weights = () if frozen is None else (frozen,)
-  return loss(params, *weights, *example)
-
-
-def _gradients(
-  loss: Callable[..., Any], batched: bool, of_users: bool
-) -> Callable[[Any, Any, Any], Any]:
-  """``gradients(params, frozen, rows)``, per record or per user."""
-  if batched:
-    return lambda params, frozen, rows: lora.per_example_gradients(
-      lambda copies, batch: _called(loss, copies, frozen, batch)
-    )(params, rows)
-
-  def mean_of_user(params: Any, frozen: Any, rows: Any) -> jax.Array:
-    examples, is_present = rows
-    each = jax.vmap(lambda x: _called(loss, params, frozen, x))(examples)
-    return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
-      jnp.sum(is_present), 1
-    )
-
-  def of_record(params: Any, frozen: Any, example: Any) -> Any:
-    return _called(loss, params, frozen, example)
-
-  one = mean_of_user if of_users else of_record
-  return jax.vmap(jax.grad(one), (None, None, 0))
-
-
-def _check_loss(
-  loss: Callable[..., Any],
-  batched: bool,
-  params: Any,
-  frozen: Any,
-  batch: Batch,
-) -> None:
-  """Refuses a loss of another shape, or one that mixes the records."""
-  users = batch.is_present is not None
-  if not batched:
-    one = jax.eval_shape(
-      lambda: jax.tree.map(lambda x: x[0, 0] if users else x[0], batch.examples)
-    )
-    found = jax.eval_shape(
-      functools.partial(_called, loss), params, frozen, one
-    )
-    if getattr(found, 'shape', None) != ():
-      raise ValueError(
-        'Expected loss to return a scalar, the loss of one example, which has'
-        ' no batch axis (the shapes here are'
-        f' {[x.shape for x in jax.tree.leaves(one)]}), got {found}.'
-      )
-    return
-  rng = np.random.default_rng(0)  # Of made-up records: nothing private.
-
-  def made_up(x: jax.Array) -> np.ndarray:
-    shape = (3, *x.shape[1:])
-    if jnp.issubdtype(x.dtype, jnp.floating):
-      return rng.normal(size=shape).astype(x.dtype)
-    return rng.integers(0, 2, shape).astype(x.dtype)
-
-  gradients = jax.jit(_gradients(loss, True, False))
-  if diagnostics.depends_on_other_examples(
-    lambda params, rows: gradients(params, frozen, rows),
-    params,
-    jax.tree.map(made_up, batch.examples),
-  ):
-    raise ValueError(
-      'The gradient of one record depends on others of its batch, so that the'
-      ' clip bounds nothing and no epsilon holds. batched_loss needs losses'
-      ' (B,) that use copy i of the parameters and record i alone: no batch'
-      ' normalisation, no mean over the batch, no in-batch negatives. Without'
-      ' batched_loss records cannot mix.'
-    )
 
 
 def _seed(prng_key: PRNGKeyLike) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -13,7 +12,9 @@ import optax
 
 from prism_optax import _per_example, accounting
 from prism_optax._types import ArrayTree
-from prism_optax.training._sampling import Batch, Batches, Records, Sampling
+from prism_optax.accounting import _events
+from prism_optax.training._sampling import Batch, Batches, Records
+from prism_optax.training._settings import Parts
 
 
 class TrainingState(NamedTuple):
@@ -36,44 +37,6 @@ class TrainingState(NamedTuple):
   step: np.ndarray
   seed: np.ndarray
   fingerprint: np.ndarray
-
-
-class Settings(NamedTuple):
-  """What the guarantee depends on, besides the data."""
-
-  sampling: Sampling
-  noise_multiplier: float
-  steps: int
-  delta: float
-  l2_clip_norm: float
-  clipping: str
-  seeded: bool
-  entries: int
-
-
-class Parts(NamedTuple):
-  """What a training is made of.
-
-  Attributes:
-    settings: What the guarantee depends on.
-    transformation: Clip, noise and optimizer.
-    gradients: ``gradients(params, frozen, examples)`` of many examples.
-    shapes: Of the parameters.
-    new_seed: Makes a seed of batches.
-    put: Puts arrays on the devices.
-    skip_padding: Whether micro-batches of padding are passed over.
-    check: ``check(params, frozen, batch)`` refuses a loss, by shapes and
-      made-up records.
-  """
-
-  settings: Settings
-  transformation: optax.GradientTransformationExtraArgs
-  gradients: Callable[..., Any]
-  shapes: Any
-  new_seed: Callable[[], np.ndarray]
-  put: Callable[[Any], Any]
-  skip_padding: bool
-  check: Callable[..., None]
 
 
 class PrivateTraining:
@@ -243,8 +206,23 @@ class PrivateTraining:
       params=params, optimizer=optimizer, step=np.asarray(number + 1)
     )
 
+  def adapters(self, state: TrainingState) -> Any:
+    """The trained parameters as the model takes them.
+
+    Args:
+      state: Of this training.
+
+    Returns:
+      ``state.params``; with an input metric ``metric.to_params`` of them.
+
+    Raises:
+      ValueError: For a state of another training.
+    """
+    self._check_state(state)
+    return self.parts.adapters(state.params)
+
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
-    """The event of some steps, for an accountant.
+    """The event of some steps, and of what came before, for an accountant.
 
     Args:
       steps: How many; None is all.
@@ -254,13 +232,14 @@ class PrivateTraining:
     """
     settings = self.parts.settings
     cut = settings.sampling.truncated_batch_size
-    return accounting.dpsgd_event(
+    training = accounting.dpsgd_event(
       settings.noise_multiplier,
       settings.sampling.probability,
       self.steps if steps is None else steps,
       truncated_batch_size=cut,
       dataset_size=None if cut is None else settings.sampling.dataset_size,
     )
+    return _events.composed([training, *settings.before.events])
 
   def epsilon(self, steps: int | None = None) -> float:
     """Epsilon of some steps, with ideal noise.
@@ -302,10 +281,11 @@ class PrivateTraining:
       self.event(done),
       settings.delta,
       dataset_size=settings.sampling.dataset_size,
-      entries=done * settings.entries,
+      entries=done * settings.entries + settings.before.entries,
     )
     void = '; VOID for all who know prng_key' if settings.seeded else ''
-    return f'{text}, {unit}, {done} of {self.steps} steps{void}'
+    also = ' and an input metric' if settings.before.events else ''
+    return f'{text}, {unit}, {done} of {self.steps} steps{also}{void}'
 
   def _check_state(self, state: TrainingState) -> None:
     same = isinstance(state, TrainingState) and np.array_equal(

@@ -37,6 +37,7 @@ TANGENTS = 'fixed_rank/_tangents.py'
 RETRACTION = 'fixed_rank/_retraction.py'
 PRECONDITIONER = 'transforms/_moments.py'
 MEASURED = 'audit/make_private_test.py has_its_size'
+METRIC = 'lora/input_metric_test.py'
 ADVERSARIAL = 'audit/make_private_test.py whatever and dense-quantile'
 INTRINSIC_CLIP = 'transforms/_intrinsic_clip.py'
 PRIVATIZER = 'transforms/_privatizer.py'
@@ -862,7 +863,7 @@ MUTANTS = (
   ),
   Mutant(
     "make_private: a user's absent records count",
-    'training/_make.py',
+    'training/_loss.py',
     'jnp.where(is_present, each, 0)',
     'each',
     ('audit/make_private_test.py missing_record',),
@@ -916,6 +917,55 @@ MUTANTS = (
     'size, size, replace=False',
     ('training/sampling_test.py cut_by_chance',),
   ),
+  Mutant(
+    'input metric: half the noise',
+    'lora/_input_metric.py',
+    '_lattice.unit_of(sigma, 1.0, jnp.float32)',
+    '_lattice.unit_of(sigma / 2, 1.0, jnp.float32)',
+    (f'{METRIC} noise_of_its_length',),
+  ),
+  Mutant(
+    'input metric: entries off the diagonal count twice',
+    'lora/_input_metric.py',
+    'np.where(rows == columns, 1, math.sqrt(2)).astype',
+    'np.where(rows == columns, 1, 2).astype',
+    (f'{METRIC} keeps_its_length',),
+  ),
+  Mutant(
+    'input metric: records that are not finite count',
+    'lora/_input_metric.py',
+    'jnp.where(counts, weight * v, 0)',
+    'weight * v',
+    (f'{METRIC} same_bits',),
+  ),
+  Mutant(
+    'input metric: one seed for all',
+    'lora/_input_metric.py',
+    "key = _randomness.resolve_key('prng_key', prng_key, (), words=4)",
+    "key = _randomness.resolve_key('prng_key', 0, (), words=4)",
+    (f'{METRIC} noise_of_its_length',),
+  ),
+  Mutant(
+    'input metric: each pattern counts as if it were alone',
+    'lora/_input_metric.py',
+    'terms[name] = share * v / jnp.where(size > 0, size, 1)',
+    'terms[name] = v / jnp.where(size > 0, size, 1)',
+    (f'{METRIC} oracle',),
+  ),
+  Mutant(
+    'input metric: not in the event of the training',
+    'training/_private.py',
+    '_events.composed([training, *settings.before.events])',
+    '_events.composed([training])',
+    (f'{METRIC} accounted_for',),
+  ),
+  Mutant(
+    'calibration forgets the other releases',
+    'accounting/_epsilon.py',
+    'return _events.composed([training, *also])',
+    'return _events.composed([training])',
+    (f'{METRIC} calibration_beside',),
+  ),
 )
 
 # What decides the guarantee: clip, noise, keys, order; batches and event.
@@ -924,7 +974,10 @@ PRIVACY = (
   '_lattice.py',
   '_per_example.py',
   '_randomness.py',
+  'accounting/_epsilon.py',
+  'lora/_input_metric.py',
   'training/_clipping.py',
+  'training/_loss.py',
   'training/_make.py',
   'training/_private.py',
   'training/_sampling.py',

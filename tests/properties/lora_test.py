@@ -3,6 +3,7 @@
 import functools
 
 import hypothesis
+import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import fixed_rank, lora, transforms
+from prism_optax import _lattice, fixed_rank, lora, transforms
 from prism_optax._modules import ModuleTree, Stacks, map_pairs
 from prism_optax.fixed_rank import _tangents
+from prism_optax.lora import _input_metric
 from tests.properties import cases
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -298,3 +300,58 @@ def test_one_backward_pass_is_that_of_every_example(seed, lead, shape):
   x = jax.random.normal(keys[2], (*lead, rows))
   batched, mapped = (_gradients(kind)(params, x) for kind in (True, False))
   _close(batched, mapped)
+
+
+# A record is what two modules read at two positions: ordinary, tiny, huge, odd.
+records = hnp.arrays(
+  np.float32,
+  (2, 2, 3),
+  elements=st.floats(allow_nan=True, allow_infinity=True, width=32),
+)
+
+
+@pytest.mark.parametrize('form', ['second_moment', 'mean'])
+def test_one_record_moves_the_input_metric_by_one_at_most(form):
+  """Before the noise, over both modules together, whatever is in the record."""
+  unit = _lattice.unit_of(1.0, 1.0, jnp.float32)
+  others = np.random.default_rng(0).normal(size=(4, 2, 2, 3))
+
+  def released(rows):
+    inputs = {'x': rows[:, 0], 'y': rows[:, 1]}
+    sums = _input_metric._sum_of_batch(inputs, unit, form)
+    steps = [_lattice.integers_of(x) for x in sums.values()]
+    return np.concatenate(steps) * float(unit)
+
+  without = released(np.float32(others))
+
+  @cases.settings
+  @given(records)
+  @hypothesis.example(np.full((2, 2, 3), 1e38, np.float32))
+  @hypothesis.example(np.ones((2, 2, 3), np.float32))
+  def law(record):
+    moved = released(np.float32([*others, record])) - without
+    size = np.linalg.norm(moved)
+    assert size <= 1
+    if not np.isfinite(record).all():
+      assert size == 0
+
+  law()
+
+
+@given(cases.seeds)
+@cases.few
+def test_metrics_are_undone_and_change_right_factors_alone(seed):
+  rng = np.random.default_rng(seed)
+  metric = lora.input_metric(
+    [{'x': rng.normal(size=(9, 4)) + 1, 'y': rng.normal(size=(9, 3))}],
+    noise_multiplier=rng.uniform(0, 3),
+    dataset_size=9,
+  )
+  assert isinstance(metric, lora.InputMetric)
+  tree = cases.draw_tree('two shapes', seed)
+  changed = metric.to_params(tree)
+  for name in tree:
+    _equal(changed[name]['lora_b'], tree[name]['lora_b'])
+    s = np.linalg.norm(changed[name]['lora_a'], 2)
+    assert s <= np.linalg.norm(tree[name]['lora_a'], 2) * (1 + 1e-6)
+  _close(metric.from_params(changed), tree, 1e-4)

@@ -1,0 +1,331 @@
+"""A change of variables that evens out what the adapted layers read.
+
+Most of the energy of a layer's inputs lies in few directions. In a random frame
+of rank r all columns see these and little else, so the gradients of the columns
+are nearly one. With ``right = S right'``, ``S`` small along these directions,
+the columns of ``right'`` see an input whose directions count alike. What S is
+made of is released once, before the training.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from prism_optax import _lattice, _modules, _per_example, _randomness, _validate
+from prism_optax._linalg import gram, matmul
+from prism_optax._modules import LayoutLike, Module
+from prism_optax._types import PRNGKeyLike
+from prism_optax.fixed_rank import Factors
+
+FORMS = ('second_moment', 'mean')
+# The scale along the mean direction; the largest share of the energy of a
+# direction, in units of the mean over all of them; the smallest scale.
+_MEAN_SCALE, _CAP, _SMALLEST = 0.25, 2.0, 0.1
+# An eigenvalue counts from here on, in units of the largest that noise has.
+_ABOVE_NOISE = 1.5
+# Of fields that a program is compiled for.
+_STATIC = {'static': True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InputMetric:
+  """``S = I - Q diag(1 - s) Q^T`` for the inputs of some modules.
+
+  Public, once it is released: everything that is computed with it is
+  post-processing. A pytree.
+
+  Attributes:
+    bases: For each pattern of module names ``Q`` (n, k), orthonormal columns;
+      k may be zero.
+    scales: For each pattern ``s`` (k,), in (0, 1].
+    noise_multiplier: Of the release, a float.
+    entries: Number of entries that got noise.
+    layout: Of the parameters, see :func:`describe_pairs`.
+  """
+
+  bases: dict[str, jax.Array]
+  scales: dict[str, jax.Array]
+  noise_multiplier: float = dataclasses.field(metadata=_STATIC)
+  entries: int = dataclasses.field(metadata=_STATIC)
+  layout: LayoutLike = dataclasses.field(default=None, metadata=_STATIC)
+
+  @property
+  def event(self) -> dp_accounting.DpEvent:
+    """What the release costs: give it to the accountant with the training's."""
+    return dp_accounting.GaussianDpEvent(self.noise_multiplier)
+
+  def to_params(self, coordinates: optax.Params) -> optax.Params:
+    """The adapters of the model, ``right = S right'``.
+
+    Train ``right'``: give the loss ``to_params(coordinates)``, and its
+    gradients are those of the coordinates. A start as usual for the
+    coordinates, zero on the output side, is one for the model.
+
+    Args:
+      coordinates: Tree with LoRA pairs; what is no pair passes.
+
+    Returns:
+      A tree like ``coordinates``, in its types.
+
+    Raises:
+      ValueError: If a pattern matches no module, or a module's inputs have
+        another dimension.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from prism_optax import lora
+      >>> metric = lora.InputMetric(
+      ...   {'q': jnp.eye(3, 1)}, {'q': jnp.array([0.5])}, 10.0, 6)
+      >>> x = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
+      >>> params = metric.to_params(x)
+      >>> params['q']['lora_a'].ravel().tolist()
+      [0.5, 1.0, 1.0]
+      >>> metric.from_params(params)['q']['lora_a'].ravel().tolist()
+      [1.0, 1.0, 1.0]
+    """
+    return self._changed(coordinates, lambda s: s)
+
+  def from_params(self, params: optax.Params) -> optax.Params:
+    """The coordinates of given adapters, ``right' = S^-1 right``.
+
+    Args:
+      params: Tree with LoRA pairs; what is no pair passes.
+
+    Returns:
+      A tree like ``params``, in its types.
+
+    Raises:
+      ValueError: As :meth:`to_params`.
+    """
+    return self._changed(params, lambda s: 1 / s)
+
+  def _changed(self, params: Any, of_scale: Callable[..., Any]) -> Any:
+    used = set()
+
+    def changed(module: Module, factors: Factors) -> Factors:
+      matches = fnmatch.fnmatch
+      found = [x for x in self.bases if matches(module.name, x)]
+      used.update(found)
+      if not found:
+        return factors
+      basis, scale = self.bases[found[0]], of_scale(self.scales[found[0]])
+      if basis.shape[0] != module.n:
+        raise ValueError(
+          f'Expected inputs of dimension {module.n} for {module.name!r}, got'
+          f' {basis.shape[0]} for {found[0]!r}.'
+        )
+      along = gram(basis.astype(factors.right.dtype), factors.right)
+      change = matmul(basis * (scale - 1), along)
+      return Factors(factors.left, factors.right + change)
+
+    new = _modules.map_factors(changed, params, self.layout)
+    if unused := set(self.bases) - used:
+      names = [x.name for x in _modules.find_modules(params, self.layout)]
+      raise ValueError(
+        f'{sorted(unused)} match no module; the modules are {names}.'
+      )
+    return new
+
+
+def input_metric(
+  batches: Iterable[Mapping[str, Any]],
+  *,
+  noise_multiplier: float,
+  dataset_size: int,
+  form: str = 'second_moment',
+  prng_key: PRNGKeyLike = None,
+  layout: LayoutLike = None,
+) -> InputMetric:
+  """Releases how the energy of the layers' inputs is spread, privately.
+
+  One pass over all records, before the training, with the frozen model::
+
+    metric = lora.input_metric(
+      ({'*/attention/*': activations(x)} for x in batches),
+      noise_multiplier=10.0, dataset_size=len(data))
+    training = make_private(loss, params, input_metric=metric, ...)
+    ...
+    adapters = training.adapters(state)
+
+  Without ``make_private``: train coordinates, give the loss
+  ``metric.to_params(coordinates)``, and compose ``metric.event`` with the
+  training's (``calibrate_noise_multiplier(..., also=[metric.event])``).
+
+  With K patterns and the inputs a_it of record i, ``'second_moment'`` sums
+  ``B_i = sum_t a_it a_it^T / (sqrt(K) sum_t |a_it|^2)`` and scales each
+  eigenvector whose eigenvalue stands out of the noise so that its share of the
+  energy is at most twice the mean; ``'mean'`` sums ``m_i / (sqrt(K) |m_i|)``,
+  ``m_i = sum_t a_it``, and scales that direction by 1/4. The metric is ours.
+
+  **Privacy.** A record adds at most 1 to the sum in Euclidean norm, over all
+  patterns together, whatever is in it (the Frobenius norm of a positive
+  semidefinite matrix is at most its trace): one Gaussian mechanism of
+  ``noise_multiplier`` for add-or-remove-one neighbours, whose ``.event`` has to
+  be composed with the training's. Of the symmetric matrix its diagonal and
+  sqrt(2) times the entries above are noised, which keeps lengths. Sums are
+  integers and releases are exact, as :func:`prism_optax.tangent_privatizer`'s.
+  Every record must stand in one batch once; ``dataset_size`` is public.
+
+  ==========================  =================================================
+  NaN or Inf in a record      it counts as zero, for all patterns
+  zeros (padding)             add nothing
+  nothing above the noise     ``S = I``
+  ``noise_multiplier=0.0``    no privacy, for tests
+  ==========================  =================================================
+
+  Args:
+    batches: An iterable of dicts from patterns of module names (``fnmatch``; of
+      several that match, the first counts) to what these modules read, arrays
+      (B, ..., n): one entry of the first axis is one record, all other axes
+      but the last are positions. Modules that read the same share one pattern.
+    noise_multiplier: Standard deviation of the noise of every entry. 10 costs a
+      training of some thousand records at epsilon 2 about a hundredth of its
+      noise.
+    dataset_size: Number of records, public: what the mean is taken over.
+    form: ``'second_moment'``, of n^2 entries, or ``'mean'``, of n.
+    prng_key: As for :func:`prism_optax.tangent_privatizer`.
+    layout: Of the parameters, see :func:`describe_pairs`.
+
+  Returns:
+    The metric.
+
+  Raises:
+    ValueError: If there is no batch, batches do not have the same patterns and
+      dimensions, or an argument is out of its range.
+
+  Example:
+    >>> import numpy as np
+    >>> from prism_optax import lora
+    >>> x = np.random.default_rng(0).normal(size=(500, 8)) + 3.0
+    >>> metric = lora.input_metric(
+    ...   [{'*': x}], noise_multiplier=5.0, dataset_size=500)
+    >>> metric.bases['*'].shape, metric.entries
+    ((8, 1), 36)
+  """
+  sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
+  _validate.integer('dataset_size', dataset_size, 1)
+  _validate.one_of('form', form, FORMS)
+  _randomness.check_key('prng_key', prng_key, words=4)
+  unit = np.asarray(_lattice.unit_of(sigma, 1.0, jnp.float32))
+  totals: dict[str, Any] = {}
+  for batch in batches:
+    inputs = {name: jnp.asarray(x) for name, x in batch.items()}
+    _check_batch(inputs, totals, form)
+    # Integers of 64 bits: neither the order nor the size of batches counts.
+    for name, x in _sum_of_batch(inputs, unit, form).items():
+      totals[name] = totals.get(name, 0) + _lattice.integers_of(x)
+  if not totals:
+    raise ValueError('Expected batches to hold at least one, got none.')
+  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
+  sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
+  released = _lattice.add_noise(key, sums, sigma)
+  of_one = _of_mean if form == 'mean' else _of_second_moment
+  pairs = {
+    name: of_one(np.asarray(x, np.float64), sigma, dataset_size, len(sums))
+    for name, x in released.items()
+  }
+  return InputMetric(
+    {name: jnp.asarray(q, jnp.float32) for name, (q, _) in pairs.items()},
+    {name: jnp.asarray(s, jnp.float32) for name, (_, s) in pairs.items()},
+    sigma,
+    sum(x.size for x in totals.values()),
+    layout,
+  )
+
+
+def _check_batch(
+  inputs: Mapping[str, jax.Array], totals: Mapping[str, Any], form: str
+) -> None:
+  shapes = {name: x.shape for name, x in inputs.items()}
+  if not shapes or min(map(len, shapes.values())) < 2:
+    raise ValueError(f'Expected inputs of shape (B, ..., n), got {shapes}.')
+  sizes = {name: _entries(shape[-1], form) for name, shape in shapes.items()}
+  known = {name: x.size for name, x in totals.items()} or sizes
+  if len({shape[0] for shape in shapes.values()}) > 1 or sizes != known:
+    raise ValueError(
+      'Expected one number of records in a batch, and the same patterns and'
+      f' dimensions in all batches, got {shapes}.'
+    )
+
+
+def _entries(n: int, form: str) -> int:
+  return n if form == 'mean' else n * (n + 1) // 2
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _sum_of_batch(
+  inputs: dict[str, jax.Array], unit: jax.Array, form: str
+) -> dict[str, Any]:
+  """The sum over the records of a batch, of arrays on the lattice."""
+
+  def contribution(record: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    share = 1 / math.sqrt(len(record))
+    terms = {}
+    for name, x in record.items():
+      x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+      # No square over- or underflows: of the largest entry one is left.
+      largest = jnp.max(jnp.abs(x), initial=0.0)
+      x = x / jnp.where(largest > 0, largest, 1)
+      if form == 'mean':
+        v = jnp.sum(x, 0)
+        size = jnp.linalg.norm(v)
+      else:
+        square = gram(x, x)
+        size = jnp.trace(square)
+        v = _to_vector(square)
+      terms[name] = share * v / jnp.where(size > 0, size, 1)
+    # Rounding, and whatever is not finite.
+    squared = _per_example.squared_norm(list(terms.values()), 1.0)
+    weight, counts = _per_example.clip_weight(squared)
+    return {k: jnp.where(counts, weight * v, 0) for k, v in terms.items()}
+
+  units = dict.fromkeys(inputs, unit)
+  out: dict[str, Any] = _per_example.sum_of_examples(
+    contribution, inputs, None, units
+  )
+  return out
+
+
+def _to_vector(square: jax.Array) -> jax.Array:
+  """Diagonal and upper triangle of a symmetric matrix, of the same norm."""
+  rows, columns = np.triu_indices(square.shape[-1])
+  weights = np.where(rows == columns, 1, math.sqrt(2)).astype(np.float32)
+  return square[rows, columns] * weights
+
+
+def _of_mean(
+  v: np.ndarray, sigma: float, size: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Basis and scales of the metric of a noisy sum of directions."""
+  del sigma, size, count
+  length = np.linalg.norm(v)
+  return v[:, None] / max(length, 1e-300), np.array([_MEAN_SCALE])
+
+
+def _of_second_moment(
+  v: np.ndarray, sigma: float, size: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Basis and scales of the metric of a noisy sum of second moments."""
+  n = math.isqrt(2 * v.size)
+  rows, columns = np.triu_indices(n)
+  matrix = np.zeros((n, n))
+  matrix[rows, columns] = v * np.where(rows == columns, 1, math.sqrt(0.5))
+  matrix[columns, rows] = matrix[rows, columns]
+  values, vectors = np.linalg.eigh(matrix)
+  # The mean eigenvalue of the sum, and the largest one of the noise, whose
+  # entries off the diagonal have half the variance (Wigner).
+  mean = size / (math.sqrt(count) * n)
+  edge = sigma * math.sqrt(2 * n)
+  kept = values > max(_CAP * mean, _ABOVE_NOISE * edge)
+  scales = np.sqrt(_CAP * mean / (values[kept] - edge))
+  return vectors[:, kept], np.clip(scales, _SMALLEST, 1.0)

@@ -1,0 +1,283 @@
+"""The metric of the inputs: its release, and the change of variables."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+from dp_accounting import ComposedDpEvent, GaussianDpEvent
+
+import prism_optax
+from prism_optax import _lattice, accounting, lora
+from prism_optax.lora import _input_metric
+from tests.training import problem
+
+N, FIRST, SECOND = 40, 6, 4
+_rng = np.random.default_rng(0)
+# Some positions each, a strong direction, lengths of many sizes.
+INPUTS = {
+  'a*': np.float32(
+    (_rng.normal(size=(N, 5, FIRST)) + 3 * np.eye(FIRST)[1])
+    * 10.0 ** _rng.uniform(-30, 15, (N, 1, 1))
+  ),
+  'b': np.float32(_rng.normal(size=(N, SECOND)) + 2),
+}
+release = functools.partial(lora.input_metric, dataset_size=N, prng_key=1)
+
+
+def second_moments(name):
+  """The sum of the normalised second moments, dense, in float64."""
+  total = 0.0
+  for x in np.float64(INPUTS[name]).reshape(N, -1, INPUTS[name].shape[-1]):
+    total += x.T @ x / np.trace(x.T @ x)
+  return total / math.sqrt(len(INPUTS))
+
+
+def dense(metric, name):
+  """S as a matrix."""
+  q, s = (np.float64(x[name]) for x in (metric.bases, metric.scales))
+  return np.eye(len(q)) - (q * (1 - s)) @ q.T
+
+
+@pytest.mark.parametrize('name', INPUTS)
+def test_second_moment_is_that_of_the_oracle(name):
+  metric = release([INPUTS], noise_multiplier=0.0)
+  moment = second_moments(name)
+  values, vectors = np.linalg.eigh(moment)
+  cap = 2 * np.trace(moment) / len(moment)
+  scales = np.clip(np.sqrt(cap / values), 0.1, 1)
+  expected = (vectors * scales) @ vectors.T
+  np.testing.assert_allclose(dense(metric, name), expected, atol=1e-5)
+  # What the columns of the coordinates see: no direction above the cap.
+  s = dense(metric, name)
+  assert scales.min() < 0.8
+  assert np.linalg.eigvalsh(s @ moment @ s).max() == pytest.approx(
+    cap, rel=1e-4
+  )
+
+
+@pytest.mark.parametrize('name', INPUTS)
+def test_mean_is_that_of_the_oracle(name):
+  metric = release([INPUTS], noise_multiplier=0.0, form='mean')
+  means = np.float64(INPUTS[name]).reshape(N, -1, INPUTS[name].shape[-1]).sum(1)
+  v = np.sum(means / np.linalg.norm(means, axis=1, keepdims=True), 0)
+  u = v / np.linalg.norm(v)
+  expected = np.eye(len(u)) - 0.75 * np.outer(u, u)
+  np.testing.assert_allclose(dense(metric, name), expected, atol=1e-6)
+  assert metric.entries == FIRST + SECOND
+
+
+def assert_same(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize('form', _input_metric.FORMS)
+def test_the_same_bits_in_any_batches(form):
+  """Also with zeros, which are padding, and records that are not finite."""
+  nothing = {name: np.zeros_like(x[:3]) for name, x in INPUTS.items()}
+  nothing['a*'][0, 0, 0] = np.nan
+  nothing['a*'][1, 2] = np.inf
+  nothing['b'][:2] = 7.0  # The record counts as zero for all patterns.
+  parts = [
+    {name: x[rows] for name, x in INPUTS.items()}
+    for rows in (slice(31, None), slice(7), slice(7, 31))
+  ]
+  whole = release([INPUTS], noise_multiplier=2.0, form=form)
+  assert_same(
+    release([*parts, nothing], noise_multiplier=2.0, form=form), whole
+  )
+  other = release([INPUTS], noise_multiplier=2.0, form=form, prng_key=2)
+  assert not np.array_equal(other.bases['b'], whole.bases['b'])
+
+
+@pytest.mark.parametrize('sigma', [0.5, 20.0])
+def test_every_entry_gets_the_noise_of_its_length(sigma, monkeypatch):
+  """Of the matrix: sigma on the diagonal, and sigma over root two beside it."""
+  n, released = 60, []
+  of_second_moment = _input_metric._of_second_moment
+
+  def spy(v, *args):
+    released.append(v)
+    return of_second_moment(v, *args)
+
+  monkeypatch.setattr(_input_metric, '_of_second_moment', spy)
+  zeros = {'x': np.zeros((1, n), np.float32)}
+  metric = lora.input_metric([zeros], noise_multiplier=sigma, dataset_size=1)
+  assert metric.entries == released[0].size == n * (n + 1) // 2
+  noise = released[0] / sigma
+  assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
+  again = lora.input_metric([zeros], noise_multiplier=sigma, dataset_size=1)
+  assert not np.array_equal(*released)
+  # Noise alone has no direction that stands out.
+  assert metric.scales['x'].size == again.scales['x'].size == 0
+  assert metric.event == GaussianDpEvent(sigma)
+
+
+def test_the_vector_of_a_matrix_keeps_its_length():
+  x = np.float32(_rng.normal(size=(5, 5)))
+  x = x + x.T
+  found = np.linalg.norm(np.float64(_input_metric._to_vector(jnp.asarray(x))))
+  assert found == pytest.approx(np.linalg.norm(x), rel=1e-6)
+
+
+def test_sums_of_many_records_do_not_overflow():
+  """A million records in one direction: more than 32 bits of steps."""
+  total = np.array([10**6 * 91750, -(10**6) * 91750, 3])
+  found = _lattice.from_integers(total, np.float32(1.0))
+  np.testing.assert_array_equal(_lattice.integers_of(found), total)
+
+
+PARAMS = {
+  'a1': {'lora_a': _rng.normal(size=(FIRST, 2)), 'lora_b': np.zeros((2, 3))},
+  'a2': {
+    'lora_a': _rng.normal(size=(7, FIRST, 2)),
+    'lora_b': np.ones((7, 2, 3)),
+  },
+  'b': {'lora_a': _rng.normal(size=(SECOND, 2)), 'lora_b': np.ones((2, 3))},
+  'c': {'lora_a': _rng.normal(size=(9, 2)), 'lora_b': np.ones((2, 3))},
+  'head': np.ones(4),
+}
+PARAMS = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
+
+
+def test_change_of_variables_and_back():
+  """``right = S right'`` for those that match, and nothing else moves."""
+  metric = release([INPUTS], noise_multiplier=1.0)
+  params = jax.jit(lambda m, x: m.to_params(x))(metric, PARAMS)
+  for module, name in (('a1', 'a*'), ('a2', 'a*'), ('b', 'b')):
+    expected = dense(metric, name) @ np.float64(PARAMS[module]['lora_a'])
+    np.testing.assert_allclose(params[module]['lora_a'], expected, atol=1e-5)
+    assert_same(params[module]['lora_b'], PARAMS[module]['lora_b'])
+  assert_same(params['c'], PARAMS['c'])
+  assert_same(params['head'], PARAMS['head'])
+  back = metric.from_params(params)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), back, PARAMS
+  )
+
+
+METRIC = lora.InputMetric(
+  {'layer': jnp.asarray(np.linalg.qr(_rng.normal(size=(6, 2)))[0])},
+  {'layer': jnp.array([0.25, 0.5])},
+  noise_multiplier=5.0,
+  entries=21,
+)
+
+
+@pytest.mark.parametrize('batched', [False, True])
+def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
+  """Of the adapter; the frozen weights read the inputs as they are."""
+  s = np.float32(dense(METRIC, 'layer'))
+
+  def on_changed_inputs(params, frozen, x, y):
+    pair = params['layer']
+    z = x @ frozen + (x @ s) @ pair['lora_a'] @ pair['lora_b'] + params['head']
+    return jnp.sum((z - y) ** 2)
+
+  def of_batch(copies, frozen, x, y):
+    return jax.vmap(problem.loss, (0, None, 0, 0))(copies, frozen, x, y)
+
+  make = functools.partial(prism_optax.prism, 0.1)
+  private = problem.make(
+    make,
+    loss=of_batch if batched else problem.loss,
+    batched_loss=batched,
+    input_metric=METRIC,
+  )
+  found = problem.trained(private)
+  expected = problem.trained(problem.make(make, loss=on_changed_inputs))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
+    found.params,
+    expected.params,
+  )
+  adapters = private.adapters(found)
+  assert_same(adapters['layer']['lora_b'], found.params['layer']['lora_b'])
+  np.testing.assert_allclose(
+    adapters['layer']['lora_a'], s @ found.params['layer']['lora_a'], atol=1e-5
+  )
+
+
+def test_the_release_is_part_of_what_is_accounted_for():
+  make = functools.partial(prism_optax.prism, 0.1)
+  private = problem.make(make, input_metric=METRIC)
+  together = ComposedDpEvent([problem.make(make).event(), METRIC.event])
+  assert private.event() == together
+  # Before the first step the metric has been released already.
+  state = private.init(problem.PARAMS)
+  start = accounting.epsilon(METRIC.event, 1e-4)
+  assert private.epsilon(0) == pytest.approx(start, rel=1e-6)
+  found = re.match(
+    r'epsilon <= ([\d.]+) at .*, 0 of 3 steps and an input metric',
+    private.statement(state),
+  )
+  assert start <= float(found[1]) <= start + 1.1e-3
+  # Of another metric it is another run.
+  scales = {'layer': jnp.ones(2)}
+  other = dataclasses.replace(METRIC, scales=scales)
+  with pytest.raises(ValueError, match='state of this training'):
+    problem.make(make, input_metric=other).adapters(state)
+
+
+@pytest.mark.slow
+def test_a_target_is_met_together():
+  options = {'noise_multiplier': None, 'target_epsilon': 2.0, 'steps': 20}
+  private = problem.make(optax.sgd(0.1), input_metric=METRIC, **options)
+  assert 1.995 < private.epsilon() <= 2.0
+
+
+def test_calibration_beside_another_release():
+  other = GaussianDpEvent(6.0)
+  sigma = accounting.calibrate_noise_multiplier(
+    2.0, 1e-5, 0.01, 100, accountant='rdp', also=[other, other]
+  )
+
+  def spent(sigma):
+    training = accounting.dpsgd_event(sigma, 0.01, 100)
+    event = ComposedDpEvent([training, other, other])
+    return accounting.epsilon(event, 1e-5, accountant='rdp')
+
+  assert spent(sigma) <= 2.0 < spent(sigma * (1 - 1e-5))
+  with pytest.raises(ValueError, match='cannot be reached'):
+    accounting.calibrate_noise_multiplier(
+      1.0, 1e-5, 0.01, 10, accountant='rdp', also=[GaussianDpEvent(1.0)]
+    )
+  with pytest.raises(ValueError, match='DpEvent'):
+    accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.01, 10, also=[METRIC])
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'batches': []}, 'at least one'),
+    ({'batches': [{}]}, r'shape \(B, ..., n\)'),
+    ({'batches': [{'x': np.ones(3)}]}, r'shape \(B, ..., n\)'),
+    ({'batches': [INPUTS, {'b': INPUTS['b']}]}, 'same patterns'),
+    ({'batches': [{'x': np.ones((3, 2)), 'y': np.ones((2, 2))}]}, 'one number'),
+    ({'noise_multiplier': -1.0}, 'noise_multiplier'),
+    ({'dataset_size': 0}, 'dataset_size'),
+    ({'form': 'covariance'}, 'form'),
+    ({'prng_key': -1}, 'prng_key'),
+  ],
+)
+def test_bad_arguments(change, message):
+  arguments = {'batches': [INPUTS], 'noise_multiplier': 1.0, 'dataset_size': N}
+  arguments |= change
+  with pytest.raises(ValueError, match=message):
+    lora.input_metric(arguments.pop('batches'), **arguments)
+
+
+def test_patterns_that_do_not_fit():
+  metric = release([INPUTS], noise_multiplier=1.0)
+  with pytest.raises(ValueError, match='match no module'):
+    metric.to_params({'a1': PARAMS['a1']})
+  with pytest.raises(
+    ValueError, match=f'dimension {FIRST} for .b., got {SECOND}'
+  ):
+    metric.to_params({'b': PARAMS['a1'], 'a': PARAMS['a1']})
