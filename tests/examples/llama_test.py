@@ -19,8 +19,9 @@ from finetuning.models import (
 )
 from flax import nnx
 
-from tests.examples import language_models
+from tests.examples import decoder_oracle, language_models
 
+LORA = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
 IDS = np.array([[1, 5, 9, 33, 7, 2], [3, 14, 15, 9, 26, 5]])
 
 
@@ -43,8 +44,7 @@ def _logits(model, *args):
 @pytest.fixture(scope='module')
 def adapted(source):
   """Adapters that change something, in the upper two of three layers."""
-  lora = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
-  model = llama_files.load(source, lora, seed=1)
+  model = llama_files.load(source, LORA, seed=1)
   rng = np.random.default_rng(0)
   for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
     leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape), jnp.float32))
@@ -68,6 +68,19 @@ def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
     next_ids = np.take_along_axis(IDS, at[:, None], 1)
     logits, caches = _logits(adapted, next_ids, at[:, None], caches)
     np.testing.assert_allclose(logits[:, 0], want[np.arange(2), at], atol=1e-5)
+
+
+def test_logits_are_those_of_the_oracle(source, adapted):
+  modules = llama_files.adapters(
+    nnx.state(adapted, nnx.LoRAParam), adapted.config, LORA
+  )
+  want = decoder_oracle.logits(adapted.config, source.read, IDS, modules)
+  plain = decoder_oracle.logits(adapted.config, source.read, IDS, {})
+  assert np.abs(plain - want).max() > 1
+  # Float32 against float64: sums of some ten products in three layers.
+  np.testing.assert_allclose(
+    _logits(adapted, IDS), want, atol=3e-6 * np.abs(want).max()
+  )
 
 
 def test_no_token_sees_a_later_one(adapted):
