@@ -22,7 +22,8 @@ class Predict:
   run: tyro.conf.Positional[str]
   """Folder of a finished run."""
   data: str
-  """Rows: JSON lines or .csv; a label or response is not needed."""
+  """Rows: JSON lines, .csv, .parquet or a folder of datasets; a label or
+  response is not needed."""
   output: str | None = None
   """JSON lines, row by row; None prints them."""
   max_new_tokens: int = 128

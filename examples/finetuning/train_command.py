@@ -37,7 +37,13 @@ class Data:
     ),
   ] = None
   data: Annotated[
-    str | None, _arg('data', 'PRIVATE rows: JSON lines or .csv', 'FILE')
+    str | None,
+    _arg(
+      'data',
+      'PRIVATE rows: JSON lines, .csv, .parquet, or the folder of a split that '
+      'the library datasets saved',
+      'FILE',
+    ),
   ] = None
   eval: Annotated[
     str | None, _arg('eval', 'PUBLIC rows of the same form', 'FILE')
