@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shutil
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,7 +64,12 @@ def _language_model(
 def _classifier(
   run: finished.Finished, folder: pathlib.Path, command: command_line.Export
 ) -> None:
-  """The encoder as PEFT or the hub has it, and the head beside it."""
+  """The encoder and the head, as PEFT has them or the hub.
+
+  PEFT gets both as one model, see the card: an encoder ``bert`` and a head
+  ``classifier``, as in ``BertForSequenceClassification``, whose pooling is
+  another one. Merged, the encoder is a model by itself.
+  """
   model, encoder = finished.text_classifier(run)
   modules: dict[str, dict[str, jax.Array]] = {}
   names = minilm.stored_names(len(model.encoder.layers))
@@ -78,13 +84,19 @@ def _classifier(
     stored = safetensors.numpy.load_file(encoder / 'model.safetensors')
     change = merged(stored.__getitem__, modules)
     _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
+    _save(folder / 'head.safetensors', head)
     shutil.copy(encoder / 'config.json', folder)
   else:
-    base = run.options.base['model']
-    _write_peft(folder, modules, base, 'FEATURE_EXTRACTION')
+    _write_peft(
+      folder,
+      {f'bert.{name}': factors for name, factors in modules.items()},
+      run.options.base['model'],
+      # Not SEQ_CLS: PEFT would take it for the model with the other pooling.
+      None,
+      {'classifier': head},
+    )
     if command.base:
       shutil.copytree(encoder, folder / 'base')
-  _save(folder / 'head.safetensors', head)
   labels = {
     'labels': run.options.labels,
     'temperature': model.temperature,
@@ -135,8 +147,10 @@ def _write_peft(
   folder: pathlib.Path,
   modules: Mapping[str, Mapping[str, jax.Array]],
   base: str,
-  task_type: str,
+  task_type: str | None,
+  others: Mapping[str, Mapping[str, np.ndarray]] = types.MappingProxyType({}),
 ) -> None:
+  """The adapter, and modules that were trained as a whole beside it."""
   lora.save_peft(
     folder,
     modules,
@@ -146,6 +160,17 @@ def _write_peft(
       'inference_mode': True,
     },
   )
+  if not others:
+    return
+  path = folder / 'adapter_model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  for name, leaves in others.items():
+    for end, value in leaves.items():
+      tensors[f'base_model.model.{name}.{end}'] = value
+  _save(path, tensors)
+  path = folder / 'adapter_config.json'
+  entries = pretrained.read_json(path)
+  _write_json(path, entries | {'modules_to_save': list(others)})
 
 
 def _write_tokenizer(

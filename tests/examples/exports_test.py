@@ -9,6 +9,7 @@ import safetensors.numpy
 from finetuning.models import llama_files, minilm, pretrained
 from flax import nnx
 
+from prism_optax import lora
 from tests.examples import finished_runs
 from tests.examples.finished_runs import run_command
 
@@ -79,27 +80,50 @@ def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
   assert 'is not empty' in capsys.readouterr().err
 
 
+def test_peft_keeps_the_head_that_was_trained_beside_the_adapters(
+  review_run, tmp_path
+):
+  folder, model = review_run
+  run_command('export', folder, '--output', tmp_path / 'x')
+  adapter = lora.load_peft(tmp_path / 'x')
+  assert adapter.config['modules_to_save'] == ['classifier']
+  assert set(adapter.others) == {'classifier.weight', 'classifier.bias'}
+  np.testing.assert_array_equal(
+    adapter.others['classifier.weight'], np.asarray(model.kernel[...]).T
+  )
+  np.testing.assert_array_equal(
+    adapter.others['classifier.bias'], model.bias[...]
+  )
+  query = adapter.params['bert.encoder.layer.0.attention.self.query']
+  np.testing.assert_array_equal(
+    query['lora_a'],
+    model.encoder.layers[0].attention.query.lora.lora_a[...],
+  )
+
+
 @pytest.mark.slow
-def test_exported_classifier_loads_as_its_card_says(review_run, tmp_path):
-  torch = pytest.importorskip('torch')
-  for name in ('transformers', 'peft'):
-    pytest.importorskip(name)
+@pytest.mark.parametrize('kind', ['peft', 'merged'])
+def test_exported_classifier_loads_as_its_card_says(review_run, tmp_path, kind):
+  torch, _, _ = (
+    pytest.importorskip(name, reason=f'{name} is not installed.')
+    for name in ('torch', 'transformers', 'peft')
+  )
   folder, model = review_run
   out = tmp_path / 'x'
-  run_command('export', folder, '--output', out, '--base')
+  more = ['--base'] if kind == 'peft' else []
+  run_command('export', folder, '--output', out, '--format', kind, *more)
   card = (out / 'README.md').read_text()
   code = card.split('```python\n')[1].split('```')[0]
   ids = minilm.tokenize(out, ['film bad', 'plot'], 7)
   # The little model leaves out what transformers has defaults for.
-  path = out / 'base' / 'config.json'
+  path = (out / 'base' if kind == 'peft' else out) / 'config.json'
   entries = json.loads(path.read_text())
   path.write_text(json.dumps(entries | {'model_type': 'bert'}))
   names = {'FOLDER': str(out), 'BASE': str(out / 'base')}
   exec(code, names)
-  names['encoder'].eval()
   tokens = torch.tensor(ids)
   with torch.no_grad():
-    found = names['logits'](
+    found = names['model'].eval()(
       input_ids=tokens, attention_mask=(tokens != 0).long()
     )
   want = nnx.jit(lambda model, ids: model(ids))(model, ids)
@@ -112,7 +136,8 @@ def test_exported_model_gives_the_same_logits_in_torch(
   language_run, tmp_path, kind
 ):
   torch, transformers, peft = (
-    pytest.importorskip(name) for name in ('torch', 'transformers', 'peft')
+    pytest.importorskip(name, reason=f'{name} is not installed.')
+    for name in ('torch', 'transformers', 'peft')
   )
   folder, model = language_run
   out = tmp_path / 'x'
