@@ -69,6 +69,9 @@ class Export:
   safetensors: all that was trained under the names used here."""
   base: bool = False
   """peft: also write the frozen weights, to OUTPUT/base, as they were used."""
+  max_shard_size: str | None = None
+  """Language models: most bytes of a file of weights, such as 5GB; None writes
+  one file."""
 
 
 @dataclasses.dataclass

@@ -50,6 +50,46 @@ def test_merged_model_is_the_adapted_one(language_run, tmp_path):
   np.testing.assert_allclose(found, want, atol=1e-4)
 
 
+def test_a_model_in_several_files_is_the_one_in_one_file(
+  language_run, tmp_path, capsys
+):
+  """The embedding and the head alone are larger than the limit."""
+  folder, _ = language_run
+  argv = 'export', folder, '--format', 'merged', '--output'
+  run_command(*argv, tmp_path / 'one')
+  run_command(*argv, tmp_path / 'x', '--max-shard-size', '2KB')
+  want = pretrained.find(str(tmp_path / 'one'))
+  found = pretrained.find(str(tmp_path / 'x'))
+  assert found.names == want.names
+  for name in want.names:
+    np.testing.assert_array_equal(found.read(name), want.read(name))
+  index = json.loads((tmp_path / 'x' / pretrained.INDEX).read_text())
+  total = sum(want.read(name).nbytes for name in want.names)
+  assert index['metadata'] == {'total_size': total}
+  files = sorted(path.name for path in (tmp_path / 'x').glob('model*rs'))
+  count = len(files)
+  assert count > total / 2000
+  assert files == [
+    f'model-{i:05}-of-{count:05}.safetensors' for i in range(1, count + 1)
+  ]
+  assert not list((tmp_path / 'x').glob('part*'))
+  for file in files:
+    sizes = [
+      value.nbytes
+      for value in safetensors.numpy.load_file(tmp_path / 'x' / file).values()
+    ]
+    assert sum(sizes) <= 2000 or len(sizes) == 1
+  for more, message in (
+    (['--max-shard-size', '2'], "such as 5GB or 200MB, got '2'"),
+    (['--max-shard-size', '0GB'], "got '0GB'"),
+    (['--max-shard-size', '1GB', '--format', 'peft'], 'or --base'),
+  ):
+    given = [*map(str, argv), str(tmp_path / 'y'), *more]
+    assert finetune.main(given) == 2
+    assert message in capsys.readouterr().err
+  assert not (tmp_path / 'y').exists()
+
+
 def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
   folder, _ = language_run
   run_command('export', folder, '--output', tmp_path / 'x', '--base')
