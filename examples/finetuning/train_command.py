@@ -244,6 +244,12 @@ class Train:
   training: Training
   output: Output
 
+  @staticmethod
+  def names() -> list[str]:
+    """All options."""
+    groups = Data, Privacy, Training, Output
+    return [field.name for x in groups for field in dataclasses.fields(x)]
+
   def given(self) -> dict[str, Any]:
     """Flat, with None for what was not given."""
     flat = {}

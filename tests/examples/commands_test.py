@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import pytest
 from finetuning import (
+  command_line,
   finished,
+  options,
   privacy,
   public_rows,
   run,
@@ -183,6 +185,34 @@ def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
     finished.find(str(tmp_path))
   with pytest.raises(ValueError, match='--task classify, got instruct'):
     finished.find(str(folder), 'classify')
+
+
+def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
+  """To go on with and to open; what a later version wrote is refused."""
+  folder, _ = language_run
+  for name in ('options.json', 'summary.json'):
+    shutil.copy(folder / name, tmp_path)
+  path = tmp_path / 'options.json'
+  whole = json.loads(path.read_text())
+  old = {
+    name: value
+    for name, value in whole.items()
+    if name not in ('weights_dtype', 'skip_padding', 'mesh', 'messages_column')
+  }
+  path.write_text(json.dumps(old))
+  given = command_line.parse(['train', '--output', str(tmp_path), '--resume'])
+  going_on = vars(options.resolve(given.given()))
+  assert going_on == whole | {'output': str(tmp_path)}
+  assert vars(finished.find(str(tmp_path)).options) == whole
+  for entries, message in (
+    (old | {'later': 1}, r"has the options \['later'\], .* later version"),
+    ({'steps': 3}, r"expected a task of \['digits', .* got None"),
+  ):
+    path.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=message):
+      options.resolve(given.given())
+    with pytest.raises(ValueError, match=message):
+      finished.find(str(tmp_path))
 
 
 def test_check_data_counts_and_says_that_it_is_not_private(tmp_path, capsys):
