@@ -5,6 +5,10 @@ from typing import Any
 
 from . import finished, privacy
 
+WEIGHTS = {
+  'int8': 'dense layers in int8 with a scale for each output, others bfloat16; '
+  'what is merged or written as base is not rounded so',
+}
 LOADING = {
   ('instruct', 'peft'): """\
 import peft, transformers
@@ -163,7 +167,7 @@ def _training(run: finished.Finished) -> dict[str, Any]:
     'length limit': f'{used.max_length} tokens',
   }
   if used.task == 'instruct':
-    rows['frozen weights'] = used.weights_dtype
+    rows['frozen weights'] = WEIGHTS.get(used.weights_dtype, used.weights_dtype)
     rows['loss'] = (
       'sum over the tokens of the response, in nats, divided by '
       f'{used.loss_divisor}'

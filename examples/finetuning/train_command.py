@@ -190,11 +190,12 @@ class Training:
     ),
   ] = None
   weights_dtype: Annotated[
-    Literal['float32', 'bfloat16'] | None,
+    Literal['float32', 'bfloat16', 'int8'] | None,
     _arg(
       'weights_dtype',
-      'instruct: of the frozen weights; adapters are float32',
-      '{float32,bfloat16}',
+      'instruct: of the frozen weights; adapters are float32. int8: of the '
+      'dense layers, the others are bfloat16',
+      '{float32,bfloat16,int8}',
     ),
   ] = None
   microbatch_size: Annotated[

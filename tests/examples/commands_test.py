@@ -72,13 +72,11 @@ def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
   assert 'row 1: expected a string' in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_language_model_learns_and_an_interrupted_run_ends_alike(
-  tmp_path, monkeypatch, capsys
-):
-  model = language_models.write(tmp_path / 'model')
-  data = conftest.write_lines(tmp_path / 'train.jsonl', finished_runs.ROWS * 20)
-  argv = [
+def _training(folder: pathlib.Path) -> list[str]:
+  """Of a language model; from perplexity 57.8 to 24.2 in float32."""
+  model = language_models.write(folder / 'model')
+  data = conftest.write_lines(folder / 'train.jsonl', finished_runs.ROWS * 20)
+  return [
     *('train', '--task', 'instruct', '--model', str(model)),
     *('--data', str(data), '--eval', str(data), '--max-length', '14'),
     *('--noise-multiplier', '0.2', '--delta', '1e-3', '--seed', '3'),
@@ -86,10 +84,32 @@ def test_a_language_model_learns_and_an_interrupted_run_ends_alike(
     *('--learning-rate', '0.1', '--rank', '2', '--eval-every', '3'),
     *('--optimizer', 'dp-adamw', '--checkpoint-every', '2'),
   ]
+
+
+@pytest.mark.slow
+def test_a_language_model_learns_on_weights_in_int8(tmp_path):
+  run_command(
+    *(*_training(tmp_path), '--weights-dtype', 'int8'),
+    *('--output', tmp_path / 'run'),
+  )
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  before, after = (summary[x]['eval_perplexity'] for x in ('start', 'final'))
+  assert after < before / 2
+  model, _ = finished.language_model(finished.find(str(tmp_path / 'run')))
+  assert model.stacks[0].mlp.up.kernel.dtype == np.int8
+  run_command('export', tmp_path / 'run', '--output', tmp_path / 'adapter')
+  card = (tmp_path / 'adapter' / 'README.md').read_text()
+  assert 'frozen weights | dense layers in int8 with a scale' in card
+
+
+@pytest.mark.slow
+def test_a_language_model_learns_and_an_interrupted_run_ends_alike(
+  tmp_path, monkeypatch, capsys
+):
+  argv = _training(tmp_path)
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
   run_command(*argv, '--output', whole)
   summary = json.loads((whole / 'summary.json').read_text())
-  # From 57.8 to 24.2 with this seed.
   before, after = (summary[x]['eval_perplexity'] for x in ('start', 'final'))
   assert after < before / 2
   assert summary['settings']['learning_rate'] == 0.1
