@@ -6,9 +6,10 @@
 
     python examples/finetune.py train --data train.jsonl --eval public.jsonl \\
         --target-epsilon 6 --delta 1e-5 --output runs/mine
-        Fine-tunes all-MiniLM-L6-v2 on a text classification file: JSON lines
-        or CSV with the columns `text` and `label`. The training file is
-        private, the evaluation file is declared public.
+        Fine-tunes all-MiniLM-L6-v2 on a text classification file: JSON lines,
+        CSV, Parquet or a folder that the library datasets saved, with the
+        columns `text` and `label`. The training file is private, the
+        evaluation file is declared public.
 
     python examples/finetune.py train --task instruct --model smollm2 ...
         Fine-tunes a language model on rows with `prompt` and `response`.

@@ -121,6 +121,9 @@ class Checkpoints:
       stored = self._read(step, ledger=ocp.args.JsonRestore())
       ledger = Ledger(stored['release'], int(stored['spent_steps']))
       found = stored['arrays']
+    # What Orbax says of a file that is gone, cut or of other entries differs
+    # by version (KeyError, ValueError, OSError, those of zarr and TensorStore),
+    # and a run must not go on with any of them.
     except Exception as error:
       raise ValueError(f'{where} has no ledger: {_first(error)}') from error
     _check_fits(where, _arrays(like), found)
@@ -137,7 +140,7 @@ class Checkpoints:
       )
     try:
       restored = self._read(step, state=ocp.args.StandardRestore(like))
-    except Exception as error:
+    except Exception as error:  # As above.
       raise ValueError(f'{where} cannot be read: {_first(error)}') from error
     # Buffers of JAX's own making: what is donated must not be shared with
     # the arrays that were read from disk.

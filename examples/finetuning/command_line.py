@@ -22,7 +22,8 @@ class Predict:
   run: tyro.conf.Positional[str]
   """Folder of a finished run."""
   data: str
-  """Rows: JSON lines or .csv; a label or response is not needed."""
+  """Rows: JSON lines, .csv, .parquet or a folder of datasets; a label or
+  response is not needed."""
   output: str | None = None
   """JSON lines, row by row; None prints them."""
   max_new_tokens: int = 128
@@ -68,6 +69,9 @@ class Export:
   safetensors: all that was trained under the names used here."""
   base: bool = False
   """peft: also write the frozen weights, to OUTPUT/base, as they were used."""
+  max_shard_size: str | None = None
+  """Language models: most bytes of a file of weights, such as 5GB; None writes
+  one file."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Text classification files: JSON lines or CSV, read strictly or totally.
+"""Text classification files, read strictly or totally.
 
 The evaluation file is declared public: whatever is wrong in it raises, with
 the line. The training file is private: an error (or a warning, or a number of

@@ -2,7 +2,9 @@
 
 import json
 import pathlib
+import re
 import shutil
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +28,13 @@ def export(command: command_line.Export) -> None:
     ValueError: If the run is not finished, or the folder is taken.
   """
   run = finished.find(command.run, 'classify', 'instruct')
+  limit = shard_size(command.max_shard_size)
+  whole = command.base or command.format == 'merged'
+  if limit is not None and (run.options.task == 'classify' or not whole):
+    raise ValueError(
+      f'--max-shard-size {command.max_shard_size} is for all weights of a '
+      'language model: --format merged, or --base.'
+    )
   folder = pathlib.Path(command.output)
   if folder.exists() and any(folder.iterdir()):
     raise ValueError(f'--output {folder} is not empty: choose another folder.')
@@ -35,15 +44,34 @@ def export(command: command_line.Export) -> None:
   elif run.options.task == 'classify':
     _classifier(run, folder, command)
   else:
-    _language_model(run, folder, command)
+    _language_model(run, folder, command, limit)
   (folder / 'README.md').write_text(
     model_card.card(run, command.format), 'utf-8'
   )
   print(f'{command.format}: {folder}')
 
 
+def shard_size(text: str | None) -> int | None:
+  """Bytes of ``5GB``, ``200MB`` or ``7KB``, powers of ten as on the hub.
+
+  Raises:
+    ValueError: For anything else.
+  """
+  if text is None:
+    return None
+  match = re.fullmatch(r'(\d+)(KB|MB|GB)', text.upper())
+  if match is None or int(match[1]) == 0:
+    raise ValueError(
+      f'Expected --max-shard-size such as 5GB or 200MB, got {text!r}.'
+    )
+  return int(match[1]) * {'KB': 10**3, 'MB': 10**6, 'GB': 10**9}[match[2]]
+
+
 def _language_model(
-  run: finished.Finished, folder: pathlib.Path, command: command_line.Export
+  run: finished.Finished,
+  folder: pathlib.Path,
+  command: command_line.Export,
+  limit: int | None,
 ) -> None:
   model, source = finished.language_model(run)
   modules = llama_files.adapters(
@@ -52,18 +80,23 @@ def _language_model(
     finished.lora_of(run.options),
   )
   if command.format == 'merged':
-    write_model(folder, source, merged(source.read, modules))
+    write_model(folder, source, merged(source.read, modules), limit)
     return
   _write_peft(folder, modules, source.name, 'CAUSAL_LM')
   _write_tokenizer(folder, source)
   if command.base:
-    write_model(folder / 'base', source, source.read)
+    write_model(folder / 'base', source, source.read, limit)
 
 
 def _classifier(
   run: finished.Finished, folder: pathlib.Path, command: command_line.Export
 ) -> None:
-  """The encoder as PEFT or the hub has it, and the head beside it."""
+  """The encoder and the head, as PEFT has them or the hub.
+
+  PEFT gets both as one model, see the card: an encoder ``bert`` and a head
+  ``classifier``, as in ``BertForSequenceClassification``, whose pooling is
+  another one. Merged, the encoder is a model by itself.
+  """
   model, encoder = finished.text_classifier(run)
   modules: dict[str, dict[str, jax.Array]] = {}
   names = minilm.stored_names(len(model.encoder.layers))
@@ -78,13 +111,19 @@ def _classifier(
     stored = safetensors.numpy.load_file(encoder / 'model.safetensors')
     change = merged(stored.__getitem__, modules)
     _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
+    _save(folder / 'head.safetensors', head)
     shutil.copy(encoder / 'config.json', folder)
   else:
-    base = run.options.base['model']
-    _write_peft(folder, modules, base, 'FEATURE_EXTRACTION')
+    _write_peft(
+      folder,
+      {f'bert.{name}': factors for name, factors in modules.items()},
+      run.options.base['model'],
+      # Not SEQ_CLS: PEFT would take it for the model with the other pooling.
+      None,
+      {'classifier': head},
+    )
     if command.base:
       shutil.copytree(encoder, folder / 'base')
-  _save(folder / 'head.safetensors', head)
   labels = {
     'labels': run.options.labels,
     'temperature': model.temperature,
@@ -117,26 +156,77 @@ def merged(read: Read, modules: Mapping[str, Mapping[str, jax.Array]]) -> Read:
 
 
 def write_model(
-  folder: pathlib.Path, source: pretrained.Pretrained, read: Read
+  folder: pathlib.Path,
+  source: pretrained.Pretrained,
+  read: Read,
+  limit: int | None = None,
 ) -> None:
-  """A whole language model in the layout of the hub, in one file."""
+  """A whole language model in the layout of the hub.
+
+  Args:
+    folder: Made if it does not exist.
+    source: Configuration, tokenizer and names.
+    read: The weights.
+    limit: Most bytes of weights in a file, of which no more are in memory at
+      once; a larger tensor has a file of its own. None for one file.
+  """
   folder.mkdir(parents=True, exist_ok=True)
-  weights = {name: np.ascontiguousarray(read(name)) for name in source.names}
-  kind = next(iter(weights.values())).dtype.name
+  names = sorted(source.names)
+  kind = read(names[0]).dtype.name
   _write_json(folder / 'config.json', {**source.config, 'torch_dtype': kind})
   _write_json(
     folder / 'generation_config.json', {'eos_token_id': list(source.stops)}
   )
-  _save(folder / pretrained.WEIGHTS, weights)
+  _write_weights(folder, names, read, limit)
   _write_tokenizer(folder, source)
+
+
+def _write_weights(
+  folder: pathlib.Path, names: list[str], read: Read, limit: int | None
+) -> None:
+  parts: list[list[str]] = []
+  part: dict[str, np.ndarray] = {}
+  sizes: dict[str, int] = {}
+
+  def write() -> None:
+    # How many there will be is not known yet.
+    _save(folder / f'part-{len(parts)}', part)
+    parts.append(list(part))
+    part.clear()
+
+  for name in names:
+    value = np.ascontiguousarray(read(name))
+    sizes[name] = value.nbytes
+    filled = sum(sizes[other] for other in part)
+    if part and limit is not None and filled + value.nbytes > limit:
+      write()
+    part[name] = value
+  write()
+  if len(parts) == 1:
+    (folder / 'part-0').replace(folder / pretrained.WEIGHTS)
+    return
+  weight_map = {}
+  for i, inside in enumerate(parts):
+    file = f'model-{i + 1:05}-of-{len(parts):05}.safetensors'
+    (folder / f'part-{i}').replace(folder / file)
+    weight_map |= dict.fromkeys(inside, file)
+  _write_json(
+    folder / pretrained.INDEX,
+    {
+      'metadata': {'total_size': sum(sizes.values())},
+      'weight_map': weight_map,
+    },
+  )
 
 
 def _write_peft(
   folder: pathlib.Path,
   modules: Mapping[str, Mapping[str, jax.Array]],
   base: str,
-  task_type: str,
+  task_type: str | None,
+  others: Mapping[str, Mapping[str, np.ndarray]] = types.MappingProxyType({}),
 ) -> None:
+  """The adapter, and modules that were trained as a whole beside it."""
   lora.save_peft(
     folder,
     modules,
@@ -146,6 +236,17 @@ def _write_peft(
       'inference_mode': True,
     },
   )
+  if not others:
+    return
+  path = folder / 'adapter_model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  for name, leaves in others.items():
+    for end, value in leaves.items():
+      tensors[f'base_model.model.{name}.{end}'] = value
+  _save(path, tensors)
+  path = folder / 'adapter_config.json'
+  entries = pretrained.read_json(path)
+  _write_json(path, entries | {'modules_to_save': list(others)})
 
 
 def _write_tokenizer(

@@ -1,4 +1,4 @@
-"""Rows of a file: JSON lines, or CSV where the name ends so.
+"""Rows of a file: JSON lines, or CSV or Parquet where the name ends so.
 
 One row that cannot be read is a row all the same: whether that is an error
 depends on whether the file is public, which the caller knows. A record of a CSV
@@ -11,6 +11,8 @@ import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from . import arrow
 
 
 class Row(NamedTuple):
@@ -29,18 +31,23 @@ def read(path: str, option: str) -> list[Row]:
   """All rows that are not empty, in order.
 
   Args:
-    path: JSON lines with one object a line; or comma-separated values whose
-      first line has the names, if the name ends in ``.csv``.
+    path: JSON lines with one object a line; comma-separated values whose
+      first line has the names, if the name ends in ``.csv``; a table, if it
+      ends in ``.parquet``; or a folder, see ``arrow.dataset``.
     option: How the caller's option is called, for the messages.
 
   Raises:
-    ValueError: If there is no such file.
+    ValueError: If there is no such file, or it is no whole table.
   """
   where = pathlib.Path(path)
+  if where.is_dir():
+    return [Row(*entries) for entries in arrow.dataset(where, option)]
   if not where.is_file():
     raise ValueError(f'{option}: there is no file {path}.')
   if where.suffix.lower() == '.csv':
     return _csv(where)
+  if where.suffix.lower() == '.parquet':
+    return [Row(*entries) for entries in arrow.parquet(where, option)]
   # `errors='replace'`: a stray byte in one record must not stop the run. Not
   # `splitlines`, which would also cut at separators inside of a text.
   text = where.read_text('utf-8', errors='replace')
@@ -76,8 +83,8 @@ def hint(path: str, rows: list[Row]) -> str:
     return ' The file has no rows.'
   if all(row.entries is None for row in rows):
     return (
-      ' No line of it is a JSON object. Is it a CSV file? Then its name has to '
-      'end in .csv.'
+      ' No line of it is a JSON object. Is it a CSV or Parquet file? Then its '
+      'name has to end in .csv or .parquet.'
     )
   if pathlib.Path(path).suffix.lower() == '.csv':
     return ' The first line of a CSV file has to hold the names of the columns.'

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from . import adapters, options, tasks
+from . import adapters, options, tasks, train_command
 from .models import classifier, llama_files, minilm, pretrained, weights
 
 
@@ -53,13 +53,18 @@ def find(folder: str, *expected: str) -> Finished:
   ):
     if not (path / name).is_file():
       raise ValueError(f'{folder}: {what} (no {path / name}).')
-  used = options.Options(**pretrained.read_json(path / 'options.json'))
+  used = _options(path)
   if expected and used.task not in expected:
     raise ValueError(
       f'{folder}: expected a run of --task {" or ".join(expected)}, got '
       f'{used.task}.'
     )
   return Finished(path, used, pretrained.read_json(path / 'summary.json'))
+
+
+def _options(folder: pathlib.Path) -> options.Options:
+  names = train_command.Train.names()
+  return options.Options(**options.read(folder / 'options.json', names))
 
 
 def find_all(folder: str) -> list[Finished]:
@@ -72,8 +77,7 @@ def find_all(folder: str) -> list[Finished]:
   parts = sorted(path.glob('*/summary.json'))
   if (path / 'summary.json').exists() or not parts:
     return [find(folder)]
-  stored = pretrained.read_json(path / 'options.json')
-  used = options.Options(**stored)
+  used = _options(path)
   return [
     Finished(part.parent, used, pretrained.read_json(part)) for part in parts
   ]

@@ -5,6 +5,10 @@ from typing import Any
 
 from . import finished, privacy
 
+WEIGHTS = {
+  'int8': 'dense layers in int8 with a scale for each output, others bfloat16; '
+  'what is merged or written as base is not rounded so',
+}
 LOADING = {
   ('instruct', 'peft'): """\
 import peft, transformers
@@ -18,25 +22,43 @@ import transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
 tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)""",
   ('classify', 'peft'): """\
-import json, peft, safetensors.torch, torch, transformers
+import json, peft, torch, transformers
 
-encoder = transformers.BertModel.from_pretrained(BASE, add_pooling_layer=False)
-encoder = peft.PeftModel.from_pretrained(encoder, FOLDER)
-head = safetensors.torch.load_file(FOLDER + '/head.safetensors')
 facts = json.load(open(FOLDER + '/head.json'))
 
-def logits(**tokens):  # input_ids and attention_mask, of max_length at most.
-  states = encoder(**tokens).last_hidden_state
-  mask = tokens['attention_mask'][..., None]
-  mean = (states * mask).sum(1) / mask.sum(1)
-  mean = torch.nn.functional.normalize(mean, dim=-1)
-  return facts['temperature'] * (mean @ head['weight'].T + head['bias'])""",
+class Classifier(transformers.BertPreTrainedModel):
+  def __init__(self, config):
+    super().__init__(config)
+    self.bert = transformers.BertModel(config, add_pooling_layer=False)
+    self.classifier = torch.nn.Linear(config.hidden_size, config.num_labels)
+    self.post_init()
+
+  def forward(self, input_ids, attention_mask):  # Of max_length at most.
+    states = self.bert(input_ids, attention_mask).last_hidden_state
+    mask = attention_mask[..., None]
+    mean = (states * mask).sum(1) / mask.sum(1)
+    mean = torch.nn.functional.normalize(mean, dim=-1)
+    return facts['temperature'] * self.classifier(mean)
+
+model = Classifier.from_pretrained(BASE, num_labels=len(facts['labels']))
+# The adapters and, as modules_to_save, the head.
+model = peft.PeftModel.from_pretrained(model, FOLDER)""",
 }
 LOADING['classify', 'merged'] = (
   LOADING['classify', 'peft']
-  .replace('json, peft, ', 'json, ')
-  .replace('(BASE, ', '(FOLDER, ')
-  .replace('encoder = peft.PeftModel.from_pretrained(encoder, FOLDER)\n', '')
+  .replace('json, peft, ', 'json, safetensors.torch, ')
+  .split('model = Classifier')[0]
+  + """\
+model = Classifier(
+  transformers.BertConfig.from_pretrained(
+    FOLDER, num_labels=len(facts['labels'])
+  )
+)
+model.bert = transformers.BertModel.from_pretrained(
+  FOLDER, add_pooling_layer=False
+)
+head = safetensors.torch.load_file(FOLDER + '/head.safetensors')
+model.classifier.load_state_dict(head)"""
 )
 
 
@@ -145,7 +167,7 @@ def _training(run: finished.Finished) -> dict[str, Any]:
     'length limit': f'{used.max_length} tokens',
   }
   if used.task == 'instruct':
-    rows['frozen weights'] = used.weights_dtype
+    rows['frozen weights'] = WEIGHTS.get(used.weights_dtype, used.weights_dtype)
     rows['loss'] = (
       'sum over the tokens of the response, in nats, divided by '
       f'{used.loss_divisor}'

@@ -1,11 +1,11 @@
 """The options of ``finetune.py``: what they are, and what is refused."""
 
-import json
 import math
 import os
 import pathlib
 import time
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from .models import layers, pretrained
@@ -114,7 +114,8 @@ def resolve(given: dict[str, Any]) -> Options:
 
   Raises:
     ValueError: If an option is out of range, options contradict each other or
-      the stored ones, or the output folder is taken.
+      the stored ones, what is stored are no options, or the output folder is
+      taken.
   """
   given = dict(given)
   resume = given.pop('resume')
@@ -125,7 +126,7 @@ def resolve(given: dict[str, Any]) -> Options:
     path = folder / 'options.json'
     if not path.exists():
       raise ValueError(f'--resume: there is no run in {folder} (no {path}).')
-    stored = json.loads(path.read_text('utf-8'))
+    stored = read(path, given)
     for name, value in absolute(given).items():
       if value is not None and name != 'output' and value != stored.get(name):
         raise ValueError(
@@ -166,6 +167,35 @@ def resolve(given: dict[str, Any]) -> Options:
       'write to.'
     )
   return options
+
+
+def read(path: pathlib.Path, names: Iterable[str]) -> dict[str, Any]:
+  """The options that a run wrote down.
+
+  Args:
+    path: Its ``options.json``.
+    names: All options of today. One that the run does not know yet has its
+      default: a new option's default must be what was done before it. If it is
+      not, a run does not go on all the same: what decides the release is in
+      the ledger, which is compared (``checkpoints.Checkpoints.restore``).
+
+  Raises:
+    ValueError: If they are no options, or a later version's.
+  """
+  stored = pretrained.read_json(path)
+  task = stored.get('task')
+  if task not in list(DEFAULTS):
+    raise ValueError(
+      f'{path}: expected a task of {list(DEFAULTS)}, got {task}.'
+    )
+  names = set(names) - {'resume'} | {'plan', 'base'}
+  unknown = sorted(stored.keys() - names)
+  if unknown:
+    raise ValueError(
+      f'{path}: the run has the options {unknown}, which are unknown here: a '
+      'later version began it.'
+    )
+  return dict.fromkeys(names) | COMMON | DEFAULTS[task] | stored
 
 
 def mesh_devices(mesh: str | None) -> int:

@@ -70,8 +70,8 @@ def text_classification(
   """all-MiniLM-L6-v2 with adapters and a linear head on two text files.
 
   Args:
-    train_path: Private JSON lines.
-    evaluation_path: Public JSON lines.
+    train_path: Private rows, see ``files.read``.
+    evaluation_path: Public rows.
     labels: See ``data.label_set``.
     text_column: Key of the text in both files.
     label_column: Key of the label in both files.

@@ -37,7 +37,13 @@ class Data:
     ),
   ] = None
   data: Annotated[
-    str | None, _arg('data', 'PRIVATE rows: JSON lines or .csv', 'FILE')
+    str | None,
+    _arg(
+      'data',
+      'PRIVATE rows: JSON lines, .csv, .parquet, or the folder of a split that '
+      'the library datasets saved',
+      'FILE',
+    ),
   ] = None
   eval: Annotated[
     str | None, _arg('eval', 'PUBLIC rows of the same form', 'FILE')
@@ -184,11 +190,12 @@ class Training:
     ),
   ] = None
   weights_dtype: Annotated[
-    Literal['float32', 'bfloat16'] | None,
+    Literal['float32', 'bfloat16', 'int8'] | None,
     _arg(
       'weights_dtype',
-      'instruct: of the frozen weights; adapters are float32',
-      '{float32,bfloat16}',
+      'instruct: of the frozen weights; adapters are float32. int8: of the '
+      'dense layers, the others are bfloat16',
+      '{float32,bfloat16,int8}',
     ),
   ] = None
   microbatch_size: Annotated[
@@ -237,6 +244,12 @@ class Train:
   privacy: Privacy
   training: Training
   output: Output
+
+  @staticmethod
+  def names() -> list[str]:
+    """All options."""
+    groups = Data, Privacy, Training, Output
+    return [field.name for x in groups for field in dataclasses.fields(x)]
 
   def given(self) -> dict[str, Any]:
     """Flat, with None for what was not given."""

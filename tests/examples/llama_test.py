@@ -19,8 +19,9 @@ from finetuning.models import (
 )
 from flax import nnx
 
-from tests.examples import language_models
+from tests.examples import decoder_oracle, language_models
 
+LORA = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
 IDS = np.array([[1, 5, 9, 33, 7, 2], [3, 14, 15, 9, 26, 5]])
 
 
@@ -43,8 +44,7 @@ def _logits(model, *args):
 @pytest.fixture(scope='module')
 def adapted(source):
   """Adapters that change something, in the upper two of three layers."""
-  lora = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
-  model = llama_files.load(source, lora, seed=1)
+  model = llama_files.load(source, LORA, seed=1)
   rng = np.random.default_rng(0)
   for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
     leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape), jnp.float32))
@@ -68,6 +68,19 @@ def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
     next_ids = np.take_along_axis(IDS, at[:, None], 1)
     logits, caches = _logits(adapted, next_ids, at[:, None], caches)
     np.testing.assert_allclose(logits[:, 0], want[np.arange(2), at], atol=1e-5)
+
+
+def test_logits_are_those_of_the_oracle(source, adapted):
+  modules = llama_files.adapters(
+    nnx.state(adapted, nnx.LoRAParam), adapted.config, LORA
+  )
+  want = decoder_oracle.logits(adapted.config, source.read, IDS, modules)
+  plain = decoder_oracle.logits(adapted.config, source.read, IDS, {})
+  assert np.abs(plain - want).max() > 1
+  # Float32 against float64: sums of some ten products in three layers.
+  np.testing.assert_allclose(
+    _logits(adapted, IDS), want, atol=3e-6 * np.abs(want).max()
+  )
 
 
 def test_no_token_sees_a_later_one(adapted):
@@ -103,6 +116,49 @@ def test_frozen_weights_can_be_kept_in_bfloat16(source):
   assert rounded.dtype == np.float32
   # Eight bits a weight, three layers.
   assert 1e-4 < np.abs(exact - rounded).max() < 0.1 * np.abs(exact).max()
+
+
+def test_dense_layers_can_be_kept_in_int8(source):
+  """Half a step off, of 127 up to the largest weight of an output."""
+  model = llama_files.load(source, LORA, dtype=jnp.int8)
+  rng = np.random.default_rng(0)
+  for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    assert leaf.dtype == np.float32
+    leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape), jnp.float32))
+  rounded = {}
+  for stack, at in ((0, 0), (1, 1), (1, 2)):  # One layer without adapters.
+    layer = model.stacks[stack]
+    for (part, name), stored in llama_files.LINEAR.items():
+      dense = getattr(getattr(layer, part), name)
+      row = at - stack
+      assert dense.kernel.dtype == np.int8
+      scale = np.asarray(dense.kernel_scale[...])[row]
+      name = f'model.layers.{at}.{stored}.weight'
+      found = np.asarray(dense.kernel[...], np.float32)[row] * scale
+      off = np.abs(found - source.read(name).T)
+      assert (off <= scale / 2 * 1.0001).all()
+      # As fine as it can be: the largest of each output is the last step.
+      np.testing.assert_allclose(
+        scale * 127, np.abs(source.read(name)).max(axis=1), rtol=1e-6
+      )
+      rounded[name] = found.T
+
+  def read(name):
+    value = rounded.get(name)
+    if value is None:  # Kept in eight bits, where int8 is not of use.
+      value = source.read(name).astype(jnp.bfloat16)
+    return value
+
+  modules = llama_files.adapters(
+    nnx.state(model, nnx.LoRAParam), model.config, LORA
+  )
+  want = decoder_oracle.logits(model.config, read, IDS, modules)
+  exact = decoder_oracle.logits(model.config, source.read, IDS, modules)
+  found = _logits(model, IDS)
+  # The model of the rounded weights, to float32; near that of the others: 0.4%
+  # of the largest weight of each sum, of which there are eight to a layer.
+  np.testing.assert_allclose(found, want, atol=3e-6 * np.abs(want).max())
+  assert 1e-3 < np.abs(found - exact).max() / np.abs(exact).max() < 0.1
 
 
 def test_weights_in_several_files_are_those_in_one(source, tmp_path):

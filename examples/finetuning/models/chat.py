@@ -65,7 +65,9 @@ class Chat:
         documents=None,
         **self._special,
       )
-    except Exception as error:  # A template can raise whatever it likes.
+    # A template is a program: it calls methods of strings and lists, with what
+    # the private rows hold, and raises whatever those raise.
+    except Exception as error:
       raise ValueError(f'The chat template says: {error}.') from error
 
   def prompt_and_answer(self, messages: Sequence[Message]) -> tuple[str, str]:
@@ -93,7 +95,8 @@ class Chat:
     clean = text.encode('utf-8', 'replace').decode('utf-8')
     try:
       return self._tokenizer.encode(clean, add_special_tokens=False).ids
-    except Exception as error:  # Of no class of its own.
+    # The library in Rust raises Exception itself, of no class of its own.
+    except Exception as error:
       raise ValueError(f'The tokenizer says: {error}.') from error
 
   def decode(self, ids: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from prism_optax import lora
@@ -23,6 +24,23 @@ TARGETS = {
 }
 
 
+def frozen_product(layer: nnx.Linear, tokens: jax.Array) -> jax.Array:
+  """What the frozen part of a dense layer gives, its kernel in int8 or not."""
+  if not hasattr(layer, 'kernel_scale'):
+    return nnx.Linear.__call__(layer, tokens)
+  # One column at a time has one scale: it can wait until after the product.
+  product = tokens @ layer.kernel[...].astype(tokens.dtype)
+  product = product * layer.kernel_scale[...]
+  return product if layer.bias is None else product + layer.bias[...]
+
+
+class Int8Linear(nnx.Linear):
+  """``nnx.Linear`` whose kernel is int8; see :func:`dense`."""
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    return frozen_product(self, tokens)
+
+
 class AdaptedLinear(nnx.LoRALinear):
   """``nnx.LoRALinear`` whose factors may be copies, one for each example.
 
@@ -32,7 +50,7 @@ class AdaptedLinear(nnx.LoRALinear):
   def __call__(self, tokens: jax.Array) -> jax.Array:
     a, b = self.lora.lora_a[...], self.lora.lora_b[...]
     examples = len(a) if a.ndim == 3 else 1
-    return nnx.Linear.__call__(self, tokens) + lora.per_example_product(
+    return frozen_product(self, tokens) + lora.per_example_product(
       # The encoders flatten (batch, length), the batch in front.
       tokens, a, b, tokens_per_example=len(tokens) // examples
     )  # fmt: skip
@@ -57,7 +75,9 @@ def dense(
       ``nnx.Linear``.
     rngs: Source of the initial values, which are public.
     kernel_init: Initialiser of the frozen kernel.
-    **options: Of ``nnx.Linear``, for the frozen part.
+    **options: Of ``nnx.Linear``, for the frozen part. With the ``param_dtype``
+      int8 only the kernel is: :func:`to_int8` gives it and ``kernel_scale``
+      (out_features,). The bias is bfloat16.
 
   Returns:
     ``AdaptedLinear`` or ``nnx.Linear``; the frozen part has the same names in
@@ -72,9 +92,34 @@ def dense(
       f'of shape {(in_features, out_features)}, got {rank=}.'
     )
   options |= {'kernel_init': kernel_init, 'rngs': rngs}
+  is_int8 = options.get('param_dtype') == jnp.int8
+  if is_int8:
+    options['param_dtype'] = jnp.bfloat16
   if rank == 0:
-    return nnx.Linear(in_features, out_features, **options)
-  return AdaptedLinear(in_features, out_features, lora_rank=rank, **options)
+    kind = Int8Linear if is_int8 else nnx.Linear
+    layer = kind(in_features, out_features, **options)
+  else:
+    layer = AdaptedLinear(in_features, out_features, lora_rank=rank, **options)
+  if is_int8:
+    layer.kernel = nnx.Param(jnp.zeros((in_features, out_features), jnp.int8))
+    layer.kernel_scale = nnx.Param(jnp.ones(out_features))
+  return layer
+
+
+def to_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Rounds ``(..., in, out)`` to 255 steps between +- the largest of a column.
+
+  Not by qwix: it replaces the weights of the module that calls it, and the
+  layers of the decoder are modules only inside of a scan. There it rounded in
+  every call, and what lay in memory stayed float32.
+
+  Returns:
+    int8 and ``(..., out)`` float32, whose product is off by half a step.
+  """
+  largest = np.abs(kernel).max(axis=-2)
+  scale = np.where(largest > 0, largest, 1).astype(np.float32) / 127
+  rounded = np.rint(kernel / scale[..., None, :])
+  return rounded.astype(np.int8), scale
 
 
 class Attention(nnx.Module):

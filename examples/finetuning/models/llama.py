@@ -170,8 +170,16 @@ class Layer(nnx.Module):
 
 def _norm(config: Config, width: int, dtype: Any, rngs: nnx.Rngs):
   return nnx.RMSNorm(
-    width, epsilon=config.rms_norm_eps, param_dtype=dtype, rngs=rngs
+    width,
+    epsilon=config.rms_norm_eps,
+    param_dtype=_at_least_bfloat16(dtype),
+    rngs=rngs,
   )
+
+
+def _at_least_bfloat16(dtype: Any) -> Any:
+  """Only dense layers are int8. Most models come in bfloat16: nothing lost."""
+  return jnp.bfloat16 if dtype == jnp.int8 else dtype
 
 
 def stack_sizes(config: Config, lora: LoraConfig) -> list[int]:
@@ -188,8 +196,9 @@ class Decoder(nnx.Module):
   Args:
     config: Sizes.
     lora: Which layers carry adapters, in float32 whatever ``dtype`` is.
-    dtype: Type in which the frozen weights are kept. Activations are float32:
-      a product takes the wider of its two types.
+    dtype: Type in which the frozen weights are kept; int8 is that of the dense
+      layers alone, the others are bfloat16 then. Activations are float32: a
+      product takes the wider of its two types.
     rngs: Source of the adapters' initial values, which are public.
   """
 
@@ -208,7 +217,7 @@ class Decoder(nnx.Module):
         config.vocab_size,
         config.hidden_size,
         embedding_init=ZEROS,
-        param_dtype=dtype,
+        param_dtype=_at_least_bfloat16(dtype),
         dtype=jnp.float32,
         rngs=rngs,
       )

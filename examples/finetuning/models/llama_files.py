@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import llama
+from . import layers, llama
 from .llama_config import Config
 from .minilm import LoraConfig
 from .pretrained import Pretrained
@@ -48,7 +48,8 @@ def load(
   Args:
     source: What :func:`pretrained.find` returned.
     lora: Where adapters are put; they start as no change at all.
-    dtype: Type of the frozen weights, float32 or bfloat16.
+    dtype: Type of the frozen weights: float32, bfloat16, or int8 in the dense
+      layers, with a scale for each output, and bfloat16 elsewhere.
     seed: Of the adapters' initial values, which are public.
 
   Raises:
@@ -64,10 +65,15 @@ def load(
   graphdef, adapters, frozen = nnx.split(
     nnx.eval_shape(build), nnx.LoRAParam, ...
   )
-  leaves = {
-    path: jnp.asarray(_stored(source, path, leaf.shape, config, lora), dtype)
-    for path, leaf in nnx.to_flat_state(frozen)
-  }
+  leaves = {}
+  for path, leaf in nnx.to_flat_state(frozen):
+    if path[-1] == 'kernel_scale':
+      continue  # It comes with the kernel.
+    stored = _stored(source, path, leaf.shape, config, lora)
+    if leaf.dtype == jnp.int8:
+      stored, scale = layers.to_int8(stored)
+      leaves[(*path[:-1], 'kernel_scale')] = jnp.asarray(scale)
+    leaves[path] = jnp.asarray(stored, leaf.dtype)
   frozen = _filled(frozen, leaves)
   rng = np.random.default_rng(seed)
   drawn = {

@@ -162,7 +162,8 @@ def _tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
     raise ValueError(f'--model {path.parent}: the folder lacks {path.name}.')
   try:
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-  except Exception as error:  # Of no class of its own.
+  # The library in Rust raises Exception itself, of no class of its own.
+  except Exception as error:
     raise ValueError(f'{path}: no tokenizer ({error}).') from error
   # How texts are cut and padded is decided here.
   tokenizer.no_truncation()

