@@ -20,7 +20,8 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import accounting, lora, training
+from prism_optax import lora, training
+from prism_optax.accounting import _epsilon
 
 nnx = pytest.importorskip('flax.nnx', reason='needs flax')
 linen = pytest.importorskip('flax.linen', reason='needs flax')
@@ -64,11 +65,10 @@ def data():
 
 
 @pytest.fixture(scope='module', autouse=True)
-def calibrated_once():
-  """Of one promise, whichever library keeps it: the search takes long."""
-  search = functools.cache(accounting.calibrate_noise_multiplier)
+def accounted_once():
+  """The promise of one library is that of the others; to search takes long."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(accounting, 'calibrate_noise_multiplier', search)
+    patch.setattr(_epsilon, 'epsilon_at', functools.cache(_epsilon.epsilon_at))
     yield
 
 
