@@ -270,14 +270,14 @@ MUTANTS = (
     '_per_example.py',
     'return 2 * bound',
     'return bound',
-    ('core/per_example_test.py',),
+    ('core/per_example_test.py by_relation',),
   ),
   Mutant(
     'clip inside of a mask',
     '_per_example.py',
     '  if hidden:\n',
     '  if len(hidden) > 99:\n',
-    ('integration/masks_test.py mask',),
+    ('integration/masks_test.py no_mask',),
   ),
   Mutant(
     'clip inside of an accumulation',
