@@ -243,10 +243,7 @@ MUTANTS = (
     INTRINSIC_CLIP,
     'jnp.where(counts, y * (weight / normalize_by), 0)',
     'y * (weight / normalize_by)',
-    (
-      CLIP,
-      'transforms/sensitivity_test.py',
-    ),
+    ('transforms/sensitivity_test.py intrinsic_clip_moves',),
   ),
   Mutant(
     'zero times infinity, matrix by matrix',
@@ -327,10 +324,7 @@ MUTANTS = (
     '_lattice.py',
     'jnp.asarray(s, dtype), jnp.uint32(i)',
     'jnp.asarray(s, dtype), jnp.uint32(0)',
-    (
-      'core/lattice_test.py',
-      NOISE,
-    ),
+    ('core/lattice_test.py leaves_are_independent',),
   ),
   Mutant(
     'half the noise',
@@ -393,7 +387,7 @@ MUTANTS = (
     PRIVATIZER,
     'return noisy.map_pairs(',
     'return noisy._replace(others=stacks.others).map_pairs(',
-    (NOISE,),
+    (f'{NOISE} other_leaves',),
   ),
   Mutant(
     'a seed known to everybody',
