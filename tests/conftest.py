@@ -1,7 +1,9 @@
 """What all tests share: the compiler's settings, precision, golden numbers."""
 
+import ctypes
 import gc
 import importlib.util
+import mmap
 import os
 import pathlib
 
@@ -56,18 +58,30 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _GOLDEN = _ROOT / 'tests' / 'golden'
 
 
-@pytest.fixture(autouse=True, scope='module')
-def few_memory_maps():
-  """Forgets compiled programs before the kernel runs out of maps for them.
+_PROCESS = pathlib.Path('/proc/self')
+_MOST_MAPS, _MOST_MEMORY = 40_000, 1_000_000_000
 
-  Linux gives a process 65,530 of them. XLA takes several for each program and
-  aborts where there is none left.
+
+@pytest.fixture(autouse=True, scope='module')
+def few_compiled_programs():
+  """Forgets compiled programs before there are too many of them.
+
+  Linux gives a process 65,530 maps. XLA takes several for each program and
+  aborts where there is none left. And two workers shall fit in three gigabytes.
   """
   yield
-  maps = pathlib.Path('/proc/self/maps')
+  if not _PROCESS.exists():
+    return
+  maps = (_PROCESS / 'maps').read_bytes().count(b'\n')
+  pages = int((_PROCESS / 'statm').read_text().split()[1])
   # A module takes some thousands; what is forgotten is loaded again.
-  if maps.exists() and maps.read_bytes().count(b'\n') > 40_000:
+  if maps > _MOST_MAPS or pages * mmap.PAGESIZE > _MOST_MEMORY:
     jax.clear_caches()
+    gc.collect()
+    # What is freed stays with glibc until it is told: all but a third of it.
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, 'malloc_trim'):
+      libc.malloc_trim(0)
 
 
 def devices(count):

@@ -102,20 +102,29 @@ sys.exit(f'failed: {{failed}}' if failed else 0)
 """
 
 
+SHARDING = DOCS / 'how_to' / 'sharding.md'
+ON_ONE_DEVICE = [p for p in HOW_TO if p != SHARDING]
+
+
+# Only where it must be there are several devices: what is compiled for one
+# serves the other pages and tests.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize('half', [0, 1])
-def test_the_snippets_of_the_how_to_pages_run(tmp_path, half):
-  scripts = {path.stem: pasted(path) for path in HOW_TO[half::2]}
+@pytest.mark.parametrize(
+  ('pages', 'environment'),
+  [
+    (ON_ONE_DEVICE[::2], {}),
+    (ON_ONE_DEVICE[1::2], {}),
+    ([SHARDING], conftest.devices(4)),
+  ],
+  ids=['one half', 'the other', 'several devices'],
+)
+def test_the_snippets_of_the_how_to_pages_run(tmp_path, pages, environment):
+  scripts = {path.stem: pasted(path) for path in pages}
   for name, script in scripts.items():
     assert script, name
     (tmp_path / f'{name}.py').write_text(script)
-  printed = run(
-    _PAGES.format(names=list(scripts)),
-    tmp_path,
-    # For the page on several devices, and harmless to the others.
-    **conftest.devices(4),
-  )
+  printed = run(_PAGES.format(names=list(scripts)), tmp_path, **environment)
   assert re.findall('^page (.*)$', printed, re.M) == list(scripts)
 
 

@@ -31,19 +31,19 @@ def first_failure(folder, tests):
   for line in tests:
     name, _, expression = line.partition(' ')
     chosen = ['-k', expression] if expression else []
-    done = copies.run_tests(
+    status, printed = copies.run_tests_in_a_fork(
       folder, '-x', f'tests/{name}', *chosen, timeout=TIMEOUT
     )
-    if done.returncode == 1:
-      found = re.search(r'^FAILED (.+?)(?: - (.*))?$', done.stdout, re.M)
+    if status == 1:
+      found = re.search(r'^FAILED (.+?)(?: - (.*))?$', printed, re.M)
       test, reason = found.groups('') if found else (name, 'no summary')
       # A mutant that cannot even run is no evidence for the test.
       if re.match(r'(?!AssertionError)\w+(Error|Exception)\b', reason):
         raise RuntimeError(f'{test} crashed: {reason}')
       return test
-    if done.returncode:
+    if status:
       # No test selected, or pytest itself failed: no evidence either way.
-      raise RuntimeError(f'{line}: {done.stdout[-2000:]}{done.stderr[-2000:]}')
+      raise RuntimeError(f'{line}: {printed[-4000:]}')
   return None
 
 

@@ -244,10 +244,7 @@ MUTANTS = (
     INTRINSIC_CLIP,
     'jnp.where(counts, y * (weight / normalize_by), 0)',
     'y * (weight / normalize_by)',
-    (
-      CLIP,
-      'transforms/sensitivity_test.py',
-    ),
+    ('transforms/sensitivity_test.py intrinsic_clip_moves',),
   ),
   Mutant(
     'zero times infinity, matrix by matrix',
@@ -271,14 +268,14 @@ MUTANTS = (
     '_per_example.py',
     'return 2 * bound',
     'return bound',
-    ('core/per_example_test.py',),
+    ('core/per_example_test.py by_relation',),
   ),
   Mutant(
     'clip inside of a mask',
     '_per_example.py',
     '  if hidden:\n',
     '  if len(hidden) > 99:\n',
-    ('integration/masks_test.py mask',),
+    ('integration/masks_test.py no_mask',),
   ),
   Mutant(
     'clip inside of an accumulation',
@@ -328,10 +325,7 @@ MUTANTS = (
     '_lattice.py',
     'jnp.asarray(s, dtype), jnp.uint32(i)',
     'jnp.asarray(s, dtype), jnp.uint32(0)',
-    (
-      'core/lattice_test.py',
-      NOISE,
-    ),
+    ('core/lattice_test.py leaves_are_independent',),
   ),
   Mutant(
     'half the noise',
@@ -394,7 +388,7 @@ MUTANTS = (
     PRIVATIZER,
     'return noisy.map_pairs(',
     'return noisy._replace(others=stacks.others).map_pairs(',
-    (NOISE,),
+    (f'{NOISE} other_leaves',),
   ),
   Mutant(
     'a seed known to everybody',

@@ -199,9 +199,15 @@ def test_calibration_by_renyi_is_safe_and_least(target, delta, q, steps):
     assert sigma <= most * (1 + 1e-6)
 
 
+# The larger the target, the less noise, the longer the grid of the losses.
+small_targets = st.floats(0.3, 2.0)
+
+
 @pytest.mark.slow
 @hypothesis.settings(cases.few, max_examples=3)
-@given(targets, usual_deltas, st.sampled_from([0.01, 1.0]), st.integers(1, 40))
+@given(
+  small_targets, usual_deltas, st.sampled_from([0.01, 1.0]), st.integers(1, 40)
+)
 def test_calibration_by_loss_distributions_is_safe_and_least(
   target, delta, q, steps
 ):
