@@ -61,7 +61,7 @@ class InputMetric:
 
   @property
   def event(self) -> dp_accounting.DpEvent:
-    """What the release costs: give it to the accountant with the training's."""
+    """The event of the release, to be composed with the training's."""
     return dp_accounting.GaussianDpEvent(self.noise_multiplier)
 
   def to_params(self, coordinates: optax.Params) -> optax.Params:
