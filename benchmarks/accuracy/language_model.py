@@ -45,11 +45,11 @@ CHANGES: tuple[dict[str, Any], ...] = (
 TUNING_SEED = 100
 # Task, epsilon, methods, seeds.
 PARTS = {
-  'mawps-8': ('mawps', 8.0, 2),
   'sst2-8': ('sst2', 8.0, 2),
+  'mawps-8': ('mawps', 8.0, 2),
   'banking77-8': ('banking77', 8.0, 2),
-  'mawps-3': ('mawps', 3.0, 2),
   'sst2-3': ('sst2', 3.0, 2),
+  'mawps-3': ('mawps', 3.0, 2),
   'gsm8k-8': ('gsm8k', 8.0, 2),
   'banking77-3': ('banking77', 3.0, 2),
   'gsm8k-3': ('gsm8k', 3.0, 2),

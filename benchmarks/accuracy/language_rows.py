@@ -24,7 +24,8 @@ class Task:
     prompt: The user's message.
     response: What is to be learned.
     is_right: ``is_right(answer, row)``: whether a written answer is right.
-    length: Tokens of a record, a declared constant: longer ones are cut.
+    length: Tokens of a record, a declared constant: longer ones are cut, and
+      left out where they are public.
     response_length: Tokens of a response, likewise.
     private_rows: Most private rows.
     tuning_rows: Rows that decide on rates and options.
@@ -87,7 +88,7 @@ TASKS = {
     lambda row: row['text'],
     _sentiment,
     lambda answer, row: label_in(answer) == _sentiment(row),
-    length=48, response_length=2,
+    length=64, response_length=2,
     private_rows=2000, tuning_rows=200, table_rows=400,
   ),
   'mawps': Task(
@@ -96,7 +97,7 @@ TASKS = {
     lambda row: row['question'],
     equation_of,
     has_number,
-    length=88, response_length=18,
+    length=88, response_length=20,
     private_rows=1500, tuning_rows=150, table_rows=200, new_tokens=24,
   ),
   'banking77': Task(
@@ -105,8 +106,8 @@ TASKS = {
     lambda row: row['text'],
     _intent,
     lambda answer, row: label_in(answer) == label_in(_intent(row)),
-    length=48, response_length=9,
-    private_rows=9000, tuning_rows=200, table_rows=400,
+    length=56, response_length=9,
+    private_rows=3000, tuning_rows=200, table_rows=400,
   ),
   'gsm8k': Task(
     ('gsm8k/train.jsonl', 'gsm8k/test.jsonl'),
@@ -114,7 +115,7 @@ TASKS = {
     lambda row: row['question'],
     lambda row: f'{row["rationale"]}\n#### {row["answer"]}',
     has_number,
-    length=256, response_length=152,
+    length=288, response_length=176,
     private_rows=7000, tuning_rows=100, table_rows=100, new_tokens=200,
   ),
 }  # fmt: skip

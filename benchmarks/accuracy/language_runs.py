@@ -21,7 +21,7 @@ from prism_optax import lora
 DELTA, CLIP, RANK, MICROBATCH, CHUNK = 1e-5, 1.0, 8, 16, 32
 PRIVATE = ('prism', 'dp-adamw')
 # Perplexity on tuning rows along the way, so often.
-CURVE_POINTS = 4
+CURVE_POINTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,13 @@ def problem(
   """Reads the rows, and computes what enters the top layers, once."""
   loaded, rows = model_of(model, layers), language_rows.read(task, folder)
   used = language_rows.TASKS[task]
+  rows = language_rows.Parts(
+    rows.private,
+    *(
+      [row for row in part if language_layers.fits(loaded, used, row)]
+      for part in (rows.tuning, rows.table)
+    ),
+  )
   parts = (
     language_layers.encode(loaded, used, part, cache)
     for part in (rows.private, rows.tuning, rows.table)

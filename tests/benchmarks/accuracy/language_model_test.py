@@ -122,7 +122,7 @@ def test_the_top_on_what_is_below_is_the_whole(model, tmp_path):
 
   @jax.jit
   def both(params, frozen, batch, ids):
-    top = language_layers.nnx.merge(model.graphdef, params, frozen)
+    top = language_layers.nnx.merge(model.graphdef, params, frozen[0])
     whole = language_layers.nnx.clone(model.whole)
     whole.stacks[-1] = top.stacks[0]
     losses = language_layers.row_losses(model.graphdef, TASK.response_length)
@@ -138,6 +138,15 @@ def test_the_top_on_what_is_below_is_the_whole(model, tmp_path):
       losses[i, : len(places)], expected[i, places, labels[places]],
       rtol=0.02, atol=0.02,
     )  # fmt: skip
+
+
+def test_only_what_fits_is_public(model):
+  """Up to the mark of the end, which the template puts behind an answer."""
+  row = ROWS[0]
+  assert language_layers.fits(model, TASK, row)
+  long = row | {'label': 'five five five'}
+  assert not language_layers.fits(model, TASK, long)
+  assert not language_layers.fits(model, TASK, row | {'text': 'two ' * 8})
 
 
 def test_answers_are_those_of_adapted_models(model):
