@@ -181,7 +181,7 @@ def _below(whole: llama.Decoder, lower: Any, ids: np.ndarray) -> np.ndarray:
     embedding, stack = nnx.merge(graphdef, leaves)
     tokens = embedding(ids).reshape(ids.size, -1)
     if stack is not None:
-      tokens = scanned(stack, tokens, ids.shape)
+      tokens = scanned(*nnx.split(stack), tokens, ids.shape)
     return tokens.reshape(*ids.shape, -1).astype(jnp.bfloat16)
 
   width = whole.config.hidden_size
@@ -201,15 +201,54 @@ def _below(whole: llama.Decoder, lower: Any, ids: np.ndarray) -> np.ndarray:
   return out
 
 
-def scanned(stack: Any, tokens: jax.Array, shape: tuple[int, int]) -> jax.Array:
-  """All layers of a stack on ``(batch * length, hidden)`` tokens."""
+def scanned(
+  graphdef: Any, state: Any, tokens: jax.Array, shape: tuple[int, int]
+) -> jax.Array:
+  """Layers one after the other on ``(rows * length, hidden)`` tokens."""
   positions = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-  graphdef, state = nnx.split(stack)
 
   def layer(tokens, leaves):
     return nnx.merge(graphdef, leaves)(tokens, positions, None)
 
   return jax.lax.scan(layer, tokens, state)[0]
+
+
+def at_places(
+  layer: llama.Layer, tokens: jax.Array, places: jax.Array
+) -> jax.Array:
+  """The uppermost layer where logits are wanted; elsewhere, keys and values.
+
+  Args:
+    layer: The layer.
+    tokens: ``(rows, length, hidden)``.
+    places: ``(rows, count)``, which of the tokens.
+
+  Returns:
+    ``(rows, count, hidden)``.
+  """
+  rows, length, hidden = tokens.shape
+  attention = layer.attention
+  config, positions = attention.config, jnp.arange(length)[None]
+  x = jnp.take_along_axis(tokens, places[..., None], 1).reshape(-1, hidden)
+  inner = layer.attention_norm(tokens.reshape(-1, hidden))
+
+  head = -1, config.head_dim
+  query = attention.query(layer.attention_norm(x))
+  query = query.reshape(*places.shape, *head)
+  key, value = (
+    projection(inner).reshape(rows, length, *head)
+    for projection in (attention.key, attention.value)
+  )
+  if config.qk_norm:
+    query, key = attention.query_norm(query), attention.key_norm(key)
+  mixed = jax.nn.dot_product_attention(
+    llama.rotate(query, places, config),
+    llama.rotate(key, positions, config),
+    value,
+    mask=places[:, None, :, None] >= positions[:, None, None],
+  )
+  x = x + attention.output(mixed.reshape(len(x), -1))
+  return (x + layer.mlp(layer.mlp_norm(x))).reshape(*places.shape, hidden)
 
 
 def row_losses(
@@ -225,13 +264,17 @@ def row_losses(
     frozen, head = frozen
     model = nnx.merge(graphdef, params, frozen)
     shape = batch.labels.shape
+    layer, leaves = nnx.split(model.stacks[0])
+    lower, upper = (
+      jax.tree.map(lambda x, i=i: x[i], leaves) for i in (slice(-1), -1)
+    )
     tokens = batch.inputs.astype(jnp.float32).reshape(shape[0] * shape[1], -1)
-    tokens = scanned(model.stacks[0], tokens, shape).reshape(*shape, -1)
-    # The logits are as dear as seven layers: only where they are asked for.
+    tokens = scanned(layer, lower, tokens, shape).reshape(*shape, -1)
+    # The logits are as dear as eight layers: only where they are asked for.
     blank = batch.labels == data.BLANK
     places = jnp.argsort(blank, axis=1, stable=True)[:, :response_length]
     labels = jnp.take_along_axis(batch.labels, places, 1)
-    tokens = jnp.take_along_axis(tokens, places[..., None], 1)
+    tokens = at_places(nnx.merge(layer, upper), tokens, places)
     logits = product(model.norm(tokens), head)
     weights = labels != data.BLANK
     labels = jnp.where(weights, labels, 0)

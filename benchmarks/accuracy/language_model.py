@@ -1,7 +1,7 @@
 """Accuracy at equal privacy on a language model: PRISM and DP-AdamW.
 
     python benchmarks/accuracy/language_model.py --data FOLDER
-        [--parts mawps-8 ...] [--steps 24] [--batch 96] [--layers 2]
+        [--parts mawps-8 ...] [--steps 24] [--batch 64] [--layers 2]
     python benchmarks/accuracy/language_model.py --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 8 in its top

@@ -54,7 +54,7 @@ class Run:
   weight_decay: float = 0.1
   warm_up: bool = True
   steps: int = 24
-  batch: int = 96
+  batch: int = 64
   layers: int = 2
   is_tuning: bool = False
 
@@ -246,7 +246,7 @@ def execute(
     perplexity = float(np.exp(losses.sum() / tokens.sum()))
     return {'perplexity': perplexity, 'exact': float(exact.mean())}
 
-  curve = [{'step': 0, **tuning_scores(state.params)}]
+  curve = []
   steps = 0 if run.method == 'zero-shot' else run.steps
   every = -(-run.steps // CURVE_POINTS)
   seed = randomness.sampling_seed(run.seed)
@@ -262,8 +262,10 @@ def execute(
     indices = sampling.padding_last(indices, MICROBATCH)
     batch = sampling.gather(given.private, indices)
     state = step(state, frozen, *batch, knobs)
-    if (t + 1) % every == 0 or t + 1 == steps:
+    # A tuning run is as short as can be.
+    if (t + 1) % every == 0 and t + 1 < steps and not run.is_tuning:
       curve.append({'step': t + 1, **tuning_scores(state.params)})
+  curve.append({'step': steps, **tuning_scores(state.params)})
   result = {
     'run': dataclasses.asdict(run),
     'noise multiplier': plan.noise_multiplier,

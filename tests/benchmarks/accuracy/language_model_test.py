@@ -102,7 +102,7 @@ ROWS = [
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
   folder = language_models.write(tmp_path_factory.mktemp('model'))
-  return language_layers.load(pretrained.find(str(folder)), layers=1, rank=2)
+  return language_layers.load(pretrained.find(str(folder)), layers=2, rank=2)
 
 
 def test_the_top_on_what_is_below_is_the_whole(model, tmp_path):
@@ -182,7 +182,8 @@ def test_a_run_trains_and_is_not_run_again(
     steps=4, layers=1,
   )  # fmt: skip
   found = language_runs.execute(run, str(folder), tmp_path, tmp_path / 'cache')
-  assert found['curve'][-1]['perplexity'] != found['curve'][0]['perplexity']
+  assert [x['step'] for x in found['curve']] == [2, 4]
+  assert found['curve'][1]['perplexity'] != found['curve'][0]['perplexity']
   assert found['held steps'] == 0
   assert len(found['exact']) == 4
   results = language_model.Results(tmp_path / 'results.json')
