@@ -98,7 +98,7 @@ TASKS = {
     equation_of,
     has_number,
     length=88, response_length=20,
-    private_rows=1500, tuning_rows=150, table_rows=200, new_tokens=24,
+    private_rows=1200, tuning_rows=120, table_rows=160, new_tokens=24,
   ),
   'banking77': Task(
     ('banking77/train.jsonl', 'banking77/test.jsonl'),
