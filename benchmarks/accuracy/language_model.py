@@ -1,10 +1,10 @@
 """Accuracy at equal privacy on a language model: PRISM and DP-AdamW.
 
     python benchmarks/accuracy/language_model.py --data FOLDER
-        [--parts mawps-8 ...] [--steps 24] [--batch 64] [--layers 2]
+        [--parts mawps-8 ...] [--steps 24] [--batch 256] [--layers 1]
     python benchmarks/accuracy/language_model.py --table
 
-SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 8 in its top
+SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
 layers, on SST-2 and banking77 as instructions and on the problems of mawps and
 gsm8k. Each private method has seven tuning runs for each task, at epsilon 8:
 four learning rates, then another momentum, more decay and no warm-up, each kept
@@ -33,7 +33,7 @@ from benchmarks.common import results as common  # noqa: E402
 # Half a decade apart, in the middle what a few steps on other data wanted.
 RATES = {
   'prism': (1e-2, 3e-2, 1e-1, 3e-1),
-  'dp-adamw': (1e-3, 3e-3, 1e-2, 3e-2),
+  'dp-adamw': (3e-3, 1e-2, 3e-2, 1e-1),
   'adamw': (1e-3, 3e-3, 1e-2),
 }
 # One after the other, each kept if it helps on the tuning rows.

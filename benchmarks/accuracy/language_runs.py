@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from finetuning import data, methods, privacy, randomness, sampling, training
@@ -18,7 +19,7 @@ from benchmarks.common import baselines
 from benchmarks.common import methods as benchmark_methods
 from prism_optax import lora
 
-DELTA, CLIP, RANK, MICROBATCH, CHUNK = 1e-5, 1.0, 8, 16, 32
+DELTA, CLIP, RANK, MICROBATCH, CHUNK = 1e-5, 1.0, 4, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
 # Perplexity on tuning rows along the way, so often.
 CURVE_POINTS = 3
@@ -54,8 +55,8 @@ class Run:
   weight_decay: float = 0.1
   warm_up: bool = True
   steps: int = 24
-  batch: int = 64
-  layers: int = 2
+  batch: int = 256
+  layers: int = 1
   is_tuning: bool = False
 
 
@@ -118,15 +119,27 @@ def method_of(
   """The method with numbers that may be traced.
 
   Args:
-    run: Its method, steps and warm-up decide on the program.
-    knobs: ``rate``, ``b1``, ``weight_decay`` and ``noise_multiplier``.
+    run: Its method and steps decide on the program.
+    knobs: ``rate``, ``b1``, ``weight_decay``, ``warm_up`` and
+      ``noise_multiplier``.
     params: The adapters.
     batch: The divisor.
     key: Of the noise; only what is made by ``init`` has it.
   """
   del params
   cosine = optax.cosine_decay_schedule(1.0, run.steps, alpha=0.1)
-  rate, b1 = (lambda count: knobs['rate'] * cosine(count)), knobs['b1']
+  b1, warm_up = knobs['b1'], knobs['warm_up']
+
+  def rate(count):
+    # Warm-up or not is a factor of the first moment, and so of the rate: one
+    # program for both. AdamW corrects its moment by default, PRISM does not.
+    correction = 1 - b1 ** (count + 1)
+    if run.method == 'prism':
+      factor = jnp.where(warm_up, 1.0, 1 / correction)
+    else:
+      factor = jnp.where(warm_up, correction, 1.0)
+    return knobs['rate'] * cosine(count) * factor
+
   if run.method == 'prism':
     transform = benchmark_methods.prism_with(
       rate,
@@ -137,15 +150,12 @@ def method_of(
       per_example_gradients=False,
       weight_decay=knobs['weight_decay'],
       b1=b1,
-      bias_correction=not run.warm_up,
     )
     return methods.Method(
       'prism', CLIP, prism_optax.tangent_coordinates, transform,
       lora.canonicalize,
     )  # fmt: skip
   parts = [optax.adamw(rate, b1=b1, weight_decay=knobs['weight_decay'])]
-  if run.warm_up:
-    parts.append(optax.scale_by_schedule(lambda t: 1 - b1 ** (t + 1)))
   norm = np.inf
   if run.method in PRIVATE:
     stddev = knobs['noise_multiplier'] * CLIP / batch
@@ -195,8 +205,8 @@ def programs(static: Run, rows: int, model: str):
 def static_part(run: Run) -> Run:
   """What decides on the program of a run."""
   return dataclasses.replace(
-    run, rate=0.0, b1=0.9, weight_decay=0.0, seed=0, epsilon=None,
-    is_tuning=False,
+    run, rate=0.0, b1=0.9, weight_decay=0.0, warm_up=True, seed=0,
+    epsilon=None, is_tuning=False,
   )  # fmt: skip
 
 
@@ -220,6 +230,7 @@ def execute(
     'rate': run.rate,
     'b1': run.b1,
     'weight_decay': run.weight_decay,
+    'warm_up': run.warm_up,
     'noise_multiplier': plan.noise_multiplier,
   }
   knobs = {name: np.float32(value) for name, value in knobs.items()}
