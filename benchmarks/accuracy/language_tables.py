@@ -22,12 +22,40 @@ def exact(row: Row) -> np.ndarray:
   return np.array([int(x) for x in row['exact']], np.float64)
 
 
+def tuned(rows: list[Row]) -> list[Row]:
+  """Runs of the table with the options that are best on the tuning rows.
+
+  With more trials others may have become the best.
+  """
+  numbers = 'rate', 'b1', 'weight_decay', 'warm_up'
+
+  def family(run):
+    return tuple(run[n] for n in ('task', 'method', 'steps', 'batch', 'layers'))
+
+  best: dict[tuple, Row] = {}
+  for row in rows:
+    old = best.setdefault(family(row['run']), row)
+    if row['run']['is_tuning'] and (
+      not old['run']['is_tuning']
+      or row['tuning perplexity'] < old['tuning perplexity']
+    ):
+      best[family(row['run'])] = row
+  return [
+    row
+    for row in rows
+    if not row['run']['is_tuning']
+    and all(
+      row['run'][n] == best[family(row['run'])]['run'][n] for n in numbers
+    )
+  ]
+
+
 def groups(rows: list[Row]) -> dict[tuple, dict[str, list[Row]]]:
   """Runs of the table by ``(task, steps, batch, layers, epsilon)`` and method.
 
   What is not private stands beside each epsilon.
   """
-  finals = [row for row in rows if not row['run']['is_tuning']]
+  finals = tuned(rows)
 
   def setting(row):
     return tuple(
