@@ -9,12 +9,12 @@ layers, on SST-2 and banking77 as instructions and on the problems of mawps and
 gsm8k. Each private method has as many tuning runs for each task, at epsilon 8:
 four learning rates, then another momentum, more decay and no warm-up, each kept
 if the perplexity of 100 to 200 tuning rows is lower; or the first ``--trials``
-of these. Then runs over several seeds, the same batches for all methods, measured
-on other rows: perplexity of the responses, and the share of answers that are
-right. Each run is added to ``benchmarks/results/language_model.json`` when it
-ends, and not run twice. What enters the top layers is computed once for each
-task. On an idle CPU core with bfloat16 units that is three minutes, compiling a
-method one, and a run of SST-2 some twenty seconds.
+of these. Then runs over several seeds, the same batches for all methods,
+measured on other rows: perplexity of the responses, and the share of answers
+that are right. Each run is added to ``benchmarks/results/language_model.json``
+when it ends, and not run twice. What enters the top layers is computed once for
+each task. On an idle CPU core with bfloat16 units that is three minutes,
+compiling a method one, and a run of SST-2 some twenty seconds.
 """
 
 import argparse

