@@ -7,10 +7,11 @@ shapes of a model, and asks the compiler what it plans: arguments (frozen
 weights, adapters and their moments) and temporary arrays. All arrays are
 abstract: no weights are needed, and no memory. ``prism`` with adapters on all
 dense layers, frozen weights in bfloat16, records of 512 tokens. On a CPU, as
-here, the compiler makes float32 of the bfloat16 weights of a layer while it is
-computed; how another device fuses what lies between is its own affair, so that
-these are estimates for a GPU. Half a minute for each line; lines are added to
-``benchmarks/results/language_model_memory_table.json`` as they are finished.
+here, the compiler keeps a float32 copy of all weights beside the bfloat16 ones,
+since activations are float32: 4 bytes a parameter of the temporary memory. How
+another device goes about that is its own affair. Half a minute for each line;
+lines are added to ``benchmarks/results/language_model_memory_table.json`` as
+they are finished, and not computed twice.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import itertools
 import json
 import pathlib
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,6 @@ def gigabytes(tree) -> float:
 
 def measure(name: str, rank: int, microbatch: int) -> dict:
   """One line of the table; all sizes in 10^9 bytes."""
-  began = time.perf_counter()
   config = llama_config.Config.from_dict(CONFIGS[name], name)
   program, params, state, frozen = compiled(config, rank, microbatch)
   memory = program.memory_analysis()
@@ -130,7 +129,6 @@ def measure(name: str, rank: int, microbatch: int) -> dict:
     'state GB': gigabytes(state),
     'arguments GB': memory.argument_size_in_bytes / 1e9,
     'temporary GB': memory.temp_size_in_bytes / 1e9,
-    'compile seconds': time.perf_counter() - began,
   }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from finetuning import data, instructions, sampling
@@ -100,16 +101,24 @@ ROWS = [
 
 
 @pytest.fixture(scope='module')
-def model(tmp_path_factory):
+def source(tmp_path_factory):
   folder = language_models.write(tmp_path_factory.mktemp('model'))
-  return language_layers.load(pretrained.find(str(folder)), layers=2, rank=2)
+  return pretrained.find(str(folder))
 
 
-def test_the_top_on_what_is_below_is_the_whole(model, tmp_path):
+@pytest.fixture(scope='module')
+def model(source):
+  return language_layers.load(source, layers=2, rank=2)
+
+
+# Of three layers: one, two, and nothing below.
+@pytest.mark.parametrize('layers', [1, 2, 3])
+def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
   """Losses of responses, with adapters that change something.
 
   What is kept in between is bfloat16: eight bits.
   """
+  model = language_layers.load(source, layers, rank=2)
   examples = language_layers.encode(model, TASK, ROWS, tmp_path)
   talks = [language_rows.conversation(TASK, row) for row in ROWS]
   ids, _ = instructions.encode(talks, model.talk, TASK.length)
@@ -138,6 +147,25 @@ def test_the_top_on_what_is_below_is_the_whole(model, tmp_path):
       losses[i, : len(places)], expected[i, places, labels[places]],
       rtol=0.02, atol=0.02,
     )  # fmt: skip
+
+
+def test_products_with_frozen_weights_have_their_gradient():
+  """That of the input; what is rounded to bfloat16 is exact here."""
+  rng = np.random.default_rng(0)
+  x, kernel, g = (
+    rng.integers(-4, 5, shape).astype(np.float32)
+    for shape in ((5, 3), (3, 7), (5, 7))
+  )
+
+  def value_and_pullback(x, g):
+    value, pullback = jax.vjp(
+      lambda x: language_layers.product(x, jnp.asarray(kernel, jnp.bfloat16)), x
+    )
+    return value, pullback(g)[0]
+
+  value, found = jax.jit(value_and_pullback)(x, g)
+  np.testing.assert_array_equal(value, x @ kernel)
+  np.testing.assert_array_equal(found, g @ kernel.T)
 
 
 def test_only_what_fits_is_public(model):
