@@ -119,7 +119,7 @@ def table(rows: list[Row]) -> str:
     if nats is not None and right is not None:
       cells = [
         task, f'{epsilon:g}', '`prism` minus DP-AdamW', str(nats['seeds']),
-        f'{nats["difference"]:+.3f} ± {nats["standard error"]:.3f} nats',
+        f'{nats["difference"]:+.3f} ± {nats["standard error"]:.3f} nats a token',
         f'{right["difference"]:+.3f} ± {right["standard error"]:.3f}',
       ]  # fmt: skip
       lines.append('| ' + ' | '.join(cells) + ' |')

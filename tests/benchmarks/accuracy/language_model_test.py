@@ -15,6 +15,7 @@ from benchmarks.accuracy import (
   language_model,
   language_rows,
   language_runs,
+  language_tables,
 )
 from tests.examples import language_models
 
@@ -247,3 +248,32 @@ def test_tuning_takes_the_best_of_each_change(tmp_path):
   chosen = next(run for run in finals if run.method == 'dp-adamw')
   assert (chosen.rate, chosen.b1, chosen.weight_decay) == (1e-2, 0.5, 0.1)
   assert language_model.TUNING_SEED not in {run.seed for run in finals}
+
+
+def test_tables_have_the_tuned_runs_and_paired_differences():
+  """A rate that tuning did not choose is not in them."""
+  base = language_runs.Run('sst2', 'prism', 8.0, 0, 0.1)
+
+  def row(run, nats, **rest):
+    losses = np.full(4, nats, np.float16) + np.arange(4, dtype=np.float16) / 8
+    scores = {
+      'losses': losses.tobytes().hex(), 'exact': '0110', 'tokens': 8,
+    }  # fmt: skip
+    return {'run': dataclasses.asdict(run), **scores, **rest}
+
+  rows = []
+  for method, shift in (('prism', 0.0), ('dp-adamw', 0.5)):
+    for rate, perplexity in ((0.1, 2.0), (0.3, 3.0)):
+      run = dataclasses.replace(base, method=method, rate=rate)
+      tuning = dataclasses.replace(run, is_tuning=True, seed=100)
+      rows.append(row(tuning, 0, **{'tuning perplexity': perplexity}))
+      rows += [
+        row(dataclasses.replace(run, seed=seed), rate * 10 + shift + seed / 4)
+        for seed in (0, 1)
+      ]
+  lines = language_tables.table(rows).splitlines()
+  assert len(lines) == 2 + 2 + 1
+  # Two tokens a row: (1 + 1/8 + 3/16) / 2 nats each.
+  assert f'| 2 | {np.exp(0.65625):.3f} ±' in lines[2]
+  assert '| -0.250 ± ' in lines[4]
+  assert '| sst2 | `prism` | 0.1 |' in language_tables.chosen(rows)
