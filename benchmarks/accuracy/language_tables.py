@@ -101,7 +101,7 @@ def of_method(rows: list[Row]) -> tuple[str, str]:
 def table(rows: list[Row]) -> str:
   """Each epsilon and task: all methods, and a line of differences."""
   lines = [
-    '| task | epsilon | method | seeds | perplexity | right |',
+    '| task | epsilon | method | seeds | perplexity (nats a token) | right |',
     '| --- | --- | --- | --- | --- | --- |',
   ]
   for (task, steps, batch, layers, epsilon), methods in groups(rows).items():
@@ -119,7 +119,7 @@ def table(rows: list[Row]) -> str:
     if nats is not None and right is not None:
       cells = [
         task, f'{epsilon:g}', '`prism` minus DP-AdamW', str(nats['seeds']),
-        f'{nats["difference"]:+.3f} ± {nats["standard error"]:.3f} nats a token',
+        f'{nats["difference"]:+.3f} ± {nats["standard error"]:.3f} nats',
         f'{right["difference"]:+.3f} ± {right["standard error"]:.3f}',
       ]  # fmt: skip
       lines.append('| ' + ' | '.join(cells) + ' |')
