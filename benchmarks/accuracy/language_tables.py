@@ -1,0 +1,149 @@
+"""The runs of ``language_model.py`` as tables."""
+
+import collections
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy import utility_tables
+
+METHODS = ('zero-shot', 'prism', 'dp-adamw', 'adamw')
+NAMES = {'prism': '`prism`', 'dp-adamw': 'DP-AdamW', 'adamw': 'AdamW'}
+Row = dict[str, Any]
+
+
+def losses(row: Row) -> np.ndarray:
+  """Nats of each row of the table, as if all had the same number of tokens."""
+  found = np.frombuffer(bytes.fromhex(row['losses']), np.float16)
+  return found.astype(np.float64) * len(found) / row['tokens']
+
+
+def exact(row: Row) -> np.ndarray:
+  return np.array([int(x) for x in row['exact']], np.float64)
+
+
+def tuned(rows: list[Row]) -> list[Row]:
+  """Runs of the table with the options that are best on the tuning rows.
+
+  With more trials others may have become the best.
+  """
+  numbers = 'rate', 'b1', 'weight_decay', 'warm_up'
+
+  def family(run):
+    return tuple(run[n] for n in ('task', 'method', 'steps', 'batch', 'layers'))
+
+  best: dict[tuple, Row] = {}
+  for row in rows:
+    old = best.setdefault(family(row['run']), row)
+    if row['run']['is_tuning'] and (
+      not old['run']['is_tuning']
+      or row['tuning perplexity'] < old['tuning perplexity']
+    ):
+      best[family(row['run'])] = row
+  return [
+    row
+    for row in rows
+    if not row['run']['is_tuning']
+    and all(
+      row['run'][n] == best[family(row['run'])]['run'][n] for n in numbers
+    )
+  ]
+
+
+def groups(rows: list[Row]) -> dict[tuple, dict[str, list[Row]]]:
+  """Runs of the table by ``(task, steps, batch, layers, epsilon)`` and method.
+
+  What is not private stands beside each epsilon.
+  """
+  finals = tuned(rows)
+
+  def setting(row):
+    return tuple(
+      row['run'][name] for name in ('task', 'steps', 'batch', 'layers')
+    )
+
+  found: dict[tuple, dict[str, list[Row]]] = {}
+  for row in finals:
+    if row['run']['epsilon'] is not None:
+      found.setdefault((*setting(row), row['run']['epsilon']), {})
+  for key, methods in found.items():
+    for row in sorted(finals, key=lambda row: row['run']['seed']):
+      if setting(row) == key[:4] and row['run']['epsilon'] in (None, key[4]):
+        methods.setdefault(row['run']['method'], []).append(row)
+  return found
+
+
+def compared(methods: dict[str, list[Row]], values) -> dict | None:
+  """``prism`` minus DP-AdamW on the seeds that both have; None below two."""
+  by_seed = {
+    method: {row['run']['seed']: values(row) for row in methods.get(method, [])}
+    for method in ('prism', 'dp-adamw')
+  }
+  seeds = sorted(by_seed['prism'].keys() & by_seed['dp-adamw'].keys())
+  if len(seeds) < 2:
+    return None
+  first, second = ([by_seed[m][s] for s in seeds] for m in by_seed)
+  return utility_tables.paired(first, second)
+
+
+def of_method(rows: list[Row]) -> tuple[str, str]:
+  """Perplexity and share of right answers, with errors over the rows."""
+  nats = np.mean([losses(row) for row in rows], axis=0)
+  right = np.mean([exact(row) for row in rows], axis=0)
+  perplexity = np.exp(nats.mean())
+  error = perplexity * nats.std(ddof=1) / len(nats) ** 0.5
+  share = right.std(ddof=1) / len(right) ** 0.5
+  return (
+    f'{perplexity:.3f} ± {error:.3f}', f'{right.mean():.3f} ± {share:.3f}'
+  )  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+  """Each epsilon and task: all methods, and a line of differences."""
+  lines = [
+    '| task | epsilon | method | seeds | perplexity (nats a token) | right |',
+    '| --- | --- | --- | --- | --- | --- |',
+  ]
+  for (task, steps, batch, layers, epsilon), methods in groups(rows).items():
+    del steps, batch, layers
+    for method in METHODS:
+      if method in methods:
+        found = methods[method]
+        is_private = method in ('prism', 'dp-adamw')
+        cells = [
+          task, f'{epsilon:g}' if is_private else '',
+          NAMES.get(method, method), str(len(found)), *of_method(found),
+        ]  # fmt: skip
+        lines.append('| ' + ' | '.join(cells) + ' |')
+    nats, right = compared(methods, losses), compared(methods, exact)
+    if nats is not None and right is not None:
+      cells = [
+        task, f'{epsilon:g}', '`prism` minus DP-AdamW', str(nats['seeds']),
+        f'{nats["difference"]:+.3f} ± {nats["standard error"]:.3f} nats',
+        f'{right["difference"]:+.3f} ± {right["standard error"]:.3f}',
+      ]  # fmt: skip
+      lines.append('| ' + ' | '.join(cells) + ' |')
+  return '\n'.join(lines)
+
+
+def chosen(rows: list[Row]) -> str:
+  """What tuning chose, and how far the tuning runs are apart."""
+  lines = [
+    '| task | method | rate | b1 | decay | warm-up | tuning perplexity, '
+    'best and others |',
+    '| --- | --- | --- | --- | --- | --- | --- |',
+  ]
+  by = collections.defaultdict(list)
+  for row in rows:
+    if row['run']['is_tuning']:
+      by[row['run']['task'], row['run']['method']].append(row)
+  for (task, method), found in by.items():
+    found.sort(key=lambda row: row['tuning perplexity'])
+    run = found[0]['run']
+    others = ', '.join(f'{row["tuning perplexity"]:.3f}' for row in found)
+    cells = [
+      task, NAMES[method], f'{run["rate"]:g}', f'{run["b1"]:g}',
+      f'{run["weight_decay"]:g}', 'yes' if run['warm_up'] else 'no', others,
+    ]  # fmt: skip
+    lines.append('| ' + ' | '.join(cells) + ' |')
+  return '\n'.join(lines)

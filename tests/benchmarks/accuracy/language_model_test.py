@@ -1,0 +1,279 @@
+"""Rows, answers and the cut through the language model, on tiny ones."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from finetuning import data, instructions, sampling
+from finetuning.models import pretrained
+
+from benchmarks.accuracy import (
+  language_layers,
+  language_model,
+  language_rows,
+  language_runs,
+  language_tables,
+)
+from tests.examples import language_models
+
+
+@pytest.mark.parametrize(
+  ('text', 'number'),
+  [
+    ('22-14 = 8', 8),
+    ('She has 1,250 left.', 1250),
+    ('so 3 * 2.50 = $7.50.', 7.5),
+    ('#### 72<|im_end|>', 72),
+    ('.5', 0.5),
+    ('none at all', None),
+    ('', None),
+  ],
+)
+def test_the_number_of_an_answer_is_its_last(text, number):
+  assert language_rows.number_in(text) == number
+
+
+def test_only_the_number_of_the_row_is_right():
+  row = {'answer': '1,080'}
+  assert language_rows.has_number('540*2 = 1080', row)
+  assert language_rows.has_number('about $1,080.00.', row)
+  assert not language_rows.has_number('1080 or 1081', row)
+  assert not language_rows.has_number('108', row)
+  assert not language_rows.has_number('no idea', row)
+
+
+@pytest.mark.parametrize(
+  ('answer', 'right'),
+  [
+    ('positive', True),
+    (' Positive.\n', True),
+    ('positively', False),
+    ('positive or negative', False),
+    ('negative', False),
+    ('', False),
+  ],
+)
+def test_only_the_label_itself_is_right(answer, right):
+  task = language_rows.TASKS['sst2']
+  assert task.is_right(answer, {'text': '', 'label': 1}) == right
+
+
+def test_equations_are_written_plainly():
+  row = {'equation': 'X=((22.0-14.0)/4.0)', 'answer': '2'}
+  assert language_rows.equation_of(row) == '((22-14)/4) = 2'
+  row = {'equation': 'x=(49.0-4.05)', 'answer': '44.95'}
+  assert language_rows.equation_of(row) == '49-4.05 = 44.95'
+
+
+def test_no_prompt_is_in_two_parts():
+  """Rows that are the same up to case and punctuation are one prompt."""
+  task = dataclasses.replace(
+    language_rows.TASKS['sst2'], private_rows=20, tuning_rows=6, table_rows=5
+  )
+  rows = [{'text': f'text {i % 40}', 'label': i % 2} for i in range(120)]
+  test = [{'text': f'Text  {i}.', 'label': 0} for i in range(30, 44)]
+  parts = language_rows.split(task, rows, test)
+  prompts = [
+    [language_rows.same(task.prompt(row)) for row in part]
+    for part in (parts.private, parts.tuning, parts.table)
+  ]
+  assert [len(part) for part in prompts] == [20, 6, 5]
+  everything = [*prompts[0], *prompts[1], *prompts[2]]
+  assert len(set(everything)) == len(everything)
+  # Also those of the test file that are not in the table.
+  of_test = {language_rows.same(row['text']) for row in test}
+  assert not of_test & {*prompts[0], *prompts[1]}
+  assert set(prompts[2]) <= of_test
+
+
+TASK = language_rows.Task(
+  ('rows.jsonl', 'rows.jsonl'), 'two', lambda row: row['text'],
+  lambda row: row['label'], lambda answer, row: answer == row['label'],
+  length=14, response_length=3, private_rows=30, tuning_rows=4, table_rows=4,
+)  # fmt: skip
+ROWS = [
+  {'text': text, 'label': label}
+  for text in ('two plus three', 'two', 'three is', 'plus plus')
+  for label in ('five', 'four five')
+]
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+  folder = language_models.write(tmp_path_factory.mktemp('model'))
+  return pretrained.find(str(folder))
+
+
+@pytest.fixture(scope='module')
+def model(source):
+  return language_layers.load(source, layers=2, rank=2)
+
+
+# Of three layers: one, two, and nothing below.
+@pytest.mark.parametrize('layers', [1, 2, 3])
+def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
+  """Losses of responses, with adapters that change something.
+
+  What is kept in between is bfloat16: eight bits.
+  """
+  model = language_layers.load(source, layers, rank=2)
+  examples = language_layers.encode(model, TASK, ROWS, tmp_path)
+  talks = [language_rows.conversation(TASK, row) for row in ROWS]
+  ids, _ = instructions.encode(talks, model.talk, TASK.length)
+  # Two answers have one word and two have two, and each an end.
+  assert set((examples.labels != data.BLANK).sum(1)) == {2, 3}
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32) / 4, model.params
+  )
+
+  @jax.jit
+  def both(params, frozen, batch, ids):
+    top = language_layers.nnx.merge(model.graphdef, params, frozen[0])
+    whole = language_layers.nnx.clone(model.whole)
+    whole.stacks[-1] = top.stacks[0]
+    losses = language_layers.row_losses(model.graphdef, TASK.response_length)
+    return losses(params, frozen, batch), whole(ids)
+
+  batch, _ = sampling.gather(examples, np.arange(len(ROWS)))
+  (losses, _, weights), logits = both(params, model.frozen, batch, ids)
+  expected = -jax.nn.log_softmax(logits)
+  for i, labels in enumerate(examples.labels):
+    places = np.flatnonzero(labels != data.BLANK)
+    assert weights[i].sum() == len(places)
+    np.testing.assert_allclose(
+      losses[i, : len(places)], expected[i, places, labels[places]],
+      rtol=0.02, atol=0.02,
+    )  # fmt: skip
+
+
+def test_products_with_frozen_weights_have_their_gradient():
+  """That of the input; what is rounded to bfloat16 is exact here."""
+  rng = np.random.default_rng(0)
+  x, kernel, g = (
+    rng.integers(-4, 5, shape).astype(np.float32)
+    for shape in ((5, 3), (3, 7), (5, 7))
+  )
+
+  def value_and_pullback(x, g):
+    value, pullback = jax.vjp(
+      lambda x: language_layers.product(x, jnp.asarray(kernel, jnp.bfloat16)), x
+    )
+    return value, pullback(g)[0]
+
+  value, found = jax.jit(value_and_pullback)(x, g)
+  np.testing.assert_array_equal(value, x @ kernel)
+  np.testing.assert_array_equal(found, g @ kernel.T)
+
+
+def test_only_what_fits_is_public(model):
+  """Up to the mark of the end, which the template puts behind an answer."""
+  row = ROWS[0]
+  assert language_layers.fits(model, TASK, row)
+  long = row | {'label': 'five five five'}
+  assert not language_layers.fits(model, TASK, long)
+  assert not language_layers.fits(model, TASK, row | {'text': 'two ' * 8})
+
+
+def test_answers_are_those_of_adapted_models(model):
+  changed = jax.tree.map(lambda x: x + 3.0, model.params)
+  task = dataclasses.replace(TASK, new_tokens=4)
+  before, after = (
+    language_layers.written(model, params, task, ROWS)
+    for params in (language_layers.start(model.params, 5), changed)
+  )
+  assert len(before) == len(after) == len(ROWS)
+  assert before != after
+
+
+@pytest.mark.parametrize('method', ['prism', 'dp-adamw', 'adamw'])
+@pytest.mark.slow
+def test_a_run_trains_and_is_not_run_again(
+  method, model, tmp_path, monkeypatch
+):
+  """And goes on where it was left."""
+  del model
+  folder = language_models.write(tmp_path / 'model')
+  (tmp_path / 'rows.jsonl').write_text(
+    '\n'.join(map(json.dumps, ROWS)) + '\n', 'utf-8'
+  )
+  many = [{'text': f'two {"plus " * i}', 'label': 'five'} for i in range(60)]
+  monkeypatch.setattr(
+    language_rows, 'split',
+    lambda task, *_: language_rows.Parts(many, ROWS[:4], ROWS[4:]),
+  )  # fmt: skip
+  monkeypatch.setitem(language_rows.TASKS, 'sst2', TASK)
+  run = language_runs.Run(
+    'sst2', method, None if method == 'adamw' else 8.0, 0, 0.03, batch=16,
+    steps=4, layers=1,
+  )  # fmt: skip
+  found = language_runs.execute(run, str(folder), tmp_path, tmp_path / 'cache')
+  assert [x['step'] for x in found['curve']] == [2, 4]
+  assert found['curve'][1]['perplexity'] != found['curve'][0]['perplexity']
+  assert found['held steps'] == 0
+  assert len(found['exact']) == 4
+  results = language_model.Results(tmp_path / 'results.json')
+  assert results.get(run) is None
+  results.put(found)
+  assert results.get(run) == found
+
+
+def test_tuning_takes_the_best_of_each_change(tmp_path):
+  """Seven runs for each private method, one more is never asked for."""
+  results = language_model.Results(tmp_path / 'results.json')
+  template = language_runs.Run('', '', None, 0)
+
+  def perplexity(run):
+    if run.b1 == 0.5:
+      return 2.0
+    return 3.0 + run.weight_decay + abs(run.rate - 1e-2)
+
+  tuning, finals = [], []
+  while run := language_model.next_run(results, 'sst2-3', template):
+    (tuning if run.is_tuning else finals).append(run)
+    results.put(
+      {'run': dataclasses.asdict(run), 'tuning perplexity': perplexity(run)}
+    )
+  counts = [
+    sum(run.method == m for run in tuning) for m in language_model.RATES
+  ]
+  assert counts == [7, 7, 3]
+  assert {run.epsilon for run in tuning} == {8.0, None}
+  assert finals[0].method == 'zero-shot'
+  assert [run.method for run in finals[1:4]] == list(language_model.RATES)
+  assert {run.epsilon for run in finals if run.method == 'prism'} == {3.0}
+  chosen = next(run for run in finals if run.method == 'dp-adamw')
+  assert (chosen.rate, chosen.b1, chosen.weight_decay) == (1e-2, 0.5, 0.1)
+  assert language_model.TUNING_SEED not in {run.seed for run in finals}
+
+
+def test_tables_have_the_tuned_runs_and_paired_differences():
+  """A rate that tuning did not choose is not in them."""
+  base = language_runs.Run('sst2', 'prism', 8.0, 0, 0.1)
+
+  def row(run, nats, **rest):
+    losses = np.full(4, nats, np.float16) + np.arange(4, dtype=np.float16) / 8
+    scores = {
+      'losses': losses.tobytes().hex(), 'exact': '0110', 'tokens': 8,
+    }  # fmt: skip
+    return {'run': dataclasses.asdict(run), **scores, **rest}
+
+  rows = []
+  for method, shift in (('prism', 0.0), ('dp-adamw', 0.5)):
+    for rate, perplexity in ((0.1, 2.0), (0.3, 3.0)):
+      run = dataclasses.replace(base, method=method, rate=rate)
+      tuning = dataclasses.replace(run, is_tuning=True, seed=100)
+      rows.append(row(tuning, 0, **{'tuning perplexity': perplexity}))
+      rows += [
+        row(dataclasses.replace(run, seed=seed), rate * 10 + shift + seed / 4)
+        for seed in (0, 1)
+      ]
+  lines = language_tables.table(rows).splitlines()
+  assert len(lines) == 2 + 2 + 1
+  # Two tokens a row: (1 + 1/8 + 3/16) / 2 nats each.
+  assert f'| 2 | {np.exp(0.65625):.3f} ±' in lines[2]
+  assert '| -0.250 ± ' in lines[4]
+  assert '| sst2 | `prism` | 0.1 |' in language_tables.chosen(rows)
