@@ -70,6 +70,7 @@ def test_there_are_notebooks():
   assert {p.stem for p in NOTEBOOKS} >= SLOW | set(NEEDS)
 
 
+@pytest.mark.timeout(600)
 @each_notebook(marked=True)
 def test_notebook_runs(path, tmp_path):
   package = NEEDS.get(path.stem)
@@ -89,7 +90,7 @@ def test_notebook_runs(path, tmp_path):
     capture_output=True,
     text=True,
     check=False,
-    timeout=280,
+    timeout=560,
   )
   assert done.returncode == 0, done.stderr
 
