@@ -50,6 +50,7 @@ class InputMetric:
     scales: For each pattern ``s`` (k,), in (0, 1].
     noise_multiplier: Of the release, a float.
     entries: Number of entries that got noise.
+    dataset_size: Number of records that were declared.
     layout: Of the parameters, see :func:`describe_pairs`.
   """
 
@@ -57,6 +58,7 @@ class InputMetric:
   scales: dict[str, jax.Array]
   noise_multiplier: float = dataclasses.field(metadata=_STATIC)
   entries: int = dataclasses.field(metadata=_STATIC)
+  dataset_size: int = dataclasses.field(metadata=_STATIC)
   layout: LayoutLike = dataclasses.field(default=None, metadata=_STATIC)
 
   @property
@@ -85,7 +87,7 @@ class InputMetric:
       >>> import jax.numpy as jnp
       >>> from prism_optax import lora
       >>> metric = lora.InputMetric(
-      ...   {'q': jnp.eye(3, 1)}, {'q': jnp.array([0.5])}, 10.0, 6)
+      ...   {'q': jnp.eye(3, 1)}, {'q': jnp.array([0.5])}, 10.0, 6, 100)
       >>> x = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
       >>> params = metric.to_params(x)
       >>> params['q']['lora_a'].ravel().tolist()
@@ -174,7 +176,9 @@ def input_metric(
   be composed with the training's. Of the symmetric matrix its diagonal and
   sqrt(2) times the entries above are noised, which keeps lengths. Sums are
   integers and releases are exact, as :func:`prism_optax.tangent_privatizer`'s.
-  Every record must stand in one batch once; ``dataset_size`` is public.
+  Every record must stand in one batch once; ``dataset_size`` is public. For
+  privacy of users all that a user has is one record here: one entry of the
+  first axis.
 
   ==========================  =================================================
   NaN or Inf in a record      it counts as zero, for all patterns
@@ -239,6 +243,7 @@ def input_metric(
     {name: jnp.asarray(s, jnp.float32) for name, (_, s) in pairs.items()},
     sigma,
     sum(x.size for x in totals.values()),
+    int(dataset_size),
     layout,
   )
 

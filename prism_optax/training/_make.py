@@ -124,9 +124,10 @@ def make_private(
       :func:`prism_optax.lora.per_example_gradients`: one backward pass.
     batch_sharding: How batches are laid out, split along the first axis.
     input_metric: What :func:`prism_optax.lora.input_metric` has released of the
-      same records. ``params`` and those of a state are its coordinates then,
-      and ``training.adapters(state)`` what the model takes; its event is part
-      of epsilon, of a target and of every statement.
+      same records, or of the same users with ``examples_per_user``. ``params``
+      and those of a state are its coordinates then, and
+      ``training.adapters(state)`` what the model takes; its event is part of
+      epsilon, of a target and of every statement.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
       key that was given knows the noise and the batches.
 
@@ -192,6 +193,11 @@ def make_private(
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
   if input_metric is not None:
+    if input_metric.dataset_size != dataset_size:
+      raise ValueError(
+        'Expected an input metric of the records (or users) of this training,'
+        f' got one of {input_metric.dataset_size} for {dataset_size=}.'
+      )
     loss = _loss.in_coordinates(loss, input_metric, batched_loss)
   before = Before.of(input_metric)
   if target_epsilon is not None:

@@ -167,6 +167,7 @@ METRIC = lora.InputMetric(
   {'layer': jnp.array([0.25, 0.5])},
   noise_multiplier=5.0,
   entries=21,
+  dataset_size=problem.N,
 )
 
 
@@ -223,6 +224,17 @@ def test_the_release_is_part_of_what_is_accounted_for():
   other = dataclasses.replace(METRIC, scales=scales)
   with pytest.raises(ValueError, match='state of this training'):
     problem.make(make, input_metric=other).adapters(state)
+  # One of records is not one of their users.
+  with pytest.raises(
+    ValueError, match=f'one of {problem.N} for dataset_size=9'
+  ):
+    problem.make(
+      make,
+      input_metric=METRIC,
+      dataset_size=9,
+      examples_per_user=30,
+      expected_batch_size=3,
+    )
 
 
 @pytest.mark.slow
