@@ -15,8 +15,8 @@ from tests.docs.readme_test import blocks
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / 'docs'
 TUTORIAL = DOCS / 'tutorial.md'
-# One is a list, one has commands alone (tests/examples/commands_test.py).
-NO_PYTHON = ('index', 'language_model')
+# A list, sessions (pages_test.py), and commands (tests/examples/commands_test.py).
+NO_PYTHON = ('index', 'input_metric', 'language_model')
 HOW_TO = sorted(
   p for p in (DOCS / 'how_to').glob('*.md') if p.stem not in NO_PYTHON
 )
