@@ -230,7 +230,9 @@ def test_a_batch_split_along_an_explicit_axis_of_a_mesh(padded):
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
   tree = {'a': jnp.arange(12.0).reshape(4, 3), 'b': jnp.arange(4.0)}
   padding = jnp.asarray([False, True, False, True]) if padded else None
-  with jax.set_mesh(mesh):
+  # By another name in the oldest version.
+  use = getattr(jax, 'set_mesh', None) or jax.sharding.use_mesh
+  with use(mesh):
     split = jax.device_put((tree, padding), rows)
     got = jax.jit(functools.partial(_per_example.sum_of_examples, _double))(
       *split
