@@ -205,7 +205,8 @@ def input_metric(
 
   Raises:
     ValueError: If there is no batch, batches do not have the same patterns and
-      dimensions, or an argument is out of its range.
+      dimensions, there are more records than ``dataset_size`` and the padding
+      of one batch, or an argument is out of its range.
 
   Example:
     >>> import numpy as np
@@ -222,14 +223,22 @@ def input_metric(
   _randomness.check_key('prng_key', prng_key, words=4)
   unit = np.asarray(_lattice.unit_of(sigma, 1.0, jnp.float32))
   totals: dict[str, Any] = {}
+  rows = largest = 0
   for batch in batches:
     inputs = {name: jnp.asarray(x) for name, x in batch.items()}
-    _check_batch(inputs, totals, form)
+    size = _check_batch(inputs, totals, form)
+    rows, largest = rows + size, max(largest, size)
     # Integers of 64 bits: neither the order nor the size of batches counts.
     for name, x in _sum_of_batch(inputs, unit, form).items():
       totals[name] = totals.get(name, 0) + _lattice.integers_of(x)
   if not totals:
     raise ValueError('Expected batches to hold at least one, got none.')
+  if rows - dataset_size >= largest:  # More than the padding of one batch.
+    raise ValueError(
+      'Expected batches in which every record stands once, got'
+      f' {rows} records for {dataset_size=}: one that stands in them twice'
+      ' moves the sum twice as far as is accounted for.'
+    )
   key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
   sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
   released = _lattice.add_noise(key, sums, sigma)
@@ -250,7 +259,8 @@ def input_metric(
 
 def _check_batch(
   inputs: Mapping[str, jax.Array], totals: Mapping[str, Any], form: str
-) -> None:
+) -> int:
+  """The number of records."""
   shapes = {name: x.shape for name, x in inputs.items()}
   if not shapes or min(map(len, shapes.values())) < 2:
     raise ValueError(f'Expected inputs of shape (B, ..., n), got {shapes}.')
@@ -261,6 +271,7 @@ def _check_batch(
       'Expected one number of records in a batch, and the same patterns and'
       f' dimensions in all batches, got {shapes}.'
     )
+  return next(iter(shapes.values()))[0]
 
 
 def _entries(n: int, form: str) -> int:

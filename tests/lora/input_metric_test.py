@@ -268,6 +268,7 @@ def test_calibration_beside_another_release():
   ('change', 'message'),
   [
     ({'batches': []}, 'at least one'),
+    ({'batches': [INPUTS, INPUTS]}, '80 records for dataset_size=40'),
     ({'batches': [{}]}, r'shape \(B, ..., n\)'),
     ({'batches': [{'x': np.ones(3)}]}, r'shape \(B, ..., n\)'),
     ({'batches': [INPUTS, {'b': INPUTS['b']}]}, 'same patterns'),
