@@ -4,6 +4,7 @@ from prism_optax import (
   accounting,
   diagnostics,
   fixed_rank,
+  heads,
   inference,
   lora,
   muon,
@@ -31,9 +32,10 @@ __version__ = '0.1.0'
 __all__ = [
   'accounting', 'add_decayed_factors', 'chain',
   'correlated_tangent_privatizer', 'diagnostics', 'dp_muon', 'fixed_rank',
-  'inference', 'intrinsic_clip', 'lora', 'muon', 'orthogonalize_tangents',
-  'per_matrix_clip', 'prism', 'prism_muon', 'published_prism', 'retract',
-  'scale_by_learning_rate', 'scale_by_rank_preconditioner',
-  'tangent_coordinates', 'tangent_privatizer', 'training', 'transforms',
+  'heads', 'inference', 'intrinsic_clip', 'lora', 'muon',
+  'orthogonalize_tangents', 'per_matrix_clip', 'prism', 'prism_muon',
+  'published_prism', 'retract', 'scale_by_learning_rate',
+  'scale_by_rank_preconditioner', 'tangent_coordinates', 'tangent_privatizer',
+  'training', 'transforms',
 ]
 # fmt: on

@@ -55,6 +55,11 @@ def check_key(name: str, prng_key: PRNGKeyLike, *, words: int = 2) -> None:
     raise ValueError(f'Expected {name} to be one key, got prng_key.{shape=}.')
 
 
+def is_given(prng_key: PRNGKeyLike) -> bool:
+  """Whether somebody outside knows the key."""
+  return prng_key is not None and not isinstance(prng_key, str)
+
+
 def resolve_key(
   name: str, prng_key: PRNGKeyLike, params: ArrayTree, *, words: int = 2
 ) -> jax.Array:

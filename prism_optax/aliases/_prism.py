@@ -110,8 +110,8 @@ def prism(
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
       entries of order one in intrinsic coordinates, whatever the gauge, alpha
-      or scale; 3e-2 falling to zero is a good start for hundreds of steps, and
-      more for fewer.
+      or scale; begin with 3e-2 falling to zero for hundreds of steps, and
+      with more for fewer.
     l2_clip_norm: C, of each example's intrinsic gradient, in total over all
       modules and leaves.
     noise_multiplier: The noise's standard deviation per coordinate over C / b

@@ -9,9 +9,8 @@ made of is released once, before the training.
 
 import dataclasses
 import fnmatch
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import dp_accounting
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _lattice, _modules, _per_example, _randomness, _validate
+from prism_optax import _modules, _randomness, _sums_of_records, _validate
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, Module
 from prism_optax._types import PRNGKeyLike
@@ -32,6 +31,7 @@ FORMS = ('second_moment', 'mean')
 _MEAN_SCALE, _CAP, _SMALLEST = 0.25, 2.0, 0.1
 # An eigenvalue counts from here on, in units of the largest that noise has.
 _ABOVE_NOISE = 1.5
+_PURPOSES = {'second_moment': 0x4D455432, 'mean': 0x4D455431}  # In a given key.
 # Of fields that a program is compiled for.
 _STATIC = {'static': True}
 
@@ -52,6 +52,8 @@ class InputMetric:
     entries: Number of entries that got noise.
     dataset_size: Number of records that were declared.
     layout: Of the parameters, see :func:`describe_pairs`.
+    seeded: Whether the key of the noise was given: then whoever knows it knows
+      the noise.
   """
 
   bases: dict[str, jax.Array]
@@ -60,6 +62,7 @@ class InputMetric:
   entries: int = dataclasses.field(metadata=_STATIC)
   dataset_size: int = dataclasses.field(metadata=_STATIC)
   layout: LayoutLike = dataclasses.field(default=None, metadata=_STATIC)
+  seeded: bool = dataclasses.field(default=False, metadata=_STATIC)
 
   @property
   def event(self) -> dp_accounting.DpEvent:
@@ -195,9 +198,11 @@ def input_metric(
     noise_multiplier: Standard deviation of the noise of every entry. 10 costs a
       training of some thousand records at epsilon 2 about a hundredth of its
       noise.
-    dataset_size: Number of records, public: what the mean is taken over.
-    form: ``'second_moment'``, of n^2 entries, or ``'mean'``, of n.
-    prng_key: As for :func:`prism_optax.tangent_privatizer`.
+    dataset_size: Number of records, public: what the mean is taken over. More
+      of them are refused, padding included.
+    form: ``'second_moment'``, of n (n + 1) / 2 entries, or ``'mean'``, of n.
+    prng_key: As for :func:`prism_optax.tangent_privatizer`; a key that is given
+      is for one such release.
     layout: Of the parameters, see :func:`describe_pairs`.
 
   Returns:
@@ -205,8 +210,8 @@ def input_metric(
 
   Raises:
     ValueError: If there is no batch, batches do not have the same patterns and
-      dimensions, there are more records than ``dataset_size`` and the padding
-      of one batch, or an argument is out of its range.
+      dimensions, there are more records than ``dataset_size``, or an argument
+      is out of its range.
 
   Example:
     >>> import numpy as np
@@ -217,99 +222,92 @@ def input_metric(
     >>> metric.bases['*'].shape, metric.entries
     ((8, 1), 36)
   """
-  sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
-  _validate.integer('dataset_size', dataset_size, 1)
   _validate.one_of('form', form, FORMS)
-  _randomness.check_key('prng_key', prng_key, words=4)
-  unit = np.asarray(_lattice.unit_of(sigma, 1.0, jnp.float32))
-  totals: dict[str, Any] = {}
-  rows = largest = 0
-  for batch in batches:
-    inputs = {name: jnp.asarray(x) for name, x in batch.items()}
-    size = _check_batch(inputs, totals, form)
-    rows, largest = rows + size, max(largest, size)
-    # Integers of 64 bits: neither the order nor the size of batches counts.
-    for name, x in _sum_of_batch(inputs, unit, form).items():
-      totals[name] = totals.get(name, 0) + _lattice.integers_of(x)
-  if not totals:
-    raise ValueError('Expected batches to hold at least one, got none.')
-  if rows - dataset_size >= largest:  # More than the padding of one batch.
-    raise ValueError(
-      'Expected batches in which every record stands once, got'
-      f' {rows} records for {dataset_size=}: one that stands in them twice'
-      ' moves the sum twice as far as is accounted for.'
-    )
-  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
-  sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
-  released = _lattice.add_noise(key, sums, sigma)
+  entries: dict[str, int] = {}
+
+  def checked() -> Iterator[dict[str, jax.Array]]:
+    for batch in batches:
+      inputs = {name: jnp.asarray(x) for name, x in batch.items()}
+      _check_batch(inputs, entries, form)
+      yield inputs
+
+  released = _sums_of_records.release(
+    checked(),
+    _mean_of if form == 'mean' else _second_moment_of,
+    noise_multiplier=noise_multiplier,
+    dataset_size=dataset_size,
+    prng_key=prng_key,
+    purpose=_PURPOSES[form],
+  )
+  sigma = float(noise_multiplier)
   of_one = _of_mean if form == 'mean' else _of_second_moment
   pairs = {
-    name: of_one(np.asarray(x, np.float64), sigma, dataset_size, len(sums))
+    name: of_one(np.asarray(x, np.float64), sigma, dataset_size, len(entries))
     for name, x in released.items()
   }
   return InputMetric(
     {name: jnp.asarray(q, jnp.float32) for name, (q, _) in pairs.items()},
     {name: jnp.asarray(s, jnp.float32) for name, (_, s) in pairs.items()},
     sigma,
-    sum(x.size for x in totals.values()),
+    sum(entries.values()),
     int(dataset_size),
     layout,
+    _randomness.is_given(prng_key),
   )
 
 
 def _check_batch(
-  inputs: Mapping[str, jax.Array], totals: Mapping[str, Any], form: str
-) -> int:
-  """The number of records."""
+  inputs: Mapping[str, jax.Array], entries: dict[str, int], form: str
+) -> None:
+  """Refuses a batch; notes the entries of the first one."""
   shapes = {name: x.shape for name, x in inputs.items()}
   if not shapes or min(map(len, shapes.values())) < 2:
     raise ValueError(f'Expected inputs of shape (B, ..., n), got {shapes}.')
   sizes = {name: _entries(shape[-1], form) for name, shape in shapes.items()}
-  known = {name: x.size for name, x in totals.items()} or sizes
-  if len({shape[0] for shape in shapes.values()}) > 1 or sizes != known:
+  if len({shape[0] for shape in shapes.values()}) > 1 or sizes != (
+    entries or sizes
+  ):
     raise ValueError(
       'Expected one number of records in a batch, and the same patterns and'
       f' dimensions in all batches, got {shapes}.'
     )
-  return next(iter(shapes.values()))[0]
+  entries.update(sizes)
 
 
 def _entries(n: int, form: str) -> int:
   return n if form == 'mean' else n * (n + 1) // 2
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _sum_of_batch(
-  inputs: dict[str, jax.Array], unit: jax.Array, form: str
-) -> dict[str, Any]:
-  """The sum over the records of a batch, of arrays on the lattice."""
+def _positions(x: jax.Array) -> jax.Array:
+  """All positions of a record, (T, n), of a size that no square overflows."""
+  x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+  largest = jnp.max(jnp.abs(x), initial=0.0)
+  return x / jnp.where(largest > 0, largest, 1)
 
-  def contribution(record: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    share = 1 / math.sqrt(len(record))
-    terms = {}
-    for name, x in record.items():
-      x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-      # No square over- or underflows: of the largest entry one is left.
-      largest = jnp.max(jnp.abs(x), initial=0.0)
-      x = x / jnp.where(largest > 0, largest, 1)
-      if form == 'mean':
-        v = jnp.sum(x, 0)
-        size = jnp.linalg.norm(v)
-      else:
-        square = gram(x, x)
-        size = jnp.trace(square)
-        v = _to_vector(square)
-      terms[name] = share * v / jnp.where(size > 0, size, 1)
-    # Rounding, and whatever is not finite.
-    squared = _per_example.squared_norm(list(terms.values()), 1.0)
-    weight, counts = _per_example.clip_weight(squared)
-    return {k: jnp.where(counts, weight * v, 0) for k, v in terms.items()}
 
-  units = dict.fromkeys(inputs, unit)
-  out: dict[str, Any] = _per_example.sum_of_examples(
-    contribution, inputs, None, units
-  )
-  return out
+def _share(term: jax.Array, size: jax.Array, count: int) -> jax.Array:
+  """Of size ``1 / sqrt(count)``; zero where there is nothing."""
+  return term / (math.sqrt(count) * jnp.where(size > 0, size, 1))
+
+
+def _mean_of(record: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """The direction of the mean input of each pattern."""
+  sums = {name: jnp.sum(_positions(x), 0) for name, x in record.items()}
+  return {
+    name: _share(v, jnp.linalg.norm(v), len(sums)) for name, v in sums.items()
+  }
+
+
+def _second_moment_of(record: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """The second moment of each pattern, as a vector, over its trace."""
+  squares = {}
+  for name, x in record.items():
+    positions = _positions(x)
+    squares[name] = gram(positions, positions)
+  return {
+    name: _share(_to_vector(v), jnp.trace(v), len(squares))
+    for name, v in squares.items()
+  }
 
 
 def _to_vector(square: jax.Array) -> jax.Array:

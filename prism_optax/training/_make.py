@@ -1,7 +1,7 @@
 """The one call: from a loss and public constants to a private training."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from prism_optax.training._clipping import (
 from prism_optax.training._mechanism import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._sampling import Sampling
-from prism_optax.training._settings import Before, Parts, Settings
+from prism_optax.training._settings import Before, Parts, Release, Settings
 
 # Folded into a key that was given: the seed of the batches, the noise of a
 # quantile. `split` uses the numbers 0 and 1.
@@ -53,6 +53,7 @@ def make_private(
   batched_loss: bool = False,
   batch_sharding: jax.sharding.Sharding | None = None,
   input_metric: InputMetric | None = None,
+  also: Sequence[Release] = (),
   prng_key: PRNGKeyLike = None,
 ) -> PrivateTraining:
   """A differentially private training whose parts agree.
@@ -128,6 +129,8 @@ def make_private(
       and those of a state are its coordinates then, and
       ``training.adapters(state)`` what the model takes; its event is part of
       epsilon, of a target and of every statement.
+    also: What else was released of them before, such as
+      :class:`prism_optax.heads.ClassMeans`: part of all these, too.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
       key that was given knows the noise and the batches.
 
@@ -192,23 +195,18 @@ def make_private(
   shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
+  before = Before.of(input_metric, also, dataset_size)
   if input_metric is not None:
-    if input_metric.dataset_size != dataset_size:
-      raise ValueError(
-        'Expected an input metric of the records (or users) of this training,'
-        f' got one of {input_metric.dataset_size} for {dataset_size=}.'
-      )
     loss = _loss.in_coordinates(loss, input_metric, batched_loss)
-  before = Before.of(input_metric)
   if target_epsilon is not None:
     noise_multiplier = _calibrated(
       target_epsilon, delta, sampling, steps, entries * steps, before
     )
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
-  seeded = prng_key is not None and not isinstance(prng_key, str)
+  given = _randomness.is_given(prng_key)
   clipping = FlatClipping() if clipping is None else clipping
   bounded = BoundedSum(clipping, c, expected_batch_size, 0.0, prng_key)
-  if follows and seeded:
+  if follows and given:
     bounded = bounded._replace(prng_key=_derived(prng_key, _QUANTILE))
   own = gradients_noise_multiplier(clipping, sigma, expected_batch_size)
   bounded = bounded._replace(stddev=own * bounded.bound / expected_batch_size)
@@ -219,7 +217,7 @@ def make_private(
     delta,
     c,
     bounded.description(shapes),
-    seeded,
+    given or before.seeded,
     entries,
     before,
   )
@@ -277,7 +275,7 @@ def _calibrated(
 
 def _seed(prng_key: PRNGKeyLike) -> np.ndarray:
   """The secret seed of the batches, four words."""
-  if prng_key is None or isinstance(prng_key, str):
+  if not _randomness.is_given(prng_key):
     key = _randomness.resolve_key('prng_key', None, (), words=4)
   else:
     key = _derived(prng_key, _BATCHES)

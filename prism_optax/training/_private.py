@@ -284,7 +284,7 @@ class PrivateTraining:
       entries=done * settings.entries + settings.before.entries,
     )
     void = '; VOID for all who know prng_key' if settings.seeded else ''
-    also = ' and an input metric' if settings.before.events else ''
+    also = settings.before.words
     return f'{text}, {unit}, {done} of {self.steps} steps{also}{void}'
 
   def _check_state(self, state: TrainingState) -> None:

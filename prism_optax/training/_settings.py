@@ -1,8 +1,8 @@
 """What a private training is made of."""
 
 import hashlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import dp_accounting
 import jax
@@ -13,28 +13,85 @@ from prism_optax.lora import InputMetric
 from prism_optax.training._sampling import Sampling
 
 
+class Release(Protocol):
+  """What was released of the same records, such as a head of class means."""
+
+  @property
+  def event(self) -> dp_accounting.DpEvent: ...
+  @property
+  def entries(self) -> int: ...
+  @property
+  def dataset_size(self) -> int: ...
+  @property
+  def seeded(self) -> bool: ...
+
+
 class Before(NamedTuple):
   """What was released about the same records before the training.
 
   Attributes:
     events: In the words of dp-accounting.
     entries: Number of entries that got noise.
-    description: What makes it another release.
+    digest: What makes it other releases.
+    words: For a statement.
+    seeded: Whether somebody knows the noise of one of them.
   """
 
   events: tuple[dp_accounting.DpEvent, ...] = ()
   entries: int = 0
-  description: str = ''
+  digest: str = ''
+  words: str = ''
+  seeded: bool = False
 
   @classmethod
-  def of(cls, metric: InputMetric | None) -> 'Before':
-    """An input metric, or nothing."""
-    if metric is None:
-      return cls()
+  def of(
+    cls, metric: InputMetric | None, also: Sequence[Release], dataset_size: int
+  ) -> 'Before':
+    """An input metric and others.
+
+    Raises:
+      ValueError: For one that says less, or of another number of records.
+    """
+    releases: list[Release] = [] if metric is None else [metric]
+    releases += also
     digest = hashlib.sha256()
-    for x in jax.tree.leaves((metric.bases, metric.scales)):
-      digest.update(np.asarray(x).tobytes())
-    return cls((metric.event,), metric.entries, digest.hexdigest())
+    for release in releases:
+      missing = [
+        name
+        for name in ('event', 'entries', 'dataset_size', 'seeded')
+        if not hasattr(release, name)
+      ]
+      if missing:
+        raise ValueError(
+          'Expected a release that says its event, entries, dataset_size and'
+          ' whether it is seeded, such as heads.ClassMeans, got'
+          f' {type(release).__name__} without {", ".join(missing)}. For another'
+          ' mechanism compose events: accounting.epsilon of training.event()'
+          ' and its own.'
+        )
+      if release.dataset_size != dataset_size:
+        raise ValueError(
+          'Expected a release of the records (or users) of this training, got'
+          f' {type(release).__name__} of {release.dataset_size} for'
+          f' {dataset_size=}.'
+        )
+      for x in map(np.asarray, jax.tree.leaves(release)):
+        if x.dtype == object:
+          raise ValueError(
+            'Expected a release that is a pytree of arrays, got'
+            f' {type(release).__name__}, in which there is no number.'
+          )
+        digest.update(f'{x.shape}{x.dtype}'.encode() + x.tobytes())
+    words = [] if metric is None else ['an input metric']
+    if also:
+      words.append(f'{len(also)} release{"s" if len(also) > 1 else ""} before')
+    return cls(
+      tuple(x.event for x in releases),
+      sum(x.entries for x in releases),
+      digest.hexdigest() if releases else '',
+      ''.join(f' and {x}' for x in words),
+      any(x.seeded for x in releases),
+    )
 
 
 class Settings(NamedTuple):

@@ -142,8 +142,8 @@ def correlated_tangent_privatizer(
   :func:`prism_optax.accounting.calibrate_matrix_mechanism`, and the choice of
   batches must keep to it. Turn, projector and mask behind the noise are
   post-processing. Not covered: ``dpsgd_event`` does not hold for correlated
-  noise, because Poisson sampling amplifies independent noise only; and nobody
-  checks that ``make_privatizer`` adds the noise that was declared.
+  noise, whose amplification needs a banded strategy and cyclic Poisson batches;
+  and nobody checks that ``make_privatizer`` adds the noise that was declared.
 
   **Use.** Cancellation is lost as the column spaces move: from a
   well-conditioned start, 100 steps of 1 %, 10 % and 100 % of Z keep nearly all,

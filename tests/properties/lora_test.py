@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import _lattice, fixed_rank, lora, transforms
+from prism_optax import (
+  _lattice,
+  _sums_of_records,
+  fixed_rank,
+  heads,
+  lora,
+  transforms,
+)
 from prism_optax._modules import ModuleTree, Stacks, map_pairs
 from prism_optax.fixed_rank import _tangents
 from prism_optax.lora import _input_metric
@@ -315,10 +322,14 @@ def test_one_record_moves_the_input_metric_by_one_at_most(form):
   """Before the noise, over both modules together, whatever is in the record."""
   unit = _lattice.unit_of(1.0, 1.0, jnp.float32)
   others = np.random.default_rng(0).normal(size=(4, 2, 2, 3))
+  terms = {
+    'second_moment': _input_metric._second_moment_of,
+    'mean': _input_metric._mean_of,
+  }[form]
 
   def released(rows):
     inputs = {'x': rows[:, 0], 'y': rows[:, 1]}
-    sums = _input_metric._sum_of_batch(inputs, unit, form)
+    sums = _sums_of_records.sum_of_batch(inputs, unit, terms)
     steps = [_lattice.integers_of(x) for x in sums.values()]
     return np.concatenate(steps) * float(unit)
 
@@ -336,6 +347,41 @@ def test_one_record_moves_the_input_metric_by_one_at_most(form):
       assert size == 0
 
   law()
+
+
+@cases.settings
+@given(
+  hnp.arrays(
+    np.float32,
+    5,
+    elements=st.floats(allow_nan=True, allow_infinity=True, width=32),
+  ),
+  st.integers(-3, 5),
+)
+@hypothesis.example(np.full(5, 3e38, np.float32), 0)
+@hypothesis.example(np.full(5, 1e-45, np.float32), 2)
+def test_one_record_moves_the_class_means_by_one_at_most(feature, label):
+  """``heads.class_means`` before the noise, whatever is in the record."""
+  unit = _lattice.unit_of(1.0, 1.0, jnp.float32)
+  sums = _sums_of_records.sum_of_batch(
+    (feature[None], np.array([label])), unit, heads._term_of(3)
+  )
+  moved = _lattice.integers_of(sums['sums']) * float(unit)
+  size = np.linalg.norm(moved)
+  assert size <= 1
+  if not np.isfinite(feature).all() or not 0 <= label < 3:
+    assert size == 0
+  elif 1e-30 < np.abs(feature).max() < 1e38:
+    assert size == pytest.approx(1, abs=1e-4)
+    assert np.count_nonzero(moved.any(0)) == 1
+  means = heads.class_means(
+    [(feature[None], np.array([label]))],
+    num_classes=3,
+    noise_multiplier=1.0,
+    dataset_size=1,
+  )
+  assert isinstance(means, heads.ClassMeans)
+  assert np.isfinite(means.kernel).all()
 
 
 @given(cases.seeds)

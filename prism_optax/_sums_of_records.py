@@ -1,0 +1,93 @@
+"""One release of a sum over all records, which are read in batches."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prism_optax import _lattice, _per_example, _randomness, _validate
+from prism_optax._types import PRNGKeyLike
+
+Arrays = dict[str, jax.Array]
+
+
+def release(
+  batches: Iterable[Any],
+  terms: Callable[[Any], Arrays],
+  *,
+  noise_multiplier: float,
+  dataset_size: int,
+  prng_key: PRNGKeyLike,
+  purpose: int,
+) -> Arrays:
+  """The sum of what all records add, with noise on every entry.
+
+  A record adds at most 1 in Euclidean norm, over all arrays together, whatever
+  ``terms`` makes of it; one whose terms are not finite adds zero. Sums are
+  integers: neither the order nor the size of batches counts.
+
+  Args:
+    batches: Trees of arrays (B, ...), checked: one entry is one record.
+    terms: From one record to arrays of joint norm at most 1, compiled once for
+      one and the same function.
+    noise_multiplier: Standard deviation of the noise.
+    dataset_size: Number of records, public.
+    prng_key: As for :func:`prism_optax.tangent_privatizer`.
+    purpose: Folded into a key that was given, 32 bits: one key for releases of
+      several kinds gives each noise of its own.
+
+  Returns:
+    The released arrays, float32.
+
+  Raises:
+    ValueError: If there is no batch, or more records than ``dataset_size``, or
+      an argument is out of its range.
+  """
+  sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
+  _validate.integer('dataset_size', dataset_size, 1)
+  _randomness.check_key('prng_key', prng_key, words=4)
+  unit = np.asarray(_lattice.unit_of(sigma, 1.0, jnp.float32))
+  totals: dict[str, Any] = {}
+  rows = 0
+  for batch in batches:
+    rows += len(jax.tree.leaves(batch)[0])
+    for name, x in sum_of_batch(batch, unit, terms).items():
+      totals[name] = totals.get(name, 0) + _lattice.integers_of(x)
+  if not totals:
+    raise ValueError('Expected batches to hold at least one, got none.')
+  if rows > dataset_size:
+    raise ValueError(
+      'Expected batches in which every record (or user) stands once, got'
+      f' {rows} records for {dataset_size=}: one that stands in them twice'
+      ' moves the sum twice as far as is accounted for. (Padding counts: leave'
+      ' it out.)'
+    )
+  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
+  if _randomness.is_given(prng_key):
+    key = jax.random.fold_in(key, purpose)
+  sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
+  released: Arrays = _lattice.add_noise(key, sums, sigma)
+  return released
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def sum_of_batch(
+  batch: Any, unit: jax.Array, terms: Callable[[Any], Arrays]
+) -> dict[str, Any]:
+  """The sum over the records of a batch, of arrays on the lattice."""
+
+  def contribution(record: Any) -> Arrays:
+    given = terms(record)
+    # Rounding, and whatever is not finite.
+    squared = _per_example.squared_norm(list(given.values()), 1.0)
+    weight, counts = _per_example.clip_weight(squared)
+    return {k: jnp.where(counts, weight * v, 0) for k, v in given.items()}
+
+  units = dict.fromkeys(jax.eval_shape(jax.vmap(terms), batch), unit)
+  out: dict[str, Any] = _per_example.sum_of_examples(
+    contribution, batch, None, units
+  )
+  return out
