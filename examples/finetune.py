@@ -36,6 +36,7 @@ run lasts and holds the noise key, and nonprivate_* may not.
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -284,21 +285,31 @@ def compare_on_digits(
   chosen = [options.optimizer] if options.optimizer else list(methods.COMPARED)
   rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
   statement = ''
+  pictures = len(task.evaluation.labels)
+
+  def shown(accuracy: float) -> str:
+    error = math.sqrt(accuracy * (1 - accuracy) / pictures)
+    return f'{accuracy:.3f} ± {error:.3f}'
+
   for name in chosen:
     used = plan
     if name == 'adamw':
       used = dataclasses.replace(plan, noise_multiplier=0.0)
     summary = run.train(task, used, settings_of(options, name), output / name)
     if not rows[1:]:
-      accuracy = f'{summary["start"]["eval_accuracy"]:.3f}'
+      accuracy = shown(summary['start']['eval_accuracy'])
       rows.append(('before adaptation', accuracy, '0'))
     epsilon = 'not private'
     if summary['private']:
       epsilon = f'{privacy.round_up(summary["epsilon"]):.4f}'
       statement = summary['statement']
-    rows.append((name, f'{summary["final"]["eval_accuracy"]:.3f}', epsilon))
-  print(f'\nDigits read in a mirror, {len(task.evaluation.labels)} of them:\n')
+    rows.append((name, shown(summary['final']['eval_accuracy']), epsilon))
+  print(f'\nDigits read in a mirror, {pictures} of them:\n')
   print(reporting.table(rows))
+  print(
+    '\nOne run each; ± is the standard error over the pictures. Methods whose'
+    ' accuracies are closer than two of these cannot be told apart by this run.'
+  )
   if statement:
     print(f'\nSpent by each private run: {statement}.')
   print(f'Adapters, metrics and plots are in {output}.')

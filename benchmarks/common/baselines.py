@@ -79,7 +79,7 @@ def adamw_decayed(
   )
 
 
-def _scale_where(name: str, factor: float) -> optax.GradientTransformation:
+def scale_where(name: str, factor: float) -> optax.GradientTransformation:
   """Scales the leaves of one name."""
 
   def update(updates, params=None):
@@ -95,12 +95,12 @@ def lora_plus(
   rate: optax.ScalarOrSchedule, ratio: float = 6.0
 ) -> optax.GradientTransformation:
   """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns faster than A."""
-  return optax.chain(optax.adam(rate), _scale_where('lora_b', ratio))
+  return optax.chain(optax.adam(rate), scale_where('lora_b', ratio))
 
 
 def ffa(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
   """FFA-LoRA (Sun et al. 2024, arXiv:2403.12313): A stays as it was."""
-  return optax.chain(optax.adam(rate), _scale_where('lora_a', 0.0))
+  return optax.chain(optax.adam(rate), scale_where('lora_a', 0.0))
 
 
 def without_a(gradient: Any) -> Any:

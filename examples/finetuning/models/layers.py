@@ -145,7 +145,11 @@ class Attention(nnx.Module):
     self.output = make()
 
   def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attends within each sequence.
+    """Attends within each sequence; arguments and result of :meth:`mixed`."""
+    return self.output(self.mixed(tokens, mask))
+
+  def mixed(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """What the output matrix reads: mixed values.
 
     Args:
       tokens: ``(batch * length, hidden)``.
@@ -170,7 +174,7 @@ class Attention(nnx.Module):
     lowest = jnp.finfo(scores.dtype).min
     scores = jnp.where(visible[:, None], scores, lowest)
     mixed = jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), value)
-    return self.output(mixed.reshape(tokens.shape))
+    return mixed.reshape(tokens.shape)
 
 
 class FeedForward(nnx.Module):
