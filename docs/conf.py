@@ -4,6 +4,7 @@ Builds without a network and without any extra but `docs`; what a reader's
 browser loads comes from the site alone.
 """
 
+import base64
 import json
 import pathlib
 import re
@@ -83,8 +84,25 @@ def _mathml(as_block):
   return visit, None
 
 
+def _outputs(cell, stem, folder):
+  """What a code cell has printed and drawn, as it is stored."""
+  for i, output in enumerate(cell.get('outputs', ())):
+    text = ''.join(output.get('text', ''))
+    data = output.get('data', {})
+    if 'image/png' in data:
+      name = f'{stem}-{cell["id"]}-{i}.png'
+      picture = base64.b64decode(''.join(data['image/png']))
+      if (
+        not (folder / name).exists() or (folder / name).read_bytes() != picture
+      ):
+        (folder / name).write_bytes(picture)
+      yield f'![What this cell draws.]({name})'
+    elif text := text or ''.join(data.get('text/plain', '')):
+      yield f'```{{code-block}} text\n:class: output\n\n{text.rstrip()}\n```'
+
+
 def _write_notebooks():
-  """The notebooks as pages: they are stored without outputs."""
+  """The notebooks as pages, with the outputs that they are stored with."""
   folder = ROOT / 'docs' / 'notebooks'
   folder.mkdir(exist_ok=True)
   for page in folder.glob('*.md'):
@@ -96,9 +114,9 @@ def _write_notebooks():
       text = ''.join(cell['source'])
       if cell['cell_type'] == 'code':
         # Commands to the notebook itself are no Python to be coloured.
-        language = 'text' if text.startswith(('%', '!')) else 'python'
+        language = 'text' if '\n%' in f'\n{text}' else 'python'
         text = f'```{language}\n{text}\n```'
-      parts.append(text)
+      parts += [text, *_outputs(cell, path.stem, folder)]
     page = '\n\n'.join(parts) + '\n'
     target = folder / f'{path.stem}.md'
     # An old page as it is, if it is the same: it is not built again.

@@ -8,6 +8,8 @@ sampling; each learning rate is chosen on a split of its own, by the mean over
 the tuning seeds, and the accuracies are of other seeds on the test split.
 
     python benchmarks/accuracy/dp_muon_digits.py [--epsilon 1 3] [--seeds 8]
+
+Results go to ``benchmarks/results`` as they are finished.
 """
 
 import argparse
@@ -27,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 from finetuning import digits  # noqa: E402
 
 import prism_optax  # noqa: E402
-from benchmarks.common import baselines  # noqa: E402
+from benchmarks.common import baselines, results  # noqa: E402
 from prism_optax import accounting  # noqa: E402
 
 DELTA, EXPECTED_BATCH, STEPS, HIDDEN, CLIP = 1e-5, 128.0, 120, 64, 0.5
@@ -131,9 +133,14 @@ def main():
   parser.add_argument('--epsilon', type=float, nargs='+', default=[1.0, 3.0])
   parser.add_argument('--seeds', type=int, default=8)
   parser.add_argument('--tuning-seeds', type=int, default=2)
-  parser.add_argument('--only', default='', help="part of a method's name")
+  parser.add_argument('--only', nargs='+', choices=METHODS, default=METHODS)
   args = parser.parse_args()
   training, tuning, test = load()
+  stored = {
+    'environment': results.environment(),
+    'seeds': args.seeds,
+    'rows': [],
+  }
   print('| epsilon | method | learning rate | accuracy | standard error |')
   print('| --- | --- | --- | --- | --- |')
   for epsilon in args.epsilon:
@@ -147,7 +154,7 @@ def main():
       ),
     )
     for name, make in METHODS.items():
-      if args.only not in name:
+      if name not in args.only:
         continue
       tuned = [
         np.mean(
@@ -169,6 +176,16 @@ def main():
         f'| {error:.4f} |',
         flush=True,
       )
+      stored['rows'].append(
+        {
+          'epsilon': epsilon,
+          'method': name,
+          'learning rate': rate,
+          'accuracy': float(np.mean(scores)),
+          'standard error': float(error),
+        }
+      )
+      results.save('dp_muon_digits', stored)
 
 
 if __name__ == '__main__':

@@ -1,9 +1,11 @@
 """Tables, tests and plots of what ``utility.py`` has run.
 
     python benchmarks/accuracy/utility_report.py [--runs runs/utility]
+        [--plot-only]
 
 Writes ``benchmarks/results/utility.md``, ``.json`` and plots. Methods are
-compared on the same rows and seeds.
+compared on the same rows and seeds. ``--plot-only`` draws from the stored
+``utility.json`` what needs no more than it has: all plots but the curves.
 """
 
 import argparse
@@ -35,6 +37,56 @@ def load(folder: pathlib.Path) -> dict[Run, dict]:
     fields['options'] = tuple(map(tuple, fields['options']))
     out[Run(**fields)] = result
   return out
+
+
+class Stored:
+  """The runs of ``utility.json``, in the place of ``utility.Results``."""
+
+  def __init__(self, path: pathlib.Path):
+    fields = {f.name: f.default for f in dataclasses.fields(Run)}
+    self.runs = {}
+    for row in json.loads(path.read_text('utf-8'))['runs']:
+      described = {name: row.get(name, x) for name, x in fields.items()}
+      described['options'] = tuple(map(tuple, described['options']))
+      self.runs[Run(**described)] = row | {'run': described}
+
+  def get(self, run: Run) -> dict | None:
+    return self.runs.get(run)
+
+
+def draw(found: dict, out: pathlib.Path) -> None:
+  """The plots of accuracies; ``found`` has the rows of each part."""
+  utility_plots.accuracies(
+    {TITLES[part]: rows for part, rows in found.items()},
+    out / 'utility_accuracy.png',
+  )
+  if len(by_epsilon := [found[x] for x in BY_EPSILON if x in found]) > 1:
+    utility_plots.epsilons(by_epsilon, out / 'utility_epsilon.png')
+  if 'core-3' in found:
+    utility_plots.rates(found['core-3'], out / 'utility_rates.png')
+
+
+def changes_of(runs, part: str, results, found: dict) -> dict[str, dict]:
+  """What each change of a part makes; the rates beside the best are some."""
+  changes = utility_tables.varied(runs, part, results)
+  if part == 'nuisances':
+    beside = {row.method: row.beside for row in found.get('core-3', [])}
+    changes = {name: x | beside.get(name, {}) for name, x in changes.items()}
+  return changes
+
+
+def draw_again(out: pathlib.Path) -> None:
+  """The plots from ``utility.json``."""
+  stored = Stored(out / 'utility.json')
+  found = {
+    part: rows
+    for part in TITLES
+    if (rows := utility_tables.rows_of(stored.runs, part, stored))
+  }
+  draw(found, out)
+  for part in ('nuisances', 'options'):
+    if changes := changes_of(stored.runs, part, stored, found):
+      utility_plots.changes(changes, out / f'utility_{part}.png')
 
 
 TITLES = {
@@ -85,7 +137,11 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--runs', type=pathlib.Path, default='runs/utility')
   parser.add_argument('--rows', type=int, default=58_349, help='trained on')
+  parser.add_argument('--plot-only', action='store_true')
   args = parser.parse_args()
+  if args.plot_only:
+    draw_again(storage.FOLDER)
+    return
   runs, results = load(args.runs), utility.Results(args.runs)
   out = storage.FOLDER
   environment = storage.environment()
@@ -116,16 +172,11 @@ def main():
       text.append(f'Not finished: at least {missing} runs of this part lack.\n')
     text += [*utility_tables.table(rows), '']
   absent = [part for part in TITLES if part not in found]
-  utility_plots.accuracies(
-    {TITLES[part]: rows for part, rows in found.items()},
-    out / 'utility_accuracy.png',
-  )
+  draw(found, out)
   text += ['![Accuracies](utility_accuracy.png)', '']
-  if len(by_epsilon := [found[x] for x in BY_EPSILON if x in found]) > 1:
-    utility_plots.epsilons(by_epsilon, out / 'utility_epsilon.png')
+  if len([x for x in BY_EPSILON if x in found]) > 1:
     text += ['![Accuracy against epsilon](utility_epsilon.png)', '']
   if 'core-3' in found:
-    utility_plots.rates(found['core-3'], out / 'utility_rates.png')
     utility_plots.curves(
       [r for r in found['core-3'] if r.method != 'linear probe'],
       private_runs.CURVE_STEPS,
@@ -145,13 +196,10 @@ def main():
     ('nuisances', 'What should not matter'),
     ('options', 'One option of PRISM at a time'),
   ):
-    changes = utility_tables.varied(runs, part, results)
+    changes = changes_of(runs, part, results, found)
     if not changes:
       absent.append(part)
       continue
-    if part == 'nuisances':
-      beside = {row.method: row.beside for row in found.get('core-3', [])}
-      changes = {name: x | beside.get(name, {}) for name, x in changes.items()}
     utility_plots.changes(changes, out / f'utility_{part}.png')
     text += [
       f'## {title}\n',

@@ -5,7 +5,7 @@
 The same problem, data and ambient noise, trained from ``(L, R)`` and from ``(L
 K, R K^-T)``: largest relative difference of Z over all steps and modules, for
 PRISM, for the published optimizer (paper mode) and for DP-AdamW on the factors.
-About a minute on a CPU.
+About a minute on a CPU. Results go to ``benchmarks/results``.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import methods  # noqa: E402
+from benchmarks.common import methods, results  # noqa: E402
 from prism_optax import lora  # noqa: E402
 from tests.oracles import oracles, problems, test_utils  # noqa: E402
 
@@ -146,8 +146,8 @@ def difference(one, other) -> float:
 
 def table(
   dtype: jax.typing.DTypeLike, steps: int, canonical: bool = False
-) -> None:
-  """Prints one line a method, one column a gauge."""
+) -> dict[str, list[float]]:
+  """Errors of each method by gauge; prints a line for each."""
   problem = problems.Problem(SHAPES)
   factors, extra = problem.start()
   base = problem.params(factors, extra, dtype)
@@ -155,9 +155,10 @@ def table(
   print(f'\n{jnp.dtype(dtype).name}{note}: gauge condition x scale')
   columns = ''.join(f'{f"{c:.0e} x {s:.0e}":>16}' for c, s in GAUGES)
   print(f'{"":22}{columns}')
+  out = {}
   for method in METHODS:
     target = trajectory(method, problem, base, steps)
-    errors = [
+    out[method] = errors = [
       difference(
         trajectory(
           method, problem, start(problem, *gauge, canonical, dtype), steps
@@ -167,6 +168,7 @@ def table(
       for gauge in GAUGES
     ]
     print(f'{method:22}' + ''.join(f'{e:16.1e}' for e in errors), flush=True)
+  return out
 
 
 def main():
@@ -174,9 +176,16 @@ def main():
   parser.add_argument('--steps', type=int, default=50)
   steps = parser.parse_args().steps
   with jax.enable_x64(True):
-    table(jnp.float64, steps)
-  table(jnp.float32, steps)
-  table(jnp.float32, steps, canonical=True)
+    found = {'float64': table(jnp.float64, steps)}
+  found['float32'] = table(jnp.float32, steps)
+  found['float32, canonical'] = table(jnp.float32, steps, canonical=True)
+  stored = {
+    'environment': results.environment(),
+    'steps': steps,
+    'gauges, condition and scale': GAUGES,
+    'largest relative difference of Z': found,
+  }
+  print(f'Written to {results.save("gauge_invariance", stored)}')
 
 
 if __name__ == '__main__':

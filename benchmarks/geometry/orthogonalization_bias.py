@@ -6,7 +6,8 @@ matrix, is orthogonalized with and without the correction of
 ``prism_optax.muon.subtract_bias``. The target is the
 orthogonalized matrix without noise. Bias is the norm of the mean error, RMSE
 the root of the mean squared norm of the error, both over the norm of the
-target; the statistical error of the squared bias is subtracted.
+target; the statistical error of the squared bias is subtracted. Results go to
+``benchmarks/results``; with one number of probes about a minute.
 
     python benchmarks/geometry/orthogonalization_bias.py [--trials 2000]
 """
@@ -26,6 +27,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
+from benchmarks.common import results  # noqa: E402
 from prism_optax import muon  # noqa: E402
 
 SHAPE = (32, 48)
@@ -94,6 +96,7 @@ def main():
   parser.add_argument('--probes', type=int, nargs='+', default=[0, 1, 2, 4, 8])
   args = parser.parse_args()
   rng = np.random.default_rng(0)
+  rows = []
   print('| degree, steps | condition | noise | probes | bias | RMSE | time |')
   print('| --- | --- | --- | --- | --- | --- | --- |')
   for degree, steps in [(2, 5), (1, 5), (3, 3)]:
@@ -106,11 +109,27 @@ def main():
           function, x, noise, args.trials, probes, args.probe_scale
         )
         base = base or seconds
+        rows.append(
+          {
+            'degree': degree,
+            'condition': condition,
+            'noise': noise,
+            'probes': probes,
+            'bias': bias,
+            'RMSE': error,
+          }
+        )
         print(
           f'| {degree}, {steps} | {condition} | {noise} | {probes} '
           f'| {bias:.3f} | {error:.3f} | {seconds / base:.1f} |',
           flush=True,
         )
+  stored = {
+    'environment': results.environment(),
+    'trials': args.trials,
+    'rows': rows,
+  }
+  print(f'Written to {results.save("orthogonalization_bias", stored)}')
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """The three issues of DP-SGD on LoRA factors, measured on a small real model.
 
     python benchmarks/geometry/paper_diagnostics.py [--output FOLDER]
+        [--plot-only]
 
 After the diagnostics of the PRISM paper (arXiv:2606.00944, Appendix C), on the
 vision transformer of ``examples/finetune.py`` and public digits:
@@ -18,6 +19,7 @@ All data here are public, so raw per-example norms may be shown.
 """
 
 import argparse
+import json
 import pathlib
 import sys
 from typing import Any
@@ -265,8 +267,20 @@ def issue_three(
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--output', type=pathlib.Path, default=results.FOLDER)
-  folder = parser.parse_args().output
+  parser.add_argument(
+    '--plot-only', action='store_true', help='draw the stored numbers again'
+  )
+  options = parser.parse_args()
+  folder = options.output
   folder.mkdir(parents=True, exist_ok=True)
+  if options.plot_only:
+    stored = json.loads((folder / 'paper_diagnostics.json').read_text('utf-8'))
+    two = (stored[x] for x in ('noise', 'noise_closed_form', 'best_gauge'))
+    paper_report.plot(
+      stored['clipping'], tuple(two), stored['preconditioned'],
+      folder / 'paper_diagnostics.png',
+    )  # fmt: skip
+    return
   problem = Problem(ROOT / 'runs' / 'paper_diagnostics')
   # Half of the examples are clipped at c = 1, in either space.
   norms = {

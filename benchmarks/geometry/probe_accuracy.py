@@ -4,6 +4,7 @@
 
 For gauges of growing condition and both types of parameters, the relative error
 of ``tangent_coordinates`` of a factor gradient and of ``tangent_probes``.
+Results go to ``benchmarks/results``; a few seconds.
 """
 
 import argparse
@@ -18,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
+from benchmarks.common import results  # noqa: E402
 from prism_optax import _modules, transforms  # noqa: E402
 
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6)
@@ -86,11 +88,20 @@ def errors(
 def main():
   argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
   print(f'{"type":10}{"condition":>10}{"whitened":>12}{"probes":>12}')
+  found = {}
   for dtype in (jnp.float32, jnp.bfloat16):
-    for condition in CONDITIONS:
-      whitened, probed = errors(condition, dtype)
-      name = jnp.dtype(dtype).name
+    name = jnp.dtype(dtype).name
+    found[name] = [errors(condition, dtype) for condition in CONDITIONS]
+    for condition, (whitened, probed) in zip(
+      CONDITIONS, found[name], strict=True
+    ):
       print(f'{name:10}{condition:10.0e}{whitened:12.1e}{probed:12.1e}')
+  stored = {
+    'environment': results.environment(),
+    'conditions': CONDITIONS,
+    'relative error, whitened and of probes': found,
+  }
+  print(f'Written to {results.save("probe_accuracy", stored)}')
 
 
 if __name__ == '__main__':

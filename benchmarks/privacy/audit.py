@@ -1,6 +1,7 @@
 """What attacks on the whole chain prove about epsilon, beside the claim.
 
     python benchmarks/privacy/audit.py [--draws 20000] [--output FOLDER]
+        [--plot-only]
 
 The attacks of ``tests/audit``, with more draws: white-box (the attacker sees
 the noised coordinates of three steps), black-box (the trained parameters
@@ -30,7 +31,7 @@ from matplotlib import pyplot as plt
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.common import results  # noqa: E402
+from benchmarks.common import plots, results  # noqa: E402
 from tests.audit import black_box_test as black_box  # noqa: E402
 from tests.audit import chains, harness  # noqa: E402
 
@@ -137,42 +138,68 @@ def table(rows):
   return '\n'.join(lines)
 
 
+PROVED, WRONG = '#0072B2', '#D55E00'
+
+
 def plot(rows, path):
   """Left: one step over the noise. Right: every other attack."""
   figure, (left, right) = plt.subplots(
-    1, 2, figsize=(10, 4), width_ratios=(2, 3), layout='constrained'
+    1, 2, figsize=(10.5, 4.4), width_ratios=(2, 3), layout='constrained'
   )
   sweep = [row for row in rows if row['attack'] == 'sweep']
-  for key, label, style in (
-    ('claim', 'claimed', 'k-'),
-    ('bound', 'proved', 'C0o-'),
-    ('bound with half the noise', 'proved with half the noise', 'C3s--'),
+  sigmas = [row['what'] for row in sweep]
+  for key, label, style, colour in (
+    ('bound with half the noise', 'proved with\nhalf the noise', 's--', WRONG),
+    ('claim', 'claimed', '-', 'black'),
+    ('bound', 'proved', 'o-', PROVED),
   ):
-    left.loglog(
-      [row['what'] for row in sweep],
-      [row[key]['gdp'] for row in sweep],
-      style,
-      label=label,
+    values = [row[key]['gdp'] for row in sweep]
+    left.loglog(sigmas, values, style, color=colour)
+    left.annotate(
+      label,
+      (1.12 * sigmas[-1], values[-1]),
+      color=colour,
+      va='bottom' if '\n' in label else 'center',
+      annotation_clip=False,
     )
+  left.set_xticks(SIGMAS)
+  left.set_yticks([0.2, 0.5, 1, 2, 5, 10, 20])
   left.set(xlabel='noise multiplier', ylabel='epsilon at delta 1e-5')
-  left.set_title('One step, white box', fontsize='medium')
-  left.legend(loc='upper right', fontsize='small')
+  left.set_title('One step, white box', loc='left')
   others = [row for row in rows if row['attack'] != 'sweep']
   names = [f'{row["attack"]}: {row["what"]}' for row in others]
   places = range(len(others))[::-1]
   for place, row in zip(places, others, strict=True):
     wrong = row['attack'] == 'planted bug'
-    right.plot(row['claim']['gdp'], place, 'k|', markersize=14)
-    right.plot(row['bound']['gdp'], place, 'C3X' if wrong else 'C0o')
+    right.plot(row['claim']['gdp'], place, 'k|', ms=15, mew=2)
+    right.plot(row['bound']['gdp'], place, 'X' if wrong else 'o',
+               color=WRONG if wrong else PROVED, ms=7)  # fmt: skip
     if row['bound with half the noise']:
-      right.plot(row['bound with half the noise']['gdp'], place, 'C3s')
-  right.set_yticks(list(places), names, fontsize='small')
-  right.set(xlabel='epsilon at delta 1e-5', xscale='log')
-  right.set_title('| claim, o proved, red: planted bugs', fontsize='medium')
+      right.plot(row['bound with half the noise']['gdp'], place, 's',
+                 color=WRONG, ms=6)  # fmt: skip
+  # Each mark is named where it stands first.
+  first, planted = others[0], next(
+    r for r in others if r['attack'] == 'planted bug'
+  )  # fmt: skip
+  top, middle = places[0] + 0.75, places[others.index(planted)] + 0.5
+  for label, at, height, side, colour in (
+    ('proved', first['bound'], top, 'right', PROVED),
+    ('claim', first['claim'], top, 'left', 'black'),
+    ('  proved with half the noise', first['bound with half the noise'],
+     places[0] - 0.2, 'left', WRONG),
+    ('proved against the bug', planted['bound'], middle, 'right', WRONG),
+  ):  # fmt: skip
+    right.annotate(label, (at['gdp'], height), ha=side, color=colour)
+  right.set_yticks(list(places), names)
+  right.set_ylim(-0.7, places[0] + 1.5)
+  right.set(xlabel='epsilon at delta 1e-5', xscale='log', xlim=(1.7, 70))
+  right.set_xticks([2, 5, 10, 20, 50])
+  right.set_title('Whole chains', loc='left')
+  plots.finish((left, right))
   for axis in (left.xaxis, left.yaxis, right.xaxis):
     axis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:g}'))
-    axis.set_minor_formatter(mpl.ticker.NullFormatter())
-  figure.savefig(path, dpi=120)
+    axis.set_minor_locator(mpl.ticker.NullLocator())
+  plots.save(figure, path, 120)
   plt.close(figure)
 
 
@@ -182,7 +209,14 @@ def main():
   )
   parser.add_argument('--draws', type=int, default=20_000)
   parser.add_argument('--output', type=pathlib.Path, default=results.FOLDER)
+  parser.add_argument(
+    '--plot-only', action='store_true', help='draw audit.json again'
+  )
   options = parser.parse_args()
+  if options.plot_only:
+    stored = json.loads((options.output / 'audit.json').read_text('utf-8'))
+    plot(stored['rows'], options.output / 'audit.png')
+    return
   rows = measure(options.draws)
   print(table(rows))
   options.output.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ Two workloads, those of the timings of the authors' PyTorch step (arXiv:
 ones of rank 16 with a batch of 4. With and without the clip of per-example
 gradients. Then the cost against the number of modules, the rank and the width,
 with the time that the memory traffic alone would take, and compile times.
-The workloads once more with glibc told to ask for huge pages, which saves a
-quarter of all times where memory is taken and given back at every step.
+The workloads once more with glibc told to ask for huge pages, which saves time
+where much memory is taken and given back at every step.
 Results go to ``benchmarks/results/update_time_<platform>.json`` and ``.png``.
 """
 

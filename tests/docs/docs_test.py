@@ -15,8 +15,11 @@ from tests.docs.readme_test import blocks
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / 'docs'
 TUTORIAL = DOCS / 'tutorial.md'
-# A list; sessions (pages_test.py); commands (tests/examples/commands_test.py).
-NO_PYTHON = ('index', 'input_metric', 'language_model')
+# A list; sessions (pages_test.py); commands (tests/examples/commands_test.py);
+# a table (tests/ecosystem/features_test.py).
+NO_PYTHON = (
+  'index', 'class_means', 'input_metric', 'language_model', 'lora_trees',
+)  # fmt: skip
 HOW_TO = sorted(
   p for p in (DOCS / 'how_to').glob('*.md') if p.stem not in NO_PYTHON
 )
@@ -39,23 +42,10 @@ def run(script, folder, **environment):
   return done.stdout
 
 
-_INCLUDE = re.compile(
-  r'```{include} (\S+)\n:start-after: "(.*)"\n:end-before: "(.*)"\n```\n'
-)
-
-
 def pasted(path):
-  """The Python of a page in its order, and of what the page includes.
-
-  With line numbers of the page, up to what it includes.
-  """
-
-  def included(match):
-    text = (path.parent / match[1]).read_text('utf-8')
-    return text.split(match[2], 1)[1].split(match[3], 1)[0]
-
+  """The Python of a page in its order, with the line numbers of the page."""
   script = ''
-  text = _INCLUDE.sub(included, path.read_text('utf-8'))
+  text = path.read_text('utf-8')
   for line, code in blocks(text, 'python'):
     script += '\n' * (line - 1 - script.count('\n')) + code
   return script
@@ -81,6 +71,13 @@ def test_the_tutorial_ends_with_what_it_promises(tmp_path):
   assert (tmp_path / 'digits' / 'model').is_dir()
   adapter = {p.name for p in (tmp_path / 'digits' / 'adapter').iterdir()}
   assert adapter == {'adapter_config.json', 'adapter_model.safetensors'}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_landing_page_runs_and_prints_its_statement(tmp_path):
+  printed = run(pasted(DOCS / 'index.md'), tmp_path)
+  assert printed.startswith('epsilon <= 1.000 at delta = 1e-05')
 
 
 # Several pages in a process, so that JAX starts once; a namespace for each.

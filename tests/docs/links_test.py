@@ -4,6 +4,7 @@ import ast
 import functools
 import pathlib
 import re
+import tomllib
 
 import pytest
 
@@ -11,8 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted(
   [
     *(ROOT / 'docs').rglob('*.md'),
-    *(ROOT / f'{x}.md' for x in ('README', 'CONTRIBUTING', 'SECURITY')),
-    ROOT / 'CHANGELOG.md',
+    *ROOT.glob('*.md'),
   ]
 )
 _FENCED = re.compile(r'^(```+|~~~+|:::+)[^\n]*\n.*?^\1\s*$', re.M | re.S)
@@ -111,7 +111,9 @@ def test_what_leads_nowhere_is_found():
 def test_every_figure_has_a_script_a_page_and_few_bytes():
   scripts = {p.stem for p in (ROOT / 'docs' / 'figures').glob('*.py')}
   drawn = list((ROOT / 'docs' / 'figures').glob('*.png'))
-  assert {p.stem for p in drawn} == scripts - {'style'}
+  # Drawn from results that are stored there.
+  measured = {p.stem for p in (ROOT / 'benchmarks').rglob('*.py')}
+  assert scripts - {'style'} <= {p.stem for p in drawn} <= scripts | measured
   shown = {
     (p.parent / x).resolve()
     for p in PAGES
@@ -128,9 +130,25 @@ def test_one_version_is_cited_built_and_imported():
     name: re.search(pattern, (ROOT / name).read_text('utf-8'), re.M)[1]
     for name, pattern in {
       'CITATION.cff': r'^version: (\S+)$',
-      'pyproject.toml': r'^version = "(\S+)"$',
       'prism_optax/__init__.py': r"^__version__ = '(\S+)'$",
       'CHANGELOG.md': r'^## (\d\S*\d)',  # The newest comes first.
     }.items()
   }
   assert len(set(found.values())) == 1, found
+  # The wheel takes it from there.
+  built = tomllib.loads((ROOT / 'pyproject.toml').read_text('utf-8'))
+  assert built['project']['dynamic'] == ['version']
+  assert built['tool']['hatch']['version']['path'] in found
+
+
+def test_the_workflow_runs_what_is_here_on_the_versions_that_are_declared():
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text('utf-8'))
+  declared = re.findall(
+    r'Python :: (3\.\d+)', '\n'.join(project['project']['classifiers'])
+  )
+  workflow = (ROOT / '.github' / 'workflows' / 'ci.yml').read_text('utf-8')
+  matrix = re.search(r'python: \[(.*)\]', workflow)[1]
+  assert re.findall(r"'(3\.\d+)'", matrix) == declared
+  called = re.findall(r'run: bash (\S+)', workflow)
+  assert called == ['.ci/run', '.ci/newest']
+  assert all((ROOT / x).is_file() for x in called)

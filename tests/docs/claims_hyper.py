@@ -1,0 +1,368 @@
+"""Tables and sentences of the page on hyper-parameters and of others."""
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from tests.docs import claims_data as data
+from tests.docs.claims_data import short, stored
+from tests.docs.claims_tables import lines, of
+
+BALANCED = {'start': 'balanced'}
+ADAM = {'method': 'dp-adamw'}
+OURS = {'bias_correction': False, 'weight_decay': 0.1}
+
+
+def row(**change: Any) -> dict:
+  """The row with this change and no other."""
+  (found,) = (
+    row
+    for row in stored('hyper_parameters_cpu')['rows']
+    if row['change'] == change
+  )
+  return found
+
+
+def at(**change: Any) -> str:
+  return short(row(**change)['accuracy'], 3)
+
+
+@of('rates')
+def _():
+  found = stored('hyper_parameters_cpu')
+  names = {
+    '`prism`, its defaults': OURS,
+    '`prism`, zero start': {},
+    '`prism`, balanced start': BALANCED,
+    'DP-AdamW, zero start': ADAM,
+    'DP-AdamW, balanced start': ADAM | BALANCED,
+  }
+  return lines(
+    ['', *(f'{rate:g}' for rate in found['learning rates'])],
+    [
+      [text, *(short(x, 3) for x in row(**change)['accuracies by rate'])]
+      for text, change in names.items()
+    ],
+  )
+
+
+@of('weight-decay')
+def _():
+  rows = []
+  for bias, decay in (
+    (True, 0), (True, 0.1), (False, 0), (False, 0.1), (False, 0.3), (False, 1.0)
+  ):  # fmt: skip
+    change = {} if bias else {'bias_correction': False}
+    change |= {'weight_decay': decay} if decay else {}
+    try:
+      longer = at(**change, steps=384)
+    except ValueError:
+      longer = ''
+    cells = ['yes' if bias else 'no', f'{decay:g}']
+    if change == OURS:
+      cells = [f'**{x}**' for x in cells]
+    rows.append([*cells, at(**change), longer])
+  return lines(
+    ['bias correction', '`weight_decay`', 'accuracy', 'at 384 steps'], rows
+  )
+
+
+@of('moments')
+def _():
+  def cells(*changes):
+    return ' / '.join(at(**change) for change in changes)
+
+  adam = ADAM | BALANCED
+  return lines(
+    ['changed by itself', 'accuracy'],
+    [
+      ['`b1` 0 / 0.5 / **0.9** / 0.97',
+       cells({'b1': 0.0}, {'b1': 0.5}, {}, {'b1': 0.97})],
+      ['`b1` 0.5 / **0.9**, 384 steps',
+       cells({'b1': 0.5, 'steps': 384}, {'steps': 384})],
+      ['`b1` 0.5 / **0.9**, DP-AdamW, balanced start',
+       cells({'b1': 0.5, **adam}, adam)],
+      ['`b2` 0.9 / 0.99 / **0.999**', cells({'b2': 0.9}, {'b2': 0.99}, {})],
+      ['`floor_factor` 0.1 / **1** / 4',
+       cells({'floor_factor': 0.1}, {}, {'floor_factor': 4.0})],
+      ['`debias`', cells({'debias': True})],
+      ['`max_condition_number=1.0`, momentum only',
+       cells({'max_condition_number': 1.0})],
+    ],
+  )  # fmt: skip
+
+
+def best_of_metric() -> tuple[str, ...]:
+  """`prism` at a `b1` of 0.5, and with the mean; AdamW at its best, and so."""
+  metrics = {'mean', 'second_moment'}
+  adam = [
+    x
+    for x in stored('hyper_parameters_cpu')['rows']
+    if x['change'].get('method') == 'dp-adamw'
+  ]
+  with_it, without = (
+    max(
+      x['accuracy'] for x in adam if (x['change'].get('metric') in metrics) is y
+    )
+    for y in (True, False)
+  )
+  ours = at(b1=0.5), at(b1=0.5, metric='mean')
+  return (*ours, short(without, 3), short(with_it, 3))
+
+
+@of('metric')
+def _():
+  rows = []
+  for b1 in (0.5, 0.0):
+    for text, method in (('`prism`', {}), ('AdamW', ADAM)):
+      rows.append([f'{text}, `b1` {b1:g}'])
+      for metric in (None, 'mean', 'second_moment'):
+        change = {'b1': b1, **method, **({'metric': metric} if metric else {})}
+        starts = [change, change | BALANCED] if method else [change]
+        rows[-1].append(max(row(**x)['accuracy'] for x in starts))
+  best = max(x for cells in rows for x in cells[1:])
+  rows = [
+    [text, *(f'**{short(x, 3)}**' if x == best else short(x, 3) for x in cells)]
+    for text, *cells in rows
+  ]
+  return lines(['', 'no metric', "`'mean'`", "`'second_moment'`"], rows)
+
+
+def _points(x: float) -> str:
+  return f'{x:+.1f}' if round(x, 1) else '0.0'
+
+
+@of('text-options')
+def _():
+  found = {
+    change: methods['prism']
+    for change, methods in data.varied('One option of PRISM at a time').items()
+  }
+  names = {
+    '`bias_correction=True`, for which this rate is too large': [
+      'bias_correction=True'
+    ],
+    '`weight_decay` 0 / 0.3': ['weight_decay=0.0', 'weight_decay=0.3'],
+    '`l2_clip_norm` 0.1 / 10': ['clip=0.1', 'clip=10.0'],
+    'rank 2 / 64': ['rank=2', 'rank=64'],
+    '`b1` 0.8 / 0.95': ['b1=0.8', 'b1=0.95'],
+    '`b2=0.99`': ['b2=0.99'],
+    '`floor_factor` 0.1 / 4': ['floor_factor=0.1', 'floor_factor=4.0'],
+    '`debias=True`': ['debias=True'],
+    '`transport=False`': ['transport=False'],
+  }
+  return lines(
+    ['changed by itself', 'points'],
+    [
+      [text, ' / '.join(_points(found[x]) for x in changes)]
+      for text, changes in names.items()
+    ],
+  )
+
+
+@of('cancels')
+def _():
+  found = stored('correlated_noise_cpu')
+  rows = [
+    [f'{start}, {way} coordinates', *(f'{pair[i]:.3f}' for pair in pairs)]
+    for start, pairs in found[
+      'accumulated over independent, fixed and moving coordinates'
+    ].items()
+    if start != 'zero'
+    for i, way in enumerate(('fixed', 'moving'))
+  ]
+  steps = found['step over smallest singular value']
+  return lines(
+    ['step / smallest singular value', *(f'{x:g}' for x in steps)], rows
+  )
+
+
+@of('muon-digits')
+def _():
+  names = {
+    'DP-Adam': 'DP-Adam, one clip',
+    'DP-Muon': 'DP-Muon, equal split',
+    'DP-Muon, least energy': 'DP-Muon, least energy',
+    'DP-Muon, bias correction, 1 probe': 'DP-Muon, bias correction, one probe',
+  }
+  found = {
+    (row['method'], row['epsilon']): row
+    for row in stored('dp_muon_digits_cpu')['rows']
+  }
+  rows = []
+  for name, text in names.items():
+    rows.append([text])
+    for epsilon in (1.0, 3.0):
+      row = found[name, epsilon]
+      rows[-1].append(f'{row["accuracy"]:.3f} ({row["standard error"]:.3f})')
+  return lines(['', 'epsilon 1', 'epsilon 3'], rows)
+
+
+@of('correlated-utility')
+def _():
+  names = {
+    'independent': 'independent, fixed order',
+    'prefix sums': 'prefix sums, fixed order',
+    'banded': 'banded, fixed order',
+    'independent, Poisson': 'independent, Poisson sampling',
+  }
+  found = {
+    (row['method'], row['epsilon']): row
+    for row in stored('correlated_utility_cpu')['rows']
+  }
+  rows = []
+  for name, text in names.items():
+    rows.append([text])
+    for epsilon in (2.0, 8.0):
+      row = found[name, epsilon]
+      spread = row['standard deviation over seeds']
+      rows[-1].append(f'{row["accuracy"]:.3f} ({spread:.3f})')
+  return lines(['noise', 'epsilon 2', 'epsilon 8'], rows)
+
+
+def _muon() -> Iterator[tuple[str, tuple[Any, ...]]]:
+  found = {
+    (row['method'], row['epsilon']): 100 * row['accuracy']
+    for row in stored('dp_muon_digits_cpu')['rows']
+  }
+
+  def more(one, other):
+    return tuple(found[one, e] - found[other, e] for e in (1.0, 3.0))
+
+  equal, least = 'DP-Muon', 'DP-Muon, least energy'
+  corrected = 'DP-Muon, bias correction, 1 probe'
+  yield (
+    'is {:.1f} and {:.1f} points above DP-Adam',
+    more(equal, 'DP-Adam'),
+  )
+  yield 'adds {:.1f} and {:.1f} points to that', more(least, equal)
+  yield 'takes away {:.1f} and {:.1f}.', more(equal, corrected)
+  yield 'by {:.1f} and {:.1f} points; the bias', more(least, equal)
+
+
+def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
+  """Of the page on hyper-parameters and of the differences."""
+  yield from _muon()
+  yield (
+    'A cosine decay to zero has {}; a constant rate, at a third of its value,'
+    ' {}. With `b1=0.5` they have {} and {}.',
+    (at(), at(decay=0.0), at(b1=0.5), at(b1=0.5, decay=0.0)),
+  )
+  yield (
+    '(384 to 48 steps) have {}, {}, {} and {}.',
+    (
+      at(batch=25, steps=384), at(batch=50, steps=192), at(),
+      at(batch=200, steps=48),
+    ),
+  )  # fmt: skip
+  rows = stored('hyper_parameters_cpu')['rows']
+  spreads = [x['standard deviation over seeds'] for x in rows]
+  middle = statistics.median(spreads)
+  yield (
+    'accuracy {:.3f}; the standard deviation over seeds is {:.2f} in the middle'
+    ' of all rows ({:.2f} to {:.2f}), so a difference of {:.2f} between means'
+    ' is about two standard errors.',
+    (
+      row()['accuracy'], middle, min(spreads), max(spreads),
+      2 * middle * (2 / 10) ** 0.5,
+    ),
+  )  # fmt: skip
+  spreads = [
+    x['standard deviation over seeds']
+    for x in rows
+    if x['group'] == 'input metric'
+  ]
+  yield (
+    'Standard deviations over ten seeds are {:.2f} to {:.2f}. The metric',
+    (min(spreads), max(spreads)),
+  )
+  yield (
+    '{:g} for 24 and 48 steps, {:g} for 96, {:g} for 192, {:g} for 384',
+    tuple(
+      row(**change)['learning rate']
+      for change in ({'steps': 48}, {}, {'steps': 192}, {'steps': 384})
+    ),
+  )
+  yield (
+    'The standard error of a difference is about {:.1f}.',
+    (data.error_of_an_option(),),
+  )
+  counts = 24, 48, None, 192, 384
+  runs = [row(steps=n) if n else row() for n in counts]
+  yield (
+    '24, 48, 96, 192 and 384 steps have {}, {}, {}, {} and {}, although the'
+    ' multiplier rises from {:.2f} to {:.2f}.',
+    (
+      *(short(x['accuracy'], 3) for x in runs),
+      runs[0]['noise multiplier'], runs[-1]['noise multiplier'],
+    ),
+  )  # fmt: skip
+  yield (
+    '$C$ of 0.1, 0.3, 1 and 3 have {}, {}, {} and {}; 10 has {}.',
+    (at(clip=0.1), at(clip=0.3), at(), at(clip=3.0), at(clip=10.0)),
+  )
+  yield (
+    'which takes rank: 1, 2, 4 and 8 have {}, {}, {} and {}.',
+    (at(rank=1), at(rank=2), at(), at(rank=8)),
+  )
+  yield (
+    '`prism` has {} from the zero start and {} from a balanced one; DP-AdamW'
+    ' {} and {}.',
+    (at(), at(**BALANCED), at(**ADAM), at(**ADAM, **BALANCED)),
+  )
+  parts = [f'SST-2, epsilon {e}' for e in (1, 3, 6)]
+  parts += ['clinc150 domains, epsilon 3', 'banking77, epsilon 3']
+  found = {part: data.utility(part) for part in parts}
+  margins = [100 * found[x]['dp-adamw'].difference for x in parts]
+  yield (
+    'it is {:.1f}, {:.1f} and {:.1f} points on SST-2 at epsilon 1, 3 and 6,'
+    ' {:.1f} on the domains of clinc150 and {:.1f} on banking77 at epsilon 3,'
+    ' the last with p = {}',
+    (*margins, short(found[parts[-1]]['dp-adamw'].p, 3)),
+  )
+  yield (
+    'and {:.1f} and {:.1f} on SST-2 at epsilon 3 and 6 over the published',
+    tuple(
+      100 * found[part]['prism, paper mode'].difference for part in parts[1:3]
+    ),
+  )
+  words = data.utility('Next tokens of gsm8k and mawps, epsilon 3')['dp-adamw']
+  yield (
+    'word problems it is {:.1f} points, with p = {}',
+    (100 * words.difference, short(words.p, 3)),
+  )
+  decayed = [
+    -100 * row['dp-adamw, decayed'].difference
+    for row in [*found.values(), data.utility('SST-2, 2,000 rows, epsilon 3')]
+  ]
+  yield (
+    'is between {:.1f} points below and {:.1f} above `prism`',
+    (-min(decayed), max(decayed)),
+  )
+  yield (
+    '{:.3f} and {:.3f} from it, {:.3f} and {:.3f} from a balanced start',
+    tuple(
+      row(**change)['accuracy']
+      for change in ({}, ADAM, BALANCED, ADAM | BALANCED)
+    ),
+  )
+  yield (
+    'best accuracy on turned digits is {} in place of {}',
+    (at(**OURS), at(bias_correction=False)),
+  )
+  more = row(b1=0.5, metric='mean')['noise multiplier']
+  yield (
+    'the training gets {:.1f} % more noise',
+    (100 * (more / row()['noise multiplier'] - 1),),
+  )
+  found = {
+    (x['method'], x['epsilon']): x['accuracy']
+    for x in stored('correlated_utility_cpu')['rows']
+  }
+  yield (
+    'at epsilon 2, {:.3f} with a banded matrix against {:.3f} with independent'
+    ' noise. Where Poisson sampling is possible, that has {:.3f} and',
+    tuple(
+      found[x, 2.0] for x in ('banded', 'independent', 'independent, Poisson')
+    ),
+  )
