@@ -113,10 +113,9 @@ def epsilon_at(
   _validate.neighboring_relation(neighboring_relation)
   if interval is not None:
     _validate.positive('value_discretization_interval', interval)
-  engine: dp_accounting.PrivacyAccountant
   if accountant == 'rdp':
     event = _events.with_relation(event, neighboring_relation)
-    engine = rdp.RdpAccountant(neighboring_relation=neighboring_relation)
+    interval = None
   else:
     # Little noise needs a wide grid, or it would not fit in memory.
     interval = max(
@@ -124,15 +123,41 @@ def epsilon_at(
     )
     if interval > _WIDEST_INTERVAL:
       return math.inf
-    engine = pld.PLDAccountant(neighboring_relation, interval)
+  spent = _spent if _hashable(event) else _spent.__wrapped__
   try:
-    engine.compose(event)
+    engine = spent(event, neighboring_relation, interval)
   except dp_accounting.UnsupportedEventError as error:
     raise ValueError(
       f'The accountant {accountant!r} has no analysis of this event under'
       f' neighboring_relation={neighboring_relation}: {error}'
     ) from error
   return float(engine.get_epsilon(delta))
+
+
+# A loss distribution takes seconds and serves every delta: what a calibration
+# has found is stated, and a statement asks twice.
+@functools.lru_cache(maxsize=8)
+def _spent(
+  event: dp_accounting.DpEvent,
+  neighboring_relation: NeighboringRelation,
+  interval: float | None,
+) -> dp_accounting.PrivacyAccountant:
+  """Returns an accountant that was told of the event: RDP without a grid."""
+  engine: dp_accounting.PrivacyAccountant
+  if interval is None:
+    engine = rdp.RdpAccountant(neighboring_relation=neighboring_relation)
+  else:
+    engine = pld.PLDAccountant(neighboring_relation, interval)
+  return engine.compose(event)
+
+
+def _hashable(event: dp_accounting.DpEvent) -> bool:
+  """Whether it has no list in it, as events that a user composes may have."""
+  try:
+    hash(event)
+  except TypeError:
+    return False
+  return True
 
 
 def calibrate_noise_multiplier(

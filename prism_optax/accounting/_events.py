@@ -161,7 +161,9 @@ def composed(events: Sequence[dp_event.DpEvent]) -> dp_event.DpEvent:
   """Returns the event of all of them; of one alone, that event."""
   for event in events:
     require_event(event)
-  return events[0] if len(events) == 1 else dp_event.ComposedDpEvent([*events])
+  if len(events) == 1:
+    return events[0]
+  return dp_event.ComposedDpEvent(tuple(events))  # Unlike a list, hashable.
 
 
 def require_event(event: object) -> None:

@@ -100,6 +100,36 @@ def test_truncated_batches_equal_dp_accounting_by_hand():
   assert spent > 1.01 * plain
 
 
+def test_one_distribution_serves_every_delta_and_no_other_event(monkeypatch):
+  made = []
+  accountant = pld.PLDAccountant
+
+  def counting(*args):
+    made.append(args)
+    return accountant(*args)
+
+  def epsilon(event, delta=DELTA, relation=Relation.ADD_OR_REMOVE_ONE):
+    return accounting.epsilon(
+      event, delta, neighboring_relation=relation, **COARSE
+    )
+
+  monkeypatch.setattr(pld, 'PLDAccountant', counting)
+  one = dp_event.GaussianDpEvent(3.21)  # Of no other test.
+  fresh = accountant(Relation.ADD_OR_REMOVE_ONE, 1e-3).compose(one)
+  for delta in (1e-6, 1e-5, 1e-6):
+    assert epsilon(one, delta) == fresh.get_epsilon(delta)
+  assert len(made) == 1
+  doubled = by_hand(one, Relation.REPLACE_ONE, 'pld', **COARSE)
+  assert epsilon(one, relation=Relation.REPLACE_ONE) == doubled
+  # A list may grow: what was composed of it is not remembered.
+  events = [one]
+  composed = dp_event.ComposedDpEvent(events)
+  assert epsilon(composed) == epsilon(one)
+  events.append(one)
+  two = by_hand(one, Relation.ADD_OR_REMOVE_ONE, 'pld', 2, **COARSE)
+  assert math.isclose(epsilon(composed), two, rel_tol=1e-6)  # Other roundings.
+
+
 def test_replace_one_doubles_the_sensitivity_once():
   event = accounting.dpsgd_event(4.8448, 1.0, 1)
   add_or_remove = accounting.epsilon(event, DELTA)
