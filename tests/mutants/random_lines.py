@@ -10,7 +10,7 @@ others. Run by hand, for hours, in the background::
 ``lines`` runs every test file by itself under ``coverage`` (a process each:
 what another test has compiled is not traced again). ``run`` takes the same
 mutants in the same order every time, runs the fast tests of the files that
-execute the line, cheap files first, up to the first failure, and stores each
+execute the line, its own file first, up to the first failure, and stores each
 verdict at once in ``random_lines.json``. A survivor is there because it changes
 nothing (say why under ``why``), or because a test is missing.
 """
@@ -81,13 +81,16 @@ def candidates(seed):
 
 
 def tests_for(path, line, found):
-  """The test files that execute a line, the cheapest first."""
+  """The test files that execute a line: its own, then the cheapest first."""
   name = str(path.relative_to(ROOT))
   lines = set(edits.statement_lines(path.read_text(), line))
   covering = [
     test for test, x in found.items() if lines & set(x['lines'].get(name, ()))
   ]
-  return sorted(covering, key=lambda test: found[test]['seconds'])
+  own = f'/{path.stem.lstrip("_")}_test.py'
+  return sorted(
+    covering, key=lambda test: (not test.endswith(own), found[test]['seconds'])
+  )
 
 
 def verdict(path, edit, found):
@@ -109,12 +112,12 @@ def verdict(path, edit, found):
       folder = pathlib.Path(name)
       copies.write(folder, row['path'], changed)
       try:
-        done = copies.run_tests(
+        status, printed = copies.run_tests_in_a_fork(
           folder, *FAST, *IMPATIENT, *tests, timeout=TIMEOUT
         )
-        killed = re.search(r'^(?:FAILED|ERROR) (\S+)', done.stdout, re.M)
-        row['verdict'] = 'killed' if done.returncode else 'survived'
-        if done.returncode:  # A process that ran too long says no more.
+        killed = re.search(r'^(?:FAILED|ERROR) (\S+)', printed, re.M)
+        row['verdict'] = 'killed' if status else 'survived'
+        if status:  # A process that ran too long says no more.
           row['by'] = killed[1] if killed else 'the time limit'
       except subprocess.TimeoutExpired:
         row['verdict'] = 'killed'
