@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.docs import claims, claims_data, claims_sentences
+from tests.docs.claims import check as claims
+from tests.docs.claims import data
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def test_the_register_has_nothing_that_no_page_has():
 
 
 def test_a_changed_figure_of_a_sentence_is_seen():
-  for template, figures in claims_sentences.computed():
+  for template, figures in claims.sentences():
     text = template.format(*figures)
     assert not list(claims.wrong_sentences(text))
     found = claims.pattern_of(template).fullmatch(text)
@@ -43,10 +44,10 @@ def test_the_report_on_accuracy_has_the_means_of_its_runs():
   """The runs by method, epsilon and rate, all else as it was."""
   compared = 0
   for epsilon in (1, 3, 6):
-    for method, row in claims_data.utility(f'SST-2, epsilon {epsilon}').items():
-      runs = claims_data.accuracies(method, epsilon=epsilon, rate=row.rate)
+    for method, row in data.utility(f'SST-2, epsilon {epsilon}').items():
+      runs = data.accuracies(method, epsilon=epsilon, rate=row.rate)
       values = [x for seed, x in runs.items() if seed < 100]
       assert len(values) == row.seeds
-      assert claims_data.mean(values) == pytest.approx(row.accuracy, abs=6e-5)
+      assert data.mean(values) == pytest.approx(row.accuracy, abs=6e-5)
       compared += 1
   assert compared == 21

@@ -1,26 +1,34 @@
-"""What the documentation claims, beside the results that it claims them from.
+"""Compares pages with results: tables, sentences, and what has no source.
 
-    python -m tests.docs.claims [--write]
-
-Whole tables stand between ``<!-- results: NAME -->`` and ``<!-- end -->`` and
-are made by a function of ``claims_tables`` or ``claims_times``; ``--write``
-renews them. A figure in a sentence has an entry in ``claims_sentences``: the
-sentence with a field for every figure, and what computes the figures from the
-stored results. Any other numeral has to be in ``claims_settings``, with the
-test that asserts it or the reason why it is no claim. Prints what is wrong.
+Whole tables stand between ``<!-- results: NAME -->`` and ``<!-- end -->``, and
+one function makes each (``register.of``). A figure in a sentence has an entry
+in ``sentences()`` of one of the modules: the sentence with a field for every
+figure, and what computes the figures from the stored results. Any other numeral
+has to be in ``settings``, with the test that asserts it or the reason why it is
+no claim.
 """
 
 import functools
 import pathlib
 import re
 import string
-import sys
 from collections.abc import Iterator
 
-from tests.docs import claims_sentences, claims_settings, links_test
-from tests.docs.claims_tables import TABLES
+from tests.docs import links_test
+from tests.docs.claims import (
+  accuracy,
+  clipping,
+  geometry,
+  hyper,
+  mechanisms,
+  privacy,
+  readme,
+  settings,
+  times,
+)
+from tests.docs.claims.register import TABLES, Claim
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
 # In these each figure has a source; in others only what is registered is
 # compared. A page can be added once all its figures are.
@@ -61,6 +69,15 @@ _SETTING = re.compile(
 _NUMBER = r'([-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)'
 
 
+@functools.cache
+def sentences() -> list[Claim]:
+  """All sentences with their figures."""
+  modules = (
+    accuracy, clipping, geometry, hyper, mechanisms, privacy, readme, times
+  )  # fmt: skip
+  return [claim for module in modules for claim in module.sentences()]
+
+
 def renewed(text: str) -> str:
   """The page with all its tables as the results have them."""
 
@@ -87,7 +104,7 @@ def pattern_of(template: str) -> re.Pattern[str]:
 
 def wrong_sentences(text: str) -> Iterator[str]:
   """Sentences of a page whose figures are not those of the results."""
-  for template, figures in claims_sentences.computed():
+  for template, figures in sentences():
     want = re.sub(r'\s+', ' ', template.format(*figures))
     for found in pattern_of(template).finditer(text):
       if (got := re.sub(r'\s+', ' ', found[0])) != want:
@@ -96,10 +113,10 @@ def wrong_sentences(text: str) -> Iterator[str]:
 
 def covered(text: str) -> list[tuple[int, int]]:
   """Spans of a page whose figures have a source, or make no claim."""
-  patterns = [pattern_of(t) for t, _ in claims_sentences.computed()]
+  patterns = [pattern_of(t) for t, _ in sentences()]
   patterns += [
     re.compile(_pattern(words))
-    for words in (*claims_settings.TESTED, *claims_settings.SETTINGS)
+    for words in (*settings.TESTED, *settings.SETTINGS)
   ]
   return [
     found.span()
@@ -122,8 +139,8 @@ def without_source(text: str, numeral: re.Pattern[str]) -> list[str]:
 def stale() -> list[str]:
   """Entries of the register that are on no page, or name no test."""
   texts = [path.read_text('utf-8') for path in PAGES]
-  entries = {t: pattern_of(t) for t, _ in claims_sentences.computed()}
-  for words in (*claims_settings.TESTED, *claims_settings.SETTINGS):
+  entries = {t: pattern_of(t) for t, _ in sentences()}
+  for words in (*settings.TESTED, *settings.SETTINGS):
     entries[words] = re.compile(_pattern(words))
   out = [
     f'on no page: {words}'
@@ -132,7 +149,7 @@ def stale() -> list[str]:
   ]
   shown = {x[1] for text in texts for x in _MARKED.finditer(text)}
   out += [f'table on no page: {name}' for name in TABLES.keys() - shown]
-  for name in claims_settings.TESTED.values():
+  for name in settings.TESTED.values():
     path, _, test = name.partition('::')
     if test not in links_test.functions_of(ROOT / path):
       out.append(f'no test: {name}')
@@ -148,19 +165,3 @@ def problems(path: pathlib.Path) -> list[str]:
   if path in COVERED:
     out += without_source(text, COVERED[path])
   return out
-
-
-def main() -> None:
-  found = []
-  for path in PAGES:
-    text = path.read_text('utf-8')
-    name = path.relative_to(ROOT)
-    if '--write' in sys.argv[1:] and renewed(text) != text:
-      path.write_text(renewed(text), 'utf-8')
-      print('renewed', name)
-    found += [f'{name}: {problem}' for problem in problems(path)]
-  sys.exit('\n'.join([*found, *stale()]) or None)
-
-
-if __name__ == '__main__':
-  main()

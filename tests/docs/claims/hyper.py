@@ -1,12 +1,12 @@
-"""Tables and sentences of the page on hyper-parameters and of others."""
+"""The page on hyper-parameters."""
 
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from tests.docs import claims_data as data
-from tests.docs.claims_data import short, stored
-from tests.docs.claims_tables import lines, of
+from tests.docs.claims import data
+from tests.docs.claims.data import short, stored
+from tests.docs.claims.register import Claim, lines, of
 
 BALANCED = {'start': 'balanced'}
 ADAM = {'method': 'dp-adamw'}
@@ -160,89 +160,7 @@ def _():
   )
 
 
-@of('cancels')
-def _():
-  found = stored('correlated_noise_cpu')
-  rows = [
-    [f'{start}, {way} coordinates', *(f'{pair[i]:.3f}' for pair in pairs)]
-    for start, pairs in found[
-      'accumulated over independent, fixed and moving coordinates'
-    ].items()
-    if start != 'zero'
-    for i, way in enumerate(('fixed', 'moving'))
-  ]
-  steps = found['step over smallest singular value']
-  return lines(
-    ['step / smallest singular value', *(f'{x:g}' for x in steps)], rows
-  )
-
-
-@of('muon-digits')
-def _():
-  names = {
-    'DP-Adam': 'DP-Adam, one clip',
-    'DP-Muon': 'DP-Muon, equal split',
-    'DP-Muon, least energy': 'DP-Muon, least energy',
-    'DP-Muon, bias correction, 1 probe': 'DP-Muon, bias correction, one probe',
-  }
-  found = {
-    (row['method'], row['epsilon']): row
-    for row in stored('dp_muon_digits_cpu')['rows']
-  }
-  rows = []
-  for name, text in names.items():
-    rows.append([text])
-    for epsilon in (1.0, 3.0):
-      row = found[name, epsilon]
-      rows[-1].append(f'{row["accuracy"]:.3f} ({row["standard error"]:.3f})')
-  return lines(['', 'epsilon 1', 'epsilon 3'], rows)
-
-
-@of('correlated-utility')
-def _():
-  names = {
-    'independent': 'independent, fixed order',
-    'prefix sums': 'prefix sums, fixed order',
-    'banded': 'banded, fixed order',
-    'independent, Poisson': 'independent, Poisson sampling',
-  }
-  found = {
-    (row['method'], row['epsilon']): row
-    for row in stored('correlated_utility_cpu')['rows']
-  }
-  rows = []
-  for name, text in names.items():
-    rows.append([text])
-    for epsilon in (2.0, 8.0):
-      row = found[name, epsilon]
-      spread = row['standard deviation over seeds']
-      rows[-1].append(f'{row["accuracy"]:.3f} ({spread:.3f})')
-  return lines(['noise', 'epsilon 2', 'epsilon 8'], rows)
-
-
-def _muon() -> Iterator[tuple[str, tuple[Any, ...]]]:
-  found = {
-    (row['method'], row['epsilon']): 100 * row['accuracy']
-    for row in stored('dp_muon_digits_cpu')['rows']
-  }
-
-  def more(one, other):
-    return tuple(found[one, e] - found[other, e] for e in (1.0, 3.0))
-
-  equal, least = 'DP-Muon', 'DP-Muon, least energy'
-  corrected = 'DP-Muon, bias correction, 1 probe'
-  yield (
-    'is {:.1f} and {:.1f} points above DP-Adam',
-    more(equal, 'DP-Adam'),
-  )
-  yield 'adds {:.1f} and {:.1f} points to that', more(least, equal)
-  yield 'takes away {:.1f} and {:.1f}.', more(equal, corrected)
-  yield 'by {:.1f} and {:.1f} points; the bias', more(least, equal)
-
-
-def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
-  """Of the page on hyper-parameters and of the differences."""
-  yield from _muon()
+def sentences() -> Iterator[Claim]:
   yield (
     'A cosine decay to zero has {}; a constant rate, at a third of its value,'
     ' {}. With `b1=0.5` they have {} and {}.',
@@ -310,35 +228,6 @@ def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ' {} and {}.',
     (at(), at(**BALANCED), at(**ADAM), at(**ADAM, **BALANCED)),
   )
-  parts = [f'SST-2, epsilon {e}' for e in (1, 3, 6)]
-  parts += ['clinc150 domains, epsilon 3', 'banking77, epsilon 3']
-  found = {part: data.utility(part) for part in parts}
-  margins = [100 * found[x]['dp-adamw'].difference for x in parts]
-  yield (
-    'it is {:.1f}, {:.1f} and {:.1f} points on SST-2 at epsilon 1, 3 and 6,'
-    ' {:.1f} on the domains of clinc150 and {:.1f} on banking77 at epsilon 3,'
-    ' the last with p = {}',
-    (*margins, short(found[parts[-1]]['dp-adamw'].p, 3)),
-  )
-  yield (
-    'and {:.1f} and {:.1f} on SST-2 at epsilon 3 and 6 over the published',
-    tuple(
-      100 * found[part]['prism, paper mode'].difference for part in parts[1:3]
-    ),
-  )
-  words = data.utility('Next tokens of gsm8k and mawps, epsilon 3')['dp-adamw']
-  yield (
-    'word problems it is {:.1f} points, with p = {}',
-    (100 * words.difference, short(words.p, 3)),
-  )
-  decayed = [
-    -100 * row['dp-adamw, decayed'].difference
-    for row in [*found.values(), data.utility('SST-2, 2,000 rows, epsilon 3')]
-  ]
-  yield (
-    'is between {:.1f} points below and {:.1f} above `prism`',
-    (-min(decayed), max(decayed)),
-  )
   yield (
     '{:.3f} and {:.3f} from it, {:.3f} and {:.3f} from a balanced start',
     tuple(
@@ -354,15 +243,4 @@ def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
   yield (
     'the training gets {:.1f} % more noise',
     (100 * (more / row()['noise multiplier'] - 1),),
-  )
-  found = {
-    (x['method'], x['epsilon']): x['accuracy']
-    for x in stored('correlated_utility_cpu')['rows']
-  }
-  yield (
-    'at epsilon 2, {:.3f} with a banded matrix against {:.3f} with independent'
-    ' noise. Where Poisson sampling is possible, that has {:.3f} and',
-    tuple(
-      found[x, 2.0] for x in ('banded', 'independent', 'independent, Poisson')
-    ),
   )

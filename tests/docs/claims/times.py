@@ -1,10 +1,10 @@
-"""Tables and sentences on times and memory."""
+"""Times and memory."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from tests.docs import claims_data as data
-from tests.docs.claims_tables import lines, of
+from tests.docs.claims.data import stored
+from tests.docs.claims.register import Claim, lines, of
 
 Row = list[object]
 
@@ -14,7 +14,7 @@ def _ms(x: float) -> str:
 
 
 def _update(threads: str, workload: str, method: str) -> dict[str, Any]:
-  found = data.stored('update_time_cpu')['threads'][threads]
+  found = stored('update_time_cpu')['threads'][threads]
   return found['workloads'][workload][method]
 
 
@@ -37,7 +37,7 @@ def _():
 
 def scaling(threads: str, kind: str) -> list[tuple[int, float]]:
   """(modules, rank or width; time of `prism` over noise and AdamW)."""
-  found = data.stored('update_time_cpu')['threads'][threads]['scaling'][kind]
+  found = stored('update_time_cpu')['threads'][threads]['scaling'][kind]
   return [
     (row[kind], row['prism']['median'] / row['noise + adamw']['median'])
     for row in found
@@ -63,7 +63,7 @@ def _():
 
 @of('huge-pages')
 def _():
-  found = data.stored('update_time_cpu')
+  found = stored('update_time_cpu')
   rows: list[Row] = []
   for name, text in {
     'adamw': 'AdamW',
@@ -87,7 +87,7 @@ def _():
 
 @of('chains')
 def _():
-  chains = data.stored('update_time_cpu')['chains']
+  chains = stored('update_time_cpu')['chains']
   names = {
     'prism_optax.chain': '`prism_optax.chain`',
     'optax.chain': '`optax.chain`',
@@ -108,7 +108,7 @@ def _():
 
 @of('steps')
 def _():
-  ranks = data.stored('step_time_cpu')['ranks']
+  ranks = stored('step_time_cpu')['ranks']
   names = {
     'adamw, not private': 'AdamW, not private',
     'dp-adamw': 'DP-AdamW (clip of jax-privacy)',
@@ -136,7 +136,7 @@ def _():
 
 @of('decoder')
 def _():
-  ranks = data.stored('decoder_step_time_cpu')['ranks']
+  ranks = stored('decoder_step_time_cpu')['ranks']
   rows: list[Row] = [
     [text, *(f'{found[name]["to dp-adamw"]:.2f}' for found in ranks.values())]
     for name, text in (
@@ -154,7 +154,7 @@ def _():
 
 @of('make-private')
 def _():
-  found = data.stored('make_private_cpu')
+  found = stored('make_private_cpu')
   both = found['digits']['steps'], found['minilm']['steps']
   rows: list[Row] = []
   for name, text in (
@@ -176,7 +176,7 @@ def _():
 
 @of('micro-batches')
 def _():
-  found = data.stored('make_private_cpu')['temporary megabytes']
+  found = stored('make_private_cpu')['temporary megabytes']
   rows: list[Row] = [
     [text, *(f'{x:.0f} MB' for x in found[name].values())]
     for name, text in (
@@ -189,7 +189,7 @@ def _():
 
 @of('language-model-memory')
 def _():
-  found = data.stored('language_model_memory_cpu')
+  found = stored('language_model_memory_cpu')
   step, process = (
     found[f'{x} megabytes{y}']
     for x, y in (('temporary', ' of a step'), ('peak resident', ''))
@@ -207,7 +207,7 @@ def _():
 
 @of('large-models')
 def _():
-  found = data.stored('language_model_memory_table')['rows']
+  found = stored('language_model_memory_table')['rows']
   batches = 1, 2, 4, 8
   rows = []
   for model in ('llama-3.2-1b', 'qwen2.5-3b', 'llama-3.1-8b'):
@@ -226,7 +226,7 @@ def _():
   )
 
 
-def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
+def sentences() -> Iterator[Claim]:
   few = [x for _, x in scaling('1', 'modules')[:2]]
   rank = scaling('1', 'rank')[-1][1]
   yield (
@@ -234,7 +234,7 @@ def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ' {:.1f} times as long',
     (*few, rank),
   )
-  found = data.stored('update_time_cpu')
+  found = stored('update_time_cpu')
   rows = found['threads']['1']['scaling']['modules']
   compiling = [
     rows[i][method]['compile seconds']
@@ -248,7 +248,7 @@ def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
   )
   chains = [found['chains'][w]['prism']['median'] for w in ('small', 'large')]
   yield '`prism` itself {:.1f} and {:.0f} ms', tuple(chains)
-  noise = data.stored('step_time_noise_cpu')['methods']
+  noise = stored('step_time_noise_cpu')['methods']
   yield (
     '{:.2f} with gradients by vmap, {:.2f} from one backward pass',
     (
@@ -256,7 +256,7 @@ def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
       noise['exact, one backward']['to one backward'],
     ),
   )
-  at = data.stored('step_time_cpu')['ranks']['64']['methods']
+  at = stored('step_time_cpu')['ranks']['64']['methods']
   yield (
     'takes {:.0f} MB where DP-AdamW takes {:.0f} MB; behind'
     " jax-privacy's clip it takes {:.0f} MB",
@@ -267,14 +267,14 @@ def sentences() -> Iterator[tuple[str, tuple[Any, ...]]]:
   )
   private = [
     x['to adamw']
-    for name, x in data.stored('step_time_cpu')['ranks']['8']['methods'].items()
+    for name, x in stored('step_time_cpu')['ranks']['8']['methods'].items()
     if name != 'adamw, not private'
   ]
   yield (
     'MiniLM at rank 8 take {:.2f} to {:.2f} times as long',
     (min(private), max(private)),
   )
-  memory = data.stored('language_model_memory_cpu')
+  memory = stored('language_model_memory_cpu')
   of_step = memory['temporary megabytes of a step']
   yield (
     'needs {:.0f} MB beside its weights without privacy, {:.0f} MB with'

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.accuracy import language_tables
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 RESULTS = ROOT / 'benchmarks' / 'results'
 exp = math.exp
 

@@ -1,0 +1,97 @@
+"""Correlated noise and DP-Muon."""
+
+from collections.abc import Iterator
+
+from tests.docs.claims.data import stored
+from tests.docs.claims.register import Claim, lines, of
+
+
+@of('cancels')
+def _():
+  found = stored('correlated_noise_cpu')
+  rows = [
+    [f'{start}, {way} coordinates', *(f'{pair[i]:.3f}' for pair in pairs)]
+    for start, pairs in found[
+      'accumulated over independent, fixed and moving coordinates'
+    ].items()
+    if start != 'zero'
+    for i, way in enumerate(('fixed', 'moving'))
+  ]
+  steps = found['step over smallest singular value']
+  return lines(
+    ['step / smallest singular value', *(f'{x:g}' for x in steps)], rows
+  )
+
+
+@of('muon-digits')
+def _():
+  names = {
+    'DP-Adam': 'DP-Adam, one clip',
+    'DP-Muon': 'DP-Muon, equal split',
+    'DP-Muon, least energy': 'DP-Muon, least energy',
+    'DP-Muon, bias correction, 1 probe': 'DP-Muon, bias correction, one probe',
+  }
+  found = {
+    (row['method'], row['epsilon']): row
+    for row in stored('dp_muon_digits_cpu')['rows']
+  }
+  rows = []
+  for name, text in names.items():
+    rows.append([text])
+    for epsilon in (1.0, 3.0):
+      row = found[name, epsilon]
+      rows[-1].append(f'{row["accuracy"]:.3f} ({row["standard error"]:.3f})')
+  return lines(['', 'epsilon 1', 'epsilon 3'], rows)
+
+
+@of('correlated-utility')
+def _():
+  names = {
+    'independent': 'independent, fixed order',
+    'prefix sums': 'prefix sums, fixed order',
+    'banded': 'banded, fixed order',
+    'independent, Poisson': 'independent, Poisson sampling',
+  }
+  found = {
+    (row['method'], row['epsilon']): row
+    for row in stored('correlated_utility_cpu')['rows']
+  }
+  rows = []
+  for name, text in names.items():
+    rows.append([text])
+    for epsilon in (2.0, 8.0):
+      row = found[name, epsilon]
+      spread = row['standard deviation over seeds']
+      rows[-1].append(f'{row["accuracy"]:.3f} ({spread:.3f})')
+  return lines(['noise', 'epsilon 2', 'epsilon 8'], rows)
+
+
+def sentences() -> Iterator[Claim]:
+  found = {
+    (row['method'], row['epsilon']): 100 * row['accuracy']
+    for row in stored('dp_muon_digits_cpu')['rows']
+  }
+
+  def more(one, other):
+    return tuple(found[one, e] - found[other, e] for e in (1.0, 3.0))
+
+  equal, least = 'DP-Muon', 'DP-Muon, least energy'
+  corrected = 'DP-Muon, bias correction, 1 probe'
+  yield (
+    'is {:.1f} and {:.1f} points above DP-Adam',
+    more(equal, 'DP-Adam'),
+  )
+  yield 'adds {:.1f} and {:.1f} points to that', more(least, equal)
+  yield 'takes away {:.1f} and {:.1f}.', more(equal, corrected)
+  yield 'by {:.1f} and {:.1f} points; the bias', more(least, equal)
+  found = {
+    (x['method'], x['epsilon']): x['accuracy']
+    for x in stored('correlated_utility_cpu')['rows']
+  }
+  yield (
+    'at epsilon 2, {:.3f} with a banded matrix against {:.3f} with independent'
+    ' noise. Where Poisson sampling is possible, that has {:.3f} and',
+    tuple(
+      found[x, 2.0] for x in ('banded', 'independent', 'independent, Poisson')
+    ),
+  )

@@ -1,0 +1,60 @@
+"""Figures of the README: what is not on it any more goes from here too."""
+
+from collections.abc import Iterator
+
+from tests.docs.claims import data, geometry, hyper
+from tests.docs.claims.data import short, stored
+from tests.docs.claims.register import Claim
+
+
+def sentences() -> Iterator[Claim]:
+  nuisances = data.varied('What should not matter')['gauge=100.0']
+  yield (
+    'condition 100 DP-AdamW loses {:.1f} points at the old rate, `prism` none',
+    (-nuisances['dp-adamw'],),
+  )
+  rates = data.varied('A learning rate that is not the best')
+  yield (
+    'best learning rate costs DP-AdamW {:.1f} points, `prism` {:.1f}.',
+    tuple(-rates[name]['three times it'] for name in ('dp-adamw', 'prism')),
+  )
+  ends = geometry.ends_of_gauges()
+  adam, ours = ends['DP-AdamW on the factors'], ends['PRISM']
+  yield (
+    'DP-AdamW reads {:.0f}, {:.0f} and {:.0f} % of the digits, PRISM {:.0f} %'
+    ' in all three',
+    (adam['1'], adam['100'], adam['1000'], ours['1']),
+  )
+  yield (
+    'At condition 1 DP-AdamW is {:.1f} points ahead',
+    (adam['1'] - ours['1'],),
+  )
+  tuned = stored('three_gauges')['methods']['DP-AdamW on the factors'][
+    'tuned for the gauge'
+  ]['1000']
+  yield (
+    'own ({:g}) for the gauge of condition 1,000 it comes to {:.1f} %',
+    (tuned['rate'], tuned['accuracy']),
+  )
+  three = data.utility('SST-2, epsilon 3')['dp-adamw']
+  yield (
+    'rate `prism` is {:.1f} points ahead (p = {})',
+    (100 * three.difference, short(three.p, 3)),
+  )
+  yield (
+    'a small digits network from {} to {} at epsilon 2 (best AdamW: {} without'
+    ' it, {} with it)',
+    hyper.best_of_metric(),
+  )
+  steps = stored('step_time_cpu')['ranks']
+  yield (
+    'takes {:.2f} times that of DP-AdamW at rank 8, {:.2f} at rank 64',
+    tuple(steps[r]['methods']['prism']['to dp-adamw'] for r in ('8', '64')),
+  )
+  found = stored('correlated_noise_cpu')
+  rows = found['accumulated over independent, fixed and moving coordinates']
+  left = [rows['condition 1'][i][0] for i in (0, 2, 4)]
+  yield (
+    'well-conditioned start leave {}, {} and {:.2f} of',
+    (short(left[0], 2), short(left[1], 2), left[2]),
+  )
