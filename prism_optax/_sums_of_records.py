@@ -1,6 +1,7 @@
 """One release of a sum over all records, which are read in batches."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -91,3 +92,25 @@ def sum_of_batch(
     contribution, batch, None, units
   )
   return out
+
+
+def to_vector(square: jax.Array) -> jax.Array:
+  """A symmetric matrix as n (n + 1) / 2 numbers, of the same norm."""
+  rows, columns = np.triu_indices(square.shape[-1])
+  weights = np.where(rows == columns, 1, math.sqrt(2)).astype(np.float32)
+  return square[rows, columns] * weights
+
+
+def to_square(vector: Any) -> tuple[np.ndarray, float]:
+  """The matrix of :func:`to_vector`, float64, and the edge of its noise.
+
+  The largest eigenvalue of noise of standard deviation 1 on the vector, about:
+  entries off the diagonal have half the variance (Wigner).
+  """
+  vector = np.asarray(vector, np.float64)
+  n = math.isqrt(2 * vector.size)
+  rows, columns = np.triu_indices(n)
+  square = np.zeros((n, n))
+  square[rows, columns] = vector * np.where(rows == columns, 1, math.sqrt(0.5))
+  square[columns, rows] = square[rows, columns]
+  return square, math.sqrt(2 * n)

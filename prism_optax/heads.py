@@ -1,12 +1,13 @@
 """A classifier's head from one private release, before any training.
 
-The mean of each class is what a few thousand records can say about a linear
-head at a small epsilon: one release, no steps, no learning rate. Adapters and
-head are then trained from there.
+What a linear head needs to know of all records is a sum: one release, no steps,
+no learning rate, and often as accurate at a small epsilon as many steps at a
+larger one. Adapters are then trained from there.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,25 +19,29 @@ import numpy as np
 from prism_optax import _randomness, _sums_of_records, _validate
 from prism_optax._types import PRNGKeyLike
 
-__all__ = ['ClassMeans', 'class_means']
+__all__ = ['LinearHead', 'class_means', 'ridge']
 
 # A class counts as at least so many records: noise alone makes no long column.
 _FEWEST = 20.0
-_PURPOSE = 0x48454144  # In a key that is given.
+# The ridge over the largest eigenvalue of the noise. On sentence vectors from a
+# third to 0.7 are within a point.
+_RIDGE = 0.5
+_SHARE = math.sqrt(2)  # Of two parts of equal length in one of length 1.
+_PURPOSES = {'means': 0x48454144, 'ridge': 0x52494447}  # In a given key.
 # Of fields that a program is compiled for.
 _STATIC = {'static': True}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ClassMeans:
+class LinearHead:
   """A linear head for features of norm one.
 
   Public, once it is released. A pytree.
 
   Attributes:
-    kernel: (d, K), float32: a column is the direction of the mean feature of a
-      class, less the mean of all columns, which changes no probability.
+    kernel: (d, K), float32: a column for each class, less the mean of all
+      columns, which changes no probability.
     noise_multiplier: Of the release, a float.
     entries: Number of entries that got noise.
     dataset_size: Number of records that were declared.
@@ -63,7 +68,7 @@ def class_means(
   noise_multiplier: float,
   dataset_size: int,
   prng_key: PRNGKeyLike = None,
-) -> ClassMeans:
+) -> LinearHead:
   """Releases the mean feature of each class, privately.
 
   One pass over all records with the frozen model; a feature may depend on its
@@ -127,6 +132,112 @@ def class_means(
     >>> bool(right.mean() > 0.9), means.entries
     (True, 16)
   """
+  sums = np.asarray(
+    _released(
+      batches,
+      _class_term_of,
+      num_classes=num_classes,
+      noise_multiplier=noise_multiplier,
+      dataset_size=dataset_size,
+      prng_key=prng_key,
+      purpose=_PURPOSES['means'],
+    )['sums'],
+    np.float64,
+  )
+  squares = np.sum(sums**2, 0) - noise_multiplier**2 * len(sums)
+  columns = sums / np.sqrt(np.maximum(squares, _FEWEST**2))
+  return _head(columns, sums.size, noise_multiplier, dataset_size, prng_key)
+
+
+def ridge(
+  batches: Iterable[tuple[Any, Any]],
+  *,
+  num_classes: int,
+  noise_multiplier: float,
+  dataset_size: int,
+  prng_key: PRNGKeyLike = None,
+) -> LinearHead:
+  """Releases the head of ridge regression on the classes, privately.
+
+  As :func:`class_means`, which see, but a record with the normalised feature f
+  also adds to the second moment of all features, of which the head is then
+  relieved: ``(M + l I)^-1 C`` with ``M = sum f f^T`` and the class sums C. What
+  all features have in common counts no more. Where classes have a thousand
+  records it is points better than their means; where they have a hundred, the
+  means are better::
+
+    head = heads.ridge(
+      ((features(x), y) for x, y in batches), num_classes=10,
+      noise_multiplier=8.0, dataset_size=len(data))
+    training = make_private(loss, params, also=[head], ...)
+
+  The ridge l is 1 more than half of the largest eigenvalue that the noise of M
+  has (Wigner), and negative eigenvalues count as zero; columns are scaled so
+  that their mean length is one. Ridge regression from noisy sums is that of
+  Foulds et al. (arXiv:1603.07294) and Wang (arXiv:1803.02596); ridge, shares
+  and scale are ours.
+
+  **Privacy.** As there: a record adds ``f f^T`` and f to column y,
+  both over sqrt(2), and so 1 in Euclidean norm. Of the symmetric matrix its
+  diagonal and sqrt(2) times the entries above are noised.
+
+  Args:
+    batches: As for :func:`class_means`.
+    num_classes: K.
+    noise_multiplier: Standard deviation of the noise of every entry.
+    dataset_size: Number of records, public; more of them are refused.
+    prng_key: As for :func:`class_means`.
+
+  Returns:
+    The head, its columns of mean length one; nothing but zeros if nothing was
+    left of the noise. ``entries`` is ``d (d + 1) / 2 + d K``.
+
+  Raises:
+    ValueError: In the cases of :func:`class_means`.
+
+  Example:
+    >>> import numpy as np
+    >>> from prism_optax import heads
+    >>> rng = np.random.default_rng(0)
+    >>> labels = rng.integers(2, size=500)
+    >>> features = rng.normal(size=(500, 8)) + 3 * np.eye(8)[labels] + 5
+    >>> head = heads.ridge(
+    ...   [(features, labels)], num_classes=2, noise_multiplier=2.0,
+    ...   dataset_size=500)
+    >>> right = (features @ head.kernel).argmax(1) == labels
+    >>> bool(right.mean() > 0.9), head.entries
+    (True, 52)
+  """
+  released = _released(
+    batches,
+    _ridge_term_of,
+    num_classes=num_classes,
+    noise_multiplier=noise_multiplier,
+    dataset_size=dataset_size,
+    prng_key=prng_key,
+    purpose=_PURPOSES['ridge'],
+  )
+  sums = np.asarray(released['sums'], np.float64) * _SHARE
+  moment, edge = _sums_of_records.to_square(released['moment'])
+  values, vectors = np.linalg.eigh(moment * _SHARE)
+  ridge = 1 + _RIDGE * edge * noise_multiplier * _SHARE
+  values = np.maximum(values, 0) + ridge
+  columns = vectors @ ((vectors.T @ sums) / values[:, None])
+  columns -= columns.mean(1, keepdims=True)
+  mean_length = np.linalg.norm(columns, axis=0).mean()
+  columns /= mean_length or 1.0
+  entries = released['moment'].size + sums.size
+  return _head(columns, entries, noise_multiplier, dataset_size, prng_key)
+
+
+def _released(
+  batches: Iterable[tuple[Any, Any]],
+  term_of: Callable[[int], Callable[[Any], dict[str, jax.Array]]],
+  *,
+  num_classes: int,
+  **options: Any,
+) -> dict[str, jax.Array]:
+  """The noisy sums over all records, whose batches are checked."""
   _validate.integer('num_classes', num_classes, 1)
   shapes: set[tuple[int, ...]] = set()
 
@@ -142,40 +253,60 @@ def class_means(
         )
       yield f, y
 
-  released = _sums_of_records.release(
-    checked(),
-    _term_of(num_classes),
-    noise_multiplier=noise_multiplier,
-    dataset_size=dataset_size,
-    prng_key=prng_key,
-    purpose=_PURPOSE,
-  )['sums']
-  sums = np.asarray(released, np.float64)
-  squares = np.sum(sums**2, 0) - noise_multiplier**2 * len(sums)
-  columns = sums / np.sqrt(np.maximum(squares, _FEWEST**2))
-  kernel = columns - columns.mean(1, keepdims=True)
-  return ClassMeans(
-    jnp.asarray(kernel, jnp.float32),
+  return _sums_of_records.release(checked(), term_of(num_classes), **options)
+
+
+def _head(
+  columns: np.ndarray,
+  entries: int,
+  noise_multiplier: float,
+  dataset_size: int,
+  prng_key: PRNGKeyLike,
+) -> LinearHead:
+  return LinearHead(
+    jnp.asarray(columns - columns.mean(1, keepdims=True), jnp.float32),
     float(noise_multiplier),
-    sums.size,
+    entries,
     int(dataset_size),
     _randomness.is_given(prng_key),
   )
 
 
 @functools.cache
-def _term_of(num_classes: int) -> Callable[[Any], dict[str, jax.Array]]:
+def _class_term_of(num_classes: int) -> Callable[[Any], dict[str, jax.Array]]:
   """What one record adds: one function for each number of classes."""
 
   def term(record: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
     feature, label = record
-    feature = feature.astype(jnp.float32)
-    # No square over- or underflows: of the largest entry one is left.
-    largest = jnp.max(jnp.abs(feature), initial=0.0)
-    feature = feature / jnp.where(largest > 0, largest, 1)
-    size = jnp.linalg.norm(feature)
-    feature = feature / jnp.where(size > 0, size, 1)
+    feature = _direction(feature)
     # Zeros for a label that is no class.
     return {'sums': jnp.outer(feature, jax.nn.one_hot(label, num_classes))}
 
   return term
+
+
+@functools.cache
+def _ridge_term_of(num_classes: int) -> Callable[[Any], dict[str, jax.Array]]:
+  """As :func:`_class_term_of`, with the second moment beside it."""
+
+  def term(record: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    feature, label = record
+    chosen = jax.nn.one_hot(label, num_classes)
+    feature = _direction(feature) * jnp.sum(chosen)
+    moment = _sums_of_records.to_vector(jnp.outer(feature, feature))
+    return {
+      'moment': moment / _SHARE,
+      'sums': jnp.outer(feature, chosen) / _SHARE,
+    }
+
+  return term
+
+
+def _direction(feature: jax.Array) -> jax.Array:
+  """Of length one; zeros stay."""
+  feature = feature.astype(jnp.float32)
+  # No square over- or underflows: of the largest entry one is left.
+  largest = jnp.max(jnp.abs(feature), initial=0.0)
+  feature = feature / jnp.where(largest > 0, largest, 1)
+  size = jnp.linalg.norm(feature)
+  return feature / jnp.where(size > 0, size, 1)

@@ -5,7 +5,7 @@
     python benchmarks/accuracy/equal_tuning.py --table
 
 Private LoRA fine-tuning of the top layer of all-MiniLM-L6-v2 and a head that
-starts from private class means, at one epsilon for everything that reads
+starts from a private release, at one epsilon for everything that reads
 private rows. Each method is tuned on rows set aside for it, one option after
 the other, over the same values: rate (half a decade apart, until the best has a
 neighbour on both sides), b1, weight decay, start, average of the iterates.
@@ -47,7 +47,10 @@ ROWS: dict[str, dict[str, str]] = {
   'dp-adamw': {},
   'prism, input metric': {'metric': 'second_moment'},
   'dp-adamw, input metric': {'metric': 'second_moment'},
-  'class means': {},
+  'head alone': {},
+  'prism, ridge head': {'head': 'ridge'},
+  'dp-adamw, ridge head': {'head': 'ridge'},
+  'head alone, ridge': {'head': 'ridge'},
   'linear probe': {},
   'lora+': {},
   'ffa': {},
@@ -112,7 +115,7 @@ def tuned(runs: dict[str, dict], recipe: Recipe) -> Recipe:
   Raises:
     Missing: A run that has to be done first.
   """
-  if recipe.method == 'class means':
+  if recipe.method == 'head alone':
     return recipe
 
   def score(each: Recipe) -> float:

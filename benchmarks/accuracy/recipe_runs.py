@@ -25,7 +25,11 @@ TEMPERATURE = 10.0
 LENGTH = {'sst2': 20, 'clinc150': 16, 'banking77': 20}
 # Of the releases before training. A class of banking77 has some ninety rows,
 # and its mean is all that says what it is; of SST-2 there are thousands.
-HEAD_NOISE = {'sst2': 10.0, 'clinc150': 8.0, 'banking77': 3.0}
+HEAD_NOISE = {
+  'means': {'sst2': 10.0, 'clinc150': 8.0, 'banking77': 3.0},
+  'ridge': {'sst2': 5.0, 'clinc150': 3.0, 'banking77': 2.0},
+}
+HEADS = {'means': heads.class_means, 'ridge': heads.ridge}
 METRIC_NOISE = 10.0
 # Rows that choose (of the tuning part), and rows that are reported.
 TUNING_ROWS, TEST_ROWS = 1500, 3000
@@ -39,13 +43,14 @@ def given(
   return problems.problem(task, LENGTH[task], 1, probing, data, cache)
 
 
-def class_means(recipe: Recipe, data, cache) -> heads.ClassMeans:
+def private_head(recipe: Recipe, data, cache) -> heads.LinearHead:
   problem = given(recipe.task, True, data, cache)
   vectors, _, labels = problem.train
-  return heads.class_means(
-    [(vectors, labels)],
+  parts = np.array_split(np.arange(len(labels)), 1 + len(labels) // 2000)
+  return HEADS[recipe.head](
+    [(vectors[rows], labels[rows]) for rows in parts],
     num_classes=problem.classes,
-    noise_multiplier=HEAD_NOISE[recipe.task],
+    noise_multiplier=HEAD_NOISE[recipe.head][recipe.task],
     dataset_size=len(labels),
     prng_key=jax.random.fold_in(jax.random.key(recipe.seed), 3),
   )
@@ -161,15 +166,15 @@ def execute(
     as bits in hexadecimal; ``'noise multiplier'``, ``'rows'``, ``'seconds'``.
   """
   began = time.perf_counter()
-  probing = recipe.method in ('linear probe', 'class means')
+  probing = recipe.method in recipes.ON_VECTORS
   problem = given(recipe.task, probing, data, cache)
   rows = len(problem.train[0])
   keys = jax.random.split(jax.random.key(recipe.seed), 4)
   before: list[Any] = []
   hidden = problem.frozen['layers'][0]['query']['kernel'].shape[0]
   kernel = jnp.zeros((hidden, problem.classes))
-  if recipe.head == 'means':
-    before.append(class_means(recipe, data, cache))
+  if recipe.head != 'zero':
+    before.append(private_head(recipe, data, cache))
     kernel = before[0].kernel
   metric = None
   if recipe.metric:
@@ -190,7 +195,7 @@ def execute(
     ],
   }
   sigma, steps, method = 0.0, 0, 'linear probe'
-  if recipe.method != 'class means':
+  if recipe.method != 'head alone':
     events = tuple(x.event for x in before)
     sigma = noise_multiplier(
       recipe.epsilon, rows, recipe.batch, recipe.steps, events

@@ -29,7 +29,9 @@ FACTORS: dict[str, Callable[..., optax.GradientTransformation]] = {
   'linear probe': lambda b1, _: optax.scale_by_adam(b1=b1),
 }
 MANIFOLD = ('prism', 'published_prism')
-METHODS = (*MANIFOLD, *FACTORS, 'class means')
+# Of sentence vectors, without adapters.
+ON_VECTORS = ('linear probe', 'head alone')
+METHODS = (*MANIFOLD, *FACTORS, 'head alone')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Recipe:
   """All that a result depends on.
 
   Attributes:
-    method: One of ``METHODS``; ``'class means'`` is that head, untrained.
+    method: One of ``METHODS``; ``'head alone'`` is the start, untrained.
     task: Key of ``problems.TASKS``.
     rate: At the first step; it falls linearly to zero.
     b1: Decay of the first moment. Steps grow as ``1 - b1^t``, a warm-up that
@@ -47,8 +49,9 @@ class Recipe:
       is what is used (plain means of arrays: not for ``MANIFOLD``).
     start: ``'default'``, A random and B zero, or ``'balanced'``.
     metric: Form of the input metric, or ``''``.
-    head: Where the head starts, ``'means'`` (a private release) or ``'zero'``.
-      It is trained beside the adapters.
+    head: Where the head starts, ``'means'`` or ``'ridge'`` (private releases of
+      class means, or of ridge regression) or ``'zero'``. It is trained beside
+      the adapters.
     epsilon: Of everything that reads private rows, at delta 1e-5.
     steps: Number of steps.
     batch: Expected batch size.
@@ -143,7 +146,7 @@ def start(
   recipe: Recipe, kernels: dict[str, jax.Array], rank: int, key: jax.Array
 ) -> dict[str, dict[str, jax.Array]]:
   """Adapters before training, for the kernels (in, out) of a layer."""
-  if recipe.method in ('linear probe', 'class means'):
+  if recipe.method in ON_VECTORS:
     return {}
   keys = jax.random.split(key)
   adapters = {}

@@ -123,6 +123,7 @@ def epsilon_at(
     )
     if interval > _WIDEST_INTERVAL:
       return math.inf
+  event = _events.frozen(event)
   spent = _spent if _hashable(event) else _spent.__wrapped__
   try:
     engine = spent(event, neighboring_relation, interval)
@@ -152,7 +153,7 @@ def _spent(
 
 
 def _hashable(event: dp_accounting.DpEvent) -> bool:
-  """Whether it has no list in it, as events that a user composes may have."""
+  """Whether it has no arrays in it, as mixtures of Gaussians have."""
   try:
     hash(event)
   except TypeError:

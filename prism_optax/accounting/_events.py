@@ -161,9 +161,16 @@ def composed(events: Sequence[dp_event.DpEvent]) -> dp_event.DpEvent:
   """Returns the event of all of them; of one alone, that event."""
   for event in events:
     require_event(event)
-  if len(events) == 1:
-    return events[0]
-  return dp_event.ComposedDpEvent(tuple(events))  # Unlike a list, hashable.
+  return events[0] if len(events) == 1 else dp_event.ComposedDpEvent([*events])
+
+
+def frozen(event: dp_event.DpEvent) -> dp_event.DpEvent:
+  """Returns the event with tuples for its lists, which may change."""
+  if isinstance(event, dp_event.ComposedDpEvent):
+    return dp_event.ComposedDpEvent(tuple(map(frozen, event.events)))
+  if isinstance(event, dp_event.SelfComposedDpEvent):
+    return dp_event.SelfComposedDpEvent(frozen(event.event), event.count)
+  return event
 
 
 def require_event(event: object) -> None:

@@ -305,16 +305,9 @@ def _second_moment_of(record: dict[str, jax.Array]) -> dict[str, jax.Array]:
     positions = _positions(x)
     squares[name] = gram(positions, positions)
   return {
-    name: _share(_to_vector(v), jnp.trace(v), len(squares))
+    name: _share(_sums_of_records.to_vector(v), jnp.trace(v), len(squares))
     for name, v in squares.items()
   }
-
-
-def _to_vector(square: jax.Array) -> jax.Array:
-  """Diagonal and upper triangle of a symmetric matrix, of the same norm."""
-  rows, columns = np.triu_indices(square.shape[-1])
-  weights = np.where(rows == columns, 1, math.sqrt(2)).astype(np.float32)
-  return square[rows, columns] * weights
 
 
 def _of_mean(
@@ -330,16 +323,10 @@ def _of_second_moment(
   v: np.ndarray, sigma: float, size: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Basis and scales of the metric of a noisy sum of second moments."""
-  n = math.isqrt(2 * v.size)
-  rows, columns = np.triu_indices(n)
-  matrix = np.zeros((n, n))
-  matrix[rows, columns] = v * np.where(rows == columns, 1, math.sqrt(0.5))
-  matrix[columns, rows] = matrix[rows, columns]
+  matrix, edge = _sums_of_records.to_square(v)
+  n, edge = len(matrix), edge * sigma
   values, vectors = np.linalg.eigh(matrix)
-  # The mean eigenvalue of the sum, and the largest one of the noise, whose
-  # entries off the diagonal have half the variance (Wigner).
-  mean = size / (math.sqrt(count) * n)
-  edge = sigma * math.sqrt(2 * n)
+  mean = size / (math.sqrt(count) * n)  # Of the eigenvalues of the sum.
   kept = values > max(_CAP * mean, _ABOVE_NOISE * edge)
   scales = np.sqrt(_CAP * mean / (values[kept] - edge))
   return vectors[:, kept], np.clip(scales, _SMALLEST, 1.0)

@@ -130,7 +130,7 @@ def make_private(
       ``training.adapters(state)`` what the model takes; its event is part of
       epsilon, of a target and of every statement.
     also: What else was released of them before, such as
-      :class:`prism_optax.heads.ClassMeans`: part of all these, too.
+      :class:`prism_optax.heads.LinearHead`: part of all these, too.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
       key that was given knows the noise and the batches.
 

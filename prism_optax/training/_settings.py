@@ -64,7 +64,7 @@ class Before(NamedTuple):
       if missing:
         raise ValueError(
           'Expected a release that says its event, entries, dataset_size and'
-          ' whether it is seeded, such as heads.ClassMeans, got'
+          ' whether it is seeded, such as heads.LinearHead, got'
           f' {type(release).__name__} without {", ".join(missing)}. For another'
           ' mechanism compose events: accounting.epsilon of training.event()'
           ' and its own.'

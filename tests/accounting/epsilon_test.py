@@ -121,13 +121,16 @@ def test_one_distribution_serves_every_delta_and_no_other_event(monkeypatch):
   assert len(made) == 1
   doubled = by_hand(one, Relation.REPLACE_ONE, 'pld', **COARSE)
   assert epsilon(one, relation=Relation.REPLACE_ONE) == doubled
-  # A list may grow: what was composed of it is not remembered.
+  # A list may grow after its events were counted.
   events = [one]
   composed = dp_event.ComposedDpEvent(events)
   assert epsilon(composed) == epsilon(one)
   events.append(one)
   two = by_hand(one, Relation.ADD_OR_REMOVE_ONE, 'pld', 2, **COARSE)
   assert math.isclose(epsilon(composed), two, rel_tol=1e-6)  # Other roundings.
+  mixture = dp_event.MixtureOfGaussiansDpEvent(2.0, [0.0, 1.0], [0.5, 0.5])
+  hand = by_hand(mixture, Relation.ADD_OR_REMOVE_ONE, 'pld', **COARSE)
+  assert epsilon(mixture) == hand
 
 
 def test_replace_one_doubles_the_sensitivity_once():

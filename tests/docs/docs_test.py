@@ -18,7 +18,7 @@ TUTORIAL = DOCS / 'tutorial.md'
 # A list; sessions (pages_test.py); commands (tests/examples/commands_test.py);
 # a table (tests/ecosystem/features_test.py).
 NO_PYTHON = (
-  'index', 'class_means', 'input_metric', 'language_model', 'lora_trees',
+  'index', 'input_metric', 'language_model', 'lora_trees', 'private_head',
 )  # fmt: skip
 HOW_TO = sorted(
   p for p in (DOCS / 'how_to').glob('*.md') if p.stem not in NO_PYTHON

@@ -39,6 +39,10 @@ SHORT = {
   'private_language_model': {'NOTEBOOK_ROWS': '160'},
   'finetune_text': {'CLINC150': os.environ.get('CLINC150', _SENTENCES)},
 }
+# Minutes of training: what is saved in compiling would be lost in running.
+LONG = {
+  name: {'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false'} for name in NEEDS
+}
 # Bytes of a notebook: a reader of the repository downloads all of them.
 LARGEST = 400_000
 
@@ -110,6 +114,7 @@ def test_notebook_runs(path, tmp_path):
     env={
       **os.environ,
       **SHORT.get(path.stem, {}),
+      **LONG.get(path.stem, {}),
       'PYTHONPATH': str(ROOT),
       'MPLBACKEND': 'agg',
     },

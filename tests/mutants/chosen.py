@@ -920,7 +920,7 @@ MUTANTS = (
   ),
   Mutant(
     'input metric: entries off the diagonal count twice',
-    'lora/_input_metric.py',
+    '_sums_of_records.py',
     'np.where(rows == columns, 1, math.sqrt(2)).astype',
     'np.where(rows == columns, 1, 2).astype',
     (f'{METRIC} keeps_its_length',),
@@ -956,9 +956,23 @@ MUTANTS = (
   Mutant(
     'class means: a label that is no class counts',
     'heads.py',
-    'jax.nn.one_hot(label, num_classes)',
-    'jax.nn.one_hot(label % num_classes, num_classes)',
+    'jnp.outer(feature, jax.nn.one_hot(label, num_classes))',
+    'jnp.outer(feature, jax.nn.one_hot(label % num_classes, num_classes))',
     ('training/also_test.py same_bits',),
+  ),
+  Mutant(
+    'ridge head: the second moment comes on top of the sum',
+    'heads.py',
+    "'moment': moment / _SHARE,",
+    "'moment': moment,",
+    ('training/also_test.py solution_of',),
+  ),
+  Mutant(
+    'ridge head: the second moment of a record of no class counts',
+    'heads.py',
+    '_direction(feature) * jnp.sum(chosen)',
+    '_direction(feature)',
+    ('properties/lora_test.py a_head_by_one',),
   ),
   Mutant(
     'releases before the training: the last one is forgotten',

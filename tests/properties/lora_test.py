@@ -360,28 +360,27 @@ def test_one_record_moves_the_input_metric_by_one_at_most(form):
 )
 @hypothesis.example(np.full(5, 3e38, np.float32), 0)
 @hypothesis.example(np.full(5, 1e-45, np.float32), 2)
-def test_one_record_moves_the_class_means_by_one_at_most(feature, label):
-  """``heads.class_means`` before the noise, whatever is in the record."""
+def test_one_record_moves_a_head_by_one_at_most(feature, label):
+  """``heads`` before the noise, whatever is in the record."""
   unit = _lattice.unit_of(1.0, 1.0, jnp.float32)
-  sums = _sums_of_records.sum_of_batch(
-    (feature[None], np.array([label])), unit, heads._term_of(3)
-  )
-  moved = _lattice.integers_of(sums['sums']) * float(unit)
-  size = np.linalg.norm(moved)
-  assert size <= 1
-  if not np.isfinite(feature).all() or not 0 <= label < 3:
-    assert size == 0
-  elif 1e-30 < np.abs(feature).max() < 1e38:
-    assert size == pytest.approx(1, abs=1e-4)
-    assert np.count_nonzero(moved.any(0)) == 1
-  means = heads.class_means(
-    [(feature[None], np.array([label]))],
-    num_classes=3,
-    noise_multiplier=1.0,
-    dataset_size=1,
-  )
-  assert isinstance(means, heads.ClassMeans)
-  assert np.isfinite(means.kernel).all()
+  record = (feature[None], np.array([label]))
+  for term in (heads._class_term_of(3), heads._ridge_term_of(3)):
+    sums = _sums_of_records.sum_of_batch(record, unit, term)
+    moved = [_lattice.integers_of(x) * float(unit) for x in sums.values()]
+    size = np.linalg.norm(np.concatenate([x.ravel() for x in moved]))
+    assert size <= 1
+    if not np.isfinite(feature).all() or not 0 <= label < 3:
+      assert size == 0
+    elif 1e-30 < np.abs(feature).max() < 1e38:
+      assert size == pytest.approx(1, abs=1e-4)
+      column = _lattice.integers_of(sums['sums'])
+      assert np.count_nonzero(column.any(0)) == 1
+  options = {'num_classes': 3, 'noise_multiplier': 1.0, 'dataset_size': 1}
+  for head in (
+    heads.class_means([record], **options), heads.ridge([record], **options)
+  ):  # fmt: skip
+    assert isinstance(head, heads.LinearHead)
+    assert np.isfinite(head.kernel).all()
 
 
 @given(cases.seeds)

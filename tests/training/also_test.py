@@ -1,4 +1,4 @@
-"""What was released before the training, and the head of class means."""
+"""What was released before the training: heads, in statements and events."""
 
 import dataclasses
 import functools
@@ -44,6 +44,71 @@ def test_columns_are_the_directions_of_the_class_means():
   assert right.mean() > 0.85
 
 
+@pytest.mark.parametrize('sigma', [0.0, 3.0])
+def test_ridge_is_the_solution_of_its_equations(sigma):
+  """Dense, in float64, with its noise: what was released is read back."""
+  released = {}
+  release_sums = _sums_of_records.release
+  with pytest.MonkeyPatch.context() as patch:
+
+    def spy(*args, **options):
+      released.update(release_sums(*args, **options))
+      return released
+
+    patch.setattr(_sums_of_records, 'release', spy)
+    head = heads.ridge(
+      [(FEATURES, LABELS)],
+      num_classes=K,
+      noise_multiplier=sigma,
+      dataset_size=N,
+      prng_key=1,
+    )
+  noisy = np.zeros((D, D))
+  upper = np.triu_indices(D)
+  noisy[upper] = np.float64(released['moment']) * 2**0.5
+  noisy = (noisy + noisy.T) / np.where(np.eye(D), 2, 2**0.5)
+  # The noise is on all of what records add: sums over sqrt(2).
+  x, chosen = directions(), np.eye(K)[LABELS]
+  sums = np.float64(released['sums']) * 2**0.5
+  wrong = (noisy - x.T @ x)[upper], sums - x.T @ chosen
+  if sigma:  # Of standard deviation 3.6 in the mean of the matrix, and 4.2.
+    assert all(2 < np.std(x) < 6 for x in wrong)
+  else:
+    np.testing.assert_allclose(np.concatenate(wrong, None), 0, atol=1e-3)
+  values, vectors = np.linalg.eigh(noisy)
+  ridge = 1 + 0.5 * (2 * D) ** 0.5 * sigma * 2**0.5
+  inverse = vectors @ np.diag(1 / (values.clip(0) + ridge)) @ vectors.T
+  expected = inverse @ sums
+  expected -= expected.mean(1, keepdims=True)
+  expected /= np.linalg.norm(expected, axis=0).mean()
+  np.testing.assert_allclose(head.kernel, expected, atol=1e-6)
+  assert head.entries == D * (D + 1) // 2 + D * K
+
+
+def test_ridge_sees_past_what_all_features_have_in_common():
+  rng = np.random.default_rng(3)
+  labels = rng.integers(K, size=3000)
+  # A strong direction that tells little of the class, across those that do.
+  features = rng.normal(size=(3000, 8))
+  features += 6 * rng.normal(size=(3000, 1)) * [0, 1, -1, 1, 0, 0, 0, 0]
+  features[np.arange(3000), labels + 1] += 3
+  options = {'num_classes': K, 'dataset_size': 3000, 'prng_key': 1}
+  right = {
+    make: np.mean(
+      np.argmax(
+        features
+        @ np.float64(
+          make([(features, labels)], noise_multiplier=2.0, **options).kernel
+        ),
+        1,
+      )
+      == labels
+    )
+    for make in (heads.ridge, heads.class_means)
+  }
+  assert right[heads.ridge] > right[heads.class_means] + 0.05
+
+
 def test_the_same_bits_in_any_batches():
   """Also with padding, labels of no class and features that are not finite."""
   whole = release([(FEATURES, LABELS)], noise_multiplier=2.0)
@@ -74,12 +139,15 @@ def test_one_key_gives_each_kind_of_release_its_own_noise(monkeypatch):
   monkeypatch.setattr(_lattice, 'add_noise', spy)
   options = {'noise_multiplier': 1.0, 'dataset_size': 1, 'prng_key': 7}
   zeros = np.zeros((1, 4), np.float32)
-  means = heads.class_means([(zeros, np.array([0]))], num_classes=1, **options)
+  means, _ = (
+    make([(zeros, np.array([0]))], num_classes=1, **options)
+    for make in (heads.class_means, heads.ridge)
+  )
   metrics = [
     lora.input_metric([{'x': zeros}], form=form, **options)
     for form in ('second_moment', 'mean')
   ]
-  assert len({x[0] for x in released}) == 3
+  assert len({x[0] for x in released}) == 4
   assert means.seeded
   assert metrics[0].seeded
   del options['prng_key']
@@ -96,31 +164,34 @@ def test_a_record_adds_one_to_its_class(label):
   np.testing.assert_array_equal(means.kernel[1:], 0)
 
 
+@pytest.mark.parametrize('make', [heads.class_means, heads.ridge])
 @pytest.mark.parametrize('sigma', [0.5, 20.0])
-def test_every_entry_gets_the_noise(sigma, monkeypatch):
+def test_every_entry_gets_the_noise(sigma, make, monkeypatch):
   released = []
   release_sums = _sums_of_records.release
 
   def spy(*args, **options):
-    released.append(release_sums(*args, **options)['sums'])
-    return {'sums': released[-1]}
+    sums = release_sums(*args, **options)
+    released.append(np.concatenate([np.ravel(x) for x in sums.values()]))
+    return sums
 
   monkeypatch.setattr(_sums_of_records, 'release', spy)
   for _ in range(2):
-    means = heads.class_means(
+    means = make(
       [(np.zeros((1, 60), np.float32), np.array([0]))],
       num_classes=30,
       noise_multiplier=sigma,
       dataset_size=1,
     )
-  noise = np.float64(released[0]).ravel() / sigma
-  assert means.entries == noise.size == 60 * 30
+  noise = np.float64(released[0]) / sigma
+  assert means.entries == noise.size
+  assert noise.size == 60 * 30 + (make is heads.ridge) * 30 * 61
   assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
   assert not np.array_equal(*released)
   assert means.event == GaussianDpEvent(sigma)
 
 
-MEANS = heads.ClassMeans(jnp.ones((2, 2)), 5.0, 4, problem.N)
+MEANS = heads.LinearHead(jnp.ones((2, 2)), 5.0, 4, problem.N)
 
 
 def test_a_training_accounts_for_what_came_before():
@@ -141,7 +212,7 @@ def test_a_training_accounts_for_what_came_before():
     assert ('VOID' in statement) is void
   # After other releases it is another run.
   state = private.init(problem.PARAMS)
-  other = heads.ClassMeans(jnp.zeros((2, 2)), 5.0, 4, problem.N)
+  other = heads.LinearHead(jnp.zeros((2, 2)), 5.0, 4, problem.N)
   with pytest.raises(ValueError, match='state of this training'):
     make(also=[MEANS, other]).adapters(state)
 
@@ -162,8 +233,8 @@ def test_a_training_accounts_for_what_came_before():
       'pytree of arrays, got SimpleNamespace',
     ),
     (
-      [heads.ClassMeans(jnp.ones((2, 2)), 5.0, 4, 7)],
-      'ClassMeans of 7 for dataset_size',
+      [heads.LinearHead(jnp.ones((2, 2)), 5.0, 4, 7)],
+      'LinearHead of 7 for dataset_size',
     ),
   ],
 )

@@ -81,6 +81,32 @@ def _():
   return lines(['', 'perplexity', 'right'], rows)
 
 
+@of('heads')
+def _():
+  found = stored('private_heads_cpu')['rows']
+  tasks = {'sst2': 'SST-2', 'clinc150': 'clinc150', 'banking77': 'banking77'}
+  of_ridge = [row for row in found if row['method'] == 'ridge']
+  costs = {row['noise multiplier']: row['epsilon'] for row in of_ridge}
+  rows = []
+  for task, text in tasks.items():
+    for method in ('ridge', 'class means'):
+      mine = {
+        row['noise multiplier']: row
+        for row in found
+        if (row['task'], row['method']) == (task, method)
+      }
+      first = mine[0.0]
+      about = f'{text} ({first["private rows"]:,} rows of {first["classes"]})'
+      about = about if method == 'ridge' else ''
+      cells = (short(mine[sigma]['accuracy'], 3) for sigma in costs)
+      rows.append([about, f'`{method.replace(" ", "_")}`', *cells])
+  heads = [
+    'no noise' if cost is None else f'{sigma:g} (epsilon {cost:.2f})'
+    for sigma, cost in costs.items()
+  ]
+  return lines(['', 'noise multiplier', *heads], rows)
+
+
 def sentences() -> Iterator[Claim]:
   yield from _utility()
   yield from _margins()
