@@ -205,7 +205,7 @@ def ridge(
     ...   [(features, labels)], num_classes=2, noise_multiplier=2.0,
     ...   dataset_size=500)
     >>> right = (features @ head.kernel).argmax(1) == labels
-    >>> bool(right.mean() > 0.9), head.entries
+    >>> bool(right.mean() > 0.8), head.entries
     (True, 52)
   """
   released = _released(
