@@ -1,4 +1,4 @@
-"""Links and names of files in the documentation lead somewhere. No network."""
+"""Links and names lead somewhere, rows of tables are whole. No network."""
 
 import ast
 import functools
@@ -81,6 +81,12 @@ def wrong_names(text):
   return out
 
 
+def broken_rows(text):
+  """Rows of tables that begin in a line and do not end there."""
+  rows = [x.rstrip() for x in prose_of(text).splitlines() if x.startswith('|')]
+  return [x for x in rows if not x.endswith('|')]
+
+
 def test_there_are_pages():
   assert len(PAGES) > 8
   assert sum(len(links_of(p.read_text('utf-8'))) for p in PAGES) > 50
@@ -91,6 +97,7 @@ def test_links_and_names(page):
   text = page.read_text('utf-8')
   assert not wrong_links(page, text)
   assert not wrong_names(text)
+  assert not broken_rows(text)
 
 
 def test_what_leads_nowhere_is_found():
@@ -106,6 +113,7 @@ def test_what_leads_nowhere_is_found():
     'tests/none.py',
   ]
   assert slug_of('A *b*: `c`') == 'a-b-c'
+  assert broken_rows('| a | b |\n| c | d\ne |\n') == ['| c | d']
 
 
 def test_every_figure_has_a_script_a_page_and_few_bytes():
