@@ -46,6 +46,16 @@ def sentences() -> Iterator[Claim]:
     ' it, {} with it)',
     hyper.best_of_metric(),
   )
+  (ridge,) = (
+    row
+    for row in stored('private_heads_cpu')['rows']
+    if (row['task'], row['method'], row['noise multiplier'])
+    == ('sst2', 'ridge', 5.0)
+  )
+  yield (
+    'of a head reads {} of SST-2 at epsilon {:.2f}, before',
+    (short(ridge['accuracy'], 3), ridge['epsilon']),
+  )
   steps = stored('step_time_cpu')['ranks']
   yield (
     'takes {:.2f} times that of DP-AdamW at rank 8, {:.2f} at rank 64',
