@@ -177,9 +177,9 @@ def ridge(
   Foulds et al. (arXiv:1603.07294) and Wang (arXiv:1803.02596); ridge, shares
   and scale are ours.
 
-  **Privacy.** As there: a record adds ``f f^T`` and f to column y,
-  both over sqrt(2), and so 1 in Euclidean norm. Of the symmetric matrix its
-  diagonal and sqrt(2) times the entries above are noised.
+  **Privacy.** As there: a record adds ``f f^T`` and f to column y, both over
+  sqrt(2), and so 1 in Euclidean norm. Of the symmetric matrix its diagonal and
+  sqrt(2) times the entries above are noised.
 
   Args:
     batches: As for :func:`class_means`.
@@ -189,8 +189,8 @@ def ridge(
     prng_key: As for :func:`class_means`.
 
   Returns:
-    The head, its columns of mean length one; nothing but zeros if nothing was
-    left of the noise. ``entries`` is ``d (d + 1) / 2 + d K``.
+    The head, its columns of mean length one (zeros where all sums are zero).
+    ``entries`` is ``d (d + 1) / 2 + d K``.
 
   Raises:
     ValueError: In the cases of :func:`class_means`.
@@ -223,7 +223,7 @@ def ridge(
   ridge = 1 + _RIDGE * edge * noise_multiplier * _SHARE
   values = np.maximum(values, 0) + ridge
   columns = vectors @ ((vectors.T @ sums) / values[:, None])
-  columns -= columns.mean(1, keepdims=True)
+  columns -= columns.mean(1, keepdims=True)  # What is to have length one.
   mean_length = np.linalg.norm(columns, axis=0).mean()
   columns /= mean_length or 1.0
   entries = released['moment'].size + sums.size
