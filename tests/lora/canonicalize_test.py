@@ -93,3 +93,8 @@ def test_tracing_is_refused():
   tree = {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}
   with pytest.raises(ValueError, match='outside of jit'):
     jax.jit(lora.canonicalize)(tree)
+  for name in tree:  # Also where one leaf alone is traced.
+    with pytest.raises(ValueError, match='outside of jit'):
+      jax.jit(lambda x, name=name: lora.canonicalize({**tree, name: x}))(
+        tree[name]
+      )

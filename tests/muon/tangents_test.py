@@ -198,6 +198,14 @@ def test_stacked_modules_and_bounded_norms(x64):
     assert np.linalg.norm(dense) <= np.sqrt(2 * RANK)
 
 
+def test_each_side_keeps_its_type():
+  factors = np.ones((M, RANK)), np.ones((N, RANK))
+  frame, x = _tangent([np.float32(f) for f in factors], np.ones((M, N)))
+  x = fixed_rank.Tangent(x.left, x.right.astype(jnp.bfloat16))
+  new = jax.eval_shape(muon.tangent_newton_schulz, frame, x)
+  assert (new.left.dtype, new.right.dtype) == (jnp.float32, jnp.bfloat16)
+
+
 def test_nothing_as_large_as_the_matrix_is_formed():
   shapes = [(300, 4), (200, 4)]
   left, right = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)

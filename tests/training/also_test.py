@@ -12,7 +12,14 @@ import pytest
 import scipy.stats
 from dp_accounting import ComposedDpEvent, GaussianDpEvent
 
-from prism_optax import _lattice, _sums_of_records, accounting, heads, lora
+from prism_optax import (
+  _lattice,
+  _sums_of_records,
+  accounting,
+  heads,
+  lora,
+  training,
+)
 from tests.training import problem
 
 N, D, K = 300, 6, 3
@@ -215,6 +222,23 @@ def test_a_training_accounts_for_what_came_before():
   other = heads.LinearHead(jnp.zeros((2, 2)), 5.0, 4, problem.N)
   with pytest.raises(ValueError, match='state of this training'):
     make(also=[MEANS, other]).adapters(state)
+
+
+@pytest.mark.parametrize('follows', [False, True])
+def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
+  counted = []
+
+  def statement(*args, entries, **options):
+    counted.append(entries)
+    return ''
+
+  clipping = training.QuantileClipping(quantile=0.5) if follows else None
+  private = problem.make(optax.sgd(0.1), also=[MEANS], clipping=clipping)
+  monkeypatch.setattr(accounting, 'privacy_statement', statement)
+  private.statement()
+  private.statement(private.init(problem.PARAMS))
+  each = 4 + 6 * 2 + 2 * 4 + follows  # A quantile's fraction is one more.
+  assert counted == [3 * each + MEANS.entries, MEANS.entries]
 
 
 @pytest.mark.parametrize(
