@@ -12,6 +12,7 @@ from dp_accounting import dp_event, pld, rdp
 from hypothesis import strategies as st
 
 from prism_optax import accounting
+from prism_optax.accounting import _events
 
 Relation = accounting.NeighboringRelation
 Q, STEPS, DELTA = 64 / 9919, 300, 1e-5
@@ -172,6 +173,10 @@ def test_rdp_doubles_gaussians_under_replace_one_wherever_they_are():
     accountant='rdp',
     neighboring_relation=Relation.REPLACE_ONE,
   ) == by_hand(halved, Relation.REPLACE_ONE, 'rdp')
+  laplace = dp_event.DiscreteLaplaceDpEvent(2.0, 1)
+  doubled = dp_event.DiscreteLaplaceDpEvent(2.0, 2)
+  relation = Relation.REPLACE_ONE
+  assert _events.with_relation(laplace, relation) == doubled
 
 
 def test_rdp_with_poisson_and_replace_one_says_what_is_missing():

@@ -336,3 +336,11 @@ def test_adam_on_the_factors_depends_on_the_gauge():
       gauge = optax.apply_updates(gauge, updates)
     results.append([[*problem.dense(gauge).modules]])
   assert largest_error(*results) > 0.1
+
+
+@pytest.mark.parametrize(
+  'stddev', [-1.0, [1.0, -1.0], [1.0, np.nan], [np.inf], [], [[1.0]]]
+)
+def test_a_bad_level_of_the_noise_is_named(stddev):
+  with pytest.raises(ValueError, match='noise_stddev'):
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=np.asarray(stddev))
