@@ -23,9 +23,13 @@ def _require(
   """Raises ``ValueError`` unless ``value`` is traced or a number that holds."""
   if value is None or isinstance(value, bool | str):
     raise _error(f'{name} to be a number', name, value)
-  if isinstance(value, numbers.Real) and not math.isfinite(value):
+  try:
+    number = float(value)  # type: ignore[arg-type]
+  except (TypeError, ValueError):  # Traced, a schedule, one for each step.
+    return
+  if not math.isfinite(number):
     raise _error(f'{name} to be finite', name, value)
-  if isinstance(value, numbers.Real) and not holds(float(value)):
+  if not holds(number):
     raise _error(expected, name, value)
 
 

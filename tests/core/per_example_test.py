@@ -214,7 +214,8 @@ def test_parts_of_a_batch_add_up_to_the_same_bits():
   np.testing.assert_array_equal(
     np.asarray(whole.high, np.int64) * 2**14 + whole.low, exact
   )
-  for size, skip_padding in ((1, True), (3, True), (3, False)):
+  # Parts of six hold records and padding.
+  for size, skip_padding in ((1, True), (3, True), (6, True), (3, False)):
     parts = jax.jit(functools.partial(total, size, skip_padding))()
     np.testing.assert_array_equal(parts.high, whole.high)
     np.testing.assert_array_equal(parts.low, whole.low)

@@ -29,6 +29,14 @@ def test_bad_values_are_named(check, bad):
     check('rate', bad)
 
 
+@pytest.mark.parametrize('make', [np.asarray, jnp.asarray])
+@pytest.mark.parametrize('bad', [-1.0, math.nan])
+def test_arrays_of_one_value_are_no_secret(make, bad):
+  with pytest.raises(ValueError, match='rate'):
+    _validate.non_negative('rate', make(bad))
+  _validate.non_negative('rate', make(0.5))
+
+
 def test_other_checks_name_the_value():
   with pytest.raises(ValueError, match='mode.*svt'):
     _validate.one_of('mode', 'svt', ('svd',))
