@@ -129,11 +129,14 @@ def test_a_quantile_costs_noise_of_the_gradients():
   assert own**-2 + (2 * 20 * 0.05) ** -2 == pytest.approx(1.0)
   private = problem.make(optax.sgd(0.1), clipping=rule)
   assert private.noise_multiplier == 1.0
-  with pytest.raises(ValueError, match=r'fraction_stddev > 0\.025, the noise'):
-    problem.make(
-      optax.sgd(0.1),
-      clipping=training.QuantileClipping(fraction_stddev=0.02),
-    )
+  for too_little in (0.02, 0.025):
+    with pytest.raises(
+      ValueError, match=r'fraction_stddev > 0\.025, the noise'
+    ):
+      problem.make(
+        optax.sgd(0.1),
+        clipping=training.QuantileClipping(fraction_stddev=too_little),
+      )
 
 
 @pytest.mark.parametrize(
