@@ -108,6 +108,7 @@ def test_names_are_read_while_tracing():
     ({'lora_a': jnp.ones(6), 'lora_b': jnp.ones((2, 5))}, 'two axes'),
     ({**_pair(), 'count': jnp.ones((), jnp.int32)}, "'count' of dtype int32"),
     ({**_pair(), 'name': 'x'}, "'name' of <class 'str'>"),
+    ({'a': _pair(), 'a/lora_a': jnp.ones(3)}, 'distinct names .*a/lora_a'),
   ],
 )
 def test_refusals_name_the_leaves(params, match):
