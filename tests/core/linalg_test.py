@@ -68,6 +68,15 @@ def test_frame_is_scale_free():
     assert np.isfinite(inverse).all()
 
 
+def test_one_matrix_that_loses_digits_is_seen_among_others():
+  """Squares of its entries are denormal; of one column none is crooked."""
+  q = np.linalg.qr(np.random.default_rng(2).normal(size=(9, 1)))[0]
+  x = np.float32(q * np.array([1, 3e-19])[:, None, None])
+  found, core, _, _ = _linalg.orthonormal_frame(jnp.asarray(x))
+  np.testing.assert_allclose(np.abs(found), np.abs([q, q]), atol=1e-6)
+  np.testing.assert_allclose(core[1] / 3e-19, 1, atol=1e-5)
+
+
 def test_polar_is_a_partial_isometry():
   rng = np.random.default_rng(3)
   x = rng.normal(size=(5, 4, 4))
