@@ -282,6 +282,14 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
     accounting.privacy_statement(event, DELTA, accountant='rdp', entries=1e17)
 
 
+def test_what_drawn_noise_adds_to_a_delta_of_zero():
+  """The terms of the derivation, one entry, at an epsilon of zero."""
+  shift, added = accounting.release_guarantee(0.0, 0.0, 1)
+  # tau + beta + nu + beta: 5e-17, 1e-20, 1e-19 and 1e-20.
+  assert added == pytest.approx(5e-17 + 1e-19 + 2e-20, rel=1e-5)
+  assert 0 < shift < 1e-6
+
+
 def test_statement_says_what_epsilon_depends_on_and_rounds_up():
   event = accounting.dpsgd_event(2.0, 0.1, 5)
   statement = accounting.privacy_statement(event, DELTA)

@@ -344,3 +344,26 @@ def test_adam_on_the_factors_depends_on_the_gauge():
 def test_a_bad_level_of_the_noise_is_named(stddev):
   with pytest.raises(ValueError, match='noise_stddev'):
     prism_optax.scale_by_rank_preconditioner(noise_stddev=np.asarray(stddev))
+
+
+def test_the_floor_is_the_same_at_every_rank():
+  """Gradients far below the noise are multiplied by one number."""
+  params = {
+    f'rank {r}': {'lora_a': jnp.eye(6, r), 'lora_b': jnp.eye(r, 5)}
+    for r in (1, 2, 3)
+  }
+  tx = prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV)
+
+  @jax.jit
+  def step(params):
+    small = jax.tree.map(lambda p: 1e-9 * jnp.ones_like(p), params)
+    x = prism_optax.tangent_coordinates(params)(small)
+    return x, tx.update(x, tx.init(params), params)[0]
+
+  x, direction = map(jax.tree.leaves, step(params))
+  ratios = [
+    np.asarray(d)[np.asarray(a) != 0] / np.asarray(a)[np.asarray(a) != 0]
+    for a, d in zip(x, direction, strict=True)
+  ]
+  ratios = np.concatenate(ratios)
+  np.testing.assert_allclose(ratios, ratios[0], rtol=1e-4)
