@@ -286,7 +286,7 @@ def test_what_drawn_noise_adds_to_a_delta_of_zero():
   """The terms of the derivation, one entry, at an epsilon of zero."""
   shift, added = accounting.release_guarantee(0.0, 0.0, 1)
   # tau + beta + nu + beta: 5e-17, 1e-20, 1e-19 and 1e-20.
-  assert added == pytest.approx(5e-17 + 1e-19 + 2e-20, rel=1e-5)
+  assert math.isclose(added, 5e-17 + 1e-19 + 2e-20, rel_tol=1e-5)
   assert 0 < shift < 1e-6
 
 
