@@ -34,6 +34,16 @@ def test_factor_noise_energy_is_what_noisy_factors_do():
   assert energy.second_order > 20 * standard_error  # It would be missed.
 
 
+def test_factor_noise_energy_of_a_stack_is_that_of_each():
+  rng = np.random.default_rng(5)
+  left, right = rng.normal(size=(2, 7, 3)), rng.normal(size=(2, 5, 3))
+  both = diagnostics.factor_noise_energy(left, right, 0.3)
+  for i in range(2):
+    one = diagnostics.factor_noise_energy(left[i], right[i], 0.3)
+    np.testing.assert_allclose(both.first_order[i], one.first_order, rtol=1e-5)
+    assert both.second_order == one.second_order
+
+
 def test_factor_noise_has_its_minimum_where_the_paper_says():
   left, right = _factors()
   best = (
