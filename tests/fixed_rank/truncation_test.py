@@ -123,3 +123,8 @@ def test_leading_axes_jit_and_mixed_batches():
 def test_bad_ranks_are_refused(rank):
   with pytest.raises(ValueError, match=f'rank={rank}'):
     _truncated(np.ones((5, 3)), np.ones((6, 3)), rank)
+
+
+def test_factors_that_do_not_fit_are_refused():
+  with pytest.raises(ValueError, match=r'\(5, 3\).*\(6, 2\)'):
+    _truncated(np.ones((5, 3)), np.ones((6, 2)), 1)
