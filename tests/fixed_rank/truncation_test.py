@@ -125,6 +125,13 @@ def test_bad_ranks_are_refused(rank):
     _truncated(np.ones((5, 3)), np.ones((6, 3)), rank)
 
 
+def test_a_rank_above_either_side_is_refused():
+  wide, narrow = np.ones((6, 4)), np.ones((3, 4))
+  for factors in ((wide, narrow), (narrow, wide)):
+    with pytest.raises(ValueError, match='rank=4'):
+      _truncated(*factors, 4)
+
+
 def test_factors_that_do_not_fit_are_refused():
   with pytest.raises(ValueError, match=r'\(5, 3\).*\(6, 2\)'):
     _truncated(np.ones((5, 3)), np.ones((6, 2)), 1)

@@ -122,6 +122,27 @@ def test_every_entry_gets_the_noise_of_its_length(sigma, monkeypatch):
   assert metric.event == GaussianDpEvent(sigma)
 
 
+def test_the_scale_of_a_direction_is_that_of_its_energy_without_noise():
+  """Half of the energy along one direction of 40, at a noise that counts."""
+  n, size, sigma = 40, 2000, 30.0
+  rng = np.random.default_rng(4)
+  x = rng.normal(size=(size, n)) / (n - 1) ** 0.5
+  x[:, 0] = rng.choice([-1, 1], size)
+  metric = lora.input_metric(
+    [{'x': np.float32(x)}],
+    noise_multiplier=sigma,
+    dataset_size=size,
+    prng_key=3,
+  )
+  energy = np.float64(x).T @ (np.float64(x) / np.sum(x**2, 1, keepdims=True))
+  # Of 1,000, of which the mean is 50, the noise adds at most 30 * sqrt(80).
+  ideal = (2 * size / n / energy[0, 0]) ** 0.5
+  assert metric.scales['x'].shape == (1,)
+  edge = sigma * (2 * n) ** 0.5
+  high = ideal * (1 - 1.2 * edge / energy[0, 0]) ** -0.5
+  assert ideal < metric.scales['x'][0] < high
+
+
 def test_the_vector_of_a_matrix_keeps_its_length():
   x = np.float32(_rng.normal(size=(5, 5)))
   x = x + x.T

@@ -12,7 +12,8 @@ what another test has compiled is not traced again). ``run`` takes the same
 mutants in the same order every time, runs the fast tests of the files that
 execute the line, its own file first, up to the first failure, and stores each
 verdict at once in ``random_lines.json``. A survivor is there because it changes
-nothing (say why under ``why``), or because a test is missing.
+nothing (say why under ``why``), or because a test is missing: write it, put its
+name under ``by`` and the verdict that it changed under ``first``.
 """
 
 import argparse
@@ -162,10 +163,12 @@ def table():
       print(f'  - {row["old"]}\n  + {row["new"]}\n  {row.get("why", "?")}')
   killed = sum(row['verdict'] == 'killed' for row in rows)
   same = sum('why' in row for row in rows if row['verdict'] != 'killed')
+  first = killed - sum('first' in row for row in rows)
+  matter = max(len(rows) - same, 1)
   print(
     f'{len(rows)} mutants: {killed} killed, {same} change no result,'
     f' {len(rows) - killed - same} left; killed of those that change one:'
-    f' {killed / max(len(rows) - same, 1):.1%}'
+    f' {first / matter:.1%} at first, {killed / matter:.1%} now'
   )
 
 

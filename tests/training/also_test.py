@@ -12,6 +12,7 @@ import pytest
 import scipy.stats
 from dp_accounting import ComposedDpEvent, GaussianDpEvent
 
+import prism_optax
 from prism_optax import (
   _lattice,
   _sums_of_records,
@@ -49,6 +50,23 @@ def test_columns_are_the_directions_of_the_class_means():
   assert means.entries == D * K
   right = (directions() @ np.float64(means.kernel)).argmax(1) == LABELS
   assert right.mean() > 0.85
+
+
+def test_columns_are_relieved_of_the_length_of_the_noise(monkeypatch):
+  released = []
+  release_sums = _sums_of_records.release
+
+  def spy(*args, **options):
+    released.append(release_sums(*args, **options))
+    return released[-1]
+
+  monkeypatch.setattr(_sums_of_records, 'release', spy)
+  means = release([(FEATURES, LABELS)], noise_multiplier=9.0)
+  sums = np.float64(released[0]['sums'])
+  squares = np.sum(sums**2, 0) - D * 9.0**2
+  columns = sums / np.sqrt(np.maximum(squares, heads._FEWEST**2))
+  expected = columns - columns.mean(1, keepdims=True)
+  np.testing.assert_allclose(means.kernel, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize('sigma', [0.0, 3.0])
@@ -222,6 +240,33 @@ def test_a_training_accounts_for_what_came_before():
   other = heads.LinearHead(jnp.zeros((2, 2)), 5.0, 4, problem.N)
   with pytest.raises(ValueError, match='state of this training'):
     make(also=[MEANS, other]).adapters(state)
+
+
+def test_an_optimizer_is_told_the_constants_of_the_training():
+  told = {}
+
+  def taking(l2_clip_norm, noise_multiplier, expected_batch_size, steps):
+    told.update(
+      l2_clip_norm=l2_clip_norm,
+      noise_multiplier=noise_multiplier,
+      expected_batch_size=expected_batch_size,
+      steps=steps,
+    )
+    return prism_optax.prism(0.1, **told)
+
+  problem.make(taking, l2_clip_norm=2.0, noise_multiplier=1.5)
+  assert told['noise_multiplier'] == pytest.approx(1.5)
+  assert told['l2_clip_norm'] == 2.0
+  assert told['expected_batch_size'] == problem.B
+  assert told['steps'] == 3
+
+
+@pytest.mark.slow
+def test_a_small_target_is_met():
+  private = problem.make(
+    optax.sgd(0.1), noise_multiplier=None, target_epsilon=0.2
+  )
+  assert 0.199 < private.epsilon() <= 0.2
 
 
 @pytest.mark.parametrize('follows', [False, True])
