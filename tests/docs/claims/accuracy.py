@@ -99,12 +99,12 @@ def _():
       about = f'{text} ({first["private rows"]:,} rows of {first["classes"]})'
       about = about if method == 'ridge' else ''
       cells = (short(mine[sigma]['accuracy'], 3) for sigma in costs)
-      rows.append([about, f'`{method.replace(" ", "_")}`', *cells])
+      rows.append([about, method, *cells])
   heads = [
-    'no noise' if cost is None else f'{sigma:g} (epsilon {cost:.2f})'
+    'no noise' if cost is None else f'noise {sigma:g}, epsilon {cost:.2f}'
     for sigma, cost in costs.items()
   ]
-  return lines(['', 'noise multiplier', *heads], rows)
+  return lines(['', '', *heads], rows)
 
 
 def sentences() -> Iterator[Claim]:
