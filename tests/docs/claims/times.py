@@ -271,7 +271,7 @@ def sentences() -> Iterator[Claim]:
     if name != 'adamw, not private'
   ]
   yield (
-    'MiniLM at rank 8 take {:.2f} to {:.2f} times as long',
+    'MiniLM at rank 8 took {:.2f} to {:.2f} times as long',
     (min(private), max(private)),
   )
   memory = stored('language_model_memory_cpu')
