@@ -173,8 +173,8 @@ def test_rdp_doubles_gaussians_under_replace_one_wherever_they_are():
     accountant='rdp',
     neighboring_relation=Relation.REPLACE_ONE,
   ) == by_hand(halved, Relation.REPLACE_ONE, 'rdp')
-  laplace = dp_event.DiscreteLaplaceDpEvent(2.0, 1)
-  doubled = dp_event.DiscreteLaplaceDpEvent(2.0, 2)
+  laplace = dp_event.DiscreteLaplaceDpEvent(2.0, 3)
+  doubled = dp_event.DiscreteLaplaceDpEvent(2.0, 6)
   relation = Relation.REPLACE_ONE
   assert _events.with_relation(laplace, relation) == doubled
 
