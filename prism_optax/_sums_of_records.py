@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,9 @@ from prism_optax import _lattice, _per_example, _randomness, _validate
 from prism_optax._types import PRNGKeyLike
 
 Arrays = dict[str, jax.Array]
+
+# What was made of a release, while it lives, by the identity of the array.
+_released: dict[int, 'weakref.ref[jax.Array]'] = {}
 
 
 def release(
@@ -72,6 +76,19 @@ def release(
   sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
   released: Arrays = _lattice.add_noise(key, sums, sigma)
   return released
+
+
+def remember(array: jax.Array) -> jax.Array:
+  """Notes that this array was made of a release; returns it."""
+  place = id(array)
+  _released[place] = weakref.ref(array, lambda _: _released.pop(place, None))
+  return array
+
+
+def is_remembered(array: object) -> bool:
+  """Whether this very array, no copy of it, was made of a release."""
+  reference = _released.get(id(array))
+  return reference is not None and reference() is array
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -263,8 +263,9 @@ def _head(
   dataset_size: int,
   prng_key: PRNGKeyLike,
 ) -> LinearHead:
+  kernel = jnp.asarray(columns - columns.mean(1, keepdims=True), jnp.float32)
   return LinearHead(
-    jnp.asarray(columns - columns.mean(1, keepdims=True), jnp.float32),
+    _sums_of_records.remember(kernel),
     float(noise_multiplier),
     entries,
     int(dataset_size),

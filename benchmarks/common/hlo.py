@@ -29,6 +29,12 @@ _CALLED = {
   'while': re.compile(r'condition=(%?[\w.$-]+), body=(%?[\w.$-]+)'),
   'call': re.compile(r'(?:to_apply|called_computations)=\{?(%?[\w.$-]+)'),
 }
+# All that a line may call, loops and branches included.
+_ANY_CALL = re.compile(
+  r'(?:calls|to_apply|body|called_computations|branch_computations'
+  r'|true_computation|false_computation)=(\{[^}]*\}|%?[\w.$-]+)'
+)
+_ROUNDS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SOLVER = re.compile('svd|gesv|syev|eigh|jacobi|qr|getrf', re.IGNORECASE)
 _SHAPE = re.compile(r'\b(pred|[suf]\d+|bf16|f8\w*)\[([\d,]*)\]')
@@ -131,3 +137,49 @@ def cost(text: str) -> Cost:
     return Cost(solvers=solvers, launches=1, collective_bytes=moved)
 
   return of(entry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """Communication between devices.
+
+  Attributes:
+    operation: ``'all-reduce'`` and so on.
+    bytes: What comes out on one device, at a time.
+    times: How often it runs in one call; a loop whose number of rounds is not
+      in the text counts once.
+  """
+
+  operation: str
+  bytes: int
+  times: int
+
+
+def collectives(text: str) -> list[Collective]:
+  """All communication of one call, with every branch that may be taken.
+
+  Args:
+    text: ``compiled.as_text()``.
+
+  Returns:
+    One entry for each place in the program.
+  """
+  entry, computations = _computations(text)
+  found: list[Collective] = []
+
+  def walk(name: str, times: int) -> None:
+    for line in computations.get(name, ()):
+      match = _OPERATION.search(line)
+      operation = match[1].removesuffix('-start') if match else ''
+      if operation in _COLLECTIVES:
+        moved = _bytes_of(line[: match.start()])
+        found.append(Collective(operation, moved, times))
+        continue  # What it calls adds two numbers.
+      rounds = _ROUNDS.search(line) if operation == 'while' else None
+      for called in _ANY_CALL.findall(line):
+        for each in called.strip('{}').split(','):
+          inner = times * int(rounds[1]) if rounds else times
+          walk(each.strip().removeprefix('%'), inner)
+
+  walk(entry, 1)
+  return found

@@ -15,6 +15,7 @@ from prism_optax.lora._input_metric import InputMetric, input_metric
 from prism_optax.lora._merging import Kernel, deltas, merge
 from prism_optax.lora._peft import PeftAdapter, from_peft, load_peft, save_peft
 from prism_optax.lora._per_example import (
+  in_microbatches,
   per_example_gradients,
   per_example_product,
 )
@@ -23,8 +24,8 @@ from prism_optax.lora._ranks import difference, truncate
 # fmt: off
 __all__ = [
   'InputMetric', 'Kernel', 'Layout', 'Pair', 'PeftAdapter', 'canonicalize',
-  'deltas', 'describe_pairs', 'difference', 'from_peft', 'initialize',
-  'input_metric', 'load_peft', 'merge', 'pairs_by_name',
+  'deltas', 'describe_pairs', 'difference', 'from_peft', 'in_microbatches',
+  'initialize', 'input_metric', 'load_peft', 'merge', 'pairs_by_name',
   'per_example_gradients', 'per_example_product', 'save_peft',
   'spectral_residual', 'truncate',
 ]

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from prism_optax import _validate
+from prism_optax._per_example import LazyGradients
+
 
 def per_example_gradients(
   losses: Callable[..., jax.Array],
@@ -85,6 +88,71 @@ def per_example_gradients(
     return jax.grad(total)(copies)
 
   return gradients
+
+
+def in_microbatches(
+  gradients: Callable[..., optax.Updates], microbatch_size: int
+) -> Callable[..., LazyGradients]:
+  """Lets a clip compute per-example gradients part by part.
+
+  What the new function returns goes where gradients go, into ``update`` of
+  :func:`prism_optax.prism`, :func:`prism_optax.dp_muon` or a clip. It holds no
+  gradients: the clip takes ``microbatch_size`` examples after the others,
+  computes their gradients, clips each, and adds. A batch of any size then needs
+  the memory of one part, and is still one release. Examples are added as
+  integers, so that parts change an update only where the compiler takes the
+  gradient of one example in another order in a batch of another size.
+
+  **Privacy.** As without parts: the sum, its sensitivity and the noise are the
+  same. All parts are computed, so that time tells nothing of how many examples
+  were drawn.
+
+  Args:
+    gradients: ``gradients(params, batch, *args)``, from
+      :func:`per_example_gradients` or ``jax.vmap(jax.grad(loss), (None, 0))``.
+    microbatch_size: Examples in a part. It divides the size of every batch,
+      padding included; on a mesh it is a multiple of the devices that share the
+      batch. A batch that is no larger goes through at once.
+
+  Returns:
+    A function of the same arguments, for use under ``jax.jit`` in the same
+    traced function as ``update``: what it returns is no tree of arrays.
+
+  Raises:
+    ValueError: If ``microbatch_size`` is no positive integer; in ``update``, if
+      it does not divide the size of the batch.
+
+  Example:
+    >>> import functools
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import prism_optax
+    >>> from prism_optax import lora
+    >>> def loss(params, x):
+    ...   return jnp.sum((x @ params['lora_a'] @ params['lora_b'] - 1) ** 2)
+    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.ones((1, 2))}
+    >>> tx = prism_optax.prism(
+    ...   0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8,
+    ...   prng_key=0)
+    >>> gradients = jax.vmap(jax.grad(loss), (None, 0))
+    >>> @functools.partial(jax.jit, static_argnums=0)
+    ... def step(gradients, state, x):
+    ...   return tx.update(gradients(params, x), state, params)[0]['lora_b']
+    >>> x, state = jnp.arange(24.0).reshape(8, 3), tx.init(params)
+    >>> one, other = (
+    ...   step(fn, state, x)
+    ...   for fn in (gradients, lora.in_microbatches(gradients, 2)))
+    >>> bool(jnp.allclose(one, other))
+    True
+  """
+  _validate.integer('microbatch_size', microbatch_size, 1)
+
+  def lazily(params: optax.Params, batch: Any, *args: Any) -> LazyGradients:
+    return LazyGradients(
+      batch, lambda part: gradients(params, part, *args), microbatch_size
+    )
+
+  return lazily
 
 
 def per_example_product(

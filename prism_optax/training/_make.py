@@ -26,7 +26,13 @@ from prism_optax.training._clipping import (
 from prism_optax.training._mechanism import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._sampling import Sampling
-from prism_optax.training._settings import Before, Parts, Release, Settings
+from prism_optax.training._settings import (
+  Before,
+  Parts,
+  Release,
+  Settings,
+  check_declared,
+)
 
 # Folded into a key that was given: the seed of the batches, the noise of a
 # quantile. `split` uses the numbers 0 and 1.
@@ -139,8 +145,8 @@ def make_private(
 
   Raises:
     ValueError: For constants that do not fit, delta too large, an optimizer
-      with a clip of its own; unless exactly one of ``target_epsilon`` and
-      ``noise_multiplier`` is given.
+      with a clip of its own, a released head that is not in ``also``; unless
+      exactly one of ``target_epsilon`` and ``noise_multiplier`` is given.
 
   Example:
     >>> import functools
@@ -196,6 +202,7 @@ def make_private(
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
   before = Before.of(input_metric, also, dataset_size)
+  check_declared(params, also)
   if input_metric is not None:
     loss = _loss.in_coordinates(loss, input_metric, batched_loss)
   if target_epsilon is not None:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import optax
 
+from prism_optax import _sums_of_records
+from prism_optax._types import ArrayTree
 from prism_optax.lora import InputMetric
 from prism_optax.training._sampling import Sampling
 
@@ -92,6 +94,22 @@ class Before(NamedTuple):
       ''.join(f' and {x}' for x in words),
       any(x.seeded for x in releases),
     )
+
+
+def check_declared(params: ArrayTree, releases: Sequence[Release]) -> None:
+  """Refuses parameters that were released of the records, and not accounted.
+
+  Raises:
+    ValueError: Naming the leaf.
+  """
+  declared = {id(x) for x in jax.tree.leaves(releases)}
+  for path, leaf in jax.tree.leaves_with_path(params):
+    if _sums_of_records.is_remembered(leaf) and id(leaf) not in declared:
+      raise ValueError(
+        f'params{jax.tree_util.keystr(path)} was released by prism_optax.heads,'
+        ' and that release is not accounted for: give it to make_private as'
+        ' also=[head]. If it is of other records than these, give a copy.'
+      )
 
 
 class Settings(NamedTuple):

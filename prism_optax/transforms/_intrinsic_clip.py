@@ -58,9 +58,9 @@ def intrinsic_clip(
   whatever the example holds. Nothing is private yet: the noise is added by
   :func:`tangent_privatizer`, directly behind.
 
-  All per-example gradients are held at once. For real models use
-  ``jax_privacy.clipped_grad`` with micro-batches and
-  :func:`tangent_coordinates`, which gives the same. ``optax.MultiSteps`` can
+  All per-example gradients are held at once, unless they come from
+  :func:`prism_optax.lora.in_microbatches`. ``jax_privacy.clipped_grad`` with
+  :func:`tangent_coordinates` gives the same. ``optax.MultiSteps`` can
   accumulate behind the clip: with ``normalize_by=expected_batch_size / k`` the
   mean over k micro-batches of one Poisson batch is that of the whole batch, and
   so is the noise that follows. Its ``should_skip_update_fn`` would decide by

@@ -214,6 +214,95 @@ def test_goes_through_the_chain_of_prism():
   )
 
 
+@pytest.mark.parametrize('method', ['prism', 'dp_muon'])
+def test_parts_change_no_bit(method):
+  """Of gradients that are the same bits in a batch of any size."""
+  params, (x, kernel) = _params(), _data(6, 3)
+  options = {
+    'noise_multiplier': 0.5, 'expected_batch_size': 6, 'prng_key': 0,
+  }  # fmt: skip
+  tx = (
+    prism_optax.prism(0.1, l2_clip_norm=0.5, **options)
+    if method == 'prism'
+    else prism_optax.dp_muon(0.1, l2_clip_norms=0.5, **options)
+  )
+  each = _batched(params, x, kernel)
+  padding = np.arange(6) % 4 == 1
+
+  def gradients(params, rows):
+    del params
+    return jax.tree.map(lambda g: g[rows], each)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def updates(gradients, rows):
+    return tx.update(
+      gradients(params, rows), state, params, is_padding_example=padding
+    )[0]
+
+  state = tx.init(params)
+  whole = updates(gradients, np.arange(6))
+  rows = np.where(padding, 0, np.arange(6))  # What is padding does not count.
+  for size in (1, 3, 9):
+    found = updates(lora.in_microbatches(gradients, size), rows)
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+    assert any(np.any(x) for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize('gradients', [_mapped, _batched])
+def test_parts_of_a_model(gradients):
+  params, (x, kernel) = _params(), _data(6, 3)
+  clip = prism_optax.intrinsic_clip(0.5)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def total(gradients):
+    return clip.update(gradients(params, x, kernel), (), params)[0]
+
+  whole, parts = map(total, (gradients, lora.in_microbatches(gradients, 2)))
+  # The compiler takes products of another size in another order.
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), parts, whole
+  )
+
+
+def test_parts_hold_the_gradients_of_a_part():
+  size, part, width, rank = 64, 4, 256, 8
+  params = {
+    'lora_a': jnp.ones((width, rank)),
+    'lora_b': jnp.ones((rank, width)),
+  }
+  clip = prism_optax.intrinsic_clip(1.0)
+  gradients = jax.vmap(
+    jax.grad(lambda p, x: jnp.sum((x @ p['lora_a'] @ p['lora_b']) ** 2)),
+    (None, 0),
+  )
+
+  def bytes_of(gradients):
+    def mean(params, x):
+      return clip.update(gradients(params, x), (), params)[0]
+
+    lowered = jax.jit(mean).lower(params, jnp.ones((size, 1, width)))
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+  one = 2 * width * rank * 4
+  whole, in_parts = map(
+    bytes_of, (gradients, lora.in_microbatches(gradients, part))
+  )
+  assert whole >= size * one
+  # The gradients of a part, and a few sums of the size of one.
+  assert in_parts < (part + 12) * one
+
+
+def test_parts_have_a_size_that_fits():
+  gradients = lora.per_example_gradients(_losses)
+  with pytest.raises(ValueError, match='integer >= 1, got microbatch_size=0'):
+    lora.in_microbatches(gradients, 0)
+  params, (x, kernel) = _params(), _data(6, 3)
+  clip = prism_optax.intrinsic_clip(1.0)
+  lazy = lora.in_microbatches(gradients, 4)(params, x, kernel)
+  with pytest.raises(ValueError, match='divide .* 6, got microbatch_size=4'):
+    clip.update(lazy, (), params)
+
+
 def test_no_copy_is_written():
   """XLA reads the one copy: the result alone is of the size of copies."""
   size, width, rank = 64, 512, 16

@@ -309,6 +309,40 @@ def test_one_backward_pass_is_that_of_every_example(seed, lead, shape):
   _close(batched, mapped)
 
 
+@functools.cache
+def _sum_by_parts(size):
+  """Of six examples, whose gradients are the examples; None is all at once."""
+  clip = prism_optax.intrinsic_clip(1.0)
+  params = cases.draw_tree('one', 0)
+
+  def gradients(params, batch):
+    del params
+    return batch
+
+  if size is not None:
+    gradients = lora.in_microbatches(gradients, size)
+  return jax.jit(
+    lambda batch, is_padding: clip.update(
+      gradients(params, batch), (), params, is_padding_example=is_padding
+    )[0]
+  )
+
+
+@cases.settings
+@given(
+  cases.seeds,
+  cases.scales,
+  cases.oddities,
+  st.sampled_from([1, 2, 3, 6, 7]),
+  hnp.arrays(bool, 6),
+)
+def test_parts_of_any_size_give_one_sum(seed, scale, odd, size, is_padding):
+  batch = cases.draw_tree('one', seed, lead=(6,), scale=scale)
+  batch = cases.spoiled(batch, odd, seed)
+  whole, parts = (_sum_by_parts(x)(batch, is_padding) for x in (None, size))
+  _equal(parts, whole)
+
+
 # A record is what two modules read at two positions: ordinary, tiny, huge, odd.
 records = hnp.arrays(
   np.float32,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import types
 
 import jax
@@ -240,6 +241,23 @@ def test_a_training_accounts_for_what_came_before():
   other = heads.LinearHead(jnp.zeros((2, 2)), 5.0, 4, problem.N)
   with pytest.raises(ValueError, match='state of this training'):
     make(also=[MEANS, other]).adapters(state)
+
+
+def test_a_released_head_has_to_be_accounted_for():
+  rows = FEATURES[: problem.N], LABELS[: problem.N]
+  head = release([rows], noise_multiplier=1.0, dataset_size=problem.N)
+  params = problem.PARAMS | {'head': head.kernel}
+  make = functools.partial(problem.make, optax.sgd(0.1), params=params)
+  make(also=[head])
+  with pytest.raises(ValueError, match=r"params\['head'\] .*also=\[head\]"):
+    make(also=[MEANS])
+  # A copy says that it is of other records.
+  make(params=problem.PARAMS | {'head': jnp.copy(head.kernel)})
+  place = id(head.kernel)
+  assert place in _sums_of_records._released
+  del head, params, make
+  gc.collect()
+  assert place not in _sums_of_records._released
 
 
 def test_an_optimizer_is_told_the_constants_of_the_training():

@@ -230,8 +230,8 @@ def sentences() -> Iterator[Claim]:
   few = [x for _, x in scaling('1', 'modules')[:2]]
   rank = scaling('1', 'rank')[-1][1]
   yield (
-    'modules take {:.1f} to {:.1f} times as long on one core, and rank 64 takes'
-    ' {:.1f} times as long',
+    'one module takes {:.1f} times as long on one core, six take {:.1f}, and'
+    ' rank 64 takes {:.1f} times as long',
     (*few, rank),
   )
   found = stored('update_time_cpu')
@@ -271,7 +271,7 @@ def sentences() -> Iterator[Claim]:
     if name != 'adamw, not private'
   ]
   yield (
-    'MiniLM at rank 8 took {:.2f} to {:.2f} times as long',
+    'MiniLM at rank 8 take {:.2f} to {:.2f} times as long',
     (min(private), max(private)),
   )
   memory = stored('language_model_memory_cpu')

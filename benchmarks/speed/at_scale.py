@@ -1,0 +1,230 @@
+"""A private step on 64 and 256 chips, by the compiler and without a chip.
+
+    pip install --no-deps libtpu
+    python benchmarks/speed/at_scale.py [--models 4b 27b] [--chips 64 256]
+    python benchmarks/speed/at_scale.py --table
+
+Decoders with the shapes of Gemma 3, adapters of rank 16 on five matrices of
+each layer, compiled ahead of time for slices of TPU v5e. Frozen weights are
+split over groups of chips, batches over the groups. Non-private AdamW, and
+``prism`` with its clip, part by part: one example on each group at a time. For
+each step what a chip has to hold, and what chips tell one another. All arrays
+are abstract. Rows go to ``benchmarks/results/at_scale.json`` as they are
+finished, a few minutes each, and are not computed twice.
+"""
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+# None is there: none is looked for.
+os.environ |= {'TPU_SKIP_MDS_QUERY': '1', 'JAX_PLATFORMS': 'cpu'}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+
+import prism_optax  # noqa: E402
+from benchmarks.common import hlo, results  # noqa: E402
+from benchmarks.speed import decoder  # noqa: E402
+from prism_optax import lora  # noqa: E402
+
+RANK, LENGTH = 16, 1024
+# Examples of a batch for each group of chips, one after the other.
+PARTS = 4
+LAYOUT = lora.Layout(a_stack_axes=(0,), b_stack_axes=(0,))
+SHAPES = {
+  '4b': decoder.Shape(
+    34, 2560, 8, 4, 256, 10240, 262_144, LENGTH, 0, 0, jnp.bfloat16
+  ),
+  '27b': decoder.Shape(
+    62, 5376, 32, 16, 128, 21504, 262_144, LENGTH, 0, 0, jnp.bfloat16
+  ),
+}
+# Chips that share the weights.
+GROUP = {'4b': 4, '27b': 8}
+TOPOLOGY = {64: 'v5e:8x8', 256: 'v5e:16x16'}
+METHODS = ('adamw, not private', 'prism')
+
+
+def mesh_of(chips: int, group: int) -> jax.sharding.Mesh:
+  """Chips as (groups, chips of a group)."""
+  topology = topologies.get_topology_desc(
+    platform='tpu',
+    topology_name=TOPOLOGY[chips],
+    chips_per_host_bounds=(2, 2, 1),
+  )
+  devices = np.asarray(topology.devices).reshape(-1, group)
+  return jax.sharding.Mesh(devices, ('data', 'model'))
+
+
+def split_weights(mesh: jax.sharding.Mesh, weights: Any) -> Any:
+  """Matrices by heads and inner units, embeddings by words."""
+
+  def spec(path: Any, leaf: Any) -> PartitionSpec:
+    name = path[-1].key
+    if name == 'words':
+      return PartitionSpec('model')
+    if leaf.ndim < 3:
+      return PartitionSpec()
+    axis = 1 if name in ('output', 'down') else 2
+    return PartitionSpec(*[None] * axis, 'model')
+
+  return jax.tree.map_with_path(
+    lambda path, leaf: _placed(leaf, mesh, *spec(path, leaf)), weights
+  )
+
+
+def _placed(leaf: Any, mesh: jax.sharding.Mesh, *spec: Any) -> Any:
+  return jax.ShapeDtypeStruct(
+    leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+
+
+def plain_step(shape: decoder.Shape, groups: int):
+  """AdamW on the mean of the batch, a part at a time."""
+  adamw, gradient = optax.adamw(1e-3), jax.grad(decoder.make_loss(shape))
+
+  def step(params, state, frozen, tokens):
+    # Every so-many-th row, so that each group has its share of a part.
+    parts = tokens.reshape(groups, PARTS, -1).swapaxes(0, 1)
+    total, _ = jax.lax.scan(
+      lambda total, x: (optax.tree.add(total, gradient(params, frozen, x)), 0),
+      optax.tree.zeros_like(params),
+      parts,
+    )
+    mean = optax.tree.scale(1 / PARTS, total)
+    updates, state = adamw.update(mean, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return adamw.init, step
+
+
+def private_step(shape: decoder.Shape, groups: int):
+  """Gradients of one example on each group at a time, clipped and added."""
+  tx = prism_optax.prism(
+    1e-3,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=groups * PARTS,
+    prng_key=jax.random.key(0),
+    layout=LAYOUT,
+  )
+  loss = decoder.make_loss(shape)
+
+  def of_one(params, example, frozen):
+    return loss(params, frozen, example[None])
+
+  gradients = lora.in_microbatches(
+    jax.vmap(jax.grad(of_one), (None, 0, None)), groups
+  )
+
+  def step(params, state, frozen, tokens):
+    updates, state = tx.update(gradients(params, tokens, frozen), state, params)
+    return optax.apply_updates(params, updates), state
+
+  return tx.init, step
+
+
+def measure(model: str, chips: int, method: str) -> dict[str, Any]:
+  """One row. Bytes are of one chip; gigabytes are 10^9 of them."""
+  shape, group = SHAPES[model], GROUP[model]
+  mesh, groups = mesh_of(chips, group), chips // group
+  make = private_step if method == 'prism' else plain_step
+  init, step = make(shape, groups)
+  params = jax.eval_shape(
+    lambda key: decoder.adapters(shape, RANK, key), jax.random.key(0)
+  )
+  frozen = jax.eval_shape(
+    lambda key: decoder.weights(shape, key), jax.random.key(0)
+  )
+  everywhere = jax.tree.map(
+    lambda x: _placed(x, mesh), (params, jax.eval_shape(init, params))
+  )
+  tokens = jax.ShapeDtypeStruct((groups * PARTS, LENGTH + 1), jnp.int32)
+  lowered = jax.jit(
+    step,
+    donate_argnums=(0, 1),
+    out_shardings=jax.tree.map(lambda x: x.sharding, everywhere),
+  ).lower(
+    *everywhere, split_weights(mesh, frozen), _placed(tokens, mesh, 'data')
+  )
+  start = time.perf_counter()
+  compiled = lowered.compile()
+  seconds = time.perf_counter() - start
+  memory, text = compiled.memory_analysis(), compiled.as_text()
+  moved = hlo.collectives(text)
+  by_kind: dict[str, int] = collections.Counter()
+  for each in moved:
+    by_kind[each.operation] += each.bytes * each.times
+  sizes = [sum(x.size for x in jax.tree.leaves(y)) for y in (frozen, params)]
+  return {
+    'model': model,
+    'chips': chips,
+    'method': method,
+    'chips of a group': group,
+    'frozen, billions': sizes[0] / 1e9,
+    'trained, millions': sizes[1] / 1e6,
+    'factors GB': 4 * sizes[1] / 1e9,
+    'arguments GB': memory.argument_size_in_bytes / 1e9,
+    'temporary GB': memory.temp_size_in_bytes / 1e9,
+    'collectives GB': {k: v / 1e9 for k, v in by_kind.items()},
+    'largest collective GB': max((x.bytes for x in moved), default=0) / 1e9,
+    'collectives': [dataclasses.asdict(x) for x in moved],
+    'compile seconds': seconds,
+  }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+  """The rows as Markdown."""
+  lines = [
+    '| model | chips | method | arguments | temporary | told to others'
+    ' | largest at once | factors |',
+    '| --- ' * 8 + '|',
+  ]
+  lines.extend(
+    f'| {row["model"]} | {row["chips"]} | {row["method"]}'
+    f' | {row["arguments GB"]:.2f} | {row["temporary GB"]:.2f}'
+    f' | {sum(row["collectives GB"].values()):.2f}'
+    f' | {row["largest collective GB"]:.3f} | {row["factors GB"]:.3f} |'
+    for row in rows
+  )
+  return '\n'.join(lines)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--models', nargs='+', choices=SHAPES, default=SHAPES)
+  parser.add_argument(
+    '--chips', nargs='+', type=int, choices=TOPOLOGY, default=TOPOLOGY
+  )
+  parser.add_argument('--table', action='store_true', help='compile nothing')
+  args = parser.parse_args()
+  path = results.FOLDER / 'at_scale.json'
+  rows = json.loads(path.read_text('utf-8'))['rows'] if path.exists() else []
+  keys = itertools.product(args.models, args.chips, METHODS)
+  done = [tuple(row[x] for x in ('model', 'chips', 'method')) for row in rows]
+  for key in keys if not args.table else ():
+    if key in done:
+      continue
+    rows.append(measure(*key))
+    results.write(path, {'environment': results.environment(), 'rows': rows})
+    print(*key, f'{rows[-1]["compile seconds"]:.0f} s', flush=True)
+  print(table(rows))
+
+
+if __name__ == '__main__':
+  main()
