@@ -312,8 +312,12 @@ def test_one_backward_pass_is_that_of_every_example(seed, lead, shape):
 @functools.cache
 def _sum_by_parts(size):
   """Of six examples, whose gradients are the examples; None is all at once."""
-  clip = prism_optax.intrinsic_clip(1.0)
+  tx = prism_optax.chain(
+    prism_optax.intrinsic_clip(1.0),
+    prism_optax.tangent_privatizer(1e-3, prng_key=0),
+  )
   params = cases.draw_tree('one', 0)
+  state = tx.init(params)
 
   def gradients(params, batch):
     del params
@@ -322,8 +326,8 @@ def _sum_by_parts(size):
   if size is not None:
     gradients = lora.in_microbatches(gradients, size)
   return jax.jit(
-    lambda batch, is_padding: clip.update(
-      gradients(params, batch), (), params, is_padding_example=is_padding
+    lambda batch, is_padding: tx.update(
+      gradients(params, batch), state, params, is_padding_example=is_padding
     )[0]
   )
 
