@@ -3,10 +3,8 @@
 Two rules of this file serve everything above it.
 
 *   Factorisations (QR, SVD, eigh) of several matrices run one after the other
-    on CPU and batched on GPU and TPU. XLA's CPU runtime shares one thread pool
-    between independent operations and the batch loop inside LAPACK calls, and
-    two such calls at once can wait for each other for ever. A user's ``vmap``
-    would turn the loop back into a batched call, hence the ``custom_vmap``.
+    on CPU (``_factorizations``). A user's ``vmap`` would turn the loop into a
+    batched call, hence the ``custom_vmap``.
 *   Products of factors ask for the highest matmul precision: the default on
     GPUs (TF32) and TPUs (bfloat16) would lose the orthogonality of frames.
 """
@@ -21,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prism_optax._factorizations import map_matrices, no_infinity, svd
 from prism_optax._types import Scalar
 
 
@@ -76,17 +75,6 @@ def at_least_float32(x: jax.typing.ArrayLike) -> jax.Array:
   """The array in float32 or wider: bfloat16 has no room for sums and steps."""
   x = jnp.asarray(x)
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def map_matrices(fn: Callable[..., Any], *args: jax.Array) -> Any:
-  """Maps ``fn`` over axis 0: in turn on CPU, batched elsewhere."""
-  if args[0].shape[0] == 1:  # No loop for a single matrix.
-    return jax.tree.map(lambda y: y[None], fn(*(a[0] for a in args)))
-  return jax.lax.platform_dependent(
-    *args,
-    cpu=lambda *xs: jax.lax.map(lambda x: fn(*x), xs),
-    default=jax.vmap(fn),
-  )
 
 
 def branch(
@@ -164,22 +152,6 @@ def qr(x: Any) -> tuple[jax.Array, jax.Array]:
     q: Any = Tall(stacks)
     return q, jnp.concatenate(triangular)
   return map_matrices(jnp.linalg.qr, x)
-
-
-def svd(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Thin SVD ``u @ diag(s) @ vt`` of (b, m, n) matrices."""
-  return map_matrices(
-    lambda a: tuple(jnp.linalg.svd(a, full_matrices=False)), _no_infinity(x)
-  )
-
-
-def _no_infinity(x: jax.Array) -> jax.Array:
-  """All NaN in place of matrices with an entry that is not finite.
-
-  LAPACK returns NaN for NaN, and for an infinite entry it never returns.
-  """
-  finite = jnp.all(jnp.isfinite(x), axis=(-2, -1), keepdims=True)
-  return jnp.where(finite, x, jnp.nan)
 
 
 @flat_batch
@@ -296,14 +268,14 @@ def polar(x: jax.Array) -> jax.Array:
 @flat_batch
 def orthogonal_polar(x: jax.Array) -> jax.Array:
   """An orthogonal polar factor of square matrices: also off their range."""
-  u, _, vt = svd(x)
+  u, _, vt = svd(x, complete=True)
   return matmul(u, vt)
 
 
 @flat_batch
 def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Eigenvalues, ascending, and eigenvectors of symmetric matrices."""
-  return map_matrices(lambda a: tuple(jnp.linalg.eigh(a)), _no_infinity(x))
+  return map_matrices(lambda a: tuple(jnp.linalg.eigh(a)), no_infinity(x))
 
 
 def inverse_sqrt(

@@ -34,7 +34,6 @@ _ANY_CALL = re.compile(
   r'(?:calls|to_apply|body|called_computations|branch_computations'
   r'|true_computation|false_computation)=(\{[^}]*\}|%?[\w.$-]+)'
 )
-_ROUNDS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SOLVER = re.compile('svd|gesv|syev|eigh|jacobi|qr|getrf', re.IGNORECASE)
 _SHAPE = re.compile(r'\b(pred|[suf]\d+|bf16|f8\w*)\[([\d,]*)\]')
@@ -145,14 +144,13 @@ class Collective:
 
   Attributes:
     operation: ``'all-reduce'`` and so on.
-    bytes: What comes out on one device, at a time.
-    times: How often it runs in one call; a loop whose number of rounds is not
-      in the text counts once.
+    bytes: What comes out on one device, in one round.
+    loops: Number of loops around it.
   """
 
   operation: str
   bytes: int
-  times: int
+  loops: int
 
 
 def collectives(text: str) -> list[Collective]:
@@ -167,19 +165,18 @@ def collectives(text: str) -> list[Collective]:
   entry, computations = _computations(text)
   found: list[Collective] = []
 
-  def walk(name: str, times: int) -> None:
+  def walk(name: str, loops: int) -> None:
     for line in computations.get(name, ()):
       match = _OPERATION.search(line)
       operation = match[1].removesuffix('-start') if match else ''
-      if operation in _COLLECTIVES:
+      if match and operation in _COLLECTIVES:
         moved = _bytes_of(line[: match.start()])
-        found.append(Collective(operation, moved, times))
+        found.append(Collective(operation, moved, loops))
         continue  # What it calls adds two numbers.
-      rounds = _ROUNDS.search(line) if operation == 'while' else None
       for called in _ANY_CALL.findall(line):
         for each in called.strip('{}').split(','):
-          inner = times * int(rounds[1]) if rounds else times
-          walk(each.strip().removeprefix('%'), inner)
+          inside = each.strip().removeprefix('%')
+          walk(inside, loops + (operation == 'while'))
 
-  walk(entry, 1)
+  walk(entry, 0)
   return found

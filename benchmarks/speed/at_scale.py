@@ -14,8 +14,6 @@ finished, a few minutes each, and are not computed twice.
 """
 
 import argparse
-import collections
-import dataclasses
 import itertools
 import json
 import os
@@ -94,13 +92,13 @@ def _placed(leaf: Any, mesh: jax.sharding.Mesh, *spec: Any) -> Any:
   )
 
 
-def plain_step(shape: decoder.Shape, groups: int):
+def plain_step(shape: decoder.Shape, mesh: jax.sharding.Mesh):
   """AdamW on the mean of the batch, a part at a time."""
   adamw, gradient = optax.adamw(1e-3), jax.grad(decoder.make_loss(shape))
 
   def step(params, state, frozen, tokens):
     # Every so-many-th row, so that each group has its share of a part.
-    parts = tokens.reshape(groups, PARTS, -1).swapaxes(0, 1)
+    parts = tokens.reshape(mesh.shape['data'], PARTS, -1).swapaxes(0, 1)
     total, _ = jax.lax.scan(
       lambda total, x: (optax.tree.add(total, gradient(params, frozen, x)), 0),
       optax.tree.zeros_like(params),
@@ -113,8 +111,9 @@ def plain_step(shape: decoder.Shape, groups: int):
   return adamw.init, step
 
 
-def private_step(shape: decoder.Shape, groups: int):
+def private_step(shape: decoder.Shape, mesh: jax.sharding.Mesh):
   """Gradients of one example on each group at a time, clipped and added."""
+  groups = mesh.shape['data']
   tx = prism_optax.prism(
     1e-3,
     l2_clip_norm=1.0,
@@ -128,12 +127,18 @@ def private_step(shape: decoder.Shape, groups: int):
   def of_one(params, example, frozen):
     return loss(params, frozen, example[None])
 
-  gradients = lora.in_microbatches(
-    jax.vmap(jax.grad(of_one), (None, 0, None)), groups
-  )
+  def gradients(params, tokens, frozen):
+    found = jax.vmap(jax.grad(of_one), (None, 0, None))(params, tokens, frozen)
+    # All of an example's gradient is on every chip of its group. Otherwise the
+    # compiler would split the update's small matrices as the weights are.
+    return jax.lax.with_sharding_constraint(
+      found, NamedSharding(mesh, PartitionSpec('data'))
+    )
+
+  in_parts = lora.in_microbatches(gradients, groups)
 
   def step(params, state, frozen, tokens):
-    updates, state = tx.update(gradients(params, tokens, frozen), state, params)
+    updates, state = tx.update(in_parts(params, tokens, frozen), state, params)
     return optax.apply_updates(params, updates), state
 
   return tx.init, step
@@ -144,7 +149,7 @@ def measure(model: str, chips: int, method: str) -> dict[str, Any]:
   shape, group = SHAPES[model], GROUP[model]
   mesh, groups = mesh_of(chips, group), chips // group
   make = private_step if method == 'prism' else plain_step
-  init, step = make(shape, groups)
+  init, step = make(shape, mesh)
   params = jax.eval_shape(
     lambda key: decoder.adapters(shape, RANK, key), jax.random.key(0)
   )
@@ -167,9 +172,19 @@ def measure(model: str, chips: int, method: str) -> dict[str, Any]:
   seconds = time.perf_counter() - start
   memory, text = compiled.memory_analysis(), compiled.as_text()
   moved = hlo.collectives(text)
-  by_kind: dict[str, int] = collections.Counter()
+  # The loops are one over the parts of a batch, and in it over the layers.
+  rounds = 1, PARTS, PARTS * shape.layers
+  places: dict[str, dict[str, float]] = {}
   for each in moved:
-    by_kind[each.operation] += each.bytes * each.times
+    place = places.setdefault(
+      ('a step', 'a part', 'a layer')[each.loops],
+      {'collectives': 0, 'GB': 0.0, 'largest GB': 0.0, 'GB of a step': 0.0},
+    )
+    size = each.bytes / 1e9
+    place['collectives'] += 1
+    place['GB'] += size
+    place['largest GB'] = max(place['largest GB'], size)
+    place['GB of a step'] += size * rounds[each.loops]
   sizes = [sum(x.size for x in jax.tree.leaves(y)) for y in (frozen, params)]
   return {
     'model': model,
@@ -181,27 +196,27 @@ def measure(model: str, chips: int, method: str) -> dict[str, Any]:
     'factors GB': 4 * sizes[1] / 1e9,
     'arguments GB': memory.argument_size_in_bytes / 1e9,
     'temporary GB': memory.temp_size_in_bytes / 1e9,
-    'collectives GB': {k: v / 1e9 for k, v in by_kind.items()},
-    'largest collective GB': max((x.bytes for x in moved), default=0) / 1e9,
-    'collectives': [dataclasses.asdict(x) for x in moved],
+    'once in': places,
     'compile seconds': seconds,
   }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-  """The rows as Markdown."""
+  """The rows as Markdown, in 10^9 bytes of one chip."""
   lines = [
-    '| model | chips | method | arguments | temporary | told to others'
-    ' | largest at once | factors |',
-    '| --- ' * 8 + '|',
+    '| model | chips | method | arguments | temporary | factors'
+    ' | told to others in a layer | in a part | in a step | in all |',
+    '| --- ' * 10 + '|',
   ]
-  lines.extend(
-    f'| {row["model"]} | {row["chips"]} | {row["method"]}'
-    f' | {row["arguments GB"]:.2f} | {row["temporary GB"]:.2f}'
-    f' | {sum(row["collectives GB"].values()):.2f}'
-    f' | {row["largest collective GB"]:.3f} | {row["factors GB"]:.3f} |'
-    for row in rows
-  )
+  for row in rows:
+    at = [row['once in'].get(x, {}) for x in ('a layer', 'a part', 'a step')]
+    once = ' | '.join(f'{x.get("GB", 0.0):.3f}' for x in at)
+    total = sum(x.get('GB of a step', 0.0) for x in at)
+    lines.append(
+      f'| {row["model"]} | {row["chips"]} | {row["method"]}'
+      f' | {row["arguments GB"]:.2f} | {row["temporary GB"]:.2f}'
+      f' | {row["factors GB"]:.3f} | {once} | {total:.1f} |'
+    )
   return '\n'.join(lines)
 
 

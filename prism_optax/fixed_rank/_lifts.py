@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg
+from prism_optax import _factorizations, _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame
 from prism_optax.fixed_rank._tangents import (
@@ -235,8 +235,8 @@ def sylvester_of_grams(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
   direction both of whose singular values vanish, up to rounding) the solution
   of least norm is taken.
   """
-  _, sa, va = _linalg.svd(a)
-  _, sb, vb = _linalg.svd(b)
+  _, sa, va = _factorizations.svd(a, complete=True)
+  _, sb, vb = _factorizations.svd(b, complete=True)
   eps = a.shape[-1] * jnp.finfo(a.dtype).eps
   # Scaled by the largest singular value: squares must not underflow.
   largest = jnp.maximum(sa[:, :1], sb[:, :1])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg, _validate
+from prism_optax import _factorizations, _linalg, _validate
 from prism_optax._linalg import Tall, matmul
 
 
@@ -218,8 +218,8 @@ def _in_svd_gauge(factors: Factors) -> Factors:
   left, right = factors
   q_left, c_left = _linalg.qr(left)
   q_right, c_right = _linalg.qr(right)
-  u, s, vt = _linalg.svd(matmul(c_left, c_right.mT))
-  lost = s <= left.shape[-1] * jnp.finfo(s.dtype).eps * s[:, :1]
+  u, s, vt = _factorizations.svd(matmul(c_left, c_right.mT))
+  lost = _factorizations.negligible(s, left.shape[-1])
   alive = ~lost[:, None, :]
   root = jnp.sqrt(s)[:, None, :]
   u, v = u * alive, vt.mT * alive
@@ -252,7 +252,7 @@ def _beyond(basis: jax.Array, core: jax.Array, lost: jax.Array) -> jax.Array:
   """
   rank = basis.shape[-1]
   rest = core - matmul(basis, matmul(basis.mT, core))
-  fresh, sizes, _ = _linalg.svd(rest)
+  fresh, sizes, _ = _factorizations.svd(rest)
   # Rounding errors are no directions: they would pass for observable ones.
   eps = core.shape[-1] * jnp.finfo(core.dtype).eps
   size = jnp.linalg.norm(core, axis=(-2, -1))[:, None]

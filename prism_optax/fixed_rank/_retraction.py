@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg
+from prism_optax import _factorizations, _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame, right_has_rank
 from prism_optax.fixed_rank._tangents import (
@@ -162,10 +162,9 @@ def _new_factors(frame: Frame, core: jax.Array) -> tuple[jax.Array, jax.Array]:
   """
   c_left, c_right = frame.left_core, frame.right_core
   rank = c_left.shape[-1]
-  u, s, vt = _linalg.svd(core)
+  u, s, vt = _factorizations.svd(core)
   u, s, v = u[..., :rank], s[..., :rank], vt.mT[..., :rank]
-  # Rounding errors of a 2r x 2r matrix.
-  lost = s <= 2 * rank * jnp.finfo(s.dtype).eps * s[:, :1]
+  lost = _factorizations.negligible(s, 2 * rank)
   masks = frame.left_mask, frame.right_mask
   u, v = jax.lax.cond(
     jnp.any(lost), _keep_one_side, lambda *a: a[:2], u, v, lost, *masks
@@ -196,7 +195,7 @@ def _keep_one_side(u, v, lost, left_mask, right_mask):
     # The old directions, Q's r coordinates masked to its range, without what
     # the basis has; as many as were lost, the most independent ones first.
     old = jnp.concatenate([mask, jnp.zeros_like(mask)], -2)
-    fresh, size, _ = _linalg.svd(remove(basis, old))
+    fresh, size, _ = _factorizations.svd(remove(basis, old))
     fresh = fresh[..., :rank] * (size[:, None, :rank] > 0.5)
     # `lost` marks the last columns, since singular values descend: reversed
     # order puts the first of the fresh ones on the last column.

@@ -21,7 +21,8 @@ ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
 
 LAYERS = (
   ('_types',),
-  ('_validate', '_linalg', '_matrix_axes', '_generators'),
+  ('_validate', '_factorizations', '_matrix_axes', '_generators'),
+  ('_linalg',),
   ('_randomness',),
   ('_lattice',),
   ('_per_example',),
@@ -132,7 +133,7 @@ def test_every_file_is_found():
   assert {'_linalg', 'fixed_rank', 'lora', 'accounting'} <= modules
 
 
-MOST_LINES, MOST_FILES = 350, 61
+MOST_LINES, MOST_FILES = 350, 62
 PUBLIC_PACKAGES = (
   PACKAGE,
   *(

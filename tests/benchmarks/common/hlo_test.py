@@ -60,6 +60,21 @@ def test_a_solver_on_the_way_is_counted():
   assert hlo.cost(both).solvers == 1
 
 
+def test_communication_is_found_in_loops_and_branches():
+  inside = '  %sum = (s32[], bf16[4,8]{1,0}) all-reduce(%t), to_apply=%add\n'
+  head = '%body (t: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {\n'
+  gather = '  %g = f32[8,8]{1,0} all-gather(%a), dimensions={0}\n'
+  dear = '%dear (a: f32[4,8]) -> f32[4,8] {\n'
+  text = PROGRAM.replace(head, head + inside).replace(dear, dear + gather)
+  found = hlo.collectives(text)
+  assert sorted(found, key=lambda x: (x.loops, x.bytes)) == [
+    hlo.Collective('all-reduce', 4 * 8 * 4, 0),
+    hlo.Collective('all-gather', 8 * 8 * 4, 0),
+    hlo.Collective('all-gather', 8 * 8 * 4, 0),
+    hlo.Collective('all-reduce', 4 + 4 * 8 * 2, 1),
+  ]
+
+
 def test_a_program_of_this_machine_can_be_read():
   def step(x):
     y = jax.lax.cond(x[0, 0] > 0, lambda x: jnp.linalg.svd(x)[0], jnp.sin, x)
