@@ -88,6 +88,52 @@ def _product(
   )
 
 
+# By how much rounding errors of a Gram matrix may grow before it is formed anew:
+# to a ten-thousandth of its largest entries.
+_LARGEST_GROWTH = 1e3
+
+
+def _polynomial(
+  square: jax.Array,
+  c: tuple[float, ...],
+  product: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+  """``p(Y Y^T)`` of the square.
+
+  Horner in ``I - Y Y^T``, which is small where the iteration has converged: no
+  cancellation of large powers there.
+  """
+  eye = jnp.eye(square.shape[-1], dtype=square.dtype)
+  rest = eye - square
+  poly = c[-1] * rest + c[-2] * eye
+  for x in reversed(c[:-2]):
+    poly = product(poly, rest) + x * eye
+  return poly
+
+
+def _on_gram_matrix(
+  y: jax.Array, c: tuple[float, ...], steps: int
+) -> jax.Array:
+  """The steps on ``G = Y Y^T`` alone, and one product with Y for all of them.
+
+  ``G <- p(G) G p(G)``, and Y is multiplied by the product of the ``p(G)``. In
+  each step small eigenvalues of G grow by ``p(0)^2``, and so do its rounding
+  errors, which are as large for all eigenvalues.
+  """
+  at_once = int(math.log(_LARGEST_GROWTH) / (2 * math.log(sum(c))))
+  while steps:
+    count = min(at_once, steps)
+    square = _linalg.matmul(y, y.mT)
+    factor = poly = _polynomial(square, c, _linalg.matmul)
+    for _ in range(count - 1):
+      square = _linalg.matmul(_linalg.matmul(poly, square), poly)
+      poly = _polynomial(square, c, _linalg.matmul)
+      factor = _linalg.matmul(poly, factor)
+    y = _linalg.matmul(factor, y)
+    steps -= count
+  return y
+
+
 def newton_schulz(
   matrix: jax.Array,
   *,
@@ -100,7 +146,10 @@ def newton_schulz(
 
   It applies ``Y <- p(Y Y^T) Y`` ``steps`` times, see :mod:`prism_optax.muon`.
   The function commutes with rotations, ``F(U M V^T) = U F(M) V^T``, and with
-  transposition; the products are formed on the smaller side.
+  transposition; the products are formed on the smaller side. Where the other
+  one is twice as long or longer, the steps are taken on the Gram matrix, with
+  the same polynomial: five steps of degree 2 on 384 x 1536 then have 0.56 of
+  the multiplications.
 
   =======================  ====================================================
   zero matrix              zero
@@ -157,18 +206,13 @@ def newton_schulz(
   if tall:
     y = y.mT
   c = coefficients(degree)
-  eye = jnp.eye(y.shape[-2], dtype=y.dtype)
-
-  product = functools.partial(_product, dtype=matmul_dtype)
-
-  for _ in range(steps):
-    # Horner in I - Y Y^T, which is small where the iteration has converged:
-    # no cancellation of large powers there.
-    rest = eye - product(y, y.mT)
-    poly = c[degree] * rest + c[degree - 1] * eye
-    for j in reversed(range(degree - 1)):
-      poly = product(poly, rest) + c[j] * eye
-    y = product(poly, y)
+  # A square rounded to fewer bits would lose what it is iterated for.
+  if matmul_dtype is None and y.shape[-1] >= 2 * y.shape[-2]:
+    y = _on_gram_matrix(y, c, steps)
+  else:
+    product = functools.partial(_product, dtype=matmul_dtype)
+    for _ in range(steps):
+      y = product(_polynomial(product(y, y.mT), c, product), y)
   return (y.mT if tall else y).astype(matrix.dtype)
 
 

@@ -72,6 +72,20 @@ def test_float32_is_as_exact_as_float32_is():
   np.testing.assert_allclose(out, expected, atol=24 * 1.2e-7)
 
 
+@pytest.mark.parametrize('decades', [0, 4])
+@pytest.mark.parametrize(('degree', 'steps'), [(1, 9), (2, 5), (3, 5), (2, 12)])
+def test_a_gram_matrix_loses_no_digits(degree, steps, decades):
+  """Small singular values would be lost in a square that is kept too long."""
+  rng = np.random.default_rng(1)
+  left, right = (np.linalg.qr(rng.normal(size=(k, 24)))[0] for k in (24, 96))
+  matrix = (left * np.logspace(0, -decades, 24)) @ right.T
+  out = newton_schulz(np.float32(matrix), degree=degree, steps=steps)
+  expected = muon_oracle.orthogonalize(matrix, degree, steps)
+  # What float32 makes of the entries grows by the slope at zero in each step.
+  slope = float(sum(muon.coefficients(degree))) ** steps if decades else 1
+  np.testing.assert_allclose(out, expected, atol=1.2e-7 * (8 + slope / 8))
+
+
 def test_stacks_are_treated_matrix_by_matrix(x64):
   """One matrix must not change the normalization of its neighbour."""
   rng = np.random.default_rng(1)
