@@ -88,7 +88,7 @@ def _product(
   )
 
 
-# By how much rounding errors of a Gram matrix may grow before it is formed anew.
+# How much rounding errors of a Gram matrix may grow before it is formed anew.
 # They end at a ten-thousandth of its largest entries.
 _LARGEST_GROWTH = 1e3
 
