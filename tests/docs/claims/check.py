@@ -23,6 +23,7 @@ from tests.docs.claims import (
   mechanisms,
   privacy,
   readme,
+  scale,
   settings,
   times,
 )
@@ -73,7 +74,8 @@ _NUMBER = r'([-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)'
 def sentences() -> list[Claim]:
   """All sentences with their figures."""
   modules = (
-    accuracy, clipping, geometry, hyper, mechanisms, privacy, readme, times
+    accuracy, clipping, geometry, hyper, mechanisms, privacy, readme, scale,
+    times,
   )  # fmt: skip
   return [claim for module in modules for claim in module.sentences()]
 
