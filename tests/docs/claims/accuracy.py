@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
+from benchmarks.accuracy import equal_tuning
 from tests.docs.claims import data
 from tests.docs.claims.data import short, stored
 from tests.docs.claims.register import Claim, lines, of
@@ -33,6 +34,12 @@ def _():
     rows.append(row)
   head = ['', 'epsilon 3', '`prism` minus it', 'epsilon 6', '`prism` minus it']
   return lines(head, rows)
+
+
+@of('equal-tuning')
+def _():
+  runs = stored('equal_tuning_cpu')['runs']
+  return equal_tuning.table(runs, ['clinc150']).split('\n')
 
 
 @of('elsewhere')

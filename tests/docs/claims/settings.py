@@ -39,6 +39,7 @@ SETTINGS: dict[str, str] = {
   '(74 and 600 ms with its clip': "the authors' measurement",
   '(36 of 2560 x 2560': 'a setting',
   'within a round, of 20.': 'a setting',
+  'and 60 steps of 256': 'settings',
   'calibrated to epsilon 6 spends 17.5': 'printed by the session before it',
   "authors' trainer uses 0.5 of the scalar floor": "the authors' choice",
   'is on by default, 0.1,': 'a setting',
