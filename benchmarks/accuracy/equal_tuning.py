@@ -16,7 +16,6 @@ on where it was. About a minute a run on one core.
 
 import argparse
 import dataclasses
-import fcntl
 import json
 import pathlib
 import statistics
@@ -83,18 +82,15 @@ class Results:
     return json.loads(self.path.read_text('utf-8'))['runs']
 
   def put(self, recipe: Recipe, report: bool, result: dict) -> None:
-    with self.path.with_suffix('.lock').open('w') as lock:
-      fcntl.flock(lock, fcntl.LOCK_EX)
+    with storage.locked(self.path):
       runs = self.read() | {key(recipe, report): result}
       text = ',\n'.join(
         f'{json.dumps(k)}: {json.dumps(v)}' for k, v in sorted(runs.items())
       )
       environment = json.dumps(storage.environment())
-      partial = self.path.with_suffix('.partial')
-      partial.write_text(
-        f'{{"environment": {environment},\n"runs": {{\n{text}\n}}}}\n', 'utf-8'
+      storage.write_text(
+        self.path, f'{{"environment": {environment},\n"runs": {{\n{text}\n}}}}'
       )
-      partial.replace(self.path)
 
 
 def key(recipe: Recipe, report: bool) -> str:

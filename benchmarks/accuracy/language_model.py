@@ -20,7 +20,6 @@ compiling a method one, and a run of SST-2 some twenty seconds.
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 from typing import Any
@@ -80,13 +79,12 @@ class Results:
     return next((x for x in self.rows() if x['run'] == wanted), None)
 
   def put(self, result: dict[str, Any]) -> None:
-    found = {
-      'environment': common.environment(),
-      'rows': [*self.rows(), result],
-    }
-    partial = self.path.with_suffix(f'.{os.getpid()}')
-    common.write(partial, found)
-    partial.replace(self.path)
+    with common.locked(self.path):
+      found = {
+        'environment': common.environment(),
+        'rows': [*self.rows(), result],
+      }
+      common.write(self.path, found)
 
 
 def tune(

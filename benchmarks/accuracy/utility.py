@@ -14,7 +14,6 @@ several workers share it. About 40 seconds a run on one core.
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 import time
@@ -23,6 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 from benchmarks.accuracy.private_runs import Run, execute  # noqa: E402
+from benchmarks.common import results as storage  # noqa: E402
 
 # Learning rates, half a decade apart. Where the best one is at an end, the next
 # one on that side is tried too, until it is not.
@@ -99,9 +99,7 @@ class Results:
     return True
 
   def put(self, run: Run, result: dict) -> None:
-    partial = self.path(run).with_suffix(f'.{os.getpid()}')
-    partial.write_text(json.dumps(result) + '\n', 'utf-8')
-    partial.replace(self.path(run))
+    storage.write_text(self.path(run), json.dumps(result))
 
 
 def tuning_run(template: Run, rate: float) -> Run:

@@ -15,7 +15,6 @@ finished, a few minutes each, and are not computed twice.
 
 import argparse
 import itertools
-import json
 import os
 import pathlib
 import sys
@@ -229,15 +228,10 @@ def main() -> None:
   parser.add_argument('--table', action='store_true', help='compile nothing')
   args = parser.parse_args()
   path = results.FOLDER / 'at_scale.json'
-  rows = json.loads(path.read_text('utf-8'))['rows'] if path.exists() else []
   keys = itertools.product(args.models, args.chips, METHODS)
-  done = [tuple(row[x] for x in ('model', 'chips', 'method')) for row in rows]
-  for key in keys if not args.table else ():
-    if key in done:
-      continue
-    rows.append(measure(*key))
-    results.write(path, {'environment': results.environment(), 'rows': rows})
-    print(*key, f'{rows[-1]["compile seconds"]:.0f} s', flush=True)
+  rows = results.add_rows(
+    path, ('model', 'chips', 'method'), () if args.table else keys, measure
+  )
   print(table(rows))
 
 

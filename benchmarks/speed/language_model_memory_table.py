@@ -16,7 +16,6 @@ they are finished, and not computed twice.
 
 import argparse
 import itertools
-import json
 import pathlib
 import sys
 
@@ -167,18 +166,14 @@ def main():
   parser.add_argument('--table', action='store_true', help='run nothing')
   args = parser.parse_args()
   path = results.FOLDER / 'language_model_memory_table.json'
-  rows = []
-  if path.exists():
-    rows = json.loads(path.read_text('utf-8'))['rows']
-  done = [(row['model'], row['rank'], row['micro-batch']) for row in rows]
-  keys = itertools.product(reversed(RANKS), (4, 8, 1, 2), CONFIGS)
-  for rank, microbatch, name in keys if not args.table else ():
-    key = name, rank, microbatch
-    if key in done or args.only not in (None, name):
-      continue
-    rows.append(measure(*key))
-    results.write(path, {'environment': results.environment(), 'rows': rows})
-    print(*key, f'{rows[-1]["temporary GB"]:.2f} GB', flush=True)
+  names = [args.only] if args.only else CONFIGS
+  keys = itertools.product(reversed(RANKS), (4, 8, 1, 2), names)
+  rows = results.add_rows(
+    path,
+    ('model', 'rank', 'micro-batch'),
+    ((m, r, b) for r, b, m in (() if args.table else keys)),
+    measure,
+  )
   print(table(rows))
 
 

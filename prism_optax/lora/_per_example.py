@@ -105,7 +105,9 @@ def in_microbatches(
 
   **Privacy.** As without parts: the sum, its sensitivity and the noise are the
   same. All parts are computed, so that time tells nothing of how many examples
-  were drawn.
+  were drawn. The gradient of an example must not depend on others, here on
+  those of its part: a clip bounds nothing then, and no shape shows it.
+  :func:`prism_optax.diagnostics.depends_on_other_examples` looks for that.
 
   Args:
     gradients: ``gradients(params, batch, *args)``, from
@@ -121,6 +123,8 @@ def in_microbatches(
   Raises:
     ValueError: If ``microbatch_size`` is no positive integer; in ``update``, if
       it does not divide the size of the batch.
+    TypeError: In ``update``, if ``gradients`` is in micro-batches already.
+      A transformation in front of the clip fails too: it finds no gradients.
 
   Example:
     >>> import functools
@@ -148,9 +152,15 @@ def in_microbatches(
   _validate.integer('microbatch_size', microbatch_size, 1)
 
   def lazily(params: optax.Params, batch: Any, *args: Any) -> LazyGradients:
-    return LazyGradients(
-      batch, lambda part: gradients(params, part, *args), microbatch_size
-    )
+    def of_part(part: Any) -> optax.Updates:
+      found = gradients(params, part, *args)
+      if isinstance(found, LazyGradients):
+        raise TypeError(
+          'gradients: it is in micro-batches already; give one size.'
+        )
+      return found
+
+    return LazyGradients(batch, of_part, microbatch_size)
 
   return lazily
 

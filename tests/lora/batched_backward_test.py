@@ -301,6 +301,9 @@ def test_parts_have_a_size_that_fits():
   lazy = lora.in_microbatches(gradients, 4)(params, x, kernel)
   with pytest.raises(ValueError, match='divide .* 6, got microbatch_size=4'):
     clip.update(lazy, (), params)
+  twice = lora.in_microbatches(lora.in_microbatches(gradients, 3), 3)
+  with pytest.raises(TypeError, match='in micro-batches already'):
+    clip.update(twice(params, x, kernel), (), params)
 
 
 def test_no_copy_is_written():

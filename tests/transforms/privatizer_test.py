@@ -234,7 +234,9 @@ def test_noise_is_never_drawn_twice():
   rows = np.concatenate([first, resumed, fresh])
   assert len(np.unique(rows, axis=0)) == 15
   values = rows[:, :5].ravel()
-  assert len(np.unique(values)) == values.size
+  # Noise is on a lattice of some million steps: two of 75 values are equal by
+  # chance once in a thousand runs, six hardly ever.
+  assert len(np.unique(values)) >= values.size - 2
 
 
 def test_a_seed_reproduces_and_a_saved_state_continues_it():
