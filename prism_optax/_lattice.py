@@ -188,7 +188,13 @@ def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
   # The last axis of a factor is its rank, too short for a vectorised loop: it
   # is merged with the one before. Earlier axes stay, they may be sharded.
   high, low = (y.reshape(*y.shape[:-2], -1) for y in (x.high, x.low))
-  low = low + integers(_generators.words(key, low.shape, leaf))
+  words = _generators.words(key, low.shape, leaf)
+  # As arrays of their own on a TPU: its compiler would copy the generator into
+  # all that reads a word, and take six times as long.
+  words = jax.lax.platform_dependent(
+    words, tpu=jax.lax.optimization_barrier, default=lambda x: x
+  )
+  low = low + integers(words)
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
 
 

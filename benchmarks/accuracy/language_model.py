@@ -1,7 +1,7 @@
 """Accuracy at equal privacy on a language model: PRISM and DP-AdamW.
 
     python benchmarks/accuracy/language_model.py --data FOLDER
-        [--parts mawps-8 ...] [--steps 24] [--batch 256] [--layers 1]
+        [--parts mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
     python benchmarks/accuracy/language_model.py --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
@@ -22,6 +22,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -80,6 +81,8 @@ class Results:
 
   def put(self, result: dict[str, Any]) -> None:
     with common.locked(self.path):
+      if any(row['run'] == result['run'] for row in self.rows()):
+        return  # Of another worker.
       found = {
         'environment': common.environment(),
         'rows': [*self.rows(), result],
@@ -122,9 +125,16 @@ def tune(
 
 
 def next_run(
-  results: Results, part: str, template: Run, trials: int = TRIALS
+  results: Results,
+  part: str,
+  template: Run,
+  trials: int = TRIALS,
+  methods: Iterable[str] = tuple(RATES),
 ) -> Run | None:
-  """What of a part is to be run next; None if all of it is there."""
+  """What of a part is to be run next; None if all of it is there.
+
+  Workers that begin with other methods do most of a part side by side.
+  """
   task, epsilon, seeds = PARTS[part]
   template = dataclasses.replace(template, task=task)
   zero_shot = dataclasses.replace(
@@ -132,7 +142,7 @@ def next_run(
   )
   finals = [zero_shot]
   chosen = []
-  for method in RATES:
+  for method in methods:
     each = dataclasses.replace(
       template, method=method, epsilon=None if method == 'adamw' else epsilon
     )
@@ -169,6 +179,9 @@ def main():
   parser.add_argument(
     '--trials', type=int, default=TRIALS, help='of each private method'
   )
+  parser.add_argument(
+    '--methods', nargs='+', choices=RATES, default=list(RATES)
+  )
   parser.add_argument('--table', action='store_true', help='run nothing')
   args = parser.parse_args()
   results = Results(args.results)
@@ -182,7 +195,7 @@ def main():
     '', '', None, 0, steps=args.steps, batch=args.batch, layers=args.layers
   )
   for part in args.parts:
-    while (run := next_run(results, part, template, args.trials)) is not None:
+    while run := next_run(results, part, template, args.trials, args.methods):
       result = execute(run, args.model, args.data, args.cache)
       results.put(result)
       print(

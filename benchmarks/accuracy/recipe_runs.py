@@ -207,7 +207,7 @@ def execute(
   )
   frozen, stddev = problem.frozen, sigma / recipe.batch
   frozen = {**frozen, 'head': params['head']}
-  knobs = Knobs(recipe.rate, recipe.b1, recipe.decay)
+  knobs = Knobs(recipe.rate, recipe.b1, recipe.decay, recipe.head_rate)
   state = init(params, knobs, stddev, keys[1])
   zeros = jax.tree.map(jnp.zeros_like, params)
   mean, count = zeros, 0

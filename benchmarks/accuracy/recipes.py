@@ -56,6 +56,7 @@ class Recipe:
     steps: Number of steps.
     batch: Expected batch size.
     seed: Of releases, start, batches and noise.
+    head_rate: The head's rate over that of the adapters.
   """
 
   method: str
@@ -71,11 +72,16 @@ class Recipe:
   steps: int = 60
   batch: int = 256
   seed: int = 100
+  head_rate: float = 1.0
 
   @property
   def name(self) -> str:
-    """Of the file of its result, another one for each recipe."""
-    text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+    """Of its result, another one for each recipe."""
+    options = dataclasses.asdict(self)
+    # Results are older than this field.
+    if self.head_rate == 1:
+      del options['head_rate']
+    text = json.dumps(options, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -85,6 +91,7 @@ class Knobs(NamedTuple):
   rate: Any
   b1: Any
   decay: Any
+  head_rate: Any = 1.0
 
 
 def coordinates(method: str, params: Any) -> Callable[[Any], Any]:
@@ -107,6 +114,20 @@ def optimizer(
     batch: Expected batch size.
     key: Of the noise.
   """
+  return optax.chain(
+    _at_one_rate(method, knobs, stddev, batch, key),
+    # What is behind a retraction is added to the parameters as it is.
+    optax.stateless(
+      lambda updates, _: jax.tree.map_with_path(
+        lambda path, u: u if _in_adapter(path) else knobs.head_rate * u, updates
+      )
+    ),
+  )
+
+
+def _at_one_rate(
+  method: str, knobs: Knobs, stddev: Any, batch: int, key: Any
+) -> optax.GradientTransformation:
   if method in FACTORS:
     # The factors decay, not the head; the product with the rate comes last.
     decay = optax.stateless(

@@ -88,7 +88,7 @@ def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
   gives the new factors. Where the outer blocks are well conditioned,
   as noise and what is preconditioned against it are, Y is ``(I - P) X W`` with
   W from a Cholesky factorisation, and is never formed; else it comes from
-  Householder QR.
+  Householder QR (on a TPU from products).
   """
   s = matmul(frame.left_core, frame.right_core.mT)
   core = x.right.along.mT  # D = Q_L^T T Q_R
@@ -109,10 +109,10 @@ def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
     w_left, w_right = jnp.split(weights, 2)
     return Factors(factor(x.left, u, w_left), factor(x.right, v, w_right))
 
-  def by_householder():
+  def by_basis():
     x_left, x_right = multiply_out(x)
-    y_left, r_left = _linalg.qr(remove(frame.left, x_left))
-    y_right, r_right = _linalg.qr(remove(frame.right, x_right))
+    y_left, r_left = _linalg.orthonormal_basis(remove(frame.left, x_left))
+    y_right, r_right = _linalg.orthonormal_basis(remove(frame.right, x_right))
     u, v = new_factors(jnp.concatenate([r_left, r_right]))
     norms = [_linalg.column_norms(x) for x in (x_left, x_right)]
     moves = jnp.any(jnp.concatenate(norms, -1) != 0, -1)[:, None, None]
@@ -127,7 +127,7 @@ def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
       factor(frame.right, y_right, v, frame.right_core),
     )
 
-  return jax.lax.cond(fine, by_cholesky, by_householder)
+  return jax.lax.cond(fine, by_cholesky, by_basis)
 
 
 def _cholesky(x: TangentSum) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""SVDs from eigenvalues are as good as LAPACK's, which a CPU uses."""
+"""SVDs and bases from eigenvalues are as good as LAPACK's, which a CPU uses."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import _factorizations, fixed_rank
+from prism_optax import _factorizations, _linalg, fixed_rank
 from prism_optax.fixed_rank import _retraction
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -72,6 +72,34 @@ def test_what_is_not_finite_stays_in_its_matrix():
     assert not found[1].any()
 
 
+@pytest.mark.parametrize('name', SPECTRA)
+def test_a_basis_from_products(name):
+  """Orthonormal, but for directions that are rounding errors; exact in x."""
+  values = SPECTRA[name]
+  shapes = [(2, 300), (1, 24)]
+  stacks = [
+    np.stack([_with_values(values, m, 16, seed) for seed in range(k)])
+    for k, m in shapes
+  ]
+  x = _linalg.Tall(tuple(np.float32(y) for y in stacks))
+  basis, core = jax.jit(_linalg.basis_by_products)(x)
+  largest = max(values[0], 1e-38)
+  u, s, _ = np.linalg.svd(np.float64(core))
+  np.testing.assert_allclose(
+    s, np.tile(values, (3, 1)), atol=100 * EPS * largest
+  )
+  kept = s > 16 * EPS * s[:, :1]
+  rows = [slice(0, 2), slice(2, 3)]
+  for y, found, at in zip(stacks, basis.stacks, rows, strict=True):
+    found = np.float64(found)
+    np.testing.assert_allclose(found @ core[at], y, atol=30 * EPS * largest)
+    inside = found @ (u[at] * kept[at][:, None, :])
+    np.testing.assert_allclose(
+      inside.swapaxes(1, 2) @ inside, np.eye(16) * kept[at][:, None, :],
+      atol=1e-5,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize('losing', [False, True])
 def test_a_retraction_by_eigenvalues(losing, monkeypatch):
   """With the SVD that accelerators get, the same matrix and as many columns."""
@@ -91,6 +119,7 @@ def test_a_retraction_by_eigenvalues(losing, monkeypatch):
   monkeypatch.setattr(
     _factorizations, 'svd', lambda x: _factorizations.svd_by_eigh(x)
   )
+  monkeypatch.setattr(_linalg, 'qr', _linalg.basis_by_products)
   # Without what was compiled before.
   body = _retraction._best_approximation.__wrapped__
   found = jax.jit(body)(frame, _retraction.as_sum(frame, step))
