@@ -7,8 +7,14 @@ import numpy as np
 
 from benchmarks.accuracy import utility_tables
 
-METHODS = ('zero-shot', 'prism', 'dp-adamw', 'adamw')
-NAMES = {'prism': '`prism`', 'dp-adamw': 'DP-AdamW', 'adamw': 'AdamW'}
+NAMES = {
+  'zero-shot': 'the model as it was',
+  'prism': '`prism`',
+  'dp-adamw': 'DP-AdamW',
+  'adamw': 'AdamW, not private',
+}
+TASKS = {'sst2': 'SST-2', 'banking77': 'banking77', 'mawps': 'mawps',
+         'gsm8k': 'gsm8k'}  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -90,39 +96,64 @@ def of_method(rows: list[Row]) -> tuple[str, str]:
   """Perplexity and share of right answers, with errors over the rows."""
   nats = np.mean([losses(row) for row in rows], axis=0)
   right = np.mean([exact(row) for row in rows], axis=0)
-  perplexity = np.exp(nats.mean())
+  perplexity = float(np.exp(nats.mean()))
   error = perplexity * nats.std(ddof=1) / len(nats) ** 0.5
   share = right.std(ddof=1) / len(right) ** 0.5
+  digits = 0 if perplexity > 100 else 3
   return (
-    f'{perplexity:.3f} ± {error:.3f}', f'{right.mean():.3f} ± {share:.3f}'
-  )  # fmt: skip
+    f'{perplexity:,.{digits}f} ± {error:,.{digits}f}',
+    f'{right.mean():.3f} ± {share:.3f}' if right.any() else '0',
+  )
 
 
-def table(rows: list[Row]) -> str:
-  """Each epsilon and task: all methods, and a line of differences."""
+def _difference(methods: dict[str, list[Row]]) -> tuple[str, str] | None:
+  nats, right = compared(methods, losses), compared(methods, exact)
+  if nats is None or right is None:
+    return None
+  return (
+    f'{nats["difference"]:+.3f} ± {nats["standard error"]:.3f} nats',
+    f'{right["difference"]:+.3f} ± {right["standard error"]:.3f}',
+  )
+
+
+def table(rows: list[Row], *, finished_only: bool = False) -> str:
+  """For each task the model as it was, each epsilon, and without privacy.
+
+  With ``finished_only`` an epsilon without a difference is left out.
+  """
   lines = [
-    '| task | epsilon | method | seeds | perplexity (nats a token) | right |',
+    '| task | method | epsilon | seeds | perplexity | right |',
     '| --- | --- | --- | --- | --- | --- |',
   ]
-  for (task, steps, batch, layers, epsilon), methods in groups(rows).items():
-    del steps, batch, layers
-    for method in METHODS:
-      if method in methods:
-        found = methods[method]
-        is_private = method in ('prism', 'dp-adamw')
-        cells = [
-          task, f'{epsilon:g}' if is_private else '',
-          NAMES.get(method, method), str(len(found)), *of_method(found),
-        ]  # fmt: skip
-        lines.append('| ' + ' | '.join(cells) + ' |')
-    nats, right = compared(methods, losses), compared(methods, exact)
-    if nats is not None and right is not None:
-      cells = [
-        task, f'{epsilon:g}', '`prism` minus DP-AdamW', str(nats['seeds']),
-        f'{nats["difference"]:+.3f} ± {nats["standard error"]:.3f} nats',
-        f'{right["difference"]:+.3f} ± {right["standard error"]:.3f}',
-      ]  # fmt: skip
-      lines.append('| ' + ' | '.join(cells) + ' |')
+
+  def add(task: str, method: str, epsilon: str, cells: Any) -> None:
+    lines.append(f'| {" | ".join((task, method, epsilon, *cells))} |')
+
+  by_task: dict[tuple, dict[float, dict[str, list[Row]]]] = {}
+  for (*setting, epsilon), methods in groups(rows).items():
+    if finished_only and _difference(methods) is None:
+      continue
+    by_task.setdefault(tuple(setting), {})[epsilon] = methods
+  order = list(TASKS)
+  for setting in sorted(by_task, key=lambda x: (order.index(x[0]), x[1:])):
+    found = by_task[setting]
+    others = next(iter(found.values()))
+
+    def cells(each: list[Row]) -> tuple[str, ...]:
+      return (str(len(each)), *of_method(each))
+
+    if 'zero-shot' in others:
+      each = others['zero-shot']
+      add(TASKS[setting[0]], NAMES['zero-shot'], '', ('', *of_method(each)))
+    for epsilon in sorted(found, reverse=True):
+      for method in ('prism', 'dp-adamw'):
+        if method in found[epsilon]:
+          each = found[epsilon][method]
+          add('', NAMES[method], f'{epsilon:g}', cells(each))
+      if difference := _difference(found[epsilon]):
+        add('', '`prism` less DP-AdamW', f'{epsilon:g}', ('', *difference))
+    if 'adamw' in others:
+      add('', NAMES['adamw'], '', cells(others['adamw']))
   return '\n'.join(lines)
 
 

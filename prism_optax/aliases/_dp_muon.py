@@ -19,6 +19,7 @@ from prism_optax._types import (
   ScalarOrSchedule,
   StepsLike,
 )
+from prism_optax.muon._polynomials import Steps
 from prism_optax.transforms import _clip_groups, _privatizer
 from prism_optax.transforms._clip_groups import NormsLike
 from prism_optax.transforms._matrix_clip import per_matrix_clip
@@ -88,7 +89,7 @@ def dp_muon(
   prng_key: PRNGKeyLike = None,
   momentum: Scalar = 0.95,
   degree: int = 2,
-  ns_steps: int = 5,
+  ns_steps: Steps = 5,
   normalize: str = 'max1',
   noise_split: str = 'equal',
   weight_dimension_numbers: DimensionNumbersLike = None,
@@ -151,7 +152,8 @@ def dp_muon(
       second call with the same key repeats the noise.
     momentum: beta of the heavy ball, in [0, 1).
     degree: Degree kappa of the Newton-Schulz polynomial.
-    ns_steps: Number q of its steps.
+    ns_steps: Number q of its steps, or the coefficients of each, from
+      :func:`prism_optax.muon.minimax_coefficients`.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``: see
       :func:`prism_optax.muon.newton_schulz`.
     noise_split: ``'equal'`` multipliers for all groups, or ``'least_energy'``:

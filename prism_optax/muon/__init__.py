@@ -17,17 +17,18 @@ far below the inverse of that stay small.
 
 The iteration is a polynomial behind the first division: it needs no
 factorization, and its derivatives are finite everywhere.
+
+Other polynomials may take the place of :math:`p_\kappa`, another one in each
+step: :func:`minimax_coefficients` finds those that come nearest to one.
 """
 
-from prism_optax.muon._newton_schulz import (
-  coefficients,
-  newton_schulz,
-  subtract_bias,
-)
+from prism_optax.muon._newton_schulz import newton_schulz, subtract_bias
+from prism_optax.muon._polynomials import coefficients, minimax_coefficients
 from prism_optax.muon._tangents import tangent_newton_schulz
 
 # fmt: off
 __all__ = [
-  'coefficients', 'newton_schulz', 'subtract_bias', 'tangent_newton_schulz',
+  'coefficients', 'minimax_coefficients', 'newton_schulz', 'subtract_bias',
+  'tangent_newton_schulz',
 ]
 # fmt: on

@@ -1,7 +1,8 @@
 """The Newton-Schulz iteration of DP-Muon, its options, and its bias."""
 
 import functools
-import math
+import itertools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -10,39 +11,7 @@ import jax.numpy as jnp
 from prism_optax import _linalg, _validate
 from prism_optax._linalg import at_least_float32
 from prism_optax._types import DTypeLike, Scalar
-
-
-def coefficients(degree: int) -> tuple[float, ...]:
-  """Coefficients of ``(1 - x)^j``, j = 0..degree, of the polynomial p.
-
-  ``c_j = C(2j, j) / 4^j`` (DP-Muon, arXiv:2605.12994). These are binomials over
-  powers of two, so the floats are exact while a binomial has at most 53 bits.
-  Their sum is ``p(0) = (2k + 1) C(2k, k) / 4^k`` for the degree k: the factor
-  by which one step raises a very small singular value.
-
-  Args:
-    degree: At least 1.
-
-  Returns:
-    ``degree + 1`` numbers.
-
-  Raises:
-    ValueError: If ``degree`` is not an integer of at least 1.
-
-  Example:
-    >>> from prism_optax import muon
-    >>> muon.coefficients(3)
-    (1.0, 0.5, 0.375, 0.3125)
-  """
-  _validate.integer('degree', degree, 1)
-  return tuple(math.comb(2 * j, j) / 4**j for j in range(degree + 1))
-
-
-def check_options(degree: int, steps: int, normalize: str) -> None:
-  """Raises ``ValueError`` for options that no orthogonalization accepts."""
-  _validate.integer('degree', degree, 1)
-  _validate.integer('steps', steps, 1)
-  _validate.one_of('normalize', normalize, ('max1', 'frobenius', 'none'))
+from prism_optax.muon._polynomials import Steps, check_options, polynomials
 
 
 def frobenius_norm(*blocks: jax.Array) -> jax.Array:
@@ -111,26 +80,24 @@ def _polynomial(
   return poly
 
 
-def _on_gram_matrix(
-  y: jax.Array, c: tuple[float, ...], steps: int
-) -> jax.Array:
+def _on_gram_matrix(y: jax.Array, rows: list[tuple[float, ...]]) -> jax.Array:
   """The steps on ``G = Y Y^T`` alone, and one product with Y for all of them.
 
   ``G <- p(G) G p(G)``, and Y is multiplied by the product of the ``p(G)``. In
   each step small eigenvalues of G grow by ``p(0)^2``, and so do its rounding
   errors, which are as large for all eigenvalues.
   """
-  at_once = int(math.log(_LARGEST_GROWTH) / (2 * math.log(sum(c))))
-  while steps:
-    count = min(at_once, steps)
+  while rows:
+    growth = itertools.accumulate((sum(c) ** 2 for c in rows), operator.mul)
+    count = max(sum(x <= _LARGEST_GROWTH for x in growth), 1)
     square = _linalg.matmul(y, y.mT)
-    factor = poly = _polynomial(square, c, _linalg.matmul)
-    for _ in range(count - 1):
+    factor = poly = _polynomial(square, rows[0], _linalg.matmul)
+    for c in rows[1:count]:
       square = _linalg.matmul(_linalg.matmul(poly, square), poly)
       poly = _polynomial(square, c, _linalg.matmul)
       factor = _linalg.matmul(poly, factor)
     y = _linalg.matmul(factor, y)
-    steps -= count
+    rows = rows[count:]
   return y
 
 
@@ -138,7 +105,7 @@ def newton_schulz(
   matrix: jax.Array,
   *,
   degree: int = 2,
-  steps: int = 5,
+  steps: Steps = 5,
   normalize: str = 'max1',
   matmul_dtype: DTypeLike | None = None,
 ) -> jax.Array:
@@ -164,7 +131,8 @@ def newton_schulz(
   Args:
     matrix: (..., m, n); every matrix of the stack is treated by itself.
     degree: Degree kappa of the polynomial.
-    steps: Number q of steps.
+    steps: Number q of steps; or the coefficients of another polynomial for each
+      of them, from :func:`minimax_coefficients`.
     normalize: The divisor of the matrix before the first step. ``'max1'`` is
       ``max(1, norm)`` as in the source: a matrix of Frobenius norm below one
       keeps its size. ``'frobenius'`` is the norm, as in optax's Muon: zero
@@ -205,13 +173,13 @@ def newton_schulz(
   tall = y.shape[-2] > y.shape[-1]
   if tall:
     y = y.mT
-  c = coefficients(degree)
+  rows = polynomials(degree, steps)
   # A square rounded to fewer bits would lose what it is iterated for.
   if matmul_dtype is None and y.shape[-1] >= 2 * y.shape[-2]:
-    y = _on_gram_matrix(y, c, steps)
+    y = _on_gram_matrix(y, rows)
   else:
     product = functools.partial(_product, dtype=matmul_dtype)
-    for _ in range(steps):
+    for c in rows:
       y = product(_polynomial(product(y, y.mT), c, product), y)
   return (y.mT if tall else y).astype(matrix.dtype)
 

@@ -28,12 +28,8 @@ import jax.numpy as jnp
 
 from prism_optax import fixed_rank
 from prism_optax._linalg import at_least_float32, gram, matmul
-from prism_optax.muon._newton_schulz import (
-  check_options,
-  coefficients,
-  divisor,
-  frobenius_norm,
-)
+from prism_optax.muon._newton_schulz import divisor, frobenius_norm
+from prism_optax.muon._polynomials import Steps, check_options, polynomials
 
 
 def tangent_newton_schulz(
@@ -41,7 +37,7 @@ def tangent_newton_schulz(
   tangent: fixed_rank.Tangent,
   *,
   degree: int = 2,
-  steps: int = 5,
+  steps: Steps = 5,
   normalize: str = 'max1',
   scale: float = 1.0,
 ) -> fixed_rank.Tangent:
@@ -58,7 +54,8 @@ def tangent_newton_schulz(
     tangent: Coordinates (..., m, r), orthogonal to ``frame.left``, and
       (..., n, r).
     degree: Degree kappa of the polynomial.
-    steps: Number q of steps.
+    steps: Number q of steps, or the coefficients of each, see
+      :func:`newton_schulz`.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``, as for matrices; the
       norm is the intrinsic one.
     scale: The result is multiplied by this factor.
@@ -98,8 +95,7 @@ def tangent_newton_schulz(
   left_gram = jnp.block([[left_seen, zero], [zero, gram(left, left)]])
   right_gram = jnp.block([[right_seen, zero], [zero, gram(outer, outer)]])
   middle = jnp.block([[core, eye], [eye, zero]])
-  c = coefficients(degree)
-  for _ in range(steps):
+  for c in polynomials(degree, steps):
     # Powers of 1 - (M G_R M^T) G_L applied to M: the product with M comes
     # first, because G_L has no inverse and the square alone is not symmetric.
     square = matmul(matmul(matmul(middle, right_gram), middle.mT), left_gram)

@@ -12,7 +12,7 @@ from prism_optax import _matrix_axes, _randomness, _validate, muon
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, DTypeLike, PRNGKeyLike, Scalar
-from prism_optax.muon._newton_schulz import check_options
+from prism_optax.muon._polynomials import Steps, check_options
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -102,7 +102,7 @@ def _corrected(
 def orthogonalize(
   *,
   degree: int = 2,
-  steps: int = 5,
+  steps: Steps = 5,
   normalize: str = 'max1',
   bias_correction: BiasCorrection | None = None,
   weight_dimension_numbers: DimensionNumbersLike = None,
@@ -129,7 +129,8 @@ def orthogonalize(
 
   Args:
     degree: Degree kappa of the polynomial, a Python int.
-    steps: Number q of steps, a Python int.
+    steps: Number q of steps, a Python int, or the coefficients of each, from
+      :func:`prism_optax.muon.minimax_coefficients`.
     normalize: ``'max1'`` (the source), ``'frobenius'`` (optax's Muon) or
       ``'none'``: see :func:`prism_optax.muon.newton_schulz`.
     bias_correction: ``None`` for no correction, or the numbers that

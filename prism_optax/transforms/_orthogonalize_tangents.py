@@ -12,7 +12,7 @@ from prism_optax._modules import LayoutLike, Stacks, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._tangents import carried
-from prism_optax.muon._newton_schulz import check_options
+from prism_optax.muon._polynomials import Steps, check_options
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
 
@@ -44,7 +44,7 @@ def orthogonalize_tangents(
   momentum: Scalar = 0.95,
   *,
   degree: int = 2,
-  steps: int = 5,
+  steps: Steps = 5,
   normalize: str = 'max1',
   coordinate_rms: float | None = None,
   b1: Scalar = 0.9,
@@ -82,7 +82,8 @@ def orthogonalize_tangents(
   Args:
     momentum: beta of the heavy ball, in [0, 1).
     degree: Degree kappa of the Newton-Schulz polynomial.
-    steps: Number q of its steps.
+    steps: Number q of its steps, or the coefficients of each, from
+      :func:`prism_optax.muon.minimax_coefficients`.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``: see
       :func:`prism_optax.muon.newton_schulz`; the norm is the intrinsic one.
     coordinate_rms: A number multiplies the directions by itself times

@@ -95,7 +95,10 @@ FORMULAS = {
     'signal_to_noise_bound'
   ),
   'lora': 'canonicalize initialize spectral_residual',
-  'muon': ('coefficients newton_schulz subtract_bias tangent_newton_schulz'),
+  'muon': (
+    'coefficients minimax_coefficients newton_schulz subtract_bias'
+    ' tangent_newton_schulz'
+  ),
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
     'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '

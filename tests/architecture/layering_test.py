@@ -133,7 +133,7 @@ def test_every_file_is_found():
   assert {'_linalg', 'fixed_rank', 'lora', 'accounting'} <= modules
 
 
-MOST_LINES, MOST_FILES = 350, 62
+MOST_LINES, MOST_FILES = 350, 63
 PUBLIC_PACKAGES = (
   PACKAGE,
   *(

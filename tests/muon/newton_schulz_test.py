@@ -86,6 +86,58 @@ def test_a_gram_matrix_loses_no_digits(degree, steps, decades):
   np.testing.assert_allclose(out, expected, atol=1.2e-7 * (8 + slope / 8))
 
 
+@pytest.mark.parametrize(
+  ('least', 'steps', 'degree'), [(0.1, 3, 2), (1e-3, 5, 2), (0.02, 4, 1)]
+)
+def test_no_odd_polynomial_is_nearer_to_one(least, steps, degree):
+  """Chebyshev: equal errors with signs in turn, at one point more than it has
+  coefficients; in each step, on what the step before has left."""
+  table = muon.minimax_coefficients(least, steps, degree=degree)
+  lower, upper = least, 1.0
+  for i, row in enumerate(table):
+    x = lower + (upper - lower) * np.sin(np.linspace(0, np.pi / 2, 20_001)) ** 2
+    found = muon_oracle.by_rows(x, [row])
+    if i + 1 == steps:  # Scaled, so that nothing ends above one.
+      assert found.max() <= 1 + 1e-11
+      found = found / (found.max() / 2 + found.min() / 2)
+    error = found - 1
+    largest = np.abs(error).max()
+    if largest > 1e-9:  # Below it rounding of the coefficients is seen.
+      signs = np.sign(error[np.abs(error) > largest * (1 - 1e-6)])
+      assert np.count_nonzero(np.diff(signs)) == degree + 1
+    lower, upper = 1 - largest, 1 + largest
+
+
+def test_three_steps_do_the_work_of_five():
+  """As much lift, and as near to one above a tenth of the largest value."""
+  table = muon.minimax_coefficients(0.1, 3)
+  tiny = 1e-9
+  lift = muon_oracle.by_rows(tiny, table) / tiny
+  assert lift > 0.95 * sum(muon.coefficients(2)) ** 5
+  x = np.linspace(0.1, 1, 1000)
+  found = muon_oracle.by_rows(x, table)
+  assert found.min() > muon_oracle.singular_values(x, 2, 5).min() - 1e-3
+  # It rises up to there, so that no smaller value ends higher.
+  small = muon_oracle.by_rows(np.linspace(0, 0.1, 1000), table)
+  assert (np.diff(small) > 0).all()
+
+
+@pytest.mark.parametrize('shape', [(24, 24), (24, 30), (96, 24), (24, 400)])
+@pytest.mark.parametrize(('least', 'steps'), [(0.1, 3), (1e-3, 6)])
+def test_rows_of_coefficients_in_float32(shape, least, steps):
+  """Square, wide and on the Gram matrix: what the scalars become."""
+  table = muon.minimax_coefficients(least, steps)
+  rng = np.random.default_rng(2)
+  left, right = (np.linalg.qr(rng.normal(size=(k, 24)))[0] for k in shape)
+  values = np.logspace(0, -3, 24)
+  matrix = (left * values) @ right.T
+  out = newton_schulz(np.float32(matrix), steps=table, normalize='none')
+  expected = (left * muon_oracle.by_rows(values, table)) @ right.T
+  # What float32 makes of the entries grows by the slope at zero in each step.
+  slope = math.prod(map(sum, table))
+  np.testing.assert_allclose(out, expected, atol=1.2e-7 * (8 + slope))
+
+
 def test_stacks_are_treated_matrix_by_matrix(x64):
   """One matrix must not change the normalization of its neighbour."""
   rng = np.random.default_rng(1)
@@ -271,6 +323,9 @@ def test_accelerators_multiply_bfloat16_and_sum_float32():
     ({'degree': 0}, 'degree=0'),
     ({'degree': 2.0}, 'degree=2.0'),
     ({'steps': 0}, 'steps=0'),
+    ({'steps': ()}, r'steps=\(\)'),
+    ({'steps': ((1.0, 0.5),)}, r'degree \+ 1 = 3 coefficients'),
+    ({'steps': '5'}, "steps='5'"),
     ({'normalize': 'l1'}, "normalize='l1'"),
   ],
 )

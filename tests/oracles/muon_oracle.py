@@ -46,6 +46,13 @@ def singular_values(values, degree, steps):
   return values
 
 
+def by_rows(values, rows):
+  """The same under other polynomials: rows of coefficients of (1 - x)^j."""
+  for row in rows:
+    values = values * sum(c * (1 - values**2) ** j for j, c in enumerate(row))
+  return values
+
+
 def polar(matrix):
   """U V^T of the SVD, on the range of the matrix."""
   u, s, vt = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)

@@ -44,6 +44,23 @@ def test_coefficients_are_those_of_the_inverse_root(degree):
 
 
 @cases.settings
+@given(st.floats(1e-4, 0.99), st.integers(1, 7), st.integers(1, 4), cases.seeds)
+def test_best_polynomials_raise_and_never_pass_one(least, steps, degree, seed):
+  """The more steps the nearer; smaller values by no less than the least one."""
+  table = muon.minimax_coefficients(least, steps, degree=degree)
+  assert [len(row) for row in table] == [degree + 1] * steps
+  rng = np.random.default_rng(seed)
+  x = np.r_[least, 1.0, rng.uniform(0, 1, 50), rng.uniform(0, least, 20)]
+  found = muon_oracle.by_rows(x, table)
+  assert (found <= 1 + 1e-10).all()
+  inside = x >= least
+  assert (found[~inside] >= x[~inside] * found[0] / least - 1e-10).all()
+  more = muon.minimax_coefficients(least, steps + 1, degree=degree)
+  nearer = muon_oracle.by_rows(x[inside], more).min()
+  assert nearer >= found[inside].min() - 1e-10
+
+
+@cases.settings
 @given(
   st.integers(-1, 4) | st.sampled_from([1.0, True, None, math.nan]),
   st.integers(-1, 4) | st.sampled_from([2.0, False, None]),

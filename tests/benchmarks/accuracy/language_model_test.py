@@ -222,7 +222,7 @@ def test_a_run_trains_and_is_not_run_again(
 
 
 def test_tuning_takes_the_best_of_each_change(tmp_path):
-  """Seven runs for each private method, one more is never asked for."""
+  """Seven runs for each private method, and a rate where the last is best."""
   results = language_model.Results(tmp_path / 'results.json')
   template = language_runs.Run('', '', None, 0)
 
@@ -240,7 +240,8 @@ def test_tuning_takes_the_best_of_each_change(tmp_path):
   counts = [
     sum(run.method == m for run in tuning) for m in language_model.RATES
   ]
-  assert counts == [7, 7, 3]
+  assert counts == [8, 7, 4]
+  assert min(run.rate for run in tuning if run.method == 'prism') == 3e-3
   assert {run.epsilon for run in tuning} == {8.0, None}
   assert finals[0].method == 'zero-shot'
   assert [run.method for run in finals[1:4]] == list(language_model.RATES)
@@ -274,6 +275,6 @@ def test_tables_have_the_tuned_runs_and_paired_differences():
   lines = language_tables.table(rows).splitlines()
   assert len(lines) == 2 + 2 + 1
   # Two tokens a row: (1 + 1/8 + 3/16) / 2 nats each.
-  assert f'| 2 | {np.exp(0.65625):.3f} ±' in lines[2]
+  assert f'| 8 | 2 | {np.exp(0.65625):.3f} ±' in lines[2]
   assert '| -0.250 ± ' in lines[4]
   assert '| sst2 | `prism` | 0.1 |' in language_tables.chosen(rows)

@@ -1,10 +1,9 @@
 """Accuracy at equal privacy: MiniLM and a language model."""
 
-import math
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.accuracy import equal_tuning
+from benchmarks.accuracy import equal_tuning, language_tables
 from tests.docs.claims import data
 from tests.docs.claims.data import short, stored
 from tests.docs.claims.register import Claim, lines, of
@@ -68,24 +67,8 @@ def _():
 
 @of('language-model')
 def _():
-  (methods,) = data.language_model()
-  names = {
-    'zero-shot': 'the model as it was',
-    'prism': '`prism`',
-    'dp-adamw': 'DP-AdamW',
-    'adamw': 'AdamW, not private',
-  }
-  rows = []
-  for name, text in names.items():
-    found = methods[name]
-    nats = statistics.mean(data.nats(row) for row in found)
-    right = statistics.mean(data.share_right(row) for row in found)
-    perplexity = data.exp(nats)
-    cell = f'{perplexity:,.0f}' if perplexity > 100 else f'{perplexity:.3f}'
-    rows.append([text, cell, short(right, 3) if right else '0'])
-    if name == 'dp-adamw':
-      rows.append(['`prism` less DP-AdamW', *data.language_model_difference()])
-  return lines(['', 'perplexity', 'right'], rows)
+  rows = stored('language_model')['rows']
+  return language_tables.table(rows, finished_only=True).split('\n')
 
 
 @of('heads')
@@ -118,7 +101,6 @@ def sentences() -> Iterator[Claim]:
   yield from _utility()
   yield from _margins()
   yield from _nuisances()
-  yield from _language_model()
 
 
 def _utility() -> Iterator[Claim]:
@@ -249,28 +231,5 @@ def _nuisances() -> Iterator[Claim]:
       found[spread][method]
       for method in ('prism', 'prism, decayed', 'dp-adamw',
                      'dp-adamw, decayed', 'lora+')
-    ),
-  )  # fmt: skip
-
-
-def _language_model() -> Iterator[Claim]:
-  """The setting that is second on the tuning rows, run on the others."""
-  rows = stored('language_model')['rows']
-  (methods,) = data.language_model()
-  best = methods['prism'][0]['run']
-  others = [
-    row
-    for row in rows
-    if not row['run']['is_tuning']
-    and row['run']['method'] == 'prism'
-    and row['run']['weight_decay'] != best['weight_decay']
-  ]
-  nats = statistics.mean(map(data.nats, others))
-  right = statistics.mean(map(data.share_right, others))
-  yield (
-    '(decay {:g} in place of {:g}) has {:.3f} and {} here',
-    (
-      others[0]['run']['weight_decay'], best['weight_decay'],
-      math.exp(nats), short(right, 3),
     ),
   )  # fmt: skip

@@ -9,8 +9,6 @@ import re
 import statistics
 from typing import Any
 
-from benchmarks.accuracy import language_tables
-
 ROOT = pathlib.Path(__file__).parents[3]
 RESULTS = ROOT / 'benchmarks' / 'results'
 exp = math.exp
@@ -122,33 +120,6 @@ def error_of_an_option() -> float:
     if len(differences) > 2:
       errors.append(statistics.stdev(differences) / len(differences) ** 0.5)
   return statistics.median(errors)
-
-
-def language_model() -> list[dict]:
-  rows = stored('language_model')['rows']
-  return list(language_tables.groups(rows).values())
-
-
-def nats(row: dict) -> float:
-  return float(language_tables.losses(row).mean())
-
-
-def share_right(row: dict) -> float:
-  return float(language_tables.exact(row).mean())
-
-
-def language_model_difference() -> tuple[str, str]:
-  (methods,) = language_model()
-  nats_, right = (
-    language_tables.compared(methods, values)
-    for values in (language_tables.losses, language_tables.exact)
-  )
-  return (
-    f'{nats_["difference"]:+.3f} ± {nats_["standard error"]:.3f} nats',
-    f'{right["difference"]:+.3f} ± {right["standard error"]:.3f}'.replace(
-      '0.', '.'
-    ),
-  )
 
 
 def low_bits(route: str) -> list[dict]:

@@ -44,6 +44,28 @@ def _():
   return lines(['', 'epsilon 1', 'epsilon 3'], rows)
 
 
+@of('polynomials')
+def _():
+  titles = {
+    'noise, 384 x 384': 'noise, square',
+    'noise, 384 x 1536': 'noise, 1 : 4',
+    'signal and noise, 384 x 384': 'with a signal, square',
+    'three decades, 384 x 384': 'three decades',
+  }
+  rows = []
+  for row in stored('newton_schulz_polynomials_cpu')['rows']:
+    found = [row['spectra'][name] for name in titles]
+    largest = max(x['largest'] for x in row['spectra'].values())
+    rows.append(
+      [
+        row['polynomials'], row['products'], f'{row["lift"]:.0f}',
+        *(f'{x["rms from one"]:.3f}' for x in found), f'{largest:.2f}',
+      ]
+    )  # fmt: skip
+  head = ['', 'products', 'lift', *titles.values(), 'largest']
+  return lines(head, rows)
+
+
 @of('correlated-utility')
 def _():
   names = {
@@ -84,6 +106,27 @@ def sentences() -> Iterator[Claim]:
   yield 'adds {:.1f} and {:.1f} points to that', more(least, equal)
   yield 'takes away {:.1f} and {:.1f}.', more(equal, corrected)
   yield 'by {:.1f} and {:.1f} points; the bias', more(least, equal)
+  rows = stored('newton_schulz_polynomials_cpu')['rows']
+  by_name = {row['polynomials']: row for row in rows}
+  best, plain = (
+    by_name[name]
+    for name in ('best from 0.1, 3 steps', 'DP-Muon, degree 2, 5 steps')
+  )
+  yield 'with {} products in place of {}', (best['products'], plain['products'])
+  ends = [
+    by_name[name]['spectra']['noise, 384 x 384']['rms from one']
+    for name in ('best from 0.003, 5 steps', 'DP-Muon, degree 2, 5 steps')
+  ]
+  yield (
+    'square noise at {:.3f} from one, where the others leave it at {:.3f}.',
+    ends,
+  )
+  narrow = [
+    x['rms of bfloat16 products']
+    for row in rows
+    for x in row['spectra'].values()
+  ]
+  yield '{:.3f} to {:.3f} in the same measure', (min(narrow), max(narrow))
   found = {
     (x['method'], x['epsilon']): x['accuracy']
     for x in stored('correlated_utility_cpu')['rows']
