@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _factorizations, _linalg, _validate
+from prism_optax import _factorizations, _frames, _linalg, _validate
 from prism_optax._linalg import Tall, matmul
 
 
@@ -109,7 +109,7 @@ def frame(factors: Factors) -> Frame:
 @_linalg.flat_batch
 def frame_of(factors: Factors) -> Frame:
   """:func:`frame` without its checks, of arrays or of ``Tall``."""
-  both = _linalg.orthonormal_frame(Tall(tuple(jax.tree.leaves(factors))))
+  both = _frames.orthonormal_frame(Tall(tuple(jax.tree.leaves(factors))))
   stacks = len(both[0].stacks) // 2
 
   def sides(x):
@@ -223,8 +223,8 @@ def _in_svd_gauge(factors: Factors) -> Factors:
   alive = ~lost[:, None, :]
   root = jnp.sqrt(s)[:, None, :]
   u, v = u * alive, vt.mT * alive
-  *_, left_mask = _linalg.orthonormal_frame(c_left)
-  *_, right_mask = _linalg.orthonormal_frame(c_right)
+  *_, left_mask = _frames.orthonormal_frame(c_left)
+  *_, right_mask = _frames.orthonormal_frame(c_right)
   keep_right = right_has_rank(left_mask, right_mask)
   more_u, more_v = _beyond(u, c_left, lost), _beyond(v, c_right, lost)
   return Factors(

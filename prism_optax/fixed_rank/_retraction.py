@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _factorizations, _linalg
+from prism_optax import _factorizations, _frames, _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame, right_has_rank
 from prism_optax.fixed_rank._tangents import (
@@ -111,8 +111,8 @@ def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
 
   def by_basis():
     x_left, x_right = multiply_out(x)
-    y_left, r_left = _linalg.orthonormal_basis(remove(frame.left, x_left))
-    y_right, r_right = _linalg.orthonormal_basis(remove(frame.right, x_right))
+    y_left, r_left = _frames.orthonormal_basis(remove(frame.left, x_left))
+    y_right, r_right = _frames.orthonormal_basis(remove(frame.right, x_right))
     u, v = new_factors(jnp.concatenate([r_left, r_right]))
     norms = [_linalg.column_norms(x) for x in (x_left, x_right)]
     moves = jnp.any(jnp.concatenate(norms, -1) != 0, -1)[:, None, None]

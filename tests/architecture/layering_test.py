@@ -23,6 +23,7 @@ LAYERS = (
   ('_types',),
   ('_validate', '_factorizations', '_matrix_axes', '_generators'),
   ('_linalg',),
+  ('_frames',),
   ('_randomness',),
   ('_lattice',),
   ('_per_example',),
@@ -133,7 +134,7 @@ def test_every_file_is_found():
   assert {'_linalg', 'fixed_rank', 'lora', 'accounting'} <= modules
 
 
-MOST_LINES, MOST_FILES = 350, 63
+MOST_LINES, MOST_FILES = 350, 64
 PUBLIC_PACKAGES = (
   PACKAGE,
   *(

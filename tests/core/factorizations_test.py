@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import _factorizations, _linalg, fixed_rank
+from prism_optax import _factorizations, _frames, _linalg, fixed_rank
 from prism_optax.fixed_rank import _retraction
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -82,7 +82,7 @@ def test_a_basis_from_products(name):
     for k, m in shapes
   ]
   x = _linalg.Tall(tuple(np.float32(y) for y in stacks))
-  basis, core = jax.jit(_linalg.basis_by_products)(x)
+  basis, core = jax.jit(_frames.basis_by_products)(x)
   largest = max(values[0], 1e-38)
   u, s, _ = np.linalg.svd(np.float64(core))
   np.testing.assert_allclose(
@@ -119,7 +119,7 @@ def test_a_retraction_by_eigenvalues(losing, monkeypatch):
   monkeypatch.setattr(
     _factorizations, 'svd', lambda x: _factorizations.svd_by_eigh(x)
   )
-  monkeypatch.setattr(_linalg, 'qr', _linalg.basis_by_products)
+  monkeypatch.setattr(_frames, 'qr', _frames.basis_by_products)
   # Without what was compiled before.
   body = _retraction._best_approximation.__wrapped__
   found = jax.jit(body)(frame, _retraction.as_sum(frame, step))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _factorizations, _linalg
+from prism_optax import _factorizations, _frames, _linalg
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -28,7 +28,7 @@ def test_both_routes_give_the_same_frame(condition):
   rng = np.random.default_rng(0)
   q = oracles.random_orthonormal(rng, 9, 3)
   x = q * np.geomspace(1, 1 / condition, 3)
-  cheap, core, inverse, mask = _linalg.orthonormal_frame(jnp.asarray(x))
+  cheap, core, inverse, mask = _frames.orthonormal_frame(jnp.asarray(x))
   np.testing.assert_allclose(cheap, q, atol=1e-14)
   np.testing.assert_allclose(core @ inverse, np.eye(3), atol=1e-14)
   np.testing.assert_array_equal(mask, np.eye(3))
@@ -37,7 +37,7 @@ def test_both_routes_give_the_same_frame(condition):
   skew = x + 1e-7 * np.roll(x, 1, axis=-1) * (
     np.linalg.norm(x, axis=0) / np.linalg.norm(np.roll(x, 1, axis=-1), axis=0)
   )
-  other, *_ = _linalg.orthonormal_frame(jnp.asarray(skew))
+  other, *_ = _frames.orthonormal_frame(jnp.asarray(skew))
   assert 1e-9 < np.abs(other - q).max() < 1e-6
   np.testing.assert_allclose(other.T @ other, np.eye(3), atol=1e-14)
 
@@ -45,7 +45,7 @@ def test_both_routes_give_the_same_frame(condition):
 def test_frame_of_rank_deficient_matrix_is_a_partial_isometry():
   rng = np.random.default_rng(1)
   x = rng.normal(size=(8, 2)) @ rng.normal(size=(2, 4))
-  q, core, inverse, mask = _linalg.orthonormal_frame(jnp.asarray(x))
+  q, core, inverse, mask = _frames.orthonormal_frame(jnp.asarray(x))
   np.testing.assert_allclose(q.T @ q, mask, atol=1e-13)
   np.testing.assert_allclose(mask @ mask, mask, atol=1e-13)
   assert np.trace(mask) == pytest.approx(2, abs=1e-12)
@@ -58,9 +58,9 @@ def test_frame_is_scale_free():
   """Columns of any size: the same frame, down to the smallest normal ones."""
   rng = np.random.default_rng(2)
   x = rng.normal(size=(7, 3)).astype(np.float32)
-  expected, *_ = _linalg.orthonormal_frame(jnp.asarray(x))
+  expected, *_ = _frames.orthonormal_frame(jnp.asarray(x))
   for scale in ([1e-12, 1, 1e12], [1e-18, 1e-18, 1e-18], [1e18, 1e-15, 1]):
-    q, core, inverse, _ = _linalg.orthonormal_frame(
+    q, core, inverse, _ = _frames.orthonormal_frame(
       jnp.asarray(x * np.float32(scale))
     )
     np.testing.assert_allclose(q, expected, atol=1e-5)
@@ -72,7 +72,7 @@ def test_one_matrix_that_loses_digits_is_seen_among_others():
   """Squares of its entries are denormal; of one column none is crooked."""
   q = np.linalg.qr(np.random.default_rng(2).normal(size=(9, 1)))[0]
   x = np.float32(q * np.array([1, 3e-19])[:, None, None])
-  found, core, _, _ = _linalg.orthonormal_frame(jnp.asarray(x))
+  found, core, _, _ = _frames.orthonormal_frame(jnp.asarray(x))
   np.testing.assert_allclose(np.abs(found), np.abs([q, q]), atol=1e-6)
   np.testing.assert_allclose(core[1] / 3e-19, 1, atol=1e-5)
 
@@ -129,11 +129,11 @@ def test_inverse_sqrt_floors_and_caps():
 def test_vmap_and_leading_axes_agree_with_single_matrices():
   rng = np.random.default_rng(6)
   x = jnp.asarray(rng.normal(size=(2, 3, 6, 4)))
-  batched = _linalg.orthonormal_frame(x)
-  mapped = jax.vmap(jax.vmap(_linalg.orthonormal_frame))(x)
+  batched = _frames.orthonormal_frame(x)
+  mapped = jax.vmap(jax.vmap(_frames.orthonormal_frame))(x)
   for got, other in zip(batched, mapped, strict=True):
     np.testing.assert_allclose(got, other, atol=1e-13)
-  one = _linalg.orthonormal_frame(x[1, 2])
+  one = _frames.orthonormal_frame(x[1, 2])
   np.testing.assert_allclose(batched[0][1, 2], one[0], atol=1e-13)
 
 
@@ -143,7 +143,7 @@ def test_vmap_does_not_bring_batched_factorisations_back_on_cpu():
     pytest.skip('The rule is for CPU.')
   x = jnp.ones((5, 6, 4))
   text = (
-    jax.jit(jax.vmap(_linalg.orthonormal_frame)).lower(x).compile().as_text()
+    jax.jit(jax.vmap(_frames.orthonormal_frame)).lower(x).compile().as_text()
   )
   calls = [line for line in text.splitlines() if 'custom-call(' in line]
   assert any('geqrf' in line for line in calls)
