@@ -28,6 +28,8 @@ def _():
   names = {
     'DP-Adam': 'DP-Adam, one clip',
     'DP-Muon': 'DP-Muon, equal split',
+    'DP-Muon, best polynomials, 3 steps': 'the same, three best polynomials',
+    'DP-Muon, best polynomials, 5 steps': 'the same, five best polynomials',
     'DP-Muon, least energy': 'DP-Muon, least energy',
     'DP-Muon, bias correction, 1 probe': 'DP-Muon, bias correction, one probe',
   }
