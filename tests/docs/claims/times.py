@@ -187,6 +187,38 @@ def _():
   return lines(['rows at once', *found['vmap']], rows)
 
 
+@of('lowered')
+def _():
+  targets = {'h200': 'H200', 'tpu': 'TPU v5e'}
+  modules = {
+    'small': '24 of 384 x 384, rank 8',
+    'large': '60 large, rank 16',
+    'gemma': '180 as in Gemma 3 4B',
+    'gemma, stacked': '180 as in Gemma 3 4B, stacked',
+  }
+  methods = {'noise + adamw': 'noise + AdamW', 'prism': '`prism`'}
+  found = {
+    tuple(row[x] for x in ('target', 'modules', 'method')): row
+    for row in stored('lowered')['rows']
+  }
+  rows = []
+  for target, where in targets.items():
+    for name, what in modules.items():
+      for method, text in methods.items():
+        row = found.get((target, name, method))
+        if row:
+          names = 'launches', 'conditionals', 'solvers', 'loops'
+          counts = [row[x] for x in names]
+          rows.append(
+            [where, what, text, *counts, f'{row["compile seconds"]:.0f}']
+          )
+  return lines(
+    ['for', 'modules', '', 'launches', 'branches', 'SVD and eigh', 'loops',
+     'compiling, s'],
+    rows,
+  )  # fmt: skip
+
+
 @of('language-model-memory')
 def _():
   found = stored('language_model_memory_cpu')
