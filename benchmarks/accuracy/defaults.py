@@ -99,14 +99,7 @@ def main() -> None:
   if args.data is None:
     parser.error('--data is needed: the folder of the data sets.')
   end = time.monotonic() + 60 * args.minutes
-  for each in wanted():
-    if time.monotonic() > end:
-      break
-    if equal_tuning.key(each, False) in results.read():
-      continue
-    result = recipe_runs.execute(each, args.data, args.cache, report=False)
-    results.put(each, False, result)
-    print(each, f'{result["accuracy"]:.4f}', flush=True)
+  equal_tuning.run_all(results, wanted(), args.data, args.cache, end)
 
 
 if __name__ == '__main__':

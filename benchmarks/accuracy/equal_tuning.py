@@ -159,6 +159,26 @@ def wanted(
           yield final, True
 
 
+def run_all(
+  results: Results,
+  todo: list[Recipe],
+  data: pathlib.Path,
+  cache: pathlib.Path,
+  end: float,
+) -> None:
+  """Runs on tuning rows that are not stored yet, until a time."""
+  for i, recipe in enumerate(todo):
+    if time.monotonic() > end:
+      break
+    if key(recipe, False) not in results.read():
+      result = recipe_runs.execute(recipe, data, cache, report=False)
+      results.put(recipe, False, result)
+      print(
+        f'{len(todo) - i - 1:3} left; {recipe} {result["accuracy"]:.4f}',
+        flush=True,
+      )
+
+
 def table(runs: dict[str, dict], tasks: list[str]) -> str:
   """Markdown: accuracies, and differences from the first row."""
   lines = [

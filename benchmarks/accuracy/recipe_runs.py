@@ -124,14 +124,14 @@ def programs(
     return jnp.mean(losses(params, frozen, metric, rows)[0])
 
   @jax.jit
-  def gradient(params, frozen, metric, rows, is_padding, total):
+  def gradient(params, frozen, metric, rows, is_padding, head_share, total):
     """Adds the clipped gradients of a micro-batch, over b."""
     clipped = jax_privacy.clipped_grad(
       loss,
       l2_clip_norm=1.0,
       normalize_by=batch,
       batch_argnums=tuple(range(3, 3 + len(rows))),
-      pre_clipping_transform=recipes.coordinates(method, params),
+      pre_clipping_transform=recipes.coordinates(method, params, head_share),
     )
     more = clipped(params, frozen, metric, *rows, is_padding_example=is_padding)
     return jax.tree.map(jnp.add, total, more)
@@ -222,7 +222,7 @@ def execute(
       part = slice(i, i + MICROBATCH)
       total = gradient(
         params, frozen, metric, problems.take(problem.train, drawn[part]),
-        is_padding[part], total,
+        is_padding[part], recipe.head_share, total,
       )  # fmt: skip
     now = knobs._replace(rate=recipe.rate * (1 - t / steps))
     params, state = update(params, state, total, now, stddev, keys[1])

@@ -47,7 +47,8 @@ class Recipe:
     decay: Weight decay of the adapters, times the rate (not published).
     average: Whether the mean of the parameters of the second half of the steps
       is what is used (plain means of arrays: not for ``MANIFOLD``).
-    start: ``'default'``, A random and B zero, or ``'balanced'``.
+    start: ``'default'``, A random and B zero; ``'balanced'``; ``'spectral'``, A
+      of the leading directions of what the frozen matrix reads.
     metric: Form of the input metric, or ``''``.
     head: Where the head starts, ``'means'`` or ``'ridge'`` (private releases of
       class means, or of ridge regression) or ``'zero'``. It is trained beside
@@ -57,6 +58,8 @@ class Recipe:
     batch: Expected batch size.
     seed: Of releases, start, batches and noise.
     head_rate: The head's rate over that of the adapters.
+    head_share: Of the square of the clip norm, what the head has for itself; 0
+      for one clip of both.
   """
 
   method: str
@@ -73,14 +76,16 @@ class Recipe:
   batch: int = 256
   seed: int = 100
   head_rate: float = 1.0
+  head_share: float = 0.0
 
   @property
   def name(self) -> str:
     """Of its result, another one for each recipe."""
     options = dataclasses.asdict(self)
-    # Results are older than this field.
-    if self.head_rate == 1:
-      del options['head_rate']
+    # Results are older than these fields.
+    for name, default in (('head_rate', 1.0), ('head_share', 0.0)):
+      if options[name] == default:
+        del options[name]
     text = json.dumps(options, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -94,12 +99,28 @@ class Knobs(NamedTuple):
   head_rate: Any = 1.0
 
 
-def coordinates(method: str, params: Any) -> Callable[[Any], Any]:
-  """What is done to one example's gradient before it is clipped."""
+def coordinates(
+  method: str, params: Any, head_share: Any
+) -> Callable[[Any], Any]:
+  """What is done to one example's gradient before it is clipped to norm one."""
   if method in MANIFOLD:
-    found: Callable[[Any], Any] = prism_optax.tangent_coordinates(params)
-    return found
-  return baselines.without_a if method == 'ffa' else lambda gradient: gradient
+    change: Callable[[Any], Any] = prism_optax.tangent_coordinates(params)
+  elif method == 'ffa':
+    change = baselines.without_a
+  else:
+    return lambda gradient: _clipped_apart(gradient, head_share)
+  return lambda gradient: _clipped_apart(change(gradient), head_share)
+
+
+def _clipped_apart(gradient: Any, head_share: Any) -> Any:
+  """Head and adapters clipped to their shares, whose squares make one."""
+  parts = {}
+  for name, share in (('head', head_share), ('layers', 1 - head_share)):
+    norm = optax.tree.norm(gradient[name])
+    bound = jnp.where(head_share > 0, jnp.sqrt(share), jnp.inf)
+    factor = jnp.where(norm > bound, bound / norm, 1.0)
+    parts[name] = jax.tree.map(lambda g, f=factor: f * g, gradient[name])
+  return {**gradient, **parts}
 
 
 def optimizer(
@@ -176,6 +197,10 @@ def start(
     a = jax.random.normal(jax.random.fold_in(keys[0], i), (rows, rank))
     b = jnp.zeros((rank, columns))
     adapters[name] = {'lora_a': a * rows**-0.5, 'lora_b': b}
+    if recipe.start == 'spectral':
+      # The largest left singular vectors: (in, r), the length of the others.
+      a = jnp.linalg.svd(kernel, full_matrices=False)[0][:, :rank]
+      adapters[name]['lora_a'] = a
   if recipe.start == 'balanced':
     adapters = lora.initialize(adapters, keys[1], method='balanced', size=0.1)
   if recipe.method in MANIFOLD:
