@@ -100,7 +100,7 @@ class Knobs(NamedTuple):
 
 
 def coordinates(
-  method: str, params: Any, head_share: Any
+  method: str, params: Any, head_share: Any = 0.0
 ) -> Callable[[Any], Any]:
   """What is done to one example's gradient before it is clipped to norm one."""
   if method in MANIFOLD:

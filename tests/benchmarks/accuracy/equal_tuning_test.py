@@ -5,15 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from benchmarks.accuracy import (
+  defaults,
   encoded_text,
   equal_tuning,
   plain_layers,
   problems,
   recipe_runs,
   recipes,
+  short_experiments,
 )
 from benchmarks.accuracy.recipes import Knobs, Recipe
 
@@ -152,6 +155,77 @@ def test_an_optimizer_moves_and_decays_what_it_should(method):
     start['layers'][0]['query']['lora_a'],
   )
   assert moved == (method != 'ffa')
+
+
+@pytest.mark.parametrize('size', [1e-3, 0.7, 40.0])
+def test_head_and_adapters_are_clipped_apart_to_norm_one_together(size):
+  def norms(tree):
+    return {name: float(optax.tree.norm(tree[name])) for name in tree}
+
+  gradient = jax.tree.map(lambda x: size * x, params())
+  before = norms(gradient)
+  clipped = recipes.coordinates('dp-adamw', params(), 0.36)(gradient)
+  after = norms(clipped)
+  for name, bound in (('head', 0.6), ('layers', 0.8)):
+    assert after[name] == pytest.approx(min(before[name], bound), rel=1e-6)
+  same = recipes.coordinates('dp-adamw', params())(gradient)
+  jax.tree.map(np.testing.assert_array_equal, same, gradient)
+
+
+def test_the_head_has_a_rate_of_its_own():
+  def moved(head_rate):
+    tx = recipes.optimizer(
+      'dp-adamw', Knobs(0.1, 0.0, 0.0, head_rate), 0.0, 4, jax.random.key(1)
+    )
+    return tx.update(params(), tx.init(params()), params())[0]
+
+  plain, slow = moved(1.0), moved(0.25)
+  np.testing.assert_allclose(
+    slow['head']['kernel'], plain['head']['kernel'] / 4, rtol=1e-6
+  )
+  jax.tree.map(np.testing.assert_array_equal, slow['layers'], plain['layers'])
+
+
+def test_a_new_field_that_changes_nothing_has_no_name():
+  """Results from before it are found."""
+  old = Recipe('prism', 'sst2')
+  assert old.name == Recipe('prism', 'sst2', head_rate=1.0, head_share=0.0).name
+  others = {'head_rate': 0.5}, {'head_share': 0.5}, {'seed': 1}
+  names = [dataclasses.replace(old, **x).name for x in others]
+  assert len({old.name, *names}) == 4
+
+
+def made_up(recipe, bonus):
+  gain = sum(getattr(recipe, k) == v for k, v in bonus.items())
+  return 0.5 + 0.1 * gain - abs(np.log10(recipe.rate / 3e-2)) / 10
+
+
+def test_defaults_are_compared_at_their_best_rates(monkeypatch):
+  monkeypatch.setattr(defaults, 'TASKS', ('sst2', 'clinc150'))
+  todo = [x for x in defaults.wanted() if x.task == 'sst2']
+  runs = {
+    equal_tuning.key(x, False): {'accuracy': made_up(x, {'b1': 0.5})}
+    for x in todo
+  }
+  lines = defaults.table(runs).splitlines()
+  # A task that is not finished is not in it.
+  assert lines[0] == '| b1 | decay | sst2 | mean |'
+  assert '| 0.5 | 0.1 | 0.0 (rate 0.03) | 0.0 |' in lines
+  assert '| 0.9 | 0.1 | -10.0 (rate 0.03) | -10.0 |' in lines
+
+
+def test_short_experiments_compare_the_same_seeds():
+  bonus = {'batch': 512}
+  runs = {
+    equal_tuning.key(x, False): {'accuracy': made_up(x, bonus) + x.seed / 1000}
+    for change in ('as it is', 'batch 512, 30 steps')
+    for recipes_ in short_experiments.recipes_of('sst2', change).values()
+    for x in recipes_
+  }
+  lines = short_experiments.table(runs, ['sst2']).splitlines()[2:]
+  assert len(lines) == 2
+  assert lines[0].startswith('| sst2 | as it is | 0.03 |')
+  assert lines[1].endswith('| +10.0 ± 0.0 |')
 
 
 @pytest.mark.slow
