@@ -8,6 +8,8 @@ import numpy as np
 from prism_optax import _validate
 
 Steps = int | Sequence[Sequence[float]]
+# Powers of higher ones are too much alike for the exchange in float64.
+_LARGEST_DEGREE = 5
 
 
 def coefficients(degree: int) -> tuple[float, ...]:
@@ -54,7 +56,8 @@ def minimax_coefficients(
     least: The smallest singular value, in units of the divisor of the matrix,
       that is to come near one. Smaller ones grow by the same factor as it.
     steps: Number of polynomials.
-    degree: Degree of p(x); that of the odd polynomial is ``2 degree + 1``.
+    degree: Degree of p(x), at most 5; that of the odd polynomial is
+      ``2 degree + 1``.
 
   Returns:
     For ``steps`` of :func:`newton_schulz` and of all that uses it: for each
@@ -62,8 +65,8 @@ def minimax_coefficients(
     :func:`coefficients`.
 
   Raises:
-    ValueError: If ``least`` is not between 0 and 1, or a number is not a
-      positive integer.
+    ValueError: If ``least`` is not between 0 and 1, a number is not a positive
+      integer, or ``degree`` is too large.
 
   Example:
     >>> import jax.numpy as jnp
@@ -77,6 +80,8 @@ def minimax_coefficients(
   _validate.known_open_probability('least', least)
   _validate.integer('steps', steps, 1)
   _validate.integer('degree', degree, 1)
+  if degree > _LARGEST_DEGREE:
+    raise ValueError(f'Expected degree <= {_LARGEST_DEGREE}, got {degree=}.')
   lower, upper = float(least), 1.0
   table = []
   for _ in range(steps):
@@ -93,9 +98,8 @@ def _best(lower: float, upper: float, degree: int) -> tuple[np.ndarray, float]:
   Its error is the same, with signs in turn, at ``degree + 2`` points
   (Chebyshev): the ends and where the derivative is zero.
   """
-  if upper - lower < 1e-4:
-    # The points coincide. The series at one is as good: what is left of an
-    # error of 1e-4 is its square, at least.
+  if (upper - lower) ** (degree + 1) < 1e-12:
+    # The points coincide. The series at one leaves no more than that.
     return np.array(coefficients(degree)), 0.0
   powers = np.arange(degree + 1)
   points = lower + (upper - lower) * np.sin(

@@ -108,6 +108,16 @@ def test_no_odd_polynomial_is_nearer_to_one(least, steps, degree):
     lower, upper = 1 - largest, 1 + largest
 
 
+@pytest.mark.parametrize(
+  'options',
+  [{'least': 0.0}, {'least': 1.0}, {'steps': 0}, {'degree': 0}, {'degree': 6}],
+)
+def test_bad_options_of_the_best_polynomials_are_named(options):
+  (name,) = options
+  with pytest.raises(ValueError, match=name):
+    muon.minimax_coefficients(**({'least': 0.1, 'steps': 3} | options))
+
+
 def test_three_steps_do_the_work_of_five():
   """As much lift, and as near to one above a tenth of the largest value."""
   table = muon.minimax_coefficients(0.1, 3)
