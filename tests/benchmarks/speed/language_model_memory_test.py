@@ -1,5 +1,6 @@
 """What is measured is a training, and a process."""
 
+import resource
 import sys
 
 import jax
@@ -13,7 +14,10 @@ from tests.examples import conftest, finished_runs, language_models
 def test_the_peak_is_that_of_the_process():
   code = 'x = bytes(range(256)) * 2**22'
   size = benchmark.peak([sys.executable, '-c', code])
-  assert 1024 < size < 1050  # 1 GB, and the interpreter.
+  # 1 GB and the interpreter, or this process: the system counts from its size,
+  # and other tests may have made it larger.
+  own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+  assert 1024 < size < max(1050, own + 26)
   with pytest.raises(RuntimeError, match='failed'):
     benchmark.peak([sys.executable, '-c', '1 / 0'])
 
