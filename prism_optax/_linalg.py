@@ -78,17 +78,20 @@ def gram(a: Any, b: Any) -> jax.Array:
     )
   if a is not b or a.shape[-2] <= 2 * a.shape[-1]:
     return matmul(a.mT, b)
-
-  def twice(a: jax.Array) -> jax.Array:
-    product = matmul(a.mT, jnp.concatenate([a, a], -1))
-    return product[..., : a.shape[-1]]
-
-  # A TPU's compiler takes four times as long over the product of one array with
-  # itself; no more than a tile of its registers is read either way.
   out: jax.Array = jax.lax.platform_dependent(
-    a, tpu=twice, default=lambda a: matmul(a.mT, a)
+    a, tpu=gram_beside_itself, default=lambda a: matmul(a.mT, a)
   )
   return out
+
+
+def gram_beside_itself(a: jax.Array) -> jax.Array:
+  """``a.mT @ a``, for a TPU.
+
+  Its compiler takes four times as long over the product of one array with
+  itself; no more than a tile of its registers is read either way.
+  """
+  product = matmul(a.mT, jnp.concatenate([a, a], -1))
+  return product[..., : a.shape[-1]]
 
 
 def at_least_float32(x: jax.typing.ArrayLike) -> jax.Array:

@@ -10,22 +10,20 @@ those of the best setting of the task. Runs are stored with those of
 ``equal_tuning.py``; half a minute a run on one core.
 """
 
-import argparse
 import itertools
 import pathlib
 import statistics
 import sys
-import time
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.accuracy import equal_tuning, recipe_runs  # noqa: E402
+from benchmarks.accuracy import equal_tuning  # noqa: E402
 from benchmarks.accuracy.recipes import Recipe  # noqa: E402
 from benchmarks.common import results as storage  # noqa: E402
 
 B1, DECAYS, RATES = (0.0, 0.5, 0.9), (0.1, 0.3), (1e-2, 3e-2, 1e-1)
-TASKS = tuple(recipe_runs.LENGTH)
 SEEDS = (100, 101)
 Setting = tuple[float, float]
 SETTINGS: tuple[Setting, ...] = tuple(itertools.product(B1, DECAYS))
@@ -36,12 +34,12 @@ def recipe(task: str, setting: Setting, rate: float, seed: int) -> Recipe:
   return Recipe('prism', task, rate=rate, b1=b1, decay=decay, seed=seed)
 
 
-def wanted() -> list[Recipe]:
+def wanted(tasks: Sequence[str]) -> list[Recipe]:
   """All runs, the first seed of every setting first."""
   return [
     recipe(task, setting, rate, seed)
     for seed in SEEDS
-    for task in TASKS
+    for task in tasks
     for setting in SETTINGS
     for rate in (3e-2, 1e-2, 1e-1)
   ]
@@ -65,9 +63,9 @@ def points(runs: dict[str, dict], task: str) -> dict[Setting, tuple]:
   return found
 
 
-def table(runs: dict[str, dict]) -> str:
+def table(runs: dict[str, dict], tasks: Sequence[str]) -> str:
   """Markdown: points below the best setting of each task, and their mean."""
-  by_task = {task: points(runs, task) for task in TASKS}
+  by_task = {task: points(runs, task) for task in tasks}
   tasks = [task for task, found in by_task.items() if found]
   lines = [
     f'| b1 | decay | {" | ".join(tasks)} | mean |',
@@ -86,20 +84,14 @@ def table(runs: dict[str, dict]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--data', type=pathlib.Path)
-  parser.add_argument('--cache', type=pathlib.Path, default='runs/encoded')
-  parser.add_argument('--minutes', type=float, default=float('inf'))
-  parser.add_argument('--table', action='store_true')
-  args = parser.parse_args()
+  args, end = equal_tuning.options_of(
+    equal_tuning.parser_of(__doc__.split('\n')[0])
+  )
   results = equal_tuning.Results(storage.path_of('equal_tuning'))
   if args.table:
-    print(table(results.read()))
+    print(table(results.read(), args.tasks))
     return
-  if args.data is None:
-    parser.error('--data is needed: the folder of the data sets.')
-  end = time.monotonic() + 60 * args.minutes
-  equal_tuning.run_all(results, wanted(), args.data, args.cache, end)
+  equal_tuning.run_all(results, wanted(args.tasks), args.data, args.cache, end)
 
 
 if __name__ == '__main__':

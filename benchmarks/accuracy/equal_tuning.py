@@ -21,7 +21,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -40,6 +40,7 @@ LADDER = [float(f'{x}e{e}') for e in range(-6, 2) for x in (1, 3)]
 FIRST_RATES = {'prism': 3e-2, 'published_prism': 3e-2, 'lora-rite': 3e-4,
                'dp-adambc': 1e-4, 'lora+': 1e-2}  # fmt: skip
 SEEDS = tuple(range(5))
+TASKS = tuple(recipe_runs.LENGTH)
 # A row of the table: a method, perhaps in the coordinates of a metric.
 ROWS: dict[str, dict[str, str]] = {
   'prism': {},
@@ -225,23 +226,37 @@ def table(runs: dict[str, dict], tasks: list[str]) -> str:
   return '\n'.join(lines)
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+def parser_of(
+  description: str, tasks: Sequence[str] = TASKS
+) -> argparse.ArgumentParser:
+  """The options of all scripts that add to these results."""
+  parser = argparse.ArgumentParser(description=description)
   parser.add_argument('--data', type=pathlib.Path)
-  tasks = tuple(recipe_runs.LENGTH)
-  parser.add_argument('--tasks', nargs='+', choices=tasks, default=tasks)
-  parser.add_argument('--methods', nargs='+', choices=ROWS, default=list(ROWS))
+  parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(tasks))
   parser.add_argument('--cache', type=pathlib.Path, default='runs/encoded')
   parser.add_argument('--minutes', type=float, default=float('inf'))
-  parser.add_argument('--table', action='store_true')
+  parser.add_argument('--table', action='store_true', help='run nothing')
+  return parser
+
+
+def options_of(
+  parser: argparse.ArgumentParser,
+) -> tuple[argparse.Namespace, float]:
+  """What was asked for, and when to end."""
   args = parser.parse_args()
+  if args.data is None and not args.table:
+    parser.error('--data is needed: the folder of the data sets.')
+  return args, time.monotonic() + 60 * args.minutes
+
+
+def main() -> None:
+  parser = parser_of(__doc__.split('\n')[0])
+  parser.add_argument('--methods', nargs='+', choices=ROWS, default=list(ROWS))
+  args, end = options_of(parser)
   results = Results(storage.path_of('equal_tuning'))
   if args.table:
     print(table(results.read(), args.tasks))
     return
-  if args.data is None:
-    parser.error('--data is needed: the folder of the data sets.')
-  end = time.monotonic() + 60 * args.minutes
   while time.monotonic() < end:
     runs = results.read()
     todo = list(wanted(runs, args.methods, args.tasks, SEEDS))

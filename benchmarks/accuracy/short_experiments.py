@@ -12,18 +12,16 @@ as it is, on the same rows and seeds. Runs are stored with those of
 ``equal_tuning.py``; half a minute a run on one core.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import statistics
 import sys
-import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.accuracy import equal_tuning, recipe_runs  # noqa: E402
+from benchmarks.accuracy import equal_tuning  # noqa: E402
 from benchmarks.accuracy.recipes import Recipe  # noqa: E402
 from benchmarks.common import results as storage  # noqa: E402
 
@@ -91,21 +89,13 @@ def table(runs: dict[str, dict], tasks: list[str]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  tasks = tuple(recipe_runs.LENGTH)
-  parser.add_argument('--data', type=pathlib.Path)
-  parser.add_argument('--tasks', nargs='+', choices=tasks, default=['clinc150'])
-  parser.add_argument('--cache', type=pathlib.Path, default='runs/encoded')
-  parser.add_argument('--minutes', type=float, default=float('inf'))
-  parser.add_argument('--table', action='store_true')
-  args = parser.parse_args()
+  args, end = equal_tuning.options_of(
+    equal_tuning.parser_of(__doc__.split('\n')[0], ['clinc150'])
+  )
   results = equal_tuning.Results(storage.path_of('equal_tuning'))
   if args.table:
     print(table(results.read(), args.tasks))
     return
-  if args.data is None:
-    parser.error('--data is needed: the folder of the data sets.')
-  end = time.monotonic() + 60 * args.minutes
   todo = [
     recipe
     for task in args.tasks

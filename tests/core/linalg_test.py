@@ -42,6 +42,13 @@ def test_both_routes_give_the_same_frame(condition):
   np.testing.assert_allclose(other.T @ other, np.eye(3), atol=1e-14)
 
 
+def test_a_gram_matrix_as_a_tpu_computes_it():
+  x = np.random.default_rng(0).normal(size=(2, 50, 3))
+  found = _linalg.gram_beside_itself(jnp.asarray(x))
+  expected = np.einsum('bmr,bms->brs', x, x)
+  np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 def test_frame_of_rank_deficient_matrix_is_a_partial_isometry():
   rng = np.random.default_rng(1)
   x = rng.normal(size=(8, 2)) @ rng.normal(size=(2, 4))
