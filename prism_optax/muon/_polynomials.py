@@ -139,7 +139,8 @@ def check_options(degree: int, steps: Steps, normalize: str) -> None:
   """Raises ``ValueError`` for options that no orthogonalization accepts."""
   _validate.integer('degree', degree, 1)
   if isinstance(steps, Sequence) and not isinstance(steps, str):
-    if not steps or any(len(row) != degree + 1 for row in steps):
+    fits = [isinstance(x, Sequence) and len(x) == degree + 1 for x in steps]
+    if not fits or not all(fits):
       raise ValueError(
         'Expected steps to be an integer, or to have degree + 1 ='
         f' {degree + 1} coefficients for each step, got {steps=}.'

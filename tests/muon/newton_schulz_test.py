@@ -335,6 +335,7 @@ def test_accelerators_multiply_bfloat16_and_sum_float32():
     ({'steps': 0}, 'steps=0'),
     ({'steps': ()}, r'steps=\(\)'),
     ({'steps': ((1.0, 0.5),)}, r'degree \+ 1 = 3 coefficients'),
+    ({'steps': (1.0, 0.5, 0.375)}, r'degree \+ 1 = 3 coefficients'),
     ({'steps': '5'}, "steps='5'"),
     ({'normalize': 'l1'}, "normalize='l1'"),
   ],
