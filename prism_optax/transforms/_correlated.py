@@ -22,6 +22,7 @@ from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, StepContext, map_pairs
 from prism_optax._types import PRNGKeyLike
 from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 from prism_optax.transforms._privatizer import PrivatizerState, limited
@@ -244,11 +245,14 @@ def correlated_tangent_privatizer(
     noisy, inner = privatizer(state.prng_key).update(
       step.to_tree(fixed), state.inner
     )
-    stacks = step.tree.coordinates(noisy).map_pairs(
-      lambda x, frame, w: projected(frame, from_fixed(x, w)), step.frames, turn
-    )
+    stacks = step.tree.coordinates(noisy)
+    pairs = map_ranks(
+      lambda frame, x, w: projected(frame, from_fixed(x, w)),
+      step.frames, stacks.pairs, turn,
+    )  # fmt: skip
     bases = map_pairs(turned_bases, step.frames, turn)
-    return stacks, CorrelatedPrivatizerState(bases, state.prng_key, inner)
+    state = CorrelatedPrivatizerState(bases, state.prng_key, inner)
+    return stacks._replace(pairs=pairs), state
 
   return TangentTransformation(
     Stacked('correlated_tangent_privatizer', init, update, ('noise',)), layout

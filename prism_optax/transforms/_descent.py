@@ -65,7 +65,7 @@ def add_decayed_factors(
   """
   _validate.non_negative('weight_decay', weight_decay)
 
-  def decayed(tangent, frame):
+  def decayed(frame, tangent):
     # R C_L^T with R = Q_R C_R.
     core = matmul(frame.right_core, frame.left_core.mT)
     left, right = as_sum(frame, tangent)
@@ -73,7 +73,8 @@ def add_decayed_factors(
 
   def update(stacks, state, step, **extra_args):
     del extra_args
-    return stacks.map_pairs(decayed, step.frames), state
+    pairs = map_ranks(decayed, step.frames, stacks.pairs)
+    return stacks._replace(pairs=pairs), state
 
   return TangentTransformation(
     Stacked('add_decayed_factors', no_state, update), layout

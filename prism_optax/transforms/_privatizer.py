@@ -10,6 +10,7 @@ import optax
 from prism_optax import _lattice, _randomness, _validate, fixed_rank
 from prism_optax._modules import LayoutLike
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar, StepsLike
+from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
@@ -250,9 +251,8 @@ def tangent_privatizer(
     else:
       tree, state = noise.update(step.to_tree(stacks), state)
       noisy = step.tree.coordinates(tree)
-    return noisy.map_pairs(
-      lambda x, frame: projected(frame, x), step.frames
-    ), state
+    pairs = map_ranks(projected, step.frames, noisy.pairs)
+    return noisy._replace(pairs=pairs), state
 
   return TangentTransformation(
     Stacked('tangent_privatizer', init, update, ('noise',)), layout
