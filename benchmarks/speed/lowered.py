@@ -2,6 +2,7 @@
 
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt libtpu
     python benchmarks/speed/lowered.py [--targets h200 tpu] [--only WORD ...]
+        [--methods WORD ...]
 
 One update, of noise and AdamW and of ``prism``, for an NVIDIA H200 and for a
 chip of a TPU v5e: kernels that a step launches, branches decided on the way,
@@ -160,14 +161,23 @@ def measure(target: str, workload: str, method: str) -> dict[str, Any]:
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--targets', nargs='+', default=['h200', 'tpu'])
-  parser.add_argument('--only', nargs='+', default=list(WORKLOADS))
+  targets = ['h200', 'tpu']
+  parser.add_argument('--targets', nargs='+', default=targets, choices=targets)
+  parser.add_argument(
+    '--only', nargs='+', default=list(WORKLOADS), choices=WORKLOADS
+  )
+  parser.add_argument(
+    '--methods', nargs='+', default=list(METHODS), choices=METHODS
+  )
+  parser.add_argument(
+    '--results', type=pathlib.Path, default=results.FOLDER / 'lowered.json'
+  )
   args = parser.parse_args()
-  path = results.FOLDER / 'lowered.json'
+  path = args.results
   rows = json.loads(path.read_text('utf-8'))['rows'] if path.exists() else []
   for target in args.targets:
     for workload in args.only:
-      for method in METHODS:
+      for method in args.methods:
         row = measure(target, workload, method)
         key = [row[name] for name in ('target', 'modules', 'method')]
         rows = [x for x in rows if list(x.values())[:3] != key] + [row]
