@@ -38,10 +38,12 @@ RATES = (1e-2, 1.8e-2, 3e-2, 5.6e-2, 0.1, 0.18, 0.3, 0.56)
 # What the program is compiled for, and what it is told.
 STATIC = {'method': 'prism', 'rank': 4, 'batch': 100, 'steps': 96,
           'start': 'one_sided', 'debias': False,
-          'bias_correction': True, 'metric': None}  # fmt: skip
+          'bias_correction': True, 'metric': None,
+          'scales_rows': False}  # fmt: skip
 TRACED = {'clip': 1.0, 'b1': 0.9, 'b2': 0.999, 'floor_factor': 1.0,
           'max_condition_number': 1e4, 'decay': 1.0,
           'weight_decay': 0.0}  # fmt: skip
+DEFAULTS = {'bias_correction': False, 'weight_decay': 0.1}
 CHANGES = {
   'as it is': ({},),
   'method': (
@@ -83,6 +85,14 @@ CHANGES = {
     {'b1': 0.0, 'method': 'dp-adamw', 'start': 'balanced'},
     {'b1': 0.5, 'method': 'dp-adamw'},
     {'b1': 0.0, 'method': 'dp-adamw'},
+  ),
+  'row scales': (
+    {'scales_rows': True},
+    {'scales_rows': True, 'b1': 0.5},
+    {'scales_rows': True, **DEFAULTS},
+    {'scales_rows': True, 'b1': 0.5, **DEFAULTS},
+    {'b1': 0.5, **DEFAULTS},
+    {'scales_rows': True, 'b1': 0.5, 'metric': 'mean'},
   ),
   'b2': ({'b2': 0.9}, {'b2': 0.99}),
   'weight decay': (
@@ -152,7 +162,17 @@ def metrics(form, seeds):
 
 
 @functools.cache
-def program(method, rank, batch, steps, start, debias, bias_correction, metric):
+def program(
+  method,
+  rank,
+  batch,
+  steps,
+  start,
+  debias,
+  bias_correction,
+  metric,
+  scales_rows,
+):
   """``run(key, rate, sigma, traced, metric)``, compiled.
 
   It returns which pictures are right.
@@ -192,6 +212,7 @@ def program(method, rank, batch, steps, start, debias, bias_correction, metric):
         weight_decay=traced['weight_decay'],
         debias=debias,
         bias_correction=bias_correction,
+        scales_rows=scales_rows,
         **mechanism,
         **{name: traced[name] for name in changed},
       )

@@ -104,7 +104,12 @@ def noise_multiplier(
 
 @functools.lru_cache(maxsize=8)
 def programs(
-  row_losses: Any, method: str, batch: int, classes: int, metric_shapes: Any
+  row_losses: Any,
+  method: str,
+  batch: int,
+  classes: int,
+  metric_shapes: Any,
+  scales_rows: bool,
 ):
   """``(gradient, init, update, scores)``, compiled once for all numbers."""
   del classes, metric_shapes
@@ -138,12 +143,12 @@ def programs(
 
   @jax.jit
   def init(params, knobs, stddev, key):
-    tx = recipes.optimizer(method, knobs, stddev, batch, key)
+    tx = recipes.optimizer(method, knobs, stddev, batch, key, scales_rows)
     return tx.init(params)
 
   @jax.jit
   def update(params, state, mean, knobs, stddev, key):
-    tx = recipes.optimizer(method, knobs, stddev, batch, key)
+    tx = recipes.optimizer(method, knobs, stddev, batch, key, scales_rows)
     updates, state = tx.update(mean, state, params)
     return jax.tree.map(jnp.add, params, updates), state
 
@@ -203,7 +208,12 @@ def execute(
     steps, method = recipe.steps, recipe.method
   shapes = None if metric is None else str(jax.tree.map(jnp.shape, metric))
   gradient, init, update, losses = programs(
-    problem.row_losses, method, recipe.batch, problem.classes, shapes
+    problem.row_losses,
+    method,
+    recipe.batch,
+    problem.classes,
+    shapes,
+    recipe.scales_rows,
   )
   frozen, stddev = problem.frozen, sigma / recipe.batch
   frozen = {**frozen, 'head': params['head']}

@@ -60,6 +60,7 @@ class Recipe:
     head_rate: The head's rate over that of the adapters.
     head_share: Of the square of the clip norm, what the head has for itself; 0
       for one clip of both.
+    scales_rows: See ``row_moments.py``; for ``'prism'``.
   """
 
   method: str
@@ -77,15 +78,17 @@ class Recipe:
   seed: int = 100
   head_rate: float = 1.0
   head_share: float = 0.0
+  scales_rows: bool = False
 
   @property
   def name(self) -> str:
     """Of its result, another one for each recipe."""
     options = dataclasses.asdict(self)
     # Results are older than these fields.
-    for name, default in (('head_rate', 1.0), ('head_share', 0.0)):
-      if options[name] == default:
-        del options[name]
+    for field in dataclasses.fields(self):
+      newer = field.name in ('head_rate', 'head_share', 'scales_rows')
+      if newer and options[field.name] == field.default:
+        del options[field.name]
     text = json.dumps(options, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -124,7 +127,12 @@ def _clipped_apart(gradient: Any, head_share: Any) -> Any:
 
 
 def optimizer(
-  method: str, knobs: Knobs, stddev: Any, batch: int, key: Any
+  method: str,
+  knobs: Knobs,
+  stddev: Any,
+  batch: int,
+  key: Any,
+  scales_rows: bool = False,
 ) -> optax.GradientTransformation:
   """What follows the clipped mean, noise first.
 
@@ -134,9 +142,10 @@ def optimizer(
     stddev: Of the noise on the mean of gradients of norm at most 1.
     batch: Expected batch size.
     key: Of the noise.
+    scales_rows: As in ``Recipe``.
   """
   return optax.chain(
-    _at_one_rate(method, knobs, stddev, batch, key),
+    _at_one_rate(method, knobs, stddev, batch, key, scales_rows),
     # What is behind a retraction is added to the parameters as it is.
     optax.stateless(
       lambda updates, _: jax.tree.map_with_path(
@@ -147,7 +156,12 @@ def optimizer(
 
 
 def _at_one_rate(
-  method: str, knobs: Knobs, stddev: Any, batch: int, key: Any
+  method: str,
+  knobs: Knobs,
+  stddev: Any,
+  batch: int,
+  key: Any,
+  scales_rows: bool,
 ) -> optax.GradientTransformation:
   if method in FACTORS:
     # The factors decay, not the head; the product with the rate comes last.
@@ -176,7 +190,11 @@ def _at_one_rate(
   if method == 'published_prism':
     return prism_optax.published_prism(knobs.rate, **mechanism)
   return methods.prism_with(
-    knobs.rate, weight_decay=knobs.decay, bias_correction=False, **mechanism
+    knobs.rate,
+    weight_decay=knobs.decay,
+    bias_correction=False,
+    scales_rows=scales_rows,
+    **mechanism,
   )
 
 

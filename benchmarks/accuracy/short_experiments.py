@@ -6,10 +6,11 @@
 Around the setting that ``equal_tuning.py`` found for ``prism`` on clinc150, on
 rows that are never those of a table: larger batches with fewer steps at the
 same number of gradients, a slower or faster head, a clip of its own for the
-head, a start along the frozen matrices with and without an input metric. Each
-has three rates, and the best of them is compared with the best of the setting
-as it is, on the same rows and seeds. Runs are stored with those of
-``equal_tuning.py``; half a minute a run on one core.
+head, scales of inputs and outputs from the released gradients
+(``row_moments.py``), a start along the frozen matrices with and without an
+input metric. Each has three rates, and the best of them is compared with the
+best of the setting as it is, on the same rows and seeds. Runs are stored with
+those of ``equal_tuning.py``; half a minute a run on one core.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
   'head three times faster': {'head_rate': 3.0},
   'a third of the clip for the head': {'head_share': 1 / 3},
   'two thirds of the clip for the head': {'head_share': 2 / 3},
+  'scales of rows from released gradients': {'scales_rows': True},
   'spectral start': {'start': 'spectral'},
   'input metric': METRIC,
   'input metric, spectral start': {**METRIC, 'start': 'spectral'},

@@ -18,7 +18,7 @@ from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
-from benchmarks.common import baselines
+from benchmarks.common import baselines, row_moments
 from prism_optax import fixed_rank, lora, transforms
 from prism_optax.transforms import _moments
 
@@ -88,6 +88,7 @@ def prism_with(
   per_example_gradients: bool = True,
   weight_decay: Any = 0.1,
   layout: Any = None,
+  scales_rows: bool = False,
   **preconditioner: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """PRISM spelled out, for options that ``prism_optax.prism`` need not have.
@@ -101,6 +102,7 @@ def prism_with(
     per_example_gradients: Whether the clip is in the chain.
     weight_decay: Decay of Z.
     layout: How the pairs are found in the tree.
+    scales_rows: Whether ``scale_by_row_moments`` comes behind the noise.
     **preconditioner: Options of ``scale_by_rank_preconditioner``: ``b1``,
       ``b2``, ``floor_factor``, ``debias``, ``bias_correction``,
       ``max_condition_number``, ``transport``.
@@ -115,6 +117,8 @@ def prism_with(
     prism_optax.scale_by_learning_rate(learning_rate),
     prism_optax.retract(),
   ]
+  if scales_rows:
+    parts.insert(1, row_moments.scale_by_row_moments(stddev))
   if per_example_gradients:
     clip = prism_optax.intrinsic_clip(
       l2_clip_norm, normalize_by=expected_batch_size

@@ -1,13 +1,13 @@
 """What XLA compiles for accelerators, ahead of time and without any.
 
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt libtpu
-    python benchmarks/speed/lowered.py [--targets h200 tpu] [--only WORD ...]
+    python benchmarks/speed/lowered.py [--targets h200 ...] [--only WORD ...]
         [--methods WORD ...]
 
-One update, of noise and AdamW and of ``prism``, for an NVIDIA H200 and for a
-chip of a TPU v5e: kernels that a step launches, branches decided on the way,
-calls of a solver (SVD, eigenvalues), loops, temporary memory, and how long it
-takes to compile. Counted is the path of ordinary inputs, see
+One update, of noise and AdamW and of ``prism``, for an NVIDIA H200, for a chip
+of a TPU v5e and for the CPU: kernels that a step launches, branches decided on
+the way, calls of a solver (SVD, eigenvalues), loops, temporary memory, and how
+long it takes to compile. Counted is the path of ordinary inputs, see
 ``benchmarks/common/hlo.py``. It says nothing of seconds: kernels differ. The
 modules are 24 of 384 x 384 at rank 8, 60 large ones at rank 16, and 180 with
 the shapes of Gemma 3 4B at rank 16, as leaves of their own and stacked. Rows go
@@ -87,6 +87,8 @@ WORKLOADS: dict[str, tuple[Shapes, int, bool]] = {
 
 def device(target: str) -> Any:
   """One device of a kind, to compile for."""
+  if target == 'cpu':
+    return jax.devices()[0]
   if target == 'tpu':
     topology = topologies.get_topology_desc(
       platform='tpu', topology_name='v5e:2x2', chips_per_host_bounds=(2, 2, 1)
@@ -161,7 +163,7 @@ def measure(target: str, workload: str, method: str) -> dict[str, Any]:
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  targets = ['h200', 'tpu']
+  targets = ['cpu', 'h200', 'tpu']
   parser.add_argument('--targets', nargs='+', default=targets, choices=targets)
   parser.add_argument(
     '--only', nargs='+', default=list(WORKLOADS), choices=WORKLOADS

@@ -230,10 +230,14 @@ class ModuleTree:
       sides = [
         axes.from_matrices(x) for axes, x in zip(group.axes, pair, strict=True)
       ]
-      for x, place in group.places():
+      # By `split`, whose derivative is a concatenation; that of slices is a sum
+      # of arrays as large as the stack.
+      ends = [place.stop for _, place in group.places()][:-1]
+      parts = zip(*(jnp.split(x, ends) for x in sides), strict=True)
+      for x, pair in zip(group.modules, parts, strict=True):
         factor = float(x.scale**power)
-        for (i, axes), stack in zip(x.sides, sides, strict=True):
-          leaf = axes.from_stack(stack[place])
+        for (i, axes), part in zip(x.sides, pair, strict=True):
+          leaf = axes.from_stack(part)
           leaves[i] = leaf if factor == 1 else leaf * factor
     for i, leaf in zip(self._others, stacks.others, strict=True):
       leaves[i] = leaf

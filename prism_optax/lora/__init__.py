@@ -20,6 +20,7 @@ from prism_optax.lora._per_example import (
   per_example_product,
 )
 from prism_optax.lora._ranks import difference, truncate
+from prism_optax.lora._stacking import stack, unstack
 
 # fmt: off
 __all__ = [
@@ -27,6 +28,6 @@ __all__ = [
   'deltas', 'describe_pairs', 'difference', 'from_peft', 'in_microbatches',
   'initialize', 'input_metric', 'load_peft', 'merge', 'pairs_by_name',
   'per_example_gradients', 'per_example_product', 'save_peft',
-  'spectral_residual', 'truncate',
+  'spectral_residual', 'stack', 'truncate', 'unstack',
 ]
 # fmt: on

@@ -74,6 +74,28 @@ def test_trees_come_back_from_their_stacks(name, seed, dtype):
 
 
 @cases.few
+@given(cases.trees, cases.seeds, DTYPES)
+def test_stacked_adapters_are_the_same_adapters(name, seed, dtype):
+  """Without a layout, whatever the scale; and they come back."""
+  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
+  params = jax.tree.map(lambda x: x.astype(dtype), params)
+  stacked = lora.stack(params, layout=layout)
+  back = lora.unstack(stacked, params, layout=layout)
+  assert cases.shapes_of(back) == cases.shapes_of(params)
+  assert [x.dtype for x in jax.tree.leaves(back)] == [
+    x.dtype for x in jax.tree.leaves(params)
+  ]
+  # A scale goes in and comes out as its root: two roundings.
+  _close(back, params, 0 if layout is None else jnp.finfo(dtype).eps)
+  products = _products(stacked, None)
+  ours = np.sort(np.concatenate([x.ravel() for x in products.values()]))
+  wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+  products = _products(wide, layout)
+  theirs = np.sort(np.concatenate([x.ravel() for x in products.values()]))
+  np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@cases.few
 @given(cases.trees, cases.seeds, st.randoms(use_true_random=False))
 def test_lists_with_names_are_read_as_trees(name, seed, random):
   """In any order of the list, which may be without any structure."""

@@ -189,7 +189,7 @@ def _():
 
 @of('lowered')
 def _():
-  targets = {'h200': 'H200', 'tpu': 'TPU v5e'}
+  targets = {'cpu': 'CPU', 'h200': 'H200', 'tpu': 'TPU v5e'}
   modules = {
     'small': '24 of 384 x 384, rank 8',
     'large': '60 large, rank 16',
