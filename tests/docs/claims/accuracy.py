@@ -38,7 +38,7 @@ def _():
 @of('equal-tuning')
 def _():
   runs = stored('equal_tuning_cpu')['runs']
-  return equal_tuning.table(runs, ['clinc150']).split('\n')
+  return equal_tuning.table(runs, ['clinc150', 'banking77']).split('\n')
 
 
 @of('elsewhere')
