@@ -152,6 +152,13 @@ MUTANTS = (
     ('lora/ranks_test.py difference_is',),
   ),
   Mutant(
+    'stacks that come back with the scale',
+    'lora/_stacking.py',
+    "tuple(stacked['others'])), -0.5)",
+    "tuple(stacked['others'])), 0.0)",
+    ('lora/stacking_test.py training',),
+  ),
+  Mutant(
     'initial factors of another scale',
     'lora/_initialization.py',
     'root = (size / module.scale) ** 0.5',
@@ -386,8 +393,8 @@ MUTANTS = (
   Mutant(
     'other leaves without noise',
     PRIVATIZER,
-    'return noisy.map_pairs(',
-    'return noisy._replace(others=stacks.others).map_pairs(',
+    'return noisy._replace(pairs=pairs), state',
+    'return noisy._replace(pairs=pairs, others=stacks.others), state',
     (f'{NOISE} other_leaves',),
   ),
   Mutant(

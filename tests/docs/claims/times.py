@@ -189,7 +189,7 @@ def _():
 
 @of('lowered')
 def _():
-  targets = {'cpu': 'CPU', 'h200': 'H200', 'tpu': 'TPU v5e'}
+  targets = {'h200': 'H200', 'tpu': 'TPU v5e'}
   modules = {
     'small': '24 of 384 x 384, rank 8',
     'large': '60 large, rank 16',
@@ -217,6 +217,27 @@ def _():
      'compiling, s'],
     rows,
   )  # fmt: skip
+
+
+@of('stacked')
+def _():
+  found = {tuple(row.values())[:3]: row for row in stored('lowered')['rows']}
+
+  def cells(target, method, name):
+    pair = (found[target, x, method][name] for x in ('gemma', 'gemma, stacked'))
+    return [f'{x:.0f}' for x in pair]
+
+  rows = [
+    [text + where, *cells(target, method, 'compile seconds')]
+    for method, text in (('prism', '`prism`'), ('noise + adamw', 'AdamW'))
+    for target, where in (
+      ('cpu', ': seconds to compile for a CPU'),
+      ('h200', ': for an H200'),
+    )
+  ]
+  kernels = cells('h200', 'prism', 'launches')
+  rows.insert(2, ['`prism`: kernels on an H200', *kernels])
+  return lines(['', 'a pair of leaves each', 'stacked'], rows)
 
 
 @of('language-model-memory')
