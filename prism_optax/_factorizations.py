@@ -105,9 +105,13 @@ def svd_by_eigh(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _orthonormal(x: jax.Array) -> jax.Array:
-  """The polar factor of nearly orthonormal columns; zero columns stay."""
+  """The polar factor of nearly orthonormal columns; zero columns stay.
+
+  A step leaves 3/4 of the square of the error. What is not negligible is mixed
+  by a tenth at most: three steps leave rounding.
+  """
   eye = jnp.eye(x.shape[-1], dtype=x.dtype)
-  for _ in range(2):
+  for _ in range(3):
     square = jnp.matmul(x.mT, x, precision=jax.lax.Precision.HIGHEST)
     x = jnp.matmul(x, 1.5 * eye - square / 2, precision='highest')
   return x
