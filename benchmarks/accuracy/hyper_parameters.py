@@ -98,7 +98,7 @@ CHANGES = {
   'weight decay': (
     {'weight_decay': 0.1},
     {'bias_correction': False},
-    {'bias_correction': False, 'weight_decay': 0.1},
+    DEFAULTS,
     {'bias_correction': False, 'weight_decay': 0.3},
     {'bias_correction': False, 'weight_decay': 1.0},
     {'bias_correction': False, 'weight_decay': 0.1, 'steps': 384},

@@ -39,7 +39,7 @@ def scale_by_row_moments(
   the projection on the tangent space comes last.
 
   Args:
-    noise_stddev: s, per coordinate of what comes in. May be traced.
+    noise_stddev: s, per coordinate of what comes in, positive. May be traced.
     b2: Decay of the averages.
     floor_factor: How much longer than noise a row has to be, in squares.
   """
