@@ -25,10 +25,10 @@ def stack(
   differentiated like anything else.
 
   Privacy: for ``prism`` and chains of its parts, clip, sensitivity, noise and
-  learning rate mean the same as for ``params``; the noise of an entry is another
-  draw of the same law. ``dp_muon`` and ``per_matrix_clip`` count matrices, and
-  a leaf of three axes is none of its own unless you say so: give them the same
-  tree for clip, noise and accounting, as always.
+  learning rate mean the same as for ``params``; the noise of an entry is
+  another draw of the same law. ``dp_muon`` and ``per_matrix_clip`` count
+  matrices, and a leaf of three axes is none of its own unless you say so: give
+  them the same tree for clip, noise and accounting, as always.
 
   ===================  ========================================================
   narrow types         float32, so that small steps are not lost
@@ -85,7 +85,8 @@ def unstack(
     like: The tree that was stacked, or one of its shapes and types
       (``jax.ShapeDtypeStruct``): no value of it is read.
     layout: The layout of ``like``, the same as for :func:`stack`: arrays do not
-      tell a scale, and with another one the adapters come back longer or shorter.
+      tell a scale, and with another one the adapters come back longer or
+      shorter.
 
   Returns:
     A tree like ``like``, in its types.
