@@ -213,19 +213,10 @@ def scanned(
   return jax.lax.scan(layer, tokens, state)[0]
 
 
-def at_places(
+def attended(
   layer: llama.Layer, tokens: jax.Array, places: jax.Array
 ) -> jax.Array:
-  """The uppermost layer where logits are wanted; elsewhere, keys and values.
-
-  Args:
-    layer: The layer.
-    tokens: ``(rows, length, hidden)``.
-    places: ``(rows, count)``, which of the tokens.
-
-  Returns:
-    ``(rows, count, hidden)``.
-  """
+  """The first half of :func:`at_places`, ``(rows * count, hidden)``."""
   rows, length, hidden = tokens.shape
   attention = layer.attention
   config, positions = attention.config, jnp.arange(length)[None]
@@ -247,8 +238,24 @@ def at_places(
     value,
     mask=places[:, None, :, None] >= positions[:, None, None],
   )
-  x = x + attention.output(mixed.reshape(len(x), -1))
-  return (x + layer.mlp(layer.mlp_norm(x))).reshape(*places.shape, hidden)
+  return x + attention.output(mixed.reshape(len(x), -1))
+
+
+def at_places(
+  layer: llama.Layer, tokens: jax.Array, places: jax.Array
+) -> jax.Array:
+  """The uppermost layer where logits are wanted; elsewhere, keys and values.
+
+  Args:
+    layer: The layer.
+    tokens: ``(rows, length, hidden)``.
+    places: ``(rows, count)``, which of the tokens.
+
+  Returns:
+    ``(rows, count, hidden)``.
+  """
+  x = attended(layer, tokens, places)
+  return (x + layer.mlp(layer.mlp_norm(x))).reshape(*places.shape, -1)
 
 
 def row_losses(

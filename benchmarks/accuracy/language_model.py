@@ -40,6 +40,9 @@ RATES = {
   'dp-adamw': (3e-2, 1e-2, 1e-1, 3e-3),
   'adamw': (3e-3, 1e-2, 1e-3),
 }
+METHODS = (
+  *RATES, 'prism+rows', 'prism+metric', 'prism+metric+rows', 'dp-adamw+metric',
+)  # fmt: skip
 # One after the other, each kept if it helps on the tuning rows.
 CHANGES: tuple[dict[str, Any], ...] = (
   {'b1': 0.5},
@@ -111,7 +114,7 @@ def tune(
 
   runs = [
     dataclasses.replace(template, rate=rate)
-    for rate in RATES[template.method][:trials]
+    for rate in RATES[template.parts[0]][:trials]
   ]
   for run in runs:
     if results.get(run) is None:
@@ -119,7 +122,7 @@ def tune(
   best = min(runs, key=perplexity)
   changes = CHANGES[: max(0, trials - len(runs))]
   # A rate at an end of those that were tried may not be the best.
-  while trials >= len(RATES[template.method]):
+  while trials >= len(RATES[template.parts[0]]):
     tried = [run.rate for run in runs]
     if min(tried) < best.rate < max(tried):
       break
@@ -193,7 +196,7 @@ def main():
     '--trials', type=int, default=TRIALS, help='of each private method'
   )
   parser.add_argument(
-    '--methods', nargs='+', choices=RATES, default=list(RATES)
+    '--methods', nargs='+', choices=METHODS, default=list(RATES)
   )
   parser.add_argument('--table', action='store_true', help='run nothing')
   args = parser.parse_args()

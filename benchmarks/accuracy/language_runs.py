@@ -6,6 +6,7 @@ import pathlib
 import time
 from typing import Any
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +15,14 @@ from finetuning import data, methods, privacy, randomness, sampling, training
 from finetuning.models import pretrained
 
 import prism_optax
-from benchmarks.accuracy import language_layers, language_rows
+from benchmarks.accuracy import language_layers, language_metric, language_rows
 from benchmarks.common import baselines
 from benchmarks.common import methods as benchmark_methods
-from prism_optax import lora
+from prism_optax import accounting, lora
 
 DELTA, CLIP, RANK, MICROBATCH, CHUNK = 1e-5, 1.0, 4, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
+METRIC, ROWS = 'metric', 'rows'
 # Perplexity on tuning rows along the way, so often.
 CURVE_POINTS = 3
 
@@ -32,7 +34,10 @@ class Run:
   Attributes:
     task: Key of ``language_rows.TASKS``.
     method: One of ``PRIVATE``, ``'adamw'`` (neither clip nor noise) or
-      ``'zero-shot'`` (no step at all).
+      ``'zero-shot'`` (no step at all). Behind a private one may stand
+      ``'+metric'`` (coordinates of a metric of the inputs that is released
+      before, a part of epsilon) and behind ``'prism'`` ``'+rows'`` (rows are
+      scaled by their moments).
     epsilon: At ``DELTA``; None where nothing is private.
     seed: Of initial adapters, batches and noise, the same for all methods.
     rate: Peak of the learning rate; a cosine takes it to a tenth.
@@ -59,20 +64,38 @@ class Run:
   layers: int = 1
   is_tuning: bool = False
 
+  @property
+  def parts(self) -> list[str]:
+    """The optimizer, and what is added to it."""
+    return self.method.split('+')
+
 
 def plan_of(run: Run, rows: int) -> privacy.Plan:
   """The public constants of a run."""
   batch = min(run.batch, rows)
   return _plan(
     rows, batch, sampling.padded_size(batch, rows, MICROBATCH), run.steps,
-    run.epsilon,
+    run.epsilon, METRIC in run.parts,
   )  # fmt: skip
 
 
 @functools.lru_cache
-def _plan(rows, batch, padded, steps, epsilon) -> privacy.Plan:
+def _plan(rows, batch, padded, steps, epsilon, has_metric) -> privacy.Plan:
   plan = privacy.Plan(rows, batch, padded, steps, 0.0, DELTA)
-  return plan if epsilon is None else privacy.calibrate(plan, epsilon)
+  if epsilon is None:
+    return plan
+  if not has_metric:
+    return privacy.calibrate(plan, epsilon)
+  noise_multiplier = accounting.calibrate_noise_multiplier(
+    epsilon,
+    DELTA,
+    plan.sampling_probability,
+    steps,
+    also=[dp_accounting.GaussianDpEvent(language_metric.NOISE_MULTIPLIER)],
+    neighboring_relation=privacy.RELATION,
+    **plan.truncation,
+  )
+  return dataclasses.replace(plan, noise_multiplier=noise_multiplier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +136,16 @@ def problem(
   return Problem(loaded, used, rows, *parts)
 
 
+@functools.lru_cache(maxsize=1)
+def input_metric(
+  task: str, model: str, layers: int, folder: pathlib.Path,
+  cache: pathlib.Path, seed: int,
+) -> lora.InputMetric:  # fmt: skip
+  """Of a task's private rows."""
+  given = problem(task, model, layers, folder, cache)
+  return language_metric.release(given.model, given.task, given.private, seed)
+
+
 def method_of(
   run: Run, knobs: dict[str, Any], params: Any, batch: int, key: jax.Array
 ) -> methods.Method:
@@ -134,13 +167,13 @@ def method_of(
     # Warm-up or not is a factor of the first moment, and so of the rate: one
     # program for both. AdamW corrects its moment by default, PRISM does not.
     correction = 1 - b1 ** (count + 1)
-    if run.method == 'prism':
+    if run.parts[0] == 'prism':
       factor = jnp.where(warm_up, 1.0, 1 / correction)
     else:
       factor = jnp.where(warm_up, correction, 1.0)
     return knobs['rate'] * cosine(count) * factor
 
-  if run.method == 'prism':
+  if run.parts[0] == 'prism':
     transform = benchmark_methods.prism_with(
       rate,
       l2_clip_norm=CLIP,
@@ -149,6 +182,7 @@ def method_of(
       prng_key=key,
       per_example_gradients=False,
       weight_decay=knobs['weight_decay'],
+      scales_rows=ROWS in run.parts,
       b1=b1,
     )
     return methods.Method(
@@ -157,7 +191,7 @@ def method_of(
     )  # fmt: skip
   parts = [optax.adamw(rate, b1=b1, weight_decay=knobs['weight_decay'])]
   norm = np.inf
-  if run.method in PRIVATE:
+  if run.parts[0] in PRIVATE:
     stddev = knobs['noise_multiplier'] * CLIP / batch
     parts.insert(0, baselines.add_noise(stddev, key))
     norm = CLIP
@@ -167,13 +201,24 @@ def method_of(
   )  # fmt: skip
 
 
+def adapters(params: Any, metric: lora.InputMetric | None) -> Any:
+  """Of the coordinates that are trained."""
+  return params if metric is None else metric.to_params(params)
+
+
 @functools.cache
 def programs(static: Run, rows: int, model: str):
   """``(init, step, scores)``, compiled once for runs that differ in numbers."""
   loaded = model_of(model, static.layers)
   task = language_rows.TASKS[static.task]
   batch = plan_of(static, rows).expected_batch_size
-  losses_of = language_layers.row_losses(loaded.graphdef, task.response_length)
+  of_adapters = language_layers.row_losses(
+    loaded.graphdef, task.response_length
+  )
+
+  def losses_of(params, frozen, batch):
+    frozen, metric = frozen
+    return of_adapters(adapters(params, metric), frozen, batch)
 
   def loss(params, frozen, batch):
     losses, hits, _ = losses_of(params, frozen, batch)
@@ -234,7 +279,10 @@ def execute(
     'noise_multiplier': plan.noise_multiplier,
   }
   knobs = {name: np.float32(value) for name, value in knobs.items()}
-  frozen = given.model.frozen
+  metric = None
+  if METRIC in run.parts:
+    metric = input_metric(run.task, name, run.layers, folder, cache, run.seed)
+  frozen = given.model.frozen, metric
   state = init(
     language_layers.start(given.model.params, run.seed),
     knobs,
@@ -290,7 +338,10 @@ def execute(
     losses, exact, tokens = score(state.params, given.table)
     if given.task.new_tokens:
       found = language_layers.written(
-        given.model, state.params, given.task, given.rows.table
+        given.model,
+        adapters(state.params, metric),
+        given.task,
+        given.rows.table,
       )
       exact = [
         given.task.is_right(answer, row)
