@@ -22,6 +22,7 @@ from prism_optax.transforms import (
   retract,
   scale_by_learning_rate,
   scale_by_rank_preconditioner,
+  scale_by_row_moments,
   tangent_coordinates,
   tangent_privatizer,
 )
@@ -35,7 +36,7 @@ __all__ = [
   'heads', 'inference', 'intrinsic_clip', 'lora', 'muon',
   'orthogonalize_tangents', 'per_matrix_clip', 'prism', 'prism_muon',
   'published_prism', 'retract', 'scale_by_learning_rate',
-  'scale_by_rank_preconditioner', 'tangent_coordinates', 'tangent_privatizer',
-  'training', 'transforms',
+  'scale_by_rank_preconditioner', 'scale_by_row_moments', 'tangent_coordinates',
+  'tangent_privatizer', 'training', 'transforms',
 ]
 # fmt: on

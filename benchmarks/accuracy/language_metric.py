@@ -1,6 +1,5 @@
 """A private metric of what a language model's adapted layer reads."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

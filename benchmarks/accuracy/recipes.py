@@ -60,7 +60,7 @@ class Recipe:
     head_rate: The head's rate over that of the adapters.
     head_share: Of the square of the clip norm, what the head has for itself; 0
       for one clip of both.
-    scales_rows: See ``row_moments.py``; for ``'prism'``.
+    scales_rows: See ``scale_by_row_moments``; for ``'prism'``.
   """
 
   method: str

@@ -7,8 +7,8 @@ Around the setting that ``equal_tuning.py`` found for ``prism`` on clinc150, on
 rows that are never those of a table: larger batches with fewer steps at the
 same number of gradients, a slower or faster head, a clip of its own for the
 head, scales of inputs and outputs from the released gradients
-(``row_moments.py``), a start along the frozen matrices with and without an
-input metric. Each has three rates, and the best of them is compared with the
+(``scale_by_row_moments``), a start along the frozen matrices with and without
+an input metric. Each has three rates, and the best of them is compared with the
 best of the setting as it is, on the same rows and seeds. Runs are stored with
 those of ``equal_tuning.py``; half a minute a run on one core.
 """

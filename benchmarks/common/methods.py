@@ -18,7 +18,7 @@ from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
-from benchmarks.common import baselines, row_moments
+from benchmarks.common import baselines
 from prism_optax import fixed_rank, lora, transforms
 from prism_optax.transforms import _moments
 
@@ -118,7 +118,7 @@ def prism_with(
     prism_optax.retract(),
   ]
   if scales_rows:
-    parts.insert(1, row_moments.scale_by_row_moments(stddev))
+    parts.insert(1, prism_optax.scale_by_row_moments(noise_stddev=stddev))
   if per_example_gradients:
     clip = prism_optax.intrinsic_clip(
       l2_clip_norm, normalize_by=expected_batch_size

@@ -13,6 +13,7 @@ from prism_optax.transforms import (
   scale_by_learning_rate,
   scale_by_published_preconditioner,
   scale_by_rank_preconditioner,
+  scale_by_row_moments,
   tangent_privatizer,
 )
 
@@ -53,6 +54,7 @@ def prism(
   b1: Scalar = 0.9,
   b2: Scalar = 0.999,
   floor_factor: Scalar = 1.0,
+  scale_rows: bool = False,
   steps: int | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
@@ -65,6 +67,7 @@ def prism(
 
     intrinsic_clip(C, normalize_by=b)
     tangent_privatizer(s)                       s = noise_multiplier * C / b
+    scale_by_row_moments(noise_stddev=s)        if scale_rows
     scale_by_rank_preconditioner(noise_stddev=s)
     add_decayed_factors(weight_decay)
     scale_by_learning_rate(learning_rate)
@@ -76,11 +79,10 @@ def prism(
   Further options of its parts are had by writing the chain out:
   :func:`prism_optax.chain` of the lines above is this optimizer, bit for bit.
 
-  **Privacy.** Each update is a Gaussian mechanism of the given noise multiplier
+  **Privacy.** Each update is a Gaussian mechanism of noise multiplier z as given
   for add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of
   the batches at rate b / N and T steps its epsilon is
-  ``accounting.epsilon(accounting.dpsgd_event(noise_multiplier, b / N, T),
-  delta)``.
+  ``accounting.epsilon(accounting.dpsgd_event(z, b / N, T), delta)``.
 
   ==========================  =================================================
   batch of no examples        noise alone, divided by b as ever
@@ -104,8 +106,7 @@ def prism(
   (``benchmarks/accuracy/hyper_parameters.py``,
   ``benchmarks/accuracy/utility.py``): a first moment without bias correction
   and a little decay are worth points of accuracy and forgive a wrong rate;
-  floor_factor, debias and b2 made no difference; ten times the usual clip norm
-  cost four points.
+  floor_factor, debias and b2 made none; ten times the clip norm cost four points.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
@@ -137,6 +138,8 @@ def prism(
     b2: Decay of the second moments.
     floor_factor: The floor of the second moments' eigenvalues in units of the
       known noise; 0 for none.
+    scale_rows: Whether inputs and outputs whose released gradients stand out of
+      the noise are evened out, see :func:`scale_by_row_moments`.
     steps: The number of updates that were accounted for, as for
       :func:`tangent_privatizer`: none releases anything beyond it.
     layout: Which leaves are pairs, where names do not tell: see
@@ -172,9 +175,11 @@ def prism(
     ((3, 1), (1, 2))
   """
   stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
+  rows = (scale_by_row_moments(noise_stddev=stddev),) if scale_rows else ()
   return _optimizer(
     intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
     tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
+    *rows,
     scale_by_rank_preconditioner(
       b1, b2, noise_stddev=stddev, floor_factor=floor_factor
     ),
@@ -203,16 +208,13 @@ def prism_muon(
 ) -> TangentTransformation:
   """PRISM with Muon's direction on the manifold.
 
-  :func:`prism` (Wang and Zhang 2026, arXiv:2606.00944) with
-  :func:`orthogonalize_tangents` (DP-Muon's iteration, arXiv:2605.12994) where
-  that has its preconditioner, scaled so that learning rates are comparable; the
-  combination is ours.
+  :func:`prism` (Wang and Zhang 2026, arXiv:2606.00944), edge cases included,
+  with :func:`orthogonalize_tangents` (DP-Muon's iteration, arXiv:2605.12994)
+  where that has its preconditioner, and Adam for leaves that are no factors.
+  Learning rates are comparable. The combination is ours.
 
   **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
-  given noise multiplier for add-or-remove-one neighbours. What is behind the
-  noise is post-processing.
-
-  Edge cases are those of :func:`prism`; leaves that are no factors get Adam.
+  given noise multiplier for add-or-remove-one neighbours.
 
   Args:
     learning_rate: A number or schedule, multiplied by directions whose
@@ -286,15 +288,13 @@ def published_prism(
 
   The optimizer of the authors' code (Wang and Zhang 2026, arXiv:2606.00944):
   moments in the factors, without transport; its trajectory depends on the
-  gauge. Clip and noise are those of :func:`prism`, which is the one to use.
+  gauge. Clip, noise and edge cases are those of :func:`prism`, the one to use.
   Behind them come ``scale_by_published_preconditioner(noise_stddev=s)``, the
   learning rate and ``retract(align=True)``.
 
   **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
   given noise multiplier for add-or-remove-one neighbours. (The authors' code
   adds less noise where factors are small or in other gauges.)
-
-  Edge cases are those of :func:`prism`.
 
   Args:
     learning_rate: A number or schedule.

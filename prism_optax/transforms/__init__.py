@@ -4,10 +4,10 @@ Per-example gradients become tangent coordinates (:func:`tangent_coordinates`,
 :func:`tangent_probes`), are clipped and summed (:func:`intrinsic_clip`,
 :func:`per_matrix_clip`), get noise (:func:`tangent_privatizer`,
 :func:`correlated_tangent_privatizer`), become a direction
-(:func:`scale_by_rank_preconditioner`, :func:`orthogonalize_tangents`), and lead
-to new factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
-:func:`retract`). :func:`chain` fuses them; :func:`tangent_transformation` makes
-one of your own.
+(:func:`scale_by_row_moments`, :func:`scale_by_rank_preconditioner`,
+:func:`orthogonalize_tangents`), and lead to new factors
+(:func:`add_decayed_factors`, :func:`scale_by_learning_rate`, :func:`retract`).
+:func:`chain` fuses them; :func:`tangent_transformation` makes one of your own.
 """
 
 from prism_optax._modules import StepContext
@@ -64,19 +64,24 @@ from prism_optax.transforms._rank_preconditioner import (
   RankPreconditionerState,
   scale_by_rank_preconditioner,
 )
+from prism_optax.transforms._row_moments import (
+  RowMoments,
+  RowMomentsState,
+  scale_by_row_moments,
+)
 
 # fmt: off
 __all__ = [
   'AugmentedState', 'BiasCorrection', 'ClipGroup', 'CorrelatedPrivatizerState',
   'OrthogonalTangentsState', 'OrthogonalizeState', 'PrivatizerState',
-  'RankPreconditionerState', 'Stacked', 'StepContext', 'TangentProbes',
-  'TangentTransformation', 'add_decayed_factors', 'augmented_optimizer',
-  'chain', 'clip_each_matrix', 'clip_groups', 'correlated_noise_stddev',
-  'correlated_tangent_privatizer', 'intrinsic_clip', 'orthogonalize',
-  'orthogonalize_tangents', 'per_matrix_clip', 'retract',
-  'scale_by_learning_rate', 'scale_by_published_preconditioner',
-  'scale_by_rank_preconditioner', 'split_noise_multiplier',
-  'tangent_coordinates', 'tangent_privatizer', 'tangent_probes',
-  'tangent_transformation',
+  'RankPreconditionerState', 'RowMoments', 'RowMomentsState', 'Stacked',
+  'StepContext', 'TangentProbes', 'TangentTransformation',
+  'add_decayed_factors', 'augmented_optimizer', 'chain', 'clip_each_matrix',
+  'clip_groups', 'correlated_noise_stddev', 'correlated_tangent_privatizer',
+  'intrinsic_clip', 'orthogonalize', 'orthogonalize_tangents',
+  'per_matrix_clip', 'retract', 'scale_by_learning_rate',
+  'scale_by_published_preconditioner', 'scale_by_rank_preconditioner',
+  'scale_by_row_moments', 'split_noise_multiplier', 'tangent_coordinates',
+  'tangent_privatizer', 'tangent_probes', 'tangent_transformation',
 ]
 # fmt: on

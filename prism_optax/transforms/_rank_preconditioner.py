@@ -35,7 +35,7 @@ class RankPreconditionerState(NamedTuple):
   others: tuple[_moments.ElementwiseMoments, ...]
 
 
-def _check_stddev(noise_stddev: StddevLike) -> None:
+def check_stddev(noise_stddev: StddevLike) -> None:
   """A number >= 0, or an array of them, shape (steps,)."""
   if np.ndim(noise_stddev) == 0:
     _validate.non_negative('noise_stddev', noise_stddev)
@@ -52,7 +52,7 @@ def _check_stddev(noise_stddev: StddevLike) -> None:
       )
 
 
-def _variance_at(noise_stddev: StddevLike, count: jax.Array) -> jax.Array:
+def variance_at(noise_stddev: StddevLike, count: jax.Array) -> jax.Array:
   """s_t^2. Beyond the last entry of an array the last one holds."""
   stddev = jnp.asarray(noise_stddev)
   if stddev.ndim:
@@ -91,7 +91,7 @@ def preconditioner(
   _validate.decay_rate('b1', b1)
   _validate.decay_rate('b2', b2)
   _validate.non_negative('eps', options.eps)
-  _check_stddev(noise_stddev)
+  check_stddev(noise_stddev)
   _validate.non_negative('floor_factor', options.floor_factor)
   _validate.at_least('max_condition_number', options.max_condition_number, 1)
   if max_update_norm is not None:
@@ -109,7 +109,7 @@ def preconditioner(
     del extra_args
     count = optax.safe_increment(state.count)
     numbers = (
-      _variance_at(noise_stddev, state.count),
+      variance_at(noise_stddev, state.count),
       _one_minus_power(b1, count) if bias_correction else 1.0,
       _one_minus_power(b2, count),
     )

@@ -62,6 +62,20 @@ def test_prism_is_its_chain():
 
 
 @pytest.mark.slow
+def test_prism_scales_rows_directly_behind_the_noise():
+  alias = prism_optax.prism(0.05, **REQUIRED, prng_key=7, scale_rows=True)
+  chain = optax.chain(
+    *_head(),
+    prism_optax.scale_by_row_moments(noise_stddev=STDDEV),
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
+    prism_optax.add_decayed_factors(0.1),
+    optax.scale_by_learning_rate(0.05),
+    prism_optax.retract(),
+  )
+  _assert_same(alias, chain)
+
+
+@pytest.mark.slow
 def test_every_option_of_the_preconditioner_can_be_chained():
   """In the fused chain and in optax's, with optax's learning rate."""
   options = {'b1': 0.8, 'debias': True, 'max_update_norm': 3.0}

@@ -67,7 +67,8 @@ POST_PROCESSING = {
   'lora': ('canonicalize deltas difference merge save_peft truncate'),
   'prism_optax': (
     'add_decayed_factors orthogonalize_tangents prism_muon retract '
-    'scale_by_learning_rate scale_by_rank_preconditioner'
+    'scale_by_learning_rate scale_by_rank_preconditioner '
+    'scale_by_row_moments'
   ),
   'transforms': (
     'orthogonalize scale_by_published_preconditioner tangent_transformation'
@@ -103,7 +104,7 @@ FORMULAS = {
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
     'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '
     'prism_muon published_prism retract scale_by_rank_preconditioner '
-    'tangent_coordinates tangent_privatizer'
+    'scale_by_row_moments tangent_coordinates tangent_privatizer'
   ),
   'training': 'AutomaticClipping GroupClipping QuantileClipping make_private',
   'transforms': (
@@ -126,8 +127,8 @@ EDGE_CASES = {
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
     'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '
-    'retract scale_by_rank_preconditioner tangent_coordinates '
-    'tangent_privatizer'
+    'retract scale_by_rank_preconditioner scale_by_row_moments '
+    'tangent_coordinates tangent_privatizer'
   ),
   'training': 'make_private',
   'transforms': (

@@ -134,7 +134,7 @@ def test_every_file_is_found():
   assert {'_linalg', 'fixed_rank', 'lora', 'accounting'} <= modules
 
 
-MOST_LINES, MOST_FILES = 350, 65
+MOST_LINES, MOST_FILES = 350, 66
 PUBLIC_PACKAGES = (
   PACKAGE,
   *(

@@ -539,6 +539,27 @@ MUTANTS = (
     ('transforms/rank_preconditioner_test.py schedule_of_the_noise',),
   ),
   Mutant(
+    'rows that grow',
+    'transforms/_row_moments.py',
+    'raised = jnp.maximum(moments, floor)',
+    'raised = moments',
+    ('transforms/row_moments_test.py equals_the_formula',),
+  ),
+  Mutant(
+    'the core on one side only',
+    'transforms/_row_moments.py',
+    'core = (left.along + right.along.mT) / 2',
+    'core = right.along.mT',
+    ('transforms/row_moments_test.py transposing_a_module',),
+  ),
+  Mutant(
+    'a floor for rows that forgets its schedule',
+    'transforms/_row_moments.py',
+    'floor = floor_factor * noise',
+    'floor = floor_factor * jnp.square(jnp.max(jnp.asarray(noise_stddev)))',
+    ('transforms/row_moments_test.py equals_the_formula',),
+  ),
+  Mutant(
     'decay by the transposed core',
     'transforms/_descent.py',
     'core = matmul(frame.right_core, frame.left_core.mT)',

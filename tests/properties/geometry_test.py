@@ -187,6 +187,7 @@ def _chain(name):
   layout = cases.layout_of(name)
   return [
     prism_optax.scale_by_rank_preconditioner(noise_stddev=1.0, layout=layout),
+    prism_optax.scale_by_row_moments(noise_stddev=1.0, layout=layout),
     prism_optax.orthogonalize_tangents(layout=layout),
     prism_optax.add_decayed_factors(0.1, layout=layout),
   ]

@@ -1,0 +1,140 @@
+"""Scales of rows: the dense formula, in every gauge; nothing is amplified."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import prism_optax
+from prism_optax import fixed_rank
+from tests.oracles import oracles, problems
+
+SHAPES = [(5, 6, 2), (5, 6, 2), (7, 4, 3)]
+STDDEV, B2, FACTOR, CONDITION = 0.3, 0.9, 2.0, 50.0
+OPTIONS = {
+  'b2': B2, 'noise_stddev': STDDEV, 'floor_factor': FACTOR,
+  'max_condition_number': CONDITION,
+}  # fmt: skip
+
+
+def _expected(factors, dense, moments, noise, floor_factor, condition):
+  """One step on m x n matrices; ``moments`` are lists of two, kept."""
+  (left, right), rank = factors, factors[0].shape[1]
+  ql, qr = np.linalg.qr(left)[0], np.linalg.qr(right)[0]
+  pl, pr = ql @ ql.T, qr @ qr.T
+  tangent = pl @ dense + dense @ pr - pl @ dense @ pr
+  scaled = []
+  for side, seen in enumerate((tangent @ pr, tangent.T @ pl)):
+    # The rows in r orthonormal coordinates are as long as in all n.
+    square = np.sum(np.square(seen), 1) / rank
+    moments[side] = B2 * moments[side] + (1 - B2) * square
+    floor = max(floor_factor * noise, moments[side].max() / condition)
+    scaled.append(
+      seen * np.sqrt(floor / np.maximum(moments[side], floor))[:, None]
+    )
+  outputs, inputs = scaled
+  core = (pl @ outputs @ pr + pl @ inputs.T @ pr) / 2
+  return outputs - pl @ outputs + inputs.T - inputs.T @ pr + core, tangent
+
+
+@pytest.mark.parametrize('stddevs', [[STDDEV] * 3, [0.3, 0.1, 0.1], [0.0] * 3])
+def test_equals_the_formula(x64, stddevs):
+  """Three steps at points far apart; a schedule's last entry holds."""
+  problem = problems.Problem(SHAPES)
+  rng = np.random.default_rng(0)
+  given = stddevs[0] if len(set(stddevs)) == 1 else np.array(stddevs[:2])
+  tx = prism_optax.scale_by_row_moments(**OPTIONS | {'noise_stddev': given})
+  moments = [[np.zeros(m), np.zeros(n)] for m, n, _ in SHAPES]
+  state, noise, shrunk = None, 0.0, 0
+  for t, stddev in enumerate(stddevs):
+    noise = B2 * noise + (1 - B2) * stddev**2
+    factors = [oracles.random_factors(rng, *x, 3.0) for x in SHAPES]
+    sizes = [np.exp(2 * rng.normal(size=(m, 1))) for m, *_ in SHAPES]
+    dense = problems.Dense(
+      [x * rng.normal(size=s[:2]) for x, s in zip(sizes, SHAPES, strict=True)],
+      rng.normal(size=5),
+    )
+    params = problem.params(factors, rng.normal(size=5))
+    state = tx.init(params) if state is None else state
+    out, state = tx.update(problem.coordinates(params, dense), state, params)
+    found = problem.embed(params, out)
+    np.testing.assert_array_equal(found.extra, dense.extra)
+    assert int(state.count) == t + 1
+    for x, z, g, old in zip(
+      found.modules, factors, dense.modules, moments, strict=True
+    ):
+      expected, tangent = _expected(z, g, old, noise, FACTOR, CONDITION)
+      np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-9)
+      assert np.linalg.norm(x) <= np.linalg.norm(tangent) * (1 + 1e-9)
+      shrunk += np.linalg.norm(x) < 0.8 * np.linalg.norm(tangent)
+  assert shrunk >= 5  # Of 9: the formula was at work.
+
+
+def test_transposing_a_module_exchanges_the_sides(x64):
+  rng = np.random.default_rng(1)
+  tx = prism_optax.scale_by_row_moments(**OPTIONS)
+  left, right = oracles.random_factors(rng, 5, 6, 2, 3.0)
+  dense = rng.normal(size=(5, 6)) * np.exp(rng.normal(size=(5, 1)))
+  found = []
+  for (a, b), g in (((left, right), dense), ((right, left), dense.T)):
+    z = fixed_rank.Factors(jnp.asarray(a), jnp.asarray(b))
+    frame = fixed_rank.frame(z)
+    x = fixed_rank.tangent_from_gradients(
+      frame, fixed_rank.Factors(g @ z.right, g.T @ z.left)
+    )
+    params = {'lora_a': z.right, 'lora_b': z.left.T}
+    tree = {'lora_a': x.right, 'lora_b': x.left.T}
+    out, _ = tx.update(tree, tx.init(params), params)
+    y = fixed_rank.Tangent(out['lora_b'].T, out['lora_a'])
+    found.append(np.asarray(fixed_rank.embed(frame, y)))
+  np.testing.assert_allclose(found[0], found[1].T, atol=1e-12)
+
+
+def test_noise_alone_stays_as_it_is_and_a_loud_input_does_not():
+  """Where nothing but noise is, hardly a row is shrunk, and by little."""
+  params = {
+    'lora_a': jax.random.normal(jax.random.key(0), (400, 8)),
+    'lora_b': jax.random.normal(jax.random.key(1), (8, 300)),
+  }
+  noise = prism_optax.tangent_privatizer(STDDEV, prng_key=2)
+  x, _ = noise.update(
+    jax.tree.map(jnp.zeros_like, params), noise.init(params), params
+  )
+  tx = prism_optax.scale_by_row_moments(noise_stddev=STDDEV, floor_factor=2.0)
+  out, _ = tx.update(x, tx.init(params), params)
+  for name in params:
+    kept = jnp.linalg.norm(out[name]) / jnp.linalg.norm(x[name])
+    assert 0.99 < kept <= 1
+  loud = x | {'lora_a': x['lora_a'].at[7].multiply(1e3)}
+  out, _ = tx.update(loud, tx.init(params), params)
+  length = jnp.sqrt(jnp.mean(jnp.square(out['lora_a'][7])))
+  # Of what a floor of two variances leaves, half a core may be added back.
+  assert STDDEV < length < 20 * STDDEV
+
+
+@pytest.mark.parametrize('stddev', [0.0, 0.3])
+def test_zero_gradients_and_hidden_directions_stay_zero(stddev):
+  params = {'lora_a': jnp.eye(4, 2), 'lora_b': jnp.zeros((2, 3))}
+  tx = prism_optax.scale_by_row_moments(noise_stddev=stddev)
+  zero = jax.tree.map(jnp.zeros_like, params)
+  out, state = tx.update(zero, tx.init(params), params)
+  assert all(not np.any(x) for x in jax.tree.leaves(out))
+  x = zero | {'lora_b': jnp.ones((2, 3))}
+  out, _ = tx.update(x, state, params)
+  assert not np.any(out['lora_a'])
+  assert np.all(np.isfinite(out['lora_b']) & (out['lora_b'] > 0))
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [
+    ('b2', 1.0),
+    ('noise_stddev', -1.0),
+    ('noise_stddev', np.ones((2, 2))),
+    ('floor_factor', -1.0),
+    ('max_condition_number', 0.5),
+  ],
+)
+def test_bad_arguments_are_named(name, value):
+  with pytest.raises(ValueError, match=name):
+    prism_optax.scale_by_row_moments(**OPTIONS | {name: value})
