@@ -79,8 +79,8 @@ def prism(
   Further options of its parts are had by writing the chain out:
   :func:`prism_optax.chain` of the lines above is this optimizer, bit for bit.
 
-  **Privacy.** Each update is a Gaussian mechanism of noise multiplier z as given
-  for add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of
+  **Privacy.** Each update is a Gaussian mechanism of the noise multiplier z for
+  add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of
   the batches at rate b / N and T steps its epsilon is
   ``accounting.epsilon(accounting.dpsgd_event(z, b / N, T), delta)``.
 
@@ -105,8 +105,8 @@ def prism(
   The defaults were set by experiments on digits and on text
   (``benchmarks/accuracy/hyper_parameters.py``,
   ``benchmarks/accuracy/utility.py``): a first moment without bias correction
-  and a little decay are worth points of accuracy and forgive a wrong rate;
-  floor_factor, debias and b2 made none; ten times the clip norm cost four points.
+  and a little decay are worth points of accuracy and forgive a wrong rate; ten
+  times the usual clip norm cost four; floor_factor, debias and b2 made none.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
@@ -214,7 +214,7 @@ def prism_muon(
   Learning rates are comparable. The combination is ours.
 
   **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
-  given noise multiplier for add-or-remove-one neighbours.
+  given noise multiplier for add-or-remove-one neighbours; then post-processing.
 
   Args:
     learning_rate: A number or schedule, multiplied by directions whose
