@@ -30,6 +30,8 @@ EXCEPTIONS = {
   'prism_optax.transforms.OrthogonalTangentsState': STATE,
   'prism_optax.transforms.OrthogonalizeState': STATE,
   'prism_optax.transforms.RankPreconditionerState': STATE,
+  'prism_optax.transforms.RowMoments': STATE,
+  'prism_optax.transforms.RowMomentsState': STATE,
   'prism_optax.transforms.Stacked': 'Fields alone: what a chain calls.',
   'prism_optax.transforms.PrivatizerState': STATE,
   'prism_optax.transforms.TangentProbes': RESULT,
