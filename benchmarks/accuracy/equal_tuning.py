@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,9 +43,10 @@ FIRST_RATES = {'prism': 3e-2, 'published_prism': 3e-2, 'lora-rite': 3e-4,
 SEEDS = tuple(range(5))
 TASKS = tuple(recipe_runs.LENGTH)
 # A row of the table: a method, perhaps in the coordinates of a metric.
-ROWS: dict[str, dict[str, str]] = {
+ROWS: dict[str, dict[str, Any]] = {
   'prism': {},
   'dp-adamw': {},
+  'prism, row scales': {'scales_rows': True},
   'prism, input metric': {'metric': 'second_moment'},
   'dp-adamw, input metric': {'metric': 'second_moment'},
   'head alone': {},

@@ -12,7 +12,12 @@ NAMES = {
   'prism': '`prism`',
   'dp-adamw': 'DP-AdamW',
   'adamw': 'AdamW, not private',
+  'prism+rows': '`prism`, row scales',
+  'prism+metric': '`prism`, input metric',
+  'prism+metric+rows': '`prism`, input metric, row scales',
+  'dp-adamw+metric': 'DP-AdamW, input metric',
 }
+PRIVATE = [method for method in NAMES if method not in ('zero-shot', 'adamw')]
 TASKS = {'sst2': 'SST-2', 'banking77': 'banking77', 'mawps': 'mawps',
          'gsm8k': 'gsm8k'}  # fmt: skip
 Row = dict[str, Any]
@@ -79,16 +84,18 @@ def groups(rows: list[Row]) -> dict[tuple, dict[str, list[Row]]]:
   return found
 
 
-def compared(methods: dict[str, list[Row]], values) -> dict | None:
-  """``prism`` minus DP-AdamW on the seeds that both have; None below two."""
-  by_seed = {
-    method: {row['run']['seed']: values(row) for row in methods.get(method, [])}
-    for method in ('prism', 'dp-adamw')
-  }
-  seeds = sorted(by_seed['prism'].keys() & by_seed['dp-adamw'].keys())
+def compared(
+  methods: dict[str, list[Row]], values, method: str = 'prism'
+) -> dict | None:
+  """A method minus DP-AdamW on the seeds that both have; None below two."""
+  by_seed = [
+    {row['run']['seed']: values(row) for row in methods.get(each, [])}
+    for each in (method, 'dp-adamw')
+  ]
+  seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
   if len(seeds) < 2:
     return None
-  first, second = ([by_seed[m][s] for s in seeds] for m in by_seed)
+  first, second = ([found[s] for s in seeds] for found in by_seed)
   return utility_tables.paired(first, second)
 
 
@@ -106,8 +113,10 @@ def of_method(rows: list[Row]) -> tuple[str, str]:
   )
 
 
-def _difference(methods: dict[str, list[Row]]) -> tuple[str, str] | None:
-  nats, right = compared(methods, losses), compared(methods, exact)
+def _difference(
+  methods: dict[str, list[Row]], method: str = 'prism'
+) -> tuple[str, str] | None:
+  nats, right = (compared(methods, x, method) for x in (losses, exact))
   if nats is None or right is None:
     return None
   return (
@@ -146,12 +155,15 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
       each = others['zero-shot']
       add(TASKS[setting[0]], NAMES['zero-shot'], '', ('', *of_method(each)))
     for epsilon in sorted(found, reverse=True):
-      for method in ('prism', 'dp-adamw'):
-        if method in found[epsilon]:
-          each = found[epsilon][method]
-          add('', NAMES[method], f'{epsilon:g}', cells(each))
-      if difference := _difference(found[epsilon]):
-        add('', '`prism` less DP-AdamW', f'{epsilon:g}', ('', *difference))
+      present = [method for method in PRIVATE if method in found[epsilon]]
+      for method in present:
+        add('', NAMES[method], f'{epsilon:g}', cells(found[epsilon][method]))
+      for method in present:
+        if method == 'dp-adamw':
+          continue
+        if difference := _difference(found[epsilon], method):
+          name = f'{NAMES[method]}, less DP-AdamW'.replace('`, less', '` less')
+          add('', name, f'{epsilon:g}', ('', *difference))
     if 'adamw' in others:
       add('', NAMES['adamw'], '', cells(others['adamw']))
   return '\n'.join(lines)

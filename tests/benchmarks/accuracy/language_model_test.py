@@ -12,11 +12,13 @@ from finetuning.models import pretrained
 
 from benchmarks.accuracy import (
   language_layers,
+  language_metric,
   language_model,
   language_rows,
   language_runs,
   language_tables,
 )
+from prism_optax import lora
 from tests.examples import language_models
 
 
@@ -189,7 +191,46 @@ def test_answers_are_those_of_adapted_models(model):
   assert before != after
 
 
-@pytest.mark.parametrize('method', ['prism', 'dp-adamw', 'adamw'])
+def test_the_metric_is_of_what_the_matrices_read(model, tmp_path, monkeypatch):
+  """Each record alone, by the layer itself; hardly any noise."""
+  monkeypatch.setattr(language_metric, 'NOISE_MULTIPLIER', 1e-3)
+  examples = language_layers.encode(model, TASK, ROWS, tmp_path)
+  released = language_metric.release(model, TASK, examples, seed=0)
+  layer, leaves = language_layers.nnx.split(
+    language_layers.nnx.merge(
+      model.graphdef, model.params, model.frozen[0]
+    ).stacks[0]
+  )
+  layer = language_layers.nnx.merge(
+    layer, jax.tree.map(lambda x: x[-1], leaves)
+  )
+  batches = []
+  for tokens, labels in zip(*examples, strict=True):
+    places = np.flatnonzero(labels != data.BLANK)
+    tokens = jnp.asarray(tokens, jnp.float32)
+    positions = jnp.arange(len(tokens))[None]
+    read = layer.attention_norm(tokens)
+    mixed = tokens + layer.attention(read, positions, None)[0]
+    batches.append(
+      {
+        language_metric.ATTENTION: read[None, : places[-1] + 1],
+        language_metric.MLP: layer.mlp_norm(mixed)[None, places],
+      }
+    )
+  expected = lora.input_metric(
+    batches, noise_multiplier=1e-3, dataset_size=len(ROWS), prng_key=1
+  )
+  assert len(released.bases) == 2
+  for name, basis in expected.bases.items():
+    assert basis.shape[1] > 0
+    found, wanted = (
+      x.bases[name] * (1 - x.scales[name]) @ x.bases[name].T
+      for x in (released, expected)
+    )
+    np.testing.assert_allclose(found, wanted, atol=0.02)
+
+
+@pytest.mark.parametrize('method', ['prism+metric+rows', 'dp-adamw', 'adamw'])
 @pytest.mark.slow
 def test_a_run_trains_and_is_not_run_again(
   method, model, tmp_path, monkeypatch
@@ -214,6 +255,10 @@ def test_a_run_trains_and_is_not_run_again(
   assert [x['step'] for x in found['curve']] == [2, 4]
   assert found['curve'][1]['perplexity'] != found['curve'][0]['perplexity']
   assert found['held steps'] == 0
+  # What is released before is paid for.
+  plain = dataclasses.replace(run, method=run.parts[0])
+  least = language_runs.plan_of(plain, len(many)).noise_multiplier
+  assert (found['noise multiplier'] > least) == ('metric' in method)
   assert len(found['exact']) == 4
   results = language_model.Results(tmp_path / 'results.json')
   assert results.get(run) is None
@@ -263,7 +308,9 @@ def test_tables_have_the_tuned_runs_and_paired_differences():
     return {'run': dataclasses.asdict(run), **scores, **rest}
 
   rows = []
-  for method, shift in (('prism', 0.0), ('dp-adamw', 0.5)):
+  for method, shift in (
+    ('prism', 0.0), ('dp-adamw', 0.5), ('prism+rows', -0.5)
+  ):  # fmt: skip
     for rate, perplexity in ((0.1, 2.0), (0.3, 3.0)):
       run = dataclasses.replace(base, method=method, rate=rate)
       tuning = dataclasses.replace(run, is_tuning=True, seed=100)
@@ -273,8 +320,9 @@ def test_tables_have_the_tuned_runs_and_paired_differences():
         for seed in (0, 1)
       ]
   lines = language_tables.table(rows).splitlines()
-  assert len(lines) == 2 + 2 + 1
+  assert len(lines) == 2 + 3 + 2
   # Two tokens a row: (1 + 1/8 + 3/16) / 2 nats each.
   assert f'| 8 | 2 | {np.exp(0.65625):.3f} ±' in lines[2]
-  assert '| -0.250 ± ' in lines[4]
+  assert '| `prism` less DP-AdamW | 8 |  | -0.250 ± ' in lines[5]
+  assert 'row scales, less DP-AdamW | 8 |  | -0.500 ± ' in lines[6]
   assert '| sst2 | `prism` | 0.1 |' in language_tables.chosen(rows)
