@@ -17,7 +17,7 @@ import optax
 import prism_optax
 from prism_optax import lora
 
-METHODS = ('prism', 'dp-muon', 'dp-adamw', 'adamw')
+METHODS = ('prism', 'prism-rows', 'dp-muon', 'dp-adamw', 'adamw')
 # What the default task compares.
 COMPARED = ('prism', 'dp-adamw', 'adamw')
 
@@ -80,9 +80,10 @@ def make(
 
   Args:
     name: ``prism``: PRISM (arXiv:2606.00944) on the manifold of the adapters.
-      ``dp-muon``: DP-Muon (arXiv:2605.12994) on the two factors of every
-      adapter and the matrix of the head, each clipped by itself to an equal
-      share of the norm, Adam for biases. ``dp-adamw``: AdamW on the two
+      ``prism-rows``: the same with ``scale_rows``, which evens out its inputs
+      and outputs. ``dp-muon``: DP-Muon (arXiv:2605.12994) on the two factors
+      of every adapter and the matrix of the head, each clipped by itself to an
+      equal share of the norm, Adam for biases. ``dp-adamw``: AdamW on the two
       factors of every adapter, clipped and noised as they are. ``adamw``: the
       same with neither clip nor noise; NOT private.
     learning_rate: A number or a schedule.
@@ -105,13 +106,14 @@ def make(
     ValueError: If the name is unknown.
   """
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
-  if name == 'prism':
+  if name in ('prism', 'prism-rows'):
     transform = prism_optax.prism(
       learning_rate,
       l2_clip_norm=l2_clip_norm,
       noise_multiplier=noise_multiplier,
       expected_batch_size=expected_batch_size,
       per_example_gradients=False,
+      scale_rows=name == 'prism-rows',
       prng_key=prng_key,
       steps=steps,
       layout=layout,

@@ -14,12 +14,15 @@ from .models import layers, pretrained
 # set. Digits, means of four runs (standard errors to .009) at 1e-2, 2e-2, 4e-2,
 # 8e-2: prism .827, .859, .880, .848. Means of three at 1e-2, 2e-2, 3e-2, 6e-2:
 # dp-adamw .832, .859, .852, .762. At 3e-3, 1e-2, 3e-2: dp-muon .484, .817, .841
-# (and .538 at 1e-1); adamw .900, .938, .935.
+# (and .538 at 1e-1); adamw .900, .938, .935. prism-rows has those of prism.
 LEARNING_RATES = {
-  'digits': {'prism': 4e-2, 'dp-muon': 3e-2, 'dp-adamw': 2e-2, 'adamw': 1e-2},
-  'classify': {'prism': 1e-2, 'dp-muon': 1e-2, 'dp-adamw': 5e-3, 'adamw': 2e-3},
-  'instruct': {'prism': 5e-3, 'dp-muon': 5e-3, 'dp-adamw': 1e-3, 'adamw': 1e-3},
-}
+  'digits': {'prism': 4e-2, 'prism-rows': 4e-2, 'dp-muon': 3e-2,
+             'dp-adamw': 2e-2, 'adamw': 1e-2},
+  'classify': {'prism': 1e-2, 'prism-rows': 1e-2, 'dp-muon': 1e-2,
+               'dp-adamw': 5e-3, 'adamw': 2e-3},
+  'instruct': {'prism': 5e-3, 'prism-rows': 5e-3, 'dp-muon': 5e-3,
+               'dp-adamw': 1e-3, 'adamw': 1e-3},
+}  # fmt: skip
 # What an option is where it is not given.
 DEFAULTS: dict[str, dict[str, Any]] = {
   'digits': {

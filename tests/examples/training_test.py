@@ -178,7 +178,9 @@ def noisy(model):
 @pytest.mark.parametrize(
   'name',
   [
-    pytest.param(name, marks=pytest.mark.slow if name == 'dp-muon' else ())
+    pytest.param(
+      name, marks=() if 'adam' in name or name == 'prism' else pytest.mark.slow
+    )
     for name in methods.METHODS
   ],
 )
