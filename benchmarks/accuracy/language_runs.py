@@ -11,16 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from finetuning import data, methods, privacy, randomness, sampling, training
-from finetuning.models import pretrained
+from finetuning import methods, privacy, randomness, sampling, training
 
 import prism_optax
-from benchmarks.accuracy import language_layers, language_metric, language_rows
+from benchmarks.accuracy import (
+  language_layers,
+  language_metric,
+  language_problems,
+  language_rows,
+)
 from benchmarks.common import baselines
 from benchmarks.common import methods as benchmark_methods
 from prism_optax import accounting, lora
 
-DELTA, CLIP, RANK, MICROBATCH, CHUNK = 1e-5, 1.0, 4, 32, 32
+DELTA, CLIP, MICROBATCH, CHUNK = 1e-5, 1.0, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
 METRIC, ROWS = 'metric', 'rows'
 # Perplexity on tuning rows along the way, so often.
@@ -98,54 +102,6 @@ def _plan(rows, batch, padded, steps, epsilon, has_metric) -> privacy.Plan:
   return dataclasses.replace(plan, noise_multiplier=noise_multiplier)
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-  """Model and rows of a task."""
-
-  model: language_layers.Model
-  task: language_rows.Task
-  rows: language_rows.Parts
-  private: data.Examples
-  tuning: data.Examples
-  table: data.Examples
-
-
-@functools.cache
-def model_of(name: str, layers: int) -> language_layers.Model:
-  return language_layers.load(pretrained.find(name), layers, RANK)
-
-
-@functools.lru_cache(maxsize=1)
-def problem(
-  task: str, model: str, layers: int, folder: pathlib.Path, cache: pathlib.Path
-) -> Problem:
-  """Reads the rows, and computes what enters the top layers, once."""
-  loaded, rows = model_of(model, layers), language_rows.read(task, folder)
-  used = language_rows.TASKS[task]
-  rows = language_rows.Parts(
-    rows.private,
-    *(
-      [row for row in part if language_layers.fits(loaded, used, row)]
-      for part in (rows.tuning, rows.table)
-    ),
-  )
-  parts = (
-    language_layers.encode(loaded, used, part, cache)
-    for part in (rows.private, rows.tuning, rows.table)
-  )
-  return Problem(loaded, used, rows, *parts)
-
-
-@functools.lru_cache(maxsize=1)
-def input_metric(
-  task: str, model: str, layers: int, folder: pathlib.Path,
-  cache: pathlib.Path, seed: int,
-) -> lora.InputMetric:  # fmt: skip
-  """Of a task's private rows."""
-  given = problem(task, model, layers, folder, cache)
-  return language_metric.release(given.model, given.task, given.private, seed)
-
-
 def method_of(
   run: Run, knobs: dict[str, Any], params: Any, batch: int, key: jax.Array
 ) -> methods.Method:
@@ -209,7 +165,7 @@ def adapters(params: Any, metric: lora.InputMetric | None) -> Any:
 @functools.cache
 def programs(static: Run, rows: int, model: str):
   """``(init, step, scores)``, compiled once for runs that differ in numbers."""
-  loaded = model_of(model, static.layers)
+  loaded = language_problems.model_of(model, static.layers)
   task = language_rows.TASKS[static.task]
   batch = plan_of(static, rows).expected_batch_size
   of_adapters = language_layers.row_losses(
@@ -267,7 +223,7 @@ def execute(
     float16), ``'exact'`` (``'0'`` or ``'1'``) and ``'tokens'`` of all rows.
   """
   began = time.perf_counter()
-  given = problem(run.task, name, run.layers, folder, cache)
+  given = language_problems.problem(run.task, name, run.layers, folder, cache)
   rows = len(given.private.labels)
   plan, static = plan_of(run, rows), static_part(run)
   init, step, scores = programs(static, rows, name)
@@ -281,7 +237,9 @@ def execute(
   knobs = {name: np.float32(value) for name, value in knobs.items()}
   metric = None
   if METRIC in run.parts:
-    metric = input_metric(run.task, name, run.layers, folder, cache, run.seed)
+    metric = language_problems.input_metric(
+      run.task, name, run.layers, folder, cache, run.seed
+    )
   frozen = given.model.frozen, metric
   state = init(
     language_layers.start(given.model.params, run.seed),
