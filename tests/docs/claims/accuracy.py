@@ -104,8 +104,17 @@ def sentences() -> Iterator[Claim]:
   rows = stored('language_model')['rows']
   private = {row['run']['task']: row['private rows'] for row in rows}
   yield (
-    'with {:,} private rows of SST-2, {:,} of banking77 and {:,} of mawps',
-    tuple(private[task] for task in ('sst2', 'banking77', 'mawps')),
+    'with {:,} private rows of SST-2, {:,} of banking77, {:,} of mawps and {:,}'
+    ' of gsm8k',
+    tuple(private[task] for task in ('sst2', 'banking77', 'mawps', 'gsm8k')),
+  )
+  sizes = {
+    row['run']['task'] == 'gsm8k': (row['run']['steps'], row['run']['batch'])
+    for row in rows
+  }
+  yield (
+    '{} steps of {} expected rows, of gsm8k {} of {}.',
+    (*sizes[False], *sizes[True]),
   )
 
 
