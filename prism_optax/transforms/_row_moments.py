@@ -143,11 +143,11 @@ def scale_by_row_moments(
     >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
     >>> tx = prism_optax.scale_by_row_moments(noise_stddev=0.5)
-    >>> grads = {'lora_a': jnp.array([[0.0], [4.0], [0.1]]),
+    >>> grads = {'lora_a': jnp.array([[0.0], [4.0], [0.25]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
     >>> updates['lora_a'].ravel().round(2).tolist()
-    [0.0, 0.5, 0.10000000149011612]
+    [0.0, 0.5, 0.25]
   """
   _validate.decay_rate('b2', b2)
   check_stddev(noise_stddev)
