@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy/language_model.py --data FOLDER
         [--parts mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
+        [--options-of 24]
     python benchmarks/accuracy/language_model.py --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
@@ -9,9 +10,11 @@ layers, on SST-2 and banking77 as instructions and on the problems of mawps and
 gsm8k. Each private method has as many tuning runs for each task, at epsilon 8:
 four learning rates (and more where the best is at an end of them), then another
 momentum, more decay and no warm-up, each kept if the perplexity of 100 to 200
-tuning rows is lower; or the first ``--trials`` of these. Then runs over several
-seeds, the same batches for all methods, measured on other rows: perplexity of
-the responses, and the share of answers that are right. Each run is added to
+tuning rows is lower; or the first ``--trials`` of these. Long runs may take the
+options of shorter ones (``--options-of``): then only the rate is tried again,
+from that of the short ones down. Then runs over several seeds, the same batches
+for all methods, measured on other rows: perplexity of the responses, and the
+share of answers that are right. Each run is added to
 ``benchmarks/results/language_model.json`` when it ends, and not run twice. What
 enters the top layers is computed once for each task. On an idle CPU core with
 bfloat16 units that is three minutes, compiling a method one, and a run of SST-2
@@ -96,12 +99,20 @@ class Results:
 
 
 def tune(
-  results: Results, template: Run, trials: int
+  results: Results, template: Run, trials: int, options_of: int | None = None
 ) -> tuple[Run | None, Run | None]:
   """The next tuning run that is needed, or the best one once there is none.
 
-  There are so many trials for a private method.
+  There are so many trials for a private method. With ``options_of`` what runs
+  of so many steps choose is taken, but for the rate: a longer run may want a
+  lower one.
   """
+  if options_of is not None:
+    short = dataclasses.replace(template, steps=options_of)
+    needed, best = tune(results, short, trials)
+    if needed is not None:
+      return needed, None
+    return _lower(results, dataclasses.replace(best, steps=template.steps))
   template = dataclasses.replace(
     template,
     seed=TUNING_SEED,
@@ -140,12 +151,27 @@ def tune(
   return None, best
 
 
+def _lower(results: Results, run: Run) -> tuple[Run | None, Run | None]:
+  """Down the ladder of rates for as long as it helps, two at least."""
+  best = None
+  for rate in reversed(LADDER[: LADDER.index(run.rate) + 1]):
+    run = dataclasses.replace(run, rate=rate)
+    found = results.get(run)
+    if found is None:
+      return run, None
+    if best is not None and found['tuning perplexity'] >= best[0]:
+      break
+    best = found['tuning perplexity'], run
+  return None, best[1]
+
+
 def next_run(
   results: Results,
   part: str,
   template: Run,
   trials: int = TRIALS,
   methods: Iterable[str] = tuple(RATES),
+  options_of: int | None = None,
 ) -> Run | None:
   """What of a part is to be run next; None if all of it is there.
 
@@ -162,7 +188,7 @@ def next_run(
     each = dataclasses.replace(
       template, method=method, epsilon=None if method == 'adamw' else epsilon
     )
-    needed, best = tune(results, each, trials)
+    needed, best = tune(results, each, trials, options_of)
     if needed is not None:
       return needed
     chosen.append(
@@ -198,6 +224,9 @@ def main():
   parser.add_argument(
     '--methods', nargs='+', choices=METHODS, default=list(RATES)
   )
+  parser.add_argument(
+    '--options-of', type=int, metavar='STEPS', help='of runs of so many steps'
+  )
   parser.add_argument('--table', action='store_true', help='run nothing')
   args = parser.parse_args()
   results = Results(args.results)
@@ -211,7 +240,9 @@ def main():
     '', '', None, 0, steps=args.steps, batch=args.batch, layers=args.layers
   )
   for part in args.parts:
-    while run := next_run(results, part, template, args.trials, args.methods):
+    while run := next_run(
+      results, part, template, args.trials, args.methods, args.options_of
+    ):
       result = execute(run, args.model, args.data, args.cache)
       results.put(result)
       print(

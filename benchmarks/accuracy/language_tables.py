@@ -151,9 +151,12 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
     def cells(each: list[Row]) -> tuple[str, ...]:
       return (str(len(each)), *of_method(each))
 
+    if len([other for other in by_task if other[0] == setting[0]]) > 1:
+      task = f'{TASKS[setting[0]]}, {setting[1]} steps'
+    else:
+      task = TASKS[setting[0]]
     if 'zero-shot' in others:
-      each = others['zero-shot']
-      add(TASKS[setting[0]], NAMES['zero-shot'], '', ('', *of_method(each)))
+      add(task, NAMES['zero-shot'], '', ('', *of_method(others['zero-shot'])))
     for epsilon in sorted(found, reverse=True):
       present = [method for method in PRIVATE if method in found[epsilon]]
       for method in present:
@@ -172,21 +175,23 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
 def chosen(rows: list[Row]) -> str:
   """What tuning chose, and how far the tuning runs are apart."""
   lines = [
-    '| task | method | rate | b1 | decay | warm-up | tuning perplexity, '
-    'best and others |',
-    '| --- | --- | --- | --- | --- | --- | --- |',
+    '| task | steps | method | rate | b1 | decay | warm-up | tuning '
+    'perplexity, best and others |',
+    '| --- | --- | --- | --- | --- | --- | --- | --- |',
   ]
   by = collections.defaultdict(list)
   for row in rows:
     if row['run']['is_tuning']:
-      by[row['run']['task'], row['run']['method']].append(row)
-  for (task, method), found in by.items():
+      run = row['run']
+      by[run['task'], run['steps'], run['method']].append(row)
+  for (task, steps, method), found in by.items():
     found.sort(key=lambda row: row['tuning perplexity'])
     run = found[0]['run']
     others = ', '.join(f'{row["tuning perplexity"]:.3f}' for row in found)
     cells = [
-      task, NAMES[method], f'{run["rate"]:g}', f'{run["b1"]:g}',
-      f'{run["weight_decay"]:g}', 'yes' if run['warm_up'] else 'no', others,
+      task, str(steps), NAMES[method], f'{run["rate"]:g}',
+      f'{run["b1"]:g}', f'{run["weight_decay"]:g}',
+      'yes' if run['warm_up'] else 'no', others,
     ]  # fmt: skip
     lines.append('| ' + ' | '.join(cells) + ' |')
   return '\n'.join(lines)

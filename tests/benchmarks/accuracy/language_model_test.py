@@ -296,6 +296,42 @@ def test_tuning_takes_the_best_of_each_change(tmp_path):
   assert language_model.TUNING_SEED not in {run.seed for run in finals}
 
 
+def test_longer_runs_try_only_lower_rates(tmp_path):
+  """With the options of the short runs, and for as long as it helps."""
+  results = language_model.Results(tmp_path / 'results.json')
+  short = language_runs.Run('', '', None, 0)
+
+  def perplexity(run):
+    best = 1e-2 if run.steps == short.steps else 3e-4
+    return abs(np.log(run.rate / best)) - (run.b1 == 0.5)
+
+  def runs(steps, options_of=None):
+    template = dataclasses.replace(short, steps=steps)
+    found = []
+    while run := language_model.next_run(
+      results, 'sst2-3', template, methods=['prism'], options_of=options_of
+    ):
+      found.append(run)
+      results.put(
+        {'run': dataclasses.asdict(run), 'tuning perplexity': perplexity(run)}
+      )
+    return found
+
+  runs(short.steps)
+  found = runs(240, short.steps)
+  tuning = [run for run in found if run.is_tuning]
+  assert [run.rate for run in tuning] == [1e-2, 3e-3, 1e-3, 3e-4, 1e-4]
+  assert {(run.b1, run.epsilon) for run in tuning} == {(0.5, 8.0)}
+  finals = [run for run in found if run.method != 'zero-shot'][len(tuning) :]
+  assert [(run.rate, run.b1, run.epsilon, run.seed) for run in finals] == [
+    (3e-4, 0.5, 3.0, 0), (3e-4, 0.5, 3.0, 1)
+  ]  # fmt: skip
+  assert {run.steps for run in found} == {240}
+  # What the short ones lack is run first.
+  (tmp_path / 'results.json').unlink()
+  assert runs(240, short.steps)[0].steps == short.steps
+
+
 def test_tables_have_the_tuned_runs_and_paired_differences():
   """A rate that tuning did not choose is not in them."""
   base = language_runs.Run('sst2', 'prism', 8.0, 0, 0.1)
@@ -325,4 +361,10 @@ def test_tables_have_the_tuned_runs_and_paired_differences():
   assert f'| 8 | 2 | {np.exp(0.65625):.3f} ±' in lines[2]
   assert '| `prism` less DP-AdamW | 8 |  | -0.250 ± ' in lines[5]
   assert 'row scales, less DP-AdamW | 8 |  | -0.500 ± ' in lines[6]
-  assert '| sst2 | `prism` | 0.1 |' in language_tables.chosen(rows)
+  start = dataclasses.replace(base, method='zero-shot', epsilon=None)
+  short = [row(start, 9.0), *rows]
+  longer = [{**row, 'run': {**row['run'], 'steps': 240}} for row in short]
+  both = language_tables.table(short + longer)
+  assert '| SST-2, 24 steps | ' in both
+  assert '| SST-2, 240 steps | ' in both
+  assert '| sst2 | 24 | `prism` | 0.1 |' in language_tables.chosen(rows)
