@@ -2,23 +2,23 @@
 
     python benchmarks/accuracy/language_model.py --data FOLDER
         [--parts mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
-        [--options-of 24]
+        [--options-of 24] [--seeds 2]
     python benchmarks/accuracy/language_model.py --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
-layers, on SST-2 and banking77 as instructions and on the problems of mawps and
-gsm8k. Each private method has as many tuning runs for each task, at epsilon 8:
-four learning rates (and more where the best is at an end of them), then another
-momentum, more decay and no warm-up, each kept if the perplexity of 100 to 200
-tuning rows is lower; or the first ``--trials`` of these. Long runs may take the
-options of shorter ones (``--options-of``): then only the rate is tried again,
-from that of the short ones down. Then runs over several seeds, the same batches
-for all methods, measured on other rows: perplexity of the responses, and the
-share of answers that are right. Each run is added to
-``benchmarks/results/language_model.json`` when it ends, and not run twice. What
-enters the top layers is computed once for each task. On an idle CPU core with
-bfloat16 units that is three minutes, compiling a method one, and a run of SST-2
-some twenty seconds; ten minutes and some four for gsm8k.
+layers, on SST-2, banking77 and the domains of clinc150 as instructions and on
+the problems of mawps and gsm8k. Each private method has as many tuning runs for
+each task, at epsilon 8: four learning rates (and more where the best is at an
+end of them), then another momentum, more decay and no warm-up, each kept if the
+perplexity of 100 to 200 tuning rows is lower; or the first ``--trials`` of
+these. Long runs may take the options of shorter ones (``--options-of``): then
+only the rate is tried again, from that of the short ones down. Then runs over
+several seeds, the same batches for all methods, measured on other rows:
+perplexity of the responses, and the share of answers that are right. Each run
+is added to ``benchmarks/results/language_model.json`` when it ends, and not run
+twice. What enters the top layers is computed once for each task. On an idle CPU
+core with bfloat16 units that is three minutes, compiling a method one, and a
+run of SST-2 some twenty seconds; ten minutes and some four for gsm8k.
 """
 
 import argparse
@@ -54,7 +54,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 TRIALS = len(RATES['prism']) + len(CHANGES)
 TUNING_SEED = 100
-# Task, epsilon, methods, seeds.
+# Task, epsilon, seeds.
 PARTS = {
   'sst2-8': ('sst2', 8.0, 2),
   'mawps-8': ('mawps', 8.0, 2),
@@ -64,6 +64,8 @@ PARTS = {
   'gsm8k-8': ('gsm8k', 8.0, 2),
   'banking77-3': ('banking77', 3.0, 2),
   'gsm8k-3': ('gsm8k', 3.0, 2),
+  'clinc150-8': ('clinc150', 8.0, 5),
+  'clinc150-3': ('clinc150', 3.0, 5),
 }
 TUNING_EPSILON = 8.0
 
@@ -172,12 +174,13 @@ def next_run(
   trials: int = TRIALS,
   methods: Iterable[str] = tuple(RATES),
   options_of: int | None = None,
+  seeds: int | None = None,
 ) -> Run | None:
   """What of a part is to be run next; None if all of it is there.
 
   Workers that begin with other methods do most of a part side by side.
   """
-  task, epsilon, seeds = PARTS[part]
+  task, epsilon, usual = PARTS[part]
   template = dataclasses.replace(template, task=task)
   zero_shot = dataclasses.replace(
     template, method='zero-shot', epsilon=None, seed=0
@@ -196,7 +199,7 @@ def next_run(
     )
   finals += [
     dataclasses.replace(each, seed=seed)
-    for seed in range(seeds)
+    for seed in range(usual if seeds is None else seeds)
     for each in chosen
   ]
   return next((run for run in finals if results.get(run) is None), None)
@@ -227,6 +230,7 @@ def main():
   parser.add_argument(
     '--options-of', type=int, metavar='STEPS', help='of runs of so many steps'
   )
+  parser.add_argument('--seeds', type=int, help='2, of clinc150 5')
   parser.add_argument('--table', action='store_true', help='run nothing')
   args = parser.parse_args()
   results = Results(args.results)
@@ -241,8 +245,9 @@ def main():
   )
   for part in args.parts:
     while run := next_run(
-      results, part, template, args.trials, args.methods, args.options_of
-    ):
+      results, part, template, args.trials, args.methods, args.options_of,
+      args.seeds,
+    ):  # fmt: skip
       result = execute(run, args.model, args.data, args.cache)
       results.put(result)
       print(

@@ -18,8 +18,8 @@ NAMES = {
   'dp-adamw+metric': 'DP-AdamW, input metric',
 }
 PRIVATE = [method for method in NAMES if method not in ('zero-shot', 'adamw')]
-TASKS = {'sst2': 'SST-2', 'banking77': 'banking77', 'mawps': 'mawps',
-         'gsm8k': 'gsm8k'}  # fmt: skip
+TASKS = {'sst2': 'SST-2', 'clinc150': 'clinc150', 'banking77': 'banking77',
+         'mawps': 'mawps', 'gsm8k': 'gsm8k'}  # fmt: skip
 Row = dict[str, Any]
 
 

@@ -63,6 +63,18 @@ def test_only_the_label_itself_is_right(answer, right):
   assert task.is_right(answer, {'text': '', 'label': 1}) == right
 
 
+def test_rows_without_a_domain_are_left_out():
+  task = dataclasses.replace(language_rows.TASKS['clinc150'], tuning_rows=1)
+  rows = [
+    {'text': str(i), 'domain': 'small_talk' if i % 2 else 'oos'}
+    for i in range(8)
+  ]
+  parts = language_rows.split(task, rows[:6], rows[6:])
+  assert [row['text'] for row in parts.table] == ['7']
+  assert {row['text'] for row in parts.tuning + parts.private} == {*'135'}
+  assert task.response(rows[1]) == 'small talk'
+
+
 def test_equations_are_written_plainly():
   row = {'equation': 'X=((22.0-14.0)/4.0)', 'answer': '2'}
   assert language_rows.equation_of(row) == '((22-14)/4) = 2'
@@ -277,7 +289,7 @@ def test_tuning_takes_the_best_of_each_change(tmp_path):
     return 3.0 + run.weight_decay + abs(run.rate - 1e-2)
 
   tuning, finals = [], []
-  while run := language_model.next_run(results, 'sst2-3', template):
+  while run := language_model.next_run(results, 'sst2-3', template, seeds=3):
     (tuning if run.is_tuning else finals).append(run)
     results.put(
       {'run': dataclasses.asdict(run), 'tuning perplexity': perplexity(run)}
@@ -290,7 +302,9 @@ def test_tuning_takes_the_best_of_each_change(tmp_path):
   assert {run.epsilon for run in tuning} == {8.0, None}
   assert finals[0].method == 'zero-shot'
   assert [run.method for run in finals[1:4]] == list(language_model.RATES)
-  assert {run.epsilon for run in finals if run.method == 'prism'} == {3.0}
+  assert {
+    (run.epsilon, run.seed) for run in finals if run.method == 'prism'
+  } == {(3.0, 0), (3.0, 1), (3.0, 2)}
   chosen = next(run for run in finals if run.method == 'dp-adamw')
   assert (chosen.rate, chosen.b1, chosen.weight_decay) == (1e-2, 0.5, 0.1)
   assert language_model.TUNING_SEED not in {run.seed for run in finals}
