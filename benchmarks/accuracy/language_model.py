@@ -12,7 +12,7 @@ each task, at epsilon 8: four learning rates (and more where the best is at an
 end of them), then another momentum, more decay and no warm-up, each kept if the
 perplexity of 100 to 200 tuning rows is lower; or the first ``--trials`` of
 these. Long runs may take the options of shorter ones (``--options-of``): then
-only the rate is tried again, from that of the short ones down. Then runs over
+only the rate is tried again, from that of the short ones on. Then runs over
 several seeds, the same batches for all methods, measured on other rows:
 perplexity of the responses, and the share of answers that are right. Each run
 is added to ``benchmarks/results/language_model.json`` when it ends, and not run
@@ -106,15 +106,14 @@ def tune(
   """The next tuning run that is needed, or the best one once there is none.
 
   There are so many trials for a private method. With ``options_of`` what runs
-  of so many steps choose is taken, but for the rate: a longer run may want a
-  lower one.
+  of so many steps choose is taken, but for the rate, which is looked for anew.
   """
   if options_of is not None:
     short = dataclasses.replace(template, steps=options_of)
     needed, best = tune(results, short, trials)
     if needed is not None:
       return needed, None
-    return _lower(results, dataclasses.replace(best, steps=template.steps))
+    return _best_rate(results, dataclasses.replace(best, steps=template.steps))
   template = dataclasses.replace(
     template,
     seed=TUNING_SEED,
@@ -153,18 +152,24 @@ def tune(
   return None, best
 
 
-def _lower(results: Results, run: Run) -> tuple[Run | None, Run | None]:
-  """Down the ladder of rates for as long as it helps, two at least."""
-  best = None
-  for rate in reversed(LADDER[: LADDER.index(run.rate) + 1]):
-    run = dataclasses.replace(run, rate=rate)
-    found = results.get(run)
-    if found is None:
-      return run, None
-    if best is not None and found['tuning perplexity'] >= best[0]:
-      break
-    best = found['tuning perplexity'], run
-  return None, best[1]
+def _best_rate(results: Results, run: Run) -> tuple[Run | None, Run | None]:
+  """From a run's rate on until the best has a neighbour on both sides."""
+
+  def perplexity(run):
+    return results.get(run)['tuning perplexity']
+
+  while True:
+    at = LADDER.index(run.rate)
+    beside = [
+      dataclasses.replace(run, rate=LADDER[i]) for i in (at, at - 1, at + 1)
+    ]
+    for each in beside:
+      if results.get(each) is None:
+        return each, None
+    best = min(beside, key=perplexity)
+    if best == run:
+      return None, best
+    run = best
 
 
 def next_run(

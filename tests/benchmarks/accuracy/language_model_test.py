@@ -310,8 +310,8 @@ def test_tuning_takes_the_best_of_each_change(tmp_path):
   assert language_model.TUNING_SEED not in {run.seed for run in finals}
 
 
-def test_longer_runs_try_only_lower_rates(tmp_path):
-  """With the options of the short runs, and for as long as it helps."""
+def test_longer_runs_try_only_rates(tmp_path):
+  """With the options of the short runs, until the best is between two."""
   results = language_model.Results(tmp_path / 'results.json')
   short = language_runs.Run('', '', None, 0)
 
@@ -334,7 +334,9 @@ def test_longer_runs_try_only_lower_rates(tmp_path):
   runs(short.steps)
   found = runs(240, short.steps)
   tuning = [run for run in found if run.is_tuning]
-  assert [run.rate for run in tuning] == [1e-2, 3e-3, 1e-3, 3e-4, 1e-4]
+  assert [run.rate for run in tuning] == [
+    1e-2, 3e-3, 3e-2, 1e-3, 3e-4, 1e-4
+  ]  # fmt: skip
   assert {(run.b1, run.epsilon) for run in tuning} == {(0.5, 8.0)}
   finals = [run for run in found if run.method != 'zero-shot'][len(tuning) :]
   assert [(run.rate, run.b1, run.epsilon, run.seed) for run in finals] == [
