@@ -48,6 +48,10 @@ ROWS: dict[str, dict[str, Any]] = {
   'dp-adamw': {},
   'prism, row scales': {'scales_rows': True},
   'prism, input metric': {'metric': 'second_moment'},
+  'prism, row scales, input metric': {
+    'scales_rows': True,
+    'metric': 'second_moment',
+  },
   'dp-adamw, input metric': {'metric': 'second_moment'},
   'head alone': {},
   'prism, ridge head': {'head': 'ridge'},

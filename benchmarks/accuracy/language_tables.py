@@ -114,7 +114,7 @@ def of_method(rows: list[Row]) -> tuple[str, str]:
 
 
 def _difference(
-  methods: dict[str, list[Row]], method: str = 'prism'
+  methods: dict[str, list[Row]], method: str
 ) -> tuple[str, str] | None:
   nats, right = (compared(methods, x, method) for x in (losses, exact))
   if nats is None or right is None:
@@ -128,7 +128,8 @@ def _difference(
 def table(rows: list[Row], *, finished_only: bool = False) -> str:
   """For each task the model as it was, each epsilon, and without privacy.
 
-  With ``finished_only`` an epsilon without a difference is left out.
+  With ``finished_only`` an epsilon without a difference is left out. Where not
+  all have as many steps they are named.
   """
   lines = [
     '| task | method | epsilon | seeds | perplexity | right |',
@@ -140,7 +141,8 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
 
   by_task: dict[tuple, dict[float, dict[str, list[Row]]]] = {}
   for (*setting, epsilon), methods in groups(rows).items():
-    if finished_only and _difference(methods) is None:
+    rivals = [method for method in PRIVATE if method != 'dp-adamw']
+    if finished_only and not any(_difference(methods, x) for x in rivals):
       continue
     by_task.setdefault(tuple(setting), {})[epsilon] = methods
   order = list(TASKS)
@@ -151,10 +153,9 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
     def cells(each: list[Row]) -> tuple[str, ...]:
       return (str(len(each)), *of_method(each))
 
-    if len([other for other in by_task if other[0] == setting[0]]) > 1:
-      task = f'{TASKS[setting[0]]}, {setting[1]} steps'
-    else:
-      task = TASKS[setting[0]]
+    task = TASKS[setting[0]]
+    if len({steps for _, steps, *_ in by_task}) > 1:
+      task += f', {setting[1]} steps'
     if 'zero-shot' in others:
       add(task, NAMES['zero-shot'], '', ('', *of_method(others['zero-shot'])))
     for epsilon in sorted(found, reverse=True):

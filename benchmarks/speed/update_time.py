@@ -75,7 +75,7 @@ def noisy_adamw() -> optax.GradientTransformation:
 
 
 def prism(
-  per_example_gradients: bool = False, batch: int = 1
+  per_example_gradients: bool = False, batch: int = 1, scale_rows: bool = False
 ) -> optax.GradientTransformation:
   """PRISM with the same noise."""
   return prism_optax.prism(
@@ -84,6 +84,7 @@ def prism(
     noise_multiplier=STDDEV * batch,
     expected_batch_size=batch,
     per_example_gradients=per_example_gradients,
+    scale_rows=scale_rows,
   )
 
 
@@ -161,7 +162,8 @@ def spelled_out(
 def chains(name: str, runs: int) -> dict[str, dict[str, float]]:
   """The alias against its lines, chained by this library and by optax.
 
-  Also without the lattice: with noise as floats. And with the clip.
+  Also without the lattice: with noise as floats. And with row scales, and with
+  the clip.
   """
   shapes, rank, batch = WORKLOADS[name]
   params, grads = problem(shapes, rank)
@@ -180,6 +182,7 @@ def chains(name: str, runs: int) -> dict[str, dict[str, float]]:
     'noise as floats': compiled(
       spelled_out(prism_optax.chain, ours, float_noise), params, grads
     ),
+    'row scales': compiled(prism(scale_rows=True), params, grads),
     'prism with clip': compiled(prism(True, batch), params, one_by_one),
   }
   times = timing.in_turn(steps, runs, progress=True)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _validate, fixed_rank
-from prism_optax._linalg import gram, matmul
+from prism_optax import _validate
 from prism_optax._modules import LayoutLike, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Frame, Tangent, TangentSum
@@ -61,9 +60,9 @@ def _scales(
 
 def _both_sides(frame: Frame, tangent: Tangent | TangentSum) -> Tangent:
   """``T Q_R`` and ``T^T Q_L``: the core ``Q_L^T T Q_R`` is in either."""
-  x = fixed_rank.multiply_out(tangent)
-  core = gram(x.right, frame.right)
-  return Tangent(x.left + matmul(frame.left, core), x.right)
+  left, right = as_sum(frame, tangent)
+  core = right.along.mT
+  return Tangent(left.shifted(core).multiply_out(), right.multiply_out())
 
 
 def _tangent_of(frame: Frame, sides: Tangent) -> TangentSum:

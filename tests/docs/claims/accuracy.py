@@ -65,9 +65,24 @@ def _():
   )
 
 
+# Runs of the language model that are no longer than this are the short ones.
+SHORT = 24
+
+
+def _language_model(*, short: bool) -> list[dict]:
+  rows = stored('language_model')['rows']
+  return [row for row in rows if (row['run']['steps'] <= SHORT) == short]
+
+
 @of('language-model')
 def _():
-  rows = stored('language_model')['rows']
+  rows = _language_model(short=True)
+  return language_tables.table(rows, finished_only=True).split('\n')
+
+
+@of('language-model-long')
+def _():
+  rows = _language_model(short=False)
   return language_tables.table(rows, finished_only=True).split('\n')
 
 
@@ -101,7 +116,7 @@ def sentences() -> Iterator[Claim]:
   yield from _utility()
   yield from _margins()
   yield from _nuisances()
-  rows = stored('language_model')['rows']
+  rows = _language_model(short=True)
   private = {row['run']['task']: row['private rows'] for row in rows}
   yield (
     'with {:,} private rows of SST-2, {:,} of banking77, {:,} of mawps and {:,}'
