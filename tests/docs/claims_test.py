@@ -35,6 +35,11 @@ def test_a_changed_table_and_a_figure_without_source_are_seen():
   path = claims.ROOT / 'docs' / 'benchmarks.md'
   text = path.read_text('utf-8')
   assert claims.renewed(text.replace('.8363', '.8364')) == text
+  name = '<!-- results: heads -->\n'
+  empty = f'{name}\n<!-- end -->\nIn between.\n'
+  once = claims.renewed(empty + text)
+  assert once.endswith(f'\n\n<!-- end -->\nIn between.\n{text}')
+  assert claims.renewed(once) == once
   more = text + '\nIt is 7 times as fast, by `2.5`.\n'
   (found,) = claims.without_source(more, claims.COVERED[path])
   assert found.startswith("'7' in line")

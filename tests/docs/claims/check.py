@@ -46,7 +46,10 @@ COVERED = {
   ROOT / 'docs' / 'differences.md': _MEASURED,
   ROOT / 'docs' / 'hyper_parameters.md': _MEASURED,
 }
-_MARKED = re.compile(r'<!-- results: (\S+) -->\n(.*?)\n\n<!-- end -->', re.S)
+# A table that is not written yet ends where it begins.
+_MARKED = re.compile(
+  r'<!-- results: (\S+) -->\n((?:(?!<!--).)*?)\n*<!-- end -->', re.S
+)
 _NO_CLAIM = re.compile(
   r'^(```+)[^\n]*\n.*?^\1\s*$'  # Code, checked by running it.
   r'|^#+ [^\n]*$'
