@@ -5,6 +5,7 @@ shares one thread pool between independent operations and the batch loop inside
 LAPACK calls, and two such calls at once can wait for each other for ever.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,10 @@ import numpy as np
 
 # Beyond this size cuSOLVER has no batched SVD, and they run one by one.
 _LARGEST_BATCHED = 32
+# Beyond this size `dominant_pairs` takes less time on a CPU than an SVD.
+_LARGEST_DIRECT = 32
+# Largest sum of squares of a graph: orthogonality is off by as many epsilons.
+_LARGEST_GRAPH = 16
 
 
 def map_matrices(fn: Callable[..., Any], *args: jax.Array) -> Any:
@@ -115,3 +120,110 @@ def _orthonormal(x: jax.Array) -> jax.Array:
     square = jnp.matmul(x.mT, x, precision=jax.lax.Precision.HIGHEST)
     x = jnp.matmul(x, 1.5 * eye - square / 2, precision='highest')
   return x
+
+
+def dominant_pairs(
+  core: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The r largest singular values of (b, 2r, 2r) cores, and their vectors.
+
+  On a CPU, matrix after matrix: where these values stand clear of the others,
+  as they do behind a few steps of training, from products and one SVD of half
+  the size, in half the time at rank 64 and a third at rank 32.
+
+  Args:
+    core: (b, 2r, 2r), the lower right r x r block zero.
+
+  Returns:
+    u (b, 2r, r), s (b, r) and v (b, 2r, r), as from :func:`svd`.
+  """
+  rank = core.shape[-1] // 2
+
+  def direct(core: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    u, s, vt = svd(core)
+    return u[..., :rank], s[:, :rank], vt.mT[..., :rank]
+
+  if 2 * rank <= _LARGEST_DIRECT:
+    return direct(core)
+
+  def each(core: jax.Array) -> Any:
+    *found, is_found = pairs_by_iteration(core)
+    return jax.lax.cond(
+      is_found,
+      lambda: tuple(found),
+      lambda: tuple(x[0] for x in direct(core[None])),
+    )
+
+  out: tuple[jax.Array, jax.Array, jax.Array] = jax.lax.platform_dependent(
+    core, cpu=lambda x: map_matrices(each, x), default=direct
+  )
+  return out
+
+
+def pairs_by_iteration(
+  core: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """:func:`dominant_pairs` of one matrix, and whether they are to be used.
+
+  Subspace iteration (Golub and Van Loan, section 8.2) from the first r unit
+  vectors, the subspaces as graphs ``[I, Q]`` and ``[I, P]``: with
+  ``core = [[A, B], [C, 0]]`` it is ``Q = C (A + B P)^-1`` and
+  ``P = B^T (A^T + C^T Q)^-1``, r x r throughout. A step takes the square of
+  the ratio of the largest value that is left out to the smallest that is kept.
+  The pairs are refused unless what couples the subspaces to the rest is
+  rounding, the rest is smaller than all that is kept, and Q and P are so small
+  that Cholesky factors make them orthonormal.
+  """
+  rank = core.shape[-1] // 2
+  largest = jnp.max(jnp.abs(core))
+  scale = jnp.where(largest > 0, largest, 1)
+  core = core / scale  # No square of an entry under- or overflows.
+  a, b, c = core[:rank, :rank], core[:rank, rank:], core[rank:, :rank]
+  eye = jnp.eye(rank, dtype=core.dtype)
+  matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+  def divided(x: jax.Array, y: jax.Array) -> jax.Array:  # x y^-1
+    quotient: jax.Array = jnp.linalg.solve(y.T, x.T)
+    return quotient.T
+
+  # An SVD's error is as large: the norm of A is at most root r singular values.
+  eps = float(np.finfo(core.dtype).eps)
+  limit = eps * math.sqrt(2 * rank) * jnp.linalg.norm(a)
+
+  def goes_on(state: Any) -> jax.Array:
+    *_, coupling, last = state
+    more: jax.Array = (coupling > limit) & (coupling < last / 8)
+    return more
+
+  def step(state: Any) -> Any:
+    p, _, last, _ = state
+    q = divided(c, a + matmul(b, p))
+    p = divided(b.T, (a + matmul(q.T, c)).T)
+    coupling = jnp.linalg.norm(c - matmul(q, a + matmul(b, p)))
+    return p, q, coupling, last
+
+  none = jnp.zeros_like(a)
+  infinite = jnp.array(jnp.inf, core.dtype)
+  state = step((none, none, infinite, infinite))
+  p, q, coupling, _ = jax.lax.while_loop(goes_on, step, state)
+
+  def whitening(x: jax.Array) -> jax.Array:  # W with W^T (I + x^T x) W = I
+    lower = jnp.linalg.cholesky(eye + matmul(x.T, x))
+    return jax.scipy.linalg.solve_triangular(lower, eye, lower=True).T
+
+  w_left, w_right = whitening(q), whitening(p)
+  kept = a + matmul(b, p) + matmul(q.T, c)  # [I, Q^T] core [I, P]
+  # Where A is singular there may be infinity.
+  kept = no_infinity(matmul(w_left.T, matmul(kept, w_right)))
+  u, s, vt = jnp.linalg.svd(kept)
+  # [-Q, I] core [-P^T, I]: at least as large as in orthonormal bases.
+  rest = matmul(q, matmul(a, p.T) - b) - matmul(c, p.T)
+  sizes = jnp.stack([jnp.sum(jnp.square(x)) for x in (q, p)])
+  is_found = (
+    (coupling <= limit)
+    & jnp.all(sizes <= _LARGEST_GRAPH)
+    & (jnp.linalg.norm(rest) < s[-1] / 2)
+  )
+  u, v = matmul(w_left, u), matmul(w_right, vt.T)
+  u = jnp.concatenate([u, matmul(q, u)])
+  return u, s * scale, jnp.concatenate([v, matmul(p, v)]), is_found

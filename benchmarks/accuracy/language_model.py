@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy/language_model.py --data FOLDER
         [--parts mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
-        [--options-of 24] [--seeds 2]
+        [--options-of 24] [--rate-of 96] [--seeds 2]
     python benchmarks/accuracy/language_model.py --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
@@ -12,11 +12,12 @@ each task, at epsilon 8: four learning rates (and more where the best is at an
 end of them), then another momentum, more decay and no warm-up, each kept if the
 perplexity of 100 to 200 tuning rows is lower; or the first ``--trials`` of
 these. Long runs may take the options of shorter ones (``--options-of``): then
-only the rate is tried again, from that of the short ones on. Then runs over
-several seeds, the same batches for all methods, measured on other rows:
-perplexity of the responses, and the share of answers that are right. Each run
-is added to ``benchmarks/results/language_model.json`` when it ends, and not run
-twice. What enters the top layers is computed once for each task. On an idle CPU
+only the rate is tried again, from that of the short ones on; or not even the
+rate (``--rate-of``). Then runs over several seeds, the same batches for all
+methods, measured on other rows: perplexity of the responses, and the share of
+answers that are right. Each run is added to
+``benchmarks/results/language_model.json`` when it ends, and not run twice.
+What enters the top layers is computed once for each task. On an idle CPU
 core with bfloat16 units that is three minutes, compiling a method one, and a
 run of SST-2 some twenty seconds; ten minutes and some four for gsm8k.
 """
@@ -101,13 +102,24 @@ class Results:
 
 
 def tune(
-  results: Results, template: Run, trials: int, options_of: int | None = None
+  results: Results,
+  template: Run,
+  trials: int,
+  options_of: int | None = None,
+  rate_of: int | None = None,
 ) -> tuple[Run | None, Run | None]:
   """The next tuning run that is needed, or the best one once there is none.
 
   There are so many trials for a private method. With ``options_of`` what runs
-  of so many steps choose is taken, but for the rate, which is looked for anew.
+  of so many steps choose is taken, but for the rate, which is looked for anew;
+  with ``rate_of`` all that runs of so many steps choose, in this way.
   """
+  if rate_of is not None:
+    shorter = dataclasses.replace(template, steps=rate_of)
+    needed, best = tune(results, shorter, trials, options_of)
+    if needed is not None:
+      return needed, None
+    return None, dataclasses.replace(best, steps=template.steps)
   if options_of is not None:
     short = dataclasses.replace(template, steps=options_of)
     needed, best = tune(results, short, trials)
@@ -179,6 +191,7 @@ def next_run(
   trials: int = TRIALS,
   methods: Iterable[str] = tuple(RATES),
   options_of: int | None = None,
+  rate_of: int | None = None,
   seeds: int | None = None,
 ) -> Run | None:
   """What of a part is to be run next; None if all of it is there.
@@ -196,7 +209,7 @@ def next_run(
     each = dataclasses.replace(
       template, method=method, epsilon=None if method == 'adamw' else epsilon
     )
-    needed, best = tune(results, each, trials, options_of)
+    needed, best = tune(results, each, trials, options_of, rate_of)
     if needed is not None:
       return needed
     chosen.append(
@@ -235,6 +248,9 @@ def main():
   parser.add_argument(
     '--options-of', type=int, metavar='STEPS', help='of runs of so many steps'
   )
+  parser.add_argument(
+    '--rate-of', type=int, metavar='STEPS', help='and the rate of these'
+  )
   parser.add_argument('--seeds', type=int, help='2, of clinc150 5')
   parser.add_argument('--table', action='store_true', help='run nothing')
   args = parser.parse_args()
@@ -251,7 +267,7 @@ def main():
   for part in args.parts:
     while run := next_run(
       results, part, template, args.trials, args.methods, args.options_of,
-      args.seeds,
+      args.rate_of, args.seeds,
     ):  # fmt: skip
       result = execute(run, args.model, args.data, args.cache)
       results.put(result)

@@ -162,8 +162,7 @@ def _new_factors(frame: Frame, core: jax.Array) -> tuple[jax.Array, jax.Array]:
   """
   c_left, c_right = frame.left_core, frame.right_core
   rank = c_left.shape[-1]
-  u, s, vt = _factorizations.svd(core)
-  u, s, v = u[..., :rank], s[..., :rank], vt.mT[..., :rank]
+  u, s, v = _factorizations.dominant_pairs(core)
   lost = _factorizations.negligible(s, 2 * rank)
   masks = frame.left_mask, frame.right_mask
   u, v = jax.lax.cond(

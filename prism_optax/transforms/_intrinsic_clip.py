@@ -74,8 +74,6 @@ def intrinsic_clip(
   bfloat16 gradients                   norm, clip and sum in float32
   norm below ``C (1 - 1e-6)``          the example stays as it is; longer ones
                                        are cut to this: room for rounding
-  gradients of no function of Z        cut up to 1 % shorter where the columns
-  (one factor's stopped)               of the factors are orthogonal
   ===================================  ========================================
 
   Args:

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import prism_optax
@@ -130,6 +131,116 @@ def test_a_retraction_by_eigenvalues(losing, monkeypatch):
     assert (norms > 0).sum() >= 3
   alive = [np.linalg.norm(x, axis=1) > 0 for x in found]
   assert np.all(alive[0] | alive[1])
+
+
+RANK = 20
+pairs = jax.jit(_factorizations.dominant_pairs)
+is_found = jax.jit(jax.vmap(lambda x: _factorizations.pairs_by_iteration(x)[3]))
+
+
+def _core(values, coupling, seed=0, along=0.0):
+  """[[A, B], [C, 0]], A diagonal and something, the others of this norm."""
+  rng = np.random.default_rng(seed)
+  core = np.zeros((2 * RANK, 2 * RANK))
+  core[:RANK, :RANK] = np.diag(values)
+  for rows, columns, size in (
+    (0, 0, along),
+    (0, 1, coupling),
+    (1, 0, coupling),
+  ):
+    block = rng.normal(size=(RANK, RANK))
+    block *= size / np.linalg.norm(block, 2)
+    rows, columns = (slice(RANK * i, RANK * (i + 1)) for i in (rows, columns))
+    core[rows, columns] += block
+  return core
+
+
+def _one_turned(values, coupling):
+  core = _core(values, 0.0)
+  core[0, RANK] = core[RANK, 0] = coupling
+  return core
+
+
+GROWN = np.linspace(2, 1, RANK)
+CORES = {
+  # A few steps of training: the values stand clear of the others.
+  'a small step': (True, _core(GROWN, 0.05, along=0.05)),
+  'a step': (True, _core(GROWN, 0.3, along=0.3)),
+  'no step': (True, _core(GROWN, 0.0)),
+  'turned': (True, _core(GROWN, 0.2, along=3.0)),
+  'decades': (True, _core(np.logspace(0, -3, RANK), 3e-4)),
+  'huge': (True, 1e30 * _core(GROWN, 0.3)),
+  'tiny': (True, 1e-30 * _core(GROWN, 0.3)),
+  # Nothing tells the subspaces apart, or the first steps do not see them.
+  'a large step': (False, _core(GROWN, 2.0)),
+  'at the start': (False, _core(np.zeros(RANK), 1.0)),
+  'one-sided': (False, np.tril(_core(np.zeros(RANK), 1.0, along=1e-9))),
+  'of lower rank': (False, _core(np.r_[GROWN[:-1], 0], 0.0)),
+  'others are larger': (False, _core(np.r_[GROWN[:-1], 1e-3], 0.3)),
+  # One direction is turned: what it leaves is more than others have, or near.
+  'unseen by the others': (False, _one_turned(np.r_[100, GROWN[1:]], 60)),
+  'slow': (False, _one_turned(np.r_[1, np.full(RANK - 1, 2)], 0.95)),
+  'less slow': (True, _one_turned(np.r_[1, np.full(RANK - 1, 2)], 0.9)),
+  'zero': (False, np.zeros((2 * RANK, 2 * RANK))),
+}  # fmt: skip
+
+
+def test_dominant_pairs_are_those_of_an_svd():
+  """The best approximation, and orthonormal columns, of whatever comes in."""
+  cores = np.float32(np.stack([core for _, core in CORES.values()]))
+  assert dict(zip(CORES, np.asarray(is_found(cores)), strict=True)) == {
+    name: expected for name, (expected, _) in CORES.items()
+  }
+  found = map(np.float64, pairs(cores))
+  for name, core, u, s, v in zip(CORES, np.float64(cores), *found, strict=True):
+    left, values, right = np.linalg.svd(core)
+    best = (left[:, :RANK] * values[:RANK]) @ right[:RANK]
+    # Backward errors of two SVDs; nothing is lost where values are close.
+    atol = 2 * RANK * EPS * values[0]
+    np.testing.assert_allclose(s, values[:RANK], atol=atol, err_msg=name)
+    if values[RANK] < 0.99 * values[RANK - 1]:  # Else it is one of many.
+      np.testing.assert_allclose((u * s) @ v.T, best, atol=atol, err_msg=name)
+    for basis in (u, v):
+      np.testing.assert_allclose(
+        basis.T @ basis, np.eye(RANK), atol=RANK * EPS, err_msg=name
+      )
+
+
+@pytest.mark.parametrize('wrong', [np.nan, np.inf])
+def test_a_core_that_is_not_finite_touches_no_other(wrong):
+  cores = np.float32(np.stack([_core(GROWN, 0.1, seed) for seed in range(2)]))
+  alone = pairs(cores)
+  cores[1, 3, 4] = wrong
+  for x, y in zip(alone, pairs(cores), strict=True):
+    np.testing.assert_array_equal(x[0], y[0])
+    assert np.isnan(y[1]).all()
+
+
+def test_pairs_by_iteration_after_a_few_steps():
+  """What stands above is what training meets: all but its first two steps."""
+  rng = np.random.default_rng(0)
+  params = {'lora_a': np.float32(rng.normal(size=(80, RANK)) / 9)}
+  params['lora_b'] = jnp.zeros((RANK, 60))
+  tx = prism_optax.prism(
+    1e-2, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8,
+    per_example_gradients=False, prng_key=0,
+  )  # fmt: skip
+  state = tx.init(params)
+  nothing = jax.tree.map(jnp.zeros_like, params)
+  taken = []
+
+  def each(core):
+    jax.debug.callback(lambda x: taken.append(bool(x)), is_found(core)[0])
+    return pairs(core)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(_factorizations, 'dominant_pairs', each)
+    step = jax.jit(tx.update)
+    for _ in range(6):
+      updates, state = step(nothing, state, params)
+      params = optax.apply_updates(params, updates)
+  jax.effects_barrier()
+  assert taken == [False, False, True, True, True, True]
 
 
 @pytest.mark.slow

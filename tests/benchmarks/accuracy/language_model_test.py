@@ -319,11 +319,11 @@ def test_longer_runs_try_only_rates(tmp_path):
     best = 1e-2 if run.steps == short.steps else 3e-4
     return abs(np.log(run.rate / best)) - (run.b1 == 0.5)
 
-  def runs(steps, options_of=None):
+  def runs(steps, **of):
     template = dataclasses.replace(short, steps=steps)
     found = []
     while run := language_model.next_run(
-      results, 'sst2-3', template, methods=['prism'], options_of=options_of
+      results, 'sst2-3', template, methods=['prism'], **of
     ):
       found.append(run)
       results.put(
@@ -332,7 +332,7 @@ def test_longer_runs_try_only_rates(tmp_path):
     return found
 
   runs(short.steps)
-  found = runs(240, short.steps)
+  found = runs(240, options_of=short.steps)
   tuning = [run for run in found if run.is_tuning]
   assert [run.rate for run in tuning] == [
     1e-2, 3e-3, 3e-2, 1e-3, 3e-4, 1e-4
@@ -343,9 +343,15 @@ def test_longer_runs_try_only_rates(tmp_path):
     (3e-4, 0.5, 3.0, 0), (3e-4, 0.5, 3.0, 1)
   ]  # fmt: skip
   assert {run.steps for run in found} == {240}
+  # Or none, where they would take too long.
+  found = runs(960, options_of=short.steps, rate_of=240)
+  assert {run.steps for run in found} == {960}
+  assert [(run.rate, run.b1, run.seed) for run in found[1:]] == [
+    (3e-4, 0.5, 0), (3e-4, 0.5, 1)
+  ]  # fmt: skip
   # What the short ones lack is run first.
   (tmp_path / 'results.json').unlink()
-  assert runs(240, short.steps)[0].steps == short.steps
+  assert runs(240, options_of=short.steps)[0].steps == short.steps
 
 
 def test_tables_have_the_tuned_runs_and_paired_differences():
