@@ -1,5 +1,6 @@
 """Per-example gradients in tangent coordinates, ready for any clip."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 
 from prism_optax import fixed_rank
 from prism_optax._linalg import matmul
-from prism_optax._modules import LayoutLike, StepContext
+from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
 from prism_optax._types import ArrayTree
-from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.fixed_rank import Factors, Frame, Tangent, _tangents
 
 
 def tangent_coordinates(
@@ -69,18 +70,47 @@ def tangent_coordinates(
     [1.0, 2.0]
   """
   step = StepContext(params, layout)
-  frames = step.frames
+  coordinates = stacked_coordinates(step)
 
   def transform(grads: ArrayTree) -> Any:
-    gradients = step.tree.gradients(grads)
-    return step.tree.tree(
-      gradients.map_pairs(
-        lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair),
-        frames,
-      )
-    )
+    return step.tree.tree(coordinates(step.tree.gradients(grads)))
 
   return transform
+
+
+def stacked_coordinates(step: StepContext) -> Callable[[Stacks], Stacks]:
+  """:func:`tangent_coordinates` of the stacked gradients of one example.
+
+  Half of its products are with the inverses of cores. Where these are diagonal,
+  in the gauge that a retraction leaves, a CPU multiplies columns: at rank 64
+  the products of all examples take as long as the rest of a small model's step.
+  """
+  frames = step.frames  # Computed here, not once for each example.
+  diagonal = functools.reduce(
+    jnp.logical_and, map(_tangents.has_diagonal_inverses, frames)
+  )
+
+  def coordinates(gradients: Stacks) -> Stacks:
+    def by(times: Callable[..., jax.Array]) -> Callable[..., Any]:
+      return lambda pairs: map_pairs(
+        lambda pair, frame: _tangents.whitened(frame, pair, times),
+        pairs,
+        frames,
+      )
+
+    pairs = gradients.pairs
+    usual, by_columns = by(matmul), by(_tangents.times_diagonal)
+    if isinstance(diagonal, jax.core.Tracer):
+      pairs = jax.lax.platform_dependent(
+        pairs,
+        cpu=lambda x: jax.lax.cond(diagonal, by_columns, usual, x),
+        default=usual,
+      )
+    else:
+      pairs = (by_columns if diagonal else usual)(pairs)
+    return gradients._replace(pairs=pairs)
+
+  return coordinates
 
 
 class TangentProbes(NamedTuple):

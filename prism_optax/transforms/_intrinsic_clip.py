@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _lattice, _per_example, _validate, fixed_rank
+from prism_optax import _lattice, _per_example, _validate
 from prism_optax._modules import ClippedSum, LayoutLike, Stacks, StepContext
 from prism_optax._types import ArrayTree, Scalar
 from prism_optax.transforms._chain import Stacked, TangentTransformation
+from prism_optax.transforms._coordinates import stacked_coordinates
 
 
 def coordinates_of_one(
@@ -31,14 +32,8 @@ def coordinates_of_one(
   jax.eval_shape(
     lambda x: step.tree.gradients(x, 1, 'per-example gradients'), shapes
   )
-  frames = step.frames  # Computed here, not once for each example.
-
-  def coordinates(example: ArrayTree) -> Stacks:
-    return step.tree.gradients(example).map_pairs(
-      lambda pair, frame: fixed_rank.tangent_from_gradients(frame, pair), frames
-    )
-
-  return coordinates
+  coordinates = stacked_coordinates(step)
+  return lambda example: coordinates(step.tree.gradients(example))
 
 
 def intrinsic_clip(
