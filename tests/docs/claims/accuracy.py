@@ -173,8 +173,8 @@ def _longer() -> Iterator[Claim]:
   )
   _, p, _, q = ahead('sst2', 240, 'prism')
   yield (
-    '{:.1f} % right by `prism`, {:.1f} by DP-AdamW, each tuned (five seeds, p ='
-    ' {:.2f}; by perplexity p = {:.2f})',
+    '`prism` has {:.1f} % right, DP-AdamW {:.1f}, each tuned (p = {:.2f}; by'
+    ' perplexity {:.2f})',
     (
       *(
         100

@@ -10,7 +10,7 @@ from tests.docs.claims.register import Claim
 def sentences() -> Iterator[Claim]:
   nuisances = data.varied('What should not matter')['gauge=100.0']
   yield (
-    'condition 100 DP-AdamW loses {:.1f} points at the old rate, `prism` none',
+    'condition 100 DP-AdamW loses {:.1f} points, `prism` none',
     (-nuisances['dp-adamw'],),
   )
   rates = data.varied('A learning rate that is not the best')
