@@ -49,8 +49,8 @@ MUTANTS = (
   Mutant(
     'gradient not projected',
     TANGENTS,
-    'remove(frame.left, matmul(grads.left, frame.right_inverse))',
-    'matmul(grads.left, frame.right_inverse)',
+    'remove(frame.left, times(grads.left, frame.right_inverse))',
+    'times(grads.left, frame.right_inverse)',
     (f'{GEOMETRY} gradients_become',),
   ),
   Mutant(
@@ -91,15 +91,15 @@ MUTANTS = (
   Mutant(
     'C_R for C_R^-1',
     TANGENTS,
-    'matmul(grads.left, frame.right_inverse)',
-    'matmul(grads.left, frame.right_core)',
+    'times(grads.left, frame.right_inverse)',
+    'times(grads.left, frame.right_core)',
     (f'{GEOMETRY} gradients_become',),
   ),
   Mutant(
     'C_L^-T for C_L^-1',
     TANGENTS,
-    'matmul(grads.right, frame.left_inverse),',
-    'matmul(grads.right, frame.left_inverse.mT),',
+    'times(grads.right, frame.left_inverse),',
+    'times(grads.right, frame.left_inverse.mT),',
     (f'{GEOMETRY} golden_lifts',),
   ),
   Mutant(
