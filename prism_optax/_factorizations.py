@@ -129,7 +129,7 @@ def dominant_pairs(
 
   On a CPU, matrix after matrix: where these values stand clear of the others,
   as they do behind a few steps of training, from products and one SVD of half
-  the size, in half the time at rank 64 and a third at rank 32.
+  the size.
 
   Args:
     core: (b, 2r, 2r), the lower right r x r block zero.

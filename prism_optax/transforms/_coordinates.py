@@ -82,8 +82,7 @@ def stacked_coordinates(step: StepContext) -> Callable[[Stacks], Stacks]:
   """:func:`tangent_coordinates` of the stacked gradients of one example.
 
   Half of its products are with the inverses of cores. Where these are diagonal,
-  in the gauge that a retraction leaves, a CPU multiplies columns: at rank 64
-  the products of all examples take as long as the rest of a small model's step.
+  in the gauge that a retraction leaves, a CPU multiplies columns.
   """
   frames = step.frames  # Computed here, not once for each example.
   diagonal = functools.reduce(
