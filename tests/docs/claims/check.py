@@ -22,10 +22,10 @@ from tests.docs.claims import (
   hyper,
   mechanisms,
   privacy,
-  readme,
   scale,
   settings,
   times,
+  which_method,
 )
 from tests.docs.claims.register import TABLES, Claim
 
@@ -42,6 +42,7 @@ _ANY = re.compile(
 )
 COVERED = {
   ROOT / 'README.md': _MEASURED,
+  ROOT / 'docs' / 'which_method.md': _MEASURED,
   ROOT / 'docs' / 'benchmarks.md': _ANY,
   ROOT / 'docs' / 'differences.md': _MEASURED,
   ROOT / 'docs' / 'hyper_parameters.md': _MEASURED,
@@ -77,8 +78,8 @@ _NUMBER = r'([-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)'
 def sentences() -> list[Claim]:
   """All sentences with their figures."""
   modules = (
-    accuracy, clipping, geometry, hyper, mechanisms, privacy, readme, scale,
-    times,
+    accuracy, clipping, geometry, hyper, mechanisms, privacy, scale,
+    times, which_method,
   )  # fmt: skip
   return [claim for module in modules for claim in module.sentences()]
 

@@ -103,6 +103,31 @@ def accuracies(method: str, **fields: Any) -> dict[int, float]:
   }
 
 
+def lost_in_a_gauge_when_tuned_again() -> float:
+  """Points that DP-AdamW loses in a gauge of condition 100, each rate tuned.
+
+  The rate is that of the best tuning accuracy among the stored runs.
+  """
+
+  def best(**fields: Any) -> float:
+    runs = [
+      run
+      for run in stored('utility')['runs']
+      if run['method'] == 'dp-adamw'
+      and run['epsilon'] == 3.0
+      and run['seed'] == 0
+      and run.get('gauge') == fields.get('gauge')
+      and not set(run) & {'task', 'options', 'scale', 'rank', 'clip', 'length'}
+      and not set(run) & {'initialization', 'rows', 'public_test'}
+    ]
+    chosen: float = max(runs, key=lambda x: x['tuning accuracy'])[
+      'test accuracy'
+    ]
+    return chosen
+
+  return 100 * (best() - best(gauge=100.0))
+
+
 def error_of_an_option() -> float:
   """Standard error of what an option adds, in points; median of options."""
   base = accuracies('prism', epsilon=3.0, rate=0.1)

@@ -23,6 +23,7 @@ def _():
   found, ends = stored('three_gauges')['methods'], ends_of_gauges()
   names = {
     'DP-AdamW on the factors': 'DP-AdamW on the factors',
+    'canonicalised first': 'the same after `lora.canonicalize`',
     'PRISM': '`prism` without decay',
   }
   gauges = list(ends['PRISM'])

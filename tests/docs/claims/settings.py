@@ -19,7 +19,6 @@ TESTED: dict[str, str] = {
 }
 
 SETTINGS: dict[str, str] = {
-  'Before 1.0 names may change': 'a version',
   'jax-privacy 2.0': 'a version',
   'one of 128 examples: float32, in a gauge of scale 16': 'one of the table',
   '(Eq. 8, 9, 21; dotted in the plot)': 'numbers of equations',
