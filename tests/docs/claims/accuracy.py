@@ -227,10 +227,11 @@ def _utility() -> Iterator[Claim]:
       'dp-adamw': data.accuracies('dp-adamw', epsilon=3.0, rate=0.03),
     }.items()
   }
+  without, default, adamw = (short(x, 4) for x in three.values())
   yield (
-    'decay of 0 in place of 0.1 `prism` has {} at epsilon 3 on the first three'
-    ' seeds, where it has {} as it is and DP-AdamW {}',
-    tuple(short(x, 4) for x in three.values()),
+    'decay `prism` falls from {} to {} (first three seeds, epsilon 3, at the'
+    " same rate), level with DP-AdamW's {}.",
+    (default, without, adamw),
   )
   banking = data.utility('banking77, epsilon 3')['dp-adamw']
   yield (

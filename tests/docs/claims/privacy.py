@@ -133,7 +133,7 @@ def _low_bits() -> Iterator[Claim]:
   )
   first = data.low_bits('intrinsic_clip, tangent_privatizer')[0]
   yield (
-    'allows, {:.3f} at noise multiplier 4',
+    'the claimed epsilon permits: {:.3f} at noise multiplier 4',
     (first['allowed'],),
   )
   steps = [row['now, steps']['classes'] for row in rows if 'now, steps' in row]
