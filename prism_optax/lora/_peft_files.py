@@ -68,8 +68,7 @@ def _safetensors() -> Any:
     import safetensors.numpy
   except ImportError as error:
     raise ImportError(
-      'PEFT adapters are safetensors files: pip install safetensors (or'
-      " 'prism-optax[peft]')."
+      'PEFT adapters are safetensors files: pip install safetensors.'
     ) from error
   return safetensors
 

@@ -22,7 +22,6 @@ SETTINGS: dict[str, str] = {
   'jax-privacy 2.0': 'a version',
   'one of 128 examples: float32, in a gauge of scale 16': 'one of the table',
   '(Eq. 8, 9, 21; dotted in the plot)': 'numbers of equations',
-  'and little less at 1.': 'a setting',
   '`prism` has a decay of 0.1 by default, because one of 1 is': 'a setting',
   'alpha / r of 0.25 or 4': 'a setting',
   '(of scale 1) and by scale (of condition 1)': 'the columns of the table',
