@@ -156,13 +156,15 @@ class _NoAttributes:
     raise RuntimeError(name)
 
 
-class _Endless:
-  """A sequence that says it is short, and never ends."""
+class _Longer:
+  """A sequence that says it is short."""
 
   def __len__(self) -> int:
     return 3
 
   def __getitem__(self, place: int) -> float:
+    if place > 9:
+      raise IndexError(place)
     return 1.0
 
 
@@ -267,12 +269,12 @@ def _strangers() -> Iterator[tuple[str, Any]]:
     'a list of itself': _circle(),
     'a list of a hundred lists': _nested(100),
     'a list without a length': _Negative([-1]),
-    'a list that does not end': _Endless(),
+    'a list that is longer than it says': _Longer(),
     'a masked number': np.ma.masked,
     'a structure of NumPy': np.zeros((), [('a', 'f4')]),
     'a void of NumPy': np.void(b'abcd'),
     'a huge view': np.broadcast_to(np.float32(1), (1 << 20, 1 << 20)),
-    'a matrix': np.matrix([[1.0, 2.0]]),
+    'a matrix': np.array([[1.0, 2.0]]).view(np.matrix),
     'a key': jax.random.key(0),
     'a deleted array': _deleted(),
     'a shape without numbers': jax.ShapeDtypeStruct((3,), np.float32),
