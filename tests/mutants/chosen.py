@@ -910,7 +910,7 @@ MUTANTS = (
     'training/_records.py',
     'return examples, ~fits.any(1), fits',
     'return examples, ~fits.any(1), records >= 0',
-    ('training/records_test.py users_record_is',),
+    ('training/records_test.py missing_records',),
   ),
   Mutant(
     'make_private: an error of a record is raised',

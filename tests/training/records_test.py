@@ -186,6 +186,7 @@ def test_places_may_outnumber_records_or_be_too_few(kind):
     )
 
   made = private('pixels', expected_batch_size=5, prng_key=6)
+  assert made.nonprivate_misfits(of(N + 5)).tolist() == [*range(N, N + 5)]
   all_of_them, batch = moved(made, of(N))
   np.testing.assert_array_equal(moved(made, of(N + 5))[0], all_of_them)
   fewer, fewer_batch = moved(made, of(3))
@@ -425,6 +426,9 @@ def test_a_users_missing_records_are_zeros_that_do_not_act():
   one, _ = moved(made, data[:1], users=[5])
   three, _ = moved(made, data[:1] * 3, users=[5] * 3)
   np.testing.assert_allclose(one, three, rtol=1e-5)
+  # And beside records that do not fit.
+  beside, _ = moved(made, ['odd', data[0], None], users=[5] * 3)
+  np.testing.assert_allclose(beside, one, rtol=1e-5)
   start = np.concatenate([np.ravel(x) for x in jax.tree.leaves(PARAMS)])
   assert np.linalg.norm(one - start * N / 0.5) > 0.5
   # Two make the mean of both, not of three.
@@ -447,6 +451,16 @@ def test_whatever_a_users_record_is_the_user_moves_the_sum_by_a_clip_norm():
       source = adversarial.Source(records)
       found, _ = quietly(odd.name, made, source, users=users)
       assert np.linalg.norm(found - without) <= 1.000001, odd.name
+
+
+def test_users_beyond_the_last_place_are_never_drawn():
+  data = [adversarial.ordinary(WORDS, seed) for seed in range(N + 2)]
+  users = ['a', 'b', *range(N - 2), 'z', 'b']
+  found, _ = moved(of_users(), data, users=users)
+  fewer, _ = moved(of_users(), [*data[:N], None, data[-1]], users=users)
+  np.testing.assert_array_equal(found, fewer)
+  misfits = of_users().nonprivate_misfits([None, *data[1:]], users=users)
+  assert misfits.tolist() == [0, N]
 
 
 def test_one_users_records_do_not_choose_those_of_others():
