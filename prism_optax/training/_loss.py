@@ -46,6 +46,15 @@ def gradients(
 
   def mean_of_user(params: Any, frozen: Any, rows: Any) -> jax.Array:
     examples, is_present = rows
+    # The loss of zeros may have a gradient that is not finite, which stays so
+    # where its weight is zero: another record of the user's stands in.
+    first = jnp.argmax(is_present)
+
+    def filled(x: jax.Array) -> jax.Array:
+      here = is_present.reshape(-1, *(1,) * (x.ndim - 1))
+      return jnp.where(here, x, x[first])
+
+    examples = jax.tree.map(filled, examples)
     each = jax.vmap(lambda x: _called(loss, params, frozen, x))(examples)
     return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
       jnp.sum(is_present), 1

@@ -25,6 +25,7 @@ from prism_optax.training._clipping import (
 )
 from prism_optax.training._mechanism import Optimizer
 from prism_optax.training._private import PrivateTraining
+from prism_optax.training._records import Form
 from prism_optax.training._sampling import Sampling
 from prism_optax.training._settings import (
   Before,
@@ -56,6 +57,7 @@ def make_private(
   padded_batch_size: int | None = None,
   skip_padding: bool = False,
   examples_per_user: int | None = None,
+  record: ArrayTree | None = None,
   batched_loss: bool = False,
   batch_sharding: jax.sharding.Sharding | None = None,
   input_metric: InputMetric | None = None,
@@ -86,7 +88,11 @@ def make_private(
   ==============================  =============================================
   NaN or Inf in a gradient        the record counts as zero
   a batch of no records           noise alone
-  padding                         zeros, which count as zero
+  padding                         zeros, for which no record is read; they
+                                  count as zero
+  a record of another form        counts as zero, see
+                                  :meth:`PrivateTraining.batches`
+  fewer records than declared     the places that are left are empty
   more records than a batch has   a random subset, which the event knows of
   ``noise_multiplier=0.0``        no privacy, for tests: epsilon is infinite
   step ``steps + 1``              ValueError
@@ -108,7 +114,9 @@ def make_private(
     l2_clip_norm: C, the largest norm of one record's contribution to the sum;
       of each matrix for ``dp_muon``; where it starts for a quantile.
     expected_batch_size: b, which divides the sum.
-    dataset_size: N, of records, or of users. Public.
+    dataset_size: N, of records, or of users. Public, and at least as many as
+      there are: with the number rounded up, neither epsilon nor batches depend
+      on how many there are.
     steps: Number of steps.
     delta: Below ``1 / dataset_size``.
     target_epsilon: Epsilon of all steps, of the noise as it is drawn. The
@@ -126,6 +134,10 @@ def make_private(
     examples_per_user: For privacy of users: the most records that a user
       contributes to one batch. Users are drawn, not records; a user's gradient
       is that of the mean loss of these records.
+    record: The form of one record, which is public: a tree of
+      ``jax.ShapeDtypeStruct``, or of anything with a shape and a type (whose
+      numbers do not matter). Arrays show it, and have to be of these shapes if
+      it is given; all other data need it.
     batched_loss: ``loss`` takes copies of the parameters, leaves ``(B,
       *shape)``, and examples with a batch axis, and returns (B,), as for
       :func:`prism_optax.lora.per_example_gradients`: one backward pass.
@@ -227,6 +239,7 @@ def make_private(
     given or before.seeded,
     entries,
     before,
+    None if record is None else Form.declared(record),
   )
   transformation = _mechanism.assemble(
     optimizer, bounded, steps=steps, prng_key=prng_key, params=shapes

@@ -13,7 +13,8 @@ import optax
 from prism_optax import _per_example, accounting
 from prism_optax._types import ArrayTree
 from prism_optax.accounting import _events
-from prism_optax.training._sampling import Batch, Batches, Records
+from prism_optax.training._records import Records
+from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
 
 
@@ -120,35 +121,101 @@ class PrivateTraining:
     """The batches from the state's step to the last, drawn at random.
 
     Each record is drawn for each batch independently, with probability
-    ``expected_batch_size / dataset_size``; a batch has one shape, filled with
+    ``expected_batch_size / dataset_size``; a batch has one form, filled with
     zeros. Nobody may see which records were drawn.
+
+    **Form.** Structure, shapes and types of one record are public: arrays show
+    them, and ``record=`` of ``make_private`` declares them for all other data.
+    Each record is brought to this form by itself. Numbers become floats by
+    rounding; they become whole numbers or truth values only if they keep their
+    value (``3.0`` and ``True`` fit an int32, ``3.5`` and ``2**31`` do not). Of
+    a dict all keys have to be those of the form; a list may stand for a tuple.
+
+    ================================  =========================================
+    another shape, structure, type    the record counts as zero, silently
+    text, None, a masked array        likewise
+    ``data[i]`` raises                likewise; an error of disk or network
+                                      (``ConnectionError``, ``TimeoutError``,
+                                      ``OSError`` with ``EIO`` and the like)
+                                      stops the run
+    NaN or Inf                        fits a float; the clip sees to it
+    fewer records than dataset_size   the last places are empty
+    more of them                      those beyond the last place are never
+                                      drawn; declare more
+    nothing drawn                     no record is read; nor for padding
+    ids that are equal                one user (``1 == 1.0``, ``'1'`` differs)
+    None, NaN or a list for an id     all these are one user
+    ================================  =========================================
+
+    How long a batch takes to read may depend on its records.
 
     Args:
       state: Of this training; the batches go on where it stands.
-      data: A tuple or dict of arrays (N, ...), one array, or a source with
-        ``len`` and integer look-up (a list of records, a ``datasets.Dataset``,
-        a ``grain`` source). A record that is a tuple is unpacked into the
-        arguments of ``loss``.
-      users: With ``examples_per_user`` alone: who each record is of, (N,).
+      data: A tuple or dict (any tree of these) of arrays (N, ...), one array,
+        or with ``record=`` a source with ``len`` and integer look-up (a list of
+        records, a ``datasets.Dataset``, a ``grain`` source). A record that is a
+        tuple is unpacked into the arguments of ``loss``.
+      users: With ``examples_per_user`` alone: who each record is of, (N,), an
+        array, or a list of numbers, text, bytes or ``uuid.UUID``.
 
     Returns:
       An iterable with a length.
 
     Raises:
-      ValueError: If the state is of another training, or the data have another
-        size, or are no numbers of one shape.
+      ValueError: If the state is of another training, for a source without
+        ``record=``, for arrays of several lengths, that are no numbers or of
+        another form than ``record=``.
     """
     self._check_state(state)
-    sampling, seed = self.parts.settings.sampling, np.asarray(state.seed)
-    records = Records(sampling, data, users)
+    settings, seed = self.parts.settings, np.asarray(state.seed)
+    sampling = settings.sampling
+    records = Records(sampling, data, users, settings.record)
     run = self._run(state)
 
     def draw(step: int) -> Batch:
-      rows = records.collect(*sampling.draw(seed, step))
+      rows = records.collect(
+        sampling.draw(seed, step),
+        functools.partial(sampling.choose, seed, step),
+      )
       examples, is_padding, is_present = self.parts.put(rows)
       return Batch(examples, is_padding, is_present, step, run)
 
     return Batches(range(int(state.step), self.steps), draw)
+
+  def nonprivate_misfits(self, data: Any) -> np.ndarray:
+    """Which records count as zero because of their form. Reads all of them.
+
+    For your eyes alone, before a long run: a declaration that no record fits
+    trains on noise, and nothing in a training may say so. What this returns is
+    no release and has no epsilon: do not publish it, and let nothing that is
+    published depend on it.
+
+    Args:
+      data: As for :meth:`batches`.
+
+    Returns:
+      Their positions in ``data``, NumPy, shape (number of them,).
+
+    Raises:
+      ValueError: As :meth:`batches`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from prism_optax import training
+      >>> private = training.make_private(
+      ...   lambda params, x: jnp.vdot(params, x), jnp.zeros(2),
+      ...   optimizer=optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=1.0,
+      ...   expected_batch_size=2, dataset_size=4, steps=1, delta=1e-5,
+      ...   record=jax.ShapeDtypeStruct((2,), 'float32'))
+      >>> records = [[1, 2], [3.5, 4], [5], 'six']
+      >>> private.nonprivate_misfits(records).tolist()
+      [2, 3]
+    """
+    settings = self.parts.settings
+    sampling = settings.sampling._replace(examples_per_user=None)
+    return Records(sampling, data, None, settings.record).misfits()
 
   def step(
     self, state: TrainingState, batch: Batch, frozen: ArrayTree | None = None

@@ -24,7 +24,8 @@ class Batch:
   Attributes:
     examples: Tree of arrays (padded size, ...); with users (padded size,
       examples per user, ...).
-    is_padding_example: (padded size,), True where nothing was drawn.
+    is_padding_example: (padded size,), True where there is no record: nothing
+      was drawn, the place is empty, or its record has not the declared form.
     is_present: None, or with users (padded size, examples per user), True for
       records that count.
     step: The number of the step that it was drawn for.
@@ -43,7 +44,7 @@ class Sampling(NamedTuple):
 
   Attributes:
     expected_batch_size: b.
-    dataset_size: N, of records, or of users.
+    dataset_size: N, of places for records, or for users.
     padded_batch_size: More than that is cut, by chance.
     microbatch_size: Padding fills whole micro-batches.
     examples_per_user: None, or the most that a user contributes to one batch.
@@ -65,15 +66,15 @@ class Sampling(NamedTuple):
     fits = self.padded_batch_size >= self.dataset_size
     return None if fits else self.padded_batch_size
 
-  def draw(self, seed: np.ndarray, step: int) -> tuple[np.ndarray, Any]:
-    """Positions of one batch, (padded size,), -1 where there is none.
+  def draw(self, seed: np.ndarray, step: int) -> np.ndarray:
+    """Places of one batch, (padded size,), -1 where there is none.
 
     Args:
       seed: Words of 32 bits, secret.
       step: The number of the step, from 0.
 
     Returns:
-      The positions, and the generator for further choices of this step.
+      The places, each of ``dataset_size`` once at most.
     """
     rng = np.random.default_rng(
       np.random.SeedSequence([int(x) for x in seed], spawn_key=(step,))
@@ -87,7 +88,30 @@ class Sampling(NamedTuple):
     )
     # A micro-batch takes every so-many-th row.
     parts = self.microbatch_size or self.padded_batch_size
-    return places.reshape(-1, parts).T.ravel(), rng
+    return places.reshape(-1, parts).T.ravel()
+
+  def choose(
+    self, seed: np.ndarray, step: int, place: int, count: int
+  ) -> np.ndarray:
+    """Which of a user's records are in a batch, so many at most, by chance.
+
+    A function of the place alone: one user's number of records does not change
+    which records of others are chosen.
+
+    Args:
+      seed: As for :meth:`draw`.
+      step: As for :meth:`draw`.
+      place: Of the user.
+      count: How many records the user has.
+
+    Returns:
+      Numbers below ``count``, each once at most.
+    """
+    rng = np.random.default_rng(
+      np.random.SeedSequence([int(x) for x in seed], spawn_key=(step, place))
+    )
+    most = min(count, self.examples_per_user or 1)
+    return rng.choice(count, most, replace=False, shuffle=False)
 
 
 def padded_batch_size(
@@ -101,150 +125,6 @@ def padded_batch_size(
   rest = 1 - expected_batch_size / dataset_size
   size = expected_batch_size + 6 * math.sqrt(expected_batch_size * rest)
   return -(-min(dataset_size, math.ceil(size)) // multiple) * multiple
-
-
-Reader = Callable[[np.ndarray], Any]
-
-
-def _numbers(leaf: Any) -> np.ndarray:
-  array = np.asarray(leaf)
-  if array.dtype.kind not in 'biufcV':
-    raise ValueError(
-      'Expected data of numbers, one shape for all records (tokens, padded to'
-      f' a public length), got an array of dtype {array.dtype}.'
-    )
-  return array
-
-
-def reader(data: Any) -> tuple[int, Reader]:
-  """The number of records, and a function that collects some of them.
-
-  Args:
-    data: A tuple or dict (any tree of these) of arrays (N, ...), one array, or
-      anything with ``len`` and integer look-up of one record: a list, a
-      ``datasets.Dataset``, a ``grain`` source.
-
-  Returns:
-    N, and ``read(places)``: a tree of arrays (places, ...).
-  """
-  if isinstance(data, tuple | dict | np.ndarray | jax.Array):
-    leaves: list[Any] = jax.tree.leaves(data)
-    arrays, treedef = [_numbers(x) for x in leaves], jax.tree.structure(data)
-    sizes = sorted({len(x) if x.ndim else 0 for x in arrays})
-    if len(sizes) != 1:
-      raise ValueError(
-        'Expected data to be arrays with one entry of their first axis for'
-        f' each record, got first axes of {sizes}.'
-      )
-    return sizes[0], lambda places: jax.tree.unflatten(
-      treedef, [x[places] for x in arrays]
-    )
-  if not (hasattr(data, '__len__') and hasattr(data, '__getitem__')):
-    raise ValueError(
-      'Expected data to be arrays, or a source with len(data) and data[i]: the'
-      ' batches are drawn here, by chance; a loader that has made batches of'
-      f' its own (shuffled, in turn) is accounted otherwise. Got {type(data)}.'
-    )
-
-  def read(places: np.ndarray) -> Any:
-    records = [data[int(i)] for i in places]
-    return jax.tree.map(
-      lambda *xs: _numbers(_stacked(xs)),
-      *records,
-      is_leaf=lambda x: isinstance(x, list),  # Numbers of one array.
-    )
-
-  return len(data), read
-
-
-def _stacked(records: tuple[Any, ...]) -> np.ndarray:
-  shapes = sorted({np.shape(x) for x in records})
-  if len(shapes) > 1:
-    raise ValueError(
-      'Expected records of one shape: pad them to a public length.'
-    )
-  return np.stack(records)
-
-
-class Records:
-  """The data of a run: records, or users with theirs.
-
-  Args:
-    sampling: How batches are drawn.
-    data: See :func:`reader`.
-    users: None, or the id of the user of each record, (N,).
-
-  Raises:
-    ValueError: If the data are not of the declared size.
-  """
-
-  def __init__(self, sampling: Sampling, data: Any, users: Any) -> None:
-    most = sampling.examples_per_user
-    size, self._read = reader(data)
-    self._most = most or 1
-    unit, found = 'records', size
-    self._of_user: list[np.ndarray] | None = None
-    if (users is None) != (most is None):
-      raise ValueError(
-        'Expected users, an id for each record, if and only if'
-        f' examples_per_user is given, got examples_per_user={most} and users='
-        f'{"None" if users is None else "ids"}.'
-      )
-    if users is not None:
-      ids = np.asarray(users)
-      if ids.shape != (size,):
-        raise ValueError(
-          f'Expected users to have one id for each of {size} records, got the'
-          f' shape {ids.shape}.'
-        )
-      _, numbers = np.unique(ids, return_inverse=True)
-      order = np.argsort(numbers, kind='stable')
-      ends = np.cumsum(np.bincount(numbers))
-      self._of_user = np.split(order, ends[:-1]) if size else []
-      unit, found = 'users', len(self._of_user)
-    if found != sampling.dataset_size:
-      raise ValueError(
-        f'The training was made for dataset_size={sampling.dataset_size}'
-        f' {unit}, got data of {found}. The number is public: epsilon and'
-        ' batches follow from it.'
-      )
-
-  def collect(
-    self, places: np.ndarray, rng: np.random.Generator
-  ) -> tuple[Any, np.ndarray, np.ndarray | None]:
-    """The examples of one batch, its padding, and which of a user's are there.
-
-    Args:
-      places: Positions of records or users, -1 where there is none.
-      rng: For the choice of a user's records.
-    """
-    drawn, present = places >= 0, None
-    places = np.where(drawn, places, 0)
-    if self._of_user is not None:
-      places, present = self._of_users(places, self._of_user, rng)
-    flat = self._read(places.ravel())
-
-    def shaped(x: np.ndarray) -> np.ndarray:
-      # Zeros where nothing was drawn: no record stands there.
-      x = x.reshape(*places.shape, *x.shape[1:])
-      mask = drawn.reshape(-1, *(1,) * (x.ndim - 1))
-      return np.where(mask, x, 0).astype(x.dtype)
-
-    return jax.tree.map(shaped, flat), ~drawn, present
-
-  def _of_users(
-    self, users: np.ndarray, of_user: list[np.ndarray], rng: np.random.Generator
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Some records of each user, by chance, and which of them are there."""
-    records = np.zeros((len(users), self._most), np.int64)
-    present = np.zeros((len(users), self._most), bool)
-    for i, user in enumerate(users):
-      own = rng.permutation(of_user[user])[: self._most]
-      # A user's own first record stands where it has no more: a made-up one
-      # could have a gradient that is not finite.
-      records[i] = own[0]
-      records[i, : len(own)], present[i, : len(own)] = own, True
-    return records, present
 
 
 class Batches:

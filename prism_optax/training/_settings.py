@@ -12,6 +12,7 @@ import optax
 from prism_optax import _sums_of_records
 from prism_optax._types import ArrayTree
 from prism_optax.lora import InputMetric
+from prism_optax.training._records import Form
 from prism_optax.training._sampling import Sampling
 
 
@@ -124,6 +125,7 @@ class Settings(NamedTuple):
   seeded: bool
   entries: int
   before: Before
+  record: Form | None = None
 
 
 class Parts(NamedTuple):
