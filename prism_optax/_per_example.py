@@ -158,14 +158,11 @@ def squared_norm(
   return functools.reduce(jnp.add, map(squares, arrays))
 
 
-def clip_weight(
-  squared_norm: jax.Array, stability: Scalar | None = None
-) -> tuple[jax.Array, jax.Array]:
+def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Weight ``min(1, 1/norm)`` of an example, and whether it counts.
 
   Args:
     squared_norm: In units of the clip norm, of any shape.
-    stability: In these units; with it the weight is ``1/(norm + stability)``.
 
   Returns:
     The weight, and False where the norm is not finite, hence for an example
@@ -177,9 +174,52 @@ def clip_weight(
   # inside of the bound (8 eps is 1e-6 in float32).
   bound = 1 - 8 * jnp.finfo(squared_norm.dtype).eps
   norm = jnp.sqrt(jnp.where(counts, squared_norm, 1))
-  if stability is not None:
-    return bound / (norm + stability), counts
   return bound / jnp.maximum(norm, bound), counts
+
+
+def shortened(
+  arrays: Sequence[jax.Array], stability: float
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+  """One example over its norm: ``x / (norm + stability)``, of norm at most 1.
+
+  A weight above one, which a clip never has, must not come from a norm that is
+  too small. So the norm is in units of the largest entry, where it is at least
+  one and no square that matters vanishes, for any size of the example and any
+  stability, also one that is zero in the type of the arrays.
+
+  ========================================  ====================================
+  NaN or Inf in an array                    the example does not count
+  entries that are all denormal, or zeros   a CPU takes them for zeros: zeros
+  ========================================  ====================================
+
+  Args:
+    arrays: Of one example.
+    stability: Positive, in the unit of the arrays.
+
+  Returns:
+    The arrays in units of their largest entry; the factor that they are to be
+    multiplied by; and whether the example counts. One that does not must be
+    replaced by zero.
+  """
+  entries = [jnp.max(jnp.abs(x), initial=0) for x in arrays]
+  largest: jax.Array = functools.reduce(jnp.maximum, entries)
+  limits = jnp.finfo(largest.dtype)
+  # Of zeros and of denormal numbers, by which a CPU cannot divide.
+  largest = jnp.where(largest < limits.tiny, 1, largest)
+  # A compiler may multiply by the inverse in place of a division, and that of
+  # a huge number is denormal. Powers of two are exact.
+  shift = jnp.where(largest > 1, 2.0**-40, 2.0**40).astype(largest.dtype)
+  scaled = [(x * shift) / (largest * shift) for x in arrays]
+  squared = functools.reduce(
+    jnp.add, [jnp.sum(jnp.square(x)) for x in scaled], jnp.zeros(())
+  )
+  counts = jnp.isfinite(squared) & jnp.isfinite(largest)
+  # At least one but for an example of zeros, whose weight says nothing.
+  norm = jnp.maximum(jnp.sqrt(jnp.where(counts, squared, 1)), 1)
+  bound = 1 - 8 * limits.eps  # As for `clip_weight`.
+  # Where the quotient overflows, nothing is left, as it should be.
+  stability = min(stability, float(limits.max))
+  return scaled, bound / (norm + stability / largest), counts
 
 
 _TwoParts: TypeAlias = tuple[jax.Array, jax.Array]

@@ -39,6 +39,8 @@ from prism_optax.training._settings import (
 # quantile. `split` uses the numbers 0 and 1.
 _BATCHES, _QUANTILE = 0x42415443, 0x5155414E
 
+_LEAST_NORM = 1e-30
+
 
 def make_private(
   loss: Callable[..., jax.Array],
@@ -186,6 +188,11 @@ def make_private(
     3 of 3 steps
   """
   c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
+  if not _LEAST_NORM <= c <= 1 / _LEAST_NORM:
+    raise ValueError(
+      f'Expected {_LEAST_NORM:g} <= l2_clip_norm <= {1 / _LEAST_NORM:g}, for'
+      f' which no number of float32 vanishes, got {l2_clip_norm=}.'
+    )
   _validate.integer('steps', steps, 1)
   _randomness.check_key('prng_key', prng_key, words=4)
   delta = _validate.known_open_probability('delta', delta)
