@@ -163,7 +163,9 @@ def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
       state,
       _rows(bounded, step),
     )
-    summed = ClippedSum(*_floats(sums))
+    floats = jax.tree.map(_lattice.to_float, sums, is_leaf=_lattice.is_sum)
+    bound = bounded.bound / bounded.normalize_by
+    summed = ClippedSum(*_per_example.mark_flat_clip(floats, bound))
     summed.on_lattice = lambda stddev: sums
     return summed, state
 
@@ -178,14 +180,6 @@ def _rows(bounded: BoundedSum, step: StepContext) -> list[np.ndarray] | None:
   """The group names along the first axis of each stack of coordinates."""
   labels = bounded.labels(step.params)
   return None if labels is None else step.tree.rows(labels)
-
-
-def _floats(sums: Any) -> Any:
-  return jax.tree.map(
-    _lattice.to_float,
-    sums,
-    is_leaf=lambda x: isinstance(x, _lattice.LatticeSum),
-  )
 
 
 def _dense(
