@@ -125,8 +125,6 @@ def noise_enters(
   return _bound(noise_enters_p, leaves, what)
 
 
-def released(
-  leaves: Sequence[Any], what: Noise
-) -> list[tuple[jax.Array, ...]]:
+def released(leaves: Sequence[Any], what: Noise) -> list[tuple[jax.Array, ...]]:
   """Marks what has got its noise, each leaf a tuple of arrays."""
   return _bound(released_p, leaves, what)

@@ -19,10 +19,12 @@ known of the operations of a model, and what is not known is private.
 import collections
 import dataclasses
 import enum
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import source_info_util
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -160,10 +162,33 @@ class _Offence(Exception):
   """The first offence, as a sentence."""
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_UNKNOWN = 'an unknown line'
+
+
+def _line_of_caller(equation: Any) -> str | None:
+  """The innermost line that is not in this package or an installed one."""
+  for frame in source_info_util.user_frames(equation.source_info.traceback):
+    name = frame.file_name
+    if not name.startswith(_PACKAGE) and 'site-packages' not in name:
+      return f'{os.path.basename(name)}:{frame.start_line}'
+  return None
+
+
+def _place(equation: Any) -> str:
+  """Where the caller has a clip, noise, or a loop."""
+  line = _line_of_caller(equation) or _equations.line_of(equation)
+  return line or _UNKNOWN
+
+
 def _named(equation: Any) -> str:
-  """The primitive and its line."""
-  line = _equations.line_of(equation)
-  return f'`{equation.primitive.name}` at {line or "no line of a source"}'
+  """The primitive and its line, and the caller's line if that is another."""
+  line = _equations.line_of(equation) or _UNKNOWN
+  caller = _line_of_caller(equation)
+  called = ''
+  if caller is not None and caller != line.partition(' ')[0]:
+    called = f', called at {caller}'
+  return f'`{equation.primitive.name}` at {line}{called}'
 
 
 def _join(*labels: Label) -> Label:
@@ -183,9 +208,7 @@ def _moved(label: Label) -> Label:
   return dataclasses.replace(label, direct=None)
 
 
-def _may_be_clipped(
-  equation: Any, labels: Sequence[Label]
-) -> bool:
+def _may_be_clipped(equation: Any, labels: Sequence[Label]) -> bool:
   """Whether an operation of clipped and public values keeps a sum a sum."""
   name = equation.primitive.name
   clipped = [i for i, x in enumerate(labels) if x.kind is Kind.CLIPPED]
@@ -304,7 +327,7 @@ class _Walk:
 
   def _clip(self, equation: Any) -> list[Label]:
     what, leaves = equation.params['what'], equation.params['leaves']
-    number, place = len(self.clips), self._place(equation)
+    number, place = len(self.clips), _place(equation)
     self.clips.append(FoundClip(what, leaves, place))
     if what.declared:
       self._assume(f'{place}: what is declared as clipped elsewhere is clipped')
@@ -319,7 +342,7 @@ class _Walk:
         raise _Offence(_of_noise(label))
     if 0.0 in what.stddevs and not self._noiseless:
       raise _Offence(
-        f'noise of standard deviation 0 at {self._place(equation)}: it hides'
+        f'noise of standard deviation 0 at {_place(equation)}: it hides'
         ' nothing. Give a positive one'
       )
     self.releases.append(
@@ -327,13 +350,13 @@ class _Walk:
         what,
         equation.params['leaves'],
         tuple(labels),
-        self._place(equation),
+        _place(equation),
         self._loops > 0,
       )
     )
     if what.declared:
       self._assume(
-        f'{self._place(equation)}: noise that is not of this package is added'
+        f'{_place(equation)}: noise that is not of this package is added'
         ' as you account for it'
       )
     return [
@@ -421,7 +444,7 @@ class _Walk:
       return
     if label.kind is Kind.DRAWN:
       self._assume(
-        f'{self._place(equation)}: {what} depends on who was drawn, and nobody'
+        f'{_place(equation)}: {what} depends on who was drawn, and nobody'
         ' sees how long a step takes'
       )
       return
@@ -443,9 +466,6 @@ class _Walk:
 
   def _assume(self, sentence: str) -> None:
     self.assumptions[sentence] = None
-
-  def _place(self, equation: Any) -> str:
-    return _equations.line_of(equation) or 'no line of a source'
 
 
 def _by(label: Label) -> str:
@@ -516,9 +536,9 @@ def look(
         continue
       if LOCAL not in name:
         raise _Offence(_of_output(label, name))
-      walk.assumptions[f'output{name} stays with those who may see the data'] = (
-        None
-      )
+      walk.assumptions[
+        f'output{name} stays with those who may see the data'
+      ] = None
   except _Offence as error:
     offence = str(error)
   return Found(

@@ -60,7 +60,9 @@ def noise_enters(tree: Any) -> Any:
   """Marks a tree to which something that is not ours adds noise."""
   marked = _marked(_marks.noise_enters, tree)
   exact = getattr(tree, 'on_lattice', None)
-  if exact is not None:  # The sum of a clip of ours, which may be taken exactly.
+  if (
+    exact is not None
+  ):  # The sum of a clip of ours, which may be taken exactly.
     marked.on_lattice = lambda stddev: _marked(
       _marks.noise_enters, exact(stddev)
     )
