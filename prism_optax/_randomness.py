@@ -65,8 +65,8 @@ def is_given(prng_key: PRNGKeyLike) -> bool:
 def _no_seed(*_: Any, name: str, prng_key: PRNGKeyLike, **__: Any) -> Any:
   raise ValueError(
     f'{name}={prng_key!r} takes a fresh seed from the operating system and'
-    ' cannot be used under jit: the seed would become a constant of the compiled'
-    f' program. Call `init` outside of jit, or pass {name}.'
+    ' cannot be used under jit: the seed would become a constant of the'
+    f' compiled program. Call `init` outside of jit, or pass {name}.'
   )
 
 

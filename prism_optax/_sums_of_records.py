@@ -108,7 +108,8 @@ def sum_of_batch(
   out: dict[str, Any] = _per_example.sum_of_examples(
     contribution, batch, None, units
   )
-  return _per_example.mark_flat_clip(out, 1.0)
+  out = _per_example.mark_flat_clip(out, 1.0)
+  return out
 
 
 def to_vector(square: jax.Array) -> jax.Array:

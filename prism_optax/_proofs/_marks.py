@@ -62,9 +62,9 @@ def known(x: Any) -> float | None:
   return None if isinstance(x, jax.core.Tracer) else float(np.asarray(x))
 
 
-def _identity(name: str) -> core.Primitive:
+def _identity(name: str) -> Any:
   """A primitive of many arrays that are handed on as they are."""
-  mark = core.Primitive(name)
+  mark: Any = core.Primitive(name)
   mark.multiple_results = True
   mark.def_impl(lambda *arrays, **_: list(arrays))
   mark.def_abstract_eval(lambda *avals, **_: list(avals))
@@ -101,7 +101,7 @@ released_p = _identity('released')
 
 
 def _bound(
-  mark: core.Primitive, leaves: Sequence[Any], what: Clip | Noise
+  mark: Any, leaves: Sequence[Any], what: Clip | Noise
 ) -> list[tuple[jax.Array, ...]]:
   """Binds a mark to the arrays of some leaves, each a tuple of arrays."""
   places = tuple(i for i, leaf in enumerate(leaves) for _ in leaf)

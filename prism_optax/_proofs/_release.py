@@ -181,7 +181,7 @@ def _place(equation: Any) -> str:
   return line or _UNKNOWN
 
 
-def _named(equation: Any) -> str:
+def named(equation: Any) -> str:
   """The primitive and its line, and the caller's line if that is another."""
   line = _equations.line_of(equation) or _UNKNOWN
   caller = _line_of_caller(equation)
@@ -233,8 +233,9 @@ def _result(equation: Any, labels: Sequence[Label]) -> Label:
     return PUBLIC
   if kinds == {Kind.CLIPPED} and _may_be_clipped(equation, labels):
     return Label(Kind.CLIPPED, None, equation)
-  if kinds in ({Kind.ENTERING}, {Kind.DRAWN}):
-    return Label(*kinds, None, equation)
+  for kind in (Kind.ENTERING, Kind.DRAWN):
+    if kinds == {kind}:
+      return Label(kind, None, equation)
   lost = next((x.lost for x in labels if x.lost is not None), None)
   if Kind.CLIPPED in kinds and lost is None:
     lost = equation
@@ -449,7 +450,7 @@ class _Walk:
       )
       return
     raise _Offence(
-      f'{_named(equation)}: {what} depends on records ({_by(label)}), which its'
+      f'{named(equation)}: {what} depends on records ({_by(label)}), which its'
       ' time tells. Compute both and choose by jnp.where, inside of the clip;'
       ' or loop a fixed number of times'
     )
@@ -457,7 +458,7 @@ class _Walk:
   def _effect(self, equation: Any, label: Label) -> None:
     if label.kind is not Kind.PUBLIC:
       raise _Offence(
-        f'{_named(equation)}: something of the records leaves the program or is'
+        f'{named(equation)}: something of the records leaves the program or is'
         ' kept beside it. Take it out, or return the value under a name that'
         f' begins with {LOCAL}, if those who see it may see the data'
       )
@@ -471,7 +472,7 @@ class _Walk:
 def _by(label: Label) -> str:
   """Which equation made a value private."""
   equation = label.made if label.lost is None else label.lost
-  return 'an argument as it is' if equation is None else _named(equation)
+  return 'an argument as it is' if equation is None else named(equation)
 
 
 def _of_noise(label: Label) -> str:
@@ -486,7 +487,7 @@ def _of_noise(label: Label) -> str:
     label.lost.primitive.name, 'put the noise directly behind the clip'
   )
   return (
-    f'{_named(label.lost)}: between the clip and its noise stands what may move'
+    f'{named(label.lost)}: between the clip and its noise stands what may move'
     f' the sum by any amount when a record changes; {instead}'
   )
 
@@ -662,7 +663,8 @@ def prove_released(
       positions[i] = label
   if PRIVATE not in positions.values():
     raise ValueError(
-      f'Expected the position of an argument that holds records, got {private=}.'
+      'Expected the position of an argument that holds records, got'
+      f' {private=}.'
     )
   labels = [
     positions.get(i, PUBLIC)

@@ -83,8 +83,9 @@ __all__ = [
   'add_decayed_factors', 'augmented_optimizer', 'chain', 'clip_each_matrix',
   'clip_groups', 'clipped_elsewhere', 'correlated_noise_stddev',
   'correlated_tangent_privatizer', 'intrinsic_clip', 'noised_elsewhere',
-  'orthogonalize', 'orthogonalize_tangents', 'per_matrix_clip', 'retract', 'scale_by_learning_rate',
-  'scale_by_published_preconditioner', 'scale_by_rank_preconditioner',
+  'orthogonalize', 'orthogonalize_tangents', 'per_matrix_clip', 'retract',
+  'scale_by_learning_rate', 'scale_by_published_preconditioner',
+  'scale_by_rank_preconditioner',
   'scale_by_row_moments', 'split_noise_multiplier', 'tangent_coordinates',
   'tangent_privatizer', 'tangent_probes', 'tangent_transformation',
 ]
