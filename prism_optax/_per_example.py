@@ -14,6 +14,7 @@ import optax
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _lattice, _validate
+from prism_optax._proofs import _marks
 from prism_optax._types import ArrayTree, Scalar
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -351,6 +352,48 @@ def sum_of_examples(
       for (high, low), unit in zip(sums, unit_leaves, strict=True)
     ]
   return jax.tree.unflatten(treedef, out)
+
+
+def mark_clipped(
+  sums: Any,
+  groups: Sequence[tuple[Sequence[int], Scalar, int]],
+  noise_stddevs: Sequence[Scalar] | None = None,
+) -> Any:
+  """Marks what :func:`sum_of_examples` returned as the sum of a clip.
+
+  An analysis of the program reads there what one record can add, and compares
+  it with the noise that follows. It is compiled to nothing.
+
+  Args:
+    sums: A tree of arrays or of ``LatticeSum``.
+    groups: For each group that is clipped together the positions of its leaves
+      in the tree, the largest norm of one contribution there, and how many
+      parts of a leaf have this norm, each of them.
+    noise_stddevs: For each leaf the noise whose lattice it is on.
+
+  Returns:
+    The same tree.
+  """
+  leaves, treedef = jax.tree.flatten(sums, is_leaf=_lattice.is_sum)
+  known = tuple(
+    _marks.Group(tuple(where), _marks.known(bound), matrices)
+    for where, bound, matrices in groups
+  )
+  lattice: tuple[float | None, ...] = (None,) * len(leaves)
+  if noise_stddevs is not None:
+    lattice = tuple(map(_marks.known, noise_stddevs))
+  parts = [_lattice.parts(x) for x in leaves]
+  marked = _marks.clipped(parts, _marks.Clip(known, lattice))
+  return jax.tree.unflatten(treedef, map(_lattice.with_parts, leaves, marked))
+
+
+def mark_flat_clip(
+  sums: Any, bound: Scalar, noise_stddev: Scalar | None = None
+) -> Any:
+  """:func:`mark_clipped` of one group, all leaves on one lattice."""
+  count = len(jax.tree.leaves(sums, is_leaf=_lattice.is_sum))
+  stddevs = None if noise_stddev is None else [noise_stddev] * count
+  return mark_clipped(sums, [(range(count), bound, 1)], stddevs)
 
 
 def _parts(inputs: Any, size: int) -> Any:

@@ -295,12 +295,14 @@ class BoundedSum(NamedTuple):
       sums, _ = _per_example.sum_of_examples(
         contribution, updates, is_padding_example, (units, ())
       )
-      return sums, state
+      return _per_example.mark_flat_clip(sums, bound / b, self.stddev), state
     stddev = rule.fraction_stddev if self.stddev else 0.0
     unit = _lattice.unit_of(stddev, 0.5 / b, jnp.float32)
     sums, votes = _per_example.sum_of_examples(
       contribution, updates, is_padding_example, (units, unit)
     )
+    sums = _per_example.mark_flat_clip(sums, bound / b, self.stddev)
+    votes = _per_example.mark_flat_clip(votes, 0.5 / b, stddev)
     next_key, key = _randomness.split(state.prng_key)
     (vote,) = _lattice.add_noise(key, [votes], stddev)
     factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))

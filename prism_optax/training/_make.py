@@ -16,7 +16,7 @@ from prism_optax import (
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.lora import InputMetric
-from prism_optax.training import _loss, _mechanism, _sampling
+from prism_optax.training import _loss, _mechanism, _sampling, _seen
 from prism_optax.training._clipping import (
   BoundedSum,
   FlatClipping,
@@ -249,8 +249,10 @@ def make_private(
     None if record is None else Form.declared(record),
   )
   transformation = _mechanism.assemble(
-    optimizer, bounded, steps=steps, prng_key=prng_key, params=shapes
+    optimizer, bounded, steps=steps, prng_key=prng_key
   )
+  found = _seen.look(transformation, shapes, padded_batch_size)
+  _seen.check(found, sigma, 1 + follows)
   training = PrivateTraining(
     Parts(
       settings,
@@ -262,6 +264,7 @@ def make_private(
       skip_padding,
       functools.partial(_loss.check, loss, batched_loss),
       (lambda x: x) if input_metric is None else input_metric.to_params,
+      1 + follows,
     )
   )
   _events.check_delta(training.event(), delta, dataset_size)
