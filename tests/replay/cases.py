@@ -1,8 +1,9 @@
-"""Trainings that are small and have one of everything, and how they are run."""
+"""Trainings that are small, and how they are run on a tape."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,13 +14,15 @@ import optax
 import prism_optax
 from prism_optax import training
 from tests.replay import harness
+from tests.training import adversarial
 
 N, B, STEPS, MOST = 8, 4, 3, 3
 SIGMA = 2.0
-# Draws place 0 in the last two steps and place 7 in the first and the last; no
-# batch is full.
+# No batch is full. The first place is drawn in the last two steps, and the last
+# place in the first step and the last one.
 KEY = 35
-PLACES = (0, 7)
+PLACES = (0, N - 1)
+DRAWN = {0: [False, True, True], N - 1: [True, False, True]}
 
 _rng = np.random.default_rng(0)
 PARAMS = {
@@ -29,23 +32,14 @@ PARAMS = {
     'lora_b': jnp.asarray(_rng.normal(size=(1, 2)), jnp.float32),
   },
 }
-
-
-def _normal(*shape):
-  return _rng.normal(size=shape).astype(np.float32)
-
-
-# Eight records, a dict of arrays.
-RECORDS = {
-  'x': _normal(N, 3),
-  'pixels': _rng.integers(0, 256, (N, 3)).astype(np.uint8),
-  'label': _rng.integers(0, 2, N).astype(np.int32),
+FORM = {
+  'x': jax.ShapeDtypeStruct((3,), np.float32),
+  'pixels': jax.ShapeDtypeStruct((3,), np.uint8),
+  'label': jax.ShapeDtypeStruct((), np.int32),
 }
-# Eight records that are their own gradients.
-GRADIENTS = {
-  'bias': _normal(N, 2),
-  'layer': {'lora_a': _normal(N, 3, 1), 'lora_b': _normal(N, 1, 2)},
-}
+GRADIENT = jax.tree.map(
+  lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS
+)
 
 
 def loss(params, record):
@@ -56,6 +50,18 @@ def loss(params, record):
   return jax.nn.logsumexp(z) - z[record['label']] + jnp.sum(z**2)
 
 
+def losses(params, records):
+  """The same of a batch, with a copy of the parameters for each record."""
+  pair = params['layer']
+  pixels = (records['pixels'] - 128).astype(jnp.float32) / 256
+  z = jnp.einsum(
+    'bi,bir,bro->bo', records['x'] + pixels, pair['lora_a'], pair['lora_b']
+  )
+  z += params['bias']
+  chosen = jax.nn.one_hot(records['label'], 2) * z
+  return jax.nn.logsumexp(z, -1) - jnp.sum(chosen, -1) + jnp.sum(z**2, -1)
+
+
 def of_gradients(params, record):
   """Its gradient is the record."""
   return optax.tree.vdot(params, record)
@@ -64,7 +70,7 @@ def of_gradients(params, record):
 OPTIMIZERS = {
   'adam': optax.adam(0.1),
   'prism': functools.partial(prism_optax.prism, 0.1),
-  'published': functools.partial(prism_optax.published_prism, 0.1),
+  'published_prism': functools.partial(prism_optax.published_prism, 0.1),
   'prism_muon': functools.partial(prism_optax.prism_muon, 0.1),
   'dp_muon': functools.partial(prism_optax.dp_muon, 0.1),
 }
@@ -98,73 +104,113 @@ def make(optimizer='adam', clip='flat', **options):
   )
 
 
-class Listed(list):
-  """A list of records that notes which of them are read."""
-
-  note: Callable[[str], None] = staticmethod(lambda text: None)
-
-  def __getitem__(self, i):
-    self.note(f'read {i}')
-    return super().__getitem__(i)
+def listed(form, count=N):
+  """Ordinary records."""
+  return [adversarial.ordinary(form, seed) for seed in range(count)]
 
 
-def listed(tree):
-  """The records of arrays, one by one."""
-  return Listed(
-    jax.tree.map(lambda x: x[i], tree) for i in range(len(jax.tree.leaves(tree)[0]))
-  )
+def stacked(records):
+  """Arrays of records, for a loss of one argument."""
+  return (jax.tree.map(lambda *xs: np.stack(xs), *records),)
+
+
+def odd_gradients() -> Iterator[adversarial.Odd]:
+  """Records that are gradients of every size, whole or in one entry."""
+  yield from adversarial.in_form(GRADIENT)
+  base = adversarial.ordinary(GRADIENT, 99)
+  leaves, treedef = jax.tree.flatten(base)
+  for scale in 10.0 ** np.array([-44, -38, -30, -23, -21, -19, -9, 9, 19, 38]):
+    with np.errstate(all='ignore'):
+      whole = [(x * scale).astype(np.float32) for x in leaves]
+    yield adversarial.Odd(f'times {scale}', jax.tree.unflatten(treedef, whole))
+    for i in range(len(leaves)):
+      one = [np.zeros_like(x) for x in leaves]
+      one[i].reshape(-1)[0] = scale
+      yield adversarial.Odd(
+        f'{scale} in leaf {i} alone', jax.tree.unflatten(treedef, one)
+      )
 
 
 @dataclasses.dataclass
 class Case:
-  """A training on a tape, compiled once.
+  """A training whose step is compiled once, on a tape.
 
   Attributes:
     private: The training.
-    data: Of all records, a tree of arrays or a list.
+    records: Of all places, a list.
+    arrays: Whether they are given to it as arrays.
     users: None, or who each record is of.
   """
 
   private: training.PrivateTraining
-  data: Any
+  records: list[Any]
+  arrays: bool = False
   users: Any = None
 
   def __post_init__(self) -> None:
     self.tape = harness.Tape()
     self._like = self.private.init(PARAMS)
     self._start = jax.tree.map(_saved, self._like)
-    # For the compiler, and for what is made once only.
-    self.observe(self.data, PLACES[0])
+    # As it is, with all checks and proofs that go before a first step.
+    plain = self.observe(self.records, 0, taped=False)
+    assert plain.result is not None, plain.events
+    original = self.private._step.__wrapped__
+    # A function of its own: what JAX has traced of the other one, it keeps.
+    self.private._step = jax.jit(
+      lambda *args: original(*args), donate_argnums=(0, 1)
+    )
+    self.without(0)  # For the compiler.
+    recorded = self.observe(self.records, 0)
+    assert len(recorded.releases) >= STEPS, recorded.events
+    # To be on a tape changes nothing.
+    assert harness.digest(recorded.result) == harness.digest(plain.result)
 
-  def drawn(self, place: int) -> list[bool]:
-    """In which steps a record is drawn."""
-    return [place in self._places(step) for step in range(STEPS)]
+  def without(self, place: int) -> harness.Observation:
+    """The run in which the record, or the user, at a place is not there."""
+    return self.observe(self.records, place, absent=True)
 
-  def _places(self, step: int) -> np.ndarray:
-    return self.private.parts.settings.sampling.draw(self._start.seed, step)[0]
+  def with_odd(
+    self, place: int, record: Any, played: harness.Observation
+  ) -> harness.Observation:
+    """The run with another record at a place, or with all of a user's."""
+    mine = [place] if self.users is None else np.flatnonzero(self.users == place)
+    new = [record if i in mine else x for i, x in enumerate(self.records)]
+    return self.observe(new, place, played=played)
 
-  def observe(self, data, place, *, absent=False, played=None):
-    """A run with these data, where the record at a place is the odd one.
+  def observe(
+    self,
+    records: list[Any],
+    place: int,
+    *,
+    absent: bool = False,
+    played: harness.Observation | None = None,
+    taped: bool = True,
+  ) -> harness.Observation:
+    """A run in which the record at a place is the odd one.
 
     Args:
-      data: Records.
+      records: The data.
       place: Of the odd one.
       absent: It is not there: where it was drawn there is padding.
       played: A run before.
+      taped: Whether programs that are traced have their noise on the tape.
     """
+    sampling = self.private.parts.settings.sampling
 
-    def run(now):
-      if isinstance(data, Listed):
-        data.note = now.note
+    def run(now: harness.Observation) -> Any:
+      source = adversarial.Source(records)
+      data = stacked(records) if self.arrays else source
       state = jax.tree.map(_restored, self._start, self._like)
       batches = self.private.batches(state, data, users=self.users)
       now.note(f'{len(batches)} batches')
       for step, batch in enumerate(batches):
-        odd = self._places(step) == place
+        now.note(f'read {source.read}')
+        del source.read[:]
+        odd = sampling.draw(state.seed, step) == place
         if absent:
           batch = _without(batch, odd)
         others = jax.tree.map(
-          lambda x: np.asarray(x)[~odd],
+          lambda x, odd=odd: np.asarray(x)[~odd],
           (batch.examples, batch.is_padding_example, batch.is_present),
         )
         now.note(f'batch {harness.shapes(batch.examples)}')
@@ -174,7 +220,7 @@ class Case:
         now.next_step()
       return state.params
 
-    with self.tape.recording():
+    with self.tape.recording() if taped else contextlib.nullcontext():
       return self.tape.observe(run, played)
 
 
@@ -182,15 +228,18 @@ def _without(batch, row):
   """The batch with padding in a row."""
 
   def blank(x):
-    x = np.array(x)
-    x[row] = 0
-    return jnp.asarray(x)
+    return None if x is None else jnp.asarray(np.where(_like(row, x), 0, x), x.dtype)
 
   return dataclasses.replace(
     batch,
     examples=jax.tree.map(blank, batch.examples),
     is_padding_example=jnp.asarray(np.asarray(batch.is_padding_example) | row),
+    is_present=blank(batch.is_present),
   )
+
+
+def _like(row, x):
+  return row.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _saved(x):
@@ -205,18 +254,3 @@ def _restored(x, like):
   if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
   return jnp.array(x)
-
-
-def with_record(data, place, record):
-  """The data with another record at a place, a list or arrays."""
-  if isinstance(data, Listed):
-    new = Listed(data)
-    list.__setitem__(new, place, record)
-    return new
-
-  def put(x, value):
-    x = x.copy()
-    x[place] = value
-    return x
-
-  return jax.tree.map(put, data, record)
