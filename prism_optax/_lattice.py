@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import _generators, _randomness
+from prism_optax._proofs import _marks
 from prism_optax._types import DTypeLike, Scalar
 
 _CELL_BITS = 12
@@ -123,6 +124,26 @@ class LatticeSum(NamedTuple):
   high: jax.Array
   low: jax.Array
   unit: jax.Array
+
+
+def parts(x: jax.Array | LatticeSum) -> tuple[jax.Array, ...]:
+  """The arrays of a leaf that come from records."""
+  return (x.high, x.low) if isinstance(x, LatticeSum) else (x,)
+
+
+def with_parts(
+  x: jax.Array | LatticeSum, arrays: Sequence[jax.Array]
+) -> jax.Array | LatticeSum:
+  """The leaf with other arrays in the place of its :func:`parts`."""
+  if isinstance(x, LatticeSum):
+    high, low = arrays
+    return LatticeSum(high, low, x.unit)
+  return arrays[0]
+
+
+def is_sum(x: object) -> bool:
+  """Whether a node of a tree is a leaf: numbers on a lattice."""
+  return isinstance(x, LatticeSum)
 
 
 def integers_of(x: LatticeSum) -> np.ndarray:
@@ -236,9 +257,6 @@ def add_noise(
   """
   key = _randomness.key_words(prng_key)
 
-  def is_sum(x: object) -> bool:
-    return isinstance(x, LatticeSum)
-
   leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sum)
   stddevs = stddev if isinstance(stddev, Sequence) else [stddev] * len(leaves)
 
@@ -255,5 +273,9 @@ def add_noise(
     out = _noisy(key, leaf, towards_zero(x, s / STEPS))
     return jnp.where((s > 0) & jnp.isfinite(x), out, x)
 
+  what = _marks.Noise(tuple(map(_marks.known, stddevs)))
+  entering = _marks.noise_enters(list(map(parts, leaves)), what)
+  leaves = list(map(with_parts, leaves, entering))
   triples = zip(range(len(leaves)), leaves, stddevs, strict=True)
-  return jax.tree.unflatten(treedef, [noisy(*x) for x in triples])
+  out = _marks.released([(noisy(*x),) for x in triples], what)
+  return jax.tree.unflatten(treedef, [x for (x,) in out])

@@ -14,6 +14,7 @@ import optax
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _lattice, _validate
+from prism_optax._proofs import _marks
 from prism_optax._types import ArrayTree, Scalar
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -158,14 +159,11 @@ def squared_norm(
   return functools.reduce(jnp.add, map(squares, arrays))
 
 
-def clip_weight(
-  squared_norm: jax.Array, stability: Scalar | None = None
-) -> tuple[jax.Array, jax.Array]:
+def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Weight ``min(1, 1/norm)`` of an example, and whether it counts.
 
   Args:
     squared_norm: In units of the clip norm, of any shape.
-    stability: In these units; with it the weight is ``1/(norm + stability)``.
 
   Returns:
     The weight, and False where the norm is not finite, hence for an example
@@ -177,9 +175,52 @@ def clip_weight(
   # inside of the bound (8 eps is 1e-6 in float32).
   bound = 1 - 8 * jnp.finfo(squared_norm.dtype).eps
   norm = jnp.sqrt(jnp.where(counts, squared_norm, 1))
-  if stability is not None:
-    return bound / (norm + stability), counts
   return bound / jnp.maximum(norm, bound), counts
+
+
+def shortened(
+  arrays: Sequence[jax.Array], stability: float
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+  """One example over its norm: ``x / (norm + stability)``, of norm at most 1.
+
+  A weight above one, which a clip never has, must not come from a norm that is
+  too small. So the norm is in units of the largest entry, where it is at least
+  one and no square that matters vanishes, for any size of the example and any
+  stability, also one that is zero in the type of the arrays.
+
+  ========================================  ====================================
+  NaN or Inf in an array                    the example does not count
+  entries that are all denormal, or zeros   a CPU takes them for zeros: zeros
+  ========================================  ====================================
+
+  Args:
+    arrays: Of one example.
+    stability: Positive, in the unit of the arrays.
+
+  Returns:
+    The arrays in units of their largest entry; the factor that they are to be
+    multiplied by; and whether the example counts. One that does not must be
+    replaced by zero.
+  """
+  entries = [jnp.max(jnp.abs(x), initial=0) for x in arrays]
+  largest: jax.Array = functools.reduce(jnp.maximum, entries)
+  limits = jnp.finfo(largest.dtype)
+  # Of zeros and of denormal numbers, by which a CPU cannot divide.
+  largest = jnp.where(largest < limits.tiny, 1, largest)
+  # A compiler may multiply by the inverse in place of a division, and that of
+  # a huge number is denormal. Powers of two are exact.
+  shift = jnp.where(largest > 1, 2.0**-40, 2.0**40).astype(largest.dtype)
+  scaled = [(x * shift) / (largest * shift) for x in arrays]
+  squared = functools.reduce(
+    jnp.add, [jnp.sum(jnp.square(x)) for x in scaled], jnp.zeros(())
+  )
+  counts = jnp.isfinite(squared) & jnp.isfinite(largest)
+  # At least one but for an example of zeros, whose weight says nothing.
+  norm = jnp.maximum(jnp.sqrt(jnp.where(counts, squared, 1)), 1)
+  bound = 1 - 8 * limits.eps  # As for `clip_weight`.
+  # Where the quotient overflows, nothing is left, as it should be.
+  stability = min(stability, float(limits.max))
+  return scaled, bound / (norm + stability / largest), counts
 
 
 _TwoParts: TypeAlias = tuple[jax.Array, jax.Array]
@@ -311,6 +352,48 @@ def sum_of_examples(
       for (high, low), unit in zip(sums, unit_leaves, strict=True)
     ]
   return jax.tree.unflatten(treedef, out)
+
+
+def mark_clipped(
+  sums: Any,
+  groups: Sequence[tuple[Sequence[int], Scalar, int]],
+  noise_stddevs: Sequence[Scalar] | None = None,
+) -> Any:
+  """Marks what :func:`sum_of_examples` returned as the sum of a clip.
+
+  An analysis of the program reads there what one record can add, and compares
+  it with the noise that follows. It is compiled to nothing.
+
+  Args:
+    sums: A tree of arrays or of ``LatticeSum``.
+    groups: For each group that is clipped together the positions of its leaves
+      in the tree, the largest norm of one contribution there, and how many
+      parts of a leaf have this norm, each of them.
+    noise_stddevs: For each leaf the noise whose lattice it is on.
+
+  Returns:
+    The same tree.
+  """
+  leaves, treedef = jax.tree.flatten(sums, is_leaf=_lattice.is_sum)
+  known = tuple(
+    _marks.Group(tuple(where), _marks.known(bound), matrices)
+    for where, bound, matrices in groups
+  )
+  lattice: tuple[float | None, ...] = (None,) * len(leaves)
+  if noise_stddevs is not None:
+    lattice = tuple(map(_marks.known, noise_stddevs))
+  parts = [_lattice.parts(x) for x in leaves]
+  marked = _marks.clipped(parts, _marks.Clip(known, lattice))
+  return jax.tree.unflatten(treedef, map(_lattice.with_parts, leaves, marked))
+
+
+def mark_flat_clip(
+  sums: Any, bound: Scalar, noise_stddev: Scalar | None = None
+) -> Any:
+  """:func:`mark_clipped` of one group, all leaves on one lattice."""
+  count = len(jax.tree.leaves(sums, is_leaf=_lattice.is_sum))
+  stddevs = None if noise_stddev is None else [noise_stddev] * count
+  return mark_clipped(sums, [(range(count), bound, 1)], stddevs)
 
 
 def _parts(inputs: Any, size: int) -> Any:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend import core
+from jax.interpreters import mlir
 
 from prism_optax import _generators, _validate
 from prism_optax._types import ArrayTree, PRNGKeyLike
@@ -60,6 +62,24 @@ def is_given(prng_key: PRNGKeyLike) -> bool:
   return prng_key is not None and not isinstance(prng_key, str)
 
 
+def _no_seed(*_: Any, name: str, prng_key: PRNGKeyLike, **__: Any) -> Any:
+  raise ValueError(
+    f'{name}={prng_key!r} takes a fresh seed from the operating system and'
+    ' cannot be used under jit: the seed would become a constant of the'
+    f' compiled program. Call `init` outside of jit, or pass {name}.'
+  )
+
+
+# In the place of a fresh seed while JAX is tracing: it has a shape, for those
+# who want to know what a state will look like, and no value.
+_fresh_p = core.Primitive('fresh_seed')
+_fresh_p.def_impl(_no_seed)
+_fresh_p.def_abstract_eval(
+  lambda *, shape, **_: jax.core.ShapedArray(shape, jnp.uint32)
+)
+mlir.register_lowering(_fresh_p, _no_seed)
+
+
 def resolve_key(
   name: str, prng_key: PRNGKeyLike, params: ArrayTree, *, words: int = 2
 ) -> jax.Array:
@@ -81,22 +101,19 @@ def resolve_key(
     A typed key of shape (); of shape (2,) for ChaCha20.
 
   Raises:
-    ValueError: If a fresh key is asked for while tracing. The compiled program
-      would contain one seed and draw the same noise whenever it runs. Also for
+    ValueError: If a fresh key is asked for in a program that is compiled. It
+      would contain one seed and draw the same noise whenever it runs
+      (``jax.eval_shape`` runs nothing and gets the shape of a key). Also for
       an integer that does not fit in the words.
   """
   check_key(name, prng_key, words=words)
   if prng_key is None or isinstance(prng_key, str):
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
-      raise ValueError(
-        f'{name}={prng_key!r} takes a fresh seed from the operating system and'
-        ' cannot be used while tracing (jit, eval_shape): the seed would become'
-        ' a constant of the compiled program. Call `init` outside of jit, or'
-        f' pass {name}.'
-      )
     shape = (2, words) if prng_key == CHACHA20 else (words,)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+      data: Any = _fresh_p.bind(shape=shape, name=name, prng_key=prng_key)
+      return jax.random.wrap_key_data(data, impl=_IMPLEMENTATIONS[words])
     fresh = os.urandom(4 * math.prod(shape))
-    data: Any = np.frombuffer(fresh, np.uint32).reshape(shape)
+    data = np.frombuffer(fresh, np.uint32).reshape(shape)
     if jax.process_count() > 1:
       data = np.asarray(multihost_utils.broadcast_one_to_all(data))
   elif isinstance(prng_key, numbers.Integral):

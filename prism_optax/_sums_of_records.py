@@ -108,6 +108,7 @@ def sum_of_batch(
   out: dict[str, Any] = _per_example.sum_of_examples(
     contribution, batch, None, units
   )
+  out = _per_example.mark_flat_clip(out, 1.0)
   return out
 
 

@@ -252,7 +252,7 @@ def measure(change, seeds):
     DELTA,
     static['batch'] / SIZE,
     static['steps'],
-    also=[used[0].event] if static['metric'] else [],
+    prior_events=[used[0].event] if static['metric'] else [],
   )
   run = program(**static)
   right = np.asarray(

@@ -95,7 +95,9 @@ def _plan(rows, batch, padded, steps, epsilon, has_metric) -> privacy.Plan:
     DELTA,
     plan.sampling_probability,
     steps,
-    also=[dp_accounting.GaussianDpEvent(language_metric.NOISE_MULTIPLIER)],
+    prior_events=[
+      dp_accounting.GaussianDpEvent(language_metric.NOISE_MULTIPLIER)
+    ],
     neighboring_relation=privacy.RELATION,
     **plan.truncation,
   )

@@ -97,7 +97,7 @@ def noise_multiplier(
   """
   return float(
     accounting.calibrate_noise_multiplier(
-      epsilon, DELTA, batch / rows, steps, also=events
+      epsilon, DELTA, batch / rows, steps, prior_events=events
     )
   )
 

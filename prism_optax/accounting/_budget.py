@@ -184,7 +184,8 @@ class PrivacyBudget:
       BudgetExceeded: If the session or the server cannot afford it. Nothing was
         recorded.
       ValueError: If the composition has no analysis of the event, or an
-        argument is out of its range. Nothing was recorded.
+        argument or a number of the event is out of its range (a negative count
+        inside of a composition would be a refund). Nothing was recorded.
       TimeoutError: If other processes kept the file. Nothing was recorded.
       RuntimeError: If the ledger was changed by hand. Nothing was recorded.
     """

@@ -76,9 +76,11 @@ def epsilon(
     Epsilon, ``inf`` where there is no guarantee (or only one of millions).
 
   Raises:
-    ValueError: If an argument is out of its range, or the accountant has no
-      analysis of the event under the relation (RDP has none of Poisson
-      sampling under ``REPLACE_ONE``, nor of truncated batches).
+    ValueError: If an argument is out of its range; if a number of the event is
+      impossible (a negative count or noise, NaN), also inside of compositions;
+      or if the accountant has no analysis of the event under the relation (RDP
+      has none of Poisson sampling under ``REPLACE_ONE``, nor of truncated
+      batches).
 
   References:
     The accountants are dp-accounting's. PLD: Doroshenko et al., Connect the
@@ -171,7 +173,7 @@ def calibrate_noise_multiplier(
   neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   truncated_batch_size: int | None = None,
   dataset_size: int | None = None,
-  also: Sequence[dp_accounting.DpEvent] = (),
+  prior_events: Sequence[dp_accounting.DpEvent] = (),
 ) -> float:
   """Returns the smallest noise multiplier that meets ``target_epsilon``.
 
@@ -196,9 +198,9 @@ def calibrate_noise_multiplier(
       :func:`dpsgd_event`.
     dataset_size: Number of records, against which ``delta`` is checked before
       the search; needed with ``truncated_batch_size``.
-    also: Events of what else is released about the same records, whose noise is
-      given (the ``.event`` of an input metric). They and the steps together
-      meet the target.
+    prior_events: Events of what else is released about the same records, with
+      noise that is given (the ``.event`` of an input metric). They and the
+      steps together meet the target.
 
   Returns:
     Standard deviation of the noise over the clip norm, as
@@ -230,7 +232,7 @@ def calibrate_noise_multiplier(
       truncated_batch_size=truncated_batch_size,
       dataset_size=None if truncated_batch_size is None else dataset_size,
     )
-    return _events.composed([training, *also])
+    return _events.composed([training, *prior_events])
 
   _events.check_delta(event(1.0), delta, dataset_size)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation, dp_event, rdp
 
 from prism_optax import _validate
@@ -27,6 +28,16 @@ _MAX_GRID = 2e6
 
 # A delta above it gets a warning where the number of records is not known.
 _LARGEST_DELTA = 1e-3
+
+# Fields of events that are no numbers >= 0: whole ones, probabilities, lists of
+# numbers, and those whose sign is free.
+_COUNTS = frozenset({
+  'count', 'dataset_size', 'num_buckets', 'sample_size', 'source_dataset_size',
+  'step_counts', 'truncated_batch_size',
+})  # fmt: skip
+_PROBABILITIES = frozenset({'sampling_probability', 'sampling_probs'})
+_LISTS = frozenset({'sampling_probs', 'sensitivities', 'step_counts'})
+_OF_ANY_SIGN = frozenset({'sensitivities', 'shape'})
 
 # The default of all that takes a relation: the one of Poisson sampling.
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -174,9 +185,41 @@ def frozen(event: dp_event.DpEvent) -> dp_event.DpEvent:
 
 
 def require_event(event: object) -> None:
-  """Raises ``ValueError`` unless ``event`` is a dp-accounting event."""
+  """Raises ``ValueError`` unless it is an event whose numbers are possible.
+
+  All of them are looked at, also those inside of compositions and samples: a
+  part that happens -1 times would be a refund, and accountants add it up.
+  """
   if not isinstance(event, dp_event.DpEvent):
     raise ValueError(f'Expected event to be a DpEvent, got {event=}.')
+  # What a class of events is made of; one that is not of dp-accounting, and
+  # names nothing, is for the accountant to judge.
+  for field in getattr(type(event), '__attrs_attrs__', ()):
+    value = getattr(event, field.name)
+    name = f'{type(event).__name__}.{field.name}'
+    if field.name == 'event':
+      require_event(value)
+    elif field.name == 'events':
+      for inner in value:
+        require_event(inner)
+    elif field.name in _LISTS:
+      for number in np.ravel(value):
+        _require_number(name, field.name, number)
+    else:
+      _require_number(name, field.name, value)
+
+
+def _require_number(name: str, field: str, value: object) -> None:
+  """Raises ``ValueError`` for a number that no event can have."""
+  if field in _COUNTS:
+    _validate.integer(name, value, 0)
+  elif field in _PROBABILITIES:
+    _validate.known_probability(name, value)
+  elif field in _OF_ANY_SIGN:
+    if math.isnan(_validate.known_number(name, value)):
+      raise ValueError(f'Expected {name} to be a number, got {name}={value!r}.')
+  else:
+    _validate.known_non_negative(name, value)
 
 
 def check_delta(

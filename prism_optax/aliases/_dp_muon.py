@@ -22,6 +22,7 @@ from prism_optax._types import (
 from prism_optax.muon._polynomials import Steps
 from prism_optax.transforms import _clip_groups, _privatizer
 from prism_optax.transforms._clip_groups import NormsLike
+from prism_optax.transforms._declared import noised_elsewhere
 from prism_optax.transforms._matrix_clip import per_matrix_clip
 from prism_optax.transforms._orthogonalize import BiasCorrection, orthogonalize
 
@@ -263,7 +264,8 @@ def dp_muon(
   parts: list[optax.GradientTransformation] = []
   if privatizer is not None:
     parts += [clip] * per_example_gradients
-    parts.append(_in_units(units_of, _privatizer.limited(privatizer, last)))
+    noise = _privatizer.limited(noised_elsewhere(privatizer), last)
+    parts.append(_in_units(units_of, noise))
   elif noise_multiplier is not None:
     stddev = noise_multiplier / expected_batch_size
 

@@ -22,18 +22,32 @@ from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 Rows: TypeAlias = Sequence[np.ndarray] | None
 
 
+class _Factors(NamedTuple):
+  """What a rule makes of one record.
+
+  Attributes:
+    leaves: Of the record, in a unit of the rule's choice.
+    factors: For each leaf: their products have a joint norm of at most C.
+    counts: Whether the record counts; one that does not becomes zeros.
+  """
+
+  leaves: Sequence[jax.Array]
+  factors: list[jax.Array]
+  counts: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class FlatClipping:
   """``min(1, C / norm)`` of a record's whole gradient, as DP-SGD has it."""
 
   def _factors(
     self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
-  ) -> tuple[list[jax.Array], jax.Array]:
-    """A factor for each leaf of one record, and whether the record counts."""
+  ) -> _Factors:
+    """What one record's leaves are multiplied by."""
     del rows
     squared = _per_example.squared_norm(leaves, l2_clip_norm)
     weight, counts = _per_example.clip_weight(squared)
-    return [weight] * len(leaves), counts
+    return _Factors(leaves, [weight] * len(leaves), counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +60,8 @@ class AutomaticClipping(FlatClipping):
 
   Attributes:
     stability: gamma, positive, in the unit of one record's gradient: gradients
-      much shorter than it stay short.
+      much shorter than it stay short. However small it is, none becomes longer
+      than C; below 1e-38 it counts as zero.
   """
 
   stability: float = 0.01
@@ -56,13 +71,10 @@ class AutomaticClipping(FlatClipping):
 
   def _factors(
     self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
-  ) -> tuple[list[jax.Array], jax.Array]:
+  ) -> _Factors:
     del rows
-    squared = _per_example.squared_norm(leaves, l2_clip_norm)
-    weight, counts = _per_example.clip_weight(
-      squared, self.stability / l2_clip_norm
-    )
-    return [weight] * len(leaves), counts
+    shortened, weight, counts = _per_example.shortened(leaves, self.stability)
+    return _Factors(shortened, [weight * l2_clip_norm] * len(leaves), counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +119,7 @@ class GroupClipping(FlatClipping):
 
   def _factors(
     self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
-  ) -> tuple[list[jax.Array], jax.Array]:
+  ) -> _Factors:
     names = sorted(self.shares)
     whole = math.sqrt(sum(share**2 for share in self.shares.values()))
     masks = [[np.asarray(row) == name for name in names] for row in rows or ()]
@@ -127,7 +139,7 @@ class GroupClipping(FlatClipping):
       for x, weight in zip(leaves, by_leaf, strict=True)
     ]
     # A record counts everywhere or nowhere: half of one is no gradient.
-    return factors, jnp.all(counts)
+    return _Factors(leaves, factors, jnp.all(counts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +277,7 @@ class BoundedSum(NamedTuple):
 
     def contribution(example: Any) -> Any:
       leaves, treedef = jax.tree.flatten(coordinates(example))
-      factors, counts = rule._factors(leaves, norm, rows)
+      leaves, factors, counts = rule._factors(leaves, norm, rows)
       unit = b * (norm / bound)
       out = [
         jnp.where(counts, x * (factor / unit), 0)
@@ -283,12 +295,14 @@ class BoundedSum(NamedTuple):
       sums, _ = _per_example.sum_of_examples(
         contribution, updates, is_padding_example, (units, ())
       )
-      return sums, state
+      return _per_example.mark_flat_clip(sums, bound / b, self.stddev), state
     stddev = rule.fraction_stddev if self.stddev else 0.0
     unit = _lattice.unit_of(stddev, 0.5 / b, jnp.float32)
     sums, votes = _per_example.sum_of_examples(
       contribution, updates, is_padding_example, (units, unit)
     )
+    sums = _per_example.mark_flat_clip(sums, bound / b, self.stddev)
+    votes = _per_example.mark_flat_clip(votes, 0.5 / b, stddev)
     next_key, key = _randomness.split(state.prng_key)
     (vote,) = _lattice.add_noise(key, [votes], stddev)
     factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))

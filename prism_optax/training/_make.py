@@ -16,7 +16,7 @@ from prism_optax import (
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.lora import InputMetric
-from prism_optax.training import _loss, _mechanism, _sampling
+from prism_optax.training import _loss, _mechanism, _sampling, _seen
 from prism_optax.training._clipping import (
   BoundedSum,
   FlatClipping,
@@ -38,6 +38,8 @@ from prism_optax.training._settings import (
 # Folded into a key that was given: the seed of the batches, the noise of a
 # quantile. `split` uses the numbers 0 and 1.
 _BATCHES, _QUANTILE = 0x42415443, 0x5155414E
+
+_LEAST_NORM = 1e-30
 
 
 def make_private(
@@ -186,6 +188,11 @@ def make_private(
     3 of 3 steps
   """
   c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
+  if not _LEAST_NORM <= c <= 1 / _LEAST_NORM:
+    raise ValueError(
+      f'Expected {_LEAST_NORM:g} <= l2_clip_norm <= {1 / _LEAST_NORM:g}, for'
+      f' which no number of float32 vanishes, got {l2_clip_norm=}.'
+    )
   _validate.integer('steps', steps, 1)
   _randomness.check_key('prng_key', prng_key, words=4)
   delta = _validate.known_open_probability('delta', delta)
@@ -242,8 +249,10 @@ def make_private(
     None if record is None else Form.declared(record),
   )
   transformation = _mechanism.assemble(
-    optimizer, bounded, steps=steps, prng_key=prng_key, params=shapes
+    optimizer, bounded, steps=steps, prng_key=prng_key
   )
+  found = _seen.look(transformation, shapes, padded_batch_size)
+  _seen.check(found, sigma, 1 + follows)
   training = PrivateTraining(
     Parts(
       settings,
@@ -255,6 +264,7 @@ def make_private(
       skip_padding,
       functools.partial(_loss.check, loss, batched_loss),
       (lambda x: x) if input_metric is None else input_metric.to_params,
+      1 + follows,
     )
   )
   _events.check_delta(training.event(), delta, dataset_size)

@@ -11,7 +11,7 @@ import optax
 from prism_optax import _lattice, _per_example
 from prism_optax._linalg import at_least_float32
 from prism_optax._modules import ClippedSum, Stacks, StepContext
-from prism_optax._types import ArrayTree, PRNGKeyLike
+from prism_optax._types import PRNGKeyLike
 from prism_optax.training._clipping import BoundedSum, FlatClipping
 from prism_optax.transforms import _privatizer
 from prism_optax.transforms._chain import (
@@ -30,24 +30,23 @@ def assemble(
   *,
   steps: int,
   prng_key: PRNGKeyLike,
-  params: ArrayTree,
 ) -> optax.GradientTransformationExtraArgs:
   """The whole transformation, from per-example gradients to updates.
+
+  What it does is not known yet: see :mod:`prism_optax.training._seen`.
 
   Args:
     optimizer: As for :func:`prism_optax.training.make_private`.
     bounded: The clip, the divisor, and the noise in their unit.
     steps: Number of updates that are accounted for.
     prng_key: Of the noise.
-    params: Shapes of the parameters.
 
   Returns:
     A transformation whose ``update`` takes ``LazyGradients`` and
     ``is_padding_example=``.
 
   Raises:
-    ValueError: If the optimizer is none of these, or has a clip of another
-      sensitivity.
+    ValueError: If the optimizer is none of these.
   """
   if isinstance(optimizer, optax.GradientTransformation):
     if hasattr(optimizer, 'sensitivity') or isinstance(
@@ -72,7 +71,12 @@ def assemble(
   taken = _taken(optimizer, constants)
   if type(bounded.clipping) is FlatClipping:
     whole = optimizer(**taken)
-    _check_sensitivity(whole, bounded, params)
+    if not isinstance(whole, optax.GradientTransformation):
+      raise ValueError(
+        'Expected the function given as optimizer to make a transformation that'
+        ' begins with a clip (prism, published_prism, prism_muon, dp_muon, or a'
+        f' prism_optax.chain), got {whole!r}.'
+      )
     return optax.with_extra_args_support(whole)
   accepts = inspect.signature(optimizer).parameters
   if 'per_example_gradients' not in accepts:
@@ -118,26 +122,6 @@ def _taken(
   return taken
 
 
-def _check_sensitivity(
-  whole: Any, bounded: BoundedSum, params: ArrayTree
-) -> None:
-  """Refuses a transformation whose clip is not that of the noise."""
-  sensitivity = getattr(whole, 'sensitivity', None)
-  if sensitivity is None:
-    raise ValueError(
-      'Expected the function given as optimizer to make a transformation that'
-      ' begins with a clip (prism, published_prism, prism_muon, dp_muon, or a'
-      f' prism_optax.chain), got {whole}.'
-    )
-  if isinstance(whole, TangentTransformation):
-    found, wanted = sensitivity(), bounded.bound / bounded.normalize_by
-    if not np.isclose(found, wanted, rtol=1e-6):
-      raise ValueError(
-        f'The clip of the optimizer has the sensitivity {found}, and the noise'
-        f' was made for l2_clip_norm / expected_batch_size = {wanted}.'
-      )
-
-
 def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
   """The clip of tangent coordinates by a rule of its own."""
 
@@ -163,7 +147,9 @@ def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
       state,
       _rows(bounded, step),
     )
-    summed = ClippedSum(*_floats(sums))
+    floats = jax.tree.map(_lattice.to_float, sums, is_leaf=_lattice.is_sum)
+    bound = bounded.bound / bounded.normalize_by
+    summed = ClippedSum(*_per_example.mark_flat_clip(floats, bound))
     summed.on_lattice = lambda stddev: sums
     return summed, state
 
@@ -178,14 +164,6 @@ def _rows(bounded: BoundedSum, step: StepContext) -> list[np.ndarray] | None:
   """The group names along the first axis of each stack of coordinates."""
   labels = bounded.labels(step.params)
   return None if labels is None else step.tree.rows(labels)
-
-
-def _floats(sums: Any) -> Any:
-  return jax.tree.map(
-    _lattice.to_float,
-    sums,
-    is_leaf=lambda x: isinstance(x, _lattice.LatticeSum),
-  )
 
 
 def _dense(

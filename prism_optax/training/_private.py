@@ -11,8 +11,10 @@ import numpy as np
 import optax
 
 from prism_optax import _per_example, accounting
+from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 from prism_optax.accounting import _events
+from prism_optax.training import _seen
 from prism_optax.training._records import Records
 from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
@@ -48,6 +50,8 @@ class PrivateTraining:
     noise_multiplier: Of all that a step releases, as it is accounted.
     padded_batch_size: Rows of every batch.
     steps: Number of steps.
+    proofs: What was proved of the program of a step, when the first one was
+      done: that no record meets another, and that nothing passes the noise.
   """
 
   def __init__(self, parts: Parts) -> None:
@@ -56,6 +60,7 @@ class PrivateTraining:
     self.noise_multiplier = settings.noise_multiplier
     self.padded_batch_size = settings.sampling.padded_batch_size
     self.steps = settings.steps
+    self.proofs: tuple[Proof, ...] = ()
     self._checked = False
     words = repr((settings, jax.tree.map(_described, parts.shapes))).encode()
     digest = hashlib.sha256(words).digest()
@@ -103,6 +108,11 @@ class PrivateTraining:
       raise ValueError(
         'Expected params of the shapes that make_private got, got'
         f' {found} for {wanted}.'
+      )
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+      raise ValueError(
+        'A new run takes fresh seeds, which would become constants of a'
+        ' compiled program: call init outside of jit.'
       )
     state = self.parts.transformation.init(params)
     # The step takes these buffers over: none may be the caller's.
@@ -259,16 +269,11 @@ class PrivateTraining:
         '. Each batch is for one step: iterate batches(state, data) once.'
       )
     if not self._checked:
-      self.parts.check(state.params, frozen, batch)
+      independence: Proof | None = self.parts.check(state.params, frozen, batch)
+      release = self._prove_release(state, frozen, batch)
+      self.proofs = tuple(x for x in (independence, release) if x is not None)
       self._checked = True
-    params, optimizer = self._step(
-      state.params,
-      state.optimizer,
-      frozen,
-      batch.examples,
-      batch.is_padding_example,
-      batch.is_present,
-    )
+    params, optimizer = self._step(*_arguments(state, frozen, batch))
     return state._replace(
       params=params, optimizer=optimizer, step=np.asarray(number + 1)
     )
@@ -326,6 +331,9 @@ class PrivateTraining:
   def statement(self, state: TrainingState | None = None) -> str:
     """The sentence to report, for the steps that a state has done.
 
+    It ends in what was proved of the program of a step, when this training did
+    its first one; before that nothing is said.
+
     Args:
       state: Of this training; None for all of its steps.
 
@@ -352,7 +360,25 @@ class PrivateTraining:
     )
     void = '; VOID for all who know prng_key' if settings.seeded else ''
     also = settings.before.words
-    return f'{text}, {unit}, {done} of {self.steps} steps{also}{void}'
+    return (
+      f'{text}, {unit}, {done} of {self.steps} steps{also}{void}'
+      f'{_proved(self.proofs)}'
+    )
+
+  def _prove_release(
+    self, state: TrainingState, frozen: Any, batch: Batch
+  ) -> Proof | None:
+    """Refuses a step that lets something past the noise, by its program.
+
+    The program is the one that runs: JAX keeps what is traced here.
+    """
+    args = _arguments(state, frozen, batch)
+    return _seen.prove_step(
+      self._step.trace(*args),
+      args,
+      self.noise_multiplier,
+      self.parts.releases_per_step,
+    )
 
   def _check_state(self, state: TrainingState) -> None:
     same = isinstance(state, TrainingState) and np.array_equal(
@@ -368,6 +394,32 @@ class PrivateTraining:
   def _run(self, state: TrainingState) -> bytes:
     seed = np.asarray(state.seed, np.uint32).tobytes()
     return hashlib.sha256(seed + self._fingerprint.tobytes()).digest()
+
+
+def _arguments(
+  state: TrainingState, frozen: Any, batch: Batch
+) -> tuple[Any, ...]:
+  """The arguments of a step."""
+  return (
+    state.params,
+    state.optimizer,
+    frozen,
+    batch.examples,
+    batch.is_padding_example,
+    batch.is_present,
+  )
+
+
+def _proved(proofs: tuple[Proof, ...]) -> str:
+  """The end of a statement."""
+  words = [
+    'nothing passes the noise'
+    if x.claim == _seen.CLAIM
+    else 'records do not meet'
+    for x in proofs
+    if x
+  ]
+  return f'; proved: {", and ".join(words)}' if words else ''
 
 
 def _described(x: Any) -> tuple[Any, ...]:

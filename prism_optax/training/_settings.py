@@ -142,6 +142,8 @@ class Parts(NamedTuple):
     check: ``check(params, frozen, batch)`` refuses a loss, by shapes and
       made-up records.
     adapters: From what is trained to what the model takes.
+    releases_per_step: How often a step adds noise: to the gradients, and to the
+      votes of a quantile.
   """
 
   settings: Settings
@@ -153,3 +155,4 @@ class Parts(NamedTuple):
   skip_padding: bool
   check: Callable[..., None]
   adapters: Callable[[Any], Any]
+  releases_per_step: int

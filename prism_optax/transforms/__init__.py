@@ -36,6 +36,10 @@ from prism_optax.transforms._correlated import (
   correlated_noise_stddev,
   correlated_tangent_privatizer,
 )
+from prism_optax.transforms._declared import (
+  clipped_elsewhere,
+  noised_elsewhere,
+)
 from prism_optax.transforms._descent import (
   add_decayed_factors,
   retract,
@@ -77,10 +81,11 @@ __all__ = [
   'RankPreconditionerState', 'RowMoments', 'RowMomentsState', 'Stacked',
   'StepContext', 'TangentProbes', 'TangentTransformation',
   'add_decayed_factors', 'augmented_optimizer', 'chain', 'clip_each_matrix',
-  'clip_groups', 'correlated_noise_stddev', 'correlated_tangent_privatizer',
-  'intrinsic_clip', 'orthogonalize', 'orthogonalize_tangents',
-  'per_matrix_clip', 'retract', 'scale_by_learning_rate',
-  'scale_by_published_preconditioner', 'scale_by_rank_preconditioner',
+  'clip_groups', 'clipped_elsewhere', 'correlated_noise_stddev',
+  'correlated_tangent_privatizer', 'intrinsic_clip', 'noised_elsewhere',
+  'orthogonalize', 'orthogonalize_tangents', 'per_matrix_clip', 'retract',
+  'scale_by_learning_rate', 'scale_by_published_preconditioner',
+  'scale_by_rank_preconditioner',
   'scale_by_row_moments', 'split_noise_multiplier', 'tangent_coordinates',
   'tangent_privatizer', 'tangent_probes', 'tangent_transformation',
 ]

@@ -15,6 +15,7 @@ import optax
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._types import ArrayTree
+from prism_optax.transforms import _declared
 
 Kind = Literal['clip', 'noise', 'direction', 'retraction']
 Sensitivity = Callable[..., Any]
@@ -188,7 +189,10 @@ def tangent_transformation(
 
   def without_more(stacks, state, step, **extra_args):
     del extra_args
-    return update(stacks, state, step)
+    if not adds_noise:
+      return update(stacks, state, step)
+    noisy, state = update(_declared.noise_enters(stacks), state, step)
+    return _declared.released(noisy), state
 
   kind: Kind = 'noise' if adds_noise else 'direction'
   return TangentTransformation(

@@ -25,6 +25,7 @@ from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
+from prism_optax.transforms._declared import noised_elsewhere
 from prism_optax.transforms._privatizer import PrivatizerState, limited
 
 
@@ -225,7 +226,7 @@ def correlated_tangent_privatizer(
   _randomness.check_key('prng_key', prng_key)
 
   def privatizer(key: jax.Array) -> optax.GradientTransformation:
-    return limited(make_privatizer(key), steps)
+    return limited(noised_elsewhere(make_privatizer(key)), steps)
 
   def init(step):
     bases = starting_bases(step)

@@ -124,16 +124,16 @@ def intrinsic_clip(
       )
 
     def total(stddev=None):
-      units = None
+      units, bound = None, l2_clip_norm / normalize_by
       if stddev is not None:
         like = step.tree.coordinates(step.params)
-        bound = l2_clip_norm / normalize_by
         units = jax.tree.map(
           lambda x: _lattice.unit_of(stddev, bound, x.dtype), like
         )
-      return _per_example.sum_of_examples(
+      sums = _per_example.sum_of_examples(
         contribution, grads, is_padding_example, units
       )
+      return _per_example.mark_flat_clip(sums, bound, stddev)
 
     summed = ClippedSum(*total())
     summed.on_lattice = total

@@ -218,9 +218,9 @@ def per_matrix_clip(
       )
     if not leaves:
       return updates, state
-    units = None
+    units, groups = None, groups_of(params)
     if noise_stddevs is not None:
-      norms = {i: g.l2_clip_norm for g in groups_of(params) for i in g.leaves}
+      norms = {i: g.l2_clip_norm for g in groups for i in g.leaves}
       units = [
         _lattice.unit_of(
           s, norms[i] / normalize_by, jnp.promote_types(x.dtype, jnp.float32)
@@ -230,7 +230,10 @@ def per_matrix_clip(
     sums = _per_example.sum_of_examples(
       contribution, updates, is_padding_example, units
     )
-    return sums, state
+    bounds = [
+      (g.leaves, g.l2_clip_norm / normalize_by, g.matrices) for g in groups
+    ]
+    return _per_example.mark_clipped(sums, bounds, noise_stddevs), state
 
   def sensitivity_of_all(
     neighboring_relation: NeighboringRelation = _per_example.ADD_OR_REMOVE_ONE,

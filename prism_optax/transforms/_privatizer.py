@@ -13,6 +13,7 @@ from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar, StepsLike
 from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
+from prism_optax.transforms._declared import noised_elsewhere
 
 
 class PrivatizerState(NamedTuple):
@@ -230,7 +231,7 @@ def tangent_privatizer(
   if stddev is not None:
     noise = gaussian(stddev, prng_key, last)
   elif privatizer is not None:
-    noise = limited(privatizer, last)
+    noise = limited(noised_elsewhere(privatizer), last)
 
   def init(step):
     if privatizer is None:

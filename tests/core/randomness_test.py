@@ -73,6 +73,19 @@ def test_tracing_with_a_fresh_seed_is_refused():
     jax.jit(init)(jnp.ones(2))
 
 
+@pytest.mark.parametrize('prng_key', [None, 'chacha20'])
+def test_the_shape_of_a_fresh_key_needs_no_seed(prng_key, monkeypatch):
+  """As a checkpoint wants it; nothing is drawn, so nothing is repeated."""
+
+  def init(x):
+    return _randomness.resolve_key('prng_key', prng_key, x, words=4)
+
+  real = init(np.ones(2))
+  monkeypatch.delattr('os.urandom')
+  shape = jax.eval_shape(init, jnp.ones(2))
+  assert (shape.shape, shape.dtype) == (real.shape, real.dtype)
+
+
 def test_chacha20_has_a_fresh_key_of_256_bits(monkeypatch):
   keys = [
     _randomness.resolve_key('prng_key', 'chacha20', {}, words=4)

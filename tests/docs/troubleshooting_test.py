@@ -122,9 +122,9 @@ PROVOKED = {
       per_example(pair()), None, pair(), is_padding_example=jnp.zeros(3, bool)
     )
   ),
-  'seed-under-jit': lambda _: jax.eval_shape(
-    prism_optax.tangent_privatizer(1.0).init, pair()
-  ),
+  'seed-under-jit': lambda _: jax.jit(
+    prism_optax.tangent_privatizer(1.0).init
+  )(pair()),
   'old-key': lambda _: prism_optax.tangent_privatizer(
     1.0, prng_key=jax.random.PRNGKey(0)
   ),

@@ -281,7 +281,7 @@ def test_a_target_is_met_together():
 def test_calibration_beside_another_release():
   other = GaussianDpEvent(6.0)
   sigma = accounting.calibrate_noise_multiplier(
-    2.0, 1e-5, 0.01, 100, accountant='rdp', also=[other, other]
+    2.0, 1e-5, 0.01, 100, accountant='rdp', prior_events=[other, other]
   )
 
   def spent(sigma):
@@ -292,10 +292,12 @@ def test_calibration_beside_another_release():
   assert spent(sigma) <= 2.0 < spent(sigma * (1 - 1e-5))
   with pytest.raises(ValueError, match='cannot be reached'):
     accounting.calibrate_noise_multiplier(
-      1.0, 1e-5, 0.01, 10, accountant='rdp', also=[GaussianDpEvent(1.0)]
+      1.0, 1e-5, 0.01, 10, accountant='rdp', prior_events=[GaussianDpEvent(1.0)]
     )
   with pytest.raises(ValueError, match='DpEvent'):
-    accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.01, 10, also=[METRIC])
+    accounting.calibrate_noise_multiplier(
+      1.0, 1e-5, 0.01, 10, prior_events=[METRIC]
+    )
 
 
 @pytest.mark.parametrize(

@@ -824,9 +824,23 @@ MUTANTS = (
   Mutant(
     'make_private: automatic clipping beyond the norm',
     'training/_clipping.py',
-    'squared, self.stability / l2_clip_norm',
-    'squared, -self.stability / l2_clip_norm',
+    '_per_example.shortened(leaves, self.stability)',
+    '_per_example.shortened(leaves, -self.stability)',
     ('training/clipping_test.py automatic',),
+  ),
+  Mutant(
+    'make_private: automatic clipping by a norm that underflows',
+    '_per_example.py',
+    'scaled = [(x * shift) / (largest * shift) for x in arrays]',
+    'scaled, largest = list(arrays), jnp.ones_like(largest)',
+    ('training/clip_range_test.py longer_than',),
+  ),
+  Mutant(
+    'make_private: automatic clipping divides by a denormal number',
+    '_per_example.py',
+    'largest = jnp.where(largest < limits.tiny, 1, largest)',
+    'largest = jnp.where(largest < 0, 1, largest)',
+    ('training/clip_range_test.py longer_than',),
   ),
   Mutant(
     'make_private: the fraction has no noise',
@@ -1090,7 +1104,7 @@ MUTANTS = (
   Mutant(
     'calibration forgets the other releases',
     'accounting/_epsilon.py',
-    'return _events.composed([training, *also])',
+    'return _events.composed([training, *prior_events])',
     'return _events.composed([training])',
     (f'{METRIC} calibration_beside',),
   ),

@@ -9,6 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from dp_accounting import dp_event
 from hypothesis import given
 
 from prism_optax import accounting
@@ -293,3 +294,61 @@ def test_no_sequence_of_releases_passes_a_cap(cap, delta, releases):
     # All of a session's Gaussian releases are one of their joint multiplier.
     exact = accounting.gaussian_epsilon(squares[session] ** 0.5, delta)
     assert spent == pytest.approx(exact, rel=1e-6, abs=1e-9)
+
+
+# A number that no event can have, in each kind of event and place.
+impossible = st.one_of(
+  st.integers(-(10**6), -1).map(
+    lambda n: dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(5.0), n)
+  ),
+  st.sampled_from([2.5, math.nan, None, True]).map(
+    lambda n: dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(5.0), n)
+  ),
+  st.sampled_from([-1e-9, -5.0, -math.inf, math.nan]).map(
+    dp_event.GaussianDpEvent
+  ),
+  st.sampled_from([-0.1, 1.1, math.nan]).map(
+    lambda q: dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(5.0))
+  ),
+  st.sampled_from([-1, 0.5]).map(
+    lambda n: dp_event.TruncatedSubsampledGaussianDpEvent(n, 0.1, 5, 5.0)
+  ),
+  st.sampled_from([[-3], [2, math.nan], -3]).map(
+    lambda n: dp_event.SingleEpochTreeAggregationDpEvent(5.0, n)
+  ),
+  st.just(dp_event.MixtureOfGaussiansDpEvent(1.0, [math.nan], [1.0])),
+  st.just(dp_event.MixtureOfGaussiansDpEvent(1.0, [1.0], [-1.0])),
+  st.just(dp_event.ZCDpEvent(-0.5)),
+)
+surrounded = st.recursive(
+  impossible,
+  lambda inner: st.one_of(
+    inner.map(lambda x: dp_event.SelfComposedDpEvent(x, 3)),
+    inner.map(lambda x: dp_event.PoissonSampledDpEvent(0.5, x)),
+    inner.map(
+      lambda x: dp_event.ComposedDpEvent([dp_event.GaussianDpEvent(5.0), x])
+    ),
+    inner.map(lambda x: dp_event.ComposedDpEvent((x, dp_event.NoOpDpEvent()))),
+  ),
+  max_leaves=4,
+)
+
+
+@cases.settings
+@given(surrounded)
+def test_no_event_with_an_impossible_number_is_booked(event):
+  """Wherever it stands: it would lower what the others cost."""
+  budget = accounting.PrivacyBudget(5.0, 1e-5, composition='renyi')
+  booked = budget.export()
+  for call in (
+    lambda: budget.spend(event, 'a'),
+    lambda: budget.how_many_more(event, 'a'),
+    lambda: accounting.epsilon(event, 1e-5),
+    lambda: accounting.privacy_statement(event, 1e-5),
+    lambda: accounting.calibrate_noise_multiplier(
+      1.0, 1e-5, 0.1, 10, prior_events=[event]
+    ),
+  ):
+    with pytest.raises(ValueError, match=r'got \w+DpEvent\.\w+='):
+      call()
+  assert budget.export() == booked

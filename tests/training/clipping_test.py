@@ -150,7 +150,9 @@ def test_records_that_are_not_finite_count_as_zero(clipping):
   grads = jax.tree.map(np.copy, problem.gradients())
   grads['head'][0, 0] = np.nan
   grads['layer']['lora_a'][1, 0, 0] = np.inf
-  grads['layer']['lora_b'][2] = 1e30
+  # The square overflows. Only in units of the largest entry it does not.
+  automatic = isinstance(clipping, training.AutomaticClipping)
+  grads['layer']['lora_b'][2] = np.nan if automatic else 1e30
   found, _ = bounded(clipping, rows=rows, grads=grads)
   for leaf in jax.tree.leaves(grads):
     leaf[:3] = 0

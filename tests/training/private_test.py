@@ -232,7 +232,8 @@ def test_the_statement_is_about_the_steps_done():
   batch = next(iter(private.batches(state, DATA)))
   state = private.step(state, batch, FROZEN)
   assert private.statement(state).endswith(
-    'unit: one record, 1 of 3 steps; VOID for all who know prng_key'
+    'unit: one record, 1 of 3 steps; VOID for all who know prng_key; proved:'
+    ' nothing passes the noise'
   )
   assert private.epsilon(1) < private.epsilon()
 

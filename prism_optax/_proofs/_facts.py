@@ -1,0 +1,103 @@
+"""What is known of the values of arrays that depend on no example.
+
+``x[jnp.arange(B), y]`` picks row i for example i because of the values of
+``jnp.arange(B)``. And an array that a function closes over may be data.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from prism_optax._proofs._labels import (
+  Batched,
+  Digit,
+  RefusedError,
+  regrouped,
+)
+from prism_optax._proofs._rules import Equation
+
+
+class Position(NamedTuple):
+  """Integers that are equal to their index along an axis."""
+
+  axis: int
+
+
+class Columns(NamedTuple):
+  """Some columns of the last axis are positions: ``(column, axis)`` each."""
+
+  pairs: tuple[tuple[int, int], ...]
+
+
+class Never(NamedTuple):
+  """False everywhere."""
+
+
+class Closed(NamedTuple):
+  """Of an array that was closed over and has B rows.
+
+  Attributes:
+    layout: Where these rows are, as if each were of one example.
+    name: Type and shape of the array.
+  """
+
+  layout: Batched
+  name: str
+
+
+Fact: TypeAlias = Position | Columns | Never | Closed | None
+
+_WIDE = ('int32', 'int64', 'uint32', 'uint64')
+
+
+def columns(fact: Fact, shape: Sequence[int]) -> dict[int, int]:
+  """From columns of an array of indices to the axes that they count."""
+  last = len(shape) - 1
+  if isinstance(fact, Position) and shape[-1:] == (1,) and fact.axis < last:
+    return {0: fact.axis}
+  return dict(fact.pairs) if isinstance(fact, Columns) else {}
+
+
+def fact_of(e: Equation) -> Fact:
+  """What is known of the result, from what is known of the operands."""
+  first, shape = next(iter(e.facts), None), e.outs[0]
+  wide = str(e.types[-1]) in _WIDE
+  if e.name == 'iota':
+    return Position(e.params['dimension']) if wide else None
+  if e.name == 'select_n' and isinstance(first, Never):
+    return e.facts[1]  # type: ignore[no-any-return]
+  if e.name == 'concatenate' and e.params['dimension'] == len(shape) - 1:
+    pairs, start = [], 0
+    for fact, operand in zip(e.facts, e.ins, strict=True):
+      found = columns(fact, operand)
+      pairs += [(start + column, axis) for column, axis in found.items()]
+      start += operand[-1]
+    return Columns(tuple(pairs)) if pairs else None
+  if not isinstance(first, Position):
+    return None
+  if e.name == 'lt' and e.is_zero(1):
+    return Never()
+  if e.name == 'convert_element_type' and wide:
+    return first
+  if e.name == 'broadcast_in_dim':
+    axis = e.params['broadcast_dimensions'][first.axis]
+    return Position(axis) if shape[axis] == e.ins[0][first.axis] else None
+  if e.name == 'reshape':
+    return _reshaped(first, e.ins[0], shape)
+  return None
+
+
+def _reshaped(
+  fact: Position, before: Sequence[int], after: Sequence[int]
+) -> Fact:
+  count = Digit(before[fact.axis], 1)
+  digits = [
+    count if a == fact.axis else Digit(size, 0) for a, size in enumerate(before)
+  ]
+  try:
+    axes = regrouped(digits, after)
+  except RefusedError:
+    return None
+  for axis, own in enumerate(axes):
+    if own == (count,):
+      return Position(axis)
+  return None

@@ -1,0 +1,200 @@
+"""Which entry of an array is of which example.
+
+The index along an axis is written in digits, the major one first, as in
+``(o * B + i) * k + t``. Each digit has a size and a weight, and the example of
+an entry is ``start`` plus the sum of its digits times their weights. So a label
+says in which order the examples of a batch lie along which axes; it survives
+reshapes, transposes, and cutting the batch and joining it again.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+
+class Digit(NamedTuple):
+  """One digit of an index; a weight of 0 says nothing of the example."""
+
+  size: int
+  weight: int
+
+
+# Of one axis, major first. None at all where the axis says nothing.
+Digits: TypeAlias = tuple[Digit, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batched:
+  """Every entry depends on one example, and this says on which.
+
+  Attributes:
+    axes: The digits of each axis.
+    start: The example where all digits are 0.
+    rounds: In the body of a scan over examples, ``(depth, digits)``: the number
+      of the round has these digits, and they count like digits of an axis.
+  """
+
+  axes: tuple[Digits, ...]
+  start: int = 0
+  rounds: tuple[tuple[int, Digits], ...] = ()
+
+  @property
+  def is_of_one(self) -> bool:
+    """Whether all entries are of the same example."""
+    return not any(self.axes)
+
+  def with_axes(self, axes: Iterable[Digits]) -> 'Batched':
+    return dataclasses.replace(self, axes=tuple(axes))
+
+  def lifted(self, ndim: int) -> 'Batched':
+    """With so many axes, the new ones behind."""
+    return self.with_axes((*self.axes, *((),) * (ndim - len(self.axes))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+  """Some entry may depend on several examples.
+
+  Attributes:
+    offence: The equation, why, and what to write instead.
+  """
+
+  offence: str
+
+
+Label: TypeAlias = Batched | Mixed | None  # None depends on no example.
+
+
+class RefusedError(Exception):
+  """An equation for which independence does not hold or is not known.
+
+  Args:
+    what: A verb and the rest of a sentence: what the primitive does.
+    instead: What to write instead.
+  """
+
+  def __init__(self, what: str, instead: str) -> None:
+    super().__init__(what)
+    self.what, self.instead = what, instead
+
+
+VMAP = 'give the loss of one example and let jax.vmap make the batch'
+
+
+def need(fits: bool, what: str, instead: str = VMAP) -> None:
+  if not fits:
+    raise RefusedError(what, instead)
+
+
+def whole(size: int, ndim: int) -> Batched:
+  """The label of an array (B, ...) with one example in each row."""
+  return Batched(((Digit(size, 1),),)).lifted(ndim)
+
+
+def _merged(digits: Iterable[Digit]) -> list[Digit]:
+  """The same digits, as few as possible."""
+  out: list[Digit] = []
+  for digit in digits:
+    last = out[-1] if out else None
+    if digit.size == 1:
+      continue
+    if last is not None and last.weight == digit.weight * digit.size:
+      out[-1] = Digit(last.size * digit.size, digit.weight)
+    else:
+      out.append(digit)
+  return out
+
+
+def simplified(digits: Iterable[Digit]) -> Digits:
+  """The one way to write the digits of an axis."""
+  out = _merged(digits)
+  return tuple(out) if any(x.weight for x in out) else ()
+
+
+def digits_of(digits: Digits, size: int) -> Digits:
+  """The digits of an axis of a known size, those without weight as well."""
+  return digits or (Digit(size, 0),)
+
+
+def regrouped(digits: Iterable[Digit], sizes: Sequence[int]) -> list[Digits]:
+  """Distributes digits to axes of other sizes, as a reshape does.
+
+  Raises:
+    RefusedError: If an axis would end inside of a digit.
+  """
+  rest = _merged(digits)[::-1]
+  out = []
+  for size in sizes:
+    own: list[Digit] = []
+    while size > 1:
+      digit = rest.pop()
+      if size % digit.size == 0:
+        size //= digit.size
+        own.append(digit)
+        continue
+      need(
+        digit.size % size == 0,
+        'cuts the batch axis at a place that is no border of examples',
+        'keep the batch axis in front: x.reshape(batch, -1)',
+      )
+      minor = digit.size // size
+      own.append(Digit(size, digit.weight * minor))
+      rest.append(Digit(minor, digit.weight))
+      size = 1
+    out.append(simplified(own))
+  return out
+
+
+def common(*labels: Label) -> Batched | None:
+  """The one label of all operands that have a batch.
+
+  Raises:
+    RefusedError: If they have different ones.
+  """
+  found = [x for x in labels if isinstance(x, Batched)]
+  for other in found[1:]:
+    if other == found[0]:
+      continue
+    need(
+      other.rounds == found[0].rounds,
+      'combines the example of one round of a loop with others',
+    )
+    need(
+      other.axes != found[0].axes,
+      'combines different rows of the batch',
+      'combine entries of the same example only; no roll, no shift, no first'
+      ' row for all',
+    )
+    need(
+      False,
+      'combines every example with others: the batch lies along another axis'
+      ' of one operand than of the other',
+      'put the batch axis at the same place in both; scores of examples against'
+      ' each other (in-batch negatives) have no gradient per example',
+    )
+  return found[0] if found else None
+
+
+def join(one: Label, other: Label) -> Label:
+  """The label of a value that is one of two, as after a branch."""
+  for x in (one, other):
+    if isinstance(x, Mixed):
+      return x
+  if one is None or other is None or one == other:
+    return other if one is None else one
+  return Mixed(
+    'branches or rounds of a loop leave the batch along different axes.'
+    f' Instead: {VMAP}'
+  )
+
+
+def check_shape(label: Label, shape: Sequence[int]) -> None:
+  """Refuses a label that does not fit the array: then a rule is wrong."""
+  if not isinstance(label, Batched):
+    return
+  need(len(label.axes) == len(shape), 'has another rank than expected')
+  for digits, size in zip(label.axes, shape, strict=True):
+    found = 1
+    for digit in digits:
+      found *= digit.size
+    need(not digits or found == size, 'has a batch axis of an unexpected size')

@@ -1,0 +1,130 @@
+"""Marks in a program: here a sum was clipped, here it gets its noise.
+
+They are identities. They are compiled to nothing, and only an analysis of the
+program sees them (:mod:`prism_optax._proofs._release`). Each is one equation
+for all arrays of one call, so that one call is told from another.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+
+class Group(NamedTuple):
+  """Leaves that are clipped together.
+
+  Attributes:
+    leaves: Their positions in the tree.
+    bound: The largest norm that one record has in these leaves together, in
+      the unit of the sum; None where it is not known.
+    matrices: How many parts of a leaf have this bound, each of them.
+  """
+
+  leaves: tuple[int, ...]
+  bound: float | None
+  matrices: int = 1
+
+
+class Clip(NamedTuple):
+  """What is known of a clip.
+
+  Attributes:
+    groups: What is clipped together; each leaf is in one group.
+    lattice: For each leaf the standard deviation of the noise whose lattice
+      the sum is on; None for floats, or where it is not known.
+    declared: Whether the clip is another library's, and only declared.
+  """
+
+  groups: tuple[Group, ...]
+  lattice: tuple[float | None, ...]
+  declared: bool = False
+
+
+class Noise(NamedTuple):
+  """What is known of noise.
+
+  Attributes:
+    stddevs: For each leaf the standard deviation of the noise of an entry;
+      None where it is not known.
+    declared: Whether the noise is another library's, and only declared.
+  """
+
+  stddevs: tuple[float | None, ...]
+  declared: bool = False
+
+
+def known(x: Any) -> float | None:
+  """A number as a float, or None if it is traced."""
+  return None if isinstance(x, jax.core.Tracer) else float(np.asarray(x))
+
+
+def _identity(name: str) -> Any:
+  """A primitive of many arrays that are handed on as they are."""
+  mark: Any = core.Primitive(name)
+  mark.multiple_results = True
+  mark.def_impl(lambda *arrays, **_: list(arrays))
+  mark.def_abstract_eval(lambda *avals, **_: list(avals))
+  mlir.register_lowering(mark, lambda context, *arrays, **_: list(arrays))
+
+  def batched(arrays: Any, axes: Any, *, what: Any, leaves: Any) -> Any:
+    # How many copies there are, and whether one record is in all of them, is
+    # not known here.
+    return mark.bind(*arrays, what=_unknown(what), leaves=leaves), axes
+
+  def differentiated(arrays: Any, tangents: Any, **what: Any) -> Any:
+    # A derivative is as private as it was without the mark.
+    return mark.bind(*arrays, **what), list(tangents)
+
+  batching.primitive_batchers[mark] = batched
+  ad.primitive_jvps[mark] = differentiated
+  return mark
+
+
+def _unknown(what: Clip | Noise) -> Clip | Noise:
+  """The same without any number."""
+  if isinstance(what, Noise):
+    return what._replace(stddevs=(None,) * len(what.stddevs))
+  return Clip(
+    tuple(x._replace(bound=None) for x in what.groups),
+    (None,) * len(what.lattice),
+    what.declared,
+  )
+
+
+clipped_p = _identity('clipped')
+noise_enters_p = _identity('noise_enters')
+released_p = _identity('released')
+
+
+def _bound(
+  mark: Any, leaves: Sequence[Any], what: Clip | Noise
+) -> list[tuple[jax.Array, ...]]:
+  """Binds a mark to the arrays of some leaves, each a tuple of arrays."""
+  places = tuple(i for i, leaf in enumerate(leaves) for _ in leaf)
+  if not places:
+    return list(leaves)
+  arrays = iter(
+    mark.bind(*(x for leaf in leaves for x in leaf), what=what, leaves=places)
+  )
+  return [tuple(next(arrays) for _ in leaf) for leaf in leaves]
+
+
+def clipped(leaves: Sequence[Any], what: Clip) -> list[tuple[jax.Array, ...]]:
+  """Marks the sum that a clip returns, each leaf a tuple of arrays."""
+  return _bound(clipped_p, leaves, what)
+
+
+def noise_enters(
+  leaves: Sequence[Any], what: Noise
+) -> list[tuple[jax.Array, ...]]:
+  """Marks what gets noise, each leaf a tuple of arrays."""
+  return _bound(noise_enters_p, leaves, what)
+
+
+def released(leaves: Sequence[Any], what: Noise) -> list[tuple[jax.Array, ...]]:
+  """Marks what has got its noise, each leaf a tuple of arrays."""
+  return _bound(released_p, leaves, what)

@@ -1,0 +1,239 @@
+"""The clip and the noise of a training, read from its program.
+
+What an optimizer says of itself is not asked for. Its update is traced once, of
+shapes alone, and the marks that clips and noise leave in the program tell what
+one record can add to the sum and which noise the sum then gets.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax._proofs import _release
+from prism_optax._proofs._proof import Proof
+from prism_optax._proofs._release import (
+  CLAIM as CLAIM,
+)
+from prism_optax._proofs._release import (
+  Found,
+  FoundRelease,
+  Kind,
+  Label,
+)
+from prism_optax._types import ArrayTree
+
+_INSTEAD = (
+  ' Give an optimizer of optax, prism_optax.prism, published_prism, prism_muon'
+  ' or dp_muon, or a function that makes a chain of intrinsic_clip('
+  'l2_clip_norm, normalize_by=expected_batch_size) and, directly behind it,'
+  ' tangent_privatizer(noise_multiplier * l2_clip_norm / expected_batch_size,'
+  ' prng_key=prng_key, steps=steps), with the constants that it is called with.'
+)
+
+
+def look(
+  transformation: optax.GradientTransformationExtraArgs,
+  params: ArrayTree,
+  rows: int,
+) -> Found:
+  """What an update does with per-example gradients.
+
+  Args:
+    transformation: From per-example gradients to updates.
+    params: Shapes of the parameters.
+    rows: Size of the padded batch.
+  """
+
+  def update(params: Any, state: Any, grads: Any, is_padding: Any) -> Any:
+    return transformation.update(
+      grads, state, params, is_padding_example=is_padding
+    )
+
+  def made_up(params: Any) -> Any:
+    grads = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), params)
+    return transformation.init(params), grads, jnp.zeros(rows, bool)
+
+  args = params, *jax.eval_shape(made_up, params)
+  jaxpr, out = jax.make_jaxpr(update, return_shape=True)(*args)
+  return _release.look(
+    jaxpr,
+    labels(args, (_release.PUBLIC,) * 2 + (_release.PRIVATE, _release.DRAWN)),
+    _release.names_of(out),
+  )
+
+
+def labels(args: Any, of_args: tuple[Label, ...]) -> list[Label]:
+  """The label of each leaf, from one of each argument."""
+  return [
+    label
+    for arg, label in zip(args, of_args, strict=True)
+    for _ in jax.tree.leaves(arg)
+  ]
+
+
+def check(found: Found, noise_multiplier: float, releases: int) -> None:
+  """Refuses a program that releases more than is accounted for.
+
+  Args:
+    found: What was seen of it.
+    noise_multiplier: Of all that a step releases, as it is accounted; 0 for
+      tests, where everything passes.
+    releases: How many there are: the gradients, and the votes of a quantile.
+
+  Raises:
+    ValueError: Saying what was found and what to do.
+  """
+  if not noise_multiplier:
+    return
+  if found.offence is not None:
+    raise ValueError(
+      'Something of the records leaves the optimizer without the noise of this'
+      f' training: {found.offence}.{_INSTEAD}'
+    )
+  joint = joint_noise_multiplier(found, releases)
+  if joint < noise_multiplier * (1 - 1e-6):
+    raise ValueError(
+      f'Expected the noise multiplier of this training, {noise_multiplier:.9g},'
+      f' got one of {joint:.9g}: the smallest standard deviation of the noise'
+      ' over what one record can add, of all that is clipped together.'
+      f'{_INSTEAD}'
+    )
+
+
+def joint_noise_multiplier(found: Found, releases: int) -> float:
+  """The noise multiplier of all releases of a program together.
+
+  Groups of bound C_g with noise s_g are one Gaussian mechanism of the noise
+  multiplier ``1 / sqrt(sum_g (C_g / s_g)^2)``.
+
+  Raises:
+    ValueError: Unless each is independent noise of this package, directly
+      behind a clip of this package, of known size.
+  """
+  if len(found.releases) != releases:
+    raise ValueError(
+      f'Expected noise to be added {releases} times in a step, got'
+      f' {len(found.releases)}{_places(found)}.{_INSTEAD}'
+    )
+  used: set[tuple[int, int]] = set()
+  clips: set[int] = set()
+  total = 0.0
+  for release in found.releases:
+    own = _sources(release)
+    number = next(iter(own))[0]
+    if used & set(own) or number in clips:
+      raise ValueError(
+        f'One clipped sum is released twice{_places(found)}.{_INSTEAD}'
+      )
+    used |= set(own)
+    clips.add(number)
+    clip = found.clips[number]
+    if clip.what.declared:
+      raise ValueError(
+        f'What is declared at {clip.place} is not known to be clipped.'
+        f'{_INSTEAD}'
+      )
+    stddevs: dict[int, float] = {}
+    for (_, position), stddev in own.items():
+      leaf = clip.leaves[position]
+      if stddev is None or clip.what.lattice[leaf] != stddev:
+        raise ValueError(
+          f'The sum of the clip at {clip.place} was made for noise of standard'
+          f' deviation {clip.what.lattice[leaf]}, and the noise at'
+          f' {release.place} has {stddev}: expected one and the same number'
+          f' (None is one that is traced).{_INSTEAD}'
+        )
+      stddevs[leaf] = min(stddev, stddevs.get(leaf, math.inf))
+    for group in clip.what.groups:
+      noise = [stddevs[leaf] for leaf in group.leaves if leaf in stddevs]
+      if not noise:
+        continue  # It goes nowhere, or it would have been seen.
+      if group.bound is None:
+        raise ValueError(
+          f'The clip norm at {clip.place} is traced, so that it cannot be'
+          f' compared with the noise.{_INSTEAD}'
+        )
+      if not min(noise):
+        return 0.0
+      total += group.matrices * (group.bound / min(noise)) ** 2
+  return total**-0.5 if total else math.inf
+
+
+def _sources(release: FoundRelease) -> dict[tuple[int, int], float | None]:
+  """From each output of a clip that enters noise to its standard deviation."""
+  if release.what.declared:
+    raise ValueError(
+      f'The noise at {release.place} is not of this package, so that it cannot'
+      f' be compared with what is accounted for.{_INSTEAD}'
+    )
+  if release.repeated:
+    raise ValueError(
+      f'Noise is added in a loop, at {release.place}: each time is a release of'
+      f' its own.{_INSTEAD}'
+    )
+  out: dict[tuple[int, int], float | None] = {}
+  for leaf, label in zip(release.leaves, release.labels, strict=True):
+    if label.kind is Kind.PUBLIC:
+      continue
+    if label.direct is None or label.direct in out:
+      raise ValueError(
+        f'Between a clip and the noise at {release.place} stands'
+        f' {_release.named(label.made)}: the noise must be directly behind the'
+        ' clip, which then gives it an exact sum.'
+        f'{_INSTEAD}'
+      )
+    out[label.direct] = release.what.stddevs[leaf]
+  if len({number for number, _ in out}) != 1:
+    raise ValueError(
+      f'Expected one clip before the noise at {release.place}.{_INSTEAD}'
+    )
+  return out
+
+
+def _places(found: Found) -> str:
+  places = ', '.join(x.place for x in found.releases)
+  return f' ({places})' if places else ''
+
+
+def prove_step(
+  traced: Any,
+  args: tuple[Any, ...],
+  noise_multiplier: float,
+  releases: int,
+) -> Proof | None:
+  """Proves that the step that will run lets nothing past the noise.
+
+  Args:
+    traced: ``jax.stages.Traced`` of ``args``.
+    args: Parameters, state, frozen weights, examples, padding, and which
+      records of users are there.
+    noise_multiplier: As for :func:`check`; without noise nothing is proved.
+    releases: As for :func:`check`.
+
+  Returns:
+    The proof, or None.
+
+  Raises:
+    ValueError: If it does not hold.
+  """
+  if not noise_multiplier:
+    return None
+  of_args = (
+    *(_release.PUBLIC,) * 3,
+    _release.PRIVATE,
+    _release.DRAWN,
+    _release.PRIVATE,
+  )
+  found = _release.look(
+    traced.jaxpr, labels(args, of_args), _release.names_of(traced.out_info)
+  )
+  if found.offence is not None:
+    raise ValueError(
+      'Something of the records leaves the step without noise, or decides what'
+      f' is computed: {found.offence}.'
+    )
+  check(found, noise_multiplier, releases)
+  return _release.proof(found)

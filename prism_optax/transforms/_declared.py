@@ -1,0 +1,110 @@
+"""What other libraries clip or add noise to, declared to a proof.
+
+:func:`prism_optax.diagnostics.prove_released` knows the clips and the noise of
+this package by marks in the program. What comes from elsewhere has none.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from prism_optax._proofs import _marks
+from prism_optax._types import ArrayTree
+
+
+def clipped_elsewhere(tree: ArrayTree) -> Any:
+  """Declares that another library has clipped and summed this.
+
+  It returns its argument. Put it around the sum or mean of clipped gradients
+  that ``jax_privacy.clipped_grad`` returns, in front of an optimizer with
+  ``per_example_gradients=False``::
+
+    grads = transforms.clipped_elsewhere(clipped_grad(params, batch))
+    updates, state = tx.update(grads, state, params)
+
+  **Privacy.** It does nothing to the numbers and bounds nothing: you say that
+  one record moves the tree by no more than the noise was made for.
+  :func:`prism_optax.diagnostics.prove_released` then accepts that noise is
+  added to it, and names your word among what it assumes. A
+  :func:`prism_optax.training.make_private` does not take your word.
+
+  Args:
+    tree: Any tree of arrays.
+
+  Returns:
+    The same tree.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import transforms
+    >>> transforms.clipped_elsewhere({'w': jnp.ones(2)})['w'].tolist()
+    [1.0, 1.0]
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+  group = _marks.Group(tuple(range(len(leaves))), None)
+  what = _marks.Clip((group,), (None,) * len(leaves), declared=True)
+  marked = _marks.clipped([(x,) for x in leaves], what)
+  return jax.tree.unflatten(treedef, [x for (x,) in marked])
+
+
+def _marked(mark: Callable[..., Any], tree: Any) -> Any:
+  leaves, treedef = jax.tree.flatten(tree)
+  what = _marks.Noise((None,) * len(leaves), declared=True)
+  marked = mark([(x,) for x in leaves], what)
+  return jax.tree.unflatten(treedef, [x for (x,) in marked])
+
+
+def noise_enters(tree: Any) -> Any:
+  """Marks a tree to which something that is not ours adds noise."""
+  marked = _marked(_marks.noise_enters, tree)
+  exact = getattr(tree, 'on_lattice', None)
+  if (
+    exact is not None
+  ):  # The sum of a clip of ours, which may be taken exactly.
+    marked.on_lattice = lambda stddev: _marked(
+      _marks.noise_enters, exact(stddev)
+    )
+  return marked
+
+
+def released(tree: Any) -> Any:
+  """Marks a tree to which something that is not ours has added noise."""
+  return _marked(_marks.released, tree)
+
+
+def noised_elsewhere(
+  privatizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Declares that a transformation of another library adds the noise.
+
+  For chains of optax, such as ``optax.chain(per_matrix_clip(...),
+  noised_elsewhere(privatizer), optax.sgd(...))``. What this package takes as
+  ``privatizer=`` is declared already.
+
+  **Privacy.** It changes no number. You say that the transformation adds the
+  noise that you account for, to every entry.
+  :func:`prism_optax.diagnostics.prove_released` then lets what comes out of it
+  leave, and names your word among what it assumes.
+
+  Args:
+    privatizer: Any transformation in the manner of optax.
+
+  Returns:
+    A transformation with the same numbers and the same state.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from prism_optax import transforms
+    >>> doubled = transforms.noised_elsewhere(optax.scale(2.0))  # No noise!
+    >>> doubled.update(jnp.ones(2), doubled.init(jnp.ones(2)))[0].tolist()
+    [2.0, 2.0]
+  """
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    noisy, state = privatizer.update(noise_enters(updates), state, params)
+    return released(noisy), state
+
+  return optax.GradientTransformation(privatizer.init, update)

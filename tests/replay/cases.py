@@ -1,0 +1,256 @@
+"""Trainings that are small, and how they are run on a tape."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import prism_optax
+from prism_optax import training
+from tests.replay import harness
+from tests.training import adversarial
+
+N, B, STEPS, MOST = 8, 4, 3, 3
+SIGMA = 2.0
+# No batch is full. The first place is drawn in the last two steps, and the last
+# place in the first step and the last one.
+KEY = 35
+PLACES = (0, N - 1)
+DRAWN = {0: [False, True, True], N - 1: [True, False, True]}
+
+_rng = np.random.default_rng(0)
+PARAMS = {
+  'bias': jnp.zeros(2),
+  'layer': {
+    'lora_a': jnp.asarray(_rng.normal(size=(3, 1)), jnp.float32),
+    'lora_b': jnp.asarray(_rng.normal(size=(1, 2)), jnp.float32),
+  },
+}
+FORM = {
+  'x': jax.ShapeDtypeStruct((3,), np.float32),
+  'pixels': jax.ShapeDtypeStruct((3,), np.uint8),
+  'label': jax.ShapeDtypeStruct((), np.int32),
+}
+GRADIENT = jax.tree.map(
+  lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS
+)
+
+
+def loss(params, record):
+  """Of floats, of integers that wrap, and of a label."""
+  pair = params['layer']
+  pixels = (record['pixels'] - 128).astype(jnp.float32) / 256
+  z = (record['x'] + pixels) @ pair['lora_a'] @ pair['lora_b'] + params['bias']
+  return jax.nn.logsumexp(z) - z[record['label']] + jnp.sum(z**2)
+
+
+def losses(params, records):
+  """The same of a batch, with a copy of the parameters for each record."""
+  pair = params['layer']
+  pixels = (records['pixels'] - 128).astype(jnp.float32) / 256
+  z = jnp.einsum(
+    'bi,bir,bro->bo', records['x'] + pixels, pair['lora_a'], pair['lora_b']
+  )
+  z += params['bias']
+  chosen = jax.nn.one_hot(records['label'], 2) * z
+  return jax.nn.logsumexp(z, -1) - jnp.sum(chosen, -1) + jnp.sum(z**2, -1)
+
+
+def of_gradients(params, record):
+  """Its gradient is the record."""
+  return optax.tree.vdot(params, record)
+
+
+OPTIMIZERS = {
+  'adam': optax.adam(0.1),
+  'prism': functools.partial(prism_optax.prism, 0.1),
+  'published_prism': functools.partial(prism_optax.published_prism, 0.1),
+  'prism_muon': functools.partial(prism_optax.prism_muon, 0.1),
+  'dp_muon': functools.partial(prism_optax.dp_muon, 0.1),
+}
+CLIPS = {
+  'flat': training.FlatClipping(),
+  'automatic': training.AutomaticClipping(),
+  'groups': training.GroupClipping(
+    {'bias': 'b', 'layer': 'l'}, {'b': 1.0, 'l': 3.0}
+  ),
+  'quantile': training.QuantileClipping(fraction_stddev=0.5),
+}
+
+
+def make(optimizer='adam', clip='flat', **options):
+  """A training of three steps."""
+  constants = {
+    'l2_clip_norm': 1.0,
+    'expected_batch_size': B,
+    'dataset_size': N,
+    'steps': STEPS,
+    'delta': 1e-5,
+    'noise_multiplier': SIGMA,
+    'prng_key': KEY,
+  }
+  return training.make_private(
+    options.pop('loss', loss),
+    options.pop('params', PARAMS),
+    optimizer=OPTIMIZERS[optimizer],
+    clipping=CLIPS[clip] if isinstance(clip, str) else clip,
+    **constants | options,
+  )
+
+
+def listed(form, count=N):
+  """Ordinary records."""
+  return [adversarial.ordinary(form, seed) for seed in range(count)]
+
+
+def stacked(records):
+  """Arrays of records, for a loss of one argument."""
+  return (jax.tree.map(lambda *xs: np.stack(xs), *records),)
+
+
+def odd_gradients() -> Iterator[adversarial.Odd]:
+  """Records that are gradients of every size, whole or in one entry."""
+  yield from adversarial.in_form(GRADIENT)
+  base = adversarial.ordinary(GRADIENT, 99)
+  leaves, treedef = jax.tree.flatten(base)
+  for scale in 10.0 ** np.array([-44, -38, -30, -23, -21, -19, -9, 9, 19, 38]):
+    with np.errstate(all='ignore'):
+      whole = [(x * scale).astype(np.float32) for x in leaves]
+    yield adversarial.Odd(f'times {scale}', jax.tree.unflatten(treedef, whole))
+    for i in range(len(leaves)):
+      one = [np.zeros_like(x) for x in leaves]
+      one[i].reshape(-1)[0] = scale
+      yield adversarial.Odd(
+        f'{scale} in leaf {i} alone', jax.tree.unflatten(treedef, one)
+      )
+
+
+@dataclasses.dataclass
+class Case:
+  """A training whose step is compiled once, on a tape.
+
+  Attributes:
+    private: The training.
+    records: Of all places, a list.
+    arrays: Whether they are given to it as arrays.
+    users: None, or who each record is of.
+  """
+
+  private: training.PrivateTraining
+  records: list[Any]
+  arrays: bool = False
+  users: Any = None
+
+  def __post_init__(self) -> None:
+    self.tape = harness.Tape()
+    self._like = self.private.init(PARAMS)
+    self._start = jax.tree.map(_saved, self._like)
+    # As it is, with all checks and proofs that go before a first step.
+    plain = self.observe(self.records, 0, taped=False)
+    assert plain.result is not None, plain.events
+    original = self.private._step.__wrapped__
+    # A function of its own: what JAX has traced of the other one, it keeps.
+    self.private._step = jax.jit(
+      lambda *args: original(*args), donate_argnums=(0, 1)
+    )
+    self.without(0)  # For the compiler.
+    recorded = self.observe(self.records, 0)
+    assert len(recorded.releases) >= STEPS, recorded.events
+    # To be on a tape changes nothing.
+    assert harness.digest(recorded.result) == harness.digest(plain.result)
+
+  def without(self, place: int) -> harness.Observation:
+    """The run in which the record, or the user, at a place is not there."""
+    return self.observe(self.records, place, absent=True)
+
+  def with_odd(
+    self, place: int, record: Any, played: harness.Observation
+  ) -> harness.Observation:
+    """The run with another record at a place, or with all of a user's."""
+    mine = [place] if self.users is None else np.flatnonzero(self.users == place)
+    new = [record if i in mine else x for i, x in enumerate(self.records)]
+    return self.observe(new, place, played=played)
+
+  def observe(
+    self,
+    records: list[Any],
+    place: int,
+    *,
+    absent: bool = False,
+    played: harness.Observation | None = None,
+    taped: bool = True,
+  ) -> harness.Observation:
+    """A run in which the record at a place is the odd one.
+
+    Args:
+      records: The data.
+      place: Of the odd one.
+      absent: It is not there: where it was drawn there is padding.
+      played: A run before.
+      taped: Whether programs that are traced have their noise on the tape.
+    """
+    sampling = self.private.parts.settings.sampling
+
+    def run(now: harness.Observation) -> Any:
+      source = adversarial.Source(records)
+      data = stacked(records) if self.arrays else source
+      state = jax.tree.map(_restored, self._start, self._like)
+      batches = self.private.batches(state, data, users=self.users)
+      now.note(f'{len(batches)} batches')
+      for step, batch in enumerate(batches):
+        now.note(f'read {source.read}')
+        del source.read[:]
+        odd = sampling.draw(state.seed, step) == place
+        if absent:
+          batch = _without(batch, odd)
+        others = jax.tree.map(
+          lambda x, odd=odd: np.asarray(x)[~odd],
+          (batch.examples, batch.is_padding_example, batch.is_present),
+        )
+        now.note(f'batch {harness.shapes(batch.examples)}')
+        now.note(f'others {harness.digest(others)}')
+        state = self.private.step(state, batch)
+        now.note(f'state {harness.digest((state.params, state.optimizer))}')
+        now.next_step()
+      return state.params
+
+    with self.tape.recording() if taped else contextlib.nullcontext():
+      return self.tape.observe(run, played)
+
+
+def _without(batch, row):
+  """The batch with padding in a row."""
+
+  def blank(x):
+    return None if x is None else jnp.asarray(np.where(_like(row, x), 0, x), x.dtype)
+
+  return dataclasses.replace(
+    batch,
+    examples=jax.tree.map(blank, batch.examples),
+    is_padding_example=jnp.asarray(np.asarray(batch.is_padding_example) | row),
+    is_present=blank(batch.is_present),
+  )
+
+
+def _like(row, x):
+  return row.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _saved(x):
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  return np.asarray(x).copy()
+
+
+def _restored(x, like):
+  if isinstance(like, np.ndarray):
+    return x
+  if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+  return jnp.array(x)

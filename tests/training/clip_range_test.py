@@ -1,0 +1,111 @@
+"""One record moves the sum by its bound, for records and norms of any size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import _lattice, training, transforms
+from prism_optax.training import _clipping
+
+# Every size that float32 has, in one entry, in all, and mixed.
+_SIZES = np.float32([
+  *(0.0, 1e-45, 1e-39, 1.2e-38, 1e-37, 1e-30, 1e-25, 1e-20, 1e-18, 1e-10),
+  *(0.3, 1.0, 7.0, 1e10, 1.8e19, 2e19, 1e25, 1e30, 8e37, 9e37, 3.4e38),
+])  # fmt: skip
+_rng = np.random.default_rng(0)
+RECORDS = np.concatenate([
+  _SIZES[:, None] * np.ones(6, np.float32),
+  _SIZES[:, None] * np.eye(1, 6, dtype=np.float32),
+  _SIZES[:, None] * np.float32([1, -0.5, 1e-3, -1e-20, 0, 0.7]),
+  _rng.choice(_SIZES, (60, 6)) * _rng.choice([-1, 1], (60, 6)),
+  np.where(np.eye(6) > 0, np.nan, 1.0),
+  np.where(np.eye(6) > 0, -np.inf, 1e30),
+  _rng.normal(size=(40, 6)) * 10.0 ** _rng.uniform(-37, 18, (40, 1)),
+]).astype(np.float32)  # fmt: skip
+NORMS = (1e-30, 1e-18, 1.0, 1e18, 1e30)
+ROWS = [np.asarray('a'), np.asarray(['a', 'b'])]
+RULES = {
+  **{
+    f'automatic {x:g}': training.AutomaticClipping(x)
+    for x in (1e-300, 1e-45, 1e-38, 1e-18, 1e-6, 0.01, 1e30, 1e300)
+  },
+  'flat': training.FlatClipping(),
+  'groups': training.GroupClipping(None, {'a': 1e-3, 'b': 1.0}),
+}
+
+
+def contributions(records, c):
+  """What each rule makes of each record, over the clip norm."""
+  out = {}
+  for name, rule in RULES.items():
+
+    def one(x, rule=rule):
+      leaves = [x[:2], x[2:].reshape(2, 2)]
+      leaves, factors, counts = rule._factors(leaves, c, ROWS)
+      return [
+        jnp.where(counts, y * (f / 1.0), 0)
+        for y, f in zip(leaves, factors, strict=True)
+      ]
+
+    out[name] = jax.vmap(one)(records)
+  each = transforms.clip_each_matrix(c / jnp.sqrt(2.0))
+  out['each matrix'] = jax.vmap(
+    lambda x: jax.tree.leaves(each({'v': x[:2], 'w': x[2:].reshape(2, 2)}))
+  )(records)
+  return out
+
+
+def sizes(tree, c):
+  leaves = [np.float64(x).reshape(len(RECORDS), -1) for x in tree]
+  return np.linalg.norm(np.concatenate(leaves, 1) / c, axis=1)
+
+
+@pytest.mark.parametrize('jit', [True, False])
+def test_no_record_is_longer_than_the_clip_norm(jit):
+  call = jax.jit(contributions) if jit else contributions
+  for c in NORMS if jit else NORMS[::4]:
+    for rule, tree in call(RECORDS, jnp.float32(c)).items():
+      moved = sizes(tree, np.float64(np.float32(c)))
+      # NaN fails the comparison, too.
+      assert (moved <= 1.000001).all(), (c, rule, moved.max())
+      assert not moved[~np.isfinite(RECORDS).all(1)].any()
+
+
+def test_automatic_clipping_is_its_formula_at_every_size():
+  """Where neither record nor result is denormal, to rounding in float32."""
+  ordinary = np.isfinite(RECORDS) & (np.abs(RECORDS) > 1.2e-38)
+  ordinary = (ordinary | (RECORDS == 0)).all(1)
+  kept = np.where(ordinary[:, None], np.float64(RECORDS), 0)
+  size = np.linalg.norm(kept, axis=1)
+  found = jax.jit(contributions)(RECORDS, jnp.float32(1.0))
+  for name, rule in RULES.items():
+    if name.startswith('automatic'):
+      gamma = rule.stability if rule.stability > 1.2e-38 else 0  # Denormal.
+      wanted = size / np.maximum(size + gamma, 1e-300)
+      kept = ordinary & (wanted > 1e-30)
+      np.testing.assert_allclose(
+        sizes(found[name], 1.0)[kept], wanted[kept], rtol=3e-6
+      )
+
+
+@pytest.mark.parametrize('c', [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize('stability', [1e-300, 1e-18])
+def test_on_the_lattice_of_the_noise_as_well(c, stability):
+  """The whole way of a record that a tiny stability made longer."""
+  rule = training.AutomaticClipping(stability)
+  bounded = _clipping.BoundedSum(rule, c, 1.0, c, None)
+  like = jax.ShapeDtypeStruct((6,), jnp.float32)
+
+  @jax.jit
+  def moved(record):
+    sums, _ = bounded(lambda x: x, record[None], None, like, ())
+    return sums
+
+  for size in (1e-37, 1e-25, 1e-18, 1e-5, 1e15):
+    sums = moved(np.full(6, size, np.float32))
+    integers = _lattice.integers_of(sums) * (np.float64(sums.unit) / c)
+    assert np.linalg.norm(integers) == pytest.approx(
+      size / (size + stability / 6**0.5), rel=1e-5
+    )
+    assert np.linalg.norm(integers) <= 1.000001
