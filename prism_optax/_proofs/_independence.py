@@ -51,6 +51,7 @@ class _Analysis:
     self.counts: collections.Counter[str] = collections.Counter()
     self.waits: dict[str, None] = {}  # Loops that end by what examples hold.
     self.derivatives: dict[str, None] = {}
+    self.closed: dict[str, None] = {}
     self._known: dict[Any, list[Value]] = {}
     self._counted: set[int] = set()
     self._depth = 0
@@ -85,7 +86,9 @@ class _Analysis:
     shape = tuple(getattr(aval, 'shape', ()))
     if shape[:1] != (self.size,):
       return Value()
-    return Value(None, Closed(whole(self.size, len(shape)), str(aval)))
+    name = str(aval)
+    self.closed[name] = None
+    return Value(None, Closed(whole(self.size, len(shape)), name))
 
   def _equation(self, eqn: Any, values: list[Value]) -> list[Value]:
     # What a library traced once has no line of its own, but its caller's.
@@ -351,7 +354,7 @@ def analyse(
         for x in analysis.derivatives
       ),
     ),
-    _assumptions(program, size, analysis.waits),
+    _assumptions(analysis),
   )
 
 
@@ -367,33 +370,90 @@ def _order(label: Batched) -> str:
   return f'the batch is along the axes {axes}, from example {label.start}'
 
 
-def _assumptions(
-  program: Any, size: int, waits: Sequence[str] | dict[str, None]
-) -> tuple[str, ...]:
-  closed = [
-    f'{x.dtype}{list(np.shape(x))}'
-    for x in program.consts
-    if np.shape(x)[:1] == (size,)
-  ]
+def _assumptions(analysis: _Analysis) -> tuple[str, ...]:
   out = [
     'the compiler keeps the rows of an operation apart, as its definition does',
     'a batch of another size is another program',
   ]
-  if closed:
+  if analysis.closed:
     out.append(
-      f'arrays with {size} rows that the function closes over are no data of'
-      f' the examples: {", ".join(closed)}'
+      f'arrays with {analysis.size} rows that the function closes over are no'
+      f' data of the examples: {", ".join(analysis.closed)}'
     )
   out += [
     f'time is not looked at, and that of {x} depends on all examples'
-    for x in waits
+    for x in analysis.waits
   ]
   return tuple(out)
 
 
 def prove_independent(
-  function: Callable[..., Any], *args: Any, in_axes: Any = 0
+  function: Callable[..., Any],
+  *args: Any,
+  in_axes: int | tuple[int | None, ...] | None = 0,
 ) -> Proof:
+  """Proves that row i of every output depends on example i alone.
+
+  A clip bounds what one record changes in its own gradient. Where the gradients
+  of other records change too (batch normalisation, a mean over the batch, a
+  count of its tokens, experts with a capacity, in-batch negatives), the sum
+  moves by more than the clip norm, and no epsilon holds.
+
+  The function is traced, not run: this follows the batch axis through every
+  operation of the program and looks at no value, so that the proof holds for
+  every batch of these shapes. Zero times a number depends on the number. What
+  is not known to keep examples apart is refused; the refusal names the
+  operation, its line and what to write instead. Ours.
+
+  **Prove the gradients that a clip gets, not the loss**: a custom derivative
+  may mix examples and is invisible in a loss. So ``function`` is
+  ``jax.vmap(jax.grad(loss), (None, 0))`` or
+  :func:`prism_optax.lora.per_example_gradients` of losses.
+  :func:`prism_optax.training.make_private` does this by itself.
+
+  =====================================  ======================================
+  a function that mixes examples         a false proof with an ``offence``
+  an operation that is not known         the same
+  an output that depends on no example   proved; it may have any shape
+  a ``while`` that ends by what          proved, and the proof assumes that
+  examples hold                          nobody measures its time
+  a closed-over array with B rows        assumed to be the same for all; refused
+                                         where its rows meet those of the batch
+  a closed-over array that is an         refused
+  argument of the batch as well
+  keys of examples, not Threefry         refused: others draw for all at once
+  =====================================  ======================================
+
+  Args:
+    function: Takes ``args`` and returns a tree of arrays (B, ...).
+    *args: Trees of arrays or of ``jax.ShapeDtypeStruct``. Only shapes and types
+      count.
+    in_axes: For each argument 0, if its leaves are (B, ...) with B at least 2,
+      or None, if it is the same for all examples. A tuple, or one for all.
+
+  Returns:
+    The proof: true, or false with the first offence.
+
+  Raises:
+    ValueError: If ``in_axes`` does not fit, or the arguments have not one batch
+      size of at least 2. What ``function`` raises passes through.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import diagnostics
+    >>> def loss(w, x, mean):
+    ...   return jnp.sum((w * (x - mean)) ** 2)
+    >>> gradients = jax.vmap(jax.grad(loss), (None, 0, None))
+    >>> w, x = jnp.ones(4), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    >>> bool(diagnostics.prove_independent(
+    ...   lambda w, x: gradients(w, x, jnp.zeros(4)), w, x, in_axes=(None, 0)))
+    True
+    >>> proof = diagnostics.prove_independent(
+    ...   lambda w, x: gradients(w, x, x.mean(0)), w, x, in_axes=(None, 0))
+    >>> bool(proof), 'reduces over the batch axis' in proof.offence
+    (False, True)
+  """
   axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
   if len(axes) != len(args) or not set(axes) <= {0, None}:
     raise ValueError(
@@ -421,10 +481,11 @@ def prove_independent(
     jax.tree_util.keystr(x) for x, _ in jax.tree.leaves_with_path(shapes)
   ]
   known = {id(getattr(x, 'val', x)) for x in program.consts}
-  if known & {id(x) for x in leaves if np.ndim(x)}:
+  rows = {id(x) for x, axis in zip(leaves, flat, strict=True) if axis == 0}
+  if known & rows:
     return Proof(
       _claim(size),
-      'the function closes over an array that is also an argument. Instead:'
-      ' use the argument, so that its rows can be followed',
+      'the function closes over an array that is also an argument of the'
+      ' batch. Instead: use the argument, so that its rows can be followed',
     )
   return analyse(program, flat, size, names)
