@@ -4,8 +4,8 @@ A proof reads a program, no value. The measures show why DP-SGD on LoRA factors
 fails and how PRISM behaves (the three issues of arXiv:2606.00944). What is
 computed from raw per-example values is named ``nonprivate_*``: no guarantee
 covers it, so compute it on public data, or keep it on the trusted side. The
-rest reads parameters, shapes and states of
-optimizers, which are already private.
+rest reads parameters, shapes and states of optimizers, which are already
+private.
 """
 
 from typing import NamedTuple

@@ -653,7 +653,7 @@ def prove_released(
   only through the releases that it lists. Their size is not compared with what
   you account for (``training.make_private`` does so), nor is it proved that
   single gradients are those of single records
-  (:func:`depends_on_other_examples` looks for it), that keys are fresh, or how
+  (:func:`prove_independent` does), that keys are fresh, or how
   long the step takes.
 
   =================================  ==========================================
