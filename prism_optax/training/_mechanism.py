@@ -42,8 +42,8 @@ def assemble(
     params: Shapes of the parameters.
 
   Returns:
-    A transformation whose ``update`` takes ``LazyGradients`` and
-    ``is_padding_example=``.
+    A transformation whose ``update`` takes ``LazyGradients``,
+    ``is_padding_example=`` and ``release_digest=``.
 
   Raises:
     ValueError: If the optimizer is none of these, or has a clip of another
@@ -152,6 +152,7 @@ def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
     step: StepContext,
     *,
     is_padding_example: jax.Array | None = None,
+    release_digest: jax.Array | None = None,
     **extra_args: Any,
   ) -> tuple[Stacks, Any]:
     del extra_args
@@ -162,6 +163,7 @@ def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
       step.tree.coordinates(step.params),
       state,
       _rows(bounded, step),
+      release_digest,
     )
     summed = ClippedSum(*_floats(sums))
     summed.on_lattice = lambda stddev: sums
@@ -210,6 +212,7 @@ def _dense(
     params: Any = None,
     *,
     is_padding_example: jax.Array | None = None,
+    release_digest: jax.Array | None = None,
     **extra_args: Any,
   ) -> tuple[Any, Any]:
     clip, noised, inner = state
@@ -222,8 +225,11 @@ def _dense(
       like,
       clip,
       None if labels is None else [np.asarray(x) for x in labels],
+      release_digest,
     )
-    noisy, noised = noise.update(sums, noised)
+    noisy, noised = noise.update(
+      sums, noised, release_digest=release_digest
+    )
     out, inner = optimizer.update(noisy, inner, params, **extra_args)
     return out, (clip, noised, inner)
 
