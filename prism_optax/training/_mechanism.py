@@ -227,9 +227,7 @@ def _dense(
       None if labels is None else [np.asarray(x) for x in labels],
       release_digest,
     )
-    noisy, noised = noise.update(
-      sums, noised, release_digest=release_digest
-    )
+    noisy, noised = noise.update(sums, noised, release_digest=release_digest)
     out, inner = optimizer.update(noisy, inner, params, **extra_args)
     return out, (clip, noised, inner)
 

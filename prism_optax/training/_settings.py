@@ -1,6 +1,7 @@
 """What a private training is made of."""
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -113,7 +114,7 @@ def check_declared(params: ArrayTree, releases: Sequence[Release]) -> None:
 
 
 class Settings(NamedTuple):
-  """What the guarantee depends on, besides the data."""
+  """What the guarantee depends on, besides the data and the program."""
 
   sampling: Sampling
   noise_multiplier: float
@@ -124,6 +125,7 @@ class Settings(NamedTuple):
   seeded: bool
   entries: int
   before: Before
+  stops: tuple[int, ...]
 
 
 class Parts(NamedTuple):
@@ -140,6 +142,9 @@ class Parts(NamedTuple):
     check: ``check(params, frozen, batch)`` refuses a loss, by shapes and
       made-up records.
     adapters: From what is trained to what the model takes.
+    sharding: How batches are laid out.
+    key_is_given: Whether all runs have the same keys.
+    journal: Where releases are written down, or None.
   """
 
   settings: Settings
@@ -151,3 +156,6 @@ class Parts(NamedTuple):
   skip_padding: bool
   check: Callable[..., None]
   adapters: Callable[[Any], Any]
+  sharding: jax.sharding.Sharding | None
+  key_is_given: bool
+  journal: str | os.PathLike[str] | None

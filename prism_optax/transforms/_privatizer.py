@@ -43,9 +43,7 @@ def limited(
   def init(updates):
     return PrivatizerState(jnp.zeros((), jnp.int32), privatizer.init(updates))
 
-  def update(
-    updates, state, params=None, *, release_digest=None, **extra_args
-  ):
+  def update(updates, state, params=None, *, release_digest=None, **extra_args):
     del extra_args
     count = state.count
     known = not isinstance(count, jax.core.Tracer)
@@ -135,9 +133,7 @@ def gaussian(
   def init(params):
     return _randomness.resolve_key('prng_key', prng_key, params, words=4)
 
-  def update(
-    updates, state, params=None, *, release_digest=None, **extra_args
-  ):
+  def update(updates, state, params=None, *, release_digest=None, **extra_args):
     del extra_args
     next_key, key = _randomness.split(state)
     key = _randomness.for_release(key, release_digest)
