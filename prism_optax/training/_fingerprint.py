@@ -230,15 +230,21 @@ class FrozenWeights:
       pairs = zip(leaves, self._last[0], strict=True)
       if all(x is reference() for x, reference in pairs):
         return self._last[1]
-    described = [f'{getattr(x, "sharding", None)}' for x in leaves]
     values = np.asarray(jitted_of_arrays(tree)).tobytes()
-    found = words(values, _without_addresses('\n'.join(described))).tobytes()
+    found = words(values, repr([_layout(x) for x in leaves])).tobytes()
     # Arrays of JAX do not change; all else may have been written to.
     if all(isinstance(x, jax.Array) for x in leaves):
       self._last = [weakref.ref(x) for x in leaves], found
     else:
       self._last = None
     return found
+
+
+def _layout(x: Any) -> tuple[Any, ...]:
+  """Into how many parts an array is cut, however its sharding is written."""
+  if not isinstance(x, jax.Array):
+    return ()
+  return len(x.sharding.device_set), x.sharding.shard_shape(x.shape)
 
 
 def of_arrays(tree: Any) -> jax.Array:

@@ -893,8 +893,8 @@ MUTANTS = (
   Mutant(
     'make_private: padding counts',
     'training/_private.py',
-    'lazy, state, params, is_padding_example=is_padding_example',
-    'lazy, state, params, is_padding_example=None',
+    'is_padding_example=is_padding_example,',
+    'is_padding_example=None,',
     (ADVERSARIAL,),
   ),
   Mutant(

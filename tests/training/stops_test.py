@@ -8,6 +8,7 @@ two numbers at each value of the ratio (Bellman).
 """
 
 import functools
+import pathlib
 import re
 
 import numpy as np
@@ -126,6 +127,21 @@ def test_possible_stops_are_public_and_end_with_the_last_step():
   assert _stops.next_stop((4, 8), 0) == 4
   with pytest.raises(ValueError, match="stop to be .*'planned'"):
     _stops.possible_stops('when it is good', 7)
+
+
+def test_the_page_has_these_figures():
+  page = pathlib.Path(__file__).parents[2] / 'docs/explanation/stops.md'
+  rows = re.findall(r'^\| (?:up to )?(\d+) \| (.*) \| (.*) \|$',
+                    page.read_text('utf-8'), re.M)  # fmt: skip
+  assert [int(t) for t, *_ in rows] == [300, 150, 75, 38, 19]
+
+  def epsilon(steps, delta):
+    event = accounting.dpsgd_event(0.8, 64 / 9919, steps)
+    return pytest.approx(accounting.epsilon(event, delta), abs=6e-3)
+
+  for steps, planned, adaptive in rows:
+    assert float(planned) == epsilon(300, 1e-5)
+    assert float(adaptive) == epsilon(int(steps), 1e-5 / 5)
 
 
 @pytest.mark.slow
