@@ -148,7 +148,7 @@ def make_private(
       ``'adaptive'``: who stops early by looking at what was released has a
       smaller one. Possible stops are all steps, a half, a quarter, an eighth
       and a sixteenth; each gets a fifth of delta, and epsilon is that of the
-      next one. A run to the end costs more for it, by 15 to 25 % as a rule; to
+      next one. A run to the end costs more for it, by some 10 to 25 %; to
       stop pays off before a third of the steps.
     journal: File in which every release is written down before it is made (a
       wait for the disk at each step). With it a run may go on in another

@@ -165,6 +165,11 @@ class PrivateTraining:
     ``expected_batch_size / dataset_size``; a batch has one shape, filled with
     zeros. Nobody may see which records were drawn.
 
+    The batches carry a digest of the data under the seed of the state, which is
+    compared when the run goes on. Each call reads all bytes of arrays for it; of
+    other sources 256 records at secret places, so that a change of a few
+    records of many passes unseen.
+
     Args:
       state: Of this training; the batches go on where it stands.
       data: A tuple or dict of arrays (N, ...), one array, or a source with
@@ -178,8 +183,8 @@ class PrivateTraining:
 
     Raises:
       ValueError: If the state is of another training or environment, or began
-        with other data (:func:`data_digest` says what is seen of them), or the
-        data have another size, or are no numbers of one shape.
+        with other data, or the data have another size, or are no numbers of
+        one shape.
     """
     self._check_state(state)
     sampling, seed = self.parts.settings.sampling, np.asarray(state.seed)
@@ -310,6 +315,9 @@ class PrivateTraining:
 
     Returns:
       The upper bound at the training's delta, for add-or-remove-one neighbours.
+
+    Raises:
+      ValueError: With ``stop='adaptive'``, for more steps than there are.
     """
     settings = self.parts.settings
     n = self.steps if steps is None else steps

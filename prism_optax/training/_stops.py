@@ -35,5 +35,11 @@ def possible_stops(stop: str, steps: int) -> tuple[int, ...]:
 
 
 def next_stop(stops: tuple[int, ...], done: int) -> int:
-  """The first possible stop that is not before ``done`` steps."""
+  """The first possible stop that is not before ``done`` steps.
+
+  Raises:
+    ValueError: For more steps than there are.
+  """
+  if done > stops[-1]:
+    raise ValueError(f'Expected at most {stops[-1]} steps, got {done}.')
   return next(t for t in stops if t >= done)

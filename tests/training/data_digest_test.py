@@ -105,6 +105,10 @@ def test_no_record_can_stop_it(record):
   assert same(Source([X[0], record]), Source([X[0], record]))
 
 
+def test_objects_do_not_count_by_their_address():
+  assert same([X[0], object()], [X[0], object()])
+
+
 def test_users_count_by_who_they_share_with():
   users = np.array([5, 5, 8, 8])
   assert same(X, X, users=users)

@@ -125,6 +125,8 @@ def test_possible_stops_are_public_and_end_with_the_last_step():
   assert _stops.possible_stops('adaptive', 1) == (1,)
   assert _stops.possible_stops('adaptive', 300) == (19, 38, 75, 150, 300)
   assert _stops.next_stop((4, 8), 0) == 4
+  with pytest.raises(ValueError, match='at most 8 steps, got 9'):
+    _stops.next_stop((4, 8), 9)
   with pytest.raises(ValueError, match="stop to be .*'planned'"):
     _stops.possible_stops('when it is good', 7)
 
