@@ -166,8 +166,8 @@ class PrivateTraining:
     zeros. Nobody may see which records were drawn.
 
     The batches carry a digest of the data under the seed of the state, which is
-    compared when the run goes on. Each call reads all bytes of arrays for it; of
-    other sources 256 records at secret places, so that a change of a few
+    compared when the run goes on. Each call reads all bytes of arrays for it;
+    of other sources 256 records at secret places, so that a change of a few
     records of many passes unseen.
 
     Args:
