@@ -143,6 +143,44 @@ def split(prng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
   return keys[0], keys[1]
 
 
+def for_release(prng_key: jax.Array, digest: Any) -> jax.Array:
+  """The key of one release: a function of the key and of what is released.
+
+  A key that is kept (restored, copied, given again) may meet other data or
+  another program. With a digest of them the noise is then another one, and the
+  same one where all is the same.
+
+  Args:
+    prng_key: A key of four words, or the two of ChaCha20, from which nothing
+      else is drawn.
+    digest: None, which leaves the key as it is, or (8,) uint32, public or not.
+
+  Returns:
+    A key of the same kind.
+
+  Raises:
+    ValueError: For a digest of another shape or type.
+  """
+  if digest is None:
+    return prng_key
+  words = jnp.asarray(digest)
+  if words.shape != (8,) or words.dtype != jnp.uint32:
+    raise ValueError(
+      'Expected release_digest to be None or (8,) uint32, got'
+      f' {words.shape} {words.dtype}.'
+    )
+  if not prng_key.shape:
+    for word in words:
+      prng_key = jax.random.fold_in(prng_key, word)
+    return prng_key
+  key = key_words(prng_key)
+  for half in (words[:4], words[4:]):  # Four words are one counter.
+    key = _generators.chacha20(key, list(half))[:8]
+  return jax.random.wrap_key_data(
+    jnp.stack(key).reshape(2, 4), impl=_IMPLEMENTATIONS[4]
+  )
+
+
 def key_words(prng_key: Any) -> list[jax.Array]:
   """The words of a key: four, or the eight of ChaCha20.
 

@@ -77,6 +77,7 @@ def privacy_statement(
   neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   dataset_size: int | None = None,
   entries: float | None = None,
+  possible_stops: int = 1,
 ) -> str:
   """Returns the sentence to report: epsilon and everything it depends on.
 
@@ -89,6 +90,10 @@ def privacy_statement(
     entries: Number of entries to which this library adds noise, over all
       updates together. Epsilon is then that of the noise as it is drawn
       (:func:`release_guarantee`), at the same delta; else that of ideal noise.
+    possible_stops: The releases were stopped on the way, at one of so many
+      stops that were fixed beforehand, and ``event`` is what was released by
+      the next one. Each has the same share of delta, at which epsilon is
+      computed; together they have ``delta``.
 
   Returns:
     One line with epsilon (rounded up), delta, relation, accountant, and the
@@ -96,7 +101,7 @@ def privacy_statement(
 
   Raises:
     ValueError: In the cases of :func:`epsilon`; if there are so many entries
-      that what is drawn takes half of ``delta``.
+      that what is drawn takes half of ``delta``; for fewer than one stop.
 
   Examples:
     >>> from prism_optax import accounting
@@ -107,14 +112,16 @@ def privacy_statement(
     Poisson sampling
   """
   delta = _events.check_delta(event, delta, dataset_size)
+  _validate.integer('possible_stops', possible_stops, 1)
+  share = delta / possible_stops
 
   def spent_at(delta: float) -> float:
     return _epsilon.epsilon_at(event, delta, accountant, neighboring_relation)
 
   if entries is None:
-    spent, drawn = spent_at(delta), ''
+    spent, drawn = spent_at(share), ''
   else:
-    spent, drawn = _as_drawn(spent_at, delta, entries), ', noise as drawn'
+    spent, drawn = _as_drawn(spent_at, share, entries), ', noise as drawn'
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
   relation = neighboring_relation.name.lower().replace('_', '-')

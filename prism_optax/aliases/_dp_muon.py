@@ -45,14 +45,15 @@ def _in_units(
   tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
   """``tx`` on leaves that are divided by their units, float32 at least."""
+  tx = optax.with_extra_args_support(tx)
 
-  def update_fn(updates, state, params=None):
+  def update_fn(updates, state, params=None, **extra_args):
     units = units_of(updates)
     scaled = jax.tree.map(lambda x, u: at_least_float32(x) / u, updates, units)
-    out, state = tx.update(scaled, state, params)
+    out, state = tx.update(scaled, state, params, **extra_args)
     return jax.tree.map(jnp.multiply, out, units), state
 
-  return optax.GradientTransformation(_wide(tx).init, update_fn)
+  return optax.GradientTransformationExtraArgs(_wide(tx).init, update_fn)
 
 
 def _consistent_rms(

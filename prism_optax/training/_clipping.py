@@ -256,6 +256,7 @@ class BoundedSum(NamedTuple):
     like: Any,
     state: Any,
     rows: Rows = None,
+    release_digest: jax.Array | None = None,
   ) -> tuple[Any, Any]:
     """The sum over b, and the new state.
 
@@ -267,6 +268,7 @@ class BoundedSum(NamedTuple):
       state: From ``init`` or the last call.
       rows: With groups: for each leaf of ``like`` the group names along its
         first axis, or one for all of it.
+      release_digest: As for the noise of the gradients.
 
     Returns:
       A tree of ``LatticeSum`` like the coordinates, and the state.
@@ -304,6 +306,7 @@ class BoundedSum(NamedTuple):
     sums = _per_example.mark_flat_clip(sums, bound / b, self.stddev)
     votes = _per_example.mark_flat_clip(votes, 0.5 / b, stddev)
     next_key, key = _randomness.split(state.prng_key)
+    key = _randomness.for_release(key, release_digest)
     (vote,) = _lattice.add_noise(key, [votes], stddev)
     factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))
     # Far from the start still a number, not zero or infinity, which would stay.

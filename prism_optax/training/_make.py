@@ -1,6 +1,7 @@
 """The one call: from a loss and public constants to a private training."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from prism_optax import (
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.lora import InputMetric
-from prism_optax.training import _loss, _mechanism, _sampling, _seen
+from prism_optax.training import _loss, _mechanism, _sampling, _seen, _stops
 from prism_optax.training._clipping import (
   BoundedSum,
   FlatClipping,
@@ -64,6 +65,8 @@ def make_private(
   batch_sharding: jax.sharding.Sharding | None = None,
   input_metric: InputMetric | None = None,
   also: Sequence[Release] = (),
+  stop: str = 'planned',
+  journal: str | os.PathLike[str] | None = None,
   prng_key: PRNGKeyLike = None,
 ) -> PrivateTraining:
   """A differentially private training whose parts agree.
@@ -98,8 +101,12 @@ def make_private(
   more records than a batch has   a random subset, which the event knows of
   ``noise_multiplier=0.0``        no privacy, for tests: epsilon is infinite
   step ``steps + 1``              ValueError
-  a restored state                the same batches and the same noise: never
-                                  go on twice from one state with other settings
+  a restored state                the same batches and the same noise, where
+                                  data, loss, optimizer and machine are the same
+  other data, loss, optimizer     ValueError (and the noise would be another
+  or frozen weights               one)
+  another machine or version      ValueError; with ``journal`` fresh noise, and
+                                  a step done again counts again
   ==============================  =============================================
 
   Args:
@@ -151,8 +158,19 @@ def make_private(
       epsilon, of a target and of every statement.
     also: What else was released of them before, such as
       :class:`prism_optax.heads.LinearHead`: part of all these, too.
+    stop: ``'planned'``: epsilon is that of all steps, whenever the run stops.
+      ``'adaptive'``: who stops early by looking at what was released has a
+      smaller one. Possible stops are all steps, a half, a quarter, an eighth
+      and a sixteenth; each gets a fifth of delta, and epsilon is that of the
+      next one. A run to the end costs more for it, by some 10 to 25 %; to
+      stop pays off before a third of the steps.
+    journal: File in which every release is written down before it is made (a
+      wait for the disk at each step). With it a run may go on in another
+      environment: other devices or versions. One file for each run; ``init``
+      begins it. As needed as the checkpoint beside it.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
-      key that was given knows the noise and the batches.
+      key that was given knows the noise and the batches, and ``init`` may be
+      called once.
 
   Returns:
     The training.
@@ -220,13 +238,19 @@ def make_private(
   shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
+  stops = _stops.possible_stops(stop, steps)
   before = Before.of(input_metric, also, dataset_size)
   check_declared(params, also)
   if input_metric is not None:
     loss = _loss.in_coordinates(loss, input_metric, batched_loss)
   if target_epsilon is not None:
     noise_multiplier = _calibrated(
-      target_epsilon, delta, sampling, steps, entries * steps, before
+      target_epsilon,
+      delta / len(stops),
+      sampling,
+      steps,
+      entries * steps,
+      before,
     )
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   given = _randomness.is_given(prng_key)
@@ -246,6 +270,7 @@ def make_private(
     given or before.seeded,
     entries,
     before,
+    stops,
     None if record is None else Form.declared(record),
   )
   transformation = _mechanism.assemble(
@@ -265,6 +290,9 @@ def make_private(
       functools.partial(_loss.check, loss, batched_loss, microbatch_size),
       (lambda x: x) if input_metric is None else input_metric.to_params,
       1 + follows,
+      batch_sharding,
+      given,
+      journal,
     )
   )
   _events.check_delta(training.event(), delta, dataset_size)

@@ -42,8 +42,8 @@ def assemble(
     prng_key: Of the noise.
 
   Returns:
-    A transformation whose ``update`` takes ``LazyGradients`` and
-    ``is_padding_example=``.
+    A transformation whose ``update`` takes ``LazyGradients``,
+    ``is_padding_example=`` and ``release_digest=``.
 
   Raises:
     ValueError: If the optimizer is none of these.
@@ -136,6 +136,7 @@ def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
     step: StepContext,
     *,
     is_padding_example: jax.Array | None = None,
+    release_digest: jax.Array | None = None,
     **extra_args: Any,
   ) -> tuple[Stacks, Any]:
     del extra_args
@@ -146,6 +147,7 @@ def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
       step.tree.coordinates(step.params),
       state,
       _rows(bounded, step),
+      release_digest,
     )
     floats = jax.tree.map(_lattice.to_float, sums, is_leaf=_lattice.is_sum)
     bound = bounded.bound / bounded.normalize_by
@@ -188,6 +190,7 @@ def _dense(
     params: Any = None,
     *,
     is_padding_example: jax.Array | None = None,
+    release_digest: jax.Array | None = None,
     **extra_args: Any,
   ) -> tuple[Any, Any]:
     clip, noised, inner = state
@@ -200,8 +203,9 @@ def _dense(
       like,
       clip,
       None if labels is None else [np.asarray(x) for x in labels],
+      release_digest,
     )
-    noisy, noised = noise.update(sums, noised)
+    noisy, noised = noise.update(sums, noised, release_digest=release_digest)
     out, inner = optimizer.update(noisy, inner, params, **extra_args)
     return out, (clip, noised, inner)
 

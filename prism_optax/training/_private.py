@@ -14,7 +14,10 @@ from prism_optax import _per_example, accounting
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 from prism_optax.accounting import _events
-from prism_optax.training import _seen
+from prism_optax.training import _fingerprint, _seen, _stops
+from prism_optax.training._data_digest import data_digest
+from prism_optax.training._fingerprint import Fingerprint
+from prism_optax.training._journal import Count, Journal
 from prism_optax.training._records import Records
 from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
@@ -31,15 +34,24 @@ class TrainingState(NamedTuple):
     optimizer: State of clip, noise and optimizer.
     step: Number of steps done, NumPy, shape ().
     seed: Of the batches, NumPy, (4,) uint32.
-    fingerprint: Of the settings that the guarantee depends on, NumPy, (8,)
-      uint32.
+    fingerprint: What it belongs to: digests of settings, environment, program
+      and data, NumPy, (8,) uint32 each.
   """
 
   params: Any
   optimizer: Any
   step: np.ndarray
   seed: np.ndarray
-  fingerprint: np.ndarray
+  fingerprint: Fingerprint
+
+
+# What a state may differ in, for messages: nothing private.
+_PARTS = {
+  'settings': 'sizes, clip, noise, steps, delta, stop, shapes of parameters',
+  'environment': 'backend, devices, layout of batches, versions',
+  'program': 'loss, optimizer, frozen weights, shapes of records',
+  'data': 'the records, or who they are of',
+}
 
 
 class PrivateTraining:
@@ -61,10 +73,12 @@ class PrivateTraining:
     self.padded_batch_size = settings.sampling.padded_batch_size
     self.steps = settings.steps
     self.proofs: tuple[Proof, ...] = ()
-    self._checked = False
-    words = repr((settings, jax.tree.map(_described, parts.shapes))).encode()
-    digest = hashlib.sha256(words).digest()
-    self._fingerprint = np.frombuffer(digest, np.uint32)
+    self._begun = False
+    self._frozen = _fingerprint.FrozenWeights()
+    self._programs: dict[str, np.ndarray] = {}
+    self._journal = None if parts.journal is None else Journal(parts.journal)
+    words = repr((settings, jax.tree.map(_described, parts.shapes)))
+    self._settings = _fingerprint.words(words)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(
@@ -74,7 +88,10 @@ class PrivateTraining:
       examples: Any,
       is_padding_example: jax.Array,
       is_present: jax.Array | None,
+      release: jax.Array | None = None,
     ) -> tuple[Any, Any]:
+      if release is not None:  # Other parameters have other gradients.
+        release = release ^ _fingerprint.of_arrays(params)
       rows = examples if is_present is None else (examples, is_present)
       lazy = _per_example.LazyGradients(
         rows,
@@ -83,7 +100,11 @@ class PrivateTraining:
         parts.skip_padding,
       )
       updates, state = parts.transformation.update(
-        lazy, state, params, is_padding_example=is_padding_example
+        lazy,
+        state,
+        params,
+        is_padding_example=is_padding_example,
+        release_digest=release,
       )
       return optax.apply_updates(params, updates), state
 
@@ -92,6 +113,8 @@ class PrivateTraining:
   def init(self, params: ArrayTree) -> TrainingState:
     """A state for a new run: fresh keys, one budget of privacy.
 
+    A ``journal`` that does not exist yet is begun for this run.
+
     Args:
       params: The trainable parameters, of the shapes that ``make_private`` got.
 
@@ -99,7 +122,9 @@ class PrivateTraining:
       The state before the first step.
 
     Raises:
-      ValueError: If the parameters have other shapes, or under ``jit``.
+      ValueError: If the parameters have other shapes, or under ``jit``; a
+        second time where ``prng_key`` was given, because all runs would share
+        its noise.
     """
     found, wanted = (
       jax.tree.map(_described, x) for x in (params, self.parts.shapes)
@@ -114,73 +139,97 @@ class PrivateTraining:
         'A new run takes fresh seeds, which would become constants of a'
         ' compiled program: call init outside of jit.'
       )
+    if self._begun and self.parts.key_is_given:
+      raise ValueError(
+        'This training has begun a run already, and its prng_key was given: a'
+        ' second run would have the keys of the first. Go on with the state of'
+        ' the first, or leave prng_key out, which makes fresh keys in each'
+        ' init.'
+      )
     state = self.parts.transformation.init(params)
     # The step takes these buffers over: none may be the caller's.
     params, state = jax.tree.map(jnp.copy, (params, state))
-    return TrainingState(
+    unknown = _fingerprint.UNKNOWN.copy
+    fingerprint = Fingerprint(
+      self._settings.copy(), self._environment.copy(), unknown(), unknown()
+    )
+    new = TrainingState(
       params,
       state,
       np.zeros((), np.int64),
       self.parts.new_seed(),
-      self._fingerprint.copy(),
+      fingerprint,
     )
+    if self._journal is not None and jax.process_index() == 0:
+      self._journal.begin(self._run(new))
+    self._begun = True
+    return new
 
   def batches(
     self, state: TrainingState, data: Any, *, users: Any = None
   ) -> Batches:
     """The batches from the state's step to the last, drawn at random.
 
-    Each record is drawn for each batch independently, with probability
-    ``expected_batch_size / dataset_size``; a batch has one form, filled with
-    zeros. Nobody may see which records were drawn.
+        Each record is drawn for each batch independently, with probability
+        ``expected_batch_size / dataset_size``; a batch has one form, filled with
+        zeros. Nobody may see which records were drawn.
 
-    **Form.** Structure, shapes and types of one record are public: arrays show
-    them, and ``record=`` of ``make_private`` declares them for all other data.
-    Each record is brought to this form by itself. Numbers become floats by
-    rounding; they become whole numbers or truth values only if they keep their
-    value (``3.0`` and ``True`` fit an int32, ``3.5`` and ``2**31`` do not). Of
-    a dict all keys have to be those of the form; a list may stand for a tuple.
+        **Form.** Structure, shapes and types of one record are public: arrays show
+        them, and ``record=`` of ``make_private`` declares them for all other data.
+        Each record is brought to this form by itself. Numbers become floats by
+        rounding; they become whole numbers or truth values only if they keep their
+        value (``3.0`` and ``True`` fit an int32, ``3.5`` and ``2**31`` do not). Of
+        a dict all keys have to be those of the form; a list may stand for a tuple.
 
-    ================================  =========================================
-    another shape, structure, type    the record counts as zero, silently
-    text, None, a masked array        likewise
-    ``data[i]`` raises                likewise; an error of disk or network
-                                      (``ConnectionError``, ``TimeoutError``,
-                                      ``OSError`` with ``EIO`` and the like)
-                                      stops the run
-    NaN or Inf                        fits a float; the clip sees to it
-    fewer records than dataset_size   the last places are empty
-    more of them                      those beyond the last place are never
-                                      drawn; declare more
-    nothing drawn                     no record is read; nor for padding
-    ids that are equal                one user (``1 == 1.0``, ``'1'`` differs)
-    None, NaN or a list for an id     all these are one user
-    ================================  =========================================
+        ================================  ==================================    another shape, structure, type    the record counts as zero, silently
+        text, None, a masked array        likewise
+        ``data[i]`` raises                likewise; an error of disk or network
+                                          (``ConnectionError``, ``TimeoutError``,
+                                          ``OSError`` with ``EIO`` and the like)
+                                          stops the run
+        NaN or Inf                        fits a float; the clip sees to it
+        fewer records than dataset_size   the last places are empty
+        more of them                      those beyond the last place are never
+                                          drawn; declare more
+        nothing drawn                     no record is read; nor for padding
+        ids that are equal                one user (``1 == 1.0``, ``'1'`` differs)
+        None, NaN or a list for an id     all these are one user
+        ================================  =========================================
 
-    How long a batch takes to read may depend on its records.
+        How long a batch takes to read may depend on its records.
+    =======
+        The batches carry a digest of the data under the seed of the state, which is
+        compared when the run goes on. Each call reads all bytes of arrays for it;
+        of other sources 256 records at secret places, so that a change of a few
+        records of many passes unseen.
 
-    Args:
-      state: Of this training; the batches go on where it stands.
-      data: A tuple or dict (any tree of these) of arrays (N, ...), one array,
-        or with ``record=`` a source with ``len`` and integer look-up (a list of
-        records, a ``datasets.Dataset``, a ``grain`` source). A record that is a
-        tuple is unpacked into the arguments of ``loss``.
-      users: With ``examples_per_user`` alone: who each record is of, (N,), an
-        array, or a list of numbers, text, bytes or ``uuid.UUID``.
+        Args:
+          state: Of this training; the batches go on where it stands.
+          data: A tuple or dict (any tree of these) of arrays (N, ...), one array,
+            or with ``record=`` a source with ``len`` and integer look-up (a list of
+            records, a ``datasets.Dataset``, a ``grain`` source). A record that is a
+            tuple is unpacked into the arguments of ``loss``.
+          users: With ``examples_per_user`` alone: who each record is of, (N,), an
+            array, or a list of numbers, text, bytes or ``uuid.UUID``.
 
-    Returns:
-      An iterable with a length.
+        Returns:
+          An iterable with a length.
 
-    Raises:
-      ValueError: If the state is of another training, for a source without
-        ``record=``, for arrays of several lengths, that are no numbers or of
-        another form than ``record=``.
+        Raises:
+          ValueError: If the state is of another training or environment, or began
+            with other data; for a source without ``record=``, for arrays of several
+            lengths, that are no numbers or of another form than ``record=``.
     """
     self._check_state(state)
     settings, seed = self.parts.settings, np.asarray(state.seed)
     sampling = settings.sampling
     records = Records(sampling, data, users, settings.record)
     run = self._run(state)
+    digest = _fingerprint.agreed(data_digest(data, seed, users))
+    self._check_fits(
+      state,
+      state.fingerprint._replace(environment=self._environment, data=digest),
+    )
 
     def draw(step: int) -> Batch:
       rows = records.collect(
@@ -188,7 +237,7 @@ class PrivateTraining:
         functools.partial(sampling.choose, seed, step),
       )
       examples, is_padding, is_present = self.parts.put(rows)
-      return Batch(examples, is_padding, is_present, step, run)
+      return Batch(examples, is_padding, is_present, step, run, digest)
 
     return Batches(range(int(state.step), self.steps), draw)
 
@@ -235,6 +284,12 @@ class PrivateTraining:
     It is compiled once; call it outside of ``jit``. The arrays of the old state
     are taken over by the new one.
 
+    The noise is a function of the keys of the state and of settings, data,
+    program, environment and parameters. A step that is done again where all of
+    them are the same is the same release, to the bit. What differs is refused;
+    with a ``journal`` another environment is not, and gives another release,
+    which is counted.
+
     Args:
       state: Of this training.
       batch: The next one of :meth:`batches`.
@@ -244,8 +299,12 @@ class PrivateTraining:
       The new state.
 
     Raises:
-      ValueError: If all steps are done; for a state of another training, or
-        anything that is not this run's batch for this step.
+      ValueError: If all steps are done; for a state of another training, data,
+        loss, optimizer, frozen weights or environment, which is named; for
+        anything that is not this run's batch for this step; for the journal of
+        another run.
+      FileNotFoundError: If the journal is gone.
+      RuntimeError: If the journal was changed by hand.
     """
     self._check_state(state)
     number = int(state.step)
@@ -268,14 +327,20 @@ class PrivateTraining:
         f' {batch.step}{"" if batch.run == self._run(state) else " of another"}'
         '. Each batch is for one step: iterate batches(state, data) once.'
       )
-    if not self._checked:
-      independence: Proof | None = self.parts.check(state.params, frozen, batch)
-      release = self._prove_release(state, frozen, batch)
-      self.proofs = tuple(x for x in (independence, release) if x is not None)
-      self._checked = True
-    params, optimizer = self._step(*_arguments(state, frozen, batch))
-    return state._replace(
-      params=params, optimizer=optimizer, step=np.asarray(number + 1)
+    arguments = _arguments(state, frozen, batch)
+    found = Fingerprint(
+      self._settings,
+      self._environment,
+      self._program(arguments, batch),
+      batch.data,
+    )
+    self._check_fits(state, found)
+    attempt = self._written_down(state, found)  # Before it is released.
+    params, optimizer = self._step(
+      *arguments, _fingerprint.release(found, attempt)
+    )
+    return TrainingState(
+      params, optimizer, np.asarray(number + 1), state.seed, found
     )
 
   def adapters(self, state: TrainingState) -> Any:
@@ -296,104 +361,232 @@ class PrivateTraining:
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
     """The event of some steps, and of what came before, for an accountant.
 
+    Steps that were done again elsewhere, as the journal has them, count again.
+
     Args:
       steps: How many; None is all.
 
     Returns:
       A dp-accounting event.
     """
-    settings = self.parts.settings
-    cut = settings.sampling.truncated_batch_size
-    training = accounting.dpsgd_event(
-      settings.noise_multiplier,
-      settings.sampling.probability,
-      self.steps if steps is None else steps,
-      truncated_batch_size=cut,
-      dataset_size=None if cut is None else settings.sampling.dataset_size,
-    )
-    return _events.composed([training, *settings.before.events])
+    return self._event((self.steps if steps is None else steps), self._count())
 
   def epsilon(self, steps: int | None = None) -> float:
     """Epsilon of some steps, with ideal noise.
 
     Args:
-      steps: How many; None is all.
+      steps: How many; None is all. A number that was fixed beforehand, or with
+        ``stop='adaptive'`` any: epsilon is that of the next possible stop.
 
     Returns:
       The upper bound at the training's delta, for add-or-remove-one neighbours.
+
+    Raises:
+      ValueError: With ``stop='adaptive'``, for more steps than there are.
     """
     settings = self.parts.settings
-    size = settings.sampling.dataset_size
+    n = self.steps if steps is None else steps
+    if len(settings.stops) > 1:
+      n = _stops.next_stop(settings.stops, n)
     return accounting.epsilon(
-      self.event(steps), settings.delta, dataset_size=size
+      self.event(n),
+      settings.delta / len(settings.stops),
+      dataset_size=settings.sampling.dataset_size,
     )
 
-  def statement(self, state: TrainingState | None = None) -> str:
-    """The sentence to report, for the steps that a state has done.
+  def statement(
+    self, state: TrainingState | None = None, *, stop_was_fixed: bool = False
+  ) -> str:
+    """The sentence to report.
+
+    Epsilon is that of all steps of the training, also before the last one: who
+    stops early shows a part of what the whole run would have shown, whatever
+    made them stop. Epsilon of the steps done is smaller, and holds only if the
+    stop did not depend on what was released.
+
+    ==============================  ===========================================
+    all steps done                  epsilon of all steps
+    stopped early                   epsilon of all steps
+    stopped early,                  epsilon of the steps done
+    ``stop_was_fixed=True``
+    ``stop='adaptive'``             epsilon of the next possible stop, at its
+                                    share of delta
+    steps done again elsewhere      counted again, as the journal has them
+    ==============================  ===========================================
 
     It ends in what was proved of the program of a step, when this training did
     its first one; before that nothing is said.
 
     Args:
       state: Of this training; None for all of its steps.
+      stop_was_fixed: Says that the number of steps was fixed before the first
+        one, or follows from what does not depend on the records (the time that
+        was left). Not where somebody looked at released parameters, or at a
+        score of them on whatever data.
 
     Returns:
-      Epsilon, delta, the relation, the sampling, the unit of privacy.
+      Epsilon, delta, the relation, the sampling, the unit of privacy and the
+      number of steps.
 
     Raises:
-      ValueError: For a state of another training.
+      ValueError: For a state of another training; for ``stop_was_fixed`` of a
+        training with ``stop='adaptive'``, whose claim is another; for the
+        journal of another run.
+      FileNotFoundError: If a state is given, and its journal is gone.
     """
     settings = self.parts.settings
-    done = self.steps
+    stops = settings.stops
+    if stop_was_fixed and len(stops) > 1:
+      raise ValueError(
+        "This training was made with stop='adaptive': its epsilon is that of"
+        ' the next possible stop, and not that of a stop fixed beforehand, got'
+        f' {stop_was_fixed=}.'
+      )
+    count, done = self._count(state), self.steps
     if state is not None:
       self._check_state(state)
-      done = int(state.step)
+      # An old state does not undo what was released after it.
+      done = max(int(state.step), count.steps)
+    reported = done if stop_was_fixed else _stops.next_stop(stops, done)
     most = settings.sampling.examples_per_user
     unit = 'unit: one record'
     if most is not None:
       unit = f'unit: one user with all records, at most {most} in a batch'
     text = accounting.privacy_statement(
-      self.event(done),
+      self._event(reported, count),
       settings.delta,
       dataset_size=settings.sampling.dataset_size,
-      entries=done * settings.entries + settings.before.entries,
+      entries=(reported + count.again) * settings.entries
+      + settings.before.entries,
+      possible_stops=len(stops),
     )
     void = '; VOID for all who know prng_key' if settings.seeded else ''
     also = settings.before.words
-    return (
-      f'{text}, {unit}, {done} of {self.steps} steps{also}{void}'
-      f'{_proved(self.proofs)}'
-    )
+    steps = _in_words(done, reported, self.steps, len(stops), count.again)
+    return f'{text}, {unit}, {steps}{also}{void}{_proved(self.proofs)}'
 
-  def _prove_release(
-    self, state: TrainingState, frozen: Any, batch: Batch
-  ) -> Proof | None:
-    """Refuses a step that lets something past the noise, by its program.
-
-    The program is the one that runs: JAX keeps what is traced here.
-    """
-    args = _arguments(state, frozen, batch)
-    return _seen.prove_step(
-      self._step.trace(*args),
-      args,
-      self.noise_multiplier,
-      self.parts.releases_per_step,
+  def _event(self, steps: int, count: Count) -> dp_accounting.DpEvent:
+    settings = self.parts.settings
+    cut = settings.sampling.truncated_batch_size
+    training = accounting.dpsgd_event(
+      settings.noise_multiplier,
+      settings.sampling.probability,
+      steps + count.again,
+      truncated_batch_size=cut,
+      dataset_size=None if cut is None else settings.sampling.dataset_size,
     )
+    return _events.composed([training, *settings.before.events])
 
   def _check_state(self, state: TrainingState) -> None:
-    same = isinstance(state, TrainingState) and np.array_equal(
-      np.asarray(state.fingerprint), self._fingerprint
+    same = (
+      isinstance(state, TrainingState)
+      and isinstance(state.fingerprint, Fingerprint)  # Once it was one array.
+      and np.array_equal(np.asarray(state.fingerprint.settings), self._settings)
     )
     if not same:
       raise ValueError(
         'Expected a state of this training: of its init, or restored from a run'
-        ' with the same sizes, clip, noise, steps and shapes of parameters.'
-        f' Got {type(state).__name__} of another.'
+        f' with the same settings ({_PARTS["settings"]}). Got'
+        f' {type(state).__name__} of another.'
       )
+
+  def _check_fits(self, state: TrainingState, found: Fingerprint) -> None:
+    """Refuses to use the keys of a state for another sum."""
+    other = _fingerprint.differing(state.fingerprint, found)
+    if 'environment' in other:
+      if self._journal is None:
+        raise ValueError(
+          'The state was made in another environment'
+          f' ({_PARTS["environment"]}), which rounds gradients in its own way,'
+          ' so that a step done again here would be a second release, and'
+          ' nobody could count it. Go on where the run began; or begin a new'
+          ' run, with make_private(journal=path), which counts them, and'
+          ' account for both.'
+        )
+      # What a program is made of differs by version, too.
+      other = [x for x in other if x not in ('environment', 'program')]
+    if other:
+      raise ValueError(
+        'Expected what the run began with, got another one: '
+        + ' and '.join(f'{x} ({_PARTS[x]})' for x in other)
+        + '. The keys of a state are for one run alone. Begin a new one with'
+        ' init, and account for both.'
+      )
+
+  @functools.cached_property
+  def _environment(self) -> np.ndarray:
+    found = _fingerprint.environment(self.parts.sharding)
+    return _fingerprint.agreed(_fingerprint.words(found))
+
+  def _program(self, arguments: tuple[Any, ...], batch: Batch) -> np.ndarray:
+    """A digest of the program that runs, which is proved when it is new."""
+    params, _, frozen, *rows = arguments
+    shapes = jax.tree.map(
+      lambda x: _described(x) if hasattr(x, 'dtype') else type(x),
+      (frozen, rows),
+    )
+    weights = self._frozen.digest(frozen)
+    name = f'{shapes} {weights!r}'
+    if name not in self._programs:
+      independence = self.parts.check(params, frozen, batch)
+      arguments = (*arguments, _fingerprint.UNKNOWN)
+      traced = self._step.trace(*arguments)  # JAX runs what is traced here.
+      release = _seen.prove_step(
+        traced,
+        arguments,
+        self.noise_multiplier,
+        self.parts.releases_per_step,
+      )
+      self.proofs = tuple(x for x in (independence, release) if x is not None)
+      self._programs[name] = _fingerprint.agreed(
+        _fingerprint.words(_fingerprint.program(traced.jaxpr), weights)
+      )
+    return self._programs[name]
+
+  def _written_down(self, state: TrainingState, found: Fingerprint) -> int:
+    """Number of the release of this step among those in the journal."""
+    if self._journal is None:
+      return 0
+    attempt = 0
+    if jax.process_index() == 0:
+      params = np.asarray(_fingerprint.jitted_of_arrays(state.params))
+      attempt = self._journal.record(
+        self._run(state),
+        int(state.step),
+        _fingerprint.words(*(x.tobytes() for x in (*found, params))),
+      )
+    return int(_fingerprint.agreed(np.array([attempt], np.uint32))[0])
+
+  def _count(self, state: TrainingState | None = None) -> Count:
+    """What the journal has, of the run of a state or whose it is."""
+    if self._journal is None:
+      return Count()
+    count = Count()
+    if jax.process_index() == 0:
+      run = None if state is None else self._run(state)
+      count = self._journal.count(run)
+    found = _fingerprint.agreed(np.array(count, np.uint32))
+    return Count(*map(int, found))
 
   def _run(self, state: TrainingState) -> bytes:
     seed = np.asarray(state.seed, np.uint32).tobytes()
-    return hashlib.sha256(seed + self._fingerprint.tobytes()).digest()
+    return hashlib.sha256(seed + self._settings.tobytes()).digest()
+
+
+def _in_words(
+  done: int, reported: int, steps: int, stops: int, again: int
+) -> str:
+  """How many steps were done, and of how many epsilon is."""
+  words = f'{done} of {steps} steps'
+  if stops > 1:
+    words += f' (epsilon is that of {reported}, one of {stops} possible stops)'
+  elif reported != done:
+    words += f' (epsilon is that of all {reported})'
+  elif done < steps:
+    words += ' (a stop that was fixed beforehand)'
+  if again:
+    words += f' and {again} of them done again elsewhere'
+  return words
 
 
 def _arguments(

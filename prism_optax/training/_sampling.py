@@ -30,6 +30,7 @@ class Batch:
       records that count.
     step: The number of the step that it was drawn for.
     run: Says which run it belongs to.
+    data: A digest of the data that it was drawn from, (8,) uint32.
   """
 
   examples: Any
@@ -37,6 +38,7 @@ class Batch:
   is_present: jax.Array | None
   step: int
   run: bytes
+  data: np.ndarray
 
 
 class Sampling(NamedTuple):

@@ -208,8 +208,9 @@ def prove_step(
 
   Args:
     traced: ``jax.stages.Traced`` of ``args``.
-    args: Parameters, state, frozen weights, examples, padding, and which
-      records of users are there.
+    args: Parameters, state, frozen weights, examples, padding, which records of
+      users are there, and the digest that keys of noise depend on. The digest
+      is one of the records, too, under a secret key: only keys read it.
     noise_multiplier: As for :func:`check`; without noise nothing is proved.
     releases: As for :func:`check`.
 
@@ -226,6 +227,7 @@ def prove_step(
     _release.PRIVATE,
     _release.DRAWN,
     _release.PRIVATE,
+    _release.PUBLIC,
   )
   found = _release.look(
     traced.jaxpr, labels(args, of_args), _release.names_of(traced.out_info)

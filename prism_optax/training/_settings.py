@@ -1,6 +1,7 @@
 """What a private training is made of."""
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -115,7 +116,7 @@ def check_declared(params: ArrayTree, releases: Sequence[Release]) -> None:
 
 
 class Settings(NamedTuple):
-  """What the guarantee depends on, besides the data."""
+  """What the guarantee depends on, besides the data and the program."""
 
   sampling: Sampling
   noise_multiplier: float
@@ -126,6 +127,7 @@ class Settings(NamedTuple):
   seeded: bool
   entries: int
   before: Before
+  stops: tuple[int, ...]
   record: Form | None = None
 
 
@@ -145,6 +147,9 @@ class Parts(NamedTuple):
     adapters: From what is trained to what the model takes.
     releases_per_step: How often a step adds noise: to the gradients, and to the
       votes of a quantile.
+    sharding: How batches are laid out.
+    key_is_given: Whether all runs have the same keys.
+    journal: Where releases are written down, or None.
   """
 
   settings: Settings
@@ -157,3 +162,6 @@ class Parts(NamedTuple):
   check: Callable[..., Proof]
   adapters: Callable[[Any], Any]
   releases_per_step: int
+  sharding: jax.sharding.Sharding | None
+  key_is_given: bool
+  journal: str | os.PathLike[str] | None

@@ -31,17 +31,21 @@ class PrivatizerState(NamedTuple):
 
 def limited(
   privatizer: optax.GradientTransformation, steps: int | None
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
   """The privatizer, which releases nothing beyond the last step.
 
   Beyond it an update raises where the step count is known, and under ``jit``
-  returns zeros, neither signal nor noise. None means no last step.
+  returns zeros, neither signal nor noise. None means no last step. Of further
+  arguments of ``update`` the privatizer gets ``release_digest``, if it takes
+  any; none of the others, which may be about records.
   """
+  privatizer = optax.with_extra_args_support(privatizer)
 
   def init(updates):
     return PrivatizerState(jnp.zeros((), jnp.int32), privatizer.init(updates))
 
-  def update(updates, state, params=None):
+  def update(updates, state, params=None, *, release_digest=None, **extra_args):
+    del extra_args
     count = state.count
     known = not isinstance(count, jax.core.Tracer)
     if steps is not None and known and int(count) >= steps:
@@ -49,13 +53,15 @@ def limited(
         f'The noise was made and accounted for {steps=} updates, and this is'
         f' update {int(count) + 1}: it would be a release beyond the budget.'
       )
-    noisy, inner = privatizer.update(updates, state.inner, params)
+    noisy, inner = privatizer.update(
+      updates, state.inner, params, release_digest=release_digest
+    )
     if steps is not None:
       within = count < steps
       noisy = jax.tree.map(lambda x: jnp.where(within, x, 0), noisy)
     return noisy, PrivatizerState(optax.safe_increment(state.count), inner)
 
-  return optax.GradientTransformation(init, update)
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def check_source(
@@ -110,7 +116,7 @@ def gaussian(
   stddev: Scalar | Callable[[ArrayTree], Sequence[Scalar]],
   prng_key: PRNGKeyLike,
   steps: int | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
   """Adds fresh Gaussian noise to every entry of a tree.
 
   Args:
@@ -121,18 +127,21 @@ def gaussian(
 
   Returns:
     A transformation that keeps shapes and types, float32 or float64, and makes
-    arrays of sums on the lattice of the noise.
+    arrays of sums on the lattice of the noise. Its ``update`` takes
+    ``release_digest=``, see :func:`tangent_privatizer`.
   """
 
   def init(params):
     return _randomness.resolve_key('prng_key', prng_key, params, words=4)
 
-  def update(updates, state, params=None):
+  def update(updates, state, params=None, *, release_digest=None, **extra_args):
+    del extra_args
     next_key, key = _randomness.split(state)
+    key = _randomness.for_release(key, release_digest)
     stddevs = stddev(params) if callable(stddev) else stddev
     return _lattice.add_noise(key, updates, stddevs), next_key
 
-  return limited(optax.GradientTransformation(init, update), steps)
+  return limited(optax.GradientTransformationExtraArgs(init, update), steps)
 
 
 def tangent_privatizer(
@@ -207,7 +216,10 @@ def tangent_privatizer(
   Returns:
     A transformation on trees in the shapes of the parameters; ``update`` needs
     ``params``. Noise is drawn in float32 (float64 for float64 parameters),
-    whatever the type of the parameters.
+    whatever the type of the parameters. ``update(..., release_digest=None)``
+    takes (8,) uint32 that say what is released (data, program, machine): with
+    another digest an old state draws fresh noise, with the same one the same.
+    A chain of ours or of optax passes it on.
 
   Raises:
     ValueError: Unless exactly one of ``stddev`` and ``privatizer`` is given,
@@ -239,7 +251,7 @@ def tangent_privatizer(
     # It sees coordinates: in the shapes of params, float32 at least.
     return noise.init(step.to_tree(step.tree.coordinates(step.params)))
 
-  def update(stacks, state, step, **extra_args):
+  def update(stacks, state, step, *, release_digest=None, **extra_args):
     del extra_args
     # Noise on every entry first; projector and masks act on the sum.
     if privatizer is None:
@@ -248,9 +260,11 @@ def tangent_privatizer(
         arrays = stacks.map_pairs(fixed_rank.multiply_out)
       else:
         arrays = exact(stddev)
-      noisy, state = noise.update(arrays, state)
+      noisy, state = noise.update(arrays, state, release_digest=release_digest)
     else:
-      tree, state = noise.update(step.to_tree(stacks), state)
+      tree, state = noise.update(
+        step.to_tree(stacks), state, release_digest=release_digest
+      )
       noisy = step.tree.coordinates(tree)
     pairs = map_ranks(projected, step.frames, noisy.pairs)
     return noisy._replace(pairs=pairs), state

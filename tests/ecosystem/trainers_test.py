@@ -83,17 +83,21 @@ def nnx_loss(graph):
   return loss
 
 
+def nnx_parts():
+  """A training of its own (its key is for one run), and what it is about."""
+  graph, params, frozen = nnx.split(nnx_model(), nnx.LoRAParam, ...)
+  return private(nnx_loss(graph), params), params, frozen
+
+
 @pytest.fixture(scope='module')
 def nnx_run():
-  """Model, training, and the state after a run of the bare loop."""
-  model = nnx_model()
-  graph, params, frozen = nnx.split(model, nnx.LoRAParam, ...)
-  made = private(nnx_loss(graph), params)
-  return made, params, frozen, whole_run(made, params, frozen)
+  """What is trained, the rest, and the state after a run of the bare loop."""
+  made, params, frozen = nnx_parts()
+  return params, frozen, whole_run(made, params, frozen)
 
 
 def test_nnx_moves_the_adapters_and_no_frozen_weight(nnx_run):
-  _, params, frozen, end = nnx_run
+  params, frozen, end = nnx_run
   assert_all_move(params, end.params)
   model = nnx_model()
   nnx.update(model, end.params)
@@ -102,7 +106,8 @@ def test_nnx_moves_the_adapters_and_no_frozen_weight(nnx_run):
 
 
 def test_an_nnx_optimizer_holds_the_run(nnx_run):
-  made, _, frozen, end = nnx_run
+  _, frozen, end = nnx_run
+  made, _, _ = nnx_parts()
   model = nnx_model()
   optimizer = nnx.Optimizer(
     model, without_gradients(made.init), wrt=nnx.LoRAParam
@@ -150,6 +155,7 @@ def test_a_train_state_holds_the_run():
   made = private(loss, params)
   end = whole_run(made, params, frozen)
   assert_all_move(params, end.params)
+  made = private(loss, params)
   state = train_state.TrainState.create(
     apply_fn=module.apply, params=params, tx=without_gradients(made.init)
   )

@@ -50,7 +50,6 @@ def step_of(rule):
     delta=1e-5,
     noise_multiplier=0.0,
     clipping=RULES[rule],
-    prng_key=0,
   )
   assert isinstance(private, training.PrivateTraining)
 

@@ -173,7 +173,9 @@ class Case:
     self, place: int, record: Any, played: harness.Observation
   ) -> harness.Observation:
     """The run with another record at a place, or with all of a user's."""
-    mine = [place] if self.users is None else np.flatnonzero(self.users == place)
+    mine = (
+      [place] if self.users is None else np.flatnonzero(self.users == place)
+    )
     new = [record if i in mine else x for i, x in enumerate(self.records)]
     return self.observe(new, place, played=played)
 
@@ -228,7 +230,9 @@ def _without(batch, row):
   """The batch with padding in a row."""
 
   def blank(x):
-    return None if x is None else jnp.asarray(np.where(_like(row, x), 0, x), x.dtype)
+    return (
+      None if x is None else jnp.asarray(np.where(_like(row, x), 0, x), x.dtype)
+    )
 
   return dataclasses.replace(
     batch,

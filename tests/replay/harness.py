@@ -130,16 +130,16 @@ class Tape:
     key = hashlib.sha256(np.asarray(words).tobytes()).hexdigest()[:8]
     now.note(f'noise {key} of stddev {stddevs} on {shown}')
     each = stddevs if len(stddevs) == len(sums) else stddevs * len(sums)
-    entered = [
-      _numbers(x).ravel() / s for x, s in zip(sums, each, strict=True)
-    ]
+    entered = [_numbers(x).ravel() / s for x, s in zip(sums, each, strict=True)]
     release = Release(now.step, np.concatenate(entered), left)
     number = len(now.releases)
     now.releases.append(release)
     if self.played is None or number >= len(self.played.releases):
       return left
     other = self.played.releases[number].left
-    if [(x.shape, x.dtype) for x in other] != [(x.shape, x.dtype) for x in left]:
+    if [(x.shape, x.dtype) for x in other] != [
+      (x.shape, x.dtype) for x in left
+    ]:
       return left
     release.left = other
     return other

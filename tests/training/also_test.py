@@ -299,7 +299,7 @@ def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
   private = problem.make(optax.sgd(0.1), also=[MEANS], clipping=clipping)
   monkeypatch.setattr(accounting, 'privacy_statement', statement)
   private.statement()
-  private.statement(private.init(problem.PARAMS))
+  private.statement(private.init(problem.PARAMS), stop_was_fixed=True)
   each = 4 + 6 * 2 + 2 * 4 + follows  # A quantile's fraction is one more.
   assert counted == [3 * each + MEANS.entries, MEANS.entries]
 

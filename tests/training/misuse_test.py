@@ -18,7 +18,7 @@ SGD = optax.sgd(0.1)
 
 @functools.cache
 def private():
-  return problem.make(SGD)
+  return problem.make(SGD, prng_key=None)
 
 
 def first_batch(training_, state):
@@ -171,7 +171,7 @@ def test_batches_that_are_not_ours():
   with pytest.raises(ValueError, match='iterate .* once'):
     made.step(state, batches[0], FROZEN)
   # Of the same settings, but another seed.
-  other = problem.make(SGD, prng_key=8)
+  other = problem.make(SGD, prng_key=None)
   state = made.init(PARAMS)
   with pytest.raises(ValueError, match='step 0 of another'):
     made.step(state, first_batch(other, other.init(PARAMS)), FROZEN)
@@ -189,10 +189,11 @@ def test_batches_that_are_not_ours():
     {'clipping': training.AutomaticClipping()},
     {'delta': 1e-5},
     {'record': problem.RECORD},
+    {'stop': 'adaptive'},
   ],
 )
 def test_states_of_another_training(options):
-  other = problem.make(SGD, **options)
+  other = problem.make(SGD, prng_key=None, **options)
   state = private().init(PARAMS)
   for call in (
     lambda: other.batches(state, DATA),

@@ -62,6 +62,25 @@ def trained(private, state=None, data=DATA, frozen=FROZEN, **options):
   return state
 
 
+def by_keys_alone(private, data=DATA):
+  """The parameters after all steps, with noise that is blind to the program.
+
+  So two programs with the same keys can be compared.
+  """
+  state = private.init(PARAMS)
+  params, optimizer = state.params, state.optimizer
+  for batch in private.batches(state, data):
+    params, optimizer = private._step(
+      params,
+      optimizer,
+      FROZEN,
+      batch.examples,
+      batch.is_padding_example,
+      batch.is_present,
+    )
+  return params
+
+
 @functools.cache
 def gradients():
   """Per-record gradients of the start, NumPy, leaves (N, *shape)."""

@@ -1,0 +1,296 @@
+"""What a run is of: settings, environment, program and data, as digests.
+
+The noise of a step depends on all four. So a key that is kept, copied or given
+again is added to one sum only: where the sum would be another, the noise is.
+Digests say whether two things are the same, and nothing else.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import weakref
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from prism_optax import _generators
+
+_PROCESSOR = ('model name', 'flags', 'Features', 'CPU part')
+# Parameters of primitives that change no number.
+_NAMES = {'name', 'debug_info', 'debug'}
+
+
+class Fingerprint(NamedTuple):
+  """What a state belongs to; (8,) uint32 each, zeros where not known yet.
+
+  Attributes:
+    settings: What the guarantee depends on: sampling, clip, noise, steps,
+      delta, shapes of the parameters.
+    environment: What rounds numbers its own way: backend, devices, layout of
+      the batches, versions.
+    program: Gradients, clip and optimizer, with the frozen weights. Known from
+      the first step on.
+    data: The records. Known from the first step on.
+  """
+
+  settings: np.ndarray
+  environment: np.ndarray
+  program: np.ndarray
+  data: np.ndarray
+
+
+UNKNOWN = np.zeros(8, np.uint32)
+
+
+def words(*parts: bytes | str) -> np.ndarray:
+  """A digest of some parts, (8,) uint32."""
+  digest = hashlib.blake2b(digest_size=32)
+  for part in parts:
+    data = part.encode() if isinstance(part, str) else part
+    digest.update(len(data).to_bytes(8, 'little') + data)
+  return np.frombuffer(digest.digest(), np.uint32).copy()
+
+
+def agreed(digest: np.ndarray) -> np.ndarray:
+  """The digest of the first process, in all that train together.
+
+  Noise that differed between the copies of one release would make several
+  releases of it.
+  """
+  if jax.process_count() == 1:
+    return digest
+  return np.asarray(multihost_utils.broadcast_one_to_all(digest), digest.dtype)
+
+
+def release(fingerprint: Fingerprint, attempt: int) -> np.ndarray:
+  """What the noise of a step depends on besides its key and parameters."""
+  return words(*(x.tobytes() for x in fingerprint), str(attempt))
+
+
+def differing(found: Fingerprint, wanted: Fingerprint) -> list[str]:
+  """Names of parts that are known on both sides and are not the same."""
+  return [
+    name
+    for name, x, y in zip(Fingerprint._fields, found, wanted, strict=True)
+    if np.any(x) and np.any(y) and not np.array_equal(x, y)
+  ]
+
+
+def environment(sharding: jax.sharding.Sharding | None) -> str:
+  """All that we can name that may round a gradient in another way.
+
+  Args:
+    sharding: Layout of the batches.
+
+  Returns:
+    JSON, the same in every process on this machine. Not seen are kernels that
+    add in an order of their own each time, as some of GPUs do
+    (``--xla_gpu_deterministic_ops=true`` refuses them).
+  """
+  client = jax.extend.backend.get_backend()
+  found: dict[str, Any] = {
+    'backend': jax.default_backend(),
+    'backend_version': client.platform_version,
+    'devices': sorted(d.device_kind for d in jax.devices()),
+    'processes': jax.process_count(),
+    'sharding': _without_addresses(str(sharding)),
+    'versions': [*map(_version, ('jax', 'jaxlib', 'prism_optax'))],
+    'flags': [os.environ.get(x) for x in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')],
+  }
+  if found['backend'] == 'cpu':  # Kernels are made for it, and split by cores.
+    found['machine'] = [platform.machine(), _processor(), _cores()]
+  return json.dumps(found, sort_keys=True)
+
+
+def _version(package: str) -> str:
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:  # On the path without installation.
+    return 'unknown'
+
+
+def _cores() -> int | None:
+  """As many as XLA has threads."""
+  if hasattr(os, 'sched_getaffinity'):  # Not on macOS and Windows.
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count()
+
+
+def _processor() -> str:
+  """Model and instruction sets, where the system says them."""
+  try:
+    with open('/proc/cpuinfo', encoding='utf-8', errors='replace') as file:
+      lines = {x.strip() for x in file if x.startswith(_PROCESSOR)}
+  except OSError:
+    return platform.processor()
+  return '\n'.join(sorted(lines))
+
+
+def program(traced: Any) -> bytes:
+  """A digest of a program, the same in every process.
+
+  It covers every equation, every constant by its value (learning rates, decays,
+  arrays that a loss closes over) and the shapes and types of arguments. Names
+  of functions and variables, and lines of source, do not count; neither does
+  what a callback to Python does.
+
+  Args:
+    traced: A ``ClosedJaxpr``.
+  """
+  return _of_jaxpr(traced, {})
+
+
+def _of_jaxpr(jaxpr: Any, known: dict[int, tuple[Any, bytes]]) -> bytes:
+  if id(jaxpr) in known:
+    return known[id(jaxpr)][1]
+  consts = getattr(jaxpr, 'consts', ())
+  inner = getattr(jaxpr, 'jaxpr', jaxpr)
+  numbers: dict[Any, int] = {}
+
+  def atom(x: Any) -> str:
+    if hasattr(x, 'val'):  # A literal.
+      return f'{x.aval}={_of_value(x.val, known)}'
+    number = numbers.setdefault(x, len(numbers))
+    return f'{number}:{x.aval}'
+
+  def atoms(xs: Iterable[Any]) -> str:
+    return ' '.join(map(atom, xs))
+
+  digest = hashlib.blake2b(digest_size=32)
+
+  def write(*parts: str) -> None:
+    digest.update('\t'.join(parts).encode() + b'\n')
+
+  write(atoms(inner.constvars), *(_of_value(x, known) for x in consts))
+  write(atoms(inner.invars))
+  for equation in inner.eqns:
+    params = {k: v for k, v in equation.params.items() if k not in _NAMES}
+    write(
+      equation.primitive.name,
+      _of_value(params, known),
+      atoms(equation.invars),
+      atoms(equation.outvars),
+    )
+  write(atoms(inner.outvars))
+  found = digest.digest()
+  known[id(jaxpr)] = jaxpr, found  # The object, so that its id stays its own.
+  return found
+
+
+def _of_value(x: Any, known: dict[int, tuple[Any, bytes]]) -> str:
+  """A parameter of a primitive, or a constant, without any address."""
+  if hasattr(x, 'eqns') or hasattr(x, 'jaxpr'):
+    return _of_jaxpr(x, known).hex()
+  if isinstance(x, jax.Array | np.ndarray | np.generic):
+    return _of_array(x)
+  if isinstance(x, dict):
+    pairs = sorted((str(k), _of_value(v, known)) for k, v in x.items())
+    return repr(pairs)
+  if isinstance(x, tuple | list):
+    return f'({",".join(_of_value(y, known) for y in x)})'
+  if isinstance(x, set | frozenset):
+    return repr(sorted(_of_value(y, known) for y in x))
+  if callable(x) and not isinstance(x, type):
+    return 'function'  # What it computes is in the equations.
+  return _without_addresses(repr(x))
+
+
+def _of_array(x: Any) -> str:
+  if isinstance(x, jax.Array) and (
+    jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not x.is_fully_addressable
+  ):
+    values = np.asarray(jitted_of_arrays([x])).tobytes()
+  else:
+    values = np.ascontiguousarray(x).tobytes()
+  digest = hashlib.blake2b(values, digest_size=32).hexdigest()
+  return f'{x.dtype}{x.shape}{digest}'
+
+
+def _without_addresses(text: str) -> str:
+  return re.sub(r'0x[0-9a-fA-F]+', '0x', text)
+
+
+class FrozenWeights:
+  """A digest of arrays that are given again and again, taken once."""
+
+  def __init__(self) -> None:
+    self._last: tuple[list[Any], bytes] | None = None
+
+  def digest(self, tree: Any) -> bytes:
+    leaves: list[Any] = jax.tree.leaves(tree)
+    if self._last is not None and len(leaves) == len(self._last[0]):
+      pairs = zip(leaves, self._last[0], strict=True)
+      if all(x is reference() for x, reference in pairs):
+        return self._last[1]
+    values = np.asarray(jitted_of_arrays(tree)).tobytes()
+    found = words(values, repr([_layout(x) for x in leaves])).tobytes()
+    # Arrays of JAX do not change; all else may have been written to.
+    if all(isinstance(x, jax.Array) for x in leaves):
+      self._last = [weakref.ref(x) for x in leaves], found
+    else:
+      self._last = None
+    return found
+
+
+def _layout(x: Any) -> tuple[Any, ...]:
+  """Into how many parts an array is cut, however its sharding is written."""
+  if not isinstance(x, jax.Array):
+    return ()
+  return len(x.sharding.device_set), x.sharding.shard_shape(x.shape)
+
+
+def of_arrays(tree: Any) -> jax.Array:
+  """A digest of the bits of a tree of arrays, (8,) uint32; may be traced.
+
+  Sums modulo 2^32 of a mix of each word with its place: the same on any device
+  and under any sharding, and no array is moved. It tells apart what differs by
+  accident (four sums of 32 bits); against somebody who makes collisions on
+  purpose it would not hold.
+  """
+  total = jnp.zeros(4, jnp.uint32)
+  for leaf in jax.tree.leaves(tree):
+    bits = _bits(jnp.asarray(leaf))
+    place = _mixed(_generators.positions(bits.shape) + jnp.uint32(1))
+    sums = [
+      jnp.sum(_mixed(bits * jnp.uint32(odd) ^ place), dtype=jnp.uint32)
+      for odd in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
+    ]
+    total = total * jnp.uint32(0x01000193) + jnp.stack(sums)
+  return jnp.concatenate([total, _mixed(total + jnp.uint32(1))])
+
+
+jitted_of_arrays = jax.jit(of_arrays)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+  """MurmurHash3's last step: each bit that comes out depends on all of them."""
+  for shift, odd in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(odd)
+  out: jax.Array = x ^ (x >> jnp.uint32(16))
+  return out
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  """The array as words of 32 bits."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([x.real, x.imag])
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    if x.dtype.itemsize > 4:
+      return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return x.astype(jnp.uint32)  # Narrow integers and bool.
+  finfo: Any = jnp.finfo
+  kinds = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
+  size = finfo(x.dtype).bits
+  if size not in kinds:
+    x, size = x.astype(jnp.float32), 32
+  return jax.lax.bitcast_convert_type(x, kinds[size]).astype(jnp.uint32)

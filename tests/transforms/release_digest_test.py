@@ -1,0 +1,111 @@
+"""A digest of what is released reaches the noise, through every chain."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import prism_optax
+from prism_optax import _randomness
+
+PARAMS = {
+  'bias': np.ones((5,), np.float32),
+  'pair': {
+    'lora_a': np.eye(3, 2, dtype=np.float32),
+    'lora_b': np.ones((2, 4), np.float32),
+  },
+}
+ONE, OTHER = (np.arange(8, dtype=np.uint32) + i for i in (0, 1))
+
+
+def noise():
+  return prism_optax.tangent_privatizer(1.0, prng_key=3)
+
+
+def foreign():
+  """A privatizer of others that takes the digest; nothing else about rows."""
+
+  def update(updates, state, params=None, *, release_digest=None, **extra):
+    assert not extra
+    key = jax.random.fold_in(jax.random.key(0), release_digest[0])
+    return optax.tree.random_like(key, updates, jax.random.normal), state
+
+  init = optax.identity().init
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+CASES = {
+  'prism_optax.chain': lambda: prism_optax.chain(
+    noise(), prism_optax.scale_by_learning_rate(0.5)
+  ),
+  'optax.chain': lambda: optax.chain(noise(), optax.scale(0.5)),
+  'optax.partition': lambda: optax.partition(
+    {'all': optax.chain(noise())},
+    lambda tree: jax.tree.map(lambda _: 'all', tree),
+  ),
+  'dp_muon': lambda: prism_optax.dp_muon(
+    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=4,
+    prng_key=3, per_example_gradients=False,
+  ),
+  'dp_muon of a foreign privatizer': lambda: prism_optax.dp_muon(
+    0.1, l2_clip_norms=1.0, privatizer=foreign(), steps=9,
+    expected_batch_size=4, per_example_gradients=False,
+  ),
+  'a foreign privatizer': lambda: prism_optax.tangent_privatizer(
+    privatizer=foreign(), steps=9
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_it_passes_through(case):
+  tx = optax.with_extra_args_support(CASES[case]())
+  state = tx.init(PARAMS)
+
+  @jax.jit
+  def released(digest):
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    out, _ = tx.update(
+      zeros, state, PARAMS, release_digest=digest,
+      is_padding_example=jnp.zeros(4, bool),
+    )  # fmt: skip
+    return jax.tree.leaves(out)
+
+  one, again, other = map(released, (ONE, ONE, OTHER))
+  for x, y, z in zip(one, again, other, strict=True):
+    np.testing.assert_array_equal(x, y)
+    assert np.abs(x - z).max() > 1e-3
+
+
+@pytest.mark.parametrize('prng_key', [7, 'chacha20'])
+def test_without_a_digest_a_key_is_what_it_was(prng_key):
+  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
+  assert _randomness.for_release(key, None) is key
+  one, other = (_randomness.for_release(key, x) for x in (ONE, OTHER))
+  assert one.shape == key.shape
+  words = [np.asarray(jax.random.key_data(x)).ravel() for x in (one, other)]
+  # No word of one is that of another: 16 of 2^32 would coincide by chance with
+  # a probability of 3e-8.
+  assert len(set(np.concatenate(words).tolist())) == 2 * words[0].size
+
+
+@pytest.mark.parametrize('place', range(8))
+def test_every_word_of_a_digest_counts(place):
+  changed = ONE.copy()
+  changed[place] ^= 1 << 31
+  for key in (
+    _randomness.resolve_key('prng_key', k, (), words=4) for k in (7, 'chacha20')
+  ):
+    one, other = (
+      jax.random.key_data(_randomness.for_release(key, x))
+      for x in (ONE, changed)
+    )
+    assert (np.asarray(one) != np.asarray(other)).all()
+
+
+@pytest.mark.parametrize('digest', [ONE[:4], ONE.astype(np.int32), 5])
+def test_a_digest_of_another_form_is_refused(digest):
+  key = _randomness.resolve_key('prng_key', 7, (), words=4)
+  with pytest.raises(ValueError, match=r'release_digest to be None or \(8,\)'):
+    _randomness.for_release(key, digest)
