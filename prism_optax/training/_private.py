@@ -170,55 +170,56 @@ class PrivateTraining:
   ) -> Batches:
     """The batches from the state's step to the last, drawn at random.
 
-        Each record is drawn for each batch independently, with probability
-        ``expected_batch_size / dataset_size``; a batch has one form, filled with
-        zeros. Nobody may see which records were drawn.
+    Each record is drawn for each batch independently, with probability
+    ``expected_batch_size / dataset_size``; a batch has one form, filled with
+    zeros. Nobody may see which records were drawn.
 
-        **Form.** Structure, shapes and types of one record are public: arrays show
-        them, and ``record=`` of ``make_private`` declares them for all other data.
-        Each record is brought to this form by itself. Numbers become floats by
-        rounding; they become whole numbers or truth values only if they keep their
-        value (``3.0`` and ``True`` fit an int32, ``3.5`` and ``2**31`` do not). Of
-        a dict all keys have to be those of the form; a list may stand for a tuple.
+    **Form.** Structure, shapes and types of one record are public: arrays show
+    them, and ``record=`` of ``make_private`` declares them for all other data.
+    Each record is brought to this form by itself. Numbers become floats by
+    rounding; they become whole numbers or truth values only if they keep their
+    value (``3.0`` and ``True`` fit an int32, ``3.5`` and ``2**31`` do not). Of
+    a dict all keys have to be those of the form; a list may stand for a tuple.
 
-        ================================  ==================================    another shape, structure, type    the record counts as zero, silently
-        text, None, a masked array        likewise
-        ``data[i]`` raises                likewise; an error of disk or network
-                                          (``ConnectionError``, ``TimeoutError``,
-                                          ``OSError`` with ``EIO`` and the like)
-                                          stops the run
-        NaN or Inf                        fits a float; the clip sees to it
-        fewer records than dataset_size   the last places are empty
-        more of them                      those beyond the last place are never
-                                          drawn; declare more
-        nothing drawn                     no record is read; nor for padding
-        ids that are equal                one user (``1 == 1.0``, ``'1'`` differs)
-        None, NaN or a list for an id     all these are one user
-        ================================  =========================================
+    ================================  =========================================
+    another shape, structure, type    the record counts as zero, silently
+    text, None, a masked array        likewise
+    ``data[i]`` raises                likewise; an error of disk or network
+                                      (``ConnectionError``, ``TimeoutError``,
+                                      ``OSError`` with ``EIO`` and the like)
+                                      stops the run
+    NaN or Inf                        fits a float; the clip sees to it
+    fewer records than dataset_size   the last places are empty
+    more of them                      those beyond the last place are never
+                                      drawn; declare more
+    nothing drawn                     no record is read; nor for padding
+    ids that are equal                one user (``1 == 1.0``, ``'1'`` differs)
+    None, NaN or a list for an id     all these are one user
+    ================================  =========================================
 
-        How long a batch takes to read may depend on its records.
-    =======
-        The batches carry a digest of the data under the seed of the state, which is
-        compared when the run goes on. Each call reads all bytes of arrays for it;
-        of other sources 256 records at secret places, so that a change of a few
-        records of many passes unseen.
+    How long a batch takes to read may depend on its records.
 
-        Args:
-          state: Of this training; the batches go on where it stands.
-          data: A tuple or dict (any tree of these) of arrays (N, ...), one array,
-            or with ``record=`` a source with ``len`` and integer look-up (a list of
-            records, a ``datasets.Dataset``, a ``grain`` source). A record that is a
-            tuple is unpacked into the arguments of ``loss``.
-          users: With ``examples_per_user`` alone: who each record is of, (N,), an
-            array, or a list of numbers, text, bytes or ``uuid.UUID``.
+    The batches carry a digest of the data under the seed of the state, which is
+    compared when the run goes on. Each call reads all bytes of arrays for it;
+    of other sources 256 records at secret places, so that a change of a few
+    records of many passes unseen.
 
-        Returns:
-          An iterable with a length.
+    Args:
+      state: Of this training; the batches go on where it stands.
+      data: A tuple or dict (any tree of these) of arrays (N, ...), one array,
+        or with ``record=`` a source with ``len`` and integer look-up (a list of
+        records, a ``datasets.Dataset``, a ``grain`` source). A record that is a
+        tuple is unpacked into the arguments of ``loss``.
+      users: With ``examples_per_user`` alone: who each record is of, (N,), an
+        array, or a list of numbers, text, bytes or ``uuid.UUID``.
 
-        Raises:
-          ValueError: If the state is of another training or environment, or began
-            with other data; for a source without ``record=``, for arrays of several
-            lengths, that are no numbers or of another form than ``record=``.
+    Returns:
+      An iterable with a length.
+
+    Raises:
+      ValueError: If the state is of another training or environment, or began
+        with other data; for a source without ``record=``, for arrays of several
+        lengths, that are no numbers or of another form than ``record=``.
     """
     self._check_state(state)
     settings, seed = self.parts.settings, np.asarray(state.seed)

@@ -160,7 +160,7 @@ class Tape:
     with _messages(now):
       try:
         now.result = run(now)
-      except Exception as error:  # noqa: BLE001  # Whatever the data make of it.
+      except Exception as error:  # Whatever the data make of it.
         now.note(f'raised {type(error).__name__}: {error}')
       finally:
         self.now = self.played = None
