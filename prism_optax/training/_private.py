@@ -13,6 +13,7 @@ import optax
 from prism_optax import _per_example, accounting
 from prism_optax._types import ArrayTree
 from prism_optax.accounting import _events
+from prism_optax.training import _releases
 from prism_optax.training._sampling import Batch, Batches, Records
 from prism_optax.training._settings import Parts
 
@@ -56,6 +57,7 @@ class PrivateTraining:
     self.padded_batch_size = settings.sampling.padded_batch_size
     self.steps = settings.steps
     self._checked = False
+    self._frozen_ids: list[int] | None = None
     words = repr((settings, jax.tree.map(_described, parts.shapes))).encode()
     digest = hashlib.sha256(words).digest()
     self._fingerprint = np.frombuffer(digest, np.uint32)
@@ -93,7 +95,8 @@ class PrivateTraining:
       The state before the first step.
 
     Raises:
-      ValueError: If the parameters have other shapes, or under ``jit``.
+      ValueError: If the parameters have other shapes, or hold a release that
+        is not among ``prior_releases``; or under ``jit``.
     """
     found, wanted = (
       jax.tree.map(_described, x) for x in (params, self.parts.shapes)
@@ -103,6 +106,7 @@ class PrivateTraining:
         'Expected params of the shapes that make_private got, got'
         f' {found} for {wanted}.'
       )
+    self.parts.check_declared('params', params)
     state = self.parts.transformation.init(params)
     # The step takes these buffers over: none may be the caller's.
     params, state = jax.tree.map(jnp.copy, (params, state))
@@ -168,7 +172,8 @@ class PrivateTraining:
 
     Raises:
       ValueError: If all steps are done; for a state of another training, or
-        anything that is not this run's batch for this step.
+        anything that is not this run's batch for this step; for frozen weights
+        or a loss that hold a release which is not among ``prior_releases``.
     """
     self._check_state(state)
     number = int(state.step)
@@ -191,10 +196,7 @@ class PrivateTraining:
         f' {batch.step}{"" if batch.run == self._run(state) else " of another"}'
         '. Each batch is for one step: iterate batches(state, data) once.'
       )
-    if not self._checked:
-      self.parts.check(state.params, frozen, batch)
-      self._checked = True
-    params, optimizer = self._step(
+    inputs = (
       state.params,
       state.optimizer,
       frozen,
@@ -202,6 +204,17 @@ class PrivateTraining:
       batch.is_padding_example,
       batch.is_present,
     )
+    frozen_ids = [id(x) for x in jax.tree.leaves(frozen)]
+    if frozen_ids != self._frozen_ids:  # Once for the same weights.
+      self.parts.check_declared('frozen', frozen)
+      self._frozen_ids = frozen_ids
+    if not self._checked:
+      self.parts.check(state.params, frozen, batch)
+      # What is traced here is what runs: it is not traced again.
+      constants = _releases.constants_of(self._step.trace(*inputs).jaxpr)
+      self.parts.check_declared('the constants of loss', list(constants))
+      self._checked = True
+    params, optimizer = self._step(*inputs)
     return state._replace(
       params=params, optimizer=optimizer, step=np.asarray(number + 1)
     )
@@ -222,7 +235,7 @@ class PrivateTraining:
     return self.parts.adapters(state.params)
 
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
-    """The event of some steps, and of what came before, for an accountant.
+    """The event of some steps, and of prior releases, for an accountant.
 
     Args:
       steps: How many; None is all.
@@ -239,7 +252,7 @@ class PrivateTraining:
       truncated_batch_size=cut,
       dataset_size=None if cut is None else settings.sampling.dataset_size,
     )
-    return _events.composed([training, *settings.before.events])
+    return _events.composed([training, *settings.prior_releases.events])
 
   def epsilon(self, steps: int | None = None) -> float:
     """Epsilon of some steps, with ideal noise.
@@ -281,11 +294,11 @@ class PrivateTraining:
       self.event(done),
       settings.delta,
       dataset_size=settings.sampling.dataset_size,
-      entries=done * settings.entries + settings.before.entries,
+      entries=done * settings.entries + settings.prior_releases.entries,
     )
     void = '; VOID for all who know prng_key' if settings.seeded else ''
-    also = settings.before.words
-    return f'{text}, {unit}, {done} of {self.steps} steps{also}{void}'
+    prior = settings.prior_releases.words
+    return f'{text}, {unit}, {done} of {self.steps} steps{prior}{void}'
 
   def _check_state(self, state: TrainingState) -> None:
     same = isinstance(state, TrainingState) and np.array_equal(

@@ -832,14 +832,7 @@ MUTANTS = (
     '_per_example.py',
     'scaled = [(x * shift) / (largest * shift) for x in arrays]',
     'scaled, largest = list(arrays), jnp.ones_like(largest)',
-    ('training/clip_range_test.py longer_than',),
-  ),
-  Mutant(
-    'make_private: automatic clipping divides by a denormal number',
-    '_per_example.py',
-    'largest = jnp.where(largest < limits.tiny, 1, largest)',
-    'largest = jnp.where(largest < 0, 1, largest)',
-    ('training/clip_range_test.py longer_than',),
+    ('training/clip_range_test.py its_formula',),
   ),
   Mutant(
     'make_private: the fraction has no noise',
@@ -991,7 +984,7 @@ MUTANTS = (
   Mutant(
     'input metric: not in the event of the training',
     'training/_private.py',
-    '_events.composed([training, *settings.before.events])',
+    '_events.composed([training, *settings.prior_releases.events])',
     '_events.composed([training])',
     (f'{METRIC} accounted_for',),
   ),
@@ -1000,14 +993,14 @@ MUTANTS = (
     'heads.py',
     'jnp.outer(feature, jax.nn.one_hot(label, num_classes))',
     'jnp.outer(feature, jax.nn.one_hot(label % num_classes, num_classes))',
-    ('training/also_test.py same_bits',),
+    ('training/prior_releases_test.py same_bits',),
   ),
   Mutant(
     'ridge head: the second moment comes on top of the sum',
     'heads.py',
     "'moment': moment / _SHARE,",
     "'moment': moment,",
-    ('training/also_test.py solution_of',),
+    ('training/prior_releases_test.py solution_of',),
   ),
   Mutant(
     'ridge head: the second moment of a record of no class counts',
@@ -1018,10 +1011,10 @@ MUTANTS = (
   ),
   Mutant(
     'releases before the training: the last one is forgotten',
-    'training/_settings.py',
+    'training/_releases.py',
     'tuple(x.event for x in releases)',
-    'tuple(x.event for x in releases[:1])',
-    ('training/also_test.py accounts_for',),
+    'tuple(x.event for x in releases)[:1]',
+    ('training/prior_releases_test.py accounts_for',),
   ),
   Mutant(
     'calibration forgets the other releases',
