@@ -137,10 +137,11 @@ def make_private(
       ``training.adapters(state)`` what the model takes; its event is part of
       epsilon, of a target and of every statement.
     prior_releases: What else was released of them before, such as
-      :class:`prism_optax.heads.LinearHead` (see :class:`Release`): part of all
-      these, too. A head that is found in ``params``, in frozen weights or in
-      ``loss``, and not here, is refused; that class says which copies of it are
-      known again. What is neither found nor given is not accounted for.
+      :class:`prism_optax.heads.LinearHead` or an object with its attributes:
+      part of all these, too. A head that is found in ``params``, in frozen
+      weights or in ``loss``, and not here, is refused; that class says which
+      copies of it are known again. What is neither found nor given is not
+      accounted for.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
       key that was given knows the noise and the batches.
 

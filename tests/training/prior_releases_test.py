@@ -575,6 +575,13 @@ def test_releases_that_do_not_fit(releases, message):
     problem.make(optax.sgd(0.1), prior_releases=releases)
 
 
+class Strange:
+  """A label of somebody's own making."""
+
+  def __index__(self):
+    raise RuntimeError('one record could tell that it is there')
+
+
 def test_a_label_that_is_no_class_adds_nothing():
   """In a list each record has a type of its own: nothing tells which."""
   rows = np.ones((3, D), np.float32) * np.arange(1, 4)[:, None]
@@ -584,7 +591,7 @@ def test_a_label_that_is_no_class_adds_nothing():
   for label in (
     *(-1, -(2**31), K, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 + 1, 10**400),
     *(1.0, np.nan, np.inf, np.float32(1), '1', 'text', b'1', None, [1], (), {}),
-    *(np.ones(3, int), np.datetime64('now'), object(), complex(1), slice(1)),
+    *(np.ones(3, int), np.datetime64('now'), object(), complex(1), Strange()),
   ):
     for labels in ([0, label, 2], (0, label, 2)):
       np.testing.assert_array_equal(make([(rows, labels)]).kernel, wanted)
