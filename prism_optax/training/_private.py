@@ -14,7 +14,7 @@ from prism_optax import _per_example, accounting
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 from prism_optax.accounting import _events
-from prism_optax.training import _fingerprint, _seen, _stops
+from prism_optax.training import _fingerprint, _releases, _seen, _stops
 from prism_optax.training._data_digest import data_digest
 from prism_optax.training._fingerprint import Fingerprint
 from prism_optax.training._journal import Count, Journal
@@ -122,9 +122,9 @@ class PrivateTraining:
       The state before the first step.
 
     Raises:
-      ValueError: If the parameters have other shapes, or under ``jit``; a
-        second time where ``prng_key`` was given, because all runs would share
-        its noise.
+      ValueError: If the parameters have other shapes, or hold a release that
+        is not among ``prior_releases``; under ``jit``; a second time where
+        ``prng_key`` was given, because all runs would share its noise.
     """
     found, wanted = (
       jax.tree.map(_described, x) for x in (params, self.parts.shapes)
@@ -146,6 +146,7 @@ class PrivateTraining:
         ' the first, or leave prng_key out, which makes fresh keys in each'
         ' init.'
       )
+    self.parts.check_declared('params', params)
     state = self.parts.transformation.init(params)
     # The step takes these buffers over: none may be the caller's.
     params, state = jax.tree.map(jnp.copy, (params, state))
@@ -302,8 +303,9 @@ class PrivateTraining:
     Raises:
       ValueError: If all steps are done; for a state of another training, data,
         loss, optimizer, frozen weights or environment, which is named; for
-        anything that is not this run's batch for this step; for the journal of
-        another run.
+        anything that is not this run's batch for this step; for frozen weights
+        or a loss that hold a release which is not among ``prior_releases``; for
+        the journal of another run.
       FileNotFoundError: If the journal is gone.
       RuntimeError: If the journal was changed by hand.
     """
@@ -360,7 +362,7 @@ class PrivateTraining:
     return self.parts.adapters(state.params)
 
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
-    """The event of some steps, and of what came before, for an accountant.
+    """The event of some steps, and of prior releases, for an accountant.
 
     Steps that were done again elsewhere, as the journal has them, count again.
 
@@ -458,13 +460,13 @@ class PrivateTraining:
       settings.delta,
       dataset_size=settings.sampling.dataset_size,
       entries=(reported + count.again) * settings.entries
-      + settings.before.entries,
+      + settings.prior_releases.entries,
       possible_stops=len(stops),
     )
     void = '; VOID for all who know prng_key' if settings.seeded else ''
-    also = settings.before.words
+    prior = settings.prior_releases.words
     steps = _in_words(done, reported, self.steps, len(stops), count.again)
-    return f'{text}, {unit}, {steps}{also}{void}{_proved(self.proofs)}'
+    return f'{text}, {unit}, {steps}{prior}{void}{_proved(self.proofs)}'
 
   def _event(self, steps: int, count: Count) -> dp_accounting.DpEvent:
     settings = self.parts.settings
@@ -476,7 +478,7 @@ class PrivateTraining:
       truncated_batch_size=cut,
       dataset_size=None if cut is None else settings.sampling.dataset_size,
     )
-    return _events.composed([training, *settings.before.events])
+    return _events.composed([training, *settings.prior_releases.events])
 
   def _check_state(self, state: TrainingState) -> None:
     same = (
@@ -529,9 +531,12 @@ class PrivateTraining:
     weights = self._frozen.digest(frozen)
     name = f'{shapes} {weights!r}'
     if name not in self._programs:
+      self.parts.check_declared('frozen', frozen)
       independence = self.parts.check(params, frozen, batch)
       arguments = (*arguments, _fingerprint.UNKNOWN)
       traced = self._step.trace(*arguments)  # JAX runs what is traced here.
+      constants = _releases.constants_of(traced.jaxpr)
+      self.parts.check_declared('the constants of loss', list(constants))
       release = _seen.prove_step(
         traced,
         arguments,
