@@ -124,10 +124,10 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
   for made in (here, elsewhere):
     assert made.event() == here._event(3, Count(1, 2))
     assert made.epsilon() > planned
-    assert made.statement(other).endswith(
+    assert (
       '1 of 3 steps (epsilon is that of all 3) and 1 of them done again'
       ' elsewhere'
-    )
+    ) in made.statement(other)
   # It goes on there, and a release more is no second one.
   state = elsewhere.step(
     other, next(iter(elsewhere.batches(other, DATA))), FROZEN

@@ -74,9 +74,19 @@ def private(name, **options):
   )
 
 
+@functools.cache
+def start(made):
+  """The one run that a known key is for."""
+  return made.init(PARAMS)
+
+
 def moved(made, data, **options):
   """The parameters after a step, in units of a clip norm; and the batch."""
-  state = made.init(PARAMS)
+  state = start(made)  # The step takes its arrays over.
+  state = state._replace(
+    params=jax.tree.map(jnp.copy, state.params),
+    optimizer=jax.tree.map(jnp.copy, state.optimizer),
+  )
   with warnings.catch_warnings():
     warnings.simplefilter('error')
     (batch,) = made.batches(state, data, **options)
@@ -260,7 +270,7 @@ def test_errors_of_disk_and_network_stop_the_run(error):
 
 def test_what_is_public_is_refused():
   made = private('pixels')
-  state = made.init(PARAMS)
+  state = start(made)
   x, y = np.zeros((N, 4), np.uint8), np.zeros(N, np.int32)
   for data, message in (
     ((x[:, :3], y), r"form Form\(.*'uint8\(4,\)'.*got Form.*'uint8\(3,\)'"),
@@ -296,10 +306,10 @@ def test_arrays_declare_themselves_and_other_data_are_declared():
     moved(made, arrays)[0], moved(private('pixels'), data)[0]
   )
   with pytest.raises(ValueError, match=r'record=\.\.\..*list'):
-    made.batches(made.init(PARAMS), data)
+    made.batches(start(made), data)
   # The form is part of what a state is of.
   with pytest.raises(ValueError, match='state of this training'):
-    made.batches(private('pixels').init(PARAMS), arrays)
+    made.batches(start(private('pixels')), arrays)
 
 
 def test_structures_of_a_form():
