@@ -180,18 +180,17 @@ def prove_independent(
   :func:`prism_optax.lora.per_example_gradients` of losses.
   :func:`prism_optax.training.make_private` does this by itself.
 
-  =====================================  ======================================
-  a function that mixes examples         a false proof with an ``offence``
-  an operation that is not known         the same
-  an output that depends on no example   proved; it may have any shape
-  a ``while`` that ends by what          proved, and the proof assumes that
-  examples hold                          nobody measures its time
-  a closed-over array with B rows        assumed to be the same for all; refused
-                                         where its rows meet those of the batch
-  a closed-over array that is an         refused
-  argument of the batch as well
-  keys of examples, not Threefry         refused: others draw for all at once
-  =====================================  ======================================
+  ==================================  =========================================
+  a function that mixes examples      a false proof with an ``offence``
+  an operation that is not known      the same
+  an output that needs no example     proved; it may have any shape
+  a ``while`` as long as any example  proved; the proof assumes that nobody
+  needs it                            measures its time
+  a closed-over array with B rows     taken for the same for all; refused where
+  (it may be data)                    its rows meet those of the batch
+  a closed-over argument              refused, if it is one of the batch
+  keys of examples, not Threefry      refused: others draw for all at once
+  ==================================  =========================================
 
   Args:
     function: Takes ``args`` and returns a tree of arrays (B, ...).
