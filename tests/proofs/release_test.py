@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax.experimental import io_callback
 from jax.extend import core
-from jax_privacy import clipped_grad, noise_addition
 
 import prism_optax
 from prism_optax import diagnostics, transforms
@@ -175,6 +174,18 @@ def prints_in_a_branch_of_the_drawn(params, state, x, padding):
   return private_step(params, state, x, padding)
 
 
+def branches_by_the_drawn(params, state, x, padding):
+  nobody = jnp.all(padding)
+  said = jax.lax.cond(nobody, lambda: 1, lambda: 0)  # offence
+  return *private_step(params, state, x, padding), said
+
+
+def counts_the_drawn_in_a_loop(params, state, x, padding):
+  size = jnp.sum(padding)
+  said = jax.lax.while_loop(lambda i: i < size, lambda i: i + 1, 0)  # offence
+  return *private_step(params, state, x, padding), said
+
+
 def divides_in_a_loop(params, state, x, padding):
   def body(total, _):
     size = jnp.sum(x)
@@ -220,6 +231,8 @@ OFFENCES = {
   prints_a_norm: ('debug_', 'leaves the program'),
   writes_a_record: ('io_callback', 'leaves the program'),
   prints_in_a_branch_of_the_drawn: ('debug_', 'leaves the program'),
+  branches_by_the_drawn: ('cond', 'depends on records'),
+  counts_the_drawn_in_a_loop: ('lt', 'depends on records'),
   divides_in_a_loop: ('div', 'between the clip and its noise'),
   hides_a_loop_in_what_is_not_known: ('while', 'how often a loop runs'),
 }
@@ -328,11 +341,12 @@ def test_names_for_local_eyes_are_listed():
 
 def test_what_other_libraries_do_is_declared():
   """Their clip and their noise, each named among the assumptions."""
-  theirs = clipped_grad(
+  jax_privacy = pytest.importorskip('jax_privacy')
+  theirs = jax_privacy.clipped_grad(
     loss, l2_clip_norm=1.0, normalize_by=4.0, batch_argnums=1,
     keep_batch_dim=False,
   )  # fmt: skip
-  noise = noise_addition.gaussian_privatizer(
+  noise = jax_privacy.noise_addition.gaussian_privatizer(
     stddev=0.5, prng_key=jax.random.key(0)
   )
 

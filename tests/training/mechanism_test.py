@@ -56,7 +56,7 @@ REFUSED = {
   ),
   'noise of no size': (
     lambda **k: prism_optax.chain(clip(k), noise(k, 0.0), *REST),
-    r'noise of standard deviation 0 at _lattice',
+    r'noise of standard deviation 0 at \w+\.py:\d+',
   ),
   'a larger clip': (
     lambda **k: prism_optax.chain(clip(k, 2.0), noise(k), *REST),
@@ -76,7 +76,7 @@ REFUSED = {
       prism_optax.tangent_privatizer(privatizer=with_ones(None), steps=3),
       *REST,
     ),
-    r'noise at _declared.* is not of this package',
+    r'noise at \w+\.py:\d+ is not of this package',
   ),
   'correlated noise': (
     lambda **k: prism_optax.chain(
@@ -107,7 +107,7 @@ REFUSED = {
   ),
   'noise that is not directly behind': (
     lambda **k: optax.chain(clip(k), optax.scale(0.5), noise(k), *REST),
-    r'Between a clip and the noise at _lattice.* stands `\w+` at',
+    r'Between a clip and the noise at \w+\.py:\d+ stands `\w+` at',
   ),
   'one sum for two noises': (
     lambda **k: twice(clip(k), noise(k), noise(k)),
