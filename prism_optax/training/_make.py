@@ -90,6 +90,8 @@ def make_private(
   more records than a batch has   a random subset, which the event knows of
   ``noise_multiplier=0.0``        no privacy, for tests: epsilon is infinite
   step ``steps + 1``              ValueError
+  a loss that prints a record,    ValueError in the first step, by the program:
+  or loops as one of them says    see ``PrivateTraining.proofs``
   a restored state                the same batches and the same noise: never
                                   go on twice from one state with other settings
   ==============================  =============================================
@@ -104,7 +106,8 @@ def make_private(
       takes the constants of the mechanism by name and makes a transformation
       that begins with its own clip: ``functools.partial(prism_optax.prism,
       3e-2)``, likewise ``published_prism``, ``prism_muon``, ``dp_muon``, or a
-      function of yours with a :func:`prism_optax.chain`.
+      function of yours with a :func:`prism_optax.chain`. What it makes is
+      traced, and its clip and noise are compared with what is accounted for.
     l2_clip_norm: C, the largest norm of one record's contribution to the sum;
       of each matrix for ``dp_muon``; where it starts for a quantile.
     expected_batch_size: b, which divides the sum.
@@ -145,7 +148,8 @@ def make_private(
 
   Raises:
     ValueError: For constants that do not fit, delta too large, an optimizer
-      with a clip of its own, a released head that is not in ``also``; unless
+      with a clip of its own, a function whose chain has other noise, less of
+      it, or none, a released head that is not in ``also``; unless
       exactly one of ``target_epsilon`` and ``noise_multiplier`` is given.
 
   Example:

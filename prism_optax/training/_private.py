@@ -178,7 +178,8 @@ class PrivateTraining:
 
     Raises:
       ValueError: If all steps are done; for a state of another training, or
-        anything that is not this run's batch for this step.
+        anything that is not this run's batch for this step; the first time if
+        the loss mixes records, or if anything of them passes the noise.
     """
     self._check_state(state)
     number = int(state.step)
