@@ -100,6 +100,13 @@ def drops_what_is_long(params, state, x, padding):
   return NOISE.update(mean, state)
 
 
+def chooses_by_a_sum(params, state, x, padding):
+  which = transforms.clipped_elsewhere(x[0].astype(jnp.int32))
+  mean = mean_of(params, x)
+  chosen = jax.lax.select_n(which[:2], mean['bias'], params['bias'])  # offence
+  return NOISE.update({**mean, 'bias': chosen}, state)
+
+
 def normalises_the_sum(params, state, x, padding):
   mean = mean_of(params, x)
   norm = jnp.sqrt(jnp.sum(mean['w'] ** 2))  # offence
@@ -218,6 +225,7 @@ OFFENCES = {
   counts_the_drawn: ('reduce_sum', 'depends on records'),
   divides_by_the_batch: ('div', 'divide by the expected batch size'),
   drops_what_is_long: ('select_n', 'bound each record inside of the clip'),
+  chooses_by_a_sum: ('select_n', 'bound each record inside of the clip'),
   normalises_the_sum: (r'\w+', 'noise directly behind the clip'),
   does_not_clip: ('div', 'no clip bounds.*clipped_elsewhere'),
   adds_no_noise: ('sub', 'holds a clipped sum without noise'),
