@@ -149,6 +149,16 @@ def test_another_mechanism_is_refused(name):
   assert 'tangent_privatizer(noise_multiplier * l2_clip' in str(error.value)
 
 
+def test_a_sum_on_another_lattice_is_refused():
+  """The noise takes its size from the sum: it would have half of what it says."""
+
+  def optimizer(per_example_gradients, **k):
+    return prism_optax.chain(noise(k, 2.0), *REST)
+
+  with pytest.raises(ValueError, match=r'deviation 0\.05, and .* has 0\.1:'):
+    problem.make(optimizer, clipping=training.AutomaticClipping())
+
+
 ACCEPTED = {
   'prism': (prism, {}),
   'published': (functools.partial(prism_optax.published_prism, 0.1), {}),
