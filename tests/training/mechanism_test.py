@@ -150,7 +150,7 @@ def test_another_mechanism_is_refused(name):
 
 
 def test_a_sum_on_another_lattice_is_refused():
-  """The noise takes its size from the sum: it would have half of what it says."""
+  """The noise takes its size from the sum, and would have half of its own."""
 
   def optimizer(per_example_gradients, **k):
     return prism_optax.chain(noise(k, 2.0), *REST)
