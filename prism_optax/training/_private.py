@@ -303,9 +303,10 @@ class PrivateTraining:
     Raises:
       ValueError: If all steps are done; for a state of another training, data,
         loss, optimizer, frozen weights or environment, which is named; for
-        anything that is not this run's batch for this step; for frozen weights
-        or a loss that hold a release which is not among ``prior_releases``; for
-        the journal of another run.
+        anything that is not this run's batch for this step; if the loss mixes
+        records, or anything of them passes the noise; for frozen weights or a
+        loss that hold a release which is not among ``prior_releases``; for the
+        journal of another run.
       FileNotFoundError: If the journal is gone.
       RuntimeError: If the journal was changed by hand.
     """

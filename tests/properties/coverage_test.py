@@ -22,7 +22,6 @@ RESULT = 'Fields alone: the result of a function that has its own laws.'
 EXCEPTIONS = {
   'prism_optax.diagnostics.ClipStatistics': RESULT,
   'prism_optax.diagnostics.FactorNoiseEnergy': RESULT,
-  'prism_optax.diagnostics.Proof': RESULT,
   'prism_optax.fixed_rank.Frame': RESULT,
   'prism_optax.lora.PeftAdapter': RESULT,
   'prism_optax.training.TrainingState': STATE,
