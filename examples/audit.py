@@ -23,7 +23,7 @@ import prism_optax
 from prism_optax import training
 
 # Fixed before anything is trained: a choice made by looking voids the bounds.
-CANARIES, GUESSES = 1000, 200  # Half of the guesses say "in", half "out".
+CANARIES, GUESSES = 1000, 300  # Half of the guesses say "in", half "out".
 SIGNIFICANCE = 0.05  # So often may an audit contradict a claim that is true.
 STRENGTH = 1e3  # A canary's gradient is far beyond the clip.
 

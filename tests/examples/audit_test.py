@@ -114,7 +114,7 @@ def test_it_runs_and_says_what_it_can_show(capsys, tmp_path):
   assert path.stat().st_size
   assert claim <= audit.train.EPSILON
   printed = capsys.readouterr().out
-  assert '200 guesses of 1000 coins can show 3.91 at most' in printed
+  assert '300 guesses of 1000 coins can show 4.32 at most' in printed
   assert printed.count('THE CLAIM IS WRONG') == 2
   assert 'for the auditor' in printed
   for row, (_, bound, gaussian) in rows.items():
