@@ -230,6 +230,7 @@ def _distance_of_gauges(optimizer):
 def test_the_newest_trainers_take_it_with_its_transform(newest):
   """Their rule looks at the class; what they train is gauge invariant."""
   optimizer = transforms.augmented_optimizer(_optimizer())
+  assert isinstance(optimizer, newest.AugmentedGradientTransformation)
   taken = newest.as_augmented_optimizer(optimizer)
   assert taken is optimizer
   # 1.2e-6 after two float32 steps: factors of condition 7 in one gauge.
