@@ -5,10 +5,17 @@ function, ``pre_clipping_transform(state)``, for per-example gradients before
 they are clipped. This function sees the optimizer's state and not the
 parameters, so the state holds the frames of the parameters that the last update
 led to.
+
+They take it by its type. Whatever is not of jax-privacy's class counts as an
+optimizer of optax, and a trainer reads ``init`` and ``update`` alone: gradients
+of factors would be clipped in place of coordinates, without any error. So the
+class is jax-privacy's where it has one, and elsewhere one of ours on which
+``init`` and ``update`` cannot be read.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import optax
 
@@ -18,21 +25,56 @@ from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Frame
 from prism_optax.transforms import _correlated
 
+Init: TypeAlias = Callable[[ArrayTree], Any]
+Update: TypeAlias = Callable[..., tuple[Any, Any]]
+PreClipping: TypeAlias = Callable[[Any], Callable[[ArrayTree], Any]]
 
-class AugmentedGradientTransformation(NamedTuple):
-  """The three fields of jax-privacy's class of this name.
+
+class AugmentedOptimizer:
+  """Three functions that are of use together, and no optax transformation.
+
+  What :func:`augmented_optimizer` returns where jax-privacy has no class for
+  it. Take it apart: ``init, update, pre_clipping_transform = optimizer``. A
+  trainer that reads ``init`` and ``update`` alone, as of an optimizer of optax,
+  would leave out the third function. It gets an error that says so.
 
   Attributes:
-    init: ``init(params) -> state``.
-    update: ``update(updates, state, params) -> (updates, state)``.
+    init: Cannot be read. The first of the three: ``init(params) -> state``.
+    update: Cannot be read. The second: ``update(updates, state, params) ->
+      (updates, state)``.
     pre_clipping_transform: ``pre_clipping_transform(state)`` returns the
       function of one example's gradients to pass to
       ``jax_privacy.clipped_grad``.
   """
 
-  init: Callable[[ArrayTree], ArrayTree]
-  update: Callable[..., tuple[Any, Any]]
-  pre_clipping_transform: Callable[[Any], Callable[[ArrayTree], ArrayTree]]
+  def __init__(
+    self, init: Init, update: Update, pre_clipping_transform: PreClipping
+  ) -> None:
+    self._init = init
+    self._update = update
+    self.pre_clipping_transform = pre_clipping_transform
+
+  def __iter__(self) -> Iterator[Callable[..., Any]]:
+    return iter((self._init, self._update, self.pre_clipping_transform))
+
+  @property
+  def init(self) -> NoReturn:
+    self._refuse('init')
+
+  @property
+  def update(self) -> NoReturn:
+    self._refuse('update')
+
+  def _refuse(self, name: str) -> NoReturn:
+    # An AttributeError, so that `hasattr` finds no optimizer of optax here.
+    raise AttributeError(
+      f'augmented_optimizer: `.{name}` was read as of an optimizer of optax,'
+      ' and whoever does so may leave out `pre_clipping_transform`: gradients'
+      ' would be clipped that are no tangent coordinates. Write `init, update,'
+      ' pre_clipping_transform = optimizer` and use all three; or give it to a'
+      ' trainer of a jax-privacy that has'
+      ' `jax_privacy.optimizers.AugmentedGradientTransformation`.'
+    )
 
 
 class AugmentedState(NamedTuple):
@@ -53,7 +95,7 @@ class AugmentedState(NamedTuple):
 
 def augmented_optimizer(
   optimizer: optax.GradientTransformation, *, layout: LayoutLike = None
-) -> AugmentedGradientTransformation:
+) -> Any:  # Of which class depends on what is installed.
   """An optimizer on tangent coordinates, for trainers that add the noise.
 
   ``pre_clipping_transform(state)`` is :func:`tangent_coordinates` at the
@@ -93,10 +135,13 @@ def augmented_optimizer(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    ``init``, ``update`` and ``pre_clipping_transform``. Where a trainer of
-    jax-privacy looks at the type, wrap it:
-    ``AugmentedGradientTransformation(*augmented_optimizer(...))`` with the
-    class in ``jax_privacy.optimizers``.
+    ``init``, ``update`` and ``pre_clipping_transform``, to be unpacked in this
+    order, or to be handed to a trainer of jax-privacy as they come. Where
+    ``jax_privacy.optimizers`` can be imported and has the class
+    ``AugmentedGradientTransformation``, it is of this class, which its trainers
+    ask for. Elsewhere (2.0.0 has none) it is no tuple, and to read its ``init``
+    or ``update`` is an AttributeError: nobody can take it for an optimizer of
+    optax and leave the third function out.
 
   Raises:
     ValueError: If no pair is found or both factors of a module are zero; in
@@ -108,10 +153,10 @@ def augmented_optimizer(
     >>> import prism_optax
     >>> from prism_optax import transforms
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': 4 * jnp.eye(1, 2)}
-    >>> tx = transforms.augmented_optimizer(
+    >>> init, update, pre_clipping_transform = transforms.augmented_optimizer(
     ...   optax.chain(optax.scale(-1.0), prism_optax.retract()))
-    >>> state = tx.init(params)
-    >>> transform = tx.pre_clipping_transform(state)
+    >>> state = init(params)
+    >>> transform = pre_clipping_transform(state)
     >>> one_example = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
     >>> transform(one_example)['lora_a'].ravel().tolist()
     [0.25, 0.25, 0.25]
@@ -163,4 +208,13 @@ def augmented_optimizer(
 
     return transform
 
-  return AugmentedGradientTransformation(init, update, pre_clipping_transform)
+  return _class()(init, update, pre_clipping_transform)
+
+
+def _class() -> Any:
+  """jax-privacy's class, for which its trainers ask, or ours."""
+  try:
+    theirs = importlib.import_module('jax_privacy.optimizers')
+  except ImportError:
+    return AugmentedOptimizer
+  return getattr(theirs, 'AugmentedGradientTransformation', AugmentedOptimizer)

@@ -335,10 +335,11 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
             tx.update, out_sharding=(specs, P()))
         if zero and name == 'banded':  # The privatizer outside, explicit.
           outer = make(jax.random.key(1))
-          ours = transforms.augmented_optimizer(optax.identity())
-          start = jax.sharding.auto_axes(ours.init, out_sharding=P())
+          our_init, our_update, _ = transforms.augmented_optimizer(
+            optax.identity())
+          start = jax.sharding.auto_axes(our_init, out_sharding=P())
           after_noise = jax.sharding.auto_axes(
-            ours.update, out_sharding=(specs, P()))
+            our_update, out_sharding=(specs, P()))
           init = lambda p: (start(p), outer.init(p))
           def update(signal, state, params):
             noisy, inner = outer.update(signal, state[1])

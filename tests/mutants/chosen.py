@@ -322,6 +322,20 @@ MUTANTS = (
     ('transforms/privatizer_test.py beyond',),
   ),
   Mutant(
+    'an augmented optimizer that trainers take for one of optax',
+    'transforms/_augmented.py',
+    "    self._refuse('update')",
+    '    return self._update',
+    ('transforms/augmented_test.py without_their_class',),
+  ),
+  Mutant(
+    'an augmented optimizer that is not of the class that trainers ask for',
+    'transforms/_augmented.py',
+    "getattr(theirs, 'AugmentedGradientTransformation', AugmentedOptimizer)",
+    'AugmentedOptimizer',
+    ('transforms/augmented_test.py newest_trainers',),
+  ),
+  Mutant(
     'correlated noise accounted for a single participation',
     'accounting/_matrix_mechanism.py',
     'if possible == 1:',

@@ -136,17 +136,17 @@ def test_correlated_noise_stays_where_the_matrix_stays(seed, condition, size):
 
 @functools.cache
 def _augmented():
-  tx = transforms.augmented_optimizer(
+  init, inner, pre_clipping_transform = transforms.augmented_optimizer(
     optax.chain(optax.scale(-0.1), prism_optax.retract())
   )
 
   @jax.jit
   def update(grads, state, params):
-    x = tx.pre_clipping_transform(state)(grads)
-    updates, state = tx.update(x, state, params)
+    x = pre_clipping_transform(state)(grads)
+    updates, state = inner(x, state, params)
     return x, optax.apply_updates(params, updates), state
 
-  return tx.init, update
+  return init, update
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Optimizers whose pre-clipping transform reads the state alone."""
 
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax_privacy.matrix_factorization import toeplitz
 import prism_optax
 from prism_optax import transforms
 from tests.oracles import oracles, test_utils
+from tests.transforms import newest_jax_privacy
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
 CLIP, BATCH, STDDEV = 1.0, 8.0, 0.05
@@ -57,14 +59,14 @@ def _clipped(params, batch, transform):
 
 
 def _train_augmented(params, privatizer, steps):
-  tx = transforms.augmented_optimizer(_optimizer())
-  state, noise_state = tx.init(params), privatizer.init(params)
+  init, update, transform_of = transforms.augmented_optimizer(_optimizer())
+  state, noise_state = init(params), privatizer.init(params)
 
   @jax.jit
   def step(params, state, noise_state, batch):
-    mean = _clipped(params, batch, tx.pre_clipping_transform(state))
+    mean = _clipped(params, batch, transform_of(state))
     noisy, noise_state = privatizer.update(mean, noise_state)
-    updates, state = tx.update(noisy, state, params)
+    updates, state = update(noisy, state, params)
     return optax.apply_updates(params, updates), state, noise_state
 
   for t in range(steps):
@@ -124,18 +126,18 @@ def test_a_trainer_that_adds_correlated_noise_itself_gives_the_same_steps():
 def test_the_state_knows_the_parameters_that_its_update_leads_to():
   """Norms under the transform are intrinsic at the NEW parameters."""
   params = _params()
-  tx = transforms.augmented_optimizer(_optimizer())
-  state = tx.init(params)
+  init, update, transform_of = transforms.augmented_optimizer(_optimizer())
+  state = init(params)
   for t in range(3):
     grads = jax.tree.map(lambda x: x[0], _batch(params, 10 + t))
-    mean = tx.pre_clipping_transform(state)(grads)
+    mean = transform_of(state)(grads)
     expected = prism_optax.tangent_coordinates(params)(grads)
     for name in ('m0', 'm1'):
       for side in ('lora_a', 'lora_b'):
         assert jnp.linalg.norm(mean[name][side]) == pytest.approx(
           float(jnp.linalg.norm(expected[name][side])), rel=1e-4
         )
-    updates, state = tx.update(mean, state, params)
+    updates, state = update(mean, state, params)
     params = optax.apply_updates(params, updates)
 
 
@@ -149,15 +151,15 @@ def test_zero_starts_are_masked_and_nothing_is_nan():
   assert float(jnp.abs(new['m0']['lora_b']).max()) > 0
 
 
-def test_it_unpacks_into_the_class_of_jax_privacy():
-  """2.0.0 has none; later versions look at the type of what they are given."""
+def test_it_unpacks_into_a_class_of_a_trainer():
+  """A class that the library cannot know."""
 
-  class StandIn(NamedTuple):
+  class Theirs(NamedTuple):
     init: Any
     update: Any
     pre_clipping_transform: Any
 
-  theirs = StandIn(*transforms.augmented_optimizer(_optimizer()))
+  theirs = Theirs(*transforms.augmented_optimizer(_optimizer()))
   params = {k: x for k, x in _params().items() if k != 'm1'}
   grads = jax.tree.map(lambda x: np.asarray(x)[0], _batch(params, 0))
 
@@ -170,11 +172,96 @@ def test_it_unpacks_into_the_class_of_jax_privacy():
   assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
+@pytest.fixture(params=newest_jax_privacy.modules())
+def newest(request, monkeypatch):
+  """``jax_privacy.optimizers`` as the newest source has it."""
+  module = newest_jax_privacy.modules()[request.param]
+  monkeypatch.setitem(sys.modules, 'jax_privacy.optimizers', module)
+  return module
+
+
+@pytest.fixture
+def without_class(monkeypatch):
+  """As with version 2.0.0, or without jax-privacy."""
+  monkeypatch.setitem(sys.modules, 'jax_privacy.optimizers', None)
+
+
+def _another_gauge(params):
+  """The same matrices ``Z`` from other factors."""
+  gauge = np.array([[3.0, 1, 0], [0, 0.5, 2], [1, 0, 1]])
+  new = dict(params)
+  for name, (_, _, rank) in zip(('m0', 'm1'), SHAPES, strict=True):
+    g = gauge[:rank, :rank]
+    a, b = (np.float64(params[name][x]) for x in ('lora_a', 'lora_b'))
+    new[name] = {
+      'lora_a': jnp.float32(a @ g),
+      'lora_b': jnp.float32(np.linalg.solve(g, b)),
+    }
+  return new
+
+
+def _of_matrices(params, record):
+  """A loss of the matrices, whose gradient is no multiple of one matrix."""
+  total = jnp.vdot(params['extra'], record['extra'])
+  for name in ('m0', 'm1'):
+    z = params[name]['lora_a'] @ params[name]['lora_b']
+    direction = record[name]['lora_a'] @ record[name]['lora_b']
+    total += jnp.sum(jnp.tanh(z * direction) + z * direction)
+  return total
+
+
+def _distance_of_gauges(optimizer):
+  """How far the matrices that a trainer reaches depend on the gauge."""
+  start = _params()
+  batches = [_batch(start, t) for t in range(2)]
+  train = newest_jax_privacy.trainer(
+    optimizer, _of_matrices, l2_clip_norm=CLIP, normalize_by=BATCH
+  )
+  ends = [
+    test_utils.products_of(train(params, batches))
+    for params in (start, _another_gauge(start))
+  ]
+  return max(
+    np.linalg.norm(x - y) / np.linalg.norm(x)
+    for x, y in zip(*ends, strict=True)
+  )
+
+
+def test_the_newest_trainers_take_it_with_its_transform(newest):
+  """Their rule looks at the class; what they train is gauge invariant."""
+  optimizer = transforms.augmented_optimizer(_optimizer())
+  assert isinstance(optimizer, newest.AugmentedGradientTransformation)
+  taken = newest.as_augmented_optimizer(optimizer)
+  assert taken is optimizer
+  # 1.2e-6 after two float32 steps: factors of condition 7 in one gauge.
+  assert _distance_of_gauges(taken) < 1e-5
+  # What their rule makes of an optimizer of optax leaves the transform out.
+  init, update, _ = optimizer
+  plain = newest.as_augmented_optimizer(
+    optax.GradientTransformation(init, update)
+  )
+  assert _distance_of_gauges(plain) > 1e-3  # 2.9e-2.
+
+
+def test_without_their_class_it_is_no_optimizer_of_optax(without_class):
+  """Such a trainer would leave out the transform and not say so."""
+  optimizer = transforms.augmented_optimizer(_optimizer())
+  assert not isinstance(optimizer, tuple)
+  with pytest.raises(AttributeError, match='leave out `pre_clipping_transf'):
+    newest_jax_privacy.as_augmented_optimizer(optimizer)
+  with pytest.raises(AttributeError, match=r'`\.init` was read'):
+    optax.chain(optimizer).init(_params())
+  with pytest.raises(ValueError, match='unpack'):
+    _init, _update = optimizer
+  assert not hasattr(optimizer, 'init')
+  assert not hasattr(optimizer, 'update')
+
+
 def test_bad_use_is_named():
-  tx = transforms.augmented_optimizer(_optimizer())
+  init, update, _ = transforms.augmented_optimizer(_optimizer())
   params = _params()
   with pytest.raises(ValueError, match='needs `params`'):
-    tx.update(params, tx.init(params))
+    update(params, init(params))
   dead = {'m0': jax.tree.map(jnp.zeros_like, params['m0'])}
   with pytest.raises(ValueError, match='Both factors are zero'):
-    tx.init(dead)
+    init(dead)

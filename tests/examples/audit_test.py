@@ -1,0 +1,128 @@
+"""The audit to copy: it refutes a wrong claim, and lets a true one stand."""
+
+import functools
+import math
+import pathlib
+
+import audit
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import prism_optax
+from prism_optax import training
+
+PATH = pathlib.Path(audit.__file__)
+# Small and sharp, every record in every batch: the claim is 1.33, and right
+# guesses alone show 3.57.
+CANARIES, GUESSES, OWN = 400, 120, 20
+SIZE = OWN + CANARIES
+SIGMA, STEPS, DELTA = 3.5, 2, 1e-4
+
+
+def _rate(step):
+  return 0.1 / (1 + step)
+
+
+def _loss(params, frozen, x, y):
+  return jnp.sum((x @ params['lora_a'] @ params['lora_b'] * frozen - y) ** 2)
+
+
+def _problem():
+  rng = np.random.default_rng(0)
+  params = {
+    'own': {
+      'lora_a': rng.normal(size=(4, 2)).astype(np.float32),
+      'lora_b': rng.normal(size=(2, 3)).astype(np.float32),
+    },
+    'canaries': np.zeros(CANARIES, np.float32),
+  }
+  data = tuple(rng.normal(size=(OWN, n)).astype(np.float32) for n in (4, 3))
+  return params, data, rng.random(CANARIES) < 0.5
+
+
+def _private(sigma):
+  params, _, _ = _problem()
+  return training.make_private(
+    audit.with_canaries(_loss), params,
+    optimizer=functools.partial(prism_optax.prism, _rate),
+    l2_clip_norm=1.0, noise_multiplier=sigma, expected_batch_size=SIZE,
+    dataset_size=SIZE, steps=STEPS, delta=DELTA, prng_key=3,
+  )  # fmt: skip
+
+
+def _bounds(sigma):
+  """By attacker: right guesses, and both lower bounds."""
+  params, data, coin = _problem()
+  found = audit.scores(
+    _private(sigma), params, audit.with_places(data, coin), np.float32(1),
+    _rate,
+  )  # fmt: skip
+  return {
+    name: audit.lower_bounds(score, coin, GUESSES, DELTA)
+    for name, score in found.items()
+  }
+
+
+def test_a_true_claim_stands_and_planted_bugs_are_found():
+  claim = _private(SIGMA).epsilon()
+  honest, silent = _bounds(SIGMA), _bounds(0.0)
+  for attacker in ('final parameters', 'every step'):
+    assert max(honest[attacker][1:]) <= claim < min(silent[attacker][1:])
+    assert silent[attacker][0] == GUESSES  # Without noise no coin is secret.
+    assert honest[attacker][0] > GUESSES / 2  # The attack sees something.
+
+
+def test_bounds_are_those_of_the_source():
+  """All of r guesses right: q^r = 5 % at q = e^epsilon / (1 + e^epsilon)."""
+  coin = np.arange(CANARIES) % 2 == 0
+  q = 0.05 ** (1 / GUESSES)
+  right, bound, gaussian = audit.lower_bounds(coin, coin, GUESSES, 1e-12)
+  assert right == GUESSES
+  assert bound == pytest.approx(math.log(q / (1 - q)), abs=1e-3)
+  assert gaussian > bound
+  # As many right as by chance, and none at all, show nothing.
+  assert audit.lower_bounds(0 * coin, coin, GUESSES, DELTA)[1:] == (0, 0)
+  assert audit.lower_bounds(~coin, coin, GUESSES, DELTA) == (0, 0, 0)
+
+
+def test_a_canary_moves_its_own_number_and_an_empty_place_nothing():
+  params, data, coin = _problem()
+  places = audit.with_places(data, coin)
+  assert {x.shape[0] for x in places} == {SIZE}
+  frozen = np.float32(2)
+  found = jax.jit(
+    jax.vmap(jax.grad(audit.with_canaries(_loss)), (None, None, 0, 0, 0))
+  )(params, frozen, *places)
+  own = jax.vmap(jax.grad(_loss), (None, None, 0, 0))(
+    params['own'], frozen, *data
+  )
+  for name, x in found['own'].items():
+    np.testing.assert_allclose(x[:OWN], own[name], rtol=1e-5)
+    assert not np.any(x[OWN:])
+  pulls = audit.STRENGTH * np.diag(coin)
+  np.testing.assert_array_equal(found['canaries'][OWN:], pulls)
+  assert not np.any(found['canaries'][:OWN])
+
+
+@pytest.mark.slow
+def test_it_runs_and_says_what_it_can_show(capsys, tmp_path):
+  """Without noise the claim of 3 falls."""
+  path = tmp_path / 'scores.png'
+  claim, rows = audit.main(planted=0.0, seed=0, plot=path)
+  assert path.stat().st_size
+  assert claim <= audit.train.EPSILON
+  printed = capsys.readouterr().out
+  assert '300 guesses of 1000 coins can show 4.32 at most' in printed
+  assert printed.count('THE CLAIM IS WRONG') == 2
+  assert 'for the auditor' in printed
+  for row, (_, bound, gaussian) in rows.items():
+    if row.startswith('as it is'):
+      assert max(bound, gaussian) <= claim
+    else:
+      assert bound > claim
+
+
+def test_it_can_be_read_at_once():
+  assert len(PATH.read_text('utf-8').splitlines()) <= 150

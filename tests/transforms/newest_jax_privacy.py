@@ -1,0 +1,81 @@
+"""A stand-in for the part of jax-privacy's newest source that takes optimizers.
+
+Written from its interface (version 2.3.0.dev0): the class, the rule by which a
+trainer takes what is not of it, and the order of a trainer's step. Where the
+installed version has the class, :func:`modules` gives the real one, too.
+"""
+
+import contextlib
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax_privacy
+import optax
+
+
+class AugmentedGradientTransformation(NamedTuple):
+  """An optimizer of optax and a function of its state."""
+
+  init: Callable[..., Any]
+  update: Callable[..., Any]
+  pre_clipping_transform: Callable[..., Any]
+
+
+def as_augmented_optimizer(optimizer: Any) -> AugmentedGradientTransformation:
+  """What is not of the class gets a transform that does nothing."""
+  if isinstance(optimizer, AugmentedGradientTransformation):
+    return optimizer
+  return AugmentedGradientTransformation(
+    optimizer.init, optimizer.update, lambda state: lambda grads: grads
+  )
+
+
+def modules() -> dict[str, Any]:
+  """What ``jax_privacy.optimizers`` may be, by the name of a test's case."""
+  stand_in = types.ModuleType('jax_privacy.optimizers')
+  for x in (AugmentedGradientTransformation, as_augmented_optimizer):
+    setattr(stand_in, x.__name__, x)
+  found = {'stand-in': stand_in}
+  with contextlib.suppress(ImportError):  # Version 2.0.0 has no such module.
+    found['installed'] = importlib.import_module('jax_privacy.optimizers')
+  return found
+
+
+def trainer(
+  optimizer: AugmentedGradientTransformation,
+  loss: Callable[..., jax.Array],
+  *,
+  l2_clip_norm: float,
+  normalize_by: float,
+) -> Callable[[Any, list[Any]], Any]:
+  """``train(params, batches) -> params``, in a trainer's order, without noise.
+
+  Args:
+    optimizer: What :func:`as_augmented_optimizer` made of a user's.
+    loss: Of one example.
+    l2_clip_norm: Of the trainer's own clip.
+    normalize_by: What divides its sum.
+  """
+
+  @jax.jit
+  def step(params, state, batch):
+    gradient = jax_privacy.clipped_grad(
+      loss,
+      l2_clip_norm=l2_clip_norm,
+      normalize_by=normalize_by,
+      keep_batch_dim=False,
+      pre_clipping_transform=optimizer.pre_clipping_transform(state),
+    )
+    updates, state = optimizer.update(gradient(params, batch), state, params)
+    return optax.apply_updates(params, updates), state
+
+  def train(params, batches):
+    state = optimizer.init(params)
+    for batch in batches:
+      params, state = step(params, state, batch)
+    return params
+
+  return train
