@@ -136,7 +136,7 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   text = page.read_text()
   assert 'src="data:image/png;base64,' in text
   for fact in (
-    '1.2346',
+    '1.235',
     '20.0855',
     '7.3891',
     'learning_rate',
@@ -267,8 +267,10 @@ def test_a_stop_says_what_is_spent_and_what_is_reserved():
   two, four = (
     privacy.round_up(finished_runs.PLAN.epsilon(steps)) for steps in (2, 4)
   )
-  assert f'Spent if you stop here: epsilon = {two:.4f} ' in message
-  assert re.search(f'Reserved .* 4 steps, epsilon = {four:.4f}', message)
+  assert f'Spent if you stop here: epsilon <= {two:.3f} ' in message
+  # A stop that was decided on along the way is no plan.
+  assert f'made you stop: epsilon <= {four:.3f} ' in message
+  assert re.search(f'Reserved .* 4 steps, epsilon <= {four:.3f}', message)
   assert 'Reserved' not in summaries.spent(finished_runs.PLAN, 4, 4)
 
 
