@@ -171,7 +171,9 @@ def make_plan(
   if options.target_epsilon is not None:
     plan = privacy.calibrate(plan, options.target_epsilon)
   if options.delta is not None:
-    # What cannot be stated at the end is not begun: delta may be too large.
+    # What cannot be stated at the end is not begun: delta may be too large, or
+    # the noise too little.
+    plan.epsilon(plan.steps)
     plan.statement(plan.steps)
   return plan
 

@@ -92,7 +92,7 @@ class Plan:
     if total > 1.5 * self.delta:
       raise ValueError(
         f'--delta {self.delta}: the noise as it is drawn adds '
-        f'{total - self.delta:.2g} to it. Ask for more, or a smaller epsilon.'
+        f'{total - self.delta:.2g} to it. Ask for a larger one, or more noise.'
       )
     return shifted - most, 2 * self.delta - total
 

@@ -73,13 +73,13 @@ def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
 
 
 def _training(folder: pathlib.Path) -> list[str]:
-  """Of a language model; from perplexity 57.8 to 24.2 in float32."""
+  """Of a language model; from perplexity 57.8 to 27.0 in float32."""
   model = language_models.write(folder / 'model')
   data = conftest.write_lines(folder / 'train.jsonl', finished_runs.ROWS * 20)
   return [
     *('train', '--task', 'instruct', '--model', str(model)),
     *('--data', str(data), '--eval', str(data), '--max-length', '14'),
-    *('--noise-multiplier', '0.2', '--delta', '1e-3', '--seed', '3'),
+    *('--noise-multiplier', '0.5', '--delta', '1e-3', '--seed', '3'),
     *('--batch-size', '16', '--microbatch-size', '8', '--steps', '6'),
     *('--learning-rate', '0.1', '--rank', '2', '--eval-every', '3'),
     *('--optimizer', 'dp-adamw', '--checkpoint-every', '2'),
