@@ -322,7 +322,12 @@ def test_noise_has_the_scale_of_the_divisor(model):
 
 def test_diagnostics_are_means_over_the_real_examples(model):
   graphdef, start, frozen = model
-  method = _method('adamw')
+
+  def doubled(params):
+    del params
+    return functools.partial(jax.tree.map, lambda x: 2 * x)
+
+  method = dataclasses.replace(_method('adamw'), coordinates=doubled)
   step = training.make_step(
     graphdef,
     method,
@@ -334,9 +339,23 @@ def test_diagnostics_are_means_over_the_real_examples(model):
   state = training.init_state(start, _compiled_init(method))
   _, found = jax.jit(step)(state, frozen, batch, is_padding)
   real = sampling.Batch(examples.inputs[[3, 7, 1]], examples.labels[[3, 7, 1]])
-  loss, hits = jax.jit(training.make_loss(graphdef))(start, frozen, real)
-  assert float(found.nonprivate_loss) == pytest.approx(float(loss), rel=1e-5)
+  loss = training.make_loss(graphdef)
+  mean, hits = jax.jit(loss)(start, frozen, real)
+  assert float(found.nonprivate_loss) == pytest.approx(float(mean), rel=1e-5)
   assert float(found.nonprivate_accuracy) == pytest.approx(float(hits))
+
+  @jax.jit
+  def norm_of(one):
+    gradient, _ = jax.grad(loss, has_aux=True)(start, frozen, one)
+    return optax.tree.norm(gradient)
+
+  norms = [
+    float(norm_of(jax.tree.map(lambda x, i=i: x[i : i + 1], real)))
+    for i in range(3)
+  ]
+  # The norm of what is clipped, here of twice the gradient.
+  norm = float(found.nonprivate_gradient_norm)
+  assert norm == pytest.approx(2 * np.mean(norms), rel=1e-5)
 
 
 @pytest.mark.parametrize('rows', [1, 7, 8])
