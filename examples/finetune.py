@@ -113,12 +113,12 @@ def train(options: options_lib.Options) -> None:
     raise OSError(f'{message} --resume.{resume}') from error
 
 
-def make_plan(options: options_lib.Options, rows: int) -> privacy.Plan:
-  """The public constants of a run on ``rows`` private rows.
+def declared_size(options: options_lib.Options, rows: int) -> int:
+  """The public size of a data set of ``rows`` private rows.
 
   Raises:
-    ValueError: If the declared size is below the number of rows, the expected
-      batch exceeds it, or the target cannot be met.
+    ValueError: If it is below the number of rows, or the expected batch
+      exceeds it.
   """
   if options.dataset_size is None:
     dataset_size = rows
@@ -137,6 +137,24 @@ def make_plan(options: options_lib.Options, rows: int) -> privacy.Plan:
       f'--batch-size {options.batch_size} exceeds the dataset size '
       f'{dataset_size}.'
     )
+  return dataset_size
+
+
+def make_plan(
+  options: options_lib.Options, rows: int, entries: int
+) -> privacy.Plan:
+  """The public constants of a run.
+
+  Args:
+    options: Of the run.
+    rows: Number of private rows.
+    entries: Number of entries of what is trained.
+
+  Raises:
+    ValueError: As :func:`declared_size`; if the target cannot be met, or no
+      figure of the plan would mean anything.
+  """
+  dataset_size = declared_size(options, rows)
   if options.plan is not None:  # Of a run that goes on: not calibrated anew.
     return privacy.Plan(**options.plan)
   plan = privacy.Plan(
@@ -148,9 +166,15 @@ def make_plan(options: options_lib.Options, rows: int) -> privacy.Plan:
     steps=options.steps,
     noise_multiplier=options.noise_multiplier or 0.0,
     delta=options.delta or 0.0,
+    entries=entries,
   )
   if options.target_epsilon is not None:
     plan = privacy.calibrate(plan, options.target_epsilon)
+  if options.delta is not None:
+    # What cannot be stated at the end is not begun: delta may be too large, or
+    # the noise too little.
+    plan.epsilon(plan.steps)
+    plan.statement(plan.steps)
   return plan
 
 
@@ -257,7 +281,7 @@ def train_one(
   options: options_lib.Options, task: tasks.Task, output: pathlib.Path
 ) -> dict[str, Any]:
   """Plans and runs one method; returns its summary."""
-  plan = make_plan(options, len(task.train.labels))
+  plan = make_plan(options, len(task.train.labels), task.entries)
   # From here on these are constants of the run, whatever becomes of the files.
   options.dataset_size = plan.dataset_size
   options.labels = list(task.labels) or None
@@ -273,7 +297,8 @@ def compare_on_digits(
 ) -> None:
   """All methods, or the one asked for, on the default task."""
   options.dataset_size = digits.PRIVATE_SIZE
-  plan = make_plan(options, digits.PRIVATE_SIZE)
+  # Before anything is written.
+  declared_size(options, digits.PRIVATE_SIZE)
   print('A small vision transformer, pretrained on public digits ...')
   task = tasks.mirrored_digits(
     output,
@@ -281,6 +306,7 @@ def compare_on_digits(
     targets=options.lora_targets,
     init_seed=options.init_seed,
   )
+  plan = make_plan(options, digits.PRIVATE_SIZE, task.entries)
   save_options(options, task, plan, output)
   chosen = [options.optimizer] if options.optimizer else list(methods.COMPARED)
   rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
@@ -301,7 +327,7 @@ def compare_on_digits(
       rows.append(('before adaptation', accuracy, '0'))
     epsilon = 'not private'
     if summary['private']:
-      epsilon = f'{privacy.round_up(summary["epsilon"]):.4f}'
+      epsilon = f'{privacy.round_up(summary["epsilon"]):.3f}'
       statement = summary['statement']
     rows.append((name, shown(summary['final']['eval_accuracy']), epsilon))
   print(f'\nDigits read in a mirror, {pictures} of them:\n')

@@ -13,14 +13,12 @@ import numpy as np
 import optax
 from finetuning import methods, privacy, randomness, sampling, training
 
-import prism_optax
 from benchmarks.accuracy import (
   language_layers,
   language_metric,
   language_problems,
   language_rows,
 )
-from benchmarks.common import baselines
 from benchmarks.common import methods as benchmark_methods
 from prism_optax import accounting, lora
 
@@ -138,25 +136,24 @@ def method_of(
       noise_multiplier=knobs['noise_multiplier'],
       expected_batch_size=batch,
       prng_key=key,
-      per_example_gradients=False,
       weight_decay=knobs['weight_decay'],
       scales_rows=ROWS in run.parts,
       b1=b1,
     )
-    return methods.Method(
-      'prism', CLIP, prism_optax.tangent_coordinates, transform,
-      lora.canonicalize,
-    )  # fmt: skip
-  parts = [optax.adamw(rate, b1=b1, weight_decay=knobs['weight_decay'])]
-  norm = np.inf
+    return methods.Method('prism', transform, prepare=lora.canonicalize)
+  adamw = {'b1': b1, 'weight_decay': knobs['weight_decay']}
   if run.parts[0] in PRIVATE:
-    stddev = knobs['noise_multiplier'] * CLIP / batch
-    parts.insert(0, baselines.add_noise(stddev, key))
-    norm = CLIP
-  return methods.Method(
-    run.method, norm, lambda params: lambda gradient: gradient,
-    optax.chain(*parts),
-  )  # fmt: skip
+    transform = methods.dp_adamw(
+      rate,
+      l2_clip_norm=CLIP,
+      noise_multiplier=knobs['noise_multiplier'],
+      expected_batch_size=batch,
+      prng_key=key,
+      **adamw,
+    )
+  else:
+    transform = methods.adamw(rate, expected_batch_size=batch, **adamw)
+  return methods.Method(run.method, transform)
 
 
 def adapters(params: Any, metric: lora.InputMetric | None) -> Any:
@@ -188,8 +185,9 @@ def programs(static: Run, rows: int, model: str):
     return training.make_step(
       loaded.graphdef,
       method,
-      expected_batch_size=batch,
       microbatch_size=MICROBATCH,
+      # These rows are public: how long a step takes may tell what was drawn.
+      skip_padding=True,
       loss=loss,
     )(state, frozen, batch_, is_padding)[0]
 
@@ -277,7 +275,6 @@ def execute(
       sampling_probability=plan.sampling_probability,
       size=plan.padded_size,
     )
-    # These rows are public: how long a step takes may tell what was drawn.
     indices = sampling.padding_last(indices, MICROBATCH)
     batch = sampling.gather(given.private, indices)
     state = step(state, frozen, *batch, knobs)

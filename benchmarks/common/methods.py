@@ -270,19 +270,28 @@ def _prism_correlated() -> Method:
 
 def _dp_muon() -> Method:
   """DP-Muon of the examples, on the kernels themselves."""
+  groups = {'weight_dimension_numbers': finetuning_methods.matrices}
 
-  def of_examples(rate, release, params):
-    return finetuning_methods.make(
-      'dp-muon', learning_rate=rate, params=params, **release.mechanism
-    )
+  def share(release, params):
+    unit = prism_optax.per_matrix_clip(1.0, **groups)
+    return release.clip / unit.sensitivity(params=params)
 
   def make(rate, release, params, layout):
     del layout
-    return of_examples(rate, release, params).transform
+    mechanism = release.mechanism
+    del mechanism['l2_clip_norm']
+    return prism_optax.dp_muon(
+      rate,
+      l2_clip_norms=share(release, params),
+      per_example_gradients=False,
+      consistent_rms=0.2,
+      **mechanism,
+      **groups,
+    )
 
   def coordinates(params, release, layout):
     del layout
-    return of_examples(1.0, release, params).coordinates(params)
+    return transforms.clip_each_matrix(share(release, params), **groups)
 
   return Method(make, coordinates, parameters='matrices')
 

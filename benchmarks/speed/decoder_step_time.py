@@ -15,20 +15,16 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_privacy
 import optax
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from finetuning import methods  # noqa: E402
-
 from benchmarks.common import results, timing  # noqa: E402
-from benchmarks.speed import decoder  # noqa: E402
+from benchmarks.speed import clipped_step, decoder  # noqa: E402
 from prism_optax import lora  # noqa: E402
 
 METHODS = ('adamw, not private', 'dp-adamw', 'prism', 'dp-muon')
@@ -56,39 +52,6 @@ def plain_step(shape: decoder.Shape):
   return adamw.init, step
 
 
-def private_step(name: str, shape: decoder.Shape, params: Any):
-  """jax-privacy's clip in micro-batches, then a method of the examples."""
-  method = methods.make(
-    name,
-    learning_rate=1e-3,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-    expected_batch_size=shape.batch,
-    prng_key=jax.random.key(0),
-    params=params,
-    layout=LAYOUT,
-  )
-  loss = decoder.make_loss(shape)
-
-  def step(carried, fixed):
-    params, state = carried
-    clipped_grad = jax_privacy.clipped_grad(
-      loss,
-      l2_clip_norm=method.clip_norm * (1 - 1e-6),
-      normalize_by=shape.batch,
-      batch_argnums=2,
-      pre_clipping_transform=method.coordinates(params),
-      microbatch_size=shape.microbatch,
-      dtype=jnp.float32,
-    )
-    updates, state = method.transform.update(
-      clipped_grad(params, *fixed), state, params
-    )
-    return optax.apply_updates(params, updates), state
-
-  return method.transform.init, step
-
-
 def compiled_steps(shape: decoder.Shape, rank: int) -> dict[str, timing.Step]:
   """One step of each method, on the same random weights and tokens."""
   keys = jax.random.split(jax.random.key(0), 3)
@@ -100,15 +63,19 @@ def compiled_steps(shape: decoder.Shape, rank: int) -> dict[str, timing.Step]:
   )
   steps = {}
   for name in METHODS:
-    params = start
-    if name == 'prism':
-      params = lora.canonicalize(start, layout=LAYOUT)
-    init, step = (
-      plain_step(shape)
-      if name == 'adamw, not private'
-      else private_step(name, shape, params)
-    )
-    steps[name] = timing.Step(step, (params, init(params)), fixed)
+    if name == 'adamw, not private':
+      init, step = plain_step(shape)
+      carried = start, init(start)
+    else:
+      carried, step = clipped_step.make(
+        name,
+        decoder.make_loss(shape),
+        start,
+        batch=shape.batch,
+        microbatch=shape.microbatch,
+        layout=LAYOUT,
+      )
+    steps[name] = timing.Step(step, carried, fixed)
   return steps
 
 

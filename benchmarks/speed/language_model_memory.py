@@ -113,9 +113,8 @@ def temporary(case: str) -> float:
       params=params, steps=SIZES['steps'],
     )  # fmt: skip
     step = training.make_step(
-      graphdef, method, expected_batch_size=SIZES['batch'],
-      microbatch_size=microbatch, loss=loss,
-    )  # fmt: skip
+      graphdef, method, microbatch_size=microbatch, loss=loss
+    )
     # Not `init_state`: what it changes are values.
     zero = jnp.zeros((), jnp.int32)
     state = jax.eval_shape(

@@ -85,7 +85,6 @@ def compiled(config: llama_config.Config, rank: int, microbatch: int):
   step = training.make_step(
     graphdef,
     method,
-    expected_batch_size=BATCH,
     microbatch_size=microbatch,
     loss=language.make_loss(graphdef, LENGTH),
   )

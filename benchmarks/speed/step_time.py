@@ -28,12 +28,12 @@ from flax import nnx
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from finetuning import methods, sampling, training  # noqa: E402
+from finetuning import sampling, training  # noqa: E402
 from finetuning.models import classifier, minilm, weights  # noqa: E402
 
 import prism_optax  # noqa: E402
 from benchmarks.common import results, timing  # noqa: E402
-from benchmarks.speed import update_time  # noqa: E402
+from benchmarks.speed import clipped_step, update_time  # noqa: E402
 
 
 def model(rank):
@@ -54,25 +54,15 @@ def model(rank):
 
 
 def private_step(name, graph, params, frozen, batch, size, microbatch):
-  method = methods.make(
+  carried, step = clipped_step.make(
     name,
-    learning_rate=1e-3,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-    expected_batch_size=size,
-    prng_key=jax.random.key(0),
-    params=params,
+    training.make_loss(graph),
+    params,
+    batch=size,
+    microbatch=microbatch,
+    has_aux=True,
   )
-  step = training.make_step(
-    graph, method, expected_batch_size=size, microbatch_size=microbatch
-  )
-  state = training.init_state(params, method)
-  is_padding = jnp.zeros(size, bool)
-  return timing.Step(
-    lambda state, fixed: step(state, *fixed, is_padding)[0],
-    state,
-    (frozen, batch),
-  )
+  return timing.Step(step, carried, (frozen, batch))
 
 
 def per_example_gradients(graph, batched):

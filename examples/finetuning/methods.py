@@ -1,17 +1,15 @@
-"""The optimizers that can be compared, each as two parts of one step.
+"""The optimizers that can be compared, each as one transformation.
 
-A method is what happens to one example's gradient before it is clipped, and
-an optax transformation of the clipped mean. The rest of the step is shared.
+It takes the gradients of all examples and has its clip, the exact sum of what
+is clipped, its noise and its optimizer in it. The rest of the step is shared.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax_privacy
 import optax
 
 import prism_optax
@@ -28,18 +26,18 @@ class Method:
 
   Attributes:
     name: One of ``METHODS``.
-    clip_norm: L2 norm that one example may have after ``coordinates``.
-    coordinates: From the trainable parameters to the function that is applied
-      to the gradient of one example before it is clipped.
-    transform: Takes the sum of the clipped gradients divided by the expected
-      batch size.
+    transform: Takes gradients of examples, held or in micro-batches, and
+      ``is_padding_example``.
+    coordinates: From the trainable parameters to a function of one example's
+      gradient: what has the norm that is clipped, for diagnostics.
     prepare: Applied once to the parameters before training.
   """
 
   name: str
-  clip_norm: float
-  coordinates: Callable[[Any], Callable[[Any], Any]]
-  transform: optax.GradientTransformation
+  transform: optax.GradientTransformationExtraArgs
+  coordinates: Callable[[Any], Callable[[Any], Any]] = lambda params: (
+    lambda gradients: gradients
+  )
   prepare: Callable[[Any], Any] = lambda params: params
 
   @property
@@ -47,12 +45,12 @@ class Method:
     return self.name != 'adamw'
 
 
-def _unchanged(params: Any) -> Callable[[Any], Any]:
-  del params
-  return lambda gradients: gradients
+def _no_matrices(params: Any) -> Any:
+  """All leaves are one clip group, and none is orthogonalized."""
+  return jax.tree.map(lambda _: None, params)
 
 
-def _matrices(params: Any) -> Any:
+def matrices(params: Any) -> Any:
   """Which leaves are matrices or stacks of them, for DP-Muon."""
   return jax.tree.map(
     lambda x: (
@@ -84,8 +82,8 @@ def make(
       and outputs. ``dp-muon``: DP-Muon (arXiv:2605.12994) on the two factors
       of every adapter and the matrix of the head, each clipped by itself to an
       equal share of the norm, Adam for biases. ``dp-adamw``: AdamW on the two
-      factors of every adapter, clipped and noised as they are. ``adamw``: the
-      same with neither clip nor noise; NOT private.
+      factors of every adapter, see :func:`dp_adamw`. ``adamw``: the same with
+      neither clip nor noise; NOT private.
     learning_rate: A number or a schedule.
     l2_clip_norm: Largest norm of one example's gradient over all trainable
       leaves.
@@ -105,55 +103,99 @@ def make(
   Raises:
     ValueError: If the name is unknown.
   """
-  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  mechanism = {
+    'noise_multiplier': noise_multiplier,
+    'expected_batch_size': expected_batch_size,
+    'prng_key': prng_key,
+    'steps': steps,
+  }
   if name in ('prism', 'prism-rows'):
     transform = prism_optax.prism(
       learning_rate,
       l2_clip_norm=l2_clip_norm,
-      noise_multiplier=noise_multiplier,
-      expected_batch_size=expected_batch_size,
-      per_example_gradients=False,
       scale_rows=name == 'prism-rows',
-      prng_key=prng_key,
-      steps=steps,
       layout=layout,
+      **mechanism,
     )
     return Method(
       name,
-      l2_clip_norm,
-      functools.partial(prism_optax.tangent_coordinates, layout=layout),
       transform,
+      functools.partial(prism_optax.tangent_coordinates, layout=layout),
       # Same adapters in the gauge where their frames are exact.
       prepare=functools.partial(lora.canonicalize, layout=layout),
     )
   if name == 'dp-muon':
     # K groups of norm C / sqrt(K) each: together C, as for the others.
-    groups = {'weight_dimension_numbers': _matrices}
+    groups = {'weight_dimension_numbers': matrices}
     unit = prism_optax.per_matrix_clip(1.0, **groups)
-    share = l2_clip_norm / unit.sensitivity(params=params)
     transform = prism_optax.dp_muon(
       learning_rate,
-      l2_clip_norms=share,
-      noise_multiplier=noise_multiplier,
-      expected_batch_size=expected_batch_size,
-      per_example_gradients=False,
-      prng_key=prng_key,
-      steps=steps,
+      l2_clip_norms=l2_clip_norm / unit.sensitivity(params=params),
       consistent_rms=0.2,
+      **mechanism,
       **groups,
     )
-    clip = prism_optax.transforms.clip_each_matrix(share, **groups)
-    return Method(name, l2_clip_norm, lambda params: clip, transform)
+    return Method(name, transform)
   if name == 'dp-adamw':
-    privatizer = jax_privacy.noise_addition.gaussian_privatizer(
-      stddev=stddev,
-      # Its generator takes keys of 64 bits.
-      prng_key=jax.random.wrap_key_data(
-        jax.random.key_data(prng_key)[-2:], impl='threefry2x32'
-      ),
+    return Method(
+      name, dp_adamw(learning_rate, l2_clip_norm=l2_clip_norm, **mechanism)
     )
-    transform = optax.chain(privatizer, optax.adamw(learning_rate))
-    return Method(name, l2_clip_norm, _unchanged, transform)
   if name == 'adamw':
-    return Method(name, math.inf, _unchanged, optax.adamw(learning_rate))
+    return Method(
+      name, adamw(learning_rate, expected_batch_size=expected_batch_size)
+    )
   raise ValueError(f'Expected a method of {METHODS}, got {name!r}.')
+
+
+def dp_adamw(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  l2_clip_norm: float,
+  b1: float = 0.9,
+  weight_decay: float = 1e-4,
+  **mechanism: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """DP-AdamW: one clip of the whole gradient, the exact sum, noise, AdamW.
+
+  It is DP-Muon of a tree that has no matrices. The defaults are those of
+  ``optax.adamw``.
+
+  Args:
+    learning_rate: A number or a schedule.
+    l2_clip_norm: Of one example's gradient over all leaves.
+    b1: Decay of the first moment.
+    weight_decay: As AdamW has it.
+    **mechanism: As for ``prism_optax.dp_muon``: ``noise_multiplier``,
+      ``expected_batch_size``, ``prng_key``, ``steps``.
+  """
+  return prism_optax.dp_muon(
+    learning_rate,
+    l2_clip_norms=l2_clip_norm,
+    weight_dimension_numbers=_no_matrices,
+    adam_b1=b1,
+    weight_decay=weight_decay,
+    **mechanism,
+  )
+
+
+def adamw(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  expected_batch_size: float,
+  **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """AdamW of a sum of gradients over a constant; NOT private.
+
+  An example whose gradient is not finite counts as zero, as for the others.
+
+  Args:
+    learning_rate: A number or a schedule.
+    expected_batch_size: The divisor.
+    **options: Of ``optax.adamw``.
+  """
+  add_up = prism_optax.per_matrix_clip(
+    1e30,  # No gradient of a network is that long.
+    normalize_by=expected_batch_size,
+    weight_dimension_numbers=_no_matrices,
+  )
+  return optax.chain(add_up, optax.adamw(learning_rate, **options))

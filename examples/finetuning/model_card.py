@@ -131,7 +131,8 @@ def _privacy(run: finished.Finished) -> list[str]:
     ),
     *_table(
       {
-        'epsilon': f'{privacy.round_up(summary["epsilon"]):.4f} (PLD)',
+        'epsilon': f'{privacy.round_up(summary["epsilon"]):.3f} (PLD), '
+        'noise as drawn',
         'delta': f'{plan["delta"]:g}',
         'unit of privacy': 'one row, added or removed',
         'sampling': f'Poisson, probability {plan["expected_batch_size"]}/'

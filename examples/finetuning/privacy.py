@@ -1,7 +1,6 @@
 """What is spent: the mechanism that is really run, and its epsilon."""
 
 import dataclasses
-import functools
 import math
 
 import dp_accounting
@@ -26,6 +25,8 @@ class Plan:
     noise_multiplier: Standard deviation of the noise on the mean over
       ``l2_clip_norm / expected_batch_size``.
     delta: The delta of the guarantee.
+    entries: Numbers that are trained, each of which gets noise in every step.
+      With 0 all figures are those of ideal noise.
   """
 
   dataset_size: int
@@ -34,6 +35,7 @@ class Plan:
   steps: int
   noise_multiplier: float
   delta: float
+  entries: int = 0
 
   @property
   def sampling_probability(self) -> float:
@@ -63,32 +65,54 @@ class Plan:
     )
 
   def epsilon(self, steps: int) -> float:
-    """Spent by the first ``steps`` steps, at ``delta``, by PLD."""
-    return _epsilon(self, steps)
+    """Spent by the first ``steps`` steps, at ``delta``, by PLD.
+
+    Raises:
+      ValueError: If ``delta`` is too small for the noise as it is drawn.
+    """
+    event = self.event(steps)
+    shift, left = self.as_drawn(_ideal(event, self.delta / 2), steps)
+    return _ideal(event, left) + shift
+
+  def as_drawn(self, most: float, steps: int) -> tuple[float, float]:
+    """What the noise as it is drawn adds to epsilon, and the delta it leaves.
+
+    Args:
+      most: At least the epsilon of ideal noise at the delta that is left.
+      steps: Number of steps.
+
+    Raises:
+      ValueError: If that is less than half of ``delta``.
+    """
+    if not self.entries or math.isinf(most):
+      return 0.0, self.delta
+    shifted, total = accounting.release_guarantee(
+      most, self.delta, self.entries * steps
+    )
+    if total > 1.5 * self.delta:
+      raise ValueError(
+        f'--delta {self.delta}: the noise as it is drawn adds '
+        f'{total - self.delta:.2g} to it. Ask for a larger one, or more noise.'
+      )
+    return shifted - most, 2 * self.delta - total
 
   def statement(self, steps: int) -> str:
-    """One sentence with everything the number depends on."""
-    return (
-      f'epsilon = {round_up(self.epsilon(steps)):.4f} at delta = '
-      f'{self.delta:g} (PLD; one record added or removed) for {steps} steps '
-      f'with noise multiplier {self.noise_multiplier:.4f}, Poisson sampling '
-      f'with probability {self.expected_batch_size}/{self.dataset_size} and '
-      f'batches cut to {self.padded_size}'
+    """The library's sentence, as ``training.make_private`` states it."""
+    text = accounting.privacy_statement(
+      self.event(steps),
+      self.delta,
+      dataset_size=self.dataset_size,
+      entries=self.entries * steps if self.entries else None,
     )
+    return f'{text}, unit: one record, {steps} of {self.steps} steps'
 
 
-@functools.lru_cache
-def _epsilon(plan: Plan, steps: int) -> float:
-  # Seconds each time, and asked for again by the report of every method.
-  return accounting.epsilon(
-    plan.event(steps),
-    plan.delta,
-    accountant='pld',
-    neighboring_relation=RELATION,
-  )
+def _ideal(event: dp_accounting.DpEvent, delta: float) -> float:
+  """Epsilon with ideal noise."""
+  return accounting.epsilon(event, delta, neighboring_relation=RELATION)
 
 
-def round_up(epsilon: float, digits: int = 4) -> float:
+def round_up(epsilon: float, digits: int = 3) -> float:
   """Rounds to what is printed; never to less privacy loss than spent."""
   if not math.isfinite(epsilon):
     return epsilon
@@ -98,6 +122,8 @@ def round_up(epsilon: float, digits: int = 4) -> float:
 def calibrate(plan: Plan, target_epsilon: float) -> Plan:
   """Returns the plan with the least noise that meets ``target_epsilon``.
 
+  With the noise as it is drawn.
+
   Args:
     plan: Its ``noise_multiplier`` is ignored.
     target_epsilon: Upper bound of ``epsilon(plan.steps)``.
@@ -105,11 +131,13 @@ def calibrate(plan: Plan, target_epsilon: float) -> Plan:
   Raises:
     ValueError: If the target cannot be met.
   """
+  # More than epsilon at half of delta, with which what drawn noise adds grows.
+  shift, left = plan.as_drawn(1.25 * target_epsilon + 0.5, plan.steps)
   return dataclasses.replace(
     plan,
     noise_multiplier=accounting.calibrate_noise_multiplier(
-      target_epsilon,
-      plan.delta,
+      target_epsilon - shift,
+      left,
       plan.sampling_probability,
       plan.steps,
       neighboring_relation=RELATION,

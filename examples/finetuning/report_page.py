@@ -80,7 +80,7 @@ def _comparison(runs: dict[str, finished.Finished]) -> str:
     kind = _kind(run)
     epsilon, delta = 'not private', ''
     if summary['private']:
-      epsilon = f'{privacy.round_up(summary["epsilon"]):.4f}'
+      epsilon = f'{privacy.round_up(summary["epsilon"]):.3f}'
       delta = f'{summary["plan"]["delta"]:g}'
     rows.append(
       [

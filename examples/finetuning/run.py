@@ -204,8 +204,8 @@ def _loop(
   step = training.make_step(
     task.graphdef,
     method,
-    expected_batch_size=plan.expected_batch_size,
     microbatch_size=settings.microbatch_size,
+    skip_padding=settings.skip_padding,
     nonprivate_diagnostics=settings.nonprivate_diagnostics,
     loss=task.make_loss(task.graphdef),
   )

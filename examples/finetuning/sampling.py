@@ -82,7 +82,7 @@ def padding_last(indices: np.ndarray, microbatch_size: int) -> np.ndarray:
 
   Micro-batches take every so-many-th record: as drawn, padding is spread over
   all of them, and a step takes the same time however many records it has.
-  Reordered, micro-batches of nothing but padding are skipped.
+  Reordered, micro-batches of nothing but padding can be skipped.
   """
   order = sharding_utils.compute_early_stopping_order(
     len(indices), microbatch_size

@@ -29,17 +29,24 @@ def versions() -> dict[str, str]:
 def spent(plan: privacy.Plan, done: int, reserved: int) -> str:
   """What is spent if the run ends here, and what is written down for it.
 
+  A stop that somebody decides on after looking at what was released is no part
+  of any plan: what holds then is the statement of all steps, of which the run
+  is a part.
+
   Args:
     plan: Of the run.
     done: Steps that may have been released.
     reserved: Steps in the ledger, the ones up to the next checkpoint included.
   """
-  message = f' Spent if you stop here: {plan.statement(done)}.'
+  message = (
+    f' Spent if you stop here: {plan.statement(done)}; if what the run has '
+    f'shown so far made you stop: {plan.statement(plan.steps)}.'
+  )
   if reserved > done:
     epsilon = privacy.round_up(plan.epsilon(reserved))
     message += (
       f' Reserved for a process that is killed before its next checkpoint: '
-      f'{reserved} steps, epsilon = {epsilon:.4f}.'
+      f'{reserved} steps, epsilon <= {epsilon:.3f}.'
     )
   return message
 

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax_privacy
 import numpy as np
 import optax
 from flax import nnx
+
+from prism_optax import lora
 
 from . import data, methods, sampling
 
@@ -69,8 +70,8 @@ def make_step(
   graphdef: Any,
   method: methods.Method,
   *,
-  expected_batch_size: int,
   microbatch_size: int,
+  skip_padding: bool = False,
   nonprivate_diagnostics: bool = False,
   loss: Callable | None = None,
 ) -> Callable:
@@ -79,37 +80,49 @@ def make_step(
   Args:
     graphdef: Static part of the model, from ``classifier.split``.
     method: What is done with the gradients.
-    expected_batch_size: The divisor of the sum of clipped gradients: the
-      declared constant, never the size of the batch that was drawn.
     microbatch_size: Number of examples at once; divides the padded batch.
-    nonprivate_diagnostics: Whether the step also returns ``Diagnostics``.
+    skip_padding: Whether micro-batches of nothing but padding are left out.
+    nonprivate_diagnostics: Whether the step also returns ``Diagnostics``, for
+      which it computes all gradients a second time.
     loss: See ``make_loss``, which it is if None.
 
   Returns:
     A function to be jitted, from the state to ``(state, diagnostics)``.
   """
+  loss = make_loss(graphdef) if loss is None else loss
+
+  def of_one(params, frozen, example):
+    return loss(params, frozen, jax.tree.map(lambda x: x[None], example))
+
+  def gradient(params, example, frozen):
+    return jax.grad(of_one, has_aux=True)(params, frozen, example)[0]
+
+  # The clip computes them, so many at once.
+  gradients = lora.in_microbatches(
+    jax.vmap(gradient, (None, 0, None)),
+    microbatch_size,
+    skip_padding=skip_padding,
+  )
+
+  def diagnose(params, frozen, batch, is_padding):
+    def one(example):
+      (value, hits), gradient = jax.value_and_grad(of_one, has_aux=True)(
+        params, frozen, example
+      )
+      return value, hits, optax.tree.norm(method.coordinates(params)(gradient))
+
+    each = jax.lax.map(one, batch, batch_size=microbatch_size)
+    count = jnp.maximum(jnp.sum(~is_padding), 1)
+    return Diagnostics(
+      *(jnp.sum(jnp.where(is_padding, 0, x)) / count for x in each)
+    )
 
   def step(state: TrainState, frozen, batch: sampling.Batch, is_padding):
-    clipped_grad = jax_privacy.clipped_grad(
-      make_loss(graphdef) if loss is None else loss,
-      has_aux=True,
-      # A norm in float32 may be off by a few roundings: stay inside.
-      l2_clip_norm=method.clip_norm * (1 - 1e-6),
-      normalize_by=expected_batch_size,
-      # The frozen weights are the positional argument 1: a keyword argument
-      # would be given a batch axis.
-      batch_argnums=2,
-      pre_clipping_transform=method.coordinates(state.params),
-      microbatch_size=microbatch_size,
-      return_values=nonprivate_diagnostics,
-      return_grad_norms=nonprivate_diagnostics,
-      dtype=jnp.float32,
-    )
-    gradients, aux = clipped_grad(
-      state.params, frozen, batch, is_padding_example=is_padding
-    )
     updates, optimizer = method.transform.update(
-      gradients, state.optimizer, state.params
+      gradients(state.params, batch, frozen),
+      state.optimizer,
+      state.params,
+      is_padding_example=is_padding,
     )
     params = optax.apply_updates(state.params, updates)
     # Too large a learning rate overflows. What is tested is post-processing
@@ -135,13 +148,7 @@ def make_step(
     held = state.held + (~finite).astype(jnp.int32)
     diagnostics = None
     if nonprivate_diagnostics:
-      count = jnp.maximum(jnp.sum(~is_padding), 1)
-      diagnostics = Diagnostics(
-        *(
-          jnp.sum(jnp.where(is_padding, 0, each)) / count
-          for each in (aux.values, aux.aux, aux.grad_norms)
-        )
-      )
+      diagnostics = diagnose(state.params, frozen, batch, is_padding)
     return TrainState(params, optimizer, state.step + 1, held), diagnostics
 
   return step

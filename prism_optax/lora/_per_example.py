@@ -91,7 +91,10 @@ def per_example_gradients(
 
 
 def in_microbatches(
-  gradients: Callable[..., optax.Updates], microbatch_size: int
+  gradients: Callable[..., optax.Updates],
+  microbatch_size: int,
+  *,
+  skip_padding: bool = False,
 ) -> Callable[..., LazyGradients]:
   """Lets a clip compute per-example gradients part by part.
 
@@ -105,7 +108,7 @@ def in_microbatches(
 
   **Privacy.** As without parts: the sum, its sensitivity and the noise are the
   same. All parts are computed, so that time tells nothing of how many examples
-  were drawn. The gradient of an example must not depend on others, here on
+  were drawn; not so with ``skip_padding``. The gradient of an example must not depend on others, here on
   those of its part: a clip bounds nothing then, and no shape shows it.
   :func:`prism_optax.diagnostics.prove_independent` proves it of ``gradients``.
 
@@ -115,6 +118,10 @@ def in_microbatches(
     microbatch_size: Examples in a part. It divides the size of every batch,
       padding included; on a mesh it is a multiple of the devices that share the
       batch. A batch that is no larger goes through at once.
+    skip_padding: Pass over parts of padding alone, by ``is_padding_example`` of
+      ``update``. Part k has every so-many-th row from row k on, so that the
+      padding has to be laid out by parts. How long an update takes then tells
+      how many examples were drawn.
 
   Returns:
     A function of the same arguments, for use under ``jax.jit`` in the same
@@ -160,7 +167,7 @@ def in_microbatches(
         )
       return found
 
-    return LazyGradients(batch, of_part, microbatch_size)
+    return LazyGradients(batch, of_part, microbatch_size, skip_padding)
 
   return lazily
 

@@ -87,7 +87,7 @@ def _write_summary(folder, used, rows) -> None:
     'final': rows[-1],
     'private': True,
     'epsilon': 1.23452,
-    'statement': 'epsilon = 1.2346 <b>',
+    'statement': 'epsilon <= 1.235 <b>',
     'plan': dataclasses.asdict(PLAN),
     'settings': summaries.public(finetune.settings_of(used, 'prism')),
     'versions': summaries.versions(),

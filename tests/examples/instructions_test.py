@@ -168,7 +168,6 @@ def test_no_gradient_of_a_frozen_matrix_is_made(problem):
   step = training.make_step(
     graphdef,
     method,
-    expected_batch_size=5,
     microbatch_size=5,
     loss=language.make_loss(graphdef, 14),
   )

@@ -8,6 +8,8 @@ import pytest
 from dp_accounting import pld
 from finetuning import privacy
 
+from prism_optax import accounting
+
 PLAN = privacy.Plan(
   dataset_size=900,
   expected_batch_size=128,
@@ -16,6 +18,8 @@ PLAN = privacy.Plan(
   noise_multiplier=4.0,
   delta=1e-4,
 )
+# A billion numbers of noise: what they add shows in the tenth digit.
+DRAWN = dataclasses.replace(PLAN, entries=5 * 10**7)
 
 
 def _by_hand(event, delta):
@@ -48,6 +52,10 @@ def test_calibration_meets_the_target_with_the_cut():
   plan = privacy.calibrate(asked, 0.15)
   assert 0.1499 < plan.epsilon(plan.steps) <= 0.15
   assert dataclasses.replace(plan, noise_multiplier=0.0) == asked
+  # As drawn a little more noise is needed, and the target is met with it.
+  drawn = privacy.calibrate(dataclasses.replace(asked, entries=10**9), 0.15)
+  assert drawn.noise_multiplier > plan.noise_multiplier
+  assert 0.1499 < drawn.epsilon(drawn.steps) <= 0.15
 
 
 def test_a_target_out_of_reach_is_named():
@@ -57,22 +65,41 @@ def test_a_target_out_of_reach_is_named():
     privacy.calibrate(dataclasses.replace(PLAN, delta=1e-300), 1e-9)
 
 
-def test_statement_names_what_the_number_depends_on():
-  text = PLAN.statement(20)
-  spent = privacy.round_up(PLAN.epsilon(20))
-  for part in (
-    f'epsilon = {spent:.4f}',
-    'delta = 0.0001',
-    '20 steps',
-    '4.0000',
-    '128/900',
-    'cut to 150',
-    'one record added or removed',
-  ):
-    assert part in text
+def test_statement_is_the_librarys_with_the_noise_as_it_is_drawn():
+  text = DRAWN.statement(15)
+  assert text == (
+    f'epsilon <= {privacy.round_up(DRAWN.epsilon(15)):.3f} at delta = 0.0001,'
+    ' add-or-remove-one neighbours (PLD), Poisson sampling, noise as drawn,'
+    ' unit: one record, 15 of 20 steps'
+  )
+  # Without entries it is of ideal noise, and does not say otherwise.
+  assert 'drawn' not in PLAN.statement(15)
+
+
+def test_the_noise_as_it_is_drawn_costs_what_the_library_says():
+  ideal, drawn = PLAN.epsilon(20), DRAWN.epsilon(20)
+  shift, left = DRAWN.as_drawn(ideal, 20)
+  assert 0 < shift < drawn - ideal
+  assert 0 < left < PLAN.delta
+  found, total = accounting.release_guarantee(
+    drawn - shift, left, 20 * DRAWN.entries
+  )
+  assert found == pytest.approx(drawn, rel=1e-12)
+  assert total <= PLAN.delta
+
+
+def test_a_delta_that_the_noise_as_it_is_drawn_uses_up_is_named():
+  small = dataclasses.replace(DRAWN, delta=1e-9)
+  with pytest.raises(ValueError, match=r'--delta 1e-09: .* as it is drawn'):
+    small.epsilon(20)
+
+
+def test_a_delta_that_means_nothing_is_refused():
+  with pytest.raises(ValueError, match='delta < 1 / dataset_size'):
+    dataclasses.replace(DRAWN, delta=1 / 900).statement(20)
 
 
 def test_what_is_printed_is_never_less_than_spent():
-  assert privacy.round_up(1.00001) == 1.0001
+  assert privacy.round_up(1.00001) == 1.001
   assert privacy.round_up(2.0) == 2.0
   assert privacy.round_up(math.inf) == math.inf

@@ -13,6 +13,8 @@ from finetuning import data, methods, sampling, training
 from finetuning.models import classifier
 from flax import nnx
 
+import prism_optax
+
 WIDTH, CLASSES, RANK, CLIP, BATCH = 5, 3, 2, 0.7, 4
 
 
@@ -56,13 +58,18 @@ def _batch(rows=9, blank=()):
   return data.Examples(inputs, labels)
 
 
-def _step(model, method, batch, is_padding, microbatch_size=3, params=None):
+def _step(
+  model,
+  method,
+  batch,
+  is_padding,
+  microbatch_size=3,
+  params=None,
+  **options,
+):
   graphdef, start, frozen = model
   step = training.make_step(
-    graphdef,
-    method,
-    expected_batch_size=BATCH,
-    microbatch_size=microbatch_size,
+    graphdef, method, microbatch_size=microbatch_size, **options
   )
   method = _compiled_init(method)
   state = training.init_state(start if params is None else params, method)
@@ -76,31 +83,52 @@ def _compiled_init(method):
   return dataclasses.replace(method, transform=transform)
 
 
-def _recorder(method):
-  """The method, with what reaches its transform as the parameters' update."""
-  keep = optax.GradientTransformation(
-    lambda params: optax.EmptyState(),
-    lambda updates, state, params=None: (
-      jax.tree.map(lambda u, p: u - p, updates, params),
-      state,
-    ),
+# What the methods have in front of their noise.
+CLIPS = {
+  'prism': prism_optax.intrinsic_clip(CLIP, normalize_by=BATCH),
+  'dp-adamw': prism_optax.per_matrix_clip(
+    CLIP,
+    normalize_by=BATCH,
+    weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: None, tree),
+  ),
+}
+
+
+def _recorder(name):
+  """A method whose update takes the parameters to the clipped mean."""
+  clip = CLIPS[name]
+
+  def update(updates, state, params=None, **extra_args):
+    mean, state = clip.update(updates, state, params, **extra_args)
+    return jax.tree.map(lambda m, p: m - p, mean, params), state
+
+  transform = optax.GradientTransformationExtraArgs(clip.init, update)
+  return dataclasses.replace(_method(name), transform=transform, prepare=_same)
+
+
+def _same(params):
+  return params
+
+
+def _away_from_zero(params):
+  """Both factors, so that all coordinates are seen."""
+  return jax.tree.map(
+    lambda p: np.float32(p + 0.3 * np.cos(np.arange(p.size)).reshape(p.shape)),
+    jax.device_get(params),
   )
-  return dataclasses.replace(method, transform=keep, prepare=lambda p: p)
+
+
+PLACES = np.array([4, -1, 2, 0, 8, 20, -1, 5, -1])  # 2 is blank, 20 is empty.
+REAL = (4, 0, 8, 5)
 
 
 @pytest.mark.parametrize('name', ['prism', 'dp-adamw'])
 def test_the_mean_is_clipped_example_by_example(model, name):
   graphdef, start, frozen = model
-  # Both factors away from zero: all coordinates are seen.
-  params = jax.tree.map(
-    lambda p: np.float32(p + 0.3 * np.cos(np.arange(p.size)).reshape(p.shape)),
-    jax.device_get(start),
-  )
-  method = _recorder(_method(name))
+  params = _away_from_zero(start)
+  method = _recorder(name)
   examples = _batch(9, blank=[2])
-  batch, is_padding = sampling.gather(
-    examples, np.array([4, -1, 2, 0, 8, 20, -1, 5, -1])
-  )
+  batch, is_padding = sampling.gather(examples, PLACES)
   found = _step(model, method, batch, is_padding, params=params).params
 
   loss = training.make_loss(graphdef)
@@ -112,7 +140,7 @@ def test_the_mean_is_clipped_example_by_example(model, name):
 
   total = jax.tree.map(np.zeros_like, params)
   norms = []
-  for row in (4, 0, 8, 5):
+  for row in REAL:
     one = sampling.Batch(examples.inputs[row][None], examples.labels[row][None])
     gradient = jax.device_get(coordinates(params, one))
     norm = math.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
@@ -128,10 +156,8 @@ def test_the_mean_is_clipped_example_by_example(model, name):
 
 
 def test_padding_contents_and_microbatches_do_not_matter(model):
-  method = _recorder(_method('prism'))
-  batch, is_padding = sampling.gather(
-    _batch(9, blank=[2]), np.array([4, -1, 2, 0, 8, 20, -1, 5, -1])
-  )
+  method = _recorder('prism')
+  batch, is_padding = sampling.gather(_batch(9, blank=[2]), PLACES)
   one = _step(model, method, batch, is_padding).params
   dirty = sampling.Batch(
     np.where(is_padding[:, None], np.inf, batch.inputs),
@@ -140,6 +166,80 @@ def test_padding_contents_and_microbatches_do_not_matter(model):
   other = _step(model, method, dirty, is_padding, microbatch_size=9).params
   for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'prism',
+    'dp-adamw',
+    pytest.param('dp-muon', marks=pytest.mark.slow),
+    pytest.param('prism-rows', marks=pytest.mark.slow),
+  ],
+)
+def test_neither_order_nor_skipped_padding_changes_a_bit(model, noisy, name):
+  compiled, state = noisy(name)
+  # Compiled by itself, and the same for all methods.
+  skipping, _ = noisy(name, skip_padding=name == 'dp-adamw')
+  examples, found = _batch(), []
+  orders = (4, 0, 8, 5), (5, 4, 0, 8), (8, 5, 4, 0)
+  for step, order in zip((compiled, compiled, skipping), orders, strict=True):
+    places = np.full(9, -1)
+    # Micro-batches take every third place: here the last one has nobody.
+    places[[0, 1, 3, 4]] = order
+    start = jax.tree.map(jnp.copy, state)
+    start = start._replace(params=_away_from_zero(start.params))
+    batch = sampling.gather(examples, places)
+    found.append(step(start, (np.float32(0.1), model[2]), *batch)[0].params)
+  for one, *others in zip(*map(jax.tree.leaves, found), strict=True):
+    for other in others:
+      np.testing.assert_array_equal(one, other)
+
+
+def test_contributions_are_whole_steps_of_the_noise(model):
+  """What two records add is, to the bit, what each of them adds alone.
+
+  A sum of floats that is brought to whole steps afterwards is off by one in
+  about half of all entries.
+  """
+  graphdef, start, frozen = model
+  # A step of the noise is a power of two: no float on the way is rounded.
+  transform = methods.dp_adamw(
+    0.1,
+    l2_clip_norm=1.0,
+    noise_multiplier=917504 * 2.0**-22 * BATCH,
+    expected_batch_size=BATCH,
+    prng_key=jax.random.key(5),
+    b1=0.0,  # The first moment is what is released.
+  )
+  method = _compiled_init(methods.Method('dp-adamw', transform))
+  step = jax.jit(training.make_step(graphdef, method, microbatch_size=3))
+  state = training.init_state(_away_from_zero(start), method)
+
+  def released(*rows):
+    places = np.array([*rows, *[-1] * (3 - len(rows))])
+    new, _ = step(state, frozen, *sampling.gather(_batch(), places))
+    leaves = jax.device_get(jax.tree.leaves(optax.tree.get(new, 'mu')))
+    return np.concatenate([np.float64(x).ravel() for x in leaves])
+
+  noise = released()
+  one, two, both = (released(*x) - noise for x in ((4,), (0,), (0, 4)))
+  np.testing.assert_array_equal(one + two, both)
+  assert np.abs(one).max() > 1e-3
+  assert np.abs(noise).max() > 1e-3
+
+
+@pytest.mark.parametrize('name', methods.METHODS)
+def test_no_method_takes_a_mean_that_somebody_else_has_clipped(model, name):
+  """Their clip is their own: the sum between it and the noise is exact."""
+  params = model[1]
+  transform = _method(name, noise=0.5, params=params).transform
+
+  def update(params):
+    return transform.update(params, transform.init(params), params)
+
+  with pytest.raises(ValueError, match='expected per-example gradients'):
+    jax.eval_shape(update, params)
 
 
 @pytest.fixture(scope='module')
@@ -152,12 +252,12 @@ def noisy(model):
   graphdef, start, frozen = model
 
   @functools.cache
-  def compiled(name):
+  def compiled(name, skip_padding):
     def step(state, rate_and_frozen, *batch):
       rate, frozen = rate_and_frozen
       method = _method(name, noise=0.5, learning_rate=rate, params=start)
       one = training.make_step(
-        graphdef, method, expected_batch_size=BATCH, microbatch_size=3
+        graphdef, method, microbatch_size=3, skip_padding=skip_padding
       )
       return one(state, frozen, *batch)
 
@@ -168,8 +268,8 @@ def noisy(model):
     arguments = (np.float32(0.1), frozen), *gathered
     return training.compile_step(step, state, *arguments), state
 
-  def step_and_state(name):
-    step, state = compiled(name)
+  def step_and_state(name, skip_padding=False):
+    step, state = compiled(name, skip_padding)
     return step, jax.tree.map(jnp.copy, state)  # Which the step donates.
 
   return step_and_state
@@ -247,9 +347,9 @@ def test_noise_has_the_scale_of_the_divisor(model):
       prng_key=jax.random.key(seed),
       params=start,
     )
-    zeros = jax.tree.map(jnp.zeros_like, start)
+    nobody = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), start)
     state = method.transform.init(start)
-    _, new = method.transform.update(zeros, state, start)
+    _, new = method.transform.update(nobody, state, start)
     return optax.tree.get(new, 'mu')
 
   # Adam's first moment after one step is a tenth of the noised mean.
@@ -264,11 +364,15 @@ def test_noise_has_the_scale_of_the_divisor(model):
 
 def test_diagnostics_are_means_over_the_real_examples(model):
   graphdef, start, frozen = model
-  method = _method('adamw')
+
+  def doubled(params):
+    del params
+    return functools.partial(jax.tree.map, lambda x: 2 * x)
+
+  method = dataclasses.replace(_method('adamw'), coordinates=doubled)
   step = training.make_step(
     graphdef,
     method,
-    expected_batch_size=BATCH,
     microbatch_size=3,
     nonprivate_diagnostics=True,
   )
@@ -277,9 +381,23 @@ def test_diagnostics_are_means_over_the_real_examples(model):
   state = training.init_state(start, _compiled_init(method))
   _, found = jax.jit(step)(state, frozen, batch, is_padding)
   real = sampling.Batch(examples.inputs[[3, 7, 1]], examples.labels[[3, 7, 1]])
-  loss, hits = jax.jit(training.make_loss(graphdef))(start, frozen, real)
-  assert float(found.nonprivate_loss) == pytest.approx(float(loss), rel=1e-5)
+  loss = training.make_loss(graphdef)
+  mean, hits = jax.jit(loss)(start, frozen, real)
+  assert float(found.nonprivate_loss) == pytest.approx(float(mean), rel=1e-5)
   assert float(found.nonprivate_accuracy) == pytest.approx(float(hits))
+
+  @jax.jit
+  def norm_of(one):
+    gradient, _ = jax.grad(loss, has_aux=True)(start, frozen, one)
+    return optax.tree.norm(gradient)
+
+  norms = [
+    float(norm_of(jax.tree.map(lambda x, i=i: x[i : i + 1], real)))
+    for i in range(3)
+  ]
+  # The norm of what is clipped, here of twice the gradient.
+  norm = float(found.nonprivate_gradient_norm)
+  assert norm == pytest.approx(2 * np.mean(norms), rel=1e-5)
 
 
 @pytest.mark.parametrize('rows', [1, 7, 8])

@@ -107,4 +107,4 @@ def test_a_run_that_diverges_ends_and_says_so(
   assert summary['held_steps'] > 0
   arrays = safetensors.numpy.load_file(output / 'adapter.safetensors')
   assert all(np.isfinite(x).all() for x in arrays.values())
-  assert 'epsilon = ' in summary['statement']  # What was released is spent.
+  assert 'epsilon <= ' in summary['statement']  # What was released is spent.

@@ -245,9 +245,37 @@ def test_parts_change_no_bit(method):
   whole = updates(gradients, np.arange(6))
   rows = np.where(padding, 0, np.arange(6))  # What is padding does not count.
   for size in (1, 3, 9):
-    found = updates(lora.in_microbatches(gradients, size), rows)
+    # Of which some are padding alone.
+    in_parts = lora.in_microbatches(gradients, size, skip_padding=size == 1)
+    found = updates(in_parts, rows)
     jax.tree.map(np.testing.assert_array_equal, found, whole)
     assert any(np.any(x) for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize('skips', [False, True])
+def test_parts_of_padding_are_computed_unless_they_are_to_be_skipped(skips):
+  padding, computed = np.array([0, 1, 0, 0, 1, 0], bool), []
+  clip = prism_optax.per_matrix_clip(1.0)
+  params = {'w': jnp.ones((1, 1))}
+
+  def gradients(params, rows):
+    jax.debug.callback(lambda rows: computed.append(rows.tolist()), rows)
+    return {'w': rows[:, None, None] * params['w']}
+
+  in_parts = lora.in_microbatches(gradients, 2, skip_padding=skips)
+
+  @jax.jit
+  def total(rows):
+    lazy = in_parts(params, rows)
+    return clip.update(lazy, (), params, is_padding_example=padding)[0]['w']
+
+  # Rows of norm 1 and less, which are not cut; those that count are 1 to 4.
+  found = total(jnp.array([0.1, 9, 0.2, 0.3, 9, 0.4]))
+  jax.effects_barrier()
+  np.testing.assert_allclose(found, 1.0, rtol=1e-6)
+  # Part k has rows k and k + 3: the second one is padding alone.
+  assert len(computed) == (2 if skips else 3)
+  assert any(9.0 in rows for rows in computed) != skips
 
 
 @pytest.mark.parametrize('gradients', [_mapped, _batched])
