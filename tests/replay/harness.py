@@ -246,8 +246,8 @@ def _printed(
 def moved(one: Observation, other: Observation) -> list[float]:
   """How far apart what entered the noise is, for each step.
 
-  In standard deviations of the noise, over all releases of a step together: the
-  inverse of the noise multiplier is what a Gaussian mechanism may show. Infinite
+  In standard deviations of the noise, over all releases of a step together: a
+  Gaussian mechanism may show the inverse of its noise multiplier. Infinite
   where the releases cannot be compared.
   """
   steps = 1 + max([x.step for x in one.releases + other.releases], default=-1)
