@@ -192,19 +192,20 @@ class PrivateTraining:
 
     return Batches(range(int(state.step), self.steps), draw)
 
-  def nonprivate_misfits(self, data: Any) -> np.ndarray:
-    """Which records count as zero because of their form. Reads all of them.
+  def nonprivate_misfits(self, data: Any, *, users: Any = None) -> np.ndarray:
+    """Which records never count, because of their form or of their number.
 
-    For your eyes alone, before a long run: a declaration that no record fits
-    trains on noise, and nothing in a training may say so. What this returns is
-    no release and has no epsilon: do not publish it, and let nothing that is
-    published depend on it.
+    For your eyes alone, before a long run: if no record fits what was declared,
+    a training is noise alone, and nothing in it may say so. What this returns
+    is no release and has no epsilon: do not publish it, and let nothing that is
+    published depend on it. It reads all records.
 
     Args:
       data: As for :meth:`batches`.
+      users: As for :meth:`batches`.
 
     Returns:
-      Their positions in ``data``, NumPy, shape (number of them,).
+      Positions in ``data``, NumPy, shape (number of them,).
 
     Raises:
       ValueError: As :meth:`batches`.
@@ -224,8 +225,7 @@ class PrivateTraining:
       [2, 3]
     """
     settings = self.parts.settings
-    sampling = settings.sampling._replace(examples_per_user=None)
-    return Records(sampling, data, None, settings.record).misfits()
+    return Records(settings.sampling, data, users, settings.record).misfits()
 
   def step(
     self, state: TrainingState, batch: Batch, frozen: ArrayTree | None = None

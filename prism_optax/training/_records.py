@@ -373,7 +373,7 @@ class Records:
         f'{"None" if users is None else "ids"}.'
       )
     self.form, self._size, self._read = reader(data, form)
-    self._most = most
+    self._most, self._places = most, sampling.dataset_size
     self._of_user = None if users is None else _of_users(users, self._size)
 
   def collect(
@@ -404,9 +404,15 @@ class Records:
     return examples, ~fits.any(1), fits
 
   def misfits(self) -> np.ndarray:
-    """The positions of all records that do not fit the form."""
+    """The positions of all records that never count, sorted."""
     parts = np.array_split(np.arange(self._size), self._size // 1024 + 1)
-    return np.flatnonzero(~np.concatenate([self._filled(x)[1] for x in parts]))
+    fits = np.concatenate([self._filled(x)[1] for x in parts])
+    if self._of_user is None:
+      fits[self._places :] = False
+    else:
+      for own in self._of_user[self._places :]:
+        fits[own] = False
+    return np.flatnonzero(~fits)
 
   def _filled(self, records: np.ndarray) -> tuple[Any, Any]:
     """Records at positions of any shape, zeros for -1 and what does not fit."""

@@ -38,6 +38,7 @@ RETRACTION = 'fixed_rank/_retraction.py'
 PRECONDITIONER = 'transforms/_moments.py'
 MEASURED = 'audit/make_private_test.py has_its_size'
 METRIC = 'lora/input_metric_test.py'
+RECORDS = 'training/records_test.py whatever_a_record_is'
 ADVERSARIAL = 'audit/make_private_test.py whatever and dense-quantile'
 INTRINSIC_CLIP = 'transforms/_intrinsic_clip.py'
 PRIVATIZER = 'transforms/_privatizer.py'
@@ -902,7 +903,84 @@ MUTANTS = (
     'training/_loss.py',
     'jnp.where(is_present, each, 0)',
     'each',
-    ('audit/make_private_test.py missing_record',),
+    ('training/records_test.py missing_records',),
+  ),
+  Mutant(
+    'make_private: the loss of a missing record is not finite',
+    'training/_loss.py',
+    'return jnp.where(here, x, x[first])',
+    'return x',
+    ('training/records_test.py missing_records',),
+  ),
+  Mutant(
+    'make_private: a record of another form is a record of zeros',
+    'training/_records.py',
+    'return examples, ~fits, None',
+    'return examples, places < 0, None',
+    (RECORDS,),
+  ),
+  Mutant(
+    "make_private: a user's record of another form is one of zeros",
+    'training/_records.py',
+    'return examples, ~fits.any(1), fits',
+    'return examples, ~fits.any(1), records >= 0',
+    ('training/records_test.py missing_records',),
+  ),
+  Mutant(
+    'make_private: an error of a record is raised',
+    'training/_records.py',
+    'if _is_of_the_system(error):',
+    'if not isinstance(error, _DoesNotFit):',
+    (RECORDS,),
+  ),
+  Mutant(
+    'make_private: an error about a file of a record is raised',
+    'training/_records.py',
+    'return isinstance(error, OSError) and error.errno in _SYSTEM',
+    'return isinstance(error, OSError)',
+    (RECORDS,),
+  ),
+  Mutant(
+    'make_private: a warning about a record is shown',
+    'training/_records.py',
+    "warnings.simplefilter('ignore')",
+    "warnings.simplefilter('error')",
+    ('training/records_test.py without_a_warning',),
+  ),
+  Mutant(
+    'make_private: a number that does not fit its type wraps',
+    'training/_records.py',
+    '(rows >= max(low, own.min)) & (rows <= min(high, own.max))',
+    'rows == rows',
+    ('training/records_test.py brought_to_a_type',),
+  ),
+  Mutant(
+    'make_private: a record that has a part that fits is half there',
+    'training/_records.py',
+    'x[~fits] = 0',
+    'pass',
+    ('training/records_test.py record_by_record',),
+  ),
+  Mutant(
+    'make_private: a mapping makes the keys that it lacks',
+    'training/_records.py',
+    'if not all(key in record for key in keys):',
+    'if False:',
+    ('training/records_test.py structures_of_a_form',),
+  ),
+  Mutant(
+    'make_private: ids of users are brought to one type',
+    'training/_records.py',
+    'ids = users if isinstance(users, list | tuple) else _array(users)',
+    'ids = _array(users)',
+    ('training/records_test.py ids_of_users',),
+  ),
+  Mutant(
+    "make_private: a user's number of records chooses those of others",
+    'training/_sampling.py',
+    'spawn_key=(step, place)',
+    'spawn_key=(step, count)',
+    ('training/records_test.py choose_those_of_others',),
   ),
   Mutant(
     'make_private: padding counts',
@@ -1046,6 +1124,7 @@ PRIVACY = (
   'training/_loss.py',
   'training/_make.py',
   'training/_private.py',
+  'training/_records.py',
   'training/_sampling.py',
   'training/_settings.py',
   'transforms/_chain.py',

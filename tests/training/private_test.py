@@ -157,17 +157,17 @@ def test_two_runs_have_nothing_in_common():
 
 
 @pytest.mark.parametrize(
-  'data',
+  ('data', 'record'),
   [
-    [(x, y) for x, y in zip(*DATA, strict=True)],
-    tuple(map(jnp.asarray, DATA)),
+    ([(x, y) for x, y in zip(*DATA, strict=True)], problem.RECORD),
+    (tuple(map(jnp.asarray, DATA)), None),
   ],
   ids=['a list of records', 'jax arrays'],
 )
-def test_data_of_any_kind_give_the_same(data):
+def test_data_of_any_kind_give_the_same(data, record):
   optimizer = optax.sgd(0.1)
   problem.assert_same_bits(
-    problem.trained(problem.make(optimizer), data=data).params,
+    problem.trained(problem.make(optimizer, record=record), data=data).params,
     problem.trained(problem.make(optimizer)).params,
   )
 
@@ -186,7 +186,8 @@ def test_records_of_dicts_and_a_source():
     return loss(params, frozen, record['x'], record['y'])
 
   optimizer = optax.sgd(0.1)
-  private = problem.make(optimizer, loss=of_dict)
+  record = dict(zip('xy', problem.RECORD, strict=True))
+  private = problem.make(optimizer, loss=of_dict, record=record)
   found = problem.trained(private, data=Source()).params
   wanted = problem.trained(problem.make(optimizer)).params
   np.testing.assert_allclose(found['head'], wanted['head'], rtol=1e-5)

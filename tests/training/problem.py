@@ -22,6 +22,10 @@ DATA = (
   _rng.normal(size=(N, 6)).astype(np.float32),
   _rng.normal(size=(N, 4)).astype(np.float32),
 )
+RECORD = (
+  jax.ShapeDtypeStruct((6,), 'float32'),
+  jax.ShapeDtypeStruct((4,), 'float32'),
+)
 
 
 def loss(params, frozen, x, y):

@@ -85,6 +85,14 @@ def moved(made, data, **options):
   return np.float64(vector) * N / 0.5, batch
 
 
+def quietly(name, *args, **options):
+  """As `moved`, where an error tells of a record."""
+  try:
+    return moved(*args, **options)
+  except Exception as error:
+    raise AssertionError(f'{name}: {error!r}') from error
+
+
 def described(tree):
   shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
   return jax.tree.structure(tree), jax.tree.leaves(shapes)
@@ -113,7 +121,7 @@ def test_whatever_a_record_is_it_moves_the_sum_by_a_clip_norm(name, place):
   far = {}
   for odd in adversarial.records(form):
     records = [*data[:place], odd.record, *data[place + 1 :]]
-    found, batch = moved(made, adversarial.Source(records))
+    found, batch = quietly(odd.name, made, adversarial.Source(records))
     assert described(batch.examples) == usual, odd.name
     far[odd.name] = np.linalg.norm(found - without)
     assert far[odd.name] <= 1.000001, odd.name
@@ -178,6 +186,7 @@ def test_places_may_outnumber_records_or_be_too_few(kind):
     )
 
   made = private('pixels', expected_batch_size=5, prng_key=6)
+  assert made.nonprivate_misfits(of(N + 5)).tolist() == [*range(N, N + 5)]
   all_of_them, batch = moved(made, of(N))
   np.testing.assert_array_equal(moved(made, of(N + 5))[0], all_of_them)
   fewer, fewer_batch = moved(made, of(3))
@@ -218,6 +227,21 @@ class _Failing:
 
   def __getitem__(self, place):
     raise self._error
+
+
+class _Warning(adversarial.Source):
+  """A source that warns of its records."""
+
+  def __getitem__(self, place):
+    warnings.warn(f'record {place} is private', UserWarning, stacklevel=1)
+    return super().__getitem__(place)
+
+
+def test_a_record_is_read_without_a_warning():
+  data = [adversarial.ordinary(PIXELS, seed) for seed in range(N)]
+  usual, _ = moved(private('pixels'), data)
+  found, _ = moved(private('pixels'), _Warning(data))
+  np.testing.assert_array_equal(found, usual)
 
 
 @pytest.mark.parametrize(
@@ -402,6 +426,9 @@ def test_a_users_missing_records_are_zeros_that_do_not_act():
   one, _ = moved(made, data[:1], users=[5])
   three, _ = moved(made, data[:1] * 3, users=[5] * 3)
   np.testing.assert_allclose(one, three, rtol=1e-5)
+  # And beside records that do not fit.
+  beside, _ = moved(made, ['odd', data[0], None], users=[5] * 3)
+  np.testing.assert_allclose(beside, one, rtol=1e-5)
   start = np.concatenate([np.ravel(x) for x in jax.tree.leaves(PARAMS)])
   assert np.linalg.norm(one - start * N / 0.5) > 0.5
   # Two make the mean of both, not of three.
@@ -422,8 +449,18 @@ def test_whatever_a_users_record_is_the_user_moves_the_sum_by_a_clip_norm():
   for odd in adversarial.records(WORDS):
     for records in ([*data[:-1], odd.record], [odd.record, *data[1:-1], None]):
       source = adversarial.Source(records)
-      far = np.linalg.norm(moved(made, source, users=users)[0] - without)
-      assert far <= 1.000001, odd.name
+      found, _ = quietly(odd.name, made, source, users=users)
+      assert np.linalg.norm(found - without) <= 1.000001, odd.name
+
+
+def test_users_beyond_the_last_place_are_never_drawn():
+  data = [adversarial.ordinary(WORDS, seed) for seed in range(N + 2)]
+  users = ['a', 'b', *range(N - 2), 'z', 'b']
+  found, _ = moved(of_users(), data, users=users)
+  fewer, _ = moved(of_users(), [*data[:N], None, data[-1]], users=users)
+  np.testing.assert_array_equal(found, fewer)
+  misfits = of_users().nonprivate_misfits([None, *data[1:]], users=users)
+  assert misfits.tolist() == [0, N]
 
 
 def test_one_users_records_do_not_choose_those_of_others():

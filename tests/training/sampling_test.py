@@ -12,7 +12,7 @@ SEED = np.arange(4, dtype=np.uint32)
 
 
 def drawn(sampling, step):
-  places, _ = sampling.draw(SEED, step)
+  places = sampling.draw(SEED, step)
   assert places.shape == (sampling.padded_batch_size,)
   return places
 
@@ -40,7 +40,7 @@ def test_a_batch_is_a_function_of_seed_and_step():
   sampling = Sampling(8, 40, 40, None, None)
   np.testing.assert_array_equal(drawn(sampling, 3), drawn(sampling, 3))
   assert not np.array_equal(drawn(sampling, 3), drawn(sampling, 4))
-  other, _ = sampling.draw(SEED + 1, 3)
+  other = sampling.draw(SEED + 1, 3)
   assert not np.array_equal(drawn(sampling, 3), other)
 
 
@@ -72,18 +72,20 @@ def test_default_sizes_leave_room():
   assert _sampling.padded_batch_size(200, 200, 1) == 200
 
 
-def test_a_users_records_are_chosen_and_filled():
-  """At most three of each user; what is missing repeats one that is there."""
+def test_records_of_a_user_are_chosen_by_chance():
+  """Uniformly, each once at most; another choice for each user and step."""
   sampling = Sampling(3, 3, 4, None, 3)
-  users = np.array([5, 5, 5, 5, 5, 8, 8, 2])
-  data = np.arange(8) + 100
-  records = _sampling.Records(sampling, data, users)
-  places, rng = np.array([0, 1, 2, -1]), np.random.default_rng(0)
-  examples, is_padding, present = records.collect(places, rng)
-  np.testing.assert_array_equal(is_padding, [False, False, False, True])
-  np.testing.assert_array_equal(present[:3].sum(1), [1, 3, 2])
-  np.testing.assert_array_equal(examples[0], [107] * 3)  # Ids are sorted.
-  assert set(examples[1]) < {100, 101, 102, 103, 104}
-  assert len(set(examples[1])) == 3
-  assert set(examples[2]) == {105, 106}
-  np.testing.assert_array_equal(examples[3], 0)
+  counts = np.zeros(5)
+  for step in range(800):
+    chosen = sampling.choose(SEED, step, 2, 5)
+    assert len(set(chosen)) == len(chosen) == 3
+    counts[chosen] += 1
+  # Five standard deviations.
+  assert abs(counts / 800 - 0.6).max() < 5 * math.sqrt(0.24 / 800)
+  assert sorted(sampling.choose(SEED, 0, 2, 2)) == [0, 1]
+  others = {
+    tuple(sampling.choose(SEED, step, place, 50))
+    for step in range(3)
+    for place in range(3)
+  }
+  assert len(others) == 9
