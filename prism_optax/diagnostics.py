@@ -1,28 +1,27 @@
-"""Measures of gauge dependence, noise and preconditioning.
+"""Measures of gauge dependence, noise and preconditioning; proofs of losses.
 
-They show why DP-SGD on LoRA factors fails and how PRISM behaves (the three
-issues of arXiv:2606.00944). What is computed from raw per-example values is
-named ``nonprivate_*``: no guarantee covers it, so compute it on public data, or
-keep it on the trusted side. The rest reads parameters, shapes and states of
+The measures show why DP-SGD on LoRA factors fails and how PRISM behaves (the
+three issues of arXiv:2606.00944). What is computed from raw per-example values
+is named ``nonprivate_*``: no guarantee covers it, so compute it on public data,
+or keep it on the trusted side. The rest reads parameters, shapes and states of
 optimizers, which are already private.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from prism_optax import _per_example, _validate, fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree
-from prism_optax._types import ArrayTree
+from prism_optax._proofs._independence import prove_independent
+from prism_optax._proofs._proof import Proof
 
 # fmt: off
 __all__ = [
-  'ClipStatistics', 'FactorNoiseEnergy', 'depends_on_other_examples',
-  'factor_noise_energy', 'nonprivate_clip_statistics', 'tangent_noise_energy',
+  'ClipStatistics', 'FactorNoiseEnergy', 'Proof', 'factor_noise_energy',
+  'nonprivate_clip_statistics', 'prove_independent', 'tangent_noise_energy',
 ]
 # fmt: on
 
@@ -98,68 +97,6 @@ def nonprivate_clip_statistics(
     jnp.mean(norms > 1, dtype=jnp.float32),
     jnp.mean(1 / jnp.maximum(norms, 1)),
   )
-
-
-def depends_on_other_examples(
-  per_example_grads: Callable[[ArrayTree, ArrayTree], ArrayTree],
-  params: ArrayTree,
-  batch: ArrayTree,
-  *,
-  tolerance: float = 1e-4,
-) -> bool:
-  """Returns whether an example's gradient depends on the rest of its batch.
-
-  Clipping bounds what one record does to its own gradient only: with batch
-  normalisation, in-batch negatives or a loss normalised over the batch the
-  sensitivity is not what the clip says, and no epsilon holds. Try it on made-up
-  data before training. The test is ours, and a False is no proof. An entry that
-  is finite among some examples and not among others has changed.
-
-  Args:
-    per_example_grads: ``f(params, batch)``, a tree of leaves (B, ...).
-    params: First argument of ``per_example_grads``.
-    batch: Tree of arrays (B, ...), B at least 2, not all examples equal.
-    tolerance: Relative change that counts as rounding.
-
-  Returns:
-    True if the gradient of any example moves when the others are exchanged.
-
-  Raises:
-    ValueError: If the batch has fewer than two examples.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import diagnostics
-    >>> loss = lambda p, x: jnp.mean((p * x) ** 2)
-    >>> alone = lambda p, xs: jax.vmap(jax.grad(loss), (None, 0))(p, xs)
-    >>> centred = lambda p, xs: alone(p, xs - xs.mean(0))
-    >>> batch = jnp.arange(6.0).reshape(3, 2)
-    >>> diagnostics.depends_on_other_examples(alone, jnp.ones(2), batch)
-    False
-    >>> diagnostics.depends_on_other_examples(centred, jnp.ones(2), batch)
-    True
-  """
-  size = jax.tree.leaves(batch)[0].shape[0]
-  if size < 2:
-    raise ValueError(f'Expected a batch of at least 2 examples, got {size}.')
-  together = per_example_grads(params, batch)
-  for i in range(size):
-    # The same example in the same place, in the company of its copies.
-    copies = jax.tree.map(lambda x, i=i: jnp.broadcast_to(x[i], x.shape), batch)
-    alone = per_example_grads(params, copies)
-    pairs = zip(*map(jax.tree.leaves, (together, alone)), strict=True)
-    if any(_differ(x[i], y[i], tolerance) for x, y in pairs):
-      return True
-  return False
-
-
-def _differ(x: jax.Array, y: jax.Array, tolerance: float) -> bool:
-  """Whether y is another array than x, or not finite in other places."""
-  a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
-  size = np.max(np.abs(a), where=np.isfinite(a), initial=0.0)
-  # NaN is equal to NaN alone, an infinity to itself.
-  return not np.allclose(b, a, rtol=0, atol=tolerance * size, equal_nan=True)
 
 
 class FactorNoiseEnergy(NamedTuple):

@@ -64,12 +64,13 @@ def fact_of(e: Equation) -> Fact:
   if e.name == 'iota':
     return Position(e.params['dimension']) if wide else None
   if e.name == 'select_n' and isinstance(first, Never):
-    return e.facts[1]  # type: ignore[no-any-return]
+    found: Fact = e.facts[1] if e.ins[1] == shape else None
+    return found
   if e.name == 'concatenate' and e.params['dimension'] == len(shape) - 1:
     pairs, start = [], 0
     for fact, operand in zip(e.facts, e.ins, strict=True):
-      found = columns(fact, operand)
-      pairs += [(start + column, axis) for column, axis in found.items()]
+      counted = columns(fact, operand)
+      pairs += [(start + column, axis) for column, axis in counted.items()]
       start += operand[-1]
     return Columns(tuple(pairs)) if pairs else None
   if not isinstance(first, Position):

@@ -17,7 +17,14 @@ PRIMITIVES = frozenset(
   if isinstance(value, jax.extend.core.Primitive)
 )
 
-# They run what is not in the program, and could remember an earlier call.
-OUTSIDE = frozenset(
-  ('pure_callback', 'io_callback', 'debug_callback', 'ffi_call')
-)
+# Their results depend on their operands alone, and there is no rule for how.
+# All that is neither here nor in a rule might remember an earlier call
+# (callbacks, memory), and bring a batch in although no operand has one.
+FUNCTIONS = frozenset(
+  (
+    'iota', 'iota_2x32_shape', 'rng_bit_generator', 'rng_uniform', 'empty',
+    'empty2', 'platform_index', 'eig', 'schur', 'hessenberg', 'tridiagonal',
+    'approx_top_k', 'ragged_dot_general', 'select_and_scatter', 'scaled_dot',
+    'to_edtype', 'from_edtype',
+  )
+)  # fmt: skip

@@ -28,8 +28,8 @@ def per_example_gradients(
   :func:`per_example_product` does for adapters, and so does a plain matmul of
   ``x (B, tokens, in)`` with ``(B, in, r)``. The loss of an example must not
   depend on others (batch normalisation, in-batch negatives): a clip bounds
-  nothing then. :func:`prism_optax.diagnostics.depends_on_other_examples` looks
-  for that.
+  nothing then. :func:`prism_optax.diagnostics.prove_independent` proves that of
+  the function that is returned here.
 
   ===================================  ========================================
   NaN or Inf in an example             in its own gradient only
@@ -107,7 +107,7 @@ def in_microbatches(
   same. All parts are computed, so that time tells nothing of how many examples
   were drawn. The gradient of an example must not depend on others, here on
   those of its part: a clip bounds nothing then, and no shape shows it.
-  :func:`prism_optax.diagnostics.depends_on_other_examples` looks for that.
+  :func:`prism_optax.diagnostics.prove_independent` proves it of ``gradients``.
 
   Args:
     gradients: ``gradients(params, batch, *args)``, from
@@ -183,7 +183,7 @@ def per_example_product(
   the gradient of a copy would hold tokens of several examples, and a clip would
   bound nothing. That is an error unless there are as many tokens as examples,
   which shapes cannot tell:
-  :func:`prism_optax.diagnostics.depends_on_other_examples` does.
+  :func:`prism_optax.diagnostics.prove_independent` does.
 
   Args:
     x: ``(B, ..., in)``, any number of axes of tokens.

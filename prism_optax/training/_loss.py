@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from prism_optax import diagnostics, lora
+from prism_optax import lora
+from prism_optax._proofs._independence import prove_independent
+from prism_optax._proofs._proof import Proof
 from prism_optax.lora import InputMetric
 from prism_optax.training._sampling import Batch
 
@@ -70,11 +71,21 @@ def gradients(
 def check(
   loss: Callable[..., Any],
   batched: bool,
+  microbatch_size: int | None,
   params: Any,
   frozen: Any,
   batch: Batch,
-) -> None:
-  """Refuses a loss of another shape, or one that mixes the records."""
+) -> Proof:
+  """The proof that no record meets another, or a refusal of the loss.
+
+  What is proved is the function of gradients as a step runs it: for the rows of
+  a micro-batch, padding included, with the derivatives that a loss defines for
+  itself. Only shapes and types of the records are looked at.
+
+  Raises:
+    ValueError: If the loss has another shape, or the gradient of one record is
+      not proved to depend on that record alone.
+  """
   users = batch.is_present is not None
   if not batched:
     one = jax.eval_shape(
@@ -89,25 +100,27 @@ def check(
         ' no batch axis (the shapes here are'
         f' {[x.shape for x in jax.tree.leaves(one)]}), got {found}.'
       )
-    return
-  rng = np.random.default_rng(0)  # Of made-up records: nothing private.
-
-  def made_up(x: jax.Array) -> np.ndarray:
-    shape = (3, *x.shape[1:])
-    if jnp.issubdtype(x.dtype, jnp.floating):
-      return rng.normal(size=shape).astype(x.dtype)
-    return rng.integers(0, 2, shape).astype(x.dtype)
-
-  of_batch = jax.jit(gradients(loss, True, False))
-  if diagnostics.depends_on_other_examples(
-    lambda params, rows: of_batch(params, frozen, rows),
-    params,
-    jax.tree.map(made_up, batch.examples),
-  ):
-    raise ValueError(
-      'The gradient of one record depends on others of its batch, so that the'
-      ' clip bounds nothing and no epsilon holds. batched_loss needs losses'
-      ' (B,) that use copy i of the parameters and record i alone: no batch'
-      ' normalisation, no mean over the batch, no in-batch negatives. Without'
-      ' batched_loss records cannot mix.'
+  rows = (batch.examples, batch.is_present) if users else batch.examples
+  padded = len(batch.is_padding_example)
+  size = min(microbatch_size or padded, padded)
+  part = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[:size], x), rows)
+  if size == 1:
+    return Proof(
+      'the gradient of a record depends on that record alone',
+      None,
+      ('gradients are computed of one record at a time: it can meet no other',),
     )
+  proof = prove_independent(
+    gradients(loss, batched, users), params, frozen, part,
+    in_axes=(None, None, 0),
+  )  # fmt: skip
+  if not proof:
+    raise ValueError(
+      'Expected the gradient of a record to depend on that record alone. That'
+      ' is not proved of this loss, and without it the clip bounds nothing and'
+      f' no epsilon holds: {proof.offence}. batched_loss needs losses (B,) that'
+      ' use copy i of the parameters and record i alone: no batch'
+      ' normalisation, no mean over the batch, no in-batch negatives. Without'
+      ' batched_loss records meet in a custom_vmap only.'
+    )
+  return proof

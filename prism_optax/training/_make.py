@@ -262,7 +262,7 @@ def make_private(
       functools.partial(_seed, prng_key),
       _sampling.put_on_device(batch_sharding),
       skip_padding,
-      functools.partial(_loss.check, loss, batched_loss),
+      functools.partial(_loss.check, loss, batched_loss, microbatch_size),
       (lambda x: x) if input_metric is None else input_metric.to_params,
       1 + follows,
     )

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from prism_optax import _sums_of_records
+from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 from prism_optax.lora import InputMetric
 from prism_optax.training._records import Form
@@ -139,8 +140,8 @@ class Parts(NamedTuple):
     new_seed: Makes a seed of batches.
     put: Puts arrays on the devices.
     skip_padding: Whether micro-batches of padding are passed over.
-    check: ``check(params, frozen, batch)`` refuses a loss, by shapes and
-      made-up records.
+    check: ``check(params, frozen, batch)`` proves by shapes that no record
+      meets another, or refuses the loss.
     adapters: From what is trained to what the model takes.
     releases_per_step: How often a step adds noise: to the gradients, and to the
       votes of a quantile.
@@ -153,6 +154,6 @@ class Parts(NamedTuple):
   new_seed: Callable[[], np.ndarray]
   put: Callable[[Any], Any]
   skip_padding: bool
-  check: Callable[..., None]
+  check: Callable[..., Proof]
   adapters: Callable[[Any], Any]
   releases_per_step: int

@@ -257,7 +257,7 @@ def test_clipping_in_bfloat16():
 
 
 def test_cross_example_losses():
-  """The helper sees them; a per-example loss passes."""
+  """The proof finds them; a per-example loss passes."""
 
   def loss(w, x, mean):
     return jnp.sum((w * (x - mean)) ** 2)
@@ -269,9 +269,9 @@ def test_cross_example_losses():
     return jax.vmap(jax.grad(loss), (None, 0, None))(w, xs, jnp.ones(4))
 
   batch = jax.random.normal(jax.random.key(0), (5, 4))
-  check = diagnostics.depends_on_other_examples
-  assert check(batch_normalised, jnp.ones(4), batch)
-  assert not check(per_example, jnp.ones(4), batch)
+  prove = functools.partial(diagnostics.prove_independent, in_axes=(None, 0))
+  assert not prove(batch_normalised, jnp.ones(4), batch)
+  assert prove(per_example, jnp.ones(4), batch)
 
 
 def test_shuffling_accounted_as_poisson():

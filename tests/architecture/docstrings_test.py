@@ -84,7 +84,8 @@ FORMULAS = {
     'matrix_mechanism_event matrix_mechanism_sensitivity'
   ),
   'diagnostics': (
-    'factor_noise_energy nonprivate_clip_statistics tangent_noise_energy'
+    'factor_noise_energy nonprivate_clip_statistics prove_independent'
+    ' tangent_noise_energy'
   ),
   'fixed_rank': (
     'embed frame lift norm project retract '
@@ -118,6 +119,7 @@ SOURCE = re.compile(r'arXiv:\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth')
 # What happens at zero, NaN, lost rank, the end of a horizon: a table.
 EDGE_CASES = {
   'accounting': 'PrivacyBudget dpsgd_event epsilon',
+  'diagnostics': 'prove_independent',
   'fixed_rank': 'frame retract truncate',
   'inference': (
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'

@@ -138,11 +138,13 @@ def test_time_major_tokens_would_break_the_clip_and_are_refused():
     ValueError, match=r'\(B, \.\.\., in\).*x.shape=\(8, 4, 7\)'
   ):
     moved(lora.per_example_product, 2 * size)
-  # As many tokens as examples: no shape tells, but the diagnostic does.
+  # As many tokens as examples: no shape tells, but the proof does.
   assert moved(lora.per_example_product, size) > 1.5 * clip
-  gradients = jax.jit(_time_major_losses(lora.per_example_product))
-  x = np.random.default_rng(0).normal(size=(size, size, ROWS))
-  assert diagnostics.depends_on_other_examples(gradients, params, x)
+  gradients = _time_major_losses(lora.per_example_product)
+  x = jax.ShapeDtypeStruct((size, size, ROWS), jnp.float32)
+  assert not diagnostics.prove_independent(
+    gradients, params, x, in_axes=(None, 0)
+  )
 
 
 def test_no_examples():
@@ -167,18 +169,18 @@ def test_what_is_not_finite_stays_with_its_example(value):
   )  # fmt: skip
 
 
-def test_the_diagnostic_tells_whether_examples_are_alone():
+def test_it_is_proved_whether_examples_are_alone():
   params, (x, kernel) = _params(), _data(4, 3)
 
   def centred(params, x, kernel):
     return _losses(params, x - x.mean(0), kernel)
 
-  for losses, want in ((_losses, False), (centred, True)):
-    gradients = jax.jit(lora.per_example_gradients(losses))
-    found = diagnostics.depends_on_other_examples(
-      lambda p, x, gradients=gradients: gradients(p, x, kernel), params, x
-    )
-    assert found is want
+  for losses, want in ((_losses, True), (centred, False)):
+    found = diagnostics.prove_independent(
+      lora.per_example_gradients(losses), params, x, kernel,
+      in_axes=(None, 0, None),
+    )  # fmt: skip
+    assert bool(found) is want
 
 
 def test_bfloat16_tokens_are_summed_in_float32():

@@ -3,7 +3,6 @@
 import functools
 import math
 
-import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
 import numpy as np
@@ -121,26 +120,3 @@ def test_clip_statistics_are_those_of_the_norms(seed, condition, size, length):
       assert float(found.mean_coefficient) == pytest.approx(
         np.mean(1 / np.maximum(ratio, 1)), rel=1e-6
       )
-
-
-@cases.settings
-@given(
-  hnp.arrays(
-    np.float64, (3, 2), elements=st.integers(-4, 4).map(float), unique=True
-  ),
-  st.sampled_from([0.0, 0.05, 1.0]),
-  st.sampled_from(['none', 'nan', 'inf', '-inf', 'huge']),
-  st.permutations(range(3)),
-)
-def test_losses_that_mix_examples_are_found(batch, share, oddity, order):
-  """Also where what one example does to another is no finite number."""
-  with np.errstate(all='ignore'):
-
-    def mixed(scale, xs):
-      xs = np.asarray(xs)
-      return scale * (xs + share * np.mean(xs, 0)) if share else scale * xs
-
-    batch = cases.spoiled(np.float32(batch), oddity, 0)
-    for rows in (batch, batch[order]):
-      found = diagnostics.depends_on_other_examples(mixed, 2.0, rows)
-      assert found == bool(share)

@@ -131,7 +131,7 @@ def test_a_loss_that_mixes_records(mixes):
   if not mixes:
     made.step(state, batch, FROZEN)
     return
-  with pytest.raises(ValueError, match='no batch normalisation, no mean over'):
+  with pytest.raises(ValueError, match='no batch normalisation, no mean'):
     made.step(state, batch, FROZEN)
 
 
@@ -143,7 +143,7 @@ def test_a_mean_loss_of_a_batch_has_no_gradient_of_copies():
 
   made = problem.make(SGD, loss=mean, batched_loss=True)
   state = made.init(PARAMS)
-  with pytest.raises(ValueError, match=r'Expected losses of shape \(3,\)'):
+  with pytest.raises(ValueError, match=r'Expected losses of shape \(\d+,\)'):
     made.step(state, first_batch(made, state), FROZEN)
 
 
