@@ -1,9 +1,10 @@
-"""Measures of gauge dependence, noise and preconditioning; proofs of losses.
+"""Proofs of losses and steps; measures of gauge dependence, noise.
 
-The measures show why DP-SGD on LoRA factors fails and how PRISM behaves (the
-three issues of arXiv:2606.00944). What is computed from raw per-example values
-is named ``nonprivate_*``: no guarantee covers it, so compute it on public data,
-or keep it on the trusted side. The rest reads parameters, shapes and states of
+A proof reads a program, no value. The measures show why DP-SGD on LoRA factors
+fails and how PRISM behaves (the three issues of arXiv:2606.00944). What is
+computed from raw per-example values is named ``nonprivate_*``: no guarantee
+covers it, so compute it on public data, or keep it on the trusted side. The
+rest reads parameters, shapes and states of
 optimizers, which are already private.
 """
 
@@ -17,11 +18,13 @@ from prism_optax import _per_example, _validate, fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree
 from prism_optax._proofs._independence import prove_independent
 from prism_optax._proofs._proof import Proof
+from prism_optax._proofs._release import prove_released
 
 # fmt: off
 __all__ = [
   'ClipStatistics', 'FactorNoiseEnergy', 'Proof', 'factor_noise_energy',
-  'nonprivate_clip_statistics', 'prove_independent', 'tangent_noise_energy',
+  'nonprivate_clip_statistics', 'prove_independent', 'prove_released',
+  'tangent_noise_energy',
 ]
 # fmt: on
 

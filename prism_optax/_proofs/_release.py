@@ -20,6 +20,7 @@ import collections
 import dataclasses
 import enum
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -57,14 +58,14 @@ class Label:
     kind: The label.
     direct: For the very output of a clip, untouched: the number of the clip and
       the position of the output.
-    made: The equation that made the value.
-    lost: The equation in which a clipped sum became private.
+    made: Where the equation is that made the value.
+    lost: Where a clipped sum became private.
   """
 
   kind: Kind
   direct: tuple[int, int] | None = None
-  made: Any = dataclasses.field(default=None, compare=False)
-  lost: Any = dataclasses.field(default=None, compare=False)
+  made: 'Site | None' = dataclasses.field(default=None, compare=False)
+  lost: 'Site | None' = dataclasses.field(default=None, compare=False)
 
 
 PUBLIC = Label(Kind.PUBLIC)
@@ -129,7 +130,7 @@ _STRUCTURAL = frozenset({
   'copy_p', 'cumsum', 'expand_dims', 'imag', 'mesh_cast', 'neg', 'pad',
   'psum', 'psum_invariant', 'pvary', 'real', 'reduce_precision', 'reduce_sum',
   'reshape', 'reshard', 'rev', 'sharding_constraint', 'slice', 'split',
-  'squeeze', 'sub', 'transpose',
+  'squeeze', 'stop_gradient', 'sub', 'transpose',
 })  # fmt: skip
 _POSITIONS = {
   'div': (0,),
@@ -162,33 +163,76 @@ class _Offence(Exception):
   """The first offence, as a sentence."""
 
 
+class Site(NamedTuple):
+  """Where an equation is.
+
+  Attributes:
+    equation: The equation.
+    outer: Where the equation is that calls the program that it is in, or None.
+    of_jax: Whether that program is a function of JAX itself. It is traced once
+      and for all, so its lines are those of whoever called it first.
+  """
+
+  equation: Any
+  outer: 'Site | None'
+  of_jax: bool
+
+
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_MARKS = os.path.basename(_marks.__file__)
+_JAX = os.path.dirname(jax.__file__)
 _UNKNOWN = 'an unknown line'
 
 
-def _line_of_caller(equation: Any) -> str | None:
+def _is_of_jax(jaxpr: Any) -> bool:
+  """Whether a program was made of a function of JAX, such as `jnp.where`."""
+  info = getattr(jaxpr, 'debug_info', None)
+  return _JAX in str(getattr(info, 'func_src_info', ''))
+
+
+def _frames(equation: Any) -> list[tuple[str, str]]:
+  """File and ``file:line`` of the frames, without those of JAX."""
+  return [
+    (x.file_name, f'{os.path.basename(x.file_name)}:{x.start_line}')
+    for x in source_info_util.user_frames(equation.source_info.traceback)
+  ]
+
+
+def _line_of_caller(site: Site) -> str | None:
   """The innermost line that is not in this package or an installed one."""
-  for frame in source_info_util.user_frames(equation.source_info.traceback):
-    name = frame.file_name
+  for name, line in _frames(site.equation):
     if not name.startswith(_PACKAGE) and 'site-packages' not in name:
-      return f'{os.path.basename(name)}:{frame.start_line}'
-  return None
+      return line
+  return None if site.outer is None else _line_of_caller(site.outer)
 
 
-def _place(equation: Any) -> str:
+def _outside_of_jax(site: Site) -> Site:
+  while site.of_jax and site.outer is not None:
+    site = site.outer
+  return site
+
+
+def _place(site: Site) -> str:
   """Where the caller has a clip, noise, or a loop."""
-  line = _line_of_caller(equation) or _equations.line_of(equation)
-  return line or _UNKNOWN
+  site = _outside_of_jax(site)
+  line = _line_of_caller(site)
+  if line is not None:
+    return line
+  # Only lines of this package: the one that binds a mark says nothing.
+  own = [x for name, x in _frames(site.equation) if _MARKS not in name]
+  return own[0] if own else _UNKNOWN
 
 
-def named(equation: Any) -> str:
+def named(site: Site) -> str:
   """The primitive and its line, and the caller's line if that is another."""
-  line = _equations.line_of(equation) or _UNKNOWN
-  caller = _line_of_caller(equation)
+  name = site.equation.primitive.name
+  site = _outside_of_jax(site)
+  line = _equations.line_of(site.equation) or _UNKNOWN
+  caller = _line_of_caller(site)
   called = ''
   if caller is not None and caller != line.partition(' ')[0]:
     called = f', called at {caller}'
-  return f'`{equation.primitive.name}` at {line}{called}'
+  return f'`{name}` at {line}{called}'
 
 
 def _join(*labels: Label) -> Label:
@@ -226,20 +270,20 @@ def _may_be_clipped(equation: Any, labels: Sequence[Label]) -> bool:
   return set(clipped) <= set(_POSITIONS.get(name, ()))
 
 
-def _result(equation: Any, labels: Sequence[Label]) -> Label:
+def _result(site: Site, labels: Sequence[Label]) -> Label:
   """The label of what an operation makes of its operands."""
   kinds = {x.kind for x in labels} - {Kind.PUBLIC}
   if not kinds:
     return PUBLIC
-  if kinds == {Kind.CLIPPED} and _may_be_clipped(equation, labels):
-    return Label(Kind.CLIPPED, None, equation)
+  if kinds == {Kind.CLIPPED} and _may_be_clipped(site.equation, labels):
+    return Label(Kind.CLIPPED, None, site)
   for kind in (Kind.ENTERING, Kind.DRAWN):
     if kinds == {kind}:
-      return Label(kind, None, equation)
+      return Label(kind, None, site)
   lost = next((x.lost for x in labels if x.lost is not None), None)
   if Kind.CLIPPED in kinds and lost is None:
-    lost = equation
-  return Label(Kind.PRIVATE, None, equation, lost)
+    lost = site
+  return Label(Kind.PRIVATE, None, site, lost)
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -270,6 +314,7 @@ class _Walk:
   def __init__(self, noiseless: bool) -> None:
     self._noiseless = noiseless
     self._loops = 0
+    self._site: Site | None = None
     self._context = PUBLIC  # What the branch that is run depends on.
     self.clips: list[FoundClip] = []
     self.releases: list[FoundRelease] = []
@@ -287,36 +332,41 @@ class _Walk:
     def read(x: Any) -> Label:
       return PUBLIC if isinstance(x, core.Literal) else known[x]
 
+    outer = self._site
+    of_jax = outer is not None and (outer.of_jax or _is_of_jax(jaxpr))
     for equation in jaxpr.eqns:
-      made = self._equation(equation, [read(x) for x in equation.invars])
+      self._site = Site(equation, outer, of_jax)
+      made = self._equation(self._site, [read(x) for x in equation.invars])
       known.update(zip(equation.outvars, made, strict=True))
+    self._site = outer
     return [read(x) for x in jaxpr.outvars]
 
-  def _equation(self, equation: Any, labels: list[Label]) -> list[Label]:
+  def _equation(self, site: Site, labels: list[Label]) -> list[Label]:
+    equation = site.equation
     name, count = equation.primitive.name, len(equation.outvars)
     self.primitives[name] += 1
     touched = any(x.kind is not Kind.PUBLIC for x in labels)
     if equation.primitive is _marks.clipped_p:
-      return self._clip(equation) if touched else labels
+      return self._clip(site) if touched else labels
     if equation.primitive is _marks.noise_enters_p:
-      return self._enters(equation, labels) if touched else labels
+      return self._enters(site, labels) if touched else labels
     if equation.primitive is _marks.released_p:
-      return self._released(equation, labels)
+      return self._released(labels)
     if not touched and self._context is PUBLIC:
       return [PUBLIC] * count
     if name in _CALLS:
       return self.program(equation.params[_CALLS[name]], labels)
     if name == 'cond':
-      return self._cond(equation, labels)
+      return self._cond(site, labels)
     if name == 'while':
-      return self._while(equation, labels)
+      return self._while(site, labels)
     if name == 'scan':
       return self._scan(equation, labels)
     if _has_effect(equation):
-      self._effect(equation, _join(*labels, self._context))
+      self._effect(site, _join(*labels, self._context))
     if name in _ONE_TO_ONE and count == len(labels):
       return labels
-    out = _result(equation, labels)
+    out = _result(site, labels)
     if name not in _OPAQUE:
       for jaxpr in _inside(tuple(equation.params.values())):
         # No value of it is known, but what it does is as above.
@@ -326,80 +376,78 @@ class _Walk:
 
   # Marks.
 
-  def _clip(self, equation: Any) -> list[Label]:
-    what, leaves = equation.params['what'], equation.params['leaves']
-    number, place = len(self.clips), _place(equation)
+  def _clip(self, site: Site) -> list[Label]:
+    params = site.equation.params
+    what, leaves, place = params['what'], params['leaves'], _place(site)
+    number = len(self.clips)
     self.clips.append(FoundClip(what, leaves, place))
     if what.declared:
       self._assume(f'{place}: what is declared as clipped elsewhere is clipped')
-    return [
-      Label(Kind.CLIPPED, (number, i), equation) for i in range(len(leaves))
-    ]
+    return [Label(Kind.CLIPPED, (number, i), site) for i in range(len(leaves))]
 
-  def _enters(self, equation: Any, labels: list[Label]) -> list[Label]:
-    what = equation.params['what']
+  def _enters(self, site: Site, labels: list[Label]) -> list[Label]:
+    params, place = site.equation.params, _place(site)
+    what = params['what']
     for label in labels:
       if label.kind in (Kind.DRAWN, Kind.PRIVATE):
         raise _Offence(_of_noise(label))
     if 0.0 in what.stddevs and not self._noiseless:
       raise _Offence(
-        f'noise of standard deviation 0 at {_place(equation)}: it hides'
-        ' nothing. Give a positive one'
+        f'noise of standard deviation 0 at {place}: it hides nothing. Give a'
+        ' positive one'
       )
     self.releases.append(
       FoundRelease(
-        what,
-        equation.params['leaves'],
-        tuple(labels),
-        _place(equation),
-        self._loops > 0,
+        what, params['leaves'], tuple(labels), place, self._loops > 0
       )
     )
     if what.declared:
       self._assume(
-        f'{_place(equation)}: noise that is not of this package is added'
-        ' as you account for it'
+        f'{place}: noise that is not of this package is added as you account'
+        ' for it'
       )
     return [
-      x if x.kind is Kind.PUBLIC else Label(Kind.ENTERING, None, equation)
+      x if x.kind is Kind.PUBLIC else Label(Kind.ENTERING, None, site)
       for x in labels
     ]
 
-  def _released(self, equation: Any, labels: list[Label]) -> list[Label]:
+  def _released(self, labels: list[Label]) -> list[Label]:
     for label in labels:
       if label.kind not in (Kind.PUBLIC, Kind.ENTERING):
         raise _Offence(
-          f'{_by(label)}: the size or the key of noise depends on records. Use'
+          f'{by(label)}: the size or the key of noise depends on records. Use'
           ' public constants'
         )
     return [PUBLIC] * len(labels)
 
   # Control flow.
 
-  def _cond(self, equation: Any, labels: list[Label]) -> list[Label]:
+  def _cond(self, site: Site, labels: list[Label]) -> list[Label]:
     which, *operands = labels
-    self._decides(equation, which, 'which branch is run')
+    self._decides(site, which, 'which branch is run')
     before, self._context = self._context, _join(self._context, _moved(which))
     branches = [
-      self.program(branch, operands) for branch in equation.params['branches']
+      self.program(branch, operands)
+      for branch in site.equation.params['branches']
     ]
     self._context = before
-    by_choice = Label(which.kind, None, equation, which.lost)
+    by_choice = Label(which.kind, None, site, which.lost)
     return [
       _join(*outs) if which.kind is Kind.PUBLIC else _join(*outs, by_choice)
       for outs in zip(*branches, strict=True)
     ]
 
-  def _while(self, equation: Any, labels: list[Label]) -> list[Label]:
-    ends = equation.params['cond_nconsts'], equation.params['body_nconsts']
+  def _while(self, site: Site, labels: list[Label]) -> list[Label]:
+    params = site.equation.params
+    ends = params['cond_nconsts'], params['body_nconsts']
     of_cond, of_body = labels[: ends[0]], labels[ends[0] : sum(ends)]
 
     def once(carry: list[Label]) -> tuple[list[Label], list[Label]]:
-      (goes_on,) = self.program(equation.params['cond_jaxpr'], of_cond + carry)
-      self._decides(equation, goes_on, 'how often a loop runs')
+      (goes_on,) = self.program(params['cond_jaxpr'], of_cond + carry)
+      self._decides(site, goes_on, 'how often a loop runs')
       before = self._context
       self._context = _join(before, _moved(goes_on))
-      out = self.program(equation.params['body_jaxpr'], of_body + carry)
+      out = self.program(params['body_jaxpr'], of_body + carry)
       self._context = before
       if goes_on.kind is not Kind.PUBLIC:
         out = [_join(x, _moved(goes_on)) for x in out]
@@ -440,25 +488,33 @@ class _Walk:
       carry, self.primitives = after, seen.copy()
       del self.clips[sizes[0] :], self.releases[sizes[1] :]
 
-  def _decides(self, equation: Any, label: Label, what: str) -> None:
+  def _decides(self, site: Site, label: Label, what: str) -> None:
     if label.kind is Kind.PUBLIC:
       return
     if label.kind is Kind.DRAWN:
       self._assume(
-        f'{_place(equation)}: {what} depends on who was drawn, and nobody'
+        f'{_place(site)}: {what} depends on who was drawn, and nobody'
         ' sees how long a step takes'
       )
       return
+    instead = (
+      'Compute both and choose by jnp.where, inside of the clip; or loop a'
+      ' fixed number of times'
+    )
+    if label.kind is Kind.CLIPPED or label.lost is not None:
+      instead = (
+        'It is a clipped sum without noise: add the noise directly behind the'
+        ' clip, before anything is decided by it'
+      )
     raise _Offence(
-      f'{named(equation)}: {what} depends on records ({_by(label)}), which its'
-      ' time tells. Compute both and choose by jnp.where, inside of the clip;'
-      ' or loop a fixed number of times'
+      f'{named(site)}: {what} depends on records ({by(label)}), which its time'
+      f' tells. {instead}'
     )
 
-  def _effect(self, equation: Any, label: Label) -> None:
+  def _effect(self, site: Site, label: Label) -> None:
     if label.kind is not Kind.PUBLIC:
       raise _Offence(
-        f'{named(equation)}: something of the records leaves the program or is'
+        f'{named(site)}: something of the records leaves the program or is'
         ' kept beside it. Take it out, or return the value under a name that'
         f' begins with {LOCAL}, if those who see it may see the data'
       )
@@ -469,22 +525,22 @@ class _Walk:
     self.assumptions[sentence] = None
 
 
-def _by(label: Label) -> str:
+def by(label: Label) -> str:
   """Which equation made a value private."""
-  equation = label.made if label.lost is None else label.lost
-  return 'an argument as it is' if equation is None else named(equation)
+  site = label.made if label.lost is None else label.lost
+  return 'an argument as it is' if site is None else named(site)
 
 
 def _of_noise(label: Label) -> str:
   """Why something may not enter noise."""
   if label.lost is None:
     return (
-      f'{_by(label)}: noise is added to what no clip bounds. Put a clip of this'
+      f'{by(label)}: noise is added to what no clip bounds. Put a clip of this'
       ' package directly before the noise, or, for the sum of a clip of another'
       ' library, transforms.clipped_elsewhere'
     )
   instead = _INSTEAD_OF.get(
-    label.lost.primitive.name, 'put the noise directly behind the clip'
+    label.lost.equation.primitive.name, 'put the noise directly behind the clip'
   )
   return (
     f'{named(label.lost)}: between the clip and its noise stands what may move'
@@ -497,11 +553,11 @@ def _of_output(label: Label, name: str) -> str:
   where = f'output{name} ' if name else 'the output '
   if label.kind is Kind.CLIPPED:
     return (
-      f'{_by(label)}: {where}holds a clipped sum without noise. Add the noise'
+      f'{by(label)}: {where}holds a clipped sum without noise. Add the noise'
       ' directly behind the clip, in the same step'
     )
   return (
-    f'{_by(label)}: {where}depends on records, and no noise is added to it.'
+    f'{by(label)}: {where}depends on records, and no noise is added to it.'
     ' Leave it out, add noise to a clipped sum instead, or, if those who see it'
     f' may see the data, return it in a dict under a name that begins with'
     f' {LOCAL}'
@@ -535,7 +591,7 @@ def look(
     for name, label in zip(names, walk.program(used, labels), strict=True):
       if label.kind is Kind.PUBLIC:
         continue
-      if LOCAL not in name:
+      if not re.search(rf"(\['|\.){LOCAL}", name):
         raise _Offence(_of_output(label, name))
       walk.assumptions[
         f'output{name} stays with those who may see the data'

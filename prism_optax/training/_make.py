@@ -185,7 +185,7 @@ def make_private(
     Poisson sampling
     noise as drawn
     unit: one record
-    3 of 3 steps
+    3 of 3 steps; proved: nothing passes the noise
   """
   c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
   if not _LEAST_NORM <= c <= 1 / _LEAST_NORM:

@@ -181,7 +181,7 @@ def _sources(release: FoundRelease) -> dict[tuple[int, int], float | None]:
     if label.direct is None or label.direct in out:
       raise ValueError(
         f'Between a clip and the noise at {release.place} stands'
-        f' {_release.named(label.made)}: the noise must be directly behind the'
+        f' {_release.by(label)}: the noise must be directly behind the'
         ' clip, which then gives it an exact sum.'
         f'{_INSTEAD}'
       )

@@ -1,0 +1,456 @@
+"""Steps that let something of a record past the noise are refused."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+from jax.extend import core
+from jax_privacy import clipped_grad, noise_addition
+
+import prism_optax
+from prism_optax import diagnostics, transforms
+from prism_optax._proofs import _marks
+from prism_optax.transforms import _privatizer
+
+LINES = pathlib.Path(__file__).read_text('utf-8').splitlines()
+
+PARAMS = {'w': jnp.ones((3, 2)), 'bias': jnp.zeros(2)}
+CLIP = prism_optax.per_matrix_clip(1.0, normalize_by=4.0)
+NOISE = _privatizer.gaussian(0.5, 0)
+NO_NOISE = _privatizer.gaussian(0.0, 0)
+X, PADDING = jnp.ones((6, 3)), jnp.arange(6) >= 4
+
+
+def loss(params, x):
+  return jnp.sum((x @ params['w'] + params['bias']) ** 2)
+
+
+def gradients(params, x):
+  return jax.vmap(jax.grad(loss), (None, 0))(params, x)
+
+
+def mean_of(params, x, padding=None):
+  """The clipped mean."""
+  grads = gradients(params, x)
+  return CLIP.update(
+    grads, CLIP.init(params), params, is_padding_example=padding
+  )[0]
+
+
+def descended(params, updates):
+  return jax.tree.map(lambda p, u: p - 0.1 * u, params, updates)  # offence
+
+
+def prove(step, *extra, state=None):
+  """The proof of ``step(params, state, x, padding, *extra)``."""
+  state = NOISE.init(PARAMS) if state is None else state
+  return diagnostics.prove_released(
+    step, PARAMS, state, X, PADDING, *extra, private=2, padding=3
+  )
+
+
+def private_step(params, state, x, padding):
+  noisy, state = NOISE.update(mean_of(params, x, padding), state)
+  return descended(params, noisy), state
+
+
+def test_a_step_with_clip_and_noise_is_proved():
+  proof = prove(jax.jit(private_step))
+  assert proof, proof
+  assert re.search(r'release at release_test.*deviation 0.5 on 2', str(proof))
+  assert not any('drawn' in x for x in proof.assumptions)
+
+
+# What is refused: the line of the offence says so.
+
+
+def returns_its_loss(params, state, x, padding):
+  losses = jax.vmap(loss, (None, 0))(params, x)
+  return *private_step(params, state, x, padding), jnp.mean(losses)  # offence
+
+
+def keeps_a_statistic(params, state, x, padding):
+  mean = state[1] * 0.9 + x.mean(0)  # offence
+  new, noise = private_step(params, state[0], x, padding)
+  return new, (noise, mean)
+
+
+def returns_a_record(params, state, x, padding):
+  return *private_step(params, state, x, padding), x
+
+
+def counts_the_drawn(params, state, x, padding):
+  return *private_step(params, state, x, padding), jnp.sum(padding)  # offence
+
+
+def divides_by_the_batch(params, state, x, padding):
+  size = jnp.sum(~padding)
+  mean = jax.tree.map(lambda g: g / size, mean_of(params, x))  # offence
+  return NOISE.update(mean, state)
+
+
+def drops_what_is_long(params, state, x, padding):
+  mean = mean_of(params, x)
+  long = jnp.abs(x).max() > 10
+  mean = jax.tree.map(lambda g: jnp.where(long, 0, g), mean)  # offence
+  return NOISE.update(mean, state)
+
+
+def normalises_the_sum(params, state, x, padding):
+  mean = mean_of(params, x)
+  norm = jnp.sqrt(jnp.sum(mean['w'] ** 2))  # offence
+  return NOISE.update(jax.tree.map(lambda g: g / norm, mean), state)
+
+
+def does_not_clip(params, state, x, padding):
+  grads = gradients(params, x)
+  mean = jax.tree.map(lambda g: jnp.sum(g, 0) / 4.0, grads)  # offence
+  return NOISE.update(mean, state)
+
+
+def adds_no_noise(params, state, x, padding):
+  return descended(params, mean_of(params, x)), state
+
+
+def adds_noise_of_zero(params, state, x, padding):
+  return NO_NOISE.update(mean_of(params, x), state)  # offence
+
+
+def takes_its_noise_from_a_record(params, state, x, padding):
+  key = jax.random.fold_in(state.inner, x[0, 0].astype(int))
+  mean = mean_of(params, x)
+  return NOISE.update(mean, state._replace(inner=key))  # offence
+
+
+def accumulates_before_the_clip(params, state, x, padding):
+  mean = jax.tree.map(lambda g: jnp.mean(g, 0), gradients(params, x))
+  steps = optax.MultiSteps(NOISE, 2)
+  return steps.update(mean, state, params)  # offence
+
+
+def accumulates_before_the_noise(params, state, x, padding):
+  steps = optax.MultiSteps(NOISE, 2)
+  return steps.update(mean_of(params, x), state, params)  # offence
+
+
+def decides_by_a_record(params, state, x, padding):
+  new, state = private_step(params, state, x, padding)
+  first = x[0, 0] > 0
+  return jax.lax.cond(first, lambda: new, lambda: params), state  # offence
+
+
+def loops_by_a_record(params, state, x, padding):
+  halved = jax.lax.while_loop(  # offence
+    lambda v: jnp.sum(v) > 1, lambda v: v / 2, x
+  )
+  return private_step(params, state, halved, padding)
+
+
+def skips_what_is_not_finite(params, state, x, padding):
+  guarded = optax.apply_if_finite(NOISE, 3)
+  return guarded.update(mean_of(params, x), state, params)  # offence
+
+
+def prints_a_norm(params, state, x, padding):
+  jax.debug.print('{}', jnp.sum(x))  # offence
+  return private_step(params, state, x, padding)
+
+
+def writes_a_record(params, state, x, padding):
+  io_callback(lambda v: None, None, x, ordered=True)  # offence
+  return private_step(params, state, x, padding)
+
+
+def prints_in_a_branch_of_the_drawn(params, state, x, padding):
+  jax.lax.cond(  # The line of the text alone, and whether it is printed.
+    jnp.all(padding),
+    lambda: jax.debug.print('nobody'),  # offence
+    lambda: None,
+  )
+  return private_step(params, state, x, padding)
+
+
+def divides_in_a_loop(params, state, x, padding):
+  def body(total, _):
+    size = jnp.sum(x)
+    return jax.tree.map(lambda t: t / size, total), None  # offence
+
+  mean, _ = jax.lax.scan(body, mean_of(params, x), length=3)
+  return NOISE.update(mean, state)
+
+
+def hides_a_loop_in_what_is_not_known(params, state, x, padding):
+  def solve(matvec, b):
+    return jax.lax.while_loop(  # offence
+      lambda v: jnp.sum(v) > 1, lambda v: v / 2, b
+    )
+
+  y = jax.lax.custom_linear_solve(
+    lambda v: v, x[0], solve, transpose_solve=solve
+  )
+  return private_step(params, state, x + y, padding)
+
+
+def multi_steps_state():
+  return optax.MultiSteps(NOISE, 2).init(PARAMS)
+
+
+OFFENCES = {
+  returns_its_loss: ('div', r'output\[2\] depends on records'),
+  keeps_a_statistic: ('add', r'output\[1\]\[1\] depends'),
+  returns_a_record: (None, r'an argument as it is: output\[2\]'),
+  counts_the_drawn: ('reduce_sum', 'depends on records'),
+  divides_by_the_batch: ('div', 'divide by the expected batch size'),
+  drops_what_is_long: ('select_n', 'bound each record inside of the clip'),
+  normalises_the_sum: (r'\w+', 'noise directly behind the clip'),
+  does_not_clip: ('div', 'no clip bounds.*clipped_elsewhere'),
+  adds_no_noise: ('sub', 'holds a clipped sum without noise'),
+  adds_noise_of_zero: (None, 'standard deviation 0'),
+  takes_its_noise_from_a_record: (None, 'key of noise depends on records'),
+  accumulates_before_the_clip: ('add', 'no clip bounds'),
+  accumulates_before_the_noise: (None, r'acc_grads.* clipped sum without'),
+  decides_by_a_record: ('cond', 'which branch is run depends on records'),
+  loops_by_a_record: ('while', 'how often a loop runs depends on records'),
+  skips_what_is_not_finite: ('cond', 'which branch is run depends on records'),
+  prints_a_norm: ('debug_', 'leaves the program'),
+  writes_a_record: ('io_callback', 'leaves the program'),
+  prints_in_a_branch_of_the_drawn: ('debug_', 'leaves the program'),
+  divides_in_a_loop: ('div', 'between the clip and its noise'),
+  hides_a_loop_in_what_is_not_known: ('while', 'how often a loop runs'),
+}
+STATES = {
+  keeps_a_statistic: lambda: (NOISE.init(PARAMS), jnp.zeros(3)),
+  accumulates_before_the_clip: multi_steps_state,
+  accumulates_before_the_noise: multi_steps_state,
+  skips_what_is_not_finite: lambda: optax.apply_if_finite(NOISE, 3).init(
+    PARAMS
+  ),
+}
+
+
+@pytest.mark.parametrize('step', OFFENCES, ids=lambda x: x.__name__)
+def test_what_passes_the_noise_is_refused(step):
+  """The message names the primitive and its line."""
+  primitive, words = OFFENCES[step]
+  proof = prove(step, state=STATES.get(step, lambda: None)())
+  assert not proof
+  assert re.search(words, proof.offence), proof.offence
+  assert 'not proved' in str(proof)
+  if primitive is not None:
+    assert re.search(f'^`{primitive}', proof.offence), proof.offence
+  lines = re.findall(r'release_test\.py:(\d+)', proof.offence)
+  marked = [i for i in lines if '# offence' in LINES[int(i) - 1]]
+  assert marked or step is returns_a_record, proof.offence
+
+
+# What is accepted.
+
+
+def decides_by_what_is_drawn(params, state, x, padding):
+  x = jax.lax.cond(jnp.all(padding), lambda: x, lambda: 2 * x)
+  return private_step(params, state, x, padding)
+
+
+def guards_what_is_released(params, state, x, padding):
+  noisy, noise = NOISE.update(mean_of(params, x, padding), state[0])
+  guarded = optax.apply_if_finite(optax.adam(0.1), 3)
+  updates, inner = guarded.update(noisy, state[1], params)
+  return optax.apply_updates(params, updates), (noise, inner)
+
+
+def adds_parts_in_a_loop(params, state, x, padding):
+  def body(total, part):
+    return jax.tree.map(jnp.add, total, mean_of(params, *part)), None
+
+  parts = x.reshape(2, 3, 3), padding.reshape(2, 3)
+  zeros = optax.tree.zeros_like(PARAMS)
+  return NOISE.update(jax.lax.scan(body, zeros, parts)[0], state)
+
+
+def shapes_and_scales(params, state, x, padding):
+  """All of it is linear, by public numbers."""
+  mean = mean_of(params, x, padding)
+  scaled = jnp.where(params['bias'] > 0, mean['w'] * 2, -mean['w'])
+  joined = jnp.concatenate([scaled.T.ravel()[1:], mean['bias']])
+  joined = jax.lax.dynamic_slice(jnp.pad(joined, 1), (1,), (7,))
+  return NOISE.update((params['w'] @ mean['w'].T, joined[::-1].sum()), state)
+
+
+def chooses_under_vmap(params, state, x, padding):
+  """A choice, not control flow: both are computed."""
+
+  def of_one(v):
+    return jax.lax.cond(v[0] > 0, lambda: v, lambda: -v)
+
+  return private_step(params, state, jax.vmap(of_one)(x), padding)
+
+
+@pytest.mark.parametrize(
+  ('step', 'assumed'),
+  [
+    (decides_by_what_is_drawn, 'depends on who was drawn'),
+    (guards_what_is_released, None),
+    (adds_parts_in_a_loop, None),
+    (shapes_and_scales, None),
+    (chooses_under_vmap, None),
+  ],
+  ids=lambda x: getattr(x, '__name__', None),
+)
+def test_what_does_not_pass_the_noise_is_accepted(step, assumed):
+  state = None
+  if step is guards_what_is_released:
+    inner = optax.apply_if_finite(optax.adam(0.1), 3).init(PARAMS)
+    state = NOISE.init(PARAMS), inner
+  proof = prove(step, state=state)
+  assert proof, proof
+  assert len(proof.assumptions) == 2 + (assumed is not None), proof
+  assert assumed is None or assumed in proof.assumptions[-1]
+
+
+def test_names_for_local_eyes_are_listed():
+  def step(params, state, x, padding):
+    out = private_step(params, state, x, padding)
+    return {'new': out, 'nonprivate_loss': jnp.mean(x), 'public': params}
+
+  def under_another_name(*args):
+    return {'not_nonprivate_loss': step(*args)['nonprivate_loss']}
+
+  proof = prove(step)
+  assert proof, proof
+  assert "output['nonprivate_loss'] stays with" in proof.assumptions[-1]
+  assert not prove(under_another_name)
+
+
+def test_what_other_libraries_do_is_declared():
+  """Their clip and their noise, each named among the assumptions."""
+  theirs = clipped_grad(
+    loss, l2_clip_norm=1.0, normalize_by=4.0, batch_argnums=1,
+    keep_batch_dim=False,
+  )  # fmt: skip
+  noise = noise_addition.gaussian_privatizer(
+    stddev=0.5, prng_key=jax.random.key(0)
+  )
+
+  def step(params, state, x, padding, *, declared):
+    grads = theirs(params, x, is_padding_example=padding)
+    if declared:
+      grads = transforms.clipped_elsewhere(grads)
+      return transforms.noised_elsewhere(noise).update(grads, state)
+    return noise.update(grads, state)
+
+  state = noise.init(PARAMS)
+  proof = prove(lambda *args: step(*args, declared=True), state=state)
+  assert proof, proof
+  assert 'clipped elsewhere is clipped' in proof.assumptions[-2]
+  assert 'noise that is not of this package' in proof.assumptions[-1]
+  assert 'unknown size' in proof.trace[-1]
+  assert not prove(lambda *args: step(*args, declared=False), state=state)
+
+
+PAIR = {'lora_a': jnp.eye(3, 2), 'lora_b': jnp.ones((2, 2))}
+
+
+def of_pair(params, x):
+  return jnp.sum((x @ params['lora_a'] @ params['lora_b']) ** 2)
+
+
+def flipped(stacks, state, step):
+  return stacks, state
+
+
+def with_ones(key):
+  return optax.stateless(lambda tree, _: jax.tree.map(lambda x: x + 1, tree))
+
+
+REST = prism_optax.scale_by_learning_rate(0.1), prism_optax.retract()
+FOREIGN = {
+  'privatizer': prism_optax.tangent_privatizer(
+    privatizer=with_ones(None), steps=3
+  ),
+  'correlated': prism_optax.correlated_tangent_privatizer(with_ones, steps=3),
+  'own': transforms.tangent_transformation('own', flipped, adds_noise=True),
+}
+
+
+@pytest.mark.parametrize('name', FOREIGN)
+def test_noise_that_is_not_ours_is_an_assumption(name):
+  tx = prism_optax.chain(prism_optax.intrinsic_clip(1.0), FOREIGN[name], *REST)
+
+  def step(params, state, x):
+    grads = jax.vmap(jax.grad(of_pair), (None, 0))(params, x)
+    return tx.update(grads, state, params)
+
+  args = PAIR, jax.eval_shape(tx.init, PAIR), jax.ShapeDtypeStruct((6, 3), 'f')
+  proof = diagnostics.prove_released(step, *args, private=2)
+  assert proof, proof
+  assert 'noise that is not of this package' in proof.assumptions[-1]
+
+
+@pytest.mark.parametrize('positions', [(), 4, -1, True, (2, 2)])
+def test_positions_that_do_not_fit(positions):
+  with pytest.raises(ValueError, match='private'):
+    diagnostics.prove_released(
+      private_step, PARAMS, NOISE.init(PARAMS), X, PADDING, private=positions
+    )
+  with pytest.raises(ValueError, match='padding=2'):
+    diagnostics.prove_released(
+      private_step, PARAMS, None, X, PADDING, private=2, padding=2
+    )
+
+
+def test_a_primitive_that_is_not_known_makes_private():
+  unknown = core.Primitive('unknown')
+  unknown.def_abstract_eval(lambda x: x)
+
+  def step(params, state, x, padding):
+    mean = jax.tree.map(unknown.bind, mean_of(params, x, padding))
+    return NOISE.update(mean, state)
+
+  assert prove(step).offence.startswith('`unknown`')
+
+
+# The marks themselves.
+
+
+def test_marks_are_compiled_to_nothing():
+  """The same program, and so the same bits, with and without them."""
+  what = _marks.Clip((_marks.Group((0,), 1.0),), (None,))
+
+  def marked(x):
+    ((y,),) = _marks.clipped([(x * 2,)], what)
+    return y + 1
+
+  programs = [
+    jax.jit(f).lower(X).as_text() for f in (marked, lambda x: x * 2 + 1)
+  ]
+  body = [p[p.index('func.func') :].replace('marked', '') for p in programs]
+  assert [len(x.splitlines()) for x in body[:1]] == [
+    len(x.splitlines()) for x in body[1:]
+  ]
+  assert 'clipped' not in programs[0]
+
+
+def test_marks_pass_through_transformations():
+  what = _marks.Noise((1.0,))
+
+  def marked(x):
+    ((y,),) = _marks.released([(jnp.sin(x),)], what)
+    return y
+
+  x = jnp.linspace(0, 1, 4)
+  np.testing.assert_array_equal(jax.vmap(marked)(x), jnp.sin(x))
+  np.testing.assert_array_equal(jax.vmap(jax.grad(marked))(x), jnp.cos(x))
+  scanned = jax.lax.scan(lambda c, v: (c, marked(v)), 0, x)[1]
+  np.testing.assert_array_equal(scanned, jnp.sin(x))
+  # One copy of many is not known to be noise of its own.
+  (equation,) = [
+    e
+    for e in jax.make_jaxpr(jax.vmap(marked))(x).eqns
+    if e.primitive is _marks.released_p
+  ]
+  assert equation.params['what'].stddevs == (None,)
