@@ -2,21 +2,37 @@
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _lattice, _per_example, _randomness, _validate
+from prism_optax import (
+  _identity,
+  _lattice,
+  _per_example,
+  _randomness,
+  _validate,
+)
 from prism_optax._types import PRNGKeyLike
 
 Arrays = dict[str, jax.Array]
 
-# What was made of a release, while it lives, by the identity of the array.
-_released: dict[int, 'weakref.ref[jax.Array]'] = {}
+
+class Released(NamedTuple):
+  """What was released, and what tells it from other releases.
+
+  Attributes:
+    arrays: Noisy sums, float32.
+    digest: Of the arrays.
+    key_digest: Of the key of the noise.
+  """
+
+  arrays: Arrays
+  digest: str
+  key_digest: str
 
 
 def release(
@@ -27,7 +43,7 @@ def release(
   dataset_size: int,
   prng_key: PRNGKeyLike,
   purpose: int,
-) -> Arrays:
+) -> Released:
   """The sum of what all records add, with noise on every entry.
 
   A record adds at most 1 in Euclidean norm, over all arrays together, whatever
@@ -45,7 +61,7 @@ def release(
       several kinds gives each noise of its own.
 
   Returns:
-    The released arrays, float32.
+    What was released.
 
   Raises:
     ValueError: If there is no batch, or more records than ``dataset_size``, or
@@ -74,21 +90,39 @@ def release(
   if _randomness.is_given(prng_key):
     key = jax.random.fold_in(key, purpose)
   sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
-  released: Arrays = _lattice.add_noise(key, sums, sigma)
-  return released
+  arrays: Arrays = _lattice.add_noise(key, sums, sigma)
+  digest = _identity.digest_of_values(arrays)
+  return Released(arrays, digest, _identity.digest_of_key(key))
 
 
-def remember(array: jax.Array) -> jax.Array:
-  """Notes that this array was made of a release; returns it."""
-  place = id(array)
-  _released[place] = weakref.ref(array, lambda _: _released.pop(place, None))
-  return array
+def as_rows(name: str, array: Any) -> jax.Array:
+  """An array of numbers, one record an entry of the first axis.
 
+  Its type is that of the whole batch, and public. In a list every record would
+  have a type and a length of its own, and what a list becomes would depend on
+  each of them.
 
-def is_remembered(array: object) -> bool:
-  """Whether this very array, no copy of it, was made of a release."""
-  reference = _released.get(id(array))
-  return reference is not None and reference() is array
+  Raises:
+    ValueError: For anything else, by the type of the whole.
+  """
+  if isinstance(array, list | tuple) or not hasattr(array, 'shape'):
+    raise ValueError(
+      f'Expected {name} to be an array, one record a row, got'
+      f' {type(array).__name__}.'
+    )
+  if not isinstance(array, jax.Array):
+    array = np.asarray(array)
+  kinds = jnp.floating, jnp.integer, jnp.bool_
+  if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+    raise ValueError(
+      f'Expected {name} to be real numbers, got an array of {array.dtype}.'
+    )
+  if isinstance(array, np.ndarray) and array.dtype.itemsize > 4:
+    # Too large a number becomes infinite, not another one; and no warning
+    # tells that there is one.
+    with np.errstate(all='ignore'):
+      array = array.astype(np.float32)
+  return jnp.asarray(array)
 
 
 @functools.partial(jax.jit, static_argnums=2)

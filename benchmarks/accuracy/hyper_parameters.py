@@ -143,7 +143,7 @@ def metrics(form, seeds):
       form=form,
       prng_key=jax.random.fold_in(jax.random.key(seed), 2),
     )
-    # Directions of scale one, so that all seeds are one program.
+    # Directions of scale one, and no names: all seeds are one program.
     missing = {k: 64 - len(v) for k, v in metric.scales.items()}
     found.append(
       dataclasses.replace(
@@ -156,6 +156,8 @@ def metrics(form, seeds):
           k: jnp.pad(v, (0, missing[k]), constant_values=1.0)
           for k, v in metric.scales.items()
         },
+        digest='',
+        key_digest='',
       )
     )
   return found

@@ -185,6 +185,8 @@ def execute(
   if recipe.metric:
     metric = input_metric(recipe.task, recipe.metric, recipe.seed, data, cache)
     before.append(metric)
+    # Without names, with which each seed would be a program of its own.
+    metric = dataclasses.replace(metric, digest='', key_digest='')
   params: dict[str, Any] = {
     'head': {'kernel': kernel, 'bias': jnp.zeros(problem.classes)},
     'layers': [

@@ -54,6 +54,9 @@ class InputMetric:
     layout: Of the parameters, see :func:`describe_pairs`.
     seeded: Whether the key of the noise was given: then whoever knows it knows
       the noise.
+    digest: Of the values that were released, and public, as
+      :class:`prism_optax.heads.LinearHead` has it.
+    key_digest: Of the key of the noise, likewise.
   """
 
   bases: dict[str, jax.Array]
@@ -63,6 +66,8 @@ class InputMetric:
   dataset_size: int = dataclasses.field(metadata=_STATIC)
   layout: LayoutLike = dataclasses.field(default=None, metadata=_STATIC)
   seeded: bool = dataclasses.field(default=False, metadata=_STATIC)
+  digest: str = dataclasses.field(default='', metadata=_STATIC)
+  key_digest: str = dataclasses.field(default='', metadata=_STATIC, repr=False)
 
   @property
   def event(self) -> dp_accounting.DpEvent:
@@ -164,7 +169,8 @@ def input_metric(
 
   Without ``make_private``: train coordinates, give the loss
   ``metric.to_params(coordinates)``, and compose ``metric.event`` with the
-  training's (``calibrate_noise_multiplier(..., also=[metric.event])``).
+  training's (``calibrate_noise_multiplier(...,
+  prior_events=[metric.event])``).
 
   With K patterns and the inputs a_it of record i, ``'second_moment'`` sums
   ``B_i = sum_t a_it a_it^T / (sqrt(K) sum_t |a_it|^2)`` and scales each
@@ -227,7 +233,10 @@ def input_metric(
 
   def checked() -> Iterator[dict[str, jax.Array]]:
     for batch in batches:
-      inputs = {name: jnp.asarray(x) for name, x in batch.items()}
+      inputs = {
+        name: _sums_of_records.as_rows(f'inputs of {name!r}', x)
+        for name, x in batch.items()
+      }
       _check_batch(inputs, entries, form)
       yield inputs
 
@@ -243,7 +252,7 @@ def input_metric(
   of_one = _of_mean if form == 'mean' else _of_second_moment
   pairs = {
     name: of_one(np.asarray(x, np.float64), sigma, dataset_size, len(entries))
-    for name, x in released.items()
+    for name, x in released.arrays.items()
   }
   return InputMetric(
     {name: jnp.asarray(q, jnp.float32) for name, (q, _) in pairs.items()},
@@ -253,6 +262,8 @@ def input_metric(
     int(dataset_size),
     layout,
     _randomness.is_given(prng_key),
+    released.digest,
+    released.key_digest,
   )
 
 

@@ -277,11 +277,11 @@ class BoundedSum(NamedTuple):
 
     def contribution(example: Any) -> Any:
       leaves, treedef = jax.tree.flatten(coordinates(example))
-      leaves, factors, counts = rule._factors(leaves, norm, rows)
+      scaled, factors, counts = rule._factors(leaves, norm, rows)
       unit = b * (norm / bound)
       out = [
         jnp.where(counts, x * (factor / unit), 0)
-        for x, factor in zip(leaves, factors, strict=True)
+        for x, factor in zip(scaled, factors, strict=True)
       ]
       if not follows:
         return jax.tree.unflatten(treedef, out), ()

@@ -26,14 +26,13 @@ from prism_optax.training._clipping import (
 from prism_optax.training._mechanism import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._records import Form
-from prism_optax.training._sampling import Sampling
-from prism_optax.training._settings import (
-  Before,
-  Parts,
+from prism_optax.training._releases import (
+  PriorReleases,
   Release,
-  Settings,
   check_declared,
 )
+from prism_optax.training._sampling import Sampling
+from prism_optax.training._settings import Parts, Settings
 
 # Folded into a key that was given: the seed of the batches, the noise of a
 # quantile. `split` uses the numbers 0 and 1.
@@ -63,7 +62,7 @@ def make_private(
   batched_loss: bool = False,
   batch_sharding: jax.sharding.Sharding | None = None,
   input_metric: InputMetric | None = None,
-  also: Sequence[Release] = (),
+  prior_releases: Sequence[Release] = (),
   prng_key: PRNGKeyLike = None,
 ) -> PrivateTraining:
   """A differentially private training whose parts agree.
@@ -149,8 +148,12 @@ def make_private(
       and those of a state are its coordinates then, and
       ``training.adapters(state)`` what the model takes; its event is part of
       epsilon, of a target and of every statement.
-    also: What else was released of them before, such as
-      :class:`prism_optax.heads.LinearHead`: part of all these, too.
+    prior_releases: What else was released of them before, such as
+      :class:`prism_optax.heads.LinearHead` or an object with its attributes:
+      part of all these, too. A head that is found in ``params``, in frozen
+      weights or in ``loss``, and not here, is refused; that class says which
+      copies of it are known again. What is neither found nor given is not
+      accounted for.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
       key that was given knows the noise and the batches.
 
@@ -159,8 +162,9 @@ def make_private(
 
   Raises:
     ValueError: For constants that do not fit, delta too large, an optimizer
-      with a clip of its own, a released head that is not in ``also``; unless
-      exactly one of ``target_epsilon`` and ``noise_multiplier`` is given.
+      with a clip of its own, a released head that is not in
+      ``prior_releases``, two releases of one key; unless exactly one of
+      ``target_epsilon`` and ``noise_multiplier`` is given.
 
   Example:
     >>> import functools
@@ -220,13 +224,17 @@ def make_private(
   shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
-  before = Before.of(input_metric, also, dataset_size)
-  check_declared(params, also)
+  prior = PriorReleases.of(input_metric, prior_releases, dataset_size)
+  declared = (
+    *prior_releases,
+    *([] if input_metric is None else [input_metric]),
+  )
+  check_declared('params', params, declared)
   if input_metric is not None:
     loss = _loss.in_coordinates(loss, input_metric, batched_loss)
   if target_epsilon is not None:
     noise_multiplier = _calibrated(
-      target_epsilon, delta, sampling, steps, entries * steps, before
+      target_epsilon, delta, sampling, steps, entries * steps, prior
     )
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   given = _randomness.is_given(prng_key)
@@ -243,9 +251,9 @@ def make_private(
     delta,
     c,
     bounded.description(shapes),
-    given or before.seeded,
+    given or prior.seeded,
     entries,
-    before,
+    prior,
     None if record is None else Form.declared(record),
   )
   transformation = _mechanism.assemble(
@@ -263,6 +271,7 @@ def make_private(
       _sampling.put_on_device(batch_sharding),
       skip_padding,
       functools.partial(_loss.check, loss, batched_loss, microbatch_size),
+      functools.partial(check_declared, declared=declared),
       (lambda x: x) if input_metric is None else input_metric.to_params,
       1 + follows,
     )
@@ -277,13 +286,13 @@ def _calibrated(
   sampling: Sampling,
   steps: int,
   entries: int,
-  before: Before,
+  prior: PriorReleases,
 ) -> float:
   """The noise multiplier that meets epsilon with the noise as it is drawn."""
   target = _validate.known_positive('target_epsilon', target_epsilon)
   # More than epsilon at half of delta, with which what drawn noise adds grows.
   above = 1.25 * target + 0.5
-  entries += before.entries
+  entries += prior.entries
   most, total = accounting.release_guarantee(above, delta, entries)
   left, shift = 2 * delta - total, most - above
   if left < delta / 2 or shift > target / 2:
@@ -299,7 +308,7 @@ def _calibrated(
     steps,
     dataset_size=sampling.dataset_size,
     truncated_batch_size=sampling.truncated_batch_size,
-    also=before.events,
+    prior_events=prior.events,
   )
 
 

@@ -14,7 +14,7 @@ from prism_optax import _per_example, accounting
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 from prism_optax.accounting import _events
-from prism_optax.training import _seen
+from prism_optax.training import _releases, _seen
 from prism_optax.training._records import Records
 from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
@@ -62,6 +62,7 @@ class PrivateTraining:
     self.steps = settings.steps
     self.proofs: tuple[Proof, ...] = ()
     self._checked = False
+    self._frozen_ids: list[int] | None = None
     words = repr((settings, jax.tree.map(_described, parts.shapes))).encode()
     digest = hashlib.sha256(words).digest()
     self._fingerprint = np.frombuffer(digest, np.uint32)
@@ -99,7 +100,8 @@ class PrivateTraining:
       The state before the first step.
 
     Raises:
-      ValueError: If the parameters have other shapes, or under ``jit``.
+      ValueError: If the parameters have other shapes, or hold a release that
+        is not among ``prior_releases``; or under ``jit``.
     """
     found, wanted = (
       jax.tree.map(_described, x) for x in (params, self.parts.shapes)
@@ -114,6 +116,7 @@ class PrivateTraining:
         'A new run takes fresh seeds, which would become constants of a'
         ' compiled program: call init outside of jit.'
       )
+    self.parts.check_declared('params', params)
     state = self.parts.transformation.init(params)
     # The step takes these buffers over: none may be the caller's.
     params, state = jax.tree.map(jnp.copy, (params, state))
@@ -245,7 +248,8 @@ class PrivateTraining:
 
     Raises:
       ValueError: If all steps are done; for a state of another training, or
-        anything that is not this run's batch for this step.
+        anything that is not this run's batch for this step; for frozen weights
+        or a loss that hold a release which is not among ``prior_releases``.
     """
     self._check_state(state)
     number = int(state.step)
@@ -268,12 +272,21 @@ class PrivateTraining:
         f' {batch.step}{"" if batch.run == self._run(state) else " of another"}'
         '. Each batch is for one step: iterate batches(state, data) once.'
       )
+    inputs = _arguments(state, frozen, batch)
+    frozen_ids = [id(x) for x in jax.tree.leaves(frozen)]
+    if frozen_ids != self._frozen_ids:  # Once for the same weights.
+      self.parts.check_declared('frozen', frozen)
+      self._frozen_ids = frozen_ids
     if not self._checked:
       independence: Proof | None = self.parts.check(state.params, frozen, batch)
-      release = self._prove_release(state, frozen, batch)
+      # What is traced here is what runs: it is not traced again.
+      traced = self._step.trace(*inputs)
+      constants = _releases.constants_of(traced.jaxpr)
+      self.parts.check_declared('the constants of loss', list(constants))
+      release = self._prove_release(traced, inputs)
       self.proofs = tuple(x for x in (independence, release) if x is not None)
       self._checked = True
-    params, optimizer = self._step(*_arguments(state, frozen, batch))
+    params, optimizer = self._step(*inputs)
     return state._replace(
       params=params, optimizer=optimizer, step=np.asarray(number + 1)
     )
@@ -294,7 +307,7 @@ class PrivateTraining:
     return self.parts.adapters(state.params)
 
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
-    """The event of some steps, and of what came before, for an accountant.
+    """The event of some steps, and of prior releases, for an accountant.
 
     Args:
       steps: How many; None is all.
@@ -311,7 +324,7 @@ class PrivateTraining:
       truncated_batch_size=cut,
       dataset_size=None if cut is None else settings.sampling.dataset_size,
     )
-    return _events.composed([training, *settings.before.events])
+    return _events.composed([training, *settings.prior_releases.events])
 
   def epsilon(self, steps: int | None = None) -> float:
     """Epsilon of some steps, with ideal noise.
@@ -356,28 +369,21 @@ class PrivateTraining:
       self.event(done),
       settings.delta,
       dataset_size=settings.sampling.dataset_size,
-      entries=done * settings.entries + settings.before.entries,
+      entries=done * settings.entries + settings.prior_releases.entries,
     )
     void = '; VOID for all who know prng_key' if settings.seeded else ''
-    also = settings.before.words
+    prior = settings.prior_releases.words
     return (
-      f'{text}, {unit}, {done} of {self.steps} steps{also}{void}'
+      f'{text}, {unit}, {done} of {self.steps} steps{prior}{void}'
       f'{_proved(self.proofs)}'
     )
 
   def _prove_release(
-    self, state: TrainingState, frozen: Any, batch: Batch
+    self, traced: Any, inputs: tuple[Any, ...]
   ) -> Proof | None:
-    """Refuses a step that lets something past the noise, by its program.
-
-    The program is the one that runs: JAX keeps what is traced here.
-    """
-    args = _arguments(state, frozen, batch)
+    """Refuses a step that lets something past the noise, by its program."""
     return _seen.prove_step(
-      self._step.trace(*args),
-      args,
-      self.noise_multiplier,
-      self.parts.releases_per_step,
+      traced, inputs, self.noise_multiplier, self.parts.releases_per_step
     )
 
   def _check_state(self, state: TrainingState) -> None:

@@ -25,7 +25,7 @@ LAYERS = (
   ('_linalg',),
   ('_frames',),
   ('_randomness',),
-  ('_lattice',),
+  ('_lattice', '_identity'),
   ('_per_example',),
   ('_sums_of_records',),
   ('fixed_rank',),

@@ -202,6 +202,8 @@ METRIC = lora.InputMetric(
   noise_multiplier=5.0,
   entries=21,
   dataset_size=problem.N,
+  digest='values',
+  key_digest='key',
 )
 
 

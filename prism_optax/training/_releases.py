@@ -1,0 +1,200 @@
+"""What was released of the records before a training, and must be declared."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import dp_accounting
+import jax
+import numpy as np
+
+from prism_optax import _identity
+from prism_optax._types import ArrayTree
+
+
+class Release(Protocol):
+  """What was released of the same records, such as a head of class means.
+
+  A pytree of the arrays that were released, with:
+
+  Attributes:
+    event: In the words of dp-accounting.
+    entries: Number of entries that got noise.
+    dataset_size: Number of records, or of users.
+    seeded: Whether somebody knows the noise.
+    digest: A text that names the released values: the same for the same values,
+      another for others, such as a hash of their bytes.
+    key_digest: Likewise, of the key of the noise.
+  """
+
+  @property
+  def event(self) -> dp_accounting.DpEvent: ...
+  @property
+  def entries(self) -> int: ...
+  @property
+  def dataset_size(self) -> int: ...
+  @property
+  def seeded(self) -> bool: ...
+  @property
+  def digest(self) -> str: ...
+  @property
+  def key_digest(self) -> str: ...
+
+
+_SAID = ('event', 'entries', 'dataset_size', 'seeded', 'digest', 'key_digest')
+
+
+class PriorReleases(NamedTuple):
+  """What was released about the same records before the training.
+
+  Attributes:
+    events: In the words of dp-accounting.
+    entries: Number of entries that got noise.
+    digest: What makes it other releases.
+    words: For a statement.
+    seeded: Whether somebody knows the noise of one of them.
+  """
+
+  events: tuple[dp_accounting.DpEvent, ...] = ()
+  entries: int = 0
+  digest: str = ''
+  words: str = ''
+  seeded: bool = False
+
+  @classmethod
+  def of(
+    cls,
+    metric: Any,
+    prior_releases: Sequence[Release],
+    dataset_size: int,
+  ) -> 'PriorReleases':
+    """An input metric, or None, and other releases.
+
+    Raises:
+      ValueError: For one that says less, is of another number of records, or
+        has the values or the noise of another one.
+    """
+    named: dict[str, Any] = {} if metric is None else {'input_metric': metric}
+    for i, release in enumerate(prior_releases):
+      named[f'prior_releases[{i}]'] = release
+    digest = hashlib.sha256()
+    for name, release in named.items():
+      _check_one(name, release, dataset_size)
+      digest.update(f'{release.digest}\0{release.key_digest}\0'.encode())
+      for x in map(np.asarray, jax.tree.leaves(release)):
+        digest.update(f'{x.shape}{x.dtype}'.encode() + x.tobytes())
+    _check_different(named)
+    words = [] if metric is None else ['an input metric']
+    if count := len(prior_releases):
+      words.append(f'{count} prior release{"s" if count > 1 else ""}')
+    releases = named.values()
+    return cls(
+      tuple(x.event for x in releases),
+      sum(x.entries for x in releases),
+      digest.hexdigest() if named else '',
+      ''.join(f' and {x}' for x in words),
+      any(x.seeded for x in releases),
+    )
+
+
+def _check_one(name: str, release: Any, dataset_size: int) -> None:
+  kind = type(release).__name__
+  missing = [x for x in _SAID if not hasattr(release, x)]
+  if missing:
+    raise ValueError(
+      f'Expected {name} to say its {", ".join(_SAID)}, as heads.LinearHead'
+      f' does, got {kind} without {", ".join(missing)}. For another mechanism'
+      ' compose events: accounting.epsilon of training.event() and its own.'
+    )
+  if release.dataset_size != dataset_size:
+    raise ValueError(
+      f'Expected {name} to be of the records (or users) of this training, got'
+      f' {kind} of {release.dataset_size} for {dataset_size=}.'
+    )
+  for said in ('digest', 'key_digest'):
+    value = getattr(release, said)
+    if not isinstance(value, str) or not value:
+      raise ValueError(
+        f'Expected {name} to have a {said}, by which it is told from other'
+        f' releases, got {kind} with {said}={value!r}: give what heads.ridge,'
+        ' heads.class_means or lora.input_metric returned, not a copy made of'
+        ' its arrays alone.'
+      )
+  for x in map(np.asarray, jax.tree.leaves(release)):
+    if x.dtype == object:
+      raise ValueError(
+        f'Expected {name} to be a pytree of arrays, got {kind}, in which there'
+        ' is no number.'
+      )
+
+
+def _check_different(named: dict[str, Any]) -> None:
+  """Refuses two releases that are one, or have one noise."""
+  seen: dict[str, str] = {}
+  for name, release in named.items():
+    label = f'{name} ({type(release).__name__})'
+    other = seen.setdefault(f'values {release.digest}', label)
+    if other != label:
+      raise ValueError(
+        f'{other} and {label} are one release, of the same values: give it'
+        ' once.'
+      )
+    other = seen.setdefault(f'key {release.key_digest}', label)
+    if other != label:
+      raise ValueError(
+        f'{other} and {label} have noise of one key. Their difference has less'
+        ' noise, or none, so no event describes both. Release one of them again'
+        ' with another prng_key (best: None).'
+      )
+
+
+def check_declared(name: str, tree: ArrayTree, declared: Sequence[Any]) -> None:
+  """Refuses a release in a tree of arrays unless it is declared.
+
+  Args:
+    name: Of the tree, for the message.
+    tree: Arrays; shapes, and what is traced, pass.
+    declared: Releases.
+
+  Raises:
+    ValueError: Naming the leaf.
+  """
+  digests = {release.digest for release in declared}
+  arrays = [x for release in declared for x in jax.tree.leaves(release)]
+
+  def is_release(x: object) -> bool:
+    return hasattr(x, 'key_digest') and hasattr(x, 'event')
+
+  for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_release):
+    if is_release(leaf):
+      allowed = leaf.digest in digests
+    else:
+      allowed = not _identity.is_marked(leaf) or any(
+        _identity.is_copy(leaf, x) for x in arrays
+      )
+    if not allowed:
+      raise ValueError(
+        f'{name}{jax.tree_util.keystr(path)} is a release of prism_optax.heads'
+        ' or lora, or a copy of one, and that release is not accounted for:'
+        ' give it to make_private, as prior_releases=[head]. If it is declared,'
+        ' give its kernel as a whole, and choose or mix columns inside of loss.'
+        ' If it has seen none of the records of this training, give'
+        ' head.kernel_for_other_records().'
+      )
+
+
+def constants_of(jaxpr: Any) -> Iterator[Any]:
+  """The arrays that a program holds, such as those that a loss closes over."""
+  yield from getattr(jaxpr, 'consts', ())
+  for equation in getattr(jaxpr, 'eqns', ()):
+    for atom in equation.invars:
+      if hasattr(atom, 'val'):
+        yield atom.val
+    inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+    for value in inner:
+      if _is_jaxpr(value):
+        yield from constants_of(value)
+
+
+def _is_jaxpr(x: object) -> bool:
+  return hasattr(x, 'eqns')

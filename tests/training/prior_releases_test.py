@@ -1,0 +1,656 @@
+"""What was released before the training: heads, in statements and events."""
+
+import dataclasses
+import functools
+import pickle
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+from dp_accounting import ComposedDpEvent, GaussianDpEvent
+
+import prism_optax
+from prism_optax import (
+  _identity,
+  _lattice,
+  _randomness,
+  _sums_of_records,
+  accounting,
+  heads,
+  lora,
+  training,
+)
+from tests.training import problem
+
+N, D, K = 300, 6, 3
+_rng = np.random.default_rng(0)
+LABELS = _rng.integers(K, size=N)
+# Lengths of many sizes: a record's direction is what counts.
+FEATURES = np.float32(
+  (_rng.normal(size=(N, D)) + 2 * np.eye(K, D)[LABELS] + 1)
+  * 10.0 ** _rng.uniform(-30, 15, (N, 1))
+)
+release = functools.partial(
+  heads.class_means, num_classes=K, dataset_size=N, prng_key=1
+)
+
+
+def assert_kernel(found, expected):
+  """Half a step of the grid is 2^(1 / 123.6): 0.563 %."""
+  np.testing.assert_allclose(found, expected, rtol=5.64e-3, atol=1e-6)
+
+
+def directions():
+  x = np.float64(FEATURES)
+  return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def test_columns_are_the_directions_of_the_class_means():
+  means = release([(FEATURES, LABELS)], noise_multiplier=0.0)
+  columns = directions().T @ np.eye(K)[LABELS]
+  columns /= np.linalg.norm(columns, axis=0)
+  expected = columns - columns.mean(1, keepdims=True)
+  assert_kernel(means.kernel, expected)
+  assert means.entries == D * K
+  right = (directions() @ np.float64(means.kernel)).argmax(1) == LABELS
+  assert right.mean() > 0.85
+
+
+def test_columns_are_relieved_of_the_length_of_the_noise(monkeypatch):
+  released = []
+  release_sums = _sums_of_records.release
+
+  def spy(*args, **options):
+    released.append(release_sums(*args, **options))
+    return released[-1]
+
+  monkeypatch.setattr(_sums_of_records, 'release', spy)
+  means = release([(FEATURES, LABELS)], noise_multiplier=9.0)
+  sums = np.float64(released[0].arrays['sums'])
+  squares = np.sum(sums**2, 0) - D * 9.0**2
+  columns = sums / np.sqrt(np.maximum(squares, heads._FEWEST**2))
+  assert_kernel(means.kernel, columns - columns.mean(1, keepdims=True))
+
+
+@pytest.mark.parametrize('sigma', [0.0, 3.0])
+def test_ridge_is_the_solution_of_its_equations(sigma):
+  """Dense, in float64, with its noise: what was released is read back."""
+  released = {}
+  release_sums = _sums_of_records.release
+  with pytest.MonkeyPatch.context() as patch:
+
+    def spy(*args, **options):
+      out = release_sums(*args, **options)
+      released.update(out.arrays)
+      return out
+
+    patch.setattr(_sums_of_records, 'release', spy)
+    head = heads.ridge(
+      [(FEATURES, LABELS)],
+      num_classes=K,
+      noise_multiplier=sigma,
+      dataset_size=N,
+      prng_key=1,
+    )
+  noisy = np.zeros((D, D))
+  upper = np.triu_indices(D)
+  noisy[upper] = np.float64(released['moment']) * 2**0.5
+  noisy = (noisy + noisy.T) / np.where(np.eye(D), 2, 2**0.5)
+  # The noise is on all of what records add: sums over sqrt(2).
+  x, chosen = directions(), np.eye(K)[LABELS]
+  sums = np.float64(released['sums']) * 2**0.5
+  wrong = (noisy - x.T @ x)[upper], sums - x.T @ chosen
+  if sigma:  # Of standard deviation 3.6 in the mean of the matrix, and 4.2.
+    assert all(2 < np.std(x) < 6 for x in wrong)
+  else:
+    np.testing.assert_allclose(np.concatenate(wrong, None), 0, atol=1e-3)
+  values, vectors = np.linalg.eigh(noisy)
+  ridge = 1 + 0.5 * (2 * D) ** 0.5 * sigma * 2**0.5
+  inverse = vectors @ np.diag(1 / (values.clip(0) + ridge)) @ vectors.T
+  expected = inverse @ sums
+  expected -= expected.mean(1, keepdims=True)
+  expected /= np.linalg.norm(expected, axis=0).mean()
+  assert_kernel(head.kernel, expected)
+  assert head.entries == D * (D + 1) // 2 + D * K
+
+
+def test_ridge_sees_past_what_all_features_have_in_common():
+  rng = np.random.default_rng(3)
+  labels = rng.integers(K, size=3000)
+  # A strong direction that tells little of the class, across those that do.
+  features = rng.normal(size=(3000, 8))
+  features += 6 * rng.normal(size=(3000, 1)) * [0, 1, -1, 1, 0, 0, 0, 0]
+  features[np.arange(3000), labels + 1] += 3
+  options = {'num_classes': K, 'dataset_size': 3000, 'prng_key': 1}
+  right = {
+    make: np.mean(
+      np.argmax(
+        features
+        @ np.float64(
+          make([(features, labels)], noise_multiplier=2.0, **options).kernel
+        ),
+        1,
+      )
+      == labels
+    )
+    for make in (heads.ridge, heads.class_means)
+  }
+  assert right[heads.ridge] > right[heads.class_means] + 0.05
+
+
+def test_the_same_bits_in_any_batches():
+  """Also with padding, labels of no class and features that are not finite."""
+  whole = release([(FEATURES, LABELS)], noise_multiplier=2.0)
+  # Padding counts as records, which change nothing here but their number.
+  odd = np.ones((4, D), np.float32)
+  odd[0, 0], odd[1, 2], odd[3] = np.nan, np.inf, 0.0
+  parts = [
+    (FEATURES[rows], LABELS[rows]) for rows in (slice(200, None), slice(200))
+  ]
+  found = release(
+    [*parts, (odd, np.array([0, 1, -1, 2]))],
+    noise_multiplier=2.0,
+    dataset_size=N + 4,
+  )
+  np.testing.assert_array_equal(found.kernel, whole.kernel)
+  other = release([(FEATURES, LABELS)], noise_multiplier=2.0, prng_key=2)
+  assert not np.array_equal(other.kernel, whole.kernel)
+
+
+def test_one_key_gives_each_kind_of_release_its_own_noise(monkeypatch):
+  released = []
+  add_noise = _lattice.add_noise
+
+  def spy(*args):
+    released.append(np.ravel(next(iter(add_noise(*args).values()))))
+    return add_noise(*args)
+
+  monkeypatch.setattr(_lattice, 'add_noise', spy)
+  options = {'noise_multiplier': 1.0, 'dataset_size': 1, 'prng_key': 7}
+  zeros = np.zeros((1, 4), np.float32)
+  means, _ = (
+    make([(zeros, np.array([0]))], num_classes=1, **options)
+    for make in (heads.class_means, heads.ridge)
+  )
+  metrics = [
+    lora.input_metric([{'x': zeros}], form=form, **options)
+    for form in ('second_moment', 'mean')
+  ]
+  assert len({x[0] for x in released}) == 4
+  assert means.seeded
+  assert metrics[0].seeded
+  del options['prng_key']
+  assert not lora.input_metric([{'x': zeros}], **options).seeded
+
+
+@pytest.mark.parametrize('label', range(K))
+def test_a_record_adds_one_to_its_class(label):
+  """And no class of few records has a long column made of noise."""
+  row = np.eye(1, D, dtype=np.float32) * 1e30
+  means = release([(row, np.array([label]))], noise_multiplier=0.0)
+  expected = (np.eye(K)[label] - 1 / K) / heads._FEWEST
+  assert_kernel(means.kernel[0], expected)
+  np.testing.assert_array_equal(means.kernel[1:], 0)
+
+
+@pytest.mark.parametrize('make', [heads.class_means, heads.ridge])
+@pytest.mark.parametrize('sigma', [0.5, 20.0])
+def test_every_entry_gets_the_noise(sigma, make, monkeypatch):
+  released = []
+  release_sums = _sums_of_records.release
+
+  def spy(*args, **options):
+    sums = release_sums(*args, **options)
+    released.append(np.concatenate([np.ravel(x) for x in sums.arrays.values()]))
+    return sums
+
+  monkeypatch.setattr(_sums_of_records, 'release', spy)
+  for _ in range(2):
+    means = make(
+      [(np.zeros((1, 60), np.float32), np.array([0]))],
+      num_classes=30,
+      noise_multiplier=sigma,
+      dataset_size=1,
+    )
+  noise = np.float64(released[0]) / sigma
+  assert means.entries == noise.size
+  assert noise.size == 60 * 30 + (make is heads.ridge) * 30 * 61
+  assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
+  assert not np.array_equal(*released)
+  assert means.event == GaussianDpEvent(sigma)
+
+
+def made_up(value=1.0, digest='values', key_digest='key', **changes):
+  """A release that was never made: what a training asks of one."""
+  head = heads.LinearHead(jnp.full((2, 2), value), 5.0, 4, problem.N)
+  names = {'digest': digest, 'key_digest': key_digest}
+  return dataclasses.replace(head, **names | changes)
+
+
+MEANS = made_up()
+OTHER = made_up(0.0, 'other values', 'other key')
+
+
+def test_a_training_accounts_for_what_came_before():
+  make = functools.partial(problem.make, optax.sgd(0.1))
+  private = make(prior_releases=[MEANS, OTHER])
+  events = [make().event(), MEANS.event, GaussianDpEvent(5.0)]
+  assert private.event() == ComposedDpEvent(events)
+  assert private.epsilon(0) == pytest.approx(
+    accounting.epsilon(ComposedDpEvent(events[1:]), 1e-4), rel=1e-6
+  )
+  assert private.statement().endswith(
+    '3 of 3 steps and 2 prior releases; VOID for all who know prng_key'
+  )
+  # Noise that somebody knows protects from nobody who does, whose ever it is.
+  seeded = dataclasses.replace(MEANS, seeded=True)
+  for means, void in ((MEANS, False), (seeded, True)):
+    statement = make(prior_releases=[means], prng_key=None).statement()
+    assert ('VOID' in statement) is void
+  # After other releases it is another run: other values, or other noise.
+  state = private.init(problem.PARAMS)
+  for change in ({'digest': 'third'}, {'key_digest': 'third'}):
+    third = dataclasses.replace(OTHER, **change)
+    with pytest.raises(ValueError, match='state of this training'):
+      make(prior_releases=[MEANS, third]).adapters(state)
+
+
+ROWS, CLASSES = 16, 3
+
+
+@functools.cache
+def head_of(make=heads.ridge, prng_key=None, rows=problem.N):
+  """A release of records like those of the problem, with noise."""
+  rng = np.random.default_rng(1)
+  labels = rng.integers(CLASSES, size=rows)
+  features = rng.normal(size=(rows, ROWS)) + 2 * np.eye(CLASSES, ROWS)[labels]
+  return make(
+    [(features, labels)],
+    num_classes=CLASSES,
+    noise_multiplier=1.0,
+    dataset_size=problem.N,
+    prng_key=prng_key,
+  )
+
+
+def saved_and_loaded(kernel, tmp_path):
+  np.save(tmp_path / 'head.npy', kernel)
+  return np.load(tmp_path / 'head.npy')
+
+
+COPIES = {
+  'as it is': lambda x: x,
+  'device_put': lambda x: jax.device_put(jnp.copy(x), jax.devices()[0]),
+  'times 10': lambda x: 10 * x,
+  'times -0.37, in place': lambda x: np.negative(0.37 * np.asarray(x)),
+  'bfloat16': lambda x: x.astype(jnp.bfloat16),
+  'float16': lambda x: x.astype(jnp.float16),
+  'float64': lambda x: np.float64(x),
+  'bfloat16, and back': lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+  'transposed': lambda x: x.T,
+  'columns of length one': lambda x: x / jnp.linalg.norm(x, axis=0),
+  'a column': lambda x: x[:, 1],
+}
+# A cast to bfloat16 leaves less: it takes more numbers.
+LARGE = _identity.marked(np.random.default_rng(2).normal(size=(60, 3)) / 20)
+"""Sixty times three numbers, as a head with sixty features has them."""
+
+
+@functools.cache
+def heads_of():
+  """A small head, and one large enough for a cast to bfloat16."""
+  small = head_of()
+  return small, dataclasses.replace(
+    small, kernel=jnp.asarray(LARGE), digest='large', key_digest='large'
+  )
+
+
+@pytest.mark.parametrize('copy', [*COPIES, 'reloaded'])
+def test_a_copy_of_a_head_has_to_be_accounted_for(copy, tmp_path):
+  """In parameters and in frozen weights; declared, it is used at will."""
+  head = heads_of()['bfloat16' in copy]
+  change = COPIES.get(copy, lambda x: saved_and_loaded(x, tmp_path))
+  tree = {'layer': jnp.ones((2, 3)), 'head': change(head.kernel)}
+  check = training._releases.check_declared
+  with pytest.raises(
+    ValueError, match=r"frozen\['head'\] .*prior_releases=\[head\]"
+  ):
+    check('frozen', tree, [])
+  with pytest.raises(ValueError, match='not accounted for'):
+    check('frozen', tree, [MEANS])
+  check('frozen', tree, [MEANS, head])
+
+
+def test_another_head_than_the_declared_one_is_refused():
+  """Of the same records, with other noise: two releases, one declared."""
+  one, other = head_of(), head_of(heads.class_means)
+  again = head_of(prng_key=5)
+  for found in (other, again):
+    with pytest.raises(ValueError, match='not accounted for'):
+      training._releases.check_declared('params', [found.kernel], [one])
+
+
+def test_what_is_no_copy_passes():
+  """And says so: `LinearHead` has the table."""
+  kernel = heads_of()[1].kernel
+  rng = np.random.default_rng(0)
+  other = jnp.asarray(rng.normal(size=kernel.shape), jnp.float32)
+  tree = [
+    jax.random.key(0),
+    np.arange(9),
+    jax.ShapeDtypeStruct((3,), jnp.float32),
+    *(other, jnp.zeros((5, 5)), jnp.eye(7), np.nan * other, 1.0, 'text'),
+    *(kernel + 0.1 * other, kernel.T @ kernel),
+    # Tables that models hold: positions, quantised weights, windows.
+    2.0 ** (-np.arange(1, 33) / 4),
+    *(
+      b ** (-np.arange(0, d, 2) / d) for b in (1e4, 5e5, 1e6) for d in (64, 80)
+    ),
+    np.exp(-np.log(5e5) * np.arange(40) / 39),  # Whole steps of the grid.
+    np.round(127 * np.asarray(other)) * np.float32(0.003),
+    *(np.linspace(-1, 1, 100), 1 / np.arange(1.0, 200), np.hanning(64)),
+    np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16),
+    *(other.astype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)),
+    head_of().kernel_for_other_records(),
+  ]
+  training._releases.check_declared('frozen', tree, [])
+
+
+def test_no_array_of_random_numbers_is_taken_for_a_release():
+  """Of any size and type, by the evidence that is asked for: exp(-24)."""
+  rng = np.random.default_rng(0)
+  for size in (4, 5, 8, 20, 50, 200, 1000):
+    for dtype in (np.float32, np.float16, jnp.bfloat16, jnp.float8_e4m3fn):
+      for x in rng.normal(size=(30, size)) * 10.0 ** rng.uniform(
+        -3, 3, (30, 1)
+      ):
+        assert not _identity.is_marked(x.astype(dtype))
+
+
+def test_a_head_for_other_records_is_near_the_head():
+  head = head_of()
+  kernel = head.kernel_for_other_records()
+  assert kernel.shape == head.kernel.shape
+  np.testing.assert_allclose(kernel, head.kernel, rtol=5.64e-3)
+  np.testing.assert_array_equal(kernel, head.kernel_for_other_records())
+
+
+def test_a_head_is_found_wherever_a_training_meets_it():
+  """Row by row of the attack: no route around `prior_releases`."""
+  head = head_of()
+  kernel = jnp.resize(head.kernel, (6, 4))  # Fits the problem.
+  frozen = {'weights': problem.FROZEN, 'head': kernel}
+
+  def loss(params, frozen, x, y):
+    weights = frozen['weights'] + frozen['head']
+    return problem.loss(params, weights, x, y)
+
+  def closing(params, frozen, x, y):
+    return problem.loss(params, frozen + kernel, x, y)
+
+  make = functools.partial(problem.make, optax.sgd(0.1))
+  kept = {'loss': loss}
+  for release, options, weights, message in (
+    (head, kept, frozen, None),
+    (None, kept, frozen, r"frozen\['head'\]"),
+    (head, {'loss': closing}, problem.FROZEN, None),
+    (None, {'loss': closing}, problem.FROZEN, 'the constants of loss'),
+  ):
+    declared = (
+      [] if release is None else [dataclasses.replace(release, kernel=kernel)]
+    )
+    private = make(prior_releases=declared, **options)
+    if message is None:
+      problem.trained(private, frozen=weights)
+      continue
+    with pytest.raises(ValueError, match=message):
+      problem.trained(private, frozen=weights)
+  # Weights that are exchanged on the way are looked at again.
+  private = make(loss=loss)
+  state = private.init(problem.PARAMS)
+  batches = iter(private.batches(state, problem.DATA))
+  ordinary = frozen | {'head': jnp.ones((6, 4))}
+  state = private.step(state, next(batches), ordinary)
+  with pytest.raises(ValueError, match=r"frozen\['head'\]"):
+    private.step(state, next(batches), frozen)
+  # Parameters, when the training is made, and when it begins if it was made of
+  # shapes.
+  params = problem.PARAMS | {'head': head.kernel[:4, 0]}
+  with pytest.raises(ValueError, match=r"params\['head'\]"):
+    make(params=params)
+  with pytest.raises(ValueError, match=r"params\['head'\]"):
+    make().init(params)
+  column = dataclasses.replace(head, kernel=params['head'])
+  make(prior_releases=[column]).init(params)
+
+
+def test_a_release_object_among_the_weights_is_known_by_its_digest():
+  metric = lora.InputMetric(
+    {'q': jnp.eye(3, 1)}, {'q': jnp.ones(1)}, 5.0, 6, 9, None, False, 'd', 'k'
+  )
+  check = training._releases.check_declared
+  with pytest.raises(ValueError, match=r"frozen\['metric'\]"):
+    check('frozen', {'metric': metric}, [MEANS])
+  check('frozen', {'metric': metric}, [metric])
+
+
+def test_releases_are_told_apart_by_values_and_by_key():
+  one, again = head_of(prng_key=3), head_of.__wrapped__(prng_key=3)
+  assert one.digest == again.digest
+  assert one.key_digest == again.key_digest
+  # The key alone: fewer records, other values, the same noise.
+  fewer = head_of(prng_key=3, rows=problem.N - 1)
+  assert fewer.digest != one.digest
+  assert fewer.key_digest == one.key_digest
+  # Another kind of release has noise of its own from one key.
+  means = head_of(heads.class_means, prng_key=3)
+  assert means.key_digest != one.key_digest
+  fresh = [head_of.__wrapped__() for _ in range(2)]
+  assert len({x.key_digest for x in fresh} | {one.key_digest}) == 3
+  assert len({x.digest for x in fresh}) == 2
+  # Seeds are the same key in every form that a key may be given in.
+  typed = head_of.__wrapped__(prng_key=jax.random.key(3))
+  assert typed.key_digest == one.key_digest
+  make = functools.partial(problem.make, optax.sgd(0.1))
+  make(prior_releases=[one, means])
+  with pytest.raises(
+    ValueError, match=r'\[0\] \(LinearHead\) and .*\[1\].* are one release'
+  ):
+    make(prior_releases=[one, again])
+  with pytest.raises(
+    ValueError, match=r'\[1\] \(LinearHead\) and .*\[2\].* noise of one key'
+  ):
+    make(prior_releases=[means, one, fewer])
+  assert one.key_digest not in repr(one)
+
+
+def test_digests_outlive_what_is_done_to_a_release():
+  head = head_of()
+  for other in (
+    pickle.loads(pickle.dumps(head)),
+    jax.tree.map(lambda x: 2 * x, head),
+    jax.device_put(head),
+    jax.jit(lambda x: x)(head),
+    jax.tree.unflatten(jax.tree.structure(head), jax.tree.leaves(head)),
+  ):
+    assert (other.digest, other.key_digest) == (head.digest, head.key_digest)
+
+
+def test_a_key_of_a_training_shares_no_noise_with_a_release_of_it(monkeypatch):
+  """One given key for all: each draws from a key of its own."""
+  used = []
+  add_noise = _lattice.add_noise
+
+  def spy(key, *args):
+    used.append(tuple(np.asarray(x).item() for x in _randomness.key_words(key)))
+    return add_noise(key, *args)
+
+  monkeypatch.setattr(_lattice, 'add_noise', spy)
+  zeros = np.zeros((1, 4), np.float32)
+  options = {'noise_multiplier': 1.0, 'dataset_size': 1, 'prng_key': 7}
+  heads.class_means([(zeros, [0])], num_classes=1, **options)
+  for form in ('mean', 'second_moment'):
+    lora.input_metric([{'x': zeros}], form=form, **options)
+  key = _randomness.resolve_key('key', 7, (), words=4)
+  for _ in range(3):  # As a privatizer does, from step to step.
+    key, drawn = _randomness.split(key)
+    used.append(tuple(np.asarray(jax.random.key_data(drawn)).tolist()))
+  assert len(set(used)) == len(used) == 6
+
+
+def test_an_optimizer_is_told_the_constants_of_the_training():
+  told = {}
+
+  def taking(l2_clip_norm, noise_multiplier, expected_batch_size, steps):
+    told.update(
+      l2_clip_norm=l2_clip_norm,
+      noise_multiplier=noise_multiplier,
+      expected_batch_size=expected_batch_size,
+      steps=steps,
+    )
+    return prism_optax.prism(0.1, **told)
+
+  problem.make(taking, l2_clip_norm=2.0, noise_multiplier=1.5)
+  assert told['noise_multiplier'] == pytest.approx(1.5)
+  assert told['l2_clip_norm'] == 2.0
+  assert told['expected_batch_size'] == problem.B
+  assert told['steps'] == 3
+
+
+@pytest.mark.slow
+def test_a_small_target_is_met():
+  private = problem.make(
+    optax.sgd(0.1), noise_multiplier=None, target_epsilon=0.2
+  )
+  assert 0.199 < private.epsilon() <= 0.2
+
+
+@pytest.mark.parametrize('follows', [False, True])
+def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
+  counted = []
+
+  def statement(*args, entries, **options):
+    counted.append(entries)
+    return ''
+
+  clipping = training.QuantileClipping(quantile=0.5) if follows else None
+  private = problem.make(
+    optax.sgd(0.1), prior_releases=[MEANS], clipping=clipping
+  )
+  monkeypatch.setattr(accounting, 'privacy_statement', statement)
+  private.statement()
+  private.statement(private.init(problem.PARAMS))
+  each = 4 + 6 * 2 + 2 * 4 + follows  # A quantile's fraction is one more.
+  assert counted == [3 * each + MEANS.entries, MEANS.entries]
+
+
+@pytest.mark.parametrize(
+  ('releases', 'message'),
+  [
+    ([GaussianDpEvent(1.0)], 'GaussianDpEvent without event, entries'),
+    (
+      [
+        types.SimpleNamespace(
+          event=GaussianDpEvent(1.0),
+          entries=1,
+          dataset_size=problem.N,
+          seeded=False,
+          digest='values',
+          key_digest='key',
+        )
+      ],
+      'pytree of arrays, got SimpleNamespace',
+    ),
+    ([made_up(dataset_size=7)], 'LinearHead of 7 for dataset_size'),
+    ([made_up(digest='')], r"prior_releases\[0\] to have a digest.*digest=''"),
+    ([MEANS, made_up(key_digest=None)], r'\[1\] to have a key_digest.*=None'),
+  ],
+)
+def test_releases_that_do_not_fit(releases, message):
+  with pytest.raises(ValueError, match=message):
+    problem.make(optax.sgd(0.1), prior_releases=releases)
+
+
+class Strange:
+  """A label of somebody's own making."""
+
+  def __index__(self):
+    raise RuntimeError('one record could tell that it is there')
+
+
+def test_a_label_that_is_no_class_adds_nothing():
+  """In a list each record has a type of its own: nothing tells which."""
+  rows = np.ones((3, D), np.float32) * np.arange(1, 4)[:, None]
+  rows[1] = -5
+  make = functools.partial(release, noise_multiplier=0.0)
+  wanted = make([(rows, [0, -1, 2])]).kernel
+  for label in (
+    *(-1, -(2**31), K, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 + 1, 10**400),
+    *(1.0, np.nan, np.inf, np.float32(1), '1', 'text', b'1', None, [1], (), {}),
+    *(np.ones(3, int), np.datetime64('now'), object(), complex(1), Strange()),
+  ):
+    for labels in ([0, label, 2], (0, label, 2)):
+      np.testing.assert_array_equal(make([(rows, labels)]).kernel, wanted)
+    of_objects = np.empty(3, object)
+    of_objects[:] = [0, label, 2]
+    np.testing.assert_array_equal(make([(rows, of_objects)]).kernel, wanted)
+  # What Python takes for an index is a class, of any type of integers.
+  wanted = make([(rows, [0, 1, 2])]).kernel
+  for label in (True, np.int8(1), np.uint64(1), jnp.ones((), jnp.int32)):
+    np.testing.assert_array_equal(make([(rows, [0, label, 2])]).kernel, wanted)
+  # An array has one type, in which a class of 300 may not exist.
+  for dtype in (np.uint8, np.int8, np.int64, np.uint64, np.uint32):
+    for array in (np.asarray, jnp.asarray):
+      labels = array(np.array([0, 1, 2], dtype))
+      means = make([(rows, labels)], num_classes=300)
+      assert np.count_nonzero(np.abs(means.kernel).max(0) > 0.01) == 3
+  for labels in ([0, 2**32 + 1, 2], [0, 2**63 - 1, 2]):
+    for dtype in (np.int64, np.uint64):
+      found = make([(rows, np.array(labels, dtype))]).kernel
+      np.testing.assert_array_equal(found, make([(rows, [0, -1, 2])]).kernel)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'batches': []}, 'at least one'),
+    ({'batches': [(FEATURES, LABELS)] * 2}, '600 records for dataset_size=300'),
+    # Records of fewer users: not theirs.
+    ({'dataset_size': 299}, '300 records for dataset_size=299'),
+    ({'batches': [(FEATURES, LABELS[1:])]}, r'labels \(B,\)'),
+    # A type of the whole batch is public.
+    ({'batches': [(FEATURES, LABELS * 1.0)]}, 'integers, got .* float64'),
+    ({'batches': [(FEATURES, LABELS > 0)]}, 'integers, got .* bool'),
+    ({'batches': [(FEATURES, LABELS.astype(str))]}, 'integers, got .* <U21'),
+    ({'batches': [(FEATURES.tolist(), LABELS)]}, 'features .* got list'),
+    ({'batches': [(FEATURES.astype(object), LABELS)]}, 'real .* object'),
+    ({'batches': [(FEATURES * 1j, LABELS)]}, 'real .* complex'),
+    ({'batches': [(FEATURES[0], LABELS)]}, r'features \(B, d\)'),
+    (
+      {'batches': [(FEATURES[:9], LABELS[:9]), (FEATURES[:9, 1:], LABELS[:9])]},
+      'the same in all batches',
+    ),
+    ({'num_classes': 0}, 'num_classes'),
+    ({'noise_multiplier': -1.0}, 'noise_multiplier'),
+    ({'dataset_size': 0}, 'dataset_size'),
+    ({'prng_key': -1}, 'prng_key'),
+  ],
+)
+def test_bad_arguments(change, message):
+  arguments = {'batches': [(FEATURES, LABELS)], 'noise_multiplier': 1.0}
+  arguments |= change
+  with pytest.raises(ValueError, match=message):
+    release(arguments.pop('batches'), **arguments)
+
+
+def test_it_is_a_pytree():
+  means = release([(FEATURES, LABELS)], noise_multiplier=1.0)
+  # Numbers that float32 does not have are infinite, and nothing warns.
+  huge = np.where(np.arange(N)[:, None] == 5, 1e300, np.float64(FEATURES))
+  release([(huge, LABELS)], noise_multiplier=1.0)
+  kernel = jax.jit(lambda m: m.kernel * 2)(means)
+  np.testing.assert_array_equal(kernel, means.kernel * 2)
