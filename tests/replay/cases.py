@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ SIGMA = 2.0
 # place in the first step and the last one.
 KEY = 35
 PLACES = (0, N - 1)
-DRAWN = {0: [False, True, True], N - 1: [True, False, True]}
 
 _rng = np.random.default_rng(0)
 PARAMS = {
@@ -131,6 +130,19 @@ def odd_gradients() -> Iterator[adversarial.Odd]:
       )
 
 
+class Offences(NamedTuple):
+  """What odd records give away.
+
+  Attributes:
+    found: From the name of a record to what tells that it is there.
+    farthest: How far one of them moves what enters the noise, over the
+      sensitivity.
+  """
+
+  found: dict[str, list[str]]
+  farthest: float
+
+
 @dataclasses.dataclass
 class Case:
   """A training whose step is compiled once, on a tape.
@@ -173,9 +185,45 @@ class Case:
     self, place: int, record: Any, played: harness.Observation
   ) -> harness.Observation:
     """The run with another record at a place, or with all of a user's."""
-    mine = [place] if self.users is None else np.flatnonzero(self.users == place)
-    new = [record if i in mine else x for i, x in enumerate(self.records)]
+    owners = range(len(self.records)) if self.users is None else self.users
+    new = [
+      record if owner == place else x
+      for owner, x in zip(owners, self.records, strict=True)
+    ]
     return self.observe(new, place, played=played)
+
+  def offences(
+    self,
+    odds: Sequence[adversarial.Odd],
+    places: Sequence[int] = PLACES,
+    noise_multiplier: float = SIGMA,
+  ) -> Offences:
+    """What each of some records gives away.
+
+    Args:
+      odds: The records. Each is put into every place, in turn.
+      places: Where.
+      noise_multiplier: Of the training.
+    """
+    found, farthest = {}, 0.0
+    for place in places:
+      played = self.without(place)
+      drawn = self.drawn(place)
+      for odd in odds:
+        other = self.with_odd(place, odd.record, played)
+        far = harness.moved(played, other)
+        told = harness.differences(played, other, noise_multiplier)
+        if any(x and not y for x, y in zip(far, drawn, strict=False)):
+          told.append('it acts where it is not drawn')
+        if told:
+          found[f'{odd.name}, at {place}'] = told
+        farthest = max([farthest, *(noise_multiplier * x for x in far)])
+    return Offences(found, farthest)
+
+  def drawn(self, place: int) -> list[bool]:
+    """In which steps a place is drawn."""
+    sampling, seed = self.private.parts.settings.sampling, self._start.seed
+    return [place in sampling.draw(seed, step) for step in range(STEPS)]
 
   def observe(
     self,
@@ -228,7 +276,10 @@ def _without(batch, row):
   """The batch with padding in a row."""
 
   def blank(x):
-    return None if x is None else jnp.asarray(np.where(_like(row, x), 0, x), x.dtype)
+    if x is None:
+      return None
+    mask = row.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.asarray(np.where(mask, 0, x), x.dtype)
 
   return dataclasses.replace(
     batch,
@@ -236,10 +287,6 @@ def _without(batch, row):
     is_padding_example=jnp.asarray(np.asarray(batch.is_padding_example) | row),
     is_present=blank(batch.is_present),
   )
-
-
-def _like(row, x):
-  return row.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _saved(x):
@@ -254,3 +301,50 @@ def _restored(x, like):
   if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
   return jnp.array(x)
+
+
+@dataclasses.dataclass
+class OneRelease:
+  """One release of a sum over all records, before any training.
+
+  Attributes:
+    release: From arrays of all records to what is released.
+    records: Of all places, a list.
+    zero: A record that adds nothing.
+    noise_multiplier: Of the release.
+  """
+
+  release: Callable[[Any], Any]
+  records: list[Any]
+  zero: Any
+  noise_multiplier: float = SIGMA
+
+  def __post_init__(self) -> None:
+    self.tape = harness.Tape()
+    self._observe(self.zero)  # For the compiler.
+
+  def _observe(
+    self, record: Any, played: harness.Observation | None = None
+  ) -> harness.Observation:
+    (data,) = stacked([*self.records[:-1], record])
+
+    def run(now: harness.Observation) -> Any:
+      out = self.release(data)
+      now.note(f'released {harness.digest(out)}')
+      return out
+
+    with self.tape.recording():
+      return self.tape.observe(run, played)
+
+  def offences(self, odds: Sequence[adversarial.Odd]) -> Offences:
+    """What each of some records gives away, at the last place."""
+    played = self._observe(self.zero)
+    assert played.result is not None, played.events
+    found, farthest = {}, 0.0
+    for odd in odds:
+      other = self._observe(odd.record, played)
+      if told := harness.differences(played, other, self.noise_multiplier):
+        found[odd.name] = told
+      (far,) = harness.moved(played, other)
+      farthest = max(farthest, self.noise_multiplier * far)
+    return Offences(found, farthest)

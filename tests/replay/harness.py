@@ -130,16 +130,14 @@ class Tape:
     key = hashlib.sha256(np.asarray(words).tobytes()).hexdigest()[:8]
     now.note(f'noise {key} of stddev {stddevs} on {shown}')
     each = stddevs if len(stddevs) == len(sums) else stddevs * len(sums)
-    entered = [
-      _numbers(x).ravel() / s for x, s in zip(sums, each, strict=True)
-    ]
+    entered = [_numbers(x).ravel() / s for x, s in zip(sums, each, strict=True)]
     release = Release(now.step, np.concatenate(entered), left)
     number = len(now.releases)
     now.releases.append(release)
     if self.played is None or number >= len(self.played.releases):
       return left
     other = self.played.releases[number].left
-    if [(x.shape, x.dtype) for x in other] != [(x.shape, x.dtype) for x in left]:
+    if list(map(_form, other)) != list(map(_form, left)):
       return left
     release.left = other
     return other
@@ -160,11 +158,15 @@ class Tape:
     with _messages(now):
       try:
         now.result = run(now)
-      except Exception as error:  # noqa: BLE001  # Whatever the data make of it.
+      except Exception as error:  # Whatever the data make of it.
         now.note(f'raised {type(error).__name__}: {error}')
       finally:
         self.now = self.played = None
     return now
+
+
+def _form(x: np.ndarray) -> tuple[Any, ...]:
+  return x.shape, x.dtype
 
 
 def _is_sum(x: object) -> bool:
@@ -247,8 +249,8 @@ def moved(one: Observation, other: Observation) -> list[float]:
   """How far apart what entered the noise is, for each step.
 
   In standard deviations of the noise, over all releases of a step together: the
-  inverse of the noise multiplier is what a Gaussian mechanism may show. Infinite
-  where the releases cannot be compared.
+  inverse of the noise multiplier is what a Gaussian mechanism may show.
+  Infinite where the releases cannot be compared.
   """
   steps = 1 + max([x.step for x in one.releases + other.releases], default=-1)
   squares = [0.0] * steps

@@ -1,0 +1,321 @@
+"""No record shows but through a sum that noise is added to.
+
+Each training runs once without a record, and then with each of some two hundred
+in its place, with the same secrets and the same releases (see `harness`).
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from prism_optax import heads, lora, training
+from tests.replay import cases, harness
+from tests.replay.cases import FORM, GRADIENT, PARAMS, SIGMA, Case
+from tests.training import adversarial
+
+# A record that nothing is wrong with may be as long as the clip norm.
+REACHED = 0.9
+
+
+@functools.cache
+def on_a_list(optimizer='adam', clip='flat', **options):
+  made = cases.make(optimizer, clip, record=FORM, **options)
+  return Case(made, cases.listed(FORM))
+
+
+@functools.cache
+def on_gradients(optimizer, clip='flat', **options):
+  """A training on arrays of records that are their own gradients."""
+  made = cases.make(optimizer, clip, loss=cases.of_gradients, **options)
+  return Case(made, cases.listed(GRADIENT), arrays=True)
+
+
+def assert_unseen(offences):
+  assert not offences.found
+  assert offences.farthest > REACHED
+
+
+def some(odds, number):
+  """One of so many, and all of those with a NaN."""
+  return [
+    x for i, x in enumerate(odds) if i % number == 0 or 'nan' in x.name.lower()
+  ]
+
+
+def test_what_is_compared():
+  """Runs at the same parameters, of which only what is drawn differs."""
+  case = on_a_list()
+  record = adversarial.ordinary(FORM, 9)
+  for place, drawn in zip(
+    cases.PLACES, ([False, True, True], [True, False, True]), strict=True
+  ):
+    assert case.drawn(place) == drawn
+    without = case.without(place)
+    again = case.observe(case.records, place, absent=True, played=without)
+    assert not harness.differences(without, again, SIGMA)
+    assert harness.moved(without, again) == [0, 0, 0]
+    other = case.with_odd(place, record, without)
+    assert [x > 0 for x in harness.moved(without, other)] == drawn
+    # The releases of the first run have left the second one, too.
+    for x, y in zip(without.releases, other.releases, strict=True):
+      assert all(map(np.array_equal, x.left, y.left))
+    free = case.observe(
+      [*case.records[:place], record, *case.records[place + 1 :]], place
+    )
+    assert harness.digest(free.result) != harness.digest(without.result)
+    assert harness.differences(without, free, SIGMA)
+
+
+def test_no_record_of_a_list_is_seen():
+  """Wrong types, lengths and structures, text, None, errors, NaN, ..."""
+  odds = adversarial.records(FORM)
+  assert len(odds) > 200
+  for place, own in zip(cases.PLACES, (odds[::2], odds[1::2]), strict=True):
+    offences = on_a_list().offences(own, [place])
+    assert_unseen(offences)
+
+
+def test_a_record_that_is_blank_is_a_record_that_is_not_there():
+  """Nothing that an empty place shows tells it from one that is blank."""
+  case = on_a_list()
+  for place in cases.PLACES:
+    blank = [*case.records[:place], None, *case.records[place + 1 :]]
+    one = case.observe(blank, place)
+    other = case.observe(case.records, place, absent=True, played=one)
+    assert not harness.differences(one, other, SIGMA)
+    assert harness.moved(one, other) == [0, 0, 0]
+  # The last one may be missing altogether: it is not read then.
+  fewer = case.observe(case.records[:-1], place, played=one)
+  assert [x for _, x in fewer.events if not x.startswith('read')] == [
+    x for _, x in one.events if not x.startswith('read')
+  ]
+  assert harness.moved(one, fewer) == [0, 0, 0]
+
+
+FAST = [('adam', 'automatic'), ('prism', 'quantile')]
+GRID = [
+  (optimizer, clip)
+  for optimizer in ('adam', 'prism', 'published_prism', 'prism_muon')
+  for clip in cases.CLIPS
+] + [('dp_muon', 'flat')]
+
+
+def _grid():
+  return [
+    pytest.param(*x, marks=() if x in FAST else pytest.mark.slow) for x in GRID
+  ]
+
+
+@pytest.mark.parametrize(('optimizer', 'clip'), _grid())
+def test_no_gradient_is_seen(optimizer, clip):
+  odds = list(cases.odd_gradients())
+  places = cases.PLACES
+  if (optimizer, clip) in FAST:
+    odds, places = odds[::2], places[:1]
+  assert_unseen(on_gradients(optimizer, clip).offences(odds, places))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('optimizer', ['adam', 'prism', 'dp_muon'])
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'microbatch_size': 2},
+    {'microbatch_size': 2, 'skip_padding': True},
+    {'padded_batch_size': 4},  # Some batches are cut to it.
+    {'l2_clip_norm': 1e20},
+    {'l2_clip_norm': 1e-20},
+  ],
+  ids=str,
+)
+def test_no_gradient_is_seen_in_parts_of_a_batch(optimizer, options):
+  odds = list(cases.odd_gradients())
+  assert_unseen(on_gradients(optimizer, **options).offences(odds))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('stability', [1e-40, 1e-20, 1e20])
+def test_no_gradient_is_seen_at_any_stability(stability):
+  rule = training.AutomaticClipping(stability)
+  odds = list(cases.odd_gradients())
+  offences = on_gradients('adam', rule, l2_clip_norm=1e3).offences(odds)
+  assert_unseen(offences)
+
+
+USERS = np.repeat(np.arange(cases.N), [1, 5, 3, 2, 4, 3, 5, 2])
+
+
+@functools.cache
+def of_users(optimizer, **options):
+  made = cases.make(
+    optimizer, record=FORM, examples_per_user=cases.MOST, **options
+  )
+  return Case(made, cases.listed(FORM, len(USERS)), users=USERS)
+
+
+def test_no_user_is_seen():
+  """All records of whom are odd."""
+  assert_unseen(of_users('adam').offences(some(adversarial.records(FORM), 3)))
+
+
+@pytest.mark.slow
+def test_no_user_is_seen_in_parts_of_a_batch():
+  case = of_users('prism', microbatch_size=2, skip_padding=True)
+  assert_unseen(case.offences(adversarial.records(FORM)))
+
+
+def test_how_many_records_a_user_has_is_not_seen():
+  """Neither are the choices among the records of others another."""
+  case = of_users('adam')
+  record = adversarial.ordinary(FORM, 9)
+  for place in cases.PLACES:
+    without = case.without(place)
+    for count in (1, 2, 4, 9):
+      mine = place == USERS
+      records = [
+        x for x, own in zip(case.records, mine, strict=True) if not own
+      ]
+      first = np.flatnonzero(mine)[0]  # Users are in order of appearance.
+      records[first:first] = [record] * count
+      users = np.insert(USERS[~mine], first, [place] * count)
+      other = Case.observe(
+        _with_users(case, users), records, place, played=without
+      )
+      told = [
+        (x, y)
+        for (_, x), (_, y) in zip(without.events, other.events, strict=True)
+        if x != y and not x.startswith('read')  # Positions are others.
+      ]
+      assert not told
+      assert max(harness.moved(without, other)) * SIGMA <= 1 + harness.SLACK
+
+
+def _with_users(case, users):
+  """The same compiled training, for other ids."""
+  other = object.__new__(Case)
+  other.__dict__.update(case.__dict__, users=users)
+  return other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('optimizer', ['adam', 'prism'])
+@pytest.mark.parametrize('source', ['list', 'arrays'])
+def test_no_record_of_a_loss_of_a_batch_is_seen(optimizer, source):
+  options = {} if source == 'arrays' else {'record': FORM}
+  made = cases.make(optimizer, loss=cases.losses, batched_loss=True, **options)
+  case = Case(made, cases.listed(FORM), arrays=source == 'arrays')
+  odds = adversarial.in_form(FORM)
+  if source == 'list':
+    odds = adversarial.records(FORM)
+  assert_unseen(case.offences(odds))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', ['float64', 'float16', 'int64', 'uint8'])
+def test_no_record_of_arrays_of_any_type_is_seen(dtype):
+  """Which are converted: 1e300 is no float32, 2^62 is no int32."""
+  form = {'x': jax.ShapeDtypeStruct((3,), dtype)}
+
+  def loss(params, record):
+    return cases.loss(
+      params,
+      {
+        'x': record['x'].astype(np.float32),
+        'pixels': np.zeros(3, np.uint8),
+        'label': 0,
+      },
+    )
+
+  case = Case(cases.make(loss=loss), cases.listed(form), arrays=True)
+  assert not case.offences(adversarial.in_form(form)).found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('form', ['second_moment', 'mean'])
+def test_no_record_is_seen_in_coordinates_of_a_metric(form):
+  """The metric is public: it was released."""
+  x = np.random.default_rng(0).normal(size=(cases.N, 3)) + 3
+  metric = lora.input_metric(
+    [{'layer': x}], noise_multiplier=SIGMA, dataset_size=cases.N, form=form
+  )
+  made = cases.make('prism', record=FORM, input_metric=metric)
+  case = Case(made, cases.listed(FORM))
+  assert_unseen(case.offences(adversarial.records(FORM)))
+
+
+def _head(make):
+  def release(data):
+    parts = [slice(0, 4), slice(4, None)]
+    return make(
+      [(data['x'][part], data['label'][part]) for part in parts],
+      num_classes=2,
+      noise_multiplier=SIGMA,
+      dataset_size=cases.N,
+      prng_key=1,
+    )
+
+  return release
+
+
+def _metric(form):
+  def release(data):
+    parts = [slice(0, 4), slice(4, None)]
+    return lora.input_metric(
+      [{'a': data['x'][part], 'b': data['y'][part]} for part in parts],
+      noise_multiplier=SIGMA,
+      dataset_size=cases.N,
+      form=form,
+      prng_key=1,
+    )
+
+  return release
+
+
+RELEASES = {
+  'class_means': _head(heads.class_means),
+  'ridge': _head(heads.ridge),
+  'second_moment': _metric('second_moment'),
+  'mean': _metric('mean'),
+}
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+@pytest.mark.parametrize('name', RELEASES)
+def test_no_record_of_one_release_is_seen(name, dtype):
+  head = name in ('class_means', 'ridge')
+  form = {'x': jax.ShapeDtypeStruct((3,) if head else (2, 3), dtype)}
+  if head:
+    form['label'] = jax.ShapeDtypeStruct((), 'int64')
+  else:
+    form['y'] = jax.ShapeDtypeStruct((2,), dtype)
+  odds = adversarial.in_form(form)
+  zero = jax.tree.map(np.zeros_like, adversarial.ordinary(form))
+  case = cases.OneRelease(RELEASES[name], cases.listed(form), zero)
+  assert_unseen(case.offences(odds))
+
+
+@pytest.mark.slow
+def test_no_record_is_seen_in_the_checks_before_the_first_step():
+  """And in the sentence that is reported; of the program as it is, untaped."""
+  odds = [None, *(x.record for x in adversarial.records(FORM)[::30])]
+  shown = []
+  for record in odds:
+    made = cases.make('prism', record=FORM)
+    tape = harness.Tape()
+    records = cases.listed(FORM)
+    records[7] = record  # Drawn in the first step.
+
+    def run(now, made=made, records=records):
+      state = made.init(PARAMS)
+      for batch in made.batches(state, adversarial.Source(records)):
+        state = made.step(state, batch)
+      now.note(made.statement(state))
+      now.note(str(made.proofs))
+
+    events = tape.observe(run).events
+    assert not any(text.startswith('raised') for _, text in events), events
+    # Programs that another run has compiled are not compiled again.
+    shown.append([x for x in events if not x[1].startswith('jax')])
+  assert all(x == shown[0] for x in shown)
