@@ -17,6 +17,8 @@ from tests.replay import harness
 from tests.training import adversarial
 
 N, B, STEPS, MOST = 8, 4, 3, 3
+# Who each record is of, where eight users have some each.
+USERS = np.repeat(np.arange(N), [1, 5, 3, 2, 4, 3, 5, 2])
 SIGMA = 2.0
 # No batch is full. The first place is drawn in the last two steps, and the last
 # place in the first step and the last one.
@@ -44,7 +46,7 @@ GRADIENT = jax.tree.map(
 def loss(params, record):
   """Of floats, of integers that wrap, and of a label."""
   pair = params['layer']
-  pixels = (record['pixels'] - 128).astype(jnp.float32) / 256
+  pixels = (record['pixels'] - 128).astype(jnp.float32) / 16
   z = (record['x'] + pixels) @ pair['lora_a'] @ pair['lora_b'] + params['bias']
   return jax.nn.logsumexp(z) - z[record['label']] + jnp.sum(z**2)
 
@@ -52,7 +54,7 @@ def loss(params, record):
 def losses(params, records):
   """The same of a batch, with a copy of the parameters for each record."""
   pair = params['layer']
-  pixels = (records['pixels'] - 128).astype(jnp.float32) / 256
+  pixels = (records['pixels'] - 128).astype(jnp.float32) / 16
   z = jnp.einsum(
     'bi,bir,bro->bo', records['x'] + pixels, pair['lora_a'], pair['lora_b']
   )
@@ -152,20 +154,24 @@ class Case:
     records: Of all places, a list.
     arrays: Whether they are given to it as arrays.
     users: None, or who each record is of.
+    proved: Whether what goes before a first step, checks and proofs, is done.
   """
 
   private: training.PrivateTraining
   records: list[Any]
   arrays: bool = False
   users: Any = None
+  proved: bool = True
 
   def __post_init__(self) -> None:
     self.tape = harness.Tape()
     self._like = self.private.init(PARAMS)
     self._start = jax.tree.map(_saved, self._like)
-    # As it is, with all checks and proofs that go before a first step.
-    plain = self.observe(self.records, 0, taped=False)
-    assert plain.result is not None, plain.events
+    plain = None
+    if self.proved:
+      plain = self.observe(self.records, 0, taped=False)
+      assert plain.result is not None, plain.events
+    self.private._checked = True
     original = self.private._step.__wrapped__
     # A function of its own: what JAX has traced of the other one, it keeps.
     self.private._step = jax.jit(
@@ -174,23 +180,41 @@ class Case:
     self.without(0)  # For the compiler.
     recorded = self.observe(self.records, 0)
     assert len(recorded.releases) >= STEPS, recorded.events
-    # To be on a tape changes nothing.
-    assert harness.digest(recorded.result) == harness.digest(plain.result)
+    if plain is not None:  # To be on a tape changes nothing.
+      assert harness.digest(recorded.result) == harness.digest(plain.result)
 
   def without(self, place: int) -> harness.Observation:
     """The run in which the record, or the user, at a place is not there."""
-    return self.observe(self.records, place, absent=True)
+    if self.arrays:  # In which all numbers are there.
+      return self.observe(self.records, place, absent=True)
+    return self.observe(self._with(place, None), place)
 
   def with_odd(
     self, place: int, record: Any, played: harness.Observation
   ) -> harness.Observation:
     """The run with another record at a place, or with all of a user's."""
+    return self.observe(self._with(place, record), place, played=played)
+
+  def with_count(
+    self, user: int, record: Any, count: int, played: harness.Observation
+  ) -> harness.Observation:
+    """The run in which a user has so many records, all of them this one."""
+    before, mine = self.users, self.users == user
+    first = np.flatnonzero(mine)[0]  # Users are in the order of appearance.
+    records = [x for x, own in zip(self.records, mine, strict=True) if not own]
+    records[first:first] = [record] * count
+    self.users = np.insert(before[~mine], first, [user] * count)
+    try:
+      return self.observe(records, user, played=played)
+    finally:
+      self.users = before
+
+  def _with(self, place: int, record: Any) -> list[Any]:
     owners = range(len(self.records)) if self.users is None else self.users
-    new = [
+    return [
       record if owner == place else x
       for owner, x in zip(owners, self.records, strict=True)
     ]
-    return self.observe(new, place, played=played)
 
   def offences(
     self,
@@ -257,14 +281,14 @@ class Case:
         odd = sampling.draw(state.seed, step) == place
         if absent:
           batch = _without(batch, odd)
-        others = jax.tree.map(
-          lambda x, odd=odd: np.asarray(x)[~odd],
-          (batch.examples, batch.is_padding_example, batch.is_present),
-        )
         now.note(f'batch {harness.shapes(batch.examples)}')
-        now.note(f'others {harness.digest(others)}')
+        rows = batch.examples, batch.is_padding_example, batch.is_present
+        if len(batch.is_padding_example) == len(odd):
+          rows = jax.tree.map(lambda x, odd=odd: np.asarray(x)[~odd], rows)
+        now.note(f'others {harness.digest(rows)}')
         state = self.private.step(state, batch)
         now.note(f'state {harness.digest((state.params, state.optimizer))}')
+        jax.effects_barrier()  # What it prints is printed.
         now.next_step()
       return state.params
 

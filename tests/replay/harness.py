@@ -19,6 +19,7 @@ every state, all that is printed, warned, logged or raised), and what entered
 the noise, in units of its standard deviation.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -280,15 +281,22 @@ def differences(
     for step, size in enumerate(moved(one, other))
     if not size * noise_multiplier <= 1 + SLACK
   ]
-  for x, y in itertools.zip_longest(one.events, other.events):
-    if x != y:
-      found.append(f'{_told(x)} became {_told(y)}')
-      break
+  before, after = (collections.Counter(x.events) for x in (one, other))
+  found += [f'{_told(x)}: no more' for x in before - after]
+  found += [f'{_told(x)}: new' for x in after - before]
+  if before == after and one.events != other.events:
+    found.append('what happened, happened in another order')
   return found
 
 
-def _told(event: tuple[int, str] | None) -> str:
-  return 'the end' if event is None else f'step {event[0]}: {event[1]}'
+def without_reads(run: Observation) -> Observation:
+  """The run but for which records were read: where they are others."""
+  events = [x for x in run.events if not x[1].startswith('read ')]
+  return dataclasses.replace(run, events=events)
+
+
+def _told(event: tuple[int, str]) -> str:
+  return f'step {event[0]}: {event[1]}'
 
 
 def digest(tree: Any) -> str:

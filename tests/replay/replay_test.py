@@ -12,7 +12,7 @@ import pytest
 
 from prism_optax import heads, lora, training
 from tests.replay import cases, harness
-from tests.replay.cases import FORM, GRADIENT, PARAMS, SIGMA, Case
+from tests.replay.cases import FORM, GRADIENT, PARAMS, SIGMA, USERS, Case
 from tests.training import adversarial
 
 # A record that nothing is wrong with may be as long as the clip norm.
@@ -88,9 +88,9 @@ def test_a_record_that_is_blank_is_a_record_that_is_not_there():
     assert harness.moved(one, other) == [0, 0, 0]
   # The last one may be missing altogether: it is not read then.
   fewer = case.observe(case.records[:-1], place, played=one)
-  assert [x for _, x in fewer.events if not x.startswith('read')] == [
-    x for _, x in one.events if not x.startswith('read')
-  ]
+  assert not harness.differences(
+    *map(harness.without_reads, (one, fewer)), SIGMA
+  )
   assert harness.moved(one, fewer) == [0, 0, 0]
 
 
@@ -144,9 +144,6 @@ def test_no_gradient_is_seen_at_any_stability(stability):
   assert_unseen(offences)
 
 
-USERS = np.repeat(np.arange(cases.N), [1, 5, 3, 2, 4, 3, 5, 2])
-
-
 @functools.cache
 def of_users(optimizer, **options):
   made = cases.make(
@@ -173,30 +170,10 @@ def test_how_many_records_a_user_has_is_not_seen():
   for place in cases.PLACES:
     without = case.without(place)
     for count in (1, 2, 4, 9):
-      mine = place == USERS
-      records = [
-        x for x, own in zip(case.records, mine, strict=True) if not own
-      ]
-      first = np.flatnonzero(mine)[0]  # Users are in order of appearance.
-      records[first:first] = [record] * count
-      users = np.insert(USERS[~mine], first, [place] * count)
-      other = Case.observe(
-        _with_users(case, users), records, place, played=without
+      other = case.with_count(place, record, count, without)
+      assert not harness.differences(
+        *map(harness.without_reads, (without, other)), SIGMA
       )
-      told = [
-        (x, y)
-        for (_, x), (_, y) in zip(without.events, other.events, strict=True)
-        if x != y and not x.startswith('read')  # Positions are others.
-      ]
-      assert not told
-      assert max(harness.moved(without, other)) * SIGMA <= 1 + harness.SLACK
-
-
-def _with_users(case, users):
-  """The same compiled training, for other ids."""
-  other = object.__new__(Case)
-  other.__dict__.update(case.__dict__, users=users)
-  return other
 
 
 @pytest.mark.slow
