@@ -96,6 +96,8 @@ def make_private(
   fewer records than declared     the places that are left are empty
   more records than a batch has   a random subset, which the event knows of
   ``noise_multiplier=0.0``        no privacy, for tests: epsilon is infinite
+  a loss that mixes records       the first ``step`` raises, unless the proof of
+                                  ``diagnostics.prove_independent`` holds
   step ``steps + 1``              ValueError
   a restored state                the same batches and the same noise: never
                                   go on twice from one state with other settings

@@ -1192,6 +1192,41 @@ MUTANTS = (
     'return _events.composed([training])',
     (f'{METRIC} calibration_beside',),
   ),
+  Mutant(
+    'independence: a sum over the batch passes',
+    '_proofs/_rules.py',
+    "need_other_axes(label, axes, 'reduces over the batch axis', _REDUCE)",
+    'pass',
+    ('proofs/independence_test.py refused_by',),
+  ),
+  Mutant(
+    'independence: a product of every example with every other passes',
+    '_proofs/_labels.py',
+    'if other == found[0]:',
+    'if True:',
+    ('proofs/independence_test.py refused_by',),
+  ),
+  Mutant(
+    'independence: a shifted batch passes',
+    '_proofs/_indexing.py',
+    'and part.start == start,',
+    'and True,',
+    ('proofs/independence_test.py refused_by',),
+  ),
+  Mutant(
+    'independence: a scan may carry from one example to the next',
+    '_proofs/_analysis.py',
+    'if isinstance(label, Batched) and depth in dict(label.rounds):',
+    'if False:',
+    ('proofs/independence_test.py refused_by',),
+  ),
+  Mutant(
+    'make_private: a loss that is not proved passes',
+    'training/_loss.py',
+    'if not proof:',
+    'if False:',
+    ('proofs/no_record_meets_another_test.py is_refused',),
+  ),
 )
 
 # What decides the guarantee: clip, noise, keys, order; batches and event.
@@ -1199,6 +1234,10 @@ PRIVACY = (
   '_generators.py',
   '_lattice.py',
   '_per_example.py',
+  '_proofs/_analysis.py',
+  '_proofs/_indexing.py',
+  '_proofs/_labels.py',
+  '_proofs/_rules.py',
   '_randomness.py',
   '_sums_of_records.py',
   'accounting/_epsilon.py',

@@ -361,5 +361,5 @@ MIXED = {
   chosen_together: 'reduce_or', stopped_together: 'reduce_or',
   first_copy: 'dot_general', first_row: 'add', averaged_copies: 'reduce_sum',
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
-  padded_out: None, every_other: 'concatenate',
+  padded_out: None, every_other: None,
 }  # fmt: skip
