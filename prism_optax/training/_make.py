@@ -99,6 +99,8 @@ def make_private(
   a loss that mixes records       the first ``step`` raises, unless the proof of
                                   ``diagnostics.prove_independent`` holds
   step ``steps + 1``              ValueError
+  a loss that prints a record,    ValueError in the first step, by the program:
+  or loops as one of them says    see ``PrivateTraining.proofs``
   a restored state                the same batches and the same noise: never
                                   go on twice from one state with other settings
   ==============================  =============================================
@@ -113,7 +115,8 @@ def make_private(
       takes the constants of the mechanism by name and makes a transformation
       that begins with its own clip: ``functools.partial(prism_optax.prism,
       3e-2)``, likewise ``published_prism``, ``prism_muon``, ``dp_muon``, or a
-      function of yours with a :func:`prism_optax.chain`.
+      function of yours with a :func:`prism_optax.chain`. What it makes is
+      traced, and its clip and noise are compared with what is accounted for.
     l2_clip_norm: C, the largest norm of one record's contribution to the sum;
       of each matrix for ``dp_muon``; where it starts for a quantile.
     expected_batch_size: b, which divides the sum.
@@ -164,9 +167,10 @@ def make_private(
 
   Raises:
     ValueError: For constants that do not fit, delta too large, an optimizer
-      with a clip of its own, a released head that is not in
-      ``prior_releases``, two releases of one key; unless exactly one of
-      ``target_epsilon`` and ``noise_multiplier`` is given.
+      with a clip of its own, a function whose chain has other noise, less of
+      it, or none, a released head that is not in ``prior_releases``, two
+      releases of one key; unless exactly one of ``target_epsilon`` and
+      ``noise_multiplier`` is given.
 
   Example:
     >>> import functools

@@ -249,7 +249,9 @@ class PrivateTraining:
     Raises:
       ValueError: If all steps are done; for a state of another training, or
         anything that is not this run's batch for this step; for frozen weights
-        or a loss that hold a release which is not among ``prior_releases``.
+        or a loss that hold a release which is not among ``prior_releases``; the
+        first time if the loss mixes records, or if anything of them passes the
+        noise.
     """
     self._check_state(state)
     number = int(state.step)

@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax.experimental import io_callback
 from jax.extend import core
-from jax_privacy import clipped_grad, noise_addition
 
 import prism_optax
 from prism_optax import diagnostics, transforms
@@ -101,6 +100,13 @@ def drops_what_is_long(params, state, x, padding):
   return NOISE.update(mean, state)
 
 
+def chooses_by_a_sum(params, state, x, padding):
+  which = transforms.clipped_elsewhere(x[0].astype(jnp.int32))
+  mean = mean_of(params, x)
+  chosen = jax.lax.select_n(which[:2], mean['bias'], params['bias'])  # offence
+  return NOISE.update({**mean, 'bias': chosen}, state)
+
+
 def normalises_the_sum(params, state, x, padding):
   mean = mean_of(params, x)
   norm = jnp.sqrt(jnp.sum(mean['w'] ** 2))  # offence
@@ -175,6 +181,18 @@ def prints_in_a_branch_of_the_drawn(params, state, x, padding):
   return private_step(params, state, x, padding)
 
 
+def branches_by_the_drawn(params, state, x, padding):
+  nobody = jnp.all(padding)
+  said = jax.lax.cond(nobody, lambda: 1, lambda: 0)  # offence
+  return *private_step(params, state, x, padding), said
+
+
+def counts_the_drawn_in_a_loop(params, state, x, padding):
+  size = jnp.sum(padding)
+  said = jax.lax.while_loop(lambda i: i < size, lambda i: i + 1, 0)  # offence
+  return *private_step(params, state, x, padding), said
+
+
 def divides_in_a_loop(params, state, x, padding):
   def body(total, _):
     size = jnp.sum(x)
@@ -207,6 +225,7 @@ OFFENCES = {
   counts_the_drawn: ('reduce_sum', 'depends on records'),
   divides_by_the_batch: ('div', 'divide by the expected batch size'),
   drops_what_is_long: ('select_n', 'bound each record inside of the clip'),
+  chooses_by_a_sum: ('select_n', 'bound each record inside of the clip'),
   normalises_the_sum: (r'\w+', 'noise directly behind the clip'),
   does_not_clip: ('div', 'no clip bounds.*clipped_elsewhere'),
   adds_no_noise: ('sub', 'holds a clipped sum without noise'),
@@ -220,6 +239,8 @@ OFFENCES = {
   prints_a_norm: ('debug_', 'leaves the program'),
   writes_a_record: ('io_callback', 'leaves the program'),
   prints_in_a_branch_of_the_drawn: ('debug_', 'leaves the program'),
+  branches_by_the_drawn: ('cond', 'depends on records'),
+  counts_the_drawn_in_a_loop: ('lt', 'depends on records'),
   divides_in_a_loop: ('div', 'between the clip and its noise'),
   hides_a_loop_in_what_is_not_known: ('while', 'how often a loop runs'),
 }
@@ -328,11 +349,12 @@ def test_names_for_local_eyes_are_listed():
 
 def test_what_other_libraries_do_is_declared():
   """Their clip and their noise, each named among the assumptions."""
-  theirs = clipped_grad(
+  jax_privacy = pytest.importorskip('jax_privacy')
+  theirs = jax_privacy.clipped_grad(
     loss, l2_clip_norm=1.0, normalize_by=4.0, batch_argnums=1,
     keep_batch_dim=False,
   )  # fmt: skip
-  noise = noise_addition.gaussian_privatizer(
+  noise = jax_privacy.noise_addition.gaussian_privatizer(
     stddev=0.5, prng_key=jax.random.key(0)
   )
 
@@ -417,22 +439,17 @@ def test_a_primitive_that_is_not_known_makes_private():
 # The marks themselves.
 
 
-def test_marks_are_compiled_to_nothing():
-  """The same program, and so the same bits, with and without them."""
-  what = _marks.Clip((_marks.Group((0,), 1.0),), (None,))
+def test_marks_are_compiled_to_nothing(monkeypatch):
+  """The same program, letter by letter, and so the same bits and kernels."""
+  args = PARAMS, NOISE.init(PARAMS), X, PADDING
 
-  def marked(x):
-    ((y,),) = _marks.clipped([(x * 2,)], what)
-    return y + 1
+  def lowered():
+    step = jax.jit(lambda *args: private_step(*args), donate_argnums=(0, 1))
+    return step.lower(*args).as_text()
 
-  programs = [
-    jax.jit(f).lower(X).as_text() for f in (marked, lambda x: x * 2 + 1)
-  ]
-  body = [p[p.index('func.func') :].replace('marked', '') for p in programs]
-  assert [len(x.splitlines()) for x in body[:1]] == [
-    len(x.splitlines()) for x in body[1:]
-  ]
-  assert 'clipped' not in programs[0]
+  with_marks = lowered()
+  monkeypatch.setattr(_marks, '_bound', lambda mark, leaves, what: leaves)
+  assert lowered() == with_marks
 
 
 def test_marks_pass_through_transformations():

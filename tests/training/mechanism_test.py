@@ -56,7 +56,7 @@ REFUSED = {
   ),
   'noise of no size': (
     lambda **k: prism_optax.chain(clip(k), noise(k, 0.0), *REST),
-    r'noise of standard deviation 0 at _lattice',
+    r'noise of standard deviation 0 at \w+\.py:\d+',
   ),
   'a larger clip': (
     lambda **k: prism_optax.chain(clip(k, 2.0), noise(k), *REST),
@@ -76,7 +76,7 @@ REFUSED = {
       prism_optax.tangent_privatizer(privatizer=with_ones(None), steps=3),
       *REST,
     ),
-    r'noise at _declared.* is not of this package',
+    r'noise at \w+\.py:\d+ is not of this package',
   ),
   'correlated noise': (
     lambda **k: prism_optax.chain(
@@ -107,7 +107,7 @@ REFUSED = {
   ),
   'noise that is not directly behind': (
     lambda **k: optax.chain(clip(k), optax.scale(0.5), noise(k), *REST),
-    r'Between a clip and the noise at _lattice.* stands `\w+` at',
+    r'Between a clip and the noise at \w+\.py:\d+ stands `\w+` at',
   ),
   'one sum for two noises': (
     lambda **k: twice(clip(k), noise(k), noise(k)),
@@ -147,6 +147,16 @@ def test_another_mechanism_is_refused(name):
   with pytest.raises(ValueError, match=message) as error:
     problem.make(lambda **k: optimizer(**k))
   assert 'tangent_privatizer(noise_multiplier * l2_clip' in str(error.value)
+
+
+def test_a_sum_on_another_lattice_is_refused():
+  """The noise takes its size from the sum: it would have half of what it says."""
+
+  def optimizer(per_example_gradients, **k):
+    return prism_optax.chain(noise(k, 2.0), *REST)
+
+  with pytest.raises(ValueError, match=r'deviation 0\.05, and .* has 0\.1:'):
+    problem.make(optimizer, clipping=training.AutomaticClipping())
 
 
 ACCEPTED = {
@@ -253,7 +263,7 @@ def loops(params, frozen, x, y):
 )
 def test_a_loss_that_lets_something_out_is_refused(loss, message):
   made = problem.make(optax.sgd(0.1), loss=loss)
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=f'leaves the step.*{message}'):
     first_step(made)
   assert made.proofs == ()
 

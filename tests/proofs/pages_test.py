@@ -1,0 +1,88 @@
+"""The steps that the pages show are proved."""
+
+import ast
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from prism_optax import diagnostics
+
+ROOT = pathlib.Path(__file__).parents[2]
+FLOAT, BOOL, INT = jnp.float32, bool, jnp.int32
+
+
+def shape(dtype, *sizes):
+  return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def until_step(source):
+  """What a page defines, up to its first function `step`."""
+  names = {}
+  for node in ast.parse(source).body:
+    exec(compile(ast.Module([node], []), '<page>', 'exec'), names)
+    if isinstance(node, ast.FunctionDef) and node.name == 'step':
+      return names
+  raise AssertionError('no step')
+
+
+def code_of(name):
+  text = (ROOT / name).read_text('utf-8')
+  return '\n'.join(re.findall(r'^```python\n(.*?)^```$', text, re.M | re.S))
+
+
+def state_of(names):
+  """Of the page, or of its optimizer."""
+  if 'state' in names:
+    return names['state']
+  return names['tx'].init(names.get('stacked', names.get('params')))
+
+
+# The arguments behind parameters and state, those with records, the padding.
+PAGES = {
+  'own_step': (
+    [shape(FLOAT, 8, 8), shape(FLOAT, 8, 5), shape(BOOL, 8)],
+    (2, 3),
+    4,
+  ),
+  'from_opacus': (
+    [shape(FLOAT, 8, 8), shape(FLOAT, 8, 6), shape(BOOL, 8)],
+    (2, 3),
+    4,
+  ),
+  'clip_groups': (
+    [shape(FLOAT, 8, 8), shape(INT, 8), shape(BOOL, 8)],
+    (2, 3),
+    4,
+  ),
+  'one_backward_pass': (
+    [(shape(FLOAT, 8, 5, 16), shape(INT, 8)), shape(FLOAT, 16, 12)],
+    2,
+    (),
+  ),
+  'lora_trees': ([shape(FLOAT, 4, 8)], 2, ()),
+  'privatizers': ([shape(FLOAT, 8, 8), shape(FLOAT, 8, 6)], (2, 3), ()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page', PAGES)
+def test_the_step_of_a_page_is_proved(page):
+  rest, private, padding = PAGES[page]
+  names = until_step(code_of(f'docs/how_to/{page}.md'))
+  params = names.get('stacked', names['params'])
+  proof = diagnostics.prove_released(
+    names['step'],
+    params,
+    state_of(names),
+    *rest,
+    private=private,
+    padding=padding,
+  )
+  assert proof, proof
+  foreign = [x for x in proof.assumptions if 'not of this package' in x]
+  assert len(foreign) == (page == 'privatizers')
+  releases = [x for x in proof.trace if x.startswith('a release')]
+  assert len(releases) == 1 + (page == 'clip_groups')
