@@ -41,7 +41,7 @@ class LinearHead:
   Public, once it is released. A pytree.
 
   **Known again.** The entries of ``kernel`` have sizes on a geometric grid,
-  1.13 % apart: they are at most 0.56 % from what was computed, far less than
+  1.83 % apart: they are at most 0.91 % from what was computed, far less than
   the noise. By this grid :func:`prism_optax.training.make_private` knows a
   released kernel in parameters, in frozen weights and among the constants of a
   loss, and refuses it unless the release is among ``prior_releases``.
@@ -49,12 +49,12 @@ class LinearHead:
   ==================================  =========================================
   the array on another device         known
   saved and loaded                    known
-  cast to bfloat16, float16           known, from some sixty entries on
+  cast to bfloat16, float16           known, from some thirty sizes on
   transposed, a column, a row         known
   times any number                    known; a number for each column as well
   sums with other arrays, products    NOT known: declare the release
   trained since                       NOT known, nor is that training
-  kernels of less than four sizes     NOT known
+  kernels of less than five sizes     NOT known
   ==================================  =========================================
 
   Attributes:
@@ -95,7 +95,7 @@ class LinearHead:
     and the release as one of ``prior_releases``.
 
     Returns:
-      (d, K), float32, at most 0.56 % from ``kernel``.
+      (d, K), float32, at most 0.91 % from ``kernel``.
     """
     return jnp.asarray(_identity.unmarked(np.asarray(self.kernel)))
 

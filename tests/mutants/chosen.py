@@ -1116,6 +1116,13 @@ MUTANTS = (
     ('training/prior_releases_test.py another_head',),
   ),
   Mutant(
+    'releases: frequencies of positions pass for a head',
+    '_identity.py',
+    'if sizes.size < 3 or _is_geometric(sizes):',
+    'if sizes.size < 3:',
+    ('training/prior_releases_test.py no_table',),
+  ),
+  Mutant(
     'releases: frozen weights are not looked at',
     'training/_private.py',
     "self.parts.check_declared('frozen', frozen)",

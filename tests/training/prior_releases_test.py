@@ -40,8 +40,8 @@ release = functools.partial(
 
 
 def assert_kernel(found, expected):
-  """Half a step of the grid is 2^(1 / 123.6): 0.563 %."""
-  np.testing.assert_allclose(found, expected, rtol=5.64e-3, atol=1e-6)
+  """Half a step of the grid is 2^(1 / 76.4): 0.912 %."""
+  np.testing.assert_allclose(found, expected, rtol=9.12e-3, atol=1e-6)
 
 
 def directions():
@@ -345,12 +345,7 @@ def test_what_is_no_copy_passes():
     jax.ShapeDtypeStruct((3,), jnp.float32),
     *(other, jnp.zeros((5, 5)), jnp.eye(7), np.nan * other, 1.0, 'text'),
     *(kernel + 0.1 * other, kernel.T @ kernel),
-    # Tables that models hold: positions, quantised weights, windows.
-    2.0 ** (-np.arange(1, 33) / 4),
-    *(
-      b ** (-np.arange(0, d, 2) / d) for b in (1e4, 5e5, 1e6) for d in (64, 80)
-    ),
-    np.exp(-np.log(5e5) * np.arange(40) / 39),  # Whole steps of the grid.
+    # Quantised weights, windows, all numbers of a type.
     np.round(127 * np.asarray(other)) * np.float32(0.003),
     *(np.linspace(-1, 1, 100), 1 / np.arange(1.0, 200), np.hanning(64)),
     np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16),
@@ -360,8 +355,23 @@ def test_what_is_no_copy_passes():
   training._releases.check_declared('frozen', tree, [])
 
 
+def test_no_table_of_positions_is_taken_for_a_release():
+  """Frequencies are geometric sequences, of which some have whole steps."""
+  whole = 2.0 ** (7 / _identity._POINTS)
+  for base in (500.0, 1e4, 1e5, 1.6e5, 5e5, 1e6, 1e7, 10.0, 1e3, 2.0**8):
+    for size in (3, 4, 8, 16, 20, 32, 40, 48, 56, 64, 128, 256):
+      for table in (
+        base ** -(np.arange(size) / size),
+        base ** -(np.arange(size) / (size - 1)),
+        whole ** -np.arange(size),
+      ):
+        for dtype in (np.float64, np.float32, np.float16, jnp.bfloat16):
+          twice = np.stack([table, table]).astype(dtype)
+          assert not _identity.is_marked(twice), (base, size, dtype)
+
+
 def test_no_array_of_random_numbers_is_taken_for_a_release():
-  """Of any size and type, by the evidence that is asked for: exp(-24)."""
+  """Of any size and type, by the evidence that is asked for: exp(-18)."""
   rng = np.random.default_rng(0)
   for size in (4, 5, 8, 20, 50, 200, 1000):
     for dtype in (np.float32, np.float16, jnp.bfloat16, jnp.float8_e4m3fn):
@@ -375,7 +385,7 @@ def test_a_head_for_other_records_is_near_the_head():
   head = head_of()
   kernel = head.kernel_for_other_records()
   assert kernel.shape == head.kernel.shape
-  np.testing.assert_allclose(kernel, head.kernel, rtol=5.64e-3)
+  np.testing.assert_allclose(kernel, head.kernel, rtol=9.12e-3)
   np.testing.assert_array_equal(kernel, head.kernel_for_other_records())
 
 
