@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from tests.replay import harness
 from tests.training import adversarial
 
 N, B, STEPS, MOST = 8, 4, 3, 3
+# Who each record is of, where eight users have some each.
+USERS = np.repeat(np.arange(N), [1, 5, 3, 2, 4, 3, 5, 2])
 SIGMA = 2.0
 # No batch is full. The first place is drawn in the last two steps, and the last
 # place in the first step and the last one.
 KEY = 35
 PLACES = (0, N - 1)
-DRAWN = {0: [False, True, True], N - 1: [True, False, True]}
 
 _rng = np.random.default_rng(0)
 PARAMS = {
@@ -45,7 +46,7 @@ GRADIENT = jax.tree.map(
 def loss(params, record):
   """Of floats, of integers that wrap, and of a label."""
   pair = params['layer']
-  pixels = (record['pixels'] - 128).astype(jnp.float32) / 256
+  pixels = (record['pixels'] - 128).astype(jnp.float32) / 16
   z = (record['x'] + pixels) @ pair['lora_a'] @ pair['lora_b'] + params['bias']
   return jax.nn.logsumexp(z) - z[record['label']] + jnp.sum(z**2)
 
@@ -53,7 +54,7 @@ def loss(params, record):
 def losses(params, records):
   """The same of a batch, with a copy of the parameters for each record."""
   pair = params['layer']
-  pixels = (records['pixels'] - 128).astype(jnp.float32) / 256
+  pixels = (records['pixels'] - 128).astype(jnp.float32) / 16
   z = jnp.einsum(
     'bi,bir,bro->bo', records['x'] + pixels, pair['lora_a'], pair['lora_b']
   )
@@ -131,6 +132,19 @@ def odd_gradients() -> Iterator[adversarial.Odd]:
       )
 
 
+class Offences(NamedTuple):
+  """What odd records give away.
+
+  Attributes:
+    found: From the name of a record to what tells that it is there.
+    farthest: How far one of them moves what enters the noise, over the
+      sensitivity.
+  """
+
+  found: dict[str, list[str]]
+  farthest: float
+
+
 @dataclasses.dataclass
 class Case:
   """A training whose step is compiled once, on a tape.
@@ -140,20 +154,24 @@ class Case:
     records: Of all places, a list.
     arrays: Whether they are given to it as arrays.
     users: None, or who each record is of.
+    proved: Whether what goes before a first step, checks and proofs, is done.
   """
 
   private: training.PrivateTraining
   records: list[Any]
   arrays: bool = False
   users: Any = None
+  proved: bool = True
 
   def __post_init__(self) -> None:
     self.tape = harness.Tape()
     self._like = self.private.init(PARAMS)
     self._start = jax.tree.map(_saved, self._like)
-    # As it is, with all checks and proofs that go before a first step.
-    plain = self.observe(self.records, 0, taped=False)
-    assert plain.result is not None, plain.events
+    plain = None
+    if self.proved:
+      plain = self.observe(self.records, 0, taped=False)
+      assert plain.result is not None, plain.events
+    self.private._checked = True
     original = self.private._step.__wrapped__
     # A function of its own: what JAX has traced of the other one, it keeps.
     self.private._step = jax.jit(
@@ -162,22 +180,74 @@ class Case:
     self.without(0)  # For the compiler.
     recorded = self.observe(self.records, 0)
     assert len(recorded.releases) >= STEPS, recorded.events
-    # To be on a tape changes nothing.
-    assert harness.digest(recorded.result) == harness.digest(plain.result)
+    if plain is not None:  # To be on a tape changes nothing.
+      assert harness.digest(recorded.result) == harness.digest(plain.result)
 
   def without(self, place: int) -> harness.Observation:
     """The run in which the record, or the user, at a place is not there."""
-    return self.observe(self.records, place, absent=True)
+    if self.arrays:  # In which all numbers are there.
+      return self.observe(self.records, place, absent=True)
+    return self.observe(self._with(place, None), place)
 
   def with_odd(
     self, place: int, record: Any, played: harness.Observation
   ) -> harness.Observation:
     """The run with another record at a place, or with all of a user's."""
-    mine = (
-      [place] if self.users is None else np.flatnonzero(self.users == place)
-    )
-    new = [record if i in mine else x for i, x in enumerate(self.records)]
-    return self.observe(new, place, played=played)
+    return self.observe(self._with(place, record), place, played=played)
+
+  def with_count(
+    self, user: int, record: Any, count: int, played: harness.Observation
+  ) -> harness.Observation:
+    """The run in which a user has so many records, all of them this one."""
+    before, mine = self.users, self.users == user
+    first = np.flatnonzero(mine)[0]  # Users are in the order of appearance.
+    records = [x for x, own in zip(self.records, mine, strict=True) if not own]
+    records[first:first] = [record] * count
+    self.users = np.insert(before[~mine], first, [user] * count)
+    try:
+      return self.observe(records, user, played=played)
+    finally:
+      self.users = before
+
+  def _with(self, place: int, record: Any) -> list[Any]:
+    owners = range(len(self.records)) if self.users is None else self.users
+    return [
+      record if owner == place else x
+      for owner, x in zip(owners, self.records, strict=True)
+    ]
+
+  def offences(
+    self,
+    odds: Sequence[adversarial.Odd],
+    places: Sequence[int] = PLACES,
+    noise_multiplier: float = SIGMA,
+  ) -> Offences:
+    """What each of some records gives away.
+
+    Args:
+      odds: The records. Each is put into every place, in turn.
+      places: Where.
+      noise_multiplier: Of the training.
+    """
+    found, farthest = {}, 0.0
+    for place in places:
+      played = self.without(place)
+      drawn = self.drawn(place)
+      for odd in odds:
+        other = self.with_odd(place, odd.record, played)
+        far = harness.moved(played, other)
+        told = harness.differences(played, other, noise_multiplier)
+        if any(x and not y for x, y in zip(far, drawn, strict=False)):
+          told.append('it acts where it is not drawn')
+        if told:
+          found[f'{odd.name}, at {place}'] = told
+        farthest = max([farthest, *(noise_multiplier * x for x in far)])
+    return Offences(found, farthest)
+
+  def drawn(self, place: int) -> list[bool]:
+    """In which steps a place is drawn."""
+    sampling, seed = self.private.parts.settings.sampling, self._start.seed
+    return [place in sampling.draw(seed, step) for step in range(STEPS)]
 
   def observe(
     self,
@@ -211,14 +281,14 @@ class Case:
         odd = sampling.draw(state.seed, step) == place
         if absent:
           batch = _without(batch, odd)
-        others = jax.tree.map(
-          lambda x, odd=odd: np.asarray(x)[~odd],
-          (batch.examples, batch.is_padding_example, batch.is_present),
-        )
         now.note(f'batch {harness.shapes(batch.examples)}')
-        now.note(f'others {harness.digest(others)}')
+        rows = batch.examples, batch.is_padding_example, batch.is_present
+        if len(batch.is_padding_example) == len(odd):
+          rows = jax.tree.map(lambda x, odd=odd: np.asarray(x)[~odd], rows)
+        now.note(f'others {harness.digest(rows)}')
         state = self.private.step(state, batch)
         now.note(f'state {harness.digest((state.params, state.optimizer))}')
+        jax.effects_barrier()  # What it prints is printed.
         now.next_step()
       return state.params
 
@@ -230,9 +300,10 @@ def _without(batch, row):
   """The batch with padding in a row."""
 
   def blank(x):
-    return (
-      None if x is None else jnp.asarray(np.where(_like(row, x), 0, x), x.dtype)
-    )
+    if x is None:
+      return None
+    mask = row.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.asarray(np.where(mask, 0, x), x.dtype)
 
   return dataclasses.replace(
     batch,
@@ -240,10 +311,6 @@ def _without(batch, row):
     is_padding_example=jnp.asarray(np.asarray(batch.is_padding_example) | row),
     is_present=blank(batch.is_present),
   )
-
-
-def _like(row, x):
-  return row.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _saved(x):
@@ -258,3 +325,50 @@ def _restored(x, like):
   if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
   return jnp.array(x)
+
+
+@dataclasses.dataclass
+class OneRelease:
+  """One release of a sum over all records, before any training.
+
+  Attributes:
+    release: From arrays of all records to what is released.
+    records: Of all places, a list.
+    zero: A record that adds nothing.
+    noise_multiplier: Of the release.
+  """
+
+  release: Callable[[Any], Any]
+  records: list[Any]
+  zero: Any
+  noise_multiplier: float = SIGMA
+
+  def __post_init__(self) -> None:
+    self.tape = harness.Tape()
+    self._observe(self.zero)  # For the compiler.
+
+  def _observe(
+    self, record: Any, played: harness.Observation | None = None
+  ) -> harness.Observation:
+    (data,) = stacked([*self.records[:-1], record])
+
+    def run(now: harness.Observation) -> Any:
+      out = self.release(data)
+      now.note(f'released {harness.digest(out)}')
+      return out
+
+    with self.tape.recording():
+      return self.tape.observe(run, played)
+
+  def offences(self, odds: Sequence[adversarial.Odd]) -> Offences:
+    """What each of some records gives away, at the last place."""
+    played = self._observe(self.zero)
+    assert played.result is not None, played.events
+    found, farthest = {}, 0.0
+    for odd in odds:
+      other = self._observe(odd.record, played)
+      if told := harness.differences(played, other, self.noise_multiplier):
+        found[odd.name] = told
+      (far,) = harness.moved(played, other)
+      farthest = max(farthest, self.noise_multiplier * far)
+    return Offences(found, farthest)

@@ -19,6 +19,7 @@ every state, all that is printed, warned, logged or raised), and what entered
 the noise, in units of its standard deviation.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -137,9 +138,7 @@ class Tape:
     if self.played is None or number >= len(self.played.releases):
       return left
     other = self.played.releases[number].left
-    if [(x.shape, x.dtype) for x in other] != [
-      (x.shape, x.dtype) for x in left
-    ]:
+    if list(map(_form, other)) != list(map(_form, left)):
       return left
     release.left = other
     return other
@@ -165,6 +164,10 @@ class Tape:
       finally:
         self.now = self.played = None
     return now
+
+
+def _form(x: np.ndarray) -> tuple[Any, ...]:
+  return x.shape, x.dtype
 
 
 def _is_sum(x: object) -> bool:
@@ -246,9 +249,9 @@ def _printed(
 def moved(one: Observation, other: Observation) -> list[float]:
   """How far apart what entered the noise is, for each step.
 
-  In standard deviations of the noise, over all releases of a step together: a
-  Gaussian mechanism may show the inverse of its noise multiplier. Infinite
-  where the releases cannot be compared.
+  In standard deviations of the noise, over all releases of a step together: the
+  inverse of the noise multiplier is what a Gaussian mechanism may show.
+  Infinite where the releases cannot be compared.
   """
   steps = 1 + max([x.step for x in one.releases + other.releases], default=-1)
   squares = [0.0] * steps
@@ -278,15 +281,22 @@ def differences(
     for step, size in enumerate(moved(one, other))
     if not size * noise_multiplier <= 1 + SLACK
   ]
-  for x, y in itertools.zip_longest(one.events, other.events):
-    if x != y:
-      found.append(f'{_told(x)} became {_told(y)}')
-      break
+  before, after = (collections.Counter(x.events) for x in (one, other))
+  found += [f'{_told(x)}: no more' for x in before - after]
+  found += [f'{_told(x)}: new' for x in after - before]
+  if before == after and one.events != other.events:
+    found.append('what happened, happened in another order')
   return found
 
 
-def _told(event: tuple[int, str] | None) -> str:
-  return 'the end' if event is None else f'step {event[0]}: {event[1]}'
+def without_reads(run: Observation) -> Observation:
+  """The run but for which records were read: where they are others."""
+  events = [x for x in run.events if not x[1].startswith('read ')]
+  return dataclasses.replace(run, events=events)
+
+
+def _told(event: tuple[int, str]) -> str:
+  return f'step {event[0]}: {event[1]}'
 
 
 def digest(tree: Any) -> str:

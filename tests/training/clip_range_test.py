@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from prism_optax import _lattice, training, transforms
 from prism_optax.training import _clipping
+from tests.training import problem
 
 # Every size that float32 has, in one entry, in all, and mixed.
 _SIZES = np.float32([
@@ -109,3 +111,10 @@ def test_on_the_lattice_of_the_noise_as_well(c, stability):
     wanted = size / (size + stability / 6**0.5)
     assert np.linalg.norm(integers) == pytest.approx(wanted, abs=4e-6)
     assert np.linalg.norm(integers) <= 1.000001
+
+
+@pytest.mark.parametrize('c', [1e-31, 1.1e30])
+def test_a_clip_norm_whose_inverse_may_vanish_is_refused(c):
+  """A compiler multiplies by the inverse: at 2e38 that is zero on a CPU."""
+  with pytest.raises(ValueError, match=rf'l2_clip_norm={c}'.replace('+', '.')):
+    problem.make(optax.sgd(0.1), l2_clip_norm=c)
