@@ -111,6 +111,8 @@ def _block(array: Any) -> np.ndarray | None:
     return None
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     return None
+  if 0 in np.shape(array):  # The basis of a metric may have no column.
+    return None
   array = _local(array)
   # All of it, where that costs nothing; else what is needed leaves the device.
   if not isinstance(array, jax.Array) or array.size <= 2**20 or _on_host(array):
