@@ -108,8 +108,9 @@ def in_microbatches(
 
   **Privacy.** As without parts: the sum, its sensitivity and the noise are the
   same. All parts are computed, so that time tells nothing of how many examples
-  were drawn; not so with ``skip_padding``. The gradient of an example must not depend on others, here on
-  those of its part: a clip bounds nothing then, and no shape shows it.
+  were drawn; not so with ``skip_padding``. The gradient of an example must not
+  depend on others, here on those of its part: a clip bounds nothing then, and
+  no shape shows it.
   :func:`prism_optax.diagnostics.depends_on_other_examples` looks for that.
 
   Args:
