@@ -98,7 +98,7 @@ def test_of_large_sources_a_secret_sample_is_read():
     float('nan'), np.array([None]), {1: 2, 'b': 3}, ValueError('of a record'),
     KeyError(0), [], np.zeros((0, 3)),
   ],
-  ids=repr,
+  ids=lambda x: type(x).__name__,
 )  # fmt: skip
 def test_no_record_can_stop_it(record):
   """And twice the same one is the same."""
