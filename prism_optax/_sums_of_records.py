@@ -79,6 +79,9 @@ def release(
       totals[name] = totals.get(name, 0) + _lattice.integers_of(x)
   if not totals:
     raise ValueError('Expected batches to hold at least one, got none.')
+  # The declared size bounds the data sets that the guarantee is about, so that
+  # no two of them are told apart here; and more rows are mostly a mistake that
+  # would void it: two passes, or records where users were declared.
   if rows > dataset_size:
     raise ValueError(
       'Expected batches in which every record (or user) stands once, got'

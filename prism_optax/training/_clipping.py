@@ -121,7 +121,7 @@ class GroupClipping(FlatClipping):
     self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
   ) -> _Factors:
     names = sorted(self.shares)
-    whole = math.sqrt(sum(share**2 for share in self.shares.values()))
+    whole = math.hypot(*self.shares.values())  # No square underflows.
     masks = [[np.asarray(row) == name for name in names] for row in rows or ()]
     squares = []
     for g, name in enumerate(names):

@@ -23,6 +23,11 @@ from jax.experimental import multihost_utils
 
 from prism_optax import _generators
 
+# With one of these a GPU adds in the same order in each process.
+_DETERMINISTIC = (
+  '--xla_gpu_deterministic_ops',
+  '--xla_gpu_exclude_nondeterministic_ops',
+)
 _PROCESSOR = ('model name', 'flags', 'Features', 'CPU part')
 # Parameters of primitives that change no number.
 _NAMES = {'name', 'debug_info', 'debug'}
@@ -84,16 +89,17 @@ def differing(found: Fingerprint, wanted: Fingerprint) -> list[str]:
   ]
 
 
-def environment(sharding: jax.sharding.Sharding | None) -> str:
+def environment(sharding: jax.sharding.Sharding | None, nonce: str) -> str:
   """All that we can name that may round a gradient in another way.
 
   Args:
     sharding: Layout of the batches.
+    nonce: Of the training, another one in each process.
 
   Returns:
-    JSON, the same in every process on this machine. Not seen are kernels that
-    add in an order of their own each time, as some of GPUs do
-    (``--xla_gpu_deterministic_ops=true`` refuses them).
+    JSON, the same in every process on this machine. On a GPU kernels may be
+    chosen anew by each process and add in an order of their own, so that the
+    nonce is part of it, unless ``--xla_gpu_deterministic_ops=true`` is set.
   """
   client = jax.extend.backend.get_backend()
   found: dict[str, Any] = {
@@ -105,6 +111,10 @@ def environment(sharding: jax.sharding.Sharding | None) -> str:
     'versions': [*map(_version, ('jax', 'jaxlib', 'prism_optax'))],
     'flags': [os.environ.get(x) for x in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')],
   }
+  if found['backend'] == 'gpu' and not any(
+    f'{flag}=true' in os.environ.get('XLA_FLAGS', '') for flag in _DETERMINISTIC
+  ):
+    found['process'] = nonce
   if found['backend'] == 'cpu':  # Kernels are made for it, and split by cores.
     found['machine'] = [platform.machine(), _processor(), _cores()]
   return json.dumps(found, sort_keys=True)

@@ -39,7 +39,8 @@ from prism_optax.training._settings import Parts, Settings
 # quantile. `split` uses the numbers 0 and 1.
 _BATCHES, _QUANTILE = 0x42415443, 0x5155414E
 
-_LEAST_NORM = 1e-30
+# Of clip norms. Beyond, numbers of float32 may vanish in units of them.
+_LEAST_NORM, _LARGEST_NORM = 1e-30, 1e30
 
 
 def make_private(
@@ -217,9 +218,9 @@ def make_private(
     and nothing passes the noise
   """
   c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
-  if not _LEAST_NORM <= c <= 1 / _LEAST_NORM:
+  if not _LEAST_NORM <= c <= _LARGEST_NORM:
     raise ValueError(
-      f'Expected {_LEAST_NORM:g} <= l2_clip_norm <= {1 / _LEAST_NORM:g}, for'
+      f'Expected {_LEAST_NORM:g} <= l2_clip_norm <= {_LARGEST_NORM:g}, for'
       f' which no number of float32 vanishes, got {l2_clip_norm=}.'
     )
   _validate.integer('steps', steps, 1)

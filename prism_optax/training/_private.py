@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -201,7 +202,7 @@ class PrivateTraining:
     How long a batch takes to read may depend on its records.
 
     The batches carry a digest of the data under the seed of the state, which is
-    compared when the run goes on. Each call reads all bytes of arrays for it;
+    compared when the run goes on. Each call reads all records of arrays for it;
     of other sources 256 records at secret places, so that a change of a few
     records of many passes unseen.
 
@@ -227,7 +228,7 @@ class PrivateTraining:
     sampling = settings.sampling
     records = Records(sampling, data, users, settings.record)
     run = self._run(state)
-    digest = _fingerprint.agreed(data_digest(data, seed, users))
+    digest = _fingerprint.agreed(data_digest(records, seed))
     self._check_fits(
       state,
       state.fingerprint._replace(environment=self._environment, data=digest),
@@ -519,7 +520,7 @@ class PrivateTraining:
 
   @functools.cached_property
   def _environment(self) -> np.ndarray:
-    found = _fingerprint.environment(self.parts.sharding)
+    found = _fingerprint.environment(self.parts.sharding, os.urandom(16).hex())
     return _fingerprint.agreed(_fingerprint.words(found))
 
   def _program(self, arguments: tuple[Any, ...], batch: Batch) -> np.ndarray:

@@ -30,6 +30,8 @@ _SYSTEM = (
   *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
 _IDS = bool, int, float, str, bytes, uuid.UUID
+# Data that are arrays of all records; all else is looked up one by one.
+_TREES = (tuple, dict, np.ndarray, jax.Array)
 
 
 class _DoesNotFit(Exception):
@@ -216,7 +218,7 @@ def reader(data: Any, form: Form | None) -> tuple[Form, int, Reader]:
     ValueError: For data that are neither, a source without a form, arrays of
       another form.
   """
-  if isinstance(data, tuple | dict | np.ndarray | jax.Array):
+  if isinstance(data, _TREES):
     return _of_arrays(data, form)
   if not (hasattr(data, '__len__') and hasattr(data, '__getitem__')):
     raise ValueError(
@@ -358,6 +360,12 @@ class Records:
     users: None, or the id of the user of each record, (N,).
     form: Of one record; None for arrays.
 
+  Attributes:
+    form: Of one record.
+    size: How many records there are. Private.
+    is_source: Whether records are looked up one by one.
+    of_user: None, or the positions of the records of each user. Private.
+
   Raises:
     ValueError: For data without a form, or ids that are not one for a record.
   """
@@ -372,9 +380,10 @@ class Records:
         f' examples_per_user is given, got examples_per_user={most} and users='
         f'{"None" if users is None else "ids"}.'
       )
-    self.form, self._size, self._read = reader(data, form)
+    self.form, self.size, self._read = reader(data, form)
+    self.is_source = not isinstance(data, _TREES)
     self._most, self._places = most, sampling.dataset_size
-    self._of_user = None if users is None else _of_users(users, self._size)
+    self.of_user = None if users is None else _of_users(users, self.size)
 
   def collect(
     self, places: np.ndarray, choose: Callable[[int, int], np.ndarray]
@@ -391,30 +400,30 @@ class Records:
       where no record is; (B,), True where none is; None, or with users (B,
       most), True where one is.
     """
-    if self._of_user is None:
-      examples, fits = self._filled(np.where(places < self._size, places, -1))
+    if self.of_user is None:
+      examples, fits = self.at(np.where(places < self.size, places, -1))
       return examples, ~fits, None
     records = np.full((len(places), self._most or 1), -1)
     for i, place in enumerate(places):
-      if 0 <= place < len(self._of_user):
-        own = self._of_user[place]
+      if 0 <= place < len(self.of_user):
+        own = self.of_user[place]
         chosen = own[choose(int(place), len(own))]
         records[i, : len(chosen)] = chosen
-    examples, fits = self._filled(records)
+    examples, fits = self.at(records)
     return examples, ~fits.any(1), fits
 
   def misfits(self) -> np.ndarray:
     """The positions of all records that never count, sorted."""
-    parts = np.array_split(np.arange(self._size), self._size // 1024 + 1)
-    fits = np.concatenate([self._filled(x)[1] for x in parts])
-    if self._of_user is None:
+    parts = np.array_split(np.arange(self.size), self.size // 1024 + 1)
+    fits = np.concatenate([self.at(x)[1] for x in parts])
+    if self.of_user is None:
       fits[self._places :] = False
     else:
-      for own in self._of_user[self._places :]:
+      for own in self.of_user[self._places :]:
         fits[own] = False
     return np.flatnonzero(~fits)
 
-  def _filled(self, records: np.ndarray) -> tuple[Any, Any]:
+  def at(self, records: np.ndarray) -> tuple[Any, Any]:
     """Records at positions of any shape, zeros for -1 and what does not fit."""
     rows = np.flatnonzero(records >= 0)
     leaves = self.form.zeros(records.size)

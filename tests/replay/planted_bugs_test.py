@@ -64,7 +64,7 @@ class _Stacks(_records.Records):
     super().__init__(sampling, data, users, form)
     self._source = data
 
-  def _filled(self, records):
+  def at(self, records):
     places = np.where(records < 0, self.fill, records)
     read = [None if i < 0 else self._source[int(i)] for i in places]
     there = np.array([x is not None for x in read])

@@ -68,6 +68,17 @@ def test_groups_share_the_clip_norm():
   assert_close(found, [weights[0], weights[1], weights[1]])
 
 
+def test_shares_whose_squares_underflow():
+  """They are 3 to 4 all the same: C is not that of each group."""
+  tiny = {name: 1e-170 * x for name, x in GROUPS.shares.items()}
+  rule = training.GroupClipping(GROUPS.labels, tiny)
+  rows = [np.asarray(x) for x in ('head', 'adapters', 'adapters')]
+  for one, other in zip(
+    bounded(rule, rows=rows)[0], bounded(GROUPS, rows=rows)[0], strict=True
+  ):
+    np.testing.assert_allclose(one, other, rtol=1e-6)  # Rounding of norms.
+
+
 def test_groups_of_modules_that_are_stacked_together():
   """Two modules of one shape in two groups are rows of one stack."""
   params = {

@@ -82,7 +82,7 @@ def make(path, environment=None):
   """A training, in a pretended environment or in this one."""
   with pytest.MonkeyPatch.context() as patch:
     if environment:
-      patch.setattr(_fingerprint, 'environment', lambda _: environment)
+      patch.setattr(_fingerprint, 'environment', lambda *_: environment)
     made = problem.make(
       optax.sgd(0.1), prng_key=None, journal=path, expected_batch_size=N
     )

@@ -159,7 +159,7 @@ def test_records_of_other_users_are_refused():
   )
   made.batches(state, DATA, users=users + 5)  # The same under other names.
   with pytest.raises(ValueError, match='who they are of'):
-    made.batches(state, DATA, users=users[::-1])
+    made.batches(state, DATA, users=np.roll(users, 1))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_a_known_key_is_for_one_run():
 
 def test_another_environment_is_refused(monkeypatch):
   _, state = begun()
-  found = _fingerprint.environment(None)
-  monkeypatch.setattr(_fingerprint, 'environment', lambda _: found + ' ')
+  found = _fingerprint.environment(None, '')
+  monkeypatch.setattr(_fingerprint, 'environment', lambda *_: found + ' ')
   elsewhere = problem.make(optax.adam(0.1), prng_key=None)
   with pytest.raises(ValueError, match=r'another environment .*journal=path'):
     elsewhere.batches(state, DATA)
@@ -209,6 +209,19 @@ def test_another_environment_is_refused(monkeypatch):
     elsewhere.batches(made.init(PARAMS), DATA)
   # What is released already can be read anywhere.
   assert elsewhere.adapters(state) is state.params
+
+
+def test_a_gpu_that_may_add_in_any_order_is_another_one_in_each_process(
+  monkeypatch,
+):
+  """So a step that is done again there is refused, or counted by a journal."""
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.delenv('XLA_FLAGS', raising=False)
+  one, other = (_fingerprint.environment(None, x) for x in 'ab')
+  assert one != other
+  monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_deterministic_ops=true')
+  one, other = (_fingerprint.environment(None, x) for x in 'ab')
+  assert one == other
 
 
 def test_a_state_of_another_version_is_refused():
