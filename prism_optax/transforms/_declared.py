@@ -60,9 +60,7 @@ def noise_enters(tree: Any) -> Any:
   """Marks a tree to which something that is not ours adds noise."""
   marked = _marked(_marks.noise_enters, tree)
   exact = getattr(tree, 'on_lattice', None)
-  if (
-    exact is not None
-  ):  # The sum of a clip of ours, which may be taken exactly.
+  if exact is not None:  # The sum of a clip of ours, to be taken exactly.
     marked.on_lattice = lambda stddev: _marked(
       _marks.noise_enters, exact(stddev)
     )
@@ -103,8 +101,14 @@ def noised_elsewhere(
     [2.0, 2.0]
   """
 
-  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    noisy, state = privatizer.update(noise_enters(updates), state, params)
+  privatizer = optax.with_extra_args_support(privatizer)
+
+  def update(
+    updates: Any, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    noisy, state = privatizer.update(
+      noise_enters(updates), state, params, **extra_args
+    )
     return released(noisy), state
 
-  return optax.GradientTransformation(privatizer.init, update)
+  return optax.GradientTransformationExtraArgs(privatizer.init, update)

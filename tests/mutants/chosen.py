@@ -831,7 +831,7 @@ MUTANTS = (
   Mutant(
     'make_private: shares of groups are not normalised',
     'training/_clipping.py',
-    'whole = math.sqrt(sum(share**2 for share in self.shares.values()))',
+    'whole = math.hypot(*self.shares.values())',
     'whole = max(self.shares.values())',
     ('training/clipping_test.py share_the_clip_norm',),
   ),
@@ -1209,8 +1209,8 @@ MUTANTS = (
   Mutant(
     'releases: other frozen weights are not looked at again',
     'training/_private.py',
-    'if frozen_ids != self._frozen_ids:',
-    'if self._frozen_ids is None:',
+    "self.parts.check_declared('frozen', frozen)",
+    "self.proofs or self.parts.check_declared('frozen', frozen)",
     ('training/prior_releases_test.py wherever',),
   ),
   Mutant(

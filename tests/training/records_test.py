@@ -152,19 +152,19 @@ def test_one_type_of_a_record_is_not_that_of_all():
 
 
 def test_what_is_not_drawn_does_not_act():
-  """Whatever it is, at the first place too: only what is drawn is read."""
+  """Whatever it is, at the first place too: batches read what is drawn."""
   made = private('pixels', expected_batch_size=3, prng_key=0)
   data = [adversarial.ordinary(PIXELS, seed) for seed in range(N)]
   source = adversarial.Source(data)
   usual, batch = moved(made, source)
-  assert sorted(source.read) == [1, 6, 7]
+  assert source.read[:N] == list(range(N))  # A digest of the data.
+  drawn = source.read[N:]
+  assert sorted(drawn) == [1, 6, 7]
   assert batch.is_padding_example.sum() == N - 3
   for x in jax.tree.leaves(batch.examples):
     assert not np.asarray(x)[batch.is_padding_example].any()
   for odd in adversarial.records(PIXELS)[::20]:
-    records = [
-      x if i in source.read else odd.record for i, x in enumerate(data)
-    ]
+    records = [x if i in drawn else odd.record for i, x in enumerate(data)]
     found, batch = moved(made, adversarial.Source(records))
     np.testing.assert_array_equal(found, usual)
 
