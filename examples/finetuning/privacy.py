@@ -70,31 +70,16 @@ class Plan:
     Raises:
       ValueError: If ``delta`` is too small for the noise as it is drawn.
     """
-    event = self.event(steps)
-    shift, left = self.as_drawn(_ideal(event, self.delta / 2), steps)
-    return _ideal(event, left) + shift
-
-  def as_drawn(self, most: float, steps: int) -> tuple[float, float]:
-    """What the noise as it is drawn adds to epsilon, and the delta it leaves.
-
-    Args:
-      most: At least the epsilon of ideal noise at the delta that is left.
-      steps: Number of steps.
-
-    Raises:
-      ValueError: If that is less than half of ``delta``.
-    """
-    if not self.entries or math.isinf(most):
-      return 0.0, self.delta
-    shifted, total = accounting.release_guarantee(
-      most, self.delta, self.entries * steps
+    return accounting.epsilon(
+      self.event(steps),
+      self.delta,
+      neighboring_relation=RELATION,
+      entries=self._entries(steps),
     )
-    if total > 1.5 * self.delta:
-      raise ValueError(
-        f'--delta {self.delta}: the noise as it is drawn adds '
-        f'{total - self.delta:.2g} to it. Ask for a larger one, or more noise.'
-      )
-    return shifted - most, 2 * self.delta - total
+
+  def _entries(self, steps: int) -> int | None:
+    """Entries that got noise; None for ideal noise."""
+    return self.entries * steps if self.entries else None
 
   def statement(self, steps: int) -> str:
     """The library's sentence, as ``training.make_private`` states it."""
@@ -102,14 +87,9 @@ class Plan:
       self.event(steps),
       self.delta,
       dataset_size=self.dataset_size,
-      entries=self.entries * steps if self.entries else None,
+      entries=self._entries(steps),
     )
     return f'{text}, unit: one record, {steps} of {self.steps} steps'
-
-
-def _ideal(event: dp_accounting.DpEvent, delta: float) -> float:
-  """Epsilon with ideal noise."""
-  return accounting.epsilon(event, delta, neighboring_relation=RELATION)
 
 
 def round_up(epsilon: float, digits: int = 3) -> float:
@@ -131,16 +111,15 @@ def calibrate(plan: Plan, target_epsilon: float) -> Plan:
   Raises:
     ValueError: If the target cannot be met.
   """
-  # More than epsilon at half of delta, with which what drawn noise adds grows.
-  shift, left = plan.as_drawn(1.25 * target_epsilon + 0.5, plan.steps)
   return dataclasses.replace(
     plan,
     noise_multiplier=accounting.calibrate_noise_multiplier(
-      target_epsilon - shift,
-      left,
+      target_epsilon,
+      plan.delta,
       plan.sampling_probability,
       plan.steps,
       neighboring_relation=RELATION,
+      entries=plan._entries(plan.steps),
       **plan.truncation,
     ),
   )

@@ -6,6 +6,7 @@ can run where there is no accelerator.
 
 from dp_accounting import NeighboringRelation
 
+from prism_optax.accounting._as_drawn import release_guarantee
 from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
 from prism_optax.accounting._epsilon import calibrate_noise_multiplier, epsilon
 from prism_optax.accounting._events import dpsgd_event, joint_noise_multiplier
@@ -19,10 +20,7 @@ from prism_optax.accounting._matrix_mechanism import (
   matrix_mechanism_event,
   matrix_mechanism_sensitivity,
 )
-from prism_optax.accounting._statement import (
-  privacy_statement,
-  release_guarantee,
-)
+from prism_optax.accounting._statement import privacy_statement
 
 # fmt: off
 __all__ = [

@@ -8,7 +8,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, pld, rdp
 
 from prism_optax import _validate
-from prism_optax.accounting import _events
+from prism_optax.accounting import _as_drawn, _events
 from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 
 # dp-accounting's own default, so that our figures are the ones it gives.
@@ -31,6 +31,7 @@ def epsilon(
   neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
   value_discretization_interval: float | None = None,
   dataset_size: int | None = None,
+  entries: float | None = None,
 ) -> float:
   """Returns an upper bound of epsilon at ``delta`` for what was released.
 
@@ -71,6 +72,9 @@ def epsilon(
       gives an upper bound.
     dataset_size: Number of records, a public constant, against which ``delta``
       is checked. Events of truncated batches hold theirs.
+    entries: Number of entries to which this library adds noise, over all
+      updates together. Epsilon is then that of the noise as it is drawn
+      (:func:`release_guarantee`), at the same delta; else that of ideal noise.
 
   Returns:
     Epsilon, ``inf`` where there is no guarantee (or only one of millions).
@@ -80,7 +84,8 @@ def epsilon(
       impossible (a negative count or noise, NaN), also inside of compositions;
       or if the accountant has no analysis of the event under the relation (RDP
       has none of Poisson sampling under ``REPLACE_ONE``, nor of truncated
-      batches).
+      batches); if there are so many entries that what is drawn takes half of
+      ``delta``.
 
   References:
     The accountants are dp-accounting's. PLD: Doroshenko et al., Connect the
@@ -100,7 +105,13 @@ def epsilon(
   """
   delta = _events.check_delta(event, delta, dataset_size)
   interval = value_discretization_interval
-  return epsilon_at(event, delta, accountant, neighboring_relation, interval)
+  return _as_drawn.epsilon(
+    lambda delta: epsilon_at(
+      event, delta, accountant, neighboring_relation, interval
+    ),
+    delta,
+    entries,
+  )
 
 
 def epsilon_at(
@@ -174,6 +185,7 @@ def calibrate_noise_multiplier(
   truncated_batch_size: int | None = None,
   dataset_size: int | None = None,
   prior_events: Sequence[dp_accounting.DpEvent] = (),
+  entries: float | None = None,
 ) -> float:
   """Returns the smallest noise multiplier that meets ``target_epsilon``.
 
@@ -201,6 +213,8 @@ def calibrate_noise_multiplier(
     prior_events: Events of what else is released about the same records, with
       noise that is given (the ``.event`` of an input metric). They and the
       steps together meet the target.
+    entries: Number of entries that get noise, over all updates together, as for
+      :func:`epsilon`.
 
   Returns:
     Standard deviation of the noise over the clip norm, as
@@ -211,7 +225,7 @@ def calibrate_noise_multiplier(
       analysis of this sampling under the relation, or no noise multiplier
       from 1e-3 to 1e9 reaches the target (what is released besides costs more,
       or the grid and tail of the PLD accountant cannot show so small a delta or
-      epsilon).
+      epsilon), or what is drawn takes half of epsilon or delta.
 
   Examples:
     >>> from prism_optax import accounting
@@ -235,6 +249,7 @@ def calibrate_noise_multiplier(
     return _events.composed([training, *prior_events])
 
   _events.check_delta(event(1.0), delta, dataset_size)
+  target_epsilon, delta = _as_drawn.ideal_target(target_epsilon, delta, entries)
 
   def spent(sigma: float, interval: float | None = None) -> float:
     return epsilon_at(

@@ -1,72 +1,13 @@
-"""What to report: epsilon, what it depends on, and the noise as it is drawn."""
+"""What to report: epsilon, and everything that it depends on."""
 
 import math
-from collections.abc import Callable
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
 
 from prism_optax import _validate
-from prism_optax.accounting import _epsilon, _events
+from prism_optax.accounting import _as_drawn, _epsilon, _events
 from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
-
-# Of the law P of one entry's noise and a rounded Gaussian G: the largest
-# |log P/G| and the chi-square divergence within six standard deviations; how
-# much P exceeds G beyond them; the mass of G beyond all that P reaches.
-_LARGEST_RATIO = 2e-9
-_CHI_SQUARE = 1.1e-23
-_EXCESS = 5e-17
-_MISSED = 1e-19
-# Probability that the log ratios add up to more than they are charged for.
-_FAILURE = 1e-20
-
-
-def release_guarantee(
-  epsilon: float, delta: float, entries: float
-) -> tuple[float, float]:
-  """Returns the guarantee with this library's noise, for ideal noise's.
-
-  A mechanism that is (epsilon, delta) private with ideal Gaussian noise on its
-  lattice is private with the noise that is drawn, with a little more of both.
-
-  Args:
-    epsilon: With ideal noise, a number >= 0; infinity is allowed.
-    delta: With ideal noise, in [0, 1].
-    entries: Number of entries that get noise, over all updates together.
-
-  Returns:
-    Epsilon and delta of the noise as it is drawn.
-
-  Raises:
-    ValueError: If an argument is negative or NaN, or ``delta`` no probability.
-
-  References:
-    The derivation is ours (page "Releases that are exact to the last bit" of
-    the documentation), with Bernstein's inequality.
-
-  Examples:
-    A million entries, a thousand updates:
-
-    >>> from prism_optax import accounting
-    >>> epsilon, delta = accounting.release_guarantee(8.0, 1e-5, 10**6 * 1000)
-    >>> f'{epsilon:.5f} {delta:.3g}'
-    '8.00000 1.03e-05'
-  """
-  _validate.known_non_negative('epsilon', epsilon)
-  _validate.known_probability('delta', delta)
-  k = _validate.known_non_negative('entries', entries)
-  if k == 0 or math.isinf(epsilon):
-    return epsilon, delta
-  far = 2e-9 * _LARGEST_RATIO**2  # A Gaussian's mass beyond six is 2e-9.
-  variance = k * (_CHI_SQUARE + far)
-  nats = math.log(1 / _FAILURE)
-  shift = k * (_CHI_SQUARE + _EXCESS) + 2 / 3 * (2 * _LARGEST_RATIO) * nats
-  shift += math.sqrt(2 * variance * nats)
-  added = k * _EXCESS + _FAILURE
-  # The exponent is capped: a delta above one says nothing anyway.
-  missed = math.exp(min(epsilon + shift, 700.0)) * (k * _MISSED + _FAILURE)
-  total = math.exp(min(shift, 700.0)) * delta + added + missed
-  return epsilon + 2 * shift, min(total, 1.0)
 
 
 def privacy_statement(
@@ -113,15 +54,14 @@ def privacy_statement(
   """
   delta = _events.check_delta(event, delta, dataset_size)
   _validate.integer('possible_stops', possible_stops, 1)
-  share = delta / possible_stops
-
-  def spent_at(delta: float) -> float:
-    return _epsilon.epsilon_at(event, delta, accountant, neighboring_relation)
-
-  if entries is None:
-    spent, drawn = spent_at(share), ''
-  else:
-    spent, drawn = _as_drawn(spent_at, share, entries), ', noise as drawn'
+  spent = _as_drawn.epsilon(
+    lambda delta: _epsilon.epsilon_at(
+      event, delta, accountant, neighboring_relation
+    ),
+    delta / possible_stops,
+    entries,
+  )
+  drawn = '' if entries is None else ', noise as drawn'
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
   relation = neighboring_relation.name.lower().replace('_', '-')
@@ -134,19 +74,3 @@ def privacy_statement(
     f'epsilon <= {shown:.3f} at delta = {delta:g},'
     f' {relation} neighbours ({accountant.upper()}){sampling}{drawn}'
   )
-
-
-def _as_drawn(
-  spent_at: Callable[[float], float], delta: float, entries: float
-) -> float:
-  """Returns epsilon at ``delta`` of the noise as it is drawn."""
-  # Where half of delta is left, this epsilon is at least the one that counts.
-  most = spent_at(delta / 2)
-  added = release_guarantee(most, delta, entries)[1] - delta
-  if added > delta / 2:
-    raise ValueError(
-      f'The noise as it is drawn adds {added:.2g} to delta, got {delta=} and'
-      f' {entries=}: ask for a larger delta or a smaller epsilon.'
-    )
-  left = delta - added
-  return release_guarantee(spent_at(left), left, entries)[0]

@@ -260,13 +260,15 @@ def make_private(
   if input_metric is not None:
     loss = _loss.in_coordinates(loss, input_metric, batched_loss)
   if target_epsilon is not None:
-    noise_multiplier = _calibrated(
+    noise_multiplier = accounting.calibrate_noise_multiplier(
       target_epsilon,
       delta / len(stops),
-      sampling,
+      sampling.probability,
       steps,
-      entries * steps,
-      prior,
+      dataset_size=dataset_size,
+      truncated_batch_size=sampling.truncated_batch_size,
+      prior_events=prior.events,
+      entries=entries * steps + prior.entries,
     )
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   given = _randomness.is_given(prng_key)
@@ -314,38 +316,6 @@ def make_private(
   )
   _events.check_delta(training.event(), delta, dataset_size)
   return training
-
-
-def _calibrated(
-  target_epsilon: float,
-  delta: float,
-  sampling: Sampling,
-  steps: int,
-  entries: int,
-  prior: PriorReleases,
-) -> float:
-  """The noise multiplier that meets epsilon with the noise as it is drawn."""
-  target = _validate.known_positive('target_epsilon', target_epsilon)
-  # More than epsilon at half of delta, with which what drawn noise adds grows.
-  above = 1.25 * target + 0.5
-  entries += prior.entries
-  most, total = accounting.release_guarantee(above, delta, entries)
-  left, shift = 2 * delta - total, most - above
-  if left < delta / 2 or shift > target / 2:
-    raise ValueError(
-      f'With {entries} noised entries in all, the noise as it is drawn adds'
-      f' {shift:.2g} to epsilon and {total - delta:.2g} to delta: ask for'
-      f' more than {target_epsilon=} and {delta=}.'
-    )
-  return accounting.calibrate_noise_multiplier(
-    target - shift,
-    left,
-    sampling.probability,
-    steps,
-    dataset_size=sampling.dataset_size,
-    truncated_batch_size=sampling.truncated_batch_size,
-    prior_events=prior.events,
-  )
 
 
 def _seed(prng_key: PRNGKeyLike) -> np.ndarray:

@@ -172,3 +172,30 @@ def test_nothing_is_logged_on_the_way(caplog):
   """Fractional orders of Renyi divergences would warn here, line upon line."""
   accounting.calibrate_noise_multiplier(TARGET, 1e-4, 128 / 900, 5)
   assert not caplog.records
+
+
+def test_a_target_is_met_by_the_noise_as_it_is_drawn():
+  """Also where what is drawn costs a third of delta."""
+  entries, q, steps = 7e10, 1e-3, 1000
+  found = {
+    x: accounting.calibrate_noise_multiplier(
+      2.0, 1e-5, q, steps, accountant='rdp', entries=x
+    )
+    for x in (None, entries)
+  }
+  assert found[None] < found[entries]
+  spent = accounting.epsilon(
+    accounting.dpsgd_event(found[entries], q, steps),
+    1e-5,
+    accountant='rdp',
+    entries=entries,
+  )
+  assert 1.9 < spent <= 2.0
+  with pytest.raises(ValueError, match=r'adds .* to delta'):
+    accounting.calibrate_noise_multiplier(
+      2.0, 1e-5, q, steps, accountant='rdp', entries=1e12
+    )
+  with pytest.raises(ValueError, match=r'adds .* to epsilon'):
+    accounting.calibrate_noise_multiplier(
+      1e-9, 1e-4, q, steps, accountant='rdp', entries=1e9
+    )
