@@ -62,9 +62,10 @@ class _Trail:
   def follow(
     self, tree: ArrayTree, params: ArrayTree, layout: LayoutLike
   ) -> tuple[Stacks, StepContext] | None:
-    if self._last is None:
+    last = self._last  # Read once: a collection may forget it in between.
+    if last is None:
       return None
-    references, stacks, step = self._last
+    references, stacks, step = last
     leaves: list[Any] = jax.tree.leaves(tree)
     same = len(leaves) == len(references) and all(
       x is reference() for x, reference in zip(leaves, references, strict=True)
