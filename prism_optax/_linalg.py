@@ -79,12 +79,12 @@ def gram(a: Any, b: Any) -> jax.Array:
   if a is not b or a.shape[-2] <= 2 * a.shape[-1]:
     return matmul(a.mT, b)
   out: jax.Array = jax.lax.platform_dependent(
-    a, tpu=gram_beside_itself, default=lambda a: matmul(a.mT, a)
+    a, tpu=gram_tpu, default=lambda a: matmul(a.mT, a)
   )
   return out
 
 
-def gram_beside_itself(a: jax.Array) -> jax.Array:
+def gram_tpu(a: jax.Array) -> jax.Array:
   """``a.mT @ a``, for a TPU.
 
   Its compiler takes four times as long over the product of one array with

@@ -16,6 +16,6 @@ ArrayTree: TypeAlias = optax.Params
 # A seed or a typed key (``jax.random.key``); None for a fresh one of the
 # operating system's. Noise takes 'chacha20' as well: fresh, for this generator.
 PRNGKeyLike: TypeAlias = int | jax.Array | str | None
-# How many updates noise is for: a number, 'unlimited', or None for no say.
+# How many updates noise is for: a number, 'unlimited', or None: unlimited.
 StepsLike: TypeAlias = int | str | None
 DTypeLike: TypeAlias = jax.typing.DTypeLike

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _identity, _randomness, _sums_of_records, _validate
+from prism_optax import _identity, _one_shot_release, _randomness, _validate
 from prism_optax._types import PRNGKeyLike
 
 __all__ = ['LinearHead', 'class_means', 'ridge']
@@ -27,7 +27,7 @@ _FEWEST = 20.0
 # The ridge over the largest eigenvalue of the noise. On sentence vectors from a
 # third to 0.7 are within a point.
 _RIDGE = 0.5
-_SHARE = math.sqrt(2)  # Of two parts of equal length in one of length 1.
+_SHARE = math.sqrt(2)  # Each of the two parts has norm 1/sqrt(2).
 _PURPOSES = {'means': 0x48454144, 'ridge': 0x52494447}  # In a given key.
 # Of fields that a program is compiled for.
 _STATIC = {'static': True}
@@ -259,7 +259,7 @@ def ridge(
     purpose=_PURPOSES['ridge'],
   )
   sums = np.asarray(released.arrays['sums'], np.float64) * _SHARE
-  moment, edge = _sums_of_records.to_square(released.arrays['moment'])
+  moment, edge = _one_shot_release.to_square(released.arrays['moment'])
   values, vectors = np.linalg.eigh(moment * _SHARE)
   ridge = 1 + _RIDGE * edge * noise_multiplier * _SHARE
   values = np.maximum(values, 0) + ridge
@@ -276,14 +276,14 @@ def _released(
   *,
   num_classes: int,
   **options: Any,
-) -> _sums_of_records.Released:
+) -> _one_shot_release.Released:
   """The noisy sums over all records, whose batches are checked."""
   _validate.integer('num_classes', num_classes, 1)
   shapes: set[tuple[int, ...]] = set()
 
   def checked() -> Iterator[tuple[jax.Array, jax.Array]]:
     for features, labels in batches:
-      f = _sums_of_records.as_rows('features', features)
+      f = _one_shot_release.as_rows('features', features)
       y = _classes(labels, num_classes)
       shapes.add(f.shape[1:])
       if f.ndim != 2 or y.shape != f.shape[:1] or len(shapes) != 1:
@@ -293,7 +293,7 @@ def _released(
         )
       yield f, y
 
-  return _sums_of_records.release(checked(), term_of(num_classes), **options)
+  return _one_shot_release.release(checked(), term_of(num_classes), **options)
 
 
 def _classes(labels: Any, num_classes: int) -> jax.Array:
@@ -332,7 +332,7 @@ def _class(label: Any, num_classes: int) -> int:
 
 def _head(
   columns: np.ndarray,
-  released: _sums_of_records.Released,
+  released: _one_shot_release.Released,
   noise_multiplier: float,
   dataset_size: int,
   prng_key: PRNGKeyLike,
@@ -370,7 +370,7 @@ def _ridge_term_of(num_classes: int) -> Callable[[Any], dict[str, jax.Array]]:
     feature, label = record
     chosen = jax.nn.one_hot(label, num_classes)
     feature = _direction(feature) * jnp.sum(chosen)
-    moment = _sums_of_records.to_vector(jnp.outer(feature, feature))
+    moment = _one_shot_release.to_vector(jnp.outer(feature, feature))
     return {
       'moment': moment / _SHARE,
       'sums': jnp.outer(feature, chosen) / _SHARE,

@@ -33,7 +33,7 @@ def padded_size(
   """The fixed size of a batch: a multiple of ``microbatch_size``.
 
   Six standard deviations above the expected size. Fewer would be cheaper to
-  compute, and dearer in privacy: a batch that is cut lets one record push out
+  compute, and costs more epsilon: a batch that is cut lets one record push out
   another, and at noise multiplier 0.5, 300 steps of 256 in 67,349, a limit of
   four deviations raises epsilon from 4.98 to 6.17, one of six by 1e-4.
   """

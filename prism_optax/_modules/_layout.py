@@ -120,7 +120,7 @@ class Convention(NamedTuple):
   """One way to name the leaves of a pair, and what their shapes may mean.
 
   Attributes:
-    library: Who does it.
+    library: Library name.
     a: Pattern of the name of the input-side leaf. Group `module` is the name of
       the module, group `side` the letter that its partner has another one for.
     readings: From the two shapes (at least two axes each) to the layouts that

@@ -56,7 +56,7 @@ class ClippedSum(Stacks):
   Attributes:
     on_lattice: ``on_lattice(stddev)``, the same sum as ``LatticeSum`` on the
       lattice of noise of that stddev. The noise behind the clip takes this one
-      and leaves the floats; while tracing, what nobody reads costs nothing.
+      and leaves the floats; while tracing, XLA removes the unused float sum.
   """
 
   on_lattice: Callable[[Scalar], Stacks] | None = None

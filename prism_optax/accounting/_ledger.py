@@ -55,7 +55,7 @@ def _absent(path: object) -> FileNotFoundError:
 
 
 def _changed(what: str) -> RuntimeError:
-  return RuntimeError(f'The ledger was changed by other hands: {what}.')
+  return RuntimeError(f'The ledger was changed outside this library: {what}.')
 
 
 @dataclasses.dataclass

@@ -8,10 +8,10 @@ from prism_optax._linalg import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame
 from prism_optax.fixed_rank._tangents import (
   Tangent,
-  carried,
   check_fits,
   multiply_out,
   remove,
+  transport_sum,
 )
 
 
@@ -223,7 +223,7 @@ def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:
     [3.0, 4.0]
   """
   bases = Factors(old_frame.left, old_frame.right)
-  return multiply_out(carried(bases, new_frame, tangent)[0])
+  return multiply_out(transport_sum(bases, new_frame, tangent)[0])
 
 
 @_linalg.flat_batch

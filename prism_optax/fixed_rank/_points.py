@@ -226,7 +226,7 @@ def _in_svd_gauge(factors: Factors) -> Factors:
   *_, left_mask = _frames.orthonormal_frame(c_left)
   *_, right_mask = _frames.orthonormal_frame(c_right)
   keep_right = right_has_rank(left_mask, right_mask)
-  more_u, more_v = _beyond(u, c_left, lost), _beyond(v, c_right, lost)
+  more_u, more_v = _complement(u, c_left, lost), _complement(v, c_right, lost)
   return Factors(
     matmul(q_left, u * root + jnp.where(keep_right, 0, more_u)),
     matmul(q_right, v * root + jnp.where(keep_right, more_v, 0)),
@@ -245,7 +245,9 @@ def right_has_rank(left_mask: jax.Array, right_mask: jax.Array) -> jax.Array:
   return (right > left - 0.5)[:, None, None]
 
 
-def _beyond(basis: jax.Array, core: jax.Array, lost: jax.Array) -> jax.Array:
+def _complement(
+  basis: jax.Array, core: jax.Array, lost: jax.Array
+) -> jax.Array:
   """In the lost columns: what ``core`` has outside of the span of ``basis``.
 
   ``basis`` (b, p, rank) has orthonormal columns, zero where lost.

@@ -275,7 +275,7 @@ def multiply_out(tangent: Tangent | TangentSum) -> Tangent:
   return Tangent(tangent.left.multiply_out(), tangent.right.multiply_out())
 
 
-def carried(
+def transport_sum(
   bases: Factors, frame: Frame, tangent: Tangent
 ) -> tuple[TangentSum, tuple[jax.Array, jax.Array]]:
   """:func:`transport` not multiplied out, and the overlaps of the bases.

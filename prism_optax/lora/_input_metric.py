@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _modules, _randomness, _sums_of_records, _validate
+from prism_optax import _modules, _one_shot_release, _randomness, _validate
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, Module
 from prism_optax._types import PRNGKeyLike
@@ -234,13 +234,13 @@ def input_metric(
   def checked() -> Iterator[dict[str, jax.Array]]:
     for batch in batches:
       inputs = {
-        name: _sums_of_records.as_rows(f'inputs of {name!r}', x)
+        name: _one_shot_release.as_rows(f'inputs of {name!r}', x)
         for name, x in batch.items()
       }
       _check_batch(inputs, entries, form)
       yield inputs
 
-  released = _sums_of_records.release(
+  released = _one_shot_release.release(
     checked(),
     _mean_of if form == 'mean' else _second_moment_of,
     noise_multiplier=noise_multiplier,
@@ -316,7 +316,7 @@ def _second_moment_of(record: dict[str, jax.Array]) -> dict[str, jax.Array]:
     positions = _positions(x)
     squares[name] = gram(positions, positions)
   return {
-    name: _share(_sums_of_records.to_vector(v), jnp.trace(v), len(squares))
+    name: _share(_one_shot_release.to_vector(v), jnp.trace(v), len(squares))
     for name, v in squares.items()
   }
 
@@ -334,7 +334,7 @@ def _of_second_moment(
   v: np.ndarray, sigma: float, size: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Basis and scales of the metric of a noisy sum of second moments."""
-  matrix, edge = _sums_of_records.to_square(v)
+  matrix, edge = _one_shot_release.to_square(v)
   n, edge = len(matrix), edge * sigma
   values, vectors = np.linalg.eigh(matrix)
   mean = size / (math.sqrt(count) * n)  # Of the eigenvalues of the sum.

@@ -17,14 +17,14 @@ from prism_optax import (
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.lora import InputMetric
-from prism_optax.training import _loss, _mechanism, _sampling, _seen, _stops
+from prism_optax.training import _loss, _optimizer, _sampling, _seen, _stops
 from prism_optax.training._clipping import (
   BoundedSum,
   FlatClipping,
   QuantileClipping,
   gradients_noise_multiplier,
 )
-from prism_optax.training._mechanism import Optimizer
+from prism_optax.training._optimizer import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._records import Form
 from prism_optax.training._releases import (
@@ -291,7 +291,7 @@ def make_private(
     stops,
     None if record is None else Form.declared(record),
   )
-  transformation = _mechanism.assemble(
+  transformation = _optimizer.assemble(
     optimizer, bounded, steps=steps, prng_key=prng_key
   )
   found = _seen.look(transformation, shapes, padded_batch_size)

@@ -465,7 +465,11 @@ class PrivateTraining:
       + settings.prior_releases.entries,
       possible_stops=len(stops),
     )
-    void = '; VOID for all who know prng_key' if settings.seeded else ''
+    void = (
+      '; no guarantee against anyone who knows prng_key'
+      if settings.seeded
+      else ''
+    )
     prior = settings.prior_releases.words
     steps = _in_words(done, reported, self.steps, len(stops), count.again)
     return f'{text}, {unit}, {steps}{prior}{void}{_proved(self.proofs)}'

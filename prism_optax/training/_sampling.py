@@ -121,7 +121,7 @@ def padded_batch_size(
 ) -> int:
   """The default size of a batch, six standard deviations above the expected.
 
-  Fewer would be cheaper to compute and dearer in privacy: in a batch that is
+  Fewer would be cheaper to compute and costs more epsilon: in a batch that is
   cut one record can push out another. The size is a multiple of ``multiple``.
   """
   rest = 1 - expected_batch_size / dataset_size

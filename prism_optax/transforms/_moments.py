@@ -25,10 +25,10 @@ from prism_optax._types import DTypeLike, Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
 from prism_optax.fixed_rank._tangents import (
   as_sum,
-  carried,
   multiply_out,
   projected,
   sum_at,
+  transport_sum,
 )
 
 
@@ -123,7 +123,7 @@ def _transported(
   by the polar factors of the overlaps: the overlaps themselves are
   contractions and would shrink V a little at every step.
   """
-  mu, overlaps = carried(moments.bases, frame, moments.mu)
+  mu, overlaps = transport_sum(moments.bases, frame, moments.mu)
   turn_right, turn_left = on_both_sides(_linalg.polar, *overlaps)
 
   def turned(x: RankMatrices) -> RankMatrices:

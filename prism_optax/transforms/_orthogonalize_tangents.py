@@ -11,7 +11,7 @@ from prism_optax import _validate, fixed_rank, muon
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent
-from prism_optax.fixed_rank._tangents import carried
+from prism_optax.fixed_rank._tangents import transport_sum
 from prism_optax.muon._polynomials import Steps, check_options
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
@@ -141,7 +141,7 @@ def orthogonalize_tangents(
   def of_pair(
     old: TangentMomentum, frame: Frame, tangent: Tangent
   ) -> tuple[TangentMomentum, Tangent]:
-    moved, _ = carried(old.bases, frame, old.trace)
+    moved, _ = transport_sum(old.bases, frame, old.trace)
     trace = jax.tree.map(
       lambda m, x: momentum * m + x, fixed_rank.multiply_out(moved), tangent
     )

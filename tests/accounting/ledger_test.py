@@ -1,4 +1,4 @@
-"""The ledger file: threads, processes, kills, other hands."""
+"""The ledger file: threads, processes, kills, changes from outside."""
 
 import concurrent.futures
 import math

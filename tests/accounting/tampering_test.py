@@ -98,7 +98,7 @@ def test_a_ledger_edited_by_hand_is_refused(path, name):
   for look in (lambda: open_budget(path), live.export):
     with pytest.raises((RuntimeError, sqlite3.OperationalError)) as found:
       look()
-    assert 'by other hands' in str(found.value) or 'table' in name
+    assert 'outside this library' in str(found.value) or 'table' in name
 
 
 @pytest.mark.parametrize('name', sorted(SEEN_BY_SPEND))
@@ -124,9 +124,9 @@ def test_settings_edited_by_hand_are_refused(path, tmp_path):
   for file in (path, empty):
     live = open_budget(file)
     edit(file, "UPDATE settings SET value = replace(value, '3.0', '30.0')")
-    with pytest.raises(RuntimeError, match='by other hands: .*settings'):
+    with pytest.raises(RuntimeError, match='outside this library: .*settings'):
       open_budget(file, cap=30.0)
-    with pytest.raises(RuntimeError, match='by other hands'):
+    with pytest.raises(RuntimeError, match='outside this library'):
       live.export()
     with pytest.raises(ValueError, match=r'caps=.*3\.0.*30\.0'):
       open_budget(file)
@@ -136,7 +136,7 @@ def test_rows_without_settings_are_no_fresh_ledger(path):
   edit(path, 'DELETE FROM settings')
   with pytest.raises(FileNotFoundError, match='create=True once'):
     open_budget(path)
-  with pytest.raises(RuntimeError, match='by other hands'):
+  with pytest.raises(RuntimeError, match='outside this library'):
     open_budget(path, create=True)
 
 

@@ -27,7 +27,7 @@ LAYERS = (
   ('_randomness',),
   ('_lattice', '_identity'),
   ('_per_example',),
-  ('_sums_of_records',),
+  ('_one_shot_release',),
   ('fixed_rank',),
   ('muon', '_modules'),
   ('lora', 'transforms', 'inference', 'heads'),

@@ -14,7 +14,7 @@ import scipy.stats
 from dp_accounting import ComposedDpEvent, GaussianDpEvent
 
 import prism_optax
-from prism_optax import _lattice, _sums_of_records, accounting, lora
+from prism_optax import _lattice, _one_shot_release, accounting, lora
 from prism_optax.lora import _input_metric
 from tests.training import problem
 
@@ -146,15 +146,15 @@ def test_the_scale_of_a_direction_is_that_of_its_energy_without_noise():
 def test_the_vector_of_a_matrix_keeps_its_length():
   x = np.float32(_rng.normal(size=(5, 5)))
   x = x + x.T
-  vector = np.float64(_sums_of_records.to_vector(jnp.asarray(x)))
+  vector = np.float64(_one_shot_release.to_vector(jnp.asarray(x)))
   assert np.linalg.norm(vector) == pytest.approx(np.linalg.norm(x), rel=1e-6)
-  back, _ = _sums_of_records.to_square(vector)
+  back, _ = _one_shot_release.to_square(vector)
   np.testing.assert_allclose(back, x, rtol=1e-6)
 
 
 def test_the_edge_is_the_largest_eigenvalue_of_noise():
   noise = np.random.default_rng(1).normal(size=200 * 201 // 2)
-  square, edge = _sums_of_records.to_square(noise)
+  square, edge = _one_shot_release.to_square(noise)
   largest = np.abs(np.linalg.eigvalsh(square)).max()
   # It spreads by n^(-2/3) of its size, 3 % (Tracy and Widom).
   assert largest == pytest.approx(edge, rel=0.1)

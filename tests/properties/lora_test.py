@@ -15,7 +15,7 @@ from hypothesis import given
 import prism_optax
 from prism_optax import (
   _lattice,
-  _sums_of_records,
+  _one_shot_release,
   fixed_rank,
   heads,
   lora,
@@ -389,7 +389,7 @@ def test_one_record_moves_the_input_metric_by_one_at_most(form):
 
   def released(rows):
     inputs = {'x': rows[:, 0], 'y': rows[:, 1]}
-    sums = _sums_of_records.sum_of_batch(inputs, unit, terms)
+    sums = _one_shot_release.sum_of_batch(inputs, unit, terms)
     steps = [_lattice.integers_of(x) for x in sums.values()]
     return np.concatenate(steps) * float(unit)
 
@@ -425,7 +425,7 @@ def test_one_record_moves_a_head_by_one_at_most(feature, label):
   unit = _lattice.unit_of(1.0, 1.0, jnp.float32)
   record = (feature[None], np.array([label]))
   for term in (heads._class_term_of(3), heads._ridge_term_of(3)):
-    sums = _sums_of_records.sum_of_batch(record, unit, term)
+    sums = _one_shot_release.sum_of_batch(record, unit, term)
     moved = [_lattice.integers_of(x) * float(unit) for x in sums.values()]
     size = np.linalg.norm(np.concatenate([x.ravel() for x in moved]))
     assert size <= 1

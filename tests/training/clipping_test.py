@@ -8,7 +8,7 @@ import pytest
 
 from prism_optax import training
 from prism_optax._modules import StepContext
-from prism_optax.training import _clipping, _mechanism
+from prism_optax.training import _clipping, _optimizer
 from tests.training import problem
 from tests.training.problem import PARAMS, N
 
@@ -96,7 +96,7 @@ def test_groups_of_modules_that_are_stacked_together():
   labels = {'first': 'first', 'second': 'second'}
   rule = training.GroupClipping(labels, shares)
   bounded = _clipping.BoundedSum(rule, 1.0, 1.0, 0.0)
-  clip = _mechanism._intrinsic(bounded, None).stacked
+  clip = _optimizer._intrinsic(bounded, None).stacked
 
   @jax.jit
   def sizes(params, x, y):

@@ -74,7 +74,7 @@ def test_a_journal_that_was_changed_by_hand(tmp_path):
   with sqlite3.connect(path) as connection:
     connection.execute('DELETE FROM ledger WHERE id = 3')
   connection.close()
-  with pytest.raises(RuntimeError, match='changed by other hands'):
+  with pytest.raises(RuntimeError, match='changed outside this library'):
     Journal(path).count()
 
 

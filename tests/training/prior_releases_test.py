@@ -17,8 +17,8 @@ import prism_optax
 from prism_optax import (
   _identity,
   _lattice,
+  _one_shot_release,
   _randomness,
-  _sums_of_records,
   accounting,
   heads,
   lora,
@@ -62,13 +62,13 @@ def test_columns_are_the_directions_of_the_class_means():
 
 def test_columns_are_relieved_of_the_length_of_the_noise(monkeypatch):
   released = []
-  release_sums = _sums_of_records.release
+  release_sums = _one_shot_release.release
 
   def spy(*args, **options):
     released.append(release_sums(*args, **options))
     return released[-1]
 
-  monkeypatch.setattr(_sums_of_records, 'release', spy)
+  monkeypatch.setattr(_one_shot_release, 'release', spy)
   means = release([(FEATURES, LABELS)], noise_multiplier=9.0)
   sums = np.float64(released[0].arrays['sums'])
   squares = np.sum(sums**2, 0) - D * 9.0**2
@@ -80,7 +80,7 @@ def test_columns_are_relieved_of_the_length_of_the_noise(monkeypatch):
 def test_ridge_is_the_solution_of_its_equations(sigma):
   """Dense, in float64, with its noise: what was released is read back."""
   released = {}
-  release_sums = _sums_of_records.release
+  release_sums = _one_shot_release.release
   with pytest.MonkeyPatch.context() as patch:
 
     def spy(*args, **options):
@@ -88,7 +88,7 @@ def test_ridge_is_the_solution_of_its_equations(sigma):
       released.update(out.arrays)
       return out
 
-    patch.setattr(_sums_of_records, 'release', spy)
+    patch.setattr(_one_shot_release, 'release', spy)
     head = heads.ridge(
       [(FEATURES, LABELS)],
       num_classes=K,
@@ -201,14 +201,14 @@ def test_a_record_adds_one_to_its_class(label):
 @pytest.mark.parametrize('sigma', [0.5, 20.0])
 def test_every_entry_gets_the_noise(sigma, make, monkeypatch):
   released = []
-  release_sums = _sums_of_records.release
+  release_sums = _one_shot_release.release
 
   def spy(*args, **options):
     sums = release_sums(*args, **options)
     released.append(np.concatenate([np.ravel(x) for x in sums.arrays.values()]))
     return sums
 
-  monkeypatch.setattr(_sums_of_records, 'release', spy)
+  monkeypatch.setattr(_one_shot_release, 'release', spy)
   for _ in range(2):
     means = make(
       [(np.zeros((1, 60), np.float32), np.array([0]))],
@@ -244,13 +244,14 @@ def test_a_training_accounts_for_what_came_before():
     accounting.epsilon(ComposedDpEvent(events[1:]), 1e-4), rel=1e-6
   )
   assert private.statement().endswith(
-    '3 of 3 steps and 2 prior releases; VOID for all who know prng_key'
+    '3 of 3 steps and 2 prior releases; no guarantee against anyone who knows'
+    ' prng_key'
   )
-  # Noise that somebody knows protects from nobody who does, whose ever it is.
+  # Noise of either kind hides nothing from somebody who knows its key.
   seeded = dataclasses.replace(MEANS, seeded=True)
   for means, void in ((MEANS, False), (seeded, True)):
     statement = make(prior_releases=[means], prng_key=None).statement()
-    assert ('VOID' in statement) is void
+    assert ('no guarantee' in statement) is void
   # After other releases it is another run: other values, or other noise.
   state = private.init(problem.PARAMS)
   for change in ({'digest': 'third'}, {'key_digest': 'third'}):

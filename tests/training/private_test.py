@@ -158,9 +158,9 @@ def test_two_runs_have_nothing_in_common():
   one, other = (problem.trained(private, state) for state in (one, other))
   assert not np.allclose(one.params['head'], other.params['head'])
   known = problem.make(optax.sgd(0.1), noise_multiplier=0.0)
-  assert 'VOID for all who know prng_key' in known.statement()
+  assert 'no guarantee against anyone who knows prng_key' in known.statement()
   unknown = problem.make(optax.sgd(0.1), noise_multiplier=0.0, prng_key=None)
-  assert 'VOID' not in unknown.statement()
+  assert 'no guarantee' not in unknown.statement()
 
 
 @pytest.mark.parametrize(
