@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _generators, _randomness
+from prism_optax import _randomness
 from prism_optax._proofs import _marks
+from prism_optax._randomness import _generators
 from prism_optax._types import DTypeLike, Scalar
 
 _CELL_BITS = 12

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _factorizations, _linalg
-from prism_optax._linalg import gram, matmul
+from prism_optax import _linalg
+from prism_optax._linalg import _factorizations, gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame
 from prism_optax.fixed_rank._tangents import (
   Tangent,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _factorizations, _frames, _linalg, _validate
-from prism_optax._linalg import Tall, matmul
+from prism_optax import _linalg, _validate
+from prism_optax._linalg import Tall, _factorizations, _frames, matmul
 
 
 class Factors(NamedTuple):

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _factorizations, _frames, _linalg
-from prism_optax._linalg import gram, matmul
+from prism_optax import _linalg
+from prism_optax._linalg import _factorizations, _frames, gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame, right_has_rank
 from prism_optax.fixed_rank._tangents import (
   TallSum,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from prism_optax import _generators
+from prism_optax._randomness import _generators
 
 # With one of these a GPU adds in the same order in each process.
 _DETERMINISTIC = (

@@ -21,10 +21,8 @@ ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
 
 LAYERS = (
   ('_types', '_proofs'),
-  ('_validate', '_factorizations', '_matrix_axes', '_generators'),
-  ('_linalg',),
-  ('_frames',),
-  ('_randomness',),
+  ('_validate', '_matrix_axes'),
+  ('_linalg', '_randomness'),
   ('_lattice', '_identity'),
   ('_per_example',),
   ('_one_shot_release',),

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import _factorizations, _frames, _linalg, fixed_rank
+from prism_optax import _linalg, fixed_rank
+from prism_optax._linalg import _factorizations, _frames
 from prism_optax.fixed_rank import _retraction
 
 EPS = float(jnp.finfo(jnp.float32).eps)

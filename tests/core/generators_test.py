@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _generators
+from prism_optax._randomness import _generators
 
 
 def _words(values):

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from prism_optax import _lattice
-from prism_optax.accounting import _statement
+from prism_optax.accounting import _as_drawn
 
 SIZE = 400_000
 # The many small operations take longer one by one.
@@ -94,13 +94,13 @@ def test_distance_from_the_statement_is_below_what_is_declared():
     chi_square += np.sum((relative**2 * gauss)[near]) / 64
     excess += np.sum(np.maximum(law - gauss, 0)[~near]) / 64
     # Nothing within reach is less likely than that.
-    assert relative[reached].min() > -_statement._LARGEST_RATIO
+    assert relative[reached].min() > -_as_drawn._LARGEST_RATIO
   missed = 2 * scipy.stats.norm.sf(reach)
   for measured, declared in [
-    (ratio, _statement._LARGEST_RATIO),
-    (chi_square, _statement._CHI_SQUARE),
-    (excess, _statement._EXCESS),
-    (missed, _statement._MISSED),
+    (ratio, _as_drawn._LARGEST_RATIO),
+    (chi_square, _as_drawn._CHI_SQUARE),
+    (excess, _as_drawn._EXCESS),
+    (missed, _as_drawn._MISSED),
   ]:
     assert declared / 3 < measured < declared
   assert 2 * scipy.stats.norm.sf(6) < 2e-9

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _factorizations, _frames, _linalg
+from prism_optax import _linalg
+from prism_optax._linalg import _factorizations, _frames
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')

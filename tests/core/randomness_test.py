@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _generators, _randomness
+from prism_optax import _randomness
+from prism_optax._randomness import _generators, _keys
 
 
 def test_none_asks_the_operating_system_each_time(monkeypatch):
@@ -15,7 +16,7 @@ def test_none_asks_the_operating_system_each_time(monkeypatch):
   np.random.seed(0)  # noqa: NPY002
   second = _randomness.resolve_key('prng_key', None, {})
   assert (jax.random.key_data(first) != jax.random.key_data(second)).any()
-  monkeypatch.setattr(_randomness.os, 'urandom', lambda n: bytes(range(n)))
+  monkeypatch.setattr(_keys.os, 'urandom', lambda n: bytes(range(n)))
   key = _randomness.resolve_key('prng_key', None, {})
   assert jax.random.key_data(key).tobytes() == bytes(range(8))
   key = _randomness.resolve_key('prng_key', None, {}, words=4)
@@ -92,7 +93,7 @@ def test_chacha20_has_a_fresh_key_of_256_bits(monkeypatch):
     for _ in range(2)
   ]
   assert len({bytes(jax.random.key_data(key)) for key in keys}) == 2
-  monkeypatch.setattr(_randomness.os, 'urandom', lambda n: bytes(range(n)))
+  monkeypatch.setattr(_keys.os, 'urandom', lambda n: bytes(range(n)))
   key = _randomness.resolve_key('prng_key', 'chacha20', {}, words=4)
   assert key.shape == (2,)
   words = np.array([int(x) for x in _randomness.key_words(key)], np.uint32)

@@ -365,28 +365,28 @@ MUTANTS = (
   ),
   Mutant(
     'an entry of the noise for each row',
-    '_generators.py',
+    '_randomness/_generators.py',
     'total += jnp.uint32(stride) * iota',
     'total += jnp.uint32(stride // 7) * iota',
     ('core/generators_test.py',),
   ),
   Mutant(
     'one rotation of the generator wrong',
-    '_generators.py',
+    '_randomness/_generators.py',
     '(13, 27), (23, 5)',
     '(13, 27), (23, 6)',
     ('core/generators_test.py',),
   ),
   Mutant(
     'ChaCha20 without its diagonals',
-    '_generators.py',
+    '_randomness/_generators.py',
     'for turn in (0, 1):',
     'for turn in (0, 0):',
     ('core/generators_test.py chacha20',),
   ),
   Mutant(
     'the key of a state stays under ChaCha20',
-    '_randomness.py',
+    '_randomness/_keys.py',
     'return keys[0], keys[1]',
     'return prng_key, keys[1]',
     ('core/randomness_test.py forgets',),
@@ -400,7 +400,7 @@ MUTANTS = (
   ),
   Mutant(
     'the polar factor without its guard',
-    '_linalg.py',
+    '_linalg/_products.py',
     'jnp.max(distance) <= 0.25**2',
     'jnp.max(distance) <= 1e9',
     ('core/linalg_test.py',),
@@ -414,7 +414,7 @@ MUTANTS = (
   ),
   Mutant(
     'a seed known to everybody',
-    '_randomness.py',
+    '_randomness/_keys.py',
     'os.urandom(4 * math.prod(shape))',
     'bytes(4 * math.prod(shape))',
     ('core/randomness_test.py',),
@@ -1019,7 +1019,7 @@ MUTANTS = (
   ),
   Mutant(
     'make_private: the noise does not depend on what is released',
-    '_randomness.py',
+    '_randomness/_keys.py',
     '  if digest is None:\n',
     '  if True:\n',
     ('training/noise_once_test.py unrelated',),
@@ -1315,14 +1315,14 @@ MUTANTS = (
 
 # What decides the guarantee: clip, noise, keys, order; batches and event.
 PRIVACY = (
-  '_generators.py',
+  '_randomness/_generators.py',
   '_lattice.py',
   '_per_example.py',
   '_proofs/_analysis.py',
   '_proofs/_indexing.py',
   '_proofs/_labels.py',
   '_proofs/_rules.py',
-  '_randomness.py',
+  '_randomness/_keys.py',
   '_one_shot_release.py',
   'accounting/_epsilon.py',
   'heads.py',

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from prism_optax._factorizations import svd
-from prism_optax._linalg import (
+from prism_optax._linalg._factorizations import svd
+from prism_optax._linalg._products import (
   Tall,
   column_norms,
   columns_times,

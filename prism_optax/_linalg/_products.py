@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax._factorizations import map_matrices, no_infinity, svd
+from prism_optax._linalg._factorizations import map_matrices, no_infinity, svd
 from prism_optax._types import Scalar
 
 

@@ -18,7 +18,8 @@ from jax.experimental import multihost_utils
 from jax.extend import core
 from jax.interpreters import mlir
 
-from prism_optax import _generators, _validate
+from prism_optax import _validate
+from prism_optax._randomness import _generators
 from prism_optax._types import ArrayTree, PRNGKeyLike
 
 # Named, whatever `jax_default_prng_impl` says. 'rbg' holds four words, and
