@@ -16,7 +16,7 @@ import pytest
 
 import prism_optax
 from prism_optax import accounting, training
-from prism_optax.training import _make
+from prism_optax.training import _make, _seen
 from tests.audit import harness, trainings
 
 SIGMA, ROWS, MOST = trainings.SIGMA, trainings.ROWS, trainings.MOST
@@ -251,16 +251,20 @@ def test_groups_that_are_clipped_to_the_whole_norm_each():
   _goes_above(*_attack('dense', rule))
 
 
-def _charged(monkeypatch, multiplier):
+def _charged(monkeypatch, multiplier, optimizer, rule):
+  """Charges for other noise, which is refused unless nobody looks at it."""
   monkeypatch.setattr(_make, 'gradients_noise_multiplier', multiplier)
+  with pytest.raises(ValueError, match='noise multiplier of this training'):
+    _attack(optimizer, rule)
+  monkeypatch.setattr(_seen, 'check', lambda *_: None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('optimizer', ['dense', 'prism'])
 def test_a_fraction_that_is_not_charged(optimizer, monkeypatch):
   """The gradients keep the whole multiplier; the fraction has much of it."""
-  _charged(monkeypatch, lambda clipping, joint, size: joint)
   rule = trainings.quantile(fraction_stddev=0.1)
+  _charged(monkeypatch, lambda clipping, joint, size: joint, optimizer, rule)
   _goes_above(*_attack(optimizer, rule, vote=0.1))
 
 
@@ -268,8 +272,13 @@ def test_a_fraction_that_is_not_charged(optimizer, monkeypatch):
 def test_a_fraction_without_noise(monkeypatch):
   """It is charged for noise that it does not get."""
   honest, claimed = _make.gradients_noise_multiplier, trainings.RULES
-  _charged(monkeypatch, lambda _, *sizes: honest(claimed['quantile'], *sizes))
   rule = trainings.quantile(fraction_stddev=1e-4)
+  _charged(
+    monkeypatch,
+    lambda _, *sizes: honest(claimed['quantile'], *sizes),
+    'dense',
+    rule,
+  )
   _goes_above(*_attack('dense', rule, vote=1e-4))
 
 

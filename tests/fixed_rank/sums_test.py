@@ -17,9 +17,9 @@ from prism_optax.fixed_rank import Tangent, TangentSum
 from prism_optax.fixed_rank._tangents import (
   TallSum,
   as_sum,
-  carried,
   projected,
   sum_at,
+  transport_sum,
 )
 from tests.fixed_rank.cases import (
   EPS,
@@ -112,7 +112,7 @@ def _sums(rng, frame):
     'projected': projected(frame, y),
     'shifted': TangentSum(left.shifted(square()), right.shifted(square())),
     'multiplied': TangentSum(left @ square(), 0.3 * right),
-    'carried': carried(bases, frame, fixed_rank.project(other, z))[0],
+    'carried': transport_sum(bases, frame, fixed_rank.project(other, z))[0],
     'two terms': TangentSum(
       left @ square() + projected(frame, y).left @ square(),
       right + projected(frame, y).right.shifted(square()) @ square(),
@@ -300,7 +300,7 @@ def test_a_projection_hides_what_a_factor_of_lower_rank_does(kind):
 
 @jax.jit
 def _read_carried(bases, frame, x):
-  found, overlaps = carried(bases, frame, x)
+  found, overlaps = transport_sum(bases, frame, x)
   return _read(found), overlaps
 
 

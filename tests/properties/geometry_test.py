@@ -44,7 +44,7 @@ def _laws(factors, other, grads, noise):
   z = factors.left @ factors.right.T
   moved = fixed_rank.transport(here, there, t)
   bases = fixed_rank.Factors(here.left, here.right)
-  carried, overlaps = _tangents.carried(bases, there, t)
+  carried, overlaps = _tangents.transport_sum(bases, there, t)
   lazy = _tangents.projected(here, noise)
   dense = fixed_rank.embed(here, t)
   left, right = (q @ q.T for q in (there.left, there.right))
