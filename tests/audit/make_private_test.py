@@ -106,7 +106,10 @@ def test_whatever_a_row_holds_it_moves_the_release_by_what_is_declared(
 
 def test_the_noise_of_gradients_and_fraction_has_its_size():
   """Together they are one Gaussian mechanism of the multiplier: squares add."""
-  step = trainings.step_of(trainings.make('dense', 'quantile'))
+  try:
+    step = trainings.step_of(trainings.make('dense', 'quantile'))
+  except ValueError as error:  # So make_private says itself, where it sees it.
+    raise AssertionError(f'It is refused: {error}') from error
   known = trainings.others(ROWS)
 
   @jax.jit
