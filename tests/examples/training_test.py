@@ -14,6 +14,7 @@ from finetuning.models import classifier
 from flax import nnx
 
 import prism_optax
+from prism_optax import diagnostics
 
 WIDTH, CLASSES, RANK, CLIP, BATCH = 5, 3, 2, 0.7, 4
 
@@ -414,3 +415,24 @@ def test_evaluation_counts_every_row_once(model, rows):
 def test_unknown_method_is_named():
   with pytest.raises(ValueError, match="got 'sgd'"):
     _method('sgd')
+
+
+@pytest.mark.parametrize('name', ['prism', 'dp-adamw', 'dp-muon'])
+def test_nothing_passes_the_noise_of_a_step(model, name):
+  """Also with what is computed for the eyes of those who see the data."""
+  graphdef, start, frozen = model
+  method = _method(name, noise=1.0, params=start)
+  step = training.make_step(
+    graphdef, method, microbatch_size=3, nonprivate_diagnostics=True
+  )
+
+  def named(*args):
+    state, shown = step(*args)
+    return state, shown._asdict()
+
+  state = jax.eval_shape(lambda: training.init_state(start, method))
+  proof = diagnostics.prove_released(
+    named, state, frozen, _batch(), np.zeros(9, bool), private=2, padding=3
+  )
+  assert proof, proof
+  assert sum(x.startswith('a release') for x in proof.trace) == 1
