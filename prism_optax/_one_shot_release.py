@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import (
-  _identity,
-  _lattice,
-  _per_example,
-  _randomness,
-  _validate,
-)
+from prism_optax import _clip, _identity, _lattice, _randomness, _validate
 from prism_optax._types import PRNGKeyLike
 
 Arrays = dict[str, jax.Array]
@@ -133,19 +127,11 @@ def sum_of_batch(
   batch: Any, unit: jax.Array, terms: Callable[[Any], Arrays]
 ) -> dict[str, Any]:
   """The sum over the records of a batch, of arrays on the lattice."""
-
-  def contribution(record: Any) -> Arrays:
-    given = terms(record)
-    # Rounding, and whatever is not finite.
-    squared = _per_example.squared_norm(list(given.values()), 1.0)
-    weight, counts = _per_example.clip_weight(squared)
-    return {k: jnp.where(counts, weight * v, 0) for k, v in given.items()}
-
-  units = dict.fromkeys(jax.eval_shape(jax.vmap(terms), batch), unit)
-  out: dict[str, Any] = _per_example.sum_of_examples(
-    contribution, batch, None, units
+  # Cuts what is longer than one by rounding, and whatever is not finite.
+  clipped, _ = _clip.Clip(_clip.FlatClipping()).sum(
+    _clip.Coordinates(terms), batch
   )
-  out = _per_example.mark_flat_clip(out, 1.0)
+  out: dict[str, Any] = clipped.in_units(lambda leaves: [unit] * len(leaves))
   return out
 
 

@@ -25,7 +25,7 @@ from prism_optax._modules._finding import (
   other_leaves,
 )
 from prism_optax._modules._layout import MatrixAxes, Module
-from prism_optax._types import ArrayTree, Scalar
+from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._points import frame_of, map_ranks
 
@@ -48,18 +48,6 @@ class Stacks(NamedTuple):
   ) -> 'Stacks':
     """``fn(pair, ...)`` of each stack of pairs; other leaves as they are."""
     return self._replace(pairs=map_pairs(fn, self.pairs, *with_))
-
-
-class ClippedSum(Stacks):
-  """What a clip hands on: its sum, and how to take it on a lattice.
-
-  Attributes:
-    on_lattice: ``on_lattice(stddev)``, the same sum as ``LatticeSum`` on the
-      lattice of noise of that stddev. The noise behind the clip takes this one
-      and leaves the floats; while tracing, XLA removes the unused float sum.
-  """
-
-  on_lattice: Callable[[Scalar], Stacks] | None = None
 
 
 def map_pairs(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _matrix_axes, _per_example, _randomness, _validate
+from prism_optax._clip import Clip
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
 from prism_optax._types import (
@@ -23,7 +24,11 @@ from prism_optax.muon._polynomials import Steps
 from prism_optax.transforms import _clip_groups, _privatizer
 from prism_optax.transforms._clip_groups import NormsLike
 from prism_optax.transforms._declared import noised_elsewhere
-from prism_optax.transforms._matrix_clip import per_matrix_clip
+from prism_optax.transforms._matrix_clip import (
+  EachMatrix,
+  dense_clip,
+  per_matrix_clip,
+)
 from prism_optax.transforms._orthogonalize import BiasCorrection, orthogonalize
 
 # Folded into the noise key it gives a key that `split` does not: `split` uses
@@ -276,14 +281,11 @@ def dp_muon(
     def list_of_stddevs(params):
       return jax.tree.leaves(stddevs_of(params))
 
-    def update_clip(updates, state, params=None, **extra_args):
-      """The clipped mean on the lattice of the noise."""
-      if isinstance(noise_multiplier, jax.Array) or noise_multiplier:
-        extra_args['noise_stddevs'] = list_of_stddevs(params)
-      return clip.update(updates, state, params, **extra_args)
-
+    rule = EachMatrix(l2_clip_norms, weight_dimension_numbers)
+    sums = Clip(rule, normalize_by=expected_batch_size)
     parts = [
-      optax.GradientTransformationExtraArgs(clip.init, update_clip)
+      # Its sum, for the noise to take it on its lattice.
+      dense_clip('per_matrix_clip', sums)
       if per_example_gradients
       else optax.stateless(lambda x, _: jax.tree.map(at_least_float32, x)),
       _privatizer.gaussian(list_of_stddevs, prng_key, last),

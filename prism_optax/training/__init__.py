@@ -6,7 +6,7 @@ and the event that is accounted. The chain of transformations
 (:mod:`prism_optax.transforms`) is for those who put these together themselves.
 """
 
-from prism_optax.training._clipping import (
+from prism_optax._clip import (
   AutomaticClipping,
   FlatClipping,
   GroupClipping,

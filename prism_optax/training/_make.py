@@ -14,16 +14,16 @@ from prism_optax import (
   _validate,
   accounting,
 )
-from prism_optax._types import ArrayTree, PRNGKeyLike
-from prism_optax.accounting import _events
-from prism_optax.lora import InputMetric
-from prism_optax.training import _loss, _optimizer, _sampling, _seen, _stops
-from prism_optax.training._clipping import (
-  BoundedSum,
+from prism_optax._clip import (
+  Clip,
   FlatClipping,
   QuantileClipping,
   gradients_noise_multiplier,
 )
+from prism_optax._types import ArrayTree, PRNGKeyLike
+from prism_optax.accounting import _events
+from prism_optax.lora import InputMetric
+from prism_optax.training import _loss, _optimizer, _sampling, _seen, _stops
 from prism_optax.training._optimizer import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._records import Form
@@ -273,18 +273,17 @@ def make_private(
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   given = _randomness.is_given(prng_key)
   clipping = FlatClipping() if clipping is None else clipping
-  bounded = BoundedSum(clipping, c, expected_batch_size, 0.0, prng_key)
+  clip = Clip(clipping, c, expected_batch_size, prng_key)
   if follows and given:
-    bounded = bounded._replace(prng_key=_derived(prng_key, _QUANTILE))
+    clip = clip._replace(prng_key=_derived(prng_key, _QUANTILE))
   own = gradients_noise_multiplier(clipping, sigma, expected_batch_size)
-  bounded = bounded._replace(stddev=own * bounded.bound / expected_batch_size)
   settings = Settings(
     sampling,
     sigma,
     steps,
     delta,
     c,
-    bounded.description(shapes),
+    clip.description(shapes),
     given or prior.seeded,
     entries,
     prior,
@@ -292,7 +291,7 @@ def make_private(
     None if record is None else Form.declared(record),
   )
   transformation = _optimizer.assemble(
-    optimizer, bounded, steps=steps, prng_key=prng_key
+    optimizer, clip, noise_multiplier=own, steps=steps, prng_key=prng_key
   )
   found = _seen.look(transformation, shapes, padded_batch_size)
   _seen.check(found, sigma, 1 + follows)

@@ -5,6 +5,7 @@ stacked arrays. So a chain finds the pairs once, computes the frames once, and
 hands r x r matrices on behind the noise, not dense coordinates.
 """
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ import jax
 import optax
 
 from prism_optax import _validate
+from prism_optax._clipped_sum import settled, to_floats
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._types import ArrayTree
 from prism_optax.transforms import _declared
@@ -28,8 +30,9 @@ class Stacked(NamedTuple):
     name: Name of the transformation, for error messages.
     init: ``init(step) -> state``.
     update: ``update(stacks, state, step, **extra_args) -> (stacks, state)``.
-      A clip gets the tree of per-example gradients in place of stacks, a
-      retraction returns a tree of updates.
+      A clip gets the tree of per-example gradients in place of stacks, and
+      returns a sum that is not taken yet; a retraction returns a tree of
+      updates.
     kinds: What it does, in order; one entry unless it is a chain.
   """
 
@@ -38,42 +41,59 @@ class Stacked(NamedTuple):
   update: Callable[..., tuple[Any, Any]]
   kinds: tuple[Kind, ...] = ('direction',)
 
+  def run(
+    self, updates: Any, state: Any, step: StepContext, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    """``update``; the sum of a clip stays a sum for noise alone."""
+    if self.kinds[0] != 'noise':
+      updates = to_floats(updates)
+    return self.update(updates, state, step, **extra_args)
 
-class _Trail:
-  """From a tree that a transformation returned to the stacks it was made of.
 
-  ``optax.chain`` passes trees on. Where the next transformation is one of ours
-  and gets the very arrays that the last one returned, it goes on with the
-  stacks. Arrays do not change, so their identity is all that is looked at, and
-  a wrong match is impossible. The stacks go with the first of these arrays.
-  """
+class _Origin(NamedTuple):
+  """What a tree was made of, and the tree itself, weakly."""
 
-  def __init__(self) -> None:
-    self._last: tuple[list[Any], Stacks, StepContext] | None = None
+  leaves: tuple[weakref.ref[Any], ...]
+  stacks: Any
+  step: StepContext
 
-  def _forget(self, reference: object) -> None:
-    del reference
-    self._last = None
 
-  def leave(self, tree: ArrayTree, stacks: Stacks, step: StepContext) -> None:
-    references = [weakref.ref(x, self._forget) for x in jax.tree.leaves(tree)]
-    self._last = references, stacks, step
+# An attribute of arrays, which take none: by the id of an array of a tree that
+# was returned, what the tree was made of. `optax.chain` hands the tree on, and
+# whoever of us gets these very arrays goes on with the stacks or the exact sum.
+# It is safe because an entry holds its array weakly and goes when the array
+# dies, before another can have its id; because all arrays are compared by
+# identity, and arrays do not change; and because threads and chains that run at
+# once have arrays of their own, and one operation reads or writes a dict.
+_origins: dict[int, _Origin] = {}
 
-  def follow(
-    self, tree: ArrayTree, params: ArrayTree, layout: LayoutLike
-  ) -> tuple[Stacks, StepContext] | None:
-    last = self._last  # Read once: a collection may forget it in between.
-    if last is None:
-      return None
-    references, stacks, step = last
-    leaves: list[Any] = jax.tree.leaves(tree)
-    same = len(leaves) == len(references) and all(
-      x is reference() for x, reference in zip(leaves, references, strict=True)
+
+def _remember(tree: ArrayTree, stacks: Any, step: StepContext) -> None:
+  leaves: list[Any] = jax.tree.leaves(tree)
+  held = set(map(id, jax.tree.leaves(to_floats(stacks))))
+  # An array that the entry holds would never die. If it holds all of them, the
+  # tree is as good as the stacks.
+  key = next((id(x) for x in leaves if id(x) not in held), None)
+  if key is not None:
+    forget = lambda _: _origins.pop(key, None)  # noqa: E731
+    references = tuple(
+      weakref.ref(x, forget if id(x) == key else None) for x in leaves
     )
-    return (stacks, step) if same and step.is_at(params, layout) else None
+    _origins[key] = _Origin(references, stacks, step)
 
 
-trail = _Trail()
+def _origin_of(
+  tree: ArrayTree, params: ArrayTree, layout: LayoutLike
+) -> _Origin | None:
+  """What the tree was made of, if it was here and at these parameters."""
+  leaves: list[Any] = jax.tree.leaves(tree)
+  for x in leaves:
+    found = _origins.get(id(x))
+    if found is not None:
+      same = [y() for y in found.leaves]
+      is_it = len(same) == len(leaves) and all(map(operator.is_, same, leaves))
+      return found if is_it and found.step.is_at(params, layout) else None
+  return None
 
 
 class TangentTransformation(optax.GradientTransformationExtraArgs):
@@ -110,19 +130,20 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
 
     def update(updates, state, params=None, **extra_args):
       _validate.params_given(stacked.name, params)
-      if takes_gradients:
-        step = StepContext(params, layout)
-      elif found := trail.follow(updates, params, layout):
-        updates, step = found
-      else:
-        step = StepContext(params, layout)
+      origin = None
+      if not takes_gradients:
+        origin = _origin_of(updates, params, layout)
+      step = StepContext(params, layout) if origin is None else origin.step
+      if origin is not None:
+        updates = origin.stacks
+      elif not takes_gradients:
         updates = step.tree.coordinates(updates)
-      out, state = stacked.update(updates, state, step, **extra_args)
-      if returns_updates:
-        return out, state
-      tree = step.to_tree(out)
-      trail.leave(tree, out, step)
-      return tree, state
+      out, state = stacked.run(updates, state, step, **extra_args)
+      if not returns_updates:
+        tree = step.to_tree(to_floats(out))
+        _remember(tree, out, step)
+        out = tree
+      return out, settled(state)
 
     self = super().__new__(cls, init, update)
     self.stacked, self.layout = stacked, layout
@@ -342,7 +363,7 @@ def chain(
       )
     states = []
     for part, old in zip(parts, state, strict=True):
-      updates, new = part.update(updates, old, step, **extra_args)
+      updates, new = part.run(updates, old, step, **extra_args)
       states.append(new)
     return updates, tuple(states)
 

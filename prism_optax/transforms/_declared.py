@@ -4,12 +4,14 @@
 this package by marks in the program. What comes from elsewhere has none.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
+from prism_optax._clipped_sum import ClippedSum
 from prism_optax._proofs import _marks
 from prism_optax._types import ArrayTree
 
@@ -58,12 +60,11 @@ def _marked(mark: Callable[..., Any], tree: Any) -> Any:
 
 def noise_enters(tree: Any) -> Any:
   """Marks a tree to which something that is not ours adds noise."""
-  marked = _marked(_marks.noise_enters, tree)
-  exact = getattr(tree, 'on_lattice', None)
-  if exact is not None:  # The sum of a clip of ours, to be taken exactly.
-    marked.on_lattice = lambda stddev: _marked(
-      _marks.noise_enters, exact(stddev)
-    )
+  if not isinstance(tree, ClippedSum):
+    return _marked(_marks.noise_enters, tree)
+  then = tree.then
+  marked = dataclasses.replace(tree, then=lambda x: noise_enters(then(x)))
+  marked.to_floats()  # Here, not in a branch of what adds the noise.
   return marked
 
 

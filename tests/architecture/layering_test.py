@@ -25,6 +25,8 @@ LAYERS = (
   ('_linalg', '_randomness'),
   ('_lattice', '_identity'),
   ('_per_example',),
+  ('_clipped_sum',),
+  ('_clip',),
   ('_one_shot_release',),
   ('fixed_rank',),
   ('muon', '_modules'),
