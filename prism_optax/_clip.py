@@ -351,23 +351,21 @@ class Clip(NamedTuple):
         is_padding_example,
         bounds,
       ), state
+    stddev = rule.fraction_stddev
     clipped = coordinates.sums(
       self.contribution(coordinates, params, state.l2_clip_norm),
       examples,
       is_padding_example,
       bounds,
-      Aside(0.5 / b, rule.fraction_stddev),
+      Aside(0.5 / b, stddev),
     )
 
     def next_norm() -> QuantileState:
       next_key, key = _randomness.split(state.prng_key)
       key = _randomness.for_release(key, release_digest)
-      (vote,) = _lattice.add_noise(
-        key, [clipped.number()], rule.fraction_stddev
-      )
+      (vote,) = _lattice.add_noise(key, [clipped.number()], stddev)
       factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))
-      # Far from the start still a number, not zero or infinity, which would
-      # stay.
+      # Far from the start still a number: zero or infinity would stay.
       first = self.l2_clip_norm
       norm = jnp.clip(state.l2_clip_norm * factor, first * 1e-6, first * 1e6)
       return QuantileState(norm, next_key)

@@ -147,6 +147,15 @@ def to_floats(x: Any) -> Any:
   return x.to_floats() if isinstance(x, ClippedSum) else x
 
 
+def afresh(x: Any) -> Any:
+  """A :class:`ClippedSum` that nobody has asked yet; all else is itself.
+
+  What it has answered belongs to the program that was traced then, perhaps to
+  the body of a loop, and may not be kept longer.
+  """
+  return dataclasses.replace(x) if isinstance(x, ClippedSum) else x
+
+
 def _each(stddev: Scalar | Sequence[Scalar], count: int) -> Sequence[Scalar]:
   return stddev if isinstance(stddev, Sequence) else [stddev] * count
 

@@ -14,7 +14,7 @@ import jax
 import optax
 
 from prism_optax import _validate
-from prism_optax._clipped_sum import settled, to_floats
+from prism_optax._clipped_sum import afresh, settled, to_floats
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._types import ArrayTree
 from prism_optax.transforms import _declared
@@ -41,13 +41,14 @@ class Stacked(NamedTuple):
   update: Callable[..., tuple[Any, Any]]
   kinds: tuple[Kind, ...] = ('direction',)
 
-  def run(
-    self, updates: Any, state: Any, step: StepContext, **extra_args: Any
-  ) -> tuple[Any, Any]:
-    """``update``; the sum of a clip stays a sum for noise alone."""
-    if self.kinds[0] != 'noise':
-      updates = to_floats(updates)
-    return self.update(updates, state, step, **extra_args)
+
+def _run(
+  part: Stacked, updates: Any, state: Any, step: StepContext, **extra_args: Any
+) -> tuple[Any, Any]:
+  """``part.update``; the sum of a clip stays one for noise alone."""
+  if part.kinds[0] != 'noise':
+    updates = to_floats(updates)
+  return part.update(updates, state, step, **extra_args)
 
 
 class _Origin(NamedTuple):
@@ -69,10 +70,11 @@ _origins: dict[int, _Origin] = {}
 
 
 def _remember(tree: ArrayTree, stacks: Any, step: StepContext) -> None:
+  stacks = afresh(stacks)
   leaves: list[Any] = jax.tree.leaves(tree)
-  held = set(map(id, jax.tree.leaves(to_floats(stacks))))
   # An array that the entry holds would never die. If it holds all of them, the
   # tree is as good as the stacks.
+  held = set(map(id, jax.tree.leaves(stacks)))
   key = next((id(x) for x in leaves if id(x) not in held), None)
   if key is not None:
     forget = lambda _: _origins.pop(key, None)  # noqa: E731
@@ -130,15 +132,14 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
 
     def update(updates, state, params=None, **extra_args):
       _validate.params_given(stacked.name, params)
-      origin = None
-      if not takes_gradients:
-        origin = _origin_of(updates, params, layout)
-      step = StepContext(params, layout) if origin is None else origin.step
-      if origin is not None:
-        updates = origin.stacks
-      elif not takes_gradients:
+      if takes_gradients:
+        step = StepContext(params, layout)
+      elif origin := _origin_of(updates, params, layout):
+        updates, step = afresh(origin.stacks), origin.step
+      else:
+        step = StepContext(params, layout)
         updates = step.tree.coordinates(updates)
-      out, state = stacked.run(updates, state, step, **extra_args)
+      out, state = _run(stacked, updates, state, step, **extra_args)
       if not returns_updates:
         tree = step.to_tree(to_floats(out))
         _remember(tree, out, step)
@@ -363,7 +364,7 @@ def chain(
       )
     states = []
     for part, old in zip(parts, state, strict=True):
-      updates, new = part.run(updates, old, step, **extra_args)
+      updates, new = _run(part, updates, old, step, **extra_args)
       states.append(new)
     return updates, tuple(states)
 

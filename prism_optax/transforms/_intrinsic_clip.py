@@ -51,8 +51,13 @@ def intrinsic_clip(
 
   **Privacy.** What comes out moves by at most ``C / normalize_by`` in the
   Euclidean norm of all its entries when one example is added or removed,
-  whatever the example holds. Nothing is private yet: the noise is added by
-  :func:`tangent_privatizer`, directly behind.
+  whatever the example holds and whatever the rule. Nothing is private yet: the
+  noise is added by :func:`tangent_privatizer`, directly behind. A rule that
+  follows a quantile releases in each step also the noisy fraction of examples
+  that were not cut, of noise multiplier ``2 normalize_by fraction_stddev``,
+  which has to be accounted for (:func:`prism_optax.training.make_private` does
+  so), and what comes out is in units of its C: it moves by ``1 /
+  normalize_by``.
 
   All per-example gradients are held at once, unless they come from
   :func:`prism_optax.lora.in_microbatches`. ``jax_privacy.clipped_grad`` with
@@ -74,20 +79,27 @@ def intrinsic_clip(
 
   Args:
     l2_clip_norm: C, the largest norm of an example's contribution to the sum.
+    rule: How an example is cut to C. None is
+      :class:`prism_optax.training.FlatClipping`, as above. The others are
+      ``AutomaticClipping``, ``GroupClipping`` and ``QuantileClipping``, for
+      which C is where it starts.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
+    prng_key: For a rule that follows a quantile, of the noise of the fraction,
+      as for :func:`tangent_privatizer`. Not the key of another noise.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
     is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
     leaves ``(*shape)`` in tangent coordinates, float32 at least.
-    ``.sensitivity(neighboring_relation)`` is C / normalize_by, twice that for
-    REPLACE_ONE.
+    ``.sensitivity(neighboring_relation)`` is C / normalize_by (with a quantile
+    1 / normalize_by), twice that for REPLACE_ONE.
 
   Raises:
     ValueError: If C or ``normalize_by`` is not a positive finite number (a
-      traced one is not checked); if ``optax.masked`` or ``optax.partition``
+      traced one is not checked); if ``prng_key`` is no key; in ``init`` if
+      labels of groups do not fit; if ``optax.masked`` or ``optax.partition``
       hides leaves, whose gradients would pass unclipped; in ``update`` if
       ``params`` is missing or the gradients do not have one leading batch axis,
       as inside of ``optax.MultiSteps``.

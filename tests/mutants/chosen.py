@@ -40,7 +40,7 @@ MEASURED = 'audit/make_private_test.py has_its_size'
 METRIC = 'lora/input_metric_test.py'
 RECORDS = 'training/records_test.py whatever_a_record_is'
 ADVERSARIAL = 'audit/make_private_test.py whatever and dense-quantile'
-INTRINSIC_CLIP = 'transforms/_intrinsic_clip.py'
+RULES = '_clip.py'
 PRIVATIZER = 'transforms/_privatizer.py'
 CHAIN, STEP = 'transforms/_chain.py', 'transforms/_step.py'
 ORDERS = 'transforms/chain_order_test.py void_the_guarantee'
@@ -218,23 +218,24 @@ MUTANTS = (
   ),
   Mutant(
     'the weight of an example forgotten',
-    INTRINSIC_CLIP,
-    'y * (weight / normalize_by)',
-    'y / normalize_by',
+    RULES,
+    'x * (factor / divisor)',
+    'x / divisor',
     (CLIP,),
   ),
   Mutant(
     'realised batch size as divisor',
-    INTRINSIC_CLIP,
-    'y * (weight / normalize_by)',
-    'y * (weight / len(jax.tree.leaves(grads)[0]))',
+    RULES,
+    'self.contribution(coordinates, params),',
+    'self._replace(normalize_by=len(jax.tree.leaves(examples)[0]))'
+    '.contribution(coordinates, params),',
     (CLIP,),
   ),
   Mutant(
     'other leaves outside of the norm',
-    INTRINSIC_CLIP,
-    'jax.tree.leaves(x), l2_clip_norm',
-    'jax.tree.leaves(x.pairs), l2_clip_norm',
+    RULES,
+    'squared = _per_example.squared_norm(leaves, l2_clip_norm)',
+    'squared = _per_example.squared_norm(leaves[:2], l2_clip_norm)',
     (CLIP,),
   ),
   Mutant(
@@ -249,17 +250,24 @@ MUTANTS = (
   ),
   Mutant(
     'zero times infinity',
-    INTRINSIC_CLIP,
-    'jnp.where(counts, y * (weight / normalize_by), 0)',
-    'y * (weight / normalize_by)',
+    RULES,
+    'jnp.where(counts, x * (factor / divisor), 0)',
+    'x * (factor / divisor)',
     ('transforms/sensitivity_test.py intrinsic_clip_moves',),
   ),
   Mutant(
-    'zero times infinity, matrix by matrix',
+    'half an example counts, matrix by matrix',
     'transforms/_matrix_clip.py',
-    'jnp.where(counts, out[i] * across, 0)',
-    'out[i] * across',
+    'jnp.all(jnp.stack(finite))',
+    'finite[0]',
     ('transforms/matrix_clip_test.py',),
+  ),
+  Mutant(
+    'a sum that was taken in the body of a loop is kept',
+    '_clipped_sum.py',
+    'return dataclasses.replace(x) if isinstance(x, ClippedSum) else x',
+    'return x',
+    ('transforms/trail_test.py',),
   ),
   Mutant(
     'padding counts',
@@ -422,15 +430,15 @@ MUTANTS = (
   Mutant(
     'half the noise on an exact sum',
     PRIVATIZER,
-    'exact(stddev)',
-    'exact(0.5 * stddev)',
+    'updates.on_lattice(stddevs)',
+    'updates.on_lattice(0.5 * stddevs)',
     ('audit/exact_release_test.py size',),
   ),
   Mutant(
     'a float sum behind the clip',
     PRIVATIZER,
-    'if exact is None or no_noise:',
-    'if True:',
+    'updates.on_lattice(stddevs)',
+    'updates.to_floats()',
     ('audit/exact_release_test.py any_order',),
   ),
   Mutant(
@@ -610,9 +618,9 @@ MUTANTS = (
   ),
   Mutant(
     'clipped examples that are not divided',
-    'transforms/_matrix_clip.py',
-    '[x / normalize_by for x in clipped]',
-    'clipped',
+    RULES,
+    'divisor = b * norm if follows else b',
+    'divisor = b * norm if follows else 1.0',
     ('transforms/matrix_clip_test.py loops',),
   ),
   Mutant(
@@ -816,28 +824,28 @@ MUTANTS = (
   Mutant(
     'stacks of other parameters',
     'transforms/_chain.py',
-    'if same and step.is_at(params, layout) else None',
-    'if same else None',
+    'if is_it and found.step.is_at(params, layout) else None',
+    'if is_it else None',
     ('transforms/trail_test.py other_parameters',),
   ),
   Mutant(
     'stacks of updates that were changed',
     'transforms/_chain.py',
-    'same = len(leaves) == len(references) and all(',
-    'same = len(leaves) == len(references) or all(',
+    'is_it = len(same) == len(leaves) and all(',
+    'is_it = len(same) == len(leaves) or all(',
     ('transforms/trail_test.py were_changed',),
   ),
   # Whole trainings.
   Mutant(
     'make_private: shares of groups are not normalised',
-    'training/_clipping.py',
+    RULES,
     'whole = math.hypot(*self.shares.values())',
     'whole = max(self.shares.values())',
     ('training/clipping_test.py share_the_clip_norm',),
   ),
   Mutant(
     'make_private: automatic clipping beyond the norm',
-    'training/_clipping.py',
+    RULES,
     '_per_example.shortened(leaves, self.stability)',
     '_per_example.shortened(leaves, -self.stability)',
     ('training/clipping_test.py automatic',),
@@ -851,16 +859,16 @@ MUTANTS = (
   ),
   Mutant(
     'make_private: the fraction has no noise',
-    'training/_clipping.py',
-    '(vote,) = _lattice.add_noise(key, [votes], stddev)',
-    '(vote,) = _lattice.add_noise(key, [votes], 0.0)',
+    RULES,
+    'stddev = rule.fraction_stddev',
+    'stddev = 0.0',
     (MEASURED,),
   ),
   Mutant(
     'make_private: the fraction has one key in all steps',
-    'training/_clipping.py',
-    'return sums, QuantileState(norm, next_key)',
-    'return sums, QuantileState(norm, state.prng_key)',
+    RULES,
+    'return QuantileState(norm, next_key)',
+    'return QuantileState(norm, state.prng_key)',
     ('audit/make_private_test.py new_key',),
   ),
   Mutant(
@@ -872,30 +880,23 @@ MUTANTS = (
   ),
   Mutant(
     'make_private: the fraction is charged too little',
-    'training/_clipping.py',
+    RULES,
     'votes = 2 * expected_batch_size * clipping.fraction_stddev',
     'votes = 4 * expected_batch_size * clipping.fraction_stddev',
     (MEASURED,),
   ),
   Mutant(
     'make_private: a vote moves the mean by twice as much',
-    'training/_clipping.py',
+    RULES,
     'jnp.where(below, 0.5, -0.5) / b',
     'jnp.where(below, 1.0, 0.0) / b',
     (ADVERSARIAL,),
   ),
   Mutant(
-    'make_private: records that are not finite count',
-    'training/_clipping.py',
-    'jnp.where(counts, x * (factor / unit), 0)',
-    'x * (factor / unit)',
-    (ADVERSARIAL,),
-  ),
-  Mutant(
     'make_private: half the noise',
-    'training/_make.py',
-    'stddev=own * bounded.bound / expected_batch_size',
-    'stddev=own * bounded.bound / expected_batch_size / 2',
+    'training/_optimizer.py',
+    'stddev = noise_multiplier * clip.bound / clip.normalize_by',
+    'stddev = noise_multiplier * clip.bound / clip.normalize_by / 2',
     (MEASURED,),
   ),
   Mutant(
@@ -1116,13 +1117,6 @@ MUTANTS = (
     (f'{METRIC} keeps_its_length',),
   ),
   Mutant(
-    'input metric: records that are not finite count',
-    '_one_shot_release.py',
-    'jnp.where(counts, weight * v, 0)',
-    'weight * v',
-    (f'{METRIC} same_bits',),
-  ),
-  Mutant(
     'input metric: one seed for all',
     '_one_shot_release.py',
     "key = _randomness.resolve_key('prng_key', prng_key, (), words=4)",
@@ -1317,6 +1311,8 @@ MUTANTS = (
 PRIVACY = (
   '_randomness/_generators.py',
   '_lattice.py',
+  '_clip.py',
+  '_clipped_sum.py',
   '_per_example.py',
   '_proofs/_analysis.py',
   '_proofs/_indexing.py',
@@ -1327,7 +1323,6 @@ PRIVACY = (
   'accounting/_epsilon.py',
   'heads.py',
   'lora/_input_metric.py',
-  'training/_clipping.py',
   'training/_fingerprint.py',
   'training/_loss.py',
   'training/_make.py',
