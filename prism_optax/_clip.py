@@ -57,12 +57,10 @@ class FlatClipping:
     del known
     return bound
 
-  def _factors(
-    self, leaves: Leaves, l2_clip_norm: Scalar, known: Any
-  ) -> Factors:
+  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
     """What one example's leaves are multiplied by."""
     del known
-    squared = _per_example.squared_norm(leaves, l2_clip_norm)
+    squared = _per_example.squared_norm(leaves, norm)
     weight, counts = _per_example.clip_weight(squared)
     return Factors(leaves, [weight] * len(leaves), counts)
 
@@ -86,12 +84,10 @@ class AutomaticClipping(FlatClipping):
   def __post_init__(self) -> None:
     _validate.known_positive('stability', self.stability)
 
-  def _factors(
-    self, leaves: Leaves, l2_clip_norm: Scalar, known: Any
-  ) -> Factors:
+  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
     del known
     shortened, weight, counts = _per_example.shortened(leaves, self.stability)
-    return Factors(shortened, [weight * l2_clip_norm] * len(leaves), counts)
+    return Factors(shortened, [weight * norm] * len(leaves), counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +115,7 @@ class GroupClipping(FlatClipping):
       _validate.known_positive(f'shares[{name!r}]', share)
 
   def _known(self, params: ArrayTree, rows: Callable[..., Any]) -> Any:
-    return rows(self._of_leaves(params))
-
-  def _of_leaves(self, params: ArrayTree) -> list[str]:
-    """The group name of each leaf.
+    """The group name of each leaf, or of what is along its first axis.
 
     Raises:
       ValueError: If the labels do not fit, or are not among the shares.
@@ -135,21 +128,19 @@ class GroupClipping(FlatClipping):
           f'Expected labels among those of shares, {sorted(self.shares)}, got'
           f' {name!r}.'
         )
-    return found
+    return rows(found)
 
-  def _factors(
-    self, leaves: Leaves, l2_clip_norm: Scalar, known: Any
-  ) -> Factors:
+  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
     names = sorted(self.shares)
     whole = math.hypot(*self.shares.values())  # No square underflows.
     masks = [[np.asarray(row) == name for name in names] for row in known]
     squares = []
     for g, name in enumerate(names):
-      norm = l2_clip_norm * self.shares[name] / whole
+      own = norm * self.shares[name] / whole
       total = jnp.zeros(())
       for x, of_leaf in zip(leaves, masks, strict=True):
         if (mask := of_leaf[g]).any():
-          by_row = _per_example.squared_norm([x], norm, range(mask.ndim))
+          by_row = _per_example.squared_norm([x], own, range(mask.ndim))
           total = total + jnp.sum(jnp.where(mask, by_row, 0))
       squares.append(total)
     weights, counts = _per_example.clip_weight(jnp.stack(squares))
@@ -281,7 +272,7 @@ class Clip(NamedTuple):
     """What there is to know of the rule, the same in every process."""
     rule: Any = self.rule
     if isinstance(rule, GroupClipping):  # A function has an address.
-      rule = sorted(rule.shares.items()), rule._of_leaves(params)
+      rule = sorted(rule.shares.items()), rule._known(params, list)
     return repr(rule)
 
   def contribution(
@@ -344,23 +335,18 @@ class Clip(NamedTuple):
     rule, b = self.rule, self.normalize_by
     known = rule._known(params, coordinates.rows)
     bounds = rule._bounds(self.bound / b, known)
-    if not isinstance(rule, QuantileClipping):
-      return coordinates.sums(
-        self.contribution(coordinates, params),
-        examples,
-        is_padding_example,
-        bounds,
-      ), state
-    stddev = rule.fraction_stddev
+    norm, aside = None, None
+    if isinstance(rule, QuantileClipping):
+      norm, aside = state.l2_clip_norm, Aside(0.5 / b, rule.fraction_stddev)
+    contribution = self.contribution(coordinates, params, norm)
     clipped = coordinates.sums(
-      self.contribution(coordinates, params, state.l2_clip_norm),
-      examples,
-      is_padding_example,
-      bounds,
-      Aside(0.5 / b, stddev),
+      contribution, examples, is_padding_example, bounds, aside
     )
+    if not isinstance(rule, QuantileClipping):
+      return clipped, state
 
     def next_norm() -> QuantileState:
+      stddev = rule.fraction_stddev
       next_key, key = _randomness.split(state.prng_key)
       key = _randomness.for_release(key, release_digest)
       (vote,) = _lattice.add_noise(key, [clipped.number()], stddev)

@@ -85,13 +85,11 @@ class ClippedSum:
       return self.to_floats()
 
     def units(leaves: Sequence[Any]) -> list[jax.Array]:
-      count = len(leaves)
-      norms = {i: x.norm for x in self._groups(count) for i in x.leaves}
+      groups, stddevs = self._groups(len(leaves)), _each(stddev, len(leaves))
+      norms = {i: group.norm for group in groups for i in group.leaves}
       return [
         _lattice.unit_of(s, norms[i], x.dtype)
-        for i, (s, x) in enumerate(
-          zip(_each(stddev, count), leaves, strict=True)
-        )
+        for i, (s, x) in enumerate(zip(stddevs, leaves, strict=True))
       ]
 
     return self.in_units(units, stddev)
@@ -156,7 +154,7 @@ def afresh(x: Any) -> Any:
   return dataclasses.replace(x) if isinstance(x, ClippedSum) else x
 
 
-def _each(stddev: Scalar | Sequence[Scalar], count: int) -> Sequence[Scalar]:
+def _each(stddev: Any, count: int) -> Sequence[Any]:
   return stddev if isinstance(stddev, Sequence) else [stddev] * count
 
 
@@ -170,9 +168,9 @@ def _marked(
   """
   leaves, treedef = jax.tree.flatten(sums, is_leaf=_lattice.is_sum)
   known = [_marks.Group(tuple(i), _marks.known(c), k) for i, c, k in groups]
-  lattice: list[float | None] = [None] * len(leaves)
-  if stddev is not None:
-    lattice = list(map(_marks.known, _each(stddev, len(leaves))))
+  lattice = [
+    None if s is None else _marks.known(s) for s in _each(stddev, len(leaves))
+  ]
   parts = [_lattice.parts(x) for x in leaves]
   what = _marks.Clip(tuple(known), tuple(lattice))
   marked = _marks.clipped(parts, what)

@@ -68,11 +68,6 @@ class LazyGradients(NamedTuple):
     return jax.eval_shape(self.gradients, self.examples)
 
 
-def shapes_of(updates: 'ArrayTree | LazyGradients') -> Any:
-  """The tree of per-example gradients, or of its shapes."""
-  return updates.shapes if isinstance(updates, LazyGradients) else updates
-
-
 def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
   """``sensitivity`` of a sum of terms of norm at most ``bound``."""
 
@@ -137,6 +132,18 @@ def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
       f' optax.chain({name}(...),'
       ' optax.MultiSteps(<the rest>, k).gradient_transformation()).'
     )
+
+
+def checked_shapes(name: str, updates: Any, params: ArrayTree) -> Any:
+  """The tree of per-example gradients, or of its shapes, which may be clipped.
+
+  Raises:
+    ValueError: As :func:`check_whole` and :func:`check_batched`.
+  """
+  check_whole(name, params)
+  shapes = updates.shapes if isinstance(updates, LazyGradients) else updates
+  check_batched(name, shapes, params)
+  return shapes
 
 
 def squared_norm(

@@ -21,14 +21,9 @@ from prism_optax._types import (
   StepsLike,
 )
 from prism_optax.muon._polynomials import Steps
-from prism_optax.transforms import _clip_groups, _privatizer
+from prism_optax.transforms import _clip_groups, _matrix_clip, _privatizer
 from prism_optax.transforms._clip_groups import NormsLike
 from prism_optax.transforms._declared import noised_elsewhere
-from prism_optax.transforms._matrix_clip import (
-  EachMatrix,
-  dense_clip,
-  per_matrix_clip,
-)
 from prism_optax.transforms._orthogonalize import BiasCorrection, orthogonalize
 
 # Folded into the noise key it gives a key that `split` does not: `split` uses
@@ -261,7 +256,7 @@ def dp_muon(
     )
     return _matrix_axes.with_leaves(tree, units)
 
-  clip = per_matrix_clip(
+  clip = _matrix_clip.per_matrix_clip(
     l2_clip_norms,
     normalize_by=expected_batch_size,
     weight_dimension_numbers=weight_dimension_numbers,
@@ -281,11 +276,11 @@ def dp_muon(
     def list_of_stddevs(params):
       return jax.tree.leaves(stddevs_of(params))
 
-    rule = EachMatrix(l2_clip_norms, weight_dimension_numbers)
+    rule = _matrix_clip.EachMatrix(l2_clip_norms, weight_dimension_numbers)
     sums = Clip(rule, normalize_by=expected_batch_size)
     parts = [
       # Its sum, for the noise to take it on its lattice.
-      dense_clip('per_matrix_clip', sums)
+      _matrix_clip.dense_clip('per_matrix_clip', sums)
       if per_example_gradients
       else optax.stateless(lambda x, _: jax.tree.map(at_least_float32, x)),
       _privatizer.gaussian(list_of_stddevs, prng_key, last),

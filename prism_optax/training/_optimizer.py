@@ -129,28 +129,15 @@ def _dense(
   optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
   """DP-SGD, DP-Adam and so on: gradients as they are, clipped and noised."""
-  optimizer = optax.with_extra_args_support(optimizer)
 
   def init(params: Any) -> Any:
     return optimizer.init(jax.tree.map(at_least_float32, params))
 
-  def without_records(
-    updates: Any,
-    state: Any,
-    params: Any = None,
-    *,
-    is_padding_example: Any = None,
-    release_digest: Any = None,
-    **extra_args: Any,
-  ) -> tuple[Any, Any]:
-    del is_padding_example, release_digest  # Not for what follows the noise.
-    out, state = optimizer.update(updates, state, params, **extra_args)
-    return out, state
-
-  behind = optax.GradientTransformationExtraArgs(init, without_records)
+  # Without further arguments: they are for clip and noise, some of records.
+  behind = optax.GradientTransformation(init, optimizer.update)
   whole = optax.chain(dense_clip('clipping', clip), noise, behind)
 
-  def update(*args: Any, **extra_args: Any) -> tuple[Any, Any]:
+  def update(*args: Any, **extra_args: Any) -> Any:
     updates, state = whole.update(*args, **extra_args)
     return updates, settled(state)
 

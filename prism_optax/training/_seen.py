@@ -14,15 +14,8 @@ import optax
 
 from prism_optax._proofs import _release
 from prism_optax._proofs._proof import Proof
-from prism_optax._proofs._release import (
-  CLAIM as CLAIM,
-)
-from prism_optax._proofs._release import (
-  Found,
-  FoundRelease,
-  Kind,
-  Label,
-)
+from prism_optax._proofs._release import CLAIM as CLAIM
+from prism_optax._proofs._release import Found, FoundRelease, Kind, Label
 from prism_optax._types import ArrayTree
 
 _INSTEAD = (

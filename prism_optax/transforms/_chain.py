@@ -5,7 +5,6 @@ stacked arrays. So a chain finds the pairs once, computes the frames once, and
 hands r x r matrices on behind the noise, not dense coordinates.
 """
 
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -90,11 +89,9 @@ def _origin_of(
   """What the tree was made of, if it was here and at these parameters."""
   leaves: list[Any] = jax.tree.leaves(tree)
   for x in leaves:
-    found = _origins.get(id(x))
-    if found is not None:
-      same = [y() for y in found.leaves]
-      is_it = len(same) == len(leaves) and all(map(operator.is_, same, leaves))
-      return found if is_it and found.step.is_at(params, layout) else None
+    if found := _origins.get(id(x)):
+      same = [*map(id, leaves)] == [id(y()) for y in found.leaves]
+      return found if same and found.step.is_at(params, layout) else None
   return None
 
 
@@ -132,12 +129,13 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
 
     def update(updates, state, params=None, **extra_args):
       _validate.params_given(stacked.name, params)
-      if takes_gradients:
-        step = StepContext(params, layout)
-      elif origin := _origin_of(updates, params, layout):
-        updates, step = afresh(origin.stacks), origin.step
-      else:
-        step = StepContext(params, layout)
+      origin = None
+      if not takes_gradients:
+        origin = _origin_of(updates, params, layout)
+      step = origin.step if origin else StepContext(params, layout)
+      if origin:
+        updates = afresh(origin.stacks)
+      elif not takes_gradients:
         updates = step.tree.coordinates(updates)
       out, state = _run(stacked, updates, state, step, **extra_args)
       if not returns_updates:

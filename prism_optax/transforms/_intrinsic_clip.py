@@ -20,13 +20,8 @@ class StackedSum(ClippedSum):
   takes the sum exactly.
   """
 
-  @property
-  def pairs(self) -> tuple[Any, ...]:
-    return self.to_floats().pairs
-
-  @property
-  def others(self) -> tuple[jax.Array, ...]:
-    return self.to_floats().others
+  pairs = property(lambda self: self.to_floats().pairs)
+  others = property(lambda self: self.to_floats().others)
 
   def map_pairs(self, *args: Any) -> Stacks:
     return self.to_floats().map_pairs(*args)
@@ -135,9 +130,7 @@ def tangent_clip(clip: _clip.Clip, layout: LayoutLike) -> TangentTransformation:
     return clip.init(step.params)
 
   def update(grads, state, step, **extra_args):
-    _per_example.check_whole(name, step.params)
-    shapes = _per_example.shapes_of(grads)
-    _per_example.check_batched(name, shapes, step.params)
+    shapes = _per_example.checked_shapes(name, grads, step.params)
     # Of shapes alone: refuses gradients that do not fit.
     jax.eval_shape(
       lambda x: step.tree.gradients(x, 1, 'per-example gradients'), shapes

@@ -1,7 +1,7 @@
 """Clipping of per-example gradients matrix by matrix."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import optax
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _clip, _per_example, _validate
-from prism_optax._clip import Factors, FlatClipping
+from prism_optax._clip import Factors, FlatClipping, Leaves
 from prism_optax._clipped_sum import Bound, to_floats
 from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, Scalar
@@ -30,34 +30,24 @@ class EachMatrix(FlatClipping):
   l2_clip_norms: NormsLike
   weight_dimension_numbers: DimensionNumbersLike = None
 
-  def _known(
-    self, params: ArrayTree, rows: Callable[..., Any]
-  ) -> list[ClipGroup]:
+  def _known(self, params: ArrayTree, rows: Any) -> list[ClipGroup]:
     del rows
     return _clip_groups.clip_groups(
       self.l2_clip_norms, params, self.weight_dimension_numbers
     )
 
-  def _bounds(
-    self, bound: Scalar, known: Sequence[ClipGroup]
-  ) -> Sequence[Bound]:
-    return [Bound(g.leaves, bound * g.l2_clip_norm, g.matrices) for g in known]
+  def _bounds(self, bound: Scalar, known: list[ClipGroup]) -> list[Bound]:
+    return [Bound(x.leaves, bound * x.l2_clip_norm, x.matrices) for x in known]
 
   def _factors(
-    self,
-    leaves: Sequence[jax.Array],
-    l2_clip_norm: Scalar,
-    known: Sequence[ClipGroup],
+    self, leaves: Leaves, norm: Scalar, known: list[ClipGroup]
   ) -> Factors:
     factors, finite = list(leaves), []
     for group in known:
-      weight, counts = _per_example.clip_weight(
-        _per_example.squared_norm(
-          [leaves[i] for i in group.leaves],
-          group.l2_clip_norm,
-          group.batch_axes,
-        )
+      squared = _per_example.squared_norm(
+        [leaves[i] for i in group.leaves], group.l2_clip_norm, group.batch_axes
       )
+      weight, counts = _per_example.clip_weight(squared)
       finite.append(jnp.all(counts))
       for i in group.leaves:
         axes = [a for a in range(leaves[i].ndim) if a not in group.batch_axes]
@@ -79,9 +69,7 @@ def dense_clip(
 
   def update(updates, state, params=None, **extra_args):
     _validate.params_given(name, params)
-    _per_example.check_whole(name, params)
-    gradients = _per_example.shapes_of(updates)
-    _per_example.check_batched(name, gradients, params)
+    gradients = _per_example.checked_shapes(name, updates, params)
     leaves, structure = jax.tree.flatten(gradients)
     expected: object = jax.tree.structure(params)
     shapes = [x.shape for x in leaves]

@@ -234,8 +234,8 @@ MUTANTS = (
   Mutant(
     'other leaves outside of the norm',
     RULES,
-    'squared = _per_example.squared_norm(leaves, l2_clip_norm)',
-    'squared = _per_example.squared_norm(leaves[:2], l2_clip_norm)',
+    'squared = _per_example.squared_norm(leaves, norm)',
+    'squared = _per_example.squared_norm(leaves[:2], norm)',
     (CLIP,),
   ),
   Mutant(
@@ -824,15 +824,15 @@ MUTANTS = (
   Mutant(
     'stacks of other parameters',
     'transforms/_chain.py',
-    'if is_it and found.step.is_at(params, layout) else None',
-    'if is_it else None',
+    'return found if same and found.step.is_at(params, layout) else None',
+    'return found if same else None',
     ('transforms/trail_test.py other_parameters',),
   ),
   Mutant(
     'stacks of updates that were changed',
     'transforms/_chain.py',
-    'is_it = len(same) == len(leaves) and all(',
-    'is_it = len(same) == len(leaves) or all(',
+    'same = [*map(id, leaves)] == [id(y()) for y in found.leaves]',
+    'same = True',
     ('transforms/trail_test.py were_changed',),
   ),
   # Whole trainings.
