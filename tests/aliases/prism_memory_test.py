@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import prism_optax
+from prism_optax import contrib
 
 MODULES, OUTPUTS, INPUTS, RANK, BATCH = 3, 512, 640, 4, 5
 
@@ -34,9 +35,9 @@ def _step(tx):
 
 
 @functools.cache
-def _compiled(per_example_gradients, make='prism', **options):
+def _compiled(per_example_gradients, make=prism_optax.prism, **options):
   params = _params()
-  tx = getattr(prism_optax, make)(
+  tx = make(
     0.1,
     l2_clip_norm=1.0,
     noise_multiplier=1.0,
@@ -57,10 +58,12 @@ def _largest_array(program):
 @pytest.mark.parametrize(
   ('make', 'options'),
   [
-    ('prism', {}),
-    pytest.param('published_prism', {}, marks=pytest.mark.slow),
-    pytest.param('prism_muon', {}, marks=pytest.mark.slow),
-    pytest.param('prism', {'weight_decay': 0.0}, marks=pytest.mark.slow),
+    (prism_optax.prism, {}),
+    pytest.param(prism_optax.published_prism, {}, marks=pytest.mark.slow),
+    pytest.param(contrib.prism_muon, {}, marks=pytest.mark.slow),
+    pytest.param(
+      prism_optax.prism, {'weight_decay': 0.0}, marks=pytest.mark.slow
+    ),
   ],
   ids=str,
 )
