@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _validate, fixed_rank
-from prism_optax._modules import LayoutLike, Stacks, map_pairs
+from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.contrib._tangent_newton_schulz import tangent_newton_schulz
 from prism_optax.fixed_rank import Factors, Frame, Tangent
@@ -129,8 +129,10 @@ def orthogonalize_tangents(
 
   def init_pair(tangent: Tangent) -> TangentMomentum:
     # Separate arrays: a state may be donated, but no buffer may occur twice.
-    pair = TangentMomentum(Factors(*tangent), tangent)
-    return jax.tree.map(jnp.zeros_like, pair)
+    return TangentMomentum(
+      Factors(*map(jnp.zeros_like, tangent)),
+      Tangent(*map(jnp.zeros_like, tangent)),
+    )
 
   def scale_of(tangent: Tangent) -> float:
     if coordinate_rms is None:
@@ -156,13 +158,18 @@ def orthogonalize_tangents(
     )
     return TangentMomentum(Factors(frame.left, frame.right), trace), direction
 
-  def init(step):
+  def init(step: StepContext) -> OrthogonalTangentsState:
     stacks = step.tree.coordinates(step.params)
     return OrthogonalTangentsState(
       map_pairs(init_pair, stacks.pairs), adam.init(stacks.others)
     )
 
-  def update(stacks, state, step, **extra_args):
+  def update(
+    stacks: Stacks,
+    state: OrthogonalTangentsState,
+    step: StepContext,
+    **extra_args: object,
+  ) -> tuple[Stacks, OrthogonalTangentsState]:
     del extra_args
     explicit = map_pairs(fixed_rank.multiply_out, stacks.pairs)
     pairs = map_pairs(of_pair, state.pairs, step.frames, explicit)

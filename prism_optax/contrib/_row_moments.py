@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _validate
-from prism_optax._modules import LayoutLike, map_pairs
+from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Frame, Tangent, TangentSum
 from prism_optax.fixed_rank._tangents import as_sum
@@ -156,10 +156,10 @@ def scale_by_row_moments(
   _validate.non_negative('floor_factor', floor_factor)
   _validate.at_least('max_condition_number', max_condition_number, 1)
 
-  def averaged(old, new):
-    return (b2 * old + (1 - b2) * new).astype(old.dtype)
+  def averaged(old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.asarray(b2 * old + (1 - b2) * new, old.dtype)
 
-  def init(step):
+  def init(step: StepContext) -> RowMomentsState:
     coordinates = step.tree.coordinates(step.params)
     pairs = tuple(
       RowMoments(*(jnp.zeros(x.shape[:-1], x.dtype) for x in pair))
@@ -167,12 +167,16 @@ def scale_by_row_moments(
     )
     return RowMomentsState(jnp.zeros((), jnp.int32), jnp.zeros(()), pairs)
 
-  def update(stacks, state, step):
+  def update(
+    stacks: Stacks, state: RowMomentsState, step: StepContext
+  ) -> tuple[Stacks, RowMomentsState]:
     noise = averaged(state.noise, variance_at(noise_stddev, state.count))
     # Both are averages from zero: in their quotient no correction is left.
     floor = floor_factor * noise
 
-    def of_pair(frame, moments, tangent):
+    def of_pair(
+      frame: Frame, moments: RowMoments, tangent: Tangent | TangentSum
+    ) -> tuple[RowMoments, TangentSum]:
       sides = _both_sides(frame, tangent)
       squares = (jnp.mean(jnp.square(x), -1) for x in sides)
       moments = RowMoments(*map(averaged, moments, squares))
