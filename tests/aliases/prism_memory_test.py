@@ -65,7 +65,7 @@ def _largest_array(program):
       prism_optax.prism, {'weight_decay': 0.0}, marks=pytest.mark.slow
     ),
   ],
-  ids=str,
+  ids=lambda x: getattr(x, '__name__', str(x)),
 )
 def test_no_array_is_as_large_as_a_weight(make, options):
   largest = _largest_array(_compiled(False, make, **options))
@@ -104,6 +104,6 @@ def test_the_state_is_as_large_as_adams():
   jax.default_backend() != 'cpu', reason='The bound is for the CPU compiler.'
 )
 def test_temporary_memory_is_a_few_times_the_factors():
-  analysis = _compiled(False, 'prism').memory_analysis()
+  analysis = _compiled(False).memory_analysis()
   factors = 4 * sum(x.size for x in jax.tree.leaves(_params()))
   assert analysis.temp_size_in_bytes <= 12 * factors
