@@ -24,8 +24,7 @@ class Release(Protocol):
   an attribute is missing     ValueError that names it
   another ``dataset_size``    ValueError
   two of equal ``digest``     ValueError: one release, given twice
-  two of one ``key_digest``   ValueError: their difference may have no
-                              noise
+  two of one ``key_digest``   ValueError: in their difference noise cancels
   ==========================  =================================================
 
   Attributes:
