@@ -13,7 +13,7 @@ import jax
 import optax
 
 from prism_optax import _validate
-from prism_optax._clipped_sum import afresh, settled, to_floats
+from prism_optax._clipped_sum import ClippedSum, afresh, settled, to_floats
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._types import ArrayTree
 from prism_optax.transforms import _declared
@@ -69,18 +69,18 @@ _origins: dict[int, _Origin] = {}
 
 
 def _remember(tree: ArrayTree, stacks: Any, step: StepContext) -> None:
-  stacks = afresh(stacks)
   leaves: list[Any] = jax.tree.leaves(tree)
   # An array that the entry holds would never die. If it holds all of them, the
-  # tree is as good as the stacks.
-  held = set(map(id, jax.tree.leaves(stacks)))
+  # tree is as good as the stacks. A sum that is not taken yet holds none.
+  exact = isinstance(stacks, ClippedSum)
+  held = set() if exact else set(map(id, jax.tree.leaves(stacks)))
   key = next((id(x) for x in leaves if id(x) not in held), None)
   if key is not None:
     forget = lambda _: _origins.pop(key, None)  # noqa: E731
     references = tuple(
       weakref.ref(x, forget if id(x) == key else None) for x in leaves
     )
-    _origins[key] = _Origin(references, stacks, step)
+    _origins[key] = _Origin(references, afresh(stacks), step)
 
 
 def _origin_of(

@@ -1,6 +1,6 @@
 """Clipping of per-example gradients in the intrinsic norm."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -28,6 +28,13 @@ class StackedSum(ClippedSum):
 
   def _replace(self, **fields: Any) -> Stacks:
     return self.to_floats()._replace(**fields)
+
+
+jax.tree_util.register_pytree_node(
+  StackedSum,
+  lambda x: (tuple(x.to_floats()), None),
+  lambda _, children: cast(Any, Stacks(*children)),
+)
 
 
 def intrinsic_clip(

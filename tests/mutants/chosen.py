@@ -264,10 +264,10 @@ MUTANTS = (
   ),
   Mutant(
     'a sum that was taken in the body of a loop is kept',
-    '_clipped_sum.py',
-    'return dataclasses.replace(x) if isinstance(x, ClippedSum) else x',
-    'return x',
-    ('transforms/trail_test.py',),
+    CHAIN,
+    'updates = afresh(origin.stacks)',
+    'updates = origin.stacks',
+    ('transforms/trail_test.py a_branch_keeps',),
   ),
   Mutant(
     'padding counts',

@@ -215,3 +215,17 @@ def test_a_tree_of_the_very_arrays_of_its_sum(followed):
   assert followed == [True]
   gc.collect()
   assert not _chain._origins
+
+
+def test_a_branch_keeps_nothing_of_the_sum():
+  """What was taken in it belongs to its program."""
+  params, clipped, decayed, *_ = parts()
+
+  def update(params):
+    x = clipped(params)
+    inside = lambda: decayed(x, params)  # noqa: E731
+    chosen = jax.lax.cond(params['extra'][0] < 0, inside, lambda: x)
+    assert _chain._origin_of(x, params, None).stacks._floats is None
+    return chosen
+
+  jax.eval_shape(update, params)
