@@ -1,4 +1,4 @@
-r"""Newton-Schulz orthogonalization of matrices, and its bias under noise.
+r"""Newton-Schulz orthogonalization of matrices.
 
 The iteration is the one of DP-Muon (arXiv:2605.12994). A matrix ``M`` with no
 more rows than columns goes through
@@ -22,13 +22,13 @@ Other polynomials may take the place of :math:`p_\kappa`, another one in each
 step: :func:`minimax_coefficients` finds those that come nearest to one.
 """
 
-from prism_optax.muon._newton_schulz import newton_schulz, subtract_bias
+from prism_optax.muon._newton_schulz import newton_schulz
 from prism_optax.muon._polynomials import coefficients, minimax_coefficients
 from prism_optax.muon._tangents import tangent_newton_schulz
 
 # fmt: off
 __all__ = [
-  'coefficients', 'minimax_coefficients', 'newton_schulz', 'subtract_bias',
+  'coefficients', 'minimax_coefficients', 'newton_schulz',
   'tangent_newton_schulz',
 ]
 # fmt: on

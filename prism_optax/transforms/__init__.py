@@ -50,11 +50,7 @@ from prism_optax.transforms._matrix_clip import (
   clip_each_matrix,
   per_matrix_clip,
 )
-from prism_optax.transforms._orthogonalize import (
-  BiasCorrection,
-  OrthogonalizeState,
-  orthogonalize,
-)
+from prism_optax.transforms._orthogonalize import orthogonalize
 from prism_optax.transforms._orthogonalize_tangents import (
   OrthogonalTangentsState,
   orthogonalize_tangents,
@@ -76,8 +72,8 @@ from prism_optax.transforms._row_moments import (
 
 # fmt: off
 __all__ = [
-  'AugmentedState', 'BiasCorrection', 'ClipGroup', 'CorrelatedPrivatizerState',
-  'OrthogonalTangentsState', 'OrthogonalizeState', 'PrivatizerState',
+  'AugmentedState', 'ClipGroup', 'CorrelatedPrivatizerState',
+  'OrthogonalTangentsState', 'PrivatizerState',
   'RankPreconditionerState', 'RowMoments', 'RowMomentsState', 'Stacked',
   'StepContext', 'TangentProbes', 'TangentTransformation',
   'add_decayed_factors', 'augmented_optimizer', 'chain', 'clip_each_matrix',

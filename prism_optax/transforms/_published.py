@@ -71,8 +71,6 @@ def _step(
 
   def precondition(second, first, noise):
     second = second / options.nu_correction
-    if options.debias:
-      second = second - variance * noise
     floor = options.floor_factor * variance
     floors = floor * jnp.ones(second.shape[:-2], second.dtype)
     if floor_mode == 'geometry':  # Eq. 26
@@ -101,9 +99,7 @@ def scale_by_published_preconditioner(
   noise_stddev: StddevLike,
   floor_mode: str = 'geometry',
   floor_factor: Scalar = 1.0,
-  debias: bool = False,
   max_condition_number: Scalar = 1e4,
-  max_update_norm: Scalar | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """The preconditioner as published, for comparisons.
@@ -135,10 +131,7 @@ def scale_by_published_preconditioner(
     floor_mode: ``'geometry'`` for the floor of Eq. 26 with its trace,
       ``'scalar'`` for s^2, ``'none'`` for no floor.
     floor_factor: Factor of either floor.
-    debias: Subtract the known noise covariance from the second moments.
     max_condition_number: Eigenvalues are raised to the largest over this.
-    max_update_norm: Cap of the norm of the direction over all modules and
-      leaves, before the learning rate; None for no cap.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -168,9 +161,8 @@ def scale_by_published_preconditioner(
     'scale_by_published_preconditioner',
     _init_moments,
     functools.partial(_step, floor_mode=floor_mode),
-    Options(b1, b2, eps, floor_factor, debias, max_condition_number),
+    Options(b1, b2, eps, floor_factor, max_condition_number),
     noise_stddev=noise_stddev,
     bias_correction=True,
-    max_update_norm=max_update_norm,
     layout=layout,
   )

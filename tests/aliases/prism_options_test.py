@@ -78,12 +78,12 @@ def test_prism_scales_rows_directly_behind_the_noise():
 @pytest.mark.slow
 def test_every_option_of_the_preconditioner_can_be_chained():
   """In the fused chain and in optax's, with optax's learning rate."""
-  options = {'b1': 0.8, 'debias': True, 'max_update_norm': 3.0}
+  options = {'b1': 0.8, 'eps': 1e-3, 'max_condition_number': 3.0}
   fused = problems.chain_of(0.05, **REQUIRED, prng_key=7, **options)
   chain = optax.chain(
     *_head(),
     prism_optax.scale_by_rank_preconditioner(
-      0.8, noise_stddev=STDDEV, debias=True, max_update_norm=3.0
+      0.8, eps=1e-3, noise_stddev=STDDEV, max_condition_number=3.0
     ),
     prism_optax.add_decayed_factors(0.1),
     optax.scale_by_learning_rate(0.05),
@@ -242,7 +242,6 @@ def test_bad_arguments_of_the_other_forms_are_named(make, name, value):
   ('name', 'value'),
   [
     ('max_condition_number', 0.5),
-    ('max_update_norm', 0.0),
     ('eps', -1e-8),
     ('floor_factor', -1.0),
   ],

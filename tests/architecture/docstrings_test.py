@@ -98,8 +98,7 @@ FORMULAS = {
   ),
   'lora': 'canonicalize initialize spectral_residual',
   'muon': (
-    'coefficients minimax_coefficients newton_schulz subtract_bias'
-    ' tangent_newton_schulz'
+    'coefficients minimax_coefficients newton_schulz tangent_newton_schulz'
   ),
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
@@ -125,7 +124,7 @@ EDGE_CASES = {
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
   ),
   'lora': ('canonicalize describe_pairs initialize merge truncate'),
-  'muon': 'newton_schulz subtract_bias',
+  'muon': 'newton_schulz',
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
     'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '

@@ -28,7 +28,6 @@ EXCEPTIONS = {
   'prism_optax.transforms.AugmentedState': STATE,
   'prism_optax.transforms.CorrelatedPrivatizerState': STATE,
   'prism_optax.transforms.OrthogonalTangentsState': STATE,
-  'prism_optax.transforms.OrthogonalizeState': STATE,
   'prism_optax.transforms.RankPreconditionerState': STATE,
   'prism_optax.transforms.RowMoments': STATE,
   'prism_optax.transforms.RowMomentsState': STATE,
