@@ -20,7 +20,7 @@ from jax_privacy.matrix_factorization import toeplitz
 import prism_optax
 from benchmarks.common import baselines
 from prism_optax import fixed_rank, lora, transforms
-from prism_optax.transforms import _moments
+from prism_optax.transforms import _moments, _published
 
 
 class Release(NamedTuple):
@@ -142,7 +142,7 @@ def behind_the_noise(
       paper.
   """
   if published:
-    preconditioner = transforms.scale_by_published_preconditioner(
+    preconditioner = _published.scale_by_published_preconditioner(
       noise_stddev=noise_stddev, floor_factor=0.5
     )
   else:

@@ -35,8 +35,8 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     arXiv:1805.06530, Theorem 8.
 
   Examples:
-    >>> from prism_optax import accounting
-    >>> round(accounting.gaussian_delta(1 / 3.730632, 1.0), 9)
+    >>> from prism_optax.accounting import _gaussian
+    >>> round(_gaussian.gaussian_delta(1 / 3.730632, 1.0), 9)
     1e-05
   """
   _validate.known_non_negative('mu', mu)
@@ -113,8 +113,8 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     ValueError: If ``epsilon`` is negative or NaN, or ``delta`` not in [0, 1).
 
   Examples:
-    >>> from prism_optax import accounting
-    >>> round(1 / accounting.gaussian_mu(1.0, 1e-5), 6)
+    >>> from prism_optax.accounting import _gaussian
+    >>> round(1 / _gaussian.gaussian_mu(1.0, 1e-5), 6)
     3.730632
   """
   _validate.known_non_negative('epsilon', epsilon)

@@ -51,9 +51,9 @@ def matrix_mechanism_sensitivity(
       a positive diagonal, or the pattern is no pair of integers >= 1.
 
   Examples:
-    >>> from prism_optax import accounting
+    >>> from prism_optax.accounting import _matrix_mechanism
     >>> c = [[1.0, 0.0, 0.0], [0.75, 1.0, 0.0], [0.0, 0.75, 1.0]]
-    >>> accounting.matrix_mechanism_sensitivity(c, max_participations=1)
+    >>> _matrix_mechanism.matrix_mechanism_sensitivity(c, max_participations=1)
     1.25
   """
   c = _strategy(strategy_matrix)

@@ -11,11 +11,11 @@ from prism_optax.transforms import (
   orthogonalize_tangents,
   retract,
   scale_by_learning_rate,
-  scale_by_published_preconditioner,
   scale_by_rank_preconditioner,
   scale_by_row_moments,
   tangent_privatizer,
 )
+from prism_optax.transforms._published import scale_by_published_preconditioner
 
 
 def _stddev(

@@ -11,9 +11,9 @@ more rows than columns goes through
 where :math:`p_\kappa` is the Taylor polynomial of :math:`x^{-1/2}` at 1. A
 singular value s becomes :math:`s\, p_\kappa(s^2)`, which grows towards 1 and
 never beyond: near 1 with order ``degree + 1``, near 0 with the factor
-``p(0) = sum(coefficients(degree))`` per step. So ``steps`` steps cannot raise a
-singular value by more than ``p(0)**steps`` (23 for degree 2, 5 steps): values
-far below the inverse of that stay small.
+``p(0) = (2k + 1) C(2k, k) / 4^k`` per step, k the degree. So ``steps`` steps
+cannot raise a singular value by more than ``p(0)**steps`` (23 for degree 2, 5
+steps): values far below the inverse of that stay small.
 
 The iteration is a polynomial behind the first division: it needs no
 factorization, and its derivatives are finite everywhere.
@@ -23,12 +23,12 @@ step: :func:`minimax_coefficients` finds those that come nearest to one.
 """
 
 from prism_optax.muon._newton_schulz import newton_schulz
-from prism_optax.muon._polynomials import coefficients, minimax_coefficients
+from prism_optax.muon._polynomials import minimax_coefficients
 from prism_optax.muon._tangents import tangent_newton_schulz
 
 # fmt: off
 __all__ = [
-  'coefficients', 'minimax_coefficients', 'newton_schulz',
+  'minimax_coefficients', 'newton_schulz',
   'tangent_newton_schulz',
 ]
 # fmt: on

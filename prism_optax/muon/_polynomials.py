@@ -30,8 +30,8 @@ def coefficients(degree: int) -> tuple[float, ...]:
     ValueError: If ``degree`` is not an integer of at least 1.
 
   Example:
-    >>> from prism_optax import muon
-    >>> muon.coefficients(3)
+    >>> from prism_optax.muon import _polynomials
+    >>> _polynomials.coefficients(3)
     (1.0, 0.5, 0.375, 0.3125)
   """
   _validate.integer('degree', degree, 1)

@@ -10,29 +10,19 @@ Per-example gradients become tangent coordinates (:func:`tangent_coordinates`,
 :func:`chain` fuses them; :func:`tangent_transformation` makes one of your own.
 """
 
-from prism_optax._modules import StepContext
-from prism_optax.transforms._augmented import (
-  AugmentedState,
-  augmented_optimizer,
-)
+from prism_optax.transforms._augmented import augmented_optimizer
 from prism_optax.transforms._chain import (
-  Stacked,
   TangentTransformation,
   chain,
   tangent_transformation,
 )
-from prism_optax.transforms._clip_groups import (
-  ClipGroup,
-  clip_groups,
-  split_noise_multiplier,
-)
+from prism_optax.transforms._clip_groups import split_noise_multiplier
 from prism_optax.transforms._coordinates import (
   TangentProbes,
   tangent_coordinates,
   tangent_probes,
 )
 from prism_optax.transforms._correlated import (
-  CorrelatedPrivatizerState,
   correlated_noise_stddev,
   correlated_tangent_privatizer,
 )
@@ -55,13 +45,8 @@ from prism_optax.transforms._orthogonalize_tangents import (
   OrthogonalTangentsState,
   orthogonalize_tangents,
 )
-from prism_optax.transforms._privatizer import (
-  PrivatizerState,
-  tangent_privatizer,
-)
-from prism_optax.transforms._published import scale_by_published_preconditioner
+from prism_optax.transforms._privatizer import tangent_privatizer
 from prism_optax.transforms._rank_preconditioner import (
-  RankPreconditionerState,
   scale_by_rank_preconditioner,
 )
 from prism_optax.transforms._row_moments import (
@@ -72,16 +57,12 @@ from prism_optax.transforms._row_moments import (
 
 # fmt: off
 __all__ = [
-  'AugmentedState', 'ClipGroup', 'CorrelatedPrivatizerState',
-  'OrthogonalTangentsState', 'PrivatizerState',
-  'RankPreconditionerState', 'RowMoments', 'RowMomentsState', 'Stacked',
-  'StepContext', 'TangentProbes', 'TangentTransformation',
-  'add_decayed_factors', 'augmented_optimizer', 'chain', 'clip_each_matrix',
-  'clip_groups', 'clipped_elsewhere', 'correlated_noise_stddev',
+  'OrthogonalTangentsState', 'RowMoments', 'RowMomentsState', 'TangentProbes',
+  'TangentTransformation', 'add_decayed_factors', 'augmented_optimizer',
+  'chain', 'clip_each_matrix', 'clipped_elsewhere', 'correlated_noise_stddev',
   'correlated_tangent_privatizer', 'intrinsic_clip', 'noised_elsewhere',
   'orthogonalize', 'orthogonalize_tangents', 'per_matrix_clip', 'retract',
-  'scale_by_learning_rate', 'scale_by_published_preconditioner',
-  'scale_by_rank_preconditioner',
+  'scale_by_learning_rate', 'scale_by_rank_preconditioner',
   'scale_by_row_moments', 'split_noise_multiplier', 'tangent_coordinates',
   'tangent_privatizer', 'tangent_probes', 'tangent_transformation',
 ]

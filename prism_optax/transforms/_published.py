@@ -145,9 +145,9 @@ def scale_by_published_preconditioner(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> from prism_optax import transforms
+    >>> from prism_optax.transforms import _published
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = transforms.scale_by_published_preconditioner(noise_stddev=0.0)
+    >>> tx = _published.scale_by_published_preconditioner(noise_stddev=0.0)
     >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)

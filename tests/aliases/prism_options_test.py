@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import prism_optax
+from prism_optax.transforms import _published
 from tests.oracles import problems
 
 SHAPES = [(8, 6, 3), (5, 9, 2)]
@@ -110,9 +111,7 @@ def test_published_prism_aligns_its_retraction():
   alias = prism_optax.published_prism(0.05, **REQUIRED, prng_key=7)
   chain = optax.chain(
     *_head(),
-    prism_optax.transforms.scale_by_published_preconditioner(
-      noise_stddev=STDDEV
-    ),
+    _published.scale_by_published_preconditioner(noise_stddev=STDDEV),
     optax.scale_by_learning_rate(0.05),
     prism_optax.retract(align=True),
   )
@@ -164,9 +163,7 @@ def test_what_is_fixed_in_published_prism():
     return _first_update(
       prism_optax.chain(
         *_head(),
-        prism_optax.transforms.scale_by_published_preconditioner(
-          noise_stddev=STDDEV
-        ),
+        _published.scale_by_published_preconditioner(noise_stddev=STDDEV),
         prism_optax.add_decayed_factors(decay),
         prism_optax.scale_by_learning_rate(0.05),
         prism_optax.retract(align=True),

@@ -37,9 +37,9 @@ CHECKS = re.compile(r'_validate\.|(.*\.)?_?check_\w+$')
 PRIVACY = {
   'accounting': (
     'PrivacyBudget calibrate_matrix_mechanism '
-    'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
-    'gaussian_epsilon gaussian_mu joint_noise_multiplier '
-    'matrix_mechanism_event matrix_mechanism_sensitivity '
+    'calibrate_noise_multiplier dpsgd_event epsilon '
+    'gaussian_epsilon joint_noise_multiplier '
+    'matrix_mechanism_event '
     'privacy_statement'
   ),
   'inference': (
@@ -70,18 +70,16 @@ POST_PROCESSING = {
     'scale_by_learning_rate scale_by_rank_preconditioner '
     'scale_by_row_moments'
   ),
-  'transforms': (
-    'orthogonalize scale_by_published_preconditioner tangent_transformation'
-  ),
+  'transforms': ('orthogonalize tangent_transformation'),
 }
 
 # Formulas come from a paper, or are said to be ours.
 FORMULAS = {
   'accounting': (
     'calibrate_matrix_mechanism '
-    'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
-    'gaussian_epsilon gaussian_mu joint_noise_multiplier '
-    'matrix_mechanism_event matrix_mechanism_sensitivity'
+    'calibrate_noise_multiplier dpsgd_event epsilon '
+    'gaussian_epsilon joint_noise_multiplier '
+    'matrix_mechanism_event'
   ),
   'diagnostics': (
     'factor_noise_energy nonprivate_clip_statistics prove_independent'
@@ -97,9 +95,7 @@ FORMULAS = {
     'signal_to_noise_bound'
   ),
   'lora': 'canonicalize initialize spectral_residual',
-  'muon': (
-    'coefficients minimax_coefficients newton_schulz tangent_newton_schulz'
-  ),
+  'muon': ('minimax_coefficients newton_schulz tangent_newton_schulz'),
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
     'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '
@@ -109,7 +105,7 @@ FORMULAS = {
   'training': 'AutomaticClipping GroupClipping QuantileClipping make_private',
   'transforms': (
     'augmented_optimizer clip_each_matrix correlated_noise_stddev '
-    'orthogonalize scale_by_published_preconditioner '
+    'orthogonalize '
     'split_noise_multiplier tangent_probes'
   ),
 }
@@ -142,11 +138,8 @@ EDGE_CASES = {
 HANDED_OVER = (
   'training.Batches',
   'training.PrivateTraining',
-  'transforms.StepContext',
   'transforms.TangentTransformation',
 )
-# A question that the package asks itself.
-INTERNAL = ('transforms.StepContext.is_at',)
 
 
 def public_names():
@@ -172,9 +165,7 @@ METHODS = {
   for path, owner in NAMES.items()
   if inspect.isclass(owner) and not issubclass(owner, tuple)
   for name, method in vars(owner).items()
-  if inspect.isfunction(method)
-  and not name.startswith('_')
-  and f'{path}.{name}' not in INTERNAL
+  if inspect.isfunction(method) and not name.startswith('_')
 }
 
 

@@ -6,6 +6,7 @@ import optax
 
 import prism_optax
 from prism_optax import fixed_rank
+from prism_optax.transforms import _published
 from tests.audit.harness import CLIP, EXPECTED_BATCH_SIZE, recorder
 
 LEARNING_RATE = 0.05
@@ -33,9 +34,7 @@ def direction(kind, noise_multiplier):
     return [prism_optax.orthogonalize_tangents(), rate, prism_optax.retract()]
   if kind == 'published':
     return [
-      prism_optax.transforms.scale_by_published_preconditioner(
-        noise_stddev=stddev
-      ),
+      _published.scale_by_published_preconditioner(noise_stddev=stddev),
       rate,
       prism_optax.retract(align=True),
     ]
