@@ -193,7 +193,7 @@ def retract(
 
   def update(stacks, state, step, **extra_args):
     del extra_args
-    of_rank = functools.partial(fixed_rank.retract, align=align)
+    of_rank = functools.partial(fixed_rank.retraction, align=align)
     new = map_ranks(of_rank, step.frames, stacks.pairs)
     return step.tree.steps(stacks._replace(pairs=new), step.params), state
 

@@ -16,7 +16,13 @@ from prism_optax import _linalg, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar
-from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
+from prism_optax.fixed_rank import (
+  Factors,
+  Frame,
+  Tangent,
+  TangentSum,
+  _lifts,
+)
 from prism_optax.transforms._chain import TangentTransformation
 from prism_optax.transforms._moments import Options
 from prism_optax.transforms._rank_preconditioner import (
@@ -54,7 +60,7 @@ def _step(
   """One update of the moments, and the direction in tangent coordinates."""
   b1, b2, variance = options.b1, options.b2, options.variance
   tangent = fixed_rank.multiply_out(tangent)
-  gradient = fixed_rank.lift(frame, tangent, horizontal=True)
+  gradient = _lifts.lift(frame, tangent, horizontal=True)
   mu = jax.tree.map(lambda x, g: b1 * x + (1 - b1) * g, moments.mu, gradient)
   nu = jax.tree.map(
     lambda x, g: b2 * x + (1 - b2) * gram(g, g) / g.shape[-2],
@@ -87,7 +93,7 @@ def _step(
     return matmul(first, root / options.mu_correction)
 
   direction = jax.tree.map(precondition, nu, mu, unit_noise)
-  coordinates = fixed_rank.tangent_from_steps(frame, direction)
+  coordinates = _lifts.tangent_from_steps(frame, direction)
   return FactorMoments(mu, nu), coordinates
 
 

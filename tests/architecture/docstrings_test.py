@@ -86,8 +86,7 @@ FORMULAS = {
     ' tangent_noise_energy'
   ),
   'fixed_rank': (
-    'embed frame lift norm project retract '
-    'tangent_from_gradients tangent_from_steps transport truncate'
+    'embed frame norm project retraction tangent_from_gradients transport'
   ),
   'inference': (
     'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
@@ -115,7 +114,7 @@ SOURCE = re.compile(r'arXiv:\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth')
 EDGE_CASES = {
   'accounting': 'PrivacyBudget dpsgd_event epsilon',
   'diagnostics': 'prove_independent',
-  'fixed_rank': 'frame retract truncate',
+  'fixed_rank': 'frame retraction',
   'inference': (
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
   ),

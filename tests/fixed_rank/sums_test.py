@@ -348,8 +348,8 @@ def _retracted(frame, scale, some):
     lambda *x: jnp.stack(x), *map(fixed_rank.multiply_out, lazy)
   )
   return (
-    [fixed_rank.retract(frame, x) for x in lazy],
-    jax.vmap(fixed_rank.retract, (None, 0))(frame, explicit),
+    [fixed_rank.retraction(frame, x) for x in lazy],
+    jax.vmap(fixed_rank.retraction, (None, 0))(frame, explicit),
   )
 
 
@@ -381,7 +381,7 @@ def test_a_sum_of_another_shape_is_refused():
   )
   x = as_sum(other, _any_tangent(np.random.default_rng(28), other))
   with pytest.raises(ValueError, match=r'tangent.left.shape=\(9, 4\)'):
-    fixed_rank.retract(frame, x)
+    fixed_rank.retraction(frame, x)
   with pytest.raises(ValueError, match=r'tangent.left.shape=\(9, 4\)'):
     as_sum(frame, fixed_rank.multiply_out(x))
 
@@ -430,7 +430,7 @@ def test_matrices_that_undo_the_spread_of_the_columns():
           frame.right.T @ columns.right @ undo,
         ),
       )
-      return columns, fixed_rank.retract(frame, x)
+      return columns, fixed_rank.retraction(frame, x)
 
     columns, new = step(factors, columns)
   with jax.enable_x64(True):

@@ -610,7 +610,7 @@ MUTANTS = (
   ),
   Mutant(
     'tokens of several examples in one copy',
-    'lora/_per_example.py',
+    'lora/_gradients.py',
     'fits = fits and x.shape[0] == size\n',
     'fits = fits and x.shape[0] % size == 0\n',
     ('lora/batched_backward_test.py time_major',),

@@ -8,6 +8,7 @@ import pytest
 
 import prism_optax
 from prism_optax import _modules, fixed_rank
+from prism_optax.fixed_rank import _lifts
 from prism_optax.transforms._published import (
   scale_by_published_preconditioner,
 )
@@ -38,7 +39,7 @@ def _add_golden_noise(stddev):
         stddev * u @ inverse_root(right.T @ right),
         stddev * v @ inverse_root(left.T @ left),
       )
-      x = fixed_rank.tangent_from_steps(frame, steps)
+      x = _lifts.tangent_from_steps(frame, steps)
       old = updates[f'm{i}']
       out[f'm{i}'] = {
         'lora_a': old['lora_a'] + x.right,
