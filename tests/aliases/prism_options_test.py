@@ -209,7 +209,6 @@ def test_hyper_parameters_may_be_injected():
     ('weight_decay', -0.1),
     ('b1', 1.0),
     ('b2', -0.1),
-    ('floor_factor', -1.0),
     ('prng_key', 'secret'),
   ],
 )
