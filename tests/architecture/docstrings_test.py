@@ -63,7 +63,6 @@ RELATION = re.compile(
 
 # What only reads released values.
 POST_PROCESSING = {
-  'inference': 'lora_delta',
   'lora': ('canonicalize deltas difference merge save_peft truncate'),
   'prism_optax': (
     'add_decayed_factors orthogonalize_tangents prism_muon retract '
@@ -90,7 +89,7 @@ FORMULAS = {
   ),
   'inference': (
     'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
-    'privatize_on_host release_event rank_attenuation '
+    'privatize_on_host release_event '
     'signal_to_noise_bound'
   ),
   'lora': 'canonicalize initialize spectral_residual',
