@@ -43,7 +43,7 @@ def cone(axis):
     return fixed_rank.Tangent(x, along * unit + x)
 
   def at(x):
-    return np.asarray(unit @ unit.T + fixed_rank.embed(frame, x))
+    return np.asarray(unit @ unit.T + _lifts.embed(frame, x))
 
   grid = np.array(
     [
@@ -102,7 +102,7 @@ def errors():
     steps = _lifts.lift(frame, x, horizontal=True)
     added = (pair.left + steps.left) @ (pair.right + steps.right).T
     best = best.left @ best.right.T
-    moved = z + fixed_rank.embed(frame, x)
+    moved = z + _lifts.embed(frame, x)
     differences = (best - moved, added - best)
     return [jnp.linalg.norm(d) / jnp.linalg.norm(z) for d in differences]
 

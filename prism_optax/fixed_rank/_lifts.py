@@ -93,9 +93,10 @@ def embed(frame: Frame, tangent: Tangent) -> jax.Array:
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
+    >>> from prism_optax.fixed_rank import _lifts
     >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
     >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1, -1), 4 * jnp.eye(2, 1, -1))
-    >>> print(fixed_rank.embed(q, x))
+    >>> print(_lifts.embed(q, x))
     [[0. 4.]
      [3. 0.]
      [0. 0.]]

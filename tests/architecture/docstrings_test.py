@@ -85,7 +85,7 @@ FORMULAS = {
     ' tangent_noise_energy'
   ),
   'fixed_rank': (
-    'embed frame norm project retraction tangent_from_gradients transport'
+    'frame norm project retraction tangent_from_gradients transport'
   ),
   'inference': (
     'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '

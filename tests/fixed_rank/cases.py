@@ -71,7 +71,7 @@ compiled = types.SimpleNamespace(
   tangent_from_steps=_compiled(_lifts.tangent_from_steps),
   horizontal_lift=_compiled(horizontal_lift),
   norm=_compiled(fixed_rank.norm),
-  embed=_compiled(fixed_rank.embed),
+  embed=_compiled(_lifts.embed),
   transport=_compiled(fixed_rank.transport),
   dense_retraction=_compiled(_retraction.dense_retraction),
   retract=lambda frame, x, align=False: _retracted(frame, x)[align],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank, muon
+from prism_optax.fixed_rank import _lifts
 from tests.oracles import muon_oracle, oracles
 
 M, N, RANK = 13, 9, 3
@@ -38,7 +39,7 @@ def _tangent(factors, gradient):
   return frame, fixed_rank.Tangent(x_left.astype(dtype), x_right.astype(dtype))
 
 
-_embedded = jax.jit(fixed_rank.embed)
+_embedded = jax.jit(_lifts.embed)
 
 
 def _embed(frame, tangent):

@@ -46,7 +46,7 @@ def _laws(factors, other, grads, noise):
   bases = fixed_rank.Factors(here.left, here.right)
   carried, overlaps = _tangents.transport_sum(bases, there, t)
   lazy = _tangents.projected(here, noise)
-  dense = fixed_rank.embed(here, t)
+  dense = _lifts.embed(here, t)
   left, right = (q @ q.T for q in (there.left, there.right))
   new = fixed_rank.retraction(here, t)
   return {
@@ -78,7 +78,7 @@ def _laws(factors, other, grads, noise):
       _product(fixed_rank.retraction(here, lazy)), _product(new),
     ),
     'transport': (
-      fixed_rank.embed(there, moved),
+      _lifts.embed(there, moved),
       left @ dense + dense @ right - left @ dense @ right,
     ),
     'truncate': (
