@@ -16,7 +16,6 @@ from prism_optax.lora._initialization import (
   initialize,
   spectral_residual,
 )
-from prism_optax.lora._input_metric import InputMetric, input_metric
 from prism_optax.lora._merging import Kernel, deltas, merge
 from prism_optax.lora._peft import from_peft, load_peft, save_peft
 from prism_optax.lora._ranks import difference, truncate
@@ -24,10 +23,9 @@ from prism_optax.lora._stacking import stack, unstack
 
 # fmt: off
 __all__ = [
-  'InputMetric', 'Kernel', 'Layout', 'Pair', 'canonicalize',
-  'deltas', 'describe_pairs', 'difference', 'from_peft', 'in_microbatches',
-  'initialize', 'input_metric', 'load_peft', 'merge', 'pairs_by_name',
-  'per_example_gradients', 'per_example_product', 'save_peft',
-  'spectral_residual', 'stack', 'truncate', 'unstack',
+  'Kernel', 'Layout', 'Pair', 'canonicalize', 'deltas', 'describe_pairs',
+  'difference', 'from_peft', 'in_microbatches', 'initialize', 'load_peft',
+  'merge', 'pairs_by_name', 'per_example_gradients', 'per_example_product',
+  'save_peft', 'spectral_residual', 'stack', 'truncate', 'unstack',
 ]
 # fmt: on

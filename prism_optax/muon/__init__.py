@@ -24,11 +24,5 @@ step: :func:`minimax_coefficients` finds those that come nearest to one.
 
 from prism_optax.muon._newton_schulz import newton_schulz
 from prism_optax.muon._polynomials import minimax_coefficients
-from prism_optax.muon._tangents import tangent_newton_schulz
 
-# fmt: off
-__all__ = [
-  'minimax_coefficients', 'newton_schulz',
-  'tangent_newton_schulz',
-]
-# fmt: on
+__all__ = ['minimax_coefficients', 'newton_schulz']

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
+from prism_optax import contrib
 from tests.oracles import oracles, problems
 from tests.properties import cases
 
@@ -22,8 +23,8 @@ TRANSFORMATIONS = {
   'preconditioner': prism_optax.scale_by_rank_preconditioner(
     b1=0.5, b2=0.9, noise_stddev=STDDEV
   ),
-  'rows': prism_optax.scale_by_row_moments(0.9, noise_stddev=STDDEV),
-  'orthogonal': prism_optax.orthogonalize_tangents(0.5),
+  'rows': contrib.scale_by_row_moments(0.9, noise_stddev=STDDEV),
+  'orthogonal': contrib.orthogonalize_tangents(0.5),
   'decay': prism_optax.add_decayed_factors(DECAY),
   'retraction': prism_optax.retract(),
 }
