@@ -26,14 +26,13 @@ from prism_optax.fixed_rank._points import Factors, Frame, frame
 from prism_optax.fixed_rank._retraction import retraction
 from prism_optax.fixed_rank._tangents import (
   Tangent,
-  TangentSum,
   multiply_out,
   tangent_from_gradients,
 )
 
 # fmt: off
 __all__ = [
-  'Factors', 'Frame', 'Tangent', 'TangentSum', 'frame', 'multiply_out', 'norm',
+  'Factors', 'Frame', 'Tangent', 'frame', 'multiply_out', 'norm',
   'project', 'retraction', 'tangent_from_gradients', 'transport',
 ]
 # fmt: on

@@ -10,9 +10,8 @@ from prism_optax import _validate, fixed_rank
 from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar, ScalarOrSchedule
-from prism_optax.fixed_rank import TangentSum
 from prism_optax.fixed_rank._points import map_ranks
-from prism_optax.fixed_rank._tangents import TallSum, as_sum
+from prism_optax.fixed_rank._tangents import TallSum, TangentSum, as_sum
 from prism_optax.transforms._chain import (
   Stacked,
   TangentTransformation,

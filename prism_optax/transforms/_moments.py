@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax._types import DTypeLike, Scalar
-from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
+from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._tangents import (
+  TangentSum,
   as_sum,
   multiply_out,
   sum_at,

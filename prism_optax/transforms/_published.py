@@ -20,9 +20,9 @@ from prism_optax.fixed_rank import (
   Factors,
   Frame,
   Tangent,
-  TangentSum,
   _lifts,
 )
+from prism_optax.fixed_rank._tangents import TangentSum
 from prism_optax.transforms._chain import TangentTransformation
 from prism_optax.transforms._moments import Options
 from prism_optax.transforms._rank_preconditioner import (

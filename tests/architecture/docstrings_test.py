@@ -85,7 +85,7 @@ FORMULAS = {
   ),
   'contrib': (
     'input_metric orthogonalize_tangents prism_muon scale_by_row_moments '
-    'tangent_newton_schulz tangent_probes'
+    'tangent_probes'
   ),
   'diagnostics': (
     'factor_noise_energy nonprivate_clip_statistics prove_independent'

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from prism_optax.fixed_rank import Tangent, TangentSum
+from prism_optax.fixed_rank import Tangent
 from prism_optax.fixed_rank._tangents import (
   TallSum,
+  TangentSum,
   as_sum,
   projected,
   sum_at,

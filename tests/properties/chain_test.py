@@ -13,6 +13,8 @@ from hypothesis import given
 
 import prism_optax
 from prism_optax import _modules, accounting, contrib, fixed_rank, transforms
+from prism_optax.contrib import _tangent_newton_schulz
+from prism_optax.fixed_rank import _tangents
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms import _clip_groups, _published
 from tests.properties import cases
@@ -40,7 +42,7 @@ def _projection(layout):
       lambda x, frame: projected(frame, fixed_rank.multiply_out(x)),
       step.frames,
     )
-    assert all(isinstance(x, fixed_rank.TangentSum) for x in stacks.pairs)
+    assert all(isinstance(x, _tangents.TangentSum) for x in stacks.pairs)
     return stacks, state
 
   return transforms.tangent_transformation('project', update, layout=layout)
@@ -153,8 +155,10 @@ def test_the_published_preconditioner_is_odd(seed, size):
 @jax.jit
 def _orthogonalized(factors, x):
   frame = fixed_rank.frame(factors)
-  out = contrib.tangent_newton_schulz(frame, fixed_rank.project(frame, x))
-  minus = contrib.tangent_newton_schulz(
+  out = _tangent_newton_schulz.tangent_newton_schulz(
+    frame, fixed_rank.project(frame, x)
+  )
+  minus = _tangent_newton_schulz.tangent_newton_schulz(
     frame, fixed_rank.project(frame, jax.tree.map(jnp.negative, x))
   )
   return out, minus, fixed_rank.project(frame, out)
