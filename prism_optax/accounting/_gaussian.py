@@ -58,17 +58,18 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 def gaussian_epsilon(mu: float, delta: float) -> float:
   """Returns the exact epsilon of Gaussian releases at ``delta``.
 
-  Inverts :func:`gaussian_delta` (Balle and Wang 2018, arXiv:1805.06530) by
-  bisection.
+  Inverts ``delta = Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 -
+  epsilon/mu)`` (Balle and Wang 2018, arXiv:1805.06530, Theorem 8) by bisection.
 
   Args:
     mu: Sensitivity (under the neighbouring relation that is meant) over
-      standard deviation, as for :func:`gaussian_delta`.
+      standard deviation of the noise per coordinate, for several releases the
+      root of the sum of the squares.
     delta: Delta at which epsilon is wanted, in [0, 1].
 
   Returns:
-    The smallest epsilon >= 0 with ``gaussian_delta(mu, epsilon) <= delta``,
-    rounded up; ``inf`` for delta 0.
+    The smallest epsilon >= 0 that holds at ``delta``, rounded up; ``inf`` for
+    delta 0.
 
   Raises:
     ValueError: If ``mu`` is negative or NaN, or ``delta`` no probability.

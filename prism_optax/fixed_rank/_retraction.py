@@ -18,11 +18,10 @@ from prism_optax.fixed_rank._tangents import (
 
 
 def dense_retraction(frame: Frame, tangent: Tangent) -> Factors:
-  """The formula of :func:`retraction`, slow: an SVD of the (m, n) matrix.
+  """The formula of :func:`retraction` (PRISM, arXiv:2606.00944, Eq. 22).
 
-  The best rank-r approximation of ``Z + T`` (PRISM, arXiv:2606.00944, Eq. 22;
-  it differs from ``Z + T`` in second order, Eq. 23) in the balanced SVD gauge
-  ``(U s^1/2, V s^1/2)``, with signs that point along the old factors.
+  From an SVD of ``Z + T`` itself, for tests and for readers. It is not defined
+  where ``Z + T`` has lost rank.
   """
   left = matmul(frame.left, frame.left_core)
   right = matmul(frame.right, frame.right_core)
@@ -43,10 +42,10 @@ def retraction(
 ) -> Factors:
   """Moves from Z along T and back to the manifold.
 
-  :func:`dense_retraction` without an (m, n) matrix, from the SVD of a 2r x 2r
-  core, for steps and factors of any size and rank: the best rank-r
-  approximation of ``Z + T`` (PRISM, arXiv:2606.00944, Eq. 22), in the balanced
-  SVD gauge with signs that point along the old factors.
+  The best rank-r approximation of ``Z + T`` (PRISM, arXiv:2606.00944, Eq. 22;
+  it differs from ``Z + T`` in second order, Eq. 23) in the balanced SVD gauge
+  ``(U s^1/2, V s^1/2)`` with signs that point along the old factors: what
+  ``dense_retraction`` computes, without an (m, n) matrix.
 
   ============================  ==============================================
   ``T = 0`` exactly             the old factors (``Q C``), unturned

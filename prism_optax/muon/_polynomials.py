@@ -61,8 +61,8 @@ def minimax_coefficients(
 
   Returns:
     For ``steps`` of :func:`newton_schulz` and of all that uses it: for each
-    step ``degree + 1`` coefficients of ``(1 - x)^j``, as in
-    :func:`coefficients`.
+    step ``degree + 1`` coefficients of ``(1 - x)^j``. DP-Muon's own are
+    ``C(2j, j) / 4^j``.
 
   Raises:
     ValueError: If ``least`` is not between 0 and 1, a number is not a positive
