@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import _modules, fixed_rank, lora, training
+from prism_optax import _modules, lora, training
+from prism_optax.fixed_rank import _lifts
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (9, 7, 3), (6, 11, 2)]
@@ -45,7 +46,7 @@ def _stacks(tree, params):
   modules = _modules.ModuleTree(params)
   stacks = modules.coordinates(tree)
   return [
-    fixed_rank.embed(f, t)
+    _lifts.embed(f, t)
     for f, t in zip(modules.frames(params), stacks.pairs, strict=True)
   ]
 
