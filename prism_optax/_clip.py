@@ -276,18 +276,14 @@ class Clip(NamedTuple):
     return repr(rule)
 
   def contribution(
-    self,
-    coordinates: Coordinates,
-    params: ArrayTree,
-    l2_clip_norm: Scalar | None = None,
+    self, coordinates: Coordinates, params: ArrayTree
   ) -> Callable[[Any], Any]:
     """From one example to what it adds to the sum: cut, and divided by b.
 
     With a quantile also its vote, which is half a record for or against.
     """
-    rule, b = self.rule, self.normalize_by
+    rule, norm, b, _ = self
     follows = isinstance(rule, QuantileClipping)
-    norm = self.l2_clip_norm if l2_clip_norm is None else l2_clip_norm
     divisor = b * norm if follows else b
     known = rule._known(params, coordinates.rows)
 
@@ -335,10 +331,11 @@ class Clip(NamedTuple):
     rule, b = self.rule, self.normalize_by
     known = rule._known(params, coordinates.rows)
     bounds = rule._bounds(self.bound / b, known)
-    norm, aside = None, None
+    clip, aside = self, None
     if isinstance(rule, QuantileClipping):
-      norm, aside = state.l2_clip_norm, Aside(0.5 / b, rule.fraction_stddev)
-    contribution = self.contribution(coordinates, params, norm)
+      clip = self._replace(l2_clip_norm=state.l2_clip_norm)
+      aside = Aside(0.5 / b, rule.fraction_stddev)
+    contribution = clip.contribution(coordinates, params)
     clipped = coordinates.sums(
       contribution, examples, is_padding_example, bounds, aside
     )

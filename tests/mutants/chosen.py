@@ -226,9 +226,9 @@ MUTANTS = (
   Mutant(
     'realised batch size as divisor',
     RULES,
-    'self.contribution(coordinates, params, norm)',
-    'self._replace(normalize_by=len(jax.tree.leaves(examples)[0]))'
-    '.contribution(coordinates, params, norm)',
+    'clip.contribution(coordinates, params)',
+    'clip._replace(normalize_by=len(jax.tree.leaves(examples)[0]))'
+    '.contribution(coordinates, params)',
     (CLIP,),
   ),
   Mutant(
