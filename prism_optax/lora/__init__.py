@@ -6,6 +6,7 @@ given by a ``layout``: :func:`describe_pairs` shows what is seen.
 """
 
 from prism_optax._modules import Layout, Pair, describe_pairs, pairs_by_name
+from prism_optax.lora._adding import add_adapters
 from prism_optax.lora._initialization import (
   canonicalize,
   initialize,
@@ -24,10 +25,10 @@ from prism_optax.lora._stacking import stack, unstack
 
 # fmt: off
 __all__ = [
-  'InputMetric', 'Kernel', 'Layout', 'Pair', 'PeftAdapter', 'canonicalize',
-  'deltas', 'describe_pairs', 'difference', 'from_peft', 'in_microbatches',
-  'initialize', 'input_metric', 'load_peft', 'merge', 'pairs_by_name',
-  'per_example_gradients', 'per_example_product', 'save_peft',
+  'InputMetric', 'Kernel', 'Layout', 'Pair', 'PeftAdapter', 'add_adapters',
+  'canonicalize', 'deltas', 'describe_pairs', 'difference', 'from_peft',
+  'in_microbatches', 'initialize', 'input_metric', 'load_peft', 'merge',
+  'pairs_by_name', 'per_example_gradients', 'per_example_product', 'save_peft',
   'spectral_residual', 'stack', 'truncate', 'unstack',
 ]
 # fmt: on
