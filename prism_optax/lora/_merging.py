@@ -204,16 +204,13 @@ def _is_float(leaf: Any) -> bool:
 def _one_candidate(
   module: Module, names: Sequence[str], leaves: Sequence[Any]
 ) -> str:
-  parents = [module.name, f'{module.name}/base_module']
-  parents.append(module.name.removesuffix('/lora'))
-  if module.name == 'lora' or module.name.startswith('lora_'):
-    parents.append('')  # The tree is a single pair.
-  near = {}
-  for name, leaf in zip(names, leaves, strict=True):
-    parent, _, last = name.rpartition('/')
-    stands_there = name == module.name or parent in parents
-    if stands_there and 'lora' not in last and _is_float(leaf):
-      near[name] = jnp.shape(leaf)
+  near = {
+    name: jnp.shape(leaf)
+    for name, leaf in zip(names, leaves, strict=True)
+    if module.is_near(name)
+    and 'lora' not in name.rpartition('/')[2]
+    and _is_float(leaf)
+  }
   found = [name for name in near if near[name] == _shape_of(module)]
   found = found or [name for name in near if _splits(module, near[name])]
   if len(found) != 1:
