@@ -92,7 +92,9 @@ def assemble(
       f'clipping={clip.rule!r} goes with PRISM and with optimizers of'
       ' optax: DP-Muon clips matrix by matrix to thresholds of its own.'
     )
-  return chain(tangent_clip(clip, rest.layout), rest)
+  # Whether a retraction is needed behind the noise, the rest has said.
+  whole = tangent_clip(clip, rest.layout), rest
+  return chain(*whole, retract_elsewhere=True)
 
 
 def _taken(
