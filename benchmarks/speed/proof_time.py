@@ -31,10 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 from finetuning.models import llama, llama_config, minilm  # noqa: E402
 
 from benchmarks.common import results  # noqa: E402
-from prism_optax import (
-  diagnostics,
-  lora,
-)
+from prism_optax import diagnostics, lora  # noqa: E402
 
 # The entries of `config.json` that decide on shapes.
 SMOLLM2 = {

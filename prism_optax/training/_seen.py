@@ -13,16 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax._proofs import _release
+from prism_optax._proofs._equations import names_of
+from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Kind, Label
+from prism_optax._proofs._offences import by
 from prism_optax._proofs._proof import Proof
-from prism_optax._proofs._release import (
-  CLAIM as CLAIM,
-)
-from prism_optax._proofs._release import (
-  Found,
-  FoundRelease,
-  Kind,
-  Label,
-)
+from prism_optax._proofs._release import CLAIM as CLAIM
+from prism_optax._proofs._release import Found
+from prism_optax._proofs._walk import FoundRelease
 from prism_optax._types import ArrayTree
 
 _INSTEAD = (
@@ -60,8 +57,8 @@ def look(
   jaxpr, out = jax.make_jaxpr(update, return_shape=True)(*args)
   return _release.look(
     jaxpr,
-    labels(args, (_release.PUBLIC,) * 2 + (_release.PRIVATE, _release.DRAWN)),
-    _release.names_of(out),
+    labels(args, (PUBLIC,) * 2 + (PRIVATE, DRAWN)),
+    names_of(out),
   )
 
 
@@ -181,7 +178,7 @@ def _sources(release: FoundRelease) -> dict[tuple[int, int], float | None]:
     if label.direct is None or label.direct in out:
       raise ValueError(
         f'Between a clip and the noise at {release.place} stands'
-        f' {_release.by(label)}: the noise must be directly behind the'
+        f' {by(label)}: the noise must be directly behind the'
         ' clip, which then gives it an exact sum.'
         f'{_INSTEAD}'
       )
@@ -222,15 +219,9 @@ def prove_step(
   """
   if not noise_multiplier:
     return None
-  of_args = (
-    *(_release.PUBLIC,) * 3,
-    _release.PRIVATE,
-    _release.DRAWN,
-    _release.PRIVATE,
-    _release.PUBLIC,
-  )
+  of_args = (*(PUBLIC,) * 3, PRIVATE, DRAWN, PRIVATE, PUBLIC)
   found = _release.look(
-    traced.jaxpr, labels(args, of_args), _release.names_of(traced.out_info)
+    traced.jaxpr, labels(args, of_args), names_of(traced.out_info)
   )
   if found.offence is not None:
     raise ValueError(

@@ -1293,8 +1293,8 @@ MUTANTS = (
   Mutant(
     'independence: a shifted batch passes',
     '_proofs/_indexing.py',
-    'and part.start == start,',
-    'and True,',
+    'with_axis(axis, rows, start)',
+    'with_axis(axis, rows, part.start)',
     ('proofs/independence_test.py refused_by',),
   ),
   Mutant(
