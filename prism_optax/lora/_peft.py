@@ -11,7 +11,7 @@ import os
 import pathlib
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +42,7 @@ class PeftAdapter(NamedTuple):
 
   params: dict[str, dict[str, np.ndarray]]
   layout: list[Pair]
-  config: dict[str, Any]
+  config: dict[str, object]
   others: dict[str, np.ndarray]
 
 
@@ -177,7 +177,7 @@ def save_peft(
   params: optax.Params,
   *,
   names: NamesLike = None,
-  config: Mapping[str, Any] | None = None,
+  config: Mapping[str, object] | None = None,
   layout: LayoutLike = None,
 ) -> None:
   """Writes adapters as PEFT reads them.
@@ -239,7 +239,7 @@ def save_peft(
   _peft_files.write(pathlib.Path(folder), found, entries)
 
 
-def _config(modules: Mapping[str, PeftModule]) -> dict[str, Any]:
+def _config(modules: Mapping[str, PeftModule]) -> dict[str, object]:
   """The entries of ``adapter_config.json`` that follow from the modules."""
   ranks = {name: x.a.shape[0] for name, x in modules.items()}
   alphas = {name: _whole(x.scale * ranks[name]) for name, x in modules.items()}

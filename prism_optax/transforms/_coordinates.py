@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def tangent_coordinates(
   step = StepContext(params, layout)
   coordinates = stacked_coordinates(step)
 
-  def transform(grads: ArrayTree) -> Any:
+  def transform(grads: ArrayTree) -> ArrayTree:
     return step.tree.tree(coordinates(step.tree.gradients(grads)))
 
   return transform
@@ -90,7 +90,7 @@ def stacked_coordinates(step: StepContext) -> Callable[[Stacks], Stacks]:
   )
 
   def coordinates(gradients: Stacks) -> Stacks:
-    def by(times: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def by(times: Callable[..., jax.Array]) -> Callable[..., ArrayTree]:
       return lambda pairs: map_pairs(
         lambda pair, frame: _tangents.whitened(frame, pair, times),
         pairs,
@@ -185,7 +185,7 @@ def tangent_probes(
   others = tree.coordinates(params).others
   types = jax.tree.map(lambda x: x.dtype, params)
 
-  def attach(probes: ArrayTree) -> Any:
+  def attach(probes: ArrayTree) -> ArrayTree:
     stacks = tree.coordinates(probes, 'probes')
 
     def widen(probe: Tangent, frame: Frame) -> Factors:
@@ -203,7 +203,7 @@ def tangent_probes(
     attached = tree.tree(wide, -0.5)
     return jax.tree.map(lambda x, dtype: x.astype(dtype), attached, types)
 
-  def coordinates(gradients: ArrayTree) -> Any:
+  def coordinates(gradients: ArrayTree) -> ArrayTree:
     stacks = tree.coordinates(gradients, 'gradients')
     return tree.tree(
       stacks.map_pairs(lambda x, frame: fixed_rank.project(frame, x), frames)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 
 from prism_optax import _validate, fixed_rank
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
-from prism_optax._types import Scalar
+from prism_optax._types import ArrayTree, Scalar
 from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.transforms import _moments
 from prism_optax.transforms._chain import Stacked, TangentTransformation
@@ -31,7 +31,7 @@ class RankPreconditionerState(NamedTuple):
   """
 
   count: jax.Array  # type: ignore[assignment]  # As in optax's states.
-  pairs: tuple[Any, ...]
+  pairs: tuple[ArrayTree, ...]
   others: tuple[_moments.ElementwiseMoments, ...]
 
 
@@ -77,8 +77,8 @@ def _capped(stacks: Stacks, max_norm: Scalar | None) -> Stacks:
 
 def preconditioner(
   name: str,
-  init_pair: Callable[..., Any],
-  step_pair: Callable[..., Any],
+  init_pair: Callable[..., ArrayTree],
+  step_pair: Callable[..., tuple[ArrayTree, ArrayTree]],
   options: Options,
   *,
   noise_stddev: StddevLike,
