@@ -17,16 +17,11 @@ Beside = TypeVar('Beside')
 # Primitives that call one jaxpr, and the parameter that holds it. A
 # `custom_vmap_call` that is left runs its own function, not its rule.
 CALLS = {
-  'jit': 'jaxpr',
-  'pjit': 'jaxpr',
-  'remat2': 'jaxpr',
-  'checkpoint': 'jaxpr',
-  'closed_call': 'call_jaxpr',
-  'core_call': 'call_jaxpr',
-  'custom_jvp_call': 'call_jaxpr',
-  'custom_vjp_call': 'call_jaxpr',
+  'jit': 'jaxpr', 'pjit': 'jaxpr', 'remat2': 'jaxpr', 'checkpoint': 'jaxpr',
+  'closed_call': 'call_jaxpr', 'core_call': 'call_jaxpr',
+  'custom_jvp_call': 'call_jaxpr', 'custom_vjp_call': 'call_jaxpr',
   'custom_vmap_call': 'call',
-}
+}  # fmt: skip
 
 
 def opened(program: Program) -> core.Jaxpr:

@@ -66,13 +66,9 @@ _STRUCTURAL = frozenset({
   'squeeze', 'stop_gradient', 'sub', 'transpose',
 })  # fmt: skip
 _POSITIONS = {
-  'div': (0,),
-  'dynamic_slice': (0,),
-  'dynamic_update_slice': (0, 1),
-  'gather': (0,),
-  'scatter': (0, 2),
-  'scatter-add': (0, 2),
-}
+  'div': (0,), 'dynamic_slice': (0,), 'dynamic_update_slice': (0, 1),
+  'gather': (0,), 'scatter': (0, 2), 'scatter-add': (0, 2),
+}  # fmt: skip
 _BILINEAR = frozenset({'conv_general_dilated', 'dot_general', 'mul'})
 
 

@@ -6,10 +6,8 @@ package change a label: a clip makes its sum clipped, and noise makes it public
 (``_marks``).
 """
 
-import collections
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 from jax.extend import core
@@ -19,7 +17,7 @@ from prism_optax._proofs._equations import names_of
 from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Kind, Label
 from prism_optax._proofs._offences import LOCAL, OffenceError, of_output
 from prism_optax._proofs._proof import Proof
-from prism_optax._proofs._walk import FoundClip, FoundRelease, Walk
+from prism_optax._proofs._walk import FoundRelease, Walk
 from prism_optax._types import ArrayTree
 
 CLAIM = (
@@ -28,29 +26,9 @@ CLAIM = (
 )
 
 
-class Found(NamedTuple):
-  """What was seen in a program.
-
-  Attributes:
-    offence: None, or the first one.
-    clips: All clips.
-    releases: All noise that something of the records enters.
-    assumptions: What the analysis rests on.
-    primitives: How many equations there are of each primitive.
-  """
-
-  offence: str | None
-  clips: list[FoundClip]
-  releases: list[FoundRelease]
-  assumptions: list[str]
-  primitives: collections.Counter[str]
-
-
 def look(
-  jaxpr: core.ClosedJaxpr,
-  labels: Sequence[Label],
-  names: Sequence[str],
-) -> Found:
+  jaxpr: core.ClosedJaxpr, labels: Sequence[Label], names: Sequence[str]
+) -> Walk:
   """Follows the records through a program.
 
   Args:
@@ -62,31 +40,23 @@ def look(
   Returns:
     What was seen.
   """
+  walk = Walk()
   used, _ = partial_eval.dce_jaxpr(
     jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True
   )
-  walk, offence = Walk(), None
   try:
     for name, label in zip(names, walk.program(used, labels), strict=True):
       if label.kind is Kind.PUBLIC:
         continue
       if not re.search(rf"(\['|\.){LOCAL}", name):
         raise OffenceError(of_output(label, name))
-      walk.assumptions[
-        f'output{name} stays with those who may see the data'
-      ] = None
+      walk.assume(f'output{name} stays with those who may see the data')
   except OffenceError as error:
-    offence = str(error)
-  return Found(
-    offence,
-    walk.clips,
-    walk.releases,
-    list(walk.assumptions),
-    walk.primitives,
-  )
+    walk.offence = str(error)
+  return walk
 
 
-def proof(found: Found) -> Proof:
+def proof(found: Walk) -> Proof:
   """What was seen, as a proof."""
   most = found.primitives.most_common(8)
   counted = ', '.join(f'{n} {name}' for name, n in most)

@@ -81,9 +81,18 @@ def _has_effect(equation: core.JaxprEqn) -> bool:
 
 
 class Walk:
-  """One walk through a program, which writes down what it meets."""
+  """One walk through a program, which writes down what it meets.
+
+  Attributes:
+    offence: None, or the first one.
+    clips: All clips.
+    releases: All noise that something of the records enters.
+    assumptions: What the proof rests on, in order.
+    primitives: How many equations there are of each primitive.
+  """
 
   def __init__(self) -> None:
+    self.offence: str | None = None
     self._loops = 0
     self._site: Site | None = None
     self._context = PUBLIC  # What the branch that is run depends on.
@@ -139,7 +148,8 @@ class Walk:
         self.program(jaxpr, [moved(out)] * len(inputs))
     return [out] * count
 
-  def _assume(self, sentence: str) -> None:
+  def assume(self, sentence: str) -> None:
+    """Writes down what the proof rests on."""
     self.assumptions[sentence] = None
 
   # Marks.
@@ -150,7 +160,7 @@ class Walk:
     number = len(self.clips)
     self.clips.append(FoundClip(what, leaves, place))
     if what.declared:
-      self._assume(f'{place}: what is declared as clipped elsewhere is clipped')
+      self.assume(f'{place}: what is declared as clipped elsewhere is clipped')
     return [Label(Kind.CLIPPED, (number, i), site) for i in range(len(leaves))]
 
   def _enters(self, site: Site, labels: list[Label]) -> list[Label]:
@@ -169,7 +179,7 @@ class Walk:
       FoundRelease(what, leaves, tuple(labels), place, repeated)
     )
     if what.declared:
-      self._assume(
+      self.assume(
         f'{place}: noise that is not of this package is added as you account'
         ' for it'
       )
@@ -261,7 +271,7 @@ class Walk:
 
   def _decides(self, site: Site, label: Label, what: str) -> None:
     if label.kind is Kind.DRAWN:
-      self._assume(
+      self.assume(
         f'{place_of(site)}: {what} depends on who was drawn, and nobody'
         ' sees how long a step takes'
       )

@@ -18,8 +18,7 @@ from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Kind, Label
 from prism_optax._proofs._offences import by
 from prism_optax._proofs._proof import Proof
 from prism_optax._proofs._release import CLAIM as CLAIM
-from prism_optax._proofs._release import Found
-from prism_optax._proofs._walk import FoundRelease
+from prism_optax._proofs._walk import FoundRelease, Walk
 from prism_optax._types import ArrayTree
 
 _INSTEAD = (
@@ -35,7 +34,7 @@ def look(
   transformation: optax.GradientTransformationExtraArgs,
   params: ArrayTree,
   rows: int,
-) -> Found:
+) -> Walk:
   """What an update does with per-example gradients.
 
   Args:
@@ -71,7 +70,7 @@ def labels(args: Any, of_args: tuple[Label, ...]) -> list[Label]:
   ]
 
 
-def check(found: Found, noise_multiplier: float, releases: int) -> None:
+def check(found: Walk, noise_multiplier: float, releases: int) -> None:
   """Refuses a program that releases more than is accounted for.
 
   Args:
@@ -100,7 +99,7 @@ def check(found: Found, noise_multiplier: float, releases: int) -> None:
     )
 
 
-def joint_noise_multiplier(found: Found, releases: int) -> float:
+def joint_noise_multiplier(found: Walk, releases: int) -> float:
   """The noise multiplier of all releases of a program together.
 
   Groups of bound C_g with noise s_g are one Gaussian mechanism of the noise
@@ -190,7 +189,7 @@ def _sources(release: FoundRelease) -> dict[tuple[int, int], float | None]:
   return out
 
 
-def _places(found: Found) -> str:
+def _places(found: Walk) -> str:
   places = ', '.join(x.place for x in found.releases)
   return f' ({places})' if places else ''
 
