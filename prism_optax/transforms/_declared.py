@@ -30,7 +30,7 @@ def clipped_elsewhere(tree: ArrayTree) -> ArrayTree:
   :func:`prism_optax.training.make_private` does not take your word.
 
   Args:
-    tree: Any tree of arrays.
+    tree: A tree of arrays.
 
   Returns:
     The same tree.
@@ -89,7 +89,7 @@ def noised_elsewhere(
   leave, and names your word among what it assumes.
 
   Args:
-    privatizer: Any transformation in the manner of optax.
+    privatizer: A transformation in the manner of optax.
 
   Returns:
     A transformation with the same numbers and the same state.
