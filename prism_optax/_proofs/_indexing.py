@@ -20,8 +20,10 @@ _LOOK_UP = 'jnp.take_along_axis(x, index, 1), or jax.vmap over the examples'
 def _cut(
   label: Batched, axis: int, first: int, size: int, step: int = 1
 ) -> Batched:
-  """Some of the rows of an axis."""
+  """Some of the rows of an axis, which may say nothing of the batch."""
   digits = label.axes[axis]
+  if not digits:
+    return label
   need(
     len(digits) == 1,
     'cuts the batch axis where tokens and examples share it',
@@ -35,7 +37,7 @@ def _cut(
 def _slice(e: Equation, label: Batched) -> Result:
   p, shape = e.params, e.outs[0]
   for a, first in enumerate(p['start_indices']):
-    if label.axes[a] and shape[a] != e.ins[0][a]:
+    if shape[a] != e.ins[0][a]:
       step = 1 if p['strides'] is None else p['strides'][a]
       label = _cut(label, a, first, shape[a], step)
   return label
@@ -43,17 +45,13 @@ def _slice(e: Equation, label: Batched) -> Result:
 
 def _split(e: Equation, label: Batched) -> Result:
   axis, sizes = e.params['axis'], [int(x) for x in e.params['sizes']]
-  if not label.axes[axis]:
-    return label
   starts = [sum(sizes[:k]) for k in range(len(sizes))]
   return [_cut(label, axis, *x) for x in zip(starts, sizes, strict=True)]
 
 
 def _unstack(e: Equation, label: Batched) -> Result:
   axis, count = e.params['axis'], e.ins[0][e.params['axis']]
-  rows = [
-    _cut(label, axis, k, 1) if label.axes[axis] else label for k in range(count)
-  ]
+  rows = [_cut(label, axis, k, 1) for k in range(count)]
   return [x.with_axes((*x.axes[:axis], *x.axes[axis + 1 :])) for x in rows]
 
 
