@@ -243,9 +243,16 @@ def _paired(factors: Mapping[str, Tensors], config: Config) -> Modules:
 # Writing.
 
 
-def write(folder: pathlib.Path, modules: Modules, config: Config) -> None:
-  """Both files, each under another name first."""
-  tensors = {}
+def write(
+  folder: pathlib.Path,
+  modules: Modules,
+  config: Config,
+  others: Tensors,
+) -> None:
+  """Both files, each under another name first; ``others`` as they are."""
+  tensors = {
+    f'{PREFIX}{name}': np.ascontiguousarray(x) for name, x in others.items()
+  }
   for name, x in modules.items():
     for end, value in zip(_ENDS, (x.a, x.b), strict=True):
       tensors[f'{PREFIX}{name}.{end}'] = np.ascontiguousarray(value)
