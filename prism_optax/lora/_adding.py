@@ -4,13 +4,13 @@ import difflib
 import functools
 import math
 import re
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from prism_optax import _validate
-from prism_optax._types import ArrayTree
 from prism_optax.lora._initialization import orthonormal
 
 Model = TypeVar('Model')  # An nnx.Module: flax is not always installed.
@@ -126,7 +126,7 @@ def add_adapters(
   return model, nnx.LoRAParam
 
 
-def _nnx() -> ArrayTree:
+def _nnx() -> ModuleType:
   try:
     from flax import nnx
   except ImportError as error:
