@@ -217,7 +217,7 @@ class Coordinates(NamedTuple):
     sums: The class of the sum, which may offer more.
   """
 
-  of_one: Callable[[Any], Any]
+  of_one: Callable[[ArrayTree], ArrayTree]
   rows: Callable[[list[str]], Any] = lambda labels: labels
   sums: type[ClippedSum] = ClippedSum
 
@@ -262,7 +262,7 @@ class Clip(NamedTuple):
     follows = isinstance(self.rule, QuantileClipping)
     return 1.0 if follows else self.l2_clip_norm
 
-  def init(self, params: ArrayTree) -> Any:
+  def init(self, params: ArrayTree) -> ArrayTree:
     if not isinstance(self.rule, QuantileClipping):
       return optax.EmptyState()
     key = _randomness.resolve_key('prng_key', self.prng_key, params, words=4)
@@ -277,7 +277,7 @@ class Clip(NamedTuple):
 
   def contribution(
     self, coordinates: Coordinates, params: ArrayTree
-  ) -> Callable[[Any], Any]:
+  ) -> Callable[[ArrayTree], ArrayTree]:
     """From one example to what it adds to the sum: cut, and divided by b.
 
     With a quantile also its vote, which is half a record for or against.
@@ -287,7 +287,7 @@ class Clip(NamedTuple):
     divisor = b * norm if follows else b
     known = rule._known(params, coordinates.rows)
 
-    def contribution(example: Any) -> Any:
+    def contribution(example: ArrayTree) -> ArrayTree:
       leaves, treedef = jax.tree.flatten(coordinates.of_one(example))
       scaled, factors, counts = rule._factors(leaves, norm, known)
       out = [
@@ -305,14 +305,14 @@ class Clip(NamedTuple):
   def sum(
     self,
     coordinates: Coordinates,
-    examples: Any,
+    examples: ArrayTree,
     params: ArrayTree = None,
-    state: Any = None,
+    state: ArrayTree = None,
     *,
     is_padding_example: jax.Array | None = None,
     release_digest: jax.Array | None = None,
     **extra_args: Any,
-  ) -> tuple[ClippedSum, Any]:
+  ) -> tuple[ClippedSum, ArrayTree]:
     """The sum over examples, over b, and the new state.
 
     Args:

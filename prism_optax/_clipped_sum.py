@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from prism_optax import _lattice, _per_example
 from prism_optax._proofs import _marks
-from prism_optax._types import Scalar
+from prism_optax._types import ArrayTree, Scalar
 
 
 class Bound(NamedTuple):
@@ -61,16 +61,16 @@ class ClippedSum:
     then: What is done to the sum before anybody sees it.
   """
 
-  contribution: Callable[[Any], Any]
-  examples: Any
+  contribution: Callable[[ArrayTree], ArrayTree]
+  examples: ArrayTree
   is_padding_example: jax.Array | None
   bounds: Scalar | Sequence[Bound]
   aside: Aside | None = None
-  then: Callable[[Any], Any] = lambda sums: sums
-  _floats: Any = dataclasses.field(default=None, init=False)
+  then: Callable[[ArrayTree], ArrayTree] = lambda sums: sums
+  _floats: ArrayTree = dataclasses.field(default=None, init=False)
   _number: Any = dataclasses.field(default=None, init=False)
 
-  def on_lattice(self, stddev: Scalar | Sequence[Scalar]) -> Any:
+  def on_lattice(self, stddev: Scalar | Sequence[Scalar]) -> ArrayTree:
     """The sum on the lattice of noise: exact, and in any order the same.
 
     Args:
@@ -94,7 +94,7 @@ class ClippedSum:
 
     return self.in_units(units, stddev)
 
-  def to_floats(self) -> Any:
+  def to_floats(self) -> ArrayTree:
     """The sum as a tree of arrays, on a CPU rounded once."""
     if self._floats is None:
       self._floats = self.in_units(lambda leaves: [None] * len(leaves))
@@ -102,16 +102,16 @@ class ClippedSum:
 
   def in_units(
     self,
-    units: Callable[[Sequence[Any]], Sequence[jax.Array | None]],
+    units: Callable[[Sequence[ArrayTree]], Sequence[jax.Array | None]],
     stddev: Scalar | Sequence[Scalar] | None = None,
-  ) -> Any:
+  ) -> ArrayTree:
     """The sum in units, from the shapes of the leaves to one for each leaf.
 
     ``stddev`` is of the noise whose lattice this is, for the mark.
     """
     aside = self.aside
 
-    def all_units(shapes: Any) -> Sequence[Any]:
+    def all_units(shapes: ArrayTree) -> Sequence[ArrayTree]:
       if aside is None:
         return units(jax.tree.leaves(shapes))
       unit = _lattice.unit_of(aside.stddev, aside.bound, jnp.float32)
@@ -127,7 +127,7 @@ class ClippedSum:
     count = len(jax.tree.leaves(sums, is_leaf=_lattice.is_sum))
     return self.then(_marked(sums, self._groups(count), stddev))
 
-  def number(self) -> Any:
+  def number(self) -> ArrayTree:
     """The sum of the numbers aside, a ``LatticeSum``."""
     if self._number is None:
       self.to_floats()
@@ -159,8 +159,10 @@ def _each(stddev: Any, count: int) -> Sequence[Any]:
 
 
 def _marked(
-  sums: Any, groups: Sequence[Bound], stddev: Scalar | Sequence[Scalar] | None
-) -> Any:
+  sums: ArrayTree,
+  groups: Sequence[Bound],
+  stddev: Scalar | Sequence[Scalar] | None,
+) -> ArrayTree:
   """Marks a sum as one of a clip, for an analysis of the program.
 
   It reads there what one record can add, and compares it with the noise. The
@@ -181,10 +183,10 @@ def _marked(
 class Pending:
   """A part of a new state that is known when the sum has been taken."""
 
-  settle: Callable[[], Any]
+  settle: Callable[[], ArrayTree]
 
 
-def settled(state: Any) -> Any:
+def settled(state: ArrayTree) -> ArrayTree:
   """The state without :class:`Pending`, of sums that have been taken."""
   return jax.tree.map(
     lambda x: x.settle() if isinstance(x, Pending) else x, state
