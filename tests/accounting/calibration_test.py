@@ -46,22 +46,6 @@ def test_multiplier_of_a_short_run_meets_the_target(plain):
   assert accounting.epsilon(less, DELTA) > TARGET
 
 
-# Likewise with 'pld', of any run, in tests/properties/accounting_test.py.
-@pytest.mark.parametrize(
-  ('target', 'accountant', 'expected'),
-  [case for case in PUBLISHED if case[1] == 'rdp'],
-)
-def test_multiplier_meets_the_target_and_no_smaller_one_does(
-  target, accountant, expected
-):
-  sigma = accounting.calibrate_noise_multiplier(
-    target, DELTA, Q, STEPS, accountant=accountant
-  )
-  assert sigma == pytest.approx(expected, abs=5e-4)
-  assert spent(sigma, accountant=accountant) <= target
-  assert spent(sigma * (1 - 1e-5), accountant=accountant) > target
-
-
 def test_replace_one_needs_more_noise_and_meets_the_target(plain):
   relation = Relation.REPLACE_ONE
   sigma = accounting.calibrate_noise_multiplier(

@@ -91,6 +91,7 @@ def test_sixty_four_threads_never_pass_the_cap(tmp_path, in_memory):
     assert consistent(path, cap) == {'a': 100}
 
 
+@pytest.mark.slow
 @needs_fork
 def test_eight_processes_of_eight_threads_never_pass_the_cap(tmp_path):
   """Two sessions and the server's cap, which ends first."""
@@ -138,6 +139,7 @@ def test_eight_processes_of_eight_threads_never_pass_the_cap(tmp_path):
   assert max(counts.values()) <= 100
 
 
+@pytest.mark.slow
 @needs_fork
 def test_killed_processes_lose_no_recorded_spend(tmp_path):
   """What was acknowledged is in the file; at most one more is."""

@@ -231,6 +231,7 @@ def test_a_ledger_begun_by_halves_is_begun_again(tmp_path, monkeypatch):
   assert len(open_budget(path).export()['ledger']) == 1
 
 
+@pytest.mark.slow
 @needs_fork
 def test_a_process_killed_while_it_begins_a_ledger_leaves_all_or_nothing(
   tmp_path,

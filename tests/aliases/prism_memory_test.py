@@ -74,6 +74,7 @@ def test_no_array_is_as_large_as_a_weight(make, options):
   assert largest < OUTPUTS * INPUTS / 10
 
 
+@pytest.mark.slow
 def test_the_clip_holds_the_gradients_of_the_examples_and_nothing_larger():
   largest = _largest_array(_compiled(True))
   assert largest <= BATCH * MODULES * max(OUTPUTS, INPUTS) * RANK

@@ -244,29 +244,3 @@ def test_bad_arguments_of_the_other_forms_are_named(make, name, value):
 def test_bad_arguments_of_the_preconditioner_are_named(name, value):
   with pytest.raises(ValueError, match=name):
     problems.chain_of(0.1, **{**REQUIRED, name: value})
-
-
-@pytest.mark.parametrize(
-  'make',
-  [
-    prism_optax.prism,
-    pytest.param(prism_optax.published_prism, marks=pytest.mark.slow),
-    pytest.param(contrib.prism_muon, marks=pytest.mark.slow),
-  ],
-)
-def test_parameters_and_state_may_be_donated(make):
-  """From the first step on: no buffer of the initial state is there twice."""
-  problem = problems.Problem(SHAPES[:1])
-  params = problem.params(*problem.start(), jnp.float32)
-  tx = make(0.05, **REQUIRED)
-  state = tx.init(params)
-  grads = jax.tree.map(lambda x: np.ones((3, *x.shape), np.float32), params)
-
-  def step(params, state):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  donating = jax.jit(step, donate_argnums=(0, 1))
-  for _ in range(2):
-    params, state = donating(params, state)
-  assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(params))

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures('x64')
 
 # Two modules of one shape (they are processed together) and one of another.
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
+ONE_SHAPE = [(8, 6, 3)] * 3
 CLIP, MULTIPLIER, BATCH_SIZE, SEED = 2.0, 0.4, 5.0, 7
 STDDEV = MULTIPLIER * CLIP / BATCH_SIZE
 
@@ -214,7 +215,7 @@ OPTIONS = {
 
 def follow_traced(seed, make, steps=20, padding=(), **options):
   """Hyper-parameters as arrays, so that all of these compile once."""
-  problem = problems.Problem(SHAPES, seed=seed)
+  problem = problems.Problem(ONE_SHAPE, seed=seed)
   factors, extra = problem.start()
   factors = make(factors)
   everything = {

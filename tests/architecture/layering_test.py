@@ -237,6 +237,7 @@ def test_public_packages_declare_their_names(path):
     assert hasattr(module, name), name
 
 
+@pytest.mark.slow
 def test_the_package_does_not_load_contrib():
   """Who wants what is young says so, by an import of its own."""
   program = """

@@ -13,7 +13,6 @@ import pytest
 import scipy.stats
 from dp_accounting import ComposedDpEvent, GaussianDpEvent
 
-import prism_optax
 from prism_optax import _lattice, accounting, contrib
 from prism_optax.contrib import _input_metric, _one_shot_release
 from tests.training import problem
@@ -221,7 +220,7 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
   def of_batch(copies, frozen, x, y):
     return jax.vmap(problem.loss, (0, None, 0, 0))(copies, frozen, x, y)
 
-  make = functools.partial(prism_optax.prism, 0.1)
+  make = optax.sgd(0.1)
   private = problem.make(
     make,
     loss=of_batch if batched else problem.loss,
@@ -243,7 +242,7 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
 
 
 def test_the_release_is_part_of_what_is_accounted_for():
-  make = functools.partial(prism_optax.prism, 0.1)
+  make = optax.sgd(0.1)
   private = problem.make(make, change_of_variables=METRIC)
   together = ComposedDpEvent([problem.make(make).event(), METRIC.event])
   assert private.event() == together

@@ -45,6 +45,7 @@ def test_equals_the_formula(x64, stddevs):
   rng = np.random.default_rng(0)
   given = stddevs[0] if len(set(stddevs)) == 1 else np.array(stddevs[:2])
   tx = contrib.scale_by_row_moments(**OPTIONS | {'noise_stddev': given})
+  update = jax.jit(tx.update)
   moments = [[np.zeros(m), np.zeros(n)] for m, n, _ in SHAPES]
   state, noise, shrunk = None, 0.0, 0
   for t, stddev in enumerate(stddevs):
@@ -57,7 +58,7 @@ def test_equals_the_formula(x64, stddevs):
     )
     params = problem.params(factors, rng.normal(size=5))
     state = tx.init(params) if state is None else state
-    out, state = tx.update(problem.coordinates(params, dense), state, params)
+    out, state = update(problem.coordinates(params, dense), state, params)
     found = problem.embed(params, out)
     np.testing.assert_array_equal(found.extra, dense.extra)
     assert int(state.count) == t + 1
@@ -76,9 +77,10 @@ def test_transposing_a_module_exchanges_the_sides(x64):
   tx = contrib.scale_by_row_moments(**OPTIONS)
   left, right = oracles.random_factors(rng, 5, 6, 2, 3.0)
   dense = rng.normal(size=(5, 6)) * np.exp(rng.normal(size=(5, 1)))
-  found = []
-  for (a, b), g in (((left, right), dense), ((right, left), dense.T)):
-    z = fixed_rank.Factors(jnp.asarray(a), jnp.asarray(b))
+
+  @jax.jit
+  def of(a, b, g):
+    z = fixed_rank.Factors(a, b)
     frame = fixed_rank.frame(z)
     x = fixed_rank.tangent_from_gradients(
       frame, fixed_rank.Factors(g @ z.right, g.T @ z.left)
@@ -86,8 +88,11 @@ def test_transposing_a_module_exchanges_the_sides(x64):
     params = {'lora_a': z.right, 'lora_b': z.left.T}
     tree = {'lora_a': x.right, 'lora_b': x.left.T}
     out, _ = tx.update(tree, tx.init(params), params)
-    y = fixed_rank.Tangent(out['lora_b'].T, out['lora_a'])
-    found.append(np.asarray(_lifts.embed(frame, y)))
+    return _lifts.embed(
+      frame, fixed_rank.Tangent(out['lora_b'].T, out['lora_a'])
+    )
+
+  found = of(left, right, dense), of(right, left, dense.T)
   np.testing.assert_allclose(found[0], found[1].T, atol=1e-12)
 
 
@@ -98,16 +103,17 @@ def test_noise_alone_stays_as_it_is_and_a_loud_input_does_not():
     'lora_b': jax.random.normal(jax.random.key(1), (8, 300)),
   }
   noise = prism_optax.tangent_privatizer(STDDEV, prng_key=2)
-  x, _ = noise.update(
+  x, _ = jax.jit(noise.update)(
     jax.tree.map(jnp.zeros_like, params), noise.init(params), params
   )
   tx = contrib.scale_by_row_moments(noise_stddev=STDDEV, floor_factor=2.0)
-  out, _ = tx.update(x, tx.init(params), params)
+  first = jax.jit(lambda x: tx.update(x, tx.init(params), params))
+  out, _ = first(x)
   for name in params:
     kept = jnp.linalg.norm(out[name]) / jnp.linalg.norm(x[name])
     assert 0.99 < kept <= 1
   loud = x | {'lora_a': x['lora_a'].at[7].multiply(1e3)}
-  out, _ = tx.update(loud, tx.init(params), params)
+  out, _ = first(loud)
   length = jnp.sqrt(jnp.mean(jnp.square(out['lora_a'][7])))
   # Of what a floor of two variances leaves, half a core may be added back.
   assert STDDEV < length < 20 * STDDEV
@@ -118,10 +124,11 @@ def test_zero_gradients_and_hidden_directions_stay_zero(stddev):
   params = {'lora_a': jnp.eye(4, 2), 'lora_b': jnp.zeros((2, 3))}
   tx = contrib.scale_by_row_moments(noise_stddev=stddev)
   zero = jax.tree.map(jnp.zeros_like, params)
-  out, state = tx.update(zero, tx.init(params), params)
+  update = jax.jit(tx.update)
+  out, state = update(zero, tx.init(params), params)
   assert all(not np.any(x) for x in jax.tree.leaves(out))
   x = zero | {'lora_b': jnp.ones((2, 3))}
-  out, _ = tx.update(x, state, params)
+  out, _ = update(x, state, params)
   assert not np.any(out['lora_a'])
   assert np.all(np.isfinite(out['lora_b']) & (out['lora_b'] > 0))
 

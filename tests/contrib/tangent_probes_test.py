@@ -125,6 +125,7 @@ class _Model(nnx.Module):
     return self.out(jnp.tanh(self.base(x) + self.lora(x)))
 
 
+@pytest.mark.slow
 def test_flax_nnx_with_clipped_grad_and_with_vmap():
   """The pipeline of jax-privacy, differentiated with respect to probes."""
   graph, params, frozen = nnx.split(_Model(nnx.Rngs(0)), nnx.LoRAParam, ...)

@@ -217,6 +217,7 @@ def test_a_core_that_is_not_finite_touches_no_other(wrong):
     assert np.isnan(y[1]).all()
 
 
+@pytest.mark.slow
 def test_pairs_by_iteration_after_a_few_steps():
   """What stands above is what training meets: all but its first two steps."""
   rng = np.random.default_rng(0)

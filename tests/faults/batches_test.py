@@ -50,7 +50,9 @@ def _gradients(size):
   )
 
 
-@pytest.mark.parametrize('name', ['prism', 'dp_muon'])
+@pytest.mark.parametrize(
+  'name', [pytest.param('prism', marks=pytest.mark.slow), 'dp_muon']
+)
 @pytest.mark.parametrize('size', [0, 1, 40])
 def test_every_batch_size_trains(name, size):
   params, state = PARAMS, INITS[name](PARAMS)

@@ -93,6 +93,7 @@ print('heard' if seen else 'deaf')
 """
 
 
+@pytest.mark.slow
 def test_importing_every_module_opens_no_socket():
   done = subprocess.run(
     [sys.executable, '-c', _IMPORTING],

@@ -63,7 +63,13 @@ def test_a_batch_of_nan_losses_is_an_empty_batch(steps, name, bad):
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize('name', methods.METHODS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(x, marks=pytest.mark.slow if x == 'prism-rows' else ())
+    for x in methods.METHODS
+  ],
+)
 def test_a_step_that_overflows_is_held_and_its_noise_is_not_used_again(
   steps, name
 ):

@@ -130,7 +130,9 @@ def _moved(map_groups, pairs, steps):
   return frames, map_groups(moved, frames, steps)
 
 
-@pytest.mark.parametrize('vmap', [lambda fn: fn, jax.vmap])
+@pytest.mark.parametrize(
+  'vmap', [lambda fn: fn, pytest.param(jax.vmap, marks=pytest.mark.slow)]
+)
 def test_groups_of_one_rank_at_once_are_groups_one_by_one(vmap):
   groups = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), _groups())
   if vmap is not jax.vmap:

@@ -262,7 +262,14 @@ def test_tangents_of_another_shape_are_refused(call, shapes):
     call(factors, frame, bad)
 
 
-@pytest.mark.parametrize('case', range(7))
+# Each has a shape of its own.
+@pytest.mark.parametrize(
+  'case',
+  [
+    pytest.param(i, marks=() if i in (0, 3) else pytest.mark.slow)
+    for i in range(7)
+  ],
+)
 def test_golden_lifts(case, golden):
   d = golden('lift', f'c{case}_')
   factors = as_factors((d['A'], d['B']))

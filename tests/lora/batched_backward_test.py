@@ -60,11 +60,9 @@ def _data(size, tokens, dtype=jnp.float32):
   )
 
 
-@pytest.mark.parametrize(('size', 'tokens'), [(4, 3), (1, 5), (6, 1)])
-def test_equals_vmap(size, tokens, x64):
-  batched, mapped = _both(
-    _params(jnp.float64), *_data(size, tokens, jnp.float64)
-  )
+def test_equals_vmap(x64):
+  """In double precision; tests/properties has all shapes."""
+  batched, mapped = _both(_params(jnp.float64), *_data(4, 3, jnp.float64))
   for one, other in zip(*map(jax.tree.leaves, (batched, mapped)), strict=True):
     assert one.shape == other.shape
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
@@ -216,18 +214,22 @@ def test_goes_through_the_chain_of_prism():
   )
 
 
-@pytest.mark.parametrize('method', ['prism', 'dp_muon'])
+# What comes behind them sees one sum.
+CLIPS = {
+  'prism': prism_optax.chain(
+    prism_optax.intrinsic_clip(0.5),
+    prism_optax.tangent_privatizer(0.1, prng_key=0),
+    retract_elsewhere=True,
+  ),
+  'dp_muon': prism_optax.per_matrix_clip(0.5),
+}
+
+
+@pytest.mark.parametrize('method', CLIPS)
 def test_parts_change_no_bit(method):
   """Of gradients that are the same bits in a batch of any size."""
   params, (x, kernel) = _params(), _data(6, 3)
-  options = {
-    'noise_multiplier': 0.5, 'expected_batch_size': 6, 'prng_key': 0,
-  }  # fmt: skip
-  tx = (
-    prism_optax.prism(0.1, l2_clip_norm=0.5, **options)
-    if method == 'prism'
-    else prism_optax.dp_muon(0.1, l2_clip_norms=0.5, **options)
-  )
+  tx = CLIPS[method]
   each = _batched(params, x, kernel)
   padding = np.arange(6) % 4 == 1
 
@@ -244,7 +246,7 @@ def test_parts_change_no_bit(method):
   state = tx.init(params)
   whole = updates(gradients, np.arange(6))
   rows = np.where(padding, 0, np.arange(6))  # What is padding does not count.
-  for size in (1, 3, 9):
+  for size in (1, 9):
     # Of which some are padding alone.
     in_parts = lora.in_microbatches(gradients, size, skip_padding=size == 1)
     found = updates(in_parts, rows)
@@ -276,22 +278,6 @@ def test_parts_of_padding_are_computed_unless_they_are_to_be_skipped(skips):
   # Part k has rows k and k + 3: the second one is padding alone.
   assert len(computed) == (2 if skips else 3)
   assert any(9.0 in rows for rows in computed) != skips
-
-
-@pytest.mark.parametrize('gradients', [_mapped, _batched])
-def test_parts_of_a_model(gradients):
-  params, (x, kernel) = _params(), _data(6, 3)
-  clip = prism_optax.intrinsic_clip(0.5)
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def total(gradients):
-    return clip.update(gradients(params, x, kernel), (), params)[0]
-
-  whole, parts = map(total, (gradients, lora.in_microbatches(gradients, 2)))
-  # The compiler takes products of another size in another order.
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), parts, whole
-  )
 
 
 def test_parts_hold_the_gradients_of_a_part():
@@ -385,4 +371,4 @@ def test_losses_of_another_shape_are_refused():
     return jnp.mean(_losses(params, x, kernel))
 
   with pytest.raises(ValueError, match=r'losses of shape \(4,\).*got \(\)'):
-    lora.per_example_gradients(mean)(_params(), *_data(4, 3))
+    jax.eval_shape(lora.per_example_gradients(mean), _params(), *_data(4, 3))

@@ -194,6 +194,7 @@ def test_power_iterations_help_on_a_flat_spectrum():
   assert left[0] > best * 1.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'dtype', [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
 )

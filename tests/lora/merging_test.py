@@ -58,6 +58,7 @@ def _outputs(graph, adapters, weights):
   return nnx.merge(graph, adapters, weights)(x)
 
 
+@pytest.mark.slow
 def test_a_merged_flax_model_needs_no_adapters():
   graph, adapters, weights = split()
   merged = jax.jit(lora.merge)(adapters, weights)

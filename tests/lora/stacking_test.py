@@ -60,6 +60,7 @@ def _train(params, loss, layout):
   return params
 
 
+@pytest.mark.slow
 def test_training_is_the_same():
   """Clip, moments, decay, rate and retraction, with a scale, without noise."""
   params = _params()

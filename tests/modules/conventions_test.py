@@ -270,6 +270,7 @@ def test_no_coincidence_of_sizes_is_ever_read_wrongly(case, names):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_scales_change_units_and_nothing_else():
   """alpha/r in the layout: the same Z, whichever way the factor is written."""
   params, _ = _tree('nnx')

@@ -70,7 +70,9 @@ def encoders():
   }
 
 
-@pytest.mark.parametrize('name', ['MiniLM', 'ViT'])
+@pytest.mark.parametrize(
+  'name', [pytest.param('MiniLM', marks=pytest.mark.slow), 'ViT']
+)
 def test_encoders_of_the_examples(name):
   (graph, params, frozen), x = encoders()[name]
 
@@ -110,7 +112,9 @@ def small_decoder(kind):
   )  # fmt: skip
 
 
-@pytest.mark.parametrize('kind', ['llama', 'qwen3'])
+@pytest.mark.parametrize(
+  'kind', ['llama', pytest.param('qwen3', marks=pytest.mark.slow)]
+)
 def test_decoders_of_the_examples(kind):
   graph, params, frozen = proof_time.shapes(small_decoder(kind), rank=2)
   losses = proof_time.losses(graph)

@@ -186,7 +186,7 @@ targets = st.floats(0.3, 8.0)
 usual_deltas = st.floats(1e-8, 1e-3)
 
 
-@hypothesis.settings(cases.few, max_examples=4)
+@hypothesis.settings(cases.few, max_examples=2)
 @given(
   targets, usual_deltas, st.sampled_from([0.01, 0.2, 1.0]), st.integers(1, 40)
 )

@@ -131,6 +131,7 @@ def test_possible_stops_are_public_and_end_with_the_last_step():
     _stops.possible_stops('when it is good', 7)
 
 
+@pytest.mark.slow
 def test_the_page_has_these_figures():
   page = pathlib.Path(__file__).parents[2] / 'docs/explanation/stops.md'
   rows = re.findall(r'^\| (?:up to )?(\d+) \| (.*) \| (.*) \|$',

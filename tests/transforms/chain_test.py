@@ -19,12 +19,10 @@ def test_prism_is_the_chain_of_its_six_lines_bit_for_bit():
   chains.assert_same_program(
     prism_optax.prism(0.05, **chains.OPTIONS),
     problems.chain_of(0.05, **chains.OPTIONS),
-    chains.SHAPES,
   )
-  steps = chains.reference()
-  assert np.abs(steps[-1]['extra'] - steps[0]['extra']).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_so_it_is_with_a_schedule_as_rate():
   schedule = optax.linear_schedule(0.1, 0.0, 3)
   chains.assert_same_program(
@@ -78,6 +76,7 @@ def test_optax_chains_the_same_numbers(jit, followed):
   plain = problems.chain_of(0.05, **chains.OPTIONS, chain=optax.chain)
   steps = chains.train(plain, steps=2, jit=jit)
   chains.assert_close(steps, fused)
+  assert np.abs(steps[1]['extra'] - steps[0]['extra']).max() > 1e-3
   # Five transformations behind the clip; traced once.
   assert followed == [True] * (5 if jit else 10)
 
@@ -144,13 +143,8 @@ def compiled(make):
   return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
-@pytest.mark.parametrize(
-  'kind',
-  [
-    pytest.param(kind, marks=() if kind == 'an average' else pytest.mark.slow)
-    for kind in FOREIGN
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', FOREIGN)
 def test_transformations_of_optax_may_be_among_them(kind):
   def behind(one):
     ours = (chains.direction, prism_optax.retract)

@@ -71,6 +71,7 @@ def test_they_are_those_of_the_oracle(gauge, dtype, monkeypatch):
   np.testing.assert_allclose(embedded, point.project(dense), atol=200 * eps)
 
 
+@pytest.mark.slow
 def test_columns_stay_orthogonal_in_training():
   """To the rounding that counts as none, at a high rank and in float32."""
   rng = np.random.default_rng(0)

@@ -102,6 +102,7 @@ def test_they_fuse():
     assert oracles.relative_error(x, y) < 1e-11
 
 
+@pytest.mark.slow
 def test_the_step_is_the_polar_factor_whatever_the_gauge():
   """Against NumPy's SVD; the dense step is the same in every gauge."""
   rng = np.random.default_rng(0)

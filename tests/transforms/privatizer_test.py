@@ -239,29 +239,6 @@ def test_noise_is_never_drawn_twice():
   assert len(np.unique(values)) >= values.size - 2
 
 
-def test_a_seed_reproduces_and_a_saved_state_continues_it():
-  params = _params()
-  tx = prism_optax.tangent_privatizer(1.0, prng_key=11)
-  whole, _ = _steps(tx, params, 6)
-  head, state = _steps(tx, params, 3)
-  tail, _ = _steps(tx, params, 3, state)
-  np.testing.assert_array_equal(whole, np.concatenate([head, tail]))
-  typed = prism_optax.tangent_privatizer(1.0, prng_key=jax.random.key(11))
-  np.testing.assert_array_equal(whole, _steps(typed, params, 6)[0])
-
-
-def test_bfloat16_parameters_get_float32_noise():
-  """Noise of 8 bits would have atoms: fewer than 2^16 values in all."""
-  params = _params(dtype=jnp.bfloat16)
-  tx = prism_optax.tangent_privatizer(1.0, prng_key=0)
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  noise, _ = jax.jit(tx.update)(zeros, tx.init(params), params)
-  for leaf in jax.tree.leaves(jax.device_get(noise)):
-    assert leaf.dtype == np.float32
-    rounded = leaf.astype(jnp.bfloat16).astype(np.float32)
-    assert np.mean(rounded != leaf) > 0.9
-
-
 def test_a_privatizer_of_ones_own_replaces_the_noise():
   """It sees coordinates in the parameters' shapes; its sum is projected."""
   params = _params()

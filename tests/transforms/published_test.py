@@ -124,7 +124,13 @@ def test_trajectories_of_the_published_optimizer(golden, name):
   assert _error(single, arrays, 'Z_after') < 2e-5
 
 
-@pytest.mark.parametrize('floor_mode', ['none', 'scalar', 'geometry'])
+@pytest.mark.parametrize(
+  'floor_mode',
+  [
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ('none', 'scalar')),
+    'geometry',
+  ],
+)
 def test_every_floor_against_the_dense_oracle(floor_mode):
   rng = np.random.default_rng(0)
   factors = oracles.random_factors(rng, 9, 7, 3, condition=4.0)

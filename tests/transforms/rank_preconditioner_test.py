@@ -220,7 +220,7 @@ def largest_error(trajectory, target):
 @functools.cache
 def reference(dtype):
   """A problem, its start and its trajectory in the gauge of the start."""
-  problem = problems.Problem(SHAPES)
+  problem = problems.Problem(ONE_SHAPE)
   params = problem.params(*problem.start(), dtype)
   return problem, params, train(problem, params)
 
@@ -228,7 +228,7 @@ def reference(dtype):
 @x64
 @pytest.mark.parametrize(
   ('condition', 'scale'),
-  [(1, 1), (1, 1e-3), (1, 1e3), (10, 1), (1e3, 1e-3), (1e3, 1e3), (1e6, 1)],
+  [(1, 1e-3), (1e3, 1e3), (1e6, 1)],
 )
 def test_the_start_may_have_any_gauge(condition, scale):
   problem, params, target = reference(jnp.float64)
@@ -238,7 +238,7 @@ def test_the_start_may_have_any_gauge(condition, scale):
 
 
 @x64
-@pytest.mark.parametrize('condition', [1, 10, 1e3])
+@pytest.mark.parametrize('condition', [10, 1e3])
 def test_the_gauge_may_change_before_every_step(condition):
   """So that what is carried from step to step is transported rightly."""
   problem, params, target = reference(jnp.float64)
@@ -340,7 +340,7 @@ def test_the_floor_is_the_same_at_every_rank():
   """Gradients far below the noise are multiplied by one number."""
   params = {
     f'rank {r}': {'lora_a': jnp.eye(6, r), 'lora_b': jnp.eye(r, 5)}
-    for r in (1, 2, 3)
+    for r in (1, 3)
   }
   tx = prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV)
 

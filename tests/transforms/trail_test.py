@@ -73,11 +73,12 @@ def test_updates_that_were_changed_are_no_trail(followed):
   def swapped(x):
     return x | {'m0': x['m1'], 'm1': x['m0']}
 
-  for change in (doubled, one_leaf, swapped):
-    found = jax.jit(lambda p, change=change: update(change, p))(params)
-    assert followed == [False]
+  changes = doubled, one_leaf, swapped
+  all_found = jax.jit(lambda p: [update(change, p) for change in changes])
+  for change, found in zip(changes, all_found(params), strict=True):
     chains.assert_close(found, decay_alone(change(clip_alone(params)), params))
-    followed.clear()
+  assert followed == [False] * 3
+  followed.clear()
   jax.eval_shape(lambda p: update(dict, p), params)
   assert followed == [True]
 
