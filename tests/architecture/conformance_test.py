@@ -112,6 +112,7 @@ def test_empty_batch_without_noise():
     assert abs(energy / dimension - 1) < 5 * np.sqrt(2 / dimension)
 
 
+@pytest.mark.slow
 def test_noise_per_micro_batch_chunk():
   """Chunks are summed before noise: the same draw as for the whole batch."""
   params = _params()

@@ -147,6 +147,7 @@ def test_the_same_bits_in_any_batches():
   assert not np.array_equal(other.kernel, whole.kernel)
 
 
+@pytest.mark.slow
 def test_one_key_gives_each_kind_of_release_its_own_noise(monkeypatch):
   released = []
   add_noise = _lattice.add_noise

@@ -52,6 +52,7 @@ def test_intrinsic_is_the_change_of_the_weight(name):
 
 
 # What moves them is the same for all, once they are found (above).
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name',
   [
@@ -68,6 +69,7 @@ def test_they_move_by_the_whole_optimizer():
   checks.all_adapters_move(_layer('kv'), checks.whole_prism)
 
 
+@pytest.mark.slow
 def test_no_frozen_weight_of_a_whole_model_moves():
   pytest.importorskip('kauldron', reason='needs kauldron and TensorFlow')
   from gemma import gm

@@ -58,11 +58,13 @@ def test_intrinsic_is_the_change_of_the_weight(name):
   checks.intrinsic_is_the_change_of_the_weight(_layer(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', LAYERS)
 def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
 
 
+@pytest.mark.slow
 def test_no_frozen_weight_moves():
   model, _ = _model('Dense')
   frozen = [np.array(v.value) for v in model.non_trainable_variables]

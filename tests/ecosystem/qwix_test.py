@@ -76,6 +76,7 @@ def test_intrinsic_is_the_change_of_the_weight(name):
 
 
 # What moves them is the same for all, once they are found (above).
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name',
   [
@@ -87,6 +88,7 @@ def test_all_adapters_move(name):
   checks.all_adapters_move(_layer(name))
 
 
+@pytest.mark.slow
 def test_no_frozen_weight_moves():
   model, _ = _adapted('dot_general')
   frozen = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.LoRAParam)))

@@ -150,6 +150,7 @@ def linen_parts():
   return module, params, frozen, loss
 
 
+@pytest.mark.slow
 def test_a_train_state_holds_the_run():
   module, params, frozen, loss = linen_parts()
   made = private(loss, params)
@@ -203,6 +204,7 @@ def by_hand(loss, params, frozen):
   return step(params)
 
 
+@pytest.mark.slow
 def test_the_chain_in_an_nnx_optimizer_knows_the_padding():
   model = nnx_model()
   graph, params, frozen = nnx.split(model, nnx.LoRAParam, ...)

@@ -210,6 +210,7 @@ def test_jit_and_vmap_change_nothing():
   # Numbers may be traced, too.
   compiled = jax.jit(jax.vmap(one, in_axes=(0, 0, 0, None, None)))
   found = compiled(hidden, keys, mask, C, 0.7)
+  one = jax.jit(one)
   expected = [
     one(*each, C, 0.7) for each in zip(hidden, keys, mask, strict=True)
   ]

@@ -214,46 +214,6 @@ def test_goes_through_the_chain_of_prism():
   )
 
 
-# What comes behind them sees one sum.
-CLIPS = {
-  'prism': prism_optax.chain(
-    prism_optax.intrinsic_clip(0.5),
-    prism_optax.tangent_privatizer(0.1, prng_key=0),
-    retract_elsewhere=True,
-  ),
-  'dp_muon': prism_optax.per_matrix_clip(0.5),
-}
-
-
-@pytest.mark.parametrize('method', CLIPS)
-def test_parts_change_no_bit(method):
-  """Of gradients that are the same bits in a batch of any size."""
-  params, (x, kernel) = _params(), _data(6, 3)
-  tx = CLIPS[method]
-  each = _batched(params, x, kernel)
-  padding = np.arange(6) % 4 == 1
-
-  def gradients(params, rows):
-    del params
-    return jax.tree.map(lambda g: g[rows], each)
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def updates(gradients, rows):
-    return tx.update(
-      gradients(params, rows), state, params, is_padding_example=padding
-    )[0]
-
-  state = tx.init(params)
-  whole = updates(gradients, np.arange(6))
-  rows = np.where(padding, 0, np.arange(6))  # What is padding does not count.
-  for size in (1, 9):
-    # Of which some are padding alone.
-    in_parts = lora.in_microbatches(gradients, size, skip_padding=size == 1)
-    found = updates(in_parts, rows)
-    jax.tree.map(np.testing.assert_array_equal, found, whole)
-    assert any(np.any(x) for x in jax.tree.leaves(found))
-
-
 @pytest.mark.parametrize('skips', [False, True])
 def test_parts_of_padding_are_computed_unless_they_are_to_be_skipped(skips):
   padding, computed = np.array([0, 1, 0, 0, 1, 0], bool), []

@@ -90,7 +90,7 @@ def with_noise(x):
   return NOISE.update(x, optax.EmptyState())[0]
 
 
-@hypothesis.settings(cases.settings, max_examples=25)
+@hypothesis.settings(cases.settings, max_examples=12)
 @given(steps=STEPS)
 def test_what_is_proved_depends_on_records_through_noise_alone(steps):
   array = jax.ShapeDtypeStruct((N,), jnp.float32)

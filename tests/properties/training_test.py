@@ -79,7 +79,7 @@ def test_a_record_moves_a_step_by_at_most_its_share(rule, records, order):
   assert np.linalg.norm(np.float64(moved) - step(without)) <= share * (1 + 1e-6)
 
 
-@cases.settings
+@cases.few
 @given(
   st.integers(1, 12), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99)
 )

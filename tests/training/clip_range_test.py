@@ -58,7 +58,9 @@ def sizes(tree, c):
   return np.linalg.norm(np.concatenate(leaves, 1) / c, axis=1)
 
 
-@pytest.mark.parametrize('jit', [True, False])
+@pytest.mark.parametrize(
+  'jit', [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_no_record_is_longer_than_the_clip_norm(jit):
   call = jax.jit(contributions) if jit else contributions
   for c in NORMS if jit else NORMS[::4]:

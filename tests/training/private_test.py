@@ -202,6 +202,19 @@ def test_records_of_dicts_and_a_source():
   np.testing.assert_allclose(found['head'], wanted['head'], rtol=1e-5)
 
 
+def test_the_statement_keeps_the_promise_without_sampling():
+  private = problem.make(
+    optax.sgd(0.1),
+    noise_multiplier=None,
+    target_epsilon=0.5,
+    expected_batch_size=N,
+  )
+  shown = float(re.match(r'epsilon <= (\S+) ', private.statement())[1])
+  assert 0.498 <= shown <= 0.5
+  assert private.epsilon() <= 0.5
+
+
+@pytest.mark.slow
 def test_the_statement_keeps_the_promise():
   epsilon, size, cut, steps = 0.5, 200, 30, 10
   private = problem.make(

@@ -336,6 +336,7 @@ def test_a_bad_level_of_the_noise_is_named(stddev):
     prism_optax.scale_by_rank_preconditioner(noise_stddev=np.asarray(stddev))
 
 
+@pytest.mark.slow
 def test_the_floor_is_the_same_at_every_rank():
   """Gradients far below the noise are multiplied by one number."""
   params = {
