@@ -50,19 +50,6 @@ def _assert_same(alias, chain, shapes=SHAPES[:1]):
 
 
 @pytest.mark.slow
-def test_prism_is_its_chain():
-  alias = prism_optax.prism(0.05, **REQUIRED, prng_key=7, b1=0.8, b2=0.99)
-  chain = optax.chain(
-    *_head(),
-    prism_optax.scale_by_rank_preconditioner(0.8, 0.99, noise_stddev=STDDEV),
-    prism_optax.add_decayed_factors(0.1),
-    optax.scale_by_learning_rate(0.05),
-    prism_optax.retract(),
-  )
-  _assert_same(alias, chain, SHAPES)
-
-
-@pytest.mark.slow
 def test_rows_are_scaled_in_the_fused_chain_as_in_that_of_optax():
   lines = (
     *_head(),
@@ -73,23 +60,6 @@ def test_rows_are_scaled_in_the_fused_chain_as_in_that_of_optax():
     prism_optax.retract(),
   )
   _assert_same(prism_optax.chain(*lines), optax.chain(*lines))
-
-
-@pytest.mark.slow
-def test_every_option_of_the_preconditioner_can_be_chained():
-  """In the fused chain and in optax's, with optax's learning rate."""
-  options = {'b1': 0.8, 'eps': 1e-3, 'max_condition_number': 3.0}
-  fused = problems.chain_of(0.05, **REQUIRED, prng_key=7, **options)
-  chain = optax.chain(
-    *_head(),
-    prism_optax.scale_by_rank_preconditioner(
-      0.8, eps=1e-3, noise_stddev=STDDEV, max_condition_number=3.0
-    ),
-    prism_optax.add_decayed_factors(0.1),
-    optax.scale_by_learning_rate(0.05),
-    prism_optax.retract(),
-  )
-  _assert_same(fused, chain)
 
 
 @pytest.mark.slow
@@ -179,23 +149,6 @@ def test_what_is_fixed_in_published_prism():
 def test_sensitivity_is_that_of_the_clip():
   tx = prism_optax.prism(0.1, **REQUIRED)
   assert tx.sensitivity() == pytest.approx(0.4)
-
-
-@pytest.mark.slow
-def test_hyper_parameters_may_be_injected():
-  """A schedule of the learning rate and a traced noise multiplier."""
-  tx = optax.inject_hyperparams(
-    prism_optax.prism,
-    static_args=(
-      'prng_key', 'per_example_gradients', 'layout', 'weight_decay',
-    ),
-  )(
-    learning_rate=optax.linear_schedule(0.05, 0.0, 4), **REQUIRED, prng_key=7
-  )  # fmt: skip
-  plain = prism_optax.prism(
-    optax.linear_schedule(0.05, 0.0, 4), **REQUIRED, prng_key=7
-  )
-  _assert_same(tx, plain)
 
 
 @pytest.mark.parametrize(

@@ -296,33 +296,3 @@ def test_the_mean_in_tangent_coordinates_gives_the_same_trajectory():
     for a, b in zip(*map(jax.tree.leaves, (params, other)), strict=True):
       # Each example is cut to whole steps of the noise, a float mean as one.
       assert oracles.relative_error(b, a) < 1e-6
-
-
-@pytest.mark.slow
-def test_stacked_modules_follow_the_single_ones():
-  """A leading axis is a stack of modules: the same Z as trained apart."""
-  problem = problems.Problem([(8, 6, 3)] * 2, seed=5)
-  params = problem.params(*problem.start())
-
-  def stack(tree):
-    modules = jax.tree.map(lambda *x: jnp.stack(x, -3), tree['m0'], tree['m1'])
-    return {'m': modules, 'extra': tree['extra']}
-
-  trees = params, stack(params)
-  # Without noise, which is drawn in the order of the leaves.
-  tx = prism(0.05, noise_multiplier=0.0)
-  states = [tx.init(t) for t in trees]
-  update = jax.jit(tx.update)
-  for step in range(5):
-    grads = problem.gradients(step, problem.dense(trees[0]))
-    grads = problem.factor_gradients(trees[0], grads)
-    updates, states[0] = update(grads, states[0], trees[0])
-    stacked, states[1] = update(stack(grads), states[1], trees[1])
-    trees = tuple(
-      optax.apply_updates(t, u)
-      for t, u in zip(trees, (updates, stacked), strict=True)
-    )
-    for k in range(2):
-      z = trees[1]['m']['lora_a'][k] @ trees[1]['m']['lora_b'][k]
-      target = trees[0][f'm{k}']['lora_a'] @ trees[0][f'm{k}']['lora_b']
-      assert oracles.relative_error(z, target) < 1e-11

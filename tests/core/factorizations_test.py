@@ -102,6 +102,7 @@ def test_a_basis_from_products(name):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('losing', [False, True])
 def test_a_retraction_by_eigenvalues(losing, monkeypatch):
   """With the SVD that accelerators get, the same matrix and as many columns."""

@@ -62,6 +62,7 @@ def test_intrinsic_is_the_change_of_the_weight(name):
 
 
 # What moves them is the same for all, once they are found (above).
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name',
   [

@@ -46,7 +46,9 @@ def _keys(state):
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf, 3e38])
-@pytest.mark.parametrize('name', ['prism', 'dp-adamw'])
+@pytest.mark.parametrize(
+  'name', ['prism', pytest.param('dp-adamw', marks=pytest.mark.slow)]
+)
 def test_a_batch_of_nan_losses_is_an_empty_batch(steps, name, bad):
   """No record counts, and the noise is what it would have been."""
   step, state = steps(name)
@@ -66,7 +68,7 @@ def test_a_batch_of_nan_losses_is_an_empty_batch(steps, name, bad):
 @pytest.mark.parametrize(
   'name',
   [
-    pytest.param(x, marks=pytest.mark.slow if x == 'prism-rows' else ())
+    pytest.param(x, marks=() if x in ('prism', 'dp-muon') else pytest.mark.slow)
     for x in methods.METHODS
   ],
 )

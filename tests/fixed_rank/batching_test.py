@@ -76,20 +76,6 @@ def test_leading_axes_are_a_stack_of_modules():
     assert_trees_close(take(stacked), one)
 
 
-@pytest.mark.slow
-def test_vmap_changes_nothing():
-  factors, grads = stacked_problem()
-  mapped = jax.jit(jax.vmap(jax.vmap(all_results)))(factors, grads)
-  assert_trees_close(mapped, all_results(factors, grads))
-
-
-@pytest.mark.slow
-def test_jit_changes_nothing():
-  factors, grads = stacked_problem()
-  expected = all_results(factors, grads, fixed_rank)
-  assert_trees_close(all_results(factors, grads), expected)
-
-
 @pytest.mark.parametrize('kind', ['full', *DEFICIENT])
 def test_everything_is_finite_and_keeps_float32(kind):
   if kind == 'full':
@@ -130,9 +116,8 @@ def _moved(map_groups, pairs, steps):
   return frames, map_groups(moved, frames, steps)
 
 
-@pytest.mark.parametrize(
-  'vmap', [lambda fn: fn, pytest.param(jax.vmap, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('vmap', [lambda fn: fn, jax.vmap])
 def test_groups_of_one_rank_at_once_are_groups_one_by_one(vmap):
   groups = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), _groups())
   if vmap is not jax.vmap:

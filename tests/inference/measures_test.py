@@ -16,6 +16,7 @@ def factors(seed=0):
   return rng.normal(size=(M, R)), rng.normal(size=(N, R))
 
 
+@pytest.mark.slow
 def test_the_bound_is_the_ratio_of_a_clipped_state():
   """Norm 177.5 in 1536 dimensions at the classic noise: 1/190, not 0.94."""
   state = np.zeros(1536)

@@ -31,6 +31,7 @@ def _frozen_inside_of_the_tree(stddev=cases.STDDEV):
   )
 
 
+@pytest.mark.slow
 def test_frozen_leaves_stay_and_take_no_part():
   """As if they were not there: the recipe against the subtree alone."""
   params = cases.params()

@@ -212,6 +212,7 @@ def test_a_flax_model_is_the_same_model(dtype):
     assert np.all(np.any(np.asarray(x) != 0, -2))  # Every column is in use.
 
 
+@pytest.mark.slow
 def test_what_is_exchanged_is_relative_to_the_original_weights():
   """Trained factors on the residual, as rank 2r on the original, as merged."""
   graph, adapters, weights = merging_test.split(zero=True)

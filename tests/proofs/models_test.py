@@ -70,9 +70,8 @@ def encoders():
   }
 
 
-@pytest.mark.parametrize(
-  'name', [pytest.param('MiniLM', marks=pytest.mark.slow), 'ViT']
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['MiniLM', 'ViT'])
 def test_encoders_of_the_examples(name):
   (graph, params, frozen), x = encoders()[name]
 

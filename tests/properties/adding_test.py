@@ -13,6 +13,7 @@ nnx = pytest.importorskip('flax.nnx', reason='needs flax')
 NAMES = ('up', 'down', 'lift')
 
 
+@pytest.mark.slow
 @cases.few
 @given(st.sets(st.sampled_from(NAMES), min_size=1), st.integers(1, 3))
 def test_the_chosen_layers_and_no_others_get_an_adapter(chosen, rank):

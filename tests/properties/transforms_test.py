@@ -149,53 +149,6 @@ def test_the_projection_behind_the_noise_is_one(name, seed):
   assert cases.norm(once) <= cases.norm(updates) * (1 + 1e-5)
 
 
-@functools.cache
-def _optimizer(name, kind):
-  options = {
-    'noise_multiplier': 0.5, 'expected_batch_size': DIVISOR, 'prng_key': 1,
-  }  # fmt: skip
-  if kind == 'dp_muon':
-    tx = prism_optax.dp_muon(
-      0.1,
-      l2_clip_norms=CLIP,
-      weight_dimension_numbers=lambda tree: jax.tree.map(
-        lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
-        tree,
-      ),
-      **options,
-    )
-  else:
-    tx = prism_optax.prism(
-      0.1, l2_clip_norm=CLIP, layout=cases.layout_of(name), **options
-    )
-  return tx, jax.jit(tx.update)
-
-
-@pytest.mark.slow
-@cases.settings
-@given(
-  cases.st.sampled_from(cases.BATCHES[1:4]), cases.seeds, cases.scales,
-  cases.oddities,
-  cases.st.sampled_from(['prism', 'dp_muon']),
-)  # fmt: skip
-def test_optimizers_take_every_batch(batch, seed, scale, oddity, kind):
-  name, size, dtype = batch
-  tx, update = _optimizer(name, kind)
-  params = cases.draw_tree(name, seed)
-  state = tx.init(params)
-  grads = cases.spoiled(
-    cases.draw_tree(name, seed + 1, lead=(size,), scale=scale, dtype=dtype),
-    oddity,
-    seed,
-  )
-  updates, after = update(grads, state, params)
-  new = optax.apply_updates(params, updates)
-  assert cases.shapes_of(new) == cases.shapes_of(params)
-  assert cases.is_finite(new)
-  assert cases.norm(updates) > 0  # Noise, whatever the batch.
-  assert jax.tree.structure(after) == jax.tree.structure(state)
-
-
 @cases.settings
 @given(cases.trees, cases.seeds, cases.scales.filter(lambda s: 1e-9 < s < 1e9))
 def test_canonical_gauge_keeps_every_product(name, seed, scale):

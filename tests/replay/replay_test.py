@@ -164,6 +164,7 @@ def test_no_user_is_seen_in_parts_of_a_batch():
   assert_unseen(everywhere(case, adversarial.records(FORM)))
 
 
+@pytest.mark.slow
 def test_how_many_records_a_user_has_is_not_seen():
   """Neither are the choices among the records of others another."""
   case = of_users('adam')

@@ -39,6 +39,7 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
     assert np.abs(mesh[name] - value).max() < 1e-3 * scale, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('more', 'message'),
   [

@@ -34,7 +34,9 @@ GAUGES = {'retracted': True, 'a start': True, 'turned': False, 'nearly': False}
 
 
 @pytest.mark.parametrize('gauge', GAUGES)
-@pytest.mark.parametrize('dtype', [np.float32, np.float64])
+@pytest.mark.parametrize(
+  'dtype', [pytest.param(np.float32, marks=pytest.mark.slow), np.float64]
+)
 def test_they_are_those_of_the_oracle(gauge, dtype, monkeypatch):
   """By columns where that is the same to rounding, and nowhere else."""
   by_columns, times_diagonal = [], _tangents.times_diagonal

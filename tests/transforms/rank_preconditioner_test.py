@@ -228,7 +228,7 @@ def reference(dtype):
 @x64
 @pytest.mark.parametrize(
   ('condition', 'scale'),
-  [(1, 1e-3), (1e3, 1e3), (1e6, 1)],
+  [(1e3, 1e3), (1e6, 1)],
 )
 def test_the_start_may_have_any_gauge(condition, scale):
   problem, params, target = reference(jnp.float64)
