@@ -260,7 +260,7 @@ MUTANTS = (
     'transforms/_matrix_clip.py',
     'jnp.all(jnp.stack(finite))',
     'finite[0]',
-    ('transforms/matrix_clip_test.py',),
+    ('laws/laws_test.py not_finite',),
   ),
   Mutant(
     'a sum that was taken in the body of a loop is kept',
