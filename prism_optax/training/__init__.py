@@ -6,19 +6,24 @@ and the event that is accounted. The chain of transformations
 (:mod:`prism_optax.transforms`) is for those who put these together themselves.
 """
 
+from prism_optax.training._checkpoint import load_state, save_state
 from prism_optax.training._clipping import (
   AutomaticClipping,
   FlatClipping,
   GroupClipping,
   QuantileClipping,
 )
+from prism_optax.training._execution import Execution
 from prism_optax.training._make import make_private
-from prism_optax.training._private import PrivateTraining, TrainingState
+from prism_optax.training._means import Means
+from prism_optax.training._private import PrivateTraining
 from prism_optax.training._sampling import Batch, Batches
+from prism_optax.training._state import TrainingState
 
 # fmt: off
 __all__ = [
-  'AutomaticClipping', 'Batch', 'Batches', 'FlatClipping', 'GroupClipping',
-  'PrivateTraining', 'QuantileClipping', 'TrainingState', 'make_private',
+  'AutomaticClipping', 'Batch', 'Batches', 'Execution', 'FlatClipping',
+  'GroupClipping', 'Means', 'PrivateTraining', 'QuantileClipping',
+  'TrainingState', 'load_state', 'make_private', 'save_state',
 ]
 # fmt: on

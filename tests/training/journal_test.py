@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from prism_optax.training import _fingerprint
+from prism_optax.training._claim import Claim
 from prism_optax.training._journal import Count, Journal
 from tests import conftest
 from tests.training import problem
@@ -122,7 +123,8 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
   ]
   assert np.abs(noises[0] - noises[1]).max() > 1e-3
   for made in (here, elsewhere):
-    assert made.event() == here._event(3, Count(1, 2))
+    settings = here.parts.settings
+    assert made.event() == Claim(settings, Count(1, 2)).event(3)
     assert made.epsilon() > planned
     assert (
       '1 of 3 steps (epsilon is that of all 3) and 1 of them done again'
