@@ -54,20 +54,21 @@ def save_state(path: str | os.PathLike[str], state: ArrayTree) -> None:
   """
   if jax.process_index():
     return
-  header, arrays = [], {}
+  header: list[Any] = []
+  arrays: dict[str, Any] = {}
   for number, (name, leaf) in enumerate(_named(state)):
     array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     # As bytes: NumPy has no name for some types of JAX.
     flat = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     arrays[str(number)] = flat
     header.append([name, *_kind(leaf)])
-  text = json.dumps([_FORMAT, header])
+  arrays[_HEADER] = np.array(json.dumps([_FORMAT, header]))
   path = pathlib.Path(path)
   temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
   opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
   try:
     with os.fdopen(opened, 'wb') as file:
-      np.savez(file, **{_HEADER: np.array(text)}, **arrays)
+      np.savez(file, **arrays)
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -101,11 +102,9 @@ def load_state(path: str | os.PathLike[str], like: _State) -> _State:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...   path = os.path.join(folder, 'state_secret.npz')
     ...   training.save_state(path, {'params': jnp.arange(3.0)})
-    ...   try:
-    ...     training.load_state(path, {'params': jnp.zeros(4)})
-    ...   except ValueError as error:
-    ...     print(str(error).partition('fit: ')[2])
-    ['params']: ([3], 'float32') for ([4], 'float32') (1 arrays differ).
+    ...   found = training.load_state(path, {'params': jnp.zeros(3)})
+    >>> found['params'].tolist()
+    [0.0, 1.0, 2.0]
   """
   try:
     with np.load(path, allow_pickle=False) as stored:
@@ -135,7 +134,8 @@ def load_state(path: str | os.PathLike[str], like: _State) -> _State:
     )
   stored_data = dict(zip(found, data, strict=True))
   leaves = [_read(stored_data[name], leaf) for name, leaf in _named(like)]
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+  state: _State = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  return state
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

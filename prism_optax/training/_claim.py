@@ -17,11 +17,11 @@ class Claim(NamedTuple):
 
   Attributes:
     settings: What the guarantee depends on.
-    count: What the journal has: steps that were done again count again.
+    released: What the journal has: steps that were done again count again.
   """
 
   settings: Settings
-  count: Count
+  released: Count
 
   def event(self, steps: int) -> dp_accounting.DpEvent:
     """The event of some steps, and of prior releases."""
@@ -30,7 +30,7 @@ class Claim(NamedTuple):
     training = accounting.dpsgd_event(
       settings.noise_multiplier,
       settings.sampling.probability,
-      steps + self.count.again,
+      steps + self.released.again,
       truncated_batch_size=cut,
       dataset_size=None if cut is None else settings.sampling.dataset_size,
     )
@@ -39,7 +39,7 @@ class Claim(NamedTuple):
   def entries(self, steps: int) -> int:
     """Number of entries that got noise."""
     prior = self.settings.prior_releases.entries
-    return (steps + self.count.again) * self.settings.entries + prior
+    return (steps + self.released.again) * self.settings.entries + prior
 
   def epsilon(self, steps: int) -> float:
     """Epsilon of some steps, or of the next possible stop."""
@@ -82,7 +82,7 @@ class Claim(NamedTuple):
       else ''
     )
     steps = _in_words(
-      done, reported, settings.steps, len(stops), self.count.again
+      done, reported, settings.steps, len(stops), self.released.again
     )
     prior = settings.prior_releases.words
     return f'{text}, {unit}, {steps}{prior}{void}{_proved(proofs)}'

@@ -47,7 +47,7 @@ def with_aux(
   """
 
   def pair(*arguments: Any) -> tuple[Any, Any]:
-    found = loss(*arguments)
+    found: Any = loss(*arguments)
     if not has_aux:
       return found, ()
     if not isinstance(found, tuple) or len(found) != 2:
@@ -55,7 +55,7 @@ def with_aux(
         'Expected loss to return (loss, aux), as has_aux=True says, got'
         f' {found}.'
       )
-    return found
+    return found[0], found[1]
 
   return pair
 
@@ -136,7 +136,8 @@ def measured(
 
   def one(params: Any, frozen: Any, row: Any) -> tuple[Any, Any]:
     if not of_users:
-      return _called(loss, params, frozen, row)
+      value, aux = _called(loss, params, frozen, row)
+      return value, aux
     each = _of_records_of_user(loss, params, frozen, row)
     mean = jax.vmap(_mean_of_user, (-1, None), -1)
 

@@ -44,7 +44,8 @@ def means(
       gradient = tangent_coordinates(params, layout=transformation.layout)(
         gradient
       )
-    return optax.tree.norm(gradient)
+    found: jax.Array = optax.tree.norm(gradient)
+    return found
 
   def call(
     params: Any,
@@ -72,6 +73,7 @@ def means(
       total = jnp.sum(jnp.where(here, x, 0), (0, 1))
       return total / jnp.maximum(jnp.sum(counts), 1)
 
-    return jax.tree.map(mean, each)
+    found: Means = jax.tree.map(mean, each)
+    return found
 
   return call

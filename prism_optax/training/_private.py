@@ -1,8 +1,6 @@
 """One object that owns all that has to agree for an epsilon to be right."""
 
 import functools
-import hashlib
-import os
 from typing import Any
 
 import dp_accounting
@@ -17,13 +15,13 @@ from prism_optax.training import _fingerprint
 from prism_optax.training._claim import Claim
 from prism_optax.training._data_digest import data_digest
 from prism_optax.training._fingerprint import Fingerprint
-from prism_optax.training._journal import Count, Journal
 from prism_optax.training._means import Means
+from prism_optax.training._owner import Owner
 from prism_optax.training._program import Program, described
 from prism_optax.training._records import Records
 from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
-from prism_optax.training._state import PARTS, TrainingState
+from prism_optax.training._state import TrainingState
 
 
 class PrivateTraining:
@@ -43,9 +41,7 @@ class PrivateTraining:
     self.padded_batch_size = settings.sampling.padded_batch_size
     self.steps = settings.steps
     self._begun = False
-    self._journal = None if parts.journal is None else Journal(parts.journal)
-    words = repr((settings, jax.tree.map(described, parts.shapes)))
-    self._settings = _fingerprint.words(words)
+    self._owner = Owner(parts)
     self._program = Program(parts)
     self._step = self._program.run
     self._means = jax.jit(parts.means)
@@ -100,7 +96,10 @@ class PrivateTraining:
     params, state = jax.tree.map(jnp.copy, (params, state))
     unknown = _fingerprint.UNKNOWN.copy
     fingerprint = Fingerprint(
-      self._settings.copy(), self._environment.copy(), unknown(), unknown()
+      self._owner.settings.copy(),
+      self._owner.environment.copy(),
+      unknown(),
+      unknown(),
     )
     new = TrainingState(
       params,
@@ -110,8 +109,7 @@ class PrivateTraining:
       self.parts.new_seed(),
       fingerprint,
     )
-    if self._journal is not None and jax.process_index() == 0:
-      self._journal.begin(self._run(new))
+    self._owner.begin(new)
     self._begun = True
     return new
 
@@ -172,15 +170,17 @@ class PrivateTraining:
         with other data; for a source without ``record=``, for arrays of several
         lengths, that are no numbers or of another form than ``record=``.
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     settings, seed = self.parts.settings, np.asarray(state.seed)
     sampling = settings.sampling
     records = Records(sampling, data, users, settings.record)
-    run = self._run(state)
+    run = self._owner.name(state)
     digest = _fingerprint.agreed(data_digest(records, seed))
-    self._check_fits(
+    self._owner.check_fits(
       state,
-      state.fingerprint._replace(environment=self._environment, data=digest),
+      state.fingerprint._replace(
+        environment=self._owner.environment, data=digest
+      ),
     )
 
     def draw(step: int) -> Batch:
@@ -260,7 +260,7 @@ class PrivateTraining:
       >>> all(private.proofs)
       True
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     settings = self.parts.settings
     if settings.record is None:
       raise ValueError(
@@ -268,16 +268,23 @@ class PrivateTraining:
         ' compile before there are any: record=(jax.ShapeDtypeStruct((128,),'
         " 'int32'), ...)."
       )
-    users = None if settings.sampling.examples_per_user is None else []
-    padding = Records(settings.sampling, [], users, settings.record).collect(
+    of_users = settings.sampling.examples_per_user is not None
+    padding = Records(
+      settings.sampling, [], [] if of_users else None, settings.record
+    ).collect(
       np.full(self.padded_batch_size, -1), lambda place, count: np.zeros(0, int)
     )
-    batch = Batch(*self.parts.put(padding), 0, b'', _fingerprint.UNKNOWN)
+    examples, is_padding, is_present = self.parts.put(padding)
+    unknown = _fingerprint.UNKNOWN
+    batch = Batch(examples, is_padding, is_present, 0, b'', unknown)
     program = self._program.compile(_arguments(state, frozen, batch), batch)
     found = Fingerprint(
-      self._settings, self._environment, program, _fingerprint.UNKNOWN
+      self._owner.settings,
+      self._owner.environment,
+      program,
+      _fingerprint.UNKNOWN,
     )
-    self._check_fits(state, found)
+    self._owner.check_fits(state, found)
 
   def step(
     self, state: TrainingState, batch: Batch, frozen: ArrayTree | None = None
@@ -315,7 +322,7 @@ class PrivateTraining:
       FileNotFoundError: If the journal is gone.
       RuntimeError: If the journal was changed by hand.
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     number = int(state.step)
     if number >= self.steps:
       raise ValueError(
@@ -330,21 +337,22 @@ class PrivateTraining:
         f' {type(batch).__name__}. Shuffled or fixed-size batches have another'
         ' epsilon.'
       )
-    if batch.run != self._run(state) or batch.step != number:
+    run = self._owner.name(state)
+    if batch.run != run or batch.step != number:
       raise ValueError(
         f'Expected the batch of step {number} of this run, got that of step'
-        f' {batch.step}{"" if batch.run == self._run(state) else " of another"}'
+        f' {batch.step}{"" if batch.run == run else " of another"}'
         '. Each batch is for one step: iterate batches(state, data) once.'
       )
     arguments = _arguments(state, frozen, batch)
     found = Fingerprint(
-      self._settings,
-      self._environment,
+      self._owner.settings,
+      self._owner.environment,
       self._program.digest(arguments, batch),
       batch.data,
     )
-    self._check_fits(state, found)
-    attempt = self._written_down(state, found)  # Before it is released.
+    self._owner.check_fits(state, found)
+    attempt = self._owner.written_down(state, found)  # Before it is released.
     params, optimizer, held = self._step(
       *arguments, _fingerprint.release(found, attempt)
     )
@@ -395,9 +403,10 @@ class PrivateTraining:
       >>> float(means.gradient_norm), float(means.aux['first'])
       (5.0, 3.0)
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     params, _, frozen, *rows = _arguments(state, frozen, batch)
-    return self._means(params, frozen, *rows)
+    found: Means = self._means(params, frozen, *rows)
+    return found
 
   def adapters(self, state: TrainingState) -> Any:
     """The trained parameters as the model takes them.
@@ -411,7 +420,7 @@ class PrivateTraining:
     Raises:
       ValueError: For a state of another training.
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     return self.parts.adapters(state.params)
 
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
@@ -425,7 +434,7 @@ class PrivateTraining:
     Returns:
       A dp-accounting event.
     """
-    claim = Claim(self.parts.settings, self._count())
+    claim = Claim(self.parts.settings, self._owner.count())
     return claim.event(self.steps if steps is None else steps)
 
   def epsilon(self, steps: int | None = None) -> float:
@@ -441,7 +450,7 @@ class PrivateTraining:
     Raises:
       ValueError: With ``stop='adaptive'``, for more steps than there are.
     """
-    claim = Claim(self.parts.settings, self._count())
+    claim = Claim(self.parts.settings, self._owner.count())
     return claim.epsilon(self.steps if steps is None else steps)
 
   def statement(
@@ -499,87 +508,13 @@ class PrivateTraining:
         ' the next possible stop, and not that of a stop fixed beforehand, got'
         f' {stop_was_fixed=}.'
       )
-    count, done = self._count(state), self.steps
+    count, done = self._owner.count(state), self.steps
     if state is not None:
-      self._check_state(state)
+      self._owner.check_state(state)
       # An old state does not undo what was released after it.
       done = max(int(state.step), count.steps, released_steps)
     claim = Claim(self.parts.settings, count)
     return claim.statement(done, stop_was_fixed, self.proofs)
-
-  def _check_state(self, state: TrainingState) -> None:
-    same = (
-      isinstance(state, TrainingState)
-      and isinstance(state.fingerprint, Fingerprint)  # Once it was one array.
-      and np.array_equal(np.asarray(state.fingerprint.settings), self._settings)
-    )
-    if not same:
-      tags = dict(self.parts.settings.tags)
-      raise ValueError(
-        'Expected a state of this training: of its init, or restored from a run'
-        f' with the same settings ({PARTS["settings"]}'
-        f'{f"; here {tags}" if tags else ""}). Got {type(state).__name__} of'
-        ' another.'
-      )
-
-  def _check_fits(self, state: TrainingState, found: Fingerprint) -> None:
-    """Refuses to use the keys of a state for another sum."""
-    other = _fingerprint.differing(state.fingerprint, found)
-    if 'environment' in other:
-      if self._journal is None:
-        raise ValueError(
-          'The state was made in another environment'
-          f' ({PARTS["environment"]}), which rounds gradients in its own way,'
-          ' so that a step done again here would be a second release, and'
-          ' nobody could count it. Go on where the run began; or begin a new'
-          ' run, with make_private(journal=path), which counts them, and'
-          ' account for both.'
-        )
-      # What a program is made of differs by version, too.
-      other = [x for x in other if x not in ('environment', 'program')]
-    if other:
-      raise ValueError(
-        'Expected what the run began with, got another one: '
-        + ' and '.join(f'{x} ({PARTS[x]})' for x in other)
-        + '. The keys of a state are for one run alone. Begin a new one with'
-        ' init, and account for both.'
-      )
-
-  @functools.cached_property
-  def _environment(self) -> np.ndarray:
-    found = _fingerprint.environment(
-      self.parts.execution.batch_sharding, os.urandom(16).hex()
-    )
-    return _fingerprint.agreed(_fingerprint.words(found))
-
-  def _written_down(self, state: TrainingState, found: Fingerprint) -> int:
-    """Number of the release of this step among those in the journal."""
-    if self._journal is None:
-      return 0
-    attempt = 0
-    if jax.process_index() == 0:
-      params = np.asarray(_fingerprint.jitted_of_arrays(state.params))
-      attempt = self._journal.record(
-        self._run(state),
-        int(state.step),
-        _fingerprint.words(*(x.tobytes() for x in (*found, params))),
-      )
-    return int(_fingerprint.agreed(np.array([attempt], np.uint32))[0])
-
-  def _count(self, state: TrainingState | None = None) -> Count:
-    """What the journal has, of the run of a state or whose it is."""
-    if self._journal is None:
-      return Count()
-    count = Count()
-    if jax.process_index() == 0:
-      run = None if state is None else self._run(state)
-      count = self._journal.count(run)
-    found = _fingerprint.agreed(np.array(count, np.uint32))
-    return Count(*map(int, found))
-
-  def _run(self, state: TrainingState) -> bytes:
-    seed = np.asarray(state.seed, np.uint32).tobytes()
-    return hashlib.sha256(seed + self._settings.tobytes()).digest()
 
 
 def _arguments(

@@ -15,7 +15,7 @@ SGD = optax.sgd(0.1)
 
 
 def with_aux(params, frozen, x, y):
-  return problem.loss(params, frozen, x, y), {'x': x, 'hit': x[0] > 0}
+  return problem.loss(params, frozen, x, y), {'x': x, 'hit': x[0] > -0.5}
 
 
 def test_compiled_ahead_of_the_first_record():
@@ -83,13 +83,16 @@ def test_auxiliary_values_change_no_step():
 
 @pytest.mark.parametrize('kind', ['records', 'micro-batches', 'batched'])
 def test_means_of_a_batch(kind):
-  """Against NumPy, over the records that were drawn and no padding."""
+  """Against NumPy, over the records that were drawn and no padding.
+
+  Padding is zeros, which would be hits.
+  """
 
   def batched(params, frozen, x, y):
     pair = params['layer']
     more = lora.per_example_product(x, pair['lora_a'], pair['lora_b'])
     z = x @ frozen + more + params['head']
-    return jnp.sum((z - y) ** 2, -1), {'x': x, 'hit': x[:, 0] > 0}
+    return jnp.sum((z - y) ** 2, -1), {'x': x, 'hit': x[:, 0] > -0.5}
 
   private = problem.make(
     SGD,
@@ -113,7 +116,9 @@ def test_means_of_a_batch(kind):
   np.testing.assert_allclose(found.loss, values.mean(), rtol=1e-5)
   np.testing.assert_allclose(found.gradient_norm, norms.mean(), rtol=1e-5)
   np.testing.assert_allclose(found.aux['x'], x.mean(0), atol=1e-6)
-  np.testing.assert_allclose(found.aux['hit'], (x[:, 0] > 0).mean(), rtol=1e-6)
+  np.testing.assert_allclose(
+    found.aux['hit'], (x[:, 0] > -0.5).mean(), rtol=1e-6
+  )
   private.step(state, batch, FROZEN)  # Its buffers are all there still.
 
 

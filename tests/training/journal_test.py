@@ -87,7 +87,7 @@ def make(path, environment=None):
     made = problem.make(
       optax.sgd(0.1), prng_key=None, journal=path, expected_batch_size=N
     )
-    made._environment  # noqa: B018
+    made._owner.environment  # noqa: B018
   return made
 
 
@@ -134,7 +134,7 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
   state = elsewhere.step(
     other, next(iter(elsewhere.batches(other, DATA))), FROZEN
   )
-  assert elsewhere._count(state) == Count(2, 3)
+  assert elsewhere._owner.count(state) == Count(2, 3)
   # An old state does not undo what was released after it.
   fixed = elsewhere.statement(saved, stop_was_fixed=True)
   assert '2 of 3 steps (a stop that was fixed beforehand)' in fixed
