@@ -90,6 +90,10 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
   'data': ('dataset_size', 'the records go to PrivateTraining.batches'),
   'data_loader': ('dataset_size', 'the records go to PrivateTraining.batches'),
   'accountant': ('delta', 'epsilon is always that of the PLD accountant'),
+  'input_metric': (
+    'change_of_variables',
+    'such as contrib.input_metric, released of the same records',
+  ),
   'also': ('prior_releases', 'what was released of the same records before'),
   'before': ('prior_releases', 'what was released of the same records before'),
 }
