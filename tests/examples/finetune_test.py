@@ -316,6 +316,7 @@ def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
   assert accuracy['dp-adamw'] > accuracy['before adaptation'] + 0.23
   assert accuracy['adamw'] > 0.75
   epsilon = float(output.split('epsilon <= ')[1].split()[0])
+  assert 'noise as drawn, unit: one record, 40 of 40 steps' in output
   assert 7.9 < epsilon <= 8.0
   assert (tmp_path / 'digits' / 'prism' / 'metrics.png').exists()
 
