@@ -14,7 +14,6 @@ import optax
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _lattice, _validate
-from prism_optax._proofs import _marks
 from prism_optax._types import ArrayTree, Scalar
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -67,11 +66,6 @@ class LazyGradients(NamedTuple):
   def shapes(self) -> Any:
     """The shapes of all gradients, (B, *shape)."""
     return jax.eval_shape(self.gradients, self.examples)
-
-
-def shapes_of(updates: 'ArrayTree | LazyGradients') -> Any:
-  """The tree of per-example gradients, or of its shapes."""
-  return updates.shapes if isinstance(updates, LazyGradients) else updates
 
 
 def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
@@ -138,6 +132,18 @@ def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
       f' optax.chain({name}(...),'
       ' optax.MultiSteps(<the rest>, k).gradient_transformation()).'
     )
+
+
+def checked_shapes(name: str, updates: Any, params: ArrayTree) -> Any:
+  """The tree of per-example gradients, or of its shapes, which may be clipped.
+
+  Raises:
+    ValueError: As :func:`check_whole` and :func:`check_batched`.
+  """
+  check_whole(name, params)
+  shapes = updates.shapes if isinstance(updates, LazyGradients) else updates
+  check_batched(name, shapes, params)
+  return shapes
 
 
 def squared_norm(
@@ -242,13 +248,13 @@ def sum_of_examples(
   contribution: Callable[[Any], Any],
   examples: 'ArrayTree | LazyGradients',
   is_padding_example: jax.Array | None,
-  units: Any = None,
+  units: Callable[[Any], Sequence[jax.Array | None]] | None = None,
 ) -> Any:
   """The sum over examples of what each of them contributes.
 
-  With ``units`` each contribution is brought to a lattice first, towards zero,
-  and integers are added: the sum does not depend on the order of the examples,
-  and no contribution gets longer. Without, floats are added, on a CPU with
+  With a unit each contribution is brought to a lattice first, towards zero, and
+  integers are added: the sum does not depend on the order of the examples, and
+  no contribution gets longer. Without, floats are added, on a CPU with
   compensation, so that the sum is rounded once.
 
   Under ``jit`` on one CPU the contributions are computed one after the other:
@@ -259,8 +265,9 @@ def sum_of_examples(
     contribution: From one example to a tree of finite arrays.
     examples: Tree of arrays (B, *shape); or gradients that are computed here.
     is_padding_example: (B,), True for examples that are not there; or None.
-    units: None, or for each array of a contribution the unit of its lattice, a
-      scalar of its type.
+    units: From the shapes of a contribution to the units of the lattice: for
+      each of its arrays, in their order, a scalar of its type, or None. None
+      for floats alone.
 
   Returns:
     A tree like a contribution, of arrays or of ``LatticeSum``.
@@ -285,20 +292,26 @@ def sum_of_examples(
   one = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), all_of_them
   )
-  treedef: Any = jax.tree.structure(jax.eval_shape(contribution, one[0]))
-  unit_leaves: list[Any] = jax.tree.leaves(units)
-  add = _add_float if units is None else _add_integers
+  shapes: Any = jax.eval_shape(contribution, one[0])
+  treedef: Any = jax.tree.structure(shapes)
+  unit_of = [None] * treedef.num_leaves if units is None else units(shapes)
+
+  def add(totals, more):
+    return [
+      (_add_float if unit is None else _add_integers)(x, y)
+      for x, y, unit in zip(totals, more, unit_of, strict=True)
+    ]
 
   def terms(inputs):
     example, is_padding = inputs
     leaves: list[jax.Array] = jax.tree.leaves(contribution(example))
     if is_padding is not None:
       leaves = [jnp.where(is_padding, 0, x) for x in leaves]
-    if units is None:
-      return [(x, jnp.zeros_like(x)) for x in leaves]
     return [
-      tuple(_lattice.term(x, unit, batch)[:2])
-      for x, unit in zip(leaves, unit_leaves, strict=True)
+      (x, jnp.zeros_like(x))
+      if unit is None
+      else tuple(_lattice.term(x, unit, batch)[:2])
+      for x, unit in zip(leaves, unit_of, strict=True)
     ]
 
   zeros = jax.tree.map(
@@ -307,7 +320,7 @@ def sum_of_examples(
 
   def in_turn(inputs):
     def add_one(totals, inputs):
-      return list(map(add, totals, terms(inputs))), None
+      return add(totals, terms(inputs)), None
 
     return jax.lax.scan(add_one, zeros, inputs)[0]
 
@@ -334,7 +347,7 @@ def sum_of_examples(
 
   def add_part(totals, part):
     def added():
-      return list(map(add, totals, sums_of(part)))
+      return add(totals, sums_of(part))
 
     if not skip_padding or part[1] is None:
       return added(), None
@@ -344,56 +357,11 @@ def sum_of_examples(
     sums = sums_of(inputs)
   else:
     sums = jax.lax.scan(add_part, zeros, _parts(inputs, microbatch_size))[0]
-  if units is None:
-    out: list[Any] = [total + lost for total, lost in sums]
-  else:
-    out = [
-      _lattice.LatticeSum(high, low, unit)
-      for (high, low), unit in zip(sums, unit_leaves, strict=True)
-    ]
+  out = [
+    high + low if unit is None else _lattice.LatticeSum(high, low, unit)
+    for (high, low), unit in zip(sums, unit_of, strict=True)
+  ]
   return jax.tree.unflatten(treedef, out)
-
-
-def mark_clipped(
-  sums: Any,
-  groups: Sequence[tuple[Sequence[int], Scalar, int]],
-  noise_stddevs: Sequence[Scalar] | None = None,
-) -> Any:
-  """Marks what :func:`sum_of_examples` returned as the sum of a clip.
-
-  An analysis of the program reads there what one record can add, and compares
-  it with the noise that follows. It is compiled to nothing.
-
-  Args:
-    sums: A tree of arrays or of ``LatticeSum``.
-    groups: For each group that is clipped together the positions of its leaves
-      in the tree, the largest norm of one contribution there, and how many
-      parts of a leaf have this norm, each of them.
-    noise_stddevs: For each leaf the noise whose lattice it is on.
-
-  Returns:
-    The same tree.
-  """
-  leaves, treedef = jax.tree.flatten(sums, is_leaf=_lattice.is_sum)
-  known = tuple(
-    _marks.Group(tuple(where), _marks.known(bound), matrices)
-    for where, bound, matrices in groups
-  )
-  lattice: tuple[float | None, ...] = (None,) * len(leaves)
-  if noise_stddevs is not None:
-    lattice = tuple(map(_marks.known, noise_stddevs))
-  parts = [_lattice.parts(x) for x in leaves]
-  marked = _marks.clipped(parts, _marks.Clip(known, lattice))
-  return jax.tree.unflatten(treedef, map(_lattice.with_parts, leaves, marked))
-
-
-def mark_flat_clip(
-  sums: Any, bound: Scalar, noise_stddev: Scalar | None = None
-) -> Any:
-  """:func:`mark_clipped` of one group, all leaves on one lattice."""
-  count = len(jax.tree.leaves(sums, is_leaf=_lattice.is_sum))
-  stddevs = None if noise_stddev is None else [noise_stddev] * count
-  return mark_clipped(sums, [(range(count), bound, 1)], stddevs)
 
 
 def _parts(inputs: Any, size: int) -> Any:

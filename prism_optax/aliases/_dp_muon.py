@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _matrix_axes, _per_example, _validate
+from prism_optax._clip import Clip
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
 from prism_optax._types import (
@@ -20,10 +21,9 @@ from prism_optax._types import (
   StepsLike,
 )
 from prism_optax.muon._polynomials import Steps
-from prism_optax.transforms import _clip_groups, _privatizer
+from prism_optax.transforms import _clip_groups, _matrix_clip, _privatizer
 from prism_optax.transforms._clip_groups import NormsLike
 from prism_optax.transforms._declared import noised_elsewhere
-from prism_optax.transforms._matrix_clip import per_matrix_clip
 from prism_optax.transforms._orthogonalize import orthogonalize
 
 
@@ -233,7 +233,7 @@ def dp_muon(
     )
     return _matrix_axes.with_leaves(tree, units)
 
-  clip = per_matrix_clip(
+  clip = _matrix_clip.per_matrix_clip(
     l2_clip_norms,
     normalize_by=expected_batch_size,
     weight_dimension_numbers=weight_dimension_numbers,
@@ -246,23 +246,17 @@ def dp_muon(
   elif noise_multiplier is not None:
     stddev = noise_multiplier / expected_batch_size
 
-    def stddevs_of(tree):
-      return jax.tree.map(lambda unit: stddev * unit, units_of(tree))
+    def stddevs_of(params):
+      return [stddev * unit for unit in jax.tree.leaves(units_of(params))]
 
-    def list_of_stddevs(params):
-      return jax.tree.leaves(stddevs_of(params))
-
-    def update_clip(updates, state, params=None, **extra_args):
-      """The clipped mean on the lattice of the noise."""
-      if isinstance(noise_multiplier, jax.Array) or noise_multiplier:
-        extra_args['noise_stddevs'] = list_of_stddevs(params)
-      return clip.update(updates, state, params, **extra_args)
-
+    rule = _matrix_clip.EachMatrix(l2_clip_norms, weight_dimension_numbers)
+    sums = Clip(rule, normalize_by=expected_batch_size)
     parts = [
-      optax.GradientTransformationExtraArgs(clip.init, update_clip)
+      # Its sum, for the noise to take it on its lattice.
+      _matrix_clip.dense_clip('per_matrix_clip', sums)
       if per_example_gradients
       else optax.stateless(lambda x, _: jax.tree.map(at_least_float32, x)),
-      _privatizer.gaussian(list_of_stddevs, prng_key, last),
+      _privatizer.gaussian(stddevs_of, prng_key, last),
     ]
   branches = {
     'matrix': optax.trace(momentum),

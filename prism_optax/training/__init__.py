@@ -6,13 +6,13 @@ and the event that is accounted. The chain of transformations
 (:mod:`prism_optax.transforms`) is for those who put these together themselves.
 """
 
-from prism_optax.training._checkpoint import load_state, save_state
-from prism_optax.training._clipping import (
+from prism_optax._clip import (
   AutomaticClipping,
   FlatClipping,
   GroupClipping,
   QuantileClipping,
 )
+from prism_optax.training._checkpoint import load_state, save_state
 from prism_optax.training._execution import Execution
 from prism_optax.training._make import make_private
 from prism_optax.training._means import Means

@@ -14,6 +14,13 @@ from prism_optax import (
   _validate,
   accounting,
 )
+from prism_optax._clip import (
+  Clip,
+  FlatClipping,
+  QuantileClipping,
+  gradients_noise_multiplier,
+)
+from prism_optax._modules import warn_if_mostly_no_adapters
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.training import (
@@ -23,12 +30,6 @@ from prism_optax.training import (
   _seen,
   _stops,
   _words,
-)
-from prism_optax.training._clipping import (
-  BoundedSum,
-  FlatClipping,
-  QuantileClipping,
-  gradients_noise_multiplier,
 )
 from prism_optax.training._execution import Execution
 from prism_optax.training._means import means
@@ -121,6 +122,9 @@ def make_private(
                                   data, loss, optimizer and machine are the same
   other data, loss, optimizer     ValueError (and the noise would be another
   or frozen weights               one)
+  weights beside their adapters   UserWarning: ``nnx.Param`` as a filter lets
+                                  them through; likewise if nine tenths of
+                                  ``params`` with adapters are no factors
   another machine or version      ValueError; with ``journal`` fresh noise, and
                                   a step done again counts again
   ==============================  =============================================
@@ -292,18 +296,17 @@ def make_private(
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   given = _randomness.is_given(prng_key)
   clipping = FlatClipping() if clipping is None else clipping
-  bounded = BoundedSum(clipping, c, expected_batch_size, 0.0, prng_key)
+  clip = Clip(clipping, c, expected_batch_size, prng_key)
   if follows and given:
-    bounded = bounded._replace(prng_key=_derived(prng_key, _QUANTILE))
+    clip = clip._replace(prng_key=_derived(prng_key, _QUANTILE))
   own = gradients_noise_multiplier(clipping, sigma, expected_batch_size)
-  bounded = bounded._replace(stddev=own * bounded.bound / expected_batch_size)
   settings = Settings(
     sampling,
     sigma,
     steps,
     delta,
     c,
-    bounded.description(shapes),
+    clip.description(shapes),
     given or prior.seeded,
     entries,
     prior,
@@ -312,8 +315,9 @@ def make_private(
     _checked_tags(tags),
   )
   transformation = _optimizer.assemble(
-    optimizer, bounded, steps=steps, prng_key=prng_key
+    optimizer, clip, noise_multiplier=own, steps=steps, prng_key=prng_key
   )
+  warn_if_mostly_no_adapters(shapes, getattr(transformation, 'layout', None))
   found = _seen.look(transformation, shapes, padded_batch_size)
   _seen.check(found, sigma, 1 + follows)
   of_users = examples_per_user is not None

@@ -1,33 +1,30 @@
 """An optimizer with the clip and the noise of a training in front of it."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import optax
 
-from prism_optax import _lattice, _per_example
+from prism_optax._clip import Clip, FlatClipping, QuantileClipping
+from prism_optax._clipped_sum import settled
 from prism_optax._linalg import at_least_float32
-from prism_optax._modules import ClippedSum, Stacks, StepContext
 from prism_optax._types import PRNGKeyLike
-from prism_optax.training._clipping import BoundedSum, FlatClipping
-from prism_optax.transforms import _privatizer
-from prism_optax.transforms._chain import (
-  Stacked,
-  TangentTransformation,
-  chain,
-)
-from prism_optax.transforms._intrinsic_clip import coordinates_of_one
+from prism_optax.transforms._chain import TangentTransformation, chain
+from prism_optax.transforms._intrinsic_clip import tangent_clip
+from prism_optax.transforms._matrix_clip import dense_clip
+from prism_optax.transforms._privatizer import gaussian
 
 Optimizer: TypeAlias = optax.GradientTransformation | Callable[..., Any]
 
 
 def assemble(
   optimizer: Optimizer,
-  bounded: BoundedSum,
+  clip: Clip,
   *,
+  noise_multiplier: float,
   steps: int,
   prng_key: PRNGKeyLike,
 ) -> optax.GradientTransformationExtraArgs:
@@ -37,7 +34,8 @@ def assemble(
 
   Args:
     optimizer: As for :func:`prism_optax.training.make_private`.
-    bounded: The clip, the divisor, and the noise in their unit.
+    clip: The clip, and the divisor.
+    noise_multiplier: Of the gradients, for this clip.
     steps: Number of updates that are accounted for.
     prng_key: Of the noise.
 
@@ -48,6 +46,9 @@ def assemble(
   Raises:
     ValueError: If the optimizer is none of these.
   """
+  if isinstance(clip.rule, QuantileClipping) and not noise_multiplier:
+    silent = dataclasses.replace(clip.rule, fraction_stddev=0.0)
+    clip = clip._replace(rule=silent)  # No noise at all, for tests.
   if isinstance(optimizer, optax.GradientTransformation):
     if hasattr(optimizer, 'sensitivity') or isinstance(
       optimizer, TangentTransformation
@@ -58,18 +59,18 @@ def assemble(
         ' give functools.partial(prism_optax.prism, learning_rate), not'
         ' prism_optax.prism(learning_rate, ...).'
       )
-    return _dense(bounded, optimizer, steps, prng_key)
-  b = bounded.normalize_by
+    stddev = noise_multiplier * clip.bound / clip.normalize_by
+    return _dense(clip, gaussian(stddev, prng_key, steps), optimizer)
   constants = {
-    'l2_clip_norm': bounded.bound,
-    'l2_clip_norms': bounded.bound,
-    'noise_multiplier': bounded.stddev * b / bounded.bound,
-    'expected_batch_size': b,
+    'l2_clip_norm': clip.bound,
+    'l2_clip_norms': clip.bound,
+    'noise_multiplier': noise_multiplier,
+    'expected_batch_size': clip.normalize_by,
     'prng_key': prng_key,
     'steps': steps,
   }
   taken = _taken(optimizer, constants)
-  if type(bounded.clipping) is FlatClipping:
+  if type(clip.rule) is FlatClipping:
     whole = optimizer(**taken)
     if not isinstance(whole, optax.GradientTransformation):
       raise ValueError(
@@ -81,17 +82,19 @@ def assemble(
   accepts = inspect.signature(optimizer).parameters
   if 'per_example_gradients' not in accepts:
     raise ValueError(
-      f'clipping={bounded.clipping!r} needs an optimizer whose own clip can be'
+      f'clipping={clip.rule!r} needs an optimizer whose own clip can be'
       ' left out, by per_example_gradients=False, got one without this argument'
       f': {optimizer}.'
     )
   rest = optimizer(per_example_gradients=False, **taken)
   if not isinstance(rest, TangentTransformation):
     raise ValueError(
-      f'clipping={bounded.clipping!r} goes with PRISM and with optimizers of'
+      f'clipping={clip.rule!r} goes with PRISM and with optimizers of'
       ' optax: DP-Muon clips matrix by matrix to thresholds of its own.'
     )
-  return chain(_intrinsic(bounded, rest.layout), rest)
+  # Whether a retraction is needed behind the noise, the rest has said.
+  whole = tangent_clip(clip, rest.layout), rest
+  return chain(*whole, retract_elsewhere=True)
 
 
 def _taken(
@@ -122,91 +125,22 @@ def _taken(
   return taken
 
 
-def _intrinsic(bounded: BoundedSum, layout: Any) -> TangentTransformation:
-  """The clip of tangent coordinates by a rule of its own."""
-
-  def init(step: StepContext) -> Any:
-    _per_example.check_whole('clipping', step.params)
-    _rows(bounded, step)  # Labels that do not fit shall fail here.
-    return bounded.init(step.params)
-
-  def update(
-    grads: Any,
-    state: Any,
-    step: StepContext,
-    *,
-    is_padding_example: jax.Array | None = None,
-    release_digest: jax.Array | None = None,
-    **extra_args: Any,
-  ) -> tuple[Stacks, Any]:
-    del extra_args
-    sums, state = bounded(
-      coordinates_of_one('clipping', grads, step),
-      grads,
-      is_padding_example,
-      step.tree.coordinates(step.params),
-      state,
-      _rows(bounded, step),
-      release_digest,
-    )
-    floats = jax.tree.map(_lattice.to_float, sums, is_leaf=_lattice.is_sum)
-    bound = bounded.bound / bounded.normalize_by
-    summed = ClippedSum(*_per_example.mark_flat_clip(floats, bound))
-    summed.on_lattice = lambda stddev: sums
-    return summed, state
-
-  return TangentTransformation(
-    Stacked('clipping', init, update, ('clip',)),
-    layout,
-    _per_example.sensitivity_of_sum(bounded.bound / bounded.normalize_by),
-  )
-
-
-def _rows(bounded: BoundedSum, step: StepContext) -> list[np.ndarray] | None:
-  """The group names along the first axis of each stack of coordinates."""
-  labels = bounded.labels(step.params)
-  return None if labels is None else step.tree.rows(labels)
-
-
 def _dense(
-  bounded: BoundedSum,
+  clip: Clip,
+  noise: optax.GradientTransformation,
   optimizer: optax.GradientTransformation,
-  steps: int,
-  prng_key: PRNGKeyLike,
 ) -> optax.GradientTransformationExtraArgs:
   """DP-SGD, DP-Adam and so on: gradients as they are, clipped and noised."""
-  noise = _privatizer.gaussian(bounded.stddev, prng_key, steps)
-  optimizer = optax.with_extra_args_support(optimizer)
 
   def init(params: Any) -> Any:
-    _per_example.check_whole('clipping', params)
-    bounded.labels(params)  # What does not fit shall fail here.
-    wide = jax.tree.map(at_least_float32, params)
-    return bounded.init(params), noise.init(params), optimizer.init(wide)
+    return optimizer.init(jax.tree.map(at_least_float32, params))
 
-  def update(
-    updates: Any,
-    state: Any,
-    params: Any = None,
-    *,
-    is_padding_example: jax.Array | None = None,
-    release_digest: jax.Array | None = None,
-    **extra_args: Any,
-  ) -> tuple[Any, Any]:
-    clip, noised, inner = state
-    labels = bounded.labels(params)
-    like = jax.eval_shape(lambda x: jax.tree.map(at_least_float32, x), params)
-    sums, clip = bounded(
-      lambda grads: jax.tree.map(at_least_float32, grads),
-      updates,
-      is_padding_example,
-      like,
-      clip,
-      None if labels is None else [np.asarray(x) for x in labels],
-      release_digest,
-    )
-    noisy, noised = noise.update(sums, noised, release_digest=release_digest)
-    out, inner = optimizer.update(noisy, inner, params, **extra_args)
-    return out, (clip, noised, inner)
+  # Without further arguments: they are for clip and noise, some of records.
+  behind = optax.GradientTransformation(init, optimizer.update)
+  whole = optax.chain(dense_clip('clipping', clip), noise, behind)
 
-  return optax.GradientTransformationExtraArgs(init, update)
+  def update(*args: Any, **extra_args: Any) -> Any:
+    updates, state = whole.update(*args, **extra_args)
+    return updates, settled(state)
+
+  return optax.GradientTransformationExtraArgs(whole.init, update)

@@ -13,6 +13,7 @@ import jax
 import optax
 
 from prism_optax import _validate
+from prism_optax._clipped_sum import ClippedSum, afresh, settled, to_floats
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._types import ArrayTree
 from prism_optax.transforms import _declared
@@ -28,8 +29,9 @@ class Stacked(NamedTuple):
     name: Name of the transformation, for error messages.
     init: ``init(step) -> state``.
     update: ``update(stacks, state, step, **extra_args) -> (stacks, state)``.
-      A clip gets the tree of per-example gradients in place of stacks, a
-      retraction returns a tree of updates.
+      A clip gets the tree of per-example gradients in place of stacks, and
+      returns a sum that is not taken yet; a retraction returns a tree of
+      updates.
     kinds: What it does, in order; one entry unless it is a chain.
   """
 
@@ -39,41 +41,58 @@ class Stacked(NamedTuple):
   kinds: tuple[Kind, ...] = ('direction',)
 
 
-class _Trail:
-  """From a tree that a transformation returned to the stacks it was made of.
+def _run(
+  part: Stacked, updates: Any, state: Any, step: StepContext, **extra_args: Any
+) -> tuple[Any, Any]:
+  """``part.update``; the sum of a clip stays one for noise alone."""
+  if part.kinds[0] != 'noise':
+    updates = to_floats(updates)
+  return part.update(updates, state, step, **extra_args)
 
-  ``optax.chain`` passes trees on. Where the next transformation is one of ours
-  and gets the very arrays that the last one returned, it goes on with the
-  stacks. Arrays do not change, so their identity is all that is looked at, and
-  a wrong match is impossible. The stacks go with the first of these arrays.
-  """
 
-  def __init__(self) -> None:
-    self._last: tuple[list[Any], Stacks, StepContext] | None = None
+class _Origin(NamedTuple):
+  """What a tree was made of, and the tree itself, weakly."""
 
-  def _forget(self, reference: object) -> None:
-    del reference
-    self._last = None
+  leaves: tuple[weakref.ref[Any], ...]
+  stacks: Any
+  step: StepContext
 
-  def leave(self, tree: ArrayTree, stacks: Stacks, step: StepContext) -> None:
-    references = [weakref.ref(x, self._forget) for x in jax.tree.leaves(tree)]
-    self._last = references, stacks, step
 
-  def follow(
-    self, tree: ArrayTree, params: ArrayTree, layout: LayoutLike
-  ) -> tuple[Stacks, StepContext] | None:
-    last = self._last  # Read once: a collection may forget it in between.
-    if last is None:
-      return None
-    references, stacks, step = last
-    leaves: list[Any] = jax.tree.leaves(tree)
-    same = len(leaves) == len(references) and all(
-      x is reference() for x, reference in zip(leaves, references, strict=True)
+# An attribute of arrays, which take none: by the id of an array of a tree that
+# was returned, what the tree was made of. `optax.chain` hands the tree on, and
+# whoever of us gets these very arrays goes on with the stacks or the exact sum.
+# It is safe because an entry holds its array weakly and goes when the array
+# dies, before another can have its id; because all arrays are compared by
+# identity, and arrays do not change; and because threads and chains that run at
+# once have arrays of their own, and one operation reads or writes a dict.
+_origins: dict[int, _Origin] = {}
+
+
+def _remember(tree: ArrayTree, stacks: Any, step: StepContext) -> None:
+  leaves: list[Any] = jax.tree.leaves(tree)
+  # An array that the entry holds would never die. If it holds all of them, the
+  # tree is as good as the stacks. A sum that is not taken yet holds none.
+  exact = isinstance(stacks, ClippedSum)
+  held = set() if exact else set(map(id, jax.tree.leaves(stacks)))
+  key = next((id(x) for x in leaves if id(x) not in held), None)
+  if key is not None:
+    forget = lambda _: _origins.pop(key, None)  # noqa: E731
+    references = tuple(
+      weakref.ref(x, forget if id(x) == key else None) for x in leaves
     )
-    return (stacks, step) if same and step.is_at(params, layout) else None
+    _origins[key] = _Origin(references, afresh(stacks), step)
 
 
-trail = _Trail()
+def _origin_of(
+  tree: ArrayTree, params: ArrayTree, layout: LayoutLike
+) -> _Origin | None:
+  """What the tree was made of, if it was here and at these parameters."""
+  leaves: list[Any] = jax.tree.leaves(tree)
+  for x in leaves:
+    if found := _origins.get(id(x)):
+      same = [*map(id, leaves)] == [id(y()) for y in found.leaves]
+      return found if same and found.step.is_at(params, layout) else None
+  return None
 
 
 class TangentTransformation(optax.GradientTransformationExtraArgs):
@@ -110,19 +129,20 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
 
     def update(updates, state, params=None, **extra_args):
       _validate.params_given(stacked.name, params)
-      if takes_gradients:
-        step = StepContext(params, layout)
-      elif found := trail.follow(updates, params, layout):
-        updates, step = found
-      else:
-        step = StepContext(params, layout)
+      origin = None
+      if not takes_gradients:
+        origin = _origin_of(updates, params, layout)
+      step = origin.step if origin else StepContext(params, layout)
+      if origin:
+        updates = afresh(origin.stacks)
+      elif not takes_gradients:
         updates = step.tree.coordinates(updates)
-      out, state = stacked.update(updates, state, step, **extra_args)
-      if returns_updates:
-        return out, state
-      tree = step.to_tree(out)
-      trail.leave(tree, out, step)
-      return tree, state
+      out, state = _run(stacked, updates, state, step, **extra_args)
+      if not returns_updates:
+        tree = step.to_tree(to_floats(out))
+        _remember(tree, out, step)
+        out = tree
+      return out, settled(state)
 
     self = super().__new__(cls, init, update)
     self.stacked, self.layout = stacked, layout
@@ -216,7 +236,9 @@ def _dense(tx: optax.GradientTransformation, position: int) -> Stacked:
   return Stacked(f'transformation {position} of the chain', init, update)
 
 
-def _check_order(parts: list[Stacked], noise_elsewhere: bool) -> None:
+def _check_order(
+  parts: list[Stacked], noise_elsewhere: bool, retract_elsewhere: bool
+) -> None:
   """Refuses chains that void the guarantee or leave the manifold."""
   kinds = [(kind, part.name) for part in parts for kind in part.kinds]
   before: tuple[str, ...] = ()
@@ -246,6 +268,13 @@ def _check_order(parts: list[Stacked], noise_elsewhere: bool) -> None:
       " libraries' privatizers, too), or say noise_elsewhere=True if the noise"
       ' is added outside of this chain.'
     )
+  retracts = before[-1] == 'retraction' or retract_elsewhere
+  if 'noise' in before and not retracts:
+    raise ValueError(
+      f'What comes out of {kinds[-1][1]} are tangent coordinates, not updates'
+      ' of factors: end with retract(), or say retract_elsewhere=True if a'
+      ' chain around this one does.'
+    )
 
 
 def _one_layout(transformations: tuple[Any, ...], layout: Any) -> LayoutLike:
@@ -264,6 +293,7 @@ def chain(
   *transformations: optax.GradientTransformation,
   layout: LayoutLike = None,
   noise_elsewhere: bool = False,
+  retract_elsewhere: bool = False,
 ) -> TangentTransformation:
   """Chains transformations of tangent coordinates into one that is fused.
 
@@ -281,6 +311,10 @@ def chain(
   that the standard deviation of the noise fits the clip, and what happens
   outside of the chain.
 
+  A chain with noise in it ends with :func:`retract`, since tangent coordinates
+  are no updates of factors: added to ``params`` they would go somewhere else.
+  ``optax.chain`` looks at none of this.
+
   Args:
     *transformations: At least one, in the order in which updates pass them.
     layout: Layout of the parameters, see
@@ -288,6 +322,8 @@ def chain(
       has a layout of its own, it must be the same.
     noise_elsewhere: Allow a clip without noise in this chain, because the
       noise is added by what takes its updates.
+    retract_elsewhere: Allow noise without a retraction in this chain, because
+      what takes its updates ends with :func:`retract`.
 
   Returns:
     A transformation whose state is the tuple of those of its parts, as with
@@ -328,7 +364,7 @@ def chain(
         ' gradients behind it.'
       )
     parts.append(_dense(tx, i))
-  _check_order(parts, noise_elsewhere)
+  _check_order(parts, noise_elsewhere, retract_elsewhere)
   layout = _one_layout(transformations, layout)
 
   def init(step):
@@ -342,7 +378,7 @@ def chain(
       )
     states = []
     for part, old in zip(parts, state, strict=True):
-      updates, new = part.update(updates, old, step, **extra_args)
+      updates, new = _run(part, updates, old, step, **extra_args)
       states.append(new)
     return updates, tuple(states)
 

@@ -4,17 +4,18 @@
 this package by marks in the program. What comes from elsewhere has none.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
 
+from prism_optax._clipped_sum import ClippedSum
 from prism_optax._proofs import _marks
 from prism_optax._types import ArrayTree
 
 
-def clipped_elsewhere(tree: ArrayTree) -> Any:
+def clipped_elsewhere(tree: ArrayTree) -> ArrayTree:
   """Declares that another library has clipped and summed this.
 
   It returns its argument. Put it around the sum or mean of clipped gradients
@@ -31,7 +32,7 @@ def clipped_elsewhere(tree: ArrayTree) -> Any:
   :func:`prism_optax.training.make_private` does not take your word.
 
   Args:
-    tree: Any tree of arrays.
+    tree: A tree of arrays.
 
   Returns:
     The same tree.
@@ -49,25 +50,27 @@ def clipped_elsewhere(tree: ArrayTree) -> Any:
   return jax.tree.unflatten(treedef, [x for (x,) in marked])
 
 
-def _marked(mark: Callable[..., Any], tree: Any) -> Any:
+def _marked(
+  mark: Callable[[list[_marks.Leaf], _marks.Noise], list[_marks.Leaf]],
+  tree: ArrayTree,
+) -> ArrayTree:
   leaves, treedef = jax.tree.flatten(tree)
   what = _marks.Noise((None,) * len(leaves), declared=True)
   marked = mark([(x,) for x in leaves], what)
   return jax.tree.unflatten(treedef, [x for (x,) in marked])
 
 
-def noise_enters(tree: Any) -> Any:
+def noise_enters(tree: ArrayTree) -> ArrayTree:
   """Marks a tree to which something that is not ours adds noise."""
-  marked = _marked(_marks.noise_enters, tree)
-  exact = getattr(tree, 'on_lattice', None)
-  if exact is not None:  # The sum of a clip of ours, to be taken exactly.
-    marked.on_lattice = lambda stddev: _marked(
-      _marks.noise_enters, exact(stddev)
-    )
+  if not isinstance(tree, ClippedSum):
+    return _marked(_marks.noise_enters, tree)
+  then = tree.then
+  marked = dataclasses.replace(tree, then=lambda x: noise_enters(then(x)))
+  marked.to_floats()  # Here, not in a branch of what adds the noise.
   return marked
 
 
-def released(tree: Any) -> Any:
+def released(tree: ArrayTree) -> ArrayTree:
   """Marks a tree to which something that is not ours has added noise."""
   return _marked(_marks.released, tree)
 
@@ -87,7 +90,7 @@ def noised_elsewhere(
   leave, and names your word among what it assumes.
 
   Args:
-    privatizer: Any transformation in the manner of optax.
+    privatizer: A transformation in the manner of optax.
 
   Returns:
     A transformation with the same numbers and the same state.
@@ -104,8 +107,11 @@ def noised_elsewhere(
   privatizer = optax.with_extra_args_support(privatizer)
 
   def update(
-    updates: Any, state: Any, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, Any]:
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: object,
+  ) -> tuple[optax.Updates, optax.OptState]:
     noisy, state = privatizer.update(
       noise_enters(updates), state, params, **extra_args
     )

@@ -1,45 +1,48 @@
 """Clipping of per-example gradients in the intrinsic norm."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
-import optax
 
-from prism_optax import _lattice, _per_example, _validate
-from prism_optax._modules import ClippedSum, LayoutLike, Stacks, StepContext
-from prism_optax._types import ArrayTree, Scalar
+from prism_optax import _clip, _per_example, _randomness, _validate
+from prism_optax._clip import FlatClipping
+from prism_optax._clipped_sum import ClippedSum
+from prism_optax._modules import LayoutLike, Stacks
+from prism_optax._types import PRNGKeyLike, Scalar
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 from prism_optax.transforms._coordinates import stacked_coordinates
 
 
-def coordinates_of_one(
-  name: str, grads: Any, step: StepContext
-) -> Callable[[ArrayTree], Stacks]:
-  """The map from the gradient of one example to tangent coordinates.
+class StackedSum(ClippedSum):
+  """The sum of a clip as stacks: whoever reads their pairs gets floats.
 
-  Args:
-    name: Name of the clip, for error messages.
-    grads: Per-example gradients, or ``LazyGradients``, of which the shapes are
-      checked.
-    step: Where the update happens.
+  So noise of your own may read them, or hand the whole to the privatizer, which
+  takes the sum exactly.
   """
-  _per_example.check_whole(name, step.params)
-  shapes = _per_example.shapes_of(grads)
-  _per_example.check_batched(name, shapes, step.params)
-  # Of shapes alone: refuses gradients that do not fit.
-  jax.eval_shape(
-    lambda x: step.tree.gradients(x, 1, 'per-example gradients'), shapes
-  )
-  coordinates = stacked_coordinates(step)
-  return lambda example: coordinates(step.tree.gradients(example))
+
+  pairs = property(lambda self: self.to_floats().pairs)
+  others = property(lambda self: self.to_floats().others)
+
+  def map_pairs(self, *args: Any) -> Stacks:
+    return self.to_floats().map_pairs(*args)
+
+  def _replace(self, **fields: Any) -> Stacks:
+    return self.to_floats()._replace(**fields)
+
+
+jax.tree_util.register_pytree_node(
+  StackedSum,
+  lambda x: (tuple(x.to_floats()), None),
+  lambda _, children: cast(Any, Stacks(*children)),
+)
 
 
 def intrinsic_clip(
   l2_clip_norm: Scalar,
   *,
+  rule: FlatClipping | None = None,
   normalize_by: Scalar = 1.0,
+  prng_key: PRNGKeyLike = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """Clips per-example gradients in the intrinsic norm and adds them up.
@@ -50,8 +53,13 @@ def intrinsic_clip(
 
   **Privacy.** What comes out moves by at most ``C / normalize_by`` in the
   Euclidean norm of all its entries when one example is added or removed,
-  whatever the example holds. Nothing is private yet: the noise is added by
-  :func:`tangent_privatizer`, directly behind.
+  whatever the example holds and whatever the rule. Nothing is private yet: the
+  noise is added by :func:`tangent_privatizer`, directly behind. A rule that
+  follows a quantile releases in each step also the noisy fraction of examples
+  that were not cut, of noise multiplier ``2 normalize_by fraction_stddev``,
+  which has to be accounted for (:func:`prism_optax.training.make_private` does
+  so), and what comes out is in units of its C: it moves by ``1 /
+  normalize_by``.
 
   All per-example gradients are held at once, unless they come from
   :func:`prism_optax.lora.in_microbatches`. ``jax_privacy.clipped_grad`` with
@@ -73,20 +81,27 @@ def intrinsic_clip(
 
   Args:
     l2_clip_norm: C, the largest norm of an example's contribution to the sum.
+    rule: How an example is cut to C. None is
+      :class:`prism_optax.training.FlatClipping`, as above. The others are
+      ``AutomaticClipping``, ``GroupClipping`` and ``QuantileClipping``, for
+      which C is where it starts.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
+    prng_key: For a rule that follows a quantile, of the noise of the fraction,
+      as for :func:`tangent_privatizer`. Not the key of another noise.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
     is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
     leaves ``(*shape)`` in tangent coordinates, float32 at least.
-    ``.sensitivity(neighboring_relation)`` is C / normalize_by, twice that for
-    REPLACE_ONE.
+    ``.sensitivity(neighboring_relation)`` is C / normalize_by (with a quantile
+    1 / normalize_by), twice that for REPLACE_ONE.
 
   Raises:
     ValueError: If C or ``normalize_by`` is not a positive finite number (a
-      traced one is not checked); if ``optax.masked`` or ``optax.partition``
+      traced one is not checked); if ``prng_key`` is no key; in ``init`` if
+      labels of groups do not fit; if ``optax.masked`` or ``optax.partition``
       hides leaves, whose gradients would pass unclipped; in ``update`` if
       ``params`` is missing or the gradients do not have one leading batch axis,
       as inside of ``optax.MultiSteps``.
@@ -105,42 +120,38 @@ def intrinsic_clip(
   """
   _validate.positive('l2_clip_norm', l2_clip_norm)
   _validate.positive('normalize_by', normalize_by)
+  _randomness.check_key('prng_key', prng_key, words=4)
+  rule = FlatClipping() if rule is None else rule
+  clip = _clip.Clip(rule, l2_clip_norm, normalize_by, prng_key)
+  return tangent_clip(clip, layout)
+
+
+def tangent_clip(clip: _clip.Clip, layout: LayoutLike) -> TangentTransformation:
+  """:func:`intrinsic_clip` of a rule with its numbers."""
+  name = 'intrinsic_clip'
 
   def init(step):
-    _per_example.check_whole('intrinsic_clip', step.params)
-    return optax.EmptyState()
+    _per_example.check_whole(name, step.params)
+    # Labels that do not fit shall fail here, not in training.
+    clip.rule._known(step.params, step.tree.rows)
+    return clip.init(step.params)
 
-  def update(grads, state, step, *, is_padding_example=None, **extra_args):
-    del extra_args
-    coordinates = coordinates_of_one('intrinsic_clip', grads, step)
-
-    def contribution(example):
-      x = coordinates(example)
-      weight, counts = _per_example.clip_weight(
-        _per_example.squared_norm(jax.tree.leaves(x), l2_clip_norm)
-      )
-      return jax.tree.map(
-        lambda y: jnp.where(counts, y * (weight / normalize_by), 0), x
-      )
-
-    def total(stddev=None):
-      units, bound = None, l2_clip_norm / normalize_by
-      if stddev is not None:
-        like = step.tree.coordinates(step.params)
-        units = jax.tree.map(
-          lambda x: _lattice.unit_of(stddev, bound, x.dtype), like
-        )
-      sums = _per_example.sum_of_examples(
-        contribution, grads, is_padding_example, units
-      )
-      return _per_example.mark_flat_clip(sums, bound, stddev)
-
-    summed = ClippedSum(*total())
-    summed.on_lattice = total
-    return summed, state
+  def update(grads, state, step, **extra_args):
+    shapes = _per_example.checked_shapes(name, grads, step.params)
+    # Of shapes alone: refuses gradients that do not fit.
+    jax.eval_shape(
+      lambda x: step.tree.gradients(x, 1, 'per-example gradients'), shapes
+    )
+    coordinates = stacked_coordinates(step)
+    tangent = _clip.Coordinates(
+      lambda example: coordinates(step.tree.gradients(example)),
+      step.tree.rows,
+      StackedSum,
+    )
+    return clip.sum(tangent, grads, step.params, state, **extra_args)
 
   return TangentTransformation(
-    Stacked('intrinsic_clip', init, update, ('clip',)),
+    Stacked(name, init, update, ('clip',)),
     layout,
-    _per_example.sensitivity_of_sum(l2_clip_norm / normalize_by),
+    _per_example.sensitivity_of_sum(clip.bound / clip.normalize_by),
   )

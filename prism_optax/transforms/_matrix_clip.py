@@ -1,42 +1,90 @@
 """Clipping of per-example gradients matrix by matrix."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _lattice, _per_example, _validate
-from prism_optax._linalg import at_least_float32
-from prism_optax._matrix_axes import DimensionNumbersLike, with_leaves
+from prism_optax import _clip, _per_example, _validate
+from prism_optax._clip import Factors, FlatClipping, Leaves
+from prism_optax._clipped_sum import Bound, to_floats
+from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, Scalar
 from prism_optax.transforms import _clip_groups
 from prism_optax.transforms._clip_groups import ClipGroup, NormsLike
 
 
-def _clipped(
-  groups: Sequence[ClipGroup], leaves: Sequence[jax.Array]
-) -> list[jax.Array]:
-  """The leaves of one example's gradient, clipped group by group."""
-  leaves = [at_least_float32(x) for x in leaves]
-  weights = [
-    _per_example.clip_weight(
-      _per_example.squared_norm(
+@dataclasses.dataclass(frozen=True)
+class EachMatrix(FlatClipping):
+  """Cuts every matrix by itself, to a norm of its own.
+
+  Attributes:
+    l2_clip_norms: As for :func:`per_matrix_clip`.
+    weight_dimension_numbers: Likewise.
+  """
+
+  l2_clip_norms: NormsLike
+  weight_dimension_numbers: DimensionNumbersLike = None
+
+  def _known(self, params: ArrayTree, rows: Any) -> list[ClipGroup]:
+    del rows
+    return _clip_groups.clip_groups(
+      self.l2_clip_norms, params, self.weight_dimension_numbers
+    )
+
+  def _bounds(self, bound: Scalar, known: list[ClipGroup]) -> list[Bound]:
+    return [Bound(x.leaves, bound * x.l2_clip_norm, x.matrices) for x in known]
+
+  def _factors(
+    self, leaves: Leaves, norm: Scalar, known: list[ClipGroup]
+  ) -> Factors:
+    factors, finite = list(leaves), []
+    for group in known:
+      squared = _per_example.squared_norm(
         [leaves[i] for i in group.leaves], group.l2_clip_norm, group.batch_axes
       )
-    )
-    for group in groups
-  ]
-  # An example counts everywhere or nowhere: half an example is no gradient.
-  counts = jnp.all(jnp.stack([jnp.all(finite) for _, finite in weights]))
-  out = list(leaves)
-  for group, (weight, _) in zip(groups, weights, strict=True):
-    for i in group.leaves:
-      others = [a for a in range(out[i].ndim) if a not in group.batch_axes]
-      across = jnp.expand_dims(weight, others) if group.batch_axes else weight
-      out[i] = jnp.where(counts, out[i] * across, 0)
-  return out
+      weight, counts = _per_example.clip_weight(squared)
+      finite.append(jnp.all(counts))
+      for i in group.leaves:
+        axes = [a for a in range(leaves[i].ndim) if a not in group.batch_axes]
+        factors[i] = jnp.expand_dims(weight, axes if group.batch_axes else ())
+    # An example counts everywhere or nowhere: half an example is no gradient.
+    return Factors(leaves, factors, jnp.all(jnp.stack(finite)))
+
+
+def dense_clip(
+  name: str, clip: _clip.Clip
+) -> optax.GradientTransformationExtraArgs:
+  """Clips gradients as they are, and hands the sum on as a ``ClippedSum``."""
+
+  def init(params):
+    _per_example.check_whole(name, params)
+    # What does not fit shall fail here, not in training.
+    clip.rule._known(params, _clip.DENSE.rows)
+    return clip.init(params)
+
+  def update(updates, state, params=None, **extra_args):
+    _validate.params_given(name, params)
+    gradients = _per_example.checked_shapes(name, updates, params)
+    leaves, structure = jax.tree.flatten(gradients)
+    expected: object = jax.tree.structure(params)
+    shapes = [x.shape for x in leaves]
+    wanted = [x.shape for x in jax.tree.leaves(params)]
+    batch = shapes[0][:1] if shapes else ()
+    if structure != expected or shapes != [batch + shape for shape in wanted]:
+      raise ValueError(
+        'Expected per-example gradients, shaped like params with one leading'
+        f' batch axis, got shapes {shapes} for params of shapes {wanted}.'
+      )
+    if not leaves:
+      return updates, state
+    return clip.sum(_clip.DENSE, updates, params, state, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def clip_each_matrix(
@@ -175,65 +223,18 @@ def per_matrix_clip(
     _validate.positive('l2_clip_norms', norm)
   _validate.positive('normalize_by', normalize_by)
 
-  def groups_of(params):
-    return _clip_groups.clip_groups(
-      l2_clip_norms, params, weight_dimension_numbers
-    )
+  rule = EachMatrix(l2_clip_norms, weight_dimension_numbers)
+  clip = _clip.Clip(rule, normalize_by=normalize_by)
+  inner = dense_clip('per_matrix_clip', clip)
 
   def contribution(grads):
-    leaves = jax.tree.leaves(grads)
-    if not leaves:
+    if not jax.tree.leaves(grads):
       return grads
-    clipped = _clipped(groups_of(grads), leaves)
-    return with_leaves(grads, [x / normalize_by for x in clipped])
+    return clip.contribution(_clip.DENSE, grads)(grads)
 
-  def init_fn(params):
-    _per_example.check_whole('per_matrix_clip', params)
-    groups_of(params)  # What does not fit shall fail here, not in training.
-    return optax.EmptyState()
-
-  def update_fn(
-    updates,
-    state,
-    params=None,
-    *,
-    is_padding_example=None,
-    noise_stddevs=None,  # Of each leaf: the sum is taken on their lattices.
-    **extra_args,
-  ):
-    del extra_args
-    _validate.params_given('per_matrix_clip', params)
-    _per_example.check_whole('per_matrix_clip', params)
-    gradients = _per_example.shapes_of(updates)
-    _per_example.check_batched('per_matrix_clip', gradients, params)
-    leaves, structure = jax.tree.flatten(gradients)
-    expected: object = jax.tree.structure(params)
-    shapes = [x.shape for x in leaves]
-    wanted = [x.shape for x in jax.tree.leaves(params)]
-    batch = shapes[0][:1] if shapes else ()
-    if structure != expected or shapes != [batch + shape for shape in wanted]:
-      raise ValueError(
-        'Expected per-example gradients, shaped like params with one leading'
-        f' batch axis, got shapes {shapes} for params of shapes {wanted}.'
-      )
-    if not leaves:
-      return updates, state
-    units, groups = None, groups_of(params)
-    if noise_stddevs is not None:
-      norms = {i: g.l2_clip_norm for g in groups for i in g.leaves}
-      units = [
-        _lattice.unit_of(
-          s, norms[i] / normalize_by, jnp.promote_types(x.dtype, jnp.float32)
-        )
-        for i, (s, x) in enumerate(zip(noise_stddevs, leaves, strict=True))
-      ]
-    sums = _per_example.sum_of_examples(
-      contribution, updates, is_padding_example, units
-    )
-    bounds = [
-      (g.leaves, g.l2_clip_norm / normalize_by, g.matrices) for g in groups
-    ]
-    return _per_example.mark_clipped(sums, bounds, noise_stddevs), state
+  def update(updates, state, params=None, **extra_args):
+    clipped, state = inner.update(updates, state, params, **extra_args)
+    return to_floats(clipped), state
 
   def sensitivity_of_all(
     neighboring_relation: NeighboringRelation = _per_example.ADD_OR_REMOVE_ONE,
@@ -246,9 +247,10 @@ def per_matrix_clip(
         ' l2_clip_norms alone does not tell: call'
         ' `sensitivity(relation, params=params)`, got params=None.'
       )
-    bound = _clip_groups.sensitivity(groups_of(params)) / normalize_by
+    groups = rule._known(params, _clip.DENSE.rows)
+    bound = _clip_groups.sensitivity(groups) / normalize_by
     return _per_example.sensitivity_of_sum(bound)(neighboring_relation)
 
   return _per_example.BoundedSensitivityTransformation(
-    init_fn, update_fn, sensitivity_of_all, contribution
+    inner.init, update, sensitivity_of_all, contribution
   )

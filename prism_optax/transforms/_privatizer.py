@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _lattice, _randomness, _validate, fixed_rank
+from prism_optax._clipped_sum import ClippedSum
 from prism_optax._modules import LayoutLike
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar, StepsLike
 from prism_optax.fixed_rank._points import map_ranks
@@ -126,8 +127,8 @@ def gaussian(
     steps: Number of updates, behind which it returns zeros or raises.
 
   Returns:
-    A transformation that keeps shapes and types, float32 or float64, and makes
-    arrays of sums on the lattice of the noise. Its ``update`` takes
+    A transformation that keeps shapes and types, float32 or float64, and takes
+    a ``ClippedSum`` on the lattice of its noise. Its ``update`` takes
     ``release_digest=``, see :func:`tangent_privatizer`.
   """
 
@@ -139,6 +140,8 @@ def gaussian(
     next_key, key = _randomness.split(state)
     key = _randomness.for_release(key, release_digest)
     stddevs = stddev(params) if callable(stddev) else stddev
+    if isinstance(updates, ClippedSum):
+      updates = updates.on_lattice(stddevs)
     return _lattice.add_noise(key, updates, stddevs), next_key
 
   return limited(optax.GradientTransformationExtraArgs(init, update), steps)
@@ -239,7 +242,6 @@ def tangent_privatizer(
     0.0
   """
   last = check_source('stddev', stddev, prng_key, privatizer, steps)
-  no_noise = not isinstance(stddev, jax.Array) and stddev == 0
   if stddev is not None:
     noise = gaussian(stddev, prng_key, last)
   elif privatizer is not None:
@@ -255,12 +257,9 @@ def tangent_privatizer(
     del extra_args
     # Noise on every entry first; projector and masks act on the sum.
     if privatizer is None:
-      exact = getattr(stacks, 'on_lattice', None)
-      if exact is None or no_noise:
-        arrays = stacks.map_pairs(fixed_rank.multiply_out)
-      else:
-        arrays = exact(stddev)
-      noisy, state = noise.update(arrays, state, release_digest=release_digest)
+      if not isinstance(stacks, ClippedSum):
+        stacks = stacks.map_pairs(fixed_rank.multiply_out)
+      noisy, state = noise.update(stacks, state, release_digest=release_digest)
     else:
       tree, state = noise.update(
         step.to_tree(stacks), state, release_digest=release_digest

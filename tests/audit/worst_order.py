@@ -16,9 +16,8 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-import prism_optax
+from prism_optax import _clip
 
 COUNT, ORDERS, STDDEV = 65_536, 10, 4.0
 
@@ -45,11 +44,10 @@ def float_sum_moves_by(count: int) -> float:
 
 def _exact_sum(rows, absent):
   """Of contributions clipped to one: the integers, and their unit."""
-  clip = prism_optax.per_matrix_clip(1.0)
-  total, _ = clip.update(
-    {'w': rows}, optax.EmptyState(), {'w': jnp.zeros(2)},
-    is_padding_example=absent, noise_stddevs=[jnp.float32(STDDEV)],
-  )  # fmt: skip
+  clipped, _ = _clip.Clip(_clip.FlatClipping()).sum(
+    _clip.DENSE, {'w': rows}, is_padding_example=absent
+  )
+  total = clipped.on_lattice(jnp.float32(STDDEV))
   return total['w']
 
 

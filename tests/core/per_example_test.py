@@ -100,7 +100,7 @@ def test_compensation_leaves_one_rounding():
 
 def _lattice_sum(x, unit=2.0**-20):
   unit = jnp.float32(unit)
-  sums = _per_example.sum_of_examples(lambda e: e, x, None, unit)
+  sums = _per_example.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
   assert isinstance(sums, _lattice.LatticeSum)
   high, low = (np.asarray(y, np.int64) for y in sums[:2])
   return high * 2**14 + low
@@ -128,7 +128,7 @@ def test_sums_on_a_lattice_do_not_depend_on_the_order():
 
 def _lattice_parts(x):
   unit = jnp.float32(2.0**-20)
-  sums = _per_example.sum_of_examples(lambda e: e, x, None, unit)
+  sums = _per_example.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
   return jnp.stack([sums.high, sums.low])
 
 
@@ -206,7 +206,10 @@ def test_parts_of_a_batch_add_up_to_the_same_bits():
       jnp.where(is_padding[:, None], 99.0, x), gradients, size, skip_padding
     )
     return _per_example.sum_of_examples(
-      lambda g: jnp.where(jnp.isfinite(g), g, 7.0), lazy, is_padding, unit
+      lambda g: jnp.where(jnp.isfinite(g), g, 7.0),
+      lazy,
+      is_padding,
+      lambda _: [unit],
     )
 
   whole = jax.jit(lambda: total(None))()

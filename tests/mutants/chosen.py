@@ -40,7 +40,7 @@ MEASURED = 'audit/make_private_test.py has_its_size'
 METRIC = 'contrib/input_metric_test.py'
 RECORDS = 'training/records_test.py whatever_a_record_is'
 ADVERSARIAL = 'audit/make_private_test.py whatever and dense-quantile'
-INTRINSIC_CLIP = 'transforms/_intrinsic_clip.py'
+RULES = '_clip.py'
 PRIVATIZER = 'transforms/_privatizer.py'
 CHAIN, STEP = 'transforms/_chain.py', 'transforms/_step.py'
 ORDERS = 'transforms/chain_order_test.py void_the_guarantee'
@@ -218,23 +218,24 @@ MUTANTS = (
   ),
   Mutant(
     'the weight of an example forgotten',
-    INTRINSIC_CLIP,
-    'y * (weight / normalize_by)',
-    'y / normalize_by',
+    RULES,
+    'x * (factor / divisor)',
+    'x / divisor',
     (CLIP,),
   ),
   Mutant(
     'realised batch size as divisor',
-    INTRINSIC_CLIP,
-    'y * (weight / normalize_by)',
-    'y * (weight / len(jax.tree.leaves(grads)[0]))',
+    RULES,
+    'clip.contribution(coordinates, params)',
+    'clip._replace(normalize_by=len(jax.tree.leaves(examples)[0]))'
+    '.contribution(coordinates, params)',
     (CLIP,),
   ),
   Mutant(
     'other leaves outside of the norm',
-    INTRINSIC_CLIP,
-    'jax.tree.leaves(x), l2_clip_norm',
-    'jax.tree.leaves(x.pairs), l2_clip_norm',
+    RULES,
+    'squared = _per_example.squared_norm(leaves, norm)',
+    'squared = _per_example.squared_norm(leaves[:2], norm)',
     (CLIP,),
   ),
   Mutant(
@@ -249,17 +250,24 @@ MUTANTS = (
   ),
   Mutant(
     'zero times infinity',
-    INTRINSIC_CLIP,
-    'jnp.where(counts, y * (weight / normalize_by), 0)',
-    'y * (weight / normalize_by)',
+    RULES,
+    'jnp.where(counts, x * (factor / divisor), 0)',
+    'x * (factor / divisor)',
     ('transforms/sensitivity_test.py intrinsic_clip_moves',),
   ),
   Mutant(
-    'zero times infinity, matrix by matrix',
+    'half an example counts, matrix by matrix',
     'transforms/_matrix_clip.py',
-    'jnp.where(counts, out[i] * across, 0)',
-    'out[i] * across',
+    'jnp.all(jnp.stack(finite))',
+    'finite[0]',
     ('transforms/matrix_clip_test.py',),
+  ),
+  Mutant(
+    'a sum that was taken in the body of a loop is kept',
+    CHAIN,
+    'updates = afresh(origin.stacks)',
+    'updates = origin.stacks',
+    ('transforms/trail_test.py a_branch_keeps',),
   ),
   Mutant(
     'padding counts',
@@ -422,15 +430,15 @@ MUTANTS = (
   Mutant(
     'half the noise on an exact sum',
     PRIVATIZER,
-    'exact(stddev)',
-    'exact(0.5 * stddev)',
+    'updates.on_lattice(stddevs)',
+    'updates.on_lattice(0.5 * stddevs)',
     ('audit/exact_release_test.py size',),
   ),
   Mutant(
     'a float sum behind the clip',
     PRIVATIZER,
-    'if exact is None or no_noise:',
-    'if True:',
+    'updates.on_lattice(stddevs)',
+    'updates.to_floats()',
     ('audit/exact_release_test.py any_order',),
   ),
   Mutant(
@@ -603,9 +611,9 @@ MUTANTS = (
   ),
   Mutant(
     'clipped examples that are not divided',
-    'transforms/_matrix_clip.py',
-    '[x / normalize_by for x in clipped]',
-    'clipped',
+    RULES,
+    'divisor = b * norm if follows else b',
+    'divisor = b * norm if follows else 1.0',
     ('transforms/matrix_clip_test.py loops',),
   ),
   Mutant(
@@ -800,6 +808,13 @@ MUTANTS = (
     (ORDERS,),
   ),
   Mutant(
+    'noise needs no retraction',
+    CHAIN,
+    "retracts = before[-1] == 'retraction' or retract_elsewhere",
+    'retracts = True',
+    (ORDERS,),
+  ),
+  Mutant(
     'a clip that returns no coordinates may be chained',
     CHAIN,
     "if hasattr(tx, 'sensitivity'):",
@@ -809,28 +824,28 @@ MUTANTS = (
   Mutant(
     'stacks of other parameters',
     'transforms/_chain.py',
-    'if same and step.is_at(params, layout) else None',
-    'if same else None',
+    'return found if same and found.step.is_at(params, layout) else None',
+    'return found if same else None',
     ('transforms/trail_test.py other_parameters',),
   ),
   Mutant(
     'stacks of updates that were changed',
     'transforms/_chain.py',
-    'same = len(leaves) == len(references) and all(',
-    'same = len(leaves) == len(references) or all(',
+    'same = [*map(id, leaves)] == [id(y()) for y in found.leaves]',
+    'same = True',
     ('transforms/trail_test.py were_changed',),
   ),
   # Whole trainings.
   Mutant(
     'make_private: shares of groups are not normalised',
-    'training/_clipping.py',
+    RULES,
     'whole = math.hypot(*self.shares.values())',
     'whole = max(self.shares.values())',
     ('training/clipping_test.py share_the_clip_norm',),
   ),
   Mutant(
     'make_private: automatic clipping beyond the norm',
-    'training/_clipping.py',
+    RULES,
     '_per_example.shortened(leaves, self.stability)',
     '_per_example.shortened(leaves, -self.stability)',
     ('training/clipping_test.py automatic',),
@@ -844,16 +859,16 @@ MUTANTS = (
   ),
   Mutant(
     'make_private: the fraction has no noise',
-    'training/_clipping.py',
-    '(vote,) = _lattice.add_noise(key, [votes], stddev)',
-    '(vote,) = _lattice.add_noise(key, [votes], 0.0)',
+    RULES,
+    'stddev = rule.fraction_stddev',
+    'stddev = 0.0',
     (MEASURED,),
   ),
   Mutant(
     'make_private: the fraction has one key in all steps',
-    'training/_clipping.py',
-    'return sums, QuantileState(norm, next_key)',
-    'return sums, QuantileState(norm, state.prng_key)',
+    RULES,
+    'return QuantileState(norm, next_key)',
+    'return QuantileState(norm, state.prng_key)',
     ('audit/make_private_test.py new_key',),
   ),
   Mutant(
@@ -865,30 +880,23 @@ MUTANTS = (
   ),
   Mutant(
     'make_private: the fraction is charged too little',
-    'training/_clipping.py',
+    RULES,
     'votes = 2 * expected_batch_size * clipping.fraction_stddev',
     'votes = 4 * expected_batch_size * clipping.fraction_stddev',
     (MEASURED,),
   ),
   Mutant(
     'make_private: a vote moves the mean by twice as much',
-    'training/_clipping.py',
+    RULES,
     'jnp.where(below, 0.5, -0.5) / b',
     'jnp.where(below, 1.0, 0.0) / b',
     (ADVERSARIAL,),
   ),
   Mutant(
-    'make_private: records that are not finite count',
-    'training/_clipping.py',
-    'jnp.where(counts, x * (factor / unit), 0)',
-    'x * (factor / unit)',
-    (ADVERSARIAL,),
-  ),
-  Mutant(
     'make_private: half the noise',
-    'training/_make.py',
-    'stddev=own * bounded.bound / expected_batch_size',
-    'stddev=own * bounded.bound / expected_batch_size / 2',
+    'training/_optimizer.py',
+    'stddev = noise_multiplier * clip.bound / clip.normalize_by',
+    'stddev = noise_multiplier * clip.bound / clip.normalize_by / 2',
     (MEASURED,),
   ),
   Mutant(
@@ -1137,13 +1145,6 @@ MUTANTS = (
     (f'{METRIC} keeps_its_length',),
   ),
   Mutant(
-    'input metric: records that are not finite count',
-    'contrib/_one_shot_release.py',
-    'jnp.where(counts, weight * v, 0)',
-    'weight * v',
-    (f'{METRIC} same_bits',),
-  ),
-  Mutant(
     'input metric: one seed for all',
     'contrib/_one_shot_release.py',
     "key = _randomness.resolve_key('prng_key', prng_key, (), words=4)",
@@ -1314,8 +1315,8 @@ MUTANTS = (
   Mutant(
     'independence: a shifted batch passes',
     '_proofs/_indexing.py',
-    'and part.start == start,',
-    'and True,',
+    'with_axis(axis, rows, start)',
+    'with_axis(axis, rows, part.start)',
     ('proofs/independence_test.py refused_by',),
   ),
   Mutant(
@@ -1324,6 +1325,27 @@ MUTANTS = (
     'if isinstance(label, Batched) and depth in dict(label.rounds):',
     'if False:',
     ('proofs/independence_test.py refused_by',),
+  ),
+  Mutant(
+    'proof of noise: what no clip bounds may enter noise',
+    '_proofs/_walk.py',
+    'if label.kind in (Kind.DRAWN, Kind.PRIVATE):',
+    'if False:',
+    ('proofs/release_test.py passes_the_noise',),
+  ),
+  Mutant(
+    'proof of noise: a branch may depend on a record',
+    '_proofs/_walk.py',
+    'elif label.kind is not Kind.PUBLIC:',
+    'elif False:',
+    ('proofs/release_test.py passes_the_noise',),
+  ),
+  Mutant(
+    'proof of noise: whatever is made of a clipped sum is one',
+    '_proofs/_kinds.py',
+    'if kinds == {Kind.CLIPPED} and _may_be_clipped(site.equation, labels):',
+    'if kinds == {Kind.CLIPPED}:',
+    ('proofs/release_test.py passes_the_noise',),
   ),
   Mutant(
     'make_private: a loss that is not proved passes',
@@ -1338,17 +1360,20 @@ MUTANTS = (
 PRIVACY = (
   '_randomness/_generators.py',
   '_lattice.py',
+  '_clip.py',
+  '_clipped_sum.py',
   '_per_example.py',
   '_proofs/_analysis.py',
   '_proofs/_indexing.py',
+  '_proofs/_kinds.py',
   '_proofs/_labels.py',
   '_proofs/_rules.py',
+  '_proofs/_walk.py',
   '_randomness/_keys.py',
   'accounting/_epsilon.py',
   'contrib/_input_metric.py',
   'contrib/_one_shot_release.py',
   'contrib/heads.py',
-  'training/_clipping.py',
   'training/_fingerprint.py',
   'training/_loss.py',
   'training/_make.py',

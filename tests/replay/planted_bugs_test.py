@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _lattice, _per_example, training
-from prism_optax.training import _clipping, _private, _records, _sampling, _seen
+from prism_optax import _clip, _lattice, _per_example, training
+from prism_optax.training import _private, _records, _sampling, _seen
 from tests.replay import cases, harness
 from tests.replay.cases import FORM, GRADIENT, Case, N
 from tests.training import adversarial
@@ -198,12 +198,12 @@ def test_records_meet_in_a_loss_of_a_batch():
 class _Underflows(training.AutomaticClipping):
   """As it was: the squares of entries of 1e-23 are zero."""
 
-  def _factors(self, leaves, l2_clip_norm, rows):
+  def _factors(self, leaves, l2_clip_norm, known):
     squared = _per_example.squared_norm(leaves, l2_clip_norm)
     counts = jnp.isfinite(squared)
     norm = jnp.sqrt(jnp.where(counts, squared, 1))
     weight = 1 / (norm + self.stability / l2_clip_norm)
-    return _clipping._Factors(leaves, [weight] * len(leaves), counts)
+    return _clip.Factors(leaves, [weight] * len(leaves), counts)
 
 
 def on_gradients(clip, **options):
@@ -254,7 +254,7 @@ def test_a_statistic_is_released_without_noise(monkeypatch):
     del key, stddev
     return list(map(_lattice.to_float, tree))
 
-  monkeypatch.setattr(_clipping, '_lattice', but(_lattice, add_noise=silent))
+  monkeypatch.setattr(_clip, '_lattice', but(_lattice, add_noise=silent))
   with pytest.raises(ValueError, match='leaves the optimizer without'):
     cases.make('adam', 'quantile')
   monkeypatch.setattr(_seen, 'check', lambda *args: None)

@@ -6,8 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import _lattice, training, transforms
-from prism_optax.training import _clipping
+from prism_optax import _clip, _lattice, training, transforms
 from tests.training import problem
 
 # Every size that float32 has, in one entry, in all, and mixed.
@@ -33,7 +32,7 @@ RULES = {
     for x in (1e-300, 1e-45, 1e-38, 1e-18, 1e-6, 0.01, 1e30, 1e300)
   },
   'flat': training.FlatClipping(),
-  'groups': training.GroupClipping(None, {'a': 1e-3, 'b': 1.0}),
+  'groups': training.GroupClipping(['a', 'b'], {'a': 1e-3, 'b': 1.0}),
 }
 
 
@@ -41,15 +40,11 @@ def contributions(records, c):
   """What each rule makes of each record, over the clip norm."""
   out = {}
   for name, rule in RULES.items():
-
-    def one(x, rule=rule):
-      leaves = [x[:2], x[2:].reshape(2, 2)]
-      leaves, factors, counts = rule._factors(leaves, c, ROWS)
-      return [
-        jnp.where(counts, y * (f / 1.0), 0)
-        for y, f in zip(leaves, factors, strict=True)
-      ]
-
+    # Two leaves of which the second is a stack of two.
+    coordinates = _clip.Coordinates(
+      lambda x: [x[:2], x[2:].reshape(2, 2)], lambda labels: ROWS
+    )
+    one = _clip.Clip(rule, c).contribution(coordinates, ['a', 'b'])
     out[name] = jax.vmap(one)(records)
   each = transforms.clip_each_matrix(c / jnp.sqrt(2.0))
   out['each matrix'] = jax.vmap(
@@ -96,13 +91,11 @@ def test_automatic_clipping_is_its_formula_at_every_size():
 def test_on_the_lattice_of_the_noise_as_well(c, stability):
   """The whole way of a record that a tiny stability made longer."""
   rule = training.AutomaticClipping(stability)
-  bounded = _clipping.BoundedSum(rule, c, 1.0, c, None)
-  like = jax.ShapeDtypeStruct((6,), jnp.float32)
+  clip = _clip.Clip(rule, c)
 
   @jax.jit
   def moved(record):
-    sums, _ = bounded(lambda x: x, record[None], None, like, ())
-    return sums
+    return clip.sum(_clip.DENSE, record[None])[0].on_lattice(c)
 
   for size in (1e-37, 1e-25, 1e-18, 1e-5, 1e15):
     sums = moved(np.full(6, size, np.float32))

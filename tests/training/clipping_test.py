@@ -1,14 +1,16 @@
 """Rules of clipping against dense oracles in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from prism_optax import training
+from prism_optax import _clip, training, transforms
+from prism_optax._clipped_sum import settled, to_floats
 from prism_optax._modules import StepContext
-from prism_optax.training import _clipping, _optimizer
 from tests.training import problem
 from tests.training.problem import PARAMS, N
 
@@ -17,23 +19,18 @@ LABELS = {'head': 'head', 'layer': 'adapters'}
 GROUPS = training.GroupClipping(LABELS, {'head': 3.0, 'adapters': 4.0})
 
 
-def bounded(clipping, coordinates=lambda x: x, rows=None, **options):
+def bounded(rule, grads=None):
   """The sum over b = 1 of all records' bounded contributions."""
-  rule = _clipping.BoundedSum(clipping, C, 1.0, 0.0, 7)
-  like = jax.eval_shape(
-    coordinates, jax.tree.map(lambda x: x[0], problem.gradients())
-  )
-  state = rule.init(PARAMS)
-  call = jax.jit(
-    lambda grads, state: rule(coordinates, grads, None, like, state, rows)
-  )
-  sums, state = call(options.get('grads', problem.gradients()), state)
-  floats = jax.tree.map(
-    lambda x: (np.float64(x.high) * 2**14 + x.low) * np.float64(x.unit),
-    sums,
-    is_leaf=lambda x: hasattr(x, 'unit'),
-  )
-  return [np.asarray(x) for x in jax.tree.leaves(floats)], state
+  clip = _clip.Clip(rule, C, 1.0, 7)
+
+  @jax.jit
+  def call(grads, state):
+    sums, state = clip.sum(_clip.DENSE, grads, PARAMS, state)
+    return sums.to_floats(), settled(state)
+
+  grads = problem.gradients() if grads is None else grads
+  sums, state = call(grads, clip.init(PARAMS))
+  return [np.asarray(x) for x in jax.tree.leaves(sums)], state
 
 
 def leaves():
@@ -57,8 +54,7 @@ def test_automatic_clipping():
 
 
 def test_groups_share_the_clip_norm():
-  rows = [np.asarray(x) for x in ('head', 'adapters', 'adapters')]
-  found, _ = bounded(GROUPS, rows=rows)
+  found, _ = bounded(GROUPS)
   head, *adapters = leaves()
   weights = [
     np.minimum(1, C * share / norms(group))
@@ -72,10 +68,7 @@ def test_shares_whose_squares_underflow():
   """They are 3 to 4 all the same: C is not that of each group."""
   tiny = {name: 1e-170 * x for name, x in GROUPS.shares.items()}
   rule = training.GroupClipping(GROUPS.labels, tiny)
-  rows = [np.asarray(x) for x in ('head', 'adapters', 'adapters')]
-  for one, other in zip(
-    bounded(rule, rows=rows)[0], bounded(GROUPS, rows=rows)[0], strict=True
-  ):
+  for one, other in zip(bounded(rule)[0], bounded(GROUPS)[0], strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-6)  # Rounding of norms.
 
 
@@ -95,15 +88,14 @@ def test_groups_of_modules_that_are_stacked_together():
   shares = {'first': 1.0, 'second': 1e-3}
   labels = {'first': 'first', 'second': 'second'}
   rule = training.GroupClipping(labels, shares)
-  bounded = _clipping.BoundedSum(rule, 1.0, 1.0, 0.0)
-  clip = _optimizer._intrinsic(bounded, None).stacked
+  clip = transforms.intrinsic_clip(1.0, rule=rule).stacked
 
   @jax.jit
   def sizes(params, x, y):
     step = StepContext(params, None)
     grads = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, None, x, y)
     out, _ = clip.update(grads, clip.init(step), step)
-    tree = step.to_tree(out)
+    tree = step.to_tree(to_floats(out))
     return [optax.tree.norm(tree[name]) for name in shares]
 
   one = sizes(params, *(x[:1] for x in problem.DATA))
@@ -112,7 +104,7 @@ def test_groups_of_modules_that_are_stacked_together():
 
 def test_a_quantile_is_found_and_followed():
   """Without noise: C goes to the median of the norms; sums are in its unit."""
-  rule = training.QuantileClipping(quantile=0.5, learning_rate=1.0)
+  rule = training.QuantileClipping(0.5, learning_rate=1.0, fraction_stddev=0.0)
   found, state = bounded(rule)
   size = norms(leaves())
   assert_close(found, [np.minimum(1 / C, 1 / size)] * 3)
@@ -124,7 +116,7 @@ def test_a_quantile_is_found_and_followed():
   )
   private = problem.make(
     optax.sgd(0.0),
-    clipping=rule,
+    clipping=dataclasses.replace(rule, fraction_stddev=0.05),
     l2_clip_norm=100.0,
     expected_batch_size=N,
     steps=30,
@@ -136,7 +128,7 @@ def test_a_quantile_is_found_and_followed():
 
 def test_a_quantile_costs_noise_of_the_gradients():
   rule = training.QuantileClipping(fraction_stddev=0.05)
-  own = _clipping.gradients_noise_multiplier(rule, 1.0, 20)
+  own = _clip.gradients_noise_multiplier(rule, 1.0, 20)
   assert own**-2 + (2 * 20 * 0.05) ** -2 == pytest.approx(1.0)
   private = problem.make(optax.sgd(0.1), clipping=rule)
   assert private.noise_multiplier == 1.0
@@ -156,17 +148,15 @@ def test_a_quantile_costs_noise_of_the_gradients():
   ids=lambda x: type(x).__name__,
 )
 def test_records_that_are_not_finite_count_as_zero(clipping):
-  rows = [np.asarray(x) for x in ('head', 'adapters', 'adapters')]
-  rows = rows if clipping is GROUPS else None
   grads = jax.tree.map(np.copy, problem.gradients())
   grads['head'][0, 0] = np.nan
   grads['layer']['lora_a'][1, 0, 0] = np.inf
   # The square overflows. Only in units of the largest entry it does not.
   automatic = isinstance(clipping, training.AutomaticClipping)
   grads['layer']['lora_b'][2] = np.nan if automatic else 1e30
-  found, _ = bounded(clipping, rows=rows, grads=grads)
+  found, _ = bounded(clipping, grads)
   for leaf in jax.tree.leaves(grads):
     leaf[:3] = 0
-  wanted, _ = bounded(clipping, rows=rows, grads=grads)
+  wanted, _ = bounded(clipping, grads)
   for x, y in zip(found, wanted, strict=True):
     np.testing.assert_array_equal(x, y)

@@ -75,14 +75,14 @@ def reference():
 def followed(monkeypatch):
   """Whether each transformation went on with the stacks of the last one."""
   found = []
-  follow = _chain.trail.follow
+  origin_of = _chain._origin_of
 
   def recorded(*args):
-    result = follow(*args)
+    result = origin_of(*args)
     found.append(result is not None)
     return result
 
-  monkeypatch.setattr(_chain.trail, 'follow', recorded)
+  monkeypatch.setattr(_chain, '_origin_of', recorded)
   return found
 
 

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import prism_optax
-from prism_optax import _modules, lora
+from prism_optax import _modules, lora, training
 from prism_optax.fixed_rank import _lifts
 from tests.oracles import oracles, test_utils
 
@@ -198,3 +199,32 @@ def test_init_refuses_modules_that_cannot_move():
   params['m1'] = jax.tree.map(jnp.zeros_like, params['m1'])
   with pytest.raises(ValueError, match=r"zero in params of \['m1'\]"):
     prism_optax.intrinsic_clip(1.0).init(params)
+
+
+def test_a_rule_of_its_own_in_either_chain():
+  """A quantile: its votes are added up in the same pass as the gradients."""
+  rule = training.QuantileClipping(0.9, fraction_stddev=0.0)
+  params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
+  grads = jax.tree.map(lambda x: jnp.stack([x, 9 * x]), params)
+  parts = (
+    prism_optax.intrinsic_clip(3.0, rule=rule, normalize_by=2.0, prng_key=1),
+    prism_optax.tangent_privatizer(1e-3, prng_key=2),
+  )
+  fused = prism_optax.chain(*parts, retract_elsewhere=True)
+  assert fused.sensitivity() == 0.5
+
+  @jax.jit
+  def update(grads):
+    return [
+      tx.update(grads, tx.init(params), params)
+      for tx in (fused, optax.chain(*parts))
+    ]
+
+  (one, state), (two, other) = update(grads)
+  for x, y in zip(*map(jax.tree.leaves, (one, two)), strict=True):
+    np.testing.assert_array_equal(x, y)
+  # The norms are in [1, 2] and nine times this: one of two is below C = 3.
+  for found in (state, other):
+    assert float(found[0].l2_clip_norm) == pytest.approx(
+      3 * np.exp(-0.2 * (0.5 - 0.9)), rel=1e-5
+    )

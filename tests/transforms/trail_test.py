@@ -2,13 +2,16 @@
 
 import functools
 import gc
+import threading
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import optax
 import pytest
 
 import prism_optax
+from prism_optax import lora
 from prism_optax.transforms import _chain
 from tests.oracles import problems
 from tests.transforms import chains
@@ -114,7 +117,7 @@ def test_loops_and_branches_compute_what_is_computed_outside(followed):
       found = jax.jit(program)(params)
     chains.assert_close(found, expected)
     gc.collect()
-    assert _chain.trail._last is None
+    assert not _chain._origins
 
 
 @pytest.mark.slow
@@ -122,10 +125,10 @@ def test_nothing_is_left_behind(followed):
   """Neither by eager updates, nor by traced ones once they are traced."""
   params, clipped, decayed, _, _ = parts()
   gc.collect()
-  assert _chain.trail._last is None
+  assert not _chain._origins
   decayed(clipped(params), params)
   assert followed == [True]
-  assert _chain.trail._last is None
+  assert not _chain._origins
   tx = problems.chain_of(0.05, **chains.OPTIONS, chain=optax.chain)
   problem, params = chains.problem_and_params(chains.ONE_SHAPE)
   grads, state = chains.batch(problem, params), jax.eval_shape(tx.init, params)
@@ -134,7 +137,7 @@ def test_nothing_is_left_behind(followed):
     jax.eval_shape(tx.update, grads, state, params)
   assert any(followed)
   gc.collect()
-  assert _chain.trail._last is None
+  assert not _chain._origins
 
 
 def test_a_program_that_fails_leaves_nothing_behind():
@@ -147,4 +150,82 @@ def test_a_program_that_fails_leaves_nothing_behind():
   with pytest.raises(RuntimeError, match='while tracing'):
     jax.jit(update)(params)
   gc.collect()
-  assert _chain.trail._last is None
+  assert not _chain._origins
+
+
+def test_the_sum_is_exact_whatever_happens_in_between(followed):
+  """Two chains in turn, of which one starts again; and another tree dies."""
+  params, clipped, *_ = parts()
+  noise = chains.noise()
+
+  def update(params):
+    one, other = clipped(params), clipped(params)
+    clipped(params)  # Nobody takes it.
+    return [
+      noise.update(x, noise.init(params), params)[0] for x in (one, other)
+    ]
+
+  jax.eval_shape(update, params)
+  assert followed == [True, True]
+
+
+def test_threads_do_not_meet():
+  """Each finds its own sum, while the other is between its clip and noise."""
+  params, clipped, *_ = parts()
+  # By another name in the oldest version.
+  new = hasattr(jax, 'enable_x64')
+  x64 = jax.enable_x64 if new else jax.experimental.enable_x64
+  meet, found = threading.Barrier(2, timeout=60), []
+
+  def trace():
+    def update(params):
+      x = clipped(params)
+      meet.wait()
+      origin = _chain._origin_of(x, params, None)
+      meet.wait()
+      found.append(origin is not None and origin.step.params is params)
+      return x
+
+    with x64(True):  # It is one of each thread.
+      jax.eval_shape(update, params)
+
+  threads = [threading.Thread(target=trace) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert found == [True, True]
+
+
+def test_a_tree_of_the_very_arrays_of_its_sum(followed):
+  """One module, which is a stack already: no reshaping makes a new array."""
+  axes = lora.Layout(2, 2, (0,), (0,))
+  layout = [lora.Pair('right', 'left', axes)]
+  params = {'left': jnp.ones((2, 4, 1)), 'right': jnp.ones((2, 3, 1))}
+  clip = prism_optax.intrinsic_clip(1.0, layout=layout)
+  noise = prism_optax.tangent_privatizer(1.0, prng_key=7, layout=layout)
+
+  def update(params):
+    grads = jax.tree.map(lambda x: x[None], params)
+    x, _ = clip.update(grads, clip.init(params), params)
+    out, _ = noise.update(x, noise.init(params), params)
+    return out
+
+  jax.jit(update)(params)
+  assert followed == [True]
+  gc.collect()
+  assert not _chain._origins
+
+
+def test_a_branch_keeps_nothing_of_the_sum():
+  """What was taken in it belongs to its program."""
+  params, clipped, decayed, *_ = parts()
+
+  def update(params):
+    x = clipped(params)
+    inside = lambda: decayed(x, params)  # noqa: E731
+    chosen = jax.lax.cond(params['extra'][0] < 0, inside, lambda: x)
+    assert _chain._origin_of(x, params, None).stacks._floats is None
+    return chosen
+
+  jax.eval_shape(update, params)

@@ -1,4 +1,10 @@
-"""How the contribution of one record is bounded, beyond the flat clip."""
+"""How the contribution of one example is bounded: the one clip.
+
+A rule says how an example is cut, coordinates say what of it is cut: its
+gradient as it is, or its tangent coordinates. The two are chosen independently.
+Each pair makes a :class:`prism_optax._clipped_sum.ClippedSum`, and all examples
+of all trainings are scaled in one function, :meth:`Clip.contribution`.
+"""
 
 import dataclasses
 import math
@@ -8,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from prism_optax import (
   _lattice,
@@ -16,23 +23,24 @@ from prism_optax import (
   _randomness,
   _validate,
 )
+from prism_optax._clipped_sum import Aside, Bound, ClippedSum, Pending
+from prism_optax._linalg import at_least_float32
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 
-# Group names along the first axis of each leaf, or () for a whole leaf.
-Rows: TypeAlias = Sequence[np.ndarray] | None
+Leaves: TypeAlias = Sequence[jax.Array]
 
 
-class _Factors(NamedTuple):
-  """What a rule makes of one record.
+class Factors(NamedTuple):
+  """What a rule makes of one example.
 
   Attributes:
-    leaves: Of the record, in a unit of the rule's choice.
-    factors: For each leaf: their products have a joint norm of at most C.
-    counts: Whether the record counts; one that does not becomes zeros.
+    leaves: Of the example, in a unit of the rule's choice.
+    factors: For each leaf: their products are within the bounds of the rule.
+    counts: Whether the example counts; one that does not becomes zeros.
   """
 
-  leaves: Sequence[jax.Array]
-  factors: list[jax.Array]
+  leaves: Leaves
+  factors: Sequence[jax.Array]
   counts: jax.Array
 
 
@@ -40,14 +48,21 @@ class _Factors(NamedTuple):
 class FlatClipping:
   """``min(1, C / norm)`` of a record's whole gradient, as DP-SGD has it."""
 
-  def _factors(
-    self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
-  ) -> _Factors:
-    """What one record's leaves are multiplied by."""
-    del rows
-    squared = _per_example.squared_norm(leaves, l2_clip_norm)
+  def _known(self, params: ArrayTree, rows: Callable[..., Any]) -> Any:
+    """What the rule has to know of the leaves: here nothing."""
+    del params, rows
+
+  def _bounds(self, bound: Scalar, known: Any) -> Scalar | Sequence[Bound]:
+    """The bounds of one contribution, of ``bound`` in total if it is flat."""
+    del known
+    return bound
+
+  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
+    """What one example's leaves are multiplied by."""
+    del known
+    squared = _per_example.squared_norm(leaves, norm)
     weight, counts = _per_example.clip_weight(squared)
-    return _Factors(leaves, [weight] * len(leaves), counts)
+    return Factors(leaves, [weight] * len(leaves), counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +84,10 @@ class AutomaticClipping(FlatClipping):
   def __post_init__(self) -> None:
     _validate.known_positive('stability', self.stability)
 
-  def _factors(
-    self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
-  ) -> _Factors:
-    del rows
+  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
+    del known
     shortened, weight, counts = _per_example.shortened(leaves, self.stability)
-    return _Factors(shortened, [weight * l2_clip_norm] * len(leaves), counts)
+    return Factors(shortened, [weight * norm] * len(leaves), counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +114,8 @@ class GroupClipping(FlatClipping):
     for name, share in self.shares.items():
       _validate.known_positive(f'shares[{name!r}]', share)
 
-  def _of_leaves(self, params: ArrayTree) -> list[str]:
-    """The group name of each leaf.
+  def _known(self, params: ArrayTree, rows: Callable[..., Any]) -> Any:
+    """The group name of each leaf, or of what is along its first axis.
 
     Raises:
       ValueError: If the labels do not fit, or are not among the shares.
@@ -115,21 +128,19 @@ class GroupClipping(FlatClipping):
           f'Expected labels among those of shares, {sorted(self.shares)}, got'
           f' {name!r}.'
         )
-    return found
+    return rows(found)
 
-  def _factors(
-    self, leaves: Sequence[jax.Array], l2_clip_norm: Scalar, rows: Rows
-  ) -> _Factors:
+  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
     names = sorted(self.shares)
     whole = math.hypot(*self.shares.values())  # No square underflows.
-    masks = [[np.asarray(row) == name for name in names] for row in rows or ()]
+    masks = [[np.asarray(row) == name for name in names] for row in known]
     squares = []
     for g, name in enumerate(names):
-      norm = l2_clip_norm * self.shares[name] / whole
+      own = norm * self.shares[name] / whole
       total = jnp.zeros(())
       for x, of_leaf in zip(leaves, masks, strict=True):
         if (mask := of_leaf[g]).any():
-          by_row = _per_example.squared_norm([x], norm, range(mask.ndim))
+          by_row = _per_example.squared_norm([x], own, range(mask.ndim))
           total = total + jnp.sum(jnp.where(mask, by_row, 0))
       squares.append(total)
     weights, counts = _per_example.clip_weight(jnp.stack(squares))
@@ -139,7 +150,7 @@ class GroupClipping(FlatClipping):
       for x, weight in zip(leaves, by_leaf, strict=True)
     ]
     # A record counts everywhere or nowhere: half of one is no gradient.
-    return _Factors(leaves, factors, jnp.all(counts))
+    return Factors(leaves, factors, jnp.all(counts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +167,9 @@ class QuantileClipping(FlatClipping):
   Attributes:
     quantile: The fraction of records to leave unclipped, in [0, 1].
     learning_rate: Positive.
-    fraction_stddev: Standard deviation of the noise of the fraction, positive.
-      The default is the paper's: a twentieth of the expected batch, in records.
+    fraction_stddev: Standard deviation of the noise of the fraction. The
+      default is the paper's: a twentieth of the expected batch, in records.
+      Zero is allowed and gives no privacy.
   """
 
   quantile: float = 0.5
@@ -167,7 +179,7 @@ class QuantileClipping(FlatClipping):
   def __post_init__(self) -> None:
     _validate.known_probability('quantile', self.quantile)
     _validate.known_positive('learning_rate', self.learning_rate)
-    _validate.known_positive('fraction_stddev', self.fraction_stddev)
+    _validate.known_non_negative('fraction_stddev', self.fraction_stddev)
 
 
 def gradients_noise_multiplier(
@@ -195,6 +207,28 @@ def gradients_noise_multiplier(
   return 1 / math.sqrt(joint**-2 - votes**-2)
 
 
+class Coordinates(NamedTuple):
+  """What of an example is clipped.
+
+  Attributes:
+    of_one: From the gradient of one example to a tree of arrays.
+    rows: From one label for each leaf of the parameters to the labels along the
+      first axis of each array of that tree, or one for all of it.
+    sums: The class of the sum, which may offer more.
+  """
+
+  of_one: Callable[[ArrayTree], ArrayTree]
+  rows: Callable[[list[str]], Any] = lambda labels: labels
+  sums: type[ClippedSum] = ClippedSum
+
+
+# Gradients as they are, float32 at least.
+DENSE = Coordinates(
+  lambda grads: jax.tree.map(at_least_float32, grads),
+  lambda labels: list(map(np.asarray, labels)),
+)
+
+
 class QuantileState(NamedTuple):
   """State of a clip that follows a quantile.
 
@@ -207,109 +241,116 @@ class QuantileState(NamedTuple):
   prng_key: jax.Array
 
 
-class BoundedSum(NamedTuple):
-  """The sum of bounded contributions, by one rule, on the noise's lattice.
+class Clip(NamedTuple):
+  """A rule with its numbers.
 
   Attributes:
-    clipping: The rule.
+    rule: How an example is cut.
     l2_clip_norm: C, or where it starts.
-    normalize_by: The expected batch size b, which divides the sum.
-    stddev: Of the noise that follows, in the unit of what comes out.
+    normalize_by: A public constant b that divides the sum.
     prng_key: Of the noise of a quantile.
   """
 
-  clipping: FlatClipping
-  l2_clip_norm: float
-  normalize_by: float
-  stddev: float
+  rule: FlatClipping
+  l2_clip_norm: Scalar = 1.0
+  normalize_by: Scalar = 1.0
   prng_key: PRNGKeyLike = None
 
   @property
-  def bound(self) -> float:
+  def bound(self) -> Scalar:
     """The largest norm of one contribution, times b."""
-    follows = isinstance(self.clipping, QuantileClipping)
+    follows = isinstance(self.rule, QuantileClipping)
     return 1.0 if follows else self.l2_clip_norm
 
-  def init(self, params: ArrayTree) -> Any:
-    if not isinstance(self.clipping, QuantileClipping):
-      return ()
+  def init(self, params: ArrayTree) -> ArrayTree:
+    if not isinstance(self.rule, QuantileClipping):
+      return optax.EmptyState()
     key = _randomness.resolve_key('prng_key', self.prng_key, params, words=4)
     return QuantileState(jnp.asarray(self.l2_clip_norm, jnp.float32), key)
 
-  def labels(self, params: ArrayTree) -> list[str] | None:
-    """The group name of each leaf, if there are groups."""
-    rule = self.clipping
-    return rule._of_leaves(params) if isinstance(rule, GroupClipping) else None
-
   def description(self, params: ArrayTree) -> str:
-    """What there is to know of the clip, the same in every process."""
-    rule: Any = self.clipping
+    """What there is to know of the rule, the same in every process."""
+    rule: Any = self.rule
     if isinstance(rule, GroupClipping):  # A function has an address.
-      rule = sorted(rule.shares.items()), self.labels(params)
+      rule = sorted(rule.shares.items()), rule._known(params, list)
     return repr(rule)
 
-  def __call__(
-    self,
-    coordinates: Callable[[Any], Any],
-    updates: Any,
-    is_padding_example: jax.Array | None,
-    like: Any,
-    state: Any,
-    rows: Rows = None,
-    release_digest: jax.Array | None = None,
-  ) -> tuple[Any, Any]:
-    """The sum over b, and the new state.
+  def contribution(
+    self, coordinates: Coordinates, params: ArrayTree
+  ) -> Callable[[ArrayTree], ArrayTree]:
+    """From one example to what it adds to the sum: cut, and divided by b.
 
-    Args:
-      coordinates: From the gradient of one record to what is clipped.
-      updates: Per-example gradients, or ``LazyGradients``.
-      is_padding_example: (B,), or None.
-      like: A tree of shapes and types like the coordinates.
-      state: From ``init`` or the last call.
-      rows: With groups: for each leaf of ``like`` the group names along its
-        first axis, or one for all of it.
-      release_digest: As for the noise of the gradients.
-
-    Returns:
-      A tree of ``LatticeSum`` like the coordinates, and the state.
+    With a quantile also its vote, which is half a record for or against.
     """
-    rule, b, bound = self.clipping, self.normalize_by, self.bound
+    rule, norm, b, _ = self
     follows = isinstance(rule, QuantileClipping)
-    norm = state.l2_clip_norm if follows else self.l2_clip_norm
+    divisor = b * norm if follows else b
+    known = rule._known(params, coordinates.rows)
 
-    def contribution(example: Any) -> Any:
-      leaves, treedef = jax.tree.flatten(coordinates(example))
-      scaled, factors, counts = rule._factors(leaves, norm, rows)
-      unit = b * (norm / bound)
+    def contribution(example: ArrayTree) -> ArrayTree:
+      leaves, treedef = jax.tree.flatten(coordinates.of_one(example))
+      scaled, factors, counts = rule._factors(leaves, norm, known)
       out = [
-        jnp.where(counts, x * (factor / unit), 0)
+        jnp.where(counts, x * (factor / divisor), 0)
         for x, factor in zip(scaled, factors, strict=True)
       ]
+      tree = jax.tree.unflatten(treedef, out)
       if not follows:
-        return jax.tree.unflatten(treedef, out), ()
+        return tree
       below = counts & (factors[0] >= 1)  # A factor of one: not cut.
-      return jax.tree.unflatten(treedef, out), jnp.where(below, 0.5, -0.5) / b
+      return tree, jnp.where(below, 0.5, -0.5) / b
 
-    units = jax.tree.map(
-      lambda x: _lattice.unit_of(self.stddev, bound / b, x.dtype), like
+    return contribution
+
+  def sum(
+    self,
+    coordinates: Coordinates,
+    examples: ArrayTree,
+    params: ArrayTree = None,
+    state: ArrayTree = None,
+    *,
+    is_padding_example: jax.Array | None = None,
+    release_digest: jax.Array | None = None,
+    **extra_args: Any,
+  ) -> tuple[ClippedSum, ArrayTree]:
+    """The sum over examples, over b, and the new state.
+
+    Args:
+      coordinates: What of an example is clipped.
+      examples: Per-example gradients, or ``LazyGradients``.
+      params: Of which the rule may know more, such as labels.
+      state: From ``init`` or the last call.
+      is_padding_example: (B,), or None.
+      release_digest: As for the noise of the gradients.
+      **extra_args: For other parts of a chain.
+
+    Returns:
+      A sum, and a state which may hold ``Pending``.
+    """
+    del extra_args
+    rule, b = self.rule, self.normalize_by
+    known = rule._known(params, coordinates.rows)
+    bounds = rule._bounds(self.bound / b, known)
+    clip, aside = self, None
+    if isinstance(rule, QuantileClipping):
+      clip = self._replace(l2_clip_norm=state.l2_clip_norm)
+      aside = Aside(0.5 / b, rule.fraction_stddev)
+    contribution = clip.contribution(coordinates, params)
+    clipped = coordinates.sums(
+      contribution, examples, is_padding_example, bounds, aside
     )
     if not isinstance(rule, QuantileClipping):
-      sums, _ = _per_example.sum_of_examples(
-        contribution, updates, is_padding_example, (units, ())
-      )
-      return _per_example.mark_flat_clip(sums, bound / b, self.stddev), state
-    stddev = rule.fraction_stddev if self.stddev else 0.0
-    unit = _lattice.unit_of(stddev, 0.5 / b, jnp.float32)
-    sums, votes = _per_example.sum_of_examples(
-      contribution, updates, is_padding_example, (units, unit)
-    )
-    sums = _per_example.mark_flat_clip(sums, bound / b, self.stddev)
-    votes = _per_example.mark_flat_clip(votes, 0.5 / b, stddev)
-    next_key, key = _randomness.split(state.prng_key)
-    key = _randomness.for_release(key, release_digest)
-    (vote,) = _lattice.add_noise(key, [votes], stddev)
-    factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))
-    # Far from the start still a number, not zero or infinity, which would stay.
-    first = self.l2_clip_norm
-    norm = jnp.clip(norm * factor, first * 1e-6, first * 1e6)
-    return sums, QuantileState(norm, next_key)
+      return clipped, state
+
+    def next_norm() -> QuantileState:
+      stddev = rule.fraction_stddev
+      next_key, key = _randomness.split(state.prng_key)
+      key = _randomness.for_release(key, release_digest)
+      (vote,) = _lattice.add_noise(key, [clipped.number()], stddev)
+      factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))
+      # Far from the start still a number: zero or infinity would stay.
+      first = self.l2_clip_norm
+      norm = jnp.clip(state.l2_clip_norm * factor, first * 1e-6, first * 1e6)
+      return QuantileState(norm, next_key)
+
+    return clipped, Pending(next_norm)
