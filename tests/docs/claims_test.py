@@ -32,7 +32,7 @@ def test_a_changed_figure_of_a_sentence_is_seen():
 
 
 def test_a_changed_table_and_a_figure_without_source_are_seen():
-  path = claims.ROOT / 'docs' / 'benchmarks.md'
+  path = claims.ROOT / 'docs' / 'benchmarks' / 'accuracy.md'
   text = path.read_text('utf-8')
   assert claims.renewed(text.replace('.8363', '.8364')) == text
   name = '<!-- results: heads -->\n'

@@ -55,7 +55,7 @@ def _():
   found = stored('amplification')
   names = {
     'prism': '`prism`',
-    'prism, paper mode': 'published PRISM',
+    'prism, paper mode': '`published_prism`',
     'dp-adamw': 'DP-AdamW',
     'lora+': 'LoRA+',
     'lora-rite': 'LoRA-RITE',
@@ -120,7 +120,7 @@ def _():
   rows = [
     ['`prism`, float64', *_gauges('float64', GAUGES[0], gauges)],
     ['without transport', *_gauges('float64', GAUGES[1], gauges)],
-    ['paper mode', *_gauges('float64', GAUGES[2], gauges)],
+    ['`published_prism`', *_gauges('float64', GAUGES[2], gauges)],
     ['DP-AdamW on the factors', *_gauges('float64', GAUGES[3], gauges)],
     ['`prism`, float32', *_gauges('float32', GAUGES[0], gauges)],
     [
@@ -140,7 +140,7 @@ def _():
     (1e3, 1): 'condition $10^3$',
     (1e6, 1): 'condition $10^6$',
   }
-  head = ['gauge', '`prism`', 'without transport', 'paper mode']
+  head = ['gauge', '`prism`', 'without transport', '`published_prism`']
   return lines(
     [*head, 'DP-AdamW on the factors'],
     [

@@ -162,12 +162,12 @@ def _():
 
 def sentences() -> Iterator[Claim]:
   yield (
-    'A cosine decay to zero has {}; a constant rate, at a third of its value,'
-    ' {}. With `b1=0.5` they have {} and {}.',
+    'A cosine decay to zero reaches {}; a constant rate, at a third of its'
+    ' value, {}. With `b1=0.5` they reach {} and {}.',
     (at(), at(decay=0.0), at(b1=0.5), at(b1=0.5, decay=0.0)),
   )
   yield (
-    '(384 to 48 steps) have {}, {}, {} and {}.',
+    '(384 to 48 steps) reach {}, {}, {} and {}.',
     (
       at(batch=25, steps=384), at(batch=50, steps=192), at(),
       at(batch=200, steps=48),
@@ -177,9 +177,9 @@ def sentences() -> Iterator[Claim]:
   spreads = [x['standard deviation over seeds'] for x in rows]
   middle = statistics.median(spreads)
   yield (
-    'accuracy {:.3f}; the standard deviation over seeds is {:.2f} in the middle'
-    ' of all rows ({:.2f} to {:.2f}), so a difference of {:.2f} between means'
-    ' is about two standard errors.',
+    'Its accuracy is {:.3f}. The standard deviation over seeds has a median of'
+    ' {:.2f} over all rows ({:.2f} to {:.2f}), so a difference of {:.2f}'
+    ' between means is about two standard errors.',
     (
       row()['accuracy'], middle, min(spreads), max(spreads),
       2 * middle * (2 / 10) ** 0.5,
@@ -191,7 +191,7 @@ def sentences() -> Iterator[Claim]:
     if x['group'] == 'input metric'
   ]
   yield (
-    'Standard deviations over ten seeds are {:.2f} to {:.2f}. The metric',
+    'The standard deviation over ten seeds is {:.2f} to {:.2f}.',
     (min(spreads), max(spreads)),
   )
   yield (
@@ -208,7 +208,7 @@ def sentences() -> Iterator[Claim]:
   counts = 24, 48, None, 192, 384
   runs = [row(steps=n) if n else row() for n in counts]
   yield (
-    '24, 48, 96, 192 and 384 steps have {}, {}, {}, {} and {}, although the'
+    '24, 48, 96, 192 and 384 steps reach {}, {}, {}, {} and {}, although the'
     ' multiplier rises from {:.2f} to {:.2f}.',
     (
       *(short(x['accuracy'], 3) for x in runs),
@@ -216,16 +216,16 @@ def sentences() -> Iterator[Claim]:
     ),
   )  # fmt: skip
   yield (
-    '$C$ of 0.1, 0.3, 1 and 3 have {}, {}, {} and {}; 10 has {}.',
+    '$C$ of 0.1, 0.3, 1 and 3 reach {}, {}, {} and {}; 10 reaches {}.',
     (at(clip=0.1), at(clip=0.3), at(), at(clip=3.0), at(clip=10.0)),
   )
   yield (
-    'which takes rank: 1, 2, 4 and 8 have {}, {}, {} and {}.',
+    'takes rank: 1, 2, 4 and 8 reach {}, {}, {} and {}.',
     (at(rank=1), at(rank=2), at(), at(rank=8)),
   )
   yield (
-    '`prism` has {} from the zero start and {} from a balanced one; DP-AdamW'
-    ' {} and {}.',
+    '`prism` reaches {} from the zero start and {} from a balanced one;'
+    ' DP-AdamW {} and {}.',
     (at(), at(**BALANCED), at(**ADAM), at(**ADAM, **BALANCED)),
   )
   yield (

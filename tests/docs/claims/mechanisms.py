@@ -134,8 +134,8 @@ def sentences() -> Iterator[Claim]:
     for x in stored('correlated_utility_cpu')['rows']
   }
   yield (
-    'at epsilon 2, {:.3f} with a banded matrix against {:.3f} with independent'
-    ' noise. Where Poisson sampling is possible, that has {:.3f} and',
+    'at epsilon 2 it reaches {:.3f} with a banded matrix, against {:.3f} with'
+    ' independent noise. Poisson sampling reaches {:.3f} and',
     tuple(
       found[x, 2.0] for x in ('banded', 'independent', 'independent, Poisson')
     ),

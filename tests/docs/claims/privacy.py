@@ -16,13 +16,13 @@ def _epsilon(x: dict[str, float] | None) -> str:
 def _():
   names = {
     'orthonormal': '`prism`',
-    'factor': 'paper mode',
+    'factor': '`published_prism`',
     'momentum': 'momentum only',
-    'muon': 'Muon on the manifold',
+    'muon': '`prism_muon`',
     'prism': '`prism`',
-    'prism, factor basis': 'paper mode',
+    'prism, factor basis': '`published_prism`',
     'prism, momentum only': 'momentum only',
-    'prism, Muon': 'Muon on the manifold',
+    'prism, Muon': '`prism_muon`',
     'dp_muon': '`dp_muon`',
   }
   keys = 'claim', 'bound', 'bound with half the noise'
@@ -70,7 +70,7 @@ def _():
     ' moments',
     'prism_muon, moments': 'moments of `prism_muon` after a step',
     'dp_muon, moments': 'moments of `dp_muon` after a step',
-    "jax-privacy's clip, prism": 'moments of `prism` behind'
+    "jax-privacy's clip, prism": 'moments of `prism` after'
     ' `jax_privacy.clipped_grad`',
     'hidden states': 'hidden states of 1,536 entries, blocks of 65',
   }
@@ -114,16 +114,16 @@ def _low_bits() -> Iterator[Claim]:
   now = [row['now'] for row in rows if row['runs'] < 40_000]
   yield 'The largest of the {} figures', (len(now),)
   largest = max(abs(mean) / error for mean, error in now if error)
-  yield 'clip with other records: {:.1f}, which', (largest,)
+  yield 'in standard errors, is {:.1f}, after', (largest,)
   chance = len(now) * math.erfc(largest / 2**0.5)
-  yield 'reaches by chance in one of {:.0f} benchmarks', (1 / chance,)
+  yield 'reaches this by chance in one of {:.0f} benchmarks', (1 / chance,)
   errors = {
     runs: max(row['now'][1] for row in rows if row['runs'] == runs)
     for runs in (1000, 10_000)
   }
   yield (
-    'nothing smaller than {:.2f} would have been seen (four standard errors);'
-    ' with 10,000, {:.2f}',
+    'none below {:.2f} would have been seen (four standard errors); with'
+    ' 10,000, none below {:.2f}',
     (4 * errors[1000], 4 * errors[10_000]),
   )
   again = [row['now'] for row in rows if row['runs'] == 40_000]

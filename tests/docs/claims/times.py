@@ -312,7 +312,7 @@ def sentences() -> Iterator[Claim]:
   )
   at = stored('step_time_cpu')['ranks']['64']['methods']
   yield (
-    'takes {:.0f} MB where DP-AdamW takes {:.0f} MB; behind'
+    'takes {:.0f} MB where DP-AdamW takes {:.0f} MB; with'
     " jax-privacy's clip it takes {:.0f} MB",
     tuple(
       at[name]['temporary megabytes']
