@@ -46,7 +46,12 @@ COVERED = {
   **{
     ROOT / 'docs' / 'benchmarks' / f'{name}.md': _ANY
     for name in (
-      'index', 'accuracy', 'geometry', 'privacy', 'speed', 'language_models',
+      'index',
+      'accuracy',
+      'geometry',
+      'privacy',
+      'speed',
+      'language_models',
     )
   },
   ROOT / 'docs' / 'differences.md': _MEASURED,
