@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 from benchmarks.accuracy import digits_network as network  # noqa: E402
 from benchmarks.common import baselines, methods, results  # noqa: E402
-from prism_optax import accounting, lora  # noqa: E402
+from prism_optax import accounting, contrib, lora  # noqa: E402
 
 EPSILON, DELTA, SIZE = 2.0, 1e-4, network.SIZE
 METRIC_NOISE = 10.0
@@ -136,7 +136,7 @@ def metrics(form, seeds):
   hidden = jax.nn.relu(private.x @ weights['first'])
   found = []
   for seed in range(seeds):
-    metric = lora.input_metric(
+    metric = contrib.input_metric(
       [{'first': private.x, 'last': hidden}],
       noise_multiplier=METRIC_NOISE,
       dataset_size=SIZE,

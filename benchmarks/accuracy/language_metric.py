@@ -7,7 +7,7 @@ from finetuning import data, sampling
 from flax import nnx
 
 from benchmarks.accuracy import language_layers, language_rows
-from prism_optax import lora
+from prism_optax import contrib
 
 NOISE_MULTIPLIER = 4.0
 CHUNK = 16
@@ -20,7 +20,7 @@ def release(
   task: language_rows.Task,
   examples: data.Examples,
   seed: int,
-) -> lora.InputMetric:
+) -> contrib.InputMetric:
   """Second moments of the inputs of the uppermost layer's matrices.
 
   Of queries, keys and values at all tokens up to the last that is asked for; of
@@ -60,7 +60,7 @@ def release(
       batch, _ = sampling.gather(examples, rows)
       yield inputs(leaves, batch)
 
-  return lora.input_metric(
+  return contrib.input_metric(
     batches(),
     noise_multiplier=NOISE_MULTIPLIER,
     dataset_size=len(examples.labels),

@@ -20,7 +20,7 @@ from benchmarks.accuracy import (
   language_rows,
 )
 from benchmarks.common import methods as benchmark_methods
-from prism_optax import accounting, lora
+from prism_optax import accounting, contrib, lora
 
 DELTA, CLIP, MICROBATCH, CHUNK = 1e-5, 1.0, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
@@ -156,7 +156,7 @@ def method_of(
   return methods.Method(run.method, transform)
 
 
-def adapters(params: Any, metric: lora.InputMetric | None) -> Any:
+def adapters(params: Any, metric: contrib.InputMetric | None) -> Any:
   """Of the coordinates that are trained."""
   return params if metric is None else metric.to_params(params)
 

@@ -22,7 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 from benchmarks.accuracy import problems, recipe_runs  # noqa: E402
 from benchmarks.common import results  # noqa: E402
-from prism_optax import accounting, heads  # noqa: E402
+from prism_optax import accounting  # noqa: E402
+from prism_optax.contrib import heads  # noqa: E402
 
 NOISE_MULTIPLIERS = (0.0, 2.0, 3.0, 5.0, 8.0)
 METHODS = {'ridge': heads.ridge, 'class means': heads.class_means}

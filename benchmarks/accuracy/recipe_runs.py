@@ -18,7 +18,8 @@ import numpy as np
 
 from benchmarks.accuracy import encoded_text, plain_layers, problems, recipes
 from benchmarks.accuracy.recipes import Knobs, Recipe
-from prism_optax import accounting, heads, lora
+from prism_optax import accounting, contrib
+from prism_optax.contrib import heads
 
 DELTA, RANK, MICROBATCH = 1e-5, 8, 64
 TEMPERATURE = 10.0
@@ -59,7 +60,7 @@ def private_head(recipe: Recipe, data, cache) -> heads.LinearHead:
 @functools.lru_cache(maxsize=2)
 def input_metric(
   task: str, form: str, seed: int, data, cache
-) -> lora.InputMetric:
+) -> contrib.InputMetric:
   """Of what query, key and value read, and what the output matrix reads."""
   problem = given(task, False, data, cache)
   attention = plain_layers.layer(
@@ -78,7 +79,7 @@ def input_metric(
       '*/output': jnp.where(shown, read, 0),
     }
 
-  return lora.input_metric(
+  return contrib.input_metric(
     (inputs(*part[:2]) for part in problems.chunks_of(problem.train)),
     noise_multiplier=METRIC_NOISE,
     dataset_size=len(problem.train[0]),

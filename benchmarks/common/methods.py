@@ -19,7 +19,7 @@ from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
 from benchmarks.common import baselines
-from prism_optax import fixed_rank, lora, transforms
+from prism_optax import contrib, fixed_rank, lora, transforms
 from prism_optax.transforms import _moments
 
 
@@ -118,7 +118,7 @@ def prism_with(
     prism_optax.retract(),
   ]
   if scales_rows:
-    parts.insert(1, prism_optax.scale_by_row_moments(noise_stddev=stddev))
+    parts.insert(1, contrib.scale_by_row_moments(noise_stddev=stddev))
   if per_example_gradients:
     clip = prism_optax.intrinsic_clip(
       l2_clip_norm, normalize_by=expected_batch_size
@@ -315,7 +315,7 @@ METHODS = {
   'prism': on_manifold(prism_optax.prism),
   'prism, decayed': on_manifold(prism_optax.prism, weight_decay=1.0),
   'prism, paper mode': on_manifold(prism_optax.published_prism),
-  'prism, muon': on_manifold(prism_optax.prism_muon),
+  'prism, muon': on_manifold(contrib.prism_muon),
   'prism, correlated noise': _prism_correlated(),
   'dp-adamw': _on_factors(lambda rate, _: optax.adamw(rate)),
   'dp-adamw, decayed': _on_factors(

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
 from benchmarks.common import baselines, results, timing  # noqa: E402
-from prism_optax import fixed_rank  # noqa: E402
+from prism_optax import contrib, fixed_rank  # noqa: E402
 from prism_optax.fixed_rank import _tangents  # noqa: E402
 
 STDDEV = 0.1
@@ -75,7 +75,7 @@ def noisy_adamw() -> optax.GradientTransformation:
 
 
 def prism(
-  per_example_gradients: bool = False, batch: int = 1, scale_rows: bool = False
+  per_example_gradients: bool = False, batch: int = 1
 ) -> optax.GradientTransformation:
   """PRISM with the same noise."""
   return prism_optax.prism(
@@ -84,7 +84,6 @@ def prism(
     noise_multiplier=STDDEV * batch,
     expected_batch_size=batch,
     per_example_gradients=per_example_gradients,
-    scale_rows=scale_rows,
   )
 
 
@@ -148,10 +147,12 @@ def spelled_out(
   chain: Callable[..., Any],
   rate: Callable[..., Any],
   noise: Callable[..., Any] = lambda: prism_optax.tangent_privatizer(STDDEV),
+  *behind_noise: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """The lines of ``prism`` behind the clip."""
+  """The lines of ``prism`` behind the clip, and others behind the noise."""
   return chain(
     noise(),
+    *behind_noise,
     prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
     prism_optax.add_decayed_factors(0.1),
     rate(1e-3),
@@ -182,7 +183,16 @@ def chains(name: str, runs: int) -> dict[str, dict[str, float]]:
     'noise as floats': compiled(
       spelled_out(prism_optax.chain, ours, float_noise), params, grads
     ),
-    'row scales': compiled(prism(scale_rows=True), params, grads),
+    'row scales': compiled(
+      spelled_out(
+        prism_optax.chain,
+        ours,
+        lambda: prism_optax.tangent_privatizer(STDDEV),
+        contrib.scale_by_row_moments(noise_stddev=STDDEV),
+      ),
+      params,
+      grads,
+    ),
     'prism with clip': compiled(prism(True, batch), params, one_by_one),
   }
   times = timing.in_turn(steps, runs, progress=True)

@@ -18,11 +18,11 @@ def _():
     'orthonormal': '`prism`',
     'factor': '`published_prism`',
     'momentum': 'momentum only',
-    'muon': '`prism_muon`',
+    'muon': '`contrib.prism_muon`',
     'prism': '`prism`',
     'prism, factor basis': '`published_prism`',
     'prism, momentum only': 'momentum only',
-    'prism, Muon': '`prism_muon`',
+    'prism, Muon': '`contrib.prism_muon`',
     'dp_muon': '`dp_muon`',
   }
   keys = 'claim', 'bound', 'bound with half the noise'
@@ -68,7 +68,7 @@ def _():
     'prism, moments': 'first moments of `prism` after a step',
     'prism, parameters': 'a bias after the first step of `prism`, without'
     ' moments',
-    'prism_muon, moments': 'moments of `prism_muon` after a step',
+    'prism_muon, moments': 'moments of `contrib.prism_muon` after a step',
     'dp_muon, moments': 'moments of `dp_muon` after a step',
     "jax-privacy's clip, prism": 'moments of `prism` after'
     ' `jax_privacy.clipped_grad`',
