@@ -3,7 +3,7 @@ document.addEventListener('DOMContentLoaded', () => {
   if (!navigator.clipboard) return; // Only pages served over https have one.
   for (const block of document.querySelectorAll('div.highlight')) {
     const pre = block.querySelector('pre');
-    if (!pre || block.closest('.output')) continue;
+    if (!pre || block.closest('.output, .highlight-text')) continue;
     const button = document.createElement('button');
     button.className = 'copy';
     button.type = 'button';

@@ -64,7 +64,7 @@ def sentences() -> Iterator[Claim]:
   )
   steps = stored('step_time_cpu')['ranks']
   yield (
-    'takes {:.2f} times that of DP-AdamW at rank 8, {:.2f} at rank 64',
+    'takes {:.2f} times as long as with DP-AdamW at rank 8, {:.2f} at rank 64',
     tuple(steps[r]['methods']['prism']['to dp-adamw'] for r in ('8', '64')),
   )
   found = stored('correlated_noise_cpu')
