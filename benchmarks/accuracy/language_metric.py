@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from finetuning import data, sampling
+from finetuning import data
 from flax import nnx
 
 from benchmarks.accuracy import language_layers, language_rows
@@ -57,8 +57,7 @@ def release(
   def batches():
     for begin in range(0, len(examples.labels), CHUNK):
       rows = np.arange(begin, min(begin + CHUNK, len(examples.labels)))
-      batch, _ = sampling.gather(examples, rows)
-      yield inputs(leaves, batch)
+      yield inputs(leaves, data.Examples(*(x[rows] for x in examples)))
 
   return lora.input_metric(
     batches(),

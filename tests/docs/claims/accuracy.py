@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.accuracy import equal_tuning, language_tables
+from benchmarks.accuracy import language_tables, utility_tables
+from benchmarks.accuracy.sentences import DEFAULTS
+from benchmarks.common import runner
 from tests.docs.claims import data
 from tests.docs.claims.data import short, stored
 from tests.docs.claims.register import Claim, lines, of
@@ -37,8 +39,51 @@ def _():
 
 @of('equal-tuning')
 def _():
-  runs = stored('equal_tuning_cpu')['runs']
-  return equal_tuning.table(runs, ['clinc150', 'banking77']).split('\n')
+  store = runner.Store(data.RESULTS / 'accuracy.json', DEFAULTS)
+  return utility_tables.equal_table(store.find).split('\n')
+
+
+def _of_part(part: str) -> None:
+  """The table of a part, on the page of its own."""
+  of(f'accuracy-{part}')(
+    lambda: utility_tables.table(stored('accuracy_compared'), part).split('\n')
+  )
+
+
+for _part in (*utility_tables.TITLES, 'lower-rate'):
+  _of_part(_part)
+
+
+@of('accuracy-nuisances')
+def _():
+  return _by_change('nuisances')
+
+
+@of('accuracy-options')
+def _():
+  return _by_change('options')
+
+
+def _by_change(part: str) -> list[str]:
+  spread = data.varied(part)[data.SPREAD]
+  ranges = [
+    {'part': part, 'change': data.SPREAD, 'method': method, 'points': x}
+    for method, x in spread.items()
+  ]
+  return utility_tables.by_change(
+    [*stored('accuracy_compared'), *ranges],
+    part,
+    lambda found: f'{found[0]["points"]:+.2f}',
+  ).split('\n')
+
+
+@of('accuracy-transfer')
+def _():
+  return utility_tables.by_change(
+    stored('accuracy_compared'),
+    'transfer',
+    lambda found: ' / '.join(f'{x["accuracy"]:.3f}' for x in found),
+  ).split('\n')
 
 
 @of('elsewhere')
@@ -70,8 +115,8 @@ SHORT = 24
 
 
 def _language_model(*, short: bool) -> list[dict]:
-  rows = stored('language_model')['rows']
-  return [row for row in rows if (row['run']['steps'] <= SHORT) == short]
+  return [x for x in stored('language_model')
+          if (x.get('steps', SHORT) <= SHORT) == short]  # fmt: skip
 
 
 @of('language-model')
@@ -88,7 +133,7 @@ def _():
 
 @of('heads')
 def _():
-  found = stored('private_heads_cpu')['rows']
+  found = stored('private_heads_cpu')
   tasks = {'sst2': 'SST-2', 'clinc150': 'clinc150', 'banking77': 'banking77'}
   of_ridge = [row for row in found if row['method'] == 'ridge']
   costs = {row['noise multiplier']: row['epsilon'] for row in of_ridge}
@@ -117,7 +162,7 @@ def sentences() -> Iterator[Claim]:
   yield from _margins()
   yield from _nuisances()
   rows = _language_model(short=True)
-  private = {row['run']['task']: row['private rows'] for row in rows}
+  private = {row['task']: row['private rows'] for row in rows}
   yield (
     'with {:,} private rows of SST-2, {:,} of banking77, {:,} of mawps and {:,}'
     ' of gsm8k',
@@ -150,7 +195,7 @@ def sentences() -> Iterator[Claim]:
   )
   yield from _longer()
   sizes = {
-    row['run']['task'] == 'gsm8k': (row['run']['steps'], row['run']['batch'])
+    row['task'] == 'gsm8k': (row.get('steps', SHORT), row.get('batch', 256))
     for row in rows
   }
   yield (
@@ -211,7 +256,7 @@ def _longer() -> Iterator[Claim]:
     tuple(
       row['tuning perplexity']
       for row in rows
-      if (row['run']['task'], row['run']['steps']) == ('banking77', 240)
+      if (row['task'], row.get('steps')) == ('banking77', 240)
     ),
   )
 
@@ -221,10 +266,10 @@ def _utility() -> Iterator[Claim]:
     name: statistics.mean(found[seed] for seed in range(3))
     for name, found in {
       'none': data.accuracies(
-        'prism', epsilon=3.0, rate=0.1, options=[['weight_decay', 0.0]]
+        'prism', rate=0.1, options=[['weight_decay', 0.0]]
       ),
-      'prism': data.accuracies('prism', epsilon=3.0, rate=0.1),
-      'dp-adamw': data.accuracies('dp-adamw', epsilon=3.0, rate=0.03),
+      'prism': data.accuracies('prism', rate=0.1),
+      'dp-adamw': data.accuracies('dp-adamw', rate=0.03),
     }.items()
   }
   without, default, adamw = (short(x, 4) for x in three.values())
@@ -251,7 +296,7 @@ def _utility() -> Iterator[Claim]:
     ('LAMB {}', 'lamb', 4),
   ):
     yield text, (short(rest[method].accuracy, digits),)
-  lower = data.utility('A third of the rate that was chosen')
+  lower = data.utility('lower-rate')
   ours, theirs = lower['prism'], lower['dp-adamw']
   yield (
     '`prism` has {} and DP-AdamW {} (p = {}, five seeds)',
@@ -293,16 +338,15 @@ def _margins() -> Iterator[Claim]:
 
 
 def _nuisances() -> Iterator[Claim]:
-  found = data.varied('What should not matter')
+  found = data.varied('nuisances')
 
   def points(method, *changes):
     return tuple(found[change][method] for change in changes)
 
   scales = 'scale=0.25', 'scale=4.0'
-  others = ('rank=4', 'rank=32', 'initialization=balanced',
-            'initialization=spectral')  # fmt: skip
+  others = 'rank=4', 'rank=32', 'start=balanced', 'start=spectral'
   rates = 'rate / 3', 'rate * 3'
-  spread = 'largest minus smallest'
+  spread = data.SPREAD
   yield (
     'nothing for `prism` ({:.2f} points, {:.2f} and {:.2f}:',
     points('prism', 'gauge=100.0', *scales),

@@ -11,7 +11,7 @@ WHERE = ('a layer', 'a part', 'a step')
 
 def _rows():
   """Of sizes that all methods were compiled for."""
-  rows = stored('at_scale')['rows']
+  rows = stored('at_scale')
   sizes = [(x['model'], x['chips']) for x in rows]
   return [
     x for x in rows if sizes.count((x['model'], x['chips'])) == len(NAMES)
