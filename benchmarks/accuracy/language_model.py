@@ -32,7 +32,11 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.accuracy import language_runs, language_tables  # noqa: E402
+from benchmarks.accuracy import (  # noqa: E402
+  language_rows,
+  language_runs,
+  language_tables,
+)
 from benchmarks.accuracy.language_runs import Setting  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 
@@ -194,7 +198,11 @@ def main() -> None:
     tuning=Tuning(args.trials, args.options_of, args.rate_of), seeds=args.seeds,
   )  # fmt: skip
   if args.smoke:
-    few = Setting('sst2', 'prism', 8.0, rate=0.1, steps=1, batch=32)
+    few = Setting('sst2', 'prism', 8.0, rate=0.1, steps=2, batch=32)
+    language_rows.TASKS['sst2'] = dataclasses.replace(
+      language_rows.TASKS['sst2'],
+      private_rows=64, tuning_rows=32, table_rows=32,
+    )  # fmt: skip
     wanted = runner.fixed([dataclasses.asdict(few)])
 
   def measure(setting):

@@ -246,7 +246,9 @@ def plan(find: runner.Find, parts: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def smoke_settings() -> list[Setting]:
   """One step of each kind of run."""
-  few = {'steps': 1, 'batch': 32, 'rows': 500, 'rate': 1e-2}
+  few: dict[str, Any] = {
+    'task': 'banking77', 'steps': 2, 'batch': 32, 'rows': 500, 'rate': 1e-2,
+  }  # fmt: skip
   return [
     Setting(**few),
     Setting(method='ffa', **few),

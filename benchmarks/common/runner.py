@@ -70,18 +70,19 @@ class Store:
       self._index[names] = {key(row): row for row in self.rows}
     return self._index[names].get(key(setting))
 
-  def put(self, setting: Setting, found: Row) -> None:
-    """Adds a row, unless another process has added it."""
+  def is_told(self, name: str, value: Any) -> bool:
+    """Whether a row has this field, because it has no default or another."""
+    return name not in self.defaults or value != self.defaults[name]
+
+  def put(self, setting: Setting, found: Row | list[Row]) -> None:
+    """Adds rows, unless another process has added them."""
     self.path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(self.path):
       self.rows, self._index = self._read(), {}
       if self.find(setting) is None:
-        changed = {
-          name: value
-          for name, value in setting.items()
-          if name not in self.defaults or value != self.defaults[name]
-        }
-        self.rows.append({**changed, **found})
+        changed = {k: v for k, v in setting.items() if self.is_told(k, v)}
+        several = found if isinstance(found, list) else [found]
+        self.rows += [{**changed, **row} for row in several]
         self._index = {}
         write(self.path, self.rows)
 
@@ -128,7 +129,7 @@ def environment() -> dict[str, Any]:
 def run(
   store: Store,
   plan: Callable[[Find], Iterable[Setting]],
-  measure: Callable[[Setting], Row],
+  measure: Callable[[Setting], Row | list[Row]],
   minutes: float = float('inf'),
 ) -> None:
   """Measures what the plan wants and the store lacks.
@@ -137,7 +138,7 @@ def run(
     store: Where rows are.
     plan: ``plan(find)``, the settings that are known to be wanted. It is asked
       again after each row, because a row may decide what comes next.
-    measure: From a setting to what is found.
+    measure: From a setting to what is found, one row or several.
     minutes: No run begins after that.
   """
   end = time.monotonic() + 60 * minutes
@@ -148,15 +149,20 @@ def run(
     setting, began = missing[0], time.monotonic()
     found = measure(setting)
     store.put(setting, found)
-    numbers = {
-      k: round(v, 4) for k, v in found.items() if isinstance(v, (int, float))
-    }
     print(
       f'{len(missing) - 1} left, {time.monotonic() - began:.0f} s:',
-      *(f'{k} {v}' for k, v in setting.items()),
-      numbers,
+      *(f'{k} {v}' for k, v in setting.items() if store.is_told(k, v)),
       flush=True,
     )
+    for row in found if isinstance(found, list) else [found]:
+      print(
+        ' ',
+        *(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
+          for k, v in row.items() if isinstance(v, (int, float, str))
+          and len(str(v)) < 40),
+        sep='  ',
+        flush=True,
+      )  # fmt: skip
 
 
 class Missing(Exception):
@@ -254,7 +260,7 @@ def main(
   description: str,
   name: str,
   settings: Iterable[Setting],
-  measure: Callable[..., Row],
+  measure: Callable[..., Row | list[Row]],
   *,
   smoke: Setting | None = None,
   show: Callable[[list[Row]], str] | None = None,
