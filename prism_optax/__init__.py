@@ -4,25 +4,22 @@ from prism_optax import (
   accounting,
   diagnostics,
   fixed_rank,
-  heads,
   inference,
   lora,
   muon,
   training,
   transforms,
 )
-from prism_optax.aliases import dp_muon, prism, prism_muon, published_prism
+from prism_optax.aliases import dp_muon, prism, published_prism
 from prism_optax.transforms import (
   add_decayed_factors,
   chain,
   correlated_tangent_privatizer,
   intrinsic_clip,
-  orthogonalize_tangents,
   per_matrix_clip,
   retract,
   scale_by_learning_rate,
   scale_by_rank_preconditioner,
-  scale_by_row_moments,
   tangent_coordinates,
   tangent_privatizer,
 )
@@ -33,10 +30,9 @@ __version__ = '0.1.0'
 __all__ = [
   'accounting', 'add_decayed_factors', 'chain',
   'correlated_tangent_privatizer', 'diagnostics', 'dp_muon', 'fixed_rank',
-  'heads', 'inference', 'intrinsic_clip', 'lora', 'muon',
-  'orthogonalize_tangents', 'per_matrix_clip', 'prism', 'prism_muon',
+  'inference', 'intrinsic_clip', 'lora', 'muon', 'per_matrix_clip', 'prism',
   'published_prism', 'retract', 'scale_by_learning_rate',
-  'scale_by_rank_preconditioner', 'scale_by_row_moments', 'tangent_coordinates',
-  'tangent_privatizer', 'training', 'transforms',
+  'scale_by_rank_preconditioner', 'tangent_coordinates', 'tangent_privatizer',
+  'training', 'transforms',
 ]
 # fmt: on

@@ -45,7 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 import prism_optax  # noqa: E402
 from benchmarks.accuracy import digits_network as network  # noqa: E402
 from benchmarks.common import methods, private, runner  # noqa: E402
-from prism_optax import accounting, lora, training  # noqa: E402
+from prism_optax import accounting, contrib, lora, training  # noqa: E402
 
 METRIC_NOISE = 10.0
 # All fields of a setting. `decay` is the share of the cosine decay of the rate.
@@ -246,13 +246,13 @@ def perceptron() -> Problem:
 
 
 @functools.cache
-def input_metric(form: str | None, seed: int) -> lora.InputMetric | None:
+def input_metric(form: str | None, seed: int) -> contrib.InputMetric | None:
   """The metric of the inputs, as a seed releases it."""
   if form is None:
     return None
   public, rows, _ = network.pictures()
   weights = network.public_weights(*public)
-  return lora.input_metric(
+  return contrib.input_metric(
     [{'first': rows.x, 'last': jax.nn.relu(rows.x @ weights['first'])}],
     noise_multiplier=METRIC_NOISE,
     dataset_size=len(rows.x),
@@ -277,21 +277,15 @@ def optimizer(setting: dict[str, Any], rate: Any) -> Any:
       decayed, setting['b1'], setting['b2'],
       weight_decay=setting['weight_decay'],
     )  # fmt: skip
-  names = ('b1', 'b2', 'floor_factor', 'weight_decay')
-  spelled_out = {
-    name: setting[name]
-    for name in ('bias_correction', 'max_condition_number')
-    if setting[name] != {'max_condition_number': 1e4}.get(name, False)
-  }
-  return methods.prism(
-    decayed, **{name: setting[name] for name in names}, **spelled_out
-  )
+  names = ('b1', 'b2', 'floor_factor', 'weight_decay', 'bias_correction',
+           'max_condition_number')  # fmt: skip
+  return methods.prism(decayed, **{name: setting[name] for name in names})
 
 
 def training_of(
   setting: dict[str, Any],
   problem: Problem,
-  metric: lora.InputMetric | None,
+  metric: contrib.InputMetric | None,
   rate: Any,
   key: Any,
   noise_multiplier: float | None = None,
@@ -312,7 +306,7 @@ def training_of(
     steps=setting['steps'],
     delta=1e-5 if setting['method'] in MUON else 1e-4,
     examples_per_user=None if records == 1 else records,
-    input_metric=metric,
+    change_of_variables=metric,
     prng_key=key,
     **noise,
   )

@@ -7,7 +7,7 @@ from finetuning import data
 from flax import nnx
 
 from benchmarks.accuracy import language_layers, language_rows
-from prism_optax import lora
+from prism_optax import contrib
 
 NOISE_MULTIPLIER = 4.0
 CHUNK = 16
@@ -20,7 +20,7 @@ def release(
   task: language_rows.Task,
   examples: data.Examples,
   seed: int,
-) -> lora.InputMetric:
+) -> contrib.InputMetric:
   """Second moments of the inputs of the uppermost layer's matrices.
 
   Of queries, keys and values at all tokens up to the last that is asked for; of
@@ -59,7 +59,7 @@ def release(
       rows = np.arange(begin, min(begin + CHUNK, len(examples.labels)))
       yield inputs(leaves, data.Examples(*(x[rows] for x in examples)))
 
-  return lora.input_metric(
+  return contrib.input_metric(
     batches(),
     noise_multiplier=NOISE_MULTIPLIER,
     dataset_size=len(examples.labels),

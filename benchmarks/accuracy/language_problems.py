@@ -8,7 +8,7 @@ from finetuning import data
 from finetuning.models import pretrained
 
 from benchmarks.accuracy import language_layers, language_metric, language_rows
-from prism_optax import lora
+from prism_optax import contrib
 
 RANK = 4
 
@@ -55,7 +55,7 @@ def problem(
 def input_metric(
   task: str, model: str, layers: int, folder: pathlib.Path,
   cache: pathlib.Path, seed: int,
-) -> lora.InputMetric:  # fmt: skip
+) -> contrib.InputMetric:  # fmt: skip
   """Of a task's private rows."""
   given = problem(task, model, layers, folder, cache)
   return language_metric.release(given.model, given.task, given.private, seed)

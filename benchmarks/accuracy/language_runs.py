@@ -14,7 +14,7 @@ from finetuning import data
 
 from benchmarks.accuracy import language_layers, language_problems
 from benchmarks.common import methods, private
-from prism_optax import lora, training
+from prism_optax import contrib, lora, training
 
 DELTA, CLIP, MICROBATCH, CHUNK = 1e-5, 1.0, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
@@ -101,7 +101,7 @@ class Source:
       setting.task, self.model, setting.layers, self.data, self.cache
     )
 
-  def metric(self, setting: Setting) -> lora.InputMetric | None:
+  def metric(self, setting: Setting) -> contrib.InputMetric | None:
     if METRIC not in setting.parts:
       return None
     return language_problems.input_metric(
@@ -127,9 +127,8 @@ def optimizer(setting: Setting, numbers: private.Numbers) -> Any:
     return numbers['rate'] * cosine(count) * factor
 
   if is_prism:
-    return methods.prism(
-      rate, b1=b1, weight_decay=decay, scale_rows=ROWS in setting.parts
-    )
+    scaled = {'scale_rows': True} if ROWS in setting.parts else {}
+    return methods.prism(rate, b1=b1, weight_decay=decay, **scaled)
   return optax.adamw(rate, b1=b1, weight_decay=decay)
 
 
@@ -174,7 +173,7 @@ def training_of(
     microbatch_size=MICROBATCH,
     # These rows are public: how long a step takes may tell what was drawn.
     skip_padding=True,
-    input_metric=source.metric(setting),
+    change_of_variables=source.metric(setting),
     prng_key=key,
     **noise,
   )

@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 from benchmarks.accuracy import problems, sentences  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
-from prism_optax import accounting, heads  # noqa: E402
+from prism_optax import accounting  # noqa: E402
+from prism_optax.contrib import heads  # noqa: E402
 
 METHODS = {'ridge': heads.ridge, 'class means': heads.class_means}
 SEEDS = 5

@@ -19,7 +19,8 @@ from jax_privacy.matrix_factorization import toeplitz
 
 from benchmarks.accuracy import encoded_text, plain_layers, problems
 from benchmarks.common import methods, private
-from prism_optax import accounting, heads, lora, training
+from prism_optax import accounting, contrib, lora, training
+from prism_optax.contrib import heads
 
 DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
 # Tokens of a row.
@@ -153,7 +154,7 @@ def private_head(
 @functools.lru_cache(maxsize=2)
 def input_metric(
   task: str, form: str, seed: int, folders: Folders
-) -> lora.InputMetric:
+) -> contrib.InputMetric:
   """Of what query, key and value read, and what the output matrix reads."""
   given = problem_of(Setting(task), folders)
   attention = plain_layers.layer(
@@ -171,7 +172,7 @@ def input_metric(
       'layers/*/output': jnp.where(shown, read.reshape(hidden.shape), 0),
     }
 
-  return lora.input_metric(
+  return contrib.input_metric(
     (inputs(*part[:2]) for part in problems.chunks_of(given.train)),
     noise_multiplier=METRIC_NOISE,
     dataset_size=len(given.train[0]),
@@ -182,7 +183,7 @@ def input_metric(
 
 def releases(
   setting: Setting, folders: Folders
-) -> tuple[heads.LinearHead | None, lora.InputMetric | None]:
+) -> tuple[heads.LinearHead | None, contrib.InputMetric | None]:
   """What is released of the private rows before the training."""
   head = metric = None
   if setting.head in HEADS:
@@ -344,7 +345,7 @@ def training_of(
     steps=setting.steps,
     delta=DELTA,
     microbatch_size=MICROBATCH,
-    input_metric=metric,
+    change_of_variables=metric,
     prior_releases=[] if head is None else [head],
     prng_key=key,
     **(

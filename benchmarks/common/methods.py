@@ -18,7 +18,7 @@ from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
 from benchmarks.common import baselines
-from prism_optax import transforms
+from prism_optax import contrib, transforms
 
 Scalar = Any
 
@@ -34,6 +34,7 @@ def spelled_out(
   per_example_gradients: bool = True,
   weight_decay: Scalar = 0.1,
   scale_rows: bool = False,
+  layout: Any = None,
   preconditioner: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """The lines of ``prism``, for options that only its parts have.
@@ -48,6 +49,7 @@ def spelled_out(
     per_example_gradients: Whether the clip is in the chain.
     weight_decay: Decay of Z.
     scale_rows: Whether ``scale_by_row_moments`` comes after the noise.
+    layout: How the pairs are found.
     preconditioner: Options of ``scale_by_rank_preconditioner``.
   """
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
@@ -58,9 +60,7 @@ def spelled_out(
     *([clip] if per_example_gradients else []),
     prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
     *(
-      [prism_optax.scale_by_row_moments(noise_stddev=stddev)]
-      if scale_rows
-      else []
+      [contrib.scale_by_row_moments(noise_stddev=stddev)] if scale_rows else []
     ),
     prism_optax.scale_by_rank_preconditioner(
       noise_stddev=stddev, **(preconditioner or {})
@@ -69,17 +69,17 @@ def spelled_out(
     prism_optax.scale_by_learning_rate(learning_rate),
     prism_optax.retract(),
   ]
-  return prism_optax.chain(*parts)
+  return prism_optax.chain(*parts, layout=layout)
 
 
 def prism(rate: optax.ScalarOrSchedule, **options: Any) -> Callable[..., Any]:
   """``prism`` with options of its own and of its preconditioner."""
-  own = {
-    k: options.pop(k) for k in ('weight_decay', 'scale_rows') if k in options
-  }
-  if {'bias_correction', 'max_condition_number'} & set(options):
-    return functools.partial(spelled_out, rate, **own, preconditioner=options)
-  return functools.partial(prism_optax.prism, rate, **own, **options)
+  of_alias = ('weight_decay', 'b1', 'b2', 'layout')
+  if set(options) <= set(of_alias):
+    return functools.partial(prism_optax.prism, rate, **options)
+  own = ('weight_decay', 'scale_rows', 'layout')
+  parts = {k: options.pop(k) for k in own if k in options}
+  return functools.partial(spelled_out, rate, **parts, preconditioner=options)
 
 
 MANIFOLD: dict[str, Callable[..., Any]] = {
@@ -88,7 +88,7 @@ MANIFOLD: dict[str, Callable[..., Any]] = {
   'prism, paper mode': lambda rate, **options: functools.partial(
     prism_optax.published_prism, rate, **options
   ),
-  'prism, muon': lambda rate: functools.partial(prism_optax.prism_muon, rate),
+  'prism, muon': lambda rate: functools.partial(contrib.prism_muon, rate),
 }
 
 

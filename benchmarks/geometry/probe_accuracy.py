@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
-from prism_optax import _modules, transforms  # noqa: E402
+from prism_optax import _modules, contrib  # noqa: E402
 
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6)
 
@@ -63,7 +63,7 @@ def errors(
   # what is bfloat16 between two operations.
   grads = jax.jit(jax.grad(loss))(params)
   general = prism_optax.tangent_coordinates(params)(grads)
-  probes = transforms.tangent_probes(params)
+  probes = contrib.tangent_probes(params)
   attached, pull_back = jax.vjp(probes.attach, probes.zeros)
   (grads,) = pull_back(jax.jit(jax.grad(loss))(attached))
   probed = probes.coordinates(grads)

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
 from benchmarks.common import runner, timing  # noqa: E402
-from prism_optax import fixed_rank  # noqa: E402
+from prism_optax import contrib, fixed_rank  # noqa: E402
 from prism_optax.fixed_rank import _tangents  # noqa: E402
 
 STDDEV = 0.1
@@ -76,7 +76,7 @@ def noisy_adamw() -> optax.GradientTransformation:
 
 
 def prism(
-  per_example_gradients: bool = False, batch: int = 1, scale_rows: bool = False
+  per_example_gradients: bool = False, batch: int = 1
 ) -> optax.GradientTransformation:
   """PRISM with the same noise."""
   return prism_optax.prism(
@@ -85,7 +85,6 @@ def prism(
     noise_multiplier=STDDEV * batch,
     expected_batch_size=batch,
     per_example_gradients=per_example_gradients,
-    scale_rows=scale_rows,
   )
 
 
@@ -159,14 +158,14 @@ def workload(name: str, runs: int) -> list[runner.Row]:
   return found
 
 
-def float_noise() -> optax.GradientTransformation:
+def float_noise(stddev: float) -> optax.GradientTransformation:
   """The privatizer with normal numbers, added as floats: not exact."""
 
   def update(stacks, key, step):
     key, draw = jax.random.split(key)
     stacks = stacks.map_pairs(fixed_rank.multiply_out)
     normal = optax.tree.random_like(draw, stacks, jax.random.normal)
-    noisy = optax.tree.add_scale(stacks, STDDEV, normal)
+    noisy = optax.tree.add_scale(stacks, stddev, normal)
     return noisy.map_pairs(
       lambda x, frame: _tangents.projected(frame, x), step.frames
     ), key
@@ -179,11 +178,13 @@ def float_noise() -> optax.GradientTransformation:
 def spelled_out(
   chain: Callable[..., Any],
   rate: Callable[..., Any],
-  noise: Callable[..., Any] = lambda: prism_optax.tangent_privatizer(STDDEV),
+  noise: Callable[[float], Any] = prism_optax.tangent_privatizer,
+  *after_noise: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """The lines of ``prism`` behind the clip."""
+  """The lines of ``prism`` after its clip, and others after the noise."""
   return chain(
-    noise(),
+    noise(STDDEV),
+    *after_noise,
     prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
     prism_optax.add_decayed_factors(0.1),
     rate(1e-3),
@@ -207,7 +208,10 @@ def chains(name: str, runs: int) -> list[runner.Row]:
         optax.chain, optax.scale_by_learning_rate
       ),
       'noise as floats': spelled_out(prism_optax.chain, ours, float_noise),
-      'row scales': prism(scale_rows=True),
+      'row scales': spelled_out(
+        prism_optax.chain, ours, prism_optax.tangent_privatizer,
+        contrib.scale_by_row_moments(noise_stddev=STDDEV),
+      ),
       'prism with clip': prism(True, WORKLOADS[name][2]),
     },
     name, runs, 'prism',

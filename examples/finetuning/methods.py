@@ -13,7 +13,7 @@ import jax
 import optax
 
 import prism_optax
-from prism_optax import lora
+from prism_optax import contrib, lora
 
 METHODS = ('prism', 'prism-rows', 'dp-muon', 'dp-adamw', 'adamw')
 # What the default task compares.
@@ -43,6 +43,30 @@ class Method:
   @property
   def is_private(self) -> bool:
     return self.name != 'adamw'
+
+
+def prism_with_rows(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  l2_clip_norm: float,
+  noise_multiplier: float,
+  expected_batch_size: int,
+  prng_key: jax.Array,
+  steps: int | None,
+  layout: lora.Layout | None,
+) -> prism_optax.transforms.TangentTransformation:
+  """``prism`` line by line, with scales of rows directly behind the noise."""
+  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  return prism_optax.chain(
+    prism_optax.intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
+    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
+    contrib.scale_by_row_moments(noise_stddev=stddev),
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=stddev),
+    prism_optax.add_decayed_factors(0.1),
+    prism_optax.scale_by_learning_rate(learning_rate),
+    prism_optax.retract(),
+    layout=layout,
+  )
 
 
 def _no_matrices(params: Any) -> Any:
@@ -78,12 +102,13 @@ def make(
 
   Args:
     name: ``prism``: PRISM (arXiv:2606.00944) on the manifold of the adapters.
-      ``prism-rows``: the same with ``scale_rows``, which evens out its inputs
-      and outputs. ``dp-muon``: DP-Muon (arXiv:2605.12994) on the two factors
-      of every adapter and the matrix of the head, each clipped by itself to an
-      equal share of the norm, Adam for biases. ``dp-adamw``: AdamW on the two
-      factors of every adapter, see :func:`dp_adamw`. ``adamw``: the same with
-      neither clip nor noise; NOT private.
+      ``prism-rows``: the same with ``contrib.scale_by_row_moments``, which
+      evens out its inputs and outputs. ``dp-muon``: DP-Muon
+      (arXiv:2605.12994) on the two factors of every adapter and the matrix of
+      the head, each clipped by itself to an equal share of the norm, Adam for
+      biases. ``dp-adamw``: AdamW on the two factors of every adapter, see
+      :func:`dp_adamw`. ``adamw``: the same with neither clip nor noise; NOT
+      private.
     learning_rate: A number or a schedule.
     l2_clip_norm: Largest norm of one example's gradient over all trainable
       leaves.
@@ -110,12 +135,9 @@ def make(
     'steps': steps,
   }
   if name in ('prism', 'prism-rows'):
-    transform = prism_optax.prism(
-      learning_rate,
-      l2_clip_norm=l2_clip_norm,
-      scale_rows=name == 'prism-rows',
-      layout=layout,
-      **mechanism,
+    make = prism_optax.prism if name == 'prism' else prism_with_rows
+    transform = make(
+      learning_rate, l2_clip_norm=l2_clip_norm, layout=layout, **mechanism
     )
     return Method(
       name,

@@ -211,7 +211,7 @@ def calibrate_noise_multiplier(
     dataset_size: Number of records, against which ``delta`` is checked before
       the search; needed with ``truncated_batch_size``.
     prior_events: Events of what else is released about the same records, with
-      noise that is given (the ``.event`` of an input metric). They and the
+      noise that is given (the ``.event`` of a prior release). They and the
       steps together meet the target.
     entries: Number of entries that get noise, over all updates together, as for
       :func:`epsilon`.

@@ -1,4 +1,4 @@
-"""PRISM as one optimizer, in three forms."""
+"""PRISM as one optimizer, in two forms."""
 
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike
@@ -8,12 +8,10 @@ from prism_optax.transforms import (
   add_decayed_factors,
   chain,
   intrinsic_clip,
-  orthogonalize_tangents,
   retract,
   scale_by_learning_rate,
   scale_by_published_preconditioner,
   scale_by_rank_preconditioner,
-  scale_by_row_moments,
   tangent_privatizer,
 )
 
@@ -54,7 +52,6 @@ def prism(
   b1: Scalar = 0.9,
   b2: Scalar = 0.999,
   floor_factor: Scalar = 1.0,
-  scale_rows: bool = False,
   steps: int | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
@@ -67,7 +64,6 @@ def prism(
 
     intrinsic_clip(C, normalize_by=b)
     tangent_privatizer(s)                       s = noise_multiplier * C / b
-    scale_by_row_moments(noise_stddev=s)        if scale_rows
     scale_by_rank_preconditioner(noise_stddev=s)
     add_decayed_factors(weight_decay)
     scale_by_learning_rate(learning_rate)
@@ -138,8 +134,6 @@ def prism(
     b2: Decay of the second moments.
     floor_factor: The floor of the second moments' eigenvalues in units of the
       known noise; 0 for none.
-    scale_rows: Whether inputs and outputs whose released gradients stand out of
-      the noise are evened out, see :func:`scale_by_row_moments`.
     steps: The number of updates that were accounted for, as for
       :func:`tangent_privatizer`: none releases anything beyond it.
     layout: Which leaves are pairs, where names do not tell: see
@@ -175,91 +169,11 @@ def prism(
     ((3, 1), (1, 2))
   """
   stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
-  rows = (scale_by_row_moments(noise_stddev=stddev),) if scale_rows else ()
   return _optimizer(
     intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
     tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    *rows,
     scale_by_rank_preconditioner(
       b1, b2, noise_stddev=stddev, floor_factor=floor_factor
-    ),
-    add_decayed_factors(weight_decay),
-    scale_by_learning_rate(learning_rate),
-    retract(),
-    per_example_gradients=per_example_gradients,
-    layout=layout,
-  )
-
-
-def prism_muon(
-  learning_rate: ScalarOrSchedule,
-  *,
-  l2_clip_norm: Scalar,
-  noise_multiplier: Scalar,
-  expected_batch_size: Scalar,
-  prng_key: PRNGKeyLike = None,
-  per_example_gradients: bool = True,
-  weight_decay: Scalar = 0.1,
-  momentum: Scalar = 0.9,
-  b2: Scalar = 0.999,
-  eps: Scalar = 1e-8,
-  steps: int | None = None,
-  layout: LayoutLike = None,
-) -> TangentTransformation:
-  """PRISM with Muon's direction on the manifold.
-
-  :func:`prism` (Wang and Zhang 2026, arXiv:2606.00944), edge cases included,
-  with :func:`orthogonalize_tangents` (DP-Muon's iteration, arXiv:2605.12994)
-  where that has its preconditioner, and Adam for leaves that are no factors.
-  Learning rates are comparable. The combination is ours.
-
-  **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
-  given noise multiplier for add-or-remove-one neighbours; then post-processing.
-
-  Args:
-    learning_rate: A number or schedule, multiplied by directions whose
-      coordinates have root mean square one where all singular values are one.
-    l2_clip_norm: C, the clip norm of an example's intrinsic gradient over all
-      modules and leaves.
-    noise_multiplier: The noise's standard deviation per coordinate over C / b.
-    expected_batch_size: b, a public constant, never the realised size.
-    prng_key: Key of the noise; None takes a fresh secret seed in ``init``.
-    per_example_gradients: True if ``update`` gets per-example factor gradients,
-      False if it gets the clipped mean in tangent coordinates, at this C and b.
-    weight_decay: Share of Z that a step of learning rate 1 takes away, see
-      :func:`add_decayed_factors`.
-    momentum: Decay of the heavy ball, and of Adam's first moment for the leaves
-      that are no factors.
-    b2: Adam's decay of the second moment, for the leaves that are no factors.
-    eps: Adam's constant under the fraction, likewise.
-    steps: The number of updates that were accounted for, as for
-      :func:`tangent_privatizer`: none releases anything beyond it.
-    layout: Which leaves are pairs, where names do not tell: see
-      :func:`prism_optax.lora.describe_pairs`.
-
-  Returns:
-    An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b.
-
-  Raises:
-    ValueError: In the cases in which :func:`prism` does.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> import prism_optax
-    >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
-    >>> tx = prism_optax.prism_muon(
-    ...   0.1, l2_clip_norm=1.0, noise_multiplier=0.5, expected_batch_size=8)
-    >>> grads = {'lora_a': jnp.ones((6, 3, 1)), 'lora_b': jnp.ones((6, 1, 2))}
-    >>> updates, state = tx.update(grads, tx.init(params), params)
-    >>> updates['lora_a'].shape, tx.sensitivity()
-    ((3, 1), 0.125)
-  """
-  stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
-  return _optimizer(
-    intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
-    tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    orthogonalize_tangents(
-      momentum, coordinate_rms=1.0, b1=momentum, b2=b2, eps=eps
     ),
     add_decayed_factors(weight_decay),
     scale_by_learning_rate(learning_rate),

@@ -11,7 +11,6 @@ from prism_optax.lora._initialization import (
   initialize,
   spectral_residual,
 )
-from prism_optax.lora._input_metric import InputMetric, input_metric
 from prism_optax.lora._merging import Kernel, deltas, merge
 from prism_optax.lora._peft import PeftAdapter, from_peft, load_peft, save_peft
 from prism_optax.lora._per_example import (
@@ -24,10 +23,10 @@ from prism_optax.lora._stacking import stack, unstack
 
 # fmt: off
 __all__ = [
-  'InputMetric', 'Kernel', 'Layout', 'Pair', 'PeftAdapter', 'canonicalize',
-  'deltas', 'describe_pairs', 'difference', 'from_peft', 'in_microbatches',
-  'initialize', 'input_metric', 'load_peft', 'merge', 'pairs_by_name',
-  'per_example_gradients', 'per_example_product', 'save_peft',
-  'spectral_residual', 'stack', 'truncate', 'unstack',
+  'Kernel', 'Layout', 'Pair', 'PeftAdapter', 'canonicalize', 'deltas',
+  'describe_pairs', 'difference', 'from_peft', 'in_microbatches', 'initialize',
+  'load_peft', 'merge', 'pairs_by_name', 'per_example_gradients',
+  'per_example_product', 'save_peft', 'spectral_residual', 'stack', 'truncate',
+  'unstack',
 ]
 # fmt: on

@@ -24,11 +24,9 @@ step: :func:`minimax_coefficients` finds those that come nearest to one.
 
 from prism_optax.muon._newton_schulz import newton_schulz, subtract_bias
 from prism_optax.muon._polynomials import coefficients, minimax_coefficients
-from prism_optax.muon._tangents import tangent_newton_schulz
 
 # fmt: off
 __all__ = [
   'coefficients', 'minimax_coefficients', 'newton_schulz', 'subtract_bias',
-  'tangent_newton_schulz',
 ]
 # fmt: on

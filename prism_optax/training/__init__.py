@@ -14,11 +14,13 @@ from prism_optax.training._clipping import (
 )
 from prism_optax.training._make import make_private
 from prism_optax.training._private import PrivateTraining, TrainingState
+from prism_optax.training._releases import ChangeOfVariables, Release
 from prism_optax.training._sampling import Batch, Batches
 
 # fmt: off
 __all__ = [
-  'AutomaticClipping', 'Batch', 'Batches', 'FlatClipping', 'GroupClipping',
-  'PrivateTraining', 'QuantileClipping', 'TrainingState', 'make_private',
+  'AutomaticClipping', 'Batch', 'Batches', 'ChangeOfVariables', 'FlatClipping',
+  'GroupClipping', 'PrivateTraining', 'QuantileClipping', 'Release',
+  'TrainingState', 'make_private',
 ]
 # fmt: on

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from prism_optax import lora
 from prism_optax._proofs._independence import prove_independent
 from prism_optax._proofs._proof import Proof
-from prism_optax.lora import InputMetric
+from prism_optax.training._releases import ChangeOfVariables
 from prism_optax.training._sampling import Batch
 
 
 def in_coordinates(
-  loss: Callable[..., jax.Array], metric: InputMetric, batched: bool
+  loss: Callable[..., jax.Array], change: ChangeOfVariables, batched: bool
 ) -> Callable[..., jax.Array]:
-  """The loss as a function of the coordinates of a metric."""
+  """The loss as a function of what is trained in place of its parameters."""
 
-  to_params = jax.vmap(metric.to_params) if batched else metric.to_params
+  to_params = jax.vmap(change.to_params) if batched else change.to_params
 
   def of_coordinates(coordinates: Any, *data: Any) -> jax.Array:
     return loss(to_params(coordinates), *data)

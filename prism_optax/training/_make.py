@@ -16,7 +16,6 @@ from prism_optax import (
 )
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
-from prism_optax.lora import InputMetric
 from prism_optax.training import _loss, _optimizer, _sampling, _seen, _stops
 from prism_optax.training._clipping import (
   BoundedSum,
@@ -28,6 +27,7 @@ from prism_optax.training._optimizer import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._records import Form
 from prism_optax.training._releases import (
+  ChangeOfVariables,
   PriorReleases,
   Release,
   check_declared,
@@ -63,7 +63,7 @@ def make_private(
   record: ArrayTree | None = None,
   batched_loss: bool = False,
   batch_sharding: jax.sharding.Sharding | None = None,
-  input_metric: InputMetric | None = None,
+  change_of_variables: ChangeOfVariables | None = None,
   prior_releases: Sequence[Release] = (),
   stop: str = 'planned',
   journal: str | os.PathLike[str] | None = None,
@@ -122,9 +122,9 @@ def make_private(
       it is DP-SGD, DP-Adam, ..., on gradients as they are. Or a function that
       takes the constants of the mechanism by name and makes a transformation
       that begins with its own clip: ``functools.partial(prism_optax.prism,
-      3e-2)``, likewise ``published_prism``, ``prism_muon``, ``dp_muon``, or a
-      function of yours with a :func:`prism_optax.chain`. What it makes is
-      traced, and its clip and noise are compared with what is accounted for.
+      3e-2)``, likewise ``published_prism``, ``dp_muon``, or a function of yours
+      with a :func:`prism_optax.chain`. What it makes is traced, and its clip
+      and noise are compared with what is accounted for.
     l2_clip_norm: C, the largest norm of one record's contribution to the sum;
       of each matrix for ``dp_muon``; where it starts for a quantile.
     expected_batch_size: b, which divides the sum.
@@ -156,17 +156,16 @@ def make_private(
       *shape)``, and examples with a batch axis, and returns (B,), as for
       :func:`prism_optax.lora.per_example_gradients`: one backward pass.
     batch_sharding: How batches are laid out, split along the first axis.
-    input_metric: What :func:`prism_optax.lora.input_metric` has released of the
-      same records, or of the same users with ``examples_per_user``. ``params``
-      and those of a state are its coordinates then, and
-      ``training.adapters(state)`` what the model takes; its event is part of
-      epsilon, of a target and of every statement.
-    prior_releases: What else was released of them before, such as
-      :class:`prism_optax.heads.LinearHead` or an object with its attributes:
-      part of all these, too. A head that is found in ``params``, in frozen
-      weights or in ``loss``, and not here, is refused; that class says which
-      copies of it are known again. What is neither found nor given is not
-      accounted for.
+    change_of_variables: What was released of the same records, or of the same
+      users with ``examples_per_user``, to train in other variables: any
+      :class:`ChangeOfVariables`. ``params`` and those of a state are its
+      variables then, and ``training.adapters(state)`` what the model takes; its
+      event is part of epsilon, of a target and of every statement.
+    prior_releases: What else was released of them before, each any
+      :class:`Release`: part of all these, too. A release that is known by its
+      numbers, as heads are, and is found in ``params``, in frozen weights or in
+      ``loss``, is refused unless it is given here. What is neither found nor
+      given is not accounted for.
     stop: ``'planned'``: epsilon is that of all steps, whenever the run stops.
       ``'adaptive'``: who stops early by looking at what was released has a
       smaller one. Possible stops are all steps, a half, a quarter, an eighth
@@ -187,7 +186,7 @@ def make_private(
   Raises:
     ValueError: For constants that do not fit, delta too large, an optimizer
       with a clip of its own, a function whose chain has other noise, less of
-      it, or none, a released head that is not in ``prior_releases``, two
+      it, or none, a release that is found and not in ``prior_releases``, two
       releases of one key; unless exactly one of ``target_epsilon`` and
       ``noise_multiplier`` is given.
 
@@ -251,14 +250,14 @@ def make_private(
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
   stops = _stops.possible_stops(stop, steps)
-  prior = PriorReleases.of(input_metric, prior_releases, dataset_size)
+  prior = PriorReleases.of(change_of_variables, prior_releases, dataset_size)
   declared = (
     *prior_releases,
-    *([] if input_metric is None else [input_metric]),
+    *([] if change_of_variables is None else [change_of_variables]),
   )
   check_declared('params', params, declared)
-  if input_metric is not None:
-    loss = _loss.in_coordinates(loss, input_metric, batched_loss)
+  if change_of_variables is not None:
+    loss = _loss.in_coordinates(loss, change_of_variables, batched_loss)
   if target_epsilon is not None:
     noise_multiplier = accounting.calibrate_noise_multiplier(
       target_epsilon,
@@ -307,7 +306,9 @@ def make_private(
       skip_padding,
       functools.partial(_loss.check, loss, batched_loss, microbatch_size),
       functools.partial(check_declared, declared=declared),
-      (lambda x: x) if input_metric is None else input_metric.to_params,
+      (lambda x: x)
+      if change_of_variables is None
+      else change_of_variables.to_params,
       1 + follows,
       batch_sharding,
       given,

@@ -74,7 +74,7 @@ def assemble(
     if not isinstance(whole, optax.GradientTransformation):
       raise ValueError(
         'Expected the function given as optimizer to make a transformation that'
-        ' begins with a clip (prism, published_prism, prism_muon, dp_muon, or a'
+        ' begins with a clip (prism, published_prism, dp_muon, or a'
         f' prism_optax.chain), got {whole!r}.'
       )
     return optax.with_extra_args_support(whole)

@@ -355,7 +355,7 @@ class PrivateTraining:
       state: Of this training.
 
     Returns:
-      ``state.params``; with an input metric ``metric.to_params`` of them.
+      ``state.params``; with a change of variables ``to_params`` of them.
 
     Raises:
       ValueError: For a state of another training.

@@ -13,12 +13,23 @@ from prism_optax._types import ArrayTree
 
 
 class Release(Protocol):
-  """What was released of the same records, such as a head of class means.
+  """What was released of the records before a training, with its event.
 
-  A pytree of the arrays that were released, with:
+  Any object will do that has these attributes and is a pytree of the arrays
+  that were released, so that ``jax.tree.leaves`` finds them. All of it is
+  public. A training adds ``event`` to its own and cannot check it: what an
+  object says of itself has to be true.
+
+  ==========================  =================================================
+  an attribute is missing     ValueError that names it
+  another ``dataset_size``    ValueError
+  two of equal ``digest``     ValueError: one release, given twice
+  two of one ``key_digest``   ValueError: in their difference noise cancels
+  ==========================  =================================================
 
   Attributes:
-    event: In the words of dp-accounting.
+    event: The mechanism, in the words of dp-accounting, for add-or-remove-one
+      neighbours.
     entries: Number of entries that got noise.
     dataset_size: Number of records, or of users.
     seeded: Whether somebody knows the noise.
@@ -39,6 +50,27 @@ class Release(Protocol):
   def digest(self) -> str: ...
   @property
   def key_digest(self) -> str: ...
+
+
+class ChangeOfVariables(Release, Protocol):
+  """A :class:`Release` that says in which variables to train.
+
+  The loss is ``loss(to_params(variables), ...)`` then, and gradients, clip,
+  noise and steps are those of the variables.
+  """
+
+  def to_params(self, variables: Any) -> Any:
+    """The parameters of the model, made of what is trained.
+
+    A function of its argument and of released arrays alone, which JAX can trace
+    and ``jax.vmap`` batch.
+
+    Args:
+      variables: The tree of what is trained.
+
+    Returns:
+      The tree that the loss takes.
+    """
 
 
 _SAID = ('event', 'entries', 'dataset_size', 'seeded', 'digest', 'key_digest')
@@ -64,27 +96,30 @@ class PriorReleases(NamedTuple):
   @classmethod
   def of(
     cls,
-    metric: Any,
+    change: ChangeOfVariables | None,
     prior_releases: Sequence[Release],
     dataset_size: int,
   ) -> 'PriorReleases':
-    """An input metric, or None, and other releases.
+    """A change of variables, or None, and other releases.
 
     Raises:
       ValueError: For one that says less, is of another number of records, or
         has the values or the noise of another one.
     """
-    named: dict[str, Any] = {} if metric is None else {'input_metric': metric}
+    named: dict[str, Any] = {}
+    if change is not None:
+      named['change_of_variables'] = change
     for i, release in enumerate(prior_releases):
       named[f'prior_releases[{i}]'] = release
     digest = hashlib.sha256()
     for name, release in named.items():
-      _check_one(name, release, dataset_size)
+      said = _SAID if release is not change else ('to_params', *_SAID)
+      _check_one(name, release, said, dataset_size)
       digest.update(f'{release.digest}\0{release.key_digest}\0'.encode())
       for x in map(np.asarray, jax.tree.leaves(release)):
         digest.update(f'{x.shape}{x.dtype}'.encode() + x.tobytes())
     _check_different(named)
-    words = [] if metric is None else ['an input metric']
+    words = [] if change is None else ['a change of variables']
     if count := len(prior_releases):
       words.append(f'{count} prior release{"s" if count > 1 else ""}')
     releases = named.values()
@@ -97,28 +132,29 @@ class PriorReleases(NamedTuple):
     )
 
 
-def _check_one(name: str, release: Any, dataset_size: int) -> None:
+def _check_one(
+  name: str, release: Any, said: tuple[str, ...], dataset_size: int
+) -> None:
   kind = type(release).__name__
-  missing = [x for x in _SAID if not hasattr(release, x)]
+  missing = [x for x in said if not hasattr(release, x)]
   if missing:
     raise ValueError(
-      f'Expected {name} to say its {", ".join(_SAID)}, as heads.LinearHead'
-      f' does, got {kind} without {", ".join(missing)}. For another mechanism'
-      ' compose events: accounting.epsilon of training.event() and its own.'
+      f'Expected {name} to have {", ".join(said)}, got {kind} without'
+      f' {", ".join(missing)}. For another mechanism compose events:'
+      ' accounting.epsilon of training.event() and its own.'
     )
   if release.dataset_size != dataset_size:
     raise ValueError(
       f'Expected {name} to be of the records (or users) of this training, got'
       f' {kind} of {release.dataset_size} for {dataset_size=}.'
     )
-  for said in ('digest', 'key_digest'):
-    value = getattr(release, said)
+  for attribute in ('digest', 'key_digest'):
+    value = getattr(release, attribute)
     if not isinstance(value, str) or not value:
       raise ValueError(
-        f'Expected {name} to have a {said}, by which it is told from other'
-        f' releases, got {kind} with {said}={value!r}: give what heads.ridge,'
-        ' heads.class_means or lora.input_metric returned, not a copy made of'
-        ' its arrays alone.'
+        f'Expected {name} to have a {attribute}, by which it is told from other'
+        f' releases, got {kind} with {attribute}={value!r}: give what the'
+        ' release returned, not a copy made of its arrays alone.'
       )
   for x in map(np.asarray, jax.tree.leaves(release)):
     if x.dtype == object:
@@ -174,12 +210,11 @@ def check_declared(name: str, tree: ArrayTree, declared: Sequence[Any]) -> None:
       )
     if not allowed:
       raise ValueError(
-        f'{name}{jax.tree_util.keystr(path)} is a release of prism_optax.heads'
-        ' or lora, or a copy of one, and that release is not accounted for:'
-        ' give it to make_private, as prior_releases=[head]. If it is declared,'
-        ' give its kernel as a whole, and choose or mix columns inside of loss.'
-        ' If it has seen none of the records of this training, give'
-        ' head.kernel_for_other_records().'
+        f'{name}{jax.tree_util.keystr(path)} is a release, or a copy of one,'
+        ' and that release is not accounted for: give it to make_private, as'
+        ' prior_releases=[head]. If it is declared, give its kernel as a whole,'
+        ' and choose or mix columns inside of loss. If it has seen none of the'
+        ' records of this training, give head.kernel_for_other_records().'
       )
 
 

@@ -26,8 +26,8 @@ from prism_optax._proofs._release import (
 from prism_optax._types import ArrayTree
 
 _INSTEAD = (
-  ' Give an optimizer of optax, prism_optax.prism, published_prism, prism_muon'
-  ' or dp_muon, or a function that makes a chain of intrinsic_clip('
+  ' Give an optimizer of optax, prism_optax.prism, published_prism or'
+  ' dp_muon, or a function that makes a chain of intrinsic_clip('
   'l2_clip_norm, normalize_by=expected_batch_size) and, directly behind it,'
   ' tangent_privatizer(noise_multiplier * l2_clip_norm / expected_batch_size,'
   ' prng_key=prng_key, steps=steps), with the constants that it is called with.'

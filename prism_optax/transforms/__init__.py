@@ -1,12 +1,11 @@
 """The transformations, in the order in which the data walk through them.
 
-Per-example gradients become tangent coordinates (:func:`tangent_coordinates`,
-:func:`tangent_probes`), are clipped and summed (:func:`intrinsic_clip`,
-:func:`per_matrix_clip`), get noise (:func:`tangent_privatizer`,
-:func:`correlated_tangent_privatizer`), become a direction
-(:func:`scale_by_row_moments`, :func:`scale_by_rank_preconditioner`,
-:func:`orthogonalize_tangents`), and lead to new factors
-(:func:`add_decayed_factors`, :func:`scale_by_learning_rate`, :func:`retract`).
+Per-example gradients become tangent coordinates (:func:`tangent_coordinates`),
+are clipped and summed (:func:`intrinsic_clip`, :func:`per_matrix_clip`), get
+noise (:func:`tangent_privatizer`, :func:`correlated_tangent_privatizer`),
+become a direction (:func:`scale_by_rank_preconditioner`), and lead to new
+factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
+:func:`retract`).
 :func:`chain` fuses them; :func:`tangent_transformation` makes one of your own.
 """
 
@@ -26,11 +25,7 @@ from prism_optax.transforms._clip_groups import (
   clip_groups,
   split_noise_multiplier,
 )
-from prism_optax.transforms._coordinates import (
-  TangentProbes,
-  tangent_coordinates,
-  tangent_probes,
-)
+from prism_optax.transforms._coordinates import tangent_coordinates
 from prism_optax.transforms._correlated import (
   CorrelatedPrivatizerState,
   correlated_noise_stddev,
@@ -55,10 +50,6 @@ from prism_optax.transforms._orthogonalize import (
   OrthogonalizeState,
   orthogonalize,
 )
-from prism_optax.transforms._orthogonalize_tangents import (
-  OrthogonalTangentsState,
-  orthogonalize_tangents,
-)
 from prism_optax.transforms._privatizer import (
   PrivatizerState,
   tangent_privatizer,
@@ -68,25 +59,18 @@ from prism_optax.transforms._rank_preconditioner import (
   RankPreconditionerState,
   scale_by_rank_preconditioner,
 )
-from prism_optax.transforms._row_moments import (
-  RowMoments,
-  RowMomentsState,
-  scale_by_row_moments,
-)
 
 # fmt: off
 __all__ = [
   'AugmentedState', 'BiasCorrection', 'ClipGroup', 'CorrelatedPrivatizerState',
-  'OrthogonalTangentsState', 'OrthogonalizeState', 'PrivatizerState',
-  'RankPreconditionerState', 'RowMoments', 'RowMomentsState', 'Stacked',
-  'StepContext', 'TangentProbes', 'TangentTransformation',
-  'add_decayed_factors', 'augmented_optimizer', 'chain', 'clip_each_matrix',
-  'clip_groups', 'clipped_elsewhere', 'correlated_noise_stddev',
+  'OrthogonalizeState', 'PrivatizerState', 'RankPreconditionerState', 'Stacked',
+  'StepContext', 'TangentTransformation', 'add_decayed_factors',
+  'augmented_optimizer', 'chain', 'clip_each_matrix', 'clip_groups',
+  'clipped_elsewhere', 'correlated_noise_stddev',
   'correlated_tangent_privatizer', 'intrinsic_clip', 'noised_elsewhere',
-  'orthogonalize', 'orthogonalize_tangents', 'per_matrix_clip', 'retract',
-  'scale_by_learning_rate', 'scale_by_published_preconditioner',
-  'scale_by_rank_preconditioner',
-  'scale_by_row_moments', 'split_noise_multiplier', 'tangent_coordinates',
-  'tangent_privatizer', 'tangent_probes', 'tangent_transformation',
+  'orthogonalize', 'per_matrix_clip', 'retract', 'scale_by_learning_rate',
+  'scale_by_published_preconditioner', 'scale_by_rank_preconditioner',
+  'split_noise_multiplier', 'tangent_coordinates', 'tangent_privatizer',
+  'tangent_transformation',
 ]
 # fmt: on

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import prism_optax
+from prism_optax import contrib
 
 MODULES, OUTPUTS, INPUTS, RANK, BATCH = 3, 512, 640, 4, 5
 
@@ -34,9 +35,9 @@ def _step(tx):
 
 
 @functools.cache
-def _compiled(per_example_gradients, make='prism', **options):
+def _compiled(per_example_gradients, make=prism_optax.prism, **options):
   params = _params()
-  tx = getattr(prism_optax, make)(
+  tx = make(
     0.1,
     l2_clip_norm=1.0,
     noise_multiplier=1.0,
@@ -57,12 +58,14 @@ def _largest_array(program):
 @pytest.mark.parametrize(
   ('make', 'options'),
   [
-    ('prism', {}),
-    pytest.param('published_prism', {}, marks=pytest.mark.slow),
-    pytest.param('prism_muon', {}, marks=pytest.mark.slow),
-    pytest.param('prism', {'weight_decay': 0.0}, marks=pytest.mark.slow),
+    (prism_optax.prism, {}),
+    pytest.param(prism_optax.published_prism, {}, marks=pytest.mark.slow),
+    pytest.param(contrib.prism_muon, {}, marks=pytest.mark.slow),
+    pytest.param(
+      prism_optax.prism, {'weight_decay': 0.0}, marks=pytest.mark.slow
+    ),
   ],
-  ids=str,
+  ids=lambda x: getattr(x, '__name__', str(x)),
 )
 def test_no_array_is_as_large_as_a_weight(make, options):
   largest = _largest_array(_compiled(False, make, **options))
@@ -101,6 +104,6 @@ def test_the_state_is_as_large_as_adams():
   jax.default_backend() != 'cpu', reason='The bound is for the CPU compiler.'
 )
 def test_temporary_memory_is_a_few_times_the_factors():
-  analysis = _compiled(False, 'prism').memory_analysis()
+  analysis = _compiled(False).memory_analysis()
   factors = 4 * sum(x.size for x in jax.tree.leaves(_params()))
   assert analysis.temp_size_in_bytes <= 12 * factors

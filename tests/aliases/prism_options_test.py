@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import prism_optax
+from prism_optax import contrib
 from tests.oracles import problems
 
 SHAPES = [(8, 6, 3), (5, 9, 2)]
@@ -62,17 +63,16 @@ def test_prism_is_its_chain():
 
 
 @pytest.mark.slow
-def test_prism_scales_rows_directly_behind_the_noise():
-  alias = prism_optax.prism(0.05, **REQUIRED, prng_key=7, scale_rows=True)
-  chain = optax.chain(
+def test_rows_are_scaled_in_the_fused_chain_as_in_that_of_optax():
+  lines = (
     *_head(),
-    prism_optax.scale_by_row_moments(noise_stddev=STDDEV),
+    contrib.scale_by_row_moments(noise_stddev=STDDEV),
     prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
     prism_optax.add_decayed_factors(0.1),
-    optax.scale_by_learning_rate(0.05),
+    prism_optax.scale_by_learning_rate(0.05),
     prism_optax.retract(),
   )
-  _assert_same(alias, chain)
+  _assert_same(prism_optax.chain(*lines), optax.chain(*lines))
 
 
 @pytest.mark.slow
@@ -94,10 +94,10 @@ def test_every_option_of_the_preconditioner_can_be_chained():
 
 @pytest.mark.slow
 def test_prism_muon_is_muon_on_the_manifold():
-  alias = prism_optax.prism_muon(0.05, **REQUIRED, prng_key=7, momentum=0.8)
+  alias = contrib.prism_muon(0.05, **REQUIRED, prng_key=7, momentum=0.8)
   chain = optax.chain(
     *_head(),
-    prism_optax.orthogonalize_tangents(0.8, b1=0.8, coordinate_rms=1.0),
+    contrib.orthogonalize_tangents(0.8, b1=0.8, coordinate_rms=1.0),
     prism_optax.add_decayed_factors(0.1),
     optax.scale_by_learning_rate(0.05),
     prism_optax.retract(),
@@ -224,18 +224,18 @@ def test_bad_arguments_are_named(name, value):
 @pytest.mark.parametrize(
   ('make', 'name', 'value'),
   [
-    ('published_prism', 'floor_mode', 'trace'),
-    ('published_prism', 'floor_factor', -1.0),
-    ('published_prism', 'noise_multiplier', -1.0),
-    ('prism_muon', 'momentum', 1.0),
-    ('prism_muon', 'weight_decay', -0.1),
-    ('prism_muon', 'eps', -1e-8),
-    ('prism_muon', 'expected_batch_size', 0),
+    (prism_optax.published_prism, 'floor_mode', 'trace'),
+    (prism_optax.published_prism, 'floor_factor', -1.0),
+    (prism_optax.published_prism, 'noise_multiplier', -1.0),
+    (contrib.prism_muon, 'momentum', 1.0),
+    (contrib.prism_muon, 'weight_decay', -0.1),
+    (contrib.prism_muon, 'eps', -1e-8),
+    (contrib.prism_muon, 'expected_batch_size', 0),
   ],
 )
 def test_bad_arguments_of_the_other_forms_are_named(make, name, value):
   with pytest.raises(ValueError, match=name):
-    getattr(prism_optax, make)(0.1, **{**REQUIRED, name: value})
+    make(0.1, **{**REQUIRED, name: value})
 
 
 @pytest.mark.parametrize(
@@ -252,21 +252,19 @@ def test_bad_arguments_of_the_preconditioner_are_named(name, value):
     problems.chain_of(0.1, **{**REQUIRED, name: value})
 
 
-FORMS = ('prism', 'published_prism', 'prism_muon')
-
-
 @pytest.mark.parametrize(
   'make',
   [
-    pytest.param(x, marks=() if x == 'prism' else pytest.mark.slow)
-    for x in FORMS
+    prism_optax.prism,
+    pytest.param(prism_optax.published_prism, marks=pytest.mark.slow),
+    pytest.param(contrib.prism_muon, marks=pytest.mark.slow),
   ],
 )
 def test_parameters_and_state_may_be_donated(make):
   """From the first step on: no buffer of the initial state is there twice."""
   problem = problems.Problem(SHAPES[:1])
   params = problem.params(*problem.start(), jnp.float32)
-  tx = getattr(prism_optax, make)(0.05, **REQUIRED)
+  tx = make(0.05, **REQUIRED)
   state = tx.init(params)
   grads = jax.tree.map(lambda x: np.ones((3, *x.shape), np.float32), params)
 

@@ -25,6 +25,7 @@ MODULES = (
     for x in pkgutil.iter_modules(prism_optax.__path__, 'prism_optax.')
     if not x.name.rpartition('.')[2].startswith('_')
   ),
+  'prism_optax.contrib.heads',
 )
 SECTIONS = (
   *('Args', 'Attributes', 'Returns', 'Yields', 'Raises', 'References'),
@@ -42,13 +43,15 @@ PRIVACY = {
     'matrix_mechanism_event matrix_mechanism_sensitivity '
     'privacy_statement'
   ),
+  'contrib': 'input_metric prism_muon',
+  'heads': 'class_means',
   'inference': (
     'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
     'privatize_on_host release_event'
   ),
   'prism_optax': (
     'chain correlated_tangent_privatizer dp_muon intrinsic_clip '
-    'per_matrix_clip prism prism_muon published_prism tangent_coordinates '
+    'per_matrix_clip prism published_prism tangent_coordinates '
     'tangent_privatizer'
   ),
   'training': 'make_private',
@@ -63,12 +66,12 @@ RELATION = re.compile(
 
 # What only reads released values.
 POST_PROCESSING = {
+  'contrib': 'orthogonalize_tangents prism_muon scale_by_row_moments',
   'inference': 'lora_delta',
   'lora': ('canonicalize deltas difference merge save_peft truncate'),
   'prism_optax': (
-    'add_decayed_factors orthogonalize_tangents prism_muon retract '
-    'scale_by_learning_rate scale_by_rank_preconditioner '
-    'scale_by_row_moments'
+    'add_decayed_factors retract scale_by_learning_rate '
+    'scale_by_rank_preconditioner'
   ),
   'transforms': (
     'orthogonalize scale_by_published_preconditioner tangent_transformation'
@@ -82,6 +85,10 @@ FORMULAS = {
     'calibrate_noise_multiplier dpsgd_event epsilon gaussian_delta '
     'gaussian_epsilon gaussian_mu joint_noise_multiplier '
     'matrix_mechanism_event matrix_mechanism_sensitivity'
+  ),
+  'contrib': (
+    'input_metric orthogonalize_tangents prism_muon scale_by_row_moments '
+    'tangent_newton_schulz tangent_probes'
   ),
   'diagnostics': (
     'factor_noise_energy nonprivate_clip_statistics prove_independent'
@@ -97,21 +104,17 @@ FORMULAS = {
     'signal_to_noise_bound'
   ),
   'lora': 'canonicalize initialize spectral_residual',
-  'muon': (
-    'coefficients minimax_coefficients newton_schulz subtract_bias'
-    ' tangent_newton_schulz'
-  ),
+  'muon': ('coefficients minimax_coefficients newton_schulz subtract_bias'),
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
-    'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '
-    'prism_muon published_prism retract scale_by_rank_preconditioner '
-    'scale_by_row_moments tangent_coordinates tangent_privatizer'
+    'intrinsic_clip per_matrix_clip prism published_prism retract '
+    'scale_by_rank_preconditioner tangent_coordinates tangent_privatizer'
   ),
   'training': 'AutomaticClipping GroupClipping QuantileClipping make_private',
   'transforms': (
     'augmented_optimizer clip_each_matrix correlated_noise_stddev '
     'orthogonalize scale_by_published_preconditioner '
-    'split_noise_multiplier tangent_probes'
+    'split_noise_multiplier'
   ),
 }
 SOURCE = re.compile(r'arXiv:\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth')
@@ -119,8 +122,12 @@ SOURCE = re.compile(r'arXiv:\d{4}\.\d{5}|\b[Oo]urs\b|Dwork and Roth')
 # What happens at zero, NaN, lost rank, the end of a horizon: a table.
 EDGE_CASES = {
   'accounting': 'PrivacyBudget dpsgd_event epsilon',
+  'contrib': (
+    'input_metric orthogonalize_tangents scale_by_row_moments tangent_probes'
+  ),
   'diagnostics': 'prove_independent',
   'fixed_rank': 'frame retract truncate',
+  'heads': 'LinearHead class_means',
   'inference': (
     'gaussian_stddev privatize_hidden_states privatize_on_host release_event'
   ),
@@ -128,14 +135,11 @@ EDGE_CASES = {
   'muon': 'newton_schulz subtract_bias',
   'prism_optax': (
     'add_decayed_factors correlated_tangent_privatizer dp_muon '
-    'intrinsic_clip orthogonalize_tangents per_matrix_clip prism '
-    'retract scale_by_rank_preconditioner scale_by_row_moments '
-    'tangent_coordinates tangent_privatizer'
+    'intrinsic_clip per_matrix_clip prism retract '
+    'scale_by_rank_preconditioner tangent_coordinates tangent_privatizer'
   ),
   'training': 'make_private',
-  'transforms': (
-    'augmented_optimizer clip_each_matrix orthogonalize tangent_probes'
-  ),
+  'transforms': ('augmented_optimizer clip_each_matrix orthogonalize'),
 }
 
 
@@ -226,6 +230,11 @@ def is_data(obj):
   )
 
 
+def is_interface(obj):
+  """A Protocol: attributes that an object of the user's has to have."""
+  return getattr(obj, '_is_protocol', False)
+
+
 def raises(function):
   """Whether the function's own source raises, or calls what checks for it."""
   source = textwrap.dedent(inspect.getsource(function))
@@ -270,6 +279,9 @@ def test_arguments_are_those_of_the_signature(path):
   assert 'after sections' not in found
   if path in HANDED_OVER:
     assert set(parameters(obj)) <= set(entries(found['Attributes']))
+  elif is_interface(obj):
+    own = {k: x for k, x in vars(obj).items() if isinstance(x, property)}
+    assert entries(found.get('Attributes', [])) == list(own)
   elif is_data(obj):
     fields = getattr(obj, '_fields', None) or getattr(
       obj, '__dataclass_fields__', parameters(obj)
@@ -293,7 +305,11 @@ def test_functions_say_what_they_return_and_raise(path):
 
 @pytest.mark.parametrize(
   'path',
-  [p for p, x in NAMES.items() if not is_data(x) and p not in HANDED_OVER],
+  [
+    p
+    for p, x in NAMES.items()
+    if not (is_data(x) or is_interface(x) or p in HANDED_OVER)
+  ],
 )
 def test_an_example_can_be_pasted(path):
   """It imports what it needs: no name comes from the module around it."""

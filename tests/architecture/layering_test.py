@@ -11,6 +11,7 @@ import ast
 import graphlib
 import importlib
 import pathlib
+import subprocess
 import sys
 import textwrap
 
@@ -25,12 +26,13 @@ LAYERS = (
   ('_linalg', '_randomness'),
   ('_lattice', '_identity'),
   ('_per_example',),
-  ('_one_shot_release',),
   ('fixed_rank',),
   ('muon', '_modules'),
-  ('lora', 'transforms', 'inference', 'heads'),
+  ('lora', 'transforms', 'inference'),
   ('diagnostics', 'aliases'),
   ('training',),
+  # Young and ours: above all others, so that none of them imports it.
+  ('contrib',),
 )
 LAYER = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
@@ -139,9 +141,10 @@ PUBLIC_PACKAGES = (
     for x in (
       'accounting',
       'aliases',
+      'contrib',
+      'contrib.heads',
       'diagnostics',
       'fixed_rank',
-      'heads',
       'inference',
       'lora',
       'muon',
@@ -232,6 +235,19 @@ def test_public_packages_declare_their_names(path):
     assert hasattr(module, name), name
 
 
+def test_the_package_does_not_load_contrib():
+  """Who wants what is young says so, by an import of its own."""
+  program = """
+import sys
+import prism_optax
+assert not [x for x in sys.modules if x.startswith('prism_optax.contrib')]
+from prism_optax import contrib
+assert contrib.heads.ridge
+  """
+  folder = str(ROOT.parent)
+  subprocess.run([sys.executable, '-c', program], cwd=folder, check=True)
+
+
 def test_the_package_itself_only_re_exports():
   tree = ast.parse((ROOT / '__init__.py').read_text())
   for node in tree.body:
@@ -249,6 +265,14 @@ PLANTED = {
   'upwards': ('fixed_rank', 'from prism_optax import lora'),
   'far upwards': ('_linalg', 'import prism_optax.aliases as aliases'),
   'sideways': ('lora', 'from prism_optax.transforms import retract'),
+  'of contrib': ('training', 'from prism_optax.contrib import heads'),
+  'of contrib, in a function': (
+    'training',
+    """
+    def f():
+      from prism_optax import contrib
+    """,
+  ),
   'of private parts': ('muon', 'from prism_optax._modules._tree import Stacks'),
   'relative': ('lora', 'from . import transforms'),
   'of the package': ('transforms', 'from prism_optax import prism'),

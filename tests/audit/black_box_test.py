@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import prism_optax
+from prism_optax import contrib
 from tests.audit import harness
 from tests.oracles import problems
 
@@ -47,7 +48,7 @@ OPTIMIZERS = {
   'prism': _prism(),
   'published_prism': _prism(prism_optax.published_prism),
   'prism, momentum only': _prism(problems.chain_of, max_condition_number=1.0),
-  'prism_muon': _prism(prism_optax.prism_muon),
+  'prism_muon': _prism(contrib.prism_muon),
   'dp_muon': _muon,
 }
 

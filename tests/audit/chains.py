@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 import prism_optax
-from prism_optax import fixed_rank
+from prism_optax import contrib, fixed_rank
 from tests.audit.harness import CLIP, EXPECTED_BATCH_SIZE, recorder
 
 LEARNING_RATE = 0.05
@@ -30,7 +30,7 @@ def direction(kind, noise_multiplier):
   stddev = stddev_of(noise_multiplier)
   rate = optax.scale_by_learning_rate(LEARNING_RATE)
   if kind == 'muon':
-    return [prism_optax.orthogonalize_tangents(), rate, prism_optax.retract()]
+    return [contrib.orthogonalize_tangents(), rate, prism_optax.retract()]
   if kind == 'published':
     return [
       prism_optax.transforms.scale_by_published_preconditioner(

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import prism_optax
-from prism_optax import inference
+from prism_optax import contrib, inference
 from tests.audit import low_bits
 from tests.audit.low_bits import Route
 
@@ -165,7 +165,7 @@ def prism_muon_moments(size: int) -> Route:
   params, gradients = _problem(size)
 
   def release(key, rows):
-    tx = prism_optax.prism_muon(
+    tx = contrib.prism_muon(
       LEARNING_RATE, l2_clip_norm=1.0, prng_key=key, **OPTIONS
     )
     _, state = tx.update(gradients(rows), tx.init(params), params)

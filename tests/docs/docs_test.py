@@ -171,11 +171,12 @@ def public_names():
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
   }
+  modules += ['contrib', 'contrib.heads']  # Imported by users alone.
   for module in modules:
-    path = package / module / '__init__.py'
+    path = package.joinpath(*module.split('.'), '__init__.py')
     if not path.exists():
-      path = package / f'{module}.py'
-    found = offered(path.read_text('utf-8'))
+      path = path.parent.with_suffix('.py')
+    found = [x for x in offered(path.read_text('utf-8')) if x != 'heads']
     assert found, module
     inside = f'prism_optax.{module}'
     names += [f'{inside}.{x}' for x in found if (inside, x) not in short]

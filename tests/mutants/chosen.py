@@ -37,7 +37,7 @@ TANGENTS = 'fixed_rank/_tangents.py'
 RETRACTION = 'fixed_rank/_retraction.py'
 PRECONDITIONER = 'transforms/_moments.py'
 MEASURED = 'audit/make_private_test.py has_its_size'
-METRIC = 'lora/input_metric_test.py'
+METRIC = 'contrib/input_metric_test.py'
 RECORDS = 'training/records_test.py whatever_a_record_is'
 ADVERSARIAL = 'audit/make_private_test.py whatever and dense-quantile'
 INTRINSIC_CLIP = 'transforms/_intrinsic_clip.py'
@@ -555,24 +555,24 @@ MUTANTS = (
   ),
   Mutant(
     'rows that grow',
-    'transforms/_row_moments.py',
+    'contrib/_row_moments.py',
     'raised = jnp.maximum(moments, floor)',
     'raised = moments',
-    ('transforms/row_moments_test.py equals_the_formula',),
+    ('contrib/row_moments_test.py equals_the_formula',),
   ),
   Mutant(
     'the core on one side only',
-    'transforms/_row_moments.py',
+    'contrib/_row_moments.py',
     'core = (left.along + right.along.mT) / 2',
     'core = right.along.mT',
-    ('transforms/row_moments_test.py transposing_a_module',),
+    ('contrib/row_moments_test.py transposing_a_module',),
   ),
   Mutant(
     'a floor for rows that forgets its schedule',
-    'transforms/_row_moments.py',
+    'contrib/_row_moments.py',
     'floor = floor_factor * noise',
     'floor = floor_factor * jnp.square(jnp.max(jnp.asarray(noise_stddev)))',
-    ('transforms/row_moments_test.py equals_the_formula',),
+    ('contrib/row_moments_test.py equals_the_formula',),
   ),
   Mutant(
     'decay by the transposed core',
@@ -1103,35 +1103,35 @@ MUTANTS = (
   ),
   Mutant(
     'input metric: half the noise',
-    '_one_shot_release.py',
+    'contrib/_one_shot_release.py',
     '_lattice.unit_of(sigma, 1.0, jnp.float32)',
     '_lattice.unit_of(sigma / 2, 1.0, jnp.float32)',
     (f'{METRIC} noise_of_its_length',),
   ),
   Mutant(
     'input metric: entries off the diagonal count twice',
-    '_one_shot_release.py',
+    'contrib/_one_shot_release.py',
     'np.where(rows == columns, 1, math.sqrt(2)).astype',
     'np.where(rows == columns, 1, 2).astype',
     (f'{METRIC} keeps_its_length',),
   ),
   Mutant(
     'input metric: records that are not finite count',
-    '_one_shot_release.py',
+    'contrib/_one_shot_release.py',
     'jnp.where(counts, weight * v, 0)',
     'weight * v',
     (f'{METRIC} same_bits',),
   ),
   Mutant(
     'input metric: one seed for all',
-    '_one_shot_release.py',
+    'contrib/_one_shot_release.py',
     "key = _randomness.resolve_key('prng_key', prng_key, (), words=4)",
     "key = _randomness.resolve_key('prng_key', 0, (), words=4)",
     (f'{METRIC} noise_of_its_length',),
   ),
   Mutant(
     'input metric: each pattern counts as if it were alone',
-    'lora/_input_metric.py',
+    'contrib/_input_metric.py',
     'return term / (math.sqrt(count) * jnp',
     'return term / (jnp',
     (f'{METRIC} oracle',),
@@ -1145,21 +1145,21 @@ MUTANTS = (
   ),
   Mutant(
     'class means: a label that is no class counts',
-    'heads.py',
+    'contrib/heads.py',
     'jnp.outer(feature, jax.nn.one_hot(label, num_classes))',
     'jnp.outer(feature, jax.nn.one_hot(label % num_classes, num_classes))',
-    ('training/prior_releases_test.py same_bits',),
+    ('contrib/heads_test.py same_bits',),
   ),
   Mutant(
     'ridge head: the second moment comes on top of the sum',
-    'heads.py',
+    'contrib/heads.py',
     "'moment': moment / _SHARE,",
     "'moment': moment,",
-    ('training/prior_releases_test.py solution_of',),
+    ('contrib/heads_test.py solution_of',),
   ),
   Mutant(
     'ridge head: the second moment of a record of no class counts',
-    'heads.py',
+    'contrib/heads.py',
     '_direction(feature) * jnp.sum(chosen)',
     '_direction(feature)',
     ('properties/lora_test.py a_head_by_one',),
@@ -1173,7 +1173,7 @@ MUTANTS = (
   ),
   Mutant(
     'releases: a kernel lies on no grid',
-    'heads.py',
+    'contrib/heads.py',
     '_identity.marked(columns - columns.mean(1, keepdims=True))',
     'np.float32(columns - columns.mean(1, keepdims=True))',
     ('training/prior_releases_test.py a_copy_of',),
@@ -1236,24 +1236,24 @@ MUTANTS = (
   ),
   Mutant(
     'releases: the digest of a key is that of what was given',
-    '_one_shot_release.py',
+    'contrib/_one_shot_release.py',
     '_identity.digest_of_key(key))',
     '_identity.digest_of_key(jax.random.key(0)))',
     ('training/prior_releases_test.py told_apart',),
   ),
   Mutant(
     'heads: a label of a list beyond the classes is one',
-    'heads.py',
+    'contrib/heads.py',
     'return number if 0 <= number < num_classes else -1',
     'return number % num_classes',
-    ('training/prior_releases_test.py no_class',),
+    ('contrib/heads_test.py no_class',),
   ),
   Mutant(
     'heads: labels are cut to 32 bits before they are compared',
-    'heads.py',
+    'contrib/heads.py',
     'is_class = (labels >= 0) &',
     'labels = labels.astype(np.int32)\n  is_class = (labels >= 0) &',
-    ('training/prior_releases_test.py no_class',),
+    ('contrib/heads_test.py no_class',),
   ),
   Mutant(
     'events: counts inside of compositions are believed',
@@ -1323,10 +1323,10 @@ PRIVACY = (
   '_proofs/_labels.py',
   '_proofs/_rules.py',
   '_randomness/_keys.py',
-  '_one_shot_release.py',
   'accounting/_epsilon.py',
-  'heads.py',
-  'lora/_input_metric.py',
+  'contrib/_input_metric.py',
+  'contrib/_one_shot_release.py',
+  'contrib/heads.py',
   'training/_clipping.py',
   'training/_fingerprint.py',
   'training/_loss.py',

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import accounting, fixed_rank, muon, transforms
+from prism_optax import accounting, contrib, fixed_rank, transforms
 from prism_optax.fixed_rank._tangents import projected
 from tests.properties import cases
 
@@ -83,7 +83,7 @@ def test_a_fused_chain_gives_what_its_parts_give(name, seed, scale):
 OPTIMIZERS = ('prism', 'prism_muon', 'published_prism')
 MAKE = {
   'prism': prism_optax.prism,
-  'prism_muon': prism_optax.prism_muon,
+  'prism_muon': contrib.prism_muon,
   'published_prism': prism_optax.published_prism,
 }
 
@@ -152,8 +152,8 @@ def test_the_published_preconditioner_is_odd(seed, size):
 @jax.jit
 def _orthogonalized(factors, x):
   frame = fixed_rank.frame(factors)
-  out = muon.tangent_newton_schulz(frame, fixed_rank.project(frame, x))
-  minus = muon.tangent_newton_schulz(
+  out = contrib.tangent_newton_schulz(frame, fixed_rank.project(frame, x))
+  minus = contrib.tangent_newton_schulz(
     frame, fixed_rank.project(frame, jax.tree.map(jnp.negative, x))
   )
   return out, minus, fixed_rank.project(frame, out)

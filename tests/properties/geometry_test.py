@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import fixed_rank, lora, muon
+from prism_optax import contrib, fixed_rank, lora, muon
 from prism_optax.fixed_rank import _tangents
 from tests.properties import cases
 
@@ -187,8 +187,8 @@ def _chain(name):
   layout = cases.layout_of(name)
   return [
     prism_optax.scale_by_rank_preconditioner(noise_stddev=1.0, layout=layout),
-    prism_optax.scale_by_row_moments(noise_stddev=1.0, layout=layout),
-    prism_optax.orthogonalize_tangents(layout=layout),
+    contrib.scale_by_row_moments(noise_stddev=1.0, layout=layout),
+    contrib.orthogonalize_tangents(layout=layout),
     prism_optax.add_decayed_factors(0.1, layout=layout),
   ]
 

@@ -15,15 +15,14 @@ from hypothesis import given
 import prism_optax
 from prism_optax import (
   _lattice,
-  _one_shot_release,
+  contrib,
   fixed_rank,
-  heads,
   lora,
   transforms,
 )
 from prism_optax._modules import ModuleTree, Stacks, map_pairs
+from prism_optax.contrib import _input_metric, _one_shot_release, heads
 from prism_optax.fixed_rank import _tangents
-from prism_optax.lora import _input_metric
 from tests.properties import cases
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -447,12 +446,12 @@ def test_one_record_moves_a_head_by_one_at_most(feature, label):
 @cases.few
 def test_metrics_are_undone_and_change_right_factors_alone(seed):
   rng = np.random.default_rng(seed)
-  metric = lora.input_metric(
+  metric = contrib.input_metric(
     [{'x': rng.normal(size=(9, 4)) + 1, 'y': rng.normal(size=(9, 3))}],
     noise_multiplier=rng.uniform(0, 3),
     dataset_size=9,
   )
-  assert isinstance(metric, lora.InputMetric)
+  assert isinstance(metric, contrib.InputMetric)
   tree = cases.draw_tree('two shapes', seed)
   changed = metric.to_params(tree)
   for name in tree:

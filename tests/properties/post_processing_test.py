@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
+from prism_optax import contrib
 from tests.oracles import oracles, problems
 from tests.properties import cases
 
@@ -25,8 +26,8 @@ TRANSFORMATIONS = {
   'debiased': prism_optax.scale_by_rank_preconditioner(
     b2=0.9, noise_stddev=STDDEV, debias=True, max_update_norm=1.0
   ),
-  'rows': prism_optax.scale_by_row_moments(0.9, noise_stddev=STDDEV),
-  'orthogonal': prism_optax.orthogonalize_tangents(0.5),
+  'rows': contrib.scale_by_row_moments(0.9, noise_stddev=STDDEV),
+  'orthogonal': contrib.orthogonalize_tangents(0.5),
   'decay': prism_optax.add_decayed_factors(DECAY),
   'retraction': prism_optax.retract(),
 }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import transforms
+from prism_optax import contrib
 from tests.oracles import oracles
 from tests.properties import cases
 
@@ -41,7 +41,7 @@ def _probed(name):
         )
       )
 
-    probes = transforms.tangent_probes(params, layout=layout)
+    probes = contrib.tangent_probes(params, layout=layout)
     grads = jax.grad(lambda z: loss(probes.attach(z)))(probes.zeros)
     whitened = prism_optax.tangent_coordinates(params, layout=layout)
     return (

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import prism_optax
-from prism_optax import training
+from prism_optax import contrib, training
 from prism_optax.training import _private
 from tests.replay import harness
 from tests.training import adversarial
@@ -74,7 +74,7 @@ OPTIMIZERS = {
   'adam': optax.adam(0.1),
   'prism': functools.partial(prism_optax.prism, 0.1),
   'published_prism': functools.partial(prism_optax.published_prism, 0.1),
-  'prism_muon': functools.partial(prism_optax.prism_muon, 0.1),
+  'prism_muon': functools.partial(contrib.prism_muon, 0.1),
   'dp_muon': functools.partial(prism_optax.dp_muon, 0.1),
 }
 CLIPS = {

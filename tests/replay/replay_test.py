@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from prism_optax import heads, lora, training
+from prism_optax import contrib, training
+from prism_optax.contrib import heads
 from tests.replay import cases, harness
 from tests.replay.cases import FORM, GRADIENT, PARAMS, SIGMA, USERS, Case
 from tests.training import adversarial
@@ -213,10 +214,10 @@ def test_no_record_of_arrays_of_any_type_is_seen(dtype):
 def test_no_record_is_seen_in_coordinates_of_a_metric(form):
   """The metric is public: it was released."""
   x = np.random.default_rng(0).normal(size=(cases.N, 3)) + 3
-  metric = lora.input_metric(
+  metric = contrib.input_metric(
     [{'layer': x}], noise_multiplier=SIGMA, dataset_size=cases.N, form=form
   )
-  made = cases.make('prism', record=FORM, input_metric=metric)
+  made = cases.make('prism', record=FORM, change_of_variables=metric)
   case = Case(made, cases.listed(FORM))
   assert_unseen(everywhere(case, adversarial.records(FORM)))
 
@@ -238,7 +239,7 @@ def _head(make):
 def _metric(form):
   def release(data):
     parts = [slice(0, 4), slice(4, None)]
-    return lora.input_metric(
+    return contrib.input_metric(
       [{'a': data['x'][part], 'b': data['y'][part]} for part in parts],
       noise_multiplier=SIGMA,
       dataset_size=cases.N,

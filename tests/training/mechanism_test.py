@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import training, transforms
+from prism_optax import contrib, training, transforms
 from prism_optax.training import _seen
 from tests.training import problem
 from tests.training.problem import DATA, FROZEN, PARAMS, B
@@ -162,7 +162,7 @@ def test_a_sum_on_another_lattice_is_refused():
 ACCEPTED = {
   'prism': (prism, {}),
   'published': (functools.partial(prism_optax.published_prism, 0.1), {}),
-  'muon on the manifold': (functools.partial(prism_optax.prism_muon, 0.1), {}),
+  'muon on the manifold': (functools.partial(contrib.prism_muon, 0.1), {}),
   'dp_muon': (dp_muon, {}),
   'least energy': (
     functools.partial(

@@ -1,4 +1,4 @@
-"""What was released before the training: heads, in statements and events."""
+"""What was released before the training, in statements and events."""
 
 import dataclasses
 import functools
@@ -10,218 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import scipy.stats
 from dp_accounting import ComposedDpEvent, GaussianDpEvent
 
 import prism_optax
 from prism_optax import (
   _identity,
   _lattice,
-  _one_shot_release,
   _randomness,
   accounting,
-  heads,
-  lora,
+  contrib,
   training,
 )
+from prism_optax.contrib import heads
 from tests.training import problem
-
-N, D, K = 300, 6, 3
-_rng = np.random.default_rng(0)
-LABELS = _rng.integers(K, size=N)
-# Lengths of many sizes: a record's direction is what counts.
-FEATURES = np.float32(
-  (_rng.normal(size=(N, D)) + 2 * np.eye(K, D)[LABELS] + 1)
-  * 10.0 ** _rng.uniform(-30, 15, (N, 1))
-)
-release = functools.partial(
-  heads.class_means, num_classes=K, dataset_size=N, prng_key=1
-)
-
-
-def assert_kernel(found, expected):
-  """Half a step of the grid is 2^(1 / 76.4): 0.912 %."""
-  np.testing.assert_allclose(found, expected, rtol=9.12e-3, atol=1e-6)
-
-
-def directions():
-  x = np.float64(FEATURES)
-  return x / np.linalg.norm(x, axis=1, keepdims=True)
-
-
-def test_columns_are_the_directions_of_the_class_means():
-  means = release([(FEATURES, LABELS)], noise_multiplier=0.0)
-  columns = directions().T @ np.eye(K)[LABELS]
-  columns /= np.linalg.norm(columns, axis=0)
-  expected = columns - columns.mean(1, keepdims=True)
-  assert_kernel(means.kernel, expected)
-  assert means.entries == D * K
-  right = (directions() @ np.float64(means.kernel)).argmax(1) == LABELS
-  assert right.mean() > 0.85
-
-
-def test_columns_are_relieved_of_the_length_of_the_noise(monkeypatch):
-  released = []
-  release_sums = _one_shot_release.release
-
-  def spy(*args, **options):
-    released.append(release_sums(*args, **options))
-    return released[-1]
-
-  monkeypatch.setattr(_one_shot_release, 'release', spy)
-  means = release([(FEATURES, LABELS)], noise_multiplier=9.0)
-  sums = np.float64(released[0].arrays['sums'])
-  squares = np.sum(sums**2, 0) - D * 9.0**2
-  columns = sums / np.sqrt(np.maximum(squares, heads._FEWEST**2))
-  assert_kernel(means.kernel, columns - columns.mean(1, keepdims=True))
-
-
-@pytest.mark.parametrize('sigma', [0.0, 3.0])
-def test_ridge_is_the_solution_of_its_equations(sigma):
-  """Dense, in float64, with its noise: what was released is read back."""
-  released = {}
-  release_sums = _one_shot_release.release
-  with pytest.MonkeyPatch.context() as patch:
-
-    def spy(*args, **options):
-      out = release_sums(*args, **options)
-      released.update(out.arrays)
-      return out
-
-    patch.setattr(_one_shot_release, 'release', spy)
-    head = heads.ridge(
-      [(FEATURES, LABELS)],
-      num_classes=K,
-      noise_multiplier=sigma,
-      dataset_size=N,
-      prng_key=1,
-    )
-  noisy = np.zeros((D, D))
-  upper = np.triu_indices(D)
-  noisy[upper] = np.float64(released['moment']) * 2**0.5
-  noisy = (noisy + noisy.T) / np.where(np.eye(D), 2, 2**0.5)
-  # The noise is on all of what records add: sums over sqrt(2).
-  x, chosen = directions(), np.eye(K)[LABELS]
-  sums = np.float64(released['sums']) * 2**0.5
-  wrong = (noisy - x.T @ x)[upper], sums - x.T @ chosen
-  if sigma:  # Of standard deviation 3.6 in the mean of the matrix, and 4.2.
-    assert all(2 < np.std(x) < 6 for x in wrong)
-  else:
-    np.testing.assert_allclose(np.concatenate(wrong, None), 0, atol=1e-3)
-  values, vectors = np.linalg.eigh(noisy)
-  ridge = 1 + 0.5 * (2 * D) ** 0.5 * sigma * 2**0.5
-  inverse = vectors @ np.diag(1 / (values.clip(0) + ridge)) @ vectors.T
-  expected = inverse @ sums
-  expected -= expected.mean(1, keepdims=True)
-  expected /= np.linalg.norm(expected, axis=0).mean()
-  assert_kernel(head.kernel, expected)
-  assert head.entries == D * (D + 1) // 2 + D * K
-
-
-def test_ridge_sees_past_what_all_features_have_in_common():
-  rng = np.random.default_rng(3)
-  labels = rng.integers(K, size=3000)
-  # A strong direction that tells little of the class, across those that do.
-  features = rng.normal(size=(3000, 8))
-  features += 6 * rng.normal(size=(3000, 1)) * [0, 1, -1, 1, 0, 0, 0, 0]
-  features[np.arange(3000), labels + 1] += 3
-  options = {'num_classes': K, 'dataset_size': 3000, 'prng_key': 1}
-  right = {
-    make: np.mean(
-      np.argmax(
-        features
-        @ np.float64(
-          make([(features, labels)], noise_multiplier=2.0, **options).kernel
-        ),
-        1,
-      )
-      == labels
-    )
-    for make in (heads.ridge, heads.class_means)
-  }
-  assert right[heads.ridge] > right[heads.class_means] + 0.05
-
-
-def test_the_same_bits_in_any_batches():
-  """Also with padding, labels of no class and features that are not finite."""
-  whole = release([(FEATURES, LABELS)], noise_multiplier=2.0)
-  # Padding counts as records, which change nothing here but their number.
-  odd = np.ones((4, D), np.float32)
-  odd[0, 0], odd[1, 2], odd[3] = np.nan, np.inf, 0.0
-  parts = [
-    (FEATURES[rows], LABELS[rows]) for rows in (slice(200, None), slice(200))
-  ]
-  found = release(
-    [*parts, (odd, np.array([0, 1, -1, 2]))],
-    noise_multiplier=2.0,
-    dataset_size=N + 4,
-  )
-  np.testing.assert_array_equal(found.kernel, whole.kernel)
-  other = release([(FEATURES, LABELS)], noise_multiplier=2.0, prng_key=2)
-  assert not np.array_equal(other.kernel, whole.kernel)
-
-
-def test_one_key_gives_each_kind_of_release_its_own_noise(monkeypatch):
-  released = []
-  add_noise = _lattice.add_noise
-
-  def spy(*args):
-    released.append(np.ravel(next(iter(add_noise(*args).values()))))
-    return add_noise(*args)
-
-  monkeypatch.setattr(_lattice, 'add_noise', spy)
-  options = {'noise_multiplier': 1.0, 'dataset_size': 1, 'prng_key': 7}
-  zeros = np.zeros((1, 4), np.float32)
-  means, _ = (
-    make([(zeros, np.array([0]))], num_classes=1, **options)
-    for make in (heads.class_means, heads.ridge)
-  )
-  metrics = [
-    lora.input_metric([{'x': zeros}], form=form, **options)
-    for form in ('second_moment', 'mean')
-  ]
-  assert len({x[0] for x in released}) == 4
-  assert means.seeded
-  assert metrics[0].seeded
-  del options['prng_key']
-  assert not lora.input_metric([{'x': zeros}], **options).seeded
-
-
-@pytest.mark.parametrize('label', range(K))
-def test_a_record_adds_one_to_its_class(label):
-  """And no class of few records has a long column made of noise."""
-  row = np.eye(1, D, dtype=np.float32) * 1e30
-  means = release([(row, np.array([label]))], noise_multiplier=0.0)
-  expected = (np.eye(K)[label] - 1 / K) / heads._FEWEST
-  assert_kernel(means.kernel[0], expected)
-  np.testing.assert_array_equal(means.kernel[1:], 0)
-
-
-@pytest.mark.parametrize('make', [heads.class_means, heads.ridge])
-@pytest.mark.parametrize('sigma', [0.5, 20.0])
-def test_every_entry_gets_the_noise(sigma, make, monkeypatch):
-  released = []
-  release_sums = _one_shot_release.release
-
-  def spy(*args, **options):
-    sums = release_sums(*args, **options)
-    released.append(np.concatenate([np.ravel(x) for x in sums.arrays.values()]))
-    return sums
-
-  monkeypatch.setattr(_one_shot_release, 'release', spy)
-  for _ in range(2):
-    means = make(
-      [(np.zeros((1, 60), np.float32), np.array([0]))],
-      num_classes=30,
-      noise_multiplier=sigma,
-      dataset_size=1,
-    )
-  noise = np.float64(released[0]) / sigma
-  assert means.entries == noise.size
-  assert noise.size == 60 * 30 + (make is heads.ridge) * 30 * 61
-  assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
-  assert not np.array_equal(*released)
-  assert means.event == GaussianDpEvent(sigma)
 
 
 def made_up(value=1.0, digest='values', key_digest='key', **changes):
@@ -258,6 +59,49 @@ def test_a_training_accounts_for_what_came_before():
     third = dataclasses.replace(OTHER, **change)
     with pytest.raises(ValueError, match='state of this training'):
       make(prior_releases=[MEANS, third]).adapters(state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+  """Another's change of variables: nothing here has heard of its class."""
+
+  scale: jax.Array
+  event = GaussianDpEvent(5.0)
+  entries, dataset_size, seeded = 1, problem.N, False
+  digest, key_digest = 'values of another', 'key of another'
+
+  def to_params(self, variables):
+    return jax.tree.map(lambda x: self.scale * x, variables)
+
+
+def test_any_object_with_the_attributes_is_a_change_of_variables():
+  change = Scaled(jnp.float32(2))
+  make = functools.partial(problem.make, optax.sgd(0.1))
+  private = make(change_of_variables=change)
+  assert private.event() == ComposedDpEvent([make().event(), change.event])
+  assert ' steps and a change of variables;' in private.statement()
+  found = problem.by_keys_alone(private)
+
+  def loss(variables, *data):
+    return problem.loss(change.to_params(variables), *data)
+
+  # One program, but for where it was written: rounding at most.
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+    found,
+    problem.by_keys_alone(make(loss=loss)),
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    private.parts.adapters(found),
+    change.to_params(found),
+  )
+  # A release that changes nothing is none, and one of both is one release.
+  with pytest.raises(ValueError, match='LinearHead without to_params'):
+    make(change_of_variables=MEANS)
+  with pytest.raises(ValueError, match='are one release'):
+    make(change_of_variables=change, prior_releases=[change])
 
 
 ROWS, CLASSES = 16, 3
@@ -440,7 +284,7 @@ def test_a_head_is_found_wherever_a_training_meets_it():
 
 
 def test_a_release_object_among_the_weights_is_known_by_its_digest():
-  metric = lora.InputMetric(
+  metric = contrib.InputMetric(
     {'q': jnp.eye(3, 1)}, {'q': jnp.ones(1)}, 5.0, 6, 9, None, False, 'd', 'k'
   )
   check = training._releases.check_declared
@@ -505,7 +349,7 @@ def test_a_key_of_a_training_shares_no_noise_with_a_release_of_it(monkeypatch):
   options = {'noise_multiplier': 1.0, 'dataset_size': 1, 'prng_key': 7}
   heads.class_means([(zeros, [0])], num_classes=1, **options)
   for form in ('mean', 'second_moment'):
-    lora.input_metric([{'x': zeros}], form=form, **options)
+    contrib.input_metric([{'x': zeros}], form=form, **options)
   key = _randomness.resolve_key('key', 7, (), words=4)
   for _ in range(3):  # As a privatizer does, from step to step.
     key, drawn = _randomness.split(key)
@@ -584,84 +428,3 @@ def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
 def test_releases_that_do_not_fit(releases, message):
   with pytest.raises(ValueError, match=message):
     problem.make(optax.sgd(0.1), prior_releases=releases)
-
-
-class Strange:
-  """A label of somebody's own making."""
-
-  def __index__(self):
-    raise RuntimeError('one record could tell that it is there')
-
-
-def test_a_label_that_is_no_class_adds_nothing():
-  """In a list each record has a type of its own: nothing tells which."""
-  rows = np.ones((3, D), np.float32) * np.arange(1, 4)[:, None]
-  rows[1] = -5
-  make = functools.partial(release, noise_multiplier=0.0)
-  wanted = make([(rows, [0, -1, 2])]).kernel
-  for label in (
-    *(-1, -(2**31), K, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 + 1, 10**400),
-    *(1.0, np.nan, np.inf, np.float32(1), '1', 'text', b'1', None, [1], (), {}),
-    *(np.ones(3, int), np.datetime64('now'), object(), complex(1), Strange()),
-  ):
-    for labels in ([0, label, 2], (0, label, 2)):
-      np.testing.assert_array_equal(make([(rows, labels)]).kernel, wanted)
-    of_objects = np.empty(3, object)
-    of_objects[:] = [0, label, 2]
-    np.testing.assert_array_equal(make([(rows, of_objects)]).kernel, wanted)
-  # What Python takes for an index is a class, of any type of integers.
-  wanted = make([(rows, [0, 1, 2])]).kernel
-  for label in (True, np.int8(1), np.uint64(1), jnp.ones((), jnp.int32)):
-    np.testing.assert_array_equal(make([(rows, [0, label, 2])]).kernel, wanted)
-  # An array has one type, in which a class of 300 may not exist.
-  for dtype in (np.uint8, np.int8, np.int64, np.uint64, np.uint32):
-    for array in (np.asarray, jnp.asarray):
-      labels = array(np.array([0, 1, 2], dtype))
-      means = make([(rows, labels)], num_classes=300)
-      assert np.count_nonzero(np.abs(means.kernel).max(0) > 0.01) == 3
-  for labels in ([0, 2**32 + 1, 2], [0, 2**63 - 1, 2]):
-    for dtype in (np.int64, np.uint64):
-      found = make([(rows, np.array(labels, dtype))]).kernel
-      np.testing.assert_array_equal(found, make([(rows, [0, -1, 2])]).kernel)
-
-
-@pytest.mark.parametrize(
-  ('change', 'message'),
-  [
-    ({'batches': []}, 'at least one'),
-    ({'batches': [(FEATURES, LABELS)] * 2}, '600 records for dataset_size=300'),
-    # Records of fewer users: not theirs.
-    ({'dataset_size': 299}, '300 records for dataset_size=299'),
-    ({'batches': [(FEATURES, LABELS[1:])]}, r'labels \(B,\)'),
-    # A type of the whole batch is public.
-    ({'batches': [(FEATURES, LABELS * 1.0)]}, 'integers, got .* float64'),
-    ({'batches': [(FEATURES, LABELS > 0)]}, 'integers, got .* bool'),
-    ({'batches': [(FEATURES, LABELS.astype(str))]}, 'integers, got .* <U21'),
-    ({'batches': [(FEATURES.tolist(), LABELS)]}, 'features .* got list'),
-    ({'batches': [(FEATURES.astype(object), LABELS)]}, 'real .* object'),
-    ({'batches': [(FEATURES * 1j, LABELS)]}, 'real .* complex'),
-    ({'batches': [(FEATURES[0], LABELS)]}, r'features \(B, d\)'),
-    (
-      {'batches': [(FEATURES[:9], LABELS[:9]), (FEATURES[:9, 1:], LABELS[:9])]},
-      'the same in all batches',
-    ),
-    ({'num_classes': 0}, 'num_classes'),
-    ({'noise_multiplier': -1.0}, 'noise_multiplier'),
-    ({'dataset_size': 0}, 'dataset_size'),
-    ({'prng_key': -1}, 'prng_key'),
-  ],
-)
-def test_bad_arguments(change, message):
-  arguments = {'batches': [(FEATURES, LABELS)], 'noise_multiplier': 1.0}
-  arguments |= change
-  with pytest.raises(ValueError, match=message):
-    release(arguments.pop('batches'), **arguments)
-
-
-def test_it_is_a_pytree():
-  means = release([(FEATURES, LABELS)], noise_multiplier=1.0)
-  # Numbers that float32 does not have are infinite, and nothing warns.
-  huge = np.where(np.arange(N)[:, None] == 5, 1e300, np.float64(FEATURES))
-  release([(huge, LABELS)], noise_multiplier=1.0)
-  kernel = jax.jit(lambda m: m.kernel * 2)(means)
-  np.testing.assert_array_equal(kernel, means.kernel * 2)

@@ -18,7 +18,7 @@ from benchmarks.accuracy import (
   language_runs,
   language_tables,
 )
-from prism_optax import lora
+from prism_optax import contrib
 from tests.examples import language_models
 
 
@@ -229,7 +229,7 @@ def test_the_metric_is_of_what_the_matrices_read(model, tmp_path, monkeypatch):
         language_metric.MLP: layer.mlp_norm(mixed)[None, places],
       }
     )
-  expected = lora.input_metric(
+  expected = contrib.input_metric(
     batches, noise_multiplier=1e-3, dataset_size=len(ROWS), prng_key=1
   )
   assert len(released.bases) == 2

@@ -110,7 +110,7 @@ def _():
     "optax.chain, optax's rate": "`optax.chain`, with optax's"
     ' `scale_by_learning_rate`',
     'noise as floats': 'noise as floats, not exact',
-    'row scales': 'with `scale_rows=True`',
+    'row scales': 'with `contrib.scale_by_row_moments`',
     'prism with clip': 'with the clip of 32 or 4 examples in front',
   }
   return lines(

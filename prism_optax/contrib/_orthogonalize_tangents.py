@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _validate, fixed_rank, muon
-from prism_optax._modules import LayoutLike, Stacks, map_pairs
+from prism_optax import _validate, fixed_rank
+from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
 from prism_optax._types import Scalar
+from prism_optax.contrib._tangent_newton_schulz import tangent_newton_schulz
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._tangents import transport_sum
 from prism_optax.muon._polynomials import Steps, check_options
@@ -59,11 +60,11 @@ def orthogonalize_tangents(
   ``P_Z(F(m))``: F is the Newton-Schulz iteration of DP-Muon (arXiv:2605.12994),
   whose result has rank 2r and is not tangent, and ``P_Z`` is the projection of
   PRISM (arXiv:2606.00944, Eq. 13). The combination of the two is ours, see
-  :func:`prism_optax.muon.tangent_newton_schulz`. The direction does not depend
-  on the gauge of the factors. Adam updates the leaves that are no factors.
+  :func:`tangent_newton_schulz`. The direction does not depend on the gauge of
+  the factors. Adam updates the leaves that are no factors.
 
-  It takes the place of :func:`scale_by_rank_preconditioner`: behind
-  ``tangent_privatizer``, before the learning rate and :func:`retract`.
+  It takes the place of :func:`prism_optax.scale_by_rank_preconditioner`: behind
+  ``tangent_privatizer``, before the learning rate and the retraction.
 
   **Privacy.** It reads only noisy gradients and is post-processing. It gives no
   privacy by itself.
@@ -89,9 +90,9 @@ def orthogonalize_tangents(
     coordinate_rms: A number multiplies the directions by itself times
       ``sqrt((m + n - r) / 2)``. Then a direction whose 2r singular values are
       all one has this root mean square over its ``r (m + n - r)``
-      coordinates, and 1.0 makes learning rates comparable with those of
-      :func:`scale_by_rank_preconditioner`. ``None`` leaves the singular values
-      at about one, as in Muon.
+      coordinates, and 1.0 makes learning rates comparable with those of the
+      preconditioner. ``None`` leaves the singular values at about one, as in
+      Muon.
     b1: Adam's decay of the first moment, for the other leaves.
     b2: Adam's decay of the second moment, for the other leaves.
     eps: Adam's constant under the fraction, for the other leaves.
@@ -108,9 +109,9 @@ def orthogonalize_tangents(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> import prism_optax
+    >>> from prism_optax import contrib
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = prism_optax.orthogonalize_tangents(steps=8)
+    >>> tx = contrib.orthogonalize_tangents(steps=8)
     >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
@@ -128,8 +129,10 @@ def orthogonalize_tangents(
 
   def init_pair(tangent: Tangent) -> TangentMomentum:
     # Separate arrays: a state may be donated, but no buffer may occur twice.
-    pair = TangentMomentum(Factors(*tangent), tangent)
-    return jax.tree.map(jnp.zeros_like, pair)
+    return TangentMomentum(
+      Factors(*map(jnp.zeros_like, tangent)),
+      Tangent(*map(jnp.zeros_like, tangent)),
+    )
 
   def scale_of(tangent: Tangent) -> float:
     if coordinate_rms is None:
@@ -145,7 +148,7 @@ def orthogonalize_tangents(
     trace = jax.tree.map(
       lambda m, x: momentum * m + x, fixed_rank.multiply_out(moved), tangent
     )
-    direction = muon.tangent_newton_schulz(
+    direction = tangent_newton_schulz(
       frame,
       trace,
       degree=degree,
@@ -155,13 +158,18 @@ def orthogonalize_tangents(
     )
     return TangentMomentum(Factors(frame.left, frame.right), trace), direction
 
-  def init(step):
+  def init(step: StepContext) -> OrthogonalTangentsState:
     stacks = step.tree.coordinates(step.params)
     return OrthogonalTangentsState(
       map_pairs(init_pair, stacks.pairs), adam.init(stacks.others)
     )
 
-  def update(stacks, state, step, **extra_args):
+  def update(
+    stacks: Stacks,
+    state: OrthogonalTangentsState,
+    step: StepContext,
+    **extra_args: object,
+  ) -> tuple[Stacks, OrthogonalTangentsState]:
     del extra_args
     explicit = map_pairs(fixed_rank.multiply_out, stacks.pairs)
     pairs = map_pairs(of_pair, state.pairs, step.frames, explicit)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _validate
-from prism_optax._modules import LayoutLike, map_pairs
+from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Frame, Tangent, TangentSum
 from prism_optax.fixed_rank._tangents import as_sum
@@ -35,7 +35,7 @@ class RowMoments(NamedTuple):
 
 
 class RowMomentsState(NamedTuple):
-  """State of :func:`prism_optax.scale_by_row_moments`.
+  """State of :func:`scale_by_row_moments`.
 
   Attributes:
     count: Updates so far, shape (), int32.
@@ -85,10 +85,10 @@ def scale_by_row_moments(
   Some inputs and outputs of a layer are orders of magnitude larger than others,
   in language models above all. Adam on the factors evens them out, entry by
   entry, but what it does depends on the gauge. The r x r moments of
-  :func:`scale_by_rank_preconditioner` do not, and cannot see single inputs.
-  This sees them: a row of ``T Q_R`` belongs to an output, a row of ``T^T Q_L``
-  to an input, and their lengths are the same in every gauge. With w any of the
-  rows, in r numbers::
+  :func:`prism_optax.scale_by_rank_preconditioner` do not, and cannot see single
+  inputs. This sees them: a row of ``T Q_R`` belongs to an output, a row of
+  ``T^T Q_L`` to an input, and their lengths are the same in every gauge. With w
+  any of the rows, in r numbers::
 
     v  <- b2 v + (1 - b2) |w|^2 / r
     w  <- w sqrt(f / max(v, f)),    f = floor_factor * s^2, averaged like v
@@ -96,11 +96,14 @@ def scale_by_row_moments(
   and back to the tangent space; the core ``Q_L^T T Q_R``, which belongs to both
   sides, is the mean of what they make of it. Rows of noise alone stay nearly as
   they are, and none grows, so that ``noise_stddev=s`` bounds the noise of what
-  follows, too. Place it directly behind the noise::
+  follows, too. Place it directly behind the noise, in the lines that
+  :func:`prism_optax.prism` is made of::
 
-    tangent_privatizer(s)
-    scale_by_row_moments(noise_stddev=s)
-    scale_by_rank_preconditioner(noise_stddev=s)
+    prism_optax.chain(
+      intrinsic_clip(C, normalize_by=b), tangent_privatizer(s),
+      contrib.scale_by_row_moments(noise_stddev=s),
+      scale_by_rank_preconditioner(noise_stddev=s), add_decayed_factors(0.1),
+      scale_by_learning_rate(learning_rate), retract())
 
   Ours; one number a row is what Adafactor keeps for a matrix
   (arXiv:1804.04235), and the floor is PRISM's (arXiv:2606.00944, Eq. 27).
@@ -139,9 +142,9 @@ def scale_by_row_moments(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> import prism_optax
+    >>> from prism_optax import contrib
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = prism_optax.scale_by_row_moments(noise_stddev=0.5)
+    >>> tx = contrib.scale_by_row_moments(noise_stddev=0.5)
     >>> grads = {'lora_a': jnp.array([[0.0], [4.0], [0.25]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
@@ -153,10 +156,10 @@ def scale_by_row_moments(
   _validate.non_negative('floor_factor', floor_factor)
   _validate.at_least('max_condition_number', max_condition_number, 1)
 
-  def averaged(old, new):
-    return (b2 * old + (1 - b2) * new).astype(old.dtype)
+  def averaged(old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.asarray(b2 * old + (1 - b2) * new, old.dtype)
 
-  def init(step):
+  def init(step: StepContext) -> RowMomentsState:
     coordinates = step.tree.coordinates(step.params)
     pairs = tuple(
       RowMoments(*(jnp.zeros(x.shape[:-1], x.dtype) for x in pair))
@@ -164,12 +167,16 @@ def scale_by_row_moments(
     )
     return RowMomentsState(jnp.zeros((), jnp.int32), jnp.zeros(()), pairs)
 
-  def update(stacks, state, step):
+  def update(
+    stacks: Stacks, state: RowMomentsState, step: StepContext
+  ) -> tuple[Stacks, RowMomentsState]:
     noise = averaged(state.noise, variance_at(noise_stddev, state.count))
     # Both are averages from zero: in their quotient no correction is left.
     floor = floor_factor * noise
 
-    def of_pair(frame, moments, tangent):
+    def of_pair(
+      frame: Frame, moments: RowMoments, tangent: Tangent | TangentSum
+    ) -> tuple[RowMoments, TangentSum]:
       sides = _both_sides(frame, tangent)
       squares = (jnp.mean(jnp.square(x), -1) for x in sides)
       moments = RowMoments(*map(averaged, moments, squares))

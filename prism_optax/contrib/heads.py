@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _identity, _one_shot_release, _randomness, _validate
+from prism_optax import _identity, _randomness, _validate
 from prism_optax._types import PRNGKeyLike
+from prism_optax.contrib import _one_shot_release
 
 __all__ = ['LinearHead', 'class_means', 'ridge']
 
@@ -164,7 +165,7 @@ def class_means(
 
   Example:
     >>> import numpy as np
-    >>> from prism_optax import heads
+    >>> from prism_optax.contrib import heads
     >>> rng = np.random.default_rng(0)
     >>> labels = rng.integers(2, size=500)
     >>> features = rng.normal(size=(500, 8)) + 3 * np.eye(8)[labels]
@@ -238,7 +239,7 @@ def ridge(
 
   Example:
     >>> import numpy as np
-    >>> from prism_optax import heads
+    >>> from prism_optax.contrib import heads
     >>> rng = np.random.default_rng(0)
     >>> labels = rng.integers(2, size=500)
     >>> features = rng.normal(size=(500, 8)) + 3 * np.eye(8)[labels] + 5

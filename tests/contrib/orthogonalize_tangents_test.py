@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import prism_optax
+from prism_optax import contrib
 from tests.oracles import muon_oracle, oracles, test_utils
 
 # (m, n, r). One shape, one stack: what is done with it is compiled once.
@@ -22,7 +23,7 @@ def _optimizer():
   """Compiled once for all tests: same shapes, float64."""
   tx = optax.chain(
     prism_optax.intrinsic_clip(1e6),
-    prism_optax.orthogonalize_tangents(BETA),
+    contrib.orthogonalize_tangents(BETA),
     optax.scale_by_learning_rate(RATE),
     prism_optax.retract(),
   )
@@ -126,7 +127,7 @@ def test_starts_from_a_zero_factor(x64):
 def test_float32_and_bfloat16_keep_float32_states():
   for dtype in (jnp.float32, jnp.bfloat16):
     params = test_utils.tree_of(_factors()[:1], dtype=dtype)
-    tx = prism_optax.orthogonalize_tangents()
+    tx = contrib.orthogonalize_tangents()
     state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     updates, after = jax.jit(tx.update)(grads, state, params)
@@ -142,7 +143,7 @@ def test_float32_and_bfloat16_keep_float32_states():
 
 def test_other_leaves_get_adam(x64):
   params = test_utils.tree_of(_factors()[:1], extra=np.arange(4.0))
-  tx = prism_optax.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
+  tx = contrib.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
   adam = optax.scale_by_adam(0.8, 0.9, 1e-6)
   state, adam_state = tx.init(params), adam.init(jnp.arange(4.0))
   update, rng = jax.jit(tx.update), np.random.default_rng(2)
@@ -165,7 +166,7 @@ def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
   )
   norms = {}
   for rms in (None, 0.5):
-    tx = prism_optax.orthogonalize_tangents(steps=12, coordinate_rms=rms)
+    tx = contrib.orthogonalize_tangents(steps=12, coordinate_rms=rms)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     norms[rms] = float(optax.tree.norm(updates))
   factor = 0.5 * math.sqrt((m + n - rank) / 2)
@@ -190,11 +191,11 @@ def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
 )
 def test_bad_options_are_named(options):
   with pytest.raises(ValueError, match=next(iter(options))):
-    prism_optax.orthogonalize_tangents(**options)
+    contrib.orthogonalize_tangents(**options)
 
 
 def test_update_needs_params():
   params = test_utils.tree_of(_factors(), dtype=jnp.float32)
-  tx = prism_optax.orthogonalize_tangents()
+  tx = contrib.orthogonalize_tangents()
   with pytest.raises(ValueError, match='params'):
     tx.update(params, tx.init(params))

@@ -11,7 +11,7 @@ from flax import nnx
 
 import prism_optax
 from benchmarks.geometry import probe_accuracy
-from prism_optax import lora, transforms
+from prism_optax import contrib, lora
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (9, 7, 3), (6, 9, 2)]
@@ -50,7 +50,7 @@ def _both(params, batch, scale=1.0):
   loss = functools.partial(_loss, scale=scale)
   grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
   transform = prism_optax.tangent_coordinates(params, layout=layout)
-  probes = transforms.tangent_probes(params, layout=layout)
+  probes = contrib.tangent_probes(params, layout=layout)
   probed = jax.vmap(
     jax.grad(lambda p, x: loss(probes.attach(p), x)), (None, 0)
   )(probes.zeros, batch)
@@ -138,7 +138,7 @@ def test_flax_nnx_with_clipped_grad_and_with_vmap():
 
   @jax.jit
   def clipped_both_ways(params, batch):
-    probes = transforms.tangent_probes(params)
+    probes = contrib.tangent_probes(params)
     options = {'l2_clip_norm': 0.5, 'keep_batch_dim': False}
     by_probes = jax_privacy.clipped_grad(
       lambda p, x: loss(probes.attach(p), x),
@@ -168,6 +168,6 @@ def test_flax_nnx_with_clipped_grad_and_with_vmap():
 
 def test_probes_of_another_shape_are_refused():
   params = _params(dtype=jnp.float32)
-  probes = transforms.tangent_probes(params)
+  probes = contrib.tangent_probes(params)
   with pytest.raises(ValueError, match='Expected probes at'):
     probes.attach(jax.tree.map(lambda x: x[None], params))

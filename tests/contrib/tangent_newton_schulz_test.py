@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import fixed_rank, muon
+from prism_optax import contrib, fixed_rank
 from tests.oracles import muon_oracle, oracles
 
 M, N, RANK = 13, 9, 3
 # The many small operations take longer one by one.
 tangent_newton_schulz = jax.jit(
-  muon.tangent_newton_schulz, static_argnames=('degree', 'steps', 'normalize')
+  contrib.tangent_newton_schulz,
+  static_argnames=('degree', 'steps', 'normalize'),
 )
 frame_of = jax.jit(fixed_rank.frame)
 tangent_from_gradients = jax.jit(fixed_rank.tangent_from_gradients)
@@ -202,7 +203,7 @@ def test_each_side_keeps_its_type():
   factors = np.ones((M, RANK)), np.ones((N, RANK))
   frame, x = _tangent([np.float32(f) for f in factors], np.ones((M, N)))
   x = fixed_rank.Tangent(x.left, x.right.astype(jnp.bfloat16))
-  new = jax.eval_shape(muon.tangent_newton_schulz, frame, x)
+  new = jax.eval_shape(contrib.tangent_newton_schulz, frame, x)
   assert (new.left.dtype, new.right.dtype) == (jnp.float32, jnp.bfloat16)
 
 
@@ -211,7 +212,7 @@ def test_nothing_as_large_as_the_matrix_is_formed():
   left, right = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
   pair = fixed_rank.Factors(left, right)
   frame = jax.eval_shape(fixed_rank.frame, pair)
-  jaxpr = jax.make_jaxpr(muon.tangent_newton_schulz)(
+  jaxpr = jax.make_jaxpr(contrib.tangent_newton_schulz)(
     frame, fixed_rank.Tangent(left, right)
   )
   sizes = [v.aval.size for e in jaxpr.jaxpr.eqns for v in e.outvars]
@@ -226,6 +227,6 @@ def test_bad_options_are_named(options):
     *(np.eye(size, RANK, dtype=np.float32) for size in (M, N))
   )
   with pytest.raises(ValueError, match=next(iter(options))):
-    muon.tangent_newton_schulz(
+    contrib.tangent_newton_schulz(
       frame_of(pair), fixed_rank.Tangent(*pair), **options
     )

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _modules, _one_shot_release, _randomness, _validate
+from prism_optax import _modules, _randomness, _validate
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, Module
 from prism_optax._types import PRNGKeyLike
+from prism_optax.contrib import _one_shot_release
 from prism_optax.fixed_rank import Factors
 
 FORMS = ('second_moment', 'mean')
@@ -51,11 +52,11 @@ class InputMetric:
     noise_multiplier: Of the release, a float.
     entries: Number of entries that got noise.
     dataset_size: Number of records that were declared.
-    layout: Of the parameters, see :func:`describe_pairs`.
+    layout: Of the parameters, see :func:`prism_optax.lora.describe_pairs`.
     seeded: Whether the key of the noise was given: then whoever knows it knows
       the noise.
     digest: Of the values that were released, and public, as
-      :class:`prism_optax.heads.LinearHead` has it.
+      :class:`prism_optax.contrib.heads.LinearHead` has it.
     key_digest: Of the key of the noise, likewise.
   """
 
@@ -93,8 +94,8 @@ class InputMetric:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from prism_optax import lora
-      >>> metric = lora.InputMetric(
+      >>> from prism_optax import contrib
+      >>> metric = contrib.InputMetric(
       ...   {'q': jnp.eye(3, 1)}, {'q': jnp.array([0.5])}, 10.0, 6, 100)
       >>> x = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
       >>> params = metric.to_params(x)
@@ -160,10 +161,10 @@ def input_metric(
 
   One pass over all records, before the training, with the frozen model::
 
-    metric = lora.input_metric(
+    metric = contrib.input_metric(
       ({'*/attention/*': activations(x)} for x in batches),
       noise_multiplier=10.0, dataset_size=len(data))
-    training = make_private(loss, params, input_metric=metric, ...)
+    training = make_private(loss, params, change_of_variables=metric, ...)
     ...
     adapters = training.adapters(state)
 
@@ -209,7 +210,7 @@ def input_metric(
     form: ``'second_moment'``, of n (n + 1) / 2 entries, or ``'mean'``, of n.
     prng_key: As for :func:`prism_optax.tangent_privatizer`; a key that is given
       is for one such release.
-    layout: Of the parameters, see :func:`describe_pairs`.
+    layout: Of the parameters, see :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
     The metric.
@@ -221,9 +222,9 @@ def input_metric(
 
   Example:
     >>> import numpy as np
-    >>> from prism_optax import lora
+    >>> from prism_optax import contrib
     >>> x = np.random.default_rng(0).normal(size=(500, 8)) + 3.0
-    >>> metric = lora.input_metric(
+    >>> metric = contrib.input_metric(
     ...   [{'*': x}], noise_multiplier=5.0, dataset_size=500)
     >>> metric.bases['*'].shape, metric.entries
     ((8, 1), 36)

@@ -14,8 +14,8 @@ import scipy.stats
 from dp_accounting import ComposedDpEvent, GaussianDpEvent
 
 import prism_optax
-from prism_optax import _lattice, _one_shot_release, accounting, lora
-from prism_optax.lora import _input_metric
+from prism_optax import _lattice, accounting, contrib
+from prism_optax.contrib import _input_metric, _one_shot_release
 from tests.training import problem
 
 N, FIRST, SECOND = 40, 6, 4
@@ -28,7 +28,7 @@ INPUTS = {
   ),
   'b': np.float32(_rng.normal(size=(N, SECOND)) + 2),
 }
-release = functools.partial(lora.input_metric, dataset_size=N, prng_key=1)
+release = functools.partial(contrib.input_metric, dataset_size=N, prng_key=1)
 
 
 def second_moments(name):
@@ -112,11 +112,11 @@ def test_every_entry_gets_the_noise_of_its_length(sigma, monkeypatch):
 
   monkeypatch.setattr(_input_metric, '_of_second_moment', spy)
   zeros = {'x': np.zeros((1, n), np.float32)}
-  metric = lora.input_metric([zeros], noise_multiplier=sigma, dataset_size=1)
+  metric = contrib.input_metric([zeros], noise_multiplier=sigma, dataset_size=1)
   assert metric.entries == released[0].size == n * (n + 1) // 2
   noise = released[0] / sigma
   assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
-  again = lora.input_metric([zeros], noise_multiplier=sigma, dataset_size=1)
+  again = contrib.input_metric([zeros], noise_multiplier=sigma, dataset_size=1)
   assert not np.array_equal(*released)
   # Noise alone has no direction that stands out.
   assert metric.scales['x'].size == again.scales['x'].size == 0
@@ -129,7 +129,7 @@ def test_the_scale_of_a_direction_is_that_of_its_energy_without_noise():
   rng = np.random.default_rng(4)
   x = rng.normal(size=(size, n)) / (n - 1) ** 0.5
   x[:, 0] = rng.choice([-1, 1], size)
-  metric = lora.input_metric(
+  metric = contrib.input_metric(
     [{'x': np.float32(x)}],
     noise_multiplier=sigma,
     dataset_size=size,
@@ -197,7 +197,7 @@ def test_change_of_variables_and_back():
   )
 
 
-METRIC = lora.InputMetric(
+METRIC = contrib.InputMetric(
   {'layer': jnp.asarray(np.linalg.qr(_rng.normal(size=(6, 2)))[0])},
   {'layer': jnp.array([0.25, 0.5])},
   noise_multiplier=5.0,
@@ -226,7 +226,7 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
     make,
     loss=of_batch if batched else problem.loss,
     batched_loss=batched,
-    input_metric=METRIC,
+    change_of_variables=METRIC,
   )
   found = problem.by_keys_alone(private)
   expected = problem.by_keys_alone(problem.make(make, loss=on_changed_inputs))
@@ -244,7 +244,7 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
 
 def test_the_release_is_part_of_what_is_accounted_for():
   make = functools.partial(prism_optax.prism, 0.1)
-  private = problem.make(make, input_metric=METRIC)
+  private = problem.make(make, change_of_variables=METRIC)
   together = ComposedDpEvent([problem.make(make).event(), METRIC.event])
   assert private.event() == together
   # Before the first step the metric has been released already.
@@ -252,7 +252,7 @@ def test_the_release_is_part_of_what_is_accounted_for():
   start = accounting.epsilon(METRIC.event, 1e-4)
   assert private.epsilon(0) == pytest.approx(start, rel=1e-6)
   found = re.match(
-    r'epsilon <= ([\d.]+) at .*, 0 of 3 steps .* and an input metric',
+    r'epsilon <= ([\d.]+) at .*, 0 of 3 steps .* and a change of variables',
     private.statement(state, stop_was_fixed=True),
   )
   assert start <= float(found[1]) <= start + 1.1e-3
@@ -260,14 +260,14 @@ def test_the_release_is_part_of_what_is_accounted_for():
   scales = {'layer': jnp.ones(2)}
   other = dataclasses.replace(METRIC, scales=scales)
   with pytest.raises(ValueError, match='state of this training'):
-    problem.make(make, input_metric=other).adapters(state)
+    problem.make(make, change_of_variables=other).adapters(state)
   # One of records is not one of their users.
   with pytest.raises(
     ValueError, match=f'InputMetric of {problem.N} for dataset_size=9'
   ):
     problem.make(
       make,
-      input_metric=METRIC,
+      change_of_variables=METRIC,
       dataset_size=9,
       examples_per_user=30,
       expected_batch_size=3,
@@ -277,7 +277,7 @@ def test_the_release_is_part_of_what_is_accounted_for():
 @pytest.mark.slow
 def test_a_target_is_met_together():
   options = {'noise_multiplier': None, 'target_epsilon': 2.0, 'steps': 20}
-  private = problem.make(optax.sgd(0.1), input_metric=METRIC, **options)
+  private = problem.make(optax.sgd(0.1), change_of_variables=METRIC, **options)
   assert 1.995 < private.epsilon() <= 2.0
 
 
@@ -322,7 +322,7 @@ def test_bad_arguments(change, message):
   arguments = {'batches': [INPUTS], 'noise_multiplier': 1.0, 'dataset_size': N}
   arguments |= change
   with pytest.raises(ValueError, match=message):
-    lora.input_metric(arguments.pop('batches'), **arguments)
+    contrib.input_metric(arguments.pop('batches'), **arguments)
 
 
 def test_patterns_that_do_not_fit():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import fixed_rank
+from prism_optax import contrib, fixed_rank
 from tests.oracles import oracles, problems
 
 SHAPES = [(5, 6, 2), (5, 6, 2), (7, 4, 3)]
@@ -43,7 +43,7 @@ def test_equals_the_formula(x64, stddevs):
   problem = problems.Problem(SHAPES)
   rng = np.random.default_rng(0)
   given = stddevs[0] if len(set(stddevs)) == 1 else np.array(stddevs[:2])
-  tx = prism_optax.scale_by_row_moments(**OPTIONS | {'noise_stddev': given})
+  tx = contrib.scale_by_row_moments(**OPTIONS | {'noise_stddev': given})
   moments = [[np.zeros(m), np.zeros(n)] for m, n, _ in SHAPES]
   state, noise, shrunk = None, 0.0, 0
   for t, stddev in enumerate(stddevs):
@@ -72,7 +72,7 @@ def test_equals_the_formula(x64, stddevs):
 
 def test_transposing_a_module_exchanges_the_sides(x64):
   rng = np.random.default_rng(1)
-  tx = prism_optax.scale_by_row_moments(**OPTIONS)
+  tx = contrib.scale_by_row_moments(**OPTIONS)
   left, right = oracles.random_factors(rng, 5, 6, 2, 3.0)
   dense = rng.normal(size=(5, 6)) * np.exp(rng.normal(size=(5, 1)))
   found = []
@@ -100,7 +100,7 @@ def test_noise_alone_stays_as_it_is_and_a_loud_input_does_not():
   x, _ = noise.update(
     jax.tree.map(jnp.zeros_like, params), noise.init(params), params
   )
-  tx = prism_optax.scale_by_row_moments(noise_stddev=STDDEV, floor_factor=2.0)
+  tx = contrib.scale_by_row_moments(noise_stddev=STDDEV, floor_factor=2.0)
   out, _ = tx.update(x, tx.init(params), params)
   for name in params:
     kept = jnp.linalg.norm(out[name]) / jnp.linalg.norm(x[name])
@@ -115,7 +115,7 @@ def test_noise_alone_stays_as_it_is_and_a_loud_input_does_not():
 @pytest.mark.parametrize('stddev', [0.0, 0.3])
 def test_zero_gradients_and_hidden_directions_stay_zero(stddev):
   params = {'lora_a': jnp.eye(4, 2), 'lora_b': jnp.zeros((2, 3))}
-  tx = prism_optax.scale_by_row_moments(noise_stddev=stddev)
+  tx = contrib.scale_by_row_moments(noise_stddev=stddev)
   zero = jax.tree.map(jnp.zeros_like, params)
   out, state = tx.update(zero, tx.init(params), params)
   assert all(not np.any(x) for x in jax.tree.leaves(out))
@@ -137,4 +137,4 @@ def test_zero_gradients_and_hidden_directions_stay_zero(stddev):
 )
 def test_bad_arguments_are_named(name, value):
   with pytest.raises(ValueError, match=name):
-    prism_optax.scale_by_row_moments(**OPTIONS | {name: value})
+    contrib.scale_by_row_moments(**OPTIONS | {name: value})

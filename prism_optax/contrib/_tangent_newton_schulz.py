@@ -55,7 +55,7 @@ def tangent_newton_schulz(
       (..., n, r).
     degree: Degree kappa of the polynomial.
     steps: Number q of steps, or the coefficients of each, see
-      :func:`newton_schulz`.
+      :func:`prism_optax.muon.newton_schulz`.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``, as for matrices; the
       norm is the intrinsic one.
     scale: The result is multiplied by this factor.
@@ -71,10 +71,10 @@ def tangent_newton_schulz(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank, muon
+    >>> from prism_optax import contrib, fixed_rank
     >>> z = fixed_rank.Factors(jnp.eye(5, 2), jnp.eye(4, 2))
     >>> x = fixed_rank.Tangent(3.0 * jnp.eye(5, 2, -2), 3.0 * jnp.eye(4, 2, -2))
-    >>> y = muon.tangent_newton_schulz(fixed_rank.frame(z), x)
+    >>> y = contrib.tangent_newton_schulz(fixed_rank.frame(z), x)
     >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))  # 3 becomes 1.
     True
   """

@@ -1,0 +1,23 @@
+"""What is young and ours: it may change between minor versions.
+
+The rest of the package imports nothing from here, and ``import prism_optax``
+does not load it. Import it yourself: ``from prism_optax import contrib``. Its
+guarantees of privacy are those of the core, and are tested as those are; names,
+arguments and defaults are not yet promised.
+"""
+
+from prism_optax.contrib import heads
+from prism_optax.contrib._input_metric import InputMetric, input_metric
+from prism_optax.contrib._orthogonalize_tangents import orthogonalize_tangents
+from prism_optax.contrib._prism_muon import prism_muon
+from prism_optax.contrib._row_moments import scale_by_row_moments
+from prism_optax.contrib._tangent_newton_schulz import tangent_newton_schulz
+from prism_optax.contrib._tangent_probes import TangentProbes, tangent_probes
+
+# fmt: off
+__all__ = [
+  'InputMetric', 'TangentProbes', 'heads', 'input_metric',
+  'orthogonalize_tangents', 'prism_muon', 'scale_by_row_moments',
+  'tangent_newton_schulz', 'tangent_probes',
+]
+# fmt: on
