@@ -207,9 +207,13 @@ def comparisons(find: runner.Find) -> Iterator[dict[str, Any]]:
       yield {'part': part, **row.compared(ours)}
     if part == 'core-3':
       for row in rows:
+        others = ['other-rates']
+        if row.method in utility.VARIED['nuisances'][0]:
+          others.append('nuisances')
         for change, points in row.beside.items():
-          yield {'part': 'nuisances', 'method': row.method,
-                 'change': change, 'points': 100 * points}  # fmt: skip
+          found = {'method': row.method, 'change': change}
+          for each in others:
+            yield {'part': each, **found, 'points': 100 * points}
   for part in ('nuisances', 'options', 'transfer', 'lower-rate'):
     for found in varied(find, part):
       yield {'part': part, **found}

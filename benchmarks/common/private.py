@@ -35,13 +35,13 @@ class Program:
       return make(numbers, key).parts.transformation.init(params)
 
     def step(params, state, frozen, batch, numbers, key):
-      return make(numbers, key)._step(params, state, frozen, *batch)
+      return make(numbers, key)._step(params, state, frozen, *batch)[:2]
 
     def scanned(params, frozen, batches, numbers, key):
       private = make(numbers, key)
 
       def one(carry, batch):
-        return private._step(*carry, frozen, *batch), None
+        return private._step(*carry, frozen, *batch)[:2], None
 
       carry = params, private.parts.transformation.init(params)
       return jax.lax.scan(one, carry, batches)[0][0]

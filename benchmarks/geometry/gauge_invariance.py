@@ -54,7 +54,9 @@ def factor_method() -> given_noise.Step:
       # All leaves in one group: as if none of them were a matrix.
       weight_dimension_numbers=lambda x: jax.tree.map(lambda _: None, x),
     ),
-    noise_addition.gaussian_privatizer(STDDEV, jax.random.key(7)),
+    noise_addition.gaussian_privatizer(
+      stddev=STDDEV, prng_key=jax.random.key(7)
+    ),
     optax.adamw(LEARNING_RATE),
   )
   update = jax.jit(tx.update)

@@ -70,7 +70,7 @@ def name_of(path: tuple) -> str:
 
 @functools.cache
 def pretrained():
-  """``(params, frozen, rows, losses)``: adapters of full rank, public digits."""
+  """``(params, frozen, rows, losses)``: adapters of full rank, digits."""
   task = tasks.mirrored_digits(
     ROOT / 'runs' / 'paper_diagnostics', rank=4, targets=('attention',),
     init_seed=0,

@@ -223,7 +223,9 @@ def clipped(
 
   else:
     tx = optax.chain(
-      noise_addition.gaussian_privatizer(1.0 / batch, jax.random.key(0)),
+      noise_addition.gaussian_privatizer(
+        stddev=1.0 / batch, prng_key=jax.random.key(0)
+      ),
       optax.adamw(RATE),
     )
 

@@ -70,7 +70,9 @@ def problem(shapes: Sequence[tuple[int, int]], rank: int):
 def noisy_adamw() -> optax.GradientTransformation:
   """What a DP-AdamW does after its clip, with jax-privacy's noise in floats."""
   return optax.chain(
-    noise_addition.gaussian_privatizer(STDDEV, jax.random.key(0)),
+    noise_addition.gaussian_privatizer(
+      stddev=STDDEV, prng_key=jax.random.key(0)
+    ),
     optax.adamw(1e-3),
   )
 

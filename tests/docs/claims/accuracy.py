@@ -64,8 +64,13 @@ def _():
   return _by_change('options')
 
 
+@of('accuracy-other-rates')
+def _():
+  return _by_change('other-rates')
+
+
 def _by_change(part: str) -> list[str]:
-  spread = data.varied(part)[data.SPREAD]
+  spread = {} if part == 'other-rates' else data.varied(part)[data.SPREAD]
   ranges = [
     {'part': part, 'change': data.SPREAD, 'method': method, 'points': x}
     for method, x in spread.items()
