@@ -273,8 +273,8 @@ def main(
     description: Docstring of the script.
     name: Of the file of results.
     settings: What is measured.
-    measure: ``measure(**setting)``; with ``--smoke`` on the last setting as it
-      is changed by ``smoke``.
+    measure: ``measure(**setting)``; with ``--smoke`` on the first and the last
+      setting, as they are changed by ``smoke``.
     smoke: Changes that make a run of seconds of a setting.
     show: From rows to text. The default is a table of all numbers.
     plot: ``plot(rows, path)``, of a PNG beside the rows.
@@ -284,7 +284,7 @@ def main(
   store = store_of(args, name, by_device=by_device)
   settings = [x for x in settings if is_wanted(x, args.only)]
   if args.smoke:
-    settings = [{**settings[0], **(smoke or {})}]
+    settings = [{**x, **(smoke or {})} for x in (settings[0], settings[-1])]
   if not args.table:
     run(store, fixed(settings), lambda x: measure(**x), args.minutes)
   print((show or table)(store.rows))

@@ -126,6 +126,7 @@ def clip_norm(method: str) -> float:
 def program(method: str, sigma: float, steps: int) -> private.Program:
   """Private training by `make_private`."""
   params, _, rows, _ = pretrained()
+  norm = clip_norm(method)
   optimizer: Any = optax.adam(LEARNING_RATE, b2=0.95)
   if method == 'PRISM':
     optimizer = functools.partial(prism_optax.prism, LEARNING_RATE, b2=0.95)
@@ -134,7 +135,7 @@ def program(method: str, sigma: float, steps: int) -> private.Program:
       loss,
       params,
       optimizer=optimizer,
-      l2_clip_norm=clip_norm(method),
+      l2_clip_norm=norm,
       noise_multiplier=sigma,
       expected_batch_size=BATCH,
       dataset_size=len(rows[1]),

@@ -120,10 +120,11 @@ def start(seed, condition, canonical=False):
 @functools.cache
 def adamw_program(sigma: float) -> private.Program:
   """DP-AdamW by `make_private`: noise on the factors, one draw for a seed."""
+  params = start(0, 1.0)
   return private.Program(
     lambda numbers, key: training.make_private(
       lambda params, x, y: losses(params, x, y)[0],
-      start(0, 1.0),
+      params,
       optimizer=optax.adamw(numbers['rate'], weight_decay=0.0),
       l2_clip_norm=CLIP,
       expected_batch_size=BATCH,
