@@ -170,9 +170,10 @@ def training_of(
     dataset_size=rows,
     steps=setting.steps,
     delta=DELTA,
-    microbatch_size=MICROBATCH,
     # These rows are public: how long a step takes may tell what was drawn.
-    skip_padding=True,
+    execution=training.Execution(
+      microbatch_size=MICROBATCH, skip_padding=True
+    ),
     change_of_variables=source.metric(setting),
     prng_key=key,
     **noise,

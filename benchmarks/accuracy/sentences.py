@@ -344,7 +344,7 @@ def training_of(
     dataset_size=setting.rows or len(given.train[0]),
     steps=setting.steps,
     delta=DELTA,
-    microbatch_size=MICROBATCH,
+    execution=training.Execution(microbatch_size=MICROBATCH),
     change_of_variables=metric,
     prior_releases=[] if head is None else [head],
     prng_key=key,

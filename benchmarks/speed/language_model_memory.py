@@ -98,7 +98,7 @@ def temporary(case: str) -> float:
     dataset_size=7473,
     steps=SIZES['steps'],
     delta=1e-5,
-    microbatch_size=SIZES['microbatch'],
+    execution=training.Execution(SIZES['microbatch']),
     prng_key=0,
   )
   padded = private.padded_batch_size

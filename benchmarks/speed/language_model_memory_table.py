@@ -104,8 +104,7 @@ def compiled(config: llama_config.Config, rank: int, microbatch: int):
     dataset_size=100_000,
     steps=1000,
     delta=1e-6,
-    padded_batch_size=rows,
-    microbatch_size=microbatch,
+    execution=training.Execution(microbatch, rows),
     prng_key=jax.random.key(0, impl='rbg'),
   )
   state = jax.eval_shape(private.parts.transformation.init, params)

@@ -36,6 +36,38 @@ def _called(
   return loss(params, *weights, *example)
 
 
+def with_aux(
+  loss: Callable[..., Any], has_aux: bool
+) -> Callable[..., tuple[Any, Any]]:
+  """The loss with auxiliary values, ``()`` if it has none.
+
+  Raises:
+    ValueError: When it is called, if it returns no pair in spite of
+      ``has_aux``.
+  """
+
+  def pair(*arguments: Any) -> tuple[Any, Any]:
+    found: Any = loss(*arguments)
+    if not has_aux:
+      return found, ()
+    if not isinstance(found, tuple) or len(found) != 2:
+      raise ValueError(
+        'Expected loss to return (loss, aux), as has_aux=True says, got'
+        f' {found}.'
+      )
+    return found[0], found[1]
+
+  return pair
+
+
+def without_aux(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+  """The loss alone, of which a step takes gradients."""
+  if not has_aux:
+    return loss
+  pair = with_aux(loss, has_aux)
+  return lambda *arguments: pair(*arguments)[0]
+
+
 def gradients(
   loss: Callable[..., Any], batched: bool, of_users: bool
 ) -> Callable[[Any, Any, Any], Any]:
@@ -45,27 +77,84 @@ def gradients(
       lambda copies, batch: _called(loss, copies, frozen, batch)
     )(params, rows)
 
-  def mean_of_user(params: Any, frozen: Any, rows: Any) -> jax.Array:
-    examples, is_present = rows
-    # The loss of zeros may have a gradient that is not finite, which stays so
-    # where its weight is zero: another record of the user's stands in.
-    first = jnp.argmax(is_present)
-
-    def filled(x: jax.Array) -> jax.Array:
-      here = is_present.reshape(-1, *(1,) * (x.ndim - 1))
-      return jnp.where(here, x, x[first])
-
-    examples = jax.tree.map(filled, examples)
-    each = jax.vmap(lambda x: _called(loss, params, frozen, x))(examples)
-    return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
-      jnp.sum(is_present), 1
-    )
-
   def of_record(params: Any, frozen: Any, example: Any) -> Any:
     return _called(loss, params, frozen, example)
 
-  one = mean_of_user if of_users else of_record
+  def of_user(params: Any, frozen: Any, rows: Any) -> jax.Array:
+    each = _of_records_of_user(loss, params, frozen, rows)
+    return _mean_of_user(each, rows[1])
+
+  one = of_user if of_users else of_record
   return jax.vmap(jax.grad(one), (None, None, 0))
+
+
+def _of_records_of_user(
+  loss: Callable[..., Any], params: Any, frozen: Any, rows: Any
+) -> Any:
+  """What a loss returns for each record of a user."""
+  examples, is_present = rows
+  # The loss of zeros may have a gradient that is not finite, which stays so
+  # where its weight is zero: another record of the user's stands in.
+  first = jnp.argmax(is_present)
+
+  def filled(x: jax.Array) -> jax.Array:
+    here = is_present.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(here, x, x[first])
+
+  examples = jax.tree.map(filled, examples)
+  return jax.vmap(lambda x: _called(loss, params, frozen, x))(examples)
+
+
+def _mean_of_user(each: jax.Array, is_present: jax.Array) -> jax.Array:
+  return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
+    jnp.sum(is_present), 1
+  )
+
+
+def measured(
+  loss: Callable[..., tuple[Any, Any]], batched: bool, of_users: bool
+) -> Callable[[Any, Any, Any], Any]:
+  """``measured(params, frozen, rows)``: losses, auxiliary values, gradients.
+
+  Args:
+    loss: Of :func:`with_aux`.
+    batched: Whether it takes many examples.
+    of_users: Whether rows are of users.
+  """
+  if batched:
+    of_batch = gradients(lambda *x: loss(*x)[0], True, False)
+
+    def call(params: Any, frozen: Any, rows: Any) -> Any:
+      count = len(jax.tree.leaves(rows)[0])
+      copies = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (count, *x.shape)), params
+      )
+      values, aux = _called(loss, copies, frozen, rows)
+      return values, aux, of_batch(params, frozen, rows)
+
+    return call
+
+  def one(params: Any, frozen: Any, row: Any) -> tuple[Any, Any]:
+    if not of_users:
+      value, aux = _called(loss, params, frozen, row)
+      return value, aux
+    each = _of_records_of_user(loss, params, frozen, row)
+    mean = jax.vmap(_mean_of_user, (-1, None), -1)
+
+    def of_leaf(x: jax.Array) -> jax.Array:
+      flat = mean(x.reshape(len(x), -1), row[1])
+      return flat.reshape(x.shape[1:])
+
+    value, aux = jax.tree.map(of_leaf, each)
+    return value, aux
+
+  def call_each(params: Any, frozen: Any, rows: Any) -> Any:
+    (values, aux), found = jax.vmap(
+      jax.value_and_grad(one, has_aux=True), (None, None, 0)
+    )(params, frozen, rows)
+    return values, aux, found
+
+  return call_each
 
 
 def check(

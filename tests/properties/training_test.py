@@ -95,7 +95,7 @@ def test_batches_hold_each_record_once_at_most(expected, size, part, seed):
     steps=3,
     delta=1e-5,
     noise_multiplier=1.0,
-    microbatch_size=part,
+    execution=training.Execution(microbatch_size=part),
     prng_key=seed,
   )
   state = private.init(jnp.zeros(()))

@@ -273,8 +273,7 @@ def test_the_step_that_runs_is_proved_once():
   made = problem.make(
     optax.sgd(0.1),
     dataset_size=100,
-    microbatch_size=4,
-    skip_padding=True,
+    execution=training.Execution(4, skip_padding=True),
     examples_per_user=2,
     delta=1e-3,
   )
