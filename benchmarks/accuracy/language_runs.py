@@ -171,9 +171,7 @@ def training_of(
     steps=setting.steps,
     delta=DELTA,
     # These rows are public: how long a step takes may tell what was drawn.
-    execution=training.Execution(
-      microbatch_size=MICROBATCH, skip_padding=True
-    ),
+    execution=training.Execution(microbatch_size=MICROBATCH, skip_padding=True),
     change_of_variables=source.metric(setting),
     prng_key=key,
     **noise,

@@ -9,8 +9,9 @@ table has all methods.
 
 Every script has these options: ``--only WORD ...`` runs settings with one of
 the words, ``--minutes N`` begins no run after that, ``--table`` runs nothing
-and shows what is stored, tables and plots, ``--smoke`` makes a run of seconds
+and shows what is stored, tables and plots, ``--smoke`` makes runs of few steps
 whose results go to a temporary folder, ``--output FOLDER`` stores elsewhere.
+Scripts of fixed settings have ``--again``, which forgets their rows first.
 """
 
 import argparse
@@ -73,6 +74,14 @@ class Store:
   def is_told(self, name: str, value: Any) -> bool:
     """Whether a row has this field, because it has no default or another."""
     return name not in self.defaults or value != self.defaults[name]
+
+  def forget(self, settings: Iterable[Setting]) -> None:
+    """Removes the rows of settings."""
+    for setting in settings:
+      while (row := self.find(setting)) is not None:
+        self.rows.remove(row)
+        self._index = {}
+    write(self.path, self.rows)
 
   def put(self, setting: Setting, found: Row | list[Row]) -> None:
     """Adds rows, unless another process has added them."""
@@ -280,11 +289,15 @@ def main(
     plot: ``plot(rows, path)``, of a PNG beside the rows.
     by_device: Whether each kind of device has a file of its own.
   """
-  args = parser_of(description).parse_args()
+  parser = parser_of(description)
+  parser.add_argument('--again', action='store_true', help='forget rows')
+  args = parser.parse_args()
   store = store_of(args, name, by_device=by_device)
   settings = [x for x in settings if is_wanted(x, args.only)]
   if args.smoke:
     settings = [{**x, **(smoke or {})} for x in (settings[0], settings[-1])]
+  if args.again:
+    store.forget(settings)
   if not args.table:
     run(store, fixed(settings), lambda x: measure(**x), args.minutes)
   print((show or table)(store.rows))
