@@ -45,7 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 import prism_optax  # noqa: E402
 from benchmarks.accuracy import digits_network as network  # noqa: E402
 from benchmarks.common import methods, private, runner  # noqa: E402
-from prism_optax import accounting, contrib, lora, training  # noqa: E402
+from prism_optax import contrib, lora, training  # noqa: E402
 
 METRIC_NOISE = 10.0
 # All fields of a setting. `decay` is the share of the cosine decay of the rate.
@@ -367,44 +367,34 @@ def fixed_order(
 ) -> tuple[Callable[[float, int], Any], float]:
   """``train(rate, seed)`` in a fixed order, and the noise multiplier.
 
-  A chain of the library's clip and noise and not `make_private`, whose batches
-  are Poisson samples: each record takes part once in every epoch, which is what
-  the matrix mechanism is accounted with.
+  Each record takes part once in every epoch, which is what the matrix mechanism
+  is accounted with.
   """
   batch, steps = setting['batch'], setting['steps']
   epoch = len(problem.rows.x) // batch
   matrix, strategy = strategies(steps, epoch)[setting['noise']]
   sigma = 1.0
   if not smoke:
-    sigma = accounting.calibrate_matrix_mechanism(
-      setting['epsilon'], 1e-4, strategy,
-      max_participations=-(-steps // epoch), min_separation=epoch,
-    )  # fmt: skip
-  x, y = (jnp.asarray(v)[: epoch * batch].reshape(epoch, batch, *v.shape[1:])
-          for v in problem.rows)  # fmt: skip
-
-  @jax.jit
-  def run(params, rate, key):
-    tx = methods.correlated(
-      rate, matrix, l2_clip_norm=setting['clip'], noise_multiplier=sigma,
-      expected_batch_size=batch, steps=steps, prng_key=key, weight_decay=0.0,
-    )  # fmt: skip
-
-    def step(carry, t):
-      params, state = carry
-      grads = jax.vmap(jax.grad(problem.loss), (None, None, 0, 0))(
-        params, problem.frozen, x[t % epoch], y[t % epoch]
-      )
-      updates, state = tx.update(grads, state, params)
-      return (optax.apply_updates(params, updates), state), None
-
-    carry = params, tx.init(params)
-    return jax.lax.scan(step, carry, jnp.arange(steps))[0][0]
+    sigma = methods.correlated_noise_multiplier(
+      setting['epsilon'], 1e-4, strategy, epoch
+    )
+  program = private.Program(
+    lambda numbers, key: methods.correlated(
+      numbers['rate'], matrix, l2_clip_norm=setting['clip'],
+      noise_multiplier=sigma, expected_batch_size=batch, steps=steps,
+      prng_key=key, weight_decay=0.0,
+    ),
+    loss=problem.loss,
+  )  # fmt: skip
+  drawn = private.stacked(
+    list(private.fixed_order(problem.rows, batch, steps, 0))
+  )
 
   def train(rate, seed):
-    return run(problem.start(seed), rate, jax.random.key(seed))
+    params, numbers = problem.start(seed), {'rate': rate}
+    return program.end(params, problem.frozen, drawn, numbers, seed)
 
-  return train, float(sigma)
+  return train, sigma
 
 
 def measure(smoke: bool, setting: dict[str, Any]) -> dict[str, Any]:

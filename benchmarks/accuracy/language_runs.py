@@ -14,11 +14,11 @@ from finetuning import data
 
 from benchmarks.accuracy import language_layers, language_problems
 from benchmarks.common import methods, private
-from prism_optax import contrib, lora, training
+from prism_optax import lora, training
 
 DELTA, CLIP, MICROBATCH, CHUNK = 1e-5, 1.0, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
-METRIC, ROWS = 'metric', 'rows'
+ROWS = 'rows'
 # A clip that no gradient reaches, where nothing is private.
 NO_CLIP = 1e4
 # Perplexity on tuning rows along the way, so often.
@@ -32,10 +32,8 @@ class Setting:
   Attributes:
     task: Key of ``language_rows.TASKS``.
     method: One of ``PRIVATE``, ``'adamw'`` (neither clip nor noise) or
-      ``'zero-shot'`` (no step at all). After a private one may stand
-      ``'+metric'`` (coordinates of a metric of the inputs that is released
-      before, a part of epsilon) and after ``'prism'`` ``'+rows'`` (rows are
-      scaled by their moments).
+      ``'zero-shot'`` (no step at all). After ``'prism'`` may stand ``'+rows'``
+      (rows are scaled by their moments).
     epsilon: At ``DELTA``; None where nothing is private.
     seed: Of initial adapters, batches and noise, the same for all methods.
     rate: Peak of the learning rate; a cosine takes it to a tenth.
@@ -72,7 +70,7 @@ class Setting:
     """What decides on the program of a run."""
     return dataclasses.replace(
       self, rate=0.0, b1=0.9, weight_decay=0.0, warm_up=True,
-      seed=self.seed if METRIC in self.parts else 0, is_tuning=False,
+      seed=0, is_tuning=False,
     )  # fmt: skip
 
   @property
@@ -100,14 +98,6 @@ class Source:
     return language_problems.problem(
       setting.task, self.model, setting.layers, self.data, self.cache
     )
-
-  def metric(self, setting: Setting) -> contrib.InputMetric | None:
-    if METRIC not in setting.parts:
-      return None
-    return language_problems.input_metric(
-      setting.task, self.model, setting.layers, self.data, self.cache,
-      setting.seed,
-    )  # fmt: skip
 
 
 def optimizer(setting: Setting, numbers: private.Numbers) -> Any:
@@ -172,7 +162,6 @@ def training_of(
     delta=DELTA,
     # These rows are public: how long a step takes may tell what was drawn.
     execution=training.Execution(microbatch_size=MICROBATCH, skip_padding=True),
-    change_of_variables=source.metric(setting),
     prng_key=key,
     **noise,
   )
@@ -205,7 +194,7 @@ def execute(
   """
   given = source.problem(setting)
   losses_of_rows = jax.jit(losses_of(given))
-  metric, frozen = source.metric(setting), given.model.frozen
+  frozen = given.model.frozen
   sigma = 0.0
   if setting.epsilon is not None:
     sigma = 1.0 if smoke else noise_multiplier(setting.static, source)
@@ -213,16 +202,13 @@ def execute(
   if setting.parts[0] == 'prism':
     params = lora.canonicalize(params)
 
-  def adapters(params):
-    return params if metric is None else metric.to_params(params)
-
   def score(params, examples):
     found = []
     for begin in range(0, len(examples.labels), CHUNK):
       rows = np.arange(begin, min(begin + CHUNK, len(examples.labels)))
       part = [x[np.resize(rows, CHUNK)] for x in examples]
       losses, hits, weights = map(
-        np.asarray, losses_of_rows(adapters(params), frozen, *part)
+        np.asarray, losses_of_rows(params, frozen, *part)
       )
       each = losses.sum(-1), (hits | ~weights).all(-1), weights.sum(-1)
       found.append([x[: len(rows)] for x in each])
@@ -251,9 +237,9 @@ def execute(
       note(t + 1, params)
 
   if steps:
-    params, _ = program(setting.static, source, sigma).train(
-      params, frozen, tuple(given.private), setting.numbers, setting.seed, each
-    )
+    run, numbers = program(setting.static, source, sigma), setting.numbers
+    batches = run.batches(params, tuple(given.private), numbers, setting.seed)
+    params, _ = run.train(params, frozen, batches, numbers, setting.seed, each)
   note(steps, params)
   result = {
     'noise multiplier': sigma,
@@ -267,7 +253,7 @@ def execute(
   losses, exact, tokens = score(params, given.table)
   if given.task.new_tokens and not smoke:
     found = language_layers.written(
-      given.model, adapters(params), given.task, given.rows.table
+      given.model, params, given.task, given.rows.table
     )
     exact = [
       given.task.is_right(answer, row)

@@ -15,13 +15,10 @@ NAMES = {
   'dp-adamw': 'DP-AdamW',
   'adamw': 'AdamW, not private',
   'prism+rows': '`prism`, row scales',
-  'prism+metric': '`prism`, input metric',
-  'prism+metric+rows': '`prism`, input metric, row scales',
-  'dp-adamw+metric': 'DP-AdamW, input metric',
 }
 PRIVATE = [method for method in NAMES if method not in ('zero-shot', 'adamw')]
-TASKS = {'sst2': 'SST-2', 'clinc150': 'clinc150', 'banking77': 'banking77',
-         'mawps': 'mawps', 'gsm8k': 'gsm8k'}  # fmt: skip
+TASKS = {'sst2': 'SST-2', 'banking77': 'banking77', 'mawps': 'mawps',
+         'gsm8k': 'gsm8k'}  # fmt: skip
 Row = dict[str, Any]
 
 

@@ -11,6 +11,7 @@ the vectors where they are not in the cache yet.
 import pathlib
 import statistics
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,7 +50,7 @@ def accuracies(
 
 
 def measure(
-  setting: runner.Setting, folders: sentences.Folders, seeds: int = SEEDS
+  folders: runner.Folders, seeds: int = SEEDS, **setting: Any
 ) -> runner.Row:
   """One row."""
   probe = sentences.Setting(setting['task'], 'head alone')
@@ -68,25 +69,17 @@ def measure(
   }
 
 
-def main() -> None:
-  args = runner.add_data(runner.parser_of(__doc__)).parse_args()
-  store = runner.store_of(args, 'private_heads')
-  settings = [
-    {'task': task, 'method': method, 'noise multiplier': noise_multiplier}
-    for task in ('sst2', 'clinc150', 'banking77')
-    for method in METHODS
-    for noise_multiplier in (0.0, 2.0, 3.0, 5.0, 8.0)
-  ]
-  if not args.table:
-    folders = sentences.Folders(args.data, args.cache)
-    runner.run(
-      store,
-      runner.fixed(settings[-1:] if args.smoke else settings),
-      lambda x: measure(x, folders, 1 if args.smoke else SEEDS),
-      args.minutes,
-    )
-  print(runner.table(store.rows))
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'private_heads',
+    [
+      {'task': task, 'method': method, 'noise multiplier': noise_multiplier}
+      for task in ('sst2', 'clinc150', 'banking77')
+      for method in METHODS
+      for noise_multiplier in (0.0, 2.0, 3.0, 5.0, 8.0)
+    ],
+    measure,
+    smoke={'task': 'banking77', 'seeds': 1},
+    reads_text=True,
+  )

@@ -7,19 +7,18 @@ what they compute is kept on disk (``encoded_text.py``).
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax_privacy.matrix_factorization import toeplitz
 
 from benchmarks.accuracy import encoded_text, plain_layers, problems
 from benchmarks.common import methods, private
-from prism_optax import accounting, contrib, lora, training
+from benchmarks.common.runner import Folders
+from prism_optax import contrib, lora, training
 from prism_optax.contrib import heads
 
 DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
@@ -116,14 +115,6 @@ class Setting:
 
 
 DEFAULTS = dataclasses.asdict(Setting())
-
-
-@dataclasses.dataclass(frozen=True)
-class Folders:
-  """Where data sets are, and what is computed once."""
-
-  data: pathlib.Path
-  cache: pathlib.Path
 
 
 def problem_of(setting: Setting, folders: Folders) -> problems.Problem:
@@ -303,6 +294,17 @@ def losses_of(setting: Setting, given: problems.Problem) -> Callable[..., Any]:
   return losses
 
 
+def loss_of(setting: Setting, given: problems.Problem) -> Callable[..., Any]:
+  """``loss(params, frozen, *example)``."""
+  losses = losses_of(setting, given)
+
+  def loss(params, frozen, *example):
+    rows = jax.tree.map(lambda x: x[None], example)
+    return losses(params, frozen, *rows)[0][0]
+
+  return loss
+
+
 def training_of(
   setting: Setting,
   given: problems.Problem,
@@ -313,12 +315,6 @@ def training_of(
   noise_multiplier: float | None = None,
 ) -> training.PrivateTraining:
   """The private training; without a noise multiplier it is calibrated."""
-  losses = losses_of(setting, given)
-
-  def loss(params, frozen, *example):
-    rows = jax.tree.map(lambda x: x[None], example)
-    return losses(params, frozen, *rows)[0][0]
-
   clip = NO_CLIP if setting.epsilon is None else setting.clip
   sigma = noise_multiplier or 0.0
   b1, decay = (numbers[k] for k in ('b1', 'weight_decay'))
@@ -329,7 +325,7 @@ def training_of(
     clip = clip / methods.sensitivity_of_groups(params)
   head, metric = prior
   return training.make_private(
-    loss,
+    loss_of(setting, given),
     params,
     optimizer=methods.optimizer(
       setting.method,
@@ -360,8 +356,23 @@ def training_of(
 def program(
   setting: Setting, folders: Folders, sigma: float
 ) -> private.Program:
-  """The program of runs with this :attr:`Setting.static`."""
+  """The program of runs with this :attr:`Setting.static`.
+
+  Correlated noise is no training of `make_private`, whose batches are Poisson
+  samples, but a chain on batches in a fixed order.
+  """
   given = problem_of(setting, folders)
+  if setting.method == methods.CORRELATED:
+    bands = methods.strategy_coefficients(setting.steps, epoch(setting, given))
+    matrix = toeplitz.inverse_as_streaming_matrix(bands)
+    return private.Program(
+      lambda numbers, key: methods.correlated(
+        lambda t: numbers['rate'] * (1 - t / setting.steps), matrix,
+        l2_clip_norm=setting.clip, noise_multiplier=sigma,
+        expected_batch_size=setting.batch, steps=setting.steps, prng_key=key,
+      ),
+      loss=loss_of(setting, given),
+    )  # fmt: skip
   prior = releases(setting, folders)
   params, _ = start(dataclasses.replace(setting, start='default'), given, None)
   return private.Program(
@@ -371,20 +382,22 @@ def program(
   )
 
 
+def epoch(setting: Setting, given: problems.Problem) -> int:
+  """Steps after which a row comes back where the order is fixed."""
+  return (setting.rows or len(given.train[0])) // setting.batch
+
+
 @functools.lru_cache(maxsize=64)
 def noise_multiplier(setting: Setting, folders: Folders) -> float:
   """Of a :attr:`Setting.static`, beside what was released before."""
   given = problem_of(setting, folders)
   if setting.method == methods.CORRELATED:
-    epoch = (setting.rows or len(given.train[0])) // setting.batch
-    bands = methods.strategy_coefficients(setting.steps, epoch)
+    steps = epoch(setting, given)
+    bands = methods.strategy_coefficients(setting.steps, steps)
     strategy = toeplitz.materialize_lower_triangular(bands)
-    return float(
-      accounting.calibrate_matrix_mechanism(
-        setting.epsilon, DELTA, np.asarray(strategy),
-        max_participations=-(-setting.steps // epoch), min_separation=epoch,
-      )
-    )  # fmt: skip
+    return methods.correlated_noise_multiplier(
+      setting.epsilon, DELTA, strategy, steps
+    )
   # Sizes and releases decide, not what is trained.
   plain = dataclasses.replace(setting, method='prism', options=())
   params, _ = start(dataclasses.replace(plain, start='default'), given, None)
@@ -406,58 +419,16 @@ def train(
   params, frozen = start(setting, given, head)
   rows = setting.rows or len(given.train[0])
   data = problems.take(given.train, np.arange(rows))
-  if setting.method == methods.CORRELATED:
-    return _in_fixed_order(setting, given, params, frozen, data, sigma)
   run = program(setting.static, folders, sigma)
-  params, state = run.train(
-    params, frozen, data, setting.numbers, setting.seed, each
-  )
-  return params, state, frozen
-
-
-def _in_fixed_order(
-  setting: Setting,
-  given: problems.Problem,
-  params: Any,
-  frozen: Any,
-  data: problems.Rows,
-  sigma: float,
-) -> tuple[Any, Any, Any]:
-  """A chain with correlated noise: each row once in every epoch.
-
-  Not by `make_private`, whose batches are Poisson samples.
-  """
-  losses = losses_of(setting, given)
-  epoch = len(data[0]) // setting.batch
-  bands = methods.strategy_coefficients(setting.steps, epoch)
-  tx = methods.correlated(
-    lambda t: setting.rate * (1 - t / setting.steps),
-    toeplitz.inverse_as_streaming_matrix(bands),
-    l2_clip_norm=setting.clip,
-    noise_multiplier=sigma,
-    expected_batch_size=setting.batch,
-    steps=setting.steps,
-    prng_key=jax.random.key(setting.seed),
-  )
-
-  def loss(params, frozen, *example):
-    rows = jax.tree.map(lambda x: x[None], example)
-    return losses(params, frozen, *rows)[0][0]
-
-  @jax.jit
-  def step(params, state, frozen, rows):
-    grads = jax.vmap(jax.grad(loss), (None, None, *[0] * len(rows)))(
-      params, frozen, *rows
+  if setting.method == methods.CORRELATED:
+    batches = private.fixed_order(
+      data, setting.batch, setting.steps, setting.seed
     )
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  order = np.random.default_rng(setting.seed).permutation(len(data[0]))
-  state = tx.init(params)
-  for t in range(setting.steps):
-    first = (t % epoch) * setting.batch
-    rows = problems.take(data, order[first : first + setting.batch])
-    params, state = step(params, state, frozen, rows)
+  else:
+    batches = run.batches(params, data, setting.numbers, setting.seed)
+  params, state = run.train(
+    params, frozen, batches, setting.numbers, setting.seed, each
+  )
   return params, state, frozen
 
 

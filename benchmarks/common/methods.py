@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
 from benchmarks.common import baselines
-from prism_optax import contrib, transforms
+from prism_optax import accounting, contrib, transforms
 
 Scalar = Any
 
@@ -248,6 +249,18 @@ def strategy_coefficients(steps: int, epoch: int) -> jax.Array:
   return jnp.where(jnp.arange(steps) < epoch, coefficients, 0.0)
 
 
+def correlated_noise_multiplier(
+  epsilon: float, delta: float, strategy: Any, epoch: int
+) -> float:
+  """Of a strategy matrix, where each record is drawn once in an epoch."""
+  return float(
+    accounting.calibrate_matrix_mechanism(
+      epsilon, delta, np.asarray(strategy),
+      max_participations=-(-len(strategy) // epoch), min_separation=epoch,
+    )
+  )  # fmt: skip
+
+
 def correlated_privatizer(
   matrix: Any, stddev: Any, steps: int, key: Any
 ) -> optax.GradientTransformation:
@@ -278,7 +291,8 @@ def correlated(
   accounted for batches in a fixed order.
   """
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
-  per_step = transforms.correlated_noise_stddev(matrix, stddev, steps)
+  with jax.ensure_compile_time_eval():  # A constant, also inside of a step.
+    per_step = transforms.correlated_noise_stddev(matrix, stddev, steps)
   return prism_optax.chain(
     prism_optax.intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
     correlated_privatizer(matrix, stddev, steps, prng_key),

@@ -8,16 +8,14 @@ are its own. Noise does not depend on the program here: runs of one seed share
 batches and draws, so that their differences have little variance.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-
-from prism_optax import training
+import optax
 
 Numbers = Mapping[str, Any]
-Make = Callable[[Numbers, Any], training.PrivateTraining]
 
 
 class Program:
@@ -26,24 +24,34 @@ class Program:
   Args:
     make: ``make(numbers, prng_key)`` makes the training. All that may differ
       between runs of this program is in its arguments, which may be traced.
+    loss: For batches in a fixed order, which `make_private` does not account
+      for: the loss of one example. ``make`` makes a chain with the library's
+      clip and noise then.
   """
 
-  def __init__(self, make: Make):
+  def __init__(
+    self, make: Callable[[Numbers, Any], Any], loss: Callable | None = None
+  ):
     self.make = make
 
     def init(params, numbers, key):
-      return make(numbers, key).parts.transformation.init(params)
+      made = make(numbers, key)
+      return (made if loss else made.parts.transformation).init(params)
 
     def step(params, state, frozen, batch, numbers, key):
-      return make(numbers, key)._step(params, state, frozen, *batch)[:2]
+      made = make(numbers, key)
+      if loss is None:
+        return made._step(params, state, frozen, *batch)[:2]
+      axes = None, None, *[0] * len(batch)
+      grads = jax.vmap(jax.grad(loss), axes)(params, frozen, *batch)
+      updates, state = made.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
 
     def scanned(params, frozen, batches, numbers, key):
-      private = make(numbers, key)
-
       def one(carry, batch):
-        return private._step(*carry, frozen, *batch)[:2], None
+        return step(*carry, frozen, batch, numbers, key), None
 
-      carry = params, private.parts.transformation.init(params)
+      carry = params, init(params, numbers, key)
       return jax.lax.scan(one, carry, batches)[0][0]
 
     self.init = jax.jit(init)
@@ -51,7 +59,7 @@ class Program:
     self._scanned = jax.jit(scanned)
 
   def batches(self, params, data, numbers: Numbers, seed: int, **users: Any):
-    """The batches of a run, as ``(examples, is_padding, is_present)``."""
+    """The batches of a training: ``(examples, is_padding, is_present)``."""
     private = self.make(numbers, seed)
     state = private.init(params)
     for batch in private.batches(state, data, **users):
@@ -61,7 +69,7 @@ class Program:
     self,
     params: Any,
     frozen: Any,
-    data: Any,
+    batches: Iterable[Any],
     numbers: Numbers,
     seed: int,
     each: Callable[[int, Any], None] = lambda t, params: None,
@@ -71,12 +79,11 @@ class Program:
     Args:
       params: The start.
       frozen: Weights that are not trained.
-      data: Arrays of all private records.
+      batches: Of :meth:`batches`, or of :func:`fixed_order`.
       numbers: As for ``make``.
-      seed: Of batches and noise.
+      seed: Of the noise.
       each: Called after each step, with its number and the parameters.
     """
-    batches = self.batches(params, data, numbers, seed)
     key = jax.random.key(seed)
     params = jax.tree.map(jax.numpy.array, params)  # They are donated.
     state = self.init(params, numbers, key)
@@ -96,3 +103,13 @@ class Program:
 def stacked(batches: Any) -> Any:
   """All batches of a run in one array each: a loop that is compiled."""
   return jax.tree.map(lambda *x: np.stack(x), *batches)
+
+
+def fixed_order(
+  data: Any, batch: int, steps: int, seed: int
+) -> Iterator[tuple[Any, ...]]:
+  """Batches of a shuffle that repeats: each record once in every epoch."""
+  order = np.random.default_rng(seed).permutation(len(data[0]))
+  for t in range(steps):
+    first = t % (len(order) // batch) * batch
+    yield tuple(np.asarray(x)[order[first : first + batch]] for x in data)

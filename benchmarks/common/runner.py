@@ -242,6 +242,14 @@ def add_data(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
   return parser
 
 
+@dataclasses.dataclass(frozen=True)
+class Folders:
+  """Where data sets are, and what is computed once."""
+
+  data: pathlib.Path
+  cache: pathlib.Path
+
+
 def store_of(
   args: argparse.Namespace,
   name: str,
@@ -275,6 +283,7 @@ def main(
   show: Callable[[list[Row]], str] | None = None,
   plot: Callable[[list[Row], pathlib.Path], None] | None = None,
   by_device: bool = True,
+  reads_text: bool = False,
 ) -> None:
   """A benchmark of fixed settings, from its options to its table and plot.
 
@@ -288,8 +297,10 @@ def main(
     show: From rows to text. The default is a table of all numbers.
     plot: ``plot(rows, path)``, of a PNG beside the rows.
     by_device: Whether each kind of device has a file of its own.
+    reads_text: Whether ``measure`` takes ``folders=``.
   """
   parser = parser_of(description)
+  add_data(parser)
   parser.add_argument('--again', action='store_true', help='forget rows')
   args = parser.parse_args()
   store = store_of(args, name, by_device=by_device)
@@ -299,7 +310,8 @@ def main(
   if args.again:
     store.forget(settings)
   if not args.table:
-    run(store, fixed(settings), lambda x: measure(**x), args.minutes)
+    given = {'folders': Folders(args.data, args.cache)} if reads_text else {}
+    run(store, fixed(settings), lambda x: measure(**given, **x), args.minutes)
   print((show or table)(store.rows))
   if plot is not None and not args.smoke:
     plot(store.rows, store.path.with_suffix('.png'))

@@ -149,7 +149,9 @@ def program(method: str, sigma: float, steps: int) -> private.Program:
 def train(method: str, params: Any, sigma: float, steps: int) -> Any:
   """Parameters and the optimizer's state after private training."""
   _, frozen, rows, _ = pretrained()
-  return program(method, sigma, steps).train(params, frozen, rows, {}, 0)
+  run = program(method, sigma, steps)
+  batches = run.batches(params, rows, {}, 0)
+  return run.train(params, frozen, batches, {}, 0)
 
 
 def clip(

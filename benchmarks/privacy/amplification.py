@@ -111,15 +111,16 @@ def plain_step(is_tangent: bool) -> Callable:
   return step
 
 
-def amplification(
-  name: str, sigma: float, folders: sentences.Folders, steps: int = STEPS
+def measure(
+  folders: runner.Folders, steps: int = STEPS, task: str = 'sst2', **given: Any
 ) -> dict[str, float]:
   """``{'in': noise in Z, 'out': preconditioned noise in Z}`` of one method.
 
   The noise is drawn by hand: it stands for a mean that is nothing but noise.
   """
+  name, sigma = given['method'], given['noise multiplier']
   setting = sentences.Setting(
-    method=name, rate=RATES[name], epsilon=1.0, seed=0, steps=steps
+    task, name, RATES[name], epsilon=1.0, seed=0, steps=steps
   )
   params, state, _ = sentences.train(setting, folders, sigma)
   stddev = sigma * setting.clip / setting.batch
@@ -158,30 +159,18 @@ def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   plt.close(figure)
 
 
-def main():
-  args = runner.add_data(runner.parser_of(__doc__)).parse_args()
-  store = runner.store_of(args, 'amplification', by_device=False)
-  settings = [
-    {'method': name, 'noise multiplier': sigma}
-    for sigma in SIGMAS
-    for name in RATES
-    if runner.is_wanted({'method': name}, args.only)
-  ]
-  if not args.table:
-    folders = sentences.Folders(args.data, args.cache)
-    steps = 2 if args.smoke else STEPS
-    runner.run(
-      store,
-      runner.fixed(settings[:3:2] if args.smoke else settings),
-      lambda x: amplification(
-        x['method'], x['noise multiplier'], folders, steps
-      ),
-      args.minutes,
-    )
-  print(runner.table(store.rows))
-  if not args.smoke:
-    plot(store.rows, store.path.with_suffix('.png'))
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'amplification',
+    [
+      {'method': name, 'noise multiplier': sigma}
+      for sigma in SIGMAS
+      for name in RATES
+    ],
+    measure,
+    smoke={'task': 'banking77', 'steps': 2},
+    plot=plot,
+    by_device=False,
+    reads_text=True,
+  )

@@ -46,9 +46,6 @@ WORKLOADS = {
     4,
   ),
 }
-# Of the authors' PyTorch step (begin, accumulate, finalize), float32, one
-# thread, measured on another x86 machine: seconds.
-AUTHORS = {'small': 0.074, 'large': 0.60}
 
 
 def problem(shapes: Sequence[tuple[int, int]], rank: int):
@@ -145,7 +142,7 @@ def rows_of(
 def workload(name: str, runs: int) -> list[runner.Row]:
   """PRISM, noise and AdamW, and AdamW."""
   batch = WORKLOADS[name][2]
-  found = rows_of(
+  return rows_of(
     {
       'adamw': optax.adamw(1e-3),
       'noise + adamw': noisy_adamw(),
@@ -154,10 +151,6 @@ def workload(name: str, runs: int) -> list[runner.Row]:
     },
     name, runs, 'noise + adamw',
   )  # fmt: skip
-  found[-1]['times faster than the authors'] = (
-    1e3 * AUTHORS[name] / found[-1]['median']
-  )
-  return found
 
 
 def float_noise(stddev: float) -> optax.GradientTransformation:

@@ -33,7 +33,7 @@ def test_rows_of_the_table_are_read_from_fresh_noise(
   assert np.mean(noisy) < clean - 0.1
   monkeypatch.setattr(sentences, 'problem_of', lambda *_: problem)
   setting = {'task': 'made up', 'method': method, 'noise multiplier': 2.0}
-  row = private_heads.measure(setting, None)
+  row = private_heads.measure(None, **setting)
   assert row['accuracy'] > clean - 0.1
   assert (row['private rows'], row['rows']) == (SIZE, 400)
   assert 1.98 < row['epsilon'] < 2.0

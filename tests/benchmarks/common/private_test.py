@@ -37,11 +37,11 @@ def test_runs_of_a_program_are_private_trainings():
   program = private.Program(make)
   seen = []
   rate, seed = {'rate': 0.1}, 3
+  batches = list(program.batches(PARAMS, DATA, rate, seed))
   one, state = program.train(
-    PARAMS, 2.0, DATA, rate, seed, lambda t, params: seen.append(t)
+    PARAMS, 2.0, batches, rate, seed, lambda t, params: seen.append(t)
   )
   assert seen == [0, 1, 2]
-  batches = list(program.batches(PARAMS, DATA, rate, seed))
   other = program.end(PARAMS, 2.0, private.stacked(batches), rate, seed)
   # Compiled in another way.
   jax.tree.map(
@@ -52,7 +52,7 @@ def test_runs_of_a_program_are_private_trainings():
   drawn = list(own.batches(own.init(PARAMS), DATA))
   for ours, theirs in zip(batches, drawn, strict=True):
     jax.tree.map(np.testing.assert_array_equal, ours[0], theirs.examples)
-  slow, _ = program.train(PARAMS, 2.0, DATA, {'rate': 0.01}, seed)
+  slow, _ = program.train(PARAMS, 2.0, batches, {'rate': 0.01}, seed)
   assert np.abs(slow['lora_b']).max() < np.abs(one['lora_b']).max()
 
   examples, *others = batches[0]
