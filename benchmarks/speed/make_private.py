@@ -155,5 +155,5 @@ if __name__ == '__main__':
       {'task': 'minilm', 'part': 'memory'},
     ],
     measure,
-    smoke={'runs': 1},
+    smoke={'task': 'digits', 'runs': 1},
   )

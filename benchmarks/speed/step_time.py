@@ -94,5 +94,5 @@ if __name__ == '__main__':
     'step_time',
     [{'part': x} for x in ('8', '32', '64', 'noise')],
     measure,
-    smoke={'batch': 2, 'length': 8, 'runs': 2},
+    smoke={'part': 'noise', 'batch': 2, 'length': 8, 'runs': 2},
   )

@@ -116,7 +116,7 @@ def sentences() -> Iterator[Claim]:
     more(equal, 'DP-Adam'),
   )
   yield 'adds {:.1f} and {:.1f} points to that', more(least, equal)
-  yield 'by {:.1f} and {:.1f} points; the bias', more(least, equal)
+  yield 'by {:.1f} and {:.1f} points.\n`consistent', more(least, equal)
   rows = stored('newton_schulz_polynomials_cpu')
   by_name = {row['polynomials']: row for row in rows}
   best, plain = (
