@@ -105,8 +105,9 @@ class AdapterHost:
   def __call__(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     states = np.asarray(body['states'], np.float32)
     self.seen.append(states)
-    deltas = inference.lora_delta(states, self.left, self.right)
-    return 200, {'deltas': np.asarray(deltas).tolist()}
+    # Of noised states: post-processing, which costs no privacy.
+    deltas = (states @ self.right) @ self.left.T
+    return 200, {'deltas': deltas.tolist()}
 
 
 class Gateway:

@@ -50,7 +50,7 @@ def test_the_report_on_accuracy_has_the_means_of_its_runs():
   compared = 0
   for epsilon in (1, 3, 6):
     for method, row in data.utility(f'SST-2, epsilon {epsilon}').items():
-      runs = data.accuracies(method, epsilon=epsilon, rate=row.rate)
+      runs = data.accuracies(method, epsilon=float(epsilon), rate=row.rate)
       values = [x for seed, x in runs.items() if seed < 100]
       assert len(values) == row.seeds
       assert data.mean(values) == pytest.approx(row.accuracy, abs=6e-5)

@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.accuracy import equal_tuning, language_tables
+from benchmarks.accuracy import language_tables, utility_tables
+from benchmarks.accuracy.sentences import DEFAULTS
+from benchmarks.common import runner
 from tests.docs.claims import data
 from tests.docs.claims.data import short, stored
 from tests.docs.claims.register import Claim, lines, of
@@ -37,8 +39,56 @@ def _():
 
 @of('equal-tuning')
 def _():
-  runs = stored('equal_tuning_cpu')['runs']
-  return equal_tuning.table(runs, ['clinc150', 'banking77']).split('\n')
+  store = runner.Store(data.RESULTS / 'accuracy.json', DEFAULTS)
+  return utility_tables.equal_table(store.find).split('\n')
+
+
+def _of_part(part: str) -> None:
+  """The table of a part, on the page of its own."""
+  of(f'accuracy-{part}')(
+    lambda: utility_tables.table(stored('accuracy_compared'), part).split('\n')
+  )
+
+
+for _part in (*utility_tables.TITLES, 'lower-rate'):
+  _of_part(_part)
+
+
+@of('accuracy-nuisances')
+def _():
+  return _by_change('nuisances')
+
+
+@of('accuracy-options')
+def _():
+  return _by_change('options')
+
+
+@of('accuracy-other-rates')
+def _():
+  return _by_change('other-rates')
+
+
+def _by_change(part: str) -> list[str]:
+  spread = {} if part == 'other-rates' else data.varied(part)[data.SPREAD]
+  ranges = [
+    {'part': part, 'change': data.SPREAD, 'method': method, 'points': x}
+    for method, x in spread.items()
+  ]
+  return utility_tables.by_change(
+    [*stored('accuracy_compared'), *ranges],
+    part,
+    lambda found: f'{found[0]["points"]:+.2f}',
+  ).split('\n')
+
+
+@of('accuracy-transfer')
+def _():
+  return utility_tables.by_change(
+    stored('accuracy_compared'),
+    'transfer',
+    lambda found: ' / '.join(f'{x["accuracy"]:.3f}' for x in found),
+  ).split('\n')
 
 
 @of('elsewhere')
@@ -67,7 +117,7 @@ def _():
 
 @of('nuisances')
 def _():
-  found = data.varied('What should not matter')
+  found = data.varied('nuisances')
   names = {
     'prism': '`prism`',
     'prism, decayed': '`prism`, weight decay 1',
@@ -81,8 +131,8 @@ def _():
     'scale=4.0': 'alpha / r of 4',
     'rank=4': 'rank 4',
     'rank=32': 'rank 32',
-    'initialization=balanced': 'balanced start',
-    'initialization=spectral': 'spectral start',
+    'start=balanced': 'balanced start',
+    'start=spectral': 'spectral start',
     'rate / 3': 'a third of the rate',
     'rate * 3': 'three times the rate',
   }
@@ -90,7 +140,7 @@ def _():
     [text, *(f'{found[change][name]:+.2f}' for name in names)]
     for change, text in changes.items()
   ]
-  spread = found['largest minus smallest']
+  spread = found[data.SPREAD]
   rows.append(['largest minus smallest', *(f'{spread[x]:.2f}' for x in names)])
   return lines(['change', *names.values()], rows)
 
@@ -100,8 +150,8 @@ SHORT = 24
 
 
 def _language_model(*, short: bool) -> list[dict]:
-  rows = stored('language_model')['rows']
-  return [row for row in rows if (row['run']['steps'] <= SHORT) == short]
+  return [x for x in stored('language_model')
+          if (x.get('steps', SHORT) <= SHORT) == short]  # fmt: skip
 
 
 @of('language-model')
@@ -118,7 +168,7 @@ def _():
 
 @of('heads')
 def _():
-  found = stored('private_heads_cpu')['rows']
+  found = stored('private_heads_cpu')
   tasks = {'sst2': 'SST-2', 'clinc150': 'clinc150', 'banking77': 'banking77'}
   of_ridge = [row for row in found if row['method'] == 'ridge']
   costs = {row['noise multiplier']: row['epsilon'] for row in of_ridge}
@@ -146,7 +196,7 @@ def sentences() -> Iterator[Claim]:
   yield from _utility()
   yield from _margins()
   rows = _language_model(short=True)
-  private = {row['run']['task']: row['private rows'] for row in rows}
+  private = {row['task']: row['private rows'] for row in rows}
   yield (
     'with {:,} private rows of SST-2, {:,} of banking77, {:,} of mawps and {:,}'
     ' of gsm8k',
@@ -179,7 +229,7 @@ def sentences() -> Iterator[Claim]:
   )
   yield from _longer()
   sizes = {
-    row['run']['task'] == 'gsm8k': (row['run']['steps'], row['run']['batch'])
+    row['task'] == 'gsm8k': (row.get('steps', SHORT), row.get('batch', 256))
     for row in rows
   }
   yield (
@@ -240,7 +290,7 @@ def _longer() -> Iterator[Claim]:
     tuple(
       row['tuning perplexity']
       for row in rows
-      if (row['run']['task'], row['run']['steps']) == ('banking77', 240)
+      if (row['task'], row.get('steps')) == ('banking77', 240)
     ),
   )
 
@@ -250,10 +300,10 @@ def _utility() -> Iterator[Claim]:
     name: statistics.mean(found[seed] for seed in range(3))
     for name, found in {
       'none': data.accuracies(
-        'prism', epsilon=3.0, rate=0.1, options=[['weight_decay', 0.0]]
+        'prism', rate=0.1, options=[['weight_decay', 0.0]]
       ),
-      'prism': data.accuracies('prism', epsilon=3.0, rate=0.1),
-      'dp-adamw': data.accuracies('dp-adamw', epsilon=3.0, rate=0.03),
+      'prism': data.accuracies('prism', rate=0.1),
+      'dp-adamw': data.accuracies('dp-adamw', rate=0.03),
     }.items()
   }
   without, default, adamw = (short(x, 4) for x in three.values())
@@ -280,7 +330,7 @@ def _utility() -> Iterator[Claim]:
     ('LAMB {}', 'lamb', 4),
   ):
     yield text, (short(rest[method].accuracy, digits),)
-  lower = data.utility('A third of the rate that was chosen')
+  lower = data.utility('lower-rate')
   ours, theirs = lower['prism'], lower['dp-adamw']
   yield (
     '`prism` has {} and DP-AdamW {} (p = {}, five seeds)',

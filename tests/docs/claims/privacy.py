@@ -8,8 +8,8 @@ from tests.docs.claims.data import stored
 from tests.docs.claims.register import Claim, lines, of
 
 
-def _epsilon(x: dict[str, float] | None) -> str:
-  return '' if x is None else f'{x["gdp"]:#.3g}'
+def _epsilon(x: float | None) -> str:
+  return '' if x is None else f'{x:#.3g}'
 
 
 @of('audit')
@@ -26,7 +26,7 @@ def _():
     'dp_muon': '`dp_muon`',
   }
   keys = 'claim', 'bound', 'bound with half the noise'
-  found = stored('audit')['rows']
+  found = stored('audit')
 
   def cells(row):
     return [_epsilon(row[key]) for key in keys]
@@ -96,21 +96,21 @@ def sentences() -> Iterator[Claim]:
 
 
 def _audits() -> Iterator[Claim]:
-  found = {row['what']: row for row in stored('audit')['rows']}
+  found = {row['what']: row for row in stored('audit')}
   divisor = found['divided by the realised batch size']
   yield (
     'it is at least {:.2f} where {:.2f} was',
-    (divisor['bound']['gdp'], divisor['claim']['gdp']),
+    (divisor['bound'], divisor['claim']),
   )
   frame = found['zero factor, frame completed']
   yield (
     'epsilon {:.1f} where {:.2f} was claimed',
-    (frame['bound']['gdp'], frame['claim']['gdp']),
+    (frame['bound'], frame['claim']),
   )
 
 
 def _low_bits() -> Iterator[Claim]:
-  rows = stored('low_bits')['rows'].values()
+  rows = stored('low_bits')
   now = [row['now'] for row in rows if row['runs'] < 40_000]
   yield 'The largest of the {} figures', (len(now),)
   largest = max(abs(mean) / error for mean, error in now if error)

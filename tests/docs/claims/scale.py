@@ -12,7 +12,7 @@ TITLES = ('in a layer', 'in a micro-batch', 'in a step')
 
 def _rows():
   """Of sizes that all methods were compiled for."""
-  rows = stored('at_scale')['rows']
+  rows = stored('at_scale')
   sizes = [(x['model'], x['chips']) for x in rows]
   return [
     x for x in rows if sizes.count((x['model'], x['chips'])) == len(NAMES)
