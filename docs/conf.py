@@ -68,7 +68,11 @@ toc_object_entries_show_parents = 'hide'
 # Without a network there is no index of the names of other libraries.
 nitpick_ignore_regex = [
   # Types of fields: a private class is described by the field's own words.
-  ('py:class', r'prism_optax\.(?:.*\.)?_\w+\.\w+|ArrayTree|ArrayLike'),
+  (
+    'py:class',
+    r'prism_optax\.(?:.*\.)?_\w+\.\w+|ArrayTree|ArrayLike'
+    r'|prism_optax\.diagnostics\.(?:FactorNoiseEnergy|ClipStatistics|Proof)',
+  ),
   (
     'py:.*',
     r'(jax|jaxlib|jnp|optax|numpy|np|os|dp_accounting|typing|collections'

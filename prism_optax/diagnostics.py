@@ -17,14 +17,12 @@ import optax
 from prism_optax import _per_example, _validate, fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree
 from prism_optax._proofs._independence import prove_independent
-from prism_optax._proofs._proof import Proof
 from prism_optax._proofs._release import prove_released
 
 # fmt: off
 __all__ = [
-  'ClipStatistics', 'FactorNoiseEnergy', 'Proof', 'factor_noise_energy',
-  'nonprivate_clip_statistics', 'prove_independent', 'prove_released',
-  'tangent_noise_energy',
+  'factor_noise_energy', 'nonprivate_clip_statistics', 'prove_independent',
+  'prove_released', 'tangent_noise_energy',
 ]
 # fmt: on
 
@@ -66,7 +64,9 @@ def nonprivate_clip_statistics(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    The statistics. Examples with a NaN or Inf have norms that are not finite.
+    ``norms`` (B,) of the examples, not finite where one has a NaN or Inf;
+    ``clipped_fraction``, the share of the examples with a norm above the clip
+    norm; ``mean_coefficient``, the mean of ``min(1, C / norm)``.
 
   Raises:
     ValueError: For another space, or a clip norm that is not positive.
@@ -134,7 +134,9 @@ def factor_noise_energy(
     stddev: s, the noise on each entry of either factor.
 
   Returns:
-    Both parts, in total over the entries of Z; the first has the shape (...).
+    Two parts, each in total over the entries of Z: ``first_order``, ``s^2 (m
+    ||right||^2 + n ||left||^2)`` (Eq. 8), shape (...), and ``second_order``,
+    ``s^4 m n r`` (Eq. 9), what the product of the two noises adds.
 
   Example:
     >>> import jax.numpy as jnp

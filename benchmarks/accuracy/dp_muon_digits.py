@@ -102,12 +102,6 @@ METHODS = {
   'DP-Muon, best polynomials, 5 steps': functools.partial(
     muon, ns_steps=prism_optax.muon.minimax_coefficients(0.003, 5)
   ),
-  'DP-Muon, bias correction, 1 probe': functools.partial(
-    muon, bias_correction_probes=1
-  ),
-  'DP-Muon, bias correction, 4 probes': functools.partial(
-    muon, bias_correction_probes=4
-  ),
 }
 RATES = [0.003, 0.01, 0.03, 0.1, 0.3]
 

@@ -37,8 +37,7 @@ METRIC_NOISE = 10.0
 RATES = (1e-2, 1.8e-2, 3e-2, 5.6e-2, 0.1, 0.18, 0.3, 0.56)
 # What the program is compiled for, and what it is told.
 STATIC = {'method': 'prism', 'rank': 4, 'batch': 100, 'steps': 96,
-          'start': 'one_sided', 'debias': False,
-          'bias_correction': True, 'metric': None,
+          'start': 'one_sided', 'bias_correction': True, 'metric': None,
           'scales_rows': False}  # fmt: skip
 TRACED = {'clip': 1.0, 'b1': 0.9, 'b2': 0.999, 'floor_factor': 1.0,
           'max_condition_number': 1e4, 'decay': 1.0,
@@ -62,7 +61,6 @@ CHANGES = {
   'start': ({'start': 'balanced'},),
   'decay': ({'decay': 0.0},),
   'floor': ({'floor_factor': 0.1}, {'floor_factor': 4.0}),
-  'debias': ({'debias': True},),
   'momentum only': ({'max_condition_number': 1.0},),
   'b1': ({'b1': 0.0}, {'b1': 0.5}, {'b1': 0.97}),
   'b1 elsewhere': (
@@ -170,7 +168,6 @@ def program(
   batch,
   steps,
   start,
-  debias,
   bias_correction,
   metric,
   scales_rows,
@@ -212,7 +209,6 @@ def program(
         schedule,
         prng_key=keys[0],
         weight_decay=traced['weight_decay'],
-        debias=debias,
         bias_correction=bias_correction,
         scales_rows=scales_rows,
         **mechanism,

@@ -209,8 +209,6 @@ OPTIONS = (
       ('bias_correction', True),
       ('floor_factor', 0.1),
       ('floor_factor', 4.0),
-      ('debias', True),
-      ('transport', False),
       ('b1', 0.8),
       ('b1', 0.95),
       ('b2', 0.99),

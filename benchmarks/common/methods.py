@@ -20,7 +20,7 @@ from jax_privacy.matrix_factorization import toeplitz
 import prism_optax
 from benchmarks.common import baselines
 from prism_optax import contrib, fixed_rank, lora, transforms
-from prism_optax.transforms import _moments
+from prism_optax.transforms import _moments, _published
 
 
 class Release(NamedTuple):
@@ -104,8 +104,8 @@ def prism_with(
     layout: How the pairs are found in the tree.
     scales_rows: Whether ``scale_by_row_moments`` comes behind the noise.
     **preconditioner: Options of ``scale_by_rank_preconditioner``: ``b1``,
-      ``b2``, ``floor_factor``, ``debias``, ``bias_correction``,
-      ``max_condition_number``, ``transport``.
+      ``b2``, ``floor_factor``, ``bias_correction``,
+      ``max_condition_number``.
   """
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
   parts = [
@@ -132,7 +132,6 @@ def behind_the_noise(
   noise_stddev: float,
   *,
   published: bool = False,
-  transport: bool = True,
 ) -> optax.GradientTransformation:
   """What PRISM does with the noisy mean, without weight decay.
 
@@ -141,15 +140,14 @@ def behind_the_noise(
     noise_stddev: Standard deviation of the noise, per coordinate.
     published: Whether the moments are in the basis of the factors, as in the
       paper.
-    transport: Whether moments are transported from step to step.
   """
   if published:
-    preconditioner = transforms.scale_by_published_preconditioner(
+    preconditioner = _published.scale_by_published_preconditioner(
       noise_stddev=noise_stddev, floor_factor=0.5
     )
   else:
     preconditioner = prism_optax.scale_by_rank_preconditioner(
-      noise_stddev=noise_stddev, transport=transport
+      noise_stddev=noise_stddev
     )
   return prism_optax.chain(
     preconditioner,
@@ -173,7 +171,6 @@ def preconditioned(state: Any, frames: Any, tangents: Any, b2: float) -> Any:
     b2=b2,
     eps=1e-8,
     floor_factor=1.0,
-    debias=False,
     max_condition_number=1e4,
     nu_correction=1 - b2 ** int(state.count),
   )

@@ -88,7 +88,6 @@ def factor_method() -> Optimizer:
 
 METHODS = {
   'PRISM': tangent_method(),
-  'PRISM, no transport': tangent_method(transport=False),
   'PRISM, paper mode': tangent_method(published=True),
   'DP-AdamW on factors': factor_method(),
 }

@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 from benchmarks.common import results  # noqa: E402
 from prism_optax import muon  # noqa: E402
+from prism_optax.muon import _polynomials  # noqa: E402
 
 # Of Jordan et al. 2024, for p(x) = a + b x + c x^2, as optax has them.
 JORDAN = (3.4445, -4.7750, 2.0315)
@@ -36,9 +37,9 @@ def in_powers_of_the_rest(a: float, b: float, c: float) -> tuple[float, ...]:
 
 
 POLYNOMIALS: dict[str, Rows] = {
-  'DP-Muon, degree 1, 8 steps': (muon.coefficients(1),) * 8,
-  'DP-Muon, degree 2, 5 steps': (muon.coefficients(2),) * 5,
-  'DP-Muon, degree 3, 4 steps': (muon.coefficients(3),) * 4,
+  'DP-Muon, degree 1, 8 steps': (_polynomials.coefficients(1),) * 8,
+  'DP-Muon, degree 2, 5 steps': (_polynomials.coefficients(2),) * 5,
+  'DP-Muon, degree 3, 4 steps': (_polynomials.coefficients(3),) * 4,
   'Muon, 3 steps': (in_powers_of_the_rest(*JORDAN),) * 3,
   'Muon, 5 steps': (in_powers_of_the_rest(*JORDAN),) * 5,
   'best from 0.1, 3 steps': muon.minimax_coefficients(0.1, 3),

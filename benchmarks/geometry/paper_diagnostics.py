@@ -45,6 +45,7 @@ from benchmarks.geometry.paper_report import (  # noqa: E402
   SWEEP,
 )
 from prism_optax import _modules, diagnostics, fixed_rank  # noqa: E402
+from prism_optax.fixed_rank import _lifts  # noqa: E402
 
 BATCH, STEPS, LEARNING_RATE, SIGMA = 128, 60, 5e-3, 1.0
 
@@ -237,7 +238,7 @@ def noise_through(
   )
   in_z = [
     [
-      fixed_rank.tangent_from_steps(frame, fixed_rank.Factors(*pair))
+      _lifts.tangent_from_steps(frame, fixed_rank.Factors(*pair))
       for frame, pair in zip(frames, steps.pairs, strict=True)
     ]
     for steps in (noise, scaled)

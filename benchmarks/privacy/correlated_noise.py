@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
 from benchmarks.common import methods, results  # noqa: E402
-from prism_optax import accounting  # noqa: E402
+from prism_optax.accounting import _matrix_mechanism  # noqa: E402
 
 STEPS, SIZE, RANK = 100, 64, 4
 # Length of one step over the smallest singular value of Z at the start.
@@ -50,7 +50,7 @@ def noising(kind: str) -> tuple[streaming_matrix.StreamingMatrix, float]:
   coefs = toeplitz.optimal_max_error_strategy_coefs(STEPS)
   strategy = toeplitz.materialize_lower_triangular(coefs)
   # More noise for the larger sensitivity: the same epsilon for all.
-  sensitivity = accounting.matrix_mechanism_sensitivity(
+  sensitivity = _matrix_mechanism.matrix_mechanism_sensitivity(
     strategy, max_participations=1
   )
   return toeplitz.inverse_as_streaming_matrix(coefs), sensitivity

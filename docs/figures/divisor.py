@@ -9,7 +9,7 @@ import numpy as np
 import style
 from matplotlib import pyplot as plt
 
-from prism_optax import accounting
+from prism_optax.accounting import _gaussian
 
 EXPECTED, SIGMA, DELTA, CLIP = 64, 2.0, 1e-5, 1.0
 ENTRIES = 100_000
@@ -56,7 +56,7 @@ def epsilon(mu):
   low, high = 0.0, 1e5
   for _ in range(80):
     middle = (low + high) / 2
-    if accounting.gaussian_delta(mu, middle) > DELTA:
+    if _gaussian.gaussian_delta(mu, middle) > DELTA:
       low = middle
     else:
       high = middle

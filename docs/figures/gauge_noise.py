@@ -12,6 +12,7 @@ import style
 from matplotlib import pyplot as plt
 
 from prism_optax import fixed_rank
+from prism_optax.fixed_rank import _lifts
 
 GAUGES = {1 / 3: style.GREEN, 1.0: style.ORANGE, 3.0: style.RED}
 STDDEV, DRAWS = 0.12, 400
@@ -48,7 +49,7 @@ def seen(gauge, noise):
   pair = fixed_rank.Factors(gauge * left, right / gauge)
   frame = fixed_rank.frame(pair)
   steps = fixed_rank.Factors(*noise)
-  in_factors = jax.vmap(fixed_rank.tangent_from_steps, (None, 0))(frame, steps)
+  in_factors = jax.vmap(_lifts.tangent_from_steps, (None, 0))(frame, steps)
   in_tangent = jax.vmap(fixed_rank.project, (None, 0))(
     frame, fixed_rank.Tangent(*noise)
   )

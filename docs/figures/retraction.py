@@ -12,6 +12,7 @@ import style
 from matplotlib import pyplot as plt
 
 from prism_optax import fixed_rank
+from prism_optax.fixed_rank import _lifts
 
 SIZES = np.logspace(-3, 0, 25)
 
@@ -42,7 +43,7 @@ def cone(axis):
     return fixed_rank.Tangent(x, along * unit + x)
 
   def at(x):
-    return np.asarray(unit @ unit.T + fixed_rank.embed(frame, x))
+    return np.asarray(unit @ unit.T + _lifts.embed(frame, x))
 
   grid = np.array(
     [
@@ -54,12 +55,12 @@ def cone(axis):
     *np.moveaxis(grid, -1, 0), alpha=0.5, color='gold', linewidth=0
   )
   x = tangent(0.0, 0.95)
-  steps = fixed_rank.lift(frame, x, horizontal=True)
+  steps = _lifts.lift(frame, x, horizontal=True)
   points = {
     '$Z$': np.asarray(unit @ unit.T),
     '$Z + T$': at(x),
     '$Z^+$, nearest': np.asarray(
-      (lambda f: f.left @ f.right.T)(fixed_rank.retract(frame, x))
+      (lambda f: f.left @ f.right.T)(fixed_rank.retraction(frame, x))
     ),
     'factors added': np.asarray(
       (z.left + steps.left) @ (z.right + steps.right).T
@@ -97,11 +98,11 @@ def errors():
   @jax.jit
   def at(size):
     x = fixed_rank.Tangent(*(size * length * y for y in unit))
-    best = fixed_rank.retract(frame, x)
-    steps = fixed_rank.lift(frame, x, horizontal=True)
+    best = fixed_rank.retraction(frame, x)
+    steps = _lifts.lift(frame, x, horizontal=True)
     added = (pair.left + steps.left) @ (pair.right + steps.right).T
     best = best.left @ best.right.T
-    moved = z + fixed_rank.embed(frame, x)
+    moved = z + _lifts.embed(frame, x)
     differences = (best - moved, added - best)
     return [jnp.linalg.norm(d) / jnp.linalg.norm(z) for d in differences]
 

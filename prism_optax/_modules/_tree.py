@@ -36,7 +36,7 @@ class Stacks(NamedTuple):
   Attributes:
     pairs: For each distinct shape and type of module a pair of arrays
       ``(*lead, k, m, r)``, ``(*lead, k, n, r)``: ``fixed_rank.Tangent``,
-      ``fixed_rank.TangentSum`` or ``fixed_rank.Factors``.
+      ``TangentSum`` or ``fixed_rank.Factors``.
     others: The leaves that belong to no pair, ``(*lead, *shape)``.
   """
 

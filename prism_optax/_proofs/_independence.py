@@ -200,7 +200,9 @@ def prove_independent(
       or None, if it is the same for all examples. A tuple, or one for all.
 
   Returns:
-    The proof: true, or false with the first offence.
+    The proof. It is true, or false with the first ``offence``: the primitive,
+    its line in the source, and what to write instead. ``print`` shows all of
+    it.
 
   Raises:
     ValueError: If ``in_axes`` does not fit, or the arguments have not one batch

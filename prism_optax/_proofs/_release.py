@@ -676,7 +676,9 @@ def prove_released(
       ``is_padding_example``.
 
   Returns:
-    The proof; it is true if the claim holds. ``print`` shows it.
+    The proof. It is true if the claim holds; else ``offence`` is the first
+    equation against it. ``assumptions`` are what the proof rests on besides the
+    program. ``print`` shows all of it.
 
   Raises:
     ValueError: If a position is not that of an argument, or none is private.

@@ -10,15 +10,10 @@ from prism_optax.accounting._as_drawn import release_guarantee
 from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
 from prism_optax.accounting._epsilon import calibrate_noise_multiplier, epsilon
 from prism_optax.accounting._events import dpsgd_event, joint_noise_multiplier
-from prism_optax.accounting._gaussian import (
-  gaussian_delta,
-  gaussian_epsilon,
-  gaussian_mu,
-)
+from prism_optax.accounting._gaussian import gaussian_epsilon
 from prism_optax.accounting._matrix_mechanism import (
   calibrate_matrix_mechanism,
   matrix_mechanism_event,
-  matrix_mechanism_sensitivity,
 )
 from prism_optax.accounting._statement import privacy_statement
 
@@ -26,9 +21,8 @@ from prism_optax.accounting._statement import privacy_statement
 __all__ = [
   'BudgetExceeded', 'NeighboringRelation', 'PrivacyBudget',
   'calibrate_matrix_mechanism', 'calibrate_noise_multiplier', 'dpsgd_event',
-  'epsilon', 'gaussian_delta', 'gaussian_epsilon', 'gaussian_mu',
+  'epsilon', 'gaussian_epsilon',
   'joint_noise_multiplier', 'matrix_mechanism_event',
-  'matrix_mechanism_sensitivity', 'privacy_statement',
-  'release_guarantee',
+  'privacy_statement', 'release_guarantee',
 ]
 # fmt: on

@@ -35,8 +35,8 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     arXiv:1805.06530, Theorem 8.
 
   Examples:
-    >>> from prism_optax import accounting
-    >>> round(accounting.gaussian_delta(1 / 3.730632, 1.0), 9)
+    >>> from prism_optax.accounting import _gaussian
+    >>> round(_gaussian.gaussian_delta(1 / 3.730632, 1.0), 9)
     1e-05
   """
   _validate.known_non_negative('mu', mu)
@@ -58,17 +58,18 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 def gaussian_epsilon(mu: float, delta: float) -> float:
   """Returns the exact epsilon of Gaussian releases at ``delta``.
 
-  Inverts :func:`gaussian_delta` (Balle and Wang 2018, arXiv:1805.06530) by
-  bisection.
+  Inverts ``delta = Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 -
+  epsilon/mu)`` (Balle and Wang 2018, arXiv:1805.06530, Theorem 8) by bisection.
 
   Args:
     mu: Sensitivity (under the neighbouring relation that is meant) over
-      standard deviation, as for :func:`gaussian_delta`.
+      standard deviation of the noise per coordinate, for several releases the
+      root of the sum of the squares.
     delta: Delta at which epsilon is wanted, in [0, 1].
 
   Returns:
-    The smallest epsilon >= 0 with ``gaussian_delta(mu, epsilon) <= delta``,
-    rounded up; ``inf`` for delta 0.
+    The smallest epsilon >= 0 that holds at ``delta``, rounded up; ``inf`` for
+    delta 0.
 
   Raises:
     ValueError: If ``mu`` is negative or NaN, or ``delta`` no probability.
@@ -113,8 +114,8 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     ValueError: If ``epsilon`` is negative or NaN, or ``delta`` not in [0, 1).
 
   Examples:
-    >>> from prism_optax import accounting
-    >>> round(1 / accounting.gaussian_mu(1.0, 1e-5), 6)
+    >>> from prism_optax.accounting import _gaussian
+    >>> round(1 / _gaussian.gaussian_mu(1.0, 1e-5), 6)
     3.730632
   """
   _validate.known_non_negative('epsilon', epsilon)

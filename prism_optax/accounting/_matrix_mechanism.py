@@ -51,9 +51,9 @@ def matrix_mechanism_sensitivity(
       a positive diagonal, or the pattern is no pair of integers >= 1.
 
   Examples:
-    >>> from prism_optax import accounting
+    >>> from prism_optax.accounting import _matrix_mechanism
     >>> c = [[1.0, 0.0, 0.0], [0.75, 1.0, 0.0], [0.0, 0.75, 1.0]]
-    >>> accounting.matrix_mechanism_sensitivity(c, max_participations=1)
+    >>> _matrix_mechanism.matrix_mechanism_sensitivity(c, max_participations=1)
     1.25
   """
   c = _strategy(strategy_matrix)
@@ -127,16 +127,25 @@ def matrix_mechanism_event(
   Args:
     noise_multiplier: The privatizer's stddev (of Z, before the noising matrix)
       over the largest norm of one contribution, ``C / normalize_by``.
-    strategy_matrix: C, as for :func:`matrix_mechanism_sensitivity`.
-    max_participations: How many steps one record may take part in, at most.
-    min_separation: Least distance between two steps with the same record.
+    strategy_matrix: C, (T, T), lower triangular with a positive diagonal: the
+      INVERSE of the noising matrix that privatizers take.
+    max_participations: How many steps one record may take part in, at most: a
+      promise about how batches are chosen. 1 for a single pass over the data,
+      None for as many as the separation allows.
+    min_separation: b: steps i < j with the same record have j - i >= b, also a
+      promise. T / epochs for a fixed order that repeats; 1 for no promise.
 
   Returns:
     ``GaussianDpEvent(noise_multiplier / sensitivity)``, for :func:`epsilon`.
+    The sensitivity is exact for a single participation (the largest column norm
+    of C) and where columns b or more apart are orthogonal (at most b bands);
+    otherwise a bound (Choquette-Choo et al. 2023, arXiv:2306.08153, Algorithm
+    4).
 
   Raises:
-    ValueError: If the multiplier is negative or NaN, and in the cases of
-      :func:`matrix_mechanism_sensitivity`.
+    ValueError: If the multiplier is negative or NaN, the matrix is not square,
+      finite and lower triangular with a positive diagonal, or the pattern is no
+      pair of integers >= 1.
 
   Examples:
     Independent noise, one pass: each record is in one release only.
@@ -175,7 +184,7 @@ def calibrate_matrix_mechanism(
   Args:
     target_epsilon: Epsilon to meet, positive and finite.
     delta: Delta at which to meet it, between 0 and 1, both excluded.
-    strategy_matrix: C, as for :func:`matrix_mechanism_sensitivity`.
+    strategy_matrix: C, as for :func:`matrix_mechanism_event`.
     max_participations: How many steps one record may take part in, at most.
     min_separation: Least distance between two steps with the same record.
     neighboring_relation: The relation under which epsilon is meant. Replacing a

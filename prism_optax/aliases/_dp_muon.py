@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _matrix_axes, _per_example, _randomness, _validate
+from prism_optax import _matrix_axes, _per_example, _validate
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
 from prism_optax._types import (
@@ -24,11 +24,7 @@ from prism_optax.transforms import _clip_groups, _privatizer
 from prism_optax.transforms._clip_groups import NormsLike
 from prism_optax.transforms._declared import noised_elsewhere
 from prism_optax.transforms._matrix_clip import per_matrix_clip
-from prism_optax.transforms._orthogonalize import BiasCorrection, orthogonalize
-
-# Folded into the noise key it gives a key that `split` does not: `split` uses
-# the numbers 0 and 1.
-_PROBES = 0x50524F42
+from prism_optax.transforms._orthogonalize import orthogonalize
 
 
 def _wide(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -73,15 +69,6 @@ def _consistent_rms(
   )
 
 
-def _probe_key(prng_key: PRNGKeyLike) -> PRNGKeyLike:
-  """A key for public probes, independent of all draws of the noise key."""
-  if prng_key is None or isinstance(prng_key, str):
-    return None  # A second seed from the operating system.
-  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
-  words = jax.random.key_data(jax.random.fold_in(key, _PROBES))
-  return jax.random.wrap_key_data(words[2:], impl='threefry2x32')
-
-
 def dp_muon(
   learning_rate: ScalarOrSchedule,
   *,
@@ -97,7 +84,6 @@ def dp_muon(
   weight_dimension_numbers: DimensionNumbersLike = None,
   per_example_gradients: bool = True,
   privatizer: optax.GradientTransformation | None = None,
-  bias_correction_probes: int = 0,
   consistent_rms: float | None = None,
   matmul_dtype: DTypeLike | None = None,
   weight_decay: Scalar = 0.0,
@@ -170,9 +156,6 @@ def dp_muon(
     privatizer: Replaces ``noise_multiplier``: a privatizer in the manner of
       optax. It gets the mean in units in which all groups together have the
       clip norm one, so its stddev is sigma / expected_batch_size.
-    bias_correction_probes: Number of antithetic pairs of probes of
-      :func:`prism_optax.muon.subtract_bias`; 0 is off. It does not go with a
-      ``privatizer``, whose noise is not known here.
     consistent_rms: A number multiplies the directions of matrices by itself
       times ``sqrt(max(rows, columns))``, so that their entries have this size
       whatever the shape (0.2 is like Adam's).
@@ -228,15 +211,9 @@ def dp_muon(
   _validate.positive('expected_batch_size', expected_batch_size)
   _validate.decay_rate('momentum', momentum)
   _validate.one_of('noise_split', noise_split, _clip_groups.NOISE_SPLITS)
-  _validate.integer('bias_correction_probes', bias_correction_probes, 0)
   _validate.non_negative('weight_decay', weight_decay)
   if consistent_rms is not None:
     _validate.positive('consistent_rms', consistent_rms)
-  if bias_correction_probes and privatizer is not None:
-    raise ValueError(
-      'A bias correction needs the variance of independent noise: give'
-      f' noise_multiplier, not privatizer, with {bias_correction_probes=}.'
-    )
 
   matrices_of = functools.partial(
     _matrix_axes.resolve, weight_dimension_numbers
@@ -261,7 +238,6 @@ def dp_muon(
     normalize_by=expected_batch_size,
     weight_dimension_numbers=weight_dimension_numbers,
   )
-  bias_correction = None
   parts: list[optax.GradientTransformation] = []
   if privatizer is not None:
     parts += [clip] * per_example_gradients
@@ -288,13 +264,6 @@ def dp_muon(
       else optax.stateless(lambda x, _: jax.tree.map(at_least_float32, x)),
       _privatizer.gaussian(list_of_stddevs, prng_key, last),
     ]
-    if bias_correction_probes:
-      bias_correction = BiasCorrection(
-        stddevs_of,
-        momentum=momentum,
-        prng_key=_probe_key(prng_key),
-        num_probes=bias_correction_probes,
-      )
   branches = {
     'matrix': optax.trace(momentum),
     'other': optax.scale_by_adam(b1=adam_b1, b2=adam_b2, eps=adam_eps),
@@ -310,7 +279,6 @@ def dp_muon(
       degree=degree,
       steps=ns_steps,
       normalize=normalize,
-      bias_correction=bias_correction,
       weight_dimension_numbers=weight_dimension_numbers,
       matmul_dtype=matmul_dtype,
     ),

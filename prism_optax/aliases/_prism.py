@@ -10,10 +10,10 @@ from prism_optax.transforms import (
   intrinsic_clip,
   retract,
   scale_by_learning_rate,
-  scale_by_published_preconditioner,
   scale_by_rank_preconditioner,
   tangent_privatizer,
 )
+from prism_optax.transforms._published import scale_by_published_preconditioner
 
 
 def _stddev(
@@ -51,7 +51,6 @@ def prism(
   weight_decay: Scalar = 0.1,
   b1: Scalar = 0.9,
   b2: Scalar = 0.999,
-  floor_factor: Scalar = 1.0,
   steps: int | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
@@ -102,7 +101,7 @@ def prism(
   (``benchmarks/accuracy/hyper_parameters.py``,
   ``benchmarks/accuracy/utility.py``): a first moment without bias correction
   and a little decay are worth points of accuracy and forgive a wrong rate; ten
-  times the usual clip norm cost four; floor_factor, debias and b2 made none.
+  times the usual clip norm cost four; ``b2`` made none.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
@@ -132,8 +131,6 @@ def prism(
       it is far.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
-    floor_factor: The floor of the second moments' eigenvalues in units of the
-      known noise; 0 for none.
     steps: The number of updates that were accounted for, as for
       :func:`tangent_privatizer`: none releases anything beyond it.
     layout: Which leaves are pairs, where names do not tell: see
@@ -172,9 +169,7 @@ def prism(
   return _optimizer(
     intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
     tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    scale_by_rank_preconditioner(
-      b1, b2, noise_stddev=stddev, floor_factor=floor_factor
-    ),
+    scale_by_rank_preconditioner(b1, b2, noise_stddev=stddev),
     add_decayed_factors(weight_decay),
     scale_by_learning_rate(learning_rate),
     retract(),
@@ -200,34 +195,24 @@ def published_prism(
 ) -> TangentTransformation:
   """PRISM as it was published, for comparisons.
 
-  The optimizer of the authors' code (Wang and Zhang 2026, arXiv:2606.00944):
-  moments in the factors, without transport; its trajectory depends on the
-  gauge. Clip, noise and edge cases are those of :func:`prism`, the one to use.
-  Behind them come ``scale_by_published_preconditioner(noise_stddev=s)``, the
-  learning rate and ``retract(align=True)``.
+  The optimizer of the authors' code (Wang and Zhang 2026, arXiv:2606.00944).
+  It differs from :func:`prism`, the one to use, in three things: its moments
+  are those of the factors, without transport and divided by ``1 - b^t`` (Eq. 24
+  to 27 there), so that its trajectory depends on the gauge; ``retract`` turns
+  the new factors towards the old ones (``align=True``); and Z does not decay.
+  Arguments that are not listed are those of :func:`prism`, and so are clip,
+  noise and edge cases.
 
   **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
   given noise multiplier for add-or-remove-one neighbours. (The authors' code
   adds less noise where factors are small or in other gauges.)
 
   Args:
-    learning_rate: A number or schedule.
-    l2_clip_norm: C, the clip norm of an example's intrinsic gradient over all
-      modules and leaves.
-    noise_multiplier: The noise's standard deviation per coordinate over C / b.
-    expected_batch_size: b, a public constant, never the realised size.
-    prng_key: Key of the noise; None takes a fresh secret seed in ``init``.
-    per_example_gradients: True if ``update`` gets per-example factor gradients,
-      False if it gets the clipped mean in tangent coordinates, at this C and b.
-    b1: Decay of the first moment.
-    b2: Decay of the second moments.
-    floor_mode: ``'geometry'``, ``'scalar'`` or ``'none'``, see
-      :func:`prism_optax.transforms.scale_by_published_preconditioner`.
+    floor_mode: The least eigenvalue of the second moments: ``'geometry'`` for
+      that of Eq. 26, the mean of the noise over rank space, read off the Gram
+      matrices of the factors, and s^2 at least; ``'scalar'`` for s^2;
+      ``'none'`` for no floor.
     floor_factor: Factor of either floor.
-    steps: The number of updates that were accounted for, as for
-      :func:`tangent_privatizer`: none releases anything beyond it.
-    layout: Which leaves are pairs, where names do not tell: see
-      :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
     An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b.

@@ -11,13 +11,11 @@ from prism_optax.contrib._input_metric import InputMetric, input_metric
 from prism_optax.contrib._orthogonalize_tangents import orthogonalize_tangents
 from prism_optax.contrib._prism_muon import prism_muon
 from prism_optax.contrib._row_moments import scale_by_row_moments
-from prism_optax.contrib._tangent_newton_schulz import tangent_newton_schulz
-from prism_optax.contrib._tangent_probes import TangentProbes, tangent_probes
+from prism_optax.contrib._tangent_probes import tangent_probes
 
 # fmt: off
 __all__ = [
-  'InputMetric', 'TangentProbes', 'heads', 'input_metric',
-  'orthogonalize_tangents', 'prism_muon', 'scale_by_row_moments',
-  'tangent_newton_schulz', 'tangent_probes',
+  'InputMetric', 'heads', 'input_metric', 'orthogonalize_tangents',
+  'prism_muon', 'scale_by_row_moments', 'tangent_probes',
 ]
 # fmt: on

@@ -59,9 +59,9 @@ def orthogonalize_tangents(
   carried to each new tangent space by projection. The direction is
   ``P_Z(F(m))``: F is the Newton-Schulz iteration of DP-Muon (arXiv:2605.12994),
   whose result has rank 2r and is not tangent, and ``P_Z`` is the projection of
-  PRISM (arXiv:2606.00944, Eq. 13). The combination of the two is ours, see
-  :func:`tangent_newton_schulz`. The direction does not depend on the gauge of
-  the factors. Adam updates the leaves that are no factors.
+  PRISM (arXiv:2606.00944, Eq. 13). The combination of the two is ours.
+  The direction does not depend on the gauge of the factors. Adam updates the
+  leaves that are no factors.
 
   It takes the place of :func:`prism_optax.scale_by_rank_preconditioner`: behind
   ``tangent_privatizer``, before the learning rate and the retraction.

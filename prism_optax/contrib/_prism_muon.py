@@ -31,34 +31,20 @@ def prism_muon(
 ) -> TangentTransformation:
   """PRISM with Muon's direction on the manifold.
 
-  :func:`prism_optax.prism` (Wang and Zhang 2026, arXiv:2606.00944), edge cases
-  included, with :func:`orthogonalize_tangents` (DP-Muon's iteration,
-  arXiv:2605.12994) in place of the preconditioner, and Adam for leaves that are
-  no factors. Learning rates are comparable. The combination is ours.
+  :func:`prism_optax.prism` with :func:`orthogonalize_tangents` (DP-Muon's
+  iteration, arXiv:2605.12994) in place of the preconditioner, and with Adam for
+  leaves that are no factors. Learning rates are comparable. The combination is
+  ours. Arguments that are not listed are those of :func:`prism_optax.prism`,
+  and so are clip, noise, decay and edge cases.
 
   **Privacy.** That of ``prism``: each update is a Gaussian mechanism of the
   given noise multiplier for add-or-remove-one neighbours; then post-processing.
 
   Args:
-    learning_rate: A number or schedule, multiplied by directions whose
-      coordinates have root mean square one where all singular values are one.
-    l2_clip_norm: C, the clip norm of an example's intrinsic gradient over all
-      modules and leaves.
-    noise_multiplier: The noise's standard deviation per coordinate over C / b.
-    expected_batch_size: b, a public constant, never the realised size.
-    prng_key: Key of the noise; None takes a fresh secret seed in ``init``.
-    per_example_gradients: True if ``update`` gets per-example factor gradients,
-      False if it gets the clipped mean in tangent coordinates, at this C and b.
-    weight_decay: Share of Z that a step of learning rate 1 takes away, see
-      :func:`prism_optax.add_decayed_factors`.
     momentum: Decay of the heavy ball, and of Adam's first moment for the leaves
       that are no factors.
     b2: Adam's decay of the second moment, for the leaves that are no factors.
     eps: Adam's constant under the fraction, likewise.
-    steps: The number of updates that were accounted for, as for
-      :func:`prism_optax.tangent_privatizer`: none releases anything beyond it.
-    layout: Which leaves are pairs, where names do not tell: see
-      :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
     An optimizer with ``.sensitivity(neighboring_relation)``, the bound C / b.

@@ -71,10 +71,11 @@ def tangent_newton_schulz(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> from prism_optax import contrib, fixed_rank
+    >>> from prism_optax import fixed_rank
+    >>> from prism_optax.contrib import _tangent_newton_schulz as newton
     >>> z = fixed_rank.Factors(jnp.eye(5, 2), jnp.eye(4, 2))
     >>> x = fixed_rank.Tangent(3.0 * jnp.eye(5, 2, -2), 3.0 * jnp.eye(4, 2, -2))
-    >>> y = contrib.tangent_newton_schulz(fixed_rank.frame(z), x)
+    >>> y = newton.tangent_newton_schulz(fixed_rank.frame(z), x)
     >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))  # 3 becomes 1.
     True
   """

@@ -61,8 +61,11 @@ def tangent_probes(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    Zeros, the map to model parameters, and the map from gradients, in the
-    shapes of the parameters, (m, r) and (n, r) in the library's own layout.
+    ``zeros``, a tree in the shapes of the parameters: where to differentiate.
+    ``attach(probes)``, the parameters to run the model with: factors of twice
+    the rank, in the types of the parameters. ``coordinates(gradients)``, from
+    one example's gradients with respect to the probes to tangent coordinates,
+    in the shapes of the parameters.
 
   Raises:
     ValueError: If pairs cannot be found, or the probes do not fit.

@@ -21,27 +21,18 @@ arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.
 Frames are not differentiated (``stop_gradient``).
 """
 
-from prism_optax.fixed_rank._lifts import (
-  embed,
-  lift,
-  norm,
-  project,
-  tangent_from_steps,
-  transport,
-)
-from prism_optax.fixed_rank._points import Factors, Frame, frame, truncate
-from prism_optax.fixed_rank._retraction import retract
+from prism_optax.fixed_rank._lifts import norm, project, transport
+from prism_optax.fixed_rank._points import Factors, Frame, frame
+from prism_optax.fixed_rank._retraction import retraction
 from prism_optax.fixed_rank._tangents import (
   Tangent,
-  TangentSum,
   multiply_out,
   tangent_from_gradients,
 )
 
 # fmt: off
 __all__ = [
-  'Factors', 'Frame', 'Tangent', 'TangentSum', 'embed', 'frame',
-  'lift', 'multiply_out', 'norm', 'project', 'retract',
-  'tangent_from_gradients', 'tangent_from_steps', 'transport', 'truncate',
+  'Factors', 'Frame', 'Tangent', 'frame', 'multiply_out', 'norm',
+  'project', 'retraction', 'tangent_from_gradients', 'transport',
 ]
 # fmt: on

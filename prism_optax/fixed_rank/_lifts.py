@@ -93,9 +93,10 @@ def embed(frame: Frame, tangent: Tangent) -> jax.Array:
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
+    >>> from prism_optax.fixed_rank import _lifts
     >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
     >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1, -1), 4 * jnp.eye(2, 1, -1))
-    >>> print(fixed_rank.embed(q, x))
+    >>> print(_lifts.embed(q, x))
     [[0. 4.]
      [3. 0.]
      [0. 0.]]
@@ -133,10 +134,11 @@ def lift(
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
+    >>> from prism_optax.fixed_rank import _lifts
     >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
     >>> q = fixed_rank.frame(z)
     >>> x = fixed_rank.Tangent(8 * jnp.eye(3, 1, -1), jnp.zeros((2, 1)))
-    >>> steps = fixed_rank.lift(q, x)
+    >>> steps = _lifts.lift(q, x)
     >>> steps.left.ravel().tolist(), steps.right.ravel().tolist()
     ([0.0, 2.0, 0.0], [0.0, 0.0])
   """
@@ -175,10 +177,11 @@ def tangent_from_steps(frame: Frame, steps: Factors) -> Tangent:
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
+    >>> from prism_optax.fixed_rank import _lifts
     >>> z = fixed_rank.Factors(2 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
     >>> q = fixed_rank.frame(z)
     >>> steps = fixed_rank.Factors(z.left, z.right)  # T = 2 Z, of norm 16.
-    >>> x = fixed_rank.tangent_from_steps(q, steps)
+    >>> x = _lifts.tangent_from_steps(q, steps)
     >>> x.left.ravel().tolist(), x.right.ravel().tolist()
     ([0.0, 0.0, 0.0], [16.0, 0.0])
   """

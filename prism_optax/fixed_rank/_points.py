@@ -66,7 +66,7 @@ def frame(factors: Factors) -> Frame:
   ``left = Q_L C_L`` and ``right = Q_R C_R``, so that ``Q_L Q_L^T`` and ``Q_R
   Q_R^T`` are the projectors of PRISM (arXiv:2606.00944, Eq. 12). Each is the
   polar factor of the column-normalised factor (ours), a continuous function of
-  the factors alone. Factors with orthogonal columns (what :func:`retract`
+  the factors alone. Factors with orthogonal columns (what :func:`retraction`
   returns) need no factorisation.
 
   ========================  ===================================================
@@ -160,7 +160,7 @@ def map_ranks(
   return tuple(out[i] for i in range(len(entries)))
 
 
-def truncate(factors: Factors, rank: int) -> Factors:
+def nearest_of_rank(factors: Factors, rank: int) -> Factors:
   """The best approximation of rank ``rank``, in the balanced SVD gauge.
 
   ``(U s^1/2, V s^1/2)`` of the largest singular values (Eckart and Young;
@@ -194,9 +194,9 @@ def truncate(factors: Factors, rank: int) -> Factors:
 
   Example:
     >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
+    >>> from prism_optax.fixed_rank import Factors, _points
     >>> left = jnp.array([[4.0, 0.0], [0.0, 1.0]])
-    >>> new = fixed_rank.truncate(fixed_rank.Factors(left, jnp.eye(3, 2)), 1)
+    >>> new = _points.nearest_of_rank(Factors(left, jnp.eye(3, 2)), 1)
     >>> print(abs(new.left @ new.right.mT).round(3))
     [[4. 0. 0.]
      [0. 0. 0.]]
@@ -214,7 +214,7 @@ def truncate(factors: Factors, rank: int) -> Factors:
 
 @_linalg.flat_batch
 def _in_svd_gauge(factors: Factors) -> Factors:
-  """:func:`truncate` of (b, m, k) and (b, n, k) arrays, to min(m, n, k)."""
+  """:func:`nearest_of_rank` of (b, ., k) arrays, to rank min(m, n, k)."""
   left, right = factors
   q_left, c_left = _linalg.qr(left)
   q_right, c_right = _linalg.qr(right)

@@ -17,15 +17,35 @@ from prism_optax.fixed_rank._tangents import (
 )
 
 
-def retract(
+def dense_retraction(frame: Frame, tangent: Tangent) -> Factors:
+  """The formula of :func:`retraction` (PRISM, arXiv:2606.00944, Eq. 22).
+
+  From an SVD of ``Z + T`` itself, for tests and for readers. It is not defined
+  where ``Z + T`` has lost rank.
+  """
+  left = matmul(frame.left, frame.left_core)
+  right = matmul(frame.right, frame.right_core)
+  z = matmul(left, right.mT)
+  t = matmul(tangent.left, frame.right.mT)
+  t = t + matmul(frame.left, tangent.right.mT)
+  u, s, vt = jnp.linalg.svd(z + t, full_matrices=False)
+  rank = left.shape[-1]
+  root = jnp.sqrt(s[..., None, :rank])
+  u, v = u[..., :rank] * root, vt.mT[..., :rank] * root
+  along = jnp.sum(u * left, -2) + jnp.sum(v * right, -2)
+  sign = jnp.where(along < 0, -1, 1)[..., None, :]
+  return Factors(u * sign, v * sign)
+
+
+def retraction(
   frame: Frame, tangent: Tangent | TangentSum, *, align: bool = False
 ) -> Factors:
   """Moves from Z along T and back to the manifold.
 
   The best rank-r approximation of ``Z + T`` (PRISM, arXiv:2606.00944, Eq. 22;
-  it differs from ``Z + T`` in second order, Eq. 23), from the SVD of a 2r x 2r
-  core, in the balanced SVD gauge ``(U s^1/2, V s^1/2)`` with signs that point
-  along the old factors.
+  it differs from ``Z + T`` in second order, Eq. 23) in the balanced SVD gauge
+  ``(U s^1/2, V s^1/2)`` with signs that point along the old factors: what
+  ``dense_retraction`` computes, without an (m, n) matrix.
 
   ============================  ==============================================
   ``T = 0`` exactly             the old factors (``Q C``), unturned
@@ -55,7 +75,7 @@ def retract(
     >>> z = fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1))
     >>> q = fixed_rank.frame(z)
     >>> x = fixed_rank.Tangent(jnp.zeros((3, 1)), 3.0 * jnp.eye(2, 1))
-    >>> new = fixed_rank.retract(q, x)  # Z + T = 4 Z is of rank 1 already.
+    >>> new = fixed_rank.retraction(q, x)  # Z + T = 4 Z is of rank 1 already.
     >>> print((new.left @ new.right.mT).round(3))
     [[4. 0.]
      [0. 0.]

@@ -108,8 +108,8 @@ def has_diagonal_inverses(frame: Frame) -> jax.Array:
   """Whether the inverse cores are diagonal but for rounding, (): for all of it.
 
   So they are where the columns of the factors are orthogonal, as
-  :func:`prism_optax.fixed_rank.retract` leaves them: nine machine epsilons of a
-  column's length were seen at rank 64.
+  :func:`prism_optax.fixed_rank.retraction` leaves them: nine machine epsilons
+  of a column's length were seen at rank 64.
   """
 
   def rounding(inverse: jax.Array) -> jax.Array:

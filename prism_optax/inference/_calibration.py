@@ -13,7 +13,8 @@ import math
 import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
 
-from prism_optax import _per_example, _validate, accounting
+from prism_optax import _per_example, _validate
+from prism_optax.accounting import _gaussian
 from prism_optax.inference import _mechanism
 
 
@@ -68,7 +69,7 @@ def gaussian_stddev(
   delta = _validate.known_open_probability('delta', delta)
   _validate.non_negative('sensitivity', sensitivity)
   _validate.one_of('method', method, ('analytic', 'classic'))
-  mu = accounting.gaussian_mu(epsilon, delta)
+  mu = _gaussian.gaussian_mu(epsilon, delta)
   if method == 'analytic':
     return sensitivity / mu
   noise_multiplier = math.sqrt(2 * math.log(1.25 / delta)) / epsilon

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _linalg, _modules, _randomness, _validate, fixed_rank
+from prism_optax import _linalg, _modules, _randomness, _validate
 from prism_optax._linalg import at_least_float32, gram, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
 from prism_optax._types import PRNGKeyLike
-from prism_optax.fixed_rank import Factors
+from prism_optax.fixed_rank import Factors, _points
 from prism_optax.lora import _merging
 
 # Relative to the largest singular value: below it is rounding of float64.
@@ -250,7 +250,7 @@ def _largest(
     basis, _ = _linalg.qr(gram(w, basis))
   basis, _ = _linalg.qr(matmul(w, basis))
   # W = basis (W^T basis)^T on the range found.
-  return fixed_rank.truncate(Factors(basis, gram(w, basis)), rank)
+  return _points.nearest_of_rank(Factors(basis, gram(w, basis)), rank)
 
 
 @np.vectorize(signature='(m,r),(n,r)->(m,r),(n,r)')

@@ -63,8 +63,13 @@ def load_peft(folder: str | os.PathLike[str]) -> PeftAdapter:
       ``adapter_model.safetensors``.
 
   Returns:
-    The adapter, NumPy arrays in the types of the file; :func:`from_peft` puts
-    it into the tree of a JAX model.
+    The adapter, which :func:`from_peft` puts into the tree of a JAX model. Its
+    fields: ``params``, ``{module: {'lora_a': (in, r), 'lora_b': (r, out)}}`` in
+    NumPy arrays of the types of the file, modules by their names in PyTorch;
+    ``layout``, the pairs with their scales, to be passed as ``layout=`` with
+    ``params``; ``config``, the entries of ``adapter_config.json``; ``others``,
+    tensors that belong to no pair (``modules_to_save``, biases), by their
+    names, which nothing else in this library reads.
 
   Raises:
     ValueError: With the file and what is wrong with it: the file is missing,

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _modules, _validate, fixed_rank
+from prism_optax import _modules, _validate
 from prism_optax._modules import LayoutLike, ModuleTree
-from prism_optax.fixed_rank import Factors
+from prism_optax.fixed_rank import Factors, _points
 
 
 def truncate(
@@ -18,9 +18,9 @@ def truncate(
 ) -> optax.Params:
   """The best approximation of each Z by a matrix of lower rank.
 
-  In the balanced SVD gauge, see :func:`prism_optax.fixed_rank.truncate`. The
-  LoRA scale stays what it was: a library that divides alpha by the rank must
-  be given an alpha that is smaller in proportion.
+  In the balanced SVD gauge, columns by singular values, largest first. The LoRA
+  scale stays what it was: a library that divides alpha by the rank must be
+  given an alpha that is smaller in proportion.
 
   Computed in float32 at least, on the device. Factors in a gauge of a large
   condition number lose what float32 loses: :func:`canonicalize` them first.
@@ -59,7 +59,7 @@ def truncate(
   """
   _validate.integer('rank', rank, 1)
   return _modules.map_factors(
-    lambda module, factors: fixed_rank.truncate(
+    lambda module, factors: _points.nearest_of_rank(
       factors, min(rank, module.rank)
     ),
     params,
@@ -112,7 +112,7 @@ def difference(
     )
     most = min(pair.left.shape[-2], pair.right.shape[-2])
     wide = both.left.shape[-1] > most
-    return fixed_rank.truncate(both, most) if wide else both
+    return _points.nearest_of_rank(both, most) if wide else both
 
   found = tree.tree(new.map_pairs(changed, old.pairs))
   return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), found, params)

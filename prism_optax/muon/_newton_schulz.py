@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration of DP-Muon, its options, and its bias."""
+"""The Newton-Schulz iteration of DP-Muon, and its options."""
 
 import functools
 import itertools
@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg, _validate
+from prism_optax import _linalg
 from prism_optax._linalg import at_least_float32
-from prism_optax._types import DTypeLike, Scalar
+from prism_optax._types import DTypeLike
 from prism_optax.muon._polynomials import Steps, check_options, polynomials
 
 
@@ -182,90 +182,3 @@ def newton_schulz(
     for c in rows:
       y = product(_polynomial(product(y, y.mT), c, product), y)
   return (y.mT if tall else y).astype(matrix.dtype)
-
-
-def subtract_bias(
-  function: Callable[[jax.Array], jax.Array],
-  x: jax.Array,
-  noise_stddev: Scalar,
-  prng_key: jax.Array,
-  *,
-  num_probes: int = 1,
-  probe_scale: float = 1.0,
-) -> jax.Array:
-  r"""Estimates ``function(mean)`` from ``x = mean + noise``, less biased.
-
-  For Gaussian noise of variance v in every coordinate,
-
-  .. math::
-    E\,F(\mu + \sqrt{v} Z) = F(\mu) + \tfrac{v}{2} \Delta F(\mu) + O(v^2) .
-
-  The Laplacian is estimated at ``x`` from antithetic pairs of public probes
-  ``Z``, with ``h = probe_scale * noise_stddev``:
-
-  .. math::
-    \Delta F(x) \approx \frac{1}{K} \sum_k
-      \frac{F(x + h Z_k) + F(x - h Z_k) - 2 F(x)}{h^2} ,
-
-  and ``v/2`` times that is subtracted. With ``probe_scale=1`` this is
-  ``F(x) - (mean of F(x +- sqrt(v) Z) - F(x))``: noise once more, to see what
-  noise has done. The result is post-processing of ``x``: it costs no privacy
-  so long as ``prng_key`` is independent of the key of the noise.
-
-  This estimator is ours. The bias-corrected variant in the paper on DP-Muon
-  (arXiv:2605.12994) is of a different kind. The estimator lowers the bias and
-  raises the variance.
-
-  **Privacy.** This is post-processing of ``x``: the probes are independent of
-  the noise in ``x``, and may be public. Never pass the key of that noise.
-
-  ====================  =======================================================
-  ``noise_stddev=0.0``  ``function(x)``, exactly
-  linear function       ``function(x)``, up to rounding
-  function of degree 3  no bias is left, whatever ``probe_scale``
-  ====================  =======================================================
-
-  Args:
-    function: Smooth; takes and returns an array shaped like ``x``.
-    x: An array.
-    noise_stddev: Standard deviation per coordinate of the noise in ``x``: a
-      scalar, or an array that broadcasts against ``x``. Zero gives
-      ``function(x)``.
-    prng_key: Typed key of the probes, a new one for every call.
-    num_probes: Number K of antithetic pairs; 2 K + 1 calls of ``function``.
-    probe_scale: Size of the probes in units of ``noise_stddev``. For cubic
-      functions every scale is exact.
-
-  Returns:
-    An array shaped like ``x``.
-
-  Raises:
-    ValueError: If ``num_probes`` is no integer >= 1 or ``probe_scale`` is not
-      positive.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import muon
-    >>> def cube(x):
-    ...   return x**3  # E (mu + s Z)^3 = mu^3 + 3 s^2 mu.
-    >>> x, stddev = jnp.full(1000, 2.0), 0.5
-    >>> y = muon.subtract_bias(
-    ...   cube, x, stddev, jax.random.key(0), num_probes=4)
-    >>> round(float(y.mean()), 1)  # 8 - 3 * 0.25 * 2
-    6.5
-  """
-  _validate.integer('num_probes', num_probes, 1)
-  _validate.positive('probe_scale', probe_scale)
-  center = function(x)
-
-  def curvature(index: jax.Array, total: jax.Array) -> jax.Array:
-    key = jax.random.fold_in(prng_key, index)
-    probe = jax.random.normal(key, x.shape, x.dtype)
-    step = (probe_scale * noise_stddev * probe).astype(x.dtype)
-    plus, minus = function(x + step), function(x - step)
-    return total + ((plus - center) + (minus - center))
-
-  # A loop keeps the memory at that of one probe.
-  total = jax.lax.fori_loop(0, num_probes, curvature, jnp.zeros_like(center))
-  return center - total / (2 * num_probes * probe_scale**2)

@@ -30,8 +30,8 @@ def coefficients(degree: int) -> tuple[float, ...]:
     ValueError: If ``degree`` is not an integer of at least 1.
 
   Example:
-    >>> from prism_optax import muon
-    >>> muon.coefficients(3)
+    >>> from prism_optax.muon import _polynomials
+    >>> _polynomials.coefficients(3)
     (1.0, 0.5, 0.375, 0.3125)
   """
   _validate.integer('degree', degree, 1)
@@ -61,8 +61,8 @@ def minimax_coefficients(
 
   Returns:
     For ``steps`` of :func:`newton_schulz` and of all that uses it: for each
-    step ``degree + 1`` coefficients of ``(1 - x)^j``, as in
-    :func:`coefficients`.
+    step ``degree + 1`` coefficients of ``(1 - x)^j``. DP-Muon's own are
+    ``C(2j, j) / 4^j``.
 
   Raises:
     ValueError: If ``least`` is not between 0 and 1, a number is not a positive

@@ -9,25 +9,15 @@ factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
 :func:`chain` fuses them; :func:`tangent_transformation` makes one of your own.
 """
 
-from prism_optax._modules import StepContext
-from prism_optax.transforms._augmented import (
-  AugmentedState,
-  augmented_optimizer,
-)
+from prism_optax.transforms._augmented import augmented_optimizer
 from prism_optax.transforms._chain import (
-  Stacked,
   TangentTransformation,
   chain,
   tangent_transformation,
 )
-from prism_optax.transforms._clip_groups import (
-  ClipGroup,
-  clip_groups,
-  split_noise_multiplier,
-)
+from prism_optax.transforms._clip_groups import split_noise_multiplier
 from prism_optax.transforms._coordinates import tangent_coordinates
 from prism_optax.transforms._correlated import (
-  CorrelatedPrivatizerState,
   correlated_noise_stddev,
   correlated_tangent_privatizer,
 )
@@ -45,32 +35,21 @@ from prism_optax.transforms._matrix_clip import (
   clip_each_matrix,
   per_matrix_clip,
 )
-from prism_optax.transforms._orthogonalize import (
-  BiasCorrection,
-  OrthogonalizeState,
-  orthogonalize,
-)
-from prism_optax.transforms._privatizer import (
-  PrivatizerState,
-  tangent_privatizer,
-)
+from prism_optax.transforms._orthogonalize import orthogonalize
+from prism_optax.transforms._privatizer import tangent_privatizer
 from prism_optax.transforms._published import scale_by_published_preconditioner
 from prism_optax.transforms._rank_preconditioner import (
-  RankPreconditionerState,
   scale_by_rank_preconditioner,
 )
 
 # fmt: off
 __all__ = [
-  'AugmentedState', 'BiasCorrection', 'ClipGroup', 'CorrelatedPrivatizerState',
-  'OrthogonalizeState', 'PrivatizerState', 'RankPreconditionerState', 'Stacked',
-  'StepContext', 'TangentTransformation', 'add_decayed_factors',
-  'augmented_optimizer', 'chain', 'clip_each_matrix', 'clip_groups',
-  'clipped_elsewhere', 'correlated_noise_stddev',
+  'TangentTransformation', 'add_decayed_factors', 'augmented_optimizer',
+  'chain', 'clip_each_matrix', 'clipped_elsewhere', 'correlated_noise_stddev',
   'correlated_tangent_privatizer', 'intrinsic_clip', 'noised_elsewhere',
   'orthogonalize', 'per_matrix_clip', 'retract', 'scale_by_learning_rate',
   'scale_by_published_preconditioner', 'scale_by_rank_preconditioner',
-  'split_noise_multiplier', 'tangent_coordinates', 'tangent_privatizer',
-  'tangent_transformation',
+  'split_noise_multiplier',
+  'tangent_coordinates', 'tangent_privatizer', 'tangent_transformation',
 ]
 # fmt: on

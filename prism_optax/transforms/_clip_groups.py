@@ -63,10 +63,10 @@ def clip_groups(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> from prism_optax import transforms
+    >>> from prism_optax.transforms import _clip_groups
     >>> params = {
     ...   'b': jnp.zeros(4), 'scale': jnp.zeros(3), 'w': jnp.zeros((3, 4))}
-    >>> groups = transforms.clip_groups(0.5, params)
+    >>> groups = _clip_groups.clip_groups(0.5, params)
     >>> [(g.leaves, g.size, g.l2_clip_norm) for g in groups]
     [((2,), 12, 0.5), ((0, 1), 7, 0.5)]
   """

@@ -10,9 +10,8 @@ from prism_optax import _validate, fixed_rank
 from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar, ScalarOrSchedule
-from prism_optax.fixed_rank import TangentSum
 from prism_optax.fixed_rank._points import map_ranks
-from prism_optax.fixed_rank._tangents import TallSum, as_sum
+from prism_optax.fixed_rank._tangents import TallSum, TangentSum, as_sum
 from prism_optax.transforms._chain import (
   Stacked,
   TangentTransformation,
@@ -193,7 +192,7 @@ def retract(
 
   def update(stacks, state, step, **extra_args):
     del extra_args
-    of_rank = functools.partial(fixed_rank.retract, align=align)
+    of_rank = functools.partial(fixed_rank.retraction, align=align)
     new = map_ranks(of_rank, step.frames, stacks.pairs)
     return step.tree.steps(stacks._replace(pairs=new), step.params), state
 

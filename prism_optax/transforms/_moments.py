@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax._types import DTypeLike, Scalar
-from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
+from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._tangents import (
+  TangentSum,
   as_sum,
   multiply_out,
-  projected,
   sum_at,
   transport_sum,
 )
@@ -41,7 +41,6 @@ class Options(NamedTuple):
     eps: Added to the roots of the eigenvalues, as in Adam.
     floor_factor: The floor in units of the mean noise eigenvalue over the
       observed directions.
-    debias: Subtract the noise covariance from V first.
     max_condition_number: Largest condition number of the floored V.
     variance: s^2, the noise variance per coordinate in the gradient.
     mu_correction: ``1 - b1^t``, or 1.
@@ -52,7 +51,6 @@ class Options(NamedTuple):
   b2: Scalar
   eps: Scalar
   floor_factor: Scalar
-  debias: bool
   max_condition_number: Scalar
   variance: Scalar = 0.0
   mu_correction: Scalar = 1.0
@@ -62,8 +60,8 @@ class Options(NamedTuple):
     self, dtype: DTypeLike, variance: jax.Array, mu: Scalar, nu: jax.Array
   ) -> 'Options':
     """With the numbers that change from step to step, in a type."""
-    numbers = [jnp.asarray(x, dtype) for x in (variance, mu, nu)]
-    return Options(*self[:6], *numbers)
+    variance, mu, nu = (jnp.asarray(x, dtype) for x in (variance, mu, nu))
+    return self._replace(variance=variance, mu_correction=mu, nu_correction=nu)
 
 
 class RankMatrices(NamedTuple):
@@ -140,8 +138,6 @@ def step(
   frame: Frame,
   tangent: Tangent | TangentSum,
   options: Options,
-  *,
-  transport: bool,
 ) -> tuple[Moments, TangentSum]:
   """One step of the exponential averages, and the preconditioned first moment.
 
@@ -150,16 +146,11 @@ def step(
     frame: The current frame.
     tangent: Noisy mean gradient.
     options: What this step is computed with.
-    transport: Whether the moments are written in the current frame first.
 
   Returns:
     The new moments and the direction.
   """
-  if transport:
-    old_mu, old_nu, old_noise = _transported(moments, frame)
-  else:  # The old coordinates, read as if they were of this frame.
-    old_mu = projected(frame, moments.mu)
-    old_nu, old_noise = moments.nu, moments.noise
+  old_mu, old_nu, old_noise = _transported(moments, frame)
   b1, b2, variance = options.b1, options.b2, options.variance
   x = as_sum(frame, tangent)
   mu = TangentSum(
@@ -191,8 +182,6 @@ def direction(
   """The preconditioned first moment, from it and its core ``Q_L^T mu Q_R``."""
   noise = jax.tree.map(lambda x: x / options.nu_correction, moments.noise)
   nu = jax.tree.map(lambda x: x / options.nu_correction, moments.nu)
-  if options.debias:
-    nu = jax.tree.map(jnp.subtract, nu, noise)
 
   def floor(covariance, mask):
     # The trace of a mask counts the observed directions; the others hold no
@@ -267,8 +256,8 @@ def elementwise_step(
     b2 * moments.noise + (1 - b2) * options.variance,
   )
   noise = new.noise / options.nu_correction
-  nu = new.nu / options.nu_correction - (noise if options.debias else 0)
-  floored = jnp.maximum(jnp.maximum(nu, options.floor_factor * noise), 0)
+  nu = new.nu / options.nu_correction
+  floored = jnp.maximum(nu, options.floor_factor * noise)
   root = jnp.sqrt(floored) + options.eps
   mu = new.mu / options.mu_correction
   return new, jnp.where(root > 0, mu / jnp.where(root > 0, root, 1), 0)

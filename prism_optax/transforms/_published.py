@@ -16,7 +16,13 @@ from prism_optax import _linalg, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar
-from prism_optax.fixed_rank import Factors, Frame, Tangent, TangentSum
+from prism_optax.fixed_rank import (
+  Factors,
+  Frame,
+  Tangent,
+  _lifts,
+)
+from prism_optax.fixed_rank._tangents import TangentSum
 from prism_optax.transforms._chain import TangentTransformation
 from prism_optax.transforms._moments import Options
 from prism_optax.transforms._rank_preconditioner import (
@@ -54,7 +60,7 @@ def _step(
   """One update of the moments, and the direction in tangent coordinates."""
   b1, b2, variance = options.b1, options.b2, options.variance
   tangent = fixed_rank.multiply_out(tangent)
-  gradient = fixed_rank.lift(frame, tangent, horizontal=True)
+  gradient = _lifts.lift(frame, tangent, horizontal=True)
   mu = jax.tree.map(lambda x, g: b1 * x + (1 - b1) * g, moments.mu, gradient)
   nu = jax.tree.map(
     lambda x, g: b2 * x + (1 - b2) * gram(g, g) / g.shape[-2],
@@ -71,8 +77,6 @@ def _step(
 
   def precondition(second, first, noise):
     second = second / options.nu_correction
-    if options.debias:
-      second = second - variance * noise
     floor = options.floor_factor * variance
     floors = floor * jnp.ones(second.shape[:-2], second.dtype)
     if floor_mode == 'geometry':  # Eq. 26
@@ -89,7 +93,7 @@ def _step(
     return matmul(first, root / options.mu_correction)
 
   direction = jax.tree.map(precondition, nu, mu, unit_noise)
-  coordinates = fixed_rank.tangent_from_steps(frame, direction)
+  coordinates = _lifts.tangent_from_steps(frame, direction)
   return FactorMoments(mu, nu), coordinates
 
 
@@ -101,9 +105,7 @@ def scale_by_published_preconditioner(
   noise_stddev: StddevLike,
   floor_mode: str = 'geometry',
   floor_factor: Scalar = 1.0,
-  debias: bool = False,
   max_condition_number: Scalar = 1e4,
-  max_update_norm: Scalar | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """The preconditioner of ``published_prism``, for comparisons.
@@ -135,10 +137,7 @@ def scale_by_published_preconditioner(
     floor_mode: ``'geometry'`` for the floor of Eq. 26 with its trace,
       ``'scalar'`` for s^2, ``'none'`` for no floor.
     floor_factor: Factor of either floor.
-    debias: Subtract the known noise covariance from the second moments.
     max_condition_number: Eigenvalues are raised to the largest over this.
-    max_update_norm: Cap of the norm of the direction over all modules and
-      leaves, before the learning rate; None for no cap.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -152,9 +151,9 @@ def scale_by_published_preconditioner(
 
   Example:
     >>> import jax.numpy as jnp
-    >>> from prism_optax import transforms
+    >>> from prism_optax.transforms import _published
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
-    >>> tx = transforms.scale_by_published_preconditioner(noise_stddev=0.0)
+    >>> tx = _published.scale_by_published_preconditioner(noise_stddev=0.0)
     >>> grads = {'lora_a': jnp.array([[0.0], [3.0], [0.0]]),
     ...          'lora_b': jnp.array([[0.0, 2.0]])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
@@ -168,9 +167,8 @@ def scale_by_published_preconditioner(
     'scale_by_published_preconditioner',
     _init_moments,
     functools.partial(_step, floor_mode=floor_mode),
-    Options(b1, b2, eps, floor_factor, debias, max_condition_number),
+    Options(b1, b2, eps, floor_factor, max_condition_number),
     noise_stddev=noise_stddev,
     bias_correction=True,
-    max_update_norm=max_update_norm,
     layout=layout,
   )

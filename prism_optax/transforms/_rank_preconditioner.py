@@ -1,6 +1,5 @@
 """Adaptive steps in rank space with a floor at the known noise level."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _validate, fixed_rank
+from prism_optax import _validate
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank._points import map_ranks
@@ -65,16 +64,6 @@ def _one_minus_power(decay: Scalar, count: jax.Array) -> jax.Array:
   return -jnp.expm1(count * jnp.log(jnp.asarray(decay)))
 
 
-def _capped(stacks: Stacks, max_norm: Scalar | None) -> Stacks:
-  """Scaled down to a norm of ``max_norm`` over all modules and leaves."""
-  if max_norm is None:
-    return stacks
-  stacks = stacks.map_pairs(fixed_rank.multiply_out)
-  norm = optax.tree.norm(stacks)
-  shrink = jnp.minimum(1, max_norm / jnp.maximum(norm, 1e-30))
-  return jax.tree.map(lambda x: x * shrink.astype(x.dtype), stacks)
-
-
 def preconditioner(
   name: str,
   init_pair: Callable[..., Any],
@@ -83,7 +72,6 @@ def preconditioner(
   *,
   noise_stddev: StddevLike,
   bias_correction: bool,
-  max_update_norm: Scalar | None,
   layout: LayoutLike,
 ) -> TangentTransformation:
   """Moments of stacks by ``step_pair``, Adam's with a floor for the rest."""
@@ -94,8 +82,6 @@ def preconditioner(
   check_stddev(noise_stddev)
   _validate.non_negative('floor_factor', options.floor_factor)
   _validate.at_least('max_condition_number', options.max_condition_number, 1)
-  if max_update_norm is not None:
-    _validate.positive('max_update_norm', max_update_norm)
 
   def init(step):
     stacks = step.tree.coordinates(step.params)
@@ -128,7 +114,7 @@ def preconditioner(
     state = RankPreconditionerState(
       count, tuple(m for m, _ in pairs), tuple(m for m, _ in others)
     )
-    return _capped(out, max_update_norm), state
+    return out, state
 
   return TangentTransformation(Stacked(name, init, update), layout)
 
@@ -140,11 +126,8 @@ def scale_by_rank_preconditioner(
   *,
   noise_stddev: StddevLike,
   floor_factor: Scalar = 1.0,
-  debias: bool = False,
   bias_correction: bool = False,
   max_condition_number: Scalar = 1e4,
-  transport: bool = True,
-  max_update_norm: Scalar | None = None,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
   """Scales tangent coordinates by the inverse root of r x r second moments.
@@ -194,16 +177,11 @@ def scale_by_rank_preconditioner(
       training without noise.
     floor_factor: The floor in units of the mean noise eigenvalue; 0 for none.
       Below 1 noise is amplified; 1 to 4 made no difference in our experiments.
-    debias: Subtract the known noise covariance from the second moments.
     bias_correction: Divide the first moment by ``1 - b1^t``, as Adam does. That
       gives the first gradients, noise for the most part, the weight of several
       later ones; without it the steps grow over the first ``1 / (1 - b1)``,
       and three times the best learning rate does no harm.
     max_condition_number: Eigenvalues are raised to the largest over this.
-    transport: Carry the moments between tangent spaces. Without it they are
-      read in coordinates they were not written in; for comparisons.
-    max_update_norm: Cap of the norm of the direction over all modules and
-      leaves, before the learning rate; None for no cap.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -230,10 +208,9 @@ def scale_by_rank_preconditioner(
   return preconditioner(
     'scale_by_rank_preconditioner',
     _moments.init_moments,
-    functools.partial(_moments.step, transport=transport),
-    Options(b1, b2, eps, floor_factor, debias, max_condition_number),
+    _moments.step,
+    Options(b1, b2, eps, floor_factor, max_condition_number),
     noise_stddev=noise_stddev,
     bias_correction=bias_correction,
-    max_update_norm=max_update_norm,
     layout=layout,
   )

@@ -7,6 +7,7 @@ import pytest
 from dp_accounting import dp_event, rdp
 
 from prism_optax import accounting
+from prism_optax.accounting import _gaussian
 
 Gaussian = dp_accounting.GaussianDpEvent
 Laplace = dp_accounting.LaplaceDpEvent
@@ -64,7 +65,7 @@ def test_a_budget_for_one_release_takes_one_and_no_more():
   """Calibration and budget meet exactly: rounding refuses nothing."""
   for epsilon in (0.3, 1.0, 2.7, 10.0):
     for count in (1, 7, 100):
-      sigma = math.sqrt(count) / accounting.gaussian_mu(epsilon, DELTA)
+      sigma = math.sqrt(count) / _gaussian.gaussian_mu(epsilon, DELTA)
       budget = accounting.PrivacyBudget(epsilon, DELTA)
       assert budget.how_many_more(Gaussian(sigma), 'a') == count
       for _ in range(count):

@@ -12,6 +12,7 @@ from dp_accounting import NeighboringRelation
 from jax_privacy.matrix_factorization import sensitivity, toeplitz
 
 from prism_optax import accounting
+from prism_optax.accounting import _matrix_mechanism
 
 # One for all tests: jax-privacy compiles for every size, many small programs.
 STEPS = 12
@@ -55,7 +56,7 @@ def test_bounds_every_pattern_and_agrees_with_jax_privacy(
   separation, count, signs
 ):
   c = _strategy(signs=signs)
-  found = accounting.matrix_mechanism_sensitivity(
+  found = _matrix_mechanism.matrix_mechanism_sensitivity(
     c, max_participations=count, min_separation=separation
   )
   reached = _brute_force(c, separation, count)
@@ -74,7 +75,7 @@ def test_bounds_every_pattern_and_agrees_with_jax_privacy(
 @pytest.mark.parametrize(('bands', 'count'), [(2, 3), (3, 2), (3, None)])
 def test_banded_strategies_are_exact(bands, count):
   c = _strategy(bands)
-  found = accounting.matrix_mechanism_sensitivity(
+  found = _matrix_mechanism.matrix_mechanism_sensitivity(
     c, max_participations=count, min_separation=bands
   )
   most = -(-STEPS // bands)
@@ -87,7 +88,7 @@ def test_fixed_epochs_are_within_the_separation_that_they_imply():
   """k passes in the same order: separation T / k, at most k of them."""
   c = _strategy()
   for epochs in (2, 3, 4):
-    found = accounting.matrix_mechanism_sensitivity(
+    found = _matrix_mechanism.matrix_mechanism_sensitivity(
       c, max_participations=epochs, min_separation=STEPS // epochs
     )
     theirs = sensitivity.fixed_epoch_sensitivity(jnp.asarray(c), epochs)
@@ -132,7 +133,7 @@ def test_calibration_meets_the_target_and_not_by_more_than_needed(relation):
 
 
 def test_bad_arguments_are_named():
-  measure = accounting.matrix_mechanism_sensitivity
+  measure = _matrix_mechanism.matrix_mechanism_sensitivity
   with pytest.raises(ValueError, match=r'square, got shape \(2, 3\)'):
     measure(np.ones((2, 3)), max_participations=1)
   with pytest.raises(ValueError, match='lower triangular'):

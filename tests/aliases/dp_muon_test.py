@@ -458,7 +458,7 @@ def test_clipped_means_of_jax_privacy_give_the_same_steps():
 def test_stopping_and_resuming_changes_nothing():
   tx = dp_muon(
     0.1, noise_multiplier=1.0, expected_batch_size=2.0,
-    bias_correction_probes=1, **SMALL_OPTIONS,
+    **SMALL_OPTIONS,
   )  # fmt: skip
   rng = np.random.default_rng(8)
   grads = {
@@ -485,53 +485,6 @@ def test_stopping_and_resuming_changes_nothing():
   out, _ = update(grads, jax.tree.unflatten(treedef, loaded), SMALL)
   for k in SMALL:
     np.testing.assert_array_equal(out[k], expected[k])
-
-
-def test_keys_of_probes_and_noise_are_different_ones():
-  tx = dp_muon(
-    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=1.0,
-    bias_correction_probes=1, prng_key=2**100 + 5,
-  )  # fmt: skip
-  params = {'w': jnp.zeros((2, 3))}
-  state, seen = tx.init(params), []
-  for _ in range(4):
-    keys = [
-      x
-      for x in jax.tree.leaves(state)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    ]
-    assert len(keys) == 2
-    for key in keys:
-      seen += [key, *jax.random.split(key), *jax.random.split(key, 3)]
-    _, state = jax.jit(tx.update)({'w': jnp.ones((1, 2, 3))}, state, params)
-  # Keys of probes have two words, those of noise four: of these the last two,
-  # so that a key of probes which is a part of a key of noise is found.
-  streams = [set(), set()]
-  for i, key in enumerate(seen):
-    words = np.asarray(jax.random.key_data(key))[-2:]
-    streams[(i // 6) % 2].add(bytes(words))
-  assert not streams[0] & streams[1]
-  # The first of a split is the next state: 1 + 4 * 3 keys at least.
-  assert min(map(len, streams)) >= 13
-
-
-def test_bias_correction_knows_the_noise_of_the_momentum():
-  """Off: no second key, no change. On: another direction, Adam's the same."""
-  options = {'expected_batch_size': 2.0, 'prng_key': 1, **SMALL_OPTIONS}
-  grads = {k: np.ones((2, *p.shape), p.dtype) for k, p in SMALL.items()}
-
-  @functools.partial(jax.jit, static_argnums=1)
-  def first(multiplier, probes):
-    tx = dp_muon(
-      0.1, noise_multiplier=multiplier, bias_correction_probes=probes, **options
-    )
-    return tx.update(grads, tx.init(SMALL), SMALL)[0]
-
-  out = {probes: first(1.0, probes) for probes in (0, 2)}
-  np.testing.assert_array_equal(out[0]['b'], out[2]['b'])
-  assert np.max(np.abs(out[0]['w'] - out[2]['w'])) > 1e-3
-  out = {probes: first(0.0, probes) for probes in (0, 2)}
-  np.testing.assert_allclose(out[0]['w'], out[2]['w'], atol=1e-6)
 
 
 def test_consistent_rms_and_weight_decay():
@@ -567,9 +520,7 @@ def test_consistent_rms_and_weight_decay():
 def test_learning_rate_schedules_and_injection():
   params = {'w': jnp.zeros((3, 4))}
   grads = {'w': jnp.ones((2, 3, 4))}
-  tx = optax.inject_hyperparams(
-    dp_muon, static_args=('degree', 'ns_steps', 'bias_correction_probes')
-  )(
+  tx = optax.inject_hyperparams(dp_muon, static_args=('degree', 'ns_steps'))(
     learning_rate=optax.linear_schedule(1.0, 0.0, 2),
     l2_clip_norms=1.0,
     noise_multiplier=0.0,
@@ -596,7 +547,6 @@ def test_learning_rate_schedules_and_injection():
     ({'l2_clip_norms': 0.0}, 'l2_clip_norms=0.0'),
     ({'noise_split': 'half'}, "noise_split='half'"),
     ({'degree': 0}, 'degree=0'),
-    ({'bias_correction_probes': -1}, 'bias_correction_probes=-1'),
     ({'weight_decay': -0.1}, 'weight_decay=-0.1'),
     ({'consistent_rms': 0.0}, 'consistent_rms=0.0'),
     ({'prng_key': 'secret'}, 'prng_key'),
@@ -613,13 +563,12 @@ def test_bad_options_are_named(options, message):
     dp_muon(0.1, **given)
 
 
-def test_a_privatizer_excludes_our_key_and_the_bias_correction():
-  for extra in ({'prng_key': 0}, {'bias_correction_probes': 1}):
-    with pytest.raises(ValueError, match='privatizer'):
-      dp_muon(
-        0.1, l2_clip_norms=1.0, expected_batch_size=1.0,
-        privatizer=optax.identity(), steps='unlimited', **extra,
-      )  # fmt: skip
+def test_a_privatizer_excludes_our_key():
+  with pytest.raises(ValueError, match='privatizer'):
+    dp_muon(
+      0.1, l2_clip_norms=1.0, expected_batch_size=1.0, prng_key=0,
+      privatizer=optax.identity(), steps='unlimited',
+    )  # fmt: skip
 
 
 def test_bfloat16_parameters_have_float32_moments():

@@ -17,6 +17,7 @@ from jax_privacy import noise_addition
 
 import prism_optax
 from prism_optax import _modules, accounting, diagnostics, fixed_rank
+from prism_optax.fixed_rank import _lifts
 from tests.oracles import oracles, test_utils
 
 # Of one shape: they are one stack, and one program works on both.
@@ -188,7 +189,7 @@ def test_unnoised_component_in_a_factor_pair():
     tx = prism_optax.tangent_privatizer(1.0, prng_key=key)
     noise, _ = tx.update(zeros, tx.init(zeros | params), {'m0': params['m0']})
     x = fixed_rank.Tangent(noise['m0']['lora_b'].T, noise['m0']['lora_a'])
-    steps = fixed_rank.lift(frame, x)
+    steps = _lifts.lift(frame, x)
     return jnp.concatenate([steps.left.ravel(), steps.right.ravel()])
 
   keys = jax.random.split(jax.random.key(0), 4000)
@@ -203,7 +204,7 @@ def test_unnoised_component_in_a_factor_pair():
     x = fixed_rank.Tangent(
       unit[: m * rank].reshape(m, rank), unit[m * rank :].reshape(n, rank)
     )
-    steps = fixed_rank.lift(frame, fixed_rank.project(frame, x))
+    steps = _lifts.lift(frame, fixed_rank.project(frame, x))
     return jnp.concatenate([steps.left.ravel(), steps.right.ravel()])
 
   signal = np.float64(lifted_signal(np.eye((m + n) * rank, dtype=np.float32)))

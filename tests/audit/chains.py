@@ -6,6 +6,8 @@ import optax
 
 import prism_optax
 from prism_optax import contrib, fixed_rank
+from prism_optax.fixed_rank import _lifts
+from prism_optax.transforms import _published
 from tests.audit.harness import CLIP, EXPECTED_BATCH_SIZE, recorder
 
 LEARNING_RATE = 0.05
@@ -33,9 +35,7 @@ def direction(kind, noise_multiplier):
     return [contrib.orthogonalize_tangents(), rate, prism_optax.retract()]
   if kind == 'published':
     return [
-      prism_optax.transforms.scale_by_published_preconditioner(
-        noise_stddev=stddev
-      ),
+      _published.scale_by_published_preconditioner(noise_stddev=stddev),
       rate,
       prism_optax.retract(align=True),
     ]
@@ -203,7 +203,7 @@ def factor_moments_of_two_lifts(stddev, prng_key):
           for k, y in zip(keys, x, strict=True))
       )  # fmt: skip
       noise = fixed_rank.project(frame, noise)
-      noise = fixed_rank.lift(frame, noise, horizontal=True)
+      noise = _lifts.lift(frame, noise, horizontal=True)
       core = x.right.T @ frame.right
       left = x.left + frame.left @ core / 2
       right = x.right - frame.right @ core.T / 2

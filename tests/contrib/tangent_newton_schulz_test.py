@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import contrib, fixed_rank
+from prism_optax import fixed_rank
+from prism_optax.contrib import _tangent_newton_schulz
+from prism_optax.fixed_rank import _lifts
 from tests.oracles import muon_oracle, oracles
 
 M, N, RANK = 13, 9, 3
 # The many small operations take longer one by one.
 tangent_newton_schulz = jax.jit(
-  contrib.tangent_newton_schulz,
+  _tangent_newton_schulz.tangent_newton_schulz,
   static_argnames=('degree', 'steps', 'normalize'),
 )
 frame_of = jax.jit(fixed_rank.frame)
@@ -39,7 +41,7 @@ def _tangent(factors, gradient):
   return frame, fixed_rank.Tangent(x_left.astype(dtype), x_right.astype(dtype))
 
 
-_embedded = jax.jit(fixed_rank.embed)
+_embedded = jax.jit(_lifts.embed)
 
 
 def _embed(frame, tangent):
@@ -203,7 +205,7 @@ def test_each_side_keeps_its_type():
   factors = np.ones((M, RANK)), np.ones((N, RANK))
   frame, x = _tangent([np.float32(f) for f in factors], np.ones((M, N)))
   x = fixed_rank.Tangent(x.left, x.right.astype(jnp.bfloat16))
-  new = jax.eval_shape(contrib.tangent_newton_schulz, frame, x)
+  new = jax.eval_shape(_tangent_newton_schulz.tangent_newton_schulz, frame, x)
   assert (new.left.dtype, new.right.dtype) == (jnp.float32, jnp.bfloat16)
 
 
@@ -212,7 +214,7 @@ def test_nothing_as_large_as_the_matrix_is_formed():
   left, right = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
   pair = fixed_rank.Factors(left, right)
   frame = jax.eval_shape(fixed_rank.frame, pair)
-  jaxpr = jax.make_jaxpr(contrib.tangent_newton_schulz)(
+  jaxpr = jax.make_jaxpr(_tangent_newton_schulz.tangent_newton_schulz)(
     frame, fixed_rank.Tangent(left, right)
   )
   sizes = [v.aval.size for e in jaxpr.jaxpr.eqns for v in e.outvars]
@@ -227,6 +229,6 @@ def test_bad_options_are_named(options):
     *(np.eye(size, RANK, dtype=np.float32) for size in (M, N))
   )
   with pytest.raises(ValueError, match=next(iter(options))):
-    contrib.tangent_newton_schulz(
+    _tangent_newton_schulz.tangent_newton_schulz(
       frame_of(pair), fixed_rank.Tangent(*pair), **options
     )

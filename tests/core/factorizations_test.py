@@ -117,7 +117,7 @@ def test_a_retraction_by_eigenvalues(losing, monkeypatch):
     step = fixed_rank.tangent_from_gradients(
       frame, fixed_rank.Factors(*np.float32(rng.normal(size=(2, 3, 20, 4))))
     )
-  direct = fixed_rank.retract(frame, step)
+  direct = fixed_rank.retraction(frame, step)
   monkeypatch.setattr(
     _factorizations, 'svd', lambda x: _factorizations.svd_by_eigh(x)
   )

@@ -125,7 +125,7 @@ def _moved(map_groups, pairs, steps):
   frames = map_groups(frame_of, pairs)
 
   def moved(frame, step):
-    return fixed_rank.retract(frame, projected(frame, step), align=True)
+    return fixed_rank.retraction(frame, projected(frame, step), align=True)
 
   return frames, map_groups(moved, frames, steps)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
+from prism_optax.fixed_rank import _lifts, _retraction
 from tests.oracles import oracles
 
 # m, n and r differ; then r = min(m, n) on either side, and r = 1.
@@ -49,7 +50,8 @@ def _compiled(function):
 # Without and with alignment: one program is cheaper than two.
 _retracted = _compiled(
   lambda frame, tangent: tuple(
-    fixed_rank.retract(frame, tangent, align=align) for align in (False, True)
+    fixed_rank.retraction(frame, tangent, align=align)
+    for align in (False, True)
   )
 )
 
@@ -57,20 +59,21 @@ _retracted = _compiled(
 def horizontal_lift(factors, steps):
   """The steps of least norm with the same tangent vector."""
   frame = fixed_rank.frame(factors)
-  tangent = fixed_rank.tangent_from_steps(frame, steps)
-  return fixed_rank.lift(frame, tangent, horizontal=True)
+  tangent = _lifts.tangent_from_steps(frame, steps)
+  return _lifts.lift(frame, tangent, horizontal=True)
 
 
 compiled = types.SimpleNamespace(
   frame=_compiled(fixed_rank.frame),
   tangent_from_gradients=_compiled(fixed_rank.tangent_from_gradients),
   project=_compiled(fixed_rank.project),
-  lift=_compiled(fixed_rank.lift),
-  tangent_from_steps=_compiled(fixed_rank.tangent_from_steps),
+  lift=_compiled(_lifts.lift),
+  tangent_from_steps=_compiled(_lifts.tangent_from_steps),
   horizontal_lift=_compiled(horizontal_lift),
   norm=_compiled(fixed_rank.norm),
-  embed=_compiled(fixed_rank.embed),
+  embed=_compiled(_lifts.embed),
   transport=_compiled(fixed_rank.transport),
+  dense_retraction=_compiled(_retraction.dense_retraction),
   retract=lambda frame, x, align=False: _retracted(frame, x)[align],
 )
 

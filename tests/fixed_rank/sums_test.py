@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from prism_optax.fixed_rank import Tangent, TangentSum
+from prism_optax.fixed_rank import Tangent
 from prism_optax.fixed_rank._tangents import (
   TallSum,
+  TangentSum,
   as_sum,
   projected,
   sum_at,
@@ -348,8 +349,8 @@ def _retracted(frame, scale, some):
     lambda *x: jnp.stack(x), *map(fixed_rank.multiply_out, lazy)
   )
   return (
-    [fixed_rank.retract(frame, x) for x in lazy],
-    jax.vmap(fixed_rank.retract, (None, 0))(frame, explicit),
+    [fixed_rank.retraction(frame, x) for x in lazy],
+    jax.vmap(fixed_rank.retraction, (None, 0))(frame, explicit),
   )
 
 
@@ -381,7 +382,7 @@ def test_a_sum_of_another_shape_is_refused():
   )
   x = as_sum(other, _any_tangent(np.random.default_rng(28), other))
   with pytest.raises(ValueError, match=r'tangent.left.shape=\(9, 4\)'):
-    fixed_rank.retract(frame, x)
+    fixed_rank.retraction(frame, x)
   with pytest.raises(ValueError, match=r'tangent.left.shape=\(9, 4\)'):
     as_sum(frame, fixed_rank.multiply_out(x))
 
@@ -430,7 +431,7 @@ def test_matrices_that_undo_the_spread_of_the_columns():
           frame.right.T @ columns.right @ undo,
         ),
       )
-      return columns, fixed_rank.retract(frame, x)
+      return columns, fixed_rank.retraction(frame, x)
 
     columns, new = step(factors, columns)
   with jax.enable_x64(True):

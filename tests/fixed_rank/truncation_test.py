@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
+from prism_optax.fixed_rank import _points
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -13,7 +14,7 @@ EPS = np.finfo(np.float64).eps
 
 
 def _truncated(left, right, rank):
-  new = fixed_rank.truncate(
+  new = _points.nearest_of_rank(
     fixed_rank.Factors(jnp.asarray(left), jnp.asarray(right)), rank
   )
   return np.asarray(new.left), np.asarray(new.right)
@@ -110,7 +111,7 @@ def test_leading_axes_jit_and_mixed_batches():
   left, right = (
     np.stack(x).reshape(2, 2, -1, 3) for x in zip(*pairs, strict=True)
   )
-  truncate = jax.jit(lambda x: fixed_rank.truncate(x, 2))
+  truncate = jax.jit(lambda x: _points.nearest_of_rank(x, 2))
   new = truncate(fixed_rank.Factors(jnp.asarray(left), jnp.asarray(right)))
   got = np.asarray(new.left @ new.right.mT).reshape(4, 7, 5)
   for z, pair in zip(got, pairs, strict=True):

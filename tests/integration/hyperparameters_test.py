@@ -89,10 +89,10 @@ def test_structure_is_not_injected():
   )
   params = {'w': np.ones((3, 4), np.float32)}
   with pytest.raises(ValueError, match='degree'):
-    optax.inject_hyperparams(
-      muon, static_args=('prng_key', 'ns_steps', 'bias_correction_probes')
-    )(0.1).init(params)
-  static = ('prng_key', 'degree', 'ns_steps', 'bias_correction_probes')
+    optax.inject_hyperparams(muon, static_args=('prng_key', 'ns_steps'))(
+      0.1
+    ).init(params)
+  static = ('prng_key', 'degree', 'ns_steps')
   optax.inject_hyperparams(muon, static_args=static)(0.1).init(params)
 
 

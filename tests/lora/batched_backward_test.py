@@ -9,7 +9,7 @@ import pytest
 
 import prism_optax
 from prism_optax import diagnostics, lora
-from prism_optax.lora import _per_example
+from prism_optax.lora import _gradients
 
 ROWS, INNER, COLUMNS, RANK = 7, 5, 6, 2
 
@@ -100,7 +100,7 @@ def test_flat_tokens_and_many_axes_of_them(x64):
 def _guessed(x, lora_a, lora_b):
   """As it was: any first axis that is a multiple is cut into examples."""
   tokens = x.reshape(len(lora_a), -1, x.shape[-1])
-  product = _per_example._product(tokens, lora_a, lora_b)
+  product = _gradients._product(tokens, lora_a, lora_b)
   return product.reshape(*x.shape[:-1], -1)
 
 

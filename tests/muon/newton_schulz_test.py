@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prism_optax import muon
+from prism_optax.muon import _polynomials
 from tests.oracles import muon_oracle, oracles
 
 SHAPES = [(5, 11), (11, 5), (7, 7), (1, 6), (6, 1), (1, 1)]
@@ -22,7 +23,7 @@ newton_schulz = jax.jit(
 
 @pytest.mark.parametrize('degree', range(1, 9))
 def test_coefficients_are_the_exact_ones(degree):
-  for j, c in enumerate(muon.coefficients(degree)):
+  for j, c in enumerate(_polynomials.coefficients(degree)):
     exact = Fraction(math.factorial(2 * j), 4**j * math.factorial(j) ** 2)
     assert Fraction(c) == exact  # Binomials over powers of two: no rounding.
 
@@ -30,7 +31,7 @@ def test_coefficients_are_the_exact_ones(degree):
 @pytest.mark.parametrize('degree', range(1, 9))
 def test_the_slope_at_zero_is_the_value_of_the_polynomial_there(degree):
   """sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k, and it is what happens."""
-  slope = sum(muon.coefficients(degree))
+  slope = sum(_polynomials.coefficients(degree))
   closed = (2 * degree + 1) * math.comb(2 * degree, degree)
   assert Fraction(slope) == Fraction(closed, 4**degree)
   tiny = np.full((1, 1), 2.0**-40, np.float32)
@@ -82,7 +83,9 @@ def test_a_gram_matrix_loses_no_digits(degree, steps, decades):
   out = newton_schulz(np.float32(matrix), degree=degree, steps=steps)
   expected = muon_oracle.orthogonalize(matrix, degree, steps)
   # What float32 makes of the entries grows by the slope at zero in each step.
-  slope = float(sum(muon.coefficients(degree))) ** steps if decades else 1
+  slope = (
+    float(sum(_polynomials.coefficients(degree))) ** steps if decades else 1
+  )
   np.testing.assert_allclose(out, expected, atol=1.2e-7 * (8 + slope / 8))
 
 
@@ -123,7 +126,7 @@ def test_three_steps_do_the_work_of_five():
   table = muon.minimax_coefficients(0.1, 3)
   tiny = 1e-9
   lift = muon_oracle.by_rows(tiny, table) / tiny
-  assert lift > 0.95 * sum(muon.coefficients(2)) ** 5
+  assert lift > 0.95 * sum(_polynomials.coefficients(2)) ** 5
   x = np.linspace(0.1, 1, 1000)
   found = muon_oracle.by_rows(x, table)
   assert found.min() > muon_oracle.singular_values(x, 2, 5).min() - 1e-3
@@ -195,7 +198,7 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   out = newton_schulz(matrix, degree=degree, steps=1, normalize='none')
   before, after = 1 - values, np.diag(u.T @ (polar - np.asarray(out)) @ v)
   # The constant is c_(k+1) 2^(k+1), to first order in e <= 0.1.
-  leading = muon.coefficients(degree + 1)[-1] * 2 ** (degree + 1)
+  leading = _polynomials.coefficients(degree + 1)[-1] * 2 ** (degree + 1)
   # Rounding enters where e^(k+1) itself is near it (1e-2)^5 = 1e-10.
   np.testing.assert_allclose(
     after / before ** (degree + 1), leading, rtol=0.3, atol=1e-4
@@ -220,7 +223,7 @@ def test_singular_values_grow_and_never_pass_one(x64, degree):
   assert np.all(out <= 1 + 1e-14)
   assert np.all(out >= values - 1e-14)
   assert np.all(np.diff(out) >= -1e-14)
-  cap = sum(muon.coefficients(degree)) ** 3
+  cap = sum(_polynomials.coefficients(degree)) ** 3
   assert np.all(out <= cap * values * (1 + 1e-12))
   np.testing.assert_allclose(
     out, muon_oracle.singular_values(values, degree, 3), rtol=1e-12
@@ -348,123 +351,3 @@ def test_bad_options_are_named(options, name):
 def test_a_vector_is_no_matrix():
   with pytest.raises(ValueError, match=r'shape=\(3,\)'):
     muon.newton_schulz(jnp.ones(3))
-
-
-# The bias of orthogonalizing a noisy matrix.
-
-
-def test_cubic_identity_behind_the_bias_correction(x64):
-  """E (X + sZ)(X + sZ)^T (X + sZ) = X X^T X + s^2 (m + n + 1) X."""
-  rng = np.random.default_rng(6)
-  m, n, s, trials = 4, 6, 0.3, 200_000
-  x = rng.standard_normal((m, n))
-  y = x + s * rng.standard_normal((trials, m, n))
-  cubes = y @ y.transpose(0, 2, 1) @ y
-  expected = x @ x.T @ x + s**2 * (m + n + 1) * x
-  error = np.abs(cubes.mean(0) - expected) / (cubes.std(0) / trials**0.5)
-  assert np.max(error) < 5  # 24 normal deviates: one in 10^5 exceeds this.
-
-
-@pytest.mark.parametrize('probe_scale', [0.5, 3.0])
-def test_subtract_bias_is_exact_for_one_cubic_step(x64, probe_scale):
-  """kappa = 1, q = 1: F(X) = (3 X - X X^T X) / 2, Laplacian -(m + n + 1) X.
-
-  The mean over the probes is F(x) + v (m + n + 1) x / 2 at any scale.
-  """
-  rng = np.random.default_rng(7)
-  m, n, s, probes = 4, 6, 0.2, 20_000
-  x = rng.standard_normal((m, n))
-
-  def step(y):
-    return muon.newton_schulz(y, degree=1, steps=1, normalize='none')
-
-  def corrected(key, count):
-    return muon.subtract_bias(
-      step, x, s, key, num_probes=count, probe_scale=probe_scale
-    )
-
-  expected = 1.5 * x - 0.5 * x @ x.T @ x + s**2 / 2 * (m + n + 1) * x
-
-  @jax.jit
-  def estimates(x):
-    keys = jax.random.split(jax.random.key(0), 2000)
-    return (
-      step(x),
-      jax.vmap(lambda key: corrected(key, 1))(keys),
-      corrected(jax.random.key(1), probes),
-    )
-
-  plain, singles, mean = jax.device_get(estimates(x))
-  error = mean - expected
-  standard_error = np.std(singles, axis=0) / probes**0.5
-  assert np.max(np.abs(error) / standard_error) < 5
-  # It is no accident of a small correction.
-  shift = expected - plain
-  assert np.max(np.abs(shift) / standard_error) > 50
-
-
-def _bias(x, s, trials, key, num_probes, **options):
-  """Norms of the mean errors of the plain and the corrected estimator."""
-
-  def function(y):
-    return muon.newton_schulz(y, **options)
-
-  def errors(key):
-    noise_key, probe_key = jax.random.split(key)
-    y = x + s * jax.random.normal(noise_key, x.shape, x.dtype)
-    plain = function(y)
-    better = muon.subtract_bias(
-      function, y, s, probe_key, num_probes=num_probes
-    )
-    return plain - function(x), better - function(x)
-
-  plain, better = jax.jit(jax.vmap(errors))(jax.random.split(key, trials))
-  out = []
-  for e in (plain, better):
-    # The mean of finitely many trials has a norm of its own: subtract it.
-    squared = jnp.sum(jnp.mean(e, 0) ** 2) - jnp.sum(jnp.var(e, 0)) / trials
-    out.append(float(jnp.sqrt(jnp.maximum(squared, 0))))
-  return out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('degree', 'steps'), [(1, 5), (2, 5), (3, 3)])
-def test_subtract_bias_lowers_the_bias_of_what_is_used(degree, steps):
-  """Momentum of norm about 3 under noise of norm 1, as DP training has it."""
-  rng = np.random.default_rng(8)
-  x = jnp.asarray(3 * oracles.random_matrix(rng, 16, 12, 30.0), jnp.float32)
-  plain, better = _bias(
-    x, 1 / math.sqrt(16 * 12), 4000, jax.random.key(2), 1,
-    degree=degree, steps=steps,
-  )  # fmt: skip
-  assert better < 0.8 * plain
-
-
-def test_subtract_bias_by_entry_and_nothing_without_noise():
-  # (x + h z)^2 has the second difference 2 h^2 z^2: the correction is v z^2,
-  # entry by entry, with probes of mean square one.
-  stddev = np.array([[0.0], [0.1]], np.float32)
-  out = muon.subtract_bias(
-    jnp.square, jnp.full((2, 3), 2.0), stddev, jax.random.key(3),
-    num_probes=4000,
-  )  # fmt: skip
-  np.testing.assert_array_equal(out[0], 4.0)
-  np.testing.assert_allclose(4.0 - out[1], 0.01, rtol=5 * (2 / 4000) ** 0.5)
-
-
-def test_probes_are_reproducible_and_fresh():
-  x = np.ones((3, 4), np.float32)
-
-  @jax.jit
-  def call(seed):
-    return muon.subtract_bias(muon.newton_schulz, x, 0.3, jax.random.key(seed))
-
-  first, again, other = (np.asarray(call(seed)) for seed in (0, 0, 1))
-  np.testing.assert_array_equal(first, again)
-  assert not np.any(first == other)
-
-
-@pytest.mark.parametrize('options', [{'num_probes': 0}, {'probe_scale': 0.0}])
-def test_subtract_bias_names_bad_options(options):
-  with pytest.raises(ValueError, match=next(iter(options))):
-    muon.subtract_bias(jnp.sin, jnp.ones(2), 1.0, jax.random.key(0), **options)

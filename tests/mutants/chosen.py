@@ -27,7 +27,7 @@ class Mutant:
   tests: tuple[str, ...]
 
 
-TRAJECTORY = 'aliases/prism_test.py traced and (default or debiased)'
+TRAJECTORY = 'aliases/prism_test.py traced and default'
 DEFICIENT = 'aliases/prism_test.py deficient'
 GAUGE = 'transforms/rank_preconditioner_test.py change_before_every_step and 10'
 GEOMETRY = 'fixed_rank'
@@ -465,8 +465,8 @@ MUTANTS = (
   Mutant(
     'transport forgotten',
     PRECONDITIONER,
-    '  if transport:\n',
-    '  if transport is None:\n',
+    'old_mu, old_nu, old_noise = _transported(moments, frame)',
+    'old_mu, (*_, old_nu, old_noise) = as_sum(frame, moments.mu), moments',
     (GAUGE,),
   ),
   Mutant(
@@ -583,13 +583,6 @@ MUTANTS = (
   ),
   # Accounting.
   Mutant(
-    'probes with the key of the noise',
-    'aliases/_dp_muon.py',
-    'jax.random.key_data(jax.random.fold_in(key, _PROBES))',
-    'jax.random.key_data(key)',
-    ('aliases/dp_muon_test.py keys_of_probes_and_noise',),
-  ),
-  Mutant(
     'several clipped matrices with the multiplier of one',
     'transforms/_clip_groups.py',
     'return [noise_multiplier * math.sqrt(len(sizes))] * len(sizes)',
@@ -617,7 +610,7 @@ MUTANTS = (
   ),
   Mutant(
     'tokens of several examples in one copy',
-    'lora/_per_example.py',
+    'lora/_gradients.py',
     'fits = fits and x.shape[0] == size\n',
     'fits = fits and x.shape[0] % size == 0\n',
     ('lora/batched_backward_test.py time_major',),

@@ -22,10 +22,8 @@ class Options:
   b2: float = 0.999
   eps: float = 1e-8
   floor_factor: float = 1.0  # 0 means no floor.
-  debias: bool = False
   bias_correction: bool = False
   max_condition_number: float = 1e4
-  max_update_norm: float | None = None
 
   def first_correction(self, count):
     return 1 - self.b1**count if self.bias_correction else 1.0
@@ -50,8 +48,7 @@ def _inverse_root(second, noise, projector, options):
   if q.shape[1] == 0:
     return np.zeros_like(projector)
   floor = options.floor_factor * np.trace(noise) / q.shape[1]
-  signal = second - noise if options.debias else second
-  w, v = np.linalg.eigh(q.T @ signal @ q)
+  w, v = np.linalg.eigh(q.T @ second @ q)
   w = np.maximum(np.maximum(w, 0.0), floor)
   w = np.maximum(w, np.max(w) / options.max_condition_number)
   v = q @ v
@@ -145,14 +142,8 @@ class PrismOracle:
       self._first[k] = b1 * self._first[k] + (1 - b1) * grad
       self._second[k] = b2 * self._second[k] + (1 - b2) * grad**2
       v, noise = self._second[k] / c2, self._noise / c2
-      if options.debias:
-        v = v - noise
       v = np.maximum(np.maximum(v, 0.0), options.floor_factor * noise)
       out.append(self._first[k] / c1 / (np.sqrt(v) + options.eps))
-    if options.max_update_norm is not None:
-      norm = np.sqrt(sum(np.sum(x**2) for x in out))
-      factor = options.max_update_norm / max(norm, options.max_update_norm)
-      out = [factor * x for x in out]
     return out[: len(self.points)], out[len(self.points) :]
 
   def step(
@@ -182,7 +173,6 @@ class PaperOptions:
   eps: float = 1e-8
   floor_mode: str = 'geometry'
   floor_factor: float = 1.0
-  debias: bool = False
   max_condition_number: float = 1e4
 
 
@@ -225,8 +215,6 @@ class PaperOracle:
       self._first[k] = o.b1 * self._first[k] + (1 - o.b1) * g
       self._second[k] = o.b2 * self._second[k] + (1 - o.b2) * g.T @ g / len(g)
       v = self._second[k] / c2
-      if o.debias:
-        v = v - variance * covariance
       scalar = o.floor_factor * variance
       floor = {
         'none': 0.0,

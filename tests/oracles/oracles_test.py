@@ -62,7 +62,6 @@ def test_paper_oracle_follows_the_golden_trajectory(setting, golden):
     eps=config['eps'],
     floor_mode=FLOOR_MODES[config['floor_mode']],
     floor_factor=config['factor'],
-    debias=bool(config['debias']),
     max_condition_number=config['cond_max'],
   )
   modules = [

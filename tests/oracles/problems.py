@@ -13,9 +13,10 @@ import numpy as np
 
 import prism_optax
 from prism_optax import fixed_rank
+from prism_optax.fixed_rank import _lifts
 from tests.oracles import oracles, test_utils
 
-_frame, _embed = jax.jit(fixed_rank.frame), jax.jit(fixed_rank.embed)
+_frame, _embed = jax.jit(fixed_rank.frame), jax.jit(_lifts.embed)
 _project = jax.jit(fixed_rank.project)
 
 

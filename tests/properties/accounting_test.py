@@ -13,6 +13,7 @@ from dp_accounting import dp_event
 from hypothesis import given
 
 from prism_optax import accounting
+from prism_optax.accounting import _gaussian, _matrix_mechanism
 from tests.properties import cases
 
 RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))
@@ -42,17 +43,17 @@ def _delta_by_quadrature(mu, epsilon):
 @cases.settings
 @given(mus, st.floats(0.0, 50.0), st.floats(1.001, 2.0))
 def test_delta_of_a_gaussian_is_an_integral(mu, epsilon, factor):
-  found = accounting.gaussian_delta(mu, epsilon)
+  found = _gaussian.gaussian_delta(mu, epsilon)
   assert 0 <= found <= 1
   # Quadrature of 1,600 nodes; denormal tails aside.
   expected = _delta_by_quadrature(mu, epsilon)
   assert math.isclose(found, expected, rel_tol=1e-8, abs_tol=1e-290)
-  assert accounting.gaussian_delta(mu * factor, epsilon) >= found
-  assert accounting.gaussian_delta(mu, epsilon * factor) <= found
+  assert _gaussian.gaussian_delta(mu * factor, epsilon) >= found
+  assert _gaussian.gaussian_delta(mu, epsilon * factor) <= found
   # Delta at epsilon 0 is the distance in total variation.
   variation = math.erf(mu / math.sqrt(8))
   assert math.isclose(
-    accounting.gaussian_delta(mu, 0.0), variation, rel_tol=1e-11
+    _gaussian.gaussian_delta(mu, 0.0), variation, rel_tol=1e-11
   )
 
 
@@ -77,13 +78,13 @@ def test_drawn_noise_guarantees_less_the_more_there_is(some, more):
 def test_mu_and_epsilon_are_inverse_and_round_to_the_safe_side(
   epsilon, delta, factor
 ):
-  mu = accounting.gaussian_mu(epsilon, delta)
-  assert accounting.gaussian_delta(mu, epsilon) <= delta
-  assert accounting.gaussian_delta(mu * (1 + 1e-9), epsilon) > delta
+  mu = _gaussian.gaussian_mu(epsilon, delta)
+  assert _gaussian.gaussian_delta(mu, epsilon) <= delta
+  assert _gaussian.gaussian_delta(mu * (1 + 1e-9), epsilon) > delta
   back = accounting.gaussian_epsilon(mu, delta)
   assert math.isclose(back, epsilon, rel_tol=1e-8)
-  assert accounting.gaussian_mu(epsilon * factor, delta) > mu
-  assert accounting.gaussian_mu(epsilon, min(0.9, delta * factor)) > mu
+  assert _gaussian.gaussian_mu(epsilon * factor, delta) > mu
+  assert _gaussian.gaussian_mu(epsilon, min(0.9, delta * factor)) > mu
 
 
 def _strategy(seed, steps, bands):
@@ -117,7 +118,7 @@ def test_sensitivity_bounds_every_pattern(
   c = _strategy(seed, steps, bands)
 
   def found(c, count=count, separation=separation):
-    return accounting.matrix_mechanism_sensitivity(
+    return _matrix_mechanism.matrix_mechanism_sensitivity(
       c, max_participations=count, min_separation=separation
     )
 
@@ -192,7 +193,7 @@ usual_deltas = st.floats(1e-8, 1e-3)
 def test_calibration_by_renyi_is_safe_and_least(target, delta, q, steps):
   sigma = _calibrated(target, delta, q, steps, 'rdp')
   # Full batches need no less than the exact Gaussian, sampled ones no more.
-  full = math.sqrt(steps) / accounting.gaussian_mu(target, delta)
+  full = math.sqrt(steps) / _gaussian.gaussian_mu(target, delta)
   if q == 1:
     assert sigma >= full * (1 - 1e-9)
   else:
@@ -218,7 +219,7 @@ def test_calibration_by_loss_distributions_is_safe_and_least(
   )
   assert sigma <= rdp
   if q == 1:
-    full = math.sqrt(steps) / accounting.gaussian_mu(target, delta)
+    full = math.sqrt(steps) / _gaussian.gaussian_mu(target, delta)
     # The grid of 1e-4 rounds up.
     assert full * (1 - 1e-9) <= sigma <= full * (1 + 1e-2)
 

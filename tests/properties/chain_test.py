@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import accounting, contrib, fixed_rank, transforms
+from prism_optax import _modules, accounting, contrib, fixed_rank, transforms
+from prism_optax.contrib import _tangent_newton_schulz
+from prism_optax.fixed_rank import _tangents
 from prism_optax.fixed_rank._tangents import projected
+from prism_optax.transforms import _clip_groups, _published
 from tests.properties import cases
 
 
@@ -25,7 +28,7 @@ def _shift(layout):
     return fixed_rank.Tangent(left - frame.left, 2 * right)
 
   def update(stacks, state, step):
-    assert isinstance(step, transforms.StepContext)
+    assert isinstance(step, _modules.StepContext)
     return stacks.map_pairs(shifted, step.frames), state
 
   return transforms.tangent_transformation('shift', update, layout=layout)
@@ -39,7 +42,7 @@ def _projection(layout):
       lambda x, frame: projected(frame, fixed_rank.multiply_out(x)),
       step.frames,
     )
-    assert all(isinstance(x, fixed_rank.TangentSum) for x in stacks.pairs)
+    assert all(isinstance(x, _tangents.TangentSum) for x in stacks.pairs)
     return stacks, state
 
   return transforms.tangent_transformation('project', update, layout=layout)
@@ -125,8 +128,8 @@ def test_one_record_of_any_numbers_harms_no_optimizer(
 
 
 @functools.cache
-def _published(name):
-  tx = transforms.scale_by_published_preconditioner(
+def _published_form(name):
+  tx = _published.scale_by_published_preconditioner(
     noise_stddev=0.3, layout=cases.layout_of(name)
   )
   return tx.init, jax.jit(tx.update)
@@ -136,7 +139,7 @@ def _published(name):
 @given(cases.seeds, st.sampled_from([0.0, 1e-6, 1.0, 1e6]))
 def test_the_published_preconditioner_is_odd(seed, size):
   name = 'one'
-  init, update = _published(name)
+  init, update = _published_form(name)
   params = cases.draw_tree(name, seed)
   x = cases.draw_tree(name, seed + 1, scale=size)
   out, minus = (
@@ -152,8 +155,10 @@ def test_the_published_preconditioner_is_odd(seed, size):
 @jax.jit
 def _orthogonalized(factors, x):
   frame = fixed_rank.frame(factors)
-  out = contrib.tangent_newton_schulz(frame, fixed_rank.project(frame, x))
-  minus = contrib.tangent_newton_schulz(
+  out = _tangent_newton_schulz.tangent_newton_schulz(
+    frame, fixed_rank.project(frame, x)
+  )
+  minus = _tangent_newton_schulz.tangent_newton_schulz(
     frame, fixed_rank.project(frame, jax.tree.map(jnp.negative, x))
   )
   return out, minus, fixed_rank.project(frame, out)
@@ -193,10 +198,10 @@ def test_groups_are_one_mechanism_of_the_multiplier_asked_for(
     f'x{i}': jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.float32)
     for i, shape in enumerate(shapes)
   }
-  groups = transforms.clip_groups(
+  groups = _clip_groups.clip_groups(
     {f'x{i}': norm for i, norm in enumerate(norms)}, params
   )
-  assert all(isinstance(x, transforms.ClipGroup) for x in groups)
+  assert all(isinstance(x, _clip_groups.ClipGroup) for x in groups)
   # Every leaf is in one group, which has its norm and its size.
   assert sorted(i for x in groups for i in x.leaves) == list(range(len(norms)))
   for x in groups:

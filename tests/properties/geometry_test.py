@@ -11,7 +11,7 @@ from hypothesis import given
 
 import prism_optax
 from prism_optax import contrib, fixed_rank, lora, muon
-from prism_optax.fixed_rank import _tangents
+from prism_optax.fixed_rank import _lifts, _points, _tangents
 from tests.properties import cases
 
 # Many small programs, called one by one.
@@ -40,15 +40,15 @@ def _laws(factors, other, grads, noise):
   here, there = fixed_rank.frame(factors), fixed_rank.frame(other)
   x = fixed_rank.tangent_from_gradients(here, grads)
   t = fixed_rank.project(here, noise)
-  steps = fixed_rank.lift(here, t)
+  steps = _lifts.lift(here, t)
   z = factors.left @ factors.right.T
   moved = fixed_rank.transport(here, there, t)
   bases = fixed_rank.Factors(here.left, here.right)
   carried, overlaps = _tangents.transport_sum(bases, there, t)
   lazy = _tangents.projected(here, noise)
-  dense = fixed_rank.embed(here, t)
+  dense = _lifts.embed(here, t)
   left, right = (q @ q.T for q in (there.left, there.right))
-  new = fixed_rank.retract(here, t)
+  new = fixed_rank.retraction(here, t)
   return {
     'frame': (
       here.left @ here.left_core, here.right @ here.right_core, *factors,
@@ -59,7 +59,7 @@ def _laws(factors, other, grads, noise):
       steps.left @ factors.right.T + factors.left @ steps.right.T,
       dense,
     ),
-    'from steps': (*fixed_rank.tangent_from_steps(here, steps), *t),
+    'from steps': (*_lifts.tangent_from_steps(here, steps), *t),
     'carry': (
       carried.right.along.mT, *overlaps,
       there.left.T @ dense @ there.right,
@@ -75,10 +75,10 @@ def _laws(factors, other, grads, noise):
       here.left.T @ t.left, here.right.T @ t.right,
     ),
     'retraction': (
-      _product(fixed_rank.retract(here, lazy)), _product(new),
+      _product(fixed_rank.retraction(here, lazy)), _product(new),
     ),
     'transport': (
-      fixed_rank.embed(there, moved),
+      _lifts.embed(there, moved),
       left @ dense + dense @ right - left @ dense @ right,
     ),
     'truncate': (
@@ -86,8 +86,8 @@ def _laws(factors, other, grads, noise):
       _best(z + dense, factors.left.shape[-1]),
     ),
     'horizontal': (
-      *fixed_rank.tangent_from_steps(
-        here, fixed_rank.lift(here, t, horizontal=True)
+      *_lifts.tangent_from_steps(
+        here, _lifts.lift(here, t, horizontal=True)
       ),
       *t,
     ),
@@ -129,7 +129,7 @@ def test_points_and_tangents(shape, seed, size):
 def test_truncation_is_the_best_of_its_rank(shape, seed, size, rank):
   factors = _pair(fixed_rank.Factors, seed, shape, size**0.5)
   rank = min(rank, shape[-1])
-  cut = fixed_rank.truncate(factors, rank)
+  cut = _points.nearest_of_rank(factors, rank)
   assert cut.left.shape[-1] == rank
   best = _best(factors.left @ factors.right.T, rank)
   _close(cut.left @ cut.right.T, best, size)

@@ -170,7 +170,7 @@ def _projection(layout):
     def projected(x, frame):
       x = fixed_rank.multiply_out(x)
       out = _tangents.projected(frame, x)
-      assert isinstance(out, fixed_rank.TangentSum)
+      assert isinstance(out, _tangents.TangentSum)
       expected = fixed_rank.project(frame, x)
       _close(fixed_rank.multiply_out(out), expected, 1e-6)
       return out

@@ -1,4 +1,4 @@
-"""Laws of the Newton-Schulz iteration, of its parts and of its correction."""
+"""Laws of the Newton-Schulz iteration, and of its parts."""
 
 import fractions
 import functools
@@ -6,7 +6,6 @@ import math
 
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
@@ -14,19 +13,15 @@ import pytest
 from hypothesis import given
 
 from prism_optax import _linalg, muon, transforms
-from prism_optax.muon import _newton_schulz
+from prism_optax.muon import _newton_schulz, _polynomials
 from tests.oracles import muon_oracle, oracles
 from tests.properties import cases
 
 NORMALIZATIONS = ('max1', 'frobenius', 'none')
 
 DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
-# Type, with a bias correction (of no noise), matrices in a stack.
-VARIANTS = [
-  ('float32', True, True),
-  ('bfloat16', False, True),
-  ('bfloat16', False, False),
-]
+# Type, matrices in a stack.
+VARIANTS = [('float32', True), ('bfloat16', True), ('bfloat16', False)]
 x64 = pytest.mark.usefixtures('x64')
 
 
@@ -34,12 +29,12 @@ x64 = pytest.mark.usefixtures('x64')
 @given(st.integers(1, 25))
 def test_coefficients_are_those_of_the_inverse_root(degree):
   """Their square is the series of 1 / (1 - u), to the last bit."""
-  c = muon.coefficients(degree)
+  c = _polynomials.coefficients(degree)
   exact = list(map(fractions.Fraction, c))
   assert len(c) == degree + 1
   for k in range(degree + 1):
     assert sum(exact[j] * exact[k - j] for j in range(k + 1)) == 1
-  slope = sum(muon.coefficients(degree))
+  slope = sum(_polynomials.coefficients(degree))
   assert math.isclose(slope, math.fsum(c), rel_tol=1e-14)
 
 
@@ -157,7 +152,7 @@ def test_iteration_acts_on_singular_values_alone(seed, shape, size, options):
   values = muon_oracle.singular_values(s, degree, steps)
   np.testing.assert_allclose(found, (u * values) @ vt, atol=1e-12)
   # Towards one and never beyond; by no more than the slope at zero.
-  gain = sum(muon.coefficients(degree)) ** steps
+  gain = sum(_polynomials.coefficients(degree)) ** steps
   assert (values <= 1 + 1e-12).all()
   assert (values <= gain * s * (1 + 1e-12)).all()
   q = [oracles.random_orthonormal(rng, k, k) for k in shape]
@@ -170,14 +165,12 @@ def test_iteration_acts_on_singular_values_alone(seed, shape, size, options):
 
 
 @functools.cache
-def _transformed(corrected, stacked):
+def _transformed(stacked):
   """The transformation on a tree of a matrix, a stack and a vector."""
-  correction = transforms.BiasCorrection(0.0, 0.9, prng_key=0)
   numbers = optax.contrib.MuonDimensionNumbers
   tx = transforms.orthogonalize(
     degree=2,
     steps=3,
-    bias_correction=correction if corrected else None,
     weight_dimension_numbers={
       'matrix': numbers(1, 0),
       'stack': numbers((0, 3), 2) if stacked else None,
@@ -194,7 +187,7 @@ def _transformed(corrected, stacked):
   st.sampled_from(['none', 'nan', 'inf', 'zero']),
 )  # fmt: skip
 def test_the_transformation_takes_each_matrix_by_itself(seed, variant, oddity):
-  dtype, corrected, stacked = variant
+  dtype, stacked = variant
   rng = np.random.default_rng(seed)
   updates = {
     name: rng.normal(size=shape).astype(DTYPES[dtype])
@@ -204,7 +197,7 @@ def test_the_transformation_takes_each_matrix_by_itself(seed, variant, oddity):
   }  # fmt: skip
   value = {'none': 1.0, 'nan': np.nan, 'inf': np.inf, 'zero': 0.0}[oddity]
   updates['stack'][:, 1] *= DTYPES[dtype](value)
-  found = _transformed(corrected, stacked)(updates)
+  found = _transformed(stacked)(updates)
   for name, x in updates.items():
     assert found[name].dtype == x.dtype
     assert found[name].shape == x.shape
@@ -229,52 +222,3 @@ def test_the_transformation_takes_each_matrix_by_itself(seed, variant, oddity):
     np.testing.assert_allclose(
       got.transpose(0, 2, 1).reshape(4, 4), exact, atol=rounding
     )
-
-
-def _affine(x):
-  return 3 * x - 1
-
-
-@functools.cache
-def _corrected(probes):
-  @jax.jit
-  def run(x, stddev, key, scale):
-    return [
-      muon.subtract_bias(
-        function,
-        x,
-        stddev,
-        jax.random.wrap_key_data(key),
-        num_probes=probes,
-        probe_scale=scale,
-      )
-      for function in (_affine, jnp.square)
-    ]
-
-  return run
-
-
-@x64
-@cases.settings
-@given(
-  cases.seeds,
-  st.sampled_from([0.0, 0.1, 2.0]),
-  st.sampled_from([0.5, 4.0]),
-  st.sampled_from([1, 3]),
-)
-def test_the_correction_is_exact_where_the_laplacian_is(
-  seed, stddev, scale, probes
-):
-  """Nothing for affine functions; v |z|^2 of a square, at any probe size."""
-  rng = np.random.default_rng(seed)
-  x = rng.normal(size=3)
-  key = np.array([0, seed], np.uint32)
-  affine, square = _corrected(probes)(x, stddev, key, scale)
-  _, again = _corrected(probes)(x, stddev, key, 1.0)
-  np.testing.assert_allclose(affine, 3 * x - 1, atol=1e-12)
-  np.testing.assert_allclose(square, again, atol=1e-11)
-  # A mean of squares of normal probes, times the variance.
-  taken = np.square(x) - square
-  assert (np.abs(taken) <= 40 * stddev**2 + 1e-14).all()
-  if stddev:
-    assert (taken > 0).all()

@@ -10,8 +10,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import prism_optax
-from prism_optax import lora, transforms
+from prism_optax import lora
 from prism_optax.training import make_private
+from prism_optax.transforms import _privatizer
 from tests.scale_out import training
 
 AUTO = jax.sharding.AxisType.Auto
@@ -170,7 +171,7 @@ def noise():
       difference=max(training.worst_difference(x, found[0]) for x in found),
       distinct=len(np.unique(values)) == values.size,
     )  # fmt: skip
-  default = transforms.PrivatizerState
+  default = _privatizer.PrivatizerState
   state = prism_optax.tangent_privatizer(1.0).init(training.make_params())
   assert isinstance(state, default)
   report(

@@ -43,12 +43,11 @@ def test_so_it_is_with_traced_hyper_parameters():
     'weight_decay': 0.2,
     'b1': 0.8,
     'b2': 0.99,
-    'floor_factor': 0.9,
   }
 
   def chained(
     learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size,
-    weight_decay, b1, b2, floor_factor,
+    weight_decay, b1, b2,
   ):  # fmt: skip
     return problems.chain_of(
       learning_rate,
@@ -58,7 +57,6 @@ def test_so_it_is_with_traced_hyper_parameters():
       weight_decay=weight_decay,
       b1=b1,
       b2=b2,
-      floor_factor=floor_factor,
       prng_key=7,
     )
 

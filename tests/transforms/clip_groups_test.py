@@ -26,7 +26,7 @@ SPECS = {
 
 
 def test_leaves_of_two_axes_are_matrices_by_default():
-  groups = transforms.clip_groups(2.0, PARAMS)
+  groups = _clip_groups.clip_groups(2.0, PARAMS)
   assert [g.leaves for g in groups] == [(2,), (0, 1, 3)]
   assert [g.size for g in groups] == [15, 64]
   assert _clip_groups.sensitivity(groups) == math.sqrt(8)  # sqrt(2 * 2^2).
@@ -35,20 +35,20 @@ def test_leaves_of_two_axes_are_matrices_by_default():
 def test_none_in_a_tree_or_from_a_callable_is_no_matrix():
   """Only as the argument itself it is the default."""
   one = jnp.zeros((2, 3))
-  assert transforms.clip_groups(1.0, one) == (
-    transforms.clip_groups(1.0, one, Dims())
+  assert _clip_groups.clip_groups(1.0, one) == (
+    _clip_groups.clip_groups(1.0, one, Dims())
   )
   for given, params in [
     (lambda _: None, PARAMS), (lambda _: None, one), ([None], [one]),
     (dict.fromkeys(PARAMS), PARAMS),
   ]:  # fmt: skip
-    (group,) = transforms.clip_groups(1.0, params, given)
+    (group,) = _clip_groups.clip_groups(1.0, params, given)
     assert group.leaves == tuple(range(len(jax.tree.leaves(params))))
 
 
 def test_matrices_one_by_one_and_all_else_together():
   norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = transforms.clip_groups(norms, PARAMS, SPECS)
+  groups = _clip_groups.clip_groups(norms, PARAMS, SPECS)
   assert sorted(i for g in groups for i in g.leaves) == [0, 1, 2, 3]
   by_leaf = {g.leaves: g for g in groups}
   assert by_leaf[0, 1].size == 8  # Both biases, threshold 3.
@@ -62,10 +62,10 @@ def test_matrices_one_by_one_and_all_else_together():
 def test_prefixes_and_callables():
   norms = {'bias': 2.0, 'head': 2.0, 'layers': 3.0}  # A prefix.
   specs = {**SPECS, 'head': None}
-  groups = transforms.clip_groups(norms, PARAMS, specs)
+  groups = _clip_groups.clip_groups(norms, PARAMS, specs)
   assert [g.l2_clip_norm for g in groups] == [3.0, 2.0]
   prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
-  groups = transforms.clip_groups(1.0, PARAMS, lambda _: prefix)
+  groups = _clip_groups.clip_groups(1.0, PARAMS, lambda _: prefix)
   assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]
 
 
@@ -82,7 +82,7 @@ def test_prefixes_and_callables():
 )
 def test_what_does_not_fit_is_named(norms, specs, message):
   with pytest.raises(ValueError, match=message):
-    transforms.clip_groups(norms, PARAMS, specs)
+    _clip_groups.clip_groups(norms, PARAMS, specs)
 
 
 CLIPS, SIZES = [0.5, 1.0, 2.0, 2.0, 0.1], [400, 9, 25, 6400, 1]
@@ -123,7 +123,7 @@ def test_no_split_of_the_same_multiplier_has_less_energy():
 def test_units_make_the_joint_sensitivity_one(noise_split):
   """Of the largest contribution, divided leaf by leaf by its unit."""
   norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = transforms.clip_groups(norms, PARAMS, SPECS)
+  groups = _clip_groups.clip_groups(norms, PARAMS, SPECS)
   units = _clip_groups.noise_units(groups, 4, noise_split=noise_split)
   assert units[0] == units[1]  # One group, one noise.
   squared = (3.0 / units[0]) ** 2 + (2.0 / units[2]) ** 2
@@ -150,6 +150,6 @@ def test_bad_splits_are_refused(call):
 
 def test_shapes_are_enough():
   shapes = jax.eval_shape(lambda: PARAMS)
-  assert transforms.clip_groups(1.0, shapes, SPECS) == (
-    transforms.clip_groups(1.0, PARAMS, SPECS)
+  assert _clip_groups.clip_groups(1.0, shapes, SPECS) == (
+    _clip_groups.clip_groups(1.0, PARAMS, SPECS)
   )

@@ -8,7 +8,7 @@ import pytest
 
 import prism_optax
 from prism_optax import fixed_rank, lora
-from prism_optax.fixed_rank import _tangents
+from prism_optax.fixed_rank import _lifts, _tangents
 from tests.oracles import oracles
 
 RANK = 4
@@ -65,7 +65,7 @@ def test_they_are_those_of_the_oracle(gauge, dtype, monkeypatch):
       fixed_rank.Factors(*map(jnp.asarray, (left, right)))
     )
     tangent = fixed_rank.Tangent(found['lora_b'].T, found['lora_a'])
-    embedded = np.float64(fixed_rank.embed(frame, tangent))
+    embedded = np.float64(_lifts.embed(frame, tangent))
   point = oracles.Point.from_factors(np.float64(left), np.float64(right))
   # A gradient of order one over singular values down to a tenth.
   np.testing.assert_allclose(embedded, point.project(dense), atol=200 * eps)

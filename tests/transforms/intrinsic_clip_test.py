@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import _modules, fixed_rank, lora
+from prism_optax import _modules, lora
+from prism_optax.fixed_rank import _lifts
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (9, 7, 3), (6, 11, 2)]
@@ -44,7 +45,7 @@ def _stacks(tree, params):
   modules = _modules.ModuleTree(params)
   stacks = modules.coordinates(tree)
   return [
-    fixed_rank.embed(f, t)
+    _lifts.embed(f, t)
     for f, t in zip(modules.frames(params), stacks.pairs, strict=True)
   ]
 

@@ -1,4 +1,4 @@
-"""The transformation: layouts of weights, and the state of the correction."""
+"""The transformation: layouts of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import muon, transforms
-from prism_optax.transforms import _orthogonalize
+from prism_optax import transforms
 from tests.oracles import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers
@@ -125,17 +124,9 @@ def test_axes_that_do_not_exist_are_refused():
     ({'degree': 0}, 'degree=0'),
     ({'steps': 1.5}, 'steps=1.5'),
     ({'normalize': 'max'}, "normalize='max'"),
-    ({'bias_correction': 1}, 'bias_correction=1'),
-    ({'bias_correction': (-1.0, 0.9)}, 'noise_stddev=-1.0'),
-    ({'bias_correction': (1.0, 1.0)}, 'momentum=1.0'),
-    ({'bias_correction': (1.0, 0.9, None, 0)}, 'num_probes=0'),
-    ({'bias_correction': (1.0, 0.9, 'key')}, 'prng_key'),
   ],
 )
 def test_bad_options_are_named(options, message):
-  given = options.get('bias_correction')
-  if isinstance(given, tuple):
-    options = {'bias_correction': transforms.BiasCorrection(*given)}
   with pytest.raises(ValueError, match=message):
     transforms.orthogonalize(**options)
 
@@ -152,79 +143,3 @@ def test_without_nesterov_or_noise_it_is_one_step_of_the_source(x64):
     m = 0.9 * m + g
     expected = muon_oracle.orthogonalize(m, 2, 5)
     np.testing.assert_allclose(out, expected, atol=1e-13)
-
-
-# The bias correction.
-
-
-def test_variance_of_the_noise_in_the_momentum():
-  """Against the sum it abbreviates, and by simulation of the filter."""
-  s, beta = 0.3, 0.9
-  for t in (1, 2, 7, 100):
-    expected = sum(s**2 * beta ** (2 * j) for j in range(t))
-    np.testing.assert_allclose(
-      _orthogonalize.noise_variance(s, beta, t), expected, rtol=1e-5
-    )
-  rng = np.random.default_rng(3)
-  tx, trials = optax.trace(beta), 40_000
-  state = tx.init(jnp.zeros(trials))
-  for _ in range(7):
-    noise = jnp.asarray(s * rng.standard_normal(trials), jnp.float32)
-    m, state = tx.update(noise, state)
-  expected = _orthogonalize.noise_variance(s, beta, 7)
-  # Relative standard error of a variance: sqrt(2 / trials).
-  np.testing.assert_allclose(np.var(m), expected, rtol=5 * (2 / trials) ** 0.5)
-
-
-def test_the_correction_is_subtract_bias_with_that_variance():
-  key = jax.random.key(5)
-  correction = transforms.BiasCorrection(0.2, 0.9, key, num_probes=3)
-  tx = transforms.orthogonalize(bias_correction=correction, degree=1)
-  x = _random(4, 6)
-
-  @jax.jit
-  def corrected(x, key, t):
-    _, probe_key = jax.random.split(key)
-    return muon.subtract_bias(
-      lambda y: muon.newton_schulz(y, degree=1),
-      x,
-      jnp.sqrt(_orthogonalize.noise_variance(0.2, 0.9, t)),
-      jax.random.split(probe_key, 1)[0],
-      num_probes=3,
-    )
-
-  state, update = tx.init(x), jax.jit(tx.update)
-  for t in (1, 2, 3):
-    expected = corrected(x, state.prng_key, t)
-    out, state = update(x, state)
-    assert int(state.count) == t
-    np.testing.assert_allclose(out, expected, atol=1e-6)
-  assert not np.allclose(out, _apply(x, degree=1), atol=1e-2)
-
-
-def test_each_leaf_has_its_own_noise():
-  updates = {'a': _random(4, 6), 'b': _random(5, 3)}
-  plain = _apply(updates)
-  for stddev in ({'a': 0.0, 'b': 0.5}, lambda _: {'a': 0.0, 'b': 0.5}):
-    out = _apply(
-      updates,
-      bias_correction=transforms.BiasCorrection(stddev, 0.0, 0),
-    )
-    np.testing.assert_array_equal(out['a'], plain['a'])
-    assert np.max(np.abs(out['b'] - plain['b'])) > 1e-2
-
-
-def test_probes_are_fresh_each_step_and_reproducible():
-  correction = transforms.BiasCorrection(0.2, 0.0, 7)
-  tx = transforms.orthogonalize(bias_correction=correction)
-  x = _random(4, 6)
-  update = jax.jit(tx.update)  # The key is in the state.
-  first, state = update(x, tx.init(x))
-  second, _ = update(x, state)
-  again, _ = update(x, tx.init(x))
-  assert np.max(np.abs(first - second)) > 1e-3
-  np.testing.assert_allclose(first, again, atol=1e-6)
-  correction = correction._replace(prng_key=None)
-  tx = transforms.orthogonalize(bias_correction=correction)
-  other, _ = update(x, tx.init(x))
-  assert np.max(np.abs(first - other)) > 1e-3

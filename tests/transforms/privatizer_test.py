@@ -15,6 +15,7 @@ import scipy.stats
 
 import prism_optax
 from prism_optax import _modules, fixed_rank
+from prism_optax.fixed_rank import _lifts
 from tests.oracles import oracles, test_utils
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
@@ -70,8 +71,7 @@ def _embedded(params, tree):
   def one(tree):
     stacks = modules.coordinates(tree)
     return [
-      fixed_rank.embed(f, t)[0]
-      for f, t in zip(frames, stacks.pairs, strict=True)
+      _lifts.embed(f, t)[0] for f, t in zip(frames, stacks.pairs, strict=True)
     ]
 
   return jax.vmap(one)(tree)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from tests.docs.claims.data import stored
 from tests.docs.claims.register import Claim, lines, of
 
-GAUGES = ['PRISM', 'PRISM, no transport', 'PRISM, paper mode']
-GAUGES.append('DP-AdamW on factors')
+GAUGES = ['PRISM', 'PRISM, paper mode', 'DP-AdamW on factors']
 
 
 def ends_of_gauges() -> dict[str, dict[str, float]]:
@@ -119,9 +118,8 @@ def _():
   gauges = [(1, 1), (10, 1), (1e3, 1), (1e6, 1), (1, 1e-3), (1, 1e3)]
   rows = [
     ['`prism`, float64', *_gauges('float64', GAUGES[0], gauges)],
-    ['without transport', *_gauges('float64', GAUGES[1], gauges)],
-    ['`published_prism`', *_gauges('float64', GAUGES[2], gauges)],
-    ['DP-AdamW on the factors', *_gauges('float64', GAUGES[3], gauges)],
+    ['`published_prism`', *_gauges('float64', GAUGES[1], gauges)],
+    ['DP-AdamW on the factors', *_gauges('float64', GAUGES[2], gauges)],
     ['`prism`, float32', *_gauges('float32', GAUGES[0], gauges)],
     [
       '`prism`, float32, after `lora.canonicalize`',
@@ -140,9 +138,8 @@ def _():
     (1e3, 1): 'condition $10^3$',
     (1e6, 1): 'condition $10^6$',
   }
-  head = ['gauge', '`prism`', 'without transport', '`published_prism`']
   return lines(
-    [*head, 'DP-AdamW on the factors'],
+    ['gauge', '`prism`', 'paper mode', 'DP-AdamW on the factors'],
     [
       [text, *(_gauges('float64', method, [gauge])[0] for method in GAUGES)]
       for gauge, text in texts.items()
@@ -165,27 +162,6 @@ def _():
     ]
   conditions = ['1', '10', *(f'$10^{i}$' for i in (2, 3, 4, 6))]
   return lines(['condition of the gauge', *conditions], rows)
-
-
-@of('bias')
-def _():
-  found = stored('orthogonalization_bias_cpu')['rows']
-  rows = []
-  for plain in found:
-    if plain['degree'] == 2 and not plain['probes']:
-      same = {x: plain[x] for x in ('degree', 'condition', 'noise')}
-      (probed,) = (
-        row
-        for row in found
-        if row['probes'] == 1 and all(row[x] == same[x] for x in same)
-      )
-      pairs = [f'{plain[x]:.3f} / {probed[x]:.3f}' for x in ('bias', 'RMSE')]
-      rows.append([plain['condition'], f'{plain["noise"]:g}', *pairs])
-  return lines(
-    ['condition', 'noise', 'bias, without / with one probe',
-     'RMSE, without / with'],
-    rows,
-  )  # fmt: skip
 
 
 def sentences() -> Iterator[Claim]:

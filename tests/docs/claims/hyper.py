@@ -85,7 +85,6 @@ def _():
       ['`b2` 0.9 / 0.99 / **0.999**', cells({'b2': 0.9}, {'b2': 0.99}, {})],
       ['`floor_factor` 0.1 / **1** / 4',
        cells({'floor_factor': 0.1}, {}, {'floor_factor': 4.0})],
-      ['`debias`', cells({'debias': True})],
       ['`max_condition_number=1.0`, momentum only',
        cells({'max_condition_number': 1.0})],
     ],
@@ -148,8 +147,6 @@ def _():
     '`b1` 0.8 / 0.95': ['b1=0.8', 'b1=0.95'],
     '`b2=0.99`': ['b2=0.99'],
     '`floor_factor` 0.1 / 4': ['floor_factor=0.1', 'floor_factor=4.0'],
-    '`debias=True`': ['debias=True'],
-    '`transport=False`': ['transport=False'],
   }
   return lines(
     ['changed by itself', 'points'],

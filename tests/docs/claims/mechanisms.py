@@ -31,7 +31,6 @@ def _():
     'DP-Muon, best polynomials, 3 steps': 'the same, three best polynomials',
     'DP-Muon, best polynomials, 5 steps': 'the same, five best polynomials',
     'DP-Muon, least energy': 'DP-Muon, least energy',
-    'DP-Muon, bias correction, 1 probe': 'DP-Muon, bias correction, one probe',
   }
   found = {
     (row['method'], row['epsilon']): row
@@ -100,14 +99,12 @@ def sentences() -> Iterator[Claim]:
     return tuple(found[one, e] - found[other, e] for e in (1.0, 3.0))
 
   equal, least = 'DP-Muon', 'DP-Muon, least energy'
-  corrected = 'DP-Muon, bias correction, 1 probe'
   yield (
     'is {:.1f} and {:.1f} points above DP-Adam',
     more(equal, 'DP-Adam'),
   )
   yield 'adds {:.1f} and {:.1f} points to that', more(least, equal)
-  yield 'takes away {:.1f} and {:.1f}.', more(equal, corrected)
-  yield 'by {:.1f} and {:.1f} points; the bias', more(least, equal)
+  yield 'handwritten-digits), by {:.1f} and {:.1f} points.', more(least, equal)
   rows = stored('newton_schulz_polynomials_cpu')['rows']
   by_name = {row['polynomials']: row for row in rows}
   best, plain = (

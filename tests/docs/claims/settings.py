@@ -32,7 +32,6 @@ SETTINGS: dict[str, str] = {
   'A quantile** that starts at 10': 'a setting',
   'with probability 0.999': 'a setting',
   'at delta 1e-5': 'a setting',
-  'Degrees 1 and 3': 'settings',
   '(74 and 600 ms with its clip': "the authors' measurement",
   '(36 of 2560 x 2560': 'a setting',
   'within a round, of 20.': 'a setting',
