@@ -139,7 +139,7 @@ def _():
     (1e6, 1): 'condition $10^6$',
   }
   return lines(
-    ['gauge', '`prism`', 'paper mode', 'DP-AdamW on the factors'],
+    ['gauge', '`prism`', '`published_prism`', 'DP-AdamW on the factors'],
     [
       [text, *(_gauges('float64', method, [gauge])[0] for method in GAUGES)]
       for gauge, text in texts.items()
