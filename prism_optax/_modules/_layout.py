@@ -330,6 +330,14 @@ class Module(NamedTuple):
   def n(self) -> int:
     return math.prod(self.a_axes.matrix.features)
 
+  def is_near(self, name: str) -> bool:
+    """Whether a leaf stands where libraries put the weight of the module."""
+    parents = [self.name, f'{self.name}/base_module']
+    parents.append(self.name.removesuffix('/lora'))
+    if self.name == 'lora' or self.name.startswith('lora_'):
+      parents.append('')  # The tree is a single pair.
+    return name == self.name or name.rpartition('/')[0] in parents
+
   def read(self, leaves: Sequence[Any], convert: Callable[..., Any]) -> Factors:
     """(k, m, r) and (k, n, r) of the converted leaves, without the scale."""
     left, right = (

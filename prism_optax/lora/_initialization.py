@@ -93,11 +93,11 @@ def initialize(
 
   def drawn(module: Module, old: Factors) -> Factors:
     keys = jax.random.split(jax.random.fold_in(key, next(index)))
-    right = _orthonormal(keys[0], old.right)
+    right = orthonormal(keys[0], old.right)
     if method == 'one_sided':
       return Factors(jnp.zeros_like(old.left), size * right)
     root = (size / module.scale) ** 0.5
-    return Factors(root * _orthonormal(keys[1], old.left), root * right)
+    return Factors(root * orthonormal(keys[1], old.left), root * right)
 
   return _modules.map_factors(drawn, params, layout)
 
@@ -230,7 +230,7 @@ def canonicalize(
   return jax.tree.map(placed, new, params)
 
 
-def _orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
+def orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
   """(k, m, r) with orthonormal columns, uniformly distributed."""
   q, r = _linalg.qr(jax.random.normal(key, like.shape, like.dtype))
   sign = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))

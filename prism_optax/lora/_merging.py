@@ -134,9 +134,10 @@ def merge(
     kernels: For each module (its name, see :func:`describe_pairs`) the path of
       its weight, or a :class:`Kernel` where axes are in another order. Modules
       that are not named get the one leaf that has the shape
-      ``(*stack, *in, *out)`` and stands where their library puts it: at
-      ``name`` itself, beside the factors (``dense/kernel`` for
-      ``dense/lora_a`` or ``dense/lora/lora_a``) or in ``base_module``.
+      ``(*stack, *in, *out)``, features split as they may be, and stands where
+      their library puts it: at ``name`` itself, beside the factors
+      (``dense/kernel`` for ``dense/lora_a`` or ``dense/lora/lora_a``) or in
+      ``base_module``.
     layout: See :func:`describe_pairs`. Its scale counts.
 
   Returns:
@@ -203,17 +204,15 @@ def _is_float(leaf: Any) -> bool:
 def _one_candidate(
   module: Module, names: Sequence[str], leaves: Sequence[Any]
 ) -> str:
-  parents = [module.name, f'{module.name}/base_module']
-  parents.append(module.name.removesuffix('/lora'))
-  if module.name == 'lora' or module.name.startswith('lora_'):
-    parents.append('')  # The tree is a single pair.
-  near = {}
-  for name, leaf in zip(names, leaves, strict=True):
-    parent, _, last = name.rpartition('/')
-    stands_there = name == module.name or parent in parents
-    if stands_there and 'lora' not in last and _is_float(leaf):
-      near[name] = jnp.shape(leaf)
+  near = {
+    name: jnp.shape(leaf)
+    for name, leaf in zip(names, leaves, strict=True)
+    if module.is_near(name)
+    and 'lora' not in name.rpartition('/')[2]
+    and _is_float(leaf)
+  }
   found = [name for name in near if near[name] == _shape_of(module)]
+  found = found or [name for name in near if _splits(module, near[name])]
   if len(found) != 1:
     listed = {name: near[name] for name in found or near}
     raise ValueError(
@@ -223,6 +222,18 @@ def _one_candidate(
       ' axes=(...))}, axes in the order (*stack, *in, *out).'
     )
   return found[0]
+
+
+def _splits(module: Module, shape: Sequence[int]) -> bool:
+  """Whether this is ``(*stack, *in, *out)``, whatever the single axes are.
+
+  A weight may split its inputs and outputs into other axes than the factors.
+  """
+  count = len(module.stack)
+  return tuple(shape[:count]) == module.stack and any(
+    (module.n, module.m) == (math.prod(shape[count:i]), math.prod(shape[i:]))
+    for i in range(count, len(shape) + 1)
+  )
 
 
 def _placed(
@@ -242,15 +253,9 @@ def _placed(
   shape = jnp.shape(leaf)
   axes = range(len(shape)) if kernel.axes is None else kernel.axes
   axes = tuple(int(axis) % max(len(shape), 1) for axis in axes)
-  # A weight may split its inputs and outputs into other axes than the factors.
-  count, sizes = len(module.stack), tuple(shape[axis] for axis in axes)
-  splits = [
-    (sizes[:count], math.prod(sizes[count:i]), math.prod(sizes[i:]))
-    for i in range(count, len(sizes) + 1)
-  ]
   if (
     sorted(axes) != list(range(len(shape)))
-    or (module.stack, module.n, module.m) not in splits
+    or not _splits(module, [shape[axis] for axis in axes])
     or not _is_float(leaf)
   ):
     raise ValueError(

@@ -243,10 +243,15 @@ def _paired(
 
 
 def write(
-  folder: pathlib.Path, modules: Modules, config: Mapping[str, Any]
+  folder: pathlib.Path,
+  modules: Modules,
+  config: Mapping[str, Any],
+  others: Tensors,
 ) -> None:
-  """Both files, each under another name first."""
-  tensors = {}
+  """Both files, each under another name first; ``others`` as they are."""
+  tensors = {
+    f'{PREFIX}{name}': np.ascontiguousarray(x) for name, x in others.items()
+  }
   for name, x in modules.items():
     for end, value in zip(_ENDS, (x.a, x.b), strict=True):
       tensors[f'{PREFIX}{name}.{end}'] = np.ascontiguousarray(value)

@@ -800,6 +800,13 @@ MUTANTS = (
     (ORDERS,),
   ),
   Mutant(
+    'noise needs no retraction',
+    CHAIN,
+    "retracts = before[-1] == 'retraction' or retract_elsewhere",
+    'retracts = True',
+    (ORDERS,),
+  ),
+  Mutant(
     'a clip that returns no coordinates may be chained',
     CHAIN,
     "if hasattr(tx, 'sensitivity'):",
