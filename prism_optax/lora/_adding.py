@@ -4,7 +4,7 @@ import difflib
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from prism_optax import _validate
 from prism_optax.lora._initialization import orthonormal
 
+Model = TypeVar('Model')  # An nnx.Module: flax is not always installed.
+
 
 def add_adapters(
-  model: Any, pattern: str, rank: int, *, rngs: Any
-) -> tuple[Any, Any]:
+  model: Model, pattern: str, rank: int, *, rngs: Any
+) -> tuple[Model, type]:
   """Puts LoRA adapters on linear layers of a Flax NNX model.
 
   What ``peft.get_peft_model`` with ``target_modules`` is for PyTorch. The model
@@ -134,18 +136,21 @@ def _nnx() -> Any:
 
 
 @functools.cache  # One class: a jitted function knows a model by its classes.
-def _adapted() -> dict[Any, Any]:
+def _adapted() -> dict[type, type]:
   """From the class of a layer to the class with an adapter."""
   nnx = _nnx()
 
   class LoRALinearGeneral(nnx.LinearGeneral):  # type: ignore[misc,name-defined]
     """An ``nnx.LinearGeneral`` on the last axes, with an adapter ``lora``."""
 
-    def __call__(self, inputs: jax.Array, *args: Any, **kwargs: Any) -> Any:
-      out = super().__call__(inputs, *args, **kwargs)
+    def __call__(
+      self, inputs: jax.Array, *args: object, **kwargs: object
+    ) -> jax.Array:
+      out: jax.Array = super().__call__(inputs, *args, **kwargs)
       lead = inputs.shape[: inputs.ndim - len(self.axis)]
       flat = inputs.reshape(*lead, math.prod(self.in_features))
-      return out + self.lora(flat).reshape(out.shape)
+      change: jax.Array = self.lora(flat).reshape(out.shape)
+      return out + change
 
   return {nnx.Linear: nnx.LoRALinear, nnx.LinearGeneral: LoRALinearGeneral}
 
@@ -180,14 +185,20 @@ def _sizes(layer: Any, path: str) -> tuple[tuple[int, ...], int, int]:
 
 
 def _orthonormal(
-  stack: tuple[int, ...], key: Any, shape: tuple[int, int], dtype: Any
+  stack: tuple[int, ...],
+  key: jax.Array,
+  shape: tuple[int, int],
+  dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
   like = jnp.zeros((math.prod(stack), *shape), dtype)
   return orthonormal(key, like).reshape(*stack, *shape)
 
 
 def _zeros(
-  stack: tuple[int, ...], key: Any, shape: tuple[int, int], dtype: Any
+  stack: tuple[int, ...],
+  key: jax.Array,
+  shape: tuple[int, int],
+  dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
   del key
   return jnp.zeros((*stack, *shape), dtype)
