@@ -10,7 +10,6 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from prism_optax._modules._layout import (
   Shape,
   find_named,
 )
+from prism_optax._types import Array, ArrayTree
 
 LayoutLike = Layout | Mapping[str, Layout] | Sequence[Pair] | None
 Shapes = Mapping[str, Shape]
@@ -44,7 +44,7 @@ _WHAT_TO_WRITE = (
 )
 
 
-def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
+def named_leaves(tree: ArrayTree) -> tuple[list[str], list[ArrayTree]]:
   """Names ('layers/0/lora_a') and leaves of a tree, in the same order."""
   # A flax Variable is a node with one child, `.value`, which is left out.
   ends = [(jax.tree_util.GetAttrKey(key),) for key in ('value', 'raw_value')]
@@ -192,7 +192,7 @@ def _only_reading(pair: Pair, convention: Convention, shapes: Shapes) -> Layout:
   return readings[0]
 
 
-def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
+def pairs_by_name(names: Sequence[str], params: Sequence[Array]) -> list[Pair]:
   """The ``layout`` for a plain list of arrays whose names stand beside it.
 
   For instance Keras: ``[v.path for v in model.trainable_variables]`` beside

@@ -4,6 +4,7 @@ import difflib
 import functools
 import math
 import re
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
@@ -125,7 +126,7 @@ def add_adapters(
   return model, nnx.LoRAParam
 
 
-def _nnx() -> Any:
+def _nnx() -> ModuleType:
   try:
     from flax import nnx
   except ImportError as error:

@@ -7,7 +7,6 @@ be secret, and must not be the key of any noise.
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from prism_optax import _linalg, _modules, _randomness, _validate
 from prism_optax._linalg import at_least_float32, gram, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
-from prism_optax._types import PRNGKeyLike
+from prism_optax._types import Array, PRNGKeyLike
 from prism_optax.fixed_rank import Factors, _points
 from prism_optax.lora import _merging
 
@@ -219,7 +218,7 @@ def canonicalize(
       ' params.'
     )
 
-  def placed(x: Any, old: Any) -> Any:
+  def placed(x: Array, old: Array) -> Array:
     return jax.device_put(x, old.sharding) if isinstance(old, jax.Array) else x
 
   # NumPy: float64 without a global switch.

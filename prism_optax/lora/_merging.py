@@ -6,7 +6,7 @@ they are.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from prism_optax import _modules
 from prism_optax._linalg import at_least_float32, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module, ModuleTree
+from prism_optax._types import Array, ArrayTree
 from prism_optax.fixed_rank import Factors
 
 
@@ -37,7 +38,7 @@ KernelsLike = Mapping[str, str | Kernel] | None
 
 def deltas(
   params: optax.Params, *, layout: LayoutLike = None, dense: bool = False
-) -> dict[str, Any]:
+) -> dict[str, ArrayTree]:
   """``Z = scale * left @ right.mT`` of each module, by name.
 
   What the adapters add to the weights: the same for all gauges of the factors,
@@ -91,12 +92,12 @@ class Place(NamedTuple):
   leaf: int
   axes: tuple[int, ...]
 
-  def read(self, leaves: Sequence[Any]) -> jax.Array:
+  def read(self, leaves: Sequence[Array]) -> jax.Array:
     """The weight as matrices (k, m, n), float32 at least."""
     x = at_least_float32(leaves[self.leaf]).transpose(self.axes)
     return x.reshape(-1, self.module.n, self.module.m).mT
 
-  def write(self, leaves: list[Any], matrices: jax.Array) -> None:
+  def write(self, leaves: list[Array], matrices: jax.Array) -> None:
     """Puts matrices (k, m, n) into ``leaves``, in the type of the weight."""
     old = leaves[self.leaf]
     x = matrices.mT.reshape([old.shape[axis] for axis in self.axes])
@@ -196,13 +197,13 @@ def _shape_of(module: Module) -> tuple[int, ...]:
   return (*module.stack, *a.features, *b.features)
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: object) -> bool:
   dtype = getattr(leaf, 'dtype', None)
   return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _one_candidate(
-  module: Module, names: Sequence[str], leaves: Sequence[Any]
+  module: Module, names: Sequence[str], leaves: Sequence[Array]
 ) -> str:
   near = {
     name: jnp.shape(leaf)
@@ -240,7 +241,7 @@ def _placed(
   module: Module,
   kernel: str | Kernel,
   names: Sequence[str],
-  leaves: Sequence[Any],
+  leaves: Sequence[Array],
 ) -> Place:
   kernel = Kernel(kernel) if isinstance(kernel, str) else kernel
   if names.count(kernel.path) != 1:

@@ -12,7 +12,7 @@ import pathlib
 import re
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +44,7 @@ class PeftAdapter(NamedTuple):
 
   params: dict[str, dict[str, np.ndarray]]
   layout: list[Pair]
-  config: dict[str, Any]
+  config: dict[str, object]
   others: dict[str, np.ndarray]
 
 
@@ -199,7 +199,7 @@ def save_peft(
   params: optax.Params,
   *,
   names: NamesLike = None,
-  config: Mapping[str, Any] | None = None,
+  config: Mapping[str, object] | None = None,
   layout: LayoutLike = None,
 ) -> None:
   """Writes adapters as PEFT reads them.
@@ -320,7 +320,7 @@ def _whole_tensor(name: str, ndim: int, names: NamesLike) -> _Whole | None:
 
 def _config(
   modules: Mapping[str, PeftModule], heads: list[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
   """The entries of ``adapter_config.json`` that follow from the modules."""
   ranks = {name: x.a.shape[0] for name, x in modules.items()}
   alphas = {name: _whole(x.scale * ranks[name]) for name, x in modules.items()}

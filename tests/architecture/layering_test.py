@@ -21,8 +21,8 @@ PACKAGE = 'prism_optax'
 ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
 
 LAYERS = (
-  ('_types', '_proofs'),
-  ('_validate', '_matrix_axes'),
+  ('_types',),
+  ('_proofs', '_validate', '_matrix_axes'),
   ('_linalg', '_randomness'),
   ('_lattice', '_identity'),
   ('_per_example',),
