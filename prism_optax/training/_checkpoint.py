@@ -72,9 +72,20 @@ def save_state(path: str | os.PathLike[str], state: ArrayTree) -> None:
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
+    _settle(path.absolute().parent)
   except BaseException:
     temporary.unlink(missing_ok=True)
     raise
+
+
+def _settle(folder: pathlib.Path) -> None:
+  """Waits until the name is on the disk, too, where a system can say so."""
+  if hasattr(os, 'O_DIRECTORY'):
+    opened = os.open(folder, os.O_DIRECTORY)
+    try:
+      os.fsync(opened)
+    finally:
+      os.close(opened)
 
 
 def load_state(path: str | os.PathLike[str], like: _State) -> _State:
