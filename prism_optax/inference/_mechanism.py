@@ -154,6 +154,59 @@ def clip(
   return clipped
 
 
+def lora_delta(
+  hidden: jax.Array,
+  left: jax.Array,
+  right: jax.Array,
+  *,
+  scale: float | jax.Array = 1.0,
+) -> jax.Array:
+  """Returns what a LoRA module adds to a layer's output.
+
+  Applied to privatised states this is post-processing and costs nothing more;
+  where a trusted party computes the layer itself, the output is
+  ``layer(hidden) + lora_delta(noised, ...)``.
+
+  Args:
+    hidden: States, shape ``(..., n)``.
+    left: Output side, shape ``(m, r)``; the transpose of nnx's ``lora_b``.
+    right: Input side, shape ``(n, r)``; nnx's ``lora_a``.
+    scale: The module's LoRA scale, alpha / r.
+
+  Returns:
+    ``scale * hidden @ right @ left.T``, shape ``(..., m)``; the rank-r product
+    first.
+
+  Raises:
+    ValueError: If the shapes do not fit.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from prism_optax import inference
+    >>> left, right = jnp.ones((5, 2)), jnp.ones((7, 2))
+    >>> inference.lora_delta(jnp.ones((4, 7)), left, right).shape
+    (4, 5)
+  """
+  check_factors(left, right, hidden)
+  return scale * ((hidden @ right) @ jnp.asarray(left).mT)
+
+
+def check_factors(
+  left: jax.Array | np.ndarray,
+  right: jax.Array | np.ndarray,
+  hidden: jax.Array | np.ndarray | None = None,
+) -> None:
+  """Raises ``ValueError`` unless factors, and states if given, fit together."""
+  m_r, n_r = np.shape(left), np.shape(right)
+  h_n = n_r[:1] if hidden is None else np.shape(hidden)
+  fit = len(m_r) == len(n_r) == 2 and m_r[1] == n_r[1] and h_n[-1:] == n_r[:1]
+  if not fit:
+    raise ValueError(
+      'Expected left (m, r), right (n, r) and hidden (..., n), got'
+      f' {m_r}, {n_r} and {h_n}.'
+    )
+
+
 def _check_key(prng_key: Any) -> None:
   try:
     # Flax still hands out keys of the old kind when it was given one.

@@ -37,6 +37,7 @@ from prism_optax.transforms._matrix_clip import (
 )
 from prism_optax.transforms._orthogonalize import orthogonalize
 from prism_optax.transforms._privatizer import tangent_privatizer
+from prism_optax.transforms._published import scale_by_published_preconditioner
 from prism_optax.transforms._rank_preconditioner import (
   scale_by_rank_preconditioner,
 )
@@ -47,7 +48,8 @@ __all__ = [
   'chain', 'clip_each_matrix', 'clipped_elsewhere', 'correlated_noise_stddev',
   'correlated_tangent_privatizer', 'intrinsic_clip', 'noised_elsewhere',
   'orthogonalize', 'per_matrix_clip', 'retract', 'scale_by_learning_rate',
-  'scale_by_rank_preconditioner', 'split_noise_multiplier',
+  'scale_by_published_preconditioner', 'scale_by_rank_preconditioner',
+  'split_noise_multiplier',
   'tangent_coordinates', 'tangent_privatizer', 'tangent_transformation',
 ]
 # fmt: on

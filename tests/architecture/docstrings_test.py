@@ -67,6 +67,7 @@ RELATION = re.compile(
 # What only reads released values.
 POST_PROCESSING = {
   'contrib': 'orthogonalize_tangents prism_muon scale_by_row_moments',
+  'inference': 'lora_delta',
   'lora': ('canonicalize deltas difference merge save_peft truncate'),
   'prism_optax': (
     'add_decayed_factors retract scale_by_learning_rate '
@@ -96,7 +97,7 @@ FORMULAS = {
   ),
   'inference': (
     'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
-    'privatize_on_host release_event '
+    'privatize_on_host release_event rank_attenuation '
     'signal_to_noise_bound'
   ),
   'lora': 'canonicalize initialize spectral_residual',

@@ -36,7 +36,9 @@ def test_nnx_module_is_the_layer_on_the_privatised_state():
   # The stream that the module was given, one key further.
   stream = nnx.Rngs(noise=nnx.Rngs(noise=3).noise())
   noised = inference.privatize_hidden_states(hidden, stream.noise(), **OPTIONS)
-  expected = noised @ layer.lora_a[...] @ layer.lora_b[...]
+  expected = inference.lora_delta(
+    noised, layer.lora_b[...].T, layer.lora_a[...]
+  )
   np.testing.assert_allclose(module(hidden), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -7,7 +7,7 @@ import hidden_state_server as example
 import numpy as np
 import pytest
 
-from prism_optax import accounting
+from prism_optax import accounting, inference
 
 DELTA = 1e-5
 TEXT = 'seven words are what this query has'
@@ -32,9 +32,9 @@ def test_a_query_is_answered_with_state_plus_delta_of_the_noised_state():
   assert answer['released'] == 7
   states = example.hidden_states(TEXT)
   [noised] = adapter.seen
-  delta = (noised @ adapter.right) @ adapter.left.T
+  delta = inference.lora_delta(noised, adapter.left, adapter.right)
   np.testing.assert_allclose(
-    answer['outputs'], states + delta, rtol=1e-4, atol=1e-3
+    answer['outputs'], states + np.asarray(delta), rtol=1e-4, atol=1e-3
   )
   assert answer['epsilon_spent'] == pytest.approx(cap_of(7))
   assert answer['epsilon_spent'] == budget.spent('alice')

@@ -224,6 +224,17 @@ def test_float64_states_are_computed_in_float64(x64):
   np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
+def test_lora_delta_is_the_dense_product():
+  rng = np.random.default_rng(5)
+  m, n, r = 5, 7, 2
+  left, right = rng.normal(size=(m, r)), rng.normal(size=(n, r))
+  hidden = rng.normal(size=(3, 4, n))
+  found = jax.jit(inference.lora_delta)(hidden, left, right, scale=0.5)
+  expected = 0.5 * np.einsum('...n,mn->...m', hidden, left @ right.T)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+  assert found.shape == (3, 4, m)
+
+
 def test_delta_of_a_noised_state_is_unbiased_and_as_noisy_as_it_says():
   """delta(h + noise) = delta(h) + noise of energy (s ||Z||_F)^2."""
   rng = np.random.default_rng(6)
@@ -233,7 +244,7 @@ def test_delta_of_a_noised_state_is_unbiased_and_as_noisy_as_it_says():
   state *= C / np.linalg.norm(state) / 2  # Inside the bound: not clipped.
   hidden = jnp.asarray(np.tile(state, (draws, 1)), jnp.float32)
   noised = privatize_hidden_states(hidden, KEY, l2_clip_norm=C, stddev=0.8)
-  delta = np.asarray(noised, np.float64) @ right @ left.T
+  delta = np.asarray(inference.lora_delta(noised, left, right), np.float64)
   exact = left @ (right.T @ state)
   dense = left @ right.T
   error = delta - exact
@@ -275,3 +286,17 @@ def test_bad_arguments_are_named(change, message):
         arguments.pop('hidden'), arguments.pop('prng_key'), **arguments
       )
     )()
+
+
+@pytest.mark.parametrize(
+  ('hidden', 'left', 'right'),
+  [
+    ((4, 7), (5, 2), (7, 3)),
+    ((4, 6), (5, 2), (7, 2)),
+    ((4, 7), (2,), (7, 2)),
+    ((), (5, 2), (7, 2)),
+  ],
+)
+def test_shapes_that_do_not_fit_are_named(hidden, left, right):
+  with pytest.raises(ValueError, match='right'):
+    inference.lora_delta(jnp.ones(hidden), jnp.ones(left), jnp.ones(right))

@@ -11,13 +11,15 @@ import numpy as np
 from hypothesis import given
 
 from prism_optax import accounting, inference
-from prism_optax.inference import _mechanism
+from tests.oracles import oracles
 from tests.properties import cases
 
 RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))
 REPLACE = accounting.NeighboringRelation.REPLACE_ONE
+SHAPES = st.sampled_from([(5, 4, 2), (3, 3, 3), (6, 2, 1)])
 norms = st.floats(1e-3, 1e3)
 stddevs = st.floats(1e-3, 1e3)
+CLIPPED = 1 - 1e-5  # Long vectors are clipped to this part of the bound.
 states = hnp.arrays(
   np.float64, (3, 4), elements=st.floats(allow_nan=True, allow_infinity=True)
 )
@@ -63,12 +65,109 @@ def test_releases_cost_what_their_vectors_cost_together(
 @cases.settings
 @given(states, norms, stddevs)
 def test_ratios_stay_below_the_bound_whatever_the_states(hidden, norm, stddev):
-  size = hidden.shape[-1]
-  lengths = np.linalg.norm(_mechanism.clip(hidden, norm), axis=-1)
-  bound = inference.signal_to_noise_bound(norm, stddev, size)
-  ratios = lengths / stddev / math.sqrt(size)
-  assert (ratios <= bound * (1 + 1e-9)).all()
-  assert not ratios[~np.isfinite(hidden).all(-1)].any()
+  eye = np.eye(hidden.shape[-1])  # A module that passes everything.
+  found = inference.nonprivate_delta_signal_to_noise(
+    hidden, eye, eye, l2_clip_norm=norm, stddev=stddev
+  )
+  bound = inference.signal_to_noise_bound(norm, stddev, hidden.shape[-1])
+  assert (found >= 0).all()
+  assert (found <= bound * (1 + 1e-9)).all()
+  there = np.isfinite(hidden).all(-1)
+  assert not found[~there].any()
+  # By the definition; squares below 1e-308 are nothing.
+  for ratio, vector in zip(found[there], hidden[there], strict=True):
+    size = math.hypot(*vector)
+    assert math.isclose(
+      ratio, bound * min(CLIPPED, size / norm), rel_tol=1e-8, abs_tol=1e-150
+    )
+  # The same in other units.
+  again = inference.nonprivate_delta_signal_to_noise(
+    hidden / 8, eye, eye, l2_clip_norm=norm / 8, stddev=stddev / 8
+  )
+  np.testing.assert_allclose(again, found, rtol=1e-12, atol=1e-150)
+
+
+def _module(seed, shape, size):
+  m, n, rank = shape
+  rng = np.random.default_rng(seed)
+  factors = [size * rng.normal(size=(k, rank)) for k in (m, n)]
+  other = oracles.change_gauge(factors, oracles.random_gauge(rng, rank, 10.0))
+  return rng, factors, other
+
+
+@cases.settings
+@given(
+  cases.seeds, SHAPES, st.sampled_from([0.0, 1e-6, 1.0, 1e6]), norms, stddevs,
+  st.sampled_from([1e-6, 1.0, 1e6]),
+)  # fmt: skip
+def test_ratios_of_a_module_are_those_of_its_product(
+  seed, shape, size, norm, stddev, length
+):
+  rng, (left, right), other = _module(seed, shape, size)
+  hidden = length * rng.normal(size=(3, shape[1]))
+  attenuation = inference.rank_attenuation(left, right)
+  options = {'l2_clip_norm': norm, 'stddev': stddev}
+  ratio = inference.nonprivate_delta_signal_to_noise(
+    hidden, left, right, **options
+  )
+  z = left @ right.T
+  if not size:
+    assert attenuation == 0
+    assert not ratio.any()
+    return
+  # Dense: what the module makes of the clipped state and of white noise.
+  lengths = np.linalg.norm(hidden, axis=-1, keepdims=True)
+  clipped = hidden * np.minimum(1, CLIPPED * norm / lengths)
+  expected = np.linalg.norm(clipped @ z.T, axis=-1) / (
+    stddev * np.linalg.norm(z)
+  )
+  np.testing.assert_allclose(ratio, expected, rtol=1e-8)
+  largest = np.linalg.norm(z, 2)
+  np.testing.assert_allclose(
+    attenuation, np.linalg.norm(z) / largest / math.sqrt(shape[1]), rtol=1e-9
+  )
+  # Between one direction and r equal ones.
+  assert attenuation >= 1 / math.sqrt(shape[1]) * (1 - 1e-12)
+  assert attenuation <= math.sqrt(shape[2] / shape[1]) * (1 + 1e-12)
+  bound = inference.signal_to_noise_bound(norm, stddev, shape[1])
+  assert (ratio <= bound / attenuation * (1 + 1e-9)).all()
+  # In every gauge the same.
+  np.testing.assert_allclose(
+    inference.rank_attenuation(*other), attenuation, rtol=1e-9
+  )
+  np.testing.assert_allclose(
+    inference.nonprivate_delta_signal_to_noise(hidden, *other, **options),
+    ratio,
+    rtol=1e-8,
+  )
+
+
+@jax.jit
+def _delta(hidden, left, right, scale):
+  return inference.lora_delta(hidden, left, right, scale=scale)
+
+
+@cases.few
+@given(
+  cases.seeds, SHAPES, st.sampled_from([jnp.float32, jnp.bfloat16]),
+  st.sampled_from([0.5, 1.0, 16.0]),
+)  # fmt: skip
+def test_the_delta_is_linear_and_that_of_the_product(seed, shape, dtype, scale):
+  rng, factors, other = _module(seed, shape, 1.0)
+  hidden = jnp.asarray(rng.normal(size=(2, 3, shape[1])), dtype)
+  pair = [jnp.asarray(x, dtype) for x in factors]
+  found = _delta(hidden, *pair, scale)
+  assert found.shape == (2, 3, shape[0])
+  left, right = (np.float64(x) for x in pair)
+  exact = scale * np.float64(hidden) @ right @ left.T
+  size = np.abs(exact).max() * float(jnp.finfo(dtype).eps) * 8 * sum(shape)
+  np.testing.assert_allclose(np.float64(found), exact, atol=size)
+  # Powers of two pass through every rounding.
+  doubled = _delta(2 * hidden, *pair, scale / 2)
+  np.testing.assert_array_equal(np.float64(found), np.float64(doubled))
+  if dtype == jnp.float32:
+    gauge = _delta(hidden, *(jnp.asarray(x, dtype) for x in other), scale)
+    np.testing.assert_allclose(gauge, exact, atol=10 * size)
 
 
 @jax.jit
