@@ -20,9 +20,9 @@ def _():
     'momentum': 'momentum only',
     'muon': 'Muon on the manifold',
     'prism': '`prism`',
-    'prism, factor basis': 'paper mode',
+    'published_prism': 'paper mode',
     'prism, momentum only': 'momentum only',
-    'prism, Muon': 'Muon on the manifold',
+    'prism_muon': 'Muon on the manifold',
     'dp_muon': '`dp_muon`',
   }
   keys = 'claim', 'bound', 'bound with half the noise'
