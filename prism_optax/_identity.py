@@ -19,7 +19,6 @@ else could be done:
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ _SIDE = 128
 _SAME = 1 + 2.0**-6
 
 
-def digest_of_values(arrays: Mapping[str, Any]) -> str:
+def digest_of_values(arrays: Mapping[str, jax.typing.ArrayLike]) -> str:
   """A digest of released arrays, by name, shape, type and bits."""
   digest = hashlib.sha256(b'prism_optax: values of a release\0')
   for name, array in sorted(arrays.items()):
@@ -85,7 +84,7 @@ def unmarked(values: np.ndarray) -> np.ndarray:
   return np.asarray(moved, np.float32)
 
 
-def is_marked(array: Any) -> bool:
+def is_marked(array: object) -> bool:
   """Whether the sizes of an array lie on the grid, or on a multiple of it.
 
   Seen are copies on any device and from any file, transposed, cast to bfloat16
@@ -104,14 +103,16 @@ def is_marked(array: Any) -> bool:
   return any(map(_on_grid, parts))
 
 
-def _block(array: Any) -> np.ndarray | None:
+def _block(array: object) -> np.ndarray | None:
   """Some entries of an array of floats, on the host; None of anything else."""
   dtype = getattr(array, 'dtype', None)
   if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct):
     return None
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     return None
-  if 0 in np.shape(array):  # The basis of a metric may have no column.
+  if 0 in getattr(
+    array, 'shape', ()
+  ):  # The basis of a metric may have no column.
     return None
   array = _local(array)
   # All of it, where that costs nothing; else what is needed leaves the device.
@@ -123,7 +124,7 @@ def _block(array: Any) -> np.ndarray | None:
   return np.asarray(array[ends]).astype(np.float64)
 
 
-def _local(array: Any) -> Any:
+def _local(array: object) -> object:
   """The array, or the part of it that this process has."""
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
     return array
@@ -171,7 +172,7 @@ def _phasors(sizes: np.ndarray) -> np.ndarray:
   return phasors
 
 
-def is_copy(array: Any, original: Any) -> bool:
+def is_copy(array: object, original: object) -> bool:
   """Whether an array is another one, cast, transposed or times numbers.
 
   One number for all, or for each column, or for each row; a vector may be one

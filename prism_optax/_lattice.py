@@ -17,7 +17,7 @@ tests/core/lattice_test.py.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ import numpy as np
 from prism_optax import _randomness
 from prism_optax._proofs import _marks
 from prism_optax._randomness import _generators
-from prism_optax._types import DTypeLike, Scalar
+from prism_optax._types import ArrayTree, DTypeLike, Scalar
 
 _CELL_BITS = 12
 _CELL = 1 << _CELL_BITS  # Steps.
@@ -195,7 +195,7 @@ def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
   return LatticeSum(jnp.clip(high, -most, most).astype(jnp.int32), low, unit)
 
 
-def from_integers(total: np.ndarray, unit: Any) -> LatticeSum:
+def from_integers(total: np.ndarray, unit: jax.typing.ArrayLike) -> LatticeSum:
   """Sums of integers of 64 bits, cut to 45, which hold any sum of terms."""
   total = np.clip(total, -(2**44), 2**44)
   high, low = total >> _LIMB_BITS, total & (_LIMB - 1)
@@ -229,8 +229,8 @@ def to_float(x: LatticeSum) -> jax.Array:
 
 
 def add_noise(
-  prng_key: jax.Array, tree: Any, stddev: Scalar | Sequence[Scalar]
-) -> Any:
+  prng_key: jax.Array, tree: ArrayTree, stddev: Scalar | Sequence[Scalar]
+) -> ArrayTree:
   """Adds independent noise to every entry of a tree.
 
   Floats are brought to the lattice first. The noise of an entry depends on the

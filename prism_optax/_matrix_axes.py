@@ -8,7 +8,7 @@ no matrix: a bias, a norm's scale, an embedding that is treated as a table.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -17,8 +17,8 @@ from prism_optax._types import ArrayTree
 
 DimensionNumbers: TypeAlias = optax.contrib.MuonDimensionNumbers
 # None, a tree of DimensionNumbers and None, or a callable that makes one of a
-# tree of arrays or shapes. No type describes trees that have None in them.
-DimensionNumbersLike: TypeAlias = Any
+# tree of arrays or shapes.
+DimensionNumbersLike: TypeAlias = ArrayTree
 
 
 class MatrixStack(NamedTuple):
@@ -112,7 +112,7 @@ def resolve(
       that a leaf does not have.
   """
 
-  def is_spec(x: Any) -> bool:
+  def is_spec(x: object) -> bool:
     return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
 
   spec = weight_dimension_numbers
@@ -130,14 +130,14 @@ def resolve(
 
 def broadcast(
   name: str,
-  prefix: Any,
+  prefix: ArrayTree,
   tree: ArrayTree,
-  is_leaf: Callable[..., Any] | None = None,
-) -> list[Any]:
+  is_leaf: Callable[[object], bool] | None = None,
+) -> list[ArrayTree]:
   """The values of the prefix tree ``prefix``, one for each leaf of ``tree``."""
-  out: list[Any] = []
+  out: list[ArrayTree] = []
 
-  def extend(value: Any, subtree: ArrayTree) -> None:
+  def extend(value: ArrayTree, subtree: ArrayTree) -> None:
     out.extend([value] * len(jax.tree.leaves(subtree)))
 
   try:
@@ -150,6 +150,6 @@ def broadcast(
   return out
 
 
-def with_leaves(tree: ArrayTree, leaves: Iterable[Any]) -> Any:
+def with_leaves(tree: ArrayTree, leaves: Iterable[object]) -> ArrayTree:
   """A tree of the structure of ``tree`` with other leaves."""
   return jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -8,7 +8,7 @@ LAPACK calls, and two such calls at once can wait for each other for ever.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,19 @@ _LARGEST_DIRECT = 32
 _LARGEST_GRAPH = 16
 
 
-def map_matrices(fn: Callable[..., Any], *args: jax.Array) -> Any:
+Out = TypeVar('Out')
+
+
+def map_matrices(fn: Callable[..., Out], *args: jax.Array) -> Out:
   """Maps ``fn`` over axis 0: in turn on CPU, batched elsewhere."""
   if args[0].shape[0] == 1:  # No loop for a single matrix.
     return jax.tree.map(lambda y: y[None], fn(*(a[0] for a in args)))
-  return jax.lax.platform_dependent(
+  out: Out = jax.lax.platform_dependent(
     *args,
     cpu=lambda *xs: jax.lax.map(lambda x: fn(*x), xs),
     default=jax.vmap(fn),
   )
+  return out
 
 
 def no_infinity(x: jax.Array) -> jax.Array:
@@ -70,7 +74,7 @@ def svd(
     matrix with an entry that is not finite.
   """
 
-  def direct(x: jax.Array) -> Any:
+  def direct(x):
     return map_matrices(
       lambda a: tuple(jnp.linalg.svd(a, full_matrices=False)), x
     )
@@ -146,7 +150,7 @@ def dominant_pairs(
   if 2 * rank <= _LARGEST_DIRECT:
     return direct(core)
 
-  def each(core: jax.Array) -> Any:
+  def each(core):
     *found, is_found = pairs_by_iteration(core)
     return jax.lax.cond(
       is_found,
@@ -190,12 +194,11 @@ def pairs_by_iteration(
   eps = float(np.finfo(core.dtype).eps)
   limit = eps * math.sqrt(2 * rank) * jnp.linalg.norm(a)
 
-  def goes_on(state: Any) -> jax.Array:
+  def goes_on(state):
     *_, coupling, last = state
-    more: jax.Array = (coupling > limit) & (coupling < last / 8)
-    return more
+    return (coupling > limit) & (coupling < last / 8)
 
-  def step(state: Any) -> Any:
+  def step(state):
     p, _, last, _ = state
     q = divided(c, a + matmul(b, p))
     p = divided(b.T, (a + matmul(q.T, c)).T)

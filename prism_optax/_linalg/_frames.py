@@ -1,12 +1,11 @@
 """Orthonormal bases and frames of tall matrices."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from prism_optax._linalg._factorizations import svd
 from prism_optax._linalg._products import (
+  Matrices,
   Tall,
   column_norms,
   columns_times,
@@ -19,7 +18,7 @@ from prism_optax._linalg._products import (
 )
 
 
-def orthonormal_basis(x: Any) -> tuple[Any, jax.Array]:
+def orthonormal_basis(x: Matrices) -> tuple[Matrices, jax.Array]:
   """``x = basis @ core`` of (b, m, r) matrices, the basis orthonormal.
 
   On a TPU it is made of products: the compiler's own QR of what is tall takes
@@ -29,13 +28,13 @@ def orthonormal_basis(x: Any) -> tuple[Any, jax.Array]:
   """
   if min(y.shape[-2] for y in _stacks(x)) < _stacks(x)[0].shape[-1]:
     return qr(x)  # Small, and with fewer columns than x has.
-  out: tuple[Any, jax.Array] = jax.lax.platform_dependent(
+  out: tuple[Matrices, jax.Array] = jax.lax.platform_dependent(
     x, tpu=basis_by_products, default=qr
   )
   return out
 
 
-def basis_by_products(x: Any) -> tuple[Any, jax.Array]:
+def basis_by_products(x: Matrices) -> tuple[Matrices, jax.Array]:
   """:func:`orthonormal_basis` from eigenvectors of Gram matrices.
 
   A Gram matrix knows directions down to the root of the machine epsilon:
@@ -50,7 +49,7 @@ def basis_by_products(x: Any) -> tuple[Any, jax.Array]:
   scale = jnp.where(largest >= jnp.finfo(largest.dtype).tiny, largest, 1)
   eye = jnp.eye(_stacks(x)[0].shape[-1], dtype=scale.dtype)
 
-  def once(state: Any) -> Any:
+  def once(state):
     count, _, x, core = state
     values, vectors = eigh(gram(x, x))
     least = values.shape[-1] * jnp.finfo(values.dtype).eps * values[:, -1:]
@@ -67,12 +66,14 @@ def basis_by_products(x: Any) -> tuple[Any, jax.Array]:
   return basis, core
 
 
-def _stacks(x: Any) -> tuple[jax.Array, ...]:
+def _stacks(x: Matrices) -> tuple[jax.Array, ...]:
   return x.stacks if isinstance(x, Tall) else (x,)
 
 
 @flat_batch
-def orthonormal_frame(x: Any) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+def orthonormal_frame(
+  x: Matrices,
+) -> tuple[Matrices, jax.Array, jax.Array, jax.Array]:
   """The polar frame of the normalised columns of ``x``.
 
   With ``D`` the column norms and ``N = x D^+``, the frame is the polar factor

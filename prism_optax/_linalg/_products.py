@@ -13,14 +13,17 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from prism_optax._linalg._factorizations import map_matrices, no_infinity, svd
-from prism_optax._types import Scalar
+from prism_optax._types import ArrayTree, Scalar
+
+Out = TypeVar('Out')
+Args = ParamSpec('Args')
 
 
 @jax.tree_util.register_dataclass
@@ -39,12 +42,12 @@ class Tall:
   stacks: tuple[jax.Array, ...]
 
   @property
-  def shape(self) -> tuple[Any, ...]:
+  def shape(self) -> tuple[int, np.ndarray, int]:
     """As of an array, but with the heights of all matrices, (k, 1, 1)."""
     counts, heights, ranks = zip(*(x.shape for x in self.stacks), strict=True)
     return sum(counts), np.repeat(heights, counts)[:, None, None], ranks[0]
 
-  def shares(self, tree: Any) -> list[Any]:
+  def shares(self, tree: ArrayTree) -> list[ArrayTree]:
     """For each stack its part of a tree of ``Tall`` and arrays (k, ...)."""
     leaves, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, Tall))
     ends = np.cumsum([len(x) for x in self.stacks])[:-1].tolist()
@@ -57,7 +60,11 @@ class Tall:
     return jax.tree.map(operator.add, self, other)
 
 
-def matmul(a: Any, b: jax.Array) -> Any:
+# Matrices (..., m, r), or several stacks of them.
+Matrices = TypeVar('Matrices', jax.Array, Tall)
+
+
+def matmul(a: Matrices, b: jax.Array) -> Matrices:
   """``a @ b`` at the highest precision the platform has."""
   if isinstance(a, Tall):
     # A TPU's compiler would form b anew in each of the products, and take twice
@@ -69,7 +76,7 @@ def matmul(a: Any, b: jax.Array) -> Any:
   return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def gram(a: Any, b: Any) -> jax.Array:
+def gram(a: Matrices, b: Matrices) -> jax.Array:
   """``a.mT @ b`` at the highest precision the platform has."""
   if isinstance(a, Tall):
     same = a is b
@@ -101,8 +108,10 @@ def at_least_float32(x: jax.typing.ArrayLike) -> jax.Array:
 
 
 def branch(
-  predicate: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]
-) -> Any:
+  predicate: jax.typing.ArrayLike,
+  if_true: Callable[[], Out],
+  if_false: Callable[[], Out],
+) -> Out:
   """``lax.cond`` of two functions without arguments.
 
   Where the predicate is known it is Python's: outside of jit a ``cond`` is
@@ -113,7 +122,7 @@ def branch(
   return if_true() if predicate else if_false()
 
 
-def flat_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
+def flat_batch(fn: Callable[Args, Out]) -> Callable[Args, Out]:
   """Lets ``fn``, written for matrices (b, ., .), take any leading axes.
 
   All arguments must be trees of arrays with the same leading axes and two
@@ -123,13 +132,15 @@ def flat_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
   one holds the matrices of each stack of a ``Tall``, stack by stack.
   """
 
+  of_flat: Callable[..., Out] = fn
+
   @jax.custom_batching.custom_vmap
   def mapped(*args):
     lead = jax.tree.leaves(args)[0].shape[:-2]
     flat = jax.tree.map(lambda a: a.reshape((-1, *a.shape[-2:])), args)
     # A `Tall` has more matrices than each of its stacks.
     lead = (-1, *lead[1:]) if lead else ()
-    return jax.tree.map(lambda y: y.reshape(lead + y.shape[1:]), fn(*flat))
+    return jax.tree.map(lambda y: y.reshape(lead + y.shape[1:]), of_flat(*flat))
 
   @mapped.def_vmap
   def _rule(axis_size, in_batched, *args):
@@ -146,16 +157,16 @@ def flat_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
   # loops are compiled anew at every eager call.
   compiled = jax.jit(mapped)
 
-  @functools.wraps(fn)
   def wrapped(*args):
     # Frames and spectra are never differentiated: the derivative of a
     # factorisation is infinite where singular values meet.
     return compiled(*jax.lax.stop_gradient(args))
 
-  return wrapped
+  out: Callable[..., Out] = functools.wraps(fn)(wrapped)
+  return out
 
 
-def columns_times(x: Any, factors: jax.Array) -> Any:
+def columns_times(x: Matrices, factors: jax.Array) -> Matrices:
   """Columns of (b, m, r) matrices times numbers (b, 1, r) or (b, 1, 1)."""
   if isinstance(x, Tall):
     return Tall(tuple(columns_times(*y) for y in x.shares((x, factors))))
@@ -166,7 +177,7 @@ def safe_reciprocal(x: jax.Array, alive: jax.Array) -> jax.Array:
   return jnp.where(alive, 1 / jnp.where(alive, x, 1), 0)
 
 
-def column_norms(x: Any) -> jax.Array:
+def column_norms(x: Matrices) -> jax.Array:
   """Euclidean norms of the columns, (..., r), without overflow."""
   if isinstance(x, Tall):
     return jnp.concatenate([column_norms(y) for y in x.stacks])
@@ -175,13 +186,12 @@ def column_norms(x: Any) -> jax.Array:
   return (scale * jnp.linalg.norm(x / scale, axis=-2, keepdims=True))[..., 0, :]
 
 
-def qr(x: Any) -> tuple[jax.Array, jax.Array]:
+def qr(x: Matrices) -> tuple[Matrices, jax.Array]:
   """Thin QR of (b, m, r) matrices."""
   if isinstance(x, Tall):
     stacks, triangular = zip(*map(qr, x.stacks), strict=True)
-    q: Any = Tall(stacks)
-    return q, jnp.concatenate(triangular)
-  return map_matrices(lambda a: tuple(jnp.linalg.qr(a)), x)
+    return Tall(stacks), jnp.concatenate(triangular)
+  return map_matrices(lambda a: jnp.linalg.qr(a)[:2], x)
 
 
 def inverse_cholesky(x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from prism_optax._modules._finding import (
   named_leaves,
   other_leaves,
   pairs_by_name,
+  warn_if_mostly_no_adapters,
 )
 from prism_optax._modules._layout import (
   Layout,
@@ -35,5 +36,6 @@ __all__ = [
   'ClippedSum', 'Layout', 'LayoutLike', 'Module', 'ModuleTree', 'Pair',
   'Stacks', 'StepContext', 'describe_pairs', 'find_modules', 'inverse',
   'map_factors', 'map_pairs', 'named_leaves', 'other_leaves', 'pairs_by_name',
+  'warn_if_mostly_no_adapters',
 ]
 # fmt: on

@@ -6,9 +6,10 @@ an optax state holds arrays only.
 
 import dataclasses
 import fnmatch
+import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from prism_optax._modules._layout import (
   Shape,
   find_named,
 )
+from prism_optax._types import Array, ArrayTree
 
 LayoutLike = Layout | Mapping[str, Layout] | Sequence[Pair] | None
 Shapes = Mapping[str, Shape]
@@ -42,7 +44,7 @@ _WHAT_TO_WRITE = (
 )
 
 
-def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
+def named_leaves(tree: ArrayTree) -> tuple[list[str], list[ArrayTree]]:
   """Names ('layers/0/lora_a') and leaves of a tree, in the same order."""
   # A flax Variable is a node with one child, `.value`, which is left out.
   ends = [(jax.tree_util.GetAttrKey(key),) for key in ('value', 'raw_value')]
@@ -190,7 +192,7 @@ def _only_reading(pair: Pair, convention: Convention, shapes: Shapes) -> Layout:
   return readings[0]
 
 
-def pairs_by_name(names: Sequence[str], params: Sequence[Any]) -> list[Pair]:
+def pairs_by_name(names: Sequence[str], params: Sequence[Array]) -> list[Pair]:
   """The ``layout`` for a plain list of arrays whose names stand beside it.
 
   For instance Keras: ``[v.path for v in model.trainable_variables]`` beside
@@ -261,6 +263,59 @@ def _resolve(pair: Pair, shapes: Shapes) -> Module:
   return module
 
 
+def _mostly_no_adapters(
+  modules: Sequence[Module], names: Sequence[str], sizes: Sequence[int]
+) -> str | None:
+  """A sentence if weights, too, are about to be trained; None if not.
+
+  The weight that an adapter changes is meant to be frozen. A head may well be
+  larger than all adapters: beside it nothing is said before nine tenths.
+  """
+  others = other_leaves(modules, len(names))
+  weights = {
+    names[i]
+    for i in others
+    for x in modules
+    if sizes[i] == math.prod(x.stack) * x.n * x.m and x.is_near(names[i])
+  }
+  share = sum(sizes[i] for i in others) / sum(sizes)
+  if not weights and share < 0.9:
+    return None
+  shown = sorted(weights) or [names[i] for i in others]
+  what = ', the weights that adapters change' if weights else ''
+  more = '' if len(shown) < 4 else f' and {len(shown) - 3} more'
+  return (
+    f'{share:.0%} of the entries of params are no factors of adapters:'
+    f' {", ".join(shown[:3])}{more}{what}. They would be clipped, noised and'
+    ' trained as well. If that is not wanted, give the adapters alone, such as'
+    ' nnx.state(model, nnx.LoRAParam).'
+  )
+
+
+def warn_if_mostly_no_adapters(
+  params: optax.Params, layout: LayoutLike = None
+) -> None:
+  """Warns if the filter of trainable parameters has let weights through.
+
+  It reads names and shapes. A tree in which no pairs are found passes, since
+  any model may be trained by an optimizer of optax.
+
+  Args:
+    params: Tree of trainable arrays, or of shapes.
+    layout: See :func:`describe_pairs`.
+  """
+  try:
+    modules = find_modules(params, layout)
+  except ValueError:
+    return
+  names, leaves = named_leaves(params)
+  sizes = [math.prod(np.shape(leaf)) for leaf in leaves]
+  found = _mostly_no_adapters(modules, names, sizes)
+  if found is not None:
+    # To whoever called the function that calls this one.
+    warnings.warn(found, stacklevel=3)
+
+
 def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:
   """A table of the LoRA modules that the transforms see in ``params``.
 
@@ -276,6 +331,9 @@ def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:
   one layer, or layers == r        the leading axes are the stack: no doubt
   ``optax.MaskedNode`` and None    are no leaves
   leaf that is no float            ValueError: frozen leaves do not belong here
+  weights that adapters change     a last line that warns, because the filter
+                                   of trainable parameters let them through
+  nine tenths are no factors       likewise
   ===============================  ============================================
 
   Args:
@@ -286,7 +344,7 @@ def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:
       :class:`Pair` says everything.
 
   Returns:
-    Some lines of text: a row for each module, then the other leaves.
+    Some lines of text: a row for each module, the other leaves, the warning.
 
   Raises:
     ValueError: As in the table, or if shapes do not fit the layout.
@@ -301,7 +359,7 @@ def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:
     other trainable leaves: none
   """
   modules = find_modules(params, layout)
-  names, _ = named_leaves(params)
+  names, leaves = named_leaves(params)
   others = [names[i] for i in other_leaves(modules, len(names))]
   rows = [('module', 'right (n, r)', 'left (m, r)', 'stack', 'scale')]
   rows += [
@@ -314,4 +372,8 @@ def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:
     for row in rows
   ]
   lines.append(f'other trainable leaves: {", ".join(others) or "none"}')
+  sizes = [math.prod(np.shape(leaf)) for leaf in leaves]
+  found = _mostly_no_adapters(modules, names, sizes)
+  if found is not None:
+    lines.append(f'warning: {found}')
   return '\n'.join(lines)

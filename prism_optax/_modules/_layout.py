@@ -7,12 +7,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from prism_optax import _validate
+from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Factors
 
 Array = TypeVar('Array', jax.Array, np.ndarray)
@@ -330,7 +331,17 @@ class Module(NamedTuple):
   def n(self) -> int:
     return math.prod(self.a_axes.matrix.features)
 
-  def read(self, leaves: Sequence[Any], convert: Callable[..., Any]) -> Factors:
+  def is_near(self, name: str) -> bool:
+    """Whether a leaf stands where libraries put the weight of the module."""
+    parents = [self.name, f'{self.name}/base_module']
+    parents.append(self.name.removesuffix('/lora'))
+    if self.name == 'lora' or self.name.startswith('lora_'):
+      parents.append('')  # The tree is a single pair.
+    return name == self.name or name.rpartition('/')[0] in parents
+
+  def read(
+    self, leaves: Sequence[ArrayTree], convert: Callable[..., ArrayTree]
+  ) -> Factors:
     """(k, m, r) and (k, n, r) of the converted leaves, without the scale."""
     left, right = (
       axes.matrix.to_matrices(axes.to_stack(convert(leaves[i])))
@@ -338,7 +349,9 @@ class Module(NamedTuple):
     )
     return Factors(left, right)
 
-  def write(self, leaves: list[Any], factors: tuple[Any, Any]) -> None:
+  def write(
+    self, leaves: list[ArrayTree], factors: Sequence[ArrayTree]
+  ) -> None:
     """Puts factors of any rank into ``leaves``, in the types these have."""
     for (i, axes), matrices in zip(self.sides, factors, strict=True):
       leaf = axes.from_stack(axes.matrix.from_matrices(matrices))

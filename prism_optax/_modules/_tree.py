@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from prism_optax._modules._finding import (
   other_leaves,
 )
 from prism_optax._modules._layout import MatrixAxes, Module
-from prism_optax._types import ArrayTree, Scalar
+from prism_optax._types import Array, ArrayTree, Scalar
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._points import frame_of, map_ranks
 
@@ -40,11 +40,11 @@ class Stacks(NamedTuple):
     others: The leaves that belong to no pair, ``(*lead, *shape)``.
   """
 
-  pairs: tuple[Any, ...]
+  pairs: tuple[ArrayTree, ...]
   others: tuple[jax.Array, ...]
 
   def map_pairs(
-    self, fn: Callable[..., Any], *with_: Sequence[Any]
+    self, fn: Callable[..., ArrayTree], *with_: Sequence[ArrayTree]
   ) -> 'Stacks':
     """``fn(pair, ...)`` of each stack of pairs; other leaves as they are."""
     return self._replace(pairs=map_pairs(fn, self.pairs, *with_))
@@ -63,17 +63,17 @@ class ClippedSum(Stacks):
 
 
 def map_pairs(
-  fn: Callable[..., Any], *stacks: Sequence[Any]
-) -> tuple[Any, ...]:
+  fn: Callable[..., ArrayTree], *stacks: Sequence[ArrayTree]
+) -> tuple[ArrayTree, ...]:
   """``fn`` of one entry of each of ``stacks``, for each group of modules."""
   return tuple(fn(*args) for args in zip(*stacks, strict=True))
 
 
 def map_factors(
-  fn: Callable[[Module, Factors], tuple[Any, Any]],
+  fn: Callable[[Module, Factors], Sequence[Array]],
   params: optax.Params,
   layout: LayoutLike = None,
-  convert: Callable[[Any], Any] = at_least_float32,
+  convert: Callable[[Array], Array] = at_least_float32,
 ) -> optax.Params:
   """The tree with new factors of each module; other leaves as they are.
 
@@ -126,6 +126,11 @@ class ModuleTree:
     params: Tree of trainable arrays.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
+  Attributes:
+    modules: The modules, in the order of their names.
+    names: Of the leaves.
+    treedef: The structure of ``params``.
+
   Raises:
     ValueError: If pairs cannot be found, or a rank is above min(m, n).
   """
@@ -133,7 +138,7 @@ class ModuleTree:
   def __init__(self, params: optax.Params, layout: LayoutLike = None) -> None:
     self.modules = find_modules(params, layout)
     self.names, leaves = named_leaves(params)
-    self._treedef: Any = jax.tree.structure(params)
+    self.treedef: jax.tree_util.PyTreeDef = jax.tree.structure(params)
     self._shapes = [np.shape(leaf) for leaf in leaves]
     # Geometry, sums and noise need float32 at least, whatever the model's type.
     self._dtypes = [
@@ -148,12 +153,12 @@ class ModuleTree:
 
   # From trees of arrays to stacks.
 
-  def _leaves(self, tree: Any, lead: int, what: str) -> list[jax.Array]:
+  def _leaves(self, tree: ArrayTree, lead: int, what: str) -> list[jax.Array]:
     """The leaves of a tree like ``params`` with ``lead`` more leading axes."""
-    if jax.tree.structure(tree) != self._treedef:
+    if jax.tree.structure(tree) != self.treedef:
       raise ValueError(
         f'Expected {what} to have the structure of params, got'
-        f' {jax.tree.structure(tree)} for {self._treedef}.'
+        f' {jax.tree.structure(tree)} for {self.treedef}.'
       )
     leaves = jax.tree.leaves(tree)
     for name, leaf, shape in zip(self.names, leaves, self._shapes, strict=True):
@@ -172,7 +177,10 @@ class ModuleTree:
     return leaves
 
   def _stacked(
-    self, leaves: Sequence[jax.Array], kind: Callable[..., Any], power: float
+    self,
+    leaves: Sequence[jax.Array],
+    kind: Callable[[jax.Array, jax.Array], ArrayTree],
+    power: float,
   ) -> Stacks:
     """Stacks the pairs, multiplied by ``scale ** power``."""
 
@@ -199,7 +207,9 @@ class ModuleTree:
     """
     return self._stacked(self._leaves(params, 0, 'params'), Factors, 0.5)
 
-  def gradients(self, grads: Any, lead: int = 0, what: str = 'grads') -> Stacks:
+  def gradients(
+    self, grads: ArrayTree, lead: int = 0, what: str = 'grads'
+  ) -> Stacks:
     """Gradients with respect to :meth:`factors`, as ``Factors``.
 
     These are the gradients of the leaves divided by the root of the scale.
@@ -208,13 +218,13 @@ class ModuleTree:
     """
     return self._stacked(self._leaves(grads, lead, what), Factors, -0.5)
 
-  def coordinates(self, tree: Any, what: str = 'updates') -> Stacks:
+  def coordinates(self, tree: ArrayTree, what: str = 'updates') -> Stacks:
     """``Tangent`` coordinates from a tree of coordinates."""
     return self._stacked(self._leaves(tree, 0, what), Tangent, 0.0)
 
   # From stacks to trees.
 
-  def tree(self, stacks: Stacks, power: float = 0.0) -> Any:
+  def tree(self, stacks: Stacks, power: float = 0.0) -> ArrayTree:
     """A tree in the shapes of ``params``, in the types of the stacks.
 
     Args:
@@ -225,7 +235,7 @@ class ModuleTree:
     Returns:
       The tree.
     """
-    leaves: list[Any] = [None] * len(self._shapes)
+    leaves: list[ArrayTree] = [None] * len(self._shapes)
     for group, pair in zip(self._groups, stacks.pairs, strict=True):
       sides = [
         axes.from_matrices(x) for axes, x in zip(group.axes, pair, strict=True)
@@ -241,13 +251,13 @@ class ModuleTree:
           leaves[i] = leaf if factor == 1 else leaf * factor
     for i, leaf in zip(self._others, stacks.others, strict=True):
       leaves[i] = leaf
-    return jax.tree.unflatten(self._treedef, leaves)
+    return jax.tree.unflatten(self.treedef, leaves)
 
   def steps(self, new: Stacks, params: optax.Params) -> optax.Updates:
     """Updates that lead from ``params`` to new factors; other leaves pass."""
     leaves, old = jax.tree.leaves(self.tree(new, -0.5)), jax.tree.leaves(params)
     return jax.tree.unflatten(
-      self._treedef,
+      self.treedef,
       [y if i in self._others else y - old[i] for i, y in enumerate(leaves)],
     )
 
@@ -290,7 +300,7 @@ class ModuleTree:
     """
     leaves = jax.tree.leaves(params)
 
-    def known_to_be_zero(leaf: Any) -> bool:
+    def known_to_be_zero(leaf: object) -> bool:
       if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
       here = getattr(leaf, 'is_fully_addressable', True)
@@ -330,15 +340,14 @@ class StepContext:
 
   def is_at(self, params: ArrayTree, layout: LayoutLike) -> bool:
     """Whether these are the very arrays and the layout of this context."""
-    mine: tuple[Any, Any] = jax.tree.flatten(self.params)
-    theirs: tuple[Any, Any] = jax.tree.flatten(params)
+    mine, theirs = jax.tree.leaves(self.params), jax.tree.leaves(params)
     return (
-      mine[1] == theirs[1]
-      and all(x is y for x, y in zip(mine[0], theirs[0], strict=True))
+      jax.tree.structure(params) == self.tree.treedef
+      and all(x is y for x, y in zip(mine, theirs, strict=True))
       and self.layout == layout
     )
 
-  def to_tree(self, stacks: Stacks) -> Any:
+  def to_tree(self, stacks: Stacks) -> ArrayTree:
     """The coordinates as a tree in the shapes of the parameters.
 
     Args:

@@ -1,14 +1,15 @@
 """Follows a batch through the equations of a program, loops and calls too."""
 
 import collections
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from jax.extend import core
 
-from prism_optax._proofs import _facts, _known
-from prism_optax._proofs._equations import CALLS, line_of
-from prism_optax._proofs._facts import Closed, Fact
+from prism_optax._proofs import _equations, _facts, _known
+from prism_optax._proofs._equations import CALLS, Program, line_of, parted
+from prism_optax._proofs._facts import Closed, Equation, Fact, shape_of
 from prism_optax._proofs._indexing import INDEXING
 from prism_optax._proofs._labels import (
   VMAP,
@@ -21,9 +22,11 @@ from prism_optax._proofs._labels import (
   need,
   whole,
 )
-from prism_optax._proofs._rules import RULES, Equation, lifted, shape_of
+from prism_optax._proofs._rules import RULES, lifted
 
 _ALL_RULES = RULES | INDEXING
+# What a rule raises at parameters of another version of JAX.
+_NOT_UNDERSTOOD = LookupError, AttributeError, TypeError, ValueError
 
 
 class Value(NamedTuple):
@@ -42,37 +45,26 @@ class Analysis:
     self.waits: dict[str, None] = {}  # Loops that end by what examples hold.
     self.derivatives: dict[str, None] = {}
     self.closed: dict[str, None] = {}
-    self._known: dict[Any, list[Value]] = {}
+    self._known: dict[tuple[int, tuple[Value, ...]], list[Value]] = {}
     self._counted: set[int] = set()
     self._depth = 0
     self._where = 'an unknown line'
 
-  def run(self, program: Any, values: Sequence[Value]) -> list[Value]:
+  def run(self, program: Program, values: Sequence[Value]) -> list[Value]:
     """The values of a jaxpr's results, from those of its arguments."""
-    jaxpr = getattr(program, 'jaxpr', program)
+    jaxpr = _equations.opened(program)
     key = id(jaxpr), tuple(values)
     if key in self._known:
       return self._known[key]
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
-    env |= {x: self._closed(x.aval) for x in jaxpr.constvars}
-
-    def read(atom: Any) -> Value:
-      if isinstance(atom, core.Literal):
-        return self._closed(atom.aval)
-      return env[atom]
-
-    for eqn in jaxpr.eqns:
-      if id(jaxpr) not in self._counted:
-        self.counts[eqn.primitive.name] += 1
-      found = self._equation(eqn, [read(x) for x in eqn.invars])
-      env.update(zip(eqn.outvars, found, strict=True))
-    self._counted.add(id(jaxpr))
-    out = [read(x) for x in jaxpr.outvars]
+    if id(jaxpr) not in self._counted:
+      self._counted.add(id(jaxpr))
+      self.counts.update(x.primitive.name for x in jaxpr.eqns)
+    out = _equations.run(jaxpr, values, self._closed, self._equation)
     if not any(isinstance(x.label, Mixed) for x in out):  # It names a line.
       self._known[key] = out
     return out
 
-  def _closed(self, aval: Any) -> Value:
+  def _closed(self, aval: object) -> Value:
     shape = tuple(getattr(aval, 'shape', ()))
     if shape[:1] != (self.size,):
       return Value()
@@ -80,25 +72,25 @@ class Analysis:
     self.closed[name] = None
     return Value(None, Closed(whole(self.size, len(shape)), name))
 
-  def _equation(self, eqn: Any, values: list[Value]) -> list[Value]:
+  def _equation(self, eqn: core.JaxprEqn, values: list[Value]) -> list[Value]:
     # What a library traced once has no line of its own, but its caller's.
-    outside, name = self._where, eqn.primitive.name
+    outside, why = self._where, ''
     self._where = line_of(eqn) or outside
     try:
       found = self._results(eqn, values)
       for value, variable in zip(found, eqn.outvars, strict=True):
         check_shape(value.label, shape_of(variable))
     except RefusedError as refused:
-      offence = f'{name} at {self._where} {refused.what}. Instead:'
-      found = [Value(Mixed(f'{offence} {refused.instead}'))] * len(eqn.outvars)
-    except (LookupError, AttributeError, TypeError, ValueError) as error:
-      # Parameters of another version of JAX: not known, hence not proved.
-      offence = f'{name} at {self._where} is not understood ({error!r})'
-      found = [Value(Mixed(f'{offence}. Instead: {VMAP}'))] * len(eqn.outvars)
+      why = str(refused)
+    except _NOT_UNDERSTOOD as error:  # Not known, hence not proved.
+      why = f'is not understood ({error!r}). Instead: {VMAP}'
+    if why:
+      offence = Mixed(f'{eqn.primitive.name} at {self._where} {why}')
+      found = [Value(offence)] * len(eqn.outvars)
     self._where = outside
     return found
 
-  def _results(self, eqn: Any, values: list[Value]) -> list[Value]:
+  def _results(self, eqn: core.JaxprEqn, values: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     need(
       eqn.primitive in _known.PRIMITIVES,
@@ -107,21 +99,22 @@ class Analysis:
     )
     if name in CALLS:
       if name in ('custom_jvp_call', 'custom_vjp_call'):
-        self.derivatives[f'{eqn.params.get("name", name)} ({self._where})'] = (
-          None
-        )
+        called = f'{eqn.params.get("name", name)} ({self._where})'
+        self.derivatives[called] = None
       return self.run(eqn.params[CALLS[name]], values)
     ends = (*eqn.invars, *eqn.outvars)
     pure = 'return values; write to no memory and call no Python'
     refs = any('Ref' in type(x.aval).__name__ for x in ends)
     need(not refs, 'has memory that is written to', pure)
     if name in _LOOPS:
-      return _LOOPS[name](self, eqn.params, values)
+      return _LOOPS[name](self, eqn, values)
     if not eqn.outvars:
       return []
     need(not eqn.effects, 'does more than return a value', pure)
     if name == 'custom_linear_solve':
-      return self._linear_solve(eqn.params, values)
+      lengths = eqn.params['const_lengths']
+      _, _, consts, _, given = parted(values, *lengths)
+      return self.run(eqn.params['jaxprs'].solve, consts + given)
     known = name in _ALL_RULES or name in _known.FUNCTIONS
     need(known, 'is not known to be a function of its operands', pure)
     e = Equation(eqn, self.size, [x.fact for x in values])
@@ -140,7 +133,7 @@ class Analysis:
       return [_facts.fact_of(e)] if len(out) == 1 else [None] * len(out)
     try:
       layouts = _labels_of(e, closed)
-    except (RefusedError, LookupError, AttributeError, TypeError, ValueError):
+    except (RefusedError, *_NOT_UNDERSTOOD):
       layouts = [None] * len(out)
     name = next(x.name for x in e.facts if isinstance(x, Closed))
     facts: list[Fact] = []
@@ -157,66 +150,56 @@ class Analysis:
       facts.append(None if rows is None else Closed(rows, name))
     return facts
 
-  def _linear_solve(self, p: Any, values: list[Value]) -> list[Value]:
-    lengths = p['const_lengths']
-    first = lengths.matvec + lengths.vecmat
-    consts = values[first : first + lengths.solve]
-    return self.run(p['jaxprs'].solve, consts + values[sum(lengths) :])
-
-  def _cond(self, p: Any, values: list[Value]) -> list[Value]:
+  def _cond(self, eqn: core.JaxprEqn, values: list[Value]) -> list[Value]:
     predicate = values[0].label
     self._note_wait('cond', predicate)
-    branches = [self.run(branch, values[1:]) for branch in p['branches']]
-    out = [x.label for x in branches[0]]
-    for branch in branches[1:]:
-      out = [join(x, y.label) for x, y in zip(out, branch, strict=True)]
-    shapes = [x.shape for x in p['branches'][0].out_avals]
-    return [
-      Value(_governed(x, predicate, len(shape)))
-      for x, shape in zip(out, shapes, strict=True)
-    ]
+    branches = [self.run(x, values[1:]) for x in eqn.params['branches']]
+    labels = (
+      functools.reduce(join, (x.label for x in outs))
+      for outs in zip(*branches, strict=True)
+    )
+    return _governed(eqn, labels, predicate)
 
-  def _while(self, p: Any, values: list[Value]) -> list[Value]:
-    first, second = p['cond_nconsts'], p['body_nconsts']
-    consts, more = values[:first], values[first : first + second]
-    carry = [Value(x.label) for x in values[first + second :]]
-    shapes = [x.shape for x in p['body_jaxpr'].out_avals]
-    while True:
-      (predicate,) = self.run(p['cond_jaxpr'], consts + carry)
+  def _while(self, eqn: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    p = eqn.params
+    consts, more, carry = parted(values, p['cond_nconsts'], p['body_nconsts'])
+
+    def once(carry: list[Value]) -> tuple[list[Value], Label]:
+      ((predicate, _),) = self.run(p['cond_jaxpr'], consts + carry)
       body = self.run(p['body_jaxpr'], more + carry)
       # With a predicate for each example, which are the leading axes, a row
       # stays as it is where its predicate is False.
-      new = [
-        Value(_governed(join(a.label, b.label), predicate.label, len(shape)))
-        for a, b, shape in zip(carry, body, shapes, strict=True)
-      ]
-      if new == carry:
-        self._note_wait('while', predicate.label)
-        return carry
-      carry = new
+      labels = (
+        join(a.label, b.label) for a, b in zip(carry, body, strict=True)
+      )
+      return _governed(eqn, labels, predicate), predicate
+
+    carry, predicate = _equations.settled([Value(x.label) for x in carry], once)
+    self._note_wait('while', predicate)
+    return carry
 
   def _note_wait(self, name: str, predicate: Label) -> None:
     if predicate is not None:
       self.waits[f'{name} at {self._where}'] = None
 
-  def _scan(self, p: Any, values: list[Value]) -> list[Value]:
-    first, second = p['num_consts'], p['num_carry']
-    consts = values[:first]
-    carry = [Value(x.label) for x in values[first : first + second]]
+  def _scan(self, eqn: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    p = eqn.params
+    consts, carry, items = parted(values, p['num_consts'], p['num_carry'])
     self._depth += 1
     depth = self._depth
-    rows = [_entered(x, depth) for x in values[first + second :]]
-    while True:
-      out = self.run(p['jaxpr'], [*consts, *carry, *rows])
-      new = [
+    rows = [_entered(x, depth) for x in items]
+
+    def once(carry: list[Value]) -> tuple[list[Value], list[Value]]:
+      out = self.run(p['jaxpr'], consts + carry + rows)
+      after, stacked = parted(out, len(carry))
+      return [
         Value(join(a.label, self._carried(b.label, depth)))
-        for a, b in zip(carry, out[:second], strict=True)
-      ]
-      if new == carry:
-        break
-      carry = new
+        for a, b in zip(carry, after, strict=True)
+      ], stacked
+
+    carry, stacked = _equations.settled([Value(x.label) for x in carry], once)
     self._depth -= 1
-    return carry + [Value(_left(x.label, depth)) for x in out[second:]]
+    return carry + [Value(_left(x.label, depth)) for x in stacked]
 
   def _carried(self, label: Label, depth: int) -> Label:
     if isinstance(label, Batched) and depth in dict(label.rounds):
@@ -227,7 +210,9 @@ class Analysis:
     return label
 
 
-_LOOPS: dict[str, Callable[[Analysis, Any, list[Value]], list[Value]]] = {
+_LOOPS: dict[
+  str, Callable[[Analysis, core.JaxprEqn, list[Value]], list[Value]]
+] = {
   'cond': Analysis._cond,
   'while': Analysis._while,
   'scan': Analysis._scan,
@@ -259,9 +244,16 @@ def _labels_of(e: Equation, labels: Sequence[Label]) -> list[Label]:
   return found if isinstance(found, list) else [found] * len(e.outs)
 
 
-def _governed(label: Label, predicate: Label, ndim: int) -> Label:
-  """The label of a value that a predicate of the leading axes has chosen."""
-  return label if predicate is None else join(lifted(predicate, ndim), label)
+def _governed(
+  eqn: core.JaxprEqn, labels: Iterable[Label], predicate: Label
+) -> list[Value]:
+  """Results that a predicate of the leading axes has chosen."""
+  if predicate is None:
+    return [Value(x) for x in labels]
+  return [
+    Value(join(lifted(predicate, len(shape_of(variable))), label))
+    for label, variable in zip(labels, eqn.outvars, strict=True)
+  ]
 
 
 def _meet(one: Batched, other: Batched) -> bool:

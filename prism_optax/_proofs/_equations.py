@@ -1,29 +1,105 @@
-"""Equations of a jaxpr: the jaxprs inside of them, and their source lines."""
+"""Programs of JAX: jaxprs, the equations in them, and their source lines."""
 
 import os
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
+import jax
 from jax._src import source_info_util
+from jax.extend import core
+
+from prism_optax._types import ArrayTree
+
+Program: TypeAlias = core.Jaxpr | core.ClosedJaxpr
+Known = TypeVar('Known')
+Beside = TypeVar('Beside')
 
 # Primitives that call one jaxpr, and the parameter that holds it. A
 # `custom_vmap_call` that is left runs its own function, not its rule.
 CALLS = {
-  'jit': 'jaxpr',
-  'pjit': 'jaxpr',
-  'remat2': 'jaxpr',
-  'checkpoint': 'jaxpr',
-  'closed_call': 'call_jaxpr',
-  'core_call': 'call_jaxpr',
-  'custom_jvp_call': 'call_jaxpr',
-  'custom_vjp_call': 'call_jaxpr',
+  'jit': 'jaxpr', 'pjit': 'jaxpr', 'remat2': 'jaxpr', 'checkpoint': 'jaxpr',
+  'closed_call': 'call_jaxpr', 'core_call': 'call_jaxpr',
+  'custom_jvp_call': 'call_jaxpr', 'custom_vjp_call': 'call_jaxpr',
   'custom_vmap_call': 'call',
-}
+}  # fmt: skip
 
 
-def line_of(equation: Any) -> str | None:
+def opened(program: Program) -> core.Jaxpr:
+  """A jaxpr without its constants, whether it is closed or not."""
+  if not isinstance(program, core.ClosedJaxpr):
+    return program
+  jaxpr: core.Jaxpr = program.jaxpr
+  return jaxpr
+
+
+def run(
+  program: Program,
+  values: Sequence[Known],
+  constant: Callable[[object], Known],
+  step: Callable[[core.JaxprEqn, list[Known]], Sequence[Known]],
+) -> list[Known]:
+  """What is known of a program's results.
+
+  Args:
+    program: Closed or not.
+    values: What is known of its arguments.
+    constant: What is known of a constant with such an ``aval``.
+    step: What is known of the results of an equation, from what is known of its
+      operands.
+  """
+  jaxpr = opened(program)
+  known = dict(zip(jaxpr.invars, values, strict=True))
+  known |= {x: constant(x.aval) for x in jaxpr.constvars}
+
+  def read(x: core.Var | core.Literal) -> Known:
+    return constant(x.aval) if isinstance(x, core.Literal) else known[x]
+
+  for equation in jaxpr.eqns:
+    made = step(equation, [read(x) for x in equation.invars])
+    known.update(zip(equation.outvars, made, strict=True))
+  return [read(x) for x in jaxpr.outvars]
+
+
+def settled(
+  carry: list[Known], once: Callable[[list[Known]], tuple[list[Known], Beside]]
+) -> tuple[list[Known], Beside]:
+  """What another round of a loop does not change.
+
+  Args:
+    carry: What is known of the carry before the first round.
+    once: What is known of the carry after one more round, which says no more
+      than it did before, and what else the round gives.
+
+  Returns:
+    The carry, and what else the last round gives.
+  """
+  while True:
+    new, beside = once(carry)
+    if new == carry:
+      return carry, beside
+    carry = new
+
+
+def parted(values: Sequence[Known], *sizes: int) -> list[list[Known]]:
+  """Parts of these sizes, and the rest."""
+  parts, start = [], 0
+  for size in sizes:
+    parts.append(list(values[start : start + size]))
+    start += size
+  return [*parts, list(values[start:])]
+
+
+def line_of(equation: core.JaxprEqn) -> str | None:
   """``file.py:12 (function)`` in the user's code, or None if there is none."""
   frame = source_info_util.user_frame(equation.source_info.traceback)
   if frame is None:
     return None
   file = os.path.basename(frame.file_name)
   return f'{file}:{frame.start_line} ({frame.function_name})'
+
+
+def names_of(tree: ArrayTree) -> list[str]:
+  """The paths of the leaves of a tree, to name them."""
+  return [
+    jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)
+  ]

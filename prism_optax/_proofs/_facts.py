@@ -7,13 +7,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+from jax.extend import core
+
 from prism_optax._proofs._labels import (
   Batched,
   Digit,
   RefusedError,
   regrouped,
 )
-from prism_optax._proofs._rules import Equation
 
 
 class Position(NamedTuple):
@@ -49,6 +51,41 @@ Fact: TypeAlias = Position | Columns | Never | Closed | None
 _WIDE = ('int32', 'int64', 'uint32', 'uint64')
 
 
+class Equation:
+  """What a rule looks at.
+
+  Attributes:
+    name: Of the primitive.
+    params: Of the primitive.
+    size: B, the number of examples.
+    ins: Shapes of the operands.
+    outs: Shapes of the results.
+    types: Types of operands and results.
+    facts: What is known of the values of the operands.
+  """
+
+  def __init__(
+    self, eqn: core.JaxprEqn, size: int, facts: Sequence[Fact]
+  ) -> None:
+    self.name, self.params, self.size = eqn.primitive.name, eqn.params, size
+    self.ins = [shape_of(x) for x in eqn.invars]
+    self.outs = [shape_of(x) for x in eqn.outvars]
+    self.types = [
+      getattr(x.aval, 'dtype', None) for x in (*eqn.invars, *eqn.outvars)
+    ]
+    self.facts = facts
+    self._invars = eqn.invars
+
+  def is_zero(self, operand: int) -> bool:
+    """Whether an operand is written into the program as a 0."""
+    x = self._invars[operand]
+    return isinstance(x, core.Literal) and bool(np.all(x.val == 0))
+
+
+def shape_of(variable: core.Var | core.Literal) -> tuple[int, ...]:
+  return tuple(getattr(variable.aval, 'shape', ()))
+
+
 def columns(fact: Fact, shape: Sequence[int]) -> dict[int, int]:
   """From columns of an array of indices to the axes that they count."""
   last = len(shape) - 1
@@ -64,8 +101,7 @@ def fact_of(e: Equation) -> Fact:
   if e.name == 'iota':
     return Position(e.params['dimension']) if wide else None
   if e.name == 'select_n' and isinstance(first, Never):
-    found: Fact = e.facts[1] if e.ins[1] == shape else None
-    return found
+    return e.facts[1] if e.ins[1] == shape else None
   if e.name == 'concatenate' and e.params['dimension'] == len(shape) - 1:
     pairs, start = [], 0
     for fact, operand in zip(e.facts, e.ins, strict=True):
@@ -98,7 +134,4 @@ def _reshaped(
     axes = regrouped(digits, after)
   except RefusedError:
     return None
-  for axis, own in enumerate(axes):
-    if own == (count,):
-      return Position(axis)
-  return None
+  return Position(axes.index((count,))) if (count,) in axes else None

@@ -8,104 +8,43 @@ number. What no rule covers is refused: a primitive that is not known costs a
 proof, never its truth.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from prism_optax._proofs._analysis import Analysis, Value
+from prism_optax._proofs._equations import names_of
+from prism_optax._proofs._facts import shape_of
 from prism_optax._proofs._labels import Label, Mixed, whole
 from prism_optax._proofs._proof import Proof
-from prism_optax._proofs._rules import shape_of
+from prism_optax._types import ArrayTree
 
 
-class Program(NamedTuple):
-  """A traced function of a batch.
-
-  Attributes:
-    jaxpr: Closed.
-    axes: Of each argument 0 or None.
-    size: B.
-    names: Of the results, paths in their tree.
-    has_argument: Whether an argument of the batch is closed over as well.
-  """
-
-  jaxpr: Any
-  axes: tuple[int | None, ...]
-  size: int
-  names: tuple[str, ...]
-  has_argument: bool
-
-
-def trace(
-  function: Callable[..., Any], args: Sequence[Any], in_axes: Any
-) -> Program:
-  """Traces a function, see :func:`prove_independent`."""
-  axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-  if len(axes) != len(args) or not set(axes) <= {0, None}:
-    raise ValueError(
-      'Expected in_axes to be 0 or None, one for all or a tuple with one for'
-      f' each of {len(args)} arguments, got {in_axes=}.'
-    )
-  flat: list[int | None] = []
-  rows: list[Any] = []
-  for axis, arg in zip(axes, args, strict=True):
-    leaves = jax.tree.leaves(arg)
-    rows += leaves if axis == 0 else []
-    flat += [axis] * len(leaves)
-  firsts = {np.shape(x)[:1] for x in rows}
-  if len(firsts) != 1 or max(firsts) < (2,):
-    raise ValueError(
-      'Expected the arguments with in_axes=0 to be arrays (B, ...) with one'
-      ' batch of at least 2 examples, got the first axes'
-      f' {sorted(firsts)}.'
-    )
-  ((size,),) = firsts
-  jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  paths = [path for path, _ in jax.tree.leaves_with_path(shapes)]
-  closed = {id(getattr(x, 'val', x)) for x in jaxpr.consts}
-  return Program(
-    jaxpr,
-    tuple(flat),
-    size,
-    tuple(map(jax.tree_util.keystr, paths)),
-    bool(closed & {id(x) for x in rows}),
-  )
-
-
-def analyse(program: Program) -> Proof:
-  """The proof for a traced function."""
-  jaxpr, axes, size = program.jaxpr, program.axes, program.size
-  if program.has_argument:
-    return Proof(
-      _claim(size),
-      'the function closes over an array that is also an argument of the'
-      ' batch. Instead: use the argument, so that its rows can be followed',
-    )
-  arguments = [shape_of(x) for x in jaxpr.jaxpr.invars]
+def _followed(
+  jaxpr: core.ClosedJaxpr, names: list[str], of_batch: list[bool], size: int
+) -> Proof:
+  """The proof, from which arguments have a batch of this size."""
   analysis = Analysis(size)
-  found = analysis.run(
-    jaxpr,
-    [
-      Value(None if axis is None else whole(size, len(shape)))
-      for axis, shape in zip(axes, arguments, strict=True)
-    ],
-  )
+  values = [
+    Value(whole(size, len(shape_of(variable))) if x else None)
+    for x, variable in zip(of_batch, jaxpr.jaxpr.invars, strict=True)
+  ]
+  found = analysis.run(jaxpr, values)
   offences = [
     _offence(name, value.label, size, len(shape_of(variable)))
     for name, value, variable in zip(
-      program.names, found, jaxpr.jaxpr.outvars, strict=True
+      names, found, jaxpr.jaxpr.outvars, strict=True
     )
   ]
-  batched = sum(x == 0 for x in axes)
   counts = ', '.join(f'{n} {x}' for x, n in analysis.counts.most_common())
   return Proof(
     _claim(size),
     next((x for x in offences if x is not None), None),
     (
-      f'enter: {batched} arrays of {size} examples,'
-      f' {len(axes) - batched} that are the same for all',
+      f'enter: {sum(of_batch)} arrays of {size} examples,'
+      f' {len(of_batch) - sum(of_batch)} that are the same for all',
       f'leave: {len(found)} arrays',
       f'equations: {analysis.counts.total()} ({counts})',
       *(
@@ -157,8 +96,8 @@ def _assumptions(analysis: Analysis) -> tuple[str, ...]:
 
 
 def prove_independent(
-  function: Callable[..., Any],
-  *args: Any,
+  function: Callable[..., ArrayTree],
+  *args: ArrayTree,
   in_axes: int | tuple[int | None, ...] | None = 0,
 ) -> Proof:
   """Proves that row i of every output depends on example i alone.
@@ -224,4 +163,31 @@ def prove_independent(
     >>> bool(proof), 'reduces over the batch axis' in proof.offence
     (False, True)
   """
-  return analyse(trace(function, args, in_axes))
+  axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+  if len(axes) != len(args) or not set(axes) <= {0, None}:
+    raise ValueError(
+      'Expected in_axes to be 0 or None, one for all or a tuple with one for'
+      f' each of {len(args)} arguments, got {in_axes=}.'
+    )
+  leaves = [
+    (x, axis == 0)
+    for axis, arg in zip(axes, args, strict=True)
+    for x in jax.tree.leaves(arg)
+  ]
+  firsts = {np.shape(x)[:1] for x, of_batch in leaves if of_batch}
+  if len(firsts) != 1 or max(firsts) < (2,):
+    raise ValueError(
+      'Expected the arguments with in_axes=0 to be arrays (B, ...) with one'
+      ' batch of at least 2 examples, got the first axes'
+      f' {sorted(firsts)}.'
+    )
+  ((size,),) = firsts
+  jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+  closed = {id(getattr(x, 'val', x)) for x in jaxpr.consts}
+  if closed & {id(x) for x, of_batch in leaves if of_batch}:
+    return Proof(
+      _claim(size),
+      'the function closes over an array that is also an argument of the'
+      ' batch. Instead: use the argument, so that its rows can be followed',
+    )
+  return _followed(jaxpr, names_of(shapes), [x for _, x in leaves], size)

@@ -3,22 +3,16 @@
 from collections.abc import Sequence
 
 from prism_optax._proofs import _facts
+from prism_optax._proofs._facts import Equation
 from prism_optax._proofs._labels import (
   Batched,
   Digit,
-  Digits,
   Label,
   common,
   need,
   simplified,
 )
-from prism_optax._proofs._rules import (
-  Equation,
-  Result,
-  Rule,
-  lifted,
-  need_other_axes,
-)
+from prism_optax._proofs._rules import Result, Rule, lifted, need_other_axes
 
 _LOOK_UP = 'jnp.take_along_axis(x, index, 1), or jax.vmap over the examples'
 
@@ -26,23 +20,24 @@ _LOOK_UP = 'jnp.take_along_axis(x, index, 1), or jax.vmap over the examples'
 def _cut(
   label: Batched, axis: int, first: int, size: int, step: int = 1
 ) -> Batched:
-  """Some of the rows of an axis."""
+  """Some of the rows of an axis, which may say nothing of the batch."""
   digits = label.axes[axis]
+  if not digits:
+    return label
   need(
     len(digits) == 1,
     'cuts the batch axis where tokens and examples share it',
     'reshape to (batch, tokens, ...) first',
   )
   weight = digits[0].weight
-  axes: list[Digits] = list(label.axes)
-  axes[axis] = simplified([Digit(size, weight * step)])
-  return Batched(tuple(axes), label.start + first * weight, label.rounds)
+  rows = simplified([Digit(size, weight * step)])
+  return label.with_axis(axis, rows, label.start + first * weight)
 
 
 def _slice(e: Equation, label: Batched) -> Result:
   p, shape = e.params, e.outs[0]
   for a, first in enumerate(p['start_indices']):
-    if label.axes[a] and shape[a] != e.ins[0][a]:
+    if shape[a] != e.ins[0][a]:
       step = 1 if p['strides'] is None else p['strides'][a]
       label = _cut(label, a, first, shape[a], step)
   return label
@@ -50,17 +45,13 @@ def _slice(e: Equation, label: Batched) -> Result:
 
 def _split(e: Equation, label: Batched) -> Result:
   axis, sizes = e.params['axis'], [int(x) for x in e.params['sizes']]
-  if not label.axes[axis]:
-    return label
   starts = [sum(sizes[:k]) for k in range(len(sizes))]
   return [_cut(label, axis, *x) for x in zip(starts, sizes, strict=True)]
 
 
 def _unstack(e: Equation, label: Batched) -> Result:
   axis, count = e.params['axis'], e.ins[0][e.params['axis']]
-  rows = [
-    _cut(label, axis, k, 1) if label.axes[axis] else label for k in range(count)
-  ]
+  rows = [_cut(label, axis, k, 1) for k in range(count)]
   return [x.with_axes((*x.axes[:axis], *x.axes[axis + 1 :])) for x in rows]
 
 
@@ -77,20 +68,12 @@ def _joined(axis: int, sizes: Sequence[int], labels: Sequence[Label]) -> Label:
   (weight,) = weights if len(weights) == 1 else {0}
   start = parts[0].start
   for size, part in zip(sizes, parts, strict=True):
-    other = (*part.axes[:axis], *part.axes[axis + 1 :]), part.rounds
-    need(
-      weight > 0
-      and other
-      == ((*parts[0].axes[:axis], *parts[0].axes[axis + 1 :]), parts[0].rounds)
-      and part.axes[axis] == simplified([Digit(size, weight)])
-      and part.start == start,
-      shift,
-      instead,
-    )
+    rows = simplified([Digit(size, weight)])
+    follows = part == parts[0].with_axis(axis, rows, start)
+    need(weight > 0 and follows, shift, instead)
     start += size * weight
-  axes: list[Digits] = list(parts[0].axes)
-  axes[axis] = simplified([Digit(sum(sizes), weight)])
-  return Batched(tuple(axes), parts[0].start, parts[0].rounds)
+  rows = simplified([Digit(sum(sizes), weight)])
+  return parts[0].with_axis(axis, rows, parts[0].start)
 
 
 def _concatenate(e: Equation, *labels: Label) -> Result:
@@ -143,69 +126,51 @@ def _pad(e: Equation, *labels: Label) -> Result:
   return common(found, value)
 
 
-def _dynamic_slice(e: Equation, label: Label, *indices: Label) -> Result:
-  need(not any(indices), 'cuts at a place that depends on the example')
-  need_other_axes(
-    label,
-    [a for a, size in enumerate(e.ins[0]) if e.outs[0][a] != size],
-    'cuts out of the batch axis at a computed place',
-    'use jax.vmap or jax.lax.map over the examples',
-  )
-  return label
+def _at_a_place(operands: int) -> Rule:
+  """Cuts, or writes an operand into another, at places that are computed."""
 
+  def rule(e: Equation, *labels: Label) -> Result:
+    need(
+      not any(labels[operands:]), 'goes to a place that depends on the example'
+    )
+    label = common(*labels[:operands])
+    part = e.outs[0] if operands == 1 else e.ins[1]
+    need_other_axes(
+      label,
+      [a for a, size in enumerate(e.ins[0]) if part[a] != size],
+      'cuts or writes the batch axis at a computed place',
+      'use jax.vmap or jax.lax.map over the examples',
+    )
+    return label
 
-def _dynamic_update_slice(
-  e: Equation, operand: Label, update: Label, *indices: Label
-) -> Result:
-  need(not any(indices), 'writes to a place that depends on the example')
-  label = common(operand, update)
-  need_other_axes(
-    label,
-    [a for a, size in enumerate(e.ins[0]) if e.ins[1][a] != size],
-    'writes into the batch axis at a computed place',
-    'use jax.vmap or jax.lax.map over the examples',
-  )
-  return label
+  return rule
 
 
 def _gather(e: Equation, operand: Label, indices: Label) -> Result:
-  d, sizes = e.params['dimension_numbers'], e.params['slice_sizes']
-  of_indices = [i for i in range(len(e.outs[0])) if i not in d.offset_dims]
+  d, shape = e.params['dimension_numbers'], e.ins[0]
+  rank = len(e.outs[0])
+  of_indices = [i for i in range(rank) if i not in d.offset_dims]
   gone = (*d.collapsed_slice_dims, *d.operand_batching_dims)
-  window = [i for i in range(len(e.ins[0])) if i not in gone]
-
-  def placed(label: Batched, moves: dict[int, int]) -> Batched:
-    axes: list[Digits] = [()] * len(e.outs[0])
-    for a, digits in enumerate(label.axes):
-      if digits:
-        axes[moves[a]] = digits
-    return label.with_axes(axes)
-
+  window = [i for i in range(len(shape)) if i not in gone]
+  moves: dict[int, int | None] = dict(enumerate(of_indices))
+  moves[len(e.ins[1]) - 1] = None
   out: list[Label] = []
   if isinstance(indices, Batched):
-    last = len(e.ins[1]) - 1
-    need_other_axes(
-      indices, [last], 'takes an example for a coordinate', _LOOK_UP
-    )
-    out.append(placed(indices, dict(enumerate(of_indices))))
+    what = 'takes an example for a coordinate'
+    out.append(indices.placed(rank, moves, what, _LOOK_UP))
   if isinstance(operand, Batched):
     moves = {}
-    for a, digits in enumerate(operand.axes):
-      if not digits:
-        continue
-      if a in d.operand_batching_dims:
-        k = d.operand_batching_dims.index(a)
-        moves[a] = of_indices[d.start_indices_batching_dims[k]]
-      elif a in window:
-        whole = sizes[a] == e.ins[0][a]
-        need(whole, 'picks out of the batch axis', _LOOK_UP)
-        moves[a] = d.offset_dims[window.index(a)]
-      else:
-        own = _own_row(e, a, d.start_index_map)
-        need(own is not None, 'picks examples by a computed index', _LOOK_UP)
-        assert own is not None
-        moves[a] = of_indices[own]
-    out.append(placed(operand, moves))
+    for a in range(len(shape)):
+      own = _own_row(e, a, d.start_index_map)
+      moves[a] = None if own is None else of_indices[own]
+    for a, to in zip(
+      d.operand_batching_dims, d.start_indices_batching_dims, strict=True
+    ):
+      moves[a] = of_indices[to]
+    for a, to in zip(window, d.offset_dims, strict=True):
+      moves[a] = to if e.params['slice_sizes'][a] == shape[a] else None
+    what = 'picks examples by a computed index'
+    out.append(operand.placed(rank, moves, what, _LOOK_UP))
   return common(*out)
 
 
@@ -237,28 +202,16 @@ def _scatter(
     if own is not None:
       partner[own] = a
 
-  def placed(label: Batched, moves: dict[int, int | None]) -> Batched:
-    axes: list[Digits] = [()] * len(shape)
-    for a, digits in enumerate(label.axes):
-      if digits:
-        to = moves[a]
-        need(
-          to is not None, 'writes of several examples to one place', _LOOK_UP
-        )
-        assert to is not None
-        axes[to] = digits
-    return label.with_axes(axes)
-
+  moves = {q: partner.get(q) for q in range(len(e.ins[1]))}
+  what = 'writes of several examples to one place'
   out: list[Label] = [operand]
   if isinstance(indices, Batched):
-    moves = {q: partner.get(q) for q in range(len(e.ins[1]))}
-    out.append(placed(indices, moves))
+    out.append(indices.placed(len(shape), moves, what, _LOOK_UP))
   if isinstance(updates, Batched):
     moves = {u: partner.get(q) for q, u in enumerate(of_indices)}
-    for k, u in enumerate(d.update_window_dims):
-      whole = e.ins[2][u] == shape[window[k]]
-      moves[u] = window[k] if whole else None
-    out.append(placed(updates, moves))
+    for a, u in zip(window, d.update_window_dims, strict=True):
+      moves[u] = a if e.ins[2][u] == shape[a] else None
+    out.append(updates.placed(len(shape), moves, what, _LOOK_UP))
   return common(*out)
 
 
@@ -269,8 +222,8 @@ INDEXING: dict[str, Rule] = {
   'concatenate': _concatenate,
   'stack': _stack,
   'pad': _pad,
-  'dynamic_slice': _dynamic_slice,
-  'dynamic_update_slice': _dynamic_update_slice,
+  'dynamic_slice': _at_a_place(1),
+  'dynamic_update_slice': _at_a_place(2),
   'gather': _gather,
   **dict.fromkeys(
     (

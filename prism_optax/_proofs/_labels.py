@@ -8,7 +8,8 @@ reshapes, transposes, and cutting the batch and joining it again.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 
@@ -50,6 +51,34 @@ class Batched:
     """With so many axes, the new ones behind."""
     return self.with_axes((*self.axes, *((),) * (ndim - len(self.axes))))
 
+  def with_axis(self, axis: int, digits: Digits, start: int) -> 'Batched':
+    """With other rows along an axis."""
+    axes = (*self.axes[:axis], digits, *self.axes[axis + 1 :])
+    return Batched(axes, start, self.rounds)
+
+  def placed(
+    self,
+    ndim: int,
+    moves: Mapping[int, int | None],
+    what: str = '',
+    instead: str = '',
+  ) -> 'Batched':
+    """With ``ndim`` axes, the old ones at other places.
+
+    Args:
+      ndim: How many axes.
+      moves: From the axes of the batch to their places; None refuses.
+      what: Why it refuses, see :func:`need`.
+      instead: What to write instead.
+    """
+    axes: list[Digits] = [()] * ndim
+    for a, digits in enumerate(self.axes):
+      to = moves[a] if digits else None
+      need(not digits or to is not None, what, instead)
+      if to is not None:
+        axes[to] = digits
+    return self.with_axes(axes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
@@ -66,24 +95,22 @@ Label: TypeAlias = Batched | Mixed | None  # None depends on no example.
 
 
 class RefusedError(Exception):
-  """An equation for which independence does not hold or is not known.
-
-  Args:
-    what: A verb and the rest of a sentence: what the primitive does.
-    instead: What to write instead.
-  """
-
-  def __init__(self, what: str, instead: str) -> None:
-    super().__init__(what)
-    self.what, self.instead = what, instead
+  """An equation for which independence does not hold or is not known."""
 
 
 VMAP = 'give the loss of one example and let jax.vmap make the batch'
 
 
 def need(fits: bool, what: str, instead: str = VMAP) -> None:
+  """Refuses an equation that does not fit.
+
+  Args:
+    fits: Whether it fits.
+    what: A verb and the rest of a sentence: what the primitive does.
+    instead: What to write instead.
+  """
   if not fits:
-    raise RefusedError(what, instead)
+    raise RefusedError(f'{what}. Instead: {instead}')
 
 
 def whole(size: int, ndim: int) -> Batched:
@@ -165,12 +192,11 @@ def common(*labels: Label) -> Batched | None:
       'combine entries of the same example only; no roll, no shift, no first'
       ' row for all',
     )
-    need(
-      False,
+    raise RefusedError(
       'combines every example with others: the batch lies along another axis'
-      ' of one operand than of the other',
-      'put the batch axis at the same place in both; scores of examples against'
-      ' each other (in-batch negatives) have no gradient per example',
+      ' of one operand than of the other. Instead: put the batch axis at the'
+      ' same place in both; scores of examples against each other (in-batch'
+      ' negatives) have no gradient per example'
     )
   return found[0] if found else None
 
@@ -194,7 +220,5 @@ def check_shape(label: Label, shape: Sequence[int]) -> None:
     return
   need(len(label.axes) == len(shape), 'has another rank than expected')
   for digits, size in zip(label.axes, shape, strict=True):
-    found = 1
-    for digit in digits:
-      found *= digit.size
-    need(not digits or found == size, 'has a batch axis of an unexpected size')
+    fits = not digits or math.prod(x.size for x in digits) == size
+    need(fits, 'has a batch axis of an unexpected size')

@@ -6,12 +6,14 @@ for all arrays of one call, so that one call is told from another.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+
+from prism_optax._types import Scalar
 
 
 class Group(NamedTuple):
@@ -57,25 +59,37 @@ class Noise(NamedTuple):
   declared: bool = False
 
 
-def known(x: Any) -> float | None:
+# The arrays of a leaf: one, or the halves of exact noise.
+Leaf: TypeAlias = tuple[jax.Array, ...]
+
+
+def known(x: Scalar) -> float | None:
   """A number as a float, or None if it is traced."""
   return None if isinstance(x, jax.core.Tracer) else float(np.asarray(x))
 
 
-def _identity(name: str) -> Any:
+def _identity(name: str) -> core.Primitive:
   """A primitive of many arrays that are handed on as they are."""
-  mark: Any = core.Primitive(name)
+  mark = core.Primitive(name)
   mark.multiple_results = True
   mark.def_impl(lambda *arrays, **_: list(arrays))
   mark.def_abstract_eval(lambda *avals, **_: list(avals))
   mlir.register_lowering(mark, lambda context, *arrays, **_: list(arrays))
 
-  def batched(arrays: Any, axes: Any, *, what: Any, leaves: Any) -> Any:
+  def batched(
+    arrays: Leaf,
+    axes: tuple[int | None, ...],
+    *,
+    what: Clip | Noise,
+    leaves: tuple[int, ...],
+  ) -> tuple[list[jax.Array], tuple[int | None, ...]]:
     # How many copies there are, and whether one record is in all of them, is
     # not known here.
     return mark.bind(*arrays, what=_unknown(what), leaves=leaves), axes
 
-  def differentiated(arrays: Any, tangents: Any, **what: Any) -> Any:
+  def differentiated(
+    arrays: Leaf, tangents: Leaf, **what: object
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
     # A derivative is as private as it was without the mark.
     return mark.bind(*arrays, **what), list(tangents)
 
@@ -101,9 +115,9 @@ released_p = _identity('released')
 
 
 def _bound(
-  mark: Any, leaves: Sequence[Any], what: Clip | Noise
-) -> list[tuple[jax.Array, ...]]:
-  """Binds a mark to the arrays of some leaves, each a tuple of arrays."""
+  mark: core.Primitive, leaves: Sequence[Leaf], what: Clip | Noise
+) -> list[Leaf]:
+  """Binds a mark to the arrays of some leaves."""
   places = tuple(i for i, leaf in enumerate(leaves) for _ in leaf)
   if not places:
     return list(leaves)
@@ -113,18 +127,16 @@ def _bound(
   return [tuple(next(arrays) for _ in leaf) for leaf in leaves]
 
 
-def clipped(leaves: Sequence[Any], what: Clip) -> list[tuple[jax.Array, ...]]:
-  """Marks the sum that a clip returns, each leaf a tuple of arrays."""
+def clipped(leaves: Sequence[Leaf], what: Clip) -> list[Leaf]:
+  """Marks the sum that a clip returns."""
   return _bound(clipped_p, leaves, what)
 
 
-def noise_enters(
-  leaves: Sequence[Any], what: Noise
-) -> list[tuple[jax.Array, ...]]:
-  """Marks what gets noise, each leaf a tuple of arrays."""
+def noise_enters(leaves: Sequence[Leaf], what: Noise) -> list[Leaf]:
+  """Marks what gets noise."""
   return _bound(noise_enters_p, leaves, what)
 
 
-def released(leaves: Sequence[Any], what: Noise) -> list[tuple[jax.Array, ...]]:
-  """Marks what has got its noise, each leaf a tuple of arrays."""
+def released(leaves: Sequence[Leaf], what: Noise) -> list[Leaf]:
+  """Marks what has got its noise."""
   return _bound(released_p, leaves, what)

@@ -5,14 +5,13 @@ A rule gets an equation and the labels of its operands, of which at least one is
 them, or refuses. A primitive without a rule is refused by who calls.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend import core
 
+from prism_optax._proofs._facts import Equation
 from prism_optax._proofs._labels import (
   Batched,
   Digit,
@@ -25,42 +24,8 @@ from prism_optax._proofs._labels import (
   simplified,
 )
 
-
-class Equation:
-  """What a rule looks at.
-
-  Attributes:
-    name: Of the primitive.
-    params: Of the primitive.
-    size: B, the number of examples.
-    ins: Shapes of the operands.
-    outs: Shapes of the results.
-    types: Types of operands and results.
-    facts: What is known of the values of the operands.
-  """
-
-  def __init__(self, eqn: Any, size: int, facts: Sequence[Any]) -> None:
-    self.name, self.params, self.size = eqn.primitive.name, eqn.params, size
-    self.ins = [shape_of(x) for x in eqn.invars]
-    self.outs = [shape_of(x) for x in eqn.outvars]
-    self.types = [
-      getattr(x.aval, 'dtype', None) for x in (*eqn.invars, *eqn.outvars)
-    ]
-    self.facts = facts
-    self._invars = eqn.invars
-
-  def is_zero(self, operand: int) -> bool:
-    """Whether an operand is written into the program as a 0."""
-    x = self._invars[operand]
-    return isinstance(x, core.Literal) and bool(np.all(x.val == 0))
-
-
 Result: TypeAlias = Label | list[Label]
 Rule: TypeAlias = Callable[..., Result]
-
-
-def shape_of(variable: Any) -> tuple[int, ...]:
-  return tuple(getattr(variable.aval, 'shape', ()))
 
 
 def need_other_axes(
@@ -97,7 +62,7 @@ _REDUCE += ' by a count of the batch; or give the loss of one example'
 
 def _reduce(e: Equation, *labels: Label) -> Result:
   label, p = common(*labels), e.params
-  axes = p.get('axes', p.get('dimensions'))
+  axes = p['axes'] if 'axes' in p else p['dimensions']
   need_other_axes(label, axes, 'reduces over the batch axis', _REDUCE)
   assert label is not None
   return label.with_axes(x for a, x in enumerate(label.axes) if a not in axes)
@@ -138,10 +103,9 @@ def _transpose(e: Equation, label: Batched) -> Result:
 
 
 def _broadcast(e: Equation, label: Batched, *_: Label) -> Result:
-  axes: list[Digits] = [()] * len(e.outs[0])
-  for a, b in enumerate(e.params['broadcast_dimensions']):
-    axes[b] = label.axes[a]  # An axis of size 1 has no digits.
-  return label.with_axes(axes)
+  # An axis of size 1 has no digits.
+  moves = dict(enumerate(e.params['broadcast_dimensions']))
+  return label.placed(len(e.outs[0]), moves)
 
 
 def _tile(e: Equation, label: Batched) -> Result:
@@ -224,26 +188,33 @@ def _convolution(e: Equation, lhs: Label, rhs: Label) -> Result:
   return common(*out)
 
 
-def _leading(lead: Callable[[Equation], int]) -> Rule:
-  """Works on what stands behind the leading axes, for each of these alone."""
+def _apart(count: int, e: Equation, *labels: Label) -> Result:
+  """Works on what stands behind some leading axes, for each of these alone."""
+  fronts = {x[:count] for x in (*e.ins, *e.outs)}
+  need(len(fronts) == 1, 'has operands with different leading axes')
+  found: list[Label] = []
+  for label in labels:
+    if isinstance(label, Batched):
+      need(
+        not any(label.axes[count:]),
+        'works along the batch axis',
+        'let the batch be the first axis',
+      )
+      found.append(label.with_axes(label.axes[:count]))
+  return [lifted(common(*found), len(shape)) for shape in e.outs]
+
+
+def _without_last(axes: Callable[[Equation], int]) -> Rule:
+  """Works on so many of the last axes of its largest operand."""
 
   def rule(e: Equation, *labels: Label) -> Result:
-    count = lead(e)
-    fronts = {x[:count] for x in (*e.ins, *e.outs)}
-    need(len(fronts) == 1, 'has operands with different leading axes')
-    found: list[Label] = []
-    for label in labels:
-      if isinstance(label, Batched):
-        need(
-          not any(label.axes[count:]),
-          'works along the batch axis',
-          'let the batch be the first axis',
-        )
-        found.append(label.with_axes(label.axes[:count]))
-    label = common(*found)
-    return [lifted(label, len(shape)) for shape in e.outs]
+    return _apart(max(map(len, e.ins)) - axes(e), e, *labels)
 
   return rule
+
+
+def _bitcast(e: Equation, *labels: Label) -> Result:
+  return _apart(min(len(e.ins[0]), len(e.outs[0])), e, *labels)
 
 
 def _per_key(e: Equation, *labels: Label) -> Result:
@@ -264,71 +235,43 @@ def _per_key(e: Equation, *labels: Label) -> Result:
   )
   if e.name == 'random_fold_in':
     return _elementwise(e, *labels)
-  lead = min(len(x) for x in (*e.ins, *e.outs))
-  return _leading(lambda e: lead)(e, *labels)
+  return _apart(min(len(x) for x in (*e.ins, *e.outs)), e, *labels)
 
 
-def _last(axes: int) -> Callable[[Equation], int]:
-  return lambda e: max(map(len, e.ins)) - axes
+_RULES: dict[str, Rule] = {
+  """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e
+  bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy copy_p
+  cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+  igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le
+  le_to lgamma log log1p logistic lt lt_to max mesh_cast min mul mulhi name ne
+  neg nextafter not or polygamma population_count pow pvary real
+  reduce_precision regularized_incomplete_beta rem reshard round rsqrt
+  select_n shift_left shift_right_arithmetic shift_right_logical
+  sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh
+  threefry2x32 xor zeros_like zeta""": _elementwise,
+  'optimization_barrier device_put': _unchanged,
+  """reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or
+  reduce_xor argmax argmin reduce squeeze""": _reduce,
+  'cumsum cumprod cummax cummin cumlogsumexp': _along('axis'),
+  'top_k': _along('axis', -1),
+  'sort': _along('dimension'),
+  'rev': _along('dimensions'),
+  """reduce_window reduce_window_sum reduce_window_max reduce_window_min
+  select_and_scatter_add select_and_gather_add""": _window,
+  'transpose': _transpose,
+  'broadcast_in_dim': _broadcast,
+  'tile': _tile,
+  'reshape': _reshape,
+  'dot_general': _dot,
+  'conv_general_dilated': _convolution,
+  """random_bits random_split random_seed random_wrap random_unwrap
+  random_clone random_fold_in random_gamma""": _per_key,
+  'bitcast_convert_type': _bitcast,
+  """cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr
+  triangular_solve tridiagonal_solve eigh svd symmetric_product""":
+    _without_last(lambda e: 2),
+  'lu_pivots_to_permutation': _without_last(lambda e: 1),
+  'fft': _without_last(lambda e: len(e.params['fft_lengths'])),
+}  # fmt: skip
 
-
-def _fft(e: Equation, *labels: Label) -> Result:
-  return _leading(_last(len(e.params['fft_lengths'])))(e, *labels)
-
-
-def _rules(names: str, rule: Rule) -> dict[str, Rule]:
-  return dict.fromkeys(names.split(), rule)
-
-
-RULES: dict[str, Rule] = {
-  **_rules(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e
-    bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy copy_p
-    cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le
-    le_to lgamma log log1p logistic lt lt_to max mesh_cast min mul mulhi name ne
-    neg nextafter not or polygamma population_count pow pvary real
-    reduce_precision regularized_incomplete_beta rem reshard round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical
-    sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh
-    threefry2x32 xor zeros_like zeta""",
-    _elementwise,
-  ),
-  **_rules('optimization_barrier device_put', _unchanged),
-  **_rules(
-    """reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or
-    reduce_xor argmax argmin reduce squeeze""",
-    _reduce,
-  ),
-  **_rules('cumsum cumprod cummax cummin cumlogsumexp', _along('axis')),
-  **_rules('top_k', _along('axis', -1)),
-  **_rules('sort', _along('dimension')),
-  **_rules('rev', _along('dimensions')),
-  **_rules(
-    """reduce_window reduce_window_sum reduce_window_max reduce_window_min
-    select_and_scatter_add select_and_gather_add""",
-    _window,
-  ),
-  **_rules('transpose', _transpose),
-  **_rules('broadcast_in_dim', _broadcast),
-  **_rules('tile', _tile),
-  **_rules('reshape', _reshape),
-  **_rules('dot_general', _dot),
-  **_rules('conv_general_dilated', _convolution),
-  **_rules(
-    """random_bits random_split random_seed random_wrap random_unwrap
-    random_clone random_fold_in random_gamma""",
-    _per_key,
-  ),
-  **_rules(
-    'bitcast_convert_type',
-    _leading(lambda e: min(len(e.ins[0]), len(e.outs[0]))),
-  ),
-  **_rules(
-    """cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr
-    triangular_solve tridiagonal_solve eigh svd symmetric_product""",
-    _leading(_last(2)),
-  ),
-  **_rules('lu_pivots_to_permutation', _leading(_last(1))),
-  **_rules('fft', _fft),
-}
+RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}

@@ -9,7 +9,7 @@ one of ChaCha20.
 import math
 import numbers
 import os
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,9 @@ def is_given(prng_key: PRNGKeyLike) -> bool:
   return prng_key is not None and not isinstance(prng_key, str)
 
 
-def _no_seed(*_: Any, name: str, prng_key: PRNGKeyLike, **__: Any) -> Any:
+def _no_seed(
+  *_: object, name: str, prng_key: PRNGKeyLike, **__: object
+) -> NoReturn:
   raise ValueError(
     f'{name}={prng_key!r} takes a fresh seed from the operating system and'
     ' cannot be used under jit: the seed would become a constant of the'
@@ -108,11 +110,12 @@ def resolve_key(
       an integer that does not fit in the words.
   """
   check_key(name, prng_key, words=words)
+  data: np.ndarray | list[jax.Array]
   if prng_key is None or isinstance(prng_key, str):
     shape = (2, words) if prng_key == CHACHA20 else (words,)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
-      data: Any = _fresh_p.bind(shape=shape, name=name, prng_key=prng_key)
-      return jax.random.wrap_key_data(data, impl=_IMPLEMENTATIONS[words])
+      traced = _fresh_p.bind(shape=shape, name=name, prng_key=prng_key)
+      return jax.random.wrap_key_data(traced, impl=_IMPLEMENTATIONS[words])
     fresh = os.urandom(4 * math.prod(shape))
     data = np.frombuffer(fresh, np.uint32).reshape(shape)
     if jax.process_count() > 1:
@@ -144,7 +147,9 @@ def split(prng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
   return keys[0], keys[1]
 
 
-def for_release(prng_key: jax.Array, digest: Any) -> jax.Array:
+def for_release(
+  prng_key: jax.Array, digest: jax.typing.ArrayLike | None
+) -> jax.Array:
   """The key of one release: a function of the key and of what is released.
 
   A key that is kept (restored, copied, given again) may meet other data or
@@ -182,7 +187,7 @@ def for_release(prng_key: jax.Array, digest: Any) -> jax.Array:
   )
 
 
-def key_words(prng_key: Any) -> list[jax.Array]:
+def key_words(prng_key: jax.typing.ArrayLike) -> list[jax.Array]:
   """The words of a key: four, or the eight of ChaCha20.
 
   Those of a key of two words come last, behind zeros: a seed is the same key

@@ -5,7 +5,6 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -369,7 +368,7 @@ def to_json(event: dp_event.DpEvent) -> str:
   return json.dumps(event, default=_plain, sort_keys=True)
 
 
-def _plain(value: Any) -> object:
+def _plain(value: dp_event.DpEvent | np.generic | np.ndarray) -> object:
   """Returns what JSON does not know in types that it knows."""
   if isinstance(value, dp_event.DpEvent):
     # The first two name the module and the class.

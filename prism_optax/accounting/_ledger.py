@@ -20,7 +20,7 @@ import pathlib
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _SCHEMA = (
   # `head` is the hash of the last row: else the last rows could be cut off.
@@ -119,7 +119,7 @@ class Transaction:
     """Returns the names of the sessions that have spent something."""
     return sorted(name for name in self._chain.accounts if name)
 
-  def rows(self) -> list[dict[str, Any]]:
+  def rows(self) -> list[dict[str, object]]:
     """Checks the ledger from the start and returns it in the order written."""
     _Chain.start(self._connection).follow(self._connection)
     rows = self._connection.execute(
@@ -138,7 +138,7 @@ class Transaction:
 def _open(
   connection: sqlite3.Connection,
   path: object,
-  settings: Mapping[str, Any],
+  settings: Mapping[str, object],
   create: bool,
   expected_head: str | None,
 ) -> _Chain:
@@ -205,7 +205,7 @@ class Ledger:
   def __init__(
     self,
     path: str | os.PathLike[str] | None,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     timeout: float,
     create: bool,
     expected_head: str | None,

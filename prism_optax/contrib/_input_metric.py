@@ -11,7 +11,6 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import dp_accounting
 import jax
@@ -22,7 +21,7 @@ import optax
 from prism_optax import _modules, _randomness, _validate
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, Module
-from prism_optax._types import PRNGKeyLike
+from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.contrib import _one_shot_release
 from prism_optax.fixed_rank import Factors
 
@@ -120,7 +119,9 @@ class InputMetric:
     """
     return self._changed(params, lambda s: 1 / s)
 
-  def _changed(self, params: Any, of_scale: Callable[..., Any]) -> Any:
+  def _changed(
+    self, params: optax.Params, of_scale: Callable[..., ArrayTree]
+  ) -> optax.Params:
     used = set()
 
     def changed(module: Module, factors: Factors) -> Factors:
@@ -149,7 +150,7 @@ class InputMetric:
 
 
 def input_metric(
-  batches: Iterable[Mapping[str, Any]],
+  batches: Iterable[Mapping[str, jax.typing.ArrayLike]],
   *,
   noise_multiplier: float,
   dataset_size: int,

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from prism_optax import (
   _randomness,
   _validate,
 )
-from prism_optax._types import PRNGKeyLike
+from prism_optax._types import ArrayTree, PRNGKeyLike
 
 Arrays = dict[str, jax.Array]
 
@@ -36,8 +36,8 @@ class Released(NamedTuple):
 
 
 def release(
-  batches: Iterable[Any],
-  terms: Callable[[Any], Arrays],
+  batches: Iterable[ArrayTree],
+  terms: Callable[[ArrayTree], Arrays],
   *,
   noise_multiplier: float,
   dataset_size: int,
@@ -71,7 +71,7 @@ def release(
   _validate.integer('dataset_size', dataset_size, 1)
   _randomness.check_key('prng_key', prng_key, words=4)
   unit = np.asarray(_lattice.unit_of(sigma, 1.0, jnp.float32))
-  totals: dict[str, Any] = {}
+  totals: dict[str, np.ndarray] = {}
   rows = 0
   for batch in batches:
     rows += len(jax.tree.leaves(batch)[0])
@@ -98,7 +98,7 @@ def release(
   return Released(arrays, digest, _identity.digest_of_key(key))
 
 
-def as_rows(name: str, array: Any) -> jax.Array:
+def as_rows(name: str, array: object) -> jax.Array:
   """An array of numbers, one record an entry of the first axis.
 
   Its type is that of the whole batch, and public. In a list every record would
@@ -130,11 +130,11 @@ def as_rows(name: str, array: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def sum_of_batch(
-  batch: Any, unit: jax.Array, terms: Callable[[Any], Arrays]
-) -> dict[str, Any]:
+  batch: ArrayTree, unit: jax.Array, terms: Callable[[ArrayTree], Arrays]
+) -> dict[str, _lattice.LatticeSum]:
   """The sum over the records of a batch, of arrays on the lattice."""
 
-  def contribution(record: Any) -> Arrays:
+  def contribution(record: ArrayTree) -> Arrays:
     given = terms(record)
     # Rounding, and whatever is not finite.
     squared = _per_example.squared_norm(list(given.values()), 1.0)
@@ -142,7 +142,7 @@ def sum_of_batch(
     return {k: jnp.where(counts, weight * v, 0) for k, v in given.items()}
 
   units = dict.fromkeys(jax.eval_shape(jax.vmap(terms), batch), unit)
-  out: dict[str, Any] = _per_example.sum_of_examples(
+  out: dict[str, _lattice.LatticeSum] = _per_example.sum_of_examples(
     contribution, batch, None, units
   )
   out = _per_example.mark_flat_clip(out, 1.0)
@@ -156,7 +156,7 @@ def to_vector(square: jax.Array) -> jax.Array:
   return square[rows, columns] * weights
 
 
-def to_square(vector: Any) -> tuple[np.ndarray, float]:
+def to_square(vector: jax.typing.ArrayLike) -> tuple[np.ndarray, float]:
   """The matrix of :func:`to_vector`, float64, and the edge of its noise.
 
   The largest eigenvalue of noise of standard deviation 1 on the vector, about:

@@ -1,7 +1,7 @@
 """Per-example gradients that are tangent coordinates from the start."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def tangent_probes(
   others = tree.coordinates(params).others
   types = jax.tree.map(lambda x: x.dtype, params)
 
-  def attach(probes: ArrayTree) -> Any:
+  def attach(probes: ArrayTree) -> ArrayTree:
     stacks = tree.coordinates(probes, 'probes')
 
     def widen(probe: Tangent, frame: Frame) -> Factors:
@@ -107,7 +107,7 @@ def tangent_probes(
     attached = tree.tree(wide, -0.5)
     return jax.tree.map(lambda x, dtype: x.astype(dtype), attached, types)
 
-  def coordinates(gradients: ArrayTree) -> Any:
+  def coordinates(gradients: ArrayTree) -> ArrayTree:
     stacks = tree.coordinates(gradients, 'gradients')
     return tree.tree(
       stacks.map_pairs(lambda x, frame: fixed_rank.project(frame, x), frames)

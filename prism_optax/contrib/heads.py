@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import dp_accounting
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import _identity, _randomness, _validate
-from prism_optax._types import PRNGKeyLike
+from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.contrib import _one_shot_release
 
 __all__ = ['LinearHead', 'class_means', 'ridge']
@@ -102,7 +102,7 @@ class LinearHead:
 
 
 def class_means(
-  batches: Iterable[tuple[Any, Any]],
+  batches: Iterable[tuple[ArrayTree, ArrayTree]],
   *,
   num_classes: int,
   noise_multiplier: float,
@@ -192,7 +192,7 @@ def class_means(
 
 
 def ridge(
-  batches: Iterable[tuple[Any, Any]],
+  batches: Iterable[tuple[ArrayTree, ArrayTree]],
   *,
   num_classes: int,
   noise_multiplier: float,
@@ -272,8 +272,8 @@ def ridge(
 
 
 def _released(
-  batches: Iterable[tuple[Any, Any]],
-  term_of: Callable[[int], Callable[[Any], dict[str, jax.Array]]],
+  batches: Iterable[tuple[ArrayTree, ArrayTree]],
+  term_of: Callable[[int], Callable[[ArrayTree], _one_shot_release.Arrays]],
   *,
   num_classes: int,
   **options: Any,
@@ -297,7 +297,7 @@ def _released(
   return _one_shot_release.release(checked(), term_of(num_classes), **options)
 
 
-def _classes(labels: Any, num_classes: int) -> jax.Array:
+def _classes(labels: ArrayTree, num_classes: int) -> jax.Array:
   """Labels as int32, -1 for all that are no class, whatever they are.
 
   Raises:
@@ -322,7 +322,7 @@ def _classes(labels: Any, num_classes: int) -> jax.Array:
   return jnp.asarray(numpy.where(is_class, classes, -1))
 
 
-def _class(label: Any, num_classes: int) -> int:
+def _class(label: SupportsIndex, num_classes: int) -> int:
   """The class that an entry of a list is, -1 for anything else."""
   try:
     number = operator.index(label)
@@ -351,7 +351,9 @@ def _head(
 
 
 @functools.cache
-def _class_term_of(num_classes: int) -> Callable[[Any], dict[str, jax.Array]]:
+def _class_term_of(
+  num_classes: int,
+) -> Callable[[ArrayTree], _one_shot_release.Arrays]:
   """What one record adds: one function for each number of classes."""
 
   def term(record: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
@@ -364,7 +366,9 @@ def _class_term_of(num_classes: int) -> Callable[[Any], dict[str, jax.Array]]:
 
 
 @functools.cache
-def _ridge_term_of(num_classes: int) -> Callable[[Any], dict[str, jax.Array]]:
+def _ridge_term_of(
+  num_classes: int,
+) -> Callable[[ArrayTree], _one_shot_release.Arrays]:
   """As :func:`_class_term_of`, with the second moment beside it."""
 
   def term(record: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:

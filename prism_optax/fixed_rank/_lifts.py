@@ -25,8 +25,8 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
 
   Args:
     frame: Frame of the factors.
-    tangent: Any arrays (..., m, r) and (..., n, r); they may carry more leading
-      axes than the frame.
+    tangent: Arrays (..., m, r) and (..., n, r) of any values; they may carry
+      more leading axes than the frame.
 
   Returns:
     Coordinates, same shapes. Projecting again changes nothing.

@@ -2,13 +2,14 @@
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from prism_optax import _linalg, _validate
 from prism_optax._linalg import Tall, _factorizations, _frames, matmul
+from prism_optax._types import ArrayTree
 
 
 class Factors(NamedTuple):
@@ -122,8 +123,10 @@ def frame_of(factors: Factors) -> Frame:
 
 
 def map_ranks(
-  fn: Callable[..., Any], pairs: Sequence[Any], *others: Sequence[Any]
-) -> tuple[Any, ...]:
+  fn: Callable[..., ArrayTree],
+  pairs: Sequence[Factors | Frame],
+  *others: Sequence[ArrayTree],
+) -> tuple[ArrayTree, ...]:
   """``fn`` of one entry of each, called once for all groups of one rank.
 
   A group of modules of the same shapes has one entry in each sequence. ``fn``
@@ -149,7 +152,7 @@ def map_ranks(
   out = {}
   for (rank, *_), group in alike.items():
 
-    def together(*xs: jax.Array, rank: int = rank) -> Any:
+    def together(*xs: jax.Array, rank: int = rank) -> jax.Array | Tall:
       return jnp.concatenate(xs) if xs[0].shape[-2] == rank else Tall(xs)
 
     if len(group) == 1:

@@ -1,7 +1,7 @@
 """Clip and noise on the device, and the LoRA delta of what comes out."""
 
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +207,7 @@ def check_factors(
     )
 
 
-def _check_key(prng_key: Any) -> None:
+def _check_key(prng_key: jax.Array) -> None:
   try:
     # Flax still hands out keys of the old kind when it was given one.
     one = jax.random.key_data(prng_key).ndim == 1

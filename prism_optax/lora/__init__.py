@@ -6,6 +6,7 @@ given by a ``layout``: :func:`describe_pairs` shows what is seen.
 """
 
 from prism_optax._modules import Layout, Pair, describe_pairs, pairs_by_name
+from prism_optax.lora._adding import add_adapters
 from prism_optax.lora._gradients import (
   in_microbatches,
   per_example_gradients,
@@ -23,9 +24,10 @@ from prism_optax.lora._stacking import stack, unstack
 
 # fmt: off
 __all__ = [
-  'Kernel', 'Layout', 'Pair', 'canonicalize', 'deltas', 'describe_pairs',
-  'difference', 'from_peft', 'in_microbatches', 'initialize', 'load_peft',
-  'merge', 'pairs_by_name', 'per_example_gradients', 'per_example_product',
-  'save_peft', 'spectral_residual', 'stack', 'truncate', 'unstack',
+  'Kernel', 'Layout', 'Pair', 'add_adapters', 'canonicalize', 'deltas',
+  'describe_pairs', 'difference', 'from_peft', 'in_microbatches', 'initialize',
+  'load_peft', 'merge', 'pairs_by_name', 'per_example_gradients',
+  'per_example_product', 'save_peft', 'spectral_residual', 'stack', 'truncate',
+  'unstack',
 ]
 # fmt: on

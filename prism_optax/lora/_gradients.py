@@ -8,7 +8,6 @@ one copy on its way forward.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,12 @@ import optax
 
 from prism_optax import _validate
 from prism_optax._per_example import LazyGradients
+from prism_optax._types import ArrayTree
 
 
 def per_example_gradients(
   losses: Callable[..., jax.Array],
-) -> Callable[..., Any]:
+) -> Callable[..., optax.Updates]:
   """A function of parameters and batch that returns per-example gradients.
 
   ``losses`` is called once, with a copy of ``params`` for each example in
@@ -70,7 +70,9 @@ def per_example_gradients(
     True
   """
 
-  def gradients(params: optax.Params, batch: Any, *args: Any) -> optax.Updates:
+  def gradients(
+    params: optax.Params, batch: ArrayTree, *args: ArrayTree
+  ) -> optax.Updates:
     size = jax.tree.leaves(batch)[0].shape[0]
 
     def total(copies: optax.Params) -> jax.Array:
@@ -159,8 +161,10 @@ def in_microbatches(
   """
   _validate.integer('microbatch_size', microbatch_size, 1)
 
-  def lazily(params: optax.Params, batch: Any, *args: Any) -> LazyGradients:
-    def of_part(part: Any) -> optax.Updates:
+  def lazily(
+    params: optax.Params, batch: ArrayTree, *args: ArrayTree
+  ) -> LazyGradients:
+    def of_part(part: ArrayTree) -> optax.Updates:
       found = gradients(params, part, *args)
       if isinstance(found, LazyGradients):
         raise TypeError(

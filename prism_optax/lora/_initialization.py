@@ -7,7 +7,6 @@ be secret, and must not be the key of any noise.
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from prism_optax import _linalg, _modules, _randomness, _validate
 from prism_optax._linalg import at_least_float32, gram, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
-from prism_optax._types import PRNGKeyLike
+from prism_optax._types import Array, PRNGKeyLike
 from prism_optax.fixed_rank import Factors, _points
 from prism_optax.lora import _merging
 
@@ -93,11 +92,11 @@ def initialize(
 
   def drawn(module: Module, old: Factors) -> Factors:
     keys = jax.random.split(jax.random.fold_in(key, next(index)))
-    right = _orthonormal(keys[0], old.right)
+    right = orthonormal(keys[0], old.right)
     if method == 'one_sided':
       return Factors(jnp.zeros_like(old.left), size * right)
     root = (size / module.scale) ** 0.5
-    return Factors(root * _orthonormal(keys[1], old.left), root * right)
+    return Factors(root * orthonormal(keys[1], old.left), root * right)
 
   return _modules.map_factors(drawn, params, layout)
 
@@ -219,7 +218,7 @@ def canonicalize(
       ' params.'
     )
 
-  def placed(x: Any, old: Any) -> Any:
+  def placed(x: Array, old: Array) -> Array:
     return jax.device_put(x, old.sharding) if isinstance(old, jax.Array) else x
 
   # NumPy: float64 without a global switch.
@@ -230,7 +229,7 @@ def canonicalize(
   return jax.tree.map(placed, new, params)
 
 
-def _orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
+def orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
   """(k, m, r) with orthonormal columns, uniformly distributed."""
   q, r = _linalg.qr(jax.random.normal(key, like.shape, like.dtype))
   sign = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))

@@ -6,7 +6,7 @@ they are.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from prism_optax import _modules
 from prism_optax._linalg import at_least_float32, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module, ModuleTree
+from prism_optax._types import Array, ArrayTree
 from prism_optax.fixed_rank import Factors
 
 
@@ -37,7 +38,7 @@ KernelsLike = Mapping[str, str | Kernel] | None
 
 def deltas(
   params: optax.Params, *, layout: LayoutLike = None, dense: bool = False
-) -> dict[str, Any]:
+) -> dict[str, ArrayTree]:
   """``Z = scale * left @ right.mT`` of each module, by name.
 
   What the adapters add to the weights: the same for all gauges of the factors,
@@ -91,12 +92,12 @@ class Place(NamedTuple):
   leaf: int
   axes: tuple[int, ...]
 
-  def read(self, leaves: Sequence[Any]) -> jax.Array:
+  def read(self, leaves: Sequence[Array]) -> jax.Array:
     """The weight as matrices (k, m, n), float32 at least."""
     x = at_least_float32(leaves[self.leaf]).transpose(self.axes)
     return x.reshape(-1, self.module.n, self.module.m).mT
 
-  def write(self, leaves: list[Any], matrices: jax.Array) -> None:
+  def write(self, leaves: list[Array], matrices: jax.Array) -> None:
     """Puts matrices (k, m, n) into ``leaves``, in the type of the weight."""
     old = leaves[self.leaf]
     x = matrices.mT.reshape([old.shape[axis] for axis in self.axes])
@@ -134,9 +135,10 @@ def merge(
     kernels: For each module (its name, see :func:`describe_pairs`) the path of
       its weight, or a :class:`Kernel` where axes are in another order. Modules
       that are not named get the one leaf that has the shape
-      ``(*stack, *in, *out)`` and stands where their library puts it: at
-      ``name`` itself, beside the factors (``dense/kernel`` for
-      ``dense/lora_a`` or ``dense/lora/lora_a``) or in ``base_module``.
+      ``(*stack, *in, *out)``, features split as they may be, and stands where
+      their library puts it: at ``name`` itself, beside the factors
+      (``dense/kernel`` for ``dense/lora_a`` or ``dense/lora/lora_a``) or in
+      ``base_module``.
     layout: See :func:`describe_pairs`. Its scale counts.
 
   Returns:
@@ -195,25 +197,23 @@ def _shape_of(module: Module) -> tuple[int, ...]:
   return (*module.stack, *a.features, *b.features)
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: object) -> bool:
   dtype = getattr(leaf, 'dtype', None)
   return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _one_candidate(
-  module: Module, names: Sequence[str], leaves: Sequence[Any]
+  module: Module, names: Sequence[str], leaves: Sequence[Array]
 ) -> str:
-  parents = [module.name, f'{module.name}/base_module']
-  parents.append(module.name.removesuffix('/lora'))
-  if module.name == 'lora' or module.name.startswith('lora_'):
-    parents.append('')  # The tree is a single pair.
-  near = {}
-  for name, leaf in zip(names, leaves, strict=True):
-    parent, _, last = name.rpartition('/')
-    stands_there = name == module.name or parent in parents
-    if stands_there and 'lora' not in last and _is_float(leaf):
-      near[name] = jnp.shape(leaf)
+  near = {
+    name: jnp.shape(leaf)
+    for name, leaf in zip(names, leaves, strict=True)
+    if module.is_near(name)
+    and 'lora' not in name.rpartition('/')[2]
+    and _is_float(leaf)
+  }
   found = [name for name in near if near[name] == _shape_of(module)]
+  found = found or [name for name in near if _splits(module, near[name])]
   if len(found) != 1:
     listed = {name: near[name] for name in found or near}
     raise ValueError(
@@ -225,11 +225,23 @@ def _one_candidate(
   return found[0]
 
 
+def _splits(module: Module, shape: Sequence[int]) -> bool:
+  """Whether this is ``(*stack, *in, *out)``, whatever the single axes are.
+
+  A weight may split its inputs and outputs into other axes than the factors.
+  """
+  count = len(module.stack)
+  return tuple(shape[:count]) == module.stack and any(
+    (module.n, module.m) == (math.prod(shape[count:i]), math.prod(shape[i:]))
+    for i in range(count, len(shape) + 1)
+  )
+
+
 def _placed(
   module: Module,
   kernel: str | Kernel,
   names: Sequence[str],
-  leaves: Sequence[Any],
+  leaves: Sequence[Array],
 ) -> Place:
   kernel = Kernel(kernel) if isinstance(kernel, str) else kernel
   if names.count(kernel.path) != 1:
@@ -242,15 +254,9 @@ def _placed(
   shape = jnp.shape(leaf)
   axes = range(len(shape)) if kernel.axes is None else kernel.axes
   axes = tuple(int(axis) % max(len(shape), 1) for axis in axes)
-  # A weight may split its inputs and outputs into other axes than the factors.
-  count, sizes = len(module.stack), tuple(shape[axis] for axis in axes)
-  splits = [
-    (sizes[:count], math.prod(sizes[count:i]), math.prod(sizes[i:]))
-    for i in range(count, len(sizes) + 1)
-  ]
   if (
     sorted(axes) != list(range(len(shape)))
-    or (module.stack, module.n, module.m) not in splits
+    or not _splits(module, [shape[axis] for axis in axes])
     or not _is_float(leaf)
   ):
     raise ValueError(

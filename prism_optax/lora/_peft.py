@@ -9,9 +9,10 @@ their transposes: ``lora_a`` (in, r) and ``lora_b`` (r, out).
 import itertools
 import os
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ import optax
 
 from prism_optax import _modules
 from prism_optax._linalg import at_least_float32
+from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import Layout, LayoutLike, Module, Pair
 from prism_optax.fixed_rank import Factors
 from prism_optax.lora import _peft_files
@@ -37,12 +39,12 @@ class PeftAdapter(NamedTuple):
       ``params``.
     config: The entries of ``adapter_config.json``.
     others: Tensors that belong to no pair (``modules_to_save``, biases), by
-      their names, as they are. Nothing else in this library reads them.
+      their names, as they are. :func:`from_peft` fills leaves of these names.
   """
 
   params: dict[str, dict[str, np.ndarray]]
   layout: list[Pair]
-  config: dict[str, Any]
+  config: dict[str, object]
   others: dict[str, np.ndarray]
 
 
@@ -109,12 +111,13 @@ def from_peft(
   Args:
     adapter: What :func:`load_peft` returned.
     params: Tree of trainable arrays with LoRA pairs: the shapes to fill. Other
-      leaves pass.
+      leaves are filled where the file has their tensor, see :func:`save_peft`,
+      and pass where it has none.
     names: The name in PyTorch of each module (its name here, see
       :func:`describe_pairs`): a mapping or a function. A module that stacks
       layers needs one ``{}`` for each stack axis, which the index replaces:
       ``{'layers/q': 'model.layers.{}.self_attn.q_proj'}``. None for the same
-      name with dots for slashes.
+      name with dots for slashes, without the ``lora`` of ``nnx.LoRALinear``.
     layout: See :func:`describe_pairs`. Where its scale is not that of the file
       the factors are multiplied, so that ``scale * left @ right.mT`` is what
       the file says.
@@ -124,8 +127,8 @@ def from_peft(
     the features of PyTorch in order, as in ``reshape``.
 
   Raises:
-    ValueError: If modules of one are not in the other, or ranks or features
-      differ.
+    ValueError: If modules of one are not in the other, or ranks, features or
+      shapes differ.
 
   Example:
     >>> import tempfile
@@ -174,7 +177,21 @@ def from_peft(
       f'No module of params takes {shown(sorted(missed))} of the adapter; the'
       f' modules are {shown(list(used))}.'
     )
-  return new
+  leaf_names, leaves = _modules.named_leaves(new)
+  modules = _modules.find_modules(new, layout)
+  for i in _modules.other_leaves(modules, len(leaves)):
+    whole = _whole_tensor(leaf_names[i], leaves[i].ndim, names)
+    tensor = None if whole is None else adapter.others.get('.'.join(whole[:2]))
+    if whole is None or tensor is None:
+      continue
+    value = tensor.T if whole.transposed else tensor
+    if value.shape != leaves[i].shape:
+      raise ValueError(
+        f'Expected {".".join(whole[:2])!r} to have the shape'
+        f' {leaves[i].shape} of {leaf_names[i]!r}, got {value.shape}.'
+      )
+    leaves[i] = jnp.asarray(value, leaves[i].dtype)
+  return with_leaves(new, leaves)
 
 
 def save_peft(
@@ -182,7 +199,7 @@ def save_peft(
   params: optax.Params,
   *,
   names: NamesLike = None,
-  config: Mapping[str, Any] | None = None,
+  config: Mapping[str, object] | None = None,
   layout: LayoutLike = None,
 ) -> None:
   """Writes adapters as PEFT reads them.
@@ -193,14 +210,29 @@ def save_peft(
   alpha from the most common ones are named in ``rank_pattern`` and
   ``alpha_pattern``. Both files are written in full and then put in place.
 
+  Leaves that are no factors, such as a classification head, are written as
+  modules that were trained as a whole, ``modules_to_save``:
+
+  =====================  =====================================================
+  ``head/kernel``        ``head.weight``, transposed: (in, out) to (out, in)
+  ``norm/scale``         ``norm.weight``; likewise ``embedding`` and ``weight``
+  ``head/bias``          ``head.bias``
+  any other leaf         ValueError: PyTorch has no name for it
+  ``q/bias`` where q     ValueError: in PEFT a module has an adapter or is
+  has an adapter         trained as a whole
+  one factor zero in     ValueError: they are as they began, and training never
+  all modules            moved them
+  =====================  =====================================================
+
   After :func:`spectral_residual` save ``difference(trained, initial)``: PEFT
   adds what it reads to the ORIGINAL weights. Of adapters that were trained
   privately this is post-processing.
 
   Args:
     folder: Folder of the two files; it is made if it does not exist.
-    params: Tree with LoRA pairs and nothing else: a head would be lost.
-    names: The name in PyTorch of each module, see :func:`from_peft`.
+    params: Tree with LoRA pairs, and other leaves as in the table.
+    names: The name in PyTorch of each module, see :func:`from_peft`; also of
+      those of other leaves, ``{'head': 'classifier'}``.
     config: More entries of ``adapter_config.json``, such as ``task_type``,
       ``base_model_name_or_path``, ``fan_in_fan_out`` (True for the Conv1D of
       GPT-2); or all entries that :func:`load_peft` found. Entries that follow
@@ -208,8 +240,8 @@ def save_peft(
     layout: See :func:`describe_pairs`. Its scale counts.
 
   Raises:
-    ValueError: If there are leaves that are no factors, two modules get one
-      name, or a stacked module has no name with ``{}``.
+    ValueError: As in the table, if two modules get one name, or if a stacked
+      module has no name with ``{}``.
     ImportError: Without ``safetensors``.
 
   Example:
@@ -226,12 +258,6 @@ def save_peft(
   """
   modules = _modules.find_modules(params, layout)
   leaf_names, leaves = _modules.named_leaves(params)
-  others = [leaf_names[i] for i in _modules.other_leaves(modules, len(leaves))]
-  if others:
-    raise ValueError(
-      f'Expected LoRA pairs only, got {shown(others)}: a PEFT adapter has no'
-      ' place for them. Take them out of the tree, and save them elsewhere.'
-    )
   found: dict[str, PeftModule] = {}
   for module in modules:
     left, right = module.read(leaves, np.asarray)
@@ -240,11 +266,61 @@ def save_peft(
       if path in found:
         raise ValueError(f'Two modules are named {path!r} in PyTorch.')
       found[path] = PeftModule(a.T, b, module.scale)
-  entries = {**(config or {}), **_config(found)}
-  _peft_files.write(pathlib.Path(folder), found, entries)
+  if not any(np.any(x.a) and np.any(x.b) for x in found.values()):
+    raise ValueError(
+      'One factor is zero in every module of params, so that the adapters'
+      ' change nothing: training never moved them, or these are not the'
+      ' parameters after training.'
+    )
+  whole: dict[str, np.ndarray] = {}
+  heads = set()
+  for i in _modules.other_leaves(modules, len(leaves)):
+    tensor = _whole_tensor(leaf_names[i], leaves[i].ndim, names)
+    if tensor is None or tensor.module in found:
+      raise ValueError(
+        f'PEFT has no place for {leaf_names[i]!r} {leaves[i].shape}: beside'
+        ' adapters it keeps modules without one, whose leaves are a kernel (in,'
+        ' out), a weight, scale, embedding or bias. Take it out of the tree,'
+        ' and save it elsewhere.'
+      )
+    key = f'{tensor.module}.{tensor.end}'
+    if key in whole:
+      raise ValueError(f'Two leaves are named {key!r} in PyTorch.')
+    value = np.asarray(leaves[i])
+    whole[key] = value.T if tensor.transposed else value
+    heads.add(tensor.module)
+  entries = {**(config or {}), **_config(found, sorted(heads))}
+  _peft_files.write(pathlib.Path(folder), found, entries, whole)
 
 
-def _config(modules: Mapping[str, PeftModule]) -> dict[str, Any]:
+class _Whole(NamedTuple):
+  """Where a leaf that is no factor stands in PyTorch."""
+
+  module: str
+  end: str
+  transposed: bool
+
+
+# How Flax calls the leaves of a module, and PyTorch.
+_ENDS = {
+  'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight',
+  'weight': 'weight', 'bias': 'bias',
+}  # fmt: skip
+
+
+def _whole_tensor(name: str, ndim: int, names: NamesLike) -> _Whole | None:
+  """The place of the leaf, or None if PyTorch has no name for it."""
+  match = re.fullmatch(rf'(.+)[/.]({"|".join(_ENDS)})', name)
+  if match is None or (match[2] == 'kernel' and ndim != 2):
+    return None
+  return _Whole(
+    _torch_name(match[1], names), _ENDS[match[2]], match[2] == 'kernel'
+  )
+
+
+def _config(
+  modules: Mapping[str, PeftModule], heads: list[str]
+) -> dict[str, object]:
   """The entries of ``adapter_config.json`` that follow from the modules."""
   ranks = {name: x.a.shape[0] for name, x in modules.items()}
   alphas = {name: _whole(x.scale * ranks[name]) for name, x in modules.items()}
@@ -262,7 +338,7 @@ def _config(modules: Mapping[str, PeftModule]) -> dict[str, Any]:
     'use_rslora': False,
     'use_dora': False,
     'init_lora_weights': True,
-    'modules_to_save': None,
+    'modules_to_save': heads or None,
     'layers_to_transform': None,
     'layers_pattern': None,
     'exclude_modules': None,
@@ -273,13 +349,16 @@ def _whole(value: float) -> float | int:
   return int(value) if float(value).is_integer() else value
 
 
+def _torch_name(name: str, names: NamesLike) -> str:
+  if callable(names):
+    return names(name)
+  usual = name.removesuffix('/lora').replace('/', '.')
+  return (names or {}).get(name, usual.removeprefix(_peft_files.PREFIX))
+
+
 def _torch_names(module: Module, names: NamesLike) -> list[str]:
   """One name for each of the stacked modules, in their order."""
-  if callable(names):
-    name = names(module.name)
-  else:
-    usual = module.name.replace('/', '.').removeprefix(_peft_files.PREFIX)
-    name = (names or {}).get(module.name, usual)
+  name = _torch_name(module.name, names)
   if name.count('{}') != len(module.stack):
     raise ValueError(
       f'Expected {len(module.stack)} times {{}} in the PyTorch name of'

@@ -11,7 +11,8 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ PREFIX = 'base_model.model.'
 _FACTOR = re.compile(r'(.+)\.(lora_[AB]\.weight)')
 _ENDS = 'lora_A.weight', 'lora_B.weight'
 _LONGEST_NAME = 300
-_TYPES: dict[str, Any] = {
+_TYPES: dict[str, np.dtype] = {
   'F64': np.dtype('<f8'),
   'F32': np.dtype('<f4'),
   'F16': np.dtype('<f2'),
@@ -53,6 +54,10 @@ class PeftModule(NamedTuple):
   scale: float
 
 
+Out = TypeVar('Out')
+# What a JSON file may hold.
+Json: TypeAlias = Any
+Config = Mapping[str, Json]
 Modules = dict[str, PeftModule]
 Tensors = dict[str, np.ndarray]
 
@@ -62,7 +67,7 @@ def exactly(name: str) -> str:
   return '^' + re.escape(name)
 
 
-def _safetensors() -> Any:
+def _safetensors() -> ModuleType:
   try:
     import safetensors
     import safetensors.numpy
@@ -76,7 +81,7 @@ def _safetensors() -> Any:
 # Reading.
 
 
-def read(folder: pathlib.Path) -> tuple[Modules, dict[str, Any], Tensors]:
+def read(folder: pathlib.Path) -> tuple[Modules, dict[str, Json], Tensors]:
   """Both files of a folder: modules, configuration, and all other tensors.
 
   Raises:
@@ -88,7 +93,7 @@ def read(folder: pathlib.Path) -> tuple[Modules, dict[str, Any], Tensors]:
   return modules, config, others
 
 
-def _content(path: pathlib.Path, read: Callable[[bytes], Any]) -> Any:
+def _content(path: pathlib.Path, read: Callable[[bytes], Out]) -> Out:
   """What ``read`` makes of a file; what it refuses, with the name of the file.
 
   Raises:
@@ -106,7 +111,7 @@ def _content(path: pathlib.Path, read: Callable[[bytes], Any]) -> Any:
     raise ValueError(message) from error
 
 
-def _read_config(data: bytes) -> dict[str, Any]:
+def _read_config(data: bytes) -> dict[str, Json]:
   try:
     config = json.loads(data.decode())
   except (ValueError, RecursionError) as error:  # Also no text, long numbers.
@@ -131,18 +136,18 @@ def _read_config(data: bytes) -> dict[str, Any]:
   return config
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
   """The value for an error message, which no file makes long."""
   text = repr(value)
   return text if len(text) < 200 else text[:200] + '...'
 
 
 def _check_numbers(
-  config: Mapping[str, Any], field: str, patterns: str, types: tuple[type, ...]
+  config: Config, field: str, patterns: str, types: tuple[type, ...]
 ) -> None:
   """Refuses a field that is no number > 0, and such in its patterns."""
 
-  def fits(value: Any) -> bool:
+  def fits(value: Json) -> bool:
     # No boolean, no NaN, and no integer beyond floats.
     return type(value) in types and 0 < value < 1e30
 
@@ -172,7 +177,7 @@ def _from_the_end(key: str) -> str:
   return rf'(.*\.)?({key})$'
 
 
-def _at(config: Mapping[str, Any], field: str, patterns: str, name: str) -> Any:
+def _at(config: Config, field: str, patterns: str, name: str) -> Json:
   """The value for a module: that of the first key that matches."""
   for key, value in (config.get(patterns) or {}).items():
     if re.match(_from_the_end(key), name):
@@ -180,9 +185,7 @@ def _at(config: Mapping[str, Any], field: str, patterns: str, name: str) -> Any:
   return config[field]
 
 
-def _read_tensors(
-  data: bytes, config: Mapping[str, Any]
-) -> tuple[Modules, Tensors]:
+def _read_tensors(data: bytes, config: Config) -> tuple[Modules, Tensors]:
   """The modules, and all tensors that are no factors."""
   safetensors = _safetensors()
   try:
@@ -217,9 +220,7 @@ def _read_tensors(
   return _paired(factors, config), others
 
 
-def _paired(
-  factors: Mapping[str, Tensors], config: Mapping[str, Any]
-) -> Modules:
+def _paired(factors: Mapping[str, Tensors], config: Config) -> Modules:
   """The modules, each of two factors that fit each other and the file."""
   modules = {}
   for name, found in sorted(factors.items()):
@@ -243,10 +244,15 @@ def _paired(
 
 
 def write(
-  folder: pathlib.Path, modules: Modules, config: Mapping[str, Any]
+  folder: pathlib.Path,
+  modules: Modules,
+  config: Config,
+  others: Tensors,
 ) -> None:
-  """Both files, each under another name first."""
-  tensors = {}
+  """Both files, each under another name first; ``others`` as they are."""
+  tensors = {
+    f'{PREFIX}{name}': np.ascontiguousarray(x) for name, x in others.items()
+  }
   for name, x in modules.items():
     for end, value in zip(_ENDS, (x.a, x.b), strict=True):
       tensors[f'{PREFIX}{name}.{end}'] = np.ascontiguousarray(value)
@@ -259,7 +265,7 @@ def write(
     os.replace(partial, folder / name)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> list[object]:
   """Sets, as PEFT has them for target_modules."""
   if isinstance(value, set | frozenset):
     return sorted(value)

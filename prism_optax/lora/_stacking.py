@@ -5,18 +5,18 @@ number, and with it the time that it takes to compile.
 """
 
 import functools
-from typing import Any
 
 import jax
 import optax
 
 from prism_optax._modules import LayoutLike, ModuleTree, Stacks
+from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Factors
 
 
 def stack(
   params: optax.Params, *, layout: LayoutLike = None
-) -> dict[str, list[Any]]:
+) -> dict[str, list[ArrayTree]]:
   """The same adapters in few leaves: a pair for all modules of one shape.
 
   Train these, and let the loss take them apart: a step of many modules then
@@ -73,7 +73,7 @@ def stack(
 
 
 def unstack(
-  stacked: dict[str, list[Any]],
+  stacked: dict[str, list[ArrayTree]],
   like: optax.Params,
   *,
   layout: LayoutLike = None,
@@ -116,6 +116,8 @@ def unstack(
   return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), found, like)
 
 
-def _shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+def _shapes(
+  tree: ArrayTree,
+) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, ...]]]:
   leaves, treedef = jax.tree.flatten(tree)
   return treedef, [x.shape for x in leaves]

@@ -14,6 +14,7 @@ from prism_optax import (
   _validate,
   accounting,
 )
+from prism_optax._modules import warn_if_mostly_no_adapters
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.training import (
@@ -121,6 +122,9 @@ def make_private(
                                   data, loss, optimizer and machine are the same
   other data, loss, optimizer     ValueError (and the noise would be another
   or frozen weights               one)
+  weights beside their adapters   UserWarning: ``nnx.Param`` as a filter lets
+                                  them through; likewise if nine tenths of
+                                  ``params`` with adapters are no factors
   another machine or version      ValueError; with ``journal`` fresh noise, and
                                   a step done again counts again
   ==============================  =============================================
@@ -314,6 +318,7 @@ def make_private(
   transformation = _optimizer.assemble(
     optimizer, bounded, steps=steps, prng_key=prng_key
   )
+  warn_if_mostly_no_adapters(shapes, getattr(transformation, 'layout', None))
   found = _seen.look(transformation, shapes, padded_batch_size)
   _seen.check(found, sigma, 1 + follows)
   of_users = examples_per_user is not None

@@ -25,9 +25,11 @@ from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Frame
 from prism_optax.transforms import _correlated
 
-Init: TypeAlias = Callable[[ArrayTree], Any]
-Update: TypeAlias = Callable[..., tuple[Any, Any]]
-PreClipping: TypeAlias = Callable[[Any], Callable[[ArrayTree], Any]]
+Init: TypeAlias = Callable[[ArrayTree], optax.OptState]
+Update: TypeAlias = Callable[..., tuple[ArrayTree, optax.OptState]]
+PreClipping: TypeAlias = Callable[
+  [optax.OptState], Callable[[ArrayTree], ArrayTree]
+]
 
 
 class AugmentedOptimizer:
@@ -54,7 +56,7 @@ class AugmentedOptimizer:
     self._update = update
     self.pre_clipping_transform = pre_clipping_transform
 
-  def __iter__(self) -> Iterator[Callable[..., Any]]:
+  def __iter__(self) -> Iterator[Callable[..., ArrayTree]]:
     return iter((self._init, self._update, self.pre_clipping_transform))
 
   @property

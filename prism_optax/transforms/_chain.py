@@ -216,7 +216,9 @@ def _dense(tx: optax.GradientTransformation, position: int) -> Stacked:
   return Stacked(f'transformation {position} of the chain', init, update)
 
 
-def _check_order(parts: list[Stacked], noise_elsewhere: bool) -> None:
+def _check_order(
+  parts: list[Stacked], noise_elsewhere: bool, retract_elsewhere: bool
+) -> None:
   """Refuses chains that void the guarantee or leave the manifold."""
   kinds = [(kind, part.name) for part in parts for kind in part.kinds]
   before: tuple[str, ...] = ()
@@ -246,6 +248,13 @@ def _check_order(parts: list[Stacked], noise_elsewhere: bool) -> None:
       " libraries' privatizers, too), or say noise_elsewhere=True if the noise"
       ' is added outside of this chain.'
     )
+  retracts = before[-1] == 'retraction' or retract_elsewhere
+  if 'noise' in before and not retracts:
+    raise ValueError(
+      f'What comes out of {kinds[-1][1]} are tangent coordinates, not updates'
+      ' of factors: end with retract(), or say retract_elsewhere=True if a'
+      ' chain around this one does.'
+    )
 
 
 def _one_layout(transformations: tuple[Any, ...], layout: Any) -> LayoutLike:
@@ -264,6 +273,7 @@ def chain(
   *transformations: optax.GradientTransformation,
   layout: LayoutLike = None,
   noise_elsewhere: bool = False,
+  retract_elsewhere: bool = False,
 ) -> TangentTransformation:
   """Chains transformations of tangent coordinates into one that is fused.
 
@@ -281,6 +291,10 @@ def chain(
   that the standard deviation of the noise fits the clip, and what happens
   outside of the chain.
 
+  A chain with noise in it ends with :func:`retract`, since tangent coordinates
+  are no updates of factors: added to ``params`` they would go somewhere else.
+  ``optax.chain`` looks at none of this.
+
   Args:
     *transformations: At least one, in the order in which updates pass them.
     layout: Layout of the parameters, see
@@ -288,6 +302,8 @@ def chain(
       has a layout of its own, it must be the same.
     noise_elsewhere: Allow a clip without noise in this chain, because the
       noise is added by what takes its updates.
+    retract_elsewhere: Allow noise without a retraction in this chain, because
+      what takes its updates ends with :func:`retract`.
 
   Returns:
     A transformation whose state is the tuple of those of its parts, as with
@@ -328,7 +344,7 @@ def chain(
         ' gradients behind it.'
       )
     parts.append(_dense(tx, i))
-  _check_order(parts, noise_elsewhere)
+  _check_order(parts, noise_elsewhere, retract_elsewhere)
   layout = _one_layout(transformations, layout)
 
   def init(step):

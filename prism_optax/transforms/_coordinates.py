@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ def tangent_coordinates(
   step = StepContext(params, layout)
   coordinates = stacked_coordinates(step)
 
-  def transform(grads: ArrayTree) -> Any:
+  def transform(grads: ArrayTree) -> ArrayTree:
     return step.tree.tree(coordinates(step.tree.gradients(grads)))
 
   return transform
@@ -89,7 +88,7 @@ def stacked_coordinates(step: StepContext) -> Callable[[Stacks], Stacks]:
   )
 
   def coordinates(gradients: Stacks) -> Stacks:
-    def by(times: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def by(times: Callable[..., jax.Array]) -> Callable[..., ArrayTree]:
       return lambda pairs: map_pairs(
         lambda pair, frame: _tangents.whitened(frame, pair, times),
         pairs,

@@ -5,7 +5,6 @@ this package by marks in the program. What comes from elsewhere has none.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -14,7 +13,7 @@ from prism_optax._proofs import _marks
 from prism_optax._types import ArrayTree
 
 
-def clipped_elsewhere(tree: ArrayTree) -> Any:
+def clipped_elsewhere(tree: ArrayTree) -> ArrayTree:
   """Declares that another library has clipped and summed this.
 
   It returns its argument. Put it around the sum or mean of clipped gradients
@@ -31,7 +30,7 @@ def clipped_elsewhere(tree: ArrayTree) -> Any:
   :func:`prism_optax.training.make_private` does not take your word.
 
   Args:
-    tree: Any tree of arrays.
+    tree: A tree of arrays.
 
   Returns:
     The same tree.
@@ -49,14 +48,17 @@ def clipped_elsewhere(tree: ArrayTree) -> Any:
   return jax.tree.unflatten(treedef, [x for (x,) in marked])
 
 
-def _marked(mark: Callable[..., Any], tree: Any) -> Any:
+def _marked(
+  mark: Callable[[list[_marks.Leaf], _marks.Noise], list[_marks.Leaf]],
+  tree: ArrayTree,
+) -> ArrayTree:
   leaves, treedef = jax.tree.flatten(tree)
   what = _marks.Noise((None,) * len(leaves), declared=True)
   marked = mark([(x,) for x in leaves], what)
   return jax.tree.unflatten(treedef, [x for (x,) in marked])
 
 
-def noise_enters(tree: Any) -> Any:
+def noise_enters(tree: ArrayTree) -> ArrayTree:
   """Marks a tree to which something that is not ours adds noise."""
   marked = _marked(_marks.noise_enters, tree)
   exact = getattr(tree, 'on_lattice', None)
@@ -67,7 +69,7 @@ def noise_enters(tree: Any) -> Any:
   return marked
 
 
-def released(tree: Any) -> Any:
+def released(tree: ArrayTree) -> ArrayTree:
   """Marks a tree to which something that is not ours has added noise."""
   return _marked(_marks.released, tree)
 
@@ -87,7 +89,7 @@ def noised_elsewhere(
   leave, and names your word among what it assumes.
 
   Args:
-    privatizer: Any transformation in the manner of optax.
+    privatizer: A transformation in the manner of optax.
 
   Returns:
     A transformation with the same numbers and the same state.
@@ -104,8 +106,11 @@ def noised_elsewhere(
   privatizer = optax.with_extra_args_support(privatizer)
 
   def update(
-    updates: Any, state: Any, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, Any]:
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: object,
+  ) -> tuple[optax.Updates, optax.OptState]:
     noisy, state = privatizer.update(
       noise_enters(updates), state, params, **extra_args
     )

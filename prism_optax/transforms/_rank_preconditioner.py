@@ -1,7 +1,7 @@
 """Adaptive steps in rank space with a floor at the known noise level."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike, Stacks, map_pairs
-from prism_optax._types import Scalar
+from prism_optax._types import ArrayTree, Scalar
 from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.transforms import _moments
 from prism_optax.transforms._chain import Stacked, TangentTransformation
@@ -30,7 +30,7 @@ class RankPreconditionerState(NamedTuple):
   """
 
   count: jax.Array  # type: ignore[assignment]  # As in optax's states.
-  pairs: tuple[Any, ...]
+  pairs: tuple[ArrayTree, ...]
   others: tuple[_moments.ElementwiseMoments, ...]
 
 
@@ -66,8 +66,8 @@ def _one_minus_power(decay: Scalar, count: jax.Array) -> jax.Array:
 
 def preconditioner(
   name: str,
-  init_pair: Callable[..., Any],
-  step_pair: Callable[..., Any],
+  init_pair: Callable[..., ArrayTree],
+  step_pair: Callable[..., tuple[ArrayTree, ArrayTree]],
   options: Options,
   *,
   noise_stddev: StddevLike,

@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import contrib
-from prism_optax.transforms import _published
+from prism_optax import contrib, transforms
 from tests.oracles import problems
 
 SHAPES = [(8, 6, 3), (5, 9, 2)]
@@ -111,7 +110,7 @@ def test_published_prism_aligns_its_retraction():
   alias = prism_optax.published_prism(0.05, **REQUIRED, prng_key=7)
   chain = optax.chain(
     *_head(),
-    _published.scale_by_published_preconditioner(noise_stddev=STDDEV),
+    transforms.scale_by_published_preconditioner(noise_stddev=STDDEV),
     optax.scale_by_learning_rate(0.05),
     prism_optax.retract(align=True),
   )
@@ -163,7 +162,7 @@ def test_what_is_fixed_in_published_prism():
     return _first_update(
       prism_optax.chain(
         *_head(),
-        _published.scale_by_published_preconditioner(noise_stddev=STDDEV),
+        transforms.scale_by_published_preconditioner(noise_stddev=STDDEV),
         prism_optax.add_decayed_factors(decay),
         prism_optax.scale_by_learning_rate(0.05),
         prism_optax.retract(align=True),

@@ -57,6 +57,7 @@ def release(layout):
     prism_optax.intrinsic_clip(CLIP, normalize_by=BATCH_SIZE),
     prism_optax.tangent_privatizer(STDDEV, prng_key=SEED),
     layout=layout,
+    retract_elsewhere=True,
   )
   return jax.jit(tx.update)
 

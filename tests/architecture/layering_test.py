@@ -21,8 +21,8 @@ PACKAGE = 'prism_optax'
 ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
 
 LAYERS = (
-  ('_types', '_proofs'),
-  ('_validate', '_matrix_axes'),
+  ('_types',),
+  ('_proofs', '_validate', '_matrix_axes'),
   ('_linalg', '_randomness'),
   ('_lattice', '_identity'),
   ('_per_example',),
@@ -44,7 +44,7 @@ HOST_SIDE_USERS = {'inference', 'training'}
 RUNTIME = {'jax', 'optax', 'numpy', 'dp_accounting'}
 NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}
 # Optional packages, imported inside a function where a user asks for them.
-LAZY = {'lora': {'safetensors'}, 'transforms': {'jax_privacy'}}
+LAZY = {'lora': {'flax', 'safetensors'}, 'transforms': {'jax_privacy'}}
 
 
 def imports(source, package=PACKAGE):

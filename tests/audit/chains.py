@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import optax
 
 import prism_optax
-from prism_optax import contrib, fixed_rank
+from prism_optax import contrib, fixed_rank, transforms
 from prism_optax.fixed_rank import _lifts
-from prism_optax.transforms import _published
 from tests.audit.harness import CLIP, EXPECTED_BATCH_SIZE, recorder
 
 LEARNING_RATE = 0.05
@@ -35,7 +34,7 @@ def direction(kind, noise_multiplier):
     return [contrib.orthogonalize_tangents(), rate, prism_optax.retract()]
   if kind == 'published':
     return [
-      _published.scale_by_published_preconditioner(noise_stddev=stddev),
+      transforms.scale_by_published_preconditioner(noise_stddev=stddev),
       rate,
       prism_optax.retract(align=True),
     ]

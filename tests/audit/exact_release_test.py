@@ -84,7 +84,7 @@ def _release(stddev, fused=True):
 
   @jax.jit
   def release(key, rows):
-    tx = prism_optax.chain(*parts)
+    tx = prism_optax.chain(*parts, retract_elsewhere=True)
     state = tx.init(PARAMS)
     state = (state[0], state[1]._replace(inner=key))
     return tx.update(_examples(rows), state, PARAMS)[0]['bias']

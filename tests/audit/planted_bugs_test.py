@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from prism_optax.transforms import _published
+from prism_optax import transforms
 from tests.audit import chains, harness
 
 SIGMA, DRAWS = 2.0, 3000
@@ -166,7 +166,7 @@ def test_moments_of_factors_that_read_a_part_without_noise():
       tx = optax.chain(
         chains.clip(),
         chains.prism_optax.tangent_privatizer(stddev, prng_key=key),
-        _published.scale_by_published_preconditioner(noise_stddev=stddev),
+        transforms.scale_by_published_preconditioner(noise_stddev=stddev),
       )
       batch, _ = harness.batch_of(where, where.params)
       _, state = tx.update(

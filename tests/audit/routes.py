@@ -66,6 +66,7 @@ def coordinates(size: int) -> Route:
     tx = prism_optax.chain(
       prism_optax.intrinsic_clip(1.0, normalize_by=BATCH),
       prism_optax.tangent_privatizer(STDDEV, prng_key=key),
+      retract_elsewhere=True,
     )
     out, _ = tx.update(gradients(rows), tx.init(params), params)
     return _joined(out['m']['lora_b'].T, out['m']['lora_a'], out['bias'])

@@ -82,11 +82,11 @@ def on_manifold(
     harness.recorder(),
   )
   if not per_example_gradients:
-    return prism_optax.chain(*rest)
+    return prism_optax.chain(*rest, retract_elsewhere=True)
   clip = prism_optax.intrinsic_clip(
     l2_clip_norm, normalize_by=expected_batch_size
   )
-  return prism_optax.chain(clip, *rest)
+  return prism_optax.chain(clip, *rest, retract_elsewhere=True)
 
 
 # `dense`: any optimizer of optax, here one that remembers what comes in.

@@ -172,30 +172,36 @@ def test_notebook_is_small_and_says_nothing_of_the_machine(path):
 
 
 def test_what_is_installed_is_said_and_a_stranger_is_refused(tmp_path):
-  """From a clone, from a wheel, or not at all: never from an index."""
+  """From a clone, a wheel, an address, or not at all: never from an index."""
   first = sources(NOTEBOOKS[0])[0]
   code = '\n'.join(x for x in first.splitlines() if not x.startswith('%'))
   hidden = code.replace("version('prism-optax')", "version('not-there')")
   assert hidden != code
 
-  def run(folder):
+  def run(folder, code=hidden):
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
-      [sys.executable, '-c', hidden + '\nprint(package)'],
+      [sys.executable, '-c', code + '\nprint(package)'],
       cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.stdout, done.stderr
 
   refused = run(tmp_path / 'empty')
   assert not refused[0]
-  assert 'Open this notebook in a clone' in refused[1]
+  # One sentence that says what to do, and no traceback.
+  assert re.fullmatch(r'Put prism_optax-.* run this cell again\.\n', refused[1])
   wheel = tmp_path / 'wheel' / 'prism_optax-0.1.0-py3-none-any.whl'
   wheel.parent.mkdir()
   wheel.touch()
   assert f' @ {wheel.as_uri()}' in run(wheel.parent)[0]
   clone = tmp_path / 'clone'
   (clone / 'prism_optax').mkdir(parents=True)
-  assert f'comes from {clone}.' in run(clone / 'notebooks')[0]
+  (clone / 'prism_optax' / '__init__.py').touch()
+  for folder in (clone / 'notebooks', tmp_path):  # Around it, and beside it.
+    assert f'comes from {clone.as_uri()}.' in run(folder)[0]
+  address = 'https://example.org/a/b'
+  given = hidden.replace("CLONE = ''", f"CLONE = '{address}'")
+  assert f' @ git+{address}' in run(tmp_path / 'empty', given)[0]
 
 
 def test_the_page_of_notebooks_has_all_and_the_quickstart_first():

@@ -106,6 +106,9 @@ PROVOKED = {
   'no-fit': lambda _: traced(CLIP.init, 
     {'lora_a': jnp.ones((2, 4)), 'lora_b': jnp.ones((2, 3))}
   ),
+  'no-retraction': lambda _: prism_optax.chain(
+    CLIP, prism_optax.tangent_privatizer(0.1), optax.adamw(1e-3)
+  ),
   'rank-too-large': lambda _: traced(CLIP.init, pair(outputs=2, rank=3)),
   'not-floating': lambda _: traced(
     CLIP.init, pair() | {'count': jnp.int32(0)}

@@ -182,6 +182,7 @@ def test_adapters_and_a_head_with_a_clip_each_are_as_claimed():
   chain = prism_optax.chain(
     prism_optax.intrinsic_clip(1.0, normalize_by=EXPECTED),
     prism_optax.tangent_privatizer(each / EXPECTED, prng_key=0),
+    retract_elsewhere=True,
   )
   tx = prism_optax.dp_muon(
     0.1, l2_clip_norms=NORM, expected_batch_size=EXPECTED, momentum=0.0,

@@ -239,7 +239,25 @@ def test_a_tree_that_does_not_fit_is_refused(tmp_path, change, match):
 def test_what_cannot_be_written_is_refused(tmp_path):
   pair = {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}
   for arguments, match in (
-    ({'params': {'q': pair, 'head': jnp.ones(2)}}, r"only, got \['head'\]"),
+    ({'params': {'q': pair, 'head': jnp.ones(2)}}, "no place for 'head'"),
+    (
+      {'params': {'q': pair, 'h': {'kernel': jnp.ones((2, 1, 1))}}},
+      r"no place for 'h/kernel' \(2, 1, 1\)",
+    ),
+    ({'params': {'q': pair | {'bias': jnp.ones(2)}}}, "place for 'q/bias'"),
+    (
+      {
+        'params': {
+          'q': pair,
+          'h': {'scale': jnp.ones(1), 'weight': pair['lora_a']},
+        }
+      },
+      "Two leaves are named 'h.weight'",
+    ),
+    (
+      {'params': {'q': pair | {'lora_b': jnp.zeros((1, 2))}}},
+      'zero in every module of params.*never moved them',
+    ),
     ({'params': {'q': pair, 'p': pair}, 'names': lambda _: 'x'}, "named 'x'"),
     ({'params': {'q': pair}, 'config': {'x': object()}}, 'what JSON knows'),
     ({'params': {'q': pair}, 'names': {'q': 'h.{}'}}, r'0 times \{\}'),
@@ -247,6 +265,41 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=match):
       lora.save_peft(tmp_path / 'new', **arguments)
   assert not (tmp_path / 'new').exists()
+
+
+def test_a_head_is_a_module_that_was_trained_as_a_whole(tmp_path):
+  """As PEFT writes ``modules_to_save``; and back, bit for bit."""
+  rng = np.random.default_rng(0)
+  shapes = {
+    'q': {'lora': {'lora_a': (3, 1), 'lora_b': (1, 2)}},
+    'head': {'kernel': (4, 5), 'bias': (5,)},
+    'norm': {'scale': (4,)},
+  }
+  params = jax.tree.map(
+    lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  names = {'head': 'classifier', 'norm': 'model.norm'}
+  lora.save_peft(tmp_path, params, names=names)
+  written = safetensors.load_file(tmp_path / TENSORS)
+  weight = written[f'{PREFIX}classifier.weight']
+  np.testing.assert_array_equal(weight, params['head']['kernel'].T)
+  assert f'{PREFIX}q.lora_A.weight' in written
+  adapter = lora.load_peft(tmp_path)
+  assert adapter.config['modules_to_save'] == ['classifier', 'model.norm']
+  assert sorted(adapter.others) == [
+    'classifier.bias', 'classifier.weight', 'model.norm.weight'
+  ]  # fmt: skip
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  back = lora.from_peft(adapter, zeros, names=names)
+  jax.tree.map(np.testing.assert_array_equal, back, params)
+  # What the file does not have stays as it is; another shape is refused.
+  back = lora.from_peft(adapter, zeros, names={'norm': 'model.norm'})
+  assert not np.any(back['head']['kernel'])
+  zeros['head']['bias'] = jnp.zeros(6)
+  with pytest.raises(ValueError, match=r"'classifier.bias'.*\(6,\) of 'head"):
+    lora.from_peft(adapter, zeros, names=names)
 
 
 def test_nothing_is_left_beside_the_files(tmp_path):

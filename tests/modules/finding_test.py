@@ -1,11 +1,13 @@
 """Finding pairs: what is accepted, and what every refusal says."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from prism_optax import lora
+from prism_optax import _modules, lora
 from prism_optax._modules import find_modules
 
 
@@ -145,3 +147,68 @@ def test_description_lists_everything():
     *('q', '6', 'x', '2', '5', 'x', '2', '(3,)', '1')
   ]
   assert text.splitlines()[-1] == 'other trainable leaves: head'
+
+
+def _warning(params, layout=None):
+  last = lora.describe_pairs(params, layout=layout).splitlines()[-1]
+  return last if last.startswith('warning: ') else ''
+
+
+def _lora_linear():
+  return nnx.LoRALinear(6, 5, lora_rank=2, rngs=nnx.Rngs(0))
+
+
+WHOLE = {
+  # A filter that lets kernels through: nnx.LoRAParam is an nnx.Param.
+  'nnx.Param': (lambda: nnx.state(_lora_linear(), nnx.Param), 'kernel'),
+  'a wrapped module': (
+    lambda: nnx.state(
+      {'up': nnx.LoRA(6, 2, 5, base_module=_lora_linear(), rngs=nnx.Rngs(0))},
+      nnx.Param,
+    ),
+    'up/base_module/kernel',
+  ),
+  'linen': (lambda: {'d': _pair() | {'kernel': jnp.ones((6, 5))}}, 'd/kernel'),
+  'qwix': (
+    lambda: {
+      'd': {
+        'w_lora_a': jnp.ones((3, 6, 2)),
+        'w_lora_b': jnp.ones((3, 2, 5)),
+        'w': jnp.ones((3, 6, 5)),
+      }
+    },
+    'd/w',
+  ),
+}
+
+
+@pytest.mark.parametrize('kind', WHOLE)
+def test_weights_that_are_trained_as_well_are_named(kind):
+  make, name = WHOLE[kind]
+  assert f' {name}, the weights that adapters change' in _warning(make())
+
+
+def test_a_head_is_no_reason_to_warn_unless_it_is_nearly_all():
+  """22 entries are factors; the head has the shape of a weight, elsewhere."""
+  params = {
+    'd': _pair(),
+    'head': {'kernel': jnp.ones((6, 5)), 'bias': jnp.ones(5)},
+  }
+  assert not _warning(params)
+  params['head']['kernel'] = jnp.ones((6, 33))
+  assert '90% of the entries' in _warning(params)
+  params['head']['kernel'] = jnp.ones((6, 32))
+  assert not _warning(params)
+
+
+def test_a_warning_points_at_who_called_the_caller():
+  def make_private(params):
+    _modules.warn_if_mostly_no_adapters(params)
+
+  with pytest.warns(UserWarning, match='d/kernel, the weights') as caught:
+    make_private({'d': _pair() | {'kernel': jnp.ones((6, 5))}})
+  assert caught[0].filename == __file__
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    make_private({'d': _pair()})
+    make_private({'kernel': jnp.ones((6, 5))})  # No adapters are meant.

@@ -800,6 +800,13 @@ MUTANTS = (
     (ORDERS,),
   ),
   Mutant(
+    'noise needs no retraction',
+    CHAIN,
+    "retracts = before[-1] == 'retraction' or retract_elsewhere",
+    'retracts = True',
+    (ORDERS,),
+  ),
+  Mutant(
     'a clip that returns no coordinates may be chained',
     CHAIN,
     "if hasattr(tx, 'sensitivity'):",
@@ -1314,8 +1321,8 @@ MUTANTS = (
   Mutant(
     'independence: a shifted batch passes',
     '_proofs/_indexing.py',
-    'and part.start == start,',
-    'and True,',
+    'with_axis(axis, rows, start)',
+    'with_axis(axis, rows, part.start)',
     ('proofs/independence_test.py refused_by',),
   ),
   Mutant(
@@ -1324,6 +1331,27 @@ MUTANTS = (
     'if isinstance(label, Batched) and depth in dict(label.rounds):',
     'if False:',
     ('proofs/independence_test.py refused_by',),
+  ),
+  Mutant(
+    'proof of noise: what no clip bounds may enter noise',
+    '_proofs/_walk.py',
+    'if label.kind in (Kind.DRAWN, Kind.PRIVATE):',
+    'if False:',
+    ('proofs/release_test.py passes_the_noise',),
+  ),
+  Mutant(
+    'proof of noise: a branch may depend on a record',
+    '_proofs/_walk.py',
+    'elif label.kind is not Kind.PUBLIC:',
+    'elif False:',
+    ('proofs/release_test.py passes_the_noise',),
+  ),
+  Mutant(
+    'proof of noise: whatever is made of a clipped sum is one',
+    '_proofs/_kinds.py',
+    'if kinds == {Kind.CLIPPED} and _may_be_clipped(site.equation, labels):',
+    'if kinds == {Kind.CLIPPED}:',
+    ('proofs/release_test.py passes_the_noise',),
   ),
   Mutant(
     'make_private: a loss that is not proved passes',
@@ -1341,8 +1369,10 @@ PRIVACY = (
   '_per_example.py',
   '_proofs/_analysis.py',
   '_proofs/_indexing.py',
+  '_proofs/_kinds.py',
   '_proofs/_labels.py',
   '_proofs/_rules.py',
+  '_proofs/_walk.py',
   '_randomness/_keys.py',
   'accounting/_epsilon.py',
   'contrib/_input_metric.py',

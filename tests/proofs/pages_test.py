@@ -71,6 +71,11 @@ PAGES = {
     4,
   ),
   'privatizers': ([shape(FLOAT, 8, 8), shape(FLOAT, 8, 6)], (2, 3), ()),
+  'train_state': (
+    [shape(FLOAT, 8, 8), shape(INT, 8), shape(BOOL, 8)],
+    (2, 3),
+    4,
+  ),
 }
 
 
@@ -81,11 +86,13 @@ def test_the_step_of_a_page_is_proved(page):
   # The first step of that page has nothing of this package in it.
   number = 2 if page == 'from_jax_privacy' else 1
   names = until_step(code_of(f'docs/how_to/{page}.md'), number)
-  params = names.get('stacked', names['params'])
+  if page == 'train_state':  # Parameters are in the state.
+    held = names['state'], names['frozen']
+  else:
+    held = names.get('stacked', names['params']), state_of(names)
   proof = diagnostics.prove_released(
     names['step'],
-    params,
-    state_of(names),
+    *held,
     *rest,
     private=private,
     padding=padding,

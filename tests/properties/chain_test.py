@@ -16,7 +16,7 @@ from prism_optax import _modules, accounting, contrib, fixed_rank, transforms
 from prism_optax.contrib import _tangent_newton_schulz
 from prism_optax.fixed_rank import _tangents
 from prism_optax.fixed_rank._tangents import projected
-from prism_optax.transforms import _clip_groups, _published
+from prism_optax.transforms import _clip_groups
 from tests.properties import cases
 
 
@@ -129,7 +129,7 @@ def test_one_record_of_any_numbers_harms_no_optimizer(
 
 @functools.cache
 def _published_form(name):
-  tx = _published.scale_by_published_preconditioner(
+  tx = transforms.scale_by_published_preconditioner(
     noise_stddev=0.3, layout=cases.layout_of(name)
   )
   return tx.init, jax.jit(tx.update)

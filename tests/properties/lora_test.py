@@ -336,6 +336,7 @@ def _sum_by_parts(size):
   tx = prism_optax.chain(
     prism_optax.intrinsic_clip(1.0),
     prism_optax.tangent_privatizer(1e-3, prng_key=0),
+    retract_elsewhere=True,
   )
   params = cases.draw_tree('one', 0)
   state = tx.init(params)

@@ -87,6 +87,29 @@ def test_optimizers_that_do_not_fit(optimizer, message):
     problem.make(optimizer)
 
 
+def test_weights_beside_their_adapters_are_warned_of():
+  """As a filter ``nnx.Param`` lets them through; the training goes on."""
+  weight = {'kernel': jnp.ones((6, 5), jnp.float32)}
+  pair = {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}
+
+  def loss(params, x):
+    delta = params['kernel'] + params['lora_a'] @ params['lora_b']
+    return jnp.sum((x @ delta) ** 2)
+
+  with pytest.warns(UserWarning, match='entries of params .* kernel, the wei'):
+    training.make_private(
+      loss,
+      pair | weight,
+      optimizer=functools.partial(prism_optax.prism, 0.1),
+      l2_clip_norm=1.0,
+      noise_multiplier=1.0,
+      expected_batch_size=4,
+      dataset_size=100,
+      steps=2,
+      delta=1e-4,
+    )
+
+
 def test_other_clips_need_an_optimizer_that_lets_them():
   with pytest.raises(ValueError, match='thresholds of its own'):
     problem.make(

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures('x64')
 
 
 _clip, _noise, _direction = chains.clip, chains.noise, chains.direction
+_retract = prism_optax.retract
 
 
 def _nothing(stacks, state, step):
@@ -72,8 +73,22 @@ REFUSED = {
     'No noise behind intrinsic_clip.*noise_elsewhere=True',
   ),
   'the wrong order in nested chains': (
-    [prism_optax.chain(_direction()), prism_optax.chain(_clip(), _noise())],
+    [
+      prism_optax.chain(_direction()),
+      prism_optax.chain(_clip(), _noise(), retract_elsewhere=True),
+    ],
     r'intrinsic_clip, ...\) must come first, got scale_by_rank_preconditioner',
+  ),
+  'no retraction': (
+    [_clip(), _noise(), _direction()],
+    r'out of scale_by_rank_preconditioner are tangent coordinates.*retract\(\)',
+  ),
+  'noise alone': (
+    [_clip(), _noise()], 'out of tangent_privatizer are tangent coordinates'
+  ),
+  'an optimizer of optax in the place of the retraction': (
+    [_noise(), optax.adamw(1e-3)],
+    'out of transformation 1 of the chain are tangent coordinates',
   ),
   'per_matrix_clip': (
     [prism_optax.per_matrix_clip(1.0), _noise()],
@@ -102,7 +117,7 @@ def test_a_clip_without_noise_can_be_asked_for():
   with pytest.raises(ValueError, match='No noise behind intrinsic_clip'):
     prism_optax.chain(clip, _direction())
   assert (
-    prism_optax.chain(clip, _noise()).sensitivity()
+    prism_optax.chain(clip, _noise(), prism_optax.retract()).sensitivity()
     == chains.CLIP / chains.BATCH_SIZE
   )
   # No other permission is in it.
@@ -110,11 +125,24 @@ def test_a_clip_without_noise_can_be_asked_for():
     prism_optax.chain(_clip(), _direction(), _noise(), noise_elsewhere=True)
 
 
+def test_a_release_without_retraction_can_be_asked_for():
+  release = prism_optax.chain(_clip(), _noise(), retract_elsewhere=True)
+  assert release.sensitivity() == chains.CLIP / chains.BATCH_SIZE
+  # Whoever takes it is asked again; and what has no noise is a part.
+  with pytest.raises(ValueError, match='end with retract'):
+    prism_optax.chain(release, _direction())
+  descent = prism_optax.chain(prism_optax.chain(_direction()), _retract())
+  assert prism_optax.chain(release, descent).sensitivity()
+  # No other permission is in it.
+  with pytest.raises(ValueError, match='No noise behind'):
+    prism_optax.chain(_clip(), retract_elsewhere=True)
+
+
 def test_a_chain_has_one_layout():
   one, other = lora.Layout(scale=2.0), lora.Layout(scale=4.0)
   noise = prism_optax.tangent_privatizer(1.0, layout=one)
   with pytest.raises(ValueError, match=r'scale=4.0.*scale=2.0'):
-    prism_optax.chain(noise, layout=other)
+    prism_optax.chain(noise, layout=other, retract_elsewhere=True)
   with pytest.raises(ValueError, match='Expected one layout'):
     prism_optax.chain(noise, prism_optax.retract(layout=other))
   # What one part says holds for those that say nothing.
@@ -126,8 +154,8 @@ def test_a_chain_has_one_layout():
 def test_states_and_arguments_that_do_not_fit_are_named():
   problem, params = chains.problem_and_params(chains.ONE_SHAPE)
   grads = chains.batch(problem, params)
-  tx = prism_optax.chain(_clip(), _noise())
-  state = prism_optax.chain(_noise()).init(params)
+  tx = prism_optax.chain(_clip(), _noise(), retract_elsewhere=True)
+  state = prism_optax.chain(_noise(), retract_elsewhere=True).init(params)
   with pytest.raises(ValueError, match='a state of 2 parts, got 1'):
     tx.update(grads, state, params)
   with pytest.raises(ValueError, match='`update` needs `params`'):

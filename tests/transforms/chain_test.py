@@ -83,7 +83,9 @@ def test_optax_chains_the_same_numbers(jit, followed):
 
 
 def test_nested_chains_are_flat_ones():
-  release = prism_optax.chain(chains.clip(), chains.noise())
+  release = prism_optax.chain(
+    chains.clip(), chains.noise(), retract_elsewhere=True
+  )
   descent = prism_optax.chain(
     prism_optax.add_decayed_factors(0.1),
     prism_optax.scale_by_learning_rate(0.05),
@@ -102,7 +104,9 @@ def test_nested_chains_are_flat_ones():
 
 @pytest.mark.slow
 def test_chains_in_a_chain_of_optax_give_the_same_numbers():
-  release = prism_optax.chain(chains.clip(), chains.noise())
+  release = prism_optax.chain(
+    chains.clip(), chains.noise(), retract_elsewhere=True
+  )
   descent = prism_optax.chain(
     prism_optax.add_decayed_factors(0.1),
     prism_optax.scale_by_learning_rate(0.05),
@@ -168,7 +172,9 @@ def test_extra_arguments_reach_those_who_want_them():
   """The padding mask is for the clip, behind which all get it and drop it."""
   problem, params = chains.problem_and_params(chains.ONE_SHAPE)
   grads = jax.device_get(chains.batch(problem, params))
-  tx = prism_optax.chain(chains.clip(), chains.noise(), optax.scale(1.0))
+  tx = prism_optax.chain(
+    chains.clip(), chains.noise(), optax.scale(1.0), retract_elsewhere=True
+  )
   state, update = tx.init(params), jax.jit(tx.update)
   padding = np.arange(problem.batch) > 2
 

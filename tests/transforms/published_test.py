@@ -9,9 +9,7 @@ import pytest
 import prism_optax
 from prism_optax import _modules, fixed_rank
 from prism_optax.fixed_rank import _lifts
-from prism_optax.transforms._published import (
-  scale_by_published_preconditioner,
-)
+from prism_optax.transforms import scale_by_published_preconditioner
 from tests.oracles import optimizer_oracles, oracles, test_utils
 
 pytestmark = pytest.mark.usefixtures('x64')

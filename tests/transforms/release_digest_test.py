@@ -37,7 +37,9 @@ def foreign():
 
 CASES = {
   'prism_optax.chain': lambda: prism_optax.chain(
-    noise(), prism_optax.scale_by_learning_rate(0.5)
+    noise(),
+    prism_optax.scale_by_learning_rate(0.5),
+    retract_elsewhere=True,
   ),
   'optax.chain': lambda: optax.chain(noise(), optax.scale(0.5)),
   'optax.partition': lambda: optax.partition(
