@@ -122,6 +122,7 @@ def _loop(
   frozen = jax.device_put(task.frozen, training.sharding(options))
   evaluate = task.make_evaluate(task.graphdef, task.evaluation)
   batches = private.batches(state, task.train)
+  print('Compiling and checking the step ...')
   private.compile(state, frozen)
   if int(state.step) == 0:
     report.add(0, evaluate(state.params, frozen))

@@ -41,7 +41,7 @@ def plan(private: PrivateTraining) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
   """Of what decides the figures; of a checkout as well."""
-  packages = 'jax', 'optax', 'jax-privacy', 'dp-accounting'
+  packages = 'jax', 'optax', 'dp-accounting'
   return {'prism-optax': prism_optax.__version__} | {
     name: importlib.metadata.version(name) for name in packages
   }

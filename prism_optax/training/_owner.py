@@ -35,6 +35,7 @@ class Owner:
       self._journal.begin(self.name(state))
 
   def check_state(self, state: TrainingState) -> None:
+    """Refuses a state of other settings."""
     same = (
       isinstance(state, TrainingState)
       and isinstance(state.fingerprint, Fingerprint)  # Once it was one array.
@@ -74,6 +75,7 @@ class Owner:
 
   @functools.cached_property
   def environment(self) -> np.ndarray:
+    """A digest of what rounds numbers its own way, (8,) uint32."""
     found = _fingerprint.environment(self._sharding, os.urandom(16).hex())
     return _fingerprint.agreed(_fingerprint.words(found))
 
@@ -103,5 +105,6 @@ class Owner:
     return Count(*map(int, found))
 
   def name(self, state: TrainingState) -> bytes:
+    """Says which run a state is of, and tells nothing of its seed."""
     seed = np.asarray(state.seed, np.uint32).tobytes()
     return hashlib.sha256(seed + self.settings.tobytes()).digest()

@@ -5,6 +5,7 @@ of the very program that runs, so they are made where it is traced.
 """
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -32,10 +33,10 @@ class Program:
 
   def __init__(self, parts: Parts) -> None:
     self.proofs: tuple[Proof, ...] = ()
-    self.digests: dict[str, np.ndarray] = {}
+    self.digests: dict[Hashable, np.ndarray] = {}
     self._parts = parts
     self._frozen = _fingerprint.FrozenWeights()
-    self._compiled: str | None = None
+    self._compiled: Hashable = None
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(
@@ -83,9 +84,10 @@ class Program:
     name = self._name(arguments)
     if name not in self.digests:
       if self._compiled is not None:
+        rows = [x.shape for x in jax.tree.leaves(arguments[3:])]
         raise ValueError(
-          'Expected frozen weights and a batch as they were compiled for,'
-          f' {self._compiled}, got {self._name(arguments)}.'
+          'Expected frozen weights and a batch as they were compiled for, got'
+          f' others (rows {rows}).'
         )
       self._trace(name, arguments, batch)
     return self.digests[name]
@@ -97,16 +99,18 @@ class Program:
     self._compiled = name
     return self.digests[name]
 
-  def _name(self, arguments: tuple[Any, ...]) -> str:
-    """Shapes and types, and a digest of the frozen weights."""
+  def _name(self, arguments: tuple[Any, ...]) -> Hashable:
+    """Structure, shapes and types, and a digest of the frozen weights."""
     _, _, frozen, *rows = arguments
-    shapes = jax.tree.map(
-      lambda x: described(x) if hasattr(x, 'dtype') else type(x),
-      (frozen, rows),
+    leaves, treedef = jax.tree.flatten((frozen, rows))
+    shapes = tuple(
+      described(x) if hasattr(x, 'dtype') else type(x) for x in leaves
     )
-    return f'{shapes} {self._frozen.digest(frozen)!r}'
+    return treedef, shapes, self._frozen.digest(frozen)
 
-  def _trace(self, name: str, arguments: tuple[Any, ...], batch: Batch) -> Any:
+  def _trace(
+    self, name: Hashable, arguments: tuple[Any, ...], batch: Batch
+  ) -> Any:
     params, _, frozen, *_ = arguments
     parts = self._parts
     parts.check_declared('frozen', frozen)

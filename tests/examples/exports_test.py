@@ -103,7 +103,6 @@ def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
   base = pretrained.find(str(folder.parent / 'model'))
   for fact in (
     'epsilon <= 1.235 <b>, noise as drawn',
-    'delta | 0.001',
     'unit of privacy | one row, added or removed',
     'Poisson, probability 16/60, batches cut to 60',
     'clip | L2 norm 1 ',
