@@ -418,7 +418,7 @@ def train(
   head, _ = releases(setting, folders)
   params, frozen = start(setting, given, head)
   rows = setting.rows or len(given.train[0])
-  data = problems.take(given.train, np.arange(rows))
+  data = tuple(x[:rows] for x in given.train)  # They may stay on disk.
   run = program(setting.static, folders, sigma)
   if setting.method == methods.CORRELATED:
     batches = private.fixed_order(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from finetuning.methods import matrices
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
@@ -151,18 +152,6 @@ def parameters_of(method: str) -> str:
 def is_tangent(method: str) -> bool:
   """Whether the method works on the manifold."""
   return method in MANIFOLD or method == CORRELATED
-
-
-def matrices(params: Any) -> Any:
-  """Which leaves are matrices, for DP-Muon."""
-  return jax.tree.map(
-    lambda x: (
-      optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
-      if x.ndim >= 2
-      else None
-    ),
-    params,
-  )
 
 
 def sensitivity_of_groups(params: Any) -> float:

@@ -5,7 +5,8 @@
 The same problem, data and ambient noise, trained from ``(L, R)`` and from ``(L
 K, R K^-T)``: largest relative difference of Z over all steps and modules, for
 PRISM, for the published optimizer (paper mode) and for DP-AdamW on the factors.
-About a minute on a CPU. Results go to ``benchmarks/results``.
+Not by `make_private`: the noise of PRISM is given, see ``given_noise.py``, and
+the gradients are those of the oracles of the tests. About a minute on a CPU.
 """
 
 import functools

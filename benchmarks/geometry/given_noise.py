@@ -7,7 +7,7 @@ import jax
 import optax
 
 import prism_optax
-from prism_optax.transforms import _published
+from prism_optax import transforms
 
 
 class Step(NamedTuple):
@@ -46,7 +46,7 @@ def tangent_step(
   """
   clip = prism_optax.intrinsic_clip(clip_norm, normalize_by=batch)
   if published:
-    preconditioner = _published.scale_by_published_preconditioner(
+    preconditioner = transforms.scale_by_published_preconditioner(
       noise_stddev=stddev, floor_factor=0.5
     )
   else:

@@ -44,7 +44,7 @@ from benchmarks.speed import language_model_memory_table, steps  # noqa: E402
 from prism_optax import training  # noqa: E402
 
 SIZES = {'rank': 8, 'length': 256, 'microbatch': 4, 'batch': 4, 'steps': 2}
-PRIVATE = ('prism', 'dp-adamw')
+PRIVATE = ('dp-adamw', 'prism')
 
 
 def plain(task: tasks.Task, microbatch: int, rows: int, count: int) -> Any:
@@ -189,7 +189,7 @@ if __name__ == '__main__':
     runner.main(
       __doc__,
       'language_model_memory',
-      [{'process': case} for case in ('not private', *PRIVATE, 'model read')],
+      [{'process': case} for case in ('model read', 'not private', *PRIVATE)],
       measure,
       smoke={'smoke': True},
     )

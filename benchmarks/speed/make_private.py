@@ -16,7 +16,7 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -127,7 +127,11 @@ def temporary_megabytes(
 
 
 def measure(
-  task: str, part: str, runs: int = 20, rows: int | None = None
+  task: str,
+  part: str,
+  runs: int = 20,
+  rows: int | None = None,
+  sizes: Sequence[int | None] = (8, 16, 32, None),
 ) -> list[runner.Row]:
   """Rows of ``'time'`` or of ``'memory'``."""
   if part == 'time':
@@ -141,7 +145,7 @@ def measure(
       'temporary megabytes': temporary_megabytes(problem, batched, size),
     }
     for route, batched in ROUTES.items()
-    for size in (8, 16, 32, None)
+    for size in sizes
   ]
 
 
@@ -155,5 +159,5 @@ if __name__ == '__main__':
       {'task': 'minilm', 'part': 'memory'},
     ],
     measure,
-    smoke={'task': 'digits', 'runs': 1},
+    smoke={'task': 'digits', 'runs': 1, 'sizes': (8,)},
   )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from finetuning import data, language, sampling, training
+from finetuning import language, training
 from finetuning.models import classifier, llama, llama_config, minilm, vit
 from flax import nnx
 
@@ -78,19 +78,16 @@ def test_encoders_of_the_examples(name):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
   assert_proved(losses, params, frozen, x, ids(B))
-  # The loss that `clipped_grad` calls with one record of a batch at a time.
-  assert_proved_one_by_one(
-    training.make_loss(graph), params, frozen, sampling.Batch(x, ids(B))
-  )
+  assert_proved_one_by_one(training.make_loss(graph), params, frozen, x, ids(B))
 
 
-def assert_proved_one_by_one(loss, params, frozen, batch):
+def assert_proved_one_by_one(loss, params, frozen, *rows):
   def one(params, frozen, row):
-    return loss(params, frozen, jax.tree.map(lambda x: x[None], row))[0]
+    return loss(params, frozen, *row)[0]
 
   proof = prove(
     jax.vmap(jax.grad(one), (None, None, 0)),
-    *map(shapes, (params, frozen, batch)),
+    *map(shapes, (params, frozen, rows)),
     in_axes=(None, None, 0),
   )
   assert proof, proof
@@ -135,9 +132,8 @@ def of_decoder(kind):
 def test_decoders_of_the_examples(kind):
   (graph, params, frozen), losses = of_decoder(kind)
   assert_proved(losses, params, frozen, ids(B, T))
-  batch = sampling.Batch(ids(B, T), ids(B, T))
-  assert data.BLANK < 0
-  assert_proved_one_by_one(language.make_loss(graph, 4), params, frozen, batch)
+  loss = language.make_loss(graph, 4)
+  assert_proved_one_by_one(loss, params, frozen, ids(B, T), ids(B, T))
 
 
 def test_a_mean_over_the_tokens_of_a_batch_is_refused():

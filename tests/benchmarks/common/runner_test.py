@@ -41,12 +41,12 @@ def test_an_interrupted_benchmark_goes_on(tmp_path):
 
   def measure(setting):
     if len(measured) == 2:
-      raise KeyboardInterrupt
+      raise RuntimeError('stopped')
     measured.append(setting['seed'])
     return [{'part': part, 'accuracy': 0.5} for part in 'ab']
 
   plan = runner.fixed({'seed': seed} for seed in range(4))
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises(RuntimeError, match='stopped'):
     runner.run(runner.Store(tmp_path / 'rows.json'), plan, measure)
   measured.clear()
   store = runner.Store(tmp_path / 'rows.json')
@@ -81,3 +81,13 @@ def test_tuning_ends_with_a_neighbour_on_both_sides(best):
   beside = {Setting(runner.LADDER[i]) for i in (at - 1, at + 1)}
   assert beside <= scores.keys()
   assert runs == len(scores)
+
+
+def test_only_what_is_measured_again_is_forgotten(tmp_path):
+  store = runner.Store(tmp_path / 'rows.json')
+  for seed in range(3):
+    store.put({'seed': seed}, [{'part': part} for part in 'ab'])
+  store.forget([{'seed': 1}, {'seed': 7}])
+  assert [x['seed'] for x in store.rows] == [0, 0, 2, 2]
+  assert runner.Store(store.path).rows == store.rows
+  assert store.find({'seed': 1}) is None

@@ -20,9 +20,9 @@ def _():
     'momentum': 'momentum only',
     'muon': '`contrib.prism_muon`',
     'prism': '`prism`',
-    'prism, factor basis': '`published_prism`',
+    'published_prism': '`published_prism`',
     'prism, momentum only': 'momentum only',
-    'prism, Muon': '`contrib.prism_muon`',
+    'prism_muon': '`contrib.prism_muon`',
     'dp_muon': '`dp_muon`',
   }
   keys = 'claim', 'bound', 'bound with half the noise'
