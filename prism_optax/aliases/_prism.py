@@ -98,8 +98,7 @@ def prism(
   ==========================  =================================================
 
   The defaults were set by experiments on digits and on text
-  (``benchmarks/accuracy/hyper_parameters.py``,
-  ``benchmarks/accuracy/utility.py``): a first moment without bias correction
+  (``benchmarks/accuracy/digits.py``, ``benchmarks/accuracy/utility.py``): a first moment without bias correction
   and a little decay are worth points of accuracy and forgive a wrong rate; ten
   times the usual clip norm cost four; ``b2`` made none.
 

@@ -474,8 +474,8 @@ class PrivateTraining:
     ``stop_was_fixed=True``
     ``stop='adaptive'``             epsilon of the next possible stop, at its
                                     share of delta
-    the journal is ahead of the     its number of steps
-    state, or ``released_steps`` is
+    the journal is ahead, or so is  its number of steps
+    ``released_steps``
     steps done again elsewhere      counted again, as the journal has them
     ==============================  ===========================================
 

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from finetuning import language, training
-from finetuning.models import classifier, llama_config, minilm, vit
+from finetuning.models import classifier, llama, llama_config, minilm, vit
 from flax import nnx
 
 from benchmarks.accuracy import digits_network
-from benchmarks.speed import decoder, proof_time
-from benchmarks.speed import make_private as make_private_time
+from benchmarks.speed import decoder, steps
 from prism_optax import diagnostics, lora
 from tests.proofs.losses import normal
 from tests.training import problem
@@ -107,10 +106,31 @@ def small_decoder(kind):
   )  # fmt: skip
 
 
+def of_decoder(kind):
+  """``(graph, params, frozen)`` of shapes, and the losses of records."""
+
+  def build():
+    config = minilm.LoraConfig(2)
+    return llama.Decoder(small_decoder(kind), config, rngs=nnx.Rngs(0))
+
+  graph, *trees = nnx.split(nnx.eval_shape(build), nnx.LoRAParam, ...)
+
+  def losses(params, frozen, tokens):
+    if jax.tree.leaves(params)[0].ndim == 4:
+      # Copies stand before the layers, and the scan wants the layers in front.
+      params = jax.tree.map(lambda x: x.swapaxes(0, 1), params)
+    logits = nnx.merge(graph, params, frozen)(tokens)[:, :-1]
+    each = optax.softmax_cross_entropy_with_integer_labels(
+      logits, tokens[:, 1:]
+    )
+    return jnp.sum(each, 1)
+
+  return (graph, *trees), losses
+
+
 @pytest.mark.parametrize('kind', ['llama', 'qwen3'])
 def test_decoders_of_the_examples(kind):
-  graph, params, frozen = proof_time.shapes(small_decoder(kind), rank=2)
-  losses = proof_time.losses(graph)
+  (graph, params, frozen), losses = of_decoder(kind)
   assert_proved(losses, params, frozen, ids(B, T))
   loss = language.make_loss(graph, 4)
   assert_proved_one_by_one(loss, params, frozen, ids(B, T), ids(B, T))
@@ -118,8 +138,7 @@ def test_decoders_of_the_examples(kind):
 
 def test_a_mean_over_the_tokens_of_a_batch_is_refused():
   """What `language.make_loss` has a declared divisor for."""
-  graph, params, frozen = proof_time.shapes(small_decoder('llama'), rank=2)
-  losses = proof_time.losses(graph)
+  (_, params, frozen), losses = of_decoder('llama')
 
   def divided(params, frozen, x):
     return losses(params, frozen, x) / jnp.sum(x != 0)
@@ -156,7 +175,7 @@ def test_the_decoder_of_the_benchmarks():
 
 def test_losses_of_the_benchmarks_and_of_the_tests():
   x, y = jax.ShapeDtypeStruct((B, 64), jnp.float32), ids(B)
-  digits = make_private_time.digits()
+  digits = steps.digits()
   params, frozen = shapes((digits.params, digits.frozen))
   axes = None, None, 0, 0
   for loss in (digits.loss, digits_network.loss):
