@@ -7,6 +7,11 @@ given by a ``layout``: :func:`describe_pairs` shows what is seen.
 
 from prism_optax._modules import Layout, Pair, describe_pairs, pairs_by_name
 from prism_optax.lora._adding import add_adapters
+from prism_optax.lora._gradients import (
+  in_microbatches,
+  per_example_gradients,
+  per_example_product,
+)
 from prism_optax.lora._initialization import (
   canonicalize,
   initialize,
@@ -14,11 +19,6 @@ from prism_optax.lora._initialization import (
 )
 from prism_optax.lora._merging import Kernel, deltas, merge
 from prism_optax.lora._peft import from_peft, load_peft, save_peft
-from prism_optax.lora._gradients import (
-  in_microbatches,
-  per_example_gradients,
-  per_example_product,
-)
 from prism_optax.lora._ranks import difference, truncate
 from prism_optax.lora._stacking import stack, unstack
 

@@ -3,7 +3,7 @@
 import json
 import os
 import pathlib
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,8 @@ def save_state(path: str | os.PathLike[str], state: ArrayTree) -> None:
   """
   if jax.process_index():
     return
-  header: list[Any] = []
-  arrays: dict[str, Any] = {}
+  header: list[list[object]] = []
+  arrays: dict[str, ArrayTree] = {}
   for number, (name, leaf) in enumerate(_named(state)):
     array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     # As bytes: NumPy has no name for some types of JAX.
@@ -149,21 +149,21 @@ def load_state(path: str | os.PathLike[str], like: _State) -> _State:
   return state
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def _named(tree: ArrayTree) -> list[tuple[str, ArrayTree]]:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array) -> bool:
   return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _kind(x: Any) -> list[Any]:
+def _kind(x: jax.Array) -> list[object]:
   """Shape and type, in what JSON knows; of a key the kind of generator."""
   return [list(x.shape), str(x.dtype)]
 
 
-def _read(data: bytes, like: Any) -> Any:
+def _read(data: bytes, like: ArrayTree) -> ArrayTree:
   """A leaf, in memory of its own: a step takes the arrays of a state over."""
   if _is_key(like):
     words = jax.eval_shape(jax.random.key_data, like)

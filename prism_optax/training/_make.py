@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +54,7 @@ _LEAST_NORM, _LARGEST_NORM = 1e-30, 1e30
 
 @_words.answered
 def make_private(
-  loss: Callable[..., Any],
+  loss: Callable[..., ArrayTree],
   params: ArrayTree,
   *,
   optimizer: Optimizer,
@@ -380,7 +379,7 @@ def _seed(prng_key: PRNGKeyLike) -> np.ndarray:
   return np.asarray(jax.random.key_data(key), np.uint32)
 
 
-def _derived(prng_key: Any, number: int) -> jax.Array:
+def _derived(prng_key: PRNGKeyLike, number: int) -> jax.Array:
   """A key that is independent of the noise's."""
   key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
   return jax.random.fold_in(key, number)

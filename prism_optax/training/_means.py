@@ -1,12 +1,13 @@
 """Means over a private batch, for the owner of the data alone."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from prism_optax._types import ArrayTree
 from prism_optax.transforms import TangentTransformation, tangent_coordinates
 
 
@@ -22,11 +23,11 @@ class Means(NamedTuple):
 
   loss: jax.Array
   gradient_norm: jax.Array
-  aux: Any
+  aux: ArrayTree
 
 
 def means(
-  measured: Callable[[Any, Any, Any], Any],
+  measured: Callable[[ArrayTree, ArrayTree, ArrayTree], ArrayTree],
   transformation: optax.GradientTransformation,
   microbatch_size: int | None,
 ) -> Callable[..., Means]:
@@ -39,7 +40,7 @@ def means(
     microbatch_size: Rows at once; None is all.
   """
 
-  def norm(params: Any, gradient: Any) -> jax.Array:
+  def norm(params: ArrayTree, gradient: ArrayTree) -> jax.Array:
     if isinstance(transformation, TangentTransformation):
       gradient = tangent_coordinates(params, layout=transformation.layout)(
         gradient
@@ -48,16 +49,16 @@ def means(
     return found
 
   def call(
-    params: Any,
-    frozen: Any,
-    examples: Any,
+    params: ArrayTree,
+    frozen: ArrayTree,
+    examples: ArrayTree,
     is_padding_example: jax.Array,
     is_present: jax.Array | None,
   ) -> Means:
     rows = examples if is_present is None else (examples, is_present)
     size = microbatch_size or len(is_padding_example)
 
-    def part(rows: Any) -> Means:
+    def part(rows: ArrayTree) -> Means:
       losses, aux, gradients = measured(params, frozen, rows)
       return Means(losses, jax.vmap(norm, (None, 0))(params, gradients), aux)
 

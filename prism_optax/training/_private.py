@@ -1,7 +1,6 @@
 """One object that owns all that has to agree for an epsilon to be right."""
 
 import functools
-from typing import Any
 
 import dp_accounting
 import jax
@@ -18,7 +17,7 @@ from prism_optax.training._fingerprint import Fingerprint
 from prism_optax.training._means import Means
 from prism_optax.training._owner import Owner
 from prism_optax.training._program import Program, described
-from prism_optax.training._records import Records
+from prism_optax.training._records import DataLike, Records, UsersLike
 from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
 from prism_optax.training._state import TrainingState
@@ -114,7 +113,7 @@ class PrivateTraining:
     return new
 
   def batches(
-    self, state: TrainingState, data: Any, *, users: Any = None
+    self, state: TrainingState, data: DataLike, *, users: UsersLike = None
   ) -> Batches:
     """The batches from the state's step to the last, drawn at random.
 
@@ -193,7 +192,9 @@ class PrivateTraining:
 
     return Batches(range(int(state.step), self.steps), draw)
 
-  def nonprivate_misfits(self, data: Any, *, users: Any = None) -> np.ndarray:
+  def nonprivate_misfits(
+    self, data: DataLike, *, users: UsersLike = None
+  ) -> np.ndarray:
     """Which records never count, because of their form or of their number.
 
     For your eyes alone, before a long run: if no record fits what was declared,
@@ -408,7 +409,7 @@ class PrivateTraining:
     found: Means = self._means(params, frozen, *rows)
     return found
 
-  def adapters(self, state: TrainingState) -> Any:
+  def adapters(self, state: TrainingState) -> ArrayTree:
     """The trained parameters as the model takes them.
 
     Args:
@@ -518,8 +519,8 @@ class PrivateTraining:
 
 
 def _arguments(
-  state: TrainingState, frozen: Any, batch: Batch
-) -> tuple[Any, ...]:
+  state: TrainingState, frozen: ArrayTree, batch: Batch
+) -> tuple[ArrayTree, ...]:
   """The arguments of a step."""
   return (
     state.params,

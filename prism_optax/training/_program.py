@@ -6,7 +6,6 @@ of the very program that runs, so they are made where it is traced.
 
 import functools
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import optax
 
 from prism_optax import _per_example
 from prism_optax._proofs._proof import Proof
+from prism_optax._types import ArrayTree
 from prism_optax.training import _fingerprint, _releases, _seen
 from prism_optax.training._sampling import Batch
 from prism_optax.training._settings import Parts
@@ -40,14 +40,14 @@ class Program:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(
-      params: Any,
-      state: Any,
-      frozen: Any,
-      examples: Any,
+      params: ArrayTree,
+      state: optax.OptState,
+      frozen: ArrayTree,
+      examples: ArrayTree,
       is_padding_example: jax.Array,
       is_present: jax.Array | None,
       release: jax.Array | None = None,
-    ) -> tuple[Any, Any, jax.Array]:
+    ) -> tuple[ArrayTree, ArrayTree, jax.Array]:
       if release is not None:  # Other parameters have other gradients.
         release = release ^ _fingerprint.of_arrays(params)
       rows = examples if is_present is None else (examples, is_present)
@@ -70,7 +70,9 @@ class Program:
 
     self.run = run
 
-  def digest(self, arguments: tuple[Any, ...], batch: Batch) -> np.ndarray:
+  def digest(
+    self, arguments: tuple[ArrayTree, ...], batch: Batch
+  ) -> np.ndarray:
     """A digest of the program that runs, which is proved when it is new.
 
     Args:
@@ -92,14 +94,16 @@ class Program:
       self._trace(name, arguments, batch)
     return self.digests[name]
 
-  def compile(self, arguments: tuple[Any, ...], batch: Batch) -> np.ndarray:
+  def compile(
+    self, arguments: tuple[ArrayTree, ...], batch: Batch
+  ) -> np.ndarray:
     """As :meth:`digest`; no other program is traced or compiled afterwards."""
     name = self._name(arguments)
     self._trace(name, arguments, batch).lower().compile()
     self._compiled = name
     return self.digests[name]
 
-  def _name(self, arguments: tuple[Any, ...]) -> Hashable:
+  def _name(self, arguments: tuple[ArrayTree, ...]) -> Hashable:
     """Structure, shapes and types, and a digest of the frozen weights."""
     _, _, frozen, *rows = arguments
     leaves, treedef = jax.tree.flatten((frozen, rows))
@@ -109,8 +113,8 @@ class Program:
     return treedef, shapes, self._frozen.digest(frozen)
 
   def _trace(
-    self, name: Hashable, arguments: tuple[Any, ...], batch: Batch
-  ) -> Any:
+    self, name: Hashable, arguments: tuple[ArrayTree, ...], batch: Batch
+  ) -> jax.stages.Traced:
     params, _, frozen, *_ = arguments
     parts = self._parts
     parts.check_declared('frozen', frozen)
@@ -134,7 +138,7 @@ class Program:
     return traced
 
 
-def _held(new: Any, old: Any) -> tuple[Any, jax.Array]:
+def _held(new: ArrayTree, old: ArrayTree) -> tuple[ArrayTree, jax.Array]:
   """Takes a step back in which something finite became NaN or Inf.
 
   Too large a learning rate overflows. What is tested here is all
@@ -151,7 +155,7 @@ def _held(new: Any, old: Any) -> tuple[Any, jax.Array]:
     The tree to go on with, and 1 if it is the old one, else 0.
   """
 
-  def is_float(x: Any) -> bool:
+  def is_float(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
   lost = jnp.array(False)
@@ -164,6 +168,6 @@ def _held(new: Any, old: Any) -> tuple[Any, jax.Array]:
   return kept, lost.astype(jnp.int32)
 
 
-def described(x: Any) -> tuple[Any, ...]:
+def described(x: jax.Array) -> tuple[tuple[int, ...], str]:
   """Shape and type."""
   return tuple(x.shape), str(x.dtype)

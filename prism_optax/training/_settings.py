@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import optax
 
 from prism_optax._proofs._proof import Proof
+from prism_optax._types import ArrayTree
 from prism_optax.training._execution import Execution
 from prism_optax.training._means import Means
 from prism_optax.training._records import Form
@@ -61,15 +62,15 @@ class Parts(NamedTuple):
 
   settings: Settings
   transformation: optax.GradientTransformationExtraArgs
-  gradients: Callable[..., Any]
+  gradients: Callable[..., ArrayTree]
   means: Callable[..., Means]
-  shapes: Any
+  shapes: ArrayTree
   new_seed: Callable[[], np.ndarray]
-  put: Callable[[Any], Any]
+  put: Callable[[ArrayTree], ArrayTree]
   execution: Execution
   check: Callable[..., Proof]
-  check_declared: Callable[[str, Any], None]
-  adapters: Callable[[Any], Any]
+  check_declared: Callable[[str, ArrayTree], None]
+  adapters: Callable[[ArrayTree], ArrayTree]
   releases_per_step: int
   key_is_given: bool
   journal: str | os.PathLike[str] | None

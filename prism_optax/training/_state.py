@@ -1,10 +1,12 @@
 """The state of a run, and what it may differ in from another."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+import optax
 
+from prism_optax._types import ArrayTree
 from prism_optax.training._fingerprint import Fingerprint
 
 
@@ -25,8 +27,8 @@ class TrainingState(NamedTuple):
       and data, NumPy, (8,) uint32 each.
   """
 
-  params: Any
-  optimizer: Any
+  params: ArrayTree
+  optimizer: optax.OptState
   step: np.ndarray
   held: jax.Array
   seed: np.ndarray
