@@ -91,6 +91,11 @@ class Store:
       if self.find(setting) is None:
         changed = {k: v for k, v in setting.items() if self.is_told(k, v)}
         several = found if isinstance(found, list) else [found]
+        if any(
+          setting.get(k, v) != v for row in several for k, v in row.items()
+        ):
+          # No row would be found for the setting, which would run for ever.
+          raise ValueError(f'A row changes its setting {dict(setting)}.')
         self.rows += [{**changed, **row} for row in several]
         self._index = {}
         write(self.path, self.rows)

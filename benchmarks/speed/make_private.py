@@ -107,7 +107,7 @@ def times(task: str, runs: int, rows: int | None) -> list[runner.Row]:
     found[name]['to by hand'] = timing.ratio(seconds, name, other)
   load = os.getloadavg()[0]
   return [
-    {'step': name, 'runs': runs, **row, 'load of the machine': load}
+    {'step': name, 'rounds': runs, **row, 'load of the machine': load}
     for name, row in found.items()
   ]
 

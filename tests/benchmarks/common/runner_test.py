@@ -91,3 +91,10 @@ def test_only_what_is_measured_again_is_forgotten(tmp_path):
   assert [x['seed'] for x in store.rows] == [0, 0, 2, 2]
   assert runner.Store(store.path).rows == store.rows
   assert store.find({'seed': 1}) is None
+
+
+def test_a_row_cannot_change_its_setting(tmp_path):
+  """Otherwise the setting would be run again and again."""
+  store = runner.Store(tmp_path / 'rows.json')
+  with pytest.raises(ValueError, match="changes its setting {'runs': 1}"):
+    store.put({'runs': 1}, [{'runs': 10}])
