@@ -930,8 +930,8 @@ MUTANTS = (
   Mutant(
     "make_private: a user's record of another form is one of zeros",
     'training/_records.py',
-    'return examples, ~fits.any(1), fits',
-    'return examples, ~fits.any(1), records >= 0',
+    'return examples, np.asarray(~fits.any(1)), fits',
+    'return examples, np.asarray(~fits.any(1)), records >= 0',
     ('training/records_test.py missing_records',),
   ),
   Mutant(
@@ -1238,7 +1238,7 @@ MUTANTS = (
   Mutant(
     'releases: constants of the loss are not looked at',
     'training/_releases.py',
-    "yield from getattr(jaxpr, 'consts', ())",
+    "yield from getattr(program, 'consts', ())",
     'yield from ()',
     ('training/prior_releases_test.py wherever',),
   ),
