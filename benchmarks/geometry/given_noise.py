@@ -34,7 +34,8 @@ def tangent_step(
   """PRISM without weight decay.
 
   The noise is made by hand, since one draw in the space of Z has to be seen in
-  the frames of two gauges, and no privatizer can be told its draw.
+  the frames of two gauges, and no privatizer can be told its draw. It is
+  declared, so that ``diagnostics.prove_released`` can follow the records.
 
   Args:
     rate: Size of a step.
@@ -64,7 +65,15 @@ def tangent_step(
     mean, _ = clip.update(
       grads, optax.EmptyState(), params, is_padding_example=is_padding
     )
-    noisy = jax.tree.map(lambda x, z: x + stddev * z, mean, noise)
+
+    def add(updates, state, params=None):
+      del params
+      noisy = jax.tree.map(lambda x, z: x + stddev * z, updates, noise)
+      return noisy, state
+
+    given = optax.GradientTransformation(clip.init, add)
+    declared = transforms.noised_elsewhere(given)
+    noisy, _ = declared.update(mean, optax.EmptyState(), params)
     return rest.update(noisy, state, params)
 
   return Step(rest.init, update)

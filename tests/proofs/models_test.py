@@ -9,6 +9,7 @@ from finetuning.models import classifier, llama, llama_config, minilm, vit
 from flax import nnx
 
 from benchmarks.accuracy import digits_network
+from benchmarks.geometry import given_noise
 from benchmarks.speed import decoder, steps
 from prism_optax import diagnostics, lora
 from tests.proofs.losses import normal
@@ -188,6 +189,21 @@ def test_losses_of_the_benchmarks_and_of_the_tests():
   rows = tuple(a[:B] for a in problem.DATA)
   function = jax.vmap(jax.grad(problem.loss), axes)
   assert prove(function, problem.PARAMS, problem.FROZEN, *rows, in_axes=axes)
+
+
+@pytest.mark.parametrize('published', [False, True])
+def test_the_step_of_the_benchmarks_with_a_given_draw(published):
+  params = {'lora_a': jnp.eye(5, 2), 'lora_b': jnp.ones((2, 3))}
+  one = given_noise.tangent_step(0.1, 1.0, B, 0.5, published)
+  rows = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype), params
+  )
+  noise = shapes(params)
+  proof = diagnostics.prove_released(
+    lambda grads, noise, state: one.update(grads, noise, state, params),
+    rows, noise, one.init(params), private=0,
+  )  # fmt: skip
+  assert proof, proof
 
 
 LAYERS = {
