@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 import prism_optax  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 from benchmarks.geometry import given_noise  # noqa: E402
-from prism_optax import lora  # noqa: E402
+from prism_optax import lora, transforms  # noqa: E402
 from tests.oracles import oracles, problems, test_utils  # noqa: E402
 
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
@@ -55,8 +55,10 @@ def factor_method() -> given_noise.Step:
       # All leaves in one group: as if none of them were a matrix.
       weight_dimension_numbers=lambda x: jax.tree.map(lambda _: None, x),
     ),
-    noise_addition.gaussian_privatizer(
-      stddev=STDDEV, prng_key=jax.random.key(7)
+    transforms.noised_elsewhere(
+      noise_addition.gaussian_privatizer(
+        stddev=STDDEV, prng_key=jax.random.key(7)
+      )
     ),
     optax.adamw(LEARNING_RATE),
   )
