@@ -5,25 +5,38 @@ browser loads comes from the site alone.
 """
 
 import base64
+import html
 import json
+import os
 import pathlib
 import re
 import sys
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
+from sphinx import addnodes
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.nodes import make_refnode
+from sphinx.util.typing import stringify_annotation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(
   0, str(ROOT)
 )  # The package next to these pages, installed or not.
 
+import jax  # noqa: E402
+
 import prism_optax  # noqa: E402
+from prism_optax._types import ArrayTree  # noqa: E402
 
 project = 'prism_optax'
 author = 'The prism_optax authors'
 copyright = f'2026, {author}'
 version = release = prism_optax.__version__
+
+# Of the published repository, without a slash at the end; while it is empty the
+# site shows no link to it, and its own copies of the source files.
+REPOSITORY = ''
 
 extensions = [
   'myst_parser',
@@ -41,8 +54,9 @@ myst_heading_anchors = 4
 highlight_language = 'text'
 
 autodoc_preserve_defaults = True
-# Types are said in words, with shapes and units.
-autodoc_typehints = 'none'
+# Types stand in the signature, their shapes and units in the description.
+autodoc_typehints = 'signature'
+maximum_signature_line_length = 80
 autodoc_member_order = 'bysource'
 autosummary_generate = False  # Tables only: entries are on the same page.
 napoleon_google_docstring = True
@@ -54,17 +68,29 @@ toc_object_entries_show_parents = 'hide'
 # Without a network there is no index of the names of other libraries.
 nitpick_ignore_regex = [
   # Types of fields: a private class is described by the field's own words.
-  ('py:class', r'prism_optax\..*\._\w+\.\w+|ArrayTree'),
+  (
+    'py:class',
+    r'prism_optax\.(?:.*\.)?_\w+\.\w+|ArrayTree|ArrayLike'
+    r'|prism_optax\.diagnostics\.(?:FactorNoiseEnergy|ClipStatistics|Proof)',
+  ),
   (
     'py:.*',
-    r'(jax|jnp|optax|numpy|np|dp_accounting|typing|collections|jax_privacy)\..*',
+    r'(jax|jaxlib|jnp|optax|numpy|np|os|dp_accounting|typing|collections'
+    r'|jax_privacy)\..*',
   ),
 ]
 
 html_theme = 'furo'
-html_title = 'prism_optax'
+html_title = f'prism_optax {version}'
 html_static_path = ['_static']
 html_css_files = ['site.css']
+html_js_files = ['copy.js']
+if REPOSITORY:
+  html_theme_options = {
+    'source_repository': REPOSITORY,
+    'source_branch': 'main',
+    'source_directory': 'docs/',
+  }
 html_show_sphinx = False
 html_math_renderer = 'mathml'
 
@@ -132,20 +158,22 @@ PAGES = {
   'SECURITY.md': 'security.md',
 }
 _UP = re.compile(rf'\]\((?:\.\./)+({"|".join(PAGES)})((?:#[^)]*)?)\)')
+_NOTEBOOK = re.compile(r'\]\((?:\.\./)+notebooks/(\w+)\.ipynb\)')
 
 
 def _links_to_the_root(app, docname, content):
-  """Links of a page to a file at the top level that is a page here."""
+  """Links of a page to a file at the top level, or a notebook: pages here."""
   del app
   up = '../' * docname.count('/')
-  content[0] = _UP.sub(
+  text = _UP.sub(
     lambda match: f']({up}{PAGES[match[1]]}{match[2]})', content[0]
   )
+  content[0] = _NOTEBOOK.sub(rf']({up}notebooks/\1.md)', text)
 
 
 def _links_from_the_root(app, path, docname, content):
   """Links in a file outside of docs/, for the page that includes it."""
-  del app
+  docname = app.env.docname  # MyST gives the name without its folder.
   folder = pathlib.PurePath(path).parent
   if folder.parts[:1] != ('..',):
     return
@@ -162,6 +190,22 @@ def _links_from_the_root(app, path, docname, content):
   content[0] = re.sub(
     r'\]\((?!https?:|#|mailto:)([^)\s]+)\)', rewritten, content[0]
   )
+
+
+def _short_types(app, what, name, obj, options, signature, returned):
+  """Trees and arrays by their names, and not by all that they may be."""
+  del app, what, name, obj, options
+
+  def short(text):
+    for mode in ('smart', 'fully-qualified-except-typing'):
+      tree = stringify_annotation(ArrayTree, mode)
+      for found in (tree.replace('ArrayTree', tree), tree):  # With its own.
+        text = text and text.replace(found, 'ArrayTree')
+      array = stringify_annotation(jax.typing.ArrayLike, mode)
+      text = text and text.replace(array, 'ArrayLike')
+    return text
+
+  return short(signature), short(returned)
 
 
 def _stars(app, what, name, obj, options, lines):
@@ -203,10 +247,108 @@ def _front_door(app, env, node, contnode):
   return None
 
 
+class _Names(SphinxPostTransform):
+  """Leads `lora.merge` in a sentence to its place in the reference.
+
+  Pages name it in code, without a role, because the repository shows them too.
+  """
+
+  default_priority = 5
+
+  def run(self, **kwargs):
+    del kwargs
+    objects = self.env.domains['py'].objects
+    for node in list(self.document.findall(nodes.literal)):
+      inside = nodes.reference, nodes.title, addnodes.pending_xref
+      name = node.astext().removeprefix('prism_optax.')
+      found = objects.get(f'prism_optax.{name}')
+      if (
+        not found
+        or '.' not in node.astext()
+        or isinstance(node.parent, inside)
+        or found.docname == self.env.docname
+      ):
+        continue
+      node.replace_self(
+        make_refnode(
+          self.app.builder,
+          self.env.docname,
+          found.docname,
+          found.node_id,
+          node.deepcopy(),
+        )
+      )
+
+
+def _path_in_the_repository(path):
+  """'benchmarks/x.py' for a path relative to the folder of the pages."""
+  return pathlib.PurePath(os.path.normpath(f'docs/{path}'))
+
+
+class _Sources(SphinxPostTransform):
+  """Links to source files show them; Sphinx would download them."""
+
+  default_priority = 5
+
+  def run(self, **kwargs):
+    del kwargs
+    page = self.env.docname
+    for node in list(self.document.findall(addnodes.download_reference)):
+      relative, _ = self.env.relfn2path(node['reftarget'], page)
+      path = _path_in_the_repository(relative)
+      if REPOSITORY:
+        uri = f'{REPOSITORY}/blob/main/{path}'
+      elif path.suffix == '.py':
+        uri = self.app.builder.get_relative_uri(
+          page, f'source/{path.with_suffix("")}'
+        )
+      else:
+        continue
+      link = nodes.reference('', '', *node.children, refuri=uri, internal=True)
+      node.replace_self(link)
+
+
+def _source_pages(app):
+  """A page for each source file to which a page links."""
+  if REPOSITORY or app.builder.format != 'html':
+    return
+  for file in sorted(app.env.dlfiles):
+    path = _path_in_the_repository(file)
+    if path.suffix == '.py':
+      text = (ROOT / path).read_text('utf-8')
+      code = app.builder.highlighter.highlight_block(text, 'python')
+      title = html.escape(str(path))
+      yield (
+        f'source/{path.with_suffix("")}',
+        {'title': title, 'body': f'<h1>{title}</h1>\n{code}'},
+        'page.html',
+      )
+
+
+def _places_to_break(app, pagename, templatename, context, doctree):
+  """Long names in code may break after a dot, a slash or an underscore."""
+  del app, pagename, templatename, doctree
+
+  def breakable(match):
+    name = re.sub(r'(?<=[\w)])([./_:]+)(?=[A-Za-z])', r'\1<wbr>', match[1])
+    return f'<span class="pre">{name}</span>'
+
+  for part in ('body', 'toc'):
+    if part in context:
+      context[part] = re.sub(
+        r'<span class="pre">([^<]*)</span>', breakable, context[part]
+      )
+
+
 def setup(app):
   _write_notebooks()
   app.add_html_math_renderer('mathml', _mathml(False), _mathml(True))
   app.connect('autodoc-process-docstring', _stars)
+  app.connect('autodoc-process-signature', _short_types)
   app.connect('missing-reference', _front_door)
   app.connect('source-read', _links_to_the_root)
   app.connect('include-read', _links_from_the_root)
+  app.connect('html-collect-pages', _source_pages)
+  app.connect('html-page-context', _places_to_break)
+  app.add_post_transform(_Names)
+  app.add_post_transform(_Sources)

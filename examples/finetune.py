@@ -34,7 +34,6 @@ options.json may be published. checkpoints_secret/, which is there while the
 run lasts and holds the noise key, and nonprivate_* may not.
 """
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -46,21 +45,21 @@ from absl import logging
 from finetuning import (
   answers,
   checking,
-  checkpoints,
   command_line,
   digits,
   exporting,
   finished,
   instructions,
   methods,
-  privacy,
   report_page,
   reporting,
   run,
-  sampling,
   tasks,
+  training,
 )
 from finetuning import options as options_lib
+
+from prism_optax.training import PrivateTraining
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +106,7 @@ def train(options: options_lib.Options) -> None:
   except FileNotFoundError:
     raise
   except OSError as error:
-    if not list(output.glob(f'**/{checkpoints.FOLDER}/[0-9]*')):
+    if not list(output.glob(f'**/{run.FOLDER}/state.npz')):
       raise OSError(f'{error}. No run has begun in {output}.') from error
     message = f'{error}. What was saved before is still there: go on with'
     raise OSError(f'{message} --resume.{resume}') from error
@@ -121,87 +120,45 @@ def declared_size(options: options_lib.Options, rows: int) -> int:
       exceeds it.
   """
   if options.dataset_size is None:
-    dataset_size = rows
     print(
       f'{rows} private rows were counted: this number is DECLARED PUBLIC. '
       f'Declare another one, at least as large, by --dataset-size.'
     )
-  else:
-    dataset_size = options.dataset_size
-    if rows > dataset_size:
-      raise ValueError(
-        f'--dataset-size {dataset_size} is below the number of rows in --data.'
-      )
-  if options.batch_size > dataset_size:
+  size = options.dataset_size or rows
+  if rows > size:
     raise ValueError(
-      f'--batch-size {options.batch_size} exceeds the dataset size '
-      f'{dataset_size}.'
+      f'--dataset-size {size} is below the number of rows in --data.'
     )
-  return dataset_size
+  if options.batch_size > size:
+    raise ValueError(
+      f'--batch-size {options.batch_size} exceeds the dataset size {size}.'
+    )
+  return size
 
 
-def make_plan(
-  options: options_lib.Options, rows: int, entries: int
-) -> privacy.Plan:
-  """The public constants of a run.
-
-  Args:
-    options: Of the run.
-    rows: Number of private rows.
-    entries: Number of entries of what is trained.
+def make(
+  options: options_lib.Options,
+  task: tasks.Task,
+  name: str,
+  output: pathlib.Path,
+) -> PrivateTraining:
+  """The training of a method, whose noise the options have from here on.
 
   Raises:
-    ValueError: As :func:`declared_size`; if the target cannot be met, or no
-      figure of the plan would mean anything.
+    ValueError: As ``training.make``; if no statement of it would mean anything.
   """
-  dataset_size = declared_size(options, rows)
-  if options.plan is not None:  # Of a run that goes on: not calibrated anew.
-    return privacy.Plan(**options.plan)
-  plan = privacy.Plan(
-    dataset_size=dataset_size,
-    expected_batch_size=options.batch_size,
-    padded_size=sampling.padded_size(
-      options.batch_size, dataset_size, options.microbatch_size
-    ),
-    steps=options.steps,
-    noise_multiplier=options.noise_multiplier or 0.0,
-    delta=options.delta or 0.0,
-    entries=entries,
-  )
-  if options.target_epsilon is not None:
-    plan = privacy.calibrate(plan, options.target_epsilon)
-  if options.delta is not None:
+  private = training.make(task, options, name, run.secrets(output))
+  if name != methods.NOT_PRIVATE and options.plan is None:
     # What cannot be stated at the end is not begun: delta may be too large, or
     # the noise too little.
-    plan.epsilon(plan.steps)
-    plan.statement(plan.steps)
-  return plan
-
-
-def settings_of(options: options_lib.Options, optimizer: str) -> run.Settings:
-  """The part of the options that the training loop takes."""
-  rate = options.learning_rate
-  return run.Settings(
-    optimizer=optimizer,
-    learning_rate=options_lib.LEARNING_RATES[options.task][optimizer]
-    if rate is None
-    else rate,
-    l2_clip_norm=options.l2_clip_norm,
-    microbatch_size=options.microbatch_size,
-    eval_every=options.eval_every,
-    checkpoint_every=options.checkpoint_every,
-    seed=options.seed,
-    skip_padding=options.skip_padding,
-    nonprivate_diagnostics=options.nonprivate_diagnostics,
-    keep_checkpoints=options.keep_checkpoints,
-    devices=options_lib.mesh_devices(options.mesh),
-  )
+    private.statement()
+    options.plan = {'noise_multiplier': private.noise_multiplier}
+  return private
 
 
 def save_options(
   options: options_lib.Options,
   task: tasks.Task,
-  plan: privacy.Plan,
   output: pathlib.Path,
 ) -> None:
   """Writes what ``--resume`` needs, or checks that it is still so.
@@ -216,7 +173,6 @@ def save_options(
   if not path.exists():
     stored = options_lib.absolute(vars(options)) | {
       'base': task.base,
-      'plan': dataclasses.asdict(plan),
     }
     temporary = path.with_suffix('.tmp')
     temporary.write_text(json.dumps(stored, indent=2) + '\n', 'utf-8')
@@ -281,15 +237,14 @@ def train_one(
   options: options_lib.Options, task: tasks.Task, output: pathlib.Path
 ) -> dict[str, Any]:
   """Plans and runs one method; returns its summary."""
-  plan = make_plan(options, len(task.train.labels), task.entries)
   # From here on these are constants of the run, whatever becomes of the files.
-  options.dataset_size = plan.dataset_size
+  options.dataset_size = declared_size(options, len(task.train.labels))
   options.labels = list(task.labels) or None
-  save_options(options, task, plan, output)
-  settings = settings_of(options, options.optimizer)
-  if settings.nonprivate_diagnostics:
+  private = make(options, task, options.optimizer, output)
+  save_options(options, task, output)
+  if options.nonprivate_diagnostics:
     print('The files nonprivate_* will NOT be covered by the guarantee.')
-  return run.train(task, plan, settings, output)
+  return run.train(task, private, options, options.optimizer, output)
 
 
 def compare_on_digits(
@@ -306,9 +261,11 @@ def compare_on_digits(
     targets=options.lora_targets,
     init_seed=options.init_seed,
   )
-  plan = make_plan(options, digits.PRIVATE_SIZE, task.entries)
-  save_options(options, task, plan, output)
   chosen = [options.optimizer] if options.optimizer else list(methods.COMPARED)
+  trainings = {
+    name: make(options, task, name, output / name) for name in chosen
+  }
+  save_options(options, task, output)
   rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
   statement = ''
   pictures = len(task.evaluation.labels)
@@ -317,17 +274,14 @@ def compare_on_digits(
     error = math.sqrt(accuracy * (1 - accuracy) / pictures)
     return f'{accuracy:.3f} ± {error:.3f}'
 
-  for name in chosen:
-    used = plan
-    if name == 'adamw':
-      used = dataclasses.replace(plan, noise_multiplier=0.0)
-    summary = run.train(task, used, settings_of(options, name), output / name)
+  for name, private in trainings.items():
+    summary = run.train(task, private, options, name, output / name)
     if not rows[1:]:
       accuracy = shown(summary['start']['eval_accuracy'])
       rows.append(('before adaptation', accuracy, '0'))
     epsilon = 'not private'
     if summary['private']:
-      epsilon = f'{privacy.round_up(summary["epsilon"]):.3f}'
+      epsilon = f'{reporting.round_up(summary["epsilon"]):.3f}'
       statement = summary['statement']
     rows.append((name, shown(summary['final']['eval_accuracy']), epsilon))
   print(f'\nDigits read in a mirror, {pictures} of them:\n')

@@ -22,7 +22,7 @@ class PrivatePeftTrainer(peft_trainer.PeftTrainer):
 
   def __init__(self, model, private, config, **options):
     if config.gradient_accumulation_steps is not None:
-      raise ValueError('Use microbatch_size of make_private instead.')
+      raise ValueError('Use training.Execution(microbatch_size=...) instead.')
     self.private = private
     holder = optax.GradientTransformation(self._start, self._refuse)
     super().__init__(model, holder, config, **options)

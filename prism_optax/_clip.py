@@ -9,7 +9,7 @@ of all trainings are scaled in one function, :meth:`Clip.contribution`.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +48,20 @@ class Factors(NamedTuple):
 class FlatClipping:
   """``min(1, C / norm)`` of a record's whole gradient, as DP-SGD has it."""
 
-  def _known(self, params: ArrayTree, rows: Callable[..., Any]) -> Any:
+  def _known(
+    self, params: ArrayTree, rows: Callable[..., ArrayTree]
+  ) -> ArrayTree:
     """What the rule has to know of the leaves: here nothing."""
     del params, rows
 
-  def _bounds(self, bound: Scalar, known: Any) -> Scalar | Sequence[Bound]:
+  def _bounds(
+    self, bound: Scalar, known: ArrayTree
+  ) -> Scalar | Sequence[Bound]:
     """The bounds of one contribution, of ``bound`` in total if it is flat."""
     del known
     return bound
 
-  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
+  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
     """What one example's leaves are multiplied by."""
     del known
     squared = _per_example.squared_norm(leaves, norm)
@@ -84,7 +88,7 @@ class AutomaticClipping(FlatClipping):
   def __post_init__(self) -> None:
     _validate.known_positive('stability', self.stability)
 
-  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
+  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
     del known
     shortened, weight, counts = _per_example.shortened(leaves, self.stability)
     return Factors(shortened, [weight * norm] * len(leaves), counts)
@@ -105,7 +109,7 @@ class GroupClipping(FlatClipping):
     shares: A positive number for each group name.
   """
 
-  labels: Any
+  labels: ArrayTree
   shares: Mapping[str, float]
 
   def __post_init__(self) -> None:
@@ -114,7 +118,9 @@ class GroupClipping(FlatClipping):
     for name, share in self.shares.items():
       _validate.known_positive(f'shares[{name!r}]', share)
 
-  def _known(self, params: ArrayTree, rows: Callable[..., Any]) -> Any:
+  def _known(
+    self, params: ArrayTree, rows: Callable[..., ArrayTree]
+  ) -> ArrayTree:
     """The group name of each leaf, or of what is along its first axis.
 
     Raises:
@@ -130,7 +136,7 @@ class GroupClipping(FlatClipping):
         )
     return rows(found)
 
-  def _factors(self, leaves: Leaves, norm: Scalar, known: Any) -> Factors:
+  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
     names = sorted(self.shares)
     whole = math.hypot(*self.shares.values())  # No square underflows.
     masks = [[np.asarray(row) == name for name in names] for row in known]
@@ -218,7 +224,7 @@ class Coordinates(NamedTuple):
   """
 
   of_one: Callable[[ArrayTree], ArrayTree]
-  rows: Callable[[list[str]], Any] = lambda labels: labels
+  rows: Callable[[list[str]], ArrayTree] = lambda labels: labels
   sums: type[ClippedSum] = ClippedSum
 
 
@@ -270,9 +276,9 @@ class Clip(NamedTuple):
 
   def description(self, params: ArrayTree) -> str:
     """What there is to know of the rule, the same in every process."""
-    rule: Any = self.rule
+    rule = self.rule
     if isinstance(rule, GroupClipping):  # A function has an address.
-      rule = sorted(rule.shares.items()), rule._known(params, list)
+      return repr((sorted(rule.shares.items()), rule._known(params, list)))
     return repr(rule)
 
   def contribution(
@@ -306,12 +312,12 @@ class Clip(NamedTuple):
     self,
     coordinates: Coordinates,
     examples: ArrayTree,
-    params: ArrayTree = None,
-    state: ArrayTree = None,
+    params: ArrayTree | None = None,
+    state: optax.OptState = None,
     *,
     is_padding_example: jax.Array | None = None,
     release_digest: jax.Array | None = None,
-    **extra_args: Any,
+    **extra_args: object,
   ) -> tuple[ClippedSum, ArrayTree]:
     """The sum over examples, over b, and the new state.
 

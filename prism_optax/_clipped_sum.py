@@ -8,10 +8,11 @@ to.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from prism_optax import _lattice, _per_example
 from prism_optax._proofs import _marks
@@ -68,7 +69,7 @@ class ClippedSum:
   aside: Aside | None = None
   then: Callable[[ArrayTree], ArrayTree] = lambda sums: sums
   _floats: ArrayTree = dataclasses.field(default=None, init=False)
-  _number: Any = dataclasses.field(default=None, init=False)
+  _number: ArrayTree = dataclasses.field(default=None, init=False)
 
   def on_lattice(self, stddev: Scalar | Sequence[Scalar]) -> ArrayTree:
     """The sum on the lattice of noise: exact, and in any order the same.
@@ -84,7 +85,7 @@ class ClippedSum:
     if all(_marks.known(s) == 0 for s in stddevs):
       return self.to_floats()
 
-    def units(leaves: Sequence[Any]) -> list[jax.Array]:
+    def units(leaves: Sequence[ArrayTree]) -> list[jax.Array]:
       groups, stddevs = self._groups(len(leaves)), _each(stddev, len(leaves))
       norms = {i: group.norm for group in groups for i in group.leaves}
       return [
@@ -140,12 +141,12 @@ class ClippedSum:
     return [Bound(range(count), self.bounds)]
 
 
-def to_floats(x: Any) -> Any:
+def to_floats(x: ArrayTree) -> ArrayTree:
   """Arrays: of a :class:`ClippedSum` its floats, of all else itself."""
   return x.to_floats() if isinstance(x, ClippedSum) else x
 
 
-def afresh(x: Any) -> Any:
+def afresh(x: ArrayTree) -> ArrayTree:
   """A :class:`ClippedSum` that nobody has asked yet; all else is itself.
 
   What it has answered belongs to the program that was traced then, perhaps to
@@ -154,7 +155,7 @@ def afresh(x: Any) -> Any:
   return dataclasses.replace(x) if isinstance(x, ClippedSum) else x
 
 
-def _each(stddev: Any, count: int) -> Sequence[Any]:
+def _each(stddev: ArrayTree, count: int) -> Sequence[ArrayTree]:
   return stddev if isinstance(stddev, Sequence) else [stddev] * count
 
 
@@ -186,7 +187,7 @@ class Pending:
   settle: Callable[[], ArrayTree]
 
 
-def settled(state: ArrayTree) -> ArrayTree:
+def settled(state: optax.OptState) -> ArrayTree:
   """The state without :class:`Pending`, of sums that have been taken."""
   return jax.tree.map(
     lambda x: x.settle() if isinstance(x, Pending) else x, state

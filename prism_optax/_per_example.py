@@ -6,7 +6,7 @@ branches on data: an example whose numbers are not finite gets weight zero.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -63,17 +63,17 @@ class LazyGradients(NamedTuple):
   skip_padding: bool = False
 
   @property
-  def shapes(self) -> Any:
+  def shapes(self) -> ArrayTree:
     """The shapes of all gradients, (B, *shape)."""
     return jax.eval_shape(self.gradients, self.examples)
 
 
-def sensitivity_of_sum(bound: Scalar) -> Callable[..., Any]:
+def sensitivity_of_sum(bound: Scalar) -> Callable[..., ArrayTree]:
   """``sensitivity`` of a sum of terms of norm at most ``bound``."""
 
   def sensitivity(
     neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
-  ) -> Any:
+  ) -> ArrayTree:
     _validate.neighboring_relation(neighboring_relation)
     if neighboring_relation is NeighboringRelation.REPLACE_ONE:
       return 2 * bound
@@ -134,7 +134,9 @@ def check_batched(name: str, updates: ArrayTree, params: ArrayTree) -> None:
     )
 
 
-def checked_shapes(name: str, updates: Any, params: ArrayTree) -> Any:
+def checked_shapes(
+  name: str, updates: ArrayTree, params: ArrayTree
+) -> ArrayTree:
   """The tree of per-example gradients, or of its shapes, which may be clipped.
 
   Raises:
@@ -245,11 +247,11 @@ def _add_integers(total: _TwoParts, more: _TwoParts) -> _TwoParts:
 
 
 def sum_of_examples(
-  contribution: Callable[[Any], Any],
+  contribution: Callable[[ArrayTree], ArrayTree],
   examples: 'ArrayTree | LazyGradients',
   is_padding_example: jax.Array | None,
-  units: Callable[[Any], Sequence[jax.Array | None]] | None = None,
-) -> Any:
+  units: Callable[[ArrayTree], Sequence[jax.Array | None]] | None = None,
+) -> ArrayTree:
   """The sum over examples of what each of them contributes.
 
   With a unit each contribution is brought to a lattice first, towards zero, and
@@ -292,8 +294,8 @@ def sum_of_examples(
   one = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), all_of_them
   )
-  shapes: Any = jax.eval_shape(contribution, one[0])
-  treedef: Any = jax.tree.structure(shapes)
+  shapes: ArrayTree = jax.eval_shape(contribution, one[0])
+  treedef: jax.tree_util.PyTreeDef = jax.tree.structure(shapes)
   unit_of = [None] * treedef.num_leaves if units is None else units(shapes)
 
   def add(totals, more):
@@ -332,7 +334,7 @@ def sum_of_examples(
   # Where several devices may share the batch, XLA decides how to sum. Outside
   # of jit a loop would be compiled at every call, and no loop goes along an
   # explicit axis of a mesh.
-  leaves: list[Any] = jax.tree.leaves(inputs)
+  leaves: list[ArrayTree] = jax.tree.leaves(inputs)
   traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
   explicit = any(any(jax.typeof(x).sharding.spec[:1]) for x in leaves)
   alone = jax.device_count() == 1 and not explicit
@@ -364,7 +366,7 @@ def sum_of_examples(
   return jax.tree.unflatten(treedef, out)
 
 
-def _parts(inputs: Any, size: int) -> Any:
+def _parts(inputs: ArrayTree, size: int) -> ArrayTree:
   """Leaves (B, ...) as (B / size, size, ...), part k every so-many-th row.
 
   So each device of a sharded batch has its share of every part.

@@ -166,7 +166,7 @@ def row_losses(
     vectors = features(
       params['layers'], frozen['layers'], tokens, lengths, scale
     )
-  head = params.get('head', frozen['head'])
+  head = params['head'] if 'head' in params else frozen['head']
   logits = classifier.logits_of(
     vectors, head['kernel'], head['bias'], temperature
   )

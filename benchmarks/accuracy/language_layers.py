@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from finetuning import data, instructions, sampling
+from finetuning import data, instructions
 from finetuning.models import (
   chat,
   classifier,
@@ -260,7 +260,7 @@ def at_places(
 
 def row_losses(
   graphdef: Any, response_length: int
-) -> Callable[[Any, Any, sampling.Batch], tuple[jax.Array, ...]]:
+) -> Callable[[Any, Any, data.Examples], tuple[jax.Array, ...]]:
   """Builds ``(params, frozen, batch) -> (losses, hits, weights)``.
 
   Of the tokens of the responses, ``(rows, response_length)`` each: nats,

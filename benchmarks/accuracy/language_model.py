@@ -1,12 +1,12 @@
 """Accuracy at equal privacy on a language model: PRISM and DP-AdamW.
 
     python benchmarks/accuracy/language_model.py --data FOLDER
-        [--parts mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
+        [--only mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
         [--options-of 24] [--rate-of 96] [--seeds 2]
     python benchmarks/accuracy/language_model.py --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
-layers, on SST-2, banking77 and the domains of clinc150 as instructions and on
+layers, on SST-2 and banking77 as instructions and on
 the problems of mawps and gsm8k. Each private method has as many tuning runs for
 each task, at epsilon 8: four learning rates (and more where the best is at an
 end of them), then another momentum, more decay and no warm-up, each kept if the
@@ -22,31 +22,31 @@ core with bfloat16 units that is three minutes, compiling a method one, and a
 run of SST-2 some twenty seconds; ten minutes and some four for gsm8k.
 """
 
-import argparse
 import dataclasses
-import json
+import functools
 import pathlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.accuracy import language_tables  # noqa: E402
-from benchmarks.accuracy.language_runs import Run, execute  # noqa: E402
-from benchmarks.common import results as common  # noqa: E402
+from benchmarks.accuracy import (  # noqa: E402
+  language_rows,
+  language_runs,
+  language_tables,
+)
+from benchmarks.accuracy.language_runs import Setting  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
 
-LADDER = [float(f'{x}e{e}') for e in range(-5, 2) for x in (1, 3)]
 # Half a decade apart, the likeliest first: `--trials` may end before the last.
 RATES = {
   'prism': (1e-1, 3e-2, 3e-1, 1e-2),
   'dp-adamw': (3e-2, 1e-2, 1e-1, 3e-3),
   'adamw': (3e-3, 1e-2, 1e-3),
 }
-METHODS = (
-  *RATES, 'prism+rows', 'prism+metric', 'prism+metric+rows', 'dp-adamw+metric',
-)  # fmt: skip
+METHODS = (*RATES, 'prism+rows')
 # One after the other, each kept if it helps on the tuning rows.
 CHANGES: tuple[dict[str, Any], ...] = (
   {'b1': 0.5},
@@ -65,180 +65,104 @@ PARTS = {
   'gsm8k-8': ('gsm8k', 8.0, 2),
   'banking77-3': ('banking77', 3.0, 2),
   'gsm8k-3': ('gsm8k', 3.0, 2),
-  'clinc150-8': ('clinc150', 8.0, 5),
-  'clinc150-3': ('clinc150', 3.0, 5),
 }
 TUNING_EPSILON = 8.0
 
 
-class Results:
-  """The file of finished runs.
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+  """How options are chosen.
 
-  Args:
-    path: JSON with a list of ``'rows'``, each with its ``'run'``.
+  Attributes:
+    trials: Tuning runs of each private method.
+    options_of: Steps of the runs whose options are taken; None tunes anew.
+    rate_of: Steps of the runs whose rate is taken, too.
   """
 
-  def __init__(self, path: pathlib.Path):
-    self.path = path
-
-  def rows(self) -> list[dict[str, Any]]:
-    if not self.path.exists():
-      return []
-    return json.loads(self.path.read_text('utf-8'))['rows']
-
-  def get(self, run: Run) -> dict[str, Any] | None:
-    wanted = dataclasses.asdict(run)
-    return next((x for x in self.rows() if x['run'] == wanted), None)
-
-  def put(self, result: dict[str, Any]) -> None:
-    with common.locked(self.path):
-      if any(row['run'] == result['run'] for row in self.rows()):
-        return  # Of another worker.
-      found = {
-        'environment': common.environment(),
-        'rows': [*self.rows(), result],
-      }
-      common.write(self.path, found)
+  trials: int = TRIALS
+  options_of: int | None = None
+  rate_of: int | None = None
 
 
-def tune(
-  results: Results,
-  template: Run,
-  trials: int,
-  options_of: int | None = None,
-  rate_of: int | None = None,
-) -> tuple[Run | None, Run | None]:
-  """The next tuning run that is needed, or the best one once there is none.
+def tuned(find: runner.Find, template: Setting, tuning: Tuning) -> Setting:
+  """The template with the best options, on the tuning rows.
 
-  There are so many trials for a private method. With ``options_of`` what runs
-  of so many steps choose is taken, but for the rate, which is looked for anew;
-  with ``rate_of`` all that runs of so many steps choose, in this way.
+  Raises:
+    runner.Missing: If a run has to be done first.
   """
-  if rate_of is not None:
-    shorter = dataclasses.replace(template, steps=rate_of)
-    needed, best = tune(results, shorter, trials, options_of)
-    if needed is not None:
-      return needed, None
-    return None, dataclasses.replace(best, steps=template.steps)
-  if options_of is not None:
-    short = dataclasses.replace(template, steps=options_of)
-    needed, best = tune(results, short, trials)
-    if needed is not None:
-      return needed, None
-    return _best_rate(results, dataclasses.replace(best, steps=template.steps))
+
+  def score(setting: Setting) -> float | None:
+    row = find(dataclasses.asdict(setting))
+    return None if row is None else -row['tuning perplexity']
+
+  steps = template.steps
+  if tuning.rate_of is not None:
+    shorter = dataclasses.replace(template, steps=tuning.rate_of)
+    once = dataclasses.replace(tuning, rate_of=None)
+    return dataclasses.replace(tuned(find, shorter, once), steps=steps)
+  if tuning.options_of is not None:
+    short = dataclasses.replace(template, steps=tuning.options_of)
+    best = tuned(find, short, Tuning(tuning.trials))
+    best = dataclasses.replace(best, steps=steps)
+    return runner.best_rate(best, (best.rate,), score)
   template = dataclasses.replace(
     template,
     seed=TUNING_SEED,
     is_tuning=True,
     epsilon=None if template.epsilon is None else TUNING_EPSILON,
   )
-
-  def perplexity(run):
-    return results.get(run)['tuning perplexity']
-
-  runs = [
-    dataclasses.replace(template, rate=rate)
-    for rate in RATES[template.parts[0]][:trials]
-  ]
-  for run in runs:
-    if results.get(run) is None:
-      return run, None
-  best = min(runs, key=perplexity)
-  changes = CHANGES[: max(0, trials - len(runs))]
-  # A rate at an end of those that were tried may not be the best.
-  while trials >= len(RATES[template.parts[0]]):
-    tried = [run.rate for run in runs]
-    if min(tried) < best.rate < max(tried):
-      break
-    at = LADDER.index(best.rate) + (1 if best.rate == max(tried) else -1)
-    run = dataclasses.replace(template, rate=LADDER[at])
-    if results.get(run) is None:
-      return run, None
-    runs.append(run)
-    best = min(best, run, key=perplexity)
-  for change in changes if template.epsilon is not None else ():
-    changed = dataclasses.replace(best, **change)
-    if results.get(changed) is None:
-      return changed, None
-    best = min(best, changed, key=perplexity)
-  return None, best
-
-
-def _best_rate(results: Results, run: Run) -> tuple[Run | None, Run | None]:
-  """From a run's rate on until the best has a neighbour on both sides."""
-
-  def perplexity(run):
-    return results.get(run)['tuning perplexity']
-
-  while True:
-    at = LADDER.index(run.rate)
-    beside = [
-      dataclasses.replace(run, rate=LADDER[i]) for i in (at, at - 1, at + 1)
-    ]
-    for each in beside:
-      if results.get(each) is None:
-        return each, None
-    best = min(beside, key=perplexity)
-    if best == run:
-      return None, best
-    run = best
-
-
-def next_run(
-  results: Results,
-  part: str,
-  template: Run,
-  trials: int = TRIALS,
-  methods: Iterable[str] = tuple(RATES),
-  options_of: int | None = None,
-  rate_of: int | None = None,
-  seeds: int | None = None,
-) -> Run | None:
-  """What of a part is to be run next; None if all of it is there.
-
-  Workers that begin with other methods do most of a part side by side.
-  """
-  task, epsilon, usual = PARTS[part]
-  template = dataclasses.replace(template, task=task)
-  zero_shot = dataclasses.replace(
-    template, method='zero-shot', epsilon=None, seed=0
-  )
-  finals = [zero_shot]
-  chosen = []
-  for method in methods:
-    each = dataclasses.replace(
-      template, method=method, epsilon=None if method == 'adamw' else epsilon
+  rates = RATES[template.parts[0]]
+  if tuning.trials < len(rates):
+    rates = rates[: tuning.trials]
+    best = runner.best(
+      [dataclasses.replace(template, rate=rate) for rate in rates], score
     )
-    needed, best = tune(results, each, trials, options_of, rate_of)
-    if needed is not None:
-      return needed
-    chosen.append(
-      dataclasses.replace(best, is_tuning=False, epsilon=each.epsilon)
-    )
-  finals += [
-    dataclasses.replace(each, seed=seed)
-    for seed in range(usual if seeds is None else seeds)
-    for each in chosen
-  ]
-  return next((run for run in finals if results.get(run) is None), None)
+  else:
+    best = runner.best_rate(template, rates, score)
+  if template.epsilon is not None:
+    for change in CHANGES[: max(0, tuning.trials - len(rates))]:
+      best = runner.best([best, dataclasses.replace(best, **change)], score)
+  return best
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--data', type=pathlib.Path)
-  parser.add_argument('--parts', nargs='+', default=list(PARTS), choices=PARTS)
+def plan(
+  find: runner.Find,
+  parts: list[str],
+  template: Setting,
+  methods: list[str],
+  tuning: Tuning,
+  seeds: int | None,
+) -> Iterator[dict[str, Any]]:
+  """What of some parts is known to be wanted, part after part."""
+  for part in parts:
+    task, epsilon, usual = PARTS[part]
+    template = dataclasses.replace(template, task=task)
+    yield dataclasses.asdict(dataclasses.replace(template, method='zero-shot'))
+    chosen = []
+    for method in methods:
+      each = dataclasses.replace(
+        template, method=method, epsilon=None if method == 'adamw' else epsilon
+      )
+      try:
+        best = tuned(find, each, tuning)
+      except runner.Missing as missing:
+        yield from map(dataclasses.asdict, missing.settings)
+        continue
+      chosen.append(
+        dataclasses.replace(best, is_tuning=False, epsilon=each.epsilon)
+      )
+    for seed in range(usual if seeds is None else seeds):
+      for each in chosen:
+        yield dataclasses.asdict(dataclasses.replace(each, seed=seed))
+
+
+def main() -> None:
+  parser = runner.add_data(runner.parser_of(__doc__))
+  parser.set_defaults(cache=pathlib.Path('runs/language_states'))
   parser.add_argument('--model', default='smollm2')
-  parser.add_argument('--steps', type=int, default=Run.steps)
-  parser.add_argument('--batch', type=int, default=Run.batch)
-  parser.add_argument('--layers', type=int, default=Run.layers)
-  parser.add_argument(
-    '--cache', type=pathlib.Path, default='runs/language_states'
-  )
-  parser.add_argument(
-    '--results',
-    type=pathlib.Path,
-    default=common.FOLDER / 'language_model.json',
-  )
+  parser.add_argument('--steps', type=int, default=Setting.steps)
+  parser.add_argument('--batch', type=int, default=Setting.batch)
+  parser.add_argument('--layers', type=int, default=Setting.layers)
   parser.add_argument(
     '--trials', type=int, default=TRIALS, help='of each private method'
   )
@@ -251,34 +175,36 @@ def main():
   parser.add_argument(
     '--rate-of', type=int, metavar='STEPS', help='and the rate of these'
   )
-  parser.add_argument('--seeds', type=int, help='2, of clinc150 5')
-  parser.add_argument('--table', action='store_true', help='run nothing')
+  parser.add_argument('--seeds', type=int, help='2 if not given')
   args = parser.parse_args()
-  results = Results(args.results)
+  store = runner.store_of(
+    args, 'language_model', by_device=False, defaults=language_runs.DEFAULTS
+  )
   if args.table:
-    print(language_tables.table(results.rows()), end='\n\n')
-    print(language_tables.chosen(results.rows()))
+    print(language_tables.table(store.rows), end='\n\n')
+    print(language_tables.chosen(store.rows))
     return
   if args.data is None:
     parser.error('--data is needed, the folder of the data sets.')
-  template = Run(
-    '', '', None, 0, steps=args.steps, batch=args.batch, layers=args.layers
-  )
-  for part in args.parts:
-    while run := next_run(
-      results, part, template, args.trials, args.methods, args.options_of,
-      args.rate_of, args.seeds,
-    ):  # fmt: skip
-      result = execute(run, args.model, args.data, args.cache)
-      results.put(result)
-      print(
-        f'{part} {run.method:>9} epsilon {run.epsilon} seed {run.seed} rate '
-        f'{run.rate:g} b1 {run.b1:g} decay {run.weight_decay:g} warm-up '
-        f'{run.warm_up:d}: tuning perplexity '
-        f'{result["tuning perplexity"]:.4f}, exact '
-        f'{result["tuning exact"]:.3f}, {result["seconds"]:.0f} s',
-        flush=True,
-      )
+  source = language_runs.Source(args.model, args.data, args.cache)
+  template = Setting(steps=args.steps, batch=args.batch, layers=args.layers)
+  parts = [x for x in PARTS if not args.only or x in args.only]
+  wanted = functools.partial(
+    plan, parts=parts, template=template, methods=args.methods,
+    tuning=Tuning(args.trials, args.options_of, args.rate_of), seeds=args.seeds,
+  )  # fmt: skip
+  if args.smoke:
+    few = Setting('sst2', 'prism', 8.0, rate=0.1, steps=2, batch=32)
+    language_rows.TASKS['sst2'] = dataclasses.replace(
+      language_rows.TASKS['sst2'],
+      private_rows=64, tuning_rows=32, table_rows=32,
+    )  # fmt: skip
+    wanted = runner.fixed([dataclasses.asdict(few)])
+
+  def measure(setting):
+    return language_runs.execute(Setting(**setting), source, smoke=args.smoke)
+
+  runner.run(store, wanted, measure, args.minutes)
 
 
 if __name__ == '__main__':

@@ -7,8 +7,7 @@ import pathlib
 from finetuning import data
 from finetuning.models import pretrained
 
-from benchmarks.accuracy import language_layers, language_metric, language_rows
-from prism_optax import contrib
+from benchmarks.accuracy import language_layers, language_rows
 
 RANK = 4
 
@@ -49,13 +48,3 @@ def problem(
     for part in (rows.private, rows.tuning, rows.table)
   )
   return Problem(loaded, used, rows, *parts)
-
-
-@functools.lru_cache(maxsize=1)
-def input_metric(
-  task: str, model: str, layers: int, folder: pathlib.Path,
-  cache: pathlib.Path, seed: int,
-) -> contrib.InputMetric:  # fmt: skip
-  """Of a task's private rows."""
-  given = problem(task, model, layers, folder, cache)
-  return language_metric.release(given.model, given.task, given.private, seed)

@@ -32,7 +32,6 @@ class Task:
     table_rows: Most rows of the table.
     new_tokens: Most tokens of a written answer; 0 where an answer counts as
       right if each of its tokens, the end included, is the likeliest.
-    is_used: Whether a row is one of the task.
   """
 
   files: tuple[str, str]
@@ -46,7 +45,6 @@ class Task:
   tuning_rows: int
   table_rows: int
   new_tokens: int = 0
-  is_used: Callable[[Row], bool] = lambda row: True
 
 
 def number_in(text: str) -> float | None:
@@ -83,10 +81,6 @@ def _intent(row: Row) -> str:
   return row['label'].replace('_', ' ')
 
 
-def _domain(row: Row) -> str:
-  return row['domain'].replace('_', ' ')
-
-
 TASKS = {
   'sst2': Task(
     ('sst2/train.jsonl', 'sst2/validation.jsonl'),
@@ -114,16 +108,6 @@ TASKS = {
     lambda answer, row: label_in(answer) == label_in(_intent(row)),
     length=56, response_length=9,
     private_rows=3000, tuning_rows=200, table_rows=400,
-  ),
-  'clinc150': Task(
-    ('clinc150/train.jsonl', 'clinc150/test.jsonl'),
-    'Name the domain.',
-    lambda row: row['text'],
-    _domain,
-    lambda answer, row: label_in(answer) == _domain(row),
-    length=56, response_length=8,
-    private_rows=3000, tuning_rows=200, table_rows=400,
-    is_used=lambda row: row['domain'] != 'oos',
   ),
   'gsm8k': Task(
     ('gsm8k/train.jsonl', 'gsm8k/test.jsonl'),
@@ -161,7 +145,6 @@ def split(task: Task, train: Sequence[Row], test: Sequence[Row]) -> Parts:
 
   def shuffled(rows: Sequence[Row]) -> list[Row]:
     found = []
-    rows = [row for row in rows if task.is_used(row)]
     for i in np.random.default_rng(0).permutation(len(rows)):
       text = same(task.prompt(rows[i]))
       if text not in seen:

@@ -1,45 +1,39 @@
-"""One run of the language-model benchmark, by the step of the example."""
+"""One run of the language-model benchmark, from a setting to its scores."""
 
 import dataclasses
 import functools
 import pathlib
-import time
+from collections.abc import Callable
 from typing import Any
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from finetuning import methods, privacy, randomness, sampling, training
+from finetuning import data
 
-from benchmarks.accuracy import (
-  language_layers,
-  language_metric,
-  language_problems,
-  language_rows,
-)
-from benchmarks.common import methods as benchmark_methods
-from prism_optax import accounting, contrib, lora
+from benchmarks.accuracy import language_layers, language_problems
+from benchmarks.common import methods, private
+from prism_optax import lora, training
 
 DELTA, CLIP, MICROBATCH, CHUNK = 1e-5, 1.0, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
-METRIC, ROWS = 'metric', 'rows'
+ROWS = 'rows'
+# A clip that no gradient reaches, where nothing is private.
+NO_CLIP = 1e4
 # Perplexity on tuning rows along the way, so often.
 CURVE_POINTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Setting:
   """All that a result depends on.
 
   Attributes:
     task: Key of ``language_rows.TASKS``.
     method: One of ``PRIVATE``, ``'adamw'`` (neither clip nor noise) or
-      ``'zero-shot'`` (no step at all). Behind a private one may stand
-      ``'+metric'`` (coordinates of a metric of the inputs that is released
-      before, a part of epsilon) and behind ``'prism'`` ``'+rows'`` (rows are
-      scaled by their moments).
+      ``'zero-shot'`` (no step at all). After ``'prism'`` may stand ``'+rows'``
+      (rows are scaled by their moments).
     epsilon: At ``DELTA``; None where nothing is private.
     seed: Of initial adapters, batches and noise, the same for all methods.
     rate: Peak of the learning rate; a cosine takes it to a tenth.
@@ -53,10 +47,10 @@ class Run:
     is_tuning: Whether it is measured on tuning rows only.
   """
 
-  task: str
-  method: str
-  epsilon: float | None
-  seed: int
+  task: str = ''
+  method: str = ''
+  epsilon: float | None = None
+  seed: int = 0
   rate: float = 0.0
   b1: float = 0.9
   weight_decay: float = 0.1
@@ -71,243 +65,203 @@ class Run:
     """The optimizer, and what is added to it."""
     return self.method.split('+')
 
+  @property
+  def static(self) -> 'Setting':
+    """What decides on the program of a run."""
+    return dataclasses.replace(
+      self, rate=0.0, b1=0.9, weight_decay=0.0, warm_up=True,
+      seed=0, is_tuning=False,
+    )  # fmt: skip
 
-def plan_of(run: Run, rows: int) -> privacy.Plan:
-  """The public constants of a run."""
-  batch = min(run.batch, rows)
-  return _plan(
-    rows, batch, sampling.padded_size(batch, rows, MICROBATCH), run.steps,
-    run.epsilon, METRIC in run.parts,
-  )  # fmt: skip
-
-
-@functools.lru_cache
-def _plan(rows, batch, padded, steps, epsilon, has_metric) -> privacy.Plan:
-  plan = privacy.Plan(rows, batch, padded, steps, 0.0, DELTA)
-  if epsilon is None:
-    return plan
-  if not has_metric:
-    return privacy.calibrate(plan, epsilon)
-  noise_multiplier = accounting.calibrate_noise_multiplier(
-    epsilon,
-    DELTA,
-    plan.sampling_probability,
-    steps,
-    prior_events=[
-      dp_accounting.GaussianDpEvent(language_metric.NOISE_MULTIPLIER)
-    ],
-    neighboring_relation=privacy.RELATION,
-    **plan.truncation,
-  )
-  return dataclasses.replace(plan, noise_multiplier=noise_multiplier)
+  @property
+  def numbers(self) -> dict[str, Any]:
+    names = 'rate', 'b1', 'weight_decay', 'warm_up'
+    return {name: np.float32(getattr(self, name)) for name in names}
 
 
-def method_of(
-  run: Run, knobs: dict[str, Any], params: Any, batch: int, key: jax.Array
-) -> methods.Method:
-  """The method with numbers that may be traced.
+# Fields that rows leave out where they have these values.
+ALWAYS = ('task', 'method', 'epsilon', 'seed')
+DEFAULTS = {
+  k: v for k, v in dataclasses.asdict(Setting()).items() if k not in ALWAYS
+}
 
-  Args:
-    run: Its method and steps decide on the program.
-    knobs: ``rate``, ``b1``, ``weight_decay``, ``warm_up`` and
-      ``noise_multiplier``.
-    params: The adapters.
-    batch: The divisor.
-    key: Of the noise; only what is made by ``init`` has it.
-  """
-  del params
-  cosine = optax.cosine_decay_schedule(1.0, run.steps, alpha=0.1)
-  b1, warm_up = knobs['b1'], knobs['warm_up']
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """The model's name, the folder of the data sets, that of a cache."""
+
+  model: str
+  data: pathlib.Path
+  cache: pathlib.Path
+
+  def problem(self, setting: Setting) -> language_problems.Problem:
+    return language_problems.problem(
+      setting.task, self.model, setting.layers, self.data, self.cache
+    )
+
+
+def optimizer(setting: Setting, numbers: private.Numbers) -> Any:
+  """As `make_private` takes it, with numbers that may be traced."""
+  cosine = optax.cosine_decay_schedule(1.0, setting.steps, alpha=0.1)
+  b1, warm_up = numbers['b1'], numbers['warm_up']
+  decay = numbers['weight_decay']
+  is_prism = setting.parts[0] == 'prism'
 
   def rate(count):
     # Warm-up or not is a factor of the first moment, and so of the rate: one
     # program for both. AdamW corrects its moment by default, PRISM does not.
     correction = 1 - b1 ** (count + 1)
-    if run.parts[0] == 'prism':
-      factor = jnp.where(warm_up, 1.0, 1 / correction)
-    else:
-      factor = jnp.where(warm_up, correction, 1.0)
-    return knobs['rate'] * cosine(count) * factor
+    factor = jnp.where(warm_up, correction, 1.0)
+    if is_prism:
+      factor = factor / correction
+    return numbers['rate'] * cosine(count) * factor
 
-  if run.parts[0] == 'prism':
-    transform = benchmark_methods.prism_with(
-      rate,
-      l2_clip_norm=CLIP,
-      noise_multiplier=knobs['noise_multiplier'],
-      expected_batch_size=batch,
-      prng_key=key,
-      weight_decay=knobs['weight_decay'],
-      scales_rows=ROWS in run.parts,
-      b1=b1,
-    )
-    return methods.Method('prism', transform, prepare=lora.canonicalize)
-  adamw = {'b1': b1, 'weight_decay': knobs['weight_decay']}
-  if run.parts[0] in PRIVATE:
-    transform = methods.dp_adamw(
-      rate,
-      l2_clip_norm=CLIP,
-      noise_multiplier=knobs['noise_multiplier'],
-      expected_batch_size=batch,
-      prng_key=key,
-      **adamw,
-    )
-  else:
-    transform = methods.adamw(rate, expected_batch_size=batch, **adamw)
-  return methods.Method(run.method, transform)
+  if is_prism:
+    scaled = {'scale_rows': True} if ROWS in setting.parts else {}
+    return methods.prism(rate, b1=b1, weight_decay=decay, **scaled)
+  return optax.adamw(rate, b1=b1, weight_decay=decay)
 
 
-def adapters(params: Any, metric: contrib.InputMetric | None) -> Any:
-  """Of the coordinates that are trained."""
-  return params if metric is None else metric.to_params(params)
-
-
-@functools.cache
-def programs(static: Run, rows: int, model: str):
-  """``(init, step, scores)``, compiled once for runs that differ in numbers."""
-  loaded = language_problems.model_of(model, static.layers)
-  task = language_rows.TASKS[static.task]
-  batch = plan_of(static, rows).expected_batch_size
-  of_adapters = language_layers.row_losses(
-    loaded.graphdef, task.response_length
+def losses_of(given: language_problems.Problem) -> Callable[..., Any]:
+  """``losses(params, frozen, inputs, labels)``, see ``language_layers``."""
+  losses = language_layers.row_losses(
+    given.model.graphdef, given.task.response_length
+  )
+  return lambda params, frozen, *rows: losses(
+    params, frozen, data.Examples(*rows)
   )
 
-  def losses_of(params, frozen, batch):
-    frozen, metric = frozen
-    return of_adapters(adapters(params, metric), frozen, batch)
 
-  def loss(params, frozen, batch):
-    losses, hits, _ = losses_of(params, frozen, batch)
+def training_of(
+  setting: Setting,
+  source: Source,
+  numbers: private.Numbers,
+  key: Any,
+  noise_multiplier: float | None = None,
+) -> training.PrivateTraining:
+  """The private training; without a noise multiplier it is calibrated."""
+  given = source.problem(setting)
+  losses = losses_of(given)
+
+  def loss(params, frozen, inputs, labels):
     # The sum over a response's tokens: what others say divides it by nothing.
-    return losses.sum(-1).mean(), hits.mean()
+    return losses(params, frozen, inputs[None], labels[None])[0].sum()
 
-  def step(state, frozen, batch_, is_padding, knobs):
-    method = method_of(static, knobs, state.params, batch, jax.random.key(0))
-    return training.make_step(
-      loaded.graphdef,
-      method,
-      microbatch_size=MICROBATCH,
-      # These rows are public: how long a step takes may tell what was drawn.
-      skip_padding=True,
-      loss=loss,
-    )(state, frozen, batch_, is_padding)[0]
-
-  def scores(params, frozen, batch_):
-    losses, hits, weights = losses_of(params, frozen, batch_)
-    return losses.sum(-1), (hits | ~weights).all(-1), weights.sum(-1)
-
-  def init(params, knobs, key):
-    return training.init_state(
-      params, method_of(static, knobs, params, batch, key)
-    )
-
-  return init, jax.jit(step, donate_argnums=0), jax.jit(scores)
+  rows = len(given.private.labels)
+  noise = {'noise_multiplier': noise_multiplier}
+  if noise_multiplier is None:
+    noise = {'target_epsilon': setting.epsilon}
+  return training.make_private(
+    loss,
+    given.model.params,
+    optimizer=optimizer(setting, numbers),
+    l2_clip_norm=NO_CLIP if setting.epsilon is None else CLIP,
+    expected_batch_size=min(setting.batch, rows),
+    dataset_size=rows,
+    steps=setting.steps,
+    delta=DELTA,
+    # These rows are public: how long a step takes may tell what was drawn.
+    execution=training.Execution(microbatch_size=MICROBATCH, skip_padding=True),
+    prng_key=key,
+    **noise,
+  )
 
 
-def static_part(run: Run) -> Run:
-  """What decides on the program of a run."""
-  return dataclasses.replace(
-    run, rate=0.0, b1=0.9, weight_decay=0.0, warm_up=True, seed=0,
-    epsilon=None, is_tuning=False,
-  )  # fmt: skip
+@functools.lru_cache(maxsize=8)
+def program(setting: Setting, source: Source, sigma: float) -> private.Program:
+  """The program of runs with this :attr:`Setting.static`."""
+  return private.Program(
+    lambda numbers, key: training_of(setting, source, numbers, key, sigma)
+  )
+
+
+@functools.lru_cache(maxsize=64)
+def noise_multiplier(setting: Setting, source: Source) -> float:
+  """Of a :attr:`Setting.static`."""
+  return training_of(setting, source, setting.numbers, 0).noise_multiplier
 
 
 def execute(
-  run: Run, name: str, folder: pathlib.Path, cache: pathlib.Path
+  setting: Setting, source: Source, *, smoke: bool = False
 ) -> dict[str, Any]:
   """Trains and measures.
 
   Returns:
-    A dict for a file of JSON: ``'tuning perplexity'`` and ``'tuning exact'``
-    at the end and along the way; unless it is a tuning run, of each row of
-    the table ``'losses'`` (nats, summed over the response, hexadecimal
-    float16), ``'exact'`` (``'0'`` or ``'1'``) and ``'tokens'`` of all rows.
+    ``'tuning perplexity'`` and ``'tuning exact'`` at the end and along the way;
+    unless it is a tuning run, of each row of the table ``'losses'`` (nats,
+    summed over the response, hexadecimal float16), ``'exact'`` (``'0'`` or
+    ``'1'``) and ``'tokens'`` of all rows.
   """
-  began = time.perf_counter()
-  given = language_problems.problem(run.task, name, run.layers, folder, cache)
-  rows = len(given.private.labels)
-  plan, static = plan_of(run, rows), static_part(run)
-  init, step, scores = programs(static, rows, name)
-  knobs = {
-    'rate': run.rate,
-    'b1': run.b1,
-    'weight_decay': run.weight_decay,
-    'warm_up': run.warm_up,
-    'noise_multiplier': plan.noise_multiplier,
-  }
-  knobs = {name: np.float32(value) for name, value in knobs.items()}
-  metric = None
-  if METRIC in run.parts:
-    metric = language_problems.input_metric(
-      run.task, name, run.layers, folder, cache, run.seed
-    )
-  frozen = given.model.frozen, metric
-  state = init(
-    language_layers.start(given.model.params, run.seed),
-    knobs,
-    randomness.noise_key(run.seed),
-  )
+  given = source.problem(setting)
+  losses_of_rows = jax.jit(losses_of(given))
+  frozen = given.model.frozen
+  sigma = 0.0
+  if setting.epsilon is not None:
+    sigma = 1.0 if smoke else noise_multiplier(setting.static, source)
+  params = language_layers.start(given.model.params, setting.seed)
+  if setting.parts[0] == 'prism':
+    params = lora.canonicalize(params)
 
   def score(params, examples):
     found = []
     for begin in range(0, len(examples.labels), CHUNK):
-      indices = np.full(CHUNK, -1)
-      last = min(begin + CHUNK, len(examples.labels))
-      indices[: last - begin] = np.arange(begin, last)
-      batch, _ = sampling.gather(examples, indices)
-      part = scores(params, frozen, batch)
-      found.append([np.asarray(x)[: last - begin] for x in part])
+      rows = np.arange(begin, min(begin + CHUNK, len(examples.labels)))
+      part = [x[np.resize(rows, CHUNK)] for x in examples]
+      losses, hits, weights = map(
+        np.asarray, losses_of_rows(params, frozen, *part)
+      )
+      each = losses.sum(-1), (hits | ~weights).all(-1), weights.sum(-1)
+      found.append([x[: len(rows)] for x in each])
+      if smoke:
+        break
     return [np.concatenate(x) for x in zip(*found, strict=True)]
 
-  def tuning_scores(params):
-    losses, exact, tokens = score(params, given.tuning)
-    perplexity = float(np.exp(losses.sum() / tokens.sum()))
-    return {'perplexity': perplexity, 'exact': float(exact.mean())}
+  curve: list[dict[str, Any]] = []
 
-  curve = []
-  steps = 0 if run.method == 'zero-shot' else run.steps
-  every = -(-run.steps // CURVE_POINTS)
-  seed = randomness.sampling_seed(run.seed)
-  for t in range(steps):
-    indices = sampling.draw(
-      seed,
-      t,
-      dataset_size=rows,
-      sampling_probability=plan.sampling_probability,
-      size=plan.padded_size,
+  def note(step, params):
+    losses, exact, tokens = score(params, given.tuning)
+    curve.append(
+      {
+        'step': step,
+        'perplexity': float(np.exp(losses.sum() / tokens.sum())),
+        'exact': float(exact.mean()),
+      }
     )
-    indices = sampling.padding_last(indices, MICROBATCH)
-    batch = sampling.gather(given.private, indices)
-    state = step(state, frozen, *batch, knobs)
+
+  steps = 0 if setting.method == 'zero-shot' else setting.steps
+  every = -(-setting.steps // CURVE_POINTS)
+
+  def each(t, params):
     # A tuning run is as short as can be.
-    if (t + 1) % every == 0 and t + 1 < steps and not run.is_tuning:
-      curve.append({'step': t + 1, **tuning_scores(state.params)})
-  curve.append({'step': steps, **tuning_scores(state.params)})
+    if (t + 1) % every == 0 and t + 1 < steps and not setting.is_tuning:
+      note(t + 1, params)
+
+  if steps:
+    run, numbers = program(setting.static, source, sigma), setting.numbers
+    batches = run.batches(params, tuple(given.private), numbers, setting.seed)
+    params, _ = run.train(params, frozen, batches, numbers, setting.seed, each)
+  note(steps, params)
   result = {
-    'run': dataclasses.asdict(run),
-    'noise multiplier': plan.noise_multiplier,
-    'private rows': rows,
-    'held steps': int(state.held),
+    'noise multiplier': sigma,
+    'private rows': len(given.private.labels),
     'tuning perplexity': curve[-1]['perplexity'],
     'tuning exact': curve[-1]['exact'],
     'curve': curve,
   }
-  if not run.is_tuning:
-    losses, exact, tokens = score(state.params, given.table)
-    if given.task.new_tokens:
-      found = language_layers.written(
-        given.model,
-        adapters(state.params, metric),
-        given.task,
-        given.rows.table,
-      )
-      exact = [
-        given.task.is_right(answer, row)
-        for answer, row in zip(found, given.rows.table, strict=True)
-      ]
-      result['answers'] = found[:5]
-    result |= {
-      'losses': losses.astype(np.float16).tobytes().hex(),
-      'exact': ''.join(str(int(x)) for x in exact),
-      'tokens': int(tokens.sum()),
-    }
-  return result | {'seconds': time.perf_counter() - began}
+  if setting.is_tuning:
+    return result
+  losses, exact, tokens = score(params, given.table)
+  if given.task.new_tokens and not smoke:
+    found = language_layers.written(
+      given.model, params, given.task, given.rows.table
+    )
+    exact = [
+      given.task.is_right(answer, row)
+      for answer, row in zip(found, given.rows.table, strict=True)
+    ]
+    result['answers'] = found[:5]
+  return result | {
+    'losses': losses.astype(np.float16).tobytes().hex(),
+    'exact': ''.join(str(int(x)) for x in exact),
+    'tokens': int(tokens.sum()),
+  }

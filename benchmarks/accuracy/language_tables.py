@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy import utility_tables
+from benchmarks.accuracy.language_runs import DEFAULTS
+from benchmarks.common import runner
 
 NAMES = {
   'zero-shot': 'the model as it was',
@@ -13,13 +15,10 @@ NAMES = {
   'dp-adamw': 'DP-AdamW',
   'adamw': 'AdamW, not private',
   'prism+rows': '`prism`, row scales',
-  'prism+metric': '`prism`, input metric',
-  'prism+metric+rows': '`prism`, input metric, row scales',
-  'dp-adamw+metric': 'DP-AdamW, input metric',
 }
 PRIVATE = [method for method in NAMES if method not in ('zero-shot', 'adamw')]
-TASKS = {'sst2': 'SST-2', 'clinc150': 'clinc150', 'banking77': 'banking77',
-         'mawps': 'mawps', 'gsm8k': 'gsm8k'}  # fmt: skip
+TASKS = {'sst2': 'SST-2', 'banking77': 'banking77', 'mawps': 'mawps',
+         'gsm8k': 'gsm8k'}  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -33,6 +32,11 @@ def exact(row: Row) -> np.ndarray:
   return np.array([int(x) for x in row['exact']], np.float64)
 
 
+def _of(row: Row, *names: str) -> tuple[Any, ...]:
+  """Fields of its setting."""
+  return tuple(row[n] if n in row else DEFAULTS[n] for n in names)
+
+
 def tuned(rows: list[Row]) -> list[Row]:
   """Runs of the table with the options that are best on the tuning rows.
 
@@ -40,24 +44,22 @@ def tuned(rows: list[Row]) -> list[Row]:
   """
   numbers = 'rate', 'b1', 'weight_decay', 'warm_up'
 
-  def family(run):
-    return tuple(run[n] for n in ('task', 'method', 'steps', 'batch', 'layers'))
+  def family(row):
+    return _of(row, 'task', 'method', 'steps', 'batch', 'layers')
 
   best: dict[tuple, Row] = {}
   for row in rows:
-    old = best.setdefault(family(row['run']), row)
-    if row['run']['is_tuning'] and (
-      not old['run']['is_tuning']
+    old = best.setdefault(family(row), row)
+    if 'is_tuning' in row and (
+      'is_tuning' not in old
       or row['tuning perplexity'] < old['tuning perplexity']
     ):
-      best[family(row['run'])] = row
+      best[family(row)] = row
   return [
     row
     for row in rows
-    if not row['run']['is_tuning']
-    and all(
-      row['run'][n] == best[family(row['run'])]['run'][n] for n in numbers
-    )
+    if 'is_tuning' not in row
+    and _of(row, *numbers) == _of(best[family(row)], *numbers)
   ]
 
 
@@ -69,18 +71,16 @@ def groups(rows: list[Row]) -> dict[tuple, dict[str, list[Row]]]:
   finals = tuned(rows)
 
   def setting(row):
-    return tuple(
-      row['run'][name] for name in ('task', 'steps', 'batch', 'layers')
-    )
+    return _of(row, 'task', 'steps', 'batch', 'layers')
 
   found: dict[tuple, dict[str, list[Row]]] = {}
   for row in finals:
-    if row['run']['epsilon'] is not None:
-      found.setdefault((*setting(row), row['run']['epsilon']), {})
+    if row['epsilon'] is not None:
+      found.setdefault((*setting(row), row['epsilon']), {})
   for key, methods in found.items():
-    for row in sorted(finals, key=lambda row: row['run']['seed']):
-      if setting(row) == key[:4] and row['run']['epsilon'] in (None, key[4]):
-        methods.setdefault(row['run']['method'], []).append(row)
+    for row in sorted(finals, key=lambda row: row['seed']):
+      if setting(row) == key[:4] and row['epsilon'] in (None, key[4]):
+        methods.setdefault(row['method'], []).append(row)
   return found
 
 
@@ -89,7 +89,7 @@ def compared(
 ) -> dict | None:
   """A method minus DP-AdamW on the seeds that both have; None below two."""
   by_seed = [
-    {row['run']['seed']: values(row) for row in methods.get(each, [])}
+    {row['seed']: values(row) for row in methods.get(each, [])}
     for each in (method, 'dp-adamw')
   ]
   seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
@@ -131,13 +131,10 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
   With ``finished_only`` an epsilon is left out for which there is nothing to
   compare with DP-AdamW. Where not all have as many steps they are named.
   """
-  lines = [
-    '| task | method | epsilon | seeds | perplexity | right |',
-    '| --- | --- | --- | --- | --- | --- |',
-  ]
+  lines: list[tuple[str, ...]] = []
 
   def add(task: str, method: str, epsilon: str, cells: Any) -> None:
-    lines.append(f'| {" | ".join((task, method, epsilon, *cells))} |')
+    lines.append((task, method, epsilon, *cells))
 
   by_task: dict[tuple, dict[float, dict[str, list[Row]]]] = {}
   for (*setting, epsilon), methods in groups(rows).items():
@@ -170,29 +167,25 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
           add('', name, f'{epsilon:g}', ('', *difference))
     if 'adamw' in others:
       add('', NAMES['adamw'], '', cells(others['adamw']))
-  return '\n'.join(lines)
+  head = ['task', 'method', 'epsilon', 'seeds', 'perplexity', 'right']
+  return runner.markdown(head, lines)
 
 
 def chosen(rows: list[Row]) -> str:
   """What tuning chose, and how far the tuning runs are apart."""
-  lines = [
-    '| task | steps | method | rate | b1 | decay | warm-up | tuning '
-    'perplexity, best and others |',
-    '| --- | --- | --- | --- | --- | --- | --- | --- |',
-  ]
   by = collections.defaultdict(list)
   for row in rows:
-    if row['run']['is_tuning']:
-      run = row['run']
-      by[run['task'], run['steps'], run['method']].append(row)
+    if 'is_tuning' in row:
+      by[_of(row, 'task', 'steps', 'method')].append(row)
+  lines = []
   for (task, steps, method), found in by.items():
     found.sort(key=lambda row: row['tuning perplexity'])
-    run = found[0]['run']
+    rate, b1, decay, warm_up = _of(
+      found[0], 'rate', 'b1', 'weight_decay', 'warm_up'
+    )
     others = ', '.join(f'{row["tuning perplexity"]:.3f}' for row in found)
-    cells = [
-      task, str(steps), NAMES[method], f'{run["rate"]:g}',
-      f'{run["b1"]:g}', f'{run["weight_decay"]:g}',
-      'yes' if run['warm_up'] else 'no', others,
-    ]  # fmt: skip
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    warm_up = 'yes' if warm_up else 'no'
+    lines.append([task, steps, NAMES[method], rate, b1, decay, warm_up, others])
+  head = ['task', 'steps', 'method', 'rate', 'b1', 'decay', 'warm-up',
+          'tuning perplexity, best and others']  # fmt: skip
+  return runner.markdown(head, lines)

@@ -8,7 +8,6 @@ of both were found on rows set aside for tuning. Two minutes, and some more for
 the vectors where they are not in the cache yet.
 """
 
-import argparse
 import pathlib
 import statistics
 import sys
@@ -20,12 +19,11 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.accuracy import problems, recipe_runs  # noqa: E402
-from benchmarks.common import results  # noqa: E402
+from benchmarks.accuracy import problems, sentences  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
 from prism_optax import accounting  # noqa: E402
 from prism_optax.contrib import heads  # noqa: E402
 
-NOISE_MULTIPLIERS = (0.0, 2.0, 3.0, 5.0, 8.0)
 METHODS = {'ridge': heads.ridge, 'class means': heads.class_means}
 SEEDS = 5
 
@@ -51,16 +49,17 @@ def accuracies(
   return found
 
 
-def row(
-  task: str, method: str, noise_multiplier: float, problem: problems.Problem
-) -> dict[str, Any]:
-  found = accuracies(problem, method, noise_multiplier, SEEDS)
+def measure(
+  folders: runner.Folders, seeds: int = SEEDS, **setting: Any
+) -> runner.Row:
+  """One row."""
+  probe = sentences.Setting(setting['task'], 'head alone')
+  problem = sentences.problem_of(probe, folders)
+  noise_multiplier = setting['noise multiplier']
+  found = accuracies(problem, setting['method'], noise_multiplier, seeds)
   event = accounting.dpsgd_event(noise_multiplier, 1.0, 1)
-  epsilon = accounting.epsilon(event, recipe_runs.DELTA)
+  epsilon = accounting.epsilon(event, sentences.DELTA)
   return {
-    'task': task,
-    'method': method,
-    'noise multiplier': noise_multiplier,
     'epsilon': epsilon if noise_multiplier else None,
     'private rows': len(problem.train[0]),
     'classes': problem.classes,
@@ -70,25 +69,17 @@ def row(
   }
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--data', type=pathlib.Path, required=True)
-  parser.add_argument('--cache', type=pathlib.Path, default='runs/encoded')
-  args = parser.parse_args()
-  rows = []
-  for task in recipe_runs.LENGTH:
-    problem = recipe_runs.given(task, True, args.data, args.cache)
-    for method in METHODS:
-      for noise_multiplier in NOISE_MULTIPLIERS:
-        rows.append(row(task, method, noise_multiplier, problem))
-        print(
-          f'{task:10} {method:12} {noise_multiplier:3g} '
-          f'{rows[-1]["accuracy"]:.4f}',
-          flush=True,
-        )
-  found = {'environment': results.environment(), 'rows': rows}
-  print(f'Written to {results.save("private_heads", found)}')
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'private_heads',
+    [
+      {'task': task, 'method': method, 'noise multiplier': noise_multiplier}
+      for task in ('sst2', 'clinc150', 'banking77')
+      for method in METHODS
+      for noise_multiplier in (0.0, 2.0, 3.0, 5.0, 8.0)
+    ],
+    measure,
+    smoke={'task': 'banking77', 'seeds': 1},
+    reads_text=True,
+  )

@@ -62,11 +62,10 @@ def split(rows: Rows) -> tuple[Rows, ...]:
   return tuple(take(rows, parts[i]) for i in (2, 1, 0))
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def problem(
   task: str,
   length: int,
-  top_layers: int,
   probing: bool,
   folder: pathlib.Path,
   cache: pathlib.Path,
@@ -77,7 +76,6 @@ def problem(
   Args:
     task: Key of ``TASKS``, or ``'maths'``: next tokens of gsm8k and mawps.
     length: Tokens of a row.
-    top_layers: Number of layers that carry adapters.
     probing: Whether rows are sentence vectors, for a linear probe.
     folder: Folder of the data sets.
     cache: Folder of what is computed once.
@@ -95,7 +93,7 @@ def problem(
   def encoded(file):
     texts, labels, names = encoded_text.read(folder / file, column, unwanted)
     rows = encoded_text.encode(
-      texts, labels, length=length, top_layers=top_layers, cache=cache
+      texts, labels, length=length, top_layers=1, cache=cache
     )
     return tuple(rows), names
 
@@ -103,7 +101,7 @@ def problem(
   rows = split(rows)
   if public_test:
     rows = (*rows[:2], encoded(PUBLIC_TESTS[task])[0])
-  layers = encoded_text.frozen_layers(top_layers)
+  layers = encoded_text.frozen_layers(1)
   if probing:
     nothing = [{} for _ in layers]
     program = jax.jit(lambda *x: encoded_text.features(nothing, layers, *x[:2]))

@@ -1,194 +1,77 @@
 """Accuracy at equal privacy: PRISM and the alternatives on real text.
 
-    python benchmarks/accuracy/utility.py --data FOLDER [--parts core ...]
-        [--runs runs/utility]
+    python benchmarks/accuracy/utility.py --data FOLDER [--only core-3 ...]
+    python benchmarks/accuracy/utility.py --table
 
-Private LoRA fine-tuning of the top layer of all-MiniLM-L6-v2. Each method is
-tuned on 3,000 rows set aside for it, over the same number of learning rates,
-and reported on 6,000 other rows over several seeds. Every run is one small
-file, written when it ends: an interrupted grid goes on where it was, and
-several workers share it. About 40 seconds a run on one core.
-``utility_report.py`` makes the tables and plots.
+Private LoRA fine-tuning of the top layer of all-MiniLM-L6-v2 by `make_private`
+(``sentences.py``). Parts, named by ``--only``:
+
+``core-3`` and the like: each method in its usual setting, tuned on rows set
+aside over learning rates half a decade apart, until the best has a neighbour on
+both sides, and reported on other rows over several seeds.
+
+``nuisances``, ``transfer``, ``lower-rate``, ``options``: one change each, at
+the rate that is best without it.
+
+``equal-clinc150`` and the like: heads start from a private release and are
+trained, and epsilon is that of everything that reads private rows. Every method
+is tuned over the same values, one option after the other: rate, ``b1``, weight
+decay, start, average of the iterates.
+
+Runs are rows of ``benchmarks/results/accuracy.json``, about a minute each on
+one core. ``--table`` compares them, on the same rows and seeds, and draws.
 """
 
-import argparse
 import dataclasses
-import json
+import functools
 import pathlib
 import sys
-import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.accuracy.private_runs import Run, execute  # noqa: E402
-from benchmarks.common import results as storage  # noqa: E402
+from benchmarks.accuracy import (  # noqa: E402
+  sentences,
+  utility_plots,
+  utility_tables,
+)
+from benchmarks.accuracy.sentences import Setting  # noqa: E402
+from benchmarks.common import methods, runner  # noqa: E402
 
-# Learning rates, half a decade apart. Where the best one is at an end, the next
-# one on that side is tried too, until it is not.
+# The first rates, where they are not these.
 RATES = {
-  'prism': (1e-2, 3e-2, 1e-1),
   'prism, decayed': (3e-2, 1e-1, 3e-1),
-  'prism, paper mode': (1e-2, 3e-2, 1e-1),
-  'prism, muon': (1e-2, 3e-2, 1e-1),
-  'prism, correlated noise': (1e-2, 3e-2, 1e-1),
-  'dp-adamw': (1e-2, 3e-2, 1e-1),
-  'dp-adamw, decayed': (1e-2, 3e-2, 1e-1),
   'lora+': (3e-3, 1e-2, 3e-2),
-  'ffa': (1e-2, 3e-2, 1e-1),
-  'linear probe': (1e-2, 3e-2, 1e-1),
   'lamb': (3e-3, 1e-2, 3e-2),
   'lora-rite': (1e-4, 3e-4, 1e-3),
   'lora-rite, spectral start': (1e-3, 3e-3, 1e-2),
   'dp-adambc': (3e-5, 1e-4, 3e-4),
   'dp-muon': (3e-4, 1e-3, 3e-3),
 }
-LADDER = [float(f'{x}e{e}') for e in range(-7, 2) for x in (1, 3)]
+USUAL_RATES = (1e-2, 3e-2, 1e-1)
 CORE = (
-  'prism',
-  'dp-adamw',
-  'lora+',
-  'prism, decayed',
-  'dp-adamw, decayed',
-  'prism, paper mode',
-  'ffa',
-  'linear probe',
-)
+  'prism', 'dp-adamw', 'lora+', 'prism, decayed', 'dp-adamw, decayed',
+  'prism, paper mode', 'ffa', 'linear probe',
+)  # fmt: skip
 REST = (
-  'prism, correlated noise',
-  'prism, muon',
-  'lamb',
-  'lora-rite',
-  'lora-rite, spectral start',
-  'dp-adambc',
-  'dp-muon',
-)
+  'prism, correlated noise', 'prism, muon', 'lamb', 'lora-rite',
+  'lora-rite, spectral start', 'dp-adambc', 'dp-muon',
+)  # fmt: skip
 NEAREST = ('prism', 'linear probe', 'prism, paper mode', *CORE[1:5])
 TUNING_SEED, SEEDS = 100, tuple(range(10))
-
-
-class Results:
-  """The files of finished runs.
-
-  Args:
-    folder: The folder of the files; made if it is not there.
-  """
-
-  def __init__(self, folder: pathlib.Path):
-    self.folder = folder
-    folder.mkdir(parents=True, exist_ok=True)
-
-  def path(self, run: Run) -> pathlib.Path:
-    return self.folder / f'{run.name}.json'
-
-  def get(self, run: Run) -> dict | None:
-    try:
-      return json.loads(self.path(run).read_text('utf-8'))
-    except FileNotFoundError:
-      return None
-
-  def claim(self, run: Run) -> bool:
-    """Whether no other worker began it; a claim of an hour ago is void."""
-    path = self.path(run).with_suffix('.claim')
-    try:
-      if path.exists() and time.time() - path.stat().st_mtime > 3600:
-        path.unlink()
-      path.touch(exist_ok=False)
-    except FileExistsError:
-      return False
-    return True
-
-  def put(self, run: Run, result: dict) -> None:
-    storage.write_text(self.path(run), json.dumps(result))
-
-
-def tuning_run(template: Run, rate: float) -> Run:
-  """What decides on the rate of a run: never the public rows."""
-  return dataclasses.replace(
-    template, rate=rate, seed=TUNING_SEED, public_test=False
-  )
-
-
-def tune(results: Results, template: Run) -> tuple[list[Run], float | None]:
-  """Runs that are still needed to choose a rate; the rate once there are none.
-
-  The best on the tuning rows, with a neighbour on the ladder on both sides.
-  """
-  rates = list(RATES[template.method])
-  while True:
-    runs = {rate: tuning_run(template, rate) for rate in rates}
-    found = {rate: results.get(run) for rate, run in runs.items()}
-    missing = [run for rate, run in runs.items() if found[rate] is None]
-    if missing:
-      return missing, None
-    best = max(rates, key=lambda rate: found[rate]['tuning accuracy'])
-    at = LADDER.index(best)
-    beside = [LADDER[at - 1], LADDER[at + 1]]
-    if all(rate in rates for rate in beside):
-      return [], best
-    rates += [rate for rate in beside if rate not in rates]
-
-
 # Correlated noise cancels in fixed coordinates: it needs a start of full rank.
 # So does LoRA-RITE, which whitens with both factors.
 STARTS = {
-  'prism, correlated noise': {'initialization': 'balanced'},
-  'lora-rite, spectral start': {'initialization': 'spectral'},
+  'prism, correlated noise': 'balanced',
+  'lora-rite, spectral start': 'spectral',
 }
-
-
-def tuned(results: Results, methods, template: Run, seeds) -> list[Run]:
-  """The runs of a part that are missing and can be done now."""
-  runs, chosen = [], []
-  for method in methods:
-    each = dataclasses.replace(
-      template, method=method, **STARTS.get(method, {})
-    )
-    needed, rate = tune(results, each)
-    runs += needed
-    if rate is not None:
-      chosen.append(dataclasses.replace(each, rate=rate))
-  finals = [
-    dataclasses.replace(each, seed=seed) for seed in seeds for each in chosen
-  ]
-  return runs + [run for run in finals if results.get(run) is None]
-
-
-def changed(run: Run, change: dict) -> Run:
-  """The run with a change; ``rungs`` moves its rate along the ladder."""
-  change = dict(change)
-  at = LADDER.index(run.rate) + change.pop('rungs', 0)
-  return dataclasses.replace(run, rate=LADDER[at], **change)
-
-
-def varied(results: Results, methods, template: Run, changes, seeds):
-  """Runs with one change each, at the rate that is best without it."""
-  runs = []
-  for method in methods:
-    each = dataclasses.replace(template, method=method)
-    needed, rate = tune(results, each)
-    runs += needed
-    if rate is None:
-      continue
-    runs += [
-      changed(dataclasses.replace(each, rate=rate, seed=seed), change)
-      for seed in seeds
-      for change in changes
-    ]
-  return [run for run in runs if results.get(run) is None]
-
-
-BASE = Run('prism', 0.0, 3.0, 0)
 # What should not matter: the same model and adapters, written otherwise.
-NUISANCES = (
-  {'gauge': 100.0},
-  {'scale': 0.25},
-  {'scale': 4.0},
-  {'rank': 4},
-  {'rank': 32},
-  {'initialization': 'balanced'},
-  {'initialization': 'spectral'},
-)
+NUISANCES: tuple[dict[str, Any], ...] = (
+  {'gauge': 100.0}, {'scale': 0.25}, {'scale': 4.0}, {'rank': 4}, {'rank': 32},
+  {'start': 'balanced'}, {'start': 'spectral'},
+)  # fmt: skip
 # Whether the rate that is best for one model is good for another.
 TRANSFER = tuple(
   {**change, 'rungs': rungs}
@@ -196,108 +79,205 @@ TRANSFER = tuple(
   for rungs in (-1, 0, 1)
 )
 # One factor at a time.
-OPTIONS = (
-  {'clip': 0.1},
-  {'clip': 10.0},
-  {'rank': 2},
-  {'rank': 64},
+OPTIONS: tuple[dict[str, Any], ...] = (
+  {'clip': 0.1}, {'clip': 10.0}, {'rank': 2}, {'rank': 64},
   *(
-    {'options': ((name, value),)}
-    for name, value in (
-      ('weight_decay', 0.0),
-      ('weight_decay', 0.3),
-      ('bias_correction', True),
-      ('floor_factor', 0.1),
-      ('floor_factor', 4.0),
-      ('b1', 0.8),
-      ('b1', 0.95),
+    {'options': (option,)}
+    for option in (
+      ('weight_decay', 0.0), ('weight_decay', 0.3), ('bias_correction', True),
+      ('floor_factor', 0.1), ('floor_factor', 4.0), ('b1', 0.8), ('b1', 0.95),
       ('b2', 0.99),
     )
   ),
-)
-# A number of rows, an epsilon.
-TUNED = {
+)  # fmt: skip
+# Methods, what differs from the usual setting, seeds.
+TUNED: dict[str, tuple[Sequence[str], dict[str, Any], Sequence[int]]] = {
   'core-3': (CORE, {}, SEEDS[:5]),
-  'ten-seeds-3': (NEAREST, {}, SEEDS),
   'core-6': (CORE, {'epsilon': 6.0}, SEEDS[:3]),
+  'ten-seeds-3': (NEAREST, {}, SEEDS),
   'ten-seeds-6': (NEAREST, {'epsilon': 6.0}, SEEDS),
-  'rest-3': (REST, {}, SEEDS[:3]),
   'core-1': (CORE[:5], {'epsilon': 1.0}, SEEDS[:3]),
-  'nonprivate': (CORE[:3], {'epsilon': None}, SEEDS[:3]),
-  'trained-head': (CORE[:3], {'head': 'trained'}, SEEDS[:3]),
-  'rows-10000': (CORE[:3], {'rows': 10_000}, SEEDS[:3]),
   'rows-2000': (CORE[:5], {'rows': 2_000}, SEEDS[:3]),
-  'clinc150': (CORE[:5], {'task': 'clinc150', 'length': 16}, SEEDS[:3]),
   'banking77': (CORE[:5], {'task': 'banking77'}, SEEDS[:3]),
-  'maths': (CORE[:3], {'task': 'maths', 'length': 64}, SEEDS[:3]),
-  'public-test': (CORE[:2], {'public_test': True}, SEEDS[:3]),
+  'clinc150': (CORE[:5], {'task': 'clinc150'}, SEEDS[:3]),
+  'nonprivate': (CORE[:3], {'epsilon': None}, SEEDS[:3]),
+  'rest-3': (REST, {}, SEEDS[:3]),
+  'maths': (CORE[:3], {'task': 'maths'}, SEEDS[:3]),
+  'rows-10000': (CORE[:3], {'rows': 10_000}, SEEDS[:3]),
+  'public-test': (CORE[:2], {'public': True}, SEEDS[:3]),
 }
-VARIED = {
+# One seed chose the rates: `lower-rate` asks whether it was luck.
+VARIED: dict[str, tuple[Sequence[str], Sequence[dict], Sequence[int]]] = {
   'nuisances': (CORE[:5], NUISANCES, SEEDS[:1]),
-  'transfer': (CORE[:2], TRANSFER, SEEDS[:1]),
-  # One seed chose the rates: would another choice have changed the result?
-  'lower-rate': (CORE[:2], ({'rungs': -1},), SEEDS[:5]),
   'options': (('prism',), OPTIONS, SEEDS[:3]),
+  'transfer': (CORE[:2], TRANSFER, SEEDS[:1]),
+  'lower-rate': (CORE[:2], ({'rungs': -1},), SEEDS[:5]),
 }
-# In the order in which they are run.
-PARTS = (
-  'core-3',
-  'core-6',
-  'ten-seeds-3',
-  'ten-seeds-6',
-  'nuisances',
-  'options',
-  'core-1',
-  'rows-2000',
-  'banking77',
-  'clinc150',
-  'nonprivate',
-  'rest-3',
-  'maths',
-  'transfer',
-  'lower-rate',
-  'rows-10000',
-  'trained-head',
-  'public-test',
-)
+# Of equal tuning: rows of the table, and what they change.
+EQUAL: dict[str, dict[str, Any]] = {
+  'prism': {},
+  'dp-adamw': {},
+  'prism, row scales': {'options': (('scale_rows', True),)},
+  'prism, input metric': {'metric': 'second_moment'},
+  'dp-adamw, input metric': {'metric': 'second_moment'},
+  'head alone': {},
+  'head alone, ridge': {'head': 'ridge'},
+  'linear probe': {},
+  'lora+': {},
+  'ffa': {},
+  'prism, paper mode': {},
+  'lora-rite': {},
+  'dp-adambc': {},
+}
+EQUAL_RATES = {
+  'prism': 3e-2, 'prism, paper mode': 3e-2, 'lora-rite': 3e-4,
+  'dp-adambc': 1e-4,
+}  # fmt: skip
+EQUAL_SEEDS = SEEDS[:5]
+Score = Callable[[Setting], float | None]
 
 
-def missing_runs(results: Results, part: str) -> list[Run]:
-  """What of a part is still to be run, as far as that can be said now."""
+def score_of(find: runner.Find) -> Score:
+  """Accuracy on the tuning rows, None for a setting that was not run."""
+
+  def score(setting: Setting) -> float | None:
+    row = find(dataclasses.asdict(setting))
+    return None if row is None else row['tuning accuracy']
+
+  return score
+
+
+def usual(method: str, change: dict[str, Any]) -> Setting:
+  """The setting of a method in a part, without a rate."""
+  start = STARTS.get(method, 'default')
+  return Setting(**{'method': method, 'start': start, **change})
+
+
+def tuned(score: Score, method: str, change: dict[str, Any]) -> Setting:
+  """The same at its best rate.
+
+  The public rows choose nothing.
+
+  Raises:
+    runner.Missing: If a run has to be done first.
+  """
+  setting = usual(method, change | {'public': False})
+  rates = RATES.get(method, USUAL_RATES)
+  found = runner.best_rate(setting, rates, score)
+  return dataclasses.replace(found, public=change.get('public', False))
+
+
+def equally_tuned(score: Score, row: str, task: str) -> Setting:
+  """The best options of a row of equal tuning, one after the other.
+
+  Raises:
+    runner.Missing: If a run has to be done first.
+  """
+  method = row if row in EQUAL_RATES else row.partition(',')[0]
+  setting = Setting(
+    **{'task': task, 'method': method, 'b1': 0.5, 'head': 'means',
+       'steps': 60, **EQUAL[row]}
+  )  # fmt: skip
+  if method == 'head alone':
+    return setting
+  first = EQUAL_RATES.get(method, 1e-2)
+  found = runner.best_rate(setting, (first,), score)
+  for name, values in options_of(method):
+    others = [dataclasses.replace(found, **{name: x}) for x in values]
+    found = runner.best([found, *others], score)
+  # Other options may want another rate.
+  return runner.best_rate(found, (found.rate,), score)
+
+
+def options_of(method: str) -> list[tuple[str, tuple[Any, ...]]]:
+  """What is tried after the rate."""
+  found: list[tuple[str, tuple[Any, ...]]] = [('b1', (0.0, 0.9))]
+  if method not in ('prism, paper mode', 'linear probe'):
+    found += [('weight_decay', (0.3, 1.0)), ('start', ('balanced',))]
+  if not methods.is_tangent(method):
+    found.append(('average', (True,)))
+  return found
+
+
+def changed(setting: Setting, change: dict[str, Any]) -> Setting:
+  """The setting with a change; ``rungs`` moves its rate along the ladder."""
+  change = dict(change)
+  at = runner.LADDER.index(setting.rate) + change.pop('rungs', 0)
+  return dataclasses.replace(setting, rate=runner.LADDER[at], **change)
+
+
+def wanted(find: runner.Find, part: str) -> Iterator[Setting]:
+  """What is known to belong to a part: runs that choose, then seeds."""
+  score, chosen = score_of(find), []
+  task = part.removeprefix('equal-')
   if part in TUNED:
-    methods, change, seeds = TUNED[part]
-    return tuned(results, methods, dataclasses.replace(BASE, **change), seeds)
-  methods, changes, seeds = VARIED[part]
-  return varied(results, methods, BASE, changes, seeds)
+    names, change, seeds = TUNED[part]
+    choices = [functools.partial(tuned, score, x, change) for x in names]
+    changes: Sequence[dict[str, Any]] = ({},)
+  elif part in VARIED:
+    names, changes, seeds = VARIED[part]
+    choices = [functools.partial(tuned, score, x, {}) for x in names]
+  else:
+    choices = [functools.partial(equally_tuned, score, x, task) for x in EQUAL]
+    changes, seeds = ({},), EQUAL_SEEDS
+  for choose in choices:
+    try:
+      chosen.append(choose())
+    except runner.Missing as missing:
+      yield from missing.settings
+  for seed in seeds:
+    for setting in chosen:
+      for change in changes:
+        moved = setting
+        if change:
+          moved = changed(setting, change)
+        yield dataclasses.replace(moved, seed=seed)
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--data', type=pathlib.Path, required=True)
-  parser.add_argument('--parts', nargs='+', default=PARTS, choices=PARTS)
-  parser.add_argument('--runs', type=pathlib.Path, default='runs/utility')
-  parser.add_argument('--cache', type=pathlib.Path, default='runs/encoded')
+PARTS = (*TUNED, *VARIED, *(f'equal-{x}' for x in ('clinc150', 'banking77')))
+
+
+def plan(find: runner.Find, parts: Iterable[str]) -> Iterator[dict[str, Any]]:
+  """What of some parts is to be run, part after part."""
+  for part in parts:
+    for setting in wanted(find, part):
+      yield dataclasses.asdict(setting)
+
+
+def smoke_settings() -> list[Setting]:
+  """One step of each kind of run."""
+  few: dict[str, Any] = {
+    'task': 'banking77', 'steps': 2, 'batch': 32, 'rows': 500, 'rate': 1e-2,
+  }  # fmt: skip
+  return [
+    Setting(**few),
+    Setting(method='ffa', **few),
+    Setting(method='prism, correlated noise', start='balanced', **few),
+  ]
+
+
+def main() -> None:
+  parser = runner.add_data(runner.parser_of(__doc__))
   args = parser.parse_args()
-  results = Results(args.runs)
-  for part in args.parts:
-    done = False
-    while not done:
-      # Again after each pass: the first results say which runs come next.
-      missing = missing_runs(results, part)
-      done = not missing
-      mine = next((run for run in missing if results.claim(run)), None)
-      if missing and mine is None:
-        time.sleep(5)  # Other workers are at them.
-      elif mine is not None:
-        run = mine
-        result = execute(run, args.data, args.cache)
-        results.put(run, result)
-        print(
-          f'{part}: {len(missing) - 1:4} left  {run.method:>18} epsilon'
-          f' {run.epsilon} rate {run.rate:g} seed {run.seed}: tuning'
-          f' {result["tuning accuracy"]:.4f}  {result["seconds"]:.0f} s',
-          flush=True,
-        )
+  store = runner.store_of(
+    args, 'accuracy', by_device=False, defaults=sentences.DEFAULTS
+  )
+  if args.table:
+    utility_tables.renew(store, args.output / 'accuracy_compared.json')
+    utility_plots.draw(store.find, args.output)
+    return
+  if args.data is None:
+    parser.error('--data is needed: the folder of the data sets.')
+  folders = sentences.Folders(args.data, args.cache)
+  parts = [x for x in PARTS if not args.only or x in args.only]
+  chosen = functools.partial(plan, parts=parts)
+  if args.smoke:
+    chosen = runner.fixed(map(dataclasses.asdict, smoke_settings()))
+
+  def measure(setting):
+    return sentences.execute(Setting(**setting), folders, smoke=args.smoke)
+
+  runner.run(store, chosen, measure, args.minutes)
 
 
 if __name__ == '__main__':

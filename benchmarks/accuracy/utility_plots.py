@@ -1,12 +1,14 @@
-"""Plots of the utility benchmark."""
+"""Plots of the runs of ``utility.py``, drawn from what is stored."""
 
+import json
 import pathlib
-import statistics
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 
-from benchmarks.common import plots
+from benchmarks.accuracy import utility_tables
+from benchmarks.common import plots, runner
 
 mpl.use('agg')
 from matplotlib import pyplot as plt
@@ -14,6 +16,28 @@ from matplotlib import pyplot as plt
 # A method this many points below the best is named at the edge, not drawn: it
 # would flatten all the others.
 FAR = 20.0
+
+
+def draw(find: runner.Find, folder: pathlib.Path) -> None:
+  """All plots, from the rows of runs and of comparisons in a folder."""
+  found = {x: utility_tables.rows_of(find, x) for x in utility_tables.TITLES}
+  found = {part: rows for part, rows in found.items() if rows}
+  accuracies(
+    {utility_tables.TITLES[x]: rows for x, rows in found.items()},
+    folder / 'utility_accuracy.png',
+  )
+  by_epsilon = ('core-1', 'core-3', 'core-6', 'nonprivate')
+  epsilons([found[x] for x in by_epsilon], folder / 'utility_epsilon.png')
+  rates(found['core-3'], folder / 'utility_rates.png')
+  path = folder / 'accuracy_compared.json'
+  compared = json.loads(path.read_text('utf-8'))['rows']
+  for part in ('nuisances', 'options'):
+    points: dict[str, dict[str, Any]] = {}
+    for row in compared:
+      if row['part'] == part:
+        of_method = points.setdefault(row['method'], {})
+        of_method[row['change']] = row['points'] / 100
+    changes(points, folder / f'utility_{part}.png')
 
 
 def accuracies(parts: dict[str, list], path: pathlib.Path) -> None:
@@ -57,7 +81,7 @@ def epsilons(parts: list[list], path: pathlib.Path) -> None:
   found: dict[str, dict] = {}
   for rows in parts:
     for row in rows:
-      epsilon = next(iter(row.runs.values()))['run']['epsilon']
+      epsilon = next(iter(row.runs.values())).get('epsilon', 3.0)
       found.setdefault(row.method, {})[epsilon] = 100 * np.asarray(
         row.accuracies
       )
@@ -121,32 +145,6 @@ def rates(rows: list, path: pathlib.Path) -> None:
   handles, labels = axes[0].get_legend_handles_labels()
   figure.legend(handles, labels, loc='outside right center', frameon=False)
   plots.save(figure, path, 120)
-  plt.close(figure)
-
-
-def curves(rows: list, every: int, path: pathlib.Path) -> None:
-  """Loss on public rows, and signal to noise, of the first seed."""
-  figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.4))
-  for row in rows:
-    run = row.runs[min(row.runs)]
-    loss = run['tuning loss']
-    left.plot(every * np.arange(1, len(loss) + 1), loss, label=row.method,
-              **{**plots.look(row.method), 'marker': ''})  # fmt: skip
-    ratio = np.asarray(run['signal']) / max(run['noise'], 1e-30)
-    smooth = [statistics.mean(ratio[max(0, t - 9) : t + 1])
-              for t in range(len(ratio))]  # fmt: skip
-    right.plot(smooth, **{**plots.look(row.method), 'marker': ''})
-  left.set(xlabel='step', ylabel='cross-entropy on public rows, nats')
-  right.set(
-    xlabel='step',
-    ylabel='clipped mean over noise, norms\n(mean of 10 steps)',
-    yscale='log',
-  )
-  left.legend(frameon=False, fontsize=8)
-  for ax in (left, right):
-    ax.grid(alpha=0.3)
-  figure.tight_layout()
-  plots.save(figure, path, 100)
   plt.close(figure)
 
 

@@ -1,19 +1,37 @@
-"""Rows, tables and tests of the utility benchmark."""
+"""Comparisons of the runs of ``utility.py``, and their tables.
+
+A comparison needs the score of every row, a difference of two methods on the
+same rows and seeds. It is kept as a row of ``accuracy_compared.json``: of a
+part and a method (``accuracy`` and how far ``prism`` is above it), or of a
+part, a method and a change (``points``).
+"""
 
 import dataclasses
+import json
+import pathlib
 import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from benchmarks.accuracy import utility
-from benchmarks.accuracy.private_runs import Run
+from benchmarks.accuracy import sentences, utility
+from benchmarks.common import runner
 
-
-def scores(result: dict) -> np.ndarray:
-  """Score of each test row: whether it is right, or how many tokens of it."""
-  stored = bytes.fromhex(result['test scores'])
-  return np.frombuffer(stored, np.float16).astype(float)
+TITLES = {
+  'core-3': 'SST-2, epsilon 3',
+  'core-6': 'SST-2, epsilon 6',
+  'core-1': 'SST-2, epsilon 1',
+  'nonprivate': 'SST-2, not private',
+  'rest-3': 'SST-2, epsilon 3, other methods',
+  'rows-10000': 'SST-2, 10,000 rows, epsilon 3',
+  'rows-2000': 'SST-2, 2,000 rows, epsilon 3',
+  'clinc150': 'clinc150 domains, epsilon 3',
+  'banking77': 'banking77, epsilon 3',
+  'maths': 'Next tokens of gsm8k and mawps, epsilon 3',
+  'public-test': 'SST-2, epsilon 3, public validation rows (581)',
+}
 
 
 def paired(first: list[np.ndarray], second: list[np.ndarray]) -> dict:
@@ -40,7 +58,6 @@ def paired(first: list[np.ndarray], second: list[np.ndarray]) -> dict:
     'difference': float(mean),
     'standard error': float(error),
     'p': float(2 * stats.t.sf(abs(mean) / error, freedom)),
-    'seeds': seeds,
   }
 
 
@@ -51,14 +68,14 @@ class Row:
   Attributes:
     method: Its name.
     rate: The learning rate that tuning chose.
-    runs: Results by seed.
+    runs: Rows of the store by seed.
     tuning: Accuracy on the tuning rows by learning rate.
     untuned: Accuracy on the test rows by learning rate, of the same runs.
   """
 
   method: str
   rate: float
-  runs: dict[int, dict]
+  runs: dict[int, runner.Row]
   tuning: dict[float, float]
   untuned: dict[float, float]
 
@@ -86,173 +103,224 @@ class Row:
     low, best, high = (self.untuned[x] for x in rates[at - 1 : at + 2])
     return {'rate / 3': low - best, 'rate * 3': high - best}
 
-
-def rows_of(runs: dict[Run, dict], part: str, results) -> list[Row]:
-  """The methods of a part whose tuning is finished, best first."""
-  methods, change, _ = utility.TUNED[part]
-  out = []
-  for method in methods:
-    template = dataclasses.replace(
-      utility.BASE,
-      method=method,
-      **{**change, **utility.STARTS.get(method, {})},
+  def compared(self, ours: 'Row | None') -> dict[str, Any]:
+    """Its row of comparisons; ``ours`` is that of ``prism``."""
+    values = self.accuracies
+    found = {
+      'method': self.method,
+      'rate': self.rate,
+      'accuracy': statistics.mean(values),
+      'seeds': len(values),
+      'spread': statistics.stdev(values) if len(values) > 1 else None,
+      'flat': self.flat,
+    }
+    if ours is None or ours is self:
+      return found
+    shared = sorted(ours.runs.keys() & self.runs.keys())
+    if len(shared) < 2:
+      return found
+    scores = (
+      [sentences.unpacked(each.runs[s]['scores']) for s in shared]
+      for each in (ours, self)
     )
-    needed, rate = utility.tune(results, template)
-    if needed:
+    return found | paired(*scores)
+
+
+def of_seeds(
+  find: runner.Find, setting: sentences.Setting
+) -> dict[int, runner.Row]:
+  """The rows of a setting by seed, without those that chose."""
+  each = {
+    seed: find(dataclasses.asdict(dataclasses.replace(setting, seed=seed)))
+    for seed in utility.SEEDS
+  }
+  return {seed: row for seed, row in each.items() if row is not None}
+
+
+def rows_of(find: runner.Find, part: str) -> list[Row]:
+  """The methods of a part whose tuning is finished, best first."""
+  names, change, _ = utility.TUNED[part]
+  out = []
+  for method in names:
+    try:
+      best = utility.tuned(utility.score_of(find), method, change)
+    except runner.Missing:
       continue
-    final = {
-      seed: runs[run]
-      for seed in utility.SEEDS
-      if (run := dataclasses.replace(template, rate=rate, seed=seed)) in runs
-    }
-    tried = {
-      run.rate: result
-      for run, result in runs.items()
-      if run == utility.tuning_run(template, run.rate)
-    }
+    tried = {}
+    for rate in runner.LADDER:
+      other = dataclasses.replace(
+        best, rate=rate, seed=utility.TUNING_SEED, public=False
+      )
+      if row := find(dataclasses.asdict(other)):
+        tried[rate] = row
     tuning, untuned = (
-      {each: result[f'{kind} accuracy'] for each, result in tried.items()}
+      {rate: row[f'{kind} accuracy'] for rate, row in tried.items()}
       for kind in ('tuning', 'test')
     )
-    if final:
-      out.append(Row(method, rate, final, tuning, untuned))
+    if final := of_seeds(find, best):
+      out.append(Row(method, best.rate, final, tuning, untuned))
   return sorted(out, key=lambda row: -statistics.mean(row.accuracies))
 
 
-def table(rows: list[Row]) -> list[str]:
-  """A table in Markdown, each method tested against PRISM's default."""
-  out = [
-    '| method | rate | accuracy | spread over seeds | seeds |'
-    ' rates within a point | PRISM minus it |',
-    '| --- | --- | --- | --- | --- | --- | --- |',
-  ]
-  ours = next((row for row in rows if row.method == 'prism'), None)
-  for row in rows:
-    values = row.accuracies
-    spread = f'{statistics.stdev(values):.4f}' if len(values) > 1 else '-'
-    against = '-'
-    if ours and row is not ours:
-      shared = sorted(ours.runs.keys() & row.runs.keys())
-      if len(shared) > 1:
-        found = paired(
-          *([scores(each.runs[s]) for s in shared] for each in (ours, row))
-        )
-        against = (
-          f'{found["difference"]:+.4f} ± {found["standard error"]:.4f}'
-          f' (p = {found["p"]:.2g})'
-        )
-    out.append(
-      f'| {row.method} | {row.rate:g} | {statistics.mean(values):.4f} |'
-      f' {spread} | {len(values)} | {row.flat:.3g}x | {against} |'
-    )
-  return out
-
-
-def rates_table(rows: list[Row]) -> list[str]:
-  """What a rate that is wrong by half a decade costs, in points."""
-  out = [
-    '| method | best rate | a third of it | three times it |',
-    '| --- | --- | --- | --- |',
-  ]
-  for row in rows:
-    cells = [f'{100 * x:+.2f}' for x in row.beside.values()]
-    out.append(f'| {row.method} | {row.rate:g} | ' + ' | '.join(cells) + ' |')
-  return out
-
-
-def describe(change: dict) -> str:
+def describe(change: dict[str, Any]) -> str:
   """The change in a few characters, whatever its rate."""
-  if 'rungs' in change:
-    change = {name: x for name, x in change.items() if name != 'rungs'}
+  change = {k: v for k, v in change.items() if k != 'rungs'}
   if not change:
     return 'as tuned'
-  (name, value), *_ = change.items()
+  ((name, value),) = change.items()
   return '{}={}'.format(*value[0]) if name == 'options' else f'{name}={value}'
 
 
-def at_best_rate(results, methods) -> dict[str, Run]:
-  """The run of each method whose tuning is finished, without a seed."""
-  out = {}
-  for method in methods:
-    template = dataclasses.replace(utility.BASE, method=method)
-    needed, rate = utility.tune(results, template)
-    if not needed:
-      out[method] = dataclasses.replace(template, rate=rate)
-  return out
-
-
-def varied(runs: dict[Run, dict], part: str, results) -> dict[str, dict]:
-  """``{method: {change: accuracy - accuracy without it}}``, same seeds."""
-  methods, changes, _ = utility.VARIED[part]
-  out: dict[str, dict] = {}
-  for method, best in at_best_rate(results, methods).items():
+def varied(find: runner.Find, part: str) -> Iterator[dict[str, Any]]:
+  """A row for each change and method, on the same seeds as without it."""
+  names, changes, _ = utility.VARIED[part]
+  for method in names:
+    try:
+      best = utility.tuned(utility.score_of(find), method, {})
+    except runner.Missing:
+      continue
+    plain = of_seeds(find, best)
     for change in changes:
-      differences = []
-      for seed in utility.SEEDS:
-        plain = dataclasses.replace(best, seed=seed)
-        other = utility.changed(plain, change)
-        if plain in runs and other in runs:
-          differences.append(
-            runs[other]['test accuracy'] - runs[plain]['test accuracy']
-          )
-      if differences:
-        mean = statistics.mean(differences)
-        out.setdefault(method, {})[describe(change)] = mean
-  return out
+      found = of_seeds(find, utility.changed(best, change))
+      seeds = found.keys() & plain.keys()
+      if seeds:
+        points = statistics.mean(
+          found[s]['test accuracy'] - plain[s]['test accuracy'] for s in seeds
+        )
+        yield {
+          'method': method,
+          'change': describe(change),
+          'rungs': change.get('rungs', 0),
+          'points': 100 * points,
+          'accuracy': statistics.mean(found[s]['test accuracy'] for s in seeds),
+        }
 
 
-def at_other_rates(runs: dict[Run, dict], part: str, results) -> list[Row]:
-  """The methods of a part that changes the rate, as if that had been chosen."""
-  methods, changes, seeds = utility.VARIED[part]
-  out = []
-  for method, best in at_best_rate(results, methods).items():
-    for change in changes:
-      other = utility.changed(best, change)
-      final = {
-        seed: runs[run]
-        for seed in seeds
-        if (run := dataclasses.replace(other, seed=seed)) in runs
-      }
-      if final:
-        out.append(Row(method, other.rate, final, {other.rate: 0.0}, {}))
-  return out
+def comparisons(find: runner.Find) -> Iterator[dict[str, Any]]:
+  """Comparisons of all parts whose runs have their scores."""
+  for part in TITLES:
+    rows = rows_of(find, part)
+    if not all('scores' in run for x in rows for run in x.runs.values()):
+      continue
+    ours = next((row for row in rows if row.method == 'prism'), None)
+    for row in rows:
+      yield {'part': part, **row.compared(ours)}
+    if part == 'core-3':
+      for row in rows:
+        others = ['other-rates']
+        if row.method in utility.VARIED['nuisances'][0]:
+          others.append('nuisances')
+        for change, points in row.beside.items():
+          found = {'method': row.method, 'change': change}
+          for each in others:
+            yield {'part': each, **found, 'points': 100 * points}
+  for part in ('nuisances', 'options', 'transfer', 'lower-rate'):
+    for found in varied(find, part):
+      yield {'part': part, **found}
 
 
-def varied_table(found: dict[str, dict]) -> list[str]:
-  """Points gained or lost by each change, and the spread over all of them."""
-  changes = list(dict.fromkeys(c for row in found.values() for c in row))
-  out = [
-    '| change | ' + ' | '.join(found) + ' |',
-    '| --- |' + ' --- |' * len(found),
-  ]
-  for change in changes:
-    cells = [
-      f'{100 * row[change]:+.2f}' if change in row else '-'
-      for row in found.values()
-    ]
-    out.append(f'| `{change}` | ' + ' | '.join(cells) + ' |')
-  spreads = [
-    f'{100 * (max([0, *row.values()]) - min([0, *row.values()])):.2f}'
-    for row in found.values()
-  ]
-  out.append('| **largest minus smallest** | ' + ' | '.join(spreads) + ' |')
-  return out
+def renew(store: runner.Store, path: pathlib.Path) -> None:
+  """Compares again what can be compared, and prints the tables."""
+  old = json.loads(path.read_text('utf-8'))['rows'] if path.exists() else []
+  keys = ('part', 'method', 'change', 'rungs')
+  found = {tuple(map(row.get, keys)): row for row in old}
+  if any('scores' in row for row in store.rows):
+    # Runs without scores are older, and were compared when they had them.
+    has_scores = {row.get('part') for row in comparisons(_scored(store.find))}
+    found = {k: x for k, x in found.items() if x['part'] not in has_scores}
+    for row in comparisons(_scored(store.find)):
+      found[tuple(map(row.get, keys))] = row
+    runner.write(path, list(found.values()))
+  for part, title in TITLES.items():
+    print(f'\n{title}\n\n{table(list(found.values()), part)}')
+  print(f'\n{equal_table(store.find)}')
 
 
-def transfer_table(runs: dict[Run, dict], results) -> list[str]:
-  """Accuracies at three rates, on the model of the tuning and on others."""
-  methods, changes, seeds = utility.VARIED['transfer']
-  cells: dict[str, dict[str, list[str]]] = {}
-  for method, best in at_best_rate(results, methods).items():
-    for change in changes:
-      run = utility.changed(dataclasses.replace(best, seed=seeds[0]), change)
-      cell = f'{runs[run]["test accuracy"]:.3f}' if run in runs else '-'
-      cells.setdefault(describe(change), {}).setdefault(method, []).append(cell)
-  out = [
-    '| change | ' + ' | '.join(methods) + ' |',
-    '| --- |' + ' --- |' * len(methods),
-  ]
-  for change, row in cells.items():
-    each = (' / '.join(row.get(method, ['-'])) for method in methods)
-    out.append(f'| `{change}` | ' + ' | '.join(each) + ' |')
-  return out
+def _scored(find: runner.Find) -> runner.Find:
+  """Only rows with scores."""
+
+  def scored(setting: runner.Setting) -> runner.Row | None:
+    row = find(setting)
+    return row if row is not None and 'scores' in row else None
+
+  return scored
+
+
+def table(rows: list[dict[str, Any]], part: str) -> str:
+  """A part in Markdown, each method tested against ``prism``."""
+  lines = []
+  for row in rows:
+    if row['part'] != part:
+      continue
+    against = '-'
+    if 'difference' in row:
+      against = (
+        f'{row["difference"]:+.4f} ± {row["standard error"]:.4f}'
+        f' (p = {row["p"]:.2g})'
+      )
+    spread = '-' if row['spread'] is None else f'{row["spread"]:.4f}'
+    lines.append(
+      [row['method'], f'{row["rate"]:g}', f'{row["accuracy"]:.4f}', spread,
+       row['seeds'], f'{row["flat"]:.3g}x', against]
+    )  # fmt: skip
+  head = ['method', 'rate', 'accuracy', 'spread over seeds', 'seeds',
+          'rates within a point', 'PRISM minus it']  # fmt: skip
+  return runner.markdown(head, lines)
+
+
+def by_change(
+  rows: list[dict[str, Any]], part: str, cell: Callable[[list[dict]], str]
+) -> str:
+  """Changes down, methods across; ``cell`` of the rows of one entry."""
+  found: dict[str, dict[str, list[dict]]] = {}
+  for row in rows:
+    if row['part'] == part:
+      entry = found.setdefault(row['change'], {})
+      entry.setdefault(row['method'], []).append(row)
+  names = list(dict.fromkeys(x for row in found.values() for x in row))
+  return runner.markdown(
+    ['change', *names],
+    [
+      [f'`{change}`', *(cell(row[x]) if x in row else '-' for x in names)]
+      for change, row in found.items()
+    ],
+  )
+
+
+def equal_table(
+  find: runner.Find, tasks: tuple[str, ...] = ('clinc150', 'banking77')
+) -> str:
+  """Equal tuning: accuracies, and differences from the first row."""
+  score, lines = utility.score_of(find), []
+  for task in tasks:
+    first = None
+    for name in utility.EQUAL:
+      try:
+        best = utility.equally_tuned(score, name, task)
+      except runner.Missing:
+        continue
+      done = [
+        find(dataclasses.asdict(dataclasses.replace(best, seed=seed)))
+        for seed in utility.EQUAL_SEEDS
+      ]
+      if None in done:
+        continue
+      right = [sentences.unpacked(x['scores']) for x in done if x is not None]
+      first = right if name == 'prism' else first
+      mean = statistics.mean(x['test accuracy'] for x in done if x is not None)
+      cells = ['', '']
+      if first is not None and right is not first:
+        pair = paired(right, first)
+        cells = [
+          f'{pair["difference"]:+.4f} ± {pair["standard error"]:.4f}',
+          f'{pair["p"]:.2g}',
+        ]
+      average = 'yes' if best.average else 'no'
+      chosen = (
+        f'{best.b1:g}, {best.weight_decay:g}, {best.start}, {average},'
+        f' {best.rate:g}'
+      )
+      lines.append([task, name, chosen, f'{mean:.4f}', *cells])
+  head = ['task', 'method', 'b1, decay, start, average, rate', 'accuracy',
+          'less `prism`', 'p']  # fmt: skip
+  return runner.markdown(head, lines)

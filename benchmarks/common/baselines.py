@@ -1,82 +1,14 @@
-"""The optimizers of others, as their papers have them, from optax's parts.
+"""Directions of other optimizers, as their papers have them.
 
-They see the factors as plain arrays. None of them clips; :func:`dp_adam` has
-the clip too, for networks whose gradients are all held at once.
+They see the factors as plain arrays, after clip and noise. A learning rate
+follows.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-
-import prism_optax
-
-
-def add_noise(
-  stddev: jax.typing.ArrayLike, key: jax.Array
-) -> optax.GradientTransformation:
-  """Gaussian noise on all entries, as jax-privacy's privatizer adds it.
-
-  ``stddev``, per coordinate of what comes in, may be traced.
-  """
-
-  def init(params):
-    del params
-    return jnp.copy(key)  # The state may be donated.
-
-  def update(updates, key, params=None):
-    del params
-    key, draw = jax.random.split(key)
-    normal = optax.tree.random_like(draw, updates, jax.random.normal)
-    return optax.tree.add_scale(updates, stddev, normal), key
-
-  return optax.GradientTransformation(init, update)
-
-
-def clip_whole_gradient(
-  l2_clip_norm: jax.typing.ArrayLike, expected_batch_size: float
-) -> optax.GradientTransformationExtraArgs:
-  """Sum of whole per-example gradients of at most this norm, over b."""
-  return prism_optax.per_matrix_clip(
-    l2_clip_norm,
-    normalize_by=expected_batch_size,
-    # All leaves in one group: as if none of them were a matrix.
-    weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: None, tree),
-  )
-
-
-def dp_adam(
-  rate: optax.ScalarOrSchedule,
-  *,
-  l2_clip_norm: jax.typing.ArrayLike,
-  noise_multiplier: jax.typing.ArrayLike,
-  expected_batch_size: float,
-  key: jax.Array,
-  b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.999,
-) -> optax.GradientTransformationExtraArgs:
-  """DP-Adam from per-example gradients: one clip, one noise, Adam."""
-  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
-  return optax.chain(
-    clip_whole_gradient(l2_clip_norm, expected_batch_size),
-    add_noise(stddev, key),
-    optax.adam(rate, b1, b2),
-  )
-
-
-def adamw_decayed(
-  rate: optax.ScalarOrSchedule, b1: float = 0.9
-) -> optax.GradientTransformation:
-  """AdamW with what helped PRISM here: much decay, and a warm-up.
-
-  The factors are decayed, not their product: in the gauge of a fresh start the
-  two are alike.
-  """
-  return optax.chain(
-    optax.adamw(rate, b1=b1, weight_decay=1.0),
-    optax.scale_by_schedule(lambda count: 1 - b1 ** (count + 1)),
-  )
 
 
 def scale_where(name: str, factor: float) -> optax.GradientTransformation:
@@ -91,31 +23,7 @@ def scale_where(name: str, factor: float) -> optax.GradientTransformation:
   return optax.stateless(update)
 
 
-def lora_plus(
-  rate: optax.ScalarOrSchedule, ratio: float = 6.0
-) -> optax.GradientTransformation:
-  """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns faster than A."""
-  return optax.chain(optax.adam(rate), scale_where('lora_b', ratio))
-
-
-def ffa(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-  """FFA-LoRA (Sun et al. 2024, arXiv:2403.12313): A stays as it was."""
-  return optax.chain(optax.adam(rate), scale_where('lora_a', 0.0))
-
-
-def without_a(gradient: Any) -> Any:
-  """One example's gradient with zeros for A, which FFA does not train.
-
-  So A takes no share of the norm.
-  """
-  return jax.tree.map_with_path(
-    lambda path, g: jnp.zeros_like(g) if path[-1].key == 'lora_a' else g,
-    gradient,
-  )
-
-
-def adam_bc(
-  rate: optax.ScalarOrSchedule,
+def scale_by_bc(
   stddev: jax.typing.ArrayLike,
   b1: float = 0.9,
   b2: float = 0.999,
@@ -142,7 +50,7 @@ def adam_bc(
       optax.tree.bias_correction(nu, b2, count),
     )
     out = jax.tree.map(
-      lambda m, v: -rate * m / jnp.sqrt(v),
+      lambda m, v: m / jnp.sqrt(v),
       optax.tree.bias_correction(mu, b1, count),
       signal,
     )
@@ -166,8 +74,8 @@ def _power(gram: jax.Array, power: float, damping: float) -> jax.Array:
   return (vectors * (jnp.maximum(values, 0) + damping) ** power) @ vectors.T
 
 
-def lora_rite(
-  rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999
+def scale_by_rite(
+  b1: jax.typing.ArrayLike = 0.9, b2: float = 0.999
 ) -> optax.GradientTransformation:
   """LoRA-RITE (Yen et al. 2024, arXiv:2410.20625, Algorithm 1).
 
@@ -197,10 +105,10 @@ def lora_rite(
     corrected = (square + escaped * jnp.eye(len(square))) / (1 - b2**count)
     scaled = plain @ _power(corrected, -0.5, 1e-16)
     moment = b1 * state.moment @ turn.T + (1 - b1) * scaled
-    step = -rate * moment @ inverse / (1 - b1**count)
+    step = moment @ inverse / (1 - b1**count)
     return step, _Rite(basis, moment, square, escaped)
 
-  adam = optax.adam(rate)
+  adam = optax.scale_by_adam(b1=b1, b2=b2)
 
   def others(tree):
     return {name: x for name, x in tree.items() if name != 'layers'}

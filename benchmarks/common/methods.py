@@ -1,97 +1,45 @@
-"""The methods that are compared, and all that is not PRISM's default.
+"""The methods that are compared, as `make_private` takes an optimizer.
 
-A method says what happens to one example's gradient before it is clipped, and
-gives an optax transformation of the clipped mean, which adds the noise. What
-the benchmarks change about PRISM (options that the optimizer's alias does not
-have, or only some of its parts) is spelled out here and nowhere else.
+A method on the manifold is a function that makes PRISM's chain of the constants
+of the mechanism. A method on the factors is an optimizer of optax, in front of
+which `make_private` clips and noises the gradients as they are.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from finetuning import methods as finetuning_methods
+from finetuning.methods import matrices
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
 from benchmarks.common import baselines
-from prism_optax import contrib, fixed_rank, lora, transforms
-from prism_optax.transforms import _moments, _published
+from prism_optax import accounting, contrib, transforms
+
+Scalar = Any
 
 
-class Release(NamedTuple):
-  """What a transformation of the clipped mean has to know.
-
-  Attributes:
-    clip: C, the largest norm of one example's gradient.
-    batch: b, the divisor of the sum.
-    stddev: Standard deviation of the noise on the mean, per coordinate,
-      ``noise_multiplier * C / b``; may be 0.
-    key: Key of the noise.
-    steps: How many updates there will be.
-    epoch: Number of steps after which a row comes back where the order is
-      fixed.
-  """
-
-  clip: Any
-  batch: int
-  stddev: Any
-  key: jax.Array
-  steps: int = 0
-  epoch: int = 0
-
-  @property
-  def mechanism(self) -> dict[str, Any]:
-    """The arguments that the optimizers of this library share."""
-    return {
-      'l2_clip_norm': self.clip,
-      'noise_multiplier': self.stddev * self.batch / self.clip,
-      'expected_batch_size': self.batch,
-      'prng_key': self.key,
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-  """One way to train.
-
-  Attributes:
-    make: ``make(rate, release, params, layout)``, a transformation of the
-      clipped mean; only shapes of ``params`` are read.
-    coordinates: ``coordinates(params, release, layout)`` is applied to one
-      example's gradient before the clip.
-    prepare: ``prepare(params, layout)``, once before training.
-    parameters: ``'lora'``, ``'matrices'`` (the kernels themselves) or
-      ``'head'`` (a linear probe).
-    correlated: Whether the noise is correlated over the steps, so that batches
-      are drawn in a fixed order and accounted without amplification.
-  """
-
-  make: Callable[..., optax.GradientTransformation]
-  coordinates: Callable[..., Callable] = lambda *_: lambda gradients: gradients
-  prepare: Callable[..., Any] = lambda params, layout: params
-  parameters: str = 'lora'
-  correlated: bool = False
-
-
-def prism_with(
+def spelled_out(
   learning_rate: optax.ScalarOrSchedule,
   *,
-  l2_clip_norm: Any,
-  noise_multiplier: Any,
-  expected_batch_size: Any,
-  prng_key: Any,
+  l2_clip_norm: Scalar,
+  noise_multiplier: Scalar,
+  expected_batch_size: Scalar,
+  prng_key: Any = None,
+  steps: int | None = None,
   per_example_gradients: bool = True,
-  weight_decay: Any = 0.1,
+  weight_decay: Scalar = 0.1,
+  scale_rows: bool = False,
   layout: Any = None,
-  scales_rows: bool = False,
-  **preconditioner: Any,
+  preconditioner: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """PRISM spelled out, for options that ``prism_optax.prism`` need not have.
+  """The lines of ``prism``, for options that only its parts have.
 
   Args:
     learning_rate: A number or a schedule.
@@ -99,120 +47,185 @@ def prism_with(
     noise_multiplier: Standard deviation of the noise over C / b.
     expected_batch_size: b.
     prng_key: Key of the noise.
+    steps: How many updates release anything.
     per_example_gradients: Whether the clip is in the chain.
     weight_decay: Decay of Z.
-    layout: How the pairs are found in the tree.
-    scales_rows: Whether ``scale_by_row_moments`` comes behind the noise.
-    **preconditioner: Options of ``scale_by_rank_preconditioner``: ``b1``,
-      ``b2``, ``floor_factor``, ``bias_correction``,
-      ``max_condition_number``.
+    scale_rows: Whether ``scale_by_row_moments`` comes after the noise.
+    layout: How the pairs are found.
+    preconditioner: Options of ``scale_by_rank_preconditioner``.
   """
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  clip = prism_optax.intrinsic_clip(
+    l2_clip_norm, normalize_by=expected_batch_size
+  )
   parts = [
-    prism_optax.tangent_privatizer(stddev, prng_key=prng_key),
+    *([clip] if per_example_gradients else []),
+    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
+    *(
+      [contrib.scale_by_row_moments(noise_stddev=stddev)] if scale_rows else []
+    ),
     prism_optax.scale_by_rank_preconditioner(
-      noise_stddev=stddev, **preconditioner
+      noise_stddev=stddev, **(preconditioner or {})
     ),
     prism_optax.add_decayed_factors(weight_decay),
     prism_optax.scale_by_learning_rate(learning_rate),
     prism_optax.retract(),
   ]
-  if scales_rows:
-    parts.insert(1, contrib.scale_by_row_moments(noise_stddev=stddev))
-  if per_example_gradients:
-    clip = prism_optax.intrinsic_clip(
-      l2_clip_norm, normalize_by=expected_batch_size
-    )
-    parts.insert(0, clip)
   return prism_optax.chain(*parts, layout=layout)
 
 
-def behind_the_noise(
-  learning_rate: float,
-  noise_stddev: float,
+def prism(rate: optax.ScalarOrSchedule, **options: Any) -> Callable[..., Any]:
+  """``prism`` with options of its own and of its preconditioner."""
+  of_alias = ('weight_decay', 'b1', 'b2', 'layout')
+  if set(options) <= set(of_alias):
+    return functools.partial(prism_optax.prism, rate, **options)
+  own = ('weight_decay', 'scale_rows', 'layout')
+  parts = {k: options.pop(k) for k in own if k in options}
+  return functools.partial(spelled_out, rate, **parts, preconditioner=options)
+
+
+MANIFOLD: dict[str, Callable[..., Any]] = {
+  'prism': prism,
+  'prism, decayed': functools.partial(prism, weight_decay=1.0),
+  'prism, paper mode': lambda rate, **options: functools.partial(
+    prism_optax.published_prism, rate, **options
+  ),
+  'prism, muon': lambda rate: functools.partial(contrib.prism_muon, rate),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OnFactors:
+  """An optimizer of the factors as plain arrays.
+
+  Attributes:
+    direction: ``direction(b1, stddev)`` makes the transformation that gives the
+      direction; ``stddev`` is that of the noise on the mean.
+    weight_decay: As it is usually used; so is the next one.
+    warm_up: Whether steps grow as ``1 - b1^t``.
+  """
+
+  direction: Callable[[Any, Any], optax.GradientTransformation]
+  weight_decay: float = 0.0
+  warm_up: bool = False
+
+
+def _adam(b1: Any, stddev: Any) -> optax.GradientTransformation:
+  del stddev
+  return optax.scale_by_adam(b1=b1)
+
+
+FACTORS = {
+  'dp-adamw': OnFactors(_adam, weight_decay=1e-4),
+  # What helped PRISM: much decay, and a warm-up. The factors are decayed, not
+  # their product: in the gauge of a fresh start the two are alike.
+  'dp-adamw, decayed': OnFactors(_adam, weight_decay=1.0, warm_up=True),
+  'lora+': OnFactors(
+    lambda b1, _: optax.chain(
+      optax.scale_by_adam(b1=b1), baselines.scale_where('lora_b', 6.0)
+    )
+  ),
+  'ffa': OnFactors(_adam),  # A is not among its parameters.
+  'lamb': OnFactors(
+    lambda b1, _: optax.chain(
+      optax.scale_by_adam(b1=b1, eps=1e-6), optax.scale_by_trust_ratio()
+    )
+  ),
+  'lora-rite': OnFactors(lambda b1, _: baselines.scale_by_rite(b1)),
+  'lora-rite, spectral start': OnFactors(
+    lambda b1, _: baselines.scale_by_rite(b1)
+  ),
+  'dp-adambc': OnFactors(lambda b1, stddev: baselines.scale_by_bc(stddev, b1)),
+  'linear probe': OnFactors(_adam, weight_decay=1e-4),
+}
+CORRELATED = 'prism, correlated noise'
+METHODS = (*MANIFOLD, *FACTORS, CORRELATED, 'dp-muon')
+
+
+def parameters_of(method: str) -> str:
+  """``'lora'``, ``'lora_b'``, ``'matrices'`` or ``'head'``: what is trained."""
+  names = {'ffa': 'lora_b', 'dp-muon': 'matrices'}
+  names |= dict.fromkeys(('linear probe', 'head alone'), 'head')
+  return names.get(method, 'lora')
+
+
+def is_tangent(method: str) -> bool:
+  """Whether the method works on the manifold."""
+  return method in MANIFOLD or method == CORRELATED
+
+
+def sensitivity_of_groups(params: Any) -> float:
+  """Of DP-Muon's sum, where each matrix is clipped to norm one."""
+  unit = prism_optax.per_matrix_clip(1.0, weight_dimension_numbers=matrices)
+  return float(unit.sensitivity(params=params))
+
+
+def in_adapter(path: tuple[Any, ...]) -> bool:
+  """Whether a leaf is a factor."""
+  return path[-1].key in ('lora_a', 'lora_b')
+
+
+def _decayed(decay: Any) -> optax.GradientTransformation:
+  """Weight decay of the factors, not of the head."""
+  return optax.stateless(
+    lambda updates, params: jax.tree.map_with_path(
+      lambda path, u, p: u + decay * p if in_adapter(path) else u,
+      updates,
+      params,
+    )
+  )
+
+
+def optimizer(
+  method: str,
+  rate: Any,
   *,
-  published: bool = False,
-) -> optax.GradientTransformation:
-  """What PRISM does with the noisy mean, without weight decay.
-
-  Args:
-    learning_rate: Size of a step.
-    noise_stddev: Standard deviation of the noise, per coordinate.
-    published: Whether the moments are in the basis of the factors, as in the
-      paper.
-  """
-  if published:
-    preconditioner = _published.scale_by_published_preconditioner(
-      noise_stddev=noise_stddev, floor_factor=0.5
-    )
-  else:
-    preconditioner = prism_optax.scale_by_rank_preconditioner(
-      noise_stddev=noise_stddev
-    )
-  return prism_optax.chain(
-    preconditioner,
-    prism_optax.scale_by_learning_rate(learning_rate),
-    # The published optimizer turns the new factors towards the old ones.
-    prism_optax.retract(align=published),
-  )
-
-
-def preconditioned(state: Any, frames: Any, tangents: Any, b2: float) -> Any:
-  """What the second moments of a preconditioner make of tangent vectors.
-
-  Args:
-    state: The state of ``scale_by_rank_preconditioner``, with its defaults.
-    frames: The frame of each stack of modules.
-    tangents: The tangent vectors there, in the place of the first moments.
-    b2: Decay of the second moments.
-  """
-  options = _moments.Options(
-    b1=0.9,
-    b2=b2,
-    eps=1e-8,
-    floor_factor=1.0,
-    max_condition_number=1e4,
-    nu_correction=1 - b2 ** int(state.count),
-  )
-  return [
-    fixed_rank.multiply_out(
-      _moments.direction(
-        moments._replace(mu=tangent),
-        tangent.right.mT @ frame.right,
-        frame,
-        options,
-      )
-    )
-    for moments, frame, tangent in zip(
-      state.pairs, frames, tangents, strict=True
-    )
-  ]
-
-
-def on_manifold(
-  make_optimizer: Callable[..., optax.GradientTransformation],
+  stddev: Any,
+  b1: Any = None,
+  decay: Any = None,
   **options: Any,
-) -> Method:
-  """An optimizer of tangent coordinates, with options of its own."""
+) -> Any:
+  """What `make_private` takes.
 
-  def make(rate, release, params, layout):
-    del params
-    return make_optimizer(
+  Args:
+    method: One of ``METHODS``, but for correlated noise.
+    rate: A number or a schedule.
+    stddev: Of the noise on the mean.
+    b1: Decay of the first moment, with a warm-up of ``1 - b1^t`` for all, and
+      ``decay`` of the factors; None for what the method usually has.
+    decay: Weight decay, with ``b1``.
+    **options: Of ``prism``.
+  """
+  if method == 'dp-muon':
+    return functools.partial(
+      prism_optax.dp_muon,
       rate,
-      per_example_gradients=False,
-      layout=layout,
-      **release.mechanism,
-      **options,
+      consistent_rms=0.2,
+      weight_dimension_numbers=matrices,
     )
-
-  def prepare(params, layout):
-    return lora.canonicalize(params, layout=layout)
-
-  def coordinates(params, release, layout):
-    del release
-    return prism_optax.tangent_coordinates(params, layout=layout)
-
-  return Method(make, coordinates, prepare)
+  if method in MANIFOLD:
+    if b1 is not None:
+      options['b1'] = b1
+      if method != 'prism, paper mode':
+        options['weight_decay'] = decay
+    return MANIFOLD[method](rate, **options)
+  found = FACTORS[method]
+  usual = b1 is None
+  b1 = 0.9 if usual else b1
+  parts = [found.direction(b1, stddev)]
+  if found.warm_up and usual:  # The decay is as slow as the steps.
+    parts += [
+      optax.add_decayed_weights(found.weight_decay),
+      optax.scale_by_schedule(lambda t: 1 - jnp.power(b1, t + 1.0)),
+    ]
+  elif usual:
+    parts.append(optax.add_decayed_weights(found.weight_decay))
+  else:
+    parts += [
+      optax.scale_by_schedule(lambda t: 1 - jnp.power(b1, t + 1.0)),
+      _decayed(decay),
+    ]
+  return optax.chain(*parts, optax.scale_by_learning_rate(rate))
 
 
 def strategy_coefficients(steps: int, epoch: int) -> jax.Array:
@@ -225,8 +238,20 @@ def strategy_coefficients(steps: int, epoch: int) -> jax.Array:
   return jnp.where(jnp.arange(steps) < epoch, coefficients, 0.0)
 
 
+def correlated_noise_multiplier(
+  epsilon: float, delta: float, strategy: Any, epoch: int
+) -> float:
+  """Of a strategy matrix, where each record is drawn once in an epoch."""
+  return float(
+    accounting.calibrate_matrix_mechanism(
+      epsilon, delta, np.asarray(strategy),
+      max_participations=-(-len(strategy) // epoch), min_separation=epoch,
+    )
+  )  # fmt: skip
+
+
 def correlated_privatizer(
-  matrix: Any, stddev: Any, steps: int, key: Any, layout: Any = None
+  matrix: Any, stddev: Any, steps: int, key: Any
 ) -> optax.GradientTransformation:
   """jax-privacy's correlated noise, kept in fixed tangent coordinates."""
   return prism_optax.correlated_tangent_privatizer(
@@ -235,104 +260,33 @@ def correlated_privatizer(
     ),
     steps=steps,
     prng_key=key,
-    layout=layout,
   )
 
 
-def _prism_correlated() -> Method:
-  """PRISM behind correlated noise."""
+def correlated(
+  rate: Any,
+  matrix: Any,
+  *,
+  l2_clip_norm: float,
+  noise_multiplier: float,
+  expected_batch_size: int,
+  steps: int,
+  prng_key: Any,
+  weight_decay: float = 0.1,
+) -> optax.GradientTransformation:
+  """PRISM with correlated noise.
 
-  def make(rate, release, params, layout):
-    del params
-    with jax.ensure_compile_time_eval():  # Constants, also inside of a step.
-      bands = strategy_coefficients(release.steps, release.epoch)
-      matrix = toeplitz.inverse_as_streaming_matrix(bands)
-      per_step = transforms.correlated_noise_stddev(
-        matrix, release.stddev, release.steps
-      )
-    return prism_optax.chain(
-      correlated_privatizer(
-        matrix, release.stddev, release.steps, release.key, layout
-      ),
-      prism_optax.scale_by_rank_preconditioner(noise_stddev=per_step),
-      prism_optax.add_decayed_factors(0.1),
-      prism_optax.scale_by_learning_rate(rate),
-      prism_optax.retract(),
-      layout=layout,
-    )
-
-  plain = on_manifold(prism_optax.prism)
-  return dataclasses.replace(plain, make=make, correlated=True)
-
-
-def _dp_muon() -> Method:
-  """DP-Muon of the examples, on the kernels themselves."""
-  groups = {'weight_dimension_numbers': finetuning_methods.matrices}
-
-  def share(release, params):
-    unit = prism_optax.per_matrix_clip(1.0, **groups)
-    return release.clip / unit.sensitivity(params=params)
-
-  def make(rate, release, params, layout):
-    del layout
-    mechanism = release.mechanism
-    del mechanism['l2_clip_norm']
-    return prism_optax.dp_muon(
-      rate,
-      l2_clip_norms=share(release, params),
-      per_example_gradients=False,
-      consistent_rms=0.2,
-      **mechanism,
-      **groups,
-    )
-
-  def coordinates(params, release, layout):
-    del layout
-    return transforms.clip_each_matrix(share(release, params), **groups)
-
-  return Method(make, coordinates, parameters='matrices')
-
-
-def _on_factors(
-  make_optimizer: Callable[..., optax.GradientTransformation], **fields: Any
-) -> Method:
-  """``make_optimizer(rate, release)`` behind noise on the factors."""
-
-  def make(rate, release, params, layout):
-    del params, layout
-    return optax.chain(
-      baselines.add_noise(release.stddev, release.key),
-      make_optimizer(rate, release),
-    )
-
-  return Method(make, **fields)
-
-
-METHODS = {
-  'prism': on_manifold(prism_optax.prism),
-  'prism, decayed': on_manifold(prism_optax.prism, weight_decay=1.0),
-  'prism, paper mode': on_manifold(prism_optax.published_prism),
-  'prism, muon': on_manifold(contrib.prism_muon),
-  'prism, correlated noise': _prism_correlated(),
-  'dp-adamw': _on_factors(lambda rate, _: optax.adamw(rate)),
-  'dp-adamw, decayed': _on_factors(
-    lambda rate, _: baselines.adamw_decayed(rate)
-  ),
-  'lora+': _on_factors(lambda rate, _: baselines.lora_plus(rate)),
-  'ffa': _on_factors(
-    lambda rate, _: baselines.ffa(rate),
-    coordinates=lambda *_: baselines.without_a,
-  ),
-  'lamb': _on_factors(lambda rate, _: optax.lamb(rate)),
-  'lora-rite': _on_factors(lambda rate, _: baselines.lora_rite(rate)),
-  'lora-rite, spectral start': _on_factors(
-    lambda rate, _: baselines.lora_rite(rate)
-  ),
-  'dp-adambc': _on_factors(
-    lambda rate, release: baselines.adam_bc(rate, release.stddev)
-  ),
-  'dp-muon': _dp_muon(),
-  'linear probe': _on_factors(
-    lambda rate, _: optax.adamw(rate), parameters='head'
-  ),
-}
+  Not by `make_private`, whose batches are Poisson samples: correlated noise is
+  accounted for batches in a fixed order.
+  """
+  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  with jax.ensure_compile_time_eval():  # A constant, also inside of a step.
+    per_step = transforms.correlated_noise_stddev(matrix, stddev, steps)
+  return prism_optax.chain(
+    prism_optax.intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
+    correlated_privatizer(matrix, stddev, steps, prng_key),
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=per_step),
+    prism_optax.add_decayed_factors(weight_decay),
+    prism_optax.scale_by_learning_rate(rate),
+    prism_optax.retract(),
+  )

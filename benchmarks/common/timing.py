@@ -74,22 +74,27 @@ def ratio(times: dict[str, list[float]], name: str, to: str) -> float:
   return statistics.median(x / y for x, y in pairs)
 
 
-def table(
-  steps: dict[str, Step],
-  times: dict[str, list[float]],
+def rows(
+  made: dict[str, tuple[Any, Callable[[Any, Any], Any]]],
+  fixed: Any,
+  runs: int,
   references: dict[str, str],
-) -> dict[str, dict[str, float]]:
-  """One row for each step, printed and returned.
+) -> list[dict[str, Any]]:
+  """Steps are compiled and timed in turn: one row for each.
 
   Args:
-    steps: The compiled steps by name.
-    times: Seconds of each, from :func:`in_turn`.
+    made: What each step carries, and the step, by name.
+    fixed: The second argument of all.
+    runs: Rounds.
     references: Steps that the others are compared with, by their short names.
   """
-  rows = {}
+  steps = {name: Step(step, x, fixed) for name, (x, step) in made.items()}
+  times = in_turn(steps, runs, progress=True)
+  found = []
   for name, seconds in times.items():
     memory = steps[name].program.memory_analysis()
-    rows[name] = {
+    row = {
+      'method': name,
       **summary(seconds),
       **{
         f'to {short}': ratio(times, name, reference)
@@ -98,14 +103,8 @@ def table(
       'temporary megabytes': memory.temp_size_in_bytes / 2**20,
       'compile seconds': steps[name].compile_seconds,
     }
-    row = rows[name]
-    ratios = '  '.join(f'to {x} {row[f"to {x}"]:.3f}' for x in references)
-    print(
-      f'{name:>40}{row["median"]:9.1f} ms (q1 {row["q1"]:.1f}, q3'
-      f' {row["q3"]:.1f})  {ratios}  temporary'
-      f' {row["temporary megabytes"]:.0f} MB'
-    )
-  return rows
+    found.append(row)
+  return found
 
 
 def copy_bandwidth(megabytes: int = 256) -> float:

@@ -1,30 +1,32 @@
 """How far the trajectory of Z depends on the gauge of the starting factors.
 
-    python benchmarks/geometry/gauge_invariance.py [--steps 50]
+    python benchmarks/geometry/gauge_invariance.py
 
 The same problem, data and ambient noise, trained from ``(L, R)`` and from ``(L
 K, R K^-T)``: largest relative difference of Z over all steps and modules, for
 PRISM, for the published optimizer (paper mode) and for DP-AdamW on the factors.
-About a minute on a CPU. Results go to ``benchmarks/results``.
+Not by `make_private`: the noise of PRISM is given, see ``given_noise.py``, and
+the gradients are those of the oracles of the tests. About a minute on a CPU.
 """
 
-import argparse
+import functools
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax_privacy import noise_addition
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import methods, results  # noqa: E402
-from prism_optax import lora  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
+from benchmarks.geometry import given_noise  # noqa: E402
+from prism_optax import lora, transforms  # noqa: E402
 from tests.oracles import oracles, problems, test_utils  # noqa: E402
 
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
@@ -32,58 +34,41 @@ CLIP, BATCH, STDDEV, LEARNING_RATE = 2.0, 5.0, 0.16, 0.05
 GAUGES = [(1, 1e-3), (1, 1e3), (1, 1), (10, 1), (1e3, 1), (1e6, 1)]
 
 
-class Optimizer(NamedTuple):
-  """A method whose noise is given, so that two gauges get the same.
+def tangent_method(published: bool = False) -> given_noise.Step:
+  """A step of a problem, with its ambient draws."""
+  step = given_noise.tangent_step(LEARNING_RATE, CLIP, BATCH, STDDEV, published)
+  update = jax.jit(step.update)
 
-  Attributes:
-    init: From parameters to a state.
-    step: ``step(problem, number, gradients, state, params)``, updates and the
-      next state.
-  """
-
-  init: Callable[[Any], Any]
-  step: Callable[..., tuple[Any, Any]]
-
-
-def tangent_method(**options: bool) -> Optimizer:
-  """Clip and noise in the tangent space, with the ambient draws given."""
-  clip = prism_optax.intrinsic_clip(CLIP, normalize_by=BATCH)
-  rest = methods.behind_the_noise(LEARNING_RATE, STDDEV, **options)
-
-  @jax.jit
-  def update(grads, noise, state, params):
-    mean, _ = clip.update(grads, optax.EmptyState(), params)
-    noisy = jax.tree.map(lambda x, z: x + STDDEV * z, mean, noise)
-    return rest.update(noisy, state, params)
-
-  def step(problem, number, grads, state, params):
+  def of_problem(problem, number, grads, state, params):
     noise = problem.coordinates(params, problem.ambient_noise(number))
     return update(grads, noise, state, params)
 
-  return Optimizer(rest.init, step)
+  return given_noise.Step(step.init, of_problem)
 
 
-def factor_method() -> Optimizer:
-  """DP-AdamW: one clip of the factor gradients, noise on the factors."""
-  tx = optax.adamw(LEARNING_RATE)
+def factor_method() -> given_noise.Step:
+  """DP-AdamW: one clip, and noise on the factors, whose draws share a key."""
+  tx = optax.chain(
+    prism_optax.per_matrix_clip(
+      CLIP,
+      normalize_by=BATCH,
+      # All leaves in one group: as if none of them were a matrix.
+      weight_dimension_numbers=lambda x: jax.tree.map(lambda _: None, x),
+    ),
+    transforms.noised_elsewhere(
+      noise_addition.gaussian_privatizer(
+        stddev=STDDEV, prng_key=jax.random.key(7)
+      )
+    ),
+    optax.adamw(LEARNING_RATE),
+  )
+  update = jax.jit(tx.update)
 
-  @jax.jit
-  def update(grads, noise, state, params):
-    norms = jax.vmap(optax.tree.norm)(grads)
-    weights = jnp.minimum(1, CLIP / norms) / BATCH
-    noisy = jax.tree.map(
-      lambda g, z: jnp.tensordot(weights, g, 1) + STDDEV * z, grads, noise
-    )
-    return tx.update(noisy, state, params)
+  def of_problem(problem, number, grads, state, params):
+    del problem, number
+    return update(grads, state, params)
 
-  def step(problem, number, grads, state, params):
-    rng = np.random.default_rng((number, 7))
-    noise = jax.tree.map(
-      lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params
-    )
-    return update(grads, noise, state, params)
-
-  return Optimizer(tx.init, step)
+  return given_noise.Step(tx.init, of_problem)
 
 
 METHODS = {
@@ -97,14 +82,14 @@ def trajectory(
   method: str, problem: problems.Problem, params: Any, steps: int
 ) -> list[list[np.ndarray]]:
   """Z of every module after every step."""
-  init, step = METHODS[method]
-  state = init(params)
+  step = METHODS[method]
+  state = step.init(params)
   out = []
   for t in range(steps):
     grads = problem.factor_gradients(
       params, problem.gradients(t, problem.dense(params))
     )
-    updates, state = step(problem, t, grads, state, params)
+    updates, state = step.update(problem, t, grads, state, params)
     params = optax.apply_updates(params, updates)
     out.append(problem.dense(params).modules)
   return out
@@ -143,49 +128,39 @@ def difference(one, other) -> float:
   )
 
 
-def table(
-  dtype: jax.typing.DTypeLike, steps: int, canonical: bool = False
-) -> dict[str, list[float]]:
-  """Errors of each method by gauge; prints a line for each."""
+@functools.cache
+def target(method: str, arithmetic: str, steps: int) -> list[list[np.ndarray]]:
+  """The trajectory in the gauge of the problem."""
   problem = problems.Problem(SHAPES)
-  factors, extra = problem.start()
-  base = problem.params(factors, extra, dtype)
-  note = ', after lora.canonicalize' if canonical else ''
-  print(f'\n{jnp.dtype(dtype).name}{note}: gauge condition x scale')
-  columns = ''.join(f'{f"{c:.0e} x {s:.0e}":>16}' for c, s in GAUGES)
-  print(f'{"":22}{columns}')
-  out = {}
-  for method in METHODS:
-    target = trajectory(method, problem, base, steps)
-    out[method] = errors = [
-      difference(
-        trajectory(
-          method, problem, start(problem, *gauge, canonical, dtype), steps
-        ),
-        target,
-      )
-      for gauge in GAUGES
-    ]
-    print(f'{method:22}' + ''.join(f'{e:16.1e}' for e in errors), flush=True)
-  return out
+  params = problem.params(*problem.start(), arithmetic)
+  return trajectory(method, problem, params, steps)
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--steps', type=int, default=50)
-  steps = parser.parse_args().steps
-  with jax.enable_x64(True):
-    found = {'float64': table(jnp.float64, steps)}
-  found['float32'] = table(jnp.float32, steps)
-  found['float32, canonical'] = table(jnp.float32, steps, canonical=True)
-  stored = {
-    'environment': results.environment(),
-    'steps': steps,
-    'gauges, condition and scale': GAUGES,
-    'largest relative difference of Z': found,
-  }
-  print(f'Written to {results.save("gauge_invariance", stored)}')
+def measure(
+  arithmetic: str, method: str, condition: float, scale: float, steps: int = 50
+) -> dict[str, Any]:
+  """One row; ``arithmetic`` may end in ``', canonical'``."""
+  dtype, _, canonical = arithmetic.partition(', ')
+  with jax.enable_x64(dtype == 'float64'):
+    problem = problems.Problem(SHAPES)
+    params = start(problem, condition, scale, bool(canonical), dtype)
+    found = trajectory(method, problem, params, steps)
+    return {'difference': difference(found, target(method, dtype, steps))}
 
 
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'gauge_invariance',
+    [
+      {
+        'arithmetic': arithmetic, 'method': method, 'condition': condition,
+        'scale': scale,
+      }
+      for arithmetic in ('float64', 'float32', 'float32, canonical')
+      for condition, scale in GAUGES
+      for method in METHODS
+    ],
+    measure,
+    smoke={'steps': 2},
+  )  # fmt: skip

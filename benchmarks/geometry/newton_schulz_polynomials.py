@@ -11,6 +11,7 @@ that falls by three decades. Then the same with products of bfloat16. A few
 seconds.
 """
 
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.common import results  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
 from prism_optax import muon  # noqa: E402
 from prism_optax.muon import _polynomials  # noqa: E402
 
@@ -48,6 +49,7 @@ POLYNOMIALS: dict[str, Rows] = {
 }
 
 
+@functools.cache
 def spectra() -> dict[str, np.ndarray]:
   """Matrices in float64, of Frobenius norm one."""
   rng = np.random.default_rng(0)
@@ -73,12 +75,12 @@ def composed(rows: Rows) -> Callable[[Any], Any]:
   return values
 
 
-def row(name: str, matrices: dict[str, np.ndarray]) -> dict[str, Any]:
-  """One polynomial: its price, its lift, and what becomes of each spectrum."""
-  table = POLYNOMIALS[name]
+def measure(polynomials: str) -> dict[str, Any]:
+  """Their price, their lift, and what becomes of each spectrum."""
+  table = POLYNOMIALS[polynomials]
   values, tiny, degree = composed(table), 1e-9, len(table[0]) - 1
   ends = {}
-  for title, matrix in matrices.items():
+  for title, matrix in spectra().items():
     left, s, right = np.linalg.svd(matrix, full_matrices=False)
     exact = values(s)
     narrow = muon.newton_schulz(
@@ -93,7 +95,6 @@ def row(name: str, matrices: dict[str, np.ndarray]) -> dict[str, Any]:
       'rms of bfloat16 products': float(np.linalg.norm(error) / len(s) ** 0.5),
     }
   return {
-    'polynomials': name,
     # The square, Horner's rule, and the product with the matrix.
     'products': sum(map(len, table)),
     'lift': values(tiny) / tiny,
@@ -101,23 +102,10 @@ def row(name: str, matrices: dict[str, np.ndarray]) -> dict[str, Any]:
   }
 
 
-def main() -> None:
-  matrices = spectra()
-  rows = [row(name, matrices) for name in POLYNOMIALS]
-  results.save(
-    'newton_schulz_polynomials',
-    {'environment': results.environment(), 'rows': rows},
-  )
-  for each in rows:
-    print(
-      f'{each["polynomials"]:28}{each["products"]:4}{each["lift"]:8.1f} ',
-      *(
-        f'{x["rms from one"]:.3f} (bfloat16 {x["rms of bfloat16 products"]:.3f}'
-        f', largest {x["largest"]:.3f})'
-        for x in each['spectra'].values()
-      ),
-    )
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'newton_schulz_polynomials',
+    [{'polynomials': name} for name in POLYNOMIALS],
+    measure,
+  )

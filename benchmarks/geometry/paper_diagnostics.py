@@ -1,7 +1,6 @@
 """The three issues of DP-SGD on LoRA factors, measured on a small real model.
 
-    python benchmarks/geometry/paper_diagnostics.py [--output FOLDER]
-        [--plot-only]
+    python benchmarks/geometry/paper_diagnostics.py
 
 After the diagnostics of the PRISM paper (arXiv:2606.00944, Appendix C), on the
 vision transformer of ``examples/finetune.py`` and public digits:
@@ -13,13 +12,11 @@ II.  Noise that reaches Z against the gauge, for fixed Z: median and 10 to 90 %
 III. Norm of the preconditioned noise, and by how much the preconditioner
      amplifies it, against the noise multiplier.
 
-Each with DP on the factors beside PRISM. Prints a table, writes
-``paper_diagnostics.png`` and ``.json``. Two to three minutes on two CPU cores.
+Each with DP on the factors beside PRISM. Some minutes on two CPU cores.
 All data here are public, so raw per-example norms may be shown.
 """
 
-import argparse
-import json
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -28,24 +25,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tqdm
+from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from finetuning import sampling, tasks, training  # noqa: E402
+from finetuning import tasks  # noqa: E402
 
 import prism_optax  # noqa: E402
-from benchmarks.common import methods, results  # noqa: E402
+from benchmarks.common import private, runner  # noqa: E402
 from benchmarks.geometry import paper_report  # noqa: E402
 from benchmarks.geometry.paper_report import (  # noqa: E402
   GAUGES,
   METHODS,
   SIGMAS,
-  SWEEP,
 )
-from prism_optax import _modules, diagnostics, fixed_rank  # noqa: E402
+from prism_optax import (  # noqa: E402
+  _modules,
+  diagnostics,
+  fixed_rank,
+  training,
+)
 from prism_optax.fixed_rank import _lifts  # noqa: E402
+from prism_optax.transforms import _moments  # noqa: E402
 
 BATCH, STEPS, LEARNING_RATE, SIGMA = 128, 60, 5e-3, 1.0
 
@@ -66,93 +68,111 @@ def name_of(path: tuple) -> str:
   )
 
 
-class Problem:
-  """A model with adapters of full rank, and batches of public digits."""
+@functools.cache
+def pretrained():
+  """``(params, frozen, rows, losses)``: adapters of full rank, digits."""
+  task = tasks.mirrored_digits(
+    ROOT / 'runs' / 'paper_diagnostics', rank=4, targets=('attention',),
+    init_seed=0,
+  )  # fmt: skip
 
-  def __init__(self, folder: pathlib.Path):
-    task = tasks.mirrored_digits(
-      folder, rank=4, targets=('attention',), init_seed=0
-    )
-    loss = training.make_loss(task.graphdef)
-    self.data = task.train
-    frozen = task.frozen
+  def losses(params, frozen, x, y):
+    logits = nnx.merge(task.graphdef, params, frozen)(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
-    def one(params, batch):
-      batch = jax.tree.map(lambda x: x[None], batch)
-      return loss(params, frozen, batch)[0]
-
-    self.grads = jax.jit(jax.vmap(jax.grad(one), (None, 0)))
-    params, tx = task.params, optax.adam(3e-3)
-    state = tx.init(params)
-    for step in range(60):  # So that no factor is zero any more.
-      grads = jax.tree.map(lambda g: g.mean(0), self.per_example(params, step))
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-    self.params = params
-
-  def per_example(self, params: Any, step: int) -> Any:
-    """Gradients of the examples of one batch."""
-    rows = np.random.default_rng((1, step)).permutation(len(self.data.labels))
-    batch, _ = sampling.gather(self.data, rows[:BATCH])
-    return self.grads(params, batch)
-
-  def statistics(self, method: str, params: Any, step: int, norm: float):
-    """What the clip would do to one batch."""
-    return diagnostics.nonprivate_clip_statistics(
-      self.per_example(params, step), params, norm,
-      space='tangent' if method == 'PRISM' else 'factor',
-    )  # fmt: skip
+  rows = tuple(map(np.asarray, task.train))
+  params, tx = task.params, optax.adam(3e-3)
+  state = tx.init(params)
+  gradient = jax.jit(
+    jax.grad(lambda p, *batch: jnp.mean(losses(p, task.frozen, *batch)))
+  )
+  for step in range(60):  # So that no factor is zero any more.
+    updates, state = tx.update(gradient(params, *batch_of(rows, step)), state)
+    params = optax.apply_updates(params, updates)
+  return params, task.frozen, rows, losses
 
 
-def optimizer(
-  method: str, norm: float, sigma: float
-) -> optax.GradientTransformation:
-  """Per-example gradients in, updates of the parameters out."""
+def batch_of(rows: Any, step: int) -> Any:
+  """Some rows."""
+  order = np.random.default_rng((1, step)).permutation(len(rows[1]))
+  return tuple(x[order[:BATCH]] for x in rows)
+
+
+def loss(params: Any, frozen: Any, x: Any, y: Any) -> jax.Array:
+  """Of one example."""
+  return pretrained()[3](params, frozen, x[None], y[None])[0]
+
+
+def statistics(method: str, params: Any, step: int, norm: float) -> Any:
+  """What the clip would do to one batch."""
+  _, frozen, rows, _ = pretrained()
+  gradients = jax.vmap(jax.grad(loss), (None, None, 0, 0))(
+    params, frozen, *batch_of(rows, step)
+  )
+  return diagnostics.nonprivate_clip_statistics(
+    gradients, params, norm,
+    space='tangent' if method == 'PRISM' else 'factor',
+  )  # fmt: skip
+
+
+@functools.cache
+def clip_norm(method: str) -> float:
+  """Half of the examples are clipped at c = 1, in either space."""
+  found = statistics(method, pretrained()[0], 0, 1.0)
+  return float(jnp.median(found.norms))
+
+
+@functools.cache
+def program(method: str, sigma: float, steps: int) -> private.Program:
+  """Private training by `make_private`."""
+  params, _, rows, _ = pretrained()
+  norm = clip_norm(method)
+  optimizer: Any = optax.adam(LEARNING_RATE, b2=0.95)
   if method == 'PRISM':
-    return prism_optax.prism(
-      LEARNING_RATE, l2_clip_norm=norm, noise_multiplier=sigma,
-      expected_batch_size=BATCH, prng_key=0, b2=0.95,
-    )  # fmt: skip
-  return optax.chain(
-    optax.contrib.differentially_private_aggregate(norm, sigma, 0),
-    optax.scale_by_adam(b2=0.95),
-    optax.scale_by_learning_rate(LEARNING_RATE),
+    optimizer = functools.partial(prism_optax.prism, LEARNING_RATE, b2=0.95)
+  return private.Program(
+    lambda numbers, key: training.make_private(
+      loss,
+      params,
+      optimizer=optimizer,
+      l2_clip_norm=norm,
+      noise_multiplier=sigma,
+      expected_batch_size=BATCH,
+      dataset_size=len(rows[1]),
+      steps=steps,
+      delta=1e-5,
+      prng_key=key,
+    )
   )
 
 
-def train(
-  problem: Problem,
-  method: str,
-  params: Any,
-  norm: float,
-  sigma: float,
-  steps: int,
-) -> tuple[Any, Any]:
-  """Parameters and optimizer state after private training."""
-  tx = optimizer(method, norm, sigma)
-  state = tx.init(params)
-  update = jax.jit(tx.update)
-  for step in range(steps):
-    updates, state = update(problem.per_example(params, step), state, params)
-    params = optax.apply_updates(params, updates)
-  return params, state
+def train(method: str, params: Any, sigma: float, steps: int) -> Any:
+  """Parameters and the optimizer's state after private training."""
+  _, frozen, rows, _ = pretrained()
+  run = program(method, sigma, steps)
+  batches = run.batches(params, rows, {}, 0)
+  return run.train(params, frozen, batches, {}, 0)
 
 
-def issue_one(
-  problem: Problem, norms: dict[str, float]
-) -> dict[str, dict[str, list[tuple[float, float]]]]:
-  """Clipped fraction and mean coefficient by method, step and gauge."""
-  out = {m: {'first': [], 'last': []} for m in METHODS}
-  for method in METHODS:
-    for c in tqdm.tqdm(GAUGES, desc=f'I {method}', leave=False):
-      params = regauge(problem.params, c)
-      last, _ = train(problem, method, params, norms[method], SIGMA, STEPS)
-      for when, at, step in (('first', params, 0), ('last', last, STEPS)):
-        s = problem.statistics(method, at, step, norms[method])
-        out[method][when].append(
-          (float(s.clipped_fraction), float(s.mean_coefficient))
-        )
-  return out
+def clip(
+  method: str, gauge: float, steps: int = STEPS, **_: Any
+) -> list[runner.Row]:
+  """I: clipped fraction and mean coefficient, before and after training."""
+  norm = clip_norm(method)
+  params = regauge(pretrained()[0], gauge)
+  last, _ = train(method, params, SIGMA, steps)
+  found = []
+  for when, at, step in (('first', params, 0), ('last', last, steps)):
+    s = statistics(method, at, step, norm)
+    found.append(
+      {
+        'step': when,
+        'clip norm': norm,
+        'clipped fraction': float(s.clipped_fraction),
+        'mean coefficient': float(s.mean_coefficient),
+      }
+    )
+  return found
 
 
 def largest_pair(params: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -166,47 +186,77 @@ def largest_pair(params: Any) -> tuple[np.ndarray, np.ndarray]:
   return max(pairs, key=lambda p: np.linalg.norm(p[0] @ p[1].T))
 
 
-def issue_two(problem: Problem, draws: int = 200):
-  """Norms of the noise in Z over the gauges, in units of its stddev."""
-  left, right = largest_pair(problem.params)
+def noise(draws: int = 200, **_: Any) -> list[runner.Row]:
+  """II: norms of the noise in Z over the gauges, in units of its stddev."""
+  left, right = largest_pair(pretrained()[0])
   (m, rank), n = left.shape, len(right)
   rng = np.random.default_rng(2)
   pair = fixed_rank.Factors(jnp.asarray(left), jnp.asarray(right))
-  frame = fixed_rank.frame(pair)
-  norms = {'factors': [], 'bilinear': [], 'PRISM': []}
-  for c in tqdm.tqdm(SWEEP, desc='II', leave=False):
-    noise = rng.normal(size=(draws, m + n, rank))
-    dl, dr = noise[:, :m], noise[:, m:]
+  found: list[runner.Row] = []
+  for c in paper_report.SWEEP.tolist():
+    drawn = rng.normal(size=(draws, m + n, rank))
+    dl, dr = drawn[:, :m], drawn[:, m:]
     first = dl @ (right / c).T + c * left @ np.swapaxes(dr, 1, 2)
-    norms['factors'].append(np.linalg.norm(first, axis=(1, 2)))
     second = dl @ np.swapaxes(dr, 1, 2)
-    norms['bilinear'].append(np.linalg.norm(second, axis=(1, 2)))
     # The gauge is inside of the frame: a new one for each c.
     turned = fixed_rank.frame(fixed_rank.Factors(c * pair.left, pair.right / c))
     x = jax.vmap(fixed_rank.project, (None, 0))(
       turned, fixed_rank.Tangent(jnp.asarray(dl), jnp.asarray(dr))
     )
-    norms['PRISM'].append(np.asarray(fixed_rank.norm(x)))
-  bands = {k: np.percentile(v, (10, 50, 90), axis=1) for k, v in norms.items()}
-  energy = [
-    diagnostics.factor_noise_energy(c * left, right / c, 1.0) for c in SWEEP
-  ]
-  closed = {
-    'factors': np.sqrt([float(e.first_order) for e in energy]),
-    'bilinear': np.sqrt([e.second_order for e in energy]),
-    'PRISM': np.full(
-      len(SWEEP), diagnostics.tangent_noise_energy(m, n, rank, 1.0) ** 0.5
-    ),
-  }
+    energy = diagnostics.factor_noise_energy(c * left, right / c, 1.0)
+    tangent = diagnostics.tangent_noise_energy(m, n, rank, 1.0)
+    for method, norms, squared in (
+      ('factors', np.linalg.norm(first, axis=(1, 2)), energy.first_order),
+      ('bilinear', np.linalg.norm(second, axis=(1, 2)), energy.second_order),
+      ('PRISM', np.asarray(fixed_rank.norm(x)), tangent),
+    ):
+      bands = map(float, np.percentile(norms, (10, 50, 90)))
+      found.append(
+        {
+          'issue': 'noise', 'method': method, 'gauge': c,
+          **dict(zip(('low', 'median', 'high'), bands, strict=True)),
+          'closed form': float(squared) ** 0.5,
+        }
+      )  # fmt: skip
   best = (m * np.sum(right**2) / (n * np.sum(left**2))) ** 0.25
-  del frame
-  return {k: v.tolist() for k, v in bands.items()}, closed, float(best)
+  return [*found, {'issue': 'best gauge', 'gauge': float(best)}]
+
+
+def preconditioned_by(state: Any, frames: Any, tangents: Any) -> list[Any]:
+  """What the second moments of a preconditioner make of tangent vectors.
+
+  Args:
+    state: The state of ``scale_by_rank_preconditioner``, with its defaults but
+      for ``b2=0.95``.
+    frames: The frame of each stack of modules.
+    tangents: The tangent vectors there, in the place of the first moments.
+  """
+  options = _moments.Options(
+    b1=0.9, b2=0.95, eps=1e-8, floor_factor=1.0, max_condition_number=1e4,
+    nu_correction=1 - 0.95 ** int(state.count),
+  )  # fmt: skip
+  return [
+    fixed_rank.multiply_out(
+      _moments.direction(
+        moments._replace(mu=tangent),
+        tangent.right.mT @ frame.right,
+        frame,
+        options,
+      )
+    )
+    for moments, frame, tangent in zip(
+      state.pairs, frames, tangents, strict=True
+    )
+  ]
 
 
 def noise_through(
   method: str, params: Any, state: Any, stddev: float, key: jax.Array
 ) -> tuple[float, float]:
-  """Norms in Z of the noise and of the preconditioned noise, all adapters."""
+  """Norms in Z of the noise and of the preconditioned noise, all adapters.
+
+  The noise is drawn by hand: it stands for a mean that is nothing but noise.
+  """
   tree = _modules.ModuleTree(params)
   frames = tree.frames(params)
   like = tree.coordinates(params)
@@ -228,9 +278,9 @@ def noise_through(
       fixed_rank.project(frame, pair)
       for frame, pair in zip(frames, noise.pairs, strict=True)
     ]
-    out = methods.preconditioned(state[2], frames, x, b2=0.95)
+    out = preconditioned_by(state[2], frames, x)
     return total(x), total(out)
-  adam = state[1]
+  adam = state[2][0]  # Of clip, noise and optimizer.
   correction = 1 - 0.95 ** int(adam.count)
   second = tree.coordinates(adam.nu)
   scaled = jax.tree.map(
@@ -246,68 +296,44 @@ def noise_through(
   return total(in_z[0]), total(in_z[1])
 
 
-def issue_three(
-  problem: Problem, norms: dict[str, float], draws: int = 5
-) -> dict[str, list[list[float]]]:
-  """Raw and preconditioned norm for each sigma, means over draws."""
-  out = {m: [] for m in METHODS}
-  for method in METHODS:
-    for sigma in tqdm.tqdm(SIGMAS, desc=f'III {method}', leave=False):
-      params, state = train(
-        problem, method, problem.params, norms[method], sigma, 30
-      )
-      stddev = sigma * norms[method] / BATCH
-      sizes = [
-        noise_through(method, params, state, stddev, jax.random.key(i))
-        for i in range(draws)
-      ]
-      out[method].append(np.mean(sizes, 0).tolist())
-  return out
+def preconditioned(draws: int = 5, **setting: Any) -> runner.Row:
+  """III: raw and preconditioned norm, means over draws."""
+  method, sigma = setting['method'], setting['noise multiplier']
+  params, state = train(method, pretrained()[0], sigma, 30)
+  stddev = sigma * clip_norm(method) / BATCH
+  sizes = [
+    noise_through(method, params, state, stddev, jax.random.key(i))
+    for i in range(draws)
+  ]
+  raw, out = np.mean(sizes, 0).tolist()
+  return {'in': raw, 'out': out}
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--output', type=pathlib.Path, default=results.FOLDER)
-  parser.add_argument(
-    '--plot-only', action='store_true', help='draw the stored numbers again'
-  )
-  options = parser.parse_args()
-  folder = options.output
-  folder.mkdir(parents=True, exist_ok=True)
-  if options.plot_only:
-    stored = json.loads((folder / 'paper_diagnostics.json').read_text('utf-8'))
-    two = (stored[x] for x in ('noise', 'noise_closed_form', 'best_gauge'))
-    paper_report.plot(
-      stored['clipping'], tuple(two), stored['preconditioned'],
-      folder / 'paper_diagnostics.png',
-    )  # fmt: skip
-    return
-  problem = Problem(ROOT / 'runs' / 'paper_diagnostics')
-  # Half of the examples are clipped at c = 1, in either space.
-  norms = {
-    m: float(jnp.median(problem.statistics(m, problem.params, 0, 1.0).norms))
-    for m in METHODS
-  }
-  one = issue_one(problem, norms)
-  two = issue_two(problem)
-  three = issue_three(problem, norms)
-  paper_report.table(one, two, three)
-  paper_report.plot(one, two, three, folder / 'paper_diagnostics.png')
-  facts = {
-    'environment': results.environment(),
-    'clip_norms': norms,
-    'gauges': GAUGES,
-    'clipping': one,
-    'sweep': SWEEP.tolist(),
-    'noise': two[0],
-    'noise_closed_form': {k: np.asarray(v).tolist() for k, v in two[1].items()},
-    'best_gauge': two[2],
-    'noise_multipliers': SIGMAS,
-    'preconditioned': three,
-  }
-  results.write(folder / 'paper_diagnostics.json', facts)
-  print(f'\nThe plot and the numbers are in {folder}.')
+def measure(issue: str, **setting: Any) -> runner.Row | list[runner.Row]:
+  """Rows of an issue."""
+  measures = {'clip': clip, 'noise': noise, 'preconditioned': preconditioned}
+  return measures[issue](**setting)
 
 
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'paper_diagnostics',
+    [
+      *(
+        {'issue': 'clip', 'method': method, 'gauge': gauge}
+        for method in METHODS
+        for gauge in GAUGES
+      ),
+      {'issue': 'noise'},
+      *(
+        {'issue': 'preconditioned', 'method': method, 'noise multiplier': sigma}
+        for method in METHODS
+        for sigma in SIGMAS
+      ),
+    ],
+    measure,
+    smoke={'steps': 2},
+    plot=paper_report.plot,
+    by_device=False,
+  )

@@ -1,6 +1,7 @@
-"""Table and plot of ``paper_diagnostics.py``, and the axes that they share."""
+"""Plot of ``paper_diagnostics.py``, and the axes of its settings."""
 
 import pathlib
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -23,20 +24,25 @@ def _named(axis, *labels):
     axis.annotate(text, place, color=colour, fontsize=11)
 
 
-def plot(one, two, three, path: pathlib.Path) -> None:
-  """The three issues side by side; arguments as for :func:`table`."""
-  bands, closed, best = two
+def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+  """The three issues side by side."""
+
+  def of(issue: str, method: str, *names: str, **more: str) -> np.ndarray:
+    """Columns of the rows of an issue and a method."""
+    wanted = {'issue': issue, 'method': method, **more}
+    found = [x for x in rows if all(x.get(k) == v for k, v in wanted.items())]
+    return np.array([[x[name] for x in found] for name in names])
+
+  (best,) = (x['gauge'] for x in rows if x['issue'] == 'best gauge')
   figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout='constrained')
   red, blue = COLOURS.values()
-  for row, (k, label) in enumerate(
-    ((0, 'clipped fraction'), (1, 'mean clip coefficient'))
-  ):
+  for row, label in enumerate(('clipped fraction', 'mean clip coefficient')):
     axis = axes[row, 0]
     for method in METHODS:
       for when, style in (('first', '-o'), ('last', '--s')):
         axis.plot(
-          GAUGES, [x[k] for x in one[method][when]], style,
-          color=COLOURS[method],
+          GAUGES, of('clip', method, label.replace(' clip', ''), step=when)[0],
+          style, color=COLOURS[method],
         )  # fmt: skip
     axis.set(xscale='log', xlabel='gauge c', ylabel=label, ylim=(0, 1))
   # One curve of a pair is named on either side of it.
@@ -55,10 +61,12 @@ def plot(one, two, three, path: pathlib.Path) -> None:
   axes[0, 0].set_title('I: what the clip does depends on the gauge')
   axis = axes[0, 1]
   for name, colour in (*COLOURS.items(), ('bilinear', BILINEAR)):
-    low, middle, high = bands[name]
+    low, middle, high, closed = of(
+      'noise', name, 'low', 'median', 'high', 'closed form'
+    )
     axis.fill_between(SWEEP, low, high, color=colour, alpha=0.3, lw=0)
     axis.plot(SWEEP, middle, color=colour)
-    axis.plot(SWEEP, closed[name], 'k:', linewidth=1)
+    axis.plot(SWEEP, closed, 'k:', linewidth=1)
   axis.plot([best] * 2, [20, 4e3], color='gray', linewidth=0.8)
   axis.set(
     xscale='log', yscale='log', xlabel='gauge c', ylabel='noise in Z / stddev',
@@ -72,8 +80,8 @@ def plot(one, two, three, path: pathlib.Path) -> None:
     ('bands: 10 to 90 % of draws', (4e-2, 1.15e4), '0.3'),
   )  # fmt: skip
   axis = axes[1, 1]
-  ratio = np.array(bands['factors'][1]) / np.array(bands['PRISM'][1])
-  axis.plot(SWEEP, ratio, color=red)
+  dp, ours = (of('noise', x, 'median')[0] for x in METHODS)
+  axis.plot(SWEEP, dp / ours, color=red)
   axis.axhline(1, color=blue)
   axis.set(
     xscale='log', yscale='log', xlabel='gauge c',
@@ -81,7 +89,7 @@ def plot(one, two, three, path: pathlib.Path) -> None:
   )  # fmt: skip
   _named(axis, ('equal', (1.3e-3, 1.15), blue))
   for method, style in zip(METHODS, ('-o', '--s'), strict=True):
-    raw, out = np.array(three[method]).T
+    raw, out = of('preconditioned', method, 'in', 'out')
     axes[0, 2].plot(SIGMAS, out, style, color=COLOURS[method])
     axes[1, 2].plot(SIGMAS, out / raw, style, color=COLOURS[method])
   axes[0, 2].set(
@@ -106,39 +114,3 @@ def plot(one, two, three, path: pathlib.Path) -> None:
   plots.finish(axes.flat)
   plots.save(figure, path, 110)
   plt.close(figure)
-
-
-def table(one, two, three) -> None:
-  """Prints all numbers.
-
-  Args:
-    one: Clipped fraction and mean coefficient by method, step and gauge.
-    two: Bands of the noise in Z by gauge, the closed forms, the best gauge.
-    three: Raw and preconditioned noise by method and noise multiplier.
-  """
-  print('\nI. clipped fraction / mean coefficient')
-  print(f'{"":22}' + ''.join(f'{f"c = {c:g}":>15}' for c in GAUGES))
-  for method in METHODS:
-    for when in ('first', 'last'):
-      cells = ''.join(f'{f"{f:.2f} / {c:.2f}":>15}' for f, c in
-                      one[method][when])  # fmt: skip
-      print(f'{f"{method}, {when} step":22}{cells}')
-  bands, closed, best = two
-  print('\nII. norm of the noise in Z over its stddev, median (closed form)')
-  picks = [0, 15, 30, 45, 60]
-  print(f'{"":22}' + ''.join(f'{f"c = {SWEEP[i]:.2g}":>18}' for i in picks))
-  for name in ('factors', 'bilinear', 'PRISM'):
-    cells = ''.join(
-      f'{f"{bands[name][1][i]:.1f} ({closed[name][i]:.1f})":>18}' for i in picks
-    )
-    print(f'{name:22}{cells}')
-  measured = SWEEP[int(np.argmin(bands['factors'][1]))]
-  print(
-    f'smallest for the factors at c = {measured:.2f}, by formula {best:.2f}'
-  )
-  print('\nIII. preconditioned noise in Z (amplification)')
-  print(f'{"noise multiplier":22}' + ''.join(f'{s:>16g}' for s in SIGMAS))
-  for method in METHODS:
-    cells = ''.join(f'{f"{b:.2f} ({b / a:.0f})":>16}' for a, b in
-                    three[method])  # fmt: skip
-    print(f'{method:22}{cells}')

@@ -7,7 +7,6 @@ of ``tangent_coordinates`` of a factor gradient and of ``tangent_probes``.
 Results go to ``benchmarks/results``; a few seconds.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -19,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import results  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
 from prism_optax import _modules, contrib  # noqa: E402
 
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6)
@@ -85,24 +84,20 @@ def errors(
   return error(general), error(probed)
 
 
-def main():
-  argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
-  print(f'{"type":10}{"condition":>10}{"whitened":>12}{"probes":>12}')
-  found = {}
-  for dtype in (jnp.float32, jnp.bfloat16):
-    name = jnp.dtype(dtype).name
-    found[name] = [errors(condition, dtype) for condition in CONDITIONS]
-    for condition, (whitened, probed) in zip(
-      CONDITIONS, found[name], strict=True
-    ):
-      print(f'{name:10}{condition:10.0e}{whitened:12.1e}{probed:12.1e}')
-  stored = {
-    'environment': results.environment(),
-    'conditions': CONDITIONS,
-    'relative error, whitened and of probes': found,
-  }
-  print(f'Written to {results.save("probe_accuracy", stored)}')
+def measure(arithmetic: str, condition: float) -> dict[str, float]:
+  """One row."""
+  whitened, probes = errors(condition, jnp.dtype(arithmetic))
+  return {'whitened': float(whitened), 'probes': float(probes)}
 
 
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'probe_accuracy',
+    [
+      {'arithmetic': arithmetic, 'condition': condition}
+      for arithmetic in ('float32', 'bfloat16')
+      for condition in CONDITIONS
+    ],
+    measure,
+  )

@@ -1,6 +1,6 @@
 """One model in three factorisations, trained privately by three methods.
 
-    python benchmarks/geometry/three_gauges.py [--plot-only]
+    python benchmarks/geometry/three_gauges.py [--table]
 
 Adapters of rank 4 on the two layers of a frozen random network learn
 handwritten digits (scikit-learn's) from 1,297 rows at epsilon 3. The same
@@ -10,21 +10,20 @@ too, which makes little difference to any method). DP-AdamW clips and noises the
 factors, as they are given or after ``lora.canonicalize``, which writes every
 start in its balanced gauge; PRISM clips and noises the tangent space.
 Everything else is shared: rows, Poisson batches, clip norm, noise multiplier,
-draws of the noise (one on the factors, one ambient matrix that PRISM projects),
-no weight decay. Each method has the learning rate that is best for it at
-condition 1, by the loss on 250 public rows; the figure shows 250 others, means
-over five seeds.
+draws of the noise (one on the factors, by `make_private`, and one ambient
+matrix that PRISM projects, see ``given_noise.py``), no weight decay. Each
+method has the learning rate that is best for it at condition 1, by the loss on
+250 public rows; the figure shows 250 others, means over five seeds.
 
 Writes ``three_gauges.json`` beside the other results and the picture of the
 first page, ``docs/figures/three_gauges.png``. Three minutes of CPU.
 """
 
-import argparse
 import functools
 import itertools
-import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +39,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import methods, plots, results  # noqa: E402
-from prism_optax import accounting, lora  # noqa: E402
+from benchmarks.common import plots, private, runner  # noqa: E402
+from benchmarks.geometry import given_noise  # noqa: E402
+from prism_optax import lora, training  # noqa: E402
 
 FIGURE = ROOT / 'docs' / 'figures' / 'three_gauges.png'
-EPSILON, DELTA, CLIP, BATCH, LARGEST, STEPS = 3.0, 1e-5, 1.0, 256, 352, 60
+EPSILON, DELTA, CLIP, BATCH, STEPS = 3.0, 1e-5, 1.0, 256, 60
 TRAIN, HIDDEN, RANK, SEEDS = 1297, 64, 4, range(5)
-CONDITIONS, SHOWN = (1.0, 10.0, 100.0, 1000.0), ('1', '100', '1000')
+CONDITIONS, SHOWN = (1.0, 10.0, 100.0, 1000.0), (1.0, 100.0, 1000.0)
 LOOKS = (('#E69F00', 7), ('#0072B2', 3.5), ('#000000', 1.5))
 RATES = (1e-2, 3e-2, 1e-1, 3e-1)
 # Method, and whether `lora.canonicalize` rewrites the start first.
@@ -57,7 +57,8 @@ METHODS = {
 }
 
 
-def data():
+@functools.cache
+def splits():
   """``(train, tuning, test)``, pixels between -1 and 1 and digits."""
   digits = datasets.load_digits()
   order = np.random.default_rng(0).permutation(len(digits.target))
@@ -116,142 +117,152 @@ def start(seed, condition, canonical=False):
   return lora.canonicalize(out) if canonical else out
 
 
-def batches(seed):
-  """Poisson batches, padded: rows (steps, LARGEST) and weights."""
-  rng = np.random.default_rng((seed, 2))
-  rows = np.zeros((STEPS, LARGEST), np.int32)
-  there = np.zeros((STEPS, LARGEST), np.float32)
-  for t in range(STEPS):
-    drawn = np.flatnonzero(rng.random(TRAIN) < BATCH / TRAIN)[:LARGEST]
-    rows[t, : len(drawn)], there[t, : len(drawn)] = drawn, 1
-  return rows, there
-
-
-def one_loss(params, x, y):
-  return losses(params, x, y)[0]
-
-
-def released(method, params, x, y, there, stddev, key):
-  """The noisy mean of clipped gradients, and nothing else of the rows."""
-  per_row = jax.vmap(jax.grad(one_loss), (None, 0, 0))(params, x, y)
-  if method == 'prism':
-    coordinates = prism_optax.tangent_coordinates(params)
-    per_row = jax.vmap(coordinates)(per_row)
-    keys = jax.random.split(key, len(params))
-    ambient = [
-      jax.random.normal(k, w.shape) for k, w in zip(keys, FROZEN, strict=True)
-    ]
-
-    # A matrix goes in as the gradient of what it is paired with.
-    def paired(p):
-      return sum(
-        jnp.sum(xi * z) for xi, z in zip(ambient, dense(p), strict=True)
-      )
-
-    noise = coordinates(jax.grad(paired)(params))
-  else:
-    noise = optax.tree.random_like(key, params)
-  norms = jax.vmap(optax.tree.norm)(per_row)
-  weights = there * jnp.minimum(1, CLIP / norms) / BATCH
-  return jax.tree.map(
-    lambda g, z: jnp.tensordot(weights, g, 1) + stddev * z, per_row, noise
-  )
-
-
-@functools.partial(jax.jit, static_argnames=('method',))
-def train(method, params, rate, stddev, rows, there, key, splits):
-  """Loss on the tuning rows at the end, accuracy on the test rows by step."""
-  (x, y), tuning, test = splits
-  tx = {
-    'prism': lambda: methods.behind_the_noise(rate, stddev),
-    'dp-adamw': lambda: optax.adamw(rate, weight_decay=0.0),
-  }[method]()
-
-  def step(carry, batch):
-    params, state = carry
-    chosen, is_there, key = batch
-    grads = released(
-      method, params, x[chosen], y[chosen], is_there, stddev, key
+@functools.cache
+def adamw_program(sigma: float) -> private.Program:
+  """DP-AdamW by `make_private`: noise on the factors, one draw for a seed."""
+  params = start(0, 1.0)
+  return private.Program(
+    lambda numbers, key: training.make_private(
+      lambda params, x, y: losses(params, x, y)[0],
+      params,
+      optimizer=optax.adamw(numbers['rate'], weight_decay=0.0),
+      l2_clip_norm=CLIP,
+      expected_batch_size=BATCH,
+      dataset_size=TRAIN,
+      steps=STEPS,
+      delta=DELTA,
+      noise_multiplier=sigma,
+      prng_key=key,
     )
-    updates, state = tx.update(grads, state, params)
-    params = optax.apply_updates(params, updates)
-    return (params, state), jnp.mean(losses(params, *test)[1])
-
-  begun = jnp.mean(losses(params, *test)[1])
-  keys = jax.random.split(key, STEPS)
-  (params, _), curve = jax.lax.scan(
-    step, (params, tx.init(params)), (rows, there, keys)
   )
-  return jnp.mean(losses(params, *tuning)[0]), jnp.append(begun, curve)
 
 
-def measure():
-  """All numbers of the figure."""
-  splits = [tuple(map(jnp.asarray, part)) for part in data()]
-  sigma = float(
-    accounting.calibrate_noise_multiplier(EPSILON, DELTA, BATCH / TRAIN, STEPS)
+@jax.jit
+def prism_step(params, state, batch, rate, stddev, key):
+  """PRISM on the same batches, with an ambient draw for both layers."""
+  (x, y), is_padding, _ = batch
+  per_row = jax.vmap(jax.grad(lambda *args: losses(*args)[0]), (None, 0, 0))
+  keys = jax.random.split(key, len(params))
+  ambient = [
+    jax.random.normal(k, w.shape) for k, w in zip(keys, FROZEN, strict=True)
+  ]
+
+  # A matrix goes in as the gradient of what it is paired with.
+  def paired(p):
+    return sum(jnp.sum(xi * z) for xi, z in zip(ambient, dense(p), strict=True))
+
+  noise = prism_optax.tangent_coordinates(params)(jax.grad(paired)(params))
+  step = given_noise.tangent_step(rate, CLIP, BATCH, stddev)
+  updates, state = step.update(
+    per_row(params, x, y), noise, state, params, is_padding
   )
-  stddev = sigma * CLIP / BATCH
-  out = {}
-  for name, (method, canonical) in METHODS.items():
-    found = {}
-    for condition in CONDITIONS:
-      for rate in RATES:
-        runs = [
-          train(
-            method, start(seed, condition, canonical), rate, stddev,
-            *batches(seed), jax.random.key(seed), splits,
-          )
-          for seed in SEEDS
-        ]  # fmt: skip
-        loss, curve = (np.mean(x, 0) for x in zip(*runs, strict=True))
-        found[condition, rate] = float(loss), curve
+  return optax.apply_updates(params, updates), state
 
-    def best(condition, found=found):
-      return min(RATES, key=lambda each: found[condition, each][0])
 
-    rate = best(1.0)
-    out[name] = {
-      'rate': rate,
-      'curves': {
-        f'{c:g}': np.round(100 * found[c, rate][1], 2).tolist()
-        for c in CONDITIONS
-      },
-      # Would a rate of its own have saved a gauge?
-      'tuned for the gauge': {
-        f'{c:g}': {
-          'rate': best(c),
-          'accuracy': round(100 * float(found[c, best(c)][1][-1]), 2),
-        }
-        for c in CONDITIONS
-      },
-    }
-    print(name, rate, {c: x[-1] for c, x in out[name]['curves'].items()},
-          out[name]['tuned for the gauge'])  # fmt: skip
+@functools.cache
+def batches_of(seed: int, sigma: float) -> list[Any]:
+  """The batches of a seed, the same for all methods and gauges."""
+  program = adamw_program(sigma)
+  data = splits()[0]
+  return list(program.batches(start(0, 1.0), data, {'rate': 0.1}, seed))
+
+
+def train(
+  method: str, params: Any, rate: float, sigma: float, seed: int
+) -> tuple[float, list[float]]:
+  """Loss on the tuning rows at the end, accuracy on the test rows by step."""
+  _, tuning, test = splits()
+  program, key = adamw_program(sigma), jax.random.key(seed)
+  numbers, stddev = {'rate': rate}, sigma * CLIP / BATCH
+  curve = [float(accuracy(params, *test))]
+  if method == 'prism':
+    state = given_noise.tangent_step(rate, CLIP, BATCH, stddev).init(params)
+  else:
+    params = jax.tree.map(jnp.array, params)  # They are donated.
+    state = program.init(params, numbers, key)
+  for t, batch in enumerate(batches_of(seed, sigma)):
+    if method == 'prism':
+      params, state = prism_step(
+        params, state, batch, rate, stddev, jax.random.fold_in(key, t)
+      )
+    else:
+      params, state = program.step(params, state, None, batch, numbers, key)
+    curve.append(float(accuracy(params, *test)))
+  return float(jnp.mean(losses(params, *tuning)[0])), curve
+
+
+@jax.jit
+def accuracy(params, x, y):
+  return jnp.mean(losses(params, x, y)[1])
+
+
+@functools.cache
+def noise_multiplier() -> float:
+  return training.make_private(
+    lambda params, x, y: losses(params, x, y)[0],
+    start(0, 1.0),
+    optimizer=optax.sgd(0.1),
+    l2_clip_norm=CLIP,
+    expected_batch_size=BATCH,
+    dataset_size=TRAIN,
+    steps=STEPS,
+    delta=DELTA,
+    target_epsilon=EPSILON,
+  ).noise_multiplier
+
+
+@functools.cache
+def curves(name: str, condition: float, smoke: bool) -> dict[float, Any]:
+  """By rate: loss on the tuning rows and mean accuracies, over the seeds."""
+  method, canonical = METHODS[name]
+  found = {}
+  for rate in RATES[:1] if smoke else RATES:
+    runs = [
+      train(
+        method, start(seed, condition, canonical), rate,
+        1.0 if smoke else noise_multiplier(), seed,
+      )
+      for seed in (SEEDS[:1] if smoke else SEEDS)
+    ]  # fmt: skip
+    loss, curve = (np.mean(x, 0) for x in zip(*runs, strict=True))
+    found[rate] = float(loss), curve
+  return found
+
+
+def measure(method: str, condition: float, smoke: bool = False) -> dict:
+  """One line of the figure, at the rate that is best at condition 1."""
+  found = curves(method, condition, smoke)
+  first = curves(method, 1.0, smoke)
+  rate = min(first, key=lambda each: first[each][0])
+  # Would a rate of its own have saved the gauge?
+  own = min(found, key=lambda each: found[each][0])
   return {
-    'environment': results.environment(),
-    'epsilon': EPSILON, 'delta': DELTA, 'noise multiplier': sigma,
-    'steps': STEPS, 'rates': RATES, 'seeds': len(SEEDS), 'methods': out,
-  }  # fmt: skip
+    'rate': rate,
+    'curve': np.round(100 * found[rate][1], 2).tolist(),
+    'best rate': own,
+    'accuracy at the best rate': round(100 * float(found[own][1][-1]), 2),
+    'seeds': len(SEEDS),
+  }
 
 
 @mpl.rc_context({'font.size': 11})
-def plot(facts, path):
+def plot(rows, path):
   """One panel a method, one line a gauge, labelled where it ends."""
+  path = path if path.parent != runner.FOLDER else FIGURE
   figure, axes = plt.subplots(
     1, 3, figsize=(9, 3.4), sharey=True, layout='constrained'
   )
-  last = facts['steps']
   plots.finish(axes)
-  for axis, (name, row) in zip(axes, facts['methods'].items(), strict=True):
-    ends = [row['curves'][c][-1] for c in SHOWN]
+  for axis, name in zip(axes, METHODS, strict=True):
+    found = {x['condition']: x['curve'] for x in rows if x['method'] == name}
+    last = len(found[1.0]) - 1
+    ends = [found[c][-1] for c in SHOWN]
     # From wide to narrow: lines that coincide are all seen.
     places = plots.apart(ends[::-1], 8)[::-1]
     for c, place, (colour, width) in zip(SHOWN, places, LOOKS, strict=True):
-      curve = row['curves'][c]
-      axis.plot(curve, color=colour, lw=width, solid_capstyle='round')
+      axis.plot(found[c], color=colour, lw=width, solid_capstyle='round')
       axis.annotate(
-        f'{float(c):,.0f}: {curve[-1]:.0f} %',
+        f'{c:,.0f}: {found[c][-1]:.0f} %',
         (last * 1.04, place),
         color=colour if colour != '#E69F00' else '#9A6A00',
         va='center',
@@ -270,14 +281,17 @@ def plot(facts, path):
   plt.close(figure)
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--plot-only', action='store_true', help='no training')
-  path = results.FOLDER / 'three_gauges.json'
-  if not parser.parse_args().plot_only:
-    results.write(path, measure())
-  plot(json.loads(path.read_text('utf-8')), FIGURE)
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'three_gauges',
+    [
+      {'method': method, 'condition': condition}
+      for condition in CONDITIONS
+      for method in METHODS
+    ],
+    measure,
+    smoke={'smoke': True},
+    plot=plot,
+    by_device=False,
+  )

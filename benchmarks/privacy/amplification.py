@@ -11,7 +11,6 @@ Writes ``benchmarks/results/amplification.json`` and ``.png``. Four minutes on
 one core.
 """
 
-import argparse
 import functools
 import pathlib
 import sys
@@ -29,9 +28,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.accuracy import private_runs, problems  # noqa: E402
-from benchmarks.common import methods, plots, results  # noqa: E402
-from prism_optax import lora  # noqa: E402
+from benchmarks.accuracy import sentences  # noqa: E402
+from benchmarks.common import methods, plots, runner  # noqa: E402
 
 SIGMAS = (0.25, 1.0, 4.0, 16.0)
 STEPS = 10
@@ -70,23 +68,32 @@ RATE = 1e-3
 
 
 @functools.lru_cache
-def step_after(name: str) -> Callable:
-  """``(params, state, mean, release) -> params``, compiled once a method."""
-  method, layout = methods.METHODS[name], lora.Layout()
+def step_after(name: str, stddev: float) -> Callable:
+  """``(params, state, mean) -> params``: a step without its clip.
+
+  ``state`` is that of a training: of the clip, and of all that follows.
+  """
+  tx = methods.optimizer(name, lambda count: RATE, stddev=stddev)
+  last = 2  # Of clip, noise and optimizer.
+  if methods.is_tangent(name):
+    last = slice(1, None)
+    tx = tx(
+      l2_clip_norm=1.0, noise_multiplier=256 * stddev, expected_batch_size=256,
+      prng_key=0, per_example_gradients=False,
+    )  # fmt: skip
 
   @jax.jit
-  def after(params, state, mean, clip, stddev, key):
-    release = methods.Release(clip, 256, stddev, key, STEPS)
-    tx = method.make(RATE, release, params, layout)
-    return optax.apply_updates(params, tx.update(mean, state, params)[0])
+  def after(params, state, mean):
+    updates, _ = tx.update(mean, state[last], params)
+    return optax.apply_updates(params, updates)
 
   return after
 
 
 @functools.lru_cache
-def plain_step(on_manifold: bool) -> Callable:
+def plain_step(is_tangent: bool) -> Callable:
   """What plain SGD makes of noise: a step of the factors, or a retraction."""
-  if not on_manifold:
+  if not is_tangent:
     return lambda params, noise: optax.apply_updates(
       params, optax.tree.scale(-RATE, noise)
     )
@@ -104,33 +111,41 @@ def plain_step(on_manifold: bool) -> Callable:
   return step
 
 
-def amplification(
-  name: str, sigma: float, given: problems.Problem, seed: int = 0
+def measure(
+  folders: runner.Folders, steps: int = STEPS, task: str = 'sst2', **given: Any
 ) -> dict[str, float]:
-  """``{'in': noise in Z, 'out': preconditioned noise in Z}`` of one method."""
-  run = private_runs.Run(name, RATES[name], 1.0, seed, steps=STEPS)
-  (params, state, _), _, release = private_runs.train(run, given, sigma)
+  """``{'in': noise in Z, 'out': preconditioned noise in Z}`` of one method.
+
+  The noise is drawn by hand: it stands for a mean that is nothing but noise.
+  """
+  name, sigma = given['method'], given['noise multiplier']
+  setting = sentences.Setting(
+    task, name, RATES[name], epsilon=1.0, seed=0, steps=steps
+  )
+  params, state, _ = sentences.train(setting, folders, sigma)
+  stddev = sigma * setting.clip / setting.batch
   noise = optax.tree.random_like(jax.random.key(7), params, jax.random.normal)
-  noise = optax.tree.scale(release.stddev, noise)
-  facts = release.clip, release.stddev, release.key
+  noise = optax.tree.scale(stddev, noise)
   with_noise, without = (
-    step_after(name)(params, state, mean, *facts)
+    step_after(name, stddev)(params, state, mean)
     for mean in (noise, optax.tree.zeros_like(noise))
   )
-  plain = plain_step(name.startswith('prism'))(params, noise)
+  plain = plain_step(methods.is_tangent(name))(params, noise)
   return {
     'in': distance(plain, params) / RATE,
     'out': distance(with_noise, without) / RATE,
   }
 
 
-def plot(found: dict[str, list[dict[str, float]]], path: pathlib.Path) -> None:
+def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Noise and its amplification against the noise multiplier."""
   figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.5))
-  for name, values in found.items():
+  for name in RATES:
+    found = [row for row in rows if row['method'] == name]
     style = {'color': plots.colour(name), 'label': name, 'ms': 3}
-    left.plot(SIGMAS, [x['out'] for x in values], 'o-', **style)
-    right.plot(SIGMAS, [x['out'] / x['in'] for x in values], 'o-', **style)
+    x = [row['noise multiplier'] for row in found]
+    left.plot(x, [row['out'] for row in found], 'o-', **style)
+    right.plot(x, [row['out'] / row['in'] for row in found], 'o-', **style)
   left.set(ylabel='preconditioned noise in Z\nover the learning rate')
   right.set(ylabel='amplification of the noise')
   for ax in (left, right):
@@ -144,31 +159,18 @@ def plot(found: dict[str, list[dict[str, float]]], path: pathlib.Path) -> None:
   plt.close(figure)
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--data', type=pathlib.Path, required=True)
-  parser.add_argument('--cache', type=pathlib.Path, default='runs/encoded')
-  args = parser.parse_args()
-  run = private_runs.Run('prism', 0.0, 1.0, 0)
-  given = problems.problem(
-    run.task, run.length, run.top_layers, False, args.data, args.cache
-  )
-  found = {}
-  print(f'{"method":>18}' + ''.join(f'{sigma:10}' for sigma in SIGMAS))
-  for name in RATES:
-    found[name] = [amplification(name, sigma, given) for sigma in SIGMAS]
-    ratios = ''.join(f'{x["out"] / x["in"]:10.1f}' for x in found[name])
-    print(f'{name:>18}{ratios}', flush=True)
-  out = results.FOLDER / 'amplification.json'
-  record = {
-    'environment': results.environment(),
-    'noise multipliers': SIGMAS,
-    'methods': found,
-  }
-  results.write(out, record)
-  plot(found, out.with_suffix('.png'))
-  print(f'Written to {out} and {out.with_suffix(".png").name}')
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'amplification',
+    [
+      {'method': name, 'noise multiplier': sigma}
+      for sigma in SIGMAS
+      for name in RATES
+    ],
+    measure,
+    smoke={'task': 'banking77', 'steps': 2},
+    plot=plot,
+    by_device=False,
+    reads_text=True,
+  )

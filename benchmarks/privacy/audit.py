@@ -1,7 +1,6 @@
 """What attacks on the whole chain prove about epsilon, beside the claim.
 
-    python benchmarks/privacy/audit.py [--draws 20000] [--output FOLDER]
-        [--plot-only]
+    python benchmarks/privacy/audit.py
 
 The attacks of ``tests/audit``, with more draws: white-box (the attacker sees
 the noised coordinates of three steps), black-box (the trained parameters
@@ -10,12 +9,9 @@ largest epsilon that is proved to be too small, at delta 1e-5, in one of a
 thousand audits wrongly. A bound below the claim is what an honest mechanism
 must give; one above it convicts.
 
-Prints a table, writes ``audit.json`` and ``audit.png``. Two minutes on two CPU
-cores.
+Two minutes on two CPU cores.
 """
 
-import argparse
-import json
 import pathlib
 import sys
 
@@ -23,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import matplotlib.ticker
-import tqdm
 
 mpl.use('agg')
 from matplotlib import pyplot as plt
@@ -31,7 +26,7 @@ from matplotlib import pyplot as plt
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.common import plots, results  # noqa: E402
+from benchmarks.common import plots, runner  # noqa: E402
 from tests.audit import black_box_test as black_box  # noqa: E402
 from tests.audit import chains, harness  # noqa: E402
 
@@ -52,90 +47,68 @@ def white_box(sigma, draws, steps, where=None, **options):
 
 
 def planted(draws):
-  """(name, bounds) of chains that are wrong with all of their noise."""
+  """Functions from names to bounds, of chains that are wrong with all noise."""
   where = harness.setting()
   against = jax.tree.map(
     lambda x: jnp.stack([-x] * harness.OTHERS), where.canary
   )
-  yield (
-    'a module is not clipped',
-    white_box(SIGMA, draws, 1, clip_with=chains.clip_that_forgets_a_module())[
-      0
-    ],
-  )
-  yield (
-    'divided by the realised batch size',
-    white_box(
-      SIGMA,
-      draws,
-      1,
-      where._replace(others=against),
-      clip_with=chains.clip_divided_by_the_realised_size(),
-    )[0],
-  )
-  zero = harness.setting(left_scale=0.0)
   first_rows = jnp.arange(6)[:, None] < 2
-  yield (
-    'zero factor, frame completed',
-    white_box(
-      SIGMA,
-      draws,
-      1,
-      zero._replace(
-        canary=([g * first_rows for g in zero.canary[0]], jnp.zeros(3))
-      ),
-      privatizer=chains.noise_projected_by_a_completed_frame,
-    )[0],
+  zero = harness.setting(left_scale=0.0)
+  zero = zero._replace(
+    canary=([g * first_rows for g in zero.canary[0]], jnp.zeros(3))
   )
+  return {
+    'a module is not clipped': lambda: white_box(
+      SIGMA, draws, 1, clip_with=chains.clip_that_forgets_a_module()
+    ),
+    'divided by the realised batch size': lambda: white_box(
+      SIGMA, draws, 1, where._replace(others=against),
+      clip_with=chains.clip_divided_by_the_realised_size(),
+    ),
+    'zero factor, frame completed': lambda: white_box(
+      SIGMA, draws, 1, zero,
+      privatizer=chains.noise_projected_by_a_completed_frame,
+    ),
+  }  # fmt: skip
 
 
-def measure(draws):
-  """All rows: what, which noise, claim, bounds with all and half of it."""
-  rows = []
-
-  def add(attack, what, claim, honest, halved=None):
-    rows.append(
-      {
-        'attack': attack,
-        'what': what,
-        'claim': claim._asdict(),
-        'bound': honest._asdict(),
-        'bound with half the noise': halved and halved._asdict(),
-      }
-    )
-
-  for kind in tqdm.tqdm(
-    ('orthonormal', 'factor', 'momentum', 'muon'), 'white box'
-  ):
-    bounds = white_box(SIGMA, draws, WHITE_BOX_STEPS, kind=kind)
-    add('white box', kind, harness.claims(SIGMA, WHITE_BOX_STEPS), *bounds)
-  for sigma in tqdm.tqdm(SIGMAS, 'white box, sigma'):
-    bounds = white_box(sigma, draws, 1)
-    add('sweep', sigma, harness.claims(sigma, 1), *bounds)
-  for name, optimizer in tqdm.tqdm(black_box.OPTIMIZERS.items(), 'black box'):
+def measure(attack, what, draws):
+  """The claim, and the bounds with all and with half of the noise."""
+  if attack == 'white box':
+    claim = harness.claims(SIGMA, WHITE_BOX_STEPS)
+    bounds = white_box(SIGMA, draws, WHITE_BOX_STEPS, kind=what)
+  elif attack == 'sweep':
+    claim, bounds = harness.claims(what, 1), white_box(what, draws, 1)
+  elif attack == 'black box':
+    claim = harness.claims(black_box.SIGMA, black_box.STEPS)
     play = harness.black_box(
-      harness.setting(), optimizer, steps=black_box.STEPS
+      harness.setting(), black_box.OPTIMIZERS[what], steps=black_box.STEPS
     )
     bounds = harness.attacked(play, draws, NOISES)
-    claim = harness.claims(black_box.SIGMA, black_box.STEPS)
-    add('black box', name, claim, *bounds)
-  for name, bounds in tqdm.tqdm(planted(draws), 'planted bugs', 3):
-    add('planted bug', name, harness.claims(SIGMA, 1), bounds)
-  return rows
+  else:
+    claim, bounds = harness.claims(SIGMA, 1), planted(draws)[what]()
+  return {
+    'claim': claim.gdp,
+    'bound': bounds[0].gdp,
+    'bound with half the noise': (
+      None if attack == 'planted bug' else bounds[1].gdp
+    ),
+  }
 
 
-def table(rows):
-  head = f'{"attack":12}{"what":36}{"claim":>8}{"bound":>8}{"half":>8}'
-  lines = [head, '-' * len(head)]
-  for row in rows:
-    halved = row['bound with half the noise']
-    shown = f'{halved["gdp"]:8.2f}' if halved else ''
-    what = f'sigma {row["what"]:g}' if row['attack'] == 'sweep' else row['what']
-    lines.append(
-      f'{row["attack"]:12}{what:36}{row["claim"]["gdp"]:8.2f}'
-      f'{row["bound"]["gdp"]:8.2f}{shown}'
-    )
-  return '\n'.join(lines)
+def settings():
+  """All attacks."""
+  attacks = {
+    'white box': ('orthonormal', 'factor', 'momentum', 'muon'),
+    'sweep': SIGMAS,
+    'black box': black_box.OPTIMIZERS,
+    'planted bug': planted(0),
+  }
+  return [
+    {'attack': attack, 'what': what, 'draws': 20_000}
+    for attack, found in attacks.items()
+    for what in found
+  ]
 
 
 PROVED, WRONG = '#0072B2', '#D55E00'
@@ -153,7 +126,7 @@ def plot(rows, path):
     ('claim', 'claimed', '-', 'black'),
     ('bound', 'proved', 'o-', PROVED),
   ):
-    values = [row[key]['gdp'] for row in sweep]
+    values = [row[key] for row in sweep]
     left.loglog(sigmas, values, style, color=colour)
     left.annotate(
       label,
@@ -171,11 +144,11 @@ def plot(rows, path):
   places = range(len(others))[::-1]
   for place, row in zip(places, others, strict=True):
     wrong = row['attack'] == 'planted bug'
-    right.plot(row['claim']['gdp'], place, 'k|', ms=15, mew=2)
-    right.plot(row['bound']['gdp'], place, 'X' if wrong else 'o',
+    right.plot(row['claim'], place, 'k|', ms=15, mew=2)
+    right.plot(row['bound'], place, 'X' if wrong else 'o',
                color=WRONG if wrong else PROVED, ms=7)  # fmt: skip
     if row['bound with half the noise']:
-      right.plot(row['bound with half the noise']['gdp'], place, 's',
+      right.plot(row['bound with half the noise'], place, 's',
                  color=WRONG, ms=6)  # fmt: skip
   # Each mark is named where it stands first.
   first, planted = others[0], next(
@@ -189,7 +162,7 @@ def plot(rows, path):
      places[0] - 0.2, 'left', WRONG),
     ('proved against the bug', planted['bound'], middle, 'right', WRONG),
   ):  # fmt: skip
-    right.annotate(label, (at['gdp'], height), ha=side, color=colour)
+    right.annotate(label, (at, height), ha=side, color=colour)
   right.set_yticks(list(places), names)
   right.set_ylim(-0.7, places[0] + 1.5)
   right.set(xlabel='epsilon at delta 1e-5', xscale='log', xlim=(1.7, 70))
@@ -203,27 +176,13 @@ def plot(rows, path):
   plt.close(figure)
 
 
-def main():
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument('--draws', type=int, default=20_000)
-  parser.add_argument('--output', type=pathlib.Path, default=results.FOLDER)
-  parser.add_argument(
-    '--plot-only', action='store_true', help='draw audit.json again'
-  )
-  options = parser.parse_args()
-  if options.plot_only:
-    stored = json.loads((options.output / 'audit.json').read_text('utf-8'))
-    plot(stored['rows'], options.output / 'audit.png')
-    return
-  rows = measure(options.draws)
-  print(table(rows))
-  options.output.mkdir(parents=True, exist_ok=True)
-  result = {'draws': options.draws, 'rows': rows}
-  (options.output / 'audit.json').write_text(json.dumps(result, indent=2))
-  plot(rows, options.output / 'audit.png')
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'audit',
+    settings(),
+    measure,
+    smoke={'draws': 300},
+    plot=plot,
+    by_device=False,
+  )

@@ -1,6 +1,6 @@
 """How much of correlated noise cancels on the manifold, step size by step size.
 
-    python benchmarks/privacy/correlated_noise.py [--seeds 4]
+    python benchmarks/privacy/correlated_noise.py
 
 Training on noise alone: 100 steps with the optimal Toeplitz strategy for prefix
 sums (arXiv:2202.11205) on one 64 x 64 module of rank 4. In flat space the
@@ -10,13 +10,13 @@ moves Z by ``learning_rate T``; what accumulates in Z is compared with what
 independent noise accumulates there, at the end. Fixed coordinates
 (``correlated_tangent_privatizer``) against moving ones (``tangent_privatizer``
 with the same privatizer), from full rank and from the zero start of LoRA. About
-a minute on a CPU. Results go to ``benchmarks/results``.
+a minute on a CPU.
 """
 
-import argparse
 import functools
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import methods, results  # noqa: E402
+from benchmarks.common import methods, runner  # noqa: E402
 from prism_optax.accounting import _matrix_mechanism  # noqa: E402
 
 STEPS, SIZE, RANK = 100, 64, 4
@@ -115,10 +115,13 @@ def accumulated(kind, coordinates, params, key, rate):
   )
 
 
-def measure(condition: float | None, ratio: float, seeds: int) -> list[float]:
+def measure(**setting: Any) -> dict[str, float]:
   """Accumulated noise at the end over that of independent noise."""
+  seeds, condition = setting['seeds'], STARTS[setting['start']]
   # One independent noise has about this norm: the same rate for all kinds.
-  rate = ratio / np.sqrt(RANK * (2 * SIZE - RANK))
+  rate = setting['step over smallest singular value'] / np.sqrt(
+    RANK * (2 * SIZE - RANK)
+  )
 
   def energy(kind, coordinates):
     runs = [
@@ -131,30 +134,30 @@ def measure(condition: float | None, ratio: float, seeds: int) -> list[float]:
       )
       for seed in range(seeds)
     ]
-    return np.sqrt(np.mean(np.square(runs)))
+    return float(np.sqrt(np.mean(np.square(runs))))
 
   for kind in ('independent', 'correlated'):
     noising(kind)  # With values, before it is asked for while tracing.
   independent = energy('independent', 'fixed')
-  return [
-    energy('correlated', coordinates) / independent
-    for coordinates in ('fixed', 'moving')
-  ]
+  return {
+    'fixed': energy('correlated', 'fixed') / independent,
+    'moving': energy('correlated', 'moving') / independent,
+    'flat space': float(flat_promise()),
+  }
 
 
-def plot(
-  found: dict[str, list[list[float]]], promise: float, path: pathlib.Path
-) -> None:
+def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Accumulated noise against the size of a step, for each start."""
   figure, axes = plt.subplots(figsize=(6, 4), layout='constrained')
-  for i, (name, rows) in enumerate(found.items()):
-    fixed, moving = zip(*rows, strict=True)
-    ratios = RATIOS[: len(rows)] if len(rows) > 1 else (1.0,)
-    axes.plot(ratios, fixed, 'o-', color=f'C{i}', label=f'{name}, fixed')
+  for i, name in enumerate(STARTS):
+    found = [row for row in rows if row['start'] == name]
+    x = [row['step over smallest singular value'] for row in found]
+    fixed, moving = ([row[y] for row in found] for y in ('fixed', 'moving'))
+    axes.plot(x, fixed, 'o-', color=f'C{i}', label=f'{name}, fixed')
     axes.plot(
-      ratios, moving, 's:', color=f'C{i}', alpha=0.6, label=f'{name}, moving'
+      x, moving, 's:', color=f'C{i}', alpha=0.6, label=f'{name}, moving'
     )
-  axes.axhline(promise, color='k', lw=0.8, label='flat space')
+  axes.axhline(rows[0]['flat space'], color='k', lw=0.8, label='flat space')
   axes.axhline(1, color='k', lw=0.8, ls='--', label='independent noise')
   axes.set(
     xscale='log',
@@ -167,35 +170,20 @@ def plot(
   plt.close(figure)
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--seeds', type=int, default=4)
-  args = parser.parse_args()
-  promise = flat_promise()
-  print(f'flat space: {promise:.3f}')
-  print('start          step/s_min   fixed  moving')
-  found = {}
-  for name, condition in STARTS.items():
-    found[name] = []
-    # From zero there is no scale that a step could be small against.
-    for ratio in RATIOS if condition else (1.0,):
-      row = measure(condition, ratio, args.seeds)
-      found[name].append([float(x) for x in row])
-      print(f'{name:14} {ratio:10g} {row[0]:7.3f} {row[1]:7.3f}', flush=True)
-  path = results.save(
-    'correlated_noise',
-    {
-      'environment': results.environment(),
-      'steps': STEPS,
-      'seeds': args.seeds,
-      'flat space': float(promise),
-      'step over smallest singular value': RATIOS,
-      'accumulated over independent, fixed and moving coordinates': found,
-    },
-  )
-  plot(found, promise, path.with_suffix('.png'))
-  print(f'Written to {path}')
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'correlated_noise',
+    [
+      {
+        'start': start_name, 'step over smallest singular value': ratio,
+        'seeds': 4,
+      }
+      for start_name, condition_number in STARTS.items()
+      # From zero there is no scale that a step could be small against.
+      for ratio in (RATIOS if condition_number else (1.0,))
+    ],
+    measure,
+    smoke={'seeds': 1},
+    plot=plot,
+  )  # fmt: skip

@@ -1,6 +1,6 @@
 """Attacks on the low bits of a release: as it is, and with noise as floats.
 
-    python benchmarks/privacy/low_bits.py [--quick] [--again] [--runs N]
+    python benchmarks/privacy/low_bits.py
 
 The attacker knows the two sums that a release may come from, with and without
 one record, inverts the public post-processing, and asks for each entry whether
@@ -17,13 +17,10 @@ advantage is the rate of true minus that of false positives. Beside it
   of the noise, and what can be learned from the steps modulo 64. Control: noise
   on a lattice that is 64 times as coarse as that of the sum.
 
-Prints a table, writes ``low_bits.json`` after each route (what is there is not
-measured again) and ``low_bits.png``. Half an hour on a CPU core, in 1 GB.
+Half an hour on a CPU core, in 1 GB.
 """
 
-import argparse
 import functools
-import json
 import math
 import pathlib
 import sys
@@ -41,7 +38,7 @@ from matplotlib import pyplot as plt
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.common import results  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
 from prism_optax import _lattice  # noqa: E402
 from tests.audit import low_bits, routes  # noqa: E402
 
@@ -150,12 +147,11 @@ def of_classes(counts, whole, learning):
   }
 
 
-def measure(name, size, others, runs):
+def measure(route, entries, others, runs):
   """All attackers on one route: advantages with their standard errors."""
-  size = routes.size_of(name, size)
-  learning = runs // 5
-  row = {'route': name, 'entries': size, 'others': 31 * others, 'runs': runs}
-  cell = str(row)
+  name, size, learning = route, entries, runs // 5
+  cell = f'{name} {size} {others} {runs}'
+  row = {}
   noises = {'floats': low_bits.noise_as_floats, 'now': _lattice.add_noise}
   if name == next(iter(routes.ROUTES)):
     noises = {'coarse': coarse_noise} | noises
@@ -164,7 +160,7 @@ def measure(name, size, others, runs):
     # Draws of its own: cells of the table are independent.
     key = jax.random.key(zlib.crc32((cell + label).encode()))
     sums, (favours, ratios, *steps) = watched(
-      route, play, others, runs + learning, key
+      route, play, bool(others), runs + learning, key
     )
     row[label] = judged(favours, learning)
     row[f'{label}, more is explained'] = low_bits.advantage(*(favours >= 0))
@@ -176,22 +172,22 @@ def measure(name, size, others, runs):
   return row
 
 
-def table(rows):
-  head = (
-    f'{"route":37}{"entries":>8}{"others":>7}{"runs":>7}{"floats":>9}'
-    f'{"now":>18}{"allowed":>9}{"LR now":>8}{"steps":>18}'
-  )
-  lines = [head, '-' * len(head)]
-  for row in rows:
-    steps = row.get('now, steps')
-    shown = '{:+.3f} ± {:.3f}'
-    lines.append(
-      f'{row["route"]:37}{row["entries"]:8}{row["others"]:7}{row["runs"]:7}'
-      f'{row["floats"][0]:9.3f}{shown.format(*row["now"]):>18}'
-      f'{row["allowed"]:9.3f}{row["now, likelihood ratio"][0]:8.3f}'
-      f'{shown.format(*steps["classes"]) if steps else "":>18}'
-    )
-  return '\n'.join(lines)
+def show(rows):
+  """One line for each row."""
+
+  def cell(pair):
+    return f'{pair[0]:+.3f} ± {pair[1]:.3f}'
+
+  lines = [
+    [row['route'], row['entries'], row['others'], row['runs'],
+     f'{row["floats"][0]:.3f}', cell(row['now']), f'{row["allowed"]:.3f}',
+     f'{row["now, likelihood ratio"][0]:.3f}',
+     cell(row['now, steps']['classes']) if 'now, steps' in row else '']
+    for row in rows
+  ]  # fmt: skip
+  head = ['route', 'entries', 'others', 'runs', 'floats', 'now', 'allowed',
+          'LR now', 'steps']  # fmt: skip
+  return runner.markdown(head, lines)
 
 
 def plot(rows, path):
@@ -230,35 +226,30 @@ def plot(rows, path):
   plt.close(figure)
 
 
-def main(arguments=None):
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument('--quick', action='store_true', help='few runs')
-  parser.add_argument('--again', action='store_true', help='forget results')
-  parser.add_argument('--routes', nargs='+', default=list(routes.ROUTES))
-  parser.add_argument('--runs', type=int, help='with 1,000 entries only')
-  parser.add_argument('--output', type=pathlib.Path, default=results.FOLDER)
-  options = parser.parse_args(arguments)
-  grid = {1000: 100} if options.quick else {1000: 10_000, 100_000: 1000}
-  if options.runs:  # Another number of runs has draws of its own.
-    grid = {1000: options.runs}
-  path = options.output / 'low_bits.json'
-  stored = {'environment': results.environment(), 'rows': {}}
-  if path.exists() and not options.again:
-    stored = json.loads(path.read_text('utf-8'))
-  for name in options.routes:
-    for size, runs in grid.items():
-      for others in (False, True):
-        key = f'{name}, {size} entries, {31 * others} others, {runs} runs'
-        if key not in stored['rows']:
-          print(key, file=sys.stderr)
-          stored['rows'][key] = measure(name, size, others, runs)
-          results.write(path, stored)
-  rows = list(stored['rows'].values())
-  print(table(rows))
-  plot(rows, path.with_suffix('.png'))
+def settings():
+  """Few entries in many runs, and many in few; again where sums are floats."""
+  grid = [
+    (name, entries, runs)
+    for name in routes.ROUTES
+    for entries, runs in ((1000, 10_000), (100_000, 1000))
+  ]
+  grid.append(("jax-privacy's clip, prism", 1000, 40_000))
+  return [
+    {'route': name, 'entries': routes.size_of(name, entries),
+     'others': others, 'runs': runs}
+    for name, entries, runs in grid
+    for others in (0, 31)
+  ]  # fmt: skip
 
 
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'low_bits',
+    settings(),
+    measure,
+    smoke={'runs': 100},
+    show=show,
+    plot=plot,
+    by_device=False,
+  )

@@ -1,7 +1,7 @@
 """A private step on 64 and 256 chips, by the compiler and without a chip.
 
     pip install --no-deps libtpu
-    python benchmarks/speed/at_scale.py [--models 4b 27b] [--chips 64 256]
+    python benchmarks/speed/at_scale.py [--only 4b]
     python benchmarks/speed/at_scale.py --table
 
 Decoders with the shapes of Gemma 3, adapters of rank 16 on five matrices of
@@ -13,8 +13,6 @@ are abstract. Rows go to ``benchmarks/results/at_scale.json`` as they are
 finished, a few minutes each, and are not computed twice.
 """
 
-import argparse
-import itertools
 import os
 import pathlib
 import sys
@@ -35,7 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import hlo, results  # noqa: E402
+from benchmarks.common import hlo, runner  # noqa: E402
 from benchmarks.speed import decoder  # noqa: E402
 from prism_optax import lora  # noqa: E402
 
@@ -186,9 +184,6 @@ def measure(model: str, chips: int, method: str) -> dict[str, Any]:
     place['GB of a step'] += size * rounds[each.loops]
   sizes = [sum(x.size for x in jax.tree.leaves(y)) for y in (frozen, params)]
   return {
-    'model': model,
-    'chips': chips,
-    'method': method,
     'chips of a group': group,
     'frozen, billions': sizes[0] / 1e9,
     'trained, millions': sizes[1] / 1e6,
@@ -200,40 +195,36 @@ def measure(model: str, chips: int, method: str) -> dict[str, Any]:
   }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def show(rows: list[dict[str, Any]]) -> str:
   """The rows as Markdown, in 10^9 bytes of one chip."""
-  lines = [
-    '| model | chips | method | arguments | temporary | factors'
-    ' | told to others in a layer | in a part | in a step | in all |',
-    '| --- ' * 10 + '|',
-  ]
+  lines = []
   for row in rows:
     at = [row['once in'].get(x, {}) for x in ('a layer', 'a part', 'a step')]
-    once = ' | '.join(f'{x.get("GB", 0.0):.3f}' for x in at)
+    once = [f'{x.get("GB", 0.0):.3f}' for x in at]
     total = sum(x.get('GB of a step', 0.0) for x in at)
+    sizes = (f'{row[f"{x} GB"]:.2f}' for x in ('arguments', 'temporary'))
     lines.append(
-      f'| {row["model"]} | {row["chips"]} | {row["method"]}'
-      f' | {row["arguments GB"]:.2f} | {row["temporary GB"]:.2f}'
-      f' | {row["factors GB"]:.3f} | {once} | {total:.1f} |'
-    )
-  return '\n'.join(lines)
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--models', nargs='+', choices=SHAPES, default=SHAPES)
-  parser.add_argument(
-    '--chips', nargs='+', type=int, choices=TOPOLOGY, default=TOPOLOGY
-  )
-  parser.add_argument('--table', action='store_true', help='compile nothing')
-  args = parser.parse_args()
-  path = results.FOLDER / 'at_scale.json'
-  keys = itertools.product(args.models, args.chips, METHODS)
-  rows = results.add_rows(
-    path, ('model', 'chips', 'method'), () if args.table else keys, measure
-  )
-  print(table(rows))
+      [row['model'], row['chips'], row['method'], *sizes,
+       f'{row["factors GB"]:.3f}', *once, f'{total:.1f}']
+    )  # fmt: skip
+  head = [
+    'model', 'chips', 'method', 'arguments', 'temporary', 'factors',
+    'told to others in a layer', 'in a part', 'in a step', 'in all',
+  ]  # fmt: skip
+  return runner.markdown(head, lines)
 
 
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'at_scale',
+    [
+      {'model': model, 'chips': chips, 'method': method}
+      for model in SHAPES
+      for chips in TOPOLOGY
+      for method in METHODS
+    ],
+    measure,
+    show=show,
+    by_device=False,
+  )

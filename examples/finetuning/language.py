@@ -9,11 +9,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from . import data, sampling
+from . import data, training
 
 
 def make_loss(graphdef: Any, divisor: int) -> Callable:
-  """``loss(params, frozen, batch) -> (loss, hits)`` for records of one batch.
+  """``loss(params, frozen, inputs, labels) -> (loss, hits)`` of one record.
 
   Args:
     graphdef: Static part of the model.
@@ -22,21 +22,20 @@ def make_loss(graphdef: Any, divisor: int) -> Callable:
       couple records: one with many tokens would change what the others count.
   """
 
-  def loss(params, frozen, batch: sampling.Batch):
-    losses, hits, weights = _tokens(graphdef, params, frozen, batch)
-    # Over the records: the private step gives them one by one.
-    mean = jnp.mean(jnp.sum(losses * weights, axis=-1)) / divisor
-    hits = jnp.sum(hits * weights, -1) / jnp.maximum(jnp.sum(weights, -1), 1)
-    return mean, jnp.mean(hits)
+  def loss(params, frozen, inputs, labels):
+    model = nnx.merge(graphdef, params, frozen)
+    losses, hits, weights = _tokens(model, inputs[None], labels[None])
+    hits = jnp.sum(hits * weights) / jnp.maximum(jnp.sum(weights), 1)
+    return jnp.sum(losses * weights) / divisor, hits
 
   return loss
 
 
-def _tokens(graphdef: Any, params: Any, frozen: Any, batch: sampling.Batch):
+def _tokens(model: Any, inputs: jax.Array, labels: jax.Array):
   """Loss and hit of each token, and whether it counts: ``(batch, length)``."""
-  logits = nnx.merge(graphdef, params, frozen)(batch.inputs)
-  weights = batch.labels != data.BLANK
-  labels = jnp.where(weights, batch.labels, 0)
+  logits = model(inputs)
+  weights = labels != data.BLANK
+  labels = jnp.where(weights, labels, 0)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   hits = jnp.argmax(logits, axis=-1) == labels
   return losses, hits, weights.astype(losses.dtype)
@@ -57,18 +56,19 @@ def make_evaluate(
     the mean in nats, ``eval_perplexity``, its exponential, and
     ``eval_accuracy``, the fraction that was the likeliest.
   """
-  used = np.flatnonzero((evaluation.labels != data.BLANK).any(axis=1))
-  indices = np.full(-(-len(used) // chunk) * chunk, -1)
-  indices[: len(used)] = used
-  batch, _ = sampling.gather(evaluation, indices)
-  chunked = jax.tree.map(
-    lambda x: jnp.asarray(x.reshape(-1, chunk, *x.shape[1:])), batch
+  used = (evaluation.labels != data.BLANK).any(axis=1)
+  chunked = training.in_chunks(
+    jax.tree.map(lambda x: x[used], evaluation), chunk
   )
 
   @jax.jit
   def totals(params, frozen):
-    def one(rows):
-      losses, hits, weights = _tokens(graphdef, params, frozen, rows)
+    model = nnx.merge(graphdef, params, frozen)
+
+    def one(chunk_of_rows):
+      (inputs, labels), present = chunk_of_rows
+      losses, hits, weights = _tokens(model, inputs, labels)
+      weights = weights * present[:, None]
       return (
         jnp.sum(losses * weights),
         jnp.sum(hits * weights),

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from . import finished, privacy
+from . import finished
 
 WEIGHTS = {
   'int8': 'dense layers in int8 with a scale for each output, others bfloat16; '
@@ -117,23 +117,12 @@ def _privacy(run: finished.Finished) -> list[str]:
       '',
     ]
   plan, settings = summary['plan'], summary['settings']
-  seeded = run.options.seed is not None
-  diagnosed = run.options.nonprivate_diagnostics
   return [
     *lines,
-    *(
-      [
-        '**The guarantee does NOT hold: the run had a known seed.**',
-        '',
-      ]
-      if seeded
-      else []
-    ),
+    f'{summary["statement"]}.',
+    '',
     *_table(
       {
-        'epsilon': f'{privacy.round_up(summary["epsilon"]):.3f} (PLD), '
-        'noise as drawn',
-        'delta': f'{plan["delta"]:g}',
         'unit of privacy': 'one row, added or removed',
         'sampling': f'Poisson, probability {plan["expected_batch_size"]}/'
         f'{plan["dataset_size"]}, batches cut to {plan["padded_size"]}',
@@ -148,7 +137,7 @@ def _privacy(run: finished.Finished) -> list[str]:
     'private rows'
     + (
       '; the files nonprivate_* of the run, which are not here.'
-      if diagnosed
+      if run.options.nonprivate_diagnostics
       else '.'
     ),
     '',

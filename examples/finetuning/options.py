@@ -179,7 +179,7 @@ def read(path: pathlib.Path, names: Iterable[str]) -> dict[str, Any]:
     names: All options of today. One that the run does not know yet has its
       default: a new option's default must be what was done before it. If it is
       not, a run does not go on all the same: what decides the release is in
-      the ledger, which is compared (``checkpoints.Checkpoints.restore``).
+      the fingerprint of its state, which is compared.
 
   Raises:
     ValueError: If they are no options, or a later version's.

@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
 
-from . import command_line, finished, options, privacy, public_rows
+from . import command_line, finished, options, public_rows, reporting
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -21,7 +21,6 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #222;
 table { border-collapse: collapse; margin: 1rem 0 }
 td, th { border-bottom: 1px solid #ddd; padding: .3rem .8rem; text-align: left }
 img { max-width: 100% }
-.warning { background: #fff3cd; padding: .5rem 1rem }
 """
 
 
@@ -80,7 +79,7 @@ def _comparison(runs: dict[str, finished.Finished]) -> str:
     kind = _kind(run)
     epsilon, delta = 'not private', ''
     if summary['private']:
-      epsilon = f'{privacy.round_up(summary["epsilon"]):.3f}'
+      epsilon = f'{reporting.round_up(summary["epsilon"]):.3f}'
       delta = f'{summary["plan"]["delta"]:g}'
     rows.append(
       [
@@ -118,11 +117,7 @@ def _picture(runs: dict[str, finished.Finished]) -> str:
     style = {'label': name, 'linewidth': 2, 'marker': 'o', 'markersize': 4}
     axes[0].plot([row['step'] for row in rows], values, **style)
     if run.summary['private']:
-      plan = privacy.Plan(**run.summary['plan'])
-      epsilons = [
-        plan.epsilon(row['step']) if row['step'] else 0.0 for row in rows
-      ]
-      axes[1].plot(epsilons, values, **style)
+      axes[1].plot(run.summary['epsilons'], values, **style)
     else:
       axes[1].axhline(
         values[-1], linestyle='--', label=f'{name} (not private)', color='gray'
@@ -149,10 +144,6 @@ def _metrics(run: finished.Finished) -> list[dict[str, Any]]:
 def _details(run: finished.Finished) -> str:
   summary = run.summary
   parts = [f'<p>{html.escape(summary["statement"])}.</p>']
-  if run.options.seed is not None and summary['private']:
-    parts.append(
-      '<p class="warning">The guarantee does NOT hold: the seed is known.</p>'
-    )
   rows = [
     [name.removeprefix('eval_'), f'{before:.4f}', f'{final:.4f}']
     for name, before in summary['start'].items()

@@ -6,6 +6,7 @@ step may tell how many records it had.
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -129,6 +130,11 @@ def _plot(
   figure.suptitle(title, fontsize='medium')
   figure.savefig(path, dpi=150)
   plt.close(figure)
+
+
+def round_up(epsilon: float) -> float:
+  """To what is printed; never to less privacy loss than spent."""
+  return math.ceil(epsilon * 1e3) / 1e3 if math.isfinite(epsilon) else epsilon
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

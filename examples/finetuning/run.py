@@ -1,79 +1,50 @@
-"""One run: plan, loop, evaluation, checkpoints, output folder."""
+"""One run: loop, evaluation, checkpoints, output folder."""
 
 import contextlib
-import dataclasses
 import json
 import pathlib
+import shutil
 import signal
 from collections.abc import Iterator
 from typing import Any
 
-import optax
+import jax
 import tqdm
 
-from . import (
-  checkpoints,
-  methods,
-  privacy,
-  randomness,
-  reporting,
-  sampling,
-  summaries,
-  tasks,
-  training,
-)
+from prism_optax import training as prism_training
+from prism_optax.training import PrivateTraining
 
+from . import methods, reporting, summaries, tasks, training
+from . import options as options_lib
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """How to train; all of it is public except ``seed``.
-
-  Attributes:
-    optimizer: One of ``methods.METHODS``.
-    learning_rate: At the first step; a cosine takes it to a tenth.
-    l2_clip_norm: Largest norm of one example's gradient, over all trainable
-      leaves.
-    microbatch_size: Examples in memory at once.
-    eval_every: Steps between evaluations.
-    checkpoint_every: Steps between checkpoints.
-    seed: None for secret randomness.
-    skip_padding: Whether micro-batches of nothing but padding are left out.
-      Saves about a quarter of the time; but how long a step takes then tells
-      how many records were drawn.
-    nonprivate_diagnostics: Whether to write measures of the training data.
-    keep_checkpoints: Whether the secrets stay on disk after the last step.
-    devices: Number of devices over which each batch is split.
-  """
-
-  optimizer: str
-  learning_rate: float
-  l2_clip_norm: float
-  microbatch_size: int
-  eval_every: int
-  checkpoint_every: int
-  seed: int | None = None
-  skip_padding: bool = False
-  nonprivate_diagnostics: bool = False
-  keep_checkpoints: bool = False
-  devices: int = 1
+# As secret as the data: the state holds the keys of noise and batches. Whoever
+# reads it can take the noise off everything that was released.
+FOLDER = 'checkpoints_secret'
 
 
 class Interrupted(Exception):
   """The run was asked to stop, and has saved where it is."""
 
 
+def secrets(output: pathlib.Path) -> pathlib.Path:
+  """The folder of state and journal, which is deleted at the end."""
+  return output.resolve() / FOLDER
+
+
 def train(
   task: tasks.Task,
-  plan: privacy.Plan,
-  settings: Settings,
+  private: PrivateTraining,
+  options: options_lib.Options,
+  name: str,
   output: pathlib.Path,
 ) -> dict[str, Any]:
   """Trains, or goes on from the last checkpoint in ``output``.
 
   Args:
     task: Model and data.
-    plan: Public constants; ``noise_multiplier`` 0 where nothing is private.
-    settings: How to train.
+    private: Of ``training.make``, for this output.
+    options: Of the run.
+    name: Of the method.
     output: Gets ``adapter.safetensors``, ``metrics.jsonl``, ``metrics.png``
       and ``summary.json``; with diagnostics also ``nonprivate_metrics.jsonl``
       and ``nonprivate_metrics.png``, which must stay as private as the data.
@@ -85,180 +56,116 @@ def train(
   Raises:
     Interrupted: After SIGINT or SIGTERM.
     OSError: If a disk is full: what was saved before is still there.
-    ValueError: If the checkpoint belongs to other data, or is lost; if there
-      are fewer devices than asked for.
+    ValueError: If the checkpoint belongs to other data or another training, or
+      is lost.
   """
-  summary_path = output / 'summary.json'
+  folder, summary_path = secrets(output), output / 'summary.json'
   if summary_path.exists():
-    if not settings.keep_checkpoints:  # It may have ended just before that.
-      checkpoints.erase(output)
-    return json.loads(summary_path.read_text('utf-8'))
-  method = _method(plan, settings, task.params)
-  state = training.init_state(task.params, method)
-  store = checkpoints.Checkpoints(output)
-  checkpoint = checkpoints.Checkpoint(
-    state,
-    randomness.sampling_seed(settings.seed),
-    checkpoints.digest(*task.train),
-  )
-  report = reporting.Report(
-    output, nonprivate_diagnostics=settings.nonprivate_diagnostics
-  )
-  release = _release(task, plan, settings)
-  ledger = checkpoints.Ledger(release, 0)
-  restored = store.restore(checkpoint, release)
-  if restored is not None:
-    found = checkpoint.data_digest
-    checkpoint, ledger = restored
-    checkpoints.check_same_data(found, checkpoint.data_digest)
-  elif report.public.path.exists():
-    raise ValueError(
-      f'--resume: the checkpoints of the run in {output} are gone, and its '
-      f'noise with them. From the start it would be a second release, with a '
-      f'budget of its own: choose another --output.'
-    )
+    summary = json.loads(summary_path.read_text('utf-8'))
   else:
-    # Before anything is released: see the error above.
-    ledger = _ahead(ledger, plan, settings, 0)
-    store.save(checkpoint, ledger)
-  report.resume(int(checkpoint.state.step))
-  checkpoint = _loop(
-    task,
-    plan,
-    settings,
-    method,
-    checkpoint,
-    ledger,
-    store,
-    report,
-    # A process that was killed may have released what it had written down.
-    spent_before=0 if restored is None else ledger.spent_steps,
-  )
-  summary = summaries.write(
-    task, plan, settings, checkpoint.state, report, output
-  )
-  store.close()
-  if not settings.keep_checkpoints:
-    checkpoints.erase(output)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    report = reporting.Report(
+      output, nonprivate_diagnostics=options.nonprivate_diagnostics
+    )
+    state = _begun(task, private, options, name, folder, report)
+    state = _loop(task, private, options, name, state, folder, report)
+    summary = summaries.write(
+      task, private, options, name, state, report, output
+    )
+  if not options.keep_checkpoints:
+    shutil.rmtree(folder, ignore_errors=True)
   return summary
 
 
-def _release(
-  task: tasks.Task, plan: privacy.Plan, settings: Settings
-) -> dict[str, Any]:
-  """All that decides what is released, beside the data and the secrets."""
-  used = summaries.public(settings)
-  for name in ('eval_every', 'checkpoint_every', 'keep_checkpoints'):
-    del used[name]
-  return {
-    'plan': dataclasses.asdict(plan),
-    'settings': used,
-    'base': task.base,
-    'labels': list(task.labels),
-  }
-
-
-def _ahead(
-  ledger: checkpoints.Ledger,
-  plan: privacy.Plan,
-  settings: Settings,
-  done: int,
-) -> checkpoints.Ledger:
-  """The ledger with the steps until the next checkpoint written down."""
-  planned = min(plan.steps, done + settings.checkpoint_every)
-  return ledger._replace(spent_steps=max(ledger.spent_steps, planned))
-
-
-def _method(
-  plan: privacy.Plan, settings: Settings, params: Any
-) -> methods.Method:
-  return methods.make(
-    settings.optimizer,
-    learning_rate=optax.cosine_decay_schedule(
-      settings.learning_rate, plan.steps, alpha=0.1
-    ),
-    l2_clip_norm=settings.l2_clip_norm,
-    noise_multiplier=plan.noise_multiplier,
-    expected_batch_size=plan.expected_batch_size,
-    prng_key=randomness.noise_key(settings.seed),
-    params=params,
-    steps=plan.steps,
-  )
+def _begun(
+  task: tasks.Task,
+  private: PrivateTraining,
+  options: options_lib.Options,
+  name: str,
+  folder: pathlib.Path,
+  report: reporting.Report,
+) -> prism_training.TrainingState:
+  """A new state, saved before anything is released, or that of the run."""
+  path = folder / 'state.npz'
+  if not path.exists():
+    if report.public.path.exists():
+      raise ValueError(
+        f'--resume: the checkpoint of the run in {report.output} is gone, and '
+        'its noise with it. From the start it would be a second release, with '
+        'a budget of its own: choose another --output.'
+      )
+    # Of a process that died before it had saved a state, and so released none.
+    (folder / 'journal.sqlite').unlink(missing_ok=True)
+  state = private.init(methods.prepared(name, task.params))
+  everywhere = training.sharding(options)
+  if everywhere is not None:
+    arrays = jax.device_put((state.params, state.optimizer), everywhere)
+    state = state._replace(params=arrays[0], optimizer=arrays[1])
+  if path.exists():
+    state = prism_training.load_state(path, state)
+  else:
+    prism_training.save_state(path, state)
+  report.resume(int(state.step))
+  return state
 
 
 def _loop(
   task: tasks.Task,
-  plan: privacy.Plan,
-  settings: Settings,
-  method: methods.Method,
-  checkpoint: checkpoints.Checkpoint,
-  ledger: checkpoints.Ledger,
-  store: checkpoints.Checkpoints,
+  private: PrivateTraining,
+  options: options_lib.Options,
+  name: str,
+  state: prism_training.TrainingState,
+  folder: pathlib.Path,
   report: reporting.Report,
-  spent_before: int,
-) -> checkpoints.Checkpoint:
+) -> prism_training.TrainingState:
   """All steps that are left."""
-  placement = training.Placement(settings.devices)
-  state, frozen = placement.everywhere((checkpoint.state, task.frozen))
+  frozen = jax.device_put(task.frozen, training.sharding(options))
   evaluate = task.make_evaluate(task.graphdef, task.evaluation)
-  step = training.make_step(
-    task.graphdef,
-    method,
-    microbatch_size=settings.microbatch_size,
-    skip_padding=settings.skip_padding,
-    nonprivate_diagnostics=settings.nonprivate_diagnostics,
-    loss=task.make_loss(task.graphdef),
-  )
-
-  def batch_of(number: int):
-    indices = sampling.draw(
-      checkpoint.sampling_seed,
-      number,
-      dataset_size=plan.dataset_size,
-      sampling_probability=plan.sampling_probability,
-      size=plan.padded_size,
-    )
-    if settings.skip_padding:
-      indices = sampling.padding_last(indices, settings.microbatch_size)
-    return placement.split(sampling.gather(task.train, indices))
-
+  batches = private.batches(state, task.train)
+  print('Compiling and checking the step ...')
+  private.compile(state, frozen)
   if int(state.step) == 0:
     report.add(0, evaluate(state.params, frozen))
-  compiled = training.compile_step(step, state, frozen, *batch_of(0))
   with (
     _stop_requests() as requests,
     # Nothing but the number of the step and the public evaluation.
     tqdm.tqdm(
       initial=int(state.step),
-      total=plan.steps,
-      desc=settings.optimizer,
+      total=private.steps,
+      desc=name,
       unit='step',
       dynamic_ncols=True,
     ) as bar,
   ):
     bar.set_postfix(_shown(report.public.rows))
-    for number in range(int(state.step), plan.steps):
-      state, diagnostics = compiled(state, frozen, *batch_of(number))
-      done = int(state.step)  # Waits: one step at a time.
+    for batch in batches:
+      done = int(state.step) + 1
+      is_last = done == private.steps
+      evaluates = done % options.eval_every == 0 or is_last
+      measured = None
+      if evaluates and options.nonprivate_diagnostics:
+        measured = _measured(private.nonprivate_means(state, batch, frozen))
+      state = private.step(state, batch, frozen)
       bar.update()
-      if done % settings.eval_every == 0 or done == plan.steps:
-        measured = None
-        if diagnostics is not None:
-          measured = {k: float(v) for k, v in diagnostics._asdict().items()}
+      if evaluates:
         report.add(done, evaluate(state.params, frozen), measured)
         bar.set_postfix(_shown(report.public.rows))
-      due = done % settings.checkpoint_every == 0 or done == plan.steps
-      if requests or due:
-        ledger = _ahead(ledger, plan, settings, done)
-        store.save(checkpoint._replace(state=state), ledger)
-      if requests and done < plan.steps:
-        message = f'Stopped after {done} of {plan.steps} steps, saved.'
-        if settings.optimizer != 'adamw':
-          message += summaries.spent(
-            plan, max(done, spent_before), ledger.spent_steps
-          )
+      if requests or done % options.checkpoint_every == 0 or is_last:
+        prism_training.save_state(folder / 'state.npz', state)
+      if requests and not is_last:
+        message = f'Stopped after {done} of {private.steps} steps, saved.'
+        if name != methods.NOT_PRIVATE:
+          message += summaries.spent(private, state)
         raise Interrupted(message)
-  return checkpoint._replace(state=state)
+  return state
+
+
+def _measured(means: prism_training.Means) -> dict[str, float]:
+  return {
+    'nonprivate_loss': float(means.loss),
+    'nonprivate_accuracy': float(means.aux),
+    'nonprivate_gradient_norm': float(means.gradient_norm),
+  }
 
 
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:

@@ -54,11 +54,6 @@ class Task:
   make_loss: Callable = training.make_loss
   make_evaluate: Callable = training.make_evaluate
 
-  @property
-  def entries(self) -> int:
-    """Numbers that are trained."""
-    return sum(x.size for x in jax.tree.leaves(self.params))
-
 
 def text_classification(
   train_path: str,

@@ -98,10 +98,10 @@ def prism(
   ==========================  =================================================
 
   The defaults were set by experiments on digits and on text
-  (``benchmarks/accuracy/hyper_parameters.py``,
-  ``benchmarks/accuracy/utility.py``): a first moment without bias correction
-  and a little decay are worth points of accuracy and forgive a wrong rate; ten
-  times the usual clip norm cost four; ``b2`` made none.
+  (``benchmarks/accuracy/digits.py``, ``benchmarks/accuracy/utility.py``): a
+  first moment without bias correction and a little decay are worth points of
+  accuracy and forgive a wrong rate; ten times the usual clip norm cost four;
+  ``b2`` made no difference.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has

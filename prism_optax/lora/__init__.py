@@ -24,9 +24,9 @@ from prism_optax.lora._stacking import stack, unstack
 
 # fmt: off
 __all__ = [
-  'Kernel', 'Layout', 'Pair', 'add_adapters', 'canonicalize', 'deltas',
-  'describe_pairs', 'difference', 'from_peft', 'in_microbatches', 'initialize',
-  'load_peft', 'merge', 'pairs_by_name', 'per_example_gradients',
+  'Kernel', 'Layout', 'Pair', 'add_adapters', 'canonicalize',
+  'deltas', 'describe_pairs', 'difference', 'from_peft', 'in_microbatches',
+  'initialize', 'load_peft', 'merge', 'pairs_by_name', 'per_example_gradients',
   'per_example_product', 'save_peft', 'spectral_residual', 'stack', 'truncate',
   'unstack',
 ]

@@ -12,15 +12,20 @@ from prism_optax._clip import (
   GroupClipping,
   QuantileClipping,
 )
+from prism_optax.training._checkpoint import load_state, save_state
+from prism_optax.training._execution import Execution
 from prism_optax.training._make import make_private
-from prism_optax.training._private import PrivateTraining, TrainingState
+from prism_optax.training._means import Means
+from prism_optax.training._private import PrivateTraining
 from prism_optax.training._releases import ChangeOfVariables, Release
 from prism_optax.training._sampling import Batch, Batches
+from prism_optax.training._state import TrainingState
 
 # fmt: off
 __all__ = [
-  'AutomaticClipping', 'Batch', 'Batches', 'ChangeOfVariables', 'FlatClipping',
-  'GroupClipping', 'PrivateTraining', 'QuantileClipping', 'Release',
-  'TrainingState', 'make_private',
+  'AutomaticClipping', 'Batch', 'Batches', 'ChangeOfVariables', 'Execution',
+  'FlatClipping', 'GroupClipping', 'Means', 'PrivateTraining',
+  'QuantileClipping', 'Release', 'TrainingState', 'load_state', 'make_private',
+  'save_state',
 ]
 # fmt: on

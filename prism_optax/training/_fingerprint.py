@@ -13,15 +13,18 @@ import re
 import weakref
 from collections.abc import Iterable
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend import core
 
+from prism_optax._proofs._equations import Program
 from prism_optax._randomness import _generators
+from prism_optax._types import ArrayTree
 
 # With one of these a GPU adds in the same order in each process.
 _DETERMINISTIC = (
@@ -102,7 +105,7 @@ def environment(sharding: jax.sharding.Sharding | None, nonce: str) -> str:
     nonce is part of it, unless ``--xla_gpu_deterministic_ops=true`` is set.
   """
   client = jax.extend.backend.get_backend()
-  found: dict[str, Any] = {
+  found: dict[str, object] = {
     'backend': jax.default_backend(),
     'backend_version': client.platform_version,
     'devices': sorted(d.device_kind for d in jax.devices()),
@@ -144,7 +147,7 @@ def _processor() -> str:
   return '\n'.join(sorted(lines))
 
 
-def program(traced: Any) -> bytes:
+def program(traced: Program) -> bytes:
   """A digest of a program, the same in every process.
 
   It covers every equation, every constant by its value (learning rates, decays,
@@ -158,20 +161,24 @@ def program(traced: Any) -> bytes:
   return _of_jaxpr(traced, {})
 
 
-def _of_jaxpr(jaxpr: Any, known: dict[int, tuple[Any, bytes]]) -> bytes:
+# The digests of jaxprs by their ids, beside the jaxprs.
+Known: TypeAlias = dict[int, tuple[Program, bytes]]
+
+
+def _of_jaxpr(jaxpr: Program, known: Known) -> bytes:
   if id(jaxpr) in known:
     return known[id(jaxpr)][1]
   consts = getattr(jaxpr, 'consts', ())
   inner = getattr(jaxpr, 'jaxpr', jaxpr)
-  numbers: dict[Any, int] = {}
+  numbers: dict[object, int] = {}
 
-  def atom(x: Any) -> str:
-    if hasattr(x, 'val'):  # A literal.
+  def atom(x: core.Var | core.Literal) -> str:
+    if isinstance(x, core.Literal):
       return f'{x.aval}={_of_value(x.val, known)}'
     number = numbers.setdefault(x, len(numbers))
     return f'{number}:{x.aval}'
 
-  def atoms(xs: Iterable[Any]) -> str:
+  def atoms(xs: Iterable[core.Var | core.Literal]) -> str:
     return ' '.join(map(atom, xs))
 
   digest = hashlib.blake2b(digest_size=32)
@@ -195,7 +202,7 @@ def _of_jaxpr(jaxpr: Any, known: dict[int, tuple[Any, bytes]]) -> bytes:
   return found
 
 
-def _of_value(x: Any, known: dict[int, tuple[Any, bytes]]) -> str:
+def _of_value(x: Any, known: Known) -> str:
   """A parameter of a primitive, or a constant, without any address."""
   if hasattr(x, 'eqns') or hasattr(x, 'jaxpr'):
     return _of_jaxpr(x, known).hex()
@@ -213,7 +220,7 @@ def _of_value(x: Any, known: dict[int, tuple[Any, bytes]]) -> str:
   return _without_addresses(repr(x))
 
 
-def _of_array(x: Any) -> str:
+def _of_array(x: jax.Array | np.ndarray | np.generic) -> str:
   if isinstance(x, jax.Array) and (
     jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not x.is_fully_addressable
   ):
@@ -232,10 +239,10 @@ class FrozenWeights:
   """A digest of arrays that are given again and again, taken once."""
 
   def __init__(self) -> None:
-    self._last: tuple[list[Any], bytes] | None = None
+    self._last: tuple[list[weakref.ref[jax.Array]], bytes] | None = None
 
-  def digest(self, tree: Any) -> bytes:
-    leaves: list[Any] = jax.tree.leaves(tree)
+  def digest(self, tree: ArrayTree) -> bytes:
+    leaves: list[ArrayTree] = jax.tree.leaves(tree)
     if self._last is not None and len(leaves) == len(self._last[0]):
       pairs = zip(leaves, self._last[0], strict=True)
       if all(x is reference() for x, reference in pairs):
@@ -250,14 +257,14 @@ class FrozenWeights:
     return found
 
 
-def _layout(x: Any) -> tuple[Any, ...]:
+def _layout(x: object) -> tuple[object, ...]:
   """Into how many parts an array is cut, however its sharding is written."""
   if not isinstance(x, jax.Array):
     return ()
   return len(x.sharding.device_set), x.sharding.shard_shape(x.shape)
 
 
-def of_arrays(tree: Any) -> jax.Array:
+def of_arrays(tree: ArrayTree) -> jax.Array:
   """A digest of the bits of a tree of arrays, (8,) uint32; may be traced.
 
   Sums modulo 2^32 of a mix of each word with its place: the same on any device
@@ -298,9 +305,8 @@ def _bits(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize > 4:
       return jax.lax.bitcast_convert_type(x, jnp.uint32)
     return x.astype(jnp.uint32)  # Narrow integers and bool.
-  finfo: Any = jnp.finfo
   kinds = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
-  size = finfo(x.dtype).bits
+  size = jnp.finfo(x.dtype).bits
   if size not in kinds:
     x, size = x.astype(jnp.float32), 32
   return jax.lax.bitcast_convert_type(x, kinds[size]).astype(jnp.uint32)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,70 +10,163 @@ import jax.numpy as jnp
 from prism_optax import lora
 from prism_optax._proofs._independence import prove_independent
 from prism_optax._proofs._proof import Proof
+from prism_optax._types import ArrayTree
 from prism_optax.training._releases import ChangeOfVariables
 from prism_optax.training._sampling import Batch
 
+Loss: TypeAlias = Callable[..., ArrayTree]
+# Of parameters, frozen weights and rows.
+OfRows: TypeAlias = Callable[[ArrayTree, ArrayTree, ArrayTree], ArrayTree]
+
 
 def in_coordinates(
-  loss: Callable[..., jax.Array], change: ChangeOfVariables, batched: bool
-) -> Callable[..., jax.Array]:
+  loss: Loss, change: ChangeOfVariables, batched: bool
+) -> Loss:
   """The loss as a function of what is trained in place of its parameters."""
 
   to_params = jax.vmap(change.to_params) if batched else change.to_params
 
-  def of_coordinates(coordinates: Any, *data: Any) -> jax.Array:
+  def of_coordinates(coordinates: ArrayTree, *data: ArrayTree) -> ArrayTree:
     return loss(to_params(coordinates), *data)
 
   return of_coordinates
 
 
 def _called(
-  loss: Callable[..., Any], params: Any, frozen: Any, data: Any
-) -> Any:
+  loss: Loss, params: ArrayTree, frozen: ArrayTree, data: ArrayTree
+) -> ArrayTree:
   """``loss`` of a record; frozen weights stand before it if there are any."""
   example = data if isinstance(data, tuple) else (data,)
   weights = () if frozen is None else (frozen,)
   return loss(params, *weights, *example)
 
 
-def gradients(
-  loss: Callable[..., Any], batched: bool, of_users: bool
-) -> Callable[[Any, Any, Any], Any]:
+def with_aux(loss: Loss, has_aux: bool) -> Loss:
+  """The loss with auxiliary values, ``()`` if it has none.
+
+  Raises:
+    ValueError: When it is called, if it returns no pair in spite of
+      ``has_aux``.
+  """
+
+  def pair(*arguments: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
+    found: ArrayTree = loss(*arguments)
+    if not has_aux:
+      return found, ()
+    if not isinstance(found, tuple) or len(found) != 2:
+      raise ValueError(
+        'Expected loss to return (loss, aux), as has_aux=True says, got'
+        f' {found}.'
+      )
+    return found[0], found[1]
+
+  return pair
+
+
+def without_aux(loss: Loss, has_aux: bool) -> Loss:
+  """The loss alone, of which a step takes gradients."""
+  if not has_aux:
+    return loss
+  pair = with_aux(loss, has_aux)
+  return lambda *arguments: pair(*arguments)[0]
+
+
+def gradients(loss: Loss, batched: bool, of_users: bool) -> OfRows:
   """``gradients(params, frozen, rows)``, per record or per user."""
   if batched:
     return lambda params, frozen, rows: lora.per_example_gradients(
       lambda copies, batch: _called(loss, copies, frozen, batch)
     )(params, rows)
 
-  def mean_of_user(params: Any, frozen: Any, rows: Any) -> jax.Array:
-    examples, is_present = rows
-    # The loss of zeros may have a gradient that is not finite, which stays so
-    # where its weight is zero: another record of the user's stands in.
-    first = jnp.argmax(is_present)
+  def of_user(
+    params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+  ) -> jax.Array:
+    each = _of_records_of_user(loss, params, frozen, rows)
+    return _mean_of_user(each, rows[1])
 
-    def filled(x: jax.Array) -> jax.Array:
-      here = is_present.reshape(-1, *(1,) * (x.ndim - 1))
-      return jnp.where(here, x, x[first])
-
-    examples = jax.tree.map(filled, examples)
-    each = jax.vmap(lambda x: _called(loss, params, frozen, x))(examples)
-    return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
-      jnp.sum(is_present), 1
-    )
-
-  def of_record(params: Any, frozen: Any, example: Any) -> Any:
-    return _called(loss, params, frozen, example)
-
-  one = mean_of_user if of_users else of_record
+  one = of_user if of_users else functools.partial(_called, loss)
   return jax.vmap(jax.grad(one), (None, None, 0))
 
 
+def _of_records_of_user(
+  loss: Loss, params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+) -> ArrayTree:
+  """What a loss returns for each record of a user."""
+  examples, is_present = rows
+  # The loss of zeros may have a gradient that is not finite, which stays so
+  # where its weight is zero: another record of the user's stands in.
+  first = jnp.argmax(is_present)
+
+  def filled(x: jax.Array) -> jax.Array:
+    here = is_present.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(here, x, x[first])
+
+  examples = jax.tree.map(filled, examples)
+  return jax.vmap(lambda x: _called(loss, params, frozen, x))(examples)
+
+
+def _mean_of_user(each: jax.Array, is_present: jax.Array) -> jax.Array:
+  return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
+    jnp.sum(is_present), 1
+  )
+
+
+def measured(loss: Loss, batched: bool, of_users: bool) -> OfRows:
+  """``measured(params, frozen, rows)``: losses, auxiliary values, gradients.
+
+  Args:
+    loss: Of :func:`with_aux`.
+    batched: Whether it takes many examples.
+    of_users: Whether rows are of users.
+  """
+  if batched:
+    of_batch = gradients(lambda *x: loss(*x)[0], True, False)
+
+    def call(
+      params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+    ) -> ArrayTree:
+      count = len(jax.tree.leaves(rows)[0])
+      copies = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (count, *x.shape)), params
+      )
+      values, aux = _called(loss, copies, frozen, rows)
+      return values, aux, of_batch(params, frozen, rows)
+
+    return call
+
+  def one(
+    params: ArrayTree, frozen: ArrayTree, row: ArrayTree
+  ) -> tuple[ArrayTree, ArrayTree]:
+    if not of_users:
+      value, aux = _called(loss, params, frozen, row)
+      return value, aux
+    each = _of_records_of_user(loss, params, frozen, row)
+    mean = jax.vmap(_mean_of_user, (-1, None), -1)
+
+    def of_leaf(x: jax.Array) -> jax.Array:
+      flat = mean(x.reshape(len(x), -1), row[1])
+      return flat.reshape(x.shape[1:])
+
+    value, aux = jax.tree.map(of_leaf, each)
+    return value, aux
+
+  def call_each(
+    params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+  ) -> ArrayTree:
+    (values, aux), found = jax.vmap(
+      jax.value_and_grad(one, has_aux=True), (None, None, 0)
+    )(params, frozen, rows)
+    return values, aux, found
+
+  return call_each
+
+
 def check(
-  loss: Callable[..., Any],
+  loss: Loss,
   batched: bool,
   microbatch_size: int | None,
-  params: Any,
-  frozen: Any,
+  params: ArrayTree,
+  frozen: ArrayTree,
   batch: Batch,
 ) -> Proof:
   """The proof that no record meets another, or a refusal of the loss.

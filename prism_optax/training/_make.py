@@ -2,8 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,16 @@ from prism_optax._clip import (
 from prism_optax._modules import warn_if_mostly_no_adapters
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
-from prism_optax.training import _loss, _optimizer, _sampling, _seen, _stops
+from prism_optax.training import (
+  _loss,
+  _optimizer,
+  _sampling,
+  _seen,
+  _stops,
+  _words,
+)
+from prism_optax.training._execution import Execution
+from prism_optax.training._means import means
 from prism_optax.training._optimizer import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._records import Form
@@ -34,7 +42,7 @@ from prism_optax.training._releases import (
   check_declared,
 )
 from prism_optax.training._sampling import Sampling
-from prism_optax.training._settings import Parts, Settings
+from prism_optax.training._settings import Parts, Settings, Tag
 
 # Folded into a key that was given: the seed of the batches, the noise of a
 # quantile. `split` uses the numbers 0 and 1.
@@ -44,8 +52,9 @@ _BATCHES, _QUANTILE = 0x42415443, 0x5155414E
 _LEAST_NORM, _LARGEST_NORM = 1e-30, 1e30
 
 
+@_words.answered
 def make_private(
-  loss: Callable[..., jax.Array],
+  loss: Callable[..., ArrayTree],
   params: ArrayTree,
   *,
   optimizer: Optimizer,
@@ -57,18 +66,17 @@ def make_private(
   target_epsilon: float | None = None,
   noise_multiplier: float | None = None,
   clipping: FlatClipping | None = None,
-  microbatch_size: int | None = None,
-  padded_batch_size: int | None = None,
-  skip_padding: bool = False,
   examples_per_user: int | None = None,
   record: ArrayTree | None = None,
   batched_loss: bool = False,
-  batch_sharding: jax.sharding.Sharding | None = None,
+  has_aux: bool = False,
   change_of_variables: ChangeOfVariables | None = None,
   prior_releases: Sequence[Release] = (),
   stop: str = 'planned',
   journal: str | os.PathLike[str] | None = None,
+  tags: Mapping[str, Tag] | None = None,
   prng_key: PRNGKeyLike = None,
+  execution: Execution | None = None,
 ) -> PrivateTraining:
   """A differentially private training whose parts agree.
 
@@ -89,7 +97,8 @@ def make_private(
   accountant for add-or-remove-one neighbours. The parameters after every step
   may be released, all else that a state holds may not. Not covered: choices
   that were made by looking at the data (the constants themselves, a learning
-  rate tuned on them), and with ``skip_padding`` how long a step takes.
+  rate tuned on them), and with ``Execution.skip_padding`` how long a step
+  takes.
 
   ==============================  =============================================
   NaN or Inf in a gradient        the record counts as zero
@@ -103,6 +112,8 @@ def make_private(
   ``noise_multiplier=0.0``        no privacy, for tests: epsilon is infinite
   a loss that mixes records       the first ``step`` raises, unless the proof of
                                   ``diagnostics.prove_independent`` holds
+  a step that is not finite       is held: it counts, parameters and moments
+                                  stay as they were
   step ``steps + 1``              ValueError
   a loss that prints a record,    the first ``step`` raises, by the program: see
   or loops as one of them says    ``PrivateTraining.proofs``
@@ -144,11 +155,6 @@ def make_private(
     clipping: The rule: :class:`FlatClipping`, the default,
       :class:`AutomaticClipping`, :class:`GroupClipping` or
       :class:`QuantileClipping`.
-    microbatch_size: Records whose gradients are held at once; None is all.
-    padded_batch_size: Rows of every batch. The default is six standard
-      deviations above b.
-    skip_padding: Pass over micro-batches of padding alone. It saves up to a
-      third of the time, and the time of a step tells how many were drawn.
     examples_per_user: For privacy of users: the most records that a user
       contributes to one batch. Users are drawn, not records; a user's gradient
       is that of the mean loss of these records.
@@ -159,7 +165,9 @@ def make_private(
     batched_loss: ``loss`` takes copies of the parameters, leaves ``(B,
       *shape)``, and examples with a batch axis, and returns (B,), as for
       :func:`prism_optax.lora.per_example_gradients`: one backward pass.
-    batch_sharding: How batches are laid out, split along the first axis.
+    has_aux: ``loss`` returns ``(loss, aux)``, as for ``jax.grad``: a tree of
+      arrays, of one example (with ``batched_loss`` leaves (B, ...)). A step
+      does not compute it; ``PrivateTraining.nonprivate_means`` shows it.
     change_of_variables: What was released of the same records, or of the same
       users with ``examples_per_user``, to train in other variables: any
       :class:`ChangeOfVariables`. ``params`` and those of a state are its
@@ -180,14 +188,19 @@ def make_private(
       wait for the disk at each step). With it a run may go on in another
       environment: other devices or versions. One file for each run; ``init``
       begins it. As needed as the checkpoint beside it.
+    tags: What else a state belongs to, public: names with short texts or
+      numbers, such as the hash of a base model. A state of other tags is
+      refused.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
       key that was given knows the noise and the batches, and ``init`` may be
       called once.
+    execution: Micro-batches, padding and sharding: :class:`Execution`.
 
   Returns:
     The training.
 
   Raises:
+    TypeError: For a word that this function has not; names the right one.
     ValueError: For constants that do not fit, delta too large, an optimizer
       with a clip of its own, a function whose chain has other noise, less of
       it, or none, a release that is found and not in ``prior_releases``, two
@@ -239,7 +252,13 @@ def make_private(
       'A loss of a batch of users is not supported: give the loss of one'
       f' example, got {batched_loss=} and {examples_per_user=}.'
     )
-  devices = 1 if batch_sharding is None else len(batch_sharding.device_set)
+  execution = Execution() if execution is None else execution
+  microbatch_size, sharding = (
+    execution.microbatch_size,
+    execution.batch_sharding,
+  )
+  padded_batch_size = execution.padded_batch_size
+  devices = 1 if sharding is None else len(sharding.device_set)
   draft = Sampling(
     expected_batch_size, dataset_size, 1, microbatch_size, examples_per_user
   )
@@ -292,6 +311,7 @@ def make_private(
     prior,
     stops,
     None if record is None else Form.declared(record),
+    _checked_tags(tags),
   )
   transformation = _optimizer.assemble(
     optimizer, clip, noise_multiplier=own, steps=steps, prng_key=prng_key
@@ -299,28 +319,55 @@ def make_private(
   warn_if_mostly_no_adapters(shapes, getattr(transformation, 'layout', None))
   found = _seen.look(transformation, shapes, padded_batch_size)
   _seen.check(found, sigma, 1 + follows)
+  of_users = examples_per_user is not None
+  with_aux = _loss.with_aux(loss, has_aux)
+  loss = _loss.without_aux(loss, has_aux)
   training = PrivateTraining(
     Parts(
       settings,
       transformation,
-      _loss.gradients(loss, batched_loss, examples_per_user is not None),
+      _loss.gradients(loss, batched_loss, of_users),
+      means(
+        _loss.measured(with_aux, batched_loss, of_users),
+        transformation,
+        microbatch_size,
+      ),
       shapes,
       functools.partial(_seed, prng_key),
-      _sampling.put_on_device(batch_sharding),
-      skip_padding,
+      _sampling.put_on_device(sharding),
+      execution,
       functools.partial(_loss.check, loss, batched_loss, microbatch_size),
       functools.partial(check_declared, declared=declared),
       (lambda x: x)
       if change_of_variables is None
       else change_of_variables.to_params,
       1 + follows,
-      batch_sharding,
       given,
       journal,
     )
   )
   _events.check_delta(training.event(), delta, dataset_size)
   return training
+
+
+def _checked_tags(
+  tags: Mapping[str, Tag] | None,
+) -> tuple[tuple[str, Tag], ...]:
+  """Tags in an order of their own.
+
+  Raises:
+    ValueError: For what is not a name with a short text or a number.
+  """
+  found = {} if tags is None else dict(tags)
+  for name, value in found.items():
+    is_tag = isinstance(value, str | int | float) and len(str(value)) <= 200
+    if not isinstance(name, str) or not is_tag:
+      raise ValueError(
+        'Expected tags to be names with numbers or texts of at most 200'
+        f' characters, got tags[{name!r}]={str(value)[:40]!r} of'
+        f' {type(value).__name__}.'
+      )
+  return tuple(sorted(found.items()))
 
 
 def _seed(prng_key: PRNGKeyLike) -> np.ndarray:
@@ -332,7 +379,7 @@ def _seed(prng_key: PRNGKeyLike) -> np.ndarray:
   return np.asarray(jax.random.key_data(key), np.uint32)
 
 
-def _derived(prng_key: Any, number: int) -> jax.Array:
+def _derived(prng_key: PRNGKeyLike, number: int) -> jax.Array:
   """A key that is independent of the noise's."""
   key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
   return jax.random.fold_in(key, number)

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import optax
@@ -11,13 +11,13 @@ import optax
 from prism_optax._clip import Clip, FlatClipping, QuantileClipping
 from prism_optax._clipped_sum import settled
 from prism_optax._linalg import at_least_float32
-from prism_optax._types import PRNGKeyLike
+from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.transforms._chain import TangentTransformation, chain
 from prism_optax.transforms._intrinsic_clip import tangent_clip
 from prism_optax.transforms._matrix_clip import dense_clip
 from prism_optax.transforms._privatizer import gaussian
 
-Optimizer: TypeAlias = optax.GradientTransformation | Callable[..., Any]
+Optimizer: TypeAlias = optax.GradientTransformation | Callable[..., ArrayTree]
 
 
 def assemble(
@@ -98,8 +98,8 @@ def assemble(
 
 
 def _taken(
-  optimizer: Callable[..., Any], constants: Mapping[str, Any]
-) -> dict[str, Any]:
+  optimizer: Callable[..., ArrayTree], constants: Mapping[str, object]
+) -> dict[str, object]:
   """The constants that a function takes."""
   if not callable(optimizer):
     raise ValueError(
@@ -132,14 +132,14 @@ def _dense(
 ) -> optax.GradientTransformationExtraArgs:
   """DP-SGD, DP-Adam and so on: gradients as they are, clipped and noised."""
 
-  def init(params: Any) -> Any:
+  def init(params: ArrayTree) -> ArrayTree:
     return optimizer.init(jax.tree.map(at_least_float32, params))
 
   # Without further arguments: they are for clip and noise, some of records.
   behind = optax.GradientTransformation(init, optimizer.update)
   whole = optax.chain(dense_clip('clipping', clip), noise, behind)
 
-  def update(*args: Any, **extra_args: Any) -> Any:
+  def update(*args: ArrayTree, **extra_args: object) -> ArrayTree:
     updates, state = whole.update(*args, **extra_args)
     return updates, settled(state)
 

@@ -1,58 +1,26 @@
 """One object that owns all that has to agree for an epsilon to be right."""
 
 import functools
-import hashlib
-import os
-from typing import Any, NamedTuple
 
 import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from prism_optax import _per_example, accounting
+from prism_optax import _validate
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
-from prism_optax.accounting import _events
-from prism_optax.training import _fingerprint, _releases, _seen, _stops
+from prism_optax.training import _fingerprint
+from prism_optax.training._claim import Claim
 from prism_optax.training._data_digest import data_digest
 from prism_optax.training._fingerprint import Fingerprint
-from prism_optax.training._journal import Count, Journal
-from prism_optax.training._records import Records
+from prism_optax.training._means import Means
+from prism_optax.training._owner import Owner
+from prism_optax.training._program import Program, described
+from prism_optax.training._records import DataLike, Records, UsersLike
 from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
-
-
-class TrainingState(NamedTuple):
-  """All of a run: save it, restore it, go on.
-
-  As secret as the data: it holds the keys of the noise and of the batches. Only
-  ``params`` may be released.
-
-  Attributes:
-    params: The trainable parameters.
-    optimizer: State of clip, noise and optimizer.
-    step: Number of steps done, NumPy, shape ().
-    seed: Of the batches, NumPy, (4,) uint32.
-    fingerprint: What it belongs to: digests of settings, environment, program
-      and data, NumPy, (8,) uint32 each.
-  """
-
-  params: Any
-  optimizer: Any
-  step: np.ndarray
-  seed: np.ndarray
-  fingerprint: Fingerprint
-
-
-# What a state may differ in, for messages: nothing private.
-_PARTS = {
-  'settings': 'sizes, clip, noise, steps, delta, stop, shapes of parameters',
-  'environment': 'backend, devices, layout of batches, versions',
-  'program': 'loss, optimizer, frozen weights, shapes of records',
-  'data': 'the records, or who they are of',
-}
+from prism_optax.training._state import TrainingState
 
 
 class PrivateTraining:
@@ -63,8 +31,6 @@ class PrivateTraining:
     noise_multiplier: Of all that a step releases, as it is accounted.
     padded_batch_size: Rows of every batch.
     steps: Number of steps.
-    proofs: What was proved of the program of a step, when the first one was
-      done: that no record meets another, and that nothing passes the noise.
   """
 
   def __init__(self, parts: Parts) -> None:
@@ -73,43 +39,19 @@ class PrivateTraining:
     self.noise_multiplier = settings.noise_multiplier
     self.padded_batch_size = settings.sampling.padded_batch_size
     self.steps = settings.steps
-    self.proofs: tuple[Proof, ...] = ()
     self._begun = False
-    self._frozen = _fingerprint.FrozenWeights()
-    self._programs: dict[str, np.ndarray] = {}
-    self._journal = None if parts.journal is None else Journal(parts.journal)
-    words = repr((settings, jax.tree.map(_described, parts.shapes)))
-    self._settings = _fingerprint.words(words)
+    self._owner = Owner(parts)
+    self._program = Program(parts)
+    self._step = self._program.run
+    self._means = jax.jit(parts.means)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(
-      params: Any,
-      state: Any,
-      frozen: Any,
-      examples: Any,
-      is_padding_example: jax.Array,
-      is_present: jax.Array | None,
-      release: jax.Array | None = None,
-    ) -> tuple[Any, Any]:
-      if release is not None:  # Other parameters have other gradients.
-        release = release ^ _fingerprint.of_arrays(params)
-      rows = examples if is_present is None else (examples, is_present)
-      lazy = _per_example.LazyGradients(
-        rows,
-        jax.jit(functools.partial(parts.gradients, params, frozen)),
-        settings.sampling.microbatch_size,
-        parts.skip_padding,
-      )
-      updates, state = parts.transformation.update(
-        lazy,
-        state,
-        params,
-        is_padding_example=is_padding_example,
-        release_digest=release,
-      )
-      return optax.apply_updates(params, updates), state
+  @property
+  def proofs(self) -> tuple[Proof, ...]:
+    """What was proved of the program of a step; empty before it is compiled.
 
-    self._step = step
+    That no record meets another, and that nothing passes the noise.
+    """
+    return self._program.proofs
 
   def init(self, params: ArrayTree) -> TrainingState:
     """A state for a new run: fresh keys, one budget of privacy.
@@ -128,7 +70,7 @@ class PrivateTraining:
         ``prng_key`` was given, because all runs would share its noise.
     """
     found, wanted = (
-      jax.tree.map(_described, x) for x in (params, self.parts.shapes)
+      jax.tree.map(described, x) for x in (params, self.parts.shapes)
     )
     if found != wanted:
       raise ValueError(
@@ -153,22 +95,25 @@ class PrivateTraining:
     params, state = jax.tree.map(jnp.copy, (params, state))
     unknown = _fingerprint.UNKNOWN.copy
     fingerprint = Fingerprint(
-      self._settings.copy(), self._environment.copy(), unknown(), unknown()
+      self._owner.settings.copy(),
+      self._owner.environment.copy(),
+      unknown(),
+      unknown(),
     )
     new = TrainingState(
       params,
       state,
       np.zeros((), np.int64),
+      jnp.zeros((), jnp.int32),
       self.parts.new_seed(),
       fingerprint,
     )
-    if self._journal is not None and jax.process_index() == 0:
-      self._journal.begin(self._run(new))
+    self._owner.begin(new)
     self._begun = True
     return new
 
   def batches(
-    self, state: TrainingState, data: Any, *, users: Any = None
+    self, state: TrainingState, data: DataLike, *, users: UsersLike = None
   ) -> Batches:
     """The batches from the state's step to the last, drawn at random.
 
@@ -216,22 +161,25 @@ class PrivateTraining:
         array, or a list of numbers, text, bytes or ``uuid.UUID``.
 
     Returns:
-      An iterable with a length.
+      An iterable with a length, of which ``tqdm.tqdm(...)`` shows the progress:
+      the number of steps is public.
 
     Raises:
       ValueError: If the state is of another training or environment, or began
         with other data; for a source without ``record=``, for arrays of several
         lengths, that are no numbers or of another form than ``record=``.
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     settings, seed = self.parts.settings, np.asarray(state.seed)
     sampling = settings.sampling
     records = Records(sampling, data, users, settings.record)
-    run = self._run(state)
+    run = self._owner.name(state)
     digest = _fingerprint.agreed(data_digest(records, seed))
-    self._check_fits(
+    self._owner.check_fits(
       state,
-      state.fingerprint._replace(environment=self._environment, data=digest),
+      state.fingerprint._replace(
+        environment=self._owner.environment, data=digest
+      ),
     )
 
     def draw(step: int) -> Batch:
@@ -244,7 +192,9 @@ class PrivateTraining:
 
     return Batches(range(int(state.step), self.steps), draw)
 
-  def nonprivate_misfits(self, data: Any, *, users: Any = None) -> np.ndarray:
+  def nonprivate_misfits(
+    self, data: DataLike, *, users: UsersLike = None
+  ) -> np.ndarray:
     """Which records never count, because of their form or of their number.
 
     For your eyes alone, before a long run: if no record fits what was declared,
@@ -279,6 +229,64 @@ class PrivateTraining:
     settings = self.parts.settings
     return Records(settings.sampling, data, users, settings.record).misfits()
 
+  def compile(
+    self, state: TrainingState, frozen: ArrayTree | None = None
+  ) -> None:
+    """Compiles and proves the step before any record is read.
+
+    So errors and the wait for the compiler come first, and no other program is
+    compiled later: other shapes raise. Needs ``record=`` of ``make_private``,
+    the form of one record. Without this call the first :meth:`step` does it.
+
+    Args:
+      state: Of this training, new or restored. It stays as it is.
+      frozen: As for :meth:`step`.
+
+    Raises:
+      ValueError: If no ``record`` was declared; for a state of another
+        training, program or environment; as :meth:`step` for a loss that mixes
+        records, and for what passes the noise.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from prism_optax import training
+      >>> private = training.make_private(
+      ...   lambda params, x: jnp.vdot(params, x), jnp.zeros(2),
+      ...   optimizer=optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=1.0,
+      ...   expected_batch_size=2, dataset_size=4, steps=1, delta=1e-5,
+      ...   record=jax.ShapeDtypeStruct((2,), 'float32'))
+      >>> private.compile(private.init(jnp.zeros(2)))
+      >>> all(private.proofs)
+      True
+    """
+    self._owner.check_state(state)
+    settings = self.parts.settings
+    if settings.record is None:
+      raise ValueError(
+        'Expected make_private(..., record=...), the form of one record, to'
+        ' compile before there are any: record=(jax.ShapeDtypeStruct((128,),'
+        " 'int32'), ...)."
+      )
+    of_users = settings.sampling.examples_per_user is not None
+    padding = Records(
+      settings.sampling, [], [] if of_users else None, settings.record
+    ).collect(
+      np.full(self.padded_batch_size, -1), lambda place, count: np.zeros(0, int)
+    )
+    examples, is_padding, is_present = self.parts.put(padding)
+    unknown = _fingerprint.UNKNOWN
+    batch = Batch(examples, is_padding, is_present, 0, b'', unknown)
+    program = self._program.compile(_arguments(state, frozen, batch), batch)
+    found = Fingerprint(
+      self._owner.settings,
+      self._owner.environment,
+      program,
+      _fingerprint.UNKNOWN,
+    )
+    self._owner.check_fits(state, found)
+
   def step(
     self, state: TrainingState, batch: Batch, frozen: ArrayTree | None = None
   ) -> TrainingState:
@@ -286,6 +294,10 @@ class PrivateTraining:
 
     It is compiled once; call it outside of ``jit``. The arrays of the old state
     are taken over by the new one.
+
+    If a number of the result is not finite, parameters and moments stay as they
+    were and ``held`` of the state counts it. Such a step was released and
+    counts like any other.
 
     The noise is a function of the keys of the state and of settings, data,
     program, environment and parameters. A step that is done again where all of
@@ -311,7 +323,7 @@ class PrivateTraining:
       FileNotFoundError: If the journal is gone.
       RuntimeError: If the journal was changed by hand.
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     number = int(state.step)
     if number >= self.steps:
       raise ValueError(
@@ -326,29 +338,78 @@ class PrivateTraining:
         f' {type(batch).__name__}. Shuffled or fixed-size batches have another'
         ' epsilon.'
       )
-    if batch.run != self._run(state) or batch.step != number:
+    run = self._owner.name(state)
+    if batch.run != run or batch.step != number:
       raise ValueError(
         f'Expected the batch of step {number} of this run, got that of step'
-        f' {batch.step}{"" if batch.run == self._run(state) else " of another"}'
+        f' {batch.step}{"" if batch.run == run else " of another"}'
         '. Each batch is for one step: iterate batches(state, data) once.'
       )
     arguments = _arguments(state, frozen, batch)
     found = Fingerprint(
-      self._settings,
-      self._environment,
-      self._program(arguments, batch),
+      self._owner.settings,
+      self._owner.environment,
+      self._program.digest(arguments, batch),
       batch.data,
     )
-    self._check_fits(state, found)
-    attempt = self._written_down(state, found)  # Before it is released.
-    params, optimizer = self._step(
+    self._owner.check_fits(state, found)
+    attempt = self._owner.written_down(state, found)  # Before it is released.
+    params, optimizer, held = self._step(
       *arguments, _fingerprint.release(found, attempt)
     )
     return TrainingState(
-      params, optimizer, np.asarray(number + 1), state.seed, found
+      params,
+      optimizer,
+      np.asarray(number + 1),
+      state.held + held,
+      state.seed,
+      found,
     )
 
-  def adapters(self, state: TrainingState) -> Any:
+  def nonprivate_means(
+    self, state: TrainingState, batch: Batch, frozen: ArrayTree | None = None
+  ) -> Means:
+    """Means over the records of a batch, which no epsilon covers.
+
+    For your eyes alone: what this returns is not clipped and has no noise. Do
+    not publish it, and let nothing that is published depend on it, such as a
+    rate, a clip norm or when to stop. It is a program of its own, so that what
+    a step returns stays a release, and takes the gradients a second time.
+
+    Args:
+      state: Of this training, before the step of this batch.
+      batch: Of :meth:`batches`.
+      frozen: As for :meth:`step`.
+
+    Returns:
+      Means over the records (or users) of the batch that count; zeros if there
+      are none.
+
+    Raises:
+      ValueError: For a state of another training.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import optax
+      >>> from prism_optax import training
+      >>> private = training.make_private(
+      ...   lambda params, x: (jnp.vdot(params, x), {'first': x[0]}),
+      ...   jnp.zeros(2), has_aux=True,
+      ...   optimizer=optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=1.0,
+      ...   expected_batch_size=4, dataset_size=4, steps=1, delta=1e-5)
+      >>> state = private.init(jnp.zeros(2))
+      >>> (batch,) = private.batches(state, np.full((4, 2), [3.0, 4.0]))
+      >>> means = private.nonprivate_means(state, batch)
+      >>> float(means.gradient_norm), float(means.aux['first'])
+      (5.0, 3.0)
+    """
+    self._owner.check_state(state)
+    params, _, frozen, *rows = _arguments(state, frozen, batch)
+    found: Means = self._means(params, frozen, *rows)
+    return found
+
+  def adapters(self, state: TrainingState) -> ArrayTree:
     """The trained parameters as the model takes them.
 
     Args:
@@ -360,7 +421,7 @@ class PrivateTraining:
     Raises:
       ValueError: For a state of another training.
     """
-    self._check_state(state)
+    self._owner.check_state(state)
     return self.parts.adapters(state.params)
 
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
@@ -374,10 +435,11 @@ class PrivateTraining:
     Returns:
       A dp-accounting event.
     """
-    return self._event((self.steps if steps is None else steps), self._count())
+    claim = Claim(self.parts.settings, self._owner.count())
+    return claim.event(self.steps if steps is None else steps)
 
   def epsilon(self, steps: int | None = None) -> float:
-    """Epsilon of some steps, with ideal noise.
+    """Epsilon of some steps, of the noise as it is drawn.
 
     Args:
       steps: How many; None is all. A number that was fixed beforehand, or with
@@ -389,18 +451,15 @@ class PrivateTraining:
     Raises:
       ValueError: With ``stop='adaptive'``, for more steps than there are.
     """
-    settings = self.parts.settings
-    n = self.steps if steps is None else steps
-    if len(settings.stops) > 1:
-      n = _stops.next_stop(settings.stops, n)
-    return accounting.epsilon(
-      self.event(n),
-      settings.delta / len(settings.stops),
-      dataset_size=settings.sampling.dataset_size,
-    )
+    claim = Claim(self.parts.settings, self._owner.count())
+    return claim.epsilon(self.steps if steps is None else steps)
 
   def statement(
-    self, state: TrainingState | None = None, *, stop_was_fixed: bool = False
+    self,
+    state: TrainingState | None = None,
+    *,
+    stop_was_fixed: bool = False,
+    released_steps: int = 0,
   ) -> str:
     """The sentence to report.
 
@@ -416,11 +475,13 @@ class PrivateTraining:
     ``stop_was_fixed=True``
     ``stop='adaptive'``             epsilon of the next possible stop, at its
                                     share of delta
+    the journal is ahead, or so is  its number of steps
+    ``released_steps``
     steps done again elsewhere      counted again, as the journal has them
     ==============================  ===========================================
 
     It ends in what was proved of the program of a step, when this training did
-    its first one; before that nothing is said.
+    its first one or was compiled; before that nothing is said.
 
     Args:
       state: Of this training; None for all of its steps.
@@ -428,6 +489,8 @@ class PrivateTraining:
         one, or follows from what does not depend on the records (the time that
         was left). Not where somebody looked at released parameters, or at a
         score of them on whatever data.
+      released_steps: How many steps were released, or may have been, by a
+        ledger of yours, which is ahead of a state that was restored.
 
     Returns:
       Epsilon, delta, the relation, the sampling, the unit of privacy and the
@@ -435,175 +498,29 @@ class PrivateTraining:
 
     Raises:
       ValueError: For a state of another training; for ``stop_was_fixed`` of a
-        training with ``stop='adaptive'``, whose claim is another; for the
-        journal of another run.
+        training with ``stop='adaptive'``, whose claim is another; for more
+        released steps than there are; for the journal of another run.
       FileNotFoundError: If a state is given, and its journal is gone.
     """
-    settings = self.parts.settings
-    stops = settings.stops
-    if stop_was_fixed and len(stops) > 1:
+    _validate.integer('released_steps', released_steps, 0)
+    if stop_was_fixed and len(self.parts.settings.stops) > 1:
       raise ValueError(
         "This training was made with stop='adaptive': its epsilon is that of"
         ' the next possible stop, and not that of a stop fixed beforehand, got'
         f' {stop_was_fixed=}.'
       )
-    count, done = self._count(state), self.steps
+    count, done = self._owner.count(state), self.steps
     if state is not None:
-      self._check_state(state)
+      self._owner.check_state(state)
       # An old state does not undo what was released after it.
-      done = max(int(state.step), count.steps)
-    reported = done if stop_was_fixed else _stops.next_stop(stops, done)
-    most = settings.sampling.examples_per_user
-    unit = 'unit: one record'
-    if most is not None:
-      unit = f'unit: one user with all records, at most {most} in a batch'
-    text = accounting.privacy_statement(
-      self._event(reported, count),
-      settings.delta,
-      dataset_size=settings.sampling.dataset_size,
-      entries=(reported + count.again) * settings.entries
-      + settings.prior_releases.entries,
-      possible_stops=len(stops),
-    )
-    void = (
-      '; no guarantee against anyone who knows prng_key'
-      if settings.seeded
-      else ''
-    )
-    prior = settings.prior_releases.words
-    steps = _in_words(done, reported, self.steps, len(stops), count.again)
-    return f'{text}, {unit}, {steps}{prior}{void}{_proved(self.proofs)}'
-
-  def _event(self, steps: int, count: Count) -> dp_accounting.DpEvent:
-    settings = self.parts.settings
-    cut = settings.sampling.truncated_batch_size
-    training = accounting.dpsgd_event(
-      settings.noise_multiplier,
-      settings.sampling.probability,
-      steps + count.again,
-      truncated_batch_size=cut,
-      dataset_size=None if cut is None else settings.sampling.dataset_size,
-    )
-    return _events.composed([training, *settings.prior_releases.events])
-
-  def _check_state(self, state: TrainingState) -> None:
-    same = (
-      isinstance(state, TrainingState)
-      and isinstance(state.fingerprint, Fingerprint)  # Once it was one array.
-      and np.array_equal(np.asarray(state.fingerprint.settings), self._settings)
-    )
-    if not same:
-      raise ValueError(
-        'Expected a state of this training: of its init, or restored from a run'
-        f' with the same settings ({_PARTS["settings"]}). Got'
-        f' {type(state).__name__} of another.'
-      )
-
-  def _check_fits(self, state: TrainingState, found: Fingerprint) -> None:
-    """Refuses to use the keys of a state for another sum."""
-    other = _fingerprint.differing(state.fingerprint, found)
-    if 'environment' in other:
-      if self._journal is None:
-        raise ValueError(
-          'The state was made in another environment'
-          f' ({_PARTS["environment"]}), which rounds gradients in its own way,'
-          ' so that a step done again here would be a second release, and'
-          ' nobody could count it. Go on where the run began; or begin a new'
-          ' run, with make_private(journal=path), which counts them, and'
-          ' account for both.'
-        )
-      # What a program is made of differs by version, too.
-      other = [x for x in other if x not in ('environment', 'program')]
-    if other:
-      raise ValueError(
-        'Expected what the run began with, got another one: '
-        + ' and '.join(f'{x} ({_PARTS[x]})' for x in other)
-        + '. The keys of a state are for one run alone. Begin a new one with'
-        ' init, and account for both.'
-      )
-
-  @functools.cached_property
-  def _environment(self) -> np.ndarray:
-    found = _fingerprint.environment(self.parts.sharding, os.urandom(16).hex())
-    return _fingerprint.agreed(_fingerprint.words(found))
-
-  def _program(self, arguments: tuple[Any, ...], batch: Batch) -> np.ndarray:
-    """A digest of the program that runs, which is proved when it is new."""
-    params, _, frozen, *rows = arguments
-    shapes = jax.tree.map(
-      lambda x: _described(x) if hasattr(x, 'dtype') else type(x),
-      (frozen, rows),
-    )
-    weights = self._frozen.digest(frozen)
-    name = f'{shapes} {weights!r}'
-    if name not in self._programs:
-      self.parts.check_declared('frozen', frozen)
-      independence = self.parts.check(params, frozen, batch)
-      arguments = (*arguments, _fingerprint.UNKNOWN)
-      traced = self._step.trace(*arguments)  # JAX runs what is traced here.
-      constants = _releases.constants_of(traced.jaxpr)
-      self.parts.check_declared('the constants of loss', list(constants))
-      release = _seen.prove_step(
-        traced,
-        arguments,
-        self.noise_multiplier,
-        self.parts.releases_per_step,
-      )
-      self.proofs = tuple(x for x in (independence, release) if x is not None)
-      self._programs[name] = _fingerprint.agreed(
-        _fingerprint.words(_fingerprint.program(traced.jaxpr), weights)
-      )
-    return self._programs[name]
-
-  def _written_down(self, state: TrainingState, found: Fingerprint) -> int:
-    """Number of the release of this step among those in the journal."""
-    if self._journal is None:
-      return 0
-    attempt = 0
-    if jax.process_index() == 0:
-      params = np.asarray(_fingerprint.jitted_of_arrays(state.params))
-      attempt = self._journal.record(
-        self._run(state),
-        int(state.step),
-        _fingerprint.words(*(x.tobytes() for x in (*found, params))),
-      )
-    return int(_fingerprint.agreed(np.array([attempt], np.uint32))[0])
-
-  def _count(self, state: TrainingState | None = None) -> Count:
-    """What the journal has, of the run of a state or whose it is."""
-    if self._journal is None:
-      return Count()
-    count = Count()
-    if jax.process_index() == 0:
-      run = None if state is None else self._run(state)
-      count = self._journal.count(run)
-    found = _fingerprint.agreed(np.array(count, np.uint32))
-    return Count(*map(int, found))
-
-  def _run(self, state: TrainingState) -> bytes:
-    seed = np.asarray(state.seed, np.uint32).tobytes()
-    return hashlib.sha256(seed + self._settings.tobytes()).digest()
-
-
-def _in_words(
-  done: int, reported: int, steps: int, stops: int, again: int
-) -> str:
-  """How many steps were done, and of how many epsilon is."""
-  words = f'{done} of {steps} steps'
-  if stops > 1:
-    words += f' (epsilon is that of {reported}, one of {stops} possible stops)'
-  elif reported != done:
-    words += f' (epsilon is that of all {reported})'
-  elif done < steps:
-    words += ' (a stop that was fixed beforehand)'
-  if again:
-    words += f' and {again} of them done again elsewhere'
-  return words
+      done = max(int(state.step), count.steps, released_steps)
+    claim = Claim(self.parts.settings, count)
+    return claim.statement(done, stop_was_fixed, self.proofs)
 
 
 def _arguments(
-  state: TrainingState, frozen: Any, batch: Batch
-) -> tuple[Any, ...]:
+  state: TrainingState, frozen: ArrayTree, batch: Batch
+) -> tuple[ArrayTree, ...]:
   """The arguments of a step."""
   return (
     state.params,
@@ -613,19 +530,3 @@ def _arguments(
     batch.is_padding_example,
     batch.is_present,
   )
-
-
-def _proved(proofs: tuple[Proof, ...]) -> str:
-  """The end of a statement."""
-  words = [
-    'nothing passes the noise'
-    if x.claim == _seen.CLAIM
-    else 'records do not meet'
-    for x in proofs
-    if x
-  ]
-  return f'; proved: {", and ".join(words)}' if words else ''
-
-
-def _described(x: Any) -> tuple[Any, ...]:
-  return tuple(x.shape), str(x.dtype)

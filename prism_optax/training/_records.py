@@ -11,13 +11,14 @@ import dataclasses
 import errno
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prism_optax._types import ArrayTree
 from prism_optax.training._sampling import Sampling
 
 # Kinds of numbers, each of which holds those before it.
@@ -30,6 +31,10 @@ _SYSTEM = (
   *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
 _IDS = bool, int, float, str, bytes, uuid.UUID
+# Arrays (N, ...), or anything with `len` and integer look-up of one record.
+DataLike: TypeAlias = ArrayTree | Sequence[ArrayTree]
+# The id of the user of each record.
+UsersLike: TypeAlias = Sequence[object] | np.ndarray | None
 # Data that are arrays of all records; all else is looked up one by one.
 _TREES = (tuple, dict, np.ndarray, jax.Array)
 
@@ -46,17 +51,17 @@ class Form:
     tree: Of ``jax.ShapeDtypeStruct``, in types that JAX computes with.
   """
 
-  tree: Any
+  tree: ArrayTree
 
   @classmethod
-  def declared(cls, record: Any) -> 'Form':
+  def declared(cls, record: ArrayTree) -> 'Form':
     """The form that a user declares.
 
     Raises:
       ValueError: Naming a leaf without shape and type, or not of numbers.
     """
 
-    def leaf(path: Any, x: Any) -> Any:
+    def leaf(path: tuple[object, ...], x: object) -> jax.ShapeDtypeStruct:
       if not (hasattr(x, 'shape') and hasattr(x, 'dtype')):
         raise ValueError(
           'Expected record to be a tree of jax.ShapeDtypeStruct(shape, dtype),'
@@ -87,7 +92,7 @@ class Form:
     """Leaves (count, *shape): padding, for which no record is read."""
     return [np.zeros((count, *x.shape), x.dtype) for x in self.leaves]
 
-  def leaves_of(self, record: Any) -> list[np.ndarray]:
+  def leaves_of(self, record: ArrayTree) -> list[np.ndarray]:
     """The leaves of a record in this form.
 
     Raises:
@@ -107,7 +112,7 @@ class Form:
     return out
 
 
-def _declared(shape: Any, dtype: Any) -> Any:
+def _declared(shape: Sequence[int], dtype: np.dtype) -> jax.ShapeDtypeStruct:
   """A leaf in the type that JAX has of it: int32 of int64, by default."""
   known = _kind(dtype) is not None
   if not known or dtype.itemsize > (8 if _kind(dtype) == _FLOAT else 16):
@@ -115,12 +120,11 @@ def _declared(shape: Any, dtype: Any) -> Any:
       'Expected data of numbers, one shape for all records (tokens, padded to'
       f' a public length), got an array of dtype {dtype}.'
     )
-  struct: Any = jax.ShapeDtypeStruct
-  native = dtype.newbyteorder('=')
-  return struct(tuple(shape), jax.dtypes.canonicalize_dtype(native))
+  native = jax.dtypes.canonicalize_dtype(dtype.newbyteorder('='))
+  return jax.ShapeDtypeStruct(tuple(shape), native)
 
 
-def _kind(dtype: Any) -> int | None:
+def _kind(dtype: object) -> int | None:
   """Where a type stands among the kinds of numbers; None for all else."""
   if not isinstance(dtype, np.dtype) or dtype.kind == 'm':
     return None  # A duration is an integer to NumPy.
@@ -130,7 +134,7 @@ def _kind(dtype: Any) -> int | None:
   return None
 
 
-def _matched(form: Any, record: Any) -> list[Any]:
+def _matched(form: ArrayTree, record: ArrayTree) -> list[ArrayTree]:
   """What stands in a record where the form has its leaves, in their order."""
   if isinstance(form, jax.ShapeDtypeStruct):
     return [record]
@@ -150,8 +154,8 @@ def _matched(form: Any, record: Any) -> list[Any]:
       for part, own in zip(form, record, strict=True)
       for x in _matched(part, own)
     ]
-  treedef: Any = jax.tree.structure(form)
-  found: list[Any] = treedef.flatten_up_to(record)
+  treedef: jax.tree_util.PyTreeDef = jax.tree.structure(form)
+  found: list[ArrayTree] = treedef.flatten_up_to(record)
   return found
 
 
@@ -170,7 +174,7 @@ def converted(
   Returns:
     The rows in ``dtype``, and which of them fit, (n,).
   """
-  fits: Any = np.ones(len(rows), bool)
+  fits = np.ones(len(rows), bool)
   if rows.dtype == dtype:
     return rows, fits
   old, new = _kind(rows.dtype), _kind(dtype)
@@ -183,8 +187,7 @@ def converted(
     return rows.astype(dtype), fits
   low, high = 0, 1
   if new != _BOOL:
-    iinfo: Any = jnp.iinfo
-    info = iinfo(dtype)
+    info = jnp.iinfo(dtype)
     low, high = int(info.min), int(info.max)
   if old == _FLOAT:
     if rows.dtype.itemsize < 8:
@@ -195,7 +198,7 @@ def converted(
     rows = rows.astype(np.uint8) if old == _BOOL else rows
     own = np.iinfo(rows.dtype)
     inside = (rows >= max(low, own.min)) & (rows <= min(high, own.max))
-  fits = inside.all(axis=tuple(range(1, inside.ndim)))
+  fits = np.asarray(inside.all(axis=tuple(range(1, inside.ndim))))
   return np.where(inside, rows, 0).astype(dtype), fits
 
 
@@ -203,7 +206,7 @@ def converted(
 Reader = Callable[[np.ndarray], tuple[list[np.ndarray], np.ndarray]]
 
 
-def reader(data: Any, form: Form | None) -> tuple[Form, int, Reader]:
+def reader(data: DataLike, form: Form | None) -> tuple[Form, int, Reader]:
   """The form of the records, their number, and what reads some of them.
 
   Args:
@@ -263,9 +266,9 @@ def _is_of_the_system(error: Exception) -> bool:
   return isinstance(error, OSError) and error.errno in _SYSTEM
 
 
-def _of_arrays(data: Any, form: Form | None) -> tuple[Form, int, Reader]:
-  leaves: list[Any] = jax.tree.leaves(data)
-  treedef: Any = jax.tree.structure(data)
+def _of_arrays(data: ArrayTree, form: Form | None) -> tuple[Form, int, Reader]:
+  leaves: list[ArrayTree] = jax.tree.leaves(data)
+  treedef: jax.tree_util.PyTreeDef = jax.tree.structure(data)
   arrays = [_array(x) for x in leaves]
   lengths = {x.shape[:1] for x in arrays}
   if len(lengths) != 1 or () in lengths:
@@ -298,7 +301,7 @@ def _of_arrays(data: Any, form: Form | None) -> tuple[Form, int, Reader]:
   return own, len(arrays[0]), read
 
 
-def _array(x: Any) -> np.ndarray:
+def _array(x: ArrayTree) -> np.ndarray:
   """An array of all records.
 
   Raises:
@@ -311,7 +314,9 @@ def _array(x: Any) -> np.ndarray:
   return np.asarray(x)
 
 
-def _of_users(users: Any, size: int) -> list[np.ndarray]:
+def _of_users(
+  users: Sequence[object] | np.ndarray, size: int
+) -> list[np.ndarray]:
   """The positions of the records of each user, users as they first appear.
 
   Equal ids are one user. Ids of a list are looked at one by one: of all of them
@@ -329,14 +334,14 @@ def _of_users(users: Any, size: int) -> list[np.ndarray]:
     )
   if isinstance(ids, np.ndarray) and ids.dtype.kind in 'biufcSUMm':
     ids = np.unique(ids, return_inverse=True)[1]  # NaN equals NaN.
-  numbers: dict[Any, int] = {}
+  numbers: dict[object, int] = {}
   of_record = [numbers.setdefault(_id(x), len(numbers)) for x in ids]
   order = np.argsort(of_record, kind='stable')
   ends = np.cumsum(np.bincount(np.asarray(of_record, np.int64)))
   return np.split(order, ends[:-1]) if size else []
 
 
-def _id(x: Any) -> Any:
+def _id(x: object) -> object:
   """An id that can be compared with others; None for what is none."""
   try:
     if isinstance(x, np.generic | np.ndarray | jax.Array):
@@ -371,7 +376,11 @@ class Records:
   """
 
   def __init__(
-    self, sampling: Sampling, data: Any, users: Any, form: Form | None
+    self,
+    sampling: Sampling,
+    data: DataLike,
+    users: UsersLike,
+    form: Form | None,
   ) -> None:
     most = sampling.examples_per_user
     if (users is None) != (most is None):
@@ -387,7 +396,7 @@ class Records:
 
   def collect(
     self, places: np.ndarray, choose: Callable[[int, int], np.ndarray]
-  ) -> tuple[Any, np.ndarray, np.ndarray | None]:
+  ) -> tuple[ArrayTree, np.ndarray, np.ndarray | None]:
     """The examples of one batch, its padding, and which of a user's are there.
 
     Args:
@@ -410,7 +419,7 @@ class Records:
         chosen = own[choose(int(place), len(own))]
         records[i, : len(chosen)] = chosen
     examples, fits = self.at(records)
-    return examples, ~fits.any(1), fits
+    return examples, np.asarray(~fits.any(1)), fits
 
   def misfits(self) -> np.ndarray:
     """The positions of all records that never count, sorted."""
@@ -423,11 +432,11 @@ class Records:
         fits[own] = False
     return np.flatnonzero(~fits)
 
-  def at(self, records: np.ndarray) -> tuple[Any, Any]:
+  def at(self, records: np.ndarray) -> tuple[ArrayTree, np.ndarray]:
     """Records at positions of any shape, zeros for -1 and what does not fit."""
     rows = np.flatnonzero(records >= 0)
     leaves = self.form.zeros(records.size)
-    fits: Any = np.zeros(records.size, bool)
+    fits = np.zeros(records.size, bool)
     # A warning about one record is as much of a release as an error.
     with warnings.catch_warnings(), np.errstate(all='ignore'):
       warnings.simplefilter('ignore')

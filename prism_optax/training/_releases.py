@@ -2,20 +2,21 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import dp_accounting
 import jax
 import numpy as np
 
 from prism_optax import _identity
+from prism_optax._proofs._equations import Program
 from prism_optax._types import ArrayTree
 
 
 class Release(Protocol):
   """What was released of the records before a training, with its event.
 
-  Any object will do that has these attributes and is a pytree of the arrays
+  An object will do that has these attributes and is a pytree of the arrays
   that were released, so that ``jax.tree.leaves`` finds them. All of it is
   public. A training adds ``event`` to its own and cannot check it: what an
   object says of itself has to be true.
@@ -59,7 +60,7 @@ class ChangeOfVariables(Release, Protocol):
   noise and steps are those of the variables.
   """
 
-  def to_params(self, variables: Any) -> Any:
+  def to_params(self, variables: ArrayTree) -> ArrayTree:
     """The parameters of the model, made of what is trained.
 
     A function of its argument and of released arrays alone, which JAX can trace
@@ -106,7 +107,7 @@ class PriorReleases(NamedTuple):
       ValueError: For one that says less, is of another number of records, or
         has the values or the noise of another one.
     """
-    named: dict[str, Any] = {}
+    named: dict[str, Release] = {}
     if change is not None:
       named['change_of_variables'] = change
     for i, release in enumerate(prior_releases):
@@ -133,7 +134,7 @@ class PriorReleases(NamedTuple):
 
 
 def _check_one(
-  name: str, release: Any, said: tuple[str, ...], dataset_size: int
+  name: str, release: Release, said: tuple[str, ...], dataset_size: int
 ) -> None:
   kind = type(release).__name__
   missing = [x for x in said if not hasattr(release, x)]
@@ -164,7 +165,7 @@ def _check_one(
       )
 
 
-def _check_different(named: dict[str, Any]) -> None:
+def _check_different(named: dict[str, Release]) -> None:
   """Refuses two releases that are one, or have one noise."""
   seen: dict[str, str] = {}
   for name, release in named.items():
@@ -184,7 +185,9 @@ def _check_different(named: dict[str, Any]) -> None:
       )
 
 
-def check_declared(name: str, tree: ArrayTree, declared: Sequence[Any]) -> None:
+def check_declared(
+  name: str, tree: ArrayTree, declared: Sequence[ArrayTree]
+) -> None:
   """Refuses a release in a tree of arrays unless it is declared.
 
   Args:
@@ -218,10 +221,10 @@ def check_declared(name: str, tree: ArrayTree, declared: Sequence[Any]) -> None:
       )
 
 
-def constants_of(jaxpr: Any) -> Iterator[Any]:
+def constants_of(program: Program) -> Iterator[ArrayTree]:
   """The arrays that a program holds, such as those that a loss closes over."""
-  yield from getattr(jaxpr, 'consts', ())
-  for equation in getattr(jaxpr, 'eqns', ()):
+  yield from getattr(program, 'consts', ())
+  for equation in program.eqns:
     for atom in equation.invars:
       if hasattr(atom, 'val'):
         yield atom.val

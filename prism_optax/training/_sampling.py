@@ -8,13 +8,14 @@ interrupted one would have drawn, and no generator has to be saved.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import _validate
+from prism_optax._types import ArrayTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Batch:
     data: A digest of the data that it was drawn from, (8,) uint32.
   """
 
-  examples: Any
+  examples: ArrayTree
   is_padding_example: jax.Array
   is_present: jax.Array | None
   step: int
@@ -176,7 +177,9 @@ def check(sampling: Sampling) -> None:
     )
 
 
-def put_on_device(sharding: jax.sharding.Sharding | None) -> Callable[..., Any]:
+def put_on_device(
+  sharding: jax.sharding.Sharding | None,
+) -> Callable[..., ArrayTree]:
   """Puts a tree of arrays on the devices, split along the first axis."""
   if sharding is None:
     return lambda tree: jax.tree.map(jnp.asarray, tree)

@@ -6,7 +6,7 @@ one record can add to the sum and which noise the sum then gets.
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +43,17 @@ def look(
     rows: Size of the padded batch.
   """
 
-  def update(params: Any, state: Any, grads: Any, is_padding: Any) -> Any:
+  def update(
+    params: ArrayTree,
+    state: optax.OptState,
+    grads: ArrayTree,
+    is_padding: jax.Array,
+  ) -> ArrayTree:
     return transformation.update(
       grads, state, params, is_padding_example=is_padding
     )
 
-  def made_up(params: Any) -> Any:
+  def made_up(params: ArrayTree) -> ArrayTree:
     grads = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), params)
     return transformation.init(params), grads, jnp.zeros(rows, bool)
 
@@ -61,7 +66,9 @@ def look(
   )
 
 
-def labels(args: Any, of_args: tuple[Label, ...]) -> list[Label]:
+def labels(
+  args: Sequence[ArrayTree], of_args: tuple[Label, ...]
+) -> list[Label]:
   """The label of each leaf, from one of each argument."""
   return [
     label
@@ -195,8 +202,8 @@ def _places(found: Walk) -> str:
 
 
 def prove_step(
-  traced: Any,
-  args: tuple[Any, ...],
+  traced: jax.stages.Traced,
+  args: tuple[ArrayTree, ...],
   noise_multiplier: float,
   releases: int,
 ) -> Proof | None:

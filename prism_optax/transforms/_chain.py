@@ -6,8 +6,8 @@ hands r x r matrices on behind the noise, not dense coordinates.
 """
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import jax
 import optax
@@ -19,7 +19,7 @@ from prism_optax._types import ArrayTree
 from prism_optax.transforms import _declared
 
 Kind = Literal['clip', 'noise', 'direction', 'retraction']
-Sensitivity = Callable[..., Any]
+Sensitivity = Callable[..., ArrayTree]
 
 
 class Stacked(NamedTuple):
@@ -36,14 +36,18 @@ class Stacked(NamedTuple):
   """
 
   name: str
-  init: Callable[[StepContext], Any]
-  update: Callable[..., tuple[Any, Any]]
+  init: Callable[[StepContext], ArrayTree]
+  update: Callable[..., tuple[ArrayTree, ArrayTree]]
   kinds: tuple[Kind, ...] = ('direction',)
 
 
 def _run(
-  part: Stacked, updates: Any, state: Any, step: StepContext, **extra_args: Any
-) -> tuple[Any, Any]:
+  part: Stacked,
+  updates: ArrayTree,
+  state: optax.OptState,
+  step: StepContext,
+  **extra_args: object,
+) -> tuple[ArrayTree, ArrayTree]:
   """``part.update``; the sum of a clip stays one for noise alone."""
   if part.kinds[0] != 'noise':
     updates = to_floats(updates)
@@ -53,8 +57,8 @@ def _run(
 class _Origin(NamedTuple):
   """What a tree was made of, and the tree itself, weakly."""
 
-  leaves: tuple[weakref.ref[Any], ...]
-  stacks: Any
+  leaves: tuple[weakref.ref[jax.Array], ...]
+  stacks: ArrayTree
   step: StepContext
 
 
@@ -68,8 +72,8 @@ class _Origin(NamedTuple):
 _origins: dict[int, _Origin] = {}
 
 
-def _remember(tree: ArrayTree, stacks: Any, step: StepContext) -> None:
-  leaves: list[Any] = jax.tree.leaves(tree)
+def _remember(tree: ArrayTree, stacks: ArrayTree, step: StepContext) -> None:
+  leaves: list[ArrayTree] = jax.tree.leaves(tree)
   # An array that the entry holds would never die. If it holds all of them, the
   # tree is as good as the stacks. A sum that is not taken yet holds none.
   exact = isinstance(stacks, ClippedSum)
@@ -87,7 +91,7 @@ def _origin_of(
   tree: ArrayTree, params: ArrayTree, layout: LayoutLike
 ) -> _Origin | None:
   """What the tree was made of, if it was here and at these parameters."""
-  leaves: list[Any] = jax.tree.leaves(tree)
+  leaves: list[ArrayTree] = jax.tree.leaves(tree)
   for x in leaves:
     if found := _origins.get(id(x)):
       same = [*map(id, leaves)] == [id(y()) for y in found.leaves]
@@ -158,8 +162,8 @@ def no_state(step: StepContext) -> optax.EmptyState:
 
 def tangent_transformation(
   name: str,
-  update: Callable[..., tuple[Stacks, Any]],
-  init: Callable[[StepContext], Any] = no_state,
+  update: Callable[..., tuple[Stacks, ArrayTree]],
+  init: Callable[[StepContext], ArrayTree] = no_state,
   *,
   adds_noise: bool = False,
   layout: LayoutLike = None,
@@ -277,7 +281,9 @@ def _check_order(
     )
 
 
-def _one_layout(transformations: tuple[Any, ...], layout: Any) -> LayoutLike:
+def _one_layout(
+  transformations: Iterable[object], layout: LayoutLike
+) -> LayoutLike:
   """The layout of a chain and its transformations, which must agree."""
   for tx in transformations:
     own = getattr(tx, 'layout', None)

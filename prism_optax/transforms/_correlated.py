@@ -10,7 +10,7 @@ possible turn.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import optax
 from prism_optax import _linalg, _randomness, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, StepContext, map_pairs
-from prism_optax._types import PRNGKeyLike
+from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.fixed_rank import Factors, Frame, Tangent
 from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.fixed_rank._tangents import projected
@@ -261,7 +261,7 @@ def correlated_tangent_privatizer(
 
 
 def correlated_noise_stddev(
-  noising_matrix: Any, stddev: float, steps: int
+  noising_matrix: ArrayTree, stddev: float, steps: int
 ) -> np.ndarray:
   """Standard deviation per coordinate of correlated noise, step by step.
 

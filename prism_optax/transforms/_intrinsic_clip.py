@@ -1,6 +1,6 @@
 """Clipping of per-example gradients in the intrinsic norm."""
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 
@@ -8,7 +8,7 @@ from prism_optax import _clip, _per_example, _randomness, _validate
 from prism_optax._clip import FlatClipping
 from prism_optax._clipped_sum import ClippedSum
 from prism_optax._modules import LayoutLike, Stacks
-from prism_optax._types import PRNGKeyLike, Scalar
+from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 from prism_optax.transforms._coordinates import stacked_coordinates
 
@@ -23,17 +23,17 @@ class StackedSum(ClippedSum):
   pairs = property(lambda self: self.to_floats().pairs)
   others = property(lambda self: self.to_floats().others)
 
-  def map_pairs(self, *args: Any) -> Stacks:
+  def map_pairs(self, *args: ArrayTree) -> Stacks:
     return self.to_floats().map_pairs(*args)
 
-  def _replace(self, **fields: Any) -> Stacks:
+  def _replace(self, **fields: object) -> Stacks:
     return self.to_floats()._replace(**fields)
 
 
 jax.tree_util.register_pytree_node(
   StackedSum,
   lambda x: (tuple(x.to_floats()), None),
-  lambda _, children: cast(Any, Stacks(*children)),
+  lambda _, children: cast(StackedSum, Stacks(*children)),
 )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ class EachMatrix(FlatClipping):
   l2_clip_norms: NormsLike
   weight_dimension_numbers: DimensionNumbersLike = None
 
-  def _known(self, params: ArrayTree, rows: Any) -> list[ClipGroup]:
+  def _known(self, params: ArrayTree, rows: ArrayTree) -> list[ClipGroup]:
     del rows
     return _clip_groups.clip_groups(
       self.l2_clip_norms, params, self.weight_dimension_numbers

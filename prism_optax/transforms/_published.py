@@ -108,7 +108,7 @@ def scale_by_published_preconditioner(
   max_condition_number: Scalar = 1e4,
   layout: LayoutLike = None,
 ) -> TangentTransformation:
-  """The preconditioner as published, for comparisons.
+  """The preconditioner of ``published_prism``, for comparisons.
 
   PRISM (arXiv:2606.00944), Eq. 24-27, as in the authors' code: moments of the
   horizontal lift (Prop. A.11) of the incoming tangent vector, divided by

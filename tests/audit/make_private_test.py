@@ -138,7 +138,7 @@ def test_the_noise_of_a_fraction_has_a_new_key_at_every_step():
   private = trainings.make('dense', 'quantile')
   start = private.init(trainings.params())
   before = np.array(jax.random.key_data(start.optimizer[0].prng_key))
-  _, (clip, *_) = private._step(
+  _, (clip, *_), _ = private._step(
     start.params, start.optimizer, None, trainings.others(ROWS),
     np.zeros(ROWS, bool), None,
   )  # fmt: skip

@@ -121,7 +121,7 @@ def make(
     noise_multiplier=sigma,
     expected_batch_size=rows,
     dataset_size=rows,
-    padded_batch_size=rows,
+    execution=training.Execution(padded_batch_size=rows),
     examples_per_user=MOST if users else None,
     steps=1,
     delta=harness.GDP_DELTA,
@@ -155,7 +155,7 @@ def step_of(private: training.PrivateTraining):
   def step(key, examples, is_padding, is_present=None):
     words = jax.random.key_data(key)
     state = jax.tree.map(lambda x: other_key(x, words), start.optimizer)
-    new, after = private._step(
+    new, after, _ = private._step(
       start.params, state, None, examples, is_padding, is_present
     )
     before, now = state[0], after[0]

@@ -32,7 +32,7 @@ def test_a_changed_figure_of_a_sentence_is_seen():
 
 
 def test_a_changed_table_and_a_figure_without_source_are_seen():
-  path = claims.ROOT / 'docs' / 'benchmarks.md'
+  path = claims.ROOT / 'docs' / 'benchmarks' / 'accuracy.md'
   text = path.read_text('utf-8')
   assert claims.renewed(text.replace('.8363', '.8364')) == text
   name = '<!-- results: heads -->\n'
@@ -50,7 +50,7 @@ def test_the_report_on_accuracy_has_the_means_of_its_runs():
   compared = 0
   for epsilon in (1, 3, 6):
     for method, row in data.utility(f'SST-2, epsilon {epsilon}').items():
-      runs = data.accuracies(method, epsilon=epsilon, rate=row.rate)
+      runs = data.accuracies(method, epsilon=float(epsilon), rate=row.rate)
       values = [x for seed, x in runs.items() if seed < 100]
       assert len(values) == row.seeds
       assert data.mean(values) == pytest.approx(row.accuracy, abs=6e-5)

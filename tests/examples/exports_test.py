@@ -102,8 +102,7 @@ def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
   card = (tmp_path / 'x' / 'README.md').read_text()
   base = pretrained.find(str(folder.parent / 'model'))
   for fact in (
-    'epsilon | 1.235 (PLD), noise as drawn',  # Rounded up.
-    'delta | 0.001',
+    'epsilon <= 1.235 <b>, noise as drawn',
     'unit of privacy | one row, added or removed',
     'Poisson, probability 16/60, batches cut to 60',
     'clip | L2 norm 1 ',

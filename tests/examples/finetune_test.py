@@ -1,6 +1,6 @@
 """The command line: what it refuses, writes, resumes and keeps secret."""
 
-import functools
+import contextlib
 import json
 import os
 import pathlib
@@ -14,9 +14,10 @@ import sys
 import finetune
 import pytest
 import safetensors
-from finetuning import checkpoints, command_line, methods, run, training
+from finetuning import command_line, methods, run
 from finetuning import options as options_lib
 
+from prism_optax.training._sampling import Sampling
 from tests.examples import conftest
 
 SCRIPT = conftest.ROOT / 'examples' / 'finetune.py'
@@ -45,101 +46,71 @@ def _results(output: pathlib.Path) -> list[bytes]:
   return [(output / name).read_bytes() for name in names]
 
 
-class _Recorded:
-  """A run that ended by itself, and what was seen of it from inside."""
-
-  def __init__(self, output, argv, monkeypatch):
-    self.output, self.traces, self.drawn, self.printed = output, 0, [], ''
-    make_step, draw = training.make_step, run.sampling.draw
-
-    def counting(*args, **kwargs):
-      step = make_step(*args, **kwargs)
-
-      # Under the same name it is the same program: compiled once for all tests.
-      @functools.wraps(step)
-      def traced(*step_args):
-        self.traces += 1
-        return step(*step_args)
-
-      return traced
-
-    def recording(*args, **kwargs):
-      self.drawn.append(draw(*args, **kwargs))
-      return self.drawn[-1]
-
-    monkeypatch.setattr(training, 'make_step', counting)
-    monkeypatch.setattr(run.sampling, 'draw', recording)
-    self.status = finetune.main(argv)
-
-
 # A run takes fifteen seconds: the tests of it are slow. Fast is the one below,
 # of a simpler optimizer; training_test has the step of `prism`.
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory, tiny_files, tiny_model):
+  """The folder of a run that ended by itself."""
   output = tmp_path_factory.mktemp('finished') / 'out'
-  with pytest.MonkeyPatch.context() as monkeypatch:
-    return _Recorded(
-      output, _arguments(tiny_files, tiny_model, output), monkeypatch
-    )
+  assert finetune.main(_arguments(tiny_files, tiny_model, output)) == 0
+  return output
 
 
-@pytest.mark.slow
-def test_step_is_traced_once_whatever_is_drawn(finished):
-  assert finished.status == 0
-  assert finished.traces == 1
-  sizes = {(indices >= 0).sum() for indices in finished.drawn}
-  assert len(sizes) > 1  # Poisson batches, of which no two need be alike.
+@contextlib.contextmanager
+def interrupted(step):
+  """Ctrl-C while the batch of a step is drawn, once."""
+  draw, done = Sampling.draw, []
+
+  def interrupting(self, seed, number):
+    if number == step and not done:
+      done.append(number)
+      signal.raise_signal(signal.SIGINT)
+    return draw(self, seed, number)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Sampling, 'draw', interrupting)
+    yield
 
 
 @pytest.mark.slow
 def test_output_has_adapter_metrics_and_plot(finished):
-  rows = _rows(finished.output)
+  rows = _rows(finished)
   assert [row['step'] for row in rows] == [0, 2, 4, 6]
-  image = (finished.output / 'metrics.png').read_bytes()
+  image = (finished / 'metrics.png').read_bytes()
   assert image.startswith(b'\x89PNG')
-  with safetensors.safe_open(
-    finished.output / 'adapter.safetensors', 'numpy'
-  ) as file:
+  with safetensors.safe_open(finished / 'adapter.safetensors', 'numpy') as file:
     header = json.loads(file.metadata()['facts'])
     shapes = {name: file.get_tensor(name).shape for name in file.offset_keys()}
   assert shapes['kernel'] == (8, 2)
   assert shapes['encoder.layers.0.attention.query.lora.lora_a'] == (8, 2)
   assert len(shapes) == 4 * 2 + 2
   assert header['labels'] == ['0', '1']
-  summary = json.loads((finished.output / 'summary.json').read_text())
+  summary = json.loads((finished / 'summary.json').read_text())
   assert header['privacy'] == summary['statement']
   assert summary['final'] == rows[-1]
   # A run that anyone can repeat must not claim to be private.
-  assert 'does NOT hold' in summary['statement']
+  assert 'against anyone who knows prng_key' in summary['statement']
+  assert 'noise as drawn' in summary['statement']
 
 
 @pytest.mark.slow
 def test_nothing_private_and_no_secret_is_left(finished):
   allowed = {'step', 'eval_loss', 'eval_accuracy'}
-  assert all(set(row) == allowed for row in _rows(finished.output))
-  assert not (finished.output / checkpoints.FOLDER).exists()
-  assert not list(finished.output.glob('nonprivate*'))
+  assert all(set(row) == allowed for row in _rows(finished))
+  assert not (finished / run.FOLDER).exists()
+  assert not list(finished.glob('nonprivate*'))
 
 
 @pytest.mark.slow
 def test_interrupted_run_ends_like_an_uninterrupted_one(
-  finished, tiny_files, tiny_model, tmp_path, monkeypatch, capsys
+  finished, tiny_files, tiny_model, tmp_path, capsys
 ):
   output = tmp_path / 'out'
-  draw = run.sampling.draw
-
-  def interrupting(seed, step, **kwargs):
-    if step == 2 and not drawn:
-      drawn.append(step)
-      signal.raise_signal(signal.SIGINT)
-    return draw(seed, step, **kwargs)
-
-  drawn = []
-  monkeypatch.setattr(run.sampling, 'draw', interrupting)
-  status = finetune.main(_arguments(tiny_files, tiny_model, output))
+  with interrupted(2):
+    status = finetune.main(_arguments(tiny_files, tiny_model, output))
   assert status == 130
   assert f'--output {output} --resume' in capsys.readouterr().err
-  folder = output / checkpoints.FOLDER
+  folder = output / run.FOLDER
   assert stat.S_IMODE(folder.stat().st_mode) == 0o700
   assert not (output / 'adapter.safetensors').exists()
   # A row that was written after the checkpoint, and one that was cut off.
@@ -157,30 +128,30 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
     assert '--dataset-size 60' in capsys.readouterr().err
     train.write_text(original.replace('plot', 'film', 1))
     assert finetune.main(arguments) == 2
-    assert '--data is not the file' in capsys.readouterr().err
+    assert 'another one: data (the records' in capsys.readouterr().err
   finally:
     train.write_text(original)
 
   # Without the checkpoint its noise is lost, and other noise is a new release.
   lost = tmp_path / 'lost'
   shutil.copytree(output, lost)
-  checkpoints.erase(lost)
+  shutil.rmtree(lost / run.FOLDER)
   assert finetune.main(['--output', str(lost), '--resume']) == 2
-  assert 'are gone' in capsys.readouterr().err
+  assert 'is gone' in capsys.readouterr().err
 
   assert finetune.main([*arguments, '--steps', '7']) == 2
   assert '--steps 7 contradicts' in capsys.readouterr().err
   assert finetune.main(arguments) == 0
-  assert _results(output) == _results(finished.output)
+  assert _results(output) == _results(finished)
 
 
 @pytest.mark.slow
 def test_finished_run_is_not_done_again(finished, capsys):
-  before = _results(finished.output)
-  status = finetune.main(['--output', str(finished.output), '--resume'])
+  before = _results(finished)
+  status = finetune.main(['--output', str(finished), '--resume'])
   assert status == 0
   assert 'epsilon' in capsys.readouterr().out
-  assert _results(finished.output) == before
+  assert _results(finished) == before
 
 
 @pytest.mark.slow
@@ -274,7 +245,7 @@ def test_bad_data_and_models_are_named(
 
 @pytest.mark.slow
 def test_output_folder_of_another_run_is_refused(finished, capsys):
-  argv = [*BASE, '--output', str(finished.output)]
+  argv = [*BASE, '--output', str(finished)]
   assert finetune.main(argv) == 2
   assert 'is not empty' in capsys.readouterr().err
 
@@ -293,14 +264,12 @@ def test_declared_size_may_exceed_the_rows(tiny_files, tiny_model):
   options = _options(
     _arguments(tiny_files, tiny_model, 'x', '--dataset-size', '80')
   )
-  plan = finetune.make_plan(options, 60, 100)
-  assert plan.dataset_size == 80
-  assert plan.sampling_probability == 16 / 80
+  assert finetune.declared_size(options, 60) == 80
 
 
 def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
   options = _options(_arguments(tiny_files, tiny_model, 'x'))
-  assert finetune.make_plan(options, 60, 100).dataset_size == 60
+  assert finetune.declared_size(options, 60) == 60
   assert '60 private rows' in capsys.readouterr().out
 
 
@@ -347,6 +316,7 @@ def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
   assert accuracy['dp-adamw'] > accuracy['before adaptation'] + 0.23
   assert accuracy['adamw'] > 0.75
   epsilon = float(output.split('epsilon <= ')[1].split()[0])
+  assert 'noise as drawn, unit: one record, 40 of 40 steps' in output
   assert 7.9 < epsilon <= 8.0
   assert (tmp_path / 'digits' / 'prism' / 'metrics.png').exists()
 

@@ -1,6 +1,5 @@
 """Finished runs without training: what one writes, with random adapters."""
 
-import dataclasses
 import json
 import pathlib
 
@@ -11,7 +10,6 @@ from finetuning import (
   command_line,
   finished,
   options,
-  privacy,
   summaries,
   tasks,
 )
@@ -26,8 +24,10 @@ from flax import nnx
 
 from tests.examples import conftest
 
-# No batch is ever cut, which is quicker to account for.
-PLAN = privacy.Plan(60, 16, 60, 4, 1.0, 1e-3)
+PLAN = {
+  'dataset_size': 60, 'expected_batch_size': 16, 'padded_size': 60,
+  'steps': 4, 'noise_multiplier': 1.0, 'delta': 1e-3,
+}  # fmt: skip
 ROWS = [
   {'prompt': 'two plus three', 'response': 'five'},
   {'prompt': 'two', 'response': 'is two'},
@@ -87,9 +87,10 @@ def _write_summary(folder, used, rows) -> None:
     'final': rows[-1],
     'private': True,
     'epsilon': 1.23452,
-    'statement': 'epsilon <= 1.235 <b>',
-    'plan': dataclasses.asdict(PLAN),
-    'settings': summaries.public(finetune.settings_of(used, 'prism')),
+    'statement': 'epsilon <= 1.235 <b>, noise as drawn',
+    'epsilons': [row['step'] / 4 for row in rows],
+    'plan': PLAN,
+    'settings': summaries.public(used, 'prism'),
     'versions': summaries.versions(),
   }
   (folder / 'summary.json').write_text(json.dumps(summary))

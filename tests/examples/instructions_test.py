@@ -5,10 +5,12 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
-from finetuning import data, instructions, language, methods, sampling, training
+from finetuning import data, instructions, language
 from finetuning.models import chat, classifier, llama_files, minilm, pretrained
 
+from prism_optax.training import make_private
 from tests.examples import conftest, language_models
 
 COLUMNS = instructions.Columns()
@@ -135,15 +137,14 @@ def problem(source):
 
 def test_the_loss_is_a_sum_over_the_response_of_each_record(problem):
   (graphdef, params, frozen), examples = problem
-  batch, _ = sampling.gather(examples, np.arange(5))
   loss = jax.jit(language.make_loss(graphdef, 7))
-  rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(5)]
-  values = [float(loss(params, frozen, row)[0]) for row in rows]
+  values = [
+    float(loss(params, frozen, *row)[0]) for row in zip(*examples, strict=True)
+  ]
   # Long responses count for more, whatever else is in the batch.
   assert values[1] > 1.5 * values[0]
-  np.testing.assert_allclose(
-    loss(params, frozen, batch)[0], np.mean(values), rtol=1e-5
-  )
+  nothing = np.full_like(examples.labels[0], data.BLANK)
+  assert float(loss(params, frozen, examples.inputs[0], nothing)[0]) == 0.0
   evaluate = language.make_evaluate(graphdef, examples, chunk=3)
   found = evaluate(params, frozen)
   tokens = (examples.labels != data.BLANK).sum()
@@ -156,24 +157,23 @@ def test_the_loss_is_a_sum_over_the_response_of_each_record(problem):
 def test_no_gradient_of_a_frozen_matrix_is_made(problem):
   """Not for one example and not for all: only those of the adapters."""
   (graphdef, params, frozen), examples = problem
-  method = methods.make(
-    'dp-adamw',
-    learning_rate=1e-3,
+  private = make_private(
+    language.make_loss(graphdef, 14),
+    params,
+    has_aux=True,
+    optimizer=optax.adamw(1e-3),
     l2_clip_norm=1.0,
     noise_multiplier=1.0,
     expected_batch_size=5,
-    prng_key=jax.random.key(0),
-    params=params,
+    dataset_size=5,
+    steps=1,
+    delta=1e-3,
   )
-  step = training.make_step(
-    graphdef,
-    method,
-    microbatch_size=5,
-    loss=language.make_loss(graphdef, 14),
+  state = private.init(params)
+  (batch,) = private.batches(state, examples)
+  program = str(
+    jax.make_jaxpr(private.parts.gradients)(params, frozen, batch.examples)
   )
-  batch, is_padding = sampling.gather(examples, np.arange(5))
-  state = training.init_state(params, method)
-  program = str(jax.make_jaxpr(step)(state, frozen, batch, is_padding))
   shapes = set(re.findall(r'\[([\d,]+)\]', program))
   assert '5,2,16,2' in shapes  # Of the adapters of the query, each example's.
   inner = {'16,24', '24,16', '16,8'}  # Of the gate and up, down, key and value.

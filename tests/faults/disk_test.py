@@ -5,11 +5,11 @@ import json
 import resource
 
 import finetune
+import jax.numpy as jnp
 import pytest
-from finetuning import checkpoints
 
+from prism_optax import training
 from tests.examples import finetune_test
-from tests.faults import checkpoint_test
 
 
 @contextlib.contextmanager
@@ -24,19 +24,12 @@ def full_disk(largest_file=100):
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path):
-  store = checkpoints.Checkpoints(tmp_path)
-  release = checkpoint_test.RELEASE
-  store.save(checkpoint_test._checkpoint(1), checkpoints.Ledger(release, 2))
-  two = checkpoint_test._checkpoint(2), checkpoints.Ledger(release, 4)
+  path = tmp_path / 'state.npz'
+  training.save_state(path, {'step': jnp.int32(1)})
   with pytest.raises(OSError, match='File too large'), full_disk():
-    store.save(*two)
-  store.close()
-  store = checkpoints.Checkpoints(tmp_path)
-  found, ledger = store.restore(checkpoint_test._checkpoint(), release)
-  assert (int(found.state.step), ledger.spent_steps) == (1, 2)
-  store.save(*two)
-  assert int(store.restore(two[0], release)[0].state.step) == 2
-  store.close()
+    training.save_state(path, {'step': jnp.int32(2)})
+  assert int(training.load_state(path, {'step': jnp.int32(0)})['step']) == 1
+  assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow
@@ -44,14 +37,14 @@ def test_a_run_on_a_full_disk_stops_and_goes_on(
   tiny_files, tiny_model, tmp_path, monkeypatch, capsys
 ):
   output = tmp_path / 'out'
-  save = checkpoints.Checkpoints.save
+  save = training.save_state
 
-  def failing(self, checkpoint, ledger):
-    full = int(checkpoint.state.step) == 4
+  def failing(path, state):
+    full = int(state.step) == 4
     with full_disk() if full else contextlib.nullcontext():
-      save(self, checkpoint, ledger)
+      save(path, state)
 
-  monkeypatch.setattr(checkpoints.Checkpoints, 'save', failing)
+  monkeypatch.setattr(training, 'save_state', failing)
   argv = finetune_test._arguments(
     tiny_files, tiny_model, output, '--optimizer', 'dp-adamw'
   )

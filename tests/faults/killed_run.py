@@ -8,7 +8,7 @@ step that a process does, ``save:2`` one in the middle of its second checkpoint,
 takes longer than to run), the later ones with ``--resume``. Every step that is
 done leaves a line in LOG: its number, and what went into it.
 
-Prints the exit status of each process, and after each what is in the ledger.
+Prints the exit status of each process, and after each what is in the journal.
 """
 
 import hashlib
@@ -17,8 +17,6 @@ import os
 import pathlib
 import signal
 import sys
-import threading
-import time
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
@@ -26,7 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 import finetune  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from finetuning import checkpoints, training  # noqa: E402
+from finetuning import run  # noqa: E402
+
+from prism_optax.training import PrivateTraining  # noqa: E402
+from prism_optax.training._journal import Journal  # noqa: E402
 
 
 def kill():
@@ -43,51 +44,53 @@ def digest(tree):
 
 
 def record(log, last_step):
-  """Wraps the compiled step."""
-  compile_step = training.compile_step
+  """Wraps the step."""
+  step, done = PrivateTraining.step, []
 
-  def compiled(*args):
-    step = compile_step(*args)
-    done = []
+  def recorded(self, state, batch, frozen=None):
+    if len(done) + 1 == last_step:
+      kill()
+    done.append(1)
+    keys = [
+      leaf
+      for leaf in jax.tree.leaves(state.optimizer)
+      if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    line = {
+      'step': int(state.step),
+      'key': digest(keys),
+      'batch': digest((batch.examples, batch.is_padding_example)),
+      'params': digest(state.params),
+      'optimizer': digest(state.optimizer),
+    }
+    with log.open('a') as file:
+      file.write(json.dumps(line) + '\n')
+    return step(self, state, batch, frozen)
 
-    def recorded(state, frozen, *batch):
-      if len(done) + 1 == last_step:
-        kill()
-      done.append(1)
-      keys = [
-        leaf
-        for leaf in jax.tree.leaves(state.optimizer)
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-      ]
-      line = {
-        'step': int(state.step),
-        'key': digest(keys),
-        'batch': digest(batch),
-        'params': digest(state.params),
-        'optimizer': digest(state.optimizer),
-      }
-      with log.open('a') as file:
-        file.write(json.dumps(line) + '\n')
-      return step(state, frozen, *batch)
-
-    return recorded
-
-  training.compile_step = compiled
+  PrivateTraining.step = recorded
 
 
-def kill_while_saving(folder, number):
-  """A thread that waits for the temporary folder of a checkpoint."""
+def kill_while_saving(number):
+  """In the middle of a checkpoint: half of its file is written."""
+  save, done = np.savez, []
 
-  def watch():
-    seen = set()
-    while True:
-      for path in (folder / checkpoints.FOLDER).glob('*tmp*'):
-        seen.add(path.name)
-        if len(seen) == number:
-          kill()
-      time.sleep(1e-4)
+  def half(file, **arrays):
+    done.append(1)
+    save(file, **arrays)
+    if len(done) == number:
+      file.flush()
+      os.ftruncate(file.fileno(), file.tell() // 2)
+      kill()
 
-  threading.Thread(target=watch, daemon=True).start()
+  np.savez = half
+
+
+def step_of(path):
+  """The number of the step in a file of a state."""
+  with np.load(path) as stored:
+    _, header = json.loads(str(stored['header']))
+    number = [name for name, *_ in header].index('.step')
+    return int(np.frombuffer(stored[str(number)].tobytes(), np.int64)[0])
 
 
 def main():
@@ -99,27 +102,22 @@ def main():
       kind, _, number = place.partition(':')
       record(log, int(number) if kind == 'step' else 0)
       if kind == 'save':
-        kill_while_saving(folder, int(number))
+        kill_while_saving(int(number))
       begun = (folder / 'options.json').exists()
       resume = ['--output', str(folder), '--resume']
       os._exit(finetune.main(resume if begun else argv))
     _, status = os.waitpid(child, 0)
-    steps = [
-      int(path.name)
-      for path in (folder / checkpoints.FOLDER).glob('[0-9]*')
-      if path.name.isdigit()
-    ]
-    spent = None
-    if steps:
-      stored = folder / checkpoints.FOLDER / str(max(steps)) / 'ledger/metadata'
-      spent = json.loads(stored.read_text())['spent_steps']
+    secret = folder / run.FOLDER
+    saved = (secret / 'state.npz').exists()
+    step = step_of(secret / 'state.npz') if saved else None
+    spent = Journal(secret / 'journal.sqlite').count().steps if saved else None
     lines = log.read_text().splitlines() if log.exists() else []
     done = max((json.loads(line)['step'] + 1 for line in lines), default=0)
     result = {
       'place': place,
       'done': done,
       'status': os.waitstatus_to_exitcode(status),
-      'step': max(steps, default=None),
+      'step': step,
       'spent': spent,
     }
     print('RESULT', json.dumps(result), flush=True)

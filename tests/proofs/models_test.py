@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from finetuning import data, language, sampling, training
-from finetuning.models import classifier, llama_config, minilm, vit
+from finetuning import language, training
+from finetuning.models import classifier, llama, llama_config, minilm, vit
 from flax import nnx
 
 from benchmarks.accuracy import digits_network
-from benchmarks.speed import decoder, proof_time
-from benchmarks.speed import make_private as make_private_time
+from benchmarks.geometry import given_noise
+from benchmarks.speed import decoder, steps
 from prism_optax import diagnostics, lora
 from tests.proofs.losses import normal
 from tests.training import problem
@@ -80,19 +80,16 @@ def test_encoders_of_the_examples(name):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
   assert_proved(losses, params, frozen, x, ids(B))
-  # The loss that `clipped_grad` calls with one record of a batch at a time.
-  assert_proved_one_by_one(
-    training.make_loss(graph), params, frozen, sampling.Batch(x, ids(B))
-  )
+  assert_proved_one_by_one(training.make_loss(graph), params, frozen, x, ids(B))
 
 
-def assert_proved_one_by_one(loss, params, frozen, batch):
+def assert_proved_one_by_one(loss, params, frozen, *rows):
   def one(params, frozen, row):
-    return loss(params, frozen, jax.tree.map(lambda x: x[None], row))[0]
+    return loss(params, frozen, *row)[0]
 
   proof = prove(
     jax.vmap(jax.grad(one), (None, None, 0)),
-    *map(shapes, (params, frozen, batch)),
+    *map(shapes, (params, frozen, rows)),
     in_axes=(None, None, 0),
   )
   assert proof, proof
@@ -111,22 +108,41 @@ def small_decoder(kind):
   )  # fmt: skip
 
 
+def of_decoder(kind):
+  """``(graph, params, frozen)`` of shapes, and the losses of records."""
+
+  def build():
+    config = minilm.LoraConfig(2)
+    return llama.Decoder(small_decoder(kind), config, rngs=nnx.Rngs(0))
+
+  graph, *trees = nnx.split(nnx.eval_shape(build), nnx.LoRAParam, ...)
+
+  def losses(params, frozen, tokens):
+    if jax.tree.leaves(params)[0].ndim == 4:
+      # Copies stand before the layers, and the scan wants the layers in front.
+      params = jax.tree.map(lambda x: x.swapaxes(0, 1), params)
+    logits = nnx.merge(graph, params, frozen)(tokens)[:, :-1]
+    each = optax.softmax_cross_entropy_with_integer_labels(
+      logits, tokens[:, 1:]
+    )
+    return jnp.sum(each, 1)
+
+  return (graph, *trees), losses
+
+
 @pytest.mark.parametrize(
   'kind', ['llama', pytest.param('qwen3', marks=pytest.mark.slow)]
 )
 def test_decoders_of_the_examples(kind):
-  graph, params, frozen = proof_time.shapes(small_decoder(kind), rank=2)
-  losses = proof_time.losses(graph)
+  (graph, params, frozen), losses = of_decoder(kind)
   assert_proved(losses, params, frozen, ids(B, T))
-  batch = sampling.Batch(ids(B, T), ids(B, T))
-  assert data.BLANK < 0
-  assert_proved_one_by_one(language.make_loss(graph, 4), params, frozen, batch)
+  loss = language.make_loss(graph, 4)
+  assert_proved_one_by_one(loss, params, frozen, ids(B, T), ids(B, T))
 
 
 def test_a_mean_over_the_tokens_of_a_batch_is_refused():
   """What `language.make_loss` has a declared divisor for."""
-  graph, params, frozen = proof_time.shapes(small_decoder('llama'), rank=2)
-  losses = proof_time.losses(graph)
+  (_, params, frozen), losses = of_decoder('llama')
 
   def divided(params, frozen, x):
     return losses(params, frozen, x) / jnp.sum(x != 0)
@@ -163,7 +179,7 @@ def test_the_decoder_of_the_benchmarks():
 
 def test_losses_of_the_benchmarks_and_of_the_tests():
   x, y = jax.ShapeDtypeStruct((B, 64), jnp.float32), ids(B)
-  digits = make_private_time.digits()
+  digits = steps.digits()
   params, frozen = shapes((digits.params, digits.frozen))
   axes = None, None, 0, 0
   for loss in (digits.loss, digits_network.loss):
@@ -176,6 +192,21 @@ def test_losses_of_the_benchmarks_and_of_the_tests():
   rows = tuple(a[:B] for a in problem.DATA)
   function = jax.vmap(jax.grad(problem.loss), axes)
   assert prove(function, problem.PARAMS, problem.FROZEN, *rows, in_axes=axes)
+
+
+@pytest.mark.parametrize('published', [False, True])
+def test_the_step_of_the_benchmarks_with_a_given_draw(published):
+  params = {'lora_a': jnp.eye(5, 2), 'lora_b': jnp.ones((2, 3))}
+  one = given_noise.tangent_step(0.1, 1.0, B, 0.5, published)
+  rows = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype), params
+  )
+  noise = shapes(params)
+  proof = diagnostics.prove_released(
+    lambda grads, noise, state: one.update(grads, noise, state, params),
+    rows, noise, one.init(params), private=0,
+  )  # fmt: skip
+  assert proof, proof
 
 
 LAYERS = {

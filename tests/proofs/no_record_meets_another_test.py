@@ -102,7 +102,7 @@ MIXING = {
 }
 
 
-def make(loss, **options):
+def make(loss, microbatch_size=None, **options):
   return training.make_private(
     loss,
     PARAMS,
@@ -112,7 +112,7 @@ def make(loss, **options):
       'noise_multiplier': 1.0,
       'expected_batch_size': 4,
       'dataset_size': N,
-      'padded_batch_size': 8,
+      'execution': training.Execution(microbatch_size, padded_batch_size=8),
       'steps': 1,
       'delta': 1e-3,
       'prng_key': 0,

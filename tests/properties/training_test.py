@@ -1,6 +1,8 @@
 """Laws of private trainings: one record moves little, batches hold records."""
 
 import functools
+import pathlib
+import tempfile
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -95,7 +97,7 @@ def test_batches_hold_each_record_once_at_most(expected, size, part, seed):
     steps=3,
     delta=1e-5,
     noise_multiplier=1.0,
-    microbatch_size=part,
+    execution=training.Execution(microbatch_size=part),
     prng_key=seed,
   )
   state = private.init(jnp.zeros(()))
@@ -111,3 +113,20 @@ def test_batches_hold_each_record_once_at_most(expected, size, part, seed):
     assert set(drawn) <= set(range(1, size + 1))
     assert not rows[padding].any()
     np.testing.assert_array_equal(rows, again.examples)
+
+
+@given(
+  hnp.arrays(
+    st.sampled_from([np.float32, np.int64, np.uint8, np.bool_]),
+    hnp.array_shapes(min_dims=0, min_side=0),
+  ),
+  st.text(max_size=5),
+)
+def test_a_state_comes_back_from_its_file_bit_for_bit(array, name):
+  state = {name: array, 'more': [np.float16(0.1), array.T]}
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / 'state_secret.npz'
+    training.save_state(path, state)
+    found = training.load_state(path, jax.tree.map(np.zeros_like, state))
+  for x, y in zip(*map(jax.tree.leaves, (state, found)), strict=True):
+    assert (x.shape, x.dtype, x.tobytes()) == (y.shape, y.dtype, y.tobytes())

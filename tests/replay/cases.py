@@ -174,8 +174,9 @@ class Case:
       plain = self.observe(self.records, 0, taped=False)
       assert plain.result is not None, plain.events
     # Nothing is proved of a step on a tape, whose noise may be anything.
-    (program,) = self.private._programs.values() or [np.ones(8, np.uint32)]
-    self.private._program = lambda arguments, batch: program
+    program = self.private._program
+    (digest,) = program.digests.values() or [np.ones(8, np.uint32)]
+    program.digest = lambda arguments, batch: digest
     original = self.private._step.__wrapped__
     # A function of its own: what JAX has traced of the other one, it keeps.
     self.private._step = jax.jit(

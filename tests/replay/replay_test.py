@@ -120,11 +120,14 @@ def test_no_gradient_is_seen(optimizer, clip):
 @pytest.mark.parametrize(
   ('optimizer', 'options'),
   [
-    ('prism', {'microbatch_size': 2}),
-    ('dp_muon', {'microbatch_size': 2}),
-    ('adam', {'microbatch_size': 2, 'skip_padding': True}),
-    ('prism', {'microbatch_size': 1, 'skip_padding': True}),
-    ('adam', {'padded_batch_size': 4}),  # Some batches are cut to it.
+    ('prism', {'execution': training.Execution(2)}),
+    ('dp_muon', {'execution': training.Execution(2)}),
+    ('adam', {'execution': training.Execution(2, skip_padding=True)}),
+    ('prism', {'execution': training.Execution(1, skip_padding=True)}),
+    (
+      'adam',
+      {'execution': training.Execution(padded_batch_size=4)},
+    ),  # Some batches are cut to it.
     ('adam', {'l2_clip_norm': 1e20}),
     ('prism', {'l2_clip_norm': 1e-20}),
     ('dp_muon', {'l2_clip_norm': 1e-9}),
@@ -160,7 +163,7 @@ def test_no_user_is_seen():
 
 @pytest.mark.slow
 def test_no_user_is_seen_in_parts_of_a_batch():
-  case = of_users('prism', microbatch_size=2, skip_padding=True)
+  case = of_users('prism', execution=training.Execution(2, skip_padding=True))
   assert_unseen(everywhere(case, adversarial.records(FORM)))
 
 

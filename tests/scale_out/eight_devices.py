@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import prism_optax
 from prism_optax import lora
-from prism_optax.training import make_private
+from prism_optax.training import Execution, make_private
 from prism_optax.transforms import _privatizer
 from tests.scale_out import training
 
@@ -196,9 +196,7 @@ def one_call():
       dataset_size=256,
       steps=2,
       delta=1e-4,
-      padded_batch_size=128,
-      microbatch_size=size,
-      batch_sharding=sharding,
+      execution=Execution(size, 128, sharding),
       prng_key=3,
     )
     state = private.init(training.make_params())

@@ -53,7 +53,7 @@ def main(folder, what, *options):
     print(json.dumps({'refused': str(error)}))
     return
   noise = np.asarray(state.params, np.float64).tolist()
-  releases = made._count().releases
+  releases = made._owner.count().releases
   print(
     json.dumps(
       {'noise': noise, 'releases': releases, 'epsilon': made.epsilon()}

@@ -273,8 +273,7 @@ def test_the_step_that_runs_is_proved_once():
     dataset_size=100,
     # Nothing is sampled, so that the statement is quick.
     expected_batch_size=100,
-    microbatch_size=4,
-    skip_padding=True,
+    execution=training.Execution(4, skip_padding=True),
     examples_per_user=2,
     delta=1e-3,
   )

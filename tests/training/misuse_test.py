@@ -40,7 +40,7 @@ def first_batch(training_, state):
     ({'target_epsilon': 3.0}, r'exactly one of target_epsilon and noise'),
     ({'noise_multiplier': -1.0}, r'noise_multiplier >= 0'),
     (
-      {'microbatch_size': 7, 'padded_batch_size': 48},
+      {'execution': training.Execution(7, padded_batch_size=48)},
       r'multiple of microbatch',
     ),
     ({'examples_per_user': 2, 'batched_loss': True}, r'not supported'),
@@ -208,7 +208,8 @@ def test_batches_that_are_not_ours():
     {'l2_clip_norm': 2.0},
     {'dataset_size': 400},
     {'expected_batch_size': 10},
-    {'padded_batch_size': 100},
+    {'execution': training.Execution(padded_batch_size=100)},
+    {'tags': {'base': 'other'}},
     {'clipping': training.AutomaticClipping()},
     {'delta': 1e-5},
     {'record': problem.RECORD},

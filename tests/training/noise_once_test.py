@@ -107,7 +107,7 @@ def test_the_noise_of_a_quantile_depends_on_what_is_released():
 
   def norm(digest):
     state = jax.tree.map(jnp.copy, (start.params, start.optimizer))
-    _, state = private._step(*state, FROZEN, rows, padding, None, digest)
+    _, state, _ = private._step(*state, FROZEN, rows, padding, None, digest)
     return float(state[0].l2_clip_norm)
 
   digests = [_fingerprint.words(name) for name in 'ab']

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import accounting, lora
+from prism_optax import accounting, lora, training
 from prism_optax.training import _fingerprint
 from tests.training import problem
 from tests.training.problem import DATA, FROZEN, PARAMS, B, N, loss
@@ -70,7 +70,8 @@ def test_microbatches_give_the_same():
   optimizer = optax.sgd(0.1)
   whole = problem.by_keys_alone(problem.make(optimizer))
   for size, skip in ((1, True), (16, False)):
-    parts = problem.make(optimizer, microbatch_size=size, skip_padding=skip)
+    execution = training.Execution(size, skip_padding=skip)
+    parts = problem.make(optimizer, execution=execution)
     # More rows, the same records: the seed and the step say which.
     assert parts.padded_batch_size % size == 0
     np.testing.assert_allclose(
@@ -222,7 +223,7 @@ def test_the_statement_keeps_the_promise():
     noise_multiplier=None,
     target_epsilon=epsilon,
     steps=steps,
-    padded_batch_size=cut,
+    execution=training.Execution(padded_batch_size=cut),
   )
   shown = float(re.match(r'epsilon <= (\S+) ', private.statement())[1])
   assert epsilon - 2e-3 <= shown <= epsilon

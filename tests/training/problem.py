@@ -70,7 +70,7 @@ def by_keys_alone(private, data=DATA):
   state = private.init(PARAMS)
   params, optimizer = state.params, state.optimizer
   for batch in private.batches(state, data):
-    params, optimizer = private._step(
+    params, optimizer, _ = private._step(
       params,
       optimizer,
       FROZEN,

@@ -63,7 +63,7 @@ def private(name, **options):
     'l2_clip_norm': 0.5,
     'expected_batch_size': N,
     'dataset_size': N,
-    'padded_batch_size': N,
+    'execution': training.Execution(padded_batch_size=N),
     'steps': 1,
     'delta': 1e-5,
     'noise_multiplier': 0.0,

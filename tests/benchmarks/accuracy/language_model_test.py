@@ -7,18 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetuning import data, instructions, sampling
+from finetuning import data, instructions
 from finetuning.models import pretrained
 
 from benchmarks.accuracy import (
   language_layers,
-  language_metric,
   language_model,
   language_rows,
   language_runs,
   language_tables,
 )
-from prism_optax import contrib
 from tests.examples import language_models
 
 
@@ -61,18 +59,6 @@ def test_only_the_number_of_the_row_is_right():
 def test_only_the_label_itself_is_right(answer, right):
   task = language_rows.TASKS['sst2']
   assert task.is_right(answer, {'text': '', 'label': 1}) == right
-
-
-def test_rows_without_a_domain_are_left_out():
-  task = dataclasses.replace(language_rows.TASKS['clinc150'], tuning_rows=1)
-  rows = [
-    {'text': str(i), 'domain': 'small_talk' if i % 2 else 'oos'}
-    for i in range(8)
-  ]
-  parts = language_rows.split(task, rows[:6], rows[6:])
-  assert [row['text'] for row in parts.table] == ['7']
-  assert {row['text'] for row in parts.tuning + parts.private} == {*'135'}
-  assert task.response(rows[1]) == 'small talk'
 
 
 def test_equations_are_written_plainly():
@@ -152,8 +138,7 @@ def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
     losses = language_layers.row_losses(model.graphdef, TASK.response_length)
     return losses(params, frozen, batch), whole(ids)
 
-  batch, _ = sampling.gather(examples, np.arange(len(ROWS)))
-  (losses, _, weights), logits = both(params, model.frozen, batch, ids)
+  (losses, _, weights), logits = both(params, model.frozen, examples, ids)
   expected = -jax.nn.log_softmax(logits)
   for i, labels in enumerate(examples.labels):
     places = np.flatnonzero(labels != data.BLANK)
@@ -203,51 +188,10 @@ def test_answers_are_those_of_adapted_models(model):
   assert before != after
 
 
-def test_the_metric_is_of_what_the_matrices_read(model, tmp_path, monkeypatch):
-  """Each record alone, by the layer itself; hardly any noise."""
-  monkeypatch.setattr(language_metric, 'NOISE_MULTIPLIER', 1e-3)
-  examples = language_layers.encode(model, TASK, ROWS, tmp_path)
-  released = language_metric.release(model, TASK, examples, seed=0)
-  layer, leaves = language_layers.nnx.split(
-    language_layers.nnx.merge(
-      model.graphdef, model.params, model.frozen[0]
-    ).stacks[0]
-  )
-  layer = language_layers.nnx.merge(
-    layer, jax.tree.map(lambda x: x[-1], leaves)
-  )
-  batches = []
-  for tokens, labels in zip(*examples, strict=True):
-    places = np.flatnonzero(labels != data.BLANK)
-    tokens = jnp.asarray(tokens, jnp.float32)
-    positions = jnp.arange(len(tokens))[None]
-    read = layer.attention_norm(tokens)
-    mixed = tokens + layer.attention(read, positions, None)[0]
-    batches.append(
-      {
-        language_metric.ATTENTION: read[None, : places[-1] + 1],
-        language_metric.MLP: layer.mlp_norm(mixed)[None, places],
-      }
-    )
-  expected = contrib.input_metric(
-    batches, noise_multiplier=1e-3, dataset_size=len(ROWS), prng_key=1
-  )
-  assert len(released.bases) == 2
-  for name, basis in expected.bases.items():
-    assert basis.shape[1] > 0
-    found, wanted = (
-      x.bases[name] * (1 - x.scales[name]) @ x.bases[name].T
-      for x in (released, expected)
-    )
-    np.testing.assert_allclose(found, wanted, atol=0.02)
-
-
-@pytest.mark.parametrize('method', ['prism+metric+rows', 'dp-adamw', 'adamw'])
+@pytest.mark.parametrize('method', ['prism+rows', 'dp-adamw', 'adamw'])
 @pytest.mark.slow
-def test_a_run_trains_and_is_not_run_again(
-  method, model, tmp_path, monkeypatch
-):
-  """And goes on where it was left."""
+def test_a_run_trains(method, model, tmp_path, monkeypatch):
+  """Over adapters of one layer, measured along the way."""
   del model
   folder = language_models.write(tmp_path / 'model')
   (tmp_path / 'rows.jsonl').write_text(
@@ -259,111 +203,119 @@ def test_a_run_trains_and_is_not_run_again(
     lambda task, *_: language_rows.Parts(many, ROWS[:4], ROWS[4:]),
   )  # fmt: skip
   monkeypatch.setitem(language_rows.TASKS, 'sst2', TASK)
-  run = language_runs.Run(
+  setting = language_runs.Setting(
     'sst2', method, None if method == 'adamw' else 8.0, 0, 0.03, batch=16,
     steps=4, layers=1,
   )  # fmt: skip
-  found = language_runs.execute(run, str(folder), tmp_path, tmp_path / 'cache')
+  source = language_runs.Source(str(folder), tmp_path, tmp_path / 'cache')
+  found = language_runs.execute(setting, source)
   assert [x['step'] for x in found['curve']] == [2, 4]
   assert found['curve'][1]['perplexity'] != found['curve'][0]['perplexity']
-  assert found['held steps'] == 0
-  # What is released before is paid for.
-  plain = dataclasses.replace(run, method=run.parts[0])
-  least = language_runs.plan_of(plain, len(many)).noise_multiplier
-  assert (found['noise multiplier'] > least) == ('metric' in method)
   assert len(found['exact']) == 4
-  results = language_model.Results(tmp_path / 'results.json')
-  assert results.get(run) is None
-  results.put(found)
-  assert results.get(run) == found
 
 
-def test_tuning_takes_the_best_of_each_change(tmp_path):
+class Found:
+  """Rows of made-up perplexities, in the place of a store."""
+
+  def __init__(self, perplexity):
+    self.perplexity, self.rows = perplexity, {}
+
+  def find(self, setting):
+    return self.rows.get(json.dumps(setting))
+
+  def run(self, template, methods, tuning, seeds):
+    """What a worker does, in its order."""
+    order = []
+    while True:
+      wanted = language_model.plan(
+        self.find, ['sst2-3'], template, methods, tuning, seeds
+      )
+      setting = next((x for x in wanted if self.find(x) is None), None)
+      if setting is None:
+        return order
+      order.append(language_runs.Setting(**setting))
+      found = {'tuning perplexity': self.perplexity(order[-1])}
+      self.rows[json.dumps(setting)] = found
+
+
+def test_tuning_takes_the_best_of_each_change():
   """Seven runs for each private method, and a rate where the last is best."""
-  results = language_model.Results(tmp_path / 'results.json')
-  template = language_runs.Run('', '', None, 0)
 
-  def perplexity(run):
-    if run.b1 == 0.5:
+  def perplexity(setting):
+    if setting.b1 == 0.5:
       return 2.0
-    return 3.0 + run.weight_decay + abs(run.rate - 1e-2)
+    return 3.0 + setting.weight_decay + abs(setting.rate - 1e-2)
 
-  tuning, finals = [], []
-  while run := language_model.next_run(results, 'sst2-3', template, seeds=3):
-    (tuning if run.is_tuning else finals).append(run)
-    results.put(
-      {'run': dataclasses.asdict(run), 'tuning perplexity': perplexity(run)}
-    )
-  counts = [
-    sum(run.method == m for run in tuning) for m in language_model.RATES
-  ]
+  methods = list(language_model.RATES)
+  order = Found(perplexity).run(
+    language_runs.Setting(), methods, language_model.Tuning(), 3
+  )
+  tuning = [x for x in order if x.is_tuning]
+  finals = [x for x in order if not x.is_tuning]
+  counts = [sum(x.method == m for x in tuning) for m in methods]
   assert counts == [8, 7, 4]
-  assert min(run.rate for run in tuning if run.method == 'prism') == 3e-3
-  assert {run.epsilon for run in tuning} == {8.0, None}
+  assert min(x.rate for x in tuning if x.method == 'prism') == 3e-3
+  assert {x.epsilon for x in tuning} == {8.0, None}
   assert finals[0].method == 'zero-shot'
-  assert [run.method for run in finals[1:4]] == list(language_model.RATES)
-  assert {
-    (run.epsilon, run.seed) for run in finals if run.method == 'prism'
-  } == {(3.0, 0), (3.0, 1), (3.0, 2)}
-  chosen = next(run for run in finals if run.method == 'dp-adamw')
+  assert {x.method for x in finals[1:]} == set(methods)
+  private = [x for x in finals if x.method == 'prism']
+  assert sorted((x.epsilon, x.seed) for x in private) == [
+    (3.0, 0), (3.0, 1), (3.0, 2)
+  ]  # fmt: skip
+  chosen = next(x for x in finals if x.method == 'dp-adamw')
   assert (chosen.rate, chosen.b1, chosen.weight_decay) == (1e-2, 0.5, 0.1)
-  assert language_model.TUNING_SEED not in {run.seed for run in finals}
+  assert language_model.TUNING_SEED not in {x.seed for x in finals}
 
 
-def test_longer_runs_try_only_rates(tmp_path):
+def test_longer_runs_try_only_rates():
   """With the options of the short runs, until the best is between two."""
-  results = language_model.Results(tmp_path / 'results.json')
-  short = language_runs.Run('', '', None, 0)
+  short = language_runs.Setting()
 
-  def perplexity(run):
-    best = 1e-2 if run.steps == short.steps else 3e-4
-    return abs(np.log(run.rate / best)) - (run.b1 == 0.5)
+  def perplexity(setting):
+    best = 1e-2 if setting.steps == short.steps else 3e-4
+    return abs(np.log(max(setting.rate, 1e-9) / best)) - (setting.b1 == 0.5)
+
+  found = Found(perplexity)
 
   def runs(steps, **of):
     template = dataclasses.replace(short, steps=steps)
-    found = []
-    while run := language_model.next_run(
-      results, 'sst2-3', template, methods=['prism'], **of
-    ):
-      found.append(run)
-      results.put(
-        {'run': dataclasses.asdict(run), 'tuning perplexity': perplexity(run)}
-      )
-    return found
+    tuning = language_model.Tuning(**of)
+    return found.run(template, ['prism'], tuning, 2)
 
-  runs(short.steps)
-  found = runs(240, options_of=short.steps)
-  tuning = [run for run in found if run.is_tuning]
-  assert [run.rate for run in tuning] == [
-    1e-2, 3e-3, 3e-2, 1e-3, 3e-4, 1e-4
-  ]  # fmt: skip
-  assert {(run.b1, run.epsilon) for run in tuning} == {(0.5, 8.0)}
-  finals = [run for run in found if run.method != 'zero-shot'][len(tuning) :]
-  assert [(run.rate, run.b1, run.epsilon, run.seed) for run in finals] == [
+  # What the short ones lack is run first.
+  order = runs(240, options_of=short.steps)
+  assert order[1].steps == short.steps
+  longer = [x for x in order if x.steps == 240]
+  tuning = [x for x in longer if x.is_tuning]
+  assert {x.rate for x in tuning} == {1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2}
+  assert {(x.b1, x.epsilon) for x in tuning} == {(0.5, 8.0)}
+  finals = [x for x in longer if x.method == 'prism' and not x.is_tuning]
+  assert [(x.rate, x.b1, x.epsilon, x.seed) for x in finals] == [
     (3e-4, 0.5, 3.0, 0), (3e-4, 0.5, 3.0, 1)
   ]  # fmt: skip
-  assert {run.steps for run in found} == {240}
   # Or none, where they would take too long.
-  found = runs(960, options_of=short.steps, rate_of=240)
-  assert {run.steps for run in found} == {960}
-  assert [(run.rate, run.b1, run.seed) for run in found[1:]] == [
+  order = runs(960, options_of=short.steps, rate_of=240)
+  assert {x.steps for x in order} == {960}
+  assert [(x.rate, x.b1, x.seed) for x in order[1:]] == [
     (3e-4, 0.5, 0), (3e-4, 0.5, 1)
   ]  # fmt: skip
-  # What the short ones lack is run first.
-  (tmp_path / 'results.json').unlink()
-  assert runs(240, options_of=short.steps)[0].steps == short.steps
 
 
 def test_tables_have_the_tuned_runs_and_paired_differences():
   """A rate that tuning did not choose is not in them."""
-  base = language_runs.Run('sst2', 'prism', 8.0, 0, 0.1)
+  base = language_runs.Setting('sst2', 'prism', 8.0, 0, 0.1)
 
   def row(run, nats, **rest):
     losses = np.full(4, nats, np.float16) + np.arange(4, dtype=np.float16) / 8
     scores = {
       'losses': losses.tobytes().hex(), 'exact': '0110', 'tokens': 8,
     }  # fmt: skip
-    return {'run': dataclasses.asdict(run), **scores, **rest}
+    told = {
+      k: v
+      for k, v in dataclasses.asdict(run).items()
+      if language_runs.DEFAULTS.get(k, ...) != v
+    }
+    return {**told, **scores, **rest}
 
   rows = []
   for method, shift in (
@@ -381,11 +333,11 @@ def test_tables_have_the_tuned_runs_and_paired_differences():
   assert len(lines) == 2 + 3 + 2
   # Two tokens a row: (1 + 1/8 + 3/16) / 2 nats each.
   assert f'| 8 | 2 | {np.exp(0.65625):.3f} ±' in lines[2]
-  assert '| `prism` less DP-AdamW | 8 |  | -0.250 ± ' in lines[5]
-  assert 'row scales, less DP-AdamW | 8 |  | -0.500 ± ' in lines[6]
+  assert '| `prism` less DP-AdamW | 8 | | -0.250 ± ' in lines[5]
+  assert 'row scales, less DP-AdamW | 8 | | -0.500 ± ' in lines[6]
   start = dataclasses.replace(base, method='zero-shot', epsilon=None)
   short = [row(start, 9.0), *rows]
-  longer = [{**row, 'run': {**row['run'], 'steps': 240}} for row in short]
+  longer = [{**row, 'steps': 240} for row in short]
   both = language_tables.table(short + longer)
   assert '| SST-2, 24 steps | ' in both
   assert '| SST-2, 240 steps | ' in both

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.speed import decoder
+from benchmarks.common import timing
+from benchmarks.speed import decoder, steps
 from benchmarks.speed import decoder_step_time as benchmark
 from prism_optax import _modules
 
@@ -73,9 +74,10 @@ def test_every_method_moves_every_adapter():
   # All kernels of one shape: each further one would be compiled by itself.
   shape = dataclasses.replace(TINY, heads=2, inner=12)
   assert set(shape.dense.values()) == {(12, 12)}
-  steps = benchmark.compiled_steps(shape, 2)
-  assert tuple(steps) == benchmark.METHODS
-  for name, step in steps.items():
+  made, fixed = benchmark.made(shape, 2)
+  assert tuple(made) == benchmark.METHODS
+  for name, (carried, step_of) in made.items():
+    step = timing.Step(step_of, carried, fixed)
     before = jax.tree.map(np.array, step._carried[0])
     for _ in range(2):  # In the first one a zero factor hides the other.
       step()
@@ -91,9 +93,8 @@ def test_every_method_moves_every_adapter():
 def test_micro_batches_give_the_gradient_of_the_batch(problem):
   """With AdamW's first step, of size one in the sign of the gradient."""
   params, frozen, tokens = problem
-  init, step = benchmark.plain_step(TINY)
-  state = jax.jit(init)(params)
-  new, _ = jax.jit(step)((params, state), (frozen, tokens))
+  carried, step = steps.plain(decoder.make_loss(TINY), params, 2)
+  new, _ = jax.jit(step)(carried, (frozen, tokens))
   gradient = jax.jit(jax.grad(decoder.make_loss(TINY)))
   whole = jax.device_get(gradient(params, frozen, tokens))
   for p, q, g in zip(*map(jax.tree.leaves, (params, new, whole)), strict=True):

@@ -15,7 +15,10 @@ def test_arguments_are_weights_and_state(monkeypatch):
   sizes = language_models.CONFIG | {'hidden_size': 64, 'vocab_size': 400}
   monkeypatch.setitem(benchmark.CONFIGS, 'tiny', sizes)
   before = len(jax.live_arrays())
-  one, four = (benchmark.measure('tiny', 3, m) for m in (1, 4))
+  one, four = (
+    benchmark.measure(**{'model': 'tiny', 'rank': 3, 'micro-batch': m})
+    for m in (1, 4)
+  )
   assert len(jax.live_arrays()) - before < 20
   # Besides: ids and labels, a key, counters.
   rest = one['arguments GB'] - one['frozen GB'] - one['state GB']
@@ -29,7 +32,8 @@ def test_arguments_are_weights_and_state(monkeypatch):
   assert one['frozen GB'] == pytest.approx(
     2e-9 * sum(x.size for x in jax.tree.leaves(frozen))
   )
-  text = benchmark.table([one | {'model': 'qwen2.5-3b', 'rank': 8}])
+  row = {'model': 'qwen2.5-3b', 'rank': 8, 'micro-batch': 1}
+  text = benchmark.show([one | row])
   assert '| qwen2.5-3b | 8 |' in text
 
 

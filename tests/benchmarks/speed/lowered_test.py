@@ -12,9 +12,8 @@ import sys
 
 import pytest
 
-from benchmarks.common import results
+from benchmarks.common import runner
 
-SCRIPT = results.ROOT / 'benchmarks' / 'speed' / 'lowered.py'
 COMPILERS = os.environ.get('PRISM_OPTAX_COMPILERS')
 # A compiler's next version may fuse a little more or less. What it must not do
 # is loop over an SVD, or launch a kernel for each module.
@@ -22,10 +21,8 @@ SLACK = 1.1
 
 
 def stored(target: str, modules: str) -> dict:
-  path = results.FOLDER / 'lowered.json'
-  rows = json.loads(path.read_text('utf-8'))['rows']
-  wanted = target, modules, 'prism'
-  return next(x for x in rows if tuple(x.values())[:3] == wanted)
+  store = runner.Store(runner.FOLDER / 'lowered.json')
+  return store.find({'target': target, 'modules': modules, 'method': 'prism'})
 
 
 @pytest.mark.slow
@@ -37,19 +34,20 @@ def stored(target: str, modules: str) -> dict:
   ('target', 'modules'),
   [('h200', 'small'), ('h200', 'gemma, stacked'), ('tpu', 'small')],
 )
-def test_an_update_is_few_kernels(target, modules, tmp_path):
+def test_an_update_is_few_kernels(target, modules):
   """In a process of its own: there the compilers are devices that fail."""
-  path = tmp_path / 'lowered.json'
-  command = [
-    sys.executable, str(SCRIPT), '--targets', target, '--only', modules,
-    '--methods', 'prism', '--results', str(path),
-  ]  # fmt: skip
-  environment = os.environ | {'PYTHONPATH': str(COMPILERS), 'XLA_FLAGS': ''}
+  code = (
+    f'import json; from benchmarks.speed import lowered;'
+    f' print(json.dumps(lowered.measure({target!r}, {modules!r}, "prism")))'
+  )
+  command = [sys.executable, '-c', code]
+  path = os.pathsep.join([str(COMPILERS), str(runner.ROOT)])
+  environment = os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': ''}
   done = subprocess.run(
     command, env=environment, capture_output=True, text=True, check=False
   )
   assert done.returncode == 0, done.stderr[-2000:]
-  (row,) = json.loads(path.read_text('utf-8'))['rows']
+  row = json.loads(done.stdout)
   before = stored(target, modules)
   assert row['launches'] <= SLACK * before['launches']
   assert row['loops'] == before['loops'] == 0

@@ -1,0 +1,6 @@
+"""The figures of the documentation; benchmarks use the models of examples."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / 'examples'))

@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.accuracy import equal_tuning, language_tables
+from benchmarks.accuracy import language_tables, utility_tables
+from benchmarks.accuracy.sentences import DEFAULTS
+from benchmarks.common import runner
 from tests.docs.claims import data
 from tests.docs.claims.data import short, stored
 from tests.docs.claims.register import Claim, lines, of
@@ -12,7 +14,7 @@ METHOD = {
   'prism': '`prism`',
   'dp-adamw': 'DP-AdamW',
   'lora+': 'LoRA+',
-  'prism, paper mode': 'PRISM as published',
+  'prism, paper mode': '`published_prism`',
   'linear probe': 'linear probe',
   'ffa': 'FFA-LoRA',
   'prism, decayed': '`prism`, weight decay 1',
@@ -37,8 +39,56 @@ def _():
 
 @of('equal-tuning')
 def _():
-  runs = stored('equal_tuning_cpu')['runs']
-  return equal_tuning.table(runs, ['clinc150', 'banking77']).split('\n')
+  store = runner.Store(data.RESULTS / 'accuracy.json', DEFAULTS)
+  return utility_tables.equal_table(store.find).split('\n')
+
+
+def _of_part(part: str) -> None:
+  """The table of a part, on the page of its own."""
+  of(f'accuracy-{part}')(
+    lambda: utility_tables.table(stored('accuracy_compared'), part).split('\n')
+  )
+
+
+for _part in (*utility_tables.TITLES, 'lower-rate'):
+  _of_part(_part)
+
+
+@of('accuracy-nuisances')
+def _():
+  return _by_change('nuisances')
+
+
+@of('accuracy-options')
+def _():
+  return _by_change('options')
+
+
+@of('accuracy-other-rates')
+def _():
+  return _by_change('other-rates')
+
+
+def _by_change(part: str) -> list[str]:
+  spread = {} if part == 'other-rates' else data.varied(part)[data.SPREAD]
+  ranges = [
+    {'part': part, 'change': data.SPREAD, 'method': method, 'points': x}
+    for method, x in spread.items()
+  ]
+  return utility_tables.by_change(
+    [*stored('accuracy_compared'), *ranges],
+    part,
+    lambda found: f'{found[0]["points"]:+.2f}',
+  ).split('\n')
+
+
+@of('accuracy-transfer')
+def _():
+  return utility_tables.by_change(
+    stored('accuracy_compared'),
+    'transfer',
+    lambda found: ' / '.join(f'{x["accuracy"]:.3f}' for x in found),
+  ).split('\n')
 
 
 @of('elsewhere')
@@ -65,13 +115,43 @@ def _():
   )
 
 
+@of('nuisances')
+def _():
+  found = data.varied('nuisances')
+  names = {
+    'prism': '`prism`',
+    'prism, decayed': '`prism`, weight decay 1',
+    'dp-adamw': 'DP-AdamW',
+    'dp-adamw, decayed': 'DP-AdamW, weight decay 1, warm-up',
+    'lora+': 'LoRA+',
+  }
+  changes = {
+    'gauge=100.0': 'factorisation of condition 100',
+    'scale=0.25': 'alpha / r of 0.25',
+    'scale=4.0': 'alpha / r of 4',
+    'rank=4': 'rank 4',
+    'rank=32': 'rank 32',
+    'start=balanced': 'balanced start',
+    'start=spectral': 'spectral start',
+    'rate / 3': 'a third of the rate',
+    'rate * 3': 'three times the rate',
+  }
+  rows = [
+    [text, *(f'{found[change][name]:+.2f}' for name in names)]
+    for change, text in changes.items()
+  ]
+  spread = found[data.SPREAD]
+  rows.append(['largest minus smallest', *(f'{spread[x]:.2f}' for x in names)])
+  return lines(['change', *names.values()], rows)
+
+
 # Runs of the language model that are no longer than this are the short ones.
 SHORT = 24
 
 
 def _language_model(*, short: bool) -> list[dict]:
-  rows = stored('language_model')['rows']
-  return [row for row in rows if (row['run']['steps'] <= SHORT) == short]
+  return [x for x in stored('language_model')
+          if (x.get('steps', SHORT) <= SHORT) == short]  # fmt: skip
 
 
 @of('language-model')
@@ -88,7 +168,7 @@ def _():
 
 @of('heads')
 def _():
-  found = stored('private_heads_cpu')['rows']
+  found = stored('private_heads_cpu')
   tasks = {'sst2': 'SST-2', 'clinc150': 'clinc150', 'banking77': 'banking77'}
   of_ridge = [row for row in found if row['method'] == 'ridge']
   costs = {row['noise multiplier']: row['epsilon'] for row in of_ridge}
@@ -115,9 +195,8 @@ def _():
 def sentences() -> Iterator[Claim]:
   yield from _utility()
   yield from _margins()
-  yield from _nuisances()
   rows = _language_model(short=True)
-  private = {row['run']['task']: row['private rows'] for row in rows}
+  private = {row['task']: row['private rows'] for row in rows}
   yield (
     'with {:,} private rows of SST-2, {:,} of banking77, {:,} of mawps and {:,}'
     ' of gsm8k',
@@ -150,7 +229,7 @@ def sentences() -> Iterator[Claim]:
   )
   yield from _longer()
   sizes = {
-    row['run']['task'] == 'gsm8k': (row['run']['steps'], row['run']['batch'])
+    row['task'] == 'gsm8k': (row.get('steps', SHORT), row.get('batch', 256))
     for row in rows
   }
   yield (
@@ -211,7 +290,7 @@ def _longer() -> Iterator[Claim]:
     tuple(
       row['tuning perplexity']
       for row in rows
-      if (row['run']['task'], row['run']['steps']) == ('banking77', 240)
+      if (row['task'], row.get('steps')) == ('banking77', 240)
     ),
   )
 
@@ -221,10 +300,10 @@ def _utility() -> Iterator[Claim]:
     name: statistics.mean(found[seed] for seed in range(3))
     for name, found in {
       'none': data.accuracies(
-        'prism', epsilon=3.0, rate=0.1, options=[['weight_decay', 0.0]]
+        'prism', rate=0.1, options=[['weight_decay', 0.0]]
       ),
-      'prism': data.accuracies('prism', epsilon=3.0, rate=0.1),
-      'dp-adamw': data.accuracies('dp-adamw', epsilon=3.0, rate=0.03),
+      'prism': data.accuracies('prism', rate=0.1),
+      'dp-adamw': data.accuracies('dp-adamw', rate=0.03),
     }.items()
   }
   without, default, adamw = (short(x, 4) for x in three.values())
@@ -235,7 +314,7 @@ def _utility() -> Iterator[Claim]:
   )
   banking = data.utility('banking77, epsilon 3')['dp-adamw']
   yield (
-    'the {:.1f} points on banking77 have p = {}',
+    'On banking77 the {:.1f} points have p = {}',
     (100 * banking.difference, short(banking.p, 3)),
   )
   words = data.utility('Next tokens of gsm8k and mawps, epsilon 3')['dp-adamw']
@@ -247,11 +326,11 @@ def _utility() -> Iterator[Claim]:
     ('LoRA-RITE from a spectral start {}', 'lora-rite, spectral start', 4),
     ('it only guesses: {}', 'lora-rite', 3),
     ('DP-AdamBC {},', 'dp-adambc', 4),
-    ("`prism` with Muon's direction {},", 'prism, muon', 4),
+    ("`prism` with Muon's direction {};", 'prism, muon', 4),
     ('LAMB {}', 'lamb', 4),
   ):
     yield text, (short(rest[method].accuracy, digits),)
-  lower = data.utility('A third of the rate that was chosen')
+  lower = data.utility('lower-rate')
   ours, theirs = lower['prism'], lower['dp-adamw']
   yield (
     '`prism` has {} and DP-AdamW {} (p = {}, five seeds)',
@@ -290,65 +369,3 @@ def _margins() -> Iterator[Claim]:
     'is between {:.1f} points below and {:.1f} above `prism`',
     (-min(decayed), max(decayed)),
   )
-
-
-def _nuisances() -> Iterator[Claim]:
-  found = data.varied('What should not matter')
-
-  def points(method, *changes):
-    return tuple(found[change][method] for change in changes)
-
-  scales = 'scale=0.25', 'scale=4.0'
-  others = ('rank=4', 'rank=32', 'initialization=balanced',
-            'initialization=spectral')  # fmt: skip
-  rates = 'rate / 3', 'rate * 3'
-  spread = 'largest minus smallest'
-  yield (
-    'nothing for `prism` ({:.2f} points, {:.2f} and {:.2f}:',
-    points('prism', 'gauge=100.0', *scales),
-  )
-  yield (
-    'costs DP-AdamW {:.2f} points, or {:.2f} when its rate is tuned again, and'
-    ' LoRA+ {:.2f};',
-    (
-      -found['gauge=100.0']['dp-adamw'],
-      data.lost_in_a_gauge_when_tuned_again(),
-      -found['gauge=100.0']['lora+'],
-    ),
-  )
-  yield (
-    'alpha / r moves DP-AdamW by {:+.2f} and {:+.2f},',
-    points('dp-adamw', *scales),
-  )
-  yield 'LoRA+ by {:+.2f} and {:+.2f};', points('lora+', *scales)
-  yield (
-    'DP-AdamW loses {:.2f}, {:.2f} and {:.2f}',
-    tuple(-x for x in points('dp-adamw, decayed', 'gauge=100.0', *scales)),
-  )
-  yield (
-    '{:+.2f}, {:+.2f}, {:+.2f} and {:+.2f} points for `prism`',
-    points('prism', *others),
-  )
-  yield (
-    '({:+.2f}, {:+.2f}, {:+.2f} and {:+.2f} with a decay of 1)',
-    points('prism, decayed', *others),
-  )
-  yield 'change `prism` by {:+.2f} and {:+.2f} points', points('prism', *rates)
-  yield (
-    '-{:.2f} points, DP-AdamW by {:+.2f} and {:+.2f},',
-    (
-      -found['rate * 3']['prism'],
-      *points('dp-adamw', *rates),
-    ),
-  )
-  yield 'LoRA+ by {:+.2f} and {:+.2f}. Over all', points('lora+', *rates)
-  yield (
-    'largest minus the smallest is {:.2f} points for `prism` ({:.2f} with a'
-    ' decay of 1), {:.2f} for DP-AdamW ({:.2f} with decay and warm-up) and'
-    ' {:.2f} for LoRA+',
-    tuple(
-      found[spread][method]
-      for method in ('prism', 'prism, decayed', 'dp-adamw',
-                     'dp-adamw, decayed', 'lora+')
-    ),
-  )  # fmt: skip

@@ -3,20 +3,41 @@
 import dataclasses
 import functools
 import json
-import math
 import pathlib
-import re
 import statistics
 from typing import Any
 
+from benchmarks.accuracy import utility_tables
+from benchmarks.accuracy.digits import DEFAULTS
+
 ROOT = pathlib.Path(__file__).parents[3]
 RESULTS = ROOT / 'benchmarks' / 'results'
-exp = math.exp
+SPREAD = 'largest minus smallest'
 
 
 @functools.cache
-def stored(name: str) -> Any:
-  return json.loads((RESULTS / f'{name}.json').read_text('utf-8'))
+def stored(name: str) -> list[dict[str, Any]]:
+  """The rows of a file of results."""
+  text = (RESULTS / f'{name}.json').read_text('utf-8')
+  rows: list[dict[str, Any]] = json.loads(text)['rows']
+  return rows
+
+
+def rows(name: str, **fields: Any) -> list[dict[str, Any]]:
+  """The rows with these fields; ``None`` is a field that a row has not.
+
+  A space in the name of a field is written as ``_``.
+  """
+  wanted = {k.replace('_', ' '): v for k, v in fields.items()}
+  return [
+    x for x in stored(name) if all(x.get(k) == v for k, v in wanted.items())
+  ]
+
+
+def row(name: str, **fields: Any) -> dict[str, Any]:
+  """The only row with these fields."""
+  (found,) = rows(name, **fields)
+  return found
 
 
 def short(x: float, digits: int) -> str:
@@ -26,7 +47,7 @@ def short(x: float, digits: int) -> str:
 
 @dataclasses.dataclass
 class Row:
-  """A row of ``benchmarks/results/utility.md``; ``None``: not compared."""
+  """A method of a part of ``accuracy_compared``; ``None``: not compared."""
 
   accuracy: float
   seeds: int
@@ -56,50 +77,44 @@ class Row:
     return f'{short(self.accuracy, 4)} ({difference} ± {error}, {self.chance})'
 
 
-_AGAINST = re.compile(r'([-+][\d.]+) ± ([\d.]+) \(p = ([\d.e-]+)\)')
+PARTS = {title: part for part, title in utility_tables.TITLES.items()}
 
 
 @functools.cache
 def utility(title: str) -> dict[str, Row]:
-  """The table under a heading of the report, by method."""
-  text = (RESULTS / 'utility.md').read_text('utf-8')
-  part = text.split(f'\n## {title}\n', 1)[1].split('\n## ', 1)[0]
-  out = {}
-  for line in part.split('\n'):
-    cells = [x.strip() for x in line.strip('|').split(' | ')]
-    if line.startswith('| ') and cells[0] not in ('method', '---'):
-      found = _AGAINST.fullmatch(cells[6])
-      rest = map(float, found.groups()) if found else ()
-      out[cells[0]] = Row(
-        float(cells[2]), int(cells[4]), float(cells[1]), *rest
-      )
-  return out
-
-
-def varied(title: str) -> dict[str, dict[str, float]]:
-  """Points by change and method, from a table of changes of the report."""
-  text = (RESULTS / 'utility.md').read_text('utf-8')
-  part = text.split(f'\n## {title}\n', 1)[1].split('\n## ', 1)[0]
-  rows = [
-    [x.strip(' `*') for x in line.strip('|').split(' | ')]
-    for line in part.split('\n')
-    if line.startswith('| ')
-  ]
-  head, _, *body = rows
+  """The comparisons of a part, by method."""
   return {
-    row[0]: dict(zip(head[1:], map(float, row[1:]), strict=True))
-    for row in body
-  }
+    x['method']: Row(
+      x['accuracy'], x['seeds'], x['rate'],
+      *map(x.get, ('difference', 'standard error', 'p')),
+    )
+    for x in rows('accuracy_compared', part=PARTS.get(title, title))
+  }  # fmt: skip
+
+
+def varied(part: str) -> dict[str, dict[str, float]]:
+  """Points by change and method, and the range of each method."""
+  out: dict[str, dict[str, float]] = {}
+  for x in rows('accuracy_compared', part=part):
+    out.setdefault(x['change'], {})[x['method']] = x['points']
+  spread = {}
+  for method in dict.fromkeys(x for found in out.values() for x in found):
+    points = [0, *(found[method] for found in out.values() if method in found)]
+    spread[method] = max(points) - min(points)
+  return {**out, SPREAD: spread}
 
 
 def accuracies(method: str, **fields: Any) -> dict[int, float]:
   """Test accuracy by seed of the runs with these fields and no others."""
-  ignored = 'seed', 'noise multiplier', 'tuning accuracy', 'test accuracy'
+  found = {'noise multiplier', 'tuning accuracy', 'test accuracy', 'scores',
+           'seconds', 'seed'}  # fmt: skip
+  defaults = {'method': 'prism', 'epsilon': 3.0}
   wanted = {'method': method, **fields}
+  wanted = {k: v for k, v in wanted.items() if defaults.get(k) != v}
   return {
-    run['seed']: run['test accuracy']
-    for run in stored('utility')['runs']
-    if {k: v for k, v in run.items() if k not in ignored} == wanted
+    run.get('seed', 100): run['test accuracy']
+    for run in stored('accuracy')
+    if {k: v for k, v in run.items() if k not in found} == wanted
   }
 
 
@@ -112,13 +127,10 @@ def lost_in_a_gauge_when_tuned_again() -> float:
   def best(**fields: Any) -> float:
     runs = [
       run
-      for run in stored('utility')['runs']
-      if run['method'] == 'dp-adamw'
-      and run['epsilon'] == 3.0
-      and run['seed'] == 0
-      and run.get('gauge') == fields.get('gauge')
-      and not set(run) & {'task', 'options', 'scale', 'rank', 'clip', 'length'}
-      and not set(run) & {'initialization', 'rows', 'public_test'}
+      for run in rows('accuracy', method='dp-adamw', seed=0)
+      if run.get('gauge') == fields.get('gauge')
+      and not set(run) & {'task', 'options', 'scale', 'rank', 'clip', 'head'}
+      and not set(run) & {'start', 'rows', 'public', 'epsilon'}
     ]
     chosen: float = max(runs, key=lambda x: x['tuning accuracy'])[
       'test accuracy'
@@ -130,43 +142,40 @@ def lost_in_a_gauge_when_tuned_again() -> float:
 
 def error_of_an_option() -> float:
   """Standard error of what an option adds, in points; median of options."""
-  base = accuracies('prism', epsilon=3.0, rate=0.1)
+  base = accuracies('prism', rate=0.1)
   tried = {
     tuple(map(tuple, run['options']))
-    for run in stored('utility')['runs']
-    if run['method'] == 'prism' and 'options' in run
+    for run in stored('accuracy')
+    if 'method' not in run and 'options' in run and 'head' not in run
   }
   errors = []
   for options in tried:
-    found = accuracies(
-      'prism', epsilon=3.0, rate=0.1, options=list(map(list, options))
-    )
+    found = accuracies('prism', rate=0.1, options=list(map(list, options)))
     differences = [100 * (found[seed] - base[seed]) for seed in found]
     if len(differences) > 2:
       errors.append(statistics.stdev(differences) / len(differences) ** 0.5)
   return statistics.median(errors)
 
 
+def digits(**change: Any) -> dict[str, Any]:
+  """The row of the digits with this change and no other."""
+  (found,) = (
+    x
+    for x in stored('digits_cpu')
+    if {k: v for k, v in x.items() if k in DEFAULTS}
+    == {k: v for k, v in change.items() if DEFAULTS[k] != v}
+  )
+  return found
+
+
 def low_bits(route: str) -> list[dict]:
   """1,000 entries alone and with others, 100,000 alone and with others."""
-  rows = stored('low_bits')['rows']
   return [
-    rows[f'{route}, {entries} entries, {others} others, {runs} runs']
-    for entries, runs in ((1000, 10_000), (100_000, 1000))
+    x
+    for runs in (10_000, 1000)
     for others in (0, 31)
+    for x in rows('low_bits', route=route, others=others, runs=runs)
   ]
-
-
-def clipping(rule, norm, users, method, epsilon) -> dict:
-  (found,) = (
-    row
-    for row in stored('clipping')['rows']
-    if (
-      row['rule'], row['clip norm'], row['records of a user'],
-      row['method'], row['epsilon'],
-    ) == (rule, norm, users, method, epsilon)
-  )  # fmt: skip
-  return found
 
 
 def mean(values) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from tests.docs.claims import data
 from tests.docs.claims.data import stored
 from tests.docs.claims.register import Claim, lines, of
 
@@ -10,16 +11,18 @@ GAUGES = ['PRISM', 'PRISM, paper mode', 'DP-AdamW on factors']
 
 def ends_of_gauges() -> dict[str, dict[str, float]]:
   """Percent at the last step, by method and by condition of the gauge."""
-  found = stored('three_gauges')['methods']
-  return {
-    method: {gauge: curve[-1] for gauge, curve in x['curves'].items()}
-    for method, x in found.items()
-  }
+  out: dict[str, dict[str, float]] = {}
+  for row in stored('three_gauges'):
+    out.setdefault(row['method'], {})[f'{row["condition"]:g}'] = row['curve'][
+      -1
+    ]
+  return out
 
 
 @of('three-gauges')
 def _():
-  found, ends = stored('three_gauges')['methods'], ends_of_gauges()
+  ends = ends_of_gauges()
+  rates = {row['method']: row['rate'] for row in stored('three_gauges')}
   names = {
     'DP-AdamW on the factors': 'DP-AdamW on the factors',
     'canonicalised first': 'the same after `lora.canonicalize`',
@@ -29,7 +32,7 @@ def _():
   return lines(
     ['condition', *(f'{int(x):,}' for x in gauges)],
     [
-      [f'{text}, rate {found[name]["rate"]:g}',
+      [f'{text}, rate {rates[name]:g}',
        *(f'{ends[name][x]:.1f} %' for x in gauges)]
       for name, text in names.items()
     ],
@@ -38,23 +41,24 @@ def _():
 
 @of('clip')
 def _():
-  found = stored('paper_diagnostics')
   rows = []
   for name in ('factors', 'PRISM'):
     for key, note in (('first', 'first step'), ('last', 'after 60 steps')):
-      pairs = found['clipping'][name][key]
-      rows.append(
-        [f'{name}, {note}', *(f'{a:.2f} / {b:.2f}' for a, b in pairs)]
+      found = data.rows('paper_diagnostics', method=name, step=key)
+      cells = (
+        f'{x["clipped fraction"]:.2f} / {x["mean coefficient"]:.2f}'
+        for x in found
       )
-  return lines(['$c$', *(f'{c:g}' for c in found['gauges'])], rows)
+      rows.append([f'{name}, {note}', *cells])
+  return lines(['$c$', *(f'{x["gauge"]:g}' for x in found)], rows)
 
 
 @of('amplification')
 def _():
-  found = stored('amplification')
+  levels = dict.fromkeys(x['noise multiplier'] for x in stored('amplification'))
   names = {
     'prism': '`prism`',
-    'prism, paper mode': 'published PRISM',
+    'prism, paper mode': '`published_prism`',
     'dp-adamw': 'DP-AdamW',
     'lora+': 'LoRA+',
     'lora-rite': 'LoRA-RITE',
@@ -62,9 +66,12 @@ def _():
     'dp-adambc': 'DP-AdamBC',
   }
   return lines(
-    ['noise multiplier', *(f'{x:g}' for x in found['noise multipliers'])],
+    ['noise multiplier', *(f'{x:g}' for x in levels)],
     [
-      [text, *(f'{x["out"]:,.1f}' for x in found['methods'][name])]
+      [
+        text,
+        *(f'{x["out"]:,.1f}' for x in data.rows('amplification', method=name)),
+      ]
       for name, text in names.items()
     ],
   )
@@ -72,15 +79,7 @@ def _():
 
 @of('noise')
 def _():
-  found = stored('paper_diagnostics')
   wanted = (1e-3, 10**-1.5, 0.25, 1, 4, 10**1.5, 1e3)
-  at = [
-    min(
-      range(len(found['sweep'])),
-      key=lambda i: abs(found['sweep'][i] / c - 1),
-    )
-    for c in wanted
-  ]
   names = {
     'factors': 'on the factors, first order',
     'bilinear': 'on the factors, bilinear (over the variance)',
@@ -90,13 +89,13 @@ def _():
   def cell(x):
     return f'{x:.1f}' if x < 100 else f'{x:,.0f}'
 
-  return lines(
-    ['$c$', *(f'{found["sweep"][i]:.2g}' for i in at[:-1]), '1000'],
-    [
-      [text, *(cell(found['noise'][name][1][i]) for i in at)]
-      for name, text in names.items()
-    ],
-  )
+  rows = []
+  for name, text in names.items():
+    found = data.rows('paper_diagnostics', issue='noise', method=name)
+    at = [min(found, key=lambda x, c=c: abs(x['gauge'] / c - 1))
+          for c in wanted]  # fmt: skip
+    rows.append([text, *(cell(x['median']) for x in at)])
+  return lines(['$c$', *(f'{x["gauge"]:.2g}' for x in at[:-1]), '1000'], rows)
 
 
 def _power(x: float) -> str:
@@ -107,10 +106,15 @@ def _power(x: float) -> str:
 
 
 def _gauges(of_type: str, method: str, gauges) -> list[str]:
-  found = stored('gauge_invariance_cpu')
-  all_gauges = list(map(tuple, found['gauges, condition and scale']))
-  values = found['largest relative difference of Z'][of_type][method]
-  return [_power(values[all_gauges.index(gauge)]) for gauge in gauges]
+  return [
+    _power(
+      data.row(
+        'gauge_invariance_cpu', arithmetic=of_type, method=method,
+        condition=condition, scale=scale,
+      )['difference']
+    )
+    for condition, scale in gauges
+  ]  # fmt: skip
 
 
 @of('gauges')
@@ -118,7 +122,7 @@ def _():
   gauges = [(1, 1), (10, 1), (1e3, 1), (1e6, 1), (1, 1e-3), (1, 1e3)]
   rows = [
     ['`prism`, float64', *_gauges('float64', GAUGES[0], gauges)],
-    ['paper mode', *_gauges('float64', GAUGES[1], gauges)],
+    ['`published_prism`', *_gauges('float64', GAUGES[1], gauges)],
     ['DP-AdamW on the factors', *_gauges('float64', GAUGES[2], gauges)],
     ['`prism`, float32', *_gauges('float32', GAUGES[0], gauges)],
     [
@@ -138,8 +142,9 @@ def _():
     (1e3, 1): 'condition $10^3$',
     (1e6, 1): 'condition $10^6$',
   }
+  head = ['gauge', '`prism`', '`published_prism`']
   return lines(
-    ['gauge', '`prism`', 'paper mode', 'DP-AdamW on the factors'],
+    [*head, 'DP-AdamW on the factors'],
     [
       [text, *(_gauges('float64', method, [gauge])[0] for method in GAUGES)]
       for gauge, text in texts.items()
@@ -149,46 +154,46 @@ def _():
 
 @of('probes')
 def _():
-  found = stored('probe_accuracy_cpu')
-
   def cell(x):
     return f'{x:.1e}'.replace('e-0', 'e-') if x < 0.1 else f'{x:#.2g}'
 
-  rows = []
-  for name, pairs in found['relative error, whitened and of probes'].items():
-    rows += [
-      [f'{way}, {name}', *(cell(pair[i]) for pair in pairs)]
-      for i, way in enumerate(('whitened', 'probes'))
+  rows = [
+    [
+      f'{way}, {name}',
+      *(cell(x[way]) for x in data.rows('probe_accuracy_cpu', arithmetic=name)),
     ]
+    for name in ('float32', 'bfloat16')
+    for way in ('whitened', 'probes')
+  ]
   conditions = ['1', '10', *(f'$10^{i}$' for i in (2, 3, 4, 6))]
   return lines(['condition of the gauge', *conditions], rows)
 
 
 def sentences() -> Iterator[Claim]:
-  found = stored('paper_diagnostics')
-  yield 'At the best gauge, $c = {:.2f}$,', (found['best_gauge'],)
+  best = data.row('paper_diagnostics', issue='best gauge')['gauge']
+  yield 'At the best gauge, $c = {:.2f}$,', (best,)
   dp, ours = (
-    [x for _, x in found['preconditioned'][k]] for k in ('factors', 'PRISM')
+    data.rows('paper_diagnostics', issue='preconditioned', method=name)
+    for name in ('factors', 'PRISM')
   )
+  levels = [x['noise multiplier'] for x in dp]
+  ends = [
+    f(x['out'] for x in found) for found in (dp, ours) for f in (min, max)
+  ]
   yield (
     'multipliers {:g} to {:g}: {:.1f} to {:.1f} for DP-AdamW, {:.1f} to {:.1f}'
     ' for PRISM',
-    (
-      min(found['noise_multipliers']), max(found['noise_multipliers']),
-      min(dp), max(dp), min(ours), max(ours),
-    ),
-  )  # fmt: skip
-  yield 'reaches $Z$ is {:.2f} of DP-AdamW', (ours[-1] / dp[-1],)
-  found = stored('amplification')
-  ratios = [x['out'] / x['in'] for x in found['methods']['dp-adambc']]
+    (min(levels), max(levels), *ends),
+  )
+  yield 'reaches $Z$ is {:.2f} of DP-AdamW', (ours[-1]['out'] / dp[-1]['out'],)
+  ratios = [
+    x['out'] / x['in'] for x in data.rows('amplification', method='dp-adambc')
+  ]
   yield (
     'amplifies the noise {:,.0f} to {:,.0f} times',
     (min(ratios), max(ratios)),
   )
   found = stored('correlated_noise_cpu')
-  yield 'flat space has {:.3f}', (found['flat space'],)
-  of_start = found['accumulated over independent, fixed and moving coordinates']
-  yield (
-    'it is {:.2f}: worse than independent noise',
-    (of_start['zero'][0][0],),
-  )
+  yield 'flat space has {:.3f}', (found[0]['flat space'],)
+  zero = data.row('correlated_noise_cpu', start='zero')
+  yield 'it is {:.2f}: worse than independent noise', (zero['fixed'],)

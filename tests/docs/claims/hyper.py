@@ -13,23 +13,21 @@ ADAM = {'method': 'dp-adamw'}
 OURS = {'bias_correction': False, 'weight_decay': 0.1}
 
 
-def row(**change: Any) -> dict:
-  """The row with this change and no other."""
-  (found,) = (
-    row
-    for row in stored('hyper_parameters_cpu')['rows']
-    if row['change'] == change
-  )
-  return found
+row = data.digits
 
 
 def at(**change: Any) -> str:
   return short(row(**change)['accuracy'], 3)
 
 
+def _options() -> list[dict[str, Any]]:
+  """The rows of the experiment on options."""
+  return [x for x in stored('digits_cpu') if x['seeds'] == 10]
+
+
 @of('rates')
 def _():
-  found = stored('hyper_parameters_cpu')
+  found = row()
   names = {
     '`prism`, its defaults': OURS,
     '`prism`, zero start': {},
@@ -38,7 +36,7 @@ def _():
     'DP-AdamW, balanced start': ADAM | BALANCED,
   }
   return lines(
-    ['', *(f'{rate:g}' for rate in found['learning rates'])],
+    ['', *(f'{rate:g}' for rate in found['rates'])],
     [
       [text, *(short(x, 3) for x in row(**change)['accuracies by rate'])]
       for text, change in names.items()
@@ -94,15 +92,9 @@ def _():
 def best_of_metric() -> tuple[str, ...]:
   """`prism` at a `b1` of 0.5, and with the mean; AdamW at its best, and so."""
   metrics = {'mean', 'second_moment'}
-  adam = [
-    x
-    for x in stored('hyper_parameters_cpu')['rows']
-    if x['change'].get('method') == 'dp-adamw'
-  ]
+  adam = [x for x in _options() if x.get('method') == 'dp-adamw']
   with_it, without = (
-    max(
-      x['accuracy'] for x in adam if (x['change'].get('metric') in metrics) is y
-    )
+    max(x['accuracy'] for x in adam if (x.get('metric') in metrics) is y)
     for y in (True, False)
   )
   ours = at(b1=0.5), at(b1=0.5, metric='mean')
@@ -135,7 +127,8 @@ def _points(x: float) -> str:
 def _():
   found = {
     change: methods['prism']
-    for change, methods in data.varied('One option of PRISM at a time').items()
+    for change, methods in data.varied('options').items()
+    if 'prism' in methods and change != data.SPREAD
   }
   names = {
     '`bias_correction=True`, for which this rate is too large': [
@@ -159,36 +152,32 @@ def _():
 
 def sentences() -> Iterator[Claim]:
   yield (
-    'A cosine decay to zero has {}; a constant rate, at a third of its value,'
-    ' {}. With `b1=0.5` they have {} and {}.',
+    'A cosine decay to zero reaches {}; a constant rate, at a third of its'
+    ' value, {}. With `b1=0.5` they reach {} and {}.',
     (at(), at(decay=0.0), at(b1=0.5), at(b1=0.5, decay=0.0)),
   )
   yield (
-    '(384 to 48 steps) have {}, {}, {} and {}.',
+    '(384 to 48 steps) reach {}, {}, {} and {}.',
     (
       at(batch=25, steps=384), at(batch=50, steps=192), at(),
       at(batch=200, steps=48),
     ),
   )  # fmt: skip
-  rows = stored('hyper_parameters_cpu')['rows']
+  rows = _options()
   spreads = [x['standard deviation over seeds'] for x in rows]
   middle = statistics.median(spreads)
   yield (
-    'accuracy {:.3f}; the standard deviation over seeds is {:.2f} in the middle'
-    ' of all rows ({:.2f} to {:.2f}), so a difference of {:.2f} between means'
-    ' is about two standard errors.',
+    'Its accuracy is {:.3f}. The standard deviation over seeds has a median of'
+    ' {:.2f} over all rows ({:.2f} to {:.2f}), so a difference of {:.2f}'
+    ' between means is about two standard errors.',
     (
       row()['accuracy'], middle, min(spreads), max(spreads),
       2 * middle * (2 / 10) ** 0.5,
     ),
   )  # fmt: skip
-  spreads = [
-    x['standard deviation over seeds']
-    for x in rows
-    if x['group'] == 'input metric'
-  ]
+  spreads = [x['standard deviation over seeds'] for x in rows if 'metric' in x]
   yield (
-    'Standard deviations over ten seeds are {:.2f} to {:.2f}. The metric',
+    'The standard deviation over ten seeds is {:.2f} to {:.2f}.',
     (min(spreads), max(spreads)),
   )
   yield (
@@ -205,7 +194,7 @@ def sentences() -> Iterator[Claim]:
   counts = 24, 48, None, 192, 384
   runs = [row(steps=n) if n else row() for n in counts]
   yield (
-    '24, 48, 96, 192 and 384 steps have {}, {}, {}, {} and {}, although the'
+    '24, 48, 96, 192 and 384 steps reach {}, {}, {}, {} and {}, although the'
     ' multiplier rises from {:.2f} to {:.2f}.',
     (
       *(short(x['accuracy'], 3) for x in runs),
@@ -213,16 +202,16 @@ def sentences() -> Iterator[Claim]:
     ),
   )  # fmt: skip
   yield (
-    '$C$ of 0.1, 0.3, 1 and 3 have {}, {}, {} and {}; 10 has {}.',
+    '$C$ of 0.1, 0.3, 1 and 3 reach {}, {}, {} and {}; 10 reaches {}.',
     (at(clip=0.1), at(clip=0.3), at(), at(clip=3.0), at(clip=10.0)),
   )
   yield (
-    'which takes rank: 1, 2, 4 and 8 have {}, {}, {} and {}.',
+    'takes rank: 1, 2, 4 and 8 reach {}, {}, {} and {}.',
     (at(rank=1), at(rank=2), at(), at(rank=8)),
   )
   yield (
-    '`prism` has {} from the zero start and {} from a balanced one; DP-AdamW'
-    ' {} and {}.',
+    '`prism` reaches {} from the zero start and {} from a balanced one;'
+    ' DP-AdamW {} and {}.',
     (at(), at(**BALANCED), at(**ADAM), at(**ADAM, **BALANCED)),
   )
   yield (

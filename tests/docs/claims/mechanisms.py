@@ -2,25 +2,46 @@
 
 from collections.abc import Iterator
 
+from tests.docs.claims import data
 from tests.docs.claims.data import stored
 from tests.docs.claims.register import Claim, lines, of
 
 
 @of('cancels')
 def _():
-  found = stored('correlated_noise_cpu')
+  found = [x for x in stored('correlated_noise_cpu') if x['start'] != 'zero']
+  steps = list(dict.fromkeys(x['step over smallest singular value']
+                             for x in found))  # fmt: skip
   rows = [
-    [f'{start}, {way} coordinates', *(f'{pair[i]:.3f}' for pair in pairs)]
-    for start, pairs in found[
-      'accumulated over independent, fixed and moving coordinates'
-    ].items()
-    if start != 'zero'
-    for i, way in enumerate(('fixed', 'moving'))
-  ]
-  steps = found['step over smallest singular value']
+    [f'{start}, {way} coordinates',
+     *(f'{x[way]:.3f}' for x in found if x['start'] == start)]
+    for start in dict.fromkeys(x['start'] for x in found)
+    for way in ('fixed', 'moving')
+  ]  # fmt: skip
   return lines(
     ['step / smallest singular value', *(f'{x:g}' for x in steps)], rows
   )
+
+
+def _muon() -> dict[tuple[str, float], dict]:
+  """By method and epsilon."""
+  return {
+    (x['method'], x.get('epsilon', 2.0)): x
+    for x in stored('digits_cpu')
+    if x['seeds'] == 6
+  }
+
+
+def _noises() -> dict[tuple[str, float], dict]:
+  """By noise and epsilon."""
+  return {
+    (noise, epsilon): data.digits(
+      noise=noise, epsilon=epsilon, decay=0.0, bias_correction=False,
+      start='balanced',
+    )
+    for noise in ('independent', 'prefix sums', 'banded', 'Poisson')
+    for epsilon in (2.0, 8.0)
+  }  # fmt: skip
 
 
 @of('muon-digits')
@@ -32,10 +53,7 @@ def _():
     'DP-Muon, best polynomials, 5 steps': 'the same, five best polynomials',
     'DP-Muon, least energy': 'DP-Muon, least energy',
   }
-  found = {
-    (row['method'], row['epsilon']): row
-    for row in stored('dp_muon_digits_cpu')['rows']
-  }
+  found = _muon()
   rows = []
   for name, text in names.items():
     rows.append([text])
@@ -54,7 +72,7 @@ def _():
     'three decades, 384 x 384': 'three decades',
   }
   rows = []
-  for row in stored('newton_schulz_polynomials_cpu')['rows']:
+  for row in stored('newton_schulz_polynomials_cpu'):
     found = [row['spectra'][name] for name in titles]
     largest = max(x['largest'] for x in row['spectra'].values())
     rows.append(
@@ -73,12 +91,9 @@ def _():
     'independent': 'independent, fixed order',
     'prefix sums': 'prefix sums, fixed order',
     'banded': 'banded, fixed order',
-    'independent, Poisson': 'independent, Poisson sampling',
+    'Poisson': 'independent, Poisson sampling',
   }
-  found = {
-    (row['method'], row['epsilon']): row
-    for row in stored('correlated_utility_cpu')['rows']
-  }
+  found = _noises()
   rows = []
   for name, text in names.items():
     rows.append([text])
@@ -90,10 +105,7 @@ def _():
 
 
 def sentences() -> Iterator[Claim]:
-  found = {
-    (row['method'], row['epsilon']): 100 * row['accuracy']
-    for row in stored('dp_muon_digits_cpu')['rows']
-  }
+  found = {key: 100 * row['accuracy'] for key, row in _muon().items()}
 
   def more(one, other):
     return tuple(found[one, e] - found[other, e] for e in (1.0, 3.0))
@@ -104,8 +116,8 @@ def sentences() -> Iterator[Claim]:
     more(equal, 'DP-Adam'),
   )
   yield 'adds {:.1f} and {:.1f} points to that', more(least, equal)
-  yield 'by {:.1f} and {:.1f} points.\n`consistent', more(least, equal)
-  rows = stored('newton_schulz_polynomials_cpu')['rows']
+  yield 'handwritten-digits), by {:.1f} and {:.1f} points.', more(least, equal)
+  rows = stored('newton_schulz_polynomials_cpu')
   by_name = {row['polynomials']: row for row in rows}
   best, plain = (
     by_name[name]
@@ -126,14 +138,11 @@ def sentences() -> Iterator[Claim]:
     for x in row['spectra'].values()
   ]
   yield '{:.3f} to {:.3f} in the same measure', (min(narrow), max(narrow))
-  found = {
-    (x['method'], x['epsilon']): x['accuracy']
-    for x in stored('correlated_utility_cpu')['rows']
-  }
+  noises = _noises()
   yield (
-    'at epsilon 2, {:.3f} with a banded matrix against {:.3f} with independent'
-    ' noise. Where Poisson sampling is possible, that has {:.3f} and',
+    'at epsilon 2 it reaches {:.3f} with a banded matrix, against {:.3f} with'
+    ' independent noise. Poisson sampling reaches {:.3f} and',
     tuple(
-      found[x, 2.0] for x in ('banded', 'independent', 'independent, Poisson')
+      noises[x, 2.0]['accuracy'] for x in ('banded', 'independent', 'Poisson')
     ),
   )

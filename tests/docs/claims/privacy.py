@@ -8,25 +8,25 @@ from tests.docs.claims.data import stored
 from tests.docs.claims.register import Claim, lines, of
 
 
-def _epsilon(x: dict[str, float] | None) -> str:
-  return '' if x is None else f'{x["gdp"]:#.3g}'
+def _epsilon(x: float | None) -> str:
+  return '' if x is None else f'{x:#.3g}'
 
 
 @of('audit')
 def _():
   names = {
     'orthonormal': '`prism`',
-    'factor': 'paper mode',
+    'factor': '`published_prism`',
     'momentum': 'momentum only',
-    'muon': 'Muon on the manifold',
+    'muon': '`contrib.prism_muon`',
     'prism': '`prism`',
-    'prism, factor basis': 'paper mode',
+    'published_prism': '`published_prism`',
     'prism, momentum only': 'momentum only',
-    'prism, Muon': 'Muon on the manifold',
+    'prism_muon': '`contrib.prism_muon`',
     'dp_muon': '`dp_muon`',
   }
   keys = 'claim', 'bound', 'bound with half the noise'
-  found = stored('audit')['rows']
+  found = stored('audit')
 
   def cells(row):
     return [_epsilon(row[key]) for key in keys]
@@ -68,9 +68,9 @@ def _():
     'prism, moments': 'first moments of `prism` after a step',
     'prism, parameters': 'a bias after the first step of `prism`, without'
     ' moments',
-    'prism_muon, moments': 'moments of `prism_muon` after a step',
+    'prism_muon, moments': 'moments of `contrib.prism_muon` after a step',
     'dp_muon, moments': 'moments of `dp_muon` after a step',
-    "jax-privacy's clip, prism": 'moments of `prism` behind'
+    "jax-privacy's clip, prism": 'moments of `prism` after'
     ' `jax_privacy.clipped_grad`',
     'hidden states': 'hidden states of 1,536 entries, blocks of 65',
   }
@@ -96,34 +96,34 @@ def sentences() -> Iterator[Claim]:
 
 
 def _audits() -> Iterator[Claim]:
-  found = {row['what']: row for row in stored('audit')['rows']}
+  found = {row['what']: row for row in stored('audit')}
   divisor = found['divided by the realised batch size']
   yield (
     'it is at least {:.2f} where {:.2f} was',
-    (divisor['bound']['gdp'], divisor['claim']['gdp']),
+    (divisor['bound'], divisor['claim']),
   )
   frame = found['zero factor, frame completed']
   yield (
     'epsilon {:.1f} where {:.2f} was claimed',
-    (frame['bound']['gdp'], frame['claim']['gdp']),
+    (frame['bound'], frame['claim']),
   )
 
 
 def _low_bits() -> Iterator[Claim]:
-  rows = stored('low_bits')['rows'].values()
+  rows = stored('low_bits')
   now = [row['now'] for row in rows if row['runs'] < 40_000]
   yield 'The largest of the {} figures', (len(now),)
   largest = max(abs(mean) / error for mean, error in now if error)
-  yield 'clip with other records: {:.1f}, which', (largest,)
+  yield 'in standard errors, is {:.1f}, after', (largest,)
   chance = len(now) * math.erfc(largest / 2**0.5)
-  yield 'reaches by chance in one of {:.0f} benchmarks', (1 / chance,)
+  yield 'reaches this by chance in one of {:.0f} benchmarks', (1 / chance,)
   errors = {
     runs: max(row['now'][1] for row in rows if row['runs'] == runs)
     for runs in (1000, 10_000)
   }
   yield (
-    'nothing smaller than {:.2f} would have been seen (four standard errors);'
-    ' with 10,000, {:.2f}',
+    'none below {:.2f} would have been seen (four standard errors); with'
+    ' 10,000, none below {:.2f}',
     (4 * errors[1000], 4 * errors[10_000]),
   )
   again = [row['now'] for row in rows if row['runs'] == 40_000]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from tests.docs.claims import data
 from tests.docs.claims.data import stored
 from tests.docs.claims.register import Claim, lines, of
 
@@ -13,14 +14,18 @@ def _ms(x: float) -> str:
   return f'{x:.1f}' if x < 10 else f'{x:.0f}'
 
 
-def _update(threads: str, workload: str, method: str) -> dict[str, Any]:
-  found = stored('update_time_cpu')['threads'][threads]
-  return found['workloads'][workload][method]
+def _update(
+  threads: int, workload: str, method: str, *, huge_pages: bool = False
+) -> dict[str, Any]:
+  return data.row(
+    'update_time_cpu', threads=threads, workload=workload, method=method,
+    chain=None, huge_pages=huge_pages,
+  )  # fmt: skip
 
 
 @of('update')
 def _():
-  columns = [(w, t) for w in ('small', 'large') for t in ('1', '2')]
+  columns = [(w, t) for w in ('small', 'large') for t in (1, 2)]
   names = {'adamw': 'AdamW', 'noise + adamw': 'noise + AdamW'}
   rows: list[Row] = [
     [text, *(_ms(_update(t, w, name)['median']) for w, t in columns)]
@@ -35,20 +40,29 @@ def _():
   )
 
 
-def scaling(threads: str, kind: str) -> list[tuple[int, float]]:
-  """(modules, rank or width; time of `prism` over noise and AdamW)."""
-  found = stored('update_time_cpu')['threads'][threads]['scaling'][kind]
+def scaling(
+  threads: int, kind: str
+) -> list[tuple[int, dict[str, dict[str, Any]]]]:
+  """(modules, rank or width; the row of each method)."""
+  found: dict[int, dict[str, dict[str, Any]]] = {}
+  for row in data.rows('update_time_cpu', threads=threads, axis=kind):
+    found.setdefault(row[kind], {})[row['method']] = row
+  return list(found.items())
+
+
+def ratios(threads: int, kind: str) -> list[tuple[int, float]]:
+  """The same; time of `prism` over that of noise and AdamW."""
   return [
-    (row[kind], row['prism']['median'] / row['noise + adamw']['median'])
-    for row in found
+    (n, row['prism']['median'] / row['noise + adamw']['median'])
+    for n, row in scaling(threads, kind)
   ]
 
 
 def _scaling(kind: str, head: str):
   rows: list[Row] = []
-  for threads, text in (('1', 'one core'), ('2', 'two cores')):
-    rows.append([text, *(f'{x:.1f}' for _, x in scaling(threads, kind))])
-  return lines([head, *(str(n) for n, _ in scaling('1', kind))], rows)
+  for threads, text in ((1, 'one core'), (2, 'two cores')):
+    rows.append([text, *(f'{x:.1f}' for _, x in ratios(threads, kind))])
+  return lines([head, *(str(n) for n, _ in ratios(1, kind))], rows)
 
 
 @of('update-modules')
@@ -63,7 +77,6 @@ def _():
 
 @of('huge-pages')
 def _():
-  found = stored('update_time_cpu')
   rows: list[Row] = []
   for name, text in {
     'adamw': 'AdamW',
@@ -73,10 +86,10 @@ def _():
   }.items():
     rows.append([text])
     for workload in ('small', 'large'):
-      for threads in '12':
+      for threads in (1, 2):
         after, before = (
-          x['threads'][threads]['workloads'][workload][name]['median']
-          for x in (found['huge pages'], found)
+          _update(threads, workload, name, huge_pages=x)['median']
+          for x in (True, False)
         )
         rows[-1].append(f'{after / before:.2f}')
   return lines(
@@ -85,9 +98,12 @@ def _():
   )
 
 
+def _chain(workload: str, name: str) -> dict[str, Any]:
+  return data.row('update_time_cpu', workload=workload, chain=name)
+
+
 @of('chains')
 def _():
-  chains = stored('update_time_cpu')['chains']
   names = {
     'prism_optax.chain': '`prism_optax.chain`',
     'optax.chain': '`optax.chain`',
@@ -100,16 +116,17 @@ def _():
   return lines(
     ['', 'small', 'large'],
     [
-      [text, *(f'{chains[w][name]["to prism"]:.2f}' for w in chains
-               if w != 'environment')]
+      [
+        text,
+        *(f'{_chain(w, name)["to prism"]:.2f}' for w in ('small', 'large')),
+      ]
       for name, text in names.items()
     ],
-  )  # fmt: skip
+  )
 
 
 @of('steps')
 def _():
-  ranks = stored('step_time_cpu')['ranks']
   names = {
     'adamw, not private': 'AdamW, not private',
     'dp-adamw': 'DP-AdamW (clip of jax-privacy)',
@@ -124,10 +141,10 @@ def _():
   }
   rows: list[Row] = []
   for name, text in names.items():
-    at = {rank: found['methods'][name] for rank, found in ranks.items()}
-    rows.append([text, f'{at["8"]["median"]:.0f}'])
+    at = {x['rank']: x for x in data.rows('step_time_cpu', method=name)}
+    rows.append([text, f'{at[8]["median"]:.0f}'])
     rows[-1] += [f'{at[rank]["to dp-adamw"]:.2f}' for rank in at]
-    rows[-1] += [f'{at[r]["temporary megabytes"]:.0f} MB' for r in ('8', '64')]
+    rows[-1] += [f'{at[r]["temporary megabytes"]:.0f} MB' for r in (8, 64)]
   return lines(
     ['', 'rank 8', 'over DP-AdamW', 'rank 32', 'rank 64',
      'temporary memory, rank 8', 'rank 64'],
@@ -137,9 +154,11 @@ def _():
 
 @of('decoder')
 def _():
-  ranks = stored('decoder_step_time_cpu')['ranks']
+  def of_method(name):
+    return data.rows('decoder_step_time_cpu', method=name)
+
   rows: list[Row] = [
-    [text, *(f'{found[name]["to dp-adamw"]:.2f}' for found in ranks.values())]
+    [text, *(f'{x["to dp-adamw"]:.2f}' for x in of_method(name))]
     for name, text in (
       ('adamw, not private', 'AdamW, not private'),
       ('prism', '`prism`'),
@@ -147,28 +166,30 @@ def _():
     )
   ]
   rows.append(['temporary memory, DP-AdamW / `prism`'])
-  for found in ranks.values():
-    pair = (found[x]['temporary megabytes'] for x in ('dp-adamw', 'prism'))
-    rows[-1].append(' / '.join(f'{x:.0f}' for x in pair) + ' MB')
-  return lines(['', *(f'rank {rank}' for rank in ranks)], rows)
+  for pair in zip(of_method('dp-adamw'), of_method('prism'), strict=True):
+    both = ' / '.join(f'{x["temporary megabytes"]:.0f}' for x in pair)
+    rows[-1].append(f'{both} MB')
+  return lines(['', *(f'rank {x["rank"]}' for x in of_method('prism'))], rows)
 
 
 @of('make-private')
 def _():
-  found = stored('make_private_cpu')
-  both = found['digits']['steps'], found['minilm']['steps']
+  def found(task, step):
+    return data.row('make_private_cpu', task=task, step=step)
+
+  tasks = 'digits', 'minilm'
   rows: list[Row] = []
   for name, text in (
     ('vmap', 'gradients by vmap'),
     ('one backward', 'one backward pass'),
   ):
     rows.append([text])
-    for steps in both:
-      step = steps[f'make_private, {name}']
+    for task in tasks:
+      step = found(task, f'make_private, {name}')
       time = step['median']
       took = f'{time:.1f} ms' if time < 100 else f'{time / 1000:.1f} s'
       rows[-1].append(f'{step["to by hand"]:.2f} ({took})')
-  draws = [f'{steps["a draw"]["median"]:.1f} ms' for steps in both]
+  draws = [f'{found(x, "a draw")["median"]:.1f} ms' for x in tasks]
   rows.append(['a draw of a batch, beside that', *draws])
   return lines(
     ['', 'digits, 128 rows, 200 rounds', 'MiniLM, 32 rows, 12 rounds'], rows
@@ -177,15 +198,15 @@ def _():
 
 @of('micro-batches')
 def _():
-  found = stored('make_private_cpu')['temporary megabytes']
-  rows: list[Row] = [
-    [text, *(f'{x:.0f} MB' for x in found[name].values())]
-    for name, text in (
-      ('vmap', 'by vmap'),
-      ('one backward', 'one backward pass'),
-    )
-  ]
-  return lines(['rows at once', *found['vmap']], rows)
+  rows: list[Row] = []
+  for name, text in (
+    ('vmap', 'by vmap'),
+    ('one backward', 'one backward pass'),
+  ):
+    found = data.rows('make_private_cpu', step=name)
+    cells = (f'{x["temporary megabytes"]:.0f} MB' for x in found)
+    rows.append([text, *cells])
+  return lines(['rows at once', *(str(x['rows at once']) for x in found)], rows)
 
 
 @of('lowered')
@@ -200,7 +221,7 @@ def _():
   methods = {'noise + adamw': 'noise + AdamW', 'prism': '`prism`'}
   found = {
     tuple(row[x] for x in ('target', 'modules', 'method')): row
-    for row in stored('lowered')['rows']
+    for row in stored('lowered')
   }
   rows = []
   for target, where in targets.items():
@@ -222,7 +243,7 @@ def _():
 
 @of('stacked')
 def _():
-  found = {tuple(row.values())[:3]: row for row in stored('lowered')['rows']}
+  found = {tuple(row.values())[:3]: row for row in stored('lowered')}
 
   def cells(target, method, name):
     pair = (found[target, x, method][name] for x in ('gemma', 'gemma, stacked'))
@@ -241,15 +262,18 @@ def _():
   return lines(['', 'a pair of leaves each', 'stacked'], rows)
 
 
+def _memory(process: str) -> dict[str, Any]:
+  return data.row('language_model_memory_cpu', process=process)
+
+
 @of('language-model-memory')
 def _():
-  found = stored('language_model_memory_cpu')
-  step, process = (
-    found[f'{x} megabytes{y}']
-    for x, y in (('temporary', ' of a step'), ('peak resident', ''))
-  )
   rows: list[Row] = [
-    [text, f'{step[name]:.0f} MB', f'{process[name]:,} MB']
+    [
+      text,
+      f'{_memory(name)["temporary megabytes of a step"]:.0f} MB',
+      f'{_memory(name)["peak resident megabytes"]:,} MB',
+    ]
     for name, text in (
       ('not private', 'LoRA, not private'),
       ('dp-adamw', '`dp-adamw`'),
@@ -261,7 +285,7 @@ def _():
 
 @of('large-models')
 def _():
-  found = stored('language_model_memory_table')['rows']
+  found = stored('language_model_memory_table')
   batches = 1, 2, 4, 8
   rows = []
   for model in ('llama-3.2-1b', 'qwen2.5-3b', 'llama-3.1-8b'):
@@ -281,17 +305,16 @@ def _():
 
 
 def sentences() -> Iterator[Claim]:
-  few = [x for _, x in scaling('1', 'modules')[:2]]
-  rank = scaling('1', 'rank')[-1][1]
+  few = [x for _, x in ratios(1, 'modules')[:2]]
+  rank = ratios(1, 'rank')[-1][1]
   yield (
     'one module takes {:.1f} times as long on one core, six take {:.1f}, and'
     ' rank 64 takes {:.1f} times as long',
     (*few, rank),
   )
-  found = stored('update_time_cpu')
-  rows = found['threads']['1']['scaling']['modules']
+  rows = scaling(1, 'modules')
   compiling = [
-    rows[i][method]['compile seconds']
+    rows[i][1][method]['compile seconds']
     for method in ('prism', 'noise + adamw')
     for i in (4, 1)
   ]
@@ -300,36 +323,36 @@ def sentences() -> Iterator[Claim]:
     ' {:.1f} s and {:.1f} s',
     tuple(compiling),
   )
-  chains = [found['chains'][w]['prism']['median'] for w in ('small', 'large')]
+  chains = [_chain(w, 'prism')['median'] for w in ('small', 'large')]
   yield '`prism` itself {:.1f} and {:.0f} ms', tuple(chains)
-  noise = stored('step_time_noise_cpu')['methods']
   yield (
     '{:.2f} with gradients by vmap, {:.2f} from one backward pass',
-    (
-      noise['exact, vmap']['to vmap'],
-      noise['exact, one backward']['to one backward'],
+    tuple(
+      data.row('step_time_cpu', method=f'exact, {x}')[f'to floats, {x}']
+      for x in ('vmap', 'one backward')
     ),
   )
-  at = stored('step_time_cpu')['ranks']['64']['methods']
   yield (
-    'takes {:.0f} MB where DP-AdamW takes {:.0f} MB; behind'
+    'takes {:.0f} MB where DP-AdamW takes {:.0f} MB; with'
     " jax-privacy's clip it takes {:.0f} MB",
     tuple(
-      at[name]['temporary megabytes']
+      data.row('step_time_cpu', rank=64, method=name)['temporary megabytes']
       for name in ('prism, clip in the chain, vmap', 'dp-adamw', 'prism')
     ),
   )
   private = [
     x['to adamw']
-    for name, x in stored('step_time_cpu')['ranks']['8']['methods'].items()
-    if name != 'adamw, not private'
+    for x in data.rows('step_time_cpu', rank=8)
+    if 'to adamw' in x and x['method'] != 'adamw, not private'
   ]
   yield (
     'MiniLM at rank 8 take {:.2f} to {:.2f} times as long',
     (min(private), max(private)),
   )
-  memory = stored('language_model_memory_cpu')
-  of_step = memory['temporary megabytes of a step']
+  of_step = {
+    x: _memory(x)['temporary megabytes of a step']
+    for x in ('not private', 'dp-adamw', 'prism')
+  }
   yield (
     'needs {:.0f} MB beside its weights without privacy, {:.0f} MB with'
     ' `dp-adamw` and {:.0f} MB with `prism`',
@@ -341,5 +364,5 @@ def sentences() -> Iterator[Claim]:
   )
   yield (
     'reading the model alone takes {:,} MB of it',
-    (memory['peak resident megabytes']['model read'],),
+    (_memory('model read')['peak resident megabytes'],),
   )

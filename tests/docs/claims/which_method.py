@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from tests.docs.claims import data, geometry, hyper
-from tests.docs.claims.data import short, stored
+from tests.docs.claims.data import short
 from tests.docs.claims.register import Claim
 
 
 def sentences() -> Iterator[Claim]:
-  nuisances = data.varied('What should not matter')['gauge=100.0']
+  nuisances = data.varied('nuisances')['gauge=100.0']
   yield (
     'condition 100 DP-AdamW loses {:.1f} points at the rate that was best'
     ' without it, {:.1f} with its rate tuned again, and {:.1f} with weight'
@@ -35,12 +35,12 @@ def sentences() -> Iterator[Claim]:
     'At condition 1 DP-AdamW is {:.1f} points ahead',
     (adam['1'] - ours['1'],),
   )
-  tuned = stored('three_gauges')['methods']['DP-AdamW on the factors'][
-    'tuned for the gauge'
-  ]['1000']
+  tuned = data.row(
+    'three_gauges', method='DP-AdamW on the factors', condition=1000.0
+  )
   yield (
     'own ({:g}) for the gauge of condition 1,000 it comes to {:.1f} %',
-    (tuned['rate'], tuned['accuracy']),
+    (tuned['best rate'], tuned['accuracy at the best rate']),
   )
   three = data.utility('SST-2, epsilon 3')['dp-adamw']
   yield (
@@ -52,24 +52,22 @@ def sentences() -> Iterator[Claim]:
     ' without, {} with)',
     hyper.best_of_metric(),
   )
-  (ridge,) = (
-    row
-    for row in stored('private_heads_cpu')['rows']
-    if (row['task'], row['method'], row['noise multiplier'])
-    == ('sst2', 'ridge', 5.0)
+  ridge = data.row(
+    'private_heads_cpu', task='sst2', method='ridge', noise_multiplier=5.0
   )
   yield (
     'already classifies {} of SST-2 correctly at epsilon {:.2f}.',
     (short(ridge['accuracy'], 3), ridge['epsilon']),
   )
-  steps = stored('step_time_cpu')['ranks']
   yield (
-    'takes {:.2f} times that of DP-AdamW at rank 8, {:.2f} at rank 64',
-    tuple(steps[r]['methods']['prism']['to dp-adamw'] for r in ('8', '64')),
+    'takes {:.2f} times as long as with DP-AdamW at rank 8, {:.2f} at rank 64',
+    tuple(
+      data.row('step_time_cpu', rank=r, method='prism')['to dp-adamw']
+      for r in (8, 64)
+    ),
   )
-  found = stored('correlated_noise_cpu')
-  rows = found['accumulated over independent, fixed and moving coordinates']
-  left = [rows['condition 1'][i][0] for i in (0, 2, 4)]
+  rows = data.rows('correlated_noise_cpu', start='condition 1')
+  left = [rows[i]['fixed'] for i in (0, 2, 4)]
   yield (
     'well-conditioned start leave {}, {} and {:.2f} of',
     (short(left[0], 2), short(left[1], 2), left[2]),

@@ -1,0 +1,116 @@
+"""What may be claimed of a training: event, epsilon, the sentence to report."""
+
+from typing import NamedTuple
+
+import dp_accounting
+
+from prism_optax import accounting
+from prism_optax._proofs._proof import Proof
+from prism_optax.accounting import _events
+from prism_optax.training import _seen, _stops
+from prism_optax.training._journal import Count
+from prism_optax.training._settings import Settings
+
+
+class Claim(NamedTuple):
+  """What may be claimed of a training with these settings.
+
+  Attributes:
+    settings: What the guarantee depends on.
+    released: What the journal has: steps that were done again count again.
+  """
+
+  settings: Settings
+  released: Count
+
+  def event(self, steps: int) -> dp_accounting.DpEvent:
+    """The event of some steps, and of prior releases."""
+    settings = self.settings
+    cut = settings.sampling.truncated_batch_size
+    training = accounting.dpsgd_event(
+      settings.noise_multiplier,
+      settings.sampling.probability,
+      steps + self.released.again,
+      truncated_batch_size=cut,
+      dataset_size=None if cut is None else settings.sampling.dataset_size,
+    )
+    return _events.composed([training, *settings.prior_releases.events])
+
+  def entries(self, steps: int) -> int:
+    """Number of entries that got noise."""
+    prior = self.settings.prior_releases.entries
+    return (steps + self.released.again) * self.settings.entries + prior
+
+  def epsilon(self, steps: int) -> float:
+    """Epsilon of some steps, or of the next possible stop."""
+    settings = self.settings
+    if len(settings.stops) > 1:
+      steps = _stops.next_stop(settings.stops, steps)
+    return accounting.epsilon(
+      self.event(steps),
+      settings.delta / len(settings.stops),
+      dataset_size=settings.sampling.dataset_size,
+      entries=self.entries(steps),
+    )
+
+  def statement(
+    self, done: int, stop_was_fixed: bool, proofs: tuple[Proof, ...]
+  ) -> str:
+    """The sentence to report.
+
+    Args:
+      done: Number of steps that were released.
+      stop_was_fixed: Whether nothing that was released made them stop.
+      proofs: Of the program of a step.
+    """
+    settings, stops = self.settings, self.settings.stops
+    reported = done if stop_was_fixed else _stops.next_stop(stops, done)
+    most = settings.sampling.examples_per_user
+    unit = 'unit: one record'
+    if most is not None:
+      unit = f'unit: one user with all records, at most {most} in a batch'
+    text = accounting.privacy_statement(
+      self.event(reported),
+      settings.delta,
+      dataset_size=settings.sampling.dataset_size,
+      entries=self.entries(reported),
+      possible_stops=len(stops),
+    )
+    void = (
+      '; no guarantee against anyone who knows prng_key'
+      if settings.seeded
+      else ''
+    )
+    steps = _in_words(
+      done, reported, settings.steps, len(stops), self.released.again
+    )
+    prior = settings.prior_releases.words
+    return f'{text}, {unit}, {steps}{prior}{void}{_proved(proofs)}'
+
+
+def _in_words(
+  done: int, reported: int, steps: int, stops: int, again: int
+) -> str:
+  """How many steps were done, and of how many epsilon is."""
+  words = f'{done} of {steps} steps'
+  if stops > 1:
+    words += f' (epsilon is that of {reported}, one of {stops} possible stops)'
+  elif reported != done:
+    words += f' (epsilon is that of all {reported})'
+  elif done < steps:
+    words += ' (a stop that was fixed beforehand)'
+  if again:
+    words += f' and {again} of them done again elsewhere'
+  return words
+
+
+def _proved(proofs: tuple[Proof, ...]) -> str:
+  """The end of a statement."""
+  words = [
+    'nothing passes the noise'
+    if x.claim == _seen.CLAIM
+    else 'records do not meet'
+    for x in proofs
+    if x
+  ]
+  return f'; proved: {", and ".join(words)}' if words else ''

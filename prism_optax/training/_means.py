@@ -1,0 +1,80 @@
+"""Means over a private batch, for the owner of the data alone."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from prism_optax._types import ArrayTree
+from prism_optax.transforms import TangentTransformation, tangent_coordinates
+
+
+class Means(NamedTuple):
+  """Means over the records (or users) of a batch; no epsilon covers them.
+
+  Attributes:
+    loss: Of one record.
+    gradient_norm: Before the clip, of what is clipped: the gradient, or for
+      PRISM its tangent coordinates.
+    aux: Of what the loss returned besides, leaf by leaf; ``()`` if nothing.
+  """
+
+  loss: jax.Array
+  gradient_norm: jax.Array
+  aux: ArrayTree
+
+
+def means(
+  measured: Callable[[ArrayTree, ArrayTree, ArrayTree], ArrayTree],
+  transformation: optax.GradientTransformation,
+  microbatch_size: int | None,
+) -> Callable[..., Means]:
+  """Makes ``means(params, frozen, examples, is_padding, is_present)``.
+
+  Args:
+    measured: ``measured(params, frozen, rows)``: losses, auxiliary values and
+      gradients of rows, leaves (b, ...).
+    transformation: Of the training: what is clipped.
+    microbatch_size: Rows at once; None is all.
+  """
+
+  def norm(params: ArrayTree, gradient: ArrayTree) -> jax.Array:
+    if isinstance(transformation, TangentTransformation):
+      gradient = tangent_coordinates(params, layout=transformation.layout)(
+        gradient
+      )
+    found: jax.Array = optax.tree.norm(gradient)
+    return found
+
+  def call(
+    params: ArrayTree,
+    frozen: ArrayTree,
+    examples: ArrayTree,
+    is_padding_example: jax.Array,
+    is_present: jax.Array | None,
+  ) -> Means:
+    rows = examples if is_present is None else (examples, is_present)
+    size = microbatch_size or len(is_padding_example)
+
+    def part(rows: ArrayTree) -> Means:
+      losses, aux, gradients = measured(params, frozen, rows)
+      return Means(losses, jax.vmap(norm, (None, 0))(params, gradients), aux)
+
+    # Every so-many-th row, as the step takes them: a split batch stays split.
+    parts = jax.tree.map(
+      lambda x: x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), rows
+    )
+    each = jax.lax.map(part, parts)
+    counts = ~is_padding_example.reshape(size, -1).T
+
+    def mean(x: jax.Array) -> jax.Array:
+      here = counts.reshape(*counts.shape, *(1,) * (x.ndim - 2))
+      total = jnp.sum(jnp.where(here, x, 0), (0, 1))
+      return total / jnp.maximum(jnp.sum(counts), 1)
+
+    found: Means = jax.tree.map(mean, each)
+    return found
+
+  return call

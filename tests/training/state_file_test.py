@@ -1,0 +1,94 @@
+"""A state that was written to a file goes on with the same bits."""
+
+import os
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from prism_optax import training
+from tests.training import problem
+from tests.training.problem import DATA, FROZEN, PARAMS
+
+TREE = {
+  'a': jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
+  'b': [np.asarray(3), jnp.zeros((), bool), jnp.zeros((0, 2))],
+  'key': jax.random.split(jax.random.key(1, impl='rbg')),
+}
+
+
+def test_a_run_goes_on_from_the_file(tmp_path):
+  first = problem.make(optax.adam(0.1), prng_key=None)
+  state, path = first.init(PARAMS), tmp_path / 'state_secret.npz'
+  for batch in first.batches(state, DATA):
+    state = first.step(state, batch, FROZEN)
+    if int(state.step) == 1:
+      training.save_state(path, state)
+  again = problem.make(optax.adam(0.1), prng_key=None)
+  restored = training.load_state(path, again.init(PARAMS))
+  assert len(again.batches(restored, DATA)) == 2
+  end = problem.trained(again, restored)
+  problem.assert_same_bits(end.params, state.params)
+
+
+def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):
+  path = tmp_path / 'x'
+  path.write_text('old')
+  os.chmod(path, 0o644)
+  training.save_state(path, TREE)
+  assert stat.S_IMODE(path.stat().st_mode) == 0o600
+  assert list(tmp_path.iterdir()) == [path]  # Nothing half written is left.
+  found = training.load_state(path, TREE)
+  for x, y in zip(*map(jax.tree.leaves, (TREE, found)), strict=True):
+    assert type(x) is type(y)
+    assert x.dtype == y.dtype
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x, y = jax.random.key_data(x), jax.random.key_data(y)
+    np.testing.assert_array_equal(x, y)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+  path = tmp_path / 'x'
+  training.save_state(path, TREE)
+  before = path.read_bytes()
+
+  def full(*args, **kwargs):
+    raise OSError('no space left')
+
+  monkeypatch.setattr(np, 'savez', full)
+  with pytest.raises(OSError, match='no space'):
+    training.save_state(path, TREE)
+  assert path.read_bytes() == before
+  assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+  ('like', 'message'),
+  [
+    (TREE | {'a': TREE['a'].astype('float32')}, r"\['a'\]: .*bfloat16.* for"),
+    (TREE | {'c': jnp.zeros(())}, r"\['c'\]: absent for"),
+    ({'a': TREE['a'], 'b': TREE['b']}, r"\['key'\]: .* for nothing"),
+    (TREE | {'key': jax.random.key(1)}, r'key<fry>'),
+  ],
+)
+def test_another_state_is_named(like, message, tmp_path):
+  training.save_state(tmp_path / 'x', TREE)
+  with pytest.raises(ValueError, match=message):
+    training.load_state(tmp_path / 'x', like)
+
+
+def test_a_file_that_is_cut_or_foreign_is_refused(tmp_path):
+  path = tmp_path / 'x'
+  with pytest.raises(FileNotFoundError):
+    training.load_state(path, TREE)
+  training.save_state(path, TREE)
+  whole = path.read_bytes()
+  np.savez(tmp_path / 'other.npz', a=np.zeros(3))
+  other = (tmp_path / 'other.npz').read_bytes()
+  for data in (whole[: len(whole) // 2], b'', b'text', other):
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match='a file of save_state'):
+      training.load_state(path, TREE)
