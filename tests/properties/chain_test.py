@@ -83,11 +83,12 @@ def test_a_fused_chain_gives_what_its_parts_give(name, seed, scale):
   )
 
 
-OPTIMIZERS = ('prism', 'prism_muon', 'published_prism')
+OPTIMIZERS = ('prism', 'prism_muon', 'published_prism', 'dp_muon')
 MAKE = {
   'prism': prism_optax.prism,
   'prism_muon': contrib.prism_muon,
   'published_prism': prism_optax.published_prism,
+  'dp_muon': prism_optax.dp_muon,
 }
 
 
@@ -95,13 +96,21 @@ MAKE = {
 def _optimizer(kind, name):
   tx = MAKE[kind](
     0.1,
-    l2_clip_norm=2.0,
+    **(
+      {'l2_clip_norms': 2.0}
+      if kind == 'dp_muon'
+      else {'l2_clip_norm': 2.0, 'layout': cases.layout_of(name)}
+    ),
     noise_multiplier=1.0,
     expected_batch_size=8.0,
     prng_key=1,
-    layout=cases.layout_of(name),
   )
-  assert math.isclose(tx.sensitivity(), 0.25)
+  # By Muon each of the four matrices is clipped by itself.
+  if kind == 'dp_muon':
+    bound = tx.sensitivity(params=cases.draw_tree(name, 0))
+    assert math.isclose(bound, 0.5)
+  else:
+    assert math.isclose(tx.sensitivity(), 0.25)
   return tx.init, jax.jit(tx.update)
 
 
