@@ -18,7 +18,8 @@ from jax_privacy import noise_addition
 import prism_optax
 from prism_optax import _modules, accounting, diagnostics, fixed_rank
 from prism_optax.fixed_rank import _lifts
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 # Of one shape: they are one stack, and one program works on both.
 SHAPES = [(9, 7, 3)] * 2
@@ -33,7 +34,7 @@ STDDEV = 0.8 / 16
 def _params(seed=0):
   rng = np.random.default_rng(seed)
   factors = [oracles.random_factors(rng, *shape) for shape in SHAPES]
-  return test_utils.tree_of(factors, np.ones(4), jnp.float32)
+  return cases.tree_of(factors, np.ones(4), jnp.float32)
 
 
 def _grads(params, batch, scale=1.0, seed=1):
@@ -41,8 +42,8 @@ def _grads(params, batch, scale=1.0, seed=1):
   rng = np.random.default_rng(seed)
   dense = [scale * rng.normal(size=(batch, m, n)) for m, n, _ in SHAPES]
   extra = scale * rng.normal(size=(batch, 4))
-  return test_utils.factor_gradients(
-    test_utils.factors_of(params), dense, extra, jnp.float32
+  return cases.factor_gradients(
+    cases.factors_of(params), dense, extra, jnp.float32
   )
 
 

@@ -33,7 +33,8 @@ from jax_privacy import auditing
 
 import prism_optax
 from prism_optax import accounting
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 # A correct mechanism goes above its claim in one of a thousand audits. Keys are
 # fixed, so a test that has passed once passes always.
@@ -152,7 +153,7 @@ def setting(seed: int = 0, left_scale: float = 1.0) -> Setting:
   rng = np.random.default_rng(seed)
   factors = [oracles.random_factors(rng, *s, 3.0) for s in SHAPES]
   factors = [(left_scale * left, right) for left, right in factors]
-  params = test_utils.tree_of(factors, np.zeros(3), jnp.float32)
+  params = cases.tree_of(factors, np.zeros(3), jnp.float32)
 
   def gradients(lead, scale):
     dense = [

@@ -15,7 +15,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent
 
 from prism_optax import _lattice, accounting, contrib
 from prism_optax.contrib import _input_metric, _one_shot_release
-from tests.training import problem
+from tests import cases
 
 N, FIRST, SECOND = 40, 6, 4
 _rng = np.random.default_rng(0)
@@ -201,7 +201,7 @@ METRIC = contrib.InputMetric(
   {'layer': jnp.array([0.25, 0.5])},
   noise_multiplier=5.0,
   entries=21,
-  dataset_size=problem.N,
+  dataset_size=cases.N,
   digest='values',
   key_digest='key',
 )
@@ -218,17 +218,17 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
     return jnp.sum((z - y) ** 2)
 
   def of_batch(copies, frozen, x, y):
-    return jax.vmap(problem.loss, (0, None, 0, 0))(copies, frozen, x, y)
+    return jax.vmap(cases.loss, (0, None, 0, 0))(copies, frozen, x, y)
 
   make = optax.sgd(0.1)
-  private = problem.make(
+  private = cases.make(
     make,
-    loss=of_batch if batched else problem.loss,
+    loss=of_batch if batched else cases.loss,
     batched_loss=batched,
     change_of_variables=METRIC,
   )
-  found = problem.by_keys_alone(private)
-  expected = problem.by_keys_alone(problem.make(make, loss=on_changed_inputs))
+  found = cases.by_keys_alone(private)
+  expected = cases.by_keys_alone(cases.make(make, loss=on_changed_inputs))
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
     found,
@@ -243,11 +243,11 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
 
 def test_the_release_is_part_of_what_is_accounted_for():
   make = optax.sgd(0.1)
-  private = problem.make(make, change_of_variables=METRIC)
-  together = ComposedDpEvent([problem.make(make).event(), METRIC.event])
+  private = cases.make(make, change_of_variables=METRIC)
+  together = ComposedDpEvent([cases.make(make).event(), METRIC.event])
   assert private.event() == together
   # Before the first step the metric has been released already.
-  state = private.init(problem.PARAMS)
+  state = private.init(cases.PARAMS)
   start = accounting.epsilon(METRIC.event, 1e-4)
   assert private.epsilon(0) == pytest.approx(start, rel=1e-6)
   found = re.match(
@@ -259,12 +259,12 @@ def test_the_release_is_part_of_what_is_accounted_for():
   scales = {'layer': jnp.ones(2)}
   other = dataclasses.replace(METRIC, scales=scales)
   with pytest.raises(ValueError, match='state of this training'):
-    problem.make(make, change_of_variables=other).adapters(state)
+    cases.make(make, change_of_variables=other).adapters(state)
   # One of records is not one of their users.
   with pytest.raises(
-    ValueError, match=f'InputMetric of {problem.N} for dataset_size=9'
+    ValueError, match=f'InputMetric of {cases.N} for dataset_size=9'
   ):
-    problem.make(
+    cases.make(
       make,
       change_of_variables=METRIC,
       dataset_size=9,
@@ -276,7 +276,7 @@ def test_the_release_is_part_of_what_is_accounted_for():
 @pytest.mark.slow
 def test_a_target_is_met_together():
   options = {'noise_multiplier': None, 'target_epsilon': 2.0, 'steps': 20}
-  private = problem.make(optax.sgd(0.1), change_of_variables=METRIC, **options)
+  private = cases.make(optax.sgd(0.1), change_of_variables=METRIC, **options)
   assert 1.995 < private.epsilon() <= 2.0
 
 

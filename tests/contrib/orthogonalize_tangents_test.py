@@ -11,7 +11,8 @@ import pytest
 
 import prism_optax
 from prism_optax import contrib
-from tests.oracles import muon_oracle, oracles, test_utils
+from tests import cases
+from tests.oracles import muon_oracle, oracles
 
 # (m, n, r). One shape, one stack: what is done with it is compiled once.
 SHAPES = [(11, 7, 3), (11, 7, 3)]
@@ -42,17 +43,17 @@ def _gradient(t, products):
 
 def _trajectory(factors):
   """All Z along the way, from factors in any gauge."""
-  params = test_utils.tree_of(factors)
+  params = cases.tree_of(factors)
   init, update = _optimizer()
   state, path = init(params), []
   for t in range(STEPS):
-    dense = _gradient(t, test_utils.products_of(params))
-    grads = test_utils.factor_gradients(
-      test_utils.factors_of(params), [g[None] for g in dense]
+    dense = _gradient(t, cases.products_of(params))
+    grads = cases.factor_gradients(
+      cases.factors_of(params), [g[None] for g in dense]
     )
     updates, state = update(grads, state, params)
     params = optax.apply_updates(params, updates)
-    path.append(test_utils.products_of(params))
+    path.append(cases.products_of(params))
   return path
 
 
@@ -108,7 +109,7 @@ def test_starts_from_a_zero_factor(x64):
 
 
 def test_other_leaves_get_adam(x64):
-  params = test_utils.tree_of(_factors()[:1], extra=np.arange(4.0))
+  params = cases.tree_of(_factors()[:1], extra=np.arange(4.0))
   tx = contrib.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
   adam = optax.scale_by_adam(0.8, 0.9, 1e-6)
   state, adam_state = tx.init(params), adam.init(jnp.arange(4.0))
@@ -126,7 +127,7 @@ def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
   """With both outer blocks dominating, 2r singular values of one."""
   rng = np.random.default_rng(3)
   m, n, rank = 40, 30, 2
-  params = test_utils.tree_of([oracles.random_factors(rng, m, n, rank)])
+  params = cases.tree_of([oracles.random_factors(rng, m, n, rank)])
   grads = jax.tree.map(
     lambda p: jnp.asarray(10 * rng.standard_normal(p.shape)), params
   )
@@ -169,7 +170,7 @@ def test_bad_options_are_named(options):
 
 
 def test_update_needs_params():
-  params = test_utils.tree_of(_factors(), dtype=jnp.float32)
+  params = cases.tree_of(_factors(), dtype=jnp.float32)
   tx = contrib.orthogonalize_tangents()
   with pytest.raises(ValueError, match='params'):
     tx.update(params, tx.init(params))

@@ -12,7 +12,8 @@ from flax import nnx
 import prism_optax
 from benchmarks.geometry import probe_accuracy
 from prism_optax import contrib, lora
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 SHAPES = [(9, 7, 3), (9, 7, 3), (6, 9, 2)]
 
@@ -27,7 +28,7 @@ def _params(condition=1.0, dtype=jnp.float64, zero=None, seed=0):
     factors.append(
       [0 * x if last and zero == i else x for i, x in enumerate(pair)]
     )
-  return test_utils.tree_of(factors, rng.normal(size=6), dtype)
+  return cases.tree_of(factors, rng.normal(size=6), dtype)
 
 
 def _loss(params, x, scale=1.0):

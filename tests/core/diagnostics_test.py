@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from prism_optax import diagnostics
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 M, N, RANK = 9, 7, 3
@@ -73,9 +74,7 @@ def _clip_statistics(scale, space):
     )
   )
   return (
-    statistics(
-      test_utils.factor_gradients(factors, dense), test_utils.tree_of(factors)
-    ),
+    statistics(cases.factor_gradients(factors, dense), cases.tree_of(factors)),
     dense[0],
     factors[0],
   )
@@ -102,7 +101,7 @@ def test_clip_statistics_depend_on_the_gauge_in_factors_only():
 
 
 def test_bad_arguments_are_named():
-  params = test_utils.tree_of([_factors()])
+  params = cases.tree_of([_factors()])
   with pytest.raises(ValueError, match="space='gauge'"):
     diagnostics.nonprivate_clip_statistics(params, params, 1.0, space='gauge')
   with pytest.raises(ValueError, match='l2_clip_norm=0'):

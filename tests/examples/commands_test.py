@@ -22,6 +22,7 @@ from finetuning import (
 from finetuning.models import minilm
 from flax import nnx
 
+from tests import cases
 from tests.examples import (
   conftest,
   finetune_test,
@@ -29,7 +30,6 @@ from tests.examples import (
   language_models,
 )
 from tests.examples.finished_runs import run_command
-from tests.training import problem
 
 
 def test_predict_answers_each_row_with_what_chat_says(
@@ -259,8 +259,8 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
 
 
 def test_a_stop_says_what_is_spent():
-  private = problem.make(optax.sgd(0.1))
-  state = private.init(problem.PARAMS)._replace(step=np.asarray(2))
+  private = cases.make(optax.sgd(0.1))
+  state = private.init(cases.PARAMS)._replace(step=np.asarray(2))
   message = summaries.spent(private, state)
   two, three = (reporting.round_up(private.epsilon(steps)) for steps in (2, 3))
   assert f'Spent if you stop here: epsilon <= {two:.3f} ' in message

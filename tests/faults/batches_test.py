@@ -11,10 +11,11 @@ from dp_accounting import pld
 import prism_optax
 from prism_optax import training
 from prism_optax.training._sampling import Sampling
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 CLIP, EXPECTED, STDDEV = 0.7, 4.0, 0.3
-PARAMS = test_utils.tree_of(
+PARAMS = cases.tree_of(
   [oracles.random_factors(np.random.default_rng(0), 6, 5, 2)],
   np.ones(3),
   jnp.float32,
@@ -43,8 +44,8 @@ UPDATES = {name: jax.jit(tx.update) for name, tx in OPTIMIZERS.items()}
 def _gradients(size):
   """Long ones, of functions of the product."""
   rng = np.random.default_rng(size)
-  return test_utils.factor_gradients(
-    test_utils.factors_of(PARAMS),
+  return cases.factor_gradients(
+    cases.factors_of(PARAMS),
     [100 * rng.normal(size=(size, 6, 5))],
     100 * rng.normal(size=(size, 3)),
     jnp.float32,

@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 import prism_optax
+from tests import cases
 from tests.examples import finetune_test
-from tests.training import problem
 
 OPTIMIZERS = {
   'prism': functools.partial(prism_optax.prism, 0.1),
@@ -22,8 +22,8 @@ OPTIMIZERS = {
 
 @functools.cache
 def begun(name):
-  private = problem.make(OPTIMIZERS[name], prng_key=None)
-  return private, private.init(problem.PARAMS)
+  private = cases.make(OPTIMIZERS[name], prng_key=None)
+  return private, private.init(cases.PARAMS)
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf, 3e38])
@@ -36,11 +36,11 @@ def test_a_batch_of_nan_losses_is_an_empty_batch(name, bad):
   def step(value, is_padding):
     state = jax.tree.map(jax.numpy.copy, (start.params, start.optimizer))
     examples = tuple(
-      np.full((rows, *x.shape[1:]), value, np.float32) for x in problem.DATA
+      np.full((rows, *x.shape[1:]), value, np.float32) for x in cases.DATA
     )
     padding = np.full(rows, is_padding)
     # Without the digest that makes the noise of other data another one.
-    return private._step(*state, problem.FROZEN, examples, padding, None)
+    return private._step(*state, cases.FROZEN, examples, padding, None)
 
   (one, _, held), (other, _, _) = step(bad, False), step(0.0, True)
   assert int(held) == 0

@@ -12,8 +12,8 @@ import pytest
 
 import prism_optax
 from prism_optax import training
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS
 
 STEPS = 10_000
 
@@ -28,7 +28,7 @@ def _keys(state):
 
 @pytest.mark.slow
 def test_ten_thousand_steps():
-  private = problem.make(
+  private = cases.make(
     functools.partial(prism_optax.prism, 1e-3),
     dataset_size=40,
     expected_batch_size=4,

@@ -20,9 +20,9 @@ from jax_privacy.experimental import accounting as their_accounting
 
 import prism_optax
 from prism_optax import accounting
-from tests import conftest
+from tests import cases, conftest
 from tests.audit import harness
-from tests.oracles import oracles, test_utils
+from tests.oracles import oracles
 
 CLIP, BATCH, STDDEV = 0.5, 12.0, 0.02
 SIZE, IN, OUT = 8, 7, 5
@@ -36,7 +36,7 @@ def _params(stack=None):
     factors = [tuple(np.stack(x) for x in zip(*pairs, strict=True))]
   else:
     factors = [oracles.random_factors(rng, *shape) for _ in range(2)]
-  return test_utils.tree_of(factors, np.ones(OUT), jnp.float32)
+  return cases.tree_of(factors, np.ones(OUT), jnp.float32)
 
 
 def _loss(params, x, y):
@@ -108,9 +108,7 @@ def _our_gradients(params, x, y, is_padding):
 
 def _assert_same(got, want):
   """Z and the other leaves; factors only up to rounding in their gauge."""
-  for x, y in zip(
-    test_utils.products_of(got), test_utils.products_of(want), strict=True
-  ):
+  for x, y in zip(cases.products_of(got), cases.products_of(want), strict=True):
     # Three float32 steps of 0.05; moments divide by noise of 0.02.
     np.testing.assert_allclose(x, y, atol=3e-5)
   np.testing.assert_allclose(got['extra'], want['extra'], atol=3e-5)
@@ -132,7 +130,7 @@ def test_clipped_grad_and_the_chain_equal_pure_optax(options, stack):
   want = _train(params, _after_the_clip(), _our_gradients)
   got = _train(params, _after_the_clip(), _their_gradients(**options))
   _assert_same(got, want)
-  moved = test_utils.products_of(params)[0] - test_utils.products_of(got)[0]
+  moved = cases.products_of(params)[0] - cases.products_of(got)[0]
   assert np.abs(moved).max() > 0.01
 
 
@@ -278,7 +276,8 @@ from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
 import prism_optax
 from prism_optax import transforms
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 assert jax.device_count() == 8
 rng = np.random.default_rng(0)
@@ -294,7 +293,7 @@ NOISING = {
 }
 # A plain module and a stack of two, side by side.
 host = jax.device_get(
-  test_utils.tree_of(plain + stacked, np.ones(16), jnp.float32))
+  cases.tree_of(plain + stacked, np.ones(16), jnp.float32))
 modules = {'m0': (), 'm1': (None,)}
 specs = {
   name: {'lora_a': P(*lead, 'x', None), 'lora_b': P(*lead, None, 'x')}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
+from tests import cases
 from tests.lora import merging_test
-from tests.oracles import oracles, test_utils
+from tests.oracles import oracles
 
 
 def _params(dtype=jnp.float32):
@@ -63,7 +64,7 @@ def test_balanced_factors_have_the_singular_values_asked_for(scale):
   """Of Z as the model sees it, whatever the scale."""
   layout = lora.Layout(scale=scale)
   new = _initialize(_params(), 1, method='balanced', size=0.3, layout=layout)
-  for z, rank in zip(test_utils.products_of(new), (3, 3, 2), strict=True):
+  for z, rank in zip(cases.products_of(new), (3, 3, 2), strict=True):
     s = np.linalg.svd(scale * z, compute_uv=False)
     np.testing.assert_allclose(s, [0.3] * rank + [0] * (len(s) - rank),
                                atol=1e-6)  # fmt: skip

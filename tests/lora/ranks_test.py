@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 # Two modules of one shape, one of another.
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
@@ -18,11 +19,11 @@ def _factors(seed=0, condition=4.0):
 
 
 def _params(dtype=jnp.float32, seed=0):
-  return test_utils.tree_of(_factors(seed), np.ones(4), dtype)
+  return cases.tree_of(_factors(seed), np.ones(4), dtype)
 
 
 def _ranks(params):
-  return [left.shape[-1] for left, _ in test_utils.factors_of(params)]
+  return [left.shape[-1] for left, _ in cases.factors_of(params)]
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.float64])
@@ -32,7 +33,7 @@ def test_truncation_is_the_best_approximation(x64, dtype):
   assert _ranks(new) == [2, 2, 2]
   assert {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype(dtype)}
   for got, z in zip(
-    test_utils.products_of(new), test_utils.products_of(params), strict=True
+    cases.products_of(new), cases.products_of(params), strict=True
   ):
     want = oracles.best_approximation(z, 2)
     assert oracles.relative_error(got, want) < 20 * jnp.finfo(dtype).eps
@@ -44,7 +45,7 @@ def test_modules_of_a_lower_rank_keep_it():
   new = jax.device_get(jax.jit(lambda p: lora.truncate(p, 4))(params))
   assert _ranks(new) == [3, 2, 3]
   for got, z in zip(
-    test_utils.products_of(new), test_utils.products_of(params), strict=True
+    cases.products_of(new), cases.products_of(params), strict=True
   ):
     assert oracles.relative_error(got, z) < 1e-5
   for name in ('m0', 'm1', 'm2'):  # In the balanced gauge now.

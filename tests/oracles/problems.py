@@ -14,7 +14,8 @@ import numpy as np
 import prism_optax
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import _lifts
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 _frame, _embed = jax.jit(fixed_rank.frame), jax.jit(_lifts.embed)
 _project = jax.jit(fixed_rank.project)
@@ -90,11 +91,11 @@ class Problem:
     return factors, rng.standard_normal(5)
 
   def params(self, factors, extra, dtype=jnp.float64):
-    return test_utils.tree_of(factors, extra, dtype)
+    return cases.tree_of(factors, extra, dtype)
 
   def dense(self, params):
     """Z of each module, and the vector."""
-    zs = [self.scale * z for z in test_utils.products_of(params)]
+    zs = [self.scale * z for z in cases.products_of(params)]
     return Dense(zs, np.asarray(params['extra']))
 
   def points(self, params):
@@ -123,8 +124,8 @@ class Problem:
 
   def factor_gradients(self, params, grads):
     """The tree that per-example differentiation by the leaves would give."""
-    return test_utils.factor_gradients(
-      test_utils.factors_of(params),
+    return cases.factor_gradients(
+      cases.factors_of(params),
       [self.scale * g for g in grads.modules],
       grads.extra,
       params['extra'].dtype,
@@ -141,7 +142,7 @@ class Problem:
     modules = [
       np.asarray(_embed(frame, fixed_rank.Tangent(*pair)))
       for frame, pair in zip(
-        self._frames(params), test_utils.factors_of(tree), strict=True
+        self._frames(params), cases.factors_of(tree), strict=True
       )
     ]
     return Dense(modules, np.asarray(tree['extra']))
@@ -157,12 +158,12 @@ class Problem:
       )
       for frame, g in zip(self._frames(params), dense.modules, strict=True)
     ]
-    return test_utils.tree_of(tangents, dense.extra, params['extra'].dtype)
+    return cases.tree_of(tangents, dense.extra, params['extra'].dtype)
 
   def _scaled_factors(self, params):
     """Factors whose product is Z: the scale is shared out."""
     root = np.sqrt(self.scale)
-    return [(root * a, root * b) for a, b in test_utils.factors_of(params)]
+    return [(root * a, root * b) for a, b in cases.factors_of(params)]
 
   def _frames(self, params):
     return [

@@ -12,8 +12,8 @@ from benchmarks.accuracy import digits_network
 from benchmarks.geometry import given_noise
 from benchmarks.speed import decoder, steps
 from prism_optax import diagnostics, lora
+from tests import cases
 from tests.proofs.losses import normal
-from tests.training import problem
 
 B, T, D = 6, 4, 8
 prove = diagnostics.prove_independent
@@ -189,9 +189,9 @@ def test_losses_of_the_benchmarks_and_of_the_tests():
     gradients(digits.losses)[1], params, frozen, (x, y),
     in_axes=(None, None, 0),
   )  # fmt: skip
-  rows = tuple(a[:B] for a in problem.DATA)
-  function = jax.vmap(jax.grad(problem.loss), axes)
-  assert prove(function, problem.PARAMS, problem.FROZEN, *rows, in_axes=axes)
+  rows = tuple(a[:B] for a in cases.DATA)
+  function = jax.vmap(jax.grad(cases.loss), axes)
+  assert prove(function, cases.PARAMS, cases.FROZEN, *rows, in_axes=axes)
 
 
 @pytest.mark.parametrize('published', [False, True])

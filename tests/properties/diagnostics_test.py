@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 
 from prism_optax import diagnostics
-from tests.oracles import oracles, test_utils
+from tests.cases import factor_gradients, tree_of
+from tests.oracles import oracles
 from tests.properties import cases
 
 SHAPES = st.sampled_from([(5, 4, 2), (3, 3, 3), (6, 2, 1)])
@@ -103,8 +104,8 @@ def test_clip_statistics_are_those_of_the_norms(seed, condition, size, length):
   points = [oracles.Point.from_factors(*x) for x in factors]
   *_, exact = oracles.clipped_mean(points, dense, [extra], l2_clip_norm=size)
   for pairs in (factors, others):
-    params = test_utils.tree_of(pairs, extra[0])
-    grads = test_utils.factor_gradients(pairs, dense, extra)
+    params = tree_of(pairs, extra[0])
+    grads = factor_gradients(pairs, dense, extra)
     for space in ('tangent', 'factor'):
       found = _statistics(space)(grads, params, size)
       if space == 'tangent':

@@ -8,14 +8,14 @@ import pytest
 import tqdm
 
 from prism_optax import lora, training
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS, B, N
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS, B, N
 
 SGD = optax.sgd(0.1)
 
 
 def with_aux(params, frozen, x, y):
-  return problem.loss(params, frozen, x, y), {'x': x, 'hit': x[0] > -0.5}
+  return cases.loss(params, frozen, x, y), {'x': x, 'hit': x[0] > -0.5}
 
 
 def test_compiled_ahead_of_the_first_record():
@@ -23,9 +23,9 @@ def test_compiled_ahead_of_the_first_record():
 
   def loss(params, frozen, x, y):
     traces.append(1)
-    return problem.loss(params, frozen, x, y)
+    return cases.loss(params, frozen, x, y)
 
-  private = problem.make(SGD, loss=loss, record=problem.RECORD, prng_key=None)
+  private = cases.make(SGD, loss=loss, record=cases.RECORD, prng_key=None)
   state = private.init(PARAMS)
   private.compile(state, FROZEN)
   assert all(private.proofs)
@@ -37,7 +37,7 @@ def test_compiled_ahead_of_the_first_record():
   state = private.step(state, next(iter(batches)), FROZEN)
   assert len(traces) == count
   # A restored state is compared before its data are there.
-  other = problem.make(optax.sgd(0.2), record=problem.RECORD, prng_key=None)
+  other = cases.make(optax.sgd(0.2), record=cases.RECORD, prng_key=None)
   with pytest.raises(ValueError, match=r'another one: program \(loss'):
     other.compile(state, FROZEN)
 
@@ -47,33 +47,31 @@ def test_a_loss_that_mixes_records_is_refused_before_they_are_read():
     z = (x - x.mean(0)) @ frozen + params['head']
     return jnp.sum((z - y) ** 2, -1)
 
-  private = problem.make(
-    SGD, loss=losses, batched_loss=True, record=problem.RECORD
-  )
+  private = cases.make(SGD, loss=losses, batched_loss=True, record=cases.RECORD)
   state = private.init(PARAMS)
   with pytest.raises(ValueError, match='no mean over the batch'):
     private.compile(state, FROZEN)
-  without = problem.make(SGD)
+  without = cases.make(SGD)
   with pytest.raises(ValueError, match='record=.*to compile before'):
     without.compile(without.init(PARAMS), FROZEN)
 
 
 def test_users_are_compiled_ahead():
-  private = problem.make(
-    SGD, record=problem.RECORD, dataset_size=100, examples_per_user=2,
+  private = cases.make(
+    SGD, record=cases.RECORD, dataset_size=100, examples_per_user=2,
     delta=1e-3,
   )  # fmt: skip
   state = private.init(PARAMS)
   private.compile(state, FROZEN)
-  problem.trained(private, state, users=np.arange(N) // 2)
+  cases.trained(private, state, users=np.arange(N) // 2)
   assert len(private._program.digests) == 1
 
 
 def test_auxiliary_values_change_no_step():
-  plain = problem.by_keys_alone(problem.make(SGD))
-  aux = problem.by_keys_alone(problem.make(SGD, loss=with_aux, has_aux=True))
-  problem.assert_same_bits(plain, aux)
-  private = problem.make(SGD, has_aux=True)
+  plain = cases.by_keys_alone(cases.make(SGD))
+  aux = cases.by_keys_alone(cases.make(SGD, loss=with_aux, has_aux=True))
+  cases.assert_same_bits(plain, aux)
+  private = cases.make(SGD, has_aux=True)
   state = private.init(PARAMS)
   with pytest.raises(
     ValueError, match=r'return \(loss, aux\), as has_aux=True'
@@ -94,7 +92,7 @@ def test_means_of_a_batch(kind):
     z = x @ frozen + more + params['head']
     return jnp.sum((z - y) ** 2, -1), {'x': x, 'hit': x[:, 0] > -0.5}
 
-  private = problem.make(
+  private = cases.make(
     SGD,
     loss=batched if kind == 'batched' else with_aux,
     batched_loss=kind == 'batched',
@@ -107,8 +105,8 @@ def test_means_of_a_batch(kind):
   here = ~np.asarray(batch.is_padding_example)
   assert 5 < here.sum() < len(here)
   x, y = (np.asarray(leaf)[here] for leaf in batch.examples)
-  values = jax.vmap(problem.loss, (None, None, 0, 0))(PARAMS, FROZEN, x, y)
-  grads = jax.vmap(jax.grad(problem.loss), (None, None, 0, 0))(
+  values = jax.vmap(cases.loss, (None, None, 0, 0))(PARAMS, FROZEN, x, y)
+  grads = jax.vmap(jax.grad(cases.loss), (None, None, 0, 0))(
     PARAMS, FROZEN, x, y
   )
   norms = jax.vmap(optax.tree.norm)(grads)
@@ -124,7 +122,7 @@ def test_means_of_a_batch(kind):
 
 def test_means_of_users():
   """Of each user the mean over the records that are there."""
-  private = problem.make(
+  private = cases.make(
     SGD, loss=with_aux, has_aux=True, dataset_size=50, expected_batch_size=50,
     examples_per_user=4, delta=1e-3,
   )  # fmt: skip
@@ -134,12 +132,12 @@ def test_means_of_users():
   batch = next(iter(private.batches(state, data, users=users)))
   found = private.nonprivate_means(state, batch, FROZEN)
   np.testing.assert_allclose(found.aux['x'], data[0].mean(0), atol=1e-6)
-  values = jax.vmap(problem.loss, (None, None, 0, 0))(PARAMS, FROZEN, *data)
+  values = jax.vmap(cases.loss, (None, None, 0, 0))(PARAMS, FROZEN, *data)
   np.testing.assert_allclose(found.loss, values.mean(), rtol=1e-5)
 
 
 def test_a_ledger_that_is_ahead_of_the_state():
-  private = problem.make(SGD)
+  private = cases.make(SGD)
   state = private.init(PARAMS)
   fixed = private.statement(state, released_steps=2, stop_was_fixed=True)
   assert '2 of 3 steps (a stop that was fixed beforehand)' in fixed
@@ -151,7 +149,7 @@ def test_a_ledger_that_is_ahead_of_the_state():
 
 def test_progress_has_a_total():
   """The number of batches is public, so a progress bar may know it."""
-  private = problem.make(SGD)
+  private = cases.make(SGD)
   batches = private.batches(private.init(PARAMS), DATA)
   assert tqdm.tqdm(batches, disable=True).total == 3 == len(batches)
   assert B < N

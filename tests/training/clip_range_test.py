@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from prism_optax import _clip, _lattice, training, transforms
-from tests.training import problem
+from tests import cases
 
 # Every size that float32 has, in one entry, in all, and mixed.
 _SIZES = np.float32([
@@ -112,4 +112,4 @@ def test_on_the_lattice_of_the_noise_as_well(c, stability):
 def test_a_clip_norm_whose_inverse_may_vanish_is_refused(c):
   """A compiler multiplies by the inverse: at 2e38 that is zero on a CPU."""
   with pytest.raises(ValueError, match=rf'l2_clip_norm={c}'.replace('+', '.')):
-    problem.make(optax.sgd(0.1), l2_clip_norm=c)
+    cases.make(optax.sgd(0.1), l2_clip_norm=c)

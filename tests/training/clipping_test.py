@@ -11,8 +11,8 @@ import pytest
 from prism_optax import _clip, training, transforms
 from prism_optax._clipped_sum import settled, to_floats
 from prism_optax._modules import StepContext
-from tests.training import problem
-from tests.training.problem import PARAMS, N
+from tests import cases
+from tests.cases import PARAMS, N
 
 C = 4.0
 LABELS = {'head': 'head', 'layer': 'adapters'}
@@ -28,13 +28,13 @@ def bounded(rule, grads=None):
     sums, state = clip.sum(_clip.DENSE, grads, PARAMS, state)
     return sums.to_floats(), settled(state)
 
-  grads = problem.gradients() if grads is None else grads
+  grads = cases.gradients() if grads is None else grads
   sums, state = call(grads, clip.init(PARAMS))
   return [np.asarray(x) for x in jax.tree.leaves(sums)], state
 
 
 def leaves():
-  return [np.float64(x) for x in jax.tree.leaves(problem.gradients())]
+  return [np.float64(x) for x in jax.tree.leaves(cases.gradients())]
 
 
 def norms(arrays):
@@ -98,7 +98,7 @@ def test_groups_of_modules_that_are_stacked_together():
     tree = step.to_tree(to_floats(out))
     return [optax.tree.norm(tree[name]) for name in shares]
 
-  one = sizes(params, *(x[:1] for x in problem.DATA))
+  one = sizes(params, *(x[:1] for x in cases.DATA))
   np.testing.assert_allclose(one, [1, 1e-3], rtol=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_a_quantile_is_found_and_followed():
   assert float(state.l2_clip_norm) == pytest.approx(
     np.clip(wanted, C * 1e-6, C * 1e6), rel=1e-4
   )
-  private = problem.make(
+  private = cases.make(
     optax.sgd(0.0),
     clipping=dataclasses.replace(rule, fraction_stddev=0.05),
     l2_clip_norm=100.0,
@@ -122,7 +122,7 @@ def test_a_quantile_is_found_and_followed():
     steps=30,
     noise_multiplier=3.0,
   )
-  norm = problem.trained(private).optimizer[0].l2_clip_norm
+  norm = cases.trained(private).optimizer[0].l2_clip_norm
   assert float(norm) == pytest.approx(np.median(size), rel=0.3)
 
 
@@ -130,13 +130,13 @@ def test_a_quantile_costs_noise_of_the_gradients():
   rule = training.QuantileClipping(fraction_stddev=0.05)
   own = _clip.gradients_noise_multiplier(rule, 1.0, 20)
   assert own**-2 + (2 * 20 * 0.05) ** -2 == pytest.approx(1.0)
-  private = problem.make(optax.sgd(0.1), clipping=rule)
+  private = cases.make(optax.sgd(0.1), clipping=rule)
   assert private.noise_multiplier == 1.0
   for too_little in (0.02, 0.025):
     with pytest.raises(
       ValueError, match=r'fraction_stddev > 0\.025, the noise'
     ):
-      problem.make(
+      cases.make(
         optax.sgd(0.1),
         clipping=training.QuantileClipping(fraction_stddev=too_little),
       )
@@ -148,7 +148,7 @@ def test_a_quantile_costs_noise_of_the_gradients():
   ids=lambda x: type(x).__name__,
 )
 def test_records_that_are_not_finite_count_as_zero(clipping):
-  grads = jax.tree.map(np.copy, problem.gradients())
+  grads = jax.tree.map(np.copy, cases.gradients())
   grads['head'][0, 0] = np.nan
   grads['layer']['lora_a'][1, 0, 0] = np.inf
   # The square overflows. Only in units of the largest entry it does not.

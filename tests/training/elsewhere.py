@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tests.training import problem
+from tests import cases
 
 SIZE = 1000
 
@@ -23,7 +23,7 @@ def loss(params, frozen, x, y):
 
 def main(folder, what, *options):
   folder = pathlib.Path(folder)
-  made = problem.make(
+  made = cases.make(
     optax.sgd(1.0),
     loss=loss,
     params=jnp.zeros(SIZE),
@@ -47,7 +47,7 @@ def main(folder, what, *options):
   ]
   state = jax.tree.unflatten(treedef, leaves)
   try:
-    batch = next(iter(made.batches(state, problem.DATA)))
+    batch = next(iter(made.batches(state, cases.DATA)))
     state = made.step(state, batch, jnp.ones(()))
   except ValueError as error:
     print(json.dumps({'refused': str(error)}))

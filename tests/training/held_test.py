@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import prism_optax
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS
 
 
 def rate(count):
@@ -36,7 +36,7 @@ def best_so_far():
   ids=['momentum', 'prism'],
 )
 def test_floats_stay_and_keys_and_counters_move_on(optimizer):
-  private = problem.make(optimizer, prng_key=None)
+  private = cases.make(optimizer, prng_key=None)
   state = private.init(PARAMS)
   seen = [jax.tree.map(_saved, state)]
   for batch in private.batches(state, DATA):

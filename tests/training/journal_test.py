@@ -14,9 +14,8 @@ import pytest
 from prism_optax.training import _fingerprint
 from prism_optax.training._claim import Claim
 from prism_optax.training._journal import Count, Journal
-from tests import conftest
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS, N
+from tests import cases, conftest
+from tests.cases import DATA, FROZEN, PARAMS, N
 
 RUN, OTHER_RUN = b'run', b'other'
 DIGESTS = [_fingerprint.words(name) for name in 'abc']
@@ -84,7 +83,7 @@ def make(path, environment=None):
   with pytest.MonkeyPatch.context() as patch:
     if environment:
       patch.setattr(_fingerprint, 'environment', lambda *_: environment)
-    made = problem.make(
+    made = cases.make(
       optax.sgd(0.1), prng_key=None, journal=path, expected_batch_size=N
     )
     made._owner.environment  # noqa: B018
@@ -105,7 +104,7 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
   assert here.event() == make(tmp_path / 'none').event()
   planned = here.epsilon()
   # Again here: the same release.
-  problem.assert_same_bits(first_step(here).params, one.params)
+  cases.assert_same_bits(first_step(here).params, one.params)
   assert here.epsilon() == planned
   assert ' again ' not in here.statement(one)
   # Elsewhere: fresh noise, which counts.

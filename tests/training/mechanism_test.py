@@ -12,8 +12,8 @@ import pytest
 import prism_optax
 from prism_optax import contrib, training, transforms
 from prism_optax.training import _seen
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS, B
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS, B
 
 prism = functools.partial(prism_optax.prism, 0.1)
 dp_muon = functools.partial(prism_optax.dp_muon, 0.1)
@@ -145,7 +145,7 @@ def test_another_mechanism_is_refused(name):
   """Whatever it says of itself: by what its program does."""
   optimizer, message = REFUSED[name]
   with pytest.raises(ValueError, match=message) as error:
-    problem.make(lambda **k: optimizer(**k))
+    cases.make(lambda **k: optimizer(**k))
   assert 'tangent_privatizer(noise_multiplier * l2_clip' in str(error.value)
 
 
@@ -154,7 +154,7 @@ def test_too_little_noise_behind_another_rule_is_refused():
     return prism_optax.chain(noise(k, 0.5), *REST)
 
   with pytest.raises(ValueError, match=r'training, 1, got one of 0\.5:'):
-    problem.make(optimizer, clipping=training.AutomaticClipping())
+    cases.make(optimizer, clipping=training.AutomaticClipping())
 
 
 ACCEPTED = {
@@ -193,7 +193,7 @@ ACCEPTED = {
 def test_what_is_seen_is_what_is_accounted_for(name):
   """The joint multiplier, from the program, to rounding of a few products."""
   optimizer, options = ACCEPTED[name]
-  made = problem.make(optimizer, noise_multiplier=0.8, **options)
+  made = cases.make(optimizer, noise_multiplier=0.8, **options)
   seen = _seen.look(
     made.parts.transformation, made.parts.shapes, made.padded_batch_size
   )
@@ -223,12 +223,12 @@ def test_more_noise_passes_and_without_any_all_does(name):
   def more(**k):
     return prism_optax.chain(clip(k), noise(k, 1.5), *REST)
 
-  made = problem.make(more)
+  made = cases.make(more)
   seen = _seen.look(
     made.parts.transformation, made.parts.shapes, made.padded_batch_size
   )
   assert math.isclose(_seen.joint_noise_multiplier(seen, 1), 1.5)
-  problem.make(lambda **k: REFUSED[name][0](**k), noise_multiplier=0.0)
+  cases.make(lambda **k: REFUSED[name][0](**k), noise_multiplier=0.0)
 
 
 # The whole step, when the first one is done.
@@ -242,14 +242,14 @@ def first_step(made, data=DATA, **options):
 
 def prints(params, frozen, x, y):
   jax.debug.print('{}', x[0])
-  return problem.loss(params, frozen, x, y)
+  return cases.loss(params, frozen, x, y)
 
 
 def loops(params, frozen, x, y):
   x = jax.lax.while_loop(
     lambda x: jnp.sum(x * x) > 9, lambda x: x / 2, jax.lax.stop_gradient(x)
   )
-  return problem.loss(params, frozen, x, y)
+  return cases.loss(params, frozen, x, y)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def loops(params, frozen, x, y):
   ],
 )
 def test_a_loss_that_lets_something_out_is_refused(loss, message):
-  made = problem.make(optax.sgd(0.1), loss=loss)
+  made = cases.make(optax.sgd(0.1), loss=loss)
   with pytest.raises(ValueError, match=f'leaves the step.*{message}'):
     first_step(made)
   assert made.proofs == ()
@@ -268,7 +268,7 @@ def test_a_loss_that_lets_something_out_is_refused(loss, message):
 
 def test_the_step_that_runs_is_proved_once():
   """With users and parts of padding passed over, which is an assumption."""
-  made = problem.make(
+  made = cases.make(
     optax.sgd(0.1),
     dataset_size=100,
     # Nothing is sampled, so that the statement is quick.
@@ -290,5 +290,5 @@ def test_the_step_that_runs_is_proved_once():
 
 
 def test_without_noise_nothing_is_proved_of_it():
-  made = problem.make(optax.sgd(0.1), noise_multiplier=0.0)
+  made = cases.make(optax.sgd(0.1), noise_multiplier=0.0)
   assert 'passes' not in made.statement(first_step(made))

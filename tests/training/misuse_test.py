@@ -10,15 +10,15 @@ import pytest
 
 import prism_optax
 from prism_optax import training
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS, N
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS, N
 
 SGD = optax.sgd(0.1)
 
 
 @functools.cache
 def private():
-  return problem.make(SGD, prng_key=None)
+  return cases.make(SGD, prng_key=None)
 
 
 def first_batch(training_, state):
@@ -49,7 +49,7 @@ def first_batch(training_, state):
 )
 def test_constants_that_do_not_fit(options, message):
   with pytest.raises(ValueError, match=message):
-    problem.make(SGD, **options)
+    cases.make(SGD, **options)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_constants_that_do_not_fit(options, message):
 )
 def test_optimizers_that_do_not_fit(optimizer, message):
   with pytest.raises(ValueError, match=message):
-    problem.make(optimizer)
+    cases.make(optimizer)
 
 
 def test_weights_beside_their_adapters_are_warned_of():
@@ -112,21 +112,21 @@ def test_weights_beside_their_adapters_are_warned_of():
 
 def test_other_clips_need_an_optimizer_that_lets_them():
   with pytest.raises(ValueError, match='thresholds of its own'):
-    problem.make(
+    cases.make(
       functools.partial(prism_optax.dp_muon, 0.1),
       clipping=training.AutomaticClipping(),
     )
   with pytest.raises(ValueError, match='per_example_gradients=False'):
-    problem.make(
+    cases.make(
       lambda **k: prism_optax.prism(0.1, **k),
       clipping=training.AutomaticClipping(),
     )
   labels = training.GroupClipping({'head': 'a', 'layer': 'b'}, {'a': 1.0})
   with pytest.raises(ValueError, match=r"shares, \['a'\], got 'b'"):
-    problem.make(SGD, clipping=labels)
+    cases.make(SGD, clipping=labels)
   split = {'head': 'a', 'layer': {'lora_a': 'a', 'lora_b': 'b'}}
   with pytest.raises(ValueError, match='one label for both factors'):
-    problem.make(
+    cases.make(
       functools.partial(prism_optax.prism, 0.1),
       clipping=training.GroupClipping(split, {'a': 1.0, 'b': 1.0}),
     )
@@ -136,7 +136,7 @@ def test_a_loss_of_the_wrong_shape():
   def per_entry(params, frozen, x, y):
     return (x @ frozen + params['head'] - y) ** 2
 
-  made = problem.make(SGD, loss=per_entry)
+  made = cases.make(SGD, loss=per_entry)
   state = made.init(PARAMS)
   with pytest.raises(ValueError, match='the loss of one example, which has no'):
     made.step(state, first_batch(made, state), FROZEN)
@@ -148,7 +148,7 @@ def test_a_loss_that_mixes_records(mixes):
     x = x - x.mean(0) if mixes else x  # As batch normalisation does.
     return jnp.sum((x @ frozen + params['head'] - y) ** 2, -1)
 
-  made = problem.make(SGD, loss=losses, batched_loss=True)
+  made = cases.make(SGD, loss=losses, batched_loss=True)
   state = made.init(PARAMS)
   batch = first_batch(made, state)
   if not mixes:
@@ -164,7 +164,7 @@ def test_a_mean_loss_of_a_batch_has_no_gradient_of_copies():
   def mean(params, frozen, x, y):
     return jnp.mean((x @ frozen + params['head'] - y) ** 2)
 
-  made = problem.make(SGD, loss=mean, batched_loss=True)
+  made = cases.make(SGD, loss=mean, batched_loss=True)
   state = made.init(PARAMS)
   with pytest.raises(ValueError, match=r'Expected losses of shape \(\d+,\)'):
     made.step(state, first_batch(made, state), FROZEN)
@@ -172,7 +172,7 @@ def test_a_mean_loss_of_a_batch_has_no_gradient_of_copies():
 
 def test_a_step_beyond_the_last():
   made = private()
-  state = problem.trained(made)
+  state = cases.trained(made)
   assert len(made.batches(state, DATA)) == 0
   batch = first_batch(made, made.init(PARAMS))
   with pytest.raises(ValueError, match='All steps=3 are done, and no other'):
@@ -194,7 +194,7 @@ def test_batches_that_are_not_ours():
   with pytest.raises(ValueError, match='iterate .* once'):
     made.step(state, batches[0], FROZEN)
   # Of the same settings, but another seed.
-  other = problem.make(SGD, prng_key=None)
+  other = cases.make(SGD, prng_key=None)
   state = made.init(PARAMS)
   with pytest.raises(ValueError, match='step 0 of another'):
     made.step(state, first_batch(other, other.init(PARAMS)), FROZEN)
@@ -212,12 +212,12 @@ def test_batches_that_are_not_ours():
     {'tags': {'base': 'other'}},
     {'clipping': training.AutomaticClipping()},
     {'delta': 1e-5},
-    {'record': problem.RECORD},
+    {'record': cases.RECORD},
     {'stop': 'adaptive'},
   ],
 )
 def test_states_of_another_training(options):
-  other = problem.make(SGD, prng_key=None, **options)
+  other = cases.make(SGD, prng_key=None, **options)
   state = private().init(PARAMS)
   for call in (
     lambda: other.batches(state, DATA),
@@ -254,7 +254,7 @@ def test_users_where_they_belong():
   state = private().init(PARAMS)
   with pytest.raises(ValueError, match='if and only if examples_per_user'):
     private().batches(state, DATA, users=np.arange(N))
-  made = problem.make(SGD, examples_per_user=2, dataset_size=100)
+  made = cases.make(SGD, examples_per_user=2, dataset_size=100)
   state = made.init(PARAMS)
   with pytest.raises(ValueError, match='if and only if examples_per_user'):
     made.batches(state, DATA)
@@ -263,6 +263,6 @@ def test_users_where_they_belong():
 
 
 def test_nothing_is_made_under_jit():
-  made = problem.make(SGD, prng_key=None)
+  made = cases.make(SGD, prng_key=None)
   with pytest.raises(ValueError, match='outside of jit'):
     jax.jit(made.init)(PARAMS)

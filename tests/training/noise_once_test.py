@@ -11,8 +11,8 @@ import pytest
 
 from prism_optax import training
 from prism_optax.training import _fingerprint
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS, B, N
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS, B, N
 
 SIZE = 4096
 # The cosine of two independent normal vectors of this length: six of its
@@ -28,7 +28,7 @@ def noise_alone(**options):
     return 0.0 * (jnp.sum(params) * frozen * x[0] + y[0])
 
   constants = {'loss': loss, 'params': jnp.zeros(SIZE), 'prng_key': None}
-  return problem.make(optax.sgd(0.1), **constants | options)
+  return cases.make(optax.sgd(0.1), **constants | options)
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def test_noise_depends_on_each_part_of_the_fingerprint(part):
 
 
 def test_the_noise_of_a_quantile_depends_on_what_is_released():
-  private = problem.make(
+  private = cases.make(
     optax.sgd(0.1), clipping=training.QuantileClipping(), prng_key=None
   )
   start = private.init(PARAMS)
@@ -117,13 +117,13 @@ def test_the_noise_of_a_quantile_depends_on_what_is_released():
 
 
 def changed_loss(params, frozen, x, y):
-  return 1.001 * problem.loss(params, frozen, x, y)
+  return 1.001 * cases.loss(params, frozen, x, y)
 
 
 @functools.cache
 def begun():
   """A training, and its state after a step."""
-  made = problem.make(optax.adam(0.1), prng_key=None)
+  made = cases.make(optax.adam(0.1), prng_key=None)
   state = made.init(PARAMS)
   return made, made.step(state, next(iter(made.batches(state, DATA))), FROZEN)
 
@@ -144,7 +144,7 @@ def test_other_records_are_refused():
 
 
 def test_records_of_other_users_are_refused():
-  made = problem.make(
+  made = cases.make(
     optax.sgd(0.1),
     examples_per_user=2,
     dataset_size=N // 2,
@@ -165,15 +165,15 @@ def test_records_of_other_users_are_refused():
 @pytest.mark.parametrize(
   ('optimizer', 'loss'),
   [
-    (optax.adam(0.2), problem.loss),
-    (optax.adam(0.1, b1=0.8), problem.loss),
+    (optax.adam(0.2), cases.loss),
+    (optax.adam(0.1, b1=0.8), cases.loss),
     (optax.adam(0.1), changed_loss),
   ],
   ids=['learning rate', 'decay', 'loss'],
 )
 def test_another_program_is_refused(optimizer, loss):
   _, state = begun()
-  other = problem.make(optimizer, loss=loss, prng_key=None)
+  other = cases.make(optimizer, loss=loss, prng_key=None)
   batch = next(iter(other.batches(state, DATA)))
   with pytest.raises(ValueError, match=r'another one: program \(loss, optimi'):
     other.step(state, batch, FROZEN)
@@ -187,11 +187,11 @@ def test_other_frozen_weights_are_refused():
 
 
 def test_a_known_key_is_for_one_run():
-  made = problem.make(optax.sgd(0.1))
+  made = cases.make(optax.sgd(0.1))
   made.init(PARAMS)
   with pytest.raises(ValueError, match='a second run would have the keys'):
     made.init(PARAMS)
-  fresh = problem.make(optax.sgd(0.1), prng_key='chacha20')
+  fresh = cases.make(optax.sgd(0.1), prng_key='chacha20')
   one, other = fresh.init(PARAMS), fresh.init(PARAMS)
   assert not np.array_equal(one.seed, other.seed)
 
@@ -200,7 +200,7 @@ def test_another_environment_is_refused(monkeypatch):
   _, state = begun()
   found = _fingerprint.environment(None, '')
   monkeypatch.setattr(_fingerprint, 'environment', lambda *_: found + ' ')
-  elsewhere = problem.make(optax.adam(0.1), prng_key=None)
+  elsewhere = cases.make(optax.adam(0.1), prng_key=None)
   with pytest.raises(ValueError, match=r'another environment .*journal=path'):
     elsewhere.batches(state, DATA)
   # Also before the first step: its releases may be known already.
@@ -323,7 +323,7 @@ def test_frozen_weights_are_read_once_unless_they_may_change(monkeypatch):
 
 def test_batches_do_not_depend_on_the_data():
   """Which records are drawn is a function of the seed and the step alone."""
-  made = problem.make(optax.sgd(0.1), prng_key=None)
+  made = cases.make(optax.sgd(0.1), prng_key=None)
   state = made.init(PARAMS)
   one, other = (next(iter(made.batches(state, x))) for x in (DATA, OTHER))
   np.testing.assert_array_equal(2 * one.examples[0], other.examples[0])

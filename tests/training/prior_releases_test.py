@@ -22,12 +22,12 @@ from prism_optax import (
   training,
 )
 from prism_optax.contrib import heads
-from tests.training import problem
+from tests import cases
 
 
 def made_up(value=1.0, digest='values', key_digest='key', **changes):
   """A release that was never made: what a training asks of one."""
-  head = heads.LinearHead(jnp.full((2, 2), value), 5.0, 4, problem.N)
+  head = heads.LinearHead(jnp.full((2, 2), value), 5.0, 4, cases.N)
   names = {'digest': digest, 'key_digest': key_digest}
   return dataclasses.replace(head, **names | changes)
 
@@ -39,7 +39,7 @@ OTHER = made_up(0.0, 'other values', 'other key')
 def test_a_training_accounts_for_what_came_before():
   # Nothing is sampled: Gaussians alone are accounted for in no time.
   make = functools.partial(
-    problem.make, optax.sgd(0.1), expected_batch_size=problem.N
+    cases.make, optax.sgd(0.1), expected_batch_size=cases.N
   )
   private = make(prior_releases=[MEANS, OTHER])
   events = [make().event(), MEANS.event, GaussianDpEvent(5.0)]
@@ -57,7 +57,7 @@ def test_a_training_accounts_for_what_came_before():
     statement = make(prior_releases=[means], prng_key=None).statement()
     assert ('no guarantee' in statement) is void
   # After other releases it is another run: other values, or other noise.
-  state = private.init(problem.PARAMS)
+  state = private.init(cases.PARAMS)
   for change in ({'digest': 'third'}, {'key_digest': 'third'}):
     third = dataclasses.replace(OTHER, **change)
     with pytest.raises(ValueError, match='state of this training'):
@@ -71,7 +71,7 @@ class Scaled:
 
   scale: jax.Array
   event = GaussianDpEvent(5.0)
-  entries, dataset_size, seeded = 1, problem.N, False
+  entries, dataset_size, seeded = 1, cases.N, False
   digest, key_digest = 'values of another', 'key of another'
 
   def to_params(self, variables):
@@ -81,21 +81,21 @@ class Scaled:
 def test_any_object_with_the_attributes_is_a_change_of_variables():
   change = Scaled(jnp.float32(2))
   make = functools.partial(
-    problem.make, optax.sgd(0.1), expected_batch_size=problem.N
+    cases.make, optax.sgd(0.1), expected_batch_size=cases.N
   )
   private = make(change_of_variables=change)
   assert private.event() == ComposedDpEvent([make().event(), change.event])
   assert ' steps and a change of variables;' in private.statement()
-  found = problem.by_keys_alone(private)
+  found = cases.by_keys_alone(private)
 
   def loss(variables, *data):
-    return problem.loss(change.to_params(variables), *data)
+    return cases.loss(change.to_params(variables), *data)
 
   # One program, but for where it was written: rounding at most.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
     found,
-    problem.by_keys_alone(make(loss=loss)),
+    cases.by_keys_alone(make(loss=loss)),
   )
   jax.tree.map(
     np.testing.assert_array_equal,
@@ -113,7 +113,7 @@ ROWS, CLASSES = 16, 3
 
 
 @functools.cache
-def head_of(make=heads.ridge, prng_key=None, rows=problem.N):
+def head_of(make=heads.ridge, prng_key=None, rows=cases.N):
   """A release of records like those of the problem, with noise."""
   rng = np.random.default_rng(1)
   labels = rng.integers(CLASSES, size=rows)
@@ -122,7 +122,7 @@ def head_of(make=heads.ridge, prng_key=None, rows=problem.N):
     [(features, labels)],
     num_classes=CLASSES,
     noise_multiplier=1.0,
-    dataset_size=problem.N,
+    dataset_size=cases.N,
     prng_key=prng_key,
   )
 
@@ -243,44 +243,44 @@ def test_a_head_is_found_wherever_a_training_meets_it():
   """Row by row of the attack: no route around `prior_releases`."""
   # Of four entries by a key that shows: of one in eight it would not.
   head = head_of(prng_key=3)
-  kernel = jnp.resize(head.kernel, (6, 4))  # Fits the problem.
-  frozen = {'weights': problem.FROZEN, 'head': kernel}
+  kernel = jnp.resize(head.kernel, (6, 4))  # Fits the cases.
+  frozen = {'weights': cases.FROZEN, 'head': kernel}
 
   def loss(params, frozen, x, y):
     weights = frozen['weights'] + frozen['head']
-    return problem.loss(params, weights, x, y)
+    return cases.loss(params, weights, x, y)
 
   def closing(params, frozen, x, y):
-    return problem.loss(params, frozen + kernel, x, y)
+    return cases.loss(params, frozen + kernel, x, y)
 
-  make = functools.partial(problem.make, optax.sgd(0.1))
+  make = functools.partial(cases.make, optax.sgd(0.1))
   kept = {'loss': loss}
   for release, options, weights, message in (
     (head, kept, frozen, None),
     (None, kept, frozen, r"frozen\['head'\]"),
-    (head, {'loss': closing}, problem.FROZEN, None),
-    (None, {'loss': closing}, problem.FROZEN, 'the constants of loss'),
+    (head, {'loss': closing}, cases.FROZEN, None),
+    (None, {'loss': closing}, cases.FROZEN, 'the constants of loss'),
   ):
     declared = (
       [] if release is None else [dataclasses.replace(release, kernel=kernel)]
     )
     private = make(prior_releases=declared, **options)
     if message is None:
-      problem.trained(private, frozen=weights)
+      cases.trained(private, frozen=weights)
       continue
     with pytest.raises(ValueError, match=message):
-      problem.trained(private, frozen=weights)
+      cases.trained(private, frozen=weights)
   # Weights that are exchanged on the way are looked at again.
   private = make(loss=loss)
-  state = private.init(problem.PARAMS)
-  batches = iter(private.batches(state, problem.DATA))
+  state = private.init(cases.PARAMS)
+  batches = iter(private.batches(state, cases.DATA))
   ordinary = frozen | {'head': jnp.ones((6, 4))}
   state = private.step(state, next(batches), ordinary)
   with pytest.raises(ValueError, match=r"frozen\['head'\]"):
     private.step(state, next(batches), frozen)
   # Parameters, when the training is made, and when it begins if it was made of
   # shapes.
-  params = problem.PARAMS | {'head': head.kernel[:4, 0]}
+  params = cases.PARAMS | {'head': head.kernel[:4, 0]}
   with pytest.raises(ValueError, match=r"params\['head'\]"):
     make(params=params)
   with pytest.raises(ValueError, match=r"params\['head'\]"):
@@ -304,7 +304,7 @@ def test_releases_are_told_apart_by_values_and_by_key():
   assert one.digest == again.digest
   assert one.key_digest == again.key_digest
   # The key alone: fewer records, other values, the same noise.
-  fewer = head_of(prng_key=3, rows=problem.N - 1)
+  fewer = head_of(prng_key=3, rows=cases.N - 1)
   assert fewer.digest != one.digest
   assert fewer.key_digest == one.key_digest
   # Another kind of release has noise of its own from one key.
@@ -316,7 +316,7 @@ def test_releases_are_told_apart_by_values_and_by_key():
   # Seeds are the same key in every form that a key may be given in.
   typed = head_of.__wrapped__(prng_key=jax.random.key(3))
   assert typed.key_digest == one.key_digest
-  make = functools.partial(problem.make, optax.sgd(0.1))
+  make = functools.partial(cases.make, optax.sgd(0.1))
   make(prior_releases=[one, means])
   with pytest.raises(
     ValueError, match=r'\[0\] \(LinearHead\) and .*\[1\].* are one release'
@@ -375,16 +375,16 @@ def test_an_optimizer_is_told_the_constants_of_the_training():
     )
     return prism_optax.prism(0.1, **told)
 
-  problem.make(taking, l2_clip_norm=2.0, noise_multiplier=1.5)
+  cases.make(taking, l2_clip_norm=2.0, noise_multiplier=1.5)
   assert told['noise_multiplier'] == pytest.approx(1.5)
   assert told['l2_clip_norm'] == 2.0
-  assert told['expected_batch_size'] == problem.B
+  assert told['expected_batch_size'] == cases.B
   assert told['steps'] == 3
 
 
 @pytest.mark.slow
 def test_a_small_target_is_met():
-  private = problem.make(
+  private = cases.make(
     optax.sgd(0.1), noise_multiplier=None, target_epsilon=0.2
   )
   assert 0.199 < private.epsilon() <= 0.2
@@ -399,12 +399,12 @@ def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
     return ''
 
   clipping = training.QuantileClipping(quantile=0.5) if follows else None
-  private = problem.make(
+  private = cases.make(
     optax.sgd(0.1), prior_releases=[MEANS], clipping=clipping
   )
   monkeypatch.setattr(accounting, 'privacy_statement', statement)
   private.statement()
-  private.statement(private.init(problem.PARAMS), stop_was_fixed=True)
+  private.statement(private.init(cases.PARAMS), stop_was_fixed=True)
   each = 4 + 6 * 2 + 2 * 4 + follows  # A quantile's fraction is one more.
   assert counted == [3 * each + MEANS.entries, MEANS.entries]
 
@@ -418,7 +418,7 @@ def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
         types.SimpleNamespace(
           event=GaussianDpEvent(1.0),
           entries=1,
-          dataset_size=problem.N,
+          dataset_size=cases.N,
           seeded=False,
           digest='values',
           key_digest='key',
@@ -433,4 +433,4 @@ def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
 )
 def test_releases_that_do_not_fit(releases, message):
   with pytest.raises(ValueError, match=message):
-    problem.make(optax.sgd(0.1), prior_releases=releases)
+    cases.make(optax.sgd(0.1), prior_releases=releases)

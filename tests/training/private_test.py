@@ -12,8 +12,8 @@ import pytest
 import prism_optax
 from prism_optax import accounting, lora, training
 from prism_optax.training import _fingerprint
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS, B, N, loss
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS, B, N, loss
 
 CHAINS = {
   'prism': (functools.partial(prism_optax.prism, 0.1), 'l2_clip_norm'),
@@ -56,32 +56,32 @@ def spelled_out(name, batches, release):
   'name', [pytest.param('prism', marks=pytest.mark.slow), 'dp_muon']
 )
 def test_same_bits_as_the_spelled_out_chain(name):
-  private = problem.make(CHAINS[name][0])
+  private = cases.make(CHAINS[name][0])
   state = private.init(PARAMS)
   batches = private.batches(state, DATA)
-  end = problem.trained(private, state)
+  end = cases.trained(private, state)
   release = _fingerprint.release(end.fingerprint, 0)
-  problem.assert_same_bits(end.params, spelled_out(name, batches, release))
+  cases.assert_same_bits(end.params, spelled_out(name, batches, release))
   assert not np.array_equal(end.params['head'], PARAMS['head'])
 
 
 def test_microbatches_give_the_same():
   """Sums are exact; a gradient may be rounded by the shape of its batch."""
   optimizer = optax.sgd(0.1)
-  whole = problem.by_keys_alone(problem.make(optimizer))
+  whole = cases.by_keys_alone(cases.make(optimizer))
   for size, skip in ((1, True), (16, False)):
     execution = training.Execution(size, skip_padding=skip)
-    parts = problem.make(optimizer, execution=execution)
+    parts = cases.make(optimizer, execution=execution)
     # More rows, the same records: the seed and the step say which.
     assert parts.padded_batch_size % size == 0
     np.testing.assert_allclose(
-      problem.by_keys_alone(parts)['head'], whole['head'], atol=1e-7
+      cases.by_keys_alone(parts)['head'], whole['head'], atol=1e-7
     )
 
 
 def test_dense_optimizers_are_dp_sgd():
   """One step without noise, against the clipped mean in float64."""
-  private = problem.make(
+  private = cases.make(
     optax.sgd(1.0), noise_multiplier=0.0, l2_clip_norm=20.0, steps=1
   )
   state = private.init(PARAMS)
@@ -95,7 +95,7 @@ def test_dense_optimizers_are_dp_sgd():
     np.flatnonzero((np.concatenate(DATA, 1) == row).all(1))[0] for row in rows
   ]
   assert 5 < len(set(drawn)) == len(drawn) < 45
-  grads = [np.float64(x) for x in jax.tree.leaves(problem.gradients())]
+  grads = [np.float64(x) for x in jax.tree.leaves(cases.gradients())]
   norms = np.sqrt(sum((x**2).reshape(N, -1).sum(1) for x in grads))
   weights = np.minimum(1, 20 / norms)
   assert 0.1 < np.mean(weights < 1) < 1  # Some are cut, some are not.
@@ -114,10 +114,10 @@ def test_one_backward_pass_gives_the_same():
     z = x @ frozen + more + params['head']
     return jnp.sum((z - y) ** 2, -1)
 
-  private = problem.make(optax.sgd(0.1), loss=losses, batched_loss=True)
+  private = cases.make(optax.sgd(0.1), loss=losses, batched_loss=True)
   np.testing.assert_allclose(
-    problem.by_keys_alone(private)['head'],
-    problem.by_keys_alone(problem.make(optax.sgd(0.1)))['head'],
+    cases.by_keys_alone(private)['head'],
+    cases.by_keys_alone(cases.make(optax.sgd(0.1)))['head'],
     rtol=1e-4,
     atol=1e-6,
   )
@@ -126,20 +126,18 @@ def test_one_backward_pass_gives_the_same():
 def test_an_interrupted_run_goes_on_with_the_same_bits():
   """From arrays alone, in a training that was made anew."""
   optimizer = optax.adam(0.1)
-  first = problem.make(optimizer, prng_key=None)
+  first = cases.make(optimizer, prng_key=None)
   state = first.init(PARAMS)
   for batch in first.batches(state, DATA):
     state = first.step(state, batch, FROZEN)
     if int(state.step) == 1:
       keys = jax.tree.map(_saved, state)
-  again = problem.make(optimizer, prng_key=None)
+  again = cases.make(optimizer, prng_key=None)
   restored = jax.tree.map(
     lambda x, like: _restored(x, like), keys, again.init(PARAMS)
   )
   assert len(again.batches(restored, DATA)) == 2
-  problem.assert_same_bits(
-    problem.trained(again, restored).params, state.params
-  )
+  cases.assert_same_bits(cases.trained(again, restored).params, state.params)
 
 
 def _saved(x):
@@ -155,30 +153,30 @@ def _restored(x, like):
 
 def test_two_runs_have_nothing_in_common():
   """Without a key: other batches, other noise."""
-  private = problem.make(optax.sgd(0.1), prng_key=None)
+  private = cases.make(optax.sgd(0.1), prng_key=None)
   one, other = private.init(PARAMS), private.init(PARAMS)
   assert not np.array_equal(one.seed, other.seed)
-  one, other = (problem.trained(private, state) for state in (one, other))
+  one, other = (cases.trained(private, state) for state in (one, other))
   assert not np.allclose(one.params['head'], other.params['head'])
-  known = problem.make(optax.sgd(0.1), noise_multiplier=0.0)
+  known = cases.make(optax.sgd(0.1), noise_multiplier=0.0)
   assert 'no guarantee against anyone who knows prng_key' in known.statement()
-  unknown = problem.make(optax.sgd(0.1), noise_multiplier=0.0, prng_key=None)
+  unknown = cases.make(optax.sgd(0.1), noise_multiplier=0.0, prng_key=None)
   assert 'no guarantee' not in unknown.statement()
 
 
 @pytest.mark.parametrize(
   ('data', 'record'),
   [
-    ([(x, y) for x, y in zip(*DATA, strict=True)], problem.RECORD),
+    ([(x, y) for x, y in zip(*DATA, strict=True)], cases.RECORD),
     (tuple(map(jnp.asarray, DATA)), None),
   ],
   ids=['a list of records', 'jax arrays'],
 )
 def test_data_of_any_kind_give_the_same(data, record):
   optimizer = optax.sgd(0.1)
-  problem.assert_same_bits(
-    problem.by_keys_alone(problem.make(optimizer, record=record), data=data),
-    problem.by_keys_alone(problem.make(optimizer)),
+  cases.assert_same_bits(
+    cases.by_keys_alone(cases.make(optimizer, record=record), data=data),
+    cases.by_keys_alone(cases.make(optimizer)),
   )
 
 
@@ -196,15 +194,15 @@ def test_records_of_dicts_and_a_source():
     return loss(params, frozen, record['x'], record['y'])
 
   optimizer = optax.sgd(0.1)
-  record = dict(zip('xy', problem.RECORD, strict=True))
-  private = problem.make(optimizer, loss=of_dict, record=record)
-  found = problem.by_keys_alone(private, data=Source())
-  wanted = problem.by_keys_alone(problem.make(optimizer))
+  record = dict(zip('xy', cases.RECORD, strict=True))
+  private = cases.make(optimizer, loss=of_dict, record=record)
+  found = cases.by_keys_alone(private, data=Source())
+  wanted = cases.by_keys_alone(cases.make(optimizer))
   np.testing.assert_allclose(found['head'], wanted['head'], rtol=1e-5)
 
 
 def test_the_statement_keeps_the_promise_without_sampling():
-  private = problem.make(
+  private = cases.make(
     optax.sgd(0.1),
     noise_multiplier=None,
     target_epsilon=0.5,
@@ -218,7 +216,7 @@ def test_the_statement_keeps_the_promise_without_sampling():
 @pytest.mark.slow
 def test_the_statement_keeps_the_promise():
   epsilon, size, cut, steps = 0.5, 200, 30, 10
-  private = problem.make(
+  private = cases.make(
     optax.sgd(0.1),
     noise_multiplier=None,
     target_epsilon=epsilon,
@@ -233,7 +231,7 @@ def test_the_statement_keeps_the_promise():
 
 def test_batches_beyond_six_deviations_are_cut_and_accounted_for():
   size = 1000
-  private = problem.make(optax.sgd(0.1), dataset_size=size, steps=30)
+  private = cases.make(optax.sgd(0.1), dataset_size=size, steps=30)
   assert private.padded_batch_size == 47
   assert private.event() == _event(private, size, 47, 30)
 
@@ -249,7 +247,7 @@ def _event(private, size, cut, steps):
 
 
 def test_full_batches_are_not_cut():
-  private = problem.make(optax.sgd(0.1), expected_batch_size=N, steps=1)
+  private = cases.make(optax.sgd(0.1), expected_batch_size=N, steps=1)
   assert private.padded_batch_size == N
   (batch,) = private.batches(private.init(PARAMS), DATA)
   assert not batch.is_padding_example.any()
@@ -262,7 +260,7 @@ def test_full_batches_are_not_cut():
 def test_users_contribute_the_mean_of_some_records():
   """A step without noise, against the gradient of each user's mean loss."""
   users = np.arange(N) // 4  # Fifty users of four records.
-  private = problem.make(
+  private = cases.make(
     optax.sgd(1.0),
     noise_multiplier=0.0,
     l2_clip_norm=3.0,
@@ -272,10 +270,10 @@ def test_users_contribute_the_mean_of_some_records():
     steps=1,
   )
   assert 'unit: one user with all records, at most 4' in private.statement()
-  state = problem.trained(private, users=users)
+  state = cases.trained(private, users=users)
   grads = [
     x.reshape(50, 4, *x.shape[1:]).mean(1, dtype=np.float64)
-    for x in jax.tree.leaves(problem.gradients())
+    for x in jax.tree.leaves(cases.gradients())
   ]
   norms = np.sqrt(sum((x**2).reshape(50, -1).sum(1) for x in grads))
   weights = np.minimum(1, 3 / norms)

@@ -5,8 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS
 
 
 def losses(copies, frozen, x, y):
@@ -19,7 +19,7 @@ def losses(copies, frozen, x, y):
 
 
 def begun():
-  made = problem.make(optax.sgd(0.1), loss=losses, batched_loss=True)
+  made = cases.make(optax.sgd(0.1), loss=losses, batched_loss=True)
   state = made.init(PARAMS)
   frozen = {'weight': jnp.asarray(FROZEN)}
   batches = iter(made.batches(state, DATA))

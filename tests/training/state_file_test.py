@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from prism_optax import training
-from tests.training import problem
-from tests.training.problem import DATA, FROZEN, PARAMS
+from tests import cases
+from tests.cases import DATA, FROZEN, PARAMS
 
 TREE = {
   'a': jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
@@ -21,17 +21,17 @@ TREE = {
 
 
 def test_a_run_goes_on_from_the_file(tmp_path):
-  first = problem.make(optax.adam(0.1), prng_key=None)
+  first = cases.make(optax.adam(0.1), prng_key=None)
   state, path = first.init(PARAMS), tmp_path / 'state_secret.npz'
   for batch in first.batches(state, DATA):
     state = first.step(state, batch, FROZEN)
     if int(state.step) == 1:
       training.save_state(path, state)
-  again = problem.make(optax.adam(0.1), prng_key=None)
+  again = cases.make(optax.adam(0.1), prng_key=None)
   restored = training.load_state(path, again.init(PARAMS))
   assert len(again.batches(restored, DATA)) == 2
-  end = problem.trained(again, restored)
-  problem.assert_same_bits(end.params, state.params)
+  end = cases.trained(again, restored)
+  cases.assert_same_bits(end.params, state.params)
 
 
 def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):

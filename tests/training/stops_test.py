@@ -18,8 +18,8 @@ import scipy.stats
 
 from prism_optax import accounting
 from prism_optax.training import _stops
-from tests.training import problem
-from tests.training.problem import PARAMS, N
+from tests import cases
+from tests.cases import PARAMS, N
 
 DELTA, STEPS, SIGMA = 1e-5, 64, 8.0
 # Values of the log ratio: 12 is ten standard deviations of the last one.
@@ -29,7 +29,7 @@ RATIOS = np.arange(-12, 12, SPACING)
 
 @functools.cache
 def make(stop):
-  return problem.make(
+  return cases.make(
     optax.sgd(0.1),
     expected_batch_size=N,
     noise_multiplier=SIGMA,
@@ -149,7 +149,7 @@ def test_the_page_has_these_figures():
 
 @pytest.mark.slow
 def test_a_target_is_that_of_the_last_possible_stop():
-  private = problem.make(
+  private = cases.make(
     optax.sgd(0.1),
     noise_multiplier=None,
     target_epsilon=2.0,

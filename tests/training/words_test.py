@@ -7,7 +7,7 @@ import pytest
 
 from prism_optax import training
 from prism_optax.training import _words
-from tests.training import problem
+from tests import cases
 
 OWN = tuple(inspect.signature(training.make_private).parameters)
 
@@ -29,12 +29,12 @@ OWN = tuple(inspect.signature(training.make_private).parameters)
 )
 def test_the_right_word_is_named(word, right):
   with pytest.raises(TypeError, match=rf'no {word}=.* {right}'):
-    problem.make(optax.sgd(0.1), **{word: 1})
+    cases.make(optax.sgd(0.1), **{word: 1})
 
 
 def test_a_word_like_no_other_gets_the_list():
   with pytest.raises(TypeError, match=r'no zzz=. It has loss, params, optimi'):
-    problem.make(optax.sgd(0.1), zzz=1)
+    cases.make(optax.sgd(0.1), zzz=1)
 
 
 def test_the_table_names_arguments_and_no_argument_is_foreign():
@@ -44,10 +44,10 @@ def test_the_table_names_arguments_and_no_argument_is_foreign():
 
 def test_tags_are_short_and_name_themselves():
   with pytest.raises(ValueError, match=r"got tags\['base'\]=.* of list"):
-    problem.make(optax.sgd(0.1), tags={'base': [1]})
+    cases.make(optax.sgd(0.1), tags={'base': [1]})
   with pytest.raises(ValueError, match='at most 200'):
-    problem.make(optax.sgd(0.1), tags={'base': 'x' * 201})
-  made = problem.make(optax.sgd(0.1), tags={'base': 'a'}, prng_key=None)
-  other = problem.make(optax.sgd(0.1), tags={'base': 'b'}, prng_key=None)
+    cases.make(optax.sgd(0.1), tags={'base': 'x' * 201})
+  made = cases.make(optax.sgd(0.1), tags={'base': 'a'}, prng_key=None)
+  other = cases.make(optax.sgd(0.1), tags={'base': 'b'}, prng_key=None)
   with pytest.raises(ValueError, match=r"tags; here \{'base': 'b'\}"):
-    other.batches(made.init(problem.PARAMS), problem.DATA)
+    other.batches(made.init(cases.PARAMS), cases.DATA)

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import prism_optax
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -34,10 +35,10 @@ def test_z_shrinks_by_the_factor_and_nothing_else(condition):
     ),
     oracles.random_factors(rng, 9, 7, 3),
   ]
-  params = test_utils.tree_of(factors, np.ones(4))
+  params = cases.tree_of(factors, np.ones(4))
   new = _decayed(params)
   for got, old in zip(
-    test_utils.products_of(new), test_utils.products_of(params), strict=True
+    cases.products_of(new), cases.products_of(params), strict=True
   ):
     np.testing.assert_allclose(
       got, 0.95 * old, atol=1e-14 * condition * np.abs(old).max()

@@ -14,7 +14,8 @@ from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
 from prism_optax import transforms
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 from tests.transforms import newest_jax_privacy
 
 # Of one shape: one stack, and half of the compiling.
@@ -25,7 +26,7 @@ CLIP, BATCH, STDDEV = 1.0, 8.0, 0.05
 def _params():
   rng = np.random.default_rng(0)
   factors = [oracles.random_factors(rng, *shape) for shape in SHAPES]
-  return test_utils.tree_of(factors, np.ones(4), jnp.float32)
+  return cases.tree_of(factors, np.ones(4), jnp.float32)
 
 
 def _batch(params, seed):
@@ -114,12 +115,10 @@ def test_a_trainer_that_adds_correlated_noise_itself_gives_the_same_steps():
     prism_optax.correlated_tangent_privatizer(make, steps=steps, prng_key=3),
     steps,
   )
-  for x, y in zip(
-    test_utils.products_of(got), test_utils.products_of(want), strict=True
-  ):
+  for x, y in zip(cases.products_of(got), cases.products_of(want), strict=True):
     np.testing.assert_allclose(x, y, atol=2e-5)  # Four float32 steps of 0.05.
   np.testing.assert_allclose(got['extra'], want['extra'], atol=1e-5)
-  moved = test_utils.products_of(start)[0] - test_utils.products_of(got)[0]
+  moved = cases.products_of(start)[0] - cases.products_of(got)[0]
   assert np.abs(moved).max() > 0.02  # A thousand times the tolerance.
 
 
@@ -209,7 +208,7 @@ def _distance_of_gauges(optimizer):
     optimizer, _of_matrices, l2_clip_norm=CLIP, normalize_by=BATCH
   )
   ends = [
-    test_utils.products_of(train(params, batches))
+    cases.products_of(train(params, batches))
     for params in (start, _another_gauge(start))
   ]
   return max(

@@ -23,7 +23,8 @@ from jax_privacy.matrix_factorization import (
 
 import prism_optax
 from prism_optax import _modules, transforms
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 STEPS = 5
 STDDEV = 0.7
@@ -95,7 +96,7 @@ def _params(layout='plain', dtype=jnp.float32, seed=0, shapes=SHAPES):
       )
       for shape in TWO_SHAPES
     ]
-  return jax.device_get(test_utils.tree_of(factors, np.ones(5), dtype))
+  return jax.device_get(cases.tree_of(factors, np.ones(5), dtype))
 
 
 def _path(params, steps=STEPS, size=0.1, seed=1):

@@ -9,7 +9,8 @@ import pytest
 import prism_optax
 from prism_optax import _modules, lora, training
 from prism_optax.fixed_rank import _lifts
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 SHAPES = [(9, 7, 3), (9, 7, 3), (6, 11, 2)]
 pytestmark = pytest.mark.usefixtures('x64')
@@ -27,11 +28,11 @@ def _problem(
   seed=0, batch=5, condition=1.0, dtype=jnp.float64, canonical=False
 ):
   rng = np.random.default_rng(seed)
-  factors, dense = test_utils.random_problem(rng, SHAPES, batch, condition)
+  factors, dense = cases.random_problem(rng, SHAPES, batch, condition)
   if canonical:
     factors = [oracles.balance(pair) for pair in factors]
   extra = rng.normal(size=(batch, 4))
-  params = test_utils.tree_of(factors, np.ones(4), dtype)
+  params = cases.tree_of(factors, np.ones(4), dtype)
   return factors, dense, extra, params
 
 
@@ -67,7 +68,7 @@ def test_clipped_sum_equals_the_dense_oracle(norm, condition, canonical):
   # Rounding of factors of that condition, relative to gradients of order 10.
   tolerance = 1e-13 * condition
   padding = np.array([False, False, True, False, False])
-  grads = test_utils.factor_gradients(factors, dense, extra)
+  grads = cases.factor_gradients(factors, dense, extra)
   got, got_extra = _embedded(
     _clip(params, grads, norm, 8.0, padding),
     params,
@@ -82,7 +83,7 @@ def test_clipped_sum_equals_the_dense_oracle(norm, condition, canonical):
 
 def test_coordinates_of_one_example_are_those_of_the_clip():
   factors, dense, extra, params = _problem()
-  grads = test_utils.factor_gradients(factors, dense, extra)
+  grads = cases.factor_gradients(factors, dense, extra)
   transform = prism_optax.tangent_coordinates(params)
   each = jax.jit(jax.vmap(transform))(grads)
   summed = _clip(params, grads, 1e9)
@@ -98,13 +99,13 @@ def test_scale_means_the_same_whatever_alpha_is():
   factors, dense, extra, params = _problem()
   layout = lora.Layout(scale=16.0)
   small = [(left / 8, right / 2) for left, right in factors]
-  grads = test_utils.factor_gradients(
+  grads = cases.factor_gradients(
     small, [16 * g for g in dense], extra
   )  # dL/d left = scale G right
   tx = prism_optax.intrinsic_clip(2.0, layout=layout)
-  params_small = test_utils.tree_of(small, np.ones(4))
+  params_small = cases.tree_of(small, np.ones(4))
   got, _ = jax.jit(tx.update)(grads, tx.init(params_small), params_small)
-  want = _clip(params, test_utils.factor_gradients(factors, dense, extra), 2.0)
+  want = _clip(params, cases.factor_gradients(factors, dense, extra), 2.0)
   # Frames of proportional factors are equal, so the coordinates are.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-13), got, want
@@ -118,8 +119,8 @@ def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
   for name in ('m0', 'm1', 'm2'):
     params[name]['lora_b'] = jnp.zeros_like(params[name]['lora_b'])
   params = lora.canonicalize(params)
-  grads = test_utils.factor_gradients(
-    test_utils.factors_of(params), dense, extra, jnp.float32
+  grads = cases.factor_gradients(
+    cases.factors_of(params), dense, extra, jnp.float32
   )
   clipped = _clip(params, grads, 100.0)
   hidden = {
@@ -143,7 +144,7 @@ def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
 
 def test_divisor_is_the_given_constant_not_the_batch():
   factors, dense, extra, params = _problem()
-  grads = test_utils.factor_gradients(factors, dense, extra)
+  grads = cases.factor_gradients(factors, dense, extra)
   some = _clip(params, grads, 1.0, 10.0)
   padded = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x)]), grads)
   # Zeros are examples too; they add nothing and change no divisor.

@@ -10,7 +10,8 @@ import scipy.stats
 import prism_optax
 from prism_optax import fixed_rank, transforms
 from prism_optax.fixed_rank import _lifts
-from tests.oracles import oracles, problems, test_utils
+from tests import cases
+from tests.oracles import oracles, problems
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -113,14 +114,14 @@ def test_the_step_is_the_polar_factor_whatever_the_gauge():
     pair = oracles.change_gauge(
       factors, oracles.random_gauge(rng, 3, condition)
     )
-    params = test_utils.tree_of([pair])
+    params = cases.tree_of([pair])
     x = prism_optax.tangent_coordinates(params)(
-      test_utils.factor_gradients([pair], [dense])
+      cases.factor_gradients([pair], [dense])
     )
     updates, _ = tx.update(x, tx.init(params), params)
     sides = (
-      test_utils.factors_of(updates)[0],
-      test_utils.factors_of(x)[0],
+      cases.factors_of(updates)[0],
+      cases.factors_of(x)[0],
     )
     for found, given in zip(*sides, strict=True):
       u, _, vt = np.linalg.svd(given, full_matrices=False)
@@ -134,7 +135,7 @@ def test_the_step_is_the_polar_factor_whatever_the_gauge():
 
 def test_the_noise_follows_its_schedule():
   """Zeros come in; the entries of the head are the noise itself."""
-  params = test_utils.tree_of(
+  params = cases.tree_of(
     [oracles.random_factors(np.random.default_rng(1), 9, 7, 3)],
     np.ones(20_000),
   )
@@ -177,7 +178,7 @@ def test_what_says_nothing_of_noise_is_none():
 
 def test_extra_arguments_are_dropped_before_them():
   """An update of one's own takes three arguments, whatever a chain passes."""
-  params = test_utils.tree_of(
+  params = cases.tree_of(
     [oracles.random_factors(np.random.default_rng(2), 9, 7, 3)]
   )
   tx = rank_sign()

@@ -16,7 +16,8 @@ import scipy.stats
 import prism_optax
 from prism_optax import _modules, fixed_rank
 from prism_optax.fixed_rank import _lifts
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
 STDDEV = 2.0
@@ -28,7 +29,7 @@ def _params(zero_left=False, dtype=jnp.float32):
   factors = [oracles.random_factors(rng, *shape) for shape in SHAPES]
   if zero_left:
     factors[0] = np.zeros_like(factors[0][0]), factors[0][1]
-  return test_utils.tree_of(factors, np.ones(5), dtype)
+  return cases.tree_of(factors, np.ones(5), dtype)
 
 
 def _draws(params, trials=TRIALS, seed=1):
@@ -104,7 +105,7 @@ def test_covariance_is_the_projector_on_the_tangent_space():
   """Isotropic inside, nothing outside."""
   trials = 20_000
   params, draws = _usual(trials)
-  factors = test_utils.factors_of(params)
+  factors = cases.factors_of(params)
   noise = _embed(params, draws)
   for (left, right), dense in zip(factors, noise, strict=True):
     m, n = dense.shape[1:]

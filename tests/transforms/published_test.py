@@ -10,7 +10,8 @@ import prism_optax
 from prism_optax import _modules, fixed_rank
 from prism_optax.fixed_rank import _lifts
 from prism_optax.transforms import scale_by_published_preconditioner
-from tests.oracles import optimizer_oracles, oracles, test_utils
+from tests import cases
+from tests.oracles import optimizer_oracles, oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 MODULES = 2
@@ -73,7 +74,7 @@ def _trajectory(inputs, config, dtype):
     prism_optax.retract(align=True),
   ]
   tx = optax.chain(*parts)
-  params = test_utils.tree_of(
+  params = cases.tree_of(
     [(inputs[f'mod{i}_A0'], inputs[f'mod{i}_B0']) for i in range(MODULES)],
     dtype=dtype,
   )
@@ -99,7 +100,7 @@ def _trajectory(inputs, config, dtype):
       for i in range(MODULES)
     ]
     params, state = step(params, state, dense, draws)
-    out.append(test_utils.products_of(params))
+    out.append(cases.products_of(params))
   return out
 
 
@@ -148,7 +149,7 @@ def test_every_floor_against_the_dense_oracle(floor_mode):
     optax.scale(-options.learning_rate),
     prism_optax.retract(align=True),
   )  # fmt: skip
-  params = test_utils.tree_of([factors])
+  params = cases.tree_of([factors])
   state = tx.init(params)
 
   @jax.jit
@@ -160,16 +161,16 @@ def test_every_floor_against_the_dense_oracle(floor_mode):
   for _ in range(6):
     dense = rng.normal(size=(9, 7)) * 0.1
     point = oracles.Point.from_factors(*oracle.factors)
-    grads = test_utils.factor_gradients(test_utils.factors_of(params), [dense])
+    grads = cases.factor_gradients(cases.factors_of(params), [dense])
     oracle.step(point.project(dense))
     params, state = step(params, state, grads)
-    (z,) = test_utils.products_of(params)
+    (z,) = cases.products_of(params)
     left, right = oracle.factors
     assert oracles.relative_error(z, left @ right.T) < 1e-10
 
 
 def test_state_holds_no_frames_and_modules_are_stacked():
-  params = test_utils.tree_of(
+  params = cases.tree_of(
     [oracles.random_factors(np.random.default_rng(i), 9, 7, 3) for i in (0, 1)]
   )
   tx = scale_by_published_preconditioner(noise_stddev=0.0)

@@ -10,7 +10,8 @@ import pytest
 
 import prism_optax
 from prism_optax import lora
-from tests.oracles import optimizer_oracles, oracles, problems, test_utils
+from tests import cases
+from tests.oracles import optimizer_oracles, oracles, problems
 
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
 ONE_SHAPE = SHAPES[::2]
@@ -204,9 +205,9 @@ def regauged(problem, params, condition, scale, seed):
       (np.float64(a), np.float64(b)),
       oracles.random_gauge(rng, a.shape[1], condition, scale),
     )
-    for a, b in test_utils.factors_of(params)
+    for a, b in cases.factors_of(params)
   ]
-  return test_utils.tree_of(factors, params['extra'], params['extra'].dtype)
+  return cases.tree_of(factors, params['extra'], params['extra'].dtype)
 
 
 def largest_error(trajectory, target):

@@ -10,7 +10,8 @@ import pytest
 
 import prism_optax
 from prism_optax import lora
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 # Of one shape: one stack, and half of the compiling.
 SHAPES = [(9, 7, 3)] * 2
@@ -24,9 +25,9 @@ def _coordinates(params, grads):
 
 def _problem(seed=0, condition=10.0):
   rng = np.random.default_rng(seed)
-  factors, dense = test_utils.random_problem(rng, SHAPES, 1, condition)
-  params = test_utils.tree_of(factors, np.ones(4))
-  grads = test_utils.factor_gradients(
+  factors, dense = cases.random_problem(rng, SHAPES, 1, condition)
+  params = cases.tree_of(factors, np.ones(4))
+  grads = cases.factor_gradients(
     factors, [g[0] for g in dense], rng.normal(size=4)
   )
   step = _coordinates(params, grads)
@@ -50,7 +51,7 @@ def test_lands_on_the_best_approximation(align):
   eta = 1e-3
   new = _land(params, jax.tree.map(lambda x: eta * x, step), align=align)
   for z, (left, right), g in zip(
-    test_utils.products_of(new), factors, dense, strict=True
+    cases.products_of(new), factors, dense, strict=True
   ):
     point = oracles.Point.from_factors(left, right)
     want = point.retract(eta * point.project(g), left.shape[1]).z
@@ -64,7 +65,7 @@ def test_lands_on_the_best_approximation(align):
 def test_output_is_in_the_balanced_svd_gauge():
   _, _, params, step = _problem()
   new = _land(params, step)
-  for left, right in test_utils.factors_of(new):
+  for left, right in cases.factors_of(new):
     grams = left.T @ left, right.T @ right
     np.testing.assert_allclose(*grams, atol=1e-12)
     off = grams[0] - np.diag(np.diag(grams[0]))
@@ -74,7 +75,7 @@ def test_output_is_in_the_balanced_svd_gauge():
 def test_small_steps_change_the_arrays_little():
   """Signs follow the old factors, so apply_updates loses no digits."""
   factors, _, _, step = _problem()
-  params = test_utils.tree_of(
+  params = cases.tree_of(
     [oracles.balance(pair) for pair in factors], np.ones(4)
   )
   step = jax.tree.map(lambda x: 1e-6 * x, step)
@@ -100,18 +101,18 @@ def test_a_step_of_low_rank_from_zero_loses_no_direction(zero):
   """Rank one into a zero start of rank three: the rest can still be trained."""
   rng = np.random.default_rng(5)
   left, right = oracles.random_factors(rng, 9, 7, 3)
-  params = test_utils.tree_of([(left, right)])
+  params = cases.tree_of([(left, right)])
   params['m0'][zero] = jnp.zeros_like(params['m0'][zero])
   other = 'lora_a' if zero == 'lora_b' else 'lora_b'
   dense = np.outer(rng.normal(size=9), rng.normal(size=7))
   for _ in range(3):
-    factors = test_utils.factors_of(params)
+    factors = cases.factors_of(params)
     point = oracles.Point.from_factors(*factors[0])
-    grads = test_utils.factor_gradients(factors, [dense])
+    grads = cases.factor_gradients(factors, [dense])
     step = _coordinates(params, grads)
     params = _land(params, step)
     want = point.z + point.project(dense)
-    (got,) = test_utils.products_of(params)
+    (got,) = cases.products_of(params)
     np.testing.assert_allclose(got, oracles.best_approximation(want, 3),
                                atol=1e-12)  # fmt: skip
     assert np.linalg.matrix_rank(params['m0'][other]) == 3
@@ -123,13 +124,13 @@ def test_scale_is_inside_the_step():
   """Z = scale L R^T moves by the step, whatever the scale."""
   factors, _, params, step = _problem()
   layout = lora.Layout(scale=4.0)
-  halved = test_utils.tree_of(
+  halved = cases.tree_of(
     [(left / 2, right / 2) for left, right in factors], np.ones(4)
   )
   new = _land(halved, step, layout=layout)
   for z, want in zip(
-    test_utils.products_of(new),
-    test_utils.products_of(_land(params, step)),
+    cases.products_of(new),
+    cases.products_of(_land(params, step)),
     strict=True,
   ):
     np.testing.assert_allclose(4 * z, want, atol=1e-12)

@@ -15,7 +15,8 @@ from dp_accounting import NeighboringRelation
 
 import prism_optax
 from prism_optax import lora
-from tests.oracles import oracles, test_utils
+from tests import cases
+from tests.oracles import oracles
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
 BATCH = 6
@@ -78,7 +79,7 @@ def _parameters(rng, kind, shapes=SHAPES):
       for left, right in factors
     ]  # fmt: skip
   # A stacked module beside the plain ones.
-  tree = test_utils.tree_of(factors, np.ones(4), jnp.float32)
+  tree = cases.tree_of(factors, np.ones(4), jnp.float32)
   tree['stack'] = {
     'lora_a': jnp.asarray(rng.normal(size=(3, 8, 2)), jnp.float32),
     'lora_b': jnp.asarray(rng.normal(size=(3, 2, 5)), jnp.float32),
