@@ -1,5 +1,7 @@
 """`make_private` where others keep a trainer: the numbers stay the same."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,43 +9,24 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import training
+from prism_optax import lora, training
+from tests.ecosystem import adapters_test as adapters
 
 nnx = pytest.importorskip('flax.nnx', reason='needs flax')
-linen = pytest.importorskip('flax.linen', reason='needs flax')
 train_state = pytest.importorskip('flax.training.train_state')
 
 SIZE, STEPS = 40, 3
 RNG = np.random.default_rng(0)
-DATA = (
-  RNG.normal(size=(SIZE, 6)).astype(np.float32),
-  RNG.normal(size=(SIZE, 5)).astype(np.float32),
-)
+DATA = tuple(np.float32(RNG.normal(size=(SIZE, n))) for n in (6, 5))
 CONSTANTS = {
-  'l2_clip_norm': 1.0,
-  'noise_multiplier': 0.5,
-  'expected_batch_size': 8,
-}
+  'l2_clip_norm': 1.0, 'noise_multiplier': 0.5, 'expected_batch_size': 8,
+}  # fmt: skip
 
 
-def private(loss, params, optimizer=None):
-  return training.make_private(
-    loss,
-    params,
-    # What is cheap to compile; what moves adapters is tested elsewhere.
-    optimizer=optax.sgd(0.1, 0.9) if optimizer is None else optimizer,
-    dataset_size=SIZE,
-    steps=STEPS,
-    delta=1e-4,
-    prng_key=1,
-    **CONSTANTS,
-  )
-
-
-def whole_run(made, params, frozen):
-  """The parameters of a run without any trainer."""
+def whole_run(made, params, frozen, data=DATA):
+  """The state after a run without any trainer."""
   state = made.init(params)
-  for batch in made.batches(state, DATA):
+  for batch in made.batches(state, data):
     state = made.step(state, batch, frozen)
   return state
 
@@ -57,63 +40,65 @@ def without_gradients(init):
   return optax.GradientTransformation(init, update)
 
 
-def pure(tree):
-  return [np.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def assert_same(found, wanted):
-  for x, y in zip(pure(found), pure(wanted), strict=True):
-    np.testing.assert_array_equal(x, y)
-
-
-def assert_all_move(old, new):
-  for x, y in zip(pure(old), pure(new), strict=True):
-    assert np.all(np.isfinite(y))
-    assert np.any(x != y)
+def assert_same(found, wanted, atol=0.0):
+  for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+    np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
 
 
 def nnx_model():
   return nnx.LoRALinear(6, 5, lora_rank=2, rngs=nnx.Rngs(0))
 
 
-def nnx_loss(graph):
+@functools.cache
+def parts(library):
+  """What is trained, the rest, and the loss."""
+  if library == 'linen':
+    params, frozen = adapters.linen_variables()
+
+    def apply(params, frozen, x):
+      return adapters.Linen().apply({'params': {**frozen, **params}}, x)
+  else:
+    graph, params, frozen = nnx.split(nnx_model(), nnx.LoRAParam, ...)
+
+    def apply(params, frozen, x):
+      return nnx.merge(graph, params, frozen)(x)
+
   def loss(params, frozen, x, y):
-    return jnp.mean((nnx.merge(graph, params, frozen)(x) - y) ** 2)
+    return jnp.mean((apply(params, frozen, x) - y) ** 2)
 
-  return loss
-
-
-def nnx_parts():
-  """A training of its own (its key is for one run), and what it is about."""
-  graph, params, frozen = nnx.split(nnx_model(), nnx.LoRAParam, ...)
-  return private(nnx_loss(graph), params), params, frozen
+  return params, frozen, loss
 
 
-@pytest.fixture(scope='module')
-def nnx_run():
-  """What is trained, the rest, and the state after a run of the bare loop."""
-  made, params, frozen = nnx_parts()
-  return params, frozen, whole_run(made, params, frozen)
+def private(library):
+  """A training of its own: its key is for one run."""
+  params, _, loss = parts(library)
+  return training.make_private(
+    loss,
+    params,
+    # What is cheap to compile; what moves adapters is tested elsewhere.
+    optimizer=optax.sgd(0.1, 0.9),
+    dataset_size=SIZE,
+    steps=STEPS,
+    delta=1e-4,
+    prng_key=1,
+    **CONSTANTS,
+  )
 
 
-def test_nnx_moves_the_adapters_and_no_frozen_weight(nnx_run):
-  params, frozen, end = nnx_run
-  assert_all_move(params, end.params)
-  model = nnx_model()
-  nnx.update(model, end.params)
-  assert_same(nnx.state(model, nnx.LoRAParam), end.params)
-  assert_same(nnx.state(model, nnx.Not(nnx.LoRAParam)), frozen)
+@functools.cache
+def end_of(library):
+  return whole_run(private(library), *parts(library)[:2])
 
 
-def test_an_nnx_optimizer_holds_the_run(nnx_run):
-  _, frozen, end = nnx_run
-  made, _, _ = nnx_parts()
-  model = nnx_model()
+def test_an_nnx_optimizer_holds_the_run():
+  params, frozen, _ = parts('nnx')
+  end = end_of('nnx')
+  adapters.assert_all_move(params, end.params)
+  made, model = private('nnx'), nnx_model()
   optimizer = nnx.Optimizer(
     model, without_gradients(made.init), wrt=nnx.LoRAParam
   )
-  first = nnx.as_pure(optimizer.opt_state)
-  for batch in made.batches(first, DATA):
+  for batch in made.batches(nnx.as_pure(optimizer.opt_state), DATA):
     state = made.step(nnx.as_pure(optimizer.opt_state), batch, frozen)
     nnx.update(optimizer.opt_state, nnx.state(state))
     nnx.update(model, state.params)
@@ -121,6 +106,7 @@ def test_an_nnx_optimizer_holds_the_run(nnx_run):
   assert int(held.step) == STEPS
   assert_same(held.params, end.params)
   assert_same(nnx.state(model, nnx.LoRAParam), end.params)
+  assert_same(nnx.state(model, nnx.Not(nnx.LoRAParam)), frozen)
   with pytest.raises(ValueError, match='All steps=3 are done'):
     made.step(held, batch, frozen)
   grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.LoRAParam))
@@ -128,37 +114,13 @@ def test_an_nnx_optimizer_holds_the_run(nnx_run):
     optimizer.update(model, grads)
 
 
-class _Linen(linen.Module):
-  @linen.compact
-  def __call__(self, x):
-    normal = linen.initializers.normal(1.0)
-    a = self.param('lora_a', normal, (6, 2))
-    b = self.param('lora_b', linen.initializers.zeros, (2, 5))
-    return linen.Dense(5)(x) + x @ a @ b
-
-
-def linen_parts():
-  module = _Linen()
-  variables = module.init(jax.random.key(0), jnp.ones((1, 6)))['params']
-  params = {k: v for k, v in variables.items() if k.startswith('lora')}
-  frozen = {k: v for k, v in variables.items() if k not in params}
-
-  def loss(params, frozen, x, y):
-    out = module.apply({'params': {**frozen, **params}}, x)
-    return jnp.mean((out - y) ** 2)
-
-  return module, params, frozen, loss
-
-
 @pytest.mark.slow
 def test_a_train_state_holds_the_run():
-  module, params, frozen, loss = linen_parts()
-  made = private(loss, params)
-  end = whole_run(made, params, frozen)
-  assert_all_move(params, end.params)
-  made = private(loss, params)
+  params, frozen, _ = parts('linen')
+  end, made = end_of('linen'), private('linen')
+  adapters.assert_all_move(params, end.params)
   state = train_state.TrainState.create(
-    apply_fn=module.apply, params=params, tx=without_gradients(made.init)
+    apply_fn=None, params=params, tx=without_gradients(made.init)
   )
   for batch in made.batches(state.opt_state, DATA):
     run = made.step(state.opt_state, batch, frozen)
@@ -167,6 +129,11 @@ def test_a_train_state_holds_the_run():
   assert state.step == STEPS
   with pytest.raises(ValueError, match='PrivateTraining.step'):
     state.apply_gradients(grads=state.params)
+
+
+# The chain without `make_private`: eight rows, the last three of them padding
+# with numbers in it.
+X, Y, PADDING = DATA[0][:8], DATA[1][:8], np.arange(8) >= 5
 
 
 def chain(*, per_example_gradients):
@@ -183,22 +150,16 @@ def chain(*, per_example_gradients):
   )
 
 
-def padded_batch():
-  """Eight rows, the last three of them padding with numbers in it."""
-  return DATA[0][:8], DATA[1][:8], np.arange(8) >= 5
-
-
-def by_hand(loss, params, frozen):
-  """One step of the chain without a trainer; jitted as a whole."""
-  x, y, is_padding = padded_batch()
+def by_hand(library):
+  """The parameters after one step of the chain without a trainer."""
+  params, frozen, loss = parts(library)
   tx = chain(per_example_gradients=True)
 
   @jax.jit
   def step(params):
-    grads = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, frozen, x, y)
-    updates, _ = tx.update(
-      grads, tx.init(params), params, is_padding_example=is_padding
-    )
+    grads = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, frozen, X, Y)
+    state = tx.init(params)
+    updates, _ = tx.update(grads, state, params, is_padding_example=PADDING)
     return optax.apply_updates(params, updates)
 
   return step(params)
@@ -206,40 +167,28 @@ def by_hand(loss, params, frozen):
 
 @pytest.mark.slow
 def test_the_chain_in_an_nnx_optimizer_knows_the_padding():
-  model = nnx_model()
-  graph, params, frozen = nnx.split(model, nnx.LoRAParam, ...)
-  loss = nnx_loss(graph)
-  wanted = by_hand(loss, params, frozen)
-  optimizer = nnx.Optimizer(
-    model, chain(per_example_gradients=True), wrt=nnx.LoRAParam
-  )
-  x, y, is_padding = padded_batch()
+  _, frozen, loss = parts('nnx')
+  model, tx = nnx_model(), chain(per_example_gradients=True)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
 
   @nnx.jit
-  def step(model, optimizer, x, y, is_padding):
+  def step(model, optimizer):
     _, params, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    grads = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, frozen, x, y)
-    optimizer.update(model, grads, is_padding_example=is_padding)
+    grads = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, frozen, X, Y)
+    optimizer.update(model, grads, is_padding_example=PADDING)
 
-  step(model, optimizer, x, y, is_padding)
+  step(model, optimizer)
   # Two programs: sums in another order.
-  for found, right in zip(
-    pure(nnx.state(model, nnx.LoRAParam)), pure(wanted), strict=True
-  ):
-    np.testing.assert_allclose(found, right, atol=1e-6)
+  assert_same(nnx.state(model, nnx.LoRAParam), by_hand('nnx'), atol=1e-6)
   assert_same(nnx.state(model, nnx.Not(nnx.LoRAParam)), frozen)
 
 
 @pytest.mark.slow
 def test_clipped_gradients_go_into_a_train_state():
   jax_privacy = pytest.importorskip('jax_privacy')
-  module, params, frozen, loss = linen_parts()
-  state = train_state.TrainState.create(
-    apply_fn=module.apply,
-    params=params,
-    tx=chain(per_example_gradients=False),
-  )
-  x, y, is_padding = padded_batch()
+  params, frozen, loss = parts('linen')
+  tx = chain(per_example_gradients=False)
+  state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
 
   @jax.jit
   def step(state):
@@ -251,10 +200,59 @@ def test_clipped_gradients_go_into_a_train_state():
       keep_batch_dim=False,
       pre_clipping_transform=prism_optax.tangent_coordinates(state.params),
     )
-    grads = gradient(state.params, frozen, x, y, is_padding_example=is_padding)
+    grads = gradient(state.params, frozen, X, Y, is_padding_example=PADDING)
     return state.apply_gradients(grads=grads)
 
-  found, wanted = step(state).params, by_hand(loss, params, frozen)
   # jax-privacy sums floats, we sum integers.
-  for left, right in zip(pure(found), pure(wanted), strict=True):
-    np.testing.assert_allclose(left, right, atol=1e-5)
+  assert_same(step(state).params, by_hand('linen'), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_of_keras_learns_privately():
+  """Made-up texts: each label has words of its own, a third of them."""
+  keras = pytest.importorskip('keras', reason='needs keras')
+  labels, words, width, size = 20, 12, 64, 2000
+  rng = np.random.default_rng(0)
+  table = np.float32(rng.normal(size=(50 * labels, width))) / width**0.5
+
+  def texts(count):
+    y = rng.integers(0, labels, count)
+    own = 20 * y[:, None] + rng.integers(0, 20, (count, words))
+    others = rng.integers(0, len(table), (count, words))
+    x = np.where(rng.random((count, words)) < 1 / 3, own, others)
+    return x.astype(np.int32), y.astype(np.int32)
+
+  def features(tokens):
+    return jnp.sum(jnp.asarray(table)[tokens], -2) / words**0.5
+
+  model = keras.Sequential(
+    [
+      keras.Input((words,), dtype='int32'),
+      keras.layers.Lambda(features, output_shape=(width,)),
+      keras.layers.Dense(labels),
+    ]
+  )
+  model.layers[-1].enable_lora(8)
+  variables = model.trainable_variables
+  params = [v.value for v in variables]
+  frozen = [v.value for v in model.non_trainable_variables]
+  layout = lora.pairs_by_name([v.path for v in variables], params)
+
+  def loss(params, frozen, tokens, label):
+    logits = model.stateless_call(params, frozen, tokens[None])[0][0]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+  made = training.make_private(
+    loss, params, delta=1e-5, target_epsilon=8.0, steps=60, l2_clip_norm=1.0,
+    optimizer=functools.partial(prism_optax.prism, 0.5, layout=layout),
+    expected_batch_size=size, dataset_size=size,
+  )  # fmt: skip
+  state = whole_run(made, params, frozen, texts(size))
+  for variable, value in zip(variables, state.params, strict=True):
+    variable.assign(value)
+  x, y = texts(1000)
+  assert np.mean(np.argmax(np.asarray(model(x)), -1) == y) > 0.3  # Chance .05.
+  statement = made.statement(state)
+  # Calibrated to 8, less what the noise as drawn may add at most.
+  assert 7.9 < float(statement.split()[2]) <= 8
+  assert '60 of 60 steps' in statement
