@@ -470,38 +470,3 @@ def test_learning_rate_schedules_and_injection():
     sizes.append(float(jnp.linalg.norm(updates['w'])))
   assert sizes[0] > 0.9
   assert sizes[2] == 0.0
-
-
-@pytest.mark.parametrize(
-  ('options', 'message'),
-  [
-    ({'noise_multiplier': None}, 'exactly one'),
-    ({'privatizer': optax.identity()}, 'exactly one'),
-    ({'noise_multiplier': -1.0}, 'noise_multiplier=-1.0'),
-    ({'expected_batch_size': 0}, 'expected_batch_size=0'),
-    ({'momentum': 1.0}, 'momentum=1.0'),
-    ({'l2_clip_norms': 0.0}, 'l2_clip_norms=0.0'),
-    ({'noise_split': 'half'}, "noise_split='half'"),
-    ({'degree': 0}, 'degree=0'),
-    ({'weight_decay': -0.1}, 'weight_decay=-0.1'),
-    ({'consistent_rms': 0.0}, 'consistent_rms=0.0'),
-    ({'prng_key': 'secret'}, 'prng_key'),
-  ],
-)
-def test_bad_options_are_named(options, message):
-  given = {
-    'l2_clip_norms': 1.0,
-    'noise_multiplier': 1.0,
-    'expected_batch_size': 1.0,
-    **options,
-  }
-  with pytest.raises(ValueError, match=message):
-    dp_muon(0.1, **given)
-
-
-def test_a_privatizer_excludes_our_key():
-  with pytest.raises(ValueError, match='privatizer'):
-    dp_muon(
-      0.1, l2_clip_norms=1.0, expected_batch_size=1.0, prng_key=0,
-      privatizer=optax.identity(), steps='unlimited',
-    )  # fmt: skip

@@ -149,28 +149,3 @@ def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
   # The projection loses the block of the two outer bases, a small part here.
   expected = 0.5 * math.sqrt(rank * (m + n - rank))
   assert 0.9 * expected < norms[0.5] <= expected * (1 + 1e-6)
-
-
-@pytest.mark.parametrize(
-  'options',
-  [
-    {'momentum': 1.0},
-    {'degree': 0},
-    {'steps': 0},
-    {'normalize': 'l2'},
-    {'coordinate_rms': 0.0},
-    {'b1': -0.1},
-    {'b2': 1.0},
-    {'eps': -1e-8},
-  ],
-)
-def test_bad_options_are_named(options):
-  with pytest.raises(ValueError, match=next(iter(options))):
-    contrib.orthogonalize_tangents(**options)
-
-
-def test_update_needs_params():
-  params = cases.tree_of(_factors(), dtype=jnp.float32)
-  tx = contrib.orthogonalize_tangents()
-  with pytest.raises(ValueError, match='params'):
-    tx.update(params, tx.init(params))

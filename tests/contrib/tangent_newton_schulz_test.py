@@ -200,16 +200,3 @@ def test_nothing_as_large_as_the_matrix_is_formed():
   )
   sizes = [v.aval.size for e in jaxpr.jaxpr.eqns for v in e.outvars]
   assert max(sizes) <= 300 * 4
-
-
-@pytest.mark.parametrize(
-  'options', [{'degree': 0}, {'steps': -1}, {'normalize': 'l2'}]
-)
-def test_bad_options_are_named(options):
-  pair = fixed_rank.Factors(
-    *(np.eye(size, RANK, dtype=np.float32) for size in (M, N))
-  )
-  with pytest.raises(ValueError, match=next(iter(options))):
-    _tangent_newton_schulz.tangent_newton_schulz(
-      frame_of(pair), fixed_rank.Tangent(*pair), **options
-    )

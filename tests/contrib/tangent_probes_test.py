@@ -166,10 +166,3 @@ def test_flax_nnx_with_clipped_grad_and_with_vmap():
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), probed, other
     )
-
-
-def test_probes_of_another_shape_are_refused():
-  params = _params(dtype=jnp.float32)
-  probes = contrib.tangent_probes(params)
-  with pytest.raises(ValueError, match='Expected probes at'):
-    probes.attach(jax.tree.map(lambda x: x[None], params))

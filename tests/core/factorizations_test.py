@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import prism_optax
@@ -56,13 +55,6 @@ def test_the_product_and_the_columns(name, shape):
     eye = np.eye(16) * ~gone[:, None, :]
     square = basis.swapaxes(1, 2) @ basis
     np.testing.assert_allclose(square, eye, atol=2e-6)
-
-
-def test_pairs_of_equal_values_belong_together():
-  """Any basis of their space will do for u, but then v is given by it."""
-  x = np.float32(_with_values(np.full(8, 2.0), 12, 8))[None]
-  u, _, vt = by_eigh(x)
-  np.testing.assert_allclose(u @ vt, x / 2, atol=4e-6)
 
 
 def test_what_is_not_finite_stays_in_its_matrix():
@@ -216,34 +208,6 @@ def test_a_core_that_is_not_finite_touches_no_other(wrong):
   for x, y in zip(alone, pairs(cores), strict=True):
     np.testing.assert_array_equal(x[0], y[0])
     assert np.isnan(y[1]).all()
-
-
-@pytest.mark.slow
-def test_pairs_by_iteration_after_a_few_steps():
-  """What stands above is what training meets: all but its first two steps."""
-  rng = np.random.default_rng(0)
-  params = {'lora_a': np.float32(rng.normal(size=(80, RANK)) / 9)}
-  params['lora_b'] = jnp.zeros((RANK, 60))
-  tx = prism_optax.prism(
-    1e-2, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8,
-    per_example_gradients=False, prng_key=0,
-  )  # fmt: skip
-  state = tx.init(params)
-  nothing = jax.tree.map(jnp.zeros_like, params)
-  taken = []
-
-  def each(core):
-    jax.debug.callback(lambda x: taken.append(bool(x)), is_found(core)[0])
-    return pairs(core)
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_factorizations, 'dominant_pairs', each)
-    step = jax.jit(tx.update)
-    for _ in range(6):
-      updates, state = step(nothing, state, params)
-      params = optax.apply_updates(params, updates)
-  jax.effects_barrier()
-  assert taken == [False, False, True, True, True, True]
 
 
 @pytest.mark.slow

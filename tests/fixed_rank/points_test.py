@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import fixed_rank
 from tests.fixed_rank.cases import (
   CONDITIONS,
   DEFICIENT,
@@ -21,7 +20,6 @@ from tests.fixed_rank.cases import (
   gradients,
   random_problem,
   sides,
-  zeros,
 )
 from tests.oracles import oracles
 
@@ -166,22 +164,3 @@ def test_derivatives_are_finite_and_stop_at_the_frames(kind):
   # Half the square is homogeneous of degree two: <x, df(x)> = 2 f(x).
   inner = sum(np.vdot(a, b) for a, b in zip(d_grads, grads, strict=True))
   np.testing.assert_allclose(inner, 2 * value, atol=1e-11)
-
-
-@pytest.mark.parametrize(
-  ('left', 'right', 'message'),
-  [
-    (zeros(5, 2), zeros(4, 3), r'\(5, 2\).*\(4, 3\)'),
-    (zeros(2, 5, 2), zeros(3, 4, 2), r'\(2, 5, 2\).*\(3, 4, 2\)'),
-    (zeros(5, 4), zeros(3, 4), 'rank'),
-    (zeros(3, 4), zeros(5, 4), 'rank'),
-    (zeros(5), zeros(4), r'\(5,\)'),
-    (zeros(5, 0), zeros(4, 0), 'rank'),
-  ],
-)
-def test_factors_that_do_not_fit_are_refused(left, right, message):
-  factors = fixed_rank.Factors(left, right)
-  with pytest.raises(ValueError, match=message):
-    compiled.frame(factors)
-  with pytest.raises(ValueError, match=message):
-    jax.eval_shape(fixed_rank.frame, factors)

@@ -213,8 +213,7 @@ def test_one_step_from_the_default_initialisation_gives_full_rank(zero):
 
 # Each has a shape of its own: one that is tall, one that is wide.
 @pytest.mark.parametrize(
-  'case',
-  [0, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3, 4))],
+  'case', [0, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3, 4))]
 )
 def test_golden_retractions(case, golden):
   d = golden('retract', f'c{case}_')

@@ -323,9 +323,7 @@ def test_what_is_carried_is_the_projection_of_the_dense_tangent(
   q_left, q_right = np.asarray(new.left), np.asarray(new.right)
   outer = exact @ q_right
   np.testing.assert_allclose(
-    left[1],
-    outer - q_left @ (q_left.T @ outer),
-    atol=size,
+    left[1], outer - q_left @ (q_left.T @ outer), atol=size
   )
   np.testing.assert_allclose(right[1], exact.T @ q_left, atol=size)
   for side in (left, right):

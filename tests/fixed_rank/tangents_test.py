@@ -198,8 +198,7 @@ def test_deficient_factors_show_what_can_be_observed(kind):
     # Elsewhere the inverse cores choose no shortest lift along directions
     # that move nothing.
     exact_steps = oracles.horizontal_lift(
-      tuple(np.asarray(f) for f in factors),
-      tuple(np.asarray(s) for s in steps),
+      tuple(np.asarray(f) for f in factors), tuple(np.asarray(s) for s in steps)
     )
     for value, target in zip(horizontal, exact_steps, strict=True):
       assert oracles.relative_error(value, target) < 1e-11

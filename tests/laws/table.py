@@ -81,8 +81,7 @@ ROWS = {
     _of(prism_optax.per_matrix_clip, CLIP, normalize_by=SIZE), examples=True
   ),
   'tangent_privatizer': Row(
-    lambda key: prism_optax.tangent_privatizer(STDDEV, prng_key=key),
-    noise=True,
+    lambda key: prism_optax.tangent_privatizer(STDDEV, prng_key=key), noise=True
   ),
   'correlated_tangent_privatizer': Row(_correlated, noise=True),
   'scale_by_rank_preconditioner': Row(

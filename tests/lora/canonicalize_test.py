@@ -87,14 +87,3 @@ def test_stacks_types_scale_and_other_leaves():
     for p in (new, params)
   ]
   np.testing.assert_allclose(*product, atol=0.05)  # bfloat16 leaf.
-
-
-def test_tracing_is_refused():
-  tree = {'lora_a': jnp.ones((4, 2)), 'lora_b': jnp.ones((2, 3))}
-  with pytest.raises(ValueError, match='outside of jit'):
-    jax.jit(lora.canonicalize)(tree)
-  for name in tree:  # Also where one leaf alone is traced.
-    with pytest.raises(ValueError, match='outside of jit'):
-      jax.jit(lambda x, name=name: lora.canonicalize({**tree, name: x}))(
-        tree[name]
-      )

@@ -122,7 +122,7 @@ def _model(dtype=jnp.float32, stack=2, rank=2):
         'lora_a': jnp.zeros((6, stack, rank), dtype),
         'lora_b': jnp.zeros((rank, stack, 2, 3), dtype),  # Two heads of three.
       },
-    },
+    }
   }
 
 

@@ -96,17 +96,3 @@ def test_difference_is_the_change_of_the_matrix(x64):
                   (new, params, initial))  # fmt: skip
     np.testing.assert_allclose(got, z - z0, atol=1e-13)
   np.testing.assert_array_equal(new['extra'], params['extra'])
-
-
-@pytest.mark.parametrize(
-  ('call', 'match'),
-  [
-    (lambda p: lora.truncate(p, 0), 'rank=0'),
-    (lambda p: lora.truncate(p, {'m0': 1}), 'rank to be an integer'),
-    (lambda p: lora.difference(p, {'m0': p['m0']}), 'initial.*structure'),
-    (lambda p: lora.difference(p, lora.truncate(p, 1)), 'initial at.*shape'),
-  ],
-)
-def test_refusals(call, match):
-  with pytest.raises(ValueError, match=match):
-    call(_params())

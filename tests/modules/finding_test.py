@@ -46,9 +46,7 @@ class _Model(nnx.Module):
     self.plain = nnx.LoRA(6, 2, 5, rngs=rngs)
     self.linear = nnx.LoRALinear(5, 7, lora_rank=3, rngs=rngs)
     self.stack = nnx.vmap(
-      lambda rngs: nnx.LoRA(4, 2, 6, rngs=rngs),
-      in_axes=0,
-      axis_size=3,
+      lambda rngs: nnx.LoRA(4, 2, 6, rngs=rngs), in_axes=0, axis_size=3
     )(rngs.split(3))
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import lora
 from prism_optax._modules._layout import LeafAxes
 
 
@@ -64,10 +63,3 @@ def test_leading_batch_axes_pass_through():
 def test_bad_axes_are_refused(rank, stack, match):
   with pytest.raises(ValueError, match=match):
     LeafAxes.create('w', (2, 3, 4), rank, stack)
-
-
-def test_bad_layouts_are_refused():
-  with pytest.raises(ValueError, match='scale=0'):
-    lora.Layout(scale=0)
-  with pytest.raises(ValueError, match='a_rank_axis=1, b_rank_axis=None'):
-    lora.Layout(a_rank_axis=1)

@@ -39,8 +39,7 @@ def _projection(layout):
 
   def update(stacks, state, step):
     stacks = stacks.map_pairs(
-      lambda x, frame: projected(frame, fixed_rank.multiply_out(x)),
-      step.frames,
+      lambda x, frame: projected(frame, fixed_rank.multiply_out(x)), step.frames
     )
     assert all(isinstance(x, _tangents.TangentSum) for x in stacks.pairs)
     return stacks, state

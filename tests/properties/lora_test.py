@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import (
-  _lattice,
-  contrib,
-  fixed_rank,
-  lora,
-  transforms,
-)
+from prism_optax import _lattice, contrib, fixed_rank, lora, transforms
 from prism_optax._modules import ModuleTree, Stacks, map_pairs
 from prism_optax.contrib import _input_metric, _one_shot_release, heads
 from prism_optax.fixed_rank import _tangents

@@ -55,31 +55,6 @@ def test_best_polynomials_raise_and_never_pass_one(least, steps, degree, seed):
   assert nearer >= found[inside].min() - 1e-10
 
 
-@cases.settings
-@given(
-  st.integers(-1, 4) | st.sampled_from([1.0, True, None, math.nan]),
-  st.integers(-1, 4) | st.sampled_from([2.0, False, None]),
-  st.sampled_from(['max1', 'frobenius', 'none', 'max2', None]),
-)
-def test_options_are_checked_and_named(degree, steps, normalize):
-  def wrong(x):
-    return type(x) is not int or x < 1
-
-  bad = [
-    name
-    for name, is_bad in (
-      ('degree', wrong(degree)), ('steps', wrong(steps)),
-      ('normalize', normalize not in NORMALIZATIONS),
-    )
-    if is_bad
-  ]  # fmt: skip
-  if not bad:
-    _newton_schulz.check_options(degree, steps, normalize)
-    return
-  with pytest.raises(ValueError, match=f'Expected {bad[0]} '):
-    _newton_schulz.check_options(degree, steps, normalize)
-
-
 @functools.cache
 def _normalized(normalize):
   @jax.jit

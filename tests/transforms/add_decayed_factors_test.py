@@ -44,8 +44,3 @@ def test_z_shrinks_by_the_factor_and_nothing_else(condition):
       got, 0.95 * old, atol=1e-14 * condition * np.abs(old).max()
     )
   np.testing.assert_array_equal(new['extra'], params['extra'])
-
-
-def test_bad_decay_is_named():
-  with pytest.raises(ValueError, match=r'weight_decay=-0\.1'):
-    prism_optax.add_decayed_factors(-0.1)

@@ -217,30 +217,3 @@ def test_goes_through_chain_jit_and_traced_thresholds():
   for v in out.values():
     np.testing.assert_array_less(np.linalg.norm(v), 1.0 + 1e-6)
     assert np.linalg.norm(v) > 0.1
-
-
-@pytest.mark.parametrize(
-  ('arguments', 'message'),
-  [
-    ({'l2_clip_norms': 0.0}, 'l2_clip_norms=0.0'),
-    ({'l2_clip_norms': {'a': 1.0, 'b': -1.0}}, 'l2_clip_norms=-1.0'),
-    ({'l2_clip_norms': {'a': None}}, 'l2_clip_norms=None'),
-    ({'l2_clip_norms': 1.0, 'normalize_by': 0}, 'normalize_by=0'),
-  ],
-)
-def test_bad_numbers_are_named(arguments, message):
-  with pytest.raises(ValueError, match=message):
-    transforms.per_matrix_clip(**arguments)
-
-
-def test_gradients_must_have_one_batch_axis():
-  tx = transforms.per_matrix_clip(1.0)
-  state = tx.init(PARAMS)
-  with pytest.raises(ValueError, match='batch axis'):
-    tx.update(PARAMS, state, PARAMS)
-  with pytest.raises(ValueError, match='params'):
-    tx.update(_grads(np.random.default_rng(9), 2), state)
-  uneven = _grads(np.random.default_rng(9), 2)
-  uneven['z'] = uneven['z'][:1]
-  with pytest.raises(ValueError, match='batch axis'):
-    tx.update(uneven, state, PARAMS)

@@ -119,10 +119,7 @@ def test_the_step_is_the_polar_factor_whatever_the_gauge():
       cases.factor_gradients([pair], [dense])
     )
     updates, _ = tx.update(x, tx.init(params), params)
-    sides = (
-      cases.factors_of(updates)[0],
-      cases.factors_of(x)[0],
-    )
+    sides = (cases.factors_of(updates)[0], cases.factors_of(x)[0])
     for found, given in zip(*sides, strict=True):
       u, _, vt = np.linalg.svd(given, full_matrices=False)
       np.testing.assert_allclose(found, u @ vt, atol=1e-9)
@@ -136,8 +133,7 @@ def test_the_step_is_the_polar_factor_whatever_the_gauge():
 def test_the_noise_follows_its_schedule():
   """Zeros come in; the entries of the head are the noise itself."""
   params = cases.tree_of(
-    [oracles.random_factors(np.random.default_rng(1), 9, 7, 3)],
-    np.ones(20_000),
+    [oracles.random_factors(np.random.default_rng(1), 9, 7, 3)], np.ones(20_000)
   )
   tx = scheduled_privatizer(falling, 3)
   zeros = jax.tree.map(jnp.zeros_like, params)

@@ -300,31 +300,3 @@ def test_nothing_is_released_beyond_the_last_step():
   assert not any(np.any(x) for x in jax.tree.leaves(nothing))
   with pytest.raises(ValueError, match='steps=1 updates.*update 2'):
     tx.update(ones, state, params)
-
-
-def test_bad_arguments_are_named():
-  make = prism_optax.tangent_privatizer
-  noop = optax.identity()
-  with pytest.raises(ValueError, match='exactly one of stddev and privatizer'):
-    make()
-  with pytest.raises(ValueError, match='exactly one of stddev and privatizer'):
-    make(1.0, privatizer=noop)
-  with pytest.raises(ValueError, match='steps=None'):
-    make(privatizer=noop)
-  with pytest.raises(ValueError, match='steps=0'):
-    make(1.0, steps=0)
-  with pytest.raises(ValueError, match="steps='many'"):
-    make(privatizer=noop, steps='many')
-  with pytest.raises(ValueError, match='a privatizer has its own'):
-    make(privatizer=noop, prng_key=1)
-  with pytest.raises(ValueError, match=r'stddev=-1\.0'):
-    make(-1.0)
-  with pytest.raises(ValueError, match='stddev=nan'):
-    make(float('nan'))
-  with pytest.raises(ValueError, match='Expected prng_key'):
-    make(1.0, prng_key=jax.random.PRNGKey(0))
-  params = _params()
-  with pytest.raises(ValueError, match='needs `params`'):
-    make(1.0).update(params, make(1.0).init(params))
-  with pytest.raises(ValueError, match='outside of jit'):
-    jax.jit(make(1.0).init)(params)

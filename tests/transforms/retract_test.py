@@ -129,15 +129,6 @@ def test_scale_is_inside_the_step():
   )
   new = _land(halved, step, layout=layout)
   for z, want in zip(
-    cases.products_of(new),
-    cases.products_of(_land(params, step)),
-    strict=True,
+    cases.products_of(new), cases.products_of(_land(params, step)), strict=True
   ):
     np.testing.assert_allclose(4 * z, want, atol=1e-12)
-
-
-def test_bad_arguments_are_named():
-  _, _, params, step = _problem()
-  tx = prism_optax.retract()
-  with pytest.raises(ValueError, match='retract: `update` needs `params`'):
-    tx.update(step, tx.init(params))
