@@ -128,11 +128,11 @@ ARGUMENTS = [
   ),
   (
     of(lora.initialize, TREE, prng_key=0),
-    {'method': ('pissa',), 'size': (0.0,), 'prng_key': (0.5,)},
+    {'method': ('pissa',), 'size': (0.0,)},
   ),
   (
     of(lora.spectral_residual, TREE, WEIGHTS, prng_key=0),
-    {'power_iterations': (0.5,), 'prng_key': (0.5,)},
+    {'power_iterations': (0.5,)},
   ),
   (of(lora.truncate, TREE), {'rank': (0,)}),
   (lora.Layout, {'scale': (0,)}),
@@ -312,6 +312,10 @@ CALLS = {
     of(lora.initialize, TREE, 0, method='balanced'), 'size=None'
   ),
   'arrays as a key': (of(lora.initialize, TREE, jnp.ones(2)), 'prng_key'),
+  'a float as a key': (
+    of(lora.spectral_residual, TREE, WEIGHTS, 0.5),
+    'prng_key to be None, an int',
+  ),
   'no weight': (
     of(lora.spectral_residual, TREE, {'bias': np.ones(3)}, 0),
     r'one weight of shape \(6, 5\)',
