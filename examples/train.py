@@ -5,7 +5,7 @@
 A file to copy. A network that reads digits is trained on public pictures, then
 adapted to private ones, which are upside down. The guarantee rests on the
 constants below, which must not depend on private data, and on the secrets that
-`init` draws. Half a minute on two cores. For checkpoints see `finetune.py`.
+`init` draws. Half a minute on two cores. `prism-optax train` has checkpoints.
 """
 
 import argparse

@@ -40,7 +40,7 @@ import optax
 from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
 from benchmarks.accuracy import digits_network as network  # noqa: E402

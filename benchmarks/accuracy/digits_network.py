@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from finetuning import digits
+
+from prism_optax.finetune import digits
 
 HIDDEN, SIZE = 64, 1200
 Weights = dict[str, jax.Array]

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from finetuning.models import classifier, layers, minilm, weights
 from flax import nnx
 
 from benchmarks.accuracy import plain_layers
+from prism_optax.finetune.models import classifier, layers, minilm, weights
 
 
 class Texts(NamedTuple):

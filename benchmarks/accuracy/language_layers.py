@@ -19,8 +19,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from finetuning import data, instructions
-from finetuning.models import (
+from flax import nnx
+
+from benchmarks.accuracy import language_rows
+from prism_optax.finetune import data, instructions
+from prism_optax.finetune.models import (
   chat,
   classifier,
   generation,
@@ -29,9 +32,6 @@ from finetuning.models import (
   minilm,
   pretrained,
 )
-from flax import nnx
-
-from benchmarks.accuracy import language_rows
 
 BLOCK, CHUNK = 16, 32
 

@@ -4,10 +4,9 @@ import dataclasses
 import functools
 import pathlib
 
-from finetuning import data
-from finetuning.models import pretrained
-
 from benchmarks.accuracy import language_layers, language_rows
+from prism_optax.finetune import data
+from prism_optax.finetune.models import pretrained
 
 RANK = 4
 

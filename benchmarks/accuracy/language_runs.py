@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from finetuning import data
 
 from benchmarks.accuracy import language_layers, language_problems
 from benchmarks.common import methods, private
 from prism_optax import lora, training
+from prism_optax.finetune import data
 
 DELTA, CLIP, MICROBATCH, CHUNK = 1e-5, 1.0, 32, 32
 PRIVATE = ('prism', 'dp-adamw')

@@ -2,7 +2,7 @@
 
 Methods that change the parametrisation (full matrices, a frozen factor, another
 gauge) work on plain trees: for each layer a dict from the names in ``MODULES``
-to arrays. Here the arrays are put into the modules of ``examples/finetuning``.
+to arrays. Here the arrays are put into the modules of ``prism_optax.finetune``.
 """
 
 import functools

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy import problems, sentences  # noqa: E402
 from benchmarks.common import runner  # noqa: E402

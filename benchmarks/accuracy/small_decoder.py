@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
-from finetuning.models import vit
 from flax import nnx
 
 from benchmarks.accuracy import plain_layers
+from prism_optax.finetune.models import vit
 
 WIDTH, LAYERS, HEADS, INNER, VOCABULARY = 128, 2, 4, 512, 1000
 PUBLIC = ('sst2/train', 'clinc150/train', 'banking77/train')

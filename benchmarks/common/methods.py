@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from finetuning.methods import matrices
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import toeplitz
 
 import prism_optax
 from benchmarks.common import baselines
 from prism_optax import accounting, contrib, transforms
+from prism_optax.finetune.methods import matrices
 
 Scalar = Any
 

@@ -21,7 +21,7 @@ import optax
 from jax_privacy import noise_addition
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
 from benchmarks.common import runner  # noqa: E402

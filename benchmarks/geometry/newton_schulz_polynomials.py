@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import runner  # noqa: E402
 from prism_optax import muon  # noqa: E402

@@ -3,7 +3,7 @@
     python benchmarks/geometry/paper_diagnostics.py
 
 After the diagnostics of the PRISM paper (arXiv:2606.00944, Appendix C), on the
-vision transformer of ``examples/finetune.py`` and public digits:
+vision transformer of ``prism-optax train`` and public digits:
 
 I.   Clip fraction and mean coefficient against the gauge ``(c L, R / c)``, at
      the first and at the last step of private training.
@@ -28,9 +28,7 @@ import optax
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
-
-from finetuning import tasks  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
 from benchmarks.common import private, runner  # noqa: E402
@@ -46,6 +44,7 @@ from prism_optax import (  # noqa: E402
   fixed_rank,
   training,
 )
+from prism_optax.finetune import tasks  # noqa: E402
 from prism_optax.fixed_rank import _lifts  # noqa: E402
 from prism_optax.transforms import _moments  # noqa: E402
 

@@ -24,7 +24,7 @@ mpl.use('agg')
 from matplotlib import pyplot as plt
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import plots, runner  # noqa: E402
 from tests.audit import black_box_test as black_box  # noqa: E402

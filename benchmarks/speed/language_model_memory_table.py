@@ -2,7 +2,7 @@
 
     python benchmarks/speed/language_model_memory_table.py [--only llama-3.2-1b]
 
-Compiles the step of ``examples/finetune.py train --task instruct`` for the
+Compiles the step of ``prism-optax train --task instruct`` for the
 shapes of a model, and asks the compiler what it plans: arguments (frozen
 weights, adapters and their moments) and temporary arrays. All arrays are
 abstract: no weights are needed, and no memory. ``prism`` with adapters on all
@@ -27,13 +27,12 @@ import optax
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
-
-from finetuning.models import llama, llama_config, minilm  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 from prism_optax import training  # noqa: E402
+from prism_optax.finetune.models import llama, llama_config, minilm  # noqa: E402
 
 SHARED = {'hidden_act': 'silu', 'rms_norm_eps': 1e-5}
 LLAMA = SHARED | {'model_type': 'llama', 'vocab_size': 128256}

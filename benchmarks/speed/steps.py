@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import jax_privacy
 import numpy as np
 import optax
-from finetuning.models import classifier, minilm, weights
 from flax import nnx
 from jax_privacy import noise_addition
 
@@ -16,6 +15,7 @@ import prism_optax
 from benchmarks.accuracy import digits_network
 from benchmarks.common import methods
 from prism_optax import lora, transforms
+from prism_optax.finetune.models import classifier, minilm, weights
 
 RATE = 1e-3
 

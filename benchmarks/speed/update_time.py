@@ -30,7 +30,7 @@ mpl.use('agg')
 from matplotlib import pyplot as plt
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
 from benchmarks.common import runner, timing  # noqa: E402

@@ -15,7 +15,7 @@ from tests.docs.readme_test import blocks
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / 'docs'
 TUTORIAL = DOCS / 'tutorial.md'
-# A list; sessions (pages_test.py); commands (tests/examples/commands_test.py);
+# A list; sessions (pages_test.py); commands (tests/finetune/commands_test.py);
 # a table.
 NO_PYTHON = (
   'index', 'input_metric', 'language_model', 'lora_trees', 'private_head',

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.examples.conftest import shared_data
+from tests.finetune.conftest import shared_data
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))

@@ -47,8 +47,9 @@ EXTRAS = PROJECT['optional-dependencies']
         *PROJECT['dependencies'],
         *(
           x
-          for name in ('jax-privacy', 'examples', 'examples-data')
+          for name in ('jax-privacy', 'finetune', 'examples')
           for x in EXTRAS[name]
+          if not x.startswith('prism-optax')
         ),
       ],
       {'jax', 'optax'},  # By flax and jax-privacy.
@@ -166,6 +167,7 @@ def test_every_licence_is_on_the_list():
   requirements = [
     *PROJECT['dependencies'],
     *EXTRAS['jax-privacy'],
+    *EXTRAS['finetune'],
     *EXTRAS['examples'],
     *EXTRAS['he'],
   ]

@@ -4,12 +4,12 @@ import contextlib
 import json
 import resource
 
-import finetune
 import jax.numpy as jnp
 import pytest
 
 from prism_optax import training
-from tests.examples import finetune_test
+from prism_optax.finetune import main as finetune
+from tests.finetune import finetune_test
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 import functools
 import json
 
-import finetune
 import jax
 import numpy as np
 import optax
@@ -11,8 +10,9 @@ import pytest
 import safetensors.numpy
 
 import prism_optax
+from prism_optax.finetune import main as finetune
 from tests import cases
-from tests.examples import finetune_test
+from tests.finetune import finetune_test
 
 OPTIMIZERS = {
   'prism': functools.partial(prism_optax.prism, 0.1),

@@ -1,4 +1,4 @@
-"""Runs ``examples/finetune.py`` again and again, killing itself on the way.
+"""Runs ``prism-optax train`` again and again, killing itself on the way.
 
     python killed_run.py LOG FOLDER PLACES ARGUMENTS...
 
@@ -19,13 +19,13 @@ import signal
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+sys.path.insert(0, str(ROOT))
 
-import finetune  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from finetuning import run  # noqa: E402
 
+from prism_optax.finetune import main as finetune  # noqa: E402
+from prism_optax.finetune import run  # noqa: E402
 from prism_optax.training import PrivateTraining  # noqa: E402
 from prism_optax.training._journal import Journal  # noqa: E402
 

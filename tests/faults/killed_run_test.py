@@ -7,10 +7,10 @@ import sys
 
 import numpy as np
 import pytest
-from finetuning import run
 
+from prism_optax.finetune import run
 from prism_optax.training._journal import Count, Journal
-from tests.examples import finetune_test
+from tests.finetune import finetune_test
 
 PROGRAM = pathlib.Path(__file__).with_name('killed_run.py')
 # The program of a run is that of `finetune_test`: it is compiled once for both.

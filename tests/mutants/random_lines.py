@@ -79,6 +79,7 @@ def candidates(seed):
   pairs = [
     (path, edit)
     for path in sorted((ROOT / 'prism_optax').rglob('*.py'))
+    if 'finetune' not in path.parts
     for edit in edits.edits_of(path.read_text())
   ]
   random.Random(seed).shuffle(pairs)

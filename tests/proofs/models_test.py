@@ -4,14 +4,20 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from finetuning import language, training
-from finetuning.models import classifier, llama, llama_config, minilm, vit
 from flax import nnx
 
 from benchmarks.accuracy import digits_network
 from benchmarks.geometry import given_noise
 from benchmarks.speed import decoder, steps
 from prism_optax import diagnostics, lora
+from prism_optax.finetune import language, training
+from prism_optax.finetune.models import (
+  classifier,
+  llama,
+  llama_config,
+  minilm,
+  vit,
+)
 from tests import cases
 from tests.proofs.losses import normal
 

@@ -1,6 +1,6 @@
-"""The tiny encoder and the tiny files of the tests of the examples."""
+"""The tiny encoder and the tiny files of the tests of the command."""
 
-from tests.examples.conftest import (  # noqa: F401
+from tests.finetune.conftest import (  # noqa: F401
   tiny_files,
   tiny_model,
 )

@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetuning import adapters, data
-from finetuning.models import minilm
 from flax import nnx
 from hypothesis import given
 
+from prism_optax.finetune import adapters, data
+from prism_optax.finetune.models import minilm
 from tests.properties import cases
 
 values = st.recursive(

@@ -1,15 +1,14 @@
 """The fine-tuning command line on several devices."""
 
 import subprocess
-import sys
 
-import finetune
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from prism_optax.finetune import main as finetune
 from tests.conftest import devices
-from tests.examples import finetune_test
+from tests.finetune import finetune_test
 
 
 @pytest.mark.slow
@@ -22,7 +21,7 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
     )  # fmt: skip
 
   done = subprocess.run(
-    [sys.executable, finetune_test.SCRIPT, *argv('mesh', '--mesh', 'data=8')],
+    [*finetune_test.PROGRAM, *argv('mesh', '--mesh', 'data=8')],
     env=devices(8),
     capture_output=True,
     text=True,

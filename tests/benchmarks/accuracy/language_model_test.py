@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetuning import data, instructions
-from finetuning.models import pretrained
 
 from benchmarks.accuracy import (
   language_layers,
@@ -17,7 +15,9 @@ from benchmarks.accuracy import (
   language_runs,
   language_tables,
 )
-from tests.examples import language_models
+from prism_optax.finetune import data, instructions
+from prism_optax.finetune.models import pretrained
+from tests.finetune import language_models
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from finetuning.models import layers, minilm, vit
 from flax import nnx
 
 from benchmarks.accuracy import plain_layers, small_decoder
+from prism_optax.finetune.models import layers, minilm, vit
 
 HIDDEN, INNER, HEADS, ROWS, LENGTH, RANK = 12, 20, 3, 2, 5, 2
 CONFIG = minilm.Config(

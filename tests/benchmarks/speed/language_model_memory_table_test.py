@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-from finetuning.models import llama_config
 
 from benchmarks.speed import language_model_memory_table as benchmark
-from tests.examples import language_models
+from prism_optax.finetune.models import llama_config
+from tests.finetune import language_models
 
 
 @pytest.mark.slow

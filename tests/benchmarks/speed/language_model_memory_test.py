@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.speed import language_model_memory as benchmark
-from tests.examples import conftest, finished_runs, language_models
+from tests.finetune import conftest, finished_runs, language_models
 
 
 def test_the_peak_is_that_of_the_process():

@@ -1,4 +1,4 @@
-"""The figures of the documentation; benchmarks use the models of examples."""
+"""The figures of the documentation."""
 
 import pathlib
 import sys

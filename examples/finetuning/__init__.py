@@ -1,1 +1,0 @@
-"""The parts of ``finetune.py``: one idea a file."""

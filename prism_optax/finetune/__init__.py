@@ -1,0 +1,1 @@
+"""The command ``prism-optax``: a program; its parts are no public names."""

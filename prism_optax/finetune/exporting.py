@@ -1,0 +1,267 @@
+"""A finished run in the files of other programs."""
+
+import json
+import pathlib
+import re
+import shutil
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+from prism_optax import lora
+
+from . import command_line, files, finished, model_card
+from .models import llama_files, minilm, pretrained
+
+Read = Callable[[str], np.ndarray]
+
+
+def export(command: command_line.Export) -> None:
+  """The command ``export``.
+
+  Raises:
+    ValueError: If the run is not finished, or the folder is taken.
+  """
+  run = finished.find(command.run, 'classify', 'instruct')
+  limit = shard_size(command.max_shard_size)
+  whole = command.base or command.format == 'merged'
+  if limit is not None and (run.options.task == 'classify' or not whole):
+    raise ValueError(
+      f'--max-shard-size {command.max_shard_size} is for all weights of a '
+      'language model: --format merged, or --base.'
+    )
+  folder = pathlib.Path(command.output)
+  if folder.exists() and any(folder.iterdir()):
+    raise ValueError(f'--output {folder} is not empty: choose another folder.')
+  folder.mkdir(parents=True, exist_ok=True)
+  if command.format == 'safetensors':
+    shutil.copy(run.adapter, folder / run.adapter.name)
+  elif run.options.task == 'classify':
+    _classifier(run, folder, command)
+  else:
+    _language_model(run, folder, command, limit)
+  (folder / 'README.md').write_text(
+    model_card.card(run, command.format), 'utf-8'
+  )
+  print(f'{command.format}: {folder}')
+
+
+def shard_size(text: str | None) -> int | None:
+  """Bytes of ``5GB``, ``200MB`` or ``7KB``, powers of ten as on the hub.
+
+  Raises:
+    ValueError: For anything else.
+  """
+  if text is None:
+    return None
+  match = re.fullmatch(r'(\d+)(KB|MB|GB)', text.upper())
+  if match is None or int(match[1]) == 0:
+    raise ValueError(
+      f'Expected --max-shard-size such as 5GB or 200MB, got {text!r}.'
+    )
+  return int(match[1]) * {'KB': 10**3, 'MB': 10**6, 'GB': 10**9}[match[2]]
+
+
+def _language_model(
+  run: finished.Finished,
+  folder: pathlib.Path,
+  command: command_line.Export,
+  limit: int | None,
+) -> None:
+  model, source = finished.language_model(run)
+  modules = llama_files.adapters(
+    nnx.state(model, nnx.LoRAParam),
+    model.config,
+    finished.lora_of(run.options),
+  )
+  if command.format == 'merged':
+    write_model(folder, source, merged(source.read, modules), limit)
+    return
+  _write_peft(folder, modules, source.name, 'CAUSAL_LM')
+  _write_tokenizer(folder, source)
+  if command.base:
+    write_model(folder / 'base', source, source.read, limit)
+
+
+def _classifier(
+  run: finished.Finished, folder: pathlib.Path, command: command_line.Export
+) -> None:
+  """The encoder and the head, as PEFT has them or the hub.
+
+  PEFT gets both as one model, see the card: an encoder ``bert`` and a head
+  ``classifier``, as in ``BertForSequenceClassification``, whose pooling is
+  another one. Merged, the encoder is a model by itself.
+  """
+  model, encoder = finished.text_classifier(run)
+  modules: dict[str, dict[str, jax.Array]] = {}
+  names = minilm.stored_names(len(model.encoder.layers))
+  for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    _, *module, _, factor = path
+    modules.setdefault(names[tuple(module)], {})[factor] = leaf[...]
+  head = {
+    'weight': np.ascontiguousarray(np.asarray(model.kernel[...]).T),
+    'bias': np.asarray(model.bias[...]),
+  }
+  if command.format == 'merged':
+    stored = safetensors.numpy.load_file(encoder / 'model.safetensors')
+    change = merged(stored.__getitem__, modules)
+    _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
+    _save(folder / 'head.safetensors', head)
+    shutil.copy(encoder / 'config.json', folder)
+  else:
+    _write_peft(
+      folder,
+      {f'bert.{name}': factors for name, factors in modules.items()},
+      run.options.base['model'],
+      # Not SEQ_CLS: PEFT would take it for the model with the other pooling.
+      None,
+      {'classifier': head},
+    )
+    if command.base:
+      shutil.copytree(encoder, folder / 'base')
+  labels = {
+    'labels': run.options.labels,
+    'temperature': model.temperature,
+    'max_length': run.options.max_length,
+  }
+  _write_json(folder / 'head.json', labels)
+  shutil.copy(encoder / 'tokenizer.json', folder)
+
+
+def merged(read: Read, modules: Mapping[str, Mapping[str, jax.Array]]) -> Read:
+  """Reads weights with the adapters added to them.
+
+  Args:
+    read: A tensor by its name, ``(out, in)``.
+    modules: ``lora_a`` (in, r) and ``lora_b`` (r, out) of each adapted module.
+
+  Returns:
+    A function like ``read``, in the type of what it reads.
+  """
+
+  def changed(name: str) -> np.ndarray:
+    value = read(name)
+    module = modules.get(name.removesuffix('.weight'))
+    if module is None or not name.endswith('.weight'):
+      return value
+    a, b = (np.asarray(module[key], np.float32) for key in ('lora_a', 'lora_b'))
+    return (value.astype(np.float32) + (a @ b).T).astype(value.dtype)
+
+  return changed
+
+
+def write_model(
+  folder: pathlib.Path,
+  source: pretrained.Pretrained,
+  read: Read,
+  limit: int | None = None,
+) -> None:
+  """A whole language model in the layout of the hub.
+
+  Args:
+    folder: Made if it does not exist.
+    source: Configuration, tokenizer and names.
+    read: The weights.
+    limit: Most bytes of weights in a file, of which no more are in memory at
+      once; a larger tensor has a file of its own. None for one file.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  names = sorted(source.names)
+  kind = read(names[0]).dtype.name
+  _write_json(folder / 'config.json', {**source.config, 'torch_dtype': kind})
+  _write_json(
+    folder / 'generation_config.json', {'eos_token_id': list(source.stops)}
+  )
+  _write_weights(folder, names, read, limit)
+  _write_tokenizer(folder, source)
+
+
+def _write_weights(
+  folder: pathlib.Path, names: list[str], read: Read, limit: int | None
+) -> None:
+  parts: list[list[str]] = []
+  part: dict[str, np.ndarray] = {}
+  sizes: dict[str, int] = {}
+
+  def write() -> None:
+    # How many there will be is not known yet.
+    _save(folder / f'part-{len(parts)}', part)
+    parts.append(list(part))
+    part.clear()
+
+  for name in names:
+    value = np.ascontiguousarray(read(name))
+    sizes[name] = value.nbytes
+    filled = sum(sizes[other] for other in part)
+    if part and limit is not None and filled + value.nbytes > limit:
+      write()
+    part[name] = value
+  write()
+  if len(parts) == 1:
+    (folder / 'part-0').replace(folder / pretrained.WEIGHTS)
+    return
+  weight_map = {}
+  for i, inside in enumerate(parts):
+    file = f'model-{i + 1:05}-of-{len(parts):05}.safetensors'
+    (folder / f'part-{i}').replace(folder / file)
+    weight_map |= dict.fromkeys(inside, file)
+  _write_json(
+    folder / pretrained.INDEX,
+    {
+      'metadata': {'total_size': sum(sizes.values())},
+      'weight_map': weight_map,
+    },
+  )
+
+
+def _write_peft(
+  folder: pathlib.Path,
+  modules: Mapping[str, Mapping[str, jax.Array]],
+  base: str,
+  task_type: str | None,
+  others: Mapping[str, Mapping[str, np.ndarray]] = types.MappingProxyType({}),
+) -> None:
+  """The adapter, and modules that were trained as a whole beside it."""
+  lora.save_peft(
+    folder,
+    modules,
+    config={
+      'task_type': task_type,
+      'base_model_name_or_path': base,
+      'inference_mode': True,
+    },
+  )
+  if not others:
+    return
+  path = folder / 'adapter_model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  for name, leaves in others.items():
+    for end, value in leaves.items():
+      tensors[f'base_model.model.{name}.{end}'] = value
+  _save(path, tensors)
+  path = folder / 'adapter_config.json'
+  entries = files.read_json(path)
+  _write_json(path, entries | {'modules_to_save': list(others)})
+
+
+def _write_tokenizer(
+  folder: pathlib.Path, source: pretrained.Pretrained
+) -> None:
+  source.tokenizer.save(str(folder / 'tokenizer.json'))
+  _write_json(folder / 'tokenizer_config.json', dict(source.tokenizer_config))
+
+
+def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  path.write_text(json.dumps(value, indent=2) + '\n', 'utf-8')
+
+
+def _save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+  """All in one go: a file that was cut off has another name."""
+  temporary = path.with_suffix('.tmp')
+  safetensors.numpy.save_file(dict(tensors), temporary, {'format': 'pt'})
+  temporary.replace(path)

@@ -1,0 +1,186 @@
+"""Rows of a file: JSON lines, CSV, Parquet, or what ``datasets`` saved.
+
+One row that cannot be read is a row all the same: whether that is an error
+depends on whether the file is public, which the caller knows. A record of a CSV
+file is what the reader takes for one: a quote that is not closed makes one
+record of all that follows.
+
+A folder that the library ``datasets`` saved has Arrow streams and
+``state.json``, which names them. ``pyarrow`` reads these; ``datasets`` would
+bring pandas, httpx and more than a dozen others.
+"""
+
+import csv
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+  """One row of a file.
+
+  Attributes:
+    entries: Its columns, None where it is no row of columns.
+    problem: What is wrong with it, if something is.
+  """
+
+  entries: Mapping[str, Any] | None
+  problem: str = ''
+
+
+def read(path: str, option: str) -> list[Row]:
+  """All rows that are not empty, in order.
+
+  Args:
+    path: JSON lines with one object a line; comma-separated values whose
+      first line has the names, if the name ends in ``.csv``; a table, if it
+      ends in ``.parquet``; or a folder, see :func:`_dataset`.
+    option: How the caller's option is called, for the messages.
+
+  Raises:
+    ValueError: If there is no such file, or it is no whole table.
+  """
+  where = pathlib.Path(path)
+  if where.is_dir():
+    return _dataset(where, option)
+  if not where.is_file():
+    raise ValueError(f'{option}: there is no file {path}.')
+  if where.suffix.lower() == '.csv':
+    return _csv(where)
+  if where.suffix.lower() == '.parquet':
+    import pyarrow.parquet
+
+    return _rows(_read(pyarrow.parquet.read_table, where, option))
+  # `errors='replace'`: a stray byte in one record must not stop the run. Not
+  # `splitlines`, which would also cut at separators inside of a text.
+  text = where.read_text('utf-8', errors='replace')
+  return [_json(line) for line in text.split('\n') if line.strip()]
+
+
+def _json(line: str) -> Row:
+  try:
+    row = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    return Row(None, f'no JSON ({error})')
+  if not isinstance(row, dict):
+    return Row(None, f'expected a JSON object, got {line[:60]!r}')
+  return Row(row)
+
+
+def _csv(path: pathlib.Path) -> list[Row]:
+  # A long text is no error, and must not be one in a private file.
+  csv.field_size_limit(2**31 - 1)
+  with path.open(encoding='utf-8-sig', errors='replace', newline='') as file:
+    rows = list(csv.DictReader(file))
+  return [
+    # The surplus of a row that is too long has no name; what is missing in one
+    # that is too short is None.
+    Row({k: v for k, v in row.items() if k is not None and v is not None})
+    for row in rows
+  ]
+
+
+def _dataset(folder: pathlib.Path, option: str) -> list[Row]:
+  """The rows of a folder of ``Dataset.save_to_disk``.
+
+  Args:
+    folder: Of a ``Dataset``; of a ``DatasetDict`` only if it has one split:
+      which rows are private is not guessed.
+    option: How the caller's option is called, for the messages.
+
+  Raises:
+    ValueError: If it is no such folder, has several splits, is broken or has
+      a mapping of indices, as old versions wrote it.
+  """
+  if (folder / 'dataset_dict.json').is_file():
+    entries = read_json(folder / 'dataset_dict.json')
+    splits = [
+      pathlib.Path(str(name)).name for name in entries.get('splits', ())
+    ]
+    if len(splits) != 1:
+      raise ValueError(
+        f'{option} {folder} has the splits {splits}: name one, such as '
+        f'{folder / (splits or ["train"])[0]}.'
+      )
+    folder = folder / splits[0]
+  if not (folder / 'state.json').is_file():
+    raise ValueError(
+      f'{option} {folder}: expected a file, or a folder that the library '
+      'datasets has saved (with a state.json).'
+    )
+  state = read_json(folder / 'state.json')
+  # Rows that were selected or shuffled without being moved.
+  if any(value for name, value in state.items() if name.startswith('_indices')):
+    raise ValueError(
+      f'{option} {folder} has a mapping of indices: call flatten_indices() and '
+      'save_to_disk() again.'
+    )
+  import pyarrow
+
+  def stream(path: pathlib.Path) -> Any:
+    with pyarrow.memory_map(str(path)) as source:
+      return pyarrow.ipc.open_stream(source).read_all()
+
+  # Names only: a folder must not lead out of itself.
+  names = [
+    pathlib.Path(str(entry['filename'])).name
+    for entry in state.get('_data_files') or ()
+  ]
+  return [
+    row for name in names for row in _rows(_read(stream, folder / name, option))
+  ]
+
+
+def _read(read: Callable, path: pathlib.Path, option: str) -> Any:
+  try:
+    return read(path)
+  # Those of Arrow are of these two classes, or NotImplementedError.
+  except (ValueError, OSError, NotImplementedError) as error:
+    raise ValueError(f'{option}: {path} cannot be read: {error}') from error
+
+
+def _rows(table: Any) -> list[Row]:
+  """All rows, in order. What is null in a row is absent here."""
+  try:
+    rows = table.to_pylist()
+  # A string that is no UTF-8, a date that Python has not: one record must not
+  # stop the reading of the others.
+  except Exception as error:
+    count = table.num_rows
+    if count < 2:
+      return [Row(None, f'no row ({error})')] * count
+    halves = table.slice(0, count // 2), table.slice(count // 2)
+    return [row for half in halves for row in _rows(half)]
+  return [Row({k: v for k, v in row.items() if v is not None}) for row in rows]
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """The object in a file.
+
+  Raises:
+    ValueError: If it is absent or holds anything else.
+  """
+  try:
+    stored = json.loads(path.read_text('utf-8'))
+  except OSError as error:
+    raise ValueError(f'{path}: cannot be read: {error.strerror}.') from error
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{path}: no JSON ({error}).') from error
+  if not isinstance(stored, dict):
+    raise ValueError(f'{path}: expected a JSON object.')
+  return stored
+
+
+def hint(path: str, rows: list[Row]) -> str:
+  """What may be wrong with a file of which no row could be used."""
+  if not rows:
+    return ' The file has no rows.'
+  if all(row.entries is None for row in rows):
+    return (
+      ' No line of it is a JSON object. Is it a CSV or Parquet file? Then its '
+      'name has to end in .csv or .parquet.'
+    )
+  if pathlib.Path(path).suffix.lower() == '.csv':
+    return ' The first line of a CSV file has to hold the names of the columns.'
+  return ''

@@ -1,0 +1,136 @@
+"""A finished run, opened again from what it wrote: nothing else is needed."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from . import adapters, files, options, tasks, train_command
+from .models import classifier, llama_files, minilm, pretrained, weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+  """What a run left behind.
+
+  Attributes:
+    folder: Of the run.
+    options: Those it was done with.
+    summary: What is in ``summary.json``.
+  """
+
+  folder: pathlib.Path
+  options: options.Options
+  summary: dict[str, Any]
+
+  @property
+  def adapter(self) -> pathlib.Path:
+    return self.folder / 'adapter.safetensors'
+
+
+def lora_of(used: options.Options) -> minilm.LoraConfig:
+  return minilm.LoraConfig(
+    used.rank, tuple(used.lora_targets), used.lora_layers
+  )
+
+
+def find(folder: str, *expected: str) -> Finished:
+  """Opens a run.
+
+  Args:
+    folder: Its ``--output``.
+    *expected: Tasks of which it may be; any if there are none.
+
+  Raises:
+    ValueError: If there is no run, it is not finished, or of another task.
+  """
+  path = pathlib.Path(folder)
+  for name, what in (
+    ('options.json', 'there is no run'),
+    ('summary.json', 'the run is not finished: go on with train --resume'),
+  ):
+    if not (path / name).is_file():
+      raise ValueError(f'{folder}: {what} (no {path / name}).')
+  used = _options(path)
+  if expected and used.task not in expected:
+    raise ValueError(
+      f'{folder}: expected a run of --task {" or ".join(expected)}, got '
+      f'{used.task}.'
+    )
+  return Finished(path, used, files.read_json(path / 'summary.json'))
+
+
+def _options(folder: pathlib.Path) -> options.Options:
+  names = train_command.Train.names()
+  return options.Options(**options.read(folder / 'options.json', names))
+
+
+def find_all(folder: str) -> list[Finished]:
+  """The run in a folder, or those of all methods that the demo compared.
+
+  Raises:
+    ValueError: As :func:`find`.
+  """
+  path = pathlib.Path(folder)
+  parts = sorted(path.glob('*/summary.json'))
+  if (path / 'summary.json').exists() or not parts:
+    return [find(folder)]
+  used = _options(path)
+  return [Finished(part.parent, used, files.read_json(part)) for part in parts]
+
+
+def language_model(
+  run: Finished, *, before: bool = False
+) -> tuple[nnx.Module, pretrained.Pretrained]:
+  """The model of an ``instruct`` run, and where its weights came from.
+
+  Args:
+    run: What :func:`find` returned.
+    before: Whether it is to be as it was before it was adapted.
+
+  Raises:
+    ValueError: If the weights are not those that the run began with.
+  """
+  used = run.options
+  source = pretrained.find(used.model)
+  _check_base(run, source.sha256)
+  model = llama_files.load(
+    source,
+    lora_of(used),
+    dtype=jnp.dtype(used.weights_dtype),
+    seed=used.init_seed,
+  )
+  if not before:
+    params = nnx.state(model, nnx.LoRAParam)
+    nnx.update(model, adapters.load(run.adapter, params))
+  return model, source
+
+
+def text_classifier(
+  run: Finished,
+) -> tuple[classifier.Classifier, pathlib.Path]:
+  """The model of a ``classify`` run, and the folder of its encoder.
+
+  Raises:
+    ValueError: If the weights are not those that the run began with.
+  """
+  used = run.options
+  folder = weights.find(used.model)
+  _check_base(run, weights.sha256(folder / 'model.safetensors'))
+  model = tasks.text_classifier(
+    folder, len(used.labels), lora_of(used), used.init_seed
+  )
+  _, params, _ = classifier.split(model)
+  nnx.update(model, adapters.load(run.adapter, params))
+  return model, folder
+
+
+def _check_base(run: Finished, found: str) -> None:
+  stored = run.options.base['sha256']
+  if found != stored:
+    raise ValueError(
+      f'{run.folder}: the frozen weights have sha256 {found}, the run began '
+      f'with {stored}.'
+    )

@@ -1,0 +1,98 @@
+"""The optimizers that can be compared, for ``training.make_private``."""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+
+import prism_optax
+from prism_optax import contrib, lora
+
+from . import options
+
+# What the default task compares.
+COMPARED = ('prism', 'dp-adamw', 'adamw')
+
+
+def optimizer(
+  name: str,
+  learning_rate: optax.ScalarOrSchedule,
+  l2_clip_norm: float,
+  params: Any,
+) -> Any:
+  """What follows clip and noise, or a function that makes all three.
+
+  Args:
+    name: ``prism``: PRISM (arXiv:2606.00944) on the manifold of the adapters.
+      ``prism-rows``: the same with ``contrib.scale_by_row_moments``, which
+      evens out its inputs and outputs. ``dp-muon``: DP-Muon
+      (arXiv:2605.12994) on the two factors of every adapter and the matrix of
+      the head, each clipped by itself to an equal share of the norm, Adam for
+      biases. ``dp-adamw``: AdamW on the two factors of every adapter.
+      ``adamw``: the same, to be used with neither clip nor noise; NOT private.
+    learning_rate: A number or a schedule.
+    l2_clip_norm: Largest norm of one example's gradient over all trainable
+      leaves.
+    params: The trainable parameters: how many matrices there are.
+
+  Raises:
+    ValueError: If the name is unknown.
+  """
+  if name == 'prism':
+    return functools.partial(prism_optax.prism, learning_rate)
+  if name == 'prism-rows':
+    return functools.partial(prism_with_rows, learning_rate)
+  if name == 'dp-muon':
+    # K groups of norm C / sqrt(K) each: together C, as for the others.
+    groups = {'weight_dimension_numbers': matrices}
+    unit = prism_optax.per_matrix_clip(1.0, **groups)
+    return functools.partial(
+      prism_optax.dp_muon,
+      learning_rate,
+      l2_clip_norms=l2_clip_norm / unit.sensitivity(params=params),
+      consistent_rms=0.2,
+      **groups,
+    )
+  if name in ('dp-adamw', 'adamw'):
+    return optax.adamw(learning_rate)
+  raise ValueError(f'Expected a method of {options.METHODS}, got {name!r}.')
+
+
+def prepared(name: str, params: Any) -> Any:
+  """The same adapters; PRISM's in the gauge where their frames are exact."""
+  return lora.canonicalize(params) if name.startswith('prism') else params
+
+
+def prism_with_rows(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  l2_clip_norm: float,
+  noise_multiplier: float,
+  expected_batch_size: int,
+  prng_key: jax.Array,
+  steps: int | None,
+) -> prism_optax.transforms.TangentTransformation:
+  """``prism`` line by line, with scales of rows directly behind the noise."""
+  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  return prism_optax.chain(
+    prism_optax.intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
+    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
+    contrib.scale_by_row_moments(noise_stddev=stddev),
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=stddev),
+    prism_optax.add_decayed_factors(0.1),
+    prism_optax.scale_by_learning_rate(learning_rate),
+    prism_optax.retract(),
+  )
+
+
+def matrices(params: Any) -> Any:
+  """Which leaves are matrices or stacks of them, for DP-Muon."""
+  return jax.tree.map(
+    lambda x: (
+      optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+      if x.ndim >= 2
+      else None
+    ),
+    params,
+  )

@@ -1,0 +1,213 @@
+"""What both transformers are made of: dense layers with LoRA, attention.
+
+Tokens are flattened to ``(batch * length, hidden)`` before every dense layer:
+on CPU XLA runs one plain matrix product more than twice as fast as the same
+product with two leading axes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from prism_optax import lora
+
+LECUN_NORMAL = nnx.initializers.lecun_normal()
+
+
+def frozen_product(layer: nnx.Linear, tokens: jax.Array) -> jax.Array:
+  """What the frozen part of a dense layer gives, its kernel in int8 or not."""
+  if not hasattr(layer, 'kernel_scale'):
+    return nnx.Linear.__call__(layer, tokens)
+  # One column at a time has one scale: it can wait until after the product.
+  product = tokens @ layer.kernel[...].astype(tokens.dtype)
+  product = product * layer.kernel_scale[...]
+  return product if layer.bias is None else product + layer.bias[...]
+
+
+class Int8Linear(nnx.Linear):
+  """``nnx.Linear`` whose kernel is int8; see :func:`dense`."""
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    return frozen_product(self, tokens)
+
+
+class AdaptedLinear(nnx.LoRALinear):
+  """``nnx.LoRALinear`` whose factors may be copies, one for each example.
+
+  As ``prism_optax.lora.per_example_gradients`` makes them.
+  """
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    a, b = self.lora.lora_a[...], self.lora.lora_b[...]
+    examples = len(a) if a.ndim == 3 else 1
+    return frozen_product(self, tokens) + lora.per_example_product(
+      # The encoders flatten (batch, length), the batch in front.
+      tokens, a, b, tokens_per_example=len(tokens) // examples
+    )  # fmt: skip
+
+
+def dense(
+  in_features: int,
+  out_features: int,
+  *,
+  rank: int,
+  rngs: nnx.Rngs,
+  kernel_init: Callable = LECUN_NORMAL,
+  **options: Any,
+) -> nnx.Linear:
+  """A dense layer, with a pair of LoRA factors where ``rank`` is not zero.
+
+  Args:
+    in_features: Size of the last axis of the input.
+    out_features: Size of the last axis of the output.
+    rank: Rank of the adapter: ``lora_a`` is ``(in_features, rank)`` and
+      ``lora_b``, ``(rank, out_features)``, starts at zero. 0 gives a plain
+      ``nnx.Linear``.
+    rngs: Source of the initial values, which are public.
+    kernel_init: Initialiser of the frozen kernel.
+    **options: Of ``nnx.Linear``, for the frozen part. With the ``param_dtype``
+      int8 only the kernel is: :func:`to_int8` gives it and ``kernel_scale``
+      (out_features,). The bias is bfloat16.
+
+  Returns:
+    ``AdaptedLinear`` or ``nnx.Linear``; the frozen part has the same names in
+    both.
+
+  Raises:
+    ValueError: If ``rank`` is negative or exceeds one of the two sizes.
+  """
+  if not 0 <= rank <= min(in_features, out_features):
+    raise ValueError(
+      f'Expected 0 <= rank <= {min(in_features, out_features)} for a layer '
+      f'of shape {(in_features, out_features)}, got {rank=}.'
+    )
+  options |= {'kernel_init': kernel_init, 'rngs': rngs}
+  is_int8 = options.get('param_dtype') == jnp.int8
+  if is_int8:
+    options['param_dtype'] = jnp.bfloat16
+  if rank == 0:
+    kind = Int8Linear if is_int8 else nnx.Linear
+    layer = kind(in_features, out_features, **options)
+  else:
+    layer = AdaptedLinear(in_features, out_features, lora_rank=rank, **options)
+  if is_int8:
+    layer.kernel = nnx.Param(jnp.zeros((in_features, out_features), jnp.int8))
+    layer.kernel_scale = nnx.Param(jnp.ones(out_features))
+  return layer
+
+
+def to_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Rounds ``(..., in, out)`` to 255 steps between +- the largest of a column.
+
+  Not by qwix: it replaces the weights of the module that calls it, and the
+  layers of the decoder are modules only inside of a scan. There it rounded in
+  every call, and what lay in memory stayed float32.
+
+  Returns:
+    int8 and ``(..., out)`` float32, whose product is off by half a step.
+  """
+  largest = np.abs(kernel).max(axis=-2)
+  scale = np.where(largest > 0, largest, 1).astype(np.float32) / 127
+  rounded = np.rint(kernel / scale[..., None, :])
+  return rounded.astype(np.int8), scale
+
+
+class Attention(nnx.Module):
+  """Multi-head self-attention over flattened tokens."""
+
+  def __init__(
+    self,
+    hidden: int,
+    heads: int,
+    *,
+    rank: int,
+    rngs: nnx.Rngs,
+    kernel_init: Callable = LECUN_NORMAL,
+  ):
+    self.heads = heads
+
+    def make():
+      return dense(
+        hidden, hidden, rank=rank, rngs=rngs, kernel_init=kernel_init
+      )
+
+    self.query, self.key, self.value = make(), make(), make()
+    self.output = make()
+
+  def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attends within each sequence; arguments and result of :meth:`mixed`."""
+    return self.output(self.mixed(tokens, mask))
+
+  def mixed(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """What the output matrix reads: mixed values.
+
+    Args:
+      tokens: ``(batch * length, hidden)``.
+      mask: ``(batch, length)``, True where there is a token to look at; or
+        ``(batch or 1, length, length)``, True where the token of the second
+        axis may look at the one of the last, as in a decoder.
+
+    Returns:
+      ``(batch * length, hidden)``. A sequence without a single token is
+      attended uniformly: finite, and of no use.
+    """
+    hidden, length = tokens.shape[-1], mask.shape[-1]
+    shape = -1, length, self.heads, hidden // self.heads
+    query, key, value = (
+      projection(tokens).reshape(shape)
+      for projection in (self.query, self.key, self.value)
+    )
+    visible = mask[:, None, :] if mask.ndim == 2 else mask
+    scores = jnp.einsum('bqhd,bkhd->bhqk', query, key)
+    scores = scores / jnp.sqrt(query.shape[-1]).astype(scores.dtype)
+    # The smallest number and not -inf: all of them masked must not be NaN.
+    lowest = jnp.finfo(scores.dtype).min
+    scores = jnp.where(visible[:, None], scores, lowest)
+    mixed = jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), value)
+    return mixed.reshape(tokens.shape)
+
+
+class FeedForward(nnx.Module):
+  """Two dense layers around an exact GELU."""
+
+  def __init__(
+    self,
+    hidden: int,
+    inner: int,
+    *,
+    rank: int,
+    rngs: nnx.Rngs,
+    kernel_init: Callable = LECUN_NORMAL,
+  ):
+    self.up = dense(
+      hidden, inner, rank=rank, rngs=rngs, kernel_init=kernel_init
+    )
+    self.down = dense(
+      inner, hidden, rank=rank, rngs=rngs, kernel_init=kernel_init
+    )
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    return self.down(jax.nn.gelu(self.up(tokens), approximate=False))
+
+
+def masked_mean(
+  tokens: jax.Array, mask: jax.Array, *, floor: float = 1e-9
+) -> jax.Array:
+  """Mean over the tokens of each sequence.
+
+  Args:
+    tokens: ``(batch * length, hidden)``.
+    mask: ``(batch, length)``, True where there is a token.
+    floor: Least divisor; an empty sequence gives zeros and no NaN.
+
+  Returns:
+    ``(batch, hidden)``.
+  """
+  weights = mask.astype(tokens.dtype)
+  tokens = tokens.reshape(*mask.shape, -1)
+  total = jnp.einsum('bl,blh->bh', weights, tokens)
+  return total / jnp.maximum(weights.sum(axis=1, keepdims=True), floor)

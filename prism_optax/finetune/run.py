@@ -1,0 +1,197 @@
+"""One run: loop, evaluation, checkpoints, output folder."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import tqdm
+
+from prism_optax import training as prism_training
+from prism_optax.training import PrivateTraining
+
+from . import methods, reporting, summaries, tasks, training
+from . import options as options_lib
+
+# As secret as the data: the state holds the keys of noise and batches. Whoever
+# reads it can take the noise off everything that was released.
+FOLDER = 'checkpoints_secret'
+
+
+class Interrupted(KeyboardInterrupt):
+  """The run was asked to stop, and has saved where it is."""
+
+
+def secrets(output: pathlib.Path) -> pathlib.Path:
+  """The folder of state and journal, which is deleted at the end."""
+  return output.resolve() / FOLDER
+
+
+def train(
+  task: tasks.Task,
+  private: PrivateTraining,
+  options: options_lib.Options,
+  name: str,
+  output: pathlib.Path,
+) -> dict[str, Any]:
+  """Trains, or goes on from the last checkpoint in ``output``.
+
+  Args:
+    task: Model and data.
+    private: Of ``training.make``, for this output.
+    options: Of the run.
+    name: Of the method.
+    output: Gets ``adapter.safetensors``, ``metrics.jsonl``, ``metrics.png``
+      and ``summary.json``; with diagnostics also ``nonprivate_metrics.jsonl``
+      and ``nonprivate_metrics.png``, which must stay as private as the data.
+
+  Returns:
+    What is in ``summary.json``: start and final evaluation, and the privacy
+    that was spent.
+
+  Raises:
+    Interrupted: After SIGINT or SIGTERM.
+    OSError: If a disk is full: what was saved before is still there.
+    ValueError: If the checkpoint belongs to other data or another training, or
+      is lost.
+  """
+  folder, summary_path = secrets(output), output / 'summary.json'
+  if summary_path.exists():
+    summary = json.loads(summary_path.read_text('utf-8'))
+  else:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    report = reporting.Report(
+      output, nonprivate_diagnostics=options.nonprivate_diagnostics
+    )
+    state = _begun(task, private, options, name, folder, report)
+    state = _loop(task, private, options, name, state, folder, report)
+    summary = summaries.write(
+      task, private, options, name, state, report, output
+    )
+  if not options.keep_checkpoints:
+    shutil.rmtree(folder, ignore_errors=True)
+  return summary
+
+
+def _begun(
+  task: tasks.Task,
+  private: PrivateTraining,
+  options: options_lib.Options,
+  name: str,
+  folder: pathlib.Path,
+  report: reporting.Report,
+) -> prism_training.TrainingState:
+  """A new state, saved before anything is released, or that of the run."""
+  path = folder / 'state.npz'
+  if not path.exists():
+    if report.public.path.exists():
+      raise ValueError(
+        f'--resume: the checkpoint of the run in {report.output} is gone, and '
+        'its noise with it. From the start it would be a second release, with '
+        'a budget of its own: choose another --output.'
+      )
+    # Of a process that died before it had saved a state, and so released none.
+    (folder / 'journal.sqlite').unlink(missing_ok=True)
+  state = private.init(methods.prepared(name, task.params))
+  everywhere = training.sharding(options)
+  if everywhere is not None:
+    arrays = jax.device_put((state.params, state.optimizer), everywhere)
+    state = state._replace(params=arrays[0], optimizer=arrays[1])
+  if path.exists():
+    state = prism_training.load_state(path, state)
+  else:
+    prism_training.save_state(path, state)
+  report.resume(int(state.step))
+  return state
+
+
+def _loop(
+  task: tasks.Task,
+  private: PrivateTraining,
+  options: options_lib.Options,
+  name: str,
+  state: prism_training.TrainingState,
+  folder: pathlib.Path,
+  report: reporting.Report,
+) -> prism_training.TrainingState:
+  """All steps that are left."""
+  frozen = jax.device_put(task.frozen, training.sharding(options))
+  evaluate = task.make_evaluate(task.graphdef, task.evaluation)
+  batches = private.batches(state, task.train)
+  print('Compiling and checking the step ...')
+  private.compile(state, frozen)
+  if int(state.step) == 0:
+    report.add(0, evaluate(state.params, frozen))
+  with (
+    _stop_requests() as requests,
+    # Nothing but the number of the step and the public evaluation.
+    tqdm.tqdm(
+      initial=int(state.step),
+      total=private.steps,
+      desc=name,
+      unit='step',
+      dynamic_ncols=True,
+    ) as bar,
+  ):
+    bar.set_postfix(_shown(report.public.rows))
+    for batch in batches:
+      done = int(state.step) + 1
+      is_last = done == private.steps
+      evaluates = done % options.eval_every == 0 or is_last
+      measured = None
+      if evaluates and options.nonprivate_diagnostics:
+        measured = _measured(private.nonprivate_means(state, batch, frozen))
+      state = private.step(state, batch, frozen)
+      bar.update()
+      if evaluates:
+        report.add(done, evaluate(state.params, frozen), measured)
+        bar.set_postfix(_shown(report.public.rows))
+      if requests or done % options.checkpoint_every == 0 or is_last:
+        prism_training.save_state(folder / 'state.npz', state)
+      if requests and not is_last:
+        message = f'Stopped after {done} of {private.steps} steps, saved.'
+        if name != options_lib.NOT_PRIVATE:
+          message += summaries.spent(private, state)
+        raise Interrupted(message)
+  return state
+
+
+def _measured(means: prism_training.Means) -> dict[str, float]:
+  return {
+    'nonprivate_loss': float(means.loss),
+    'nonprivate_accuracy': float(means.aux),
+    'nonprivate_gradient_norm': float(means.gradient_norm),
+  }
+
+
+def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
+  if not rows:
+    return {}
+  is_language = 'eval_perplexity' in rows[-1]
+  name = 'perplexity' if is_language else 'accuracy'
+  return {name: f'{rows[-1][f"eval_{name}"]:.3f}'}
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+  """Collects SIGINT and SIGTERM; a second one acts as it always does."""
+  requests: list[int] = []
+
+  def remember(number, frame):
+    del frame
+    requests.append(number)
+    signal.signal(number, previous[number])
+
+  previous = {
+    number: signal.signal(number, remember)
+    for number in (signal.SIGINT, signal.SIGTERM)
+  }
+  try:
+    yield requests
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)

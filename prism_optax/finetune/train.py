@@ -1,0 +1,229 @@
+"""The command ``train``: what is trained, and what is said of it."""
+
+import json
+import math
+import pathlib
+from typing import Any
+
+from prism_optax.training import PrivateTraining
+
+from . import (
+  digits,
+  finished,
+  instructions,
+  methods,
+  reporting,
+  run,
+  tasks,
+  training,
+)
+from . import options as options_lib
+
+
+def train(options: options_lib.Options) -> None:
+  """The command ``train``.
+
+  Raises:
+    run.Interrupted: With how to go on.
+    OSError: With what is left of the run.
+  """
+  output = pathlib.Path(options.output)
+  resume = f'\n  prism-optax train --output {output} --resume'
+  try:
+    {
+      'digits': compare_on_digits,
+      'classify': finetune_text,
+      'instruct': finetune_language_model,
+    }[options.task](options, output)
+  except run.Interrupted as stop:
+    raise run.Interrupted(f'{stop} Go on with:{resume}') from stop
+  except FileNotFoundError:
+    raise
+  except OSError as error:
+    if not list(output.glob(f'**/{run.FOLDER}/state.npz')):
+      raise OSError(f'{error}. No run has begun in {output}.') from error
+    message = f'{error}. What was saved before is still there: go on with'
+    raise OSError(f'{message} --resume.{resume}') from error
+
+
+def declared_size(options: options_lib.Options, rows: int) -> int:
+  """The public size of a data set of ``rows`` private rows.
+
+  Raises:
+    ValueError: If it is below the number of rows, or the expected batch
+      exceeds it.
+  """
+  if options.dataset_size is None:
+    print(
+      f'{rows} private rows were counted: this number is DECLARED PUBLIC. '
+      f'Declare another one, at least as large, by --dataset-size.'
+    )
+  size = options.dataset_size or rows
+  if rows > size:
+    raise ValueError(
+      f'--dataset-size {size} is below the number of rows in --data.'
+    )
+  if options.batch_size > size:
+    raise ValueError(
+      f'--batch-size {options.batch_size} exceeds the dataset size {size}.'
+    )
+  return size
+
+
+def make(
+  options: options_lib.Options,
+  task: tasks.Task,
+  name: str,
+  output: pathlib.Path,
+) -> PrivateTraining:
+  """The training of a method, whose noise the options have from here on.
+
+  Raises:
+    ValueError: As ``training.make``; if no statement of it would mean anything.
+  """
+  private = training.make(task, options, name, run.secrets(output))
+  if name != options_lib.NOT_PRIVATE and options.plan is None:
+    # What cannot be stated at the end is not begun: delta may be too large, or
+    # the noise too little.
+    private.statement()
+    options.plan = {'noise_multiplier': private.noise_multiplier}
+  return private
+
+
+def save_options(
+  options: options_lib.Options,
+  task: tasks.Task,
+  output: pathlib.Path,
+) -> None:
+  """Writes what ``--resume`` needs, or checks that it is still so.
+
+  A seed is among it: one that was asked for is no secret.
+
+  Raises:
+    ValueError: If the run in ``output`` began with other frozen weights.
+  """
+  output.mkdir(parents=True, exist_ok=True)
+  path = output / 'options.json'
+  if not path.exists():
+    stored = options_lib.absolute(vars(options)) | {
+      'base': task.base,
+    }
+    temporary = path.with_suffix('.tmp')
+    temporary.write_text(json.dumps(stored, indent=2) + '\n', 'utf-8')
+    temporary.replace(path)
+  elif options.base != task.base:
+    raise ValueError(
+      f'--resume: the run in {output} began with the frozen weights '
+      f'{options.base}, not with {task.base}.'
+    )
+
+
+def finetune_text(options: options_lib.Options, output: pathlib.Path) -> None:
+  """One method on two text files."""
+  task = tasks.text_classification(
+    options.data,
+    options.eval,
+    labels=options.labels,
+    text_column=options.text_column,
+    label_column=options.label_column,
+    max_length=options.max_length,
+    model=options.model,
+    lora=finished.lora_of(options),
+    init_seed=options.init_seed,
+  )
+  print(f'{task.name}: {len(task.labels)} classes; results in {output}')
+  summary = train_one(options, task, output)
+  print(
+    f'{summary["optimizer"]}: evaluation accuracy '
+    f'{summary["start"]["eval_accuracy"]:.3f} -> '
+    f'{summary["final"]["eval_accuracy"]:.3f}; {summary["statement"]}.'
+  )
+
+
+def finetune_language_model(
+  options: options_lib.Options, output: pathlib.Path
+) -> None:
+  """One method on two files of conversations."""
+  task = tasks.language_model(
+    options.data,
+    options.eval,
+    columns=instructions.Columns(
+      options.prompt_column, options.response_column, options.messages_column
+    ),
+    max_length=options.max_length,
+    loss_divisor=options.loss_divisor,
+    model=options.model,
+    weights_dtype=options.weights_dtype,
+    lora=finished.lora_of(options),
+    microbatch_size=options.microbatch_size,
+    init_seed=options.init_seed,
+  )
+  print(f'{task.name}: {task.base["model"]}; results in {output}')
+  summary = train_one(options, task, output)
+  print(
+    f"{summary['optimizer']}: perplexity of the evaluation's responses "
+    f'{summary["start"]["eval_perplexity"]:.3f} -> '
+    f'{summary["final"]["eval_perplexity"]:.3f}; {summary["statement"]}.'
+  )
+
+
+def train_one(
+  options: options_lib.Options, task: tasks.Task, output: pathlib.Path
+) -> dict[str, Any]:
+  """Plans and runs one method; returns its summary."""
+  # From here on these are constants of the run, whatever becomes of the files.
+  options.dataset_size = declared_size(options, len(task.train.labels))
+  options.labels = list(task.labels) or None
+  private = make(options, task, options.optimizer, output)
+  save_options(options, task, output)
+  if options.nonprivate_diagnostics:
+    print('The files nonprivate_* will NOT be covered by the guarantee.')
+  return run.train(task, private, options, options.optimizer, output)
+
+
+def compare_on_digits(
+  options: options_lib.Options, output: pathlib.Path
+) -> None:
+  """All methods, or the one asked for, on the default task."""
+  options.dataset_size = digits.PRIVATE_SIZE
+  # Before anything is written.
+  declared_size(options, digits.PRIVATE_SIZE)
+  print('A small vision transformer, pretrained on public digits ...')
+  task = tasks.mirrored_digits(
+    output,
+    rank=options.rank,
+    targets=options.lora_targets,
+    init_seed=options.init_seed,
+  )
+  chosen = [options.optimizer] if options.optimizer else list(methods.COMPARED)
+  trainings = {
+    name: make(options, task, name, output / name) for name in chosen
+  }
+  save_options(options, task, output)
+  rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
+  statement = ''
+  pictures = len(task.evaluation.labels)
+
+  def shown(accuracy: float) -> str:
+    error = math.sqrt(accuracy * (1 - accuracy) / pictures)
+    return f'{accuracy:.3f} ± {error:.3f}'
+
+  for name, private in trainings.items():
+    summary = run.train(task, private, options, name, output / name)
+    if not rows[1:]:
+      accuracy = shown(summary['start']['eval_accuracy'])
+      rows.append(('before adaptation', accuracy, '0'))
+    epsilon = 'not private'
+    if summary['private']:
+      epsilon = f'{reporting.round_up(summary["epsilon"]):.3f}'
+      statement = summary['statement']
+    rows.append((name, shown(summary['final']['eval_accuracy']), epsilon))
+  print(f'\nDigits read in a mirror, {pictures} of them:\n')
+  print(reporting.table(rows))
+  print(
+    '\nOne run each; ± is the standard error over the pictures. Methods whose'
+    ' accuracies are closer than two of these cannot be told apart by this run.'
+  )
+  if statement:
+    print(f'\nSpent by each private run: {statement}.')
+  print(f'Adapters, metrics and plots are in {output}.')

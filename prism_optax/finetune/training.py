@@ -1,0 +1,168 @@
+"""The private training of a task, its loss, and the public evaluation."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from prism_optax import training
+
+from . import data, methods
+from . import options as options_lib
+
+# Of a method that is not private: no gradient of a network is that long.
+NO_CLIP = 1e6
+
+
+def make_loss(graphdef: Any) -> Callable:
+  """``loss(params, frozen, inputs, label) -> (cross-entropy, hit)`` of a row.
+
+  The loss of a blank row is zero, whatever the parameters.
+  """
+
+  def loss(params, frozen, inputs, label):
+    logits = nnx.merge(graphdef, params, frozen)(inputs[None])[0]
+    counts = label != data.BLANK
+    value = optax.softmax_cross_entropy_with_integer_labels(
+      logits, jnp.where(counts, label, 0)
+    )
+    return jnp.where(counts, value, 0), jnp.argmax(logits) == label
+
+  return loss
+
+
+def make(
+  task: Any, options: options_lib.Options, name: str, folder: pathlib.Path
+) -> training.PrivateTraining:
+  """The training of a task by one of ``options.METHODS``.
+
+  Args:
+    task: A ``tasks.Task``.
+    options: Of the run. Their ``plan``, if a run goes on, has the noise that it
+      was calibrated to.
+    name: Of the method.
+    folder: Of the secrets of a run, where its journal is.
+
+  Raises:
+    ValueError: If a size, delta or noise does not fit, the target cannot be
+      met, or there are fewer devices than asked for.
+  """
+  size, is_private = options.dataset_size, name != options_lib.NOT_PRIVATE
+  plan = options.plan or vars(options)
+  noise = {'noise_multiplier': plan['noise_multiplier']}
+  if noise['noise_multiplier'] is None:
+    noise = {'target_epsilon': options.target_epsilon}
+  rate = learning_rate(options, name)
+  schedule = optax.cosine_decay_schedule(rate, options.steps, alpha=0.1)
+  clip = options.l2_clip_norm if is_private else NO_CLIP
+  return training.make_private(
+    task.make_loss(task.graphdef),
+    task.params,
+    has_aux=True,
+    optimizer=methods.optimizer(name, schedule, clip, task.params),
+    l2_clip_norm=clip,
+    expected_batch_size=options.batch_size,
+    dataset_size=size,
+    steps=options.steps,
+    delta=options.delta if is_private else 0.5 / size,
+    **noise if is_private else {'noise_multiplier': 0.0},
+    record=jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), task.train
+    ),
+    tags={'base': task.base['sha256'], 'method': name},
+    journal=folder / 'journal.sqlite',
+    prng_key=options.seed,
+    execution=training.Execution(
+      options.microbatch_size,
+      batch_sharding=sharding(options, 'data'),
+      skip_padding=options.skip_padding,
+    ),
+  )
+
+
+def learning_rate(options: options_lib.Options, name: str) -> float:
+  """At the first step; a cosine takes it to a tenth."""
+  own = options_lib.LEARNING_RATES[options.task][name]
+  return own if options.learning_rate is None else options.learning_rate
+
+
+def sharding(
+  options: options_lib.Options, *axes: str
+) -> jax.sharding.NamedSharding | None:
+  """Over the devices of ``--mesh``, if there are several.
+
+  Args:
+    options: Of the run.
+    *axes: ``'data'`` to split the first axis; none for copies on each.
+
+  Raises:
+    ValueError: If there are fewer devices.
+  """
+  count, found = options_lib.mesh_devices(options.mesh), jax.devices()
+  if count > len(found):
+    raise ValueError(
+      f'--mesh asks for {count} devices, but there are {len(found)}. (On '
+      f'a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={count}.)'
+    )
+  if count == 1:
+    return None
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((count,), ('data',), auto, devices=found[:count])
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+
+def in_chunks(rows: Any, chunk: int) -> tuple[Any, jax.Array]:
+  """Public rows as ``(chunks, chunk, ...)``, and 0 where one fills up."""
+  count = len(jax.tree.leaves(rows)[0])
+  places = np.arange(-(-count // chunk) * chunk)
+  chunked = jax.tree.map(
+    lambda x: jnp.asarray(x[places % count].reshape(-1, chunk, *x.shape[1:])),
+    rows,
+  )
+  weights = (places < count).reshape(-1, chunk)
+  return chunked, jnp.asarray(weights, jnp.float32)
+
+
+def make_evaluate(
+  graphdef: Any, evaluation: data.Examples, chunk: int = 64
+) -> Callable[[Any, Any], dict[str, float]]:
+  """Builds ``evaluate(params, frozen)`` over a public set.
+
+  Args:
+    graphdef: Static part of the model.
+    evaluation: Public rows, no blank label among them.
+    chunk: Rows at once; the last chunk is padded to the same shape.
+
+  Returns:
+    A function that returns ``eval_loss``, the mean cross-entropy in nats, and
+    ``eval_accuracy``, a fraction.
+  """
+  rows = len(evaluation.labels)
+  chunked = in_chunks(evaluation, chunk)
+
+  @jax.jit
+  def totals(params, frozen):
+    model = nnx.merge(graphdef, params, frozen)
+
+    def one(chunk_of_rows):
+      (inputs, labels), weights = chunk_of_rows
+      logits = model(inputs)
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+      hits = jnp.argmax(logits, axis=-1) == labels
+      return jnp.sum(losses * weights), jnp.sum(hits * weights)
+
+    return jax.tree.map(jnp.sum, jax.lax.map(one, chunked))
+
+  def evaluate(params, frozen):
+    loss, hits = totals(params, frozen)
+    return {
+      'eval_loss': float(loss) / rows,
+      'eval_accuracy': float(hits) / rows,
+    }
+
+  return evaluate

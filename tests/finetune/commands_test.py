@@ -1,0 +1,277 @@
+"""What can be done with a finished run, and the mistakes around one."""
+
+import io
+import json
+import pathlib
+import shutil
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from prism_optax.finetune import (
+  command_line,
+  finished,
+  options,
+  public_rows,
+  reporting,
+  summaries,
+)
+from prism_optax.finetune import main as finetune
+from prism_optax.finetune.models import minilm
+from tests import cases
+from tests.finetune import (
+  conftest,
+  finetune_test,
+  finished_runs,
+  language_models,
+)
+from tests.finetune.finished_runs import run_command
+
+
+def test_predict_answers_each_row_with_what_chat_says(
+  language_run, tmp_path, capsys, monkeypatch
+):
+  folder, _ = language_run
+  data = conftest.write_lines(
+    tmp_path / 'a.jsonl',
+    [{'prompt': row['prompt']} for row in finished_runs.ROWS],
+  )
+  more = '--max-new-tokens', 4
+  run_command('predict', folder, '--data', data, *more)
+  printed = capsys.readouterr().out.splitlines()
+  assert len(printed) == 2
+  path = tmp_path / 'out.jsonl'
+  run_command('predict', folder, '--data', data, '--output', path, *more)
+  assert path.read_text().splitlines() == printed
+  capsys.readouterr()
+  monkeypatch.setattr(sys, 'stdin', io.StringIO('two plus three\n\ntwo\n'))
+  run_command('chat', folder, *more)
+  answers = [json.loads(line)['response'] for line in printed]
+  assert capsys.readouterr().out.splitlines() == answers
+  run_command('predict', folder, '--data', data, '--before', *more)
+  assert capsys.readouterr().out.splitlines() != printed
+
+
+def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
+  folder, model = review_run
+  texts = ['film bad', 'plot good', 'actor']
+  data = tmp_path / 'a.csv'
+  data.write_text('text\n' + '\n'.join(texts) + '\n')
+  run_command('predict', folder, '--data', data, '--batch-size', '2')
+  rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  used = finished.find(str(folder)).options
+  ids = minilm.tokenize(pathlib.Path(used.model), texts, used.max_length)
+  want = jax.nn.softmax(nnx.jit(lambda model, ids: model(ids))(model, ids))
+  found = [[row['probabilities'][name] for name in used.labels] for row in rows]
+  np.testing.assert_allclose(found, want, atol=1e-5)
+  assert [row['label'] for row in rows] == [
+    used.labels[i] for i in np.argmax(want, axis=1)
+  ]
+  wrong = conftest.write_lines(tmp_path / 'b.jsonl', [{'text': 3}])
+  assert finetune.main(['predict', str(folder), '--data', str(wrong)]) == 2
+  assert 'row 1: expected a string' in capsys.readouterr().err
+
+
+def _training(folder: pathlib.Path) -> list[str]:
+  """Of a language model; from perplexity 57.8 to 27.0 in float32."""
+  model = language_models.write(folder / 'model')
+  data = conftest.write_lines(folder / 'train.jsonl', finished_runs.ROWS * 20)
+  return [
+    *('train', '--task', 'instruct', '--model', str(model)),
+    *('--data', str(data), '--eval', str(data), '--max-length', '14'),
+    *('--noise-multiplier', '0.5', '--delta', '1e-3', '--seed', '3'),
+    *('--batch-size', '16', '--microbatch-size', '8', '--steps', '6'),
+    *('--learning-rate', '0.1', '--rank', '2', '--eval-every', '3'),
+    *('--optimizer', 'dp-adamw', '--checkpoint-every', '2'),
+  ]
+
+
+@pytest.mark.slow
+def test_a_language_model_learns_on_weights_in_int8(tmp_path):
+  run_command(
+    *(*_training(tmp_path), '--weights-dtype', 'int8'),
+    *('--output', tmp_path / 'run'),
+  )
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  before, after = (summary[x]['eval_perplexity'] for x in ('start', 'final'))
+  assert after < before / 2
+  model, _ = finished.language_model(finished.find(str(tmp_path / 'run')))
+  assert model.stacks[0].mlp.up.kernel.dtype == np.int8
+  run_command('export', tmp_path / 'run', '--output', tmp_path / 'adapter')
+  card = (tmp_path / 'adapter' / 'README.md').read_text()
+  assert 'frozen weights | dense layers in int8 with a scale' in card
+
+
+@pytest.mark.slow
+def test_a_language_model_learns_and_an_interrupted_run_ends_alike(
+  tmp_path, capsys
+):
+  argv = _training(tmp_path)
+  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+  run_command(*argv, '--output', whole)
+  summary = json.loads((whole / 'summary.json').read_text())
+  before, after = (summary[x]['eval_perplexity'] for x in ('start', 'final'))
+  assert after < before / 2
+  assert summary['settings']['learning_rate'] == 0.1
+  with finetune_test.interrupted(3):
+    assert finetune.main([*argv, '--output', str(cut)]) == 130
+  assert 'Spent if you stop here' in capsys.readouterr().err
+  run_command('train', '--output', cut, '--resume')
+  for name in ('adapter.safetensors', 'metrics.jsonl', 'summary.json'):
+    assert (cut / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_report_is_one_page_of_public_figures(language_run, tmp_path):
+  folder, _ = language_run
+  page = tmp_path / 'report.html'
+  run_command('report', folder, '--output', page)
+  text = page.read_text()
+  assert 'src="data:image/png;base64,' in text
+  for fact in (
+    '1.235',
+    '20.0855',
+    '7.3891',
+    'learning_rate',
+    'sums &lt;b&gt;',
+  ):
+    assert fact in text, fact
+  assert '<b>' not in text
+  assert str(folder.parent) not in text  # Nor where it lies.
+
+
+def test_report_has_classes_and_answers_if_asked_for(
+  language_run, review_run, tmp_path, monkeypatch
+):
+  folder, _ = language_run
+  data = conftest.write_lines(tmp_path / 'a.jsonl', finished_runs.ROWS)
+  run = finished.find(str(folder))
+  run.options.eval = str(data)
+  monkeypatch.setattr(public_rows, 'MAX_NEW_TOKENS', 4)
+  found = public_rows.answers(run, 2)
+  assert [row['prompt'] for row in found] == ['two plus three', 'two']
+  assert [row['response'] for row in found] == ['five', 'is two']
+  assert [row['before'] for row in found] != [row['after'] for row in found]
+
+  classes = finished.find(str(review_run[0]))
+  used = classes.options
+  used.labels = ['0', '1']  # The file's, in the order of the head.
+  rows = [
+    json.loads(line)
+    for line in pathlib.Path(used.eval).read_text().splitlines()
+  ]
+  ids = minilm.tokenize(
+    pathlib.Path(used.model), [row['text'] for row in rows], used.max_length
+  )
+  logits = nnx.jit(lambda model, ids: model(ids))(review_run[1], ids)
+  labels = np.array([row['label'] for row in rows])
+  hits = np.argmax(logits, axis=1) == labels
+  want = [
+    (str(i), np.sum(labels == i), np.mean(hits[labels == i])) for i in (0, 1)
+  ]
+  assert public_rows.per_class(classes, chunk=8) == want
+
+
+def test_report_compares_the_methods_of_the_demo(language_run, tmp_path):
+  folder, _ = language_run
+  shutil.copy(folder / 'options.json', tmp_path)
+  for name in ('prism', 'adamw'):
+    (tmp_path / name).mkdir()
+    for file in ('summary.json', 'metrics.jsonl'):
+      shutil.copy(folder / file, tmp_path / name)
+  found = finished.find_all(str(tmp_path))
+  assert [run.folder.name for run in found] == ['adamw', 'prism']
+  assert finished.find_all(str(folder))[0].folder == folder
+
+
+def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
+  folder, _ = language_run
+  opened = finished.find(str(folder))
+  changed = dict(opened.options.base, sha256='0' * 64)
+  opened.options.base = changed
+  with pytest.raises(ValueError, match='the run began with 0000'):
+    finished.language_model(opened)
+  with pytest.raises(ValueError, match='there is no run'):
+    finished.find(str(tmp_path))
+  (tmp_path / 'options.json').write_text('{}')
+  with pytest.raises(ValueError, match='is not finished: go on with'):
+    finished.find(str(tmp_path))
+  with pytest.raises(ValueError, match='--task classify, got instruct'):
+    finished.find(str(folder), 'classify')
+
+
+def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
+  """To go on with and to open; what a later version wrote is refused."""
+  folder, _ = language_run
+  for name in ('options.json', 'summary.json'):
+    shutil.copy(folder / name, tmp_path)
+  path = tmp_path / 'options.json'
+  whole = json.loads(path.read_text())
+  old = {
+    name: value
+    for name, value in whole.items()
+    if name not in ('weights_dtype', 'skip_padding', 'mesh', 'messages_column')
+  }
+  path.write_text(json.dumps(old))
+  given = command_line.parse(['train', '--output', str(tmp_path), '--resume'])
+  going_on = vars(options.resolve(given.given()))
+  assert going_on == whole | {'output': str(tmp_path)}
+  assert vars(finished.find(str(tmp_path)).options) == whole
+  for entries, message in (
+    (old | {'later': 1}, r"has the options \['later'\], .* later version"),
+    ({'steps': 3}, r"expected a task of \['digits', .* got None"),
+  ):
+    path.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=message):
+      options.resolve(given.given())
+    with pytest.raises(ValueError, match=message):
+      finished.find(str(tmp_path))
+
+
+def test_check_data_counts_and_says_that_it_is_not_private(tmp_path, capsys):
+  rows = [{'text': 'a', 'label': x} for x in ('yes', 'yes', 'no', 'maybe')]
+  path = conftest.write_lines(tmp_path / 'a.jsonl', [*rows, '[]'])
+  run_command('check-data', '--data', path, '--labels', 'yes', 'no')
+  out = capsys.readouterr().out
+  assert out.startswith('NOT PRIVATE')
+  for line in (
+    '5  rows\n',
+    '1  rows that cannot be read',
+    "1  rows with the unknown label 'maybe': zero gradient",
+    '3  rows that can be used',
+    "2    of them labelled 'yes'",
+  ):
+    assert line in out, line
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_work(
+  tmp_path, capsys
+):
+  (tmp_path / 'file').write_text('')
+  argv = ['--output', str(tmp_path / 'file' / 'out')]
+  assert finetune.main(argv) == 2
+  error = capsys.readouterr().err
+  assert 'cannot be written' in error
+  assert 'saved before' not in error
+
+
+def test_a_stop_says_what_is_spent():
+  private = cases.make(optax.sgd(0.1))
+  state = private.init(cases.PARAMS)._replace(step=np.asarray(2))
+  message = summaries.spent(private, state)
+  two, three = (reporting.round_up(private.epsilon(steps)) for steps in (2, 3))
+  assert f'Spent if you stop here: epsilon <= {two:.3f} ' in message
+  # A stop that was decided on along the way is no plan.
+  assert f'made you stop: epsilon <= {three:.3f} ' in message
+
+
+def test_help_shows_what_an_option_is_by_default(capsys):
+  with pytest.raises(SystemExit):
+    finetune.main(['train', '--help'])
+  shown = ' '.join(capsys.readouterr().out.replace('│', ' ').split())
+  assert '(default: digits 150, classify 300, instruct 200)' in shown
+  assert '(default: digits 8.0)' in shown
+  assert 'a row (default: 1.0)' in shown or 'row (default: 1.0)' in shown

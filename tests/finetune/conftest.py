@@ -1,0 +1,140 @@
+"""What the tests of the command share: a tiny encoder and tiny files."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SUBJECTS = ('film', 'plot', 'actor')
+VERDICTS = (('bad', 'dull', 'poor'), ('good', 'fine', 'great'))
+WORDS = (*SUBJECTS, *VERDICTS[1], *VERDICTS[0])
+LAYERS, HIDDEN, INNER, POSITIONS = 1, 8, 12, 16
+
+
+def shared_data() -> pathlib.Path | None:
+  """The folder of the real data sets, or None where it is absent.
+
+  ``PRISM_OPTAX_DATA`` names it; otherwise ``shared/data`` is looked for beside
+  this checkout and above it.
+  """
+  named = os.environ.get('PRISM_OPTAX_DATA')
+  if named:
+    return pathlib.Path(named)
+  for folder in ROOT.parents:
+    if (folder / 'shared' / 'data').is_dir():
+      return folder / 'shared' / 'data'
+  return None
+
+
+def write_lines(path: pathlib.Path, rows: list) -> pathlib.Path:
+  lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+  path.write_text('\n'.join(lines) + '\n', 'utf-8')
+  return path
+
+
+def sentences(count: int, seed: int) -> list[dict]:
+  """Rows whose label is told by one of their words."""
+  rng = np.random.default_rng(seed)
+  rows = []
+  for label in rng.integers(2, size=count):
+    subject, verdict = rng.choice(SUBJECTS), rng.choice(VERDICTS[label])
+    rows.append({'text': f'{subject} {verdict}', 'label': int(label)})
+  return rows
+
+
+@pytest.fixture(scope='session')
+def tiny_model(tmp_path_factory) -> pathlib.Path:
+  """A folder like the real one, with random weights of other sizes."""
+  folder = tmp_path_factory.mktemp('model')
+  vocabulary = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', *WORDS]
+  config = {
+    'vocab_size': len(vocabulary),
+    'hidden_size': HIDDEN,
+    'num_hidden_layers': LAYERS,
+    'num_attention_heads': 2,
+    'intermediate_size': INNER,
+    'max_position_embeddings': POSITIONS,
+    'layer_norm_eps': 1e-12,
+  }
+  (folder / 'config.json').write_text(json.dumps(config))
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(
+      {word: i for i, word in enumerate(vocabulary)}, unk_token='[UNK]'
+    )
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)]
+  )
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  safetensors.numpy.save_file(
+    random_weights(len(vocabulary)), folder / 'model.safetensors'
+  )
+  return folder
+
+
+def random_weights(words: int) -> dict[str, np.ndarray]:
+  """Weights under the names of BERT, kernels as (out, in)."""
+  rng = np.random.default_rng(0)
+
+  def normal(*shape):
+    return rng.normal(size=shape, scale=0.5).astype(np.float32)
+
+  weights = {
+    'embeddings.word_embeddings.weight': normal(words, HIDDEN),
+    'embeddings.position_embeddings.weight': normal(POSITIONS, HIDDEN),
+    'embeddings.token_type_embeddings.weight': normal(2, HIDDEN),
+  }
+  shapes = {
+    'attention.self.query': (HIDDEN, HIDDEN),
+    'attention.self.key': (HIDDEN, HIDDEN),
+    'attention.self.value': (HIDDEN, HIDDEN),
+    'attention.output.dense': (HIDDEN, HIDDEN),
+    'attention.output.LayerNorm': (HIDDEN,),
+    'intermediate.dense': (INNER, HIDDEN),
+    'output.dense': (HIDDEN, INNER),
+    'output.LayerNorm': (HIDDEN,),
+  }
+  named = {
+    f'encoder.layer.{i}.{name}': shape
+    for i in range(LAYERS)
+    for name, shape in shapes.items()
+  }
+  for name, shape in (named | {'embeddings.LayerNorm': (HIDDEN,)}).items():
+    weights[f'{name}.weight'] = normal(*shape)
+    weights[f'{name}.bias'] = normal(shape[0])
+  return weights
+
+
+@pytest.fixture(scope='session')
+def tiny_files(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
+  """A private and a public file of two classes."""
+  folder = tmp_path_factory.mktemp('reviews')
+  return (
+    write_lines(folder / 'train.jsonl', sentences(60, seed=1)),
+    write_lines(folder / 'validation.jsonl', sentences(21, seed=2)),
+  )
+
+
+@pytest.fixture(scope='session')
+def language_run(tmp_path_factory):
+  """``(folder of a run of a language model, its model)``."""
+  from tests.finetune import finished_runs, language_models
+
+  folder = tmp_path_factory.mktemp('language')
+  model = language_models.write(folder / 'model')
+  return folder / 'run', finished_runs.write_language_run(folder / 'run', model)
+
+
+@pytest.fixture(scope='session')
+def review_run(tmp_path_factory, tiny_files, tiny_model):
+  """``(folder of a run that classified, its model)``."""
+  from tests.finetune import finished_runs
+
+  folder = tmp_path_factory.mktemp('reviews_run') / 'run'
+  return folder, finished_runs.write_review_run(folder, tiny_files, tiny_model)

@@ -1,0 +1,112 @@
+"""Reading: strict for the public file, total for the private one."""
+
+import pytest
+
+from prism_optax.finetune import data
+from tests.finetune import conftest
+
+
+def _public(tmp_path, rows):
+  path = conftest.write_lines(tmp_path / 'eval.jsonl', rows)
+  return data.read_public(str(path), 'text', 'label')
+
+
+def test_public_rows_are_read_in_order(tmp_path):
+  rows = [{'text': 'b\u2028c', 'label': 1}, {'text': '', 'label': 'x', 'z': 0}]
+  assert _public(tmp_path, rows) == (['b\u2028c', ''], ['1', 'x'])
+
+
+@pytest.mark.parametrize(
+  ('row', 'message'),
+  [
+    ('{"text": ', r'row 2: no JSON'),
+    ('[1]', r'row 2: expected a JSON object'),
+    ({'text': 'a'}, r"row 2: no column 'label', only \['text'\]"),
+    ({'sentence': 'a', 'label': 1}, r"row 2: no column 'text'"),
+    ({'text': 3, 'label': 1}, r"row 2: 'text' must be a string, got 3"),
+    ({'text': 'a', 'label': None}, r"row 2: 'label' must be .* got None"),
+    ({'text': 'a', 'label': 1.5}, r"row 2: 'label' must be .* got 1.5"),
+  ],
+)
+def test_a_bad_public_row_is_named(tmp_path, row, message):
+  with pytest.raises(ValueError, match=message):
+    _public(tmp_path, [{'text': 'a', 'label': 1}, row])
+
+
+def test_absent_and_empty_files_are_named(tmp_path):
+  with pytest.raises(ValueError, match='--eval: there is no file'):
+    data.read_public(str(tmp_path / 'no.jsonl'), 'text', 'label')
+  with pytest.raises(ValueError, match='--data: there is no file'):
+    data.read_private(str(tmp_path / 'no.jsonl'), 'text', 'label')
+  with pytest.raises(ValueError, match='has no rows'):
+    _public(tmp_path, [])
+
+
+# Whatever one private record is, reading does not raise, and the record keeps
+# its place: otherwise its presence could be seen outside of the mechanism.
+BAD_RECORDS = [
+  '{"text": ',
+  '[1]',
+  'null',
+  '[' * 100_000,
+  '9' * 10_000,
+  {'text': 'a'},
+  {'label': 1},
+  {'text': None, 'label': 1},
+  {'text': 'a', 'label': None},
+  {'text': 'a', 'label': ['x']},
+  {'text': 'a', 'label': True},
+  {'text': 'a', 'label': float('nan')},
+]
+
+
+@pytest.mark.parametrize('record', BAD_RECORDS, ids=range(len(BAD_RECORDS)))
+def test_a_bad_private_record_is_blank_and_keeps_its_place(tmp_path, record):
+  good = {'text': 'a', 'label': 'x'}
+  path = conftest.write_lines(tmp_path / 't.jsonl', [good, record, good])
+  file = data.read_private(str(path), 'text', 'label')
+  assert len(file.texts) == 3
+  assert file.labels == ['x', None, 'x']
+  assert list(data.encode_labels(file.labels, ('w', 'x'))) == [1, -1, 1]
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_reading(tmp_path):
+  path = tmp_path / 't.jsonl'
+  path.write_bytes(b'{"text": "a", "label": 1}\n\xff\xfe\n')
+  assert data.read_private(str(path), 'text', 'label').labels == ['1', None]
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path):
+  path = conftest.write_lines(
+    tmp_path / 't.jsonl', [{'sentence': 'a', 'y': 1}] * 3
+  )
+  with pytest.raises(ValueError, match=r"no row .* 'text'.*'label'"):
+    data.read_private(str(path), 'text', 'label')
+  assert data.read_private(str(path), 'sentence', 'y').labels == ['1'] * 3
+
+
+def test_label_set_is_declared_or_public(tmp_path):
+  assert data.label_set(None, ['b', 'a', 'b']) == ('a', 'b')
+  assert data.label_set(['b', 'a', 'c'], ['a']) == ('b', 'a', 'c')
+  path = tmp_path / 'labels.txt'
+  path.write_text('two words\nb\n\n')
+  assert data.label_set([str(path)], ['b']) == ('two words', 'b')
+
+
+@pytest.mark.parametrize(
+  ('declared', 'evaluation', 'message'),
+  [
+    (['a', 'b'], ['a', 'd', 'c'], r"lacks \['c', 'd'\], .* evaluation .* only"),
+    (['a', 'b', 'a'], ['a'], 'repeated'),
+    (['a'], ['a'], 'two or more'),
+    (None, ['a', 'a'], 'two or more'),
+  ],
+)
+def test_bad_label_sets_are_refused(declared, evaluation, message):
+  with pytest.raises(ValueError, match=f'--labels.*{message}'):
+    data.label_set(declared, evaluation)
+
+
+def test_a_label_that_only_the_private_file_has_is_blank():
+  encoded = data.encode_labels(['a', 'secret', None, 'b'], ('a', 'b'))
+  assert list(encoded) == [0, data.BLANK, data.BLANK, 1]

@@ -1,0 +1,193 @@
+"""Exports: the same model in the files of other programs."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from prism_optax import lora
+from prism_optax.finetune import main as finetune
+from prism_optax.finetune.models import llama_files, minilm, pretrained
+from tests.finetune import finished_runs
+from tests.finetune.finished_runs import run_command
+
+
+def test_merged_encoder_and_head_are_the_adapted_classifier(
+  review_run, tmp_path
+):
+  folder, model = review_run
+  out = tmp_path / 'x'
+  run_command('export', folder, '--output', out, '--format', 'merged')
+  head = safetensors.numpy.load_file(out / 'head.safetensors')
+  facts = json.loads((out / 'head.json').read_text())
+  ids = minilm.tokenize(out, ['film bad', 'plot'], facts['max_length'])
+  encode = nnx.jit(lambda encoder, ids: encoder(ids))
+  vectors = np.asarray(encode(minilm.load(out), ids))
+  vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+  logits = facts['temperature'] * (vectors @ head['weight'].T + head['bias'])
+  want = nnx.jit(lambda model, ids: model(ids))(model, ids)
+  np.testing.assert_allclose(logits, want, atol=1e-4)
+  card = (out / 'README.md').read_text()
+  assert 'accuracy | 0.7500 before' in card
+
+
+def test_merged_model_is_the_adapted_one(language_run, tmp_path):
+  folder, model = language_run
+  run_command(
+    'export', folder, '--output', tmp_path / 'x', '--format', 'merged'
+  )
+  merged = llama_files.load(pretrained.find(str(tmp_path / 'x')))
+  want, found = finished_runs.logits(model), finished_runs.logits(merged)
+  assert (
+    np.abs(
+      want
+      - finished_runs.logits(finished_runs.base_model(folder.parent / 'model'))
+    ).max()
+    > 0.1
+  )
+  np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+def test_a_model_in_several_files_is_the_one_in_one_file(
+  language_run, tmp_path, capsys
+):
+  """The embedding and the head alone are larger than the limit."""
+  folder, _ = language_run
+  argv = 'export', folder, '--format', 'merged', '--output'
+  run_command(*argv, tmp_path / 'one')
+  run_command(*argv, tmp_path / 'x', '--max-shard-size', '2KB')
+  want = pretrained.find(str(tmp_path / 'one'))
+  found = pretrained.find(str(tmp_path / 'x'))
+  assert found.names == want.names
+  for name in want.names:
+    np.testing.assert_array_equal(found.read(name), want.read(name))
+  index = json.loads((tmp_path / 'x' / pretrained.INDEX).read_text())
+  total = sum(want.read(name).nbytes for name in want.names)
+  assert index['metadata'] == {'total_size': total}
+  files = sorted(path.name for path in (tmp_path / 'x').glob('model*rs'))
+  count = len(files)
+  assert count > total / 2000
+  assert files == [
+    f'model-{i:05}-of-{count:05}.safetensors' for i in range(1, count + 1)
+  ]
+  assert not list((tmp_path / 'x').glob('part*'))
+  for file in files:
+    sizes = [
+      value.nbytes
+      for value in safetensors.numpy.load_file(tmp_path / 'x' / file).values()
+    ]
+    assert sum(sizes) <= 2000 or len(sizes) == 1
+  for more, message in (
+    (['--max-shard-size', '2'], "such as 5GB or 200MB, got '2'"),
+    (['--max-shard-size', '0GB'], "got '0GB'"),
+    (['--max-shard-size', '1GB', '--format', 'peft'], 'or --base'),
+  ):
+    given = [*map(str, argv), str(tmp_path / 'y'), *more]
+    assert finetune.main(given) == 2
+    assert message in capsys.readouterr().err
+  assert not (tmp_path / 'y').exists()
+
+
+def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
+  folder, _ = language_run
+  run_command('export', folder, '--output', tmp_path / 'x', '--base')
+  stored = safetensors.numpy.load_file(
+    tmp_path / 'x' / 'adapter_model.safetensors'
+  )
+  assert {name.split('.')[4] for name in stored} == {'1', '2'}  # Layers.
+  config = json.loads((tmp_path / 'x' / 'adapter_config.json').read_text())
+  assert config['task_type'] == 'CAUSAL_LM'
+  card = (tmp_path / 'x' / 'README.md').read_text()
+  base = pretrained.find(str(folder.parent / 'model'))
+  for fact in (
+    'epsilon <= 1.235 <b>, noise as drawn',
+    'unit of privacy | one row, added or removed',
+    'Poisson, probability 16/60, batches cut to 60',
+    'clip | L2 norm 1 ',
+    'learning rate | 0.005',
+    base.sha256,
+    'version of prism-optax',
+    'perplexity | 20.0855 before, 7.3891 after',
+  ):
+    assert fact in card, fact
+  again = pretrained.find(str(tmp_path / 'x' / 'base'))
+  assert again.names == base.names
+  assert again.stops == base.stops
+  assert finetune.main(['export', str(folder), '--output', str(tmp_path)]) == 2
+  assert 'is not empty' in capsys.readouterr().err
+
+
+def test_peft_keeps_the_head_that_was_trained_beside_the_adapters(
+  review_run, tmp_path
+):
+  folder, model = review_run
+  run_command('export', folder, '--output', tmp_path / 'x')
+  adapter = lora.load_peft(tmp_path / 'x')
+  assert adapter.config['modules_to_save'] == ['classifier']
+  assert set(adapter.others) == {'classifier.weight', 'classifier.bias'}
+  np.testing.assert_array_equal(
+    adapter.others['classifier.weight'], np.asarray(model.kernel[...]).T
+  )
+  np.testing.assert_array_equal(
+    adapter.others['classifier.bias'], model.bias[...]
+  )
+  query = adapter.params['bert.encoder.layer.0.attention.self.query']
+  np.testing.assert_array_equal(
+    query['lora_a'],
+    model.encoder.layers[0].attention.query.lora.lora_a[...],
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['peft', 'merged'])
+def test_exported_classifier_loads_as_its_card_says(review_run, tmp_path, kind):
+  torch, _, _ = (
+    pytest.importorskip(name, reason=f'{name} is not installed.')
+    for name in ('torch', 'transformers', 'peft')
+  )
+  folder, model = review_run
+  out = tmp_path / 'x'
+  more = ['--base'] if kind == 'peft' else []
+  run_command('export', folder, '--output', out, '--format', kind, *more)
+  card = (out / 'README.md').read_text()
+  code = card.split('```python\n')[1].split('```')[0]
+  ids = minilm.tokenize(out, ['film bad', 'plot'], 7)
+  # The little model leaves out what transformers has defaults for.
+  path = (out / 'base' if kind == 'peft' else out) / 'config.json'
+  entries = json.loads(path.read_text())
+  path.write_text(json.dumps(entries | {'model_type': 'bert'}))
+  names = {'FOLDER': str(out), 'BASE': str(out / 'base')}
+  exec(code, names)
+  tokens = torch.tensor(ids)
+  with torch.no_grad():
+    found = names['model'].eval()(
+      input_ids=tokens, attention_mask=(tokens != 0).long()
+    )
+  want = nnx.jit(lambda model, ids: model(ids))(model, ids)
+  np.testing.assert_allclose(found.numpy(), want, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['peft', 'merged'])
+def test_exported_model_gives_the_same_logits_in_torch(
+  language_run, tmp_path, kind
+):
+  torch, transformers, peft = (
+    pytest.importorskip(name, reason=f'{name} is not installed.')
+    for name in ('torch', 'transformers', 'peft')
+  )
+  folder, model = language_run
+  out = tmp_path / 'x'
+  more = ['--base'] if kind == 'peft' else []
+  run_command('export', folder, '--output', out, '--format', kind, *more)
+  base = out / 'base' if kind == 'peft' else out
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    base, dtype=torch.float32
+  )
+  if kind == 'peft':
+    theirs = peft.PeftModel.from_pretrained(theirs, out)
+  with torch.no_grad():
+    found = theirs.eval()(torch.tensor(finished_runs.IDS)).logits.numpy()
+  np.testing.assert_allclose(found, finished_runs.logits(model), atol=1e-4)

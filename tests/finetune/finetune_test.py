@@ -1,0 +1,356 @@
+"""The command line: what it refuses, writes, resumes and keeps secret."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+import safetensors
+
+from prism_optax.finetune import command_line, methods, run, train
+from prism_optax.finetune import main as finetune
+from prism_optax.finetune import options as options_lib
+from prism_optax.training._sampling import Sampling
+from tests.finetune import conftest
+
+PROGRAM = sys.executable, '-m', 'prism_optax.finetune'
+STEPS = 6
+
+
+def _arguments(tiny_files, tiny_model, output, *more) -> list[str]:
+  train, evaluation = tiny_files
+  return [
+    *('--data', str(train), '--eval', str(evaluation)),
+    *('--model', str(tiny_model), '--output', str(output)),
+    *('--noise-multiplier', '2', '--delta', '1e-3', '--steps', str(STEPS)),
+    *('--batch-size', '16', '--microbatch-size', '8', '--rank', '2'),
+    *('--lora-targets', 'attention', '--max-length', '7', '--seed', '5'),
+    *('--eval-every', '2', '--checkpoint-every', '2', *more),
+  ]
+
+
+def _rows(output: pathlib.Path, name: str = 'metrics.jsonl') -> list[dict]:
+  lines = (output / name).read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def _results(output: pathlib.Path) -> list[bytes]:
+  names = ('adapter.safetensors', 'metrics.jsonl', 'summary.json')
+  return [(output / name).read_bytes() for name in names]
+
+
+# A run takes fifteen seconds: the tests of it are slow. Fast is the one below,
+# of a simpler optimizer; training_test has the step of `prism`.
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, tiny_files, tiny_model):
+  """The folder of a run that ended by itself."""
+  output = tmp_path_factory.mktemp('finished') / 'out'
+  assert finetune.main(_arguments(tiny_files, tiny_model, output)) == 0
+  return output
+
+
+@contextlib.contextmanager
+def interrupted(step):
+  """Ctrl-C while the batch of a step is drawn, once."""
+  draw, done = Sampling.draw, []
+
+  def interrupting(self, seed, number):
+    if number == step and not done:
+      done.append(number)
+      signal.raise_signal(signal.SIGINT)
+    return draw(self, seed, number)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Sampling, 'draw', interrupting)
+    yield
+
+
+@pytest.mark.slow
+def test_output_has_adapter_metrics_and_plot(finished):
+  rows = _rows(finished)
+  assert [row['step'] for row in rows] == [0, 2, 4, 6]
+  image = (finished / 'metrics.png').read_bytes()
+  assert image.startswith(b'\x89PNG')
+  with safetensors.safe_open(finished / 'adapter.safetensors', 'numpy') as file:
+    header = json.loads(file.metadata()['facts'])
+    shapes = {name: file.get_tensor(name).shape for name in file.offset_keys()}
+  assert shapes['kernel'] == (8, 2)
+  assert shapes['encoder.layers.0.attention.query.lora.lora_a'] == (8, 2)
+  assert len(shapes) == 4 * 2 + 2
+  assert header['labels'] == ['0', '1']
+  summary = json.loads((finished / 'summary.json').read_text())
+  assert header['privacy'] == summary['statement']
+  assert summary['final'] == rows[-1]
+  # A run that anyone can repeat must not claim to be private.
+  assert 'against anyone who knows prng_key' in summary['statement']
+  assert 'noise as drawn' in summary['statement']
+
+
+@pytest.mark.slow
+def test_nothing_private_and_no_secret_is_left(finished):
+  allowed = {'step', 'eval_loss', 'eval_accuracy'}
+  assert all(set(row) == allowed for row in _rows(finished))
+  assert not (finished / run.FOLDER).exists()
+  assert not list(finished.glob('nonprivate*'))
+
+
+@pytest.mark.slow
+def test_interrupted_run_ends_like_an_uninterrupted_one(
+  finished, tiny_files, tiny_model, tmp_path, capsys
+):
+  output = tmp_path / 'out'
+  with interrupted(2):
+    status = finetune.main(_arguments(tiny_files, tiny_model, output))
+  assert status == 130
+  assert f'--output {output} --resume' in capsys.readouterr().err
+  folder = output / run.FOLDER
+  assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+  assert not (output / 'adapter.safetensors').exists()
+  # A row that was written after the checkpoint, and one that was cut off.
+  with (output / 'metrics.jsonl').open('a') as file:
+    file.write('{"step": 4, "eval_loss": 0, "eval_accuracy": 0}\n{"st')
+
+  # On other data the same noise would be a second release.
+  train = pathlib.Path(tiny_files[0])
+  original = train.read_text()
+  train.write_text(original + '{"text": "dull film", "label": 0}\n')
+  arguments = ['--output', str(output), '--resume']
+  try:
+    # The declared size is a constant of the run: one row more is too many.
+    assert finetune.main(arguments) == 2
+    assert '--dataset-size 60' in capsys.readouterr().err
+    train.write_text(original.replace('plot', 'film', 1))
+    assert finetune.main(arguments) == 2
+    assert 'another one: data (the records' in capsys.readouterr().err
+  finally:
+    train.write_text(original)
+
+  # Without the checkpoint its noise is lost, and other noise is a new release.
+  lost = tmp_path / 'lost'
+  shutil.copytree(output, lost)
+  shutil.rmtree(lost / run.FOLDER)
+  assert finetune.main(['--output', str(lost), '--resume']) == 2
+  assert 'is gone' in capsys.readouterr().err
+
+  assert finetune.main([*arguments, '--steps', '7']) == 2
+  assert '--steps 7 contradicts' in capsys.readouterr().err
+  assert finetune.main(arguments) == 0
+  assert _results(output) == _results(finished)
+
+
+@pytest.mark.slow
+def test_finished_run_is_not_done_again(finished, capsys):
+  before = _results(finished)
+  status = finetune.main(['--output', str(finished), '--resume'])
+  assert status == 0
+  assert 'epsilon' in capsys.readouterr().out
+  assert _results(finished) == before
+
+
+@pytest.mark.slow
+def test_diagnostics_of_training_data_are_named_nonprivate(
+  tiny_files, tiny_model, tmp_path
+):
+  output = tmp_path / 'out'
+  argv = _arguments(tiny_files, tiny_model, output, '--nonprivate-diagnostics')
+  assert finetune.main([*argv, '--optimizer', 'dp-adamw']) == 0
+  names = {
+    'nonprivate_loss',
+    'nonprivate_accuracy',
+    'nonprivate_gradient_norm',
+  }
+  # In a file of their own: the public ones stay public.
+  assert all(
+    set(row) == {'step', 'eval_loss', 'eval_accuracy'} for row in _rows(output)
+  )
+  rows = _rows(output, 'nonprivate_metrics.jsonl')
+  assert [row.pop('step') for row in rows] == [2, 4, 6]
+  assert all(set(row) == names for row in rows)
+  assert (output / 'nonprivate_metrics.png').exists()
+
+
+BASE = [
+  '--data',
+  'T',
+  '--eval',
+  'E',
+  '--target-epsilon',
+  '3',
+  '--delta',
+  '1e-5',
+]
+
+
+@pytest.mark.parametrize(
+  ('argv', 'message'),
+  [
+    ([*BASE[:2]], '--data needs --eval'),
+    ([*BASE[:6]], '--delta is needed'),
+    ([*BASE[:4], '--delta', '1e-5'], 'one of --target-epsilon and'),
+    ([*BASE, '--noise-multiplier', '1'], 'one of --target-epsilon and'),
+    ([*BASE, '--target-epsilon', '-1'], r'--target-epsilon .* got -1.0'),
+    ([*BASE, '--target-epsilon', 'nan'], r'--target-epsilon .* got nan'),
+    ([*BASE, '--delta', '1'], r'--delta .* got 1.0'),
+    ([*BASE, '--l2-clip-norm', 'nan'], r'--l2-clip-norm .* got nan'),
+    ([*BASE, '--l2-clip-norm', '-2'], r'--l2-clip-norm .* got -2.0'),
+    ([*BASE, '--learning-rate', '0'], r'--learning-rate .* got 0.0'),
+    ([*BASE[:4], '--noise-multiplier', '-1'], r'--noise-multiplier .* got -1'),
+    ([*BASE, '--steps', '0'], r'--steps .* got 0'),
+    ([*BASE, '--batch-size', '0'], r'--batch-size .* got 0'),
+    ([*BASE, '--rank', '0'], r'--rank .* got 0'),
+    ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
+    (['--labels', 'a', 'b'], r'--labels .* needs --data'),
+    ([*BASE, '--resume'], '--resume needs --output'),
+    (['--output', 'nowhere', '--resume'], 'no run in nowhere'),
+    ([*BASE], '--eval: there is no file E'),
+  ],
+)
+def test_bad_options_are_named_with_their_value(
+  argv, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert finetune.main(argv) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('error: ')
+  assert re.search(message, error), error
+  assert not list(tmp_path.iterdir())  # And nothing is left behind.
+
+
+@pytest.mark.parametrize(
+  ('more', 'message'),
+  [
+    (['--dataset-size', '59'], '--dataset-size 59 is below'),
+    (['--batch-size', '61'], '--batch-size 61 exceeds the dataset size 60'),
+    (['--labels', '0', '2'], "lacks ['1'], which occur in the evaluation"),
+    (['--text-column', 'review'], "no column 'review', only ['label', 'text']"),
+    (['--rank', '9'], 'rank <= 8'),
+    (['--max-length', '17'], '--max-length <= 16, got 17'),
+    (['--model', 'nowhere'], '--model nowhere: the folder lacks'),
+  ],
+)
+def test_bad_data_and_models_are_named(
+  tiny_files, tiny_model, tmp_path, capsys, more, message
+):
+  argv = _arguments(tiny_files, tiny_model, tmp_path / 'out', *more)
+  assert finetune.main(argv) == 2
+  assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_output_folder_of_another_run_is_refused(finished, capsys):
+  argv = [*BASE, '--output', str(finished)]
+  assert finetune.main(argv) == 2
+  assert 'is not empty' in capsys.readouterr().err
+
+
+def test_every_method_has_a_learning_rate():
+  for rates in options_lib.LEARNING_RATES.values():
+    assert set(rates) == set(options_lib.METHODS)
+
+
+def _options(argv):
+  return options_lib.resolve(command_line.parse(argv).given())
+
+
+def test_declared_size_may_exceed_the_rows(tiny_files, tiny_model):
+  """Places beyond the file are drawn as well, and are empty."""
+  options = _options(
+    _arguments(tiny_files, tiny_model, 'x', '--dataset-size', '80')
+  )
+  assert train.declared_size(options, 60) == 80
+
+
+def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
+  options = _options(_arguments(tiny_files, tiny_model, 'x'))
+  assert train.declared_size(options, 60) == 60
+  assert '60 private rows' in capsys.readouterr().out
+
+
+def _start(*argv: str) -> subprocess.Popen:
+  path = [str(conftest.ROOT), os.environ.get('PYTHONPATH', '')]
+  return subprocess.Popen(
+    [*PROGRAM, *argv],
+    # Minutes of training: what is saved in compiling would be lost in running.
+    env=os.environ
+    | {
+      'PYTHONPATH': os.pathsep.join(filter(None, path)),
+      'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false',
+    },
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def _finish(*argv: str) -> str:
+  process = _start(*argv)
+  try:
+    out, err = process.communicate(timeout=580)
+  finally:
+    process.kill()
+  assert process.returncode == 0, err
+  return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
+  # 40 steps instead of 150: their noise is calibrated, and they learn, too.
+  output = _finish(
+    *('--output', str(tmp_path / 'digits')),
+    *('--steps', '40', '--eval-every', '40'),
+  )
+  accuracy = {}
+  for name in ('before adaptation', *methods.COMPARED):
+    line = next(l for l in output.splitlines() if l.startswith(f'{name}  '))
+    accuracy[name] = float(line[len(name) :].split()[0])
+  # Eight standard errors of 297 pictures, whatever the noise.
+  assert accuracy['prism'] > accuracy['before adaptation'] + 0.23
+  assert accuracy['dp-adamw'] > accuracy['before adaptation'] + 0.23
+  assert accuracy['adamw'] > 0.75
+  epsilon = float(output.split('epsilon <= ')[1].split()[0])
+  assert 'noise as drawn, unit: one record, 40 of 40 steps' in output
+  assert 7.9 < epsilon <= 8.0
+  assert (tmp_path / 'digits' / 'prism' / 'metrics.png').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_short_run_on_real_sentences(tmp_path):
+  folder = conftest.shared_data()
+  if folder is None or not (folder / 'sst2' / 'train.jsonl').exists():
+    pytest.skip('No sst2 data: set PRISM_OPTAX_DATA to their folder.')
+  from prism_optax.finetune.models import weights
+
+  if weights._from_package() is None:
+    pytest.skip(f'{weights.PACKAGE} is not installed.')
+  output = tmp_path / 'out'
+  printed = _finish(
+    *(
+      '--data',
+      str(folder / 'sst2' / 'train.jsonl'),
+      '--eval',
+      str(folder / 'sst2' / 'validation.jsonl'),
+    ),
+    # Of epsilon 5.66. That a target is met, the default run shows.
+    *('--noise-multiplier', '0.3815', '--delta', '1e-5'),
+    *('--output', str(output), '--max-length', '20'),
+    *('--steps', '20', '--batch-size', '128', '--eval-every', '20'),
+    *('--lora-layers', '1', '--skip-padding'),
+    *('--learning-rate', '2e-2', '--seed', '1'),
+  )
+  first, last = _rows(output)
+  # From 0.592 to 0.749, 0.676, 0.714 (seeds 1 to 3); 872 rows have an error of
+  # 0.015.
+  assert last['eval_accuracy'] > first['eval_accuracy'] + 0.08
+  assert last['eval_loss'] < first['eval_loss']
+  assert 'Poisson sampling, noise as drawn' in printed
+  summary = json.loads((output / 'summary.json').read_text())
+  assert 5.66 < summary['epsilon'] < 5.67

@@ -1,0 +1,131 @@
+"""Finished runs without training: what one writes, with random adapters."""
+
+import json
+import pathlib
+
+import numpy as np
+from flax import nnx
+
+from prism_optax.finetune import (
+  adapters,
+  command_line,
+  finished,
+  options,
+  summaries,
+  tasks,
+)
+from prism_optax.finetune import main as finetune
+from prism_optax.finetune.models import (
+  classifier,
+  llama_files,
+  minilm,
+  pretrained,
+  weights,
+)
+from tests.finetune import conftest
+
+PLAN = {
+  'dataset_size': 60, 'expected_batch_size': 16, 'padded_size': 60,
+  'steps': 4, 'noise_multiplier': 1.0, 'delta': 1e-3,
+}  # fmt: skip
+ROWS = [
+  {'prompt': 'two plus three', 'response': 'five'},
+  {'prompt': 'two', 'response': 'is two'},
+]
+IDS = np.array([[1, 5, 9, 33, 7, 2]])
+
+
+def base_model(folder, **lora):
+  config = minilm.LoraConfig(2, ('attention', 'mlp'), **lora)
+  return llama_files.load(pretrained.find(str(folder)), config)
+
+
+def logits(model):
+  return np.asarray(nnx.jit(lambda model, ids: model(ids))(model, IDS))
+
+
+def write_language_run(folder: pathlib.Path, model: pathlib.Path) -> nnx.Module:
+  """The files of a run that ended, with adapters that change something."""
+  folder.mkdir()
+  found = base_model(model, top_layers=2)
+  rng = np.random.default_rng(0)
+  params = nnx.state(found, nnx.LoRAParam)
+  for _, leaf in nnx.to_flat_state(params):
+    leaf.set_value(rng.normal(size=leaf.shape, scale=0.3).astype(np.float32))
+  adapters.save(folder / 'adapter.safetensors', params, {})
+  given = command_line.parse(
+    [
+      *('train', '--task', 'instruct', '--data', 'T', '--eval', 'E'),
+      *('--noise-multiplier', '1', '--delta', '1e-3', '--rank', '2'),
+      *('--lora-layers', '2', '--model', str(model), '--max-length', '20'),
+      *('--output', str(folder / 'none')),
+    ]
+  ).given()
+  source = pretrained.find(str(model))
+  used = vars(options.resolve(given)) | {'base': source.base}
+  (folder / 'options.json').write_text(json.dumps(used))
+  rows = [
+    {
+      'step': step,
+      'eval_loss': 3.0 - step / 4,
+      'eval_perplexity': float(np.exp(3.0 - step / 4)),
+      'eval_accuracy': 0.2,
+    }
+    for step in (0, 2, 4)
+  ]
+  _write_summary(folder, options.Options(**used), rows)
+  nnx.update(found, params)
+  return found
+
+
+def _write_summary(folder, used, rows) -> None:
+  conftest.write_lines(folder / 'metrics.jsonl', rows)
+  summary = {
+    'task': 'sums <b>',
+    'optimizer': 'prism',
+    'start': rows[0],
+    'final': rows[-1],
+    'private': True,
+    'epsilon': 1.23452,
+    'statement': 'epsilon <= 1.235 <b>, noise as drawn',
+    'epsilons': [row['step'] / 4 for row in rows],
+    'plan': PLAN,
+    'settings': summaries.public(used, 'prism'),
+    'versions': summaries.versions(),
+  }
+  (folder / 'summary.json').write_text(json.dumps(summary))
+
+
+def write_review_run(
+  folder: pathlib.Path, files: tuple, encoder: pathlib.Path
+) -> nnx.Module:
+  """The files of a run that classified; returns its model."""
+  folder.mkdir()
+  train, evaluation = map(str, files)
+  given = command_line.parse(
+    [
+      *('--data', train, '--eval', evaluation, '--model', str(encoder)),
+      *('--noise-multiplier', '1', '--delta', '1e-3', '--rank', '2'),
+      *('--max-length', '7', '--output', str(folder / 'none')),
+    ]
+  ).given()
+  used = options.resolve(given)
+  used.labels = ['bad', 'good']
+  digest = weights.sha256(encoder / 'model.safetensors')
+  used.base = {'model': 'tiny', 'sha256': digest}
+  model = tasks.text_classifier(encoder, 2, finished.lora_of(used), 0)
+  rng = np.random.default_rng(0)
+  _, params, _ = classifier.split(model)
+  for _, leaf in nnx.to_flat_state(params):
+    leaf.set_value(rng.normal(size=leaf.shape).astype(np.float32))
+  nnx.update(model, params)
+  adapters.save(folder / 'adapter.safetensors', params, {})
+  (folder / 'options.json').write_text(json.dumps(vars(used)))
+  row = {'step': 4, 'eval_loss': 0.5, 'eval_accuracy': 0.75}
+  _write_summary(folder, used, [row])
+  return model
+
+
+def run_command(*argv) -> None:
+  """Runs a command that has to succeed."""
+  assert finetune.main([str(x) for x in argv]) == 0

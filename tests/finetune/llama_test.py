@@ -1,0 +1,251 @@
+"""The decoder of the Llama family: its cache, its stacks, what it refuses."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from prism_optax.finetune.models import (
+  chat,
+  generation,
+  llama,
+  llama_config,
+  llama_files,
+  minilm,
+  pretrained,
+)
+from tests.finetune import decoder_oracle, language_models
+
+LORA = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
+IDS = np.array([[1, 5, 9, 33, 7, 2], [3, 14, 15, 9, 26, 5]])
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+  folder = language_models.write(tmp_path_factory.mktemp('llama'))
+  return pretrained.find(str(folder))
+
+
+@functools.cache
+def _run(graphdef):
+  return jax.jit(lambda state, *args: nnx.merge(graphdef, state)(*args))
+
+
+def _logits(model, *args):
+  graphdef, state = nnx.split(model)
+  return _run(graphdef)(state, *args)
+
+
+@pytest.fixture(scope='module')
+def adapted(source):
+  """Adapters that change something, in the upper two of three layers."""
+  model = llama_files.load(source, LORA, seed=1)
+  rng = np.random.default_rng(0)
+  for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape), jnp.float32))
+  return model
+
+
+def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
+  """Rows that begin at different lengths, the first padded."""
+  want = _logits(adapted, IDS)
+  lengths, room = np.array([2, 4]), 8
+  prompt = np.where(np.arange(4) < lengths[:, None], IDS[:, :4], 0)
+  positions = np.broadcast_to(np.arange(4), prompt.shape)
+  caches = llama.empty_caches(adapted, 2, room)
+  logits, caches = _logits(adapted, prompt, positions, caches)
+  for row, length in enumerate(lengths):
+    np.testing.assert_allclose(
+      logits[row, :length], want[row, :length], atol=1e-5
+    )
+  for step in range(2):
+    at = lengths + step
+    next_ids = np.take_along_axis(IDS, at[:, None], 1)
+    logits, caches = _logits(adapted, next_ids, at[:, None], caches)
+    np.testing.assert_allclose(logits[:, 0], want[np.arange(2), at], atol=1e-5)
+
+
+def test_logits_are_those_of_the_oracle(source, adapted):
+  modules = llama_files.adapters(
+    nnx.state(adapted, nnx.LoRAParam), adapted.config, LORA
+  )
+  want = decoder_oracle.logits(adapted.config, source.read, IDS, modules)
+  plain = decoder_oracle.logits(adapted.config, source.read, IDS, {})
+  assert np.abs(plain - want).max() > 1
+  # Float32 against float64: sums of some ten products in three layers.
+  np.testing.assert_allclose(
+    _logits(adapted, IDS), want, atol=3e-6 * np.abs(want).max()
+  )
+
+
+def test_no_token_sees_a_later_one(adapted):
+  changed = IDS.copy()
+  changed[:, 4:] = 11
+  before, after = _logits(adapted, IDS), _logits(adapted, changed)
+  np.testing.assert_array_equal(before[:, :4], after[:, :4])
+  assert np.abs(before[:, 4:] - after[:, 4:]).max() > 1e-2
+
+
+def test_new_adapters_change_nothing_and_two_stacks_are_one(source):
+  plain = _logits(llama_files.load(source), IDS)
+  lora = minilm.LoraConfig(2, ('mlp',), top_layers=1)
+  model = llama_files.load(source, lora)
+  assert len(model.stacks) == 2
+  # The same sums in two programs.
+  np.testing.assert_allclose(_logits(model, IDS), plain, atol=1e-5)
+  names = llama_files.adapters(
+    nnx.state(model, nnx.LoRAParam), model.config, lora
+  )
+  assert sorted(names) == [
+    f'model.layers.2.mlp.{name}_proj' for name in ('down', 'gate', 'up')
+  ]
+
+
+def test_frozen_weights_can_be_kept_in_bfloat16(source):
+  lora = minilm.LoraConfig(2)
+  model = llama_files.load(source, lora, dtype=jnp.bfloat16)
+  _, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
+  assert {x.dtype for x in jax.tree.leaves(adapters)} == {np.dtype('float32')}
+  assert {x.dtype for x in jax.tree.leaves(frozen)} == {jnp.dtype('bfloat16')}
+  exact, rounded = _logits(llama_files.load(source), IDS), _logits(model, IDS)
+  assert rounded.dtype == np.float32
+  # Eight bits a weight, three layers.
+  assert 1e-4 < np.abs(exact - rounded).max() < 0.1 * np.abs(exact).max()
+
+
+def test_dense_layers_can_be_kept_in_int8(source):
+  """Half a step off, of 127 up to the largest weight of an output."""
+  model = llama_files.load(source, LORA, dtype=jnp.int8)
+  rng = np.random.default_rng(0)
+  for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    assert leaf.dtype == np.float32
+    leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape), jnp.float32))
+  rounded = {}
+  for stack, at in ((0, 0), (1, 1), (1, 2)):  # One layer without adapters.
+    layer = model.stacks[stack]
+    for (part, name), stored in llama_files.LINEAR.items():
+      dense = getattr(getattr(layer, part), name)
+      row = at - stack
+      assert dense.kernel.dtype == np.int8
+      scale = np.asarray(dense.kernel_scale[...])[row]
+      name = f'model.layers.{at}.{stored}.weight'
+      found = np.asarray(dense.kernel[...], np.float32)[row] * scale
+      off = np.abs(found - source.read(name).T)
+      assert (off <= scale / 2 * 1.0001).all()
+      # As fine as it can be: the largest of each output is the last step.
+      np.testing.assert_allclose(
+        scale * 127, np.abs(source.read(name)).max(axis=1), rtol=1e-6
+      )
+      rounded[name] = found.T
+
+  def read(name):
+    value = rounded.get(name)
+    if value is None:  # Kept in eight bits, where int8 is not of use.
+      value = source.read(name).astype(jnp.bfloat16)
+    return value
+
+  modules = llama_files.adapters(
+    nnx.state(model, nnx.LoRAParam), model.config, LORA
+  )
+  want = decoder_oracle.logits(model.config, read, IDS, modules)
+  exact = decoder_oracle.logits(model.config, source.read, IDS, modules)
+  found = _logits(model, IDS)
+  # The model of the rounded weights, to float32; near that of the others: 0.4%
+  # of the largest weight of each sum, of which there are eight to a layer.
+  np.testing.assert_allclose(found, want, atol=3e-6 * np.abs(want).max())
+  assert 1e-3 < np.abs(found - exact).max() / np.abs(exact).max() < 0.1
+
+
+def test_weights_in_several_files_are_those_in_one(source, tmp_path):
+  folder = language_models.write(tmp_path)
+  stored = safetensors.numpy.load_file(folder / 'model.safetensors')
+  (folder / 'model.safetensors').unlink()
+  parts = {'one.safetensors': {}, 'two.safetensors': {}}
+  for i, (name, value) in enumerate(stored.items()):
+    parts[list(parts)[i % 2]][name] = value
+  weight_map = {name: file for file, part in parts.items() for name in part}
+  (folder / pretrained.INDEX).write_text(json.dumps({'weight_map': weight_map}))
+  for file, part in parts.items():
+    safetensors.numpy.save_file(part, folder / file)
+  found = pretrained.find(str(folder))
+  assert found.names == source.names
+  for name in ('lm_head.weight', 'model.layers.1.mlp.up_proj.weight'):
+    np.testing.assert_array_equal(found.read(name), source.read(name))
+  (folder / 'two.safetensors').unlink()
+  with pytest.raises(ValueError, match=r"lacks \['two.safetensors'\]"):
+    pretrained.find(str(folder))
+
+
+def test_answers_are_the_likeliest_tokens(adapted):
+  """Two prompts at once, of two lengths, against one token at a time."""
+  model = adapted
+  prompts = [[1, 5, 9], [3, 14, 15, 9, 26]]
+  answers = generation.Generator(model, [99]).answers(prompts, 8)
+  for prompt, answer in zip(prompts, answers, strict=True):
+    row = np.zeros((1, 13), int)
+    row[0, : len(prompt)] = prompt
+    for i, token in enumerate(answer):
+      at = len(prompt) + i
+      assert token == np.argmax(_logits(model, row)[0, at - 1])
+      row[0, at] = token
+  # It ends before the token that says so.
+  stop = answers[0][2]
+  cut = generation.Generator(model, [stop]).answers(prompts[:1], 8)[0]
+  assert cut == answers[0][: answers[0].index(stop)]
+
+
+def test_prompt_and_answer_are_the_conversation(source):
+  talk = chat.Chat(source)
+  messages = [
+    {'role': 'user', 'content': 'two plus three'},
+    {'role': 'assistant', 'content': 'five'},
+  ]
+  prompt, answer = talk.prompt_and_answer(messages)
+  assert prompt == '<s>user two plus three</s><s>assistant '
+  assert answer == 'five</s>'
+  assert talk.encode(answer)[-1] in talk.stops
+  with pytest.raises(ValueError, match='of the assistant'):
+    talk.prompt_and_answer(messages[:1])
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'model_type': 'gemma'}, "model_type of .* got 'gemma'"),
+    ({'hidden_act': 'gelu'}, "hidden_act 'silu', got 'gelu'"),
+    ({'hidden_size': 0}, 'hidden_size to be a positive number, got 0'),
+    ({'num_key_value_heads': 3}, 'got 4 and 3'),
+    ({'rope_scaling': {'type': 'yarn'}}, "got 'yarn'"),
+    ({'rope_scaling': {'rope_type': 'llama3'}}, "lacks .'factor'"),
+  ],
+)
+def test_other_models_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    llama_config.Config.from_dict(language_models.CONFIG | change, 'here')
+
+
+def test_mistral_sees_no_further_than_its_window():
+  entries = language_models.CONFIG | {'sliding_window': 20}
+  read = llama_config.Config.from_dict
+  assert read(entries | {'model_type': 'mistral'}, 'here').max_length == 20
+  # Qwen names a window and does not use it.
+  off = {'model_type': 'qwen2', 'use_sliding_window': False}
+  assert read(entries | off, 'here').max_length == 64
+
+
+def test_missing_and_misshapen_weights_are_named(source, tmp_path):
+  folder = language_models.write(tmp_path)
+  stored = safetensors.numpy.load_file(folder / 'model.safetensors')
+  path = folder / 'model.safetensors'
+  safetensors.numpy.save_file(stored | {'lm_head.weight': np.ones(3)}, path)
+  with pytest.raises(ValueError, match=r"'lm_head.weight' has shape \(3,\)"):
+    llama_files.load(pretrained.find(str(folder)))
+  del stored['lm_head.weight']
+  safetensors.numpy.save_file(stored, path)
+  with pytest.raises(ValueError, match="no weight 'lm_head.weight'"):
+    llama_files.load(pretrained.find(str(folder)))

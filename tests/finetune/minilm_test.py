@@ -1,0 +1,189 @@
+"""The encoder against the published one, and its edge cases."""
+
+import hashlib
+import math
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from prism_optax.finetune.models import layers, minilm, weights
+from tests.finetune import conftest
+
+
+def _real_folder():
+  try:
+    return weights._from_package()
+  except FileNotFoundError:
+    return None
+
+
+def test_sentence_cosines_are_those_of_the_original():
+  folder = _real_folder()
+  if folder is None:
+    pytest.skip(f'{weights.PACKAGE} is not installed.')
+  texts = [
+    'The weather is lovely today.',
+    "It's so sunny outside!",
+    'He drove to the stadium.',
+  ]
+  encoder = minilm.load(folder)
+  encode = nnx.jit(lambda encoder, ids: encoder(ids))
+  vectors = np.asarray(encode(encoder, minilm.tokenize(folder, texts, 16)))
+  vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+  cosines = vectors @ vectors.T
+  found = [cosines[0, 1], cosines[0, 2], cosines[1, 2]]
+  # Published to four digits.
+  np.testing.assert_allclose(found, [0.6660, 0.1046, 0.1411], atol=6e-5)
+
+
+def _numpy_encoder(stored, ids):
+  """One sentence without padding, in float64, as the papers write it."""
+  stored = {name: value.astype(np.float64) for name, value in stored.items()}
+  erf = np.vectorize(math.erf)
+
+  def dense(x, name):
+    return x @ stored[f'{name}.weight'].T + stored[f'{name}.bias']
+
+  def norm(x, name):
+    x = x - x.mean(-1, keepdims=True)
+    x /= np.sqrt((x**2).mean(-1, keepdims=True) + 1e-12)
+    return x * stored[f'{name}.weight'] + stored[f'{name}.bias']
+
+  x = stored['embeddings.word_embeddings.weight'][ids]
+  x = x + stored['embeddings.position_embeddings.weight'][: len(ids)]
+  x = x + stored['embeddings.token_type_embeddings.weight'][0]
+  x = norm(x, 'embeddings.LayerNorm')
+  for i in range(conftest.LAYERS):
+    at = f'encoder.layer.{i}'
+    q, k, v = (
+      dense(x, f'{at}.attention.self.{name}').reshape(len(ids), 2, -1)
+      for name in ('query', 'key', 'value')
+    )
+    heads = []
+    for head in range(2):
+      scores = q[:, head] @ k[:, head].T / np.sqrt(q.shape[-1])
+      weight = np.exp(scores)
+      heads.append(weight / weight.sum(-1, keepdims=True) @ v[:, head])
+    mixed = np.concatenate(heads, axis=-1)
+    attended = dense(mixed, f'{at}.attention.output.dense')
+    x = norm(x + attended, f'{at}.attention.output.LayerNorm')
+    inner = dense(x, f'{at}.intermediate.dense')
+    inner = inner * (1 + erf(inner / np.sqrt(2))) / 2
+    x = norm(x + dense(inner, f'{at}.output.dense'), f'{at}.output.LayerNorm')
+  return x.mean(0)
+
+
+def test_encoder_agrees_with_a_plain_one_whatever_the_padding(tiny_model):
+  texts = ['good film', 'dull plot bad actor unknown', 'fine']
+  encoder = nnx.jit(minilm.load(tiny_model))
+  stored = safetensors.numpy.load_file(tiny_model / 'model.safetensors')
+  for length in (8, 13):
+    ids = minilm.tokenize(tiny_model, texts, length)
+    assert ids.shape == (3, length)
+    vectors = encoder(ids)
+    for row, vector in zip(ids, vectors, strict=True):
+      expected = _numpy_encoder(stored, row[row != 0])
+      # float32 through two layer norms.
+      np.testing.assert_allclose(vector, expected, atol=3e-5)
+
+
+def test_texts_are_cut_and_odd_ones_do_not_raise(tiny_model):
+  ids = minilm.tokenize(tiny_model, ['good ' * 50, '\ud800', ''], 5)
+  assert list(ids[0]) == [2, 7, 7, 7, 3]
+  assert ids.shape == (3, 5)
+  assert minilm.tokenize(tiny_model, [], 5).shape == (0, 5)
+
+
+def test_an_input_without_a_token_gives_zeros_and_finite_gradients(tiny_model):
+  encoder = minilm.load(tiny_model)
+  graphdef, state = nnx.split(encoder)
+  ids = np.zeros((1, 6), np.int32)
+
+  def norm(state):
+    return jnp.sum(nnx.merge(graphdef, state)(ids) ** 2)
+
+  value, gradient = jax.jit(jax.value_and_grad(norm))(state)
+  assert value == 0
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_adapters_go_where_they_are_asked_for_and_start_as_nothing(tiny_model):
+  ids = minilm.tokenize(tiny_model, ['good film'], 6)
+  plain = minilm.load(tiny_model)
+  encode = nnx.jit(lambda encoder, ids: encoder(ids))
+  expected = encode(plain, ids)
+  for targets, count in ((('attention',), 4), (('mlp',), 2)):
+    lora = minilm.LoraConfig(rank=3, targets=targets)
+    adapted = minilm.load(tiny_model, lora)
+    pairs = nnx.state(adapted, nnx.LoRAParam)
+    assert len(jax.tree.leaves(pairs)) == 2 * count
+    # A product with zeros is added.
+    np.testing.assert_array_equal(expected, encode(adapted, ids))
+  # One layer, and none of the topmost: no adapter at all.
+  lora = minilm.LoraConfig(rank=3, top_layers=0)
+  none = nnx.state(minilm.load(tiny_model, lora), nnx.LoRAParam)
+  assert not jax.tree.leaves(none)
+
+
+def test_a_rank_that_does_not_fit_is_named(tiny_model):
+  with pytest.raises(ValueError, match=r'rank <= 8 .* got rank=9'):
+    minilm.load(tiny_model, minilm.LoraConfig(rank=9))
+  with pytest.raises(ValueError, match='got rank=-1'):
+    layers.dense(5, 4, rank=-1, rngs=nnx.Rngs(0))
+
+
+def _copy(folder, target):
+  for name in weights.FILES:
+    (target / name).write_bytes((folder / name).read_bytes())
+  return target / 'model.safetensors'
+
+
+def test_missing_and_misshapen_weights_are_named(tiny_model, tmp_path):
+  path = _copy(tiny_model, tmp_path)
+  stored = safetensors.numpy.load_file(path)
+  name = 'encoder.layer.0.output.dense.weight'
+  misshapen = stored | {name: stored[name].T.copy()}
+  safetensors.numpy.save_file(misshapen, path)
+  with pytest.raises(ValueError, match=rf'{name}.* has shape \(8, 12\)'):
+    minilm.load(tmp_path)
+  del stored[name]
+  safetensors.numpy.save_file(stored, path)
+  with pytest.raises(ValueError, match=f"no weight '{name}'"):
+    minilm.load(tmp_path)
+
+
+def test_hub_is_asked_last(tiny_model, monkeypatch):
+  content = (tiny_model / 'model.safetensors').read_bytes()
+  digest = hashlib.sha256(content).hexdigest()
+  monkeypatch.setattr(weights, 'SHA256', digest)
+  monkeypatch.setattr(weights, 'PACKAGE', 'no-such-package-is-installed')
+  monkeypatch.setattr(
+    huggingface_hub, 'snapshot_download', lambda *_, **__: str(tiny_model)
+  )
+  assert weights.find() == tiny_model
+
+  def unreachable(*_, **__):
+    raise OSError('no network')
+
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', unreachable)
+  with pytest.raises(FileNotFoundError, match=r'--no-deps.*no net.*--model'):
+    weights.find()
+
+
+def test_folders_and_checksums_are_checked(tiny_model, tmp_path, monkeypatch):
+  assert weights.find(str(tiny_model)) == tiny_model
+  with pytest.raises(ValueError, match=r"--model .* lacks \['config.json'"):
+    weights.find(str(tmp_path))
+  # What is found by itself must be the published file, byte for byte.
+  monkeypatch.setattr(weights, '_from_package', lambda: tiny_model)
+  with pytest.raises(ValueError, match=f'expected {weights.SHA256}'):
+    weights.find()
+  content = (tiny_model / 'model.safetensors').read_bytes()
+  digest = hashlib.sha256(content).hexdigest()
+  monkeypatch.setattr(weights, 'SHA256', digest)
+  assert weights.find() == tiny_model

@@ -1,0 +1,159 @@
+"""Each method trains by `make_private`; the loss of a row; the evaluation."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from prism_optax.finetune import (
+  data,
+  methods,
+  options,
+  reporting,
+  tasks,
+  training,
+)
+from prism_optax.finetune.models import classifier
+
+WIDTH, CLASSES, RANK, ROWS = 5, 3, 2, 40
+
+
+class _Encoder(nnx.Module):
+  """Two dense layers of one shape: what is compiled works on both."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(3)
+    self.first = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=RANK, rngs=rngs)
+    self.second = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=RANK, rngs=rngs)
+
+  def __call__(self, inputs):
+    return self.second(jnp.tanh(self.first(inputs)))
+
+
+def _rows(count=ROWS):
+  rng = np.random.default_rng(0)
+  inputs = rng.normal(size=(count, WIDTH)).astype(np.float32)
+  return data.Examples(inputs, rng.integers(CLASSES, size=count, dtype='int32'))
+
+
+@pytest.fixture(scope='module')
+def task():
+  network = classifier.Classifier(
+    _Encoder(), WIDTH, CLASSES, temperature=2.0, rngs=nnx.Rngs(4)
+  )
+  parts = classifier.split(network)
+  base = {'model': 'tiny', 'sha256': '0'}
+  return tasks.Task('tiny', *parts, _rows(), _rows(), ('a', 'b', 'c'), base)
+
+
+def _options(**more):
+  return types.SimpleNamespace(
+    **{
+      'task': 'classify',
+      'dataset_size': 64,
+      'batch_size': 8,
+      'steps': 2,
+      'delta': 1e-3,
+      'noise_multiplier': 0.5,
+      'target_epsilon': None,
+      'plan': None,
+      'learning_rate': 0.1,
+      'l2_clip_norm': 0.7,
+      'microbatch_size': 8,
+      'skip_padding': False,
+      'mesh': None,
+      'seed': None,
+    }
+    | more
+  )
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(
+      name, marks=pytest.mark.slow if name in ('prism-rows', 'dp-muon') else ()
+    )
+    for name in options.METHODS
+  ],
+)
+def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
+  """Of 64 places 40 have a row, one of them a blank one."""
+  labels = task.train.labels.copy()
+  labels[0] = data.BLANK
+  private = training.make(task, _options(), name, tmp_path)
+  start = methods.prepared(name, task.params)
+  before = jax.tree.map(np.array, start)
+  state = private.init(start)
+  private.compile(state, task.frozen)  # Before a row is read.
+  for batch in private.batches(state, task.train._replace(labels=labels)):
+    state = private.step(state, batch, task.frozen)
+  for one, other in zip(
+    *map(jax.tree.leaves, (before, state.params)), strict=True
+  ):
+    assert np.isfinite(other).all()
+    assert not np.array_equal(one, other)
+  statement = private.statement(state)
+  if name == options.NOT_PRIVATE:
+    assert statement.startswith('epsilon <= inf')
+  else:
+    assert statement.startswith(f'epsilon <= {private.epsilon():.1f}'[:13])
+    assert 'noise as drawn' in statement
+    assert statement.endswith(
+      'proved: records do not meet, and nothing passes the noise'
+    )
+
+
+def test_a_blank_row_has_no_gradient_and_others_that_of_the_model(task):
+  loss = training.make_loss(task.graphdef)
+  inputs = task.train.inputs[0]
+
+  def gradient(label):
+    of_row = jax.value_and_grad(loss, has_aux=True)
+    return of_row(task.params, task.frozen, inputs, label)
+
+  (value, hit), blank = gradient(data.BLANK)
+  assert float(value) == 0.0
+  assert not hit
+  assert not any(np.any(x) for x in jax.tree.leaves(blank))
+  (value, _), real = gradient(np.int32(1))
+  logits = nnx.merge(task.graphdef, task.params, task.frozen)(inputs[None])
+  expected = optax.softmax_cross_entropy_with_integer_labels(logits[0], 1)
+  assert float(value) == pytest.approx(float(expected), rel=1e-5)
+  assert any(np.any(x) for x in jax.tree.leaves(real))
+
+
+@pytest.mark.parametrize('rows', [1, 7, 8])
+def test_evaluation_counts_every_row_once(task, rows):
+  examples = _rows(rows)
+  evaluate = training.make_evaluate(task.graphdef, examples, chunk=4)
+  loss = jax.vmap(training.make_loss(task.graphdef), (None, None, 0, 0))
+  losses, hits = jax.jit(loss)(task.params, task.frozen, *examples)
+  found = evaluate(task.params, task.frozen)
+  assert found['eval_loss'] == pytest.approx(float(losses.mean()), rel=1e-5)
+  assert found['eval_accuracy'] == pytest.approx(float(hits.mean()))
+
+
+def test_the_noise_that_was_calibrated_is_not_calibrated_anew(task, tmp_path):
+  used = _options(noise_multiplier=None, target_epsilon=8.0)
+  first = training.make(task, used, 'prism', tmp_path)
+  assert first.epsilon() <= 8.0
+  used.plan = {'noise_multiplier': first.noise_multiplier}
+  used.target_epsilon = None
+  again = training.make(task, used, 'dp-adamw', tmp_path)
+  assert again.noise_multiplier == first.noise_multiplier
+
+
+def test_unknown_method_is_named(task):
+  with pytest.raises(ValueError, match="got 'sgd'"):
+    methods.optimizer('sgd', 0.1, 1.0, task.params)
+
+
+def test_what_is_printed_is_never_less_than_spent():
+  assert reporting.round_up(1.2341) == 1.235
+  assert reporting.round_up(2.0) == 2.0
+  assert reporting.round_up(float('inf')) == float('inf')
