@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Report]:
 def _inverse_ratio(
   options: argparse.Namespace, stddev: float, size: int
 ) -> float:
-  return 1 / inference.signal_to_noise_bound(options.l2_clip_norm, stddev, size)
+  return stddev * size**0.5 / options.l2_clip_norm
 
 
 if __name__ == '__main__':

@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     create=options.create,
     server_epsilon=options.server_epsilon,
   )
-  ratio = inference.signal_to_noise_bound(options.l2_clip_norm, stddev, HIDDEN)
+  ratio = options.l2_clip_norm / (stddev * HIDDEN**0.5)
   print(
     f'Each released vector: clipped to {options.l2_clip_norm:g}, noise'
     f' {stddev:.3f} on each of {HIDDEN} coordinates (signal to noise at best'

@@ -202,12 +202,14 @@ def noise(draws: int = 200, **_: Any) -> list[runner.Row]:
     x = jax.vmap(fixed_rank.project, (None, 0))(
       turned, fixed_rank.Tangent(jnp.asarray(dl), jnp.asarray(dr))
     )
-    energy = diagnostics.factor_noise_energy(c * left, right / c, 1.0)
-    tangent = diagnostics.tangent_noise_energy(m, n, rank, 1.0)
+    # Proposition 2.2, Eq. 8 and 9; Theorem 3.1, Eq. 21.
+    squares = np.sum((right / c) ** 2), np.sum((c * left) ** 2)
+    first_order = m * squares[0] + n * squares[1]
+    second_order, tangent = m * n * rank, rank * (m + n - rank)
     for method, norms, squared in (
-      ('factors', np.linalg.norm(first, axis=(1, 2)), energy.first_order),
-      ('bilinear', np.linalg.norm(second, axis=(1, 2)), energy.second_order),
-      ('PRISM', np.asarray(fixed_rank.norm(x)), tangent),
+      ('factors', np.linalg.norm(first, axis=(1, 2)), first_order),
+      ('bilinear', np.linalg.norm(second, axis=(1, 2)), second_order),
+      ('PRISM', np.asarray(jax.vmap(optax.tree.norm)(x)), tangent),
     ):
       bands = map(float, np.percentile(norms, (10, 50, 90)))
       found.append(
@@ -270,7 +272,7 @@ def noise_through(
   )
 
   def total(pairs):
-    return float(jnp.sqrt(sum(jnp.sum(fixed_rank.norm(x) ** 2) for x in pairs)))
+    return float(optax.tree.norm(pairs))
 
   if method == 'PRISM':
     x = [

@@ -17,6 +17,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -78,9 +79,7 @@ class PrivateStep:
     jax.block_until_ready(self._drawn.draw(0).examples)
 
 
-def by_hand(
-  problem: steps.Problem, batched: bool, batch: training.Batch
-) -> timing.Step:
+def by_hand(problem: steps.Problem, batched: bool, batch: Any) -> timing.Step:
   """What a user would write, on a batch that is already there."""
   tx = optimizer(
     l2_clip_norm=1.0, noise_multiplier=1.0,

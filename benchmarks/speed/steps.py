@@ -14,7 +14,7 @@ from jax_privacy import noise_addition
 import prism_optax
 from benchmarks.accuracy import digits_network
 from benchmarks.common import methods
-from prism_optax import lora, transforms
+from prism_optax import lora
 from prism_optax.finetune.models import classifier, minilm, weights
 
 RATE = 1e-3
@@ -219,7 +219,8 @@ def clipped(
     )
 
     def coordinates(params):
-      return transforms.clip_each_matrix(share, **groups)
+      clip = prism_optax.per_matrix_clip(share, **groups)
+      return clip.pre_clipping_transform
 
   else:
     tx = optax.chain(

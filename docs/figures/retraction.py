@@ -93,7 +93,7 @@ def errors():
   )
   unit = fixed_rank.project(frame, noise)
   z = pair.left @ pair.right.T
-  length = jnp.linalg.norm(z) / fixed_rank.norm(unit)
+  length = jnp.linalg.norm(z) / jnp.hypot(*map(jnp.linalg.norm, unit))
 
   @jax.jit
   def at(size):

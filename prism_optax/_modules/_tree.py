@@ -26,8 +26,8 @@ from prism_optax._modules._finding import (
 )
 from prism_optax._modules._layout import MatrixAxes, Module
 from prism_optax._types import Array, ArrayTree
-from prism_optax.fixed_rank import Factors, Frame, Tangent
-from prism_optax.fixed_rank._points import frame_of, map_ranks
+from prism_optax.fixed_rank import Factors, Tangent
+from prism_optax.fixed_rank._points import Frame, frame_of, map_ranks
 
 
 class Stacks(NamedTuple):
@@ -313,7 +313,7 @@ class StepContext:
     params: Tree of trainable arrays.
     layout: As given: see :func:`prism_optax.lora.describe_pairs`.
     tree: The modules that were found, a ``ModuleTree``.
-    frames: One stacked ``fixed_rank.Frame`` for each group of modules of the
+    frames: One stacked frame for each group of modules of the
       same shapes.
   """
 

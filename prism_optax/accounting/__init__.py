@@ -6,7 +6,6 @@ can run where there is no accelerator.
 
 from dp_accounting import NeighboringRelation
 
-from prism_optax.accounting._as_drawn import release_guarantee
 from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
 from prism_optax.accounting._epsilon import calibrate_noise_multiplier, epsilon
 from prism_optax.accounting._events import dpsgd_event, joint_noise_multiplier
@@ -22,7 +21,6 @@ __all__ = [
   'BudgetExceeded', 'NeighboringRelation', 'PrivacyBudget',
   'calibrate_matrix_mechanism', 'calibrate_noise_multiplier', 'dpsgd_event',
   'epsilon', 'gaussian_epsilon',
-  'joint_noise_multiplier', 'matrix_mechanism_event',
-  'privacy_statement', 'release_guarantee',
+  'joint_noise_multiplier', 'matrix_mechanism_event', 'privacy_statement',
 ]
 # fmt: on

@@ -42,8 +42,8 @@ def release_guarantee(
   Examples:
     A million entries, a thousand updates:
 
-    >>> from prism_optax import accounting
-    >>> epsilon, delta = accounting.release_guarantee(8.0, 1e-5, 10**6 * 1000)
+    >>> from prism_optax.accounting import _as_drawn
+    >>> epsilon, delta = _as_drawn.release_guarantee(8.0, 1e-5, 10**6 * 1000)
     >>> f'{epsilon:.5f} {delta:.3g}'
     '8.00000 1.03e-05'
   """

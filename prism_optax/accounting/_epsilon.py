@@ -73,8 +73,8 @@ def epsilon(
     dataset_size: Number of records, a public constant, against which ``delta``
       is checked. Events of truncated batches hold theirs.
     entries: Number of entries to which this library adds noise, over all
-      updates together. Epsilon is then that of the noise as it is drawn
-      (:func:`release_guarantee`), at the same delta; else that of ideal noise.
+      updates together. Epsilon is then that of the noise as it is drawn, at the
+      same delta; else that of ideal noise.
 
   Returns:
     Epsilon, ``inf`` where there is no guarantee (or only one of millions).

@@ -29,8 +29,8 @@ def privacy_statement(
     neighboring_relation: Relation under which epsilon is meant.
     dataset_size: Number of records, as for :func:`epsilon`.
     entries: Number of entries to which this library adds noise, over all
-      updates together. Epsilon is then that of the noise as it is drawn
-      (:func:`release_guarantee`), at the same delta; else that of ideal noise.
+      updates together. Epsilon is then that of the noise as it is drawn, at the
+      same delta; else that of ideal noise.
     possible_stops: The releases were stopped on the way, at one of so many
       stops that were fixed beforehand, and ``event`` is what was released by
       the next one. Each has the same share of delta, at which epsilon is

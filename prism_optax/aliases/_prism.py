@@ -4,7 +4,6 @@ from prism_optax import _validate
 from prism_optax._modules import LayoutLike
 from prism_optax._types import PRNGKeyLike, Scalar, ScalarOrSchedule
 from prism_optax.transforms import (
-  TangentTransformation,
   add_decayed_factors,
   chain,
   intrinsic_clip,
@@ -13,6 +12,7 @@ from prism_optax.transforms import (
   scale_by_rank_preconditioner,
   tangent_privatizer,
 )
+from prism_optax.transforms._chain import TangentTransformation
 from prism_optax.transforms._published import scale_by_published_preconditioner
 
 

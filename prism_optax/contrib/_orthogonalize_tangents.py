@@ -11,7 +11,8 @@ from prism_optax import _validate, fixed_rank
 from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
 from prism_optax._types import Scalar
 from prism_optax.contrib._tangent_newton_schulz import tangent_newton_schulz
-from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.fixed_rank import Factors, Tangent
+from prism_optax.fixed_rank._points import Frame
 from prism_optax.fixed_rank._tangents import transport_sum
 from prism_optax.muon._polynomials import Steps, check_options
 from prism_optax.transforms._chain import Stacked, TangentTransformation

@@ -5,13 +5,13 @@ from prism_optax._types import PRNGKeyLike, Scalar, ScalarOrSchedule
 from prism_optax.aliases._prism import _optimizer, _stddev
 from prism_optax.contrib._orthogonalize_tangents import orthogonalize_tangents
 from prism_optax.transforms import (
-  TangentTransformation,
   add_decayed_factors,
   intrinsic_clip,
   retract,
   scale_by_learning_rate,
   tangent_privatizer,
 )
+from prism_optax.transforms._chain import TangentTransformation
 
 
 def prism_muon(

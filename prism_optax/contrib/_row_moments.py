@@ -9,7 +9,8 @@ import optax
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
 from prism_optax._types import Scalar
-from prism_optax.fixed_rank import Frame, Tangent
+from prism_optax.fixed_rank import Tangent
+from prism_optax.fixed_rank._points import Frame
 from prism_optax.fixed_rank._tangents import TangentSum, as_sum
 from prism_optax.transforms._chain import (
   TangentTransformation,

@@ -28,12 +28,13 @@ import jax.numpy as jnp
 
 from prism_optax import fixed_rank
 from prism_optax._linalg import at_least_float32, gram, matmul
+from prism_optax.fixed_rank._points import Frame
 from prism_optax.muon._newton_schulz import divisor, frobenius_norm
 from prism_optax.muon._polynomials import Steps, check_options, polynomials
 
 
 def tangent_newton_schulz(
-  frame: fixed_rank.Frame,
+  frame: Frame,
   tangent: fixed_rank.Tangent,
   *,
   degree: int = 2,

@@ -10,7 +10,8 @@ from prism_optax import fixed_rank
 from prism_optax._linalg import matmul
 from prism_optax._modules import LayoutLike, StepContext
 from prism_optax._types import ArrayTree
-from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.fixed_rank import Factors, Tangent
+from prism_optax.fixed_rank._points import Frame
 
 
 class TangentProbes(NamedTuple):

@@ -72,7 +72,7 @@ def prism_with_rows(
   expected_batch_size: int,
   prng_key: jax.Array,
   steps: int | None,
-) -> prism_optax.transforms.TangentTransformation:
+) -> optax.GradientTransformation:
   """``prism`` line by line, with scales of rows directly behind the noise."""
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
   return prism_optax.chain(

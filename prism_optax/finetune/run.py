@@ -160,7 +160,7 @@ def _loop(
   return state
 
 
-def _measured(means: prism_training.Means) -> dict[str, float]:
+def _measured(means: Any) -> dict[str, float]:
   return {
     'nonprivate_loss': float(means.loss),
     'nonprivate_accuracy': float(means.aux),

@@ -21,8 +21,8 @@ arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.
 Frames are not differentiated (``stop_gradient``).
 """
 
-from prism_optax.fixed_rank._lifts import norm, project, transport
-from prism_optax.fixed_rank._points import Factors, Frame, frame
+from prism_optax.fixed_rank._lifts import project, transport
+from prism_optax.fixed_rank._points import Factors, frame
 from prism_optax.fixed_rank._retraction import retraction
 from prism_optax.fixed_rank._tangents import (
   Tangent,
@@ -32,7 +32,7 @@ from prism_optax.fixed_rank._tangents import (
 
 # fmt: off
 __all__ = [
-  'Factors', 'Frame', 'Tangent', 'frame', 'multiply_out', 'norm',
-  'project', 'retraction', 'tangent_from_gradients', 'transport',
+  'Factors', 'Tangent', 'frame', 'multiply_out', 'project', 'retraction',
+  'tangent_from_gradients', 'transport',
 ]
 # fmt: on

@@ -49,31 +49,6 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
   )
 
 
-def norm(tangent: Tangent) -> jax.Array:
-  """The intrinsic norm, which is the norm of the coordinates.
-
-  ``||T||_F = sqrt(||X_L||_F^2 + ||X_R||_F^2)`` (PRISM, arXiv:2606.00944,
-  Eq. 15, in orthonormal coordinates).
-
-  Args:
-    tangent: Coordinates (..., m, r) and (..., n, r).
-
-  Returns:
-    Shape (...), in the unit of T.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1), 4 * jnp.eye(2, 1))
-    >>> fixed_rank.norm(x).item()
-    5.0
-  """
-  return jnp.sqrt(
-    jnp.sum(jnp.square(tangent.left), axis=(-2, -1))
-    + jnp.sum(jnp.square(tangent.right), axis=(-2, -1))
-  )
-
-
 def embed(frame: Frame, tangent: Tangent) -> jax.Array:
   """The dense m x n matrix T, for tests and small problems.
 

@@ -9,10 +9,7 @@ on it. The order is: pay (``accounting.PrivacyBudget.spend`` with
 from prism_optax.inference._calibration import (
   gaussian_stddev,
   hidden_state_sensitivity,
-  nonprivate_delta_signal_to_noise,
-  rank_attenuation,
   release_event,
-  signal_to_noise_bound,
 )
 from prism_optax.inference._host import privatize_on_host
 from prism_optax.inference._mechanism import lora_delta, privatize_hidden_states
@@ -20,8 +17,6 @@ from prism_optax.inference._mechanism import lora_delta, privatize_hidden_states
 # fmt: off
 __all__ = [
   'gaussian_stddev', 'hidden_state_sensitivity', 'lora_delta',
-  'nonprivate_delta_signal_to_noise', 'privatize_hidden_states',
-  'privatize_on_host', 'rank_attenuation', 'release_event',
-  'signal_to_noise_bound',
+  'privatize_hidden_states', 'privatize_on_host', 'release_event',
 ]
 # fmt: on

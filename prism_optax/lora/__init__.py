@@ -17,17 +17,16 @@ from prism_optax.lora._initialization import (
   initialize,
   spectral_residual,
 )
-from prism_optax.lora._merging import Kernel, deltas, merge
+from prism_optax.lora._merging import deltas, merge
 from prism_optax.lora._peft import from_peft, load_peft, save_peft
 from prism_optax.lora._ranks import difference, truncate
 from prism_optax.lora._stacking import stack, unstack
 
 # fmt: off
 __all__ = [
-  'Kernel', 'Layout', 'Pair', 'add_adapters', 'canonicalize',
-  'deltas', 'describe_pairs', 'difference', 'from_peft', 'in_microbatches',
-  'initialize', 'load_peft', 'merge', 'pairs_by_name', 'per_example_gradients',
-  'per_example_product', 'save_peft', 'spectral_residual', 'stack', 'truncate',
-  'unstack',
+  'Layout', 'Pair', 'add_adapters', 'canonicalize', 'deltas', 'describe_pairs',
+  'difference', 'from_peft', 'in_microbatches', 'initialize', 'load_peft',
+  'merge', 'pairs_by_name', 'per_example_gradients', 'per_example_product',
+  'save_peft', 'spectral_residual', 'stack', 'truncate', 'unstack',
 ]
 # fmt: on

@@ -6,7 +6,7 @@ they are.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,10 @@ from prism_optax._modules import LayoutLike, Module, ModuleTree
 from prism_optax._types import Array, ArrayTree
 from prism_optax.fixed_rank import Factors
 
-
-class Kernel(NamedTuple):
-  """The frozen weight that an adapter changes.
-
-  Attributes:
-    path: Path of the leaf in the tree of weights, '/' between keys.
-    axes: Its axes in the order ``(*stack, *in, *out)``; None if that is their
-      order. A matrix (out, in) has ``axes=(1, 0)``.
-  """
-
-  path: str
-  axes: Sequence[int] | None = None
-
-
-KernelsLike = Mapping[str, str | Kernel] | None
+# The path of a weight, '/' between keys, alone or with its axes in the order
+# (*stack, *in, *out).
+Kernel: TypeAlias = str | tuple[str, Sequence[int]]
+KernelsLike: TypeAlias = Mapping[str, Kernel] | None
 
 
 def deltas(
@@ -133,8 +122,10 @@ def merge(
     weights: Tree with the frozen weights; its other leaves pass, of whatever
       type. Nested dicts, an ``nnx.State``, or any tree of arrays.
     kernels: For each module (its name, see :func:`describe_pairs`) the path of
-      its weight, or a :class:`Kernel` where axes are in another order. Modules
-      that are not named get the one leaf that has the shape
+      its weight in the tree, '/' between keys; or the path and the axes of the
+      weight in the order ``(*stack, *in, *out)``, where they are in another
+      one: ``('q/weight', (1, 0))`` for a matrix (out, in). Modules that are not
+      named get the one leaf that has the shape
       ``(*stack, *in, *out)``, features split as they may be, and stands where
       their library puts it: at ``name`` itself, beside the factors
       (``dense/kernel`` for ``dense/lora_a`` or ``dense/lora/lora_a``) or in
@@ -219,8 +210,8 @@ def _one_candidate(
     raise ValueError(
       f'Expected one weight of shape {_shape_of(module)} for {module.name!r},'
       f' found {listed or "none near it"}. Say which:'
-      f" kernels={{{module.name!r}: lora.Kernel('path/of/weight',"
-      ' axes=(...))}, axes in the order (*stack, *in, *out).'
+      f" kernels={{{module.name!r}: ('path/of/weight', (...))}}, with its axes"
+      ' in the order (*stack, *in, *out).'
     )
   return found[0]
 
@@ -239,20 +230,20 @@ def _splits(module: Module, shape: Sequence[int]) -> bool:
 
 def _placed(
   module: Module,
-  kernel: str | Kernel,
+  kernel: Kernel,
   names: Sequence[str],
   leaves: Sequence[Array],
 ) -> Place:
-  kernel = Kernel(kernel) if isinstance(kernel, str) else kernel
-  if names.count(kernel.path) != 1:
+  path, given = (kernel, None) if isinstance(kernel, str) else kernel
+  if names.count(path) != 1:
     raise ValueError(
-      f'No single leaf at {kernel.path!r} for {module.name!r}; weights has'
+      f'No single leaf at {path!r} for {module.name!r}; weights has'
       f' {list(names)[:8]}.'
     )
-  index = names.index(kernel.path)
+  index = names.index(path)
   leaf = leaves[index]
   shape = jnp.shape(leaf)
-  axes = range(len(shape)) if kernel.axes is None else kernel.axes
+  axes = range(len(shape)) if given is None else given
   axes = tuple(int(axis) % max(len(shape), 1) for axis in axes)
   if (
     sorted(axes) != list(range(len(shape)))
@@ -260,7 +251,7 @@ def _placed(
     or not _is_float(leaf)
   ):
     raise ValueError(
-      f'The weight {kernel.path!r} of shape {shape} and type'
+      f'The weight {path!r} of shape {shape} and type'
       f' {getattr(leaf, "dtype", type(leaf))} does not fit {module.name!r}:'
       f' expected (*stack, *in, *out) = {_shape_of(module)}, floating-point, in'
       f' the order of axes={tuple(axes)}.'

@@ -8,24 +8,20 @@ and the event that is accounted. The chain of transformations
 
 from prism_optax._clip import (
   AutomaticClipping,
-  FlatClipping,
   GroupClipping,
   QuantileClipping,
 )
 from prism_optax.training._checkpoint import load_state, save_state
 from prism_optax.training._execution import Execution
 from prism_optax.training._make import make_private
-from prism_optax.training._means import Means
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._releases import ChangeOfVariables, Release
-from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._state import TrainingState
 
 # fmt: off
 __all__ = [
-  'AutomaticClipping', 'Batch', 'Batches', 'ChangeOfVariables', 'Execution',
-  'FlatClipping', 'GroupClipping', 'Means', 'PrivateTraining',
-  'QuantileClipping', 'Release', 'TrainingState', 'load_state', 'make_private',
-  'save_state',
+  'AutomaticClipping', 'ChangeOfVariables', 'Execution', 'GroupClipping',
+  'PrivateTraining', 'QuantileClipping', 'Release', 'TrainingState',
+  'load_state', 'make_private', 'save_state',
 ]
 # fmt: on

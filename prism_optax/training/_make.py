@@ -152,9 +152,9 @@ def make_private(
       smallest noise multiplier that meets it is looked for (some seconds).
     noise_multiplier: In its place: standard deviation of the noise over C, of
       everything that a step releases.
-    clipping: The rule: :class:`FlatClipping`, the default,
-      :class:`AutomaticClipping`, :class:`GroupClipping` or
-      :class:`QuantileClipping`.
+    clipping: The rule. None is the flat clip of DP-SGD, ``min(1, C / norm)``
+      of a record's whole gradient; others are :class:`AutomaticClipping`,
+      :class:`GroupClipping` and :class:`QuantileClipping`.
     examples_per_user: For privacy of users: the most records that a user
       contributes to one batch. Users are drawn, not records; a user's gradient
       is that of the mean loss of these records.

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax._types import ArrayTree
-from prism_optax.transforms import TangentTransformation, tangent_coordinates
+from prism_optax.transforms import tangent_coordinates
+from prism_optax.transforms._chain import TangentTransformation
 
 
 class Means(NamedTuple):

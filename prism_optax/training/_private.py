@@ -162,7 +162,12 @@ class PrivateTraining:
 
     Returns:
       An iterable with a length, of which ``tqdm.tqdm(...)`` shows the progress:
-      the number of steps is public.
+      the number of steps is public. Iterated again it gives the same batches
+      again. A batch has ``examples``, a tree of arrays (padded size, ...), or
+      with users (padded size, examples per user, ...); ``is_padding_example``
+      (padded size,), True where there is no record; ``is_present``, None, or
+      with users (padded size, examples per user), True for records that count;
+      and ``step``, the number of the step that it was drawn for.
 
     Raises:
       ValueError: If the state is of another training or environment, or began
@@ -382,8 +387,10 @@ class PrivateTraining:
       frozen: As for :meth:`step`.
 
     Returns:
-      Means over the records (or users) of the batch that count; zeros if there
-      are none.
+      Means over the records (or users) of the batch that count, zeros if there
+      are none: ``loss``, ``gradient_norm`` before the clip (of the gradient, or
+      for PRISM of its tangent coordinates) and ``aux``, what the loss returned
+      besides, leaf by leaf; ``()`` if nothing.
 
     Raises:
       ValueError: For a state of another training.

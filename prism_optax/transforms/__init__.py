@@ -10,11 +10,7 @@ factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
 """
 
 from prism_optax.transforms._augmented import augmented_optimizer
-from prism_optax.transforms._chain import (
-  TangentTransformation,
-  chain,
-  tangent_transformation,
-)
+from prism_optax.transforms._chain import chain, tangent_transformation
 from prism_optax.transforms._clip_groups import split_noise_multiplier
 from prism_optax.transforms._coordinates import tangent_coordinates
 from prism_optax.transforms._correlated import (
@@ -31,10 +27,7 @@ from prism_optax.transforms._descent import (
   scale_by_learning_rate,
 )
 from prism_optax.transforms._intrinsic_clip import intrinsic_clip
-from prism_optax.transforms._matrix_clip import (
-  clip_each_matrix,
-  per_matrix_clip,
-)
+from prism_optax.transforms._matrix_clip import per_matrix_clip
 from prism_optax.transforms._orthogonalize import orthogonalize
 from prism_optax.transforms._privatizer import tangent_privatizer
 from prism_optax.transforms._published import scale_by_published_preconditioner
@@ -44,12 +37,11 @@ from prism_optax.transforms._rank_preconditioner import (
 
 # fmt: off
 __all__ = [
-  'TangentTransformation', 'add_decayed_factors', 'augmented_optimizer',
-  'chain', 'clip_each_matrix', 'clipped_elsewhere', 'correlated_noise_stddev',
-  'correlated_tangent_privatizer', 'intrinsic_clip', 'noised_elsewhere',
-  'orthogonalize', 'per_matrix_clip', 'retract', 'scale_by_learning_rate',
-  'scale_by_published_preconditioner', 'scale_by_rank_preconditioner',
-  'split_noise_multiplier',
+  'add_decayed_factors', 'augmented_optimizer', 'chain', 'clipped_elsewhere',
+  'correlated_noise_stddev', 'correlated_tangent_privatizer', 'intrinsic_clip',
+  'noised_elsewhere', 'orthogonalize', 'per_matrix_clip', 'retract',
+  'scale_by_learning_rate', 'scale_by_published_preconditioner',
+  'scale_by_rank_preconditioner', 'split_noise_multiplier',
   'tangent_coordinates', 'tangent_privatizer', 'tangent_transformation',
 ]
 # fmt: on

@@ -22,7 +22,7 @@ import optax
 from prism_optax import _validate, fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree, map_pairs
 from prism_optax._types import ArrayTree
-from prism_optax.fixed_rank import Frame
+from prism_optax.fixed_rank._points import Frame
 from prism_optax.transforms import _correlated
 
 Init: TypeAlias = Callable[[ArrayTree], optax.OptState]

@@ -175,8 +175,8 @@ def tangent_transformation(
   ``left`` (k, m, r) and ``right`` (k, n, r), as arrays or as a sum that is not
   multiplied out. ``fixed_rank.multiply_out`` makes arrays of either kind, and
   either kind may be returned. ``stacks.others`` holds the leaves that are no
-  factors. ``step.params`` and ``step.frames`` (one ``fixed_rank.Frame`` for
-  each group) say where the update happens.
+  factors. ``step.params`` and ``step.frames`` (one for each group, as
+  ``fixed_rank.frame`` makes it) say where the update happens.
 
   Coordinates turn with the frames: what is remembered of them must be carried
   along (``fixed_rank.transport``), and a function of them should commute with

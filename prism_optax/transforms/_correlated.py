@@ -21,8 +21,8 @@ from prism_optax import _linalg, _randomness, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike, StepContext, map_pairs
 from prism_optax._types import ArrayTree, PRNGKeyLike
-from prism_optax.fixed_rank import Factors, Frame, Tangent
-from prism_optax.fixed_rank._points import map_ranks
+from prism_optax.fixed_rank import Factors, Tangent
+from prism_optax.fixed_rank._points import Frame, map_ranks
 from prism_optax.fixed_rank._tangents import projected
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 from prism_optax.transforms._declared import noised_elsewhere

@@ -81,10 +81,9 @@ def intrinsic_clip(
 
   Args:
     l2_clip_norm: C, the largest norm of an example's contribution to the sum.
-    rule: How an example is cut to C. None is
-      :class:`prism_optax.training.FlatClipping`, as above. The others are
-      ``AutomaticClipping``, ``GroupClipping`` and ``QuantileClipping``, for
-      which C is where it starts.
+    rule: How an example is cut to C. None is the flat clip, as above. Others
+      are ``AutomaticClipping``, ``GroupClipping`` and ``QuantileClipping`` of
+      :mod:`prism_optax.training`; for the last one C is where it starts.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
     prng_key: For a rule that follows a quantile, of the noise of the fraction,

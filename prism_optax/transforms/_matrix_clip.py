@@ -1,7 +1,6 @@
 """Clipping of per-example gradients matrix by matrix."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -86,68 +85,6 @@ def dense_clip(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def clip_each_matrix(
-  l2_clip_norms: NormsLike,
-  *,
-  weight_dimension_numbers: DimensionNumbersLike = None,
-) -> Callable[[ArrayTree], ArrayTree]:
-  """Clips the gradient of ONE example matrix by matrix.
-
-  It is ``per_matrix_clip(norms).pre_clipping_transform``, for chains of your
-  own: :func:`prism_optax.dp_muon` has its clip and its divisor in its own
-  attribute of this name. As the ``pre_clipping_transform`` of
-  ``jax_privacy.clipped_grad`` it clips matrix by matrix in micro-batches. Give
-  ``clipped_grad`` the sensitivity of all groups together as its clip norm: no
-  example exceeds it, so its own clipping changes nothing::
-
-    clip = per_matrix_clip(norms)
-    jax_privacy.clipped_grad(
-      loss, l2_clip_norm=clip.sensitivity(params=params),
-      normalize_by=expected_batch_size,
-      pre_clipping_transform=clip_each_matrix(norms))
-
-  ``g_W / max(1, ||g_W||_F / C_W)`` for every matrix W (DP-Muon,
-  arXiv:2605.12994).
-
-  **Privacy.** The clipped gradient of one example has a Euclidean norm of at
-  most ``sqrt(sum_W C_W^2)`` over all matrices together, whatever the example
-  is. A sum of such gradients moves by at most this when one example is added or
-  removed. Nothing is private yet: the sum and the noise come afterwards.
-
-  =============================  ==============================================
-  NaN or Inf anywhere            zeros, in all matrices
-  squared norm that overflows    likewise
-  bfloat16 gradients             norm and clip in float32
-  norm below ``C_W (1 - 1e-6)``  the matrix is unchanged
-  =============================  ==============================================
-
-  Args:
-    l2_clip_norms: C_W, a number or a prefix tree of numbers; a number in it is
-      the threshold of each group below it.
-    weight_dimension_numbers: Defines the clip groups, see
-      :func:`per_matrix_clip`.
-
-  Returns:
-    A function that maps a tree of gradients to one of the same shapes, in
-    float32 or wider.
-
-  Raises:
-    ValueError: If a threshold is not a positive finite number (a traced one is
-      not checked); in the function, if a prefix does not fit the gradients.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import transforms
-    >>> clip = transforms.clip_each_matrix({'w': 3.0, 'v': 4.0})
-    >>> clipped = clip({'w': jnp.full((2, 2), 9.0), 'v': jnp.full(3, 0.5)})
-    >>> print(jnp.linalg.norm(clipped['w']).round(4), clipped['v'])
-    3.0 [0.5 0.5 0.5]
-  """
-  return per_matrix_clip(
-    l2_clip_norms, weight_dimension_numbers=weight_dimension_numbers
-  ).pre_clipping_transform
-
-
 def per_matrix_clip(
   l2_clip_norms: NormsLike,
   *,
@@ -196,7 +133,15 @@ def per_matrix_clip(
     params=params)`` is the sensitivity of all groups together; it needs
     ``params`` (arrays or shapes) because a number or a prefix does not tell how
     many groups there are. ``.pre_clipping_transform`` maps the gradient of one
-    example to its term of that sum.
+    example to its term of that sum: with it ``jax_privacy.clipped_grad`` clips
+    matrix by matrix in micro-batches. Give it the sensitivity of all groups
+    together, which no example exceeds, as its clip norm::
+
+      clip = per_matrix_clip(norms)
+      jax_privacy.clipped_grad(
+        loss, l2_clip_norm=clip.sensitivity(params=params),
+        normalize_by=expected_batch_size,
+        pre_clipping_transform=clip.pre_clipping_transform)
 
   Raises:
     ValueError: If a threshold or ``normalize_by`` is not a positive finite

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from prism_optax import _linalg
 from prism_optax._linalg import gram, matmul
 from prism_optax._types import DTypeLike, Scalar
-from prism_optax.fixed_rank import Factors, Frame, Tangent
+from prism_optax.fixed_rank import Factors, Tangent
+from prism_optax.fixed_rank._points import Frame
 from prism_optax.fixed_rank._tangents import (
   TangentSum,
   as_sum,

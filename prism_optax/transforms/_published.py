@@ -16,12 +16,8 @@ from prism_optax import _linalg, _validate, fixed_rank
 from prism_optax._linalg import gram, matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar
-from prism_optax.fixed_rank import (
-  Factors,
-  Frame,
-  Tangent,
-  _lifts,
-)
+from prism_optax.fixed_rank import Factors, Tangent, _lifts
+from prism_optax.fixed_rank._points import Frame
 from prism_optax.fixed_rank._tangents import TangentSum
 from prism_optax.transforms._chain import TangentTransformation
 from prism_optax.transforms._moments import Options

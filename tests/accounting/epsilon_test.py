@@ -12,7 +12,7 @@ from dp_accounting import dp_event, pld, rdp
 from hypothesis import strategies as st
 
 from prism_optax import accounting
-from prism_optax.accounting import _events
+from prism_optax.accounting import _as_drawn, _events
 
 Relation = accounting.NeighboringRelation
 Q, STEPS, DELTA = 64 / 9919, 300, 1e-5
@@ -274,7 +274,7 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   assert spent < shown < 1.1 * spent
   # Some delta of ideal noise gives, with what drawn noise adds, no more.
   found = [
-    accounting.release_guarantee(
+    _as_drawn.release_guarantee(
       accounting.epsilon(event, x, accountant='rdp'), x, entries
     )
     for x in np.linspace(0.5, 1, 20) * DELTA
@@ -286,7 +286,7 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
 
 def test_what_drawn_noise_adds_to_a_delta_of_zero():
   """The terms of the derivation, one entry, at an epsilon of zero."""
-  shift, added = accounting.release_guarantee(0.0, 0.0, 1)
+  shift, added = _as_drawn.release_guarantee(0.0, 0.0, 1)
   # tau + beta + nu + beta: 5e-17, 1e-20, 1e-19 and 1e-20.
   assert math.isclose(added, 5e-17 + 1e-19 + 2e-20, rel_tol=1e-5)
   assert 0 < shift < 1e-6

@@ -55,10 +55,7 @@ PRIVACY = {
     'tangent_privatizer'
   ),
   'training': 'make_private',
-  'transforms': (
-    'TangentTransformation augmented_optimizer clip_each_matrix '
-    'split_noise_multiplier'
-  ),
+  'transforms': ('augmented_optimizer split_noise_multiplier'),
 }
 RELATION = re.compile(
   r'neighbou?r|sensitiv|add(ed|ing) or remov(ed|ing)|REPLACE_ONE'
@@ -88,17 +85,11 @@ FORMULAS = {
     'input_metric orthogonalize_tangents prism_muon scale_by_row_moments '
     'tangent_probes'
   ),
-  'diagnostics': (
-    'factor_noise_energy nonprivate_clip_statistics prove_independent'
-    ' tangent_noise_energy'
-  ),
-  'fixed_rank': (
-    'frame norm project retraction tangent_from_gradients transport'
-  ),
+  'diagnostics': ('nonprivate_clip_statistics prove_independent'),
+  'fixed_rank': ('frame project retraction tangent_from_gradients transport'),
   'inference': (
     'gaussian_stddev hidden_state_sensitivity privatize_hidden_states '
-    'privatize_on_host release_event rank_attenuation '
-    'signal_to_noise_bound'
+    'privatize_on_host release_event'
   ),
   'lora': 'canonicalize initialize spectral_residual',
   'muon': 'minimax_coefficients newton_schulz',
@@ -109,7 +100,7 @@ FORMULAS = {
   ),
   'training': 'AutomaticClipping GroupClipping QuantileClipping make_private',
   'transforms': (
-    'augmented_optimizer clip_each_matrix correlated_noise_stddev '
+    'augmented_optimizer correlated_noise_stddev '
     'orthogonalize split_noise_multiplier'
   ),
 }
@@ -135,16 +126,12 @@ EDGE_CASES = {
     'scale_by_rank_preconditioner tangent_coordinates tangent_privatizer'
   ),
   'training': 'make_private',
-  'transforms': ('augmented_optimizer clip_each_matrix orthogonalize'),
+  'transforms': ('augmented_optimizer orthogonalize'),
 }
 
 
 # The package makes these and hands them over: users read their attributes.
-HANDED_OVER = (
-  'training.Batches',
-  'training.PrivateTraining',
-  'transforms.TangentTransformation',
-)
+HANDED_OVER = ('training.PrivateTraining',)
 
 
 def public_names():

@@ -40,7 +40,7 @@ tx = prism_optax.prism(
   expected_batch_size=8,
   layout=lora.Layout(scale=2.0),
 )
-assert_type(tx, transforms.TangentTransformation)
+tx.sensitivity()
 state = tx.init(params)
 grads = jax.tree.map(lambda x: jnp.ones((8, *x.shape)), params)
 updates, state = tx.update(grads, state, params)
@@ -50,10 +50,10 @@ spelled_out = prism_optax.chain(
   prism_optax.tangent_privatizer(0.1),
   prism_optax.retract(),
 )
-assert_type(spelled_out, transforms.TangentTransformation)
+transformation: optax.GradientTransformationExtraArgs = spelled_out
 optimizer: optax.GradientTransformation = optax.chain(spelled_out)
 frame = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
-assert_type(frame, fixed_rank.Frame)
+assert_type(frame.left, jax.Array)
 event = accounting.dpsgd_event(0.5, 0.01, 100)
 """
 MISTAKES = {

@@ -18,36 +18,6 @@ def _factors(seed=0):
   return oracles.random_factors(np.random.default_rng(seed), M, N, RANK, 3.0)
 
 
-def test_factor_noise_energy_of_a_stack_is_that_of_each():
-  rng = np.random.default_rng(5)
-  left, right = rng.normal(size=(2, 7, 3)), rng.normal(size=(2, 5, 3))
-  both = diagnostics.factor_noise_energy(left, right, 0.3)
-  for i in range(2):
-    one = diagnostics.factor_noise_energy(left[i], right[i], 0.3)
-    np.testing.assert_allclose(both.first_order[i], one.first_order, rtol=1e-5)
-    assert both.second_order == one.second_order
-
-
-def test_factor_noise_has_its_minimum_where_the_paper_says():
-  left, right = _factors()
-  best = (
-    M * np.sum(right**2) / (N * np.sum(left**2))
-  ) ** 0.25  # Proposition A.7
-  gauges = best * np.geomspace(0.5, 2, 41)
-  energy = jax.jit(diagnostics.factor_noise_energy)
-  energies = [float(energy(c * left, right / c, 1.0)[0]) for c in gauges]
-  assert np.argmin(energies) == 20
-  assert max(energies) > 2 * min(energies)
-
-
-def test_tangent_noise_energy_is_that_of_the_projected_noise():
-  point = oracles.Point.from_factors(*_factors())
-  noise = 0.3 * np.random.default_rng(2).normal(size=(4000, M, N))
-  squares = np.sum(point.project(noise) ** 2, axis=(1, 2))
-  want = diagnostics.tangent_noise_energy(M, N, RANK, 0.3)
-  assert abs(np.mean(squares) - want) < 4 * np.std(squares) / np.sqrt(4000)
-
-
 def _clip_statistics(scale, space):
   left, right = _factors()
   factors = [(left * scale, right / scale)]

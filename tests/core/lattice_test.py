@@ -79,7 +79,7 @@ def _spline_law(weights, positions):
 
 
 def test_distance_from_the_statement_is_below_what_is_declared():
-  """What `accounting.release_guarantee` is made of, by numerical integration.
+  """What `_as_drawn.release_guarantee` is made of, by numerical integration.
 
   Each constant is also at most three times what is measured.
   """

@@ -39,7 +39,6 @@ def all_results(factors, grads, geometry=compiled):
   return {
     'frame': frame,
     'tangent': tangent,
-    'norm': geometry.norm(tangent),
     'embed': geometry.embed(frame, tangent),
     'lift': steps,
     'horizontal_lift': shortest(factors, steps),

@@ -70,7 +70,6 @@ compiled = types.SimpleNamespace(
   lift=_compiled(_lifts.lift),
   tangent_from_steps=_compiled(_lifts.tangent_from_steps),
   horizontal_lift=_compiled(horizontal_lift),
-  norm=_compiled(fixed_rank.norm),
   embed=_compiled(_lifts.embed),
   transport=_compiled(fixed_rank.transport),
   dense_retraction=_compiled(_retraction.dense_retraction),

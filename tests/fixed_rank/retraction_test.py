@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests.fixed_rank.cases import (
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures('x64')
 def step_of_size(factors, frame, size, seed=28):
   """A tangent with the given size relative to ||Z||."""
   tangent = random_tangent(seed, frame)
-  scale = size * np.linalg.norm(product(factors)) / compiled.norm(tangent)
+  scale = size * np.linalg.norm(product(factors)) / optax.tree.norm(tangent)
   return scaled(tangent, float(scale))  # A Python float keeps the type.
 
 

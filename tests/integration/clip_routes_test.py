@@ -103,7 +103,7 @@ def _clip_beside_it(grads, tx=None):
     grads,
     l2_clip_norm=clip.sensitivity(params=PARAMS),
     normalize_by=EXPECTED,
-    pre_clipping_transform=transforms.clip_each_matrix(NORM),
+    pre_clipping_transform=clip.pre_clipping_transform,
   )
   if tx is not None:
     return _released(tx, mean)
@@ -121,10 +121,10 @@ ROUTES = {
     grads,
   ),
   'dp_muon and its pre_clipping_transform': _one_object,
-  'dp_muon and clip_each_matrix': lambda grads: _clip_beside_it(
+  'dp_muon and per_matrix_clip': lambda grads: _clip_beside_it(
     grads, _muon(per_example_gradients=False, **OURS)
   ),
-  'clip_each_matrix and a privatizer': _clip_beside_it,
+  'pre_clipping_transform and a privatizer': _clip_beside_it,
   'per_matrix_clip and a privatizer': _chain_of_ones_own,
   'per_matrix_clip, clip_groups and a split': _split_by_hand,
 }
@@ -144,7 +144,7 @@ def _joint(one, other, sizes=None):
 
 
 # Each is a program of its own; the others put the same parts together.
-FIRST = 'dp_muon', 'clip_each_matrix and a privatizer'
+FIRST = 'dp_muon', 'pre_clipping_transform and a privatizer'
 
 
 @pytest.mark.parametrize(

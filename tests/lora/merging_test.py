@@ -88,7 +88,7 @@ def test_axes_in_another_order_are_given():
   params = {'kv': _einsum_pair(rng)}
   layout = lora.Layout(-1, 0, (), (), scale=2.0)
   weights = {'attention': {'w': jnp.zeros((2, 3, 6, 4), jnp.float32)}}
-  kernel = lora.Kernel('attention/w', axes=(2, 0, 1, 3))
+  kernel = 'attention/w', (2, 0, 1, 3)
   merged = lora.merge(params, weights, kernels={'kv': kernel}, layout=layout)
   want = 2 * np.einsum(
     'dr,rchk->chdk', params['kv']['lora_a'], params['kv']['lora_b']
@@ -99,7 +99,7 @@ def test_axes_in_another_order_are_given():
 def test_a_matrix_of_pytorch_is_transposed():
   params = {'q': {'lora_a': jnp.ones((3, 1)), 'lora_b': jnp.ones((1, 2))}}
   weights = {'q.weight': jnp.zeros((2, 3))}
-  kernels = {'q': lora.Kernel('q.weight', (1, 0))}
+  kernels = {'q': ('q.weight', (1, 0))}
   merged = lora.merge(params, weights, kernels=kernels)
   np.testing.assert_array_equal(merged['q.weight'], 1)
   with pytest.raises(ValueError, match=r'\(2, 3\).*does not fit.*= \(3, 2\)'):
@@ -129,8 +129,8 @@ KERNEL = jnp.ones((3, 2))
     ({'q': {'kernel': KERNEL}}, {'p': 'q/kernel'}, r"\['p'\], which are no"),
     ({'w': KERNEL.astype(jnp.int8)}, {'q': 'w'}, 'int8 does not fit'),
     ({'w': jnp.ones((3, 4))}, {'q': 'w'}, 'does not fit'),
-    ({'w': KERNEL}, {'q': lora.Kernel('w', (0, 0))}, 'does not fit'),
-    ({'w': KERNEL}, {'q': lora.Kernel('w', (0,))}, 'does not fit'),
+    ({'w': KERNEL}, {'q': ('w', (0, 0))}, 'does not fit'),
+    ({'w': KERNEL}, {'q': ('w', (0,))}, 'does not fit'),
   ],
 )  # fmt: skip
 def test_refusals(weights, kernels, match):

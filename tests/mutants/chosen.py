@@ -607,7 +607,7 @@ MUTANTS = (
     '        for i, x in enumerate(jax.tree.leaves(params))\n'
     '      ]\n'
     '    return _clip_groups.clip_groups(\n',
-    ('integration/clip_routes_test.py clip_each_matrix',),
+    ('integration/clip_routes_test.py per_matrix_clip',),
   ),
   Mutant(
     'clipped examples that are not divided',

@@ -59,7 +59,7 @@ def _chains(name):
     optax.trace(0.9),
   )
   fused = prism_optax.chain(*parts, layout=layout)
-  assert isinstance(fused, transforms.TangentTransformation)
+  assert isinstance(fused, optax.GradientTransformationExtraArgs)
   chains = {'plain': optax.chain(*parts), 'fused': fused}
   return {k: (tx.init, jax.jit(tx.update)) for k, tx in chains.items()}
 

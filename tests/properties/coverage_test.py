@@ -20,8 +20,6 @@ STATE = 'Fields alone, made and read by its transformation.'
 RESULT = 'Fields alone: the result of a function that has its own laws.'
 # Public names without a property, and why.
 EXCEPTIONS = {
-  'prism_optax.fixed_rank.Frame': RESULT,
-  'prism_optax.training.Means': RESULT,
   'prism_optax.training.TrainingState': STATE,
 }
 

@@ -54,7 +54,7 @@ def _laws(factors, other, grads, noise):
       here.left @ here.left_core, here.right @ here.right_core, *factors,
     ),
     'projected': (*fixed_rank.project(here, x), *x),
-    'norm': (fixed_rank.norm(t), jnp.linalg.norm(dense)),
+    'norm': (jnp.hypot(*map(jnp.linalg.norm, t)), jnp.linalg.norm(dense)),
     'lift': (
       steps.left @ factors.right.T + factors.left @ steps.right.T,
       dense,

@@ -233,7 +233,7 @@ def test_differences_and_their_merge_are_those_of_the_products(
     lead = len(module.stack)
     flat[module.name] = jnp.zeros((module.m, *module.stack, module.n))
     axes = (*range(1, 1 + lead), 1 + lead, 0)
-    kernels[module.name] = lora.Kernel(module.name, axes)
+    kernels[module.name] = module.name, axes
   weights = lora.merge(new, flat, kernels=kernels, layout=layout)
   weights = lora.merge(
     lora.difference(jax.tree.map(np.zeros_like, old), old, layout=layout),

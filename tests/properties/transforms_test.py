@@ -82,9 +82,8 @@ def _each_matrix(kind):
   rows = 1 if kind == 'stacks' else (0, 1)  # Or each leaf is one matrix.
   plain = optax.contrib.MuonDimensionNumbers(rows, 2)
   numbers = {'lora_a': plain, 'lora_b': plain, 'head': None}
-  clip = jax.jit(
-    transforms.clip_each_matrix(norms, weight_dimension_numbers=numbers)
-  )
+  whole = transforms.per_matrix_clip(norms, weight_dimension_numbers=numbers)
+  clip = jax.jit(whole.pre_clipping_transform)
   return norms, lambda grads: jax.device_get(clip(grads))
 
 

@@ -78,7 +78,7 @@ OPTIMIZERS = {
   'dp_muon': functools.partial(prism_optax.dp_muon, 0.1),
 }
 CLIPS = {
-  'flat': training.FlatClipping(),
+  'flat': None,
   'automatic': training.AutomaticClipping(),
   'groups': training.GroupClipping(
     {'bias': 'b', 'layer': 'l'}, {'b': 1.0, 'l': 3.0}

@@ -31,7 +31,7 @@ RULES = {
     f'automatic {x:g}': training.AutomaticClipping(x)
     for x in (1e-300, 1e-45, 1e-38, 1e-18, 1e-6, 0.01, 1e30, 1e300)
   },
-  'flat': training.FlatClipping(),
+  'flat': _clip.FlatClipping(),
   'groups': training.GroupClipping(['a', 'b'], {'a': 1e-3, 'b': 1.0}),
 }
 
@@ -46,7 +46,8 @@ def contributions(records, c):
     )
     one = _clip.Clip(rule, c).contribution(coordinates, ['a', 'b'])
     out[name] = jax.vmap(one)(records)
-  each = transforms.clip_each_matrix(c / jnp.sqrt(2.0))
+  clip = transforms.per_matrix_clip(c / jnp.sqrt(2.0))
+  each = clip.pre_clipping_transform
   out['each matrix'] = jax.vmap(
     lambda x: jax.tree.leaves(each({'v': x[:2], 'w': x[2:].reshape(2, 2)}))
   )(records)

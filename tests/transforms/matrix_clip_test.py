@@ -189,7 +189,7 @@ def test_clipped_grad_with_micro_batches_gives_the_same(microbatch_size):
     batch_argnums=1,
     keep_batch_dim=False,
     microbatch_size=microbatch_size,
-    pre_clipping_transform=transforms.clip_each_matrix(norms),
+    pre_clipping_transform=whole.pre_clipping_transform,
   )
   assert clipped.sensitivity() == pytest.approx(tx.sensitivity(params=params))
   out = jax.jit(clipped)(params, xs)
