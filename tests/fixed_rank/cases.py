@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from prism_optax.fixed_rank import _lifts, _retraction
 from tests.oracles import oracles
 
 # m, n and r differ; then r = min(m, n) on either side, and r = 1.
 SHAPES = [(12, 9, 4), (5, 11, 5), (13, 4, 4), (8, 6, 1)]
-CONDITIONS = [1.0, 10.0, 1e3, 1e6]
+CONDITIONS = [1.0, 1e3, 1e6]
 EPS = {np.float64: 2.3e-16, np.float32: 1.2e-7}
 
 # Each is a program of its own: the fast tests have r = min(m, n) on one side.
@@ -29,9 +28,10 @@ shapes = pytest.mark.parametrize(
   ],
 )
 conditions = pytest.mark.parametrize('condition', CONDITIONS)
+dtypes = pytest.mark.parametrize('dtype', [np.float64, np.float32])
 
 
-def _compiled(function):
+def compile_once(function):
   """Compiled once for each shape, with results on the host.
 
   The tests share the shapes, and go on in NumPy: many small operations of JAX
@@ -48,31 +48,17 @@ def _compiled(function):
 
 
 # Without and with alignment: one program is cheaper than two.
-_retracted = _compiled(
+_retracted = compile_once(
   lambda frame, tangent: tuple(
     fixed_rank.retraction(frame, tangent, align=align)
     for align in (False, True)
   )
 )
-
-
-def horizontal_lift(factors, steps):
-  """The steps of least norm with the same tangent vector."""
-  frame = fixed_rank.frame(factors)
-  tangent = _lifts.tangent_from_steps(frame, steps)
-  return _lifts.lift(frame, tangent, horizontal=True)
-
-
 compiled = types.SimpleNamespace(
-  frame=_compiled(fixed_rank.frame),
-  tangent_from_gradients=_compiled(fixed_rank.tangent_from_gradients),
-  project=_compiled(fixed_rank.project),
-  lift=_compiled(_lifts.lift),
-  tangent_from_steps=_compiled(_lifts.tangent_from_steps),
-  horizontal_lift=_compiled(horizontal_lift),
-  embed=_compiled(_lifts.embed),
-  transport=_compiled(fixed_rank.transport),
-  dense_retraction=_compiled(_retraction.dense_retraction),
+  frame=compile_once(fixed_rank.frame),
+  tangent_from_gradients=compile_once(fixed_rank.tangent_from_gradients),
+  project=compile_once(fixed_rank.project),
+  transport=compile_once(fixed_rank.transport),
   retract=lambda frame, x, align=False: _retracted(frame, x)[align],
 )
 
@@ -88,6 +74,18 @@ def as_tangent(left, right, dtype=np.float64):
 def product(factors):
   left, right = (np.asarray(f, np.float64) for f in factors)
   return left @ np.swapaxes(right, -1, -2)
+
+
+def embed(frame, tangent):
+  """The dense tangent vector, in float64."""
+  return product((tangent.left, frame.right)) + product(
+    (frame.left, tangent.right)
+  )
+
+
+def norm(tangent):
+  """That of the coordinates, which is the intrinsic one."""
+  return np.hypot(*(np.linalg.norm(np.float64(x)) for x in tangent))
 
 
 def sides(frame):
@@ -126,41 +124,24 @@ def scaled(tangent, factor):
   return jax.tree.map(lambda x: x * factor, tangent)
 
 
-def deficient_factors(seed, m, n, rank, kind):
-  """Factors without full rank, as they occur: zero, or columns that agree."""
-  rng = np.random.default_rng(seed)
-  left, right = oracles.random_factors(rng, m, n, rank, 3.0)
-  if kind == 'zero left':
-    left = 0 * left
-  elif kind == 'zero right':
-    right = 0 * right
-  elif kind == 'both zero':
-    left, right = 0 * left, 0 * right
-  elif kind == 'zero columns':
-    left[:, 1], right[:, 2] = 0, 0
-  elif kind == 'equal columns':
-    left[:, 2] = left[:, 0]
-  elif kind == 'rank one less':
-    left = (
-      left
-      @ oracles.random_matrix(rng, rank, rank - 1)
-      @ (rng.standard_normal((rank - 1, rank)))
-    )
-  else:
-    raise ValueError(kind)
-  return left, right
-
-
-DEFICIENT = [
-  'zero left',
-  'zero right',
-  'both zero',
-  'zero columns',
-  'equal columns',
-  'rank one less',
-]
+DEFICIENT = {
+  'zero left': lambda left, right: (0 * left, right),
+  'zero right': lambda left, right: (left, 0 * right),
+  'both zero': lambda left, right: (0 * left, 0 * right),
+  'zero columns': lambda left, right: (
+    left * (np.arange(4) != 1), right * (np.arange(4) != 2)
+  ),
+  'equal columns': lambda left, right: (left[:, [0, 1, 0, 3]], right),
+  'rank one less': lambda left, right: (
+    left @ np.random.default_rng(9).normal(size=(4, 3))
+    @ np.random.default_rng(8).normal(size=(3, 4)),
+    right,
+  ),
+}  # fmt: skip
 deficient = pytest.mark.parametrize('kind', DEFICIENT)
 
 
-def zeros(*shape):
-  return np.zeros(shape)
+def deficient_factors(seed, kind, dtype=np.float64, m=12, n=9):
+  """Factors without full rank, as they occur: zero, or columns that agree."""
+  pair = oracles.random_factors(np.random.default_rng(seed), m, n, 4, 3.0)
+  return as_factors(DEFICIENT[kind](*pair), dtype)

@@ -14,13 +14,13 @@ from tests.fixed_rank.cases import (
   SHAPES,
   as_factors,
   compiled,
-  conditions,
   deficient,
   deficient_factors,
+  dtypes,
   gradients,
   random_problem,
   sides,
-)
+)  # fmt: skip
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures('x64')
   [
     *((*shape, np.float64, c) for shape in SHAPES for c in CONDITIONS),
     # At 1e6 the smallest direction is below the rounding of float32: masked.
-    *((*SHAPES[0], np.float32, c) for c in (10, 1e3)),
+    (*SHAPES[0], np.float32, 1e3),
   ],
 )
 def test_frame_is_orthonormal_and_reproduces_the_factors(
@@ -51,7 +51,7 @@ def test_frame_is_orthonormal_and_reproduces_the_factors(
     assert np.max(np.abs(q @ q.T - projector)) < span
 
 
-@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+@dtypes
 def test_frame_in_the_balanced_gauge_is_exact_at_any_condition(dtype):
   """Orthogonal columns have a span that rounding does not disturb."""
   rng = np.random.default_rng(1)
@@ -76,42 +76,20 @@ def test_frame_is_a_continuous_function_of_the_factors(gauge):
   if gauge == 'equal values':
     factors = tuple(f / np.linalg.norm(f, axis=0) for f in factors)
   frame = compiled.frame(as_factors(factors))
-  for size in (1e-5, 1e-7, 1e-9, 1e-11):
+  for size in (1e-5, 1e-8, 1e-11):
     moved = [f + size * rng.standard_normal(f.shape) for f in factors]
     other = compiled.frame(as_factors(moved))
     for a, b in zip(frame, other, strict=True):
       assert oracles.relative_error(b, a) < 300 * size
 
 
-@conditions
-def test_a_gauge_turns_the_coordinates_by_orthogonal_matrices(condition):
-  """(L, R) -> (L K, R K^-T): X_L -> X_L O_R and X_R -> X_R O_L."""
-  rng = np.random.default_rng(3)
-  factors = oracles.random_factors(rng, 12, 9, 4, 2.0)
-  gauge = oracles.random_gauge(rng, 4, condition, 7.0)
-  g = rng.standard_normal((12, 9))
-  tolerance = 100 * EPS[np.float64] * condition
-  frames, tangents = [], []
-  for pair in (factors, oracles.change_gauge(factors, gauge)):
-    pair = as_factors(pair)
-    frames.append(compiled.frame(pair))
-    tangents.append(
-      compiled.tangent_from_gradients(frames[-1], gradients(pair, g))
-    )
-  turns = [a.T @ b for a, b in zip(frames[0][:2], frames[1][:2], strict=True)]
-  for turn in turns:
-    assert oracles.relative_error(turn.T @ turn, np.eye(4)) < tolerance
-  left, right = tangents[0].left @ turns[1], tangents[0].right @ turns[0]
-  assert oracles.relative_error(tangents[1].left, left) < tolerance
-  assert oracles.relative_error(tangents[1].right, right) < tolerance
-
-
 @deficient
-@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+@dtypes
 def test_deficient_frames_are_partial_isometries(kind, dtype):
-  factors = as_factors(deficient_factors(16, 12, 9, 4, kind), dtype)
+  factors = deficient_factors(16, kind, dtype)
   frame = compiled.frame(factors)
   for (q, core), factor in zip(sides(frame), factors, strict=True):
+    assert q.dtype == core.dtype == dtype
     q, core = np.asarray(q, np.float64), np.asarray(core, np.float64)
     factor = np.asarray(factor, np.float64)
     mask = q.T @ q
@@ -125,17 +103,15 @@ def test_deficient_frames_are_partial_isometries(kind, dtype):
       assert not q.any()
 
 
-@pytest.mark.parametrize('kind', ['full', *DEFICIENT])
+@deficient
 @pytest.mark.parametrize('scale', [1e-12, 1e12])
 def test_the_scale_of_the_factors_does_not_matter(kind, scale):
   """In float32 the squares of such numbers leave the range of the type."""
-  if kind == 'full':
-    pair = tuple(random_problem(42, 12, 9, 4, 3.0)[0])
-  else:
-    pair = deficient_factors(42, 12, 9, 4, kind)
-  factors = as_factors((pair[0] * scale, pair[1] / scale), np.float32)
-  frame = compiled.frame(factors)
-  plain = compiled.frame(as_factors(pair, np.float32))
+  left, right = deficient_factors(42, kind)
+  frame, plain = (
+    compiled.frame(as_factors(pair, np.float32))
+    for pair in ((left * scale, right / scale), (left, right))
+  )
   for a, b in zip(frame[:2], plain[:2], strict=True):
     assert oracles.relative_error(a @ a.T, b @ b.T) < 1e-5
 
@@ -146,9 +122,8 @@ def test_derivatives_are_finite_and_stop_at_the_frames(kind):
   if kind == 'full':
     factors, _, _ = random_problem(43, 12, 9, 4, 3.0)
   else:
-    factors = as_factors(deficient_factors(43, 12, 9, 4, kind))
-  g = np.random.default_rng(44).standard_normal((12, 9))
-  grads = gradients(factors, g)
+    factors = deficient_factors(43, kind)
+  grads = gradients(factors, np.random.default_rng(44).normal(size=(12, 9)))
 
   @jax.jit
   @functools.partial(jax.value_and_grad, argnums=(0, 1))
@@ -158,8 +133,7 @@ def test_derivatives_are_finite_and_stop_at_the_frames(kind):
     return sum(jnp.sum(x**2) for x in tangent) / 2  # No root at zero.
 
   value, (d_factors, d_grads) = energy(factors, grads)
-  for x in d_factors:
-    assert not np.any(np.asarray(x))
+  assert not np.any(np.concatenate(d_factors))
   assert np.all(np.isfinite(np.concatenate(d_grads)))
   # Half the square is homogeneous of degree two: <x, df(x)> = 2 f(x).
   inner = sum(np.vdot(a, b) for a, b in zip(d_grads, grads, strict=True))

@@ -1,9 +1,7 @@
 """The retraction against its formula, an SVD of the whole matrix."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from tests.fixed_rank.cases import (
@@ -15,13 +13,15 @@ from tests.fixed_rank.cases import (
   conditions,
   deficient,
   deficient_factors,
-  gradients,
+  dtypes,
+  embed,
+  norm,
   product,
   random_problem,
   random_tangent,
   scaled,
   shapes,
-)
+)  # fmt: skip
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -30,8 +30,17 @@ pytestmark = pytest.mark.usefixtures('x64')
 def step_of_size(factors, frame, size, seed=28):
   """A tangent with the given size relative to ||Z||."""
   tangent = random_tangent(seed, frame)
-  scale = size * np.linalg.norm(product(factors)) / optax.tree.norm(tangent)
+  scale = size * np.linalg.norm(product(factors)) / norm(tangent)
   return scaled(tangent, float(scale))  # A Python float keeps the type.
+
+
+def dense_retraction(factors, frame, tangent):
+  """The balanced SVD gauge of Z + T, with signs along the old factors."""
+  u, s, vt = np.linalg.svd(product(factors) + embed(frame, tangent))
+  rank = factors.left.shape[1]
+  new = [x[:, :rank] * np.sqrt(s[:rank]) for x in (u, vt.T)]
+  along = sum(np.sum(x * y, 0) for x, y in zip(new, factors, strict=True))
+  return [x * np.where(along < 0, -1, 1) for x in new]
 
 
 @shapes
@@ -42,7 +51,7 @@ def test_retraction_is_the_best_approximation(m, n, rank, condition, align):
   frame = compiled.frame(factors)
   tangent = step_of_size(factors, frame, 0.3)
   new = compiled.retract(frame, tangent, align=align)
-  exact = compiled.dense_retraction(frame, tangent)
+  exact = dense_retraction(factors, frame, tangent)
   # Of the order of ||Z||: the truncation has no small numbers to divide by.
   error = oracles.relative_error(product(new), product(exact))
   assert error < 200 * EPS[np.float64]
@@ -54,17 +63,14 @@ def test_retraction_is_the_best_approximation(m, n, rank, condition, align):
     assert oracles.relative_error(value, column) < tolerance
 
 
-@pytest.mark.parametrize('dtype', [np.float64, np.float32])
-@pytest.mark.parametrize('condition', [1.0, 30.0, 300.0])
+@dtypes
+@pytest.mark.parametrize('condition', [1.0, 300.0])
 def test_retraction_returns_the_balanced_gauge(condition, dtype):
   """Orthogonal columns whatever their size, and equal norms on both sides."""
-  factors, _, _ = random_problem(30, 12, 9, 4, condition, np.float64)
-  factors = as_factors(
-    oracles.balance(tuple(np.asarray(f) for f in factors)), dtype
-  )
+  factors, _, _ = random_problem(30, 12, 9, 4, condition)
+  factors = as_factors(oracles.balance(factors), dtype)
   frame = compiled.frame(factors)
-  tangent = step_of_size(factors, frame, 1e-6)
-  new = compiled.retract(frame, tangent)
+  new = compiled.retract(frame, step_of_size(factors, frame, 1e-6))
   norms = []
   for factor in new:
     assert factor.dtype == dtype
@@ -81,46 +87,25 @@ def test_retraction_returns_the_balanced_gauge(condition, dtype):
 def test_steps_of_any_condition_get_an_orthonormal_basis(condition):
   """Well-conditioned steps take the cheap basis, the others Householder's."""
   factors, _, _ = random_problem(34, 12, 9, 4, 3.0)
-  frame = compiled.frame(factors)
-  rng = np.random.default_rng(8)
-  tangent = compiled.project(
-    frame,
-    as_tangent(
-      *(oracles.random_matrix(rng, size, 4, condition) for size in (12, 9))
-    ),
-  )
+  frame, rng = compiled.frame(factors), np.random.default_rng(8)
+  blocks = (oracles.random_matrix(rng, k, 4, condition) for k in (12, 9))
+  tangent = compiled.project(frame, as_tangent(*blocks))
   new = compiled.retract(frame, tangent)
-  exact = product(compiled.dense_retraction(frame, tangent))
+  exact = product(dense_retraction(factors, frame, tangent))
   assert oracles.relative_error(product(new), exact) < 200 * EPS[np.float64]
   for factor in new:
     unit = np.asarray(factor / np.linalg.norm(factor, axis=0))
     assert np.max(np.abs(unit.T @ unit - np.eye(4))) < 50 * EPS[np.float64]
 
 
-def test_retraction_in_float32():
-  factors, _, _ = random_problem(31, 12, 9, 4, 10.0, np.float32)
-  frame = compiled.frame(factors)
-  tangent = step_of_size(factors, frame, 0.3)
-  exact = product(
-    compiled.dense_retraction(*jax.tree.map(np.float64, (frame, tangent)))
-  )
-  new = compiled.retract(frame, tangent)
-  assert new.left.dtype == new.right.dtype == jnp.float32
-  assert oracles.relative_error(product(new), exact) < 3e-6
-
-
 @pytest.mark.parametrize('size', [1.0, 1e-3])
 def test_no_new_column_points_away_from_the_old_one(size):
   """Whatever signs an SVD gives, and whatever the size of the factors."""
   for seed in range(8):
-    factors, _, _ = random_problem(seed, 12, 9, 4, 10.0)
-    factors = scaled(factors, size)
+    factors = scaled(random_problem(seed, 12, 9, 4, 10.0)[0], size)
     frame = compiled.frame(factors)
     new = compiled.retract(frame, step_of_size(factors, frame, 1e-3))
-    along = sum(
-      np.sum(np.asarray(a) * np.asarray(b), 0)
-      for a, b in zip(new, factors, strict=True)
-    )
+    along = sum(np.sum(a * b, 0) for a, b in zip(new, factors, strict=True))
     assert (along > -1e-12 * size**2).all()
 
 
@@ -129,20 +114,18 @@ def test_no_step_keeps_the_factors(kind):
   if kind == 'full':
     factors, _, _ = random_problem(34, 12, 9, 4, 10.0)
   else:
-    factors = as_factors(deficient_factors(34, 12, 9, 4, kind))
-  frame = compiled.frame(factors)
+    factors = deficient_factors(34, kind)
   zero = jax.tree.map(np.zeros_like, as_tangent(*factors))
-  new = compiled.retract(frame, zero)
+  new = compiled.retract(compiled.frame(factors), zero)
   for a, b in zip(new, factors, strict=True):
     assert oracles.relative_error(a, b) < 20 * EPS[np.float64]
 
 
 def minus_z(factors, frame, keep=0):
   """-Z as a tangent vector, but for its ``keep`` leading directions."""
-  left, right = (np.asarray(f) for f in factors)
-  z = left @ right.T
+  z = product(factors)
   dense = oracles.best_approximation(z, keep) - z
-  return as_tangent(np.zeros_like(left), dense.T @ np.asarray(frame.left))
+  return as_tangent(np.zeros_like(factors.left), dense.T @ frame.left)
 
 
 def test_a_step_that_erases_everything_keeps_one_side():
@@ -157,59 +140,34 @@ def test_a_step_that_erases_everything_keeps_one_side():
 
 
 def test_a_lost_direction_keeps_one_side_alive():
-  rank = 4
-  factors, _, _ = random_problem(36, 12, 9, rank, 2.0)
+  factors, _, _ = random_problem(36, 12, 9, 4, 2.0)
   frame = compiled.frame(factors)
-  tangent = minus_z(factors, frame, keep=rank - 1)
-  new = compiled.retract(frame, tangent)
-  exact = oracles.best_approximation(product(factors), rank - 1)
+  new = compiled.retract(frame, minus_z(factors, frame, keep=3))
+  exact = oracles.best_approximation(product(factors), 3)
   assert oracles.relative_error(product(new), exact) < 1e-12
   ranks = [np.linalg.matrix_rank(np.asarray(f), rtol=1e-6) for f in new]
-  assert max(ranks) == rank
+  assert max(ranks) == 4
   # And one step later the direction can be had back.
   frame = compiled.frame(new)
   next_step = scaled(random_tangent(37, frame), 0.1)
   for factor in compiled.retract(frame, next_step):
-    assert np.linalg.matrix_rank(np.asarray(factor), rtol=1e-6) == rank
-
-
-def test_retraction_does_not_depend_on_the_gauge():
-  rng = np.random.default_rng(38)
-  factors = oracles.random_factors(rng, 12, 9, 4, 2.0)
-  g = rng.standard_normal((12, 9))
-  results = []
-  for condition in (1.0, 1e3):
-    gauge = oracles.random_gauge(rng, 4, condition, 3.0)
-    pair = as_factors(oracles.change_gauge(factors, gauge))
-    frame = compiled.frame(pair)
-    tangent = compiled.tangent_from_gradients(frame, gradients(pair, g))
-    results.append(product(compiled.retract(frame, scaled(tangent, 0.2))))
-  assert oracles.relative_error(results[1], results[0]) < 1e-11
+    assert np.linalg.matrix_rank(np.asarray(factor), rtol=1e-6) == 4
 
 
 @deficient
-@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+@dtypes
 def test_a_step_from_deficient_factors_lands_on_the_best_approximation(
   kind, dtype
 ):
-  factors = as_factors(deficient_factors(24, 12, 9, 4, kind), dtype)
+  factors = deficient_factors(24, kind, dtype)
   frame = compiled.frame(factors)
   tangent = scaled(random_tangent(25, frame), 0.3)
   new = compiled.retract(frame, tangent)
-  target = np.asarray(factors.left, np.float64) @ np.asarray(factors.right).T
-  target = target + compiled.embed(frame, tangent)
-  exact = oracles.best_approximation(np.asarray(target), 4)
+  target = product(factors) + embed(frame, tangent)
+  exact = oracles.best_approximation(target, 4)
   assert oracles.relative_error(product(new), exact) < 300 * EPS[dtype]
-
-
-@pytest.mark.parametrize('zero', ['left', 'right'])
-def test_one_step_from_the_default_initialisation_gives_full_rank(zero):
-  factors = as_factors(deficient_factors(26, 12, 9, 4, f'zero {zero}'))
-  frame = compiled.frame(factors)
-  tangent = scaled(random_tangent(27, frame), 1e-3)
-  new = compiled.retract(frame, tangent)
-  for factor in new:
-    assert np.linalg.matrix_rank(np.asarray(factor)) == 4
+  if kind in ('zero left', 'zero right'):  # The default initialisation.
+    assert [np.linalg.matrix_rank(np.asarray(x)) for x in new] == [4, 4]
 
 
 # Each has a shape of its own: one that is tall, one that is wide.
@@ -228,7 +186,7 @@ def test_golden_retractions(case, golden):
     left - frame.left @ (frame.left.T @ left), dense.T @ frame.left
   )
   new = compiled.retract(frame, tangent)
-  for found in (new, compiled.dense_retraction(frame, tangent)):
+  for found in (new, dense_retraction(factors, frame, tangent)):
     assert oracles.relative_error(product(found), d['oracle_Z']) < 1e-11
   noalign = d['ref_A_noalign'] @ d['ref_B_noalign'].T
   assert oracles.relative_error(product(new), noalign) < 1e-11

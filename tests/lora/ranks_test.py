@@ -1,4 +1,4 @@
-"""Truncated and subtracted adapters, against dense matrices."""
+"""Truncated, canonical and subtracted adapters, against dense matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -9,57 +9,147 @@ from prism_optax import lora
 from tests import cases
 from tests.oracles import oracles
 
-# Two modules of one shape, one of another.
+EPS = np.finfo(np.float64).eps
+truncate = jax.jit(lora.truncate, static_argnums=1)
+
+
+def _cut(left, right, rank):
+  """The factors of one module, cut to this rank: in the canonical gauge."""
+  tree = {'lora_a': np.asarray(right), 'lora_b': np.swapaxes(left, -1, -2)}
+  whole = rank == left.shape[-1]
+  new = lora.canonicalize(tree) if whole else truncate(tree, rank)
+  return np.swapaxes(new['lora_b'], -1, -2), np.asarray(new['lora_a'])
+
+
+def _off_diagonal(gram):
+  return np.abs(gram - np.diag(np.diag(gram))).max()
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e6])
+@pytest.mark.parametrize('rank', [1, 2, 4])
+def test_the_best_approximation_in_the_balanced_gauge(x64, rank, condition):
+  rng = np.random.default_rng(rank)
+  factors = oracles.random_factors(rng, 9, 7, 4, condition=3.0)
+  gauge = oracles.random_gauge(rng, 4, condition, 10.0)
+  left, right = _cut(*oracles.change_gauge(factors, gauge), rank)
+  want = oracles.best_approximation(factors[0] @ factors[1].T, rank)
+  # The given factors carry the rounding that the gauge multiplies.
+  assert oracles.relative_error(left @ right.T, want) < 50 * EPS * condition
+  s = np.linalg.svd(want, compute_uv=False)[:rank]
+  for x in (left, right):
+    np.testing.assert_allclose(x.T @ x, np.diag(s), atol=50 * EPS * condition)
+
+
+@pytest.mark.parametrize('zero', [0, 1])
+@pytest.mark.parametrize('rank', [2, 3])
+def test_a_zero_factor_leaves_the_largest_directions_of_the_other(
+  x64, zero, rank
+):
+  rng = np.random.default_rng(1)
+  pair = list(oracles.random_factors(rng, 8, 6, 3, condition=50.0))
+  pair[zero] = 0 * pair[zero]
+  new = _cut(*pair, rank)
+  assert not new[zero].any()
+  u, s, _ = np.linalg.svd(pair[1 - zero], full_matrices=False)
+  np.testing.assert_allclose(
+    new[1 - zero] @ new[1 - zero].T,
+    (u[:, :rank] * s[:rank] ** 2) @ u[:, :rank].T,
+    atol=1e-14,
+  )
+  assert _off_diagonal(new[1 - zero].T @ new[1 - zero]) < 1e-12
+  assert not any(x.any() for x in _cut(*(0 * x for x in pair), rank))
+
+
+@pytest.mark.parametrize(
+  ('of_left', 'of_right', 'ranks'),
+  [
+    ([1, 1, 0], [1, 1, 1], [2, 3]),  # Still trainable.
+    # Z has rank 1, either factor rank 2. At a tie the right, input, side stays.
+    ([1, 1, 0], [1, 0, 1], [1, 2]),
+  ],
+)
+def test_directions_lost_on_different_sides_are_not_put_together(
+  x64, of_left, of_right, ranks
+):
+  rng = np.random.default_rng(4)
+  left, right = oracles.random_factors(rng, 8, 6, 3, 3.0)
+  left, right = left * of_left, right * of_right
+  new = _cut(left, right, 3)
+  assert oracles.relative_error(new[0] @ new[1].T, left @ right.T) < 1e-13
+  assert [np.linalg.matrix_rank(x) for x in new] == ranks
+  assert _off_diagonal(new[1].T @ new[1]) < 1e-12
+
+
+@pytest.mark.parametrize('alive', [0, 1, 2, 4])
+def test_the_first_columns_are_the_truncation_to_fewer(x64, alive):
+  """Also the columns that one factor keeps: the largest come first."""
+  rng = np.random.default_rng(5)
+  left, right = oracles.random_factors(rng, 8, 6, 4, 20.0)
+  left = left * (np.arange(4) < alive)
+  wide, narrow = _cut(left, right, 4), _cut(left, right, 2)
+  for x, y in zip(wide, narrow, strict=True):
+    x = x[:, :2]
+    np.testing.assert_allclose(x @ x.T, y @ y.T, atol=1e-13)
+
+
+def test_one_deficient_matrix_in_a_stack_does_not_touch_its_neighbours(x64):
+  rng = np.random.default_rng(3)
+  pairs = [oracles.random_factors(rng, 7, 5, 3, 3.0) for _ in range(4)]
+  pairs[1] = (0 * pairs[1][0], pairs[1][1])
+  left, right = (
+    np.stack(x).reshape(2, 2, -1, 3) for x in zip(*pairs, strict=True)
+  )
+  new = _cut(left, right, 2)
+  got = (new[0] @ np.swapaxes(new[1], -1, -2)).reshape(4, 7, 5)
+  for z, pair in zip(got, pairs, strict=True):
+    want = oracles.best_approximation(pair[0] @ pair[1].T, 2)
+    np.testing.assert_allclose(z, want, atol=1e-14)
+  assert np.linalg.matrix_rank(new[1][0, 1]) == 2
+
+
+# Two modules of one shape, one of another; in float32, one is wider than rank.
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
 
 
-def _factors(seed=0, condition=4.0):
-  rng = np.random.default_rng(seed)
-  return [oracles.random_factors(rng, *s, condition) for s in SHAPES]
-
-
-def _params(dtype=jnp.float32, seed=0):
-  return cases.tree_of(_factors(seed), np.ones(4), dtype)
-
-
-def _ranks(params):
-  return [left.shape[-1] for left, _ in cases.factors_of(params)]
-
-
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.float64])
-def test_truncation_is_the_best_approximation(x64, dtype):
-  params = _params(dtype)
-  new = jax.jit(lambda p: lora.truncate(p, 2))(params)
-  assert _ranks(new) == [2, 2, 2]
+@pytest.mark.parametrize(
+  ('dtype', 'rank'), [(jnp.float32, 4), (jnp.float64, 2)]
+)
+def test_trees_keep_their_types_other_leaves_and_lower_ranks(x64, dtype, rank):
+  params = cases.adapters(SHAPES, condition=4.0, dtype=dtype)
+  new = jax.device_get(truncate(params, rank))
+  ranks = [left.shape[-1] for left, _ in cases.factors_of(new)]
+  assert ranks == [min(rank, r) for _, _, r in SHAPES]
   assert {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype(dtype)}
   for got, z in zip(
     cases.products_of(new), cases.products_of(params), strict=True
   ):
-    want = oracles.best_approximation(z, 2)
-    assert oracles.relative_error(got, want) < 20 * jnp.finfo(dtype).eps
+    want = oracles.best_approximation(z, rank)
+    assert oracles.relative_error(got, want) < 40 * jnp.finfo(dtype).eps
+  for left, right in cases.factors_of(new):
+    np.testing.assert_allclose(left.T @ left, right.T @ right, atol=1e-6)
   np.testing.assert_array_equal(new['extra'], params['extra'])
 
 
-def test_modules_of_a_lower_rank_keep_it():
-  params = _params()
-  new = jax.device_get(jax.jit(lambda p: lora.truncate(p, 4))(params))
-  assert _ranks(new) == [3, 2, 3]
-  for got, z in zip(
-    cases.products_of(new), cases.products_of(params), strict=True
-  ):
-    assert oracles.relative_error(got, z) < 1e-5
-  for name in ('m0', 'm1', 'm2'):  # In the balanced gauge now.
-    a, b = new[name]['lora_a'], new[name]['lora_b']
-    np.testing.assert_allclose(a.T @ a, b @ b.T, atol=1e-6)
+def test_each_leaf_keeps_its_type_in_the_canonical_gauge():
+  params = cases.normal(
+    {'lora_a': np.zeros((4, 6, 2)), 'lora_b': np.zeros((4, 2, 5))}, 3
+  )
+  params = {
+    'lora_a': np.float32(params['lora_a']),
+    'lora_b': jnp.bfloat16(params['lora_b']),
+  }
+  new = lora.canonicalize(params, layout=lora.Layout(scale=8.0))
+  assert [new[k].dtype for k in params] == [x.dtype for x in params.values()]
+  product = [
+    np.float64(p['lora_a']) @ np.float64(p['lora_b']) for p in (new, params)
+  ]
+  np.testing.assert_allclose(*product, atol=0.05)  # bfloat16 leaf.
 
 
 def test_stacked_modules_and_other_axes():
   """A scanned module with its stack axis second, as nn.scan can make it."""
-  rng = np.random.default_rng(1)
-  params = {
-    'w_a': np.float32(rng.normal(size=(6, 4, 3))),  # in, L, r
-    'w_b': np.float32(rng.normal(size=(3, 4, 2, 5))),  # r, L, *out
-  }
+  shapes = {'w_a': np.zeros((6, 4, 3)), 'w_b': np.zeros((3, 4, 2, 5))}
+  params = cases.normal(shapes, 1, dtype=np.float32)  # in, L, r; r, L, *out
   layout = [lora.Pair('w_a', 'w_b', lora.Layout(2, 0, (1,), (1,), scale=4.0))]
 
   @jax.jit
@@ -69,10 +159,8 @@ def test_stacked_modules_and_other_axes():
     return new, other, lora.difference(new, other, layout=layout)
 
   new, other, wider = jax.device_get(work(params))
-  assert new['w_a'].shape == (6, 4, 2)
-  assert new['w_b'].shape == (2, 4, 2, 5)
-  assert wider['w_a'].shape == (6, 4, 4)
-  assert wider['w_b'].shape == (4, 4, 2, 5)
+  assert [x.shape for x in new.values()] == [(6, 4, 2), (2, 4, 2, 5)]
+  assert [x.shape for x in wider.values()] == [(6, 4, 4), (4, 4, 2, 5)]
   for i in range(4):
     z, got, z0, change = (
       np.asarray(x['w_a'][:, i] @ x['w_b'][:, i].reshape(-1, 10))
@@ -85,14 +173,15 @@ def test_stacked_modules_and_other_axes():
 
 def test_difference_is_the_change_of_the_matrix(x64):
   """Of twice the rank; where that is too much, of all there is."""
-  params, initial = _params(jnp.float64, 1), _params(jnp.float64, 2)
-  params['wide'] = {'lora_a': np.eye(4, 3), 'lora_b': 2 * np.eye(3, 5)}
-  initial['wide'] = {'lora_a': np.ones((4, 3)), 'lora_b': np.ones((3, 5))}
-  new = jax.jit(lora.difference)(params, initial)
-  new, params, initial = jax.device_get((new, params, initial))
-  assert _ranks(new) == [6, 4, 6, 4]
-  for name in ('m0', 'm1', 'm2', 'wide'):
-    got, z, z0 = (x[name]['lora_a'] @ x[name]['lora_b'] for x in
-                  (new, params, initial))  # fmt: skip
+  params, initial = (
+    cases.adapters(SHAPES, seed, dtype=jnp.float64) for seed in (1, 2)
+  )
+  params['m3'] = {'lora_a': np.eye(4, 3), 'lora_b': 2 * np.eye(3, 5)}
+  initial['m3'] = {'lora_a': np.ones((4, 3)), 'lora_b': np.ones((3, 5))}
+  new = jax.device_get(jax.jit(lora.difference)(params, initial))
+  assert [x.shape[-1] for x, _ in cases.factors_of(new)] == [6, 4, 6, 4]
+  for got, z, z0 in zip(
+    *map(cases.products_of, (new, params, initial)), strict=True
+  ):
     np.testing.assert_allclose(got, z - z0, atol=1e-13)
   np.testing.assert_array_equal(new['extra'], params['extra'])

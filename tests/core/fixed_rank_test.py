@@ -1,0 +1,404 @@
+"""Lifts, sums that are not multiplied out, and groups of modules at once.
+
+Every operation on a sum is compared with the same one on dense float64
+matrices. What a sum carries along, ``Q^T X``, must be right after each.
+"""
+
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax import fixed_rank
+from prism_optax._linalg import Tall
+from prism_optax.fixed_rank import Tangent, _lifts, _retraction
+from prism_optax.fixed_rank._points import frame_of, map_ranks
+from prism_optax.fixed_rank._tangents import (
+  TallSum,
+  TangentSum,
+  as_sum,
+  projected,
+  sum_at,
+  transport_sum,
+)  # fmt: skip
+from tests import cases
+from tests.fixed_rank.cases import (
+  EPS,
+  as_factors,
+  compile_once,
+  compiled,
+  conditions,
+  deficient,
+  deficient_factors,
+  embed,
+  product,
+  random_problem,
+  random_tangent,
+  shapes,
+)  # fmt: skip
+from tests.oracles import oracles
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+
+# Lifts: steps of the factors that move Z by a tangent vector.
+
+
+@compile_once
+def lifted(frame, tangent):
+  """Some lift, the shortest one, and the tangent vectors of both."""
+  lifts = [
+    _lifts.lift(frame, tangent, horizontal=horizontal)
+    for horizontal in (False, True)
+  ]
+  back = [_lifts.tangent_from_steps(frame, x) for x in lifts]
+  return lifts, back, _retraction.dense_retraction(frame, tangent)
+
+
+def check_lifts(factors, condition, exact=True):
+  frame = compiled.frame(factors)
+  tangent = random_tangent(9, frame)
+  dense = embed(frame, tangent)
+  # The steps are `condition` times larger than what they lift.
+  tolerance = 100 * EPS[np.float64] * condition
+  lifts, back, _ = lifted(frame, tangent)
+  for (dl, dr), again in zip(lifts, back, strict=True):
+    moved = dl @ factors.right.T + factors.left @ dr.T
+    assert oracles.relative_error(moved, dense) < tolerance
+    assert oracles.relative_error(embed(frame, again), dense) < tolerance
+  if exact:  # The Kronecker system has the square of the condition.
+    expected = oracles.horizontal_lift(factors, lifts[0])
+    for x, y in zip(lifts[1], expected, strict=True):
+      assert oracles.relative_error(x, y) < tolerance * condition
+
+
+@shapes
+@conditions
+def test_both_lifts_give_the_tangent_back(m, n, rank, condition):
+  factors, _, _ = random_problem(8, m, n, rank, condition)
+  check_lifts(factors, condition, exact=condition <= 1e3)
+
+
+@deficient
+def test_lifts_at_factors_of_lower_rank(kind):
+  # Elsewhere inverse cores choose no shortest lift along what moves nothing.
+  check_lifts(deficient_factors(17, kind), 1e3, exact='zero' in kind)
+
+
+def test_the_formula_that_readers_see_is_the_retraction():
+  factors, _, _ = random_problem(3, 12, 9, 4, 3.0)
+  frame = compiled.frame(factors)
+  tangent = random_tangent(4, frame)
+  *_, dense = lifted(frame, tangent)
+  cases.assert_close(compiled.retract(frame, tangent), dense, 1e-12)
+
+
+# Sums.
+
+
+def _dense(x):
+  """One side by definition, in NumPy: tall @ small, and basis @ shift."""
+  out = sum(np.asarray(tall) @ np.asarray(small) for tall, small in x.terms)
+  if x.shift is not None:
+    out = out + np.asarray(x.basis) @ np.asarray(x.shift)
+  return out
+
+
+def _read(tree):
+  """Every side of the sums in a tree, with what is read from it.
+
+  Called while compiling: all of a test is one program for each shape, because
+  the many small operations take longer one by one.
+  """
+  return jax.tree.map(
+    lambda x: (x, x.multiply_out(), x.squares()),
+    tree,
+    is_leaf=lambda x: isinstance(x, TallSum),
+  )
+
+
+def _assert_is(read, expected, what):
+  """A side against dense coordinates: products of entries of order one."""
+  x, multiplied, squares = read
+  expected = np.asarray(expected)
+  size = np.linalg.norm(expected)
+  # Lengths add up to 1e-12; a difference of squares is exact to its terms.
+  close = {'atol': 1e-12 * max(size, 1.0), 'err_msg': what}
+  np.testing.assert_allclose(_dense(x), expected, **close)
+  np.testing.assert_allclose(multiplied, expected, **close)
+  basis = np.asarray(x.basis)
+  np.testing.assert_allclose(x.along, basis.T @ expected, **close)
+  np.testing.assert_allclose(x.mask, basis.T @ basis, atol=1e-12)
+  slack = 100 * EPS[np.float64] * size**2 + 1e-12
+  np.testing.assert_allclose(squares, expected.T @ expected, atol=slack)
+
+
+def _normal(rng, *shape):
+  return jnp.asarray(rng.standard_normal(shape))
+
+
+def _any_tangent(rng, frame):
+  return Tangent(*(_normal(rng, *q.shape) for q in (frame.left, frame.right)))
+
+
+@jax.jit
+def _kinds(frame):
+  """Arrays, projected, carried, with shifts, of two terms.
+
+  The same vectors for all tests, so that they share the programs.
+  """
+  rng = np.random.default_rng(4)
+
+  def square():
+    return _normal(rng, *frame.left_core.shape)
+
+  x, y, z = (_any_tangent(rng, frame) for _ in range(3))
+  left, right = as_sum(frame, x)
+  other = fixed_rank.frame(fixed_rank.Factors(*_any_tangent(rng, frame)))
+  bases = fixed_rank.Factors(other.left, other.right)
+  return {
+    'arrays': as_sum(frame, x),
+    'projected': projected(frame, y),
+    'shifted': TangentSum(left.shifted(square()), 0.3 * right @ square()),
+    'carried': transport_sum(bases, frame, fixed_rank.project(other, z))[0],
+    'two terms': TangentSum(
+      left @ square() + projected(frame, y).left @ square(),
+      right + projected(frame, y).right.shifted(square()) @ square(),
+    ),
+  }
+
+
+def _operations(side, other, matrix, shift):
+  """What is done with a sum, one thing after another."""
+  return {
+    '@': side @ matrix,
+    '*': -0.7 * side,
+    '+': side + other,
+    'shifted twice': side.shifted(shift).shifted(matrix),
+    'outside': side.outside(),
+    'altogether': (side.outside() @ matrix).shifted(shift) + 2.0 * other,
+  }
+
+
+def _dense_operations(side, other, matrix, shift):
+  x, y, basis = _dense(side), _dense(other), np.asarray(side.basis)
+  # (I - Q Q^T) X, whether Q is a partial isometry or not.
+  outside = x - basis @ (basis.T @ x)
+  return {
+    '@': x @ matrix,
+    '*': -0.7 * x,
+    '+': x + y,
+    'shifted twice': x + basis @ (shift + matrix),
+    'outside': outside,
+    'altogether': outside @ matrix + basis @ shift + 2.0 * y,
+  }
+
+
+@compile_once
+def _all_operations(sides, others, *matrices):
+  return [
+    _read(_operations(side, other, *matrices))
+    for side, other in zip(sides, others, strict=True)
+  ]
+
+
+def _check_operations(factors, seed):
+  frame = compiled.frame(factors)
+  kinds = jax.device_get(_kinds(frame))
+  for x in kinds.values():
+    for side, y in zip(x, fixed_rank.multiply_out(x), strict=True):
+      np.testing.assert_allclose(_dense(side), y, atol=1e-12)
+  # One term and two, with a shift and without.
+  kinds = {kind: kinds[kind] for kind in ('projected', 'two terms')}
+  rng = np.random.default_rng(seed)
+  rank = frame.left.shape[-1]
+  matrices = [rng.standard_normal((rank, rank)) for _ in range(2)]
+  sides = [side for x in kinds.values() for side in x]
+  others = sides[-2:] + sides[:-2]  # Of the kind before, on the same side.
+  found = _all_operations(sides, others, *matrices)
+  for side, other, results in zip(sides, others, found, strict=True):
+    for name, dense in _dense_operations(side, other, *matrices).items():
+      _assert_is(results[name], dense, name)
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e6])
+def test_operations_are_those_of_dense_matrices(condition):
+  _check_operations(random_problem(12, 12, 9, 4, condition)[0], 13)
+
+
+@deficient
+def test_operations_at_factors_of_lower_rank(kind):
+  """There the mask ``Q^T Q`` is no identity, and a shift is masked along Q."""
+  _check_operations(deficient_factors(14, kind), 15)
+
+
+@compile_once
+def _derived(frame, old, x, y):
+  """Projected, and transported from other bases."""
+  bases = fixed_rank.Factors(old.left, old.right)
+  carried, overlaps = transport_sum(bases, frame, y)
+  return _read(projected(frame, x)), _read(carried), overlaps
+
+
+@pytest.mark.parametrize('kind', [1.0, 1e6, *deficient.args[1]])
+def test_a_projection_and_a_transport_are_those_of_arrays(kind):
+  if isinstance(kind, float):
+    factors, _, _ = random_problem(24, 12, 9, 4, kind)
+  else:
+    factors = deficient_factors(7, kind)
+  old = compiled.frame(random_problem(25, 12, 9, 4, 3.0)[0])
+  new, rng = compiled.frame(factors), np.random.default_rng(6)
+  x, y = (jax.device_get(_any_tangent(rng, new)) for _ in range(2))
+  y = compiled.project(old, y)
+  lazy, carried, overlaps = _derived(new, old, x, y)
+  for sides, explicit in (
+    (lazy, compiled.project(new, x)), (carried, compiled.transport(old, new, y))
+  ):  # fmt: skip
+    for side, expected in zip(sides, explicit, strict=True):
+      _assert_is(side, expected, 'projected')
+  for overlap, a, b in zip(overlaps, old, new, strict=False):
+    np.testing.assert_allclose(overlap, a.T @ b, atol=1e-13)
+
+
+def test_matrices_are_what_a_sum_is_linear_in():
+  """What a learning rate multiplies: 2 X with the terms of X."""
+  frame = compiled.frame(random_problem(16, 12, 9, 4, 3.0)[0])
+  x = jax.device_get(_kinds(frame))['shifted']
+  doubled = TangentSum(*(side.map(lambda a: 2.0 * a) for side in x))
+  for side, old in zip(jax.jit(_read)(doubled), x, strict=True):
+    _assert_is(side, 2 * _dense(old), 'doubled')
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    x.left.shift = jnp.eye(4)
+
+
+@jax.jit
+def _retracted(frame, scale):
+  """By both routes: as a sum, and multiplied out."""
+  x = _kinds(frame)['two terms']
+  # A tangent vector has no part of its left side along the basis.
+  x = TangentSum((scale * x.left).outside(), scale * x.right)
+  return [
+    fixed_rank.retraction(frame, y) for y in (x, fixed_rank.multiply_out(x))
+  ]
+
+
+@pytest.mark.parametrize('size', [1e-6, 0.03, 3.0])
+def test_retraction_of_a_sum(size):
+  """The same point as from its coordinates, for small and large steps."""
+  factors, _, _ = random_problem(8, 12, 9, 4, 3.0)
+  scale = size * np.linalg.norm(product(factors)) / 4
+  found, expected = map(product, _retracted(compiled.frame(factors), scale))
+  assert oracles.relative_error(found, expected) < 1e-12
+
+
+def test_a_sum_of_another_shape_is_refused():
+  frame, other = (
+    compiled.frame(random_problem(27, *shape, 4)[0])
+    for shape in ((12, 9), (9, 12))
+  )
+  x = as_sum(other, _any_tangent(np.random.default_rng(28), other))
+  for call in (
+    lambda: fixed_rank.retraction(frame, x),
+    lambda: as_sum(frame, fixed_rank.multiply_out(x)),
+  ):
+    with pytest.raises(ValueError, match=r'tangent.left.shape=\(9, 4\)'):
+      call()
+
+
+@jax.jit
+def _undone(factors, columns, undo):
+  frame = fixed_rank.frame(factors)
+  columns = fixed_rank.project(frame, columns)
+  x = sum_at(
+    frame,
+    ((columns.left, undo),),
+    ((columns.right, undo),),
+    (frame.left.T @ columns.left @ undo, frame.right.T @ columns.right @ undo),
+  )
+  return columns, fixed_rank.retraction(frame, x)
+
+
+def test_matrices_that_undo_the_spread_of_the_columns():
+  """As a preconditioner's do: condition 1e4 in V, 1e2 in its root.
+
+  In float32 the squares of columns of such sizes keep three or four digits of
+  the smallest one. They only choose a basis, and the step is written in
+  whatever basis they choose: off by 2e-5 of itself (2e-6 if it is multiplied
+  out first).
+  """
+  factors, _, _ = random_problem(10, 200, 150, 4, 2.0)
+  rng = np.random.default_rng(11)
+  factors = as_factors(oracles.balance(factors), np.float32)
+  turn = oracles.random_orthonormal(rng, 4, 4)
+  spread = np.geomspace(1, 1e-2, 4)
+  columns = Tangent(
+    *(np.float32(rng.normal(size=q.shape) * spread @ turn.T) for q in factors)
+  )
+  undo = np.float32(0.01 * (turn / spread) @ turn.T)
+  with jax.enable_x64(False):
+    columns, new = jax.device_get(_undone(factors, columns, undo))
+  wide = compiled.frame(as_factors(factors))
+  step = Tangent(*(np.float64(c) @ np.float64(undo) for c in columns))
+  exact = oracles.best_approximation(product(factors) + embed(wide, step), 4)
+  size = np.linalg.norm(exact - product(factors))
+  assert np.linalg.norm(product(new) - exact) < 1e-4 * size
+
+
+# Groups of modules.
+
+
+def _groups():
+  """Stacks of several heights, one of another rank, one with m = r."""
+  rng = np.random.default_rng(42)
+  sizes = [(2, 8, 6, 3), (1, 5, 9, 3), (3, 8, 6, 2), (2, 3, 7, 3)]
+  pairs = [
+    (rng.standard_normal((k, m, r)), rng.standard_normal((k, n, r)))
+    for k, m, n, r in sizes
+  ]
+  pairs[1][0][0] = 0
+  steps = [[0.1 * rng.standard_normal(x.shape) for x in pair] for pair in pairs]
+  return (
+    [as_factors(pair) for pair in pairs],
+    [fixed_rank.Tangent(*map(jnp.asarray, step)) for step in steps],
+  )
+
+
+def _moved(map_groups, pairs, steps):
+  """Frames, and where a step leads to, of all groups."""
+  frames = map_groups(frame_of, pairs)
+
+  def moved(frame, step):
+    return fixed_rank.retraction(frame, projected(frame, step))
+
+  return frames, map_groups(moved, frames, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('vmap', [lambda fn: fn, jax.vmap])
+def test_groups_of_one_rank_at_once_are_groups_one_by_one(vmap):
+  groups = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), _groups())
+  if vmap is not jax.vmap:
+    groups = jax.tree.map(operator.itemgetter(0), groups)
+
+  def both(pairs, steps):
+    one_by_one = _moved(lambda *args: tuple(map(*args)), pairs, steps)
+    return _moved(map_ranks, pairs, steps), one_by_one
+
+  at_once, one_by_one = jax.jit(vmap(both))(*groups)
+  cases.assert_close(at_once, one_by_one, 1e-12)
+
+
+def test_one_call_serves_all_groups_of_one_rank():
+  called = []
+
+  def noted(pair):
+    called.append([x.shape[-1] for x in pair if isinstance(x, Tall)])
+    return pair
+
+  pairs, _ = _groups()
+  cases.assert_same_bits(map_ranks(noted, pairs), tuple(pairs))
+  # Of rank 2 there is one group, and the last has m = r: arrays as they are.
+  assert sorted(called) == [[], [], [3, 3]]
