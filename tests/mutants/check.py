@@ -1,113 +1,192 @@
-"""Breaks one chosen line at a time and sees which test notices.
+"""Breaks one place of the package at a time and sees which test notices.
 
 ::
 
-  python -m tests.mutants.check            # All of `chosen.py`, with a table.
-  python -m tests.mutants.check transport  # Those with the word in the name.
   python -m tests.mutants.check --privacy --tested  # What CI runs.
+  python -m tests.mutants.check --privacy --sample 300 --seed 5  # A release.
+  python -m tests.mutants.check _lattice.py operator  # Words of a name.
 
-The tests named for a mutant run on a copy of the repository, first unchanged
-(they must pass; ``--tested`` says that they did), then mutated (one must fail).
-Exit status 1 if a mutant survives.
+The bugs of ``planted.py``, and a sample of the operators of ``edits.py`` over
+the syntax tree, chosen by a hash of seed and name: a change elsewhere in the
+package leaves the sample as it is. On a copy of the repository the fast tests
+run that are near to the file, up to the first failure; of what these do not
+notice, all fast tests; then the slow ones near to it. ``--tested`` says that
+they pass without any mutant. Exit status 1 if a mutant survives.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
+import hashlib
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 
-from tests.mutants import copies
-from tests.mutants.chosen import MUTANTS, PRIVACY
+from tests.mutants import copies, edits, planted
 
-TIMEOUT = 600  # Seconds for the tests of one mutant.
-
-
-def first_failure(folder, tests):
-  """The first test that fails, or None; raises where nothing ran."""
-  for line in tests:
-    name, _, expression = line.partition(' ')
-    chosen = ['-k', expression] if expression else []
-    status, printed = copies.run_tests_in_a_fork(
-      folder, '-x', f'tests/{name}', *chosen, timeout=TIMEOUT
-    )
-    if status == 1:
-      found = re.search(r'^FAILED (.+?)(?: - (.*))?$', printed, re.M)
-      test, reason = found.groups('') if found else (name, 'no summary')
-      # A mutant that cannot even run is no evidence for the test.
-      if re.match(r'(?!AssertionError)\w+(Error|Exception)\b', reason):
-        raise RuntimeError(f'{test} crashed: {reason}')
-      return test
-    if status:
-      # No test selected, or pytest itself failed: no evidence either way.
-      raise RuntimeError(f'{line}: {printed[-4000:]}')
-  return None
-
-
-def unchanged(mutants):
-  """The tests that fail without any mutant."""
-  selections = sorted({t for m in mutants for t in m.tests})
-  with (
-    tempfile.TemporaryDirectory() as folder,
-    concurrent.futures.ThreadPoolExecutor(2) as pool,
-  ):
-    copies.write(pathlib.Path(folder))
-    failures = pool.map(lambda t: first_failure(folder, [t]), selections)
-    return [f for f in failures if f]
+PACKAGE = copies.ROOT / 'prism_optax'
+# Clip, noise, keys, batches, events, proofs.
+PRIVACY = (
+  '_clip', '_clipped_sum', '_lattice', '_per_example', '_proofs', '_randomness',
+  'accounting/_as_drawn', 'accounting/_epsilon', 'accounting/_events',
+  'contrib/_input_metric', 'contrib/_one_shot_release', 'contrib/heads',
+  'training', 'transforms/_chain', 'transforms/_clip_groups',
+  'transforms/_intrinsic_clip', 'transforms/_matrix_clip',
+  'transforms/_privatizer',
+)  # fmt: skip
+# The tests of a file are those of its name, then those of its folder, then:
+NEAR = {
+  '': 'core training laws transforms audit',
+  '_linalg': 'core fixed_rank',
+  '_modules': 'modules',
+  '_proofs': 'proofs training',
+  '_randomness': 'core training/noise_once_test.py transforms',
+  'contrib': 'properties/lora_test.py training/prior_releases_test.py',
+  'training': 'audit properties/training_test.py contrib',
+  'transforms': 'laws aliases integration audit',
+}
+FAST, SLOW = ('-m', 'not slow'), ('-m', 'slow')
+TIMEOUT = 1500  # Seconds for the tests of a mutant.
 
 
-def run(mutant):
-  """(killed, what to print)."""
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+  """A wrong file.
+
+  Attributes:
+    name: 'file function kind number', or 'file planted' and the fragment.
+    path: Below the repository.
+    shown: What stands there, and what instead.
+    source: Gives the source of the file.
+  """
+
+  name: str
+  path: pathlib.Path
+  shown: str
+  source: Callable[[], str]
+
+
+def is_private(path: pathlib.Path) -> bool:
+  """Whether the guarantee depends on a file of the package."""
+  name = str(path.relative_to(PACKAGE).with_suffix(''))
+  return any(f'{name}/'.startswith(f'{x}/') for x in PRIVACY)
+
+
+def planted_bugs() -> list[Mutant]:
+  sources = {p: p.read_text() for p in sorted(PACKAGE.rglob('*.py'))}
+  found = []
+  for line in planted.PLANTED.strip().splitlines():
+    if line.startswith('#'):
+      continue
+    old, new = line.split(' => ')
+    places = [p for p, text in sources.items() for _ in range(text.count(old))]
+    if len(places) != 1:
+      raise ValueError(f'Expected one {old!r} in the package: {places}')
+    (path,) = places
+    source = sources[path].replace(old, new)
+    name = f'{path.relative_to(PACKAGE)} planted {old}'
+    found.append(Mutant(name, path, line, lambda x=source: x))
+  return found
+
+
+def edited() -> Iterator[Mutant]:
+  """All edits that are not listed as changing nothing."""
+  for path in sorted(PACKAGE.rglob('*.py')):
+    for edit in edits.edits_of(path.read_text()):
+      name = f'{path.relative_to(PACKAGE)} {edit.name}'
+      if name not in planted.EQUIVALENT:
+        yield Mutant(name, path, edit.shown, edit.apply)
+
+
+def near(path: pathlib.Path) -> list[str]:
+  """The tests that are most likely to notice, in the order to run them."""
+  tests = copies.ROOT / 'tests'
+  name = path.stem.strip('_')
+  own = tests.rglob(f'{name}*_test.py')
+  folder = str(path.relative_to(PACKAGE).parent).partition('/')[0].strip('.')
+  more = [folder.strip('_') or 'core', *NEAR.get(folder, '').split()]
+  paths = [*sorted(own), *(tests / x for x in more if (tests / x).exists())]
+  return [str(p.relative_to(copies.ROOT)) for p in dict.fromkeys(paths)]
+
+
+def killer(folder: pathlib.Path, tests: list[str]) -> str:
+  """The first test that fails, or nothing."""
+  for marked, chosen in ((FAST, tests), (FAST, ['tests']), (SLOW, tests)):
+    options = ('-x', '--timeout=200', '--timeout-method=thread', *marked)
+    try:
+      status, printed = copies.run_tests(
+        folder, *options, *chosen, timeout=TIMEOUT
+      )
+    except subprocess.TimeoutExpired:
+      continue  # Too many tests: one that hangs has failed before.
+    if status not in (0, 5):  # 5: none of them is slow.
+      found = re.search(r'^(?:FAILED|ERROR) (\S+)', printed, re.M)
+      return found[1] if found else f'exit status {status}'
+  return ''
+
+
+def run(mutant: Mutant) -> tuple[bool, str]:
+  """Whether a test notices it, and what to print."""
   start = time.monotonic()
-  text = (copies.ROOT / 'prism_optax' / mutant.path).read_text()
-  if text.count(mutant.old) != 1:
-    return False, (
-      f'BROKEN    {mutant.name}\nExpected once in {mutant.path}: {mutant.old!r}'
-    )
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
-    try:
-      copies.write(folder, mutant.path, text.replace(mutant.old, mutant.new))
-      killer = first_failure(folder, mutant.tests)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-      return False, f'BROKEN    {mutant.name}\n{error}'
-  verdict = 'killed' if killer else 'SURVIVED'
-  return bool(killer), (
-    f'{verdict:8}  {mutant.name:52}  {time.monotonic() - start:4.0f} s  '
-    f'{(killer or "").removeprefix("tests/")}'
-  )
+    path = str(mutant.path.relative_to(copies.ROOT))
+    copies.write(folder, path, mutant.source())
+    by = killer(folder, near(mutant.path))
+  seconds = f'{time.monotonic() - start:.0f} s'
+  if by:
+    return True, f'killed    {mutant.name}  {seconds}  {by}'
+  return False, f'SURVIVED  {mutant.name}  {seconds}\n  {mutant.shown}'
 
 
-def main():
+def chosen_mutants(args: argparse.Namespace) -> list[Mutant]:
+  def order(mutant):
+    return hashlib.sha256(f'{args.seed} {mutant.name}'.encode()).digest()
+
+  def wanted(mutants):
+    return [
+      m
+      for m in mutants
+      if all(x in m.name for x in args.words)
+      and (is_private(m.path) or not args.privacy)
+    ]
+
+  sample = sorted(wanted(edited()), key=order)
+  return wanted(planted_bugs()) + sample[: args.sample]
+
+
+def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('words', nargs='*', help='all must be in the name')
   parser.add_argument(
-    '--privacy', action='store_true', help='only clip, noise, keys and order'
+    '--privacy', action='store_true', help='files that the guarantee is from'
   )
+  parser.add_argument(
+    '--sample', type=int, default=20, help='how many edits beside the planted'
+  )
+  parser.add_argument('--seed', type=int, default=0, help='which edits')
   parser.add_argument(
     '--tested', action='store_true', help='the tests pass without any mutant'
   )
   args = parser.parse_args()
-  mutants = [
-    m
-    for m in MUTANTS
-    if all(w in m.name for w in args.words)
-    and (m.path in PRIVACY or not args.privacy)
-  ]
+  mutants = chosen_mutants(args)
   if not mutants:
     print('No mutant has these words in its name.')
     return 1
-  failures = [] if args.tested else unchanged(mutants)
-  if failures:
-    print('These fail without any mutant:', *failures, sep='\n  ')
-    return 1
-  survivors = 0
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    for killed, line in pool.map(run, mutants):
-      survivors += not killed
+    if not args.tested:
+      with tempfile.TemporaryDirectory() as folder:
+        copies.write(pathlib.Path(folder))
+        if by := killer(pathlib.Path(folder), near(mutants[0].path)):
+          print('This fails without any mutant:', by)
+          return 1
+    survivors = 0
+    for noticed, line in pool.map(run, mutants):
+      survivors += not noticed
       print(line, flush=True)
   print(f'{len(mutants) - survivors} of {len(mutants)} mutants killed')
   return 1 if survivors else 0

@@ -16,13 +16,7 @@ _FILES = ('pyproject.toml', 'README.md', 'SECURITY.md', 'CHANGELOG.md')
 
 
 def write(folder: pathlib.Path, path: str = '', source: str = '') -> None:
-  """Copies what the tests need, with another source of one file.
-
-  Args:
-    folder: An empty one.
-    path: A file below the package; empty changes nothing.
-    source: What stands in it.
-  """
+  """Copies what the tests need, with another source of one file."""
   for name in _FOLDERS:
     shutil.copytree(
       ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__')
@@ -30,35 +24,7 @@ def write(folder: pathlib.Path, path: str = '', source: str = '') -> None:
   for name in _FILES:
     shutil.copy(ROOT / name, folder)
   if path:
-    (folder / 'prism_optax' / path).write_text(source)
-
-
-def run_tests(
-  folder: pathlib.Path,
-  *arguments: str,
-  timeout: float,
-  program: tuple[str, ...] = ('pytest',),
-) -> subprocess.CompletedProcess[str]:
-  """Runs pytest there. What the tests of the original have compiled serves too.
-
-  Args:
-    folder: A copy, or the repository.
-    arguments: Of pytest.
-    timeout: Seconds.
-    program: The module that is run, with arguments in front of pytest's.
-  """
-  command = [sys.executable, '-m', *program, '-q', '-p', 'no:cacheprovider']
-  return subprocess.run(
-    [*command, '--tb=no', *arguments],
-    cwd=folder,
-    # CI: else pytest cuts its summary at the terminal's width.
-    env=os.environ
-    | {'CI': 'true', 'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache')},
-    capture_output=True,
-    text=True,
-    timeout=timeout,
-    check=False,
-  )
+    (folder / path).write_text(source)
 
 
 # To import what a test needs takes longer than most tests that notice a mutant.
@@ -96,10 +62,10 @@ def _fork(folder: str, arguments: tuple[str, ...], printed: str) -> None:
   os._exit(status)
 
 
-def run_tests_in_a_fork(
+def run_tests(
   folder: pathlib.Path, *arguments: str, timeout: float
 ) -> tuple[int, str]:
-  """:func:`run_tests` without the time that it takes to import JAX.
+  """Runs pytest there, without the time that it takes to import JAX.
 
   Args:
     folder: A copy.

@@ -1,208 +1,160 @@
-"""Small wrong edits of a Python file: what a tired programmer might type.
+"""Small wrong edits of a Python file, by operators over its syntax tree.
 
-Each is a replacement of a stretch of the source, so that all other lines, their
-comments and their numbers stay. Docstrings, annotations, messages of errors and
-strings are left alone: tests of words find those.
+Docstrings, annotations, strings, imports and what is raised stay as they are.
 """
 
 import ast
+import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-_OPERATORS = {
-  ast.Add: '-',
-  ast.Sub: '+',
-  ast.Mult: '/',
-  ast.Div: '*',
-  ast.FloorDiv: '/',
-  ast.Mod: '//',
-  ast.Pow: '*',
-  ast.LShift: '>>',
-  ast.RShift: '<<',
-  ast.BitAnd: '|',
-  ast.BitOr: '&',
-  ast.BitXor: '|',
-}
-_COMPARISONS = {
-  ast.Lt: '<=',
-  ast.LtE: '<',
-  ast.Gt: '>=',
-  ast.GtE: '>',
-  ast.Eq: '!=',
-  ast.NotEq: '==',
-  ast.Is: 'is not',
-  ast.IsNot: 'is',
-  ast.In: 'not in',
-  ast.NotIn: 'in',
-}
-_NAMES = {
-  'left': 'right',
-  'right': 'left',
-  'maximum': 'minimum',
-  'minimum': 'maximum',
-  'max': 'min',
-  'min': 'max',
-  'any': 'all',
-  'all': 'any',
-  'zeros_like': 'ones_like',
-  'ones_like': 'zeros_like',
-  'floor': 'ceil',
-  'ceil': 'floor',
-}
-_TRANSPOSES = ('T', 'mT')
-# The order does not matter, or the wrong one cannot run.
-_ORDERLESS = (
-  'isinstance', 'getattr', 'map', 'zip', 'max', 'min', 'maximum', 'minimum'
-)  # fmt: skip
+_PAIRS = [
+  (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.LShift, ast.RShift),
+  (ast.BitAnd, ast.BitOr), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE),
+  (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
+  (ast.And, ast.Or),
+]  # fmt: skip
+_OPERATORS = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
+_OPERATORS |= {ast.FloorDiv: ast.Div, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
+_OPERATORS |= {ast.BitXor: ast.BitOr}
+_NAMES = 'left right, maximum minimum, max min, any all, floor ceil'
+_NAMES = [x.split() for x in f'{_NAMES}, zeros_like ones_like'.split(', ')]
+_NAMES = {a: b for pair in _NAMES for a, b in (pair, pair[::-1])}
+# Whose arguments may be exchanged, or where the wrong order cannot run.
+_ORDERLESS = {'isinstance', 'getattr', 'map', 'zip', 'asarray', *_NAMES}
+# Without them there is another type, or nothing that runs.
+_CONVERSIONS = {'len', 'range', 'iter', 'tuple', 'list', 'sorted', 'set', 'str',
+                'dict', 'asarray', 'type', 'repr', 'frozenset', 'enumerate',
+                'astype', 'reshape', 'append'}  # fmt: skip
+_KEYS = 'jax.random.split', '_randomness.split'
 
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-  """One replacement in a source.
+  """One wrong node.
 
   Attributes:
-    start: Index of the first character, in the source as UTF-8.
-    end: Index behind the last one.
-    new: What stands there instead.
-    line: Number of the line, from 1.
-    kind: Name of the rule.
+    name: 'function kind number': the n-th of its kind in the function.
+    shown: What stands there, and what instead.
+    apply: Gives the source of the whole file with it.
   """
 
-  start: int
-  end: int
-  new: str
-  line: int
-  kind: str
-
-  def apply(self, source: str) -> str:
-    data = source.encode()
-    return (data[: self.start] + self.new.encode() + data[self.end :]).decode()
+  name: str
+  shown: str
+  apply: Callable[[], str]
 
 
-class _Finder:
-  """Collects the edits of one source."""
-
-  def __init__(self, source: str):
-    self.data = source.encode()
-    self.starts = [0]
-    for line in self.data.splitlines(keepends=True):
-      self.starts.append(self.starts[-1] + len(line))
-
-  def span(self, node: ast.expr) -> tuple[int, int]:
-    return (
-      self.starts[node.lineno - 1] + node.col_offset,
-      self.starts[node.end_lineno - 1] + node.end_col_offset,
-    )
-
-  def text(self, node: ast.expr) -> str:
-    start, end = self.span(node)
-    return self.data[start:end].decode()
-
-  def whole(self, node: ast.expr, new: str, kind: str) -> Edit:
-    return Edit(*self.span(node), new, node.lineno, kind)
-
-  def between(
-    self, left: ast.expr, right: ast.expr, new: str, kind: str
-  ) -> Iterator[Edit]:
-    """Replaces the operator between two operands.
-
-    Brackets of the operands and comments may stand there too.
-    """
-    start, end = self.span(left)[1], self.span(right)[0]
-    gap = self.data[start:end].decode()
-    token = gap.strip(' ()\n')
-    if '#' not in gap and gap.count(token) == 1:
-      start += len(gap[: gap.index(token)].encode())
-      yield Edit(start, start + len(token), new, left.end_lineno, kind)
-
-  def swapped(self, a: ast.expr, b: ast.expr, kind: str) -> Iterator[Edit]:
-    (start, middle), (after, end) = self.span(a), self.span(b)
-    if self.text(a) != self.text(b):
-      gap = self.data[middle:after].decode()
-      yield Edit(start, end, self.text(b) + gap + self.text(a), a.lineno, kind)
-
-  def edits(self, node: ast.AST) -> Iterator[Edit]:
-    match node:
-      case ast.BinOp(left, ast.MatMult(), right):
-        yield from self.swapped(left, right, 'swapped operands')
-      case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
-        yield from self.between(left, right, _OPERATORS[type(op)], 'operator')
-      case ast.Compare(left, [op], [right]):
-        new = _COMPARISONS[type(op)]
-        yield from self.between(left, right, new, 'comparison')
-      case ast.BoolOp(op, [first, second, *_]):
-        new = 'or' if isinstance(op, ast.And) else 'and'
-        yield from self.between(first, second, new, 'and, or')
-      case ast.UnaryOp(ast.USub() | ast.Not(), operand):
-        yield self.whole(node, f'({self.text(operand)})', 'sign')
-      case ast.Constant(bool() as value):
-        yield self.whole(node, str(not value), 'constant')
-      case ast.Constant(int() as value):
-        yield self.whole(node, str(value + 1), 'constant')
-      case ast.Constant(float() as value):
-        yield self.whole(node, repr(value * 2 or 1.0), 'constant')
-      case ast.IfExp(test, body, orelse):
-        yield self.whole(
-          node,
-          f'({self.text(orelse)} if {self.text(test)} else {self.text(body)})',
-          'branches',
-        )
-      case ast.If(test, [ast.Raise()], []):
-        yield self.whole(test, 'False', 'check left out')
-      case ast.Attribute(value, attr) if attr in _TRANSPOSES:
-        yield self.whole(node, self.text(value), 'transpose')
-      case ast.Attribute(value, attr) if attr in _NAMES:
-        yield self.whole(node, f'{self.text(value)}.{_NAMES[attr]}', 'name')
-      case ast.Name(name, ast.Load()) if name in _NAMES:
-        yield self.whole(node, _NAMES[name], 'name')
-      case ast.Call(func, [a, b, *_]):
-        name = getattr(func, 'attr', getattr(func, 'id', ''))
-        fixed = ast.Starred | ast.Constant | ast.Lambda
-        if name not in _ORDERLESS and not isinstance(a, fixed):
-          yield from self.swapped(a, b, 'swapped arguments')
+def _wrong(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+  """(kind, what may stand in place of a node)."""
+  match node:
+    case ast.BinOp(left, ast.MatMult(), right):
+      yield 'operands', ast.BinOp(right, ast.MatMult(), left)
+    case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+      yield 'operator', ast.BinOp(left, _OPERATORS[type(op)](), right)
+    case ast.Compare(left, [op], right):
+      yield 'comparison', ast.Compare(left, [_OPERATORS[type(op)]()], right)
+    case ast.BoolOp(op, values):
+      yield 'and-or', ast.BoolOp(_OPERATORS[type(op)](), values)
+    case ast.UnaryOp(ast.USub() | ast.Not(), operand):
+      yield 'sign', operand
+    case ast.Constant(bool() as value):
+      yield 'constant', ast.Constant(not value)
+    case ast.Constant(int() as value):
+      yield 'constant', ast.Constant({0: 1, 1: 0}.get(value, value + 1))
+    case ast.Constant(float() as value):
+      yield 'constant', ast.Constant(value * 2 or 1.0)
+    case ast.IfExp(test, body, orelse):
+      yield 'branches', ast.IfExp(test, orelse, body)
+    case ast.If(_, body, orelse):
+      yield 'if', ast.If(ast.Constant(False), body, orelse)
+    case ast.Expr(ast.Call()):
+      yield 'statement', ast.Pass()
+    case ast.Attribute(value, 'T' | 'mT'):
+      yield 'transpose', value
+    case ast.Attribute(value, name, context) if name in _NAMES:
+      yield 'name', ast.Attribute(value, _NAMES[name], context)
+    case ast.Name(name, ast.Load()) if name in _NAMES:
+      yield 'name', ast.Name(_NAMES[name], ast.Load())
+    case ast.Call():
+      yield from _wrong_calls(node)
 
 
-def _children(node: ast.AST) -> Iterator[ast.AST]:
-  """The parts of a node that compute something."""
+def _wrong_calls(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+  args, keywords = node.args, node.keywords
+  name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
+  match args:
+    case [ast.Name() | ast.Attribute() as a, b, *more] if (
+      name not in _ORDERLESS and not isinstance(b, ast.Starred | ast.Constant)
+    ):
+      yield 'arguments', ast.Call(node.func, [b, a, *more], keywords)
+  match args:
+    case [key] if ast.unparse(node.func) in _KEYS:
+      yield 'key', ast.Tuple([key, key], ast.Load())
+    case [key, _] if name == 'fold_in':
+      yield 'key', key
+    case [x] if not keywords and name not in _CONVERSIONS:
+      if not isinstance(x, ast.Starred):
+        yield 'call', x
+  for i, keyword in enumerate(keywords):
+    if keyword.arg != 'strict':  # Of zip: a check of ours alone.
+      kept = [*keywords[:i], *keywords[i + 1 :]]
+      yield 'keyword', ast.Call(node.func, args, kept)
+
+
+def _children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
+  """(field, place in it, node) of what computes something."""
+  fields: tuple[str, ...] = node._fields
   match node:
     case ast.Raise() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
       return
     case ast.FunctionDef():
-      defaults = [x for x in node.args.kw_defaults if x is not None]
-      yield from [*node.args.defaults, *defaults, *node.body]
+      fields = 'args', 'body'
+    case ast.arguments():
+      fields = 'defaults', 'kw_defaults'
     case ast.ClassDef():
-      yield from node.body
+      fields = ('body',)
     case ast.AnnAssign():
-      yield from [node.value] if node.value else []
+      fields = ('value',)
     case ast.Assign(targets=[ast.Name(name)]) if name.startswith('__'):
       return
-    case _:
-      yield from ast.iter_child_nodes(node)
+  for field in fields:
+    value = getattr(node, field)
+    for i, x in enumerate(value if isinstance(value, list) else [value]):
+      if isinstance(x, ast.AST):
+        yield field, i if isinstance(value, list) else None, x
 
 
-def statement_lines(source: str, line: int) -> range:
-  """The lines of the innermost statement, up to the given one of them."""
-  first = max(
-    node.lineno
-    for node in ast.walk(ast.parse(source))
-    if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno
-  )
-  return range(first, line + 1)
+def edits_of(source: str) -> Iterator[Edit]:
+  """All edits of a source."""
+  tree = ast.parse(source)
+  counts: collections.Counter[str] = collections.Counter()
 
+  def put(node, field, place, new):
+    if place is None:
+      setattr(node, field, new)
+    else:
+      getattr(node, field)[place] = new
 
-def edits_of(source: str) -> list[Edit]:
-  """All edits of a source, in its order. Each is a valid program."""
-  finder = _Finder(source)
-  found, waiting = [], [ast.parse(source)]
-  while waiting:
-    node = waiting.pop()
-    found += finder.edits(node)
-    waiting += _children(node)
-  valid = []
-  for edit in sorted(set(found), key=lambda e: (e.start, e.end, e.new)):
-    try:
-      ast.parse(edit.apply(source))
-    except SyntaxError:
-      continue
-    valid.append(edit)
-  return valid
+  def edit(slot, old, kind, new, where):
+    def apply():
+      put(*slot, new)
+      try:
+        return ast.unparse(ast.fix_missing_locations(tree))
+      finally:
+        put(*slot, old)
+
+    key = f'{where or "module"} {kind}'
+    counts[key] += 1
+    texts = (ast.unparse(x).partition('\n')[0] for x in (old, new))
+    return Edit(f'{key} {counts[key]}', ' -> '.join(texts), apply)
+
+  def visit(node, where):
+    for field, place, child in _children(node):
+      for kind, new in _wrong(child):
+        yield edit((node, field, place), child, kind, new, where)
+      inner = where
+      if isinstance(child, ast.FunctionDef | ast.ClassDef):
+        inner = f'{where}.{child.name}'.lstrip('.')
+      yield from visit(child, inner)
+
+  yield from visit(tree, '')
