@@ -1,6 +1,7 @@
 """What a loss is made into: gradients of records, and what is refused."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,6 +18,29 @@ from prism_optax.training._sampling import Batch
 Loss: TypeAlias = Callable[..., ArrayTree]
 # Of parameters, frozen weights and rows.
 OfRows: TypeAlias = Callable[[ArrayTree, ArrayTree, ArrayTree], ArrayTree]
+
+
+def with_counted_arguments(loss: Loss) -> Loss:
+  """The loss, which says what is missing when it is called.
+
+  Raises:
+    ValueError: When it is called with fewer or more arguments than it takes.
+  """
+  signature = inspect.signature(loss)
+
+  def counted(*arguments: ArrayTree) -> ArrayTree:
+    try:
+      signature.bind(*arguments)
+    except TypeError as error:
+      raise ValueError(
+        'Expected loss(params, *example), or loss(params, frozen, *example) if'
+        ' step, compile and nonprivate_means are given frozen= as well, got a'
+        f' loss{signature} that is called with {len(arguments)} arguments:'
+        f' {error}.'
+      ) from error
+    return loss(*arguments)
+
+  return counted
 
 
 def in_coordinates(

@@ -279,6 +279,7 @@ def make_private(
     *([] if change_of_variables is None else [change_of_variables]),
   )
   check_declared('params', params, declared)
+  loss = _loss.with_counted_arguments(loss)
   if change_of_variables is not None:
     loss = _loss.in_coordinates(loss, change_of_variables, batched_loss)
   if target_epsilon is not None:

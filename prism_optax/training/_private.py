@@ -319,12 +319,13 @@ class PrivateTraining:
       The new state.
 
     Raises:
-      ValueError: If all steps are done; for a state of another training, data,
-        loss, optimizer, frozen weights or environment, which is named; for
-        anything that is not this run's batch for this step; if the loss mixes
-        records, or anything of them passes the noise; for frozen weights or a
-        loss that hold a release which is not among ``prior_releases``; for the
-        journal of another run.
+      ValueError: If all steps are done; for a state that an earlier step has
+        taken over, or of another training, data, loss, optimizer, frozen
+        weights or environment, which is named; if the loss takes other
+        arguments, with or without ``frozen``; for anything that is not this
+        run's batch for this step; if the loss mixes records, or anything of
+        them passes the noise; for frozen weights or a loss that hold a release
+        which is not among ``prior_releases``; for the journal of another run.
       FileNotFoundError: If the journal is gone.
       RuntimeError: If the journal was changed by hand.
     """
@@ -528,7 +529,20 @@ class PrivateTraining:
 def _arguments(
   state: TrainingState, frozen: ArrayTree, batch: Batch
 ) -> tuple[ArrayTree, ...]:
-  """The arguments of a step."""
+  """The arguments of a step.
+
+  Raises:
+    ValueError: For a state whose arrays a step has taken over.
+  """
+  if any(
+    isinstance(x, jax.Array) and x.is_deleted()
+    for x in jax.tree.leaves((state.params, state.optimizer))
+  ):
+    raise ValueError(
+      'Expected the newest state, got one that was spent: step takes over the'
+      ' arrays of the state it is given. Go on with the state that it returned'
+      f' (this one is of step {int(state.step)}); keep a copy with save_state.'
+    )
   return (
     state.params,
     state.optimizer,

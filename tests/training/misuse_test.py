@@ -179,6 +179,20 @@ def test_a_step_beyond_the_last():
     made.step(state, batch, FROZEN)
 
 
+def test_a_spent_state_and_forgotten_weights():
+  """Before XLA and Python speak of deleted buffers and missing arguments."""
+  made = private()
+  state = made.init(PARAMS)
+  batch = first_batch(made, state)
+  for call in (made.step, made.nonprivate_means):
+    with pytest.raises(ValueError, match=r"frozen=.* missing .* argument: 'y'"):
+      call(state, batch)
+  made.step(state, batch, FROZEN)
+  for call in (made.step, made.nonprivate_means):
+    with pytest.raises(ValueError, match='newest state, got .* is of step 0'):
+      call(state, batch, FROZEN)
+
+
 def test_batches_that_are_not_ours():
   made = private()
   state = made.init(PARAMS)
