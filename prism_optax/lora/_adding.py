@@ -43,6 +43,7 @@ def add_adapters(
                                     for a subclass or a layer with adapters
   layers without a kernel           pass, whether or not they are chosen
   nothing chosen                    ValueError that shows the nearest paths
+  no linear layer at all            ValueError
   ================================  ==========================================
 
   Args:
@@ -62,8 +63,9 @@ def add_adapters(
     well it is ``nnx.Any(adapters, nnx.PathContains('head'))``.
 
   Raises:
-    ValueError: As in the table; for a pattern that is no regular expression; or
-      for a rank that is too large. The model is as it was then.
+    ValueError: As in the table; for a model that is no ``nnx.Module``, a
+      pattern that is no regular expression, or a rank that is too large. The
+      model is as it was then.
     ImportError: Without ``flax``.
 
   Example:
@@ -80,8 +82,21 @@ def add_adapters(
   """
   nnx = _nnx()
   _validate.integer('rank', rank, 1)
+  if not isinstance(model, nnx.Module):
+    raise ValueError(
+      f'Expected model to be an nnx.Module, got {type(model).__name__}. For'
+      ' Flax linen use qwix.apply_lora_to_model.'
+    )
   if not isinstance(rngs, nnx.Rngs):
-    raise ValueError(f'Expected rngs to be an nnx.Rngs, got {rngs!r}.')
+    raise ValueError(
+      'Expected rngs to be an nnx.Rngs, such as nnx.Rngs(0), got'
+      f' {type(rngs).__name__}.'
+    )
+  if not isinstance(pattern, str):
+    raise ValueError(
+      "Expected pattern to be a string, such as 'query|value', got"
+      f' {pattern!r}.'
+    )
   try:
     expression = re.compile(rf'(.*/)?({pattern})')
   except re.error as error:
@@ -96,6 +111,11 @@ def add_adapters(
   chosen = {k: v for k, v in layers.items() if expression.fullmatch(k)}
   if not chosen:
     paths = [k for k, v in layers.items() if type(v) in _adapted()]
+    if not paths:
+      raise ValueError(
+        f'{type(model).__name__} has no nnx.Linear and no nnx.LinearGeneral'
+        ' without adapters. For other layers use qwix.apply_lora_to_model.'
+      )
     near = difflib.get_close_matches(pattern, paths, 8, 0)
     raise ValueError(
       f'pattern={pattern!r} matches the path of no linear layer; the nearest of'

@@ -59,10 +59,25 @@ def in_coordinates(
 def _called(
   loss: Loss, params: ArrayTree, frozen: ArrayTree, data: ArrayTree
 ) -> ArrayTree:
-  """``loss`` of a record; frozen weights stand before it if there are any."""
+  """``loss`` of a record; frozen weights stand before it if there are any.
+
+  Raises:
+    ValueError: If the loss changes a variable of a Flax NNX model.
+  """
   example = data if isinstance(data, tuple) else (data,)
   weights = () if frozen is None else (frozen,)
-  return loss(params, *weights, *example)
+  try:
+    return loss(params, *weights, *example)
+  except Exception as error:
+    # By its name, because flax is not always installed.
+    if type(error).__name__ != 'TraceContextError':
+      raise
+    raise ValueError(
+      'Expected loss to change nothing outside of itself, but it changes a'
+      ' variable of a Flax model. An active nnx.Dropout does, because it counts'
+      ' the keys that it has used. Call model.eval(), or give each record its'
+      ' own key, as the page on dropout shows.'
+    ) from error
 
 
 def with_aux(loss: Loss, has_aux: bool) -> Loss:

@@ -256,3 +256,24 @@ def test_a_model_of_keras_learns_privately():
   # Calibrated to 8, less what the noise as drawn may add at most.
   assert 7.9 < float(statement.split()[2]) <= 8
   assert '60 of 60 steps' in statement
+
+
+@pytest.mark.parametrize('closed_over', [False, True])
+def test_active_dropout_is_refused_by_name(closed_over):
+  """Its keys are state of the model: one set for all records, used up."""
+  dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+  graph, random = nnx.split(dropout)
+  params = {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.ones((2, 5))}
+
+  def loss(params, frozen, x, y):
+    layer = dropout if closed_over else nnx.merge(graph, frozen)
+    return jnp.sum((layer(x @ params['lora_a'] @ params['lora_b']) - y) ** 2)
+
+  made = training.make_private(
+    loss, params, optimizer=optax.sgd(0.1), dataset_size=SIZE, steps=STEPS,
+    delta=1e-3, **CONSTANTS,
+  )  # fmt: skip
+  with pytest.raises(
+    ValueError, match=r'nnx\.Dropout does, .* model\.eval\(\)'
+  ):
+    whole_run(made, params, random)

@@ -129,6 +129,7 @@ def test_the_filter_is_that_of_an_optimizer():
     ('up', 7, "rank=7, in=6, out=9 for 'blocks/0/up'"),
     ('up', 0, 'rank'),
     ('(up', 2, r"a regular expression, got '\(up'"),
+    (['up'], 2, r"pattern to be a string, .* got \['up'\]"),
   ],
 )
 def test_a_choice_that_does_not_fit_is_refused(pattern, rank, match):
@@ -154,8 +155,18 @@ def test_a_layer_on_other_axes_is_refused(options):
     lora.add_adapters(layer, '', 2, rngs=nnx.Rngs(1))
 
 
+def test_a_model_without_linear_layers_is_refused():
+  linen = pytest.importorskip('flax.linen')
+  for model, match in (
+    (nnx.LayerNorm(6, rngs=nnx.Rngs(0)), 'LayerNorm has no nnx.Linear'),
+    (linen.Dense(6), 'an nnx.Module, got Dense. For Flax linen use qwix'),
+  ):
+    with pytest.raises(ValueError, match=match):
+      lora.add_adapters(model, 'up', 2, rngs=nnx.Rngs(1))
+
+
 def test_rngs_and_flax_are_asked_for(monkeypatch):
-  with pytest.raises(ValueError, match=r'rngs to be an nnx.Rngs, got 0'):
+  with pytest.raises(ValueError, match=r'nnx.Rngs\(0\), got int'):
     lora.add_adapters(_Model(), 'up', 2, rngs=0)
   monkeypatch.setitem(sys.modules, 'flax', None)
   with pytest.raises(ImportError, match='pip install flax'):
