@@ -16,6 +16,7 @@ Each with DP on the factors beside PRISM. Some minutes on two CPU cores.
 All data here are public, so raw per-example norms may be shown.
 """
 
+import argparse
 import functools
 import pathlib
 import sys
@@ -71,9 +72,9 @@ def name_of(path: tuple) -> str:
 def pretrained():
   """``(params, frozen, rows, losses)``: adapters of full rank, digits."""
   task = tasks.mirrored_digits(
-    ROOT / 'runs' / 'paper_diagnostics', rank=4, targets=('attention',),
-    init_seed=0,
-  )  # fmt: skip
+    argparse.Namespace(rank=4, lora_targets=['attention']),
+    ROOT / 'runs' / 'paper_diagnostics',
+  )
 
   def losses(params, frozen, x, y):
     logits = nnx.merge(task.graphdef, params, frozen)(x)

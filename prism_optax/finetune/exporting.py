@@ -1,5 +1,6 @@
 """A finished run in the files of other programs."""
 
+import argparse
 import json
 import pathlib
 import re
@@ -15,13 +16,13 @@ from flax import nnx
 
 from prism_optax import lora
 
-from . import command_line, files, finished, model_card
+from . import files, finished, model_card, tasks
 from .models import llama_files, minilm, pretrained
 
 Read = Callable[[str], np.ndarray]
 
 
-def export(command: command_line.Export) -> None:
+def export(command: argparse.Namespace) -> None:
   """The command ``export``.
 
   Raises:
@@ -39,9 +40,7 @@ def export(command: command_line.Export) -> None:
   if folder.exists() and any(folder.iterdir()):
     raise ValueError(f'--output {folder} is not empty: choose another folder.')
   folder.mkdir(parents=True, exist_ok=True)
-  if command.format == 'safetensors':
-    shutil.copy(run.adapter, folder / run.adapter.name)
-  elif run.options.task == 'classify':
+  if run.options.task == 'classify':
     _classifier(run, folder, command)
   else:
     _language_model(run, folder, command, limit)
@@ -70,14 +69,14 @@ def shard_size(text: str | None) -> int | None:
 def _language_model(
   run: finished.Finished,
   folder: pathlib.Path,
-  command: command_line.Export,
+  command: argparse.Namespace,
   limit: int | None,
 ) -> None:
   model, source = finished.language_model(run)
   modules = llama_files.adapters(
     nnx.state(model, nnx.LoRAParam),
     model.config,
-    finished.lora_of(run.options),
+    tasks.lora_of(run.options),
   )
   if command.format == 'merged':
     write_model(folder, source, merged(source.read, modules), limit)
@@ -89,7 +88,7 @@ def _language_model(
 
 
 def _classifier(
-  run: finished.Finished, folder: pathlib.Path, command: command_line.Export
+  run: finished.Finished, folder: pathlib.Path, command: argparse.Namespace
 ) -> None:
   """The encoder and the head, as PEFT has them or the hub.
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from . import adapters, files, options, tasks, train_command
-from .models import classifier, llama_files, minilm, pretrained, weights
+from . import adapters, files, options, tasks
+from .models import classifier, llama_files, pretrained, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +30,6 @@ class Finished:
     return self.folder / 'adapter.safetensors'
 
 
-def lora_of(used: options.Options) -> minilm.LoraConfig:
-  return minilm.LoraConfig(
-    used.rank, tuple(used.lora_targets), used.lora_layers
-  )
-
-
 def find(folder: str, *expected: str) -> Finished:
   """Opens a run.
 
@@ -53,18 +47,13 @@ def find(folder: str, *expected: str) -> Finished:
   ):
     if not (path / name).is_file():
       raise ValueError(f'{folder}: {what} (no {path / name}).')
-  used = _options(path)
+  used = options.read(path / 'options.json')
   if expected and used.task not in expected:
     raise ValueError(
       f'{folder}: expected a run of --task {" or ".join(expected)}, got '
       f'{used.task}.'
     )
   return Finished(path, used, files.read_json(path / 'summary.json'))
-
-
-def _options(folder: pathlib.Path) -> options.Options:
-  names = train_command.Train.names()
-  return options.Options(**options.read(folder / 'options.json', names))
 
 
 def find_all(folder: str) -> list[Finished]:
@@ -77,7 +66,7 @@ def find_all(folder: str) -> list[Finished]:
   parts = sorted(path.glob('*/summary.json'))
   if (path / 'summary.json').exists() or not parts:
     return [find(folder)]
-  used = _options(path)
+  used = options.read(path / 'options.json')
   return [Finished(part.parent, used, files.read_json(part)) for part in parts]
 
 
@@ -98,9 +87,8 @@ def language_model(
   _check_base(run, source.sha256)
   model = llama_files.load(
     source,
-    lora_of(used),
+    tasks.lora_of(used),
     dtype=jnp.dtype(used.weights_dtype),
-    seed=used.init_seed,
   )
   if not before:
     params = nnx.state(model, nnx.LoRAParam)
@@ -119,9 +107,7 @@ def text_classifier(
   used = run.options
   folder = weights.find(used.model)
   _check_base(run, weights.sha256(folder / 'model.safetensors'))
-  model = tasks.text_classifier(
-    folder, len(used.labels), lora_of(used), used.init_seed
-  )
+  model = tasks.text_classifier(folder, len(used.labels), tasks.lora_of(used))
   _, params, _ = classifier.split(model)
   nnx.update(model, adapters.load(run.adapter, params))
   return model, folder

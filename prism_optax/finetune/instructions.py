@@ -6,6 +6,7 @@ file is read by a total function: a record that cannot be used keeps its place
 and has a zero gradient.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,12 @@ class Columns(NamedTuple):
   prompt: str = 'prompt'
   response: str = 'response'
   messages: str = 'messages'
+
+
+def columns(options: argparse.Namespace) -> Columns:
+  return Columns(
+    options.prompt_column, options.response_column, options.messages_column
+  )
 
 
 def conversation(row: Mapping[str, Any], columns: Columns) -> Conversation:

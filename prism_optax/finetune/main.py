@@ -69,30 +69,25 @@ def run(argv: Sequence[str]) -> None:
   """Runs a command; JAX is imported after the options have been read."""
   from . import command_line, options
 
-  command = command_line.parse(argv, __doc__)
-  match command:
-    case command_line.Train():
-      used = options.resolve(command.given())
-      from . import train
+  used = command_line.parse(argv, __doc__)
+  if used.command == 'train':
+    resolved = options.resolve(used)
+    from . import train
 
-      train.train(used)
-    case command_line.Predict():
-      from . import answers
+    train.train(resolved)
+  elif used.command in ('predict', 'chat'):
+    from . import answers
 
-      answers.predict(command)
-    case command_line.Chat():
-      from . import answers
+    (answers.predict if used.command == 'predict' else answers.talk)(used)
+  elif used.command == 'export':
+    from . import exporting
 
-      answers.talk(command)
-    case command_line.Export():
-      from . import exporting
+    exporting.export(used)
+  elif used.command == 'report':
+    from . import report_page
 
-      exporting.export(command)
-    case command_line.Report():
-      from . import report_page
+    report_page.report(used)
+  else:
+    from . import checking
 
-      report_page.report(command)
-    case command_line.CheckData():
-      from . import checking
-
-      checking.check_data(command)
+    checking.check_data(used)

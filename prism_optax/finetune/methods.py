@@ -9,7 +9,7 @@ import optax
 import prism_optax
 from prism_optax import contrib, lora
 
-from . import options
+from .command_line import METHODS
 
 # What the default task compares.
 COMPARED = ('prism', 'dp-adamw', 'adamw')
@@ -56,7 +56,7 @@ def optimizer(
     )
   if name in ('dp-adamw', 'adamw'):
     return optax.adamw(learning_rate)
-  raise ValueError(f'Expected a method of {options.METHODS}, got {name!r}.')
+  raise ValueError(f'Expected a method of {METHODS}, got {name!r}.')
 
 
 def prepared(name: str, params: Any) -> Any:

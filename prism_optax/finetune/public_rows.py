@@ -50,9 +50,7 @@ def answers(run: finished.Finished, count: int) -> list[dict[str, Any]]:
     ValueError: As :func:`per_class`.
   """
   used = run.options
-  columns = instructions.Columns(
-    used.prompt_column, used.response_column, used.messages_column
-  )
+  columns = instructions.columns(used)
   chosen = instructions.read_public(used.eval, columns)[:count]
   spoken = {}
   for name, before in (('before', True), ('after', False)):

@@ -1,5 +1,6 @@
 """One HTML page about finished runs, made of what they wrote for the public."""
 
+import argparse
 import base64
 import html
 import io
@@ -13,7 +14,7 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
 
-from . import command_line, finished, options, public_rows, reporting
+from . import finished, options, public_rows, reporting
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -24,7 +25,7 @@ img { max-width: 100% }
 """
 
 
-def report(command: command_line.Report) -> None:
+def report(command: argparse.Namespace) -> None:
   """The command ``report``.
 
   Raises:
@@ -76,7 +77,7 @@ def _comparison(runs: dict[str, finished.Finished]) -> str:
   rows = []
   for name, run in runs.items():
     summary = run.summary
-    kind = _kind(run)
+    kind = reporting.measure(run.summary['final'])
     epsilon, delta = 'not private', ''
     if summary['private']:
       epsilon = f'{reporting.round_up(summary["epsilon"]):.3f}'
@@ -101,17 +102,11 @@ def _comparison(runs: dict[str, finished.Finished]) -> str:
   return _table(rows, head)
 
 
-def _kind(run: finished.Finished) -> str:
-  """What counts: perplexity of a language model, accuracy else."""
-  language = 'eval_perplexity' in run.summary['final']
-  return 'eval_perplexity' if language else 'eval_accuracy'
-
-
 def _picture(runs: dict[str, finished.Finished]) -> str:
   """The measure over the steps and over what was spent by then."""
   figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout='constrained')
   for name, run in runs.items():
-    kind = _kind(run)
+    kind = reporting.measure(run.summary['final'])
     rows = _metrics(run)
     values = [row[kind] for row in rows]
     style = {'label': name, 'linewidth': 2, 'marker': 'o', 'markersize': 4}

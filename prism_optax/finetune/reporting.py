@@ -132,6 +132,11 @@ def _plot(
   plt.close(figure)
 
 
+def measure(row: dict[str, Any]) -> str:
+  """What counts: perplexity of a language model, accuracy else."""
+  return 'eval_perplexity' if 'eval_perplexity' in row else 'eval_accuracy'
+
+
 def round_up(epsilon: float) -> float:
   """To what is printed; never to less privacy loss than spent."""
   return math.ceil(epsilon * 1e3) / 1e3 if math.isfinite(epsilon) else epsilon

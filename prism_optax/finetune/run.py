@@ -16,6 +16,7 @@ from prism_optax.training import PrivateTraining
 
 from . import methods, reporting, summaries, tasks, training
 from . import options as options_lib
+from .command_line import NOT_PRIVATE
 
 # As secret as the data: the state holds the keys of noise and batches. Whoever
 # reads it can take the noise off everything that was released.
@@ -154,7 +155,7 @@ def _loop(
         prism_training.save_state(folder / 'state.npz', state)
       if requests and not is_last:
         message = f'Stopped after {done} of {private.steps} steps, saved.'
-        if name != options_lib.NOT_PRIVATE:
+        if name != NOT_PRIVATE:
           message += summaries.spent(private, state)
         raise Interrupted(message)
   return state
@@ -171,9 +172,8 @@ def _measured(means: Any) -> dict[str, float]:
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
   if not rows:
     return {}
-  is_language = 'eval_perplexity' in rows[-1]
-  name = 'perplexity' if is_language else 'accuracy'
-  return {name: f'{rows[-1][f"eval_{name}"]:.3f}'}
+  name = reporting.measure(rows[-1])
+  return {name.removeprefix('eval_'): f'{rows[-1][name]:.3f}'}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from prism_optax.training import PrivateTraining, TrainingState
 
 from . import adapters, reporting, tasks, training
 from . import options as options_lib
+from .command_line import NOT_PRIVATE
 
 
 def public(options: options_lib.Options, name: str) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def public(options: options_lib.Options, name: str) -> dict[str, Any]:
     'optimizer': name,
     'learning_rate': training.learning_rate(options, name),
     **{x: getattr(options, x) for x in names},
-    'devices': options_lib.mesh_devices(options.mesh),
+    'devices': options.mesh,
   }
 
 
@@ -89,7 +90,7 @@ def write(
     'optimizer': name,
     'start': rows[0],
     'final': rows[-1],
-    'private': name != options_lib.NOT_PRIVATE,
+    'private': name != NOT_PRIVATE,
     'held_steps': held,
     'settings': public(options, name),
     'versions': versions(),

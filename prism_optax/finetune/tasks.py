@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from .models import (
   vit,
   weights,
 )
+from .options import Options
 
 # Sharpness of the softmax over normalised features: logits of a unit vector
 # reach this, and the gradient of the head is at most so long.
@@ -55,59 +56,53 @@ class Task:
   make_evaluate: Callable = training.make_evaluate
 
 
-def text_classification(
-  train_path: str,
-  evaluation_path: str,
-  *,
-  labels: Sequence[str] | None,
-  text_column: str,
-  label_column: str,
-  max_length: int,
-  model: str | None,
-  lora: minilm.LoraConfig,
-  init_seed: int,
-) -> Task:
-  """all-MiniLM-L6-v2 with adapters and a linear head on two text files.
+def read(options: Options, output: pathlib.Path) -> Task:
+  """The task of a run.
 
   Args:
-    train_path: Private rows, see ``files.read``.
-    evaluation_path: Public rows.
-    labels: See ``data.label_set``.
-    text_column: Key of the text in both files.
-    label_column: Key of the label in both files.
-    max_length: Tokens of a text; the rest is cut off.
-    model: See ``weights.find``.
-    lora: Where adapters go.
-    init_seed: Seed of the initial adapters and head, which are public.
+    options: Of the run.
+    output: Its folder; the demo keeps its pretrained weights there.
 
   Raises:
-    ValueError: For what is wrong with a file, the labels or an option.
+    ValueError: For what is wrong with a file, the model or an option.
   """
+  if options.task == 'digits':
+    return mirrored_digits(options, output)
+  if options.task == 'classify':
+    return text_classification(options)
+  return language_model(options)
+
+
+def lora_of(options: Options) -> minilm.LoraConfig:
+  return minilm.LoraConfig(
+    options.rank, tuple(options.lora_targets), options.lora_layers
+  )
+
+
+def text_classification(options: Options) -> Task:
+  """all-MiniLM-L6-v2 with adapters and a linear head on two text files."""
+  columns = options.text_column, options.label_column
   # Files before weights: a wrong path should not cost the time to load them.
-  public = data.read_public(evaluation_path, text_column, label_column)
-  names = data.label_set(labels, public.labels)
-  private = data.read_private(train_path, text_column, label_column)
-  folder = weights.find(model)
-  config = minilm.Config.read(folder)
-  if not 3 <= max_length <= config.max_position_embeddings:
+  public = data.read_public(options.eval, *columns)
+  names = data.label_set(options.labels, public.labels)
+  private = data.read_private(options.data, *columns)
+  folder = weights.find(options.model)
+  limit = minilm.Config.read(folder).max_position_embeddings
+  if not 3 <= options.max_length <= limit:
     raise ValueError(
-      f'Expected 3 <= --max-length <= {config.max_position_embeddings}, got '
-      f'{max_length}.'
+      f'Expected 3 <= --max-length <= {limit}, got {options.max_length}.'
     )
-  network = text_classifier(folder, len(names), lora, init_seed)
-  graphdef, params, frozen = classifier.split(network)
 
   def encode(file: data.TextFile) -> data.Examples:
     return data.Examples(
-      minilm.tokenize(folder, file.texts, max_length),
+      minilm.tokenize(folder, file.texts, options.max_length),
       data.encode_labels(file.labels, names),
     )
 
+  model = options.model
   return Task(
-    name=pathlib.Path(train_path).resolve().parent.name,
-    graphdef=graphdef,
-    params=params,
-    frozen=frozen,
+    pathlib.Path(options.data).resolve().parent.name,
+    *classifier.split(text_classifier(folder, len(names), lora_of(options))),
     train=encode(private),
     evaluation=encode(public),
     labels=names,
@@ -119,114 +114,87 @@ def text_classification(
 
 
 def text_classifier(
-  folder: pathlib.Path, classes: int, lora: minilm.LoraConfig, init_seed: int
+  folder: pathlib.Path, classes: int, lora: minilm.LoraConfig
 ) -> classifier.Classifier:
   """The encoder in a folder with adapters and a head, before training."""
-  encoder = minilm.load(folder, lora, nnx.Rngs(init_seed))
+  encoder = minilm.load(folder, lora, nnx.Rngs(0))
   return classifier.Classifier(
     encoder,
     encoder.hidden_size,
     classes,
     temperature=TEXT_TEMPERATURE,
-    rngs=nnx.Rngs(init_seed + 1),
+    rngs=nnx.Rngs(1),
   )
 
 
-def language_model(
-  train_path: str,
-  evaluation_path: str,
-  *,
-  columns: instructions.Columns,
-  max_length: int,
-  loss_divisor: int,
-  model: str,
-  weights_dtype: str,
-  lora: minilm.LoraConfig,
-  microbatch_size: int,
-  init_seed: int,
-) -> Task:
-  """A causal language model with adapters on two files of conversations.
-
-  Args:
-    train_path: Private rows.
-    evaluation_path: Public rows.
-    columns: Where a row has its conversation.
-    max_length: Tokens of a record; the rest is cut off.
-    loss_divisor: See ``language.make_loss``.
-    model: See ``pretrained.find``.
-    weights_dtype: Type of the frozen weights.
-    lora: Where adapters go.
-    microbatch_size: Rows at once in the evaluation.
-    init_seed: Seed of the initial adapters, which are public.
-
-  Raises:
-    ValueError: For what is wrong with a file, the model or an option.
-  """
-  public = instructions.read_public(evaluation_path, columns)
-  private = instructions.read_private(train_path, columns)
-  source = pretrained.find(model)
+def language_model(options: Options) -> Task:
+  """A causal language model with adapters on two files of conversations."""
+  columns = instructions.columns(options)
+  public = instructions.read_public(options.eval, columns)
+  private = instructions.read_private(options.data, columns)
+  source = pretrained.find(options.model)
   talk = chat.Chat(source)
-  evaluation = instructions.encode(public, talk, max_length)
+  evaluation = instructions.encode(public, talk, options.max_length)
   if not (evaluation.labels != data.BLANK).any():
     raise ValueError(
-      f'--max-length {max_length}: the prompts of --eval leave no room for a '
-      'response.'
+      f'--max-length {options.max_length}: the prompts of --eval leave no room '
+      'for a response.'
     )
   network = llama_files.load(
-    source, lora, dtype=jnp.dtype(weights_dtype), seed=init_seed
+    source, lora_of(options), dtype=jnp.dtype(options.weights_dtype)
   )
-  if max_length > network.config.max_length:
+  limit = network.config.max_length
+  if options.max_length > limit:
     raise ValueError(
-      f'Expected --max-length <= {network.config.max_length}, got {max_length}.'
+      f'Expected --max-length <= {limit}, got {options.max_length}.'
     )
-  graphdef, params, frozen = classifier.split(network)
+  facts = {x: getattr(options, x) for x in ('loss_divisor', 'weights_dtype')}
   return Task(
-    name=pathlib.Path(train_path).resolve().parent.name,
-    graphdef=graphdef,
-    params=params,
-    frozen=frozen,
-    train=instructions.encode(private, talk, max_length),
+    pathlib.Path(options.data).resolve().parent.name,
+    *classifier.split(network),
+    train=instructions.encode(private, talk, options.max_length),
     evaluation=evaluation,
     labels=(),
-    base=source.base
-    | {'loss_divisor': loss_divisor, 'weights_dtype': weights_dtype},
-    make_loss=functools.partial(language.make_loss, divisor=loss_divisor),
+    base=source.base | facts,
+    make_loss=functools.partial(
+      language.make_loss, divisor=options.loss_divisor
+    ),
     make_evaluate=functools.partial(
-      language.make_evaluate, chunk=microbatch_size
+      language.make_evaluate, chunk=options.microbatch_size
     ),
   )
 
 
-def mirrored_digits(
-  folder: pathlib.Path, *, rank: int, targets: Sequence[str], init_seed: int
-) -> Task:
+def mirrored_digits(options: Options, folder: pathlib.Path) -> Task:
   """A vision transformer pretrained on upright digits, to be adapted.
 
   Args:
+    options: Of the run: ``rank`` and ``lora_targets``.
     folder: The pretrained weights are kept here, and read if they are.
-    rank: Rank of the adapters.
-    targets: Keys of ``options.TARGETS``.
-    init_seed: Seed of the initial adapters, which are public.
   """
   public, private, evaluation = digits.load()
+  encoder = vit.VisionTransformer(
+    vit.Config(),
+    rank=options.rank,
+    targets=options.lora_targets,
+    rngs=nnx.Rngs(0),
+  )
   network = classifier.Classifier(
-    vit.VisionTransformer(
-      vit.Config(), rank=rank, targets=targets, rngs=nnx.Rngs(init_seed)
-    ),
+    encoder,
     vit.Config().hidden,
     len(digits.LABELS),
     temperature=pretraining.TEMPERATURE,
-    rngs=nnx.Rngs(init_seed + 1),
+    rngs=nnx.Rngs(1),
   )
   digest = pretraining.pretrain_or_load(
     network, public, folder / 'pretrained.safetensors'
   )
   graphdef, params, frozen = classifier.split(network)
   return Task(
-    name='digits',
-    graphdef=graphdef,
-    params=params,
-    frozen=jax.device_put(frozen),
+    'digits',
+    graphdef,
+    params,
+    jax.device_put(frozen),
     train=private,
     evaluation=evaluation,
     labels=digits.LABELS,

@@ -3,14 +3,11 @@
 import json
 import math
 import pathlib
-from typing import Any
 
 from prism_optax.training import PrivateTraining
 
 from . import (
   digits,
-  finished,
-  instructions,
   methods,
   reporting,
   run,
@@ -18,6 +15,7 @@ from . import (
   training,
 )
 from . import options as options_lib
+from .command_line import NOT_PRIVATE
 
 
 def train(options: options_lib.Options) -> None:
@@ -30,11 +28,10 @@ def train(options: options_lib.Options) -> None:
   output = pathlib.Path(options.output)
   resume = f'\n  prism-optax train --output {output} --resume'
   try:
-    {
-      'digits': compare_on_digits,
-      'classify': finetune_text,
-      'instruct': finetune_language_model,
-    }[options.task](options, output)
+    if options.task == 'digits':
+      compare_on_digits(options, output)
+    else:
+      train_one(options, output)
   except run.Interrupted as stop:
     raise run.Interrupted(f'{stop} Go on with:{resume}') from stop
   except FileNotFoundError:
@@ -82,7 +79,7 @@ def make(
     ValueError: As ``training.make``; if no statement of it would mean anything.
   """
   private = training.make(task, options, name, run.secrets(output))
-  if name != options_lib.NOT_PRIVATE and options.plan is None:
+  if name != NOT_PRIVATE and options.plan is None:
     # What cannot be stated at the end is not begun: delta may be too large, or
     # the noise too little.
     private.statement()
@@ -118,59 +115,11 @@ def save_options(
     )
 
 
-def finetune_text(options: options_lib.Options, output: pathlib.Path) -> None:
-  """One method on two text files."""
-  task = tasks.text_classification(
-    options.data,
-    options.eval,
-    labels=options.labels,
-    text_column=options.text_column,
-    label_column=options.label_column,
-    max_length=options.max_length,
-    model=options.model,
-    lora=finished.lora_of(options),
-    init_seed=options.init_seed,
-  )
-  print(f'{task.name}: {len(task.labels)} classes; results in {output}')
-  summary = train_one(options, task, output)
-  print(
-    f'{summary["optimizer"]}: evaluation accuracy '
-    f'{summary["start"]["eval_accuracy"]:.3f} -> '
-    f'{summary["final"]["eval_accuracy"]:.3f}; {summary["statement"]}.'
-  )
-
-
-def finetune_language_model(
-  options: options_lib.Options, output: pathlib.Path
-) -> None:
-  """One method on two files of conversations."""
-  task = tasks.language_model(
-    options.data,
-    options.eval,
-    columns=instructions.Columns(
-      options.prompt_column, options.response_column, options.messages_column
-    ),
-    max_length=options.max_length,
-    loss_divisor=options.loss_divisor,
-    model=options.model,
-    weights_dtype=options.weights_dtype,
-    lora=finished.lora_of(options),
-    microbatch_size=options.microbatch_size,
-    init_seed=options.init_seed,
-  )
-  print(f'{task.name}: {task.base["model"]}; results in {output}')
-  summary = train_one(options, task, output)
-  print(
-    f"{summary['optimizer']}: perplexity of the evaluation's responses "
-    f'{summary["start"]["eval_perplexity"]:.3f} -> '
-    f'{summary["final"]["eval_perplexity"]:.3f}; {summary["statement"]}.'
-  )
-
-
-def train_one(
-  options: options_lib.Options, task: tasks.Task, output: pathlib.Path
-) -> dict[str, Any]:
-  """Plans and runs one method; returns its summary."""
+def train_one(options: options_lib.Options, output: pathlib.Path) -> None:
+  """One method on two files."""
+  task = tasks.read(options, output)
+  classes = f'{len(task.labels)} classes' if task.labels else task.base['model']
+  print(f'{task.name}: {classes}; results in {output}')
   # From here on these are constants of the run, whatever becomes of the files.
   options.dataset_size = declared_size(options, len(task.train.labels))
   options.labels = list(task.labels) or None
@@ -178,7 +127,13 @@ def train_one(
   save_options(options, task, output)
   if options.nonprivate_diagnostics:
     print('The files nonprivate_* will NOT be covered by the guarantee.')
-  return run.train(task, private, options, options.optimizer, output)
+  summary = run.train(task, private, options, options.optimizer, output)
+  start, final = summary['start'], summary['final']
+  measure = reporting.measure(final)
+  print(
+    f'{summary["optimizer"]}: {measure.removeprefix("eval_")} on --eval '
+    f'{start[measure]:.3f} -> {final[measure]:.3f}; {summary["statement"]}.'
+  )
 
 
 def compare_on_digits(
@@ -189,12 +144,7 @@ def compare_on_digits(
   # Before anything is written.
   declared_size(options, digits.PRIVATE_SIZE)
   print('A small vision transformer, pretrained on public digits ...')
-  task = tasks.mirrored_digits(
-    output,
-    rank=options.rank,
-    targets=options.lora_targets,
-    init_seed=options.init_seed,
-  )
+  task = tasks.read(options, output)
   chosen = [options.optimizer] if options.optimizer else list(methods.COMPARED)
   trainings = {
     name: make(options, task, name, output / name) for name in chosen

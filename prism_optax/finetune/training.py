@@ -14,6 +14,7 @@ from prism_optax import training
 
 from . import data, methods
 from . import options as options_lib
+from .command_line import NOT_PRIVATE
 
 # Of a method that is not private: no gradient of a network is that long.
 NO_CLIP = 1e6
@@ -39,7 +40,7 @@ def make_loss(graphdef: Any) -> Callable:
 def make(
   task: Any, options: options_lib.Options, name: str, folder: pathlib.Path
 ) -> training.PrivateTraining:
-  """The training of a task by one of ``options.METHODS``.
+  """The training of a task by one of ``command_line.METHODS``.
 
   Args:
     task: A ``tasks.Task``.
@@ -52,7 +53,7 @@ def make(
     ValueError: If a size, delta or noise does not fit, the target cannot be
       met, or there are fewer devices than asked for.
   """
-  size, is_private = options.dataset_size, name != options_lib.NOT_PRIVATE
+  size, is_private = options.dataset_size, name != NOT_PRIVATE
   plan = options.plan or vars(options)
   noise = {'noise_multiplier': plan['noise_multiplier']}
   if noise['noise_multiplier'] is None:
@@ -103,7 +104,7 @@ def sharding(
   Raises:
     ValueError: If there are fewer devices.
   """
-  count, found = options_lib.mesh_devices(options.mesh), jax.devices()
+  count, found = options.mesh, jax.devices()
   if count > len(found):
     raise ValueError(
       f'--mesh asks for {count} devices, but there are {len(found)}. (On '

@@ -17,6 +17,8 @@ import textwrap
 
 import pytest
 
+import prism_optax
+
 PACKAGE = 'prism_optax'
 ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
 
@@ -270,16 +272,29 @@ assert contrib.heads.ridge
 
 
 def test_the_package_itself_only_re_exports():
-  tree = ast.parse((ROOT / '__init__.py').read_text())
-  for node in tree.body:
-    docstring = isinstance(node, ast.Expr) and isinstance(
-      node.value, ast.Constant
-    )
-    names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
-      '__all__',
-      '__version__',
-    )
-    assert docstring or names or isinstance(node, ast.Import | ast.ImportFrom)
+  """What a type checker reads and what is imported on use are the same."""
+  found = {}
+  for node in ast.walk(ast.parse((ROOT / '__init__.py').read_text())):
+    if isinstance(node, ast.ImportFrom):
+      found |= {alias.name: node.module for alias in node.names}
+  assert sorted(found) == sorted(prism_optax.__all__)
+  for name, home in found.items():
+    value = getattr(prism_optax, name)
+    assert value is getattr(importlib.import_module(home), name), name
+  with pytest.raises(AttributeError, match="'prism_optax' has no .* 'nothing'"):
+    _ = prism_optax.nothing
+
+
+@pytest.mark.slow
+def test_accounting_does_without_jax():
+  program = """
+import sys
+from prism_optax import accounting
+assert accounting.epsilon
+assert 'jax' not in sys.modules
+  """
+  folder = str(ROOT.parent)
+  subprocess.run([sys.executable, '-c', program], cwd=folder, check=True)
 
 
 PLANTED = {

@@ -54,6 +54,6 @@ def test_a_run_on_a_full_disk_stops_and_goes_on(
   assert 'go on with --resume' in error
   assert not (output / 'adapter.safetensors').exists()
   monkeypatch.undo()
-  assert finetune.main(['--output', str(output), '--resume']) == 0
+  assert finetune.main(['train', '--output', str(output), '--resume']) == 0
   summary = json.loads((output / 'summary.json').read_text())
   assert summary['final']['step'] == finetune_test.STEPS

@@ -104,7 +104,7 @@ def main():
       if kind == 'save':
         kill_while_saving(int(number))
       begun = (folder / 'options.json').exists()
-      resume = ['--output', str(folder), '--resume']
+      resume = ['train', '--output', str(folder), '--resume']
       os._exit(finetune.main(resume if begun else argv))
     _, status = os.waitpid(child, 0)
     secret = folder / run.FOLDER

@@ -24,7 +24,7 @@ def _run(folder, places, tiny_files, tiny_model):
   train, evaluation = tiny_files
   output, log = folder / 'out', folder / 'log'
   argv = [
-    *('--data', train, '--eval', evaluation, '--model', tiny_model),
+    *('train', '--data', train, '--eval', evaluation, '--model', tiny_model),
     *('--output', output, '--noise-multiplier', '2', '--delta', '1e-3'),
     *('--steps', STEPS, '--batch-size', '16', '--microbatch-size', '8'),
     *('--rank', '2', '--lora-targets', 'attention', '--max-length', '7'),

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -217,7 +219,7 @@ def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
   }
   path.write_text(json.dumps(old))
   given = command_line.parse(['train', '--output', str(tmp_path), '--resume'])
-  going_on = vars(options.resolve(given.given()))
+  going_on = vars(options.resolve(given))
   assert going_on == whole | {'output': str(tmp_path)}
   assert vars(finished.find(str(tmp_path)).options) == whole
   for entries, message in (
@@ -226,7 +228,7 @@ def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
   ):
     path.write_text(json.dumps(entries))
     with pytest.raises(ValueError, match=message):
-      options.resolve(given.given())
+      options.resolve(given)
     with pytest.raises(ValueError, match=message):
       finished.find(str(tmp_path))
 
@@ -251,7 +253,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
   tmp_path, capsys
 ):
   (tmp_path / 'file').write_text('')
-  argv = ['--output', str(tmp_path / 'file' / 'out')]
+  argv = ['train', '--output', str(tmp_path / 'file' / 'out')]
   assert finetune.main(argv) == 2
   error = capsys.readouterr().err
   assert 'cannot be written' in error
@@ -268,10 +270,40 @@ def test_a_stop_says_what_is_spent():
   assert f'made you stop: epsilon <= {three:.3f} ' in message
 
 
-def test_help_shows_what_an_option_is_by_default(capsys):
-  with pytest.raises(SystemExit):
-    finetune.main(['train', '--help'])
-  shown = ' '.join(capsys.readouterr().out.replace('│', ' ').split())
-  assert '(default: digits 150, classify 300, instruct 200)' in shown
-  assert '(default: digits 8.0)' in shown
-  assert 'a row (default: 1.0)' in shown or 'row (default: 1.0)' in shown
+def test_help_is_one_screen_and_shows_defaults(capsys, monkeypatch):
+  monkeypatch.setenv('COLUMNS', '80')
+  for command in command_line.COMMANDS:
+    with pytest.raises(SystemExit):
+      finetune.main([command, '--help'])
+    shown = capsys.readouterr().out
+    assert shown.count('\n') < 62, command
+    if command == 'train':
+      assert 'updates (150, 300, 200)' in shown
+      assert 'of the adapters (4, 8, 8)' in shown
+      assert "of one row's gradient (1.0)" in shown
+      assert '(digits 8.0)' in shown
+
+
+def test_options_are_answered_before_anything_heavy_is_imported():
+  program = """
+import sys
+from prism_optax.finetune.main import main
+assert main(['train', '--stps', '3']) == 2
+assert main(['train', '--data', 'T']) == 2
+try:
+  main(['export', '--help'])
+except SystemExit:
+  pass
+heavy = 'jax optax flax sklearn matplotlib tokenizers safetensors numpy scipy'
+print(sorted({x.partition('.')[0] for x in sys.modules} & {*heavy.split()}))
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', program],
+    env=os.environ | {'PYTHONPATH': str(conftest.ROOT)},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stdout.splitlines()[-1] == '[]'
+  assert 'unknown: --stps 3; did you mean --steps?' in done.stderr
+  assert '--data needs --eval' in done.stderr

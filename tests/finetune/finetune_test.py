@@ -27,7 +27,7 @@ STEPS = 6
 def _arguments(tiny_files, tiny_model, output, *more) -> list[str]:
   train, evaluation = tiny_files
   return [
-    *('--data', str(train), '--eval', str(evaluation)),
+    *('train', '--data', str(train), '--eval', str(evaluation)),
     *('--model', str(tiny_model), '--output', str(output)),
     *('--noise-multiplier', '2', '--delta', '1e-3', '--steps', str(STEPS)),
     *('--batch-size', '16', '--microbatch-size', '8', '--rank', '2'),
@@ -121,7 +121,7 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
   train = pathlib.Path(tiny_files[0])
   original = train.read_text()
   train.write_text(original + '{"text": "dull film", "label": 0}\n')
-  arguments = ['--output', str(output), '--resume']
+  arguments = ['train', '--output', str(output), '--resume']
   try:
     # The declared size is a constant of the run: one row more is too many.
     assert finetune.main(arguments) == 2
@@ -136,7 +136,7 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
   lost = tmp_path / 'lost'
   shutil.copytree(output, lost)
   shutil.rmtree(lost / run.FOLDER)
-  assert finetune.main(['--output', str(lost), '--resume']) == 2
+  assert finetune.main(['train', '--output', str(lost), '--resume']) == 2
   assert 'is gone' in capsys.readouterr().err
 
   assert finetune.main([*arguments, '--steps', '7']) == 2
@@ -148,7 +148,7 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
 @pytest.mark.slow
 def test_finished_run_is_not_done_again(finished, capsys):
   before = _results(finished)
-  status = finetune.main(['--output', str(finished), '--resume'])
+  status = finetune.main(['train', '--output', str(finished), '--resume'])
   assert status == 0
   assert 'epsilon' in capsys.readouterr().out
   assert _results(finished) == before
@@ -177,38 +177,32 @@ def test_diagnostics_of_training_data_are_named_nonprivate(
 
 
 BASE = [
-  '--data',
-  'T',
-  '--eval',
-  'E',
-  '--target-epsilon',
-  '3',
-  '--delta',
-  '1e-5',
+  *('train', '--data', 'T', '--eval', 'E'),
+  *('--target-epsilon', '3', '--delta', '1e-5'),
 ]
 
 
 @pytest.mark.parametrize(
   ('argv', 'message'),
   [
-    ([*BASE[:2]], '--data needs --eval'),
-    ([*BASE[:6]], '--delta is needed'),
-    ([*BASE[:4], '--delta', '1e-5'], 'one of --target-epsilon and'),
+    ([*BASE[:3]], '--data needs --eval'),
+    ([*BASE[:7]], '--delta is needed'),
+    ([*BASE[:5], '--delta', '1e-5'], 'one of --target-epsilon and'),
     ([*BASE, '--noise-multiplier', '1'], 'one of --target-epsilon and'),
-    ([*BASE, '--target-epsilon', '-1'], r'--target-epsilon .* got -1.0'),
-    ([*BASE, '--target-epsilon', 'nan'], r'--target-epsilon .* got nan'),
-    ([*BASE, '--delta', '1'], r'--delta .* got 1.0'),
-    ([*BASE, '--l2-clip-norm', 'nan'], r'--l2-clip-norm .* got nan'),
-    ([*BASE, '--l2-clip-norm', '-2'], r'--l2-clip-norm .* got -2.0'),
-    ([*BASE, '--learning-rate', '0'], r'--learning-rate .* got 0.0'),
-    ([*BASE[:4], '--noise-multiplier', '-1'], r'--noise-multiplier .* got -1'),
-    ([*BASE, '--steps', '0'], r'--steps .* got 0'),
-    ([*BASE, '--batch-size', '0'], r'--batch-size .* got 0'),
-    ([*BASE, '--rank', '0'], r'--rank .* got 0'),
+    ([*BASE, '--target-epsilon', '-1'], r'--target-epsilon: .* got -1'),
+    ([*BASE, '--target-epsilon', 'nan'], r'--target-epsilon: .* got nan'),
+    ([*BASE, '--delta', '1'], r'--delta: .* got 1'),
+    ([*BASE, '--l2-clip-norm', 'nan'], r'--l2-clip-norm: .* got nan'),
+    ([*BASE, '--l2-clip-norm', '-2'], r'--l2-clip-norm: .* got -2'),
+    ([*BASE, '--learning-rate', '0'], r'--learning-rate: .* got 0'),
+    ([*BASE[:5], '--noise-multiplier', '-1'], r'--noise-multiplier: .* got -1'),
+    ([*BASE, '--steps', '0'], r'--steps: .* got 0'),
+    ([*BASE, '--batch-size', '0'], r'--batch-size: .* got 0'),
+    ([*BASE, '--rank', '0'], r'--rank: .* got 0'),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
-    (['--labels', 'a', 'b'], r'--labels .* needs --data'),
+    (['train', '--labels', 'a', 'b'], r'--labels .* needs --data'),
     ([*BASE, '--resume'], '--resume needs --output'),
-    (['--output', 'nowhere', '--resume'], 'no run in nowhere'),
+    (['train', '--output', 'nowhere', '--resume'], 'no run in nowhere'),
     ([*BASE], '--eval: there is no file E'),
   ],
 )
@@ -252,11 +246,11 @@ def test_output_folder_of_another_run_is_refused(finished, capsys):
 
 def test_every_method_has_a_learning_rate():
   for rates in options_lib.LEARNING_RATES.values():
-    assert set(rates) == set(options_lib.METHODS)
+    assert set(rates) == set(command_line.METHODS)
 
 
 def _options(argv):
-  return options_lib.resolve(command_line.parse(argv).given())
+  return options_lib.resolve(command_line.parse(argv))
 
 
 def test_declared_size_may_exceed_the_rows(tiny_files, tiny_model):
@@ -304,7 +298,7 @@ def _finish(*argv: str) -> str:
 def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
   # 40 steps instead of 150: their noise is calibrated, and they learn, too.
   output = _finish(
-    *('--output', str(tmp_path / 'digits')),
+    *('train', '--output', str(tmp_path / 'digits')),
     *('--steps', '40', '--eval-every', '40'),
   )
   accuracy = {}
@@ -334,6 +328,7 @@ def test_short_run_on_real_sentences(tmp_path):
   output = tmp_path / 'out'
   printed = _finish(
     *(
+      'train',
       '--data',
       str(folder / 'sst2' / 'train.jsonl'),
       '--eval',

@@ -9,7 +9,6 @@ from flax import nnx
 from prism_optax.finetune import (
   adapters,
   command_line,
-  finished,
   options,
   summaries,
   tasks,
@@ -60,7 +59,7 @@ def write_language_run(folder: pathlib.Path, model: pathlib.Path) -> nnx.Module:
       *('--lora-layers', '2', '--model', str(model), '--max-length', '20'),
       *('--output', str(folder / 'none')),
     ]
-  ).given()
+  )
   source = pretrained.find(str(model))
   used = vars(options.resolve(given)) | {'base': source.base}
   (folder / 'options.json').write_text(json.dumps(used))
@@ -104,16 +103,17 @@ def write_review_run(
   train, evaluation = map(str, files)
   given = command_line.parse(
     [
-      *('--data', train, '--eval', evaluation, '--model', str(encoder)),
+      *('train', '--data', train, '--eval', evaluation),
+      *('--model', str(encoder)),
       *('--noise-multiplier', '1', '--delta', '1e-3', '--rank', '2'),
       *('--max-length', '7', '--output', str(folder / 'none')),
     ]
-  ).given()
+  )
   used = options.resolve(given)
   used.labels = ['bad', 'good']
   digest = weights.sha256(encoder / 'model.safetensors')
   used.base = {'model': 'tiny', 'sha256': digest}
-  model = tasks.text_classifier(encoder, 2, finished.lora_of(used), 0)
+  model = tasks.text_classifier(encoder, 2, tasks.lora_of(used))
   rng = np.random.default_rng(0)
   _, params, _ = classifier.split(model)
   for _, leaf in nnx.to_flat_state(params):

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from prism_optax.finetune import (
+  command_line,
   data,
   methods,
-  options,
   reporting,
   tasks,
   training,
@@ -65,7 +65,7 @@ def _options(**more):
       'l2_clip_norm': 0.7,
       'microbatch_size': 8,
       'skip_padding': False,
-      'mesh': None,
+      'mesh': 1,
       'seed': None,
     }
     | more
@@ -78,7 +78,7 @@ def _options(**more):
     pytest.param(
       name, marks=pytest.mark.slow if name in ('prism-rows', 'dp-muon') else ()
     )
-    for name in options.METHODS
+    for name in command_line.METHODS
   ],
 )
 def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
@@ -98,7 +98,7 @@ def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
     assert np.isfinite(other).all()
     assert not np.array_equal(one, other)
   statement = private.statement(state)
-  if name == options.NOT_PRIVATE:
+  if name == command_line.NOT_PRIVATE:
     assert statement.startswith('epsilon <= inf')
   else:
     assert statement.startswith(f'epsilon <= {private.epsilon():.1f}'[:13])

@@ -44,8 +44,8 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
 @pytest.mark.parametrize(
   ('more', 'message'),
   [
-    (['--mesh', 'model=2'], "Expected --mesh data=N with N >= 1, got 'model=2"),
-    (['--mesh', 'data=0'], 'Expected --mesh data=N with N >= 1'),
+    (['--mesh', 'model=2'], '--mesh: expected data=N with N >= 1, got model=2'),
+    (['--mesh', 'data=0'], '--mesh: expected data=N with N >= 1'),
     (['--mesh', 'data=3'], 'to be a multiple of the 3 devices'),
     (['--mesh', 'data=8'], '--mesh asks for 8 devices, but there are 1'),
   ],

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .. import options
+from ..command_line import TARGETS
 from . import layers
 from .llama_config import Config
 from .minilm import LoraConfig
@@ -237,7 +237,7 @@ class Decoder(nnx.Module):
             target: lora.rank
             if target in lora.targets and i == len(sizes) - 1
             else 0
-            for target in options.TARGETS
+            for target in TARGETS
           },
         )
         for i, size in enumerate(sizes)

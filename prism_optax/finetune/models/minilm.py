@@ -78,7 +78,7 @@ class LoraConfig:
 
   Attributes:
     rank: Rank of every adapter; 0 for none at all.
-    targets: Keys of ``options.TARGETS``.
+    targets: Keys of ``command_line.TARGETS``.
     top_layers: Only the last so many layers are adapted; None for all.
   """
 

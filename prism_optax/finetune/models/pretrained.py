@@ -11,7 +11,7 @@ import safetensors
 import tokenizers
 
 from .. import files as files_lib
-from .. import options
+from ..command_line import SMOLLM2
 from . import smollm2, weights
 
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
@@ -63,11 +63,7 @@ def find(model: str) -> Pretrained:
     ValueError: If the folder lacks a file, or a file is broken.
     FileNotFoundError: If the package is absent.
   """
-  return (
-    _smollm2()
-    if model == options.SMOLLM2
-    else _from_folder(pathlib.Path(model))
-  )
+  return _smollm2() if model == SMOLLM2 else _from_folder(pathlib.Path(model))
 
 
 def _smollm2() -> Pretrained:
@@ -89,7 +85,7 @@ def _smollm2() -> Pretrained:
 def _from_folder(folder: pathlib.Path) -> Pretrained:
   if not folder.is_dir():
     raise ValueError(
-      f'--model {folder}: there is no such folder (or say {options.SMOLLM2!r}).'
+      f'--model {folder}: there is no such folder (or say {SMOLLM2!r}).'
     )
   files = _weight_files(folder)
   where = {}
