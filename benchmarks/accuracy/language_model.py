@@ -33,6 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy import (  # noqa: E402
+  language_plots,
   language_rows,
   language_runs,
   language_tables,
@@ -183,6 +184,7 @@ def main() -> None:
   if args.table:
     print(language_tables.table(store.rows), end='\n\n')
     print(language_tables.chosen(store.rows))
+    language_plots.draw(store.rows, store.path.with_suffix('.png'))
     return
   if args.data is None:
     parser.error('--data is needed, the folder of the data sets.')

@@ -9,6 +9,7 @@ part, a method and a change (``points``).
 import dataclasses
 import json
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.accuracy import sentences, utility
-from benchmarks.common import runner
+from benchmarks.common import plots, runner
 
 TITLES = {
   'core-3': 'SST-2, epsilon 3',
@@ -32,6 +33,12 @@ TITLES = {
   'maths': 'Next tokens of gsm8k and mawps, epsilon 3',
   'public-test': 'SST-2, epsilon 3, public validation rows (581)',
 }
+
+
+def shown(method: str) -> str:
+  """The name of a method in Markdown."""
+  code = r'^(prism|published_prism|contrib\.prism_muon|dp_muon)\b'
+  return re.sub(code, r'`\1`', plots.name(method))
 
 
 def paired(first: list[np.ndarray], second: list[np.ndarray]) -> dict:
@@ -231,8 +238,7 @@ def renew(store: runner.Store, path: pathlib.Path) -> None:
     for row in comparisons(_scored(store.find)):
       found[tuple(map(row.get, keys))] = row
     runner.write(path, list(found.values()))
-  for part, title in TITLES.items():
-    print(f'\n{title}\n\n{table(list(found.values()), part)}')
+  print(f'\n{table(list(found.values()), TITLES)}')
   print(f'\n{equal_table(store.find)}')
 
 
@@ -246,26 +252,34 @@ def _scored(find: runner.Find) -> runner.Find:
   return scored
 
 
-def table(rows: list[dict[str, Any]], part: str) -> str:
-  """A part in Markdown, each method tested against ``prism``."""
-  lines = []
+def table(rows: list[dict[str, Any]], titles: dict[str, str]) -> str:
+  """Parts in Markdown, each method tested against ``prism``."""
+  lines: list[list[object]] = []
+  for part in titles:
+    lines += [
+      [titles[part] if i == 0 else '', *cells]
+      for i, cells in enumerate(_of_part(rows, part))
+    ]
+  head = ['', 'method', 'rate', 'accuracy', 'spread', 'seeds',
+          'rates within a point', '`prism` minus it']  # fmt: skip
+  return runner.markdown(head, lines)
+
+
+def _of_part(rows: list[dict[str, Any]], part: str) -> Iterator[list[object]]:
   for row in rows:
     if row['part'] != part:
       continue
-    against = '-'
+    against = ''
     if 'difference' in row:
       against = (
         f'{row["difference"]:+.4f} ± {row["standard error"]:.4f}'
         f' (p = {row["p"]:.2g})'
       )
-    spread = '-' if row['spread'] is None else f'{row["spread"]:.4f}'
-    lines.append(
-      [row['method'], f'{row["rate"]:g}', f'{row["accuracy"]:.4f}', spread,
-       row['seeds'], f'{row["flat"]:.3g}x', against]
-    )  # fmt: skip
-  head = ['method', 'rate', 'accuracy', 'spread over seeds', 'seeds',
-          'rates within a point', 'PRISM minus it']  # fmt: skip
-  return runner.markdown(head, lines)
+    spread = '' if row['spread'] is None else f'{row["spread"]:.4f}'
+    yield [
+      shown(row['method']), f'{row["rate"]:g}', f'{row["accuracy"]:.4f}',
+      spread, row['seeds'], f'{row["flat"]:.3g}x', against,
+    ]  # fmt: skip
 
 
 def by_change(
@@ -279,7 +293,7 @@ def by_change(
       entry.setdefault(row['method'], []).append(row)
   names = list(dict.fromkeys(x for row in found.values() for x in row))
   return runner.markdown(
-    ['change', *names],
+    ['change', *map(shown, names)],
     [
       [f'`{change}`', *(cell(row[x]) if x in row else '-' for x in names)]
       for change, row in found.items()
@@ -320,7 +334,7 @@ def equal_table(
         f'{best.b1:g}, {best.weight_decay:g}, {best.start}, {average},'
         f' {best.rate:g}'
       )
-      lines.append([task, name, chosen, f'{mean:.4f}', *cells])
+      lines.append([task, shown(name), chosen, f'{mean:.4f}', *cells])
   head = ['task', 'method', 'b1, decay, start, average, rate', 'accuracy',
           'less `prism`', 'p']  # fmt: skip
   return runner.markdown(head, lines)

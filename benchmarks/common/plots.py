@@ -1,17 +1,58 @@
-"""One style for all plots of methods."""
+"""One style for all plots: size, fonts, and a name and colour for each method.
+
+A page of the documentation is 700 pixels wide. A plot that is ``WIDTH`` inches
+wide is shown there at 100 pixels per inch, so its text is as large as the
+page's.
+"""
 
 import io
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+import matplotlib as mpl
 from PIL import Image
 
-# One colour a method, the same in all plots (Okabe and Ito, for all eyes).
+WIDTH = 7.0
+mpl.rcParams.update(
+  {
+    'font.size': 9,
+    'axes.titlesize': 10,
+    'axes.titlelocation': 'left',
+    'axes.spines.top': False,
+    'axes.spines.right': False,
+    'legend.frameon': False,
+    'figure.dpi': 100,
+    'savefig.dpi': 160,
+  }
+)
+
+# Stored results name methods as the scripts do; pages and plots, like this.
+NAMES = {
+  'prism, paper mode': 'published_prism',
+  'prism, decayed': 'prism, weight decay 1',
+  'prism, muon': 'contrib.prism_muon',
+  'prism+rows': 'prism, row scales',
+  'dp-adamw': 'DP-AdamW',
+  'dp-adamw, decayed': 'DP-AdamW, weight decay 1, warm-up',
+  'dp-adambc': 'DP-AdamBC',
+  'dp-adamw, input metric': 'DP-AdamW, input metric',
+  'dp-muon': 'dp_muon, full matrices',
+  'lora+': 'LoRA+',
+  'ffa': 'FFA-LoRA',
+  'lamb': 'LAMB',
+  'lora-rite': 'LoRA-RITE',
+  'lora-rite, spectral start': 'LoRA-RITE, spectral start',
+}
+# Okabe and Ito, for all eyes.
+BLUE, RED, ORANGE, PURPLE = '#0072B2', '#D55E00', '#E69F00', '#CC79A7'
+GREEN, GREY = '#009E73', '#777777'
+# One colour a method, the same in all plots.
 COLOURS = {
   'prism': '#0072B2',
   'prism, paper mode': '#009E73',
   'prism, muon': '#44AA99',
+  'prism+rows': '#56B4E9',
   # With more decay: the same colour, dashed.
   'prism, decayed': '#0072B2',
   'dp-adamw, decayed': '#D55E00',
@@ -26,6 +67,11 @@ COLOURS = {
   'dp-adambc': '#666666',
   'dp-muon': '#B2182B',
 }
+
+
+def name(method: str) -> str:
+  """The name of a method on pages."""
+  return NAMES.get(method, method)
 
 
 def colour(method: str) -> str:
@@ -47,15 +93,14 @@ def look(method: str) -> dict[str, Any]:
 def finish(axes: Iterable[Any]) -> None:
   """What all axes share: no frame above and right, a faint grid."""
   for axis in axes:
-    axis.spines[['top', 'right']].set_visible(False)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.set_axisbelow(True)
 
 
-def save(figure: Any, path: pathlib.Path, dpi: int = 130) -> None:
+def save(figure: Any, path: pathlib.Path) -> None:
   """Writes a PNG of at most 200 colours: a third of the bytes."""
   pixels = io.BytesIO()
-  figure.savefig(pixels, dpi=dpi, format='png')
+  figure.savefig(pixels, format='png')
   picture = Image.open(pixels).convert('RGB')
   picture.quantize(200, dither=Image.Dither.NONE).save(path, optimize=True)
 

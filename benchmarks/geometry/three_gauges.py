@@ -47,13 +47,18 @@ FIGURE = ROOT / 'docs' / 'figures' / 'three_gauges.png'
 EPSILON, DELTA, CLIP, BATCH, STEPS = 3.0, 1e-5, 1.0, 256, 60
 TRAIN, HIDDEN, RANK, SEEDS = 1297, 64, 4, range(5)
 CONDITIONS, SHOWN = (1.0, 10.0, 100.0, 1000.0), (1.0, 100.0, 1000.0)
-LOOKS = (('#E69F00', 7), ('#0072B2', 3.5), ('#000000', 1.5))
+LOOKS = ((plots.ORANGE, 6), (plots.BLUE, 3), ('#000000', 1.2))
 RATES = (1e-2, 3e-2, 1e-1, 3e-1)
 # Method, and whether `lora.canonicalize` rewrites the start first.
 METHODS = {
   'DP-AdamW on the factors': ('dp-adamw', False),
   'canonicalised first': ('dp-adamw', True),
   'PRISM': ('prism', False),
+}
+TITLES = {
+  'DP-AdamW on the factors': 'DP-AdamW',
+  'canonicalised first': 'DP-AdamW, canonicalised',
+  'PRISM': 'prism',
 }
 
 
@@ -213,7 +218,7 @@ def noise_multiplier() -> float:
 
 @functools.cache
 def curves(name: str, condition: float, smoke: bool) -> dict[float, Any]:
-  """By rate: loss on the tuning rows and mean accuracies, over the seeds."""
+  """By rate: loss on the tuning rows, and accuracies by seed and step."""
   method, canonical = METHODS[name]
   found = {}
   for rate in RATES[:1] if smoke else RATES:
@@ -224,8 +229,8 @@ def curves(name: str, condition: float, smoke: bool) -> dict[float, Any]:
       )
       for seed in (SEEDS[:1] if smoke else SEEDS)
     ]  # fmt: skip
-    loss, curve = (np.mean(x, 0) for x in zip(*runs, strict=True))
-    found[rate] = float(loss), curve
+    losses, accuracies = zip(*runs, strict=True)
+    found[rate] = float(np.mean(losses)), 100 * np.asarray(accuracies)
   return found
 
 
@@ -238,46 +243,50 @@ def measure(method: str, condition: float, smoke: bool = False) -> dict:
   own = min(found, key=lambda each: found[each][0])
   return {
     'rate': rate,
-    'curve': np.round(100 * found[rate][1], 2).tolist(),
+    'curve': np.round(found[rate][1].mean(0), 2).tolist(),
+    'spread': np.round(found[rate][1].std(0), 2).tolist(),
     'best rate': own,
-    'accuracy at the best rate': round(100 * float(found[own][1][-1]), 2),
+    'accuracy at the best rate': round(float(found[own][1][:, -1].mean()), 2),
     'seeds': len(SEEDS),
   }
 
 
-@mpl.rc_context({'font.size': 11})
 def plot(rows, path):
-  """One panel a method, one line a gauge, labelled where it ends."""
+  """One panel a method, one line a gauge; bands are one standard deviation."""
   path = path if path.parent != runner.FOLDER else FIGURE
   figure, axes = plt.subplots(
-    1, 3, figsize=(9, 3.4), sharey=True, layout='constrained'
+    1, 3, figsize=(plots.WIDTH, 3.3), sharey=True, layout='constrained'
   )
   plots.finish(axes)
   for axis, name in zip(axes, METHODS, strict=True):
     found = {x['condition']: x['curve'] for x in rows if x['method'] == name}
+    spread = {x['condition']: x['spread'] for x in rows if x['method'] == name}
     last = len(found[1.0]) - 1
     ends = [found[c][-1] for c in SHOWN]
     # From wide to narrow: lines that coincide are all seen.
-    places = plots.apart(ends[::-1], 8)[::-1]
+    places = plots.apart(ends[::-1], 7)[::-1]
     for c, place, (colour, width) in zip(SHOWN, places, LOOKS, strict=True):
-      axis.plot(found[c], color=colour, lw=width, solid_capstyle='round')
+      axis.fill_between(
+        range(last + 1), np.subtract(found[c], spread[c]),
+        np.add(found[c], spread[c]), color=colour, alpha=0.2, lw=0,
+      )  # fmt: skip
+      axis.plot(
+        found[c], color=colour, lw=width, solid_capstyle='round',
+        label=f'$K$ of condition {c:,.0f}',
+      )  # fmt: skip
       axis.annotate(
-        f'{c:,.0f}: {found[c][-1]:.0f} %',
-        (last * 1.04, place),
-        color=colour if colour != '#E69F00' else '#9A6A00',
-        va='center',
+        f'{found[c][-1]:.0f} %', (last * 1.04, place),
+        color=colour if colour != plots.ORANGE else '#9A6A00', va='center',
         annotation_clip=False,
-      )
-    axis.annotate(
-      '(condition)',
-      (last * 1.04, min(places) - 9),
-      va='center',
-      annotation_clip=False,
-    )
-    axis.set_title(name, fontsize=13, loc='left')
+      )  # fmt: skip
+    axis.set_title(TITLES[name])
     axis.set(xlabel='step', xlim=(0, last), ylim=(0, 100))
   axes[0].set_ylabel('accuracy, %')
-  plots.save(figure, path, 160)
+  figure.legend(
+    *axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=3,
+    title='the same model, its adapter written as $(A K)(K^{-1} B)$',
+  )  # fmt: skip
+  plots.save(figure, path)
   plt.close(figure)
 
 

@@ -12,6 +12,7 @@ one core.
 """
 
 import functools
+import math
 import pathlib
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import matplotlib as mpl
+import matplotlib.ticker
 import optax
 
 mpl.use('agg')
@@ -138,24 +140,34 @@ def measure(
 
 
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
-  """Noise and its amplification against the noise multiplier."""
-  figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.5))
+  """Noise in Z after the preconditioner, and over the noise before it."""
+  figure, (left, right) = plt.subplots(
+    1, 2, figsize=(plots.WIDTH, 3.2), layout='constrained'
+  )
+  ends = {}
   for name in RATES:
     found = [row for row in rows if row['method'] == name]
-    style = {'color': plots.colour(name), 'label': name, 'ms': 3}
     x = [row['noise multiplier'] for row in found]
-    left.plot(x, [row['out'] for row in found], 'o-', **style)
-    right.plot(x, [row['out'] / row['in'] for row in found], 'o-', **style)
-  left.set(ylabel='preconditioned noise in Z\nover the learning rate')
-  right.set(ylabel='amplification of the noise')
-  for ax in (left, right):
-    ax.set(xscale='log', yscale='log', xlabel='noise multiplier')
-    ax.grid(alpha=0.3)
-  right.legend(
-    frameon=False, fontsize=8, loc='upper left', bbox_to_anchor=(1, 1)
-  )
-  figure.tight_layout()
-  figure.savefig(path, dpi=100)
+    out = [row['out'] for row in found]
+    ratio = [row['out'] / row['in'] for row in found]
+    for axis, y in ((left, out), (right, ratio)):
+      axis.plot(x, y, ms=4, **plots.look(name))
+    ends[name] = x[-1], math.log10(ratio[-1])
+  heights = plots.apart([y for _, y in ends.values()], 0.36)
+  for (name, (x, _)), y in zip(ends.items(), heights, strict=True):
+    right.annotate(
+      plots.name(name), (1.3 * x, 10**y), va='center',
+      color=plots.colour(name), annotation_clip=False,
+    )  # fmt: skip
+  left.set(title='noise in Z, at a rate of one')
+  right.set(title='the same over the noise before')
+  for axis in (left, right):
+    axis.set(xscale='log', yscale='log', xlabel='noise multiplier')
+    axis.set_xticks(SIGMAS, [f'{x:g}' for x in SIGMAS])
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:,g}'))
+  plots.finish((left, right))
+  plots.save(figure, path)
   plt.close(figure)
 
 

@@ -111,68 +111,80 @@ def settings():
   ]
 
 
-PROVED, WRONG = '#0072B2', '#D55E00'
+NAMES = {
+  'orthonormal': 'prism',
+  'factor': 'published_prism',
+  'momentum': 'prism, momentum only',
+  'muon': 'contrib.prism_muon',
+  'prism_muon': 'contrib.prism_muon',
+}
+GROUPS = {
+  'white box': 'the attacker reads the noisy coordinates of three steps',
+  'black box': 'the attacker reads the trained parameters',
+  'planted bug': 'a planted bug',
+}
 
 
 def plot(rows, path):
-  """Left: one step over the noise. Right: every other attack."""
-  figure, (left, right) = plt.subplots(
-    1, 2, figsize=(10.5, 4.4), width_ratios=(2, 3), layout='constrained'
+  """Every attack, and one step over the noise: what is claimed and proved."""
+  figure, (top, bottom) = plt.subplots(
+    2, 1, figsize=(plots.WIDTH, 6.4), height_ratios=(5, 3), layout='constrained'
+  )
+  place, ticks = 0, {}
+  marks = {
+    'claimed': ('claim', '|', 'k'),
+    'proved': ('bound', 'o', plots.BLUE),
+    'proved with half the noise': (
+      'bound with half the noise', 's', plots.RED,
+    ),
+  }  # fmt: skip
+  for attack, text in GROUPS.items():
+    place -= 1
+    top.annotate(text, (1.62, place), va='center', style='italic')
+    for row in rows:
+      if row['attack'] != attack:
+        continue
+      place -= 1
+      ticks[place] = NAMES.get(row['what'], row['what'])
+      for label, (key, marker, colour) in marks.items():
+        if row[key] is None:
+          continue
+        if attack == 'planted bug' and key == 'bound':
+          label, marker, colour = 'proved against the bug', 'X', plots.RED
+        top.plot(
+          row[key], place, marker, color=colour, label=label,
+          **({'ms': 13, 'mew': 2} if marker == '|' else {'ms': 6}),
+        )  # fmt: skip
+  top.set_yticks(list(ticks), list(ticks.values()))
+  top.set(xscale='log', xlim=(1.55, 70), ylim=(place - 0.7, -0.4))
+  top.set_xticks([2, 3, 5, 10, 20, 50])
+  top.set_xlabel('epsilon at delta 1e-5')
+  found = dict(zip(*top.get_legend_handles_labels()[::-1], strict=True))
+  figure.legend(
+    found.values(), found, loc='outside upper center', ncols=4, fontsize=8
   )
   sweep = [row for row in rows if row['attack'] == 'sweep']
   sigmas = [row['what'] for row in sweep]
-  for key, label, style, colour in (
-    ('bound with half the noise', 'proved with\nhalf the noise', 's--', WRONG),
-    ('claim', 'claimed', '-', 'black'),
-    ('bound', 'proved', 'o-', PROVED),
-  ):
+  for label, (key, marker, colour) in marks.items():
     values = [row[key] for row in sweep]
-    left.loglog(sigmas, values, style, color=colour)
-    left.annotate(
-      label,
-      (1.12 * sigmas[-1], values[-1]),
-      color=colour,
-      va='bottom' if '\n' in label else 'center',
-      annotation_clip=False,
+    bottom.loglog(
+      sigmas, values, '-' if marker == '|' else f'{marker}-', color=colour, ms=6
     )
-  left.set_xticks(SIGMAS)
-  left.set_yticks([0.2, 0.5, 1, 2, 5, 10, 20])
-  left.set(xlabel='noise multiplier', ylabel='epsilon at delta 1e-5')
-  left.set_title('One step, white box', loc='left')
-  others = [row for row in rows if row['attack'] != 'sweep']
-  names = [f'{row["attack"]}: {row["what"]}' for row in others]
-  places = range(len(others))[::-1]
-  for place, row in zip(places, others, strict=True):
-    wrong = row['attack'] == 'planted bug'
-    right.plot(row['claim'], place, 'k|', ms=15, mew=2)
-    right.plot(row['bound'], place, 'X' if wrong else 'o',
-               color=WRONG if wrong else PROVED, ms=7)  # fmt: skip
-    if row['bound with half the noise']:
-      right.plot(row['bound with half the noise'], place, 's',
-                 color=WRONG, ms=6)  # fmt: skip
-  # Each mark is named where it stands first.
-  first, planted = others[0], next(
-    r for r in others if r['attack'] == 'planted bug'
+    bottom.annotate(
+      label, (1.1 * sigmas[-1], values[-1]), color=colour,
+      va='top' if marker == '|' else 'center', annotation_clip=False,
+    )  # fmt: skip
+  bottom.set_xticks(SIGMAS)
+  bottom.set_yticks([0.2, 0.5, 1, 2, 5, 10, 20])
+  bottom.set(
+    xlabel='noise multiplier', ylabel='epsilon at delta 1e-5',
+    title='prism, one step, the noisy coordinates',
   )  # fmt: skip
-  top, middle = places[0] + 0.75, places[others.index(planted)] + 0.5
-  for label, at, height, side, colour in (
-    ('proved', first['bound'], top, 'right', PROVED),
-    ('claim', first['claim'], top, 'left', 'black'),
-    ('  proved with half the noise', first['bound with half the noise'],
-     places[0] - 0.2, 'left', WRONG),
-    ('proved against the bug', planted['bound'], middle, 'right', WRONG),
-  ):  # fmt: skip
-    right.annotate(label, (at, height), ha=side, color=colour)
-  right.set_yticks(list(places), names)
-  right.set_ylim(-0.7, places[0] + 1.5)
-  right.set(xlabel='epsilon at delta 1e-5', xscale='log', xlim=(1.7, 70))
-  right.set_xticks([2, 5, 10, 20, 50])
-  right.set_title('Whole chains', loc='left')
-  plots.finish((left, right))
-  for axis in (left.xaxis, left.yaxis, right.xaxis):
+  plots.finish((top, bottom))
+  for axis in (top.xaxis, bottom.xaxis, bottom.yaxis):
     axis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:g}'))
     axis.set_minor_locator(mpl.ticker.NullLocator())
-  plots.save(figure, path, 120)
+  plots.save(figure, path)
   plt.close(figure)
 
 

@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
-from benchmarks.common import methods, runner  # noqa: E402
+from benchmarks.common import methods, plots, runner  # noqa: E402
 from prism_optax.accounting import _matrix_mechanism  # noqa: E402
 
 STEPS, SIZE, RANK = 100, 64, 4
@@ -148,25 +148,36 @@ def measure(**setting: Any) -> dict[str, float]:
 
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Accumulated noise against the size of a step, for each start."""
-  figure, axes = plt.subplots(figsize=(6, 4), layout='constrained')
-  for i, name in enumerate(STARTS):
+  figure, axis = plt.subplots(figsize=(plots.WIDTH, 3.4), layout='constrained')
+  colours = dict(
+    zip(STARTS, (plots.BLUE, plots.ORANGE, plots.PURPLE), strict=True)
+  )
+  for name, colour in colours.items():
     found = [row for row in rows if row['start'] == name]
     x = [row['step over smallest singular value'] for row in found]
-    fixed, moving = ([row[y] for row in found] for y in ('fixed', 'moving'))
-    axes.plot(x, fixed, 'o-', color=f'C{i}', label=f'{name}, fixed')
-    axes.plot(
-      x, moving, 's:', color=f'C{i}', alpha=0.6, label=f'{name}, moving'
-    )
-  axes.axhline(rows[0]['flat space'], color='k', lw=0.8, label='flat space')
-  axes.axhline(1, color='k', lw=0.8, ls='--', label='independent noise')
-  axes.set(
-    xscale='log',
-    yscale='log',
+    start = 'zero factor' if name == 'zero' else name
+    for coordinates, look in (('fixed', 'o-'), ('moving', 's:')):
+      axis.plot(
+        x, [row[coordinates] for row in found], look, color=colour, ms=5,
+        mfc=colour if coordinates == 'fixed' else 'white',
+        label=f'{start}, {coordinates} coordinates',
+      )  # fmt: skip
+  flat = rows[0]['flat space']
+  for x, y, text in ((0.0105, 1, 'independent noise'), (1, flat, 'flat space')):
+    axis.axhline(y, color='0.3', lw=0.8, ls='--')
+    axis.annotate(text, (x, 1.03 * y), color='0.3')
+  axis.set(
+    xscale='log', yscale='log',
     xlabel='step / smallest singular value of Z at the start',
     ylabel='accumulated noise / independent',
-  )
-  axes.legend(fontsize=7)
-  figure.savefig(path, dpi=110)
+  )  # fmt: skip
+  axis.set_xticks(RATIOS, [f'{x:g}' for x in RATIOS])
+  ticks = (0.25, 0.5, 1)
+  axis.set_yticks(ticks, [f'{y:g}' for y in ticks])
+  axis.minorticks_off()
+  plots.finish([axis])
+  figure.legend(loc='outside right upper')
+  plots.save(figure, path)
   plt.close(figure)
 
 

@@ -38,7 +38,7 @@ from matplotlib import pyplot as plt
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import runner  # noqa: E402
+from benchmarks.common import plots, runner  # noqa: E402
 from prism_optax import _lattice  # noqa: E402
 from tests.audit import low_bits, routes  # noqa: E402
 
@@ -191,38 +191,47 @@ def show(rows):
 
 
 def plot(rows, path):
-  """Left: floats and now. Right: now, enlarged, beside what is allowed."""
-  figure, (left, right) = plt.subplots(
-    1, 2, figsize=(11, 5.5), sharey=True, layout='constrained'
-  )
+  """The attacker's advantage now; that with floats is written beside it."""
+  figure, axis = plt.subplots(figsize=(plots.WIDTH, 5.2), layout='constrained')
   names = list(dict.fromkeys(row['route'] for row in rows))
-  left.set_yticks(range(len(names))[::-1], names)
+  axis.set_yticks(range(len(names))[::-1], names)
   seen = dict.fromkeys(names, 0)
   for row in rows:
-    cells = sum(x['route'] == row['route'] for x in rows)
-    place = len(names) - 1 - names.index(row['route'])
-    place += 0.3 - 0.6 * (seen[row['route']] + 0.5) / cells
+    cells = [x for x in rows if x['route'] == row['route']]
+    middle = len(names) - 1 - names.index(row['route'])
+    place = middle + 0.36 - 0.72 * (seen[row['route']] + 0.5) / len(cells)
     seen[row['route']] += 1
-    filled = {'mfc': 'white'} if row['others'] == 0 else {}
-    size = 4 if row['entries'] < 10_000 else 7
-    for axis in (left, right):
-      for label, colour in (('floats', 'C3'), ('now', 'C0')):
-        value, error = row[label]
-        axis.errorbar(
-          value, place, xerr=4 * error, fmt='o', ms=size, color=colour, **filled
-        )
-      axis.plot(row['allowed'], place, 'k|', ms=10)
-  left.set(xlim=(-0.15, 1.05), xlabel='advantage of the attacker')
-  right.set(xlim=(-0.2, 0.2), xlabel='the same, enlarged')
-  for axis in (left, right):
-    axis.axvline(0, color='grey', lw=0.8)
-  left.set_title('blue: now, red: noise as floats', fontsize='medium')
-  right.set_title(
-    '| what epsilon allows; bars: 4 standard errors\nhollow: no other record,'
-    ' large: 100,000 entries',
-    fontsize='medium',
+    few, alone = row['entries'] < 10_000, row['others'] == 0
+    value, error = row['now']
+    axis.errorbar(
+      value, place, xerr=4 * error, fmt='o' if few else 's', ms=5, lw=1.2,
+      color=plots.BLUE, mfc='white' if alone else plots.BLUE,
+      label=f'{"few" if few else "many"} entries,'
+      f' {"the record alone" if alone else "31 other records"}',
+    )  # fmt: skip
+    axis.plot(row['allowed'], place, '|', color='k', ms=9, mew=1.5,
+              label='the most that epsilon allows')  # fmt: skip
+  for place, name in enumerate(reversed(names)):
+    floats = min(x['floats'][0] for x in rows if x['route'] == name)
+    axis.annotate(
+      f'{floats:.3f}', (0.165, place), va='center', color=plots.RED
+    )  # fmt: skip
+  axis.annotate(
+    'with noise\nas floats', (0.165, len(names) - 0.55), color=plots.RED,
+    va='bottom', annotation_clip=False,
+  )  # fmt: skip
+  axis.axvline(0, color='k', lw=0.8)
+  axis.set(
+    xlim=(-0.13, 0.21), ylim=(-0.6, len(names) - 0.4),
+    xlabel='advantage of the attacker, with four standard errors',
+  )  # fmt: skip
+  axis.set_xticks([-0.1, -0.05, 0, 0.05, 0.1])
+  plots.finish([axis])
+  found = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+  figure.legend(
+    found.values(), found, loc='outside lower center', ncols=2, fontsize=8
   )
-  figure.savefig(path, dpi=110)
+  plots.save(figure, path)
   plt.close(figure)
 
 

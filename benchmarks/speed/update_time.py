@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
+import matplotlib.ticker
 import optax
 from jax_privacy import noise_addition
 
@@ -33,7 +34,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import prism_optax  # noqa: E402
-from benchmarks.common import runner, timing  # noqa: E402
+from benchmarks.common import plots, runner, timing  # noqa: E402
 from prism_optax import contrib, fixed_rank  # noqa: E402
 from prism_optax.fixed_rank import _tangents  # noqa: E402
 
@@ -247,30 +248,37 @@ def scaling(axis: str, runs: int, points: int) -> list[runner.Row]:
 
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Time against modules, rank and width, with as many threads as there are."""
-  figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True)
+  figure, axes = plt.subplots(
+    1, 3, figsize=(plots.WIDTH, 2.9), sharey=True, layout='constrained'
+  )
   points = [row for row in rows if 'axis' in row]
   last = max(row['threads'] for row in points)
   for ax, axis in zip(axes, AXES, strict=True):
-    for method, style in (('prism', 'o-'), ('noise + adamw', 's--')):
+    for method, label, style, colour in (
+      ('prism', 'prism', 'o-', plots.BLUE),
+      ('noise + adamw', 'noise and AdamW', 's--', plots.RED),
+    ):
       found = [
         row
         for row in points
         if (row['threads'], row['axis'], row['method']) == (last, axis, method)
       ]
       x = [row[axis] for row in found]
-      ax.plot(x, [row['median'] for row in found], style, label=method)
+      ax.plot(
+        x, [row['median'] for row in found], style, color=colour, ms=5,
+        label=label,
+      )  # fmt: skip
     limits = [row['byte limit'] for row in found]
-    ax.plot(x, limits, 'k:', label='memory traffic')
+    ax.plot(x, limits, 'k:', label='memory traffic alone')
     ax.set(xscale='log', yscale='log', xlabel=axis, xticks=x, xticklabels=x)
     ax.minorticks_off()
-    ax.grid(alpha=0.3)
   axes[0].set_ylabel('milliseconds per update')
-  axes[0].legend(frameon=False)
-  figure.suptitle(
-    'Update alone; where not on the axis: 24 modules, width 384, rank 8'
+  axes[0].yaxis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:g}'))
+  plots.finish(axes)
+  figure.legend(
+    *axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=3
   )
-  figure.tight_layout()
-  figure.savefig(path, dpi=110)
+  plots.save(figure, path)
   plt.close(figure)
 
 

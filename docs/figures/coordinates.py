@@ -5,7 +5,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
 M, N, R = 7.0, 10.0, 2.0
-CORE, SIDE_L, SIDE_R = '#f4b26a', '#9fcf9f', '#9cc3e6'
+CORE, SIDE_L, SIDE_R = '#F3D19A', '#E8C1D6', style.PUBLIC
 
 
 def box(axis, x, y, width, height, colour, text='', **options):
@@ -53,7 +53,7 @@ def stored(axis, x, y=-1.5):
 
 
 def main():
-  figure, axis = plt.subplots(figsize=(8.2, 4.1), layout='constrained')
+  figure, axis = plt.subplots(figsize=(style.WIDTH, 3.5), layout='constrained')
   gradient(axis)
   stored(axis, N + 3.4)
   axis.annotate(

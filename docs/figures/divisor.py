@@ -35,20 +35,22 @@ def densities(axis):
     ):
       at = (mean - without) / (CLIP / EXPECTED)
       axis.fill_between(
-        x * stddev / (CLIP / EXPECTED) + at, 1.3 * row,
-        density + 1.3 * row, color=colour, alpha=0.45, linewidth=0,
+        x * stddev / (CLIP / EXPECTED) + at, 1.5 * row,
+        density + 1.5 * row, color=colour, alpha=0.45, linewidth=0,
         label=label if row else None,
       )  # fmt: skip
     moved = (with_it - without) / (CLIP / EXPECTED)
     axis.annotate(
-      f'{divisor} size: moves by {moved:.0f} $C/b$', (-8.6, 1.3 * row + 1.04)
+      f'divided by the {divisor} size:\nmoves by {moved:.0f} $C/b$',
+      (-8.8, 1.5 * row + 1.05),
     )
   axis.set(
-    yticks=[], ylim=(0, 2.95), xlim=(-9, 9),
+    yticks=[], ylim=(0, 3.3), xlim=(-9, 9),
     xlabel='released coordinate / $(C/b)$',
-    title=f'A batch of {EXPECTED}, $\\sigma$ = {SIGMA:g}',
+    title=f'a batch of {EXPECTED}, $\\sigma$ = {SIGMA:g}',
   )  # fmt: skip
-  axis.legend(loc='upper right', fontsize=8)
+  axis.annotate('without\nthe record', (-7.4, 0.3), color='0.3', fontsize=8)
+  axis.annotate('with it', (5.2, 0.55), color=style.RED, fontsize=8)
 
 
 def epsilon(mu):
@@ -71,16 +73,19 @@ def costs(axis):
     for size in sizes:
       without, with_it = means(size - 1, divisor)
       spent.append(epsilon((with_it - without) / stddev))
-    axis.loglog(sizes, spent, color=colour, label=f'{divisor} size')
+    axis.loglog(sizes, spent, color=colour)
+    axis.annotate(
+      f'{divisor} size', (9, 1.2 * spent[0] if divisor == 'expected' else 5.5),
+      color=colour,
+    )  # fmt: skip
   axis.axvline(EXPECTED, color=style.GREY, linewidth=0.8)
   axis.set(
     xlabel='records in the batch', ylabel='epsilon at delta 1e-5',
-    title='What one release really costs',
+    title='the cost of one release',
   )  # fmt: skip
   axis.set_xticks([8, 16, 32, 64, 128, 256], [8, 16, 32, 64, 128, 256])
   axis.minorticks_off()
   axis.set_yticks([1, 3, 10, 30, 100], [1, 3, 10, 30, 100])
-  axis.legend()
 
 
 def levels(axis):
@@ -88,19 +93,21 @@ def levels(axis):
   for size, colour in ((EXPECTED, style.RED), (EXPECTED - 1, '0.45')):
     # The root of the mean square of so many normal entries, by its law.
     draws = np.sqrt(rng.chisquare(ENTRIES, 4000) / ENTRIES)
-    axis.hist(
-      draws * SIGMA * CLIP / size * 1e3, 60, color=colour, alpha=0.6,
-      label=f'{size} records',
+    axis.hist(draws * SIGMA * CLIP / size * 1e3, 60, color=colour, alpha=0.6)
+    axis.annotate(
+      f'{size} records', (SIGMA * CLIP / size * 1e3, 250), ha='center',
+      color=colour,
     )  # fmt: skip
   axis.set(
     yticks=[], xlabel='level of the noise, $10^{-3}$',
-    title=f'$s = \\sigma C / B$, read off {ENTRIES // 1000},000 entries',
+    title=f'noise of {ENTRIES // 1000},000 entries', ylim=(0, 280),
   )  # fmt: skip
-  axis.legend()
 
 
 def main():
-  figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.5), layout='constrained')
+  figure, axes = plt.subplots(
+    1, 3, figsize=(style.WIDTH, 2.9), layout='constrained'
+  )
   densities(axes[0])
   costs(axes[1])
   levels(axes[2])

@@ -14,13 +14,13 @@ from matplotlib import pyplot as plt
 from prism_optax import fixed_rank
 from prism_optax.fixed_rank import _lifts
 
-GAUGES = {1 / 3: style.GREEN, 1.0: style.ORANGE, 3.0: style.RED}
+GAUGES = {1 / 3: style.BLUE, 1.0: style.ORANGE, 3.0: style.PURPLE}
 STDDEV, DRAWS = 0.12, 400
 
 
 def orbit(axis):
   c = np.linspace(0.2, 4.6, 300)
-  axis.plot(c, 1 / c, color='0.2', label='$lr = z$')
+  axis.plot(c, 1 / c, color='0.2')
   for change in (-0.3, 0.3):
     axis.plot(c, (1 + change) / c, color='0.2', linewidth=0.6, linestyle='--')
   circle = np.linspace(0, 2 * np.pi, 100)
@@ -28,13 +28,13 @@ def orbit(axis):
     x = gauge + 2 * STDDEV * np.cos(circle)
     y = 1 / gauge + 2 * STDDEV * np.sin(circle)
     axis.fill(x, y, color=colour, alpha=0.55, linewidth=0)
-  axis.annotate('$lr = 1.3\\,z$', (2.3, 0.62), color='0.2')
-  axis.annotate('$0.7\\,z$', (1.05, 0.38), color='0.2')
+  axis.annotate('$lr = 1.3\\,z$', (2.1, 0.75), color='0.2')
+  axis.annotate('$lr = 0.7\\,z$', (0.35, 0.12), color='0.2')
   axis.set(
     xlim=(0, 4), ylim=(0, 4), aspect='equal', xlabel='$l$', ylabel='$r$',
-    title='One Z, three pairs of factors, one noise',
+    title='one $z$, three gauges',
   )  # fmt: skip
-  axis.legend(loc='upper right')
+  axis.annotate('$lr = z$', (1.35, 1.0), color='0.2')
 
 
 def other(unit):
@@ -73,25 +73,29 @@ def ellipses(factors, tangent):
       radii = 2 * STDDEV * np.array(axes)
       axis.plot(
         radii[0] * np.cos(circle), radii[1] * np.sin(circle), color=colour,
-        label=f'gauge {"1/3" if gauge < 1 else f"{gauge:g}"}',
+        label=f'$l$ times {"1/3" if gauge < 1 else f"{gauge:g}"}',
       )  # fmt: skip
   for axis, title in (
-    (factors, 'On the factors: an ellipse for each gauge'),
-    (tangent, 'In the tangent space: a disc'),
+    (factors, 'noise on the factors'),
+    (tangent, 'noise in the tangent space'),
   ):
     axis.set(
       xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), aspect='equal', title=title,
-      xlabel='$X_L$ (left column space turns)',
+      xlabel='$X_L$',
     )  # fmt: skip
-  factors.set_ylabel("$X_R'$ (right column space turns)")
-  factors.legend(loc='upper left')
-  tangent.annotate('three gauges,\none circle', (0.35, 0.35), color='0.2')
+  factors.set_ylabel("$X_R'$")
+  tangent.annotate('three gauges,\none circle', (-1.1, 0.6), color='0.2')
 
 
 def main():
-  figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.7), layout='constrained')
+  figure, axes = plt.subplots(
+    1, 3, figsize=(style.WIDTH, 2.9), layout='constrained'
+  )
   orbit(axes[0])
   ellipses(*axes[1:])
+  figure.legend(
+    *axes[1].get_legend_handles_labels(), loc='outside lower center', ncols=3
+  )
   style.save(figure, __file__)
 
 

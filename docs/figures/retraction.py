@@ -1,8 +1,8 @@
 """A step in the tangent space and the way back, in three dimensions.
 
 Left: symmetric 2 x 2 matrices of rank 1 are a cone; the library takes a step
-from one of them. Right: how far the retraction is from the step, and plain
-addition of factor steps from the retraction, for a 40 x 30 matrix of rank 4.
+from one of them. Right: how far plain addition of factor steps ends from
+Z + T, over the distance of the retraction, for a 40 x 30 matrix of rank 4.
 """
 
 import jax
@@ -54,39 +54,51 @@ def cone(axis):
   axis.plot_surface(
     *np.moveaxis(grid, -1, 0), alpha=0.5, color='gold', linewidth=0
   )
-  x = tangent(0.0, 0.95)
-  steps = _lifts.lift(frame, x, horizontal=True)
+  step = tangent(0.0, 0.95)
+  steps = _lifts.lift(frame, step, horizontal=True)
   points = {
     '$Z$': np.asarray(unit @ unit.T),
-    '$Z + T$': at(x),
-    '$Z^+$, nearest': np.asarray(
-      (lambda f: f.left @ f.right.T)(fixed_rank.retraction(frame, x))
+    '$Z + T$': at(step),
+    '$Z^+$': np.asarray(
+      (lambda f: f.left @ f.right.T)(fixed_rank.retraction(frame, step))
     ),
     'factors added': np.asarray(
       (z.left + steps.left) @ (z.right + steps.right).T
     ),
   }
-  marks = dict(zip(points, ('ko', 'kD', 'bo', 'rX'), strict=True))
+  marks = dict(
+    zip(points, zip('oDoX', ('k', 'k', style.BLUE, style.RED), strict=True),
+        strict=True)
+  )  # fmt: skip
   for name, matrix in points.items():
-    axis.plot(*([v] for v in place(matrix)), marks[name], markersize=6,
-              label=name)  # fmt: skip
+    marker, colour = marks[name]
+    x, y, z = place(matrix)
+    axis.plot([x], [y], [z], marker, color=colour, markersize=5)
+    axis.text(x, y, z, f'  {name}', color=colour, va='center')
   start, end, near, added = (np.array(place(p)) for p in points.values())
-  for a, b, look in ((start, end, 'k-'), (end, near, 'b:'), (end, added, 'r:')):
-    axis.plot(*np.stack([a, b]).T, look, linewidth=1.3)
+  for a, b, look, colour in (
+    (start, end, '-', 'k'), (end, near, ':', style.BLUE),
+    (end, added, ':', style.RED),
+  ):  # fmt: skip
+    axis.plot(*np.stack([a, b]).T, look, color=colour, linewidth=1.3)
   axis.set(xlim=(-1, 1), ylim=(-1, 1), zlim=(0, 1.3))
   axis.set_box_aspect((1, 1, 0.7), zoom=1.2)
   axis.view_init(elev=14, azim=-38)
   axis.axis('off')
-  axis.legend(loc='upper left', bbox_to_anchor=(-0.05, 1.0))
-  axis.set_title('Rank-1 matrices, their tangent plane, a step')
+  axis.set_title(
+    'matrices of rank 1 (a cone),\ntheir tangent plane at $Z$, and a step'
+  )
 
 
-def errors():
-  """Relative distances for steps of each size over the norm of Z."""
+def further(gauge):
+  """Distance from Z + T of the added factors, over the retraction's."""
   rng = np.random.default_rng(0)
   q = [np.linalg.qr(rng.normal(size=(k, 4)))[0] for k in (40, 30)]
   root = np.diag(np.array([2.0, 1.5, 1.2, 1.0]) ** 0.5)
-  pair = fixed_rank.Factors(*(jnp.asarray(x @ root) for x in q))
+  sides = (gauge, 1 / gauge)
+  pair = fixed_rank.Factors(
+    *(c * jnp.asarray(x @ root) for c, x in zip(sides, q, strict=True))
+  )
   frame = fixed_rank.frame(pair)
   noise = fixed_rank.Tangent(
     *(jnp.asarray(rng.normal(size=x.shape)) for x in q)
@@ -101,31 +113,37 @@ def errors():
     best = fixed_rank.retraction(frame, x)
     steps = _lifts.lift(frame, x, horizontal=True)
     added = (pair.left + steps.left) @ (pair.right + steps.right).T
-    best = best.left @ best.right.T
     moved = z + _lifts.embed(frame, x)
-    differences = (best - moved, added - best)
-    return [jnp.linalg.norm(d) / jnp.linalg.norm(z) for d in differences]
+    return jnp.linalg.norm(added - moved) / jnp.linalg.norm(
+      best.left @ best.right.T - moved
+    )
 
-  return np.array([at(size) for size in SIZES]).T
+  return [at(size) for size in SIZES]
 
 
-def rates(axis):
-  away, added = errors()
-  axis.loglog(SIZES, away, color='k', label='$Z^+$ from $Z + T$ (Eq. 23)')
-  axis.loglog(SIZES, added, color=style.RED, label='factors added, from $Z^+$')
+def ratios(axis):
+  for gauge, text, colour in (
+    (1.0, 'balanced factors $L$, $R$', style.BLUE),
+    (10.0, 'factors $10\\,L$, $R / 10$', style.PURPLE),
+  ):
+    axis.plot(SIZES, further(gauge), color=colour, label=text)
+  axis.axhline(1, color='k', lw=1)
+  axis.annotate('$Z^+$', (1.1, 1), va='center', annotation_clip=False)
   axis.set(
-    xlabel='$\\|T\\| / \\|Z\\|$', ylabel='distance / $\\|Z\\|$',
-    title='What the way back costs', ylim=(1e-7, 3),
+    xscale='log', xlabel='step $\\|T\\| / \\|Z\\|$', ylim=(0.95, 1.6),
+    title='distance of the added factors from\n$Z + T$, over the distance of'
+    ' $Z^+$',
   )  # fmt: skip
-  axis.legend(loc='upper left')
+  axis.set_xticks([0.001, 0.01, 0.1, 1], ['0.001', '0.01', '0.1', '1'])
+  axis.legend(loc='upper left', title='adding steps to')
 
 
 def main():
-  figure = plt.figure(figsize=(9.5, 4.1), layout='constrained')
-  left, right = figure.subfigures(1, 2, width_ratios=(1.15, 1))
+  figure = plt.figure(figsize=(style.WIDTH, 3.2), layout='constrained')
+  left, right = figure.subfigures(1, 2, width_ratios=(1, 1))
   with jax.enable_x64(True):
     cone(left.add_subplot(projection='3d', computed_zorder=False))
-    rates(right.subplots())
+    ratios(right.subplots())
   style.save(figure, __file__)
 
 

@@ -1,0 +1,71 @@
+"""Plot of the runs of ``language_model.py``, drawn from what is stored."""
+
+import pathlib
+
+import matplotlib as mpl
+import numpy as np
+
+from benchmarks.accuracy import language_tables
+from benchmarks.common import plots
+
+mpl.use('agg')
+from matplotlib import pyplot as plt
+
+METHODS = ('prism', 'prism+rows')
+
+
+def draw(rows: list[language_tables.Row], path: pathlib.Path) -> None:
+  """Each method against DP-AdamW, by task, length and epsilon."""
+  groups = language_tables.groups(rows)
+  order = list(language_tables.TASKS)
+  labels, places = [], []
+  figure, axes = plt.subplots(
+    1, 2, figsize=(plots.WIDTH, 4.4), sharey=True, layout='constrained'
+  )
+  columns = (
+    (language_tables.losses, -1.0, 'lower loss, nats per token'),
+    (language_tables.exact, 100.0, 'more right answers in a hundred'),
+  )
+  keys = sorted(
+    groups, key=lambda x: (order.index(x[0]), x[1], -x[4]), reverse=True
+  )
+  for task, steps, batch, layers, epsilon in keys:
+    methods = groups[task, steps, batch, layers, epsilon]
+    found = {
+      method: [
+        language_tables.compared(methods, values, method)
+        for values, *_ in columns
+      ]
+      for method in METHODS
+    }
+    if not any(pair[0] for pair in found.values()):
+      continue
+    place = len(labels)
+    places.append(place)
+    labels.append(
+      f'{language_tables.TASKS[task]}, {steps} steps, epsilon {epsilon:g}'
+    )
+    for rank, (method, pair) in enumerate(found.items()):
+      for axis, (_, sign, _), difference in zip(
+        axes, columns, pair, strict=True
+      ):
+        if difference is not None:
+          axis.errorbar(
+            sign * difference['difference'], place + 0.15 - 0.3 * rank,
+            xerr=np.abs(sign) * difference['standard error'], ms=5,
+            label=plots.name(method), **plots.look(method),
+          )  # fmt: skip
+  axes[0].set_yticks(places, labels)
+  axes[0].set_ylim(-0.6, len(labels) - 0.4)
+  for axis, (_, _, text) in zip(axes, columns, strict=True):
+    axis.set_xlabel(text)
+  plots.finish(axes)
+  for axis in axes:
+    axis.axvline(0, color='k', lw=0.8)
+  shown = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
+  figure.legend(
+    shown.values(), shown, loc='outside upper center', ncols=2,
+    title='compared with DP-AdamW, with one standard error: right is better',
+  )  # fmt: skip
+  plots.save(figure, path)
+  plt.close(figure)
