@@ -249,7 +249,7 @@ def scaling(axis: str, runs: int, points: int) -> list[runner.Row]:
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Time against modules, rank and width, with as many threads as there are."""
   figure, axes = plt.subplots(
-    1, 3, figsize=(plots.WIDTH, 2.9), sharey=True, layout='constrained'
+    1, 3, figsize=(plots.WIDTH, 2.5), sharey=True, layout='constrained'
   )
   points = [row for row in rows if 'axis' in row]
   last = max(row['threads'] for row in points)

@@ -77,8 +77,12 @@ def varied(part: str) -> dict[str, dict[str, float]]:
   return {**out, SPREAD: spread}
 
 
-def table(part: str) -> str:
-  return utility_tables.table(stored('accuracy_compared'), part)
+def accuracy_table() -> str:
+  titles = {
+    **utility_tables.TITLES,
+    'lower-rate': 'SST-2, epsilon 3, a third of the chosen rate',
+  }
+  return utility_tables.table(stored('accuracy_compared'), titles)
 
 
 def changes(part: str) -> str:
@@ -123,6 +127,21 @@ def accuracies(method: str, **fields: Any) -> dict[int, float]:
 def three_seeds(method: str, **fields: Any) -> float:
   found = accuracies(method, **fields)
   return statistics.mean(found[seed] for seed in range(3))
+
+
+def lost_at_three_times_the_rate(method: str) -> list[float]:
+  """Points on the seed of the tuning, and on the other that is stored."""
+  (first,) = (
+    -x['points']
+    for x in rows('accuracy_compared', part='other-rates', method=method)
+    if x['change'] == 'rate * 3'
+  )
+  other = {
+    x['rungs']: 100 * x['accuracy']
+    for x in rows('accuracy_compared', part='transfer', method=method)
+    if x['change'] == 'as tuned'
+  }
+  return [first, other[0] - other[1]]
 
 
 def lost_when_tuned_again() -> float:
@@ -187,6 +206,13 @@ def ahead(
     for values in (language_tables.losses, language_tables.exact)
   )
   return -nats['difference'], nats['p'], 100 * right['difference'], right['p']
+
+
+def measured_rows(task: str) -> int:
+  """How many rows an accuracy has."""
+  (count,) = {len(x['exact']) for x in rows('language_model', task=task)
+              if 'exact' in x}  # fmt: skip
+  return count
 
 
 def right(task: str, steps: int, method: str) -> float:
