@@ -1,28 +1,25 @@
-"""The command ``prism-optax``.
+"""\
+usage: prism-optax COMMAND [options]
 
-    prism-optax train
-        Pretrains a small vision transformer on public digits, adapts it to
-        private ones, and compares PRISM, DP-AdamW and a run without privacy.
+  train       adapts a model to private rows, or goes on with a run
+  predict     labels, or answers, the rows of a file
+  chat        talks with a language model, adapted or as it was
+  export      writes the result for other programs, with a model card
+  report      writes one HTML page about runs
+  check-data  counts what of a private file can be used
+  COMMAND --help lists the options.
 
-    prism-optax train --data train.jsonl --eval public.jsonl \\
-        --target-epsilon 6 --delta 1e-5 --output runs/mine
-        Fine-tunes all-MiniLM-L6-v2 on a text classification file: JSON lines,
-        CSV, Parquet or a folder that the library datasets saved, with the
-        columns `text` and `label`. The training file is private, the
-        evaluation file is declared public.
-
-    prism-optax train --task instruct --model smollm2 ...
-        Fine-tunes a language model on rows with `prompt` and `response`.
-
-    prism-optax train --output runs/mine --resume
-        Goes on after an interruption: the same parameters, bit for bit, as if
-        there had been none.
-
-    prism-optax predict runs/mine --data questions.jsonl
-    prism-optax chat runs/mine
-    prism-optax export runs/mine --output adapter
-    prism-optax report runs/mine runs/other
-        What a finished run is good for. Options: COMMAND --help.
+  prism-optax train
+      Pretrains a small vision transformer on public digits, adapts it to
+      private ones, and compares PRISM, DP-AdamW and a run without privacy.
+  prism-optax train --data train.jsonl --eval public.jsonl \\
+      --target-epsilon 6 --delta 1e-5 --output runs/mine
+      Fine-tunes all-MiniLM-L6-v2 on rows with `text` and `label`.
+  prism-optax train --task instruct --model smollm2 ...
+      Fine-tunes a language model on rows with `prompt` and `response`.
+  prism-optax train --output runs/mine --resume
+      Goes on after an interruption: the same parameters, bit for bit, as if
+      there had been none.
 
 What is private: one row of --data, under adding or removing it, with batches
 drawn by Poisson sampling. What is not: the number of rows (--dataset-size is
@@ -69,7 +66,7 @@ def run(argv: Sequence[str]) -> None:
   """Runs a command; JAX is imported after the options have been read."""
   from . import command_line, options
 
-  used = command_line.parse(argv, __doc__)
+  used = command_line.parse(argv, __doc__ or '')
   if used.command == 'train':
     resolved = options.resolve(used)
     from . import train

@@ -6,8 +6,8 @@ import pathlib
 import time
 from typing import Any
 
-from . import files
-from .command_line import NOT_PRIVATE, SMOLLM2, TASKS, TRAIN, default
+from . import command_line, files
+from .command_line import NOT_PRIVATE, SMOLLM2, TARGETS, TASKS, TRAIN
 
 # Learning rates at the start of the cosine, found by hand on the evaluation
 # set. Digits, means of four runs (standard errors to .009) at 1e-2, 2e-2, 4e-2,
@@ -22,20 +22,14 @@ LEARNING_RATES = {
   'instruct': {'prism': 5e-3, 'prism-rows': 5e-3, 'dp-muon': 5e-3,
                'dp-adamw': 1e-3, 'adamw': 1e-3},
 }  # fmt: skip
-TABLE = {
-  key.replace('-', '_'): option
-  for group in TRAIN.values()
-  for key, option in group.items()
-}
+TABLE = command_line.options(TRAIN)
 Options = argparse.Namespace
 
 
 def _defaults(task: str) -> dict[str, Any]:
   """All options of a task."""
-  return {
-    name: default(option, task) if task in option.tasks else None
-    for name, option in TABLE.items()
-  } | {'task': task, 'plan': None}
+  found = {name: x.defaults.get(task) for name, x in TABLE.items()}
+  return found | {'task': task, 'lora_targets': [*TARGETS], 'plan': None}
 
 
 def resolve(given: argparse.Namespace) -> Options:
