@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import training
+from tests.core import seams
 from tests.oracles import oracles
 
 # Trees of modules ``Z = left @ right.T``, and a trainable vector beside them.
@@ -97,6 +98,32 @@ def norm(tree):
   )
 
 
+# States on the host, as a checkpoint has them.
+
+
+def saved(tree):
+  """Arrays of NumPy, of keys their words."""
+
+  def host(x):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(x) if is_key else x)
+
+  return jax.tree.map(host, tree)
+
+
+def restored(tree, like):
+  """The inverse of :func:`saved`."""
+
+  def device(x, like):
+    if isinstance(like, np.ndarray):
+      return x
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+      return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    return jnp.array(x)
+
+  return jax.tree.map(device, tree, like)
+
+
 # One small regression for private trainings.
 
 N, B = 200, 20
@@ -161,13 +188,9 @@ def by_keys_alone(private, data=DATA):
   state = private.init(PARAMS)
   params, optimizer = state.params, state.optimizer
   for batch in private.batches(state, data):
-    params, optimizer, _ = private._step(
-      params,
-      optimizer,
-      FROZEN,
-      batch.examples,
-      batch.is_padding_example,
-      batch.is_present,
+    rows = batch.examples, batch.is_padding_example, batch.is_present
+    params, optimizer, _ = seams.run_step(
+      private, params, optimizer, FROZEN, *rows
     )
   return params
 

@@ -1,25 +1,34 @@
-"""PrivacyBudget: what is refused, what is kept, what is said."""
+"""PrivacyBudget: what each release is charged, refused, kept, said."""
 
 import json
 import math
 
 import dp_accounting
 import pytest
+from dp_accounting import dp_event, rdp
 
-from prism_optax import accounting
+from prism_optax import accounting, inference
+from tests.core import seams
 
-Gaussian = dp_accounting.GaussianDpEvent
-Laplace = dp_accounting.LaplaceDpEvent
-Relation = accounting.NeighboringRelation
+Gaussian, Laplace = dp_accounting.GaussianDpEvent, dp_accounting.LaplaceDpEvent
+Exceeded = accounting.BudgetExceeded
 DELTA = 1e-5
 CLASSIC = Gaussian(4.8448)  # The classic formula at epsilon 1, delta 1e-5.
 
 
+def budget_of(epsilon, **options):
+  return accounting.PrivacyBudget(epsilon, DELTA, **options)
+
+
+def poisson(sigma, q):
+  return dp_accounting.PoissonSampledDpEvent(q, Gaussian(sigma))
+
+
 def test_refusal_changes_nothing_and_says_what_is_left():
-  budget = accounting.PrivacyBudget(2.0, DELTA)
+  budget = budget_of(2.0)
   spent = budget.spend(CLASSIC, 'alice', count=3)
   before = budget.export()
-  with pytest.raises(accounting.BudgetExceeded, match="'alice'") as refused:
+  with pytest.raises(Exceeded, match="'alice'") as refused:
     budget.spend(CLASSIC, 'alice', count=1000)
   assert refused.value.session == 'alice'
   assert refused.value.scope == 'session'
@@ -32,17 +41,13 @@ def test_refusal_changes_nothing_and_says_what_is_left():
 
 
 def test_how_many_more_is_what_spend_accepts():
-  events = [CLASSIC, Laplace(9.0), Gaussian(2.0)]
-  budget = accounting.PrivacyBudget(
-    6.0, DELTA, composition='renyi', server_epsilon=8.0
-  )
+  budget = budget_of(6.0, composition='renyi', server_epsilon=8.0)
   budget.spend(CLASSIC, 'b', count=20)  # Leaves less under the server's cap.
-  for event in events:
+  for event in (Laplace(9.0), Gaussian(2.0), CLASSIC):
     count = budget.how_many_more(event, 'a')
     assert count > 0
-    with pytest.raises(accounting.BudgetExceeded):
+    with pytest.raises(Exceeded):
       budget.spend(event, 'a', count=count + 1)
-  count = budget.how_many_more(CLASSIC, 'a')
   budget.spend(CLASSIC, 'a', count=count)
   assert budget.how_many_more(CLASSIC, 'a') == 0
   noop = dp_accounting.NoOpDpEvent()
@@ -51,35 +56,30 @@ def test_how_many_more_is_what_spend_accepts():
 
 
 def test_sessions_are_apart_and_the_server_is_not():
-  budget = accounting.PrivacyBudget(2.0, DELTA, server_epsilon=2.5)
-  alone = accounting.PrivacyBudget(2.0, DELTA)
-  per_session = alone.how_many_more(CLASSIC, 'x')
-  whole = accounting.PrivacyBudget(2.5, DELTA).how_many_more(CLASSIC, 'x')
+  budget = budget_of(2.0, server_epsilon=2.5)
+  per_session = budget_of(2.0).how_many_more(CLASSIC, 'x')
+  whole = budget_of(2.5).how_many_more(CLASSIC, 'x')
   assert per_session < whole < 2 * per_session
   budget.spend(CLASSIC, 'first', count=per_session)
-  with pytest.raises(accounting.BudgetExceeded) as refused:
+  with pytest.raises(Exceeded) as refused:
     budget.spend(CLASSIC, 'first')
   assert refused.value.scope == 'session'
   # New names share what is left of the server's budget.
   for number in range(whole - per_session):
     budget.spend(CLASSIC, f'name {number}')
-  with pytest.raises(
-    accounting.BudgetExceeded, match='of the server'
-  ) as refused:
+  with pytest.raises(Exceeded, match='of the server') as refused:
     budget.spend(CLASSIC, 'one more name')
   assert refused.value.scope == 'server'
-  assert budget.remaining('a name never seen') == pytest.approx(
-    2.5 - budget.export()['server']['spent']
-  )
+  left = 2.5 - budget.export()['server']['spent']
+  assert budget.remaining('a name never seen') == pytest.approx(left)
   assert budget.spent('a name never seen') == 0
 
 
 def test_nothing_gives_budget_back():
-  budget = accounting.PrivacyBudget(5.0, DELTA)
+  budget, renyi = budget_of(5.0), budget_of(5.0, composition='renyi')
   budget.spend(CLASSIC, 'a', count=3)
   before = budget.export()
   refund = dp_accounting.SelfComposedDpEvent(CLASSIC, -3)
-  renyi = accounting.PrivacyBudget(5.0, DELTA, composition='renyi')
   # Beside as much as it would give back, a refund adds up to nothing.
   hidden = dp_accounting.ComposedDpEvent([CLASSIC] * 3 + [refund])
   for event in (refund, hidden, Gaussian(-1.0), Gaussian(math.nan)):
@@ -95,7 +95,7 @@ def test_nothing_gives_budget_back():
 
 
 def test_export_is_plain_and_complete():
-  budget = accounting.PrivacyBudget(5.0, DELTA, server_epsilon=9.0)
+  budget = budget_of(5.0, server_epsilon=9.0)
   budget.spend(CLASSIC, 'a', count=2)
   budget.spend(dp_accounting.ComposedDpEvent([CLASSIC]), 'b')
   exported = budget.export()
@@ -108,14 +108,10 @@ def test_export_is_plain_and_complete():
     'neighboring_relation': 'ADD_OR_REMOVE_ONE',
   }
   one = {'event': 'GaussianDpEvent', 'noise_multiplier': 4.8448}
+  two = {'event': 'ComposedDpEvent', 'events': [one]}
   assert exported['ledger'] == [
     {'id': 1, 'session': 'a', 'event': one, 'count': 2},
-    {
-      'id': 2,
-      'session': 'b',
-      'event': {'event': 'ComposedDpEvent', 'events': [one]},
-      'count': 1,
-    },
+    {'id': 2, 'session': 'b', 'event': two, 'count': 1},
   ]
   assert list(exported['sessions']) == ['a', 'b']
   assert exported['server']['spent'] == pytest.approx(
@@ -123,37 +119,108 @@ def test_export_is_plain_and_complete():
   )
 
 
+# What each composition charges.
+
+
+def test_gaussian_releases_add_their_inverse_variances():
+  """Exactly; also where one replaces another, and in nested events."""
+  doubled = budget_of(
+    50.0, neighboring_relation=accounting.NeighboringRelation.REPLACE_ONE
+  )
+  assert round(doubled.spend(CLASSIC, 'a', count=256), 1) == 49.2
+  budget = budget_of(20.0)
+  budget.spend(Gaussian(3.0), 'a')
+  nested = dp_accounting.ComposedDpEvent(
+    [dp_accounting.SelfComposedDpEvent(Gaussian(7.0), 4), Gaussian(5.0)]
+  )
+  spent = budget.spend(nested, 'a', count=2)
+  mu = math.sqrt(1 / 9 + 2 * (4 / 49 + 1 / 25))
+  assert spent == pytest.approx(accounting.gaussian_epsilon(mu, DELTA))
+
+
+def test_a_budget_for_one_release_takes_one_and_no_more():
+  """Calibration and budget meet exactly: rounding refuses nothing."""
+  for epsilon in (0.3, 1.0, 2.7, 10.0):
+    for count in (1, 7, 100):
+      release = Gaussian(
+        inference.gaussian_stddev(epsilon, DELTA, math.sqrt(count))
+      )
+      budget = budget_of(epsilon)
+      assert budget.how_many_more(release, 'a') == count
+      for _ in range(count):
+        spent = budget.spend(release, 'a')
+        assert spent <= epsilon
+      assert spent == pytest.approx(epsilon, rel=1e-9)
+      with pytest.raises(Exceeded):
+        budget.spend(release, 'a')
+
+
+def test_renyi_orders_share_delta():
+  """Each of K orders is a filter for delta / K; the best may then be chosen."""
+  budget = budget_of(8.0, composition='renyi')
+  event, count = poisson(1.0, 0.01), 500
+  spent = budget.spend(event, 'a', count=count)
+  orders = seams.renyi_orders(budget)
+  assert len(orders) == 6
+  alone = [
+    rdp.RdpAccountant([order]).compose(event, count).get_epsilon(DELTA / 6)
+    for order in orders
+  ]
+  assert spent == pytest.approx(min(alone), rel=1e-12)
+
+
+def fixed(event, count):
+  """Of a composition that is not adaptive."""
+  event = dp_accounting.SelfComposedDpEvent(event, count)
+  return accounting.epsilon(event, DELTA, accountant='rdp')
+
+
 @pytest.mark.parametrize(
-  ('options', 'message'),
+  'event',
   [
-    ({'epsilon': 0.0}, 'epsilon=0.0'),
-    ({'epsilon': math.nan}, 'epsilon=nan'),
-    ({'epsilon': math.inf}, 'epsilon=inf'),
-    ({'delta': 0.0}, 'delta=0.0'),
-    ({'delta': 1.0}, 'delta=1.0'),
-    ({'composition': 'basic'}, "composition='basic'"),
-    ({'composition': 'advanced'}, "composition='advanced'"),
-    ({'server_epsilon': -1.0}, 'server_epsilon=-1.0'),
-    ({'neighboring_relation': 'replace'}, "neighboring_relation='replace'"),
-    ({'timeout': 0}, 'timeout=0'),
+    CLASSIC,
+    Laplace(3.0),
+    poisson(1.0, 0.01),
+    dp_event.ZCDpEvent(0.02),
+    dp_accounting.ComposedDpEvent([CLASSIC, poisson(0.8, 0.02)]),
   ],
 )
-def test_bad_settings_are_named(options, message):
-  options = {'epsilon': 1.0, 'delta': DELTA, **options}
-  with pytest.raises(ValueError, match=message):
-    accounting.PrivacyBudget(**options)
+def test_renyi_filter_is_never_below_the_accountants(event):
+  """A filter pays for adaptivity: more than RDP of a fixed composition."""
+  for count in (1, 30, 400):
+    budget = budget_of(200.0, composition='renyi')
+    assert budget.spend(event, 'a', count=count) >= fixed(event, count)
 
 
-@pytest.mark.parametrize('session', ['', None, 3])
-def test_sessions_have_names(session):
-  budget = accounting.PrivacyBudget(5.0, DELTA)
-  for call in (
-    lambda: budget.spend(CLASSIC, session),
-    lambda: budget.spent(session),
-    lambda: budget.remaining(session),
-    lambda: budget.how_many_more(CLASSIC, session),
-  ):
-    with pytest.raises(ValueError, match='session'):
-      call()
-  with pytest.raises(ValueError, match='event'):
-    budget.spend(0.5, 'a')
+def test_renyi_filter_costs_little_where_the_budget_is_used_up():
+  """Orders are chosen for a full budget: there the price is some percent."""
+  for event in (Gaussian(20.0), poisson(2.0, 0.01), Laplace(20.0)):
+    for epsilon in (1.0, 8.0):
+      budget = budget_of(epsilon, composition='renyi')
+      count = budget.how_many_more(event, 'a')
+      assert budget.spend(event, 'a', count=count) <= epsilon
+      assert 0.8 * epsilon < fixed(event, count) < epsilon
+
+
+def test_filter_takes_the_rule_of_the_first_release():
+  budget = budget_of(20.0)
+  budget.spend(poisson(1.0, 0.01), 'mixed', count=100)
+  for event in (CLASSIC, Laplace(3.0), dp_event.ZCDpEvent(0.02)):
+    budget.spend(event, 'mixed')
+  budget.spend(CLASSIC, 'gaussian')
+  before = budget.export()
+  for event in (poisson(1.0, 0.01), Laplace(3.0)):
+    with pytest.raises(ValueError, match=r"composition='renyi'"):
+      budget.spend(event, 'gaussian')
+  with pytest.raises(ValueError, match='Renyi analysis'):
+    budget.spend(dp_accounting.UnsupportedDpEvent(), 'mixed')
+  assert budget.export() == before
+
+
+@pytest.mark.parametrize('composition', ['filter', 'renyi'])
+def test_no_noise_is_refused(composition):
+  budget = budget_of(5.0, composition=composition)
+  for event in (Gaussian(0.0), Laplace(0.0), dp_accounting.NonPrivateDpEvent()):
+    with pytest.raises(Exceeded):
+      budget.spend(event, 'a')
+  assert budget.export()['ledger'] == []

@@ -13,7 +13,7 @@ import dp_accounting
 import pytest
 
 from prism_optax import accounting
-from prism_optax.accounting import _ledger
+from tests.core import seams
 
 DELTA = 1e-5
 RELEASE = dp_accounting.GaussianDpEvent(4.8448)
@@ -180,27 +180,21 @@ def test_killed_processes_lose_no_recorded_spend(tmp_path):
 
 
 def test_reopening_continues_and_another_cap_is_refused(tmp_path):
-  path = tmp_path / 'ledger.sqlite'
-  first = accounting.PrivacyBudget(
-    3.0, DELTA, path=path, server_epsilon=5.0, create=True
-  )
+  options = {'path': tmp_path / 'ledger.sqlite', 'server_epsilon': 5.0}
+  first = accounting.PrivacyBudget(3.0, DELTA, create=True, **options)
   spent = first.spend(RELEASE, 'a', count=2)
-  again = accounting.PrivacyBudget(3.0, DELTA, path=path, server_epsilon=5.0)
+  again = accounting.PrivacyBudget(3.0, DELTA, **options)
   assert again.spent('a') == spent
   assert again.export() == first.export()
-  with pytest.raises(ValueError, match=r'caps=.*4\.0.*3\.0'):
-    accounting.PrivacyBudget(4.0, DELTA, path=path, server_epsilon=5.0)
-  with pytest.raises(ValueError, match='caps'):
-    accounting.PrivacyBudget(3.0, DELTA, path=path)
-  with pytest.raises(ValueError, match="composition='renyi'"):
-    accounting.PrivacyBudget(
-      3.0, DELTA, path=path, server_epsilon=5.0, composition='renyi'
-    )
   relation = accounting.NeighboringRelation.REPLACE_ONE
-  with pytest.raises(ValueError, match='neighboring_relation'):
-    accounting.PrivacyBudget(
-      3.0, DELTA, path=path, server_epsilon=5.0, neighboring_relation=relation
-    )
+  for cap, changed, message in (
+    (4.0, {}, r'caps=.*4\.0.*3\.0'),
+    (3.0, {'server_epsilon': None}, 'caps'),
+    (3.0, {'composition': 'renyi'}, "composition='renyi'"),
+    (3.0, {'neighboring_relation': relation}, 'neighboring_relation'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      accounting.PrivacyBudget(cap, DELTA, **options | changed)
   assert again.export() == first.export()
 
 
@@ -222,39 +216,23 @@ def test_a_ledger_that_was_moved_away_is_no_fresh_budget(tmp_path, monkeypatch):
   assert not (tmp_path / 'ledger.sqlite').exists()
 
 
-def test_an_error_while_writing_leaves_nothing_half_recorded(
-  tmp_path, monkeypatch
-):
+def test_an_error_while_writing_leaves_nothing_half_recorded(tmp_path):
   """The row is written and not committed: it does not stay."""
   budget = accounting.PrivacyBudget(
-    3.0,
-    DELTA,
-    path=tmp_path / 'ledger.sqlite',
-    server_epsilon=5.0,
-    create=True,
+    3.0, DELTA, path=tmp_path / 'ledger', server_epsilon=5.0, create=True
   )
   budget.spend(RELEASE, 'a')
   before = budget.export()
-
-  append = _ledger.Transaction.append
-
-  def fail(self, *row):
-    append(self, *row)
-    raise KeyboardInterrupt
-
-  with monkeypatch.context() as patch:
-    patch.setattr(_ledger.Transaction, 'append', fail)
-    with pytest.raises(KeyboardInterrupt):
-      budget.spend(RELEASE, 'a')
+  with seams.interrupted('append'), pytest.raises(KeyboardInterrupt):
+    budget.spend(RELEASE, 'a')
   assert budget.export() == before
 
 
 def test_a_busy_file_is_a_timeout_not_a_grant(tmp_path):
-  path = tmp_path / 'ledger.sqlite'
   budget = accounting.PrivacyBudget(
-    3.0, DELTA, path=path, timeout=0.05, create=True
+    3.0, DELTA, path=tmp_path / 'ledger', timeout=0.05, create=True
   )
-  other = sqlite3.connect(path, isolation_level=None)
+  other = sqlite3.connect(tmp_path / 'ledger', isolation_level=None)
   other.execute('BEGIN IMMEDIATE')
   with pytest.raises(TimeoutError, match=r'0\.05'):
     budget.spend(RELEASE, 'a')

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from prism_optax import accounting
-from prism_optax.accounting import _filters, _ledger
 from tests.accounting.ledger_test import needs_fork
+from tests.core import seams
 
 DELTA = 1e-5
 RELEASE = dp_accounting.GaussianDpEvent(4.8448)
@@ -43,47 +43,42 @@ def path(tmp_path):
   return path
 
 
+ID = 'UPDATE ledger SET id = {} WHERE id = {}'
 COPY = (
-  'SELECT {}, session, event, count, accounts, hash FROM ledger WHERE id={}'
+  'INSERT INTO ledger SELECT {}, session, event, count, accounts, hash'
+  ' FROM ledger WHERE id = {}'
 )
-SWAP = [f'UPDATE ledger SET id = {x} WHERE id = {y}' for x, y in (
-  (99, 2), (2, 3), (3, 99)
-)]  # fmt: skip
 # The server's account is in every row, the session's in every row of it.
+TOTALS = (
+  'UPDATE ledger SET accounts = (SELECT accounts FROM ledger WHERE id = {})'
+  ' WHERE id = {}'
+)
 EDITS = {
   'a count': ['UPDATE ledger SET count = 1 WHERE id = 2'],
   'an event': ["UPDATE ledger SET event = '{}' WHERE id = 3"],
   'who paid': ["UPDATE ledger SET session = 'c' WHERE id = 3"],
   'totals': ["UPDATE ledger SET accounts = '[]' WHERE id = 3"],
   'totals of the last row': ["UPDATE ledger SET accounts = '[]' WHERE id = 5"],
-  'totals older than their row': [
-    'UPDATE ledger SET accounts = (SELECT accounts FROM ledger WHERE id = 3)'
-    ' WHERE id = 4'
-  ],
-  'totals newer than their row': [
-    'UPDATE ledger SET accounts = (SELECT accounts FROM ledger WHERE id = 4)'
-    ' WHERE id = 3'
-  ],
+  'totals older than their row': [TOTALS.format(3, 4)],
+  'totals newer than their row': [TOTALS.format(4, 3)],
   'a type': ["UPDATE ledger SET session = x'61' WHERE id = 1"],
   'the first row removed': ['DELETE FROM ledger WHERE id = 1'],
   'a row removed': ['DELETE FROM ledger WHERE id = 3'],
   'a row removed, renumbered': [
-    'DELETE FROM ledger WHERE id = 3',
-    'UPDATE ledger SET id = 3 WHERE id = 4',
-    'UPDATE ledger SET id = 4 WHERE id = 5',
+    'DELETE FROM ledger WHERE id = 3', *(ID.format(x, x + 1) for x in (3, 4)),
   ],
   'the last row removed': ['DELETE FROM ledger WHERE id = 5'],
   'all rows removed': ['DELETE FROM ledger'],
   'the table removed': ['DROP TABLE ledger'],
-  'rows in another order': SWAP,
-  'a row inserted behind': ['INSERT INTO ledger ' + COPY.format(6, 5)],
-  'a row inserted in front': ['INSERT INTO ledger ' + COPY.format(0, 5)],
-  'a row inserted far in front': ['INSERT INTO ledger ' + COPY.format(-3, 5)],
+  'rows in another order': [ID.format(*x) for x in ((99, 2), (2, 3), (3, 99))],
+  'a row inserted behind': [COPY.format(6, 5)],
+  'a row inserted in front': [COPY.format(0, 5)],
+  'a row inserted far in front': [COPY.format(-3, 5)],
   'an older head': [
     'UPDATE settings SET head = (SELECT hash FROM ledger WHERE id = 4)'
   ],
   'a head of nothing': ["UPDATE settings SET head = ''"],
-}
+}  # fmt: skip
 # Rows that a process has read it does not read again, but for `export`.
 SEEN_BY_SPEND = {
   *('the last row removed', 'all rows removed', 'the table removed'),
@@ -186,15 +181,14 @@ def test_a_ledger_is_begun_once(path, tmp_path):
   open_budget(path)
 
 
-def test_a_ledger_of_other_rules_is_refused(path, monkeypatch):
-  with monkeypatch.context() as patch:
-    patch.setattr(_filters, 'VERSION', 2)
-    with pytest.raises(ValueError, match=r'Version 1 of the rules.*version 2'):
-      open_budget(path)
+def test_a_ledger_of_other_rules_is_refused(path, tmp_path):
+  """Also one from before there were versions."""
+  with (
+    seams.version_of_rules(2),
+    pytest.raises(ValueError, match=r'Version 1 of the rules.*version 2'),
+  ):
+    open_budget(path)
   open_budget(path)
-
-
-def test_a_ledger_from_before_there_were_versions_is_refused(tmp_path):
   path = tmp_path / 'old.sqlite'
   edit(
     path,
@@ -214,16 +208,11 @@ def test_a_ledger_from_before_there_were_versions_is_refused(tmp_path):
   assert path.read_bytes() == before
 
 
-def test_a_ledger_begun_by_halves_is_begun_again(tmp_path, monkeypatch):
+def test_a_ledger_begun_by_halves_is_begun_again(tmp_path):
   path = tmp_path / 'ledger.sqlite'
-
-  def fail(*_):
-    raise KeyboardInterrupt
-
-  with monkeypatch.context() as patch:
-    patch.setattr(_ledger._Chain, 'start', fail)  # The settings are written.
-    with pytest.raises(KeyboardInterrupt):
-      open_budget(path, create=True)
+  # The settings are written.
+  with seams.interrupted('start'), pytest.raises(KeyboardInterrupt):
+    open_budget(path, create=True)
   assert path.exists()
   with pytest.raises(FileNotFoundError, match='create=True once'):
     open_budget(path)
@@ -256,18 +245,12 @@ def test_a_process_killed_while_it_begins_a_ledger_leaves_all_or_nothing(
   assert 'nothing' in found
 
 
-def test_a_row_whose_reading_is_interrupted_is_read_again(path, monkeypatch):
+def test_a_row_whose_reading_is_interrupted_is_read_again(path):
   """By Ctrl-C in a notebook: the totals may not fall behind the rows."""
   live, other = open_budget(path), open_budget(path)
   spent = other.spend(RELEASE, 'a', count=3)
-
-  def fail(*_):
-    raise KeyboardInterrupt
-
-  with monkeypatch.context() as patch:
-    patch.setattr(_ledger, 'Account', fail)
-    with pytest.raises(KeyboardInterrupt):
-      live.spent('a')
+  with seams.interrupted('read'), pytest.raises(KeyboardInterrupt):
+    live.spent('a')
   assert live.spent('a') == spent
 
 

@@ -15,7 +15,6 @@ import datetime
 import decimal
 import enum
 import fractions
-import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -63,9 +62,9 @@ def records(form: Any) -> list[Odd]:
     form: Of one record: a tree of tuples, lists and dicts of
       ``jax.ShapeDtypeStruct``, or one of these.
   """
-  found = [*in_form(form), *_of_leaves(form), *_of_structure(form), *_errors()]
-  names = [x.name for x in found]
-  assert len(set(names)) == len(names)
+  found = [*in_form(form), *_of_leaves(form), *_of_structure(form)]
+  found += [Odd(f'reading raises {i}', x) for i, x in enumerate(_ERRORS)]
+  assert len({x.name for x in found}) == len(found)
   return found
 
 
@@ -74,7 +73,7 @@ def ordinary(form: Any, seed: int = 0) -> Any:
   rng = np.random.default_rng(seed)
 
   def made(x: Any) -> np.ndarray:
-    whole = _is(x, jnp.integer) or x.dtype == bool
+    whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
     numbers = rng.integers(0, 2, x.shape) if whole else rng.normal(size=x.shape)
     return np.asarray(numbers).astype(x.dtype)
 
@@ -84,33 +83,28 @@ def ordinary(form: Any, seed: int = 0) -> Any:
 def in_form(form: Any) -> list[Odd]:
   """Those that have the declared structure, shapes and types."""
   base = ordinary(form)
+  leaves, treedef = jax.tree.flatten(base)
+  thousand = [
+    x * x.dtype.type(1000) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    for x in leaves
+  ]
   out = [
     Odd('ordinary', base),
     Odd('a duplicate', ordinary(form)),
     Odd('zeros', jax.tree.map(np.zeros_like, base)),
-    Odd('a thousand times', jax.tree.map(_times_a_thousand, base)),
+    Odd('a thousand times', jax.tree.unflatten(treedef, thousand)),
   ]
-  leaves, treedef = jax.tree.flatten(base)
   for i, leaf in enumerate(leaves):
     for value in _values(leaf.dtype):
       full = np.full(leaf.shape, value).astype(leaf.dtype)
-      made = [(f'all of {value}', full)]
+      made = {'all': full}
       if leaf.size > 1:
-        one = leaf.copy()
-        one.reshape(-1)[0] = full.reshape(-1)[0]
-        made.append((f'one of {value}', one))
-      for name, x in made:
+        made['one'] = leaf.copy()
+        made['one'].reshape(-1)[0] = full.reshape(-1)[0]
+      for many, x in made.items():
         whole = jax.tree.unflatten(treedef, [*leaves[:i], x, *leaves[i + 1 :]])
-        out.append(Odd(f'leaf {i}, {leaf.dtype}, {name}', whole))
+        out.append(Odd(f'leaf {i}, {leaf.dtype}, {many} of {value}', whole))
   return out
-
-
-def _is(x: Any, kind: Any) -> bool:
-  return bool(jnp.issubdtype(x.dtype, kind))
-
-
-def _times_a_thousand(x: np.ndarray) -> np.ndarray:
-  return x if not _is(x, jnp.inexact) else (x * 1000).astype(x.dtype)
 
 
 def _values(dtype: np.dtype) -> list[Any]:
@@ -118,23 +112,13 @@ def _values(dtype: np.dtype) -> list[Any]:
   if dtype.kind == 'b':
     return [False, True]
   if jnp.issubdtype(dtype, jnp.integer):
-    info = jnp.iinfo(dtype)
-    wanted = [0, 1, -1, -100, 127, 128, 255, 1000, 2**31 - 1]
-    bounds = int(info.min), int(info.max)
-    inside = [x for x in wanted if bounds[0] <= x <= bounds[1]]
-    return sorted({*inside, *bounds})
+    low, high = (int(getattr(jnp.iinfo(dtype), x)) for x in ('min', 'max'))
+    wanted = {0, 1, -1, -100, 127, 128, 255, 1000, 2**31 - 1, low, high}
+    return sorted(x for x in wanted if low <= x <= high)
   info = jnp.finfo(dtype)
-  return [
-    np.nan,
-    np.inf,
-    -np.inf,
-    -0.0,
-    float(info.smallest_subnormal),
-    float(info.tiny),
-    float(info.max),
-    float(info.min),
-    float(info.max) ** 0.5,  # Its square is at the end of the range.
-  ]
+  bounds = [info.smallest_subnormal, info.tiny, info.max, info.min]
+  root = float(info.max) ** 0.5  # Its square is at the end of the range.
+  return [np.nan, np.inf, -np.inf, -0.0, *map(float, bounds), root]
 
 
 class _Lies:
@@ -149,7 +133,7 @@ class _Lies:
     return self if self._given is None else self._given
 
 
-class _NoAttributes:
+class NoAttributes:
   """Fails at every attribute."""
 
   def __getattribute__(self, name: str) -> Any:
@@ -193,158 +177,6 @@ class _Sub(np.ndarray):
     raise RuntimeError('no entry')
 
 
-def _deleted() -> jax.Array:
-  x = jnp.zeros(3)
-  x.delete()
-  return x
-
-
-def _circle() -> list[Any]:
-  x: list[Any] = [1.0]
-  x.append(x)
-  return x
-
-
-def _nested(depth: int) -> list[Any]:
-  x: list[Any] = []
-  for _ in range(depth):
-    x = [x]
-  return x
-
-
-# In place of a leaf, whatever its form. Some fit some forms.
-def _strangers() -> Iterator[tuple[str, Any]]:
-  yield from {
-    'None': None,
-    'an empty text': '',
-    'text': 'text',
-    'a digit as text': '5',
-    'a long text': 'x' * 100_000,
-    'a lone surrogate': '\ud800',
-    'a text of a subclass': _Text('a'),
-    'bytes': b'\x00\xff',
-    'a bytearray': bytearray(3),
-    'a memoryview': memoryview(b'abc'),
-    'an array of the library': array.array('d', [1.0, 2.0]),
-    'True': True,
-    'an int': 3,
-    'a negative int': -1,
-    '2 ** 31': 2**31,
-    '2 ** 63': 2**63,
-    '2 ** 64': 2**64,
-    '-2 ** 63 - 1': -(2**63) - 1,
-    'an int of 400 digits': 10**400,
-    'an int of an enum': _Number.ONE,
-    'a float': 3.5,
-    'a NaN': float('nan'),
-    'an infinity': float('-inf'),
-    'a float beyond float32': 1e300,
-    'a complex': 1 + 2j,
-    'a decimal': decimal.Decimal('1.5'),
-    'a fraction': fractions.Fraction(1, 3),
-    'a date': datetime.date(2020, 1, 1),
-    'a date of NumPy': np.datetime64('2020-01-01'),
-    'a duration of NumPy': np.timedelta64(3, 's'),
-    'an id': uuid.UUID(int=5),
-    'an empty tuple': (),
-    'an empty list': [],
-    'an empty dict': {},
-    'a set': {1, 2},
-    'a dict': {'x': 1},
-    'a generator': (x for x in range(3)),
-    'a range': range(3),
-    'a slice': slice(3),
-    'an ellipsis': ...,
-    'not implemented': NotImplemented,
-    'a function': len,
-    'a class': int,
-    'an object': object(),
-    'a ragged list': [[1.0], [1.0, 2.0]],
-    'a list with None': [1.0, None],
-    'a list with text': ['1', 2],
-    'a list of digits as text': ['1', '2'],
-    'a list with a masked number': [1.0, np.ma.masked],
-    'a list with a huge int': [10**400, 1],
-    'a list of two ends': [2**63, -1],
-    'a list of itself': _circle(),
-    'a list of a hundred lists': _nested(100),
-    'a list without a length': _Negative([-1]),
-    'a list that is longer than it says': _Longer(),
-    'a masked number': np.ma.masked,
-    'a structure of NumPy': np.zeros((), [('a', 'f4')]),
-    'a void of NumPy': np.void(b'abcd'),
-    'a huge view': np.broadcast_to(np.float32(1), (1 << 20, 1 << 20)),
-    'a matrix': np.array([[1.0, 2.0]]).view(np.matrix),
-    'a key': jax.random.key(0),
-    'a deleted array': _deleted(),
-    'a shape without numbers': jax.ShapeDtypeStruct((3,), np.float32),
-    'an array that raises': _Lies(ValueError('private')),
-    'an array that exits': _Lies(RecursionError('private')),
-    'an array that is itself': _Lies(None),
-    'an array of text': _Lies(np.array(['a', 'b'])),
-    'an array that is a list': _Lies([1.0, 2.0]),
-    'an object without attributes': _NoAttributes(),
-  }.items()
-
-
-def _changed(leaf: np.ndarray) -> Iterator[tuple[str, Any]]:
-  """A leaf of another type or shape, with the same numbers where it can."""
-  for dtype in (
-    *('bool', 'int8', 'uint8', 'int32', 'int64', 'uint64', 'float16'),
-    *('float32', 'float64', 'longdouble', 'complex64', 'object', 'U', 'S'),
-    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4),
-  ):
-    with np.errstate(all='ignore'), contextlib.suppress(TypeError):
-      yield f'as {np.dtype(dtype)}', leaf.astype(dtype)
-  yield 'ten times as int32', np.full(leaf.shape, 10**9, np.int32)
-  yield 'halves', np.full(leaf.shape, 0.5)
-  yield 'minus ones', np.full(leaf.shape, -1)
-  yield 'in other bytes', leaf.astype(np.float64).astype('>f8')
-  yield 'as a list', leaf.tolist()
-  yield 'as an array of JAX', jnp.asarray(leaf)
-  yield 'as an array of a subclass', leaf.view(_Sub)
-  yield 'as a masked array', np.ma.array(leaf)
-  yield 'all masked', np.ma.array(leaf, mask=True)
-  yield 'read-only', _read_only(leaf)
-  yield 'with one axis more', leaf[None]
-  yield 'with one axis behind', leaf[..., None]
-  yield 'flat and longer', np.append(leaf, leaf)
-  yield 'empty', leaf.reshape(-1)[:0]
-  yield 'a lie of this shape', _Lies(np.zeros(7), leaf.shape, leaf.dtype)
-  yield 'a lie of another shape', _Lies(leaf, (7,), np.int8)
-  if leaf.ndim:
-    yield 'longer by one', np.concatenate([leaf, leaf[:1]])
-    yield 'shorter by one', leaf[:-1]
-    yield 'a list, longer by one', [*leaf.tolist(), leaf[0].tolist()]
-    yield 'with its axes turned', leaf.T
-    yield 'backwards', leaf[::-1]
-
-
-def _read_only(leaf: np.ndarray) -> np.ndarray:
-  leaf = leaf.copy()
-  leaf.flags.writeable = False
-  return leaf
-
-
-def _of_leaves(form: Any) -> Iterator[Odd]:
-  """Records one of whose leaves is another, the first or the last."""
-  base = ordinary(form)
-  leaves, treedef = jax.tree.flatten(base)
-
-  def whole(i: int, x: Any) -> Any:
-    return jax.tree.unflatten(treedef, [*leaves[:i], x, *leaves[i + 1 :]])
-
-  for i in sorted({0, len(leaves) - 1}):
-    for name, x in _changed(leaves[i]):
-      yield Odd(f'leaf {i} {name}', whole(i, x))
-  for name, x in _strangers():
-    yield Odd(f'leaf 0 is {name}', whole(0, x))
-  if leaves[-1] is not leaves[0]:
-    for name in ('None', 'text', 'an int of 400 digits', 'a ragged list'):
-      x = dict(_strangers())[name]
-      yield Odd(f'leaf {len(leaves) - 1} is {name}', whole(-1 % len(leaves), x))
-
-
 class _Raises(collections.abc.Mapping):
   """A mapping that has all keys, and no value."""
 
@@ -361,75 +193,128 @@ class _Raises(collections.abc.Mapping):
     return len(self._keys)
 
 
+def _deleted() -> jax.Array:
+  x = jnp.zeros(3)
+  x.delete()
+  return x
+
+
+def _circle() -> list[Any]:
+  x: list[Any] = [1.0]
+  x.append(x)
+  return x
+
+
+def _nested(depth: int) -> list[Any]:
+  return [_nested(depth - 1)] if depth else []
+
+
+def _strangers() -> list[Any]:
+  """In place of a leaf, whatever its form. Some fit some forms."""
+  return [
+    # The first four are tried in the last leaf, too.
+    None, 'text', 10**400, [[1.0], [1.0, 2.0]],
+    # Texts and bytes.
+    '', '5', 'x' * 100_000, '\ud800', _Text('a'), b'\x00\xff', bytearray(3),
+    memoryview(b'abc'), array.array('d', [1.0, 2.0]), np.void(b'abcd'),
+    # Numbers.
+    True, 3, -1, 2**31, 2**63, 2**64, -(2**63) - 1, _Number.ONE, 3.5,
+    float('nan'), float('-inf'), 1e300, 1 + 2j, decimal.Decimal('1.5'),
+    fractions.Fraction(1, 3), datetime.date(2020, 1, 1), uuid.UUID(int=5),
+    np.datetime64('2020-01-01'), np.timedelta64(3, 's'), np.ma.masked,
+    # Collections.
+    (), [], {}, {1, 2}, {'x': 1}, (x for x in range(3)), range(3), slice(3),
+    [1.0, None], ['1', 2], ['1', '2'], [1.0, np.ma.masked], [10**400, 1],
+    [2**63, -1], _circle(), _nested(100), _Negative([-1]), _Longer(),
+    # Objects.
+    ..., NotImplemented, len, int, object(), jax.random.key(0), _deleted(),
+    jax.ShapeDtypeStruct((3,), np.float32), NoAttributes(),
+    # Arrays.
+    np.zeros((), [('a', 'f4')]), np.array([[1.0, 2.0]]).view(np.matrix),
+    np.broadcast_to(np.float32(1), (1 << 20, 1 << 20)),
+    _Lies(ValueError('private')), _Lies(RecursionError('private')),
+    _Lies(None), _Lies(np.array(['a', 'b'])), _Lies([1.0, 2.0]),
+  ]  # fmt: skip
+
+
+def _changed(leaf: np.ndarray) -> list[Any]:
+  """A leaf of another type or shape, with the same numbers where it can."""
+  out = []
+  for dtype in (
+    *('bool', 'int8', 'uint8', 'int32', 'int64', 'uint64', 'float16'),
+    *('float32', 'float64', 'longdouble', 'complex64', 'object', 'U', 'S'),
+    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4),
+  ):
+    with np.errstate(all='ignore'), contextlib.suppress(TypeError):
+      out.append(leaf.astype(dtype))
+  read_only = leaf.copy()
+  read_only.flags.writeable = False
+  out += [
+    np.full(leaf.shape, 10**9, np.int32), np.full(leaf.shape, 0.5),
+    np.full(leaf.shape, -1), leaf.astype(np.float64).astype('>f8'),
+    leaf.tolist(), jnp.asarray(leaf), leaf.view(_Sub), np.ma.array(leaf),
+    np.ma.array(leaf, mask=True), read_only, leaf[None], leaf[..., None],
+    np.append(leaf, leaf), leaf.reshape(-1)[:0],
+    _Lies(np.zeros(7), leaf.shape, leaf.dtype), _Lies(leaf, (7,), np.int8),
+  ]  # fmt: skip
+  if leaf.ndim:
+    longer = np.concatenate([leaf, leaf[:1]])
+    listed = [*leaf.tolist(), leaf[0].tolist()]
+    out += [longer, leaf[:-1], listed, leaf.T, leaf[::-1]]
+  return out
+
+
+def _of_leaves(form: Any) -> Iterator[Odd]:
+  """Records one of whose leaves is another, the first or the last."""
+  leaves, treedef = jax.tree.flatten(ordinary(form))
+  last = len(leaves) - 1
+  for i in sorted({0, last}):
+    for kind, others in (
+      ('another', _changed(leaves[i])),
+      ('a stranger', _strangers()[: 4 if i else None]),
+    ):
+      for number, x in enumerate(others):
+        whole = jax.tree.unflatten(treedef, [*leaves[:i], x, *leaves[i + 1 :]])
+        yield Odd(f'leaf {i} is {kind}, {type(x).__name__} {number}', whole)
+
+
 def _of_structure(form: Any) -> Iterator[Odd]:
   """Records of another structure."""
   base = ordinary(form)
   leaves = jax.tree.leaves(base)
-  for name, x in {
-    'None': None,
-    'text': 'text',
-    'a number': 5,
-    'an empty tuple': (),
-    'an empty list': [],
-    'an empty dict': {},
-    'an object': object(),
-    'a lie': _Lies(ValueError('private')),
-    'an object without attributes': _NoAttributes(),
-    'a list of its leaves': leaves,
-    'a tuple of its leaves': tuple(leaves),
-    'a dict of its leaves': dict(enumerate(leaves)),
-    'its first leaf': leaves[0],
-    'in a tuple': (base,),
-    'in a list': [base],
-    'in a dict': {'record': base},
-    'with one more': (*leaves, leaves[0]),
-    'without the last': tuple(leaves[:-1]),
-    'the other way round': tuple(leaves[::-1]),
-    'a named tuple': collections.namedtuple(
-      'Named', [f'x{i}' for i in range(len(leaves))]
-    )(*leaves),
-    'a dict of keys that do not compare': {1: leaves[0], 'a': leaves[0]},
-    'a dict that raises': _Raises('xy'),
-    'leaves as lists': jax.tree.map(lambda x: x.tolist(), base),
-    'leaves of JAX': jax.tree.map(jnp.asarray, base),
-  }.items():
-    yield Odd(f'record is {name}', x)
+  named = collections.namedtuple('Named', [f'x{i}' for i in range(len(leaves))])
+  others = [
+    'text', None, 5, (), [], {}, object(), _Lies(ValueError('private')),
+    NoAttributes(), leaves, tuple(leaves), dict(enumerate(leaves)), leaves[0],
+    (base,), [base], {'record': base}, (*leaves, leaves[0]),
+    tuple(leaves[:-1]), tuple(leaves[::-1]), named(*leaves),
+    {1: leaves[0], 'a': leaves[0]}, _Raises('xy'),
+    jax.tree.map(lambda x: x.tolist(), base), jax.tree.map(jnp.asarray, base),
+  ]  # fmt: skip
   if isinstance(base, dict):
     key = next(iter(base))
-    others = {k: x for k, x in base.items() if k != key}
-    yield Odd('record has a key too many', base | {'more': leaves[0]})
-    yield Odd('record lacks a key', others)
-    yield Odd('record has another key', others | {f'{key}x': base[key]})
-    yield Odd('record has its keys turned', dict(reversed(base.items())))
-    yield Odd('record is an ordered dict', collections.OrderedDict(base))
-    yield Odd('record has a default', collections.defaultdict(int, others))
-    yield Odd('record raises at its keys', _Raises(base))
+    rest = {k: x for k, x in base.items() if k != key}
+    others += [
+      base | {'more': leaves[0]}, rest, rest | {f'{key}x': base[key]},
+      dict(reversed(base.items())), collections.OrderedDict(base),
+      collections.defaultdict(int, rest), _Raises(base),
+    ]  # fmt: skip
+  for i, x in enumerate(others):
+    yield Odd(f'record is {type(x).__name__} {i}', x)
 
 
-def _errors() -> Iterator[Odd]:
-  """Records that are not read: exceptions of a source about one of them."""
-  yield from (
-    Odd(f'reading raises {type(error).__name__}, {i}', error)
-    for i, error in zip(
-      itertools.count(),
-      [
-        ValueError('private'),
-        TypeError('private'),
-        KeyError('private'),
-        IndexError('private'),
-        AttributeError('private'),
-        ZeroDivisionError('private'),
-        AssertionError('private'),
-        StopIteration('private'),
-        RecursionError('private'),
-        MemoryError('private'),
-        NotImplementedError('private'),
-        UnicodeDecodeError('utf-8', b'\xff', 0, 1, 'private'),
-        OSError('image file is truncated'),
-        FileNotFoundError(2, 'private'),
-        UserWarning('private'),
-        ExceptionGroup('private', [ValueError('private')]),
-      ],
-      strict=False,
+# Of a source about one of its records, which is not read.
+_ERRORS = [
+  *(
+    kind('private')
+    for kind in (
+      *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+      *(ZeroDivisionError, AssertionError, StopIteration, RecursionError),
+      *(MemoryError, NotImplementedError, UserWarning),
     )
-  )
+  ),
+  UnicodeDecodeError('utf-8', b'\xff', 0, 1, 'private'),
+  OSError('image file is truncated'),
+  FileNotFoundError(2, 'private'),
+  ExceptionGroup('private', [ValueError('private')]),
+]

@@ -1,6 +1,7 @@
 """Every misuse that a newcomer tries is refused, with what to do instead."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ import prism_optax
 from prism_optax import training
 from tests import cases
 from tests.cases import DATA, FROZEN, PARAMS, N
+from tests.core import seams
 
 SGD = optax.sgd(0.1)
+prism = functools.partial(prism_optax.prism, 0.1)
 
 
 @functools.cache
@@ -21,169 +24,229 @@ def private():
   return cases.make(SGD, prng_key=None)
 
 
-def first_batch(training_, state):
-  return next(iter(training_.batches(state, DATA)))
+def first_step(made, frozen=FROZEN):
+  state = made.init(PARAMS)
+  return made.step(state, next(iter(made.batches(state, DATA))), frozen)
+
+
+def groups(labels, **shares):
+  return {'clipping': training.GroupClipping(labels, shares)}
+
+
+def own_chain(**k):
+  """Of another clip norm than it is told, and other noise."""
+  return prism_optax.chain(
+    prism_optax.intrinsic_clip(10.0, normalize_by=k['expected_batch_size']),
+    prism_optax.tangent_privatizer(0.05),
+    prism_optax.retract(),
+  )
+
+
+# An optimizer with the constants of a training, and what is said of it.
+CONSTANTS = [
+  (SGD, {'delta': 0.5}, r'delta < 1 / dataset_size, got delta=0\.5'),
+  (SGD, {'delta': 1 / N}, r'publishing one record'),
+  (SGD, {'delta': 0.0}, r'0 < delta < 1'),
+  (SGD, {'steps': 0}, r'steps to be an integer >= 1'),
+  (SGD, {'steps': 1e3}, r'steps to be an integer'),
+  (SGD, {'expected_batch_size': 201}, r'expected_batch_size <= dataset_size'),
+  (SGD, {'expected_batch_size': 20.5}, r'expected_batch_size to be an integer'),
+  (SGD, {'l2_clip_norm': 0.0}, r'0 < l2_clip_norm'),
+  # A compiler multiplies by the inverse: at 2e38 that is zero on a CPU.
+  (SGD, {'l2_clip_norm': 1e-31}, r'l2_clip_norm=1e-31'),
+  (SGD, {'l2_clip_norm': 1.1e30}, r'l2_clip_norm=1\.1e\+30'),
+  (SGD, {'noise_multiplier': None}, r'exactly one of target_epsilon and noise'),
+  (SGD, {'target_epsilon': 3.0}, r'exactly one of target_epsilon and noise'),
+  (SGD, {'noise_multiplier': -1.0}, r'noise_multiplier >= 0'),
+  (
+    SGD,
+    {'execution': training.Execution(7, padded_batch_size=48)},
+    r'multiple of microbatch',
+  ),
+  (SGD, {'examples_per_user': 2, 'batched_loss': True}, r'not supported'),
+  (SGD, {'prng_key': 'secret'}, r'chacha20'),
+  (SGD, {'stop': 'when it is good'}, r"stop to be .*'planned'"),
+  (SGD, {'tags': {'base': [1]}}, r"got tags\['base'\]=.* of list"),
+  (SGD, {'tags': {'base': 'x' * 201}}, r'at most 200'),
+  (SGD, groups({'head': 'a', 'layer': 'b'}, a=1.0), r"shares, \['a'\], got"),
+  # The fraction alone has all of the noise at 0.025, for b = 20 and sigma = 1.
+  *(
+    (SGD, {'clipping': training.QuantileClipping(fraction_stddev=x)}, message)
+    for x, message in ((0.02, r'fraction_stddev > 0\.025'), (0.025, r'0\.025'))
+  ),
+  # Optimizers.
+  (
+    prism_optax.prism(
+      0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=20
+    ),
+    {},
+    r'functools\.partial\(prism_optax\.prism, learning_rate\)',
+  ),
+  (prism_optax.add_decayed_factors(0.1), {}, r'functools'),
+  (prism_optax.intrinsic_clip(1.0), {}, r'functools'),
+  (prism_optax.per_matrix_clip(1.0), {}, r'functools'),
+  (0.1, {}, r'optax\.GradientTransformation or a function'),
+  (optax.adamw, {}, r'does not take'),
+  (lambda **k: SGD, {}, r'leaves the optimizer without'),
+  (lambda **k: 0.1, {}, r'begins with a clip'),
+  (
+    functools.partial(prism, noise_multiplier=0.01),
+    {},
+    r"fixes \['noise_multiplier'\]",
+  ),
+  (own_chain, {}, r'noise multiplier of this training, 1, got one of 0\.1:'),
+  # Other clips need an optimizer that lets them.
+  (
+    functools.partial(prism_optax.dp_muon, 0.1),
+    {'clipping': training.AutomaticClipping()},
+    r'thresholds of its own',
+  ),
+  (
+    lambda **k: prism(**k),
+    {'clipping': training.AutomaticClipping()},
+    r'per_example_gradients=False',
+  ),
+  (
+    prism,
+    groups({'head': 'a', 'layer': {'lora_a': 'a', 'lora_b': 'b'}}, a=1, b=1),
+    r'one label for both factors',
+  ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('optimizer', 'options', 'message'), CONSTANTS)
+def test_constants_and_optimizers_that_do_not_fit(optimizer, options, message):
+  with pytest.raises(ValueError, match=message):
+    cases.make(optimizer, **options)
 
 
 @pytest.mark.parametrize(
-  ('options', 'message'),
+  ('word', 'right'),
   [
-    ({'delta': 0.5}, r'delta < 1 / dataset_size, got delta=0\.5'),
-    ({'delta': 1 / N}, r'publishing one record'),
-    ({'delta': 0.0}, r'0 < delta < 1'),
-    ({'steps': 0}, r'steps to be an integer >= 1'),
-    ({'steps': 1e3}, r'steps to be an integer'),
-    ({'expected_batch_size': 201}, r'expected_batch_size <= dataset_size'),
-    ({'expected_batch_size': 20.5}, r'expected_batch_size to be an integer'),
-    ({'l2_clip_norm': 0.0}, r'0 < l2_clip_norm'),
-    ({'noise_multiplier': None}, r'exactly one of target_epsilon and noise'),
-    ({'target_epsilon': 3.0}, r'exactly one of target_epsilon and noise'),
-    ({'noise_multiplier': -1.0}, r'noise_multiplier >= 0'),
-    (
-      {'execution': training.Execution(7, padded_batch_size=48)},
-      r'multiple of microbatch',
-    ),
-    ({'examples_per_user': 2, 'batched_loss': True}, r'not supported'),
-    ({'prng_key': 'secret'}, r'chacha20'),
+    ('epochs', 'steps'),
+    ('max_grad_norm', 'l2_clip_norm'),
+    ('target_delta', 'delta'),
+    ('batch_size', 'expected_batch_size'),
+    ('epsilon', 'target_epsilon'),
+    ('sample_size', 'dataset_size'),
+    ('sigma', 'noise_multiplier'),
+    ('microbatch_size', r'execution=, training\.Execution\(microbatch_size'),
+    ('noise_multipler', 'noise_multiplier'),  # Misspelt.
+    ('max_gradnorm', 'l2_clip_norm'),  # Another library's, misspelt.
+    ('zzz', 'It has loss, params, optimi'),
   ],
 )
-def test_constants_that_do_not_fit(options, message):
-  with pytest.raises(ValueError, match=message):
-    cases.make(SGD, **options)
+def test_the_right_word_is_named(word, right):
+  with pytest.raises(TypeError, match=rf'no {word}=.*{right}'):
+    cases.make(SGD, **{word: 1})
 
 
-@pytest.mark.parametrize(
-  ('optimizer', 'message'),
-  [
-    (
-      prism_optax.prism(
-        0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=20
-      ),
-      r'functools\.partial\(prism_optax\.prism, learning_rate\)',
-    ),
-    (prism_optax.scale_by_rank_preconditioner(noise_stddev=1.0), r'functools'),
-    (prism_optax.intrinsic_clip(1.0), r'functools'),
-    (prism_optax.per_matrix_clip(1.0), r'functools'),
-    (0.1, r'optax\.GradientTransformation or a function'),
-    (optax.adamw, r'does not take'),
-    (lambda **constants: optax.sgd(0.1), r'leaves the optimizer without'),
-    (lambda **constants: 0.1, r'begins with a clip'),
-    (
-      functools.partial(prism_optax.prism, 0.1, noise_multiplier=0.01),
-      r"fixes \['noise_multiplier'\]",
-    ),
-    (
-      lambda **k: prism_optax.chain(
-        prism_optax.intrinsic_clip(10.0, normalize_by=k['expected_batch_size']),
-        prism_optax.tangent_privatizer(0.05),
-        prism_optax.retract(),
-      ),
-      r'noise multiplier of this training, 1, got one of 0\.1:',
-    ),
-  ],
-)
-def test_optimizers_that_do_not_fit(optimizer, message):
-  with pytest.raises(ValueError, match=message):
-    cases.make(optimizer)
+def test_the_table_of_words_names_arguments():
+  own = set(inspect.signature(training.make_private).parameters)
+  assert {right for right, _ in seams.FOREIGN_WORDS.values()} <= own
+  assert not set(seams.FOREIGN_WORDS) & own
+
+
+def test_an_optimizer_is_told_the_constants_of_the_training():
+  told = {}
+
+  def taking(l2_clip_norm, noise_multiplier, expected_batch_size, steps):
+    told.update(
+      l2_clip_norm=l2_clip_norm, noise_multiplier=noise_multiplier,
+      expected_batch_size=expected_batch_size, steps=steps,
+    )  # fmt: skip
+    return prism_optax.prism(0.1, **told)
+
+  cases.make(taking, l2_clip_norm=2.0, noise_multiplier=1.5)
+  assert told == {
+    'l2_clip_norm': 2.0, 'noise_multiplier': pytest.approx(1.5),
+    'expected_batch_size': cases.B, 'steps': 3,
+  }  # fmt: skip
 
 
 def test_weights_beside_their_adapters_are_warned_of():
   """As a filter ``nnx.Param`` lets them through; the training goes on."""
-  weight = {'kernel': jnp.ones((6, 5), jnp.float32)}
   pair = {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}
-
-  def loss(params, x):
-    delta = params['kernel'] + params['lora_a'] @ params['lora_b']
-    return jnp.sum((x @ delta) ** 2)
-
   with pytest.warns(UserWarning, match='entries of params .* kernel, the wei'):
-    training.make_private(
-      loss,
-      pair | weight,
-      optimizer=functools.partial(prism_optax.prism, 0.1),
-      l2_clip_norm=1.0,
-      noise_multiplier=1.0,
-      expected_batch_size=4,
-      dataset_size=100,
-      steps=2,
-      delta=1e-4,
-    )
+    cases.make(prism, params=pair | {'kernel': jnp.ones((6, 5), jnp.float32)})
 
 
-def test_other_clips_need_an_optimizer_that_lets_them():
-  with pytest.raises(ValueError, match='thresholds of its own'):
-    cases.make(
-      functools.partial(prism_optax.dp_muon, 0.1),
-      clipping=training.AutomaticClipping(),
-    )
-  with pytest.raises(ValueError, match='per_example_gradients=False'):
-    cases.make(
-      lambda **k: prism_optax.prism(0.1, **k),
-      clipping=training.AutomaticClipping(),
-    )
-  labels = training.GroupClipping({'head': 'a', 'layer': 'b'}, {'a': 1.0})
-  with pytest.raises(ValueError, match=r"shares, \['a'\], got 'b'"):
-    cases.make(SGD, clipping=labels)
-  split = {'head': 'a', 'layer': {'lora_a': 'a', 'lora_b': 'b'}}
-  with pytest.raises(ValueError, match='one label for both factors'):
-    cases.make(
-      functools.partial(prism_optax.prism, 0.1),
-      clipping=training.GroupClipping(split, {'a': 1.0, 'b': 1.0}),
-    )
+# Losses, when the first step is made; each takes a batch but the first ones.
 
 
-def test_a_loss_of_the_wrong_shape():
-  def per_entry(params, frozen, x, y):
-    return (x @ frozen + params['head'] - y) ** 2
-
-  made = cases.make(SGD, loss=per_entry)
-  state = made.init(PARAMS)
-  with pytest.raises(ValueError, match='the loss of one example, which has no'):
-    made.step(state, first_batch(made, state), FROZEN)
+def per_entry(params, frozen, x, y):
+  return (x @ frozen + params['head'] - y) ** 2
 
 
-@pytest.mark.parametrize('mixes', [False, True])
-def test_a_loss_that_mixes_records(mixes):
-  def losses(params, frozen, x, y):
-    x = x - x.mean(0) if mixes else x  # As batch normalisation does.
-    return jnp.sum((x @ frozen + params['head'] - y) ** 2, -1)
-
-  made = cases.make(SGD, loss=losses, batched_loss=True)
-  state = made.init(PARAMS)
-  batch = first_batch(made, state)
-  if not mixes:
-    made.step(state, batch, FROZEN)
-    return
-  with pytest.raises(ValueError, match='no batch normalisation, no mean'):
-    made.step(state, batch, FROZEN)
-
-
-def test_a_mean_loss_of_a_batch_has_no_gradient_of_copies():
+def mean(params, frozen, x, y):
   """The loss that every newcomer has: one number for the whole batch."""
+  return jnp.mean(per_entry(params, frozen, x, y))
 
-  def mean(params, frozen, x, y):
-    return jnp.mean((x @ frozen + params['head'] - y) ** 2)
 
-  made = cases.make(SGD, loss=mean, batched_loss=True)
+def centred(params, frozen, x, y):
+  """As batch normalisation does."""
+  return jnp.sum(per_entry(params, frozen, x - x.mean(0), y), -1)
+
+
+@pytest.mark.parametrize(
+  ('loss', 'options', 'message'),
+  [
+    (per_entry, {}, 'the loss of one example, which has no'),
+    (centred, {'batched_loss': True}, 'no batch normalisation, no mean'),
+    (mean, {'batched_loss': True}, r'Expected losses of shape \(\d+,\)'),
+    (cases.loss, {'has_aux': True}, r'return \(loss, aux\), as has_aux=True'),
+  ],
+)
+def test_losses_that_do_not_fit(loss, options, message):
+  made = cases.make(SGD, loss=loss, record=cases.RECORD, **options)
   state = made.init(PARAMS)
-  with pytest.raises(ValueError, match=r'Expected losses of shape \(\d+,\)'):
-    made.step(state, first_batch(made, state), FROZEN)
+  with pytest.raises(ValueError, match=message):
+    made.compile(state, FROZEN)  # Before any record is read.
+  with pytest.raises(ValueError, match=message):
+    made.step(state, next(iter(made.batches(state, DATA))), FROZEN)
+
+
+def losses(copies, frozen, x, y):
+  """Of a batch; a second frozen weight makes it mix the records."""
+  pair = copies['layer']
+  z = jnp.einsum('bi,bir,bro->bo', x, pair['lora_a'], pair['lora_b'])
+  z = z + x @ frozen['weight'] + copies['head']
+  of_each = jnp.sum((z - y) ** 2, -1)
+  return of_each * jnp.sum(x) if 'mixed' in frozen else of_each
+
+
+def test_a_state_has_one_program_and_each_is_proved_before_it_runs():
+  made = cases.make(SGD, loss=losses, batched_loss=True)
+  frozen = {'weight': jnp.asarray(FROZEN)}
+  state = made.init(PARAMS)
+  batches = iter(made.batches(state, DATA))
+  state, batch = made.step(state, next(batches), frozen), next(batches)
+  assert all(made.proofs)
+  for more, message in (
+    ('mixed', 'reduce_sum at misuse_test'),
+    ('unused', 'another one: program'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      made.step(state, batch, frozen | {more: jnp.ones(())})
+  wide = np.concatenate([DATA[0], DATA[0]], 1), DATA[1]
+  with pytest.raises(ValueError, match='another one: data'):
+    made.batches(state, wide)
 
 
 def test_a_step_beyond_the_last():
   made = private()
   state = cases.trained(made)
   assert len(made.batches(state, DATA)) == 0
-  batch = first_batch(made, made.init(PARAMS))
+  start = made.init(PARAMS)
   with pytest.raises(ValueError, match='All steps=3 are done, and no other'):
-    made.step(state, batch, FROZEN)
+    made.step(state, next(iter(made.batches(start, DATA))), FROZEN)
 
 
 def test_a_spent_state_and_forgotten_weights():
   """Before XLA and Python speak of deleted buffers and missing arguments."""
   made = private()
   state = made.init(PARAMS)
-  batch = first_batch(made, state)
+  batch = next(iter(made.batches(state, DATA)))
   for call in (made.step, made.nonprivate_means):
     with pytest.raises(ValueError, match=r"frozen=.* missing .* argument: 'y'"):
       call(state, batch)
@@ -209,9 +272,9 @@ def test_batches_that_are_not_ours():
     made.step(state, batches[0], FROZEN)
   # Of the same settings, but another seed.
   other = cases.make(SGD, prng_key=None)
-  state = made.init(PARAMS)
+  start = other.init(PARAMS)
   with pytest.raises(ValueError, match='step 0 of another'):
-    made.step(state, first_batch(other, other.init(PARAMS)), FROZEN)
+    made.step(made.init(PARAMS), next(iter(other.batches(start, DATA))), FROZEN)
 
 
 @pytest.mark.parametrize(
@@ -233,50 +296,56 @@ def test_batches_that_are_not_ours():
 def test_states_of_another_training(options):
   other = cases.make(SGD, prng_key=None, **options)
   state = private().init(PARAMS)
+  message = 'state of this training'
+  if 'tags' in options:
+    message += r".*tags; here \{'base': 'other'\}"
   for call in (
     lambda: other.batches(state, DATA),
     lambda: other.step(state, None, FROZEN),
     lambda: other.statement(state),
+    lambda: other.nonprivate_means(state, None),
+    lambda: other.adapters(state),
+    # And what was saved by a version whose states held less.
+    lambda: other.batches(state._replace(fingerprint=np.zeros(8)), DATA),
+    lambda: other.step(PARAMS, None),
   ):
-    with pytest.raises(ValueError, match='state of this training'):
+    with pytest.raises(ValueError, match=message):
       call()
 
 
-def test_states_that_are_none():
-  with pytest.raises(ValueError, match='state of this training'):
-    private().step(PARAMS, None)
-  with pytest.raises(ValueError, match='params of the shapes'):
-    private().init({'head': PARAMS['head']})
-
-
-@pytest.mark.parametrize(
-  ('data', 'message'),
-  [
-    ((DATA[0], DATA[1][:-1]), r'each record, got 2 leaves of 2 lengths'),
-    ([*zip(*DATA, strict=True)], r'make_private\(\.\.\., record=\.\.\.\)'),
-    ((np.array(['text'] * N), DATA[1]), r'Expected data of numbers'),
-    (7, r'a source with len\(data\)'),
-  ],
-)
-def test_data_that_do_not_fit(data, message):
-  state = private().init(PARAMS)
-  with pytest.raises(ValueError, match=message):
-    private().batches(state, data)
-
-
-def test_users_where_they_belong():
-  state = private().init(PARAMS)
-  with pytest.raises(ValueError, match='if and only if examples_per_user'):
-    private().batches(state, DATA, users=np.arange(N))
-  made = cases.make(SGD, examples_per_user=2, dataset_size=100)
+def test_states_and_data_that_do_not_fit():
+  made = private()
   state = made.init(PARAMS)
-  with pytest.raises(ValueError, match='if and only if examples_per_user'):
-    made.batches(state, DATA)
-  with pytest.raises(ValueError, match='one id for each record'):
-    made.batches(state, DATA, users=np.arange(10))
-
-
-def test_nothing_is_made_under_jit():
-  made = cases.make(SGD, prng_key=None)
-  with pytest.raises(ValueError, match='outside of jit'):
-    jax.jit(made.init)(PARAMS)
+  of_users = cases.make(SGD, examples_per_user=2, dataset_size=100)
+  start = of_users.init(PARAMS)
+  for call, message in (
+    (lambda: made.init({'head': PARAMS['head']}), 'params of the shapes'),
+    (lambda: jax.jit(made.init)(PARAMS), 'outside of jit'),
+    (
+      lambda: made.batches(state, (DATA[0], DATA[1][:-1])),
+      r'each record, got 2 leaves of 2 lengths',
+    ),
+    (
+      lambda: made.batches(state, [*zip(*DATA, strict=True)]),
+      r'make_private\(\.\.\., record=\.\.\.\)',
+    ),
+    (
+      lambda: made.batches(state, (np.array(['text'] * N), DATA[1])),
+      r'Expected data of numbers',
+    ),
+    (lambda: made.batches(state, 7), r'a source with len\(data\)'),
+    (
+      lambda: made.batches(state, DATA, users=np.arange(N)),
+      'if and only if examples_per_user',
+    ),
+    (
+      lambda: of_users.batches(start, DATA),
+      'if and only if examples_per_user',
+    ),
+    (
+      lambda: of_users.batches(start, DATA, users=np.arange(10)),
+      'one id for each record',
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      call()

@@ -1,4 +1,4 @@
-"""A private training is the spelled-out chain, and can be resumed."""
+"""A private training is the spelled-out chain; what is known beside it."""
 
 import functools
 import re
@@ -8,29 +8,40 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tqdm
 
 import prism_optax
 from prism_optax import accounting, lora, training
-from prism_optax.training import _fingerprint
 from tests import cases
 from tests.cases import DATA, FROZEN, PARAMS, B, N, loss
+from tests.core import seams
 
+SGD = optax.sgd(0.1)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 CHAINS = {
   'prism': (functools.partial(prism_optax.prism, 0.1), 'l2_clip_norm'),
   'dp_muon': (functools.partial(prism_optax.dp_muon, 0.1), 'l2_clip_norms'),
 }
 
 
-def spelled_out(name, batches, release):
-  """Parameters after three steps that a user wrote by hand."""
+def losses(params, frozen, x, y):
+  """Of a batch, with a copy of the parameters for each record."""
+  pair = params['layer']
+  more = lora.per_example_product(x, pair['lora_a'], pair['lora_b'])
+  return jnp.sum((x @ frozen + more + params['head'] - y) ** 2, -1)
+
+
+@pytest.mark.parametrize('name', [slow('prism'), 'dp_muon'])
+def test_same_bits_as_the_spelled_out_chain(name):
   make, clip_norm = CHAINS[name]
+  private = cases.make(make, steps=2)
+  state = private.init(PARAMS)
+  batches = list(private.batches(state, DATA))
+  end = cases.trained(private, state)
   tx = make(
-    **{clip_norm: 1.0},
-    noise_multiplier=1.0,
-    expected_batch_size=B,
-    prng_key=7,
-    steps=3,
-  )
+    **{clip_norm: 1.0}, noise_multiplier=1.0, expected_batch_size=B,
+    prng_key=7, steps=2,
+  )  # fmt: skip
 
   @jax.jit
   def step(params, state, x, y, is_padding):
@@ -40,43 +51,86 @@ def spelled_out(name, batches, release):
       state,
       params,
       is_padding_example=is_padding,
-      release_digest=release ^ _fingerprint.of_arrays(params),
+      release_digest=seams.release_digest(end, params),
     )
     return optax.apply_updates(params, updates), state
 
   params, state = PARAMS, tx.init(PARAMS)
   for batch in batches:
-    params, state = step(
-      params, state, *batch.examples, batch.is_padding_example
-    )
-  return params
-
-
-@pytest.mark.parametrize(
-  'name', [pytest.param('prism', marks=pytest.mark.slow), 'dp_muon']
-)
-def test_same_bits_as_the_spelled_out_chain(name):
-  private = cases.make(CHAINS[name][0])
-  state = private.init(PARAMS)
-  batches = private.batches(state, DATA)
-  end = cases.trained(private, state)
-  release = _fingerprint.release(end.fingerprint, 0)
-  cases.assert_same_bits(end.params, spelled_out(name, batches, release))
+    rows = *batch.examples, batch.is_padding_example
+    params, state = step(params, state, *rows)
+  cases.assert_same_bits(end.params, params)
   assert not np.array_equal(end.params['head'], PARAMS['head'])
 
 
-def test_microbatches_give_the_same():
-  """Sums are exact; a gradient may be rounded by the shape of its batch."""
-  optimizer = optax.sgd(0.1)
-  whole = cases.by_keys_alone(cases.make(optimizer))
-  for size, skip in ((1, True), (16, False)):
-    execution = training.Execution(size, skip_padding=skip)
-    parts = cases.make(optimizer, execution=execution)
+@pytest.fixture(scope='module')
+def usual():
+  return cases.by_keys_alone(cases.make(SGD))
+
+
+class Source:
+  """Like a ``datasets.Dataset``: dicts of lists, found by position."""
+
+  def __len__(self):
+    return N
+
+  def __getitem__(self, i):
+    return {'x': DATA[0][i].tolist(), 'y': DATA[1][i].tolist()}
+
+
+def of_dict(params, frozen, record):
+  return loss(params, frozen, record['x'], record['y'])
+
+
+def with_aux(params, frozen, x, y):
+  return loss(params, frozen, x, y), {'x': x, 'hit': x[0] > -0.5}
+
+
+def losses_with_aux(params, frozen, x, y):
+  return losses(params, frozen, x, y), {'x': x, 'hit': x[:, 0] > -0.5}
+
+
+FORM = dict(zip('xy', cases.RECORD, strict=True))
+
+
+@pytest.mark.parametrize(
+  ('options', 'data'),
+  [
+    ({'record': cases.RECORD}, [*zip(*DATA, strict=True)]),
+    ({}, tuple(map(jnp.asarray, DATA))),
+    ({'record': FORM, 'loss': of_dict}, Source()),
+    ({'loss': losses, 'batched_loss': True}, DATA),
+    ({'loss': with_aux, 'has_aux': True}, DATA),
     # More rows, the same records: the seed and the step say which.
-    assert parts.padded_batch_size % size == 0
-    np.testing.assert_allclose(
-      cases.by_keys_alone(parts)['head'], whole['head'], atol=1e-7
-    )
+    ({'execution': training.Execution(1, skip_padding=True)}, DATA),
+    ({'execution': training.Execution(16)}, DATA),
+  ],
+  ids=['list', 'jax', 'dicts', 'batched', 'aux', 'one by one', 'micro'],
+)
+def test_data_and_execution_of_any_kind_give_the_same(options, data, usual):
+  """Sums are exact; a gradient may be rounded by the shape of its batch."""
+  private = cases.make(SGD, **options)
+  found = cases.by_keys_alone(private, data)
+  if private.parts.execution.microbatch_size:
+    assert private.padded_batch_size % options['execution'].microbatch_size == 0
+  rtol = 1e-4 if 'batched_loss' in options else 1e-6
+  np.testing.assert_allclose(found['head'], usual['head'], rtol, 1e-6)
+  np.testing.assert_allclose(
+    found['layer']['lora_b'], usual['layer']['lora_b'], rtol, 1e-6
+  )
+
+
+def assert_moved(params, grads, norm, drawn=slice(None)):
+  """By the mean over b of clipped gradients, float64 leaves (n, *shape)."""
+  size = np.sqrt(sum((x**2).reshape(len(x), -1).sum(1) for x in grads))
+  weights = np.minimum(1, norm / size)
+  assert 0.1 < np.mean(weights < 1) <= 1
+  b = B if len(size) == N else len(size)
+  for x, old, new in zip(
+    grads, *map(jax.tree.leaves, (PARAMS, params)), strict=True
+  ):
+    mean = np.tensordot(weights[drawn], x[drawn], 1) / b
+    np.testing.assert_allclose(new - old, -mean, rtol=2e-5, atol=1e-6)
 
 
 def test_dense_optimizers_are_dp_sgd():
@@ -87,198 +141,221 @@ def test_dense_optimizers_are_dp_sgd():
   state = private.init(PARAMS)
   (batch,) = private.batches(state, DATA)
   here = ~np.asarray(batch.is_padding_example)
-  rows = np.concatenate(
-    [np.asarray(x)[here] for x in batch.examples], 1, dtype=np.float64
-  )
+  rows = np.concatenate([np.asarray(x)[here] for x in batch.examples], 1)
   # Which records were drawn is read off the batch, as nobody else may.
-  drawn = [
-    np.flatnonzero((np.concatenate(DATA, 1) == row).all(1))[0] for row in rows
-  ]
+  data = np.concatenate(DATA, 1)
+  drawn = [np.flatnonzero((data == row).all(1))[0] for row in rows]
   assert 5 < len(set(drawn)) == len(drawn) < 45
   grads = [np.float64(x) for x in jax.tree.leaves(cases.gradients())]
-  norms = np.sqrt(sum((x**2).reshape(N, -1).sum(1) for x in grads))
-  weights = np.minimum(1, 20 / norms)
-  assert 0.1 < np.mean(weights < 1) < 1  # Some are cut, some are not.
-  state = private.step(state, batch, FROZEN)
-  for x, old, new in zip(
-    grads, *map(jax.tree.leaves, (PARAMS, state.params)), strict=True
-  ):
-    mean = np.tensordot(weights[drawn], x[drawn], 1) / B
-    np.testing.assert_allclose(new - old, -mean, rtol=2e-5, atol=1e-6)
-
-
-def test_one_backward_pass_gives_the_same():
-  def losses(params, frozen, x, y):
-    pair = params['layer']
-    more = lora.per_example_product(x, pair['lora_a'], pair['lora_b'])
-    z = x @ frozen + more + params['head']
-    return jnp.sum((z - y) ** 2, -1)
-
-  private = cases.make(optax.sgd(0.1), loss=losses, batched_loss=True)
-  np.testing.assert_allclose(
-    cases.by_keys_alone(private)['head'],
-    cases.by_keys_alone(cases.make(optax.sgd(0.1)))['head'],
-    rtol=1e-4,
-    atol=1e-6,
-  )
-
-
-def test_an_interrupted_run_goes_on_with_the_same_bits():
-  """From arrays alone, in a training that was made anew."""
-  optimizer = optax.adam(0.1)
-  first = cases.make(optimizer, prng_key=None)
-  state = first.init(PARAMS)
-  for batch in first.batches(state, DATA):
-    state = first.step(state, batch, FROZEN)
-    if int(state.step) == 1:
-      keys = jax.tree.map(_saved, state)
-  again = cases.make(optimizer, prng_key=None)
-  restored = jax.tree.map(
-    lambda x, like: _restored(x, like), keys, again.init(PARAMS)
-  )
-  assert len(again.batches(restored, DATA)) == 2
-  cases.assert_same_bits(cases.trained(again, restored).params, state.params)
-
-
-def _saved(x):
-  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return np.asarray(jax.random.key_data(x) if is_key else x).copy()
-
-
-def _restored(x, like):
-  if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
-  return jnp.asarray(x)
-
-
-def test_two_runs_have_nothing_in_common():
-  """Without a key: other batches, other noise."""
-  private = cases.make(optax.sgd(0.1), prng_key=None)
-  one, other = private.init(PARAMS), private.init(PARAMS)
-  assert not np.array_equal(one.seed, other.seed)
-  one, other = (cases.trained(private, state) for state in (one, other))
-  assert not np.allclose(one.params['head'], other.params['head'])
-  known = cases.make(optax.sgd(0.1), noise_multiplier=0.0)
-  assert 'no guarantee against anyone who knows prng_key' in known.statement()
-  unknown = cases.make(optax.sgd(0.1), noise_multiplier=0.0, prng_key=None)
-  assert 'no guarantee' not in unknown.statement()
-
-
-@pytest.mark.parametrize(
-  ('data', 'record'),
-  [
-    ([(x, y) for x, y in zip(*DATA, strict=True)], cases.RECORD),
-    (tuple(map(jnp.asarray, DATA)), None),
-  ],
-  ids=['a list of records', 'jax arrays'],
-)
-def test_data_of_any_kind_give_the_same(data, record):
-  optimizer = optax.sgd(0.1)
-  cases.assert_same_bits(
-    cases.by_keys_alone(cases.make(optimizer, record=record), data=data),
-    cases.by_keys_alone(cases.make(optimizer)),
-  )
-
-
-def test_records_of_dicts_and_a_source():
-  """Like a ``datasets.Dataset``: dicts of lists, found by position."""
-
-  class Source:
-    def __len__(self):
-      return N
-
-    def __getitem__(self, i):
-      return {'x': DATA[0][i].tolist(), 'y': DATA[1][i].tolist()}
-
-  def of_dict(params, frozen, record):
-    return loss(params, frozen, record['x'], record['y'])
-
-  optimizer = optax.sgd(0.1)
-  record = dict(zip('xy', cases.RECORD, strict=True))
-  private = cases.make(optimizer, loss=of_dict, record=record)
-  found = cases.by_keys_alone(private, data=Source())
-  wanted = cases.by_keys_alone(cases.make(optimizer))
-  np.testing.assert_allclose(found['head'], wanted['head'], rtol=1e-5)
-
-
-def test_the_statement_keeps_the_promise_without_sampling():
-  private = cases.make(
-    optax.sgd(0.1),
-    noise_multiplier=None,
-    target_epsilon=0.5,
-    expected_batch_size=N,
-  )
-  shown = float(re.match(r'epsilon <= (\S+) ', private.statement())[1])
-  assert 0.498 <= shown <= 0.5
-  assert private.epsilon() <= 0.5
-
-
-@pytest.mark.slow
-def test_the_statement_keeps_the_promise():
-  epsilon, size, cut, steps = 0.5, 200, 30, 10
-  private = cases.make(
-    optax.sgd(0.1),
-    noise_multiplier=None,
-    target_epsilon=epsilon,
-    steps=steps,
-    execution=training.Execution(padded_batch_size=cut),
-  )
-  shown = float(re.match(r'epsilon <= (\S+) ', private.statement())[1])
-  assert epsilon - 2e-3 <= shown <= epsilon
-  assert private.epsilon() <= epsilon
-  assert private.event() == _event(private, size, cut, steps)
-
-
-def test_batches_beyond_six_deviations_are_cut_and_accounted_for():
-  size = 1000
-  private = cases.make(optax.sgd(0.1), dataset_size=size, steps=30)
-  assert private.padded_batch_size == 47
-  assert private.event() == _event(private, size, 47, 30)
-
-
-def _event(private, size, cut, steps):
-  return accounting.dpsgd_event(
-    private.noise_multiplier,
-    B / size,
-    steps,
-    truncated_batch_size=cut,
-    dataset_size=size,
-  )
-
-
-def test_full_batches_are_not_cut():
-  private = cases.make(optax.sgd(0.1), expected_batch_size=N, steps=1)
-  assert private.padded_batch_size == N
-  (batch,) = private.batches(private.init(PARAMS), DATA)
-  assert not batch.is_padding_example.any()
-  # Nothing is sampled: the Gaussian mechanism itself.
-  assert private.epsilon() == pytest.approx(
-    accounting.gaussian_epsilon(1.0, 1e-4), rel=1e-3
-  )
+  params = private.step(state, batch, FROZEN).params
+  assert_moved(params, grads, 20.0, drawn)
 
 
 def test_users_contribute_the_mean_of_some_records():
   """A step without noise, against the gradient of each user's mean loss."""
-  users = np.arange(N) // 4  # Fifty users of four records.
   private = cases.make(
-    optax.sgd(1.0),
-    noise_multiplier=0.0,
-    l2_clip_norm=3.0,
-    dataset_size=50,
-    expected_batch_size=50,
-    examples_per_user=4,
-    steps=1,
-  )
+    optax.sgd(1.0), noise_multiplier=0.0, l2_clip_norm=3.0, dataset_size=50,
+    expected_batch_size=50, examples_per_user=4, steps=1,
+  )  # fmt: skip
   assert 'unit: one user with all records, at most 4' in private.statement()
-  state = cases.trained(private, users=users)
+  state = cases.trained(private, users=np.arange(N) // 4)
   grads = [
     x.reshape(50, 4, *x.shape[1:]).mean(1, dtype=np.float64)
     for x in jax.tree.leaves(cases.gradients())
   ]
-  norms = np.sqrt(sum((x**2).reshape(50, -1).sum(1) for x in grads))
-  weights = np.minimum(1, 3 / norms)
-  for x, old, new in zip(
-    grads, *map(jax.tree.leaves, (PARAMS, state.params)), strict=True
+  assert_moved(state.params, grads, 3.0)
+
+
+def test_two_runs_have_nothing_in_common():
+  """Without a key: other batches, other noise."""
+  private = cases.make(SGD, prng_key=None)
+  one, other = private.init(PARAMS), private.init(PARAMS)
+  assert not np.array_equal(one.seed, other.seed)
+  one, other = (cases.trained(private, state) for state in (one, other))
+  assert not np.allclose(one.params['head'], other.params['head'])
+  for key in (7, None):
+    made = cases.make(SGD, noise_multiplier=0.0, prng_key=key)
+    told = 'no guarantee against anyone who knows prng_key' in made.statement()
+    assert told is (key is not None)
+
+
+def rate(count):
+  """Overflows in the second of three steps."""
+  return jnp.where(count == 1, jnp.inf, 0.1)
+
+
+def best_so_far():
+  """A state that holds infinity, as that of a search may."""
+
+  def update(updates, state, params=None):
+    return updates, state
+
+  return optax.GradientTransformation(lambda params: jnp.array(jnp.inf), update)
+
+
+@pytest.mark.parametrize(
+  'optimizer',
+  [
+    optax.chain(best_so_far(), optax.sgd(rate, momentum=0.9)),
+    slow(functools.partial(prism_optax.prism, rate)),
+  ],
+  ids=['momentum', 'prism'],
+)
+def test_floats_stay_and_keys_and_counters_move_on(optimizer):
+  """A step that is not finite leaves the parameters and counts all the same."""
+  private = cases.make(optimizer, prng_key=None, expected_batch_size=N)
+  state = private.init(PARAMS)
+  seen = [cases.saved(state)]
+  for batch in private.batches(state, DATA):
+    state = private.step(state, batch, FROZEN)
+    seen.append(cases.saved(state))
+  assert [(int(x.held), int(x.step)) for x in seen] == [
+    (0, 0), (0, 1), (1, 2), (1, 3),
+  ]  # fmt: skip
+  moved = 0
+  for x, y in zip(
+    *(jax.tree.leaves((s.params, s.optimizer)) for s in seen[1:3]), strict=True
   ):
-    mean = np.tensordot(weights, x, 1) / 50
-    np.testing.assert_allclose(new - old, -mean, rtol=2e-5, atol=1e-6)
+    if np.issubdtype(x.dtype, np.floating):
+      np.testing.assert_array_equal(x, y)
+    else:
+      moved += not np.array_equal(x, y)
+  assert moved >= 2  # The key of the noise and the count of the schedule.
+  heads = [x.params['head'] for x in seen]
+  assert not np.array_equal(heads[0], heads[1])  # The others were taken.
+  assert not np.array_equal(heads[2], heads[3])
+  assert len(private.proofs) == 2
+  assert all(private.proofs)
+  assert '3 of 3 steps' in private.statement(state)
+
+
+# Epsilon.
+
+
+def event_of(private, size, cut, steps):
+  return accounting.dpsgd_event(
+    private.noise_multiplier, B / size, steps,
+    truncated_batch_size=cut, dataset_size=size,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('target', 'options'),
+  [
+    (0.5, {'expected_batch_size': N}),
+    slow(2.0, {'steps': 20, 'stop': 'adaptive'}),
+    slow(
+      0.5, {'steps': 10, 'execution': training.Execution(padded_batch_size=30)}
+    ),
+  ],
+)
+def test_the_statement_keeps_the_promise(target, options):
+  private = cases.make(
+    SGD, noise_multiplier=None, target_epsilon=target, **options
+  )
+  shown = float(re.match(r'epsilon <= (\S+) ', private.statement())[1])
+  assert target * 0.995 <= shown <= target
+  assert target * 0.995 <= private.epsilon() <= target
+  if 'execution' in options:
+    assert private.event() == event_of(private, N, 30, 10)
+
+
+def test_batches_beyond_six_deviations_are_cut_and_accounted_for():
+  private = cases.make(SGD, dataset_size=1000, steps=30)
+  assert private.padded_batch_size == 47
+  assert private.event() == event_of(private, 1000, 47, 30)
+  # Full batches are not: nothing is sampled, the Gaussian mechanism itself.
+  private = cases.make(SGD, expected_batch_size=N, steps=1)
+  (batch,) = private.batches(private.init(PARAMS), DATA)
+  assert len(batch.is_padding_example) == N
+  assert not batch.is_padding_example.any()
+  exact = accounting.gaussian_epsilon(1.0, 1e-4)
+  assert private.epsilon() == pytest.approx(exact, rel=1e-3)
+
+
+# What is known before and beside the steps.
+
+
+def test_compiled_ahead_of_the_first_record():
+  traces = []
+
+  def counted(params, frozen, x, y):
+    traces.append(1)
+    return loss(params, frozen, x, y)
+
+  private = cases.make(SGD, loss=counted, record=cases.RECORD, prng_key=None)
+  state = private.init(PARAMS)
+  private.compile(state, FROZEN)
+  assert len(private.proofs) == 2
+  assert all(private.proofs)
+  count, batches = len(traces), private.batches(state, DATA)
+  with pytest.raises(ValueError, match='as they were compiled for'):
+    private.step(state, next(iter(batches)), FROZEN[:, :, None])
+  state = private.step(state, next(iter(batches)), FROZEN)
+  assert len(traces) == count
+  # The number of batches is public, so a progress bar may know it.
+  assert tqdm.tqdm(batches, disable=True).total == 3 == len(batches)
+  # A restored state is compared before its data are there.
+  other = cases.make(optax.sgd(0.2), record=cases.RECORD, prng_key=None)
+  with pytest.raises(ValueError, match=r'another one: program \(loss'):
+    other.compile(state, FROZEN)
+  without = cases.make(SGD)
+  with pytest.raises(ValueError, match='record=.*to compile before'):
+    without.compile(without.init(PARAMS), FROZEN)
+
+
+def test_users_are_compiled_ahead():
+  private = cases.make(
+    SGD, record=cases.RECORD, dataset_size=100, examples_per_user=2, delta=1e-3
+  )
+  state = private.init(PARAMS)
+  private.compile(state, FROZEN)
+  # Another program would be refused.
+  cases.trained(private, state, users=np.arange(N) // 2)
+
+
+@pytest.mark.parametrize(
+  'kind', ['records', 'micro-batches', 'batched', 'users']
+)
+def test_means_of_a_batch(kind):
+  """Against NumPy, over the records that were drawn and no padding.
+
+  Padding is zeros, which would be hits. Of each user it is the mean over the
+  records that are there.
+  """
+  users = None
+  options = {'execution': training.Execution(8)} if 'micro' in kind else {}
+  if kind == 'users':
+    users = np.repeat(np.arange(50), 3)
+    options = {
+      'dataset_size': 50, 'expected_batch_size': 50, 'examples_per_user': 4,
+      'delta': 1e-3,
+    }  # fmt: skip
+  private = cases.make(
+    SGD,
+    loss=losses_with_aux if kind == 'batched' else with_aux,
+    batched_loss=kind == 'batched',
+    has_aux=True,
+    **options,
+  )
+  state = private.init(PARAMS)
+  data = tuple(x[:150] for x in DATA)
+  batch = next(iter(private.batches(state, data, users=users)))
+  found = private.nonprivate_means(state, batch, FROZEN)
+  here = ~np.asarray(batch.is_padding_example)
+  x, y = data
+  if users is None:
+    assert 5 < here.sum() < len(here)
+    x, y = (np.asarray(leaf)[here] for leaf in batch.examples)
+  values, grads = jax.vmap(jax.value_and_grad(loss), (None, None, 0, 0))(
+    PARAMS, FROZEN, x, y
+  )
+  # Float32, in another order of the sums.
+  np.testing.assert_allclose(found.loss, values.mean(), rtol=1e-5)
+  np.testing.assert_allclose(found.aux['x'], x.mean(0), atol=1e-6)
+  hits = (x[:, 0] > -0.5).mean()
+  np.testing.assert_allclose(found.aux['hit'], hits, rtol=1e-5)
+  if users is None:
+    norms = jax.vmap(optax.tree.norm)(grads)
+    np.testing.assert_allclose(found.gradient_norm, norms.mean(), rtol=1e-5)
+  private.step(state, batch, FROZEN)  # Its buffers are all there still.

@@ -17,7 +17,6 @@ import pytest
 import scipy.stats
 
 from prism_optax import accounting
-from prism_optax.training import _stops
 from tests import cases
 from tests.cases import PARAMS, N
 
@@ -75,10 +74,8 @@ def test_epsilon_of_the_steps_done_does_not_hold_for_a_chosen_stop():
 def test_what_is_claimed_holds_for_any_stop(stop):
   private = make(stop)
   stops = private.parts.settings.stops
-  by_stop = {
-    t: private.epsilon(None if stop == 'planned' else t) for t in stops
-  }
-  found = largest_delta(lambda t: by_stop[_stops.next_stop(stops, t)])
+  by_stop = {t: private.epsilon(t) for t in stops}
+  found = largest_delta(lambda t: by_stop[min(x for x in stops if x >= t)])
   assert found <= DELTA * (1 + 1e-3)  # Of the grid of ratios.
   assert found > 0.8 * DELTA  # The bound is nearly met: the attack is strong.
 
@@ -96,16 +93,21 @@ def test_a_statement_before_the_last_step():
   early, words = shown(private, 20)
   assert early == whole
   assert words.endswith('20 of 64 steps (epsilon is that of all 64)')
-  fixed, words = shown(private, 20, stop_was_fixed=True)
-  assert fixed == pytest.approx(private.epsilon(20), abs=2e-3)
-  assert fixed < whole
-  assert words.endswith('20 of 64 steps (a stop that was fixed beforehand)')
+  # Also where a ledger is ahead of a state that was restored.
+  for done, options in ((20, {}), (9, {'released_steps': 20})):
+    fixed, words = shown(private, done, stop_was_fixed=True, **options)
+    assert fixed == pytest.approx(private.epsilon(20), abs=2e-3)
+    assert fixed < whole
+    assert words.endswith('20 of 64 steps (a stop that was fixed beforehand)')
   _, words = shown(private, STEPS, stop_was_fixed=True)
   assert words.endswith('64 of 64 steps')
+  with pytest.raises(ValueError, match='at most 64 steps, got 65'):
+    shown(private, 1, released_steps=65)
 
 
 def test_a_statement_with_stops_that_were_fixed_beforehand():
   private = make('adaptive')
+  # Public, and they end with the last step.
   assert private.parts.settings.stops == (4, 8, 16, 32, 64)
   early, words = shown(private, 20)
   assert words.endswith(
@@ -118,17 +120,10 @@ def test_a_statement_with_stops_that_were_fixed_beforehand():
   assert early == pytest.approx(wanted, abs=3e-3)
   with pytest.raises(ValueError, match="stop='adaptive'.*stop_was_fixed=True"):
     shown(private, 20, stop_was_fixed=True)
-
-
-def test_possible_stops_are_public_and_end_with_the_last_step():
-  assert _stops.possible_stops('planned', 7) == (7,)
-  assert _stops.possible_stops('adaptive', 1) == (1,)
-  assert _stops.possible_stops('adaptive', 300) == (19, 38, 75, 150, 300)
-  assert _stops.next_stop((4, 8), 0) == 4
-  with pytest.raises(ValueError, match='at most 8 steps, got 9'):
-    _stops.next_stop((4, 8), 9)
-  with pytest.raises(ValueError, match="stop to be .*'planned'"):
-    _stops.possible_stops('when it is good', 7)
+  # Halves are rounded up, and one step has one stop.
+  for steps, stops in ((300, (19, 38, 75, 150, 300)), (1, (1,))):
+    made = cases.make(optax.sgd(0.1), steps=steps, stop='adaptive')
+    assert made.parts.settings.stops == stops
 
 
 @pytest.mark.slow
@@ -145,17 +140,3 @@ def test_the_page_has_these_figures():
   for steps, planned, adaptive in rows:
     assert float(planned) == epsilon(300, 1e-5)
     assert float(adaptive) == epsilon(int(steps), 1e-5 / 5)
-
-
-@pytest.mark.slow
-def test_a_target_is_that_of_the_last_possible_stop():
-  private = cases.make(
-    optax.sgd(0.1),
-    noise_multiplier=None,
-    target_epsilon=2.0,
-    steps=20,
-    stop='adaptive',
-    prng_key=None,
-  )
-  assert 1.99 < private.epsilon() <= 2.0
-  assert shown(private, 20)[0] <= 2.0

@@ -9,58 +9,49 @@ from prism_optax.training import _sampling
 from prism_optax.training._sampling import Sampling
 
 SEED = np.arange(4, dtype=np.uint32)
-
-
-def drawn(sampling, step):
-  places = sampling.draw(SEED, step)
-  assert places.shape == (sampling.padded_batch_size,)
-  return places
+USUAL = Sampling(8, 40, 40, None, None)
 
 
 def test_each_record_is_drawn_by_itself_with_the_probability():
   """Counts of records and sizes of batches against their binomial laws."""
-  sampling = Sampling(8, 40, 40, None, None)
   steps = 4000
   hits = np.zeros((steps, 40), bool)
   for step in range(steps):
-    places = drawn(sampling, step)
+    places = USUAL.draw(SEED, step)
     assert len(set(places[places >= 0])) == (places >= 0).sum()
     hits[step, places[places >= 0]] = True
-  counts = hits.sum(0)
   # Five standard deviations of 40 binomials.
-  assert abs(counts / steps - 0.2).max() < 5 * math.sqrt(0.16 / steps)
-  sizes = hits.sum(1)
-  assert sizes.var() == pytest.approx(40 * 0.16, rel=0.15)
+  assert abs(hits.mean(0) - 0.2).max() < 5 * math.sqrt(0.16 / steps)
+  assert hits.sum(1).var() == pytest.approx(40 * 0.16, rel=0.15)
   # No pair of records goes together: covariances are zero.
   covariance = np.cov(hits.T) - 0.16 * np.eye(40)
   assert abs(covariance).max() < 6 * 0.16 / math.sqrt(steps)
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
-  sampling = Sampling(8, 40, 40, None, None)
-  np.testing.assert_array_equal(drawn(sampling, 3), drawn(sampling, 3))
-  assert not np.array_equal(drawn(sampling, 3), drawn(sampling, 4))
-  other = sampling.draw(SEED + 1, 3)
-  assert not np.array_equal(drawn(sampling, 3), other)
+  one = USUAL.draw(SEED, 3)
+  np.testing.assert_array_equal(one, USUAL.draw(SEED, 3))
+  assert not np.array_equal(one, USUAL.draw(SEED, 4))
+  assert not np.array_equal(one, USUAL.draw(SEED + 1, 3))
 
 
 def test_large_batches_are_cut_by_chance():
   sampling = Sampling(30, 40, 10, None, None)
   assert sampling.truncated_batch_size == 10
+  assert USUAL.truncated_batch_size is None
   counts = np.zeros(40)
   for step in range(800):
-    places = drawn(sampling, step)
+    places = sampling.draw(SEED, step)
+    assert places.shape == (10,)
     assert (places >= 0).all()
     counts[places] += 1
   assert abs(counts / 800 - 0.25).max() < 5 * math.sqrt(0.1875 / 800)
-  assert Sampling(30, 40, 40, None, None).truncated_batch_size is None
 
 
 def test_padding_fills_whole_microbatches():
   sampling = Sampling(8, 40, 24, 4, None)
   for step in range(20):
-    places = drawn(sampling, step)
-    parts = places.reshape(4, 6).T  # Part k has every sixth row.
+    parts = sampling.draw(SEED, step).reshape(4, 6).T  # Every sixth row.
     full = (parts >= 0).sum(1)
     assert sorted(full, reverse=True) == list(full)
     assert sum((full > 0) & (full < 4)) <= 1

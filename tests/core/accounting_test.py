@@ -1,0 +1,109 @@
+"""The search for a noise multiplier, and closed forms at the ends."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from dp_accounting import gaussian_mechanism
+from scipy import stats
+
+from prism_optax import accounting
+from prism_optax.accounting import _as_drawn, _epsilon, _gaussian
+
+
+@pytest.mark.parametrize('first_step', [1e-5, 0.1])
+@pytest.mark.parametrize('guess', [0.01, 1.0, 50.0])
+def test_answer_is_as_near_as_promised_however_wrong_the_guess(
+  guess, first_step
+):
+  """An accountant in closed form, epsilon 3 / sigma^2."""
+
+  def spent(sigma):
+    return 3 / sigma**2
+
+  sigma = _epsilon._solve(spent, 2.0, guess, 5e-6, first_step)
+  assert spent(sigma) <= 2.0
+  assert sigma == pytest.approx(math.sqrt(1.5), rel=5e-6)
+  assert spent(sigma * (1 - 6e-6)) > 2.0
+
+
+def test_answer_meets_the_target_where_epsilon_jumps():
+  """As it does where delta is near the accountant's own tail."""
+  sigma = _epsilon._solve(
+    lambda sigma: math.inf if sigma < 1.7 else 0.0, 2.0, 1.0, 5e-6
+  )
+  assert sigma == pytest.approx(1.7, rel=1e-5)
+  assert sigma >= 1.7
+  with pytest.raises(ValueError, match='cannot be reached'):
+    _epsilon._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
+
+
+@pytest.mark.parametrize('epsilon', [1e-3, 1.0, 1000.0])
+@pytest.mark.parametrize('delta', [1e-12, 1e-5, 0.9])
+def test_mu_inverts_the_exact_delta_at_the_ends_of_the_scale(epsilon, delta):
+  mu = _gaussian.gaussian_mu(epsilon, delta)
+  # 1e-10 is the promise; the formula itself keeps about twelve digits.
+  found = _gaussian.gaussian_delta(mu, epsilon)
+  assert found == pytest.approx(delta, rel=1e-10)
+  # Never less privacy than asked, to the last digit.
+  assert found <= delta
+  back = accounting.gaussian_epsilon(mu, delta)
+  assert back == pytest.approx(epsilon, rel=1e-9)
+  # dp-accounting's own solver stops at an absolute 1e-12.
+  sigma = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
+  assert 1 / mu == pytest.approx(sigma, rel=1e-6)
+
+
+def test_beyond_the_ends_of_the_scale():
+  for mu, epsilon, delta in (
+    (0.0, 1.0, 0), (math.inf, 1.0, 1), (1e5, 1.0, 1), (1e-5, 1.0, 0),
+    (1.0, math.inf, 0),
+  ):  # fmt: skip
+    assert _gaussian.gaussian_delta(mu, epsilon) == delta
+  # Of 1e-6 total variation is below delta: nothing is left to hide.
+  for mu, delta, epsilon in (
+    (0.0, 1e-5, 0), (1.0, 0.0, math.inf), (1.0, 1.0, 0), (1e-6, 1e-5, 0),
+    (math.inf, 1e-5, math.inf),
+  ):  # fmt: skip
+    assert accounting.gaussian_epsilon(mu, delta) == epsilon
+  assert _gaussian.gaussian_mu(1.0, 0.0) == 0
+  assert _gaussian.gaussian_mu(math.inf, 1e-5) == math.inf
+  # epsilon 0: delta is the total variation distance, 2 Phi(mu / 2) - 1.
+  mu = _gaussian.gaussian_mu(0.0, 0.2)
+  assert 2 * stats.norm.cdf(mu / 2) - 1 == pytest.approx(0.2, rel=1e-12)
+  with pytest.raises(ValueError, match='epsilon=nan'):
+    _gaussian.gaussian_delta(1.0, math.nan)
+  with pytest.raises(ValueError, match='epsilon=-1'):
+    _gaussian.gaussian_mu(-1, 1e-5)
+  with pytest.raises(ValueError, match='delta=1'):
+    _gaussian.gaussian_mu(1.0, 1)
+
+
+def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
+  event, delta = accounting.dpsgd_event(0.6, 1e-3, 1000), 1e-5
+  entries = 1e10  # More than most have: drawn noise adds 5e-7 to delta.
+  ideal, drawn = (
+    accounting.privacy_statement(event, delta, accountant='rdp', entries=x)
+    for x in (None, entries)
+  )
+  assert drawn.endswith(', noise as drawn')
+  assert '1e-05' in drawn
+  spent, shown = (
+    float(re.search(r'<= ([0-9.]+)', x)[1]) for x in (ideal, drawn)
+  )
+  assert spent < shown < 1.1 * spent
+  # Some delta of ideal noise gives, with what drawn noise adds, no more.
+  found = [
+    _as_drawn.release_guarantee(
+      accounting.epsilon(event, x, accountant='rdp'), x, entries
+    )
+    for x in np.linspace(0.5, 1, 20) * delta
+  ]
+  assert min(e for e, d in found if d <= delta) >= shown - 2e-3
+  # The terms of the derivation, one entry, at epsilon and delta of zero:
+  # tau + beta + nu + beta, 5e-17, 1e-20, 1e-19 and 1e-20.
+  shift, added = _as_drawn.release_guarantee(0.0, 0.0, 1)
+  assert math.isclose(added, 5e-17 + 1e-19 + 2e-20, rel_tol=1e-5)
+  assert 0 < shift < 1e-6
+  assert '(PLD)' in accounting.privacy_statement(event, delta)

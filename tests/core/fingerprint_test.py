@@ -1,0 +1,110 @@
+"""What a run is of, as digests: of arrays, programs and the environment."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prism_optax.training import _fingerprint
+
+
+def program(function, *arguments):
+  return _fingerprint.program(jax.make_jaxpr(function)(*arguments))
+
+
+def test_a_program_is_known_by_what_it_computes():
+  x = np.ones((3, 2), np.float32)
+  table = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+
+  def make(rate=0.1, table=table, steps=3):
+    @jax.custom_vjp
+    def inner(z):
+      return jnp.sum(z * table) * rate
+
+    inner.defvjp(lambda z: (inner(z), z), lambda z, g: (g * z * rate,))
+
+    def whole(z):
+      def body(carry, _):
+        return carry + jax.nn.relu(inner(carry)), None
+
+      return jax.lax.scan(jax.checkpoint(body), z, None, length=steps)[0]
+
+    return lambda z: jax.jit(jax.grad(lambda y: whole(y).sum()))(z)
+
+  def one(z):
+    return 2 * z
+
+  def renamed(z):
+    return 2 * z
+
+  assert program(jax.jit(one), x) == program(jax.jit(renamed), x)
+  same = program(make(), x)
+  assert program(make(table=jnp.asarray(table)), x) == same
+  others = [
+    program(make(rate=0.2), x),
+    program(make(table=table + 1), x),
+    program(make(steps=4), x),
+    program(make(table=table.astype(np.float16)), x.astype(np.float16)),
+  ]
+  assert len({same, *others}) == 5
+
+
+def test_a_digest_of_arrays_tells_bits_apart():
+  of = jax.jit(_fingerprint.of_arrays)
+  x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+  x[0, 0] = 0.0
+  flipped, moved = x.copy(), x.copy()
+  flipped.view(np.uint32)[1, 2] ^= 1
+  moved[[0, 1]] = moved[[1, 0]]
+  signed = np.where(x == 0, np.float32(-0.0), x)
+  trees = [
+    [x, 2 * x],
+    [2 * x, x],
+    *([y, 2 * x] for y in (flipped, moved, signed)),
+  ]
+  digests = [tuple(np.asarray(of(tree)).tolist()) for tree in trees]
+  assert len(set(digests)) == len(trees)
+  assert all(len(set(d)) == 8 for d in digests)
+  # One word changes all of them: there is no short way to a collision.
+  assert not set(digests[0]) & set(digests[2])
+
+
+@pytest.mark.parametrize(
+  'dtype', ['bool', 'int8', 'uint16', 'int4', 'bfloat16', 'float16',
+            'float8_e4m3fn', 'complex64', 'key<fry>']
+)  # fmt: skip
+def test_arrays_of_any_type_have_a_digest(dtype):
+  if dtype == 'key<fry>':
+    pair = map(jax.random.key, (0, 1))
+  else:
+    pair = (jnp.asarray([i, 1, 0]).astype(dtype) for i in (0, 1))
+  one, other = (np.asarray(_fingerprint.of_arrays([x])) for x in pair)
+  assert (one.shape, one.dtype) == ((8,), np.uint32)
+  assert not np.array_equal(one, other)
+
+
+def test_frozen_weights_are_read_once_unless_they_may_change(monkeypatch):
+  calls, digest = [], _fingerprint.jitted_of_arrays
+  monkeypatch.setattr(
+    _fingerprint, 'jitted_of_arrays', lambda x: calls.append(1) or digest(x)
+  )
+  weights = _fingerprint.FrozenWeights()
+  x, y = jnp.arange(3.0), np.arange(3.0, dtype=np.float32)
+  one = weights.digest([x])
+  assert weights.digest([x]) == one
+  assert len(calls) == 1
+  assert weights.digest([x + 1]) != one
+  numpy = weights.digest([y])
+  y[0] = 5.0
+  assert weights.digest([y]) != numpy
+
+
+def test_a_gpu_that_may_add_in_any_order_is_another_one_in_each_process(
+  monkeypatch,
+):
+  """So a step that is done again there is refused, or counted by a journal."""
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  for flags, same in (('', False), ('--xla_gpu_deterministic_ops=true', True)):
+    monkeypatch.setenv('XLA_FLAGS', flags)
+    one, other = (_fingerprint.environment(None, x) for x in 'ab')
+    assert (one == other) is same

@@ -1,0 +1,64 @@
+"""The journal of a run: what is written down, and what is refused."""
+
+import sqlite3
+
+import pytest
+
+from prism_optax.training import _fingerprint
+from prism_optax.training._journal import Count, Journal
+
+RUN, OTHER_RUN = b'run', b'other'
+DIGESTS = [_fingerprint.words(name) for name in 'abc']
+
+
+def test_each_other_release_of_a_step_counts(tmp_path):
+  path = tmp_path / 'journal'
+  journal = Journal(path)
+  assert journal.count() == Count(0, 0)
+  journal.begin(RUN)
+  assert journal.record(RUN, 0, DIGESTS[0]) == 0
+  assert journal.record(RUN, 1, DIGESTS[0]) == 0
+  assert journal.count(RUN) == Count(2, 2)
+  # Another process, after a crash, elsewhere; and again; and back.
+  journal = Journal(path)
+  journal.begin(OTHER_RUN)  # What `init` does before a state is restored.
+  for step, digest, attempt in (
+    (1, 1, 1), (1, 2, 2), (1, 1, 1), (1, 0, 0), (2, 1, 0),
+  ):  # fmt: skip
+    assert journal.record(RUN, step, DIGESTS[digest]) == attempt
+  assert journal.count(RUN) == journal.count() == Count(3, 5)
+  assert journal.count().again == 2
+
+
+def test_a_journal_that_is_gone_or_of_others(tmp_path):
+  path = tmp_path / 'journal'
+  journal = Journal(path)
+
+  def refused(run, error, message):
+    for call in (
+      lambda: journal.record(run, 0, DIGESTS[0]),
+      lambda: journal.count(run),
+    ):
+      with pytest.raises(error, match=message):
+        call()
+
+  refused(RUN, FileNotFoundError, 'There is no journal in')
+  journal.begin(RUN)
+  refused(OTHER_RUN, ValueError, 'is that of another run')
+  # Gone, and begun again by the init before a restoration: it is not his.
+  path.unlink()
+  journal = Journal(path)
+  journal.begin(OTHER_RUN)
+  refused(RUN, ValueError, 'is that of another run')
+
+
+def test_a_journal_that_was_changed_by_hand(tmp_path):
+  journal = Journal(tmp_path / 'journal')
+  journal.begin(RUN)
+  for digest in DIGESTS[:2]:
+    journal.record(RUN, 0, digest)
+  with sqlite3.connect(journal.path) as connection:
+    connection.execute('DELETE FROM ledger WHERE id = 3')
+  connection.close()
+  with pytest.raises(RuntimeError, match='changed outside this library'):
+    Journal(journal.path).count()
