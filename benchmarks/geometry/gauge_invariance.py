@@ -27,7 +27,8 @@ import prism_optax  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 from benchmarks.geometry import given_noise  # noqa: E402
 from prism_optax import lora, transforms  # noqa: E402
-from tests.oracles import oracles, problems, test_utils  # noqa: E402
+from tests import cases  # noqa: E402
+from tests.oracles import oracles, problems  # noqa: E402
 
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
 CLIP, BATCH, STDDEV, LEARNING_RATE = 2.0, 5.0, 0.16, 0.05
@@ -112,7 +113,7 @@ def start(
     for pair in factors
   ]
   with jax.enable_x64(True):
-    params = test_utils.tree_of(turned, extra)
+    params = cases.tree_of(turned, extra)
     if canonical:
       params = lora.canonicalize(params)
     params = jax.tree.map(np.asarray, params)

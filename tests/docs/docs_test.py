@@ -1,6 +1,6 @@
 """The documentation keeps its word: its Python runs, its reference is whole."""
 
-import ast
+import importlib
 import os
 import pathlib
 import re
@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests import conftest
+from tests.architecture import docstrings_test
 from tests.docs.readme_test import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -130,89 +131,12 @@ def test_the_snippets_of_the_how_to_pages_run(tmp_path, pages, environment):
   assert re.findall('^page (.*)$', printed, re.M) == list(scripts)
 
 
-def offered(source):
-  """The names that a module offers, from its source.
-
-  What ``__all__`` says; else what an ``__init__`` hands on by ``as``; else
-  what is defined without an underscore.
-  """
-  body = ast.parse(source).body
-  for node in body:
-    if (
-      isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__'
-    ):
-      return ast.literal_eval(node.value)
-  handed_on = [
-    alias.asname
-    for node in body
-    if isinstance(node, ast.ImportFrom) and node.module != 'prism_optax'
-    for alias in node.names
-    if alias.asname == alias.name
-  ]
-  definitions = ast.FunctionDef | ast.ClassDef
-  defined = [node.name for node in body if isinstance(node, definitions)]
-  return handed_on or [name for name in defined if not name.startswith('_')]
-
-
-def public_names():
-  """'prism_optax.prism', ...: of the package and of its public modules."""
-  package = ROOT / 'prism_optax'
-  top = (package / '__init__.py').read_text('utf-8')
-  modules = [
-    alias.name
-    for node in ast.parse(top).body
-    if isinstance(node, ast.ImportFrom) and node.module == 'prism_optax'
-    for alias in node.names
-  ]
-  names = [f'prism_optax.{x}' for x in offered(top) if x not in modules]
-  short = {  # What the front door offers stands there, and not twice.
-    (node.module, alias.name)
-    for node in ast.parse(top).body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-  }
-  modules += ['contrib', 'contrib.heads']  # Imported by users alone.
-  for module in modules:
-    path = package.joinpath(*module.split('.'), '__init__.py')
-    if not path.exists():
-      path = path.parent.with_suffix('.py')
-    found = [x for x in offered(path.read_text('utf-8')) if x != 'heads']
-    assert found, module
-    inside = f'prism_optax.{module}'
-    names += [f'{inside}.{x}' for x in found if (inside, x) not in short]
-  return names
-
-
 def test_the_reference_has_every_public_name_once():
   pages = '\n'.join(p.read_text('utf-8') for p in (DOCS / 'api').glob('*.md'))
   pattern = r'^\.\. auto(?:function|class|exception):: (\S+)$'
   documented = re.findall(pattern, pages, re.M)
-  assert sorted(documented) == sorted(public_names())
-
-
-def test_what_is_offered_is_found():
-  source = 'from a._b import c as c\nfrom prism_optax import d as d\n'
-  assert offered(source) == ['c']
-  assert offered(source + "__all__ = ['e']") == ['e']
-  assert offered('def f(): pass\ndef _g(): pass\nclass H: pass') == [
-    'f',
-    'H',
-  ]
-  assert {'prism_optax.prism', 'prism_optax.lora.Pair'} < set(public_names())
-
-
-def test_every_page_has_its_place_in_a_table_of_contents():
-  """Sphinx says so too, where it is installed."""
-  entries = set()
-  for page in DOCS.rglob('*.md'):
-    for block in re.findall(
-      r'```{toctree}\n(.*?)```', page.read_text('utf-8'), re.S
-    ):
-      for line in block.split('\n'):
-        if line and not line.startswith(':'):
-          entries |= {
-            path.resolve().with_suffix('')
-            for path in page.parent.glob(f'{line}.md')
-          }
-  pages = {p.resolve().with_suffix('') for p in DOCS.rglob('*.md')}
-  assert pages - entries == {DOCS / 'index'}
+  assert len(documented) == len(set(documented))
+  assert set(documented) >= docstrings_test.NAMES.keys()
+  for name in documented:
+    module, _, attribute = name.rpartition('.')
+    assert attribute in importlib.import_module(module).__all__, name

@@ -127,20 +127,6 @@ def test_notebook_runs(path, tmp_path):
 
 
 @each_notebook(marked=False)
-def test_notebook_begins_with_installation_and_ends_with_its_claims(path):
-  prose, code = sources(path, 'markdown'), sources(path)
-  assert prose[0].startswith('# ')
-  assert '**What you learn.**' in prose[0]
-  assert 'on a CPU' in prose[0].replace('\n', ' ')
-  assert '\n%pip install -q "{package}"' in code[0]
-  assert prose[-1].startswith('## Self-check\n')
-  claims = [x for x in code[-1].splitlines() if x.startswith('assert ')]
-  assert len(claims) >= 3
-  # Elsewhere they would stand in the reader's way.
-  assert not any('assert' in cell for cell in code[:-1])
-
-
-@each_notebook(marked=False)
 def test_notebook_is_stored_with_what_it_prints_and_draws(path):
   for cell in cells_of(path):
     if cell['cell_type'] == 'code':

@@ -53,11 +53,6 @@ def test_the_python_blocks_run_in_order(tmp_path):
   assert done.stdout.split() == ' '.join(x for _, x in shown).split()
 
 
-def test_it_is_read_in_a_minute():
-  text = README.read_text()
-  assert len(text.split()) <= 500
-
-
 def test_ci_installs_with_the_commands_of_the_readme():
   """What is installed for the tests is what a newcomer is told to install."""
   readme = README.read_text()

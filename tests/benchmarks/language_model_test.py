@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,38 +33,6 @@ from tests.finetune import language_models
 )
 def test_the_number_of_an_answer_is_its_last(text, number):
   assert language_rows.number_in(text) == number
-
-
-def test_only_the_number_of_the_row_is_right():
-  row = {'answer': '1,080'}
-  assert language_rows.has_number('540*2 = 1080', row)
-  assert language_rows.has_number('about $1,080.00.', row)
-  assert not language_rows.has_number('1080 or 1081', row)
-  assert not language_rows.has_number('108', row)
-  assert not language_rows.has_number('no idea', row)
-
-
-@pytest.mark.parametrize(
-  ('answer', 'right'),
-  [
-    ('positive', True),
-    (' Positive.\n', True),
-    ('positively', False),
-    ('positive or negative', False),
-    ('negative', False),
-    ('', False),
-  ],
-)
-def test_only_the_label_itself_is_right(answer, right):
-  task = language_rows.TASKS['sst2']
-  assert task.is_right(answer, {'text': '', 'label': 1}) == right
-
-
-def test_equations_are_written_plainly():
-  row = {'equation': 'X=((22.0-14.0)/4.0)', 'answer': '2'}
-  assert language_rows.equation_of(row) == '((22-14)/4) = 2'
-  row = {'equation': 'x=(49.0-4.05)', 'answer': '44.95'}
-  assert language_rows.equation_of(row) == '49-4.05 = 44.95'
 
 
 def test_no_prompt_is_in_two_parts():
@@ -149,45 +116,6 @@ def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
     )  # fmt: skip
 
 
-def test_products_with_frozen_weights_have_their_gradient():
-  """That of the input; what is rounded to bfloat16 is exact here."""
-  rng = np.random.default_rng(0)
-  x, kernel, g = (
-    rng.integers(-4, 5, shape).astype(np.float32)
-    for shape in ((5, 3), (3, 7), (5, 7))
-  )
-
-  def value_and_pullback(x, g):
-    value, pullback = jax.vjp(
-      lambda x: language_layers.product(x, jnp.asarray(kernel, jnp.bfloat16)), x
-    )
-    return value, pullback(g)[0]
-
-  value, found = jax.jit(value_and_pullback)(x, g)
-  np.testing.assert_array_equal(value, x @ kernel)
-  np.testing.assert_array_equal(found, g @ kernel.T)
-
-
-def test_only_what_fits_is_public(model):
-  """Up to the mark of the end, which the template puts behind an answer."""
-  row = ROWS[0]
-  assert language_layers.fits(model, TASK, row)
-  long = row | {'label': 'five five five'}
-  assert not language_layers.fits(model, TASK, long)
-  assert not language_layers.fits(model, TASK, row | {'text': 'two ' * 8})
-
-
-def test_answers_are_those_of_adapted_models(model):
-  changed = jax.tree.map(lambda x: x + 3.0, model.params)
-  task = dataclasses.replace(TASK, new_tokens=4)
-  before, after = (
-    language_layers.written(model, params, task, ROWS)
-    for params in (language_layers.start(model.params, 5), changed)
-  )
-  assert len(before) == len(after) == len(ROWS)
-  assert before != after
-
-
 @pytest.mark.parametrize('method', ['prism+rows', 'dp-adamw', 'adamw'])
 @pytest.mark.slow
 def test_a_run_trains(method, model, tmp_path, monkeypatch):
@@ -265,40 +193,6 @@ def test_tuning_takes_the_best_of_each_change():
   chosen = next(x for x in finals if x.method == 'dp-adamw')
   assert (chosen.rate, chosen.b1, chosen.weight_decay) == (1e-2, 0.5, 0.1)
   assert language_model.TUNING_SEED not in {x.seed for x in finals}
-
-
-def test_longer_runs_try_only_rates():
-  """With the options of the short runs, until the best is between two."""
-  short = language_runs.Setting()
-
-  def perplexity(setting):
-    best = 1e-2 if setting.steps == short.steps else 3e-4
-    return abs(np.log(max(setting.rate, 1e-9) / best)) - (setting.b1 == 0.5)
-
-  found = Found(perplexity)
-
-  def runs(steps, **of):
-    template = dataclasses.replace(short, steps=steps)
-    tuning = language_model.Tuning(**of)
-    return found.run(template, ['prism'], tuning, 2)
-
-  # What the short ones lack is run first.
-  order = runs(240, options_of=short.steps)
-  assert order[1].steps == short.steps
-  longer = [x for x in order if x.steps == 240]
-  tuning = [x for x in longer if x.is_tuning]
-  assert {x.rate for x in tuning} == {1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2}
-  assert {(x.b1, x.epsilon) for x in tuning} == {(0.5, 8.0)}
-  finals = [x for x in longer if x.method == 'prism' and not x.is_tuning]
-  assert [(x.rate, x.b1, x.epsilon, x.seed) for x in finals] == [
-    (3e-4, 0.5, 3.0, 0), (3e-4, 0.5, 3.0, 1)
-  ]  # fmt: skip
-  # Or none, where they would take too long.
-  order = runs(960, options_of=short.steps, rate_of=240)
-  assert {x.steps for x in order} == {960}
-  assert [(x.rate, x.b1, x.seed) for x in order[1:]] == [
-    (3e-4, 0.5, 0), (3e-4, 0.5, 1)
-  ]  # fmt: skip
 
 
 def test_tables_have_the_tuned_runs_and_paired_differences():

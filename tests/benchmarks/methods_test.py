@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-import prism_optax
 from benchmarks.common import baselines, methods, private
 from prism_optax import lora, training
 
@@ -138,27 +137,6 @@ def test_adamw_decayed_warms_up_and_decays(params):
   np.testing.assert_allclose(seen[1], -0.095 * (left + weight), atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['dp-adamw', 'lora+', 'dp-adambc'])
-def test_tuned_methods_warm_up_and_decay_the_factors_alone(name, params):
-  """Half of a first step, b1 being .5; the head has no decay."""
-  start = {**params, 'head': {'kernel': jnp.ones((3, 2))}}
-  gradient = jax.tree.map(np.ones_like, start)
-
-  @jax.jit
-  def first(decay):
-    tx = methods.optimizer(name, 0.1, stddev=0.0, b1=0.5, decay=decay)
-    return tx.update(gradient, tx.init(start), start)[0]
-
-  plain, decayed = first(0.0), first(2.0)
-  np.testing.assert_allclose(plain['head']['kernel'], -0.05, rtol=1e-3)
-  np.testing.assert_array_equal(
-    plain['head']['kernel'], decayed['head']['kernel']
-  )
-  a = params['layers'][0]['up']['lora_a']
-  moved = (x['layers'][0]['up']['lora_a'] for x in (plain, decayed))
-  np.testing.assert_allclose(np.subtract(*moved), 0.2 * a, atol=1e-5)
-
-
 def test_adam_bc_takes_the_noise_out_of_the_second_moment(params):
   @jax.jit
   def first(stddev, size):
@@ -170,32 +148,3 @@ def test_adam_bc_takes_the_noise_out_of_the_second_moment(params):
   # After one step: m = g, v = g^2. Without noise that is Adam's unit step.
   assert float(first(0.0, 3.0)) == pytest.approx(1, rel=1e-4)
   assert float(first(4.0, 5.0)) == pytest.approx(5 / 3, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('noise', [0.1])
-def test_prism_spelled_out_is_prism(noise, params):
-  """The same clip, noise, moments, decay and retraction, to rounding."""
-  arguments = {
-    'l2_clip_norm': 1.0, 'noise_multiplier': noise, 'expected_batch_size': 8,
-    'prng_key': jax.random.key(1),
-  }  # fmt: skip
-  grads = jax.tree.map(lambda x: np.stack([x, 2 * np.asarray(x)]), params)
-  ends = []
-  for make in (methods.spelled_out, prism_optax.prism):
-    tx = make(1e-2, **arguments)
-    now, state = params, jax.jit(tx.init)(params)
-
-    @jax.jit
-    def step(now, state, tx=tx):
-      updates, state = tx.update(
-        grads, state, now, is_padding_example=jnp.array([False, True])
-      )
-      return optax.apply_updates(now, updates), state
-
-    for _ in range(3):
-      now, state = step(now, state)
-    ends.append(z_of(now))
-  # Products of order one in float32, three steps.
-  np.testing.assert_allclose(*ends, rtol=0, atol=1e-5)
-  assert np.max(np.abs(ends[0] - z_of(params))) > 1e-3

@@ -1,0 +1,148 @@
+"""Sizes, processes and programs of the benchmarks of speed.
+
+Accelerators need their compilers, not the devices: ``PRISM_OPTAX_COMPILERS``
+names a folder that ``pip install --no-deps --target`` has put
+jax-cuda12-plugin, jax-cuda12-pjrt and libtpu into (``.ci/run`` does).
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.common import runner
+from benchmarks.speed import (
+  decoder,
+  language_model_memory,
+  language_model_memory_table,
+  make_private,
+  no_hang,
+  steps,
+)
+from prism_optax.finetune.models import llama_config
+
+
+def test_shapes_are_those_of_gemma_3_4b():
+  """Adapters of rank 16 on q, k, v, up and down have 20.3 million entries."""
+  gemma = decoder.SHAPES['gemma']
+  frozen = jax.eval_shape(
+    lambda k: decoder.weights(gemma, k), jax.random.key(0)
+  )
+  params = jax.eval_shape(
+    lambda k: decoder.adapters(gemma, 16, k), jax.random.key(0)
+  )
+  count = sum(x.size for x in jax.tree.leaves(frozen))
+  assert 3.8e9 < count < 4.0e9
+  assert sum(x.size for x in jax.tree.leaves(params)) == 34 * 16 * 37376
+
+
+def test_models_have_the_number_of_parameters_that_they_are_named_by():
+  table = language_model_memory_table
+  for name, billions in (
+    ('llama-3.2-1b', 1.236),
+    ('qwen2.5-3b', 3.086),
+    ('llama-3.1-8b', 8.030),
+  ):
+    config = llama_config.Config.from_dict(table.CONFIGS[name], name)
+    _, _, frozen = table.shapes(config, 8)
+    count = sum(x.size for x in jax.tree.leaves(frozen))
+    assert count / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_the_peak_is_that_of_the_process():
+  code = 'x = bytes(range(256)) * 2**22'
+  size = language_model_memory.peak([sys.executable, '-c', code])
+  # 1 GB and the interpreter, or this process: the system counts from its size,
+  # and other tests may have made it larger.
+  own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+  assert 1024 < size < max(1050, own + 26)
+  with pytest.raises(RuntimeError, match='failed'):
+    language_model_memory.peak([sys.executable, '-c', '1 / 0'])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('batched', [False, True])
+def test_by_hand_and_make_private_do_the_same(batched):
+  """Two steps with the same keys, bit for bit.
+
+  Without the digest that makes the noise of each program another one.
+  """
+  problem = steps.digits(rows=8)
+  private = make_private.PrivateStep(problem, batched, 2)
+  by_hand = make_private.by_hand(problem, batched, private.batch)
+  found, state = private.state.params, private.state.optimizer
+  for _ in range(2):
+    found, state = private.training._step(
+      found, state, problem.frozen, private.batch.examples,
+      private.batch.is_padding_example, None,
+    )[:2]  # fmt: skip
+    by_hand()
+  params, _ = by_hand._carried
+  jax.tree.map(np.testing.assert_array_equal, found, params)
+  assert not np.array_equal(
+    params['last']['lora_b'], problem.params['last']['lora_b']
+  )
+
+
+# Of each kind of frame; the program above goes through every environment.
+STEPS = 700
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize('frames', ['cheap', 'align'])
+def test_many_steps_finish(frames):
+  """`align` destroys orthogonal columns: each frame is a QR and an SVD."""
+  done = no_hang.run(frames, STEPS)
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert done.stdout.splitlines()[-1] == 'done'
+
+
+COMPILERS = os.environ.get('PRISM_OPTAX_COMPILERS')
+
+
+# A compiler's next version may fuse a little more or less. What it must not do
+# is loop over an SVD, or launch a kernel for each module.
+SLACK = 1.1
+
+
+def stored(target: str, modules: str) -> dict:
+  store = runner.Store(runner.FOLDER / 'lowered.json')
+  return store.find({'target': target, 'modules': modules, 'method': 'prism'})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  COMPILERS is None, reason='PRISM_OPTAX_COMPILERS is not set'
+)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+  ('target', 'modules'),
+  [('h200', 'small'), ('h200', 'gemma, stacked'), ('tpu', 'small')],
+)
+def test_an_update_is_few_kernels(target, modules):
+  """In a process of its own: there the compilers are devices that fail."""
+  code = (
+    f'import json; from benchmarks.speed import lowered;'
+    f' print(json.dumps(lowered.measure({target!r}, {modules!r}, "prism")))'
+  )
+  command = [sys.executable, '-c', code]
+  path = os.pathsep.join([str(COMPILERS), str(runner.ROOT)])
+  environment = os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': ''}
+  done = subprocess.run(
+    command, env=environment, capture_output=True, text=True, check=False
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  row = json.loads(done.stdout)
+  before = stored(target, modules)
+  assert row['launches'] <= SLACK * before['launches']
+  assert row['loops'] == before['loops'] == 0
+  assert row['solvers'] <= 2
+  assert row['conditionals'] <= 4
+  limit = SLACK * before['temporary megabytes']
+  assert row['temporary megabytes'] <= limit
