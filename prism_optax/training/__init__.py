@@ -14,6 +14,7 @@ from prism_optax._clip import (
 from prism_optax.training._checkpoint import load_state, save_state
 from prism_optax.training._execution import Execution
 from prism_optax.training._make import make_private
+from prism_optax.training._plan import plan
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._releases import ChangeOfVariables, Release
 from prism_optax.training._state import TrainingState
@@ -22,6 +23,6 @@ from prism_optax.training._state import TrainingState
 __all__ = [
   'AutomaticClipping', 'ChangeOfVariables', 'Execution', 'GroupClipping',
   'PrivateTraining', 'QuantileClipping', 'Release', 'TrainingState',
-  'load_state', 'make_private', 'save_state',
+  'load_state', 'make_private', 'plan', 'save_state',
 ]
 # fmt: on

@@ -1,0 +1,116 @@
+"""Plans: the best signal over noise for the cost, from public numbers alone."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from prism_optax import accounting, training
+
+DELTA = 1e-5
+
+
+def _exact(size, epsilon, steps, batch):
+  sigma = accounting.calibrate_noise_multiplier(
+    epsilon, DELTA, batch / size, steps
+  )
+  return math.sqrt(steps) * batch / sigma
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('size', 'epsilon', 'cost'), [(2_000, 1.0, 20_000), (2_000, 8.0, 200_000)]
+)
+def test_has_the_best_signal_that_its_cost_can_buy(size, epsilon, cost):
+  plan = training.plan(
+    size, target_epsilon=epsilon, delta=DELTA, example_gradients=cost
+  )
+  chosen = plan.chosen
+  assert chosen.example_gradients <= cost
+  # At least sixty steps, by brute force with the exact accountant.
+  best = max(
+    _exact(size, epsilon, steps, min(cost // steps, size))
+    for steps in (60, 120, 240, 480)
+  )
+  mine = _exact(size, epsilon, chosen.steps, chosen.expected_batch_size)
+  assert mine > 0.9 * best
+  # The table is of the same numbers: to one percent, and never too good.
+  for x in plan.alternatives:
+    exact = _exact(size, epsilon, x.steps, x.expected_batch_size)
+    assert 0.99 * exact < x.signal_over_noise < 1.0001 * exact
+  assert plan.limit == pytest.approx(_exact(size, epsilon, 1, size), rel=1e-3)
+
+
+def test_make_private_takes_it():
+  params = {'w': jnp.zeros(3)}
+  plan = training.plan(
+    300,
+    target_epsilon=2.0,
+    delta=1e-3,
+    example_gradients=2_400,
+    params=params,
+    memory_bytes=100.0,
+    bytes_per_example=10.0,
+  )
+  assert plan.arguments['execution'].microbatch_size == 8
+  private = training.make_private(
+    lambda params, x: jnp.sum(params['w'] * x),
+    params,
+    optimizer=optax.sgd(0.1),
+    l2_clip_norm=1.0,
+    **plan.arguments,
+  )
+  state = private.init(params)
+  batches = private.batches(state, (np.ones((300, 3), np.float32),))
+  state = private.step(state, next(iter(batches)))
+  assert private.epsilon(120) <= 2.0
+  assert '1 of 120 steps' in private.statement(state)
+
+
+def test_users_cost_all_their_records():
+  give = functools.partial(
+    training.plan, 500, target_epsilon=2.0, delta=1e-4, example_gradients=24_000
+  )
+  assert give().chosen.expected_batch_size == 66  # Of 200: more is wasted.
+  of_users = give(examples_per_user=5).chosen
+  assert of_users.expected_batch_size == 40
+  assert of_users.example_gradients == 24_000
+
+
+def test_the_table_shows_the_advice():
+  plan = training.plan(500, target_epsilon=2.0, delta=1e-4)
+  rows = [row for row in str(plan).splitlines() if row.startswith('>')]
+  assert len(rows) == 1
+  assert rows[0].split()[1:3] == [
+    str(plan.chosen.steps),
+    str(plan.chosen.expected_batch_size),
+  ]
+
+
+def test_warns_where_noise_hides_the_gradients():
+  many = jax.ShapeDtypeStruct((400, 400), jnp.float32)
+  with pytest.warns(UserWarning, match='200 records are few'):
+    training.plan(200, target_epsilon=1.0, delta=1e-4, params=many)
+
+
+@pytest.mark.parametrize(
+  ('words', 'message'),
+  [
+    ({'dataset_size': 0}, 'dataset_size to be an integer >= 1'),
+    ({'target_epsilon': -1.0}, 'target_epsilon'),
+    ({'delta': 1.0}, 'delta'),
+    ({'example_gradients': 100}, 'at least 120 example gradients'),
+    ({'examples_per_user': 0}, 'examples_per_user'),
+    ({'memory_bytes': 1e9}, 'bytes_per_example=None'),
+    ({'memory_bytes': 1.0, 'bytes_per_example': 2.0}, 'one record'),
+  ],
+)
+def test_refuses(words, message):
+  words = {'dataset_size': 100, 'target_epsilon': 1.0, 'delta': 1e-3, **words}
+  with pytest.raises(ValueError, match=re.escape(message)):
+    training.plan(words.pop('dataset_size'), **words)
