@@ -21,6 +21,9 @@ and 8 records each, in as many batches of as many records: epsilon is of users.
 and with correlated noise, and with Poisson batches, whose amplification
 correlated noise cannot use. A constant rate, a balanced start.
 
+``plans``: the same network with ``b1=0.5`` and epsilon 2 at equal cost, 9,600
+gradients: by the number of steps, of which `training.plan` has 120.
+
 ``muon``: a perceptron from scratch by DP-Muon and DP-Adam, delta 1e-5; rates
 are tuned on other seeds, and the error is that of the mean over seeds.
 
@@ -142,6 +145,10 @@ def clipping() -> list[dict[str, Any]]:
 
 EXPERIMENTS: dict[str, list[dict[str, Any]]] = {
   'options': options(),
+  'plans': [
+    {'b1': 0.5, 'steps': steps, 'batch': 9600 // steps}
+    for steps in (30, 60, 120, 240, 480)
+  ],
   'clipping': clipping(),
   'correlated': [
     {

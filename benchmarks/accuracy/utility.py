@@ -13,6 +13,8 @@ both sides, and reported on other rows over several seeds.
 ``nuisances``, ``transfer``, ``lower-rate``, ``options``: one change each, at
 the rate that is best without it.
 
+``plan-30`` and the like: a linear probe at equal cost, by the number of steps.
+
 ``equal-clinc150`` and the like: heads start from a private release and are
 trained, and epsilon is that of everything that reads private rows. Every method
 is tuned over the same values, one option after the other: rate, ``b1``, weight
@@ -105,6 +107,14 @@ TUNED: dict[str, tuple[Sequence[str], dict[str, Any], Sequence[int]]] = {
   'maths': (CORE[:3], {'task': 'maths'}, SEEDS[:3]),
   'rows-10000': (CORE[:3], {'rows': 10_000}, SEEDS[:3]),
   'public-test': (CORE[:2], {'public': True}, SEEDS[:3]),
+  **{
+    f'plan-{steps}': (
+      ('linear probe',),
+      {'task': 'clinc150', 'steps': steps, 'batch': 61_440 // steps},
+      SEEDS[:5],
+    )
+    for steps in (30, 60, 120, 240, 480)
+  },
 }
 # One seed chose the rates: `lower-rate` asks whether it was luck.
 VARIED: dict[str, tuple[Sequence[str], Sequence[dict], Sequence[int]]] = {
