@@ -74,6 +74,20 @@ What is written:
   --checkpoint-every N   steps [10]
   --keep-checkpoints     keep checkpoints_secret at the end
 """
+PLAN = """\
+usage: prism-optax plan --dataset-size N --target-epsilon X --delta P [options]
+
+Chooses steps, batch and noise from public numbers alone.
+
+  --dataset-size N       records, or users; declared
+  --target-epsilon X     of the training
+  --delta P              well below 1 / dataset size
+  --example-gradients X  so many are affordable (any number)
+  --hours X              affordable hours, instead of --example-gradients
+  --gradients-per-second X  with --hours
+  --examples-per-user N  for privacy of users: the most that one has in a batch
+  --picture FILE         PNG of the alternatives
+"""
 PREDICT = """\
 usage: prism-optax predict RUN --data FILE [options]
 
@@ -137,6 +151,7 @@ Counts what of a private file can be used. NOT private: keep it to yourself.
 """
 COMMANDS = {
   'train': TRAIN,
+  'plan': PLAN,
   'predict': PREDICT,
   'chat': CHAT,
   'export': EXPORT,

@@ -72,6 +72,10 @@ def run(argv: Sequence[str]) -> None:
     from . import train
 
     train.train(resolved)
+  elif used.command == 'plan':
+    from . import planning
+
+    planning.plan(used)
   elif used.command in ('predict', 'chat'):
     from . import answers
 

@@ -1,0 +1,94 @@
+"""``prism-optax plan``: steps, batch and noise, as a table and a picture."""
+
+import argparse
+
+from matplotlib.figure import Figure
+
+from prism_optax import training
+from prism_optax.training import _plan
+
+
+
+def plan(used: argparse.Namespace) -> None:
+  """Prints the advice, and draws it if a picture is asked for.
+
+  Raises:
+    ValueError: If hours are given without a speed, or beside gradients.
+  """
+  gradients, hours = used.example_gradients, used.hours
+  if (hours is None) != (used.gradients_per_second is None):
+    raise ValueError('--hours and --gradients-per-second: give both or none.')
+  if hours is not None:
+    if gradients is not None:
+      raise ValueError(
+        f'--example-gradients {gradients:g} and --hours {hours:g}: give one.'
+      )
+    gradients = 3600 * hours * used.gradients_per_second
+  found = training.plan(
+    used.dataset_size,
+    target_epsilon=used.target_epsilon,
+    delta=used.delta,
+    example_gradients=gradients,
+    examples_per_user=used.examples_per_user,
+  )
+  print(found)
+  if used.picture is not None:
+    _draw(found, used.picture)
+
+
+def _draw(found: _plan.Plan, path: str) -> None:
+  """Signal over noise by cost, one point an alternative."""
+  chosen, given = found.chosen, found.arguments
+  figure = Figure(figsize=(7, 4), layout='constrained')
+  axes = figure.add_subplot()
+  for steps in sorted({x.steps for x in found.alternatives}):
+    group = [x for x in found.alternatives if x.steps == steps]
+    is_chosen = steps == chosen.steps
+    for x in group:
+      axes.annotate(
+        f'{x.steps} x {x.expected_batch_size}',
+        (x.example_gradients, x.signal_over_noise),
+        xytext=(6, -11 if is_chosen else -3),
+        textcoords='offset points',
+        fontsize=8,
+      )
+    axes.plot(
+      [x.example_gradients for x in group],
+      [x.signal_over_noise for x in group],
+      marker='o',
+      color='C0' if is_chosen else '0.6',
+    )
+  axes.plot(
+    chosen.example_gradients,
+    chosen.signal_over_noise,
+    marker='o',
+    markersize=14,
+    markerfacecolor='none',
+    color='C1',
+  )
+  costs = sorted(
+    x.example_gradients for x in found.alternatives if x.steps == chosen.steps
+  )
+  axes.axhline(found.limit, color='0.3', linestyle=':', linewidth=1)
+  axes.annotate(
+    'all records in every batch',
+    (costs[0], found.limit),
+    xytext=(0, 3),
+    textcoords='offset points',
+    fontsize=8,
+  )
+  axes.set(
+    xscale='log',
+    xlim=(costs[0] / 1.3, costs[-1] * 1.9),
+    ylim=(0, found.limit * 1.1),
+    xlabel='gradients of examples',
+    ylabel='signal over noise',
+    title=(
+      f'Steps x batch, the advice in a circle: epsilon'
+      f' {given["target_epsilon"]:g}, {given["dataset_size"]:,} records'
+    ),
+  )
+  axes.set_xticks(costs, [f'{x:,}' for x in costs])
+  axes.minorticks_off()
+  axes.spines[['top', 'right']].set_visible(False)
+  figure.savefig(path, dpi=150)
