@@ -8,7 +8,6 @@ from prism_optax import training
 from prism_optax.training import _plan
 
 
-
 def plan(used: argparse.Namespace) -> None:
   """Prints the advice, and draws it if a picture is asked for.
 
@@ -48,7 +47,8 @@ def _draw(found: _plan.Plan, path: str) -> None:
       axes.annotate(
         f'{x.steps} x {x.expected_batch_size}',
         (x.example_gradients, x.signal_over_noise),
-        xytext=(6, -11 if is_chosen else -3),
+        xytext=(6, -11) if is_chosen else (-6, -3),
+        ha='left' if is_chosen else 'right',
         textcoords='offset points',
         fontsize=8,
       )

@@ -97,9 +97,9 @@ def plan(
       sqrt(T) b / sigma = mu N x sqrt(log(1 + 1 / x^2)),  x = sqrt(T) b / (mu N)
 
   signal over noise, a function of x alone that rises to the limit mu N: at
-  x = 1 it has .83 of it, and at x = 2, where the advice stops, .94. What is
-  returned is computed by the accountant, which finds some 5 to 15 % less where
-  noise is small.
+  x = 1 it has .83 of it, and at x = 2, where the advice stops, .94. The
+  accountant computes the noise multipliers, and finds less signal than this
+  where noise is small.
 
   **What it does not know.** Signal over noise says how much of a gradient can
   be seen, not how far 30 steps get or how hard a task is. It ranked trainings
