@@ -112,6 +112,7 @@ def prove_released(
   division by the size of the batch  refused: the expected size is public
   ``lax.cond`` on a record           refused, under ``vmap`` it is a choice
   ``lax.cond`` on ``padding``        accepted, and named as an assumption
+  ``padding`` that is not used       refused: rows of padding count as records
   noise of stddev 0                  refused
   an operation that is not known     private, if a record goes in
   =================================  ==========================================
@@ -179,4 +180,18 @@ def prove_released(
     for _ in jax.tree.leaves(arg)
   ]
   jaxpr, out = jax.make_jaxpr(step, return_shape=True)(*args)
-  return proof(look(jaxpr, labels, names_of(out)))
+  found = look(jaxpr, labels, names_of(out))
+  _, used = partial_eval.dce_jaxpr(
+    jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars)
+  )
+  unused = DRAWN in [
+    label for label, is_used in zip(labels, used, strict=True) if not is_used
+  ]
+  if unused and found.offence is None:
+    # Which row fills a batch up is the caller's choice: often the first one,
+    # many times, each with a clipped gradient of its own.
+    found.offence = (
+      'the step does not use `padding`, so rows of padding count as records:'
+      ' give it to the clip as is_padding_example'
+    )
+  return proof(found)
