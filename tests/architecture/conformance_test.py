@@ -9,14 +9,13 @@ import functools
 import dp_accounting
 import jax
 import jax.numpy as jnp
-import jax_privacy
 import numpy as np
 import optax
 import pytest
 from jax_privacy import noise_addition
 
 import prism_optax
-from prism_optax import _modules, accounting, diagnostics, fixed_rank
+from prism_optax import _modules, accounting, fixed_rank
 from prism_optax.fixed_rank import _lifts
 from tests import cases
 from tests.oracles import oracles
@@ -111,33 +110,6 @@ def test_empty_batch_without_noise():
     energy = _norm(release) ** 2 / STDDEV**2
     dimension = sum(r * (m + n - r) for m, n, r in SHAPES) + 4
     assert abs(energy / dimension - 1) < 5 * np.sqrt(2 / dimension)
-
-
-@pytest.mark.slow
-def test_noise_per_micro_batch_chunk():
-  """Chunks are summed before noise: the same draw as for the whole batch."""
-  params = _params()
-  grads = _grads(params, 8)
-  transform = prism_optax.tangent_coordinates(params)
-  tx = prism_optax.tangent_privatizer(STDDEV, prng_key=3)
-
-  @jax.jit
-  def release(params, grads):
-    clipped = jax_privacy.clipped_grad(
-      lambda p, g: sum(
-        jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(p), jax.tree.leaves(g),
-                                       strict=True)
-      ),
-      l2_clip_norm=1.0, normalize_by=16.0, keep_batch_dim=False,
-      pre_clipping_transform=transform, microbatch_size=2,
-    )(params, grads)  # fmt: skip
-    return tx.update(clipped, tx.init(params), params)[0]
-
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=3e-7),
-    release(params, grads),
-    _release(params, grads),
-  )
 
 
 @functools.cache
@@ -272,24 +244,6 @@ def test_clipping_in_bfloat16():
     assert 0.99999 < length <= 1.0
 
 
-def test_cross_example_losses():
-  """The proof finds them; a per-example loss passes."""
-
-  def loss(w, x, mean):
-    return jnp.sum((w * (x - mean)) ** 2)
-
-  def batch_normalised(w, xs):
-    return jax.vmap(jax.grad(loss), (None, 0, None))(w, xs, xs.mean(0))
-
-  def per_example(w, xs):
-    return jax.vmap(jax.grad(loss), (None, 0, None))(w, xs, jnp.ones(4))
-
-  batch = jax.random.normal(jax.random.key(0), (5, 4))
-  prove = functools.partial(diagnostics.prove_independent, in_axes=(None, 0))
-  assert not prove(batch_normalised, jnp.ones(4), batch)
-  assert prove(per_example, jnp.ones(4), batch)
-
-
 def test_shuffling_accounted_as_poisson():
   """The event names its sampling, and so does the sentence to publish.
 
@@ -314,17 +268,6 @@ def test_several_clipped_matrices_accounted_with_the_single_matrix_sigma():
     for s in (2.0, joint)
   )
   assert nine > 2.5 * one
-  # In `prism` all modules share one clip: the multiplier is what it says.
-  params = _params()
-  tx = prism_optax.prism(0.1, **OPTIONS)
-  assert tx.sensitivity() == pytest.approx(1 / 16)
-  grads = _grads(params, 8, scale=1e3)
-  alone = np.arange(8) > 0  # One example; the others are padding.
-  moved = _minus(
-    _release(params, grads, is_padding_example=alone),
-    _release(params, _nobody(params)),
-  )
-  assert _norm(moved) <= 1 / 16 + 1e-6
 
 
 @pytest.mark.slow

@@ -9,10 +9,8 @@ import pytest
 
 from benchmarks.accuracy import (
   language_layers,
-  language_model,
   language_rows,
   language_runs,
-  language_tables,
 )
 from prism_optax.finetune import data, instructions
 from prism_optax.finetune.models import pretrained
@@ -140,99 +138,3 @@ def test_a_run_trains(method, model, tmp_path, monkeypatch):
   assert [x['step'] for x in found['curve']] == [2, 4]
   assert found['curve'][1]['perplexity'] != found['curve'][0]['perplexity']
   assert len(found['exact']) == 4
-
-
-class Found:
-  """Rows of made-up perplexities, in the place of a store."""
-
-  def __init__(self, perplexity):
-    self.perplexity, self.rows = perplexity, {}
-
-  def find(self, setting):
-    return self.rows.get(json.dumps(setting))
-
-  def run(self, template, methods, tuning, seeds):
-    """What a worker does, in its order."""
-    order = []
-    while True:
-      wanted = language_model.plan(
-        self.find, ['sst2-3'], template, methods, tuning, seeds
-      )
-      setting = next((x for x in wanted if self.find(x) is None), None)
-      if setting is None:
-        return order
-      order.append(language_runs.Setting(**setting))
-      found = {'tuning perplexity': self.perplexity(order[-1])}
-      self.rows[json.dumps(setting)] = found
-
-
-def test_tuning_takes_the_best_of_each_change():
-  """Seven runs for each private method, and a rate where the last is best."""
-
-  def perplexity(setting):
-    if setting.b1 == 0.5:
-      return 2.0
-    return 3.0 + setting.weight_decay + abs(setting.rate - 1e-2)
-
-  methods = list(language_model.RATES)
-  order = Found(perplexity).run(
-    language_runs.Setting(), methods, language_model.Tuning(), 3
-  )
-  tuning = [x for x in order if x.is_tuning]
-  finals = [x for x in order if not x.is_tuning]
-  counts = [sum(x.method == m for x in tuning) for m in methods]
-  assert counts == [8, 7, 4]
-  assert min(x.rate for x in tuning if x.method == 'prism') == 3e-3
-  assert {x.epsilon for x in tuning} == {8.0, None}
-  assert finals[0].method == 'zero-shot'
-  assert {x.method for x in finals[1:]} == set(methods)
-  private = [x for x in finals if x.method == 'prism']
-  assert sorted((x.epsilon, x.seed) for x in private) == [
-    (3.0, 0), (3.0, 1), (3.0, 2)
-  ]  # fmt: skip
-  chosen = next(x for x in finals if x.method == 'dp-adamw')
-  assert (chosen.rate, chosen.b1, chosen.weight_decay) == (1e-2, 0.5, 0.1)
-  assert language_model.TUNING_SEED not in {x.seed for x in finals}
-
-
-def test_tables_have_the_tuned_runs_and_paired_differences():
-  """A rate that tuning did not choose is not in them."""
-  base = language_runs.Setting('sst2', 'prism', 8.0, 0, 0.1)
-
-  def row(run, nats, **rest):
-    losses = np.full(4, nats, np.float16) + np.arange(4, dtype=np.float16) / 8
-    scores = {
-      'losses': losses.tobytes().hex(), 'exact': '0110', 'tokens': 8,
-    }  # fmt: skip
-    told = {
-      k: v
-      for k, v in dataclasses.asdict(run).items()
-      if language_runs.DEFAULTS.get(k, ...) != v
-    }
-    return {**told, **scores, **rest}
-
-  rows = []
-  for method, shift in (
-    ('prism', 0.0), ('dp-adamw', 0.5), ('prism+rows', -0.5)
-  ):  # fmt: skip
-    for rate, perplexity in ((0.1, 2.0), (0.3, 3.0)):
-      run = dataclasses.replace(base, method=method, rate=rate)
-      tuning = dataclasses.replace(run, is_tuning=True, seed=100)
-      rows.append(row(tuning, 0, **{'tuning perplexity': perplexity}))
-      rows += [
-        row(dataclasses.replace(run, seed=seed), rate * 10 + shift + seed / 4)
-        for seed in (0, 1)
-      ]
-  lines = language_tables.table(rows).splitlines()
-  assert len(lines) == 2 + 3 + 2
-  # Two tokens a row: (1 + 1/8 + 3/16) / 2 nats each.
-  assert f'| 8 | 2 | {np.exp(0.65625):.3f} ±' in lines[2]
-  assert '| `prism` less DP-AdamW | 8 | | -0.250 ± ' in lines[5]
-  assert 'row scales, less DP-AdamW | 8 | | -0.500 ± ' in lines[6]
-  start = dataclasses.replace(base, method='zero-shot', epsilon=None)
-  short = [row(start, 9.0), *rows]
-  longer = [{**row, 'steps': 240} for row in short]
-  both = language_tables.table(short + longer)
-  assert '| SST-2, 24 steps | ' in both
-  assert '| SST-2, 240 steps | ' in both
-  assert '| sst2 | 24 | `prism` | 0.1 |' in language_tables.chosen(rows)

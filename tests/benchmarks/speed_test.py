@@ -1,4 +1,4 @@
-"""Sizes, processes and programs of the benchmarks of speed.
+"""Processes and programs of the benchmarks of speed.
 
 Accelerators need their compilers, not the devices: ``PRISM_OPTAX_COMPILERS``
 names a folder that ``pip install --no-deps --target`` has put
@@ -17,7 +17,6 @@ import pytest
 
 from benchmarks.common import runner
 from benchmarks.speed import (
-  decoder,
   language_model_memory,
   language_model_memory_table,
   make_private,
@@ -25,20 +24,6 @@ from benchmarks.speed import (
   steps,
 )
 from prism_optax.finetune.models import llama_config
-
-
-def test_shapes_are_those_of_gemma_3_4b():
-  """Adapters of rank 16 on q, k, v, up and down have 20.3 million entries."""
-  gemma = decoder.SHAPES['gemma']
-  frozen = jax.eval_shape(
-    lambda k: decoder.weights(gemma, k), jax.random.key(0)
-  )
-  params = jax.eval_shape(
-    lambda k: decoder.adapters(gemma, 16, k), jax.random.key(0)
-  )
-  count = sum(x.size for x in jax.tree.leaves(frozen))
-  assert 3.8e9 < count < 4.0e9
-  assert sum(x.size for x in jax.tree.leaves(params)) == 34 * 16 * 37376
 
 
 def test_models_have_the_number_of_parameters_that_they_are_named_by():

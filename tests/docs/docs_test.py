@@ -11,10 +11,9 @@ import pytest
 
 from tests import conftest
 from tests.architecture import docstrings_test
-from tests.docs.readme_test import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
-DOCS = ROOT / 'docs'
+DOCS, README = ROOT / 'docs', ROOT / 'README.md'
 TUTORIAL = DOCS / 'tutorial.md'
 # A list; sessions (pages_test.py); commands (tests/finetune/commands_test.py);
 # a table.
@@ -24,6 +23,20 @@ NO_PYTHON = (
 HOW_TO = sorted(
   p for p in (DOCS / 'how_to').glob('*.md') if p.stem not in NO_PYTHON
 )
+
+
+def blocks(text, language):
+  """(line number, code) of every fenced block in the language."""
+  pattern = re.compile(rf'^```{language}\n(.*?)^```$', re.M | re.S)
+  return [
+    (text.count('\n', 0, found.start(1)) + 1, found.group(1))
+    for found in pattern.finditer(text)
+  ]
+
+
+def test_blocks_are_found_with_their_lines():
+  text = 'a\n```python\nx = 1\n```\nb\n```bash\nls\n```\n```python\ny\nz\n```\n'
+  assert blocks(text, 'python') == [(3, 'x = 1\n'), (10, 'y\nz\n')]
 
 
 def run(script, folder, **environment):
@@ -72,6 +85,22 @@ def test_the_tutorial_ends_with_what_it_promises(tmp_path):
   assert (tmp_path / 'digits' / 'model').is_dir()
   adapter = {p.name for p in (tmp_path / 'digits' / 'adapter').iterdir()}
   assert adapter == {'adapter_config.json', 'adapter_model.safetensors'}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_readme_runs_and_prints_what_it_shows(tmp_path):
+  shown = blocks(README.read_text('utf-8'), 'text')
+  printed = run(pasted(README), tmp_path)
+  assert printed.split() == ' '.join(x for _, x in shown).split()
+
+
+def test_ci_installs_with_the_commands_of_the_readme():
+  """What is installed for the tests is what a newcomer is told to install."""
+  commands = re.findall(r'pip install .*', (ROOT / '.ci' / 'run').read_text())
+  assert len(commands) == 2
+  for command in commands:
+    assert command.replace(' -q', '') in README.read_text('utf-8')
 
 
 @pytest.mark.slow

@@ -188,12 +188,3 @@ def test_what_is_installed_is_said_and_a_stranger_is_refused(tmp_path):
   address = 'https://example.org/a/b'
   given = hidden.replace("CLONE = ''", f"CLONE = '{address}'")
   assert f' @ git+{address}' in run(tmp_path / 'empty', given)[0]
-
-
-def test_the_page_of_notebooks_has_all_and_the_quickstart_first():
-  page = (ROOT / 'docs' / 'notebooks.md').read_text('utf-8')
-  in_text = re.findall(r'\(\.\./notebooks/(\w+)\.ipynb\)', page)
-  in_tree = re.findall(r'^notebooks/(\w+)$', page, re.M)
-  assert in_text == in_tree
-  assert in_tree[0] == 'quickstart'
-  assert sorted(in_tree) == [p.stem for p in NOTEBOOKS]
