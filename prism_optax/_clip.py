@@ -1,4 +1,4 @@
-"""How the contribution of one example is bounded: the one clip.
+"""What is clipped, and what of it: the one clip.
 
 A rule says how an example is cut, coordinates say what of it is cut: its
 gradient as it is, or its tangent coordinates. The two are chosen independently.
@@ -6,211 +6,26 @@ Each pair makes a :class:`prism_optax._clipped_sum.ClippedSum`, and all examples
 of all trainings are scaled in one function, :meth:`Clip.contribution`.
 """
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from dp_accounting import NeighboringRelation
 
-from prism_optax import (
-  _lattice,
-  _matrix_axes,
-  _per_example,
-  _randomness,
-  _validate,
+from prism_optax import _lattice, _randomness, _validate
+from prism_optax._clip_rules import (
+  FlatClipping,
+  GroupClipping,
+  QuantileClipping,
 )
-from prism_optax._clipped_sum import Aside, Bound, ClippedSum, Pending
+from prism_optax._clipped_sum import Aside, ClippedSum, LazyGradients, Pending
 from prism_optax._linalg import at_least_float32
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 
-Leaves: TypeAlias = Sequence[jax.Array]
-
-
-class Factors(NamedTuple):
-  """What a rule makes of one example.
-
-  Attributes:
-    leaves: Of the example, in a unit of the rule's choice.
-    factors: For each leaf: their products are within the bounds of the rule.
-    counts: Whether the example counts; one that does not becomes zeros.
-  """
-
-  leaves: Leaves
-  factors: Sequence[jax.Array]
-  counts: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatClipping:
-  """``min(1, C / norm)`` of a record's whole gradient, as DP-SGD has it."""
-
-  def _known(
-    self, params: ArrayTree, rows: Callable[..., ArrayTree]
-  ) -> ArrayTree:
-    """What the rule has to know of the leaves: here nothing."""
-    del params, rows
-
-  def _bounds(
-    self, bound: Scalar, known: ArrayTree
-  ) -> Scalar | Sequence[Bound]:
-    """The bounds of one contribution, of ``bound`` in total if it is flat."""
-    del known
-    return bound
-
-  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
-    """What one example's leaves are multiplied by."""
-    del known
-    squared = _per_example.squared_norm(leaves, norm)
-    weight, counts = _per_example.clip_weight(squared)
-    return Factors(leaves, [weight] * len(leaves), counts)
-
-
-@dataclasses.dataclass(frozen=True)
-class AutomaticClipping(FlatClipping):
-  """``C g / (norm + stability)``: nearly all gradients get the norm C.
-
-  The clip norm then only scales the updates, which optimizers like Adam do not
-  notice: there is one number less to tune (Bu et al. 2022, arXiv:2206.07136,
-  AUTO-S). Small gradients are scaled up, which a flat clip never does.
-
-  Attributes:
-    stability: gamma, positive, in the unit of one record's gradient: gradients
-      much shorter than it stay short. However small it is, none becomes longer
-      than C; below 1e-38 it counts as zero.
-  """
-
-  stability: float = 0.01
-
-  def __post_init__(self) -> None:
-    _validate.known_positive('stability', self.stability)
-
-  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
-    del known
-    shortened, weight, counts = _per_example.shortened(leaves, self.stability)
-    return Factors(shortened, [weight * norm] * len(leaves), counts)
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupClipping(FlatClipping):
-  """Clips groups of leaves one by one, each to its share of the clip norm.
-
-  Group g of a record's gradient is clipped to ``C_g = C share_g / sqrt(sum
-  share^2)``, so that the groups together have the norm C at most, and the noise
-  is the same on all of them (McMahan et al. 2018, arXiv:1710.06963, section 3).
-
-  Attributes:
-    labels: A tree of group names like the parameters, or a prefix of it; or a
-      function that makes one of them. Both factors of a LoRA module are in one
-      group.
-    shares: A positive number for each group name.
-  """
-
-  labels: ArrayTree
-  shares: Mapping[str, float]
-
-  def __post_init__(self) -> None:
-    if not self.shares:
-      raise ValueError('Expected shares of one group or more, got {}.')
-    for name, share in self.shares.items():
-      _validate.known_positive(f'shares[{name!r}]', share)
-
-  def _known(
-    self, params: ArrayTree, rows: Callable[..., ArrayTree]
-  ) -> ArrayTree:
-    """The group name of each leaf, or of what is along its first axis.
-
-    Raises:
-      ValueError: If the labels do not fit, or are not among the shares.
-    """
-    labels = self.labels(params) if callable(self.labels) else self.labels
-    found: list[str] = _matrix_axes.broadcast('labels', labels, params)
-    for name in found:
-      if name not in self.shares:
-        raise ValueError(
-          f'Expected labels among those of shares, {sorted(self.shares)}, got'
-          f' {name!r}.'
-        )
-    return rows(found)
-
-  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
-    names = sorted(self.shares)
-    whole = math.hypot(*self.shares.values())  # No square underflows.
-    masks = [[np.asarray(row) == name for name in names] for row in known]
-    squares = []
-    for g, name in enumerate(names):
-      own = norm * self.shares[name] / whole
-      total = jnp.zeros(())
-      for x, of_leaf in zip(leaves, masks, strict=True):
-        if (mask := of_leaf[g]).any():
-          by_row = _per_example.squared_norm([x], own, range(mask.ndim))
-          total = total + jnp.sum(jnp.where(mask, by_row, 0))
-      squares.append(total)
-    weights, counts = _per_example.clip_weight(jnp.stack(squares))
-    by_leaf = [weights[np.argmax(of_leaf, axis=0)] for of_leaf in masks]
-    factors = [
-      weight.reshape(*weight.shape, *(1,) * (x.ndim - weight.ndim))
-      for x, weight in zip(leaves, by_leaf, strict=True)
-    ]
-    # A record counts everywhere or nowhere: half of one is no gradient.
-    return Factors(leaves, factors, jnp.all(counts))
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantileClipping(FlatClipping):
-  """A clip norm that follows a quantile of the gradient norms, privately.
-
-  Each step also releases, with noise, which fraction of the batch has a norm of
-  at most C, and then ``C <- C exp(-learning_rate (fraction - quantile))``
-  (Andrew et al. 2019, arXiv:1905.03871, section 2.1). Gradients come out in
-  units of C. That fraction is part of what is accounted: the noise of the
-  gradients is a little larger for it, so that both together have the noise
-  multiplier of the training.
-
-  Attributes:
-    quantile: The fraction of records to leave unclipped, in [0, 1].
-    learning_rate: Positive.
-    fraction_stddev: Standard deviation of the noise of the fraction. The
-      default is the paper's: a twentieth of the expected batch, in records.
-      Zero is allowed and gives no privacy.
-  """
-
-  quantile: float = 0.5
-  learning_rate: float = 0.2
-  fraction_stddev: float = 0.05
-
-  def __post_init__(self) -> None:
-    _validate.known_probability('quantile', self.quantile)
-    _validate.known_positive('learning_rate', self.learning_rate)
-    _validate.known_non_negative('fraction_stddev', self.fraction_stddev)
-
-
-def gradients_noise_multiplier(
-  clipping: FlatClipping, joint: float, expected_batch_size: int
-) -> float:
-  """The noise multiplier of the gradients, for one of all that a step releases.
-
-  One record moves the mean of the centred votes for a quantile by ``1 / (2 b)``
-  at most, so their multiplier is ``2 b fraction_stddev``; the squares of the
-  inverses add up (Andrew et al. 2019, Theorem 1).
-
-  Raises:
-    ValueError: If the noise of the fraction alone is too little.
-  """
-  if not isinstance(clipping, QuantileClipping) or joint == 0:
-    return joint
-  votes = 2 * expected_batch_size * clipping.fraction_stddev
-  if votes <= joint:
-    raise ValueError(
-      'The fraction alone would be less private than the whole training:'
-      f' expected fraction_stddev > {joint / (2 * expected_batch_size):.4g},'
-      f' the noise multiplier over twice {expected_batch_size=}, got'
-      f' fraction_stddev={clipping.fraction_stddev}.'
-    )
-  return 1 / math.sqrt(joint**-2 - votes**-2)
+ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 class Coordinates(NamedTuple):
@@ -360,3 +175,100 @@ class Clip(NamedTuple):
       return QuantileState(norm, next_key)
 
     return clipped, Pending(next_norm)
+
+
+class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
+  """A transformation whose output moves by at most ``sensitivity()``.
+
+  It unpacks into ``init`` and ``update`` like any other, so ``optax.chain``
+  takes it.
+
+  Attributes:
+    sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
+      largest Euclidean distance between the outputs for neighbouring batches.
+      It is for tests and for direct calibration. An accountant that knows the
+      relation already accounts for it: doing both counts it twice.
+    pre_clipping_transform: The contribution of one example to the output before
+      any noise, from its gradient: clipped, and divided by the constant.
+  """
+
+  sensitivity: Callable[..., float]
+  pre_clipping_transform: Callable[[ArrayTree], ArrayTree]
+
+  def __new__(cls, init, update, sensitivity, pre_clipping_transform):
+    self = super().__new__(cls, init, update)
+    self.sensitivity = sensitivity
+    self.pre_clipping_transform = pre_clipping_transform
+    return self
+
+
+def sensitivity_of_sum(bound: Scalar) -> Callable[..., ArrayTree]:
+  """``sensitivity`` of a sum of terms of norm at most ``bound``."""
+
+  def sensitivity(
+    neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
+  ) -> ArrayTree:
+    _validate.neighboring_relation(neighboring_relation)
+    if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+      return 2 * bound
+    return bound  # The special replacement of an example is zero.
+
+  return sensitivity
+
+
+def check_whole(name: str, tree: ArrayTree) -> None:
+  """Refuses a tree in which a mask of optax hides leaves.
+
+  Leaves that a mask hides bypass the transformation inside of it: their
+  per-example gradients would be neither clipped nor, further on, get noise.
+
+  Raises:
+    ValueError: Naming the leaves.
+  """
+
+  def is_masked(x: object) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+  hidden = [
+    jax.tree_util.keystr(path)
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_masked)
+    if is_masked(leaf)
+  ]
+  if hidden:
+    more = f' and {len(hidden) - 4} more' if len(hidden) > 4 else ''
+    raise ValueError(
+      f'{name}: optax.masked or optax.partition hides {", ".join(hidden[:4])}'
+      f'{more} from the clip, so that the per-example gradients of these leaves'
+      ' would pass it as they are. Clip and add noise outside of any mask:'
+      f' optax.chain({name}(...), <noise>, optax.partition(...)), with'
+      ' optax.set_to_zero() for leaves that stay; or differentiate with respect'
+      ' to the trainable leaves only.'
+    )
+
+
+def checked_shapes(
+  name: str, updates: ArrayTree, params: ArrayTree
+) -> ArrayTree:
+  """The tree of per-example gradients, or of its shapes, which may be clipped.
+
+  ``optax.MultiSteps`` around a clip passes gradients without a batch axis when
+  it starts, and is found by that.
+
+  Raises:
+    ValueError: As :func:`check_whole`; if all shapes are those of the
+      parameters, which have no batch axis.
+  """
+  check_whole(name, params)
+  tree = updates.shapes if isinstance(updates, LazyGradients) else updates
+  shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
+  if shapes and shapes == [jnp.shape(x) for x in jax.tree.leaves(params)]:
+    raise ValueError(
+      f'{name}: expected per-example gradients, shaped like params with one'
+      f' leading batch axis, got the shapes of params, {shapes[:4]}. They come'
+      ' from jax.vmap(jax.grad(loss), (None, 0)). Inside of optax.MultiSteps'
+      ' there can be no clip: it averages gradients of different examples'
+      ' before they are clipped. Accumulate behind it:'
+      f' optax.chain({name}(...),'
+      ' optax.MultiSteps(<the rest>, k).gradient_transformation()).'
+    )
+  return tree

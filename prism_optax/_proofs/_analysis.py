@@ -2,27 +2,53 @@
 
 import collections
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jax.extend import core
 
-from prism_optax._proofs import _equations, _facts, _known
+from prism_optax._proofs import _equations, _labels
 from prism_optax._proofs._equations import CALLS, Program, line_of, parted
-from prism_optax._proofs._facts import Closed, Equation, Fact, shape_of
 from prism_optax._proofs._indexing import INDEXING
 from prism_optax._proofs._labels import (
   VMAP,
   Batched,
+  Closed,
+  Equation,
+  Fact,
   Label,
   Mixed,
   RefusedError,
   check_shape,
   join,
   need,
+  shape_of,
   whole,
 )
 from prism_optax._proofs._rules import RULES, lifted
+
+# The primitives that JAX itself has defined. Rules go by name, and anybody can
+# give a primitive of theirs the name ``add``: the object has to be JAX's own.
+PRIMITIVES = frozenset(
+  value
+  for name, module in tuple(sys.modules.items())
+  if name.startswith('jax._src.')
+  for value in tuple(vars(module).values())
+  if isinstance(value, core.Primitive)
+)
+
+# Their results depend on their operands alone, and there is no rule for how.
+# All that is neither here nor in a rule might remember an earlier call
+# (callbacks, memory), and bring a batch in although no operand has one.
+FUNCTIONS = frozenset(
+  (
+    'iota', 'iota_2x32_shape', 'rng_bit_generator', 'rng_uniform', 'empty',
+    'empty2', 'platform_index', 'eig', 'schur', 'hessenberg', 'tridiagonal',
+    'approx_top_k', 'ragged_dot_general', 'select_and_scatter', 'scaled_dot',
+    'to_edtype', 'from_edtype',
+  )
+)  # fmt: skip
 
 _ALL_RULES = RULES | INDEXING
 # What a rule raises at parameters of another version of JAX.
@@ -93,7 +119,7 @@ class Analysis:
   def _results(self, eqn: core.JaxprEqn, values: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     need(
-      eqn.primitive in _known.PRIMITIVES,
+      eqn.primitive in PRIMITIVES,
       'is an unknown primitive',
       'write it with operations of jax.numpy and jax.lax',
     )
@@ -115,7 +141,7 @@ class Analysis:
       lengths = eqn.params['const_lengths']
       _, _, consts, _, given = parted(values, *lengths)
       return self.run(eqn.params['jaxprs'].solve, consts + given)
-    known = name in _ALL_RULES or name in _known.FUNCTIONS
+    known = name in _ALL_RULES or name in FUNCTIONS
     need(known, 'is not known to be a function of its operands', pure)
     e = Equation(eqn, self.size, [x.fact for x in values])
     out = _labels_of(e, [x.label for x in values])
@@ -130,7 +156,7 @@ class Analysis:
     """
     closed = [x.layout if isinstance(x, Closed) else None for x in e.facts]
     if not any(closed):
-      return [_facts.fact_of(e)] if len(out) == 1 else [None] * len(out)
+      return [_labels.fact_of(e)] if len(out) == 1 else [None] * len(out)
     try:
       layouts = _labels_of(e, closed)
     except (RefusedError, *_NOT_UNDERSTOOD):

@@ -16,8 +16,7 @@ from jax.extend import core
 
 from prism_optax._proofs._analysis import Analysis, Value
 from prism_optax._proofs._equations import names_of
-from prism_optax._proofs._facts import shape_of
-from prism_optax._proofs._labels import Label, Mixed, whole
+from prism_optax._proofs._labels import Label, Mixed, shape_of, whole
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 

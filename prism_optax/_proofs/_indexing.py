@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from prism_optax._proofs import _facts
-from prism_optax._proofs._facts import Equation
+from prism_optax._proofs import _labels
 from prism_optax._proofs._labels import (
   Batched,
   Digit,
+  Equation,
   Label,
   common,
   need,
@@ -176,7 +176,7 @@ def _gather(e: Equation, operand: Label, indices: Label) -> Result:
 
 def _own_row(e: Equation, axis: int, index_map: Sequence[int]) -> int | None:
   """The axis of the indices along which one column is 0, 1, 2, ..."""
-  columns = _facts.columns(e.facts[1], e.ins[1])
+  columns = _labels.columns(e.facts[1], e.ins[1])
   column = tuple(index_map).index(axis) if axis in index_map else None
   found = columns.get(column) if column is not None else None
   if found is None or e.ins[1][found] != e.ins[0][axis]:

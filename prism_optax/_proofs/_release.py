@@ -14,8 +14,16 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from prism_optax._proofs._equations import names_of
-from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Kind, Label
-from prism_optax._proofs._offences import LOCAL, OffenceError, of_output
+from prism_optax._proofs._kinds import (
+  DRAWN,
+  LOCAL,
+  PRIVATE,
+  PUBLIC,
+  Kind,
+  Label,
+  OffenceError,
+  of_output,
+)
 from prism_optax._proofs._proof import Proof
 from prism_optax._proofs._walk import FoundRelease, Walk
 from prism_optax._types import ArrayTree

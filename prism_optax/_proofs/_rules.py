@@ -11,11 +11,11 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from prism_optax._proofs._facts import Equation
 from prism_optax._proofs._labels import (
   Batched,
   Digit,
   Digits,
+  Equation,
   Label,
   common,
   digits_of,

@@ -7,16 +7,28 @@ from typing import NamedTuple, TypeAlias
 from jax.extend import core
 
 from prism_optax._proofs import _equations, _marks
-from prism_optax._proofs._equations import Beside, Program, parted
-from prism_optax._proofs._kinds import PUBLIC, Kind, Label, join, moved, result
-from prism_optax._proofs._offences import (
+from prism_optax._proofs._equations import (
+  Beside,
+  Program,
+  Site,
+  is_of_jax,
+  named,
+  parted,
+  place_of,
+)
+from prism_optax._proofs._kinds import (
   LOCAL,
+  PUBLIC,
+  Kind,
+  Label,
   OffenceError,
   by,
+  join,
+  moved,
   of_decision,
   of_noise,
+  result,
 )
-from prism_optax._proofs._sites import Site, is_of_jax, named, place_of
 
 
 class FoundClip(NamedTuple):

@@ -7,14 +7,14 @@ can run where there is no accelerator.
 from dp_accounting import NeighboringRelation
 
 from prism_optax.accounting._budget import BudgetExceeded, PrivacyBudget
-from prism_optax.accounting._epsilon import calibrate_noise_multiplier, epsilon
+from prism_optax.accounting._calibration import calibrate_noise_multiplier
+from prism_optax.accounting._epsilon import epsilon, privacy_statement
 from prism_optax.accounting._events import dpsgd_event, joint_noise_multiplier
 from prism_optax.accounting._gaussian import gaussian_epsilon
 from prism_optax.accounting._matrix_mechanism import (
   calibrate_matrix_mechanism,
   matrix_mechanism_event,
 )
-from prism_optax.accounting._statement import privacy_statement
 
 # fmt: off
 __all__ = [

@@ -1,26 +1,30 @@
-"""Epsilon of what was released, and the smallest noise that meets one."""
+"""Epsilon of what was released, of noise as it is drawn, and what to report."""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import dp_accounting
-from dp_accounting import NeighboringRelation, pld, rdp
+from dp_accounting import NeighboringRelation, dp_event, pld, rdp
 
 from prism_optax import _validate
-from prism_optax.accounting import _as_drawn, _events, _gaussian
+from prism_optax.accounting import _events
 from prism_optax.accounting._events import ADD_OR_REMOVE_ONE
 
 # dp-accounting's own default, so that our figures are the ones it gives.
 _INTERVAL = 1e-4
 # The accountant takes exp(interval). An epsilon of millions is no guarantee.
 _WIDEST_INTERVAL = 100.0
-# Ten times coarser than the accountant's grid and about ten times faster. It
-# finds the neighbourhood, in which the fine one finds the answer.
-_SEARCH_INTERVAL = 1e-3
-# So much less noise, relative, is seen to be too little; 1e-5 is promised.
-_ACCURACY = 9e-6
-_SMALLEST, _LARGEST = 1e-3, 1e9
+
+# Of the law P of one entry's noise and a rounded Gaussian G: the largest
+# |log P/G| and the chi-square divergence within six standard deviations; how
+# much P exceeds G beyond them; the mass of G beyond all that P reaches.
+_LARGEST_RATIO = 2e-9
+_CHI_SQUARE = 1.1e-23
+_EXCESS = 5e-17
+_MISSED = 1e-19
+# Probability that the log ratios add up to more than they are charged for.
+_FAILURE = 1e-20
 
 
 def epsilon(
@@ -105,7 +109,7 @@ def epsilon(
   """
   delta = _events.check_delta(event, delta, dataset_size)
   interval = value_discretization_interval
-  return _as_drawn.epsilon(
+  return _as_drawn(
     lambda delta: epsilon_at(
       event, delta, accountant, neighboring_relation, interval
     ),
@@ -174,200 +178,144 @@ def _hashable(event: dp_accounting.DpEvent) -> bool:
   return True
 
 
-def calibrate_noise_multiplier(
-  target_epsilon: float,
+def release_guarantee(
+  epsilon: float, delta: float, entries: float
+) -> tuple[float, float]:
+  """Returns the guarantee with this library's noise, for ideal noise's.
+
+  A mechanism that is (epsilon, delta) private with ideal Gaussian noise on its
+  lattice is private with the noise that is drawn, with a little more of both.
+
+  Args:
+    epsilon: With ideal noise, a number >= 0; infinity is allowed.
+    delta: With ideal noise, in [0, 1].
+    entries: Number of entries that get noise, over all updates together.
+
+  Returns:
+    Epsilon and delta of the noise as it is drawn.
+
+  Raises:
+    ValueError: If an argument is negative or NaN, or ``delta`` no probability.
+
+  References:
+    The derivation is ours (page "Releases that are exact to the last bit" of
+    the documentation), with Bernstein's inequality.
+
+  Examples:
+    A million entries, a thousand updates:
+
+    >>> from prism_optax.accounting import _epsilon
+    >>> epsilon, delta = _epsilon.release_guarantee(8.0, 1e-5, 10**6 * 1000)
+    >>> f'{epsilon:.5f} {delta:.3g}'
+    '8.00000 1.03e-05'
+  """
+  _validate.known_non_negative('epsilon', epsilon)
+  _validate.known_probability('delta', delta)
+  k = _validate.known_non_negative('entries', entries)
+  if k == 0 or math.isinf(epsilon):
+    return epsilon, delta
+  far = 2e-9 * _LARGEST_RATIO**2  # A Gaussian's mass beyond six is 2e-9.
+  variance = k * (_CHI_SQUARE + far)
+  nats = math.log(1 / _FAILURE)
+  shift = k * (_CHI_SQUARE + _EXCESS) + 2 / 3 * (2 * _LARGEST_RATIO) * nats
+  shift += math.sqrt(2 * variance * nats)
+  added = k * _EXCESS + _FAILURE
+  # The exponent is capped: a delta above one says nothing anyway.
+  missed = math.exp(min(epsilon + shift, 700.0)) * (k * _MISSED + _FAILURE)
+  total = math.exp(min(shift, 700.0)) * delta + added + missed
+  return epsilon + 2 * shift, min(total, 1.0)
+
+
+def _as_drawn(
+  ideal: Callable[[float], float], delta: float, entries: float | None
+) -> float:
+  """Returns epsilon at ``delta`` of the noise as it is drawn.
+
+  Args:
+    ideal: From delta to epsilon of ideal noise.
+    delta: Of the noise as it is drawn.
+    entries: Number of entries that get noise; None for ideal noise.
+
+  Raises:
+    ValueError: If what is drawn takes half of ``delta``.
+  """
+  if entries is None:
+    return ideal(delta)
+  # Where half of delta is left, this epsilon is at least the one that counts.
+  left = delta_left(ideal(delta / 2), delta, entries)
+  return release_guarantee(ideal(left), left, entries)[0]
+
+
+def delta_left(epsilon: float, delta: float, entries: float) -> float:
+  """The delta that is left for ideal noise of at most this epsilon."""
+  added = release_guarantee(epsilon, delta, entries)[1] - delta
+  if added > delta / 2:
+    raise ValueError(
+      f'The noise as it is drawn adds {added:.2g} to delta, got {delta=} and'
+      f' {entries=}: ask for a larger delta or a smaller epsilon.'
+    )
+  return delta - added
+
+
+def privacy_statement(
+  event: dp_accounting.DpEvent,
   delta: float,
-  sampling_probability: float,
-  steps: int,
   *,
   accountant: str = 'pld',
   neighboring_relation: NeighboringRelation = ADD_OR_REMOVE_ONE,
-  truncated_batch_size: int | None = None,
   dataset_size: int | None = None,
-  prior_events: Sequence[dp_accounting.DpEvent] = (),
   entries: float | None = None,
-) -> float:
-  """Returns the smallest noise multiplier that meets ``target_epsilon``.
-
-  The answer never gives less privacy than asked for: :func:`epsilon` of
-  :func:`dpsgd_event` at it, with the same accountant and relation, has been
-  computed and is at most ``target_epsilon``. With 1e-5 (relative) less noise it
-  would not be, wherever the accountant's epsilon is a smooth function of the
-  noise (not for a delta near 1e-15 or an epsilon below the PLD's grid, 1e-4).
-  :func:`epsilon` names the sources of the accountants; the search is ours.
+  possible_stops: int = 1,
+) -> str:
+  """Returns the sentence to report: epsilon and everything it depends on.
 
   Args:
-    target_epsilon: Epsilon to meet, positive and finite.
-    delta: Delta at which to meet it, between 0 and 1, both excluded: no
-      Gaussian noise gives delta 0.
-    sampling_probability: Probability that a batch has a given record, in
-      (0, 1].
-    steps: Number of steps, at least 1.
-    accountant: 'pld' (tight) or 'rdp'.
-    neighboring_relation: The relation under which epsilon is meant; report it
-      with the result. The default is adding or removing one record.
-    truncated_batch_size: The largest batch, where larger ones are cut, as for
-      :func:`dpsgd_event`.
-    dataset_size: Number of records, against which ``delta`` is checked before
-      the search; needed with ``truncated_batch_size``.
-    prior_events: Events of what else is released about the same records, with
-      noise that is given (the ``.event`` of a prior release). They and the
-      steps together meet the target.
-    entries: Number of entries that get noise, over all updates together, as for
-      :func:`epsilon`.
+    event: What was released.
+    delta: Delta at which epsilon is reported, in [0, 1].
+    accountant: 'pld' or 'rdp', as for :func:`epsilon`.
+    neighboring_relation: Relation under which epsilon is meant.
+    dataset_size: Number of records, as for :func:`epsilon`.
+    entries: Number of entries to which this library adds noise, over all
+      updates together. Epsilon is then that of the noise as it is drawn, at the
+      same delta; else that of ideal noise.
+    possible_stops: The releases were stopped on the way, at one of so many
+      stops that were fixed beforehand, and ``event`` is what was released by
+      the next one. Each has the same share of delta, at which epsilon is
+      computed; together they have ``delta``.
 
   Returns:
-    Standard deviation of the noise over the clip norm, as
-    :func:`dpsgd_event` takes it.
+    One line with epsilon (rounded up), delta, relation, accountant, and the
+    sampling that the figure assumes.
 
   Raises:
-    ValueError: If an argument is out of its range, the accountant has no
-      analysis of this sampling under the relation, or no noise multiplier
-      from 1e-3 to 1e9 reaches the target (what is released besides costs more,
-      or the grid and tail of the PLD accountant cannot show so small a delta or
-      epsilon), or what is drawn takes half of epsilon or delta.
+    ValueError: In the cases of :func:`epsilon`; if there are so many entries
+      that what is drawn takes half of ``delta``; for fewer than one stop.
 
   Examples:
     >>> from prism_optax import accounting
-    >>> sigma = accounting.calibrate_noise_multiplier(6.0, 1e-5, 64 / 9919, 300)
-    >>> round(sigma, 3)
-    0.516
+    >>> event = accounting.dpsgd_event(1.0, 64 / 9919, 300)
+    >>> print(*accounting.privacy_statement(event, 1e-5).split(', '), sep='\\n')
+    epsilon <= 0.674 at delta = 1e-05
+    add-or-remove-one neighbours (PLD)
+    Poisson sampling
   """
-  target_epsilon = _validate.known_positive('target_epsilon', target_epsilon)
-  delta = _validate.known_open_probability('delta', delta)
-  _validate.known_positive('sampling_probability', sampling_probability)
-  _validate.integer('steps', steps, 1)
-
-  def event(sigma: float) -> dp_accounting.DpEvent:
-    training = _events.dpsgd_event(
-      sigma,
-      sampling_probability,
-      steps,
-      truncated_batch_size=truncated_batch_size,
-      dataset_size=None if truncated_batch_size is None else dataset_size,
-    )
-    return _events.composed([training, *prior_events])
-
-  _events.check_delta(event(1.0), delta, dataset_size)
-  target_epsilon, delta = _as_drawn.ideal_target(target_epsilon, delta, entries)
-
-  def spent(sigma: float, interval: float | None = None) -> float:
-    return epsilon_at(
-      event(sigma), delta, accountant, neighboring_relation, interval
-    )
-
-  # A grid as wide as the target would see nothing; a fine one under a large
-  # target has many points and shows nothing more.
-  interval = min(_SEARCH_INTERVAL, target_epsilon / 100)
-  interval = max(interval, target_epsilon / 5000)
-
-  def rough(sigma: float) -> float:
-    return _events.rough_epsilon(event(sigma), delta)
-
-  # Bad arguments and missing analyses fail here, named, and at no cost.
-  spent(100.0, _SEARCH_INTERVAL)
-  guess = _solve(rough, target_epsilon, 1.0, tolerance=0.02)
-  if neighboring_relation is NeighboringRelation.REPLACE_ONE:
-    guess *= 2
-  coarse = functools.partial(spent, interval=interval)
-  guess = _solve(coarse, target_epsilon, guess, tolerance=1e-6)
-  return _solve(spent, target_epsilon, guess, _ACCURACY, first_step=_ACCURACY)
-
-
-def approximate_noise_multiplier(
-  target_epsilon: float,
-  delta: float,
-  sampling_probability: float,
-  steps: int,
-) -> float:
-  """Returns :func:`calibrate_noise_multiplier` to one percent, in less time.
-
-  Too much noise rather than too little: a wide grid has the larger epsilon.
-  Poisson batches, add or remove one record, arguments that were checked.
-  """
-  mu = _gaussian.gaussian_mu(target_epsilon, delta)
-  # Of many steps with little noise lost by sampling: the central limit theorem
-  # of Bu et al., arXiv:1911.11607.
-  ratio = mu / (sampling_probability * math.sqrt(steps))
-  guess = 1 / math.sqrt(math.log1p(ratio**2))
-  return _solve(
-    lambda sigma: epsilon_at(
-      _events.dpsgd_event(sigma, sampling_probability, steps),
-      delta,
-      'pld',
-      ADD_OR_REMOVE_ONE,
-      target_epsilon / 300,
-    ),
-    target_epsilon,
-    guess,
-    tolerance=5e-3,
+  delta = _events.check_delta(event, delta, dataset_size)
+  _validate.integer('possible_stops', possible_stops, 1)
+  spent = _as_drawn(
+    lambda delta: epsilon_at(event, delta, accountant, neighboring_relation),
+    delta / possible_stops,
+    entries,
   )
-
-
-def _solve(
-  function: Callable[[float], float],
-  target: float,
-  guess: float,
-  tolerance: float,
-  first_step: float = 0.1,
-) -> float:
-  """Returns where a decreasing function falls to ``target``, from above it.
-
-  Both axes are logarithmic, where epsilon is nearly a straight line: false
-  position (the Illinois variant, which cannot stall) takes some five steps.
-
-  Args:
-    function: Decreasing, may be infinite or zero.
-    target: Value looked for.
-    guess: Where to start.
-    tolerance: Relative accuracy of the argument.
-    first_step: Relative error of the guess, about.
-
-  Returns:
-    An argument at which ``function`` has been computed and is at most
-    ``target``, as it is not at the tolerance below.
-
-  Raises:
-    ValueError: If the function does not fall to ``target``.
-  """
-
-  @functools.cache
-  def height(x: float) -> float:
-    value = function(math.exp(x)) / target
-    # Infinite and zero values only say on which side they are.
-    return math.log(min(max(value, 1e-6), 1e6))
-
-  low = high = math.log(guess)
-  step = first_step
-  while height(high) > 0:
-    low, high, step = high, high + step, 2 * step
-    if high > math.log(_LARGEST):
-      raise ValueError(
-        f'target_epsilon={target!r} cannot be reached: the accountant shows a'
-        f' larger epsilon at every noise multiplier up to {_LARGEST:g}. Ask for'
-        ' a larger target_epsilon or delta.'
-      )
-  while height(low) <= 0:
-    low, high, step = low - step, low, 2 * step
-    if low < math.log(_SMALLEST):
-      # So little noise is enough: more of it does no harm.
-      return math.exp(high)
-  # Weights of the two ends. An end that stays twice in a row loses half of its
-  # weight; otherwise it would never move.
-  below, above, last = height(low), height(high), 0
-  # Step over the root by half the tolerance, so that both ends close in.
-  margin = tolerance / 2
-  for _ in range(100):
-    if high - low <= tolerance:
-      break
-    middle = high - above * (high - low) / (above - below)
-    middle = min(max(middle + margin, low + margin), high - margin)
-    if height(middle) > 0:
-      low, below = middle, height(middle)
-      above /= 2 if last > 0 else 1
-      last = 1
-    else:
-      high, above = middle, height(middle)
-      below /= 2 if last < 0 else 1
-      last = -1
-  return math.exp(high)
+  drawn = '' if entries is None else ', noise as drawn'
+  # Rounding down would claim more privacy than was shown.
+  shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
+  relation = neighboring_relation.name.lower().replace('_', '-')
+  sampled = _events.kinds(event) & {
+    dp_event.PoissonSampledDpEvent,
+    dp_event.TruncatedSubsampledGaussianDpEvent,
+  }
+  sampling = ', Poisson sampling' if sampled else ''
+  return (
+    f'epsilon <= {shown:.3f} at delta = {delta:g},'
+    f' {relation} neighbours ({accountant.upper()}){sampling}{drawn}'
+  )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _matrix_axes, _per_example, _validate
+from prism_optax import _clip, _matrix_axes, _validate
 from prism_optax._clip import Clip
 from prism_optax._linalg import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
@@ -21,9 +21,9 @@ from prism_optax._types import (
   StepsLike,
 )
 from prism_optax.muon._polynomials import Steps
-from prism_optax.transforms import _clip_groups, _matrix_clip, _privatizer
-from prism_optax.transforms._clip_groups import NormsLike
+from prism_optax.transforms import _matrix_clip, _privatizer
 from prism_optax.transforms._declared import noised_elsewhere
+from prism_optax.transforms._matrix_clip import NormsLike
 from prism_optax.transforms._orthogonalize import orthogonalize
 
 
@@ -92,7 +92,7 @@ def dp_muon(
   adam_b2: Scalar = 0.999,
   adam_eps: Scalar = 1e-8,
   steps: StepsLike = None,
-) -> _per_example.BoundedSensitivityTransformation:
+) -> _clip.BoundedSensitivityTransformation:
   """DP-Muon (arXiv:2605.12994) for trees with matrices and other leaves.
 
   Every matrix W of every example's gradient is clipped to C_W, the sum is
@@ -210,7 +210,7 @@ def dp_muon(
   )
   _validate.positive('expected_batch_size', expected_batch_size)
   _validate.decay_rate('momentum', momentum)
-  _validate.one_of('noise_split', noise_split, _clip_groups.NOISE_SPLITS)
+  _validate.one_of('noise_split', noise_split, _matrix_clip.NOISE_SPLITS)
   _validate.non_negative('weight_decay', weight_decay)
   if consistent_rms is not None:
     _validate.positive('consistent_rms', consistent_rms)
@@ -225,10 +225,10 @@ def dp_muon(
 
   def units_of(tree):
     """Each leaf's ``sigma_W C_W / sigma``: its noise in units of the whole."""
-    groups = _clip_groups.clip_groups(
+    groups = _matrix_clip.clip_groups(
       l2_clip_norms, tree, weight_dimension_numbers
     )
-    units = _clip_groups.noise_units(
+    units = _matrix_clip.noise_units(
       groups, len(jax.tree.leaves(tree)), noise_split=noise_split
     )
     return _matrix_axes.with_leaves(tree, units)
@@ -282,7 +282,7 @@ def dp_muon(
   if consistent_rms is not None:
     parts.insert(-2, _consistent_rms(consistent_rms, matrices_of))
   chained = optax.with_extra_args_support(optax.chain(*parts))
-  return _per_example.BoundedSensitivityTransformation(
+  return _clip.BoundedSensitivityTransformation(
     chained.init,
     chained.update,
     clip.sensitivity,

@@ -202,7 +202,9 @@ def input_metric(
     batches: An iterable of dicts from patterns of module names (``fnmatch``; of
       several that match, the first counts) to what these modules read, arrays
       (B, ..., n): one entry of the first axis is one record, all other axes
-      but the last are positions. Modules that read the same share one pattern.
+      but the last are positions, the same number in all batches, which is
+      public: fill shorter records with zeros. Modules that read the same share
+      one pattern.
     noise_multiplier: Standard deviation of the noise of every entry. 10 costs a
       training of some thousand records at epsilon 2 about a hundredth of its
       noise.
@@ -217,9 +219,9 @@ def input_metric(
     The metric.
 
   Raises:
-    ValueError: If there is no batch, batches do not have the same patterns and
-      dimensions, there are more records than ``dataset_size``, or an argument
-      is out of its range.
+    ValueError: If there is no batch, batches do not have the same patterns,
+      positions and dimensions, there are more records than ``dataset_size``, or
+      an argument is out of its range.
 
   Example:
     >>> import numpy as np
@@ -231,7 +233,7 @@ def input_metric(
     ((8, 1), 36)
   """
   _validate.one_of('form', form, FORMS)
-  entries: dict[str, int] = {}
+  forms: dict[str, tuple[int, ...]] = {}  # Of one record.
 
   def checked() -> Iterator[dict[str, jax.Array]]:
     for batch in batches:
@@ -239,7 +241,7 @@ def input_metric(
         name: _one_shot_release.as_rows(f'inputs of {name!r}', x)
         for name, x in batch.items()
       }
-      _check_batch(inputs, entries, form)
+      _check_batch(inputs, forms)
       yield inputs
 
   released = _one_shot_release.release(
@@ -253,14 +255,14 @@ def input_metric(
   sigma = float(noise_multiplier)
   of_one = _of_mean if form == 'mean' else _of_second_moment
   pairs = {
-    name: of_one(np.asarray(x, np.float64), sigma, dataset_size, len(entries))
+    name: of_one(np.asarray(x, np.float64), sigma, dataset_size, len(forms))
     for name, x in released.arrays.items()
   }
   return InputMetric(
     {name: jnp.asarray(q, jnp.float32) for name, (q, _) in pairs.items()},
     {name: jnp.asarray(s, jnp.float32) for name, (_, s) in pairs.items()},
     sigma,
-    sum(entries.values()),
+    sum(_entries(shape[-1], form) for shape in forms.values()),
     int(dataset_size),
     layout,
     _randomness.is_given(prng_key),
@@ -270,21 +272,23 @@ def input_metric(
 
 
 def _check_batch(
-  inputs: Mapping[str, jax.Array], entries: dict[str, int], form: str
+  inputs: Mapping[str, jax.Array], forms: dict[str, tuple[int, ...]]
 ) -> None:
-  """Refuses a batch; notes the entries of the first one."""
+  """Refuses a batch; notes the form of a record of the first one.
+
+  How many positions a batch has is seen by whoever sees a program compile.
+  """
   shapes = {name: x.shape for name, x in inputs.items()}
   if not shapes or min(map(len, shapes.values())) < 2:
     raise ValueError(f'Expected inputs of shape (B, ..., n), got {shapes}.')
-  sizes = {name: _entries(shape[-1], form) for name, shape in shapes.items()}
-  if len({shape[0] for shape in shapes.values()}) > 1 or sizes != (
-    entries or sizes
-  ):
+  found = {name: shape[1:] for name, shape in shapes.items()}
+  if len({x[0] for x in shapes.values()}) > 1 or found != (forms or found):
     raise ValueError(
-      'Expected one number of records in a batch, and the same patterns and'
-      f' dimensions in all batches, got {shapes}.'
+      'Expected one number of records in a batch, and the same patterns,'
+      f' positions and dimensions in all batches, got {shapes}'
+      f'{f" after {forms}" if forms else ""}: fill positions with zeros.'
     )
-  entries.update(sizes)
+  forms.update(found)
 
 
 def _entries(n: int, form: str) -> int:

@@ -13,6 +13,7 @@ import tqdm
 
 from prism_optax import training as prism_training
 from prism_optax.training import PrivateTraining
+from prism_optax.training._state import TrainingState
 
 from . import methods, reporting, summaries, tasks, training
 from . import options as options_lib
@@ -85,7 +86,7 @@ def _begun(
   name: str,
   folder: pathlib.Path,
   report: reporting.Report,
-) -> prism_training.TrainingState:
+) -> TrainingState:
   """A new state, saved before anything is released, or that of the run."""
   path = folder / 'state.npz'
   if not path.exists():
@@ -115,10 +116,10 @@ def _loop(
   private: PrivateTraining,
   options: options_lib.Options,
   name: str,
-  state: prism_training.TrainingState,
+  state: TrainingState,
   folder: pathlib.Path,
   report: reporting.Report,
-) -> prism_training.TrainingState:
+) -> TrainingState:
   """All steps that are left."""
   frozen = jax.device_put(task.frozen, training.sharding(options))
   evaluate = task.make_evaluate(task.graphdef, task.evaluation)

@@ -6,7 +6,8 @@ import pathlib
 from typing import Any
 
 import prism_optax
-from prism_optax.training import PrivateTraining, TrainingState
+from prism_optax.training import PrivateTraining
+from prism_optax.training._state import TrainingState
 
 from . import adapters, reporting, tasks, training
 from . import options as options_lib

@@ -4,7 +4,7 @@ import math
 
 from dp_accounting import NeighboringRelation, dp_event
 
-from prism_optax import _per_example, _validate
+from prism_optax import _clip, _validate
 from prism_optax.accounting import _gaussian
 
 
@@ -101,7 +101,7 @@ def hidden_state_sensitivity(
     2.0
   """
   _validate.positive('l2_clip_norm', l2_clip_norm)
-  sensitivity = _per_example.sensitivity_of_sum(float(l2_clip_norm))
+  sensitivity = _clip.sensitivity_of_sum(float(l2_clip_norm))
   return float(sensitivity(neighboring_relation))
 
 

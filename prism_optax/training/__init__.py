@@ -6,23 +6,22 @@ and the event that is accounted. The chain of transformations
 (:mod:`prism_optax.transforms`) is for those who put these together themselves.
 """
 
-from prism_optax._clip import (
+from prism_optax._clip_rules import (
   AutomaticClipping,
   GroupClipping,
   QuantileClipping,
 )
-from prism_optax.training._checkpoint import load_state, save_state
-from prism_optax.training._execution import Execution
 from prism_optax.training._make import make_private
 from prism_optax.training._plan import plan
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._releases import ChangeOfVariables, Release
-from prism_optax.training._state import TrainingState
+from prism_optax.training._sampling import Execution
+from prism_optax.training._state import load_state, save_state
 
 # fmt: off
 __all__ = [
   'AutomaticClipping', 'ChangeOfVariables', 'Execution', 'GroupClipping',
-  'PrivateTraining', 'QuantileClipping', 'Release', 'TrainingState',
-  'load_state', 'make_private', 'plan', 'save_state',
+  'PrivateTraining', 'QuantileClipping', 'Release', 'load_state',
+  'make_private', 'plan', 'save_state',
 ]
 # fmt: on

@@ -1,15 +1,57 @@
-"""What may be claimed of a training: event, epsilon, the sentence to report."""
+"""What may be claimed of a training: event, epsilon, the sentence to report.
+
+A run that stops early because of what it has released is a composition whose
+length depends on the releases. Epsilon of the steps done does not hold for it:
+who stops when the noise has said the most has said more than that. Two claims
+do hold. Epsilon of all planned steps, because a run that stops is a run to the
+end of which a part is shown. And, with some possible stops that were fixed
+beforehand, epsilon of the next of them at an equal share of delta
+(docs/explanation/stops.md has the proof).
+"""
 
 from typing import NamedTuple
 
 import dp_accounting
 
-from prism_optax import accounting
+from prism_optax import _validate, accounting
 from prism_optax._proofs._proof import Proof
 from prism_optax.accounting import _events
-from prism_optax.training import _seen, _stops
+from prism_optax.training import _seen
 from prism_optax.training._journal import Count
 from prism_optax.training._settings import Settings
+
+STOPS = ('planned', 'adaptive')
+# Half as many steps each time, down to a sixteenth.
+_HALVINGS = 4
+
+
+def possible_stops(stop: str, steps: int) -> tuple[int, ...]:
+  """Numbers of steps of which epsilon may be reported, in order.
+
+  Each gets the same share of delta, so few are better than many.
+
+  Args:
+    stop: ``'planned'``: the last one alone; ``'adaptive'``: some more.
+    steps: All of them.
+
+  Raises:
+    ValueError: For another word.
+  """
+  _validate.one_of('stop', stop, STOPS)
+  if stop == 'planned':
+    return (steps,)
+  return tuple(sorted({-(-steps // 2**i) for i in range(_HALVINGS + 1)}))
+
+
+def next_stop(stops: tuple[int, ...], done: int) -> int:
+  """The first possible stop that is not before ``done`` steps.
+
+  Raises:
+    ValueError: For more steps than there are.
+  """
+  if done > stops[-1]:
+    raise ValueError(f'Expected at most {stops[-1]} steps, got {done}.')
+  return next(t for t in stops if t >= done)
 
 
 class Claim(NamedTuple):
@@ -45,7 +87,7 @@ class Claim(NamedTuple):
     """Epsilon of some steps, or of the next possible stop."""
     settings = self.settings
     if len(settings.stops) > 1:
-      steps = _stops.next_stop(settings.stops, steps)
+      steps = next_stop(settings.stops, steps)
     return accounting.epsilon(
       self.event(steps),
       settings.delta / len(settings.stops),
@@ -64,7 +106,7 @@ class Claim(NamedTuple):
       proofs: Of the program of a step.
     """
     settings, stops = self.settings, self.settings.stops
-    reported = done if stop_was_fixed else _stops.next_stop(stops, done)
+    reported = done if stop_was_fixed else next_stop(stops, done)
     most = settings.sampling.examples_per_user
     unit = 'unit: one record'
     if most is not None:

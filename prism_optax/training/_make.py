@@ -1,20 +1,18 @@
 """The one call: from a loss and public constants to a private training."""
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from prism_optax import (
   _randomness,
   _validate,
   accounting,
 )
-from prism_optax._clip import (
-  Clip,
+from prism_optax._clip import Clip
+from prism_optax._clip_rules import (
   FlatClipping,
   QuantileClipping,
   gradients_noise_multiplier,
@@ -23,15 +21,13 @@ from prism_optax._modules import warn_if_mostly_no_adapters
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.training import (
-  _loss,
+  _claim,
   _optimizer,
+  _program,
   _sampling,
   _seen,
-  _stops,
   _words,
 )
-from prism_optax.training._execution import Execution
-from prism_optax.training._means import means
 from prism_optax.training._optimizer import Optimizer
 from prism_optax.training._private import PrivateTraining
 from prism_optax.training._records import Form
@@ -41,12 +37,11 @@ from prism_optax.training._releases import (
   Release,
   check_declared,
 )
-from prism_optax.training._sampling import Sampling
+from prism_optax.training._sampling import Execution, Sampling
 from prism_optax.training._settings import Parts, Settings, Tag
 
-# Folded into a key that was given: the seed of the batches, the noise of a
-# quantile. `split` uses the numbers 0 and 1.
-_BATCHES, _QUANTILE = 0x42415443, 0x5155414E
+# Folded into a key that was given, for the noise of a quantile.
+_QUANTILE = 0x5155414E
 
 # Of clip norms. Beyond, numbers of float32 may vanish in units of them.
 _LEAST_NORM, _LARGEST_NORM = 1e-30, 1e30
@@ -253,35 +248,23 @@ def make_private(
       f' example, got {batched_loss=} and {examples_per_user=}.'
     )
   execution = Execution() if execution is None else execution
-  microbatch_size, sharding = (
-    execution.microbatch_size,
-    execution.batch_sharding,
-  )
-  padded_batch_size = execution.padded_batch_size
-  devices = 1 if sharding is None else len(sharding.device_set)
-  draft = Sampling(
-    expected_batch_size, dataset_size, 1, microbatch_size, examples_per_user
-  )
-  _sampling.check(draft._replace(padded_batch_size=microbatch_size or 1))
-  if padded_batch_size is None:
-    padded_batch_size = _sampling.padded_batch_size(
-      expected_batch_size, dataset_size, microbatch_size or devices
+  if batched_loss and _has_explicit_axes(execution.batch_sharding):
+    raise ValueError(
+      'A loss of a batch is not supported on a mesh with explicit axes: make'
+      ' it with axis_types=(jax.sharding.AxisType.Auto,), or give the loss of'
+      f' one example, got {batched_loss=} and {execution.batch_sharding}.'
     )
-  sampling = draft._replace(padded_batch_size=padded_batch_size)
-  _sampling.check(sampling)
-  shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
+  sampling = Sampling.of(
+    expected_batch_size, dataset_size, execution, examples_per_user
+  )
+  shapes = jax.tree.map(_shape, params)
   follows = isinstance(clipping, QuantileClipping)
   entries = sum(x.size for x in jax.tree.leaves(shapes)) + follows
-  stops = _stops.possible_stops(stop, steps)
+  stops = _claim.possible_stops(stop, steps)
   prior = PriorReleases.of(change_of_variables, prior_releases, dataset_size)
-  declared = (
-    *prior_releases,
-    *([] if change_of_variables is None else [change_of_variables]),
-  )
+  change = change_of_variables
+  declared = (*prior_releases, *([] if change is None else [change]))
   check_declared('params', params, declared)
-  loss = _loss.with_counted_arguments(loss)
-  if change_of_variables is not None:
-    loss = _loss.in_coordinates(loss, change_of_variables, batched_loss)
   if target_epsilon is not None:
     noise_multiplier = accounting.calibrate_noise_multiplier(
       target_epsilon,
@@ -298,7 +281,7 @@ def make_private(
   clipping = FlatClipping() if clipping is None else clipping
   clip = Clip(clipping, c, expected_batch_size, prng_key)
   if follows and given:
-    clip = clip._replace(prng_key=_derived(prng_key, _QUANTILE))
+    clip = clip._replace(prng_key=_sampling.derived(prng_key, _QUANTILE))
   own = gradients_noise_multiplier(clipping, sigma, expected_batch_size)
   settings = Settings(
     sampling,
@@ -318,37 +301,37 @@ def make_private(
     optimizer, clip, noise_multiplier=own, steps=steps, prng_key=prng_key
   )
   warn_if_mostly_no_adapters(shapes, getattr(transformation, 'layout', None))
-  found = _seen.look(transformation, shapes, padded_batch_size)
+  found = _seen.look(transformation, shapes, sampling.padded_batch_size)
   _seen.check(found, sigma, 1 + follows)
-  of_users = examples_per_user is not None
-  with_aux = _loss.with_aux(loss, has_aux)
-  loss = _loss.without_aux(loss, has_aux)
   training = PrivateTraining(
     Parts(
       settings,
+      _program.prepared(loss, has_aux, change, batched_loss),
+      batched_loss,
       transformation,
-      _loss.gradients(loss, batched_loss, of_users),
-      means(
-        _loss.measured(with_aux, batched_loss, of_users),
-        transformation,
-        microbatch_size,
-      ),
-      shapes,
-      functools.partial(_seed, prng_key),
-      _sampling.put_on_device(sharding),
-      execution,
-      functools.partial(_loss.check, loss, batched_loss, microbatch_size),
-      functools.partial(check_declared, declared=declared),
-      (lambda x: x)
-      if change_of_variables is None
-      else change_of_variables.to_params,
       1 + follows,
-      given,
+      shapes,
+      execution,
+      change,
+      declared,
+      prng_key,
       journal,
     )
   )
   _events.check_delta(training.event(), delta, dataset_size)
   return training
+
+
+def _shape(x: ArrayTree) -> jax.ShapeDtypeStruct:
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x
+  shape: jax.ShapeDtypeStruct = jax.eval_shape(lambda: jnp.asarray(x))
+  return shape
+
+
+def _has_explicit_axes(sharding: jax.sharding.Sharding | None) -> bool:
+  types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
+  return jax.sharding.AxisType.Explicit in types
 
 
 def _checked_tags(
@@ -369,18 +352,3 @@ def _checked_tags(
         f' {type(value).__name__}.'
       )
   return tuple(sorted(found.items()))
-
-
-def _seed(prng_key: PRNGKeyLike) -> np.ndarray:
-  """The secret seed of the batches, four words."""
-  if not _randomness.is_given(prng_key):
-    key = _randomness.resolve_key('prng_key', None, (), words=4)
-  else:
-    key = _derived(prng_key, _BATCHES)
-  return np.asarray(jax.random.key_data(key), np.uint32)
-
-
-def _derived(prng_key: PRNGKeyLike, number: int) -> jax.Array:
-  """A key that is independent of the noise's."""
-  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
-  return jax.random.fold_in(key, number)

@@ -8,6 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax._types import ArrayTree
+from prism_optax.training._program import (
+  OfRows,
+  called,
+  gradients,
+  mean_of_user,
+  of_records_of_user,
+)
+from prism_optax.training._settings import Parts
 from prism_optax.transforms import tangent_coordinates
 from prism_optax.transforms._chain import TangentTransformation
 
@@ -27,25 +35,14 @@ class Means(NamedTuple):
   aux: ArrayTree
 
 
-def means(
-  measured: Callable[[ArrayTree, ArrayTree, ArrayTree], ArrayTree],
-  transformation: optax.GradientTransformation,
-  microbatch_size: int | None,
-) -> Callable[..., Means]:
-  """Makes ``means(params, frozen, examples, is_padding, is_present)``.
-
-  Args:
-    measured: ``measured(params, frozen, rows)``: losses, auxiliary values and
-      gradients of rows, leaves (b, ...).
-    transformation: Of the training: what is clipped.
-    microbatch_size: Rows at once; None is all.
-  """
+def means(parts: Parts) -> Callable[..., Means]:
+  """Makes ``means(params, frozen, examples, is_padding, is_present)``."""
+  measured = _measured(parts)
+  layout = getattr(parts.transformation, 'layout', None)
 
   def norm(params: ArrayTree, gradient: ArrayTree) -> jax.Array:
-    if isinstance(transformation, TangentTransformation):
-      gradient = tangent_coordinates(params, layout=transformation.layout)(
-        gradient
-      )
+    if isinstance(parts.transformation, TangentTransformation):
+      gradient = tangent_coordinates(params, layout=layout)(gradient)
     found: jax.Array = optax.tree.norm(gradient)
     return found
 
@@ -57,17 +54,17 @@ def means(
     is_present: jax.Array | None,
   ) -> Means:
     rows = examples if is_present is None else (examples, is_present)
-    size = microbatch_size or len(is_padding_example)
+    size = parts.execution.microbatch_size or len(is_padding_example)
 
     def part(rows: ArrayTree) -> Means:
-      losses, aux, gradients = measured(params, frozen, rows)
-      return Means(losses, jax.vmap(norm, (None, 0))(params, gradients), aux)
+      losses, aux, found = measured(params, frozen, rows)
+      return Means(losses, jax.vmap(norm, (None, 0))(params, found), aux)
 
     # Every so-many-th row, as the step takes them: a split batch stays split.
-    parts = jax.tree.map(
+    split = jax.tree.map(
       lambda x: x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), rows
     )
-    each = jax.lax.map(part, parts)
+    each = jax.lax.map(part, split)
     counts = ~is_padding_example.reshape(size, -1).T
 
     def mean(x: jax.Array) -> jax.Array:
@@ -79,3 +76,48 @@ def means(
     return found
 
   return call
+
+
+def _measured(parts: Parts) -> OfRows:
+  """Losses, auxiliary values and gradients of rows."""
+  loss = parts.loss
+  if parts.batched_loss:
+    of_batch = gradients(parts)
+
+    def call(
+      params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+    ) -> ArrayTree:
+      count = len(jax.tree.leaves(rows)[0])
+      copies = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (count, *x.shape)), params
+      )
+      values, aux = called(loss, copies, frozen, rows)
+      return values, aux, of_batch(params, frozen, rows)
+
+    return call
+
+  def one(
+    params: ArrayTree, frozen: ArrayTree, row: ArrayTree
+  ) -> tuple[ArrayTree, ArrayTree]:
+    if not parts.of_users:
+      value, aux = called(loss, params, frozen, row)
+      return value, aux
+    each = of_records_of_user(loss, params, frozen, row)
+    mean = jax.vmap(mean_of_user, (-1, None), -1)
+
+    def of_leaf(x: jax.Array) -> jax.Array:
+      flat = mean(x.reshape(len(x), -1), row[1])
+      return flat.reshape(x.shape[1:])
+
+    value, aux = jax.tree.map(of_leaf, each)
+    return value, aux
+
+  def call_each(
+    params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+  ) -> ArrayTree:
+    (values, aux), found = jax.vmap(
+      jax.value_and_grad(one, has_aux=True), (None, None, 0)
+    )(params, frozen, rows)
+    return values, aux, found
+
+  return call_each

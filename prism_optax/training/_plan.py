@@ -9,9 +9,8 @@ import numpy as np
 
 from prism_optax import _validate
 from prism_optax._types import ArrayTree
-from prism_optax.accounting import _epsilon, _gaussian
-from prism_optax.training import _sampling
-from prism_optax.training._execution import Execution
+from prism_optax.accounting import _calibration, _gaussian
+from prism_optax.training._sampling import Execution, Sampling
 
 # Fewer steps have more signal over noise at equal cost, and below some sixty
 # there are too few of them to go anywhere (docs/how_to/plan.md).
@@ -161,7 +160,7 @@ def plan(
 
   def alternative(steps: int, batch: float) -> Alternative:
     b = min(max(round(batch), 1), dataset_size)
-    sigma = _epsilon.approximate_noise_multiplier(
+    sigma = _calibration.approximate_noise_multiplier(
       target_epsilon, delta, b / dataset_size, steps
     )
     signal = math.sqrt(steps) * b / sigma
@@ -193,7 +192,7 @@ def plan(
           memory_bytes,
           bytes_per_example,
           records,
-          _sampling.padded_batch_size(b, dataset_size, 1),
+          Sampling.of(b, dataset_size, Execution(), None).padded_batch_size,
         )
       ),
     },

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _validate
+from prism_optax import _randomness, _validate
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
-from prism_optax.training import _fingerprint
+from prism_optax.training import _fingerprint, _sampling
 from prism_optax.training._claim import Claim
-from prism_optax.training._data_digest import data_digest
-from prism_optax.training._fingerprint import Fingerprint
-from prism_optax.training._means import Means
+from prism_optax.training._fingerprint import Fingerprint, data_digest
+from prism_optax.training._means import Means, means
 from prism_optax.training._owner import Owner
 from prism_optax.training._program import Program, described
 from prism_optax.training._records import DataLike, Records, UsersLike
+from prism_optax.training._releases import check_declared
 from prism_optax.training._sampling import Batch, Batches
 from prism_optax.training._settings import Parts
 from prism_optax.training._state import TrainingState
@@ -43,7 +43,8 @@ class PrivateTraining:
     self._owner = Owner(parts)
     self._program = Program(parts)
     self._step = self._program.run
-    self._means = jax.jit(parts.means)
+    self._means = jax.jit(means(parts))
+    self._put = _sampling.put_on_device(parts.execution.batch_sharding)
 
   @property
   def proofs(self) -> tuple[Proof, ...]:
@@ -62,7 +63,12 @@ class PrivateTraining:
       params: The trainable parameters, of the shapes that ``make_private`` got.
 
     Returns:
-      The state before the first step.
+      The state before the first step. Save it, restore it, go on; it is as
+      secret as the data, because it holds the keys of the noise and of the
+      batches. Only ``params``, the trainable parameters, and ``held`` may be
+      released, the number of steps whose result was not finite, so that
+      parameters and moments stayed as they were, int32, shape (). ``step`` is
+      the number of steps done, NumPy, shape ().
 
     Raises:
       ValueError: If the parameters have other shapes, or hold a release that
@@ -82,14 +88,14 @@ class PrivateTraining:
         'A new run takes fresh seeds, which would become constants of a'
         ' compiled program: call init outside of jit.'
       )
-    if self._begun and self.parts.key_is_given:
+    if self._begun and _randomness.is_given(self.parts.prng_key):
       raise ValueError(
         'This training has begun a run already, and its prng_key was given: a'
         ' second run would have the keys of the first. Go on with the state of'
         ' the first, or leave prng_key out, which makes fresh keys in each'
         ' init.'
       )
-    self.parts.check_declared('params', params)
+    check_declared('params', params, self.parts.declared)
     state = self.parts.transformation.init(params)
     # The step takes these buffers over: none may be the caller's.
     params, state = jax.tree.map(jnp.copy, (params, state))
@@ -105,7 +111,7 @@ class PrivateTraining:
       state,
       np.zeros((), np.int64),
       jnp.zeros((), jnp.int32),
-      self.parts.new_seed(),
+      _sampling.new_seed(self.parts.prng_key),
       fingerprint,
     )
     self._owner.begin(new)
@@ -192,7 +198,7 @@ class PrivateTraining:
         sampling.draw(seed, step),
         functools.partial(sampling.choose, seed, step),
       )
-      examples, is_padding, is_present = self.parts.put(rows)
+      examples, is_padding, is_present = self._put(rows)
       return Batch(examples, is_padding, is_present, step, run, digest)
 
     return Batches(range(int(state.step), self.steps), draw)
@@ -274,13 +280,11 @@ class PrivateTraining:
         ' compile before there are any: record=(jax.ShapeDtypeStruct((128,),'
         " 'int32'), ...)."
       )
-    of_users = settings.sampling.examples_per_user is not None
-    padding = Records(
-      settings.sampling, [], [] if of_users else None, settings.record
-    ).collect(
+    users: UsersLike = [] if self.parts.of_users else None
+    padding = Records(settings.sampling, [], users, settings.record).collect(
       np.full(self.padded_batch_size, -1), lambda place, count: np.zeros(0, int)
     )
-    examples, is_padding, is_present = self.parts.put(padding)
+    examples, is_padding, is_present = self._put(padding)
     unknown = _fingerprint.UNKNOWN
     batch = Batch(examples, is_padding, is_present, 0, b'', unknown)
     program = self._program.compile(_arguments(state, frozen, batch), batch)
@@ -430,7 +434,8 @@ class PrivateTraining:
       ValueError: For a state of another training.
     """
     self._owner.check_state(state)
-    return self.parts.adapters(state.params)
+    change = self.parts.change
+    return state.params if change is None else change.to_params(state.params)
 
   def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
     """The event of some steps, and of prior releases, for an accountant.

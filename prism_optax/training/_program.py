@@ -1,23 +1,196 @@
-"""The step of a training as one program: proved before it runs, held by rule.
+"""The step of a training: from its loss to one program, proved before it runs.
 
 Gradients, clip, noise and optimizer are one compiled function. Its proofs are
 of the very program that runs, so they are made where it is traced.
 """
 
 import functools
-from collections.abc import Hashable
+import inspect
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _per_example
+from prism_optax import _clipped_sum, lora
+from prism_optax._proofs._independence import prove_independent
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
-from prism_optax.training import _fingerprint, _releases, _seen
+from prism_optax.training import _fingerprint, _seen
+from prism_optax.training._releases import (
+  ChangeOfVariables,
+  check_declared,
+  constants_of,
+)
 from prism_optax.training._sampling import Batch
-from prism_optax.training._settings import Parts
+from prism_optax.training._settings import Loss, Parts
+
+# Of parameters, frozen weights and rows.
+OfRows: TypeAlias = Callable[[ArrayTree, ArrayTree, ArrayTree], ArrayTree]
+
+
+def prepared(
+  loss: Loss, has_aux: bool, change: ChangeOfVariables | None, batched: bool
+) -> Loss:
+  """``(loss, aux)`` of what is trained; aux is ``()`` if there is none.
+
+  Raises:
+    ValueError: When it is called, with fewer or more arguments than the loss
+      takes, or if it returns no pair in spite of ``has_aux``.
+  """
+  signature = inspect.signature(loss)
+
+  def to_params(variables: ArrayTree) -> ArrayTree:
+    if change is None:
+      return variables
+    of_one = change.to_params
+    return jax.vmap(of_one)(variables) if batched else of_one(variables)
+
+  def pair(
+    variables: ArrayTree, *data: ArrayTree
+  ) -> tuple[ArrayTree, ArrayTree]:
+    try:
+      signature.bind(variables, *data)
+    except TypeError as error:
+      raise ValueError(
+        'Expected loss(params, *example), or loss(params, frozen, *example) if'
+        ' step, compile and nonprivate_means are given frozen= as well, got a'
+        f' loss{signature} that is called with {1 + len(data)} arguments:'
+        f' {error}.'
+      ) from error
+    found: ArrayTree = loss(to_params(variables), *data)
+    if not has_aux:
+      return found, ()
+    if not isinstance(found, tuple) or len(found) != 2:
+      raise ValueError(
+        'Expected loss to return (loss, aux), as has_aux=True says, got'
+        f' {found}.'
+      )
+    return found[0], found[1]
+
+  return pair
+
+
+def called(
+  loss: Loss, params: ArrayTree, frozen: ArrayTree, data: ArrayTree
+) -> ArrayTree:
+  """``loss`` of a record; frozen weights stand before it if there are any.
+
+  Raises:
+    ValueError: If the loss changes a variable of a Flax NNX model.
+  """
+  example = data if isinstance(data, tuple) else (data,)
+  weights = () if frozen is None else (frozen,)
+  try:
+    return loss(params, *weights, *example)
+  except Exception as error:
+    # By its name, because flax is not always installed.
+    if type(error).__name__ != 'TraceContextError':
+      raise
+    raise ValueError(
+      'Expected loss to change nothing outside of itself, but it changes a'
+      ' variable of a Flax model. An active nnx.Dropout does, because it counts'
+      ' the keys that it has used. Call model.eval(), or give each record its'
+      ' own key, as the page on dropout shows.'
+    ) from error
+
+
+def gradients(parts: Parts) -> OfRows:
+  """``gradients(params, frozen, rows)``, per record or per user."""
+  loss = parts.loss
+  if parts.batched_loss:
+    return lambda params, frozen, rows: lora.per_example_gradients(
+      lambda copies, batch: called(loss, copies, frozen, batch)[0]
+    )(params, rows)
+
+  def one(params: ArrayTree, frozen: ArrayTree, row: ArrayTree) -> ArrayTree:
+    if not parts.of_users:
+      return called(loss, params, frozen, row)[0]
+    each, _ = of_records_of_user(loss, params, frozen, row)
+    return mean_of_user(each, row[1])
+
+  return jax.vmap(jax.grad(one), (None, None, 0))
+
+
+def of_records_of_user(
+  loss: Loss, params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+) -> ArrayTree:
+  """What a loss returns for each record of a user."""
+  examples, is_present = rows
+  # The loss of zeros may have a gradient that is not finite, which stays so
+  # where its weight is zero: another record of the user's stands in.
+  first = jnp.argmax(is_present)
+
+  def filled(x: jax.Array) -> jax.Array:
+    here = is_present.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(here, x, x[first])
+
+  examples = jax.tree.map(filled, examples)
+  return jax.vmap(lambda x: called(loss, params, frozen, x))(examples)
+
+
+def mean_of_user(each: jax.Array, is_present: jax.Array) -> jax.Array:
+  return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
+    jnp.sum(is_present), 1
+  )
+
+
+def prove_apart(
+  parts: Parts, params: ArrayTree, frozen: ArrayTree, batch: Batch
+) -> Proof:
+  """The proof that no record meets another, or a refusal of the loss.
+
+  What is proved is the function of gradients as a step runs it: for the rows of
+  a micro-batch, padding included, with the derivatives that a loss defines for
+  itself. Only shapes and types of the records are looked at.
+
+  Raises:
+    ValueError: If the loss has another shape, or the gradient of one record is
+      not proved to depend on that record alone.
+  """
+  users = parts.of_users
+
+  def shapes_of(tree: ArrayTree, cut: int, *lead: int) -> ArrayTree:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[cut:]), x.dtype), tree
+    )
+
+  if not parts.batched_loss:
+    one = shapes_of(batch.examples, 1 + users)
+    found, _ = jax.eval_shape(
+      functools.partial(called, parts.loss), params, frozen, one
+    )
+    if getattr(found, 'shape', None) != ():
+      raise ValueError(
+        'Expected loss to return a scalar, the loss of one example, which has'
+        ' no batch axis (the shapes here are'
+        f' {[x.shape for x in jax.tree.leaves(one)]}), got {found}.'
+      )
+  rows = (batch.examples, batch.is_present) if users else batch.examples
+  padded = len(batch.is_padding_example)
+  size = min(parts.execution.microbatch_size or padded, padded)
+  part = shapes_of(rows, 1, size)
+  if size == 1:
+    return Proof(
+      'the gradient of a record depends on that record alone',
+      None,
+      ('gradients are computed of one record at a time: it can meet no other',),
+    )
+  proof = prove_independent(
+    gradients(parts), params, frozen, part, in_axes=(None, None, 0),
+  )  # fmt: skip
+  if not proof:
+    raise ValueError(
+      'Expected the gradient of a record to depend on that record alone. That'
+      ' is not proved of this loss, and without it the clip bounds nothing and'
+      f' no epsilon holds: {proof.offence}. batched_loss needs losses (B,) that'
+      ' use copy i of the parameters and record i alone: no batch'
+      ' normalisation, no mean over the batch, no in-batch negatives. Without'
+      ' batched_loss records meet in a custom_vmap only.'
+    )
+  return proof
 
 
 class Program:
@@ -37,6 +210,7 @@ class Program:
     self._parts = parts
     self._frozen = _fingerprint.FrozenWeights()
     self._compiled: Hashable = None
+    of_rows = gradients(parts)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(
@@ -51,9 +225,9 @@ class Program:
       if release is not None:  # Other parameters have other gradients.
         release = release ^ _fingerprint.of_arrays(params)
       rows = examples if is_present is None else (examples, is_present)
-      lazy = _per_example.LazyGradients(
+      lazy = _clipped_sum.LazyGradients(
         rows,
-        jax.jit(functools.partial(parts.gradients, params, frozen)),
+        jax.jit(functools.partial(of_rows, params, frozen)),
         parts.execution.microbatch_size,
         parts.execution.skip_padding,
       )
@@ -117,12 +291,12 @@ class Program:
   ) -> jax.stages.Traced:
     params, _, frozen, *_ = arguments
     parts = self._parts
-    parts.check_declared('frozen', frozen)
-    independence = parts.check(params, frozen, batch)
+    check_declared('frozen', frozen, parts.declared)
+    independence = prove_apart(parts, params, frozen, batch)
     arguments = (*arguments, _fingerprint.UNKNOWN)
     traced = self.run.trace(*arguments)  # JAX runs what is traced here.
-    constants = _releases.constants_of(traced.jaxpr)
-    parts.check_declared('the constants of loss', list(constants))
+    constants = list(constants_of(traced.jaxpr))
+    check_declared('the constants of loss', constants, parts.declared)
     release = _seen.prove_step(
       traced,
       arguments,

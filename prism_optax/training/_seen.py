@@ -14,12 +14,12 @@ import optax
 
 from prism_optax._proofs import _release
 from prism_optax._proofs._equations import names_of
-from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Kind, Label
-from prism_optax._proofs._offences import by
+from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Kind, Label, by
 from prism_optax._proofs._proof import Proof
 from prism_optax._proofs._release import CLAIM as CLAIM
 from prism_optax._proofs._walk import FoundRelease, Walk
 from prism_optax._types import ArrayTree
+from prism_optax.transforms._chain import are_coordinates
 
 _INSTEAD = (
   ' Give an optimizer of optax, prism_optax.prism, published_prism or'
@@ -49,9 +49,15 @@ def look(
     grads: ArrayTree,
     is_padding: jax.Array,
   ) -> ArrayTree:
-    return transformation.update(
+    updates, state = transformation.update(
       grads, state, params, is_padding_example=is_padding
     )
+    if are_coordinates(updates):
+      raise ValueError(
+        'Expected optimizer to return updates of the parameters, got tangent'
+        ' coordinates: end its chain with prism_optax.retract().'
+      )
+    return updates, state
 
   def made_up(params: ArrayTree) -> ArrayTree:
     grads = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), params)

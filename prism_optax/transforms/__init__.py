@@ -11,8 +11,6 @@ factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
 
 from prism_optax.transforms._augmented import augmented_optimizer
 from prism_optax.transforms._chain import chain, tangent_transformation
-from prism_optax.transforms._clip_groups import split_noise_multiplier
-from prism_optax.transforms._coordinates import tangent_coordinates
 from prism_optax.transforms._correlated import (
   correlated_noise_stddev,
   correlated_tangent_privatizer,
@@ -26,8 +24,14 @@ from prism_optax.transforms._descent import (
   retract,
   scale_by_learning_rate,
 )
-from prism_optax.transforms._intrinsic_clip import intrinsic_clip
-from prism_optax.transforms._matrix_clip import per_matrix_clip
+from prism_optax.transforms._intrinsic_clip import (
+  intrinsic_clip,
+  tangent_coordinates,
+)
+from prism_optax.transforms._matrix_clip import (
+  per_matrix_clip,
+  split_noise_multiplier,
+)
 from prism_optax.transforms._orthogonalize import orthogonalize
 from prism_optax.transforms._privatizer import tangent_privatizer
 from prism_optax.transforms._published import scale_by_published_preconditioner

@@ -99,6 +99,14 @@ def _origin_of(
   return None
 
 
+def are_coordinates(tree: ArrayTree) -> bool:
+  """Whether a tree came out of us as coordinates, which are no updates."""
+  return any(
+    id(x) in _origins and any(x is y() for y in _origins[id(x)].leaves)
+    for x in jax.tree.leaves(tree)
+  )
+
+
 class TangentTransformation(optax.GradientTransformationExtraArgs):
   """A transformation of tangent coordinates, with its stacked form.
 

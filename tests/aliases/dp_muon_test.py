@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from prism_optax import accounting, dp_muon, transforms
-from prism_optax.transforms import _clip_groups
+from prism_optax.transforms import _matrix_clip
 from tests.oracles import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers
@@ -155,7 +155,7 @@ def _first_release(tx, batch=0):
   }
 
 
-@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
+@pytest.mark.parametrize('noise_split', _matrix_clip.NOISE_SPLITS)
 def test_noise_of_every_leaf_and_its_joint_multiplier(noise_split):
   """An empty batch too releases noise, of sigma_W C_W / B in every entry."""
   sigma, expected_batch = 1.3, 16.0

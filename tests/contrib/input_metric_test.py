@@ -221,11 +221,14 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
     return jax.vmap(cases.loss, (0, None, 0, 0))(copies, frozen, x, y)
 
   make = optax.sgd(0.1)
-  private = cases.make(
-    make,
-    loss=of_batch if batched else cases.loss,
-    batched_loss=batched,
-    change_of_variables=METRIC,
+  private, again = (
+    cases.make(
+      make,
+      loss=of_batch if batched else cases.loss,
+      batched_loss=batched,
+      change_of_variables=METRIC,
+    )
+    for _ in range(2)
   )
   found = cases.by_keys_alone(private)
   expected = cases.by_keys_alone(cases.make(make, loss=on_changed_inputs))
@@ -234,7 +237,7 @@ def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
     found,
     expected,
   )
-  adapters = private.parts.adapters(found)
+  adapters = again.adapters(again.init(found))
   assert_same(adapters['layer']['lora_b'], found['layer']['lora_b'])
   np.testing.assert_allclose(
     adapters['layer']['lora_a'], s @ found['layer']['lora_a'], atol=1e-5
@@ -310,6 +313,10 @@ def test_calibration_beside_another_release():
     ({'batches': [{}]}, r'shape \(B, ..., n\)'),
     ({'batches': [{'x': np.ones(3)}]}, r'shape \(B, ..., n\)'),
     ({'batches': [INPUTS, {'b': INPUTS['b']}]}, 'same patterns'),
+    (
+      {'batches': [{'x': np.ones((3, k, 2))} for k in (5, 4)]},
+      r'positions .*\(3, 4, 2\).* after .*\(5, 2\)',
+    ),
     ({'batches': [{'x': np.ones((3, 2)), 'y': np.ones((2, 2))}]}, 'one number'),
     ({'noise_multiplier': -1.0}, 'noise_multiplier'),
     ({'dataset_size': 0}, 'dataset_size'),

@@ -9,7 +9,7 @@ from dp_accounting import gaussian_mechanism
 from scipy import stats
 
 from prism_optax import accounting
-from prism_optax.accounting import _as_drawn, _epsilon, _gaussian
+from prism_optax.accounting import _calibration, _epsilon, _gaussian
 
 
 @pytest.mark.parametrize('first_step', [1e-5, 0.1])
@@ -22,7 +22,7 @@ def test_answer_is_as_near_as_promised_however_wrong_the_guess(
   def spent(sigma):
     return 3 / sigma**2
 
-  sigma = _epsilon._solve(spent, 2.0, guess, 5e-6, first_step)
+  sigma = _calibration._solve(spent, 2.0, guess, 5e-6, first_step)
   assert spent(sigma) <= 2.0
   assert sigma == pytest.approx(math.sqrt(1.5), rel=5e-6)
   assert spent(sigma * (1 - 6e-6)) > 2.0
@@ -30,13 +30,13 @@ def test_answer_is_as_near_as_promised_however_wrong_the_guess(
 
 def test_answer_meets_the_target_where_epsilon_jumps():
   """As it does where delta is near the accountant's own tail."""
-  sigma = _epsilon._solve(
+  sigma = _calibration._solve(
     lambda sigma: math.inf if sigma < 1.7 else 0.0, 2.0, 1.0, 5e-6
   )
   assert sigma == pytest.approx(1.7, rel=1e-5)
   assert sigma >= 1.7
   with pytest.raises(ValueError, match='cannot be reached'):
-    _epsilon._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
+    _calibration._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
 
 
 @pytest.mark.parametrize('epsilon', [1e-3, 1.0, 1000.0])
@@ -95,7 +95,7 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   assert spent < shown < 1.1 * spent
   # Some delta of ideal noise gives, with what drawn noise adds, no more.
   found = [
-    _as_drawn.release_guarantee(
+    _epsilon.release_guarantee(
       accounting.epsilon(event, x, accountant='rdp'), x, entries
     )
     for x in np.linspace(0.5, 1, 20) * delta
@@ -103,7 +103,7 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   assert min(e for e, d in found if d <= delta) >= shown - 2e-3
   # The terms of the derivation, one entry, at epsilon and delta of zero:
   # tau + beta + nu + beta, 5e-17, 1e-20, 1e-19 and 1e-20.
-  shift, added = _as_drawn.release_guarantee(0.0, 0.0, 1)
+  shift, added = _epsilon.release_guarantee(0.0, 0.0, 1)
   assert math.isclose(added, 5e-17 + 1e-19 + 2e-20, rel_tol=1e-5)
   assert 0 < shift < 1e-6
   assert '(PLD)' in accounting.privacy_statement(event, delta)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _clip, _lattice, training, transforms
+from prism_optax import _clip, _clip_rules, _lattice, training, transforms
 
 # Every size that float32 has, in one entry, in all, and mixed.
 _SIZES = np.float32([
@@ -29,7 +29,7 @@ RULES = {
     f'automatic {x:g}': training.AutomaticClipping(x)
     for x in (1e-300, 1e-45, 1e-38, 1e-18, 1e-6, 0.01, 1e30, 1e300)
   },
-  'flat': _clip.FlatClipping(),
+  'flat': _clip_rules.FlatClipping(),
   'groups': training.GroupClipping(['a', 'b'], {'a': 1e-3, 'b': 1.0}),
 }
 
@@ -109,5 +109,5 @@ def test_on_the_lattice_of_the_noise_as_well(c, stability):
 
 def test_a_quantile_costs_noise_of_the_gradients():
   rule = training.QuantileClipping(fraction_stddev=0.05)
-  own = _clip.gradients_noise_multiplier(rule, 1.0, 20)
+  own = _clip_rules.gradients_noise_multiplier(rule, 1.0, 20)
   assert own**-2 + (2 * 20 * 0.05) ** -2 == pytest.approx(1.0)

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from prism_optax import _lattice
-from prism_optax.accounting import _as_drawn
+from prism_optax.accounting import _epsilon
 
 SIZE = 400_000
 # The many small operations take longer one by one.
@@ -79,7 +79,7 @@ def _spline_law(weights, positions):
 
 
 def test_distance_from_the_statement_is_below_what_is_declared():
-  """What `_as_drawn.release_guarantee` is made of, by numerical integration.
+  """What `_epsilon.release_guarantee` is made of, by numerical integration.
 
   Each constant is also at most three times what is measured.
   """
@@ -94,13 +94,13 @@ def test_distance_from_the_statement_is_below_what_is_declared():
     chi_square += np.sum((relative**2 * gauss)[near]) / 64
     excess += np.sum(np.maximum(law - gauss, 0)[~near]) / 64
     # Nothing within reach is less likely than that.
-    assert relative[reached].min() > -_as_drawn._LARGEST_RATIO
+    assert relative[reached].min() > -_epsilon._LARGEST_RATIO
   missed = 2 * scipy.stats.norm.sf(reach)
   for measured, declared in [
-    (ratio, _as_drawn._LARGEST_RATIO),
-    (chi_square, _as_drawn._CHI_SQUARE),
-    (excess, _as_drawn._EXCESS),
-    (missed, _as_drawn._MISSED),
+    (ratio, _epsilon._LARGEST_RATIO),
+    (chi_square, _epsilon._CHI_SQUARE),
+    (excess, _epsilon._EXCESS),
+    (missed, _epsilon._MISSED),
   ]:
     assert declared / 3 < measured < declared
   assert 2 * scipy.stats.norm.sf(6) < 2e-9

@@ -9,12 +9,12 @@ import optax
 import pytest
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _lattice, _per_example
+from prism_optax import _clip, _clip_rules, _clipped_sum, _lattice
 
 
 def _weights(norms):
   squared = jnp.square(jnp.asarray(norms, jnp.float32))
-  return _per_example.clip_weight(squared)
+  return _clip_rules.clip_weight(squared)
 
 
 def test_weights_are_min_of_one_and_inverse_norm():
@@ -29,8 +29,8 @@ def test_clipped_norms_stay_inside_the_bound_in_float32():
   x = (rng.normal(size=(2000, 333)) * rng.uniform(0.01, 3, (2000, 1))).astype(
     np.float32
   )
-  squared = jax.vmap(lambda y: _per_example.squared_norm([y], 1.0))(x)
-  weights, _ = _per_example.clip_weight(squared)
+  squared = jax.vmap(lambda y: _clip_rules.squared_norm([y], 1.0))(x)
+  weights, _ = _clip_rules.clip_weight(squared)
   clipped = np.asarray(weights[:, None] * x, np.float64)
   norms = np.linalg.norm(clipped, axis=1)
   assert norms.max() <= 1
@@ -40,7 +40,7 @@ def test_clipped_norms_stay_inside_the_bound_in_float32():
 def test_norm_of_a_million_entries_is_accurate_to_the_margin():
   """Constant entries: the worst case of a running float32 sum."""
   x = jnp.full(1_000_000, 0.3, jnp.float32)
-  got = float(_per_example.squared_norm([x], 1.0))
+  got = float(_clip_rules.squared_norm([x], 1.0))
   exact = 1e6 * float(np.float32(0.3)) ** 2
   assert abs(got / exact - 1) < 5e-7  # Half of the margin's square.
 
@@ -53,7 +53,7 @@ def test_what_is_not_finite_does_not_count():
 
 def test_batch_axes_keep_norms_apart():
   x = jnp.arange(24.0).reshape(2, 3, 4)
-  got = _per_example.squared_norm([x], 2.0, (1,))
+  got = _clip_rules.squared_norm([x], 2.0, (1,))
   np.testing.assert_allclose(got, np.square(x / 2).sum((0, 2)), rtol=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_sums_are_those_of_the_contributions(jit):
   tree = jax.tree.map(lambda x: x.at[padding].set(jnp.nan), tree)
 
   def sums(tree, padding):
-    return _per_example.sum_of_examples(_double, tree, padding)
+    return _clipped_sum.sum_of_examples(_double, tree, padding)
 
   got = (jax.jit(sums) if jit else sums)(tree, padding)
   kept = jax.tree.map(lambda x: np.float64(x)[~np.asarray(padding)], tree)
@@ -82,14 +82,14 @@ def test_sums_are_those_of_the_contributions(jit):
 
 def test_sums_of_no_examples_are_zero():
   tree = {'a': jnp.zeros((0, 5)), 'b': jnp.zeros(0)}
-  got = _per_example.sum_of_examples(_double, tree, None)
+  got = _clipped_sum.sum_of_examples(_double, tree, None)
   np.testing.assert_array_equal(got['out'], np.zeros(5))
 
 
 def test_compensation_leaves_one_rounding():
   """Each small number alone would be lost against the large one."""
   x = jnp.asarray([1e6] + [0.01] * 4000, jnp.float32)[:, None]
-  got = jax.jit(lambda x: _per_example.sum_of_examples(lambda e: e, x, None))(x)
+  got = jax.jit(lambda x: _clipped_sum.sum_of_examples(lambda e: e, x, None))(x)
   exact = float(np.sum(np.float64(x)))
   assert abs(float(got[0]) / exact - 1) < 1e-7
   plain = np.float32(0)
@@ -100,7 +100,7 @@ def test_compensation_leaves_one_rounding():
 
 def _lattice_sum(x, unit=2.0**-20):
   unit = jnp.float32(unit)
-  sums = _per_example.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
+  sums = _clipped_sum.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
   assert isinstance(sums, _lattice.LatticeSum)
   high, low = (np.asarray(y, np.int64) for y in sums[:2])
   return high * 2**14 + low
@@ -128,7 +128,7 @@ def test_sums_on_a_lattice_do_not_depend_on_the_order():
 
 def _lattice_parts(x):
   unit = jnp.float32(2.0**-20)
-  sums = _per_example.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
+  sums = _clipped_sum.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
   return jnp.stack([sums.high, sums.low])
 
 
@@ -154,19 +154,19 @@ def test_one_record_moves_the_sum_by_its_bound_in_any_order():
 def test_units_of_the_clip_norm_hide_no_norm():
   """Squares of 1e-25 vanish in float32; against C = 1e-24 they must not."""
   x = jnp.full(10_000, 1e-25, jnp.float32)
-  squared = _per_example.squared_norm([x], 1e-24)
+  squared = _clip_rules.squared_norm([x], 1e-24)
   assert float(squared) == pytest.approx(100.0, rel=1e-5)
 
 
 def test_padding_of_another_length_is_refused():
   with pytest.raises(ValueError, match=r'is_padding_example.*\(3,\).*\(2,\)'):
-    _per_example.sum_of_examples(
+    _clipped_sum.sum_of_examples(
       lambda e: e, jnp.zeros((3, 1)), jnp.zeros(2, bool)
     )
 
 
 def test_sensitivity_by_relation():
-  sensitivity = _per_example.sensitivity_of_sum(0.25)
+  sensitivity = _clip.sensitivity_of_sum(0.25)
   assert sensitivity() == 0.25
   assert sensitivity(NeighboringRelation.REPLACE_SPECIAL) == 0.25
   assert sensitivity(NeighboringRelation.REPLACE_ONE) == 0.5
@@ -175,10 +175,10 @@ def test_sensitivity_by_relation():
 
 
 def test_transformation_with_sensitivity_unpacks_and_chains():
-  tx = _per_example.BoundedSensitivityTransformation(
+  tx = _clip.BoundedSensitivityTransformation(
     lambda p: optax.EmptyState(),
     lambda u, s, p=None, **_: (jax.tree.map(lambda x: 2 * x, u), s),
-    _per_example.sensitivity_of_sum(1.0),
+    _clip.sensitivity_of_sum(1.0),
     lambda gradient: gradient,
   )
   init, _ = tx
@@ -202,10 +202,10 @@ def test_parts_of_a_batch_add_up_to_the_same_bits():
     return jnp.where(rows > 10, jnp.nan, 2 * rows)
 
   def total(size, skip_padding=False):
-    lazy = _per_example.LazyGradients(
+    lazy = _clipped_sum.LazyGradients(
       jnp.where(is_padding[:, None], 99.0, x), gradients, size, skip_padding
     )
-    return _per_example.sum_of_examples(
+    return _clipped_sum.sum_of_examples(
       lambda g: jnp.where(jnp.isfinite(g), g, 7.0),
       lazy,
       is_padding,
@@ -238,7 +238,7 @@ def test_a_batch_split_along_an_explicit_axis_of_a_mesh(padded):
   use = getattr(jax, 'set_mesh', None) or jax.sharding.use_mesh
   with use(mesh):
     split = jax.device_put((tree, padding), rows)
-    got = jax.jit(functools.partial(_per_example.sum_of_examples, _double))(
+    got = jax.jit(functools.partial(_clipped_sum.sum_of_examples, _double))(
       *split
     )
   kept = slice(None, None, 2 if padded else 1)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 
 from prism_optax.training import _records
-from prism_optax.training._data_digest import PLACES, data_digest
+from prism_optax.training._fingerprint import PLACES, data_digest
 from prism_optax.training._records import Form, Records
 from prism_optax.training._sampling import Sampling
 from tests import cases

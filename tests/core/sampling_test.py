@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from prism_optax.training import _sampling
+from prism_optax import training
 from prism_optax.training._sampling import Sampling
 
 SEED = np.arange(4, dtype=np.uint32)
@@ -58,9 +58,13 @@ def test_padding_fills_whole_microbatches():
 
 
 def test_default_sizes_leave_room():
-  assert _sampling.padded_batch_size(20, 200, 1) == 46
-  assert _sampling.padded_batch_size(20, 200, 8) == 48
-  assert _sampling.padded_batch_size(200, 200, 1) == 200
+  def rows(expected, microbatch_size=None):
+    execution = training.Execution(microbatch_size=microbatch_size)
+    return Sampling.of(expected, 200, execution, None).padded_batch_size
+
+  assert rows(20) == 46
+  assert rows(20, 8) == 48
+  assert rows(200) == 200
 
 
 def test_records_of_a_user_are_chosen_by_chance():

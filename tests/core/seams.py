@@ -12,11 +12,21 @@ import numpy as np
 
 from prism_optax import _lattice, _randomness
 from prism_optax.accounting import _filters, _ledger
-from prism_optax.training import _fingerprint, _seen, _words
+from prism_optax.training import _fingerprint, _program, _seen, _words
 
 FOREIGN_WORDS = _words.FOREIGN
 FINGERPRINT = _fingerprint.Fingerprint._fields
 digest_of = _fingerprint.release
+
+
+def gradients_of(private):
+  """``gradients(params, frozen, examples)``, one for each record or user."""
+  return _program.gradients(private.parts)
+
+
+def proof_of_records(private, params, frozen, batch):
+  """That no record meets another, as a step proves it before it begins."""
+  return _program.prove_apart(private.parts, params, frozen, batch)
 
 
 def run_step(private, params, optimizer, frozen, examples, padding,

@@ -17,6 +17,7 @@ from prism_optax.finetune.models import (
   pretrained,
 )
 from prism_optax.training import make_private
+from tests.core import seams
 from tests.finetune import conftest, language_models
 
 COLUMNS = instructions.Columns()
@@ -178,7 +179,7 @@ def test_no_gradient_of_a_frozen_matrix_is_made(problem):
   state = private.init(params)
   (batch,) = private.batches(state, examples)
   program = str(
-    jax.make_jaxpr(private.parts.gradients)(params, frozen, batch.examples)
+    jax.make_jaxpr(seams.gradients_of(private))(params, frozen, batch.examples)
   )
   shapes = set(re.findall(r'\[([\d,]+)\]', program))
   assert '5,2,16,2' in shapes  # Of the adapters of the query, each example's.

@@ -15,7 +15,7 @@ import pytest
 
 import prism_optax
 from prism_optax import transforms
-from prism_optax.transforms import _clip_groups
+from prism_optax.transforms import _matrix_clip
 
 jax_privacy = pytest.importorskip('jax_privacy')
 
@@ -69,7 +69,7 @@ def _chain_of_ones_own(grads):
 def _split_by_hand(grads):
   clip = prism_optax.per_matrix_clip(NORM, normalize_by=EXPECTED)
   mean, _ = clip.update(grads, clip.init(PARAMS), PARAMS)
-  groups = _clip_groups.clip_groups(NORM, PARAMS)
+  groups = _matrix_clip.clip_groups(NORM, PARAMS)
   split = transforms.split_noise_multiplier(
     SIGMA, [g.l2_clip_norm for g in groups], [g.size for g in groups],
     noise_split='least_energy',

@@ -31,12 +31,11 @@ from tests.mutants import copies, edits, planted
 PACKAGE = copies.ROOT / 'prism_optax'
 # Clip, noise, keys, batches, events, proofs.
 PRIVACY = (
-  '_clip', '_clipped_sum', '_lattice', '_per_example', '_proofs', '_randomness',
-  'accounting/_as_drawn', 'accounting/_epsilon', 'accounting/_events',
+  '_clip', '_clip_rules', '_clipped_sum', '_lattice', '_proofs', '_randomness',
+  'accounting/_calibration', 'accounting/_epsilon', 'accounting/_events',
   'contrib/_input_metric', 'contrib/_one_shot_release', 'contrib/heads',
-  'training', 'transforms/_chain', 'transforms/_clip_groups',
-  'transforms/_intrinsic_clip', 'transforms/_matrix_clip',
-  'transforms/_privatizer',
+  'training', 'transforms/_chain', 'transforms/_intrinsic_clip',
+  'transforms/_matrix_clip', 'transforms/_privatizer',
 )  # fmt: skip
 # The tests of a file are those of its name, then those of its folder, then:
 NEAR = {

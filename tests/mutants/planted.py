@@ -6,13 +6,13 @@ PLANTED = """
 bound / jnp.maximum(norm, bound) => 1 + 0 * norm
 x * (factor / divisor) => x / divisor
 jnp.where(counts, x * (factor / divisor), 0) => x * (factor / divisor)
-_per_example.squared_norm(leaves, norm) => sum(jnp.vdot(x, x) for x in leaves[:2])
+squared_norm(leaves, norm) => sum(jnp.vdot(x, x) for x in leaves[:2])
 jnp.isfinite(squared_norm) => squared_norm == squared_norm
 jnp.all(jnp.stack(finite)) => finite[0]
 jnp.where(is_padding, 0, x) => x
 b * norm if follows else b => b * norm if follows else 1.0
 math.hypot(*self.shares.values()) => max(self.shares.values())
-_per_example.shortened(leaves, self.stability) => _per_example.shortened(leaves, -self.stability)
+shortened(leaves, self.stability) => shortened(leaves, -self.stability)
 stddev = rule.fraction_stddev => stddev = 0.0
 QuantileState(norm, next_key) => QuantileState(norm, state.prng_key)
 gradients_noise_multiplier(clipping, sigma, expected_batch_size) => sigma

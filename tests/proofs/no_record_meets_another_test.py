@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from prism_optax import lora, training
+from tests.core import seams
 from tests.proofs import oracle
 
 N, WORDS, LENGTH, WIDTH, EXPERTS = 40, 13, 5, 4, 3
@@ -181,7 +182,7 @@ def checked(loss, **options):
   private = make(loss, **options)
   state = private.init(PARAMS)
   batch = next(iter(private.batches(state, (TOKENS, LABELS), **users)))
-  return private.parts.check(state.params, FROZEN, batch)
+  return seams.proof_of_records(private, state.params, FROZEN, batch)
 
 
 def test_the_proof_is_of_the_rows_that_run():

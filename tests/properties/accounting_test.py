@@ -13,7 +13,7 @@ from dp_accounting import dp_event
 from hypothesis import given
 
 from prism_optax import accounting
-from prism_optax.accounting import _as_drawn, _gaussian, _matrix_mechanism
+from prism_optax.accounting import _epsilon, _gaussian, _matrix_mechanism
 from tests.properties import cases
 
 RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))
@@ -63,12 +63,12 @@ counts = st.integers(0, 10**14)
 @cases.settings
 @given(counts, counts)
 def test_drawn_noise_guarantees_less_the_more_there_is(some, more):
-  one = _as_drawn.release_guarantee(2.0, 1e-6, some)
-  both = _as_drawn.release_guarantee(2.0, 1e-6, some + more)
+  one = _epsilon.release_guarantee(2.0, 1e-6, some)
+  both = _epsilon.release_guarantee(2.0, 1e-6, some + more)
   assert 2.0 <= one[0] <= both[0]
   assert 1e-6 <= one[1] <= both[1] <= 1.0
   # Entries in two parts are charged no less than together.
-  parts = _as_drawn.release_guarantee(*one, more)
+  parts = _epsilon.release_guarantee(*one, more)
   assert both[0] <= parts[0] * (1 + 1e-12)
   assert both[1] <= parts[1] * (1 + 1e-12)
 

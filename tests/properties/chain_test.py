@@ -16,7 +16,7 @@ from prism_optax import _modules, accounting, contrib, fixed_rank, transforms
 from prism_optax.contrib import _tangent_newton_schulz
 from prism_optax.fixed_rank import _tangents
 from prism_optax.fixed_rank._tangents import projected
-from prism_optax.transforms import _clip_groups
+from prism_optax.transforms import _matrix_clip
 from tests.properties import cases
 
 
@@ -206,10 +206,10 @@ def test_groups_are_one_mechanism_of_the_multiplier_asked_for(
     f'x{i}': jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.float32)
     for i, shape in enumerate(shapes)
   }
-  groups = _clip_groups.clip_groups(
+  groups = _matrix_clip.clip_groups(
     {f'x{i}': norm for i, norm in enumerate(norms)}, params
   )
-  assert all(isinstance(x, _clip_groups.ClipGroup) for x in groups)
+  assert all(isinstance(x, _matrix_clip.ClipGroup) for x in groups)
   # Every leaf is in one group, which has its norm and its size.
   assert sorted(i for x in groups for i in x.leaves) == list(range(len(norms)))
   for x in groups:

@@ -10,18 +10,9 @@ import inspect
 import pathlib
 import pkgutil
 
-import pytest
-
 import prism_optax
 
 FOLDER = pathlib.Path(__file__).parent
-
-STATE = 'Fields alone, made and read by its transformation.'
-RESULT = 'Fields alone: the result of a function that has its own laws.'
-# Public names without a property, and why.
-EXCEPTIONS = {
-  'prism_optax.training.TrainingState': STATE,
-}
 
 
 def _modules():
@@ -131,15 +122,7 @@ def test_every_public_name_has_a_property():
     if not getattr(value, '_is_protocol', False)
     and not any(_covered(y, used) for y in _spellings(x))
   ]
-  assert sorted(set(without) - set(EXCEPTIONS)) == []
-
-
-@pytest.mark.parametrize('name', EXCEPTIONS)
-def test_exceptions_are_public_and_nothing_but_fields(name):
-  found = _public_names()[name]
-  assert issubclass(found, tuple)
-  own = {k for k in vars(found) if not k.startswith('_')}
-  assert own == set(found._fields)
+  assert sorted(set(without)) == []
 
 
 def test_only_what_a_property_reaches_counts():

@@ -1,6 +1,7 @@
 """Prints what eight host devices do, one JSON object a line."""
 
 import functools
+import itertools
 import json
 
 import jax
@@ -183,7 +184,6 @@ def noise():
 
 def one_call():
   """A private training whose batches are sharded, in micro-batches or not."""
-  rows = NamedSharding(MESH, PartitionSpec('data'))
   data = np.random.default_rng(2).normal(size=(2, 256, training.WIDTH))
 
   def trained(sharding, size):
@@ -205,7 +205,8 @@ def one_call():
     return batch.examples[0].sharding, jax.tree.map(np.asarray, state.params)
 
   _, expected = trained(None, None)
-  for size in (None, 32):
+  for mesh, size in itertools.product((MESH, EXPLICIT), (None, 32)):
+    rows = NamedSharding(mesh, PartitionSpec('data'))
     sharding, found = trained(rows, size)
     report(
       kind='make_private',

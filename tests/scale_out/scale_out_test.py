@@ -71,7 +71,7 @@ def test_eight_devices_give_what_one_gives(reports):
 
 @pytest.mark.slow
 def test_a_private_training_with_sharded_batches(reports):
-  assert len(reports['make_private']) == 2
+  assert len(reports['make_private']) == 4
   for row in reports['make_private']:
     assert row['sharded']
     assert row['difference'] < 1e-5

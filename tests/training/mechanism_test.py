@@ -100,6 +100,10 @@ REFUSED = {
     lambda **k: prism_optax.chain(clip(k, 2.0), noise(k), *REST),
     r'noise multiplier of this training, 1, got one of 0\.5:',
   ),
+  'coordinates in place of updates': (
+    lambda **k: optax.chain(clip(k), noise(k), REST[0]),
+    r'got tangent coordinates: end its chain with prism_optax\.retract',
+  ),
   'another divisor': (
     lambda **k: prism_optax.chain(clip(k, b=B / 4), noise(k), *REST),
     r'got one of 0\.25:',
@@ -118,7 +122,7 @@ REFUSED = {
     NOT_OURS,
   ),
   'a clip that is only declared': (
-    lambda **k: optax.chain(optax.stateless(only_declared), noise(k)),
+    lambda **k: optax.chain(optax.stateless(only_declared), noise(k), *REST),
     r'stands|not known to be clipped',
   ),
   'noise that is not directly behind': (

@@ -64,6 +64,15 @@ CONSTANTS = [
     r'multiple of microbatch',
   ),
   (SGD, {'examples_per_user': 2, 'batched_loss': True}, r'not supported'),
+  (
+    SGD,
+    {'batched_loss': True, 'execution': training.Execution(
+      batch_sharding=jax.sharding.NamedSharding(
+        jax.make_mesh((1,), ('data',), (jax.sharding.AxisType.Explicit,)),
+        jax.sharding.PartitionSpec('data'),
+      ))},
+    r'batch is not supported on a mesh with explicit axes',
+  ),
   (SGD, {'prng_key': 'secret'}, r'chacha20'),
   (SGD, {'stop': 'when it is good'}, r"stop to be .*'planned'"),
   (SGD, {'tags': {'base': [1]}}, r"got tags\['base'\]=.* of list"),

@@ -283,7 +283,10 @@ def test_compiled_ahead_of_the_first_record():
     traces.append(1)
     return loss(params, frozen, x, y)
 
-  private = cases.make(SGD, loss=counted, record=cases.RECORD, prng_key=None)
+  shapes = jax.eval_shape(lambda: PARAMS)  # In the place of parameters.
+  private = cases.make(
+    SGD, params=shapes, loss=counted, record=cases.RECORD, prng_key=None
+  )
   state = private.init(PARAMS)
   private.compile(state, FROZEN)
   assert len(private.proofs) == 2

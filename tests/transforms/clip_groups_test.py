@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from prism_optax import accounting, transforms
-from prism_optax.transforms import _clip_groups
+from prism_optax.transforms import _matrix_clip
 
 Dims = optax.contrib.MuonDimensionNumbers
 
@@ -26,29 +26,29 @@ SPECS = {
 
 
 def test_leaves_of_two_axes_are_matrices_by_default():
-  groups = _clip_groups.clip_groups(2.0, PARAMS)
+  groups = _matrix_clip.clip_groups(2.0, PARAMS)
   assert [g.leaves for g in groups] == [(2,), (0, 1, 3)]
   assert [g.size for g in groups] == [15, 64]
-  assert _clip_groups.sensitivity(groups) == math.sqrt(8)  # sqrt(2 * 2^2).
+  assert _matrix_clip.sensitivity(groups) == math.sqrt(8)  # sqrt(2 * 2^2).
 
 
 def test_none_in_a_tree_or_from_a_callable_is_no_matrix():
   """Only as the argument itself it is the default."""
   one = jnp.zeros((2, 3))
-  assert _clip_groups.clip_groups(1.0, one) == (
-    _clip_groups.clip_groups(1.0, one, Dims())
+  assert _matrix_clip.clip_groups(1.0, one) == (
+    _matrix_clip.clip_groups(1.0, one, Dims())
   )
   for given, params in [
     (lambda _: None, PARAMS), (lambda _: None, one), ([None], [one]),
     (dict.fromkeys(PARAMS), PARAMS),
   ]:  # fmt: skip
-    (group,) = _clip_groups.clip_groups(1.0, params, given)
+    (group,) = _matrix_clip.clip_groups(1.0, params, given)
     assert group.leaves == tuple(range(len(jax.tree.leaves(params))))
 
 
 def test_matrices_one_by_one_and_all_else_together():
   norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = _clip_groups.clip_groups(norms, PARAMS, SPECS)
+  groups = _matrix_clip.clip_groups(norms, PARAMS, SPECS)
   assert sorted(i for g in groups for i in g.leaves) == [0, 1, 2, 3]
   by_leaf = {g.leaves: g for g in groups}
   assert by_leaf[0, 1].size == 8  # Both biases, threshold 3.
@@ -56,16 +56,16 @@ def test_matrices_one_by_one_and_all_else_together():
   assert by_leaf[3,].matrices == 4
   assert by_leaf[3,].size == 14
   expected = math.sqrt(3.0**2 + 2.0**2 + 4 * 0.5**2)
-  assert _clip_groups.sensitivity(groups) == pytest.approx(expected)
+  assert _matrix_clip.sensitivity(groups) == pytest.approx(expected)
 
 
 def test_prefixes_and_callables():
   norms = {'bias': 2.0, 'head': 2.0, 'layers': 3.0}  # A prefix.
   specs = {**SPECS, 'head': None}
-  groups = _clip_groups.clip_groups(norms, PARAMS, specs)
+  groups = _matrix_clip.clip_groups(norms, PARAMS, specs)
   assert [g.l2_clip_norm for g in groups] == [3.0, 2.0]
   prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
-  groups = _clip_groups.clip_groups(1.0, PARAMS, lambda _: prefix)
+  groups = _matrix_clip.clip_groups(1.0, PARAMS, lambda _: prefix)
   assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]
 
 
@@ -82,13 +82,13 @@ def test_prefixes_and_callables():
 )
 def test_what_does_not_fit_is_named(norms, specs, message):
   with pytest.raises(ValueError, match=message):
-    _clip_groups.clip_groups(norms, PARAMS, specs)
+    _matrix_clip.clip_groups(norms, PARAMS, specs)
 
 
 CLIPS, SIZES = [0.5, 1.0, 2.0, 2.0, 0.1], [400, 9, 25, 6400, 1]
 
 
-@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
+@pytest.mark.parametrize('noise_split', _matrix_clip.NOISE_SPLITS)
 def test_the_groups_together_have_the_multiplier_asked_for(noise_split):
   split = transforms.split_noise_multiplier(
     1.7, CLIPS, SIZES, noise_split=noise_split
@@ -119,12 +119,12 @@ def test_no_split_of_the_same_multiplier_has_less_energy():
     assert _energy(budgets**-0.5) >= best * (1 - 1e-12)
 
 
-@pytest.mark.parametrize('noise_split', _clip_groups.NOISE_SPLITS)
+@pytest.mark.parametrize('noise_split', _matrix_clip.NOISE_SPLITS)
 def test_units_make_the_joint_sensitivity_one(noise_split):
   """Of the largest contribution, divided leaf by leaf by its unit."""
   norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = _clip_groups.clip_groups(norms, PARAMS, SPECS)
-  units = _clip_groups.noise_units(groups, 4, noise_split=noise_split)
+  groups = _matrix_clip.clip_groups(norms, PARAMS, SPECS)
+  units = _matrix_clip.noise_units(groups, 4, noise_split=noise_split)
   assert units[0] == units[1]  # One group, one noise.
   squared = (3.0 / units[0]) ** 2 + (2.0 / units[2]) ** 2
   squared += 4 * (0.5 / units[3]) ** 2
@@ -135,6 +135,6 @@ def test_units_make_the_joint_sensitivity_one(noise_split):
 
 def test_shapes_are_enough():
   shapes = jax.eval_shape(lambda: PARAMS)
-  assert _clip_groups.clip_groups(1.0, shapes, SPECS) == (
-    _clip_groups.clip_groups(1.0, PARAMS, SPECS)
+  assert _matrix_clip.clip_groups(1.0, shapes, SPECS) == (
+    _matrix_clip.clip_groups(1.0, PARAMS, SPECS)
   )
