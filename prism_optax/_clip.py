@@ -15,14 +15,15 @@ import numpy as np
 import optax
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _lattice, _randomness, _validate
+from prism_optax import _lattice, _validate
 from prism_optax._clip_rules import (
   FlatClipping,
   GroupClipping,
   QuantileClipping,
 )
 from prism_optax._clipped_sum import Aside, ClippedSum, LazyGradients, Pending
-from prism_optax._linalg import at_least_float32
+from prism_optax._linalg._products import at_least_float32
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -86,7 +87,7 @@ class Clip(NamedTuple):
   def init(self, params: ArrayTree) -> ArrayTree:
     if not isinstance(self.rule, QuantileClipping):
       return optax.EmptyState()
-    key = _randomness.resolve_key('prng_key', self.prng_key, params, words=4)
+    key = _keys.resolve_key('prng_key', self.prng_key, params, words=4)
     return QuantileState(jnp.asarray(self.l2_clip_norm, jnp.float32), key)
 
   def description(self, params: ArrayTree) -> str:
@@ -165,8 +166,8 @@ class Clip(NamedTuple):
 
     def next_norm() -> QuantileState:
       stddev = rule.fraction_stddev
-      next_key, key = _randomness.split(state.prng_key)
-      key = _randomness.for_release(key, release_digest)
+      next_key, key = _keys.split(state.prng_key)
+      key = _keys.for_release(key, release_digest)
       (vote,) = _lattice.add_noise(key, [clipped.number()], stddev)
       factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))
       # Far from the start still a number: zero or infinity would stay.

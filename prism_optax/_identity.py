@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _randomness
+from prism_optax._randomness import _keys
 
 # Points of the grid in an octave: neighbours are 1.83 % apart. They are many
 # enough to cost no accuracy that was measured, and few enough for a cast to
@@ -59,7 +59,7 @@ def digest_of_key(prng_key: jax.Array) -> str:
   a given key says so (``seeded``), and its statements are void for all who can
   find the key.
   """
-  words = np.asarray(jnp.stack(_randomness.key_words(prng_key)), np.uint32)
+  words = np.asarray(jnp.stack(_keys.key_words(prng_key)), np.uint32)
   domain = b'prism_optax: key of a release\0'
   return hashlib.sha256(domain + words.tobytes()).hexdigest()
 

@@ -23,9 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _randomness
 from prism_optax._proofs import _marks
-from prism_optax._randomness import _generators
+from prism_optax._randomness import _generators, _keys
 from prism_optax._types import ArrayTree, DTypeLike, Scalar
 
 _CELL_BITS = 12
@@ -256,7 +255,7 @@ def add_noise(
   Raises:
     ValueError: For any other type, or for a leaf of 2^32 entries or more.
   """
-  key = _randomness.key_words(prng_key)
+  key = _keys.key_words(prng_key)
 
   leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sum)
   stddevs = stddev if isinstance(stddev, Sequence) else [stddev] * len(leaves)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from prism_optax import fixed_rank
-from prism_optax._linalg import at_least_float32
+from prism_optax._linalg._products import at_least_float32
 from prism_optax._modules._finding import (
   LayoutLike,
   find_modules,

@@ -10,7 +10,7 @@ import optax
 
 from prism_optax import _clip, _matrix_axes, _validate
 from prism_optax._clip import Clip
-from prism_optax._linalg import at_least_float32
+from prism_optax._linalg._products import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
 from prism_optax._types import (
   ArrayTree,

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _modules, _randomness, _validate
-from prism_optax._linalg import gram, matmul
+from prism_optax import _modules, _validate
+from prism_optax._linalg._products import gram, matmul
 from prism_optax._modules import LayoutLike, Module
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.contrib import _one_shot_release
 from prism_optax.fixed_rank import Factors
@@ -265,7 +266,7 @@ def input_metric(
     sum(_entries(shape[-1], form) for shape in forms.values()),
     int(dataset_size),
     layout,
-    _randomness.is_given(prng_key),
+    _keys.is_given(prng_key),
     released.digest,
     released.key_digest,
   )

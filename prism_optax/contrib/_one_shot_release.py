@@ -9,14 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import (
-  _clip,
-  _clip_rules,
-  _identity,
-  _lattice,
-  _randomness,
-  _validate,
-)
+from prism_optax import _clip, _clip_rules, _identity, _lattice, _validate
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 
 Arrays = dict[str, jax.Array]
@@ -70,7 +64,7 @@ def release(
   """
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   _validate.integer('dataset_size', dataset_size, 1)
-  _randomness.check_key('prng_key', prng_key, words=4)
+  _keys.check_key('prng_key', prng_key, words=4)
   unit = np.asarray(_lattice.unit_of(sigma, 1.0, jnp.float32))
   totals: dict[str, np.ndarray] = {}
   rows = 0
@@ -90,8 +84,8 @@ def release(
       ' moves the sum twice as far as is accounted for. (Padding counts: leave'
       ' it out.)'
     )
-  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
-  if _randomness.is_given(prng_key):
+  key = _keys.resolve_key('prng_key', prng_key, (), words=4)
+  if _keys.is_given(prng_key):
     key = jax.random.fold_in(key, purpose)
   sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
   arrays: Arrays = _lattice.add_noise(key, sums, sigma)

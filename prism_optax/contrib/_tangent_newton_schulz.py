@@ -27,7 +27,7 @@ depend on the gauge of the factors.
 import jax.numpy as jnp
 
 from prism_optax import fixed_rank
-from prism_optax._linalg import at_least_float32, gram, matmul
+from prism_optax._linalg._products import at_least_float32, gram, matmul
 from prism_optax.fixed_rank._points import Frame
 from prism_optax.muon._newton_schulz import divisor, frobenius_norm
 from prism_optax.muon._polynomials import Steps, check_options, polynomials

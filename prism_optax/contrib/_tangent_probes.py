@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from prism_optax import fixed_rank
-from prism_optax._linalg import matmul
+from prism_optax._linalg._products import matmul
 from prism_optax._modules import LayoutLike, StepContext
 from prism_optax._types import ArrayTree
 from prism_optax.fixed_rank import Factors, Tangent

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _identity, _randomness, _validate
+from prism_optax import _identity, _validate
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.contrib import _one_shot_release
 
@@ -344,7 +345,7 @@ def _head(
     float(noise_multiplier),
     sum(x.size for x in released.arrays.values()),
     int(dataset_size),
-    _randomness.is_given(prng_key),
+    _keys.is_given(prng_key),
     released.digest,
     released.key_digest,
   )

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg
-from prism_optax._linalg import _factorizations, gram, matmul
+from prism_optax._linalg import _factorizations, _products
+from prism_optax._linalg._products import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame
 from prism_optax.fixed_rank._tangents import (
   Tangent,
@@ -204,7 +204,7 @@ def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:
   return multiply_out(transport_sum(bases, new_frame, tangent)[0])
 
 
-@_linalg.flat_batch
+@_products.flat_batch
 def sylvester_of_grams(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
   """Solves ``a^T a w + w b^T b = c`` for square ``a`` and ``b``.
 
@@ -220,7 +220,7 @@ def sylvester_of_grams(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
   largest = jnp.maximum(sa[:, :1], sb[:, :1])
   scale = jnp.where(largest > 0, largest, 1)
   total = ((sa / scale) ** 2)[:, :, None] + ((sb / scale) ** 2)[:, None, :]
-  rotated = matmul(matmul(va, c), vb.mT) * _linalg.safe_reciprocal(
+  rotated = matmul(matmul(va, c), vb.mT) * _products.safe_reciprocal(
     total, total > eps**2
   )
   return gram(va, matmul(rotated, vb)) / scale[:, :, None] ** 2

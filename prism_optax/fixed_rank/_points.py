@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg, _validate
-from prism_optax._linalg import Tall, _factorizations, _frames, matmul
+from prism_optax import _validate
+from prism_optax._linalg import _factorizations, _frames, _products
+from prism_optax._linalg._products import Tall, matmul
 from prism_optax._types import ArrayTree
 
 
@@ -110,7 +111,7 @@ def frame(factors: Factors) -> Frame:
   return frame_of(factors)
 
 
-@_linalg.flat_batch
+@_products.flat_batch
 def frame_of(factors: Factors) -> Frame:
   """:func:`frame` without its checks, of arrays or of ``Tall``."""
   both = _frames.orthonormal_frame(Tall(tuple(jax.tree.leaves(factors))))
@@ -218,12 +219,12 @@ def nearest_of_rank(factors: Factors, rank: int) -> Factors:
   return Factors(*(x[..., :rank] for x in _in_svd_gauge(factors)))
 
 
-@_linalg.flat_batch
+@_products.flat_batch
 def _in_svd_gauge(factors: Factors) -> Factors:
   """:func:`nearest_of_rank` of (b, ., k) arrays, to rank min(m, n, k)."""
   left, right = factors
-  q_left, c_left = _linalg.qr(left)
-  q_right, c_right = _linalg.qr(right)
+  q_left, c_left = _products.qr(left)
+  q_right, c_right = _products.qr(right)
   u, s, vt = _factorizations.svd(matmul(c_left, c_right.mT))
   lost = _factorizations.negligible(s, left.shape[-1])
   alive = ~lost[:, None, :]

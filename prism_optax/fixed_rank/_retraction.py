@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg
-from prism_optax._linalg import _factorizations, _frames, gram, matmul
+from prism_optax._linalg import _factorizations, _frames, _products
+from prism_optax._linalg._products import gram, matmul
 from prism_optax.fixed_rank._points import Factors, Frame, right_has_rank
 from prism_optax.fixed_rank._tangents import (
   TallSum,
@@ -88,7 +88,7 @@ def retraction(
   if align:
     along_left = matmul(gram(new.left, frame.left), frame.left_core)
     along_right = matmul(gram(new.right, frame.right), frame.right_core)
-    turn = _linalg.orthogonal_polar(along_left + along_right)
+    turn = _products.orthogonal_polar(along_left + along_right)
     new = Factors(matmul(new.left, turn), matmul(new.right, turn))
   return new
 
@@ -99,7 +99,7 @@ def retraction(
 _LARGEST_INVERSE = 32
 
 
-@_linalg.flat_batch
+@_products.flat_batch
 def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
   """Best rank-r approximation of Z + T, for (b, ., .) arrays.
 
@@ -134,7 +134,7 @@ def _best_approximation(frame: Frame, x: TangentSum) -> Factors:
     y_left, r_left = _frames.orthonormal_basis(remove(frame.left, x_left))
     y_right, r_right = _frames.orthonormal_basis(remove(frame.right, x_right))
     u, v = new_factors(jnp.concatenate([r_left, r_right]))
-    norms = [_linalg.column_norms(x) for x in (x_left, x_right)]
+    norms = [_products.column_norms(x) for x in (x_left, x_right)]
     moves = jnp.any(jnp.concatenate(norms, -1) != 0, -1)[:, None, None]
 
     def factor(q, y, rows, old):
@@ -165,7 +165,7 @@ def _cholesky(x: TangentSum) -> tuple[jax.Array, jax.Array, jax.Array]:
   limits = jnp.finfo(outer.dtype)
   fine = jnp.all((lengths > totals / 8) & (lengths > limits.tiny / limits.eps))
   scale = jnp.sqrt(jnp.where(lengths > 0, lengths, 1))
-  inverse = _linalg.inverse_cholesky(
+  inverse = _products.inverse_cholesky(
     outer / (scale[:, :, None] * scale[:, None, :])
   )
   size = jnp.sum(jnp.square(inverse), axis=(-2, -1))
@@ -189,7 +189,7 @@ def _new_factors(frame: Frame, core: jax.Array) -> tuple[jax.Array, jax.Array]:
     jnp.any(lost), _keep_one_side, lambda *a: a[:2], u, v, lost, *masks
   )
   # Lost columns get the scale of the largest, or of the old factors at Z = 0.
-  sizes = [jnp.max(_linalg.column_norms(c), -1) for c in (c_left, c_right)]
+  sizes = [jnp.max(_products.column_norms(c), -1) for c in (c_left, c_right)]
   largest = jnp.where(s[:, 0] > 0, jnp.sqrt(s[:, 0]), jnp.maximum(*sizes))
   root = jnp.where(lost, largest[:, None], jnp.sqrt(s))[:, None, :]
   u, v = u * root, v * root

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax._linalg import gram, matmul
+from prism_optax._linalg._products import gram, matmul
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank._points import Factors, Frame
 

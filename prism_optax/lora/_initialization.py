@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _linalg, _modules, _randomness, _validate
-from prism_optax._linalg import at_least_float32, gram, matmul
+from prism_optax import _modules, _validate
+from prism_optax._linalg import _products
+from prism_optax._linalg._products import at_least_float32, gram, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
+from prism_optax._randomness import _keys
 from prism_optax._types import Array, PRNGKeyLike
 from prism_optax.fixed_rank import Factors, _points
 from prism_optax.lora import _merging
@@ -86,7 +88,7 @@ def initialize(
   if size is None and method == 'one_sided':
     size = 1.0
   size = _validate.known_positive('size', size)
-  key = _randomness.resolve_key('prng_key', prng_key, params)
+  key = _keys.resolve_key('prng_key', prng_key, params)
   key = jax.random.fold_in(key, _FACTORS)
   index = itertools.count()
 
@@ -156,7 +158,7 @@ def spectral_residual(
     True
   """
   _validate.integer('power_iterations', power_iterations, 0)
-  key = _randomness.resolve_key('prng_key', prng_key, params)
+  key = _keys.resolve_key('prng_key', prng_key, params)
   key = jax.random.fold_in(key, _SKETCH)
   modules = _modules.find_modules(params, layout)
   adapters, leaves = jax.tree.leaves(params), jax.tree.leaves(weights)
@@ -231,7 +233,7 @@ def canonicalize(
 
 def orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
   """(k, m, r) with orthonormal columns, uniformly distributed."""
-  q, r = _linalg.qr(jax.random.normal(key, like.shape, like.dtype))
+  q, r = _products.qr(jax.random.normal(key, like.shape, like.dtype))
   sign = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
   return q * jnp.where(sign == 0, 1, sign)[:, None, :]
 
@@ -245,9 +247,9 @@ def _largest(
   basis = jax.random.normal(key, (w.shape[0], w.shape[2], columns), w.dtype)
   for _ in range(power_iterations):
     # Orthonormal after each product: powers would lose the small directions.
-    basis, _ = _linalg.qr(matmul(w, basis))
-    basis, _ = _linalg.qr(gram(w, basis))
-  basis, _ = _linalg.qr(matmul(w, basis))
+    basis, _ = _products.qr(matmul(w, basis))
+    basis, _ = _products.qr(gram(w, basis))
+  basis, _ = _products.qr(matmul(w, basis))
   # W = basis (W^T basis)^T on the range found.
   return _points.nearest_of_rank(Factors(basis, gram(w, basis)), rank)
 

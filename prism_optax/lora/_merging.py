@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _modules
-from prism_optax._linalg import at_least_float32, matmul
+from prism_optax._linalg._products import at_least_float32, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module, ModuleTree
 from prism_optax._types import Array, ArrayTree

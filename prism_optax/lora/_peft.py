@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from prism_optax import _modules
-from prism_optax._linalg import at_least_float32
+from prism_optax._linalg._products import at_least_float32
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import Layout, LayoutLike, Module, Pair
 from prism_optax.fixed_rank import Factors

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg
-from prism_optax._linalg import at_least_float32
+from prism_optax._linalg import _products
+from prism_optax._linalg._products import at_least_float32
 from prism_optax._types import DTypeLike
 from prism_optax.muon._polynomials import Steps, check_options, polynomials
 
@@ -51,7 +51,7 @@ def _product(
 ) -> jax.Array:
   """``a @ b``, of factors rounded to ``dtype``, summed in their own type."""
   if dtype is None:
-    return _linalg.matmul(a, b)
+    return _products.matmul(a, b)
   return jnp.matmul(
     a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype
   )
@@ -90,13 +90,13 @@ def _on_gram_matrix(y: jax.Array, rows: list[tuple[float, ...]]) -> jax.Array:
   while rows:
     growth = itertools.accumulate((sum(c) ** 2 for c in rows), operator.mul)
     count = max(sum(x <= _LARGEST_GROWTH for x in growth), 1)
-    square = _linalg.matmul(y, y.mT)
-    factor = poly = _polynomial(square, rows[0], _linalg.matmul)
+    square = _products.matmul(y, y.mT)
+    factor = poly = _polynomial(square, rows[0], _products.matmul)
     for c in rows[1:count]:
-      square = _linalg.matmul(_linalg.matmul(poly, square), poly)
-      poly = _polynomial(square, c, _linalg.matmul)
-      factor = _linalg.matmul(poly, factor)
-    y = _linalg.matmul(factor, y)
+      square = _products.matmul(_products.matmul(poly, square), poly)
+      poly = _polynomial(square, c, _products.matmul)
+      factor = _products.matmul(poly, factor)
+    y = _products.matmul(factor, y)
     rows = rows[count:]
   return y
 

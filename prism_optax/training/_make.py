@@ -6,11 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from prism_optax import (
-  _randomness,
-  _validate,
-  accounting,
-)
+from prism_optax import _validate, accounting
 from prism_optax._clip import Clip
 from prism_optax._clip_rules import (
   FlatClipping,
@@ -18,6 +14,7 @@ from prism_optax._clip_rules import (
   gradients_noise_multiplier,
 )
 from prism_optax._modules import warn_if_mostly_no_adapters
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.accounting import _events
 from prism_optax.training import (
@@ -235,7 +232,7 @@ def make_private(
       f' which no number of float32 vanishes, got {l2_clip_norm=}.'
     )
   _validate.integer('steps', steps, 1)
-  _randomness.check_key('prng_key', prng_key, words=4)
+  _keys.check_key('prng_key', prng_key, words=4)
   delta = _validate.known_open_probability('delta', delta)
   if (target_epsilon is None) == (noise_multiplier is None):
     raise ValueError(
@@ -277,7 +274,7 @@ def make_private(
       entries=entries * steps + prior.entries,
     )
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
-  given = _randomness.is_given(prng_key)
+  given = _keys.is_given(prng_key)
   clipping = FlatClipping() if clipping is None else clipping
   clip = Clip(clipping, c, expected_batch_size, prng_key)
   if follows and given:

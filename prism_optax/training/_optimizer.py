@@ -11,7 +11,7 @@ import optax
 from prism_optax._clip import Clip
 from prism_optax._clip_rules import FlatClipping, QuantileClipping
 from prism_optax._clipped_sum import settled
-from prism_optax._linalg import at_least_float32
+from prism_optax._linalg._products import at_least_float32
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.transforms._chain import TangentTransformation, chain
 from prism_optax.transforms._intrinsic_clip import tangent_clip

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _randomness, _validate
+from prism_optax import _validate
 from prism_optax._proofs._proof import Proof
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree
 from prism_optax.training import _fingerprint, _sampling
 from prism_optax.training._claim import Claim
@@ -88,7 +89,7 @@ class PrivateTraining:
         'A new run takes fresh seeds, which would become constants of a'
         ' compiled program: call init outside of jit.'
       )
-    if self._begun and _randomness.is_given(self.parts.prng_key):
+    if self._begun and _keys.is_given(self.parts.prng_key):
       raise ValueError(
         'This training has begun a run already, and its prng_key was given: a'
         ' second run would have the keys of the first. Go on with the state of'

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _randomness, _validate
+from prism_optax import _validate
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 
 # Folded into a key that was given. `split` uses the numbers 0 and 1.
@@ -229,14 +230,14 @@ def put_on_device(
 
 def new_seed(prng_key: PRNGKeyLike) -> np.ndarray:
   """A secret seed of batches, four words: fresh, or of a key that was given."""
-  if _randomness.is_given(prng_key):
+  if _keys.is_given(prng_key):
     key = derived(prng_key, _BATCHES)
   else:
-    key = _randomness.resolve_key('prng_key', None, (), words=4)
+    key = _keys.resolve_key('prng_key', None, (), words=4)
   return np.asarray(jax.random.key_data(key), np.uint32)
 
 
 def derived(prng_key: PRNGKeyLike, number: int) -> jax.Array:
   """A key that is independent of the noise's."""
-  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
+  key = _keys.resolve_key('prng_key', prng_key, (), words=4)
   return jax.random.fold_in(key, number)

@@ -55,7 +55,7 @@ def look(
     if are_coordinates(updates):
       raise ValueError(
         'Expected optimizer to return updates of the parameters, got tangent'
-        ' coordinates: end its chain with prism_optax.retract().'
+        f' coordinates: end its chain with prism_optax.retract().{_INSTEAD}'
       )
     return updates, state
 

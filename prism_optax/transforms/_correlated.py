@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _linalg, _randomness, _validate, fixed_rank
-from prism_optax._linalg import gram, matmul
+from prism_optax import _validate, fixed_rank
+from prism_optax._linalg import _products
+from prism_optax._linalg._products import gram, matmul
 from prism_optax._modules import LayoutLike, StepContext, map_pairs
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 from prism_optax.fixed_rank import Factors, Tangent
 from prism_optax.fixed_rank._points import Frame, map_ranks
@@ -48,8 +50,8 @@ def turns(bases: Factors | Frame, frame: Frame) -> Turns:
   orthogonal also where an overlap is singular: a turn must keep all norms.
   """
   return Turns(
-    _linalg.orthogonal_polar(gram(frame.left, bases.left)),
-    _linalg.orthogonal_polar(gram(frame.right, bases.right)),
+    _products.orthogonal_polar(gram(frame.left, bases.left)),
+    _products.orthogonal_polar(gram(frame.right, bases.right)),
   )
 
 
@@ -223,14 +225,14 @@ def correlated_tangent_privatizer(
       f' got {make_privatizer!r}.'
     )
   _validate.integer('steps', steps, 1)
-  _randomness.check_key('prng_key', prng_key)
+  _keys.check_key('prng_key', prng_key)
 
   def privatizer(key: jax.Array) -> optax.GradientTransformation:
     return limited(noised_elsewhere(make_privatizer(key)), steps)
 
   def init(step):
     bases = starting_bases(step)
-    key = _randomness.resolve_key('prng_key', prng_key, step.params)
+    key = _keys.resolve_key('prng_key', prng_key, step.params)
     # A copy: a state that holds one buffer twice cannot be donated.
     inner = privatizer(jnp.copy(key)).init(
       step.to_tree(step.tree.coordinates(step.params))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _validate, fixed_rank
-from prism_optax._linalg import matmul
+from prism_optax._linalg._products import matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar, ScalarOrSchedule
 from prism_optax.fixed_rank._points import map_ranks

@@ -10,11 +10,12 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _clip, _randomness, _validate
+from prism_optax import _clip, _validate
 from prism_optax._clip_rules import FlatClipping
 from prism_optax._clipped_sum import ClippedSum
-from prism_optax._linalg import matmul
+from prism_optax._linalg._products import matmul
 from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 from prism_optax.fixed_rank import _tangents
 from prism_optax.transforms._chain import Stacked, TangentTransformation
@@ -224,7 +225,7 @@ def intrinsic_clip(
   """
   _validate.positive('l2_clip_norm', l2_clip_norm)
   _validate.positive('normalize_by', normalize_by)
-  _randomness.check_key('prng_key', prng_key, words=4)
+  _keys.check_key('prng_key', prng_key, words=4)
   rule = FlatClipping() if rule is None else rule
   clip = _clip.Clip(rule, l2_clip_norm, normalize_by, prng_key)
   return tangent_clip(clip, layout)

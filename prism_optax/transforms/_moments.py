@@ -19,8 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg
-from prism_optax._linalg import gram, matmul
+from prism_optax._linalg import _products
+from prism_optax._linalg._products import gram, matmul
 from prism_optax._types import DTypeLike, Scalar
 from prism_optax.fixed_rank import Factors, Tangent
 from prism_optax.fixed_rank._points import Frame
@@ -123,7 +123,7 @@ def _transported(
   contractions and would shrink V a little at every step.
   """
   mu, overlaps = transport_sum(moments.bases, frame, moments.mu)
-  turn_right, turn_left = on_both_sides(_linalg.polar, *overlaps)
+  turn_right, turn_left = on_both_sides(_products.polar, *overlaps)
 
   def turned(x: RankMatrices) -> RankMatrices:
     return RankMatrices(
@@ -197,7 +197,7 @@ def direction(
   )
 
   def inverse_root(x):
-    root = _linalg.inverse_sqrt(
+    root = _products.inverse_sqrt(
       x,
       floor=floors,
       max_condition_number=options.max_condition_number,

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from prism_optax import _matrix_axes, muon
-from prism_optax._linalg import at_least_float32
+from prism_optax._linalg._products import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import DTypeLike
 from prism_optax.muon._polynomials import Steps, check_options

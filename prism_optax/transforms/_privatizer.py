@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _lattice, _randomness, _validate, fixed_rank
+from prism_optax import _lattice, _validate, fixed_rank
 from prism_optax._clipped_sum import ClippedSum
 from prism_optax._modules import LayoutLike
+from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar, StepsLike
 from prism_optax.fixed_rank._points import map_ranks
 from prism_optax.fixed_rank._tangents import projected
@@ -106,7 +107,7 @@ def check_source(
       ' factorization repeats its last row for ever): give their number, or'
       f" 'unlimited' if each update draws noise of its own, got {steps=}."
     )
-  _randomness.check_key('prng_key', prng_key, words=4)
+  _keys.check_key('prng_key', prng_key, words=4)
   if steps is None or steps == 'unlimited':
     return None
   _validate.integer('steps', steps, 1)
@@ -133,12 +134,12 @@ def gaussian(
   """
 
   def init(params):
-    return _randomness.resolve_key('prng_key', prng_key, params, words=4)
+    return _keys.resolve_key('prng_key', prng_key, params, words=4)
 
   def update(updates, state, params=None, *, release_digest=None, **extra_args):
     del extra_args
-    next_key, key = _randomness.split(state)
-    key = _randomness.for_release(key, release_digest)
+    next_key, key = _keys.split(state)
+    key = _keys.for_release(key, release_digest)
     stddevs = stddev(params) if callable(stddev) else stddev
     if isinstance(updates, ClippedSum):
       updates = updates.on_lattice(stddevs)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _linalg, _validate, fixed_rank
-from prism_optax._linalg import gram, matmul
+from prism_optax import _validate, fixed_rank
+from prism_optax._linalg import _products
+from prism_optax._linalg._products import gram, matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar
 from prism_optax.fixed_rank import Factors, Tangent, _lifts
@@ -79,7 +80,7 @@ def _step(
       mean = jnp.trace(noise, axis1=-2, axis2=-1) / rank
       floors = jnp.maximum(floors, floor * mean)
     # As published: eps is added to the eigenvalues, before the floor.
-    root = _linalg.inverse_sqrt(
+    root = _products.inverse_sqrt(
       second,
       floor=floors,
       max_condition_number=options.max_condition_number,

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import _lattice, _randomness
+from prism_optax import _lattice
+from prism_optax._randomness import _keys
 from tests import conftest
 from tests.audit import low_bits, routes, worst_order
 
@@ -160,7 +161,7 @@ def test_a_long_seed_is_not_found_by_trying_short_ones():
     return jax.vmap(lambda key: _lattice.add_noise(key, zeros, 1.0))(keys)
 
   def of(number):
-    key = _randomness.resolve_key('prng_key', number, {}, words=4)
+    key = _keys.resolve_key('prng_key', number, {}, words=4)
     return np.asarray(jax.random.key_data(key))
 
   tried = np.asarray(releases(np.stack([of(i) for i in range(2048)])))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import _linalg, fixed_rank
-from prism_optax._linalg import _factorizations, _frames
+from prism_optax import fixed_rank
+from prism_optax._linalg import _factorizations, _frames, _products
 from prism_optax.fixed_rank import _retraction
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -75,7 +75,7 @@ def test_a_basis_from_products(name):
     np.stack([_with_values(values, m, 16, seed) for seed in range(k)])
     for k, m in shapes
   ]
-  x = _linalg.Tall(tuple(np.float32(y) for y in stacks))
+  x = _products.Tall(tuple(np.float32(y) for y in stacks))
   basis, core = jax.jit(_frames.basis_by_products)(x)
   largest = max(values[0], 1e-38)
   u, s, _ = np.linalg.svd(np.float64(core))

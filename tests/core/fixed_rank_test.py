@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from prism_optax._linalg import Tall
+from prism_optax._linalg._products import Tall
 from prism_optax.fixed_rank import Tangent, _lifts, _retraction
 from prism_optax.fixed_rank._points import frame_of, map_ranks
 from prism_optax.fixed_rank._tangents import (

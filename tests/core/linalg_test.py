@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _linalg
-from prism_optax._linalg import _factorizations, _frames
+from prism_optax._linalg import _factorizations, _frames, _products
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -19,7 +18,7 @@ def _symmetric(rng, spectrum):
 
 def test_column_norms_neither_overflow_nor_underflow():
   x = np.array([[3e30, 3e-30, 0], [4e30, 4e-30, 0]], np.float32)
-  norms = _linalg.column_norms(jnp.asarray(x))
+  norms = _products.column_norms(jnp.asarray(x))
   np.testing.assert_allclose(norms, [5e30, 5e-30, 0], rtol=1e-6)
 
 
@@ -45,7 +44,7 @@ def test_both_routes_give_the_same_frame(condition):
 
 def test_a_gram_matrix_as_a_tpu_computes_it():
   x = np.random.default_rng(0).normal(size=(2, 50, 3))
-  found = _linalg.gram_tpu(jnp.asarray(x))
+  found = _products.gram_tpu(jnp.asarray(x))
   expected = np.einsum('bmr,bms->brs', x, x)
   np.testing.assert_allclose(found, expected, rtol=1e-12)
 
@@ -90,7 +89,7 @@ def test_polar_is_a_partial_isometry():
   x = rng.normal(size=(5, 4, 4))
   x[1] = 0
   x[2, :, 0] = 0
-  got = _linalg.polar(jnp.asarray(x))
+  got = _products.polar(jnp.asarray(x))
   for a, b in zip(x, got, strict=True):
     u, s, vt = np.linalg.svd(a)
     kept = s > 1e-10
@@ -104,7 +103,7 @@ def test_what_is_not_finite_ends_in_nan_and_ends(bad):
   x[0, 1, 2] = bad
   for out in (
     *_factorizations.svd(jnp.asarray(x)),
-    *_linalg.eigh(jnp.asarray(x)),
+    *_products.eigh(jnp.asarray(x)),
   ):
     assert jnp.all(jnp.isnan(out[0]))
     assert jnp.all(jnp.isfinite(out[1]))
@@ -115,7 +114,7 @@ def test_inverse_sqrt_floors_and_caps():
   x = _symmetric(rng, [0.0, 1e-6, 1.0, 100.0])
 
   def spectrum(floor, cap):
-    p = _linalg.inverse_sqrt(
+    p = _products.inverse_sqrt(
       jnp.asarray(x)[None], floor=jnp.array([floor]),
       max_condition_number=cap, eps=0.0,
     )  # fmt: skip
@@ -128,7 +127,7 @@ def test_inverse_sqrt_floors_and_caps():
     spectrum(0.0, 400.0), [0.1, 1, 2, 2], rtol=1e-6
   )  # cap
   # Nothing was ever seen: zero, not infinity.
-  p = _linalg.inverse_sqrt(
+  p = _products.inverse_sqrt(
     jnp.zeros((1, 3, 3)), floor=jnp.zeros(1), max_condition_number=10, eps=0.0
   )
   np.testing.assert_array_equal(p, 0)

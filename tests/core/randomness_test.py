@@ -5,27 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _randomness
 from prism_optax._randomness import _generators, _keys
 
 
 def test_none_asks_the_operating_system_each_time(monkeypatch):
   """Not NumPy's global generator, whose state a program may have fixed."""
   np.random.seed(0)  # noqa: NPY002
-  first = _randomness.resolve_key('prng_key', None, {})
+  first = _keys.resolve_key('prng_key', None, {})
   np.random.seed(0)  # noqa: NPY002
-  second = _randomness.resolve_key('prng_key', None, {})
+  second = _keys.resolve_key('prng_key', None, {})
   assert (jax.random.key_data(first) != jax.random.key_data(second)).any()
   monkeypatch.setattr(_keys.os, 'urandom', lambda n: bytes(range(n)))
-  key = _randomness.resolve_key('prng_key', None, {})
+  key = _keys.resolve_key('prng_key', None, {})
   assert jax.random.key_data(key).tobytes() == bytes(range(8))
-  key = _randomness.resolve_key('prng_key', None, {}, words=4)
+  key = _keys.resolve_key('prng_key', None, {}, words=4)
   assert jax.random.key_data(key).tobytes() == bytes(range(16))
 
 
 def test_integers_give_the_same_key_whatever_the_default_generator():
   with jax.default_prng_impl('rbg'):
-    key = _randomness.resolve_key('prng_key', 7, {})
+    key = _keys.resolve_key('prng_key', 7, {})
   assert jax.random.key_impl(key) == 'threefry2x32'
   np.testing.assert_array_equal(
     jax.random.key_data(key), jax.random.key_data(jax.random.key(7))
@@ -35,8 +34,8 @@ def test_integers_give_the_same_key_whatever_the_default_generator():
 @pytest.mark.parametrize('seed', [0, 5, 2**40 + 5, 2**63, 2**128 - 1])
 def test_no_bit_of_an_integer_is_lost(seed):
   """Also with x64 off, where `jax.random.key` keeps the low 32 bits."""
-  key = _randomness.resolve_key('prng_key', seed, {}, words=4)
-  words = [int(x) for x in _randomness.key_words(key)]
+  key = _keys.resolve_key('prng_key', seed, {}, words=4)
+  words = [int(x) for x in _keys.key_words(key)]
   assert sum(x << 32 * i for i, x in enumerate(reversed(words))) == seed
 
 
@@ -45,13 +44,13 @@ def test_no_bit_of_an_integer_is_lost(seed):
 )
 def test_integers_that_do_not_fit_are_refused(seed, words):
   with pytest.raises(ValueError, match=f'prng_key < 2.{32 * words}.*{seed}'):
-    _randomness.check_key('prng_key', seed, words=words)
+    _keys.check_key('prng_key', seed, words=words)
 
 
 def test_a_seed_is_one_key_however_it_comes():
   keys = [7, jax.random.key(7, impl='threefry2x32')]
   data = [
-    jax.random.key_data(_randomness.resolve_key('prng_key', x, {}, words=4))
+    jax.random.key_data(_keys.resolve_key('prng_key', x, {}, words=4))
     for x in keys
   ]
   np.testing.assert_array_equal(*data)
@@ -61,14 +60,14 @@ def test_a_seed_is_one_key_however_it_comes():
 def test_given_keys_are_copied():
   """The state may be donated; the caller's key must live on."""
   key = jax.random.key(1)
-  copy = _randomness.resolve_key('prng_key', key, {})
+  copy = _keys.resolve_key('prng_key', key, {})
   jax.jit(lambda k: jax.random.split(k)[0], donate_argnums=0)(copy)
   assert jax.random.key_data(key).shape == (2,)
 
 
 def test_tracing_with_a_fresh_seed_is_refused():
   def init(x):
-    return _randomness.resolve_key('prng_key', None, {'x': x})
+    return _keys.resolve_key('prng_key', None, {'x': x})
 
   with pytest.raises(ValueError, match='prng_key=None.*outside of jit'):
     jax.jit(init)(jnp.ones(2))
@@ -79,7 +78,7 @@ def test_the_shape_of_a_fresh_key_needs_no_seed(prng_key, monkeypatch):
   """As a checkpoint wants it; nothing is drawn, so nothing is repeated."""
 
   def init(x):
-    return _randomness.resolve_key('prng_key', prng_key, x, words=4)
+    return _keys.resolve_key('prng_key', prng_key, x, words=4)
 
   real = init(np.ones(2))
   monkeypatch.delattr('os.urandom')
@@ -89,14 +88,13 @@ def test_the_shape_of_a_fresh_key_needs_no_seed(prng_key, monkeypatch):
 
 def test_chacha20_has_a_fresh_key_of_256_bits(monkeypatch):
   keys = [
-    _randomness.resolve_key('prng_key', 'chacha20', {}, words=4)
-    for _ in range(2)
+    _keys.resolve_key('prng_key', 'chacha20', {}, words=4) for _ in range(2)
   ]
   assert len({bytes(jax.random.key_data(key)) for key in keys}) == 2
   monkeypatch.setattr(_keys.os, 'urandom', lambda n: bytes(range(n)))
-  key = _randomness.resolve_key('prng_key', 'chacha20', {}, words=4)
+  key = _keys.resolve_key('prng_key', 'chacha20', {}, words=4)
   assert key.shape == (2,)
-  words = np.array([int(x) for x in _randomness.key_words(key)], np.uint32)
+  words = np.array([int(x) for x in _keys.key_words(key)], np.uint32)
   assert words.tobytes() == bytes(range(32))
 
 
@@ -104,9 +102,9 @@ def test_each_step_of_chacha20_forgets_the_key_before():
   """One block makes the next key and the one of the noise, and nothing else."""
   words = np.arange(8, dtype=np.uint32)
   key = jax.random.wrap_key_data(words.reshape(2, 4), impl='rbg')
-  next_key, drawn = jax.jit(_randomness.split)(key)
+  next_key, drawn = jax.jit(_keys.split)(key)
   block = _generators.chacha20(list(jnp.uint32(words)), [jnp.uint32(0)] * 4)
-  got = [*_randomness.key_words(next_key), *_randomness.key_words(drawn)]
+  got = [*_keys.key_words(next_key), *_keys.key_words(drawn)]
   np.testing.assert_array_equal(got, block)
   assert drawn.shape == (2,)
 
@@ -114,7 +112,7 @@ def test_each_step_of_chacha20_forgets_the_key_before():
 @pytest.mark.parametrize('name', ['chacha', 'ChaCha20', 'threefry2x32'])
 def test_other_generators_are_refused(name):
   with pytest.raises(ValueError, match=f"prng_key='{name}'"):
-    _randomness.check_key('prng_key', name, words=4)
+    _keys.check_key('prng_key', name, words=4)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +120,9 @@ def test_other_generators_are_refused(name):
 )
 def test_what_is_no_key_is_refused(bad):
   with pytest.raises(ValueError, match='Expected prng_key'):
-    _randomness.check_key('prng_key', bad)
+    _keys.check_key('prng_key', bad)
 
 
 def test_several_keys_are_refused():
   with pytest.raises(ValueError, match='one key'):
-    _randomness.check_key('prng_key', jax.random.split(jax.random.key(0)))
+    _keys.check_key('prng_key', jax.random.split(jax.random.key(0)))

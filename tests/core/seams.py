@@ -10,7 +10,8 @@ from unittest import mock
 import jax
 import numpy as np
 
-from prism_optax import _lattice, _randomness
+from prism_optax import _lattice
+from prism_optax._randomness import _keys
 from prism_optax.accounting import _filters, _ledger
 from prism_optax.training import _fingerprint, _program, _seen, _words
 
@@ -77,7 +78,7 @@ def is_sum(x):
 
 
 def key_words(key):
-  return tuple(np.asarray(x).item() for x in _randomness.key_words(key))
+  return tuple(np.asarray(x).item() for x in _keys.key_words(key))
 
 
 @contextlib.contextmanager
@@ -100,9 +101,9 @@ class Spy:
 
 def keys_of_steps(prng_key, count):
   """The words of the keys of some steps of a privatizer."""
-  key, used = _randomness.resolve_key('key', prng_key, (), words=4), []
+  key, used = _keys.resolve_key('key', prng_key, (), words=4), []
   for _ in range(count):
-    key, drawn = _randomness.split(key)
+    key, drawn = _keys.split(key)
     used.append(tuple(np.asarray(jax.random.key_data(drawn)).tolist()))
   return used
 

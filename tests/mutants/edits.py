@@ -26,7 +26,7 @@ _ORDERLESS = {'isinstance', 'getattr', 'map', 'zip', 'asarray', *_NAMES}
 _CONVERSIONS = {'len', 'range', 'iter', 'tuple', 'list', 'sorted', 'set', 'str',
                 'dict', 'asarray', 'type', 'repr', 'frozenset', 'enumerate',
                 'astype', 'reshape', 'append'}  # fmt: skip
-_KEYS = 'jax.random.split', '_randomness.split'
+_KEYS = 'jax.random.split', '_keys.split'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ import optax
 import pytest
 from hypothesis import given
 
-from prism_optax import _linalg, muon, transforms
+from prism_optax import muon, transforms
+from prism_optax._linalg import _products
 from prism_optax.muon import _newton_schulz, _polynomials
 from tests.oracles import muon_oracle, oracles
 from tests.properties import cases
@@ -59,7 +60,7 @@ def test_best_polynomials_raise_and_never_pass_one(least, steps, degree, seed):
 def _normalized(normalize):
   @jax.jit
   def run(x, y):
-    x, y = map(_linalg.at_least_float32, (x, y))
+    x, y = map(_products.at_least_float32, (x, y))
     norm = _newton_schulz.frobenius_norm(x, y)
     divisor = _newton_schulz.divisor(normalize, norm)
     return norm, _newton_schulz.frobenius_norm(x / divisor, y / divisor)
@@ -80,7 +81,7 @@ def test_norms_do_not_overflow_and_normalize(seed, size, dtype, normalize):
     (size * rng.normal(size=(2, *shape))).astype(DTYPES[dtype])
     for shape in ((3, 4), (2, 5))
   )
-  assert _linalg.at_least_float32(x).dtype == np.float32
+  assert _products.at_least_float32(x).dtype == np.float32
   norm, after = _normalized(normalize)(x, y)
   assert norm.shape == after.shape == (2, 1, 1)
   exact = np.sqrt(

@@ -39,7 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from prism_optax import _lattice, _randomness
+from prism_optax import _lattice
+from prism_optax._randomness import _keys
 
 # One rounding in each of the sums that are compared, and the lattice's step.
 SLACK = 1e-6
@@ -101,7 +102,7 @@ class Tape:
       sums = jax.tree.leaves(tree, is_leaf=_is_sum)
       stddevs = stddev if isinstance(stddev, list | tuple) else [stddev]
       inputs = (
-        jnp.stack(_randomness.key_words(prng_key)),
+        jnp.stack(_keys.key_words(prng_key)),
         sums,
         [jnp.asarray(s, jnp.float32) for s in stddevs],
         leaves,

@@ -74,7 +74,7 @@ def twice(**k):
 
 def traced(**k):
   return optax.inject_hyperparams(
-    lambda stddev: optax.chain(clip(k), PRIVATIZER(stddev, prng_key=0))
+    lambda stddev: optax.chain(clip(k), PRIVATIZER(stddev, prng_key=0), *REST)
   )(stddev=1.0)
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import _randomness
+from prism_optax._randomness import _keys
 
 PARAMS = {
   'bias': np.ones((5,), np.float32),
@@ -96,9 +96,9 @@ def test_it_passes_through(case):
 
 @pytest.mark.parametrize('prng_key', [7, 'chacha20'])
 def test_without_a_digest_a_key_is_what_it_was(prng_key):
-  key = _randomness.resolve_key('prng_key', prng_key, (), words=4)
-  assert _randomness.for_release(key, None) is key
-  one, other = (_randomness.for_release(key, x) for x in (ONE, OTHER))
+  key = _keys.resolve_key('prng_key', prng_key, (), words=4)
+  assert _keys.for_release(key, None) is key
+  one, other = (_keys.for_release(key, x) for x in (ONE, OTHER))
   assert one.shape == key.shape
   words = [np.asarray(jax.random.key_data(x)).ravel() for x in (one, other)]
   # No word of one is that of another: 16 of 2^32 would coincide by chance with
@@ -110,11 +110,11 @@ def test_every_word_of_a_digest_counts():
   digests = np.stack([ONE] * 9)
   digests[np.arange(8), np.arange(8)] ^= 1 << 31
   for key in (
-    _randomness.resolve_key('prng_key', k, (), words=4) for k in (7, 'chacha20')
+    _keys.resolve_key('prng_key', k, (), words=4) for k in (7, 'chacha20')
   ):
     *others, one = jax.jit(
       jax.vmap(
-        lambda x, key=key: jax.random.key_data(_randomness.for_release(key, x))
+        lambda x, key=key: jax.random.key_data(_keys.for_release(key, x))
       )
     )(digests)
     for other in others:
@@ -123,6 +123,6 @@ def test_every_word_of_a_digest_counts():
 
 @pytest.mark.parametrize('digest', [ONE[:4], ONE.astype(np.int32), 5])
 def test_a_digest_of_another_form_is_refused(digest):
-  key = _randomness.resolve_key('prng_key', 7, (), words=4)
+  key = _keys.resolve_key('prng_key', 7, (), words=4)
   with pytest.raises(ValueError, match=r'release_digest to be None or \(8,\)'):
-    _randomness.for_release(key, digest)
+    _keys.for_release(key, digest)
