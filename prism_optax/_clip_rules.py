@@ -148,9 +148,10 @@ class FlatClipping:
 class AutomaticClipping(FlatClipping):
   """``C g / (norm + stability)``: nearly all gradients get the norm C.
 
-  The clip norm then only scales the updates, which optimizers like Adam do not
-  notice: there is one number less to tune (Bu et al. 2022, arXiv:2206.07136,
-  AUTO-S). Small gradients are scaled up, which a flat clip never does.
+  The clip norm then only scales the updates, and optimizers like Adam do not
+  depend on this scale, so there is one number less to tune (Bu et al. 2022,
+  arXiv:2206.07136, AUTO-S). Small gradients are scaled up, which a flat clip
+  never does.
 
   Attributes:
     stability: gamma, positive, in the unit of one record's gradient: gradients
@@ -241,9 +242,9 @@ class QuantileClipping(FlatClipping):
   Each step also releases, with noise, which fraction of the batch has a norm of
   at most C, and then ``C <- C exp(-learning_rate (fraction - quantile))``
   (Andrew et al. 2019, arXiv:1905.03871, section 2.1). Gradients come out in
-  units of C. That fraction is part of what is accounted: the noise of the
-  gradients is a little larger for it, so that both together have the noise
-  multiplier of the training.
+  units of C. The accounting includes this fraction: the noise of the gradients
+  is a little larger, so that both together have the noise multiplier of the
+  training.
 
   Attributes:
     quantile: The fraction of records to leave unclipped, in [0, 1].

@@ -1,8 +1,8 @@
 """Proofs about programs, and how a clip acts on a batch.
 
-A proof reads a program, no value. What is computed from raw per-example values
-is named ``nonprivate_*``: no guarantee covers it, so compute it on public data,
-or keep it on the trusted side.
+A proof reads a program, and no values. Functions of raw per-example values are
+named ``nonprivate_*``. No guarantee covers their results, so compute them on
+public data, or keep them on the trusted side.
 """
 
 from typing import NamedTuple
@@ -47,9 +47,9 @@ def nonprivate_clip_statistics(
 ) -> ClipStatistics:
   """Returns how a clip acts on a batch: norms, clip fraction, coefficient.
 
-  The norm is that of PRISM's Eq. 16 (arXiv:2606.00944) or, for its issue I,
-  that of Eq. 4. Not private: the result must not leave the trusted side unless
-  the data is public.
+  The norm is defined in PRISM's Eq. 16 (arXiv:2606.00944) or, on the factors,
+  in Eq. 4. The result is not private: keep it on the trusted side unless the
+  data is public.
 
   Args:
     per_example_grads: Leaves ``(B, *shape)``, gradients of the factors.

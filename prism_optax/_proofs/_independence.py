@@ -101,16 +101,16 @@ def prove_independent(
 ) -> Proof:
   """Proves that row i of every output depends on example i alone.
 
-  A clip bounds what one record changes in its own gradient. Where the gradients
+  A clip bounds the effect of one record on its own gradient. If the gradients
   of other records change too (batch normalisation, a mean over the batch, a
   count of its tokens, experts with a capacity, in-batch negatives), the sum
   moves by more than the clip norm, and no epsilon holds.
 
-  The function is traced, not run: this follows the batch axis through every
-  operation of the program and looks at no value, so that the proof holds for
-  every batch of these shapes. Zero times a number depends on the number. What
-  is not known to keep examples apart is refused; the refusal names the
-  operation, its line and what to write instead. Ours.
+  The function is traced, not run: the proof follows the batch axis through
+  every operation of the program and reads no values, so it holds for every
+  batch of these shapes. (Zero times a number counts as depending on the
+  number.) An operation that is not known to keep examples apart is refused; the
+  refusal names the operation, its line and an alternative. The method is ours.
 
   **Prove the gradients that a clip gets, not the loss**: a custom derivative
   may mix examples and is invisible in a loss. So ``function`` is

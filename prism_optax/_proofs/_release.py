@@ -98,20 +98,19 @@ def prove_released(
 ) -> Proof:
   """Proves that a step lets nothing of a record out but through the noise.
 
-  The step's program is read, not run. Whatever a record has touched is
-  private. Only noise that is added to the sum of a clip makes it public: noise
-  and clips of this package are known, those of others are declared
-  (:func:`prism_optax.transforms.clipped_elsewhere`,
-  :func:`prism_optax.transforms.noised_elsewhere`). What the step returns must
-  be public, and so must what decides which branch is run or how often a loop
-  runs. See the page "No way around the noise".
+  The step's program is read, not run. Every value that depends on a record is
+  private. Only noise that is added to the sum of a clip makes a value public.
+  The proof knows the noise and clips of this package; declare those of other
+  packages (:func:`prism_optax.transforms.clipped_elsewhere`,
+  :func:`prism_optax.transforms.noised_elsewhere`). The results of the step must
+  be public, and so must the values that choose a branch or the number of rounds
+  of a loop. See the page "No way around the noise".
 
-  **Privacy.** If the proof holds, then what the step returns depends on records
-  only through the releases that it lists. Their size is not compared with what
-  you account for (``training.make_private`` does so), nor is it proved that
-  single gradients are those of single records
-  (:func:`prove_independent` does), that keys are fresh, or how
-  long the step takes.
+  **Privacy.** If the proof holds, the results of the step depend on records
+  only through the listed releases. The proof does not compare their size with
+  your accounting (``training.make_private`` does), nor does it prove that each
+  gradient depends on one record alone (:func:`prove_independent` does), that
+  keys are fresh, or how long the step takes.
 
   =================================  ==========================================
   a loss returned beside the update  refused, unless its name begins with
@@ -130,16 +129,16 @@ def prove_released(
     *args: Its arguments, arrays or shapes (``jax.ShapeDtypeStruct``), in any
       tree.
     private: Positions of the arguments that hold records.
-    padding: Positions of the arguments that say who was drawn alone, such as
+    padding: Positions of the arguments that only show who was drawn, such as
       ``is_padding_example``.
 
   Returns:
-    The proof. It is true if the claim holds; else ``offence`` is the first
-    equation against it. ``assumptions`` are what the proof rests on besides the
-    program. ``print`` shows all of it.
+    The proof. It is true if the claim holds; else ``offence`` is the
+    first equation against it. ``assumptions`` lists what else the proof rests
+    on. ``print`` shows all of it.
 
   Raises:
-    ValueError: If a position is not that of an argument, or none is private.
+    ValueError: If a position belongs to no argument, or none is private.
 
   Example:
     >>> import jax

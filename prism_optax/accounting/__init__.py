@@ -1,7 +1,7 @@
 """Privacy accounting on the host: events, epsilon, calibration, budgets.
 
-Nothing in here imports JAX: the numbers are Python floats, and an accountant
-can run where there is no accelerator.
+Nothing here imports JAX: the numbers are Python floats, so accounting can run
+without an accelerator.
 """
 
 from dp_accounting import NeighboringRelation

@@ -40,10 +40,10 @@ class BudgetExceeded(RuntimeError):
 class PrivacyBudget:
   """Epsilon and delta for each session, and for all of them together.
 
-  :meth:`spend` comes before the release: what it has recorded is paid for even
-  if the answer is lost, and what it refuses must not be computed. It checks and
-  records in one step, for any number of threads, and of processes where the
-  ledger is a file.
+  :meth:`spend` must be called before the release. A recorded release is paid
+  for even if the answer is lost, and a refused one must not be computed. It
+  checks and records in one step, for any number of threads and, if the ledger
+  is a file, of processes.
 
   **Privacy.** All answers to one session together are (``epsilon``,
   ``delta``)-private, whatever the session asks and however its questions depend
@@ -53,18 +53,18 @@ class PrivacyBudget:
   relation. ``server_epsilon`` does the same for all sessions together. Three
   things are not covered. The running figures of :meth:`spent` and
   :meth:`remaining` are for planning: as a bound they hold only where the number
-  of releases did not depend on the answers. Session names are the caller's:
-  whoever can choose a new name gets a fresh budget, and only the server's cap
-  bounds that. And the ledger itself is not noised: it tells when and how often
-  a session asked.
+  of releases did not depend on the answers. The caller chooses session names,
+  so whoever can choose a new name gets a fresh budget, which only the server's
+  cap bounds. And the ledger itself has no noise: it shows when and how often a
+  session asked.
 
   **Integrity.** The rows of the ledger are chained by hashes, which cover
-  settings and totals. Opening and :meth:`export` check all of them, every other
-  call what was written since, and the last row. What was edited, removed, moved
-  or inserted is found. There is no secret in the hashes: who computes them anew
-  is not found, nor is a whole file put back to an older copy, unless a process
-  has it open. So keep 'head' of :meth:`export` where the file's keepers cannot
-  write, and give it as ``expected_head``.
+  settings and totals. Opening and :meth:`export` check all of them; every other
+  call checks the new rows and the last one. So an edited, removed, moved or
+  inserted row is found. The hashes have no secret, so they do not detect
+  someone who computes them again, nor an older copy of the whole file, unless a
+  process has it open. So keep the 'head' of :meth:`export` where the keepers of
+  the file cannot write, and pass it as ``expected_head``.
 
   =============================  ==============================================
   release that does not fit      BudgetExceeded, before anything is recorded
@@ -92,8 +92,9 @@ class PrivacyBudget:
         releases alone; 'renyi' for any other. The first release does not depend
         on answers; changing between the two later could, and would cost a part
         of delta.
-      - ``'renyi'``: a filter for all that the RDP accountant knows, mixed at
-        will (Feldman and Zrnic, arXiv:2008.11193, Theorem 4.3).
+      - ``'renyi'``: a filter for every release that the RDP accountant can
+        analyse, in any mixture (Feldman and Zrnic, arXiv:2008.11193, Theorem
+        4.3).
     path: SQLite file of the ledger; ``None`` keeps it in memory.
     neighboring_relation: Relation under which events are read, as in
       :func:`epsilon`. The default takes noise multipliers as they are; releases
@@ -102,10 +103,11 @@ class PrivacyBudget:
     server_epsilon: Cap of all sessions together, at the same ``delta``;
       ``None`` for none.
     timeout: Seconds to wait for other processes.
-    create: Whether the ledger is begun in this file. Say so once, by hand, and
-      not in a program that is started again. In memory it always is.
+    create: Whether to begin the ledger in this file. Do so once, by hand, and
+      not in a program that starts more than once. In memory a budget always
+      begins anew.
     expected_head: The 'head' of an :meth:`export`, from which this ledger must
-      have grown: what is older, or another one, is refused.
+      have grown. An older or another ledger is refused.
 
   Raises:
     ValueError: If an argument is out of its range, or the file was made with
@@ -223,8 +225,8 @@ class PrivacyBudget:
   def remaining(self, session: str) -> float:
     """Returns epsilon left to the session, and to the server if that is less.
 
-    Epsilon does not simply add up: whether a release still fits is what
-    :meth:`how_many_more` says.
+    Epsilon does not simply add up: :meth:`how_many_more` shows whether a
+    release still fits.
 
     Args:
       session: Name of the session.
@@ -252,7 +254,7 @@ class PrivacyBudget:
       session: Name of the session that would pay.
 
     Returns:
-      A count, ``inf`` for what costs nothing.
+      A count, ``inf`` for a release that costs nothing.
 
     Raises:
       ValueError: In the cases of :meth:`spend`.
@@ -266,7 +268,7 @@ class PrivacyBudget:
       )
 
   def export(self) -> dict[str, Any]:
-    """Returns settings, accounts and ledger in types that JSON knows.
+    """Returns settings, accounts and ledger in types of JSON.
 
     Returns:
       'settings' as given; 'server' with 'spent' and 'remaining', or None;
@@ -276,7 +278,7 @@ class PrivacyBudget:
 
     Raises:
       TimeoutError: If other processes kept the file.
-      RuntimeError: If the ledger, of which all is read, was changed by hand.
+      RuntimeError: If the ledger was changed by hand. All of it is read.
     """
     with self._ledger.transaction() as transaction:
 

@@ -60,9 +60,9 @@ def calibrate_noise_multiplier(
       :func:`dpsgd_event`.
     dataset_size: Number of records, against which ``delta`` is checked before
       the search; needed with ``truncated_batch_size``.
-    prior_events: Events of what else is released about the same records, with
-      noise that is given (the ``.event`` of a prior release). They and the
-      steps together meet the target.
+    prior_events: Events of other releases about the same records, whose noise
+      is fixed (the ``.event`` of a prior release). Together with the steps they
+      meet the target.
     entries: Number of entries that get noise, over all updates together, as for
       :func:`epsilon`.
 
@@ -72,10 +72,10 @@ def calibrate_noise_multiplier(
 
   Raises:
     ValueError: If an argument is out of its range, the accountant has no
-      analysis of this sampling under the relation, or no noise multiplier
-      from 1e-3 to 1e9 reaches the target (what is released besides costs more,
-      or the grid and tail of the PLD accountant cannot show so small a delta or
-      epsilon), or what is drawn takes half of epsilon or delta.
+      analysis of this sampling under the relation, or no noise multiplier from
+      1e-3 to 1e9 reaches the target (other releases cost more, or the grid and
+      tail of the PLD accountant cannot show so small a delta or epsilon), or
+      the difference from ideal noise takes half of epsilon or delta.
 
   Examples:
     >>> from prism_optax import accounting

@@ -41,8 +41,8 @@ def epsilon(
 
   An epsilon means nothing without its neighbouring relation. The default,
   adding or removing one record, is the one under which Poisson sampling is
-  usually analysed; say it wherever the number is reported, or report
-  :func:`privacy_statement`, which says it.
+  usually analysed; name it wherever you report the number, or report
+  :func:`privacy_statement`, which names it.
 
   ================================  ===========================================
   ``delta=0.0``, Gaussian noise     ``inf``: no such noise has a pure epsilon
@@ -59,9 +59,9 @@ def epsilon(
   ================================  ===========================================
 
   Args:
-    event: What was released, in noise multipliers with respect to the clip
-      norm. Sensitivities that are doubled by hand for ``REPLACE_ONE`` would be
-      doubled twice: the accountant does it.
+    event: Describes the releases, in noise multipliers with respect to the clip
+      norm. Do not double sensitivities by hand for ``REPLACE_ONE``, because the
+      accountant does it.
     delta: Delta at which epsilon is wanted, in [0, 1], well below one over the
       number of records.
     accountant: 'pld' (privacy loss distributions, tight) or 'rdp' (Renyi
@@ -71,14 +71,14 @@ def epsilon(
       with half the noise multiplier. dp-accounting's RDP accountant does not do
       this; here Gaussian and Laplace events are rewritten before they reach it.
     value_discretization_interval: Grid of the loss distribution; only for
-      'pld'. ``None`` takes 1e-4. Where epsilon is so large (above a hundred)
-      that the grid would not fit in memory, a wider one is taken. Any grid
-      gives an upper bound.
+      'pld'. ``None`` takes 1e-4. If epsilon is so large (above a hundred) that
+      the grid would not fit in memory, a wider one is used. Any grid gives an
+      upper bound.
     dataset_size: Number of records, a public constant, against which ``delta``
-      is checked. Events of truncated batches hold theirs.
+      is checked. Events of truncated batches already hold it.
     entries: Number of entries to which this library adds noise, over all
-      updates together. Epsilon is then that of the noise as it is drawn, at the
-      same delta; else that of ideal noise.
+      updates together. Epsilon then accounts for the noise as it is drawn, at
+      the same delta; otherwise for ideal noise.
 
   Returns:
     Epsilon, ``inf`` where there is no guarantee (or only one of millions).
@@ -88,8 +88,8 @@ def epsilon(
       impossible (a negative count or noise, NaN), also inside of compositions;
       or if the accountant has no analysis of the event under the relation (RDP
       has none of Poisson sampling under ``REPLACE_ONE``, nor of truncated
-      batches); if there are so many entries that what is drawn takes half of
-      ``delta``.
+      batches); if there are so many entries that the difference from ideal
+      noise takes half of ``delta``.
 
   References:
     The accountants are dp-accounting's. PLD: Doroshenko et al., Connect the
@@ -276,12 +276,12 @@ def privacy_statement(
     neighboring_relation: Relation under which epsilon is meant.
     dataset_size: Number of records, as for :func:`epsilon`.
     entries: Number of entries to which this library adds noise, over all
-      updates together. Epsilon is then that of the noise as it is drawn, at the
-      same delta; else that of ideal noise.
-    possible_stops: The releases were stopped on the way, at one of so many
-      stops that were fixed beforehand, and ``event`` is what was released by
-      the next one. Each has the same share of delta, at which epsilon is
-      computed; together they have ``delta``.
+      updates together. Epsilon then accounts for the noise as it is drawn, at
+      the same delta; otherwise for ideal noise.
+    possible_stops: The number of stops that were fixed beforehand, if the run
+      stopped early at one of them. ``event`` then describes the releases up to
+      the next stop. Each stop has an equal share of ``delta``, at which epsilon
+      is computed.
 
   Returns:
     One line with epsilon (rounded up), delta, relation, accountant, and the
@@ -289,7 +289,8 @@ def privacy_statement(
 
   Raises:
     ValueError: In the cases of :func:`epsilon`; if there are so many entries
-      that what is drawn takes half of ``delta``; for fewer than one stop.
+      that the difference from ideal noise takes half of ``delta``; for fewer
+      than one stop.
 
   Examples:
     >>> from prism_optax import accounting

@@ -52,10 +52,11 @@ def dpsgd_event(
 ) -> dp_accounting.DpEvent:
   """Returns the event of ``steps`` noisy sums over Poisson-sampled batches.
 
-  Each record enters each batch independently with ``sampling_probability``,
-  is clipped to a norm C, and the sum gets Gaussian noise of standard deviation
-  ``noise_multiplier * C`` on every coordinate. Fixed-size or shuffled batches
-  are another mechanism, with another event. The event holds no neighbouring
+  Each record enters each batch independently with ``sampling_probability``, is
+  clipped to a norm C, and the sum gets Gaussian noise of standard deviation
+  ``noise_multiplier * C`` on every coordinate. Batches of a fixed size, or
+  shuffled ones, are another mechanism, with another event. The event holds no
+  neighbouring
   relation: :func:`epsilon` takes it.
 
   =====================================  ======================================
@@ -72,13 +73,13 @@ def dpsgd_event(
       the same public constant). With several clip groups, the joint one:
       :func:`joint_noise_multiplier`. 0.0 means no noise and no privacy.
     sampling_probability: Probability that a batch has a given record, a public
-      constant. 1.0 means that every step sees every record: nothing is sampled.
+      constant. 1.0 means that every step uses every record: nothing is sampled.
     steps: Number of steps. 0 is an event that costs nothing.
-    truncated_batch_size: The largest batch, where batches that Poisson sampling
-      makes larger are cut to a random subset of this size. Cutting them
-      without saying so here gives an epsilon that does not hold.
-    dataset_size: Number of records, needed with ``truncated_batch_size`` alone,
-      a public constant.
+    truncated_batch_size: The largest batch, if larger Poisson batches are cut
+      to a random subset of this size. If you cut them without this argument,
+      epsilon does not hold.
+    dataset_size: Number of records, a public constant, needed only with
+      ``truncated_batch_size``.
 
   Returns:
     A dp-accounting event, for :func:`epsilon` or any accountant.
@@ -137,7 +138,7 @@ def joint_noise_multiplier(noise_multipliers: float | Iterable[float]) -> float:
 
   Args:
     noise_multipliers: Each group's standard deviation over its clip norm. A
-      zero makes the whole non-private; ``inf`` is a group that says nothing.
+      zero makes the whole non-private; ``inf`` is a group that reveals nothing.
 
   Returns:
     ``(sum_k sigma_k^-2)^(-1/2)``: for K equal groups ``sigma / sqrt(K)``.

@@ -118,11 +118,11 @@ def matrix_mechanism_event(
 ) -> dp_accounting.DpEvent:
   """Returns the event of a whole run with noise correlated over steps.
 
-  One Gaussian mechanism (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1):
-  there is no amplification by sampling in it. It holds if no record takes part
-  in other steps than declared. For ``ADD_OR_REMOVE_ONE`` the steps of the other
-  records must not depend on whether a record is there (a removed record leaves
-  its places empty).
+  The run is one Gaussian mechanism (Denisov et al. 2022, arXiv:2202.08312,
+  Theorem 2.1), without amplification by sampling. The event is valid if no
+  record takes part in other steps than declared. For ``ADD_OR_REMOVE_ONE`` the
+  steps of the other records must not depend on whether a record is there (a
+  removed record leaves its places empty).
 
   Args:
     noise_multiplier: The privatizer's stddev (of Z, before the noising matrix)

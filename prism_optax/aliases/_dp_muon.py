@@ -96,22 +96,23 @@ def dp_muon(
   """DP-Muon (arXiv:2605.12994) for trees with matrices and other leaves.
 
   Every matrix W of every example's gradient is clipped to C_W, the sum is
-  divided by the expected batch size B, noise ``N(0, (sigma_W C_W / B)^2)``
-  is added, and the step is ``-learning_rate`` times the orthogonalized heavy
-  ball ``m <- momentum m + g``. Leaves that are no matrices are clipped
-  together as one more group, noised likewise, and go to Adam. Clip and noise
-  come before the branches part: nothing is left out of them.
+  divided by the expected batch size B, noise ``N(0, (sigma_W C_W / B)^2)`` is
+  added, and the step is ``-learning_rate`` times the orthogonalized heavy ball
+  ``m <- momentum m + g``. Leaves that are no matrices are clipped together as
+  one more group, noised likewise, and go to Adam. Clip and noise come before
+  the two branches and cover every leaf.
 
   **Privacy.** Each update is one Gaussian mechanism of the JOINT
   ``noise_multiplier`` for add-or-remove-one neighbours. Give this number to an
-  accountant (:func:`prism_optax.accounting.dpsgd_event`). The K groups see the
-  same batch, so their own multipliers are larger, ``sigma sqrt(K)`` in the
-  equal split. In the source sigma is that of a single matrix; accounting with
-  it for all of them understates epsilon. All that follows the noise is
-  post-processing. Not covered: several updates and the sampling of batches,
-  which the accountant composes; with ``privatizer``, noise of another size than
-  the one you account for; with ``per_example_gradients=False``, a mean that was
-  not clipped to the same thresholds.
+  accountant (:func:`prism_optax.accounting.dpsgd_event`). The K groups are
+  computed from the same batch, so their own multipliers are larger, ``sigma
+  sqrt(K)`` in the equal split. In the source sigma belongs to a single matrix;
+  if you account for all matrices with it, you understate epsilon. Everything
+  after the noise is post-processing. Not covered: several updates and the
+  sampling of batches, which the accountant composes; with ``privatizer``, noise
+  of another size than the one you account for; with
+  ``per_example_gradients=False``, a mean that was not clipped to the same
+  thresholds.
 
   ==========================  =================================================
   batch of no examples        noise alone, of the same size as ever
@@ -178,14 +179,14 @@ def dp_muon(
     float32 at least. ``.sensitivity(neighboring_relation, params=params)`` is
     the sensitivity of the clipped mean of all groups together, and
     ``.pre_clipping_transform`` the term of one example in that mean, clipped
-    and divided by B. With both, clip and divisor are those of the noise::
+    and divided by B. With both, clip and divisor fit the noise::
 
       jax_privacy.clipped_grad(
         loss, l2_clip_norm=tx.sensitivity(params=params),
         pre_clipping_transform=tx.pre_clipping_transform)
 
-    No ``normalize_by`` with it: that would divide a second time, which costs
-    the signal and no privacy.
+    Leave out ``normalize_by``: it would divide a second time, which weakens the
+    signal and costs no privacy.
 
   Raises:
     ValueError: For an option that is not allowed; unless exactly one of

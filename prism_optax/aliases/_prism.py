@@ -69,10 +69,9 @@ def prism(
     retract()
 
   Clip: Eq. 13, 15 and 16 there; noise: Eq. 17 to 21; preconditioner: Eq. 24 to
-  27; retraction: Eq. 22. What departs from the paper is said at each part.
-
-  Further options of its parts are had by writing the chain out:
-  :func:`prism_optax.chain` of the lines above is this optimizer, bit for bit.
+  27; retraction: Eq. 22. Each part says where it departs from the paper. For
+  further options of the parts, write the chain out: :func:`prism_optax.chain`
+  of the lines above is this optimizer, bit for bit.
 
   **Privacy.** Each update is a Gaussian mechanism of the noise multiplier z for
   add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of
@@ -99,9 +98,9 @@ def prism(
 
   The defaults were set by experiments on digits and on text
   (``benchmarks/accuracy/digits.py``, ``benchmarks/accuracy/utility.py``): a
-  first moment without bias correction and a little decay are worth points of
-  accuracy and forgive a wrong rate; ten times the usual clip norm cost four;
-  ``b2`` made no difference.
+  first moment without bias correction and a little decay gain points of
+  accuracy and tolerate a wrong rate; ten times the usual clip norm cost four
+  points; ``b2`` made no difference.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has
@@ -111,7 +110,7 @@ def prism(
     l2_clip_norm: C, of each example's intrinsic gradient, in total over all
       modules and leaves.
     noise_multiplier: The noise's standard deviation per coordinate over C / b
-      (or, the same, that of the noise of the sum over C).
+      (or, equally, the standard deviation of the noise of the sum over C).
     expected_batch_size: b, a public constant: sampling rate times declared
       size of the data set. Never the realised size of a batch.
     prng_key: Key of the noise. None takes a fresh secret seed from the
@@ -124,16 +123,15 @@ def prism(
       ``jax_privacy.clipped_grad(..., l2_clip_norm=C, normalize_by=b,
       pre_clipping_transform=tangent_coordinates(params))``; then the clip is
       the caller's, and must be at this C and b.
-    weight_decay: Share of Z that a step of learning rate 1 takes away, see
+    weight_decay: Share of Z that a step of learning rate 1 removes, see
       :func:`add_decayed_factors`. It forgets the noise of old steps, which
-      nothing else takes out of Z. More than the default helps where the
-      pretrained model is near the task (up to 1 for sentences), and harms where
-      it is far.
+      nothing else removes from Z. More than the default helps if the pretrained
+      model is near the task (up to 1 for sentences), and harms if it is far.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
     steps: The number of updates that were accounted for, as for
       :func:`tangent_privatizer`: none releases anything beyond it.
-    layout: Which leaves are pairs, where names do not tell: see
+    layout: Which leaves are pairs, if names do not show it: see
       :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
@@ -195,22 +193,22 @@ def published_prism(
 ) -> TangentTransformation:
   """PRISM as it was published, for comparisons.
 
-  The optimizer of the authors' code (Wang and Zhang 2026, arXiv:2606.00944).
-  It differs from :func:`prism`, the one to use, in three things: its moments
-  are those of the factors, without transport and divided by ``1 - b^t`` (Eq. 24
-  to 27 there), so that its trajectory depends on the gauge; ``retract`` turns
-  the new factors towards the old ones (``align=True``); and Z does not decay.
-  Arguments that are not listed are those of :func:`prism`, and so are clip,
-  noise and edge cases.
+  The optimizer of the authors' code (Wang and Zhang 2026, arXiv:2606.00944). It
+  differs from :func:`prism`, which we recommend, in three things: its moments
+  are moments of the factors, without transport and divided by ``1 - b^t`` (Eq.
+  24 to 27 there), so that its trajectory depends on the gauge; ``retract``
+  turns the new factors towards the old ones (``align=True``); and Z does not
+  decay. Arguments that are not listed are the same as in :func:`prism`, and so
+  are clip, noise and edge cases.
 
-  **Privacy.** That of :func:`prism`: each update is a Gaussian mechanism of the
+  **Privacy.** As in :func:`prism`, each update is a Gaussian mechanism of the
   given noise multiplier for add-or-remove-one neighbours. (The authors' code
   adds less noise where factors are small or in other gauges.)
 
   Args:
     floor_mode: The least eigenvalue of the second moments: ``'geometry'`` for
-      that of Eq. 26, the mean of the noise over rank space, read off the Gram
-      matrices of the factors, and s^2 at least; ``'scalar'`` for s^2;
+      the floor of Eq. 26, the mean of the noise over rank space, read off the
+      Gram matrices of the factors, and s^2 at least; ``'scalar'`` for s^2;
       ``'none'`` for no floor.
     floor_factor: Factor of either floor.
 

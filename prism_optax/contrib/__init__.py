@@ -1,9 +1,9 @@
-"""What is young and ours: it may change between minor versions.
+"""Young parts of our own, which may change between minor versions.
 
 The rest of the package imports nothing from here, and ``import prism_optax``
-does not load it. Import it yourself: ``from prism_optax import contrib``. Its
-guarantees of privacy are those of the core, and are tested as those are; names,
-arguments and defaults are not yet promised.
+does not load it. Import it yourself: ``from prism_optax import contrib``.
+Privacy is guaranteed and tested as in the rest of the package; names, arguments
+and defaults may still change.
 """
 
 from prism_optax.contrib import heads

@@ -42,8 +42,8 @@ _STATIC = {'static': True}
 class InputMetric:
   """``S = I - Q diag(1 - s) Q^T`` for the inputs of some modules.
 
-  Public, once it is released: everything that is computed with it is
-  post-processing. A pytree.
+  A pytree. It is public once it is released, and everything computed with it is
+  post-processing.
 
   Attributes:
     bases: For each pattern of module names ``Q`` (n, k), orthonormal columns;
@@ -53,7 +53,7 @@ class InputMetric:
     entries: Number of entries that got noise.
     dataset_size: Number of records that were declared.
     layout: Of the parameters, see :func:`prism_optax.lora.describe_pairs`.
-    seeded: Whether the key of the noise was given: then whoever knows it knows
+    seeded: Whether the key of the noise was given. Whoever knows it then knows
       the noise.
     digest: Of the values that were released, and public, as
       :class:`prism_optax.contrib.heads.LinearHead` has it.
@@ -78,12 +78,12 @@ class InputMetric:
   def to_params(self, coordinates: optax.Params) -> optax.Params:
     """The adapters of the model, ``right = S right'``.
 
-    Train ``right'``: give the loss ``to_params(coordinates)``, and its
-    gradients are those of the coordinates. A start as usual for the
-    coordinates, zero on the output side, is one for the model.
+    Train ``right'``: give the loss ``to_params(coordinates)`` and differentiate
+    with respect to the coordinates. If the coordinates start as usual, with
+    zero on the output side, so does the model.
 
     Args:
-      coordinates: Tree with LoRA pairs; what is no pair passes.
+      coordinates: Tree with LoRA pairs; other leaves pass.
 
     Returns:
       A tree like ``coordinates``, in its types.
@@ -110,7 +110,7 @@ class InputMetric:
     """The coordinates of given adapters, ``right' = S^-1 right``.
 
     Args:
-      params: Tree with LoRA pairs; what is no pair passes.
+      params: Tree with LoRA pairs; other leaves pass.
 
     Returns:
       A tree like ``params``, in its types.
@@ -187,9 +187,9 @@ def input_metric(
   ``noise_multiplier`` for add-or-remove-one neighbours, whose ``.event`` has to
   be composed with the training's. Of the symmetric matrix its diagonal and
   sqrt(2) times the entries above are noised, which keeps lengths. Sums are
-  integers and releases are exact, as :func:`prism_optax.tangent_privatizer`'s.
-  Every record must stand in one batch once; ``dataset_size`` is public. For
-  privacy of users all that a user has is one record here: one entry of the
+  integers and releases are exact, as in :func:`prism_optax.tangent_privatizer`.
+  Every record must be in one batch once; ``dataset_size`` is public. For
+  privacy of users, all data of a user are one record here, one entry of the
   first axis.
 
   ==========================  =================================================
@@ -201,18 +201,18 @@ def input_metric(
 
   Args:
     batches: An iterable of dicts from patterns of module names (``fnmatch``; of
-      several that match, the first counts) to what these modules read, arrays
-      (B, ..., n): one entry of the first axis is one record, all other axes
-      but the last are positions, the same number in all batches, which is
+      several that match, the first counts) to the inputs of these modules,
+      arrays (B, ..., n): one entry of the first axis is one record, all other
+      axes but the last are positions, the same number in all batches, which is
       public: fill shorter records with zeros. Modules that read the same share
       one pattern.
     noise_multiplier: Standard deviation of the noise of every entry. 10 costs a
       training of some thousand records at epsilon 2 about a hundredth of its
       noise.
-    dataset_size: Number of records, public: what the mean is taken over. More
-      of them are refused, padding included.
+    dataset_size: Number of records, public, over which the mean is taken. More
+      records are refused, padding included.
     form: ``'second_moment'``, of n (n + 1) / 2 entries, or ``'mean'``, of n.
-    prng_key: As for :func:`prism_optax.tangent_privatizer`; a key that is given
+    prng_key: As for :func:`prism_optax.tangent_privatizer`; a key that you give
       is for one such release.
     layout: Of the parameters, see :func:`prism_optax.lora.describe_pairs`.
 

@@ -64,8 +64,8 @@ def orthogonalize_tangents(
   The direction does not depend on the gauge of the factors. Adam updates the
   leaves that are no factors.
 
-  It takes the place of :func:`prism_optax.scale_by_rank_preconditioner`: behind
-  ``tangent_privatizer``, before the learning rate and the retraction.
+  It takes the place of :func:`prism_optax.scale_by_rank_preconditioner`, after
+  ``tangent_privatizer`` and before the learning rate and the retraction.
 
   **Privacy.** It reads only noisy gradients and is post-processing. It gives no
   privacy by itself.
@@ -88,12 +88,11 @@ def orthogonalize_tangents(
       :func:`prism_optax.muon.minimax_coefficients`.
     normalize: ``'max1'``, ``'frobenius'`` or ``'none'``: see
       :func:`prism_optax.muon.newton_schulz`; the norm is the intrinsic one.
-    coordinate_rms: A number multiplies the directions by itself times
-      ``sqrt((m + n - r) / 2)``. Then a direction whose 2r singular values are
-      all one has this root mean square over its ``r (m + n - r)``
-      coordinates, and 1.0 makes learning rates comparable with those of the
-      preconditioner. ``None`` leaves the singular values at about one, as in
-      Muon.
+    coordinate_rms: A number multiplies the directions by itself times ``sqrt((m
+      + n - r) / 2)``. Then a direction whose 2r singular values are all one has
+      this root mean square over its ``r (m + n - r)`` coordinates, and with 1.0
+      the learning rates of the preconditioner carry over. ``None`` leaves the
+      singular values at about one, as in Muon.
     b1: Adam's decay of the first moment, for the other leaves.
     b2: Adam's decay of the second moment, for the other leaves.
     eps: Adam's constant under the fraction, for the other leaves.

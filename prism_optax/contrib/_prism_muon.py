@@ -34,11 +34,12 @@ def prism_muon(
   :func:`prism_optax.prism` with :func:`orthogonalize_tangents` (DP-Muon's
   iteration, arXiv:2605.12994) in place of the preconditioner, and with Adam for
   leaves that are no factors. Learning rates are comparable. The combination is
-  ours. Arguments that are not listed are those of :func:`prism_optax.prism`,
-  and so are clip, noise, decay and edge cases.
+  ours. Arguments that are not listed are the same as in
+  :func:`prism_optax.prism`, and so are clip, noise, decay and edge cases.
 
-  **Privacy.** That of ``prism``: each update is a Gaussian mechanism of the
-  given noise multiplier for add-or-remove-one neighbours; then post-processing.
+  **Privacy.** As in ``prism``, each update is a Gaussian mechanism of the given
+  noise multiplier for add-or-remove-one neighbours, followed by
+  post-processing.
 
   Args:
     momentum: Decay of the heavy ball, and of Adam's first moment for the leaves

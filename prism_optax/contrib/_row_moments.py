@@ -85,20 +85,20 @@ def scale_by_row_moments(
 
   Some inputs and outputs of a layer are orders of magnitude larger than others,
   in language models above all. Adam on the factors evens them out, entry by
-  entry, but what it does depends on the gauge. The r x r moments of
-  :func:`prism_optax.scale_by_rank_preconditioner` do not, and cannot see single
-  inputs. This sees them: a row of ``T Q_R`` belongs to an output, a row of
-  ``T^T Q_L`` to an input, and their lengths are the same in every gauge. With w
-  any of the rows, in r numbers::
+  entry, but depends on the gauge. The r x r moments of
+  :func:`prism_optax.scale_by_rank_preconditioner` do not depend on it, and
+  cannot adapt to single inputs. This transformation can: a row of ``T Q_R``
+  belongs to an output, a row of ``T^T Q_L`` to an input, and their lengths are
+  the same in every gauge. With w any of the rows, in r numbers::
 
     v  <- b2 v + (1 - b2) |w|^2 / r
     w  <- w sqrt(f / max(v, f)),    f = floor_factor * s^2, averaged like v
 
   and back to the tangent space; the core ``Q_L^T T Q_R``, which belongs to both
-  sides, is the mean of what they make of it. Rows of noise alone stay nearly as
-  they are, and none grows, so that ``noise_stddev=s`` bounds the noise of what
-  follows, too. Place it directly behind the noise, in the lines that
-  :func:`prism_optax.prism` is made of::
+  sides, is the mean of both results. Rows that hold only noise stay nearly as
+  they are, and no row grows, so ``noise_stddev=s`` still bounds the noise for
+  the transformations after it. Place it directly after the noise, in the lines
+  of :func:`prism_optax.prism`::
 
     prism_optax.chain(
       intrinsic_clip(C, normalize_by=b), tangent_privatizer(s),
@@ -106,13 +106,14 @@ def scale_by_row_moments(
       scale_by_rank_preconditioner(noise_stddev=s), add_decayed_factors(0.1),
       scale_by_learning_rate(learning_rate), retract())
 
-  Ours; one number a row is what Adafactor keeps for a matrix
-  (arXiv:1804.04235), and the floor is PRISM's (arXiv:2606.00944, Eq. 27).
+  Ours; Adafactor keeps one number a row for a matrix (arXiv:1804.04235), and
+  the floor is PRISM's (arXiv:2606.00944, Eq. 27).
 
-  **Privacy.** It only reads what is already private: post-processing.
+  **Privacy.** It reads only values that got their noise, so it is
+  post-processing.
 
   =============================  ==============================================
-  ``noise_stddev=0.0``           no floor but that of ``max_condition_number``
+  ``noise_stddev=0.0``           only the floor of ``max_condition_number``
   zero gradients                 zero, no 0 / 0
   factor zero or of lower rank   its hidden directions stay zero
   more steps than entries        the last entry of ``noise_stddev`` holds

@@ -54,7 +54,7 @@ def tangent_probes(
   bfloat16 parameters       probes and coordinates in float32, the model in
                             bfloat16
   alpha over a shape's r    half of Z: the factors have 2r columns
-  NaN or Inf in a gradient  passes: the clip behind decides
+  NaN or Inf in a gradient  passes: the clip after it decides
   ========================  ===================================================
 
   Args:

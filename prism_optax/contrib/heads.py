@@ -1,8 +1,8 @@
 """A classifier's head from one private release, before any training.
 
-What a linear head needs to know of all records is a sum: one release, no steps,
-no learning rate, and often as accurate at a small epsilon as many steps at a
-larger one. Adapters are then trained from there.
+A linear head needs only sums over all records. So it takes one release, no
+steps and no learning rate, and is often as accurate at a small epsilon as many
+steps at a larger one. You can then train adapters from it.
 """
 
 import dataclasses
@@ -43,10 +43,10 @@ class LinearHead:
   Public, once it is released. A pytree.
 
   **Known again.** The entries of ``kernel`` have sizes on a geometric grid,
-  1.83 % apart: they are at most 0.91 % from what was computed, far less than
-  the noise. By this grid :func:`prism_optax.training.make_private` knows a
-  released kernel in parameters, in frozen weights and among the constants of a
-  loss, and refuses it unless the release is among ``prior_releases``.
+  1.83 % apart: rounding to it moves them by at most 0.91 %, far less than the
+  noise does. By this grid :func:`prism_optax.training.make_private` recognises
+  a released kernel in parameters, in frozen weights and among the constants of
+  a loss, and refuses it unless the release is among ``prior_releases``.
 
   ==================================  =========================================
   the array on another device         known
@@ -65,14 +65,14 @@ class LinearHead:
     noise_multiplier: Of the release, a float.
     entries: Number of entries that got noise.
     dataset_size: Number of records that were declared.
-    seeded: Whether the key of the noise was given: then whoever knows it knows
+    seeded: Whether the key of the noise was given. Whoever knows it then knows
       the noise.
-    digest: Of the values that were released, and public: two releases of one
-      digest are one.
-    key_digest: Of the key of the noise: two releases of one key have one noise,
-      which their difference is rid of. It is public for a fresh key, which has
-      128 bits. A key that was given may be found by trying, from its digest as
-      from the kernel: then publish neither.
+    digest: Public digest of the released values: two releases with one digest
+      are the same.
+    key_digest: Of the key of the noise: two releases with one key have the same
+      noise, and their difference has none. It is public for a fresh key, which
+      has 128 bits. A key that you gave may be found by trying, from its digest
+      or from the kernel, so publish neither.
   """
 
   kernel: jax.Array
@@ -115,9 +115,9 @@ def class_means(
   One pass over all records with the frozen model; a feature may depend on its
   own record and on public weights alone (no batch statistics). A record with
   feature f and label y adds ``f / |f|`` to column y; a column of the noisy sum
-  is divided by its length without what the noise adds to it. As a classifier of
-  normalised features it is nearest class mean; as a start of the head it lets
-  adapters learn from the first step::
+  is divided by its length, less the noise's share of the length. As a
+  classifier of normalised features it is nearest class mean; as a start of the
+  head it lets adapters learn from the first step::
 
     means = heads.class_means(
       ((features(x), y) for x, y in batches), num_classes=77,
@@ -127,10 +127,10 @@ def class_means(
   **Privacy.** A record adds at most 1 to the sum in Euclidean norm, whatever is
   in it: one Gaussian mechanism of ``noise_multiplier`` for add-or-remove-one
   neighbours, whose ``.event`` has to be composed with the training's. Sums are
-  integers and the release is exact, as
-  :func:`prism_optax.tangent_privatizer`'s. The names and the number of
-  classes are public. Every record must stand in one batch once, and for privacy
-  of users all that a user has is one record here.
+  integers and the release is exact, as in
+  :func:`prism_optax.tangent_privatizer`. The names and the number of classes
+  are public. Every record must be in one batch once, and for privacy of users
+  all data of a user are one record here.
 
   ============================  ===============================================
   NaN or Inf in a feature       the record adds nothing
@@ -145,15 +145,15 @@ def class_means(
   Args:
     batches: An iterable of pairs: features, an array (B, d), which are
       normalised here, and labels from 0, an array (B,) of integers or a list.
-      Shapes of arrays and their types, which are those of the whole batch, are
-      public: others than these are refused.
+      Shapes and types of arrays describe the whole batch and are public: other
+      ones are refused.
     num_classes: K.
     noise_multiplier: Standard deviation of the noise of every entry. A column
       is good where a class has several times ``noise_multiplier`` records, the
       better the more classes differ.
     dataset_size: Number of records, public; more of them are refused, padding
       included.
-    prng_key: As for :func:`prism_optax.tangent_privatizer`; a key that is given
+    prng_key: As for :func:`prism_optax.tangent_privatizer`; a key that you give
       is for one such release.
 
   Returns:
@@ -202,12 +202,11 @@ def ridge(
 ) -> LinearHead:
   """Releases the head of ridge regression on the classes, privately.
 
-  As :func:`class_means`, which see, but a record with the normalised feature f
-  also adds to the second moment of all features, of which the head is then
-  relieved: ``(M + l I)^-1 C`` with ``M = sum f f^T`` and the class sums C. What
-  all features have in common counts no more. Where classes have a thousand
-  records it is points better than their means; where they have a hundred, the
-  means are better::
+  Like :func:`class_means`, but a record with the normalised feature f also adds
+  to the second moment of all features, ``M = sum f f^T``. The head is ``(M + l
+  I)^-1 C`` with the class sums C, so directions that all features share no
+  longer count. Where classes have a thousand records it is points better than
+  their means; where they have a hundred, the means are better::
 
     head = heads.ridge(
       ((features(x), y) for x, y in batches), num_classes=10,
@@ -216,13 +215,13 @@ def ridge(
 
   The ridge l is 1 more than half of the largest eigenvalue that the noise of M
   has (Wigner), and negative eigenvalues count as zero; columns are scaled so
-  that their mean length is one. Ridge regression from noisy sums is that of
+  that their mean length is one. Ridge regression from noisy sums comes from
   Foulds et al. (arXiv:1603.07294) and Wang (arXiv:1803.02596); ridge, shares
   and scale are ours.
 
-  **Privacy.** As there: a record adds ``f f^T`` and f to column y, both over
-  sqrt(2), and so 1 in Euclidean norm. Of the symmetric matrix its diagonal and
-  sqrt(2) times the entries above are noised.
+  **Privacy.** As in :func:`class_means`, a record adds ``f f^T`` and f to
+  column y, both over sqrt(2), and so 1 in Euclidean norm. Of the symmetric
+  matrix its diagonal and sqrt(2) times the entries above are noised.
 
   Args:
     batches: As for :func:`class_means`.

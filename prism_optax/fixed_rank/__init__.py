@@ -14,7 +14,7 @@ factors.
 
 Where a factor is zero or rank-deficient its frame is a partial isometry on the
 numerical range: directions that the gradients of the factors do not show are
-left out (their coordinates are zero), not invented.
+left out: their coordinates are zero.
 
 All functions broadcast over leading axes and compute in the type of their
 arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.

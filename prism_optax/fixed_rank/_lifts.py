@@ -19,9 +19,10 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
   """Orthogonal projection of arbitrary arrays on the coordinates at a frame.
 
   ``X_L <- (I - P_L) X_L Q_R^T Q_R`` and ``X_R <- X_R Q_L^T Q_L``: the right
-  factors mask what a rank-deficient factor does not show. Applied to i.i.d.
-  standard normal arrays it gives isotropic tangent noise (PRISM,
-  arXiv:2606.00944, Eq. 17-21), of expected squared norm ``r (m + n - r)``.
+  factors mask the directions that a rank-deficient factor does not show.
+  Applied to i.i.d. standard normal arrays it gives isotropic tangent noise
+  (PRISM, arXiv:2606.00944, Eq. 17-21), of expected squared norm ``r (m + n -
+  r)``.
 
   Args:
     frame: Frame of the factors.
@@ -175,8 +176,8 @@ def transport(old_frame: Frame, new_frame: Frame, tangent: Tangent) -> Tangent:
 
   With ``T = X_L Q_R^T + Q_L X_R^T`` at the old point, ``X_L' = (I - P_L') T
   Q_R'`` and ``X_R' = T^T Q_L'``, by products with r x r matrices only: the
-  projection of PRISM (arXiv:2606.00944, Eq. 13) of T at the new point. That it
-  carries moments from step to step is ours.
+  projection of PRISM (arXiv:2606.00944, Eq. 13) of T at the new point. Using it
+  to carry moments from step to step is ours.
 
   Args:
     old_frame: Frame that ``tangent`` is written in; only its bases are read.

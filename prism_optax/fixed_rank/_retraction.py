@@ -44,8 +44,8 @@ def retraction(
 
   The best rank-r approximation of ``Z + T`` (PRISM, arXiv:2606.00944, Eq. 22;
   it differs from ``Z + T`` in second order, Eq. 23) in the balanced SVD gauge
-  ``(U s^1/2, V s^1/2)`` with signs that point along the old factors: what
-  ``dense_retraction`` computes, without an (m, n) matrix.
+  ``(U s^1/2, V s^1/2)`` with signs that point along the old factors, computed
+  without an (m, n) matrix.
 
   ============================  ==============================================
   ``T = 0`` exactly             the old factors (``Q C``), unturned

@@ -69,8 +69,8 @@ def tangent_from_gradients(frame: Frame, grads: Factors) -> Tangent:
       (..., n, r). They may carry more leading axes than the frame.
 
   Returns:
-    Coordinates in the shapes of ``grads``. Those that a factor of lower rank
-    hides are zero.
+    Coordinates in the shapes of ``grads``. Coordinates that a factor of
+    lower rank hides are zero.
 
   Raises:
     ValueError: If m, n or r are not the frame's.

@@ -27,8 +27,8 @@ def gaussian_stddev(
     epsilon: Target for one release, positive; T released vectors are T
       releases.
     delta: Target for one release, in (0, 1).
-    sensitivity: Largest Euclidean distance between what two neighbouring
-      inputs would release without noise: :func:`hidden_state_sensitivity`. Not
+    sensitivity: Largest Euclidean distance between the results of two
+      neighbouring inputs without noise: :func:`hidden_state_sensitivity`. Not
       the clip norm, unless the neighbour of a query is no query.
     method: 'analytic' inverts the exact delta of the Gaussian mechanism: no
       smaller noise will do. 'classic' is ``sensitivity * sqrt(2 log(1.25 /
@@ -40,8 +40,8 @@ def gaussian_stddev(
     ``sensitivity``.
 
   Raises:
-    ValueError: If a number is out of its range, or the classic formula falls
-      short of what ``epsilon`` needs.
+    ValueError: If a number is out of its range, or the classic formula gives
+      too little noise for ``epsilon``.
 
   References:
     Balle and Wang, Improving the Gaussian Mechanism for Differential Privacy,
@@ -82,9 +82,9 @@ def hidden_state_sensitivity(
 
   Args:
     l2_clip_norm: C, the largest norm that a clipped vector (or block) has.
-    neighboring_relation: ``REPLACE_ONE`` protects what a query says: another
-      query in its place, whose vector may point the other way. The other two
-      protect only that a vector is there rather than the zero vector.
+    neighboring_relation: ``REPLACE_ONE`` protects the content of a query,
+      because another query in its place may have a vector in the opposite
+      direction. The other two protect only the presence of a vector.
 
   Returns:
     2 C under ``REPLACE_ONE``, C under the others.
@@ -131,8 +131,8 @@ def release_event(
       that no budget affords.
     l2_clip_norm: C, in the same unit as ``stddev``.
     neighboring_relation: Relation that the event is meant for, as for
-      :func:`hidden_state_sensitivity`. There is no default: this alone makes
-      a release cost as much as four.
+      :func:`hidden_state_sensitivity`. It has no default, because it can make a
+      release cost as much as four.
     count: Number of vectors clipped and noised one by one. One block of T
       vectors that is clipped as a whole counts once. How many vectors are
       released is not hidden by the noise on them: a number of tokens that

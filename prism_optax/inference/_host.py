@@ -39,7 +39,7 @@ def privatize_on_host(
   come out depends on what the noise is added to, and whoever sees all bits of
   enough sums can tell neighbours apart with certainty (Mironov 2012, for
   Laplace; Jin et al., arXiv:2112.05307, for Gaussian noise). Casting the sum to
-  a narrow type, or releasing only what a LoRA module makes of it, helps but
+  a narrow type, or releasing only the output of a LoRA module on it, helps but
   proves nothing. Here the clipped state is rounded towards zero to a grid of
   stddev / 65536, which does not lengthen it, and the noise is a discrete
   Gaussian on that grid, sampled exactly from the system's entropy: sums of
@@ -70,7 +70,7 @@ def privatize_on_host(
     stddev: Standard deviation of the noise on each coordinate, in the unit of
       the states. 0.0 only clips.
     mask: Booleans, shape ``hidden.shape[:-1]``, True for vectors that are
-      there. The mask is public.
+      present. The mask is public.
     block_ndim: Number of trailing axes that are clipped together, 1 or more.
 
   Returns:

@@ -32,20 +32,20 @@ def privatize_hidden_states(
   Each vector along the last axis is one release: scaled down to
   ``l2_clip_norm`` (C) if it is longer, then noised on every coordinate. With
   ``block_ndim=2`` each (T, d) block is one release: one norm for all its
-  tokens, which cost together what a single vector costs and share its signal.
+  tokens. Together they cost as much as a single vector, and share its signal.
   Arithmetic is in float32 (float64 for float64 states), whatever the type.
 
-  **Privacy.** Each vector (block) is released by the Gaussian mechanism,
-  ``h min(1, C / ||h||) + N(0, stddev^2 I)``, whose exact privacy is known
-  (Balle and Wang 2018, arXiv:1805.06530). C and ``stddev`` are in the unit of
-  the states, ``stddev`` per coordinate. How far apart two neighbours are
-  depends on the relation: 2 C where one state replaces another, C where a state
-  replaces the zero vector (:func:`hidden_state_sensitivity`). T vectors are T
-  releases (:func:`release_event`). State and noise are integers, in steps of
-  about a millionth of the noise, so the last bits tell nothing. Not covered are
-  the number of vectors, the mask, and a second use of the key (the same noise
-  subtracts out). The generator, Threefry, is not a cryptographic one; where
-  that matters, use :func:`privatize_on_host`.
+  **Privacy.** Each vector (block) is released by the Gaussian mechanism, ``h
+  min(1, C / ||h||) + N(0, stddev^2 I)``, whose exact privacy is known (Balle
+  and Wang 2018, arXiv:1805.06530). C and ``stddev`` are in the unit of the
+  states, ``stddev`` per coordinate. How far apart two neighbours are depends on
+  the relation: 2 C where one state replaces another, C where a state replaces
+  the zero vector (:func:`hidden_state_sensitivity`). T vectors are T releases
+  (:func:`release_event`). State and noise are integers, in steps of about a
+  millionth of the noise, so low bits reveal nothing. Not covered are the number
+  of vectors, the mask, and a second use of the key (the same noise subtracts
+  out). The generator, Threefry, is not cryptographic; if that matters, use
+  :func:`privatize_on_host`.
 
   =============================  ==============================================
   coordinate with NaN or Inf     its vector (block) counts as zero
@@ -53,7 +53,7 @@ def privatize_hidden_states(
   zero vector                    noise alone
   masked vector                  zeros without noise, whatever stands there
   ``stddev=0.0``                 clips only: no privacy
-  bfloat16 states                computed in float32, rounded behind the noise
+  bfloat16 states                computed in float32, rounded after the noise
   =============================  ==============================================
 
   Args:
@@ -65,7 +65,7 @@ def privatize_hidden_states(
       the states (not of C): :func:`gaussian_stddev`. May be traced; 0.0 only
       clips.
     mask: Booleans, shape ``hidden.shape[:-1]``, True for vectors that are
-      there. Others count for nothing and come out as zeros without noise: the
+      present. Others count for nothing and come out as zeros without noise: the
       mask is public.
     block_ndim: Number of trailing axes that are clipped together, 1 or more.
 
@@ -161,11 +161,11 @@ def lora_delta(
   *,
   scale: float | jax.Array = 1.0,
 ) -> jax.Array:
-  """Returns what a LoRA module adds to a layer's output.
+  """Returns the term that a LoRA module adds to a layer's output.
 
   Applied to privatised states this is post-processing and costs nothing more;
-  where a trusted party computes the layer itself, the output is
-  ``layer(hidden) + lora_delta(noised, ...)``.
+  if a trusted party computes the layer itself, the output is ``layer(hidden) +
+  lora_delta(noised, ...)``.
 
   Args:
     hidden: States, shape ``(..., n)``.

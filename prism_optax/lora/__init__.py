@@ -1,8 +1,8 @@
 """Tools for trees of LoRA adapters: to start, read, change, exchange them.
 
-A tree of trainable parameters holds pairs of low-rank factors and perhaps
-other leaves (a classification head). Pairs are found from names and shapes, or
-given by a ``layout``: :func:`describe_pairs` shows what is seen.
+A tree of trainable parameters holds pairs of low-rank factors and perhaps other
+leaves (a classification head). The library finds pairs by their names and
+shapes, or takes them from a ``layout``; :func:`describe_pairs` shows them.
 """
 
 from prism_optax._modules import Layout, Pair, describe_pairs, pairs_by_name

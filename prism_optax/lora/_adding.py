@@ -21,18 +21,18 @@ def add_adapters(
 ) -> tuple[Model, type]:
   """Puts LoRA adapters on linear layers of a Flax NNX model.
 
-  What ``peft.get_peft_model`` with ``target_modules`` is for PyTorch. The model
-  is changed in place: kernels, biases, paths and all references to a layer stay
-  as they are, and each chosen layer gets an ``nnx.LoRA`` under the name
-  ``lora``. Needs the package ``flax``. ::
+  This corresponds to ``peft.get_peft_model`` with ``target_modules`` in
+  PyTorch. The model is changed in place: kernels, biases, paths and all
+  references to a layer stay as they are, and each chosen layer gets an
+  ``nnx.LoRA`` under the name ``lora``. Needs the package ``flax``. ::
 
     model, adapters = lora.add_adapters(model, 'query|value', 8, rngs=rngs)
     graph, params, frozen = nnx.split(model, adapters, ...)
 
   The columns of ``lora_a`` are orthonormal and ``lora_b`` is zero, as with
-  :func:`initialize`, so that the model computes what it did before. Factors are
-  float32 and are multiplied in the type of the layer. There is no alpha: the
-  scale is 1. No data is read.
+  :func:`initialize`, so that the model computes the same function as before.
+  Factors are float32 and are multiplied in the type of the layer. There is no
+  alpha: the scale is 1. No data is read.
 
   ================================  ==========================================
   ``nnx.Linear``                    becomes an ``nnx.LoRALinear``

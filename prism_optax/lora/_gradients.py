@@ -27,9 +27,9 @@ def per_example_gradients(
   leaves ``(B, *shape)``, and has to use copy i for example i alone:
   :func:`per_example_product` does for adapters, and so does a plain matmul of
   ``x (B, tokens, in)`` with ``(B, in, r)``. The loss of an example must not
-  depend on others (batch normalisation, in-batch negatives): a clip bounds
-  nothing then. :func:`prism_optax.diagnostics.prove_independent` proves that of
-  the function that is returned here.
+  depend on others (batch normalisation, in-batch negatives), because then a
+  clip bounds nothing. :func:`prism_optax.diagnostics.prove_independent` proves
+  that the returned function keeps examples apart.
 
   ===================================  ========================================
   NaN or Inf in an example             in its own gradient only
@@ -49,8 +49,8 @@ def per_example_gradients(
     not private: they are neither clipped nor noised.
 
   Raises:
-    ValueError: When the function is called, if what ``losses`` returns has
-      another shape than (B,).
+    ValueError: When the function is called, if ``losses`` returns another shape
+      than (B,).
 
   Example:
     >>> import jax
@@ -100,20 +100,20 @@ def in_microbatches(
 ) -> Callable[..., LazyGradients]:
   """Lets a clip compute per-example gradients part by part.
 
-  What the new function returns goes where gradients go, into ``update`` of
+  Pass the result of the new function in place of gradients, to ``update`` of
   :func:`prism_optax.prism`, :func:`prism_optax.dp_muon` or a clip. It holds no
-  gradients: the clip takes ``microbatch_size`` examples after the others,
-  computes their gradients, clips each, and adds. A batch of any size then needs
-  the memory of one part, and is still one release. Examples are added as
-  integers, so that parts change an update only where the compiler takes the
-  gradient of one example in another order in a batch of another size.
+  gradients. The clip takes ``microbatch_size`` examples at a time, computes
+  their gradients, clips each, and adds. A batch of any size then needs the
+  memory of one part, and is still one release. Examples are added as integers,
+  so parts change an update only if the compiler rounds the gradient of one
+  example differently in a smaller batch.
 
   **Privacy.** As without parts: the sum, its sensitivity and the noise are the
-  same. All parts are computed, so that time tells nothing of how many examples
+  same. All parts are computed, so the time does not reveal how many examples
   were drawn; with ``skip_padding`` it does. The gradient of an example must not
-  depend on others, here on those of its part: a clip bounds nothing then, and
-  no shape shows it. :func:`prism_optax.diagnostics.prove_independent` proves it
-  of ``gradients``.
+  depend on other examples of its part, because then a clip bounds nothing, and
+  no shape shows it. :func:`prism_optax.diagnostics.prove_independent` proves
+  that ``gradients`` keeps examples apart.
 
   Args:
     gradients: ``gradients(params, batch, *args)``, from
@@ -121,14 +121,15 @@ def in_microbatches(
     microbatch_size: Examples in a part. It divides the size of every batch,
       padding included; on a mesh it is a multiple of the devices that share the
       batch. A batch that is no larger goes through at once.
-    skip_padding: Pass over parts of padding alone, by ``is_padding_example`` of
-      ``update``. Part k has every so-many-th row from row k on, so that the
-      padding has to be laid out by parts. How long an update takes then tells
-      how many examples were drawn.
+    skip_padding: Skip parts that hold only padding, by ``is_padding_example``
+      of ``update``. With P parts, part k has every P-th row from row k on, so
+      lay out the padding accordingly. The time of an update then reveals how
+      many examples were drawn.
 
   Returns:
-    A function of the same arguments, for use under ``jax.jit`` in the same
-    traced function as ``update``: what it returns is no tree of arrays.
+    A function of the same arguments, for use under ``jax.jit`` in the
+    same traced function as ``update``, because its result is not a tree of
+    arrays.
 
   Raises:
     ValueError: If ``microbatch_size`` is no positive integer; in ``update``, if
@@ -193,8 +194,8 @@ def per_example_product(
 
   Row i of ``x`` must be example i: with tokens in front, ``(tokens, B, in)``,
   the gradient of a copy would hold tokens of several examples, and a clip would
-  bound nothing. That is an error unless there are as many tokens as examples,
-  which shapes cannot tell:
+  bound nothing. This raises an error unless the number of tokens equals the
+  number of examples, which shapes cannot show;
   :func:`prism_optax.diagnostics.prove_independent` does.
 
   Args:
@@ -203,7 +204,7 @@ def per_example_product(
       them is read.
     lora_b: ``(r, out)``, or ``(B, r, out)`` likewise.
     tokens_per_example: T, for ``x`` of shape ``(B * T, in)`` with the tokens of
-      an example side by side. Without copies it is not looked at.
+      an example side by side. Without copies it is ignored.
 
   Returns:
     ``(..., out)``, not multiplied by alpha / r.

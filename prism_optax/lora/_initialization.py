@@ -66,7 +66,8 @@ def initialize(
     method: ``'one_sided'`` or ``'balanced'``, see the table.
     size: For ``'one_sided'`` the length of the columns of ``right``, 1 if None.
       For ``'balanced'`` the singular values of ``Z = scale * left @ right.mT``,
-      to be given: small beside those of the weights, which Z changes.
+      which you must give. They should be small beside the singular values of
+      the weights, which Z changes.
     layout: See :func:`describe_pairs`.
 
   Returns:
@@ -123,7 +124,8 @@ def spectral_residual(
 
   To exchange the result, ``difference(trained, params)`` is an adapter of rank
   2r relative to the ORIGINAL weights; or :func:`merge` it with the weights
-  returned here. The factors alone are relative to weights nobody else has.
+  returned here. The factors alone are of no use to others, who do not have your
+  frozen weights.
 
   Privacy: this reads the pretrained weights and no data.
 
@@ -184,7 +186,7 @@ def canonicalize(
   gauge frames are exact at any condition number. Training keeps the gauge by
   itself; factors that come from elsewhere may be in any gauge. The function
   computes in float64 on the host, whatever ``jax_enable_x64`` says. The method
-  is ours. It reads parameters and no data: post-processing.
+  is ours. It reads parameters and no data, so it is post-processing.
 
   ======================  ====================================================
   one factor zero         it stays zero; the columns of the other are made

@@ -30,9 +30,9 @@ def deltas(
 ) -> dict[str, ArrayTree]:
   """``Z = scale * left @ right.mT`` of each module, by name.
 
-  What the adapters add to the weights: the same for all gauges of the factors,
-  and what clip, noise and learning rate act on. It reads parameters and no
-  data: post-processing.
+  The matrices that the adapters add to the weights. They are the same in all
+  gauges of the factors, and clip, noise and learning rate act on them. This
+  reads parameters and no data, so it is post-processing.
 
   Args:
     params: Tree of trainable arrays with LoRA pairs.
@@ -105,8 +105,8 @@ def merge(
 
   A model that computes ``W + scale * left @ right.mT`` gives the same with the
   merged weights and no adapters. Sums are made in float32 at least and rounded
-  once to the type of the weight. Adapters of which one factor is negated take Z
-  out of the weights. It reads adapters and weights and no data:
+  once to the type of the weight. Adapters with one negated factor subtract Z
+  from the weights. This reads adapters and weights and no data, so it is
   post-processing.
 
   =========================  ==================================================

@@ -109,7 +109,7 @@ def from_peft(
   """Puts a loaded adapter into a tree of trainable parameters.
 
   Args:
-    adapter: What :func:`load_peft` returned.
+    adapter: The result of :func:`load_peft`.
     params: Tree of trainable arrays with LoRA pairs: the shapes to fill. Other
       leaves are filled where the file has their tensor, see :func:`save_peft`,
       and pass where it has none.
@@ -118,9 +118,9 @@ def from_peft(
       layers needs one ``{}`` for each stack axis, which the index replaces:
       ``{'layers/q': 'model.layers.{}.self_attn.q_proj'}``. None for the same
       name with dots for slashes, without the ``lora`` of ``nnx.LoRALinear``.
-    layout: See :func:`describe_pairs`. Where its scale is not that of the file
-      the factors are multiplied, so that ``scale * left @ right.mT`` is what
-      the file says.
+    layout: See :func:`describe_pairs`. If its scale differs from the scale in
+      the file, the factors are multiplied, so that ``scale * left @ right.mT``
+      is the matrix of the file.
 
   Returns:
     A tree like ``params``, same shapes and types. Axes of heads are split from
@@ -204,10 +204,10 @@ def save_peft(
 ) -> None:
   """Writes adapters as PEFT reads them.
 
-  ``peft.PeftModel.from_pretrained(model, folder)`` then computes what this
-  model does. Needs the package ``safetensors``. Factors are written in their
-  own types; ``lora_alpha`` is scale times rank; modules that differ in rank or
-  alpha from the most common ones are named in ``rank_pattern`` and
+  ``peft.PeftModel.from_pretrained(model, folder)`` then computes the same
+  function as this model. Needs the package ``safetensors``. Factors are written
+  in their own types; ``lora_alpha`` is scale times rank; modules that differ in
+  rank or alpha from the most common ones are named in ``rank_pattern`` and
   ``alpha_pattern``. Both files are written in full and then put in place.
 
   Leaves that are no factors, such as a classification head, are written as
@@ -224,15 +224,15 @@ def save_peft(
   all modules            moved them
   =====================  =====================================================
 
-  After :func:`spectral_residual` save ``difference(trained, initial)``: PEFT
-  adds what it reads to the ORIGINAL weights. Of adapters that were trained
+  After :func:`spectral_residual` save ``difference(trained, initial)``, because
+  PEFT adds an adapter to the ORIGINAL weights. For adapters that were trained
   privately this is post-processing.
 
   Args:
     folder: Folder of the two files; it is made if it does not exist.
     params: Tree with LoRA pairs, and other leaves as in the table.
     names: The name in PyTorch of each module, see :func:`from_peft`; also of
-      those of other leaves, ``{'head': 'classifier'}``.
+      other leaves, ``{'head': 'classifier'}``.
     config: More entries of ``adapter_config.json``, such as ``task_type``,
       ``base_model_name_or_path``, ``fan_in_fan_out`` (True for the Conv1D of
       GPT-2); or all entries that :func:`load_peft` found. Entries that follow

@@ -23,7 +23,7 @@ def truncate(
   given an alpha that is smaller in proportion.
 
   Computed in float32 at least, on the device. Factors in a gauge of a large
-  condition number lose what float32 loses: :func:`canonicalize` them first.
+  condition number lose digits in float32, so :func:`canonicalize` them first.
 
   Privacy: post-processing.
 
@@ -72,11 +72,10 @@ def difference(
 ) -> optax.Params:
   """Adapters of ``Z - Z_initial``, of twice the rank.
 
-  ``left = [L, L_0]`` and ``right = [R, -R_0]``: what training changed, relative
-  to the weights that ``initial`` was added to. After
-  :func:`spectral_residual`, that is relative to the ORIGINAL weights, which is
-  what adapters are exchanged as. The rank is at most min(in, out).
-  :func:`truncate` makes it smaller.
+  ``left = [L, L_0]`` and ``right = [R, -R_0]``: the change by the training,
+  relative to the weights to which ``initial`` was added. After
+  :func:`spectral_residual` these are the ORIGINAL weights, which other people
+  have. The rank is at most min(in, out). :func:`truncate` makes it smaller.
 
   Privacy: post-processing, of two trees that are public or private already.
 

@@ -19,16 +19,16 @@ def stack(
 ) -> dict[str, list[ArrayTree]]:
   """The same adapters in few leaves: a pair for all modules of one shape.
 
-  Train these, and let the loss take them apart: a step of many modules then
-  compiles in a fraction of the time and does the same arithmetic. Layers that
-  are scanned are stacked already. :func:`unstack` inside of the loss is
-  differentiated like anything else.
+  Train the stacked adapters, and let the loss unstack them. A step of many
+  modules then compiles in a fraction of the time and does the same arithmetic.
+  Layers that are scanned are stacked already. :func:`unstack` inside of the
+  loss is differentiated like anything else.
 
   Privacy: for ``prism`` and chains of its parts, clip, sensitivity, noise and
   learning rate mean the same as for ``params``; the noise of an entry is
   another draw of the same law. ``dp_muon`` and ``per_matrix_clip`` count
-  matrices, and a leaf of three axes is none of its own unless you say so: give
-  them the same tree for clip, noise and accounting, as always.
+  matrices, and a leaf of three axes counts as a matrix only if you declare it.
+  Give them the same tree for clip, noise and accounting, as always.
 
   ===================  ========================================================
   narrow types         float32, so that small steps are not lost
@@ -81,18 +81,19 @@ def unstack(
   """Undoes :func:`stack`.
 
   Args:
-    stacked: What :func:`stack` returned, or what training made of it.
+    stacked: The result of :func:`stack`, trained or not.
     like: The tree that was stacked, or one of its shapes and types
       (``jax.ShapeDtypeStruct``): no value of it is read.
     layout: The layout of ``like``, the same as for :func:`stack`: arrays do not
-      tell a scale, and with another one the adapters come back longer or
+      show a scale, and another layout would make the adapters longer or
       shorter.
 
   Returns:
     A tree like ``like``, in its types.
 
   Raises:
-    ValueError: If ``stacked`` is not what :func:`stack` makes of such a tree.
+    ValueError: If ``stacked`` does not have the form that :func:`stack` gives
+      to such a tree.
 
   Example:
     >>> import jax.numpy as jnp

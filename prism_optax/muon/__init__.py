@@ -15,7 +15,7 @@ never beyond: near 1 with order ``degree + 1``, near 0 with the factor
 cannot raise a singular value by more than ``p(0)**steps`` (23 for degree 2, 5
 steps): values far below the inverse of that stay small.
 
-The iteration is a polynomial behind the first division: it needs no
+After the first division the iteration is a polynomial, so it needs no
 factorization, and its derivatives are finite everywhere.
 
 Other polynomials may take the place of :math:`p_\kappa`, another one in each

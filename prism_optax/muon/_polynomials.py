@@ -56,8 +56,8 @@ def minimax_coefficients(
     least: The smallest singular value, in units of the divisor of the matrix,
       that is to come near one. Smaller ones grow by the same factor as it.
     steps: Number of polynomials.
-    degree: Degree of p(x), at most 5; that of the odd polynomial is
-      ``2 degree + 1``.
+    degree: Degree of p(x), at most 5; the odd polynomial has degree ``2 degree
+      + 1``.
 
   Returns:
     For ``steps`` of :func:`newton_schulz` and of all that uses it: for each

@@ -1,9 +1,9 @@
 """One call makes a training private: clip, noise, sampling and accounting.
 
-:func:`make_private` owns what has to agree for an epsilon to be right: the clip
-and the noise, the divisor, the batches and their padding, the number of steps
-and the event that is accounted. The chain of transformations
-(:mod:`prism_optax.transforms`) is for those who put these together themselves.
+:func:`make_private` keeps everything in agreement that an epsilon depends on:
+the clip and the noise, the divisor, the batches and their padding, the number
+of steps and the accounted event. The chain of transformations
+(:mod:`prism_optax.transforms`) is for a step that you write yourself.
 """
 
 from prism_optax._clip_rules import (

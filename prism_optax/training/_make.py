@@ -86,11 +86,11 @@ def make_private(
   C, and the sum gets Gaussian noise of standard deviation ``noise_multiplier *
   C`` on every entry: ``steps`` truncated Poisson-subsampled Gaussian mechanisms
   (Abadi et al. 2016, arXiv:1607.00133; arXiv:2508.15089), composed by the PLD
-  accountant for add-or-remove-one neighbours. The parameters after every step
-  may be released, all else that a state holds may not. Not covered: choices
-  that were made by looking at the data (the constants themselves, a learning
-  rate tuned on them), and with ``Execution.skip_padding`` how long a step
-  takes.
+  accountant for add-or-remove-one neighbours. You may release the parameters
+  after every step, and nothing else that a state holds. Epsilon does not cover
+  choices that you made by looking at the data (the constants themselves, a
+  learning rate tuned on them), nor, with ``Execution.skip_padding``, the time
+  of a step.
 
   ==============================  =============================================
   NaN or Inf in a gradient        the record counts as zero
@@ -100,14 +100,14 @@ def make_private(
   a record of another form        counts as zero, see
                                   :meth:`PrivateTraining.batches`
   fewer records than declared     the places that are left are empty
-  more records than a batch has   a random subset, which the event knows of
+  more records than a batch has   a random subset, which the event accounts for
   ``noise_multiplier=0.0``        no privacy, for tests: epsilon is infinite
   a loss that mixes records       the first ``step`` raises, unless the proof of
                                   ``diagnostics.prove_independent`` holds
   a step that is not finite       is held: it counts, parameters and moments
                                   stay as they were
   step ``steps + 1``              ValueError
-  a loss that prints a record,    the first ``step`` raises, by the program: see
+  a loss that prints a record,    the first ``step`` raises: see
   or loops as one of them says    ``PrivateTraining.proofs``
   a restored state                the same batches and the same noise, where
                                   data, loss, optimizer and machine are the same
@@ -122,81 +122,82 @@ def make_private(
 
   Args:
     loss: ``loss(params, *example)``, or ``loss(params, frozen, *example)`` if
-      ``step`` is given frozen weights: a scalar, of ONE example without a batch
-      axis. With ``batched_loss`` of many.
+      ``step`` is given frozen weights: the scalar loss of ONE example without a
+      batch axis. With ``batched_loss`` it takes many examples.
     params: The trainable parameters, arrays or shapes.
-    optimizer: What follows the clip and the noise. Any optimizer of optax: then
-      it is DP-SGD, DP-Adam, ..., on gradients as they are. Or a function that
-      takes the constants of the mechanism by name and makes a transformation
-      that begins with its own clip: ``functools.partial(prism_optax.prism,
-      3e-2)``, likewise ``published_prism``, ``dp_muon``, or a function of yours
-      with a :func:`prism_optax.chain`. What it makes is traced, and its clip
-      and noise are compared with what is accounted for.
-    l2_clip_norm: C, the largest norm of one record's contribution to the sum;
-      of each matrix for ``dp_muon``; where it starts for a quantile.
+    optimizer: Either any optimizer of optax, which follows a clip and noise on
+      the plain gradients (DP-SGD, DP-Adam, ...). Or a function that takes the
+      constants of the mechanism by name and makes a transformation that begins
+      with its own clip: ``functools.partial(prism_optax.prism, 3e-2)``,
+      likewise ``published_prism``, ``dp_muon``, or a function of yours with a
+      :func:`prism_optax.chain`. The transformation is traced, and its clip and
+      noise are compared with the accounting.
+    l2_clip_norm: C, the largest norm of one record's contribution to the sum.
+      For ``dp_muon`` it holds for each matrix; for a quantile it is the first
+      value.
     expected_batch_size: b, which divides the sum.
-    dataset_size: N, of records, or of users. Public, and at least as many as
-      there are: with the number rounded up, neither epsilon nor batches depend
-      on how many there are.
+    dataset_size: N, the public number of places for records (or users). Round
+      up the number of records, and neither epsilon nor the batches depend on
+      it.
     steps: Number of steps.
     delta: Below ``1 / dataset_size``.
-    target_epsilon: Epsilon of all steps, of the noise as it is drawn. The
-      smallest noise multiplier that meets it is looked for (some seconds).
-    noise_multiplier: In its place: standard deviation of the noise over C, of
-      everything that a step releases.
+    target_epsilon: Epsilon of all steps, for the noise as it is drawn. A search
+      of some seconds finds the smallest noise multiplier that meets it.
+    noise_multiplier: An alternative to ``target_epsilon``: the standard
+      deviation of the noise over C, for everything that a step releases.
     clipping: The rule. None is the flat clip of DP-SGD, ``min(1, C / norm)``
       of a record's whole gradient; others are :class:`AutomaticClipping`,
       :class:`GroupClipping` and :class:`QuantileClipping`.
-    examples_per_user: For privacy of users: the most records that a user
-      contributes to one batch. Users are drawn, not records; a user's gradient
-      is that of the mean loss of these records.
+    examples_per_user: For privacy of users: the largest number of records that
+      a user contributes to one batch. Batches then draw users, and a user's
+      gradient is the gradient of the mean loss of these records.
     record: The form of one record, which is public: a tree of
-      ``jax.ShapeDtypeStruct``, or of anything with a shape and a type (whose
-      numbers do not matter). Arrays show it, and have to be of these shapes if
-      it is given; all other data need it.
-    batched_loss: ``loss`` takes copies of the parameters, leaves ``(B,
-      *shape)``, and examples with a batch axis, and returns (B,), as for
-      :func:`prism_optax.lora.per_example_gradients`: one backward pass.
+      ``jax.ShapeDtypeStruct``, or of anything with a shape and a type (its
+      numbers do not matter). Arrays do not need it, but must have these shapes
+      if you give it. All other data need it.
+    batched_loss: ``loss`` takes copies of the parameters, with leaves ``(B,
+      *shape)``, and examples with a batch axis, and returns (B,). Their
+      gradients take one backward pass, as in
+      :func:`prism_optax.lora.per_example_gradients`.
     has_aux: ``loss`` returns ``(loss, aux)``, as for ``jax.grad``: a tree of
-      arrays, of one example (with ``batched_loss`` leaves (B, ...)). A step
-      does not compute it; ``PrivateTraining.nonprivate_means`` shows it.
-    change_of_variables: What was released of the same records, or of the same
-      users with ``examples_per_user``, to train in other variables: any
-      :class:`ChangeOfVariables`. ``params`` and those of a state are its
-      variables then, and ``training.adapters(state)`` what the model takes; its
-      event is part of epsilon, of a target and of every statement.
-    prior_releases: What else was released of them before, each any
-      :class:`Release`: part of all these, too. A release that is known by its
-      numbers, as heads are, and is found in ``params``, in frozen weights or in
-      ``loss``, is refused unless it is given here. What is neither found nor
-      given is not accounted for.
-    stop: ``'planned'``: epsilon is that of all steps, whenever the run stops.
-      ``'adaptive'``: who stops early by looking at what was released has a
-      smaller one. Possible stops are all steps, a half, a quarter, an eighth
-      and a sixteenth; each gets a fifth of delta, and epsilon is that of the
-      next one. A run to the end costs more for it, by some 10 to 25 %; to
-      stop pays off before a third of the steps.
-    journal: File in which every release is written down before it is made (a
-      wait for the disk at each step). With it a run may go on in another
-      environment: other devices or versions. One file for each run; ``init``
-      begins it. As needed as the checkpoint beside it.
-    tags: What else a state belongs to, public: names with short texts or
-      numbers, such as the hash of a base model. A state of other tags is
-      refused.
-    prng_key: As for :func:`prism_optax.tangent_privatizer`. Anybody who knows a
-      key that was given knows the noise and the batches, and ``init`` may be
-      called once.
+      arrays for one example (with ``batched_loss``, leaves (B, ...)). A step
+      ignores it; ``PrivateTraining.nonprivate_means`` shows it.
+    change_of_variables: An earlier release about the same records (or users)
+      that says in which variables to train: any :class:`ChangeOfVariables`.
+      ``params`` and the parameters of a state are then its variables, and
+      ``training.adapters(state)`` returns the parameters of the model. Target,
+      epsilon and every statement include its event.
+    prior_releases: All other earlier releases about them, each any
+      :class:`Release`. Target, epsilon and every statement include them, too. A
+      training refuses a release that it recognises by its numbers (as with
+      heads) in ``params``, frozen weights or ``loss``, unless it is given here.
+      A release that is neither recognised nor given is not accounted for.
+    stop: ``'planned'`` reports the epsilon of all steps, whenever the run
+      stops. ``'adaptive'`` reports a smaller epsilon if you stop early by
+      looking at releases. Possible stops are all steps, a half, a quarter, an
+      eighth and a sixteenth. Each gets a fifth of delta, and a run reports the
+      epsilon of the next one. A run to the end then costs some 10 to 25 % more;
+      stopping pays off before a third of the steps.
+    journal: File in which every release is written down before it is made (each
+      step waits for the disk). With it a run may continue in another
+      environment, on other devices or versions. Each run has its own file,
+      which ``init`` begins. Without it, a checkpoint of the run cannot be used.
+    tags: Public names with short texts or numbers, such as the hash of a base
+      model. A state with other tags is refused.
+    prng_key: As for :func:`prism_optax.tangent_privatizer`. Anyone who knows a
+      key that you give knows the noise and the batches. With such a key
+      ``init`` may be called only once.
     execution: Micro-batches, padding and sharding: :class:`Execution`.
 
   Returns:
     The training.
 
   Raises:
-    TypeError: For a word that this function has not; names the right one.
-    ValueError: For constants that do not fit, delta too large, an optimizer
-      with a clip of its own, a function whose chain has other noise, less of
-      it, or none, a release that is found and not in ``prior_releases``, two
-      releases of one key; unless exactly one of ``target_epsilon`` and
+    TypeError: For an unknown argument; the message names the right one.
+    ValueError: If constants do not fit or delta is too large; if an optimizer
+      has its own clip; if a function's chain has other noise, less noise or
+      none; if a recognised release is missing in ``prior_releases``, or two
+      releases share a key; unless exactly one of ``target_epsilon`` and
       ``noise_multiplier`` is given.
 
   Example:

@@ -29,7 +29,8 @@ class PrivateTraining:
 
   Attributes:
     parts: What it is made of.
-    noise_multiplier: Of all that a step releases, as it is accounted.
+    noise_multiplier: The accounted noise multiplier of everything that a step
+      releases.
     padded_batch_size: Rows of every batch.
     steps: Number of steps.
   """
@@ -56,7 +57,7 @@ class PrivateTraining:
     return self._program.proofs
 
   def init(self, params: ArrayTree) -> TrainingState:
-    """A state for a new run: fresh keys, one budget of privacy.
+    """Makes a state for a new run, with fresh keys and one privacy budget.
 
     A ``journal`` that does not exist yet is begun for this run.
 
@@ -72,9 +73,9 @@ class PrivateTraining:
       the number of steps done, NumPy, shape ().
 
     Raises:
-      ValueError: If the parameters have other shapes, or hold a release that
-        is not among ``prior_releases``; under ``jit``; a second time where
-        ``prng_key`` was given, because all runs would share its noise.
+      ValueError: If the parameters have other shapes, or hold a release that is
+        not among ``prior_releases``; under ``jit``; or if it is called a second
+        time with a given ``prng_key``, because all runs would share its noise.
     """
     found, wanted = (
       jax.tree.map(described, x) for x in (params, self.parts.shapes)
@@ -125,15 +126,15 @@ class PrivateTraining:
     """The batches from the state's step to the last, drawn at random.
 
     Each record is drawn for each batch independently, with probability
-    ``expected_batch_size / dataset_size``; a batch has one form, filled with
-    zeros. Nobody may see which records were drawn.
+    ``expected_batch_size / dataset_size``; every batch has the same form,
+    filled with zeros. Keep secret which records were drawn.
 
     **Form.** Structure, shapes and types of one record are public: arrays show
     them, and ``record=`` of ``make_private`` declares them for all other data.
-    Each record is brought to this form by itself. Numbers become floats by
+    Each record is converted to this form by itself. Numbers become floats by
     rounding; they become whole numbers or truth values only if they keep their
-    value (``3.0`` and ``True`` fit an int32, ``3.5`` and ``2**31`` do not). Of
-    a dict all keys have to be those of the form; a list may stand for a tuple.
+    value (``3.0`` and ``True`` fit an int32, ``3.5`` and ``2**31`` do not). A
+    dict must have exactly the keys of the form; a list may stand for a tuple.
 
     ================================  =========================================
     another shape, structure, type    the record counts as zero, silently
@@ -154,17 +155,17 @@ class PrivateTraining:
     How long a batch takes to read may depend on its records.
 
     The batches carry a digest of the data under the seed of the state, which is
-    compared when the run goes on. Each call reads all records of arrays for it;
-    of other sources 256 records at secret places, so that a change of a few
-    records of many passes unseen.
+    compared when the run continues. For the digest each call reads all records
+    of arrays, and 256 records at secret places of other sources, where a change
+    of a few records may go unnoticed.
 
     Args:
-      state: Of this training; the batches go on where it stands.
+      state: A state of this training; the batches continue from its step.
       data: A tuple or dict (any tree of these) of arrays (N, ...), one array,
         or with ``record=`` a source with ``len`` and integer look-up (a list of
         records, a ``datasets.Dataset``, a ``grain`` source). A record that is a
         tuple is unpacked into the arguments of ``loss``.
-      users: With ``examples_per_user`` alone: who each record is of, (N,), an
+      users: Only with ``examples_per_user``: the user of each record, (N,), an
         array, or a list of numbers, text, bytes or ``uuid.UUID``.
 
     Returns:
@@ -177,9 +178,9 @@ class PrivateTraining:
       and ``step``, the number of the step that it was drawn for.
 
     Raises:
-      ValueError: If the state is of another training or environment, or began
-        with other data; for a source without ``record=``, for arrays of several
-        lengths, that are no numbers or of another form than ``record=``.
+      ValueError: If the state belongs to another training or environment, or
+        began with other data; for a source without ``record=``; for arrays of
+        different lengths, without numbers, or of another form than ``record=``.
     """
     self._owner.check_state(state)
     settings, seed = self.parts.settings, np.asarray(state.seed)
@@ -209,10 +210,10 @@ class PrivateTraining:
   ) -> np.ndarray:
     """Which records never count, because of their form or of their number.
 
-    For your eyes alone, before a long run: if no record fits what was declared,
-    a training is noise alone, and nothing in it may say so. What this returns
-    is no release and has no epsilon: do not publish it, and let nothing that is
-    published depend on it. It reads all records.
+    Use it before a long run: if no record fits the declared form, a training is
+    noise alone, and nothing in it may say so. Only people who may see the data
+    may see the result, because no epsilon covers it. Do not publish it, and let
+    nothing that you publish depend on it. It reads all records.
 
     Args:
       data: As for :meth:`batches`.
@@ -246,9 +247,10 @@ class PrivateTraining:
   ) -> None:
     """Compiles and proves the step before any record is read.
 
-    So errors and the wait for the compiler come first, and no other program is
-    compiled later: other shapes raise. Needs ``record=`` of ``make_private``,
-    the form of one record. Without this call the first :meth:`step` does it.
+    So errors and the wait for the compiler come first. Later no other program
+    is compiled, and other shapes raise. It needs ``record=`` of
+    ``make_private``, the form of one record. Without this call the first
+    :meth:`step` does the same.
 
     Args:
       state: Of this training, new or restored. It stays as it is.
@@ -256,8 +258,8 @@ class PrivateTraining:
 
     Raises:
       ValueError: If no ``record`` was declared; for a state of another
-        training, program or environment; as :meth:`step` for a loss that mixes
-        records, and for what passes the noise.
+        training, program or environment; and, like :meth:`step`, for a loss
+        that mixes records or a value that bypasses the noise.
 
     Example:
       >>> import jax
@@ -302,23 +304,24 @@ class PrivateTraining:
   ) -> TrainingState:
     """One private update: clip, sum, noise, optimizer.
 
-    It is compiled once; call it outside of ``jit``. The arrays of the old state
-    are taken over by the new one.
+    It is compiled once; call it outside of ``jit``. The new state takes over
+    the arrays of the old one, so do not use the old state again.
 
-    If a number of the result is not finite, parameters and moments stay as they
-    were and ``held`` of the state counts it. Such a step was released and
-    counts like any other.
+    If the result has a number that is not finite, parameters and moments stay
+    as they were and ``held`` of the state counts the step. Its release counts
+    like any other.
 
     The noise is a function of the keys of the state and of settings, data,
-    program, environment and parameters. A step that is done again where all of
-    them are the same is the same release, to the bit. What differs is refused;
-    with a ``journal`` another environment is not, and gives another release,
-    which is counted.
+    program, environment and parameters. If all of them are the same, a repeated
+    step is the same release, to the bit. If one differs, the step is refused.
+    With a ``journal`` another environment is accepted; the repeated step is
+    then another release, which is counted.
 
     Args:
       state: Of this training.
       batch: The next one of :meth:`batches`.
-      frozen: What ``loss`` takes besides the parameters, public.
+      frozen: Public arrays that ``loss`` takes besides the parameters, such as
+        frozen weights.
 
     Returns:
       The new state.
@@ -382,10 +385,10 @@ class PrivateTraining:
   ) -> Means:
     """Means over the records of a batch, which no epsilon covers.
 
-    For your eyes alone: what this returns is not clipped and has no noise. Do
-    not publish it, and let nothing that is published depend on it, such as a
-    rate, a clip norm or when to stop. It is a program of its own, so that what
-    a step returns stays a release, and takes the gradients a second time.
+    Only people who may see the data may see the result, which is not clipped
+    and has no noise. Do not publish it, and let nothing that you publish depend
+    on it, such as a learning rate, a clip norm or the time to stop. It runs
+    apart from the step and computes the gradients a second time.
 
     Args:
       state: Of this training, before the step of this batch.
@@ -393,10 +396,10 @@ class PrivateTraining:
       frozen: As for :meth:`step`.
 
     Returns:
-      Means over the records (or users) of the batch that count, zeros if there
-      are none: ``loss``, ``gradient_norm`` before the clip (of the gradient, or
-      for PRISM of its tangent coordinates) and ``aux``, what the loss returned
-      besides, leaf by leaf; ``()`` if nothing.
+      Means over the records (or users) of the batch that count, zeros if
+      there are none: ``loss``, ``gradient_norm`` before the clip (of the
+      gradient, or for PRISM of its tangent coordinates) and ``aux``, the other
+      results of the loss, leaf by leaf; ``()`` if there are none.
 
     Raises:
       ValueError: For a state of another training.
@@ -456,8 +459,9 @@ class PrivateTraining:
     """Epsilon of some steps, of the noise as it is drawn.
 
     Args:
-      steps: How many; None is all. A number that was fixed beforehand, or with
-        ``stop='adaptive'`` any: epsilon is that of the next possible stop.
+      steps: How many; None is all. Fix the number beforehand. With
+        ``stop='adaptive'`` any number will do, and the result is the epsilon of
+        the next possible stop.
 
     Returns:
       The upper bound at the training's delta, for add-or-remove-one neighbours.
@@ -477,10 +481,10 @@ class PrivateTraining:
   ) -> str:
     """The sentence to report.
 
-    Epsilon is that of all steps of the training, also before the last one: who
-    stops early shows a part of what the whole run would have shown, whatever
-    made them stop. Epsilon of the steps done is smaller, and holds only if the
-    stop did not depend on what was released.
+    It has the epsilon of all steps of the training, also before the last one,
+    because a run that stops early shows a part of the full run, whatever made
+    it stop. The epsilon of the steps done is smaller, and holds only if the
+    stop did not depend on releases.
 
     ==============================  ===========================================
     all steps done                  epsilon of all steps
@@ -494,26 +498,26 @@ class PrivateTraining:
     steps done again elsewhere      counted again, as the journal has them
     ==============================  ===========================================
 
-    It ends in what was proved of the program of a step, when this training did
-    its first one or was compiled; before that nothing is said.
+    It ends with the proofs about the program of a step, once this training has
+    done its first step or was compiled.
 
     Args:
       state: Of this training; None for all of its steps.
-      stop_was_fixed: Says that the number of steps was fixed before the first
-        one, or follows from what does not depend on the records (the time that
-        was left). Not where somebody looked at released parameters, or at a
-        score of them on whatever data.
-      released_steps: How many steps were released, or may have been, by a
-        ledger of yours, which is ahead of a state that was restored.
+      stop_was_fixed: Declares that the number of steps was fixed before the
+        first one, or followed from something that does not depend on the
+        records (such as the time that was left). It does not hold if somebody
+        looked at released parameters, or at a score of them on any data.
+      released_steps: How many steps were released, or may have been, by your
+        own ledger. It may be ahead of a restored state.
 
     Returns:
       Epsilon, delta, the relation, the sampling, the unit of privacy and the
       number of steps.
 
     Raises:
-      ValueError: For a state of another training; for ``stop_was_fixed`` of a
-        training with ``stop='adaptive'``, whose claim is another; for more
-        released steps than there are; for the journal of another run.
+      ValueError: For a state of another training; for ``stop_was_fixed`` with
+        ``stop='adaptive'``, which makes another claim; for more released steps
+        than the training has; for the journal of another run.
       FileNotFoundError: If a state is given, and its journal is gone.
     """
     _validate.integer('released_steps', released_steps, 0)

@@ -14,12 +14,12 @@ from prism_optax._types import ArrayTree
 
 
 class Release(Protocol):
-  """What was released of the records before a training, with its event.
+  """An earlier release about the records of a training, with its event.
 
-  An object will do that has these attributes and is a pytree of the arrays
-  that were released, so that ``jax.tree.leaves`` finds them. All of it is
-  public. A training adds ``event`` to its own and cannot check it: what an
-  object says of itself has to be true.
+  Any object will do that has these attributes and is a pytree of the released
+  arrays, so that ``jax.tree.leaves`` finds them. All of it is public. A
+  training adds ``event`` to its own and cannot check it, so the attributes must
+  be true.
 
   ==========================  =================================================
   an attribute is missing     ValueError that names it

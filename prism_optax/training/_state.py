@@ -15,10 +15,10 @@ from prism_optax.training._fingerprint import Fingerprint
 
 
 class TrainingState(NamedTuple):
-  """All of a run: save it, restore it, go on.
+  """Everything that a run needs to continue: save it, restore it, go on.
 
-  As secret as the data: it holds the keys of the noise and of the batches. Only
-  ``params`` and ``held`` may be released.
+  Keep it as secret as the data, because it holds the keys of the noise and of
+  the batches. You may release only ``params`` and ``held``.
 
   Attributes:
     params: The trainable parameters.
@@ -27,8 +27,8 @@ class TrainingState(NamedTuple):
     held: Number of steps whose result was not finite, so that parameters and
       moments stayed as they were, int32, shape ().
     seed: Of the batches, NumPy, (4,) uint32.
-    fingerprint: What it belongs to: digests of settings, environment, program
-      and data, NumPy, (8,) uint32 each.
+    fingerprint: Digests of the settings, environment, program and data to which
+      the state belongs, NumPy, (8,) uint32 each.
   """
 
   params: ArrayTree
@@ -57,10 +57,10 @@ _FORMAT = 'prism_optax state 1'
 def save_state(path: str | os.PathLike[str], state: ArrayTree) -> None:
   """Writes a state to a file, as a whole or not at all.
 
-  **The file is as secret as the data**: whoever reads it has the keys of the
-  noise and of the batches, and can take the noise off everything that the run
-  has released. It can be read by its owner alone (mode 0600). Delete it when
-  the run is complete, also from backups.
+  **The file is as secret as the data**, because it holds the keys of the noise
+  and of the batches: whoever reads it can subtract the noise from everything
+  that the run has released. Only its owner can read it (mode 0600). Delete it
+  when the run is complete, also from backups.
 
   ==============================  =============================================
   the file exists                 it is replaced in one moment; a process that
@@ -132,17 +132,17 @@ def load_state(path: str | os.PathLike[str], like: _State) -> _State:
   Args:
     path: The file.
     like: A state of the same names, shapes and types, such as
-      ``private.init(params)``; its numbers and keys are not used. What it has
-      on several devices is put there.
+      ``private.init(params)``; its numbers and keys are not used. Arrays are
+      placed on the same devices.
 
   Returns:
-    The state. Whether it belongs to a training, its ``batches`` and ``step``
-    check.
+    The state. ``batches`` and ``step`` of a training check whether it
+    belongs there.
 
   Raises:
     FileNotFoundError: If there is none.
-    ValueError: If it is no such file, or its arrays are not those of ``like``;
-      it names them.
+    ValueError: If it is no such file, or its arrays differ from those in
+      ``like``; the message names them.
 
   Example:
     >>> import os, tempfile

@@ -109,15 +109,15 @@ def augmented_optimizer(
 
   The parameters must change by ``optax.apply_updates`` with the updates
   returned, and by nothing else: the state is one step ahead. The coordinates
-  are those of PRISM (arXiv:2606.00944, Eq. 13), the turns are ours.
+  come from PRISM (arXiv:2606.00944, Eq. 13); the turns are ours.
 
-  **Privacy.** The guarantee is that of the trainer's mechanism. This function
+  **Privacy.** The trainer's mechanism gives the guarantee. This function
   neither clips nor adds noise and gives no privacy by itself. The trainer clips
   each example's coordinates to C in the Euclidean norm, so their sum moves by
   at most C when one record is added or removed, in a space of fixed dimension.
   The trainer's noise per coordinate must be in the unit of this sum, or of its
   mean. Frames and turns depend on the parameters alone, that is, on the start
-  and on past releases. All that follows the noise is post-processing.
+  and on past releases. Everything after the noise is post-processing.
 
   =======================  ====================================================
   one factor zero          allowed, but the frames change completely with the
@@ -137,13 +137,13 @@ def augmented_optimizer(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    ``init``, ``update`` and ``pre_clipping_transform``, to be unpacked in this
-    order, or to be handed to a trainer of jax-privacy as they come. Where
+    ``init``, ``update`` and ``pre_clipping_transform``, to be unpacked
+    in this order, or to be handed to a trainer of jax-privacy as they come. If
     ``jax_privacy.optimizers`` can be imported and has the class
-    ``AugmentedGradientTransformation``, it is of this class, which its trainers
-    ask for. Elsewhere (2.0.0 has none) it is no tuple, and to read its ``init``
-    or ``update`` is an AttributeError: nobody can take it for an optimizer of
-    optax and leave the third function out.
+    ``AugmentedGradientTransformation``, the result has this class, as its
+    trainers require. Otherwise (2.0.0 has none) it is no tuple, and reading its
+    ``init`` or ``update`` raises an AttributeError, so that no trainer mistakes
+    it for an optimizer of optax and omits the third function.
 
   Raises:
     ValueError: If no pair is found or both factors of a module are zero; in

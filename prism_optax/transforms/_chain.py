@@ -186,17 +186,18 @@ def tangent_transformation(
   factors. ``step.params`` and ``step.frames`` (one for each group, as
   ``fixed_rank.frame`` makes it) say where the update happens.
 
-  Coordinates turn with the frames: what is remembered of them must be carried
-  along (``fixed_rank.transport``), and a function of them should commute with
-  orthogonal r x r matrices on the right, or the result depends on the gauge.
+  Coordinates turn with the frames, so coordinates that you store must be
+  carried along (``fixed_rank.transport``), and a function of them should
+  commute with orthogonal r x r matrices on the right, or the result depends on
+  the gauge.
 
-  **Privacy.** Behind the noise a transformation is post-processing. One that
-  says ``adds_noise=True`` stands where the noise has to be: the guarantee is
-  then its own, that it adds the noise accounted for to every entry.
+  **Privacy.** After the noise a transformation is post-processing. With
+  ``adds_noise=True`` it takes the place of the noise, and must itself add the
+  accounted noise to every entry.
 
   Args:
     name: For error messages.
-    update: As above, plus ``**extra_args`` if it wants them; it returns new
+    update: As above, plus ``**extra_args`` if it takes them; it returns new
       stacks and the new state.
     init: From the step context at the start to the state; none by default.
     adds_noise: Whether this is the noise of the mechanism.
@@ -311,23 +312,23 @@ def chain(
 ) -> TangentTransformation:
   """Chains transformations of tangent coordinates into one that is fused.
 
-  The same numbers as ``optax.chain`` of the same transformations, and faster:
-  pairs are found and frames computed once, and behind the noise r x r matrices
-  are handed on. Transformations that are not this package's (``optax.ema``) get
-  dense coordinates in the shapes of ``params``.
+  It gives the same numbers as ``optax.chain`` of the same transformations, and
+  is faster, because it finds pairs and computes frames once, and hands on r x r
+  matrices after the noise. Transformations of other packages (``optax.ema``)
+  get dense coordinates in the shapes of ``params``.
 
-  **Privacy.** A chain that starts with :func:`intrinsic_clip`, with
-  :func:`tangent_privatizer` behind it, is a Gaussian mechanism followed by
-  post-processing; ``.sensitivity`` of the clip is that of the chain. Orders in
-  which this would not hold are refused: anything before the clip
+  **Privacy.** A chain that starts with :func:`intrinsic_clip`, directly
+  followed by :func:`tangent_privatizer`, is a Gaussian mechanism followed by
+  post-processing; ``.sensitivity`` of the clip is the sensitivity of the chain.
+  It refuses orders in which this would not hold: anything before the clip
   (``optax.clip_by_global_norm``, ``optax.MultiSteps``, a mask), anything
-  between the clip and the noise, a clip without noise. What is not seen here:
-  that the standard deviation of the noise fits the clip, and what happens
-  outside of the chain.
+  between the clip and the noise, a clip without noise. It cannot check that the
+  standard deviation of the noise fits the clip, nor what happens outside of the
+  chain.
 
-  A chain with noise in it ends with :func:`retract`, since tangent coordinates
-  are no updates of factors: added to ``params`` they would go somewhere else.
-  ``optax.chain`` looks at none of this.
+  A chain with noise in it must end with :func:`retract`, because tangent
+  coordinates are not updates of factors: added to ``params`` they would lead
+  elsewhere. ``optax.chain`` checks none of this.
 
   Args:
     *transformations: At least one, in the order in which updates pass them.
@@ -335,13 +336,13 @@ def chain(
       :func:`prism_optax.lora.describe_pairs`. If one of the transformations
       has a layout of its own, it must be the same.
     noise_elsewhere: Allow a clip without noise in this chain, because the
-      noise is added by what takes its updates.
+      receiver of its updates adds the noise.
     retract_elsewhere: Allow noise without a retraction in this chain, because
-      what takes its updates ends with :func:`retract`.
+      the receiver of its updates ends with :func:`retract`.
 
   Returns:
-    A transformation whose state is the tuple of those of its parts, as with
-    ``optax.chain``; it can be chained again.
+    A transformation whose state is the tuple of its parts' states, as
+    with ``optax.chain``; it can be chained again.
 
   Raises:
     ValueError: If there is no transformation, for an order that is refused, or

@@ -137,17 +137,16 @@ def correlated_tangent_privatizer(
   the entries of the other leaves. Point, frames and turns of a step are
   functions of the parameters, that is, of the start and of past releases. So
   this is the matrix mechanism on adaptively chosen queries: with a
-  lower-triangular strategy matrix C and noise ``C^-1 Z``, all releases
-  together have the privacy of one Gaussian mechanism of sensitivity
-  ``Delta max ||sum_i C e_i u_i^T||_F`` over the steps i that one record may
-  take part in and unit vectors ``u_i`` (arXiv:2202.08312, Theorem 2.1;
-  arXiv:2306.08153). You declare which steps those are to
-  :func:`prism_optax.accounting.matrix_mechanism_event` and
-  :func:`prism_optax.accounting.calibrate_matrix_mechanism`, and the choice of
-  batches must keep to it. Turn, projector and mask behind the noise are
+  lower-triangular strategy matrix C and noise ``C^-1 Z``, all releases together
+  have the privacy of one Gaussian mechanism of sensitivity ``Delta max ||sum_i
+  C e_i u_i^T||_F`` over the steps i that one record may take part in and unit
+  vectors ``u_i`` (arXiv:2202.08312, Theorem 2.1; arXiv:2306.08153). You declare
+  these steps to :func:`prism_optax.accounting.matrix_mechanism_event` and
+  :func:`prism_optax.accounting.calibrate_matrix_mechanism`, and your batches
+  must keep to the declaration. Turn, projector and mask after the noise are
   post-processing. Not covered: ``dpsgd_event`` does not hold for correlated
   noise, whose amplification needs a banded strategy and cyclic Poisson batches;
-  and nobody checks that ``make_privatizer`` adds the noise that was declared.
+  and nothing checks that ``make_privatizer`` adds the declared noise.
 
   **Use.** Cancellation is lost as the column spaces move: from a
   well-conditioned start, 100 steps of 1 %, 10 % and 100 % of Z keep nearly all,
@@ -158,7 +157,7 @@ def correlated_tangent_privatizer(
 
   =============================  ==============================================
   factor zero or of lower rank   ValueError in ``init``, where values are known
-  later loss of rank             masked behind the noise; the stream goes on
+  later loss of rank             masked after the noise; the stream goes on
   beyond ``steps``               ValueError, or under ``jit`` zeros: no release
   zeros come in (empty batch)    noise all the same
   NaN or Inf comes in            NaN or Inf goes out: put a clip before it

@@ -25,11 +25,11 @@ def clipped_elsewhere(tree: ArrayTree) -> ArrayTree:
     grads = transforms.clipped_elsewhere(clipped_grad(params, batch))
     updates, state = tx.update(grads, state, params)
 
-  **Privacy.** It does nothing to the numbers and bounds nothing: you say that
-  one record moves the tree by no more than the noise was made for.
-  :func:`prism_optax.diagnostics.prove_released` then accepts that noise is
-  added to it, and names your word among what it assumes. A
-  :func:`prism_optax.training.make_private` does not take your word.
+  **Privacy.** It changes no number and bounds nothing. You declare that one
+  record moves the tree by no more than the noise assumes.
+  :func:`prism_optax.diagnostics.prove_released` then accepts noise on it, and
+  lists your declaration among its assumptions.
+  :func:`prism_optax.training.make_private` does not accept it.
 
   Args:
     tree: A tree of arrays.
@@ -81,13 +81,13 @@ def noised_elsewhere(
   """Declares that a transformation of another library adds the noise.
 
   For chains of optax, such as ``optax.chain(per_matrix_clip(...),
-  noised_elsewhere(privatizer), optax.sgd(...))``. What this package takes as
-  ``privatizer=`` is declared already.
+  noised_elsewhere(privatizer), optax.sgd(...))``. A ``privatizer=`` of this
+  package is declared already.
 
-  **Privacy.** It changes no number. You say that the transformation adds the
-  noise that you account for, to every entry.
-  :func:`prism_optax.diagnostics.prove_released` then lets what comes out of it
-  leave, and names your word among what it assumes.
+  **Privacy.** It changes no number. You declare that the transformation adds
+  the accounted noise to every entry.
+  :func:`prism_optax.diagnostics.prove_released` then lets its result leave, and
+  lists your declaration among its assumptions.
 
   Args:
     privatizer: A transformation in the manner of optax.

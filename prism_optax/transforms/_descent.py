@@ -30,7 +30,7 @@ def add_decayed_factors(
   Leaves that are no factors are not decayed. Ours; the identity is PRISM's
   projection (arXiv:2606.00944, Eq. 13) of ``G = Z``.
 
-  **Privacy.** It reads the parameters, which are released already:
+  **Privacy.** It reads the parameters, which are released already, so it is
   post-processing.
 
   =====================  ======================================================
@@ -88,7 +88,8 @@ def scale_by_learning_rate(
   ``optax.scale_by_learning_rate``, with a stacked form: in a chain it
   multiplies r x r matrices in place of dense coordinates.
 
-  **Privacy.** It only reads what is already private: post-processing.
+  **Privacy.** It reads only values that got their noise, so it is
+  post-processing.
 
   Args:
     learning_rate: A number, or a schedule: a function of the number of updates
@@ -138,9 +139,9 @@ def retract(
 
   Comes last in a chain and returns ``new_params - params``, so that
   ``optax.apply_updates`` lands on the best rank-r approximation of ``Z + T``
-  (PRISM, arXiv:2606.00944, Eq. 22), in the balanced SVD gauge. The incoming
-  updates are added: the learning rate before it carries the minus. Leaves that
-  are no factors pass unchanged.
+  (PRISM, arXiv:2606.00944, Eq. 22), in the balanced SVD gauge. It adds the
+  incoming updates, so the learning rate before it must carry the minus. Leaves
+  that are no factors pass unchanged.
 
   Between the clip and this transformation coordinates turn with the frames
   from step to step. Only transformations that commute with rotations of the
@@ -149,7 +150,8 @@ def retract(
   ``optax.add_decayed_weights`` (see :func:`scale_by_rank_preconditioner` and
   :func:`add_decayed_factors`).
 
-  **Privacy.** It only reads what is already private: post-processing.
+  **Privacy.** It reads only values that got their noise, so it is
+  post-processing.
 
   ============================  ===============================================
   step of exactly zero          the factors stay, up to rounding
@@ -164,8 +166,8 @@ def retract(
   ============================  ===============================================
 
   Args:
-    align: Turn the new factors towards the old ones. It costs orthogonal
-      columns, and with them the cheap frames.
+    align: Turn the new factors towards the old ones. The new columns are then
+      no longer orthogonal, and the next frames cost more.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:

@@ -50,7 +50,7 @@ def tangent_coordinates(
                             the pseudo-inverse)
   factor of lower rank      likewise, in the directions that it has lost
   both factors zero         zeros; the ``init`` of a chain refuses them
-  NaN or Inf in a gradient  passes: the clip behind decides (for
+  NaN or Inf in a gradient  passes: the clip after it decides (for
                             ``clipped_grad`` the example counts as zero)
   ========================  ===================================================
 
@@ -157,23 +157,22 @@ def intrinsic_clip(
   (see :func:`tangent_coordinates`) and one norm ``s_i`` for each example over
   all modules and all other leaves (PRISM, arXiv:2606.00944, Eq. 16).
 
-  **Privacy.** What comes out moves by at most ``C / normalize_by`` in the
-  Euclidean norm of all its entries when one example is added or removed,
-  whatever the example holds and whatever the rule. Nothing is private yet: the
-  noise is added by :func:`tangent_privatizer`, directly behind. A rule that
-  follows a quantile releases in each step also the noisy fraction of examples
-  that were not cut, of noise multiplier ``2 normalize_by fraction_stddev``,
-  which has to be accounted for (:func:`prism_optax.training.make_private` does
-  so), and what comes out is in units of its C: it moves by ``1 /
-  normalize_by``.
+  **Privacy.** When one example is added or removed, the result moves by at most
+  ``C / normalize_by`` in the Euclidean norm of all its entries, whatever the
+  example holds and whatever the rule. It is not private yet:
+  :func:`tangent_privatizer`, directly after it, adds the noise. A rule that
+  follows a quantile also releases, in each step, the noisy fraction of examples
+  that were not cut, with noise multiplier ``2 normalize_by fraction_stddev``.
+  You must account for it (:func:`prism_optax.training.make_private` does). Its
+  result is in units of its C, so it moves by ``1 / normalize_by``.
 
   All per-example gradients are held at once, unless they come from
   :func:`prism_optax.lora.in_microbatches`. ``jax_privacy.clipped_grad`` with
   :func:`tangent_coordinates` gives the same. ``optax.MultiSteps`` can
-  accumulate behind the clip: with ``normalize_by=expected_batch_size / k`` the
-  mean over k micro-batches of one Poisson batch is that of the whole batch, and
-  so is the noise that follows. Its ``should_skip_update_fn`` would decide by
-  what is not yet private.
+  accumulate after the clip: with ``normalize_by=expected_batch_size / k`` the
+  mean over k micro-batches of one Poisson batch equals the mean of the whole
+  batch, and needs the same noise. Do not use its ``should_skip_update_fn``,
+  which would decide by values that are not private yet.
 
   ===================================  ========================================
   NaN or Inf in an example             it counts as zero
@@ -189,11 +188,12 @@ def intrinsic_clip(
     l2_clip_norm: C, the largest norm of an example's contribution to the sum.
     rule: How an example is cut to C. None is the flat clip, as above. Others
       are ``AutomaticClipping``, ``GroupClipping`` and ``QuantileClipping`` of
-      :mod:`prism_optax.training`; for the last one C is where it starts.
+      :mod:`prism_optax.training`; the last one begins with C.
     normalize_by: A public constant that divides the sum: the EXPECTED batch
       size, never the realised one.
-    prng_key: For a rule that follows a quantile, of the noise of the fraction,
-      as for :func:`tangent_privatizer`. Not the key of another noise.
+    prng_key: Key of the noise of the fraction, for a rule that follows a
+      quantile, as for :func:`tangent_privatizer`. It must not be the key of
+      another noise.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:

@@ -124,9 +124,9 @@ def split_noise_multiplier(
   ``sum_W w_W = sigma^-2``, the one of least expected energy ``sum_W d_W
   sigma_W^2 C_W^2 = sum_W d_W C_W^2 / w_W`` has ``d_W C_W^2 / w_W^2`` equal for
   all W (Lagrange), that is ``w_W`` proportional to ``C_W sqrt(d_W)``. Its
-  energy is ``sigma^2 (sum_W C_W sqrt(d_W))^2``; that of the equal split
-  ``sigma^2 K sum_W C_W^2 d_W``, never less (Cauchy and Schwarz). A group
-  without entries has no noise; it counts as one entry.
+  energy is ``sigma^2 (sum_W C_W sqrt(d_W))^2``. The equal split has ``sigma^2 K
+  sum_W C_W^2 d_W``, which is never less (Cauchy and Schwarz). A group without
+  entries has no noise; it counts as one entry.
 
   Args:
     noise_multiplier: sigma, of all groups together.
@@ -267,10 +267,11 @@ def per_matrix_clip(
   **Privacy.** When one example is added or removed, the output moves by at most
   ``sqrt(sum_W C_W^2) / normalize_by`` in the Euclidean norm of all its entries,
   whatever the example is; by at most twice that when one is replaced. All
-  matrices see the same batch, so with noise they are ONE mechanism of this
-  sensitivity: noise ``sigma C_W`` on each of K matrices has the noise
-  multiplier ``sigma / sqrt(K)``, not sigma. Nothing is private yet: the clip
-  adds no noise. The shapes of the batch and ``normalize_by`` are not protected.
+  matrices come from the same batch, so with noise they are ONE mechanism of
+  this sensitivity: noise ``sigma C_W`` on each of K matrices has the noise
+  multiplier ``sigma / sqrt(K)``, not sigma. The result is not private yet,
+  because the clip adds no noise. The shapes of the batch and ``normalize_by``
+  are not protected.
 
   ===================================  ========================================
   NaN or Inf anywhere in an example    the example counts as zero everywhere
@@ -296,14 +297,14 @@ def per_matrix_clip(
 
   Returns:
     A transformation whose ``update(per_example_grads, state, params,
-    is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns
-    leaves ``(*shape)``, float32 at least. ``.sensitivity(neighboring_relation,
+    is_padding_example=None)`` takes leaves ``(B, *shape)`` and returns leaves
+    ``(*shape)``, float32 at least. ``.sensitivity(neighboring_relation,
     params=params)`` is the sensitivity of all groups together; it needs
-    ``params`` (arrays or shapes) because a number or a prefix does not tell how
-    many groups there are. ``.pre_clipping_transform`` maps the gradient of one
+    ``params`` (arrays or shapes), because a number or a prefix does not show
+    the number of groups. ``.pre_clipping_transform`` maps the gradient of one
     example to its term of that sum: with it ``jax_privacy.clipped_grad`` clips
-    matrix by matrix in micro-batches. Give it the sensitivity of all groups
-    together, which no example exceeds, as its clip norm::
+    matrix by matrix in micro-batches. As its clip norm, give it the sensitivity
+    of all groups together, which no example exceeds::
 
       clip = per_matrix_clip(norms)
       jax_privacy.clipped_grad(

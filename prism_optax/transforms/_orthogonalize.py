@@ -27,9 +27,9 @@ def orthogonalize(
   a matrix stay and its singular values move towards 1, see
   :mod:`prism_optax.muon`.
 
-  **Privacy.** Behind the noise it is post-processing and costs nothing. It
-  gives no privacy by itself: before the noise its output has no sensitivity
-  that is known here.
+  **Privacy.** After the noise it is post-processing and costs nothing. It gives
+  no privacy by itself: before the noise the sensitivity of its output is
+  unknown.
 
   ==========================  =================================================
   zero matrix                 stays zero
@@ -45,7 +45,7 @@ def orthogonalize(
     normalize: ``'max1'`` (the source), ``'frobenius'`` (optax's Muon) or
       ``'none'``: see :func:`prism_optax.muon.newton_schulz`.
     weight_dimension_numbers: Which leaves are matrices, see
-      :func:`per_matrix_clip`; with ``None`` those of two axes are. Batch axes
+      :func:`per_matrix_clip`; with ``None`` leaves of two axes are. Batch axes
       stack matrices. All other leaves pass unchanged.
     matmul_dtype: Type of the factors of the products, for instance
       ``jnp.bfloat16``; sums stay in float32.

@@ -158,7 +158,7 @@ def tangent_privatizer(
 ) -> TangentTransformation:
   """Adds Gaussian noise to tangent coordinates, then projects the sum.
 
-  Behind :func:`intrinsic_clip` this is the isotropic tangent noise of PRISM
+  After :func:`intrinsic_clip` this is the isotropic tangent noise of PRISM
   (arXiv:2606.00944, Eq. 17-21): the noise of each module has the expected
   square ``stddev^2 r (m + n - r)``.
 
@@ -177,8 +177,8 @@ def tangent_privatizer(
   updates, which an accountant composes; and leaves that ``optax.masked`` or
   ``optax.partition`` hides, which get no noise and are private only if
   something else sets them to zero. Two privatizers in two branches are two
-  mechanisms on the same batch. So the noise belongs outside of any mask, as the
-  clip does. With ``privatizer`` the guarantee is the one of that privatizer.
+  mechanisms on the same batch. So keep the noise outside of any mask, like the
+  clip. With ``privatizer`` that privatizer's guarantee holds.
 
   ============================  ===============================================
   zeros come in (empty batch)   noise all the same
@@ -195,8 +195,8 @@ def tangent_privatizer(
   Args:
     stddev: Standard deviation of the noise per coordinate, not in total, in the
       unit of the input (``noise_multiplier * l2_clip_norm /
-      expected_batch_size`` behind a mean). Zero is allowed and gives no
-      privacy. May be traced.
+      expected_batch_size`` after a mean). Zero is allowed and gives no privacy.
+      May be traced.
     prng_key: None takes a seed from the operating system in ``init`` (outside
       of ``jit``), and so does ``'chacha20'``, for noise of a cryptographic
       generator with a key of 256 bits, at about ten times the cost of the

@@ -108,16 +108,17 @@ def scale_by_published_preconditioner(
   """The preconditioner of ``published_prism``, for comparisons.
 
   PRISM (arXiv:2606.00944), Eq. 24-27, as in the authors' code: moments of the
-  horizontal lift (Prop. A.11) of the incoming tangent vector, divided by
-  ``1 - b^t``, eps added to the eigenvalues, floors read off the Gram matrices
-  of the factors, and no transport between tangent spaces. Its trajectory
-  depends on the gauge. :func:`scale_by_rank_preconditioner` is the one to use;
-  with this one goes ``retract(align=True)``.
+  horizontal lift (Prop. A.11) of the incoming tangent vector, divided by ``1 -
+  b^t``, eps added to the eigenvalues, floors read off the Gram matrices of the
+  factors, and no transport between tangent spaces. Its trajectory depends on
+  the gauge. Use :func:`scale_by_rank_preconditioner` instead; this one belongs
+  with ``retract(align=True)``.
 
-  **Privacy.** It only reads what is already private: post-processing.
+  **Privacy.** It reads only values that got their noise, so it is
+  post-processing.
 
   =============================  ==============================================
-  ``noise_stddev=0.0``           no floor but that of ``max_condition_number``
+  ``noise_stddev=0.0``           only the floor of ``max_condition_number``
   factor zero or of lower rank   its hidden directions stay zero
   more steps than entries        the last entry of ``noise_stddev`` holds
   NaN or Inf comes in            the moments keep it: clip at the start of the
@@ -138,9 +139,9 @@ def scale_by_published_preconditioner(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    A transformation on trees in the shapes of the parameters; ``update`` needs
-    ``params``. The direction has entries of order one, whatever the unit of
-    what came in.
+    A transformation on trees in the shapes of the parameters; ``update``
+    needs ``params``. The direction has entries of order one, whatever the unit
+    of the input.
 
   Raises:
     ValueError: For arguments out of range; in ``init`` if both factors of a

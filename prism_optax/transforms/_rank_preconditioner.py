@@ -135,12 +135,12 @@ def scale_by_rank_preconditioner(
   Adam's idea in the rank space of each LoRA module (PRISM, arXiv:2606.00944,
   Eq. 24-27), written in orthonormal tangent coordinates, where the trajectory
   of ``Z`` has the same law in every gauge and the covariance of the noise in a
-  private gradient is exactly ``s^2 I``. The state keeps the noise covariance
-  its second moments have seen; their eigenvalues are floored by it, so that the
-  noise is never amplified by more than ``1 / (sqrt(floor_factor) s)``
-  (Eq. 27: ``||U||_F^2 <= ||mu||_F^2 / floor``). Moments are carried from one
-  tangent space to the next by vector transport. Leaves that are no factors get
-  Adam with the same floor.
+  private gradient is exactly ``s^2 I``. The state keeps the covariance of the
+  noise in its second moments. This is a floor for their eigenvalues, so that
+  the noise is never amplified by more than ``1 / (sqrt(floor_factor) s)`` (Eq.
+  27: ``||U||_F^2 <= ||mu||_F^2 / floor``). Moments are carried from one tangent
+  space to the next by vector transport. Leaves that are no factors get Adam
+  with the same floor.
 
   With the core ``D = Q_L^T G Q_R`` and all of X noisy, for a module (m, n)::
 
@@ -150,13 +150,14 @@ def scale_by_rank_preconditioner(
     P    = (V / (1 - b2^t), its eigenvalues >= floor_factor * s^2)^(-1/2)
 
   and the direction is ``mu_L P_L`` and ``mu_R P_R``, for the core (it belongs
-  to both sides) the mean of the two. That the core counts on both sides, the
-  transport and the covariance that is kept are ours.
+  to both sides) the mean of the two. Counting the core on both sides, the
+  transport and the stored covariance are ours.
 
-  **Privacy.** It only reads what is already private: post-processing.
+  **Privacy.** It reads only values that got their noise, so it is
+  post-processing.
 
   =============================  ==============================================
-  ``noise_stddev=0.0``           no floor but that of ``max_condition_number``
+  ``noise_stddev=0.0``           only the floor of ``max_condition_number``
   zero gradients from the start  zero direction, no 0 / 0, also for ``eps=0.0``
   factor zero or of lower rank   its hidden directions stay zero and count in no
                                  floor
@@ -171,23 +172,23 @@ def scale_by_rank_preconditioner(
     b2: Decay of the second moments.
     eps: Added to the roots of the eigenvalues.
     noise_stddev: s, the standard deviation per coordinate of the noise in the
-      incoming updates, in their unit (behind a mean, ``noise_multiplier *
+      incoming updates, in their unit (after a mean, ``noise_multiplier *
       l2_clip_norm / expected_batch_size``); a number, or one per step for
       correlated noise (after the last step its last entry holds). 0.0 for
       training without noise.
     floor_factor: The floor in units of the mean noise eigenvalue; 0 for none.
       Below 1 noise is amplified; 1 to 4 made no difference in our experiments.
-    bias_correction: Divide the first moment by ``1 - b1^t``, as Adam does. That
-      gives the first gradients, noise for the most part, the weight of several
-      later ones; without it the steps grow over the first ``1 / (1 - b1)``,
-      and three times the best learning rate does no harm.
+    bias_correction: Divide the first moment by ``1 - b1^t``, as Adam does. This
+      gives the first gradients, which are mostly noise, the weight of several
+      later ones. Without it the steps grow over the first ``1 / (1 - b1)``,
+      which acts as a warm-up.
     max_condition_number: Eigenvalues are raised to the largest over this.
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    A transformation on trees in the shapes of the parameters; ``update`` needs
-    ``params``. The direction has entries of order one, whatever the unit of
-    what came in.
+    A transformation on trees in the shapes of the parameters; ``update``
+    needs ``params``. The direction has entries of order one, whatever the unit
+    of the input.
 
   Raises:
     ValueError: For arguments out of range; in ``init`` if both factors of a

@@ -113,7 +113,7 @@ def is_interface(obj):
 def _like(obj):
   """The functions whose arguments ``obj`` has besides those that it lists."""
   text = ' '.join(inspect.getdoc(obj).split())
-  names = re.findall(r'not listed are those of :func:`([\w.]+)`', text)
+  names = re.findall(r'not listed are the same as in :func:`([\w.]+)`', text)
   return [getattr(prism_optax, x.rpartition('.')[2]) for x in names]
 
 
