@@ -15,7 +15,7 @@ RESULTS = ROOT / 'benchmarks' / 'results'
 sys.path.insert(0, str(ROOT / 'examples'))
 
 from benchmarks.accuracy import language_tables, utility_tables  # noqa: E402
-from benchmarks.accuracy.digits import DEFAULTS  # noqa: E402
+from benchmarks.accuracy.digits import DEFAULTS, EXPERIMENTS  # noqa: E402
 from benchmarks.accuracy.sentences import DEFAULTS as TEXTS  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 
@@ -127,6 +127,22 @@ def accuracies(method: str, **fields: Any) -> dict[int, float]:
 def three_seeds(method: str, **fields: Any) -> float:
   found = accuracies(method, **fields)
   return statistics.mean(found[seed] for seed in range(3))
+
+
+def probes(steps: int) -> list[float]:
+  """Mean accuracy of probes by ``utility.py --only plan-STEPS``, its error."""
+  found = [
+    x['test accuracy']
+    for x in rows('accuracy', method='linear probe', task='clinc150')
+    if x.get('seed', 100) < 5
+    and (x.get('steps', 120), x.get('batch', 256)) == (steps, 61_440 // steps)
+  ]
+  return [statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5]
+
+
+def digits_at_equal_cost(steps: int) -> list[float]:
+  found = digits(b1=0.5, steps=steps, batch=9600 // steps)
+  return [found['accuracy'], found['standard error']]
 
 
 def lost_at_three_times_the_rate(method: str) -> list[float]:
@@ -250,7 +266,7 @@ ADAM = {'method': 'dp-adamw'}
 
 def options() -> list[Row]:
   """The rows of the experiment on options."""
-  return rows('digits_cpu', seeds=10)
+  return [digits(**change) for change in EXPERIMENTS['options']]
 
 
 def spreads(found: list[Row]) -> list[float]:
