@@ -9,6 +9,8 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
+from . import files
+
 
 def names(params: nnx.State) -> dict[str, Any]:
   """``{'encoder.layers.0.attention.query.lora.lora_a': array, ...}``."""
@@ -19,16 +21,15 @@ def names(params: nnx.State) -> dict[str, Any]:
 def save(
   path: pathlib.Path, params: nnx.State, metadata: dict[str, Any]
 ) -> None:
-  """Writes all trainable leaves and a JSON header of public facts."""
+  """Writes all leaves and a JSON header of public facts."""
   arrays = {
     name: np.ascontiguousarray(jax.device_get(value))
     for name, value in names(params).items()
   }
-  # One entry: safetensors would write several in a random order.
-  header = {'facts': json.dumps(metadata)}
-  temporary = path.with_suffix('.tmp')
-  safetensors.numpy.save_file(arrays, temporary, metadata=header)
-  temporary.replace(path)
+  with files.replacing(path) as temporary:
+    # One entry: safetensors would write several in a random order.
+    header = {'facts': json.dumps(metadata)}
+    safetensors.numpy.save_file(arrays, temporary, metadata=header)
 
 
 def load(path: pathlib.Path, params: nnx.State) -> nnx.State:
@@ -46,8 +47,5 @@ def load(path: pathlib.Path, params: nnx.State) -> nnx.State:
   if expected != found:
     differing = sorted(set(expected.items()) ^ set(found.items()))
     raise ValueError(f'{path}: names or shapes do not fit: {differing[:6]}.')
-  flat = nnx.to_flat_state(params)
-  leaves = [stored['.'.join(map(str, path))] for path, _ in flat]
-  return jax.tree.unflatten(
-    jax.tree.structure(params), [jax.numpy.asarray(leaf) for leaf in leaves]
-  )
+  leaves = [jax.numpy.asarray(stored[name]) for name in names(params)]
+  return jax.tree.unflatten(jax.tree.structure(params), leaves)

@@ -31,10 +31,11 @@ def predict(command: argparse.Namespace) -> None:
       print(json.dumps(each), flush=True)
     return
   path = pathlib.Path(command.output)
-  temporary = path.with_name(path.name + '.tmp')
-  with temporary.open('w', encoding='utf-8') as file:
+  with (
+    files.replacing(path) as temporary,
+    temporary.open('w', encoding='utf-8') as file,
+  ):
     file.writelines(json.dumps(each) + '\n' for each in found)
-  temporary.replace(path)
   print(f'{len(rows)} rows in {path}.')
 
 

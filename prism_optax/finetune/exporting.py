@@ -1,13 +1,10 @@
 """A finished run in the files of other programs."""
 
 import argparse
-import json
 import pathlib
 import re
 import shutil
-import types
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -102,24 +99,24 @@ def _classifier(
   for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
     _, *module, _, factor = path
     modules.setdefault(names[tuple(module)], {})[factor] = leaf[...]
-  head = {
-    'weight': np.ascontiguousarray(np.asarray(model.kernel[...]).T),
-    'bias': np.asarray(model.bias[...]),
-  }
   if command.format == 'merged':
     stored = safetensors.numpy.load_file(encoder / 'model.safetensors')
     change = merged(stored.__getitem__, modules)
     _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
+    head = {
+      'weight': np.ascontiguousarray(np.asarray(model.kernel[...]).T),
+      'bias': np.asarray(model.bias[...]),
+    }
     _save(folder / 'head.safetensors', head)
     shutil.copy(encoder / 'config.json', folder)
   else:
     _write_peft(
       folder,
-      {f'bert.{name}': factors for name, factors in modules.items()},
+      {f'bert.{name}': factors for name, factors in modules.items()}
+      | {'classifier': {'kernel': model.kernel[...], 'bias': model.bias[...]}},
       run.options.base['model'],
       # Not SEQ_CLS: PEFT would take it for the model with the other pooling.
       None,
-      {'classifier': head},
     )
     if command.base:
       shutil.copytree(encoder, folder / 'base')
@@ -128,7 +125,7 @@ def _classifier(
     'temperature': model.temperature,
     'max_length': run.options.max_length,
   }
-  _write_json(folder / 'head.json', labels)
+  files.write_json(folder / 'head.json', labels)
   shutil.copy(encoder / 'tokenizer.json', folder)
 
 
@@ -172,8 +169,10 @@ def write_model(
   folder.mkdir(parents=True, exist_ok=True)
   names = sorted(source.names)
   kind = read(names[0]).dtype.name
-  _write_json(folder / 'config.json', {**source.config, 'torch_dtype': kind})
-  _write_json(
+  files.write_json(
+    folder / 'config.json', {**source.config, 'torch_dtype': kind}
+  )
+  files.write_json(
     folder / 'generation_config.json', {'eos_token_id': list(source.stops)}
   )
   _write_weights(folder, names, read, limit)
@@ -209,7 +208,7 @@ def _write_weights(
     file = f'model-{i + 1:05}-of-{len(parts):05}.safetensors'
     (folder / f'part-{i}').replace(folder / file)
     weight_map |= dict.fromkeys(inside, file)
-  _write_json(
+  files.write_json(
     folder / pretrained.INDEX,
     {
       'metadata': {'total_size': sum(sizes.values())},
@@ -223,7 +222,6 @@ def _write_peft(
   modules: Mapping[str, Mapping[str, jax.Array]],
   base: str,
   task_type: str | None,
-  others: Mapping[str, Mapping[str, np.ndarray]] = types.MappingProxyType({}),
 ) -> None:
   """The adapter, and modules that were trained as a whole beside it."""
   lora.save_peft(
@@ -235,32 +233,17 @@ def _write_peft(
       'inference_mode': True,
     },
   )
-  if not others:
-    return
-  path = folder / 'adapter_model.safetensors'
-  tensors = safetensors.numpy.load_file(path)
-  for name, leaves in others.items():
-    for end, value in leaves.items():
-      tensors[f'base_model.model.{name}.{end}'] = value
-  _save(path, tensors)
-  path = folder / 'adapter_config.json'
-  entries = files.read_json(path)
-  _write_json(path, entries | {'modules_to_save': list(others)})
 
 
 def _write_tokenizer(
   folder: pathlib.Path, source: pretrained.Pretrained
 ) -> None:
   source.tokenizer.save(str(folder / 'tokenizer.json'))
-  _write_json(folder / 'tokenizer_config.json', dict(source.tokenizer_config))
-
-
-def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-  path.write_text(json.dumps(value, indent=2) + '\n', 'utf-8')
+  files.write_json(
+    folder / 'tokenizer_config.json', dict(source.tokenizer_config)
+  )
 
 
 def _save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-  """All in one go: a file that was cut off has another name."""
-  temporary = path.with_suffix('.tmp')
-  safetensors.numpy.save_file(dict(tensors), temporary, {'format': 'pt'})
-  temporary.replace(path)
+  with files.replacing(path) as temporary:
+    safetensors.numpy.save_file(dict(tensors), temporary, {'format': 'pt'})

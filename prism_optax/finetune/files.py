@@ -10,10 +10,11 @@ A folder that the library ``datasets`` saved has Arrow streams and
 bring pandas, httpx and more than a dozen others.
 """
 
+import contextlib
 import csv
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -170,6 +171,24 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   if not isinstance(stored, dict):
     raise ValueError(f'{path}: expected a JSON object.')
   return stored
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A file to write; it gets the name ``path`` when it is whole."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(path.name + '.tmp')
+  yield temporary
+  temporary.replace(path)
+
+
+def write(path: pathlib.Path, text: str) -> None:
+  with replacing(path) as temporary:
+    temporary.write_text(text, 'utf-8')
+
+
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  write(path, json.dumps(value, indent=2) + '\n')
 
 
 def hint(path: str, rows: list[Row]) -> str:

@@ -26,9 +26,9 @@ drawn by Poisson sampling. What is not: the number of rows (--dataset-size is
 a declared constant), the evaluation file, the options, how long a step takes
 with --skip-padding, and several rows of one person together.
 
-In --output: adapter.safetensors, metrics.jsonl, metrics.png, summary.json and
-options.json may be published. checkpoints_secret/, which is there while the
-run lasts and holds the noise key, and nonprivate_* may not.
+In --output: adapter.safetensors, metrics.jsonl, summary.json and options.json
+may be published. checkpoints_secret/, which is there while the run lasts and
+holds the noise key, and nonprivate_* may not.
 """
 
 import sys

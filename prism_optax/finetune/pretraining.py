@@ -3,13 +3,11 @@
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import safetensors.numpy
 from flax import nnx
 
-from . import data
+from . import adapters, data
 from .models import classifier, weights
 
 # Sharpness of the softmax over normalised features.
@@ -36,22 +34,9 @@ def pretrain_or_load(
   backbone = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
   graphdef, params, rest = nnx.split(network, backbone, ...)
   if not path.exists():
-    params = _pretrain(graphdef, params, rest, public)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix('.tmp')
-    safetensors.numpy.save_file(
-      {
-        '.'.join(map(str, key)): np.ascontiguousarray(leaf[...])
-        for key, leaf in nnx.to_flat_state(params)
-      },
-      temporary,
-    )
-    temporary.replace(path)
+    adapters.save(path, _pretrain(graphdef, params, rest, public), {})
   # Read back even if just written: a resumed run starts from the same bytes.
-  stored = safetensors.numpy.load_file(path)
-  flat = nnx.to_flat_state(params)
-  leaves = [jnp.asarray(stored['.'.join(map(str, key))]) for key, _ in flat]
-  nnx.update(network, jax.tree.unflatten(jax.tree.structure(params), leaves))
+  nnx.update(network, adapters.load(path, params))
   return weights.sha256(path)
 
 

@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
 
-from . import finished, options, public_rows, reporting
+from . import files, finished, options, public_rows, reporting
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -36,9 +36,7 @@ def report(command: argparse.Namespace) -> None:
     raise ValueError('report needs the folder of a run.')
   runs = {_name(run, found): run for run in found}
   path = pathlib.Path(command.output)
-  temporary = path.with_name(path.name + '.tmp')
-  temporary.write_text(page(runs, command.rows), 'utf-8')
-  temporary.replace(path)
+  files.write(path, page(runs, command.rows))
   print(path)
 
 

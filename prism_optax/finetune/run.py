@@ -1,7 +1,6 @@
 """One run: loop, evaluation, checkpoints, output folder."""
 
 import contextlib
-import json
 import pathlib
 import shutil
 import signal
@@ -15,7 +14,7 @@ from prism_optax import training as prism_training
 from prism_optax.training import PrivateTraining
 from prism_optax.training._state import TrainingState
 
-from . import methods, reporting, summaries, tasks, training
+from . import files, methods, reporting, summaries, tasks, training
 from . import options as options_lib
 from .command_line import NOT_PRIVATE
 
@@ -47,9 +46,9 @@ def train(
     private: Of ``training.make``, for this output.
     options: Of the run.
     name: Of the method.
-    output: Gets ``adapter.safetensors``, ``metrics.jsonl``, ``metrics.png``
-      and ``summary.json``; with diagnostics also ``nonprivate_metrics.jsonl``
-      and ``nonprivate_metrics.png``, which must stay as private as the data.
+    output: Gets ``adapter.safetensors``, ``metrics.jsonl`` and
+      ``summary.json``; with diagnostics also ``nonprivate_metrics.jsonl``,
+      which must stay as private as the data.
 
   Returns:
     What is in ``summary.json``: start and final evaluation, and the privacy
@@ -63,16 +62,14 @@ def train(
   """
   folder, summary_path = secrets(output), output / 'summary.json'
   if summary_path.exists():
-    summary = json.loads(summary_path.read_text('utf-8'))
+    summary = files.read_json(summary_path)
   else:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    report = reporting.Report(
-      output, nonprivate_diagnostics=options.nonprivate_diagnostics
-    )
-    state = _begun(task, private, options, name, folder, report)
-    state = _loop(task, private, options, name, state, folder, report)
+    state = _begun(task, private, options, name, output)
+    metrics = reporting.Metrics(output / 'metrics.jsonl', int(state.step))
+    state = _loop(task, private, options, name, state, metrics)
     summary = summaries.write(
-      task, private, options, name, state, report, output
+      task, private, options, name, state, metrics.rows, output
     )
   if not options.keep_checkpoints:
     shutil.rmtree(folder, ignore_errors=True)
@@ -84,30 +81,27 @@ def _begun(
   private: PrivateTraining,
   options: options_lib.Options,
   name: str,
-  folder: pathlib.Path,
-  report: reporting.Report,
+  output: pathlib.Path,
 ) -> TrainingState:
   """A new state, saved before anything is released, or that of the run."""
-  path = folder / 'state.npz'
+  path = secrets(output) / 'state.npz'
   if not path.exists():
-    if report.public.path.exists():
+    if (output / 'metrics.jsonl').exists():
       raise ValueError(
-        f'--resume: the checkpoint of the run in {report.output} is gone, and '
+        f'--resume: the checkpoint of the run in {output} is gone, and '
         'its noise with it. From the start it would be a second release, with '
         'a budget of its own: choose another --output.'
       )
     # Of a process that died before it had saved a state, and so released none.
-    (folder / 'journal.sqlite').unlink(missing_ok=True)
+    path.with_name('journal.sqlite').unlink(missing_ok=True)
   state = private.init(methods.prepared(name, task.params))
   everywhere = training.sharding(options)
   if everywhere is not None:
     arrays = jax.device_put((state.params, state.optimizer), everywhere)
     state = state._replace(params=arrays[0], optimizer=arrays[1])
   if path.exists():
-    state = prism_training.load_state(path, state)
-  else:
-    prism_training.save_state(path, state)
-  report.resume(int(state.step))
+    return prism_training.load_state(path, state)
+  prism_training.save_state(path, state)
   return state
 
 
@@ -117,57 +111,60 @@ def _loop(
   options: options_lib.Options,
   name: str,
   state: TrainingState,
-  folder: pathlib.Path,
-  report: reporting.Report,
+  metrics: reporting.Metrics,
 ) -> TrainingState:
   """All steps that are left."""
+  output, first = metrics.path.parent, int(state.step)
   frozen = jax.device_put(task.frozen, training.sharding(options))
   evaluate = task.make_evaluate(task.graphdef, task.evaluation)
   batches = private.batches(state, task.train)
+  diagnostics = None
+  if options.nonprivate_diagnostics:
+    path = output / 'nonprivate_metrics.jsonl'
+    diagnostics = reporting.Metrics(path, first)
   print('Compiling and checking the step ...')
   private.compile(state, frozen)
-  if int(state.step) == 0:
-    report.add(0, evaluate(state.params, frozen))
+  if first == 0:
+    metrics.add(0, evaluate(state.params, frozen))
   with (
     _stop_requests() as requests,
     # Nothing but the number of the step and the public evaluation.
     tqdm.tqdm(
-      initial=int(state.step),
+      initial=first,
       total=private.steps,
       desc=name,
       unit='step',
       dynamic_ncols=True,
     ) as bar,
   ):
-    bar.set_postfix(_shown(report.public.rows))
+    bar.set_postfix(_shown(metrics.rows))
     for batch in batches:
       done = int(state.step) + 1
       is_last = done == private.steps
       evaluates = done % options.eval_every == 0 or is_last
-      measured = None
-      if evaluates and options.nonprivate_diagnostics:
-        measured = _measured(private.nonprivate_means(state, batch, frozen))
+      if evaluates and diagnostics is not None:
+        means = private.nonprivate_means(state, batch, frozen)
+        diagnostics.add(
+          done,
+          {
+            'nonprivate_loss': float(means.loss),
+            'nonprivate_accuracy': float(means.aux),
+            'nonprivate_gradient_norm': float(means.gradient_norm),
+          },
+        )
       state = private.step(state, batch, frozen)
       bar.update()
       if evaluates:
-        report.add(done, evaluate(state.params, frozen), measured)
-        bar.set_postfix(_shown(report.public.rows))
+        metrics.add(done, evaluate(state.params, frozen))
+        bar.set_postfix(_shown(metrics.rows))
       if requests or done % options.checkpoint_every == 0 or is_last:
-        prism_training.save_state(folder / 'state.npz', state)
+        prism_training.save_state(secrets(output) / 'state.npz', state)
       if requests and not is_last:
         message = f'Stopped after {done} of {private.steps} steps, saved.'
         if name != NOT_PRIVATE:
           message += summaries.spent(private, state)
         raise Interrupted(message)
   return state
-
-
-def _measured(means: Any) -> dict[str, float]:
-  return {
-    'nonprivate_loss': float(means.loss),
-    'nonprivate_accuracy': float(means.aux),
-    'nonprivate_gradient_norm': float(means.gradient_norm),
-  }
 
 
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """What is said of a run: when it stops, and when it has ended."""
 
 import importlib.metadata
-import json
 import pathlib
 from typing import Any
 
@@ -9,7 +8,7 @@ import prism_optax
 from prism_optax.training import PrivateTraining
 from prism_optax.training._state import TrainingState
 
-from . import adapters, reporting, tasks, training
+from . import adapters, files, tasks, training
 from . import options as options_lib
 from .command_line import NOT_PRIVATE
 
@@ -70,10 +69,10 @@ def write(
   options: options_lib.Options,
   name: str,
   state: TrainingState,
-  report: reporting.Report,
+  rows: list[dict[str, Any]],
   output: pathlib.Path,
 ) -> dict[str, Any]:
-  """Writes the adapter, the plot and, last, ``summary.json``.
+  """Writes the adapter and, last, ``summary.json``.
 
   Returns:
     What is in ``summary.json``.
@@ -85,7 +84,6 @@ def write(
       'finite and left the parameters as they were. Try a smaller '
       '--learning-rate.'
     )
-  rows = report.public.rows
   summary: dict[str, Any] = {
     'task': task.name,
     'optimizer': name,
@@ -97,7 +95,6 @@ def write(
     'versions': versions(),
     'statement': 'not private',
   }
-  title = f'{task.name}, {name}, not private'
   if summary['private']:
     summary |= {
       'epsilon': private.epsilon(),
@@ -108,7 +105,6 @@ def write(
       'statement': private.statement(state),
       'plan': plan(private),
     }
-    title = f'{task.name}, {name}, epsilon {summary["epsilon"]:.2f}'
   adapters.save(
     output / 'adapter.safetensors',
     state.params,
@@ -119,9 +115,5 @@ def write(
       'privacy': summary['statement'],
     },
   )
-  report.plot(title)
-  text = json.dumps(summary, indent=2) + '\n'
-  temporary = output / 'summary.tmp'
-  temporary.write_text(text, 'utf-8')
-  temporary.replace(output / 'summary.json')
+  files.write_json(output / 'summary.json', summary)
   return summary

@@ -1,6 +1,5 @@
 """The command ``train``: what is trained, and what is said of it."""
 
-import json
 import math
 import pathlib
 
@@ -8,6 +7,7 @@ from prism_optax.training import PrivateTraining
 
 from . import (
   digits,
+  files,
   methods,
   reporting,
   run,
@@ -99,15 +99,10 @@ def save_options(
   Raises:
     ValueError: If the run in ``output`` began with other frozen weights.
   """
-  output.mkdir(parents=True, exist_ok=True)
   path = output / 'options.json'
   if not path.exists():
-    stored = options_lib.absolute(vars(options)) | {
-      'base': task.base,
-    }
-    temporary = path.with_suffix('.tmp')
-    temporary.write_text(json.dumps(stored, indent=2) + '\n', 'utf-8')
-    temporary.replace(path)
+    stored = options_lib.absolute(vars(options)) | {'base': task.base}
+    files.write_json(path, stored)
   elif options.base != task.base:
     raise ValueError(
       f'--resume: the run in {output} began with the frozen weights '

@@ -73,11 +73,9 @@ def interrupted(step):
 
 
 @pytest.mark.slow
-def test_output_has_adapter_metrics_and_plot(finished):
+def test_output_has_adapter_and_metrics(finished):
   rows = _rows(finished)
   assert [row['step'] for row in rows] == [0, 2, 4, 6]
-  image = (finished / 'metrics.png').read_bytes()
-  assert image.startswith(b'\x89PNG')
   with safetensors.safe_open(finished / 'adapter.safetensors', 'numpy') as file:
     header = json.loads(file.metadata()['facts'])
     shapes = {name: file.get_tensor(name).shape for name in file.offset_keys()}
@@ -113,9 +111,9 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
   folder = output / run.FOLDER
   assert stat.S_IMODE(folder.stat().st_mode) == 0o700
   assert not (output / 'adapter.safetensors').exists()
-  # A row that was written after the checkpoint, and one that was cut off.
+  # A row that was written after the checkpoint.
   with (output / 'metrics.jsonl').open('a') as file:
-    file.write('{"step": 4, "eval_loss": 0, "eval_accuracy": 0}\n{"st')
+    file.write('{"step": 4, "eval_loss": 0, "eval_accuracy": 0}\n')
 
   # On other data the same noise would be a second release.
   train = pathlib.Path(tiny_files[0])
@@ -173,7 +171,6 @@ def test_diagnostics_of_training_data_are_named_nonprivate(
   rows = _rows(output, 'nonprivate_metrics.jsonl')
   assert [row.pop('step') for row in rows] == [2, 4, 6]
   assert all(set(row) == names for row in rows)
-  assert (output / 'nonprivate_metrics.png').exists()
 
 
 BASE = [
@@ -312,7 +309,6 @@ def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
   epsilon = float(output.split('epsilon <= ')[1].split()[0])
   assert 'noise as drawn, unit: one record, 40 of 40 steps' in output
   assert 7.9 < epsilon <= 8.0
-  assert (tmp_path / 'digits' / 'prism' / 'metrics.png').exists()
 
 
 @pytest.mark.slow
