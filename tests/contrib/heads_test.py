@@ -288,5 +288,6 @@ def test_it_is_a_pytree():
   # Numbers that float32 does not have are infinite, and nothing warns.
   huge = np.where(np.arange(N)[:, None] == 5, 1e300, np.float64(FEATURES))
   release([(huge, LABELS)], noise_multiplier=1.0)
+  assert [x is means.kernel for x in jax.tree.leaves(means)] == [True]
   kernel = jax.jit(lambda m: m.kernel * 2)(means)
   np.testing.assert_array_equal(kernel, means.kernel * 2)

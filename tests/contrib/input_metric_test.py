@@ -61,6 +61,12 @@ def test_second_moment_is_that_of_the_oracle(name):
   )
 
 
+def test_zeros_for_one_pattern_leave_the_others():
+  zeros = INPUTS | {'a*': np.zeros_like(INPUTS['a*'])}
+  some, all_ = (release([x], noise_multiplier=0.0) for x in (zeros, INPUTS))
+  np.testing.assert_array_equal(dense(some, 'b'), dense(all_, 'b'))
+
+
 @pytest.mark.parametrize('name', INPUTS)
 def test_mean_is_that_of_the_oracle(name):
   metric = release([INPUTS], noise_multiplier=0.0, form='mean')

@@ -105,5 +105,9 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   # tau + beta + nu + beta, 5e-17, 1e-20, 1e-19 and 1e-20.
   shift, added = _epsilon.release_guarantee(0.0, 0.0, 1)
   assert math.isclose(added, 5e-17 + 1e-19 + 2e-20, rel_tol=1e-5)
-  assert 0 < shift < 1e-6
+  # Bernstein: of so much the probability is 1e-20; summands are up to 4e-9.
+  nats, moved = math.log(1e20), shift / 2
+  assert moved**2 / (2 * (1.1e-23 + 4e-9 * moved / 3)) == pytest.approx(
+    nats, rel=0.01
+  )
   assert '(PLD)' in accounting.privacy_statement(event, delta)

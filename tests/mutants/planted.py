@@ -58,4 +58,12 @@ attempt = self._owner.written_down(state, found) => attempt = 0
 """  # noqa: E501
 
 # Edits of `edits.py`, by name: why nothing can notice them.
-EQUIVALENT: dict[str, str] = {}
+_GUESS = 'where a search begins, or how finely; it ends at the same multiplier'
+_EARLY = 'a call that has to fail for bad arguments, at any noise and interval'
+EQUIVALENT: dict[str, str] = {
+  'accounting/_calibration.py calibrate_noise_multiplier statement 4': _EARLY,
+  **{
+    f'accounting/_calibration.py calibrate_noise_multiplier constant {n}': why
+    for n, why in (*((x, _GUESS) for x in (3, 4, 6, 7, 8, 9)), (5, _EARLY))
+  },
+}

@@ -362,3 +362,21 @@ def test_means_of_a_batch(kind):
     norms = jax.vmap(optax.tree.norm)(grads)
     np.testing.assert_allclose(found.gradient_norm, norms.mean(), rtol=1e-5)
   private.step(state, batch, FROZEN)  # Its buffers are all there still.
+
+
+def test_means_of_coordinates_are_in_the_layout_of_the_optimizer():
+  layout = lora.Layout(scale=4.0)
+  private = cases.make(functools.partial(prism_optax.prism, 1, layout=layout))
+  state = private.init(PARAMS)
+  batch = next(iter(private.batches(state, DATA)))
+  found = private.nonprivate_means(state, batch, FROZEN)
+  here = ~np.asarray(batch.is_padding_example)
+  coordinates = prism_optax.tangent_coordinates(PARAMS, layout=layout)
+
+  @jax.jit
+  @functools.partial(jax.vmap)
+  def norm(x, y):
+    return optax.tree.norm(coordinates(jax.grad(loss)(PARAMS, FROZEN, x, y)))
+
+  want = norm(*batch.examples)[here].mean()
+  np.testing.assert_allclose(found.gradient_norm, want, rtol=1e-5)

@@ -47,6 +47,12 @@ def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):
   cases.assert_same_bits(*map(cases.saved, (TREE, found)))
 
 
+def test_one_process_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  training.save_state(tmp_path / 'x', TREE)
+  assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
   ('like', 'message'),
   [
