@@ -49,18 +49,6 @@ def test_a_gram_matrix_as_a_tpu_computes_it():
   np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_frame_of_rank_deficient_matrix_is_a_partial_isometry():
-  rng = np.random.default_rng(1)
-  x = rng.normal(size=(8, 2)) @ rng.normal(size=(2, 4))
-  q, core, inverse, mask = _frames.orthonormal_frame(jnp.asarray(x))
-  np.testing.assert_allclose(q.T @ q, mask, atol=1e-13)
-  np.testing.assert_allclose(mask @ mask, mask, atol=1e-13)
-  assert np.trace(mask) == pytest.approx(2, abs=1e-12)
-  np.testing.assert_allclose(q @ core, x, atol=1e-12)
-  np.testing.assert_allclose(q @ q.T, oracles.projector(x), atol=1e-12)
-  np.testing.assert_allclose(core @ inverse, mask, atol=1e-12)
-
-
 def test_frame_is_scale_free():
   """Columns of any size: the same frame, down to the smallest normal ones."""
   rng = np.random.default_rng(2)

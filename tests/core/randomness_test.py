@@ -39,14 +39,6 @@ def test_no_bit_of_an_integer_is_lost(seed):
   assert sum(x << 32 * i for i, x in enumerate(reversed(words))) == seed
 
 
-@pytest.mark.parametrize(
-  ('seed', 'words'), [(-1, 4), (2**128, 4), (2**64, 2), (-5, 2)]
-)
-def test_integers_that_do_not_fit_are_refused(seed, words):
-  with pytest.raises(ValueError, match=f'prng_key < 2.{32 * words}.*{seed}'):
-    _keys.check_key('prng_key', seed, words=words)
-
-
 def test_a_seed_is_one_key_however_it_comes():
   keys = [7, jax.random.key(7, impl='threefry2x32')]
   data = [
@@ -109,20 +101,58 @@ def test_each_step_of_chacha20_forgets_the_key_before():
   assert drawn.shape == (2,)
 
 
-@pytest.mark.parametrize('name', ['chacha', 'ChaCha20', 'threefry2x32'])
-def test_other_generators_are_refused(name):
-  with pytest.raises(ValueError, match=f"prng_key='{name}'"):
-    _keys.check_key('prng_key', name, words=4)
-
-
 @pytest.mark.parametrize(
-  'bad', [jax.random.PRNGKey(0), 1.5, 'seed', True, np.zeros(2, np.uint32)]
-)
-def test_what_is_no_key_is_refused(bad):
-  with pytest.raises(ValueError, match='Expected prng_key'):
-    _keys.check_key('prng_key', bad)
+  ('bad', 'words', 'message'),
+  [
+    *((x, 4, f"prng_key='{x}'") for x in ('chacha', 'ChaCha20', 'threefry')),
+    (-1, 4, r'prng_key < 2.128.*-1'), (2**128, 4, r'prng_key < 2.128'),
+    (2**64, 2, r'prng_key < 2.64'), (-5, 2, r'prng_key < 2.64.*-5'),
+    *(
+      (x, 2, 'Expected prng_key')
+      for x in (jax.random.PRNGKey(0), 1.5, 'seed', True, np.zeros(2, 'uint32'))
+    ),
+    (jax.random.split(jax.random.key(0)), 2, 'one key'),
+  ],
+)  # fmt: skip
+def test_what_is_no_key_is_refused(bad, words, message):
+  with pytest.raises(ValueError, match=message):
+    _keys.check_key('prng_key', bad, words=words)
 
 
-def test_several_keys_are_refused():
-  with pytest.raises(ValueError, match='one key'):
-    _keys.check_key('prng_key', jax.random.split(jax.random.key(0)))
+# A digest of what is released.
+
+DIGEST, OTHER = (np.arange(8, dtype=np.uint32) + i for i in (0, 1))
+
+
+@pytest.mark.parametrize('prng_key', [7, 'chacha20'])
+def test_without_a_digest_a_key_is_what_it_was(prng_key):
+  key = _keys.resolve_key('prng_key', prng_key, (), words=4)
+  assert _keys.for_release(key, None) is key
+  one, other = (_keys.for_release(key, x) for x in (DIGEST, OTHER))
+  assert one.shape == key.shape
+  words = [np.asarray(jax.random.key_data(x)).ravel() for x in (one, other)]
+  # No word of one is that of another: 16 of 2^32 would coincide by chance with
+  # a probability of 3e-8.
+  assert len(set(np.concatenate(words).tolist())) == 2 * words[0].size
+
+
+def test_every_word_of_a_digest_counts():
+  digests = np.stack([DIGEST] * 9)
+  digests[np.arange(8), np.arange(8)] ^= 1 << 31
+  for key in (
+    _keys.resolve_key('prng_key', k, (), words=4) for k in (7, 'chacha20')
+  ):
+    *others, one = jax.jit(
+      jax.vmap(
+        lambda x, key=key: jax.random.key_data(_keys.for_release(key, x))
+      )
+    )(digests)
+    for other in others:
+      assert (one != other).all()
+
+
+@pytest.mark.parametrize('digest', [DIGEST[:4], DIGEST.astype(np.int32), 5])
+def test_a_digest_of_another_form_is_refused(digest):
+  key = _keys.resolve_key('prng_key', 7, (), words=4)
+  with pytest.raises(ValueError, match=r'release_digest to be None or \(8,\)'):
+    _keys.for_release(key, digest)

@@ -10,15 +10,31 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import prism_optax
 from prism_optax import fixed_rank
-from prism_optax.fixed_rank import _lifts
 from tests import cases
 from tests.oracles import oracles
 
-_frame, _embed = jax.jit(fixed_rank.frame), jax.jit(_lifts.embed)
-_project = jax.jit(fixed_rank.project)
+_frame, _project = jax.jit(fixed_rank.frame), jax.jit(fixed_rank.project)
+
+
+def frames(params):
+  """Of all modules of a tree, on the host."""
+  pairs = cases.factors_of(params)
+  return [jax.device_get(_frame(fixed_rank.Factors(*x))) for x in pairs]
+
+
+def embed(params, tree):
+  """Tangent coordinates (..., *shape) as dense matrices (..., m, n)."""
+  return [
+    np.float64(left) @ np.swapaxes(np.float64(frame.right), -1, -2)
+    + np.float64(frame.left) @ np.swapaxes(np.float64(right), -1, -2)
+    for frame, (left, right) in zip(
+      frames(params), cases.factors_of(tree), strict=True
+    )
+  ]
 
 
 class Dense(NamedTuple):
@@ -139,13 +155,8 @@ class Problem:
 
   def embed(self, params, tree):
     """A tree of tangent coordinates as dense matrices (m, n)."""
-    modules = [
-      np.asarray(_embed(frame, fixed_rank.Tangent(*pair)))
-      for frame, pair in zip(
-        self._frames(params), cases.factors_of(tree), strict=True
-      )
-    ]
-    return Dense(modules, np.asarray(tree['extra']))
+    # Frames of proportional factors are equal, whatever the scale.
+    return Dense(embed(params, tree), np.asarray(tree['extra']))
 
   def coordinates(self, params, dense):
     """The tangent coordinates of the projection of dense matrices."""
@@ -156,7 +167,7 @@ class Problem:
           g @ np.asarray(frame.right), g.T @ np.asarray(frame.left)
         ),
       )
-      for frame, g in zip(self._frames(params), dense.modules, strict=True)
+      for frame, g in zip(frames(params), dense.modules, strict=True)
     ]
     return cases.tree_of(tangents, dense.extra, params['extra'].dtype)
 
@@ -165,7 +176,16 @@ class Problem:
     root = np.sqrt(self.scale)
     return [(root * a, root * b) for a, b in cases.factors_of(params)]
 
-  def _frames(self, params):
-    return [
-      _frame(fixed_rank.Factors(*pair)) for pair in self._scaled_factors(params)
-    ]
+  def trajectory(self, tx, steps=3, dtype=jnp.float64, jit=True):
+    """The parameters after every step of an optimizer."""
+    params = self.params(*self.start(), dtype)
+    state, out = tx.init(params), []
+    update = jax.jit(tx.update) if jit else tx.update
+    for step in range(steps):
+      grads = self.gradients(step, self.dense(params))
+      updates, state = update(
+        self.factor_gradients(params, grads), state, params
+      )
+      params = optax.apply_updates(params, updates)
+      out.append(params)
+    return out

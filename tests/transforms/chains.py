@@ -4,11 +4,9 @@ import functools
 
 import jax
 import numpy as np
-import optax
-import pytest
 
 import prism_optax
-from prism_optax.transforms import _chain
+from tests import cases
 from tests.oracles import oracles, problems
 
 # Two modules of one shape (they are stacked), one of another; and a head.
@@ -18,11 +16,9 @@ ONE_SHAPE = SHAPES[::2]
 CLIP, MULTIPLIER, BATCH_SIZE = 2.0, 0.4, 5.0
 STDDEV = MULTIPLIER * CLIP / BATCH_SIZE
 OPTIONS = {
-  'l2_clip_norm': CLIP,
-  'noise_multiplier': MULTIPLIER,
-  'expected_batch_size': BATCH_SIZE,
-  'prng_key': 7,
-}
+  'l2_clip_norm': CLIP, 'noise_multiplier': MULTIPLIER,
+  'expected_batch_size': BATCH_SIZE, 'prng_key': 7,
+}  # fmt: skip
 # The fused chain keeps sums where the other one multiplies them out, and adds
 # them in another order: some roundings of 1e-16, which a few steps with
 # factors of condition 3 carry on. Measured 1e-14.
@@ -41,28 +37,22 @@ def direction():
   return prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV)
 
 
-def problem_and_params(shapes=SHAPES):
+def problem_and_params(shapes=ONE_SHAPE):
   problem = problems.Problem(shapes)
   return problem, problem.params(*problem.start())
 
 
 def batch(problem, params, step=0):
-  return problem.factor_gradients(
-    params, problem.gradients(step, problem.dense(params))
+  return jax.device_get(
+    problem.factor_gradients(
+      params, problem.gradients(step, problem.dense(params))
+    )
   )
 
 
-def train(tx, *, steps=3, jit=True, shapes=ONE_SHAPE):
+def train(tx, **options):
   """The parameters after every step."""
-  problem, params = problem_and_params(shapes)
-  state = tx.init(params)
-  update = jax.jit(tx.update) if jit else tx.update
-  out = []
-  for step in range(steps):
-    updates, state = update(batch(problem, params, step), state, params)
-    params = optax.apply_updates(params, updates)
-    out.append(params)
-  return out
+  return problems.Problem(ONE_SHAPE).trajectory(tx, **options)
 
 
 @functools.cache
@@ -71,24 +61,9 @@ def reference():
   return train(problems.chain_of(0.05, **OPTIONS))
 
 
-@pytest.fixture
-def followed(monkeypatch):
-  """Whether each transformation went on with the stacks of the last one."""
-  found = []
-  origin_of = _chain._origin_of
-
-  def recorded(*args):
-    result = origin_of(*args)
-    found.append(result is not None)
-    return result
-
-  monkeypatch.setattr(_chain, '_origin_of', recorded)
-  return found
-
-
-def assert_same_program(found, expected, shapes=ONE_SHAPE):
+def assert_same_program(found, expected):
   """The same start and the same program: the same bits, for all gradients."""
-  problem, params = problem_and_params(shapes)
+  problem, params = problem_and_params()
   grads = batch(problem, params)
   programs, starts = [], []
   for tx in (found, expected):
@@ -102,17 +77,13 @@ def assert_same_program(found, expected, shapes=ONE_SHAPE):
     programs.append(jax.jit(update).lower(grads, start, params).as_text())
     starts.append([_data(x) for x in start])
   assert programs[0] == programs[1]
-  assert_bits(*starts)
+  cases.assert_same_bits(*starts)
 
 
 def _data(leaf):
   if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.random.key_data(leaf)
-  return leaf
-
-
-def assert_bits(found, expected):
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  return np.asarray(leaf)
 
 
 def assert_close(found, expected, tolerance=ROUNDING):

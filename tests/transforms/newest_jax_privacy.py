@@ -1,8 +1,8 @@
 """A stand-in for the part of jax-privacy's newest source that takes optimizers.
 
-Written from its interface (version 2.3.0.dev0): the class, the rule by which a
-trainer takes what is not of it, and the order of a trainer's step. Where the
-installed version has the class, :func:`modules` gives the real one, too.
+Written from its interface (version 2.3.0.dev0): the class, and the rule by
+which a trainer takes what is not of it. Where the installed version has the
+class, :func:`modules` gives the real one, too.
 """
 
 import contextlib
@@ -10,10 +10,6 @@ import importlib
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import jax
-import jax_privacy
-import optax
 
 
 class AugmentedGradientTransformation(NamedTuple):
@@ -42,40 +38,3 @@ def modules() -> dict[str, Any]:
   with contextlib.suppress(ImportError):  # Version 2.0.0 has no such module.
     found['installed'] = importlib.import_module('jax_privacy.optimizers')
   return found
-
-
-def trainer(
-  optimizer: AugmentedGradientTransformation,
-  loss: Callable[..., jax.Array],
-  *,
-  l2_clip_norm: float,
-  normalize_by: float,
-) -> Callable[[Any, list[Any]], Any]:
-  """``train(params, batches) -> params``, in a trainer's order, without noise.
-
-  Args:
-    optimizer: What :func:`as_augmented_optimizer` made of a user's.
-    loss: Of one example.
-    l2_clip_norm: Of the trainer's own clip.
-    normalize_by: What divides its sum.
-  """
-
-  @jax.jit
-  def step(params, state, batch):
-    gradient = jax_privacy.clipped_grad(
-      loss,
-      l2_clip_norm=l2_clip_norm,
-      normalize_by=normalize_by,
-      keep_batch_dim=False,
-      pre_clipping_transform=optimizer.pre_clipping_transform(state),
-    )
-    updates, state = optimizer.update(gradient(params, batch), state, params)
-    return optax.apply_updates(params, updates), state
-
-  def train(params, batches):
-    state = optimizer.init(params)
-    for batch in batches:
-      params, state = step(params, state, batch)
-    return params
-
-  return train

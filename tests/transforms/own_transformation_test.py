@@ -9,13 +9,10 @@ import scipy.stats
 
 import prism_optax
 from prism_optax import fixed_rank, transforms
-from prism_optax.fixed_rank import _lifts
 from tests import cases
-from tests.oracles import oracles, problems
+from tests.transforms import chains
 
 pytestmark = pytest.mark.usefixtures('x64')
-
-SHAPES = [(8, 6, 3), (8, 6, 3)]
 
 
 # The two transformations. The documentation shows the same code.
@@ -68,75 +65,25 @@ def falling(count):
 
 def _parts(key=7):
   return (
-    prism_optax.intrinsic_clip(2.0, normalize_by=5.0),
-    scheduled_privatizer(falling, key),
-    rank_sign(),
-    prism_optax.scale_by_learning_rate(0.05),
-    prism_optax.retract(),
-  )
-
-
-def _train(tx, steps=3):
-  problem = problems.Problem(SHAPES)
-  params = problem.params(*problem.start())
-  state = tx.init(params)
-  update = jax.jit(tx.update)
-  out = []
-  for step in range(steps):
-    grads = problem.factor_gradients(
-      params, problem.gradients(step, problem.dense(params))
-    )
-    updates, state = update(grads, state, params)
-    params = optax.apply_updates(params, updates)
-    out.append(params)
-  return out
+    chains.clip(), scheduled_privatizer(falling, key), rank_sign(),
+    prism_optax.scale_by_learning_rate(0.05), prism_optax.retract(),
+  )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_they_fuse():
   """The numbers of `optax.chain`, to the rounding of another order of sums."""
   fused, plain = (
-    _train(prism_optax.chain(*_parts())),
-    _train(optax.chain(*_parts())),
+    chains.train(chain(*_parts())) for chain in (prism_optax.chain, optax.chain)
   )
-  for x, y in zip(*map(jax.tree.leaves, (fused, plain)), strict=True):
-    assert oracles.relative_error(x, y) < 1e-11
-
-
-@pytest.mark.slow
-def test_the_step_is_the_polar_factor_whatever_the_gauge():
-  """Against NumPy's SVD; the dense step is the same in every gauge."""
-  rng = np.random.default_rng(0)
-  factors = oracles.random_factors(rng, 9, 7, 3)
-  dense = rng.standard_normal((9, 7))
-  tx, steps = rank_sign(), []
-  for condition in (1.0, 100.0):
-    pair = oracles.change_gauge(
-      factors, oracles.random_gauge(rng, 3, condition)
-    )
-    params = cases.tree_of([pair])
-    x = prism_optax.tangent_coordinates(params)(
-      cases.factor_gradients([pair], [dense])
-    )
-    updates, _ = tx.update(x, tx.init(params), params)
-    sides = (cases.factors_of(updates)[0], cases.factors_of(x)[0])
-    for found, given in zip(*sides, strict=True):
-      u, _, vt = np.linalg.svd(given, full_matrices=False)
-      np.testing.assert_allclose(found, u @ vt, atol=1e-9)
-    frame = fixed_rank.frame(fixed_rank.Factors(*map(jnp.asarray, pair)))
-    tangent = fixed_rank.Tangent(*map(jnp.asarray, sides[0]))
-    steps.append(np.asarray(_lifts.embed(frame, tangent)))
-  # Rounding of factors of condition 100.
-  np.testing.assert_allclose(steps[1], steps[0], atol=1e-9)
+  chains.assert_close(fused, plain)
 
 
 def test_the_noise_follows_its_schedule():
   """Zeros come in; the entries of the head are the noise itself."""
-  params = cases.tree_of(
-    [oracles.random_factors(np.random.default_rng(1), 9, 7, 3)], np.ones(20_000)
-  )
+  params = cases.adapters([(9, 7, 3)], extra=20_000, dtype=jnp.float64)
   tx = scheduled_privatizer(falling, 3)
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  zeros = jax.tree.map(np.zeros_like, params)
   state, drawn = tx.init(params), []
   update = jax.jit(lambda state: tx.update(zeros, state, params))
   for step in range(3):
@@ -152,33 +99,27 @@ def test_the_noise_follows_its_schedule():
 
 
 def test_it_is_the_noise_that_a_clip_asks_for():
+  """The same function without ``adds_noise`` makes no chain private."""
   clip, noise, *rest = _parts()
-  tx = prism_optax.chain(clip, noise, *rest)
-  assert tx.sensitivity() == 0.4
-  with pytest.raises(ValueError, match='No noise behind intrinsic_clip'):
-    prism_optax.chain(clip, *rest)
-  with pytest.raises(ValueError, match='scheduled_privatizer must come direc'):
-    prism_optax.chain(clip, rank_sign(), noise)
-  with pytest.raises(ValueError, match='intrinsic_clip must come first, got r'):
-    prism_optax.chain(rank_sign(), clip, noise)
-
-
-def test_what_says_nothing_of_noise_is_none():
-  """The same function without ``adds_noise`` does not make a chain private."""
+  assert prism_optax.chain(clip, noise, *rest).sensitivity() == 0.4
   silent = transforms.tangent_transformation(
     'silent', lambda stacks, state, step: (stacks, state)
   )
-  with pytest.raises(ValueError, match='No noise behind'):
-    prism_optax.chain(prism_optax.intrinsic_clip(1.0), silent)
+  for parts, message in (
+    ((clip, *rest), 'No noise behind intrinsic_clip'),
+    ((clip, silent), 'No noise behind'),
+    ((clip, rank_sign(), noise), 'scheduled_privatizer must come direc'),
+    ((rank_sign(), clip, noise), 'intrinsic_clip must come first, got r'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      prism_optax.chain(*parts)
 
 
 def test_extra_arguments_are_dropped_before_them():
   """An update of one's own takes three arguments, whatever a chain passes."""
-  params = cases.tree_of(
-    [oracles.random_factors(np.random.default_rng(2), 9, 7, 3)]
-  )
+  params = cases.adapters([(9, 7, 3)], dtype=jnp.float64)
   tx = rank_sign()
   update, state = jax.jit(tx.update), tx.init(params)
   plain, _ = update(params, state, params)
   more, _ = update(params, state, params, is_padding_example=None)
-  jax.tree.map(np.testing.assert_array_equal, plain, more)
+  cases.assert_same_bits(plain, more)

@@ -14,89 +14,54 @@ import pytest
 import scipy.stats
 
 import prism_optax
-from prism_optax import _modules, fixed_rank
-from prism_optax.fixed_rank import _lifts
+from prism_optax import fixed_rank
 from tests import cases
-from tests.oracles import oracles
+from tests.oracles import oracles, problems
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
 STDDEV = 2.0
 TRIALS = 2000
-
-
-def _params(zero_left=False, dtype=jnp.float32):
-  rng = np.random.default_rng(0)
-  factors = [oracles.random_factors(rng, *shape) for shape in SHAPES]
-  if zero_left:
-    factors[0] = np.zeros_like(factors[0][0]), factors[0][1]
-  return cases.tree_of(factors, np.ones(5), dtype)
-
-
-def _draws(params, trials=TRIALS, seed=1):
-  """Projected noise of ``trials`` fresh keys, leaves (trials, *shape).
-
-  A program for so many keys draws them all.
-  """
-  keys = jax.random.split(jax.random.key(seed), (trials // TRIALS, TRIALS))
-  drawn = [jax.device_get(_drawn(params, k)) for k in keys]
-  return jax.tree.map(lambda *x: np.concatenate(x), *drawn)
+PARAMS = cases.adapters(SHAPES)
+ZEROS = jax.tree.map(np.zeros_like, PARAMS)
+ONES = jax.tree.map(np.ones_like, PARAMS)
 
 
 @jax.jit
 def _drawn(params, keys):
-  zeros = jax.tree.map(jnp.zeros_like, params)
-
   def draw(key):
     tx = prism_optax.tangent_privatizer(STDDEV, prng_key=key)
-    return tx.update(zeros, tx.init(params), params)[0]
+    return tx.update(ZEROS, tx.init(params), params)[0]
 
   return jax.lax.map(draw, keys)
 
 
+def _draws(params, trials=TRIALS):
+  """Projected noise of ``trials`` fresh keys, leaves (trials, *shape).
+
+  A program for so many keys draws them all.
+  """
+  keys = jax.random.split(jax.random.key(1), (trials // TRIALS, TRIALS))
+  drawn = [jax.device_get(_drawn(params, k)) for k in keys]
+  return jax.tree.map(lambda *x: np.concatenate(x), *drawn)
+
+
 @functools.cache
 def _usual(trials=TRIALS):
-  params = _params()
-  return params, _draws(params, trials)
-
-
-def _embed(params, tree):
-  """Dense tangent matrices of each module, (trials, m, n)."""
-  return [np.float64(x) for x in _embedded(params, tree)]
-
-
-@jax.jit
-def _embedded(params, tree):
-  modules = _modules.ModuleTree(params)
-  frames = modules.frames(params)
-
-  def one(tree):
-    stacks = modules.coordinates(tree)
-    return [
-      _lifts.embed(f, t)[0] for f, t in zip(frames, stacks.pairs, strict=True)
-    ]
-
-  return jax.vmap(one)(tree)
-
-
-def _energies(dense):
-  return np.sum(dense**2, axis=(-2, -1))
-
-
-def _dimension(m, n, rank):
-  return rank * (m + n - rank)
+  return _draws(PARAMS, trials)
 
 
 def test_energy_is_chi_square_with_the_tangent_dimension():
   """||P(Xi)||^2 / s^2 ~ chi2 with r (m + n - r) degrees of freedom."""
-  params, draws = _usual()
-  for shape, dense in zip(SHAPES, _embed(params, draws), strict=True):
-    law = scipy.stats.chi2(_dimension(*shape))
-    energy = _energies(dense) / STDDEV**2
+  for shape, dense in zip(
+    SHAPES, problems.embed(PARAMS, _usual()), strict=True
+  ):
+    m, n, rank = shape
+    law = scipy.stats.chi2(rank * (m + n - rank))
+    energy = np.sum(dense**2, axis=(-2, -1)) / STDDEV**2
     assert scipy.stats.kstest(energy, law.cdf).pvalue > 1e-3
     # The test can fail: another scale, or noise left in the frame itself.
     for wrong in (2 / 3, 3 / 2, 0.97, 1.03):
       assert scipy.stats.kstest(wrong**2 * energy, law.cdf).pvalue < 1e-6
-    m, n, rank = shape
     unprojected = scipy.stats.chi2((m + n) * rank)
     assert scipy.stats.kstest(energy, unprojected.cdf).pvalue < 1e-6
 
@@ -104,12 +69,10 @@ def test_energy_is_chi_square_with_the_tangent_dimension():
 def test_covariance_is_the_projector_on_the_tangent_space():
   """Isotropic inside, nothing outside."""
   trials = 20_000
-  params, draws = _usual(trials)
-  factors = cases.factors_of(params)
-  noise = _embed(params, draws)
-  for (left, right), dense in zip(factors, noise, strict=True):
+  noise = problems.embed(PARAMS, _usual(trials))
+  for pair, dense in zip(cases.factors_of(PARAMS), noise, strict=True):
     m, n = dense.shape[1:]
-    point = oracles.Point.from_factors(left, right, eps=1e-6)
+    point = oracles.Point.from_factors(*pair, eps=1e-6)
     basis = np.eye(m * n).reshape(m * n, m, n)
     projector = point.project(basis).reshape(m * n, m * n)
     samples = dense.reshape(trials, -1) / STDDEV
@@ -123,17 +86,10 @@ def test_covariance_is_the_projector_on_the_tangent_space():
 def test_rank_space_covariance_is_exactly_isotropic_on_both_sides():
   """What the floor of the preconditioner is built on: s^2 I, core counted."""
   trials = 20_000
-  params, draws = _usual(trials)
-
-  @jax.jit
-  def seen(params, draws):
-    modules = _modules.ModuleTree(params)
-    stacks = jax.vmap(modules.coordinates)(draws)
-    return modules.frames(params), stacks.pairs
-
-  for frame, x in zip(*jax.device_get(seen(params, draws)), strict=True):
-    left, right = np.float64(x.left[:, 0]), np.float64(x.right[:, 0])
-    q_right = np.float64(frame.right[0])
+  drawn = cases.factors_of(_usual(trials))
+  for frame, pair in zip(problems.frames(PARAMS), drawn, strict=True):
+    left, right = map(np.float64, pair)
+    q_right = np.float64(frame.right)
     core = np.einsum('tnr,ns->trs', right, q_right)  # D = X_R^T Q_R
     outer = right - np.einsum('ns,trs->tnr', q_right, core)
     m, n, rank = left.shape[1], right.shape[1], left.shape[2]
@@ -150,15 +106,15 @@ def test_rank_space_covariance_is_exactly_isotropic_on_both_sides():
 
 
 def test_other_leaves_get_plain_gaussian_noise():
-  noise = np.float64(_usual()[1]['extra']).ravel() / STDDEV
+  noise = np.float64(_usual()['extra']).ravel() / STDDEV
   assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
   assert scipy.stats.kstest(1.1 * noise, 'norm').pvalue < 1e-4
 
 
 def test_masked_directions_are_zero_after_the_noise():
   """A zero factor: nothing is observed on the other side, all on its own."""
-  params = _params(zero_left=True)
-  draws = _draws(params)
+  zero = {**PARAMS['m0'], 'lora_b': np.zeros_like(PARAMS['m0']['lora_b'])}
+  draws = _draws(PARAMS | {'m0': zero})
   np.testing.assert_array_equal(draws['m0']['lora_a'], 0)
   m, _, rank = SHAPES[0]
   energy = np.sum(np.float64(draws['m0']['lora_b']) ** 2, axis=(-2, -1))
@@ -168,71 +124,54 @@ def test_masked_directions_are_zero_after_the_noise():
 
 def test_noise_goes_in_on_all_entries_before_projector_and_mask():
   """The sum is projected, not the noise alone: the release is all of X + N."""
-  params = _params()
-  x = jax.tree.map(np.ones_like, params)  # Not tangent coordinates at all.
   tx = prism_optax.tangent_privatizer(0.0, prng_key=0)
-  out, _ = jax.jit(tx.update)(x, tx.init(params), params)
-
-  @jax.jit
-  def projected(x, params):
-    modules = _modules.ModuleTree(params)
-    stacks = modules.coordinates(x)
-    pairs = _modules.map_pairs(
-      fixed_rank.project, modules.frames(params), stacks.pairs
-    )
-    return modules.tree(_modules.Stacks(pairs, stacks.others))
-
-  jax.tree.map(np.testing.assert_array_equal, out, projected(x, params))
-  assert np.abs(out['m0']['lora_b'] - x['m0']['lora_b']).max() > 0.1
+  out, _ = jax.jit(tx.update)(ONES, tx.init(PARAMS), PARAMS)
+  # Ones are not tangent coordinates at all.
+  for frame, pair in zip(
+    problems.frames(PARAMS), cases.factors_of(out), strict=True
+  ):
+    ones = fixed_rank.Tangent(*map(np.ones_like, pair))
+    cases.assert_close(pair, fixed_rank.project(frame, ones), 1e-6)
+    assert np.abs(pair[0] - 1).max() > 0.1
+  np.testing.assert_array_equal(out['extra'], 1)
 
 
 @jax.jit
 def _step(state, params):
   """For privatizers of all keys, which are in the state."""
-  tx = prism_optax.tangent_privatizer(1.0)
-  return tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+  return prism_optax.tangent_privatizer(1.0).update(ZEROS, state, params)
 
 
-def _steps(tx, params, count, state=None):
+def _steps(tx, count, state=None):
   """Of a privatizer of standard deviation one."""
-  state = tx.init(params) if state is None else state
+  state = tx.init(PARAMS) if state is None else state
   out = []
   for _ in range(count):
-    noise, state = _step(state, params)
-    out.append(
-      np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(noise)])
-    )
-  return np.array(out), state
+    noise, state = _step(state, PARAMS)
+    out.append(np.concatenate(jax.tree.leaves(noise), None))
+  return np.float64(out), state
 
 
 def test_steps_modules_and_leaves_are_independent():
   """Sample correlations over many steps: none beyond chance."""
-  params = _params()
-  noise, _ = _steps(
-    prism_optax.tangent_privatizer(1.0, prng_key=3), params, 400
-  )
-  extra = noise[:, :5]  # Sorted names: 'extra' comes first.
-  rest = noise[:, 5:]
+  noise, _ = _steps(prism_optax.tangent_privatizer(1.0, prng_key=3), 400)
+  extra, rest = noise[:, :5], noise[:, 5:]  # Sorted names.
   bound = 5.5 / np.sqrt(400)  # Five and a half standard errors.
   cross = np.corrcoef(extra.T, rest.T)
   assert np.abs(cross[:5, 5:]).max() < bound
   assert np.abs(np.corrcoef(extra.T) - np.eye(5)).max() < bound
   lagged = np.mean(noise[1:] * noise[:-1], axis=0)
   assert np.abs(lagged).max() < bound
-  m0 = 5 + 9 * 3 + 7 * 3
-  between = np.corrcoef(noise[:, 5:m0].T, noise[:, m0:].T)
-  size = m0 - 5
+  size = 9 * 3 + 7 * 3
+  between = np.corrcoef(rest[:, :size].T, rest[:, size:].T)
   assert np.abs(between[:size, size:]).max() < bound
 
 
 def test_noise_is_never_drawn_twice():
   """Over steps, restarts from a saved state and fresh inits: all different."""
-  params = _params()
   tx = prism_optax.tangent_privatizer(1.0)
-  first, state = _steps(tx, params, 5)
-  resumed, _ = _steps(tx, params, 5, state)
-  fresh, _ = _steps(tx, params, 5)
-  rows = np.concatenate([first, resumed, fresh])
+  first, state = _steps(tx, 5)
+  rows = np.concatenate([first, _steps(tx, 5, state)[0], _steps(tx, 5)[0]])
   assert len(np.unique(rows, axis=0)) == 15
   values = rows[:, :5].ravel()
   # Noise is on a lattice of some million steps: two of 75 values are equal by
@@ -242,7 +181,6 @@ def test_noise_is_never_drawn_twice():
 
 def test_a_privatizer_of_ones_own_replaces_the_noise():
   """It sees coordinates in the parameters' shapes; its sum is projected."""
-  params = _params()
   seen = []
 
   def update(updates, state, params=None):
@@ -252,16 +190,12 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
 
   own = optax.GradientTransformation(lambda p: jnp.array(0), update)
   tx = prism_optax.tangent_privatizer(privatizer=own, steps='unlimited')
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  out, state = jax.jit(tx.update)(zeros, tx.init(params), params)
+  out, state = jax.jit(tx.update)(ZEROS, tx.init(PARAMS), PARAMS)
   assert state.count == state.inner == 1
-  assert seen == [jax.tree.map(jnp.shape, params)]
-  ones = jax.tree.map(jnp.ones_like, params)
+  assert seen == [jax.tree.map(jnp.shape, PARAMS)]
   plain = prism_optax.tangent_privatizer(0.0, prng_key=0)
-  want, _ = jax.jit(plain.update)(ones, plain.init(params), params)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), out, want
-  )
+  want, _ = jax.jit(plain.update)(ONES, plain.init(PARAMS), PARAMS)
+  cases.assert_close(out, want, 1e-6)
 
 
 def test_a_cryptographic_generator_draws_the_noise():
@@ -273,30 +207,23 @@ def test_a_cryptographic_generator_draws_the_noise():
   tx = prism_optax.tangent_privatizer(2.0, prng_key='chacha20')
   update = jax.jit(tx.update)
   zeros = jax.tree.map(jnp.zeros_like, params)
-
-  def of(state):
-    noise, state = update(zeros, state, params)
-    return np.asarray(noise['bias']), state
-
-  one, state = of(tx.init(params))
-  two, _ = of(state)
-  other, _ = of(tx.init(params))
+  draws, state = [], tx.init(params)
   assert state.inner.shape == (2,)
-  draws = np.stack([one, two, other])
+  for start in (state, None, tx.init(params)):
+    noise, state = update(zeros, start or state, params)
+    draws.append(noise['bias'])
   for i, draw in enumerate(draws):  # Independent: none follows another.
     assert abs(np.corrcoef(draw, draws[i - 1])[0, 1]) < 5 / np.sqrt(1000)
   # Five relative standard errors of a standard deviation.
-  assert draws.std() == pytest.approx(2.0, rel=5 / np.sqrt(2 * draws.size))
+  assert np.std(draws) == pytest.approx(2.0, rel=5 / np.sqrt(2 * 3000))
 
 
 def test_nothing_is_released_beyond_the_last_step():
-  params = _params()
   tx = prism_optax.tangent_privatizer(2.0, prng_key=0, steps=1)
   update = jax.jit(tx.update)
-  ones = jax.tree.map(jnp.ones_like, params)
-  noisy, state = update(ones, tx.init(params), params)
+  noisy, state = update(ONES, tx.init(PARAMS), PARAMS)
   assert all(np.any(x) for x in jax.tree.leaves(noisy))
-  nothing, _ = update(ones, state, params)
-  assert not any(np.any(x) for x in jax.tree.leaves(nothing))
+  nothing, _ = update(ONES, state, PARAMS)
+  assert cases.norm(nothing) == 0
   with pytest.raises(ValueError, match='steps=1 updates.*update 2'):
-    tx.update(ones, state, params)
+    tx.update(ONES, state, PARAMS)

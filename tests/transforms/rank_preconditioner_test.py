@@ -71,28 +71,6 @@ def test_directions_follow_a_schedule_of_the_noise():
 
 
 @x64
-@pytest.mark.slow
-def test_directions_without_noise_and_without_a_floor():
-  problem = problems.Problem(ONE_SHAPE)
-  points = unrelated_points(problem, 3)
-  options = optimizer_oracles.Options(floor_factor=0.0)
-  plain = compare_with_oracle(
-    problem, points, [0.0] * 3, options, noise_stddev=0.0
-  )
-  unfloored = compare_with_oracle(
-    problem, points, [9.0] * 3, options, noise_stddev=9.0, floor_factor=0.0
-  )
-  floored = compare_with_oracle(
-    problem, points, [9.0] * 3, optimizer_oracles.Options(), noise_stddev=9.0
-  )
-  for a, b, c in zip(
-    plain.modules, unfloored.modules, floored.modules, strict=True
-  ):
-    assert oracles.relative_error(a, b) < 1e-12
-    assert oracles.relative_error(c, b) > 0.1
-
-
-@x64
 def test_noise_is_counted_where_a_direction_is_observed():
   """A factor that has lost a column shows one direction less to the other."""
   rank, b2 = 3, 0.9

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax._randomness import _keys
 
 PARAMS = {
   'bias': np.ones((5,), np.float32),
@@ -92,37 +91,3 @@ def test_it_passes_through(case):
   for x, y, z in zip(one, again, other, strict=True):
     np.testing.assert_array_equal(x, y)
     assert np.abs(x - z).max() > 1e-3
-
-
-@pytest.mark.parametrize('prng_key', [7, 'chacha20'])
-def test_without_a_digest_a_key_is_what_it_was(prng_key):
-  key = _keys.resolve_key('prng_key', prng_key, (), words=4)
-  assert _keys.for_release(key, None) is key
-  one, other = (_keys.for_release(key, x) for x in (ONE, OTHER))
-  assert one.shape == key.shape
-  words = [np.asarray(jax.random.key_data(x)).ravel() for x in (one, other)]
-  # No word of one is that of another: 16 of 2^32 would coincide by chance with
-  # a probability of 3e-8.
-  assert len(set(np.concatenate(words).tolist())) == 2 * words[0].size
-
-
-def test_every_word_of_a_digest_counts():
-  digests = np.stack([ONE] * 9)
-  digests[np.arange(8), np.arange(8)] ^= 1 << 31
-  for key in (
-    _keys.resolve_key('prng_key', k, (), words=4) for k in (7, 'chacha20')
-  ):
-    *others, one = jax.jit(
-      jax.vmap(
-        lambda x, key=key: jax.random.key_data(_keys.for_release(key, x))
-      )
-    )(digests)
-    for other in others:
-      assert (one != other).all()
-
-
-@pytest.mark.parametrize('digest', [ONE[:4], ONE.astype(np.int32), 5])
-def test_a_digest_of_another_form_is_refused(digest):
-  key = _keys.resolve_key('prng_key', 7, (), words=4)
-  with pytest.raises(ValueError, match=r'release_digest to be None or \(8,\)'):
-    _keys.for_release(key, digest)

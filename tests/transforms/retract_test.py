@@ -1,4 +1,4 @@
-"""The last transform: where the parameters land, and what it leaves alone."""
+"""Decay and retraction: where the parameters land, and what stays."""
 
 import functools
 
@@ -23,15 +23,14 @@ def _coordinates(params, grads):
   return prism_optax.tangent_coordinates(params)(grads)
 
 
-def _problem(seed=0, condition=10.0):
-  rng = np.random.default_rng(seed)
-  factors, dense = cases.random_problem(rng, SHAPES, 1, condition)
+def _problem():
+  """Factors, dense gradients, the tree and the coordinates of the gradients."""
+  rng = np.random.default_rng(0)
+  factors, dense = cases.random_problem(rng, SHAPES, 1, 10.0)
+  dense = [g[0] for g in dense]
   params = cases.tree_of(factors, np.ones(4))
-  grads = cases.factor_gradients(
-    factors, [g[0] for g in dense], rng.normal(size=4)
-  )
-  step = _coordinates(params, grads)
-  return factors, [g[0] for g in dense], params, step
+  grads = cases.factor_gradients(factors, dense, rng.normal(size=4))
+  return factors, dense, params, _coordinates(params, grads)
 
 
 @functools.cache
@@ -62,73 +61,56 @@ def test_lands_on_the_best_approximation(align):
   )
 
 
-def test_output_is_in_the_balanced_svd_gauge():
-  _, _, params, step = _problem()
-  new = _land(params, step)
-  for left, right in cases.factors_of(new):
-    grams = left.T @ left, right.T @ right
-    np.testing.assert_allclose(*grams, atol=1e-12)
-    off = grams[0] - np.diag(np.diag(grams[0]))
-    assert np.abs(off).max() < 1e-12 * grams[0].max()
-
-
-def test_small_steps_change_the_arrays_little():
-  """Signs follow the old factors, so apply_updates loses no digits."""
-  factors, _, _, step = _problem()
-  params = cases.tree_of(
-    [oracles.balance(pair) for pair in factors], np.ones(4)
-  )
-  step = jax.tree.map(lambda x: 1e-6 * x, step)
-  new = _land(params, step)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, new
-  )
-
-
-def test_a_step_of_zero_keeps_the_parameters_to_rounding():
-  """The first step of a warm-up has learning rate zero."""
-  _, _, params, step = _problem()
-  params['m0']['lora_b'] = jnp.zeros_like(params['m0']['lora_b'])
-  zero = jax.tree.map(jnp.zeros_like, step)
-  new = _land(params, zero)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-14), params, new
-  )
-
-
 @pytest.mark.parametrize('zero', ['lora_a', 'lora_b'])
 def test_a_step_of_low_rank_from_zero_loses_no_direction(zero):
   """Rank one into a zero start of rank three: the rest can still be trained."""
   rng = np.random.default_rng(5)
-  left, right = oracles.random_factors(rng, 9, 7, 3)
-  params = cases.tree_of([(left, right)])
+  params = cases.tree_of([oracles.random_factors(rng, 9, 7, 3)])
   params['m0'][zero] = jnp.zeros_like(params['m0'][zero])
   other = 'lora_a' if zero == 'lora_b' else 'lora_b'
-  dense = np.outer(rng.normal(size=9), rng.normal(size=7))
+  # The first step of a warm-up has learning rate zero.
+  still = _land(params, jax.tree.map(jnp.zeros_like, params))
+  cases.assert_close(still, params, 1e-14)
   for _ in range(3):
+    dense = np.outer(rng.normal(size=9), rng.normal(size=7))
     factors = cases.factors_of(params)
     point = oracles.Point.from_factors(*factors[0])
     grads = cases.factor_gradients(factors, [dense])
-    step = _coordinates(params, grads)
-    params = _land(params, step)
-    want = point.z + point.project(dense)
-    (got,) = cases.products_of(params)
-    np.testing.assert_allclose(got, oracles.best_approximation(want, 3),
-                               atol=1e-12)  # fmt: skip
+    params = _land(params, _coordinates(params, grads))
+    want = oracles.best_approximation(point.z + point.project(dense), 3)
+    np.testing.assert_allclose(cases.products_of(params)[0], want, atol=1e-12)
     assert np.linalg.matrix_rank(params['m0'][other]) == 3
-    dense = np.outer(rng.normal(size=9), rng.normal(size=7))
   assert np.linalg.matrix_rank(params['m0'][zero]) == 3  # One a step.
 
 
 def test_scale_is_inside_the_step():
   """Z = scale L R^T moves by the step, whatever the scale."""
   factors, _, params, step = _problem()
-  layout = lora.Layout(scale=4.0)
-  halved = cases.tree_of(
-    [(left / 2, right / 2) for left, right in factors], np.ones(4)
-  )
-  new = _land(halved, step, layout=layout)
-  for z, want in zip(
-    cases.products_of(new), cases.products_of(_land(params, step)), strict=True
-  ):
+  halved = cases.tree_of([(x / 2, y / 2) for x, y in factors], np.ones(4))
+  found = _land(halved, step, layout=lora.Layout(scale=4.0))
+  expected = cases.products_of(_land(params, step))
+  for z, want in zip(cases.products_of(found), expected, strict=True):
     np.testing.assert_allclose(4 * z, want, atol=1e-12)
+
+
+@pytest.mark.parametrize('condition', [1.0, 1e3])
+def test_z_shrinks_by_the_factor_and_nothing_else(condition):
+  """Decay of Z, exactly and in any gauge."""
+  rng = np.random.default_rng(0)
+  factors = [oracles.random_factors(rng, 9, 7, 3) for _ in range(2)]
+  gauge = oracles.random_gauge(rng, 3, condition)
+  factors[0] = oracles.change_gauge(factors[0], gauge)
+  params = cases.tree_of(factors, np.ones(4))
+  tx = optax.chain(
+    prism_optax.add_decayed_factors(0.5),
+    optax.scale_by_learning_rate(0.1),
+    prism_optax.retract(),
+  )
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = jax.jit(tx.update)(zeros, tx.init(params), params)
+  new = optax.apply_updates(params, updates)
+  old = cases.products_of(params)
+  for got, z in zip(cases.products_of(new), old, strict=True):
+    atol = 1e-14 * condition * np.abs(z).max()
+    np.testing.assert_allclose(got, 0.95 * z, atol=atol)
+  np.testing.assert_array_equal(new['extra'], params['extra'])

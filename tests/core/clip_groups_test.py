@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import accounting, transforms
+from prism_optax import transforms
 from prism_optax.transforms import _matrix_clip
 
 Dims = optax.contrib.MuonDimensionNumbers
@@ -88,15 +88,6 @@ def test_what_does_not_fit_is_named(norms, specs, message):
 CLIPS, SIZES = [0.5, 1.0, 2.0, 2.0, 0.1], [400, 9, 25, 6400, 1]
 
 
-@pytest.mark.parametrize('noise_split', _matrix_clip.NOISE_SPLITS)
-def test_the_groups_together_have_the_multiplier_asked_for(noise_split):
-  split = transforms.split_noise_multiplier(
-    1.7, CLIPS, SIZES, noise_split=noise_split
-  )
-  assert accounting.joint_noise_multiplier(split) == pytest.approx(1.7)
-  assert min(split) > 1.7
-
-
 def _energy(split):
   return sum(
     d * (s * c) ** 2 for s, c, d in zip(split, CLIPS, SIZES, strict=True)
@@ -131,10 +122,3 @@ def test_units_make_the_joint_sensitivity_one(noise_split):
   assert squared == pytest.approx(1.0)
   if noise_split == 'equal':  # K = 6: the biases, the head, four layers.
     assert units == pytest.approx([math.sqrt(6) * c for c in (3, 3, 2, 0.5)])
-
-
-def test_shapes_are_enough():
-  shapes = jax.eval_shape(lambda: PARAMS)
-  assert _matrix_clip.clip_groups(1.0, shapes, SPECS) == (
-    _matrix_clip.clip_groups(1.0, PARAMS, SPECS)
-  )
