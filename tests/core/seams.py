@@ -14,6 +14,7 @@ from prism_optax import _lattice
 from prism_optax._randomness import _keys
 from prism_optax.accounting import _filters, _ledger
 from prism_optax.training import _fingerprint, _program, _seen, _words
+from prism_optax.transforms import _privatizer
 
 FOREIGN_WORDS = _words.FOREIGN
 FINGERPRINT = _fingerprint.Fingerprint._fields
@@ -70,6 +71,7 @@ def noise_multiplier_seen(private):
 # All noise of the package is added by `add_noise(key, tree, stddev)`, to arrays
 # or to sums on a lattice.
 add_noise = _lattice.add_noise
+gaussian = _privatizer.gaussian
 to_float = _lattice.to_float
 
 

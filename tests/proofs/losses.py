@@ -23,7 +23,7 @@ def copies(params, size=B):
   return jax.tree.map(lambda x: np.broadcast_to(x, (size, *x.shape)), params)
 
 
-def problem(loss):
+def problem(loss, size=B):
   """Parameters, inputs and labels that all losses here take."""
   p = {
     'a': normal(D, H), 'b': normal(H, C), 'b2': normal(D, C),
@@ -31,8 +31,8 @@ def problem(loss):
     'table': normal(11, D), 'head': normal(D, C), 'kernel': normal(3, 3, 2, 6),
     'depthwise': normal(3, 3, 1, 6), **{n: normal(D, D) for n in 'qkv'},
   }  # fmt: skip
-  x = {'lookup': ids(B, T, top=11), 'convolutions': normal(B, 8, 8, 2)}
-  return p, x.get(loss.__name__, normal(B, T, D, seed=2)), ids(B)
+  x = {'lookup': ids(size, T, top=11), 'convolutions': normal(size, 8, 8, 2)}
+  return p, x.get(loss.__name__, normal(size, T, D, seed=2)), ids(size)
 
 
 # ---- Losses of one example.
@@ -240,7 +240,7 @@ def dispatched(p, x, y):
   """One expert per example, by products with one-hot rows: 0 times NaN."""
   choice = jax.nn.one_hot(y, C)
   slots = jnp.einsum('be,btd->etd', choice, x)
-  return jnp.einsum('be,etd->b', choice, jnp.tanh(slots))
+  return jnp.einsum('be,etd,bdh->b', choice, jnp.tanh(slots), p['a'])
 
 
 def rolled(p, x, y):
@@ -262,6 +262,11 @@ def secretly_centred(x):
 @secretly_centred.def_vmap
 def _(size, batched, x):
   return x - x.mean(0), True
+
+
+def secret_of_one(p, x, y):
+  """A loss of ONE record, whose rule for batches is another function."""
+  return jnp.sum((secretly_centred(x) @ p['a']) ** 2)
 
 
 def custom_vmap(p, x, y):

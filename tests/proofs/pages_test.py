@@ -42,41 +42,23 @@ def state_of(names):
   return names['tx'].init(names.get('stacked', names.get('params')))
 
 
+ROWS, WIDE = shape(FLOAT, 8, 8), shape(FLOAT, 8, 6)
+NUMBERS, PADDING = shape(INT, 8), shape(BOOL, 8)
 # The arguments behind parameters and state, those with records, the padding.
 PAGES = {
-  'own_step': (
-    [shape(FLOAT, 8, 8), shape(FLOAT, 8, 5), shape(BOOL, 8)],
-    (2, 3),
-    4,
-  ),
-  'from_opacus': (
-    [shape(FLOAT, 8, 8), shape(FLOAT, 8, 6), shape(BOOL, 8)],
-    (2, 3),
-    4,
-  ),
-  'clip_groups': (
-    [shape(FLOAT, 8, 8), shape(INT, 8), shape(BOOL, 8)],
-    (2, 3),
-    4,
-  ),
+  'own_step': ([ROWS, shape(FLOAT, 8, 5), PADDING], (2, 3), 4),
+  'from_opacus': ([ROWS, WIDE, PADDING], (2, 3), 4),
+  'clip_groups': ([ROWS, NUMBERS, PADDING], (2, 3), 4),
   'one_backward_pass': (
-    [(shape(FLOAT, 8, 5, 16), shape(INT, 8)), shape(FLOAT, 16, 12)],
-    2,
-    (),
+    [(shape(FLOAT, 8, 5, 16), NUMBERS), shape(FLOAT, 16, 12)], 2, (),
   ),
   'lora_trees': ([shape(FLOAT, 4, 8)], 2, ()),
   'from_jax_privacy': (
-    [shape(FLOAT, 64, 8), shape(FLOAT, 64, 5), shape(BOOL, 64)],
-    (2, 3),
-    4,
+    [shape(FLOAT, 64, 8), shape(FLOAT, 64, 5), shape(BOOL, 64)], (2, 3), 4,
   ),
-  'privatizers': ([shape(FLOAT, 8, 8), shape(FLOAT, 8, 6)], (2, 3), ()),
-  'train_state': (
-    [shape(FLOAT, 8, 8), shape(INT, 8), shape(BOOL, 8)],
-    (2, 3),
-    4,
-  ),
-}
+  'privatizers': ([ROWS, WIDE], (2, 3), ()),
+  'train_state': ([ROWS, NUMBERS, PADDING], (2, 3), 4),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -91,11 +73,7 @@ def test_the_step_of_a_page_is_proved(page):
   else:
     held = names.get('stacked', names['params']), state_of(names)
   proof = diagnostics.prove_released(
-    names['step'],
-    *held,
-    *rest,
-    private=private,
-    padding=padding,
+    names['step'], *held, *rest, private=private, padding=padding
   )
   assert proof, proof
   foreign = [x for x in proof.assumptions if 'not of this package' in x]

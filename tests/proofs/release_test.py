@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.experimental import io_callback
@@ -13,15 +12,15 @@ from jax.extend import core
 
 import prism_optax
 from prism_optax import diagnostics, transforms
-from prism_optax._proofs import _marks
-from prism_optax.transforms import _privatizer
+from tests.core import seams
+from tests.training import mechanism_test as mechanism
 
 LINES = pathlib.Path(__file__).read_text('utf-8').splitlines()
 
 PARAMS = {'w': jnp.ones((3, 2)), 'bias': jnp.zeros(2)}
 CLIP = prism_optax.per_matrix_clip(1.0, normalize_by=4.0)
-NOISE = _privatizer.gaussian(0.5, 0)
-NO_NOISE = _privatizer.gaussian(0.0, 0)
+NOISE, NO_NOISE = (seams.gaussian(x, 0) for x in (0.5, 0.0))
+TWO_STEPS = optax.MultiSteps(NOISE, 2)
 X, PADDING = jnp.ones((6, 3)), jnp.arange(6) >= 4
 
 
@@ -135,13 +134,11 @@ def takes_its_noise_from_a_record(params, state, x, padding):
 
 def accumulates_before_the_clip(params, state, x, padding):
   mean = jax.tree.map(lambda g: jnp.mean(g, 0), gradients(params, x))
-  steps = optax.MultiSteps(NOISE, 2)
-  return steps.update(mean, state, params)  # offence
+  return TWO_STEPS.update(mean, state, params)  # offence
 
 
 def accumulates_before_the_noise(params, state, x, padding):
-  steps = optax.MultiSteps(NOISE, 2)
-  return steps.update(mean_of(params, x), state, params)  # offence
+  return TWO_STEPS.update(mean_of(params, x), state, params)  # offence
 
 
 def decides_by_a_record(params, state, x, padding):
@@ -219,10 +216,6 @@ def forgets_the_padding(params, state, x, padding):
   return descended(params, noisy), state
 
 
-def multi_steps_state():
-  return optax.MultiSteps(NOISE, 2).init(PARAMS)
-
-
 OFFENCES = {
   returns_its_loss: ('div', r'output\[2\] depends on records'),
   keeps_a_statistic: ('add', r'output\[1\]\[1\] depends'),
@@ -251,12 +244,10 @@ OFFENCES = {
   hides_a_loop_in_what_is_not_known: ('while', 'how often a loop runs'),
 }
 STATES = {
-  keeps_a_statistic: lambda: (NOISE.init(PARAMS), jnp.zeros(3)),
-  accumulates_before_the_clip: multi_steps_state,
-  accumulates_before_the_noise: multi_steps_state,
-  skips_what_is_not_finite: lambda: optax.apply_if_finite(NOISE, 3).init(
-    PARAMS
-  ),
+  keeps_a_statistic: (NOISE.init(PARAMS), jnp.zeros(3)),
+  accumulates_before_the_clip: TWO_STEPS.init(PARAMS),
+  accumulates_before_the_noise: TWO_STEPS.init(PARAMS),
+  skips_what_is_not_finite: optax.apply_if_finite(NOISE, 3).init(PARAMS),
 }
 
 
@@ -264,7 +255,7 @@ STATES = {
 def test_what_passes_the_noise_is_refused(step):
   """The message names the primitive and its line."""
   primitive, words = OFFENCES[step]
-  proof = prove(step, state=STATES.get(step, lambda: None)())
+  proof = prove(step, state=STATES.get(step))
   assert not proof
   assert re.search(words, proof.offence), proof.offence
   assert 'not proved' in str(proof)
@@ -382,36 +373,29 @@ def test_what_other_libraries_do_is_declared():
 
 
 PAIR = {'lora_a': jnp.eye(3, 2), 'lora_b': jnp.ones((2, 2))}
-
-
-def of_pair(params, x):
-  return jnp.sum((x @ params['lora_a'] @ params['lora_b']) ** 2)
-
-
-def flipped(stacks, state, step):
-  return stacks, state
-
-
-def with_ones(key):
-  return optax.stateless(lambda tree, _: jax.tree.map(lambda x: x + 1, tree))
-
-
-REST = prism_optax.scale_by_learning_rate(0.1), prism_optax.retract()
 FOREIGN = {
   'privatizer': prism_optax.tangent_privatizer(
-    privatizer=with_ones(None), steps=3
+    privatizer=mechanism.with_ones(None), steps=3
   ),
-  'correlated': prism_optax.correlated_tangent_privatizer(with_ones, steps=3),
-  'own': transforms.tangent_transformation('own', flipped, adds_noise=True),
+  'correlated': prism_optax.correlated_tangent_privatizer(
+    mechanism.with_ones, steps=3
+  ),
+  'own': transforms.tangent_transformation(
+    'own', lambda stacks, state, step: (stacks, state), adds_noise=True
+  ),
 }
 
 
 @pytest.mark.parametrize('name', FOREIGN)
 def test_noise_that_is_not_ours_is_an_assumption(name):
-  tx = prism_optax.chain(prism_optax.intrinsic_clip(1.0), FOREIGN[name], *REST)
+  clip = prism_optax.intrinsic_clip(1.0)
+  tx = prism_optax.chain(clip, FOREIGN[name], *mechanism.REST)
+
+  def loss(params, x):
+    return jnp.sum((x @ params['lora_a'] @ params['lora_b']) ** 2)
 
   def step(params, state, x):
-    grads = jax.vmap(jax.grad(of_pair), (None, 0))(params, x)
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, x)
     return tx.update(grads, state, params)
 
   args = PAIR, jax.eval_shape(tx.init, PAIR), jax.ShapeDtypeStruct((6, 3), 'f')
@@ -441,40 +425,3 @@ def test_a_primitive_that_is_not_known_makes_private():
     return NOISE.update(mean, state)
 
   assert prove(step).offence.startswith('`unknown`')
-
-
-# The marks themselves.
-
-
-def test_marks_are_compiled_to_nothing(monkeypatch):
-  """The same program, letter by letter, and so the same bits and kernels."""
-  args = PARAMS, NOISE.init(PARAMS), X, PADDING
-
-  def lowered():
-    step = jax.jit(lambda *args: private_step(*args), donate_argnums=(0, 1))
-    return step.lower(*args).as_text()
-
-  with_marks = lowered()
-  monkeypatch.setattr(_marks, '_bound', lambda mark, leaves, what: leaves)
-  assert lowered() == with_marks
-
-
-def test_marks_pass_through_transformations():
-  what = _marks.Noise((1.0,))
-
-  def marked(x):
-    ((y,),) = _marks.released([(jnp.sin(x),)], what)
-    return y
-
-  x = jnp.linspace(0, 1, 4)
-  np.testing.assert_array_equal(jax.vmap(marked)(x), jnp.sin(x))
-  np.testing.assert_array_equal(jax.vmap(jax.grad(marked))(x), jnp.cos(x))
-  scanned = jax.lax.scan(lambda c, v: (c, marked(v)), 0, x)[1]
-  np.testing.assert_array_equal(scanned, jnp.sin(x))
-  # One copy of many is not known to be noise of its own.
-  (equation,) = [
-    e
-    for e in jax.make_jaxpr(jax.vmap(marked))(x).eqns
-    if e.primitive is _marks.released_p
-  ]
-  assert equation.params['what'].stddevs == (None,)
