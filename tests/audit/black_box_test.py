@@ -5,43 +5,25 @@ can only hide. These bounds are lower than those of the white box; half the
 noise is still seen.
 """
 
-import jax
-import optax
 import pytest
 
 import prism_optax
 from prism_optax import contrib
-from tests.audit import harness
+from tests.audit import chains, harness
 from tests.oracles import problems
 
 SIGMA, STEPS = 2.0, 2
-COMMON = {
-  'l2_clip_norm': harness.CLIP,
-  'expected_batch_size': harness.EXPECTED_BATCH_SIZE,
-}
 
 
 def _prism(make=prism_optax.prism, **options):
   def optimizer_of(key, noise):
     return make(
-      0.05, noise_multiplier=SIGMA * noise, prng_key=key, **COMMON, **options
-    )
+      chains.LEARNING_RATE, l2_clip_norm=harness.CLIP, prng_key=key,
+      noise_multiplier=SIGMA * noise,
+      expected_batch_size=harness.EXPECTED_BATCH_SIZE, **options,
+    )  # fmt: skip
 
   return optimizer_of
-
-
-def _muon(key, noise):
-  return prism_optax.dp_muon(
-    0.05,
-    l2_clip_norms=harness.CLIP,
-    noise_multiplier=SIGMA * noise,
-    expected_batch_size=harness.EXPECTED_BATCH_SIZE,
-    prng_key=key,
-    weight_dimension_numbers=lambda tree: jax.tree.map(
-      lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
-      tree,
-    ),
-  )
 
 
 OPTIMIZERS = {
@@ -49,7 +31,7 @@ OPTIMIZERS = {
   'published_prism': _prism(prism_optax.published_prism),
   'prism, momentum only': _prism(problems.chain_of, max_condition_number=1.0),
   'prism_muon': _prism(contrib.prism_muon),
-  'dp_muon': _muon,
+  'dp_muon': chains.dp_muon_of(SIGMA),
 }
 
 

@@ -71,6 +71,28 @@ def prism_chain(noise_multiplier, key, factor=1.0, *, kind='orthonormal',
   )
 
 
+def matrices(tree):
+  """The factors for Muon, the vector not."""
+  return jax.tree.map(
+    lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
+    tree,
+  )
+
+
+def dp_muon_of(noise_multiplier):
+  """From a key, and what the noise is multiplied by, to an optimizer."""
+
+  def optimizer_of(key, noise):
+    return prism_optax.dp_muon(
+      LEARNING_RATE, l2_clip_norms=CLIP, prng_key=key,
+      noise_multiplier=noise_multiplier * noise,
+      expected_batch_size=EXPECTED_BATCH_SIZE,
+      weight_dimension_numbers=matrices,
+    )  # fmt: skip
+
+  return optimizer_of
+
+
 # Wrong parts.
 
 

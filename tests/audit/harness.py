@@ -201,6 +201,64 @@ def recorder() -> optax.GradientTransformation:
   )
 
 
+def played(
+  where: Setting,
+  make: Callable[..., optax.GradientTransformation],
+  steps: int,
+  *,
+  signal: Callable[..., jax.Array] | None = None,
+  score: Callable[[Any], jax.Array] | None = None,
+  sampling: Callable[[jax.Array], jax.Array] | None = None,
+) -> Callable[..., jax.Array]:
+  """An attack on a training with the same records in each step.
+
+  Args:
+    where: Records and start.
+    make: From a key, and what the noise is multiplied by, to a transformation.
+    steps: Of training.
+    signal: ``signal(params, batch, one, old, new)`` of a step: its parameters,
+      gradients of all and of the canary, and the states around it.
+    score: In its place, of the parameters after the last step.
+    sampling: From a key to whether the canary is drawn, for each step; None
+      draws it always.
+
+  Returns:
+    ``play(key, canary, noise) -> score``, the sum of the signals; with
+    ``sampling`` the signals of all steps.
+  """
+
+  def play(key, canary, noise):
+    noise_key, sampling_key = jax.random.split(key)
+    tx = make(noise_key, noise)
+    drawn = jnp.ones(steps, bool)
+    if sampling is not None:
+      drawn = jax.vmap(sampling)(jax.random.split(sampling_key, steps))
+
+    def step(carry, drawn_now):
+      params, state = carry
+      batch, one = batch_of(where, params)
+      updates, new = tx.update(
+        batch, state, params, is_padding_example=absent(canary & drawn_now)
+      )
+      seen = signal and signal(params, batch, one, state, new)
+      return (optax.apply_updates(params, updates), new), seen
+
+    start = where.params, tx.init(where.params)
+    (params, _), signals = jax.lax.scan(step, start, drawn)
+    if score is not None:
+      return score(params)
+    return signals if sampling is not None else jnp.sum(signals)
+
+  return play
+
+
+def known_mean(clip: optax.GradientTransformation, batch: Any, params: Any):
+  """The clipped mean of all records but the canary."""
+  nobody = absent(jnp.array(False))
+  state = clip.init(params)
+  return clip.update(batch, state, params, is_padding_example=nobody)[0]
+
+
 def white_box(
   where: Setting,
   chain_of: Callable[..., optax.GradientTransformation],
@@ -211,55 +269,27 @@ def white_box(
 ) -> Callable[..., jax.Array]:
   """The attacker sees the noised coordinates of every step.
 
+  The signal is what was released along the canary, in units of what an honest
+  clip lets through.
+
   Args:
     where: Records and start.
-    chain_of: From a key, and what the noise is multiplied by, to a chain
-      whose clip comes first and that has a :func:`recorder` in it.
-    steps: Of training, each with the same records.
+    chain_of: As for :func:`played`; its clip comes first, and it has a
+      :func:`recorder` in it.
+    steps: Of training.
     position: Of the recorder in the chain.
-    sampling: From a key to whether the canary is drawn, for each step; None
-      draws it always.
-
-  Returns:
-    ``play(key, canary, noise) -> score``, the sum over steps of the released
-    signal along the canary, in units of what an honest clip lets through; with
-    ``sampling`` the signals of all steps.
+    sampling: As for :func:`played`.
   """
-  clip = prism_optax.intrinsic_clip(
-    CLIP, normalize_by=EXPECTED_BATCH_SIZE
-  )  # What the attacker knows about the others.
+  clip = prism_optax.intrinsic_clip(CLIP, normalize_by=EXPECTED_BATCH_SIZE)
 
-  def play(key, canary, noise):
-    noise_key, sampling_key = jax.random.split(key)
-    tx = chain_of(noise_key, noise)
-    drawn = jnp.ones(steps, bool)
-    if sampling is not None:
-      drawn = jax.vmap(sampling)(jax.random.split(sampling_key, steps))
+  def signal(params, batch, one, old, new):
+    known = known_mean(clip, batch, params)  # What the attacker knows.
+    along = prism_optax.tangent_coordinates(params)(one)
+    seen = jax.tree.map(jnp.subtract, new[position], known)
+    size = optax.tree.vdot(seen, along) / optax.tree.norm(along)
+    return size * EXPECTED_BATCH_SIZE / CLIP
 
-    def step(carry, drawn_now):
-      params, state = carry
-      batch, one = batch_of(where, params)
-      updates, state = tx.update(
-        batch, state, params, is_padding_example=absent(canary & drawn_now)
-      )
-      known, _ = clip.update(
-        batch,
-        optax.EmptyState(),
-        params,
-        is_padding_example=absent(jnp.array(False)),
-      )
-      along = prism_optax.tangent_coordinates(params)(one)
-      signal = optax.tree.vdot(
-        jax.tree.map(jnp.subtract, state[position], known), along
-      ) / optax.tree.norm(along)
-      params = optax.apply_updates(params, updates)
-      return (params, state), signal * EXPECTED_BATCH_SIZE / CLIP
-
-    start = (where.params, tx.init(where.params))
-    _, signals = jax.lax.scan(step, start, drawn)
-    return signals if sampling is not None else jnp.sum(signals)
-
-  return play
+  return played(where, chain_of, steps, signal=signal, sampling=sampling)
 
 
 def black_box(
@@ -275,26 +305,14 @@ def black_box(
   """
   dense, vector = where.canary
 
-  def play(key, canary, noise):
-    tx = optimizer_of(key, noise)
-
-    def step(carry, _):
-      params, state = carry
-      batch, _ = batch_of(where, params)
-      updates, state = tx.update(
-        batch, state, params, is_padding_example=absent(canary)
-      )
-      return (optax.apply_updates(params, updates), state), None
-
-    start = (where.params, tx.init(where.params))
-    (params, _), _ = jax.lax.scan(step, start, length=steps)
-    score = -jnp.vdot(params['extra'] - where.params['extra'], vector)
+  def score(params):
+    found = -jnp.vdot(params['extra'] - where.params['extra'], vector)
     for i, g in enumerate(dense):
-      new, old = params[f'm{i}'], where.params[f'm{i}']
-      moved = (
-        new['lora_a'] @ new['lora_b'] - old['lora_a'] @ old['lora_b']
-      ).T  # As Z, (m, n).
-      score -= jnp.vdot(moved, g)
-    return score
+      new, old = (
+        (x[f'm{i}']['lora_a'] @ x[f'm{i}']['lora_b']).T  # Z, (m, n).
+        for x in (params, where.params)
+      )
+      found -= jnp.vdot(new - old, g)
+    return found
 
-  return play
+  return played(where, optimizer_of, steps, score=score)

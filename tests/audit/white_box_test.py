@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import _modules
+from prism_optax import fixed_rank
 from tests.audit import chains, harness
 
 SIGMA, STEPS = 2.0, 3
@@ -79,61 +79,29 @@ def test_subsampled_steps():
 
 def _muon_play(steps):
   """DP-Muon's own state: its moments tell every noised mean."""
-  where = harness.setting()
   clip = prism_optax.per_matrix_clip(
     harness.CLIP,
     normalize_by=harness.EXPECTED_BATCH_SIZE,
-    weight_dimension_numbers=_muon_matrices,
+    weight_dimension_numbers=chains.matrices,
   )
 
-  def released(old, new, like):
-    matrices = (optax.tree.get(s, 'trace') for s in (old, new))
-    rest = (optax.tree.get(s, 'mu') for s in (old, new))
-    before, now = matrices
-    total = {
+  def signal(params, batch, one, old, new):
+    known = harness.known_mean(clip, batch, params)
+    (before, now), (first, last) = (
+      [optax.tree.get(s, name) for s in (old, new)] for name in ('trace', 'mu')
+    )
+    released = {
       name: jax.tree.map(lambda y, x: y - 0.95 * x, now[name], before[name])
       for name in ('m0', 'm1')
     }
-    before, now = rest
-    return total | {'extra': (now['extra'] - 0.9 * before['extra']) / 0.1}
+    released['extra'] = (last['extra'] - 0.9 * first['extra']) / 0.1
+    # All groups have one clip norm: equal weights for their directions.
+    along = jax.tree.map(lambda x: x / jnp.linalg.norm(x), one)
+    seen = jax.tree.map(jnp.subtract, released, known)
+    return optax.tree.vdot(seen, along)
 
-  def play(key, canary, noise):
-    tx = prism_optax.dp_muon(
-      chains.LEARNING_RATE,
-      l2_clip_norms=harness.CLIP,
-      noise_multiplier=SIGMA * noise,
-      expected_batch_size=harness.EXPECTED_BATCH_SIZE,
-      prng_key=key,
-      weight_dimension_numbers=_muon_matrices,
-    )
-
-    def step(carry, _):
-      params, old = carry
-      batch, one = harness.batch_of(where, params)
-      updates, state = tx.update(
-        batch, old, params, is_padding_example=harness.absent(canary)
-      )
-      known, _ = clip.update(
-        batch, optax.EmptyState(), params,
-        is_padding_example=harness.absent(jnp.array(False)),
-      )  # fmt: skip
-      signal = jax.tree.map(jnp.subtract, released(old, state, known), known)
-      # All groups have one clip norm: equal weights for their directions.
-      along = jax.tree.map(lambda x: x / jnp.linalg.norm(x), one)
-      score = optax.tree.vdot(signal, along)
-      return (optax.apply_updates(params, updates), state), score
-
-    start = (where.params, tx.init(where.params))
-    _, scores = jax.lax.scan(step, start, length=steps)
-    return jnp.sum(scores)
-
-  return play
-
-
-def _muon_matrices(tree):
-  return jax.tree.map(
-    lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None,
-    tree,
+  return harness.played(
+    harness.setting(), chains.dp_muon_of(SIGMA), steps, signal=signal
   )
 
 
@@ -152,9 +120,8 @@ def _released(params, grads, is_padding, noise_multiplier):
     prism_optax.intrinsic_clip(1.0),
     prism_optax.tangent_privatizer(noise_multiplier, prng_key=5),
   )
-  released, _ = tx.update(
-    grads, tx.init(params), params, is_padding_example=is_padding
-  )
+  state = tx.init(params)
+  released, _ = tx.update(grads, state, params, is_padding_example=is_padding)
   return released, jax.vmap(prism_optax.tangent_coordinates(params))(grads)
 
 
@@ -173,9 +140,9 @@ def _one_run(noise_multiplier, canaries=1000):
     -1, 40, 8
   )
   head = np.eye(canaries, 800, dtype=np.float32)
-  frames = jax.jit(_modules.ModuleTree(params).frames)(params)
+  left = fixed_rank.Factors(params['lora_b'].T, params['lora_a'])
   grads = {
-    'lora_a': inside @ np.asarray(frames[0].left_core[0]),
+    'lora_a': inside @ np.asarray(fixed_rank.frame(left).left_core),
     'lora_b': np.zeros((canaries, 8, 30), np.float32),
     'head': head,
   }

@@ -11,14 +11,10 @@ COVERED = ('tests/faults', 'tests/scale_out', 'tests/audit')
 # What supports a row rather than being one.
 SUPPORTING = {
   'test_what_was_saved_comes_back',
-  'test_a_checkpoint_that_cannot_be_written_leaves_the_one_before',
-  'test_every_batch_size_trains',
   'test_steps_of_the_whole_chain',
   'test_a_mesh_gives_what_one_device_gives',
-  'test_the_list_refuses_what_it_should',
   'test_every_row_names_a_test_that_exists',
   'test_every_fault_that_is_tested_has_a_row',
-  'test_both_documents_are_linked',
 }
 
 
@@ -44,12 +40,9 @@ def test_every_row_names_a_test_that_exists():
   assert len(rows) > 30
   for row in rows:
     assert len(row) == 3, row
-    fault, outcome, test = row
-    assert fault, row
-    assert outcome, row
-    path, _, name = test.strip('`').partition('::')
-    assert (ROOT / path).is_file(), test
-    assert name in _tests_of(ROOT / path), test
+    assert all(row), row
+    path, _, name = row[2].strip('`').partition('::')
+    assert name in _tests_of(ROOT / path), row
 
 
 def test_every_fault_that_is_tested_has_a_row():
@@ -58,12 +51,3 @@ def test_every_fault_that_is_tested_has_a_row():
     for path in (ROOT / folder).glob('*_test.py'):
       missing = _tests_of(path) - named - SUPPORTING
       assert not missing, (path.name, missing)
-
-
-def test_both_documents_are_linked():
-  readme = (ROOT / 'README.md').read_text('utf-8')
-  assert 'SECURITY.md' in readme
-  assert 'docs/faults.md' in readme
-  security = (ROOT / 'SECURITY.md').read_text('utf-8')
-  for target in re.findall(r'\]\(([^)#]+)\)', security):
-    assert (ROOT / target).exists(), target
