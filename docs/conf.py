@@ -62,6 +62,8 @@ autosummary_generate = False  # Tables only: entries are on the same page.
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+# The signature of a class has the types of its fields, in short.
+napoleon_attr_annotations = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = 'hide'
 

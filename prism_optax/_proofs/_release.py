@@ -104,7 +104,7 @@ def prove_released(
   packages (:func:`prism_optax.transforms.clipped_elsewhere`,
   :func:`prism_optax.transforms.noised_elsewhere`). The results of the step must
   be public, and so must the values that choose a branch or the number of rounds
-  of a loop. See the page "No way around the noise".
+  of a loop. See the page "Nothing bypasses the noise".
 
   **Privacy.** If the proof holds, the results of the step depend on records
   only through the listed releases. The proof does not compare their size with
