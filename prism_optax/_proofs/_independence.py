@@ -122,10 +122,10 @@ def prove_independent(
   a function that mixes examples      a false proof with an ``offence``
   an operation that is not known      the same
   an output that needs no example     proved; it may have any shape
-  a ``while`` as long as any example  proved; the proof assumes that nobody
-  needs it                            measures its time
-  a closed-over array with B rows     taken for the same for all; refused where
-  (it may be data)                    its rows meet those of the batch
+  a ``while`` until all are finished  proved; the proof assumes that nobody
+                                      measures its time
+  a closed-over array with B rows     taken for the same for all; refused if it
+                                      is combined with rows of the batch
   a closed-over argument              refused, if it is one of the batch
   keys of examples, not Threefry      refused: others draw for all at once
   ==================================  =========================================

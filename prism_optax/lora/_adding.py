@@ -36,8 +36,8 @@ def add_adapters(
 
   ================================  ==========================================
   ``nnx.Linear``                    becomes an ``nnx.LoRALinear``
-  ``nnx.LinearGeneral``             gets an adapter if it works on the last
-  (attention)                       axes: features are flattened, in order
+  ``nnx.LinearGeneral``             (attention) gets an adapter if it works on
+                                    the last axes: features are flattened
   under ``nnx.vmap``, ``nnx.scan``  one adapter for each of the stacked layers
   other layers with a kernel        ValueError if the pattern chooses one, as
                                     for a subclass or a layer with adapters

@@ -218,10 +218,10 @@ def save_peft(
   ``norm/scale``         ``norm.weight``; likewise ``embedding`` and ``weight``
   ``head/bias``          ``head.bias``
   any other leaf         ValueError: PyTorch has no name for it
-  ``q/bias`` where q     ValueError: in PEFT a module has an adapter or is
-  has an adapter         trained as a whole
-  one factor zero in     ValueError: they are as they began, and training never
-  all modules            moved them
+  bias of an adapter     ValueError: in PEFT a module has an adapter or is
+                         trained as a whole
+  untrained adapters     ValueError: if one factor of every module is zero,
+                         training never moved them
   =====================  =====================================================
 
   After :func:`spectral_residual` save ``difference(trained, initial)``, because

@@ -107,12 +107,12 @@ def make_private(
   a step that is not finite       is held: it counts, parameters and moments
                                   stay as they were
   step ``steps + 1``              ValueError
-  a loss that prints a record,    the first ``step`` raises: see
-  or loops as one of them says    ``PrivateTraining.proofs``
+  prints or loops on a record     the first ``step`` raises: see
+                                  ``PrivateTraining.proofs``
   a restored state                the same batches and the same noise, where
                                   data, loss, optimizer and machine are the same
-  other data, loss, optimizer     ValueError (and the noise would be another
-  or frozen weights               one)
+  a state that does not fit       ValueError, for other data, loss, optimizer or
+                                  frozen weights; its noise would differ, too
   weights beside their adapters   UserWarning: ``nnx.Param`` as a filter lets
                                   them through; likewise if nine tenths of
                                   ``params`` with adapters are no factors

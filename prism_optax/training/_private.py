@@ -489,12 +489,11 @@ class PrivateTraining:
     ==============================  ===========================================
     all steps done                  epsilon of all steps
     stopped early                   epsilon of all steps
-    stopped early,                  epsilon of the steps done
-    ``stop_was_fixed=True``
+    ``stop_was_fixed=True``         epsilon of the steps done
     ``stop='adaptive'``             epsilon of the next possible stop, at its
                                     share of delta
-    the journal is ahead, or so is  its number of steps
-    ``released_steps``
+    ``released_steps``, a journal   their number of steps, if it is larger than
+                                    the state's
     steps done again elsewhere      counted again, as the journal has them
     ==============================  ===========================================
 

@@ -182,8 +182,8 @@ def tangent_privatizer(
 
   ============================  ===============================================
   zeros come in (empty batch)   noise all the same
-  floats come in, not the       each entry is cut to a whole step of the noise,
-  sums of our clip              ``stddev / 917504``: one record can move it by
+  floats from another clip      each entry is cut to a whole step of the noise,
+                                ``stddev / 917504``: one record can move it by
                                 the sensitivity, its roundings and one step
   NaN or Inf comes in           NaN or Inf goes out: put a clip before it
   factor zero or of lower rank  all entries get noise; coordinates that cannot

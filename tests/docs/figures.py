@@ -4,7 +4,7 @@
 
 A comment behind figures, or above a table, says where they come from::
 
-    0.5 points ahead (p = .004) <!-- = points('core-3', 'dp-adamw') -->
+    0.5 points ahead (p = .004)<!-- = points('core-3', 'dp-adamw') -->
 
 It is Python with the names of ``results.py``. Its numbers, flattened, belong to
 as many numerals in front of it. Above a table they are rows, each for the last
