@@ -10,6 +10,7 @@ import pytest
 from benchmarks.accuracy import digits
 from benchmarks.common import runner
 from benchmarks.privacy import audit, low_bits
+from prism_optax.finetune import pretraining
 from tests.finetune.conftest import shared_data
 
 FOLDER = pathlib.Path(runner.__file__).parents[1]
@@ -44,6 +45,8 @@ def test_it_prints_its_table(script, monkeypatch, capsys):
       pytest.skip('No texts: set PRISM_OPTAX_DATA to their folder.')
     arguments += ['--data', str(shared_data())]
   monkeypatch.setattr(sys, 'argv', arguments)
+  # A network of random weights: to pretrain one takes minutes.
+  monkeypatch.setattr(pretraining, 'pretrain_or_load', lambda *_: 'none')
   runpy.run_path(arguments[0], run_name='__main__')
   printed = capsys.readouterr().out
   assert re.search(r'\d', printed)

@@ -97,7 +97,7 @@ def edited() -> Iterator[Mutant]:
   for path in sorted(PACKAGE.rglob('*.py')):
     for edit in edits.edits_of(path.read_text()):
       name = f'{path.relative_to(PACKAGE)} {edit.name}'
-      if name not in planted.EQUIVALENT:
+      if f'{name}: {edit.shown}' not in planted.EQUIVALENT:
         yield Mutant(name, path, edit.shown, edit.apply)
 
 

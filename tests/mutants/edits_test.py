@@ -43,7 +43,7 @@ def test_each_bug_has_its_place_and_each_exception_an_edit():
   for bug in bugs:
     assert compile(bug.source(), bug.name, 'exec')
   names = {
-    f'{path.relative_to(check.PACKAGE)} {edit.name}'
+    f'{path.relative_to(check.PACKAGE)} {edit.name}: {edit.shown}'
     for path in check.PACKAGE.rglob('*.py')
     for edit in edits.edits_of(path.read_text())
   }

@@ -57,13 +57,19 @@ np.where(rows == columns, 1, math.sqrt(2)) => np.where(rows == columns, 1, 2)
 attempt = self._owner.written_down(state, found) => attempt = 0
 """  # noqa: E501
 
-# Edits of `edits.py`, by name: why nothing can notice them.
+# Edits of `edits.py`, by name and what they change: why nothing notices them.
 _GUESS = 'where a search begins, or how finely; it ends at the same multiplier'
 _EARLY = 'a call that has to fail for bad arguments, at any noise and interval'
 EQUIVALENT: dict[str, str] = {
-  'accounting/_calibration.py calibrate_noise_multiplier statement 4': _EARLY,
-  **{
-    f'accounting/_calibration.py calibrate_noise_multiplier constant {n}': why
-    for n, why in (*((x, _GUESS) for x in (3, 4, 6, 7, 8, 9)), (5, _EARLY))
-  },
+  f'accounting/_calibration.py calibrate_noise_multiplier {edit}': why
+  for edit, why in {
+    'constant 3: 100 -> 101': _GUESS,
+    'constant 4: 5000 -> 5001': _GUESS,
+    'statement 4: spent(100.0, _SEARCH_INTERVAL) -> pass': _EARLY,
+    'constant 5: 100.0 -> 200.0': _EARLY,
+    'constant 6: 1.0 -> 2.0': _GUESS,
+    'constant 7: 0.02 -> 0.04': _GUESS,
+    'constant 8: 2 -> 3': _GUESS,
+    'constant 9: 1e-06 -> 2e-06': _GUESS,
+  }.items()
 }
