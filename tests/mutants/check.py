@@ -37,16 +37,16 @@ PRIVACY = (
   'training', 'transforms/_chain', 'transforms/_intrinsic_clip',
   'transforms/_matrix_clip', 'transforms/_privatizer',
 )  # fmt: skip
-# The tests of a file are those of its name, then those of its folder, then:
+# The tests of a file are those of its name, then those of its folder, or:
 NEAR = {
-  '': 'core training laws transforms audit',
+  '': 'core laws training transforms audit',
   '_linalg': 'core fixed_rank',
-  '_modules': 'modules',
   '_proofs': 'proofs training',
   '_randomness': 'core training/noise_once_test.py transforms',
-  'contrib': 'properties/lora_test.py training/prior_releases_test.py',
-  'training': 'audit properties/training_test.py contrib',
-  'transforms': 'laws aliases integration audit',
+  'accounting': 'accounting core/accounting_test.py',
+  'contrib': 'contrib properties/lora_test.py training/prior_releases_test.py',
+  'training': 'training audit properties/training_test.py contrib',
+  'transforms': 'laws transforms aliases integration audit',
 }
 FAST, SLOW = ('-m', 'not slow'), ('-m', 'slow')
 TIMEOUT = 1500  # Seconds for the tests of a mutant.
@@ -105,9 +105,9 @@ def near(path: pathlib.Path) -> list[str]:
   """The tests that are most likely to notice, in the order to run them."""
   tests = copies.ROOT / 'tests'
   name = path.stem.strip('_')
-  own = tests.rglob(f'{name}*_test.py')
+  own = (*tests.rglob(f'{name}_test.py'), *tests.rglob(f'{name}_*_test.py'))
   folder = str(path.relative_to(PACKAGE).parent).partition('/')[0].strip('.')
-  more = [folder.strip('_') or 'core', *NEAR.get(folder, '').split()]
+  more = NEAR.get(folder, folder.strip('_')).split()
   paths = [*sorted(own), *(tests / x for x in more if (tests / x).exists())]
   return [str(p.relative_to(copies.ROOT)) for p in dict.fromkeys(paths)]
 
