@@ -268,7 +268,7 @@ def checked_shapes(
       f' leading batch axis, got the shapes of params, {shapes[:4]}. They come'
       ' from jax.vmap(jax.grad(loss), (None, 0)). Inside of optax.MultiSteps'
       ' there can be no clip: it averages gradients of different examples'
-      ' before they are clipped. Accumulate behind it:'
+      ' before they are clipped. Accumulate after it:'
       f' optax.chain({name}(...),'
       ' optax.MultiSteps(<the rest>, k).gradient_transformation()).'
     )

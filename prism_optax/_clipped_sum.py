@@ -83,7 +83,7 @@ class ClippedSum:
     is_padding_example: (B,), True for examples that are not there; or None.
     bounds: Of one contribution.
     aside: What is known of the number, if there is one.
-    then: What is done to the sum before anybody sees it.
+    then: What is done to the sum before it is handed on.
   """
 
   contribution: Callable[[ArrayTree], ArrayTree]

@@ -132,7 +132,7 @@ def dominant_pairs(
   """The r largest singular values of (b, 2r, 2r) cores, and their vectors.
 
   On a CPU, matrix after matrix: where these values stand clear of the others,
-  as they do behind a few steps of training, from products and one SVD of half
+  as they do after a few steps of training, from products and one SVD of half
   the size.
 
   Args:

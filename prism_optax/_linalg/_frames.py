@@ -37,7 +37,7 @@ def orthonormal_basis(x: Matrices) -> tuple[Matrices, jax.Array]:
 def basis_by_products(x: Matrices) -> tuple[Matrices, jax.Array]:
   """:func:`orthonormal_basis` from eigenvectors of Gram matrices.
 
-  A Gram matrix knows directions down to the root of the machine epsilon:
+  A Gram matrix resolves directions down to the root of the machine epsilon:
   shorter ones are stretched by no more than that. The second time they stand
   out, and the third time all columns are nearly orthonormal (as in the shifted
   Cholesky QR of Fukaya et al. 2020, whose factorisation can break down).

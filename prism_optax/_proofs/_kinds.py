@@ -152,7 +152,7 @@ def of_noise(label: Label) -> str:
       ' library, transforms.clipped_elsewhere'
     )
   instead = _INSTEAD_OF.get(
-    label.lost.equation.primitive.name, 'put the noise directly behind the clip'
+    label.lost.equation.primitive.name, 'put the noise directly after the clip'
   )
   return (
     f'{named(label.lost)}: between the clip and its noise stands what may move'
@@ -166,7 +166,7 @@ def of_output(label: Label, name: str) -> str:
   if label.kind is Kind.CLIPPED:
     return (
       f'{by(label)}: {where}holds a clipped sum without noise. Add the noise'
-      ' directly behind the clip, in the same step'
+      ' directly after the clip, in the same step'
     )
   return (
     f'{by(label)}: {where}depends on records, and no noise is added to it.'
@@ -184,7 +184,7 @@ def of_decision(label: Label, site: Site, what: str) -> str:
   )
   if label.kind is Kind.CLIPPED or label.lost is not None:
     instead = (
-      'It is a clipped sum without noise: add the noise directly behind the'
+      'It is a clipped sum without noise: add the noise directly after the'
       ' clip, before anything is decided by it'
     )
   return (

@@ -55,7 +55,7 @@ class Batched:
     return dataclasses.replace(self, axes=tuple(axes))
 
   def lifted(self, ndim: int) -> 'Batched':
-    """With so many axes, the new ones behind."""
+    """With so many axes, the new ones last."""
     return self.with_axes((*self.axes, *((),) * (ndim - len(self.axes))))
 
   def with_axis(self, axis: int, digits: Digits, start: int) -> 'Batched':

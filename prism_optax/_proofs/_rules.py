@@ -189,7 +189,7 @@ def _convolution(e: Equation, lhs: Label, rhs: Label) -> Result:
 
 
 def _apart(count: int, e: Equation, *labels: Label) -> Result:
-  """Works on what stands behind some leading axes, for each of these alone."""
+  """Works on the axes after some leading ones, for each of these alone."""
   fronts = {x[:count] for x in (*e.ins, *e.outs)}
   need(len(fronts) == 1, 'has operands with different leading axes')
   found: list[Label] = []

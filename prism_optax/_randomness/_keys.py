@@ -190,7 +190,7 @@ def for_release(
 def key_words(prng_key: jax.typing.ArrayLike) -> list[jax.Array]:
   """The words of a key: four, or the eight of ChaCha20.
 
-  Those of a key of two words come last, behind zeros: a seed is the same key
+  Those of a key of two words come last, after zeros: a seed is the same key
   whether it came as an integer or as ``jax.random.key(seed)``.
   """
   data = jax.random.key_data(prng_key).astype(jnp.uint32).ravel()

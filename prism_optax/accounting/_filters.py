@@ -114,7 +114,7 @@ class GaussianFilter(Filter):
 
 @dataclasses.dataclass
 class RenyiFilter(Filter):
-  """A filter for any mix of releases that the RDP accountant knows.
+  """A filter for any mix of releases that the RDP accountant supports.
 
   For one order fixed beforehand, Renyi divergences of adaptively chosen
   releases add up and may be stopped at a budget (Feldman and Zrnic,

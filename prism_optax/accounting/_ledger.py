@@ -7,7 +7,7 @@ the state before or the state after.
 
 The rows are a chain: each has a hash of all that was written up to it, with the
 totals of the accounts that paid. There is no other place where totals stand. A
-process checks each row once, in order, and knows totals from checked rows only.
+process checks each row once, in order, and takes totals from checked rows only.
 """
 
 import contextlib
@@ -188,7 +188,7 @@ class Ledger:
   Args:
     path: The file. With ``None`` the ledger lives in this process and ends with
       it.
-    settings: The budget's settings, as JSON knows them, with a 'version'. A
+    settings: The budget's settings, in types of JSON, with a 'version'. A
       file keeps those it was created with.
     timeout: Seconds to wait while others write.
     create: Whether the file holds no ledger yet. One that was only begun, by a

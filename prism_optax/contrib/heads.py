@@ -326,7 +326,7 @@ def _class(label: SupportsIndex, num_classes: int) -> int:
   """The class that an entry of a list is, -1 for anything else."""
   try:
     number = operator.index(label)
-  except Exception:  # Whatever it is, it is one record's, and tells nobody.
+  except Exception:  # Whatever it is, it is one record's, and reveals nothing.
     return -1
   return number if 0 <= number < num_classes else -1
 

@@ -1,6 +1,6 @@
 """Tangent vectors in orthonormal coordinates, multiplied out or not.
 
-Whatever a step does to a tangent vector behind its noise, each side of its
+Whatever a step does to a tangent vector after its noise, each side of its
 coordinates stays a sum of tall arrays times r x r matrices. So a step keeps the
 r x r matrices, asks for r x r products, and touches tall arrays where it must:
 to add noise, to average, to retract.
@@ -205,7 +205,7 @@ class TallSum:
 class TangentSum(NamedTuple):
   """Orthonormal coordinates of a tangent vector, not multiplied out.
 
-  ``prism_optax.chain`` hands them on behind the noise;
+  ``prism_optax.chain`` hands them on after the noise;
   :func:`prism_optax.fixed_rank.multiply_out` makes arrays of them.
 
   Attributes:

@@ -270,5 +270,5 @@ def _plain(value: object) -> list[object]:
   if isinstance(value, set | frozenset):
     return sorted(value)
   raise ValueError(
-    f'Expected config to hold what JSON knows, got {shown(value)}.'
+    f'Expected config to hold types of JSON, got {shown(value)}.'
   )

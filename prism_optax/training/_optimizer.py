@@ -93,7 +93,7 @@ def assemble(
       f'clipping={clip.rule!r} goes with PRISM and with optimizers of'
       ' optax: DP-Muon clips matrix by matrix to thresholds of its own.'
     )
-  # Whether a retraction is needed behind the noise, the rest has said.
+  # Whether a retraction has to follow the noise, the rest has said.
   whole = tangent_clip(clip, rest.layout), rest
   return chain(*whole, retract_elsewhere=True)
 
@@ -137,8 +137,8 @@ def _dense(
     return optimizer.init(jax.tree.map(at_least_float32, params))
 
   # Without further arguments: they are for clip and noise, some of records.
-  behind = optax.GradientTransformation(init, optimizer.update)
-  whole = optax.chain(dense_clip('clipping', clip), noise, behind)
+  rest = optax.GradientTransformation(init, optimizer.update)
+  whole = optax.chain(dense_clip('clipping', clip), noise, rest)
 
   def update(*args: ArrayTree, **extra_args: object) -> ArrayTree:
     updates, state = whole.update(*args, **extra_args)

@@ -143,7 +143,7 @@ class PrivateTraining:
                                       (``ConnectionError``, ``TimeoutError``,
                                       ``OSError`` with ``EIO`` and the like)
                                       stops the run
-    NaN or Inf                        fits a float; the clip sees to it
+    NaN or Inf                        fits a float; the clip makes it zero
     fewer records than dataset_size   the last places are empty
     more of them                      those beyond the last place are never
                                       drawn; declare more

@@ -40,7 +40,7 @@ _TREES = (tuple, dict, np.ndarray, jax.Array)
 
 
 class _DoesNotFit(Exception):
-  """Of a record and its form. Nobody outside of this file sees it."""
+  """A record does not fit its form. Caught within this file."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

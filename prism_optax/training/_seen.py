@@ -24,7 +24,7 @@ from prism_optax.transforms._chain import are_coordinates
 _INSTEAD = (
   ' Give an optimizer of optax, prism_optax.prism, published_prism or'
   ' dp_muon, or a function that makes a chain of intrinsic_clip('
-  'l2_clip_norm, normalize_by=expected_batch_size) and, directly behind it,'
+  'l2_clip_norm, normalize_by=expected_batch_size) and, directly after it,'
   ' tangent_privatizer(noise_multiplier * l2_clip_norm / expected_batch_size,'
   ' prng_key=prng_key, steps=steps), with the constants that it is called with.'
 )
@@ -120,7 +120,7 @@ def joint_noise_multiplier(found: Walk, releases: int) -> float:
 
   Raises:
     ValueError: Unless each is independent noise of this package, directly
-      behind a clip of this package, of known size.
+      after a clip of this package, of known size.
   """
   if len(found.releases) != releases:
     raise ValueError(
@@ -190,7 +190,7 @@ def _sources(release: FoundRelease) -> dict[tuple[int, int], float | None]:
     if label.direct is None or label.direct in out:
       raise ValueError(
         f'Between a clip and the noise at {release.place} stands'
-        f' {by(label)}: the noise must be directly behind the'
+        f' {by(label)}: the noise must be directly after the'
         ' clip, which then gives it an exact sum.'
         f'{_INSTEAD}'
       )

@@ -197,7 +197,7 @@ def _is_key(x: jax.Array) -> bool:
 
 
 def _kind(x: jax.Array) -> list[object]:
-  """Shape and type, in what JSON knows; of a key the kind of generator."""
+  """Shape and type, in types of JSON; of a key the kind of generator."""
   return [list(x.shape), str(x.dtype)]
 
 

@@ -2,7 +2,7 @@
 
 jax-privacy's trainers (in versions after 2.0.0) take an optimizer with a third
 function, ``pre_clipping_transform(state)``, for per-example gradients before
-they are clipped. This function sees the optimizer's state and not the
+they are clipped. This function gets the state of the optimizer and not the
 parameters, so the state holds the frames of the parameters that the last update
 led to.
 
@@ -166,7 +166,7 @@ def augmented_optimizer(
 
   inner = optax.with_extra_args_support(optimizer)
 
-  def carried(bases, frames, inner_state):
+  def turned(bases, frames, inner_state):
     turns = map_pairs(_correlated.turns, bases, frames)
     return AugmentedState(frames, turns, inner_state)
 
@@ -174,7 +174,7 @@ def augmented_optimizer(
     tree = ModuleTree(params, layout)
     tree.check_observable(params)
     frames = tree.frames(params)
-    return carried(frames, frames, inner.init(params))
+    return turned(frames, frames, inner.init(params))
 
   def update(updates, state, params=None, **extra_args):
     _validate.params_given('augmented_optimizer', params)
@@ -192,7 +192,7 @@ def augmented_optimizer(
     # A trainer asks for the next transform before it calls us again.
     bases = map_pairs(_correlated.turned_bases, state.frames, state.turns)
     frames = tree.frames(optax.apply_updates(params, updates))
-    return updates, carried(bases, frames, inner_state)
+    return updates, turned(bases, frames, inner_state)
 
   def pre_clipping_transform(state):
     def transform(grads):

@@ -2,7 +2,7 @@
 
 Every transformation of this package carries its stacked form, a function of
 stacked arrays. So a chain finds the pairs once, computes the frames once, and
-hands r x r matrices on behind the noise, not dense coordinates.
+hands r x r matrices on after the noise, not dense coordinates.
 """
 
 import weakref
@@ -118,7 +118,7 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
     layout: See :func:`prism_optax.lora.describe_pairs`.
     sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
       largest Euclidean distance between what comes out of a clip for
-      neighbouring batches. Only clips and chains behind one have it.
+      neighbouring batches. Only clips and chains after one have it.
   """
 
   stacked: Stacked
@@ -264,20 +264,20 @@ def _check_order(
       )
     if kind == 'noise' and set(before) - {'clip', 'noise'}:
       raise ValueError(
-        f'{name} must come directly behind the clip, got {kinds[i - 1][1]}'
+        f'{name} must come directly after the clip, got {kinds[i - 1][1]}'
         ' between them: what it does to the sum changes how far one example'
         ' moves it, and the noise was made for the clip.'
       )
     if 'retraction' in before:
       raise ValueError(
-        f'The retraction must come last, got {name} behind it: what it returns'
+        f'The retraction must come last, got {name} after it: what it returns'
         ' are no coordinates, and changing them leaves the manifold.'
       )
     before += (kind,)
   if kinds[0][0] == 'clip' and 'noise' not in before and not noise_elsewhere:
     raise ValueError(
-      f'No noise behind {kinds[0][1]}: what comes out of the chain would not be'
-      ' private. Put tangent_privatizer(...) directly behind it (it takes other'
+      f'No noise after {kinds[0][1]}: what comes out of the chain would not be'
+      ' private. Put tangent_privatizer(...) directly after it (it takes other'
       " libraries' privatizers, too), or say noise_elsewhere=True if the noise"
       ' is added outside of this chain.'
     )
@@ -376,7 +376,7 @@ def chain(
       raise ValueError(
         f'Transformation {i} clips gradients as they are and returns no tangent'
         ' coordinates: chain it by optax.chain, with transformations of dense'
-        ' gradients behind it.'
+        ' gradients after it.'
       )
     parts.append(_dense(tx, i))
   _check_order(parts, noise_elsewhere, retract_elsewhere)

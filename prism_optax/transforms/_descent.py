@@ -25,7 +25,7 @@ def add_decayed_factors(
   """Adds ``weight_decay * Z`` to steps in tangent coordinates.
 
   Z is a tangent vector at itself: ``X_R += weight_decay * R C_L^T``, exactly.
-  So it decays the weight that the model sees, in any gauge; decaying the two
+  So it decays the weight that the model uses, in any gauge; decaying the two
   factors would not. Place it between the preconditioner and the learning rate.
   Leaves that are no factors are not decayed. Ours; the identity is PRISM's
   projection (arXiv:2606.00944, Eq. 13) of ``G = Z``.

@@ -125,7 +125,7 @@ def gaussian(
     stddev: Standard deviation per entry, in the unit of what comes in; or a
       function from the parameters to one for each leaf.
     prng_key: As for :func:`tangent_privatizer`.
-    steps: Number of updates, behind which it returns zeros or raises.
+    steps: Number of updates, after which it returns zeros or raises.
 
   Returns:
     A transformation that keeps shapes and types, float32 or float64, and takes

@@ -259,7 +259,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
       'zero in every module of params.*never moved them',
     ),
     ({'params': {'q': pair, 'p': pair}, 'names': lambda _: 'x'}, "named 'x'"),
-    ({'params': {'q': pair}, 'config': {'x': object()}}, 'what JSON knows'),
+    ({'params': {'q': pair}, 'config': {'x': object()}}, 'types of JSON'),
     ({'params': {'q': pair}, 'names': {'q': 'h.{}'}}, r'0 times \{\}'),
   ):
     with pytest.raises(ValueError, match=match):

@@ -224,7 +224,7 @@ OFFENCES = {
   divides_by_the_batch: ('div', 'divide by the expected batch size'),
   drops_what_is_long: ('select_n', 'bound each record inside of the clip'),
   chooses_by_a_sum: ('select_n', 'bound each record inside of the clip'),
-  normalises_the_sum: (r'\w+', 'noise directly behind the clip'),
+  normalises_the_sum: (r'\w+', 'noise directly after the clip'),
   does_not_clip: ('div', 'no clip bounds.*clipped_elsewhere'),
   adds_no_noise: ('sub', 'holds a clipped sum without noise'),
   adds_noise_of_zero: (None, 'standard deviation 0'),

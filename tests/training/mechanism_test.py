@@ -125,7 +125,7 @@ REFUSED = {
     lambda **k: optax.chain(optax.stateless(only_declared), noise(k), *REST),
     r'stands|not known to be clipped',
   ),
-  'noise that is not directly behind': (
+  'noise that is not directly after the clip': (
     lambda **k: optax.chain(clip(k), optax.scale(0.5), noise(k), *REST),
     r'Between a clip and the noise at \w+\.py:\d+ stands `\w+` at',
   ),

@@ -45,14 +45,14 @@ REFUSED = {
   ),
   'a scale between clip and noise': (
     [_clip(), optax.scale(2.0), _noise()],
-    'directly behind the clip, got transformation 1 of the chain between',
+    'directly after the clip, got transformation 1 of the chain between',
   ),
   'a direction between clip and noise': (
     [_clip(), _direction(), _noise()],
-    'directly behind the clip, got scale_by_rank_preconditioner between',
+    'directly after the clip, got scale_by_rank_preconditioner between',
   ),
   'a direction before the noise, without a clip': (
-    [_direction(), _noise()], 'directly behind the clip',
+    [_direction(), _noise()], 'directly after the clip',
   ),
   'something behind the retraction': (
     [_clip(), _noise(), prism_optax.retract(), optax.scale(0.5)],
@@ -60,15 +60,15 @@ REFUSED = {
   ),
   'two retractions': (
     [prism_optax.retract(), prism_optax.retract()],
-    'retraction must come last, got retract behind it',
+    'retraction must come last, got retract after it',
   ),
   'noise behind the retraction': (
-    [_clip(), _noise(), prism_optax.retract(), _noise()], 'directly behind',
+    [_clip(), _noise(), prism_optax.retract(), _noise()], 'directly after',
   ),
-  'no noise': ([_clip()], 'No noise behind intrinsic_clip'),
+  'no noise': ([_clip()], 'No noise after intrinsic_clip'),
   'no noise, and a whole optimizer': (
     [_clip(), _direction(), prism_optax.retract()],
-    'No noise behind intrinsic_clip.*noise_elsewhere=True',
+    'No noise after intrinsic_clip.*noise_elsewhere=True',
   ),
   'the wrong order in nested chains': (
     [
@@ -113,12 +113,12 @@ def test_a_clip_without_noise_can_be_asked_for():
   )
   cases.assert_same_bits(found, want)
   # Whoever takes it is asked again.
-  with pytest.raises(ValueError, match='No noise behind intrinsic_clip'):
+  with pytest.raises(ValueError, match='No noise after intrinsic_clip'):
     prism_optax.chain(clip, _direction())
   chain = prism_optax.chain(clip, _noise(), _retract())
   assert chain.sensitivity() == chains.CLIP / chains.BATCH_SIZE
   # No other permission is in it.
-  with pytest.raises(ValueError, match='directly behind the clip'):
+  with pytest.raises(ValueError, match='directly after the clip'):
     prism_optax.chain(_clip(), _direction(), _noise(), noise_elsewhere=True)
 
 
@@ -130,7 +130,7 @@ def test_a_release_without_retraction_can_be_asked_for():
   descent = prism_optax.chain(prism_optax.chain(_direction()), _retract())
   assert prism_optax.chain(release, descent).sensitivity()
   # No other permission is in it.
-  with pytest.raises(ValueError, match='No noise behind'):
+  with pytest.raises(ValueError, match='No noise after'):
     prism_optax.chain(_clip(), retract_elsewhere=True)
 
 

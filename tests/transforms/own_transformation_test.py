@@ -106,8 +106,8 @@ def test_it_is_the_noise_that_a_clip_asks_for():
     'silent', lambda stacks, state, step: (stacks, state)
   )
   for parts, message in (
-    ((clip, *rest), 'No noise behind intrinsic_clip'),
-    ((clip, silent), 'No noise behind'),
+    ((clip, *rest), 'No noise after intrinsic_clip'),
+    ((clip, silent), 'No noise after'),
     ((clip, rank_sign(), noise), 'scheduled_privatizer must come direc'),
     ((rank_sign(), clip, noise), 'intrinsic_clip must come first, got r'),
   ):
