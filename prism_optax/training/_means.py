@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax._types import ArrayTree
-from prism_optax.training._program import (
-  OfRows,
-  called,
-  gradients,
-  mean_of_user,
-  of_records_of_user,
-)
+from prism_optax.training._program import called, gradients, of_user
 from prism_optax.training._settings import Parts
 from prism_optax.transforms import tangent_coordinates
 from prism_optax.transforms._chain import TangentTransformation
@@ -37,7 +31,7 @@ class Means(NamedTuple):
 
 def means(parts: Parts) -> Callable[..., Means]:
   """Makes ``means(params, frozen, examples, is_padding, is_present)``."""
-  measured = _measured(parts)
+  of_rows = gradients(parts)
   layout = getattr(parts.transformation, 'layout', None)
 
   def norm(params: ArrayTree, gradient: ArrayTree) -> jax.Array:
@@ -57,7 +51,8 @@ def means(parts: Parts) -> Callable[..., Means]:
     size = parts.execution.microbatch_size or len(is_padding_example)
 
     def part(rows: ArrayTree) -> Means:
-      losses, aux, found = measured(params, frozen, rows)
+      losses, aux = _values(parts, params, frozen, rows)
+      found = of_rows(params, frozen, rows)
       return Means(losses, jax.vmap(norm, (None, 0))(params, found), aux)
 
     # Every so-many-th row, as the step takes them: a split batch stays split.
@@ -78,46 +73,15 @@ def means(parts: Parts) -> Callable[..., Means]:
   return call
 
 
-def _measured(parts: Parts) -> OfRows:
-  """Losses, auxiliary values and gradients of rows."""
-  loss = parts.loss
-  if parts.batched_loss:
-    of_batch = gradients(parts)
-
-    def call(
-      params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
-    ) -> ArrayTree:
-      count = len(jax.tree.leaves(rows)[0])
-      copies = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (count, *x.shape)), params
-      )
-      values, aux = called(loss, copies, frozen, rows)
-      return values, aux, of_batch(params, frozen, rows)
-
-    return call
-
-  def one(
-    params: ArrayTree, frozen: ArrayTree, row: ArrayTree
-  ) -> tuple[ArrayTree, ArrayTree]:
-    if not parts.of_users:
-      value, aux = called(loss, params, frozen, row)
-      return value, aux
-    each = of_records_of_user(loss, params, frozen, row)
-    mean = jax.vmap(mean_of_user, (-1, None), -1)
-
-    def of_leaf(x: jax.Array) -> jax.Array:
-      flat = mean(x.reshape(len(x), -1), row[1])
-      return flat.reshape(x.shape[1:])
-
-    value, aux = jax.tree.map(of_leaf, each)
-    return value, aux
-
-  def call_each(
-    params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
-  ) -> ArrayTree:
-    (values, aux), found = jax.vmap(
-      jax.value_and_grad(one, has_aux=True), (None, None, 0)
-    )(params, frozen, rows)
-    return values, aux, found
-
-  return call_each
+def _values(
+  parts: Parts, params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+) -> ArrayTree:
+  """The losses and the auxiliary values of rows."""
+  if not parts.batched_loss:
+    one = of_user if parts.of_users else called
+    return jax.vmap(lambda row: one(parts.loss, params, frozen, row))(rows)
+  count = len(jax.tree.leaves(rows)[0])
+  copies = jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (count, *x.shape)), params
+  )
+  return called(parts.loss, copies, frozen, rows)

@@ -99,42 +99,35 @@ def called(
 
 def gradients(parts: Parts) -> OfRows:
   """``gradients(params, frozen, rows)``, per record or per user."""
-  loss = parts.loss
+
+  def loss(*arguments: ArrayTree) -> ArrayTree:
+    return parts.loss(*arguments)[0]
+
   if parts.batched_loss:
     return lambda params, frozen, rows: lora.per_example_gradients(
-      lambda copies, batch: called(loss, copies, frozen, batch)[0]
+      lambda copies, batch: called(loss, copies, frozen, batch)
     )(params, rows)
-
-  def one(params: ArrayTree, frozen: ArrayTree, row: ArrayTree) -> ArrayTree:
-    if not parts.of_users:
-      return called(loss, params, frozen, row)[0]
-    each, _ = of_records_of_user(loss, params, frozen, row)
-    return mean_of_user(each, row[1])
-
+  one = functools.partial(of_user if parts.of_users else called, loss)
   return jax.vmap(jax.grad(one), (None, None, 0))
 
 
-def of_records_of_user(
-  loss: Loss, params: ArrayTree, frozen: ArrayTree, rows: ArrayTree
+def of_user(
+  loss: Loss, params: ArrayTree, frozen: ArrayTree, row: ArrayTree
 ) -> ArrayTree:
-  """What a loss returns for each record of a user."""
-  examples, is_present = rows
+  """The mean of what a loss returns over the records of a user."""
+  examples, is_present = row
   # The loss of zeros may have a gradient that is not finite, which stays so
   # where its weight is zero: another record of the user's stands in.
   first = jnp.argmax(is_present)
 
-  def filled(x: jax.Array) -> jax.Array:
+  def only_present(x: jax.Array, other: jax.typing.ArrayLike) -> jax.Array:
     here = is_present.reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(here, x, x[first])
+    return jnp.where(here, x, other)
 
-  examples = jax.tree.map(filled, examples)
-  return jax.vmap(lambda x: called(loss, params, frozen, x))(examples)
-
-
-def mean_of_user(each: jax.Array, is_present: jax.Array) -> jax.Array:
-  return jnp.sum(jnp.where(is_present, each, 0)) / jnp.maximum(
-    jnp.sum(is_present), 1
-  )
+  examples = jax.tree.map(lambda x: only_present(x, x[first]), examples)
+  each = jax.vmap(lambda x: called(loss, params, frozen, x))(examples)
+  count = jnp.maximum(jnp.sum(is_present), 1)
+  return jax.tree.map(lambda x: jnp.sum(only_present(x, 0), 0) / count, each)
 
 
 def prove_apart(

@@ -41,8 +41,8 @@ resolve_key('prng_key', None, (), words=4) => resolve_key('prng_key', 0, (), wor
 spawn_key=(step,) => spawn_key=(0,)
 spawn_key=(step, place) => spawn_key=(step, count)
 self.dataset_size, size, replace=False => size, size, replace=False
-jnp.where(is_present, each, 0) => each
-jnp.where(here, x, x[first]) => x
+only_present(x, 0) => x
+only_present(x, x[first]) => x
 return examples, ~fits, None => return examples, places < 0, None
 x[~fits] = 0 => pass
 return kept, lost => return new, lost
