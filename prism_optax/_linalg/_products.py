@@ -107,21 +107,6 @@ def at_least_float32(x: jax.typing.ArrayLike) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def branch(
-  predicate: jax.typing.ArrayLike,
-  if_true: Callable[[], Out],
-  if_false: Callable[[], Out],
-) -> Out:
-  """``lax.cond`` of two functions without arguments.
-
-  Where the predicate is known it is Python's: outside of jit a ``cond`` is
-  compiled anew at every call.
-  """
-  if isinstance(predicate, jax.core.Tracer):
-    return jax.lax.cond(predicate, if_true, if_false)
-  return if_true() if predicate else if_false()
-
-
 def flat_batch(fn: Callable[Args, Out]) -> Callable[Args, Out]:
   """Lets ``fn``, written for matrices (b, ., .), take any leading axes.
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from prism_optax import _validate
+from prism_optax._types import DTypeLike
 from prism_optax.lora._initialization import orthonormal
 
 Model = TypeVar('Model')  # An nnx.Module: flax is not always installed.
@@ -129,16 +130,7 @@ def add_adapters(
         f' {path!r}.'
       )
   for path, layer in chosen.items():
-    stack, n, m = sizes[path]
-    adapter = nnx.LoRA(
-      n,
-      rank,
-      m,
-      dtype=layer.dtype or layer.kernel.dtype,
-      a_initializer=functools.partial(_orthonormal, stack),
-      b_initializer=functools.partial(_zeros, stack),
-      rngs=rngs,
-    )
+    adapter = _adapter(layer, sizes[path], rank, rngs)
     # In place, since the same layer may stand in several places of a model; and
     # past flax, which would keep the class as an attribute.
     object.__setattr__(layer, '__class__', _adapted()[type(layer)])
@@ -205,21 +197,24 @@ def _sizes(layer: Any, path: str) -> tuple[tuple[int, ...], int, int]:
   return shape[:count], math.prod(ins), math.prod(outs)
 
 
-def _orthonormal(
-  stack: tuple[int, ...],
-  key: jax.Array,
-  shape: tuple[int, int],
-  dtype: jax.typing.DTypeLike,
-) -> jax.Array:
-  like = jnp.zeros((math.prod(stack), *shape), dtype)
-  return orthonormal(key, like).reshape(*stack, *shape)
+def _adapter(
+  layer: Any, sizes: tuple[tuple[int, ...], int, int], rank: int, rngs: Any
+) -> Any:
+  """An ``nnx.LoRA`` with stack axes; ``lora_a`` orthonormal, ``lora_b`` 0."""
+  stack, n, m = sizes
 
+  def columns(
+    key: jax.Array, shape: tuple[int, int], dtype: DTypeLike
+  ) -> jax.Array:
+    like = jnp.zeros((math.prod(stack), *shape), dtype)
+    return orthonormal(key, like).reshape(*stack, *shape)
 
-def _zeros(
-  stack: tuple[int, ...],
-  key: jax.Array,
-  shape: tuple[int, int],
-  dtype: jax.typing.DTypeLike,
-) -> jax.Array:
-  del key
-  return jnp.zeros((*stack, *shape), dtype)
+  def zeros(
+    _: jax.Array, shape: tuple[int, int], dtype: DTypeLike
+  ) -> jax.Array:
+    return jnp.zeros((*stack, *shape), dtype)
+
+  return _nnx().LoRA(
+    n, rank, m, dtype=layer.dtype or layer.kernel.dtype, rngs=rngs,
+    a_initializer=columns, b_initializer=zeros,
+  )  # fmt: skip
