@@ -149,6 +149,15 @@ Counts what of a private file can be used. NOT private: keep it to yourself.
   --max-length N         i: tokens of a row [256]
   --model FOLDER         i: the model whose tokens are counted [smollm2]
 """
+AUDIT = """\
+usage: prism-optax audit RUN [options]
+
+Trains as a run did, on its PUBLIC rows and planted records, and says what they
+prove: more than the claimed epsilon means that the claim is wrong.
+
+  --canaries N           planted records, of the declared size [1000]
+  --noise Y              again with this share of the noise, to see a mistake
+"""
 COMMANDS = {
   'train': TRAIN,
   'plan': PLAN,
@@ -157,6 +166,7 @@ COMMANDS = {
   'export': EXPORT,
   'report': REPORT,
   'check-data': CHECK_DATA,
+  'audit': AUDIT,
 }
 
 

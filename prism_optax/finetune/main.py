@@ -7,6 +7,7 @@ usage: prism-optax COMMAND [options]
   export      writes the result for other programs, with a model card
   report      writes one HTML page about runs
   check-data  counts what of a private file can be used
+  audit       proves a lower bound of a run's epsilon, by planted records
   COMMAND --help lists the options.
 
   prism-optax train
@@ -88,7 +89,11 @@ def run(argv: Sequence[str]) -> None:
     from . import report_page
 
     report_page.report(used)
-  else:
+  elif used.command == 'check-data':
     from . import checking
 
     checking.check_data(used)
+  else:
+    from . import audit
+
+    audit.audit(used)

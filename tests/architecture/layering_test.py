@@ -54,8 +54,8 @@ NEEDS_JAX = {'jax', 'jaxlib', 'optax', 'flax', 'chex'}
 # The command, and the packages of its extra.
 PROGRAM = {
   'finetune': {
-    *('absl', 'flax', 'jinja2', 'matplotlib', 'safetensors', 'sklearn'),
-    *('tokenizers', 'tqdm', 'tyro'),
+    *('absl', 'flax', 'jax_privacy', 'jinja2', 'matplotlib', 'safetensors'),
+    *('sklearn', 'tokenizers', 'tqdm'),
   }
 }
 LAZY = {

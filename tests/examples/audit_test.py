@@ -12,6 +12,7 @@ import pytest
 
 import prism_optax
 from prism_optax import training
+from prism_optax.finetune.audit import STRENGTH
 
 PATH = pathlib.Path(audit.__file__)
 # Small and sharp, every record in every batch: the claim is 1.33, and right
@@ -101,7 +102,7 @@ def test_a_canary_moves_its_own_number_and_an_empty_place_nothing():
   for name, x in found['own'].items():
     np.testing.assert_allclose(x[:OWN], own[name], rtol=1e-5)
     assert not np.any(x[OWN:])
-  pulls = audit.STRENGTH * np.diag(coin)
+  pulls = STRENGTH * np.diag(coin)
   np.testing.assert_array_equal(found['canaries'][OWN:], pulls)
   assert not np.any(found['canaries'][:OWN])
 
