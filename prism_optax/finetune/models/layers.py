@@ -130,13 +130,11 @@ class Attention(nnx.Module):
   ):
     self.heads = heads
 
-    def make():
-      return dense(
-        hidden, hidden, rank=rank, rngs=rngs, kernel_init=kernel_init
-      )
-
-    self.query, self.key, self.value = make(), make(), make()
-    self.output = make()
+    options = {'rank': rank, 'rngs': rngs, 'kernel_init': kernel_init}
+    self.query = dense(hidden, hidden, **options)
+    self.key = dense(hidden, hidden, **options)
+    self.value = dense(hidden, hidden, **options)
+    self.output = dense(hidden, hidden, **options)
 
   def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     """Attends within each sequence; arguments and result of :meth:`mixed`."""
@@ -183,12 +181,9 @@ class FeedForward(nnx.Module):
     rngs: nnx.Rngs,
     kernel_init: Callable = LECUN_NORMAL,
   ):
-    self.up = dense(
-      hidden, inner, rank=rank, rngs=rngs, kernel_init=kernel_init
-    )
-    self.down = dense(
-      inner, hidden, rank=rank, rngs=rngs, kernel_init=kernel_init
-    )
+    options = {'rank': rank, 'rngs': rngs, 'kernel_init': kernel_init}
+    self.up = dense(hidden, inner, **options)
+    self.down = dense(inner, hidden, **options)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     return self.down(jax.nn.gelu(self.up(tokens), approximate=False))

@@ -13,8 +13,9 @@ matrices for each kind of layer. With adapters in the top layers only there are
 two such stacks, and nothing is differentiated through the lower one.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,21 +78,11 @@ class Attention(nnx.Module):
     inner = config.num_attention_heads * dim
     shared = config.num_key_value_heads * dim
 
-    def make(inputs, outputs, use_bias):
-      return layers.dense(
-        inputs,
-        outputs,
-        rank=rank,
-        rngs=rngs,
-        kernel_init=ZEROS,
-        use_bias=use_bias,
-        param_dtype=dtype,
-      )
-
-    self.query = make(width, inner, config.qkv_bias)
-    self.key = make(width, shared, config.qkv_bias)
-    self.value = make(width, shared, config.qkv_bias)
-    self.output = make(inner, width, config.output_bias)
+    make = _dense(rank, dtype, rngs)
+    self.query = make(width, inner, use_bias=config.qkv_bias)
+    self.key = make(width, shared, use_bias=config.qkv_bias)
+    self.value = make(width, shared, use_bias=config.qkv_bias)
+    self.output = make(inner, width, use_bias=config.output_bias)
     if config.qk_norm:
       self.query_norm = _norm(config, dim, dtype, rngs)
       self.key_norm = _norm(config, dim, dtype, rngs)
@@ -130,17 +121,9 @@ class FeedForward(nnx.Module):
   """SwiGLU."""
 
   def __init__(self, config: Config, rank: int, dtype: Any, rngs: nnx.Rngs):
-    def make(inputs, outputs):
-      return layers.dense(
-        inputs,
-        outputs,
-        rank=rank,
-        rngs=rngs,
-        kernel_init=ZEROS,
-        use_bias=config.mlp_bias,
-        param_dtype=dtype,
-      )
-
+    make = functools.partial(
+      _dense(rank, dtype, rngs), use_bias=config.mlp_bias
+    )
     self.gate = make(config.hidden_size, config.intermediate_size)
     self.up = make(config.hidden_size, config.intermediate_size)
     self.down = make(config.intermediate_size, config.hidden_size)
@@ -167,6 +150,12 @@ class Layer(nnx.Module):
     mixed, cache = self.attention(self.attention_norm(tokens), positions, cache)
     tokens = tokens + mixed
     return tokens + self.mlp(self.mlp_norm(tokens)), cache
+
+
+def _dense(rank: int, dtype: Any, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
+  return functools.partial(
+    layers.dense, rank=rank, rngs=rngs, kernel_init=ZEROS, param_dtype=dtype
+  )
 
 
 def _norm(config: Config, width: int, dtype: Any, rngs: nnx.Rngs):

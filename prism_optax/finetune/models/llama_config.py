@@ -1,9 +1,10 @@
 """The sizes of a decoder of the Llama family, as ``config.json`` has them."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from . import sizes
 
 FAMILY = ('llama', 'mistral', 'qwen2', 'qwen3')
 
@@ -74,15 +75,8 @@ class Config:
         f"{where}: expected hidden_act 'silu', got {activation!r}."
       )
 
-    def number(name: str, default: Any = None, types: Any = int) -> Any:
-      value = stored.get(name)
-      value = default if value is None else value
-      fits = isinstance(value, types) and not isinstance(value, bool)
-      if not fits or not 0 < value < math.inf:
-        raise ValueError(
-          f'{where}: expected {name} to be a positive number, got {value!r}.'
-        )
-      return value
+    def number(name: str, default: float | None = None) -> Any:
+      return sizes.positive(stored, name, where, default=default)
 
     heads = number('num_attention_heads')
     key_value_heads = number('num_key_value_heads', heads)
@@ -103,7 +97,9 @@ class Config:
       num_key_value_heads=key_value_heads,
       head_dim=number('head_dim', number('hidden_size') // heads),
       max_length=_max_length(stored, number('max_position_embeddings')),
-      rms_norm_eps=number('rms_norm_eps', 1e-6, (int, float)),
+      rms_norm_eps=sizes.positive(
+        stored, 'rms_norm_eps', where, types=(int, float), default=1e-6
+      ),
       rope_theta=float(rope.get('rope_theta', stored.get('rope_theta', 1e4))),
       rope_scaling=_scaling(rope, where),
       tie_word_embeddings=bool(stored.get('tie_word_embeddings', False)),

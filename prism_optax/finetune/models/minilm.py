@@ -7,7 +7,6 @@ also put randomness that nobody accounted for into a per-example gradient.
 """
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -17,7 +16,8 @@ import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from . import layers
+from .. import files
+from . import layers, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +40,16 @@ class Config:
       ValueError: If it is no JSON object with a positive number for each field.
     """
     path = folder / 'config.json'
-    try:
-      stored = json.loads(path.read_text('utf-8', errors='replace'))
-    except (ValueError, RecursionError) as error:
-      raise ValueError(f'{path}: no JSON ({error}).') from error
-    if not isinstance(stored, dict):
-      raise ValueError(f'{path}: expected a JSON object.')
-    values = {}
-    for field in dataclasses.fields(cls):
-      value = stored.get(field.name)
-      kind = (int, float) if field.type in (float, 'float') else int
-      fits = isinstance(value, kind) and not isinstance(value, bool)
-      if not fits or not 0 < value < float('inf'):
-        raise ValueError(
-          f'{path}: expected {field.name} to be a positive number, got '
-          f'{value!r}.'
-        )
-      values[field.name] = value
+    stored = files.read_json(path)
+    values = {
+      field.name: sizes.positive(
+        stored,
+        field.name,
+        str(path),
+        types=(int, float) if field.type in (float, 'float') else (int,),
+      )
+      for field in dataclasses.fields(cls)
+    }
     return cls(**values)
 
 
@@ -105,31 +98,26 @@ class Layer(nnx.Module):
     def rank(target):
       return lora.rank_of(target, index, config.num_hidden_layers)
 
-    def norm():
-      return nnx.LayerNorm(
-        config.hidden_size, epsilon=config.layer_norm_eps, rngs=rngs
-      )
-
+    width, heads = config.hidden_size, config.num_attention_heads
+    options = {'rngs': rngs, 'kernel_init': zeros}
     self.attention = layers.Attention(
-      config.hidden_size,
-      config.num_attention_heads,
-      rank=rank('attention'),
-      rngs=rngs,
-      kernel_init=zeros,
+      width, heads, rank=rank('attention'), **options
     )
-    self.attention_norm = norm()
+    self.attention_norm = _norm(config, rngs)
     self.mlp = layers.FeedForward(
-      config.hidden_size,
-      config.intermediate_size,
-      rank=rank('mlp'),
-      rngs=rngs,
-      kernel_init=zeros,
+      width, config.intermediate_size, rank=rank('mlp'), **options
     )
-    self.mlp_norm = norm()
+    self.mlp_norm = _norm(config, rngs)
 
   def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     tokens = self.attention_norm(tokens + self.attention(tokens, mask))
     return self.mlp_norm(tokens + self.mlp(tokens))
+
+
+def _norm(config: Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
+  return nnx.LayerNorm(
+    config.hidden_size, epsilon=config.layer_norm_eps, rngs=rngs
+  )
 
 
 class Encoder(nnx.Module):
@@ -140,19 +128,11 @@ class Encoder(nnx.Module):
   ):
     self.hidden_size = config.hidden_size
 
-    def embedding(rows):
-      return nnx.Embed(
-        rows,
-        config.hidden_size,
-        embedding_init=nnx.initializers.zeros_init(),
-        rngs=rngs,
-      )
-
-    self.words = embedding(config.vocab_size)
-    self.positions = embedding(config.max_position_embeddings)
-    self.norm = nnx.LayerNorm(
-      config.hidden_size, epsilon=config.layer_norm_eps, rngs=rngs
-    )
+    options = {'embedding_init': nnx.initializers.zeros_init(), 'rngs': rngs}
+    width, places = config.hidden_size, config.max_position_embeddings
+    self.words = nnx.Embed(config.vocab_size, width, **options)
+    self.positions = nnx.Embed(places, width, **options)
+    self.norm = _norm(config, rngs)
     self.layers = nnx.List(
       [Layer(config, lora, i, rngs) for i in range(config.num_hidden_layers)]
     )

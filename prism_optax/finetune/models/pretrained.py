@@ -63,23 +63,9 @@ def find(model: str) -> Pretrained:
     ValueError: If the folder lacks a file, or a file is broken.
     FileNotFoundError: If the package is absent.
   """
-  return _smollm2() if model == SMOLLM2 else _from_folder(pathlib.Path(model))
-
-
-def _smollm2() -> Pretrained:
-  path = smollm2.find()
-  file = smollm2.open_file(path)
-  return Pretrained(
-    name=smollm2.HUB_NAME,
-    where=str(path),
-    config=file.config,
-    names=file.names,
-    read=file.read,
-    tokenizer=file.tokenizer,
-    tokenizer_config=file.tokenizer_config,
-    stops=(file.config['eos_token_id'],),
-    sha256=smollm2.SHA256,
-  )
+  if model == SMOLLM2:
+    return Pretrained(**smollm2.open_file(smollm2.find()))
+  return _from_folder(pathlib.Path(model))
 
 
 def _from_folder(folder: pathlib.Path) -> Pretrained:

@@ -7,7 +7,7 @@ GGUF with four and eight bits a weight; ``gguf`` makes floats of them.
 import importlib.metadata
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -30,16 +30,6 @@ IN_LAYER = {
   'mlp.down_proj': 'ffn_down',
 }
 OUTSIDE = {'model.embed_tokens': 'token_embd', 'model.norm': 'output_norm'}
-
-
-class SmolLM2(NamedTuple):
-  """What the file has, under the names of the hub."""
-
-  config: Mapping[str, Any]
-  names: frozenset[str]
-  read: Any
-  tokenizer: tokenizers.Tokenizer
-  tokenizer_config: Mapping[str, Any]
 
 
 def find() -> pathlib.Path:
@@ -65,16 +55,10 @@ def find() -> pathlib.Path:
   )
 
 
-def open_file(path: pathlib.Path) -> SmolLM2:
-  """Reads all but the weights.
+def open_file(path: pathlib.Path) -> dict[str, Any]:
+  """All but the weights, as the fields of ``pretrained.Pretrained``."""
+  import gguf  # Only needed here.
 
-  Raises:
-    ValueError: Without the package ``gguf``.
-  """
-  try:
-    import gguf  # Only needed here.
-  except ImportError as error:
-    raise ValueError(f'{path}: pip install gguf to read it.') from error
   reader = gguf.GGUFReader(path)
   fields = {name: field.contents() for name, field in reader.fields.items()}
   tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -94,18 +78,23 @@ def open_file(path: pathlib.Path) -> SmolLM2:
     return value
 
   tokens = fields['tokenizer.ggml.tokens']
-  return SmolLM2(
-    config,
-    frozenset(files),
-    read,
-    _tokenizer(fields),
-    {
-      'tokenizer_class': 'PreTrainedTokenizerFast',
-      'chat_template': fields['tokenizer.chat_template'],
-      'bos_token': tokens[fields['tokenizer.ggml.bos_token_id']],
-      'eos_token': tokens[fields['tokenizer.ggml.eos_token_id']],
-    },
-  )
+  tokenizer_config = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'chat_template': fields['tokenizer.chat_template'],
+    'bos_token': tokens[config['bos_token_id']],
+    'eos_token': tokens[config['eos_token_id']],
+  }
+  return {
+    'name': HUB_NAME,
+    'where': str(path),
+    'config': config,
+    'names': frozenset(files),
+    'read': read,
+    'tokenizer': _tokenizer(fields),
+    'tokenizer_config': tokenizer_config,
+    'stops': (config['eos_token_id'],),
+    'sha256': SHA256,
+  }
 
 
 def halves_apart(matrix: np.ndarray, head_dim: int) -> np.ndarray:
