@@ -6,8 +6,8 @@ import optax
 
 import prism_optax
 from prism_optax import contrib, fixed_rank, transforms
-from prism_optax.fixed_rank import _lifts
 from tests.audit.harness import CLIP, EXPECTED_BATCH_SIZE, recorder
+from tests.core import seams
 
 LEARNING_RATE = 0.05
 RECORDER = 2  # Its position in the chains of this file.
@@ -224,7 +224,7 @@ def factor_moments_of_two_lifts(stddev, prng_key):
           for k, y in zip(keys, x, strict=True))
       )  # fmt: skip
       noise = fixed_rank.project(frame, noise)
-      noise = _lifts.lift(frame, noise, horizontal=True)
+      noise = seams.lift(frame, noise, horizontal=True)
       core = x.right.T @ frame.right
       left = x.left + frame.left @ core / 2
       right = x.right - frame.right @ core.T / 2

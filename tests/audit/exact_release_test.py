@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import _lattice
-from prism_optax._randomness import _keys
 from tests import conftest
 from tests.audit import low_bits, routes, worst_order
+from tests.core import seams
 
 RUNS, ENTRIES = 100, 1000
 # Of RUNS answers with and without: five standard errors of their difference.
@@ -60,7 +59,7 @@ def test_low_bits_name_no_member(name):
   for others in (False, True):
     former = _advantage(route, low_bits.noise_as_floats, others)
     assert former >= 0.95
-    assert abs(_advantage(route, _lattice.add_noise, others)) < CHANCE
+    assert abs(_advantage(route, seams.add_noise, others)) < CHANCE
 
 
 # One module whose frames are unit vectors, and a bias: coordinates of gradients
@@ -111,7 +110,7 @@ def test_sums_behind_a_clip_are_exact_in_any_order():
   rows *= 0.9 / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 0.9)
   rows = rows.astype(np.float32)
   unit = 2.0**-18  # A power of two, so that the test divides without rounding.
-  release, key = _release(unit * _lattice.STEPS), _key(0)
+  release, key = _release(unit * seams.STEPS_OF_THE_LATTICE), _key(0)
   noise = np.float64(release(key, np.zeros_like(rows))) / unit
   terms = np.trunc(np.float64(rows) / unit)
   outs = {release(key, rows).tobytes()}
@@ -158,11 +157,10 @@ def test_a_long_seed_is_not_found_by_trying_short_ones():
   @jax.jit
   def releases(words):
     keys = jax.random.wrap_key_data(words, impl='rbg')
-    return jax.vmap(lambda key: _lattice.add_noise(key, zeros, 1.0))(keys)
+    return jax.vmap(lambda key: seams.add_noise(key, zeros, 1.0))(keys)
 
   def of(number):
-    key = _keys.resolve_key('prng_key', number, {}, words=4)
-    return np.asarray(jax.random.key_data(key))
+    return np.asarray(jax.random.key_data(seams.key_of(number)))
 
   tried = np.asarray(releases(np.stack([of(i) for i in range(2048)])))
 

@@ -10,31 +10,19 @@ attack must succeed.
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _lattice
+from tests.core import seams
 
 RECORDS = 32
 
 
-def _is_sum(x: object) -> bool:
-  return isinstance(x, _lattice.LatticeSum)
-
-
-def as_floats(tree: Any) -> Any:
-  """Sums on the lattice as the floats that they stand for."""
-  return jax.tree.map(
-    lambda x: _lattice.to_float(x) if _is_sum(x) else x, tree, is_leaf=_is_sum
-  )
-
-
 def noise_as_floats(key: jax.Array, tree: Any, stddev: Any) -> Any:
   """The former release: normal numbers, scaled and added in floats."""
-  leaves, treedef = jax.tree.flatten(as_floats(tree))
+  leaves, treedef = jax.tree.flatten(seams.as_floats(tree))
   keys = jax.random.split(key, len(leaves))
   stddevs = stddev if isinstance(stddev, list) else [stddev] * len(leaves)
 
@@ -72,7 +60,7 @@ class Route(NamedTuple):
 
 
 def played(
-  route: Route, noise: Callable[..., Any] = _lattice.add_noise
+  route: Route, noise: Callable[..., Any] = seams.add_noise
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
   """``play(keys, rows)``: what is released, (keys, d), and the sum, (d,).
 
@@ -83,10 +71,10 @@ def played(
     seen = []
 
     def add_noise(key, tree, stddev):
-      seen.append(as_floats(tree))
+      seen.append(seams.as_floats(tree))
       return noise(key, tree, stddev)
 
-    with mock.patch.object(_lattice, 'add_noise', add_noise):
+    with seams.noise_replaced(add_noise):
       out = route.release(key, rows)
     return out, route.sums(seen[0])
 

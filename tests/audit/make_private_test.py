@@ -16,8 +16,8 @@ import pytest
 
 import prism_optax
 from prism_optax import accounting, training
-from prism_optax.training import _make, _seen
 from tests.audit import harness, trainings
+from tests.core import seams
 
 SIGMA, ROWS, MOST = trainings.SIGMA, trainings.ROWS, trainings.MOST
 DRAWS = 3000  # See `harness`.
@@ -86,7 +86,7 @@ def test_whatever_a_row_holds_it_moves_the_release_by_what_is_declared(
   bound, own, of_vote = trainings.CLIP, SIGMA, math.inf
   if rule == 'quantile':
     bound = 1.0
-    own = _make.gradients_noise_multiplier(clipping, SIGMA, ROWS)
+    own = seams.exact_multiplier(clipping, SIGMA, ROWS)
     of_vote = clipping.fraction_stddev
   for scale in (0.2, 1e3):
     known = trainings.others(users=users, scale=scale)
@@ -138,9 +138,9 @@ def test_the_noise_of_a_fraction_has_a_new_key_at_every_step():
   private = trainings.make('dense', 'quantile')
   start = private.init(trainings.params())
   before = np.array(jax.random.key_data(start.optimizer[0].prng_key))
-  _, (clip, *_), _ = private._step(
-    start.params, start.optimizer, None, trainings.others(ROWS),
-    np.zeros(ROWS, bool), None,
+  _, (clip, *_), _ = seams.run_step(
+    private, start.params, start.optimizer, None, trainings.others(ROWS),
+    np.zeros(ROWS, bool),
   )  # fmt: skip
   assert not np.array_equal(before, jax.random.key_data(clip.prng_key))
 
@@ -198,7 +198,7 @@ def _attack(optimizer, rule, *, users=False, rows=ROWS, canaries=1, vote=1.0):
   rule = trainings.RULES.get(rule) if isinstance(rule, str) else rule
   of_mean = SIGMA * trainings.CLIP / rows
   if isinstance(rule, training.QuantileClipping):
-    of_mean = _make.gradients_noise_multiplier(rule, SIGMA, rows) / rows
+    of_mean = seams.exact_multiplier(rule, SIGMA, rows) / rows
   known = trainings.others(rows - canaries, users)
   bounds = trainings.attack(
     private,
@@ -254,35 +254,36 @@ def test_groups_that_are_clipped_to_the_whole_norm_each():
   _goes_above(*_attack('dense', rule))
 
 
-def _charged(monkeypatch, multiplier, optimizer, rule):
-  """Charges for other noise, which is refused unless nobody looks at it."""
-  monkeypatch.setattr(_make, 'gradients_noise_multiplier', multiplier)
-  with pytest.raises(ValueError, match='noise multiplier of this training'):
-    _attack(optimizer, rule)
-  monkeypatch.setattr(_seen, 'check', lambda *_: None)
+def _charged_for_other_noise(multiplier, optimizer, rule, vote):
+  """The attack on noise that is refused unless nobody looks at it."""
+  with seams.charged_for(multiplier):
+    with pytest.raises(ValueError, match='noise multiplier of this training'):
+      _attack(optimizer, rule)
+    with seams.nobody_looks():
+      return _attack(optimizer, rule, vote=vote)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('optimizer', ['dense', 'prism'])
-def test_a_fraction_that_is_not_charged(optimizer, monkeypatch):
+def test_a_fraction_that_is_not_charged(optimizer):
   """The gradients keep the whole multiplier; the fraction has much of it."""
+
+  def whole(clipping, joint, size):
+    return joint
+
   rule = trainings.quantile(fraction_stddev=0.1)
-  _charged(monkeypatch, lambda clipping, joint, size: joint, optimizer, rule)
-  _goes_above(*_attack(optimizer, rule, vote=0.1))
+  _goes_above(*_charged_for_other_noise(whole, optimizer, rule, 0.1))
 
 
 @pytest.mark.slow
-def test_a_fraction_without_noise(monkeypatch):
+def test_a_fraction_without_noise():
   """It is charged for noise that it does not get."""
-  honest, claimed = _make.gradients_noise_multiplier, trainings.RULES
+
+  def honest(_, *sizes):
+    return seams.exact_multiplier(trainings.RULES['quantile'], *sizes)
+
   rule = trainings.quantile(fraction_stddev=1e-4)
-  _charged(
-    monkeypatch,
-    lambda _, *sizes: honest(claimed['quantile'], *sizes),
-    'dense',
-    rule,
-  )
-  _goes_above(*_attack('dense', rule, vote=1e-4))
+  _goes_above(*_charged_for_other_noise(honest, 'dense', rule, 1e-4))
 
 
 OPTIMIZERS = {

@@ -17,6 +17,7 @@ import prism_optax
 from prism_optax import contrib, inference
 from tests.audit import low_bits
 from tests.audit.low_bits import Route
+from tests.core import seams
 
 RANK, BATCH, HIDDEN = 2, 32, 1536
 STDDEV, LEARNING_RATE = 4.0 / BATCH, 0.125
@@ -141,7 +142,7 @@ def prism_parameters(size: int) -> Route:
     return moved(tx, {'bias': y, 'm': nothing})
 
   silent = Route(lambda _, y: replay(y), _bias_of_stacks, STDDEV, size)
-  play = low_bits.played(silent, lambda key, tree, s: low_bits.as_floats(tree))
+  play = low_bits.played(silent, lambda key, tree, s: seams.as_floats(tree))
   one_key = jax.random.split(jax.random.key(0), 1)
   replayed = jax.jit(jax.vmap(lambda y: play(one_key, y)[0][0]))
   largest = np.float32(STDDEV / 2)

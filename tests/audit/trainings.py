@@ -16,6 +16,7 @@ import numpy as np
 import prism_optax
 from prism_optax import training
 from tests.audit import harness
+from tests.core import seams
 
 SIGMA, CLIP, QUANTILE_RATE = 2.0, 0.7, 0.2
 ROWS, MOST = harness.OTHERS + 1, 3  # Of a batch; most records of a user.
@@ -155,8 +156,8 @@ def step_of(private: training.PrivateTraining):
   def step(key, examples, is_padding, is_present=None):
     words = jax.random.key_data(key)
     state = jax.tree.map(lambda x: other_key(x, words), start.optimizer)
-    new, after, _ = private._step(
-      start.params, state, None, examples, is_padding, is_present
+    new, after, _ = seams.run_step(
+      private, start.params, state, None, examples, is_padding, is_present
     )
     before, now = state[0], after[0]
     vote = jnp.zeros(())

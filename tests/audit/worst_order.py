@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _clip, _clip_rules
+from tests.core import seams
 
 COUNT, ORDERS, STDDEV = 65_536, 10, 4.0
 
@@ -43,12 +43,7 @@ def float_sum_moves_by(count: int) -> float:
 
 
 def _exact_sum(rows, absent):
-  """Of contributions clipped to one: the integers, and their unit."""
-  clipped, _ = _clip.Clip(_clip_rules.FlatClipping()).sum(
-    _clip.DENSE, {'w': rows}, is_padding_example=absent
-  )
-  total = clipped.on_lattice(jnp.float32(STDDEV))
-  return total['w']
+  return seams.exact_sum(rows, absent, jnp.float32(STDDEV))
 
 
 def steps(total) -> np.ndarray:

@@ -5,15 +5,25 @@ no other test.
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import jax
 import numpy as np
 
-from prism_optax import _lattice
+from prism_optax import _clip, _clip_rules, _lattice
 from prism_optax._randomness import _keys
 from prism_optax.accounting import _filters, _ledger
-from prism_optax.training import _fingerprint, _program, _seen, _words
+from prism_optax.fixed_rank import _lifts
+from prism_optax.training import (
+  _fingerprint,
+  _journal,
+  _make,
+  _private,
+  _program,
+  _seen,
+  _words,
+)
 from prism_optax.transforms import _privatizer
 
 FOREIGN_WORDS = _words.FOREIGN
@@ -79,8 +89,7 @@ def is_sum(x):
   return isinstance(x, _lattice.LatticeSum)
 
 
-def key_words(key):
-  return tuple(np.asarray(x).item() for x in _keys.key_words(key))
+words_of = _keys.key_words
 
 
 @contextlib.contextmanager
@@ -97,7 +106,7 @@ class Spy:
     self.keys = []
 
   def __call__(self, key, *args):
-    self.keys.append(key_words(key))
+    self.keys.append(tuple(np.asarray(x).item() for x in words_of(key)))
     return add_noise(key, *args)
 
 
@@ -135,3 +144,58 @@ def interrupted(where):
 def version_of_rules(number):
   """Within it, ledgers are of another version."""
   return mock.patch.object(_filters, 'VERSION', number)
+
+
+STEPS_OF_THE_LATTICE = _lattice.STEPS  # In a standard deviation of the noise.
+lift = _lifts.lift
+key_of = functools.partial(_keys.resolve_key, 'prng_key', params=(), words=4)
+exact_multiplier = _make.gradients_noise_multiplier
+
+
+def exact_sum(rows, absent, stddev):
+  """Of contributions clipped to one: integers (high, low), and their unit."""
+  clipped, _ = _clip.Clip(_clip_rules.FlatClipping()).sum(
+    _clip.DENSE, {'w': rows}, is_padding_example=absent
+  )
+  return clipped.on_lattice(stddev)['w']
+
+
+def as_floats(tree):
+  """Sums on the lattice as the floats that they stand for."""
+  return jax.tree.map(
+    lambda x: to_float(x) if is_sum(x) else x, tree, is_leaf=is_sum
+  )
+
+
+def charged_for(multiplier):
+  """Within it, gradients have another part of the noise than they should."""
+  return mock.patch.object(_make, 'gradients_noise_multiplier', multiplier)
+
+
+def nobody_looks():
+  """Within it, the noise of a program is not compared with what is charged."""
+  return mock.patch.object(_seen, 'check', return_value=None)
+
+
+def trace_again(private):
+  """The step is traced anew when it runs, and nothing is proved of it."""
+  program, original = private._program, private._step.__wrapped__
+  (digest,) = program.digests.values() or [np.ones(8, np.uint32)]
+  program.digest = lambda arguments, batch: digest
+  # A function of its own: what JAX has traced of the other one, it keeps.
+  private._step = jax.jit(lambda *args: original(*args), donate_argnums=(0, 1))
+
+
+_digest_of = _private.data_digest
+
+
+def one_digest():
+  """Within it all data are read, and have the same digest."""
+  return mock.patch.object(
+    _private, 'data_digest', lambda *args: np.ones_like(_digest_of(*args))
+  )
+
+
+def releases_of(path):
+  """Numbers of steps and of releases in a journal."""
+  return tuple(_journal.Journal(path).count())

@@ -12,6 +12,7 @@ import safetensors.numpy
 import prism_optax
 from prism_optax.finetune import main as finetune
 from tests import cases
+from tests.core import seams
 from tests.finetune import finetune_test
 
 OPTIMIZERS = {
@@ -40,7 +41,7 @@ def test_a_batch_of_nan_losses_is_an_empty_batch(name, bad):
     )
     padding = np.full(rows, is_padding)
     # Without the digest that makes the noise of other data another one.
-    return private._step(*state, cases.FROZEN, examples, padding, None)
+    return seams.run_step(private, *state, cases.FROZEN, examples, padding)
 
   (one, _, held), (other, _, _) = step(bad, False), step(0.0, True)
   assert int(held) == 0

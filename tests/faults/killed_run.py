@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 from prism_optax.finetune import main as finetune  # noqa: E402
 from prism_optax.finetune import run  # noqa: E402
 from prism_optax.training import PrivateTraining  # noqa: E402
-from prism_optax.training._journal import Journal  # noqa: E402
+from tests.core import seams  # noqa: E402
 
 
 def kill():
@@ -110,7 +110,7 @@ def main():
     secret = folder / run.FOLDER
     saved = (secret / 'state.npz').exists()
     step = step_of(secret / 'state.npz') if saved else None
-    spent = Journal(secret / 'journal.sqlite').count().steps if saved else None
+    spent = seams.releases_of(secret / 'journal.sqlite')[0] if saved else None
     lines = log.read_text().splitlines() if log.exists() else []
     done = max((json.loads(line)['step'] + 1 for line in lines), default=0)
     result = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prism_optax.finetune import run
-from prism_optax.training._journal import Count, Journal
+from tests.core import seams
 from tests.finetune import finetune_test
 
 PROGRAM = pathlib.Path(__file__).with_name('killed_run.py')
@@ -50,7 +50,7 @@ def _stored(output):
   folder = output / run.FOLDER
   with np.load(folder / 'state.npz') as stored:
     arrays = {name: stored[name].tobytes() for name in stored.files}
-  return arrays, Journal(folder / 'journal.sqlite').count()
+  return arrays, seams.releases_of(folder / 'journal.sqlite')
 
 
 @pytest.mark.slow
@@ -88,5 +88,5 @@ def test_killed_anywhere_a_run_ends_as_if_it_had_not_been(
   for name in ('adapter.safetensors', 'metrics.jsonl', 'summary.json'):
     assert (killed / name).read_bytes() == (whole / name).read_bytes()
   (arrays, count), (others, other_count) = map(_stored, (killed, whole))
-  assert count == other_count == Count(STEPS, STEPS)
+  assert count == other_count == (STEPS, STEPS)
   assert arrays == others

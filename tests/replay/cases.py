@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ import optax
 
 import prism_optax
 from prism_optax import contrib, training
-from prism_optax.training import _private
+from tests import cases as shared
+from tests.core import seams
 from tests.replay import harness
 from tests.training import adversarial
 
@@ -90,14 +90,9 @@ CLIPS = {
 def make(optimizer='adam', clip='flat', **options):
   """A training of three steps."""
   constants = {
-    'l2_clip_norm': 1.0,
-    'expected_batch_size': B,
-    'dataset_size': N,
-    'steps': STEPS,
-    'delta': 1e-5,
-    'noise_multiplier': SIGMA,
-    'prng_key': KEY,
-  }
+    'l2_clip_norm': 1.0, 'expected_batch_size': B, 'dataset_size': N,
+    'steps': STEPS, 'delta': 1e-5, 'noise_multiplier': SIGMA, 'prng_key': KEY,
+  }  # fmt: skip
   return training.make_private(
     options.pop('loss', loss),
     options.pop('params', PARAMS),
@@ -168,20 +163,13 @@ class Case:
   def __post_init__(self) -> None:
     self.tape = harness.Tape()
     self._like = self.private.init(PARAMS)
-    self._start = jax.tree.map(_saved, self._like)
+    self._start = shared.saved(self._like)
     plain = None
     if self.proved:
       plain = self.observe(self.records, 0, taped=False)
       assert plain.result is not None, plain.events
     # Nothing is proved of a step on a tape, whose noise may be anything.
-    program = self.private._program
-    (digest,) = program.digests.values() or [np.ones(8, np.uint32)]
-    program.digest = lambda arguments, batch: digest
-    original = self.private._step.__wrapped__
-    # A function of its own: what JAX has traced of the other one, it keeps.
-    self.private._step = jax.jit(
-      lambda *args: original(*args), donate_argnums=(0, 1)
-    )
+    seams.trace_again(self.private)
     self.without(0)  # For the compiler.
     recorded = self.observe(self.records, 0)
     assert len(recorded.releases) >= STEPS, recorded.events
@@ -277,7 +265,7 @@ class Case:
     def run(now: harness.Observation) -> Any:
       source = adversarial.Source(records)
       data = stacked(records) if self.arrays else source
-      state = jax.tree.map(_restored, self._start, self._like)
+      state = shared.restored(self._start, self._like)
       batches = self.private.batches(state, data, users=self.users)
       now.note(f'{len(batches)} batches')
       for step, batch in enumerate(batches):
@@ -299,17 +287,9 @@ class Case:
 
     with (
       self.tape.recording() if taped else contextlib.nullcontext(),
-      unittest.mock.patch.object(_private, 'data_digest', _read_and_forget),
+      seams.one_digest(),  # The same noise for all data.
     ):
       return self.tape.observe(run, played)
-
-
-_digest_of = _private.data_digest
-
-
-def _read_and_forget(*args: Any) -> np.ndarray:
-  """The same digest for all data: their noise is to be the same, too."""
-  return np.ones_like(_digest_of(*args))
 
 
 def _without(batch, row):
@@ -327,20 +307,6 @@ def _without(batch, row):
     is_padding_example=jnp.asarray(np.asarray(batch.is_padding_example) | row),
     is_present=blank(batch.is_present),
   )
-
-
-def _saved(x):
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
-  return np.asarray(x).copy()
-
-
-def _restored(x, like):
-  if isinstance(like, np.ndarray):
-    return x
-  if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
-  return jnp.array(x)
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ runs would go apart, and nothing could be compared. So the second run is given
 the releases of the first one in place of its own: from then on both are at the
 same parameters, and every step is compared (Re:cord-play, arXiv:2602.17454).
 
-How: while a :class:`Tape` is in use, ``_lattice.add_noise``, where all noise of
+How: while a :class:`Tape` is in use, ``seams.add_noise``, where all noise of
 the package is added, hands to the host what enters, and takes back what is to
 leave. So a program that is traced under a tape is compiled once, records and
 plays.
@@ -22,7 +22,6 @@ the noise, in units of its standard deviation.
 import collections
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import io
 import itertools
@@ -39,8 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from prism_optax import _lattice
-from prism_optax._randomness import _keys
+from tests.core import seams
 
 # One rounding in each of the sums that are compared, and the lattice's step.
 SLACK = 1e-6
@@ -93,16 +91,14 @@ class Tape:
   @contextlib.contextmanager
   def recording(self) -> Iterator[None]:
     """Within it, functions that are traced have their noise on this tape."""
-    original = _lattice.add_noise
 
-    @functools.wraps(original)
     def taped(prng_key: Any, tree: Any, stddev: Any) -> Any:
-      out = original(prng_key, tree, stddev)
+      out = seams.add_noise(prng_key, tree, stddev)
       leaves, treedef = jax.tree.flatten(out)
-      sums = jax.tree.leaves(tree, is_leaf=_is_sum)
+      sums = jax.tree.leaves(tree, is_leaf=seams.is_sum)
       stddevs = stddev if isinstance(stddev, list | tuple) else [stddev]
       inputs = (
-        jnp.stack(_keys.key_words(prng_key)),
+        jnp.stack(seams.words_of(prng_key)),
         sums,
         [jnp.asarray(s, jnp.float32) for s in stddevs],
         leaves,
@@ -114,11 +110,8 @@ class Tape:
         played = [jnp.asarray(x) for x in self._exchange(*inputs)]
       return jax.tree.unflatten(treedef, played)
 
-    _lattice.add_noise = taped
-    try:
+    with seams.noise_replaced(taped):
       yield
-    finally:
-      _lattice.add_noise = original
 
   def _exchange(
     self, words: Any, sums: Any, stddevs: Any, out: Any
@@ -171,12 +164,8 @@ def _form(x: np.ndarray) -> tuple[Any, ...]:
   return x.shape, x.dtype
 
 
-def _is_sum(x: object) -> bool:
-  return isinstance(x, _lattice.LatticeSum)
-
-
 def _numbers(x: Any) -> np.ndarray:
-  if not isinstance(x, _lattice.LatticeSum):
+  if not seams.is_sum(x):
     return np.asarray(x, np.float64)
   high, low = (np.asarray(y, np.float64) for y in (x.high, x.low))
   return (high * 2.0**14 + low) * float(x.unit)

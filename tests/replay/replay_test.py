@@ -94,48 +94,36 @@ def test_a_record_that_is_blank_is_a_record_that_is_not_there():
   assert harness.moved(one, fewer) == [0, 0, 0]
 
 
-FAST = [('adam', 'automatic')]
 GRID = [
-  (optimizer, clip)
+  (optimizer, {'clip': clip})
   for optimizer in ('adam', 'prism', 'published_prism', 'prism_muon')
   for clip in cases.CLIPS
-] + [('dp_muon', 'flat')]
+  if (optimizer, clip) != ('adam', 'automatic')
+] + [('dp_muon', {})]
+PARTS = [
+  ('prism', {'execution': training.Execution(2)}),
+  ('dp_muon', {'execution': training.Execution(2)}),
+  ('adam', {'execution': training.Execution(2, skip_padding=True)}),
+  ('prism', {'execution': training.Execution(1, skip_padding=True)}),
+  # Some batches are cut to it.
+  ('adam', {'execution': training.Execution(padded_batch_size=4)}),
+  ('adam', {'l2_clip_norm': 1e20}),
+  ('prism', {'l2_clip_norm': 1e-20}),
+  ('dp_muon', {'l2_clip_norm': 1e-9}),
+]
 
 
-def _grid():
-  return [
-    pytest.param(*x, marks=() if x in FAST else pytest.mark.slow) for x in GRID
-  ]
-
-
-@pytest.mark.parametrize(('optimizer', 'clip'), _grid())
-def test_no_gradient_is_seen(optimizer, clip):
-  odds = list(cases.odd_gradients())
-  if (optimizer, clip) in FAST:
-    odds = odds[::2]
-  assert_unseen(everywhere(on_gradients(optimizer, clip), odds))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  ('optimizer', 'options'),
+  ('optimizer', 'options', 'every'),
   [
-    ('prism', {'execution': training.Execution(2)}),
-    ('dp_muon', {'execution': training.Execution(2)}),
-    ('adam', {'execution': training.Execution(2, skip_padding=True)}),
-    ('prism', {'execution': training.Execution(1, skip_padding=True)}),
-    (
-      'adam',
-      {'execution': training.Execution(padded_batch_size=4)},
-    ),  # Some batches are cut to it.
-    ('adam', {'l2_clip_norm': 1e20}),
-    ('prism', {'l2_clip_norm': 1e-20}),
-    ('dp_muon', {'l2_clip_norm': 1e-9}),
+    ('adam', {'clip': 'automatic'}, 2),
+    *(pytest.param(*x, 1, marks=pytest.mark.slow) for x in GRID + PARTS),
   ],
   ids=str,
 )
-def test_no_gradient_is_seen_in_parts_or_units(optimizer, options):
-  odds = list(cases.odd_gradients())
+def test_no_gradient_is_seen(optimizer, options, every):
+  """Under any rule of clipping, in parts, and in other units."""
+  odds = list(cases.odd_gradients())[::every]
   assert_unseen(everywhere(on_gradients(optimizer, **options), odds))
 
 
@@ -156,14 +144,14 @@ def of_users(optimizer, **options):
 
 
 @pytest.mark.slow
-def test_no_user_is_seen():
+@pytest.mark.parametrize(
+  ('optimizer', 'options'),
+  [('adam', {}),
+   ('prism', {'execution': training.Execution(2, skip_padding=True)})],
+)  # fmt: skip
+def test_no_user_is_seen(optimizer, options):
   """All records of whom are odd."""
-  assert_unseen(everywhere(of_users('adam'), adversarial.records(FORM)))
-
-
-@pytest.mark.slow
-def test_no_user_is_seen_in_parts_of_a_batch():
-  case = of_users('prism', execution=training.Execution(2, skip_padding=True))
+  case = of_users(optimizer, **options)
   assert_unseen(everywhere(case, adversarial.records(FORM)))
 
 
@@ -227,40 +215,32 @@ def test_no_record_is_seen_in_coordinates_of_a_metric(form):
   assert_unseen(everywhere(case, adversarial.records(FORM)))
 
 
+OPTIONS = {
+  'noise_multiplier': SIGMA, 'dataset_size': cases.N, 'prng_key': 1,
+}  # fmt: skip
+PARTS_OF_DATA = slice(0, 4), slice(4, None)
+
+
 def _head(make):
   def release(data):
-    parts = [slice(0, 4), slice(4, None)]
-    return make(
-      [(data['x'][part], data['label'][part]) for part in parts],
-      num_classes=2,
-      noise_multiplier=SIGMA,
-      dataset_size=cases.N,
-      prng_key=1,
-    )
+    rows = [(data['x'][part], data['label'][part]) for part in PARTS_OF_DATA]
+    return make(rows, num_classes=2, **OPTIONS)
 
   return release
 
 
 def _metric(form):
   def release(data):
-    parts = [slice(0, 4), slice(4, None)]
-    return contrib.input_metric(
-      [{'a': data['x'][part], 'b': data['y'][part]} for part in parts],
-      noise_multiplier=SIGMA,
-      dataset_size=cases.N,
-      form=form,
-      prng_key=1,
-    )
+    rows = [{'a': data['x'][k], 'b': data['y'][k]} for k in PARTS_OF_DATA]
+    return contrib.input_metric(rows, form=form, **OPTIONS)
 
   return release
 
 
 RELEASES = {
-  'class_means': _head(heads.class_means),
-  'ridge': _head(heads.ridge),
-  'second_moment': _metric('second_moment'),
-  'mean': _metric('mean'),
-}
+  'class_means': _head(heads.class_means), 'ridge': _head(heads.ridge),
+  'second_moment': _metric('second_moment'), 'mean': _metric('mean'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float64'])
