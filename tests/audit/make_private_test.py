@@ -86,7 +86,7 @@ def test_whatever_a_row_holds_it_moves_the_release_by_what_is_declared(
   bound, own, of_vote = trainings.CLIP, SIGMA, math.inf
   if rule == 'quantile':
     bound = 1.0
-    own = seams.exact_multiplier(clipping, SIGMA, ROWS)
+    own = seams.gradients_multiplier(clipping, SIGMA, ROWS)
     of_vote = clipping.fraction_stddev
   for scale in (0.2, 1e3):
     known = trainings.others(users=users, scale=scale)
@@ -198,7 +198,7 @@ def _attack(optimizer, rule, *, users=False, rows=ROWS, canaries=1, vote=1.0):
   rule = trainings.RULES.get(rule) if isinstance(rule, str) else rule
   of_mean = SIGMA * trainings.CLIP / rows
   if isinstance(rule, training.QuantileClipping):
-    of_mean = seams.exact_multiplier(rule, SIGMA, rows) / rows
+    of_mean = seams.gradients_multiplier(rule, SIGMA, rows) / rows
   known = trainings.others(rows - canaries, users)
   bounds = trainings.attack(
     private,

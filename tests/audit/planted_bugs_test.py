@@ -57,39 +57,37 @@ def test_the_realised_batch_size_as_divisor():
   _go_above(_white_box(where, wrong))
 
 
-def _difference_of_two_steps(noise_of):
-  """The canary is in the first batch alone; the attacker subtracts."""
-  where = harness.setting()
-
-  def play(key, canary, noise):
-    del noise
-    clip, noise = chains.clip(), noise_of(key)
-    state = noise.init(where.params)
-    batch, one = harness.batch_of(where, where.params)
-    seen = []
-    for present in (canary, jnp.array(False)):
-      mean, _ = clip.update(
-        batch, optax.EmptyState(), where.params,
-        is_padding_example=harness.absent(present),
-      )  # fmt: skip
-      released, state = noise.update(mean, state, where.params)
-      seen.append(released['extra'])
-    return jnp.vdot(seen[0] - seen[1], one['extra'])
-
-  (bounds,) = harness.attacked(play, DRAWS)
-  return bounds
+def _clipped_mean(where, present):
+  """At the start, and the canary's gradient."""
+  batch, one = harness.batch_of(where, where.params)
+  clip = chains.clip()
+  mean, _ = clip.update(
+    batch, clip.init(where.params), where.params,
+    is_padding_example=harness.absent(jnp.asarray(present)),
+  )  # fmt: skip
+  return mean, one
 
 
 @pytest.mark.slow
 def test_a_key_that_is_used_twice():
-  stddev = chains.stddev_of(SIGMA)
-  honest = chains.prism_optax.tangent_privatizer
-  _stay_below(
-    _difference_of_two_steps(lambda key: honest(stddev, prng_key=key)), 2
-  )
-  _go_above(
-    _difference_of_two_steps(lambda k: chains.noise_with_one_key(stddev, k)), 2
-  )
+  """The canary is in the first batch alone; the attacker subtracts."""
+  where, stddev = harness.setting(), chains.stddev_of(SIGMA)
+
+  def bounds(noise_of):
+    def play(key, canary, noise):
+      del noise
+      noise, seen = noise_of(stddev, prng_key=key), []
+      state = noise.init(where.params)
+      for present in (canary, False):
+        mean, one = _clipped_mean(where, present)
+        released, state = noise.update(mean, state, where.params)
+        seen.append(released['extra'])
+      return jnp.vdot(seen[0] - seen[1], one['extra'])
+
+    return harness.attacked(play, DRAWS)[0]
+
+  _stay_below(bounds(chains.prism_optax.tangent_privatizer), 2)
+  _go_above(bounds(chains.noise_with_one_key), 2)
 
 
 @pytest.mark.slow
@@ -119,71 +117,45 @@ def test_small_factors_with_damped_whitening():
   _go_above(_white_box(where, wrong))
 
 
-def _vertical(pair, steps):
-  """``L^T dL - dR^T R``: zero for a horizontal lift."""
-  left, right = pair['lora_b'].T, pair['lora_a']
-  return left.T @ steps[0] - steps[1].T @ right
-
-
 @pytest.mark.slow
 def test_moments_of_factors_that_read_a_part_without_noise():
+  """The library's published preconditioner has moments, too: not these."""
   where = harness.setting(left_scale=3.0)  # Unbalanced: the lifts differ.
-  stddev = chains.stddev_of(SIGMA)
 
-  def steps_of(tx, canary_present, key):
-    batch, _ = harness.batch_of(where, where.params)
-    mean, _ = chains.clip().update(
-      batch, optax.EmptyState(), where.params,
-      is_padding_example=harness.absent(canary_present),
-    )  # fmt: skip
+  def wrong(stddev, present, key):
+    tx = chains.factor_moments_of_two_lifts(stddev, key)
+    mean, _ = _clipped_mean(where, present)
     out, _ = tx.update(mean, tx.init(where.params), where.params)
     return out
 
-  def play(key, canary, noise):
-    del noise
-    tx = chains.factor_moments_of_two_lifts(stddev, key)
-    silent = chains.factor_moments_of_two_lifts(0.0, key)
-    moments = steps_of(tx, canary, key)
-    # What differs without any noise is what the attacker looks for.
-    with_it = steps_of(silent, jnp.array(True), key)
-    without = steps_of(silent, jnp.array(False), key)
-    return sum(
-      jnp.vdot(
-        _vertical(where.params[name], moments[name]),
-        _vertical(where.params[name], with_it[name])
-        - _vertical(where.params[name], without[name]),
-      )
-      for name in ('m0', 'm1')
+  def honest(stddev, present, key):
+    tx = optax.chain(
+      chains.prism_optax.tangent_privatizer(stddev, prng_key=key),
+      transforms.scale_by_published_preconditioner(noise_stddev=stddev),
     )
+    mean, _ = _clipped_mean(where, present)
+    _, state = tx.update(mean, tx.init(where.params), where.params)
+    (mu,) = (pair.mu for pair in state[1].pairs)
+    return {f'm{i}': (mu.left[i], mu.right[i]) for i in range(2)}
 
-  _go_above(*harness.attacked(play, DRAWS))
-
-  def honest_play(key, canary, noise):
-    """The moments of the library's published preconditioner, after one step."""
-    del noise
-
-    def moments(stddev, present):
-      tx = optax.chain(
-        chains.clip(),
-        chains.prism_optax.tangent_privatizer(stddev, prng_key=key),
-        transforms.scale_by_published_preconditioner(noise_stddev=stddev),
-      )
-      batch, _ = harness.batch_of(where, where.params)
-      _, state = tx.update(
-        batch, tx.init(where.params), where.params,
-        is_padding_example=harness.absent(present),
-      )  # fmt: skip
-      (mu,) = (pair.mu for pair in state[2].pairs)
+  def bounds(moments):
+    def vertical(*args):
+      """``L^T dL - dR^T R``: zero for a horizontal lift."""
       return [
-        _vertical(where.params[name], (mu.left[i], mu.right[i]))
-        for i, name in enumerate(('m0', 'm1'))
+        where.params[name]['lora_b'] @ left
+        - right.T @ where.params[name]['lora_a']
+        for name, (left, right) in moments(*args).items()
       ]
 
-    seen = moments(stddev, canary)
-    with_it = moments(0.0, jnp.array(True))
-    without = moments(0.0, jnp.array(False))
-    return sum(
-      jnp.vdot(s, x - y) for s, x, y in zip(seen, with_it, without, strict=True)
-    )
+    def play(key, canary, noise):
+      del noise
+      seen = vertical(chains.stddev_of(SIGMA), canary, key)
+      # What differs without any noise is what the attacker looks for.
+      with_it, without = (vertical(0.0, x, key) for x in (True, False))
+      rows = zip(seen, with_it, without, strict=True)
+      return sum(jnp.vdot(s, x - y) for s, x, y in rows)
 
-  _stay_below(*harness.attacked(honest_play, DRAWS))
+    return harness.attacked(play, DRAWS)[0]
+
+  _go_above(bounds(wrong))
+  _stay_below(bounds(honest))

@@ -68,26 +68,21 @@ def loss(params: Any, record: Any) -> jax.Array:
 
 
 def on_manifold(
-  *,
-  l2_clip_norm,
-  noise_multiplier,
-  expected_batch_size,
-  prng_key,
-  steps,
+  *, l2_clip_norm, noise_multiplier, expected_batch_size, prng_key, steps,
   per_example_gradients=True,
-):
-  """The front half of `prism`, which remembers what was released."""
+):  # fmt: skip
+  """`prism` without its preconditioner, remembering what was released."""
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
-  rest = (
-    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    harness.recorder(),
-  )
-  if not per_example_gradients:
-    return prism_optax.chain(*rest, retract_elsewhere=True)
   clip = prism_optax.intrinsic_clip(
     l2_clip_norm, normalize_by=expected_batch_size
   )
-  return prism_optax.chain(clip, *rest, retract_elsewhere=True)
+  return prism_optax.chain(
+    *[clip] * per_example_gradients,
+    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
+    harness.recorder(),
+    prism_optax.scale_by_learning_rate(0.05),
+    prism_optax.retract(),
+  )
 
 
 # `dense`: any optimizer of optax, here one that remembers what comes in.
@@ -170,9 +165,9 @@ def step_of(private: training.PrivateTraining):
 
 
 def _recorded(state: Any) -> Any:
-  """What the recorder saw, the last of a chain; None without one."""
-  while isinstance(state, tuple) and state:
-    state = state[-1]
+  """What the recorder saw, a tree of parameters; None without one."""
+  if isinstance(state, tuple):
+    return next((x for x in map(_recorded, state) if x is not None), None)
   return state if isinstance(state, dict) else None
 
 

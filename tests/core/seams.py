@@ -167,6 +167,11 @@ def as_floats(tree):
   )
 
 
+def gradients_multiplier(clipping, joint, size):
+  """Of the noise of gradients, or what `charged_for` says."""
+  return _make.gradients_noise_multiplier(clipping, joint, size)
+
+
 def charged_for(multiplier):
   """Within it, gradients have another part of the noise than they should."""
   return mock.patch.object(_make, 'gradients_noise_multiplier', multiplier)
