@@ -219,7 +219,7 @@ def changes(found: dict[str, dict[str, float]], path: pathlib.Path) -> None:
         )
     for rank, (points, method) in enumerate(far):
       axis.annotate(
-        f'◀ {points:.1f}', (-edge + 0.05 + 0.36 * rank, place), va='center',
+        f'◀ {points:.1f}', (-edge + 0.05 + 0.44 * rank, place), va='center',
         color=plots.colour(method),
       )  # fmt: skip
   texts = [CHANGES.get(x, x.replace('=', ' ').replace('_', ' ')) for x in names]
