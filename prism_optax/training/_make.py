@@ -196,9 +196,9 @@ def make_private(
     TypeError: For an unknown argument; the message names the right one.
     ValueError: If constants do not fit or delta is too large; if an optimizer
       has its own clip; if a function's chain has other noise, less noise or
-      none; if a recognised release is missing in ``prior_releases``, or two
-      releases share a key; unless exactly one of ``target_epsilon`` and
-      ``noise_multiplier`` is given.
+      none, or returns coordinates in place of updates; if a recognised release
+      is missing in ``prior_releases``, or two releases share a key; unless
+      exactly one of ``target_epsilon`` and ``noise_multiplier`` is given.
 
   Example:
     >>> import functools

@@ -35,7 +35,8 @@ class Execution:
     microbatch_size: Records whose gradients are held at once; None is all.
     padded_batch_size: Rows of every batch. The default is six standard
       deviations above ``expected_batch_size``, in whole micro-batches.
-    batch_sharding: How batches are laid out, split along the first axis.
+    batch_sharding: How batches are laid out, split along the first axis, on a
+      mesh with automatic or explicit axes (with ``batched_loss`` automatic).
     skip_padding: Skip micro-batches that hold only padding. It saves up to a
       third of the time, but the time of a step then reveals how many records
       were drawn.

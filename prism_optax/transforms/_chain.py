@@ -328,7 +328,10 @@ def chain(
 
   A chain with noise in it must end with :func:`retract`, because tangent
   coordinates are not updates of factors: added to ``params`` they would lead
-  elsewhere. ``optax.chain`` checks none of this.
+  elsewhere. ``optax.chain`` checks none of this. What it makes
+  :func:`prism_optax.training.make_private` refuses if its last transformation
+  is one of this package and returns coordinates; after one of optax they
+  cannot be told from updates.
 
   Args:
     *transformations: At least one, in the order in which updates pass them.
