@@ -12,15 +12,13 @@ from flax import nnx
 from . import files
 
 
-def names(params: nnx.State) -> dict[str, Any]:
+def names(params: Any) -> dict[str, Any]:
   """``{'encoder.layers.0.attention.query.lora.lora_a': array, ...}``."""
   flat = nnx.to_flat_state(params)
   return {'.'.join(map(str, path)): leaf[...] for path, leaf in flat}
 
 
-def save(
-  path: pathlib.Path, params: nnx.State, metadata: dict[str, Any]
-) -> None:
+def save(path: pathlib.Path, params: Any, metadata: dict[str, Any]) -> None:
   """Writes all leaves and a JSON header of public facts."""
   arrays = {
     name: np.ascontiguousarray(jax.device_get(value))
@@ -32,7 +30,7 @@ def save(
     safetensors.numpy.save_file(arrays, temporary, metadata=header)
 
 
-def load(path: pathlib.Path, params: nnx.State) -> nnx.State:
+def load(path: pathlib.Path, params: Any) -> Any:
   """Reads leaves written by ``save`` into a state of the same structure.
 
   Raises:

@@ -49,7 +49,7 @@ def _field(rows: list[files.Row], column: str, command: Any) -> list[Any]:
     if row is None or not isinstance(row.get(column), str):
       problem = problem or f'expected a string in the column {column!r}'
       raise ValueError(f'--data {command.data}, row {number}: {problem}.')
-  return [row.entries[column] for row in rows]
+  return [(row.entries or {})[column] for row in rows]
 
 
 def _labels(
@@ -86,6 +86,7 @@ def _responses(
   prompts = [
     talk.encode(talk.text(messages, answer_next=True))
     for messages in conversations
+    if messages is not None
   ]
   for start in range(0, len(prompts), command.batch_size):
     for ids in generator.answers(

@@ -56,7 +56,9 @@ def with_places(
   numbers = np.where(coin, np.arange(1, len(coin) + 1), -1)
   blank = [np.zeros((len(coin), *x.shape[1:]), x.dtype) for x in data]
   own = [np.concatenate(pair) for pair in zip(data, blank, strict=True)]
-  return *own, np.int32([0] * len(data[0]) + list(numbers))
+  return *own, np.concatenate(
+    [np.zeros(len(data[0]), np.int32), np.asarray(numbers, np.int32)]
+  )
 
 
 def scores(
@@ -152,9 +154,8 @@ def audit(command: argparse.Namespace) -> None:
 
   own_params = methods.prepared(name, task.params)
   params = {'own': own_params, 'canaries': jnp.zeros(count)}
-  planted = dataclasses.replace(
-    task, params=params, train=data, make_loss=audited
-  )
+  changed: dict[str, Any] = {'params': params, 'train': data}
+  planted = dataclasses.replace(task, make_loss=audited, **changed)
   noises = {'as it is': 1.0}
   if command.noise is not None:
     noises[f'noise x {command.noise:g}'] = command.noise

@@ -81,7 +81,7 @@ def _conversations(command: argparse.Namespace) -> dict[str, int]:
   return counts
 
 
-def _of_files(rows: list[files.Row]) -> collections.Counter:
+def _of_files(rows: list[files.Row]) -> collections.Counter[str]:
   counts = collections.Counter({'rows': len(rows)})
   unread = sum(row.entries is None for row in rows)
   if unread:

@@ -37,7 +37,7 @@ class TextFile(NamedTuple):
   """Rows of a file; an unusable row is ``('', None)``."""
 
   texts: list[str]
-  labels: list[str | None]
+  labels: Sequence[str | None]
 
 
 def label_name(value: Any) -> str | None:
@@ -128,7 +128,7 @@ def read_private(path: str, text_column: str, label_column: str) -> TextFile:
 
 
 def label_set(
-  declared: Sequence[str] | None, evaluation: Sequence[str]
+  declared: Sequence[str] | None, evaluation: Sequence[str | None]
 ) -> tuple[str, ...]:
   """The classes, from what is declared or public, never from private data.
 
@@ -145,7 +145,7 @@ def label_set(
       a label occurs in the evaluation file only.
   """
   if declared is None:
-    names = tuple(sorted(set(evaluation)))
+    names = tuple(sorted(set(map(str, evaluation))))
   elif len(declared) == 1 and pathlib.Path(declared[0]).is_file():
     lines = pathlib.Path(declared[0]).read_text('utf-8').splitlines()
     names = tuple(line.strip() for line in lines if line.strip())
@@ -153,7 +153,7 @@ def label_set(
     names = tuple(declared)
   if len(set(names)) < len(names):
     raise ValueError(f'--labels: a label is repeated in {list(names)}.')
-  unknown = sorted(set(evaluation) - set(names))
+  unknown = sorted(set(map(str, evaluation)) - set(names))
   if unknown:
     raise ValueError(
       f'--labels lacks {unknown}, which occur in the evaluation file only.'
@@ -171,5 +171,5 @@ def encode_labels(
   A private record with an unknown label is a record like any other, only with
   a zero gradient: refusing it would tell that it is there.
   """
-  index = {name: i for i, name in enumerate(names)}
+  index: dict[str | None, int] = {name: i for i, name in enumerate(names)}
   return np.asarray([index.get(label, BLANK) for label in labels], np.int32)

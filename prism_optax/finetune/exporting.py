@@ -98,7 +98,7 @@ def _classifier(
   names = minilm.stored_names(len(model.encoder.layers))
   for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
     _, *module, _, factor = path
-    modules.setdefault(names[tuple(module)], {})[factor] = leaf[...]
+    modules.setdefault(names[tuple(module)], {})[str(factor)] = leaf[...]
   if command.format == 'merged':
     stored = safetensors.numpy.load_file(encoder / 'model.safetensors')
     change = merged(stored.__getitem__, modules)
@@ -203,7 +203,7 @@ def _write_weights(
   if len(parts) == 1:
     (folder / 'part-0').replace(folder / pretrained.WEIGHTS)
     return
-  weight_map = {}
+  weight_map: dict[str, str] = {}
   for i, inside in enumerate(parts):
     file = f'model-{i + 1:05}-of-{len(parts):05}.safetensors'
     (folder / f'part-{i}').replace(folder / file)

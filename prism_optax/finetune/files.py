@@ -133,7 +133,7 @@ def _dataset(folder: pathlib.Path, option: str) -> list[Row]:
   ]
 
 
-def _read(read: Callable, path: pathlib.Path, option: str) -> Any:
+def _read(read: Callable[..., Any], path: pathlib.Path, option: str) -> Any:
   try:
     return read(path)
   # Those of Arrow are of these two classes, or NotImplementedError.

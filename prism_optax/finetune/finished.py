@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import adapters, files, options, tasks
-from .models import classifier, llama_files, pretrained, weights
+from .models import classifier, llama, llama_files, pretrained, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find_all(folder: str) -> list[Finished]:
 
 def language_model(
   run: Finished, *, before: bool = False
-) -> tuple[nnx.Module, pretrained.Pretrained]:
+) -> tuple[llama.Decoder, pretrained.Pretrained]:
   """The model of an ``instruct`` run, and where its weights came from.
 
   Args:

@@ -12,7 +12,7 @@ from flax import nnx
 from . import data, training
 
 
-def make_loss(graphdef: Any, divisor: int) -> Callable:
+def make_loss(graphdef: Any, divisor: int) -> Callable[..., Any]:
   """``loss(params, frozen, inputs, labels) -> (loss, hits)`` of one record.
 
   Args:

@@ -45,7 +45,7 @@ def optimizer(
     return functools.partial(prism_with_rows, learning_rate)
   if name == 'dp-muon':
     # K groups of norm C / sqrt(K) each: together C, as for the others.
-    groups = {'weight_dimension_numbers': matrices}
+    groups: dict[str, Any] = {'weight_dimension_numbers': matrices}
     unit = prism_optax.per_matrix_clip(1.0, **groups)
     return functools.partial(
       prism_optax.dp_muon,

@@ -32,7 +32,7 @@ def pretrain_or_load(
     SHA-256 of the file.
   """
   backbone = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-  graphdef, params, rest = nnx.split(network, backbone, ...)
+  graphdef, params, rest = classifier.split(network, backbone)
   if not path.exists():
     adapters.save(path, _pretrain(graphdef, params, rest, public), {})
   # Read back even if just written: a resumed run starts from the same bytes.

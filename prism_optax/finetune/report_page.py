@@ -169,7 +169,7 @@ def _without_paths(used: options.Options) -> dict[str, Any]:
 def _spoken(run: finished.Finished, rows: int) -> str:
   """What the model says to public rows."""
   if run.options.task == 'classify':
-    found = [
+    found: list[Any] = [
       (name, count, f'{accuracy:.3f}')
       for name, count, accuracy in public_rows.per_class(run)
     ]

@@ -46,14 +46,14 @@ class Task:
 
   name: str
   graphdef: Any
-  params: nnx.State
-  frozen: nnx.State
+  params: Any
+  frozen: Any
   train: data.Examples
   evaluation: data.Examples
   labels: tuple[str, ...]
   base: dict[str, Any]
-  make_loss: Callable = training.make_loss
-  make_evaluate: Callable = training.make_evaluate
+  make_loss: Callable[..., Any] = training.make_loss
+  make_evaluate: Callable[..., Any] = training.make_evaluate
 
 
 def read(options: Options, output: pathlib.Path) -> Task:

@@ -171,4 +171,4 @@ def compare_on_digits(
   )
   if statement:
     print(f'\nSpent by each private run: {statement}.')
-  print(f'Adapters, metrics and plots are in {output}.')
+  print(f'Adapters and metrics are in {output}.')

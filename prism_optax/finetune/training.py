@@ -20,7 +20,7 @@ from .command_line import NOT_PRIVATE
 NO_CLIP = 1e6
 
 
-def make_loss(graphdef: Any) -> Callable:
+def make_loss(graphdef: Any) -> Callable[..., Any]:
   """``loss(params, frozen, inputs, label) -> (cross-entropy, hit)`` of a row.
 
   The loss of a blank row is zero, whatever the parameters.

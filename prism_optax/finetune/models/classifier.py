@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-class HeadParam(nnx.Param):
+class HeadParam(nnx.Param[jax.Array]):
   """Marks the head, which is trained beside the adapters."""
 
 
-TRAINABLE = (nnx.LoRAParam, HeadParam)
+TRAINED = nnx.Any(nnx.LoRAParam, HeadParam)
 
 
 def logits_of(
@@ -46,7 +46,7 @@ class Classifier(nnx.Module):
 
   def __init__(
     self,
-    encoder: nnx.Module,
+    encoder: Any,
     hidden: int,
     classes: int,
     *,
@@ -71,6 +71,7 @@ class Classifier(nnx.Module):
     )
 
 
-def split(model: Classifier) -> tuple[Any, nnx.State, nnx.State]:
-  """Returns ``(graphdef, trainable, frozen)`` for ``nnx.merge``."""
-  return nnx.split(model, nnx.Any(*TRAINABLE), ...)
+def split(model: nnx.Module, trained: Any = TRAINED) -> tuple[Any, Any, Any]:
+  """Returns ``(graphdef, trained, frozen)`` for ``nnx.merge``."""
+  parts: Any = nnx.split(model, trained, ...)
+  return parts[0], parts[1], parts[2]

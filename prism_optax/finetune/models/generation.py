@@ -16,7 +16,7 @@ BLOCK = 64
 
 
 @functools.cache
-def _program(graphdef: Any) -> Callable:
+def _program(graphdef: Any) -> Callable[..., Any]:
   """One step, compiled once for all generators of a model."""
 
   def run(leaves, caches, ids, positions, keep, temperature, key):

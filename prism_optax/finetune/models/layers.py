@@ -5,7 +5,6 @@ on CPU XLA runs one plain matrix product more than twice as fast as the same
 product with two leading axes.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +30,8 @@ def frozen_product(layer: nnx.Linear, tokens: jax.Array) -> jax.Array:
 class Int8Linear(nnx.Linear):
   """``nnx.Linear`` whose kernel is int8; see :func:`dense`."""
 
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  # Without the argument for sharding that Flax has.
+  def __call__(self, tokens: jax.Array) -> jax.Array:  # type: ignore[override]
     return frozen_product(self, tokens)
 
 
@@ -41,7 +41,7 @@ class AdaptedLinear(nnx.LoRALinear):
   As ``prism_optax.lora.per_example_gradients`` makes them.
   """
 
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: jax.Array) -> jax.Array:  # type: ignore[override]
     a, b = self.lora.lora_a[...], self.lora.lora_b[...]
     examples = len(a) if a.ndim == 3 else 1
     return frozen_product(self, tokens) + lora.per_example_product(
@@ -56,7 +56,7 @@ def dense(
   *,
   rank: int,
   rngs: nnx.Rngs,
-  kernel_init: Callable = LECUN_NORMAL,
+  kernel_init: nnx.Initializer = LECUN_NORMAL,
   **options: Any,
 ) -> nnx.Linear:
   """A dense layer, with a pair of LoRA factors where ``rank`` is not zero.
@@ -91,7 +91,7 @@ def dense(
     options['param_dtype'] = jnp.bfloat16
   if rank == 0:
     kind = Int8Linear if is_int8 else nnx.Linear
-    layer = kind(in_features, out_features, **options)
+    layer: Any = kind(in_features, out_features, **options)
   else:
     layer = AdaptedLinear(in_features, out_features, lora_rank=rank, **options)
   if is_int8:
@@ -126,11 +126,15 @@ class Attention(nnx.Module):
     *,
     rank: int,
     rngs: nnx.Rngs,
-    kernel_init: Callable = LECUN_NORMAL,
+    kernel_init: nnx.Initializer = LECUN_NORMAL,
   ):
     self.heads = heads
 
-    options = {'rank': rank, 'rngs': rngs, 'kernel_init': kernel_init}
+    options: dict[str, Any] = {
+      'rank': rank,
+      'rngs': rngs,
+      'kernel_init': kernel_init,
+    }
     self.query = dense(hidden, hidden, **options)
     self.key = dense(hidden, hidden, **options)
     self.value = dense(hidden, hidden, **options)
@@ -179,9 +183,13 @@ class FeedForward(nnx.Module):
     *,
     rank: int,
     rngs: nnx.Rngs,
-    kernel_init: Callable = LECUN_NORMAL,
+    kernel_init: nnx.Initializer = LECUN_NORMAL,
   ):
-    options = {'rank': rank, 'rngs': rngs, 'kernel_init': kernel_init}
+    options: dict[str, Any] = {
+      'rank': rank,
+      'rngs': rngs,
+      'kernel_init': kernel_init,
+    }
     self.up = dense(hidden, inner, **options)
     self.down = dense(inner, hidden, **options)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import layers, llama
+from . import classifier, layers, llama
 from .llama_config import Config
 from .minilm import LoraConfig
 from .pretrained import Pretrained
@@ -62,9 +62,8 @@ def load(
     return llama.Decoder(config, lora, dtype=dtype, rngs=nnx.Rngs(seed))
 
   # Shapes only: no second copy of the weights is ever made.
-  graphdef, adapters, frozen = nnx.split(
-    nnx.eval_shape(build), nnx.LoRAParam, ...
-  )
+  shapes = nnx.eval_shape(build)
+  graphdef, adapters, frozen = classifier.split(shapes, nnx.LoRAParam)
   leaves = {}
   for path, leaf in nnx.to_flat_state(frozen):
     if path[-1] == 'kernel_scale':
@@ -83,12 +82,14 @@ def load(
   return nnx.merge(graphdef, _filled(adapters, drawn), frozen)
 
 
-def _filled(state: nnx.State, leaves: dict[tuple, jax.Array]) -> nnx.State:
+def _filled(state: Any, leaves: dict[tuple[Any, ...], jax.Array]) -> Any:
   flat = [leaves[path] for path, _ in nnx.to_flat_state(state)]
   return jax.tree.unflatten(jax.tree.structure(state), flat)
 
 
-def _initial(path: tuple, shape: tuple, rng: np.random.Generator) -> np.ndarray:
+def _initial(
+  path: tuple[Any, ...], shape: tuple[Any, ...], rng: np.random.Generator
+) -> np.ndarray:
   """``lora_a`` uniform as He et al. have it, ``lora_b`` zero: no change."""
   if path[-1] == 'lora_b':
     return np.zeros(shape, np.float32)
@@ -97,7 +98,7 @@ def _initial(path: tuple, shape: tuple, rng: np.random.Generator) -> np.ndarray:
 
 
 def stored_names(
-  path: tuple, config: Config, lora: LoraConfig
+  path: tuple[Any, ...], config: Config, lora: LoraConfig
 ) -> list[str] | str:
   """The hub's name of a leaf; of a stacked one, the name in each layer."""
   if path[0] != 'stacks':
@@ -114,14 +115,13 @@ def stored_names(
 
 def _stored(
   source: Pretrained,
-  path: tuple,
+  path: tuple[Any, ...],
   shape: tuple[int, ...],
   config: Config,
   lora: LoraConfig,
 ) -> np.ndarray:
   names = stored_names(path, config, lora)
-  is_stacked = not isinstance(names, str)
-  expected = shape[1:] if is_stacked else shape
+  expected = shape if isinstance(names, str) else shape[1:]
 
   def one(name: str) -> np.ndarray:
     if name not in source.names:
@@ -136,11 +136,13 @@ def _stored(
       )
     return value
 
-  return np.stack([one(name) for name in names]) if is_stacked else one(names)
+  if isinstance(names, str):
+    return one(names)
+  return np.stack([one(name) for name in names])
 
 
 def adapters(
-  params: nnx.State, config: Config, lora: LoraConfig
+  params: Any, config: Config, lora: LoraConfig
 ) -> dict[str, dict[str, jax.Array]]:
   """``{'model.layers.0.self_attn.q_proj': {'lora_a': (in, r), ...}}``."""
   result: dict[str, dict[str, jax.Array]] = {}
@@ -149,5 +151,5 @@ def adapters(
     names = stored_names((*module, 'kernel'), config, lora)
     for i, name in enumerate(names):
       module_name = name.removesuffix('.weight')
-      result.setdefault(module_name, {})[factor] = leaf[...][i]
+      result.setdefault(module_name, {})[str(factor)] = leaf[...][i]
   return result

@@ -8,6 +8,7 @@ also put randomness that nobody accounted for into a per-example gradient.
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ class Layer(nnx.Module):
       return lora.rank_of(target, index, config.num_hidden_layers)
 
     width, heads = config.hidden_size, config.num_attention_heads
-    options = {'rngs': rngs, 'kernel_init': zeros}
+    options: dict[str, Any] = {'rngs': rngs, 'kernel_init': zeros}
     self.attention = layers.Attention(
       width, heads, rank=rank('attention'), **options
     )
@@ -128,7 +129,8 @@ class Encoder(nnx.Module):
   ):
     self.hidden_size = config.hidden_size
 
-    options = {'embedding_init': nnx.initializers.zeros_init(), 'rngs': rngs}
+    zeros = nnx.initializers.zeros_init()
+    options: dict[str, Any] = {'embedding_init': zeros, 'rngs': rngs}
     width, places = config.hidden_size, config.max_position_embeddings
     self.words = nnx.Embed(config.vocab_size, width, **options)
     self.positions = nnx.Embed(places, width, **options)
@@ -154,9 +156,9 @@ class Encoder(nnx.Module):
     return layers.masked_mean(tokens, mask)
 
 
-def stored_names(num_layers: int) -> dict[tuple, str]:
+def stored_names(num_layers: int) -> dict[tuple[Any, ...], str]:
   """Path in our module -> name in ``model.safetensors``, without suffix."""
-  names: dict[tuple, str] = {('norm',): 'embeddings.LayerNorm'}
+  names: dict[tuple[Any, ...], str] = {('norm',): 'embeddings.LayerNorm'}
   inside = {
     ('attention', 'query'): 'attention.self.query',
     ('attention', 'key'): 'attention.self.key',
@@ -196,7 +198,7 @@ def load(
   encoder = Encoder(config, lora, rngs=nnx.Rngs(0) if rngs is None else rngs)
   stored = safetensors.numpy.load_file(folder / 'model.safetensors')
 
-  def assign(variable: nnx.Variable, name: str, transpose: bool = False):
+  def assign(variable: Any, name: str, transpose: bool = False):
     if name not in stored:
       raise ValueError(f'{folder}/model.safetensors has no weight {name!r}.')
     value = stored[name].astype(np.float32)
@@ -215,7 +217,7 @@ def load(
   positions = encoder.positions.embedding
   positions.set_value(positions[...] + segment)
   for path, name in stored_names(config.num_hidden_layers).items():
-    module = encoder
+    module: Any = encoder
     for key in path:
       module = module[key] if isinstance(key, int) else getattr(module, key)
     if isinstance(module, nnx.LayerNorm):

@@ -74,7 +74,7 @@ def _from_folder(folder: pathlib.Path) -> Pretrained:
       f'--model {folder}: there is no such folder (or say {SMOLLM2!r}).'
     )
   files = _weight_files(folder)
-  where = {}
+  where: dict[str, pathlib.Path] = {}
   for path in dict.fromkeys(files):
     try:
       with safetensors.safe_open(path, 'flax') as opened:
@@ -154,7 +154,7 @@ def _stops(
   entries: Mapping[str, Any],
   tokenizer: tokenizers.Tokenizer,
 ) -> tuple[int, ...]:
-  found = []
+  found: list[Any] = []
   path = folder / 'generation_config.json'
   for stored in (files_lib.read_json(path) if path.is_file() else {}, config):
     ids = stored.get('eos_token_id')

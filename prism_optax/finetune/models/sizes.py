@@ -18,7 +18,7 @@ def positive(
   Raises:
     ValueError: If it is no positive number of these types.
   """
-  value = stored.get(name)
+  value: Any = stored.get(name)
   value = default if value is None else value
   fits = isinstance(value, types) and not isinstance(value, bool)
   if not fits or not 0 < value < math.inf:
