@@ -95,19 +95,6 @@ def test_trajectory_is_the_dense_one(x64):
       np.testing.assert_allclose(z, expected, atol=1e-11)
 
 
-def test_starts_from_a_zero_factor(x64):
-  """The default of every LoRA library: a first step on one side."""
-  factors = [(0 * left, right) for left, right in _factors()]
-  path = _trajectory(factors)
-  for z, (_, _, rank) in zip(path[0], SHAPES, strict=True):
-    # One-sided: the row space stays, all singular values move by the rate.
-    s = np.linalg.svd(z, compute_uv=False)
-    assert s[rank - 1] > 0.5 * RATE
-    assert s[0] < 1.1 * RATE
-  assert np.all(np.isfinite(path[-1][0]))
-  assert np.linalg.norm(path[-1][0]) > 2 * RATE
-
-
 def test_other_leaves_get_adam(x64):
   params = cases.tree_of(_factors()[:1], extra=np.arange(4.0))
   tx = contrib.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)

@@ -36,14 +36,6 @@ def test_clipped_norms_stay_inside_the_bound_in_float32():
   assert norms.max() >= 1 - 2e-6
 
 
-def test_norm_of_a_million_entries_is_accurate_to_the_margin():
-  """Constant entries: the worst case of a running float32 sum."""
-  x = jnp.full(1_000_000, 0.3, jnp.float32)
-  got = float(_clip_rules.squared_norm([x], 1.0))
-  exact = 1e6 * float(np.float32(0.3)) ** 2
-  assert abs(got / exact - 1) < 5e-7  # Half of the margin's square.
-
-
 def test_what_is_not_finite_does_not_count():
   weights, counts = _weights([np.nan, np.inf, 1e30, 2.0])
   np.testing.assert_array_equal(counts, [False, False, False, True])

@@ -24,6 +24,8 @@ from prism_optax.training import (
   _seen,
   _words,
 )
+from prism_optax.contrib import _input_metric, _one_shot_release, heads
+from prism_optax.training import _fingerprint, _program, _seen, _words
 from prism_optax.transforms import _privatizer
 
 FOREIGN_WORDS = _words.FOREIGN
@@ -204,3 +206,31 @@ def one_digest():
 def releases_of(path):
   """Numbers of steps and of releases in a journal."""
   return tuple(_journal.Journal(path).count())
+@contextlib.contextmanager
+def one_shot_sums():
+  """Yields a list of the noisy sums of the one-shot releases within it."""
+  found, release = [], _one_shot_release.release
+
+  def spy(*args, **options):
+    released = release(*args, **options)
+    found.append(jax.tree.map(np.float64, dict(released.arrays)))
+    return released
+
+  with mock.patch.object(_one_shot_release, 'release', spy):
+    yield found
+
+
+def sum_of_records(kind, batch):
+  """What a one-shot release adds up before its noise, on the lattice."""
+  terms = {
+    'second_moment': _input_metric._second_moment_of,
+    'mean': _input_metric._mean_of,
+    'class_means': heads._class_term_of(3),
+    'ridge': heads._ridge_term_of(3),
+  }[kind]
+  unit = _lattice.unit_of(1.0, 1.0, np.float32)
+  sums = _one_shot_release.sum_of_batch(batch, unit, terms)
+  return {k: _lattice.integers_of(x) * float(unit) for k, x in sums.items()}
+
+
+FEWEST_RECORDS = heads._FEWEST

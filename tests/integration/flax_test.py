@@ -2,14 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import jax_privacy
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from flax.training import train_state
 
-import prism_optax
 from tests.integration import cases
 
 
@@ -54,43 +50,3 @@ def test_nnx_optimizer_on_the_lora_parameters():
     moved = after['layer']['lora'][name] - before['layer']['lora'][name]
     assert np.abs(moved).max() > 1e-3, name
   assert int(optimizer.step[...]) == 3
-
-
-@pytest.mark.slow
-def test_train_state_with_clipped_gradients():
-  """`apply_gradients` takes no extra arguments: padding is the clip's."""
-  params = cases.trainable(cases.params())
-  state = train_state.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=optax.chain(cases.privatizer(), cases.after_the_noise()),
-  )
-
-  def loss(trained, x):
-    return cases.loss({**cases.params(), **trained}, x)
-
-  @jax.jit
-  def step(state, x, is_padding):
-    grads = jax_privacy.clipped_grad(
-      loss,
-      l2_clip_norm=cases.CLIP,
-      normalize_by=cases.BATCH,
-      batch_argnums=1,
-      keep_batch_dim=False,
-      pre_clipping_transform=prism_optax.tangent_coordinates(state.params),
-    )(state.params, x, is_padding_example=is_padding)
-    return state.apply_gradients(grads=grads)
-
-  is_padding = jnp.arange(6) >= 4
-  after = step(state, cases.batch(), is_padding)
-  assert int(after.step) == 1
-  tx = optax.chain(cases.clip(), cases.privatizer(), cases.after_the_noise())
-  grads = cases.trainable(
-    cases.per_example_gradients(cases.params(), cases.batch())
-  )
-  updates, _ = jax.jit(tx.update)(
-    grads, tx.init(params), params, is_padding_example=is_padding
-  )
-  want = optax.apply_updates(params, updates)
-  np.testing.assert_allclose(cases.z(after.params), cases.z(want), atol=1e-6)
-  np.testing.assert_allclose(after.params['head'], want['head'], atol=1e-6)

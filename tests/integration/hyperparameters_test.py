@@ -46,18 +46,6 @@ def _assert_same(got, want):
 
 
 @pytest.mark.slow
-def test_an_injected_schedule_is_the_schedule():
-  """A seed is no hyper-parameter: `static_args` keeps it as it is."""
-  injected = optax.inject_hyperparams(
-    prism_optax.prism, static_args=('prng_key',)
-  )(SCHEDULE, **OPTIONS)
-  got, state = _train(injected)
-  _assert_same(got, _scheduled())
-  np.testing.assert_allclose(state.hyperparams['learning_rate'], 0.0625)
-  assert state.hyperparams['noise_multiplier'] == np.float32(cases.MULTIPLIER)
-
-
-@pytest.mark.slow
 def test_a_hyperparameter_changed_between_steps_counts():
   injected = optax.inject_hyperparams(
     prism_optax.prism, static_args=('prng_key',)
@@ -94,23 +82,3 @@ def test_structure_is_not_injected():
     ).init(params)
   static = ('prng_key', 'degree', 'ns_steps')
   optax.inject_hyperparams(muon, static_args=static)(0.1).init(params)
-
-
-@pytest.mark.slow
-def test_a_part_in_a_chain_can_be_injected():
-  preconditioner = optax.inject_hyperparams(
-    prism_optax.scale_by_rank_preconditioner
-  )(noise_stddev=cases.STDDEV)
-
-  def chain(middle):
-    return optax.chain(
-      cases.clip(),
-      cases.privatizer(),
-      middle,
-      prism_optax.add_decayed_factors(0.1),
-      optax.scale_by_learning_rate(SCHEDULE),
-      prism_optax.retract(),
-    )
-
-  # In parts, `prism` is this chain.
-  _assert_same(_train(chain(preconditioner))[0], _scheduled())

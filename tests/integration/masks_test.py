@@ -55,51 +55,6 @@ def test_frozen_leaves_stay_and_take_no_part():
   assert all(np.any(x) for x in jax.tree.leaves(want))
 
 
-@pytest.mark.slow
-def test_frozen_leaves_stay_under_noise():
-  params = cases.params()
-  tx = _frozen_inside_of_the_tree()
-  state = tx.init(params)
-  start = params
-  update = jax.jit(tx.update)
-  for step in range(3):
-    grads = cases.per_example_gradients(params, cases.batch(step))
-    updates, state = update(
-      grads, state, params, is_padding_example=jnp.arange(6) >= 4
-    )
-    params = optax.apply_updates(params, updates)
-  np.testing.assert_array_equal(params['frozen'], start['frozen'])
-  assert np.abs(cases.z(params) - cases.z(start)).max() > 1e-3
-  assert np.abs(params['head'] - start['head']).max() > 1e-3
-
-
-@pytest.mark.slow
-def test_two_learning_rates_behind_one_clip_and_one_noise():
-  """Adapters and head part behind the noise: still one mechanism."""
-  params = cases.trainable(cases.params())
-  tx = optax.chain(
-    cases.clip(),
-    cases.privatizer(),
-    optax.partition(
-      {'adapters': cases.after_the_noise(), 'head': optax.sgd(0.25)},
-      {'lora': 'adapters', 'head': 'head'},
-    ),
-  )
-  grads = cases.trainable(
-    cases.per_example_gradients(cases.params(), cases.batch())
-  )
-  state = tx.init(params)
-  updates, state = jax.jit(tx.update)(grads, state, params)
-  whole = optax.chain(cases.clip(), cases.privatizer(), cases.after_the_noise())
-  want, _ = jax.jit(whole.update)(grads, whole.init(params), params)
-  np.testing.assert_allclose(updates['head'], want['head'] / 2, rtol=1e-5)
-  np.testing.assert_allclose(
-    cases.z(optax.apply_updates(params, updates)),
-    cases.z(optax.apply_updates(params, want)),
-    atol=1e-6,
-  )
-
-
 HIDE_HEAD = {'frozen': False, 'head': False, 'lora': True}
 CLIPS = {
   'intrinsic_clip': cases.clip(),

@@ -26,30 +26,6 @@ def _run(tx, params, micro_batches):
   return seen
 
 
-@pytest.mark.slow
-def test_accumulated_behind_the_clip_it_is_one_large_batch():
-  """The mean of K clipped sums over b / K is the whole clipped sum over b."""
-  params = cases.trainable(cases.params())
-  rest = optax.chain(cases.privatizer(), cases.after_the_noise())
-  micro_batches = [cases.batch(i, 4) for i in range(K)]
-  *before, got = _run(
-    optax.chain(
-      cases.clip(cases.BATCH / K),
-      optax.MultiSteps(rest, K).gradient_transformation(),
-    ),
-    params,
-    micro_batches,
-  )
-  for same in before:
-    jax.tree.map(np.testing.assert_array_equal, same, params)
-  (want,) = _run(
-    optax.chain(cases.clip(), rest), params, [np.concatenate(micro_batches)]
-  )
-  np.testing.assert_allclose(cases.z(got), cases.z(want), atol=1e-6)
-  np.testing.assert_allclose(got['head'], want['head'], atol=1e-6)
-  assert np.abs(cases.z(got) - cases.z(params)).max() > 1e-3
-
-
 @functools.partial(jax.jit, static_argnums=2)
 def _accumulated(grads, normalize_by, use_grad_mean):
   """What one release of K parts is, and the state before the last of them."""
@@ -101,22 +77,6 @@ def test_mean_or_sum_decides_the_divisor(use_grad_mean, normalize_by, share):
   whole = cases.CLIP / normalize_by
   part = whole / 2 if use_grad_mean else whole  # The mean so far.
   np.testing.assert_allclose(sizes, [0.0, part, 0.0], rtol=1e-5)
-
-
-def test_noise_is_fresh_in_each_accumulated_update():
-  """The state behind moves once in K calls, and then the key does."""
-  params = cases.trainable(cases.params())
-  tx = optax.MultiSteps(cases.privatizer(), 2)
-  state, update = tx.init(params), jax.jit(tx.update)
-  zeros = jax.tree.map(np.zeros_like, params)
-  drawn = []
-  for _ in range(4):
-    noise, state = update(zeros, state, params)
-    drawn.append(np.asarray(noise['head']))
-  assert not drawn[0].any()
-  assert not drawn[2].any()
-  assert np.all(drawn[1] != drawn[3])
-  assert np.all(drawn[1] != 0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from prism_optax import lora
@@ -80,19 +79,6 @@ def test_each_adapter_adds_its_matrix_to_the_kernel():
   assert np.abs(want - run(graph, state)).max() > 0.01
 
 
-def test_round_trip_by_way_of_peft(tmp_path):
-  _, model, adapters = _adapted()
-  params = nnx.state(model, adapters)
-  moved = lora.initialize(params, 0, method='balanced', size=0.5)
-  lora.save_peft(tmp_path, moved)
-  loaded = lora.load_peft(tmp_path)
-  assert sorted(loaded.params) == [
-    x.removesuffix('/lora').replace('/', '.') for x in CHOSEN
-  ]
-  back = lora.from_peft(loaded, params)
-  jax.tree.map(np.testing.assert_array_equal, back, moved)
-
-
 def test_stacked_layers_have_an_adapter_each():
   @nnx.split_rngs(splits=3)
   @nnx.vmap
@@ -110,14 +96,6 @@ def test_stacked_layers_have_an_adapter_each():
   # Float32 factors do not widen what the model computes.
   out = nnx.vmap(lambda layer, x: layer(x))(layers, x)
   assert (out.shape, out.dtype) == ((3, 5), jnp.bfloat16)
-
-
-def test_the_filter_is_that_of_an_optimizer():
-  _, model, adapters = _adapted()
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=adapters)
-  assert optimizer.opt_state is not None
-  names = nnx.to_flat_state(nnx.state(model, adapters))
-  assert all(path[-2] == 'lora' for path, _ in names)
 
 
 @pytest.mark.parametrize(

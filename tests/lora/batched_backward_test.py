@@ -9,7 +9,6 @@ import pytest
 
 import prism_optax
 from prism_optax import diagnostics, lora
-from prism_optax.lora import _gradients
 
 ROWS, INNER, COLUMNS, RANK = 7, 5, 6, 2
 
@@ -98,7 +97,7 @@ def test_flat_tokens_and_many_axes_of_them(x64):
 def _guessed(x, lora_a, lora_b):
   """As it was: any first axis that is a multiple is cut into examples."""
   tokens = x.reshape(len(lora_a), -1, x.shape[-1])
-  product = _gradients._product(tokens, lora_a, lora_b)
+  product = lora.per_example_product(tokens, lora_a, lora_b)
   return product.reshape(*x.shape[:-1], -1)
 
 
@@ -145,28 +144,6 @@ def test_time_major_tokens_would_break_the_clip_and_are_refused():
   )
 
 
-def test_no_examples():
-  grads = _batched(_params(), *_data(0, 3))
-  for grad, leaf in zip(*map(jax.tree.leaves, (grads, _params())), strict=True):
-    assert grad.shape == (0, *leaf.shape)
-
-
-@pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_what_is_not_finite_stays_with_its_example(value):
-  params, (x, kernel) = _params(), _data(4, 3)
-  odd = x.copy()
-  odd[1, 0, 0] = value
-  clean, spoiled = (
-    jax.device_get(_batched(params, each, kernel)) for each in (x, odd)
-  )
-  assert not np.isfinite(spoiled['first']['lora_a'][1]).all()
-  others = np.array([0, 2, 3])
-  jax.tree.map(
-    lambda a, b: np.testing.assert_array_equal(a[others], b[others]),
-    spoiled, clean,
-  )  # fmt: skip
-
-
 def test_it_is_proved_whether_examples_are_alone():
   params, (x, kernel) = _params(), _data(4, 3)
 
@@ -194,24 +171,6 @@ def test_bfloat16_tokens_are_summed_in_float32():
   # 513 needs ten bits, and bfloat16 has eight.
   np.testing.assert_array_equal(grads['lora_a'].ravel(), tokens)
   np.testing.assert_array_equal(grads['lora_b'].ravel(), tokens)
-
-
-@pytest.mark.slow
-def test_goes_through_the_chain_of_prism():
-  params, (x, kernel) = _params(), _data(4, 3)
-  tx = prism_optax.prism(
-    0.1, l2_clip_norm=0.5, noise_multiplier=0.5, expected_batch_size=4,
-    prng_key=0,
-  )  # fmt: skip
-  state = jax.jit(tx.init)(params)
-  update = jax.jit(tx.update)
-  one, other = (
-    update(grads, state, params)[0] for grads in _both(params, x, kernel)
-  )
-  # The same noise; the sums of the gradients differ by roundings.
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one, other
-  )
 
 
 @pytest.mark.parametrize('skips', [False, True])

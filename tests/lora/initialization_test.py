@@ -86,19 +86,6 @@ def test_the_key_decides():
   assert np.abs(new['p']['lora_a'] - new['q']['lora_a']).max() > 0.1
 
 
-def test_singular_vectors_are_uniform():
-  """E[u u^T] = I / m: no axis is preferred, none has a preferred sign."""
-  params = {
-    'lora_a': np.zeros((2000, 4, 1), np.float32),
-    'lora_b': np.zeros((2000, 1, 3), np.float32),
-  }
-  a = _initialize(params, 0)['lora_a'][..., 0]
-  # Entries have variance 1/4, their squares less than that: four errors.
-  error = 4 / 2 / np.sqrt(2000)
-  np.testing.assert_allclose(a.mean(0), 0, atol=error)
-  np.testing.assert_allclose(a.T @ a / 2000, np.eye(4) / 4, atol=error)
-
-
 def test_initial_factors_in_bfloat16_and_stacks():
   params = {
     'lora_a': np.zeros((3, 6, 2), jnp.bfloat16),

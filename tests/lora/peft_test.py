@@ -13,7 +13,6 @@ import pytest
 from safetensors import numpy as safetensors
 
 from prism_optax import lora
-from prism_optax._modules import ModuleTree
 from tests.oracles import oracles
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -69,14 +68,12 @@ def test_what_is_read_is_what_peft_computes(tmp_path, dtype):
   assert adapter.others == {}
   scales = {'layers.0.q': 8 / 2, 'layers.0.v': 6 / 3}
   assert list(adapter.params) == list(scales)
-  found = ModuleTree(adapter.params, adapter.layout)
-  zs = found.factors(adapter.params).pairs
-  for z, name in zip(zs, scales, strict=True):
+  deltas = lora.deltas(adapter.params, layout=adapter.layout, dense=True)
+  for name in scales:
     a, b = (
       np.float64(tensors[f'{PREFIX}{name}.lora_{side}.weight']) for side in 'AB'
     )
-    got = np.asarray(z.left @ z.right.mT)[0]
-    assert oracles.relative_error(got, scales[name] * b @ a) < 1e-6
+    assert oracles.relative_error(deltas[name], scales[name] * b @ a) < 1e-6
     assert adapter.params[name]['lora_a'].dtype == dtype
 
 
@@ -209,8 +206,7 @@ def test_the_scale_of_the_model_is_made_up_for(tmp_path):
                         layout=other)  # fmt: skip
 
   def zs(tree, layout):
-    pairs = ModuleTree(tree, layout).factors(tree).pairs
-    return [np.asarray(x.left @ x.right.mT) for x in pairs]
+    return [*lora.deltas(tree, layout=layout, dense=True).values()]
 
   for got, want in zip(zs(back, other), zs(params, LAYOUT), strict=True):
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -300,12 +296,6 @@ def test_a_head_is_a_module_that_was_trained_as_a_whole(tmp_path):
   zeros['head']['bias'] = jnp.zeros(6)
   with pytest.raises(ValueError, match=r"'classifier.bias'.*\(6,\) of 'head"):
     lora.from_peft(adapter, zeros, names=names)
-
-
-def test_nothing_is_left_beside_the_files(tmp_path):
-  lora.save_peft(tmp_path, _filled(), names=NAMES, layout=LAYOUT)
-  lora.save_peft(tmp_path, _filled(1), names=NAMES, layout=LAYOUT)
-  assert {x.name for x in tmp_path.iterdir()} == {CONFIG, TENSORS}
 
 
 def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
@@ -473,35 +463,6 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
   path.write_bytes(DAMAGE[damage](path.read_bytes()))
   with pytest.raises(ValueError, match=rf'{TENSORS}: is no whole safetensors'):
     lora.load_peft(tmp_path)
-
-
-def test_any_cut_and_any_flipped_byte_ends_in_an_adapter_or_an_error(tmp_path):
-  """Of the header every byte; what loads has the shapes of the header."""
-  path = _folder(tmp_path) / TENSORS
-  data = path.read_bytes()
-  (size,) = struct.unpack('<Q', data[:8])
-  rng = np.random.default_rng(0)
-  refused = accepted = 0
-  for i in range(0, 8 + size):
-    changed = bytearray(data)
-    changed[i] ^= 1 << int(rng.integers(8))
-    path.write_bytes(bytes(changed))
-    try:
-      adapter = lora.load_peft(tmp_path)
-    except ValueError as error:
-      refused += str(path) in str(error)
-      continue
-    accepted += 1
-    assert all(
-      x['lora_a'].shape[1] == x['lora_b'].shape[0]
-      for x in adapter.params.values()
-    )
-  assert refused + accepted == 8 + size
-  assert refused > size / 2
-  for end in range(0, len(data), 7):
-    path.write_bytes(data[:end])
-    with pytest.raises(ValueError, match=TENSORS):
-      lora.load_peft(tmp_path)
 
 
 def test_missing_files_are_named(tmp_path):

@@ -21,13 +21,6 @@ newton_schulz = jax.jit(
 
 
 @pytest.mark.parametrize('degree', range(1, 9))
-def test_coefficients_are_the_exact_ones(degree):
-  for j, c in enumerate(_polynomials.coefficients(degree)):
-    exact = Fraction(math.factorial(2 * j), 4**j * math.factorial(j) ** 2)
-    assert Fraction(c) == exact  # Binomials over powers of two: no rounding.
-
-
-@pytest.mark.parametrize('degree', range(1, 9))
 def test_the_slope_at_zero_is_the_value_of_the_polynomial_there(degree):
   """sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k, and it is what happens."""
   slope = sum(_polynomials.coefficients(degree))
@@ -109,20 +102,6 @@ def test_no_odd_polynomial_is_nearer_to_one(least, steps, degree):
       signs = np.sign(error[np.abs(error) > largest * (1 - 1e-6)])
       assert np.count_nonzero(np.diff(signs)) == degree + 1
     lower, upper = 1 - largest, 1 + largest
-
-
-def test_three_steps_do_the_work_of_five():
-  """As much lift, and as near to one above a tenth of the largest value."""
-  table = muon.minimax_coefficients(0.1, 3)
-  tiny = 1e-9
-  lift = muon_oracle.by_rows(tiny, table) / tiny
-  assert lift > 0.95 * sum(_polynomials.coefficients(2)) ** 5
-  x = np.linspace(0.1, 1, 1000)
-  found = muon_oracle.by_rows(x, table)
-  assert found.min() > muon_oracle.singular_values(x, 2, 5).min() - 1e-3
-  # It rises up to there, so that no smaller value ends higher.
-  small = muon_oracle.by_rows(np.linspace(0, 0.1, 1000), table)
-  assert (np.diff(small) > 0).all()
 
 
 @pytest.mark.parametrize('shape', [(24, 24), (24, 30), (96, 24), (24, 400)])
@@ -223,19 +202,6 @@ def test_a_stack_may_hold_matrices_of_any_sizes():
   expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
   for one in out:
     np.testing.assert_allclose(one, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize('shape', [(0, 3), (3, 0), (2, 0, 3), (0, 3, 4)])
-def test_nothing_stays_nothing(shape):
-  @jax.jit
-  def call(x):
-    return [
-      muon.newton_schulz(x, normalize=normalize)
-      for normalize in ('max1', 'frobenius', 'none')
-    ]
-
-  for out in call(np.ones(shape, np.float32)):
-    assert out.shape == shape
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf])

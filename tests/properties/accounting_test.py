@@ -182,6 +182,33 @@ def _calibrated(target, delta, q, steps, accountant):
   return sigma
 
 
+def test_calibration_beside_another_release():
+  other = dp_event.GaussianDpEvent(6.0)
+  sigma = accounting.calibrate_noise_multiplier(
+    2.0, 1e-5, 0.01, 100, accountant='rdp', prior_events=[other, other]
+  )
+
+  def spent(sigma):
+    training = accounting.dpsgd_event(sigma, 0.01, 100)
+    event = dp_event.ComposedDpEvent([training, other, other])
+    return accounting.epsilon(event, 1e-5, accountant='rdp')
+
+  assert spent(sigma) <= 2.0 < spent(sigma * (1 - 1e-5))
+  with pytest.raises(ValueError, match='cannot be reached'):
+    accounting.calibrate_noise_multiplier(
+      1.0,
+      1e-5,
+      0.01,
+      10,
+      accountant='rdp',
+      prior_events=[dp_event.GaussianDpEvent(1.0)],
+    )
+  with pytest.raises(ValueError, match='DpEvent'):
+    accounting.calibrate_noise_multiplier(
+      1.0, 1e-5, 0.01, 10, prior_events=[1.0]
+    )
+
+
 targets = st.floats(0.3, 8.0)
 usual_deltas = st.floats(1e-8, 1e-3)
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 
 from prism_optax import lora
-from prism_optax._modules import ModuleTree
 from tests.lora import peft_test
 from tests.properties import cases, readers_test
 
@@ -46,7 +45,7 @@ def _read_or_refused(folder):
     assert np.isfinite(pair.layout.scale)
     a, b = found.params[pair.a.rpartition('/')[0]].values()
     assert a.shape[-1] == b.shape[0]
-  ModuleTree(found.params, found.layout)
+  lora.deltas(found.params, layout=found.layout)
   return found
 
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism_optax import diagnostics, transforms
-from prism_optax._proofs import _proof
 from tests.properties import cases
 
 N = 4
@@ -114,6 +113,5 @@ def test_what_is_proved_depends_on_records_through_noise_alone(steps):
       private=0,
       padding=1,
     )
-    assert isinstance(proof, _proof.Proof)
     if proof:
       np.testing.assert_array_equal(x, y, err_msg=f'{steps}\n{k}: {proof}')

@@ -1,4 +1,6 @@
-"""Between trees and stacks: nothing is lost, mixed up or of another scale."""
+"""Between trees, leaves and stacks: nothing is lost, mixed up or rescaled."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,66 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
-from prism_optax._modules import ModuleTree
+from prism_optax._modules._layout import LeafAxes
+from prism_optax._modules._tree import ModuleTree
+
+
+@pytest.mark.parametrize('rank', range(4))
+def test_stacks_and_matrices_invert(rank):
+  shape = (2, 3, 5, 7)
+  others = [i for i in range(4) if i != rank]
+  stacks = [
+    x for size in range(3) for x in itertools.permutations(others, size)
+  ]
+  leaf = np.arange(2 * 3 * 5 * 7).reshape(shape)
+
+  @jax.jit  # One program for all: they are small and many.
+  def there_and_back(leaf):
+    out = []
+    for stack in stacks:
+      axes = LeafAxes.create('w', shape, rank, stack)
+      stacked = axes.to_stack(leaf)
+      matrices = axes.matrix.to_matrices(stacked)
+      back = axes.from_stack(stacked), axes.matrix.from_matrices(matrices)
+      out.append((stacked, matrices, *back))
+    return out
+
+  for stack, (stacked, matrices, again, stacked_again) in zip(
+    stacks, jax.device_get(there_and_back(leaf)), strict=True
+  ):
+    np.testing.assert_array_equal(again, leaf)
+    assert matrices.shape[-1] == shape[rank]
+    np.testing.assert_array_equal(stacked_again, stacked)
+    # By hand: stack axes first, then features in order, then the rank.
+    features = [i for i in others if i not in stack]
+    expected = np.transpose(leaf, (*stack, *features, rank))
+    np.testing.assert_array_equal(
+      np.ravel(matrices), np.ravel(expected), err_msg=f'{stack=}'
+    )
+
+
+def test_leading_batch_axes_pass_through():
+  axes = LeafAxes.create('w', (2, 3, 5), 1, (0,))
+  leaf = jnp.arange(4 * 30).reshape(4, 2, 3, 5)
+  matrices = axes.matrix.to_matrices(axes.to_stack(leaf))
+  assert matrices.shape == (4, 2, 5, 3)
+  np.testing.assert_array_equal(matrices, jnp.swapaxes(leaf, 2, 3))
+
+
+@pytest.mark.parametrize(
+  ('rank', 'stack', 'match'),
+  [
+    (3, (), 'out of range'),
+    (0, (0,), 'distinct'),
+    (0, (1, 2), 'at least one more'),
+  ],
+)
+def test_bad_axes_are_refused(rank, stack, match):
+  with pytest.raises(ValueError, match=match):
+    LeafAxes.create('w', (2, 3, 4), rank, stack)
+
+
+# Trees.
 
 
 def _params(rng):
