@@ -14,6 +14,7 @@ import numpy as np
 from prism_optax import _clip, _clip_rules, _lattice
 from prism_optax._randomness import _keys
 from prism_optax.accounting import _filters, _ledger
+from prism_optax.contrib import _input_metric, _one_shot_release, heads
 from prism_optax.fixed_rank import _lifts
 from prism_optax.training import (
   _fingerprint,
@@ -24,8 +25,6 @@ from prism_optax.training import (
   _seen,
   _words,
 )
-from prism_optax.contrib import _input_metric, _one_shot_release, heads
-from prism_optax.training import _fingerprint, _program, _seen, _words
 from prism_optax.transforms import _privatizer
 
 FOREIGN_WORDS = _words.FOREIGN
@@ -206,6 +205,8 @@ def one_digest():
 def releases_of(path):
   """Numbers of steps and of releases in a journal."""
   return tuple(_journal.Journal(path).count())
+
+
 @contextlib.contextmanager
 def one_shot_sums():
   """Yields a list of the noisy sums of the one-shot releases within it."""
