@@ -37,16 +37,29 @@ PRIVACY = (
   'training', 'transforms/_chain', 'transforms/_intrinsic_clip',
   'transforms/_matrix_clip', 'transforms/_privatizer',
 )  # fmt: skip
-# The tests of a file are those of its name, then those of its folder, or:
+# The tests of a file are those of its name, then those of the longest of these
+# beginnings of its path and of each shorter one, or of its folder.
 NEAR = {
   '': 'core laws training transforms audit',
+  '_clip': 'transforms/intrinsic_clip_test.py audit/make_private_test.py',
+  '_clip_rules': 'core/per_example_test.py core/clip_range_test.py',
+  '_clipped_sum': 'core/per_example_test.py transforms/intrinsic_clip_test.py',
   '_linalg': 'core fixed_rank',
-  '_proofs': 'proofs training',
-  '_randomness': 'core training/noise_once_test.py transforms',
+  '_randomness': 'core/randomness_test.py core/generators_test.py',
+  '_randomness/_keys': 'core/randomness_test.py training/noise_once_test.py',
   'accounting': 'accounting core/accounting_test.py',
   'contrib': 'contrib properties/lora_test.py training/prior_releases_test.py',
   'training': 'training audit properties/training_test.py contrib',
+  'training/_claim': 'training/stops_test.py training/journal_test.py',
+  'training/_make': 'training/misuse_test.py training/mechanism_test.py',
+  'training/_means': 'training/private_test.py',
+  'training/_optimizer': 'training/mechanism_test.py training/clipping_test.py',
+  'training/_owner': 'training/noise_once_test.py training/journal_test.py',
+  'training/_program': 'training/private_test.py training/noise_once_test.py',
+  'training/_releases': 'training/prior_releases_test.py',
+  'training/_state': 'training/state_file_test.py',
   'transforms': 'laws transforms aliases integration audit',
+  'transforms/_chain': 'core/trail_test.py transforms/chain_order_test.py',
 }
 FAST, SLOW = ('-m', 'not slow'), ('-m', 'slow')
 TIMEOUT = 1500  # Seconds for the tests of a mutant.
@@ -104,11 +117,17 @@ def edited() -> Iterator[Mutant]:
 def near(path: pathlib.Path) -> list[str]:
   """The tests that are most likely to notice, in the order to run them."""
   tests = copies.ROOT / 'tests'
+  module = path.relative_to(PACKAGE).with_suffix('')
   name = path.stem.strip('_')
   own = (*tests.rglob(f'{name}_test.py'), *tests.rglob(f'{name}_*_test.py'))
-  folder = str(path.relative_to(PACKAGE).parent).partition('/')[0].strip('.')
-  more = NEAR.get(folder, folder.strip('_')).split()
-  paths = [*sorted(own), *(tests / x for x in more if (tests / x).exists())]
+  parents = [str(x) for x in (module, *module.parents[:-1])]
+  more = [x for name in parents for x in NEAR.get(name, '').split()]
+  if len(parents) == 1:
+    more += NEAR[''].split()
+  elif parents[-1] not in NEAR:
+    more.append(parents[-1].strip('_'))
+  own = sorted(p for p in own if p.parent.name != 'benchmarks')
+  paths = [*own, *(tests / x for x in more if (tests / x).exists())]
   return [str(p.relative_to(copies.ROOT)) for p in dict.fromkeys(paths)]
 
 
