@@ -53,8 +53,8 @@ class InputMetric:
     entries: Number of entries that got noise.
     dataset_size: Number of records that were declared.
     layout: Of the parameters, see :func:`prism_optax.lora.describe_pairs`.
-    seeded: Whether the key of the noise was given. Whoever knows it then knows
-      the noise.
+    seeded: Whether the key of the noise was given. Whoever has that key can
+      compute the noise.
     digest: Of the values that were released, and public, as
       :class:`prism_optax.contrib.heads.LinearHead` has it.
     key_digest: Of the key of the noise, likewise.

@@ -65,8 +65,8 @@ class LinearHead:
     noise_multiplier: Of the release, a float.
     entries: Number of entries that got noise.
     dataset_size: Number of records that were declared.
-    seeded: Whether the key of the noise was given. Whoever knows it then knows
-      the noise.
+    seeded: Whether the key of the noise was given. Whoever has that key can
+      compute the noise.
     digest: Public digest of the released values: two releases with one digest
       are the same.
     key_digest: Of the key of the noise: two releases with one key have the same

@@ -49,7 +49,7 @@ What is guaranteed for one row of --data:
   --dataset-size N       ci: DECLARED PUBLIC, at least all rows (their number)
   --batch-size N         EXPECTED number of rows; constant [128 256 64]
   --l2-clip-norm X       of the gradient of one row [1]
-  --seed K               for tests: VOIDS the guarantee
+  --seed K               for tests: NOT private against anyone who knows K
   --skip-padding         faster; the time of a step then tells its rows
   --nonprivate-diagnostics  measure private batches too: NOT covered
 

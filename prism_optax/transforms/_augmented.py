@@ -52,22 +52,15 @@ class AugmentedOptimizer:
   def __init__(
     self, init: Init, update: Update, pre_clipping_transform: PreClipping
   ) -> None:
-    self._init = init
-    self._update = update
+    self._functions = init, update, pre_clipping_transform
     self.pre_clipping_transform = pre_clipping_transform
 
   def __iter__(self) -> Iterator[Callable[..., ArrayTree]]:
-    return iter((self._init, self._update, self.pre_clipping_transform))
+    return iter(self._functions)
 
-  @property
-  def init(self) -> NoReturn:
-    self._refuse('init')
-
-  @property
-  def update(self) -> NoReturn:
-    self._refuse('update')
-
-  def _refuse(self, name: str) -> NoReturn:
+  def __getattr__(self, name: str) -> NoReturn:
+    if name not in ('init', 'update'):
+      raise AttributeError(name)
     # An AttributeError, so that `hasattr` finds no optimizer of optax here.
     raise AttributeError(
       f'augmented_optimizer: `.{name}` was read as of an optimizer of optax,'
