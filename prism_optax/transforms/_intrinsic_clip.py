@@ -14,7 +14,7 @@ from prism_optax import _clip, _validate
 from prism_optax._clip_rules import FlatClipping
 from prism_optax._clipped_sum import ClippedSum
 from prism_optax._linalg._products import matmul
-from prism_optax._modules import LayoutLike, Stacks, StepContext, map_pairs
+from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 from prism_optax.fixed_rank import _tangents
@@ -98,10 +98,8 @@ def stacked_coordinates(step: StepContext) -> Callable[[Stacks], Stacks]:
 
   def coordinates(gradients: Stacks) -> Stacks:
     def by(times: Callable[..., jax.Array]) -> Callable[..., ArrayTree]:
-      return lambda pairs: map_pairs(
-        lambda pair, frame: _tangents.whitened(frame, pair, times),
-        pairs,
-        frames,
+      return lambda pairs: tuple(
+        _tangents.whitened(*x, times) for x in zip(frames, pairs, strict=True)
       )
 
     pairs = gradients.pairs
