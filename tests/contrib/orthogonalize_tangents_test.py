@@ -1,4 +1,4 @@
-"""Muon on the manifold over whole trajectories, against dense matrices."""
+"""Muon on the manifold, against dense matrices: directions, trajectories."""
 
 import functools
 import math
@@ -12,23 +12,98 @@ import pytest
 import prism_optax
 from prism_optax import contrib
 from tests import cases
-from tests.oracles import muon_oracle, oracles
+from tests.oracles import muon_oracle, oracles, problems
 
-# (m, n, r). One shape, one stack: what is done with it is compiled once.
-SHAPES = [(11, 7, 3), (11, 7, 3)]
-RATE, BETA, STEPS = 0.05, 0.9, 8
+pytestmark = pytest.mark.usefixtures('x64')
+M, N, RANK = 13, 9, 3
 
 
 @functools.cache
-def _optimizer():
-  """Compiled once for all tests: same shapes, float64."""
-  tx = optax.chain(
-    prism_optax.intrinsic_clip(1e6),
-    contrib.orthogonalize_tangents(BETA),
-    optax.scale_by_learning_rate(RATE),
-    prism_optax.retract(),
-  )
-  return tx.init, jax.jit(tx.update)
+def _compiled(**options):
+  tx = contrib.orthogonalize_tangents(0.0, **options)
+  return jax.jit(lambda x, params: tx.update(x, tx.init(params), params)[0])
+
+
+def _direction(pair, x, **options):
+  """Of coordinates (left, right), as a dense matrix."""
+  params = cases.tree_of([pair])
+  return problems.embed(
+    params, _compiled(**options)(cases.tree_of([x]), params)
+  )[0]
+
+
+def _coordinates(pair, gradient):
+  frame = problems.frames(cases.tree_of([pair]))[0]
+  left, right = gradient @ frame.right, gradient.T @ frame.left
+  return left - frame.left @ (frame.left.T @ left), right
+
+
+@pytest.mark.parametrize(
+  ('m', 'n', 'rank', 'degree', 'steps', 'normalize'),
+  [
+    # Every polynomial on one shape, and every shape under one polynomial.
+    (M, N, RANK, 2, 5, 'max1'),
+    (M, N, RANK, 1, 1, 'max1'),
+    (M, N, RANK, 3, 4, 'max1'),
+    (M, N, RANK, 2, 5, 'frobenius'),
+    pytest.param(9, 13, 3, 2, 5, 'max1', marks=pytest.mark.slow),
+    (8, 8, 1, 2, 5, 'max1'),
+    pytest.param(7, 4, 4, 2, 5, 'max1', marks=pytest.mark.slow),
+    (4, 4, 4, 2, 5, 'max1'),
+  ],
+)
+def test_is_the_projected_dense_iteration(m, n, rank, degree, steps, normalize):
+  """r = 1 and r = min(m, n) too, where outer blocks have less room."""
+  rng = np.random.default_rng(m + 100 * degree)
+  pair = oracles.random_factors(rng, m, n, rank, 10.0)
+  point = oracles.Point.from_factors(*pair)
+  options = {'degree': degree, 'steps': steps, 'normalize': normalize}
+  for size in (1e-3, 0.5, 1e3):
+    gradient = size * rng.standard_normal((m, n))
+    found = _direction(pair, _coordinates(pair, gradient), **options)
+    dense = muon_oracle.orthogonalize(
+      point.project(gradient), degree, steps, normalize
+    )
+    np.testing.assert_allclose(found, point.project(dense), atol=1e-12)
+    if rank < min(m, n) and size > 1:  # Else the projection shows nothing.
+      assert np.linalg.norm(dense - point.project(dense)) > 0.02
+
+
+def test_rank_deficient_factors_and_tangents():
+  """A zero factor shows one side only; the iteration stays the dense one."""
+  rng = np.random.default_rng(4)
+  left, right = oracles.random_factors(rng, M, N, RANK)
+  gradient = rng.standard_normal((M, N))
+  lost = left[:, [0, 0, 2]]
+  for pair in [(left, 0 * right), (0 * left, right), (lost, right)]:
+    x, y = _coordinates(pair, gradient)
+    params = cases.tree_of([pair])
+    # Columns that no basis shows are no part of the vector, whatever they say.
+    for shown in ((x, y), (x + x[:, ::-1], 3.0 + y)):
+      (dense,) = problems.embed(params, cases.tree_of([shown]))
+      dense /= max(1, np.hypot(*map(np.linalg.norm, shown)))
+      dense = muon_oracle.orthogonalize(dense, 2, 5, 'none')
+      expected = oracles.Point.from_factors(*pair).project(dense)
+      found = _direction(pair, shown)
+      np.testing.assert_allclose(found, expected, atol=1e-12)
+      assert np.linalg.norm(found) > 0.5
+  # Outer bases that are zero or of rank one.
+  point = oracles.Point.from_factors(left, right)
+  x, y = _coordinates((left, right), gradient)
+  first = np.arange(RANK) == 0
+  for shown in ((0 * x, y), (x * first, y * first), (0 * x, 0 * y)):
+    (dense,) = problems.embed(
+      cases.tree_of([(left, right)]), cases.tree_of([shown])
+    )
+    expected = point.project(muon_oracle.orthogonalize(dense, 2, 5))
+    found = _direction((left, right), shown)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+# Whole trajectories. One shape, one stack: what is done with it is compiled
+# once.
+SHAPES = [(11, 7, 3), (11, 7, 3)]
+RATE, BETA, STEPS = 0.05, 0.9, 8
 
 
 def _gradient(t, products):
@@ -41,98 +116,57 @@ def _gradient(t, products):
   return out
 
 
-def _trajectory(factors):
-  """All Z along the way, from factors in any gauge."""
-  params = cases.tree_of(factors)
-  init, update = _optimizer()
-  state, path = init(params), []
+def test_trajectory_is_the_dense_one():
+  params = cases.adapters(SHAPES, dtype=jnp.float64)
+  tx = optax.chain(
+    prism_optax.intrinsic_clip(1e6),
+    contrib.orthogonalize_tangents(BETA),
+    optax.scale_by_learning_rate(RATE),
+    prism_optax.retract(),
+  )
+  state, update = tx.init(params), jax.jit(tx.update)
+  points = [oracles.Point.from_factors(*x) for x in cases.factors_of(params)]
+  momenta = [np.zeros_like(p.z) for p in points]
   for t in range(STEPS):
+    for i, dense in enumerate(_gradient(t, [p.z for p in points])):
+      point = points[i]
+      momenta[i] = BETA * point.project(momenta[i]) + point.project(dense)
+      direction = muon_oracle.orthogonalize(momenta[i], 2, 5)
+      points[i] = point.retract(-RATE * point.project(direction), 3)
     dense = _gradient(t, cases.products_of(params))
     grads = cases.factor_gradients(
-      cases.factors_of(params), [g[None] for g in dense]
+      cases.factors_of(params), [g[None] for g in dense], np.zeros((1, 5))
     )
     updates, state = update(grads, state, params)
     params = optax.apply_updates(params, updates)
-    path.append(cases.products_of(params))
-  return path
+    found = cases.products_of(params)
+    cases.assert_close(found, [p.z for p in points], 1e-11)
 
 
-def _project(z, dense, rank):
-  u, _, vt = np.linalg.svd(z)
-  p_left, p_right = u[:, :rank] @ u[:, :rank].T, vt[:rank].T @ vt[:rank]
-  return p_left @ dense + dense @ p_right - p_left @ dense @ p_right
-
-
-def _dense_trajectory(factors):
-  """The same with m x n matrices: projectors, SVDs, no frames."""
-  products = [left @ right.T for left, right in factors]
-  ranks = [left.shape[1] for left, _ in factors]
-  momenta = [np.zeros_like(z) for z in products]
-  path = []
-  for t in range(STEPS):
-    gradients = _gradient(t, products)
-    for i, (z, rank) in enumerate(zip(products, ranks, strict=True)):
-      m = BETA * _project(z, momenta[i], rank)
-      momenta[i] = m + _project(z, gradients[i], rank)
-      direction = muon_oracle.orthogonalize(momenta[i], 2, 5)
-      step = -RATE * _project(z, direction, rank)
-      products[i] = oracles.best_approximation(z + step, rank)
-    path.append(list(products))
-  return path
-
-
-def _factors(condition=1.0, seed=0):
-  rng = np.random.default_rng(seed)
-  return [oracles.random_factors(rng, m, n, r, condition) for m, n, r in SHAPES]
-
-
-def test_trajectory_is_the_dense_one(x64):
-  factors = _factors()
-  for ours, dense in zip(
-    _trajectory(factors), _dense_trajectory(factors), strict=True
-  ):
-    for z, expected in zip(ours, dense, strict=True):
-      np.testing.assert_allclose(z, expected, atol=1e-11)
-
-
-def test_other_leaves_get_adam(x64):
-  params = cases.tree_of(_factors()[:1], extra=np.arange(4.0))
+def test_other_leaves_get_adam():
+  params = cases.adapters(SHAPES[:1], dtype=jnp.float64)
   tx = contrib.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)
   adam = optax.scale_by_adam(0.8, 0.9, 1e-6)
-  state, adam_state = tx.init(params), adam.init(jnp.arange(4.0))
-  update, rng = jax.jit(tx.update), np.random.default_rng(2)
-  for _ in range(3):
-    grads = jax.tree.map(
-      lambda p: jnp.asarray(rng.standard_normal(p.shape)), params
-    )
+  state, adam_state = tx.init(params), adam.init(params['extra'])
+  update = jax.jit(tx.update)
+  for step in range(3):
+    grads = cases.normal(params, step)
     updates, state = update(grads, state, params)
     expected, adam_state = adam.update(grads['extra'], adam_state)
     np.testing.assert_allclose(updates['extra'], expected, rtol=1e-12)
 
 
-def test_coordinate_rms_makes_the_coordinates_of_that_size(x64):
+def test_coordinate_rms_makes_the_coordinates_of_that_size():
   """With both outer blocks dominating, 2r singular values of one."""
-  rng = np.random.default_rng(3)
   m, n, rank = 40, 30, 2
-  params = cases.tree_of([oracles.random_factors(rng, m, n, rank)])
-  grads = jax.tree.map(
-    lambda p: jnp.asarray(10 * rng.standard_normal(p.shape)), params
+  pair = oracles.random_factors(np.random.default_rng(3), m, n, rank)
+  x = _coordinates(pair, np.random.default_rng(4).normal(size=(m, n)))
+  plain, sized = (
+    np.linalg.norm(_direction(pair, x, steps=12, coordinate_rms=rms))
+    for rms in (None, 0.5)
   )
-
-  @jax.jit
-  def sizes(grads):
-    out = {}
-    for rms in (None, 0.5):
-      tx = contrib.orthogonalize_tangents(steps=12, coordinate_rms=rms)
-      updates, _ = tx.update(grads, tx.init(params), params)
-      out[str(rms)] = optax.tree.norm(updates)
-    return out
-
-  norms = {
-    None if k == 'None' else 0.5: float(x) for k, x in sizes(grads).items()
-  }
   factor = 0.5 * math.sqrt((m + n - rank) / 2)
-  assert norms[0.5] == pytest.approx(factor * norms[None])
+  assert sized == pytest.approx(factor * plain)
   # The projection loses the block of the two outer bases, a small part here.
   expected = 0.5 * math.sqrt(rank * (m + n - rank))
-  assert 0.9 * expected < norms[0.5] <= expected * (1 + 1e-6)
+  assert 0.9 * expected < sized <= expected * (1 + 1e-6)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import contrib, fixed_rank
-from prism_optax.fixed_rank import _lifts
+from prism_optax import contrib
+from tests import cases
 from tests.oracles import oracles, problems
 
 SHAPES = [(5, 6, 2), (5, 6, 2), (7, 4, 3)]
@@ -75,24 +75,16 @@ def test_equals_the_formula(x64, stddevs):
 def test_transposing_a_module_exchanges_the_sides(x64):
   rng = np.random.default_rng(1)
   tx = contrib.scale_by_row_moments(**OPTIONS)
-  left, right = oracles.random_factors(rng, 5, 6, 2, 3.0)
+  pair = oracles.random_factors(rng, 5, 6, 2, 3.0)
   dense = rng.normal(size=(5, 6)) * np.exp(rng.normal(size=(5, 1)))
-
-  @jax.jit
-  def of(a, b, g):
-    z = fixed_rank.Factors(a, b)
-    frame = fixed_rank.frame(z)
-    x = fixed_rank.tangent_from_gradients(
-      frame, fixed_rank.Factors(g @ z.right, g.T @ z.left)
+  found = []
+  for factors, g in ((pair, dense), (pair[::-1], dense.T)):
+    params = cases.tree_of([factors])
+    x = prism_optax.tangent_coordinates(params)(
+      cases.factor_gradients([factors], [g])
     )
-    params = {'lora_a': z.right, 'lora_b': z.left.T}
-    tree = {'lora_a': x.right, 'lora_b': x.left.T}
-    out, _ = tx.update(tree, tx.init(params), params)
-    return _lifts.embed(
-      frame, fixed_rank.Tangent(out['lora_b'].T, out['lora_a'])
-    )
-
-  found = of(left, right, dense), of(right, left, dense.T)
+    out, _ = jax.jit(tx.update)(x, tx.init(params), params)
+    found += problems.embed(params, out)
   np.testing.assert_allclose(found[0], found[1].T, atol=1e-12)
 
 

@@ -14,12 +14,8 @@ import jax_privacy
 import numpy as np
 import optax
 import pytest
-from dp_accounting import pld
-from jax_privacy import batch_selection
-from jax_privacy.experimental import accounting as their_accounting
 
 import prism_optax
-from prism_optax import accounting
 from tests import cases, conftest
 from tests.oracles import oracles
 
@@ -131,52 +127,6 @@ def test_clipped_grad_and_the_chain_equal_pure_optax(options, stack):
   _assert_same(got, want)
   moved = cases.products_of(params)[0] - cases.products_of(got)[0]
   assert np.abs(moved).max() > 0.01
-
-
-@pytest.mark.slow
-def test_poisson_batches_padding_and_their_accountants():
-  """CyclicPoissonSampling, padded; the same epsilon by both accountings."""
-  size, steps, probability, largest = 40, 4, 0.2, 16
-  sampler = batch_selection.CyclicPoissonSampling(
-    probability, steps, truncated_batch_size=largest
-  )
-  x, y = _data(3, size)
-  results = []
-  for grads_of in (_our_gradients, _their_gradients(normalize_by=BATCH)):
-    params = _params()
-    tx = _after_the_clip()
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, x, y, is_padding, tx=tx, grads_of=grads_of):
-      updates, state = tx.update(
-        grads_of(params, x, y, is_padding), state, params
-      )
-      return optax.apply_updates(params, updates), state
-
-    for rows in sampler.batch_iterator(size, rng=7):
-      padded = batch_selection.pad_to_multiple_of(rows, largest)
-      padded = np.pad(padded, (0, largest - len(padded)), constant_values=-1)
-      params, state = step(params, state, x[padded], y[padded], padded == -1)
-    results.append(params)
-  _assert_same(*results)
-  ours = accounting.dpsgd_event(
-    1.1, probability, steps, truncated_batch_size=largest, dataset_size=size
-  )
-  theirs = their_accounting.truncated_dpsgd_event(
-    1.1, steps, sampling_prob=probability, truncated_batch_size=largest,
-    num_examples=size,
-  )  # fmt: skip
-  plain = (
-    accounting.dpsgd_event(1.1, probability, steps),
-    their_accounting.dpsgd_event(1.1, steps, sampling_prob=probability),
-  )
-  for one, two in ((ours, theirs), plain):
-    accountant = pld.PLDAccountant()
-    accountant.compose(two)
-    assert accounting.epsilon(one, 1e-5) == pytest.approx(
-      accountant.get_epsilon(1e-5), rel=1e-3
-    )
 
 
 SHARDED = """

@@ -9,7 +9,6 @@ import pytest
 
 from prism_optax import lora
 from tests import cases
-from tests.lora import merging_test
 from tests.oracles import oracles
 
 
@@ -161,43 +160,3 @@ def test_power_iterations_help_on_a_flat_spectrum():
   best = np.linalg.norm(w - oracles.best_approximation(np.float64(w), 4))
   assert best <= left[8] < best * 1.005
   assert left[0] > best * 1.01
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  'dtype', [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
-)
-def test_a_flax_model_is_the_same_model(dtype):
-  graph, adapters, weights = merging_test.split(zero=True)
-  weights = jax.tree.map(
-    lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, weights
-  )
-  new, frozen = _spectral_residual(adapters, weights)
-  want = merging_test.run(graph, adapters, weights)
-  got = merging_test.run(graph, new, frozen)
-  # One rounding of the frozen weights, of norm about one.
-  np.testing.assert_allclose(got, want, atol=3 * float(jnp.finfo(dtype).eps))
-  for x in jax.tree.leaves(new):
-    assert np.all(np.any(np.asarray(x) != 0, -2))  # Every column is in use.
-
-
-@pytest.mark.slow
-def test_what_is_exchanged_is_relative_to_the_original_weights():
-  """Trained factors on the residual, as rank 2r on the original, as merged."""
-  graph, adapters, weights = merging_test.split(zero=True)
-  start, frozen = _spectral_residual(adapters, weights)
-  rng = np.random.default_rng(2)
-  trained = jax.tree.map(
-    lambda x: x + (0.1 * rng.standard_normal(x.shape)).astype(x.dtype), start
-  )
-  want = merging_test.run(graph, trained, frozen)
-  change = jax.jit(lora.difference)(trained, start)
-  assert jax.tree.leaves(change)[0].shape[-1] == 4
-  on_original = merging_test.run(graph, change, weights)
-  np.testing.assert_allclose(on_original, want, atol=3e-6)
-  none = jax.tree.map(np.zeros_like, start)
-  merged = jax.jit(lora.merge)(trained, frozen)
-  np.testing.assert_allclose(
-    merging_test.run(graph, none, merged), want, atol=3e-6
-  )
-  assert np.abs(want - merging_test.run(graph, start, frozen)).max() > 0.05

@@ -1,7 +1,5 @@
 """Merged models compute what models with adapters compute."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,70 +7,6 @@ import pytest
 from flax import nnx
 
 from prism_optax import lora
-
-
-class Model(nnx.Module):
-  """LoRA in all the places where flax puts it."""
-
-  def __init__(self, rngs):
-    self.inner = nnx.LoRALinear(6, 5, lora_rank=2, rngs=rngs)
-    self.outer = nnx.LoRA(
-      5, 3, 7, base_module=nnx.Linear(5, 7, rngs=rngs), rngs=rngs
-    )
-    self.stack = nnx.vmap(
-      lambda rngs: nnx.LoRALinear(7, 7, lora_rank=2, rngs=rngs),
-      in_axes=0,
-      axis_size=3,
-    )(rngs.split(3))
-
-  def __call__(self, x):
-    x = self.outer(jnp.tanh(self.inner(x)))
-    for i in range(3):
-      layer = jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(self.stack))
-      kernel = layer['kernel'][...] + (
-        layer['lora']['lora_a'][...] @ layer['lora']['lora_b'][...]
-      )
-      x = jnp.tanh(x @ kernel + layer['bias'][...])
-    return x
-
-
-def split(seed=0, zero=False):
-  """(graph, adapters, weights), with adapters that change the model."""
-  model = Model(nnx.Rngs(seed))
-  graph, adapters, weights = nnx.split(model, nnx.LoRAParam, ...)
-  if not zero:
-    rng = np.random.default_rng(seed)
-    adapters = jax.tree.map(
-      lambda x: jnp.asarray(rng.standard_normal(x.shape) / 2, x.dtype), adapters
-    )
-  return graph, adapters, weights
-
-
-def run(graph, adapters, weights):
-  return np.asarray(_outputs(graph, adapters, weights))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _outputs(graph, adapters, weights):
-  x = np.float32(np.random.default_rng(9).standard_normal((4, 6)))
-  return nnx.merge(graph, adapters, weights)(x)
-
-
-@pytest.mark.slow
-def test_a_merged_flax_model_needs_no_adapters():
-  graph, adapters, weights = split()
-  merged = jax.jit(lora.merge)(adapters, weights)
-  none = jax.tree.map(np.zeros_like, adapters)
-  want = run(graph, adapters, weights)
-  np.testing.assert_allclose(run(graph, none, merged), want, atol=1e-5)
-  assert np.abs(want - run(graph, none, weights)).max() > 0.1
-  negative = lora.difference(none, adapters)
-  back = jax.jit(lora.merge)(negative, merged)
-  for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(weights), strict=True):
-    if jnp.issubdtype(x.dtype, jnp.floating):
-      np.testing.assert_allclose(x, y, atol=1e-6)
-    else:  # Keys and counters of random streams pass.
-      assert (x == y).all()
 
 
 def _einsum_pair(rng):

@@ -185,3 +185,22 @@ def test_difference_is_the_change_of_the_matrix(x64):
   ):
     np.testing.assert_allclose(got, z - z0, atol=1e-13)
   np.testing.assert_array_equal(new['extra'], params['extra'])
+
+
+def test_stacks_come_apart_without_sums_and_refuse_another_tree():
+  """Of k slices a derivative would add k arrays as large as the stack."""
+  params = cases.adapters(SHAPES)
+  stacked = lora.stack(params)
+
+  def loss(stacked):
+    return sum(map(jnp.sum, jax.tree.leaves(lora.unstack(stacked, params))))
+
+  text = str(jax.make_jaxpr(jax.grad(loss))(stacked))
+  assert 'concatenate' in text
+  assert ' pad' not in text
+  assert 'add_any' not in text
+  del params['m2']
+  with pytest.raises(ValueError, match='stack\\(like\\)'):
+    lora.unstack(stacked, params)
+  with pytest.raises(ValueError, match='structure and shapes'):
+    lora.unstack(params, params)

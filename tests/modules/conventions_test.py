@@ -1,7 +1,5 @@
 """Every library's names and shapes, and refusal wherever two readings fit."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import prism_optax
 from prism_optax import lora
 from prism_optax._modules import _layout, find_modules
 
@@ -88,16 +85,6 @@ def _weight_change(params, names):
   return np.einsum(einsum, a, b)
 
 
-# One case for each way the axes can lie: libraries that differ in their names
-# only differ in what is found, and not in what is done with it.
-LAYOUTS = list({case[4]: name for name, case in CASES.items()}.values())
-
-
-def _everything():
-  """A tree with a module of every layout: one program does them all."""
-  return {name: _tree(name)[0] for name in LAYOUTS}
-
-
 _deltas = jax.jit(lambda params: lora.deltas(params, dense=True))
 
 
@@ -111,78 +98,6 @@ def test_deltas_are_the_changes_of_the_weight(name):
   # Our rows are outputs; the einsums above put inputs first.
   exact = change.reshape(*z.shape[:-2], z.shape[-1], z.shape[-2])
   np.testing.assert_allclose(z, np.swapaxes(exact, -1, -2), atol=1e-5)
-
-
-RATE = 1e-3
-
-
-@pytest.fixture(scope='module')
-def stepped():
-  """The targets of a loss in the weights, and a step without noise for it."""
-  targets = {
-    name: np.random.default_rng(1)
-    .standard_normal(_weight_change(*_tree(name)).shape)
-    .astype(np.float32)
-    for name in LAYOUTS
-  }
-
-  def loss(params):
-    changes = (
-      jnp.einsum(CASES[name][4], *(tree[x] for x in CASES[name][:2]))
-      for name, tree in params.items()
-    )
-    return sum(
-      jnp.sum(targets[name] * change)
-      for name, change in zip(params, changes, strict=True)
-    )
-
-  @jax.jit
-  def step(params):
-    x = prism_optax.tangent_coordinates(params)(jax.grad(loss)(params))
-    updates, _ = prism_optax.retract().update(
-      jax.tree.map(lambda x: -RATE * x, x), (), params
-    )
-    return jax.tree.map(jnp.add, params, updates)
-
-  return targets, jax.device_get(step(_everything()))
-
-
-@pytest.mark.parametrize('name', LAYOUTS)
-@pytest.mark.slow
-def test_a_step_moves_z_by_the_tangent_projection_of_the_gradient(
-  name, stepped
-):
-  """Without noise and preconditioner, against autodiff of the weight itself."""
-  params, names = _tree(name)
-  target, new = (x[name] for x in stepped)
-  z, moved = (np.float64(_deltas(p)[names[3]]) for p in (params, new))
-  g = np.swapaxes(
-    np.float64(target).reshape(*z.shape[:-2], z.shape[-1], z.shape[-2]), -1, -2
-  )
-  u, s, vt = np.linalg.svd(z)
-  rank = int(np.sum(s.reshape(-1, s.shape[-1])[0] > 1e-4))
-  u, v = u[..., :rank], np.swapaxes(vt, -1, -2)[..., :rank]
-  left, right = u @ np.swapaxes(u, -1, -2), v @ np.swapaxes(v, -1, -2)
-  tangent = left @ g + g @ right - left @ g @ right
-  np.testing.assert_allclose(moved - z, -RATE * tangent, atol=2e-4 * RATE**0.5)
-
-
-@pytest.mark.slow  # Clips of many layouts: twenty seconds of compiling.
-def test_every_adapter_moves_in_a_private_step():
-  params = _everything()
-  tx = prism_optax.prism(
-    0.1,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-    expected_batch_size=2,
-    prng_key=0,
-  )
-  grads = jax.tree.map(lambda x: np.ones((2, *x.shape), np.float32), params)
-  state = jax.jit(tx.init)(params)
-  updates = jax.device_get(jax.jit(tx.update)(grads, state, params)[0])
-  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-    assert np.all(np.isfinite(leaf)), path
-    assert np.any(leaf != 0), path
 
 
 def test_keras_lists_take_their_names_from_beside():
@@ -268,38 +183,3 @@ def test_no_coincidence_of_sizes_is_ever_read_wrongly(case, names):
     assert 'in several ways' in found
   else:
     assert found == expected
-
-
-@pytest.mark.slow
-def test_scales_change_units_and_nothing_else():
-  """alpha/r in the layout: the same Z, whichever way the factor is written."""
-  params, _ = _tree('nnx')
-  loss_grads = jax.tree.map(
-    lambda x: np.sin(np.arange(x.size * 3, dtype=np.float32)).reshape(
-      3, *x.shape
-    ),
-    params,
-  )
-  scale = 4.0
-
-  @functools.partial(jax.jit, static_argnums=2)
-  def step(params, grads, layout):
-    tx = prism_optax.prism(
-      0.1, l2_clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=3,
-      prng_key=0,
-      layout=layout,
-    )  # fmt: skip
-    updates, _ = tx.update(grads, tx.init(params), params)
-    return lora.deltas(
-      jax.tree.map(jnp.add, params, updates), layout=layout, dense=True
-    )['m']
-
-  # The same module without a scale: factors times its root, gradients over it.
-  root = scale**0.5
-  plain = step(
-    jax.tree.map(lambda x: root * x, params),
-    jax.tree.map(lambda g: g / root, loss_grads),
-    None,
-  )
-  scaled = step(params, loss_grads, lora.Layout(scale=scale))
-  np.testing.assert_allclose(plain, scaled, rtol=1e-4, atol=1e-5)

@@ -228,29 +228,6 @@ def test_calibration_by_renyi_is_safe_and_least(target, delta, q, steps):
     assert sigma <= most * (1 + 1e-6)
 
 
-# The larger the target, the less noise, the longer the grid of the losses.
-small_targets = st.floats(0.3, 2.0)
-
-
-@pytest.mark.slow
-@hypothesis.settings(cases.few, max_examples=3)
-@given(
-  small_targets, usual_deltas, st.sampled_from([0.01, 1.0]), st.integers(1, 40)
-)
-def test_calibration_by_loss_distributions_is_safe_and_least(
-  target, delta, q, steps
-):
-  sigma = _calibrated(target, delta, q, steps, 'pld')
-  rdp = accounting.calibrate_noise_multiplier(
-    target, delta, q, steps, accountant='rdp'
-  )
-  assert sigma <= rdp
-  if q == 1:
-    full = math.sqrt(steps) / _gaussian.gaussian_mu(target, delta)
-    # The grid of 1e-4 rounds up.
-    assert full * (1 - 1e-9) <= sigma <= full * (1 + 1e-2)
-
-
 @cases.few
 @given(
   st.floats(0.5, 20.0), st.sampled_from([0.1, 1.0]), st.integers(0, 20),
