@@ -27,34 +27,22 @@ def parties(tenseal):
   return left, right, states
 
 
-def start(left, right, cap=100.0, stddev=2.0, rescale=False):
+def start(left, right, cap=100.0, stddev=2.0):
   budget = accounting.PrivacyBudget(cap, DELTA, composition='renyi')
-  client = example.Client(
-    budget, l2_clip_norm=1.0, stddev=stddev, rescale=rescale
-  )
+  client = example.Client(budget, l2_clip_norm=1.0, stddev=stddev)
   return budget, client, example.Server(client.public_context(), left, right)
 
 
-@pytest.mark.parametrize(
-  ('mode', 'releases'),
-  [pytest.param('split', 1, marks=pytest.mark.slow), ('token', TOKENS)],
-)
-def test_the_delta_is_that_of_the_clear(parties, mode, releases):
+@pytest.mark.slow
+def test_a_block_is_paid_for_once(parties):
   left, right, states = parties
   budget, client, server = start(left, right)
-  report = example.run(mode, client, server, budget, states, left, right)
-  assert report.tokens == TOKENS
-  assert report.releases == releases
-  assert report.error < PRECISION
-  assert report.delta_norm > 100 * PRECISION
-  assert report.outputs.shape == (TOKENS, N)
-  assert report.upload > 0 < report.download
-  # A block is paid for once, tokens one by one.
+  assert client.ask(server, states, 'a').shape == (TOKENS, N)
   event = inference.release_event(
-    2.0, 1.0, example.REPLACE_ONE, releases, noise='discrete'
+    2.0, 1.0, example.REPLACE_ONE, noise='discrete'
   )
   same = accounting.PrivacyBudget(100.0, DELTA, composition='renyi')
-  assert report.epsilon == pytest.approx(same.spend(event, 'a'))
+  assert budget.spent('a') == pytest.approx(same.spend(event, 'a'))
 
 
 def test_noised_states_are_what_is_encrypted(parties):
@@ -89,62 +77,28 @@ def test_the_server_cannot_decrypt_and_takes_no_secret_key(parties, tenseal):
 
 
 @pytest.mark.slow
-def test_tokens_are_refused_when_the_budget_is_spent(parties, capsys):
-  left, right, states = parties
-  probe = accounting.PrivacyBudget(100.0, DELTA, composition='renyi')
-  event = inference.release_event(
-    2.0, 1.0, example.REPLACE_ONE, noise='discrete'
-  )
-  probe.spend(event, 'a', count=2)
-  budget, client, server = start(left, right, cap=probe.spent('a') * 1.1)
-  report = example.run('token', client, server, budget, states, left, right)
-  assert 0 < report.tokens < TOKENS
-  assert len(report.outputs) == report.tokens
-  assert 'would exceed the budget' in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_rescaling_undoes_the_clip(parties):
   """With little noise the output is h + left right^T h, as without a clip."""
   left, right, states = parties
-  budget, client, server = start(
-    left, right, cap=1e9, stddev=1e-4, rescale=True
-  )
-  report = example.run('token', client, server, budget, states, left, right)
-  expected = states + states @ right @ left.T
+  _, client, server = start(left, right, cap=1e9, stddev=1e-4)
+  found = client.ask(server, states[:1], 'a', rescale=True)
+  expected = states[:1] + states[:1] @ right @ left.T
   # Noise of 1e-4 and CKKS's error, both scaled up by the clip's factor.
-  np.testing.assert_allclose(report.outputs, expected, atol=1.0)
-  assert np.abs(expected - states).max() > 100
+  np.testing.assert_allclose(found, expected, atol=1.0)
+  assert np.abs(expected - states[:1]).max() > 100
 
 
 @pytest.mark.slow
-def test_main_prints_both_modes(parties, capsys):
+def test_main_answers_until_the_budget_is_spent(parties, capsys):
   del parties
-  reports = example.main(
-    ['--hidden', '16', '--rank', '2', '--tokens', '2', '--epsilon', '5']
-  )
-  assert [report.mode for report in reports] == ['split', 'token']
-  assert all(report.error < PRECISION for report in reports)
+  assert example.main(16, 2, tokens=9) == 0
   printed = capsys.readouterr().out
-  assert 'MB, sent once' in printed
-  assert 'signal to noise' in printed
+  assert 'MB of keys, sent once' in printed
+  assert 'token 5: ' in printed
+  assert 'would exceed the budget' in printed
 
 
 def test_without_tenseal_there_is_a_message(monkeypatch, capsys):
   monkeypatch.setattr(example, 'tenseal', None)
-  assert example.main([]) == []
+  assert example.main() == 1
   assert 'prism-optax[he]' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-  'arguments',
-  [
-    ['--hidden', '4097'],
-    ['--rank', '0'],
-    ['--hidden', '8', '--rank', '9'],
-    ['--tokens', '0'],
-  ],
-)
-def test_bad_options_are_refused(arguments):
-  with pytest.raises(SystemExit):
-    example.main(arguments)
