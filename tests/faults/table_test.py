@@ -13,6 +13,7 @@ SUPPORTING = {
   'test_what_was_saved_comes_back',
   'test_steps_of_the_whole_chain',
   'test_a_mesh_gives_what_one_device_gives',
+  'test_on_eight_devices',
   'test_every_row_names_a_test_that_exists',
   'test_every_fault_that_is_tested_has_a_row',
 }

@@ -1,95 +1,93 @@
-"""Prints what eight host devices do, one JSON object a line."""
+"""Tests of a process with eight devices, which `scale_out_test` starts."""
 
 import functools
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import prism_optax
 from prism_optax import lora
 from prism_optax.training import Execution, make_private
 from tests.scale_out import training
+from tests.scale_out.training import ROUNDING
 
-AUTO = jax.sharding.AxisType.Auto
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 MESH = jax.make_mesh((8,), ('data',), (AUTO,))
-EXPLICIT = jax.make_mesh((8,), ('data',), (jax.sharding.AxisType.Explicit,))
+ROWS = NamedSharding(MESH, PartitionSpec('data'))
+EVERYWHERE = NamedSharding(MESH, PartitionSpec())
+PARAMS = training.make_params()
+TRAINABLE = sum(x.size for x in jax.tree.leaves(PARAMS))
 
 
-def report(**values):
-  print(json.dumps(values), flush=True)
+@functools.cache
+def alone(name):
+  return training.train(training.optimizer_of(name))
 
 
-def layouts():
-  """One device, then replicated and sharded parameters on eight."""
-  for name in ('prism', 'dp_muon'):
-    tx = training.optimizer_of(name)
-    one, alone = training.train(tx)
-    cases = [(MESH, 'data'), (MESH, 'fsdp')]
-    if name == 'prism':
-      cases.append((EXPLICIT, 'data'))
-    for mesh, layout in cases:
-      with jax.set_mesh(mesh):
-        found, compiled = training.train(tx, mesh, layout)
-      report(
-        kind='layout',
-        name=f'{name}, {layout}, {mesh.axis_types[0].name}',
-        difference=training.worst_difference(found, one),
-        collectives=training.collectives(compiled.as_text()),
-        temporary=compiled.memory_analysis().temp_size_in_bytes,
-        temporary_alone=alone.memory_analysis().temp_size_in_bytes,
-      )
-    if name == 'prism':
-      expected = one
-  return expected
+@pytest.mark.parametrize(
+  ('name', 'layout', 'kind'),
+  [
+    *itertools.product(('prism', 'dp_muon'), ('data', 'fsdp'), (AUTO,)),
+    ('prism', 'data', EXPLICIT),
+  ],
+)
+def test_eight_devices_give_what_one_gives(name, layout, kind):
+  """And no gradient of an example is moved or copied.
+
+  What moves is at most two integers for each trainable entry.
+  """
+  one, compiled_alone = alone(name)
+  mesh = jax.make_mesh((8,), ('data',), (kind,))
+  with jax.set_mesh(mesh):
+    found, compiled = training.train(training.optimizer_of(name), mesh, layout)
+  assert training.worst_difference(found, one) < ROUNDING
+  moved = training.collectives(compiled.as_text())
+  assert max(size for _, size in moved) <= 2 * TRAINABLE
+  if layout == 'data':
+    # One sum of everything, and it is the only thing that moves.
+    assert moved == [('all-reduce', 2 * TRAINABLE)]
+  # An eighth of the examples each: the rest of the memory is small here.
+  memory, memory_alone = (
+    x.memory_analysis().temp_size_in_bytes for x in (compiled, compiled_alone)
+  )
+  assert memory < memory_alone / 3
 
 
-def planted():
-  """A program that does gather per-example gradients: it must be seen."""
-  rows = NamedSharding(MESH, PartitionSpec('data'))
-  everywhere = NamedSharding(MESH, PartitionSpec())
-
-  @functools.partial(jax.jit, out_shardings=everywhere)
+def test_a_program_that_gathers_per_example_gradients_is_seen():
+  @functools.partial(jax.jit, out_shardings=EVERYWHERE)
   def gathering(params, x, y):
     grads = training.gradients(params, x, y)
-    grads = jax.lax.with_sharding_constraint(grads, everywhere)
+    grads = jax.lax.with_sharding_constraint(grads, EVERYWHERE)
     return jax.tree.map(lambda g: jnp.sort(g, axis=0)[0], grads)
 
-  batch = jax.device_put(training.make_batch(0)[:2], rows)
-  hlo = gathering.lower(training.make_params(), *batch).compile().as_text()
-  report(kind='planted', collectives=training.collectives(hlo))
+  batch = jax.device_put(training.make_batch(0)[:2], ROWS)
+  hlo = gathering.lower(PARAMS, *batch).compile().as_text()
+  assert max(size for _, size in training.collectives(hlo)) > 2 * TRAINABLE
 
 
-def one_backward_pass():
-  """Gradients of all examples of a sharded batch."""
-  rows = NamedSharding(MESH, PartitionSpec('data'))
-
+def test_one_backward_pass_of_a_sharded_batch_moves_nothing():
   def losses(params, x):
     for i in range(training.MODULES):
       x = x + jnp.tanh(lora.per_example_product(x, **params[f'm{i}']))
     return jnp.mean((x + params['head']) ** 2, -1)
 
-  params, x = training.make_params(), training.make_batch(0)[0]
+  x = training.make_batch(0)[0]
   gradients = lora.per_example_gradients(losses)
-  expected = jax.tree.map(np.asarray, jax.jit(gradients)(params, x))
-  sharded = jax.jit(gradients, out_shardings=rows)
-  args = jax.device_put(params, NamedSharding(MESH, PartitionSpec()))
-  args = args, jax.device_put(x, rows)
+  expected = jax.tree.map(np.asarray, jax.jit(gradients)(PARAMS, x))
+  sharded = jax.jit(gradients, out_shardings=ROWS)
+  args = jax.device_put(PARAMS, EVERYWHERE), jax.device_put(x, ROWS)
   found = jax.tree.map(np.asarray, sharded(*args))
-  hlo = sharded.lower(*args).compile().as_text()
-  report(
-    kind='one backward pass',
-    collectives=training.collectives(hlo),
-    difference=training.worst_difference(found, expected),
-  )
+  assert training.worst_difference(found, expected) < 1e-6
+  assert not training.collectives(sharded.lower(*args).compile().as_text())
 
 
-def manual(expected):
-  """The same step written for each device: ``shard_map`` and ``psum``."""
+def test_the_same_step_written_for_each_device():
+  """By ``shard_map`` and ``psum``."""
   clip = prism_optax.intrinsic_clip(1.0, normalize_by=training.BATCH)
   tx = prism_optax.prism(
     0.05, **training.OPTIONS, per_example_gradients=False, prng_key=3
@@ -114,107 +112,71 @@ def manual(expected):
     updates, state = tx.update(mean, state, params)
     return optax.apply_updates(params, updates), state
 
-  params = training.make_params()
-  state = tx.init(params)
+  params, state = PARAMS, tx.init(PARAMS)
   for number in range(training.STEPS):
     params, state = step(params, state, *training.make_batch(number))
-  copies = [
-    np.concatenate([np.ravel(s.data) for s in leaf.addressable_shards])
-    for leaf in jax.tree.leaves(params)
-  ]
-  report(
-    kind='shard_map',
-    name='shard_map',
-    difference=training.worst_difference(
-      jax.tree.map(np.asarray, params), expected
-    ),
-    same_on_all=all(
-      np.array_equal(x.reshape(8, -1), np.tile(x.reshape(8, -1)[:1], (8, 1)))
-      for x in copies
-    ),
+  found = jax.tree.map(np.asarray, params)
+  assert training.worst_difference(found, alone('prism')[0]) < ROUNDING
+  for leaf in jax.tree.leaves(params):
+    first, *others = (np.asarray(s.data) for s in leaf.addressable_shards)
+    assert all(np.array_equal(first, x) for x in others)
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
+def test_noise_is_the_same_on_every_mesh(impl):
+  """Also for a key of the hardware generator: it only seeds the draws."""
+  zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+  tx = prism_optax.tangent_privatizer(
+    1.0, prng_key=jax.random.key(11, impl=impl)
   )
+  draw = jax.jit(lambda params, state: tx.update(zeros, state, params)[0])
+  found = []
+  for mesh in (
+    None,
+    MESH,
+    jax.make_mesh((2, 4), ('other', 'data'), (AUTO,) * 2),
+  ):
+    params, state = PARAMS, tx.init(PARAMS)
+    if mesh is not None:
+      shardings = training.shardings_of(params, mesh, 'fsdp')
+      params = jax.device_put(params, shardings)
+      state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    found.append(jax.tree.map(np.asarray, draw(params, state)))
+  for x in found:
+    # The head is not projected: bits. The rest is, in another order.
+    np.testing.assert_array_equal(x['head'], found[0]['head'])
+    assert training.worst_difference(x, found[0]) < 1e-5
+  values = np.concatenate([np.ravel(x) for x in jax.tree.leaves(found[2])])
+  assert len(np.unique(values)) == values.size
+  # The default: 128 bits, split by Threefry.
+  key = prism_optax.tangent_privatizer(1.0).init(PARAMS).inner
+  assert str(jax.random.key_impl(key)) == 'rbg'
+  assert jax.config.jax_threefry_partitionable
 
 
-def noise():
-  """The draws, for meshes and kinds of keys."""
-  zeros = jax.tree.map(jnp.zeros_like, training.make_params())
-  for impl in ('threefry2x32', 'rbg'):
-    key = jax.random.key(11, impl=impl)
-    tx = prism_optax.tangent_privatizer(1.0, prng_key=key)
-
-    @jax.jit
-    def draw(params, state, tx=tx):
-      return tx.update(zeros, state, params)
-
-    found = []
-    for mesh, layout in (
-      (None, ''),
-      (MESH, 'fsdp'),
-      (jax.make_mesh((2, 4), ('other', 'data'), (AUTO, AUTO)), 'fsdp'),
-    ):
-      params = training.make_params()
-      state = tx.init(params)
-      if mesh is not None:
-        params = jax.device_put(
-          params, training.shardings_of(params, mesh, layout)
-        )
-        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-      drawn, _ = draw(params, state)
-      found.append(jax.tree.map(np.asarray, drawn))
-    values = np.concatenate([np.ravel(x) for x in jax.tree.leaves(found[2])])
-    report(
-      kind='noise',
-      impl=impl,
-      # The head is not projected: bits. The rest is, in another order.
-      heads_equal=all(np.array_equal(x['head'], found[0]['head'])
-                      for x in found),
-      difference=max(training.worst_difference(x, found[0]) for x in found),
-      distinct=len(np.unique(values)) == values.size,
-    )  # fmt: skip
-  state = prism_optax.tangent_privatizer(1.0).init(training.make_params())
-  report(
-    kind='default',
-    impl=str(jax.random.key_impl(state.inner)),
-    partitionable=bool(jax.config.jax_threefry_partitionable),
-  )
-
-
-def one_call():
-  """A private training whose batches are sharded, in micro-batches or not."""
+@functools.cache
+def trained(sharding, size):
+  """By `make_private`: how batches lie, and the parameters."""
   data = np.random.default_rng(2).normal(size=(2, 256, training.WIDTH))
-
-  def trained(sharding, size):
-    private = make_private(
-      training.loss,
-      training.make_params(),
-      optimizer=optax.sgd(0.1),
-      # Noise is another one where numbers are rounded in another way.
-      **training.OPTIONS | {'noise_multiplier': 0.0},
-      dataset_size=256,
-      steps=2,
-      delta=1e-4,
-      execution=Execution(size, 128, sharding),
-      prng_key=3,
-    )
-    state = private.init(training.make_params())
-    for batch in private.batches(state, tuple(data.astype(np.float32))):
-      state = private.step(state, batch)
-    return batch.examples[0].sharding, jax.tree.map(np.asarray, state.params)
-
-  _, expected = trained(None, None)
-  for mesh, size in itertools.product((MESH, EXPLICIT), (None, 32)):
-    rows = NamedSharding(mesh, PartitionSpec('data'))
-    sharding, found = trained(rows, size)
-    report(
-      kind='make_private',
-      sharded=sharding == rows,
-      difference=training.worst_difference(found, expected),
-    )
+  private = make_private(
+    training.loss, PARAMS, optimizer=optax.sgd(0.1),
+    # Noise is another one where numbers are rounded in another way.
+    **training.OPTIONS | {'noise_multiplier': 0.0},
+    dataset_size=256, steps=2, delta=1e-4, prng_key=3,
+    execution=Execution(size, 128, sharding),
+  )  # fmt: skip
+  state = private.init(PARAMS)
+  for batch in private.batches(state, tuple(data.astype(np.float32))):
+    state = private.step(state, batch)
+  return batch.examples[0].sharding, jax.tree.map(np.asarray, state.params)
 
 
-if __name__ == '__main__':
-  manual(layouts())
-  planted()
-  one_backward_pass()
-  noise()
-  one_call()
+@pytest.mark.parametrize(
+  ('kind', 'size'), [*itertools.product((AUTO, EXPLICIT), (None, 32))]
+)
+def test_a_private_training_with_sharded_batches(kind, size):
+  mesh = jax.make_mesh((8,), ('data',), (kind,))
+  rows = NamedSharding(mesh, PartitionSpec('data'))
+  sharding, found = trained(rows, size)
+  assert sharding == rows
+  assert training.worst_difference(found, trained(None, None)[1]) < 1e-5

@@ -18,6 +18,9 @@ import prism_optax
 
 BATCH, WIDTH, MODULES, STEPS = 64, 32, 3, 3
 RANK = 4
+# Three adaptive steps magnify the rounding of sums in another order: about
+# 2e-5 of a leaf's largest entry. Another draw of noise would move it by 1.
+ROUNDING = 2e-4
 OPTIONS = {
   'l2_clip_norm': 1.0,
   'noise_multiplier': 0.5,
