@@ -47,3 +47,17 @@ def load(path: pathlib.Path, params: Any) -> Any:
     raise ValueError(f'{path}: names or shapes do not fit: {differing[:6]}.')
   leaves = [jax.numpy.asarray(stored[name]) for name in names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def have_moved(found: Any, start: Any) -> bool:
+  """Whether training changed an adapter or a head.
+
+  An adapter starts as no change of its matrix, whatever its ``lora_a`` is.
+  """
+  was = names(start)
+  return any(
+    np.any(x)
+    if name.endswith('lora_b')
+    else not name.endswith('lora_a') and not np.array_equal(x, was[name])
+    for name, x in names(found).items()
+  )

@@ -24,6 +24,9 @@ def predict(command: argparse.Namespace) -> None:
   """
   run = finished.find(command.run, 'classify', 'instruct')
   rows = files.read(command.data, '--data')
+  for name in ('text_column', 'prompt_column'):
+    if given := getattr(command, name):
+      setattr(run.options, name, given)
   answer = _labels if run.options.task == 'classify' else _responses
   found = answer(run, command, rows)
   if command.output is None:
@@ -31,6 +34,7 @@ def predict(command: argparse.Namespace) -> None:
       print(json.dumps(each), flush=True)
     return
   path = pathlib.Path(command.output)
+  files.require_writable(path.parent)
   with (
     files.replacing(path) as temporary,
     temporary.open('w', encoding='utf-8') as file,
@@ -64,8 +68,9 @@ def _labels(
     # One shape: the last batch is filled up.
     batch = np.resize(ids[start : start + size], (size, ids.shape[1]))
     found = np.asarray(probabilities(model, batch))
-    for row in found[: len(ids) - start]:
+    for text, row in zip(texts[start:], found, strict=False):
       yield {
+        run.options.text_column: text,
         'label': names[int(row.argmax())],
         'probabilities': {
           name: round(float(p), 6) for name, p in zip(names, row, strict=True)
@@ -89,13 +94,17 @@ def _responses(
     if messages is not None
   ]
   for start in range(0, len(prompts), command.batch_size):
-    for ids in generator.answers(
+    answers = generator.answers(
       prompts[start : start + command.batch_size],
       command.max_new_tokens,
       temperature=command.temperature,
       seed=command.seed,
-    ):
-      yield {used.response_column: talk.decode(ids).strip()}
+    )
+    for messages, ids in zip(conversations[start:], answers, strict=False):
+      yield {
+        used.prompt_column: messages[-1]['content'] if messages else '',
+        used.response_column: talk.decode(ids).strip(),
+      }
 
 
 def _prompt(

@@ -35,7 +35,7 @@ def _labels(command: argparse.Namespace) -> dict[str, int]:
   if public is None and command.labels is None:
     raise ValueError('check-data needs --labels or --eval: which labels count?')
   names = data.label_set(command.labels, public.labels if public else ())
-  counts = _of_files(rows)
+  counts = _of_files(rows, command)
   for row, _ in rows:
     if row is None:
       continue
@@ -57,7 +57,7 @@ def _conversations(command: argparse.Namespace) -> dict[str, int]:
   rows = files.read(command.data, '--data')
   columns = instructions.columns(command)
   talk = chat.Chat(pretrained.find(command.model))
-  counts, lengths = _of_files(rows), []
+  counts, lengths = _of_files(rows, command), []
   for row, _ in rows:
     if row is None:
       continue
@@ -81,9 +81,15 @@ def _conversations(command: argparse.Namespace) -> dict[str, int]:
   return counts
 
 
-def _of_files(rows: list[files.Row]) -> collections.Counter[str]:
+def _of_files(
+  rows: list[files.Row], command: argparse.Namespace
+) -> collections.Counter[str]:
   counts = collections.Counter({'rows': len(rows)})
-  unread = sum(row.entries is None for row in rows)
-  if unread:
-    counts['rows that cannot be read: zero gradient'] = unread
-  return counts
+  counts['rows that cannot be read: zero gradient'] = sum(
+    row.entries is None for row in rows
+  )
+  counts['rows with bytes that are no UTF-8'] = files.undecoded(rows)
+  if command.eval is not None:
+    public = {repr(row) for row in files.read(command.eval, '--eval')}
+    counts['rows that are in --eval too'] = sum(repr(x) in public for x in rows)
+  return +counts  # Only what there is.

@@ -31,7 +31,8 @@ What is learned:
   --task digits|classify|instruct  a demo, labels of texts, answers to prompts
   --data FILE            ci: PRIVATE rows: JSON lines, .csv, .parquet, or a
                          folder that the library datasets saved
-  --eval FILE            ci: PUBLIC rows of the same form
+  --eval FILE            ci: PUBLIC rows of the same form, other ones
+  --eval-rows N          ci: most of them that are measured [- 1000 200]
   --text-column NAME     c: the text [text]
   --label-column NAME    c: the label [label]
   --labels NAME...       c: classes, or a file of them (those of --eval)
@@ -56,7 +57,8 @@ What is guaranteed for one row of --data:
 How it is learned:
   --optimizer prism|prism-rows|dp-muon|dp-adamw|adamw  adamw is NOT private
                          [- prism prism]
-  --learning-rate X      at the start of a cosine decay (by optimizer and task)
+  --learning-rate X      at the start of a cosine decay (by optimizer,
+                         task and steps)
   --steps N              updates [150 300 200]
   --rank N               of the adapters [4 8 8]
   --lora-targets attention|mlp...  what is adapted (both)
@@ -95,6 +97,8 @@ Labels with probabilities, or responses: one JSON object for each row.
 
   --data FILE            JSON lines, .csv, .parquet or a folder of datasets; a
                          label or response is not needed
+  --text-column NAME     the text, if not as in training
+  --prompt-column NAME   the prompt, if not as in training
   --output FILE          JSON lines (printed)
   --max-new-tokens N     of a response [128]
   --temperature Y        0 takes the likeliest token [0]
@@ -120,6 +124,7 @@ Writes the result for other programs, with a model card.
 
   --output FOLDER        a new one
   --format peft|merged   the adapter, or the whole model [peft]
+  --check                read it back, and compare the logits
   --base                 peft: also the frozen weights, to OUTPUT/base
   --max-shard-size SIZE  of a language model's files, such as 5GB (one file)
 """
@@ -138,7 +143,8 @@ usage: prism-optax check-data --data FILE [options]
 Counts what of a private file can be used. NOT private: keep it to yourself.
 
   --data FILE            private rows
-  --eval FILE            public rows: their labels, without --labels
+  --eval FILE            public rows: their labels, without --labels, and how
+                         many rows are in both files
   --task classify|instruct  what the rows are for [classify]
   --text-column NAME     c: the text [text]
   --label-column NAME    c: the label [label]

@@ -68,10 +68,11 @@ def read_public(
       lacks a column or has a value of another type; with the line.
   """
   texts, labels = [], []
-  for number, (row, problem) in enumerate(files.read(path, option), 1):
+  rows = files.read_public(path, option)
+  for number, (row, problem) in enumerate(rows, 1):
     where = f'{option} {path}, row {number}'
     if row is None:
-      raise ValueError(f'{where}: {problem}.')
+      raise ValueError(f'{where}: {problem}.{files.hint(path, rows)}')
     for column in (text_column, label_column):
       if column not in row:
         raise ValueError(
@@ -125,6 +126,33 @@ def read_private(path: str, text_column: str, label_column: str) -> TextFile:
       f'--label-column.{files.hint(path, rows)}'
     )
   return TextFile(texts, labels)
+
+
+def require_other_rows(
+  private: Sequence[Any], public: Sequence[Any], path: str
+) -> None:
+  """Refuses the private file as evaluation, also renamed, sorted or converted.
+
+  Only whole files are compared. Whether some rows are in both depends on single
+  private records: no run tells it, ``check-data`` does.
+
+  Raises:
+    ValueError: If the rows are the same, in whatever order.
+  """
+  same = len(private) == len(public)
+  if same and sorted(map(repr, private)) == sorted(map(repr, public)):
+    raise ValueError(
+      f'--eval {path} has the rows of --data, but it is declared public, and '
+      'what is measured on it is published: give public rows that the model '
+      'does not learn.'
+    )
+
+
+def chosen(rows: Examples, count: int | None) -> Examples:
+  """At most ``count`` public rows, always the same: a file may be sorted."""
+  order = np.random.default_rng(0).permutation(len(rows.labels))
+  places = np.sort(order[:count])
+  return Examples(rows.inputs[places], rows.labels[places])
 
 
 def label_set(

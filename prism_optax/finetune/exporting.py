@@ -1,10 +1,13 @@
 """A finished run in the files of other programs."""
 
 import argparse
+import dataclasses
 import pathlib
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +26,8 @@ def export(command: argparse.Namespace) -> None:
   """The command ``export``.
 
   Raises:
-    ValueError: If the run is not finished, or the folder is taken.
+    ValueError: If the run is not finished, training never moved the adapters,
+      the folder is taken, or what is read back is another model.
   """
   run = finished.find(command.run, 'classify', 'instruct')
   limit = shard_size(command.max_shard_size)
@@ -36,15 +40,114 @@ def export(command: argparse.Namespace) -> None:
   folder = pathlib.Path(command.output)
   if folder.exists() and any(folder.iterdir()):
     raise ValueError(f'--output {folder} is not empty: choose another folder.')
-  folder.mkdir(parents=True, exist_ok=True)
+  files.require_writable(folder)
   if run.options.task == 'classify':
-    _classifier(run, folder, command)
+    model = _classifier(run, folder, command)
   else:
-    _language_model(run, folder, command, limit)
+    model = _language_model(run, folder, command, limit)
   (folder / 'README.md').write_text(
     model_card.card(run, command.format), 'utf-8'
   )
   print(f'{command.format}: {folder}')
+  if command.check:
+    print(check(run, model, folder, command.format))
+
+
+def check(
+  run: finished.Finished, model: nnx.Module, folder: pathlib.Path, kind: str
+) -> str:
+  """Reads an export back, and compares the logits of eight tokens.
+
+  Args:
+    run: What was exported.
+    model: Its model; loses its adapters.
+    folder: The export.
+    kind: Its format.
+
+  Returns:
+    The largest differences: from the export, and from no adapters at all.
+
+  Raises:
+    ValueError: If the export is nearer to no adapters than to the run.
+  """
+  ids = np.arange(1, 9)[None]
+
+  @nnx.jit
+  def logits(model):
+    return model(ids)
+
+  trained = np.asarray(logits(model))
+  back = _classifier_back if run.options.task == 'classify' else _model_back
+  found = np.asarray(logits(back(run, folder, kind)))
+  state = nnx.state(model, nnx.LoRAParam)
+  nnx.update(model, jax.tree.map(np.zeros_like, state))
+  error, effect = (
+    float(np.abs(x - trained).max()) for x in (found, logits(model))
+  )
+  text = (
+    f'read back: logits differ by at most {error:.1e}; the adapters change '
+    f'them by {effect:.1e}'
+  )
+  if not error < effect / 2:
+    raise ValueError(f'{folder} is not the model of the run. {text}.')
+  return text
+
+
+def _from_peft(
+  folder: pathlib.Path,
+) -> tuple[dict[str, dict[str, np.ndarray]], Mapping[str, np.ndarray]]:
+  """Factors by module, the scale in the second one, and all other tensors."""
+  adapter = lora.load_peft(folder)
+  modules = {}
+  for (name, x), pair in zip(
+    adapter.params.items(), adapter.layout, strict=True
+  ):
+    scale = 1.0 if pair.layout is None else pair.layout.scale
+    modules[name] = x | {'lora_b': scale * x['lora_b']}
+  return modules, adapter.others
+
+
+def _model_back(
+  run: finished.Finished, folder: pathlib.Path, kind: str
+) -> nnx.Module:
+  if kind == 'merged':
+    return llama_files.load(pretrained.find(str(folder)))
+  source = pretrained.find(run.options.model)
+  read = merged(source.read, _from_peft(folder)[0])
+  return llama_files.load(dataclasses.replace(source, read=read))
+
+
+def _classifier_back(
+  run: finished.Finished, folder: pathlib.Path, kind: str
+) -> nnx.Module:
+  model, encoder = finished.text_classifier(run)
+  if kind == 'merged':
+    model.encoder = minilm.load(folder)
+    head = safetensors.numpy.load_file(folder / 'head.safetensors')
+  else:
+    modules, others = _from_peft(folder)
+    modules = {name.removeprefix('bert.'): x for name, x in modules.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+      _write_encoder(pathlib.Path(scratch), encoder, modules)
+      model.encoder = minilm.load(pathlib.Path(scratch))
+    head = {
+      name.removeprefix('classifier.'): value for name, value in others.items()
+    }
+  model.kernel[...] = head['weight'].T
+  model.bias[...] = head['bias']
+  return model
+
+
+def _write_encoder(
+  folder: pathlib.Path,
+  encoder: pathlib.Path,
+  modules: Mapping[str, Mapping[str, Any]],
+) -> None:
+  """The encoder with the adapters in its weights."""
+  stored = safetensors.numpy.load_file(encoder / pretrained.WEIGHTS)
+  change = merged(stored.__getitem__, modules)
+  _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
+  shutil.copy(encoder / 'config.json', folder)
 
 
 def shard_size(text: str | None) -> int | None:
@@ -68,8 +171,9 @@ def _language_model(
   folder: pathlib.Path,
   command: argparse.Namespace,
   limit: int | None,
-) -> None:
-  model, source = finished.language_model(run)
+) -> nnx.Module:
+  model, source = finished.language_model(run, moved=True)
+  folder.mkdir(parents=True, exist_ok=True)
   modules = llama_files.adapters(
     nnx.state(model, nnx.LoRAParam),
     model.config,
@@ -77,38 +181,37 @@ def _language_model(
   )
   if command.format == 'merged':
     write_model(folder, source, merged(source.read, modules), limit)
-    return
+    return model
   _write_peft(folder, modules, source.name, 'CAUSAL_LM')
   _write_tokenizer(folder, source)
   if command.base:
     write_model(folder / 'base', source, source.read, limit)
+  return model
 
 
 def _classifier(
   run: finished.Finished, folder: pathlib.Path, command: argparse.Namespace
-) -> None:
+) -> nnx.Module:
   """The encoder and the head, as PEFT has them or the hub.
 
   PEFT gets both as one model, see the card: an encoder ``bert`` and a head
   ``classifier``, as in ``BertForSequenceClassification``, whose pooling is
   another one. Merged, the encoder is a model by itself.
   """
-  model, encoder = finished.text_classifier(run)
+  model, encoder = finished.text_classifier(run, moved=True)
+  folder.mkdir(parents=True, exist_ok=True)
   modules: dict[str, dict[str, jax.Array]] = {}
   names = minilm.stored_names(len(model.encoder.layers))
   for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
     _, *module, _, factor = path
     modules.setdefault(names[tuple(module)], {})[str(factor)] = leaf[...]
   if command.format == 'merged':
-    stored = safetensors.numpy.load_file(encoder / 'model.safetensors')
-    change = merged(stored.__getitem__, modules)
-    _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
+    _write_encoder(folder, encoder, modules)
     head = {
       'weight': np.ascontiguousarray(np.asarray(model.kernel[...]).T),
       'bias': np.asarray(model.bias[...]),
     }
     _save(folder / 'head.safetensors', head)
-    shutil.copy(encoder / 'config.json', folder)
   else:
     _write_peft(
       folder,
@@ -127,9 +230,10 @@ def _classifier(
   }
   files.write_json(folder / 'head.json', labels)
   shutil.copy(encoder / 'tokenizer.json', folder)
+  return model
 
 
-def merged(read: Read, modules: Mapping[str, Mapping[str, jax.Array]]) -> Read:
+def merged(read: Read, modules: Mapping[str, Mapping[str, Any]]) -> Read:
   """Reads weights with the adapters added to them.
 
   Args:

@@ -13,8 +13,9 @@ bring pandas, httpx and more than a dozen others.
 import contextlib
 import csv
 import json
+import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -48,15 +49,28 @@ def read(path: str, option: str) -> list[Row]:
   if not where.is_file():
     raise ValueError(f'{option}: there is no file {path}.')
   if where.suffix.lower() == '.csv':
-    return _csv(where)
+    return _csv(where, option)
   if where.suffix.lower() == '.parquet':
     import pyarrow.parquet
 
     return _rows(_read(pyarrow.parquet.read_table, where, option))
   # `errors='replace'`: a stray byte in one record must not stop the run. Not
   # `splitlines`, which would also cut at separators inside of a text.
-  text = where.read_text('utf-8', errors='replace')
+  text = where.read_text('utf-8-sig', errors='replace')
+  if _is_array(text):
+    raise ValueError(
+      f'{option} {path} is one JSON array, but each line has to be an object: '
+      f"jq -c '.[]' {path} > {where.stem}.jsonl"
+    )
   return [_json(line) for line in text.split('\n') if line.strip()]
+
+
+def _is_array(text: str) -> bool:
+  """Whether the file as a whole is JSON: no single line of several makes it."""
+  try:
+    return text.lstrip()[:1] == '[' and isinstance(json.loads(text), list)
+  except (ValueError, RecursionError):
+    return False
 
 
 def _json(line: str) -> Row:
@@ -69,11 +83,19 @@ def _json(line: str) -> Row:
   return Row(row)
 
 
-def _csv(path: pathlib.Path) -> list[Row]:
+def _csv(path: pathlib.Path, option: str) -> list[Row]:
   # A long text is no error, and must not be one in a private file.
   csv.field_size_limit(2**31 - 1)
   with path.open(encoding='utf-8-sig', errors='replace', newline='') as file:
-    rows = list(csv.DictReader(file))
+    reader = csv.DictReader(file)
+    head = ''.join(reader.fieldnames or ())
+    for separator in ';\t':
+      if separator in head and len(reader.fieldnames or ()) == 1:
+        raise ValueError(
+          f'{option} {path}: expected commas between the columns, got '
+          f'{separator!r} in {head!r}.'
+        )
+    rows = list(reader)
   return [
     # The surplus of a row that is too long has no name; what is missing in one
     # that is too short is None.
@@ -175,10 +197,17 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A file to write; it gets the name ``path`` when it is whole."""
+  """A file to write; it gets the name ``path`` when it is whole.
+
+  Whoever wrote it, its permissions are those of a new file: safetensors would
+  let nobody but its owner read one.
+  """
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(path.name + '.tmp')
   yield temporary
+  umask = os.umask(0)
+  os.umask(umask)
+  temporary.chmod(0o666 & ~umask)
   temporary.replace(path)
 
 
@@ -189,6 +218,36 @@ def write(path: pathlib.Path, text: str) -> None:
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
   write(path, json.dumps(value, indent=2) + '\n')
+
+
+def undecoded(rows: Sequence[Row]) -> int:
+  """How many rows hold U+FFFD, which stands for bytes that are no UTF-8."""
+  return sum('\ufffd' in repr(row.entries) for row in rows)
+
+
+def read_public(path: str, option: str) -> list[Row]:
+  """As :func:`read`, and says how many rows are not read as they are."""
+  rows = read(path, option)
+  if count := undecoded(rows):
+    print(
+      f'{option} {path}: {count} rows hold bytes that are no UTF-8, read as '
+      '\ufffd. Save the file as UTF-8.'
+    )
+  return rows
+
+
+def require_writable(folder: pathlib.Path) -> None:
+  """Says before minutes are spent that ``--output`` cannot be written.
+
+  Raises:
+    ValueError: If it is no folder, or cannot be made or written.
+  """
+  there = next(x for x in (folder, *folder.absolute().parents) if x.exists())
+  if not there.is_dir() or not os.access(there, os.W_OK):
+    raise ValueError(
+      f'--output {folder} cannot be written: {there} is no folder that you may '
+      'write to.'
+    )
 
 
 def hint(path: str, rows: list[Row]) -> str:

@@ -71,16 +71,18 @@ def find_all(folder: str) -> list[Finished]:
 
 
 def language_model(
-  run: Finished, *, before: bool = False
+  run: Finished, *, before: bool = False, moved: bool = False
 ) -> tuple[llama.Decoder, pretrained.Pretrained]:
   """The model of an ``instruct`` run, and where its weights came from.
 
   Args:
     run: What :func:`find` returned.
     before: Whether it is to be as it was before it was adapted.
+    moved: Whether to refuse adapters that equal their start.
 
   Raises:
-    ValueError: If the weights are not those that the run began with.
+    ValueError: If the weights are not those that the run began with, or the
+      adapters were never moved.
   """
   used = run.options
   source = pretrained.find(used.model)
@@ -92,25 +94,36 @@ def language_model(
   )
   if not before:
     params = nnx.state(model, nnx.LoRAParam)
-    nnx.update(model, adapters.load(run.adapter, params))
+    nnx.update(model, _trained(run, params, moved))
   return model, source
 
 
 def text_classifier(
-  run: Finished,
+  run: Finished, *, moved: bool = False
 ) -> tuple[classifier.Classifier, pathlib.Path]:
   """The model of a ``classify`` run, and the folder of its encoder.
 
   Raises:
-    ValueError: If the weights are not those that the run began with.
+    ValueError: As :func:`language_model`.
   """
   used = run.options
   folder = weights.find(used.model)
   _check_base(run, weights.sha256(folder / 'model.safetensors'))
   model = tasks.text_classifier(folder, len(used.labels), tasks.lora_of(used))
   _, params, _ = classifier.split(model)
-  nnx.update(model, adapters.load(run.adapter, params))
+  nnx.update(model, _trained(run, params, moved))
   return model, folder
+
+
+def _trained(run: Finished, start: Any, moved: bool) -> Any:
+  found = adapters.load(run.adapter, start)
+  if moved and not adapters.have_moved(found, start):
+    raise ValueError(
+      f'{run.folder}: training never moved the adapters: there is nothing to '
+      f'export ({run.summary["held_steps"]} of {run.summary["final"]["step"]} '
+      'steps diverged).'
+    )
+  return found
 
 
 def _check_base(run: Finished, found: str) -> None:

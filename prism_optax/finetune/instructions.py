@@ -91,10 +91,11 @@ def read_public(
       with the row.
   """
   found = []
-  for number, (row, problem) in enumerate(files.read(path, option), 1):
+  rows = files.read_public(path, option)
+  for number, (row, problem) in enumerate(rows, 1):
     try:
       if row is None:
-        raise ValueError(problem)
+        raise ValueError(problem + files.hint(path, rows).rstrip('.'))
       found.append(conversation(row, columns))
     except ValueError as error:
       raise ValueError(f'{option} {path}, row {number}: {error}.') from error

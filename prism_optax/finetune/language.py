@@ -57,31 +57,26 @@ def make_evaluate(
     ``eval_accuracy``, the fraction that was the likeliest.
   """
   used = (evaluation.labels != data.BLANK).any(axis=1)
-  chunked = training.in_chunks(
-    jax.tree.map(lambda x: x[used], evaluation), chunk
-  )
+  rows = jax.tree.map(lambda x: x[used], evaluation)
 
   @jax.jit
-  def totals(params, frozen):
+  def totals(params, frozen, inputs, labels, present):
     model = nnx.merge(graphdef, params, frozen)
-
-    def one(chunk_of_rows):
-      (inputs, labels), present = chunk_of_rows
-      losses, hits, weights = _tokens(model, inputs, labels)
-      weights = weights * present[:, None]
-      return (
-        jnp.sum(losses * weights),
-        jnp.sum(hits * weights),
-        jnp.sum(weights),
-      )
-
-    return jax.tree.map(jnp.sum, jax.lax.map(one, chunked))
+    losses, hits, weights = _tokens(model, inputs, labels)
+    weights = weights * present[:, None]
+    return jnp.array([jnp.sum(x * weights) for x in (losses, hits, weights)])
 
   def evaluate(params, frozen):
-    loss, hits, tokens = map(float, totals(params, frozen))
+    loss, hits, tokens = np.sum(
+      [
+        np.asarray(totals(params, frozen, *part, present), np.float64)
+        for part, present in training.in_chunks(rows, chunk)
+      ],
+      axis=0,
+    )
     return {
       'eval_loss': loss / tokens,
-      'eval_perplexity': float(np.exp(loss / tokens)),
+      'eval_perplexity': np.exp(loss / tokens),
       'eval_accuracy': hits / tokens,
     }
 

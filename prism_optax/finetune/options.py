@@ -1,7 +1,6 @@
 """The options of ``train``: their defaults, and what is refused."""
 
 import argparse
-import os
 import pathlib
 import time
 from typing import Any
@@ -75,13 +74,7 @@ def resolve(given: argparse.Namespace) -> Options:
       f'--output {folder} is not empty. Go on with the run in it by '
       f'--resume, or choose another folder.'
     )
-  # Before minutes are spent on a model. The folder is not made yet.
-  there = next(x for x in (folder, *folder.absolute().parents) if x.exists())
-  if not there.is_dir() or not os.access(there, os.W_OK):
-    raise ValueError(
-      f'--output {folder} cannot be written: {there} is no folder that you may '
-      'write to.'
-    )
+  files.require_writable(folder)
   return options
 
 
@@ -100,6 +93,7 @@ def _resumed(said: dict[str, Any]) -> Options:
         f'in {folder}, which has {vars(stored)[name]}.'
       )
   stored.output = str(folder)
+  files.require_writable(folder)
   return stored
 
 

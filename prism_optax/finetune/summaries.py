@@ -89,6 +89,8 @@ def write(
     'optimizer': name,
     'start': rows[0],
     'final': rows[-1],
+    'eval_rows': len(task.evaluation.labels),
+    'chance': task.chance,
     'private': name != NOT_PRIVATE,
     'held_steps': held,
     'settings': public(options, name),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from . import data, digits, instructions, language, pretraining, training
@@ -55,6 +56,15 @@ class Task:
   make_loss: Callable[..., Any] = training.make_loss
   make_evaluate: Callable[..., Any] = training.make_evaluate
 
+  @property
+  def chance(self) -> float | None:
+    """Share of the commonest class of the public rows, if there are classes."""
+    if not self.labels:
+      return None
+    return float(np.bincount(self.evaluation.labels).max()) / len(
+      self.evaluation.labels
+    )
+
 
 def read(options: Options, output: pathlib.Path) -> Task:
   """The task of a run.
@@ -86,6 +96,9 @@ def text_classification(options: Options) -> Task:
   public = data.read_public(options.eval, *columns)
   names = data.label_set(options.labels, public.labels)
   private = data.read_private(options.data, *columns)
+  data.require_other_rows(
+    [*zip(*private, strict=True)], [*zip(*public, strict=True)], options.eval
+  )
   folder = weights.find(options.model)
   limit = minilm.Config.read(folder).max_position_embeddings
   if not 3 <= options.max_length <= limit:
@@ -104,7 +117,7 @@ def text_classification(options: Options) -> Task:
     pathlib.Path(options.data).resolve().parent.name,
     *classifier.split(text_classifier(folder, len(names), lora_of(options))),
     train=encode(private),
-    evaluation=encode(public),
+    evaluation=data.chosen(encode(public), options.eval_rows),
     labels=names,
     base={
       'model': weights.HUB_NAME if model is None else pathlib.Path(model).name,
@@ -132,9 +145,12 @@ def language_model(options: Options) -> Task:
   columns = instructions.columns(options)
   public = instructions.read_public(options.eval, columns)
   private = instructions.read_private(options.data, columns)
+  data.require_other_rows(private, public, options.eval)
   source = pretrained.find(options.model)
   talk = chat.Chat(source)
-  evaluation = instructions.encode(public, talk, options.max_length)
+  evaluation = data.chosen(
+    instructions.encode(public, talk, options.max_length), options.eval_rows
+  )
   if not (evaluation.labels != data.BLANK).any():
     raise ValueError(
       f'--max-length {options.max_length}: the prompts of --eval leave no room '

@@ -114,7 +114,10 @@ def train_one(options: options_lib.Options, output: pathlib.Path) -> None:
   """One method on two files."""
   task = tasks.read(options, output)
   classes = f'{len(task.labels)} classes' if task.labels else task.base['model']
-  print(f'{task.name}: {classes}; results in {output}')
+  print(
+    f'{task.name}: {classes}; measured on {len(task.evaluation.labels)} rows '
+    f'of --eval, see --eval-rows; results in {output}'
+  )
   # From here on these are constants of the run, whatever becomes of the files.
   options.dataset_size = declared_size(options, len(task.train.labels))
   options.labels = list(task.labels) or None

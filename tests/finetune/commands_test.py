@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from prism_optax.finetune import (
   finished,
   options,
   public_rows,
+  report_page,
   reporting,
   summaries,
 )
@@ -40,9 +42,9 @@ def test_predict_answers_each_row_with_what_chat_says(
   folder, _ = language_run
   data = conftest.write_lines(
     tmp_path / 'a.jsonl',
-    [{'prompt': row['prompt']} for row in finished_runs.ROWS],
+    [{'question': row['prompt']} for row in finished_runs.ROWS],
   )
-  more = '--max-new-tokens', 4
+  more = '--max-new-tokens', 4, '--prompt-column', 'question'
   run_command('predict', folder, '--data', data, *more)
   printed = capsys.readouterr().out.splitlines()
   assert len(printed) == 2
@@ -51,8 +53,10 @@ def test_predict_answers_each_row_with_what_chat_says(
   assert path.read_text().splitlines() == printed
   capsys.readouterr()
   monkeypatch.setattr(sys, 'stdin', io.StringIO('two plus three\n\ntwo\n'))
-  run_command('chat', folder, *more)
-  answers = [json.loads(line)['response'] for line in printed]
+  run_command('chat', folder, *more[:2])
+  rows = [json.loads(line) for line in printed]
+  assert [row['question'] for row in rows] == ['two plus three', 'two']
+  answers = [row['response'] for row in rows]
   assert capsys.readouterr().out.splitlines() == answers
   run_command('predict', folder, '--data', data, '--before', *more)
   assert capsys.readouterr().out.splitlines() != printed
@@ -70,6 +74,7 @@ def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
   want = jax.nn.softmax(nnx.jit(lambda model, ids: model(ids))(model, ids))
   found = [[row['probabilities'][name] for name in used.labels] for row in rows]
   np.testing.assert_allclose(found, want, atol=1e-5)
+  assert [row['text'] for row in rows] == texts
   assert [row['label'] for row in rows] == [
     used.labels[i] for i in np.argmax(want, axis=1)
   ]
@@ -81,10 +86,12 @@ def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
 def _training(folder: pathlib.Path) -> list[str]:
   """Of a language model; from perplexity 57.8 to 27.0 in float32."""
   model = language_models.write(folder / 'model')
-  data = conftest.write_lines(folder / 'train.jsonl', finished_runs.ROWS * 20)
+  rows = finished_runs.ROWS
+  data = conftest.write_lines(folder / 'train.jsonl', rows * 20)
+  public = conftest.write_lines(folder / 'public.jsonl', rows)
   return [
     *('train', '--task', 'instruct', '--model', str(model)),
-    *('--data', str(data), '--eval', str(data), '--max-length', '14'),
+    *('--data', str(data), '--eval', str(public), '--max-length', '14'),
     *('--noise-multiplier', '0.5', '--delta', '1e-3', '--seed', '3'),
     *('--batch-size', '16', '--microbatch-size', '8', '--steps', '6'),
     *('--learning-rate', '0.1', '--rank', '2', '--eval-every', '3'),
@@ -132,16 +139,20 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   page = tmp_path / 'report.html'
   run_command('report', folder, '--output', page)
   text = page.read_text()
-  assert 'src="data:image/png;base64,' in text
+  assert 'src="data:image/svg+xml;base64,' in text
   for fact in (
+    '<b>run</b>: learned: perplexity 7.389, before 20.086, on 100 public rows',
+    'alt="perplexity over step: run from 20.086 to 7.389"',
+    'alt="perplexity over epsilon spent by then: run from 20.086 to 7.389"',
     '1.235',
     '20.0855',
     '7.3891',
+    '<summary>How it is learned</summary>',
     'learning_rate',
     'sums &lt;b&gt;',
   ):
     assert fact in text, fact
-  assert '<b>' not in text
+  assert '<b>' not in text.replace('<b>run</b>', '')
   assert str(folder.parent) not in text  # Nor where it lies.
 
 
@@ -175,6 +186,31 @@ def test_report_has_classes_and_answers_if_asked_for(
     (str(i), np.sum(labels == i), np.mean(hits[labels == i])) for i in (0, 1)
   ]
   assert public_rows.per_class(classes, chunk=8) == want
+  text = report_page.page({'a': run, 'b': classes}, rows=1)
+  assert text.count('<img alt="accuracy over ') == 2  # Of the one, and
+  assert text.count('<img alt="perplexity over ') == 2  # of the other.
+  assert 'the commonest class alone 0.500' in text
+  shown = re.findall(r'<tr><td>([01])</td><td>([\d.]+)</td>', text)
+  assert [name for name, _ in shown] == [
+    name for name, _, _ in sorted(want, key=lambda x: x[2])
+  ]
+
+
+@pytest.mark.parametrize(
+  ('accuracy', 'verdict'),
+  [
+    (0.75, 'learned: accuracy 0.750, before 0.400, on 100 public rows; the c'),
+    (0.59, 'learned nothing that these rows show: accuracy 0.590'),
+  ],
+)
+def test_the_verdict_asks_for_two_standard_errors(
+  review_run, accuracy, verdict
+):
+  summary = finished.find(str(review_run[0])).summary | {
+    'start': {'eval_accuracy': 0.4},
+    'final': {'eval_accuracy': accuracy},
+  }
+  assert report_page.verdict(summary).startswith(verdict)
 
 
 def test_report_compares_the_methods_of_the_demo(language_run, tmp_path):
@@ -236,24 +272,34 @@ def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
 def test_check_data_counts_and_says_that_it_is_not_private(tmp_path, capsys):
   rows = [{'text': 'a', 'label': x} for x in ('yes', 'yes', 'no', 'maybe')]
   path = conftest.write_lines(tmp_path / 'a.jsonl', [*rows, '[]'])
-  run_command('check-data', '--data', path, '--labels', 'yes', 'no')
+  with path.open('ab') as file:
+    file.write(b'{"text": "\xff", "label": "no"}\n')
+  public = conftest.write_lines(tmp_path / 'b.jsonl', rows[2:3])
+  labels = '--labels', 'yes', 'no', '--eval', public
+  run_command('check-data', '--data', path, *labels)
   out = capsys.readouterr().out
   assert out.startswith('NOT PRIVATE')
   for line in (
-    '5  rows\n',
+    '6  rows\n',
     '1  rows that cannot be read',
+    '1  rows with bytes that are no UTF-8',
+    '1  rows that are in --eval too',
     "1  rows with the unknown label 'maybe': zero gradient",
-    '3  rows that can be used',
+    '4  rows that can be used',
     "2    of them labelled 'yes'",
   ):
     assert line in out, line
 
 
+@pytest.mark.parametrize('command', ['train', 'predict', 'export', 'report'])
 def test_an_output_that_cannot_be_written_is_said_before_the_work(
-  tmp_path, capsys
+  command, language_run, tmp_path, capsys
 ):
   (tmp_path / 'file').write_text('')
-  argv = ['train', '--output', str(tmp_path / 'file' / 'out')]
+  argv = [command, '--output', str(tmp_path / 'file' / 'out')]
+  argv += [str(language_run[0])] if command != 'train' else []
+  data = conftest.write_lines(tmp_path / 'a.jsonl', finished_runs.ROWS)
+  argv += ['--data', str(data)] if command == 'predict' else []
   assert finetune.main(argv) == 2
   error = capsys.readouterr().err
   assert 'cannot be written' in error

@@ -1,5 +1,6 @@
 """Reading: strict for the public file, total for the private one."""
 
+import numpy as np
 import pytest
 
 from prism_optax.finetune import data
@@ -83,6 +84,27 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"no row .* 'text'.*'label'"):
     data.read_private(str(path), 'text', 'label')
   assert data.read_private(str(path), 'sentence', 'y').labels == ['1'] * 3
+
+
+def test_the_private_rows_are_no_evaluation_in_any_order():
+  private = [('a', 'x'), ('a', 'x'), ('', None), ('b', 'y')]
+  with pytest.raises(ValueError, match='--eval E has the rows of --data'):
+    data.require_other_rows(private, private[::-1], 'E')
+  for public in (
+    private[1:],
+    [*private, ('c', 'x')],
+    [*private[:3], ('b', 'x')],
+  ):
+    data.require_other_rows(private, public, 'E')
+
+
+def test_a_sorted_file_is_measured_on_rows_of_all_of_it():
+  rows = data.Examples(np.arange(1000)[:, None], np.arange(1000))
+  some = data.chosen(rows, 100)
+  assert len(set(some.labels)) == 100
+  assert list(some.labels) == list(some.inputs[:, 0])
+  assert 400 < some.labels.mean() < 600
+  assert list(data.chosen(rows, None).labels) == list(rows.labels)
 
 
 def test_label_set_is_declared_or_public(tmp_path):

@@ -1,6 +1,9 @@
 """Exports: the same model in the files of other programs."""
 
 import json
+import pathlib
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -8,8 +11,20 @@ import safetensors.numpy
 from flax import nnx
 
 from prism_optax import lora
+from prism_optax.finetune import (
+  adapters,
+  exporting,
+  finished,
+  methods,
+  tasks,
+)
 from prism_optax.finetune import main as finetune
-from prism_optax.finetune.models import llama_files, minilm, pretrained
+from prism_optax.finetune.models import (
+  classifier,
+  llama_files,
+  minilm,
+  pretrained,
+)
 from tests.finetune import finished_runs
 from tests.finetune.finished_runs import run_command
 
@@ -31,6 +46,48 @@ def test_merged_encoder_and_head_are_the_adapted_classifier(
   np.testing.assert_allclose(logits, want, atol=1e-4)
   card = (out / 'README.md').read_text()
   assert 'accuracy | 0.7500 before' in card
+
+
+@pytest.mark.parametrize('kind', ['peft', 'merged'])
+@pytest.mark.parametrize('name', ['language_run', 'review_run'])
+def test_an_export_is_read_back_and_compared(
+  name, kind, request, tmp_path, capsys, monkeypatch
+):
+  folder, _ = request.getfixturevalue(name)
+  more = '--format', kind, '--check'
+  run_command('export', folder, '--output', tmp_path / 'x', *more)
+  found = re.findall(r'by (?:at most )?([\d.e+-]+)', capsys.readouterr().out)
+  error, effect = map(float, found)
+  assert error < 1e-4 < 1e-2 < effect
+  modes = {path.stat().st_mode for path in (tmp_path / 'x').iterdir()}
+  assert len(modes) == 1  # safetensors keeps its files to their owner.
+  # Adapters that are lost on the way.
+  monkeypatch.setattr(exporting, 'merged', lambda read, modules: read)
+  argv = ['export', str(folder), '--output', str(tmp_path / 'y'), *more]
+  assert finetune.main(argv) == 2
+  assert 'is not the model of the run. read' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['language_run', 'review_run'])
+def test_adapters_that_never_moved_are_not_exported(
+  name, request, tmp_path, capsys
+):
+  folder, _ = request.getfixturevalue(name)
+  shutil.copytree(folder, tmp_path / 'run')
+  run = finished.find(str(tmp_path / 'run'))
+  if name == 'language_run':
+    model, _ = finished.language_model(run, before=True)
+    start = nnx.state(model, nnx.LoRAParam)
+  else:
+    folder = pathlib.Path(run.options.model)
+    model = tasks.text_classifier(folder, 2, tasks.lora_of(run.options))
+    _, start, _ = classifier.split(model)
+  # Held steps leave PRISM in the gauge that it begins in.
+  adapters.save(run.adapter, methods.prepared('prism', start), {})
+  argv = ['export', str(run.folder), '--output', str(tmp_path / 'x')]
+  assert finetune.main(argv) == 2
+  assert 'training never moved the adapters' in capsys.readouterr().err
+  assert not (tmp_path / 'x').exists()
 
 
 def test_merged_model_is_the_adapted_one(language_run, tmp_path):

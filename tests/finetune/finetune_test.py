@@ -1,5 +1,6 @@
 """The command line: what it refuses, writes, resumes and keeps secret."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 import pytest
 import safetensors
 
-from prism_optax.finetune import command_line, methods, run, train
+from prism_optax.finetune import command_line, methods, run, train, training
 from prism_optax.finetune import main as finetune
 from prism_optax.finetune import options as options_lib
 from prism_optax.training._sampling import Sampling
@@ -240,7 +241,8 @@ def test_bad_options_are_named_with_their_value(
     (['--text-column', 'review'], "no column 'review', only ['label', 'text']"),
     (['--rank', '9'], 'rank <= 8'),
     (['--max-length', '17'], '--max-length <= 16, got 17'),
-    (['--model', 'nowhere'], '--model nowhere: the folder lacks'),
+    (['--model', 'nowhere'], '--model nowhere: there is no such folder.'),
+    (['--model', 'org/net'], 'hf download org/net --local-dir net, and --mod'),
   ],
 )
 def test_bad_data_and_models_are_named(
@@ -261,6 +263,9 @@ def test_output_folder_of_another_run_is_refused(finished, capsys):
 def test_every_method_has_a_learning_rate():
   for rates in options_lib.LEARNING_RATES.values():
     assert set(rates) == set(command_line.METHODS)
+  for steps, rate in ((300, 1e-2), (1200, 5e-3), (12, 5e-2)):
+    given = argparse.Namespace(learning_rate=None, task='classify', steps=steps)
+    assert training.learning_rate(given, 'prism') == pytest.approx(rate)
 
 
 def _options(argv):

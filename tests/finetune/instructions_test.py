@@ -82,6 +82,8 @@ def test_a_bad_public_row_is_named_and_a_private_one_is_blank(
     ('a.csv', 'two plus three,five\na,b\n', 'the names of the columns'),
     ('a.jsonl', '{"question": "a"}\n', r'no row has .* see --prompt-column'),
     ('a.jsonl', '', 'no rows'),
+    ('a.jsonl', '[{"prompt": "a"},\n{"prompt": "b"}]', 'one JSON array'),
+    ('a.csv', 'prompt;response\na;b\n', "commas .* got ';' in 'prompt;resp"),
   ],
 )
 def test_a_file_of_another_form_gets_a_hint(tmp_path, name, text, message):

