@@ -116,8 +116,9 @@ def from_peft(
     names: The name in PyTorch of each module (its name here, see
       :func:`describe_pairs`): a mapping or a function. A module that stacks
       layers needs one ``{}`` for each stack axis, which the index replaces:
-      ``{'layers/q': 'model.layers.{}.self_attn.q_proj'}``. None for the same
-      name with dots for slashes, without the ``lora`` of ``nnx.LoRALinear``.
+      ``{'layers/q': 'model.layers.{}.self_attn.q_proj'}``. The last ``/lora``
+      of a name, which ``nnx.LoRALinear`` adds, may be left out. None for the
+      same name with dots for slashes, without that ``lora``.
     layout: See :func:`describe_pairs`. If its scale differs from the scale in
       the file, the factors are multiplied, so that ``scale * left @ right.mT``
       is the matrix of the file.
@@ -352,8 +353,9 @@ def _whole(value: float) -> float | int:
 def _torch_name(name: str, names: NamesLike) -> str:
   if callable(names):
     return names(name)
-  usual = name.removesuffix('/lora').replace('/', '.')
-  return (names or {}).get(name, usual.removeprefix(_peft_files.PREFIX))
+  layer, given = name.removesuffix('/lora'), names or {}
+  usual = layer.replace('/', '.').removeprefix(_peft_files.PREFIX)
+  return given.get(name, given.get(layer, usual))
 
 
 def _torch_names(module: Module, names: NamesLike) -> list[str]:

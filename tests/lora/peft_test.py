@@ -276,12 +276,13 @@ def test_a_head_is_a_module_that_was_trained_as_a_whole(tmp_path):
     shapes,
     is_leaf=lambda x: isinstance(x, tuple),
   )
-  names = {'head': 'classifier', 'norm': 'model.norm'}
+  # The last /lora of a module may be left out.
+  names = {'q': 'model.q', 'head': 'classifier', 'norm': 'model.norm'}
   lora.save_peft(tmp_path, params, names=names)
   written = safetensors.load_file(tmp_path / TENSORS)
   weight = written[f'{PREFIX}classifier.weight']
   np.testing.assert_array_equal(weight, params['head']['kernel'].T)
-  assert f'{PREFIX}q.lora_A.weight' in written
+  assert f'{PREFIX}model.q.lora_A.weight' in written
   adapter = lora.load_peft(tmp_path)
   assert adapter.config['modules_to_save'] == ['classifier', 'model.norm']
   assert sorted(adapter.others) == [
@@ -291,7 +292,9 @@ def test_a_head_is_a_module_that_was_trained_as_a_whole(tmp_path):
   back = lora.from_peft(adapter, zeros, names=names)
   jax.tree.map(np.testing.assert_array_equal, back, params)
   # What the file does not have stays as it is; another shape is refused.
-  back = lora.from_peft(adapter, zeros, names={'norm': 'model.norm'})
+  del names['head']
+  back = lora.from_peft(adapter, zeros, names=names)
+  names['head'] = 'classifier'
   assert not np.any(back['head']['kernel'])
   zeros['head']['bias'] = jnp.zeros(6)
   with pytest.raises(ValueError, match=r"'classifier.bias'.*\(6,\) of 'head"):
