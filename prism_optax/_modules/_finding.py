@@ -344,7 +344,7 @@ def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:
       :class:`Pair` says everything.
 
   Returns:
-    Some lines of text: a row for each module, the other leaves, the warning.
+    Lines of text with a row for each module, the other leaves and the warning.
 
   Raises:
     ValueError: As in the table, or if shapes do not fit the layout.

@@ -57,7 +57,7 @@ class InputMetric:
       compute the noise.
     digest: Of the values that were released, and public, as
       :class:`prism_optax.contrib.heads.LinearHead` has it.
-    key_digest: Of the key of the noise, likewise.
+    key_digest: The same for the key of the noise.
   """
 
   bases: dict[str, jax.Array]

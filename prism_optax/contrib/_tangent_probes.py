@@ -62,11 +62,11 @@ def tangent_probes(
     layout: See :func:`prism_optax.lora.describe_pairs`.
 
   Returns:
-    ``zeros``, a tree in the shapes of the parameters: where to differentiate.
-    ``attach(probes)``, the parameters to run the model with: factors of twice
-    the rank, in the types of the parameters. ``coordinates(gradients)``, from
-    one example's gradients with respect to the probes to tangent coordinates,
-    in the shapes of the parameters.
+    ``zeros``, a tree in the shapes of the parameters, at which to
+    differentiate. ``attach(probes)``, the parameters to run the model with:
+    factors of twice the rank, in the types of the parameters.
+    ``coordinates(gradients)``, from one example's gradients with respect to the
+    probes to tangent coordinates, in the shapes of the parameters.
 
   Raises:
     ValueError: If pairs cannot be found, or the probes do not fit.

@@ -42,11 +42,12 @@ class LinearHead:
 
   Public, once it is released. A pytree.
 
-  **Known again.** The entries of ``kernel`` have sizes on a geometric grid,
-  1.83 % apart: rounding to it moves them by at most 0.91 %, far less than the
-  noise does. By this grid :func:`prism_optax.training.make_private` recognises
-  a released kernel in parameters, in frozen weights and among the constants of
-  a loss, and refuses it unless the release is among ``prior_releases``.
+  **How it is recognised.** The entries of ``kernel`` have sizes on a geometric
+  grid, 1.83 % apart: rounding to it moves them by at most 0.91 %, far less than
+  the noise does. By this grid :func:`prism_optax.training.make_private`
+  recognises a released kernel in parameters, in frozen weights and among the
+  constants of a loss, and refuses it unless the release is among
+  ``prior_releases``.
 
   ==================================  =========================================
   the array on another device         known
@@ -147,7 +148,7 @@ def class_means(
       normalised here, and labels from 0, an array (B,) of integers or a list.
       Shapes and types of arrays describe the whole batch and are public: other
       ones are refused.
-    num_classes: K.
+    num_classes: K, the number of classes.
     noise_multiplier: Standard deviation of the noise of every entry. A column
       is good where a class has several times ``noise_multiplier`` records, the
       better the more classes differ.
@@ -225,7 +226,7 @@ def ridge(
 
   Args:
     batches: As for :func:`class_means`.
-    num_classes: K.
+    num_classes: K, the number of classes.
     noise_multiplier: Standard deviation of the noise of every entry.
     dataset_size: Number of records, public; more of them are refused.
     prng_key: As for :func:`class_means`.

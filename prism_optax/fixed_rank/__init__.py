@@ -13,8 +13,8 @@ orthogonal matrices on the right. The coordinates have the shapes of the
 factors.
 
 Where a factor is zero or rank-deficient its frame is a partial isometry on the
-numerical range: directions that the gradients of the factors do not show are
-left out: their coordinates are zero.
+numerical range: the coordinates of directions that the gradients of the factors
+do not show are zero.
 
 All functions broadcast over leading axes and compute in the type of their
 arguments, float32 or float64. ``m`` is the output side, ``n`` the input side.

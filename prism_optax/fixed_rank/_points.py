@@ -84,9 +84,9 @@ def frame(factors: Factors) -> Frame:
     factors: (..., m, r) and (..., n, r), float32 or float64.
 
   Returns:
-    The frame, in the type of the factors. It is not differentiated. Its fields:
-    ``left`` Q_L (..., m, r) and ``right`` Q_R (..., n, r); ``left_core`` C_L
-    and ``right_core`` C_R; ``left_inverse`` and ``right_inverse`` of them;
+    The frame, in the type of the factors. It is not differentiated, and has the
+    fields ``left`` Q_L (..., m, r) and ``right`` Q_R (..., n, r); ``left_core``
+    C_L and ``right_core`` C_R; ``left_inverse`` and ``right_inverse`` of them;
     ``left_mask`` Q_L^T Q_L and ``right_mask`` Q_R^T Q_R, (..., r, r).
 
   Raises:

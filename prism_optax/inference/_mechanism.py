@@ -43,9 +43,9 @@ def privatize_hidden_states(
   the zero vector (:func:`hidden_state_sensitivity`). T vectors are T releases
   (:func:`release_event`). State and noise are integers, in steps of about a
   millionth of the noise, so low bits reveal nothing. Not covered are the number
-  of vectors, the mask, and a second use of the key (the same noise subtracts
-  out). The generator, Threefry, is not cryptographic; if that matters, use
-  :func:`privatize_on_host`.
+  of vectors, the mask, and a second use of the key (the difference of two
+  states with the same noise has none). The generator, Threefry, is not
+  cryptographic; if that matters, use :func:`privatize_on_host`.
 
   =============================  ==============================================
   coordinate with NaN or Inf     its vector (block) counts as zero

@@ -41,7 +41,7 @@ def coefficients(degree: int) -> tuple[float, ...]:
 def minimax_coefficients(
   least: float, steps: int, *, degree: int = 2
 ) -> tuple[tuple[float, ...], ...]:
-  """One polynomial a step, the best of its degree for what the last one left.
+  """One polynomial for each step, each the best after the steps before it.
 
   Singular values from ``least`` to 1 are brought as near to one as composed odd
   polynomials can bring them (the Polar Express, Amsel et al. 2025,
@@ -60,8 +60,8 @@ def minimax_coefficients(
       + 1``.
 
   Returns:
-    For ``steps`` of :func:`newton_schulz` and of all that uses it: for each
-    step ``degree + 1`` coefficients of ``(1 - x)^j``. DP-Muon's own are
+    Coefficients for ``steps`` of :func:`newton_schulz` and of its callers. Each
+    step has ``degree + 1`` coefficients of ``(1 - x)^j``. DP-Muon's own are
     ``C(2j, j) / 4^j``.
 
   Raises:

@@ -87,7 +87,7 @@ def plan(
   """Steps, batch and noise of a training, from public numbers alone.
 
   Nothing here reads a record, so the advice costs no privacy, and the best of
-  several trainings need not be looked for on private data.
+  several trainings need not be chosen on private data.
 
   The advice has 120 steps and the largest batch that is worth its cost. Let mu
   be the parameter of Gaussian differential privacy of the target. By the
@@ -95,38 +95,39 @@ def plan(
 
       sqrt(T) b / sigma = mu N x sqrt(log(1 + 1 / x^2)),  x = sqrt(T) b / (mu N)
 
-  signal over noise, a function of x alone that rises to the limit mu N: at
-  x = 1 it has .83 of it, and at x = 2, where the advice stops, .94. The
-  accountant computes the noise multipliers, and finds less signal than this
-  where noise is small.
+  signal over noise. This depends on x alone and rises to the limit mu N; x = 1
+  reaches .83 of it, and x = 2, where the advice stops, .94. The accountant
+  computes the noise multipliers, and finds less signal than this for small
+  noise.
 
   **What it does not know.** Signal over noise says how much of a gradient can
   be seen, not how far 30 steps get or how hard a task is. It ranked trainings
-  of sentence encoders rightly, and fewer steps on small images wrongly; hence
-  the fixed number of steps. Learning rate and rank are other choices.
+  of sentence encoders correctly, but ranked few steps on small images too high,
+  so the number of steps is fixed. You choose learning rate and rank.
 
   Args:
-    dataset_size: N, of records, or of users. Public.
+    dataset_size: N, the public number of records, or of users.
     target_epsilon: Epsilon of the training.
     delta: Its delta, below ``1 / dataset_size``.
-    example_gradients: How many gradients of examples one can afford: of hours,
-      3600 times the gradients of a second. None is any number.
+    example_gradients: How many gradients of examples you can afford, such as
+      the hours that you have times the gradients of an hour. None is any
+      number.
     examples_per_user: For privacy of users: the most records that a user
-      contributes to one batch. A user then costs so many gradients.
-    params: The trainable parameters, arrays or shapes. With them follows a
-      warning if noise must hide the gradients.
-    memory_bytes: Of the device, for gradients and activations.
-    bytes_per_example: What the gradient of one example takes of it.
+      contributes to one batch. A user then costs this number of gradients.
+    params: The trainable parameters, arrays or shapes. If you give them, a
+      warning tells you when the noise must hide the gradients.
+    memory_bytes: Memory of the device for gradients and activations.
+    bytes_per_example: Memory that the gradient of one example takes.
 
   Returns:
-    The advice: ``chosen``, ``alternatives``, ``limit``, and ``arguments`` for
-    ``make_private(loss, params, **plan.arguments, ...)``. ``print`` shows a
+    The advice, with ``chosen``, ``alternatives``, ``limit``, and ``arguments``
+    for ``make_private(loss, params, **plan.arguments, ...)``. ``print`` shows a
     table.
 
   Raises:
-    ValueError: If an argument is out of its range, fewer example gradients can
-      be afforded than there are steps, or one of ``memory_bytes`` and
-      ``bytes_per_example`` is given without the other.
+    ValueError: If an argument is out of its range, you can afford fewer example
+      gradients than steps, or one of ``memory_bytes`` and ``bytes_per_example``
+      is given without the other.
 
   References:
     Bu, Dong, Long and Su, Deep Learning with Gaussian Differential Privacy,

@@ -28,7 +28,7 @@ class PrivateTraining:
   """A private training, as :func:`make_private` makes it.
 
   Attributes:
-    parts: What it is made of.
+    parts: The parts of this training.
     noise_multiplier: The accounted noise multiplier of everything that a step
       releases.
     padded_batch_size: Rows of every batch.
@@ -67,10 +67,10 @@ class PrivateTraining:
     Returns:
       The state before the first step. Save it, restore it, go on; it is as
       secret as the data, because it holds the keys of the noise and of the
-      batches. Only ``params``, the trainable parameters, and ``held`` may be
-      released, the number of steps whose result was not finite, so that
-      parameters and moments stayed as they were, int32, shape (). ``step`` is
-      the number of steps done, NumPy, shape ().
+      batches. You may release only two of its fields: ``params``, the trainable
+      parameters, and ``held``, the number of steps whose result was not finite
+      and which left parameters and moments as they were (int32, shape ()).
+      ``step`` is the number of steps done (NumPy, shape ()).
 
     Raises:
       ValueError: If the parameters have other shapes, or hold a release that is
@@ -169,13 +169,14 @@ class PrivateTraining:
         array, or a list of numbers, text, bytes or ``uuid.UUID``.
 
     Returns:
-      An iterable with a length, of which ``tqdm.tqdm(...)`` shows the progress:
-      the number of steps is public. Iterated again it gives the same batches
-      again. A batch has ``examples``, a tree of arrays (padded size, ...), or
-      with users (padded size, examples per user, ...); ``is_padding_example``
-      (padded size,), True where there is no record; ``is_present``, None, or
-      with users (padded size, examples per user), True for records that count;
-      and ``step``, the number of the step that it was drawn for.
+      An iterable with a length. ``tqdm.tqdm(...)`` may show its progress,
+      because the number of steps is public. Iterated again it gives the same
+      batches again. A batch has ``examples``, a tree of arrays (padded size,
+      ...), or with users (padded size, examples per user, ...);
+      ``is_padding_example`` (padded size,), True where there is no record;
+      ``is_present``, None, or with users (padded size, examples per user), True
+      for records that count; and ``step``, the number of the step that it was
+      drawn for.
 
     Raises:
       ValueError: If the state belongs to another training or environment, or

@@ -36,7 +36,7 @@ class Release(Protocol):
     seeded: Whether somebody knows the noise.
     digest: A text that names the released values: the same for the same values,
       another for others, such as a hash of their bytes.
-    key_digest: Likewise, of the key of the noise.
+    key_digest: The same for the key of the noise.
   """
 
   @property

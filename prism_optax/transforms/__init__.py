@@ -1,4 +1,4 @@
-"""The transformations, in the order in which the data walk through them.
+"""The transformations, in the order in which they see the data.
 
 Per-example gradients become tangent coordinates (:func:`tangent_coordinates`),
 are clipped and summed (:func:`intrinsic_clip`, :func:`per_matrix_clip`), get
