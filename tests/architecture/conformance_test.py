@@ -15,9 +15,9 @@ import pytest
 from jax_privacy import noise_addition
 
 import prism_optax
-from prism_optax import _modules, accounting, fixed_rank
-from prism_optax.fixed_rank import _lifts
+from prism_optax import accounting, fixed_rank
 from tests import cases
+from tests.core import seams
 from tests.oracles import oracles
 
 # Of one shape: they are one stack, and one program works on both.
@@ -166,9 +166,7 @@ def test_unnoised_component_in_a_factor_pair():
   different rules leaves a noise-free combination.
   """
   params = _params()
-  (module,) = jax.jit(lambda tree: _modules.ModuleTree(tree).frames(tree))(
-    {'m0': params['m0']}
-  )
+  (module,) = jax.jit(seams.frames_of)({'m0': params['m0']})
   frame = jax.tree.map(lambda x: x[0], module)
   zeros = jax.tree.map(np.zeros_like, {'m0': params['m0']})
 
@@ -176,7 +174,7 @@ def test_unnoised_component_in_a_factor_pair():
     tx = prism_optax.tangent_privatizer(1.0, prng_key=key)
     noise, _ = tx.update(zeros, tx.init(zeros | params), {'m0': params['m0']})
     x = fixed_rank.Tangent(noise['m0']['lora_b'].T, noise['m0']['lora_a'])
-    steps = _lifts.lift(frame, x)
+    steps = seams.lift(frame, x)
     return jnp.concatenate([steps.left.ravel(), steps.right.ravel()])
 
   keys = jax.random.split(jax.random.key(0), 4000)
@@ -191,7 +189,7 @@ def test_unnoised_component_in_a_factor_pair():
     x = fixed_rank.Tangent(
       unit[: m * rank].reshape(m, rank), unit[m * rank :].reshape(n, rank)
     )
-    steps = _lifts.lift(frame, fixed_rank.project(frame, x))
+    steps = seams.lift(frame, fixed_rank.project(frame, x))
     return jnp.concatenate([steps.left.ravel(), steps.right.ravel()])
 
   signal = np.float64(lifted_signal(np.eye((m + n) * rank, dtype=np.float32)))

@@ -11,9 +11,15 @@ from unittest import mock
 import jax
 import numpy as np
 
-from prism_optax import _clip, _clip_rules, _lattice
+from prism_optax import _clip, _clip_rules, _lattice, _modules
 from prism_optax._randomness import _keys
-from prism_optax.accounting import _filters, _ledger
+from prism_optax.accounting import (
+  _epsilon,
+  _filters,
+  _gaussian,
+  _ledger,
+  _matrix_mechanism,
+)
 from prism_optax.contrib import _input_metric, _one_shot_release, heads
 from prism_optax.fixed_rank import _lifts
 from prism_optax.training import (
@@ -118,6 +124,12 @@ def keys_of_steps(prng_key, count):
     key, drawn = _keys.split(key)
     used.append(tuple(np.asarray(jax.random.key_data(drawn)).tolist()))
   return used
+
+
+gaussian_delta = _gaussian.gaussian_delta
+gaussian_mu = _gaussian.gaussian_mu
+matrix_sensitivity = _matrix_mechanism.matrix_mechanism_sensitivity
+release_guarantee = _epsilon.release_guarantee
 
 
 def renyi_orders(budget):
@@ -235,3 +247,8 @@ def sum_of_records(kind, batch):
 
 
 FEWEST_RECORDS = heads._FEWEST
+
+
+def frames_of(tree):
+  """Of each stack of modules of a tree."""
+  return _modules.ModuleTree(tree).frames(tree)

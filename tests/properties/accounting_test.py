@@ -13,7 +13,7 @@ from dp_accounting import dp_event
 from hypothesis import given
 
 from prism_optax import accounting
-from prism_optax.accounting import _epsilon, _gaussian, _matrix_mechanism
+from tests.core import seams
 from tests.properties import cases
 
 RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))
@@ -43,18 +43,16 @@ def _delta_by_quadrature(mu, epsilon):
 @cases.settings
 @given(mus, st.floats(0.0, 50.0), st.floats(1.001, 2.0))
 def test_delta_of_a_gaussian_is_an_integral(mu, epsilon, factor):
-  found = _gaussian.gaussian_delta(mu, epsilon)
+  found = seams.gaussian_delta(mu, epsilon)
   assert 0 <= found <= 1
   # Quadrature of 1,600 nodes; denormal tails aside.
   expected = _delta_by_quadrature(mu, epsilon)
   assert math.isclose(found, expected, rel_tol=1e-8, abs_tol=1e-290)
-  assert _gaussian.gaussian_delta(mu * factor, epsilon) >= found
-  assert _gaussian.gaussian_delta(mu, epsilon * factor) <= found
+  assert seams.gaussian_delta(mu * factor, epsilon) >= found
+  assert seams.gaussian_delta(mu, epsilon * factor) <= found
   # Delta at epsilon 0 is the distance in total variation.
   variation = math.erf(mu / math.sqrt(8))
-  assert math.isclose(
-    _gaussian.gaussian_delta(mu, 0.0), variation, rel_tol=1e-11
-  )
+  assert math.isclose(seams.gaussian_delta(mu, 0.0), variation, rel_tol=1e-11)
 
 
 counts = st.integers(0, 10**14)
@@ -63,12 +61,12 @@ counts = st.integers(0, 10**14)
 @cases.settings
 @given(counts, counts)
 def test_drawn_noise_guarantees_less_the_more_there_is(some, more):
-  one = _epsilon.release_guarantee(2.0, 1e-6, some)
-  both = _epsilon.release_guarantee(2.0, 1e-6, some + more)
+  one = seams.release_guarantee(2.0, 1e-6, some)
+  both = seams.release_guarantee(2.0, 1e-6, some + more)
   assert 2.0 <= one[0] <= both[0]
   assert 1e-6 <= one[1] <= both[1] <= 1.0
   # Entries in two parts are charged no less than together.
-  parts = _epsilon.release_guarantee(*one, more)
+  parts = seams.release_guarantee(*one, more)
   assert both[0] <= parts[0] * (1 + 1e-12)
   assert both[1] <= parts[1] * (1 + 1e-12)
 
@@ -78,13 +76,13 @@ def test_drawn_noise_guarantees_less_the_more_there_is(some, more):
 def test_mu_and_epsilon_are_inverse_and_round_to_the_safe_side(
   epsilon, delta, factor
 ):
-  mu = _gaussian.gaussian_mu(epsilon, delta)
-  assert _gaussian.gaussian_delta(mu, epsilon) <= delta
-  assert _gaussian.gaussian_delta(mu * (1 + 1e-9), epsilon) > delta
+  mu = seams.gaussian_mu(epsilon, delta)
+  assert seams.gaussian_delta(mu, epsilon) <= delta
+  assert seams.gaussian_delta(mu * (1 + 1e-9), epsilon) > delta
   back = accounting.gaussian_epsilon(mu, delta)
   assert math.isclose(back, epsilon, rel_tol=1e-8)
-  assert _gaussian.gaussian_mu(epsilon * factor, delta) > mu
-  assert _gaussian.gaussian_mu(epsilon, min(0.9, delta * factor)) > mu
+  assert seams.gaussian_mu(epsilon * factor, delta) > mu
+  assert seams.gaussian_mu(epsilon, min(0.9, delta * factor)) > mu
 
 
 def _strategy(seed, steps, bands):
@@ -118,7 +116,7 @@ def test_sensitivity_bounds_every_pattern(
   c = _strategy(seed, steps, bands)
 
   def found(c, count=count, separation=separation):
-    return _matrix_mechanism.matrix_mechanism_sensitivity(
+    return seams.matrix_sensitivity(
       c, max_participations=count, min_separation=separation
     )
 
@@ -220,7 +218,7 @@ usual_deltas = st.floats(1e-8, 1e-3)
 def test_calibration_by_renyi_is_safe_and_least(target, delta, q, steps):
   sigma = _calibrated(target, delta, q, steps, 'rdp')
   # Full batches need no less than the exact Gaussian, sampled ones no more.
-  full = math.sqrt(steps) / _gaussian.gaussian_mu(target, delta)
+  full = math.sqrt(steps) / seams.gaussian_mu(target, delta)
   if q == 1:
     assert sigma >= full * (1 - 1e-9)
   else:
