@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import prism_optax
-from prism_optax import fixed_rank
 from prism_optax._linalg import _factorizations, _frames, _products
-from prism_optax.fixed_rank import _retraction
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 by_eigh = jax.jit(_factorizations.svd_by_eigh)
@@ -92,39 +90,6 @@ def test_a_basis_from_products(name):
       inside.swapaxes(1, 2) @ inside, np.eye(16) * kept[at][:, None, :],
       atol=1e-5,
     )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('losing', [False, True])
-def test_a_retraction_by_eigenvalues(losing, monkeypatch):
-  """With the SVD that accelerators get, the same matrix and as many columns."""
-  rng = np.random.default_rng(0)
-  z = fixed_rank.Factors(*np.float32(rng.normal(size=(2, 3, 20, 4))))
-  frame = fixed_rank.frame(z)
-  if losing:  # Z + T = 0 but for one direction.
-    step = fixed_rank.Tangent(
-      -z.left @ frame.right_core.mT, jnp.zeros_like(z.right)
-    )
-    step = step._replace(left=step.left.at[:, :, 0].multiply(0.5))
-  else:
-    step = fixed_rank.tangent_from_gradients(
-      frame, fixed_rank.Factors(*np.float32(rng.normal(size=(2, 3, 20, 4))))
-    )
-  direct = fixed_rank.retraction(frame, step)
-  monkeypatch.setattr(
-    _factorizations, 'svd', lambda x: _factorizations.svd_by_eigh(x)
-  )
-  monkeypatch.setattr(_frames, 'qr', _frames.basis_by_products)
-  # Without what was compiled before.
-  body = _retraction._best_approximation.__wrapped__
-  found = jax.jit(body)(frame, _retraction.as_sum(frame, step))
-  one, other = (np.float64(x.left @ x.right.mT) for x in (found, direct))
-  np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(one).max())
-  for side in found:  # A direction that is lost stays on one side.
-    norms = np.linalg.norm(side, axis=1)
-    assert (norms > 0).sum() >= 3
-  alive = [np.linalg.norm(x, axis=1) > 0 for x in found]
-  assert np.all(alive[0] | alive[1])
 
 
 RANK = 20

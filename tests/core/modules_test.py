@@ -1,6 +1,7 @@
 """Between trees, leaves and stacks: nothing is lost, mixed up or rescaled."""
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from prism_optax import lora
+from prism_optax._modules import _finding
 from prism_optax._modules._layout import LeafAxes
 from prism_optax._modules._tree import ModuleTree
 
@@ -140,3 +142,22 @@ def test_modules_that_cannot_move_are_refused_where_values_are_known():
   params['v']['lora_a'] += 1
   tree.check_observable(params)
   jax.jit(lambda p: ModuleTree(p).check_observable(p))(params)
+
+
+def test_a_warning_points_at_who_called_the_caller():
+  def make_private(params):
+    _finding.warn_if_mostly_no_adapters(params)
+
+  pair = _params(np.random.default_rng(0))['k']
+  with pytest.warns(UserWarning, match='d/kernel, the weights') as caught:
+    make_private(
+      {
+        'd': _params(np.random.default_rng(0))['k']
+        | {'kernel': jnp.ones((6, 5))}
+      }
+    )
+  assert caught[0].filename == __file__
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    make_private({'d': pair})
+    make_private({'kernel': jnp.ones((6, 5))})  # No adapters are meant.

@@ -15,7 +15,6 @@ import pytest
 
 import prism_optax
 from prism_optax import transforms
-from prism_optax.transforms import _matrix_clip
 
 jax_privacy = pytest.importorskip('jax_privacy')
 
@@ -69,21 +68,20 @@ def _chain_of_ones_own(grads):
 def _split_by_hand(grads):
   clip = prism_optax.per_matrix_clip(NORM, normalize_by=EXPECTED)
   mean, _ = clip.update(grads, clip.init(PARAMS), PARAMS)
-  groups = _matrix_clip.clip_groups(NORM, PARAMS)
+  biases = [name for name in SHAPES if name.startswith('b')]
+  groups = [['w0'], ['w1'], biases]
+  sizes = [sum(PARAMS[x].size for x in names) for names in groups]
   split = transforms.split_noise_multiplier(
-    SIGMA, [g.l2_clip_norm for g in groups], [g.size for g in groups],
-    noise_split='least_energy',
-  )  # fmt: skip
-  leaves = jax.tree.leaves(mean)
-  for i, (group, sigma) in enumerate(zip(groups, split, strict=True)):
-    own = [leaves[leaf] for leaf in group.leaves]
+    SIGMA, [NORM] * 3, sizes, noise_split='least_energy'
+  )
+  out = {}
+  for i, (names, sigma) in enumerate(zip(groups, split, strict=True)):
+    own = {name: mean[name] for name in names}
     noise = _gaussian(
       stddev=sigma * NORM / EXPECTED, prng_key=jax.random.key(i)
     )
-    noisy, _ = noise.update(own, noise.init(own))
-    for leaf, x in zip(group.leaves, noisy, strict=True):
-      leaves[leaf] = x
-  return jax.tree.unflatten(jax.tree.structure(mean), leaves)
+    out |= noise.update(own, noise.init(own))[0]
+  return out
 
 
 def _one_object(grads):

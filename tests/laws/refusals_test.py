@@ -33,134 +33,58 @@ of = functools.partial
 
 # What is called, with arguments that are fine, and single ones that are not.
 ARGUMENTS = [
-  (
-    of(prism_optax.prism, 0.1, **REQUIRED),
-    {
-      'l2_clip_norm': (0.0, math.nan), 'noise_multiplier': (-1.0,),
-      'expected_batch_size': (0,), 'weight_decay': (-0.1,), 'b1': (1.0,),
-      'b2': (-0.1,), 'prng_key': ('secret',),
-    },
-  ),
-  (
-    of(prism_optax.published_prism, 0.1, **REQUIRED),
-    {
-      'floor_mode': ('trace',), 'floor_factor': (-1.0,),
-      'noise_multiplier': (-1.0,),
-    },
-  ),
-  (
-    of(contrib.prism_muon, 0.1, **REQUIRED),
-    {
-      'momentum': (1.0,), 'weight_decay': (-0.1,), 'eps': (-1e-8,),
-      'expected_batch_size': (0,),
-    },
-  ),
-  (
-    of(prism_optax.dp_muon, 0.1, **MUON),
-    {
-      'noise_multiplier': (-1.0,), 'expected_batch_size': (0,),
-      'momentum': (1.0,), 'l2_clip_norms': (0.0,), 'noise_split': ('half',),
-      'degree': (0,), 'weight_decay': (-0.1,), 'consistent_rms': (0.0,),
-      'prng_key': ('secret',),
-    },
-  ),
-  (
-    of(prism_optax.intrinsic_clip, l2_clip_norm=1.0),
-    {'l2_clip_norm': BAD_NUMBERS, 'normalize_by': BAD_NUMBERS},
-  ),
-  (
-    of(prism_optax.per_matrix_clip, 1.0),
-    {'normalize_by': (0,)},
-  ),
+  (of(prism_optax.prism, 0.1, **REQUIRED), {'l2_clip_norm': (0.0, math.nan),
+    'noise_multiplier': (-1.0,), 'expected_batch_size': (0,),
+    'weight_decay': (-0.1,), 'b1': (1.0,), 'b2': (-0.1,),
+    'prng_key': ('secret',)}),
+  (of(prism_optax.published_prism, 0.1, **REQUIRED), {'floor_mode': ('trace',),
+    'floor_factor': (-1.0,), 'noise_multiplier': (-1.0,)}),
+  (of(contrib.prism_muon, 0.1, **REQUIRED), {'momentum': (1.0,),
+    'weight_decay': (-0.1,), 'eps': (-1e-8,), 'expected_batch_size': (0,)}),
+  (of(prism_optax.dp_muon, 0.1, **MUON), {'noise_multiplier': (-1.0,),
+    'expected_batch_size': (0,), 'momentum': (1.0,), 'l2_clip_norms': (0.0,),
+    'noise_split': ('half',), 'degree': (0,), 'weight_decay': (-0.1,),
+    'consistent_rms': (0.0,), 'prng_key': ('secret',)}),
+  (of(prism_optax.intrinsic_clip, l2_clip_norm=1.0),
+    {'l2_clip_norm': BAD_NUMBERS, 'normalize_by': BAD_NUMBERS}),
+  (of(prism_optax.per_matrix_clip, 1.0), {'normalize_by': (0,)}),
   (prism_optax.per_matrix_clip, {'l2_clip_norms': (0.0,)}),
-  (
-    prism_optax.tangent_privatizer,
-    {'stddev': (-1.0, math.nan)},
-  ),
+  (prism_optax.tangent_privatizer, {'stddev': (-1.0, math.nan)}),
   (of(prism_optax.tangent_privatizer, 1.0), {'steps': (0,)}),
-  (
-    of(prism_optax.correlated_tangent_privatizer, lambda key: None),
-    {'steps': (0,)},
-  ),
-  (
-    of(
-      transforms.correlated_noise_stddev,
-      noising_matrix=np.eye(2), stddev=1.0, steps=2,
-    ),
-    {'stddev': (-1,), 'steps': (0,)},
-  ),
-  (
-    of(prism_optax.scale_by_rank_preconditioner, **NOISE),
-    {
-      'max_condition_number': (0.5,), 'eps': (-1e-8,), 'floor_factor': (-1.0,),
-      'noise_stddev': (-1.0,),
-    },
-  ),
-  (
-    of(contrib.scale_by_row_moments, **NOISE),
-    {
-      'b2': (1.0,), 'noise_stddev': (-1.0,), 'floor_factor': (-1.0,),
-      'max_condition_number': (0.5,),
-    },
-  ),
-  (
-    contrib.orthogonalize_tangents,
-    {
-      'momentum': (1.0,), 'degree': (0,), 'steps': (0, -1),
-      'normalize': ('l2',), 'coordinate_rms': (0.0,), 'b1': (-0.1,),
-      'b2': (1.0,), 'eps': (-1e-8,),
-    },
-  ),
+  (of(prism_optax.correlated_tangent_privatizer, lambda key: None),
+    {'steps': (0,)}),
+  (of(transforms.correlated_noise_stddev, noising_matrix=np.eye(2), stddev=1.0,
+    steps=2), {'stddev': (-1,), 'steps': (0,)}),
+  (of(prism_optax.scale_by_rank_preconditioner, **NOISE),
+    {'max_condition_number': (0.5,), 'eps': (-1e-8,), 'floor_factor': (-1.0,),
+    'noise_stddev': (-1.0,)}),
+  (of(contrib.scale_by_row_moments, **NOISE), {'b2': (1.0,),
+    'noise_stddev': (-1.0,), 'floor_factor': (-1.0,),
+    'max_condition_number': (0.5,)}),
+  (contrib.orthogonalize_tangents, {'momentum': (1.0,), 'degree': (0,),
+    'steps': (0, -1), 'normalize': ('l2',), 'coordinate_rms': (0.0,),
+    'b1': (-0.1,), 'b2': (1.0,), 'eps': (-1e-8,)}),
   (prism_optax.add_decayed_factors, {'weight_decay': (-0.1,)}),
-  (
-    transforms.orthogonalize,
-    {'degree': (0,), 'steps': (1.5,), 'normalize': ('max',)},
-  ),
-  (
-    of(muon.newton_schulz, np.ones((3, 4))),
-    {
-      'degree': (0, 2.0), 'steps': (0, (), '5'), 'normalize': ('l1',),
-    },
-  ),
-  (
-    of(muon.minimax_coefficients, least=0.1, steps=3),
-    {'least': (0.0, 1.0), 'steps': (0,), 'degree': (0, 6)},
-  ),
-  (
-    of(lora.initialize, TREE, prng_key=0),
-    {'method': ('pissa',), 'size': (0.0,)},
-  ),
-  (
-    of(lora.spectral_residual, TREE, WEIGHTS, prng_key=0),
-    {'power_iterations': (0.5,)},
-  ),
+  (transforms.orthogonalize, {'degree': (0,), 'steps': (1.5,),
+    'normalize': ('max',)}),
+  (of(muon.newton_schulz, np.ones((3, 4))), {'degree': (0, 2.0), 'steps': (0,
+    (), '5'), 'normalize': ('l1',)}),
+  (of(muon.minimax_coefficients, least=0.1, steps=3), {'least': (0.0, 1.0),
+    'steps': (0,), 'degree': (0, 6)}),
+  (of(lora.initialize, TREE, prng_key=0), {'method': ('pissa',),
+    'size': (0.0,)}),
+  (of(lora.spectral_residual, TREE, WEIGHTS, prng_key=0),
+    {'power_iterations': (0.5,)}),
   (of(lora.truncate, TREE), {'rank': (0,)}),
   (lora.Layout, {'scale': (0,)}),
-  (
-    of(
-      diagnostics.nonprivate_clip_statistics, PARAMS, PARAMS, l2_clip_norm=1.0
-    ),
-    {'space': ('gauge',), 'l2_clip_norm': (0,)},
-  ),
-  (
-    of(
-      heads.class_means, [(ROWS, LABELS)],
-      num_classes=1, noise_multiplier=1.0, dataset_size=4,
-    ),
-    {
-      'num_classes': (0,), 'noise_multiplier': (-1.0,), 'dataset_size': (0,),
-      'prng_key': (-1,),
-    },
-  ),
-  (
-    of(
-      contrib.input_metric, [{'x': ROWS}], noise_multiplier=1.0, dataset_size=4
-    ),
-    {
-      'noise_multiplier': (-1.0,), 'dataset_size': (0,), 'prng_key': (-1,),
-      'form': ('covariance',),
-    },
-  ),
+  (of(diagnostics.nonprivate_clip_statistics, PARAMS, PARAMS,
+    l2_clip_norm=1.0), {'space': ('gauge',), 'l2_clip_norm': (0,)}),
+  (of(heads.class_means, [(ROWS, LABELS)], num_classes=1, noise_multiplier=1.0,
+    dataset_size=4), {'num_classes': (0,), 'noise_multiplier': (-1.0,),
+    'dataset_size': (0,), 'prng_key': (-1,)}),
+  (of(contrib.input_metric, [{'x': ROWS}], noise_multiplier=1.0,
+    dataset_size=4), {'noise_multiplier': (-1.0,), 'dataset_size': (0,),
+    'prng_key': (-1,), 'form': ('covariance',)}),
 ]  # fmt: skip
 
 
@@ -190,49 +114,31 @@ noop = optax.identity()
 CALLS = {
   # Noise.
   'nothing to draw': (privatizer, 'exactly one of stddev and privatizer'),
-  'two noises': (
-    of(privatizer, 1.0, privatizer=noop), 'exactly one of stddev and privatizer'
-  ),
+  'two noises': (of(privatizer, 1.0, privatizer=noop),
+    'exactly one of stddev and privatizer'),
   'no last step': (of(privatizer, privatizer=noop), 'steps=None'),
-  'steps as a word': (
-    of(privatizer, privatizer=noop, steps='many'), "steps='many'"
-  ),
-  'two keys': (
-    of(privatizer, privatizer=noop, prng_key=1), 'a privatizer has its own'
-  ),
+  'steps as a word': (of(privatizer, privatizer=noop, steps='many'),
+    "steps='many'"),
+  'two keys': (of(privatizer, privatizer=noop, prng_key=1),
+    'a privatizer has its own'),
   'an old key': (of(privatizer, 1.0, prng_key=OLD_KEY), 'Expected prng_key'),
-  'a seed under jit': (
-    lambda: jax.jit(privatizer(1.0).init)(PARAMS), 'outside of jit'
-  ),
-  'a correlated seed under jit': (
-    lambda: jax.jit(correlated(lambda k: noop, steps=1).init)(PARAMS),
-    'outside of jit',
-  ),
-  'a privatizer that has its key': (
-    of(correlated, noop, steps=3), 'from a key to a privatizer'
-  ),
-  'correlated with an old key': (
-    of(correlated, lambda k: noop, steps=1, prng_key=OLD_KEY),
-    'Expected prng_key',
-  ),
-  'fewer rows than steps': (
-    of(transforms.correlated_noise_stddev, np.eye(2), 1.0, 3),
-    'at least steps=3 rows',
-  ),
-  'Muon without noise': (
-    of(prism_optax.dp_muon, 0.1, **MUON | {'noise_multiplier': None}),
-    'exactly one',
-  ),
-  'Muon with two noises': (
-    of(prism_optax.dp_muon, 0.1, **MUON, privatizer=noop), 'exactly one'
-  ),
-  'Muon with two keys': (
-    of(
-      prism_optax.dp_muon, 0.1, **MUON | {'noise_multiplier': None},
-      prng_key=0, privatizer=noop, steps='unlimited',
-    ),
-    'privatizer',
-  ),
+  'a seed under jit': (lambda: jax.jit(privatizer(1.0).init)(PARAMS),
+    'outside of jit'),
+  'a correlated seed under jit': (lambda: jax.jit(correlated(lambda k: noop,
+    steps=1).init)(PARAMS), 'outside of jit'),
+  'a privatizer that has its key': (of(correlated, noop, steps=3),
+    'from a key to a privatizer'),
+  'correlated with an old key': (of(correlated, lambda k: noop, steps=1,
+    prng_key=OLD_KEY), 'Expected prng_key'),
+  'fewer rows than steps': (of(transforms.correlated_noise_stddev, np.eye(2),
+    1.0, 3), 'at least steps=3 rows'),
+  'Muon without noise': (of(prism_optax.dp_muon, 0.1, **MUON |
+    {'noise_multiplier': None}), 'exactly one'),
+  'Muon with two noises': (of(prism_optax.dp_muon, 0.1, **MUON,
+    privatizer=noop), 'exactly one'),
+  'Muon with two keys': (of(prism_optax.dp_muon, 0.1, **MUON |
+    {'noise_multiplier': None}, prng_key=0, privatizer=noop,
+    steps='unlimited'), 'privatizer'),
   **{
     f'noise of shape or value {i}': (
       of(prism_optax.scale_by_rank_preconditioner, noise_stddev=np.array(x)),
@@ -240,25 +146,18 @@ CALLS = {
     )
     for i, x in enumerate([[1, -1], [1, np.nan], [np.inf], [], [[1.0]]])
   },
-  'rows with noise of two axes': (
-    of(contrib.scale_by_row_moments, noise_stddev=np.ones((2, 2))),
-    'noise_stddev',
-  ),
+  'rows with noise of two axes': (of(contrib.scale_by_row_moments,
+    noise_stddev=np.ones((2, 2))), 'noise_stddev'),
   # Clips.
-  'one bad norm of a tree': (
-    of(prism_optax.per_matrix_clip, {'a': 1.0, 'b': -1.0}), 'norms=-1.0'
-  ),
-  'one missing norm of a tree': (
-    of(prism_optax.per_matrix_clip, {'a': None}), 'l2_clip_norms=None'
-  ),
+  'one bad norm of a tree': (of(prism_optax.per_matrix_clip, {'a': 1.0, 'b':
+    -1.0}), 'norms=-1.0'),
+  'one missing norm of a tree': (of(prism_optax.per_matrix_clip, {'a': None}),
+    'l2_clip_norms=None'),
   'no group': (of(transforms.split_noise_multiplier, 1.0, [], []), 'Expected'),
-  'groups without a size': (
-    of(transforms.split_noise_multiplier, 1.0, [1.0], [1, 2]), 'Expected'
-  ),
-  'another split': (
-    of(transforms.split_noise_multiplier, 1.0, [1.0], [1], noise_split='most'),
-    'most',
-  ),
+  'groups without a size': (of(transforms.split_noise_multiplier, 1.0, [1.0],
+    [1, 2]), 'Expected'),
+  'another split': (of(transforms.split_noise_multiplier, 1.0, [1.0], [1],
+    noise_split='most'), 'most'),
   # Updates.
   **{
     f'{tx.__name__} without params': (
@@ -283,22 +182,12 @@ CALLS = {
       ),
     }.items()
   },
-  'a module that cannot move': (
-    of(
-      prism_optax.intrinsic_clip(1.0).init,
-      PARAMS | {'m0': jax.tree.map(np.zeros_like, PARAMS['m0'])},
-    ),
-    r"zero in params of \['m0'\]",
-  ),
-  'a vector as a matrix': (
-    of(
-      transforms.orthogonalize(
-        weight_dimension_numbers=optax.contrib.MuonDimensionNumbers()
-      ).init,
-      {'w': np.zeros((2, 3)), 'x': np.zeros(3)},
-    ),
-    r'axes of the leaf.*\(3,\)',
-  ),
+  'a module that cannot move': (of(prism_optax.intrinsic_clip(1.0).init, PARAMS
+    | {'m0': jax.tree.map(np.zeros_like, PARAMS['m0'])}),
+    r"zero in params of \['m0'\]"),
+  'a vector as a matrix':
+    (of(transforms.orthogonalize(weight_dimension_numbers=optax.contrib.MuonDimensionNumbers()).init,
+    {'w': np.zeros((2, 3)), 'x': np.zeros(3)}), r'axes of the leaf.*\(3,\)'),
   'a vector': (of(muon.newton_schulz, np.ones(3)), r'shape=\(3,\)'),
   **{
     f'coefficients {steps}': (
@@ -308,43 +197,28 @@ CALLS = {
     for steps in (((1.0, 0.5),), (1.0, 0.5, 0.375))
   },
   # Adapters.
-  'no size of a balanced start': (
-    of(lora.initialize, TREE, 0, method='balanced'), 'size=None'
-  ),
+  'no size of a balanced start': (of(lora.initialize, TREE, 0,
+    method='balanced'), 'size=None'),
   'arrays as a key': (of(lora.initialize, TREE, jnp.ones(2)), 'prng_key'),
-  'a float as a key': (
-    of(lora.spectral_residual, TREE, WEIGHTS, 0.5),
-    'prng_key to be None, an int',
-  ),
-  'no weight': (
-    of(lora.spectral_residual, TREE, {'bias': np.ones(3)}, 0),
-    r'one weight of shape \(6, 5\)',
-  ),
-  'a rank for each module': (
-    of(lora.truncate, TREE, {'m0': 1}), 'rank to be an integer'
-  ),
+  'a float as a key': (of(lora.spectral_residual, TREE, WEIGHTS, 0.5),
+    'prng_key to be None, an int'),
+  'no weight': (of(lora.spectral_residual, TREE, {'bias': np.ones(3)}, 0),
+    r'one weight of shape \(6, 5\)'),
+  'a rank for each module': (of(lora.truncate, TREE, {'m0': 1}),
+    'rank to be an integer'),
   'another tree': (of(lora.difference, PARAMS, TREE), 'initial.*structure'),
-  'another rank': (
-    lambda: lora.difference(TREE, lora.truncate(TREE, 1)), 'initial at.*shape'
-  ),
-  'canonicalized under jit': (
-    lambda: jax.jit(lora.canonicalize)(TREE), 'outside of jit'
-  ),
-  'half of it canonicalized under jit': (
-    lambda: jax.jit(lambda x: lora.canonicalize(TREE | {'lora_a': x}))(
-      TREE['lora_a']
-    ),
-    'outside of jit',
-  ),
-  'one rank axis of two': (
-    of(lora.Layout, a_rank_axis=1), 'a_rank_axis=1, b_rank_axis=None'
-  ),
-  'probes of another shape': (
-    lambda: contrib.tangent_probes(PARAMS).attach(
-      jax.tree.map(lambda x: x[None], PARAMS)
-    ),
-    'Expected probes at',
-  ),
+  'another rank': (lambda: lora.difference(TREE, lora.truncate(TREE, 1)),
+    'initial at.*shape'),
+  'canonicalized under jit': (lambda: jax.jit(lora.canonicalize)(TREE),
+    'outside of jit'),
+  'half of it canonicalized under jit': (lambda: jax.jit(lambda x:
+    lora.canonicalize(TREE | {'lora_a': x}))(TREE['lora_a']),
+    'outside of jit'),
+  'one rank axis of two': (of(lora.Layout, a_rank_axis=1),
+    'a_rank_axis=1, b_rank_axis=None'),
+  'probes of another shape': (lambda:
+    contrib.tangent_probes(PARAMS).attach(jax.tree.map(lambda x: x[None],
+    PARAMS)), 'Expected probes at'),
   # Geometry.
   **{
     f'factors {left} and {right}': (

@@ -227,40 +227,6 @@ def test_parts_hold_the_gradients_of_a_part():
   assert in_parts < (part + 12) * one
 
 
-def test_parts_have_a_size_that_fits():
-  gradients = lora.per_example_gradients(_losses)
-  with pytest.raises(ValueError, match='integer >= 1, got microbatch_size=0'):
-    lora.in_microbatches(gradients, 0)
-  params, (x, kernel) = _params(), _data(6, 3)
-  clip = prism_optax.intrinsic_clip(1.0)
-  lazy = lora.in_microbatches(gradients, 4)(params, x, kernel)
-  with pytest.raises(ValueError, match='divide .* 6, got microbatch_size=4'):
-    clip.update(lazy, (), params)
-  twice = lora.in_microbatches(lora.in_microbatches(gradients, 3), 3)
-  with pytest.raises(TypeError, match='in micro-batches already'):
-    clip.update(twice(params, x, kernel), (), params)
-
-
-def test_no_copy_is_written():
-  """XLA reads the one copy: the result alone is of the size of copies."""
-  size, width, rank = 64, 512, 16
-  params = {
-    'lora_a': jnp.ones((width, rank)),
-    'lora_b': jnp.ones((rank, width)),
-  }
-  x = jnp.ones((size, 1, width))
-
-  def losses(params, x):
-    return jnp.sum(lora.per_example_product(x, **params) ** 2, (1, 2))
-
-  gradients = jax.jit(lora.per_example_gradients(losses))
-  memory = gradients.lower(params, x).compile().memory_analysis()
-  copies = size * 2 * width * rank * x.dtype.itemsize
-  assert memory.output_size_in_bytes >= copies
-  # A few arrays of the size of x, which has a sixteenth of a factor's.
-  assert memory.temp_size_in_bytes < copies / 4
-
-
 @pytest.mark.parametrize(
   ('a', 'b', 'x', 'tokens'),
   [

@@ -1,13 +1,11 @@
 """Finding pairs: what is accepted, and what every refusal says."""
 
-import warnings
-
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from prism_optax import _modules, lora
-from prism_optax._modules import find_modules
+from prism_optax import lora
 
 
 def _pair(n=6, m=5, r=2, stack=()):
@@ -19,7 +17,8 @@ def _pair(n=6, m=5, r=2, stack=()):
 
 def _sizes(params, layout=None):
   return [
-    (x.name, x.m, x.n, x.rank, x.stack) for x in find_modules(params, layout)
+    (name, x.left.shape[-2], *x.right.shape[-2:], x.left.shape[:-2])
+    for name, x in lora.deltas(params, layout=layout).items()
   ]
 
 
@@ -105,30 +104,36 @@ def test_flax_nnx_modules_in_every_form():
 )
 def test_refusals_name_the_leaves(params, match):
   with pytest.raises(ValueError, match=match):
-    find_modules(params)
+    lora.deltas(params)
 
 
 def test_given_pairs():
   params = {'down': jnp.ones((6, 2)), 'up': jnp.ones((5, 2)), 'b': jnp.ones(5)}
   layout = lora.Layout(-1, -1, (), (), scale=4.0)
-  (module,) = find_modules(params, [lora.Pair('down', 'up', layout)])
-  assert (module.n, module.m, module.scale) == (6, 5, 4.0)
-  with pytest.raises(ValueError, match="No leaf at 'sideways'"):
-    find_modules(params, [lora.Pair('down', 'sideways', layout)])
-  with pytest.raises(ValueError, match='one pair only'):
-    find_modules(params, [lora.Pair('down', 'down', layout)])
-  with pytest.raises(ValueError, match=r'lora\.Pair'):
-    find_modules(params, [('down', 'up')])
+  pairs = [lora.Pair('down', 'up', layout)]
+  assert [x[1:] for x in _sizes(params, pairs)] == [(5, 6, 2, ())]
+  (z,) = lora.deltas(params, layout=pairs, dense=True).values()
+  np.testing.assert_allclose(z, 8, rtol=1e-6)
+  for pair, match in (
+    (lora.Pair('down', 'sideways', layout), "No leaf at 'sideways'"),
+    (lora.Pair('down', 'down', layout), 'one pair only'),
+    (('down', 'up'), r'lora\.Pair'),
+  ):
+    with pytest.raises(ValueError, match=match):
+      lora.deltas(params, layout=[pair])
 
 
 def test_given_layouts():
   params = {'q': _pair(), 'mlp': {'up': _pair()}}
-  modules = find_modules(params, lora.Layout(scale=2.0))
-  assert [x.scale for x in modules] == [2.0, 2.0]
-  modules = find_modules(params, {'mlp/*': lora.Layout(scale=3.0)})
-  assert {x.name: x.scale for x in modules} == {'q': 1.0, 'mlp/up': 3.0}
+  for layout, scales in (
+    (lora.Layout(scale=2.0), {'mlp/up': 2.0, 'q': 2.0}),
+    ({'mlp/*': lora.Layout(scale=3.0)}, {'mlp/up': 3.0, 'q': 1.0}),
+  ):
+    found = lora.deltas(params, layout=layout, dense=True)
+    for name, scale in scales.items():
+      np.testing.assert_allclose(found[name], 2 * scale, rtol=1e-6)
   with pytest.raises(ValueError, match=r"'attention'.*match no pair"):
-    find_modules(params, {'attention': lora.Layout(scale=3.0)})
+    lora.deltas(params, layout={'attention': lora.Layout(scale=3.0)})
 
 
 def test_description_lists_everything():
@@ -189,16 +194,3 @@ def test_a_head_is_no_reason_to_warn_unless_it_is_nearly_all():
   assert '90% of the entries' in _warning(params)
   params['head']['kernel'] = jnp.ones((6, 32))
   assert not _warning(params)
-
-
-def test_a_warning_points_at_who_called_the_caller():
-  def make_private(params):
-    _modules.warn_if_mostly_no_adapters(params)
-
-  with pytest.warns(UserWarning, match='d/kernel, the weights') as caught:
-    make_private({'d': _pair() | {'kernel': jnp.ones((6, 5))}})
-  assert caught[0].filename == __file__
-  with warnings.catch_warnings():
-    warnings.simplefilter('error')
-    make_private({'d': _pair()})
-    make_private({'kernel': jnp.ones((6, 5))})  # No adapters are meant.

@@ -1,7 +1,5 @@
 """`prism_optax.chain`: the numbers of `optax.chain`."""
 
-import functools
-
 import jax
 import numpy as np
 import optax
@@ -81,54 +79,6 @@ def test_nested_chains_are_flat_ones():
   chains.assert_same_program(nested, problems.chain_of(0.05, **chains.OPTIONS))
   bound = chains.CLIP / chains.BATCH_SIZE
   assert nested.sensitivity() == parts[0].sensitivity() == bound
-
-
-@pytest.mark.slow
-def test_chains_in_a_chain_of_optax_give_the_same_numbers():
-  tx = optax.chain(_release(), chains.direction(), _descent())
-  chains.assert_close(chains.train(tx), chains.reference())
-
-
-FOREIGN = {
-  'a cap of the norm, and their rate': [
-    chains.direction,
-    optax.clip_by_global_norm(0.3),
-    optax.scale_by_learning_rate(0.05),
-  ],
-  'an average': [optax.ema(0.9), optax.scale(-0.1)],
-  'their schedule': [
-    optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 3)),
-    prism_optax.add_decayed_factors(0.1),
-    optax.identity(),
-  ],
-}
-
-
-@functools.cache
-def compiled(make):
-  """A transformation whose updates are compiled, once for all chains."""
-  tx = make()
-  return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', FOREIGN)
-def test_transformations_of_optax_may_be_among_them(kind):
-  def behind(one):
-    ours = (chains.direction, prism_optax.retract)
-    return [
-      one(x) if x in ours else x for x in (*FOREIGN[kind], prism_optax.retract)
-    ]
-
-  parts = [chains.clip(), chains.noise(), *behind(lambda make: make())]
-  fused = prism_optax.chain(*parts)
-  release = compiled(lambda: optax.chain(chains.clip(), chains.noise()))
-  apart = optax.chain(release, *behind(compiled))
-  chains.assert_close(chains.train(fused), chains.train(apart, jit=False))
-  _, params = chains.problem_and_params()
-  assert jax.tree.structure(fused.init(params)) == (
-    jax.tree.structure(optax.chain(*parts).init(params))
-  )
 
 
 def test_extra_arguments_reach_those_who_want_them():

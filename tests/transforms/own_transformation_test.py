@@ -113,13 +113,3 @@ def test_it_is_the_noise_that_a_clip_asks_for():
   ):
     with pytest.raises(ValueError, match=message):
       prism_optax.chain(*parts)
-
-
-def test_extra_arguments_are_dropped_before_them():
-  """An update of one's own takes three arguments, whatever a chain passes."""
-  params = cases.adapters([(9, 7, 3)], dtype=jnp.float64)
-  tx = rank_sign()
-  update, state = jax.jit(tx.update), tx.init(params)
-  plain, _ = update(params, state, params)
-  more, _ = update(params, state, params, is_padding_example=None)
-  cases.assert_same_bits(plain, more)
