@@ -1,60 +1,61 @@
 """Bugs that no operator makes, and wrong edits that change no result."""
 
-# Each a fragment that the package has once, and what stands there instead.
+# Each a fragment that the package has once, what stands there instead, and the
+# tests that are run first. If they are gone others notice, which takes longer.
 PLANTED = """
 # Clip.
-bound / jnp.maximum(norm, bound) => 1 + 0 * norm
-x * (factor / divisor) => x / divisor
-jnp.where(counts, x * (factor / divisor), 0) => x * (factor / divisor)
-squared_norm(leaves, norm) => sum(jnp.vdot(x, x) for x in leaves[:2])
-jnp.isfinite(squared_norm) => squared_norm == squared_norm
-jnp.all(jnp.stack(finite)) => finite[0]
-jnp.where(is_padding, 0, x) => x
-b * norm if follows else b => b * norm if follows else 1.0
-math.hypot(*self.shares.values()) => max(self.shares.values())
-shortened(leaves, self.stability) => shortened(leaves, -self.stability)
-stddev = rule.fraction_stddev => stddev = 0.0
-QuantileState(norm, next_key) => QuantileState(norm, state.prng_key)
-gradients_noise_multiplier(clipping, sigma, expected_batch_size) => sigma
-jnp.where(below, 0.5, -0.5) => jnp.where(below, 1.0, 0.0)
-fits and x.shape[0] == size => fits and x.shape[0] % size == 0
+bound / jnp.maximum(norm, bound) => 1 + 0 * norm @ core/per_example_test.py weights
+x * (factor / divisor) => x / divisor @ integration/clip_routes_test.py two_matrices
+jnp.where(counts, x * (factor / divisor), 0) => x * (factor / divisor) @ core/clip_range_test.py longer
+squared_norm(leaves, norm) => sum(jnp.vdot(x, x) for x in leaves[:2]) @ core/clip_range_test.py longer
+jnp.isfinite(squared_norm) => squared_norm == squared_norm @ core/per_example_test.py finite
+jnp.all(jnp.stack(finite)) => finite[0] @ laws/laws_test.py not_finite
+jnp.where(is_padding, 0, x) => x @ core/per_example_test.py sum
+b * norm if follows else b => b * norm if follows else 1.0 @ integration/clip_routes_test.py two_matrices
+math.hypot(*self.shares.values()) => max(self.shares.values()) @ training/clipping_test.py share_the_clip_norm
+shortened(leaves, self.stability) => shortened(leaves, -self.stability) @ core/clip_range_test.py formula
+stddev = rule.fraction_stddev => stddev = 0.0 @ training/clipping_test.py quantile
+QuantileState(norm, next_key) => QuantileState(norm, state.prng_key) @ audit/make_private_test.py new_key
+gradients_noise_multiplier(clipping, sigma, expected_batch_size) => sigma @ training/mechanism_test.py accounted
+jnp.where(below, 0.5, -0.5) => jnp.where(below, 1.0, 0.0) @ training/clipping_test.py quantile
+fits and x.shape[0] == size => fits and x.shape[0] % size == 0 @ lora/batched_backward_test.py time_major
 # Noise and keys.
-_lattice.add_noise(key, updates, stddevs) => _lattice.add_noise(key, updates, stddevs * stddevs)
-updates.on_lattice(stddevs) => updates.on_lattice(0.5 * stddevs)
-updates.on_lattice(stddevs) => updates.to_floats()
-noisy._replace(pairs=pairs) => noisy._replace(pairs=pairs, others=stacks.others)
-jnp.uint32(i) => jnp.uint32(0)
-jnp.uint32(stride) * iota => jnp.uint32(stride // 7) * iota
-return keys[0], keys[1] => return prng_key, keys[1]
-os.urandom(4 * math.prod(shape)) => bytes(4 * math.prod(shape))
-jnp.trunc(x / unit) => jnp.round(x / unit)
-((c >> twelve) & inside) => (c & inside)
-noise_multiplier * clip.bound / clip => noise_multiplier * clip.bound / 2 / clip
-_lattice.unit_of(sigma, 1.0, => _lattice.unit_of(sigma / 2, 1.0,
-release ^ _fingerprint.of_arrays(params) => release + 0
-_of_value(params, known), => '',
+_lattice.add_noise(key, updates, stddevs) => _lattice.add_noise(key, updates, stddevs * stddevs) @ transforms/privatizer_test.py noise
+updates.on_lattice(stddevs) => updates.on_lattice(0.5 * stddevs) @ audit/exact_release_test.py size
+updates.on_lattice(stddevs) => updates.to_floats() @ audit/exact_release_test.py size
+noisy._replace(pairs=pairs) => noisy._replace(pairs=pairs, others=stacks.others) @ transforms/privatizer_test.py other_leaves
+jnp.uint32(i) => jnp.uint32(0) @ core/lattice_test.py independent
+jnp.uint32(stride) * iota => jnp.uint32(stride // 7) * iota @ core/generators_test.py
+return keys[0], keys[1] => return prng_key, keys[1] @ core/randomness_test.py forgets
+os.urandom(4 * math.prod(shape)) => bytes(4 * math.prod(shape)) @ core/randomness_test.py asks
+jnp.trunc(x / unit) => jnp.round(x / unit) @ core/lattice_test.py truncation
+((c >> twelve) & inside) => (c & inside) @ core/lattice_test.py words
+noise_multiplier * clip.bound / clip => noise_multiplier * clip.bound / 2 / clip @ training/mechanism_test.py accounted
+_lattice.unit_of(sigma, 1.0, => _lattice.unit_of(sigma / 2, 1.0, @ contrib/input_metric_test.py noise_of_its_length
+release ^ _fingerprint.of_arrays(params) => release + 0 @ training/noise_once_test.py unrelated
+_of_value(params, known), => '', @ core/fingerprint_test.py known_by
 # Order.
-set(before) - {'clip', 'noise'}: => set(before) - {'clip', 'noise', 'direction'}:
-with_axis(axis, rows, start) => with_axis(axis, rows, part.start)
+set(before) - {'clip', 'noise'}: => set(before) - {'clip', 'noise', 'direction'}: @ transforms/chain_order_test.py void
+with_axis(axis, rows, start) => with_axis(axis, rows, part.start) @ proofs/independence_test.py refused_by
 # Batches and records.
-resolve_key('prng_key', None, (), words=4) => resolve_key('prng_key', 0, (), words=4)
-spawn_key=(step,) => spawn_key=(0,)
-spawn_key=(step, place) => spawn_key=(step, count)
-self.dataset_size, size, replace=False => size, size, replace=False
-only_present(x, 0) => x
-only_present(x, x[first]) => x
-return examples, ~fits, None => return examples, places < 0, None
-x[~fits] = 0 => pass
-return kept, lost => return new, lost
-0o600) => 0o644)
+resolve_key('prng_key', None, (), words=4) => resolve_key('prng_key', 0, (), words=4) @ training/private_test.py nothing_in_common
+spawn_key=(step,) => spawn_key=(0,) @ core/sampling_test.py seed_and_step
+spawn_key=(step, place) => spawn_key=(step, count) @ core/records_test.py of_others
+self.dataset_size, size, replace=False => size, size, replace=False @ core/sampling_test.py cut_by_chance
+only_present(x, 0) => x @ training/records_test.py missing_records
+only_present(x, x[first]) => x @ training/records_test.py missing_records
+return examples, ~fits, None => return examples, places < 0, None @ training/records_test.py whatever
+x[~fits] = 0 => pass @ training/records_test.py record_by_record
+return kept, lost => return new, lost @ training/private_test.py move_on
+0o600) => 0o644) @ training/state_file_test.py owner
 # Accounting.
-delta / len(self._FACTORS) => delta
-settings.delta / len(settings.stops) => settings.delta
-[training, *settings.prior_releases.events] => [training]
-[training, *prior_events] => [training]
-tuple(x.event for x in releases) => tuple(x.event for x in releases)[:1]
-np.where(rows == columns, 1, math.sqrt(2)) => np.where(rows == columns, 1, 2)
-attempt = self._owner.written_down(state, found) => attempt = 0
+delta / len(self._FACTORS) => delta @ accounting/budget_test.py share_delta
+settings.delta / len(settings.stops) => settings.delta @ training/stops_test.py any_stop
+[training, *settings.prior_releases.events] => [training] @ contrib/input_metric_test.py accounted_for
+[training, *prior_events] => [training] @ contrib/input_metric_test.py calibration or target
+tuple(x.event for x in releases) => tuple(x.event for x in releases)[:1] @ training/prior_releases_test.py accounts_for
+np.where(rows == columns, 1, math.sqrt(2)) => np.where(rows == columns, 1, 2) @ core/one_shot_test.py length
+attempt = self._owner.written_down(state, found) => attempt = 0 @ training/journal_test.py elsewhere
 """  # noqa: E501
 
 # Edits of `edits.py`, by name and what they change: why nothing notices them.
