@@ -148,6 +148,13 @@ CALLS = {
   },
   'rows with noise of two axes': (of(contrib.scale_by_row_moments,
     noise_stddev=np.ones((2, 2))), 'noise_stddev'),
+  # Traced it would be an array in the state, and a constant of no use.
+  'an injected seed': (lambda: optax.inject_hyperparams(prism_optax.prism)(0.1,
+    **REQUIRED, prng_key=1).init(PARAMS), 'prng_key to be None, an int or'),
+  # Options that decide what is compiled stay what they are.
+  'an injected degree': (lambda: optax.inject_hyperparams(prism_optax.dp_muon,
+    static_args=('prng_key', 'ns_steps'))(0.1, **MUON, prng_key=1).init(TREE),
+    'degree'),
   # Clips.
   'one bad norm of a tree': (of(prism_optax.per_matrix_clip, {'a': 1.0, 'b':
     -1.0}), 'norms=-1.0'),

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from prism_optax import muon
-from prism_optax.muon import _polynomials
 from tests.oracles import muon_oracle, oracles
 
 # The many small operations take longer one by one.
@@ -20,16 +18,18 @@ newton_schulz = jax.jit(
 )
 
 
+def slope_at_zero(degree):
+  """sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k."""
+  return (2 * degree + 1) * math.comb(2 * degree, degree) / 4**degree
+
+
 @pytest.mark.parametrize('degree', range(1, 9))
 def test_the_slope_at_zero_is_the_value_of_the_polynomial_there(degree):
-  """sum_j C(2j, j) / 4^j = (2k + 1) C(2k, k) / 4^k, and it is what happens."""
-  slope = sum(_polynomials.coefficients(degree))
-  closed = (2 * degree + 1) * math.comb(2 * degree, degree)
-  assert Fraction(slope) == Fraction(closed, 4**degree)
   tiny = np.full((1, 1), 2.0**-40, np.float32)
   out = newton_schulz(tiny, degree=degree, steps=1)
   # x^2 = 2^-80 is below the rounding of 1: only that of the sums is left.
-  np.testing.assert_allclose(out[0, 0] / tiny[0, 0], slope, rtol=1e-6)
+  found = out[0, 0] / tiny[0, 0]
+  np.testing.assert_allclose(found, slope_at_zero(degree), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,6 @@ def test_agrees_with_the_definition(x64, shape, degree, steps):
       np.testing.assert_allclose(call(matrix), expected, atol=1e-13)
 
 
-def test_float32_is_as_exact_as_float32_is():
-  rng = np.random.default_rng(0)
-  matrix = rng.standard_normal((24, 40)).astype(np.float32)
-  out = newton_schulz(matrix)
-  assert out.dtype == jnp.float32
-  expected = muon_oracle.orthogonalize(matrix, 2, 5)
-  np.testing.assert_allclose(out, expected, atol=24 * 1.2e-7)
-
-
 @pytest.mark.parametrize('decades', [0, 4])
 @pytest.mark.parametrize(('degree', 'steps'), [(1, 9), (2, 5), (3, 5), (2, 12)])
 def test_a_gram_matrix_loses_no_digits(degree, steps, decades):
@@ -76,9 +67,7 @@ def test_a_gram_matrix_loses_no_digits(degree, steps, decades):
   out = newton_schulz(np.float32(matrix), degree=degree, steps=steps)
   expected = muon_oracle.orthogonalize(matrix, degree, steps)
   # What float32 makes of the entries grows by the slope at zero in each step.
-  slope = (
-    float(sum(_polynomials.coefficients(degree))) ** steps if decades else 1
-  )
+  slope = slope_at_zero(degree) ** steps if decades else 1
   np.testing.assert_allclose(out, expected, atol=1.2e-7 * (8 + slope / 8))
 
 
@@ -120,21 +109,6 @@ def test_rows_of_coefficients_in_float32(shape, least, steps):
   np.testing.assert_allclose(out, expected, atol=1.2e-7 * (8 + slope))
 
 
-def test_stacks_are_treated_matrix_by_matrix(x64):
-  """One matrix must not change the normalization of its neighbour."""
-  rng = np.random.default_rng(1)
-  sizes = np.array([1e-2, 1.0, 1e3])[:, None, None]
-  stack = rng.standard_normal((2, 3, 7, 5)) * sizes
-  out = newton_schulz(stack)
-  expected = np.stack(
-    [
-      [muon_oracle.orthogonalize(matrix, 2, 5) for matrix in row]
-      for row in stack
-    ]
-  )
-  np.testing.assert_allclose(out, expected, atol=1e-13)
-
-
 @pytest.mark.parametrize(
   'degree', [1, 2, *(pytest.param(k, marks=pytest.mark.slow) for k in (3, 4))]
 )
@@ -152,7 +126,7 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   out = newton_schulz(matrix, degree=degree, steps=1, normalize='none')
   before, after = 1 - values, np.diag(u.T @ (polar - np.asarray(out)) @ v)
   # The constant is c_(k+1) 2^(k+1), to first order in e <= 0.1.
-  leading = _polynomials.coefficients(degree + 1)[-1] * 2 ** (degree + 1)
+  leading = math.comb(2 * degree + 2, degree + 1) / 2 ** (degree + 1)
   # Rounding enters where e^(k+1) itself is near it (1e-2)^5 = 1e-10.
   np.testing.assert_allclose(
     after / before ** (degree + 1), leading, rtol=0.3, atol=1e-4
@@ -165,33 +139,6 @@ def test_converges_to_the_polar_factor_with_order_degree_plus_one(x64, degree):
   # Ten and more of its steps; each is compiled.
   out = newton_schulz(matrix, degree=degree, steps=8 + 12 // degree)
   np.testing.assert_allclose(out, muon_oracle.polar(matrix), atol=1e-12)
-
-
-def test_the_three_normalizations():
-  # Norm 0.1, rank one.
-  small = np.full((2, 3), 0.1 / math.sqrt(6.0), np.float32)
-  first = muon_oracle.singular_values([0.1], 1, 1)[0]
-  for normalize, value in [('max1', first), ('frobenius', 1), ('none', first)]:
-    out = newton_schulz(small, degree=1, steps=1, normalize=normalize)
-    np.testing.assert_allclose(np.linalg.norm(out), value, rtol=1e-6)
-  large = 13 * small  # Norm 1.3: 'none' does not divide, the others do.
-  for normalize, value in [
-    ('max1', 1),
-    ('frobenius', 1),
-    ('none', muon_oracle.singular_values([1.3], 1, 1)[0]),
-  ]:
-    out = newton_schulz(large, degree=1, steps=1, normalize=normalize)
-    np.testing.assert_allclose(np.linalg.norm(out), value, rtol=1e-6)
-
-
-@pytest.mark.parametrize('size', [1e-30, 1e30])
-def test_norms_neither_overflow_nor_underflow(size):
-  """1e60 is no float32; the squares must never be formed unscaled."""
-  rng = np.random.default_rng(4)
-  matrix = rng.standard_normal((4, 7)).astype(np.float32)
-  expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
-  out = newton_schulz(matrix * np.float32(size), normalize='frobenius')
-  np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_a_stack_may_hold_matrices_of_any_sizes():
