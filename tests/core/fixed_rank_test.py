@@ -25,20 +25,7 @@ from prism_optax.fixed_rank._tangents import (
   transport_sum,
 )  # fmt: skip
 from tests import cases
-from tests.fixed_rank.cases import (
-  EPS,
-  as_factors,
-  compile_once,
-  compiled,
-  conditions,
-  deficient,
-  deficient_factors,
-  embed,
-  product,
-  random_problem,
-  random_tangent,
-  shapes,
-)  # fmt: skip
+from tests.fixed_rank import cases as g
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -47,7 +34,7 @@ pytestmark = pytest.mark.usefixtures('x64')
 # Lifts: steps of the factors that move Z by a tangent vector.
 
 
-@compile_once
+@g.compile_once
 def lifted(frame, tangent):
   """Some lift, the shortest one, and the tangent vectors of both."""
   lifts = [
@@ -59,41 +46,41 @@ def lifted(frame, tangent):
 
 
 def check_lifts(factors, condition, exact=True):
-  frame = compiled.frame(factors)
-  tangent = random_tangent(9, frame)
-  dense = embed(frame, tangent)
+  frame = g.compiled.frame(factors)
+  tangent = g.random_tangent(9, frame)
+  dense = g.embed(frame, tangent)
   # The steps are `condition` times larger than what they lift.
-  tolerance = 100 * EPS[np.float64] * condition
+  tolerance = 100 * g.EPS[np.float64] * condition
   lifts, back, _ = lifted(frame, tangent)
   for (dl, dr), again in zip(lifts, back, strict=True):
     moved = dl @ factors.right.T + factors.left @ dr.T
     assert oracles.relative_error(moved, dense) < tolerance
-    assert oracles.relative_error(embed(frame, again), dense) < tolerance
+    assert oracles.relative_error(g.embed(frame, again), dense) < tolerance
   if exact:  # The Kronecker system has the square of the condition.
     expected = oracles.horizontal_lift(factors, lifts[0])
     for x, y in zip(lifts[1], expected, strict=True):
       assert oracles.relative_error(x, y) < tolerance * condition
 
 
-@shapes
-@conditions
+@g.shapes
+@g.conditions
 def test_both_lifts_give_the_tangent_back(m, n, rank, condition):
-  factors, _, _ = random_problem(8, m, n, rank, condition)
+  factors, _, _ = g.random_problem(8, m, n, rank, condition)
   check_lifts(factors, condition, exact=condition <= 1e3)
 
 
-@deficient
+@g.deficient
 def test_lifts_at_factors_of_lower_rank(kind):
   # Elsewhere inverse cores choose no shortest lift along what moves nothing.
-  check_lifts(deficient_factors(17, kind), 1e3, exact='zero' in kind)
+  check_lifts(g.deficient_factors(17, kind), 1e3, exact='zero' in kind)
 
 
 def test_the_formula_that_readers_see_is_the_retraction():
-  factors, _, _ = random_problem(3, 12, 9, 4, 3.0)
-  frame = compiled.frame(factors)
-  tangent = random_tangent(4, frame)
+  factors, _, _ = g.random_problem(3, 12, 9, 4, 3.0)
+  frame = g.compiled.frame(factors)
+  tangent = g.random_tangent(4, frame)
   *_, dense = lifted(frame, tangent)
-  cases.assert_close(compiled.retract(frame, tangent), dense, 1e-12)
+  cases.assert_close(g.compiled.retract(frame, tangent), dense, 1e-12)
 
 
 # Sums.
@@ -132,7 +119,7 @@ def _assert_is(read, expected, what):
   basis = np.asarray(x.basis)
   np.testing.assert_allclose(x.along, basis.T @ expected, **close)
   np.testing.assert_allclose(x.mask, basis.T @ basis, atol=1e-12)
-  slack = 100 * EPS[np.float64] * size**2 + 1e-12
+  slack = 100 * g.EPS[np.float64] * size**2 + 1e-12
   np.testing.assert_allclose(squares, expected.T @ expected, atol=slack)
 
 
@@ -197,7 +184,7 @@ def _dense_operations(side, other, matrix, shift):
   }
 
 
-@compile_once
+@g.compile_once
 def _all_operations(sides, others, *matrices):
   return [
     _read(_operations(side, other, *matrices))
@@ -206,7 +193,7 @@ def _all_operations(sides, others, *matrices):
 
 
 def _check_operations(factors, seed):
-  frame = compiled.frame(factors)
+  frame = g.compiled.frame(factors)
   kinds = jax.device_get(_kinds(frame))
   for x in kinds.values():
     for side, y in zip(x, fixed_rank.multiply_out(x), strict=True):
@@ -226,16 +213,16 @@ def _check_operations(factors, seed):
 
 @pytest.mark.parametrize('condition', [1.0, 1e6])
 def test_operations_are_those_of_dense_matrices(condition):
-  _check_operations(random_problem(12, 12, 9, 4, condition)[0], 13)
+  _check_operations(g.random_problem(12, 12, 9, 4, condition)[0], 13)
 
 
-@deficient
+@g.deficient
 def test_operations_at_factors_of_lower_rank(kind):
   """There the mask ``Q^T Q`` is no identity, and a shift is masked along Q."""
-  _check_operations(deficient_factors(14, kind), 15)
+  _check_operations(g.deficient_factors(14, kind), 15)
 
 
-@compile_once
+@g.compile_once
 def _derived(frame, old, x, y):
   """Projected, and transported from other bases."""
   bases = fixed_rank.Factors(old.left, old.right)
@@ -243,20 +230,21 @@ def _derived(frame, old, x, y):
   return _read(projected(frame, x)), _read(carried), overlaps
 
 
-@pytest.mark.parametrize('kind', [1.0, 1e6, *deficient.args[1]])
+@pytest.mark.parametrize('kind', [1.0, 1e6, *g.deficient.args[1]])
 def test_a_projection_and_a_transport_are_those_of_arrays(kind):
   if isinstance(kind, float):
-    factors, _, _ = random_problem(24, 12, 9, 4, kind)
+    factors, _, _ = g.random_problem(24, 12, 9, 4, kind)
   else:
-    factors = deficient_factors(7, kind)
-  old = compiled.frame(random_problem(25, 12, 9, 4, 3.0)[0])
-  new, rng = compiled.frame(factors), np.random.default_rng(6)
+    factors = g.deficient_factors(7, kind)
+  old = g.compiled.frame(g.random_problem(25, 12, 9, 4, 3.0)[0])
+  new, rng = g.compiled.frame(factors), np.random.default_rng(6)
   x, y = (jax.device_get(_any_tangent(rng, new)) for _ in range(2))
-  y = compiled.project(old, y)
+  y = g.compiled.project(old, y)
   lazy, carried, overlaps = _derived(new, old, x, y)
   for sides, explicit in (
-    (lazy, compiled.project(new, x)), (carried, compiled.transport(old, new, y))
-  ):  # fmt: skip
+    (lazy, g.compiled.project(new, x)),
+    (carried, g.compiled.transport(old, new, y)),
+  ):
     for side, expected in zip(sides, explicit, strict=True):
       _assert_is(side, expected, 'projected')
   for overlap, a, b in zip(overlaps, old, new, strict=False):
@@ -265,7 +253,7 @@ def test_a_projection_and_a_transport_are_those_of_arrays(kind):
 
 def test_matrices_are_what_a_sum_is_linear_in():
   """What a learning rate multiplies: 2 X with the terms of X."""
-  frame = compiled.frame(random_problem(16, 12, 9, 4, 3.0)[0])
+  frame = g.compiled.frame(g.random_problem(16, 12, 9, 4, 3.0)[0])
   x = jax.device_get(_kinds(frame))['shifted']
   doubled = TangentSum(*(side.map(lambda a: 2.0 * a) for side in x))
   for side, old in zip(jax.jit(_read)(doubled), x, strict=True):
@@ -288,15 +276,15 @@ def _retracted(frame, scale):
 @pytest.mark.parametrize('size', [1e-6, 0.03, 3.0])
 def test_retraction_of_a_sum(size):
   """The same point as from its coordinates, for small and large steps."""
-  factors, _, _ = random_problem(8, 12, 9, 4, 3.0)
-  scale = size * np.linalg.norm(product(factors)) / 4
-  found, expected = map(product, _retracted(compiled.frame(factors), scale))
+  factors, _, _ = g.random_problem(8, 12, 9, 4, 3.0)
+  scale = size * np.linalg.norm(g.product(factors)) / 4
+  found, expected = map(g.product, _retracted(g.compiled.frame(factors), scale))
   assert oracles.relative_error(found, expected) < 1e-12
 
 
 def test_a_sum_of_another_shape_is_refused():
   frame, other = (
-    compiled.frame(random_problem(27, *shape, 4)[0])
+    g.compiled.frame(g.random_problem(27, *shape, 4)[0])
     for shape in ((12, 9), (9, 12))
   )
   x = as_sum(other, _any_tangent(np.random.default_rng(28), other))
@@ -329,9 +317,9 @@ def test_matrices_that_undo_the_spread_of_the_columns():
   whatever basis they choose: off by 2e-5 of itself (2e-6 if it is multiplied
   out first).
   """
-  factors, _, _ = random_problem(10, 200, 150, 4, 2.0)
+  factors, _, _ = g.random_problem(10, 200, 150, 4, 2.0)
   rng = np.random.default_rng(11)
-  factors = as_factors(oracles.balance(factors), np.float32)
+  factors = g.as_factors(oracles.balance(factors), np.float32)
   turn = oracles.random_orthonormal(rng, 4, 4)
   spread = np.geomspace(1, 1e-2, 4)
   columns = Tangent(
@@ -340,11 +328,13 @@ def test_matrices_that_undo_the_spread_of_the_columns():
   undo = np.float32(0.01 * (turn / spread) @ turn.T)
   with jax.enable_x64(False):
     columns, new = jax.device_get(_undone(factors, columns, undo))
-  wide = compiled.frame(as_factors(factors))
+  wide = g.compiled.frame(g.as_factors(factors))
   step = Tangent(*(np.float64(c) @ np.float64(undo) for c in columns))
-  exact = oracles.best_approximation(product(factors) + embed(wide, step), 4)
-  size = np.linalg.norm(exact - product(factors))
-  assert np.linalg.norm(product(new) - exact) < 1e-4 * size
+  exact = oracles.best_approximation(
+    g.product(factors) + g.embed(wide, step), 4
+  )
+  size = np.linalg.norm(exact - g.product(factors))
+  assert np.linalg.norm(g.product(new) - exact) < 1e-4 * size
 
 
 # Groups of modules.
@@ -361,7 +351,7 @@ def _groups():
   pairs[1][0][0] = 0
   steps = [[0.1 * rng.standard_normal(x.shape) for x in pair] for pair in pairs]
   return (
-    [as_factors(pair) for pair in pairs],
+    [g.as_factors(pair) for pair in pairs],
     [fixed_rank.Tangent(*map(jnp.asarray, step)) for step in steps],
   )
 

@@ -7,20 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixed_rank.cases import (
-  CONDITIONS,
-  DEFICIENT,
-  EPS,
-  SHAPES,
-  as_factors,
-  compiled,
-  deficient,
-  deficient_factors,
-  dtypes,
-  gradients,
-  random_problem,
-  sides,
-)  # fmt: skip
+from tests.fixed_rank import cases as g
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -29,41 +16,41 @@ pytestmark = pytest.mark.usefixtures('x64')
 @pytest.mark.parametrize(
   ('m', 'n', 'rank', 'dtype', 'condition'),
   [
-    *((*shape, np.float64, c) for shape in SHAPES for c in CONDITIONS),
+    *((*shape, np.float64, c) for shape in g.SHAPES for c in g.CONDITIONS),
     # At 1e6 the smallest direction is below the rounding of float32: masked.
-    (*SHAPES[0], np.float32, 1e3),
+    (*g.SHAPES[0], np.float32, 1e3),
   ],
 )
 def test_frame_is_orthonormal_and_reproduces_the_factors(
   m, n, rank, condition, dtype
 ):
-  factors, point, _ = random_problem(0, m, n, rank, condition, dtype)
-  frame = compiled.frame(factors)
+  factors, point, _ = g.random_problem(0, m, n, rank, condition, dtype)
+  frame = g.compiled.frame(factors)
   projectors = (point.left_projector, point.right_projector)
   for (q, core), factor, projector in zip(
-    sides(frame), factors, projectors, strict=True
+    g.sides(frame), factors, projectors, strict=True
   ):
     assert q.dtype == core.dtype == dtype
     q, core = np.asarray(q, np.float64), np.asarray(core, np.float64)
-    assert oracles.relative_error(q.T @ q, np.eye(rank)) < 20 * EPS[dtype]
-    assert oracles.relative_error(q @ core, factor) < 20 * EPS[dtype]
-    span = 20 * EPS[dtype] * condition
+    assert oracles.relative_error(q.T @ q, np.eye(rank)) < 20 * g.EPS[dtype]
+    assert oracles.relative_error(q @ core, factor) < 20 * g.EPS[dtype]
+    span = 20 * g.EPS[dtype] * condition
     assert np.max(np.abs(q @ q.T - projector)) < span
 
 
-@dtypes
+@g.dtypes
 def test_frame_in_the_balanced_gauge_is_exact_at_any_condition(dtype):
   """Orthogonal columns have a span that rounding does not disturb."""
   rng = np.random.default_rng(1)
   factors = oracles.balance(oracles.random_factors(rng, 12, 9, 4, 1e3))
-  factors = as_factors(factors, dtype)  # Condition number of Z: 1e6.
-  frame = compiled.frame(factors)
+  factors = g.as_factors(factors, dtype)  # Condition number of Z: 1e6.
+  frame = g.compiled.frame(factors)
   for q, factor in zip(frame[:2], factors, strict=True):
     q = np.asarray(q, np.float64)
     columns = np.asarray(factor, np.float64)
     exact = oracles.projector(columns / np.linalg.norm(columns, axis=0))
-    assert np.max(np.abs(q @ q.T - exact)) < 20 * EPS[dtype]
-    assert oracles.relative_error(q.T @ q, np.eye(4)) < 20 * EPS[dtype]
+    assert np.max(np.abs(q @ q.T - exact)) < 20 * g.EPS[dtype]
+    assert oracles.relative_error(q.T @ q, np.eye(4)) < 20 * g.EPS[dtype]
 
 
 @pytest.mark.parametrize('gauge', ['general', 'balanced', 'equal values'])
@@ -75,26 +62,26 @@ def test_frame_is_a_continuous_function_of_the_factors(gauge):
     factors = oracles.balance(factors)
   if gauge == 'equal values':
     factors = tuple(f / np.linalg.norm(f, axis=0) for f in factors)
-  frame = compiled.frame(as_factors(factors))
+  frame = g.compiled.frame(g.as_factors(factors))
   for size in (1e-5, 1e-8, 1e-11):
     moved = [f + size * rng.standard_normal(f.shape) for f in factors]
-    other = compiled.frame(as_factors(moved))
+    other = g.compiled.frame(g.as_factors(moved))
     for a, b in zip(frame, other, strict=True):
       assert oracles.relative_error(b, a) < 300 * size
 
 
-@deficient
-@dtypes
+@g.deficient
+@g.dtypes
 def test_deficient_frames_are_partial_isometries(kind, dtype):
-  factors = deficient_factors(16, kind, dtype)
-  frame = compiled.frame(factors)
-  for (q, core), factor in zip(sides(frame), factors, strict=True):
+  factors = g.deficient_factors(16, kind, dtype)
+  frame = g.compiled.frame(factors)
+  for (q, core), factor in zip(g.sides(frame), factors, strict=True):
     assert q.dtype == core.dtype == dtype
     q, core = np.asarray(q, np.float64), np.asarray(core, np.float64)
     factor = np.asarray(factor, np.float64)
     mask = q.T @ q
-    exact = oracles.projector(factor, EPS[dtype])
-    tolerance = 100 * EPS[dtype]
+    exact = oracles.projector(factor, g.EPS[dtype])
+    tolerance = 100 * g.EPS[dtype]
     assert np.max(np.abs(q @ q.T - exact)) < tolerance
     assert np.max(np.abs(mask @ mask - mask)) < tolerance
     np.testing.assert_allclose(np.trace(mask), np.trace(exact), atol=1e-4)
@@ -103,33 +90,33 @@ def test_deficient_frames_are_partial_isometries(kind, dtype):
       assert not q.any()
 
 
-@deficient
+@g.deficient
 @pytest.mark.parametrize('scale', [1e-12, 1e12])
 def test_the_scale_of_the_factors_does_not_matter(kind, scale):
   """In float32 the squares of such numbers leave the range of the type."""
-  left, right = deficient_factors(42, kind)
+  left, right = g.deficient_factors(42, kind)
   frame, plain = (
-    compiled.frame(as_factors(pair, np.float32))
+    g.compiled.frame(g.as_factors(pair, np.float32))
     for pair in ((left * scale, right / scale), (left, right))
   )
   for a, b in zip(frame[:2], plain[:2], strict=True):
     assert oracles.relative_error(a @ a.T, b @ b.T) < 1e-5
 
 
-@pytest.mark.parametrize('kind', ['full', *DEFICIENT])
+@pytest.mark.parametrize('kind', ['full', *g.DEFICIENT])
 def test_derivatives_are_finite_and_stop_at_the_frames(kind):
   """A frame has no derivative at a zero factor; it counts as a constant."""
   if kind == 'full':
-    factors, _, _ = random_problem(43, 12, 9, 4, 3.0)
+    factors, _, _ = g.random_problem(43, 12, 9, 4, 3.0)
   else:
-    factors = deficient_factors(43, kind)
-  grads = gradients(factors, np.random.default_rng(44).normal(size=(12, 9)))
+    factors = g.deficient_factors(43, kind)
+  grads = g.gradients(factors, np.random.default_rng(44).normal(size=(12, 9)))
 
   @jax.jit
   @functools.partial(jax.value_and_grad, argnums=(0, 1))
   def energy(factors, grads):
-    frame = compiled.frame(factors)
-    tangent = compiled.tangent_from_gradients(frame, grads)
+    frame = g.compiled.frame(factors)
+    tangent = g.compiled.tangent_from_gradients(frame, grads)
     return sum(jnp.sum(x**2) for x in tangent) / 2  # No root at zero.
 
   value, (d_factors, d_grads) = energy(factors, grads)

@@ -4,43 +4,30 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
-from tests.fixed_rank.cases import (
-  EPS,
-  as_tangent,
-  compiled,
-  conditions,
-  deficient,
-  deficient_factors,
-  embed,
-  gradients,
-  norm,
-  random_problem,
-  random_tangent,
-  shapes,
-)  # fmt: skip
+from tests.fixed_rank import cases as g
 from tests.oracles import oracles
 
 pytestmark = pytest.mark.usefixtures('x64')
 
 
 def assert_is(frame, tangent, exact, tolerance):
-  """The dense vector, and the intrinsic norm: that of the coordinates."""
-  assert oracles.relative_error(embed(frame, tangent), exact) < tolerance
+  """The dense vector, and the intrinsic g.norm: that of the coordinates."""
+  assert oracles.relative_error(g.embed(frame, tangent), exact) < tolerance
   np.testing.assert_allclose(
-    norm(tangent), np.linalg.norm(exact), rtol=tolerance
+    g.norm(tangent), np.linalg.norm(exact), rtol=tolerance
   )
-  # X_L is orthogonal to Q_L: without it the norm counts the core twice.
-  size = tolerance * max(1.0, norm(tangent))
+  # X_L is orthogonal to Q_L: without it the g.norm counts the core twice.
+  size = tolerance * max(1.0, g.norm(tangent))
   assert np.max(np.abs(frame.left.T @ tangent.left)) < size
 
 
-@shapes
-@conditions
+@g.shapes
+@g.conditions
 def test_gradients_become_the_projected_gradient(m, n, rank, condition):
-  factors, point, g = random_problem(4, m, n, rank, condition)
-  frame = compiled.frame(factors)
-  tangent = compiled.tangent_from_gradients(frame, gradients(factors, g))
-  tolerance = 100 * EPS[np.float64] * condition
+  factors, point, g = g.random_problem(4, m, n, rank, condition)
+  frame = g.compiled.frame(factors)
+  tangent = g.compiled.tangent_from_gradients(frame, g.gradients(factors, g))
+  tolerance = 100 * g.EPS[np.float64] * condition
   assert_is(frame, tangent, point.project(g), tolerance)
 
 
@@ -50,64 +37,64 @@ def test_gradients_become_the_projected_gradient(m, n, rank, condition):
 def test_gradients_become_the_projected_gradient_in_float32(
   condition, tolerance
 ):
-  factors, point, g = random_problem(5, 40, 24, 4, condition, np.float32)
-  frame = compiled.frame(factors)
-  tangent = compiled.tangent_from_gradients(frame, gradients(factors, g))
+  factors, point, g = g.random_problem(5, 40, 24, 4, condition, np.float32)
+  frame = g.compiled.frame(factors)
+  tangent = g.compiled.tangent_from_gradients(frame, g.gradients(factors, g))
   assert tangent.left.dtype == tangent.right.dtype == np.float32
   assert_is(frame, tangent, point.project(g), tolerance)
 
 
-@pytest.mark.parametrize('kind', ['full', *deficient.args[1]])
+@pytest.mark.parametrize('kind', ['full', *g.deficient.args[1]])
 def test_project_applies_the_projector_left_and_the_masks(kind):
   """Noise goes on all entries first; the mask takes it out afterwards."""
   if kind == 'full':
-    factors, point, _ = random_problem(6, 12, 9, 4, 1e3)
+    factors, point, _ = g.random_problem(6, 12, 9, 4, 1e3)
   else:
-    factors = deficient_factors(19, kind)
+    factors = g.deficient_factors(19, kind)
     point = oracles.Point.from_factors(*factors)
-  frame = compiled.frame(factors)
+  frame = g.compiled.frame(factors)
   rng = np.random.default_rng(7)
-  x = as_tangent(rng.normal(size=(12, 4)), rng.normal(size=(9, 4)))
-  projected = compiled.project(frame, x)
+  x = g.as_tangent(rng.normal(size=(12, 4)), rng.normal(size=(9, 4)))
+  projected = g.compiled.project(frame, x)
   outer = x.left - point.left_projector @ x.left
   left = outer @ frame.right.T @ frame.right
   right = x.right @ frame.left.T @ frame.left
   for found, exact in zip(projected, (left, right), strict=True):
     assert oracles.relative_error(found, exact) < 1e-10
-  for a, b in zip(compiled.project(frame, projected), projected, strict=True):
-    assert oracles.relative_error(a, b) < 20 * EPS[np.float64]
-  dense = embed(frame, projected)
+  for a, b in zip(g.compiled.project(frame, projected), projected, strict=True):
+    assert oracles.relative_error(a, b) < 20 * g.EPS[np.float64]
+  dense = g.embed(frame, projected)
   assert_is(frame, projected, point.project(dense), 1e-10)
 
 
-@conditions
+@g.conditions
 def test_transport_projects_the_ambient_tangent(condition):
-  old, _, _ = random_problem(11, 12, 9, 4, condition)
-  new, point, _ = random_problem(12, 12, 9, 4, condition)
-  frames = compiled.frame(old), compiled.frame(new)
-  tangent = random_tangent(13, frames[0])
-  moved = compiled.transport(*frames, tangent)
-  exact = point.project(embed(frames[0], tangent))
-  assert_is(frames[1], moved, exact, 100 * EPS[np.float64] * condition)
+  old, _, _ = g.random_problem(11, 12, 9, 4, condition)
+  new, point, _ = g.random_problem(12, 12, 9, 4, condition)
+  frames = g.compiled.frame(old), g.compiled.frame(new)
+  tangent = g.random_tangent(13, frames[0])
+  moved = g.compiled.transport(*frames, tangent)
+  exact = point.project(g.embed(frames[0], tangent))
+  assert_is(frames[1], moved, exact, 100 * g.EPS[np.float64] * condition)
 
 
 def test_transport_from_a_deficient_to_a_full_frame():
-  old = compiled.frame(deficient_factors(21, 'zero left'))
-  new, point, _ = random_problem(22, 12, 9, 4, 3.0)
-  frame = compiled.frame(new)
-  tangent = random_tangent(23, old)
-  moved = compiled.transport(old, frame, tangent)
-  assert_is(frame, moved, point.project(embed(old, tangent)), 1e-13)
+  old = g.compiled.frame(g.deficient_factors(21, 'zero left'))
+  new, point, _ = g.random_problem(22, 12, 9, 4, 3.0)
+  frame = g.compiled.frame(new)
+  tangent = g.random_tangent(23, old)
+  moved = g.compiled.transport(old, frame, tangent)
+  assert_is(frame, moved, point.project(g.embed(old, tangent)), 1e-13)
 
 
-@deficient
+@g.deficient
 def test_deficient_factors_show_what_can_be_observed(kind):
   """A zero left factor: nothing of G Q_R is in G R, all of G^T Q_L is."""
-  factors = deficient_factors(17, kind)
+  factors = g.deficient_factors(17, kind)
   point = oracles.Point.from_factors(*factors)
   g = np.random.default_rng(18).standard_normal((12, 9))
-  frame = compiled.frame(factors)
-  tangent = compiled.tangent_from_gradients(frame, gradients(factors, g))
+  frame = g.compiled.frame(factors)
+  tangent = g.compiled.tangent_from_gradients(frame, g.gradients(factors, g))
   assert_is(frame, tangent, point.project(g), 1e-12)
 
 
@@ -127,7 +114,7 @@ def test_deficient_factors_show_what_can_be_observed(kind):
 )
 def test_tangents_of_another_shape_are_refused(call, shapes):
   """Broadcasting would turn some of these into a wrong answer."""
-  frame = compiled.frame(random_problem(45, 7, 5, 2)[0])
+  frame = g.compiled.frame(g.random_problem(45, 7, 5, 2)[0])
   with pytest.raises(ValueError, match=r'\(7, 2\)|\(5, 2\)'):
     call(frame, fixed_rank.Tangent(*map(np.zeros, shapes)))
 
@@ -141,22 +128,22 @@ def test_tangents_of_another_shape_are_refused(call, shapes):
   ],
 )
 def test_golden_lifts(case, golden):
-  """Of five gradients: our tangent vectors are what their lifts move Z by."""
+  """Of five g.gradients: our tangent vectors are what their lifts move Z by."""
   d = golden('lift', f'c{case}_')
   factors = fixed_rank.Factors(d['A'], d['B'])
-  frame = compiled.frame(factors)
+  frame = g.compiled.frame(factors)
   condition = d['cond'].max()
   # Their route goes through the Gram matrices and loses the square.
   for origin, tolerance in (
-    ('oracle', max(1e-11, 100 * EPS[np.float64] * condition)),
+    ('oracle', max(1e-11, 100 * g.EPS[np.float64] * condition)),
     ('ref', {True: 1e-11, False: 1e-7}[condition < 100]),
   ):
     for i in range(5):
       grads = fixed_rank.Factors(d['gA'][i], d['gB'][i])
-      tangent = compiled.tangent_from_gradients(frame, grads)
+      tangent = g.compiled.tangent_from_gradients(frame, grads)
       left, right = d[f'{origin}_dA'][i], d[f'{origin}_dB'][i]
       dense = left @ factors.right.T + factors.left @ right.T
       assert_is(frame, tangent, dense, tolerance)
       np.testing.assert_allclose(
-        norm(tangent), d[f'{origin}_norm'][i], rtol=tolerance
+        g.norm(tangent), d[f'{origin}_norm'][i], rtol=tolerance
       )
