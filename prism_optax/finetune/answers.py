@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from . import files, finished
-from .models import chat, generation, minilm
+from .models import chat, classifier, generation, minilm
 
 
 def predict(command: argparse.Namespace) -> None:
@@ -62,20 +62,28 @@ def _labels(
   texts = _field(rows, run.options.text_column, command)
   model, folder = finished.text_classifier(run)
   ids = minilm.tokenize(folder, texts, run.options.max_length)
-  probabilities = nnx.jit(lambda model, ids: jax.nn.softmax(model(ids)))
-  size, names = command.batch_size, run.options.labels
+  names = run.options.labels
+  found = probabilities(model, ids, command.batch_size)
+  for text, row in zip(texts, found, strict=True):
+    yield {
+      run.options.text_column: text,
+      'label': names[int(row.argmax())],
+      'probabilities': {
+        name: round(float(p), 6) for name, p in zip(names, row, strict=True)
+      },
+    }
+
+
+def probabilities(
+  model: classifier.Classifier, ids: np.ndarray, size: int
+) -> Iterator[np.ndarray]:
+  """Of the classes, for each row of ids; so many rows at once."""
+  apply = nnx.jit(lambda model, ids: jax.nn.softmax(model(ids)))
   for start in range(0, len(ids), size):
+    part = ids[start : start + size]
     # One shape: the last batch is filled up.
-    batch = np.resize(ids[start : start + size], (size, ids.shape[1]))
-    found = np.asarray(probabilities(model, batch))
-    for text, row in zip(texts[start:], found, strict=False):
-      yield {
-        run.options.text_column: text,
-        'label': names[int(row.argmax())],
-        'probabilities': {
-          name: round(float(p), 6) for name, p in zip(names, row, strict=True)
-        },
-      }
+    batch = np.resize(part, (size, ids.shape[1]))
+    yield from np.asarray(apply(model, batch))[: len(part)]
 
 
 def _responses(

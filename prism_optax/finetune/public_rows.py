@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from . import data, finished, instructions
+from .answers import probabilities
 from .models import chat, generation, minilm
 
 MAX_NEW_TOKENS = 96
@@ -23,14 +23,7 @@ def per_class(
   public = data.read_public(used.eval, used.text_column, used.label_column)
   model, folder = finished.text_classifier(run)
   ids = minilm.tokenize(folder, public.texts, used.max_length)
-  logits = nnx.jit(lambda model, ids: model(ids))
-  padded = np.resize(ids, (-(-len(ids) // chunk) * chunk, ids.shape[1]))
-  found = np.concatenate(
-    [
-      np.asarray(logits(model, part)).argmax(axis=1)
-      for part in np.split(padded, len(padded) // chunk)
-    ]
-  )[: len(ids)]
+  found = np.array([row.argmax() for row in probabilities(model, ids, chunk)])
   labels = data.encode_labels(public.labels, used.labels)
   return [
     (name, int(rows.sum()), float((found[rows] == i).mean()))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import data, digits, instructions, language, pretraining, training
+from . import data, digits, instructions, pretraining, training
 from .models import (
   chat,
   classifier,
@@ -173,10 +173,10 @@ def language_model(options: Options) -> Task:
     labels=(),
     base=source.base | facts,
     make_loss=functools.partial(
-      language.make_loss, divisor=options.loss_divisor
+      training.make_loss, divisor=options.loss_divisor
     ),
     make_evaluate=functools.partial(
-      language.make_evaluate, chunk=options.microbatch_size
+      training.make_evaluate, chunk=options.microbatch_size
     ),
   )
 

@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,21 +22,38 @@ from .command_line import NOT_PRIVATE
 NO_CLIP = 1e6
 
 
-def make_loss(graphdef: Any) -> Callable[..., Any]:
-  """``loss(params, frozen, inputs, label) -> (cross-entropy, hit)`` of a row.
+def make_loss(graphdef: Any, divisor: int = 1) -> Callable[..., Any]:
+  """``loss(params, frozen, inputs, labels) -> (loss, hits)`` of one record.
 
-  The loss of a blank row is zero, whatever the parameters.
+  The loss of a blank record is zero, whatever the parameters.
+
+  Args:
+    graphdef: Static part of the model.
+    divisor: The loss of a record is the SUM over its labels (one, or the tokens
+      of its response), in nats, over this declared constant. The mean over a
+      batch's tokens would couple records: one with many tokens would change
+      what the others count.
   """
 
-  def loss(params, frozen, inputs, label):
+  def loss(params, frozen, inputs, labels):
     logits = nnx.merge(graphdef, params, frozen)(inputs[None])[0]
-    counts = label != data.BLANK
-    value = optax.softmax_cross_entropy_with_integer_labels(
-      logits, jnp.where(counts, label, 0)
-    )
-    return jnp.where(counts, value, 0), jnp.argmax(logits) == label
+    losses, hits, counts = _measured(logits, labels)
+    hits = jnp.sum(hits) / jnp.maximum(jnp.sum(counts), 1)
+    return jnp.sum(losses) / divisor, hits
 
   return loss
+
+
+def _measured(
+  logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Loss and hit of each label, and whether it counts, shaped as the labels."""
+  counts = labels != data.BLANK
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits, jnp.where(counts, labels, 0)
+  )
+  hits = jnp.argmax(logits, axis=-1) == labels
+  return jnp.where(counts, losses, 0), hits, counts
 
 
 def make(
@@ -127,51 +144,46 @@ def sharding(
   return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
 
-def in_chunks(rows: Any, chunk: int) -> Iterator[tuple[Any, np.ndarray]]:
-  """Public rows in equal chunks, and 0 where the last is filled up.
-
-  A bar moves where they take more than two seconds.
-  """
-  count = len(jax.tree.leaves(rows)[0])
-  for start in tqdm.trange(
-    0, count, chunk, desc='evaluation', unit='chunk', leave=False, delay=2
-  ):
-    places = np.arange(start, start + chunk)
-    part = jax.tree.map(lambda x, i=places % count: x[i], rows)
-    yield part, (places < count).astype(np.float32)
-
-
 def make_evaluate(
   graphdef: Any, evaluation: data.Examples, chunk: int = 64
 ) -> Callable[[Any, Any], dict[str, float]]:
   """Builds ``evaluate(params, frozen)`` over a public set.
 
+  A bar moves where it takes more than two seconds.
+
   Args:
     graphdef: Static part of the model.
-    evaluation: Public rows, no blank label among them.
-    chunk: Rows at once; the last chunk is padded to the same shape.
+    evaluation: Public rows; of those without a label nothing is measured.
+    chunk: Rows at once; the last chunk is filled up with blank ones.
 
   Returns:
-    A function that returns ``eval_loss``, the mean cross-entropy in nats, and
-    ``eval_accuracy``, a fraction.
+    A function that returns, over all labels, ``eval_loss``, the mean in nats,
+    and ``eval_accuracy``, the fraction that was the likeliest; of a language
+    model also ``eval_perplexity``, the exponential of the loss.
   """
-  rows = len(evaluation.labels)
+  is_blank = evaluation.labels == data.BLANK
+  used = ~is_blank.reshape(len(is_blank), -1).all(axis=1)
+  rows = jax.tree.map(lambda x: x[used], evaluation)
+  count = len(rows.labels)
 
   @jax.jit
-  def totals(params, frozen, inputs, labels, weights):
+  def totals(params, frozen, inputs, labels):
     logits = nnx.merge(graphdef, params, frozen)(inputs)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    hits = jnp.argmax(logits, axis=-1) == labels
-    return jnp.array([jnp.sum(losses * weights), jnp.sum(hits * weights)])
+    return jnp.array([jnp.sum(x) for x in _measured(logits, labels)])
 
   def evaluate(params, frozen):
-    loss, hits = np.sum(
-      [
-        np.asarray(totals(params, frozen, *part, weights), np.float64)
-        for part, weights in in_chunks(evaluation, chunk)
-      ],
-      axis=0,
-    )
-    return {'eval_loss': loss / rows, 'eval_accuracy': hits / rows}
+    total = np.zeros(3)
+    for start in tqdm.trange(
+      0, count, chunk, desc='evaluation', unit='chunk', leave=False, delay=2
+    ):
+      places = np.arange(start, start + chunk)
+      inputs, labels = (x[places % count] for x in rows)
+      labels[places >= count] = data.BLANK
+      total += np.asarray(totals(params, frozen, inputs, labels), np.float64)
+    loss, accuracy = total[:2] / total[2]
+    found = {'eval_loss': loss}
+    if rows.labels.ndim == 2:
+      found['eval_perplexity'] = np.exp(loss)
+    return found | {'eval_accuracy': accuracy}
 
   return evaluate

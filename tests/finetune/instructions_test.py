@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax.finetune import data, instructions, language
+from prism_optax.finetune import data, instructions, training
 from prism_optax.finetune.models import (
   chat,
   classifier,
@@ -146,7 +146,7 @@ def problem(source):
 
 def test_the_loss_is_a_sum_over_the_response_of_each_record(problem):
   (graphdef, params, frozen), examples = problem
-  loss = jax.jit(language.make_loss(graphdef, 7))
+  loss = jax.jit(training.make_loss(graphdef, 7))
   values = [
     float(loss(params, frozen, *row)[0]) for row in zip(*examples, strict=True)
   ]
@@ -154,7 +154,7 @@ def test_the_loss_is_a_sum_over_the_response_of_each_record(problem):
   assert values[1] > 1.5 * values[0]
   nothing = np.full_like(examples.labels[0], data.BLANK)
   assert float(loss(params, frozen, examples.inputs[0], nothing)[0]) == 0.0
-  evaluate = language.make_evaluate(graphdef, examples, chunk=3)
+  evaluate = training.make_evaluate(graphdef, examples, chunk=3)
   found = evaluate(params, frozen)
   tokens = (examples.labels != data.BLANK).sum()
   np.testing.assert_allclose(
@@ -167,7 +167,7 @@ def test_no_gradient_of_a_frozen_matrix_is_made(problem):
   """Not for one example and not for all: only those of the adapters."""
   (graphdef, params, frozen), examples = problem
   private = make_private(
-    language.make_loss(graphdef, 14),
+    training.make_loss(graphdef, 14),
     params,
     has_aux=True,
     optimizer=optax.adamw(1e-3),
