@@ -24,11 +24,13 @@ def assert_is(frame, tangent, exact, tolerance):
 @g.shapes
 @g.conditions
 def test_gradients_become_the_projected_gradient(m, n, rank, condition):
-  factors, point, g = g.random_problem(4, m, n, rank, condition)
+  factors, point, dense = g.random_problem(4, m, n, rank, condition)
   frame = g.compiled.frame(factors)
-  tangent = g.compiled.tangent_from_gradients(frame, g.gradients(factors, g))
+  tangent = g.compiled.tangent_from_gradients(
+    frame, g.gradients(factors, dense)
+  )
   tolerance = 100 * g.EPS[np.float64] * condition
-  assert_is(frame, tangent, point.project(g), tolerance)
+  assert_is(frame, tangent, point.project(dense), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +39,13 @@ def test_gradients_become_the_projected_gradient(m, n, rank, condition):
 def test_gradients_become_the_projected_gradient_in_float32(
   condition, tolerance
 ):
-  factors, point, g = g.random_problem(5, 40, 24, 4, condition, np.float32)
+  factors, point, dense = g.random_problem(5, 40, 24, 4, condition, np.float32)
   frame = g.compiled.frame(factors)
-  tangent = g.compiled.tangent_from_gradients(frame, g.gradients(factors, g))
+  tangent = g.compiled.tangent_from_gradients(
+    frame, g.gradients(factors, dense)
+  )
   assert tangent.left.dtype == tangent.right.dtype == np.float32
-  assert_is(frame, tangent, point.project(g), tolerance)
+  assert_is(frame, tangent, point.project(dense), tolerance)
 
 
 @pytest.mark.parametrize('kind', ['full', *g.deficient.args[1]])
@@ -92,10 +96,12 @@ def test_deficient_factors_show_what_can_be_observed(kind):
   """A zero left factor: nothing of G Q_R is in G R, all of G^T Q_L is."""
   factors = g.deficient_factors(17, kind)
   point = oracles.Point.from_factors(*factors)
-  g = np.random.default_rng(18).standard_normal((12, 9))
+  dense = np.random.default_rng(18).standard_normal((12, 9))
   frame = g.compiled.frame(factors)
-  tangent = g.compiled.tangent_from_gradients(frame, g.gradients(factors, g))
-  assert_is(frame, tangent, point.project(g), 1e-12)
+  tangent = g.compiled.tangent_from_gradients(
+    frame, g.gradients(factors, dense)
+  )
+  assert_is(frame, tangent, point.project(dense), 1e-12)
 
 
 @pytest.mark.parametrize(
