@@ -28,6 +28,7 @@ from prism_optax.training import (
   _make,
   _private,
   _program,
+  _sampling,
   _seen,
   _words,
 )
@@ -252,3 +253,14 @@ FEWEST_RECORDS = heads._FEWEST
 def frames_of(tree):
   """Of each stack of modules of a tree."""
   return _modules.ModuleTree(tree).frames(tree)
+
+
+def before_each_draw(call):
+  """Within it ``call(step)`` comes before a batch is drawn."""
+  draw = _sampling.Sampling.draw
+
+  def called(self, seed, step):
+    call(step)
+    return draw(self, seed, step)
+
+  return mock.patch.object(_sampling.Sampling, 'draw', called)

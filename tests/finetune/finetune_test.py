@@ -1,7 +1,6 @@
 """The command line: what it refuses, writes, resumes and keeps secret."""
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
@@ -18,7 +17,7 @@ import safetensors
 from prism_optax.finetune import command_line, methods, run, train, training
 from prism_optax.finetune import main as finetune
 from prism_optax.finetune import options as options_lib
-from prism_optax.training._sampling import Sampling
+from tests.core import seams
 from tests.finetune import conftest
 
 PROGRAM = sys.executable, '-m', 'prism_optax.finetune'
@@ -57,20 +56,16 @@ def finished(tmp_path_factory, tiny_files, tiny_model):
   return output
 
 
-@contextlib.contextmanager
 def interrupted(step):
   """Ctrl-C while the batch of a step is drawn, once."""
-  draw, done = Sampling.draw, []
+  done = []
 
-  def interrupting(self, seed, number):
+  def stop(number):
     if number == step and not done:
       done.append(number)
       signal.raise_signal(signal.SIGINT)
-    return draw(self, seed, number)
 
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(Sampling, 'draw', interrupting)
-    yield
+  return seams.before_each_draw(stop)
 
 
 @pytest.mark.slow
