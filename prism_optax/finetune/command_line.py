@@ -74,7 +74,6 @@ What is written:
   --resume               go on with the run in --output
   --eval-every N         steps [25]
   --checkpoint-every N   steps [10]
-  --keep-checkpoints     keep checkpoints_secret at the end
 """
 PLAN = """\
 usage: prism-optax plan --dataset-size N --target-epsilon X --delta P [options]

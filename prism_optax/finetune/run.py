@@ -71,8 +71,7 @@ def train(
     summary = summaries.write(
       task, private, options, name, state, metrics.rows, output
     )
-  if not options.keep_checkpoints:
-    shutil.rmtree(folder, ignore_errors=True)
+  shutil.rmtree(folder, ignore_errors=True)
   return summary
 
 

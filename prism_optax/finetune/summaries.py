@@ -17,7 +17,7 @@ def public(options: options_lib.Options, name: str) -> dict[str, Any]:
   """How a method was trained, without the seed."""
   names = (
     *('l2_clip_norm', 'microbatch_size', 'eval_every', 'checkpoint_every'),
-    *('skip_padding', 'nonprivate_diagnostics', 'keep_checkpoints'),
+    *('skip_padding', 'nonprivate_diagnostics'),
   )
   return {
     'optimizer': name,

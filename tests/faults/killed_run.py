@@ -93,12 +93,18 @@ def step_of(path):
     return int(np.frombuffer(stored[str(number)].tobytes(), np.int64)[0])
 
 
+def keep_checkpoints():
+  """What a run deletes at its end, the test looks at."""
+  run.shutil.rmtree = lambda *_, **__: None
+
+
 def main():
   log, folder = map(pathlib.Path, sys.argv[1:3])
   places, argv = sys.argv[3].split(','), sys.argv[4:]
   for place in places:
     child = os.fork()
     if not child:
+      keep_checkpoints()
       kind, _, number = place.partition(':')
       record(log, int(number) if kind == 'step' else 0)
       if kind == 'save':

@@ -29,7 +29,6 @@ def _run(folder, places, tiny_files, tiny_model):
     *('--steps', STEPS, '--batch-size', '16', '--microbatch-size', '8'),
     *('--rank', '2', '--lora-targets', 'attention', '--max-length', '7'),
     *('--eval-every', '4', '--checkpoint-every', EVERY, '--seed', '5'),
-    '--keep-checkpoints',
   ]
   done = subprocess.run(
     [sys.executable, PROGRAM, log, output, places, *map(str, argv)],
