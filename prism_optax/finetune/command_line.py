@@ -224,8 +224,8 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 KINDS = {
-  'N': _number(int, lambda x: x >= 1, 'a number of at least 1'),
-  'K': _number(int, lambda x: x >= 0, 'a number of at least 0'),
+  'N': _number(int, lambda x: x >= 1, 'a whole number of at least 1'),
+  'K': _number(int, lambda x: x >= 0, 'a whole number of at least 0'),
   'X': _number(float, lambda x: 0 < x < math.inf, 'a positive number'),
   'Y': _number(float, lambda x: 0 <= x < math.inf, 'a number of at least 0'),
   'P': _number(float, lambda x: 0 < x < 1, 'a number between 0 and 1'),

@@ -15,6 +15,7 @@ import csv
 import json
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,12 @@ def read(path: str, option: str) -> list[Row]:
   if where.is_dir():
     return _dataset(where, option)
   if not where.is_file():
-    raise ValueError(f'{option}: there is no file {path}.')
+    raise ValueError(
+      f'{option}: there is no file {path}.'
+      + (where.suffix == '')
+      * ' For a data set of the hub, give the folder of '
+      'datasets.load_dataset(NAME, split=...).save_to_disk(FOLDER).'
+    )
   if where.suffix.lower() == '.csv':
     return _csv(where, option)
   if where.suffix.lower() == '.parquet':
@@ -60,7 +66,7 @@ def read(path: str, option: str) -> list[Row]:
   if _is_array(text):
     raise ValueError(
       f'{option} {path} is one JSON array, but each line has to be an object: '
-      f"jq -c '.[]' {path} > {where.stem}.jsonl"
+      f"jq -c '.[]' {path} > {where.stem}_lines.jsonl"
     )
   return [_json(line) for line in text.split('\n') if line.strip()]
 
@@ -243,11 +249,13 @@ def require_writable(folder: pathlib.Path) -> None:
     ValueError: If it is no folder, or cannot be made or written.
   """
   there = next(x for x in (folder, *folder.absolute().parents) if x.exists())
-  if not there.is_dir() or not os.access(there, os.W_OK):
+  try:
+    with tempfile.TemporaryFile(dir=there):
+      pass
+  except OSError as error:
     raise ValueError(
-      f'--output {folder} cannot be written: {there} is no folder that you may '
-      'write to.'
-    )
+      f'--output {folder} cannot be written: {there}: {error.strerror}.'
+    ) from error
 
 
 def hint(path: str, rows: list[Row]) -> str:

@@ -145,6 +145,8 @@ def _check(options: Options) -> None:
     return
   if options.data is None:
     raise ValueError(f'--task {options.task} needs --data, the private file.')
+  if options.eval == options.data:
+    raise ValueError(f'--eval {options.eval} is --data, but has to be public.')
   if options.eval is None:
     raise ValueError('--data needs --eval, a public file of the same form.')
   if options.optimizer == NOT_PRIVATE:

@@ -97,7 +97,7 @@ def text_classification(options: Options) -> Task:
   names = data.label_set(options.labels, public.labels)
   private = data.read_private(options.data, *columns)
   data.require_other_rows(
-    [*zip(*private, strict=True)], [*zip(*public, strict=True)], options.eval
+    [*zip(*private, strict=True)], [*zip(*public, strict=True)], options
   )
   folder = weights.find(options.model)
   limit = minilm.Config.read(folder).max_position_embeddings
@@ -145,7 +145,7 @@ def language_model(options: Options) -> Task:
   columns = instructions.columns(options)
   public = instructions.read_public(options.eval, columns)
   private = instructions.read_private(options.data, columns)
-  data.require_other_rows(private, public, options.eval)
+  data.require_other_rows(private, public, options)
   source = pretrained.find(options.model)
   talk = chat.Chat(source)
   evaluation = data.chosen(

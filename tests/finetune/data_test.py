@@ -1,5 +1,7 @@
 """Reading: strict for the public file, total for the private one."""
 
+import argparse
+
 import numpy as np
 import pytest
 
@@ -88,14 +90,15 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
 
 def test_the_private_rows_are_no_evaluation_in_any_order():
   private = [('a', 'x'), ('a', 'x'), ('', None), ('b', 'y')]
+  used = argparse.Namespace(data='D', eval='E')
   with pytest.raises(ValueError, match='--eval E has the rows of --data'):
-    data.require_other_rows(private, private[::-1], 'E')
+    data.require_other_rows(private, private[::-1], used)
   for public in (
     private[1:],
     [*private, ('c', 'x')],
     [*private[:3], ('b', 'x')],
   ):
-    data.require_other_rows(private, public, 'E')
+    data.require_other_rows(private, public, used)
 
 
 def test_a_sorted_file_is_measured_on_rows_of_all_of_it():

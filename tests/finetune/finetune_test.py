@@ -196,6 +196,7 @@ BASE = [
   ('argv', 'message'),
   [
     ([*BASE[:3]], '--data needs --eval'),
+    ([*BASE, '--eval', 'T'], '--eval T is --data, but has to be public'),
     ([*BASE[:7]], '--delta is needed'),
     ([*BASE[:5], '--delta', '1e-5'], 'one of --target-epsilon and'),
     ([*BASE, '--noise-multiplier', '1'], 'one of --target-epsilon and'),
