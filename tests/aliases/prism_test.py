@@ -21,27 +21,19 @@ CLIP, MULTIPLIER, BATCH_SIZE, SEED = 2.0, 0.4, 5.0, 7
 STDDEV = MULTIPLIER * CLIP / BATCH_SIZE
 
 
+REQUIRED = {
+  'l2_clip_norm': CLIP, 'noise_multiplier': MULTIPLIER,
+  'expected_batch_size': BATCH_SIZE, 'prng_key': SEED,
+}  # fmt: skip
+
+
 def prism(learning_rate, **options):
-  return prism_optax.prism(
-    learning_rate,
-    l2_clip_norm=CLIP,
-    noise_multiplier=options.pop('noise_multiplier', MULTIPLIER),
-    expected_batch_size=BATCH_SIZE,
-    prng_key=SEED,
-    **options,
-  )
+  return prism_optax.prism(learning_rate, **REQUIRED, **options)
 
 
 def spelled_out(learning_rate, **options):
   """The chain that `prism` is, for options that `prism` does not have."""
-  return problems.chain_of(
-    learning_rate,
-    l2_clip_norm=CLIP,
-    noise_multiplier=MULTIPLIER,
-    expected_batch_size=BATCH_SIZE,
-    prng_key=SEED,
-    **options,
-  )
+  return problems.chain_of(learning_rate, **REQUIRED, **options)
 
 
 @functools.cache
@@ -72,38 +64,22 @@ def traced_update(grads, state, params, padding, learning_rate, **options):
 
 def clipped_mean(problem, points, grads, padding=None):
   modules, (extra,), _ = oracles.clipped_mean(
-    points,
-    grads.modules,
-    [grads.extra],
-    l2_clip_norm=CLIP,
-    normalize_by=BATCH_SIZE,
-    padding=padding,
-  )
+    points, grads.modules, [grads.extra], l2_clip_norm=CLIP,
+    normalize_by=BATCH_SIZE, padding=padding,
+  )  # fmt: skip
   return problems.Dense(modules, extra)
 
 
 def assert_same_trajectory(
-  problem,
-  factors,
-  extra,
-  update,
-  state,
-  *,
-  steps=20,
-  learning_rate=0.05,
-  weight_decay=0.1,
-  layout=None,
-  padding=None,
-  **options,
-):
+  problem, start, update, state, *, steps=20, learning_rate=0.05,
+  weight_decay=0.1, layout=None, padding=None, **options,
+):  # fmt: skip
   """Trains factors and the oracle on the same data and noise."""
-  params = problem.params(factors, extra)
+  params = problem.params(*start)
   oracle = optimizer_oracles.PrismOracle(
-    problem.points(params),
-    problem.ranks,
-    [extra],
+    problem.points(params), problem.ranks, start[1:],
     optimizer_oracles.Options(**options),
-  )
+  )  # fmt: skip
   start = [p.z for p in oracle.points]
   zeros = optax.tree.zeros_like(params)
   init_noise, update_noise = privatizer(layout)
@@ -160,47 +136,34 @@ def compiled_prism():
 )
 def test_prism_itself_follows_the_oracle_with_padding(seed, steps, padding):
   problem = problems.Problem(SHAPES, seed=seed)
-  factors, extra = problem.start()
+  start = problem.start()
   padding = np.isin(np.arange(problem.batch), padding)
   init, update = compiled_prism()
+  update = functools.partial(update, is_padding_example=padding)
   assert_same_trajectory(
-    problem,
-    factors,
-    extra,
-    functools.partial(update, is_padding_example=padding),
-    init(problem.params(factors, extra)),
-    steps=steps,
+    problem, start, update, init(problem.params(*start)), steps=steps,
     padding=padding,
-  )
+  )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_prism_follows_the_oracle_with_every_option():
   problem = problems.Problem(SHAPES, scale=4.0, seed=2)
-  factors, extra = problem.start()
+  start = problem.start()
   options = {
-    'b1': 0.8,
-    'b2': 0.99,
-    'eps': 1e-3,
-    'floor_factor': 0.5,
-    'bias_correction': True,
-    'max_condition_number': 3.0,
-  }
+    'b1': 0.8, 'b2': 0.99, 'eps': 1e-3, 'floor_factor': 0.5,
+    'bias_correction': True, 'max_condition_number': 3.0,
+  }  # fmt: skip
   # The scale: clip, noise and learning rate act on scale * left @ right.T.
-  common = {'weight_decay': 0.1, 'layout': lora.Layout(scale=4.0)}
+  options |= {'weight_decay': 0.1, 'layout': lora.Layout(scale=4.0)}
   # Powers of two: the same numbers in whatever type optax computes them.
   learning_rate = optax.piecewise_constant_schedule(0.125, {10: 0.25})
-  tx = spelled_out(learning_rate, **options, **common)
+  tx = spelled_out(learning_rate, **options)
+  state = tx.init(problem.params(*start))
   assert_same_trajectory(
-    problem,
-    factors,
-    extra,
-    jax.jit(tx.update),
-    tx.init(problem.params(factors, extra)),
-    learning_rate=learning_rate,
+    problem, start, jax.jit(tx.update), state, learning_rate=learning_rate,
     **options,
-    **common,
-  )
+  )  # fmt: skip
 
 
 OPTIONS = {
@@ -217,30 +180,19 @@ def follow_traced(seed, make, steps=20, padding=(), **options):
   """Hyper-parameters as arrays, so that all of these compile once."""
   problem = problems.Problem(ONE_SHAPE, seed=seed)
   factors, extra = problem.start()
-  factors = make(factors)
+  start = make(factors), extra
   everything = {
-    'b1': 0.9,
-    'b2': 0.999,
-    'eps': 1e-8,
-    'floor_factor': 1.0,
-    'max_condition_number': 1e4,
-    'weight_decay': 0.0,
-    'learning_rate': 0.05,
-  } | options
+    'b1': 0.9, 'b2': 0.999, 'eps': 1e-8, 'floor_factor': 1.0,
+    'max_condition_number': 1e4, 'weight_decay': 0.0, 'learning_rate': 0.05,
+  } | options  # fmt: skip
   arrays = {k: jnp.asarray(v) for k, v in everything.items()}
   # A traced decay has its place in the chain, whatever its value.
   tx = spelled_out(0.05, weight_decay=1.0)
-  state = tx.init(problem.params(factors, extra))
+  state = tx.init(problem.params(*start))
   padding = np.isin(np.arange(problem.batch), padding)
+  update = functools.partial(traced_update, padding=padding, **arrays)
   assert_same_trajectory(
-    problem,
-    factors,
-    extra,
-    functools.partial(traced_update, padding=padding, **arrays),
-    state,
-    steps=steps,
-    padding=padding,
-    **everything,
+    problem, start, update, state, steps=steps, padding=padding, **everything
   )
 
 
