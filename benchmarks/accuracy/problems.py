@@ -20,6 +20,7 @@ TASKS = {
   # File, column of the label, label that is left out.
   'sst2': ('sst2/train.jsonl', 'label', None),
   'clinc150': ('clinc150/train.jsonl', 'domain', 'oos'),
+  'intents': ('clinc150/train.jsonl', 'label', 'oos'),
   'banking77': ('banking77/train.jsonl', 'label', None),
 }
 PUBLIC_TESTS = {'sst2': 'sst2/validation.jsonl'}
@@ -70,6 +71,7 @@ def problem(
   folder: pathlib.Path,
   cache: pathlib.Path,
   public_test: bool = False,
+  pooled: bool = False,
 ) -> Problem:
   """Reads the data, and computes what never changes, once.
 
@@ -81,6 +83,8 @@ def problem(
     cache: Folder of what is computed once.
     public_test: Whether the rows that are reported are the public validation
       split.
+    pooled: Whether a row is the mean of the tokens below the top layer, as a
+      text of one token: a run of seconds, with adapters on all matrices.
   """
   if task == 'maths':
     frozen = small_decoder.pretrained(folder, cache, length)
@@ -109,8 +113,21 @@ def problem(
       (np.concatenate([program(*x) for x in chunks_of(part)]), *part[1:])
       for part in rows
     )
+  if pooled:
+    rows = tuple((_means(*part[:2]), *part[1:]) for part in rows)
+    rows = tuple((x, np.ones_like(n), y) for x, n, y in rows)
   frozen = {'layers': layers}
   return Problem(*rows, frozen, encoded_text.row_losses, len(names))
+
+
+def _means(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+  """Means of the tokens of each row, (rows, 1, hidden)."""
+  found = []
+  for part, count in chunks_of((tokens, lengths)):
+    mask = np.arange(part.shape[1]) < count[:, None]
+    total = np.sum(part, 1, where=mask[..., None], dtype=np.float32)
+    found.append(total / count[:, None])
+  return np.concatenate(found)[:, None]
 
 
 def chunks_of(rows: Rows) -> list[Rows]:

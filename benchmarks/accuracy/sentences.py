@@ -23,7 +23,9 @@ from prism_optax.contrib import heads
 
 DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
 # Tokens of a row.
-LENGTH = {'sst2': 20, 'clinc150': 16, 'banking77': 20, 'maths': 64}
+LENGTH = {
+  'sst2': 20, 'clinc150': 16, 'intents': 16, 'banking77': 20, 'maths': 64,
+}  # fmt: skip
 # Of the releases before training. A class of banking77 has some ninety rows,
 # and its mean is all that says what it is; of SST-2 there are thousands.
 HEAD_NOISE = {
@@ -67,6 +69,7 @@ class Setting:
     options: More arguments of ``prism``, as sorted pairs.
     public: Whether the reported rows are the public validation split: to be
       looked at once, at the end.
+    pooled: Whether a row is the mean of its tokens.
   """
 
   task: str = 'sst2'
@@ -89,6 +92,7 @@ class Setting:
   metric: str = ''
   options: tuple[tuple[str, Any], ...] = ()
   public: bool = False
+  pooled: bool = False
 
   @property
   def is_probe(self) -> bool:
@@ -121,7 +125,7 @@ def problem_of(setting: Setting, folders: Folders) -> problems.Problem:
   """Rows and frozen weights."""
   return problems.problem(
     setting.task, LENGTH[setting.task], setting.is_probe, folders.data,
-    folders.cache, setting.public,
+    folders.cache, setting.public, setting.pooled,
   )  # fmt: skip
 
 
