@@ -23,7 +23,7 @@ import itertools
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -63,9 +63,11 @@ def planned(rows: int, epsilon: float) -> tuple[int, int]:
   return found.chosen.steps, found.chosen.expected_batch_size
 
 
-def settings(sizes: dict[str, int], task: str, method: str, epsilon: float):
+def settings(
+  sizes: Callable[[str], int], task: str, method: str, epsilon: float
+):
   """The choices of a method, as settings of the tuning seed."""
-  steps, batch = planned(sizes[task], epsilon)
+  steps, batch = planned(sizes(task), epsilon)
   return [
     Setting(
       task=task,
@@ -98,7 +100,7 @@ def tuned(find: runner.Find, *which: Any) -> Setting:
 
 
 def recipe(
-  find: runner.Find, sizes: dict[str, int], method: str
+  find: runner.Find, sizes: Callable[[str], int], method: str
 ) -> tuple[float, float | None]:
   """Rate and b1, best on average over the tasks that choose.
 
@@ -130,7 +132,9 @@ def by_recipe(find: runner.Find, *which: Any) -> Setting:
   return dataclasses.replace(settings(*which)[0], rate=rate, b1=b1)
 
 
-def plan(find: runner.Find, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
+def plan(
+  find: runner.Find, sizes: Callable[[str], int]
+) -> Iterator[dict[str, Any]]:
   """All runs that are known to be wanted; those that choose come first."""
   chosen = []
   for epsilon, task, method in itertools.product(
@@ -197,7 +201,7 @@ def accuracies(find: runner.Find, setting: Setting) -> list[float] | None:
 
 
 def regrets(
-  find: runner.Find, sizes: dict[str, int], task: str, epsilon: float
+  find: runner.Find, sizes: Callable[[str], int], task: str, epsilon: float
 ) -> dict[str, float] | None:
   """Points that each method loses; ``'best'`` is the best tuned accuracy."""
   try:
@@ -219,7 +223,7 @@ def regrets(
   }
 
 
-def table(find: runner.Find, sizes: dict[str, int]) -> str:
+def table(find: runner.Find, sizes: Callable[[str], int]) -> str:
   """Regret by task and epsilon, then its mean and worst over ``REPORT``."""
   names = (*METHODS, RIDGE)
   rows, counted = [], []
@@ -246,17 +250,14 @@ def main() -> None:
   folders = runner.Folders(args.data, args.cache)
   if args.data is None:
     raise SystemExit('--data is needed: the folder of the data sets.')
-  sizes = {
-    task: len(
-      sentences.problem_of(Setting(task, pooled=True), folders).train[0]
-    )
-    for task in CHOOSE + REPORT
-  }
+
+  @functools.cache
+  def sizes(task: str) -> int:
+    given = sentences.problem_of(Setting(task, pooled=True), folders)
+    return len(given.train[0])
+
   if not args.table:
     wanted = functools.partial(plan, sizes=sizes)
-    if args.smoke:
-      few = dataclasses.asdict(ridge_of('banking77', 3.0, 0))
-      wanted = runner.fixed([few])
     runner.run(
       store, wanted, lambda x: measure(Setting(**x), folders), args.minutes
     )

@@ -16,6 +16,7 @@ from tests.finetune.conftest import shared_data
 FOLDER = pathlib.Path(runner.__file__).parents[1]
 ELSEWHERE = {
   'accuracy/language_model': 'a run trains in language_model_test.py',
+  'accuracy/regret': 'encodes texts for minutes: regret_test.py',
   'accuracy/utility': 'a run is charged for its releases in utility_test.py',
   'speed/at_scale': 'compiles for 64 chips: minutes',
   'speed/language_model_memory': 'measures processes: its own test',
