@@ -52,7 +52,7 @@ return kept, lost => return new, lost @ training/private_test.py move_on
 delta / len(self._FACTORS) => delta @ accounting/budget_test.py share_delta
 settings.delta / len(settings.stops) => settings.delta @ training/stops_test.py any_stop
 [training, *settings.prior_releases.events] => [training] @ contrib/input_metric_test.py accounted_for
-[training, *prior_events] => [training] @ contrib/input_metric_test.py calibration or target
+[training, *prior_events] => [training] @ properties/accounting_test.py calibration_beside
 tuple(x.event for x in releases) => tuple(x.event for x in releases)[:1] @ training/prior_releases_test.py accounts_for
 np.where(rows == columns, 1, math.sqrt(2)) => np.where(rows == columns, 1, 2) @ core/one_shot_test.py length
 attempt = self._owner.written_down(state, found) => attempt = 0 @ training/journal_test.py elsewhere
