@@ -23,12 +23,13 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222;
 h2 { border-top: 1px solid #ddd; padding-top: 1rem; margin-top: 2rem }
 table { border-collapse: collapse; margin: 1rem 0 }
 td, th { border-bottom: 1px solid #ddd; padding: .3rem .8rem .3rem 0;
-  text-align: left; vertical-align: top; overflow-wrap: anywhere }
+  text-align: left; vertical-align: top }
+td { overflow-wrap: anywhere }
 .wide { overflow-x: auto }
 .figures { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)) }
 img { width: 100%; max-width: 34rem }
-.bar { width: 9rem; background: #eee }
+.bar { width: 7rem; background: #eee }
 .bar div { background: #4477aa; height: 1em }
 """
 SHOWN_CLASSES = 20  # The worst ones; the others are folded away.
@@ -153,7 +154,8 @@ def _picture(
   name = measure.removeprefix('eval_')
   x_name = 'epsilon spent by then' if over_epsilon else 'step'
   axis.set(xlabel=x_name, ylabel=name)
-  if name == 'perplexity':
+  low, high = axis.get_ylim()
+  if name == 'perplexity' and high > 10 * abs(low):
     axis.set_yscale('log')
   axis.grid(alpha=0.3)
   axis.legend(fontsize='small')
