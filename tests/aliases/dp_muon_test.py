@@ -213,7 +213,8 @@ def test_matrices_and_their_stack_take_the_same_steps():
 
 
 def test_consistent_rms_and_weight_decay():
-  params = {'w': np.full((6, 4), 2.0, np.float32)}
+  w, b = np.full((6, 4), 2.0, np.float32), np.zeros(3, np.float32)
+  params = {'w': w, 'b': b}
   grads = cases.normal(params, 9, lead=(1,))
 
   def update(**options):

@@ -257,3 +257,11 @@ def test_losses_of_another_shape_are_refused():
 
   with pytest.raises(ValueError, match=r'losses of shape \(4,\).*got \(\)'):
     jax.eval_shape(lora.per_example_gradients(mean), _params(), *_data(4, 3))
+
+
+def test_parts_of_parts_are_refused():
+  gradients = lora.in_microbatches(lora.per_example_gradients(_losses), 3)
+  lazy = lora.in_microbatches(gradients, 3)(_params(), *_data(6, 3))
+  params = _params()
+  with pytest.raises(TypeError, match='in micro-batches already'):
+    prism_optax.intrinsic_clip(1.0).update(lazy, (), params)

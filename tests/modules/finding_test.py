@@ -117,6 +117,7 @@ def test_given_pairs():
   for pair, match in (
     (lora.Pair('down', 'sideways', layout), "No leaf at 'sideways'"),
     (lora.Pair('down', 'down', layout), 'one pair only'),
+    (lora.Pair('down', 'up', lora.Layout(-1, 0, (), ())), 'not fit together'),
     (('down', 'up'), r'lora\.Pair'),
   ):
     with pytest.raises(ValueError, match=match):

@@ -136,6 +136,11 @@ def test_sensitivity_says_what_it_needs():
   assert tx.sensitivity(params=shapes) == 2**0.5  # A matrix, and the rest.
 
 
+def test_nothing_comes_of_no_leaves():
+  tx = transforms.per_matrix_clip(1.0)
+  assert tx.update({}, (), {})[0] == tx.pre_clipping_transform({}) == {}
+
+
 def test_goes_through_chain_jit_and_traced_thresholds():
   grads = cases.normal(PARAMS, 8, lead=(3,), scale=5.0)
 
