@@ -66,6 +66,23 @@ def test_padding_reads_no_record():
   )
 
 
+def test_a_warning_about_a_record_is_not_shown():
+  class Loud(list):
+    def __getitem__(self, place):
+      warnings.warn('private', stacklevel=2)
+      return super().__getitem__(place)
+
+  form = FORMS['words']
+  records = Records(
+    Sampling(2, 8, 8, None, None),
+    Loud([adversarial.ordinary(form, 0)] * 8), None, Form.declared(form),
+  )  # fmt: skip
+  with warnings.catch_warnings(record=True) as shown:
+    warnings.simplefilter('always')
+    records.collect(np.zeros(5, int), None)
+  assert not shown
+
+
 def test_structures_of_a_form():
   """A list may stand for a tuple; keys of a dict are those of the form."""
   leaf = struct((), np.float32)
