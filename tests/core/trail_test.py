@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 
 import jax
 import jax.experimental
@@ -167,6 +168,50 @@ def test_a_program_that_fails_leaves_nothing_behind():
     jax.jit(update)(params)
   gc.collect()
   assert not _chain._origins
+
+
+def test_the_sum_is_exact_whatever_happens_in_between(followed):
+  """Two chains in turn, of which one starts again; and another tree dies."""
+  params, clipped, *_ = parts()
+  noise = chains.noise()
+
+  def update(params):
+    one, other = clipped(params), clipped(params)
+    clipped(params)  # Nobody takes it.
+    return [
+      noise.update(x, noise.init(params), params)[0] for x in (one, other)
+    ]
+
+  jax.eval_shape(update, params)
+  assert followed == [True, True]
+
+
+def test_threads_do_not_meet():
+  """Each finds its own sum, while the other is between its clip and noise."""
+  params, clipped, *_ = parts()
+  # By another name in the oldest version.
+  new = hasattr(jax, 'enable_x64')
+  x64 = jax.enable_x64 if new else jax.experimental.enable_x64
+  meet, found = threading.Barrier(2, timeout=60), []
+
+  def trace():
+    def update(params):
+      x = clipped(params)
+      meet.wait()
+      origin = _chain._origin_of(x, params, None)
+      meet.wait()
+      found.append(origin is not None and origin.step.params is params)
+      return x
+
+    with x64(True):  # It is one of each thread.
+      jax.eval_shape(update, params)
+
+  threads = [threading.Thread(target=trace) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert found == [True, True]
 
 
 def test_a_tree_of_the_very_arrays_of_its_sum(followed):
