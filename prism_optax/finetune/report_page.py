@@ -25,6 +25,7 @@ table { border-collapse: collapse; margin: 1rem 0 }
 td, th { border-bottom: 1px solid #ddd; padding: .3rem .8rem .3rem 0;
   text-align: left; vertical-align: top }
 td { overflow-wrap: anywhere }
+td:first-child { overflow-wrap: normal }
 .wide { overflow-x: auto }
 .figures { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)) }
