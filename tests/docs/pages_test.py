@@ -24,11 +24,13 @@ def session_of(text):
 
 
 # A scan of the optimizer, and six calibrations; other libraries' accounting;
-# many small programs.
+# many small programs; calibrations beside prior releases.
 SLOW = {
   DOCS / 'hyper_parameters.md',
   DOCS / 'differences.md',
   DOCS / 'explanation' / 'tangent_coordinates.md',
+  DOCS / 'how_to' / 'input_metric.md',
+  DOCS / 'how_to' / 'private_head.md',
 }
 
 

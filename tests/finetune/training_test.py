@@ -138,6 +138,7 @@ def test_evaluation_counts_every_row_once(task, rows):
   assert found['eval_accuracy'] == pytest.approx(float(hits.mean()))
 
 
+@pytest.mark.slow
 def test_the_noise_that_was_calibrated_is_not_calibrated_anew(task, tmp_path):
   used = _options(noise_multiplier=None, target_epsilon=8.0)
   first = training.make(task, used, 'prism', tmp_path)

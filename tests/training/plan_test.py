@@ -46,6 +46,7 @@ def test_has_the_best_signal_that_its_cost_can_buy(size, epsilon, cost):
   assert plan.limit == pytest.approx(_exact(size, epsilon, 1, size), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_make_private_takes_it():
   params = {'w': jnp.zeros(3)}
   plan = training.plan(
