@@ -70,9 +70,14 @@ def wrong_links(page, text):
 
 def wrong_names(text):
   """Files of the repository in `code`, with the test that they have."""
+  return nowhere(_CODE.findall(prose_of(text)))
+
+
+def nowhere(names):
+  """Those of ``file`` or ``file::test[case]`` that are not there."""
   out = []
-  for code in _CODE.findall(prose_of(text)):
-    name, _, test = code.partition('::')
+  for code in names:
+    name, _, test = code.partition('[')[0].partition('::')
     if not _NAMED.fullmatch(name):
       continue
     path = ROOT / name
@@ -98,6 +103,12 @@ def test_links_and_names(page):
   assert not wrong_links(page, text)
   assert not wrong_names(text)
   assert not broken_rows(text)
+
+
+def test_scripts_run_tests_that_are_there():
+  for script in (ROOT / '.ci').glob('[!.]*'):
+    names = re.findall(r'tests/[\w/]+\.py[^\s\'"]*', script.read_text('utf-8'))
+    assert not nowhere(names), script
 
 
 def test_what_leads_nowhere_is_found():
