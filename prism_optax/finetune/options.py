@@ -45,7 +45,9 @@ def resolve(given: argparse.Namespace) -> Options:
     ValueError: If options contradict each other or the stored ones, what is
       stored are no options, or the output folder is taken.
   """
-  said = {name: vars(given)[name] for name in TABLE if vars(given)[name]}
+  values = {name: vars(given)[name] for name in TABLE}
+  # A flag that is not given is False; 0 is a value.
+  said = {k: v for k, v in values.items() if v is not None and v is not False}
   if said.pop('resume', False):
     return _resumed(said)
   task = said.get('task') or ('classify' if 'data' in said else 'digits')

@@ -326,6 +326,15 @@ def test_help_is_one_screen(capsys):
     assert lines[0].startswith(f'usage: prism-optax {command}'.rstrip())
 
 
+def test_zero_is_a_value_and_a_flag_that_is_not_given_is_none(tmp_path):
+  words = ['train', '--seed', '0', '--noise-multiplier', '0']
+  used = options.resolve(
+    command_line.parse([*words, '--output', str(tmp_path / 'run')])
+  )
+  assert (used.seed, used.noise_multiplier) == (0, 0.0)
+  assert used.target_epsilon is None
+
+
 def test_the_help_is_read_as_the_options():
   found = command_line.options(command_line.TRAIN)
   # An option that would be overlooked has no other place.
