@@ -8,6 +8,7 @@ the top layers alone. The model is a pure function of plain trees, see
 
 import hashlib
 import json
+import os
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -91,8 +92,9 @@ def encode(
 
     chunk = 256
     padded = np.pad(ids, ((0, -len(ids) % chunk), (0, 0)))
-    # Under another name until it is whole: an interrupted run leaves none.
-    partial = path.with_suffix('.partial.npy')
+    # Under another name until it is whole, because a run may be interrupted; of
+    # its own, because another process may encode the same texts.
+    partial = path.with_suffix(f'.{os.getpid()}.npy')
     out = np.lib.format.open_memmap(
       partial, 'w+', np.float16, (len(ids), length, encoder.hidden_size)
     )
@@ -101,7 +103,7 @@ def encode(
       out[start : start + chunk] = rows[: len(ids) - start]
       print(f'  encoded {start} of {len(ids)}', end='\r', file=sys.stderr)
     out.flush()
-    partial.rename(path)
+    partial.replace(path)
   tokens = np.load(path, mmap_mode='r')
   return Texts(tokens, (ids != 0).sum(1).astype(np.int32), labels)
 
