@@ -54,8 +54,10 @@ class Setting:
     batch: Expected batch size.
     clip: C.
     rank: Of every adapter.
-    start: ``'default'`` (A random, B zero), ``'spectral'`` (the largest
-      singular directions) or ``'balanced'`` (both random, small).
+    start: ``'default'`` (A random, B zero), ``'canonical'`` (the same in the
+      gauge of `lora.canonicalize`, which methods on the manifold always have),
+      ``'spectral'`` (the largest singular directions) or ``'balanced'`` (both
+      random, small).
     scale: alpha / r of the model.
     gauge: Condition number of the gauge in which the start is written.
     head: ``'frozen'`` at random (a task that the adapters must solve; the
@@ -222,7 +224,7 @@ def start(
       frozen['head'] = first
     else:
       params['head'] = first
-  if methods.is_tangent(setting.method):
+  if methods.is_tangent(setting.method) or setting.start == 'canonical':
     params = lora.canonicalize(params, layout=lora.Layout(scale=setting.scale))
   return params, frozen
 

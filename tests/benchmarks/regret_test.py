@@ -16,7 +16,7 @@ def accuracy(task, method, rate):
 def test_regret_is_that_of_the_recipe(monkeypatch):
   monkeypatch.setattr(regret, 'planned', lambda rows, epsilon: (120, 512))
   stored = {}
-  fields = 'task', 'method', 'rate', 'b1', 'epsilon', 'seed'
+  fields = 'task', 'method', 'rate', 'weight_decay', 'epsilon', 'seed'
 
   def find(setting):
     return stored.get(tuple(setting[x] for x in fields))
@@ -28,7 +28,7 @@ def test_regret_is_that_of_the_recipe(monkeypatch):
   for _ in range(3):  # Choices, what they decide, and no more.
     for x in regret.plan(find, rows):
       found = accuracy(x['task'], x['method'], x['rate'])
-      less = 0.01 if x['b1'] == 0.9 else 0.0
+      less = 0.01 if x['weight_decay'] == 1.0 else 0.0
       stored[tuple(x[name] for name in fields)] = {
         'tuning accuracy': found - less,
         'test accuracy': found,
