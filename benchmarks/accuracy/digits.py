@@ -24,6 +24,8 @@ correlated noise cannot use. A constant rate, a balanced start.
 ``plans``: the same network with ``b1=0.5`` and epsilon 2 at equal cost, 9,600
 gradients: by the number of steps, of which `training.plan` has 120.
 
+``planned``: the same network with all of ``training.plan``, for ``regret.py``.
+
 ``muon``: a perceptron from scratch by DP-Muon and DP-Adam, delta 1e-5; rates
 are tuned on other seeds, and the error is that of the mean over seeds.
 
@@ -57,7 +59,7 @@ DEFAULTS = {
   'start': 'one_sided', 'rule': 'flat', 'clip': 1.0, 'records of a user': 1,
   'b1': 0.9, 'b2': 0.999, 'floor_factor': 1.0, 'max_condition_number': 1e4,
   'bias_correction': True, 'decay': 1.0, 'weight_decay': 0.0, 'metric': None,
-  'noise': 'Poisson',
+  'noise': 'Poisson', 'warm_up': False,
 }  # fmt: skip
 OURS = {'bias_correction': False, 'weight_decay': 0.1}
 ADAM, BALANCED = {'method': 'dp-adamw'}, {'start': 'balanced'}
@@ -143,11 +145,29 @@ def clipping() -> list[dict[str, Any]]:
   ]  # fmt: skip
 
 
+def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
+  """Steps and batch from public numbers; a warm-up by 1 - b1^t."""
+  found = training.plan(
+    network.SIZE, target_epsilon=epsilon, delta=1e-4, example_gradients=30_720
+  ).chosen
+  return {
+    'method': method, 'epsilon': epsilon, 'weight_decay': decay,
+    'batch': found.expected_batch_size, 'steps': found.steps,
+    'bias_correction': False, 'warm_up': method == 'dp-adamw',
+  }  # fmt: skip
+
+
 EXPERIMENTS: dict[str, list[dict[str, Any]]] = {
   'options': options(),
   'plans': [
     {'b1': 0.5, 'steps': steps, 'batch': 9600 // steps}
     for steps in (30, 60, 120, 240, 480)
+  ],
+  'planned': [
+    planned(method, epsilon, decay)
+    for epsilon in (3.0, 1.0, 8.0)
+    for method in ('prism', 'dp-adamw')
+    for decay in (0.1, 1.0)
   ],
   'clipping': clipping(),
   'correlated': [
@@ -279,6 +299,11 @@ def optimizer(setting: dict[str, Any], rate: Any) -> Any:
   def decayed(count):
     return rate * (1 - setting['decay'] * half[count])
 
+  if setting['warm_up']:
+    return methods.optimizer(
+      setting['method'], decayed, stddev=None, b1=setting['b1'],
+      decay=setting['weight_decay'],
+    )  # fmt: skip
   if setting['method'] == 'dp-adamw':
     return optax.adamw(
       decayed, setting['b1'], setting['b2'],
@@ -452,6 +477,7 @@ def measure(smoke: bool, setting: dict[str, Any]) -> dict[str, Any]:
     'standard error': spread / seeds**0.5,
     'accuracies of the seeds': of_seeds.tolist(),
     'accuracies by rate': tuned[1].mean(1).tolist(),
+    'accuracies by rate and seed': tuned[1].tolist(),
   }
 
 

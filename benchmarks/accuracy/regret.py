@@ -41,7 +41,7 @@ from prism_optax.contrib import heads  # noqa: E402
 
 CHOOSE, REPORT = ('sst2', 'clinc150'), ('banking77', 'intents')
 EPSILONS, SEEDS, TUNING_SEED = (3.0, 1.0, 8.0), tuple(range(5)), 100
-GRADIENTS = 61_440
+GRADIENTS = 30_720
 RATES = {
   'prism': (1e-2, 3e-2, 1e-1, 3e-1),
   'dp-adamw': (3e-3, 1e-2, 3e-2, 1e-1),
