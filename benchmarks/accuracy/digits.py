@@ -53,6 +53,8 @@ from benchmarks.common import methods, private, runner  # noqa: E402
 from prism_optax import contrib, lora, training  # noqa: E402
 
 METRIC_NOISE = 10.0
+# Example gradients that a training can afford, where `training.plan` chooses.
+GRADIENTS = 30_720
 # All fields of a setting. `decay` is the share of the cosine decay of the rate.
 DEFAULTS = {
   'method': 'prism', 'epsilon': 2.0, 'rank': 4, 'batch': 100, 'steps': 96,
@@ -148,8 +150,9 @@ def clipping() -> list[dict[str, Any]]:
 def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
   """Steps and batch from public numbers; a warm-up by 1 - b1^t."""
   found = training.plan(
-    network.SIZE, target_epsilon=epsilon, delta=1e-4, example_gradients=30_720
-  ).chosen
+    network.SIZE, target_epsilon=epsilon, delta=1e-4,
+    example_gradients=GRADIENTS,
+  ).chosen  # fmt: skip
   return {
     'method': method, 'epsilon': epsilon, 'weight_decay': decay,
     'batch': found.expected_batch_size, 'steps': found.steps,

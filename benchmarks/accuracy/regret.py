@@ -24,24 +24,28 @@ import itertools
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from scipy import stats
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.accuracy import problems, sentences  # noqa: E402
+from benchmarks.accuracy import digits, problems, sentences  # noqa: E402
 from benchmarks.accuracy.sentences import Setting  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 from prism_optax import accounting, training  # noqa: E402
 from prism_optax.contrib import heads  # noqa: E402
 
 CHOOSE, REPORT = ('sst2', 'clinc150'), ('banking77', 'intents')
+# Rows that train, after those that choose and are reported were set aside.
+SIZES = {
+  'sst2': 58_349, 'clinc150': 10_500, 'intents': 10_500, 'banking77': 7_003,
+}  # fmt: skip
 EPSILONS, SEEDS, TUNING_SEED = (3.0, 1.0, 8.0), tuple(range(5)), 100
-GRADIENTS = 30_720
 RATES = {
   'prism': (1e-2, 3e-2, 1e-1, 3e-1),
   'dp-adamw': (3e-3, 1e-2, 3e-2, 1e-1),
@@ -49,7 +53,7 @@ RATES = {
 }
 DECAYS = (0.1, 1.0)
 # Methods that have something to choose; and a head by itself.
-METHODS, RIDGE = tuple(RATES), 'ridge'
+METHODS, RIDGE, DIGITS = tuple(RATES), 'ridge', 'digits'
 
 
 @functools.lru_cache(maxsize=32)
@@ -59,16 +63,14 @@ def planned(rows: int, epsilon: float) -> tuple[int, int]:
     rows,
     target_epsilon=epsilon,
     delta=sentences.DELTA,
-    example_gradients=GRADIENTS,
+    example_gradients=digits.GRADIENTS,
   )
   return found.chosen.steps, found.chosen.expected_batch_size
 
 
-def settings(
-  sizes: Callable[[str], int], task: str, method: str, epsilon: float
-):
+def settings(task: str, method: str, epsilon: float) -> list[Setting]:
   """The choices of a method, as settings of the tuning seed."""
-  steps, batch = planned(sizes(task), epsilon)
+  steps, batch = planned(SIZES[task], epsilon)
   return [
     Setting(
       task=task,
@@ -104,18 +106,14 @@ def tuned(find: runner.Find, *which: Any) -> Setting:
   return runner.best(settings(*which), functools.partial(score, find))
 
 
-def recipe(
-  find: runner.Find, sizes: Callable[[str], int], method: str
-) -> tuple[float, float]:
+def recipe(find: runner.Find, method: str) -> tuple[float, float]:
   """Rate and weight decay, best on average over the tasks that choose.
 
   Raises:
     runner.Missing: If some were not run.
   """
   cells = [
-    settings(sizes, task, method, epsilon)
-    for epsilon in EPSILONS
-    for task in CHOOSE
+    settings(task, method, epsilon) for epsilon in EPSILONS for task in CHOOSE
   ]
   scores = [[score(find, x) for x in cell] for cell in cells]
   missing = [
@@ -132,15 +130,12 @@ def recipe(
 
 def by_recipe(find: runner.Find, *which: Any) -> Setting:
   """A method on a task as its recipe has it."""
-  sizes, _, method, _ = which
-  rate, decay = recipe(find, sizes, method)
+  rate, decay = recipe(find, which[1])
   chosen = settings(*which)[0]
   return dataclasses.replace(chosen, rate=rate, weight_decay=decay)
 
 
-def plan(
-  find: runner.Find, sizes: Callable[[str], int]
-) -> Iterator[dict[str, Any]]:
+def plan(find: runner.Find) -> Iterator[dict[str, Any]]:
   """All runs that are known to be wanted; those that choose come first."""
   chosen = []
   for epsilon, task, method in itertools.product(
@@ -148,7 +143,7 @@ def plan(
   ):
     for choose in (tuned, by_recipe):
       try:
-        chosen.append(choose(find, sizes, task, method, epsilon))
+        chosen.append(choose(find, task, method, epsilon))
       except runner.Missing as missing:
         yield from map(dataclasses.asdict, missing.settings)
   for seed, setting in itertools.product(SEEDS, chosen):
@@ -195,57 +190,145 @@ def measure(setting: Setting, folders: runner.Folders) -> dict[str, Any]:
   }
 
 
-def accuracies(find: runner.Find, setting: Setting) -> list[float] | None:
-  """Of all seeds, None while some are missing."""
-  found = [
-    find(dataclasses.asdict(dataclasses.replace(setting, seed=seed)))
-    for seed in SEEDS
-  ]
-  if None in found:
-    return None
+def accuracies(find: runner.Find, setting: Setting) -> list[float]:
+  """Of all seeds.
+
+  Raises:
+    runner.Missing: If some were not run.
+  """
+  each = [dataclasses.replace(setting, seed=seed) for seed in SEEDS]
+  found = [find(dataclasses.asdict(x)) for x in each]
+  missing = [x for x, row in zip(each, found, strict=True) if row is None]
+  if missing:
+    raise runner.Missing(missing)
   return [row['test accuracy'] for row in found if row]
 
 
-def regrets(
-  find: runner.Find, sizes: Callable[[str], int], task: str, epsilon: float
-) -> dict[str, float] | None:
-  """Points that each method loses; ``'best'`` is the best tuned accuracy."""
-  try:
-    best = [
-      accuracies(find, tuned(find, sizes, task, x, epsilon)) for x in METHODS
-    ]
-    mine = {
-      x: accuracies(find, by_recipe(find, sizes, task, x, epsilon))
-      for x in METHODS
-    }
-  except runner.Missing:
-    return None
-  mine[RIDGE] = accuracies(find, ridge_of(task, epsilon, 0))
-  if None in best or None in mine.values():
-    return None
-  top = max(statistics.mean(x) for x in (*best, mine[RIDGE]) if x)
-  return {'best': top} | {
-    x: 100 * (top - statistics.mean(y)) for x, y in mine.items() if y
-  }
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """A task at an epsilon.
+
+  Attributes:
+    task: Its name.
+    epsilon: At ``sentences.DELTA``; of digits at 1e-4.
+    tuned: Mean accuracy of each method that is tuned on this task.
+    untuned: Accuracies of each method with its recipe, by seed.
+  """
+
+  task: str
+  epsilon: float
+  tuned: dict[str, float]
+  untuned: dict[str, list[float]]
+
+  @property
+  def regrets(self) -> dict[str, float]:
+    """Points that each method loses by its recipe."""
+    means = {x: statistics.mean(y) for x, y in self.untuned.items()}
+    # A head by one release has nothing to tune.
+    top = max(*self.tuned.values(), means.get(RIDGE, 0.0))
+    return {x: 100 * (top - y) for x, y in means.items()}
+
+  @property
+  def lead(self) -> tuple[float, float]:
+    """Points of ``prism`` less DP-AdamW, both by recipe; p of paired seeds."""
+    first, second = self.untuned['prism'], self.untuned['dp-adamw']
+    found = stats.ttest_rel(first, second)
+    points = 100 * (statistics.mean(first) - statistics.mean(second))
+    return points, float(found.pvalue)
 
 
-def table(find: runner.Find, sizes: Callable[[str], int]) -> str:
-  """Regret by task and epsilon, then its mean and worst over ``REPORT``."""
+def cells(find: runner.Find, of_digits: runner.Find) -> list[Cell]:
+  """All whose rows are there."""
+  found = []
+  for task, epsilon in itertools.product(
+    (*CHOOSE, *REPORT, DIGITS), sorted(EPSILONS)
+  ):
+    try:
+      if task == DIGITS:
+        found.append(cell_of_digits(find, of_digits, epsilon))
+      else:
+        found.append(cell_of_texts(find, task, epsilon))
+    except runner.Missing:
+      pass
+  return found
+
+
+def cell_of_texts(find: runner.Find, task: str, epsilon: float) -> Cell:
+  """From the rows here.
+
+  Raises:
+    runner.Missing: If some are not there.
+  """
+  which = {x: (find, task, x, epsilon) for x in METHODS}
+  untuned = {x: accuracies(find, by_recipe(*y)) for x, y in which.items()}
+  return Cell(
+    task,
+    epsilon,
+    {x: statistics.mean(accuracies(find, tuned(*y))) for x, y in which.items()},
+    {**untuned, RIDGE: accuracies(find, ridge_of(task, epsilon, 0))},
+  )
+
+
+def cell_of_digits(
+  find: runner.Find, of_digits: runner.Find, epsilon: float
+) -> Cell:
+  """From the rows of ``digits.py``, which have all rates and ten seeds.
+
+  Raises:
+    runner.Missing: If some are not there.
+  """
+  tuned, untuned = {}, {}
+  for method in ('prism', 'dp-adamw'):
+    each = [digits.planned(method, epsilon, decay) for decay in DECAYS]
+    rows = [of_digits(x) for x in each]
+    if None in rows:
+      raise runner.Missing(each)
+    tuned[method] = max(rows, key=lambda x: x['tuning accuracy'])['accuracy']
+    rate, decay = recipe(find, method)
+    row = rows[DECAYS.index(decay)]
+    at = row['rates'].index(rate)
+    untuned[method] = row['accuracies by rate and seed'][at]
+  return Cell(DIGITS, epsilon, tuned, untuned)
+
+
+def table(found: list[Cell]) -> str:
+  """Regrets, then their mean and worst over tasks that chose no recipe.
+
+  The last columns say how far ``prism`` is ahead of DP-AdamW, both by their
+  recipes, with Holm's p of the paired tests over all cells.
+  """
   names = (*METHODS, RIDGE)
-  rows, counted = [], []
-  for task, epsilon in itertools.product(CHOOSE + REPORT, sorted(EPSILONS)):
-    found = regrets(find, sizes, task, epsilon)
-    if found is not None:
-      points = [found[x] for x in names]
-      counted += [points] if task in REPORT else []
-      rows.append(
-        [task, epsilon, f'{found["best"]:.3f}', *(f'{x:.1f}' for x in points)]
-      )
-  for word, reduce in (('mean', np.mean), ('worst', np.max)):
+  corrected = holm([x.lead[1] for x in found])
+  rows = [
+    [
+      x.task,
+      x.epsilon,
+      f'{max(x.tuned.values()):.3f}',
+      *(f'{x.regrets[y]:.1f}' if y in x.regrets else '' for y in names),
+      f'{x.lead[0]:+.1f}',
+      f'{p:.3f}',
+    ]
+    for x, p in zip(found, corrected, strict=True)
+  ]
+  counted = [x.regrets for x in found if x.task not in CHOOSE]
+  for word, reduce in (('mean', statistics.mean), ('worst', max)):
     if counted:
-      ends = (f'{x:.1f}' for x in reduce(counted, 0))
-      rows.append([word, '', '', *ends])
-  return runner.markdown(['task', 'epsilon', 'best tuned', *names], rows)
+      of_names = ([x[y] for x in counted if y in x] for y in names)
+      rows.append([word, '', '', *(f'{reduce(x):.1f}' for x in of_names)])
+      rows[-1] += ['', '']
+  return runner.markdown(
+    ['task', 'epsilon', 'best tuned', *names, 'prism - dp-adamw', 'p'], rows
+  )
+
+
+def holm(values: list[float]) -> list[float]:
+  """p values that hold for all tests together (Holm 1979)."""
+  order = np.argsort(values)
+  out, least = np.zeros(len(values)), 0.0
+  for rank, i in enumerate(order):
+    least = max(least, min(1.0, values[i] * (len(values) - rank)))
+    out[i] = least
+  return out.tolist()
 
 
 def main() -> None:
@@ -253,21 +336,15 @@ def main() -> None:
   store = runner.store_of(
     args, 'regret', by_device=False, defaults=sentences.DEFAULTS
   )
-  folders = runner.Folders(args.data, args.cache)
-  if args.data is None:
-    raise SystemExit('--data is needed: the folder of the data sets.')
-
-  @functools.cache
-  def sizes(task: str) -> int:
-    given = sentences.problem_of(Setting(task, pooled=True), folders)
-    return len(given.train[0])
-
   if not args.table:
-    wanted = functools.partial(plan, sizes=sizes)
+    if args.data is None:
+      raise SystemExit('--data is needed: the folder of the data sets.')
+    folders = runner.Folders(args.data, args.cache)
     runner.run(
-      store, wanted, lambda x: measure(Setting(**x), folders), args.minutes
+      store, plan, lambda x: measure(Setting(**x), folders), args.minutes
     )
-  print(table(store.find, sizes))
+  of_digits = runner.Store(runner.FOLDER / 'digits_cpu.json', digits.DEFAULTS)
+  print(table(cells(store.find, of_digits.find)))
 
 
 if __name__ == '__main__':
