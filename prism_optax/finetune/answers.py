@@ -1,18 +1,19 @@
 """What a finished run is for: labels of texts, responses to prompts."""
 
 import argparse
+import functools
 import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from . import files, finished
+from . import data, files, finished, instructions
 from .models import chat, classifier, generation, minilm
 
 
@@ -23,15 +24,20 @@ def predict(command: argparse.Namespace) -> None:
     ValueError: If the run is not finished, or a row has no text or prompt.
   """
   run = finished.find(command.run, 'classify', 'instruct')
-  rows = files.read(command.data, '--data')
+  used = run.options
   for name in ('text_column', 'prompt_column'):
     if given := getattr(command, name):
-      setattr(run.options, name, given)
-  answer = _labels if run.options.task == 'classify' else _responses
-  found = answer(run, command, rows)
+      setattr(used, name, given)
+  is_text = used.task == 'classify'
+  parse = data.text if is_text else instructions.prompt
+  rows: list[Any] = files.read_public(
+    command.data, functools.partial(parse, used=used), '--data'
+  )
+  answer = _labels if is_text else _responses
+  lines = map(json.dumps, answer(run, rows, command))
   if command.output is None:
-    for each in found:
-      print(json.dumps(each), flush=True)
+    for line in lines:
+      print(line, flush=True)
     return
   path = pathlib.Path(command.output)
   files.require_writable(path.parent)
@@ -39,38 +45,23 @@ def predict(command: argparse.Namespace) -> None:
     files.replacing(path) as temporary,
     temporary.open('w', encoding='utf-8') as file,
   ):
-    file.writelines(json.dumps(each) + '\n' for each in found)
+    file.writelines(f'{line}\n' for line in lines)
   print(f'{len(rows)} rows in {path}.')
 
 
-def _field(rows: list[files.Row], column: str, command: Any) -> list[Any]:
-  """One column.
-
-  Raises:
-    ValueError: If a row lacks it, with the row.
-  """
-  for number, (row, problem) in enumerate(rows, 1):
-    if row is None or not isinstance(row.get(column), str):
-      problem = problem or f'expected a string in the column {column!r}'
-      raise ValueError(f'--data {command.data}, row {number}: {problem}.')
-  return [(row.entries or {})[column] for row in rows]
-
-
 def _labels(
-  run: finished.Finished, command: argparse.Namespace, rows: list[files.Row]
+  run: finished.Finished, texts: list[str], command: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-  texts = _field(rows, run.options.text_column, command)
   model, folder = finished.text_classifier(run)
   ids = minilm.tokenize(folder, texts, run.options.max_length)
   names = run.options.labels
   found = probabilities(model, ids, command.batch_size)
   for text, row in zip(texts, found, strict=True):
+    shares = [round(float(share), 6) for share in row]
     yield {
       run.options.text_column: text,
       'label': names[int(row.argmax())],
-      'probabilities': {
-        name: round(float(p), 6) for name, p in zip(names, row, strict=True)
-      },
+      'probabilities': dict(zip(names, shares, strict=True)),
     }
 
 
@@ -87,46 +78,54 @@ def probabilities(
 
 
 def _responses(
-  run: finished.Finished, command: argparse.Namespace, rows: list[files.Row]
-) -> Iterator[dict[str, Any]]:
-  used = run.options
-  conversations = [_prompt(row.entries, used) for row in rows]
-  if None in conversations:
-    _field(rows, used.prompt_column, command)
-  model, source = finished.language_model(run, before=command.before)
+  run: finished.Finished,
+  prompts: list[instructions.Conversation],
+  command: argparse.Namespace,
+) -> Iterator[dict[str, str]]:
+  found = responses(
+    run,
+    prompts,
+    command.max_new_tokens,
+    before=command.before,
+    size=command.batch_size,
+    temperature=command.temperature,
+    seed=command.seed,
+  )
+  for messages, text in zip(prompts, found, strict=True):
+    yield {
+      run.options.prompt_column: messages[-1]['content'] if messages else '',
+      run.options.response_column: text.strip(),
+    }
+
+
+def responses(
+  run: finished.Finished,
+  prompts: Sequence[instructions.Conversation],
+  max_new_tokens: int,
+  *,
+  before: bool = False,
+  size: int = 8,
+  **drawn: float,
+) -> Iterator[str]:
+  """What a language model answers.
+
+  Args:
+    run: Of the task ``instruct``.
+    prompts: The messages before each answer.
+    max_new_tokens: Of an answer.
+    before: Whether the model is to be as it was before it was adapted.
+    size: Prompts at once.
+    **drawn: Of ``generation.Generator.stream``.
+  """
+  model, source = finished.language_model(run, before=before)
   talk = chat.Chat(source)
   generator = generation.Generator(model, talk.stops)
-  prompts = [
-    talk.encode(talk.text(messages, answer_next=True))
-    for messages in conversations
-    if messages is not None
-  ]
-  for start in range(0, len(prompts), command.batch_size):
-    answers = generator.answers(
-      prompts[start : start + command.batch_size],
-      command.max_new_tokens,
-      temperature=command.temperature,
-      seed=command.seed,
+  ids = [talk.prompt(messages) for messages in prompts]
+  for start in range(0, len(ids), size):
+    some = ids[start : start + size]
+    yield from map(
+      talk.decode, generator.answers(some, max_new_tokens, **drawn)
     )
-    for messages, ids in zip(conversations[start:], answers, strict=False):
-      yield {
-        used.prompt_column: messages[-1]['content'] if messages else '',
-        used.response_column: talk.decode(ids).strip(),
-      }
-
-
-def _prompt(
-  row: Mapping[str, Any] | None, used: Any
-) -> list[dict[str, str]] | None:
-  """The messages before the answer."""
-  if row is not None and isinstance(row.get(used.messages_column), list):
-    messages = row[used.messages_column]
-    if messages and messages[-1].get('role') == 'assistant':
-      messages = messages[:-1]
-    return messages
-  if row is not None and isinstance(row.get(used.prompt_column), str):
-    return [{'role': 'user', 'content': row[used.prompt_column]}]
-  return None
 
 
 def talk(command: argparse.Namespace) -> None:
@@ -153,10 +152,9 @@ def talk(command: argparse.Namespace) -> None:
       messages = list(beginning)
       continue
     messages.append({'role': 'user', 'content': question})
-    ids: list[int] = []
-    shown = ''
+    ids, shown = [], ''
     for tokens in generator.stream(
-      [template.encode(template.text(messages, answer_next=True))],
+      [template.prompt(messages)],
       command.max_new_tokens,
       temperature=command.temperature,
       seed=command.seed + turn,

@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+from typing import Any
 
 import numpy as np
 
@@ -20,49 +21,50 @@ def check_data(command: argparse.Namespace) -> None:
   Raises:
     ValueError: If there is no such file, or no labels are known.
   """
-  check = _labels if command.task == 'classify' else _conversations
   print(WARNING)
-  for what, count in check(command).items():
+  rows = files.read(command.data, '--data')
+  readable = [row.entries for row in rows if row.entries is not None]
+  unread = len(rows) - len(readable)
+  counts = collections.Counter({'rows': len(rows)})
+  counts['rows that cannot be read: zero gradient'] = unread
+  counts['rows with bytes that are no UTF-8'] = files.undecoded(rows)
+  if command.eval is not None:
+    public = {repr(row) for row in files.read(command.eval, '--eval')}
+    counts['rows that are in --eval too'] = sum(repr(x) in public for x in rows)
+  check = _labels if command.task == 'classify' else _conversations
+  check(command, readable, counts)
+  for what, count in (+counts).items():  # Only what there is.
     print(f'{count:>8}  {what}')
 
 
-def _labels(command: argparse.Namespace) -> dict[str, int]:
-  rows = files.read(command.data, '--data')
-  columns = command.text_column, command.label_column
-  public = None
-  if command.eval is not None:
-    public = data.read_public(command.eval, *columns)
-  if public is None and command.labels is None:
+def _labels(
+  command: argparse.Namespace, rows: list[Any], counts: collections.Counter[str]
+) -> None:
+  if command.eval is None and command.labels is None:
     raise ValueError('check-data needs --labels or --eval: which labels count?')
-  names = data.label_set(command.labels, public.labels if public else ())
-  counts = _of_files(rows, command)
-  for row, _ in rows:
-    if row is None:
-      continue
+  public = () if command.eval is None else data.read_public(command).labels
+  names = data.label_set(command.labels, public)
+  columns = command.text_column, command.label_column
+  for row in rows:
     text, label = (row.get(column) for column in columns)
-    name = data.label_name(label)
     if not isinstance(text, str):
       counts[f'rows without a string in {columns[0]!r}: zero gradient'] += 1
-    elif name is None:
+    elif type(label) not in (str, int):
       counts[f'rows without a label in {columns[1]!r}: zero gradient'] += 1
-    elif name not in names:
-      counts[f'rows with the unknown label {name!r}: zero gradient'] += 1
+    elif str(label) not in names:
+      counts[f'rows with the unknown label {str(label)!r}: zero gradient'] += 1
     else:
       counts['rows that can be used'] += 1
-      counts[f'  of them labelled {name!r}'] += 1
-  return counts
+      counts[f'  of them labelled {str(label)!r}'] += 1
 
 
-def _conversations(command: argparse.Namespace) -> dict[str, int]:
-  rows = files.read(command.data, '--data')
-  columns = instructions.columns(command)
-  talk = chat.Chat(pretrained.find(command.model))
-  counts, lengths = _of_files(rows, command), []
-  for row, _ in rows:
-    if row is None:
-      continue
+def _conversations(
+  command: argparse.Namespace, rows: list[Any], counts: collections.Counter[str]
+) -> None:
+  talk, lengths = chat.Chat(pretrained.find(command.model)), []
+  for row in rows:
     try:
-      messages = instructions.conversation(row, columns)
+      messages = instructions.conversation(row, command)
       prompt, answer = map(talk.encode, talk.prompt_and_answer(messages))
     except ValueError:
       counts['rows that are no conversation: zero gradient'] += 1
@@ -72,24 +74,8 @@ def _conversations(command: argparse.Namespace) -> dict[str, int]:
       counts['rows whose response is cut off whole: zero gradient'] += 1
     else:
       counts['rows that can be used'] += 1
-      if lengths[-1] > command.max_length + 1:
-        counts['  of them with a response that is cut'] += 1
-  if lengths:
-    for share in (50, 90, 100):
-      tokens = int(np.percentile(lengths, share))
-      counts[f'tokens, or fewer, have {share}% of the rows'] = tokens
-  return counts
-
-
-def _of_files(
-  rows: list[files.Row], command: argparse.Namespace
-) -> collections.Counter[str]:
-  counts = collections.Counter({'rows': len(rows)})
-  counts['rows that cannot be read: zero gradient'] = sum(
-    row.entries is None for row in rows
-  )
-  counts['rows with bytes that are no UTF-8'] = files.undecoded(rows)
-  if command.eval is not None:
-    public = {repr(row) for row in files.read(command.eval, '--eval')}
-    counts['rows that are in --eval too'] = sum(repr(x) in public for x in rows)
-  return +counts  # Only what there is.
+      cut = lengths[-1] > command.max_length + 1
+      counts['  of them with a response that is cut'] += cut
+  for share in (50, 90, 100) if lengths else ():
+    tokens = int(np.percentile(lengths, share))
+    counts[f'tokens, or fewer, have {share}% of the rows'] = tokens

@@ -1,13 +1,7 @@
-"""Text classification files, read strictly or totally.
+"""Text classification files: texts, and labels as places in a label set."""
 
-The evaluation file is declared public: whatever is wrong in it raises, with
-the line. The training file is private: an error (or a warning, or a number of
-columns) that depends on one record would release something about it outside
-of the mechanism. So reading it is a total function: a row that cannot be used
-keeps its place and counts as a record with a zero gradient, silently. Only
-what holds for the file as a whole, such as no row having the columns, raises.
-"""
-
+import argparse
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +10,7 @@ import numpy as np
 
 from . import files
 
+OPTIONS = '--text-column and --label-column'
 BLANK = -1  # The label of a record that contributes nothing.
 
 
@@ -40,92 +35,36 @@ class TextFile(NamedTuple):
   labels: Sequence[str | None]
 
 
-def label_name(value: Any) -> str | None:
-  """The name of a label: strings and integers have one, nothing else has."""
-  if isinstance(value, str):
-    return value
-  if isinstance(value, int) and not isinstance(value, bool):
-    return str(value)
-  return None
+def text(row: files.Entries, used: argparse.Namespace) -> str:
+  return files.entry(row, used.text_column, OPTIONS)
 
 
-def read_public(
-  path: str, text_column: str, label_column: str, option: str = '--eval'
-) -> TextFile:
-  """Reads a file declared public.
-
-  Args:
-    path: See ``files.read``.
-    text_column: Key of the text, a string.
-    label_column: Key of the label, a string or an integer.
-    option: How the caller's option is called, for the messages.
-
-  Returns:
-    All rows, every label present.
-
-  Raises:
-    ValueError: If the file is absent or empty, or a row is no JSON object,
-      lacks a column or has a value of another type; with the line.
-  """
-  texts, labels = [], []
-  rows = files.read_public(path, option)
-  for number, (row, problem) in enumerate(rows, 1):
-    where = f'{option} {path}, row {number}'
-    if row is None:
-      raise ValueError(f'{where}: {problem}.{files.hint(path, rows)}')
-    for column in (text_column, label_column):
-      if column not in row:
-        raise ValueError(
-          f'{where}: no column {column!r}, only {sorted(row)}; see '
-          f'--text-column and --label-column.'
-        )
-    text, label = row[text_column], label_name(row[label_column])
-    if not isinstance(text, str):
-      raise ValueError(
-        f'{where}: {text_column!r} must be a string, got {text!r}.'
-      )
-    if label is None:
-      raise ValueError(
-        f'{where}: {label_column!r} must be a string or an integer, got '
-        f'{row[label_column]!r}.'
-      )
-    texts.append(text)
-    labels.append(label)
-  if not texts:
-    raise ValueError(f'{option} {path}: the file has no rows.')
-  return TextFile(texts, labels)
+def _text_and_label(
+  row: files.Entries, used: argparse.Namespace
+) -> tuple[str, str | None]:
+  label = files.entry(row, used.label_column, OPTIONS, str, int)
+  return text(row, used), label
 
 
-def read_private(path: str, text_column: str, label_column: str) -> TextFile:
-  """Reads a file of private records; see the module's docstring.
+def read_public(used: argparse.Namespace) -> TextFile:
+  """Reads ``--eval``; see ``files.read_public``."""
+  parse = functools.partial(_text_and_label, used=used)
+  return _transposed(files.read_public(used.eval, parse))
 
-  Args:
-    path: See ``files.read``.
-    text_column: Key of the text.
-    label_column: Key of the label.
 
-  Returns:
-    As many rows as the file has lines that are not empty. A row that is no
-    JSON object, lacks a column or has a value of another type is blank.
+def read_private(used: argparse.Namespace) -> TextFile:
+  """Reads ``--data``; see ``files.read_private``."""
+  expected = (
+    f'the columns {used.text_column!r} (a string) and {used.label_column!r} (a '
+    f'string or an integer); see {OPTIONS}'
+  )
+  parse = functools.partial(_text_and_label, used=used)
+  return _transposed(files.read_private(used.data, parse, expected))
 
-  Raises:
-    ValueError: If the file is absent, or not a single row has the columns.
-  """
-  texts, labels = [], []
-  rows = files.read(path, '--data')
-  for row, _ in rows:
-    text, label = '', None
-    if row is not None and isinstance(row.get(text_column), str):
-      text, label = row[text_column], label_name(row.get(label_column))
-    texts.append(text)
-    labels.append(label)
-  if all(label is None for label in labels):
-    raise ValueError(
-      f'--data {path}: no row has the columns {text_column!r} (a string) and '
-      f'{label_column!r} (a string or an integer); see --text-column and '
-      f'--label-column.{files.hint(path, rows)}'
-    )
-  return TextFile(texts, labels)
+
+def _transposed(rows: Sequence[tuple[str, str | None] | None]) -> TextFile:
+  pairs = [('', None) if row is None else row for row in rows]
+  return TextFile(*map(list, zip(*pairs, strict=True)))
 
 
 def require_other_rows(

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import pathlib
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from flax import nnx
 
 from prism_optax import lora
 
-from . import files, finished, model_card, tasks
+from . import files, finished, tasks, templates
 from .models import llama_files, minilm, pretrained
 
 Read = Callable[[str], np.ndarray]
@@ -30,12 +29,12 @@ def export(command: argparse.Namespace) -> None:
       the folder is taken, or what is read back is another model.
   """
   run = finished.find(command.run, 'classify', 'instruct')
-  limit = shard_size(command.max_shard_size)
+  limit = command.max_shard_size
   whole = command.base or command.format == 'merged'
   if limit is not None and (run.options.task == 'classify' or not whole):
     raise ValueError(
-      f'--max-shard-size {command.max_shard_size} is for all weights of a '
-      'language model: --format merged, or --base.'
+      f'--max-shard-size {limit} is for all weights of a language model: '
+      '--format merged, or --base.'
     )
   folder = pathlib.Path(command.output)
   if folder.exists() and any(folder.iterdir()):
@@ -44,13 +43,24 @@ def export(command: argparse.Namespace) -> None:
   if run.options.task == 'classify':
     model = _classifier(run, folder, command)
   else:
-    model = _language_model(run, folder, command, limit)
-  (folder / 'README.md').write_text(
-    model_card.card(run, command.format), 'utf-8'
-  )
+    model = _language_model(run, folder, command)
+  (folder / 'README.md').write_text(_card(run, command.format), 'utf-8')
   print(f'{command.format}: {folder}')
   if command.check:
     print(check(run, model, folder, command.format))
+
+
+def _card(run: finished.Finished, kind: str) -> str:
+  """Markdown with the header that the hub reads."""
+  return templates.render(
+    'model_card.md',
+    kind=kind,
+    used=run.options,
+    summary=run.summary,
+    plan=run.summary.get('plan'),
+    settings=run.summary['settings'],
+    tags=['lora'] + ['differential-privacy'] * run.summary['private'],
+  )
 
 
 def check(
@@ -150,27 +160,8 @@ def _write_encoder(
   shutil.copy(encoder / 'config.json', folder)
 
 
-def shard_size(text: str | None) -> int | None:
-  """Bytes of ``5GB``, ``200MB`` or ``7KB``, powers of ten as on the hub.
-
-  Raises:
-    ValueError: For anything else.
-  """
-  if text is None:
-    return None
-  match = re.fullmatch(r'(\d+)(KB|MB|GB)', text.upper())
-  if match is None or int(match[1]) == 0:
-    raise ValueError(
-      f'Expected --max-shard-size such as 5GB or 200MB, got {text!r}.'
-    )
-  return int(match[1]) * {'KB': 10**3, 'MB': 10**6, 'GB': 10**9}[match[2]]
-
-
 def _language_model(
-  run: finished.Finished,
-  folder: pathlib.Path,
-  command: argparse.Namespace,
-  limit: int | None,
+  run: finished.Finished, folder: pathlib.Path, command: argparse.Namespace
 ) -> nnx.Module:
   model, source = finished.language_model(run, moved=True)
   folder.mkdir(parents=True, exist_ok=True)
@@ -180,12 +171,14 @@ def _language_model(
     tasks.lora_of(run.options),
   )
   if command.format == 'merged':
-    write_model(folder, source, merged(source.read, modules), limit)
+    write_model(
+      folder, source, merged(source.read, modules), command.max_shard_size
+    )
     return model
   _write_peft(folder, modules, source.name, 'CAUSAL_LM')
   _write_tokenizer(folder, source)
   if command.base:
-    write_model(folder / 'base', source, source.read, limit)
+    write_model(folder / 'base', source, source.read, command.max_shard_size)
   return model
 
 
@@ -259,7 +252,7 @@ def write_model(
   folder: pathlib.Path,
   source: pretrained.Pretrained,
   read: Read,
-  limit: int | None = None,
+  limit: str | None = None,
 ) -> None:
   """A whole language model in the layout of the hub.
 
@@ -267,11 +260,29 @@ def write_model(
     folder: Made if it does not exist.
     source: Configuration, tokenizer and names.
     read: The weights.
-    limit: Most bytes of weights in a file, of which no more are in memory at
-      once; a larger tensor has a file of its own. None for one file.
+    limit: Most bytes of weights in a file, such as ``'2GB'``, of which no more
+      are in memory at once; a larger tensor has a file of its own. None for one
+      file.
   """
+  import huggingface_hub  # Slow to import, and only needed here.
+
   folder.mkdir(parents=True, exist_ok=True)
-  names = sorted(source.names)
+  sizes = {name: source.read(name).nbytes for name in sorted(source.names)}
+  parts = huggingface_hub.split_state_dict_into_shards_factory(
+    sizes,
+    get_storage_size=int,
+    filename_pattern='model{suffix}.safetensors',
+    max_shard_size=limit or sum(sizes.values()),
+  )
+  for file, names in parts.filename_to_tensors.items():
+    tensors = {name: np.ascontiguousarray(read(name)) for name in names}
+    _save(folder / file, tensors)
+  if parts.is_sharded:
+    index = {
+      'metadata': parts.metadata,
+      'weight_map': parts.tensor_to_filename,
+    }
+    files.write_json(folder / pretrained.INDEX, index)
   kind = read(names[0]).dtype.name
   files.write_json(
     folder / 'config.json', {**source.config, 'torch_dtype': kind}
@@ -279,46 +290,7 @@ def write_model(
   files.write_json(
     folder / 'generation_config.json', {'eos_token_id': list(source.stops)}
   )
-  _write_weights(folder, names, read, limit)
   _write_tokenizer(folder, source)
-
-
-def _write_weights(
-  folder: pathlib.Path, names: list[str], read: Read, limit: int | None
-) -> None:
-  parts: list[list[str]] = []
-  part: dict[str, np.ndarray] = {}
-  sizes: dict[str, int] = {}
-
-  def write() -> None:
-    # How many there will be is not known yet.
-    _save(folder / f'part-{len(parts)}', part)
-    parts.append(list(part))
-    part.clear()
-
-  for name in names:
-    value = np.ascontiguousarray(read(name))
-    sizes[name] = value.nbytes
-    filled = sum(sizes[other] for other in part)
-    if part and limit is not None and filled + value.nbytes > limit:
-      write()
-    part[name] = value
-  write()
-  if len(parts) == 1:
-    (folder / 'part-0').replace(folder / pretrained.WEIGHTS)
-    return
-  weight_map: dict[str, str] = {}
-  for i, inside in enumerate(parts):
-    file = f'model-{i + 1:05}-of-{len(parts):05}.safetensors'
-    (folder / f'part-{i}').replace(folder / file)
-    weight_map |= dict.fromkeys(inside, file)
-  files.write_json(
-    folder / pretrained.INDEX,
-    {
-      'metadata': {'total_size': sum(sizes.values())},
-      'weight_map': weight_map,
-    },
-  )
 
 
 def _write_peft(

@@ -15,9 +15,13 @@ import csv
 import json
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+Entries = Mapping[str, Any]
+T = TypeVar('T')
 
 
 class Row(NamedTuple):
@@ -28,8 +32,14 @@ class Row(NamedTuple):
     problem: What is wrong with it, if something is.
   """
 
-  entries: Mapping[str, Any] | None
+  entries: Entries | None
   problem: str = ''
+
+  def parsed(self, parse: Callable[[Entries], T]) -> T:
+    """What ``parse`` makes of it; what is no row is refused, too."""
+    if self.entries is None:
+      raise ValueError(self.problem)
+    return parse(self.entries)
 
 
 def read(path: str, option: str) -> list[Row]:
@@ -69,6 +79,107 @@ def read(path: str, option: str) -> list[Row]:
       f"jq -c '.[]' {path} > {where.stem}_lines.jsonl"
     )
   return [_json(line) for line in text.split('\n') if line.strip()]
+
+
+def read_public(
+  path: str, parse: Callable[[Entries], T], option: str = '--eval'
+) -> list[T]:
+  """What ``parse`` makes of each row of a file that is no secret.
+
+  Says how many rows are not read as they are.
+
+  Args:
+    path: See :func:`read`.
+    parse: Raises ValueError for what it refuses, without a full stop.
+    option: How the caller's option is called, for the messages.
+
+  Raises:
+    ValueError: If the file is absent or empty, or a row is refused or no JSON
+      object; with the number of the row.
+  """
+  rows, found = read(path, option), []
+  if not rows:
+    raise ValueError(f'{option} {path}: the file has no rows.')
+  if count := undecoded(rows):
+    print(
+      f'{option} {path}: {count} rows hold bytes that are no UTF-8, read as '
+      '\ufffd. Save the file as UTF-8.',
+      file=sys.stderr,
+    )
+  for number, row in enumerate(rows, 1):
+    try:
+      found.append(row.parsed(parse))
+    except ValueError as error:
+      message = f'{option} {path}, row {number}: {error}.{_hint(path, rows)}'
+      raise ValueError(message) from error
+  return found
+
+
+def read_private(
+  path: str, parse: Callable[[Entries], T], expected: str
+) -> Sequence[T | None]:
+  """What ``parse`` makes of each row of ``--data``; None where it refuses.
+
+  The file is private: an error (or a warning, or a number of columns) that
+  depends on one record would release something about it outside of the
+  mechanism. So this is a total function: a row that cannot be used keeps its
+  place and counts as a record with a zero gradient, silently. Only what holds
+  for the file as a whole raises.
+
+  Args:
+    path: See :func:`read`.
+    parse: As of :func:`read_public`.
+    expected: What a row has to have, for the message.
+
+  Raises:
+    ValueError: If the file is absent, or not a single row can be used.
+  """
+  rows = read(path, '--data')
+  found: list[T | None] = []
+  for row in rows:
+    try:
+      found.append(row.parsed(parse))
+    except (ValueError, RecursionError):
+      found.append(None)
+  if all(x is None for x in found):
+    hint = _hint(path, rows)
+    raise ValueError(f'--data {path}: no row has {expected}.{hint}')
+  return found
+
+
+def entry(row: Entries, column: str, options: str, *types: type) -> str:
+  """The text in a column.
+
+  Args:
+    row: Of a file.
+    column: Its name.
+    options: Those that name columns, for the message.
+    *types: ``str`` and ``int``, of which it may be; ``str`` if there are none.
+
+  Raises:
+    ValueError: If the column is missing or holds something else.
+  """
+  if column not in row:
+    raise ValueError(f'no column {column!r}, only {sorted(row)}; see {options}')
+  value, names = row[column], {str: 'a string', int: 'an integer'}
+  if type(value) not in (types or (str,)):  # A bool is no integer here.
+    expected = ' or '.join(names[x] for x in types or (str,))
+    raise ValueError(f'{column!r} must be {expected}, got {value!r}')
+  return str(value)
+
+
+def _hint(path: str, rows: list[Row]) -> str:
+  """What may be wrong with a file of which no row could be used."""
+  if not rows:
+    return ' The file has no rows.'
+  if all(row.entries is None for row in rows):
+    return (
+      ' No line of it is a JSON object. Is it a CSV or Parquet file? Then its '
+      'name has to end in .csv or .parquet.'
+    )
+  if pathlib.Path(path).suffix.lower() == '.csv':
+    return ' The first line of a CSV file has to hold the names of the columns.'
+  return ''
 
 
 def _is_array(text: str) -> bool:
@@ -231,17 +342,6 @@ def undecoded(rows: Sequence[Row]) -> int:
   return sum('\ufffd' in repr(row.entries) for row in rows)
 
 
-def read_public(path: str, option: str) -> list[Row]:
-  """As :func:`read`, and says how many rows are not read as they are."""
-  rows = read(path, option)
-  if count := undecoded(rows):
-    print(
-      f'{option} {path}: {count} rows hold bytes that are no UTF-8, read as '
-      '\ufffd. Save the file as UTF-8.'
-    )
-  return rows
-
-
 def require_writable(folder: pathlib.Path) -> None:
   """Says before minutes are spent that ``--output`` cannot be written.
 
@@ -256,17 +356,3 @@ def require_writable(folder: pathlib.Path) -> None:
     raise ValueError(
       f'--output {folder} cannot be written: {there}: {error.strerror}.'
     ) from error
-
-
-def hint(path: str, rows: list[Row]) -> str:
-  """What may be wrong with a file of which no row could be used."""
-  if not rows:
-    return ' The file has no rows.'
-  if all(row.entries is None for row in rows):
-    return (
-      ' No line of it is a JSON object. Is it a CSV or Parquet file? Then its '
-      'name has to end in .csv or .parquet.'
-    )
-  if pathlib.Path(path).suffix.lower() == '.csv':
-    return ' The first line of a CSV file has to hold the names of the columns.'
-  return ''

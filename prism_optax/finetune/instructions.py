@@ -1,14 +1,13 @@
 """Prompts and responses: files to tokens, for a causal language model.
 
 One record is one conversation, and one unit of privacy. What is learned is its
-last answer: the tokens before it are only seen. As in ``data``, the private
-file is read by a total function: a record that cannot be used keeps its place
-and has a zero gradient.
+last answer: the tokens before it are only seen.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,113 +15,71 @@ from . import data, files
 from .models import chat
 
 ROLES = ('system', 'user', 'assistant', 'tool')
+OPTIONS = '--prompt-column and --response-column'
 Conversation = list[dict[str, str]]
 
 
-class Columns(NamedTuple):
-  """Where a row has its conversation.
-
-  Attributes:
-    prompt: Key of the prompt, a string.
-    response: Key of the response, a string.
-    messages: Key of a list of objects with ``role`` and ``content``, which is
-      used instead where a row has it.
-  """
-
-  prompt: str = 'prompt'
-  response: str = 'response'
-  messages: str = 'messages'
-
-
-def columns(options: argparse.Namespace) -> Columns:
-  return Columns(
-    options.prompt_column, options.response_column, options.messages_column
-  )
-
-
-def conversation(row: Mapping[str, Any], columns: Columns) -> Conversation:
+def conversation(row: files.Entries, used: argparse.Namespace) -> Conversation:
   """The messages of one row, an answer of the assistant last.
 
   Raises:
-    ValueError: If the columns are missing or hold something else; the message
-      begins with a small letter and has no full stop.
+    ValueError: If the columns are missing or hold something else.
   """
-  if columns.messages in row:
-    messages = row[columns.messages]
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-      raise ValueError(
-        f'{columns.messages!r} must be a list of objects with a role of '
-        f'{ROLES} and a content'
-      )
-    if not messages or messages[-1]['role'] != 'assistant':
-      raise ValueError(
-        f'the last of {columns.messages!r} must be of the assistant'
-      )
-    return [{k: m[k] for k in ('role', 'content')} for m in messages]
-  for column in (columns.prompt, columns.response):
-    if column not in row:
-      raise ValueError(
-        f'no column {column!r}, only {sorted(row)}; see --prompt-column and '
-        f'--response-column'
-      )
-    if not isinstance(row[column], str):
-      raise ValueError(f'{column!r} must be a string, got {row[column]!r}')
-  return [
-    {'role': 'user', 'content': row[columns.prompt]},
-    {'role': 'assistant', 'content': row[columns.response]},
-  ]
+  column = used.messages_column
+  if column not in row:
+    response = files.entry(row, used.response_column, OPTIONS)
+    return [*prompt(row, used), {'role': 'assistant', 'content': response}]
+  messages = _messages(row[column], column)
+  if not messages or messages[-1]['role'] != 'assistant':
+    raise ValueError(f'the last of {column!r} must be of the assistant')
+  return messages
 
 
-def _is_message(message: Any) -> bool:
-  return (
-    isinstance(message, dict)
-    and message.get('role') in ROLES
-    and isinstance(message.get('content'), str)
-  )
-
-
-def read_public(
-  path: str, columns: Columns, option: str = '--eval'
-) -> list[Conversation]:
-  """Reads a file declared public.
+def prompt(row: files.Entries, used: argparse.Namespace) -> Conversation:
+  """The messages before the answer, which need not be there.
 
   Raises:
-    ValueError: If the file is absent or empty, or a row is no conversation;
-      with the row.
+    ValueError: As :func:`conversation`.
   """
-  found = []
-  rows = files.read_public(path, option)
-  for number, (row, problem) in enumerate(rows, 1):
-    try:
-      if row is None:
-        raise ValueError(problem + files.hint(path, rows).rstrip('.'))
-      found.append(conversation(row, columns))
-    except ValueError as error:
-      raise ValueError(f'{option} {path}, row {number}: {error}.') from error
-  if not found:
-    raise ValueError(f'{option} {path}: the file has no rows.')
-  return found
+  column = used.messages_column
+  if column not in row:
+    text = files.entry(row, used.prompt_column, OPTIONS)
+    return [{'role': 'user', 'content': text}]
+  messages = _messages(row[column], column)
+  answered = messages and messages[-1]['role'] == 'assistant'
+  return messages[:-1] if answered else messages
 
 
-def read_private(path: str, columns: Columns) -> list[Conversation | None]:
-  """Reads private records; None for one that cannot be used.
-
-  Raises:
-    ValueError: If the file is absent, or not a single row has the columns.
-  """
-  rows, found = files.read(path, '--data'), []
-  for row, _ in rows:
-    try:
-      found.append(None if row is None else conversation(row, columns))
-    except ValueError:
-      found.append(None)
-  if all(x is None for x in found):
-    raise ValueError(
-      f'--data {path}: no row has the columns {columns.prompt!r} and '
-      f'{columns.response!r} (strings) or {columns.messages!r}; see '
-      f'--prompt-column and --response-column.{files.hint(path, rows)}'
+def _messages(stored: Any, column: str) -> Conversation:
+  def fits(message: Any) -> bool:
+    return (
+      isinstance(message, dict)
+      and message.get('role') in ROLES
+      and isinstance(message.get('content'), str)
     )
-  return found
+
+  if not isinstance(stored, list) or not all(map(fits, stored)):
+    raise ValueError(
+      f'{column!r} must be a list of objects with a role of {ROLES} and a '
+      'content'
+    )
+  return [{key: x[key] for key in ('role', 'content')} for x in stored]
+
+
+def read_public(used: argparse.Namespace) -> list[Conversation]:
+  """Reads ``--eval``; see ``files.read_public``."""
+  parse = functools.partial(conversation, used=used)
+  return files.read_public(used.eval, parse)
+
+
+def read_private(used: argparse.Namespace) -> Sequence[Conversation | None]:
+  """Reads ``--data``; see ``files.read_private``."""
+  expected = (
+    f'the columns {used.prompt_column!r} and {used.response_column!r} '
+    f'(strings) or {used.messages_column!r}; see {OPTIONS}'
+  )
+  parse = functools.partial(conversation, used=used)
+  return files.read_private(used.data, parse, expected)
 
 
 def encode(

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from . import command_line, files
-from .command_line import NOT_PRIVATE, SMOLLM2, TARGETS, TASKS, TRAIN
+from .command_line import NOT_PRIVATE, SMOLLM2, TARGETS, TASKS
 
 # Learning rates at the start of the cosine, found by hand on the evaluation
 # set. Digits, means of four runs (standard errors to .009) at 1e-2, 2e-2, 4e-2,
@@ -21,7 +21,7 @@ LEARNING_RATES = {
   'instruct': {'prism': 5e-3, 'prism-rows': 5e-3, 'dp-muon': 5e-3,
                'dp-adamw': 1e-3, 'adamw': 1e-3},
 }  # fmt: skip
-TABLE = command_line.options(TRAIN)
+TABLE = command_line.options(command_line.COMMANDS['train'])
 Options = argparse.Namespace
 
 

@@ -23,7 +23,7 @@ class Metrics:
       are done again, with the same result.
   """
 
-  def __init__(self, path: pathlib.Path, step: int):
+  def __init__(self, path: pathlib.Path, step: float):
     self.path = path
     lines = path.read_text('utf-8').splitlines() if path.exists() else []
     self.rows = [row for row in map(json.loads, lines) if row['step'] <= step]

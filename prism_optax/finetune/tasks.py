@@ -91,11 +91,10 @@ def lora_of(options: Options) -> minilm.LoraConfig:
 
 def text_classification(options: Options) -> Task:
   """all-MiniLM-L6-v2 with adapters and a linear head on two text files."""
-  columns = options.text_column, options.label_column
   # Files before weights: a wrong path should not cost the time to load them.
-  public = data.read_public(options.eval, *columns)
+  public = data.read_public(options)
   names = data.label_set(options.labels, public.labels)
-  private = data.read_private(options.data, *columns)
+  private = data.read_private(options)
   data.require_other_rows(
     [*zip(*private, strict=True)], [*zip(*public, strict=True)], options
   )
@@ -142,9 +141,8 @@ def text_classifier(
 
 def language_model(options: Options) -> Task:
   """A causal language model with adapters on two files of conversations."""
-  columns = instructions.columns(options)
-  public = instructions.read_public(options.eval, columns)
-  private = instructions.read_private(options.data, columns)
+  public = instructions.read_public(options)
+  private = instructions.read_private(options)
   data.require_other_rows(private, public, options)
   source = pretrained.find(options.model)
   talk = chat.Chat(source)

@@ -9,7 +9,7 @@ import pytest
 
 from prism_optax.finetune import data, files, instructions
 from prism_optax.finetune import main as finetune
-from tests.finetune import finished_runs
+from tests.finetune import conftest, finished_runs
 from tests.finetune.finished_runs import run_command
 
 pa = pytest.importorskip('pyarrow', reason='pyarrow is not installed.')
@@ -68,7 +68,7 @@ def test_tables_have_the_rows_of_json_lines(tmp_path):
   assert _read(write_parquet(tmp_path / 'a.PARQUET', table)) == want
   folder = write_dataset(tmp_path / 'd' / 'train', table[:2], table[2:])
   assert _read(folder) == want
-  found = instructions.read_private(str(folder), instructions.Columns())
+  found = instructions.read_private(conftest.columns(folder))
   assert [x and x[-1]['content'] for x in found] == ['five', 'is two', None]
   # One split of a dictionary; which of several is not guessed.
   dictionary = folder.parent / 'dataset_dict.json'
@@ -86,11 +86,11 @@ def test_one_bad_record_keeps_its_place(tmp_path):
     {'text': texts.view(pa.string()), 'label': pa.array(['x'] * 5)}
   )
   path = str(write_parquet(tmp_path / 'a.parquet', table))
-  private = data.read_private(path, 'text', 'label')
+  private = data.read_private(conftest.columns(path))
   assert private.texts == ['a', 'b', '', 'd', '']
   assert private.labels == ['x', 'x', None, 'x', None]
   with pytest.raises(ValueError, match=r'--eval .*row 3: no row \(.utf-8'):
-    data.read_public(path, 'text', 'label')
+    data.read_public(conftest.columns(path))
 
 
 def test_labels_that_are_numbers_or_categories(tmp_path):
@@ -100,8 +100,14 @@ def test_labels_that_are_numbers_or_categories(tmp_path):
   }
   table = pa.table({'text': ['s', 't'], **labels})
   path = str(write_parquet(tmp_path / 'a.parquet', table))
-  assert data.read_public(path, 'text', 'a').labels == ['1', '0']
-  assert data.read_public(path, 'text', 'b').labels == ['yes', 'no']
+  assert data.read_public(conftest.columns(path, label='a')).labels == [
+    '1',
+    '0',
+  ]
+  assert data.read_public(conftest.columns(path, label='b')).labels == [
+    'yes',
+    'no',
+  ]
 
 
 def test_broken_files_and_folders_are_named(tmp_path, monkeypatch, capsys):
@@ -123,7 +129,7 @@ def test_broken_files_and_folders_are_named(tmp_path, monkeypatch, capsys):
     _read(lost)
   write_parquet(tmp_path / 'b.parquet', table).rename(tmp_path / 'b.jsonl')
   with pytest.raises(ValueError, match=r'end in .csv or .parquet'):
-    instructions.read_private(str(tmp_path / 'b.jsonl'), instructions.Columns())
+    instructions.read_private(conftest.columns(tmp_path / 'b.jsonl'))
   monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
   argv = ['check-data', '--data', str(tmp_path / 'a.parquet')]
   assert finetune.main([*argv, '--labels', 'yes', 'no']) == 2

@@ -19,8 +19,7 @@ from prism_optax.finetune import (
   command_line,
   finished,
   options,
-  public_rows,
-  report_page,
+  report,
   reporting,
   summaries,
 )
@@ -80,7 +79,7 @@ def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
   ]
   wrong = conftest.write_lines(tmp_path / 'b.jsonl', [{'text': 3}])
   assert finetune.main(['predict', str(folder), '--data', str(wrong)]) == 2
-  assert 'row 1: expected a string' in capsys.readouterr().err
+  assert "row 1: 'text' must be a string, got 3" in capsys.readouterr().err
 
 
 def _training(folder: pathlib.Path) -> list[str]:
@@ -163,11 +162,11 @@ def test_report_has_classes_and_answers_if_asked_for(
   data = conftest.write_lines(tmp_path / 'a.jsonl', finished_runs.ROWS)
   run = finished.find(str(folder))
   run.options.eval = str(data)
-  monkeypatch.setattr(public_rows, 'MAX_NEW_TOKENS', 4)
-  found = public_rows.answers(run, 2)
-  assert [row['prompt'] for row in found] == ['two plus three', 'two']
-  assert [row['response'] for row in found] == ['five', 'is two']
-  assert [row['before'] for row in found] != [row['after'] for row in found]
+  monkeypatch.setattr(report, 'MAX_NEW_TOKENS', 4)
+  prompts, responses, before, after = zip(*report.spoken(run, 2), strict=True)
+  assert prompts == ('two plus three', 'two')
+  assert responses == ('five', 'is two')
+  assert before != after
 
   classes = finished.find(str(review_run[0]))
   used = classes.options
@@ -185,8 +184,8 @@ def test_report_has_classes_and_answers_if_asked_for(
   want = [
     (str(i), np.sum(labels == i), np.mean(hits[labels == i])) for i in (0, 1)
   ]
-  assert public_rows.per_class(classes, chunk=8) == want
-  text = report_page.page({'a': run, 'b': classes}, rows=1)
+  assert report.per_class(classes) == want
+  text = report.page({'a': run, 'b': classes}, rows=1)
   assert text.count('<img alt="accuracy over ') == 2  # Of the one, and
   assert text.count('<img alt="perplexity over ') == 2  # of the other.
   assert 'the commonest class alone 0.500' in text
@@ -210,7 +209,7 @@ def test_the_verdict_asks_for_two_standard_errors(
     'start': {'eval_accuracy': 0.4},
     'final': {'eval_accuracy': accuracy},
   }
-  assert report_page.verdict(summary).startswith(verdict)
+  assert report.verdict(summary).startswith(verdict)
 
 
 def test_report_compares_the_methods_of_the_demo(language_run, tmp_path):
@@ -317,6 +316,7 @@ def test_a_stop_says_what_is_spent():
 
 
 def test_help_is_one_screen(capsys):
+  assert len(command_line.COMMANDS) == 8
   for command in ('', *command_line.COMMANDS):
     with pytest.raises(SystemExit):
       finetune.main([*filter(None, [command]), '--help'])
@@ -336,9 +336,10 @@ def test_zero_is_a_value_and_a_flag_that_is_not_given_is_none(tmp_path):
 
 
 def test_the_help_is_read_as_the_options():
-  found = command_line.options(command_line.TRAIN)
-  # An option that would be overlooked has no other place.
-  assert len(found) == command_line.TRAIN.count('\n  --')
+  for text in command_line.COMMANDS.values():
+    # An option that would be overlooked has no other place.
+    assert len(command_line.options(text)) == text.count('\n  --')
+  found = command_line.options(command_line.COMMANDS['train'])
   assert [*found['steps'].defaults.values()] == [150, 300, 200]
   assert found['target_epsilon'].defaults['digits'] == 8
   assert found['target_epsilon'].defaults['instruct'] is None
@@ -347,9 +348,6 @@ def test_the_help_is_read_as_the_options():
   assert found['labels'].tasks == ('classify',)
   assert found['labels'].many
   assert found['resume'].read is None
-  for name in ('predict', 'chat', 'export', 'report', 'check-data'):
-    text = command_line.COMMANDS[name]
-    assert len(command_line.options(text)) == text.count('\n  --')
   used = command_line.parse(['predict', 'runs/a', '--data', 'b'])
   assert (used.run, used.data, used.batch_size) == ('runs/a', 'b', 8)
   assert command_line.parse(['report', 'a', 'b']).runs == ['a', 'b']

@@ -1,5 +1,6 @@
 """What the tests of the command share: a tiny encoder and tiny files."""
 
+import argparse
 import json
 import os
 import pathlib
@@ -35,6 +36,15 @@ def write_lines(path: pathlib.Path, rows: list) -> pathlib.Path:
   lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
   path.write_text('\n'.join(lines) + '\n', 'utf-8')
   return path
+
+
+def columns(path, text='text', label='label') -> argparse.Namespace:
+  """The options that say what of a file is read."""
+  return argparse.Namespace(
+    **{'data': str(path), 'eval': str(path)},
+    **{'text_column': text, 'label_column': label},
+    **{f'{x}_column': x for x in ('prompt', 'response', 'messages')},
+  )
 
 
 def sentences(count: int, seed: int) -> list[dict]:

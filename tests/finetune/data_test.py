@@ -11,7 +11,7 @@ from tests.finetune import conftest
 
 def _public(tmp_path, rows):
   path = conftest.write_lines(tmp_path / 'eval.jsonl', rows)
-  return data.read_public(str(path), 'text', 'label')
+  return data.read_public(conftest.columns(path))
 
 
 def test_public_rows_are_read_in_order(tmp_path):
@@ -38,9 +38,9 @@ def test_a_bad_public_row_is_named(tmp_path, row, message):
 
 def test_absent_and_empty_files_are_named(tmp_path):
   with pytest.raises(ValueError, match='--eval: there is no file'):
-    data.read_public(str(tmp_path / 'no.jsonl'), 'text', 'label')
+    data.read_public(conftest.columns(tmp_path / 'no.jsonl'))
   with pytest.raises(ValueError, match='--data: there is no file'):
-    data.read_private(str(tmp_path / 'no.jsonl'), 'text', 'label')
+    data.read_private(conftest.columns(tmp_path / 'no.jsonl'))
   with pytest.raises(ValueError, match='has no rows'):
     _public(tmp_path, [])
 
@@ -67,7 +67,7 @@ BAD_RECORDS = [
 def test_a_bad_private_record_is_blank_and_keeps_its_place(tmp_path, record):
   good = {'text': 'a', 'label': 'x'}
   path = conftest.write_lines(tmp_path / 't.jsonl', [good, record, good])
-  file = data.read_private(str(path), 'text', 'label')
+  file = data.read_private(conftest.columns(path))
   assert len(file.texts) == 3
   assert file.labels == ['x', None, 'x']
   assert list(data.encode_labels(file.labels, ('w', 'x'))) == [1, -1, 1]
@@ -76,7 +76,7 @@ def test_a_bad_private_record_is_blank_and_keeps_its_place(tmp_path, record):
 def test_bytes_that_are_no_text_do_not_stop_the_reading(tmp_path):
   path = tmp_path / 't.jsonl'
   path.write_bytes(b'{"text": "a", "label": 1}\n\xff\xfe\n')
-  assert data.read_private(str(path), 'text', 'label').labels == ['1', None]
+  assert data.read_private(conftest.columns(path)).labels == ['1', None]
 
 
 def test_a_file_without_the_columns_is_refused(tmp_path):
@@ -84,8 +84,11 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
     tmp_path / 't.jsonl', [{'sentence': 'a', 'y': 1}] * 3
   )
   with pytest.raises(ValueError, match=r"no row .* 'text'.*'label'"):
-    data.read_private(str(path), 'text', 'label')
-  assert data.read_private(str(path), 'sentence', 'y').labels == ['1'] * 3
+    data.read_private(conftest.columns(path))
+  assert (
+    data.read_private(conftest.columns(path, 'sentence', 'y')).labels
+    == ['1'] * 3
+  )
 
 
 def test_the_private_rows_are_no_evaluation_in_any_order():

@@ -20,7 +20,7 @@ from prism_optax.training import make_private
 from tests.core import seams
 from tests.finetune import conftest, language_models
 
-COLUMNS = instructions.Columns()
+COLUMNS = conftest.columns('')
 GOOD = {'prompt': 'two plus three', 'response': 'five'}
 TALK = {
   'messages': [
@@ -39,14 +39,14 @@ def source(tmp_path_factory):
 
 def test_rows_of_both_forms_and_both_kinds_of_file(tmp_path):
   lines = conftest.write_lines(tmp_path / 'a.jsonl', [GOOD, TALK])
-  first, second = instructions.read_public(str(lines), COLUMNS)
+  first, second = instructions.read_public(conftest.columns(lines))
   assert [m['content'] for m in first] == ['two plus three', 'five']
   assert second == TALK['messages']
   path = tmp_path / 'a.csv'
   # A comma and a line break in a text; a byte order mark, as Excel has it.
   text = '\ufeffresponse,prompt\n"five, I\nsay",two plus three\n'
   path.write_text(text, 'utf-8')
-  (only,) = instructions.read_public(str(path), COLUMNS)
+  (only,) = instructions.read_public(conftest.columns(path))
   assert [m['content'] for m in only] == ['two plus three', 'five, I\nsay']
 
 
@@ -67,8 +67,8 @@ def test_a_bad_public_row_is_named_and_a_private_one_is_blank(
 ):
   path = conftest.write_lines(tmp_path / 'a.jsonl', [GOOD, row])
   with pytest.raises(ValueError, match=message):
-    instructions.read_public(str(path), COLUMNS)
-  private = instructions.read_private(str(path), COLUMNS)
+    instructions.read_public(conftest.columns(path))
+  private = instructions.read_private(conftest.columns(path))
   examples = instructions.encode(private, chat.Chat(source), 16)
   np.testing.assert_array_equal(
     (examples.labels != data.BLANK).any(axis=1), [True, False]
@@ -90,7 +90,7 @@ def test_a_file_of_another_form_gets_a_hint(tmp_path, name, text, message):
   path = tmp_path / name
   path.write_text(text)
   with pytest.raises(ValueError, match=message):
-    instructions.read_private(str(path), COLUMNS)
+    instructions.read_private(conftest.columns(path))
 
 
 def test_only_the_response_is_learned_up_to_the_limit(source):
@@ -122,7 +122,7 @@ def test_no_record_can_stop_the_reading(tmp_path, source):
   rows = [GOOD, *('[' * 100_000, '9' * 10_000, 'null', '"x"')]
   rows += [json.dumps({'prompt': '\ud800', 'response': '\ud800 five'})]
   path = conftest.write_lines(tmp_path / 'a.jsonl', rows)
-  private = instructions.read_private(str(path), COLUMNS)
+  private = instructions.read_private(conftest.columns(path))
   examples = instructions.encode(private, chat.Chat(source), 16)
   assert examples.inputs.shape == (len(rows), 16)
   blank = (examples.labels == data.BLANK).all(axis=1)

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from prism_optax.finetune import adapters, data
 from prism_optax.finetune.models import minilm
+from tests.finetune import conftest
 from tests.properties import cases
 
 values = st.recursive(
@@ -42,7 +43,7 @@ def path(tmp_path_factory):
 @given(files)
 def test_a_private_file_of_any_bytes_keeps_its_rows(path, content):
   path.write_bytes(b'\n'.join([b'{"text": "a", "label": 1}', *content]))
-  found = data.read_private(str(path), 'text', 'label')
+  found = data.read_private(conftest.columns(path))
   text = path.read_text('utf-8', errors='replace')
   count = len([line for line in text.split('\n') if line.strip()])
   assert len(found.texts) == len(found.labels) == count
@@ -57,7 +58,7 @@ def test_a_private_file_of_any_bytes_keeps_its_rows(path, content):
 def test_a_public_file_of_any_bytes_is_read_or_refused(path, content):
   path.write_bytes(b'\n'.join(content))
   try:
-    found = data.read_public(str(path), 'text', 'label')
+    found = data.read_public(conftest.columns(path))
   except ValueError as refused:
     found, message = None, str(refused)
   if found is None:

@@ -70,6 +70,14 @@ class Chat:
     except Exception as error:
       raise ValueError(f'The chat template says: {error}.') from error
 
+  def prompt(self, messages: Sequence[Message]) -> list[int]:
+    """Ids of a conversation and of the beginning of an answer.
+
+    Raises:
+      ValueError: As :meth:`text` and :meth:`encode`.
+    """
+    return self.encode(self.text(messages, answer_next=True))
+
   def prompt_and_answer(self, messages: Sequence[Message]) -> tuple[str, str]:
     """The text up to the last message, and the rest with its end mark.
 
