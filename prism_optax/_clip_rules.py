@@ -19,6 +19,19 @@ from prism_optax._clipped_sum import Bound
 from prism_optax._types import ArrayTree, Scalar
 
 
+def _total(terms: Iterable[jax.Array]) -> jax.Array:
+  """The sum of some terms, added in pairs.
+
+  Added in turn, a thousand terms that are each below half a unit in the last
+  place of the first one would all be lost, and the norm be too small by 1e-5.
+  """
+  found = list(terms)
+  while len(found) > 1:
+    pairs = [found[i : i + 2] for i in range(0, len(found), 2)]
+    found = [functools.reduce(jnp.add, pair) for pair in pairs]
+  return found[0]
+
+
 def squared_norm(
   arrays: Iterable[jax.Array],
   l2_clip_norm: Scalar,
@@ -35,7 +48,7 @@ def squared_norm(
     axes = tuple(a for a in range(x.ndim) if a not in batch_axes)
     return jnp.sum(jnp.square(x / l2_clip_norm), axis=axes)
 
-  return functools.reduce(jnp.add, map(squares, arrays))
+  return _total(map(squares, arrays))
 
 
 def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,9 +103,7 @@ def shortened(
   # a huge number is denormal. Powers of two are exact.
   shift = jnp.where(largest > 1, 2.0**-40, 2.0**40).astype(largest.dtype)
   scaled = [(x * shift) / (largest * shift) for x in arrays]
-  squared = functools.reduce(
-    jnp.add, [jnp.sum(jnp.square(x)) for x in scaled], jnp.zeros(())
-  )
+  squared = _total(jnp.sum(jnp.square(x)) for x in scaled)
   counts = jnp.isfinite(squared) & jnp.isfinite(largest)
   # At least one but for an example of zeros, whose weight says nothing.
   norm = jnp.maximum(jnp.sqrt(jnp.where(counts, squared, 1)), 1)
@@ -219,12 +230,12 @@ class GroupClipping(FlatClipping):
     squares = []
     for g, name in enumerate(names):
       own = norm * self.shares[name] / whole
-      total = jnp.zeros(())
+      terms = [jnp.zeros(())]
       for x, of_leaf in zip(leaves, masks, strict=True):
         if (mask := of_leaf[g]).any():
           by_row = squared_norm([x], own, range(mask.ndim))
-          total = total + jnp.sum(jnp.where(mask, by_row, 0))
-      squares.append(total)
+          terms.append(jnp.sum(jnp.where(mask, by_row, 0)))
+      squares.append(_total(terms))
     weights, counts = clip_weight(jnp.stack(squares))
     by_leaf = [weights[np.argmax(of_leaf, axis=0)] for of_leaf in masks]
     factors = [
