@@ -148,7 +148,10 @@ def clipping() -> list[dict[str, Any]]:
 
 
 def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
-  """Steps and batch from public numbers; a warm-up by 1 - b1^t."""
+  """Steps and batch from public numbers; a warm-up by 1 - b1^t.
+
+  DP-AdamW has the start that is best for it here.
+  """
   found = training.plan(
     network.SIZE, target_epsilon=epsilon, delta=1e-4,
     example_gradients=GRADIENTS,
@@ -157,6 +160,7 @@ def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
     'method': method, 'epsilon': epsilon, 'weight_decay': decay,
     'batch': found.expected_batch_size, 'steps': found.steps,
     'bias_correction': False, 'warm_up': method == 'dp-adamw',
+    'start': 'balanced' if method == 'dp-adamw' else 'one_sided',
   }  # fmt: skip
 
 
