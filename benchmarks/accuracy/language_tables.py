@@ -163,7 +163,8 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
         if method == 'dp-adamw':
           continue
         if difference := _difference(found[epsilon], method):
-          name = f'{NAMES[method]}, less DP-AdamW'.replace('`, less', '` less')
+          name = f'{NAMES[method]}, minus DP-AdamW'
+          name = name.replace('`, minus', '` minus')
           add('', name, f'{epsilon:g}', ('', *difference))
     if 'adamw' in others:
       add('', NAMES['adamw'], '', cells(others['adamw']))

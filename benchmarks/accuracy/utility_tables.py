@@ -336,5 +336,5 @@ def equal_table(
       )
       lines.append([task, shown(name), chosen, f'{mean:.4f}', *cells])
   head = ['task', 'method', 'b1, decay, start, average, rate', 'accuracy',
-          'less `prism`', 'p']  # fmt: skip
+          'minus `prism`', 'p']  # fmt: skip
   return runner.markdown(head, lines)

@@ -91,7 +91,7 @@ def changes(part: str) -> str:
     {'part': part, 'change': change, 'method': method, 'points': x}
     for change, methods in varied(part).items()
     for method, x in methods.items()
-    if change != SPREAD or part != 'other-rates'
+    if change != SPREAD
   ]
   return utility_tables.by_change(
     found, part, lambda x: f'{x[0]["points"]:+.2f}'
