@@ -4,7 +4,7 @@ A grid of learning rates and seeds is thousands of short runs. A training of its
 own for each of them would be compiled as often, so the training is made inside
 of the compiled function, with rates and keys that are traced. What is computed
 is the step of the training (its clip, sum, noise and optimizer), and the
-batches are its own; a test proves that nothing of a record passes the noise.
+batches are its own; a test proves that nothing of a record bypasses the noise.
 The noise does not depend on the program here: runs of one seed share batches
 and draws, so that their differences have little variance.
 """

@@ -140,7 +140,7 @@ def _in_words(
   elif reported != done:
     words += f' (epsilon is that of all {reported})'
   elif done < steps:
-    words += ' (a stop that was fixed beforehand)'
+    words += ' (declared: the stop was fixed beforehand)'
   if again:
     words += f' and {again} of them done again elsewhere'
   return words
@@ -149,9 +149,9 @@ def _in_words(
 def _proved(proofs: tuple[Proof, ...]) -> str:
   """The end of a statement."""
   words = [
-    'nothing passes the noise'
+    'nothing bypasses the noise'
     if x.claim == _seen.CLAIM
-    else 'records do not meet'
+    else 'no record acts on another'
     for x in proofs
     if x
   ]

@@ -223,8 +223,8 @@ def make_private(
     Poisson sampling
     noise as drawn
     unit: one record
-    3 of 3 steps; proved: records do not meet
-    and nothing passes the noise
+    3 of 3 steps; proved: no record acts on another
+    and nothing bypasses the noise
   """
   c = _validate.known_positive('l2_clip_norm', l2_clip_norm)
   if not _LEAST_NORM <= c <= _LARGEST_NORM:

@@ -52,7 +52,7 @@ class PrivateTraining:
   def proofs(self) -> tuple[Proof, ...]:
     """What was proved of the program of a step; empty before it is compiled.
 
-    That no record meets another, and that nothing passes the noise.
+    That no record acts on another, and that nothing bypasses the noise.
     """
     return self._program.proofs
 
@@ -332,8 +332,8 @@ class PrivateTraining:
         taken over, or of another training, data, loss, optimizer, frozen
         weights or environment, which is named; if the loss takes other
         arguments, with or without ``frozen``; for anything that is not this
-        run's batch for this step; if the loss mixes records, or anything of
-        them passes the noise; for frozen weights or a loss that hold a release
+        run's batch for this step; if the loss mixes records, or a value
+        bypasses the noise; for frozen weights or a loss that hold a release
         which is not among ``prior_releases``; for the journal of another run.
       FileNotFoundError: If the journal is gone.
       RuntimeError: If the journal was changed by hand.

@@ -32,7 +32,7 @@ def make(numbers, key):
 def test_runs_of_a_program_are_private_trainings():
   """Batches and all of the step; only the noise has another stream.
 
-  The step is proved: nothing of a record passes the noise.
+  The step is proved: nothing of a record bypasses the noise.
   """
   program = private.Program(make)
   seen = []

@@ -104,7 +104,7 @@ def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
     assert statement.startswith(f'epsilon <= {private.epsilon():.1f}'[:13])
     assert 'noise as drawn' in statement
     assert statement.endswith(
-      'proved: records do not meet, and nothing passes the noise'
+      'proved: no record acts on another, and nothing bypasses the noise'
     )
 
 

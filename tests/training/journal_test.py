@@ -57,7 +57,7 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
   assert ' and 1 of them done again' in elsewhere.statement(state)
   # An old state does not undo what was released after it.
   fixed = elsewhere.statement(saved, stop_was_fixed=True)
-  assert '2 of 3 steps (a stop that was fixed beforehand)' in fixed
+  assert '2 of 3 steps (declared: the stop was fixed beforehand)' in fixed
   # Other data are refused all the same, and another program in one place.
   with pytest.raises(ValueError, match='another one: data'):
     elsewhere.batches(state, tuple(2 * x for x in DATA))

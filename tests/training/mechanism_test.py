@@ -253,7 +253,7 @@ def test_the_step_that_runs_is_proved_once():
   assert release, release
   assert 'depends on who was drawn' in release.assumptions[-1]
   assert made.statement(state).endswith(
-    '; proved: records do not meet, and nothing passes the noise'
+    '; proved: no record acts on another, and nothing bypasses the noise'
   )
   silent = cases.make(optax.sgd(0.1), noise_multiplier=0.0)
   assert 'passes' not in silent.statement(first_step(silent))

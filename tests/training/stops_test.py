@@ -98,7 +98,9 @@ def test_a_statement_before_the_last_step():
     fixed, words = shown(private, done, stop_was_fixed=True, **options)
     assert fixed == pytest.approx(private.epsilon(20), abs=2e-3)
     assert fixed < whole
-    assert words.endswith('20 of 64 steps (a stop that was fixed beforehand)')
+    assert words.endswith(
+      '20 of 64 steps (declared: the stop was fixed beforehand)'
+    )
   _, words = shown(private, STEPS, stop_was_fixed=True)
   assert words.endswith('64 of 64 steps')
   with pytest.raises(ValueError, match='at most 64 steps, got 65'):
