@@ -19,7 +19,6 @@ from tests.properties import cases
 RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))
 REPLACE = accounting.NeighboringRelation.REPLACE_ONE
 mus = st.floats(1e-3, 30.0)
-epsilons = st.floats(0.01, 50.0)
 deltas = st.floats(1e-12, 0.1)
 # Three times as much is no cause for a warning yet.
 small_deltas = st.floats(1e-12, 3e-4)
@@ -72,7 +71,7 @@ def test_drawn_noise_guarantees_less_the_more_there_is(some, more):
 
 
 @cases.settings
-@given(epsilons, deltas, st.floats(1.001, 2.0))
+@given(st.floats(1e-3, 1000.0), st.floats(1e-12, 0.9), st.floats(1.001, 2.0))
 def test_mu_and_epsilon_are_inverse_and_round_to_the_safe_side(
   epsilon, delta, factor
 ):
@@ -82,7 +81,7 @@ def test_mu_and_epsilon_are_inverse_and_round_to_the_safe_side(
   back = accounting.gaussian_epsilon(mu, delta)
   assert math.isclose(back, epsilon, rel_tol=1e-8)
   assert seams.gaussian_mu(epsilon * factor, delta) > mu
-  assert seams.gaussian_mu(epsilon, min(0.9, delta * factor)) > mu
+  assert seams.gaussian_mu(epsilon, min(0.95, delta * factor)) > mu
 
 
 def _strategy(seed, steps, bands):

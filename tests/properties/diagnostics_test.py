@@ -4,7 +4,6 @@ import functools
 
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -76,26 +75,3 @@ def test_clip_statistics_are_those_of_the_norms(seed, condition, size, length):
       assert float(found.mean_coefficient) == pytest.approx(
         np.mean(1 / np.maximum(ratio, 1)), rel=1e-6
       )
-
-
-@cases.few
-@given(
-  st.lists(st.integers(2, 5), min_size=2, max_size=4),
-  st.integers(0, 3),
-  st.permutations(range(4)),
-)
-def test_what_centres_an_array_keeps_rows_apart_along_other_axes(
-  shape, axis, order
-):
-  """Whatever its shape, and wherever the rows are on the way."""
-  axis = axis % len(shape)
-  order = [i for i in order if i < len(shape)]
-
-  def centred(x):
-    y = jnp.transpose(x, order)
-    y = y - jnp.mean(y, order.index(axis), keepdims=True)
-    return jnp.transpose(y, np.argsort(order))
-
-  rows = jax.ShapeDtypeStruct(tuple(shape), 'float32')
-  proof = diagnostics.prove_independent(centred, rows)
-  assert bool(proof) == (axis != 0), proof

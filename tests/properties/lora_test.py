@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 import prism_optax
-from prism_optax import contrib, lora
+from prism_optax import lora
 from prism_optax.contrib import heads
 from tests.core import seams
 from tests.properties import cases
@@ -78,39 +78,6 @@ def test_lists_with_names_are_read_as_trees(name, seed, random):
   assert set(found) == set(expected)
   for module, z in expected.items():
     np.testing.assert_array_equal(found[module], z)
-
-
-@pytest.mark.slow
-@cases.few
-@given(
-  st.sampled_from(['file', 'full rank', 'stacked']),
-  cases.seeds,
-  st.sampled_from([1e-3, 1.0, 1e3]),
-)
-def test_differences_and_their_merge_are_those_of_the_products(
-  name, seed, size
-):
-  layout = cases.layout_of(name)
-  old, new = (cases.draw_tree(name, seed + i, scale=size) for i in range(2))
-  change = lora.difference(new, old, layout=layout)
-  # An adapter of twice the rank, or of the full one.
-  before, after, found = (_products(x, layout) for x in (old, new, change))
-  _close(found, {k: after[k] - before[k] for k in found}, 1e-5)
-  for module, pair in lora.deltas(change, layout=layout).items():
-    *stack, m, rank = pair.left.shape
-    n = pair.right.shape[-2]
-    one = lora.deltas(new, layout=layout)[module].left.shape[-1]
-    assert rank == min(2 * one, m, n)
-    # Into a weight with its axes in another order, which is given.
-    axes = (*range(1, 1 + len(stack)), 1 + len(stack), 0)
-    merged = lora.merge(
-      change, {module: jnp.zeros((m, *stack, n))},
-      kernels={module: (module, axes)}, layout=layout,
-    )  # fmt: skip
-    largest = max(np.abs(x[module]).max() for x in (before, after))
-    np.testing.assert_allclose(
-      np.moveaxis(merged[module], 0, -2), found[module], atol=1e-5 * largest
-    )
 
 
 @functools.cache
@@ -239,22 +206,3 @@ def test_one_record_moves_a_head_by_one_at_most(feature, label):
     head = make([record], **options)
     assert isinstance(head, heads.LinearHead)
     assert np.isfinite(head.kernel).all()
-
-
-@given(cases.seeds)
-@cases.few
-def test_metrics_are_undone_and_change_right_factors_alone(seed):
-  rng = np.random.default_rng(seed)
-  metric = contrib.input_metric(
-    [{'x': rng.normal(size=(9, 4)) + 1, 'y': rng.normal(size=(9, 3))}],
-    noise_multiplier=rng.uniform(0, 3),
-    dataset_size=9,
-  )
-  assert isinstance(metric, contrib.InputMetric)
-  tree = cases.draw_tree('two shapes', seed)
-  changed = metric.to_params(tree)
-  for name in tree:
-    _equal(changed[name]['lora_b'], tree[name]['lora_b'])
-    s = np.linalg.norm(changed[name]['lora_a'], 2)
-    assert s <= np.linalg.norm(tree[name]['lora_a'], 2) * (1 + 1e-6)
-  _close(metric.from_params(changed), tree, 1e-4)

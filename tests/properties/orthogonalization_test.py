@@ -5,19 +5,14 @@ import math
 
 import hypothesis.strategies as st
 import jax
-import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 
-from prism_optax import muon, transforms
+from prism_optax import muon
 from tests.oracles import muon_oracle, oracles
 from tests.properties import cases
 
-DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}
-# Type, matrices in a stack.
-VARIANTS = [('float32', True), ('bfloat16', True), ('bfloat16', False)]
 x64 = pytest.mark.usefixtures('x64')
 
 
@@ -81,63 +76,3 @@ def test_iteration_acts_on_singular_values_alone(seed, shape, size, options):
   np.testing.assert_allclose(run(x.T), found.T, atol=1e-12)
   if normalize == 'frobenius':
     np.testing.assert_allclose(run(3 * x), found, atol=1e-12)
-
-
-@functools.cache
-def _transformed(stacked):
-  """The transformation on a tree of a matrix, a stack and a vector."""
-  numbers = optax.contrib.MuonDimensionNumbers
-  tx = transforms.orthogonalize(
-    degree=2,
-    steps=3,
-    weight_dimension_numbers={
-      'matrix': numbers(1, 0),
-      'stack': numbers((0, 3), 2) if stacked else None,
-      'vector': None,
-    },
-  )
-  return jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
-
-
-@pytest.mark.slow
-@cases.few
-@given(
-  cases.seeds, st.sampled_from(VARIANTS),
-  st.sampled_from(['none', 'nan', 'inf', 'zero']),
-)  # fmt: skip
-def test_the_transformation_takes_each_matrix_by_itself(seed, variant, oddity):
-  dtype, stacked = variant
-  rng = np.random.default_rng(seed)
-  updates = {
-    name: rng.normal(size=shape).astype(DTYPES[dtype])
-    for name, shape in (
-      ('matrix', (3, 4)), ('stack', (2, 3, 4, 2)), ('vector', (3,)),
-    )
-  }  # fmt: skip
-  value = {'none': 1.0, 'nan': np.nan, 'inf': np.inf, 'zero': 0.0}[oddity]
-  updates['stack'][:, 1] *= DTYPES[dtype](value)
-  found = _transformed(stacked)(updates)
-  for name, x in updates.items():
-    assert found[name].dtype == x.dtype
-    assert found[name].shape == x.shape
-  exact = muon_oracle.orthogonalize(updates['matrix'], 2, 3)
-  # float32 inside: the rounding of the result to its type.
-  rounding = {'float32': 1e-5, 'bfloat16': 2**-8}[dtype]
-  np.testing.assert_allclose(np.float64(found['matrix']), exact, atol=rounding)
-  np.testing.assert_array_equal(found['vector'], updates['vector'])
-  if not stacked:
-    same = (np.float64(x['stack']) for x in (found, updates))
-    np.testing.assert_array_equal(*same)
-    return
-  for layer in range(3):
-    x = np.float64(updates['stack'][:, layer])
-    got = np.float64(found['stack'][:, layer])
-    if layer == 1 and oddity in ('nan', 'inf'):
-      assert not np.isfinite(got).any()
-      continue
-    # Reduction axes 0 and 3 of the leaf are the rows: (2, 2), then 4 columns.
-    rows = x.transpose(0, 2, 1).reshape(4, 4)
-    exact = muon_oracle.orthogonalize(rows, 2, 3)
-    np.testing.assert_allclose(
-      got.transpose(0, 2, 1).reshape(4, 4), exact, atol=rounding
-    )

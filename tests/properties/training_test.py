@@ -4,7 +4,6 @@ import functools
 import pathlib
 import tempfile
 
-import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
@@ -129,17 +128,3 @@ def test_a_state_comes_back_from_its_file_bit_for_bit(array, name):
     found = training.load_state(path, jax.tree.map(np.zeros_like, state))
   for x, y in zip(*map(jax.tree.leaves, (state, found)), strict=True):
     assert (x.shape, x.dtype, x.tobytes()) == (y.shape, y.dtype, y.tobytes())
-
-
-@hypothesis.settings(cases.few, max_examples=1)
-@given(st.integers(1000, 10**6), st.floats(0.5, 8.0), st.floats(1.0, 1e4))
-def test_a_plan_advises_what_can_be_afforded(size, epsilon, factor):
-  gradients = 120 * factor
-  plan = training.plan(
-    size, target_epsilon=epsilon, delta=0.1 / size, example_gradients=gradients
-  )
-  chosen = plan.chosen
-  assert 1 <= chosen.expected_batch_size <= size
-  assert chosen.steps * chosen.expected_batch_size <= gradients
-  assert 0 < chosen.signal_over_noise <= plan.limit
-  assert plan.arguments['expected_batch_size'] == chosen.expected_batch_size
