@@ -5,7 +5,6 @@ enough that they exist.
 """
 
 import ast
-import builtins
 import doctest
 import importlib
 import inspect
@@ -128,31 +127,6 @@ def raises(function):
   return False
 
 
-def unbound(source):
-  """Names that a piece of code reads and neither binds nor imports."""
-  used, bound = set(), set(dir(builtins))
-  for node in ast.walk(ast.parse(source)):
-    if isinstance(node, ast.Name):
-      (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-    elif isinstance(node, ast.arg):
-      bound.add(node.arg)
-    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-      bound.add(node.name)
-    elif isinstance(node, ast.alias):
-      bound.add((node.asname or node.name).partition('.')[0])
-  return used - bound
-
-
-@pytest.mark.parametrize('path', [*NAMES, *METHODS])
-def test_the_first_line_is_a_sentence(path):
-  """A summary of one line, then a blank one: what lists and help() show."""
-  lines = (inspect.getdoc((NAMES | METHODS)[path]) or '').splitlines()
-  assert lines, 'no docstring'
-  assert lines[0].endswith('.')
-  assert len(lines[0]) <= 80 - 5  # Indentation and quotes.
-  assert lines[1:2] in ([], [''])
-
-
 @pytest.mark.parametrize('path', [*NAMES, *METHODS])
 def test_arguments_are_those_of_the_signature(path):
   """In ``Args:``, in their order; the fields of data in ``Attributes:``."""
@@ -196,10 +170,7 @@ def test_functions_say_what_they_return_and_raise(path):
     if not (is_data(x) or is_interface(x) or p in HANDED_OVER)
   ],
 )
-def test_an_example_can_be_pasted(path):
-  """It imports what it needs: no name comes from the module around it."""
+def test_there_is_an_example(path):
   found = sections(NAMES[path])
   text = '\n'.join(found.get('Example', found.get('Examples', [])))
-  lines = doctest.DocTestParser().get_examples(textwrap.dedent(text))
-  assert lines
-  assert not unbound(''.join(line.source for line in lines))
+  assert doctest.DocTestParser().get_examples(textwrap.dedent(text))

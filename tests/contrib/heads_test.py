@@ -88,30 +88,6 @@ def test_ridge_is_the_solution_of_its_equations(sigma):
   assert head.entries == D * (D + 1) // 2 + D * K
 
 
-def test_ridge_sees_past_what_all_features_have_in_common():
-  rng = np.random.default_rng(3)
-  labels = rng.integers(K, size=3000)
-  # A strong direction that tells little of the class, across those that do.
-  features = rng.normal(size=(3000, 8))
-  features += 6 * rng.normal(size=(3000, 1)) * [0, 1, -1, 1, 0, 0, 0, 0]
-  features[np.arange(3000), labels + 1] += 3
-  options = {'num_classes': K, 'dataset_size': 3000, 'prng_key': 1}
-  right = {
-    make: np.mean(
-      np.argmax(
-        features
-        @ np.float64(
-          make([(features, labels)], noise_multiplier=2.0, **options).kernel
-        ),
-        1,
-      )
-      == labels
-    )
-    for make in (heads.ridge, heads.class_means)
-  }
-  assert right[heads.ridge] > right[heads.class_means] + 0.05
-
-
 def test_the_same_bits_in_any_batches():
   """Also with padding, labels of no class and features that are not finite."""
   whole = release([(FEATURES, LABELS)], noise_multiplier=2.0)

@@ -7,7 +7,6 @@ import pytest
 
 import prism_optax
 from prism_optax import contrib
-from tests import cases
 from tests.oracles import oracles, problems
 
 SHAPES = [(5, 6, 2), (5, 6, 2), (7, 4, 3)]
@@ -70,22 +69,6 @@ def test_equals_the_formula(x64, stddevs):
       assert np.linalg.norm(x) <= np.linalg.norm(tangent) * (1 + 1e-9)
       shrunk += np.linalg.norm(x) < 0.8 * np.linalg.norm(tangent)
   assert shrunk >= 5  # Of 9: the formula was at work.
-
-
-def test_transposing_a_module_exchanges_the_sides(x64):
-  rng = np.random.default_rng(1)
-  tx = contrib.scale_by_row_moments(**OPTIONS)
-  pair = oracles.random_factors(rng, 5, 6, 2, 3.0)
-  dense = rng.normal(size=(5, 6)) * np.exp(rng.normal(size=(5, 1)))
-  found = []
-  for factors, g in ((pair, dense), (pair[::-1], dense.T)):
-    params = cases.tree_of([factors])
-    x = prism_optax.tangent_coordinates(params)(
-      cases.factor_gradients([factors], [g])
-    )
-    out, _ = jax.jit(tx.update)(x, tx.init(params), params)
-    found += problems.embed(params, out)
-  np.testing.assert_allclose(found[0], found[1].T, atol=1e-12)
 
 
 def test_noise_alone_stays_as_it_is_and_a_loud_input_does_not():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import transforms
+from prism_optax import accounting, transforms
 from prism_optax.transforms import _matrix_clip
 
 Dims = optax.contrib.MuonDimensionNumbers
@@ -25,13 +25,6 @@ SPECS = {
 }
 
 
-def test_leaves_of_two_axes_are_matrices_by_default():
-  groups = _matrix_clip.clip_groups(2.0, PARAMS)
-  assert [g.leaves for g in groups] == [(2,), (0, 1, 3)]
-  assert [g.size for g in groups] == [15, 64]
-  assert _matrix_clip.sensitivity(groups) == math.sqrt(8)  # sqrt(2 * 2^2).
-
-
 def test_none_in_a_tree_or_from_a_callable_is_no_matrix():
   """Only as the argument itself it is the default."""
   one = jnp.zeros((2, 3))
@@ -44,19 +37,6 @@ def test_none_in_a_tree_or_from_a_callable_is_no_matrix():
   ]:  # fmt: skip
     (group,) = _matrix_clip.clip_groups(1.0, params, given)
     assert group.leaves == tuple(range(len(jax.tree.leaves(params))))
-
-
-def test_matrices_one_by_one_and_all_else_together():
-  norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = _matrix_clip.clip_groups(norms, PARAMS, SPECS)
-  assert sorted(i for g in groups for i in g.leaves) == [0, 1, 2, 3]
-  by_leaf = {g.leaves: g for g in groups}
-  assert by_leaf[0, 1].size == 8  # Both biases, threshold 3.
-  assert by_leaf[0, 1].l2_clip_norm == 3.0
-  assert by_leaf[3,].matrices == 4
-  assert by_leaf[3,].size == 14
-  expected = math.sqrt(3.0**2 + 2.0**2 + 4 * 0.5**2)
-  assert _matrix_clip.sensitivity(groups) == pytest.approx(expected)
 
 
 def test_prefixes_and_callables():
@@ -102,8 +82,9 @@ def test_no_split_of_the_same_multiplier_has_less_energy():
   )
   root = sum(c * math.sqrt(d) for c, d in zip(CLIPS, SIZES, strict=True))
   assert best == pytest.approx((1.7 * root) ** 2)  # The closed form.
-  equal = _energy(transforms.split_noise_multiplier(1.7, CLIPS, SIZES))
-  assert best < 0.6 * equal
+  equal = transforms.split_noise_multiplier(1.7, CLIPS, SIZES)
+  assert accounting.joint_noise_multiplier(equal) == pytest.approx(1.7)
+  assert best < 0.6 * _energy(equal)
   rng = np.random.default_rng(0)
   for _ in range(200):
     budgets = rng.dirichlet(np.ones(len(CLIPS))) / 1.7**2

@@ -4,7 +4,6 @@ Every operation on a sum is compared with the same one on dense float64
 matrices. What a sum carries along, ``Q^T X``, must be right after each.
 """
 
-import dataclasses
 import operator
 
 import jax
@@ -249,37 +248,6 @@ def test_a_projection_and_a_transport_are_those_of_arrays(kind):
       _assert_is(side, expected, 'projected')
   for overlap, a, b in zip(overlaps, old, new, strict=False):
     np.testing.assert_allclose(overlap, a.T @ b, atol=1e-13)
-
-
-def test_matrices_are_what_a_sum_is_linear_in():
-  """What a learning rate multiplies: 2 X with the terms of X."""
-  frame = g.compiled.frame(g.random_problem(16, 12, 9, 4, 3.0)[0])
-  x = jax.device_get(_kinds(frame))['shifted']
-  doubled = TangentSum(*(side.map(lambda a: 2.0 * a) for side in x))
-  for side, old in zip(jax.jit(_read)(doubled), x, strict=True):
-    _assert_is(side, 2 * _dense(old), 'doubled')
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    x.left.shift = jnp.eye(4)
-
-
-@jax.jit
-def _retracted(frame, scale):
-  """By both routes: as a sum, and multiplied out."""
-  x = _kinds(frame)['two terms']
-  # A tangent vector has no part of its left side along the basis.
-  x = TangentSum((scale * x.left).outside(), scale * x.right)
-  return [
-    fixed_rank.retraction(frame, y) for y in (x, fixed_rank.multiply_out(x))
-  ]
-
-
-@pytest.mark.parametrize('size', [1e-6, 0.03, 3.0])
-def test_retraction_of_a_sum(size):
-  """The same point as from its coordinates, for small and large steps."""
-  factors, _, _ = g.random_problem(8, 12, 9, 4, 3.0)
-  scale = size * np.linalg.norm(g.product(factors)) / 4
-  found, expected = map(g.product, _retracted(g.compiled.frame(factors), scale))
-  assert oracles.relative_error(found, expected) < 1e-12
 
 
 def test_a_sum_of_another_shape_is_refused():

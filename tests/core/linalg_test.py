@@ -11,17 +11,6 @@ from tests.oracles import oracles
 pytestmark = pytest.mark.usefixtures('x64')
 
 
-def _symmetric(rng, spectrum):
-  q = oracles.random_orthonormal(rng, len(spectrum), len(spectrum))
-  return q @ np.diag(spectrum) @ q.T
-
-
-def test_column_norms_neither_overflow_nor_underflow():
-  x = np.array([[3e30, 3e-30, 0], [4e30, 4e-30, 0]], np.float32)
-  norms = _products.column_norms(jnp.asarray(x))
-  np.testing.assert_allclose(norms, [5e30, 5e-30, 0], rtol=1e-6)
-
-
 @pytest.mark.parametrize('condition', [1.0, 1e3, 1e6])
 def test_both_routes_give_the_same_frame(condition):
   """Orthogonal columns need no factorisation, turned ones do."""
@@ -72,18 +61,6 @@ def test_one_matrix_that_loses_digits_is_seen_among_others():
   np.testing.assert_allclose(core[1] / 3e-19, 1, atol=1e-5)
 
 
-def test_polar_is_a_partial_isometry():
-  rng = np.random.default_rng(3)
-  x = rng.normal(size=(5, 4, 4))
-  x[1] = 0
-  x[2, :, 0] = 0
-  got = _products.polar(jnp.asarray(x))
-  for a, b in zip(x, got, strict=True):
-    u, s, vt = np.linalg.svd(a)
-    kept = s > 1e-10
-    np.testing.assert_allclose(b, u[:, kept] @ vt[kept], atol=1e-12)
-
-
 @pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_ends_in_nan_and_ends(bad):
   """LAPACK loops for ever over an infinite entry."""
@@ -97,28 +74,11 @@ def test_what_is_not_finite_ends_in_nan_and_ends(bad):
     assert jnp.all(jnp.isfinite(out[1]))
 
 
-def test_inverse_sqrt_floors_and_caps():
-  rng = np.random.default_rng(4)
-  x = _symmetric(rng, [0.0, 1e-6, 1.0, 100.0])
-
-  def spectrum(floor, cap):
-    p = _products.inverse_sqrt(
-      jnp.asarray(x)[None], floor=jnp.array([floor]),
-      max_condition_number=cap, eps=0.0,
-    )  # fmt: skip
-    return np.sort(np.linalg.eigvalsh(p[0]))
-
-  np.testing.assert_allclose(
-    spectrum(0.25, 1e9), [0.1, 1, 2, 2], rtol=1e-6
-  )  # floor
-  np.testing.assert_allclose(
-    spectrum(0.0, 400.0), [0.1, 1, 2, 2], rtol=1e-6
-  )  # cap
-  # Nothing was ever seen: zero, not infinity.
-  p = _products.inverse_sqrt(
+def test_where_nothing_was_ever_seen_an_inverse_root_is_zero():
+  nothing = _products.inverse_sqrt(
     jnp.zeros((1, 3, 3)), floor=jnp.zeros(1), max_condition_number=10, eps=0.0
   )
-  np.testing.assert_array_equal(p, 0)
+  np.testing.assert_array_equal(nothing, 0)
 
 
 def test_vmap_and_leading_axes_agree_with_single_matrices():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import lora
 from prism_optax._modules import _finding
 from prism_optax._modules._layout import LeafAxes
 from prism_optax._modules._tree import ModuleTree
@@ -99,49 +98,6 @@ def test_same_shapes_share_a_stack_and_trees_come_back():
   back = tree.tree(stacks)
   jax.tree.map(np.testing.assert_array_equal, back, params)
   assert back['head'].dtype == jnp.float32
-
-
-def test_scale_is_shared_by_the_factors_and_undone_by_steps():
-  params = _params(np.random.default_rng(1))
-  layout = {'q': lora.Layout(scale=16.0)}
-  tree = ModuleTree(params, layout)
-  stacks = tree.factors(params)
-  q = params['q']
-  z = stacks.pairs[0].left @ stacks.pairs[0].right.mT
-  np.testing.assert_allclose(
-    z[1:], 16 * jnp.swapaxes(q['lora_a'] @ q['lora_b'], 1, 2), rtol=1e-5
-  )
-  # The chain rule: <dL/dq, dq> is the same in scaled and plain factors.
-  grads = tree.gradients(params)
-  np.testing.assert_allclose(grads.pairs[0].right[1:], q['lora_a'] / 4)
-  steps = tree.steps(stacks, params)
-  np.testing.assert_allclose(steps['q']['lora_a'], 0 * q['lora_a'], atol=1e-6)
-
-
-def test_per_example_gradients_need_one_common_batch_axis():
-  params = _params(np.random.default_rng(2))
-  tree = ModuleTree(params)
-  batch = jax.tree.map(lambda x: jnp.ones((8, *x.shape)), params)
-  assert tree.gradients(batch, 1).pairs[0].left.shape == (8, 4, 5, 2)
-  with pytest.raises(ValueError, match=r"'head'.*leading batch axis.*\(3,\)"):
-    tree.gradients(params, 1)
-  batch['head'] = jnp.ones((7, 3))
-  with pytest.raises(ValueError, match=r'sizes \[7, 8\]'):
-    tree.gradients(batch, 1)
-  del batch['head']
-  with pytest.raises(ValueError, match='structure of params'):
-    tree.gradients(batch, 1)
-
-
-def test_modules_that_cannot_move_are_refused_where_values_are_known():
-  params = _params(np.random.default_rng(3))
-  params['v'] = jax.tree.map(jnp.zeros_like, params['v'])
-  tree = ModuleTree(params)
-  with pytest.raises(ValueError, match=r"Both factors are zero.*\['v'\]"):
-    tree.check_observable(params)
-  params['v']['lora_a'] += 1
-  tree.check_observable(params)
-  jax.jit(lambda p: ModuleTree(p).check_observable(p))(params)
 
 
 def test_a_warning_points_at_who_called_the_caller():

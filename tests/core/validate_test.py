@@ -11,35 +11,17 @@ from prism_optax import _validate as v
 
 
 @pytest.mark.parametrize(
-  ('check', 'bad', 'more'),
+  ('check', 'bad'),
   [
-    (v.non_negative, -1.0, ()), (v.non_negative, math.nan, ()),
-    (v.positive, 0, ()), (v.positive, math.inf, ()), (v.positive, '1', ()),
-    (v.positive, None, ()), (v.positive, True, ()), (v.decay_rate, 1.0, ()),
-    (v.decay_rate, -0.1, ()), (v.one_of, 'svt', (('svd',),)),
-    (v.integer, 1.5, (0,)), (v.at_least, 0.5, (1,)),
-    (v.known_number, None, ()), (v.known_number, 'much', ()),
-    (v.known_non_negative, -1.0, ()), (v.known_non_negative, math.nan, ()),
-    (v.known_positive, 0.0, ()), (v.known_positive, math.inf, ()),
-    (v.known_probability, 1.5, ()), (v.known_open_probability, 0.0, ()),
-    (v.known_open_probability, 1.0, ()),
-    (v.known_open_probability, math.nan, ()),
+    (v.positive, None), (v.positive, True), (v.known_positive, math.inf),
     # Arrays of one value are no secret.
-    (v.non_negative, np.asarray(-1.0), ()),
-    (v.non_negative, jnp.asarray(math.nan), ()),
+    (v.non_negative, np.asarray(-1.0)), (v.non_negative, jnp.asarray(math.nan)),
   ],
 )  # fmt: skip
-def test_bad_values_are_named(check, bad, more):
+def test_bad_values_that_no_public_table_has(check, bad):
   shown = '' if isinstance(bad, jax.Array | np.ndarray) else repr(bad)
   with pytest.raises(ValueError, match=f'rate.*{shown}'):
-    check('rate', bad, *more)
-
-
-def test_what_is_missing_or_a_word_is_named():
-  with pytest.raises(ValueError, match='scale_by_x.*params'):
-    v.params_given('scale_by_x', None)
-  with pytest.raises(ValueError, match="neighboring_relation='replace'"):
-    v.neighboring_relation('replace')
+    check('rate', bad)
 
 
 def test_limits_and_traced_values_pass():

