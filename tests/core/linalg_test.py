@@ -74,6 +74,18 @@ def test_what_is_not_finite_ends_in_nan_and_ends(bad):
     assert jnp.all(jnp.isfinite(out[1]))
 
 
+def test_polar_is_a_partial_isometry():
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=(5, 4, 4))
+  x[1] = 0
+  x[2, :, 0] = 0
+  got = _products.polar(jnp.asarray(x))
+  for a, b in zip(x, got, strict=True):
+    u, s, vt = np.linalg.svd(a)
+    kept = s > 1e-10
+    np.testing.assert_allclose(b, u[:, kept] @ vt[kept], atol=1e-12)
+
+
 def test_where_nothing_was_ever_seen_an_inverse_root_is_zero():
   nothing = _products.inverse_sqrt(
     jnp.zeros((1, 3, 3)), floor=jnp.zeros(1), max_condition_number=10, eps=0.0
