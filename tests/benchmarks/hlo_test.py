@@ -52,11 +52,6 @@ def test_the_cheaper_branches_count():
   )
 
 
-def test_a_solver_on_the_way_is_counted():
-  both = PROGRAM.replace('false_computation=%cheap', 'false_computation=%dear')
-  assert hlo.cost(both).solvers == 1
-
-
 def test_communication_is_found_in_loops_and_branches():
   inside = '  %sum = (s32[], bf16[4,8]{1,0}) all-reduce(%t), to_apply=%add\n'
   head = '%body (t: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {\n'

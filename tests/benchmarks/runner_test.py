@@ -27,15 +27,6 @@ def test_a_row_is_found_whatever_its_defaults(tmp_path):
   assert json.loads(store.path.read_text())['environment']['platform'] == 'cpu'
 
 
-def test_rows_of_two_workers_are_kept(tmp_path):
-  one, other = (runner.Store(tmp_path / 'rows.json') for _ in range(2))
-  one.put({'seed': 1}, {'accuracy': 1.0})
-  other.put({'seed': 2}, {'accuracy': 2.0})
-  other.put({'seed': 1}, {'accuracy': 3.0})  # It is there.
-  assert [x['accuracy'] for x in other.rows] == [1.0, 2.0]
-  assert runner.Store(one.path).rows == other.rows
-
-
 def test_an_interrupted_benchmark_goes_on(tmp_path):
   measured = []
 
@@ -91,10 +82,3 @@ def test_only_what_is_measured_again_is_forgotten(tmp_path):
   assert [x['seed'] for x in store.rows] == [0, 0, 2, 2]
   assert runner.Store(store.path).rows == store.rows
   assert store.find({'seed': 1}) is None
-
-
-def test_a_row_cannot_change_its_setting(tmp_path):
-  """Otherwise the setting would be run again and again."""
-  store = runner.Store(tmp_path / 'rows.json')
-  with pytest.raises(ValueError, match="changes its setting {'runs': 1}"):
-    store.put({'runs': 1}, [{'runs': 10}])

@@ -90,33 +90,6 @@ def test_a_part_is_tuned_and_then_reported(monkeypatch):
   assert sorted('p' in x for x in compared) == [False, True]
 
 
-BEST = {'b1': 0.9, 'weight_decay': 1.0, 'start': 'balanced', 'average': True}
-
-
-def score(setting):
-  """Largest at ``BEST`` and a rate that depends on b1."""
-  rate = 1e-3 if setting.b1 == 0.9 else 3e-3
-  steps = abs(np.log10(max(setting.rate, 1e-9) / rate))
-  return sum(getattr(setting, k) == v for k, v in BEST.items()) - steps
-
-
-def test_equal_tuning_tries_one_option_after_the_other(monkeypatch):
-  rows = ('prism', 'dp-adamw', 'head alone', 'dp-adamw, input metric')
-  monkeypatch.setattr(
-    utility, 'EQUAL', {row: utility.EQUAL[row] for row in rows}
-  )
-  found = Found(score).run('equal-sst2')
-  of_score = utility.score_of(found.find)
-  for row in rows[1::2]:
-    best = utility.equally_tuned(of_score, row, 'sst2')
-    expected = {**BEST, 'rate': 1e-3}
-    assert {k: getattr(best, k) for k in expected} == expected
-    assert best.metric == utility.EQUAL[row].get('metric', '')
-  # Means of arrays are nothing on the manifold.
-  assert not utility.equally_tuned(of_score, 'prism', 'sst2').average
-  assert len(found.reported) == len(rows) * len(utility.EQUAL_SEEDS)
-
-
 @pytest.mark.slow
 def test_a_run_is_charged_for_its_releases(monkeypatch):
   """Through releases, micro-batches and scores, on made-up sentences."""

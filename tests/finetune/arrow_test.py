@@ -153,21 +153,3 @@ def test_every_command_reads_them(language_run, tmp_path, capsys):
     *('--model', folder.parent / 'model'),
   )
   assert '2  rows that can be used' in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_what_datasets_saves_is_read(tmp_path):
-  datasets = pytest.importorskip(
-    'datasets', reason='Nothing here needs datasets: pip install datasets.'
-  )
-  whole = datasets.Dataset.from_list(finished_runs.ROWS * 3)
-  want = [files.Row(row) for row in whole.select([4, 0, 1]).to_list()]
-  # Selected rows are moved when they are saved.
-  whole.select([4, 0, 1]).save_to_disk(tmp_path / 'one', num_shards=2)
-  assert _read(tmp_path / 'one') == want
-  datasets.DatasetDict(train=whole, test=whole.select([4, 0, 1])).save_to_disk(
-    tmp_path / 'two'
-  )
-  assert _read(tmp_path / 'two' / 'test') == want
-  whole.to_parquet(tmp_path / 'a.parquet')
-  assert len(_read(tmp_path / 'a.parquet')) == len(whole)

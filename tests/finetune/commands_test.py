@@ -315,17 +315,6 @@ def test_a_stop_says_what_is_spent():
   assert f'made you stop: epsilon <= {three:.3f} ' in message
 
 
-def test_help_is_one_screen(capsys):
-  assert len(command_line.COMMANDS) == 8
-  for command in ('', *command_line.COMMANDS):
-    with pytest.raises(SystemExit):
-      finetune.main([*filter(None, [command]), '--help'])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 60, command
-    assert max(map(len, lines)) <= 80, command
-    assert lines[0].startswith(f'usage: prism-optax {command}'.rstrip())
-
-
 def test_zero_is_a_value_and_a_flag_that_is_not_given_is_none(tmp_path):
   words = ['train', '--seed', '0', '--noise-multiplier', '0']
   used = options.resolve(

@@ -10,7 +10,6 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from prism_optax import lora
 from prism_optax.finetune import (
   adapters,
   exporting,
@@ -21,7 +20,6 @@ from prism_optax.finetune import (
 from prism_optax.finetune import main as finetune
 from prism_optax.finetune.models import (
   classifier,
-  llama_files,
   minilm,
   pretrained,
 )
@@ -90,23 +88,6 @@ def test_adapters_that_never_moved_are_not_exported(
   assert not (tmp_path / 'x').exists()
 
 
-def test_merged_model_is_the_adapted_one(language_run, tmp_path):
-  folder, model = language_run
-  run_command(
-    'export', folder, '--output', tmp_path / 'x', '--format', 'merged'
-  )
-  merged = llama_files.load(pretrained.find(str(tmp_path / 'x')))
-  want, found = finished_runs.logits(model), finished_runs.logits(merged)
-  assert (
-    np.abs(
-      want
-      - finished_runs.logits(finished_runs.base_model(folder.parent / 'model'))
-    ).max()
-    > 0.1
-  )
-  np.testing.assert_allclose(found, want, atol=1e-4)
-
-
 def test_a_model_in_several_files_is_the_one_in_one_file(
   language_run, tmp_path, capsys
 ):
@@ -145,6 +126,9 @@ def test_a_model_in_several_files_is_the_one_in_one_file(
     assert finetune.main(given) == 2
     assert message in capsys.readouterr().err
   assert not (tmp_path / 'y').exists()
+  (tmp_path / 'x' / files[1]).unlink()
+  with pytest.raises(ValueError, match=rf"lacks \['{files[1]}'\]"):
+    pretrained.find(str(tmp_path / 'x'))
 
 
 def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
@@ -174,27 +158,6 @@ def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
   assert again.stops == base.stops
   assert finetune.main(['export', str(folder), '--output', str(tmp_path)]) == 2
   assert 'is not empty' in capsys.readouterr().err
-
-
-def test_peft_keeps_the_head_that_was_trained_beside_the_adapters(
-  review_run, tmp_path
-):
-  folder, model = review_run
-  run_command('export', folder, '--output', tmp_path / 'x')
-  adapter = lora.load_peft(tmp_path / 'x')
-  assert adapter.config['modules_to_save'] == ['classifier']
-  assert set(adapter.others) == {'classifier.weight', 'classifier.bias'}
-  np.testing.assert_array_equal(
-    adapter.others['classifier.weight'], np.asarray(model.kernel[...]).T
-  )
-  np.testing.assert_array_equal(
-    adapter.others['classifier.bias'], model.bias[...]
-  )
-  query = adapter.params['bert.encoder.layer.0.attention.self.query']
-  np.testing.assert_array_equal(
-    query['lora_a'],
-    model.encoder.layers[0].attention.query.lora.lora_a[...],
-  )
 
 
 @pytest.mark.slow

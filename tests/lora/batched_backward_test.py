@@ -36,35 +36,12 @@ def _losses(params, x, kernel):
   return jnp.sum(jnp.sin(y), (1, 2)) / x.shape[1]
 
 
-_batched = jax.jit(lora.per_example_gradients(_losses))
-
-
-@jax.jit
-def _mapped(params, x, kernel):
-  def one(params, x):
-    return _losses(params, x[None], kernel)[0]
-
-  return jax.vmap(jax.grad(one), (None, 0))(params, x)
-
-
-def _both(params, x, kernel):
-  return _batched(params, x, kernel), _mapped(params, x, kernel)
-
-
 def _data(size, tokens, dtype=jnp.float32):
   rng = np.random.default_rng(1)
   return tuple(
     rng.standard_normal(shape).astype(dtype)
     for shape in ((size, tokens, ROWS), (ROWS, INNER))
   )
-
-
-def test_equals_vmap(x64):
-  """In double precision; tests/properties has all shapes."""
-  batched, mapped = _both(_params(jnp.float64), *_data(4, 3, jnp.float64))
-  for one, other in zip(*map(jax.tree.leaves, (batched, mapped)), strict=True):
-    assert one.shape == other.shape
-    np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
 
 
 def test_flat_tokens_and_many_axes_of_them(x64):

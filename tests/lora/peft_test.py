@@ -194,24 +194,6 @@ def test_a_tree_with_the_names_of_peft_is_written_as_it_is(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, written, tensors)
 
 
-def test_the_scale_of_the_model_is_made_up_for(tmp_path):
-  """The same Z where the JAX model multiplies by something else."""
-  params = _filled()
-  lora.save_peft(tmp_path, params, names=NAMES, layout=LAYOUT)
-  adapter = lora.load_peft(tmp_path)
-  other = [p._replace(layout=lora.Layout(
-    p.layout.a_rank_axis, p.layout.b_rank_axis, p.layout.a_stack_axes,
-    p.layout.b_stack_axes, 7.0)) for p in LAYOUT]  # fmt: skip
-  back = lora.from_peft(adapter, _model(), names=NAMES.__getitem__,
-                        layout=other)  # fmt: skip
-
-  def zs(tree, layout):
-    return [*lora.deltas(tree, layout=layout, dense=True).values()]
-
-  for got, want in zip(zs(back, other), zs(params, LAYOUT), strict=True):
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
 @pytest.mark.parametrize(
   ('change', 'match'),
   [
