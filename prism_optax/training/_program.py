@@ -133,7 +133,7 @@ def of_user(
 def prove_apart(
   parts: Parts, params: ArrayTree, frozen: ArrayTree, batch: Batch
 ) -> Proof:
-  """The proof that no record meets another, or a refusal of the loss.
+  """The proof that no record acts on another, or a refusal of the loss.
 
   What is proved is the function of gradients as a step runs it: for the rows of
   a micro-batch, padding included, with the derivatives that a loss defines for
