@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 from benchmarks.accuracy import plain_layers
-from prism_optax.finetune.models import classifier, layers, minilm, weights
+from prism_optax.finetune.models import classifier, layers, minilm, pretrained
 
 
 class Texts(NamedTuple):
@@ -73,13 +73,13 @@ def encode(
   Returns:
     The rows, in order; ``tokens`` stays on disk.
   """
-  folder = weights.find(None)
-  ids = minilm.tokenize(folder, texts, length)
+  source = pretrained.find(None)
+  ids = minilm.tokenize(source.where, texts, length)
   digest = hashlib.sha256(ids.tobytes() + bytes([top_layers])).hexdigest()[:16]
   path = cache / f'{digest}.npy'
   if not path.exists():
     cache.mkdir(parents=True, exist_ok=True)
-    encoder = minilm.load(folder)
+    encoder = minilm.load(source)
 
     @jax.jit
     def below(ids):
@@ -110,7 +110,7 @@ def encode(
 
 def frozen_layers(top_layers: int) -> list[plain_layers.Weights]:
   """The weights of the pretrained top layers."""
-  encoder = minilm.load(weights.find(None), rngs=nnx.Rngs(0))
+  encoder = minilm.load(pretrained.find(None), rngs=nnx.Rngs(0))
   found = list(encoder.layers)[-top_layers:]
   return [plain_layers.weights_of(layer) for layer in found]
 

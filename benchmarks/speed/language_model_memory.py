@@ -114,7 +114,8 @@ def temporary(case: str) -> float:
 
 def read(train: str, evaluation: str, model: str = 'smollm2') -> tasks.Task:
   return tasks.language_model(argparse.Namespace(
-    data=train, eval=evaluation, model=model, weights_dtype='float32',
+    task='instruct', data=train, eval=evaluation, eval_rows=None,
+    model=model, weights_dtype='float32',
     prompt_column='question', response_column='rationale',
     messages_column='messages',
     max_length=SIZES['length'], loss_divisor=SIZES['length'],

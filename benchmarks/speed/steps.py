@@ -15,7 +15,7 @@ import prism_optax
 from benchmarks.accuracy import digits_network
 from benchmarks.common import methods
 from prism_optax import lora
-from prism_optax.finetune.models import classifier, minilm, weights
+from prism_optax.finetune.models import classifier, minilm, pretrained
 
 RATE = 1e-3
 
@@ -95,7 +95,7 @@ def sentences(rank: int = 8, rows: int = 32, length: int = 48) -> Problem:
   """
   config, rngs = minilm.LoraConfig(rank=rank), nnx.Rngs(0)
   try:
-    encoder = minilm.load(weights.find(None), config, rngs)
+    encoder = minilm.load(pretrained.find(None), config, rngs)
   except (ImportError, OSError, ValueError):
     encoder = minilm.Encoder(minilm.ALL_MINILM_L6_V2, config, rngs=rngs)
   network = classifier.Classifier(

@@ -52,8 +52,8 @@ def predict(command: argparse.Namespace) -> None:
 def _labels(
   run: finished.Finished, texts: list[str], command: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-  model, folder = finished.text_classifier(run)
-  ids = minilm.tokenize(folder, texts, run.options.max_length)
+  model, source = finished.model(run)
+  ids = minilm.tokenize(source.where, texts, run.options.max_length)
   names = run.options.labels
   found = probabilities(model, ids, command.batch_size)
   for text, row in zip(texts, found, strict=True):
@@ -117,7 +117,7 @@ def responses(
     size: Prompts at once.
     **drawn: Of ``generation.Generator.stream``.
   """
-  model, source = finished.language_model(run, before=before)
+  model, source = finished.model(run, before=before)
   talk = chat.Chat(source)
   generator = generation.Generator(model, talk.stops)
   ids = [talk.prompt(messages) for messages in prompts]
@@ -135,7 +135,7 @@ def talk(command: argparse.Namespace) -> None:
     ValueError: If the run is not finished or not of a language model.
   """
   run = finished.find(command.run, 'instruct')
-  model, source = finished.language_model(run, before=command.before)
+  model, source = finished.model(run, before=command.before)
   template = chat.Chat(source)
   generator = generation.Generator(model, template.stops)
   print(f'{source.name}: {run.summary["statement"]}.', file=sys.stderr)

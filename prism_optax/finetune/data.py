@@ -97,7 +97,7 @@ def chosen(rows: Examples, count: int | None) -> Examples:
 
 def label_set(
   declared: Sequence[str] | None, evaluation: Sequence[str | None]
-) -> tuple[str, ...]:
+) -> list[str]:
   """The classes, from what is declared or public, never from private data.
 
   Args:
@@ -113,21 +113,21 @@ def label_set(
       a label occurs in the evaluation file only.
   """
   if declared is None:
-    names = tuple(sorted(set(map(str, evaluation))))
+    names = sorted(set(map(str, evaluation)))
   elif len(declared) == 1 and pathlib.Path(declared[0]).is_file():
     lines = pathlib.Path(declared[0]).read_text('utf-8').splitlines()
-    names = tuple(line.strip() for line in lines if line.strip())
+    names = [line.strip() for line in lines if line.strip()]
   else:
-    names = tuple(declared)
+    names = list(declared)
   if len(set(names)) < len(names):
-    raise ValueError(f'--labels: a label is repeated in {list(names)}.')
+    raise ValueError(f'--labels: a label is repeated in {names}.')
   unknown = sorted(set(map(str, evaluation)) - set(names))
   if unknown:
     raise ValueError(
       f'--labels lacks {unknown}, which occur in the evaluation file only.'
     )
   if len(names) < 2:
-    raise ValueError(f'--labels: expected two or more, got {list(names)}.')
+    raise ValueError(f'--labels: expected two or more, got {names}.')
   return names
 
 

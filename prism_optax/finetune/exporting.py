@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +16,9 @@ from prism_optax import lora
 from . import files, finished, tasks, templates
 from .models import llama_files, minilm, pretrained
 
+HEAD = 'head.safetensors'  # Of a classifier, beside its merged encoder.
 Read = Callable[[str], np.ndarray]
+Modules = Mapping[str, Mapping[str, Any]]
 
 
 def export(command: argparse.Namespace) -> None:
@@ -29,25 +29,40 @@ def export(command: argparse.Namespace) -> None:
       the folder is taken, or what is read back is another model.
   """
   run = finished.find(command.run, 'classify', 'instruct')
-  limit = command.max_shard_size
-  whole = command.base or command.format == 'merged'
-  if limit is not None and (run.options.task == 'classify' or not whole):
+  limit, kind = command.max_shard_size, command.format
+  if limit is not None and kind != 'merged' and not command.base:
     raise ValueError(
-      f'--max-shard-size {limit} is for all weights of a language model: '
-      '--format merged, or --base.'
+      f'--max-shard-size {limit} is for whole models: --format merged, --base.'
     )
   folder = pathlib.Path(command.output)
   if folder.exists() and any(folder.iterdir()):
     raise ValueError(f'--output {folder} is not empty: choose another folder.')
   files.require_writable(folder)
+  model, source = finished.model(run, moved=True)
+  folder.mkdir(parents=True, exist_ok=True)
+  params, head = nnx.state(model, nnx.LoRAParam), {}
   if run.options.task == 'classify':
-    model = _classifier(run, folder, command)
+    modules = minilm.adapters(params['encoder'])
+    head = {'kernel': model.kernel[...], 'bias': model.bias[...]}
+    facts = {'labels': run.options.labels, 'temperature': model.temperature}
+    facts['max_length'] = run.options.max_length
+    files.write_json(folder / 'head.json', facts)
   else:
-    model = _language_model(run, folder, command)
-  (folder / 'README.md').write_text(_card(run, command.format), 'utf-8')
-  print(f'{command.format}: {folder}')
+    modules = llama_files.adapters(params, model.config)
+  if kind == 'merged':
+    write_model(folder, source, merged(source.read, modules), limit)
+    if head:
+      weight = np.ascontiguousarray(np.asarray(head['kernel']).T)
+      bias = np.asarray(head['bias'])
+      _save(folder / HEAD, {'weight': weight, 'bias': bias})
+  else:
+    write_adapter(folder, source, modules, head)
+    if command.base:
+      write_model(folder / 'base', source, source.read, limit)
+  (folder / 'README.md').write_text(_card(run, kind), 'utf-8')
+  print(f'{kind}: {folder}')
   if command.check:
-    print(check(run, model, folder, command.format))
+    print(check(model, _read_back(run, source, folder), folder))
 
 
 def _card(run: finished.Finished, kind: str) -> str:
@@ -63,37 +78,30 @@ def _card(run: finished.Finished, kind: str) -> str:
   )
 
 
-def check(
-  run: finished.Finished, model: nnx.Module, folder: pathlib.Path, kind: str
-) -> str:
-  """Reads an export back, and compares the logits of eight tokens.
+def check(model: Any, back: Any, folder: pathlib.Path) -> str:
+  """Compares the logits of eight tokens.
 
   Args:
-    run: What was exported.
-    model: Its model; loses its adapters.
-    folder: The export.
-    kind: Its format.
+    model: Of the run; loses its adapters.
+    back: What was read back.
+    folder: Where from.
 
   Returns:
-    The largest differences: from the export, and from no adapters at all.
+    The largest differences: from what was read back, and from no adapters.
 
   Raises:
-    ValueError: If the export is nearer to no adapters than to the run.
+    ValueError: If it is nearer to no adapters than to the run.
   """
-  ids = np.arange(1, 9)[None]
 
   @nnx.jit
   def logits(model):
-    return model(ids)
+    return model(np.arange(1, 9)[None])
 
-  trained = np.asarray(logits(model))
-  back = _classifier_back if run.options.task == 'classify' else _model_back
-  found = np.asarray(logits(back(run, folder, kind)))
+  trained, found = (np.asarray(logits(x)) for x in (model, back))
   state = nnx.state(model, nnx.LoRAParam)
   nnx.update(model, jax.tree.map(np.zeros_like, state))
-  error, effect = (
-    float(np.abs(x - trained).max()) for x in (found, logits(model))
-  )
+  error = float(np.abs(found - trained).max())
+  effect = float(np.abs(logits(model) - trained).max())
   text = (
     f'read back: logits differ by at most {error:.1e}; the adapters change '
     f'them by {effect:.1e}'
@@ -103,130 +111,34 @@ def check(
   return text
 
 
-def _from_peft(
-  folder: pathlib.Path,
-) -> tuple[dict[str, dict[str, np.ndarray]], Mapping[str, np.ndarray]]:
-  """Factors by module, the scale in the second one, and all other tensors."""
-  adapter = lora.load_peft(folder)
-  modules = {}
-  for (name, x), pair in zip(
-    adapter.params.items(), adapter.layout, strict=True
-  ):
-    scale = 1.0 if pair.layout is None else pair.layout.scale
-    modules[name] = x | {'lora_b': scale * x['lora_b']}
-  return modules, adapter.others
-
-
-def _model_back(
-  run: finished.Finished, folder: pathlib.Path, kind: str
-) -> nnx.Module:
-  if kind == 'merged':
-    return llama_files.load(pretrained.find(str(folder)))
-  source = pretrained.find(run.options.model)
-  read = merged(source.read, _from_peft(folder)[0])
-  return llama_files.load(dataclasses.replace(source, read=read))
-
-
-def _classifier_back(
-  run: finished.Finished, folder: pathlib.Path, kind: str
-) -> nnx.Module:
-  model, encoder = finished.text_classifier(run)
-  if kind == 'merged':
-    model.encoder = minilm.load(folder)
-    head = safetensors.numpy.load_file(folder / 'head.safetensors')
+def _read_back(
+  run: finished.Finished, source: pretrained.Pretrained, folder: pathlib.Path
+) -> Any:
+  """The model of an export, without adapters: they are in its weights."""
+  head: Mapping[str, Any] = {}
+  if (folder / 'adapter_config.json').exists():
+    adapter, modules = lora.load_peft(folder), {}
+    for (name, factors), pair in zip(
+      adapter.params.items(), adapter.layout, strict=True
+    ):
+      scale = 1.0 if pair.layout is None else pair.layout.scale
+      scaled = factors | {'lora_b': scale * factors['lora_b']}
+      modules[name.removeprefix('bert.')] = scaled
+    head = {x.removeprefix('classifier.'): y for x, y in adapter.others.items()}
+    source = dataclasses.replace(source, read=merged(source.read, modules))
   else:
-    modules, others = _from_peft(folder)
-    modules = {name.removeprefix('bert.'): x for name, x in modules.items()}
-    with tempfile.TemporaryDirectory() as scratch:
-      _write_encoder(pathlib.Path(scratch), encoder, modules)
-      model.encoder = minilm.load(pathlib.Path(scratch))
-    head = {
-      name.removeprefix('classifier.'): value for name, value in others.items()
-    }
-  model.kernel[...] = head['weight'].T
-  model.bias[...] = head['bias']
+    source = pretrained.find(str(folder))
+    if (folder / HEAD).exists():
+      head = safetensors.numpy.load_file(folder / HEAD)
+  plain = {'rank': 0, 'weights_dtype': 'float32'}
+  used = argparse.Namespace(**vars(run.options) | plain)
+  model = tasks.network(used, source)
+  if head:
+    model.kernel[...], model.bias[...] = head['weight'].T, head['bias']
   return model
 
 
-def _write_encoder(
-  folder: pathlib.Path,
-  encoder: pathlib.Path,
-  modules: Mapping[str, Mapping[str, Any]],
-) -> None:
-  """The encoder with the adapters in its weights."""
-  stored = safetensors.numpy.load_file(encoder / pretrained.WEIGHTS)
-  change = merged(stored.__getitem__, modules)
-  _save(folder / pretrained.WEIGHTS, {name: change(name) for name in stored})
-  shutil.copy(encoder / 'config.json', folder)
-
-
-def _language_model(
-  run: finished.Finished, folder: pathlib.Path, command: argparse.Namespace
-) -> nnx.Module:
-  model, source = finished.language_model(run, moved=True)
-  folder.mkdir(parents=True, exist_ok=True)
-  modules = llama_files.adapters(
-    nnx.state(model, nnx.LoRAParam),
-    model.config,
-    tasks.lora_of(run.options),
-  )
-  if command.format == 'merged':
-    write_model(
-      folder, source, merged(source.read, modules), command.max_shard_size
-    )
-    return model
-  _write_peft(folder, modules, source.name, 'CAUSAL_LM')
-  _write_tokenizer(folder, source)
-  if command.base:
-    write_model(folder / 'base', source, source.read, command.max_shard_size)
-  return model
-
-
-def _classifier(
-  run: finished.Finished, folder: pathlib.Path, command: argparse.Namespace
-) -> nnx.Module:
-  """The encoder and the head, as PEFT has them or the hub.
-
-  PEFT gets both as one model, see the card: an encoder ``bert`` and a head
-  ``classifier``, as in ``BertForSequenceClassification``, whose pooling is
-  another one. Merged, the encoder is a model by itself.
-  """
-  model, encoder = finished.text_classifier(run, moved=True)
-  folder.mkdir(parents=True, exist_ok=True)
-  modules: dict[str, dict[str, jax.Array]] = {}
-  names = minilm.stored_names(len(model.encoder.layers))
-  for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-    _, *module, _, factor = path
-    modules.setdefault(names[tuple(module)], {})[str(factor)] = leaf[...]
-  if command.format == 'merged':
-    _write_encoder(folder, encoder, modules)
-    head = {
-      'weight': np.ascontiguousarray(np.asarray(model.kernel[...]).T),
-      'bias': np.asarray(model.bias[...]),
-    }
-    _save(folder / 'head.safetensors', head)
-  else:
-    _write_peft(
-      folder,
-      {f'bert.{name}': factors for name, factors in modules.items()}
-      | {'classifier': {'kernel': model.kernel[...], 'bias': model.bias[...]}},
-      run.options.base['model'],
-      # Not SEQ_CLS: PEFT would take it for the model with the other pooling.
-      None,
-    )
-    if command.base:
-      shutil.copytree(encoder, folder / 'base')
-  labels = {
-    'labels': run.options.labels,
-    'temperature': model.temperature,
-    'max_length': run.options.max_length,
-  }
-  files.write_json(folder / 'head.json', labels)
-  shutil.copy(encoder / 'tokenizer.json', folder)
-  return model
-
-
-def merged(read: Read, modules: Mapping[str, Mapping[str, Any]]) -> Read:
+def merged(read: Read, modules: Modules) -> Read:
   """Reads weights with the adapters added to them.
 
   Args:
@@ -238,8 +150,7 @@ def merged(read: Read, modules: Mapping[str, Mapping[str, Any]]) -> Read:
   """
 
   def changed(name: str) -> np.ndarray:
-    value = read(name)
-    module = modules.get(name.removesuffix('.weight'))
+    value, module = read(name), modules.get(name.removesuffix('.weight'))
     if module is None or not name.endswith('.weight'):
       return value
     a, b = (np.asarray(module[key], np.float32) for key in ('lora_a', 'lora_b'))
@@ -254,7 +165,7 @@ def write_model(
   read: Read,
   limit: str | None = None,
 ) -> None:
-  """A whole language model in the layout of the hub.
+  """A whole model in the layout of the hub.
 
   Args:
     folder: Made if it does not exist.
@@ -277,47 +188,55 @@ def write_model(
   for file, names in parts.filename_to_tensors.items():
     tensors = {name: np.ascontiguousarray(read(name)) for name in names}
     _save(folder / file, tensors)
+    kind = tensors[names[0]].dtype.name
   if parts.is_sharded:
     index = {
       'metadata': parts.metadata,
       'weight_map': parts.tensor_to_filename,
     }
     files.write_json(folder / pretrained.INDEX, index)
-  kind = read(names[0]).dtype.name
-  files.write_json(
-    folder / 'config.json', {**source.config, 'torch_dtype': kind}
-  )
-  files.write_json(
-    folder / 'generation_config.json', {'eos_token_id': list(source.stops)}
-  )
+  config = {**source.config, 'torch_dtype': kind}
+  files.write_json(folder / 'config.json', config)
+  if source.stops:
+    stops = {'eos_token_id': list(source.stops)}
+    files.write_json(folder / 'generation_config.json', stops)
   _write_tokenizer(folder, source)
 
 
-def _write_peft(
+def write_adapter(
   folder: pathlib.Path,
-  modules: Mapping[str, Mapping[str, jax.Array]],
-  base: str,
-  task_type: str | None,
+  source: pretrained.Pretrained,
+  modules: Modules,
+  head: Mapping[str, Any],
 ) -> None:
-  """The adapter, and modules that were trained as a whole beside it."""
+  """The adapter as PEFT has it, and the head that was trained beside it.
+
+  An encoder and a head are one model for PEFT, see the card: ``bert`` and
+  ``classifier`` as in ``BertForSequenceClassification``, whose pooling is
+  another one.
+  """
+  if head:
+    named = {f'bert.{name}': factors for name, factors in modules.items()}
+    modules = named | {'classifier': head}
   lora.save_peft(
     folder,
     modules,
     config={
-      'task_type': task_type,
-      'base_model_name_or_path': base,
+      # Not SEQ_CLS: PEFT would take it for the model with the other pooling.
+      'task_type': None if head else 'CAUSAL_LM',
+      'base_model_name_or_path': source.name,
       'inference_mode': True,
     },
   )
+  _write_tokenizer(folder, source)
 
 
 def _write_tokenizer(
   folder: pathlib.Path, source: pretrained.Pretrained
 ) -> None:
   source.tokenizer.save(str(folder / 'tokenizer.json'))
-  files.write_json(
-    folder / 'tokenizer_config.json', dict(source.tokenizer_config)
-  )
+  entries = dict(source.tokenizer_config)
+  files.write_json(folder / 'tokenizer_config.json', entries)
 
 
 def _save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -4,11 +4,10 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from . import adapters, files, options, tasks
-from .models import classifier, llama, llama_files, pretrained, weights
+from .models import classifier, pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +69,13 @@ def find_all(folder: str) -> list[Finished]:
   return [Finished(part.parent, used, files.read_json(part)) for part in parts]
 
 
-def language_model(
+def model(
   run: Finished, *, before: bool = False, moved: bool = False
-) -> tuple[llama.Decoder, pretrained.Pretrained]:
-  """The model of an ``instruct`` run, and where its weights came from.
+) -> tuple[Any, pretrained.Pretrained]:
+  """The model of a run, and where its frozen weights came from.
 
   Args:
-    run: What :func:`find` returned.
+    run: What :func:`find` returned, of the tasks ``classify`` or ``instruct``.
     before: Whether it is to be as it was before it was adapted.
     moved: Whether to refuse adapters that equal their start.
 
@@ -84,52 +83,22 @@ def language_model(
     ValueError: If the weights are not those that the run began with, or the
       adapters were never moved.
   """
-  used = run.options
-  source = pretrained.find(used.model)
-  _check_base(run, source.sha256)
-  model = llama_files.load(
-    source,
-    tasks.lora_of(used),
-    dtype=jnp.dtype(used.weights_dtype),
-  )
-  if not before:
-    params = nnx.state(model, nnx.LoRAParam)
-    nnx.update(model, _trained(run, params, moved))
-  return model, source
-
-
-def text_classifier(
-  run: Finished, *, moved: bool = False
-) -> tuple[classifier.Classifier, pathlib.Path]:
-  """The model of a ``classify`` run, and the folder of its encoder.
-
-  Raises:
-    ValueError: As :func:`language_model`.
-  """
-  used = run.options
-  folder = weights.find(used.model)
-  _check_base(run, weights.sha256(folder / 'model.safetensors'))
-  model = tasks.text_classifier(folder, len(used.labels), tasks.lora_of(used))
-  _, params, _ = classifier.split(model)
-  nnx.update(model, _trained(run, params, moved))
-  return model, folder
-
-
-def _trained(run: Finished, start: Any, moved: bool) -> Any:
-  found = adapters.load(run.adapter, start)
-  if moved and not adapters.have_moved(found, start):
+  used, source = run.options, pretrained.find(run.options.model)
+  if source.sha256 != used.base['sha256']:
+    raise ValueError(
+      f'{run.folder}: the frozen weights have sha256 {source.sha256}, the run '
+      f'began with {used.base["sha256"]}.'
+    )
+  found = tasks.network(used, source)
+  if before:
+    return found, source
+  _, start, _ = classifier.split(found)
+  params = adapters.load(run.adapter, start)
+  if moved and not adapters.have_moved(params, start):
     raise ValueError(
       f'{run.folder}: training never moved the adapters: there is nothing to '
       f'export ({run.summary["held_steps"]} of {run.summary["final"]["step"]} '
       'steps diverged).'
     )
-  return found
-
-
-def _check_base(run: Finished, found: str) -> None:
-  stored = run.options.base['sha256']
-  if found != stored:
-    raise ValueError(
-      f'{run.folder}: the frozen weights have sha256 {found}, the run began '
-      f'with {stored}.'
-    )
+  nnx.update(found, params)
+  return found, source

@@ -165,8 +165,8 @@ def per_class(run: finished.Finished) -> list[tuple[str, int, float]]:
   """
   used = run.options
   public = data.read_public(used)
-  model, folder = finished.text_classifier(run)
-  ids = minilm.tokenize(folder, public.texts, used.max_length)
+  model, source = finished.model(run)
+  ids = minilm.tokenize(source.where, public.texts, used.max_length)
   found = np.array([x.argmax() for x in answers.probabilities(model, ids, 64)])
   labels = data.encode_labels(public.labels, used.labels)
   return [

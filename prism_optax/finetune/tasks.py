@@ -12,15 +12,8 @@ import numpy as np
 from flax import nnx
 
 from . import data, digits, instructions, pretraining, training
-from .models import (
-  chat,
-  classifier,
-  llama_files,
-  minilm,
-  pretrained,
-  vit,
-  weights,
-)
+from .models import chat, classifier, llama_files, minilm, pretrained, vit
+from .models.layers import LoraConfig
 from .options import Options
 
 # Sharpness of the softmax over normalised features: logits of a unit vector
@@ -83,9 +76,21 @@ def read(options: Options, output: pathlib.Path) -> Task:
   return language_model(options)
 
 
-def lora_of(options: Options) -> minilm.LoraConfig:
-  return minilm.LoraConfig(
+def network(options: Options, source: pretrained.Pretrained) -> Any:
+  """The model of a run before training: adapters, and a head on an encoder."""
+  where = LoraConfig(
     options.rank, tuple(options.lora_targets), options.lora_layers
+  )
+  if options.task == 'instruct':
+    dtype = jnp.dtype(options.weights_dtype)
+    return llama_files.load(source, where, dtype=dtype)
+  encoder = minilm.load(source, where, nnx.Rngs(0))
+  return classifier.Classifier(
+    encoder,
+    encoder.hidden_size,
+    len(options.labels),
+    temperature=TEXT_TEMPERATURE,
+    rngs=nnx.Rngs(1),
   )
 
 
@@ -93,50 +98,37 @@ def text_classification(options: Options) -> Task:
   """all-MiniLM-L6-v2 with adapters and a linear head on two text files."""
   # Files before weights: a wrong path should not cost the time to load them.
   public = data.read_public(options)
-  names = data.label_set(options.labels, public.labels)
+  # From here on a constant of the run, whatever becomes of the file.
+  options.labels = data.label_set(options.labels, public.labels)
   private = data.read_private(options)
   data.require_other_rows(
     [*zip(*private, strict=True)], [*zip(*public, strict=True)], options
   )
-  folder = weights.find(options.model)
-  limit = minilm.Config.read(folder).max_position_embeddings
-  if not 3 <= options.max_length <= limit:
-    raise ValueError(
-      f'Expected 3 <= --max-length <= {limit}, got {options.max_length}.'
-    )
+  source = pretrained.find(options.model)
+  model = network(options, source)
+  _require_length(options, 3, model.encoder.positions.num_embeddings)
 
   def encode(file: data.TextFile) -> data.Examples:
     return data.Examples(
-      minilm.tokenize(folder, file.texts, options.max_length),
-      data.encode_labels(file.labels, names),
+      minilm.tokenize(source.where, file.texts, options.max_length),
+      data.encode_labels(file.labels, options.labels),
     )
 
-  model = options.model
   return Task(
     pathlib.Path(options.data).resolve().parent.name,
-    *classifier.split(text_classifier(folder, len(names), lora_of(options))),
+    *classifier.split(model),
     train=encode(private),
     evaluation=data.chosen(encode(public), options.eval_rows),
-    labels=names,
-    base={
-      'model': weights.HUB_NAME if model is None else pathlib.Path(model).name,
-      'sha256': weights.sha256(folder / 'model.safetensors'),
-    },
+    labels=tuple(options.labels),
+    base=source.base,
   )
 
 
-def text_classifier(
-  folder: pathlib.Path, classes: int, lora: minilm.LoraConfig
-) -> classifier.Classifier:
-  """The encoder in a folder with adapters and a head, before training."""
-  encoder = minilm.load(folder, lora, nnx.Rngs(0))
-  return classifier.Classifier(
-    encoder,
-    encoder.hidden_size,
-    classes,
-    temperature=TEXT_TEMPERATURE,
-    rngs=nnx.Rngs(1),
-  )
+def _require_length(options: Options, least: int, most: int) -> None:
+  if not least <= options.max_length <= most:
+    raise ValueError(
+      f'Expected {least} <= --max-length <= {most}, got {options.max_length}.'
+    )
 
 
 def language_model(options: Options) -> Task:
@@ -154,18 +146,12 @@ def language_model(options: Options) -> Task:
       f'--max-length {options.max_length}: the prompts of --eval leave no room '
       'for a response.'
     )
-  network = llama_files.load(
-    source, lora_of(options), dtype=jnp.dtype(options.weights_dtype)
-  )
-  limit = network.config.max_length
-  if options.max_length > limit:
-    raise ValueError(
-      f'Expected --max-length <= {limit}, got {options.max_length}.'
-    )
+  model = network(options, source)
+  _require_length(options, 1, model.config.max_length)
   facts = {x: getattr(options, x) for x in ('loss_divisor', 'weights_dtype')}
   return Task(
     pathlib.Path(options.data).resolve().parent.name,
-    *classifier.split(network),
+    *classifier.split(model),
     train=instructions.encode(private, talk, options.max_length),
     evaluation=evaluation,
     labels=(),

@@ -118,9 +118,8 @@ def train_one(options: options_lib.Options, output: pathlib.Path) -> None:
     f'{task.name}: {classes}; measured on {len(task.evaluation.labels)} rows '
     f'of --eval, see --eval-rows; results in {output}'
   )
-  # From here on these are constants of the run, whatever becomes of the files.
+  # From here on a constant of the run, whatever becomes of the file.
   options.dataset_size = declared_size(options, len(task.train.labels))
-  options.labels = list(task.labels) or None
   private = make(options, task, options.optimizer, output)
   save_options(options, task, output)
   if options.nonprivate_diagnostics:

@@ -107,7 +107,7 @@ def test_a_language_model_learns_on_weights_in_int8(tmp_path):
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   before, after = (summary[x]['eval_perplexity'] for x in ('start', 'final'))
   assert after < before / 2
-  model, _ = finished.language_model(finished.find(str(tmp_path / 'run')))
+  model, _ = finished.model(finished.find(str(tmp_path / 'run')))
   assert model.stacks[0].mlp.up.kernel.dtype == np.int8
   run_command('export', tmp_path / 'run', '--output', tmp_path / 'adapter')
   card = (tmp_path / 'adapter' / 'README.md').read_text()
@@ -230,7 +230,7 @@ def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
   changed = dict(opened.options.base, sha256='0' * 64)
   opened.options.base = changed
   with pytest.raises(ValueError, match='the run began with 0000'):
-    finished.language_model(opened)
+    finished.model(opened)
   with pytest.raises(ValueError, match='there is no run'):
     finished.find(str(tmp_path))
   (tmp_path / 'options.json').write_text('{}')

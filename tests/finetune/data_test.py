@@ -114,11 +114,11 @@ def test_a_sorted_file_is_measured_on_rows_of_all_of_it():
 
 
 def test_label_set_is_declared_or_public(tmp_path):
-  assert data.label_set(None, ['b', 'a', 'b']) == ('a', 'b')
-  assert data.label_set(['b', 'a', 'c'], ['a']) == ('b', 'a', 'c')
+  assert data.label_set(None, ['b', 'a', 'b']) == ['a', 'b']
+  assert data.label_set(['b', 'a', 'c'], ['a']) == ['b', 'a', 'c']
   path = tmp_path / 'labels.txt'
   path.write_text('two words\nb\n\n')
-  assert data.label_set([str(path)], ['b']) == ('two words', 'b')
+  assert data.label_set([str(path)], ['b']) == ['two words', 'b']
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def write_review_run(
   used.labels = ['bad', 'good']
   digest = weights.sha256(encoder / 'model.safetensors')
   used.base = {'model': 'tiny', 'sha256': digest}
-  model = tasks.text_classifier(encoder, 2, tasks.lora_of(used))
+  model = tasks.network(used, pretrained.find(str(encoder)))
   rng = np.random.default_rng(0)
   _, params, _ = classifier.split(model)
   for _, leaf in nnx.to_flat_state(params):

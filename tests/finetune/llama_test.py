@@ -71,7 +71,7 @@ def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
 
 def test_logits_are_those_of_the_oracle(source, adapted):
   modules = llama_files.adapters(
-    nnx.state(adapted, nnx.LoRAParam), adapted.config, LORA
+    nnx.state(adapted, nnx.LoRAParam), adapted.config
   )
   want = decoder_oracle.logits(adapted.config, source.read, IDS, modules)
   plain = decoder_oracle.logits(adapted.config, source.read, IDS, {})
@@ -89,9 +89,7 @@ def test_new_adapters_change_nothing_and_two_stacks_are_one(source):
   assert len(model.stacks) == 2
   # The same sums in two programs.
   np.testing.assert_allclose(_logits(model, IDS), plain, atol=1e-5)
-  names = llama_files.adapters(
-    nnx.state(model, nnx.LoRAParam), model.config, lora
-  )
+  names = llama_files.adapters(nnx.state(model, nnx.LoRAParam), model.config)
   assert sorted(names) == [
     f'model.layers.2.mlp.{name}_proj' for name in ('down', 'gate', 'up')
   ]
@@ -119,7 +117,7 @@ def test_dense_layers_can_be_kept_in_int8(source):
   rounded = {}
   for stack, at in ((0, 0), (1, 1), (1, 2)):  # One layer without adapters.
     layer = model.stacks[stack]
-    for (part, name), stored in llama_files.LINEAR.items():
+    for (part, name), stored in llama_config.LINEAR.items():
       dense = getattr(getattr(layer, part), name)
       row = at - stack
       assert dense.kernel.dtype == np.int8
@@ -140,9 +138,7 @@ def test_dense_layers_can_be_kept_in_int8(source):
       value = source.read(name).astype(jnp.bfloat16)
     return value
 
-  modules = llama_files.adapters(
-    nnx.state(model, nnx.LoRAParam), model.config, LORA
-  )
+  modules = llama_files.adapters(nnx.state(model, nnx.LoRAParam), model.config)
   want = decoder_oracle.logits(model.config, read, IDS, modules)
   exact = decoder_oracle.logits(model.config, source.read, IDS, modules)
   found = _logits(model, IDS)

@@ -11,27 +11,25 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from prism_optax.finetune.models import layers, minilm, weights
+from prism_optax.finetune.models import layers, minilm, pretrained, weights
 from tests.finetune import conftest
 
 
-def _real_folder():
-  try:
-    return weights._from_package()
-  except FileNotFoundError:
-    return None
+def _load(folder, *more):
+  return minilm.load(pretrained.find(str(folder)), *more)
 
 
 def test_sentence_cosines_are_those_of_the_original():
-  folder = _real_folder()
-  if folder is None:
+  path = weights.installed(weights.PACKAGE, 'model.safetensors')
+  if path is None:
     pytest.skip(f'{weights.PACKAGE} is not installed.')
+  folder = path.parent
   texts = [
     'The weather is lovely today.',
     "It's so sunny outside!",
     'He drove to the stadium.',
   ]
-  encoder = minilm.load(folder)
+  encoder = _load(folder)
   encode = nnx.jit(lambda encoder, ids: encoder(ids))
   vectors = np.asarray(encode(encoder, minilm.tokenize(folder, texts, 16)))
   vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -80,7 +78,7 @@ def _numpy_encoder(stored, ids):
 
 def test_encoder_agrees_with_a_plain_one_whatever_the_padding(tiny_model):
   texts = ['good film', 'dull plot bad actor unknown', 'fine']
-  encoder = nnx.jit(minilm.load(tiny_model))
+  encoder = nnx.jit(_load(tiny_model))
   stored = safetensors.numpy.load_file(tiny_model / 'model.safetensors')
   for length in (8, 13):
     ids = minilm.tokenize(tiny_model, texts, length)
@@ -100,7 +98,7 @@ def test_texts_are_cut_and_odd_ones_do_not_raise(tiny_model):
 
 
 def test_an_input_without_a_token_gives_zeros_and_finite_gradients(tiny_model):
-  encoder = minilm.load(tiny_model)
+  encoder = _load(tiny_model)
   graphdef, state = nnx.split(encoder)
   ids = np.zeros((1, 6), np.int32)
 
@@ -114,31 +112,31 @@ def test_an_input_without_a_token_gives_zeros_and_finite_gradients(tiny_model):
 
 def test_adapters_go_where_they_are_asked_for_and_start_as_nothing(tiny_model):
   ids = minilm.tokenize(tiny_model, ['good film'], 6)
-  plain = minilm.load(tiny_model)
+  plain = _load(tiny_model)
   encode = nnx.jit(lambda encoder, ids: encoder(ids))
   expected = encode(plain, ids)
   for targets, count in ((('attention',), 4), (('mlp',), 2)):
     lora = minilm.LoraConfig(rank=3, targets=targets)
-    adapted = minilm.load(tiny_model, lora)
+    adapted = _load(tiny_model, lora)
     pairs = nnx.state(adapted, nnx.LoRAParam)
     assert len(jax.tree.leaves(pairs)) == 2 * count
     # A product with zeros is added.
     np.testing.assert_array_equal(expected, encode(adapted, ids))
   # One layer, and none of the topmost: no adapter at all.
   lora = minilm.LoraConfig(rank=3, top_layers=0)
-  none = nnx.state(minilm.load(tiny_model, lora), nnx.LoRAParam)
+  none = nnx.state(_load(tiny_model, lora), nnx.LoRAParam)
   assert not jax.tree.leaves(none)
 
 
 def test_a_rank_that_does_not_fit_is_named(tiny_model):
   with pytest.raises(ValueError, match=r'rank <= 8 .* got rank=9'):
-    minilm.load(tiny_model, minilm.LoraConfig(rank=9))
+    _load(tiny_model, minilm.LoraConfig(rank=9))
   with pytest.raises(ValueError, match='got rank=-1'):
     layers.dense(5, 4, rank=-1, rngs=nnx.Rngs(0))
 
 
 def _copy(folder, target):
-  for name in weights.FILES:
+  for name in ('config.json', 'tokenizer.json', 'model.safetensors'):
     (target / name).write_bytes((folder / name).read_bytes())
   return target / 'model.safetensors'
 
@@ -150,11 +148,11 @@ def test_missing_and_misshapen_weights_are_named(tiny_model, tmp_path):
   misshapen = stored | {name: stored[name].T.copy()}
   safetensors.numpy.save_file(misshapen, path)
   with pytest.raises(ValueError, match=rf'{name}.* has shape \(8, 12\)'):
-    minilm.load(tmp_path)
+    _load(tmp_path)
   del stored[name]
   safetensors.numpy.save_file(stored, path)
   with pytest.raises(ValueError, match=f"no weight '{name}'"):
-    minilm.load(tmp_path)
+    _load(tmp_path)
 
 
 def test_hub_is_asked_last(tiny_model, monkeypatch):
@@ -176,14 +174,14 @@ def test_hub_is_asked_last(tiny_model, monkeypatch):
 
 
 def test_folders_and_checksums_are_checked(tiny_model, tmp_path, monkeypatch):
-  assert weights.find(str(tiny_model)) == tiny_model
+  assert pretrained.find(str(tiny_model)).where == tiny_model
   with pytest.raises(ValueError, match=r"--model .* lacks \['config.json'"):
-    weights.find(str(tmp_path))
+    pretrained.find(str(tmp_path))
   # What is found by itself must be the published file, byte for byte.
-  monkeypatch.setattr(weights, '_from_package', lambda: tiny_model)
+  path = tiny_model / 'model.safetensors'
+  monkeypatch.setattr(weights, 'installed', lambda *_: path)
   with pytest.raises(ValueError, match=f'expected {weights.SHA256}'):
-    weights.find()
-  content = (tiny_model / 'model.safetensors').read_bytes()
-  digest = hashlib.sha256(content).hexdigest()
-  monkeypatch.setattr(weights, 'SHA256', digest)
-  assert weights.find() == tiny_model
+    pretrained.find(None)
+  monkeypatch.setattr(weights, 'SHA256', weights.sha256(path))
+  found = pretrained.find(None)
+  assert (found.where, found.name) == (tiny_model, weights.HUB_NAME)

@@ -46,7 +46,7 @@ def exact(source):
     scale = 0.02 if path[-1] == 'lora_b' else leaf.shape[-2] ** -0.5
     leaf.set_value(rng.normal(size=leaf.shape, scale=scale).astype(np.float32))
   nnx.update(model, params)
-  modules = llama_files.adapters(params, model.config, LORA)
+  modules = llama_files.adapters(params, model.config)
   found = np.asarray(nnx.jit(lambda model, ids: model(ids))(model, IDS))
   want = decoder_oracle.logits(model.config, source.read, IDS, modules)
   plain = decoder_oracle.logits(model.config, source.read, IDS, {})

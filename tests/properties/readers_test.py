@@ -10,6 +10,7 @@ from flax import nnx
 from hypothesis import given
 
 from prism_optax.finetune import adapters, data
+from prism_optax.finetune import files as files_lib
 from prism_optax.finetune.models import minilm
 from tests.finetune import conftest
 from tests.properties import cases
@@ -120,7 +121,7 @@ def test_a_configuration_of_any_bytes_is_read_or_refused(path, content):
   file = path.with_name('config.json')
   file.write_bytes(content)
   try:
-    found = minilm.Config.read(path.parent)
+    found = minilm.Config.from_dict(files_lib.read_json(file), str(file))
   except ValueError as refused:
     found, message = None, str(refused)
   if found is None:

@@ -7,7 +7,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from .pretrained import Pretrained
+from .pretrained import Pretrained, content
 
 Message = Mapping[str, str]
 # For models without a template of their own, such as base models.
@@ -35,7 +35,7 @@ class Chat:
     self.stops = source.stops
     options = source.tokenizer_config
     self._special = {
-      name: _content(options.get(name)) for name in ('bos_token', 'eos_token')
+      name: content(options.get(name)) for name in ('bos_token', 'eos_token')
     }
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -109,11 +109,6 @@ class Chat:
 
   def decode(self, ids: Sequence[int]) -> str:
     return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-def _content(token: Any) -> str:
-  token = token.get('content') if isinstance(token, dict) else token
-  return token if isinstance(token, str) else ''
 
 
 def _template(stored: Any) -> str:

@@ -5,6 +5,9 @@ on CPU XLA runs one plain matrix product more than twice as fast as the same
 product with two leading axes.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +17,34 @@ from flax import nnx
 
 from prism_optax import lora
 
-LECUN_NORMAL = nnx.initializers.lecun_normal()
+# Of what is overwritten by stored weights: it costs no time.
+ZEROS = nnx.initializers.zeros_init()
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Which layers carry adapters.
+
+  Attributes:
+    rank: Rank of every adapter; 0 for none at all.
+    targets: Keys of ``command_line.TARGETS``.
+    top_layers: Only the last so many layers are adapted; None for all.
+  """
+
+  rank: int = 0
+  targets: tuple[str, ...] = ('attention', 'mlp')
+  top_layers: int | None = None
+
+  def rank_of(self, target: str, layer: int, num_layers: int) -> int:
+    first = num_layers - (
+      num_layers if self.top_layers is None else self.top_layers
+    )
+    return self.rank if target in self.targets and layer >= first else 0
+
+
+NO_ADAPTERS = LoraConfig()
+# Makes a dense layer of its two sizes.
+Maker = Callable[..., nnx.Linear]
 
 
 def frozen_product(layer: nnx.Linear, tokens: jax.Array) -> jax.Array:
@@ -56,7 +86,6 @@ def dense(
   *,
   rank: int,
   rngs: nnx.Rngs,
-  kernel_init: nnx.Initializer = LECUN_NORMAL,
   **options: Any,
 ) -> nnx.Linear:
   """A dense layer, with a pair of LoRA factors where ``rank`` is not zero.
@@ -68,7 +97,6 @@ def dense(
       ``lora_b``, ``(rank, out_features)``, starts at zero. 0 gives a plain
       ``nnx.Linear``.
     rngs: Source of the initial values, which are public.
-    kernel_init: Initialiser of the frozen kernel.
     **options: Of ``nnx.Linear``, for the frozen part. With the ``param_dtype``
       int8 only the kernel is: :func:`to_int8` gives it and ``kernel_scale``
       (out_features,). The bias is bfloat16.
@@ -85,7 +113,7 @@ def dense(
       f'Expected 0 <= rank <= {min(in_features, out_features)} for a layer '
       f'of shape {(in_features, out_features)}, got {rank=}.'
     )
-  options |= {'kernel_init': kernel_init, 'rngs': rngs}
+  options |= {'rngs': rngs}
   is_int8 = options.get('param_dtype') == jnp.int8
   if is_int8:
     options['param_dtype'] = jnp.bfloat16
@@ -98,6 +126,11 @@ def dense(
     layer.kernel = nnx.Param(jnp.zeros((in_features, out_features), jnp.int8))
     layer.kernel_scale = nnx.Param(jnp.ones(out_features))
   return layer
+
+
+def maker(rank: int, rngs: nnx.Rngs, **options: Any) -> Maker:
+  """:func:`dense` of two sizes, with these options."""
+  return functools.partial(dense, rank=rank, rngs=rngs, **options)
 
 
 def to_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -119,26 +152,12 @@ def to_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Attention(nnx.Module):
   """Multi-head self-attention over flattened tokens."""
 
-  def __init__(
-    self,
-    hidden: int,
-    heads: int,
-    *,
-    rank: int,
-    rngs: nnx.Rngs,
-    kernel_init: nnx.Initializer = LECUN_NORMAL,
-  ):
+  def __init__(self, hidden: int, heads: int, make: Maker):
     self.heads = heads
-
-    options: dict[str, Any] = {
-      'rank': rank,
-      'rngs': rngs,
-      'kernel_init': kernel_init,
-    }
-    self.query = dense(hidden, hidden, **options)
-    self.key = dense(hidden, hidden, **options)
-    self.value = dense(hidden, hidden, **options)
-    self.output = dense(hidden, hidden, **options)
+    self.query = make(hidden, hidden)
+    self.key = make(hidden, hidden)
+    self.value = make(hidden, hidden)
+    self.output = make(hidden, hidden)
 
   def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     """Attends within each sequence; arguments and result of :meth:`mixed`."""
@@ -176,22 +195,9 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
   """Two dense layers around an exact GELU."""
 
-  def __init__(
-    self,
-    hidden: int,
-    inner: int,
-    *,
-    rank: int,
-    rngs: nnx.Rngs,
-    kernel_init: nnx.Initializer = LECUN_NORMAL,
-  ):
-    options: dict[str, Any] = {
-      'rank': rank,
-      'rngs': rngs,
-      'kernel_init': kernel_init,
-    }
-    self.up = dense(hidden, inner, **options)
-    self.down = dense(inner, hidden, **options)
+  def __init__(self, hidden: int, inner: int, make: Maker):
+    self.up = make(hidden, inner)
+    self.down = make(inner, hidden)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     return self.down(jax.nn.gelu(self.up(tokens), approximate=False))

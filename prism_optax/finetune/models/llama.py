@@ -14,8 +14,9 @@ two such stacks, and nothing is differentiated through the lower one.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +25,8 @@ from flax import nnx
 
 from ..command_line import TARGETS
 from . import layers
+from .layers import NO_ADAPTERS, LoraConfig
 from .llama_config import Config
-from .minilm import LoraConfig
-
-NO_ADAPTERS = LoraConfig()
-ZEROS = nnx.initializers.zeros_init()
 
 
 class Cache(NamedTuple):
@@ -152,10 +150,9 @@ class Layer(nnx.Module):
     return tokens + self.mlp(self.mlp_norm(tokens)), cache
 
 
-def _dense(rank: int, dtype: Any, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
-  return functools.partial(
-    layers.dense, rank=rank, rngs=rngs, kernel_init=ZEROS, param_dtype=dtype
-  )
+def _dense(rank: int, dtype: Any, rngs: nnx.Rngs) -> layers.Maker:
+  options = {'kernel_init': layers.ZEROS, 'param_dtype': dtype}
+  return layers.maker(rank, rngs, **options)
 
 
 def _norm(config: Config, width: int, dtype: Any, rngs: nnx.Rngs):
@@ -170,14 +167,6 @@ def _norm(config: Config, width: int, dtype: Any, rngs: nnx.Rngs):
 def _at_least_bfloat16(dtype: Any) -> Any:
   """Only dense layers are int8. Most models come in bfloat16: nothing lost."""
   return jnp.bfloat16 if dtype == jnp.int8 else dtype
-
-
-def stack_sizes(config: Config, lora: LoraConfig) -> list[int]:
-  """How many layers each stack has: those without adapters come first."""
-  top = config.num_hidden_layers
-  if lora.top_layers is not None:
-    top = min(top, lora.top_layers)
-  return [size for size in (config.num_hidden_layers - top, top) if size]
 
 
 class Decoder(nnx.Module):
@@ -206,32 +195,23 @@ class Decoder(nnx.Module):
       return nnx.Embed(
         config.vocab_size,
         config.hidden_size,
-        embedding_init=ZEROS,
+        embedding_init=layers.ZEROS,
         param_dtype=_at_least_bfloat16(dtype),
         dtype=jnp.float32,
         rngs=rngs,
       )
 
-    def stack(size: int, ranks: dict[str, int]):
+    def stack(first: int, end: int):
+      ranks = {x: lora.rank_of(x, first, depth) for x in TARGETS}
       make = nnx.vmap(lambda rngs: Layer(config, ranks, dtype, rngs))
-      return nnx.split_rngs(splits=size)(make)(rngs)
+      return nnx.split_rngs(splits=end - first)(make)(rngs)
 
     self.embedding = embedding()
-    sizes = stack_sizes(config, lora)
-    self.stacks = nnx.List(
-      [
-        stack(
-          size,
-          {
-            target: lora.rank
-            if target in lora.targets and i == len(sizes) - 1
-            else 0
-            for target in TARGETS
-          },
-        )
-        for i, size in enumerate(sizes)
-      ]
-    )
+    # Layers without adapters come first.
+    depth, top = config.num_hidden_layers, lora.top_layers
+    split = 0 if top is None else max(0, depth - top)
+    bounds = sorted({0, split, depth})
+    self.stacks = nnx.List([stack(*x) for x in itertools.pairwise(bounds)])
     self.norm = _norm(config, config.hidden_size, dtype, rngs)
     if not config.tie_word_embeddings:
       self.head = embedding()

@@ -8,6 +8,38 @@ from . import sizes
 
 FAMILY = ('llama', 'mistral', 'qwen2', 'qwen3')
 
+# Paths of our modules, and what they are called on the hub.
+LINEAR = {
+  ('attention', 'query'): 'self_attn.q_proj',
+  ('attention', 'key'): 'self_attn.k_proj',
+  ('attention', 'value'): 'self_attn.v_proj',
+  ('attention', 'output'): 'self_attn.o_proj',
+  ('mlp', 'gate'): 'mlp.gate_proj',
+  ('mlp', 'up'): 'mlp.up_proj',
+  ('mlp', 'down'): 'mlp.down_proj',
+}
+IN_LAYER = LINEAR | {
+  ('attention_norm',): 'input_layernorm',
+  ('mlp_norm',): 'post_attention_layernorm',
+  ('attention', 'query_norm'): 'self_attn.q_norm',
+  ('attention', 'key_norm'): 'self_attn.k_norm',
+}
+OUTSIDE = {
+  'embedding': 'model.embed_tokens',
+  'head': 'lm_head',
+  'norm': 'model.norm',
+}
+
+
+def hub_names(layers: int) -> list[str]:
+  """What a model of so many layers may have."""
+  inside = [
+    f'model.layers.{i}.{name}'
+    for i in range(layers)
+    for name in IN_LAYER.values()
+  ]
+  return [*OUTSIDE.values(), *inside]
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -76,7 +108,7 @@ class Config:
       )
 
     def number(name: str, default: float | None = None) -> Any:
-      return sizes.positive(stored, name, where, default=default)
+      return sizes.positive(stored, name, where, (int,), default)
 
     heads = number('num_attention_heads')
     key_value_heads = number('num_key_value_heads', heads)
@@ -98,7 +130,7 @@ class Config:
       head_dim=number('head_dim', number('hidden_size') // heads),
       max_length=_max_length(stored, number('max_position_embeddings')),
       rms_norm_eps=sizes.positive(
-        stored, 'rms_norm_eps', where, types=(int, float), default=1e-6
+        stored, 'rms_norm_eps', where, (int, float), 1e-6
       ),
       rope_theta=float(rope.get('rope_theta', stored.get('rope_theta', 1e4))),
       rope_scaling=_scaling(rope, where),

@@ -8,17 +8,18 @@ also put randomness that nobody accounted for into a per-example gradient.
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from .. import files
-from . import layers, sizes
+from . import classifier, layers, sizes
+from .layers import NO_ADAPTERS, LoraConfig
+from .pretrained import Pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +35,35 @@ class Config:
   layer_norm_eps: float
 
   @classmethod
-  def read(cls, folder: pathlib.Path) -> 'Config':
-    """Reads ``config.json``.
+  def from_dict(cls, stored: Mapping[str, Any], where: str) -> 'Config':
+    """Reads the entries of a ``config.json``.
 
     Raises:
-      ValueError: If it is no JSON object with a positive number for each field.
+      ValueError: If one of the fields is no positive number.
     """
-    path = folder / 'config.json'
-    stored = files.read_json(path)
-    values = {
-      field.name: sizes.positive(
-        stored,
-        field.name,
-        str(path),
-        types=(int, float) if field.type in (float, 'float') else (int,),
-      )
-      for field in dataclasses.fields(cls)
-    }
-    return cls(**values)
+    kinds: dict[Any, Any] = {int: (int,), float: (int, float)}
+    fields = dataclasses.fields(cls)
+    return cls(
+      *(sizes.positive(stored, x.name, where, kinds[x.type]) for x in fields)
+    )
 
 
+# Paths of our modules, and what they are called on the hub.
+OUTSIDE = {
+  'words': 'word_embeddings',
+  'positions': 'position_embeddings',
+  'norm': 'LayerNorm',
+}
+IN_LAYER = {
+  ('attention', 'query'): 'attention.self.query',
+  ('attention', 'key'): 'attention.self.key',
+  ('attention', 'value'): 'attention.self.value',
+  ('attention', 'output'): 'attention.output.dense',
+  ('attention_norm',): 'attention.output.LayerNorm',
+  ('mlp', 'up'): 'intermediate.dense',
+  ('mlp', 'down'): 'output.dense',
+  ('mlp_norm',): 'output.LayerNorm',
+}
 # The sizes of all-MiniLM-L6-v2.
 ALL_MINILM_L6_V2 = Config(
   vocab_size=30522,
@@ -66,48 +76,21 @@ ALL_MINILM_L6_V2 = Config(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
-  """Which layers carry adapters.
-
-  Attributes:
-    rank: Rank of every adapter; 0 for none at all.
-    targets: Keys of ``command_line.TARGETS``.
-    top_layers: Only the last so many layers are adapted; None for all.
-  """
-
-  rank: int = 0
-  targets: tuple[str, ...] = ('attention', 'mlp')
-  top_layers: int | None = None
-
-  def rank_of(self, target: str, layer: int, num_layers: int) -> int:
-    first = num_layers - (
-      num_layers if self.top_layers is None else self.top_layers
-    )
-    return self.rank if target in self.targets and layer >= first else 0
-
-
 class Layer(nnx.Module):
   """Attention and a feed-forward layer, each followed by a layer norm."""
 
   def __init__(
     self, config: Config, lora: LoraConfig, index: int, rngs: nnx.Rngs
   ):
-    # The kernels are overwritten by the stored ones: zeros cost no time.
-    zeros = nnx.initializers.zeros_init()
+    def make(target):
+      rank = lora.rank_of(target, index, config.num_hidden_layers)
+      return layers.maker(rank, rngs, kernel_init=layers.ZEROS)
 
-    def rank(target):
-      return lora.rank_of(target, index, config.num_hidden_layers)
-
-    width, heads = config.hidden_size, config.num_attention_heads
-    options: dict[str, Any] = {'rngs': rngs, 'kernel_init': zeros}
-    self.attention = layers.Attention(
-      width, heads, rank=rank('attention'), **options
-    )
+    width, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads
+    self.attention = layers.Attention(width, heads, make('attention'))
     self.attention_norm = _norm(config, rngs)
-    self.mlp = layers.FeedForward(
-      width, config.intermediate_size, rank=rank('mlp'), **options
-    )
+    self.mlp = layers.FeedForward(width, inner, make('mlp'))
     self.mlp_norm = _norm(config, rngs)
 
   def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
@@ -125,12 +108,10 @@ class Encoder(nnx.Module):
   """Token ids to one vector for each sentence."""
 
   def __init__(
-    self, config: Config, lora: LoraConfig = LoraConfig(), *, rngs: nnx.Rngs
+    self, config: Config, lora: LoraConfig = NO_ADAPTERS, *, rngs: nnx.Rngs
   ):
     self.hidden_size = config.hidden_size
-
-    zeros = nnx.initializers.zeros_init()
-    options: dict[str, Any] = {'embedding_init': zeros, 'rngs': rngs}
+    options: dict[str, Any] = {'embedding_init': layers.ZEROS, 'rngs': rngs}
     width, places = config.hidden_size, config.max_position_embeddings
     self.words = nnx.Embed(config.vocab_size, width, **options)
     self.positions = nnx.Embed(places, width, **options)
@@ -156,77 +137,51 @@ class Encoder(nnx.Module):
     return layers.masked_mean(tokens, mask)
 
 
-def stored_names(num_layers: int) -> dict[tuple[Any, ...], str]:
-  """Path in our module -> name in ``model.safetensors``, without suffix."""
-  names: dict[tuple[Any, ...], str] = {('norm',): 'embeddings.LayerNorm'}
-  inside = {
-    ('attention', 'query'): 'attention.self.query',
-    ('attention', 'key'): 'attention.self.key',
-    ('attention', 'value'): 'attention.self.value',
-    ('attention', 'output'): 'attention.output.dense',
-    ('attention_norm',): 'attention.output.LayerNorm',
-    ('mlp', 'up'): 'intermediate.dense',
-    ('mlp', 'down'): 'output.dense',
-    ('mlp_norm',): 'output.LayerNorm',
-  }
-  for i in range(num_layers):
-    for path, name in inside.items():
-      names['layers', i, *path] = f'encoder.layer.{i}.{name}'
-  return names
+def _stored_name(module: Sequence[Any]) -> str:
+  """The hub's name of a module, by its path in ours."""
+  if module[0] != 'layers':
+    return f'embeddings.{OUTSIDE[module[0]]}'
+  _, i, *inside = module
+  return f'encoder.layer.{i}.{IN_LAYER[tuple(inside)]}'
 
 
 def load(
-  folder: pathlib.Path,
-  lora: LoraConfig = LoraConfig(),
+  source: Pretrained,
+  lora: LoraConfig = NO_ADAPTERS,
   rngs: nnx.Rngs | None = None,
 ) -> Encoder:
-  """Reads the encoder from a folder in the layout of the Hugging Face hub.
+  """Builds the encoder with the stored weights, in float32.
 
   Args:
-    folder: Holds ``config.json`` and ``model.safetensors``.
+    source: What ``pretrained.find`` returned.
     lora: Where adapters are put; they start as no change at all.
     rngs: Source of the adapters' initial values, which are public.
 
-  Returns:
-    The encoder with the stored weights in float32.
-
   Raises:
-    ValueError: If a weight is missing or has another shape than
-      ``config.json`` says, or a LoRA rank does not fit.
+    ValueError: If a weight is missing or has another shape than the
+      configuration says, or a LoRA rank does not fit.
   """
-  config = Config.read(folder)
+  config = Config.from_dict(source.config, f'{source.where}/config.json')
   encoder = Encoder(config, lora, rngs=nnx.Rngs(0) if rngs is None else rngs)
-  stored = safetensors.numpy.load_file(folder / 'model.safetensors')
-
-  def assign(variable: Any, name: str, transpose: bool = False):
-    if name not in stored:
-      raise ValueError(f'{folder}/model.safetensors has no weight {name!r}.')
-    value = stored[name].astype(np.float32)
-    value = value.T if transpose else value
-    if value.shape != variable.shape:
-      raise ValueError(
-        f'{folder}/model.safetensors: {name!r} has shape {value.shape}, '
-        f'expected {variable.shape}.'
-      )
-    variable.set_value(jnp.asarray(value))
-
-  assign(encoder.words.embedding, 'embeddings.word_embeddings.weight')
-  assign(encoder.positions.embedding, 'embeddings.position_embeddings.weight')
+  _, _, frozen = classifier.split(encoder, nnx.LoRAParam)
+  for path, leaf in nnx.to_flat_state(frozen):
+    *module, end = path
+    stored = source.weight(_stored_name(module), end, leaf.shape)
+    leaf.set_value(jnp.asarray(stored, jnp.float32))
+  nnx.update(encoder, frozen)
   # One segment only, so its embedding is a constant of every position.
-  segment = stored['embeddings.token_type_embeddings.weight'][0]
+  segment = source.read('embeddings.token_type_embeddings.weight')[0]
   positions = encoder.positions.embedding
   positions.set_value(positions[...] + segment)
-  for path, name in stored_names(config.num_hidden_layers).items():
-    module: Any = encoder
-    for key in path:
-      module = module[key] if isinstance(key, int) else getattr(module, key)
-    if isinstance(module, nnx.LayerNorm):
-      assign(module.scale, f'{name}.weight')
-    else:
-      # PyTorch keeps (out, in), Flax (in, out).
-      assign(module.kernel, f'{name}.weight', transpose=True)
-    assign(module.bias, f'{name}.bias')
   return encoder
+
+
+def adapters(params: Any) -> dict[str, dict[str, jax.Array]]:
+  """``{'encoder.layer.0.output.dense': {'lora_a': (in, r), ...}, ...}``."""
+  result: dict[str, dict[str, jax.Array]] = {}
+  for (*module, _, factor), leaf in nnx.to_flat_state(params):
+    result.setdefault(_stored_name(module), {})[str(factor)] = leaf[...]
+  return result
 
 
 def tokenize(

