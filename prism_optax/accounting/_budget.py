@@ -55,8 +55,9 @@ class PrivacyBudget:
   :meth:`remaining` are for planning: as a bound they hold only where the number
   of releases did not depend on the answers. The caller chooses session names,
   so whoever can choose a new name gets a fresh budget, which only the server's
-  cap bounds. And the ledger itself has no noise: it shows when and how often a
-  session asked.
+  cap bounds. And the ledger itself has no noise: it shows in which order and
+  how often a session asked. Gaussian noise counts as ideal (see
+  ``inference.release_event``).
 
   **Integrity.** The rows of the ledger are chained by hashes, which cover
   settings and totals. Opening and :meth:`export` check all of them; every other

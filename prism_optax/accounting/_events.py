@@ -56,8 +56,7 @@ def dpsgd_event(
   clipped to a norm C, and the sum gets Gaussian noise of standard deviation
   ``noise_multiplier * C`` on every coordinate. Batches of a fixed size, or
   shuffled ones, are another mechanism, with another event. The event holds no
-  neighbouring
-  relation: :func:`epsilon` takes it.
+  neighbouring relation: :func:`epsilon` takes it.
 
   =====================================  ======================================
   ``noise_multiplier=0.0``               no privacy: epsilon is infinite

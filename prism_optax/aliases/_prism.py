@@ -76,7 +76,9 @@ def prism(
   **Privacy.** Each update is a Gaussian mechanism of the noise multiplier z for
   add-or-remove-one neighbours (Theorem 3.4 there); with Poisson sampling of
   the batches at rate b / N and T steps its epsilon is
-  ``accounting.epsilon(accounting.dpsgd_event(z, b / N, T), delta)``.
+  ``accounting.epsilon(accounting.dpsgd_event(z, b / N, T), delta)``. Not
+  covered: batches drawn in another way, and a loss in which examples act on
+  each other (``diagnostics.prove_independent``).
 
   ==========================  =================================================
   batch of no examples        noise alone, divided by b as ever

@@ -87,10 +87,12 @@ def make_private(
   C`` on every entry: ``steps`` truncated Poisson-subsampled Gaussian mechanisms
   (Abadi et al. 2016, arXiv:1607.00133; arXiv:2508.15089), composed by the PLD
   accountant for add-or-remove-one neighbours. You may release the parameters
-  after every step, and nothing else that a state holds. Epsilon does not cover
-  choices that you made by looking at the data (the constants themselves, a
-  learning rate tuned on them), nor, with ``Execution.skip_padding``, the time
-  of a step.
+  after every step and ``held``, and nothing else that a state holds. Epsilon
+  does not cover choices that you made by looking at the data (the constants
+  themselves, a learning rate tuned on them); records that were prepared
+  together (normalised by their mean, packed into rows); more records than
+  ``dataset_size``; the time to read a batch, nor, with
+  ``Execution.skip_padding``, the time of a step.
 
   ==============================  =============================================
   NaN or Inf in a gradient        the record counts as zero
@@ -138,7 +140,7 @@ def make_private(
     expected_batch_size: b, which divides the sum.
     dataset_size: N, the public number of places for records (or users). Round
       up the number of records, and neither epsilon nor the batches depend on
-      it.
+      it. If there are more, no error says so, and epsilon does not hold.
     steps: Number of steps.
     delta: Below ``1 / dataset_size``.
     target_epsilon: Epsilon of all steps, for the noise as it is drawn. A search
@@ -176,8 +178,8 @@ def make_private(
       stops. ``'adaptive'`` reports a smaller epsilon if you stop early by
       looking at releases. Possible stops are all steps, a half, a quarter, an
       eighth and a sixteenth. Each gets a fifth of delta, and a run reports the
-      epsilon of the next one. A run to the end then costs some 10 to 25 % more;
-      stopping pays off before a third of the steps.
+      epsilon of the next one. A run to the end then reports a larger epsilon
+      than a planned one; compare :meth:`PrivateTraining.epsilon` of both.
     journal: File in which every release is written down before it is made (each
       step waits for the disk). With it a run may continue in another
       environment, on other devices or versions. Each run has its own file,

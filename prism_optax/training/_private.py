@@ -146,13 +146,15 @@ class PrivateTraining:
     NaN or Inf                        fits a float; the clip makes it zero
     fewer records than dataset_size   the last places are empty
     more of them                      those beyond the last place are never
-                                      drawn; declare more
+                                      drawn; epsilon does not cover a record
+                                      that pushes another one out: declare more
     nothing drawn                     no record is read; nor for padding
     ids that are equal                one user (``1 == 1.0``, ``'1'`` differs)
     None, NaN or a list for an id     all these are one user
     ================================  =========================================
 
-    How long a batch takes to read may depend on its records.
+    How long a batch takes to read depends on how many records were drawn, and
+    may depend on what they are.
 
     The batches carry a digest of the data under the seed of the state, which is
     compared when the run continues. For the digest each call reads all records

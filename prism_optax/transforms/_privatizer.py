@@ -199,11 +199,9 @@ def tangent_privatizer(
       May be traced.
     prng_key: None takes a seed from the operating system in ``init`` (outside
       of ``jit``), and so does ``'chacha20'``, for noise of a cryptographic
-      generator with a key of 256 bits, at about ten times the cost of the
-      noise.
-      An int or a typed key makes noise that anybody who knows it can repeat.
-      Call ``init`` once per privacy budget: a second call with the
-      same key repeats the noise.
+      generator with a key of 256 bits, which is slower. An int or a typed key
+      makes noise that anybody who knows it can repeat. Call ``init`` once per
+      privacy budget: a second call with the same key repeats the noise.
     privatizer: Replaces ``stddev``: any privatizer in the manner of optax
       (jax-privacy's), which adds its own noise to trees in the shapes of the
       parameters. For noise that is correlated over steps use
