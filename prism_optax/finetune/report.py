@@ -89,7 +89,7 @@ def verdict(summary: dict[str, Any]) -> str:
 
 
 def pictures(runs: dict[str, finished.Finished]) -> Iterator[tuple[str, str]]:
-  """Each measure over the steps, and over what was spent by then.
+  """Each measure over the steps, and over epsilon of as many steps.
 
   Yields:
     What a picture shows, in words, and SVG in base64.
@@ -124,7 +124,7 @@ def _picture(
     axis.axhline(chance, linestyle=':', color='gray', label='commonest class')
     told.append(f'the commonest class alone {chance:.3f}')
   name = measure.removeprefix('eval_')
-  x_name = 'epsilon spent by then' if over_epsilon else 'step'
+  x_name = 'epsilon of a run of this length' if over_epsilon else 'step'
   axis.set(xlabel=x_name, ylabel=name)
   low, high = axis.get_ylim()
   if name == 'perplexity' and high > 10 * abs(low):

@@ -142,7 +142,7 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   for fact in (
     '<b>run</b>: learned: perplexity 7.389, before 20.086, on 100 public rows',
     'alt="perplexity over step: run from 20.086 to 7.389"',
-    'alt="perplexity over epsilon spent by then: run from 20.086 to 7.389"',
+    'perplexity over epsilon of a run of this length: run from 20.086 to',
     '1.235',
     '20.0855',
     '7.3891',
