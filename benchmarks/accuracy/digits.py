@@ -147,37 +147,44 @@ def clipping() -> list[dict[str, Any]]:
   ]  # fmt: skip
 
 
+@functools.cache
+def plan_of(epsilon: float) -> Any:
+  """Steps and batch from public numbers, in seconds."""
+  return training.plan(
+    network.SIZE, target_epsilon=epsilon, delta=1e-4,
+    example_gradients=GRADIENTS,
+  )  # fmt: skip
+
+
 def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
-  """Steps and batch from public numbers; a warm-up by 1 - b1^t.
+  """A setting of the plan; a warm-up by 1 - b1^t.
 
   DP-AdamW has the start that is best for it here.
   """
-  found = training.plan(
-    network.SIZE, target_epsilon=epsilon, delta=1e-4,
-    example_gradients=GRADIENTS,
-  ).chosen  # fmt: skip
+  chosen = plan_of(epsilon).chosen
   return {
     'method': method, 'epsilon': epsilon, 'weight_decay': decay,
-    'batch': found.expected_batch_size, 'steps': found.steps,
+    'batch': chosen.expected_batch_size, 'steps': chosen.steps,
     'bias_correction': False, 'warm_up': method == 'dp-adamw',
     'start': 'balanced' if method == 'dp-adamw' else 'one_sided',
   }  # fmt: skip
 
 
-EXPERIMENTS: dict[str, list[dict[str, Any]]] = {
-  'options': options(),
-  'plans': [
+# The settings of each, as functions: to plan takes seconds.
+EXPERIMENTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+  'options': options,
+  'plans': lambda: [
     {'b1': 0.5, 'steps': steps, 'batch': 9600 // steps}
     for steps in (30, 60, 120, 240, 480)
   ],
-  'planned': [
+  'planned': lambda: [
     planned(method, epsilon, decay)
     for epsilon in (3.0, 1.0, 8.0)
     for method in ('prism', 'dp-adamw')
     for decay in (0.1, 1.0)
   ],
-  'clipping': clipping(),
-  'correlated': [
+  'clipping': clipping,
+  'correlated': lambda: [
     {
       'noise': noise, 'epsilon': epsilon, 'decay': 0.0,
       'bias_correction': False, **BALANCED,
@@ -185,7 +192,7 @@ EXPERIMENTS: dict[str, list[dict[str, Any]]] = {
     for epsilon in (2.0, 8.0)
     for noise in ('independent', 'prefix sums', 'banded', 'Poisson')
   ],
-  'muon': [
+  'muon': lambda: [
     {'epsilon': epsilon, 'method': method, 'batch': 128, 'steps': 120,
      'clip': MUON[method][0]}
     for epsilon in (1.0, 3.0)
@@ -492,9 +499,9 @@ def main() -> None:
   args = runner.parser_of(__doc__).parse_args()
   store = runner.store_of(args, 'digits', defaults=DEFAULTS)
   only = [x for x in args.only if x in EXPERIMENTS] or list(EXPERIMENTS)
-  settings = [x for name in only for x in EXPERIMENTS[name]]
+  settings = [x for name in only for x in EXPERIMENTS[name]()]
   if args.smoke:
-    settings = [EXPERIMENTS[name][-1] for name in only]
+    settings = [EXPERIMENTS[name]()[-1] for name in only]
   if not args.table:
     runner.run(
       store, runner.fixed(settings), functools.partial(measure, args.smoke),

@@ -63,5 +63,5 @@ if __name__ == '__main__':
     'decoder_step_time',
     [{'model': MODEL, 'rank': rank} for rank in (8, 16, 32, 64)],
     measure,
-    smoke={'runs': 2},
+    smoke={'model': 'smoke', 'rank': 4, 'runs': 2},
   )

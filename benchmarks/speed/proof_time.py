@@ -60,13 +60,15 @@ def layer(x: jax.Array, pairs: Any, weights: Any) -> jax.Array:
   return x + dense('down', jax.nn.silu(dense('gate', z)) * dense('up', z))
 
 
-def decoder(layers: str) -> tuple[Callable[..., jax.Array], Any, Any]:
+def decoder(
+  layers: str, depth: int
+) -> tuple[Callable[..., jax.Array], Any, Any]:
   """Losses of records, adapters and frozen weights."""
   table = jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32)
   if layers == 'written out':
-    params, weights = zip(*(trees() for _ in range(LAYERS)), strict=True)
+    params, weights = zip(*(trees() for _ in range(depth)), strict=True)
   else:
-    params, weights = trees(LAYERS)
+    params, weights = trees(depth)
 
   def through(x: jax.Array, params: Any, weights: Any) -> jax.Array:
     if layers == 'written out':
@@ -89,8 +91,10 @@ def decoder(layers: str) -> tuple[Callable[..., jax.Array], Any, Any]:
   return losses, params, {'table': table, 'layers': weights}
 
 
-def measure(layers: str, gradients: str) -> dict[str, Any]:
-  losses, *args = decoder(layers)
+def measure(
+  layers: str, gradients: str, depth: int = LAYERS, runs: int = 5
+) -> dict[str, Any]:
+  losses, *args = decoder(layers, depth)
 
   def by_vmap(*args: Any) -> Any:
     def one(params: Any, frozen: Any, row: jax.Array) -> jax.Array:
@@ -105,7 +109,7 @@ def measure(layers: str, gradients: str) -> dict[str, Any]:
 
   function = by_vmap if gradients == 'vmap' else at_once
   traces, wholes = [], []
-  for _ in range(5):
+  for _ in range(runs):
     jax.clear_caches()  # JAX remembers what it has traced.
     start = time.perf_counter()
     jax.make_jaxpr(lambda *x: function(*x))(*args, TOKENS)
@@ -132,4 +136,5 @@ if __name__ == '__main__':
       for gradients in ('vmap', 'one backward pass')
     ],
     measure,
+    smoke={'depth': 2, 'runs': 1},
   )

@@ -121,7 +121,9 @@ def calibrate_noise_multiplier(
     guess *= 2
   coarse = functools.partial(spent, interval=interval)
   guess = _solve(coarse, target_epsilon, guess, tolerance=1e-6)
-  return _solve(spent, target_epsilon, guess, _ACCURACY, first_step=_ACCURACY)
+  # A step that is as long as the tolerance could be rounded to a longer one.
+  step = 0.99 * _ACCURACY
+  return _solve(spent, target_epsilon, guess, _ACCURACY, first_step=step)
 
 
 def approximate_noise_multiplier(

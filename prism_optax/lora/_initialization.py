@@ -223,7 +223,11 @@ def canonicalize(
     )
 
   def placed(x: Array, old: Array) -> Array:
-    return jax.device_put(x, old.sharding) if isinstance(old, jax.Array) else x
+    if not isinstance(old, jax.Array):
+      return x
+    # Bound to a device only if it was: what is bound and what is not are two
+    # programs, so that a step would be compiled twice.
+    return jax.device_put(x, old.sharding if old.committed else None)
 
   # NumPy: float64 without a global switch.
   double = functools.partial(np.asarray, dtype=np.float64)

@@ -36,15 +36,27 @@ def test_each_script_is_run_somewhere():
   assert set(SCRIPTS) >= {*ELSEWHERE, *TEXTS}
 
 
+@pytest.fixture(scope='module')
+def few_texts(tmp_path_factory):
+  """Options naming some hundred texts, because all take a minute to encode."""
+  name = 'banking77/train.jsonl'
+  if shared_data() is None:
+    pytest.skip('No texts: set PRISM_OPTAX_DATA to their folder.')
+  folder = tmp_path_factory.mktemp('texts')
+  lines = (shared_data() / name).read_text('utf-8').splitlines()
+  (folder / name).parent.mkdir()
+  # Of every class, and more than the batch of 256.
+  (folder / name).write_text('\n'.join(lines[::20]) + '\n', 'utf-8')
+  return ['--data', str(folder), '--cache', str(folder / 'encoded')]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize('script', [x for x in SCRIPTS if x not in ELSEWHERE])
-def test_it_prints_its_table(script, monkeypatch, capsys):
+def test_it_prints_its_table(script, monkeypatch, capsys, request):
   arguments = [f'{FOLDER / script}.py', '--smoke']
   if script in TEXTS:
-    if shared_data() is None:
-      pytest.skip('No texts: set PRISM_OPTAX_DATA to their folder.')
-    arguments += ['--data', str(shared_data())]
+    arguments += request.getfixturevalue('few_texts')
   monkeypatch.setattr(sys, 'argv', arguments)
   # A network of random weights: to pretrain one takes minutes.
   monkeypatch.setattr(pretraining, 'pretrain_or_load', lambda *_: 'none')
@@ -60,7 +72,7 @@ def test_every_setting_has_one_row():
     (
       'digits_cpu',
       digits.DEFAULTS,
-      [x for each in digits.EXPERIMENTS.values() for x in each],
+      [x for each in digits.EXPERIMENTS.values() for x in each()],
     ),
     ('audit', {}, audit.settings()),
     ('low_bits', {}, low_bits.settings()),

@@ -266,7 +266,7 @@ ADAM = {'method': 'dp-adamw'}
 
 def options() -> list[Row]:
   """The rows of the experiment on options."""
-  return [digits(**change) for change in EXPERIMENTS['options']]
+  return [digits(**change) for change in EXPERIMENTS['options']()]
 
 
 def spreads(found: list[Row]) -> list[float]:

@@ -159,6 +159,14 @@ def test_each_leaf_keeps_its_type_in_the_canonical_gauge():
   np.testing.assert_allclose(*product, atol=0.05)  # bfloat16 leaf.
 
 
+def test_the_canonical_gauge_binds_no_factor_to_a_device():
+  """A step would be compiled for what is bound, and again for what is not."""
+  params = {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}
+  for tree in (params, jax.device_put(params, jax.devices()[0])):
+    for k, x in lora.canonicalize(tree).items():
+      assert (x.committed, x.sharding) == (tree[k].committed, tree[k].sharding)
+
+
 def test_stacked_modules_and_other_axes():
   """A scanned module with its stack axis second, as nn.scan can make it."""
   shapes = {'w_a': np.zeros((6, 4, 3)), 'w_b': np.zeros((3, 4, 2, 5))}
