@@ -209,21 +209,6 @@ def test_a_planted_circle_is_found(first, second):
   assert circle(modules)
 
 
-def test_public_packages_declare_their_names():
-  """Every other module is private: its name begins with an underscore."""
-  # Without the program, none of whose names is public.
-  public = [
-    name for name in module_names() if not re.search(r'\._|\.finetune\b', name)
-  ]
-  assert len(public) > 10
-  for name in public:
-    module = importlib.import_module(name)
-    assert len(set(module.__all__)) == len(module.__all__), name
-    for attribute in module.__all__:
-      assert not attribute.startswith('_')
-      assert hasattr(module, attribute), attribute
-
-
 def test_the_package_itself_only_re_exports():
   """What a type checker reads and what is imported on use are the same."""
   found = {}

@@ -17,22 +17,6 @@ from prism_optax.finetune.models import pretrained
 from tests.finetune import language_models
 
 
-@pytest.mark.parametrize(
-  ('text', 'number'),
-  [
-    ('22-14 = 8', 8),
-    ('She has 1,250 left.', 1250),
-    ('so 3 * 2.50 = $7.50.', 7.5),
-    ('#### 72<|im_end|>', 72),
-    ('.5', 0.5),
-    ('none at all', None),
-    ('', None),
-  ],
-)
-def test_the_number_of_an_answer_is_its_last(text, number):
-  assert language_rows.number_in(text) == number
-
-
 def test_no_prompt_is_in_two_parts():
   """Rows that are the same up to case and punctuation are one prompt."""
   task = dataclasses.replace(

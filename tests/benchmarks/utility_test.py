@@ -1,7 +1,5 @@
 """Which runs belong to a table, how they are compared, and that they learn."""
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from benchmarks.accuracy import (
   plain_layers,
   problems,
   sentences,
-  utility,
   utility_tables,
 )
 from benchmarks.accuracy.sentences import Setting
@@ -34,60 +31,6 @@ def test_differences_are_tested_at_their_level():
   # Deviation of a share of 400: 1.1 points.
   assert 0.01 < wrong < 0.085
   assert np.mean([p_value(0.4) < 0.05 for _ in range(50)]) > 0.9
-
-
-class Found:
-  """Rows of made-up scores, in the place of a store."""
-
-  def __init__(self, score):
-    self.score, self.order = score, []
-    self.rows = {}
-
-  def find(self, setting):
-    return self.rows.get(json.dumps(setting))
-
-  def run(self, part):
-    """All runs of a part, in the order of a worker."""
-    while True:
-      missing = [
-        x for x in utility.plan(self.find, [part]) if self.find(x) is None
-      ]
-      if not missing:
-        return self
-      setting = Setting(**missing[0])
-      self.order.append(setting)
-      rng = np.random.default_rng([setting.seed, len(setting.method)])
-      right = (rng.random(16) < 0.7).astype(float)
-      self.rows[json.dumps(missing[0])] = {
-        'tuning accuracy': self.score(setting),
-        'test accuracy': float(right.mean()),
-        'scores': sentences.packed(right),
-        **missing[0],
-      }
-
-  @property
-  def reported(self):
-    return [x for x in self.order if x.seed != utility.TUNING_SEED]
-
-
-def test_a_part_is_tuned_and_then_reported(monkeypatch):
-  part = ('prism', 'dp-adamw'), {'public': True, 'epsilon': 2.0}, (0, 1)
-  monkeypatch.setitem(utility.TUNED, 'made up', part)
-  found = Found(lambda x: -abs(np.log10(x.rate / 3e-3))).run('made up')
-  assert len(set(found.order)) == len(found.order)
-  assert {x.epsilon for x in found.order} == {2.0}
-  # The public rows choose no rate, and tuning is of a seed of its own.
-  assert {x.public for x in found.order if x not in found.reported} == {False}
-  assert [(x.method, x.rate, x.seed) for x in found.reported] == [
-    (method, 3e-3, seed) for seed in (0, 1) for method in part[0]
-  ]
-  assert all(x.public for x in found.reported)
-  monkeypatch.setitem(utility_tables.TITLES, 'made up', 'Made up')
-  rows = utility_tables.rows_of(found.find, 'made up')
-  assert {row.method for row in rows} == set(part[0])
-  ours = next(row for row in rows if row.method == 'prism')
-  compared = [row.compared(ours) for row in rows]
-  assert sorted('p' in x for x in compared) == [False, True]
 
 
 @pytest.mark.slow

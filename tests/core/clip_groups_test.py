@@ -43,7 +43,7 @@ def test_prefixes_and_callables():
   norms = {'bias': 2.0, 'head': 2.0, 'layers': 3.0}  # A prefix.
   specs = {**SPECS, 'head': None}
   groups = _matrix_clip.clip_groups(norms, PARAMS, specs)
-  assert [g.l2_clip_norm for g in groups] == [3.0, 2.0]
+  assert [(g.l2_clip_norm, g.size) for g in groups] == [(3.0, 14), (2.0, 23)]
   prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
   groups = _matrix_clip.clip_groups(1.0, PARAMS, lambda _: prefix)
   assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]

@@ -1,13 +1,10 @@
 """SVDs and bases from eigenvalues are as good as LAPACK's, which a CPU uses."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import prism_optax
 from prism_optax._linalg import _factorizations, _frames, _products
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -173,23 +170,3 @@ def test_a_core_that_is_not_finite_touches_no_other(wrong):
   for x, y in zip(alone, pairs(cores), strict=True):
     np.testing.assert_array_equal(x[0], y[0])
     assert np.isnan(y[1]).all()
-
-
-@pytest.mark.slow
-def test_every_kind_of_device_gets_a_program():
-  """One export for all: what only accelerators compile is lowered at least."""
-  params = {'lora_a': jnp.ones((40, 20)), 'lora_b': jnp.ones((20, 30))}
-  tx = prism_optax.prism(
-    0.1, l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=2,
-    per_example_gradients=False, prng_key=0,
-  )  # fmt: skip
-  state = tx.init(params)
-  exported = jax.export.export(
-    jax.jit(tx.update), platforms=('cpu', 'cuda', 'tpu')
-  )(params, state, params)
-  assert exported.platforms == ('cpu', 'cuda', 'tpu')
-  found, _ = exported.call(params, state, params)
-  expected, _ = jax.jit(tx.update)(params, state, params)
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, atol=1e-6), found, expected
-  )

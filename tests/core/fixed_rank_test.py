@@ -4,8 +4,6 @@ Every operation on a sum is compared with the same one on dense float64
 matrices. What a sum carries along, ``Q^T X``, must be right after each.
 """
 
-import operator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ import pytest
 from prism_optax import fixed_rank
 from prism_optax._linalg._products import Tall
 from prism_optax.fixed_rank import Tangent, _lifts, _retraction
-from prism_optax.fixed_rank._points import frame_of, map_ranks, nearest_of_rank
+from prism_optax.fixed_rank._points import map_ranks, nearest_of_rank
 from prism_optax.fixed_rank._tangents import (
   TallSum,
   TangentSum,
@@ -329,31 +327,6 @@ def _groups():
     [g.as_factors(pair) for pair in pairs],
     [fixed_rank.Tangent(*map(jnp.asarray, step)) for step in steps],
   )
-
-
-def _moved(map_groups, pairs, steps):
-  """Frames, and where a step leads to, of all groups."""
-  frames = map_groups(frame_of, pairs)
-
-  def moved(frame, step):
-    return fixed_rank.retraction(frame, projected(frame, step))
-
-  return frames, map_groups(moved, frames, steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('vmap', [lambda fn: fn, jax.vmap])
-def test_groups_of_one_rank_at_once_are_groups_one_by_one(vmap):
-  groups = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), _groups())
-  if vmap is not jax.vmap:
-    groups = jax.tree.map(operator.itemgetter(0), groups)
-
-  def both(pairs, steps):
-    one_by_one = _moved(lambda *args: tuple(map(*args)), pairs, steps)
-    return _moved(map_ranks, pairs, steps), one_by_one
-
-  at_once, one_by_one = jax.jit(vmap(both))(*groups)
-  cases.assert_close(at_once, one_by_one, 1e-12)
 
 
 def test_one_call_serves_all_groups_of_one_rank():

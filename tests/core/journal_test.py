@@ -30,28 +30,6 @@ def test_each_other_release_of_a_step_counts(tmp_path):
   assert journal.count().again == 2
 
 
-def test_a_journal_that_is_gone_or_of_others(tmp_path):
-  path = tmp_path / 'journal'
-  journal = Journal(path)
-
-  def refused(run, error, message):
-    for call in (
-      lambda: journal.record(run, 0, DIGESTS[0]),
-      lambda: journal.count(run),
-    ):
-      with pytest.raises(error, match=message):
-        call()
-
-  refused(RUN, FileNotFoundError, 'There is no journal in')
-  journal.begin(RUN)
-  refused(OTHER_RUN, ValueError, 'is that of another run')
-  # Gone, and begun again by the init before a restoration: it is not his.
-  path.unlink()
-  journal = Journal(path)
-  journal.begin(OTHER_RUN)
-  refused(RUN, ValueError, 'is that of another run')
-
-
 def test_a_journal_that_was_changed_by_hand(tmp_path):
   journal = Journal(tmp_path / 'journal')
   journal.begin(RUN)

@@ -140,42 +140,6 @@ def test_sensitivity_by_relation():
     sensitivity('add')
 
 
-def test_parts_of_a_batch_add_up_to_the_same_bits():
-  """Gradients made part by part; a part of padding alone is passed over."""
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=(12, 3)).astype(np.float32)
-  is_padding = np.arange(12) % 4 == 3  # With parts of three: every fourth.
-  unit = np.float32(2.0**-20)
-
-  def gradients(rows):
-    # What padding would give is never looked at.
-    return jnp.where(rows > 10, jnp.nan, 2 * rows)
-
-  def total(size, skip_padding=False):
-    lazy = _clipped_sum.LazyGradients(
-      jnp.where(is_padding[:, None], 99.0, x), gradients, size, skip_padding
-    )
-    return _clipped_sum.sum_of_examples(
-      lambda g: jnp.where(jnp.isfinite(g), g, 7.0),
-      lazy,
-      is_padding,
-      lambda _: [unit],
-    )
-
-  whole = jax.jit(lambda: total(None))()
-  exact = np.trunc(2 * x[~is_padding] / unit).astype(np.int64).sum(0)
-  np.testing.assert_array_equal(
-    np.asarray(whole.high, np.int64) * 2**14 + whole.low, exact
-  )
-  # Parts of six hold records and padding.
-  for size, skip_padding in ((1, True), (3, True), (6, True), (3, False)):
-    parts = jax.jit(functools.partial(total, size, skip_padding))()
-    np.testing.assert_array_equal(parts.high, whole.high)
-    np.testing.assert_array_equal(parts.low, whole.low)
-  with pytest.raises(ValueError, match='divide .* 12, got microbatch_size=5'):
-    total(5)
-
-
 @pytest.mark.parametrize('padded', [False, True])
 def test_a_batch_split_along_an_explicit_axis_of_a_mesh(padded):
   """Of one device; tests/scale_out has eight."""

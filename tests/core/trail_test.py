@@ -7,13 +7,11 @@ import threading
 import jax
 import jax.experimental
 import jax.numpy as jnp
-import optax
 import pytest
 
 import prism_optax
 from prism_optax import lora
 from prism_optax.transforms import _chain
-from tests.oracles import problems
 from tests.transforms import chains
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -135,39 +133,6 @@ def test_loops_and_branches_compute_what_is_computed_outside(followed):
     chains.assert_close(found, expected)
     gc.collect()
     assert not _chain._origins
-
-
-@pytest.mark.slow
-def test_nothing_is_left_behind(followed):
-  """Neither by eager updates, nor by traced ones once they are traced."""
-  params, clipped, decayed, _, _ = parts()
-  gc.collect()
-  assert not _chain._origins
-  decayed(clipped(params), params)
-  assert followed == [True]
-  assert not _chain._origins
-  tx = problems.chain_of(0.05, **chains.OPTIONS, chain=optax.chain)
-  problem, params = chains.problem_and_params()
-  grads, state = chains.batch(problem, params), jax.eval_shape(tx.init, params)
-  followed.clear()
-  with jax.checking_leaks():
-    jax.eval_shape(tx.update, grads, state, params)
-  assert followed == [True] * 5  # All behind the clip; traced once.
-  gc.collect()
-  assert not _chain._origins
-
-
-def test_a_program_that_fails_leaves_nothing_behind():
-  params, clipped, *_ = parts()
-
-  def update(params):
-    clipped(params)
-    raise RuntimeError('while tracing')
-
-  with pytest.raises(RuntimeError, match='while tracing'):
-    jax.jit(update)(params)
-  gc.collect()
-  assert not _chain._origins
 
 
 def test_the_sum_is_exact_whatever_happens_in_between(followed):

@@ -294,45 +294,6 @@ def test_all_adapters_move_and_no_frozen_weight_does(name, make):
     jax.tree.map(np.testing.assert_array_equal, before, layer.frozen())
 
 
-@pytest.mark.parametrize('axis', [0, 1])
-def test_scanned_layers_of_qwix_are_stacks(axis):
-  """Scanned over axis 1 the shapes have two readings: the user says which."""
-  qwix = pytest.importorskip('qwix', reason='needs qwix')
-
-  class Block(linen.Module):
-    @linen.compact
-    def __call__(self, x, _):
-      return linen.Dense(6, use_bias=False, name='d')(x), None
-
-  class Model(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-      scan = linen.scan(
-        Block, variable_axes={'params': axis}, split_rngs={'params': True},
-        length=3,
-      )  # fmt: skip
-      return scan(name='layers')(x, None)[0]
-
-  provider = qwix.LoraProvider(module_path='.*', rank=RANK, alpha=ALPHA)
-  model = qwix.apply_lora_to_model(Model(), provider)
-  x = np.eye(6, dtype=np.float32)
-  variables = jax.device_get(jax.jit(model.init)(jax.random.key(0), x))
-  variables = variables['params']['layers']['d']
-  params = randomised({k: v for k, v in variables.items() if 'lora' in k})
-  layout = lora.Layout(scale=ALPHA / RANK)
-  if axis == 1:
-    with pytest.raises(ValueError, match='in several ways'):
-      lora.deltas(params, layout=layout)
-    layout = lora.Layout(-1, 0, (1,), (1,), scale=ALPHA / RANK)
-  (z,) = lora.deltas(params, layout=layout, dense=True).values()
-  out = x  # The product of the three layers' effective weights.
-  for i in range(3):
-    out = out @ (np.take(variables['kernel'], i, axis) + np.asarray(z)[i].T)
-  whole = {'params': {'layers': {'d': {**variables, **params}}}}
-  got = jax.jit(model.apply)(whole, x)
-  np.testing.assert_allclose(got, out, rtol=2e-4, atol=2e-3)
-
-
 # The package without which the library's models cannot be imported.
 EXAMPLES = {'qwix': 'qwix', 'keras': 'keras', 'gemma': 'kauldron'}
 

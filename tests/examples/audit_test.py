@@ -4,14 +4,12 @@ import functools
 import math
 
 import audit
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import prism_optax
 from prism_optax import training
-from prism_optax.finetune.audit import STRENGTH
 
 # Small and sharp, every record in every batch: the claim is 1.33, and right
 # guesses alone show 3.57.
@@ -84,25 +82,6 @@ def test_bounds_are_those_of_the_source():
   # As many right as by chance, and none at all, show nothing.
   assert audit.lower_bounds(0 * coin, coin, GUESSES, DELTA)[1:] == (0, 0)
   assert audit.lower_bounds(~coin, coin, GUESSES, DELTA) == (0, 0, 0)
-
-
-def test_a_canary_moves_its_own_number_and_an_empty_place_nothing():
-  params, data, coin = _problem()
-  places = audit.with_places(data, coin)
-  assert {x.shape[0] for x in places} == {SIZE}
-  frozen = np.float32(2)
-  found = jax.jit(
-    jax.vmap(jax.grad(audit.with_canaries(_loss)), (None, None, 0, 0, 0))
-  )(params, frozen, *places)
-  own = jax.vmap(jax.grad(_loss), (None, None, 0, 0))(
-    params['own'], frozen, *data
-  )
-  for name, x in found['own'].items():
-    np.testing.assert_allclose(x[:OWN], own[name], rtol=1e-5)
-    assert not np.any(x[OWN:])
-  pulls = STRENGTH * np.diag(coin)
-  np.testing.assert_array_equal(found['canaries'][OWN:], pulls)
-  assert not np.any(found['canaries'][:OWN])
 
 
 @pytest.mark.slow

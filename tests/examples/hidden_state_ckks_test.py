@@ -4,7 +4,7 @@ import hidden_state_ckks as example
 import numpy as np
 import pytest
 
-from prism_optax import accounting, inference
+from prism_optax import accounting
 
 N, R, TOKENS, DELTA = 24, 3, 3, 1e-5
 # CKKS at a scale of 2^40 keeps about six digits here.
@@ -31,18 +31,6 @@ def start(left, right, cap=100.0, stddev=2.0):
   budget = accounting.PrivacyBudget(cap, DELTA, composition='renyi')
   client = example.Client(budget, l2_clip_norm=1.0, stddev=stddev)
   return budget, client, example.Server(client.public_context(), left, right)
-
-
-@pytest.mark.slow
-def test_a_block_is_paid_for_once(parties):
-  left, right, states = parties
-  budget, client, server = start(left, right)
-  assert client.ask(server, states, 'a').shape == (TOKENS, N)
-  event = inference.release_event(
-    2.0, 1.0, example.REPLACE_ONE, noise='discrete'
-  )
-  same = accounting.PrivacyBudget(100.0, DELTA, composition='renyi')
-  assert budget.spent('a') == pytest.approx(same.spend(event, 'a'))
 
 
 def test_noised_states_are_what_is_encrypted(parties):

@@ -236,9 +236,13 @@ def test_losses_of_another_shape_are_refused():
     jax.eval_shape(lora.per_example_gradients(mean), _params(), *_data(4, 3))
 
 
-def test_parts_of_parts_are_refused():
-  gradients = lora.in_microbatches(lora.per_example_gradients(_losses), 3)
-  lazy = lora.in_microbatches(gradients, 3)(_params(), *_data(6, 3))
-  params = _params()
+def test_parts_that_are_no_parts_are_refused():
+  params, data = _params(), _data(6, 3)
+  clip = prism_optax.intrinsic_clip(1.0)
+  gradients = lora.per_example_gradients(_losses)
+  with pytest.raises(ValueError, match='divide .* 6, got microbatch_size=4'):
+    clip.update(lora.in_microbatches(gradients, 4)(params, *data), (), params)
+  gradients = lora.in_microbatches(gradients, 3)
+  lazy = lora.in_microbatches(gradients, 3)(params, *data)
   with pytest.raises(TypeError, match='in micro-batches already'):
-    prism_optax.intrinsic_clip(1.0).update(lazy, (), params)
+    clip.update(lazy, (), params)

@@ -86,24 +86,6 @@ def test_rank_stabilised_scale(tmp_path):
   ]
 
 
-def test_other_tensors_are_handed_over(tmp_path):
-  tensors = _tensors() | {
-    f'{PREFIX}classifier.weight': np.ones((3, 5), np.float32)
-  }
-  adapter = lora.load_peft(_folder(tmp_path, tensors))
-  assert list(adapter.others) == ['classifier.weight']
-  # And the rest back.
-  lora.save_peft(
-    tmp_path / 'again',
-    adapter.params,
-    layout=adapter.layout,
-    config=adapter.config,
-  )
-  again = lora.load_peft(tmp_path / 'again')
-  assert again.config['task_type'] == 'CAUSAL_LM'
-  jax.tree.map(np.testing.assert_array_equal, again.params, adapter.params)
-
-
 # Into the tree of a JAX model.
 
 

@@ -93,33 +93,6 @@ def test_directions_lost_on_different_sides_are_not_put_together(
   assert _off_diagonal(new[1].T @ new[1]) < 1e-12
 
 
-@pytest.mark.parametrize('alive', [0, 1, 2, 4])
-def test_the_first_columns_are_the_truncation_to_fewer(x64, alive):
-  """Also the columns that one factor keeps: the largest come first."""
-  rng = np.random.default_rng(5)
-  left, right = oracles.random_factors(rng, 8, 6, 4, 20.0)
-  left = left * (np.arange(4) < alive)
-  wide, narrow = _cut(left, right, 4), _cut(left, right, 2)
-  for x, y in zip(wide, narrow, strict=True):
-    x = x[:, :2]
-    np.testing.assert_allclose(x @ x.T, y @ y.T, atol=1e-13)
-
-
-def test_one_deficient_matrix_in_a_stack_does_not_touch_its_neighbours(x64):
-  rng = np.random.default_rng(3)
-  pairs = [oracles.random_factors(rng, 7, 5, 3, 3.0) for _ in range(4)]
-  pairs[1] = (0 * pairs[1][0], pairs[1][1])
-  left, right = (
-    np.stack(x).reshape(2, 2, -1, 3) for x in zip(*pairs, strict=True)
-  )
-  new = _cut(left, right, 2)
-  got = (new[0] @ np.swapaxes(new[1], -1, -2)).reshape(4, 7, 5)
-  for z, pair in zip(got, pairs, strict=True):
-    want = oracles.best_approximation(pair[0] @ pair[1].T, 2)
-    np.testing.assert_allclose(z, want, atol=1e-14)
-  assert np.linalg.matrix_rank(new[1][0, 1]) == 2
-
-
 # Two modules of one shape, one of another; in float32, one is wider than rank.
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
 

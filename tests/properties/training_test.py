@@ -80,39 +80,6 @@ def test_a_record_moves_a_step_by_at_most_its_share(rule, records, order):
   assert np.linalg.norm(np.float64(moved) - step(without)) <= share * (1 + 1e-6)
 
 
-@cases.few
-@given(
-  st.integers(1, 12), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99)
-)
-def test_batches_hold_each_record_once_at_most(expected, size, part, seed):
-  size = max(size, expected)
-  private = training.make_private(
-    lambda params, i: params * i,
-    jnp.zeros(()),
-    optimizer=optax.sgd(0.1),
-    l2_clip_norm=1.0,
-    expected_batch_size=expected,
-    dataset_size=size,
-    steps=3,
-    delta=1e-5,
-    noise_multiplier=1.0,
-    execution=training.Execution(microbatch_size=part),
-    prng_key=seed,
-  )
-  state = private.init(jnp.zeros(()))
-  batches = private.batches(state, np.arange(1, size + 1))
-  assert len(batches) == 3
-  for batch, again in zip(batches, batches, strict=True):
-    rows, padding = map(np.asarray, (batch.examples, batch.is_padding_example))
-    assert len(rows) == len(padding) == private.padded_batch_size
-    assert len(rows) % part == 0
-    drawn = rows[~padding]
-    assert len(set(drawn)) == len(drawn)
-    assert set(drawn) <= set(range(1, size + 1))
-    assert not rows[padding].any()
-    np.testing.assert_array_equal(rows, again.examples)
-
-
 @given(
   hnp.arrays(
     st.sampled_from([np.float32, np.int64, np.uint8, np.bool_]),
