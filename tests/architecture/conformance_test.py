@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax_privacy import noise_addition
 
 import prism_optax
 from prism_optax import fixed_rank
@@ -152,25 +151,3 @@ def test_damped_whitening(size):
   grads = _grads(params, 8, scale=100.0)
   signal = _minus(_release(params, grads), _release(params, empty))
   assert cases.norm(signal) <= 8 / 16
-
-
-@pytest.mark.slow
-def test_dense_matrix_factorization_beyond_its_rows_repeats_the_noise():
-  """Two releases with the same noise: their difference is the signal, bare."""
-  params = cases.adapters(SHAPES, extra=4)
-  privatizer = noise_addition.matrix_factorization_privatizer(
-    jnp.eye(3), stddev=1.0, prng_key=jax.random.key(0)
-  )
-  zeros = optax.tree.zeros_like(params)
-  state = jnp.array(3)  # The fourth and the fifth update of three.
-  one, state = privatizer.update(zeros, state)
-  two, _ = privatizer.update(zeros, state)
-  assert cases.norm(_minus(one, two)) == 0  # The failure itself.
-  tx = prism_optax.tangent_privatizer(privatizer=privatizer, steps=3)
-  state, signal = tx.init(params), jax.tree.map(jnp.ones_like, params)
-  update = jax.jit(tx.update)
-  for _ in range(3):
-    out, state = update(signal, state, params)
-    assert cases.norm(out) > 0
-  out, _ = update(signal, state, params)
-  assert cases.norm(out) == 0  # Neither noise nor signal.

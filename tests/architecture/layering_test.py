@@ -3,12 +3,10 @@
 A table of layers, read against the import statements of every file. A module
 may import modules of lower layers only, none of its own layer and none above;
 the files of a sub-package count as one module. A file that the table does not
-name fails, so that a new module has to be given a place. Besides, no files
-import each other in a circle, and they declare their names.
+name fails, so that a new module has to be given a place.
 """
 
 import ast
-import graphlib
 import importlib
 import pathlib
 import re
@@ -148,65 +146,6 @@ def test_every_arrow_points_downwards():
     for line in violations(module, path.read_text(), package)
   ]
   assert not found, '\n'.join(found)
-
-
-def module_names():
-  """The dotted name of every file, and its source."""
-  found = {}
-  for path in sorted(ROOT.rglob('*.py')):
-    parts = [PACKAGE, *path.relative_to(ROOT).with_suffix('').parts]
-    is_package = parts[-1] == '__init__'
-    name = '.'.join(parts[:-1] if is_package else parts)
-    found[name] = name if is_package else name.rpartition('.')[0], path
-  return {name: (pkg, path.read_text()) for name, (pkg, path) in found.items()}
-
-
-def circle(modules):
-  """Names of modules that import each other in a circle, or None."""
-
-  def file_of(name):
-    """The longest prefix that is a file: the rest are names in it."""
-    while name and name not in modules:
-      name = name.rpartition('.')[0]
-    return name
-
-  graph = {
-    module: {
-      file_of(name)
-      for name, _ in imports(source, package)
-      if name.partition('.')[0] == PACKAGE
-    }
-    - {module}
-    for module, (package, source) in modules.items()
-  }
-  try:
-    graphlib.TopologicalSorter(graph).prepare()
-  except graphlib.CycleError as error:
-    return error.args[1]
-  return None
-
-
-def test_no_files_import_each_other_in_a_circle():
-  assert circle(module_names()) is None
-
-
-@pytest.mark.parametrize(
-  ('first', 'second'),
-  [
-    ('from prism_optax.a import _y', 'from prism_optax.a._x import f'),
-    ('def f():\n  import prism_optax.a._y', 'import prism_optax.a._x'),
-  ],
-)
-def test_a_planted_circle_is_found(first, second):
-  modules = {
-    'prism_optax': ('prism_optax', 'from prism_optax import a'),
-    'prism_optax.a': ('prism_optax.a', 'from prism_optax.a._x import f'),
-    'prism_optax.a._x': ('prism_optax.a', first),
-    'prism_optax.a._y': ('prism_optax.a', ''),
-  }
-  assert circle(modules) is None
-  modules['prism_optax.a._y'] = 'prism_optax.a', second
-  assert circle(modules)
 
 
 def test_the_package_itself_only_re_exports():

@@ -7,11 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.accuracy import (
-  language_layers,
-  language_rows,
-  language_runs,
-)
+from benchmarks.accuracy import language_layers, language_rows, language_runs
 from prism_optax.finetune import data, instructions
 from prism_optax.finetune.models import pretrained
 from tests.finetune import language_models

@@ -1,18 +1,14 @@
 """The comparison is fair: baselines do what their papers say."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from benchmarks.common import baselines, methods, private
-from prism_optax import lora, training
+from benchmarks.common import baselines, methods
 
 ROWS, COLUMNS, RANK = 7, 5, 2
-TARGET = np.random.default_rng(5).normal(size=(ROWS, COLUMNS))
 
 
 @pytest.fixture
@@ -23,69 +19,6 @@ def params():
     'lora_b': jax.random.normal(keys[1], (RANK, COLUMNS)),
   }
   return {'layers': [{'up': pair}]}
-
-
-def z_of(params):
-  pair = params['layers'][0]['up']
-  return np.asarray(pair['lora_a']) @ np.asarray(pair['lora_b'])
-
-
-def loss(params, target):
-  pair = params['layers'][0]['up']
-  return jnp.sum((pair['lora_a'] @ pair['lora_b'] - target) ** 2)
-
-
-@functools.cache
-def program(name, noise=0.0, b1=None, decay=None):
-  """A training of four steps on records that are all alike."""
-
-  def make(numbers, key):
-    del numbers
-    keys = jax.random.split(jax.random.key(0), 2)
-    a = jax.random.normal(keys[0], (ROWS, RANK))
-    b = jax.random.normal(keys[1], (RANK, COLUMNS))
-    return training.make_private(
-      lambda params, target: loss(params, target),
-      {'layers': [{'up': {'lora_a': a, 'lora_b': b}}]},
-      optimizer=methods.optimizer(
-        name, 1e-2, stddev=noise / 8, b1=b1, decay=decay
-      ),
-      l2_clip_norm=1e3, noise_multiplier=noise, expected_batch_size=8,
-      dataset_size=8, steps=4, delta=1e-5, prng_key=key,
-    )  # fmt: skip
-
-  return private.Program(make)
-
-
-def without_frozen(name, params, **options):
-  """The end of a training; the loss has no frozen weights."""
-  run = program(name, **options)
-  data = (np.stack([TARGET] * 8).astype(np.float32),)
-  batches = private.stacked(list(run.batches(params, data, {}, 1)))
-  return run.end(params, None, batches, {}, 1)
-
-
-def trained(name, turn=None, **options):
-  """Parameters after four steps, begun in the gauge of a turn of scale."""
-  keys = jax.random.split(jax.random.key(0), 2)
-  a = np.asarray(jax.random.normal(keys[0], (ROWS, RANK)))
-  b = np.asarray(jax.random.normal(keys[1], (RANK, COLUMNS)))
-  if turn is not None:
-    k = np.array([[turn, 0.3], [0.0, 1.0]], np.float32)
-    a, b = a @ k, np.linalg.inv(k) @ b
-  params = {'layers': [{'up': {'lora_a': a, 'lora_b': b}}]}
-  if methods.is_tangent(name):
-    params = lora.canonicalize(params)
-  return without_frozen(name, params, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['prism', 'lora-rite'])
-def test_the_gauge_does_not_matter(name):
-  """What LoRA-RITE is about, and what Adam has not."""
-  one, other = z_of(trained(name)), z_of(trained(name, 3.0))
-  # LoRA-RITE's basis is damped by 1e-6 of squares of order one.
-  np.testing.assert_allclose(other, one, rtol=0, atol=1e-4)
 
 
 def test_lora_plus_is_adam_with_a_faster_b(params):

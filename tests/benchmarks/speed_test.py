@@ -16,12 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common import runner
-from benchmarks.speed import (
-  language_model_memory,
-  make_private,
-  no_hang,
-  steps,
-)
+from benchmarks.speed import language_model_memory, make_private, no_hang, steps
 
 
 def test_the_peak_is_that_of_the_process():
@@ -110,7 +105,8 @@ def test_an_update_is_few_kernels(target, modules):
   assert done.returncode == 0, done.stderr[-2000:]
   row = json.loads(done.stdout)
   before = stored(target, modules)
-  assert row['launches'] <= SLACK * before['launches']
+  fewest = before['launches'] / 2  # Fewer are not counted rightly.
+  assert fewest < row['launches'] <= SLACK * before['launches']
   assert row['loops'] == before['loops'] == 0
   assert row['solvers'] <= 2
   assert row['conditionals'] <= 4

@@ -9,7 +9,6 @@ import pytest
 import scipy.stats
 from dp_accounting import GaussianDpEvent
 
-from prism_optax import contrib
 from prism_optax.contrib import heads
 from tests.core import seams
 
@@ -105,26 +104,6 @@ def test_the_same_bits_in_any_batches():
   np.testing.assert_array_equal(found.kernel, whole.kernel)
   other = release([(FEATURES, LABELS)], noise_multiplier=2.0, prng_key=2)
   assert not np.array_equal(other.kernel, whole.kernel)
-
-
-@pytest.mark.slow
-def test_one_key_gives_each_kind_of_release_its_own_noise():
-  options = {'noise_multiplier': 1.0, 'dataset_size': 1, 'prng_key': 7}
-  zeros = np.zeros((1, 4), np.float32)
-  with seams.one_shot_sums() as released:
-    means, _ = (
-      make([(zeros, np.array([0]))], num_classes=1, **options)
-      for make in (heads.class_means, heads.ridge)
-    )
-    metrics = [
-      contrib.input_metric([{'x': zeros}], form=form, **options)
-      for form in ('second_moment', 'mean')
-    ]
-  assert len({np.ravel(next(iter(x.values())))[0] for x in released}) == 4
-  assert means.seeded
-  assert metrics[0].seeded
-  del options['prng_key']
-  assert not contrib.input_metric([{'x': zeros}], **options).seeded
 
 
 @pytest.mark.parametrize('label', range(K))

@@ -2,7 +2,6 @@
 
 import collections
 import fractions
-import functools
 import uuid
 import warnings
 
@@ -49,38 +48,6 @@ def plain(tree):
 def assert_same(one, other):
   assert described(one) == described(other)
   cases.assert_same_bits(plain(one), plain(other))
-
-
-def test_padding_reads_no_record():
-  source = adversarial.Source([ValueError('private')] * 8)
-  form = FORMS['words']
-  records = Records(
-    Sampling(2, 8, 8, None, None), source, None, Form.declared(form)
-  )
-  examples, is_padding, present = records.collect(np.full(5, -1), None)
-  assert not source.read
-  assert is_padding.all()
-  assert present is None
-  assert_same(
-    examples, jax.tree.map(lambda x: np.zeros((5, *x.shape), x.dtype), form)
-  )
-
-
-def test_a_warning_about_a_record_is_not_shown():
-  class Loud(list):
-    def __getitem__(self, place):
-      warnings.warn('private', stacklevel=2)
-      return super().__getitem__(place)
-
-  form = FORMS['words']
-  records = Records(
-    Sampling(2, 8, 8, None, None),
-    Loud([adversarial.ordinary(form, 0)] * 8), None, Form.declared(form),
-  )  # fmt: skip
-  with warnings.catch_warnings(record=True) as shown:
-    warnings.simplefilter('always')
-    records.collect(np.zeros(5, int), None)
-  assert not shown
 
 
 def test_structures_of_a_form():
@@ -179,21 +146,6 @@ def test_every_odd_record_fits_or_not_and_stays_what_it_is(name):
     whole = jax.tree.unflatten(jax.tree.structure(form), leaves)
     assert_same(known.leaves_of(whole), leaves)
   assert len(adversarial.in_form(form)) <= count < 120
-
-
-def test_one_users_records_do_not_choose_those_of_others():
-  sampling = Sampling(2, 2, 2, None, 2)
-  choose = functools.partial(sampling.choose, SEED, 6)
-  for of_first in (1, 2, 7, 5000):
-    users = np.repeat([0, 1], [of_first, 9])
-    data = np.append(np.zeros(of_first), np.arange(1.0, 10))
-    records = Records(sampling, data, users, None)
-    examples, _, present = records.collect(np.array([0, 1]), choose)
-    assert present[1].all()
-    if of_first == 1:
-      usual = examples[1]
-      assert len(set(usual)) == 2
-    np.testing.assert_array_equal(examples[1], usual)
 
 
 @pytest.mark.parametrize(

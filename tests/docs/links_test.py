@@ -9,12 +9,7 @@ import tomllib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted(
-  [
-    *(ROOT / 'docs').rglob('*.md'),
-    *ROOT.glob('*.md'),
-  ]
-)
+PAGES = sorted([*(ROOT / 'docs').rglob('*.md'), *ROOT.glob('*.md')])
 _FENCED = re.compile(r'^(```+|~~~+|:::+)[^\n]*\n.*?^\1\s*$', re.M | re.S)
 _CODE = re.compile(r'`([^`\n]+)`')
 _LINK = re.compile(r'\]\(\s*<?([^)>\s]+)>?(?:\s+"[^"]*")?\s*\)')
@@ -114,10 +109,7 @@ def test_what_leads_nowhere_is_found():
     '```\n[x](y) `tests/none.py`\n```\n[e](../README.md#none) [f](https://x)\n'
   )
   assert wrong_links(page, text) == ['none.png', '#none', '../README.md#none']
-  assert wrong_names(text) == [
-    'tests/conftest.py::test_no',
-    'tests/none.py',
-  ]
+  assert wrong_names(text) == ['tests/conftest.py::test_no', 'tests/none.py']
   assert slug_of('A *b*: `c`') == 'a-b-c'
   assert broken_rows('| a | b |\n| c | d\ne |\n') == ['| c | d']
 

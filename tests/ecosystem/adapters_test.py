@@ -104,10 +104,7 @@ class Qwix(nnx.Module):
     self.kind = kind
     make, self.inputs = {
       'dot_general': (lambda: nnx.Linear(6, 5, rngs=RNGS()), 6),
-      'einsum': (
-        lambda: nnx.Einsum('bi,ihk->bhk', (6, 3, 4), rngs=RNGS()),
-        6,
-      ),
+      'einsum': (lambda: nnx.Einsum('bi,ihk->bhk', (6, 3, 4), rngs=RNGS()), 6),
       'conv': (
         lambda: nnx.Conv(
           4, 8, (3, 3), padding='VALID', use_bias=False, rngs=RNGS()

@@ -164,11 +164,7 @@ def test_diagnostics_of_training_data_are_named_nonprivate(
   output = tmp_path / 'out'
   argv = _arguments(tiny_files, tiny_model, output, '--nonprivate-diagnostics')
   assert finetune.main([*argv, '--optimizer', 'dp-adamw']) == 0
-  names = {
-    'nonprivate_loss',
-    'nonprivate_accuracy',
-    'nonprivate_gradient_norm',
-  }
+  names = {'nonprivate_loss', 'nonprivate_accuracy', 'nonprivate_gradient_norm'}
   # In a file of their own: the public ones stay public.
   assert all(
     set(row) == {'step', 'eval_loss', 'eval_accuracy'} for row in _rows(output)

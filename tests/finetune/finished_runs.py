@@ -1,6 +1,7 @@
 """Finished runs without training: what one writes, with random adapters."""
 
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -31,22 +32,14 @@ ROWS = [
   {'prompt': 'two plus three', 'response': 'five'},
   {'prompt': 'two', 'response': 'is two'},
 ]
-IDS = np.array([[1, 5, 9, 33, 7, 2]])
-
-
-def base_model(folder, **lora):
-  config = minilm.LoraConfig(2, ('attention', 'mlp'), **lora)
-  return llama_files.load(pretrained.find(str(folder)), config)
-
-
-def logits(model):
-  return np.asarray(nnx.jit(lambda model, ids: model(ids))(model, IDS))
 
 
 def write_language_run(folder: pathlib.Path, model: pathlib.Path) -> nnx.Module:
   """The files of a run that ended, with adapters that change something."""
   folder.mkdir()
-  found = base_model(model, top_layers=2)
+  source = pretrained.find(str(model))
+  config = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
+  found = llama_files.load(source, config)
   rng = np.random.default_rng(0)
   params = nnx.state(found, nnx.LoRAParam)
   for _, leaf in nnx.to_flat_state(params):
@@ -60,18 +53,14 @@ def write_language_run(folder: pathlib.Path, model: pathlib.Path) -> nnx.Module:
       *('--output', str(folder / 'none')),
     ]
   )
-  source = pretrained.find(str(model))
   used = vars(options.resolve(given)) | {'base': source.base}
   (folder / 'options.json').write_text(json.dumps(used))
+  losses = [(step, 3.0 - step / 4) for step in (0, 2, 4)]
   rows = [
-    {
-      'step': step,
-      'eval_loss': 3.0 - step / 4,
-      'eval_perplexity': float(np.exp(3.0 - step / 4)),
-      'eval_accuracy': 0.2,
-    }
-    for step in (0, 2, 4)
-  ]
+    {'step': step, 'eval_loss': loss, 'eval_perplexity': math.exp(loss),
+     'eval_accuracy': 0.2}
+    for step, loss in losses
+  ]  # fmt: skip
   _write_summary(folder, options.Options(**used), rows)
   nnx.update(found, params)
   return found

@@ -10,7 +10,6 @@ import safetensors.numpy
 from flax import nnx
 
 from prism_optax.finetune.models import (
-  chat,
   generation,
   llama,
   llama_config,
@@ -164,20 +163,6 @@ def test_answers_are_the_likeliest_tokens(adapted):
   stop = answers[0][2]
   cut = generation.Generator(model, [stop]).answers(prompts[:1], 8)[0]
   assert cut == answers[0][: answers[0].index(stop)]
-
-
-def test_prompt_and_answer_are_the_conversation(source):
-  talk = chat.Chat(source)
-  messages = [
-    {'role': 'user', 'content': 'two plus three'},
-    {'role': 'assistant', 'content': 'five'},
-  ]
-  prompt, answer = talk.prompt_and_answer(messages)
-  assert prompt == '<s>user two plus three</s><s>assistant '
-  assert answer == 'five</s>'
-  assert talk.encode(answer)[-1] in talk.stops
-  with pytest.raises(ValueError, match='of the assistant'):
-    talk.prompt_and_answer(messages[:1])
 
 
 @pytest.mark.parametrize(

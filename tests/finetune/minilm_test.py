@@ -1,7 +1,6 @@
 """The encoder against the published one, and its edge cases."""
 
 import hashlib
-import math
 
 import huggingface_hub
 import jax
@@ -12,7 +11,6 @@ import safetensors.numpy
 from flax import nnx
 
 from prism_optax.finetune.models import layers, minilm, pretrained, weights
-from tests.finetune import conftest
 
 
 def _load(folder, *more):
@@ -31,63 +29,15 @@ def test_sentence_cosines_are_those_of_the_original():
   ]
   encoder = _load(folder)
   encode = nnx.jit(lambda encoder, ids: encoder(ids))
-  vectors = np.asarray(encode(encoder, minilm.tokenize(folder, texts, 16)))
-  vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-  cosines = vectors @ vectors.T
-  found = [cosines[0, 1], cosines[0, 2], cosines[1, 2]]
-  # Published to four digits.
-  np.testing.assert_allclose(found, [0.6660, 0.1046, 0.1411], atol=6e-5)
-
-
-def _numpy_encoder(stored, ids):
-  """One sentence without padding, in float64, as the papers write it."""
-  stored = {name: value.astype(np.float64) for name, value in stored.items()}
-  erf = np.vectorize(math.erf)
-
-  def dense(x, name):
-    return x @ stored[f'{name}.weight'].T + stored[f'{name}.bias']
-
-  def norm(x, name):
-    x = x - x.mean(-1, keepdims=True)
-    x /= np.sqrt((x**2).mean(-1, keepdims=True) + 1e-12)
-    return x * stored[f'{name}.weight'] + stored[f'{name}.bias']
-
-  x = stored['embeddings.word_embeddings.weight'][ids]
-  x = x + stored['embeddings.position_embeddings.weight'][: len(ids)]
-  x = x + stored['embeddings.token_type_embeddings.weight'][0]
-  x = norm(x, 'embeddings.LayerNorm')
-  for i in range(conftest.LAYERS):
-    at = f'encoder.layer.{i}'
-    q, k, v = (
-      dense(x, f'{at}.attention.self.{name}').reshape(len(ids), 2, -1)
-      for name in ('query', 'key', 'value')
-    )
-    heads = []
-    for head in range(2):
-      scores = q[:, head] @ k[:, head].T / np.sqrt(q.shape[-1])
-      weight = np.exp(scores)
-      heads.append(weight / weight.sum(-1, keepdims=True) @ v[:, head])
-    mixed = np.concatenate(heads, axis=-1)
-    attended = dense(mixed, f'{at}.attention.output.dense')
-    x = norm(x + attended, f'{at}.attention.output.LayerNorm')
-    inner = dense(x, f'{at}.intermediate.dense')
-    inner = inner * (1 + erf(inner / np.sqrt(2))) / 2
-    x = norm(x + dense(inner, f'{at}.output.dense'), f'{at}.output.LayerNorm')
-  return x.mean(0)
-
-
-def test_encoder_agrees_with_a_plain_one_whatever_the_padding(tiny_model):
-  texts = ['good film', 'dull plot bad actor unknown', 'fine']
-  encoder = nnx.jit(_load(tiny_model))
-  stored = safetensors.numpy.load_file(tiny_model / 'model.safetensors')
-  for length in (8, 13):
-    ids = minilm.tokenize(tiny_model, texts, length)
+  for length in (16, 21):  # Whatever the padding.
+    ids = minilm.tokenize(folder, texts, length)
     assert ids.shape == (3, length)
-    vectors = encoder(ids)
-    for row, vector in zip(ids, vectors, strict=True):
-      expected = _numpy_encoder(stored, row[row != 0])
-      # float32 through two layer norms.
-      np.testing.assert_allclose(vector, expected, atol=3e-5)
+    vectors = np.asarray(encode(encoder, ids))
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = vectors @ vectors.T
+    found = [cosines[0, 1], cosines[0, 2], cosines[1, 2]]
+    # Published to four digits.
+    np.testing.assert_allclose(found, [0.6660, 0.1046, 0.1411], atol=6e-5)
 
 
 def test_texts_are_cut_and_odd_ones_do_not_raise(tiny_model):

@@ -71,37 +71,27 @@ def test_flax_nnx_modules_in_every_form():
   [
     ({}, 'at least one array'),
     ({'w': jnp.ones((3, 2))}, r'No LoRA pair found.*w \(3, 2\)'),
-    (
-      {'x': {'lora_a': jnp.ones((6, 2))}},
-      r'belong to no pair: x/lora_a \(6, 2',
-    ),
-    (
-      {'x': {'lora_a': jnp.ones((6, 2))}, 'y': {'lora_b': jnp.ones((2, 5))}},
-      'x/lora_a.*y/lora_b',
-    ),
-    (
-      {**_pair(), 'w_lora_a': jnp.ones((6, 2))},
-      r'named like LoRA factors.*w_lora_a',
-    ),
+    ({'x': {'lora_a': jnp.ones((6, 2))}},
+      r'belong to no pair: x/lora_a \(6, 2'),
+    ({'x': {'lora_a': jnp.ones((6, 2))}, 'y': {'lora_b': jnp.ones((2, 5))}},
+      'x/lora_a.*y/lora_b'),
+    ({**_pair(), 'w_lora_a': jnp.ones((6, 2))},
+      r'named like LoRA factors.*w_lora_a'),
     ({**_pair(), 'x': {'lora_b': jnp.ones((2, 5))}}, 'named like.*x/lora_b'),
     ({**_pair(), 'x.lora_A.weight': jnp.ones((2, 6))}, 'named like.*x.lora_A'),
     ({**_pair(), 'x': {'lora': {'a': jnp.ones((6, 2))}}}, 'named like.*lora/a'),
     ({**_pair(), 'lora': {'a': jnp.ones((6, 2))}}, 'named like.*lora/a'),
-    (
-      {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.ones((3, 5))},
-      r'does not fit together: lora_a \(6, 2\) and lora_b \(3, 5\)',
-    ),
-    (
-      {'lora_a': jnp.ones((3, 6, 2)), 'lora_b': jnp.ones((4, 2, 5))},
-      'does not fit together',
-    ),
+    ({'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.ones((3, 5))},
+      r'does not fit together: lora_a \(6, 2\) and lora_b \(3, 5\)'),
+    ({'lora_a': jnp.ones((3, 6, 2)), 'lora_b': jnp.ones((4, 2, 5))},
+      'does not fit together'),
     (_pair(n=3, m=9, r=4), r'rank <= min.*rank=4, in=3, out=9'),
     ({'lora_a': jnp.ones(6), 'lora_b': jnp.ones((2, 5))}, 'two axes'),
     ({**_pair(), 'count': jnp.ones((), jnp.int32)}, "'count' of dtype int32"),
     ({**_pair(), 'name': 'x'}, "'name' of <class 'str'>"),
     ({'a': _pair(), 'a/lora_a': jnp.ones(3)}, 'distinct names .*a/lora_a'),
   ],
-)
+)  # fmt: skip
 def test_refusals_name_the_leaves(params, match):
   with pytest.raises(ValueError, match=match):
     lora.deltas(params)

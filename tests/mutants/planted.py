@@ -75,5 +75,5 @@ EQUIVALENT: dict[str, str] = {
   }.items()
 } | {
   'accounting/_events.py affordable_interval name 1: min -> max': 'a finer'
-  ' grid, which takes more memory',
+  ' grid, which takes more memory'
 }

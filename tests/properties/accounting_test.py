@@ -191,19 +191,13 @@ def test_calibration_beside_another_release():
     return accounting.epsilon(event, 1e-5, accountant='rdp')
 
   assert spent(sigma) <= 2.0 < spent(sigma * (1 - 1e-5))
-  with pytest.raises(ValueError, match='cannot be reached'):
-    accounting.calibrate_noise_multiplier(
-      1.0,
-      1e-5,
-      0.01,
-      10,
-      accountant='rdp',
-      prior_events=[dp_event.GaussianDpEvent(1.0)],
-    )
-  with pytest.raises(ValueError, match='DpEvent'):
-    accounting.calibrate_noise_multiplier(
-      1.0, 1e-5, 0.01, 10, prior_events=[1.0]
-    )
+  for prior, message in (
+    (dp_event.GaussianDpEvent(1.0), 'cannot be reached'), (1.0, 'DpEvent'),
+  ):  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+      accounting.calibrate_noise_multiplier(
+        1.0, 1e-5, 0.01, 10, accountant='rdp', prior_events=[prior]
+      )
 
 
 targets = st.floats(0.3, 8.0)
@@ -280,37 +274,26 @@ def test_no_sequence_of_releases_passes_a_cap(cap, delta, releases):
 
 
 # A number that no event can have, in each kind of event and place.
-impossible = st.one_of(
-  st.integers(-(10**6), -1).map(
-    lambda n: dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(5.0), n)
-  ),
-  st.sampled_from([2.5, math.nan, None, True]).map(
-    lambda n: dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(5.0), n)
-  ),
-  st.sampled_from([-1e-9, -5.0, -math.inf, math.nan]).map(
-    dp_event.GaussianDpEvent
-  ),
-  st.sampled_from([-0.1, 1.1, math.nan]).map(
-    lambda q: dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(5.0))
-  ),
-  st.sampled_from([-1, 0.5]).map(
-    lambda n: dp_event.TruncatedSubsampledGaussianDpEvent(n, 0.1, 5, 5.0)
-  ),
-  st.sampled_from([[-3], [2, math.nan], -3]).map(
-    lambda n: dp_event.SingleEpochTreeAggregationDpEvent(5.0, n)
-  ),
-  st.just(dp_event.MixtureOfGaussiansDpEvent(1.0, [math.nan], [1.0])),
-  st.just(dp_event.MixtureOfGaussiansDpEvent(1.0, [1.0], [-1.0])),
-  st.just(dp_event.ZCDpEvent(-0.5)),
-)
+_FINE = dp_event.GaussianDpEvent(5.0)
+impossible = st.sampled_from([
+  *(dp_event.SelfComposedDpEvent(_FINE, n)
+    for n in (-1, -(10**6), 2.5, math.nan, None, True)),
+  *map(dp_event.GaussianDpEvent, (-1e-9, -5.0, -math.inf, math.nan)),
+  *(dp_event.PoissonSampledDpEvent(q, _FINE) for q in (-0.1, 1.1, math.nan)),
+  *(dp_event.TruncatedSubsampledGaussianDpEvent(n, 0.1, 5, 5.0)
+    for n in (-1, 0.5)),
+  *(dp_event.SingleEpochTreeAggregationDpEvent(5.0, n)
+    for n in ([-3], [2, math.nan], -3)),
+  dp_event.MixtureOfGaussiansDpEvent(1.0, [math.nan], [1.0]),
+  dp_event.MixtureOfGaussiansDpEvent(1.0, [1.0], [-1.0]),
+  dp_event.ZCDpEvent(-0.5),
+])  # fmt: skip
 surrounded = st.recursive(
   impossible,
   lambda inner: st.one_of(
     inner.map(lambda x: dp_event.SelfComposedDpEvent(x, 3)),
     inner.map(lambda x: dp_event.PoissonSampledDpEvent(0.5, x)),
-    inner.map(
-      lambda x: dp_event.ComposedDpEvent([dp_event.GaussianDpEvent(5.0), x])
-    ),
+    inner.map(lambda x: dp_event.ComposedDpEvent([_FINE, x])),
     inner.map(lambda x: dp_event.ComposedDpEvent((x, dp_event.NoOpDpEvent()))),
   ),
   max_leaves=4,
