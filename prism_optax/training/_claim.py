@@ -136,9 +136,9 @@ def _in_words(
   """How many steps were done, and of how many epsilon is."""
   words = f'{done} of {steps} steps'
   if stops > 1:
-    words += f' (epsilon is that of {reported}, one of {stops} possible stops)'
+    words += f' (epsilon is for {reported}, one of {stops} possible stops)'
   elif reported != done:
-    words += f' (epsilon is that of all {reported})'
+    words += f' (epsilon is for all {reported})'
   elif done < steps:
     words += ' (declared: the stop was fixed beforehand)'
   if again:

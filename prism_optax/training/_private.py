@@ -525,8 +525,8 @@ class PrivateTraining:
     _validate.integer('released_steps', released_steps, 0)
     if stop_was_fixed and len(self.parts.settings.stops) > 1:
       raise ValueError(
-        "This training was made with stop='adaptive': its epsilon is that of"
-        ' the next possible stop, and not that of a stop fixed beforehand, got'
+        "This training was made with stop='adaptive': its epsilon is for the"
+        ' next possible stop, and not for a stop fixed beforehand, got'
         f' {stop_was_fixed=}.'
       )
     count, done = self._owner.count(state), self.steps

@@ -48,8 +48,7 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
     assert made.event() == SelfComposedDpEvent(GaussianDpEvent(1.0), 4)
     assert made.epsilon() > planned
     assert (
-      '1 of 3 steps (epsilon is that of all 3) and 1 of them done again'
-      ' elsewhere'
+      '1 of 3 steps (epsilon is for all 3) and 1 of them done again elsewhere'
     ) in made.statement(other)
   # It goes on there, and a release more is no second one.
   batch = next(iter(elsewhere.batches(other, DATA)))

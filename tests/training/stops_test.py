@@ -92,7 +92,7 @@ def test_a_statement_before_the_last_step():
   assert whole == pytest.approx(private.epsilon(), abs=2e-3)
   early, words = shown(private, 20)
   assert early == whole
-  assert words.endswith('20 of 64 steps (epsilon is that of all 64)')
+  assert words.endswith('20 of 64 steps (epsilon is for all 64)')
   # Also where a ledger is ahead of a state that was restored.
   for done, options in ((20, {}), (9, {'released_steps': 20})):
     fixed, words = shown(private, done, stop_was_fixed=True, **options)
@@ -113,7 +113,7 @@ def test_a_statement_with_stops_that_were_fixed_beforehand():
   assert private.parts.settings.stops == (4, 8, 16, 32, 64)
   early, words = shown(private, 20)
   assert words.endswith(
-    '20 of 64 steps (epsilon is that of 32, one of 5 possible stops)'
+    '20 of 64 steps (epsilon is for 32, one of 5 possible stops)'
   )
   assert 'at delta = 1e-05' in words
   assert early == shown(private, 32)[0] < shown(private, 33)[0]
