@@ -227,7 +227,10 @@ def canonicalize(
       return x
     # Bound to a device only if it was: what is bound and what is not are two
     # programs, so that a step would be compiled twice.
-    return jax.device_put(x, old.sharding if old.committed else None)
+    bound: jax.Array = jax.device_put(
+      x, old.sharding if old.committed else None
+    )
+    return bound
 
   # NumPy: float64 without a global switch.
   double = functools.partial(np.asarray, dtype=np.float64)
