@@ -109,8 +109,7 @@ def scale_by_row_moments(
   Ours; Adafactor keeps one number a row for a matrix (arXiv:1804.04235), and
   the floor is PRISM's (arXiv:2606.00944, Eq. 27).
 
-  **Privacy.** It reads only values that got their noise, so it is
-  post-processing.
+  **Privacy.** It reads only noisy values, so it is post-processing.
 
   =============================  ==============================================
   ``noise_stddev=0.0``           only the floor of ``max_condition_number``

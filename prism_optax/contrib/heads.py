@@ -1,8 +1,8 @@
 """A classifier's head from one private release, before any training.
 
 A linear head needs only sums over all records. So it takes one release, no
-steps and no learning rate, and is often as accurate at a small epsilon as many
-steps at a larger one. You can then train adapters from it.
+steps and no learning rate. It is a classifier already, and adapters can be
+trained from it.
 """
 
 import dataclasses
@@ -207,7 +207,8 @@ def ridge(
   to the second moment of all features, ``M = sum f f^T``. The head is ``(M + l
   I)^-1 C`` with the class sums C, so directions that all features share no
   longer count. Where classes have a thousand records it is points better than
-  their means; where they have a hundred, the means are better::
+  their means. Where they had about ninety, the means were better at noise
+  multipliers of 2 and 3, and worse at 5 and 8::
 
     head = heads.ridge(
       ((features(x), y) for x, y in batches), num_classes=10,

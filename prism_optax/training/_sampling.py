@@ -27,8 +27,8 @@ class Execution:
   """How a training is run, for ``execution=`` of :func:`make_private`.
 
   Every choice gives the same sum of the same records, up to the rounding of
-  their gradients, so the guarantee is the same. Two side effects remain: a
-  smaller padded batch is cut more often, which epsilon counts, and with
+  their gradients, so the guarantee is the same, with two exceptions: a smaller
+  padded batch is cut more often, which epsilon counts, and with
   ``skip_padding`` the time of a step reveals the size of a batch.
 
   Attributes:
@@ -37,9 +37,8 @@ class Execution:
       deviations above ``expected_batch_size``, in whole micro-batches.
     batch_sharding: How batches are laid out, split along the first axis, on a
       mesh with automatic or explicit axes (with ``batched_loss`` automatic).
-    skip_padding: Skip micro-batches that hold only padding. It saves up to a
-      third of the time, but the time of a step then reveals how many records
-      were drawn.
+    skip_padding: Skip micro-batches that hold only padding. This saves their
+      time, but the time of a step then reveals how many records were drawn.
 
   Example:
     >>> from prism_optax import training

@@ -88,8 +88,7 @@ def scale_by_learning_rate(
   ``optax.scale_by_learning_rate``, with a stacked form: in a chain it
   multiplies r x r matrices in place of dense coordinates.
 
-  **Privacy.** It reads only values that got their noise, so it is
-  post-processing.
+  **Privacy.** It reads only noisy values, so it is post-processing.
 
   Args:
     learning_rate: A number, or a schedule: a function of the number of updates
@@ -150,8 +149,7 @@ def retract(
   ``optax.add_decayed_weights`` (see :func:`scale_by_rank_preconditioner` and
   :func:`add_decayed_factors`).
 
-  **Privacy.** It reads only values that got their noise, so it is
-  post-processing.
+  **Privacy.** It reads only noisy values, so it is post-processing.
 
   ============================  ===============================================
   step of exactly zero          the factors stay, up to rounding

@@ -114,8 +114,7 @@ def scale_by_published_preconditioner(
   the gauge. Use :func:`scale_by_rank_preconditioner` instead; this one belongs
   with ``retract(align=True)``.
 
-  **Privacy.** It reads only values that got their noise, so it is
-  post-processing.
+  **Privacy.** It reads only noisy values, so it is post-processing.
 
   =============================  ==============================================
   ``noise_stddev=0.0``           only the floor of ``max_condition_number``

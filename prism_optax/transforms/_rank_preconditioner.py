@@ -153,8 +153,7 @@ def scale_by_rank_preconditioner(
   to both sides) the mean of the two. Counting the core on both sides, the
   transport and the stored covariance are ours.
 
-  **Privacy.** It reads only values that got their noise, so it is
-  post-processing.
+  **Privacy.** It reads only noisy values, so it is post-processing.
 
   =============================  ==============================================
   ``noise_stddev=0.0``           only the floor of ``max_condition_number``
