@@ -310,6 +310,8 @@ def privacy_statement(
   drawn = '' if entries is None else ', noise as drawn'
   # Rounding down would claim more privacy than was shown.
   shown = math.ceil(spent * 1000) / 1000 if math.isfinite(spent) else spent
+  at = f'{delta:g}'
+  at = at if float(at) >= delta else repr(delta)
   relation = neighboring_relation.name.lower().replace('_', '-')
   sampled = _events.kinds(event) & {
     dp_event.PoissonSampledDpEvent,
@@ -317,6 +319,6 @@ def privacy_statement(
   }
   sampling = ', Poisson sampling' if sampled else ''
   return (
-    f'epsilon <= {shown:.3f} at delta = {delta:g},'
+    f'epsilon <= {shown:.3f} at delta = {at},'
     f' {relation} neighbours ({accountant.upper()}){sampling}{drawn}'
   )

@@ -103,7 +103,9 @@ def save_state(path: str | os.PathLike[str], state: ArrayTree) -> None:
   arrays[_HEADER] = np.array(json.dumps([_FORMAT, header]))
   path = pathlib.Path(path)
   temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-  opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+  # A file that is there already would keep its owner and its mode.
+  temporary.unlink(missing_ok=True)
+  opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
   try:
     with os.fdopen(opened, 'wb') as file:
       np.savez(file, **arrays)

@@ -38,6 +38,10 @@ def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):
   path = tmp_path / 'x'
   path.write_text('old')
   os.chmod(path, 0o644)
+  # As another user may have put it there.
+  unfinished = tmp_path / f'x.{os.getpid()}.tmp'
+  unfinished.write_text('')
+  os.chmod(unfinished, 0o666)
   training.save_state(path, TREE)
   assert stat.S_IMODE(path.stat().st_mode) == 0o600
   assert list(tmp_path.iterdir()) == [path]  # Nothing half written is left.
