@@ -87,26 +87,18 @@ def entries(lines):
   ]
 
 
-def parameters(function):
-  names = inspect.signature(function).parameters
-  return [name for name in names if name not in ('self', 'cls')]
-
-
-def is_tuple(obj):
-  return inspect.isclass(obj) and issubclass(obj, tuple)
-
-
-def is_data(obj):
-  """A NamedTuple, a dataclass or an exception: it holds, it does nothing."""
-  return is_tuple(obj) or (
-    inspect.isclass(obj)
-    and (issubclass(obj, Exception) or hasattr(obj, '__dataclass_fields__'))
-  )
-
-
 def is_interface(obj):
   """A Protocol: attributes that an object of the user's has to have."""
   return getattr(obj, '_is_protocol', False)
+
+
+def fields(obj):
+  """Parameters of a function; what is read of an object that holds data."""
+  if is_interface(obj):
+    return [k for k, x in vars(obj).items() if isinstance(x, property)]
+  names = getattr(obj, '_fields', getattr(obj, '__dataclass_fields__', None))
+  names = names or inspect.signature(obj).parameters
+  return [name for name in names if name not in ('self', 'cls')]
 
 
 def _like(obj):
@@ -128,26 +120,15 @@ def raises(function):
 
 
 @pytest.mark.parametrize('path', [*NAMES, *METHODS])
-def test_arguments_are_those_of_the_signature(path):
-  """In ``Args:``, in their order; the fields of data in ``Attributes:``."""
+def test_arguments_and_fields_are_listed_in_their_order(path):
   obj = (NAMES | METHODS)[path]
-  found = sections(obj)
+  found, names = sections(obj), fields(obj)
   assert 'after sections' not in found
-  if path in HANDED_OVER:
-    assert set(parameters(obj)) <= set(entries(found['Attributes']))
-  elif is_interface(obj):
-    own = {k: x for k, x in vars(obj).items() if isinstance(x, property)}
-    assert entries(found.get('Attributes', [])) == list(own)
-  elif is_data(obj):
-    fields = getattr(obj, '_fields', None) or getattr(
-      obj, '__dataclass_fields__', parameters(obj)
-    )
-    assert entries(found.get('Attributes', [])) == list(fields)
-  else:
-    listed_here, names = entries(found.get('Args', [])), parameters(obj)
-    others = [x for like in _like(obj) for x in entries(sections(like)['Args'])]
-    assert listed_here == [x for x in names if x in listed_here]
-    assert set(names) <= {*listed_here, *others}
+  here = entries(found.get('Args', found.get('Attributes', [])))
+  if path not in HANDED_OVER:
+    assert here == [x for x in names if x in here]
+  others = [x for like in _like(obj) for x in entries(sections(like)['Args'])]
+  assert set(names) <= {*here, *others}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +148,7 @@ def test_functions_say_what_they_return_and_raise(path):
   [
     p
     for p, x in NAMES.items()
-    if not (is_data(x) or is_interface(x) or p in HANDED_OVER)
+    if not ('Attributes' in sections(x) or is_interface(x))
   ],
 )
 def test_there_is_an_example(path):

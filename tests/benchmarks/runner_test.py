@@ -72,13 +72,3 @@ def test_tuning_ends_with_a_neighbour_on_both_sides(best):
   beside = {Setting(runner.LADDER[i]) for i in (at - 1, at + 1)}
   assert beside <= scores.keys()
   assert runs == len(scores)
-
-
-def test_only_what_is_measured_again_is_forgotten(tmp_path):
-  store = runner.Store(tmp_path / 'rows.json')
-  for seed in range(3):
-    store.put({'seed': seed}, [{'part': part} for part in 'ab'])
-  store.forget([{'seed': 1}, {'seed': 7}])
-  assert [x['seed'] for x in store.rows] == [0, 0, 2, 2]
-  assert runner.Store(store.path).rows == store.rows
-  assert store.find({'seed': 1}) is None

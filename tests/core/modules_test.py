@@ -106,12 +106,7 @@ def test_a_warning_points_at_who_called_the_caller():
 
   pair = _params(np.random.default_rng(0))['k']
   with pytest.warns(UserWarning, match='d/kernel, the weights') as caught:
-    make_private(
-      {
-        'd': _params(np.random.default_rng(0))['k']
-        | {'kernel': jnp.ones((6, 5))}
-      }
-    )
+    make_private({'d': pair | {'kernel': jnp.ones((6, 5))}})
   assert caught[0].filename == __file__
   with warnings.catch_warnings():
     warnings.simplefilter('error')

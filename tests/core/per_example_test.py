@@ -40,25 +40,6 @@ def _double(example):
   return {'out': 2 * example['a'], 'more': example['b']}
 
 
-@pytest.mark.parametrize('jit', [False, True])
-def test_sums_are_those_of_the_contributions(jit):
-  rng = np.random.default_rng(1)
-  tree = {
-    name: jnp.asarray(rng.normal(size=(37, *shape)), jnp.float32)
-    for name, shape in {'a': (5, 3), 'b': ()}.items()
-  }
-  padding = jnp.asarray(rng.uniform(0, 1, 37) > 0.7)
-  tree = jax.tree.map(lambda x: x.at[padding].set(jnp.nan), tree)
-
-  def sums(tree, padding):
-    return _clipped_sum.sum_of_examples(_double, tree, padding)
-
-  got = (jax.jit(sums) if jit else sums)(tree, padding)
-  kept = jax.tree.map(lambda x: np.float64(x)[~np.asarray(padding)], tree)
-  np.testing.assert_allclose(got['out'], 2 * kept['a'].sum(0), rtol=1e-6)
-  np.testing.assert_allclose(got['more'], kept['b'].sum(0), rtol=1e-6)
-
-
 def test_compensation_leaves_one_rounding():
   """Each small number alone would be lost against the large one."""
   x = jnp.asarray([1e6] + [0.01] * 4000, jnp.float32)[:, None]

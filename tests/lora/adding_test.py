@@ -35,6 +35,7 @@ class _Model(nnx.Module):
     return self.tied(x)
 
 
+RNGS = nnx.Rngs(0)
 X = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32)
 CHOSEN = [
   f'blocks/{i}/{name}/lora' for i in (0, 1) for name in ('attn/out', 'up')
@@ -117,33 +118,22 @@ def test_a_choice_that_does_not_fit_is_refused(pattern, rank, match):
   assert not jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
 
 
-def test_adapters_are_added_once():
-  _, model, _ = _adapted()
-  for pattern in ('up', 'out'):
-    with pytest.raises(ValueError, match=r'of type LoRALinear'):
-      lora.add_adapters(model, pattern, 2, rngs=nnx.Rngs(1))
+def _linear(**options):
+  return nnx.LinearGeneral(6, 5, rngs=RNGS, **options)
 
 
-@pytest.mark.parametrize(
-  'options', [{'axis': 0}, {'axis': -1, 'batch_axis': {0: 3}}]
-)
-def test_a_layer_on_other_axes_is_refused(options):
-  layer = nnx.LinearGeneral(6, 5, rngs=nnx.Rngs(0), **options)
-  with pytest.raises(ValueError, match='work on the last axes'):
-    lora.add_adapters(layer, '', 2, rngs=nnx.Rngs(1))
-
-
-def test_a_model_without_linear_layers_is_refused():
+def test_models_that_do_not_fit_are_refused(monkeypatch):
   linen = pytest.importorskip('flax.linen')
-  for model, match in (
-    (nnx.LayerNorm(6, rngs=nnx.Rngs(0)), 'LayerNorm has no nnx.Linear'),
-    (linen.Dense(6), 'an nnx.Module, got Dense. For Flax linen use qwix'),
+  for model, pattern, match in (
+    (_adapted()[1], 'up', 'of type LoRALinear'),  # They are added once.
+    (_adapted()[1], 'out', 'of type LoRALinear'),
+    (_linear(axis=0), '', 'work on the last axes'),
+    (_linear(axis=-1, batch_axis={0: 3}), '', 'work on the last axes'),
+    (nnx.LayerNorm(6, rngs=RNGS), 'up', 'LayerNorm has no nnx.Linear'),
+    (linen.Dense(6), 'up', 'an nnx.Module, got Dense. For Flax linen use qwix'),
   ):
     with pytest.raises(ValueError, match=match):
-      lora.add_adapters(model, 'up', 2, rngs=nnx.Rngs(1))
-
-
-def test_rngs_and_flax_are_asked_for(monkeypatch):
+      lora.add_adapters(model, pattern, 2, rngs=nnx.Rngs(1))
   with pytest.raises(ValueError, match=r'nnx.Rngs\(0\), got int'):
     lora.add_adapters(_Model(), 'up', 2, rngs=0)
   monkeypatch.setitem(sys.modules, 'flax', None)

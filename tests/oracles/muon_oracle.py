@@ -53,13 +53,6 @@ def by_rows(values, rows):
   return values
 
 
-def polar(matrix):
-  """U V^T of the SVD, on the range of the matrix."""
-  u, s, vt = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
-  kept = s > len(s) * np.finfo(np.float64).eps * s[0]
-  return (u * kept) @ vt
-
-
 def clip(gradient, threshold):
   """H_t(z) = g / max(1, ||g||_F / C)."""
   norm = math.sqrt(np.sum(gradient**2))
