@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism_optax import lora
+from tests import cases
 
 # Names, shapes of a and b, an einsum for the change of the weight, and how the
 # weight becomes (*stack, inputs, outputs). Every one is of 12 inputs and 20
@@ -68,32 +69,19 @@ CASES = {
 }  # fmt: skip
 
 
-def _tree(name, seed=0):
-  a_name, b_name, a, b, einsum, module = CASES[name]
-  rng = np.random.default_rng(seed)
-  params = {
-    a_name: rng.standard_normal(a).astype(np.float32),
-    b_name: rng.standard_normal(b).astype(np.float32),
-  }
-  return params, (a_name, b_name, einsum, module)
-
-
-def _weight_change(params, names):
-  a_name, b_name, einsum, _ = names
-  a, b = np.float64(params[a_name]), np.float64(params[b_name])
-  return np.einsum(einsum, a, b)
-
-
 _deltas = jax.jit(lambda params: lora.deltas(params, dense=True))
 
 
 @pytest.mark.parametrize('name', CASES)
 def test_deltas_are_the_changes_of_the_weight(name):
-  params, names = _tree(name)
+  a_name, b_name, a, b, einsum, module = CASES[name]
+  params = cases.normal(
+    {a_name: np.zeros(a, np.float32), b_name: np.zeros(b, np.float32)}, 0
+  )
   found = _deltas(params)
-  assert list(found) == [names[3]]
-  z = np.asarray(found[names[3]])
-  change = _weight_change(params, names)
+  assert list(found) == [module]
+  z = np.asarray(found[module])
+  change = np.einsum(einsum, params[a_name], params[b_name])
   # Our rows are outputs; the einsums above put inputs first.
   exact = change.reshape(*z.shape[:-2], z.shape[-1], z.shape[-2])
   np.testing.assert_allclose(z, np.swapaxes(exact, -1, -2), atol=1e-5)
