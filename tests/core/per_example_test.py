@@ -112,6 +112,13 @@ def test_units_of_the_clip_norm_hide_no_norm():
   assert float(squared) == pytest.approx(100.0, rel=1e-5)
 
 
+def test_padding_of_another_length_is_refused():
+  with pytest.raises(ValueError, match=r'is_padding_example.*\(3,\).*\(2,\)'):
+    _clipped_sum.sum_of_examples(
+      lambda e: e, jnp.zeros((3, 1)), jnp.zeros(2, bool)
+    )
+
+
 def test_sensitivity_by_relation():
   sensitivity = _clip.sensitivity_of_sum(0.25)
   assert sensitivity() == 0.25

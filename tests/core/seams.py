@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from prism_optax import _clip, _clip_rules, _lattice, _modules
+from prism_optax import _clip, _clip_rules, _lattice
 from prism_optax._randomness import _keys
 from prism_optax.accounting import (
   _epsilon,
@@ -248,11 +248,6 @@ def sum_of_records(kind, batch):
 
 
 FEWEST_RECORDS = heads._FEWEST
-
-
-def frames_of(tree):
-  """Of each stack of modules of a tree."""
-  return _modules.ModuleTree(tree).frames(tree)
 
 
 def before_each_draw(call):

@@ -16,7 +16,7 @@ from prism_optax.finetune.models import (
   minilm,
   pretrained,
 )
-from prism_optax.training import make_private
+from tests import cases
 from tests.core import seams
 from tests.finetune import conftest, language_models
 
@@ -166,18 +166,10 @@ def test_the_loss_is_a_sum_over_the_response_of_each_record(problem):
 def test_no_gradient_of_a_frozen_matrix_is_made(problem):
   """Not for one example and not for all: only those of the adapters."""
   (graphdef, params, frozen), examples = problem
-  private = make_private(
-    training.make_loss(graphdef, 14),
-    params,
-    has_aux=True,
-    optimizer=optax.adamw(1e-3),
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-    expected_batch_size=5,
-    dataset_size=5,
-    steps=1,
-    delta=1e-3,
-  )
+  private = cases.make(
+    optax.adamw(1e-3), loss=training.make_loss(graphdef, 14), params=params,
+    has_aux=True, expected_batch_size=5, dataset_size=5, steps=1, delta=1e-3,
+  )  # fmt: skip
   state = private.init(params)
   (batch,) = private.batches(state, examples)
   program = str(

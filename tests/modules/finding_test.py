@@ -39,33 +39,6 @@ def test_stacks_as_long_as_the_rank_read_as_stacks():
   assert _sizes(_pair(n=2, m=2, r=2, stack=(2,))) == [('lora_a', 2, 2, 2, (2,))]
 
 
-class _Model(nnx.Module):
-  def __init__(self, rngs):
-    self.plain = nnx.LoRA(6, 2, 5, rngs=rngs)
-    self.linear = nnx.LoRALinear(5, 7, lora_rank=3, rngs=rngs)
-    self.stack = nnx.vmap(
-      lambda rngs: nnx.LoRA(4, 2, 6, rngs=rngs), in_axes=0, axis_size=3
-    )(rngs.split(3))
-
-
-def test_flax_nnx_modules_in_every_form():
-  """As a State of Variables, as pure arrays, and as gradients come."""
-  model = _Model(nnx.Rngs(0))
-  state = nnx.state(model, nnx.LoRAParam)
-  expected = [
-    ('linear/lora', 7, 5, 3, ()),
-    ('plain', 5, 6, 2, ()),
-    ('stack', 6, 4, 2, (3,)),
-  ]
-  assert _sizes(state) == expected
-  assert _sizes(nnx.to_pure_dict(state)) == expected
-  grads = nnx.grad(
-    lambda m: jnp.sum(m.plain(jnp.ones((1, 6)))),
-    argnums=nnx.DiffState(0, nnx.LoRAParam),
-  )(model)
-  assert _sizes(grads) == expected
-
-
 @pytest.mark.parametrize(
   ('params', 'match'),
   [

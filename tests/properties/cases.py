@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import lora
+from tests.cases import norm  # noqa: F401
 
 settings = hypothesis.settings(
   derandomize=True, deadline=None, max_examples=40, database=None
@@ -85,13 +86,6 @@ def spoiled(tree, oddity, seed):
 
 def layout_of(name):
   return TREES[name][1]
-
-
-def norm(tree):
-  """Euclidean, in float64 on the host."""
-  return float(
-    np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(tree)))
-  )
 
 
 def is_finite(tree):
