@@ -182,8 +182,9 @@ def make_private(
       than a planned one; compare :meth:`PrivateTraining.epsilon` of both.
     journal: File in which every release is written down before it is made (each
       step waits for the disk). With it a run may continue in another
-      environment, on other devices or versions. Each run has its own file,
-      which ``init`` begins. Without it, a checkpoint of the run cannot be used.
+      environment, on other devices or versions. (The program is not compared
+      there, because versions change it.) Each run has its own file, which
+      ``init`` begins. Without it, a checkpoint of the run cannot be used.
     tags: Public names with short texts or numbers, such as the hash of a base
       model. A state with other tags is refused.
     prng_key: As for :func:`prism_optax.tangent_privatizer`. Anyone who knows a

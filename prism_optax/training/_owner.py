@@ -57,19 +57,19 @@ class Owner:
       if self._journal is None:
         raise ValueError(
           'The state was made in another environment'
-          f' ({PARTS["environment"]}), which rounds gradients in its own way,'
-          ' so that a step done again here would be a second release, and'
-          ' nobody could count it. Go on where the run began; or begin a new'
-          ' run, with make_private(journal=path), which counts them, and'
-          ' account for both.'
+          f' ({PARTS["environment"]}), which rounds gradients in its own way. A'
+          ' step done again here would be a second release, which nobody could'
+          ' count. Go on where the run began; or begin a new run with'
+          ' make_private(journal=path), which counts such releases, and account'
+          ' for both runs.'
         )
       # What a program is made of differs by version, too.
       other = [x for x in other if x not in ('environment', 'program')]
     if other:
       raise ValueError(
-        'Expected what the run began with, got another one: '
+        'Expected the same as when the run began, got a difference in '
         + ' and '.join(f'{x} ({PARTS[x]})' for x in other)
-        + '. The keys of a state are for one run alone. Begin a new one with'
+        + '. The keys of a state are for one run alone. Begin a new run with'
         ' init, and account for both.'
       )
 

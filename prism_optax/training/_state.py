@@ -45,7 +45,7 @@ PARTS = {
   ' tags',
   'environment': 'backend, devices, layout of batches, versions',
   'program': 'loss, optimizer, frozen weights, shapes of records',
-  'data': 'the records, or who they are of',
+  'data': 'the records, or the users they belong to',
 }
 
 

@@ -140,7 +140,7 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
     assert '--dataset-size 60' in capsys.readouterr().err
     train.write_text(original.replace('plot', 'film', 1))
     assert finetune.main(arguments) == 2
-    assert 'another one: data (the records' in capsys.readouterr().err
+    assert 'a difference in data (the records' in capsys.readouterr().err
   finally:
     train.write_text(original)
 

@@ -58,7 +58,7 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
   fixed = elsewhere.statement(saved, stop_was_fixed=True)
   assert '2 of 3 steps (declared: the stop was fixed beforehand)' in fixed
   # Other data are refused all the same, and another program in one place.
-  with pytest.raises(ValueError, match='another one: data'):
+  with pytest.raises(ValueError, match='a difference in data'):
     elsewhere.batches(state, tuple(2 * x for x in DATA))
 
 

@@ -233,12 +233,12 @@ def test_a_state_has_one_program_and_each_is_proved_before_it_runs():
   assert all(made.proofs)
   for more, message in (
     ('mixed', 'reduce_sum at misuse_test'),
-    ('unused', 'another one: program'),
+    ('unused', 'a difference in program'),
   ):
     with pytest.raises(ValueError, match=message):
       made.step(state, batch, frozen | {more: jnp.ones(())})
   wide = np.concatenate([DATA[0], DATA[0]], 1), DATA[1]
-  with pytest.raises(ValueError, match='another one: data'):
+  with pytest.raises(ValueError, match='a difference in data'):
     made.batches(state, wide)
 
 

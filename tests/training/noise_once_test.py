@@ -123,12 +123,12 @@ def test_other_records_are_refused():
   one_bit = tuple(map(np.copy, DATA))
   one_bit[1].view(np.uint32)[7, 3] ^= 1
   for data in (OTHER, one_bit):
-    with pytest.raises(ValueError, match=r'another one: data \(the records'):
+    with pytest.raises(ValueError, match=r'a difference in data \(the records'):
       made.batches(state, data)
   # A batch of other records of the same run and step, from before it knew any.
   new = state._replace(fingerprint=made.init(PARAMS).fingerprint)
   batch = next(iter(made.batches(new, OTHER)))
-  with pytest.raises(ValueError, match='another one: data'):
+  with pytest.raises(ValueError, match='a difference in data'):
     made.step(state, batch, FROZEN)
   # Which records are drawn is a function of the seed and the step alone.
   own = next(iter(made.batches(state, DATA)))
@@ -144,7 +144,7 @@ def test_records_of_other_users_are_refused():
   data = next(iter(made.batches(state, DATA, users=users))).data
   state = state._replace(fingerprint=state.fingerprint._replace(data=data))
   made.batches(state, DATA, users=users + 5)  # The same under other names.
-  with pytest.raises(ValueError, match='who they are of'):
+  with pytest.raises(ValueError, match='users they belong to'):
     made.batches(state, DATA, users=np.roll(users, 1))
 
 
@@ -161,14 +161,16 @@ def test_another_program_is_refused(optimizer, loss):
   _, state = begun()
   other = cases.make(optimizer, loss=loss, prng_key=None)
   batch = next(iter(other.batches(state, DATA)))
-  with pytest.raises(ValueError, match=r'another one: program \(loss, optimi'):
+  with pytest.raises(
+    ValueError, match=r'a difference in program \(loss, optimi'
+  ):
     other.step(state, batch, FROZEN)
 
 
 def test_other_frozen_weights_are_refused():
   made, state = begun()
   batch = next(iter(made.batches(state, DATA)))
-  with pytest.raises(ValueError, match=r'another one: program \(.*frozen'):
+  with pytest.raises(ValueError, match=r'a difference in program \(.*frozen'):
     made.step(state, batch, FROZEN + np.float32(1e-6))
 
 

@@ -300,7 +300,7 @@ def test_compiled_ahead_of_the_first_record():
   assert tqdm.tqdm(batches, disable=True).total == 3 == len(batches)
   # A restored state is compared before its data are there.
   other = cases.make(optax.sgd(0.2), record=cases.RECORD, prng_key=None)
-  with pytest.raises(ValueError, match=r'another one: program \(loss'):
+  with pytest.raises(ValueError, match=r'a difference in program \(loss'):
     other.compile(state, FROZEN)
   without = cases.make(SGD)
   with pytest.raises(ValueError, match='record=.*to compile before'):
