@@ -55,7 +55,7 @@ def test_by_hand_and_make_private_do_the_same(batched):
 
 
 # Of each kind of frame; the program above goes through every environment.
-STEPS = 700
+STEPS = 300
 
 
 @pytest.mark.slow

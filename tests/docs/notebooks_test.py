@@ -37,7 +37,7 @@ _SENTENCES = '' if _DATA is None else str(_DATA / 'clinc150')
 # Environment of those that have a shorter way, or none to the internet.
 CLINC150 = {'CLINC150': os.environ.get('CLINC150', _SENTENCES)}
 SHORT = {
-  'private_language_model': {'NOTEBOOK_ROWS': '160', **CLINC150},
+  'private_language_model': {'NOTEBOOK_ROWS': '100', **CLINC150},
   'finetune_text': CLINC150,
 }
 # Minutes of training: what is saved in compiling would be lost in running.

@@ -88,11 +88,11 @@ def test_bounds_are_those_of_the_source():
 def test_it_runs_and_says_what_it_can_show(capsys, tmp_path):
   """Without noise the claim of 3 falls."""
   path = tmp_path / 'scores.png'
-  claim, rows = audit.main(planted=0.0, seed=0, plot=path)
+  claim, rows = audit.main(planted=0.0, canaries=500, seed=0, plot=path)
   assert path.stat().st_size
   assert claim <= audit.train.EPSILON
   printed = capsys.readouterr().out
-  assert '300 guesses of 1000 coins can show 4.32 at most' in printed
+  assert '150 guesses of 500 coins can show 3.76 at most' in printed
   assert printed.count('THE CLAIM IS WRONG') == 2
   assert 'for the auditor' in printed
   for row, (_, bound, gaussian) in rows.items():

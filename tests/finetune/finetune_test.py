@@ -2,23 +2,20 @@
 
 import argparse
 import json
-import os
 import pathlib
 import re
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 
 import pytest
 import safetensors
 
-from prism_optax.finetune import command_line, methods, run, train, training
+from prism_optax.finetune import command_line, run, train, training
 from prism_optax.finetune import main as finetune
 from prism_optax.finetune import options as options_lib
 from tests.core import seams
-from tests.finetune import conftest
 
 PROGRAM = sys.executable, '-m', 'prism_optax.finetune'
 STEPS = 6
@@ -268,50 +265,3 @@ def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
   options = _options(_arguments(tiny_files, tiny_model, 'x'))
   assert train.declared_size(options, 60) == 60
   assert '60 private rows' in capsys.readouterr().out
-
-
-def _start(*argv: str) -> subprocess.Popen:
-  path = [str(conftest.ROOT), os.environ.get('PYTHONPATH', '')]
-  return subprocess.Popen(
-    [*PROGRAM, *argv],
-    # Minutes of training: what is saved in compiling would be lost in running.
-    env=os.environ
-    | {
-      'PYTHONPATH': os.pathsep.join(filter(None, path)),
-      'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false',
-    },
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def _finish(*argv: str) -> str:
-  process = _start(*argv)
-  try:
-    out, err = process.communicate(timeout=580)
-  finally:
-    process.kill()
-  assert process.returncode == 0, err
-  return out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_default_run_adapts_privately_and_says_what_it_spent(tmp_path):
-  # 40 steps instead of 150: their noise is calibrated, and they learn, too.
-  output = _finish(
-    *('train', '--output', str(tmp_path / 'digits')),
-    *('--steps', '40', '--eval-every', '40'),
-  )
-  accuracy = {}
-  for name in ('before adaptation', *methods.COMPARED):
-    line = next(l for l in output.splitlines() if l.startswith(f'{name}  '))
-    accuracy[name] = float(line[len(name) :].split()[0])
-  # Eight standard errors of 297 pictures, whatever the noise.
-  assert accuracy['prism'] > accuracy['before adaptation'] + 0.23
-  assert accuracy['dp-adamw'] > accuracy['before adaptation'] + 0.23
-  assert accuracy['adamw'] > 0.75
-  epsilon = float(output.split('epsilon <= ')[1].split()[0])
-  assert 'noise as drawn, unit: one record, 40 of 40 steps' in output
-  assert 7.9 < epsilon <= 8.0
