@@ -76,18 +76,15 @@ def test_sessions_are_apart_and_the_server_is_not():
 
 
 def test_nothing_gives_budget_back():
-  budget, renyi = budget_of(5.0), budget_of(5.0, composition='renyi')
+  budget = budget_of(5.0)
   budget.spend(CLASSIC, 'a', count=3)
   before = budget.export()
+  # Beside as much as it would give back, a refund adds up to nothing. More in
+  # tests/properties/accounting_test.py.
   refund = dp_accounting.SelfComposedDpEvent(CLASSIC, -3)
-  # Beside as much as it would give back, a refund adds up to nothing.
   hidden = dp_accounting.ComposedDpEvent([CLASSIC] * 3 + [refund])
-  for event in (refund, hidden, Gaussian(-1.0), Gaussian(math.nan)):
-    for either in (budget, renyi):
-      with pytest.raises(ValueError, match='>= 0'):
-        either.spend(event, 'a')
-  with pytest.raises(ValueError, match=r'noise_multiplier=-2\.0'):
-    renyi.spend(Laplace(-2.0), 'a')
+  with pytest.raises(ValueError, match='>= 0'):
+    budget.spend(hidden, 'a')
   for count in (0, -1, 1.5, True):
     with pytest.raises(ValueError, match='count'):
       budget.spend(CLASSIC, 'a', count=count)
@@ -120,22 +117,6 @@ def test_export_is_plain_and_complete():
 
 
 # What each composition charges.
-
-
-def test_gaussian_releases_add_their_inverse_variances():
-  """Exactly; also where one replaces another, and in nested events."""
-  doubled = budget_of(
-    50.0, neighboring_relation=accounting.NeighboringRelation.REPLACE_ONE
-  )
-  assert round(doubled.spend(CLASSIC, 'a', count=256), 1) == 49.2
-  budget = budget_of(20.0)
-  budget.spend(Gaussian(3.0), 'a')
-  nested = dp_accounting.ComposedDpEvent(
-    [dp_accounting.SelfComposedDpEvent(Gaussian(7.0), 4), Gaussian(5.0)]
-  )
-  spent = budget.spend(nested, 'a', count=2)
-  mu = math.sqrt(1 / 9 + 2 * (4 / 49 + 1 / 25))
-  assert spent == pytest.approx(accounting.gaussian_epsilon(mu, DELTA))
 
 
 def test_a_budget_for_one_release_takes_one_and_no_more():
@@ -177,14 +158,9 @@ def fixed(event, count):
 
 @pytest.mark.parametrize(
   'event',
-  [
-    CLASSIC,
-    Laplace(3.0),
-    poisson(1.0, 0.01),
-    dp_event.ZCDpEvent(0.02),
-    dp_accounting.ComposedDpEvent([CLASSIC, poisson(0.8, 0.02)]),
-  ],
-)
+  [CLASSIC, Laplace(3.0), poisson(1.0, 0.01), dp_event.ZCDpEvent(0.02),
+   dp_accounting.ComposedDpEvent([CLASSIC, poisson(0.8, 0.02)])],
+)  # fmt: skip
 def test_renyi_filter_is_never_below_the_accountants(event):
   """A filter pays for adaptivity: more than RDP of a fixed composition."""
   for count in (1, 30, 400):
@@ -203,6 +179,10 @@ def test_renyi_filter_costs_little_where_the_budget_is_used_up():
 
 
 def test_filter_takes_the_rule_of_the_first_release():
+  doubled = budget_of(
+    50.0, neighboring_relation=accounting.NeighboringRelation.REPLACE_ONE
+  )
+  assert round(doubled.spend(CLASSIC, 'a', count=256), 1) == 49.2
   budget = budget_of(20.0)
   budget.spend(poisson(1.0, 0.01), 'mixed', count=100)
   for event in (CLASSIC, Laplace(3.0), dp_event.ZCDpEvent(0.02)):

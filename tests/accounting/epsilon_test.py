@@ -5,13 +5,9 @@ import math
 
 import dp_accounting
 import hypothesis
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import scipy.linalg
 from dp_accounting import dp_event, pld, rdp
 from hypothesis import strategies as st
-from jax_privacy.matrix_factorization import sensitivity, toeplitz
 
 from prism_optax import accounting
 
@@ -42,10 +38,7 @@ def by_rdp(event, relation=REPLACE):
 @pytest.mark.parametrize(
   ('noise_multiplier', 'expected', 'tolerance'),
   # Published to this many figures.
-  [
-    pytest.param(0.5, 6.62, 5e-3, marks=pytest.mark.slow),
-    (1.0, 0.674, 5e-4),
-  ],
+  [pytest.param(0.5, 6.62, 5e-3, marks=pytest.mark.slow), (1.0, 0.674, 5e-4)],
 )
 def test_epsilon_of_a_run_by_pld(noise_multiplier, expected, tolerance):
   event = accounting.dpsgd_event(noise_multiplier, 64 / 9919, 300)
@@ -169,61 +162,15 @@ def test_rdp_is_never_below_pld(noise_multiplier, probability, steps):
   assert tight <= by_rdp(event, ADD) + 1e-4 * steps
 
 
-def test_joint_noise_multiplier_agrees_with_composed_releases():
+def test_joint_noise_multiplier_is_that_of_composed_releases():
   """Gaussian releases about one batch compose as they would in sequence."""
   joint, sigmas = accounting.joint_noise_multiplier, [3.0, 4.0, 7.0]
   composed = dp_accounting.ComposedDpEvent([Gaussian(s) for s in sigmas])
-  event = accounting.dpsgd_event(joint(sigmas), 1.0, 1)
-  spent = accounting.epsilon(event, DELTA)
-  assert spent == pytest.approx(accounting.epsilon(composed, DELTA), rel=1e-4)
-  # Reporting the plain sigma claims several times less than was spent.
-  alone = accounting.dpsgd_event(3.0, 1.0, 1)
-  assert accounting.epsilon(alone, DELTA) < 0.85 * spent
+  one, other = by_rdp(Gaussian(joint(sigmas)), ADD), by_rdp(composed, ADD)
+  assert one == pytest.approx(other, rel=1e-9)
   assert joint([1.0, 2.0]) == pytest.approx((1 + 1 / 4) ** -0.5, rel=1e-14)
   assert joint(0.7) == 0.7
   assert joint([1.5, math.inf]) == 1.5
   assert joint([1.5, 0.0]) == 0.0
   tiny = joint(s * 1e-200 for s in (1.0, 1.0))
   assert tiny == pytest.approx(1e-200 / math.sqrt(2))
-
-
-# Correlated noise. Its laws are in `tests/properties/accounting_test.py`.
-
-
-@pytest.mark.parametrize('kind', ['once', 'separated', 'banded', 'epochs'])
-def test_sensitivity_of_a_matrix_agrees_with_jax_privacy(kind):
-  steps = 12  # jax-privacy compiles for every size, many small programs.
-  coefs = np.float64(toeplitz.optimal_max_error_strategy_coefs(steps))
-  coefs = coefs * (np.arange(steps) < (3 if kind == 'banded' else steps))
-  c = scipy.linalg.toeplitz(coefs, np.zeros(steps))
-  theirs, separation, count, slack = {
-    'once': (sensitivity.single_participation_sensitivity, 1, 1, 1),
-    'separated': (
-      lambda c: sensitivity.get_min_sep_sensitivity_upper_bound(c, 3, 3),
-      3, 3, 1,
-    ),
-    'banded': (
-      lambda c: sensitivity.get_sensitivity_banded(c, 3, 2), 3, 2, 1,
-    ),
-    # k passes in the same order: separation T / k, at most k of them.
-    'epochs': (
-      lambda c: sensitivity.fixed_epoch_sensitivity(c, 3), 4, 3, 1.2,
-    ),
-  }[kind]  # fmt: skip
-  event = accounting.matrix_mechanism_event(
-    1.0, c, max_participations=count, min_separation=separation
-  )
-  found, wanted = 1 / event.noise_multiplier, float(theirs(jnp.asarray(c)))
-  assert wanted * (1 - 1e-5) <= found <= slack * wanted * (1 + 1e-5)  # float32
-
-
-@pytest.mark.parametrize('relation', [ADD, REPLACE])
-def test_calibrated_correlated_noise_meets_its_target(relation):
-  c = np.tril(np.ones((12, 12)))
-  pattern = {'max_participations': 2, 'min_separation': 6}
-  sigma = accounting.calibrate_matrix_mechanism(
-    2.0, 1e-6, c, neighboring_relation=relation, **pattern
-  )
-  event = accounting.matrix_mechanism_event(sigma, c, **pattern)
-  by_accountant = accounting.epsilon(event, 1e-6, neighboring_relation=relation)
-  assert by_accountant == pytest.approx(2.0, rel=1e-3)

@@ -1,19 +1,14 @@
 """Ledgers that are gone, of other rules, begun by halves, or edited by hand."""
 
 import math
-import os
-import random
 import shutil
-import signal
 import sqlite3
-import time
 
 import dp_accounting
 import numpy as np
 import pytest
 
 from prism_optax import accounting
-from tests.accounting.ledger_test import needs_fork
 from tests.core import seams
 
 DELTA = 1e-5
@@ -218,31 +213,6 @@ def test_a_ledger_begun_by_halves_is_begun_again(tmp_path):
     open_budget(path)
   open_budget(path, create=True).spend(RELEASE, 'a')
   assert len(open_budget(path).export()['ledger']) == 1
-
-
-@pytest.mark.slow
-@needs_fork
-def test_a_process_killed_while_it_begins_a_ledger_leaves_all_or_nothing(
-  tmp_path,
-):
-  chance, found = random.Random(0), set()
-  for number in range(40):
-    path = tmp_path / f'{number}.sqlite'
-    child = os.fork()
-    if not child:
-      open_budget(path, create=True)
-      os._exit(0)
-    time.sleep(chance.uniform(0.0, 0.03))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    try:
-      budget = open_budget(path)
-      found.add('whole')
-    except FileNotFoundError:
-      budget = open_budget(path, create=True)
-      found.add('nothing')
-    assert budget.spend(RELEASE, 'a') > 0
-  assert 'nothing' in found
 
 
 def test_a_row_whose_reading_is_interrupted_is_read_again(path):

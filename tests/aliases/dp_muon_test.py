@@ -192,26 +192,6 @@ def test_leaves_that_are_no_matrices_go_to_adam():
     assert not np.allclose(out['w'], expected['w'], rtol=0.1)
 
 
-def test_matrices_and_their_stack_take_the_same_steps():
-  """Scanned or not is no matter of the algorithm: K counts matrices."""
-  stack = cases.normal(np.zeros((3, 4, 6), np.float32), 6)
-  grads = cases.normal(stack, 7, lead=(5,))
-  bounds, results = [], []
-  for params, given, dims in (
-    (stack, grads, Dims(1, 2)),
-    (list(stack), [grads[:, i] for i in range(3)], None),
-  ):
-    tx = dp_muon(
-      0.1, l2_clip_norms=0.5, noise_multiplier=0.0, expected_batch_size=5.0,
-      weight_dimension_numbers=dims, prng_key=0,
-    )  # fmt: skip
-    bounds.append(tx.sensitivity(params=params))
-    updates, _ = jax.jit(tx.update)(given, tx.init(params), params)
-    results.append(jnp.stack(list(updates)))
-  np.testing.assert_allclose(*results, atol=1e-6)
-  assert bounds[0] == pytest.approx(bounds[1])
-
-
 def test_consistent_rms_and_weight_decay():
   w, b = np.full((6, 4), 2.0, np.float32), np.zeros(3, np.float32)
   params = {'w': w, 'b': b}

@@ -27,10 +27,6 @@ REQUIRED = {
 }  # fmt: skip
 
 
-def prism(learning_rate, **options):
-  return prism_optax.prism(learning_rate, **REQUIRED, **options)
-
-
 def spelled_out(learning_rate, **options):
   """The chain that `prism` is, for options that `prism` does not have."""
   return problems.chain_of(learning_rate, **REQUIRED, **options)
@@ -123,29 +119,6 @@ def assert_same_trajectory(
     assert np.linalg.norm(point.z - z) > 0.1  # Something has happened.
 
 
-@functools.cache
-def compiled_prism():
-  tx = prism(0.05)
-  return tx.init, jax.jit(tx.update)
-
-
-# What is traced below is the chain, and chain_test shows that `prism` is it.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ('seed', 'steps', 'padding'), [(0, 20, []), (3, 5, [1, 4])]
-)
-def test_prism_itself_follows_the_oracle_with_padding(seed, steps, padding):
-  problem = problems.Problem(SHAPES, seed=seed)
-  start = problem.start()
-  padding = np.isin(np.arange(problem.batch), padding)
-  init, update = compiled_prism()
-  update = functools.partial(update, is_padding_example=padding)
-  assert_same_trajectory(
-    problem, start, update, init(problem.params(*start)), steps=steps,
-    padding=padding,
-  )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_prism_follows_the_oracle_with_every_option():
   problem = problems.Problem(SHAPES, scale=4.0, seed=2)
@@ -225,26 +198,3 @@ def mixed(factors):
 def test_prism_follows_the_oracle_from_deficient_factors(make):
   """The first step is one-sided, and the noise it has seen is, too."""
   follow_traced(1, make)
-
-
-@pytest.mark.slow
-def test_the_mean_in_tangent_coordinates_gives_the_same_trajectory():
-  """`per_example_gradients=False` is the same chain behind the clip."""
-  problem = problems.Problem(SHAPES[:1], seed=4)
-  params = other = problem.params(*problem.start())
-  whole, rest = prism(0.05), prism(0.05, per_example_gradients=False)
-  states = [whole.init(params), rest.init(params)]
-  update, update_rest = jax.jit(whole.update), jax.jit(rest.update)
-  for step in range(5):
-    grads = problem.gradients(step, problem.dense(params))
-    updates, states[0] = update(
-      problem.factor_gradients(params, grads), states[0], params
-    )
-    mean = clipped_mean(problem, problem.points(other), grads)
-    tree = problem.coordinates(other, mean)
-    updates_rest, states[1] = update_rest(tree, states[1], other)
-    params = optax.apply_updates(params, updates)
-    other = optax.apply_updates(other, updates_rest)
-    for a, b in zip(*map(jax.tree.leaves, (params, other)), strict=True):
-      # Each example is cut to whole steps of the noise, a float mean as one.
-      assert oracles.relative_error(b, a) < 1e-6

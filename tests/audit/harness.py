@@ -22,7 +22,6 @@ epsilon is large: no bound exceeds the logarithm of the draws.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +56,7 @@ class Bounds(NamedTuple):
   counting: float
 
 
-def lower_bounds(inside: np.ndarray, outside: np.ndarray) -> Bounds:
+def lower_bounds(inside, outside):
   """Bounds from the scores with and without the canary, higher with it."""
   half = len(inside) // 2
   # One half chooses the threshold; the other is counted there, at only one
@@ -71,18 +70,14 @@ def lower_bounds(inside: np.ndarray, outside: np.ndarray) -> Bounds:
     float(counted.epsilon_from_gdp(SIGNIFICANCE, GDP_DELTA)),
     float(
       everything.epsilon_clopper_pearson(
-        SIGNIFICANCE,
-        COUNTING_DELTA,
-        threshold_strategy=auditing.Split(seed=0),
+        SIGNIFICANCE, COUNTING_DELTA, threshold_strategy=auditing.Split(seed=0)
       )
     ),
   )
 
 
 @functools.cache
-def claims(
-  noise_multiplier: float, steps: int, sampling_probability: float = 1.0
-) -> Bounds:
+def claims(noise_multiplier, steps, sampling_probability=1.0):
   """The epsilon that the library reports, at both deltas."""
   event = accounting.dpsgd_event(noise_multiplier, sampling_probability, steps)
   return Bounds(
@@ -92,12 +87,7 @@ def claims(
   )
 
 
-def scores(
-  play: Callable[..., jax.Array],
-  draws: int,
-  noises: Sequence[float] = (1.0,),
-  seed: int = 0,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def scores(play, draws, noises=(1.0,), seed=0):
   """Scores with and without the canary over fresh keys, for each noise.
 
   Args:
@@ -123,12 +113,7 @@ def scores(
   ]
 
 
-def attacked(
-  play: Callable[..., jax.Array],
-  draws: int,
-  noises: Sequence[float] = (1.0,),
-  seed: int = 0,
-) -> list[Bounds]:
+def attacked(play, draws, noises=(1.0,), seed=0):
   """Bounds from :func:`scores`, for each noise."""
   return [lower_bounds(*pair) for pair in scores(play, draws, noises, seed)]
 
@@ -148,7 +133,7 @@ class Setting(NamedTuple):
   canary: tuple[Any, Any]
 
 
-def setting(seed: int = 0, left_scale: float = 1.0) -> Setting:
+def setting(seed=0, left_scale=1.0):
   """Random, except that the canary is far beyond the clip."""
   rng = np.random.default_rng(seed)
   factors = [oracles.random_factors(rng, *s, 3.0) for s in SHAPES]
@@ -166,7 +151,7 @@ def setting(seed: int = 0, left_scale: float = 1.0) -> Setting:
   return Setting(params, gradients((OTHERS,), 0.2), gradients((), 1e3))
 
 
-def factor_gradients(params: Any, dense: Any, vector: Any) -> Any:
+def factor_gradients(params, dense, vector):
   """What differentiation by the factors gives: ``G R`` and ``G^T L``."""
   tree = {
     f'm{i}': {
@@ -179,7 +164,7 @@ def factor_gradients(params: Any, dense: Any, vector: Any) -> Any:
   return tree | {'extra': vector}
 
 
-def batch_of(where: Setting, params: Any) -> tuple[Any, Any]:
+def batch_of(where, params):
   """Per-example gradients of all records, the canary last; and the canary's."""
   others = factor_gradients(params, *where.others)
   canary = factor_gradients(params, *where.canary)
@@ -188,12 +173,12 @@ def batch_of(where: Setting, params: Any) -> tuple[Any, Any]:
   return batch, canary
 
 
-def absent(canary: jax.Array) -> jax.Array:
+def absent(canary):
   """``is_padding_example`` of a batch in which all the others are."""
   return jnp.zeros(OTHERS + 1, bool).at[-1].set(~canary)
 
 
-def recorder() -> optax.GradientTransformation:
+def recorder():
   """Lets the attacker see what passes: the state is the last update."""
   return optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
@@ -201,15 +186,7 @@ def recorder() -> optax.GradientTransformation:
   )
 
 
-def played(
-  where: Setting,
-  make: Callable[..., optax.GradientTransformation],
-  steps: int,
-  *,
-  signal: Callable[..., jax.Array] | None = None,
-  score: Callable[[Any], jax.Array] | None = None,
-  sampling: Callable[[jax.Array], jax.Array] | None = None,
-) -> Callable[..., jax.Array]:
+def played(where, make, steps, *, signal=None, score=None, sampling=None):
   """An attack on a training with the same records in each step.
 
   Args:
@@ -252,21 +229,14 @@ def played(
   return play
 
 
-def known_mean(clip: optax.GradientTransformation, batch: Any, params: Any):
+def known_mean(clip, batch, params):
   """The clipped mean of all records but the canary."""
   nobody = absent(jnp.array(False))
   state = clip.init(params)
   return clip.update(batch, state, params, is_padding_example=nobody)[0]
 
 
-def white_box(
-  where: Setting,
-  chain_of: Callable[..., optax.GradientTransformation],
-  *,
-  steps: int,
-  position: int,
-  sampling: Callable[[jax.Array], jax.Array] | None = None,
-) -> Callable[..., jax.Array]:
+def white_box(where, chain_of, *, steps, position, sampling=None):
   """The attacker sees the noised coordinates of every step.
 
   The signal is what was released along the canary, in units of what an honest
@@ -292,12 +262,7 @@ def white_box(
   return played(where, chain_of, steps, signal=signal, sampling=sampling)
 
 
-def black_box(
-  where: Setting,
-  optimizer_of: Callable[..., optax.GradientTransformation],
-  *,
-  steps: int,
-) -> Callable[..., jax.Array]:
+def black_box(where, optimizer_of, *, steps):
   """The attacker sees the parameters after the last step alone.
 
   The score is how far they moved against the canary's gradient: in ``Z`` for

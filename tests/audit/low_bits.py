@@ -20,7 +20,7 @@ from tests.core import seams
 RECORDS = 32
 
 
-def noise_as_floats(key: jax.Array, tree: Any, stddev: Any) -> Any:
+def noise_as_floats(key, tree, stddev):
   """The former release: normal numbers, scaled and added in floats."""
   leaves, treedef = jax.tree.flatten(seams.as_floats(tree))
   keys = jax.random.split(key, len(leaves))
@@ -59,9 +59,7 @@ class Route(NamedTuple):
   before: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def played(
-  route: Route, noise: Callable[..., Any] = seams.add_noise
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def played(route, noise=seams.add_noise):
   """``play(keys, rows)``: what is released, (keys, d), and the sum, (d,).
 
   One program gives both, so that the attacker has every bit of the sum.
@@ -81,7 +79,7 @@ def played(
   return jax.jit(jax.vmap(one, (0, None), (0, None)))
 
 
-def records(width: int, others: bool, seed: int = 0) -> list[np.ndarray]:
+def records(width, others, seed=0):
   """Rows with and without the canary, all of them three clip norms long."""
   rng = np.random.default_rng(seed)
   rows = rng.normal(size=(RECORDS, width))
@@ -95,11 +93,11 @@ def records(width: int, others: bool, seed: int = 0) -> list[np.ndarray]:
 # The attack.
 
 
-def _near(x: np.ndarray, step: int) -> np.ndarray:
+def _near(x, step):
   return (x.view(np.int32) + np.int32(step)).view(np.float32)
 
 
-def preimages(route: Route, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def preimages(route, out):
   """The least and the largest noisy numbers that lead to what is released.
 
   Where none is found the least is infinite and the largest minus infinity.
@@ -116,9 +114,7 @@ def preimages(route: Route, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return low, high
 
 
-def unexplained(
-  low: np.ndarray, high: np.ndarray, x: np.ndarray, stddev: float
-) -> np.ndarray:
+def unexplained(low, high, x, stddev):
   """For how many entries no float n leads from ``x`` to the noisy number.
 
   Args:
@@ -148,7 +144,7 @@ def unexplained(
   return np.concatenate(counts)
 
 
-def favours(route: Route, out: np.ndarray, sums: Any) -> np.ndarray:
+def favours(route, out, sums):
   """By how many entries the first of two sums explains more, (runs,).
 
   Args:
@@ -162,7 +158,7 @@ def favours(route: Route, out: np.ndarray, sums: Any) -> np.ndarray:
   return second - first
 
 
-def advantage(yes: np.ndarray, wrongly: np.ndarray) -> tuple[float, float]:
+def advantage(yes, wrongly):
   """True minus false positive rate of answers, and its standard error."""
   p, q = np.mean(yes), np.mean(wrongly)
   variance = p * (1 - p) / len(yes) + q * (1 - q) / len(wrongly)

@@ -4,9 +4,6 @@ Frames are unit vectors, so that the attacker inverts projections without
 rounding. A bias takes the other half of the entries.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import jax_privacy
@@ -24,7 +21,7 @@ STDDEV, LEARNING_RATE = 4.0 / BATCH, 0.125
 OPTIONS = {'noise_multiplier': 4.0, 'expected_batch_size': BATCH}
 
 
-def _problem(size: int) -> tuple[Any, Callable[[jax.Array], Any]]:
+def _problem(size):
   """A module and a bias, and gradients of them from rows (..., size)."""
   side = size // 8
   ends = np.cumsum([size - 4 * (side - 1), RANK * side])
@@ -44,22 +41,22 @@ def _problem(size: int) -> tuple[Any, Callable[[jax.Array], Any]]:
   return params, gradients
 
 
-def _joined(left: jax.Array, right: jax.Array, bias: jax.Array) -> jax.Array:
+def _joined(left, right, bias):
   """Entries of one module without the frame's own rows, and of a bias."""
   left, right = (x.reshape(-1, RANK) for x in (left, right))
   return jnp.concatenate([left[RANK:].ravel(), right.ravel(), bias.ravel()])
 
 
-def _of_stacks(stacks: Any) -> jax.Array:
+def _of_stacks(stacks):
   return _joined(*stacks.pairs[0], stacks.others[0])
 
 
-def _times(factor: Any) -> dict[str, Any]:
+def _times(factor):
   factor = np.float32(factor)
   return {'after': lambda y: factor * y, 'before': lambda out: out / factor}
 
 
-def coordinates(size: int) -> Route:
+def coordinates(size):
   """What the clip and the noise behind it release."""
   params, gradients = _problem(size)
 
@@ -75,20 +72,20 @@ def coordinates(size: int) -> Route:
   return Route(release, _of_stacks, STDDEV, size)
 
 
-def _prism(key: jax.Array, **options: Any) -> Any:
+def _prism(key, **options):
   return prism_optax.prism(
     LEARNING_RATE, l2_clip_norm=1.0, prng_key=key, **OPTIONS, **options
   )
 
 
-def _first_moments(state: Any) -> jax.Array:
+def _first_moments(state):
   return _joined(*state.pairs[0].mu, state.others[0].mu)
 
 
 SHARE = np.float32(1 - 0.9)  # Of a gradient in a first moment.
 
 
-def prism_moments(size: int) -> Route:
+def prism_moments(size):
   """The first moments after the first step of ``prism``."""
   params, gradients = _problem(size)
 
@@ -100,7 +97,7 @@ def prism_moments(size: int) -> Route:
   return Route(release, _of_stacks, STDDEV, size, **_times(SHARE))
 
 
-def clipped_elsewhere(size: int) -> Route:
+def clipped_elsewhere(size):
   """The same behind the clip and the sum of jax-privacy."""
   params, gradients = _problem(size)
 
@@ -120,7 +117,7 @@ def clipped_elsewhere(size: int) -> Route:
   return Route(release, _of_stacks, STDDEV, size, **_times(SHARE))
 
 
-def prism_parameters(size: int) -> Route:
+def prism_parameters(size):
   """A bias after the first step of ``prism``, from zero, without moments.
 
   Where a noisy gradient is smaller than the floor of the second moment, the
@@ -158,11 +155,11 @@ def prism_parameters(size: int) -> Route:
   )  # fmt: skip
 
 
-def _bias_of_stacks(stacks: Any) -> jax.Array:
+def _bias_of_stacks(stacks):
   return stacks.others[0].ravel()
 
 
-def prism_muon_moments(size: int) -> Route:
+def prism_muon_moments(size):
   """The heavy ball and Adam's first moment after a step of ``prism_muon``."""
   params, gradients = _problem(size)
 
@@ -178,7 +175,7 @@ def prism_muon_moments(size: int) -> Route:
   return Route(release, _of_stacks, STDDEV, size, **_times(shares))
 
 
-def dp_muon_moments(size: int) -> Route:
+def dp_muon_moments(size):
   """The heavy ball of three matrices and Adam's first moment of a bias."""
   quarter = size // 4
   names = ('bias', 'w0', 'w1', 'w2')
@@ -210,7 +207,7 @@ def dp_muon_moments(size: int) -> Route:
   return Route(release, flat, 2 * STDDEV, size, **_times(shares))
 
 
-def hidden_states(size: int) -> Route:
+def hidden_states(size):
   """One vector, or one block of several: the sum of at most two records."""
   shape = (-1, HIDDEN) if size > HIDDEN else (size,)
 
@@ -234,7 +231,7 @@ ROUTES = {
 }
 
 
-def size_of(name: str, size: int) -> int:
+def size_of(name, size):
   """A number of entries near this one that a route can have."""
   if name != 'hidden states':
     return size

@@ -24,7 +24,7 @@ SHAPES = {'lora_a': (6, 2), 'lora_b': (2, 5), 'head': (3,)}
 GROUPS = {'lora_a': 'module', 'lora_b': 'module', 'head': 'head'}
 
 
-def quantile(fraction_stddev: float) -> training.QuantileClipping:
+def quantile(fraction_stddev):
   return training.QuantileClipping(
     learning_rate=QUANTILE_RATE, fraction_stddev=fraction_stddev
   )
@@ -50,11 +50,11 @@ class Release(NamedTuple):
   vote: Any
 
 
-def params() -> dict[str, np.ndarray]:
+def params():
   return gradients(0)
 
 
-def gradients(seed: int, *lead: int) -> dict[str, np.ndarray]:
+def gradients(seed, *lead):
   """Normal entries in the shapes of the parameters."""
   rng = np.random.default_rng(seed)
   return {
@@ -63,7 +63,7 @@ def gradients(seed: int, *lead: int) -> dict[str, np.ndarray]:
   }
 
 
-def loss(params: Any, record: Any) -> jax.Array:
+def loss(params, record):
   return sum(jnp.vdot(params[name], record[name]) for name in SHAPES)
 
 
@@ -90,13 +90,8 @@ OPTIMIZERS = {'dense': harness.recorder(), 'prism': on_manifold}
 
 
 def make(
-  optimizer: Any = 'dense',
-  clipping: Any = None,
-  *,
-  users: bool = False,
-  sigma: float = SIGMA,
-  rows: int = ROWS,
-) -> training.PrivateTraining:
+  optimizer='dense', clipping=None, *, users=False, sigma=SIGMA, rows=ROWS
+):
   """A training of one step whose batch is all of the data.
 
   Args:
@@ -125,18 +120,18 @@ def make(
   )
 
 
-def others(rows: int = ROWS - 1, users: bool = False, scale: float = 0.2):
+def others(rows=ROWS - 1, users=False, scale=0.2):
   """Rows of all but the canary."""
   lead = (rows, MOST) if users else (rows,)
   return jax.tree.map(lambda x: np.float32(scale) * x, gradients(2, *lead))
 
 
-def batch_of(known: Any, canary: Any) -> Any:
+def batch_of(known, canary):
   """Rows of a batch: the known ones, then the canary's, (rows, ...)."""
   return jax.tree.map(lambda x, y: np.concatenate([x, y]), known, canary)
 
 
-def step_of(private: training.PrivateTraining):
+def step_of(private):
   """``step(key, examples, is_padding, is_present)``, to params and release.
 
   The step that `PrivateTraining.step` runs, from its start, with other keys.
@@ -164,16 +159,14 @@ def step_of(private: training.PrivateTraining):
   return step
 
 
-def _recorded(state: Any) -> Any:
+def _recorded(state):
   """What the recorder saw, a tree of parameters; None without one."""
   if isinstance(state, tuple):
     return next((x for x in map(_recorded, state) if x is not None), None)
   return state if isinstance(state, dict) else None
 
 
-def shift(
-  step: Any, batch: Any, canaries: int = 1, is_present: Any = None
-) -> Release:
+def shift(step, batch, canaries=1, is_present=None):
   """How far the last rows move a release without noise."""
   rows = len(jax.tree.leaves(batch)[0])
   key = jax.random.key(0)
@@ -185,20 +178,13 @@ def shift(
                       outside)  # fmt: skip
 
 
-def norm(tree: Any) -> float:
+def norm(tree):
   return math.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
 
 
 def attack(
-  private: training.PrivateTraining,
-  silent: training.PrivateTraining,
-  batch: Any,
-  stddevs: tuple[float, float],
-  draws: int,
-  *,
-  canaries: int = 1,
-  is_present: Any = None,
-) -> harness.Bounds:
+  private, silent, batch, stddevs, draws, *, canaries=1, is_present=None
+):
   """Bounds of who sees the release of one step.
 
   Args:

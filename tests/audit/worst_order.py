@@ -22,7 +22,7 @@ from tests.core import seams
 COUNT, ORDERS, STDDEV = 65_536, 10, 4.0
 
 
-def records(count: int) -> np.ndarray:
+def records(count):
   """(count, 2) of norm about one at most; the canary comes first."""
   half = count // 2
   distance = 2.0 ** (np.log2(half) - 24)
@@ -35,7 +35,7 @@ def records(count: int) -> np.ndarray:
   return x
 
 
-def float_sum_moves_by(count: int) -> float:
+def float_sum_moves_by(count):
   """How far the canary moves a sum that is taken in turn."""
   x = records(count)[:, 0]
   with_it, without = (np.cumsum(y, dtype=np.float32)[-1] for y in (x, x[1:]))
@@ -46,13 +46,13 @@ def _exact_sum(rows, absent):
   return seams.exact_sum(rows, absent, jnp.float32(STDDEV))
 
 
-def steps(total) -> np.ndarray:
+def steps(total):
   """The whole number of steps, exactly."""
   high, low = (np.asarray(x, np.int64) for x in total[:2])
   return high * 2**14 + low
 
 
-def exact_sums() -> dict[str, object]:
+def exact_sums():
   """What 65,536 records add up to in several orders, with and without jit.
 
   The batch is spread over the devices. Without the canary it counts as padding.

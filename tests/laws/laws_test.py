@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import cases
 from tests.laws import table
 from tests.laws.table import PROBLEM, ROWS
 from tests.oracles import oracles
@@ -18,7 +19,7 @@ from tests.oracles import oracles
 NOBODY = np.zeros(PROBLEM.batch, bool)
 
 
-def _cases(law=lambda row: True):
+def _rows(law=lambda row: True):
   return pytest.mark.parametrize(
     'name',
     [
@@ -26,17 +27,6 @@ def _cases(law=lambda row: True):
       for name, row in ROWS.items()
       if law(row)
     ],
-  )
-
-
-def _is_key(x):
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _host(tree):
-  """Arrays alone, as a checkpoint has them."""
-  return jax.tree.map(
-    lambda x: np.array(jax.random.key_data(x) if _is_key(x) else x), tree
   )
 
 
@@ -77,30 +67,16 @@ class _Compiled:
       return tx.update(grads, state, params, **more)
 
     self.update = jax.jit(update, donate_argnums=(1, 2))
-    self.shapes = jax.eval_shape(lambda x: x, state)
-    self.impls = jax.tree.map(
-      lambda x: jax.random.key_impl(x) if _is_key(x) else '', state
-    )
-    self.saved = _host(state)
-
-  def restored(self, saved):
-    return jax.tree.map(
-      lambda x, impl: (
-        jax.random.wrap_key_data(jnp.array(x), impl=impl)
-        if impl
-        else jnp.array(x)
-      ),
-      saved,
-      self.impls,
-    )
+    self.state, self.saved = state, cases.saved(state)
 
   def __call__(self, params, grads, state=None, padding=NOBODY):
     """Updates on the host, and the state, also there."""
-    state = self.restored(self.saved if state is None else state)
+    saved = self.saved if state is None else state
+    state = cases.restored(saved, self.state)
     out, state = self.update(
       grads, state, jax.tree.map(jnp.array, params), padding
     )
-    return jax.device_get(out), _host(state)
+    return jax.device_get(out), cases.saved(state)
 
 
 compiled = functools.cache(_Compiled)
@@ -109,16 +85,6 @@ compiled = functools.cache(_Compiled)
 def _usual(name):
   params = _tree(*_points())
   return compiled(name), params, _incoming(name, params)
-
-
-def _same(one, other):
-  jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def _close(one, other, atol):
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=atol), one, other
-  )
 
 
 def _differs(one, other):
@@ -132,23 +98,20 @@ def test_every_public_transformation_has_a_row():
   assert table.public_transformations() == set(ROWS) | table.OTHERS
 
 
-@_cases()
+@_rows()
 def test_parameters_and_state_may_be_given_away_and_keep_their_types(name):
   """From the first step on: no buffer of the initial state is there twice."""
   run, params, grads = _usual(name)
   params = jax.tree.map(jnp.array, params)
   state = run.tx.init(params)
   updates, after = run.update(grads, state, params, NOBODY)
-  for old, new in zip(*map(jax.tree.leaves, (run.shapes, after)), strict=True):
-    assert (old.shape, old.dtype) == (new.shape, new.dtype)
-  for old, new in zip(
-    *map(jax.tree.leaves, (_tree(*_points()), updates)), strict=True
-  ):
-    assert (old.shape, old.dtype) == (new.shape, new.dtype)
-    assert np.isfinite(new).all()
+  old, new = (run.state, _tree(*_points())), (after, updates)
+  for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True):
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(updates))
 
 
-@_cases()
+@_rows()
 def test_parameters_in_bfloat16_have_states_in_float32(name):
   tx = ROWS[name].make(1)
   wide = _tree(*_points())
@@ -165,29 +128,29 @@ def test_parameters_in_bfloat16_have_states_in_float32(name):
   assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(want)}
 
 
-@_cases()
+@_rows()
 def test_a_restored_state_goes_on_with_the_same_bits(name):
   run, params, grads = _usual(name)
   _, state = run(params, grads)
   one, last = run(params, grads, state)
   other, again = run(params, grads, state)
-  _same(one, other)
-  _same(last, again)
+  cases.assert_same_bits(one, other)
+  cases.assert_same_bits(last, again)
 
 
-@_cases(lambda row: row.noise)
+@_rows(lambda row: row.noise)
 def test_noise_is_of_the_key_and_of_the_step(name):
   run, params, grads = _usual(name)
   one, state = run(params, grads)
-  again, _ = run(params, grads, _host(ROWS[name].make(1).init(params)))
-  _same(one, again)
-  other, _ = run(params, grads, _host(ROWS[name].make(2).init(params)))
+  again, _ = run(params, grads, cases.saved(ROWS[name].make(1).init(params)))
+  cases.assert_same_bits(one, again)
+  other, _ = run(params, grads, cases.saved(ROWS[name].make(2).init(params)))
   second, _ = run(params, grads, state)
   assert _differs(one, other)
   assert _differs(one, second)
 
 
-@_cases(lambda row: row.examples)
+@_rows(lambda row: row.examples)
 @pytest.mark.parametrize('bad', [np.nan, np.inf, 3e38])
 def test_an_example_that_is_not_finite_is_one_that_is_not_there(name, bad):
   """3e38 is finite, its square is not. No leaf may keep half an example."""
@@ -198,10 +161,10 @@ def test_an_example_that_is_not_finite_is_one_that_is_not_there(name, bad):
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, grads))
     leaves[spoiled][1].flat[0] = bad
     found, _ = run(params, jax.tree.unflatten(treedef, leaves))
-    _same(found, want)
+    cases.assert_same_bits(found, want)
 
 
-@_cases(lambda row: row.examples)
+@_rows(lambda row: row.examples)
 def test_what_is_in_padding_does_not_matter_nor_does_the_order(name):
   run, params, grads = _usual(name)
   padding = np.array([0, 1, 0, 1], bool)
@@ -212,14 +175,14 @@ def test_what_is_in_padding_does_not_matter_nor_does_the_order(name):
     ),
     grads,
   )
-  _same(run(params, odd, padding=padding)[0], want)
+  cases.assert_same_bits(run(params, odd, padding=padding)[0], want)
   turned = jax.tree.map(lambda x: x[::-1], odd)
   found, _ = run(params, turned, padding=padding[::-1])
   # With noise sums are on its lattice, and exact.
-  _close(found, want, 0 if ROWS[name].noise else 1e-6)
+  cases.assert_close(found, want, 0 if ROWS[name].noise else 1e-6)
 
 
-@_cases(lambda row: row.examples)
+@_rows(lambda row: row.examples)
 def test_a_batch_of_padding_adds_nothing(name):
   run, params, grads = _usual(name)
   odd = jax.tree.map(lambda x: np.full_like(x, np.nan), grads)
@@ -230,7 +193,7 @@ def test_a_batch_of_padding_adds_nothing(name):
   assert all(np.any(x) == ROWS[name].noise for x in leaves)
 
 
-@_cases(lambda row: row.gauge)
+@_rows(lambda row: row.gauge)
 def test_the_matrix_is_the_same_in_every_gauge(name):
   """Over two steps at points far apart, each in two gauges."""
   run = compiled(name)
@@ -247,7 +210,7 @@ def test_the_matrix_is_the_same_in_every_gauge(name):
     for i, pairs in enumerate((factors, others)):
       params = _tree(pairs, extra)
       if step == 0:
-        states[i] = _host(run.tx.init(params))
+        states[i] = cases.saved(run.tx.init(params))
       out, states[i] = run(params, _incoming(name, params, step), states[i])
       # The last transformation gives steps of factors: where they lead.
       found.append(
@@ -262,7 +225,7 @@ def test_the_matrix_is_the_same_in_every_gauge(name):
     np.testing.assert_allclose(x, y, atol=2e-4 * size)
 
 
-@_cases()
+@_rows()
 @pytest.mark.parametrize('zero', [0, 1])
 def test_a_zero_factor_leaves_all_finite(name, zero):
   """The default of every LoRA library, and the other way round."""

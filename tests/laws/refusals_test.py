@@ -4,6 +4,7 @@ import functools
 import math
 import re
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,17 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import contrib, diagnostics, fixed_rank, lora, muon, transforms
+from prism_optax import (
+  accounting,
+  contrib,
+  diagnostics,
+  fixed_rank,
+  inference,
+  lora,
+  muon,
+  training,
+  transforms,
+)  # fmt: skip
 from prism_optax.contrib import heads
 from tests import cases
 
@@ -21,7 +32,7 @@ REQUIRED = {
 MUON = {
   'l2_clip_norms': 1.0, 'noise_multiplier': 1.0, 'expected_batch_size': 1.0
 }  # fmt: skip
-OLD_KEY = jax.random.PRNGKey(0)
+KEY, OLD_KEY = jax.random.key(7), jax.random.PRNGKey(0)
 BAD_NUMBERS = 0.0, -1.0, math.nan, math.inf, '1'
 NOISE = {'noise_stddev': 0.3}
 PARAMS = cases.adapters([(9, 7, 3)])
@@ -30,6 +41,22 @@ WEIGHTS = {'kernel': np.ones((6, 5))}
 ROWS = np.ones((4, 3), np.float32)
 LABELS = np.zeros(4, int)
 of = functools.partial
+DELTA = 1e-5
+GAUSSIAN = dp_accounting.GaussianDpEvent(4.8448)
+POISSON = accounting.dpsgd_event(1.0, 0.1, 3)
+RELATION = accounting.NeighboringRelation
+ADD, REPLACE = RELATION.ADD_OR_REMOVE_ONE, RELATION.REPLACE_ONE
+HIDDEN, STATES = np.ones((2, 11)), jnp.ones((4, 3))
+budget = of(accounting.PrivacyBudget, epsilon=5.0, delta=DELTA)
+calibrate = of(accounting.calibrate_noise_multiplier, target_epsilon=1.0,
+  delta=DELTA, sampling_probability=0.1, steps=3)  # fmt: skip
+event = of(accounting.dpsgd_event, noise_multiplier=1.0,
+  sampling_probability=0.1, steps=3)  # fmt: skip
+matrix = of(accounting.matrix_mechanism_event, noise_multiplier=1.0,
+  max_participations=1)  # fmt: skip
+on_host = of(inference.privatize_on_host, STATES, l2_clip_norm=1.0, stddev=1.0)
+on_device = of(inference.privatize_hidden_states, STATES, l2_clip_norm=1.0,
+  stddev=1.0)  # fmt: skip
 
 # What is called, with arguments that are fine, and single ones that are not.
 ARGUMENTS = [
@@ -85,6 +112,48 @@ ARGUMENTS = [
   (of(contrib.input_metric, [{'x': ROWS}], noise_multiplier=1.0,
     dataset_size=4), {'noise_multiplier': (-1.0,), 'dataset_size': (0,),
     'prng_key': (-1,), 'form': ('covariance',)}),
+  # Accounting.
+  (event, {'noise_multiplier': (-1.0, math.nan, 'x', None), 'steps': (-3, 2.5),
+    'sampling_probability': (1.1, -0.1)}),
+  (of(event, truncated_batch_size=8, dataset_size=80),
+    {'truncated_batch_size': (0, None), 'dataset_size': (None,)}),
+  (of(matrix, strategy_matrix=np.eye(2)), {'noise_multiplier': (-1,),
+    'max_participations': (0,), 'min_separation': (0,)}),
+  (of(accounting.calibrate_matrix_mechanism, 1.0, DELTA, np.eye(2),
+    max_participations=1), {'neighboring_relation': ('add',)}),
+  (of(accounting.epsilon, POISSON, delta=DELTA), {'accountant': ('moments',),
+    'delta': (-1e-5, 1.5, math.nan), 'neighboring_relation': ('replace',),
+    'value_discretization_interval': (0.0,)}),
+  (of(accounting.epsilon, delta=DELTA), {'event': (1.0,)}),
+  (of(accounting.privacy_statement, GAUSSIAN, DELTA), {'entries': (1e17,)}),
+  (of(accounting.gaussian_epsilon, mu=1.0, delta=DELTA), {'mu': (-1.0,),
+    'delta': (1.5,)}),
+  (calibrate, {'target_epsilon': (0.0, math.nan, math.inf), 'steps': (0,),
+    'delta': (0.0, 1.0), 'sampling_probability': (0.0, 1.2)}),
+  (budget, {'epsilon': (0.0, math.nan, math.inf), 'delta': (0.0, 1.0),
+    'composition': ('basic', 'advanced'), 'server_epsilon': (-1.0,),
+    'neighboring_relation': ('all',), 'timeout': (0,)}),
+  *((call, {'session': ('', None, 3)}) for call in (
+    of(budget().spend, GAUSSIAN), budget().spent, budget().remaining,
+    of(budget().how_many_more, GAUSSIAN))),
+  (of(budget().spend, session='a'), {'event': (0.5,)}),
+  # Inference.
+  (of(inference.gaussian_stddev, epsilon=1.0, delta=DELTA, sensitivity=1.0),
+    {'epsilon': (0.0, math.nan), 'delta': (0.0, 1.0), 'sensitivity': (-1.0,),
+    'method': ('exact',)}),
+  (of(inference.hidden_state_sensitivity, l2_clip_norm=1.0,
+    neighboring_relation=ADD), {'l2_clip_norm': (0.0,),
+    'neighboring_relation': ('replace',)}),
+  (of(inference.release_event, stddev=1.0, l2_clip_norm=1.0,
+    neighboring_relation=ADD), {'stddev': (-1.0,), 'count': (0,),
+    'l2_clip_norm': (math.inf,), 'noise': ('laplace',)}),
+  *((call, {'l2_clip_norm': (0.0, math.nan), 'stddev': (-1.0, math.nan),
+    'block_ndim': (0,)}) for call in (on_host, of(on_device, prng_key=KEY))),
+  (on_host, {'stddev': (1e-12,)}),
+  # Plans.
+  (of(training.plan, dataset_size=100, target_epsilon=1.0, delta=1e-3),
+    {'dataset_size': (0,), 'target_epsilon': (-1.0,), 'delta': (1.0,),
+    'examples_per_user': (0,)}),
 ]  # fmt: skip
 
 
@@ -241,6 +310,75 @@ CALLS = {
       ((5,), (4,), r'\(5,\)'), ((5, 0), (4, 0), 'rank'),
     )
   },
+  # Accounting.
+  'a size and no cut': (of(event, dataset_size=80),
+    'truncated_batch_size=None'),
+  'no multiplier': (of(accounting.joint_noise_multiplier, []),
+    'noise_multipliers'),
+  'one bad multiplier': (of(accounting.joint_noise_multiplier, [1.0, -2.0]),
+    r'noise_multipliers.*-2\.0'),
+  **{
+    f'strategy matrix: {message}': (of(matrix, strategy_matrix=x), message)
+    for x, message in (
+      (np.ones((2, 3)), r'square, got shape \(2, 3\)'),
+      (np.ones((2, 2)), 'lower triangular'), ([[np.nan]], 'finite'),
+      (np.zeros((2, 2)), 'positive diagonal'),
+    )
+  },
+  'replaced records by Renyi': (of(accounting.epsilon, POISSON, DELTA,
+    accountant='rdp', neighboring_relation=REPLACE),
+    r"'rdp' .*REPLACE_ONE.*Poisson"),
+  **{
+    f'calibrated: {message}': (of(calibrate, **options), message)
+    for options, message in (
+      # Below what the accountant's tail can show, at any noise.
+      ({'target_epsilon': 1e-6, 'delta': 1e-9, 'sampling_probability': 0.01,
+        'steps': 100}, r'target_epsilon=1e-06.*reached'),
+      ({'accountant': 'rdp', 'neighboring_relation': REPLACE},
+        r"'rdp' has no analysis.*REPLACE_ONE"),
+      ({'accountant': 'rdp', 'truncated_batch_size': 40, 'dataset_size': 300},
+        r"'rdp' has no analysis.*Truncated"),
+      ({'target_epsilon': 2.0, 'sampling_probability': 1e-3, 'steps': 9,
+        'accountant': 'rdp', 'entries': 1e12}, r'adds .* to delta'),
+      ({'target_epsilon': 1e-9, 'delta': 1e-4, 'sampling_probability': 1e-3,
+        'steps': 9, 'accountant': 'rdp', 'entries': 1e9},
+        r'adds .* to epsilon'),
+    )
+  },
+  # Inference.
+  'a classic stddev too far': (of(inference.gaussian_stddev, 10, DELTA, 1.0,
+    method='classic'), "'classic' is not enough.*epsilon=10"),
+  **{
+    f'delta of {x.shape}, {left.shape}': (
+      of(inference.lora_delta, x, left, np.ones((11, 3))), 'right'
+    )
+    for x, left in (
+      (HIDDEN, np.ones(5)), (HIDDEN[:, 1:], np.ones((5, 3))),
+      (np.ones(()), np.ones((5, 3))),
+    )
+  },
+  **{
+    f'hidden states {i}: {message}': (call, message)
+    for i, (call, message) in enumerate((
+      *((of(call, **options), message)
+        for call in (on_host, of(on_device, prng_key=KEY))
+        for options, message in (({'block_ndim': 3}, '3 axes'),
+          ({'mask': np.ones(3, bool)}, r'mask .*\(4,\)'))),
+      (of(inference.privatize_hidden_states, jnp.ones((4, 3), int), KEY,
+        l2_clip_norm=1.0, stddev=1.0), 'hidden'),
+      (of(inference.privatize_hidden_states, jnp.ones(()), KEY,
+        l2_clip_norm=1.0, stddev=1.0), r'shape=\(\)'),
+      (of(on_device, prng_key=jax.random.split(KEY, 4)), 'prng_key'),
+      (of(on_device, prng_key=3), 'prng_key'),
+    ))
+  },
+  # Plans.
+  'too few gradients': (of(training.plan, 100, target_epsilon=1.0, delta=1e-3,
+    example_gradients=100), 'at least 120 example gradients'),
+  'memory for what': (of(training.plan, 100, target_epsilon=1.0, delta=1e-3,
+    memory_bytes=1e9), 'bytes_per_example=None'),
+  'no memory for one record': (of(training.plan, 100, target_epsilon=1.0,
+    delta=1e-3, memory_bytes=1.0, bytes_per_example=2.0), 'one record'),
 }  # fmt: skip
 
 

@@ -176,11 +176,11 @@ class Problem:
     root = np.sqrt(self.scale)
     return [(root * a, root * b) for a, b in cases.factors_of(params)]
 
-  def trajectory(self, tx, steps=3, dtype=jnp.float64, jit=True):
+  def trajectory(self, tx, steps=3, dtype=jnp.float64):
     """The parameters after every step of an optimizer."""
     params = self.params(*self.start(), dtype)
     state, out = tx.init(params), []
-    update = jax.jit(tx.update) if jit else tx.update
+    update = jax.jit(tx.update)
     for step in range(steps):
       grads = self.gradients(step, self.dense(params))
       updates, state = update(

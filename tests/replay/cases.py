@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -112,7 +112,7 @@ def stacked(records):
   return (jax.tree.map(lambda *xs: np.stack(xs), *records),)
 
 
-def odd_gradients() -> Iterator[adversarial.Odd]:
+def odd_gradients():
   """Records that are gradients of every size, whole or in one entry."""
   yield from adversarial.in_form(GRADIENT)
   base = adversarial.ordinary(GRADIENT, 99)
@@ -160,7 +160,7 @@ class Case:
   users: Any = None
   proved: bool = True
 
-  def __post_init__(self) -> None:
+  def __post_init__(self):
     self.tape = harness.Tape()
     self._like = self.private.init(PARAMS)
     self._start = shared.saved(self._like)
@@ -176,21 +176,17 @@ class Case:
     if plain is not None:  # To be on a tape changes nothing.
       assert harness.digest(recorded.result) == harness.digest(plain.result)
 
-  def without(self, place: int) -> harness.Observation:
+  def without(self, place):
     """The run in which the record, or the user, at a place is not there."""
     if self.arrays:  # In which all numbers are there.
       return self.observe(self.records, place, absent=True)
     return self.observe(self._with(place, None), place)
 
-  def with_odd(
-    self, place: int, record: Any, played: harness.Observation
-  ) -> harness.Observation:
+  def with_odd(self, place, record, played):
     """The run with another record at a place, or with all of a user's."""
     return self.observe(self._with(place, record), place, played=played)
 
-  def with_count(
-    self, user: int, record: Any, count: int, played: harness.Observation
-  ) -> harness.Observation:
+  def with_count(self, user, record, count, played):
     """The run in which a user has so many records, all of them this one."""
     before, mine = self.users, self.users == user
     first = np.flatnonzero(mine)[0]  # Users are in the order of appearance.
@@ -202,19 +198,14 @@ class Case:
     finally:
       self.users = before
 
-  def _with(self, place: int, record: Any) -> list[Any]:
+  def _with(self, place, record):
     owners = range(len(self.records)) if self.users is None else self.users
     return [
       record if owner == place else x
       for owner, x in zip(owners, self.records, strict=True)
     ]
 
-  def offences(
-    self,
-    odds: Sequence[adversarial.Odd],
-    places: Sequence[int] = PLACES,
-    noise_multiplier: float = SIGMA,
-  ) -> Offences:
+  def offences(self, odds, places=PLACES, noise_multiplier=SIGMA):
     """What each of some records gives away.
 
     Args:
@@ -237,20 +228,12 @@ class Case:
         farthest = max([farthest, *(noise_multiplier * x for x in far)])
     return Offences(found, farthest)
 
-  def drawn(self, place: int) -> list[bool]:
+  def drawn(self, place):
     """In which steps a place is drawn."""
     sampling, seed = self.private.parts.settings.sampling, self._start.seed
     return [place in sampling.draw(seed, step) for step in range(STEPS)]
 
-  def observe(
-    self,
-    records: list[Any],
-    place: int,
-    *,
-    absent: bool = False,
-    played: harness.Observation | None = None,
-    taped: bool = True,
-  ) -> harness.Observation:
+  def observe(self, records, place, *, absent=False, played=None, taped=True):
     """A run in which the record at a place is the odd one.
 
     Args:
@@ -262,7 +245,7 @@ class Case:
     """
     sampling = self.private.parts.settings.sampling
 
-    def run(now: harness.Observation) -> Any:
+    def run(now):
       source = adversarial.Source(records)
       data = stacked(records) if self.arrays else source
       state = shared.restored(self._start, self._like)
@@ -325,16 +308,14 @@ class OneRelease:
   zero: Any
   noise_multiplier: float = SIGMA
 
-  def __post_init__(self) -> None:
+  def __post_init__(self):
     self.tape = harness.Tape()
     self._observe(self.zero)  # For the compiler.
 
-  def _observe(
-    self, record: Any, played: harness.Observation | None = None
-  ) -> harness.Observation:
+  def _observe(self, record, played=None):
     (data,) = stacked([*self.records[:-1], record])
 
-    def run(now: harness.Observation) -> Any:
+    def run(now):
       out = self.release(data)
       now.note(f'released {harness.digest(out)}')
       return out
@@ -342,7 +323,7 @@ class OneRelease:
     with self.tape.recording():
       return self.tape.observe(run, played)
 
-  def offences(self, odds: Sequence[adversarial.Odd]) -> Offences:
+  def offences(self, odds):
     """What each of some records gives away, at the last place."""
     played = self._observe(self.zero)
     assert played.result is not None, played.events

@@ -30,7 +30,6 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -74,25 +73,25 @@ class Observation:
   result: Any = None
   step: int = 0
 
-  def note(self, text: str) -> None:
+  def note(self, text):
     self.events.append((self.step, text))
 
-  def next_step(self) -> None:
+  def next_step(self):
     self.step += 1
 
 
 class Tape:
   """Records what enters the noise, and plays what left it."""
 
-  def __init__(self) -> None:
-    self.now: Observation | None = None
-    self.played: Observation | None = None
+  def __init__(self):
+    self.now = None
+    self.played = None
 
   @contextlib.contextmanager
-  def recording(self) -> Iterator[None]:
+  def recording(self):
     """Within it, functions that are traced have their noise on this tape."""
 
-    def taped(prng_key: Any, tree: Any, stddev: Any) -> Any:
+    def taped(prng_key, tree, stddev):
       out = seams.add_noise(prng_key, tree, stddev)
       leaves, treedef = jax.tree.flatten(out)
       sums = jax.tree.leaves(tree, is_leaf=seams.is_sum)
@@ -113,9 +112,7 @@ class Tape:
     with seams.noise_replaced(taped):
       yield
 
-  def _exchange(
-    self, words: Any, sums: Any, stddevs: Any, out: Any
-  ) -> list[np.ndarray]:
+  def _exchange(self, words, sums, stddevs, out):
     """Called by the program: from what would leave to what does."""
     left = [np.asarray(x) for x in out]
     now, stddevs = self.now, [float(s) for s in stddevs]
@@ -137,11 +134,7 @@ class Tape:
     release.left = other
     return other
 
-  def observe(
-    self,
-    run: Callable[[Observation], Any],
-    played: Observation | None = None,
-  ) -> Observation:
+  def observe(self, run, played=None):
     """Runs, and returns what was seen.
 
     Args:
@@ -160,11 +153,11 @@ class Tape:
     return now
 
 
-def _form(x: np.ndarray) -> tuple[Any, ...]:
+def _form(x):
   return x.shape, x.dtype
 
 
-def _numbers(x: Any) -> np.ndarray:
+def _numbers(x):
   if not seams.is_sum(x):
     return np.asarray(x, np.float64)
   high, low = (np.asarray(y, np.float64) for y in (x.high, x.low))
@@ -172,19 +165,19 @@ def _numbers(x: Any) -> np.ndarray:
 
 
 class _Log(logging.Handler):
-  def __init__(self, note: Callable[[str], None]) -> None:
+  def __init__(self, note):
     super().__init__()
     self._note = note
 
-  def emit(self, record: logging.LogRecord) -> None:
+  def emit(self, record):
     self._note(f'logged {record.name}: {record.getMessage()}')
 
 
 # Listeners of jax.monitoring cannot be taken away again: there is one.
-_listening: list[Callable[[str], None]] = []
+_listening = []
 
 
-def _on_duration(event: str, *args: Any, **kwargs: Any) -> None:
+def _on_duration(event, *args, **kwargs):
   del args, kwargs
   if event.endswith(('trace_duration', 'compile_duration')):
     for note in _listening:
@@ -195,7 +188,7 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 
 @contextlib.contextmanager
-def _messages(now: Observation) -> Iterator[None]:
+def _messages(now):
   """Notes what is printed (by C, too), warned and logged, and compiled."""
   handler = _Log(now.note)
   with contextlib.ExitStack() as stack:
@@ -217,9 +210,7 @@ def _messages(now: Observation) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _printed(
-  number: int, redirect: Any, note: Callable[[str], None]
-) -> Iterator[None]:
+def _printed(number, redirect, note):
   """Notes what goes to a stream of Python, and to the file below it."""
   with tempfile.TemporaryFile() as file, io.StringIO() as text:
     before = os.dup(number)
@@ -236,7 +227,7 @@ def _printed(
         note(f'printed to {number}: {said}')
 
 
-def moved(one: Observation, other: Observation) -> list[float]:
+def moved(one, other):
   """How far apart what entered the noise is, for each step.
 
   In standard deviations of the noise, over all releases of a step together: the
@@ -255,9 +246,7 @@ def moved(one: Observation, other: Observation) -> list[float]:
   return [math.sqrt(x) for x in squares]
 
 
-def differences(
-  one: Observation, other: Observation, noise_multiplier: float
-) -> list[str]:
+def differences(one, other, noise_multiplier):
   """What tells the runs apart beyond what is accounted for; nothing, if right.
 
   Args:
@@ -279,17 +268,17 @@ def differences(
   return found
 
 
-def without_reads(run: Observation) -> Observation:
+def without_reads(run):
   """The run but for which records were read: where they are others."""
   events = [x for x in run.events if not x[1].startswith('read ')]
   return dataclasses.replace(run, events=events)
 
 
-def _told(event: tuple[int, str]) -> str:
+def _told(event):
   return f'step {event[0]}: {event[1]}'
 
 
-def digest(tree: Any) -> str:
+def digest(tree):
   """A text for structure, shapes, types and bits."""
   leaves, treedef = jax.tree.flatten(tree)
   bits = hashlib.sha256(str(treedef).encode())
@@ -301,6 +290,6 @@ def digest(tree: Any) -> str:
   return bits.hexdigest()[:16]
 
 
-def shapes(tree: Any) -> str:
+def shapes(tree):
   """A text for structure, shapes and types, weak ones included."""
   return str(jax.tree.map(lambda x: jax.typeof(x).str_short(), tree))

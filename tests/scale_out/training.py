@@ -88,8 +88,7 @@ def shardings_of(tree, mesh, layout):
   """Of a tree of parameters: 'data' replicates it, 'fsdp' shards it."""
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: NamedSharding(
-      mesh,
-      sharded_axis(path, leaf) if layout == 'fsdp' else PartitionSpec(),
+      mesh, sharded_axis(path, leaf) if layout == 'fsdp' else PartitionSpec()
     ),
     tree,
   )

@@ -16,7 +16,7 @@ import decimal
 import enum
 import fractions
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,14 +40,14 @@ class Odd(NamedTuple):
 class Source(Sequence):
   """A source of records that raises those that are exceptions."""
 
-  def __init__(self, records: Sequence[Any]) -> None:
+  def __init__(self, records):
     self._records = list(records)
-    self.read: list[int] = []  # Positions, in the order of reading.
+    self.read = []  # Positions, in the order of reading.
 
-  def __len__(self) -> int:
+  def __len__(self):
     return len(self._records)
 
-  def __getitem__(self, place: Any) -> Any:
+  def __getitem__(self, place):
     self.read.append(place)
     record = self._records[place]
     if isinstance(record, BaseException):
@@ -55,7 +55,7 @@ class Source(Sequence):
     return record
 
 
-def records(form: Any) -> list[Odd]:
+def records(form):
   """All of them.
 
   Args:
@@ -68,11 +68,11 @@ def records(form: Any) -> list[Odd]:
   return found
 
 
-def ordinary(form: Any, seed: int = 0) -> Any:
+def ordinary(form, seed=0):
   """A record of the form: normal numbers, and whole ones of 0 and 1."""
   rng = np.random.default_rng(seed)
 
-  def made(x: Any) -> np.ndarray:
+  def made(x):
     whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
     numbers = rng.integers(0, 2, x.shape) if whole else rng.normal(size=x.shape)
     return np.asarray(numbers).astype(x.dtype)
@@ -80,7 +80,7 @@ def ordinary(form: Any, seed: int = 0) -> Any:
   return jax.tree.map(made, form)
 
 
-def in_form(form: Any) -> list[Odd]:
+def in_form(form):
   """Those that have the declared structure, shapes and types."""
   base = ordinary(form)
   leaves, treedef = jax.tree.flatten(base)
@@ -107,7 +107,7 @@ def in_form(form: Any) -> list[Odd]:
   return out
 
 
-def _values(dtype: np.dtype) -> list[Any]:
+def _values(dtype):
   """Numbers of this type that break something."""
   if dtype.kind == 'b':
     return [False, True]
@@ -124,10 +124,10 @@ def _values(dtype: np.dtype) -> list[Any]:
 class _Lies:
   """Has a shape and a type, and hands out what it was given."""
 
-  def __init__(self, given: Any, shape: Any = (), dtype: Any = float) -> None:
+  def __init__(self, given, shape=(), dtype=float):
     self._given, self.shape, self.dtype = given, shape, dtype
 
-  def __array__(self, *args: Any, **options: Any) -> Any:
+  def __array__(self, *args, **options):
     if isinstance(self._given, BaseException):
       raise self._given
     return self if self._given is None else self._given
@@ -136,24 +136,24 @@ class _Lies:
 class NoAttributes:
   """Fails at every attribute."""
 
-  def __getattribute__(self, name: str) -> Any:
+  def __getattribute__(self, name):
     raise RuntimeError(name)
 
 
 class _Longer:
   """A sequence that says it is short."""
 
-  def __len__(self) -> int:
+  def __len__(self):
     return 3
 
-  def __getitem__(self, place: int) -> float:
+  def __getitem__(self, place):
     if place > 9:
       raise IndexError(place)
     return 1.0
 
 
 class _Negative(list):
-  def __len__(self) -> int:
+  def __len__(self):
     return self[0]
 
 
@@ -170,46 +170,46 @@ class _Sub(np.ndarray):
 
   __array_ufunc__ = None
 
-  def __array_finalize__(self, obj: Any) -> None:
+  def __array_finalize__(self, obj):
     pass
 
-  def __getitem__(self, place: Any) -> Any:
+  def __getitem__(self, place):
     raise RuntimeError('no entry')
 
 
 class _Raises(collections.abc.Mapping):
   """A mapping that has all keys, and no value."""
 
-  def __init__(self, keys: Any) -> None:
+  def __init__(self, keys):
     self._keys = list(keys)
 
-  def __getitem__(self, key: Any) -> Any:
+  def __getitem__(self, key):
     raise KeyError('private')
 
-  def __iter__(self) -> Iterator[Any]:
+  def __iter__(self):
     return iter(self._keys)
 
-  def __len__(self) -> int:
+  def __len__(self):
     return len(self._keys)
 
 
-def _deleted() -> jax.Array:
+def _deleted():
   x = jnp.zeros(3)
   x.delete()
   return x
 
 
-def _circle() -> list[Any]:
-  x: list[Any] = [1.0]
+def _circle():
+  x = [1.0]
   x.append(x)
   return x
 
 
-def _nested(depth: int) -> list[Any]:
+def _nested(depth):
   return [_nested(depth - 1)] if depth else []
 
 
-def _strangers() -> list[Any]:
+def _strangers():
   """In place of a leaf, whatever its form. Some fit some forms."""
   return [
     # The first four are tried in the last leaf, too.
@@ -237,7 +237,7 @@ def _strangers() -> list[Any]:
   ]  # fmt: skip
 
 
-def _changed(leaf: np.ndarray) -> list[Any]:
+def _changed(leaf):
   """A leaf of another type or shape, with the same numbers where it can."""
   out = []
   for dtype in (
@@ -264,7 +264,7 @@ def _changed(leaf: np.ndarray) -> list[Any]:
   return out
 
 
-def _of_leaves(form: Any) -> Iterator[Odd]:
+def _of_leaves(form):
   """Records one of whose leaves is another, the first or the last."""
   leaves, treedef = jax.tree.flatten(ordinary(form))
   last = len(leaves) - 1
@@ -278,7 +278,7 @@ def _of_leaves(form: Any) -> Iterator[Odd]:
         yield Odd(f'leaf {i} is {kind}, {type(x).__name__} {number}', whole)
 
 
-def _of_structure(form: Any) -> Iterator[Odd]:
+def _of_structure(form):
   """Records of another structure."""
   base = ordinary(form)
   leaves = jax.tree.leaves(base)

@@ -150,10 +150,7 @@ X, Y = np.zeros((N, 4), np.uint8), np.zeros(N, np.int32)
 @pytest.mark.parametrize(
   ('data', 'message'),
   [
-    (
-      (X[:, :3], Y),
-      r"form Form\(.*'uint8\(4,\)'.*got Form.*'uint8\(3,\)'",
-    ),
+    ((X[:, :3], Y), r"form Form\(.*'uint8\(4,\)'.*got Form.*'uint8\(3,\)'"),
     ({'x': X, 'y': Y}, r'which make_private got as record, got Form'),
     ((X, Y[:-1]), r'got 2 leaves of 2 lengths'),
     ((X, 5), r'first axis for each record'),

@@ -12,21 +12,7 @@ from tests.transforms import chains
 pytestmark = pytest.mark.usefixtures('x64')
 
 
-@pytest.mark.parametrize(
-  'rate',
-  [
-    0.05,
-    pytest.param(optax.linear_schedule(0.1, 0.0, 3), marks=pytest.mark.slow),
-  ],
-)
-def test_prism_is_the_chain_of_its_six_lines_bit_for_bit(rate):
-  chains.assert_same_program(
-    prism_optax.prism(rate, **chains.OPTIONS),
-    problems.chain_of(rate, **chains.OPTIONS),
-  )
-
-
-def test_so_it_is_with_traced_hyper_parameters():
+def test_prism_is_its_chain_with_traced_hyper_parameters():
   """Injected into both: every number an array in the state."""
   numbers = chains.OPTIONS | {
     'learning_rate': optax.linear_schedule(0.1, 0.0, 3),
@@ -49,13 +35,10 @@ def test_so_it_is_with_traced_hyper_parameters():
   )
 
 
-@pytest.mark.parametrize(
-  'jit', [pytest.param(False, marks=pytest.mark.slow), True]
-)
-def test_optax_chains_the_same_numbers(jit):
+def test_optax_chains_the_same_numbers():
   fused = chains.reference()[:2]
   plain = problems.chain_of(0.05, **chains.OPTIONS, chain=optax.chain)
-  steps = chains.train(plain, steps=2, jit=jit)
+  steps = chains.train(plain, steps=2)
   chains.assert_close(steps, fused)
   assert np.abs(steps[1]['extra'] - steps[0]['extra']).max() > 1e-3
 

@@ -232,26 +232,11 @@ def test_a_restored_state_continues_the_same_stream():
   zeros = [jax.tree.map(np.zeros_like, x) for x in path]
   noising, of, update = _named('dense')
   _, state = _run(of(None), path[:2], zeros[:2], update)
-  saved = jax.tree.map(
-    lambda x: (
-      np.asarray(jax.random.key_data(x))
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else np.asarray(x)
-    ),
-    state,
-  )
+  saved = cases.saved(state)
   # Another process: another transformation, with nothing but the saved state.
   again = make(_factory(noising), steps=STEPS)
   starts = [again.init(path[0]) for _ in range(2)]
-  restored = jax.tree.map(
-    lambda x, y: (
-      jax.random.wrap_key_data(y)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else jnp.asarray(y)
-    ),
-    starts[0],
-    saved,
-  )
+  restored = cases.restored(saved, starts[0])
   found, _ = jax.jit(again.update)(zeros[2], restored, path[2])
   cases.assert_same_bits(found, update(zeros[2], state, path[2])[0])
   # Every `init` without a key is another stream.

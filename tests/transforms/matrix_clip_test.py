@@ -38,8 +38,8 @@ def _update(by_matrix, normalize_by):
   return jax.jit(functools.partial(tx.update, state=tx.init(PARAMS)))
 
 
-def _clip(grads, specs=SPECS, normalize_by=1.0, dtype=None):
-  grads = jax.tree.map(lambda x: jnp.asarray(x, dtype), grads)
+def _clip(grads, specs=SPECS, normalize_by=1.0):
+  grads = jax.tree.map(jnp.asarray, grads)
   return _update(specs is not None, normalize_by)(grads, params=PARAMS)[0]
 
 
@@ -92,38 +92,16 @@ def test_matrices_may_be_stacked_along_any_axis(batch_axis):
   np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @specs
-def test_neighbours_differ_by_at_most_the_sensitivity(specs, dtype):
+def test_sensitivity_is_that_of_all_groups_and_is_reached(specs):
   tx = _transform(specs, 8.0)
   bound = tx.sensitivity(params=PARAMS)
   clips = [0.7, 1.5] if specs is None else [0.7, 0.4, 0.4, 1.5]
   assert bound == pytest.approx(np.sqrt(np.sum(np.square(clips))) / 8)
   assert tx.sensitivity(REPLACE_ONE, params=PARAMS) == 2 * bound
-
-  def distance(*batches):
-    x, y = (_clip(g, specs, 8.0, dtype) for g in batches)
-    return cases.norm(jax.tree.map(np.subtract, x, y))
-
-  batch = cases.normal(PARAMS, 6, lead=(64,))
-  # Sums of 64 examples are rounded: 64 eps of their norm, at most 64 bounds.
-  slack = 64 * 64 * 1.2e-7
-  largest = 0.0
-  for example in [
-    *(
-      {k: np.full((1, *s), value) for k, s in SHAPES.items()}
-      for value in (1e4, 1e30, np.nan, 1e-30)
-    ),
-    {k: v[:1] for k, v in batch.items()},
-    cases.normal(PARAMS, 7, lead=(1,), scale=1e3),
-  ]:
-    more = {k: np.concatenate([batch[k], example[k]]) for k in SHAPES}
-    moved = distance(batch, more)
-    assert moved <= bound * (1 + slack)
-    largest = max(largest, moved)
-  assert largest > 0.999 * bound  # The bound is reached: it is no slack one.
-  other = {k: np.concatenate([v[1:], -1e4 * v[:1]]) for k, v in batch.items()}
-  assert distance(batch, other) <= 2 * bound * (1 + slack)
+  one = {k: np.full((7, *s), 1e4) for k, s in SHAPES.items()}
+  found = cases.norm(_clip(one, specs, 8.0))
+  assert 0.999 * 7 * bound < found <= 7 * bound * (1 + 1e-6)  # float32
 
 
 def test_sensitivity_says_what_it_needs():
@@ -139,17 +117,3 @@ def test_sensitivity_says_what_it_needs():
 def test_nothing_comes_of_no_leaves():
   tx = transforms.per_matrix_clip(1.0)
   assert tx.update({}, (), {})[0] == tx.pre_clipping_transform({}) == {}
-
-
-def test_goes_through_chain_jit_and_traced_thresholds():
-  grads = cases.normal(PARAMS, 8, lead=(3,), scale=5.0)
-
-  @jax.jit
-  def step(norm, padding):
-    tx = optax.chain(transforms.per_matrix_clip(norm), optax.scale(-1.0))
-    return tx.update(
-      grads, tx.init(PARAMS), PARAMS, is_padding_example=padding
-    )[0]
-
-  for v in step(0.5, np.array([False, False, True])).values():
-    assert 0.1 < np.linalg.norm(v) < 1.0 + 1e-6

@@ -20,7 +20,7 @@ class AugmentedGradientTransformation(NamedTuple):
   pre_clipping_transform: Callable[..., Any]
 
 
-def as_augmented_optimizer(optimizer: Any) -> AugmentedGradientTransformation:
+def as_augmented_optimizer(optimizer):
   """What is not of the class gets a transform that does nothing."""
   if isinstance(optimizer, AugmentedGradientTransformation):
     return optimizer
@@ -29,7 +29,7 @@ def as_augmented_optimizer(optimizer: Any) -> AugmentedGradientTransformation:
   )
 
 
-def modules() -> dict[str, Any]:
+def modules():
   """What ``jax_privacy.optimizers`` may be, by the name of a test's case."""
   stand_in = types.ModuleType('jax_privacy.optimizers')
   for x in (AugmentedGradientTransformation, as_augmented_optimizer):

@@ -58,22 +58,6 @@ def test_options_are_those_of_the_iteration():
     np.testing.assert_allclose(out[k], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  'dims', [None, {'w': Dims(), 'x': None, 'y': None, 't': None}]
-)
-@pytest.mark.parametrize('called', [False, True])
-def test_leaves_that_are_no_matrices_pass(dims, called):
-  """By default all but those of two axes: the groups of clip and noise."""
-  updates = {'w': _random(3, 4), 'x': _random(3), 'y': _random(2, 3, 4)}
-  updates |= {'t': _random(9, 2)} if dims else {}
-  given = (lambda _: dims) if called and dims else dims
-  out = _apply(updates, weight_dimension_numbers=given)
-  expected = muon_oracle.orthogonalize(updates['w'], 2, 5)
-  np.testing.assert_allclose(out['w'], expected, atol=1e-6)
-  for name in updates.keys() - {'w'}:
-    np.testing.assert_array_equal(out[name], updates[name])
-
-
 def test_masked_leaves_and_types_are_kept():
   updates = {
     'w': jnp.asarray(_random(3, 4), jnp.bfloat16),
@@ -83,15 +67,3 @@ def test_masked_leaves_and_types_are_kept():
   assert out['w'].dtype == jnp.bfloat16
   assert jax.tree.structure(out) == jax.tree.structure(updates)
   assert jax.tree.leaves(transforms.orthogonalize().init(updates)) == []
-
-
-def test_without_nesterov_or_noise_it_is_one_step_of_the_source(x64):
-  """optax.trace is the heavy ball m <- beta m + g, not an average."""
-  tx = optax.chain(optax.trace(0.9), transforms.orthogonalize())
-  state, m = tx.init(jnp.zeros((5, 3))), np.zeros((5, 3))
-  update = jax.jit(tx.update)
-  for g in np.random.default_rng(2).standard_normal((4, 5, 3)):
-    out, state = update(g, state)
-    m = 0.9 * m + g
-    expected = muon_oracle.orthogonalize(m, 2, 5)
-    np.testing.assert_allclose(out, expected, atol=1e-13)

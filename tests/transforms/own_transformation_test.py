@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.stats
 
@@ -70,15 +69,6 @@ def _parts(key=7):
   )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_they_fuse():
-  """The numbers of `optax.chain`, to the rounding of another order of sums."""
-  fused, plain = (
-    chains.train(chain(*_parts())) for chain in (prism_optax.chain, optax.chain)
-  )
-  chains.assert_close(fused, plain)
-
-
 def test_the_noise_follows_its_schedule():
   """Zeros come in; the entries of the head are the noise itself."""
   params = cases.adapters([(9, 7, 3)], extra=20_000, dtype=jnp.float64)
@@ -105,11 +95,6 @@ def test_it_is_the_noise_that_a_clip_asks_for():
   silent = transforms.tangent_transformation(
     'silent', lambda stacks, state, step: (stacks, state)
   )
-  for parts, message in (
-    ((clip, *rest), 'No noise after intrinsic_clip'),
-    ((clip, silent), 'No noise after'),
-    ((clip, rank_sign(), noise), 'scheduled_privatizer must come direc'),
-    ((rank_sign(), clip, noise), 'intrinsic_clip must come first, got r'),
-  ):
-    with pytest.raises(ValueError, match=message):
+  for parts in ((clip, *rest), (clip, silent)):
+    with pytest.raises(ValueError, match='No noise after'):
       prism_optax.chain(*parts)

@@ -83,28 +83,6 @@ def test_covariance_is_the_projector_on_the_tangent_space():
     assert np.abs(outside).max() < 1e-5  # float32
 
 
-def test_rank_space_covariance_is_exactly_isotropic_on_both_sides():
-  """What the floor of the preconditioner is built on: s^2 I, core counted."""
-  trials = 20_000
-  drawn = cases.factors_of(_usual(trials))
-  for frame, pair in zip(problems.frames(PARAMS), drawn, strict=True):
-    left, right = map(np.float64, pair)
-    q_right = np.float64(frame.right)
-    core = np.einsum('tnr,ns->trs', right, q_right)  # D = X_R^T Q_R
-    outer = right - np.einsum('ns,trs->tnr', q_right, core)
-    m, n, rank = left.shape[1], right.shape[1], left.shape[2]
-    v_left = np.einsum('tmr,tms->rs', left, left) + np.einsum(
-      'tqr,tqs->rs', core, core
-    )
-    v_right = np.einsum('tnr,tns->rs', outer, outer) + np.einsum(
-      'trq,tsq->rs', core, core
-    )
-    for v, d in ((v_left, m), (v_right, n)):
-      error = v / (trials * d * STDDEV**2) - np.eye(rank)
-      # Mean of trials * d squares: standard error sqrt(2 / (trials d)).
-      assert np.abs(error).max() < 5 * np.sqrt(2 / (trials * d))
-
-
 def test_other_leaves_get_plain_gaussian_noise():
   noise = np.float64(_usual()['extra']).ravel() / STDDEV
   assert scipy.stats.kstest(noise, 'norm').pvalue > 1e-3
@@ -167,18 +145,6 @@ def test_steps_modules_and_leaves_are_independent():
   assert np.abs(between[:size, size:]).max() < bound
 
 
-def test_noise_is_never_drawn_twice():
-  """Over steps, restarts from a saved state and fresh inits: all different."""
-  tx = prism_optax.tangent_privatizer(1.0)
-  first, state = _steps(tx, 5)
-  rows = np.concatenate([first, _steps(tx, 5, state)[0], _steps(tx, 5)[0]])
-  assert len(np.unique(rows, axis=0)) == 15
-  values = rows[:, :5].ravel()
-  # Noise is on a lattice of some million steps: two of 75 values are equal by
-  # chance once in a thousand runs, six hardly ever.
-  assert len(np.unique(values)) >= values.size - 2
-
-
 def test_a_privatizer_of_ones_own_replaces_the_noise():
   """It sees coordinates in the parameters' shapes; its sum is projected."""
   seen = []
@@ -199,23 +165,18 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
 
 
 def test_a_cryptographic_generator_draws_the_noise():
-  """Fresh in each `init`, of the size asked for, moved on by each update."""
-  params = {
-    'bias': np.zeros(1000, np.float32),
-    'm': {'lora_a': jnp.eye(5, 2), 'lora_b': jnp.eye(2, 4)},
-  }
+  """Fresh in each `init`, and of the size asked for."""
   tx = prism_optax.tangent_privatizer(2.0, prng_key='chacha20')
-  update = jax.jit(tx.update)
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  draws, state = [], tx.init(params)
-  assert state.inner.shape == (2,)
-  for start in (state, None, tx.init(params)):
-    noise, state = update(zeros, start or state, params)
-    draws.append(noise['bias'])
-  for i, draw in enumerate(draws):  # Independent: none follows another.
-    assert abs(np.corrcoef(draw, draws[i - 1])[0, 1]) < 5 / np.sqrt(1000)
+  params = PARAMS | {'extra': np.zeros(1000, np.float32)}
+  zeros = jax.tree.map(np.zeros_like, params)
+  draws, update = [], jax.jit(tx.update)
+  for _ in range(2):
+    state = tx.init(params)
+    assert state.inner.shape == (2,)
+    draws.append(update(zeros, state, params)[0]['extra'])
+  assert abs(np.corrcoef(*draws)[0, 1]) < 5 / np.sqrt(1000)
   # Five relative standard errors of a standard deviation.
-  assert np.std(draws) == pytest.approx(2.0, rel=5 / np.sqrt(2 * 3000))
+  assert np.std(draws) == pytest.approx(2.0, rel=5 / np.sqrt(2 * 2000))
 
 
 def test_nothing_is_released_beyond_the_last_step():

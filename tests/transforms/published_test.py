@@ -125,11 +125,7 @@ def test_trajectories_of_the_published_optimizer(golden, name):
 
 @pytest.mark.parametrize(
   'floor_mode',
-  [
-    pytest.param('scalar', marks=pytest.mark.slow),
-    'none',
-    'geometry',
-  ],
+  [pytest.param('scalar', marks=pytest.mark.slow), 'none', 'geometry'],
 )
 def test_every_floor_against_the_dense_oracle(floor_mode):
   rng = np.random.default_rng(0)
