@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import accounting, dp_muon
+from prism_optax import dp_muon
 from tests import cases
 from tests.oracles import muon_oracle
 
@@ -130,44 +130,6 @@ PARAMS = {
 }
 SPECS = {'b': None, 'layers': Dims(1, 2), 'w': Dims(), 'norm': None}
 CLIPS = {'b': 0.5, 'layers': 2.0, 'w': 1.0, 'norm': 0.5}
-
-
-@pytest.mark.parametrize('noise_split', ['equal', 'least_energy'])
-def test_noise_of_every_leaf_and_its_joint_multiplier(noise_split):
-  """An empty batch too releases noise, of sigma_W C_W / B in every entry."""
-  sigma, expected_batch = 1.3, 16.0
-  tx = dp_muon(
-    0.1, l2_clip_norms=CLIPS, noise_multiplier=sigma, prng_key=0,
-    expected_batch_size=expected_batch, noise_split=noise_split,
-    weight_dimension_numbers=SPECS,
-  )  # fmt: skip
-  assert tx.sensitivity(params=PARAMS) == pytest.approx(
-    math.sqrt(2 * 2.0**2 + 1.0 + 0.5**2) / expected_batch
-  )
-  nobody = jax.tree.map(lambda x: np.zeros((0, *x.shape), x.dtype), PARAMS)
-  _, state = jax.jit(lambda x: tx.update(x, tx.init(PARAMS), PARAMS))(nobody)
-  # What leaves the mechanism at the first step, read from the states.
-  moments = optax.tree.get_all_with_path(state, 'mu')
-  (_, mu), *_ = [m for m in moments if jax.tree.leaves(m[1])]
-  trace = optax.tree.get(state, 'trace')
-  release = {
-    'layers': trace['layers'], 'w': trace['w'], 'b': mu['b'] / 0.1,
-    'norm': mu['norm'] / 0.1,
-  }  # fmt: skip
-  budgets = {'layers': 2.0 * math.sqrt(600), 'w': 1.0 * math.sqrt(1000)}
-  budgets['b'] = budgets['norm'] = 0.5 * math.sqrt(40)
-  total = 2 * budgets['layers'] + budgets['w'] + budgets['b']
-  measured = {}
-  for k, z in release.items():
-    ratio = 2.0 if noise_split == 'equal' else math.sqrt(total / budgets[k])
-    expected = ratio * sigma * CLIPS[k] / expected_batch
-    # Five relative standard errors of a standard deviation.
-    tolerance = 5 / math.sqrt(2 * z.size)
-    np.testing.assert_allclose(np.std(z), expected, rtol=tolerance)
-    assert abs(np.mean(z)) < 5 * expected / math.sqrt(z.size)
-    measured[k] = ratio * sigma
-  groups = [measured['layers']] * 2 + [measured['w'], measured['b']]
-  assert accounting.joint_noise_multiplier(groups) == pytest.approx(sigma)
 
 
 # No clip, no noise.

@@ -139,9 +139,15 @@ DEFICIENT = {
   ),
 }  # fmt: skip
 deficient = pytest.mark.parametrize('kind', DEFICIENT)
+full_or_deficient = pytest.mark.parametrize('kind', ['full', *DEFICIENT])
 
 
 def deficient_factors(seed, kind, dtype=np.float64, m=12, n=9):
-  """Factors without full rank, as they occur: zero, or columns that agree."""
+  """Factors without full rank, as they occur: zero, or columns that agree.
+
+  Those of the kind 'full' have it.
+  """
+  if kind == 'full':
+    return random_problem(seed, m, n, 4, 10.0, dtype)[0]
   pair = oracles.random_factors(np.random.default_rng(seed), m, n, 4, 3.0)
   return as_factors(DEFICIENT[kind](*pair), dtype)

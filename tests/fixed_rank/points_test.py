@@ -103,13 +103,10 @@ def test_the_scale_of_the_factors_does_not_matter(kind, scale):
     assert oracles.relative_error(a @ a.T, b @ b.T) < 1e-5
 
 
-@pytest.mark.parametrize('kind', ['full', *g.DEFICIENT])
+@g.full_or_deficient
 def test_derivatives_are_finite_and_stop_at_the_frames(kind):
   """A frame has no derivative at a zero factor; it counts as a constant."""
-  if kind == 'full':
-    factors, _, _ = g.random_problem(43, 12, 9, 4, 3.0)
-  else:
-    factors = g.deficient_factors(43, kind)
+  factors = g.deficient_factors(43, kind)
   grads = g.gradients(factors, np.random.default_rng(44).normal(size=(12, 9)))
 
   @jax.jit

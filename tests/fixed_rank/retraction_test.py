@@ -92,12 +92,9 @@ def test_no_new_column_points_away_from_the_old_one(size):
     assert (along > -1e-12 * size**2).all()
 
 
-@pytest.mark.parametrize('kind', ['full', *g.DEFICIENT])
+@g.full_or_deficient
 def test_no_step_keeps_the_factors(kind):
-  if kind == 'full':
-    factors, _, _ = g.random_problem(34, 12, 9, 4, 10.0)
-  else:
-    factors = g.deficient_factors(34, kind)
+  factors = g.deficient_factors(34, kind)
   zero = jax.tree.map(np.zeros_like, g.as_tangent(*factors))
   new = g.compiled.retract(g.compiled.frame(factors), zero)
   for a, b in zip(new, factors, strict=True):

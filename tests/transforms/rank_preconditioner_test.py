@@ -221,23 +221,3 @@ def test_transposing_the_modules_transposes_the_trajectory():
     return x._replace(modules=[z.swapaxes(-1, -2) for z in x.modules])
 
   assert largest_error(train(problem, params, flip=flip), target) < 1e-9
-
-
-@x64
-def test_adam_on_the_factors_depends_on_the_gauge():
-  """The same comparison for what this optimizer replaces: it can fail."""
-  problem, params, _ = reference(jnp.float64)
-  tx = optax.adam(0.05)
-  update = jax.jit(tx.update)
-  results = []
-  for gauge in (params, regauged(problem, params, 10, 1, seed=1)):
-    state = tx.init(gauge)
-    for step in range(10):
-      grads = problem.factor_gradients(
-        gauge, problem.gradients(step, problem.dense(gauge))
-      )
-      grads = jax.tree.map(lambda x: jnp.mean(x, 0), grads)
-      updates, state = update(grads, state, gauge)
-      gauge = optax.apply_updates(gauge, updates)
-    results.append([[*problem.dense(gauge).modules]])
-  assert largest_error(*results) > 0.1

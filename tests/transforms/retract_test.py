@@ -91,26 +91,3 @@ def test_scale_is_inside_the_step():
   expected = cases.products_of(_land(params, step))
   for z, want in zip(cases.products_of(found), expected, strict=True):
     np.testing.assert_allclose(4 * z, want, atol=1e-12)
-
-
-@pytest.mark.parametrize('condition', [1.0, 1e3])
-def test_z_shrinks_by_the_factor_and_nothing_else(condition):
-  """Decay of Z, exactly and in any gauge."""
-  rng = np.random.default_rng(0)
-  factors = [oracles.random_factors(rng, 9, 7, 3) for _ in range(2)]
-  gauge = oracles.random_gauge(rng, 3, condition)
-  factors[0] = oracles.change_gauge(factors[0], gauge)
-  params = cases.tree_of(factors, np.ones(4))
-  tx = optax.chain(
-    prism_optax.add_decayed_factors(0.5),
-    optax.scale_by_learning_rate(0.1),
-    prism_optax.retract(),
-  )
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  updates, _ = jax.jit(tx.update)(zeros, tx.init(params), params)
-  new = optax.apply_updates(params, updates)
-  old = cases.products_of(params)
-  for got, z in zip(cases.products_of(new), old, strict=True):
-    atol = 1e-14 * condition * np.abs(z).max()
-    np.testing.assert_allclose(got, 0.95 * z, atol=atol)
-  np.testing.assert_array_equal(new['extra'], params['extra'])
