@@ -129,7 +129,6 @@ PARAMS = {
   'norm': np.zeros(10, np.float32),
 }
 SPECS = {'b': None, 'layers': Dims(1, 2), 'w': Dims(), 'norm': None}
-CLIPS = {'b': 0.5, 'layers': 2.0, 'w': 1.0, 'norm': 0.5}
 
 
 # No clip, no noise.

@@ -74,23 +74,6 @@ def test_the_noise_of_a_fraction_has_a_new_key_at_every_step():
   assert not np.array_equal(before, jax.random.key_data(clip.prng_key))
 
 
-def test_what_stands_for_a_missing_record_does_not_count():
-  step = jax.jit(trainings.step_of(trainings.make(users=True, sigma=0.0)))
-  examples = trainings.others(ROWS, users=True)
-  present = np.ones((ROWS, MOST), bool)
-  present[-1, 1:] = False
-  changed = jax.tree.map(np.copy, examples)
-  for x in changed.values():
-    x[-1, 1:] += 1
-  key, padding = jax.random.key(0), np.zeros(ROWS, bool)
-  one, other = (
-    step(key, x, padding, present)[1].mean for x in (examples, changed)
-  )
-  jax.tree.map(np.testing.assert_array_equal, one, other)
-  everyone = step(key, changed, padding, np.ones((ROWS, MOST), bool))[1].mean
-  assert not np.array_equal(one['head'], everyone['head'])
-
-
 def _canary(count, users):
   """Rows of a record far beyond the clip."""
   lead = (count, MOST) if users else (count,)

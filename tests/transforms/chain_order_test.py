@@ -66,6 +66,9 @@ REFUSED = {
     [_clip(), _noise(), prism_optax.retract(), _noise()], 'directly after',
   ),
   'no noise': ([_clip()], 'No noise after intrinsic_clip'),
+  'something of ones own that adds none': (
+    [_clip(), OWN], 'No noise after intrinsic_clip',
+  ),
   'no noise, and a whole optimizer': (
     [_clip(), _direction(), prism_optax.retract()],
     'No noise after intrinsic_clip.*noise_elsewhere=True',
@@ -101,6 +104,13 @@ def test_orders_that_void_the_guarantee_are_refused(kind):
   parts, message = REFUSED[kind]
   with pytest.raises(ValueError, match=message):
     prism_optax.chain(*parts)
+
+
+def test_noise_of_ones_own_is_the_noise_that_a_clip_asks_for():
+  noise = transforms.tangent_transformation('own', _nothing, adds_noise=True)
+  assert prism_optax.chain(_clip(), noise, _retract()).sensitivity() == 0.4
+  with pytest.raises(ValueError, match='own must come directly after the clip'):
+    prism_optax.chain(_clip(), _direction(), noise, _retract())
 
 
 def test_a_clip_without_noise_can_be_asked_for():

@@ -145,6 +145,18 @@ def test_steps_modules_and_leaves_are_independent():
   assert np.abs(between[:size, size:]).max() < bound
 
 
+def test_noise_is_never_drawn_twice():
+  """Over steps, restarts from a saved state and fresh inits: all different."""
+  tx = prism_optax.tangent_privatizer(1.0)
+  first, state = _steps(tx, 5)
+  rows = np.concatenate([first, _steps(tx, 5, state)[0], _steps(tx, 5)[0]])
+  assert len(np.unique(rows, axis=0)) == 15
+  values = rows[:, :5].ravel()
+  # Noise is on a lattice of some million steps: two of 75 values are equal by
+  # chance once in a thousand runs, six hardly ever.
+  assert len(np.unique(values)) >= values.size - 2
+
+
 def test_a_privatizer_of_ones_own_replaces_the_noise():
   """It sees coordinates in the parameters' shapes; its sum is projected."""
   seen = []
