@@ -87,25 +87,6 @@ def test_ridge_is_the_solution_of_its_equations(sigma):
   assert head.entries == D * (D + 1) // 2 + D * K
 
 
-def test_the_same_bits_in_any_batches():
-  """Also with padding, labels of no class and features that are not finite."""
-  whole = release([(FEATURES, LABELS)], noise_multiplier=2.0)
-  # Padding counts as records, which change nothing here but their number.
-  odd = np.ones((4, D), np.float32)
-  odd[0, 0], odd[1, 2], odd[3] = np.nan, np.inf, 0.0
-  parts = [
-    (FEATURES[rows], LABELS[rows]) for rows in (slice(200, None), slice(200))
-  ]
-  found = release(
-    [*parts, (odd, np.array([0, 1, -1, 2]))],
-    noise_multiplier=2.0,
-    dataset_size=N + 4,
-  )
-  np.testing.assert_array_equal(found.kernel, whole.kernel)
-  other = release([(FEATURES, LABELS)], noise_multiplier=2.0, prng_key=2)
-  assert not np.array_equal(other.kernel, whole.kernel)
-
-
 @pytest.mark.parametrize('label', range(K))
 def test_a_record_adds_one_to_its_class(label):
   """And no class of few records has a long column made of noise."""

@@ -42,11 +42,9 @@ def write_dataset(folder: pathlib.Path, *tables, **state) -> pathlib.Path:
       writer.write_table(table)
   stored = {
     '_data_files': [{'filename': name} for name in names],
-    '_fingerprint': '0',
-    '_format_columns': None,
-    '_format_type': None,
+    '_fingerprint': '0', '_format_columns': None, '_format_type': None,
     '_split': None,
-  }
+  }  # fmt: skip
   (folder / 'state.json').write_text(json.dumps(stored | state))
   (folder / 'dataset_info.json').write_text('{"features": {}}')
   return folder
@@ -100,14 +98,8 @@ def test_labels_that_are_numbers_or_categories(tmp_path):
   }
   table = pa.table({'text': ['s', 't'], **labels})
   path = str(write_parquet(tmp_path / 'a.parquet', table))
-  assert data.read_public(conftest.columns(path, label='a')).labels == [
-    '1',
-    '0',
-  ]
-  assert data.read_public(conftest.columns(path, label='b')).labels == [
-    'yes',
-    'no',
-  ]
+  for name, want in (('a', ['1', '0']), ('b', ['yes', 'no'])):
+    assert data.read_public(conftest.columns(path, label=name)).labels == want
 
 
 def test_broken_files_and_folders_are_named(tmp_path, monkeypatch, capsys):

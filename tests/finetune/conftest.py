@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from flax import nnx
+
+from prism_optax.finetune.models import pretrained
+from tests.finetune import language_models
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SUBJECTS = ('film', 'plot', 'actor')
@@ -100,16 +104,13 @@ def random_weights(words: int) -> dict[str, np.ndarray]:
     'embeddings.position_embeddings.weight': normal(POSITIONS, HIDDEN),
     'embeddings.token_type_embeddings.weight': normal(2, HIDDEN),
   }
+  square = (HIDDEN, HIDDEN)
   shapes = {
-    'attention.self.query': (HIDDEN, HIDDEN),
-    'attention.self.key': (HIDDEN, HIDDEN),
-    'attention.self.value': (HIDDEN, HIDDEN),
-    'attention.output.dense': (HIDDEN, HIDDEN),
-    'attention.output.LayerNorm': (HIDDEN,),
-    'intermediate.dense': (INNER, HIDDEN),
-    'output.dense': (HIDDEN, INNER),
-    'output.LayerNorm': (HIDDEN,),
-  }
+    'attention.self.query': square, 'attention.self.key': square,
+    'attention.self.value': square, 'attention.output.dense': square,
+    'attention.output.LayerNorm': (HIDDEN,), 'output.LayerNorm': (HIDDEN,),
+    'intermediate.dense': (INNER, HIDDEN), 'output.dense': (HIDDEN, INNER),
+  }  # fmt: skip
   named = {
     f'encoder.layer.{i}.{name}': shape
     for i in range(LAYERS)
@@ -119,6 +120,15 @@ def random_weights(words: int) -> dict[str, np.ndarray]:
     weights[f'{name}.weight'] = normal(*shape)
     weights[f'{name}.bias'] = normal(shape[0])
   return weights
+
+
+def randomise(params: nnx.State, scale: float = 1.0) -> nnx.State:
+  """Puts normal numbers into adapters, which begin as nothing."""
+  rng = np.random.default_rng(0)
+  for _, leaf in nnx.to_flat_state(params):
+    assert leaf.dtype == np.float32
+    leaf.set_value(rng.normal(size=leaf.shape, scale=scale).astype(np.float32))
+  return params
 
 
 @pytest.fixture(scope='session')
@@ -132,9 +142,16 @@ def tiny_files(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 @pytest.fixture(scope='session')
+def source(tmp_path_factory):
+  """A tiny language model."""
+  folder = language_models.write(tmp_path_factory.mktemp('llama'))
+  return pretrained.find(str(folder))
+
+
+@pytest.fixture(scope='session')
 def language_run(tmp_path_factory):
   """``(folder of a run of a language model, its model)``."""
-  from tests.finetune import finished_runs, language_models
+  from tests.finetune import finished_runs
 
   folder = tmp_path_factory.mktemp('language')
   model = language_models.write(folder / 'model')

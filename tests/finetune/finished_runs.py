@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 
-import numpy as np
 from flax import nnx
 
 from prism_optax.finetune import (
@@ -40,10 +39,7 @@ def write_language_run(folder: pathlib.Path, model: pathlib.Path) -> nnx.Module:
   source = pretrained.find(str(model))
   config = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
   found = llama_files.load(source, config)
-  rng = np.random.default_rng(0)
-  params = nnx.state(found, nnx.LoRAParam)
-  for _, leaf in nnx.to_flat_state(params):
-    leaf.set_value(rng.normal(size=leaf.shape, scale=0.3).astype(np.float32))
+  params = conftest.randomise(nnx.state(found, nnx.LoRAParam), 0.3)
   adapters.save(folder / 'adapter.safetensors', params, {})
   given = command_line.parse(
     [
@@ -106,10 +102,7 @@ def write_review_run(
   digest = weights.sha256(encoder / 'model.safetensors')
   used.base = {'model': 'tiny', 'sha256': digest}
   model = tasks.network(used, pretrained.find(str(encoder)))
-  rng = np.random.default_rng(0)
-  _, params, _ = classifier.split(model)
-  for _, leaf in nnx.to_flat_state(params):
-    leaf.set_value(rng.normal(size=leaf.shape).astype(np.float32))
+  params = conftest.randomise(classifier.split(model)[1])
   nnx.update(model, params)
   adapters.save(folder / 'adapter.safetensors', params, {})
   (folder / 'options.json').write_text(json.dumps(vars(used)))

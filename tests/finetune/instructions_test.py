@@ -14,11 +14,10 @@ from prism_optax.finetune.models import (
   classifier,
   llama_files,
   minilm,
-  pretrained,
 )
 from tests import cases
 from tests.core import seams
-from tests.finetune import conftest, language_models
+from tests.finetune import conftest
 
 COLUMNS = conftest.columns('')
 GOOD = {'prompt': 'two plus three', 'response': 'five'}
@@ -29,12 +28,6 @@ TALK = {
     {'role': 'assistant', 'content': 'four'},
   ]
 }
-
-
-@pytest.fixture(scope='module')
-def source(tmp_path_factory):
-  folder = language_models.write(tmp_path_factory.mktemp('llama'))
-  return pretrained.find(str(folder))
 
 
 def test_rows_of_both_forms_and_both_kinds_of_file(tmp_path):

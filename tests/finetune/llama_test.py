@@ -17,16 +17,10 @@ from prism_optax.finetune.models import (
   minilm,
   pretrained,
 )
-from tests.finetune import decoder_oracle, language_models
+from tests.finetune import conftest, decoder_oracle, language_models
 
 LORA = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
 IDS = np.array([[1, 5, 9, 33, 7, 2], [3, 14, 15, 9, 26, 5]])
-
-
-@pytest.fixture(scope='module')
-def source(tmp_path_factory):
-  folder = language_models.write(tmp_path_factory.mktemp('llama'))
-  return pretrained.find(str(folder))
 
 
 @functools.cache
@@ -43,9 +37,7 @@ def _logits(model, *args):
 def adapted(source):
   """Adapters that change something, in the upper two of three layers."""
   model = llama_files.load(source, LORA, seed=1)
-  rng = np.random.default_rng(0)
-  for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-    leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape), jnp.float32))
+  nnx.update(model, conftest.randomise(nnx.state(model, nnx.LoRAParam)))
   return model
 
 
@@ -109,10 +101,7 @@ def test_frozen_weights_can_be_kept_in_bfloat16(source):
 def test_dense_layers_can_be_kept_in_int8(source):
   """Half a step off, of 127 up to the largest weight of an output."""
   model = llama_files.load(source, LORA, dtype=jnp.int8)
-  rng = np.random.default_rng(0)
-  for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-    assert leaf.dtype == np.float32
-    leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape), jnp.float32))
+  nnx.update(model, conftest.randomise(nnx.state(model, nnx.LoRAParam)))
   rounded = {}
   for stack, at in ((0, 0), (1, 1), (1, 2)):  # One layer without adapters.
     layer = model.stacks[stack]

@@ -1,7 +1,5 @@
 """Initial factors: their spectra, their gauge, and the model they leave."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,35 +19,24 @@ def _params(dtype=jnp.float32):
   return tree | {'extra': np.ones(3, dtype)}
 
 
-@functools.partial(jax.jit, static_argnames=('method', 'size', 'layout'))
-def _compiled(params, key, **options):
-  return lora.initialize(params, key, **options)
-
-
-def _initialize(params, key, **options):
-  """Compiled: the many small operations take longer one by one."""
-  if isinstance(key, int):
-    key = jax.random.key(key)
-  return jax.device_get(_compiled(params, key, **options))
-
-
-@functools.partial(jax.jit, static_argnames=('layout', 'power_iterations'))
-def _compiled_residual(params, weights, key, **options):
-  return lora.spectral_residual(params, weights, key, **options)
-
-
-def _spectral_residual(*args, **options):
-  return jax.device_get(_compiled_residual(*args, jax.random.key(0), **options))
+# Compiled: the many small operations take longer one by one.
+_initialize = jax.jit(
+  lora.initialize, static_argnames=('method', 'size', 'layout')
+)
+_spectral_residual = jax.jit(
+  lora.spectral_residual, static_argnames=('layout', 'power_iterations')
+)
+KEY = jax.random.key(1)
 
 
 def test_one_sided_factors_are_orthonormal_and_z_is_zero():
-  new = _initialize(_params(), 1)
+  new = _initialize(_params(), KEY)
   for name in 'pqs':
     a, b = new[name]['lora_a'], new[name]['lora_b']
     np.testing.assert_allclose(a.T @ a, np.eye(a.shape[1]), atol=1e-6)
     assert not b.any()
   np.testing.assert_array_equal(new['extra'], 1)
-  wide = _initialize(_params(), 1, size=4.0)
+  wide = _initialize(_params(), KEY, size=4.0)
   np.testing.assert_allclose(
     wide['p']['lora_a'], 4 * new['p']['lora_a'], rtol=1e-6
   )
@@ -59,7 +46,7 @@ def test_one_sided_factors_are_orthonormal_and_z_is_zero():
 def test_balanced_factors_have_the_singular_values_asked_for(scale):
   """Of Z as the model sees it, whatever the scale."""
   layout = lora.Layout(scale=scale)
-  new = _initialize(_params(), 1, method='balanced', size=0.3, layout=layout)
+  new = _initialize(_params(), KEY, method='balanced', size=0.3, layout=layout)
   for z, rank in zip(cases.products_of(new), (3, 3, 2), strict=True):
     s = np.linalg.svd(scale * z, compute_uv=False)
     np.testing.assert_allclose(s, [0.3] * rank + [0] * (len(s) - rank),
@@ -90,7 +77,7 @@ def test_initial_factors_in_bfloat16_and_stacks():
     'lora_a': np.zeros((3, 6, 2), jnp.bfloat16),
     'lora_b': np.zeros((3, 2, 5), jnp.bfloat16),
   }
-  new = _initialize(params, 0, method='balanced', size=1.0)
+  new = _initialize(params, KEY, method='balanced', size=1.0)
   assert new['lora_a'].dtype == jnp.bfloat16
   for z in np.float32(new['lora_a']) @ np.float32(new['lora_b']):
     s = np.linalg.svd(z, compute_uv=False)
@@ -123,7 +110,7 @@ def test_the_best_approximation_goes_to_the_factors():
     's': {'lora_a': jnp.ones((2, 15, 4)), 'lora_b': jnp.ones((2, 4, 25))},
   }
   layout = lora.Layout(scale=4.0)
-  new, frozen = _spectral_residual(params, weights, layout=layout)
+  new, frozen = _spectral_residual(params, weights, KEY, layout=layout)
   for name, rank in (('p', 3), ('s', 4)):
     a, b = np.float64(new[name]['lora_a']), np.float64(new[name]['lora_b'])
     old = np.float64(weights[name]['kernel'])
@@ -143,7 +130,7 @@ def test_the_best_approximation_goes_to_the_factors():
   )
   np.testing.assert_allclose(gram_a, np.diag(np.diag(gram_a)), atol=1e-6)
   np.testing.assert_array_equal(frozen['other'], [0, 1, 2])
-  again, _ = _spectral_residual(params, weights, layout=layout)
+  again, _ = _spectral_residual(params, weights, KEY, layout=layout)
   jax.tree.map(np.testing.assert_array_equal, new, again)
 
 
@@ -154,7 +141,7 @@ def test_power_iterations_help_on_a_flat_spectrum():
   left = {}
   for iterations in (0, 8):
     _, frozen = _spectral_residual(
-      params, {'p': {'kernel': w}}, power_iterations=iterations
+      params, {'p': {'kernel': w}}, KEY, power_iterations=iterations
     )
     left[iterations] = np.linalg.norm(frozen['p']['kernel'])
   best = np.linalg.norm(w - oracles.best_approximation(np.float64(w), 4))
