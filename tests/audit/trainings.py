@@ -6,12 +6,12 @@ a quantile, which is a release, too. All records are in the batch, the canary's
 in the last rows.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import prism_optax
 from prism_optax import training
@@ -178,10 +178,6 @@ def shift(step, batch, canaries=1, is_present=None):
                       outside)  # fmt: skip
 
 
-def norm(tree):
-  return math.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
-
-
 def attack(
   private, silent, batch, stddevs, draws, *, canaries=1, is_present=None
 ):
@@ -203,12 +199,7 @@ def attack(
     del noise
     padding = ~canary & (rows >= len(rows) - canaries)
     _, seen = step(key, batch, padding, is_present)
-    score = sum(
-      jnp.vdot(x, y)
-      for x, y in zip(
-        jax.tree.leaves(seen.mean), jax.tree.leaves(moved.mean), strict=True
-      )
-    )
+    score = optax.tree.vdot(seen.mean, moved.mean)
     # The logarithm of the likelihood ratio, but for a constant.
     return score / stddevs[0] ** 2 + seen.vote * moved.vote / stddevs[1] ** 2
 

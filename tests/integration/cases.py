@@ -53,24 +53,15 @@ def privatizer(stddev=STDDEV):
   return prism_optax.tangent_privatizer(stddev, prng_key=SEED)
 
 
+def prism():
+  return prism_optax.prism(
+    0.05, l2_clip_norm=CLIP, noise_multiplier=MULTIPLIER,
+    expected_batch_size=BATCH, prng_key=SEED,
+  )  # fmt: skip
+
+
 def after_the_noise(learning_rate=0.5):
   """Without preconditioner: compiling is what these tests cost."""
   return optax.chain(
     optax.scale_by_learning_rate(learning_rate), prism_optax.retract()
   )
-
-
-def prism(learning_rate=0.05, **options):
-  return prism_optax.prism(
-    learning_rate,
-    l2_clip_norm=CLIP,
-    noise_multiplier=options.pop('noise_multiplier', MULTIPLIER),
-    expected_batch_size=BATCH,
-    prng_key=SEED,
-    **options,
-  )
-
-
-def z(tree):
-  a, b = (np.asarray(tree['lora'][name]) for name in ('lora_a', 'lora_b'))
-  return a @ b

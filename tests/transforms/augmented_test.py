@@ -1,7 +1,6 @@
 """Optimizers whose pre-clipping transform reads the state alone."""
 
 import sys
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,25 +23,6 @@ def _optimizer():
     optax.scale_by_learning_rate(0.05),
     prism_optax.retract(),
   )
-
-
-def test_it_unpacks_into_a_class_of_a_trainer():
-  """A class that the library cannot know."""
-
-  class Theirs(NamedTuple):
-    init: Any
-    update: Any
-    pre_clipping_transform: Any
-
-  theirs = Theirs(*transforms.augmented_optimizer(_optimizer()))
-
-  def update(grads, params):
-    state = theirs.init(params)
-    transform = theirs.pre_clipping_transform(state)
-    return theirs.update(transform(grads), state, params)
-
-  updates, _ = jax.eval_shape(update, PARAMS, PARAMS)
-  assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
 
 
 @pytest.mark.parametrize('kind', newest_jax_privacy.modules())

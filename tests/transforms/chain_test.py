@@ -1,12 +1,11 @@
 """`prism_optax.chain`: the numbers of `optax.chain`."""
 
-import jax
 import numpy as np
 import optax
 import pytest
 
 import prism_optax
-from tests.oracles import oracles, problems
+from tests.oracles import problems
 from tests.transforms import chains
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -62,26 +61,3 @@ def test_nested_chains_are_flat_ones():
   chains.assert_same_program(nested, problems.chain_of(0.05, **chains.OPTIONS))
   bound = chains.CLIP / chains.BATCH_SIZE
   assert nested.sensitivity() == parts[0].sensitivity() == bound
-
-
-def test_extra_arguments_reach_those_who_want_them():
-  """The padding mask is for the clip, behind which all get it and drop it."""
-  problem, params = chains.problem_and_params()
-  grads = chains.batch(problem, params)
-  tx = prism_optax.chain(
-    chains.clip(), chains.noise(), optax.scale(1.0), retract_elsewhere=True
-  )
-  state, update = tx.init(params), jax.jit(tx.update)
-  padding = np.arange(problem.batch) > 2
-
-  def released(grads, padding):
-    return update(grads, state, params, is_padding_example=padding)[0]
-
-  some = released(grads, padding)
-  first = jax.tree.map(
-    lambda x: np.where(padding.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x), grads
-  )
-  nobody = np.zeros_like(padding)
-  chains.assert_close(some, released(first, nobody))
-  everybody = released(grads, nobody)
-  assert oracles.relative_error(some['extra'], everybody['extra']) > 1e-3

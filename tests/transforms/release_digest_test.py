@@ -37,7 +37,7 @@ def foreign():
 CASES = {
   'prism_optax.chain': lambda: prism_optax.chain(
     noise(),
-    prism_optax.scale_by_learning_rate(0.5),
+    optax.scale(0.5),  # Knows no argument beside.
     retract_elsewhere=True,
   ),
   'optax.partition': lambda: optax.partition(
