@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from prism_optax import training
 from tests.core import seams
@@ -76,6 +77,23 @@ def random_problem(rng, shapes, batch, condition=1.0):
   factors = [oracles.random_factors(rng, *s, condition) for s in shapes]
   dense = [rng.normal(size=(batch, m, n)) for m, n, _ in shapes]
   return factors, dense
+
+
+# Cases of tests.
+
+
+def fast_first(names, fast, every):
+  """Parametrizes a test, whose cases that are not `fast` are slow."""
+  return pytest.mark.parametrize(
+    names,
+    [
+      pytest.param(
+        *(x if isinstance(x, tuple) else [x]),
+        marks=() if x in fast else pytest.mark.slow,
+      )
+      for x in every
+    ],
+  )
 
 
 # Comparisons of trees.

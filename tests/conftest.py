@@ -6,6 +6,8 @@ import importlib.util
 import mmap
 import os
 import pathlib
+import subprocess
+import sys
 
 # One thread for each process: the matrices are tiny, the threads of BLAS
 # would only wait for each other, and pytest-xdist runs processes side by
@@ -92,6 +94,17 @@ def devices(count):
     'JAX_PLATFORMS': 'cpu',
     'PYTHONPATH': str(_ROOT),
   }
+
+
+def python(*arguments, count=None):
+  """What a process prints that ends well, with so many CPU devices if given."""
+  done = subprocess.run(
+    [sys.executable, *map(str, arguments)], cwd=_ROOT, capture_output=True,
+    env=None if count is None else devices(count), text=True, check=False,
+    timeout=280,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done.stdout
 
 
 @pytest.fixture

@@ -49,16 +49,11 @@ def _step_of_the_source(grads, state, params, clips, noises, *options):
 
 
 @pytest.mark.parametrize('size', [0.01, 1.0, 50.0])
-@pytest.mark.parametrize(
+# Each is a program of its own.
+@cases.fast_first(
   ('beta', 'degree', 'steps'),
-  [
-    (0.95, 2, 5),
-    # Each is a program of its own.
-    *(
-      pytest.param(*options, marks=pytest.mark.slow)
-      for options in [(0.0, 1, 1), (0.5, 2, 5), (0.95, 3, 3), (0.9, 1, 8)]
-    ),
-  ],
+  [(0.95, 2, 5)],
+  [(0.95, 2, 5), (0.0, 1, 1), (0.5, 2, 5), (0.95, 3, 3), (0.9, 1, 8)],
 )
 def test_ten_steps_are_those_of_the_source(x64, beta, degree, steps, size):
   """Tall, wide, square and stacked matrices, with fixed noise.

@@ -41,19 +41,11 @@ def _largest_array(program):
   return max(math.prod(map(int, shape.split(','))) for shape in shapes)
 
 
-@pytest.mark.parametrize(
+@cases.fast_first(
   ('make', 'options'),
-  [
-    (prism_optax.prism, {}),
-    *(
-      pytest.param(*x, marks=pytest.mark.slow)
-      for x in (
-        (prism_optax.published_prism, {}), (contrib.prism_muon, {}),
-        (prism_optax.prism, {'weight_decay': 0.0}),
-      )
-    ),
-  ],
-  ids=lambda x: getattr(x, '__name__', str(x)),
+  [(prism_optax.prism, {})],
+  [(prism_optax.prism, {}), (prism_optax.published_prism, {}),
+   (contrib.prism_muon, {}), (prism_optax.prism, {'weight_decay': 0.0})],
 )  # fmt: skip
 def test_no_array_is_as_large_as_a_weight(make, options):
   largest = _largest_array(_compiled(False, make, **options))

@@ -7,8 +7,6 @@ against sums of floats. ``benchmarks/privacy/low_bits.py`` plays them often.
 
 import functools
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 
 import prism_optax
-from tests import conftest
+from tests import cases, conftest
 from tests.audit import low_bits, routes, worst_order
 from tests.core import seams
 
@@ -46,13 +44,7 @@ _played = functools.lru_cache(maxsize=2)(low_bits.played)
 FIRST = ('intrinsic_clip, tangent_privatizer', 'hidden states')
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(x, marks=() if x in FIRST else pytest.mark.slow)
-    for x in routes.ROUTES
-  ],
-)
+@cases.fast_first('name', FIRST, routes.ROUTES)
 def test_low_bits_name_no_member(name):
   """Nor do those of what is made of noisy sums; of noise as floats they do."""
   route = routes.ROUTES[name](routes.size_of(name, ENTRIES))
@@ -141,12 +133,8 @@ def test_65_536_records_in_the_worst_order_have_one_sum():
   assert len(found['sums']) == 1
   # By no more than the clip norm, and by all of it but the clip's margin.
   assert 0.9999 < found['moves'][0] <= found['moves'][1] <= 1
-  done = subprocess.run(
-    [sys.executable, '-m', 'tests.audit.worst_order'],
-    env=conftest.devices(8), capture_output=True, text=True, check=False,
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert json.loads(done.stdout) == {'devices': 8, **found}
+  printed = conftest.python('-m', 'tests.audit.worst_order', count=8)
+  assert json.loads(printed) == {'devices': 8, **found}
 
 
 def test_a_long_seed_is_not_found_by_trying_short_ones():

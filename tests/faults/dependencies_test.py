@@ -3,11 +3,11 @@
 import importlib.metadata
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 
 import pytest
+
+from tests import conftest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
@@ -86,12 +86,7 @@ print('heard' if seen else 'deaf')
 
 @pytest.mark.slow
 def test_importing_every_module_opens_no_socket():
-  done = subprocess.run(
-    [sys.executable, '-c', _IMPORTING],
-    cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert done.stdout.split() == ['heard']
+  assert conftest.python('-c', _IMPORTING).split() == ['heard']
 
 
 # Permissive, or with obligations for changes of its own files alone (MPL).

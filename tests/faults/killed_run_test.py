@@ -2,13 +2,12 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from prism_optax.finetune import run
+from tests import conftest
 from tests.core import seams
 from tests.finetune import finetune_test
 
@@ -30,18 +29,14 @@ def _run(folder, places, tiny_files, tiny_model):
     *('--rank', '2', '--lora-targets', 'attention', '--max-length', '7'),
     *('--eval-every', '4', '--checkpoint-every', EVERY, '--seed', '5'),
   ]
-  done = subprocess.run(
-    [sys.executable, PROGRAM, log, output, places, *map(str, argv)],
-    capture_output=True, text=True, check=False, timeout=280,
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr[-3000:]
+  printed = conftest.python(PROGRAM, log, output, places, *argv)
   results = [
     json.loads(line.removeprefix('RESULT '))
-    for line in done.stdout.splitlines()
+    for line in printed.splitlines()
     if line.startswith('RESULT ')
   ]
   steps = [json.loads(line) for line in log.read_text().splitlines()]
-  return output, results, steps, done.stderr
+  return output, results, steps
 
 
 def _stored(output):
@@ -58,13 +53,11 @@ def test_killed_anywhere_a_run_ends_as_if_it_had_not_been(
 ):
   (tmp_path / 'whole').mkdir()
   (tmp_path / 'killed').mkdir()
-  whole, _, expected, _ = _run(
-    tmp_path / 'whole', 'end', tiny_files, tiny_model
-  )
-  killed, results, found, errors = _run(
+  whole, _, expected = _run(tmp_path / 'whole', 'end', tiny_files, tiny_model)
+  killed, results, found = _run(
     tmp_path / 'killed', PLACES, tiny_files, tiny_model
   )
-  assert [r['status'] for r in results] == [-9] * 4 + [0], errors[-3000:]
+  assert [r['status'] for r in results] == [-9] * 4 + [0]
 
   # Each step is a function of the secrets: however often it is done, its key,
   # batch, parameters and moments are those of the uninterrupted run.

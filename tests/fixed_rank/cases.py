@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
+from tests import cases
 from tests.oracles import oracles
 
 # m, n and r differ; then r = min(m, n) on either side, and r = 1.
@@ -20,12 +21,8 @@ CONDITIONS = [1.0, 1e3, 1e6]
 EPS = {np.float64: 2.3e-16, np.float32: 1.2e-7}
 
 # Each is a program of its own: the fast tests have r = min(m, n) on one side.
-shapes = pytest.mark.parametrize(
-  ('m', 'n', 'rank'),
-  [
-    pytest.param(*shape, marks=pytest.mark.slow if shape == (13, 4, 4) else ())
-    for shape in SHAPES
-  ],
+shapes = cases.fast_first(
+  ('m', 'n', 'rank'), [x for x in SHAPES if x != (13, 4, 4)], SHAPES
 )
 conditions = pytest.mark.parametrize('condition', CONDITIONS)
 dtypes = pytest.mark.parametrize('dtype', [np.float64, np.float32])

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import cases
 from tests.fixed_rank import cases as g
 from tests.oracles import oracles
 
@@ -151,9 +152,7 @@ def test_a_step_from_deficient_factors_lands_on_the_best_approximation(
 
 
 # Each has a shape of its own: one that is tall, one that is wide.
-@pytest.mark.parametrize(
-  'case', [0, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3, 4))]
-)
+@cases.fast_first('case', (0, 2), range(5))
 def test_golden_retractions(case, golden):
   d = golden('retract', f'c{case}_')
   eta = golden('retract', '')['eta'][case]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from prism_optax import fixed_rank
+from tests import cases
 from tests.fixed_rank import cases as g
 from tests.oracles import oracles
 
@@ -112,13 +113,7 @@ def test_tangents_of_another_shape_are_refused(call, shapes):
 
 
 # Each has a shape of its own.
-@pytest.mark.parametrize(
-  'case',
-  [
-    pytest.param(i, marks=() if i in (0, 3) else pytest.mark.slow)
-    for i in range(7)
-  ],
-)
+@cases.fast_first('case', (0, 3), range(7))
 def test_golden_lifts(case, golden):
   """Of five g.gradients: our tangent vectors are what their lifts move Z by."""
   d = golden('lift', f'c{case}_')

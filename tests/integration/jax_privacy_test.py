@@ -4,10 +4,6 @@ Its clipped gradients, samplers, privatizers, accountants and auditor around our
 transformations, compared with the chain that needs none of them.
 """
 
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import jax_privacy
@@ -240,10 +236,4 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
 @pytest.mark.slow
 def test_sharding_strategies_on_eight_devices():
   """Two strategies, three privatizers, plain and stacked, two kinds of mesh."""
-  root = pathlib.Path(__file__).parents[2]
-  done = subprocess.run(
-    [sys.executable, '-c', SHARDED], env=conftest.devices(8), cwd=root,
-    timeout=280, capture_output=True, text=True, check=False,
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr[-3000:]
-  assert done.stdout.count('fine') == 9
+  assert conftest.python('-c', SHARDED, count=8).count('fine') == 9

@@ -7,10 +7,10 @@ divide it, so that a batch axis cannot be told by its size.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 from prism_optax import diagnostics
+from tests import cases
 from tests.proofs import oracle
 
 B = 4
@@ -111,10 +111,7 @@ def program(seed):
   return function
 
 
-@pytest.mark.parametrize(
-  'first',
-  [0, *(pytest.param(100 + 16 * i, marks=pytest.mark.slow) for i in range(6))],
-)
+@cases.fast_first('first', [0], [0, *range(100, 196, 16)])
 def test_no_program_that_is_proved_mixes(first):
   """Enough are proved, and enough mix; few are refused for nothing."""
   found = {'proved': 0, 'mixing': 0, 'refused for nothing': 0}

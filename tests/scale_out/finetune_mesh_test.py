@@ -1,13 +1,12 @@
 """The fine-tuning command line on several devices."""
 
-import subprocess
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from prism_optax.finetune import main as finetune
-from tests.conftest import devices
+from tests import conftest
 from tests.finetune import finetune_test
 
 
@@ -20,15 +19,8 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
       '--noise-multiplier', '0', *more,
     )  # fmt: skip
 
-  done = subprocess.run(
-    [*finetune_test.PROGRAM, *argv('mesh', '--mesh', 'data=8')],
-    env=devices(8),
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=280,
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  _, *program = finetune_test.PROGRAM
+  conftest.python(*program, *argv('mesh', '--mesh', 'data=8'), count=8)
   assert finetune.main(argv('one')) == 0
   one, mesh = (
     safetensors.numpy.load_file(tmp_path / name / 'adapter.safetensors')

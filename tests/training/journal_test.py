@@ -1,8 +1,6 @@
 """A journal counts what is released again in another environment."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -113,13 +111,11 @@ def test_one_device_and_two(journal, tmp_path):
   """Processes with another number of devices; the first one may go on."""
 
   def run(devices, what):
-    done = subprocess.run(
-      [sys.executable, '-c', _PROGRAM, tmp_path, what, *['journal'] * journal],
-      env=conftest.devices(devices), text=True, capture_output=True,
-      timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    more = ['journal'] * journal
+    printed = conftest.python(
+      '-c', _PROGRAM, tmp_path, what, *more, count=devices
+    )
+    return json.loads(printed.splitlines()[-1])
 
   one = run(1, 'begin')
   assert run(1, 'again') == one

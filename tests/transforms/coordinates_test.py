@@ -28,9 +28,7 @@ def _factors(gauge, dtype):
 
 
 @pytest.mark.parametrize('gauge', ['retracted', 'a start', 'turned', 'nearly'])
-@pytest.mark.parametrize(
-  'dtype', [pytest.param(np.float32, marks=pytest.mark.slow), np.float64]
-)
+@cases.fast_first('dtype', [np.float64], [np.float32, np.float64])
 def test_they_are_those_of_the_oracle(gauge, dtype):
   """By columns where that is the same to rounding, and nowhere else."""
   eps = float(np.finfo(dtype).eps)

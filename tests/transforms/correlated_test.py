@@ -164,16 +164,8 @@ def _oracle(path, signals, fixed_noise):
   return out
 
 
-@pytest.mark.parametrize(
-  'layout', ['plain', pytest.param('stacked', marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(name, marks=() if name == 'dense' else pytest.mark.slow)
-    for name in NOISING
-  ],
-)
+@cases.fast_first('layout', ['plain'], ['plain', 'stacked'])
+@cases.fast_first('name', ['dense'], NOISING)
 def test_every_privatizer_is_a_dense_product_in_fixed_coordinates(name, layout):
   noising, of, update = _named(name)
   rows = np.linalg.norm(_materialized(noising), axis=1)

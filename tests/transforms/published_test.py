@@ -123,9 +123,8 @@ def test_trajectories_of_the_published_optimizer(golden, name):
   assert _error(single, arrays, 'Z_after') < 2e-5
 
 
-@pytest.mark.parametrize(
-  'floor_mode',
-  [pytest.param('scalar', marks=pytest.mark.slow), 'none', 'geometry'],
+@cases.fast_first(
+  'floor_mode', ['none', 'geometry'], ['scalar', 'none', 'geometry']
 )
 def test_every_floor_against_the_dense_oracle(floor_mode):
   rng = np.random.default_rng(0)
