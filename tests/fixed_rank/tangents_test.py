@@ -91,27 +91,6 @@ def test_transport_projects_the_ambient_tangent(condition):
   assert_is(frames[1], moved, exact, 100 * g.EPS[np.float64] * condition)
 
 
-@pytest.mark.parametrize(
-  'call',
-  [
-    lambda frame, x: fixed_rank.tangent_from_gradients(
-      frame, fixed_rank.Factors(*x)
-    ),
-    fixed_rank.project,
-    lambda frame, x: fixed_rank.transport(frame, frame, x),
-    fixed_rank.retraction,
-  ],
-)
-@pytest.mark.parametrize(
-  'shapes', [((6, 2), (5, 2)), ((7, 3), (5, 3)), ((5, 2), (7, 2))]
-)
-def test_tangents_of_another_shape_are_refused(call, shapes):
-  """Broadcasting would turn some of these into a wrong answer."""
-  frame = g.compiled.frame(g.random_problem(45, 7, 5, 2)[0])
-  with pytest.raises(ValueError, match=r'\(7, 2\)|\(5, 2\)'):
-    call(frame, fixed_rank.Tangent(*map(np.zeros, shapes)))
-
-
 # Each has a shape of its own.
 @cases.fast_first('case', (0, 3), range(7))
 def test_golden_lifts(case, golden):

@@ -36,6 +36,7 @@ KEY, OLD_KEY = jax.random.key(7), jax.random.PRNGKey(0)
 BAD_NUMBERS = 0.0, -1.0, math.nan, math.inf, '1'
 NOISE = {'noise_stddev': 0.3}
 PARAMS = cases.adapters([(9, 7, 3)])
+FRAME = fixed_rank.frame(fixed_rank.Factors(np.eye(7, 2), np.eye(5, 2)))
 TREE = {'lora_a': np.ones((6, 3)), 'lora_b': np.ones((3, 5))}
 WEIGHTS = {'kernel': np.ones((6, 5))}
 ROWS = np.ones((4, 3), np.float32)
@@ -173,6 +174,9 @@ def test_an_argument_out_of_range_is_named_with_its_value(call, name, value):
     call(**{name: value})
 
 
+AUGMENTED = tuple(transforms.augmented_optimizer(prism_optax.retract()))
+
+
 def _update(tx, *args):
   return tx.update(*args)
 
@@ -244,6 +248,7 @@ CALLS = {
       (prism_optax.intrinsic_clip, 1.0), (prism_optax.per_matrix_clip, 1.0),
       (privatizer, 1.0), (prism_optax.retract,),
       (contrib.orthogonalize_tangents,),
+      (lambda: optax.GradientTransformation(*AUGMENTED[:2]),),
     )
   },
   **{
@@ -258,6 +263,9 @@ CALLS = {
       ),
     }.items()
   },
+  'an augmented optimizer that cannot move': (of(AUGMENTED[0],
+    {'m0': jax.tree.map(np.zeros_like, PARAMS['m0'])}),
+    'Both factors are zero'),
   'a module that cannot move': (of(prism_optax.intrinsic_clip(1.0).init, PARAMS
     | {'m0': jax.tree.map(np.zeros_like, PARAMS['m0'])}),
     r"zero in params of \['m0'\]"),
@@ -308,6 +316,37 @@ CALLS = {
       ((2, 5, 2), (3, 4, 2), r'\(2, 5, 2\).*\(3, 4, 2\)'),
       ((5, 4), (3, 4), 'rank'), ((3, 4), (5, 4), 'rank'),
       ((5,), (4,), r'\(5,\)'), ((5, 0), (4, 0), 'rank'),
+    )
+  },
+  # Broadcasting would turn some of these into a wrong answer.
+  **{
+    f'{i}: a tangent of shapes {shapes}': (
+      lambda call=call, shapes=shapes: call(
+        FRAME, fixed_rank.Tangent(*map(np.zeros, shapes))
+      ),
+      r'\(7, 2\)|\(5, 2\)',
+    )
+    for i, call in enumerate((
+      fixed_rank.tangent_from_gradients, fixed_rank.project,
+      lambda frame, x: fixed_rank.transport(frame, frame, x),
+      fixed_rank.retraction,
+    ))
+    for shapes in (((6, 2), (5, 2)), ((7, 3), (5, 3)), ((5, 2), (7, 2)))
+  },
+  # Proofs.
+  **{
+    f'proved of {args}, {axes}': (
+      of(diagnostics.prove_independent, lambda *args: args, *args,
+        in_axes=axes), message,
+    )
+    for args, axes, message in (
+      ((np.ones((1, 2)),), 0,
+        r'at least 2 examples, got the first axes \[\(1,\)'),
+      ((np.ones(3), np.ones(4)), 0, r'\[\(3,\), \(4,\)\]'),
+      ((1.0,), 0, r'\[\(\)\]'),
+      ((np.ones(3),), None, r'got the first axes \[\]'),
+      ((np.ones(3),), (0, 0), r'in_axes=\(0, 0\)'),
+      ((np.ones(3),), 1, r'in_axes=1'),
     )
   },
   # Accounting.

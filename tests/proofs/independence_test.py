@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
@@ -287,23 +286,3 @@ def test_what_is_mixed_and_not_returned():
   assert proof
   assert 'proved' in str(proof)
   assert 'reduce_sum' in str(proof)
-
-
-@pytest.mark.parametrize(
-  ('args', 'in_axes', 'message'),
-  [
-    (
-      (np.ones((1, 2)),),
-      0,
-      r'at least 2 examples, got the first axes \[\(1,\)',
-    ),
-    ((np.ones(3), np.ones(4)), 0, r'\[\(3,\), \(4,\)\]'),
-    ((1.0,), 0, r'\[\(\)\]'),
-    ((np.ones(3),), None, r'got the first axes \[\]'),
-    ((np.ones(3),), (0, 0), r'in_axes=\(0, 0\)'),
-    ((np.ones(3),), 1, r'in_axes=1'),
-  ],
-)
-def test_arguments_that_do_not_fit(args, in_axes, message):
-  with pytest.raises(ValueError, match=message):
-    prove(lambda *args: args, *args, in_axes=in_axes)

@@ -1,6 +1,5 @@
 """The fine-tuning command line on several devices."""
 
-
 import numpy as np
 import pytest
 import safetensors.numpy

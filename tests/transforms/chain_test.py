@@ -5,6 +5,7 @@ import optax
 import pytest
 
 import prism_optax
+from prism_optax import contrib, fixed_rank, transforms
 from tests.oracles import problems
 from tests.transforms import chains
 
@@ -34,10 +35,38 @@ def test_prism_is_its_chain_with_traced_hyper_parameters():
   )
 
 
-def test_optax_chains_the_same_numbers():
-  fused = chains.reference()[:2]
-  plain = problems.chain_of(0.05, **chains.OPTIONS, chain=optax.chain)
-  steps = chains.train(plain, steps=2)
+def _shifted(x, frame):
+  left, right = fixed_rank.multiply_out(x)
+  shifted = fixed_rank.Tangent(left - frame.left, 2 * right)
+  return fixed_rank.project(frame, shifted)
+
+
+def _own(stacks, state, step):
+  return stacks.map_pairs(_shifted, step.frames), state
+
+
+DESCENT = (
+  prism_optax.add_decayed_factors(0.1),
+  prism_optax.scale_by_learning_rate(0.05), prism_optax.retract(),
+)  # fmt: skip
+PARTS = {
+  'prism': (chains.direction(), *DESCENT),
+  'foreign, own and rows': (
+    optax.scale(0.5),
+    transforms.tangent_transformation('own', _own),
+    contrib.scale_by_row_moments(noise_stddev=chains.STDDEV),
+    *DESCENT,
+  ),
+}
+
+
+@pytest.mark.parametrize('name', PARTS)
+def test_optax_chains_the_same_numbers(name):
+  parts = chains.clip(), chains.noise(), *PARTS[name]
+  fused, steps = (
+    chains.train(chain(*parts), steps=2)
+    for chain in (prism_optax.chain, optax.chain)
+  )
   chains.assert_close(steps, fused)
   assert np.abs(steps[1]['extra'] - steps[0]['extra']).max() > 1e-3
 
@@ -47,16 +76,12 @@ def _release():
   return prism_optax.chain(*parts, retract_elsewhere=True)
 
 
-def _descent():
-  return prism_optax.chain(
-    prism_optax.add_decayed_factors(0.1),
-    prism_optax.scale_by_learning_rate(0.05),
-    prism_optax.retract(),
-  )
-
-
 def test_nested_chains_are_flat_ones():
-  parts = _release(), prism_optax.chain(chains.direction()), _descent()
+  parts = (
+    _release(),
+    prism_optax.chain(chains.direction()),
+    prism_optax.chain(*DESCENT),
+  )
   nested = prism_optax.chain(*parts[:2], prism_optax.chain(parts[2]))
   chains.assert_same_program(nested, problems.chain_of(0.05, **chains.OPTIONS))
   bound = chains.CLIP / chains.BATCH_SIZE

@@ -1,7 +1,5 @@
 """The problem of the tests of chains: modules of two shapes, and a head."""
 
-import functools
-
 import jax
 
 import prism_optax
@@ -52,12 +50,6 @@ def batch(problem, params, step=0):
 def train(tx, **options):
   """The parameters after every step."""
   return problems.Problem(ONE_SHAPE).trajectory(tx, **options)
-
-
-@functools.cache
-def reference():
-  """What the fused chain of the six lines of `prism` does."""
-  return train(problems.chain_of(0.05, **OPTIONS))
 
 
 def assert_same_program(found, expected, *, mean=False):

@@ -58,6 +58,20 @@ def test_options_are_those_of_the_iteration():
     np.testing.assert_allclose(out[k], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+  'dims', [None, {'w': Dims(), 'x': None, 'y': None, 't': None}]
+)
+def test_leaves_that_are_no_matrices_pass(dims):
+  """By default all but those of two axes: the groups of clip and noise."""
+  updates = {'w': _random(3, 4), 'x': _random(3), 'y': _random(2, 3, 4)}
+  updates |= {'t': _random(9, 2)} if dims else {}
+  out = _apply(updates, weight_dimension_numbers=dims)
+  expected = muon_oracle.orthogonalize(updates['w'], 2, 5)
+  np.testing.assert_allclose(out['w'], expected, atol=1e-6)
+  for name in updates.keys() - {'w'}:
+    np.testing.assert_array_equal(out[name], updates[name])
+
+
 def test_masked_leaves_and_types_are_kept():
   updates = {
     'w': jnp.asarray(_random(3, 4), jnp.bfloat16),
