@@ -68,15 +68,11 @@ def test_ten_steps_are_those_of_the_source(x64, beta, degree, steps, size):
   params['stack'] = rng.standard_normal((layers, 5, 6))
   clips = {'tall': 0.5, 'wide': 2.0, 'square': 1.0, 'stack': 0.7}
   clips = {k: size * c for k, c in clips.items()}
-  names = [*shapes, *(('stack', i) for i in range(layers))]
+  of_each = [*clips.values(), *[clips['stack']] * (layers - 1)]
 
-  def at(tree, name, axis):
-    if isinstance(name, str):
-      return tree[name]
-    return np.take(np.asarray(tree[name[0]]), name[1], axis)
-
-  def clip_of(name):
-    return clips[name if isinstance(name, str) else name[0]]
+  def one_by_one(tree, axis=0):
+    stack = np.moveaxis(np.asarray(tree['stack']), axis, 0)
+    return [*(np.asarray(tree[k]) for k in shapes), *stack]
 
   noises = {k: rng.standard_normal((10, *p.shape)) for k, p in params.items()}
   gradients = {
@@ -84,45 +80,35 @@ def test_ten_steps_are_those_of_the_source(x64, beta, degree, steps, size):
     for k, p in params.items()
   }
   oracle = muon_oracle.DPMuon(
-    [at(params, name, 0) for name in names],
-    clips=[clip_of(name) for name in names],
-    batch=batch,
-    beta=beta,
-    degree=degree,
-    steps=steps,
-    eta=eta,
-  )
+    one_by_one(params), clips=of_each, batch=batch, beta=beta, degree=degree,
+    steps=steps, eta=eta,
+  )  # fmt: skip
   given = {k: sigma / math.sqrt(6) / batch * z for k, z in noises.items()}
   options = batch, beta, degree, steps, eta
   state = _optimizer_of_the_source(clips, given, *options).init(params)
   norms = []
   for t in range(10):
-    grads = {k: g[t] for k, g in gradients.items()}
+    grads, noise = (
+      {k: x[t] for k, x in y.items()} for y in (gradients, noises)
+    )
     params, state = _step_of_the_source(
       grads, state, params, clips, given, *options
     )
+    of_noise = zip(of_each, one_by_one(noise), strict=True)
     oracle.step(
-      [at(gradients, name, 2)[t] for name in names],
-      [
-        sigma / batch * clip_of(name) * at(noises, name, 1)[t] for name in names
-      ],
+      one_by_one(grads, 1), [sigma / batch * c * z for c, z in of_noise]
     )
     norms += [np.linalg.norm(m) for m in oracle.momenta]
   # All on one side of the max(1, .), or on both.
   assert {0.01: max(norms) < 1, 1.0: min(norms) < 1 < max(norms)}.get(
     size, min(norms) > 1
   )
-  for name, expected in zip(names, oracle.thetas, strict=True):
-    # The clip stops 8 eps below the threshold; ten steps in float64.
-    np.testing.assert_allclose(at(params, name, 0), expected, atol=1e-12)
+  # The clip stops 8 eps below the threshold; ten steps in float64.
+  cases.assert_close(one_by_one(params), oracle.thetas, 1e-12)
 
 
-PARAMS = {
-  'b': np.zeros(30, np.float32),
-  'layers': np.zeros((2, 20, 30), np.float32),
-  'w': np.zeros((40, 25), np.float32),
-  'norm': np.zeros(10, np.float32),
-}
+SHAPES = {'b': (30,), 'layers': (2, 20, 30), 'w': (40, 25), 'norm': (10,)}
+PARAMS = {k: np.zeros(shape, np.float32) for k, shape in SHAPES.items()}
 SPECS = {'b': None, 'layers': Dims(1, 2), 'w': Dims(), 'norm': None}
 
 

@@ -17,28 +17,22 @@ from tests.integration import cases
 LABELS = {'frozen': 'stays', 'head': 'trains', 'lora': 'trains'}
 
 
-def _frozen_inside_of_the_tree(stddev=cases.STDDEV):
-  """Zero before the clip, so that it takes no part in the norm, and after."""
-
-  def where_trained(tx):
-    # Also known as multi_transform.
-    return optax.partition({'trains': tx, 'stays': optax.set_to_zero()}, LABELS)
-
-  return optax.chain(
-    where_trained(optax.identity()),
-    cases.clip(),
-    cases.privatizer(stddev),
-    where_trained(cases.after_the_noise()),
-  )
-
-
 @pytest.mark.slow
 def test_frozen_leaves_stay_and_take_no_part():
   """As if they were not there: the recipe against the subtree alone."""
   params = cases.params()
   grads = cases.per_example_gradients(params, cases.batch())
-  # Without noise: it depends on the position of a leaf in the tree.
-  tx = _frozen_inside_of_the_tree(stddev=0.0)
+
+  def where_trained(tx):  # Also known as multi_transform.
+    return optax.partition({'trains': tx, 'stays': optax.set_to_zero()}, LABELS)
+
+  tx = optax.chain(
+    where_trained(optax.identity()),
+    cases.clip(),
+    # Without noise: it depends on the position of a leaf in the tree.
+    cases.privatizer(0.0),
+    where_trained(cases.after_the_noise()),
+  )
   updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
   assert not np.any(updates['frozen'])
   assert updates['frozen'].shape == params['frozen'].shape
