@@ -92,7 +92,6 @@ def test_sixty_four_threads_never_pass_the_cap(tmp_path, in_memory):
 
 
 @pytest.mark.slow
-@needs_fork
 def test_eight_processes_of_eight_threads_never_pass_the_cap(tmp_path):
   """Two sessions and the server's cap, which ends first."""
   path = tmp_path / 'ledger.sqlite'
@@ -101,39 +100,34 @@ def test_eight_processes_of_eight_threads_never_pass_the_cap(tmp_path):
     cap, DELTA, path=path, server_epsilon=server, create=True
   )
   script = """
-    import concurrent.futures, os
+    import concurrent.futures
     path, cap, server = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
-    start_read, start_write = os.pipe()
-    granted_read, granted_write = os.pipe()
+    budget = accounting.PrivacyBudget(
+      cap, 1e-5, path=path, server_epsilon=server
+    )
 
-    def work(budget, number):
+    def granted(number):
+      count = 0
       for _ in range(5):  # 8 x 8 x 5 = 320 attempts on 150 releases.
         try:
           budget.spend(release, f'session {number % 2}')
-          os.write(granted_write, b'.')
+          count += 1
         except accounting.BudgetExceeded:
           pass
+      return count
 
-    children = []
-    for _ in range(8):
-      child = os.fork()
-      if not child:
-        os.close(start_write)
-        budget = accounting.PrivacyBudget(
-          cap, 1e-5, path=path, server_epsilon=server
-        )
-        os.read(start_read, 1)  # Until all have been started.
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-          list(pool.map(lambda number: work(budget, number), range(8)))
-        os._exit(0)
-      children.append(child)
-    os.close(start_write)
-    os.close(granted_write)
-    codes = {os.waitpid(child, 0)[1] for child in children}
-    print(codes, len(os.read(granted_read, 10_000)))
+    print('ready', flush=True)
+    input()  # Until all have been started.
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+      print(sum(pool.map(granted, range(8))))
   """
-  worker = start(script, str(path), repr(cap), repr(server))
-  assert worker.communicate(timeout=200)[0] == '{0} 150\n'
+  arguments = script, str(path), repr(cap), repr(server)
+  workers = [start(*arguments, stdin=subprocess.PIPE) for _ in range(8)]
+  assert [x.stdout.readline() for x in workers] == ['ready\n'] * 8
+  for worker in workers:
+    worker.stdin.write('\n')
+    worker.stdin.flush()
+  assert sum(int(x.communicate(timeout=200)[0]) for x in workers) == 150
   counts = consistent(path, cap, server_epsilon=server)
   assert sum(counts.values()) == 150
   assert max(counts.values()) <= 100

@@ -11,7 +11,6 @@ done leaves a line in LOG: its number, and what went into it.
 Prints the exit status of each process, and after each what is in the journal.
 """
 
-import hashlib
 import json
 import os
 import pathlib
@@ -28,19 +27,11 @@ from prism_optax.finetune import main as finetune  # noqa: E402
 from prism_optax.finetune import run  # noqa: E402
 from prism_optax.training import PrivateTraining  # noqa: E402
 from tests.core import seams  # noqa: E402
+from tests.replay.harness import digest  # noqa: E402
 
 
 def kill():
   os.kill(os.getpid(), signal.SIGKILL)
-
-
-def digest(tree):
-  total = hashlib.sha256()
-  for leaf in jax.tree.leaves(tree):
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      leaf = jax.random.key_data(leaf)
-    total.update(np.asarray(leaf).tobytes())
-  return total.hexdigest()[:16]
 
 
 def record(log, last_step):

@@ -1,9 +1,9 @@
 """An attack on the mechanism: it must not win more than epsilon allows.
 
 The worst pair of neighbours, two vectors that point in opposite directions and
-are longer than the clip, many times over. For each threshold of the attack's
-statistic, epsilon is at least ``log((power - delta) / false positives)``; the
-counts are replaced by their confidence limits.
+are longer than the clip, many times over. A threshold of the attack's statistic
+is chosen on one half and counted on the other; from the limits of the counts
+jax_privacy's auditor has a lower bound of epsilon.
 """
 
 import functools
@@ -12,30 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from jax_privacy import auditing
 
 from prism_optax import accounting, inference
 
 EPSILON, DELTA, C = 1.0, 1e-5, 0.7
-# One in a million: the bound over all thresholds is wrong less often than that.
+# How often the bound may be wrong.
 CONFIDENCE = 1e-6
-
-
-def epsilon_lower_bound(first, second):
-  """The largest bound over thresholds that were fixed beforehand."""
-  thresholds = np.quantile(second, 1 - np.geomspace(3e-4, 0.5, 12))
-  # Chosen on one half, counted on the other.
-  first, second = first[::2], second[1::2]
-  trials, alpha = len(first), CONFIDENCE / (2 * len(thresholds))
-  best = 0.0
-  for threshold in thresholds:
-    hits = np.sum(first > threshold)
-    alarms = np.sum(second > threshold)
-    power = stats.beta.ppf(alpha, hits, trials - hits + 1)
-    false = stats.beta.ppf(1 - alpha, alarms + 1, trials - alarms)
-    if power > DELTA:
-      best = max(best, np.log((power - DELTA) / false))
-  return best
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -62,7 +45,9 @@ def attacked(mechanism, stddev, draws=600_000):
     for sign in (1, -1)
   ]
   # Likelihood ratio: the projection on what tells them apart.
-  return epsilon_lower_bound(*outputs)
+  return auditing.CanaryScoreAuditor(*outputs).epsilon_clopper_pearson(
+    CONFIDENCE, DELTA, threshold_strategy=auditing.Split(seed=0)
+  )
 
 
 @pytest.mark.parametrize(

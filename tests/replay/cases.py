@@ -45,16 +45,8 @@ GRADIENT = jax.tree.map(
 )
 
 
-def loss(params, record):
-  """Of floats, of integers that wrap, and of a label."""
-  pair = params['layer']
-  pixels = (record['pixels'] - 128).astype(jnp.float32) / 16
-  z = (record['x'] + pixels) @ pair['lora_a'] @ pair['lora_b'] + params['bias']
-  return jax.nn.logsumexp(z) - z[record['label']] + jnp.sum(z**2)
-
-
 def losses(params, records):
-  """The same of a batch, with a copy of the parameters for each record."""
+  """Of floats, of integers that wrap, and of a label; with copies of params."""
   pair = params['layer']
   pixels = (records['pixels'] - 128).astype(jnp.float32) / 16
   z = jnp.einsum(
@@ -63,6 +55,12 @@ def losses(params, records):
   z += params['bias']
   chosen = jax.nn.one_hot(records['label'], 2) * z
   return jax.nn.logsumexp(z, -1) - jnp.sum(chosen, -1) + jnp.sum(z**2, -1)
+
+
+def loss(params, record):
+  """The same of one record."""
+  one = jax.tree.map(lambda x: jnp.asarray(x)[None], (params, record))
+  return losses(*one)[0]
 
 
 def of_gradients(params, record):
