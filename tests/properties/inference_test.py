@@ -131,3 +131,34 @@ def test_exact_calibration_meets_its_target_and_scales(epsilon, delta, size):
   assert reached >= epsilon * (1 - 1e-3)
   unit = inference.gaussian_stddev(epsilon, delta, 1.0)
   assert math.isclose(stddev, unit * size, rel_tol=1e-6)
+
+
+@jax.jit
+def _clipped(hidden, norm, mask):
+  return inference.privatize_hidden_states(
+    hidden, jax.random.key(0), l2_clip_norm=norm, stddev=0.0, mask=mask
+  )
+
+
+@cases.settings
+@given(
+  hnp.arrays(
+    np.float32,
+    (3, 4),
+    elements=st.floats(width=32, allow_nan=True, allow_infinity=True),
+  ),
+  norms,
+  masks,
+)
+def test_hidden_states_are_clipped_whatever_they_are(hidden, norm, mask):
+  for state in (
+    _clipped(hidden, jnp.float32(norm), mask),
+    inference.privatize_on_host(
+      hidden, l2_clip_norm=float(np.float32(norm)), stddev=0.0, mask=mask
+    ),
+  ):
+    assert state.shape == hidden.shape
+    assert np.isfinite(state).all()
+    lengths = np.linalg.norm(np.float64(state), axis=-1)
+    assert (lengths <= np.float32(norm)).all()
+    assert not np.asarray(state)[~mask].any()
