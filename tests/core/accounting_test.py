@@ -11,6 +11,22 @@ from prism_optax import accounting
 from prism_optax.accounting import _calibration, _epsilon, _gaussian
 
 
+@pytest.mark.parametrize('first_step', [1e-5, 0.1])
+@pytest.mark.parametrize('guess', [0.01, 1.0, 50.0])
+def test_answer_is_as_near_as_promised_however_wrong_the_guess(
+  guess, first_step
+):
+  """An accountant in closed form, epsilon 3 / sigma^2."""
+
+  def spent(sigma):
+    return 3 / sigma**2
+
+  sigma = _calibration._solve(spent, 2.0, guess, 5e-6, first_step)
+  assert spent(sigma) <= 2.0
+  assert sigma == pytest.approx(math.sqrt(1.5), rel=5e-6)
+  assert spent(sigma * (1 - 6e-6)) > 2.0
+
+
 def test_answer_meets_the_target_where_epsilon_jumps():
   """As it does where delta is near the accountant's own tail."""
   sigma = _calibration._solve(

@@ -12,7 +12,7 @@ import pytest
 from prism_optax import fixed_rank
 from prism_optax._linalg._products import Tall
 from prism_optax.fixed_rank import Tangent, _lifts, _retraction
-from prism_optax.fixed_rank._points import map_ranks
+from prism_optax.fixed_rank._points import map_ranks, nearest_of_rank
 from prism_optax.fixed_rank._tangents import (
   TallSum,
   TangentSum,
@@ -287,6 +287,13 @@ def test_matrices_that_undo_the_spread_of_the_columns():
   )
   size = np.linalg.norm(exact - g.product(factors))
   assert np.linalg.norm(g.product(new) - exact) < 1e-4 * size
+
+
+def test_a_rank_above_either_side_is_refused():
+  wide, narrow = np.ones((6, 4)), np.ones((3, 4))
+  for factors in ((wide, narrow), (narrow, wide)):
+    with pytest.raises(ValueError, match='rank=4'):
+      nearest_of_rank(fixed_rank.Factors(*factors), 4)
 
 
 # Groups of modules.
