@@ -70,6 +70,11 @@ def test_no_record_is_longer_than_the_clip_norm(jit):
       assert not moved[~np.isfinite(RECORDS).all(1)].any()
 
 
+# Each number but the first is below half of the last place of its square.
+_DUST = 2.0**-12.51
+
+
+@pytest.mark.parametrize('shapes', [[(13, 3, 13, 3)], [(100, 30)], [()] * 300])
 @pytest.mark.parametrize(
   'rule',
   [
@@ -79,12 +84,22 @@ def test_no_record_is_longer_than_the_clip_norm(jit):
   ],
   ids=['flat', 'automatic', 'groups'],
 )
-def test_many_small_leaves_are_not_lost_beside_a_large_one(rule):
-  """Each is below half of the last place of the first one's square."""
-  record = [jnp.ones(()), *[jnp.full((), 2**-12.51)] * 300]
+def test_many_small_numbers_are_not_lost_beside_a_large_one(rule, shapes):
+  record = [np.full(shape, _DUST, np.float32) for shape in shapes]
+  record[0].flat[0] = 1
   clip = _clip.Clip(rule)
-  one = clip.contribution(_clip.DENSE, record)(record)
-  assert 0.99999 < np.linalg.norm(np.float64(one)) <= 1
+  # As it is where gradients of several records are at hand, and in a loop.
+  one = clip.contribution(_clip.DENSE, record)
+  calls = [one] if len(shapes) > 1 else [one, jax.jit(in_a_loop(one))]
+  for call in calls:
+    parts = [np.ravel(np.float64(x)) for x in call(record)]
+    assert 0.99999 < np.linalg.norm(np.concatenate(parts)) <= 1
+
+
+def in_a_loop(call):
+  return lambda x: jax.lax.map(
+    call, jax.tree.map(lambda y: jnp.asarray(y)[None], x)
+  )
 
 
 def test_automatic_clipping_is_its_formula_at_every_size():
