@@ -22,7 +22,7 @@ from prism_optax._types import ArrayTree, Scalar
 _SMALL = 2**13
 
 
-def _sum(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+def summed(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
   """The sum of numbers that are not negative.
 
   Added in turn, a thousand numbers that are each below half a unit in the last
@@ -69,7 +69,7 @@ def squared_norm(
 
   def squares(x: jax.Array) -> jax.Array:
     axes = [a for a in range(x.ndim) if a not in batch_axes]
-    return _sum(jnp.square(x / l2_clip_norm), axes)
+    return summed(jnp.square(x / l2_clip_norm), axes)
 
   return _total(map(squares, arrays))
 
@@ -126,7 +126,7 @@ def shortened(
   # a huge number is denormal. Powers of two are exact.
   shift = jnp.where(largest > 1, 2.0**-40, 2.0**40).astype(largest.dtype)
   scaled = [(x * shift) / (largest * shift) for x in arrays]
-  squared = _total(_sum(jnp.square(x)) for x in scaled)
+  squared = _total(summed(jnp.square(x)) for x in scaled)
   counts = jnp.isfinite(squared) & jnp.isfinite(largest)
   # At least one but for an example of zeros, whose weight says nothing.
   norm = jnp.maximum(jnp.sqrt(jnp.where(counts, squared, 1)), 1)
@@ -257,7 +257,7 @@ class GroupClipping(FlatClipping):
       for x, of_leaf in zip(leaves, masks, strict=True):
         if (mask := of_leaf[g]).any():
           by_row = squared_norm([x], own, range(mask.ndim))
-          terms.append(_sum(jnp.where(mask, by_row, 0)))
+          terms.append(summed(jnp.where(mask, by_row, 0)))
       squares.append(_total(terms))
     weights, counts = clip_weight(jnp.stack(squares))
     by_leaf = [weights[np.argmax(of_leaf, axis=0)] for of_leaf in masks]
