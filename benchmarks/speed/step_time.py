@@ -67,10 +67,10 @@ def of_chains(problem, txs, name):
   }
 
 
-def measure(part, batch=32, length=48, runs=20):
+def measure(part, batch=32, length=48, runs=20, layers=6):
   """Rows of a rank, or of ``'noise'``."""
   rank = 8 if part == 'noise' else int(part)
-  problem = steps.sentences(rank, batch, length)
+  problem = steps.sentences(rank, batch, length, layers)
   if part == 'noise':
     made = of_chains(problem, noises(batch), '{}, {}')
     references = {f'floats, {x}': f'floats, {x}' for x in ROUTES}
@@ -94,5 +94,11 @@ if __name__ == '__main__':
     'step_time',
     [{'part': x} for x in ('8', '32', '64', 'noise')],
     measure,
-    smoke={'part': 'noise', 'batch': 2, 'length': 8, 'runs': 2},
+    smoke={
+      'part': 'noise',
+      'batch': 2,
+      'length': 8,
+      'runs': 2,
+      'layers': 1,
+    },
   )

@@ -87,8 +87,10 @@ def digits(rows: int = 128) -> Problem:
   )
 
 
-def sentences(rank: int = 8, rows: int = 32, length: int = 48) -> Problem:
-  """MiniLM, six layers of width 384, adapters on all dense ones.
+def sentences(
+  rank: int = 8, rows: int = 32, length: int = 48, layers: int = 6
+) -> Problem:
+  """MiniLM, six layers of width 384 or fewer, adapters on all dense ones.
 
   With the weights of all-MiniLM-L6-v2 where its package is installed, otherwise
   random ones in the same shapes.
@@ -98,6 +100,7 @@ def sentences(rank: int = 8, rows: int = 32, length: int = 48) -> Problem:
     encoder = minilm.load(pretrained.find(None), config, rngs)
   except (ImportError, OSError, ValueError):
     encoder = minilm.Encoder(minilm.ALL_MINILM_L6_V2, config, rngs=rngs)
+  encoder.layers = nnx.List(list(encoder.layers)[:layers])
   network = classifier.Classifier(
     encoder, encoder.hidden_size, 2, temperature=1.0, rngs=rngs
   )

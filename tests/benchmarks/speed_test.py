@@ -2,7 +2,7 @@
 
 Accelerators need their compilers, not the devices: ``PRISM_OPTAX_COMPILERS``
 names a folder that ``pip install --no-deps --target`` has put
-jax-cuda12-plugin, jax-cuda12-pjrt and libtpu into (``.ci/run`` does).
+jax-cuda12-plugin, jax-cuda12-pjrt and libtpu into (RELEASING.md).
 """
 
 import json
