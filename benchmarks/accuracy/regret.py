@@ -289,7 +289,7 @@ def cell_of_digits(
 
 
 def table(found: list[Cell]) -> str:
-  """Regrets, then their mean and worst over tasks that chose no recipe.
+  """Regrets, then their mean and worst over texts that chose no recipe.
 
   The last columns say how far ``prism`` is ahead of DP-AdamW, both by their
   recipes, with Holm's p of the paired tests over all cells.
@@ -307,10 +307,10 @@ def table(found: list[Cell]) -> str:
     ]
     for x, p in zip(found, corrected, strict=True)
   ]
-  counted = [x.regrets for x in found if x.task not in CHOOSE]
+  counted = [x.regrets for x in found if x.task in REPORT]
   for word, reduce in (('mean', statistics.mean), ('worst', max)):
     if counted:
-      of_names = ([x[y] for x in counted if y in x] for y in names)
+      of_names = ([x[y] for x in counted] for y in names)
       rows.append([word, '', '', *(f'{reduce(x):.1f}' for x in of_names)])
       rows[-1] += ['', '']
   return runner.markdown(

@@ -67,7 +67,7 @@ def test_regret_is_that_of_the_recipe(monkeypatch):
   last = regret.table(cells).splitlines()[-1]
   assert last.replace('|', ' ').split() == [
     'worst',
-    '7.0',
+    '0.0',
     '2.0',
     '5.0',
     '10.0',
