@@ -14,7 +14,11 @@ RESULTS = ROOT / 'benchmarks' / 'results'
 # Benchmarks use the models of the examples.
 sys.path.insert(0, str(ROOT / 'examples'))
 
-from benchmarks.accuracy import language_tables, utility_tables  # noqa: E402
+from benchmarks.accuracy import (  # noqa: E402
+  language_tables,
+  regret,
+  utility_tables,
+)
 from benchmarks.accuracy.digits import DEFAULTS, EXPERIMENTS  # noqa: E402
 from benchmarks.accuracy.sentences import DEFAULTS as TEXTS  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
@@ -109,6 +113,30 @@ def transfer() -> str:
 def equal_tuning() -> str:
   store = runner.Store(RESULTS / 'accuracy.json', TEXTS)
   return utility_tables.equal_table(store.find)
+
+
+@functools.cache
+def cells_of_regret() -> list[regret.Cell]:
+  find = runner.Store(RESULTS / 'regret.json', TEXTS).find
+  of_digits = runner.Store(RESULTS / 'digits_cpu.json', DEFAULTS).find
+  return regret.cells(find, of_digits)
+
+
+def regret_table() -> str:
+  return regret.table(cells_of_regret())
+
+
+def regrets_of_texts(method: str) -> list[float]:
+  """Points by which a recipe is behind the best, on texts that chose none."""
+  found = cells_of_regret()
+  return [x.regrets[method] for x in found if x.task in regret.REPORT]
+
+
+def chosen_by_recipe(method: str) -> tuple[float, float]:
+  """Rate and decay."""
+  return regret.recipe(
+    runner.Store(RESULTS / 'regret.json', TEXTS).find, method
+  )
 
 
 def accuracies(method: str, **fields: Any) -> dict[int, float]:
