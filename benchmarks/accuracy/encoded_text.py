@@ -22,6 +22,16 @@ from flax import nnx
 from benchmarks.accuracy import plain_layers
 from prism_optax.finetune.models import classifier, layers, minilm, pretrained
 
+ALL_MINILM_L6_V2 = minilm.Config(
+  vocab_size=30522,
+  hidden_size=384,
+  num_hidden_layers=6,
+  num_attention_heads=12,
+  intermediate_size=1536,
+  max_position_embeddings=512,
+  layer_norm_eps=1e-12,
+)
+
 
 class Texts(NamedTuple):
   """Encoded rows of a labelled set.
@@ -117,9 +127,7 @@ def frozen_layers(top_layers: int) -> list[plain_layers.Weights]:
 
 def make_layer(rank: int) -> minilm.Layer:
   """A layer of MiniLM with adapters of this rank on all dense layers."""
-  return minilm.Layer(
-    minilm.ALL_MINILM_L6_V2, minilm.LoraConfig(rank), 0, nnx.Rngs(0)
-  )
+  return minilm.Layer(ALL_MINILM_L6_V2, minilm.LoraConfig(rank), 0, nnx.Rngs(0))
 
 
 def features(

@@ -12,7 +12,7 @@ from flax import nnx
 from jax_privacy import noise_addition
 
 import prism_optax
-from benchmarks.accuracy import digits_network
+from benchmarks.accuracy import digits_network, encoded_text
 from benchmarks.common import methods
 from prism_optax import lora
 from prism_optax.finetune.models import classifier, minilm, pretrained
@@ -99,7 +99,7 @@ def sentences(
   try:
     encoder = minilm.load(pretrained.find(None), config, rngs)
   except (ImportError, OSError, ValueError):
-    encoder = minilm.Encoder(minilm.ALL_MINILM_L6_V2, config, rngs=rngs)
+    encoder = minilm.Encoder(encoded_text.ALL_MINILM_L6_V2, config, rngs=rngs)
   encoder.layers = nnx.List(list(encoder.layers)[:layers])
   network = classifier.Classifier(
     encoder, encoder.hidden_size, 2, temperature=1.0, rngs=rngs

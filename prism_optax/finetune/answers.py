@@ -16,6 +16,10 @@ from flax import nnx
 from . import data, files, finished, instructions
 from .models import chat, classifier, generation, minilm
 
+GREEDY = {
+  'max_new_tokens': 96, 'temperature': 0, 'seed': 0, 'batch_size': 8
+}  # fmt: skip
+
 
 def predict(command: argparse.Namespace) -> None:
   """The command ``predict``: one JSON object for each row, in order.
@@ -82,15 +86,7 @@ def _responses(
   prompts: list[instructions.Conversation],
   command: argparse.Namespace,
 ) -> Iterator[dict[str, str]]:
-  found = responses(
-    run,
-    prompts,
-    command.max_new_tokens,
-    before=command.before,
-    size=command.batch_size,
-    temperature=command.temperature,
-    seed=command.seed,
-  )
+  found = responses(run, prompts, command)
   for messages, text in zip(prompts, found, strict=True):
     yield {
       run.options.prompt_column: messages[-1]['content'] if messages else '',
@@ -101,31 +97,61 @@ def _responses(
 def responses(
   run: finished.Finished,
   prompts: Sequence[instructions.Conversation],
-  max_new_tokens: int,
-  *,
-  before: bool = False,
-  size: int = 8,
-  **drawn: float,
+  used: argparse.Namespace,
 ) -> Iterator[str]:
   """What a language model answers.
 
   Args:
     run: Of the task ``instruct``.
     prompts: The messages before each answer.
-    max_new_tokens: Of an answer.
-    before: Whether the model is to be as it was before it was adapted.
-    size: Prompts at once.
-    **drawn: Of ``generation.Generator.stream``.
+    used: Options of ``predict``.
   """
-  model, source = finished.model(run, before=before)
+  model, source = finished.model(run, before=used.before)
   talk = chat.Chat(source)
   generator = generation.Generator(model, talk.stops)
   ids = [talk.prompt(messages) for messages in prompts]
-  for start in range(0, len(ids), size):
-    some = ids[start : start + size]
-    yield from map(
-      talk.decode, generator.answers(some, max_new_tokens, **drawn)
-    )
+  drawn = {'temperature': used.temperature, 'seed': used.seed}
+  for start in range(0, len(ids), used.batch_size):
+    some = ids[start : start + used.batch_size]
+    answers = generator.answers(some, used.max_new_tokens, **drawn)
+    yield from map(talk.decode, answers)
+
+
+def per_class(run: finished.Finished) -> list[tuple[str, int, float]]:
+  """``(label, rows, accuracy)`` of each class of the evaluation file.
+
+  Raises:
+    ValueError: If the file or the frozen weights are not there any more.
+  """
+  used = run.options
+  public = data.read_public(used)
+  model, source = finished.model(run)
+  ids = minilm.tokenize(source.where, public.texts, used.max_length)
+  found = np.array([x.argmax() for x in probabilities(model, ids, 64)])
+  labels = data.encode_labels(public.labels, used.labels)
+  return [
+    (name, int(rows.sum()), float((found[rows] == i).mean()))
+    for i, name in enumerate(used.labels)
+    for rows in [labels == i]
+    if rows.any()
+  ]
+
+
+def spoken(run: finished.Finished, count: int) -> list[tuple[str, ...]]:
+  """Of the first public rows prompt, response, and answers before and after.
+
+  Raises:
+    ValueError: As :func:`per_class`.
+  """
+  rows = instructions.read_public(run.options)[:count]
+  prompts = [row[:-1] for row in rows]
+  before, after = (
+    [*responses(run, prompts, argparse.Namespace(**GREEDY, before=x))]
+    for x in (True, False)
+  )
+  questions = [row[-1]['content'] if row else '' for row in prompts]
+  expected = [row[-1]['content'] for row in rows]
+  return [*zip(questions, expected, before, after, strict=True)]
 
 
 def talk(command: argparse.Namespace) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax_privacy import auditing
 
 from prism_optax.training import PrivateTraining
@@ -143,26 +142,18 @@ def audit(command: argparse.Namespace) -> None:
   used.data, used.seed = used.eval, None
   task = tasks.read(used, run.folder)
   coin = np.random.default_rng().random(count) < 0.5
-  own = [x[: size - count] for x in task.train]
-  data = with_places(own, coin)
-  loss = task.make_loss(task.graphdef)
-
-  def audited(graphdef: Any) -> Callable[..., Any]:
-    del graphdef
-    planted = with_canaries(lambda *record: loss(*record)[0])
-    return lambda *record: (planted(*record), jnp.zeros(()))
-
+  data = with_places([x[: size - count] for x in task.train], coin)
+  planted_loss = with_canaries(lambda *record: task.loss(*record)[0])
   own_params = methods.prepared(name, task.params)
   params = {'own': own_params, 'canaries': jnp.zeros(count)}
   changed: dict[str, Any] = {'params': params, 'train': data}
-  planted = dataclasses.replace(task, make_loss=audited, **changed)
+  changed['loss'] = lambda *record: (planted_loss(*record), jnp.zeros(()))
+  planted = dataclasses.replace(task, **changed)
   noises = {'as it is': 1.0}
   if command.noise is not None:
     noises[f'noise x {command.noise:g}'] = command.noise
   # With the same noise, whatever was calibrated.
-  rate = optax.cosine_decay_schedule(
-    training.learning_rate(used, name), used.steps, alpha=0.1
-  )
+  rate = training.schedule(used, name)
 
   def rows() -> Iterator[tuple[str, np.ndarray]]:
     for kind, share in noises.items():

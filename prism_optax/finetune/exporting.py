@@ -35,9 +35,7 @@ def export(command: argparse.Namespace) -> None:
       f'--max-shard-size {limit} is for whole models: --format merged, --base.'
     )
   folder = pathlib.Path(command.output)
-  if folder.exists() and any(folder.iterdir()):
-    raise ValueError(f'--output {folder} is not empty: choose another folder.')
-  files.require_writable(folder)
+  files.require_new(folder)
   model, source = finished.model(run, moved=True)
   folder.mkdir(parents=True, exist_ok=True)
   params, head = nnx.state(model, nnx.LoRAParam), {}
@@ -67,15 +65,8 @@ def export(command: argparse.Namespace) -> None:
 
 def _card(run: finished.Finished, kind: str) -> str:
   """Markdown with the header that the hub reads."""
-  return templates.render(
-    'model_card.md',
-    kind=kind,
-    used=run.options,
-    summary=run.summary,
-    plan=run.summary.get('plan'),
-    settings=run.summary['settings'],
-    tags=['lora'] + ['differential-privacy'] * run.summary['private'],
-  )
+  facts = {'used': run.options, 'summary': run.summary}
+  return templates.render('model_card.md', kind=kind, **facts)
 
 
 def check(model: Any, back: Any, folder: pathlib.Path) -> str:
@@ -190,10 +181,7 @@ def write_model(
     _save(folder / file, tensors)
     kind = tensors[names[0]].dtype.name
   if parts.is_sharded:
-    index = {
-      'metadata': parts.metadata,
-      'weight_map': parts.tensor_to_filename,
-    }
+    index = {'metadata': parts.metadata, 'weight_map': parts.tensor_to_filename}
     files.write_json(folder / pretrained.INDEX, index)
   config = {**source.config, 'torch_dtype': kind}
   files.write_json(folder / 'config.json', config)

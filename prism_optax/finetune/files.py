@@ -67,9 +67,7 @@ def read(path: str, option: str) -> list[Row]:
   if where.suffix.lower() == '.csv':
     return _csv(where, option)
   if where.suffix.lower() == '.parquet':
-    import pyarrow.parquet
-
-    return _rows(_read(pyarrow.parquet.read_table, where, option))
+    return _rows(_table(where, option))
   # `errors='replace'`: a stray byte in one record must not stop the run. Not
   # `splitlines`, which would also cut at separators inside of a text.
   text = where.read_text('utf-8-sig', errors='replace')
@@ -205,13 +203,13 @@ def _csv(path: pathlib.Path, option: str) -> list[Row]:
   csv.field_size_limit(2**31 - 1)
   with path.open(encoding='utf-8-sig', errors='replace', newline='') as file:
     reader = csv.DictReader(file)
-    head = ''.join(reader.fieldnames or ())
-    for separator in ';\t':
-      if separator in head and len(reader.fieldnames or ()) == 1:
-        raise ValueError(
-          f'{option} {path}: expected commas between the columns, got '
-          f'{separator!r} in {head!r}.'
-        )
+    head, *more = reader.fieldnames or ['']
+    separators = sorted({';', '\t'} & set(head))
+    if separators and not more:
+      raise ValueError(
+        f'{option} {path}: expected commas between the columns, got '
+        f'{separators[0]!r} in {head!r}.'
+      )
     rows = list(reader)
   return [
     # The surplus of a row that is too long has no name; what is missing in one
@@ -256,25 +254,24 @@ def _dataset(folder: pathlib.Path, option: str) -> list[Row]:
       f'{option} {folder} has a mapping of indices: call flatten_indices() and '
       'save_to_disk() again.'
     )
-  import pyarrow
-
-  def stream(path: pathlib.Path) -> Any:
-    with pyarrow.memory_map(str(path)) as source:
-      return pyarrow.ipc.open_stream(source).read_all()
-
   # Names only: a folder must not lead out of itself.
   names = [
     pathlib.Path(str(entry['filename'])).name
     for entry in state.get('_data_files') or ()
   ]
-  return [
-    row for name in names for row in _rows(_read(stream, folder / name, option))
-  ]
+  tables = (_table(folder / name, option) for name in names)
+  return [row for table in tables for row in _rows(table)]
 
 
-def _read(read: Callable[..., Any], path: pathlib.Path, option: str) -> Any:
+def _table(path: pathlib.Path, option: str) -> Any:
+  """A Parquet file, or an Arrow stream."""
+  import pyarrow.parquet
+
   try:
-    return read(path)
+    if path.suffix.lower() == '.parquet':
+      return pyarrow.parquet.read_table(path)
+    with pyarrow.memory_map(str(path)) as source:
+      return pyarrow.ipc.open_stream(source).read_all()
   # Those of Arrow are of these two classes, or NotImplementedError.
   except (ValueError, OSError, NotImplementedError) as error:
     raise ValueError(f'{option}: {path} cannot be read: {error}') from error
@@ -340,6 +337,15 @@ def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
 def undecoded(rows: Sequence[Row]) -> int:
   """How many rows hold U+FFFD, which stands for bytes that are no UTF-8."""
   return sum('\ufffd' in repr(row.entries) for row in rows)
+
+
+def require_new(folder: pathlib.Path, or_what: str = '') -> None:
+  """As :func:`require_writable`; and refuses a folder that is not empty."""
+  if folder.exists() and any(folder.iterdir()):
+    raise ValueError(
+      f'--output {folder} is not empty: choose another folder{or_what}.'
+    )
+  require_writable(folder)
 
 
 def require_writable(folder: pathlib.Path) -> None:

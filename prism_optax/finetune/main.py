@@ -1,7 +1,8 @@
 """The program ``prism-optax``: its commands, and how it ends."""
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,15 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 130
   except ModuleNotFoundError as error:
     package = (error.name or str(error)).partition('.')[0]
-    print(
-      f'error: {package} is missing: pip install "prism-optax[finetune]"',
-      file=sys.stderr,
-    )
-    return 2
+    message = f'{package} is missing: pip install "prism-optax[finetune]"'
   except (ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  return 0
+    message = str(error)
+  else:
+    return 0
+  print(f'error: {message}', file=sys.stderr)
+  return 2
 
 
 def run(argv: Sequence[str]) -> None:
@@ -36,32 +35,22 @@ def run(argv: Sequence[str]) -> None:
   from . import command_line, options
 
   used = command_line.parse(argv)
+  command: Callable[[argparse.Namespace], None]
   if used.command == 'train':
-    resolved = options.resolve(used)
-    from . import train
-
-    train.train(resolved)
+    used = options.resolve(used)
+    from .train import train as command
   elif used.command == 'plan':
-    from . import planning
-
-    planning.plan(used)
-  elif used.command in ('predict', 'chat'):
-    from . import answers
-
-    (answers.predict if used.command == 'predict' else answers.talk)(used)
+    from .planning import plan as command
+  elif used.command == 'predict':
+    from .answers import predict as command
+  elif used.command == 'chat':
+    from .answers import talk as command
   elif used.command == 'export':
-    from . import exporting
-
-    exporting.export(used)
+    from .exporting import export as command
   elif used.command == 'report':
-    from . import report
-
-    report.report(used)
+    from .report import report as command
   elif used.command == 'check-data':
-    from . import checking
-
-    checking.check_data(used)
+    from .checking import check_data as command
   else:
-    from . import audit
-
-    audit.audit(used)
+    from .audit import audit as command
+  command(used)

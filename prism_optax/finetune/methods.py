@@ -16,10 +16,7 @@ COMPARED = ('prism', 'dp-adamw', 'adamw')
 
 
 def optimizer(
-  name: str,
-  learning_rate: optax.ScalarOrSchedule,
-  l2_clip_norm: float,
-  params: Any,
+  name: str, learning_rate: Any, l2_clip_norm: float, params: Any
 ) -> Any:
   """What follows clip and noise, or a function that makes all three.
 
@@ -46,14 +43,10 @@ def optimizer(
   if name == 'dp-muon':
     # K groups of norm C / sqrt(K) each: together C, as for the others.
     groups: dict[str, Any] = {'weight_dimension_numbers': matrices}
-    unit = prism_optax.per_matrix_clip(1.0, **groups)
-    return functools.partial(
-      prism_optax.dp_muon,
-      learning_rate,
-      l2_clip_norms=l2_clip_norm / unit.sensitivity(params=params),
-      consistent_rms=0.2,
-      **groups,
-    )
+    unit = prism_optax.per_matrix_clip(1.0, **groups).sensitivity(params=params)
+    options = groups | {'l2_clip_norms': l2_clip_norm / unit}
+    options |= {'consistent_rms': 0.2}
+    return functools.partial(prism_optax.dp_muon, learning_rate, **options)
   if name in ('dp-adamw', 'adamw'):
     return optax.adamw(learning_rate)
   raise ValueError(f'Expected a method of {METHODS}, got {name!r}.')
@@ -88,11 +81,10 @@ def prism_with_rows(
 
 def matrices(params: Any) -> Any:
   """Which leaves are matrices or stacks of them, for DP-Muon."""
-  return jax.tree.map(
-    lambda x: (
-      optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
-      if x.ndim >= 2
-      else None
-    ),
-    params,
-  )
+
+  def numbers(x):
+    if x.ndim < 2:
+      return None
+    return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+
+  return jax.tree.map(numbers, params)

@@ -14,13 +14,14 @@ from .command_line import NOT_PRIVATE, SMOLLM2, TARGETS, TASKS
 # dp-adamw .832, .859, .852, .762. At 3e-3, 1e-2, 3e-2: dp-muon .484, .817, .841
 # (and .538 at 1e-1); adamw .900, .938, .935. prism-rows has those of prism.
 LEARNING_RATES = {
-  'digits': {'prism': 4e-2, 'prism-rows': 4e-2, 'dp-muon': 3e-2,
-             'dp-adamw': 2e-2, 'adamw': 1e-2},
-  'classify': {'prism': 1e-2, 'prism-rows': 1e-2, 'dp-muon': 1e-2,
-               'dp-adamw': 5e-3, 'adamw': 2e-3},
-  'instruct': {'prism': 5e-3, 'prism-rows': 5e-3, 'dp-muon': 5e-3,
-               'dp-adamw': 1e-3, 'adamw': 1e-3},
-}  # fmt: skip
+  task: dict(zip(command_line.METHODS, rates, strict=True))
+  for task, rates in {
+    # prism, prism-rows, dp-muon, dp-adamw, adamw
+    'digits': (4e-2, 4e-2, 3e-2, 2e-2, 1e-2),
+    'classify': (1e-2, 1e-2, 1e-2, 5e-3, 2e-3),
+    'instruct': (5e-3, 5e-3, 5e-3, 1e-3, 1e-3),
+  }.items()
+}
 TABLE = command_line.options(command_line.COMMANDS['train'])
 Options = argparse.Namespace
 
@@ -29,6 +30,10 @@ def _defaults(task: str) -> dict[str, Any]:
   """All options of a task."""
   found = {name: x.defaults.get(task) for name, x in TABLE.items()}
   return found | {'task': task, 'lora_targets': [*TARGETS], 'plan': None}
+
+
+def _said(name: str, value: Any) -> str:
+  return f'--{name.replace("_", "-")} {value}'
 
 
 def resolve(given: argparse.Namespace) -> Options:
@@ -52,13 +57,11 @@ def resolve(given: argparse.Namespace) -> Options:
     return _resumed(said)
   task = said.get('task') or ('classify' if 'data' in said else 'digits')
   for name, value in said.items():
-    if task not in TABLE[name].tasks:
-      option = f'--{name.replace("_", "-")} {value}'
-      if 'data' not in said:
-        raise ValueError(f'{option} needs --data.')
-      raise ValueError(
-        f'{option} is for --task {" or ".join(TABLE[name].tasks)}, not {task}.'
-      )
+    tasks = TABLE[name].tasks
+    if task not in tasks:
+      needed = f'is for --task {" or ".join(tasks)}, not {task}.'
+      needed = needed if 'data' in said else 'needs --data.'
+      raise ValueError(f'{_said(name, value)} {needed}')
   defaults = _defaults(task)
   defaults['output'] = time.strftime(f'runs/{task}-%Y%m%d-%H%M%S')
   if given.noise_multiplier is not None:
@@ -70,13 +73,8 @@ def resolve(given: argparse.Namespace) -> Options:
   if task == 'instruct' and options.loss_divisor is None:
     options.loss_divisor = options.max_length
   _check(options)
-  folder = pathlib.Path(options.output)
-  if folder.exists() and any(folder.iterdir()):
-    raise ValueError(
-      f'--output {folder} is not empty. Go on with the run in it by '
-      f'--resume, or choose another folder.'
-    )
-  files.require_writable(folder)
+  go_on = ', or go on with the run in it by --resume'
+  files.require_new(pathlib.Path(options.output), go_on)
   return options
 
 
@@ -91,8 +89,8 @@ def _resumed(said: dict[str, Any]) -> Options:
   for name, value in absolute(said).items():
     if name != 'output' and value != vars(stored)[name]:
       raise ValueError(
-        f'--resume: --{name.replace("_", "-")} {value} contradicts the run '
-        f'in {folder}, which has {vars(stored)[name]}.'
+        f'--resume: {_said(name, value)} contradicts the run in {folder}, '
+        f'which has {vars(stored)[name]}.'
       )
   stored.output = str(folder)
   files.require_writable(folder)
@@ -155,10 +153,8 @@ def _check(options: Options) -> None:
     for name in ('target_epsilon', 'noise_multiplier', 'delta'):
       value = getattr(options, name)
       if value is not None:
-        raise ValueError(
-          f'--{name.replace("_", "-")} {value}: --optimizer adamw is not '
-          f'private.'
-        )
+        said = _said(name, value)
+        raise ValueError(f'{said}: --optimizer adamw is not private.')
     return
   if (options.target_epsilon is None) == (options.noise_multiplier is None):
     raise ValueError(

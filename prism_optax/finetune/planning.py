@@ -1,6 +1,7 @@
 """``prism-optax plan``: steps, batch and noise, as a table and a picture."""
 
 import argparse
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -40,43 +41,26 @@ def _draw(found: _plan.Plan, path: str) -> None:
   chosen, given = found.chosen, found.arguments
   figure = Figure(figsize=(7, 4), layout='constrained')
   axes = figure.add_subplot()
+  small: dict[str, Any] = {'textcoords': 'offset points', 'fontsize': 8}
+
+  def place(x: Any) -> tuple[float, float]:
+    return x.example_gradients, x.signal_over_noise
+
   for steps in sorted({x.steps for x in found.alternatives}):
     group = [x for x in found.alternatives if x.steps == steps]
-    is_chosen = steps == chosen.steps
-    for x in group:
-      axes.annotate(
-        f'{x.steps} x {x.expected_batch_size}',
-        (x.example_gradients, x.signal_over_noise),
-        xytext=(6, -11) if is_chosen else (-6, -3),
-        ha='left' if is_chosen else 'right',
-        textcoords='offset points',
-        fontsize=8,
-      )
-    axes.plot(
-      [x.example_gradients for x in group],
-      [x.signal_over_noise for x in group],
-      marker='o',
-      color='C0' if is_chosen else '0.6',
-    )
-  axes.plot(
-    chosen.example_gradients,
-    chosen.signal_over_noise,
-    marker='o',
-    markersize=14,
-    markerfacecolor='none',
-    color='C1',
-  )
-  costs = sorted(
-    x.example_gradients for x in found.alternatives if x.steps == chosen.steps
-  )
+    places = [*map(place, group)]
+    color, offset, side = '0.6', (-6, -3), 'right'
+    if steps == chosen.steps:
+      color, offset, side = 'C0', (6, -11), 'left'
+      costs = sorted(x.example_gradients for x in group)
+    for x, at in zip(group, places, strict=True):
+      text = f'{x.steps} x {x.expected_batch_size}'
+      axes.annotate(text, at, xytext=offset, ha=side, **small)
+    axes.plot(*zip(*places, strict=True), marker='o', color=color)
+  axes.scatter(*place(chosen), s=200, facecolor='none', edgecolor='C1')
   axes.axhline(found.limit, color='0.3', linestyle=':', linewidth=1)
-  axes.annotate(
-    'all records in every batch',
-    (costs[0], found.limit),
-    xytext=(0, 3),
-    textcoords='offset points',
-    fontsize=8,
-  )
+  everyone = 'all records in every batch'
+  axes.annotate(everyone, (costs[0], found.limit), xytext=(0, 3), **small)
   axes.set(
     xscale='log',
     xlim=(costs[0] / 1.3, costs[-1] * 1.9),

@@ -9,22 +9,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from . import (
-  answers,
-  command_line,
-  data,
-  files,
-  finished,
-  instructions,
-  reporting,
-  templates,
-)
-from .models import minilm
-
-MAX_NEW_TOKENS = 96
+from . import answers, command_line, files, finished, summaries, templates
 
 
 def report(command: argparse.Namespace) -> None:
@@ -58,7 +45,7 @@ def page(runs: dict[str, finished.Finished], rows: int = 0) -> str:
     rows: How many public rows the models are to answer; 0 leaves the models
       alone.
   """
-  parts = verdict, pictures, spoken, per_class, option_groups
+  parts = verdict, pictures, option_groups, answers.per_class, answers.spoken
   functions = {part.__name__: part for part in parts}
   return templates.render('report.html', runs=runs, rows=rows, **functions)
 
@@ -69,7 +56,7 @@ def verdict(summary: dict[str, Any]) -> str:
   Accuracy has to rise by two standard errors over the rows, above what it was
   before and above the share of the commonest class.
   """
-  measure = reporting.measure(summary['final'])
+  measure = summaries.measure(summary['final'])
   before, after = (summary[x][measure] for x in ('start', 'final'))
   name, count = measure.removeprefix('eval_'), summary['eval_rows']
   chance, learned = summary['chance'], after < before
@@ -82,7 +69,7 @@ def verdict(summary: dict[str, Any]) -> str:
     facts += f'; {summary["held_steps"]} steps diverged and were left out'
   privacy = 'not private'
   if summary['private']:
-    epsilon = reporting.round_up(summary['epsilon'])
+    epsilon = summaries.round_up(summary['epsilon'])
     privacy = f'epsilon {epsilon:.3f} at delta {summary["plan"]["delta"]:g}'
   said = 'learned' if learned else 'learned nothing that these rows show'
   return f'{said}: {facts} ({summary["optimizer"]}, {privacy}).'
@@ -95,7 +82,7 @@ def pictures(runs: dict[str, finished.Finished]) -> Iterator[tuple[str, str]]:
     What a picture shows, in words, and SVG in base64.
   """
   measures = {
-    name: reporting.measure(run.summary['final']) for name, run in runs.items()
+    name: summaries.measure(run.summary['final']) for name, run in runs.items()
   }
   for measure in dict.fromkeys(measures.values()):
     those = {name: x for name, x in runs.items() if measures[name] == measure}
@@ -110,7 +97,7 @@ def _picture(
   figure = Figure(figsize=(5, 3.5), layout='constrained')
   axis, told = figure.add_subplot(), []
   for number, (name, run) in enumerate(runs.items()):
-    rows = reporting.Metrics(run.folder / 'metrics.jsonl', math.inf).rows
+    rows = summaries.Metrics(run.folder / 'metrics.jsonl', math.inf).rows
     values, color = [row[measure] for row in rows], f'C{number}'
     told.append(f'{name} from {values[0]:.3f} to {values[-1]:.3f}')
     if over_epsilon and not run.summary['private']:
@@ -155,40 +142,3 @@ def option_groups(run: finished.Finished) -> dict[str, dict[str, str]]:
     names = command_line.options(text)
     groups[title] = {name: left.pop(name) for name in names if name in left}
   return groups | {'The mechanism': left, 'Versions': summary['versions']}
-
-
-def per_class(run: finished.Finished) -> list[tuple[str, int, float]]:
-  """``(label, rows, accuracy)`` of each class of the evaluation file.
-
-  Raises:
-    ValueError: If the file or the frozen weights are not there any more.
-  """
-  used = run.options
-  public = data.read_public(used)
-  model, source = finished.model(run)
-  ids = minilm.tokenize(source.where, public.texts, used.max_length)
-  found = np.array([x.argmax() for x in answers.probabilities(model, ids, 64)])
-  labels = data.encode_labels(public.labels, used.labels)
-  return [
-    (name, int(rows.sum()), float((found[rows] == i).mean()))
-    for i, name in enumerate(used.labels)
-    for rows in [labels == i]
-    if rows.any()
-  ]
-
-
-def spoken(run: finished.Finished, count: int) -> list[tuple[str, ...]]:
-  """Of the first public rows prompt, response, and answers before and after.
-
-  Raises:
-    ValueError: As :func:`per_class`.
-  """
-  rows = instructions.read_public(run.options)[:count]
-  prompts = [row[:-1] for row in rows]
-  before, after = (
-    [*answers.responses(run, prompts, MAX_NEW_TOKENS, before=before)]
-    for before in (True, False)
-  )
-  questions = [row[-1]['content'] if row else '' for row in prompts]
-  responses = [row[-1]['content'] for row in rows]
-  return [*zip(questions, responses, before, after, strict=True)]

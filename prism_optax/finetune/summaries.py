@@ -1,6 +1,13 @@
-"""What is said of a run: when it stops, and when it has ended."""
+"""What is said of a run, all of it public.
+
+What is written is about the evaluation file, which is declared public, unless
+its name begins with ``nonprivate_``. Times are left out: the duration of a
+step may tell how many records it had.
+"""
 
 import importlib.metadata
+import json
+import math
 import pathlib
 from typing import Any
 
@@ -8,12 +15,44 @@ import prism_optax
 from prism_optax.training import PrivateTraining
 from prism_optax.training._state import TrainingState
 
-from . import adapters, files, tasks, training
-from . import options as options_lib
+from . import files, training
 from .command_line import NOT_PRIVATE
+from .options import Options
 
 
-def public(options: options_lib.Options, name: str) -> dict[str, Any]:
+class Metrics:
+  """A file with one JSON object for each evaluated step.
+
+  Args:
+    path: The file.
+    step: Rows up to this step are kept. Those after it belong to steps that
+      are done again, with the same result.
+  """
+
+  def __init__(self, path: pathlib.Path, step: float):
+    self.path = path
+    lines = path.read_text('utf-8').splitlines() if path.exists() else []
+    self.rows = [row for row in map(json.loads, lines) if row['step'] <= step]
+
+  def add(self, step: int, row: dict[str, float]) -> None:
+    """Writes what was measured at a step."""
+    if self.rows and self.rows[-1]['step'] >= step:
+      return  # The step of a checkpoint was evaluated before it was saved.
+    self.rows.append({'step': step, **row})
+    files.write(self.path, ''.join(json.dumps(x) + '\n' for x in self.rows))
+
+
+def measure(row: dict[str, Any]) -> str:
+  """What counts: perplexity of a language model, accuracy else."""
+  return 'eval_perplexity' if 'eval_perplexity' in row else 'eval_accuracy'
+
+
+def round_up(epsilon: float) -> float:
+  """To what is printed; never to less privacy loss than spent."""
+  return math.ceil(epsilon * 1e3) / 1e3 if math.isfinite(epsilon) else epsilon
+
+
+def public(options: Options, name: str) -> dict[str, Any]:
   """How a method was trained, without the seed."""
   names = (
     *('l2_clip_norm', 'microbatch_size', 'eval_every', 'checkpoint_every'),
@@ -63,20 +102,11 @@ def spent(private: PrivateTraining, state: TrainingState) -> str:
   )
 
 
-def write(
-  task: tasks.Task,
-  private: PrivateTraining,
-  options: options_lib.Options,
-  name: str,
-  state: TrainingState,
-  rows: list[dict[str, Any]],
-  output: pathlib.Path,
+def summarize(
+  run: training.Run, state: TrainingState, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
-  """Writes the adapter and, last, ``summary.json``.
-
-  Returns:
-    What is in ``summary.json``.
-  """
+  """What ``summary.json`` holds, of the rows of ``metrics.jsonl``."""
+  name, private = run.name, run.private
   steps, held = int(state.step), int(state.held)
   if held:
     print(
@@ -85,37 +115,24 @@ def write(
       '--learning-rate.'
     )
   summary: dict[str, Any] = {
-    'task': task.name,
+    'task': run.task.name,
     'optimizer': name,
     'start': rows[0],
     'final': rows[-1],
-    'eval_rows': len(task.evaluation.labels),
-    'chance': task.chance,
+    'eval_rows': len(run.task.evaluation.labels),
+    'chance': run.task.chance,
     'private': name != NOT_PRIVATE,
     'held_steps': held,
-    'settings': public(options, name),
+    'settings': public(run.options, name),
     'versions': versions(),
     'statement': 'not private',
   }
   if summary['private']:
+    steps_of_rows = [row['step'] for row in rows]
     summary |= {
       'epsilon': private.epsilon(),
-      # By each row of metrics.jsonl.
-      'epsilons': [
-        private.epsilon(row['step']) if row['step'] else 0.0 for row in rows
-      ],
+      'epsilons': [private.epsilon(x) if x else 0.0 for x in steps_of_rows],
       'statement': private.statement(state),
       'plan': plan(private),
     }
-  adapters.save(
-    output / 'adapter.safetensors',
-    state.params,
-    {
-      'base': task.base,
-      'labels': task.labels,
-      'optimizer': name,
-      'privacy': summary['statement'],
-    },
-  )
-  files.write_json(output / 'summary.json', summary)
   return summary

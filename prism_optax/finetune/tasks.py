@@ -1,24 +1,22 @@
 """What is fine-tuned on what: a model, a private file and a public one."""
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import data, digits, instructions, pretraining, training
+from . import data, digits, instructions, training
 from .models import chat, classifier, llama_files, minilm, pretrained, vit
 from .models.layers import LoraConfig
 from .options import Options
 
 # Sharpness of the softmax over normalised features: logits of a unit vector
 # reach this, and the gradient of the head is at most so long.
-TEXT_TEMPERATURE = 8.0
+TEMPERATURE = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Task:
     evaluation: Public rows.
     labels: Names of the classes; none for a language model.
     base: Public facts about the frozen weights, to recognise them again.
-    make_loss: From ``graphdef`` to what is minimised.
-    make_evaluate: From ``graphdef`` and the public rows to what measures.
+    loss: What is minimised, see ``training.make_loss``.
+    evaluate: What measures, see ``training.make_evaluate``.
   """
 
   name: str
@@ -46,17 +44,36 @@ class Task:
   evaluation: data.Examples
   labels: tuple[str, ...]
   base: dict[str, Any]
-  make_loss: Callable[..., Any] = training.make_loss
-  make_evaluate: Callable[..., Any] = training.make_evaluate
+  loss: Callable[..., Any]
+  evaluate: Callable[..., Any]
 
   @property
   def chance(self) -> float | None:
     """Share of the commonest class of the public rows, if there are classes."""
     if not self.labels:
       return None
-    return float(np.bincount(self.evaluation.labels).max()) / len(
-      self.evaluation.labels
-    )
+    shares = np.bincount(self.evaluation.labels) / len(self.evaluation.labels)
+    return float(shares.max())
+
+
+def make(name, model, train, public, labels, base, divisor=1, chunk=64) -> Task:
+  """The task of a model.
+
+  Args:
+    name: See :class:`Task`.
+    model: Adapters and head at their start.
+    train: Private rows.
+    public: Those of the evaluation.
+    labels: See :class:`Task`.
+    base: See :class:`Task`.
+    divisor: Of the loss, see ``training.make_loss``.
+    chunk: Public rows at once, see ``training.make_evaluate``.
+  """
+  parts = classifier.split(model)
+  loss = training.make_loss(parts[0], divisor)
+  evaluate = training.make_evaluate(parts[0], public, chunk)
+  rows = train, public
+  return Task(name, *parts, *rows, tuple(labels), base, loss, evaluate)
 
 
 def read(options: Options, output: pathlib.Path) -> Task:
@@ -78,20 +95,14 @@ def read(options: Options, output: pathlib.Path) -> Task:
 
 def network(options: Options, source: pretrained.Pretrained) -> Any:
   """The model of a run before training: adapters, and a head on an encoder."""
-  where = LoraConfig(
-    options.rank, tuple(options.lora_targets), options.lora_layers
-  )
+  targets = tuple(options.lora_targets)
+  where = LoraConfig(options.rank, targets, options.lora_layers)
   if options.task == 'instruct':
     dtype = jnp.dtype(options.weights_dtype)
     return llama_files.load(source, where, dtype=dtype)
   encoder = minilm.load(source, where, nnx.Rngs(0))
-  return classifier.Classifier(
-    encoder,
-    encoder.hidden_size,
-    len(options.labels),
-    temperature=TEXT_TEMPERATURE,
-    rngs=nnx.Rngs(1),
-  )
+  sizes = encoder.hidden_size, len(options.labels)
+  return classifier.Classifier(encoder, *sizes, TEMPERATURE, nnx.Rngs(1))
 
 
 def text_classification(options: Options) -> Task:
@@ -101,9 +112,8 @@ def text_classification(options: Options) -> Task:
   # From here on a constant of the run, whatever becomes of the file.
   options.labels = data.label_set(options.labels, public.labels)
   private = data.read_private(options)
-  data.require_other_rows(
-    [*zip(*private, strict=True)], [*zip(*public, strict=True)], options
-  )
+  pairs = [[*zip(*file, strict=True)] for file in (private, public)]
+  data.require_other_rows(pairs[0], pairs[1], options)
   source = pretrained.find(options.model)
   model = network(options, source)
   _require_length(options, 3, model.encoder.positions.num_embeddings)
@@ -114,14 +124,13 @@ def text_classification(options: Options) -> Task:
       data.encode_labels(file.labels, options.labels),
     )
 
-  return Task(
-    pathlib.Path(options.data).resolve().parent.name,
-    *classifier.split(model),
-    train=encode(private),
-    evaluation=data.chosen(encode(public), options.eval_rows),
-    labels=tuple(options.labels),
-    base=source.base,
-  )
+  evaluation = data.chosen(encode(public), options.eval_rows)
+  rows = encode(private), evaluation
+  return make(_name(options), model, *rows, options.labels, source.base)
+
+
+def _name(options: Options) -> str:
+  return pathlib.Path(options.data).resolve().parent.name
 
 
 def _require_length(options: Options, least: int, most: int) -> None:
@@ -149,20 +158,9 @@ def language_model(options: Options) -> Task:
   model = network(options, source)
   _require_length(options, 1, model.config.max_length)
   facts = {x: getattr(options, x) for x in ('loss_divisor', 'weights_dtype')}
-  return Task(
-    pathlib.Path(options.data).resolve().parent.name,
-    *classifier.split(model),
-    train=instructions.encode(private, talk, options.max_length),
-    evaluation=evaluation,
-    labels=(),
-    base=source.base | facts,
-    make_loss=functools.partial(
-      training.make_loss, divisor=options.loss_divisor
-    ),
-    make_evaluate=functools.partial(
-      training.make_evaluate, chunk=options.microbatch_size
-    ),
-  )
+  rows = instructions.encode(private, talk, options.max_length), evaluation
+  how = options.loss_divisor, options.microbatch_size
+  return make(_name(options), model, *rows, (), source.base | facts, *how)
 
 
 def mirrored_digits(options: Options, folder: pathlib.Path) -> Task:
@@ -174,29 +172,11 @@ def mirrored_digits(options: Options, folder: pathlib.Path) -> Task:
   """
   public, private, evaluation = digits.load()
   encoder = vit.VisionTransformer(
-    vit.Config(),
-    rank=options.rank,
-    targets=options.lora_targets,
-    rngs=nnx.Rngs(0),
+    vit.Config(), options.rank, options.lora_targets, nnx.Rngs(0)
   )
-  network = classifier.Classifier(
-    encoder,
-    vit.Config().hidden,
-    len(digits.LABELS),
-    temperature=pretraining.TEMPERATURE,
-    rngs=nnx.Rngs(1),
-  )
-  digest = pretraining.pretrain_or_load(
-    network, public, folder / 'pretrained.safetensors'
-  )
-  graphdef, params, frozen = classifier.split(network)
-  return Task(
-    'digits',
-    graphdef,
-    params,
-    jax.device_put(frozen),
-    train=private,
-    evaluation=evaluation,
-    labels=digits.LABELS,
-    base={'model': 'vit-digits', 'sha256': digest},
-  )
+  sizes, rngs = (vit.Config().hidden, len(digits.LABELS)), nnx.Rngs(1)
+  model = classifier.Classifier(encoder, *sizes, digits.TEMPERATURE, rngs)
+  path = folder / 'pretrained.safetensors'
+  digest = digits.pretrain_or_load(model, public, path)
+  base = {'model': 'vit-digits', 'sha256': digest}
+  return make('digits', model, private, evaluation, digits.LABELS, base)

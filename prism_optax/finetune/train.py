@@ -3,22 +3,11 @@
 import math
 import pathlib
 
-from prism_optax.training import PrivateTraining
-
-from . import (
-  digits,
-  files,
-  methods,
-  reporting,
-  run,
-  tasks,
-  training,
-)
-from . import options as options_lib
-from .command_line import NOT_PRIVATE
+from . import digits, files, methods, run, summaries, tasks, training
+from .options import Options, absolute
 
 
-def train(options: options_lib.Options) -> None:
+def train(options: Options) -> None:
   """The command ``train``.
 
   Raises:
@@ -37,13 +26,13 @@ def train(options: options_lib.Options) -> None:
   except FileNotFoundError:
     raise
   except OSError as error:
-    if not list(output.glob(f'**/{run.FOLDER}/state.npz')):
+    if not list(output.glob(f'**/{training.FOLDER}/state.npz')):
       raise OSError(f'{error}. No run has begun in {output}.') from error
     message = f'{error}. What was saved before is still there: go on with'
     raise OSError(f'{message} --resume.{resume}') from error
 
 
-def declared_size(options: options_lib.Options, rows: int) -> int:
+def declared_size(options: Options, rows: int) -> int:
   """The public size of a data set of ``rows`` private rows.
 
   Raises:
@@ -67,30 +56,8 @@ def declared_size(options: options_lib.Options, rows: int) -> int:
   return size
 
 
-def make(
-  options: options_lib.Options,
-  task: tasks.Task,
-  name: str,
-  output: pathlib.Path,
-) -> PrivateTraining:
-  """The training of a method, whose noise the options have from here on.
-
-  Raises:
-    ValueError: As ``training.make``; if no statement of it would mean anything.
-  """
-  private = training.make(task, options, name, run.secrets(output))
-  if name != NOT_PRIVATE and options.plan is None:
-    # What cannot be stated at the end is not begun: delta may be too large, or
-    # the noise too little.
-    private.statement()
-    options.plan = {'noise_multiplier': private.noise_multiplier}
-  return private
-
-
 def save_options(
-  options: options_lib.Options,
-  task: tasks.Task,
-  output: pathlib.Path,
+  options: Options, task: tasks.Task, output: pathlib.Path
 ) -> None:
   """Writes what ``--resume`` needs, or checks that it is still so.
 
@@ -101,7 +68,7 @@ def save_options(
   """
   path = output / 'options.json'
   if not path.exists():
-    stored = options_lib.absolute(vars(options)) | {'base': task.base}
+    stored = absolute(vars(options)) | {'base': task.base}
     files.write_json(path, stored)
   elif options.base != task.base:
     raise ValueError(
@@ -110,7 +77,7 @@ def save_options(
     )
 
 
-def train_one(options: options_lib.Options, output: pathlib.Path) -> None:
+def train_one(options: Options, output: pathlib.Path) -> None:
   """One method on two files."""
   task = tasks.read(options, output)
   classes = f'{len(task.labels)} classes' if task.labels else task.base['model']
@@ -120,53 +87,49 @@ def train_one(options: options_lib.Options, output: pathlib.Path) -> None:
   )
   # From here on a constant of the run, whatever becomes of the file.
   options.dataset_size = declared_size(options, len(task.train.labels))
-  private = make(options, task, options.optimizer, output)
+  planned = run.make(task, options, options.optimizer, output)
   save_options(options, task, output)
   if options.nonprivate_diagnostics:
     print('The files nonprivate_* will NOT be covered by the guarantee.')
-  summary = run.train(task, private, options, options.optimizer, output)
+  summary = run.train(planned)
   start, final = summary['start'], summary['final']
-  measure = reporting.measure(final)
+  measure = summaries.measure(final)
   print(
     f'{summary["optimizer"]}: {measure.removeprefix("eval_")} on --eval '
     f'{start[measure]:.3f} -> {final[measure]:.3f}; {summary["statement"]}.'
   )
 
 
-def compare_on_digits(
-  options: options_lib.Options, output: pathlib.Path
-) -> None:
+def compare_on_digits(options: Options, output: pathlib.Path) -> None:
   """All methods, or the one asked for, on the default task."""
   options.dataset_size = digits.PRIVATE_SIZE
   # Before anything is written.
   declared_size(options, digits.PRIVATE_SIZE)
   print('A small vision transformer, pretrained on public digits ...')
   task = tasks.read(options, output)
-  chosen = [options.optimizer] if options.optimizer else list(methods.COMPARED)
-  trainings = {
-    name: make(options, task, name, output / name) for name in chosen
-  }
+  names = [options.optimizer] if options.optimizer else methods.COMPARED
+  runs = [run.make(task, options, name, output / name) for name in names]
   save_options(options, task, output)
-  rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
-  statement = ''
   pictures = len(task.evaluation.labels)
+  rows = [('', 'evaluation accuracy', f'epsilon at delta {options.delta:g}')]
 
-  def shown(accuracy: float) -> str:
+  def add(name: str, measured: dict[str, float], epsilon: str) -> None:
+    accuracy = measured['eval_accuracy']
     error = math.sqrt(accuracy * (1 - accuracy) / pictures)
-    return f'{accuracy:.3f} ± {error:.3f}'
+    rows.append((name, f'{accuracy:.3f} ± {error:.3f}', epsilon))
 
-  for name, private in trainings.items():
-    summary = run.train(task, private, options, name, output / name)
+  statement = None
+  for one in runs:
+    summary, epsilon = run.train(one), 'not private'
     if not rows[1:]:
-      accuracy = shown(summary['start']['eval_accuracy'])
-      rows.append(('before adaptation', accuracy, '0'))
-    epsilon = 'not private'
+      add('before adaptation', summary['start'], '0')
     if summary['private']:
-      epsilon = f'{reporting.round_up(summary["epsilon"]):.3f}'
+      epsilon = f'{summaries.round_up(summary["epsilon"]):.3f}'
       statement = summary['statement']
-    rows.append((name, shown(summary['final']['eval_accuracy']), epsilon))
+    add(one.name, summary['final'], epsilon)
   print(f'\nDigits read in a mirror, {pictures} of them:\n')
-  print(reporting.table(rows))
+  for row in [rows[0], ('-' * 17, '-' * 19, '-' * len(rows[0][2])), *rows[1:]]:
+    print('{:<17}  {:<19}  {}'.format(*row).rstrip())
   print(
     '\nOne run each; ± is the standard error over the pictures. Methods whose'
     ' accuracies are closer than two of these cannot be told apart by this run.'

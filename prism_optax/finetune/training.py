@@ -1,5 +1,6 @@
 """The private training of a task, its loss, and the public evaluation."""
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Callable
@@ -15,11 +16,39 @@ from flax import nnx
 from prism_optax import training
 
 from . import data, methods
-from . import options as options_lib
 from .command_line import NOT_PRIVATE
+from .options import LEARNING_RATES, TABLE, Options
 
+# As secret as the data: the state holds the keys of noise and batches. Whoever
+# reads it can take the noise off everything that was released.
+FOLDER = 'checkpoints_secret'
 # Of a method that is not private: no gradient of a network is that long.
 NO_CLIP = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One training.
+
+  Attributes:
+    task: Model and data.
+    options: Of the run.
+    name: Of the method.
+    output: Gets ``adapter.safetensors``, ``metrics.jsonl`` and
+      ``summary.json``; with diagnostics also ``nonprivate_metrics.jsonl``,
+      which must stay as private as the data.
+    private: What trains.
+  """
+
+  task: Any
+  options: Options
+  name: str
+  output: pathlib.Path
+  private: training.PrivateTraining
+
+  @property
+  def state_path(self) -> pathlib.Path:
+    return self.output.resolve() / FOLDER / 'state.npz'
 
 
 def make_loss(graphdef: Any, divisor: int = 1) -> Callable[..., Any]:
@@ -57,7 +86,7 @@ def _measured(
 
 
 def make(
-  task: Any, options: options_lib.Options, name: str, folder: pathlib.Path
+  task: Any, options: Options, name: str, folder: pathlib.Path
 ) -> training.PrivateTraining:
   """The training of a task by one of ``command_line.METHODS``.
 
@@ -77,14 +106,14 @@ def make(
   noise = {'noise_multiplier': plan['noise_multiplier']}
   if noise['noise_multiplier'] is None:
     noise = {'target_epsilon': options.target_epsilon}
-  rate = learning_rate(options, name)
-  schedule = optax.cosine_decay_schedule(rate, options.steps, alpha=0.1)
   clip = options.l2_clip_norm if is_private else NO_CLIP
+  rates = schedule(options, name)
+  optimizer = methods.optimizer(name, rates, clip, task.params)
   return training.make_private(
-    task.make_loss(task.graphdef),
+    task.loss,
     task.params,
     has_aux=True,
-    optimizer=methods.optimizer(name, schedule, clip, task.params),
+    optimizer=optimizer,
     l2_clip_norm=clip,
     expected_batch_size=options.batch_size,
     dataset_size=size,
@@ -105,7 +134,7 @@ def make(
   )
 
 
-def learning_rate(options: options_lib.Options, name: str) -> float:
+def learning_rate(options: Options, name: str) -> float:
   """At the first step; a cosine takes it to a tenth.
 
   By default it falls with the root of the number of steps, which is between
@@ -114,14 +143,17 @@ def learning_rate(options: options_lib.Options, name: str) -> float:
   """
   if options.learning_rate is not None:
     return options.learning_rate
-  steps = options_lib.TABLE['steps'].defaults[options.task]
-  own = options_lib.LEARNING_RATES[options.task][name]
+  steps = TABLE['steps'].defaults[options.task]
+  own = LEARNING_RATES[options.task][name]
   return own * math.sqrt(steps / options.steps)
 
 
-def sharding(
-  options: options_lib.Options, *axes: str
-) -> jax.sharding.NamedSharding | None:
+def schedule(options: Options, name: str) -> optax.Schedule:
+  rate = learning_rate(options, name)
+  return optax.cosine_decay_schedule(rate, options.steps, alpha=0.1)
+
+
+def sharding(options: Options, *axes: str) -> jax.sharding.NamedSharding | None:
   """Over the devices of ``--mesh``, if there are several.
 
   Args:

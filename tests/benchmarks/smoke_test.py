@@ -10,7 +10,7 @@ import pytest
 from benchmarks.accuracy import digits
 from benchmarks.common import runner
 from benchmarks.privacy import audit, low_bits
-from prism_optax.finetune import pretraining
+from prism_optax.finetune import digits as program
 from tests.finetune.conftest import shared_data
 
 FOLDER = pathlib.Path(runner.__file__).parents[1]
@@ -59,7 +59,7 @@ def test_it_prints_its_table(script, monkeypatch, capsys, request):
     arguments += request.getfixturevalue('few_texts')
   monkeypatch.setattr(sys, 'argv', arguments)
   # A network of random weights: to pretrain one takes minutes.
-  monkeypatch.setattr(pretraining, 'pretrain_or_load', lambda *_: 'none')
+  monkeypatch.setattr(program, 'pretrain_or_load', lambda *_: 'none')
   runpy.run_path(arguments[0], run_name='__main__')
   printed = capsys.readouterr().out
   assert re.search(r'\d', printed)

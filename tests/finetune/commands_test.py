@@ -16,11 +16,11 @@ import pytest
 from flax import nnx
 
 from prism_optax.finetune import (
+  answers,
   command_line,
   finished,
   options,
   report,
-  reporting,
   summaries,
 )
 from prism_optax.finetune import main as finetune
@@ -150,8 +150,8 @@ def test_report_has_classes_and_answers_if_asked_for(
   data = conftest.write_lines(tmp_path / 'a.jsonl', finished_runs.ROWS)
   run = finished.find(str(folder))
   run.options.eval = str(data)
-  monkeypatch.setattr(report, 'MAX_NEW_TOKENS', 4)
-  prompts, responses, before, after = zip(*report.spoken(run, 2), strict=True)
+  monkeypatch.setitem(answers.GREEDY, 'max_new_tokens', 4)
+  prompts, responses, before, after = zip(*answers.spoken(run, 2), strict=True)
   assert prompts == ('two plus three', 'two')
   assert responses == ('five', 'is two')
   assert before != after
@@ -168,7 +168,7 @@ def test_report_has_classes_and_answers_if_asked_for(
   want = [
     (str(i), np.sum(labels == i), np.mean(hits[labels == i])) for i in (0, 1)
   ]
-  assert report.per_class(classes) == want
+  assert answers.per_class(classes) == want
   text = report.page({'a': run, 'b': classes}, rows=1)
   assert text.count('<img alt="accuracy over ') == 2  # Of the one, and
   assert text.count('<img alt="perplexity over ') == 2  # of the other.
@@ -293,7 +293,7 @@ def test_a_stop_says_what_is_spent():
   private = cases.make(optax.sgd(0.1))
   state = private.init(cases.PARAMS)._replace(step=np.asarray(2))
   message = summaries.spent(private, state)
-  two, three = (reporting.round_up(private.epsilon(steps)) for steps in (2, 3))
+  two, three = (summaries.round_up(private.epsilon(steps)) for steps in (2, 3))
   assert f'Spent if you stop here: epsilon <= {two:.3f} ' in message
   # A stop that was decided on along the way is no plan.
   assert f'made you stop: epsilon <= {three:.3f} ' in message

@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_fit_is_named(tiny_model):
   with pytest.raises(ValueError, match=r'rank <= 8 .* got rank=9'):
     _load(tiny_model, minilm.LoraConfig(rank=9))
   with pytest.raises(ValueError, match='got rank=-1'):
-    layers.dense(5, 4, rank=-1, rngs=nnx.Rngs(0))
+    layers.Dense(5, 4, rank=-1, rngs=nnx.Rngs(0))
 
 
 def _copy(folder, target):

@@ -13,7 +13,7 @@ from prism_optax.finetune import (
   command_line,
   data,
   methods,
-  reporting,
+  summaries,
   tasks,
   training,
 )
@@ -45,9 +45,9 @@ def task():
   network = classifier.Classifier(
     _Encoder(), WIDTH, CLASSES, temperature=2.0, rngs=nnx.Rngs(4)
   )
-  parts = classifier.split(network)
   base = {'model': 'tiny', 'sha256': '0'}
-  return tasks.Task('tiny', *parts, _rows(), _rows(), ('a', 'b', 'c'), base)
+  rows = _rows(), _rows()
+  return tasks.make('tiny', network, *rows, ('a', 'b', 'c'), base)
 
 
 USED = {
@@ -145,6 +145,6 @@ def test_unknown_method_is_named(task):
 
 
 def test_what_is_printed_is_never_less_than_spent():
-  assert reporting.round_up(1.2341) == 1.235
-  assert reporting.round_up(2.0) == 2.0
-  assert reporting.round_up(float('inf')) == float('inf')
+  assert summaries.round_up(1.2341) == 1.235
+  assert summaries.round_up(2.0) == 2.0
+  assert summaries.round_up(float('inf')) == float('inf')

@@ -49,7 +49,6 @@ class Classifier(nnx.Module):
     encoder: Any,
     hidden: int,
     classes: int,
-    *,
     temperature: float,
     rngs: nnx.Rngs,
   ):
@@ -63,12 +62,8 @@ class Classifier(nnx.Module):
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """``(batch, ...)`` inputs to ``(batch, classes)`` logits."""
-    return logits_of(
-      self.encoder(inputs),
-      self.kernel[...],
-      self.bias[...],
-      self.temperature,
-    )
+    head = self.kernel[...], self.bias[...]
+    return logits_of(self.encoder(inputs), *head, self.temperature)
 
 
 def split(model: nnx.Module, trained: Any = TRAINED) -> tuple[Any, Any, Any]:

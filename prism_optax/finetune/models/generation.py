@@ -39,7 +39,6 @@ class Generator:
   """
 
   def __init__(self, model: llama.Decoder, stops: Sequence[int]):
-    self._config = model.config
     self._model = model
     self._stops = list(stops)
     graphdef, self._leaves = nnx.split(model)
@@ -66,7 +65,7 @@ class Generator:
       ValueError: If a prompt is empty or leaves no room for an answer.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
-    limit = self._config.max_length
+    limit = self._model.config.max_length
     if not 0 < lengths.min() <= lengths.max() < limit:
       raise ValueError(
         f'Expected prompts of 1 to {limit - 1} tokens, got '
@@ -78,27 +77,19 @@ class Generator:
     ids = np.zeros((len(prompts), padded), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
       row[: len(prompt)] = prompt
-    positions = np.broadcast_to(np.arange(padded), ids.shape)
-    keep = lengths - 1
+    rows = ids, np.broadcast_to(np.arange(padded), ids.shape), lengths - 1
     caches = llama.empty_caches(self._model, len(prompts), room)
     key, ended = jax.random.key(seed), np.zeros(len(prompts), bool)
     for step in range(steps):
-      tokens, caches = self._run(
-        self._leaves,
-        caches,
-        ids,
-        positions,
-        keep,
-        np.float32(temperature),
-        jax.random.fold_in(key, step),
-      )
-      ids = np.asarray(tokens)[:, None]
-      ended |= np.isin(ids[:, 0], self._stops)
+      draw = np.float32(temperature), jax.random.fold_in(key, step)
+      found, caches = self._run(self._leaves, caches, *rows, *draw)
+      tokens = np.asarray(found)
+      ended |= np.isin(tokens, self._stops)
       if ended.all():
         return
-      yield np.where(ended, -1, ids[:, 0])
-      positions = (lengths + step)[:, None]
-      keep = np.zeros(len(prompts), np.int64)
+      yield np.where(ended, -1, tokens)
+      places = (lengths + step)[:, None]
+      rows = tokens[:, None], places, np.zeros(len(prompts), np.int64)
 
   def answers(
     self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options

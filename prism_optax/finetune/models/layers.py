@@ -6,7 +6,6 @@ product with two leading axes.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,101 +35,79 @@ class LoraConfig:
   top_layers: int | None = None
 
   def rank_of(self, target: str, layer: int, num_layers: int) -> int:
-    first = num_layers - (
-      num_layers if self.top_layers is None else self.top_layers
-    )
-    return self.rank if target in self.targets and layer >= first else 0
+    top = num_layers if self.top_layers is None else self.top_layers
+    is_adapted = target in self.targets and layer >= num_layers - top
+    return self.rank if is_adapted else 0
 
 
 NO_ADAPTERS = LoraConfig()
 # Makes a dense layer of its two sizes.
-Maker = Callable[..., nnx.Linear]
+Maker = Callable[[int, int], nnx.Linear]
 
 
-def frozen_product(layer: nnx.Linear, tokens: jax.Array) -> jax.Array:
-  """What the frozen part of a dense layer gives, its kernel in int8 or not."""
-  if not hasattr(layer, 'kernel_scale'):
-    return nnx.Linear.__call__(layer, tokens)
-  # One column at a time has one scale: it can wait until after the product.
-  product = tokens @ layer.kernel[...].astype(tokens.dtype)
-  product = product * layer.kernel_scale[...]
-  return product if layer.bias is None else product + layer.bias[...]
-
-
-class Int8Linear(nnx.Linear):
-  """``nnx.Linear`` whose kernel is int8; see :func:`dense`."""
-
-  # Without the argument for sharding that Flax has.
-  def __call__(self, tokens: jax.Array) -> jax.Array:  # type: ignore[override]
-    return frozen_product(self, tokens)
-
-
-class AdaptedLinear(nnx.LoRALinear):
-  """``nnx.LoRALinear`` whose factors may be copies, one for each example.
-
-  As ``prism_optax.lora.per_example_gradients`` makes them.
-  """
-
-  def __call__(self, tokens: jax.Array) -> jax.Array:  # type: ignore[override]
-    a, b = self.lora.lora_a[...], self.lora.lora_b[...]
-    examples = len(a) if a.ndim == 3 else 1
-    return frozen_product(self, tokens) + lora.per_example_product(
-      # The encoders flatten (batch, length), the batch in front.
-      tokens, a, b, tokens_per_example=len(tokens) // examples
-    )  # fmt: skip
-
-
-def dense(
-  in_features: int,
-  out_features: int,
-  *,
-  rank: int,
-  rngs: nnx.Rngs,
-  **options: Any,
-) -> nnx.Linear:
+class Dense(nnx.Linear):
   """A dense layer, with a pair of LoRA factors where ``rank`` is not zero.
+
+  The factors may be copies, one for each example, as
+  ``prism_optax.lora.per_example_gradients`` makes them.
 
   Args:
     in_features: Size of the last axis of the input.
     out_features: Size of the last axis of the output.
     rank: Rank of the adapter: ``lora_a`` is ``(in_features, rank)`` and
-      ``lora_b``, ``(rank, out_features)``, starts at zero. 0 gives a plain
-      ``nnx.Linear``.
+      ``lora_b``, ``(rank, out_features)``, starts at zero.
     rngs: Source of the initial values, which are public.
     **options: Of ``nnx.Linear``, for the frozen part. With the ``param_dtype``
       int8 only the kernel is: :func:`to_int8` gives it and ``kernel_scale``
       (out_features,). The bias is bfloat16.
 
-  Returns:
-    ``AdaptedLinear`` or ``nnx.Linear``; the frozen part has the same names in
-    both.
-
   Raises:
     ValueError: If ``rank`` is negative or exceeds one of the two sizes.
   """
-  if not 0 <= rank <= min(in_features, out_features):
-    raise ValueError(
-      f'Expected 0 <= rank <= {min(in_features, out_features)} for a layer '
-      f'of shape {(in_features, out_features)}, got {rank=}.'
+
+  def __init__(
+    self,
+    in_features: int,
+    out_features: int,
+    *,
+    rank: int,
+    rngs: nnx.Rngs,
+    **options: Any,
+  ):
+    shape = in_features, out_features
+    if not 0 <= rank <= min(shape):
+      raise ValueError(
+        f'Expected 0 <= rank <= {min(shape)} for a layer of shape {shape}, got '
+        f'{rank=}.'
+      )
+    is_int8 = options.get('param_dtype') == jnp.int8
+    if is_int8:
+      options['param_dtype'] = jnp.bfloat16
+    super().__init__(*shape, rngs=rngs, **options)
+    if is_int8:
+      self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8))
+      self.kernel_scale = nnx.Param(jnp.ones(out_features))
+    if rank:
+      self.lora = nnx.LoRA(in_features, rank, out_features, rngs=rngs)
+
+  # Without the argument for sharding that Flax has.
+  def __call__(self, tokens: jax.Array) -> jax.Array:  # type: ignore[override]
+    if hasattr(self, 'kernel_scale'):
+      # A column has one scale: it can wait until after the product.
+      product = tokens @ self.kernel[...].astype(tokens.dtype)
+      product = product * self.kernel_scale[...]
+      if self.bias is not None:
+        product = product + self.bias[...]
+    else:
+      product = super().__call__(tokens)
+    if not hasattr(self, 'lora'):
+      return product
+    a, b = self.lora.lora_a[...], self.lora.lora_b[...]
+    # The encoders flatten (batch, length), the batch in front.
+    length = len(tokens) // (len(a) if a.ndim == 3 else 1)
+    return product + lora.per_example_product(
+      tokens, a, b, tokens_per_example=length
     )
-  options |= {'rngs': rngs}
-  is_int8 = options.get('param_dtype') == jnp.int8
-  if is_int8:
-    options['param_dtype'] = jnp.bfloat16
-  if rank == 0:
-    kind = Int8Linear if is_int8 else nnx.Linear
-    layer: Any = kind(in_features, out_features, **options)
-  else:
-    layer = AdaptedLinear(in_features, out_features, lora_rank=rank, **options)
-  if is_int8:
-    layer.kernel = nnx.Param(jnp.zeros((in_features, out_features), jnp.int8))
-    layer.kernel_scale = nnx.Param(jnp.ones(out_features))
-  return layer
-
-
-def maker(rank: int, rngs: nnx.Rngs, **options: Any) -> Maker:
-  """:func:`dense` of two sizes, with these options."""
-  return functools.partial(dense, rank=rank, rngs=rngs, **options)
 
 
 def to_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,15 +180,12 @@ class FeedForward(nnx.Module):
     return self.down(jax.nn.gelu(self.up(tokens), approximate=False))
 
 
-def masked_mean(
-  tokens: jax.Array, mask: jax.Array, *, floor: float = 1e-9
-) -> jax.Array:
+def masked_mean(tokens: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean over the tokens of each sequence.
 
   Args:
     tokens: ``(batch * length, hidden)``.
     mask: ``(batch, length)``, True where there is a token.
-    floor: Least divisor; an empty sequence gives zeros and no NaN.
 
   Returns:
     ``(batch, hidden)``.
@@ -219,4 +193,5 @@ def masked_mean(
   weights = mask.astype(tokens.dtype)
   tokens = tokens.reshape(*mask.shape, -1)
   total = jnp.einsum('bl,blh->bh', weights, tokens)
-  return total / jnp.maximum(weights.sum(axis=1, keepdims=True), floor)
+  # An empty sequence gives zeros and no NaN.
+  return total / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-9)

@@ -119,9 +119,8 @@ class FeedForward(nnx.Module):
   """SwiGLU."""
 
   def __init__(self, config: Config, rank: int, dtype: Any, rngs: nnx.Rngs):
-    make = functools.partial(
-      _dense(rank, dtype, rngs), use_bias=config.mlp_bias
-    )
+    bias = config.mlp_bias
+    make = functools.partial(_dense(rank, dtype, rngs), use_bias=bias)
     self.gate = make(config.hidden_size, config.intermediate_size)
     self.up = make(config.hidden_size, config.intermediate_size)
     self.down = make(config.intermediate_size, config.hidden_size)
@@ -150,9 +149,9 @@ class Layer(nnx.Module):
     return tokens + self.mlp(self.mlp_norm(tokens)), cache
 
 
-def _dense(rank: int, dtype: Any, rngs: nnx.Rngs) -> layers.Maker:
+def _dense(rank: int, dtype: Any, rngs: nnx.Rngs) -> Any:
   options = {'kernel_init': layers.ZEROS, 'param_dtype': dtype}
-  return layers.maker(rank, rngs, **options)
+  return functools.partial(layers.Dense, rank=rank, rngs=rngs, **options)
 
 
 def _norm(config: Config, width: int, dtype: Any, rngs: nnx.Rngs):

@@ -8,6 +8,7 @@ from . import sizes
 
 FAMILY = ('llama', 'mistral', 'qwen2', 'qwen3')
 
+SIZES = 'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers'
 # Paths of our modules, and what they are called on the hub.
 LINEAR = {
   ('attention', 'query'): 'self_attn.q_proj',
@@ -29,16 +30,6 @@ OUTSIDE = {
   'head': 'lm_head',
   'norm': 'model.norm',
 }
-
-
-def hub_names(layers: int) -> list[str]:
-  """What a model of so many layers may have."""
-  inside = [
-    f'model.layers.{i}.{name}'
-    for i in range(layers)
-    for name in IN_LAYER.values()
-  ]
-  return [*OUTSIDE.values(), *inside]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +57,6 @@ class Config:
     qk_norm: Whether queries and keys are normalised head by head, as in Qwen 3.
   """
 
-  model_type: str
   vocab_size: int
   hidden_size: int
   intermediate_size: int
@@ -107,8 +97,8 @@ class Config:
         f"{where}: expected hidden_act 'silu', got {activation!r}."
       )
 
-    def number(name: str, default: float | None = None) -> Any:
-      return sizes.positive(stored, name, where, (int,), default)
+    def number(name, default=None, types=(int,)) -> Any:
+      return sizes.positive(stored, name, where, types, default)
 
     heads = number('num_attention_heads')
     key_value_heads = number('num_key_value_heads', heads)
@@ -120,18 +110,12 @@ class Config:
     rope = _rope(stored, where)
     bias = bool(stored.get('attention_bias', False))
     return cls(
-      model_type=kind,
-      vocab_size=number('vocab_size'),
-      hidden_size=number('hidden_size'),
-      intermediate_size=number('intermediate_size'),
-      num_hidden_layers=number('num_hidden_layers'),
+      **{name: number(name) for name in SIZES},
       num_attention_heads=heads,
       num_key_value_heads=key_value_heads,
       head_dim=number('head_dim', number('hidden_size') // heads),
       max_length=_max_length(stored, number('max_position_embeddings')),
-      rms_norm_eps=sizes.positive(
-        stored, 'rms_norm_eps', where, (int, float), 1e-6
-      ),
+      rms_norm_eps=number('rms_norm_eps', 1e-6, (int, float)),
       rope_theta=float(rope.get('rope_theta', stored.get('rope_theta', 1e4))),
       rope_scaling=_scaling(rope, where),
       tie_word_embeddings=bool(stored.get('tie_word_embeddings', False)),

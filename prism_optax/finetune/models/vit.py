@@ -5,6 +5,7 @@ pictures of digits, where it trains in seconds on a CPU.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -33,7 +34,8 @@ class Block(nnx.Module):
     self, config: Config, rank: int, targets: Sequence[str], rngs: nnx.Rngs
   ):
     def make(target):
-      return layers.maker(rank if target in targets else 0, rngs)
+      own = rank if target in targets else 0
+      return functools.partial(layers.Dense, rank=own, rngs=rngs)
 
     width = config.hidden
     self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
@@ -50,12 +52,7 @@ class VisionTransformer(nnx.Module):
   """Pictures to one vector each."""
 
   def __init__(
-    self,
-    config: Config,
-    *,
-    rank: int,
-    targets: Sequence[str],
-    rngs: nnx.Rngs,
+    self, config: Config, rank: int, targets: Sequence[str], rngs: nnx.Rngs
   ):
     self.config = config
     pixels = config.patch_size**2
