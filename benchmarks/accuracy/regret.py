@@ -303,7 +303,7 @@ def table(found: list[Cell]) -> str:
       f'{max(x.tuned.values()):.3f}',
       *(f'{x.regrets[y]:.1f}' if y in x.regrets else '' for y in names),
       f'{x.lead[0]:+.1f}',
-      f'{p:.3f}' if p >= 0.001 else '< .001',
+      f'{p:.3f}' if p >= 0.001 else '<.001',
     ]
     for x, p in zip(found, corrected, strict=True)
   ]
