@@ -10,19 +10,23 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
 _FOLDERS = (
-  'prism_optax', 'tests', 'examples', 'benchmarks', 'docs', 'notebooks'
+  '.ci', '.github', 'prism_optax', 'tests', 'examples', 'benchmarks', 'docs',
+  'notebooks',
 )  # fmt: skip
-_FILES = ('pyproject.toml', 'README.md', 'SECURITY.md', 'CHANGELOG.md')
 
 
 def write(folder: pathlib.Path, path: str = '', source: str = '') -> None:
-  """Copies what the tests need, with another source of one file."""
+  """Copies what the tests need, with another source of one file.
+
+  A file that a test does not find would be a test that fails whatever is wrong.
+  """
   for name in _FOLDERS:
     shutil.copytree(
       ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__')
     )
-  for name in _FILES:
-    shutil.copy(ROOT / name, folder)
+  for file in ROOT.iterdir():
+    if file.is_file() and file.name != '.git':  # A file in a worktree.
+      shutil.copy(file, folder)
   if path:
     (folder / path).write_text(source)
 

@@ -16,6 +16,7 @@ import decimal
 import enum
 import fractions
 import uuid
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -122,12 +123,13 @@ def _values(dtype):
 
 
 class _Lies:
-  """Has a shape and a type, and hands out what it was given."""
+  """Has a shape and a type, warns, and hands out what it was given."""
 
   def __init__(self, given, shape=(), dtype=float):
     self._given, self.shape, self.dtype = given, shape, dtype
 
   def __array__(self, *args, **options):
+    warnings.warn('private', stacklevel=1)
     if isinstance(self._given, BaseException):
       raise self._given
     return self if self._given is None else self._given

@@ -75,9 +75,11 @@ def moved(made, data, name='', **options):
   params, optimizer = jax.tree.map(jnp.copy, (state.params, state.optimizer))
   state = state._replace(params=params, optimizer=optimizer)
   try:
-    with warnings.catch_warnings():
-      warnings.simplefilter('error')
+    # As an error it would be one of the record, and silenced as that.
+    with warnings.catch_warnings(record=True) as warned:
+      warnings.simplefilter('always')
       (batch,) = made.batches(state, data, **options)
+    assert not warned
     params = made.step(state, batch).params
   except Exception as error:
     raise AssertionError(f'{name}: {error!r}') from error
