@@ -298,10 +298,12 @@ def noise_through(
   return total(in_z[0]), total(in_z[1])
 
 
-def preconditioned(draws: int = 5, **setting: Any) -> runner.Row:
+def preconditioned(
+  draws: int = 5, steps: int = 30, **setting: Any
+) -> runner.Row:
   """III: raw and preconditioned norm, means over draws."""
   method, sigma = setting['method'], setting['noise multiplier']
-  params, state = train(method, pretrained()[0], sigma, 30)
+  params, state = train(method, pretrained()[0], sigma, steps)
   stddev = sigma * clip_norm(method) / BATCH
   sizes = [
     noise_through(method, params, state, stddev, jax.random.key(i))

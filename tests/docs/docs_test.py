@@ -34,11 +34,6 @@ def blocks(text, language):
   ]
 
 
-def test_blocks_are_found_with_their_lines():
-  text = 'a\n```python\nx = 1\n```\nb\n```bash\nls\n```\n```python\ny\nz\n```\n'
-  assert blocks(text, 'python') == [(3, 'x = 1\n'), (10, 'y\nz\n')]
-
-
 def run(script, folder, **environment):
   """Runs a script as a reader would: in an empty folder, by itself."""
   path = folder / 'script.py'

@@ -53,8 +53,3 @@ def test_sessions(page):
     parsed, out=report.append
   )
   assert not failed, ''.join(report)
-
-
-def test_a_wrong_output_is_seen():
-  text = 'a\n```pycon\n>>> 1 + 1\n3\n```\n'
-  assert session_of(text) == '\n\n>>> 1 + 1\n3\n\n'

@@ -3,8 +3,6 @@
 Laws of these functions are in `tests/properties/inference_test.py`.
 """
 
-import math
-
 import pytest
 
 from prism_optax import accounting, inference
@@ -37,16 +35,3 @@ def test_releases_cost_what_they_cost(relation, count, expected, digits):
   event = inference.release_event(4.8448, 1.0, relation, count)
   spent = accounting.PrivacyBudget(60.0, DELTA).spend(event, 'alice')
   assert round(spent, digits) == expected
-
-
-def test_discrete_noise_costs_a_little_more():
-  many = inference.release_event(3.0, 1.5, REPLACE, 7, noise='discrete')
-  exact = accounting.gaussian_epsilon(math.sqrt(7), DELTA)
-  # A budget that begins with it takes it, and continuous noise after it.
-  budget = accounting.PrivacyBudget(60.0, DELTA)
-  assert exact < budget.spend(many, 'a') < 1.3 * exact
-  budget.spend(inference.release_event(3.0, 1.5, REPLACE), 'a')
-  for noise in ('gaussian', 'discrete'):
-    event = inference.release_event(0.0, 1.0, ADD, noise=noise)
-    with pytest.raises(accounting.BudgetExceeded):
-      budget.spend(event, 'b')

@@ -121,20 +121,6 @@ def test_time_major_tokens_would_break_the_clip_and_are_refused():
   )
 
 
-def test_it_is_proved_whether_examples_are_alone():
-  params, (x, kernel) = _params(), _data(4, 3)
-
-  def centred(params, x, kernel):
-    return _losses(params, x - x.mean(0), kernel)
-
-  for losses, want in ((_losses, True), (centred, False)):
-    found = diagnostics.prove_independent(
-      lora.per_example_gradients(losses), params, x, kernel,
-      in_axes=(None, 0, None),
-    )  # fmt: skip
-    assert bool(found) is want
-
-
 def test_bfloat16_tokens_are_summed_in_float32():
   size, tokens = 2, 513
   x = np.ones((size, tokens, 1), jnp.bfloat16)

@@ -241,17 +241,6 @@ def test_statements_round_up_and_say_what_they_assume(
 
 
 @cases.settings
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
-def test_joint_multiplier_is_below_every_part(groups):
-  joint = accounting.joint_noise_multiplier(groups)
-  assert joint <= min(groups) * (1 + 1e-12)
-  assert joint >= min(groups) / math.sqrt(len(groups)) * (1 - 1e-12)
-  assert math.isclose(
-    joint, accounting.joint_noise_multiplier(groups[::-1]), rel_tol=1e-12
-  )
-
-
-@cases.settings
 @given(
   st.floats(0.1, 5.0),
   small_deltas,

@@ -78,51 +78,47 @@ def test_a_journal_is_for_one_run(tmp_path):
   assert np.isfinite(np.asarray(first.params['head'])).all()
 
 
-# One step of a run, saved before it, in a process with other devices.
+# One step of a run, saved before it, in a process with other devices: without a
+# journal, and with one.
 _PROGRAM = """
 import json, pathlib, sys
 import jax.numpy as jnp, numpy as np, optax
 from prism_optax import training
 from tests import cases
 from tests.training.noise_once_test import no_gradient
-folder, what, *options = sys.argv[1:]
-folder, params = pathlib.Path(folder), jnp.zeros(1000)
-made = cases.make(
-  optax.sgd(1.0), loss=no_gradient, params=params, prng_key=None,
-  journal=folder / 'journal' if options else None)
-state = made.init(params)
-if what == 'begin':
-  training.save_state(folder / 'state', state)
-state = training.load_state(folder / 'state', state)
-try:
-  batch = next(iter(made.batches(state, cases.DATA)))
-  state = made.step(state, batch, jnp.ones(()))
-  found = {'noise': np.asarray(state.params, float).tolist(),
-    'statement': made.statement(state), 'epsilon': made.epsilon()}
-except ValueError as error:
-  found = {'refused': str(error)}
-print(json.dumps(found))
+folder, params = pathlib.Path(sys.argv[1]), jnp.zeros(1000)
+for journal in (None, folder / 'journal'):
+  made = cases.make(
+    optax.sgd(1.0), loss=no_gradient, params=params, prng_key=None,
+    journal=journal)
+  state, saved = made.init(params), folder / f'state {journal is None}'
+  if sys.argv[2] == 'begin':
+    training.save_state(saved, state)
+  state = training.load_state(saved, state)
+  try:
+    batch = next(iter(made.batches(state, cases.DATA)))
+    state = made.step(state, batch, jnp.ones(()))
+    found = {'noise': np.asarray(state.params, float).tolist(),
+      'statement': made.statement(state), 'epsilon': made.epsilon()}
+  except ValueError as error:
+    found = {'refused': str(error)}
+  print(json.dumps(found))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('journal', [False, True])
-def test_one_device_and_two(journal, tmp_path):
+def test_one_device_and_two(tmp_path):
   """Processes with another number of devices; the first one may go on."""
 
   def run(devices, what):
-    more = ['journal'] * journal
-    printed = conftest.python(
-      '-c', _PROGRAM, tmp_path, what, *more, count=devices
-    )
-    return json.loads(printed.splitlines()[-1])
+    printed = conftest.python('-c', _PROGRAM, tmp_path, what, count=devices)
+    return [json.loads(line) for line in printed.splitlines()[-2:]]
 
-  one = run(1, 'begin')
-  assert run(1, 'again') == one
-  other = run(2, 'again')
-  if not journal:
-    assert 'another environment' in other['refused']
-    return
+  begun = run(1, 'begin')
+  assert run(1, 'again') == begun
+  refused, other = run(2, 'again')
+  assert 'another environment' in refused['refused']
+  one = begun[1]
   x, y = (np.array(z['noise']) for z in (one, other))
   assert abs(x @ y) < 6 / np.sqrt(len(x)) * np.sqrt(x @ x * (y @ y))
   assert 'again' not in one['statement']
