@@ -79,12 +79,7 @@ def test_nothing_gives_budget_back():
   budget = budget_of(5.0)
   budget.spend(CLASSIC, 'a', count=3)
   before = budget.export()
-  # Beside as much as it would give back, a refund adds up to nothing. More in
-  # tests/properties/accounting_test.py.
-  refund = dp_accounting.SelfComposedDpEvent(CLASSIC, -3)
-  hidden = dp_accounting.ComposedDpEvent([CLASSIC] * 3 + [refund])
-  with pytest.raises(ValueError, match='>= 0'):
-    budget.spend(hidden, 'a')
+  # Events that would are in tests/properties/accounting_test.py.
   for count in (0, -1, 1.5, True):
     with pytest.raises(ValueError, match='count'):
       budget.spend(CLASSIC, 'a', count=count)

@@ -57,14 +57,6 @@ def test_given_keys_are_copied():
   assert jax.random.key_data(key).shape == (2,)
 
 
-def test_tracing_with_a_fresh_seed_is_refused():
-  def init(x):
-    return _keys.resolve_key('prng_key', None, {'x': x})
-
-  with pytest.raises(ValueError, match='prng_key=None.*outside of jit'):
-    jax.jit(init)(jnp.ones(2))
-
-
 @pytest.mark.parametrize('prng_key', [None, 'chacha20'])
 def test_the_shape_of_a_fresh_key_needs_no_seed(prng_key, monkeypatch):
   """As a checkpoint wants it; nothing is drawn, so nothing is repeated."""

@@ -82,27 +82,12 @@ def test_the_tutorial_ends_with_what_it_promises(tmp_path):
   assert adapter == {'adapter_config.json', 'adapter_model.safetensors'}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_readme_runs_and_prints_what_it_shows(tmp_path):
-  shown = blocks(README.read_text('utf-8'), 'text')
-  printed = run(pasted(README), tmp_path)
-  assert printed.split() == ' '.join(x for _, x in shown).split()
-
-
 def test_ci_installs_with_the_commands_of_the_readme():
   """What is installed for the tests is what a newcomer is told to install."""
   commands = re.findall(r'pip install .*', (ROOT / '.ci' / 'run').read_text())
   assert len(commands) == 2
   for command in commands:
     assert command.replace(' -q', '') in README.read_text('utf-8')
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_landing_page_runs_and_prints_its_statement(tmp_path):
-  printed = run(pasted(DOCS / 'index.md'), tmp_path)
-  assert printed.startswith('epsilon <= 1.000 at delta = 1e-05')
 
 
 # Several pages in a process, so that JAX starts once; a namespace for each.
@@ -125,7 +110,9 @@ sys.exit(f'failed: {{failed}}' if failed else 0)
 
 
 SHARDING = DOCS / 'how_to' / 'sharding.md'
-ON_ONE_DEVICE = [p for p in HOW_TO if p != SHARDING]
+ON_ONE_DEVICE = [
+  README, DOCS / 'index.md', *(p for p in HOW_TO if p != SHARDING),
+]  # fmt: skip
 
 
 # Only where it must be there are several devices: what is compiled for one
@@ -141,7 +128,7 @@ ON_ONE_DEVICE = [p for p in HOW_TO if p != SHARDING]
   ],
   ids=['one half', 'the other', 'several devices'],
 )
-def test_the_snippets_of_the_how_to_pages_run(tmp_path, pages, environment):
+def test_the_snippets_of_the_pages_run(tmp_path, pages, environment):
   # A page may have sessions and commands alone, which other tests run.
   scripts = {
     path.stem: pasted(path)
@@ -152,7 +139,15 @@ def test_the_snippets_of_the_how_to_pages_run(tmp_path, pages, environment):
     assert script, name
     (tmp_path / f'{name}.py').write_text(script)
   printed = run(_PAGES.format(names=list(scripts)), tmp_path, **environment)
-  assert re.findall('^page (.*)$', printed, re.M) == list(scripts)
+  _, *printed = re.split(r'^page (.*)\n', printed, flags=re.M)
+  printed = dict(zip(printed[::2], printed[1::2], strict=True))
+  assert list(printed) == list(scripts)
+  if 'README' in printed:  # Prints what it shows.
+    shown = blocks(README.read_text('utf-8'), 'text')
+    assert printed['README'].split() == ' '.join(x for _, x in shown).split()
+  if 'index' in printed:
+    wanted = 'epsilon <= 1.000 at delta = 1e-05'
+    assert printed['index'].startswith(wanted)
 
 
 def test_the_reference_has_every_public_name_once():

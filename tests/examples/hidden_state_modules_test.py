@@ -80,12 +80,6 @@ def test_linen_module_is_the_layer_on_the_privatised_state():
   assert np.all(np.asarray(other) != np.asarray(found))
 
 
-def test_linen_without_a_key_has_no_noise_to_give():
-  module = hidden_state_modules.NoisyInputLinen(lambda h: h, **OPTIONS)
-  with pytest.raises(Exception, match='noise'):
-    module.apply({}, jnp.ones((2, N)))
-
-
 @pytest.mark.parametrize('kind', ['nnx', 'linen'])
 def test_masks_and_blocks_are_passed_on(kind):
   options = {'l2_clip_norm': 1.5, 'stddev': 0.0, 'block_ndim': 2}

@@ -12,6 +12,7 @@ from tests.core import seams
 from tests.finetune import finetune_test
 
 PROGRAM = pathlib.Path(__file__).with_name('killed_run.py')
+# The program of a run is that of `finetune_test`: it is compiled once for both.
 STEPS, EVERY = finetune_test.STEPS, 2
 # In the first checkpoint, before anything is released; between checkpoints; in
 # a later one; before the first step after it.
@@ -27,8 +28,6 @@ def _run(folder, places, tiny_files, tiny_model):
     *('--steps', STEPS, '--batch-size', '16', '--microbatch-size', '8'),
     *('--rank', '2', '--lora-targets', 'attention', '--max-length', '7'),
     *('--eval-every', '4', '--checkpoint-every', EVERY, '--seed', '5'),
-    # Of all optimizers the soonest compiled; each process does it again.
-    *('--optimizer', 'dp-adamw'),
   ]
   printed = conftest.python(PROGRAM, log, output, places, *argv)
   results = [

@@ -130,9 +130,9 @@ def test_evaluation_counts_every_row_once(task, rows):
 
 @pytest.mark.slow
 def test_the_noise_that_was_calibrated_is_not_calibrated_anew(task, tmp_path):
-  used = _options(noise_multiplier=None, target_epsilon=8.0)
+  used = _options(noise_multiplier=None, target_epsilon=1.0)
   first = training.make(task, used, 'prism', tmp_path)
-  assert first.epsilon() <= 8.0
+  assert first.epsilon() <= 1.0
   used.plan = {'noise_multiplier': first.noise_multiplier}
   used.target_epsilon = None
   again = training.make(task, used, 'dp-adamw', tmp_path)

@@ -292,17 +292,12 @@ def test_states_and_data_that_do_not_fit():
     (lambda: made.init({'head': PARAMS['head']}), 'params of the shapes'),
     (lambda: jax.jit(made.init)(PARAMS), 'outside of jit'),
     # What else data may be is in records_test.py.
-    (lambda: made.batches(state, (DATA[0], DATA[1][:-1])), '2 lengths'),
     (lambda: made.batches(state, 7), r'a source with len\(data\)'),
     (
       lambda: made.batches(state, DATA, users=np.arange(N)),
       'if and only if examples_per_user',
     ),
     (lambda: of_users.batches(start, DATA), 'if and only if examples_per_user'),
-    (
-      lambda: of_users.batches(start, DATA, users=np.arange(10)),
-      'one id for each record',
-    ),
   ):
     with pytest.raises(ValueError, match=message):
       call()
