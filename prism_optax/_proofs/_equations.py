@@ -1,7 +1,7 @@
 """Programs of JAX: jaxprs, the equations in them, and where these are."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -97,6 +97,25 @@ def line_of(equation: core.JaxprEqn) -> str | None:
     return None
   file = os.path.basename(frame.file_name)
   return f'{file}:{frame.start_line} ({frame.function_name})'
+
+
+def inside(equation: core.JaxprEqn) -> Iterator[Program]:
+  """The programs in the parameters of an equation."""
+  for value in equation.params.values():
+    for x in value if isinstance(value, tuple | list) else [value]:
+      if isinstance(x, core.Jaxpr | core.ClosedJaxpr):
+        yield x
+
+
+def calls_of(program: Program, name: str) -> Iterator[core.ClosedJaxpr]:
+  """What a program calls under this name, wherever; none inside of another."""
+  for equation in opened(program).eqns:
+    holds = CALLS.get(equation.primitive.name)
+    if holds is not None and equation.params.get('name') == name:
+      yield equation.params[holds]
+      continue
+    for inner in inside(equation):
+      yield from calls_of(inner, name)
 
 
 def names_of(tree: ArrayTree) -> list[str]:

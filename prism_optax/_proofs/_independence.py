@@ -21,7 +21,7 @@ from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 
 
-def _followed(
+def followed(
   jaxpr: core.ClosedJaxpr, names: list[str], of_batch: list[bool], size: int
 ) -> Proof:
   """The proof, from which arguments have a batch of this size."""
@@ -189,4 +189,4 @@ def prove_independent(
       'the function closes over an array that is also an argument of the'
       ' batch. Instead: use the argument, so that its rows can be followed',
     )
-  return _followed(jaxpr, names_of(shapes), [x for _, x in leaves], size)
+  return followed(jaxpr, names_of(shapes), [x for _, x in leaves], size)

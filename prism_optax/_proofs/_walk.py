@@ -1,7 +1,7 @@
 """Follows the records through the program of a step."""
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jax.extend import core
@@ -11,6 +11,7 @@ from prism_optax._proofs._equations import (
   Beside,
   Program,
   Site,
+  inside,
   is_of_jax,
   named,
   parted,
@@ -72,15 +73,6 @@ _OPAQUE = frozenset({'pallas_call'})
 _CALLBACKS = frozenset(
   {'debug_callback', 'debug_print', 'io_callback', 'pure_callback'}
 )
-
-
-def _inside(value: object) -> Iterator[Program]:
-  """The jaxprs in a parameter of an equation."""
-  if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-    yield value
-  elif isinstance(value, tuple | list):
-    for x in value:
-      yield from _inside(x)
 
 
 def _has_effect(equation: core.JaxprEqn) -> bool:
@@ -154,7 +146,7 @@ class Walk:
     if name in _ONE_TO_ONE and count == len(labels):
       return labels
     if name not in _OPAQUE:
-      for jaxpr in _inside(tuple(equation.params.values())):
+      for jaxpr in inside(equation):
         # No value of it is known, but what it does is as above.
         inputs = _equations.opened(jaxpr).invars
         self.program(jaxpr, [moved(out)] * len(inputs))

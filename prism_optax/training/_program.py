@@ -15,7 +15,8 @@ import numpy as np
 import optax
 
 from prism_optax import _clipped_sum, lora
-from prism_optax._proofs._independence import prove_independent
+from prism_optax._proofs._equations import calls_of, names_of
+from prism_optax._proofs._independence import followed
 from prism_optax._proofs._proof import Proof
 from prism_optax._types import ArrayTree
 from prism_optax.training import _fingerprint, _seen
@@ -26,6 +27,9 @@ from prism_optax.training._releases import (
 )
 from prism_optax.training._sampling import Batch
 from prism_optax.training._settings import Loss, Parts
+
+# The name in a program of the function of gradients.
+_GRADIENTS = 'prism_optax_gradients'
 
 # Of parameters, frozen weights and rows.
 OfRows: TypeAlias = Callable[[ArrayTree, ArrayTree, ArrayTree], ArrayTree]
@@ -130,59 +134,71 @@ def of_user(
   return jax.tree.map(lambda x: jnp.sum(only_present(x, 0), 0) / count, each)
 
 
-def prove_apart(
+def check_scalar(
   parts: Parts, params: ArrayTree, frozen: ArrayTree, batch: Batch
-) -> Proof:
-  """The proof that no record acts on another, or a refusal of the loss.
-
-  What is proved is the function of gradients as a step runs it: for the rows of
-  a micro-batch, padding included, with the derivatives that a loss defines for
-  itself. Only shapes and types of the records are looked at.
+) -> None:
+  """Refuses a loss of one record that is no scalar, from shapes alone.
 
   Raises:
-    ValueError: If the loss has another shape, or the gradient of one record is
-      not proved to depend on that record alone.
+    ValueError: With the shapes.
   """
-  users = parts.of_users
-
-  def shapes_of(tree: ArrayTree, cut: int, *lead: int) -> ArrayTree:
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[cut:]), x.dtype), tree
-    )
-
-  if not parts.batched_loss:
-    one = shapes_of(batch.examples, 1 + users)
-    found, _ = jax.eval_shape(
-      functools.partial(called, parts.loss), params, frozen, one
-    )
-    if getattr(found, 'shape', None) != ():
-      raise ValueError(
-        'Expected loss to return a scalar, the loss of one example, which has'
-        ' no batch axis (the shapes here are'
-        f' {[x.shape for x in jax.tree.leaves(one)]}), got {found}.'
-      )
-  rows = (batch.examples, batch.is_present) if users else batch.examples
-  padded = len(batch.is_padding_example)
-  size = min(parts.execution.microbatch_size or padded, padded)
-  part = shapes_of(rows, 1, size)
-  if size == 1:
-    return Proof(
-      'the gradient of a record depends on that record alone',
-      None,
-      ('gradients are computed of one record at a time: it can meet no other',),
-    )
-  proof = prove_independent(
-    gradients(parts), params, frozen, part, in_axes=(None, None, 0),
-  )  # fmt: skip
-  if not proof:
+  if parts.batched_loss:
+    return
+  one = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1 + parts.of_users :], x.dtype),
+    batch.examples,
+  )
+  found, _ = jax.eval_shape(
+    functools.partial(called, parts.loss), params, frozen, one
+  )
+  if getattr(found, 'shape', None) != ():
     raise ValueError(
-      'Expected the gradient of a record to depend on that record alone. That'
-      ' is not proved of this loss, and without it the clip bounds nothing and'
-      f' no epsilon holds: {proof.offence}. batched_loss needs losses (B,) that'
-      ' use copy i of the parameters and record i alone: no batch'
-      ' normalisation, no mean over the batch, no in-batch negatives. Without'
-      ' batched_loss records meet in a custom_vmap only.'
+      'Expected loss to return a scalar, the loss of one example, which has'
+      ' no batch axis (the shapes here are'
+      f' {[x.shape for x in jax.tree.leaves(one)]}), got {found}.'
     )
+
+
+def prove_apart(parts: Parts, traced: jax.stages.Traced, batch: Batch) -> Proof:
+  """The proof that no record acts on another, or a refusal of the loss.
+
+  The gradients are read from the program of the step that runs: of the rows of
+  a micro-batch, padding included, with the derivatives that a loss defines for
+  itself. A loss that was traced for the proof alone could be another function
+  when it is traced again.
+
+  Args:
+    parts: Of the training.
+    traced: The step.
+    batch: Whose shapes it was traced with.
+
+  Raises:
+    ValueError: If the gradient of one record is not proved to depend on that
+      record alone.
+  """
+  entering = len(jax.tree.leaves((batch.examples, batch.is_present)))
+  names = names_of(parts.shapes)
+  proof = Proof(
+    'the gradient of a record depends on that record alone',
+    None,
+    ('gradients are computed of one record at a time: it can meet no other',),
+  )
+  for program in calls_of(traced.jaxpr, _GRADIENTS):
+    shared = len(program.in_avals) - entering
+    size = program.in_avals[shared].shape[0]
+    if size == 1:
+      continue
+    of_batch = [False] * shared + [True] * entering
+    proof = followed(program, names, of_batch, size)
+    if not proof:
+      raise ValueError(
+        'Expected the gradient of a record to depend on that record alone. That'
+        ' is not proved of this loss, and without it the clip bounds nothing'
+        f' and no epsilon holds: {proof.offence}. batched_loss needs losses'
+        ' (B,) that use copy i of the parameters and record i alone: no batch'
+        ' normalisation, no mean over the batch, no in-batch negatives. Without'
+        ' batched_loss records meet in a custom_vmap only.'
+      )
   return proof
 
 
@@ -205,6 +221,13 @@ class Program:
     self._compiled: Hashable = None
     of_rows = gradients(parts)
 
+    # Traced once, under a name by which its program is found in the step's.
+    def of_records(*arguments: ArrayTree) -> ArrayTree:
+      return of_rows(*arguments)
+
+    of_records.__name__ = _GRADIENTS
+    of_records = jax.jit(of_records)
+
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(
       params: ArrayTree,
@@ -220,7 +243,7 @@ class Program:
       rows = examples if is_present is None else (examples, is_present)
       lazy = _clipped_sum.LazyGradients(
         rows,
-        jax.jit(functools.partial(of_rows, params, frozen)),
+        functools.partial(of_records, params, frozen),
         parts.execution.microbatch_size,
         parts.execution.skip_padding,
       )
@@ -285,9 +308,10 @@ class Program:
     params, _, frozen, *_ = arguments
     parts = self._parts
     check_declared('frozen', frozen, parts.declared)
-    independence = prove_apart(parts, params, frozen, batch)
+    check_scalar(parts, params, frozen, batch)
     arguments = (*arguments, _fingerprint.UNKNOWN)
     traced = self.run.trace(*arguments)  # JAX runs what is traced here.
+    independence = prove_apart(parts, traced, batch)
     constants = list(constants_of(traced.jaxpr))
     check_declared('the constants of loss', constants, parts.declared)
     release = _seen.prove_step(

@@ -46,7 +46,12 @@ def gradients_of(private):
 
 def proof_of_records(private, params, frozen, batch):
   """That no record meets another, as a step proves it before it begins."""
-  return _program.prove_apart(private.parts, params, frozen, batch)
+  optimizer = jax.eval_shape(private.parts.transformation.init, params)
+  traced = private._program.run.trace(
+    params, optimizer, frozen, batch.examples, batch.is_padding_example,
+    batch.is_present,
+  )  # fmt: skip
+  return _program.prove_apart(private.parts, traced, batch)
 
 
 def run_step(private, params, optimizer, frozen, examples, padding,

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from prism_optax import training
+from tests import cases
 from tests.core import seams
 from tests.proofs import losses
 
@@ -65,6 +66,23 @@ def test_the_proof_is_of_the_rows_that_run():
   proof = checked(losses.divided_by_tokens, microbatch_size=1)
   assert proof
   assert 'can meet no other' in str(proof)
+
+
+def test_the_proof_is_of_the_program_that_runs():
+  """A loss that is another function when it is traced again never runs."""
+  traced = []
+
+  def once(p, x, y):
+    traced.append(x)
+    loss = losses.hand_mlp if len(traced) == 1 else losses.divided_by_tokens
+    return loss(p, x, y)
+
+  def after_a_step(loss):
+    private, state, batch = begun(loss, noise_multiplier=0.0)
+    return private.step(state, batch, 0).params
+
+  one, other = map(after_a_step, (losses.hand_mlp, once))
+  cases.assert_same_bits(one, other)
 
 
 def test_losses_of_one_record_and_of_users():
