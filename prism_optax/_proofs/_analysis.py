@@ -129,7 +129,11 @@ class Analysis:
         self.derivatives[called] = None
       return self.run(eqn.params[CALLS[name]], values)
     ends = (*eqn.invars, *eqn.outvars)
-    pure = 'return values; write to no memory and call no Python'
+    pure = (
+      'use operations of jax.numpy and jax.lax, which only return values; to'
+      ' split a batch over devices, make_private takes'
+      ' Execution(batch_sharding=...)'
+    )
     refs = any('Ref' in type(x.aval).__name__ for x in ends)
     need(not refs, 'has memory that is written to', pure)
     if name in _LOOPS:

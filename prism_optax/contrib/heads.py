@@ -58,6 +58,7 @@ class LinearHead:
   sums with other arrays, products    NOT known: declare the release
   trained since                       NOT known, nor is that training
   kernels of less than five sizes     NOT known
+  cast to 8 bits, integers, complex   NOT known
   ==================================  =========================================
 
   Attributes:
