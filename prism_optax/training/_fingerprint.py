@@ -79,9 +79,18 @@ def agreed(digest: np.ndarray) -> np.ndarray:
   return np.asarray(multihost_utils.broadcast_one_to_all(digest), digest.dtype)
 
 
-def release(fingerprint: Fingerprint, attempt: int) -> np.ndarray:
-  """What the noise of a step depends on besides its key and parameters."""
-  return words(*(x.tobytes() for x in fingerprint), str(attempt))
+def release(
+  fingerprint: Fingerprint, rows: np.ndarray, attempt: int
+) -> np.ndarray:
+  """What the noise of a step depends on besides its key and parameters.
+
+  Args:
+    fingerprint: Of the run.
+    rows: A digest of the batch. The fingerprint has one of the data, but data
+      may be edited after it was taken, and where it did not look.
+    attempt: Number of the release of this step.
+  """
+  return words(*(x.tobytes() for x in (*fingerprint, rows)), str(attempt))
 
 
 def differing(found: Fingerprint, wanted: Fingerprint) -> list[str]:

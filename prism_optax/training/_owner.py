@@ -25,6 +25,9 @@ class Owner:
   def __init__(self, parts: Parts) -> None:
     words = repr((parts.settings, jax.tree.map(described, parts.shapes)))
     self.settings = _fingerprint.words(words)
+    self._optimizer: jax.tree_util.PyTreeDef = jax.tree.structure(
+      jax.eval_shape(parts.transformation.init, parts.shapes)
+    )
     self._tags = parts.settings.tags
     self._sharding = parts.execution.batch_sharding
     self._journal = None if parts.journal is None else Journal(parts.journal)
@@ -49,6 +52,8 @@ class Owner:
         f'{f"; here {tags}" if tags else ""}). Got {type(state).__name__} of'
         ' another.'
       )
+    if jax.tree.structure(state.optimizer) != self._optimizer:
+      raise _another(['program'])
 
   def check_fits(self, state: TrainingState, found: Fingerprint) -> None:
     """Refuses to use the keys of a state for another sum."""
@@ -66,12 +71,7 @@ class Owner:
       # What a program is made of differs by version, too.
       other = [x for x in other if x not in ('environment', 'program')]
     if other:
-      raise ValueError(
-        'Expected the same as when the run began, got a difference in '
-        + ' and '.join(f'{x} ({PARTS[x]})' for x in other)
-        + '. The keys of a state are for one run alone. Begin a new run with'
-        ' init, and account for both.'
-      )
+      raise _another(other)
 
   @functools.cached_property
   def environment(self) -> np.ndarray:
@@ -79,7 +79,9 @@ class Owner:
     found = _fingerprint.environment(self._sharding, os.urandom(16).hex())
     return _fingerprint.agreed(_fingerprint.words(found))
 
-  def written_down(self, state: TrainingState, found: Fingerprint) -> int:
+  def written_down(
+    self, state: TrainingState, found: Fingerprint, rows: np.ndarray
+  ) -> int:
     """Number of the release of this step among those in the journal."""
     if self._journal is None:
       return 0
@@ -89,7 +91,7 @@ class Owner:
       attempt = self._journal.record(
         self.name(state),
         int(state.step),
-        _fingerprint.words(*(x.tobytes() for x in (*found, params))),
+        _fingerprint.words(*(x.tobytes() for x in (*found, params, rows))),
       )
     return int(_fingerprint.agreed(np.array([attempt], np.uint32))[0])
 
@@ -108,3 +110,13 @@ class Owner:
     """Says which run a state is of, and tells nothing of its seed."""
     seed = np.asarray(state.seed, np.uint32).tobytes()
     return hashlib.sha256(seed + self.settings.tobytes()).digest()
+
+
+def _another(parts: list[str]) -> ValueError:
+  """For a state that began with something else."""
+  return ValueError(
+    'Expected the same as when the run began, got a difference in '
+    + ' and '.join(f'{x} ({PARTS[x]})' for x in parts)
+    + '. The keys of a state are for one run alone. Begin a new run with'
+    ' init, and account for both.'
+  )

@@ -293,7 +293,9 @@ class PrivateTraining:
     examples, is_padding, is_present = self._put(padding)
     unknown = _fingerprint.UNKNOWN
     batch = Batch(examples, is_padding, is_present, 0, b'', unknown)
-    program = self._program.compile(_arguments(state, frozen, batch), batch)
+    arguments = _arguments(state, frozen, batch)
+    _fingerprint.jitted_of_arrays(arguments[3:])
+    program = self._program.compile(arguments, batch)
     found = Fingerprint(
       self._owner.settings,
       self._owner.environment,
@@ -315,10 +317,11 @@ class PrivateTraining:
     like any other.
 
     The noise is a function of the keys of the state and of settings, data,
-    program, environment and parameters. If all of them are the same, a repeated
-    step is the same release, to the bit. If one differs, the step is refused.
-    With a ``journal`` another environment is accepted; the repeated step is
-    then another release, which is counted.
+    program, environment, parameters and batch. If all of them are the same, a
+    repeated step is the same release, to the bit. If one differs, the step is
+    refused, or at least its noise is another: data that are edited in place
+    show only in the batch. With a ``journal`` another environment is accepted;
+    the repeated step is then another release, which is counted.
 
     Args:
       state: Of this training.
@@ -370,9 +373,11 @@ class PrivateTraining:
       batch.data,
     )
     self._owner.check_fits(state, found)
-    attempt = self._owner.written_down(state, found)  # Before it is released.
+    rows = np.asarray(_fingerprint.jitted_of_arrays(arguments[3:]))
+    # Before it is released.
+    attempt = self._owner.written_down(state, found, rows)
     params, optimizer, held = self._step(
-      *arguments, _fingerprint.release(found, attempt)
+      *arguments, _fingerprint.release(found, rows, attempt)
     )
     return TrainingState(
       params,

@@ -65,9 +65,11 @@ def run_step(private, params, optimizer, frozen, examples, padding,
   )
 
 
-def release_digest(state, params):
-  """What the noise of the last step depended on besides its key."""
-  release = digest_of(state.fingerprint, 0)
+def release_digest(state, batch, params):
+  """What the noise of a step depended on besides its key."""
+  rows = batch.examples, batch.is_padding_example, batch.is_present
+  rows = np.asarray(_fingerprint.jitted_of_arrays(rows))
+  release = digest_of(state.fingerprint, rows, 0)
   return release ^ _fingerprint.of_arrays(params)
 
 
@@ -213,11 +215,20 @@ def trace_again(private):
 _digest_of = _private.data_digest
 
 
+@contextlib.contextmanager
 def one_digest():
-  """Within it all data are read, and have the same digest."""
-  return mock.patch.object(
-    _private, 'data_digest', lambda *args: np.ones_like(_digest_of(*args))
-  )
+  """Within it all data and all batches are read, and have the same digest."""
+
+  def release(fingerprint, rows, attempt):
+    return digest_of(fingerprint, np.zeros_like(rows), attempt)
+
+  with (
+    mock.patch.object(
+      _private, 'data_digest', lambda *args: np.ones_like(_digest_of(*args))
+    ),
+    mock.patch.object(_fingerprint, 'release', release),
+  ):
+    yield
 
 
 def releases_of(path):

@@ -33,6 +33,7 @@ jnp.trunc(x / unit) => jnp.round(x / unit) @ core/lattice_test.py truncation
 noise_multiplier * clip.bound / clip => noise_multiplier * clip.bound / 2 / clip @ training/mechanism_test.py accounted
 _lattice.unit_of(sigma, 1.0, => _lattice.unit_of(sigma / 2, 1.0, @ contrib/input_metric_test.py noise_of_its_length
 release ^ _fingerprint.of_arrays(params) => release + 0 @ training/noise_once_test.py unrelated
+(*fingerprint, rows)), => fingerprint), @ training/noise_once_test.py gives_other_noise
 _of_value(params, known), => '', @ core/fingerprint_test.py known_by
 # Order.
 set(before) - {'clip', 'noise'}: => set(before) - {'clip', 'noise', 'direction'}: @ transforms/chain_order_test.py void
@@ -55,7 +56,7 @@ settings.delta / len(settings.stops) => settings.delta @ training/stops_test.py 
 [training, *prior_events] => [training] @ properties/accounting_test.py calibration_beside
 tuple(x.event for x in releases) => tuple(x.event for x in releases)[:1] @ training/prior_releases_test.py accounts_for
 np.where(rows == columns, 1, math.sqrt(2)) => np.where(rows == columns, 1, 2) @ core/one_shot_test.py length
-attempt = self._owner.written_down(state, found) => attempt = 0 @ training/journal_test.py elsewhere
+attempt = self._owner.written_down(state, found, rows) => attempt = 0 @ training/journal_test.py elsewhere
 """  # noqa: E501
 
 # Edits of `edits.py`, by name and what they change: why nothing notices them.

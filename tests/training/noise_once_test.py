@@ -1,5 +1,6 @@
 """Noise of one key is added to one sum, once."""
 
+import dataclasses
 import functools
 
 import jax
@@ -80,14 +81,74 @@ def first_step(made, start, digest):
   return seams.run_step(made, *state, frozen, rows, padding, digest=digest)
 
 
+def first_noise(batch):
+  """The noise of a batch, of the keys of one state that is kept."""
+  made, start = noise_alone()
+  state = jax.tree.map(jnp.copy, start)._replace(step=np.asarray(0))
+  return np.asarray(made.step(state, batch, 1.0).params)
+
+
+def test_data_edited_in_place_give_other_noise():
+  """Arrays are not read again when batches are iterated again."""
+  made, start = noise_alone()
+  data = tuple(map(np.copy, DATA))
+  batches = made.batches(start, data)
+  one, same = (first_noise(next(iter(batches))) for _ in range(2))
+  np.testing.assert_array_equal(one, same)
+  data[0][:] *= 2
+  assert abs(cosine(one, first_noise(next(iter(batches))))) < UNRELATED
+
+
+def test_a_record_that_no_digest_has_seen_gives_other_noise():
+  """Of a source that is not an array, only some records are compared."""
+  made = cases.make(
+    optax.sgd(0.1), loss=lambda params, x: 0.0 * jnp.sum(params) * x,
+    params=jnp.zeros(SIZE), prng_key=None, dataset_size=4000,
+    expected_batch_size=2000, record=jax.ShapeDtypeStruct((), 'float32'),
+  )  # fmt: skip
+  state = made.init(jnp.zeros(SIZE))
+  records = list(range(4000))
+
+  def first(records):
+    batch = next(iter(made.batches(state, records)))
+    new = made.step(jax.tree.map(jnp.copy, state)._replace(step=0), batch)
+    return batch, np.asarray(new.params)
+
+  batch, one = first(records)
+  drawn = np.asarray(batch.examples)[~np.asarray(batch.is_padding_example)]
+  for record in map(int, drawn[:8]):
+    edited = list(records)
+    edited[record] = 0.5
+    other, noise = first(edited)
+    if np.array_equal(other.data, batch.data):  # As for nearly all of them.
+      break
+  assert np.array_equal(other.data, batch.data)
+  assert abs(cosine(one, noise)) < UNRELATED
+
+
+def test_a_batch_with_other_arrays_gives_other_noise():
+  made, start = noise_alone()
+  batch = next(iter(made.batches(start, DATA)))
+  x, y = batch.examples
+  padding = jnp.zeros_like(batch.is_padding_example)
+  for other in ({'examples': (2 * x, y)}, {'is_padding_example': padding}):
+    noise = first_noise(dataclasses.replace(batch, **other))
+    assert abs(cosine(first_noise(batch), noise)) < UNRELATED
+
+
 @pytest.mark.parametrize('part', seams.FINGERPRINT)
 def test_noise_depends_on_each_part_of_the_fingerprint(part):
   """And on the number of the attempt: the digest that the key gets has all."""
   fingerprint = forced()[1].fingerprint
   changed = fingerprint._replace(**{part: getattr(fingerprint, part) ^ 1})
+  rows = np.arange(8, dtype=np.uint32)
   one, *others = (
     first_step(*noise_alone(), seams.digest_of(*x))[0]
-    for x in ((fingerprint, 0), (changed, 0), (fingerprint, 1))
+    for x in (
+      (fingerprint, rows, 0),
+      (changed, rows, 0),
+      (fingerprint, rows, 1),
+    )
   )
   for other in others:
     assert abs(cosine(one, other)) < UNRELATED
@@ -161,11 +222,19 @@ def test_records_of_other_users_are_refused():
 def test_another_program_is_refused(optimizer, loss, frozen):
   _, state = begun()
   other = cases.make(optimizer, loss=loss, prng_key=None)
-  batch = next(iter(other.batches(state, DATA)))
   with pytest.raises(
     ValueError, match=r'a difference in program \(loss, .*frozen'
   ):
-    other.step(state, batch, frozen)
+    other.step(state, next(iter(other.batches(state, DATA))), frozen)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+  _, start = noise_alone()  # Of SGD, without moments.
+  other = cases.make(
+    optax.adam(0.1), loss=no_gradient, params=jnp.zeros(SIZE), prng_key=None
+  )
+  with pytest.raises(ValueError, match=r'a difference in program \(loss, opt'):
+    other.batches(start, DATA)
 
 
 def test_a_known_key_is_for_one_run():
