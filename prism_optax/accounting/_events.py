@@ -184,7 +184,7 @@ def frozen(event: dp_event.DpEvent) -> dp_event.DpEvent:
 
 
 def require_event(event: object) -> None:
-  """Raises ``ValueError`` unless it is an event whose numbers are possible.
+  """Raises ``ValueError`` unless it is an event whose parts are possible.
 
   All of them are looked at, also those inside of compositions and samples: a
   part that happens -1 times would be a refund, and accountants add it up.
@@ -199,6 +199,11 @@ def require_event(event: object) -> None:
     if field.name == 'event':
       require_event(value)
     elif field.name == 'events':
+      if not isinstance(value, Sequence):
+        raise ValueError(
+          f'Expected {name} to be a list, got {name}={value!r}: an iterator can'
+          ' be read once, and has no events for whoever reads it next.'
+        )
       for inner in value:
         require_event(inner)
     elif field.name in _LISTS:

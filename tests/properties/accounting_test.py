@@ -263,7 +263,8 @@ def test_no_sequence_of_releases_passes_a_cap(cap, delta, releases):
     assert spent == pytest.approx(exact, rel=1e-6, abs=1e-9)
 
 
-# A number that no event can have, in each kind of event and place.
+# A number that no event can have, in each kind of event and place; and events
+# that are there only for the first who reads them.
 _FINE = dp_event.GaussianDpEvent(5.0)
 impossible = st.sampled_from([
   *(dp_event.SelfComposedDpEvent(_FINE, n)
@@ -277,6 +278,7 @@ impossible = st.sampled_from([
   dp_event.MixtureOfGaussiansDpEvent(1.0, [math.nan], [1.0]),
   dp_event.MixtureOfGaussiansDpEvent(1.0, [1.0], [-1.0]),
   dp_event.ZCDpEvent(-0.5),
+  dp_event.ComposedDpEvent(iter([_FINE])),
 ])  # fmt: skip
 surrounded = st.recursive(
   impossible,
