@@ -1,6 +1,6 @@
 """Private training on handwritten digits, one option at a time.
 
-    python benchmarks/accuracy/digits.py [--only clipping] [--table]
+    python -m benchmarks.accuracy.digits [--only clipping] [--table]
 
 Small networks, so that every setting has all its learning rates and five to ten
 seeds: the best rate is chosen on pictures that are set aside, the accuracy is
@@ -33,8 +33,6 @@ Some fifteen minutes on one CPU core, most of them for compiling.
 """
 
 import functools
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,13 +42,10 @@ import numpy as np
 import optax
 from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.accuracy import digits_network as network  # noqa: E402
-from benchmarks.common import methods, private, runner  # noqa: E402
-from prism_optax import contrib, lora, training  # noqa: E402
+import prism_optax
+from benchmarks.accuracy import digits_network as network
+from benchmarks.common import methods, private, runner
+from prism_optax import contrib, lora, training
 
 METRIC_NOISE = 10.0
 # Example gradients that a training can afford, where `training.plan` chooses.

@@ -1,9 +1,9 @@
 """Accuracy at equal privacy on a language model: PRISM and DP-AdamW.
 
-    python benchmarks/accuracy/language_model.py --data FOLDER
+    python -m benchmarks.accuracy.language_model --data FOLDER
         [--only mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
         [--options-of 24] [--rate-of 96] [--seeds 2]
-    python benchmarks/accuracy/language_model.py --table
+    python -m benchmarks.accuracy.language_model --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
 layers, on SST-2 and banking77 as instructions and on
@@ -25,21 +25,17 @@ run of SST-2 some twenty seconds; ten minutes and some four for gsm8k.
 import dataclasses
 import functools
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.accuracy import (  # noqa: E402
+from benchmarks.accuracy import (
   language_plots,
   language_rows,
   language_runs,
   language_tables,
 )
-from benchmarks.accuracy.language_runs import Setting  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
+from benchmarks.accuracy.language_runs import Setting
+from benchmarks.common import runner
 
 # Half a decade apart, the likeliest first: `--trials` may end before the last.
 RATES = {

@@ -2,14 +2,10 @@
 
 import pathlib
 
-import matplotlib as mpl
 import numpy as np
 
 from benchmarks.accuracy import language_tables
 from benchmarks.common import plots
-
-mpl.use('agg')
-from matplotlib import pyplot as plt
 
 METHODS = ('prism', 'prism+rows')
 
@@ -19,9 +15,7 @@ def draw(rows: list[language_tables.Row], path: pathlib.Path) -> None:
   groups = language_tables.groups(rows)
   order = list(language_tables.TASKS)
   labels, places = [], []
-  figure, axes = plt.subplots(
-    1, 2, figsize=(plots.WIDTH, 4.4), sharey=True, layout='constrained'
-  )
+  figure, axes = plots.panels(4.4, columns=2, sharey=True)
   columns = (
     (language_tables.losses, -1.0, 'lower loss, nats per token'),
     (language_tables.exact, 100.0, 'more right answers in a hundred'),
@@ -62,10 +56,8 @@ def draw(rows: list[language_tables.Row], path: pathlib.Path) -> None:
   plots.finish(axes)
   for axis in axes:
     axis.axvline(0, color='k', lw=0.8)
-  shown = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
-  figure.legend(
-    shown.values(), shown, loc='outside upper center', ncols=2,
+  plots.legend(
+    figure, axes[0], 'upper center', ncols=2,
     title='compared with DP-AdamW, with one standard error: right is better',
   )  # fmt: skip
   plots.save(figure, path)
-  plt.close(figure)

@@ -1,6 +1,6 @@
 """Heads from one release, without any training: by method and by noise.
 
-    python benchmarks/accuracy/private_heads.py --data FOLDER [--cache FOLDER]
+    python -m benchmarks.accuracy.private_heads --data FOLDER [--cache FOLDER]
 
 Sentence vectors of all-MiniLM-L6-v2, as it is; the share of other rows that
 ``heads.ridge`` and ``heads.class_means`` read, and what it costs. The constants
@@ -8,21 +8,16 @@ of both were found on rows set aside for tuning. Two minutes, and some more for
 the vectors where they are not in the cache yet.
 """
 
-import pathlib
 import statistics
-import sys
 from typing import Any
 
 import jax
 import numpy as np
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.accuracy import problems, sentences  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
-from prism_optax import accounting  # noqa: E402
-from prism_optax.contrib import heads  # noqa: E402
+from benchmarks.accuracy import problems, sentences
+from benchmarks.common import runner
+from prism_optax import accounting
+from prism_optax.contrib import heads
 
 METHODS = {'ridge': heads.ridge, 'class means': heads.class_means}
 SEEDS = 5

@@ -1,7 +1,7 @@
 """Accuracy at equal privacy: PRISM and the alternatives on real text.
 
-    python benchmarks/accuracy/utility.py --data FOLDER [--only core-3 ...]
-    python benchmarks/accuracy/utility.py --table
+    python -m benchmarks.accuracy.utility --data FOLDER [--only core-3 ...]
+    python -m benchmarks.accuracy.utility --table
 
 Private LoRA fine-tuning of the top layer of all-MiniLM-L6-v2 by `make_private`
 (``sentences.py``). Parts, named by ``--only``:
@@ -26,21 +26,16 @@ one core. ``--table`` compares them, on the same rows and seeds, and draws.
 
 import dataclasses
 import functools
-import pathlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.accuracy import (  # noqa: E402
+from benchmarks.accuracy import (
   sentences,
   utility_plots,
   utility_tables,
 )
-from benchmarks.accuracy.sentences import Setting  # noqa: E402
-from benchmarks.common import methods, runner  # noqa: E402
+from benchmarks.accuracy.sentences import Setting
+from benchmarks.common import methods, runner
 
 # The first rates, where they are not these.
 RATES = {

@@ -5,13 +5,8 @@ import pathlib
 import statistics
 from typing import Any
 
-import matplotlib as mpl
-
 from benchmarks.accuracy import utility_tables
 from benchmarks.common import plots, runner
-
-mpl.use('agg')
-from matplotlib import pyplot as plt
 
 # Changes in the words of the pages.
 CHANGES = {
@@ -74,10 +69,9 @@ def accuracies(
     if method not in NEAREST
   }
   rest = dict(sorted(rest.items(), key=lambda item: item[1]))
-  figure, (top, bottom) = plt.subplots(
-    2, 1, figsize=(plots.WIDTH, 6.4), sharex=True, layout='constrained',
-    height_ratios=(len(parts), 0.55 * len(rest)),
-  )  # fmt: skip
+  figure, (top, bottom) = plots.panels(
+    6.4, 2, sharex=True, height_ratios=(len(parts), 0.55 * len(rest))
+  )
   for place, rows in enumerate(reversed(parts.values())):
     of = {row.method: row for row in rows}
     for rank, method in enumerate(NEAREST):
@@ -89,11 +83,7 @@ def accuracies(
         )  # fmt: skip
   top.set_yticks(range(len(parts)), list(parts)[::-1])
   top.set_ylim(-0.6, len(parts) - 0.4)
-  found = dict(zip(*top.get_legend_handles_labels()[::-1], strict=True))
-  figure.legend(
-    found.values(), found, loc='outside upper center', ncols=len(found),
-    fontsize=8, columnspacing=1.2, handletextpad=0.2,
-  )  # fmt: skip
+  legend(figure, top)
   for place, (method, (points, error)) in enumerate(rest.items()):
     if points > -9:
       bottom.errorbar(points, place, xerr=error, ms=5, **plots.look(method))
@@ -112,7 +102,14 @@ def accuracies(
   for axis in (top, bottom):
     axis.axvline(0, color='k', lw=0.8)
   plots.save(figure, path)
-  plt.close(figure)
+
+
+def legend(figure: Any, axis: Any) -> None:
+  """All methods in one line."""
+  plots.legend(
+    figure, axis, 'upper center', ncols=5, fontsize=8, columnspacing=1.2,
+    handletextpad=0.2,
+  )  # fmt: skip
 
 
 def labelled(
@@ -135,7 +132,7 @@ def epsilons(parts: list[list], path: pathlib.Path) -> None:
       epsilon = next(iter(row.runs.values())).get('epsilon', 3.0)
       of_method = found.setdefault(row.method, {})
       of_method[epsilon] = [100 * x for x in row.accuracies]
-  figure, axis = plt.subplots(figsize=(plots.WIDTH, 3.6), layout='constrained')
+  figure, axis = plots.panels(3.6)
   ends = {}
   for method, row in found.items():
     at = sorted(row)
@@ -152,12 +149,11 @@ def epsilons(parts: list[list], path: pathlib.Path) -> None:
   )
   plots.finish([axis])
   plots.save(figure, path)
-  plt.close(figure)
 
 
 def rates(rows: list, path: pathlib.Path) -> None:
   """Tuning accuracy against the learning rate; collapses are written."""
-  figure, axis = plt.subplots(figsize=(plots.WIDTH, 3.8), layout='constrained')
+  figure, axis = plots.panels(3.8)
   best = max(100 * max(row.tuning.values()) for row in rows)
   bottom = best - 4
   ticks = sorted({rate for row in rows for rate in row.tuning})
@@ -188,7 +184,6 @@ def rates(rows: list, path: pathlib.Path) -> None:
   axis.minorticks_off()
   plots.finish([axis])
   plots.save(figure, path)
-  plt.close(figure)
 
 
 def changes(found: dict[str, dict[str, float]], path: pathlib.Path) -> None:
@@ -200,9 +195,7 @@ def changes(found: dict[str, dict[str, float]], path: pathlib.Path) -> None:
   names = list(dict.fromkeys(name for row in found.values() for name in row))
   edge = 2.0
   height = (0.42 if len(found) > 1 else 0.25) * len(names) + 1
-  figure, axis = plt.subplots(
-    figsize=(plots.WIDTH, height), layout='constrained'
-  )
+  figure, axis = plots.panels(height)
   for place, change in enumerate(reversed(names)):
     far = []
     for rank, (method, row) in enumerate(found.items()):
@@ -229,12 +222,7 @@ def changes(found: dict[str, dict[str, float]], path: pathlib.Path) -> None:
     xlabel='change of the accuracy, points',
   )  # fmt: skip
   if len(found) > 1:
-    shown = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(
-      shown.values(), shown, loc='outside upper center', ncols=len(shown),
-      fontsize=8, columnspacing=1.2, handletextpad=0.2,
-    )  # fmt: skip
+    legend(figure, axis)
   plots.finish([axis])
   axis.axvline(0, color='k', lw=0.8)
   plots.save(figure, path)
-  plt.close(figure)

@@ -11,7 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.ticker
 from PIL import Image
+
+mpl.use('agg')
+from matplotlib import pyplot as plt
 
 WIDTH = 7.0
 mpl.rcParams.update(
@@ -97,10 +101,32 @@ def finish(axes: Iterable[Any]) -> None:
     axis.set_axisbelow(True)
 
 
+def panels(
+  height: float, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Any, Any]:
+  """A figure as wide as a page, and its axes; ``plt.subplots`` has options."""
+  return plt.subplots(
+    rows, columns, figsize=(WIDTH, height), layout='constrained', **options
+  )
+
+
+def legend(figure: Any, axis: Any, place: str, **options: Any) -> None:
+  """Each label of an axis once, above or below the figure."""
+  found = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+  figure.legend(found.values(), found, loc=f'outside {place}', **options)
+
+
+def numbers(axis: Any, form: str) -> None:
+  """Ticks of an axis as plain numbers, ``'{x:g}'``."""
+  axis.set_major_formatter(mpl.ticker.StrMethodFormatter(form))
+  axis.set_minor_locator(mpl.ticker.NullLocator())
+
+
 def save(figure: Any, path: pathlib.Path) -> None:
-  """Writes a PNG of at most 200 colours: a third of the bytes."""
+  """Writes a PNG of at most 200 colours, a third of the bytes, and ends."""
   pixels = io.BytesIO()
   figure.savefig(pixels, format='png')
+  plt.close(figure)
   picture = Image.open(pixels).convert('RGB')
   picture.quantize(200, dither=Image.Dither.NONE).save(path, optimize=True)
 

@@ -1,6 +1,6 @@
 """How far the trajectory of Z depends on the gauge of the starting factors.
 
-    python benchmarks/geometry/gauge_invariance.py
+    python -m benchmarks.geometry.gauge_invariance
 
 The same problem, data and ambient noise, trained from ``(L, R)`` and from ``(L
 K, R K^-T)``: largest relative difference of Z over all steps and modules, for
@@ -10,8 +10,6 @@ the gradients are those of the oracles of the tests. About a minute on a CPU.
 """
 
 import functools
-import pathlib
-import sys
 from typing import Any
 
 import jax
@@ -20,15 +18,12 @@ import numpy as np
 import optax
 from jax_privacy import noise_addition
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
-from benchmarks.geometry import given_noise  # noqa: E402
-from prism_optax import lora, transforms  # noqa: E402
-from tests import cases  # noqa: E402
-from tests.oracles import oracles, problems  # noqa: E402
+import prism_optax
+from benchmarks.common import runner
+from benchmarks.geometry import given_noise
+from prism_optax import lora, transforms
+from tests import cases
+from tests.oracles import oracles, problems
 
 SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
 CLIP, BATCH, STDDEV, LEARNING_RATE = 2.0, 5.0, 0.16, 0.05

@@ -1,6 +1,6 @@
 """What polynomials make of the singular values of noisy gradients.
 
-    python benchmarks/geometry/newton_schulz_polynomials.py
+    python -m benchmarks.geometry.newton_schulz_polynomials
 
 DP-Muon's iteration, Muon's (Jordan et al. 2024) and the best polynomials in
 turn (``muon.minimax_coefficients``), by the number of matrix products that they
@@ -12,20 +12,15 @@ seconds.
 """
 
 import functools
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.common import runner  # noqa: E402
-from prism_optax import muon  # noqa: E402
-from prism_optax.muon import _polynomials  # noqa: E402
+from benchmarks.common import runner
+from prism_optax import muon
+from prism_optax.muon import _polynomials
 
 # Of Jordan et al. 2024, for p(x) = a + b x + c x^2, as optax has them.
 JORDAN = (3.4445, -4.7750, 2.0315)

@@ -1,6 +1,6 @@
 """The three issues of DP-SGD on LoRA factors, measured on a small real model.
 
-    python benchmarks/geometry/paper_diagnostics.py
+    python -m benchmarks.geometry.paper_diagnostics
 
 After the diagnostics of the PRISM paper (arXiv:2606.00944, Appendix C), on the
 vision transformer of ``prism-optax train`` and public digits:
@@ -18,8 +18,6 @@ All data here are public, so raw per-example norms may be shown.
 
 import argparse
 import functools
-import pathlib
-import sys
 from typing import Any
 
 import jax
@@ -28,26 +26,23 @@ import numpy as np
 import optax
 from flax import nnx
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import private, runner  # noqa: E402
-from benchmarks.geometry import paper_report  # noqa: E402
-from benchmarks.geometry.paper_report import (  # noqa: E402
+import prism_optax
+from benchmarks.common import private, runner
+from benchmarks.geometry import paper_report
+from benchmarks.geometry.paper_report import (
   GAUGES,
   METHODS,
   SIGMAS,
 )
-from prism_optax import (  # noqa: E402
+from prism_optax import (
   _modules,
   diagnostics,
   fixed_rank,
   training,
 )
-from prism_optax.finetune import tasks  # noqa: E402
-from prism_optax.fixed_rank import _lifts  # noqa: E402
-from prism_optax.transforms import _moments  # noqa: E402
+from prism_optax.finetune import tasks
+from prism_optax.fixed_rank import _lifts
+from prism_optax.transforms import _moments
 
 BATCH, STEPS, LEARNING_RATE, SIGMA = 128, 60, 5e-3, 1.0
 
@@ -73,7 +68,7 @@ def pretrained():
   """``(params, frozen, rows, losses)``: adapters of full rank, digits."""
   task = tasks.mirrored_digits(
     argparse.Namespace(rank=4, lora_targets=['attention']),
-    ROOT / 'runs' / 'paper_diagnostics',
+    runner.ROOT / 'runs' / 'paper_diagnostics',
   )
 
   def losses(params, frozen, x, y):

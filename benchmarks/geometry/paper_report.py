@@ -3,14 +3,9 @@
 import pathlib
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.ticker
 import numpy as np
 
 from benchmarks.common import plots
-
-mpl.use('agg')
-from matplotlib import pyplot as plt
 
 GAUGES = (0.25, 0.5, 1.0, 2.0, 4.0)
 SWEEP = np.logspace(-3, 3, 61)
@@ -29,9 +24,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     found = [x for x in rows if all(x.get(k) == v for k, v in wanted.items())]
     return np.array([[x[name] for x in found] for name in names])
 
-  figure, (clip, noise, step) = plt.subplots(
-    1, 3, figsize=(plots.WIDTH, 3.4), layout='constrained'
-  )
+  figure, (clip, noise, step) = plots.panels(3.4, columns=3)
   for method, colour in COLOURS.items():
     for when, look in (('first', 'o-'), ('last', 's--')):
       clip.plot(
@@ -53,7 +46,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     title='noise in Z / stddev',
   )  # fmt: skip
   noise.set_xticks([1e-3, 1, 1e3], ['0.001', '1', '1,000'])
-  noise.yaxis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:,.0f}'))
+  plots.numbers(noise.yaxis, '{x:,.0f}')
   step.set(
     xscale='log', xlabel='noise multiplier', ylim=(0, 100),
     title='after the preconditioner',
@@ -65,4 +58,3 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
   plots.finish((clip, noise, step))
   figure.legend(loc='outside upper center', ncols=2)
   plots.save(figure, path)
-  plt.close(figure)

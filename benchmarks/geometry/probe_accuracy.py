@@ -1,25 +1,19 @@
 """Accuracy of tangent coordinates: whitened factor gradients against probes.
 
-    python benchmarks/geometry/probe_accuracy.py
+    python -m benchmarks.geometry.probe_accuracy
 
 For gauges of growing condition and both types of parameters, the relative error
 of ``tangent_coordinates`` of a factor gradient and of ``tangent_probes``.
 Results go to ``benchmarks/results``; a few seconds.
 """
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
-from prism_optax import _modules, contrib  # noqa: E402
+import prism_optax
+from benchmarks.common import runner
+from prism_optax import _modules, contrib
 
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6)
 

@@ -1,6 +1,6 @@
 """One model in three factorisations, trained privately by three methods.
 
-    python benchmarks/geometry/three_gauges.py [--table]
+    python -m benchmarks.geometry.three_gauges [--table]
 
 Adapters of rank 4 on the two layers of a frozen random network learn
 handwritten digits (scikit-learn's) from 1,297 rows at epsilon 3. The same
@@ -21,29 +21,20 @@ first page, ``docs/figures/three_gauges.png``. Three minutes of CPU.
 
 import functools
 import itertools
-import pathlib
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import optax
 from sklearn import datasets
 
-mpl.use('agg')
-from matplotlib import pyplot as plt
+import prism_optax
+from benchmarks.common import plots, private, runner
+from benchmarks.geometry import given_noise
+from prism_optax import lora, training
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import plots, private, runner  # noqa: E402
-from benchmarks.geometry import given_noise  # noqa: E402
-from prism_optax import lora, training  # noqa: E402
-
-FIGURE = ROOT / 'docs' / 'figures' / 'three_gauges.png'
+FIGURE = runner.ROOT / 'docs' / 'figures' / 'three_gauges.png'
 EPSILON, DELTA, CLIP, BATCH, STEPS = 3.0, 1e-5, 1.0, 256, 60
 TRAIN, HIDDEN, RANK, SEEDS = 1297, 64, 4, range(5)
 CONDITIONS, SHOWN = (1.0, 10.0, 100.0, 1000.0), (1.0, 100.0, 1000.0)
@@ -254,9 +245,7 @@ def measure(method: str, condition: float, smoke: bool = False) -> dict:
 def plot(rows, path):
   """One panel a method, one line a gauge; bands are one standard deviation."""
   path = path if path.parent != runner.FOLDER else FIGURE
-  figure, axes = plt.subplots(
-    1, 3, figsize=(plots.WIDTH, 3.3), sharey=True, layout='constrained'
-  )
+  figure, axes = plots.panels(3.3, columns=3, sharey=True)
   plots.finish(axes)
   for axis, name in zip(axes, METHODS, strict=True):
     found = {x['condition']: x['curve'] for x in rows if x['method'] == name}
@@ -282,12 +271,11 @@ def plot(rows, path):
     axis.set_title(TITLES[name])
     axis.set(xlabel='step', xlim=(0, last), ylim=(0, 100))
   axes[0].set_ylabel('accuracy, %')
-  figure.legend(
-    *axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=3,
+  plots.legend(
+    figure, axes[0], 'lower center', ncols=3,
     title='the same model, its adapter written as $(A K)(K^{-1} B)$',
   )  # fmt: skip
   plots.save(figure, path)
-  plt.close(figure)
 
 
 if __name__ == '__main__':

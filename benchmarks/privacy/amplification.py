@@ -1,6 +1,6 @@
 """By how much preconditioners amplify the noise, after some private training.
 
-    python benchmarks/privacy/amplification.py --data FOLDER
+    python -m benchmarks.privacy.amplification --data FOLDER
 
 The third issue of the PRISM paper (arXiv:2606.00944) for all methods: after 10
 private steps on SST-2 (the set-up of ``utility.py``) the mean gradient is
@@ -14,24 +14,15 @@ one core.
 import functools
 import math
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import matplotlib as mpl
-import matplotlib.ticker
 import optax
 
-mpl.use('agg')
-from matplotlib import pyplot as plt
-
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.accuracy import sentences  # noqa: E402
-from benchmarks.common import methods, plots, runner  # noqa: E402
+import prism_optax
+from benchmarks.accuracy import sentences
+from benchmarks.common import methods, plots, runner
 
 SIGMAS = (0.25, 1.0, 4.0, 16.0)
 STEPS = 10
@@ -141,9 +132,7 @@ def measure(
 
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Noise in Z after the preconditioner, and over the noise before it."""
-  figure, (left, right) = plt.subplots(
-    1, 2, figsize=(plots.WIDTH, 3.2), layout='constrained'
-  )
+  figure, (left, right) = plots.panels(3.2, columns=2)
   ends = {}
   for name in RATES:
     found = [row for row in rows if row['method'] == name]
@@ -165,10 +154,9 @@ def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
     axis.set(xscale='log', yscale='log', xlabel='noise multiplier')
     axis.set_xticks(SIGMAS, [f'{x:g}' for x in SIGMAS])
     axis.minorticks_off()
-    axis.yaxis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:,g}'))
+    plots.numbers(axis.yaxis, '{x:,g}')
   plots.finish((left, right))
   plots.save(figure, path)
-  plt.close(figure)
 
 
 if __name__ == '__main__':

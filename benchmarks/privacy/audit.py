@@ -1,6 +1,6 @@
 """What attacks on the whole chain prove about epsilon, beside the claim.
 
-    python benchmarks/privacy/audit.py
+    python -m benchmarks.privacy.audit
 
 The attacks of ``tests/audit``, with more draws: white-box (the attacker sees
 the noised coordinates of three steps), black-box (the trained parameters
@@ -12,23 +12,12 @@ must give; one above it convicts.
 Two minutes on two CPU cores.
 """
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
-import matplotlib.ticker
 
-mpl.use('agg')
-from matplotlib import pyplot as plt
-
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.common import plots, runner  # noqa: E402
-from tests.audit import black_box_test as black_box  # noqa: E402
-from tests.audit import chains, harness  # noqa: E402
+from benchmarks.common import plots, runner
+from tests.audit import black_box_test as black_box
+from tests.audit import chains, harness
 
 NOISES = (1.0, 0.5)
 WHITE_BOX_STEPS, SIGMA = 3, 2.0
@@ -127,9 +116,7 @@ GROUPS = {
 
 def plot(rows, path):
   """Every attack, and one step over the noise: what is claimed and proved."""
-  figure, (top, bottom) = plt.subplots(
-    2, 1, figsize=(plots.WIDTH, 6.4), height_ratios=(5, 3), layout='constrained'
-  )
+  figure, (top, bottom) = plots.panels(6.4, 2, height_ratios=(5, 3))
   place, ticks = 0, {}
   marks = {
     'claimed': ('claim', '|', 'k'),
@@ -159,10 +146,7 @@ def plot(rows, path):
   top.set(xscale='log', xlim=(1.55, 70), ylim=(place - 0.7, -0.4))
   top.set_xticks([2, 3, 5, 10, 20, 50])
   top.set_xlabel('epsilon at delta 1e-5')
-  found = dict(zip(*top.get_legend_handles_labels()[::-1], strict=True))
-  figure.legend(
-    found.values(), found, loc='outside upper center', ncols=4, fontsize=8
-  )
+  plots.legend(figure, top, 'upper center', ncols=4, fontsize=8)
   sweep = [row for row in rows if row['attack'] == 'sweep']
   sigmas = [row['what'] for row in sweep]
   for label, (key, marker, colour) in marks.items():
@@ -182,10 +166,8 @@ def plot(rows, path):
   )  # fmt: skip
   plots.finish((top, bottom))
   for axis in (top.xaxis, bottom.xaxis, bottom.yaxis):
-    axis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:g}'))
-    axis.set_minor_locator(mpl.ticker.NullLocator())
+    plots.numbers(axis, '{x:g}')
   plots.save(figure, path)
-  plt.close(figure)
 
 
 if __name__ == '__main__':

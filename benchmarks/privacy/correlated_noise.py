@@ -1,6 +1,6 @@
 """How much of correlated noise cancels on the manifold, step size by step size.
 
-    python benchmarks/privacy/correlated_noise.py
+    python -m benchmarks.privacy.correlated_noise
 
 Training on noise alone: 100 steps with the optimal Toeplitz strategy for prefix
 sums (arXiv:2202.11205) on one 64 x 64 module of rank 4. In flat space the
@@ -15,26 +15,18 @@ a minute on a CPU.
 
 import functools
 import pathlib
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import optax
 from jax_privacy import noise_addition
 from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
 
-mpl.use('agg')
-from matplotlib import pyplot as plt
-
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import methods, plots, runner  # noqa: E402
-from prism_optax.accounting import _matrix_mechanism  # noqa: E402
+import prism_optax
+from benchmarks.common import methods, plots, runner
+from prism_optax.accounting import _matrix_mechanism
 
 STEPS, SIZE, RANK = 100, 64, 4
 # Length of one step over the smallest singular value of Z at the start.
@@ -148,7 +140,7 @@ def measure(**setting: Any) -> dict[str, float]:
 
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Accumulated noise against the size of a step, for each start."""
-  figure, axis = plt.subplots(figsize=(plots.WIDTH, 3.4), layout='constrained')
+  figure, axis = plots.panels(3.4)
   colours = dict(
     zip(STARTS, (plots.BLUE, plots.ORANGE, plots.PURPLE), strict=True)
   )
@@ -178,7 +170,6 @@ def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   plots.finish([axis])
   figure.legend(loc='outside right upper')
   plots.save(figure, path)
-  plt.close(figure)
 
 
 if __name__ == '__main__':

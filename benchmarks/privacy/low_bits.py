@@ -1,6 +1,6 @@
 """Attacks on the low bits of a release: as it is, and with noise as floats.
 
-    python benchmarks/privacy/low_bits.py
+    python -m benchmarks.privacy.low_bits
 
 The attacker knows the two sums that a release may come from, with and without
 one record, inverts the public post-processing, and asks for each entry whether
@@ -22,25 +22,16 @@ Half an hour on a CPU core, in 1 GB.
 
 import functools
 import math
-import pathlib
-import sys
 import zlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import scipy.stats
 
-mpl.use('agg')
-from matplotlib import pyplot as plt
-
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.common import plots, runner  # noqa: E402
-from prism_optax import _lattice  # noqa: E402
-from tests.audit import low_bits, routes  # noqa: E402
+from benchmarks.common import plots, runner
+from prism_optax import _lattice
+from tests.audit import low_bits, routes
 
 ENTRIES_AT_ONCE = 2_000_000
 CLASSES = 64
@@ -192,7 +183,7 @@ def show(rows):
 
 def plot(rows, path):
   """The attacker's advantage now; that with floats is written beside it."""
-  figure, axis = plt.subplots(figsize=(plots.WIDTH, 5.2), layout='constrained')
+  figure, axis = plots.panels(5.2)
   names = list(dict.fromkeys(row['route'] for row in rows))
   axis.set_yticks(range(len(names))[::-1], names)
   seen = dict.fromkeys(names, 0)
@@ -227,12 +218,8 @@ def plot(rows, path):
   )  # fmt: skip
   axis.set_xticks([-0.1, -0.05, 0, 0.05, 0.1])
   plots.finish([axis])
-  found = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-  figure.legend(
-    found.values(), found, loc='outside lower center', ncols=2, fontsize=8
-  )
+  plots.legend(figure, axis, 'lower center', ncols=2, fontsize=8)
   plots.save(figure, path)
-  plt.close(figure)
 
 
 def settings():

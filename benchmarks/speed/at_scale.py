@@ -1,8 +1,8 @@
 """A private step on 64 and 256 chips, by the compiler and without a chip.
 
     pip install --no-deps libtpu
-    python benchmarks/speed/at_scale.py [--only 4b]
-    python benchmarks/speed/at_scale.py --table
+    python -m benchmarks.speed.at_scale [--only 4b]
+    python -m benchmarks.speed.at_scale --table
 
 Decoders with the shapes of Gemma 3, adapters of rank 16 on five matrices of
 each layer, compiled ahead of time for slices of TPU v5e. Frozen weights are
@@ -14,8 +14,6 @@ finished, a few minutes each, and are not computed twice.
 """
 
 import os
-import pathlib
-import sys
 import time
 from typing import Any
 
@@ -29,13 +27,10 @@ import optax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import hlo, runner  # noqa: E402
-from benchmarks.speed import decoder  # noqa: E402
-from prism_optax import lora  # noqa: E402
+import prism_optax
+from benchmarks.common import hlo, runner
+from benchmarks.speed import decoder
+from prism_optax import lora
 
 RANK, LENGTH = 16, 1024
 # Examples of a batch for each group of chips, one after the other.

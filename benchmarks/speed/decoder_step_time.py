@@ -1,6 +1,6 @@
 """Time of a whole private training step of a decoder, by micro-batches.
 
-    python benchmarks/speed/decoder_step_time.py [--only 8]
+    python -m benchmarks.speed.decoder_step_time [--only 8]
 
 Random weights in one of two shapes, adapters on q, k, v, up and down.
 ``gemma``: those of Gemma-3-4B (34 layers of width 2560 over a vocabulary of
@@ -10,17 +10,11 @@ Non-private AdamW, DP-AdamW, PRISM and DP-Muon in turn; the private ones with
 jax-privacy's clip. Ratios within a round, and the compiled memory.
 """
 
-import pathlib
-import sys
-
 import jax
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.common import runner, timing  # noqa: E402
-from benchmarks.speed import decoder, steps  # noqa: E402
-from prism_optax import lora  # noqa: E402
+from benchmarks.common import runner, timing
+from benchmarks.speed import decoder, steps
+from prism_optax import lora
 
 METHODS = ('adamw, not private', 'dp-adamw', 'prism', 'dp-muon')
 # One stack of all layers for each kind of weight: the layers are scanned.

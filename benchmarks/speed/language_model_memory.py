@@ -1,6 +1,6 @@
 """Memory of private LoRA of a real language model, beside a run without it.
 
-    python benchmarks/speed/language_model_memory.py [--only prism]
+    python -m benchmarks.speed.language_model_memory [--only prism]
 
 SmolLM2-135M-Instruct on gsm8k, adapters of rank 8 in all layers, records of 256
 tokens, four at once, float32. First the temporary memory of one step, as the
@@ -27,16 +27,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
-from benchmarks.speed import language_model_memory_table, steps  # noqa: E402
-from prism_optax import training  # noqa: E402
-from prism_optax.finetune import tasks  # noqa: E402
-from prism_optax.finetune.command_line import TARGETS  # noqa: E402
-from prism_optax.finetune.models import (  # noqa: E402
+import prism_optax
+from benchmarks.common import runner
+from benchmarks.speed import language_model_memory_table, steps
+from prism_optax import training
+from prism_optax.finetune import tasks
+from prism_optax.finetune.command_line import TARGETS
+from prism_optax.finetune.models import (
   classifier,
   llama,
   llama_config,
@@ -127,8 +124,8 @@ def read(train: str, evaluation: str, model: str = 'smollm2') -> tasks.Task:
 def arguments(case: str, train: str, evaluation: str, output: str) -> list[str]:
   """The command of a case."""
   if case not in PRIVATE:
-    own = ['--case', case, train, evaluation]
-    return [sys.executable, __file__, *own]
+    own = ['benchmarks.speed.language_model_memory', '--case', case]
+    return [sys.executable, '-m', *own, train, evaluation]
   options = {
     'task': 'instruct', 'model': 'smollm2', 'data': train, 'eval': evaluation,
     'prompt-column': 'question', 'response-column': 'rationale',
@@ -149,7 +146,7 @@ def peak(command: list[str]) -> float:
   Raises:
     RuntimeError: If it fails.
   """
-  path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
+  path = os.pathsep.join([str(runner.ROOT), os.environ.get('PYTHONPATH', '')])
   process = subprocess.Popen(command, env=os.environ | {'PYTHONPATH': path})
   _, status, usage = os.wait4(process.pid, 0)
   process.returncode = os.waitstatus_to_exitcode(status)

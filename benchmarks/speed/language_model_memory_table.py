@@ -1,6 +1,6 @@
 """Memory of a private step on models of 1 to 8 billion parameters, computed.
 
-    python benchmarks/speed/language_model_memory_table.py [--only llama-3.2-1b]
+    python -m benchmarks.speed.language_model_memory_table [--only llama-3.2-1b]
 
 Compiles the step of ``prism-optax train --task instruct`` for the
 shapes of a model, and asks the compiler what it plans: arguments (frozen
@@ -16,8 +16,6 @@ they are finished, and not computed twice.
 
 import functools
 import itertools
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,13 +24,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
-from prism_optax import training  # noqa: E402
-from prism_optax.finetune.models import llama, llama_config, minilm  # noqa: E402
+import prism_optax
+from benchmarks.common import runner
+from prism_optax import training
+from prism_optax.finetune.models import llama, llama_config, minilm
 
 SHARED = {'hidden_act': 'silu', 'rms_norm_eps': 1e-5}
 LLAMA = SHARED | {'model_type': 'llama', 'vocab_size': 128256}

@@ -1,7 +1,7 @@
 """What XLA compiles for accelerators, ahead of time and without any.
 
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt libtpu
-    python benchmarks/speed/lowered.py [--only h200 ...]
+    python -m benchmarks.speed.lowered [--only h200 ...]
 
 One update, of noise and AdamW and of ``prism``, for an NVIDIA H200, for a chip
 of a TPU v5e and for the CPU: kernels that a step launches, branches decided on
@@ -16,8 +16,6 @@ to ``benchmarks/results/lowered.json`` as they are finished; a minute each.
 import collections
 import dataclasses
 import os
-import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,12 +30,9 @@ import optax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import hlo, runner  # noqa: E402
-from benchmarks.speed import update_time  # noqa: E402
+import prism_optax
+from benchmarks.common import hlo, runner
+from benchmarks.speed import update_time
 
 # Of an H200, as XLA describes a device: from NVIDIA's data sheet and the
 # properties of its architecture (compute capability 9.0).

@@ -1,6 +1,6 @@
 """Time and memory of a step of ``make_private``, beside one written by hand.
 
-    python benchmarks/speed/make_private.py [--only digits]
+    python -m benchmarks.speed.make_private [--only digits]
 
 By hand: per-example gradients by vmap, or from one backward pass, into
 ``prism`` with its own clip, and ``apply_updates``, in one jitted step whose
@@ -14,20 +14,15 @@ compiler plans it.
 import dataclasses
 import functools
 import os
-import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import runner, timing  # noqa: E402
-from benchmarks.speed import steps  # noqa: E402
-from prism_optax import training  # noqa: E402
+import prism_optax
+from benchmarks.common import runner, timing
+from benchmarks.speed import steps
+from prism_optax import training
 
 ROUTES = {'vmap': False, 'one backward': True}
 MAKE = {'digits': steps.digits, 'minilm': steps.sentences}

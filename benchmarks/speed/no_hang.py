@@ -1,6 +1,6 @@
 """Thousands of steps in every environment: the step cannot deadlock.
 
-    python benchmarks/speed/no_hang.py [--steps 1000]
+    python -m benchmarks.speed.no_hang [--steps 1000]
 
 XLA on CPU runs independent operations on one thread pool, and LAPACK calls on
 batches wait inside of it: two of them at once can wait for each other for ever.

@@ -1,6 +1,6 @@
 """Time of the proof that no record meets another, on a decoder of 30 layers.
 
-    python benchmarks/speed/proof_time.py [--again]
+    python -m benchmarks.speed.proof_time [--again]
 
 A decoder of SmolLM2-135M's shapes, adapters of rank 8 on its dense layers, 32
 records of 512 tokens. All arrays are abstract. Proved are the gradients of each

@@ -1,6 +1,6 @@
 """Time of a whole private training step: PRISM beside the alternatives.
 
-    python benchmarks/speed/step_time.py [--only 8 noise]
+    python -m benchmarks.speed.step_time [--only 8 noise]
 
 The MiniLM encoder with adapters on all dense layers and a linear head, on
 random tokens, batch 32. The same clip and data for all methods, run in turn;
@@ -13,18 +13,13 @@ minutes a rank on two cores.
 """
 
 import functools
-import pathlib
-import sys
 
 import jax
 import optax
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import runner, timing  # noqa: E402
-from benchmarks.speed import steps, update_time  # noqa: E402
+import prism_optax
+from benchmarks.common import runner, timing
+from benchmarks.speed import steps, update_time
 
 ROUTES = {'vmap': False, 'one backward': True}
 

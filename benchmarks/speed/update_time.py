@@ -1,6 +1,6 @@
 """Time of the optimizer's update alone: PRISM, and AdamW on the factors.
 
-    python benchmarks/speed/update_time.py [--only small]
+    python -m benchmarks.speed.update_time [--only small]
 
 Two workloads, those of the timings of the authors' PyTorch step (arXiv:
 2606.00944): 24 modules 384 x 384 of rank 8 with a batch of 32, and 60 large
@@ -22,21 +22,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
-import matplotlib.ticker
 import optax
 from jax_privacy import noise_addition
 
-mpl.use('agg')
-from matplotlib import pyplot as plt
-
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import prism_optax  # noqa: E402
-from benchmarks.common import plots, runner, timing  # noqa: E402
-from prism_optax import contrib, fixed_rank  # noqa: E402
-from prism_optax.fixed_rank import _tangents  # noqa: E402
+import prism_optax
+from benchmarks.common import plots, runner, timing
+from prism_optax import contrib, fixed_rank
+from prism_optax.fixed_rank import _tangents
 
 STDDEV = 0.1
 WORKLOADS = {
@@ -248,9 +240,7 @@ def scaling(axis: str, runs: int, points: int) -> list[runner.Row]:
 
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
   """Time against modules, rank and width, with as many threads as there are."""
-  figure, axes = plt.subplots(
-    1, 3, figsize=(plots.WIDTH, 2.5), sharey=True, layout='constrained'
-  )
+  figure, axes = plots.panels(2.5, columns=3, sharey=True)
   points = [row for row in rows if 'axis' in row]
   last = max(row['threads'] for row in points)
   for ax, axis in zip(axes, AXES, strict=True):
@@ -273,13 +263,10 @@ def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
     ax.set(xscale='log', yscale='log', xlabel=axis, xticks=x, xticklabels=x)
     ax.minorticks_off()
   axes[0].set_ylabel('milliseconds per update')
-  axes[0].yaxis.set_major_formatter(mpl.ticker.StrMethodFormatter('{x:g}'))
+  plots.numbers(axes[0].yaxis, '{x:g}')
   plots.finish(axes)
-  figure.legend(
-    *axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=3
-  )
+  plots.legend(figure, axes[0], 'upper center', ncols=3)
   plots.save(figure, path)
-  plt.close(figure)
 
 
 HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
@@ -300,10 +287,10 @@ def measure(
   runs: int = 50, points: int = 6, **setting: Any
 ) -> list[runner.Row]:
   """The same in a process of its own: its start fixes the threads."""
-  arguments = json.dumps({**setting, 'runs': runs, 'points': points})
+  given = json.dumps({**setting, 'runs': runs, 'points': points})
   done = subprocess.run(
-    [sys.executable, __file__, '--child', arguments],
-    stdout=subprocess.PIPE, check=True, text=True,
+    [sys.executable, '-m', 'benchmarks.speed.update_time', '--child', given],
+    stdout=subprocess.PIPE, check=True, text=True, cwd=runner.ROOT,
     env=os.environ | (HUGE_PAGES if setting['huge pages'] else {}),
   )  # fmt: skip
   return [

@@ -54,13 +54,15 @@ def few_texts(tmp_path_factory):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize('script', [x for x in SCRIPTS if x not in ELSEWHERE])
 def test_it_prints_its_table(script, monkeypatch, capsys, request):
-  arguments = [f'{FOLDER / script}.py', '--smoke']
+  arguments = [script, '--smoke']
   if script in TEXTS:
     arguments += request.getfixturevalue('few_texts')
   monkeypatch.setattr(sys, 'argv', arguments)
   # A network of random weights: to pretrain one takes minutes.
   monkeypatch.setattr(program, 'pretrain_or_load', lambda *_: 'none')
-  runpy.run_path(arguments[0], run_name='__main__')
+  runpy.run_module(
+    f'benchmarks.{script.replace("/", ".")}', run_name='__main__'
+  )
   printed = capsys.readouterr().out
   assert re.search(r'\d', printed)
   assert 'nan' not in printed.lower().split()
