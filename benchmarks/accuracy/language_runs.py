@@ -21,8 +21,6 @@ PRIVATE = ('prism', 'dp-adamw')
 ROWS = 'rows'
 # A clip that no gradient reaches, where nothing is private.
 NO_CLIP = 1e4
-# Perplexity on tuning rows along the way, so often.
-CURVE_POINTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,10 +185,9 @@ def execute(
   """Trains and measures.
 
   Returns:
-    ``'tuning perplexity'`` and ``'tuning exact'`` at the end and along the way;
-    unless it is a tuning run, of each row of the table ``'losses'`` (nats,
-    summed over the response, hexadecimal float16), ``'exact'`` (``'0'`` or
-    ``'1'``) and ``'tokens'`` of all rows.
+    ``'tuning perplexity'``; unless it is a tuning run, of each row of the table
+    ``'losses'`` (nats, summed over the response, hexadecimal float16),
+    ``'exact'`` (``'0'`` or ``'1'``) and ``'tokens'`` of all rows.
   """
   given = source.problem(setting)
   losses_of_rows = jax.jit(losses_of(given))
@@ -216,37 +213,15 @@ def execute(
         break
     return [np.concatenate(x) for x in zip(*found, strict=True)]
 
-  curve: list[dict[str, Any]] = []
-
-  def note(step, params):
-    losses, exact, tokens = score(params, given.tuning)
-    curve.append(
-      {
-        'step': step,
-        'perplexity': float(np.exp(losses.sum() / tokens.sum())),
-        'exact': float(exact.mean()),
-      }
-    )
-
-  steps = 0 if setting.method == 'zero-shot' else setting.steps
-  every = -(-setting.steps // CURVE_POINTS)
-
-  def each(t, params):
-    # A tuning run is as short as can be.
-    if (t + 1) % every == 0 and t + 1 < steps and not setting.is_tuning:
-      note(t + 1, params)
-
-  if steps:
+  if setting.method != 'zero-shot':
     run, numbers = program(setting.static, source, sigma), setting.numbers
     batches = run.batches(params, tuple(given.private), numbers, setting.seed)
-    params, _ = run.train(params, frozen, batches, numbers, setting.seed, each)
-  note(steps, params)
+    params, _ = run.train(params, frozen, batches, numbers, setting.seed)
+  losses, _, tokens = score(params, given.tuning)
   result = {
     'noise multiplier': sigma,
     'private rows': len(given.private.labels),
-    'tuning perplexity': curve[-1]['perplexity'],
-    'tuning exact': curve[-1]['exact'],
-    'curve': curve,
+    'tuning perplexity': float(np.exp(losses.sum() / tokens.sum())),
   }
   if setting.is_tuning:
     return result
@@ -259,7 +234,6 @@ def execute(
       given.task.is_right(answer, row)
       for answer, row in zip(found, given.rows.table, strict=True)
     ]
-    result['answers'] = found[:5]
   return result | {
     'losses': losses.astype(np.float16).tobytes().hex(),
     'exact': ''.join(str(int(x)) for x in exact),

@@ -48,14 +48,12 @@ class Cost:
     solvers: Calls of a library for SVD, eigenvalues or QR.
     launches: Kernels; those of a loop are counted once.
     conditionals: Branches that are decided while the program runs.
-    collective_bytes: Bytes that come out of collectives.
   """
 
   loops: int = 0
   solvers: int = 0
   launches: int = 0
   conditionals: int = 0
-  collective_bytes: int = 0
 
   def __add__(self, other: 'Cost') -> 'Cost':
     pairs = zip(
@@ -130,10 +128,7 @@ def cost(text: str) -> Cost:
       return Cost()
     target = _TARGET.search(line)
     solvers = int(bool(target and _SOLVER.search(target[1])))
-    moved = 0
-    if operation.removesuffix('-start') in _COLLECTIVES:
-      moved = _bytes_of(line[: match.start()])
-    return Cost(solvers=solvers, launches=1, collective_bytes=moved)
+    return Cost(solvers=solvers, launches=1)
 
   return of(entry)
 

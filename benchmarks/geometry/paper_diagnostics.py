@@ -28,21 +28,14 @@ from flax import nnx
 
 import prism_optax
 from benchmarks.common import private, runner
-from benchmarks.geometry import paper_report
+from benchmarks.geometry import amplification, paper_report
 from benchmarks.geometry.paper_report import (
   GAUGES,
   METHODS,
   SIGMAS,
 )
-from prism_optax import (
-  _modules,
-  diagnostics,
-  fixed_rank,
-  training,
-)
+from prism_optax import diagnostics, fixed_rank, lora, training
 from prism_optax.finetune import tasks
-from prism_optax.fixed_rank import _lifts
-from prism_optax.transforms import _moments
 
 BATCH, STEPS, LEARNING_RATE, SIGMA = 128, 60, 5e-3, 1.0
 
@@ -117,19 +110,23 @@ def clip_norm(method: str) -> float:
   return float(jnp.median(found.norms))
 
 
+def optimizer_of(method: str, rate: float) -> Any:
+  """As `make_private` takes it."""
+  if method == 'PRISM':
+    return functools.partial(prism_optax.prism, rate, b2=0.95)
+  return optax.adam(rate, b2=0.95)
+
+
 @functools.cache
 def program(method: str, sigma: float, steps: int) -> private.Program:
   """Private training by `make_private`."""
   params, _, rows, _ = pretrained()
   norm = clip_norm(method)
-  optimizer: Any = optax.adam(LEARNING_RATE, b2=0.95)
-  if method == 'PRISM':
-    optimizer = functools.partial(prism_optax.prism, LEARNING_RATE, b2=0.95)
   return private.Program(
     lambda numbers, key: training.make_private(
       loss,
       params,
-      optimizer=optimizer,
+      optimizer=optimizer_of(method, LEARNING_RATE),
       l2_clip_norm=norm,
       noise_multiplier=sigma,
       expected_batch_size=BATCH,
@@ -172,13 +169,8 @@ def clip(
 
 def largest_pair(params: Any) -> tuple[np.ndarray, np.ndarray]:
   """(left, right) of the module with the largest Z, float64."""
-  stacks = _modules.ModuleTree(params).factors(params)
-  pairs = [
-    (np.float64(left), np.float64(right))
-    for stack in stacks.pairs
-    for left, right in zip(stack.left, stack.right, strict=True)
-  ]
-  return max(pairs, key=lambda p: np.linalg.norm(p[0] @ p[1].T))
+  pairs = (map(np.float64, pair) for pair in lora.deltas(params).values())
+  return max(map(tuple, pairs), key=lambda p: np.linalg.norm(p[0] @ p[1].T))
 
 
 def noise(draws: int = 200, **_: Any) -> list[runner.Row]:
@@ -219,93 +211,16 @@ def noise(draws: int = 200, **_: Any) -> list[runner.Row]:
   return [*found, {'issue': 'best gauge', 'gauge': float(best)}]
 
 
-def preconditioned_by(state: Any, frames: Any, tangents: Any) -> list[Any]:
-  """What the second moments of a preconditioner make of tangent vectors.
-
-  Args:
-    state: The state of ``scale_by_rank_preconditioner``, with its defaults but
-      for ``b2=0.95``.
-    frames: The frame of each stack of modules.
-    tangents: The tangent vectors there, in the place of the first moments.
-  """
-  options = _moments.Options(
-    b1=0.9, b2=0.95, eps=1e-8, floor_factor=1.0, max_condition_number=1e4,
-    nu_correction=1 - 0.95 ** int(state.count),
-  )  # fmt: skip
-  return [
-    fixed_rank.multiply_out(
-      _moments.direction(
-        moments._replace(mu=tangent),
-        tangent.right.mT @ frame.right,
-        frame,
-        options,
-      )
-    )
-    for moments, frame, tangent in zip(
-      state.pairs, frames, tangents, strict=True
-    )
-  ]
-
-
-def noise_through(
-  method: str, params: Any, state: Any, stddev: float, key: jax.Array
-) -> tuple[float, float]:
-  """Norms in Z of the noise and of the preconditioned noise, all adapters.
-
-  The noise is drawn by hand: it stands for a mean that is nothing but noise.
-  """
-  tree = _modules.ModuleTree(params)
-  frames = tree.frames(params)
-  like = tree.coordinates(params)
-  leaves, treedef = jax.tree.flatten(like)
-  keys = jax.random.split(key, len(leaves))
-  noise = jax.tree.unflatten(
-    treedef,
-    [
-      stddev * jax.random.normal(k, x.shape)
-      for k, x in zip(keys, leaves, strict=True)
-    ],
-  )
-
-  def total(pairs):
-    return float(optax.tree.norm(pairs))
-
-  if method == 'PRISM':
-    x = [
-      fixed_rank.project(frame, pair)
-      for frame, pair in zip(frames, noise.pairs, strict=True)
-    ]
-    out = preconditioned_by(state[2], frames, x)
-    return total(x), total(out)
-  adam = state[2][0]  # Of clip, noise and optimizer.
-  correction = 1 - 0.95 ** int(adam.count)
-  second = tree.coordinates(adam.nu)
-  scaled = jax.tree.map(
-    lambda g, v: g / (jnp.sqrt(v / correction) + 1e-8), noise, second
-  )
-  in_z = [
-    [
-      _lifts.tangent_from_steps(frame, fixed_rank.Factors(*pair))
-      for frame, pair in zip(frames, steps.pairs, strict=True)
-    ]
-    for steps in (noise, scaled)
-  ]
-  return total(in_z[0]), total(in_z[1])
-
-
 def preconditioned(
-  draws: int = 5, steps: int = 30, **setting: Any
+  steps: int = STEPS // 2, draws: int = 5, **setting: Any
 ) -> runner.Row:
   """III: raw and preconditioned norm, means over draws."""
   method, sigma = setting['method'], setting['noise multiplier']
   params, state = train(method, pretrained()[0], sigma, steps)
   stddev = sigma * clip_norm(method) / BATCH
-  sizes = [
-    noise_through(method, params, state, stddev, jax.random.key(i))
-    for i in range(draws)
-  ]
-  raw, out = np.mean(sizes, 0).tolist()
-  return {'in': raw, 'out': out}
+  keys = list(map(jax.random.key, range(draws)))
+  optimizer = optimizer_of(method, amplification.RATE)
+  return amplification.amplified(optimizer, params, state, stddev, keys)
 
 
 def measure(issue: str, **setting: Any) -> runner.Row | list[runner.Row]:

@@ -14,44 +14,47 @@ PRISM_OPTAX_DATA names.
 """
 
 import argparse
-import functools
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
-import prism_optax
 from benchmarks.common import runner
 from benchmarks.speed import language_model_memory_table, steps
-from prism_optax import training
 from prism_optax.finetune import tasks
 from prism_optax.finetune.command_line import TARGETS
 from prism_optax.finetune.models import (
-  classifier,
-  llama,
   llama_config,
-  minilm,
   pretrained,
 )
 
 SIZES = {'rank': 8, 'length': 256, 'microbatch': 4, 'batch': 4, 'steps': 2}
-PRIVATE = ('dp-adamw', 'prism')
+PRIVATE = {
+  'dp-adamw': optax.adamw(1e-3),
+  'prism': language_model_memory_table.PRISM,
+}
 
 
-def plain(task: tasks.Task, microbatch: int, rows: int, count: int) -> Any:
-  """Trains without privacy; returns the parameters."""
-  loss = language_model_memory_table.losses(task.graphdef)
+def mean_of(graphdef: Any) -> Callable[..., jax.Array]:
+  """The mean of the losses of some records."""
+  loss = language_model_memory_table.losses(graphdef)
 
   def mean(params, frozen, tokens):
     return jnp.mean(jax.vmap(loss, (None, None, 0))(params, frozen, tokens))
 
+  return mean
+
+
+def plain(task: tasks.Task, microbatch: int, rows: int, count: int) -> Any:
+  """Trains without privacy; returns the parameters."""
+  mean = mean_of(task.graphdef)
   carried, step = steps.plain(mean, task.params, rows // microbatch)
   step = jax.jit(step, donate_argnums=0)
   carried = jax.tree.map(jnp.copy, carried)
@@ -65,48 +68,24 @@ def temporary(case: str) -> float:
   """Megabytes of a step beside its arguments and results; nothing is run."""
   source = pretrained.find('smollm2')
   config = llama_config.Config.from_dict(source.config, source.where)
-  config_of_lora = minilm.LoraConfig(SIZES['rank'])
-  graphdef, params, frozen = classifier.split(
-    nnx.eval_shape(
-      lambda: llama.Decoder(config, config_of_lora, rngs=nnx.Rngs(0))
+  rows, length = SIZES['batch'], SIZES['length']
+  microbatch = SIZES['microbatch']
+  if case in PRIVATE:
+    program, *_ = language_model_memory_table.compiled(
+      config, SIZES['rank'], microbatch, rows=2 * rows, length=length,
+      dtype=jnp.float32, optimizer=PRIVATE[case],
+    )  # fmt: skip
+  else:
+    graphdef, params, frozen = language_model_memory_table.shapes(
+      config, SIZES['rank'], jnp.float32
     )
-  )
-  loss = language_model_memory_table.losses(graphdef)
-  length, rows = SIZES['length'] + 1, SIZES['batch']
-  if case == 'not private':
-
-    def mean(params, frozen, tokens):
-      return jnp.mean(jax.vmap(loss, (None, None, 0))(params, frozen, tokens))
-
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-    carried, step = steps.plain(mean, zeros, rows // SIZES['microbatch'])
-    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    program = jax.jit(step, donate_argnums=0).lower(carried, (frozen, tokens))
-    return program.compile().memory_analysis().temp_size_in_bytes / 2**20
-  optimizer: Any = optax.adamw(1e-3)
-  if case == 'prism':
-    optimizer = functools.partial(prism_optax.prism, 1e-3)
-  private = training.make_private(
-    loss,
-    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params),
-    optimizer=optimizer,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-    expected_batch_size=rows,
-    dataset_size=7473,
-    steps=SIZES['steps'],
-    delta=1e-5,
-    execution=training.Execution(SIZES['microbatch']),
-    prng_key=0,
-  )
-  padded = private.padded_batch_size
-  state = jax.eval_shape(private.parts.transformation.init, params)
-  program = private._step.lower(
-    params, state, frozen,
-    (jax.ShapeDtypeStruct((padded, length), jnp.int32),),
-    jax.ShapeDtypeStruct((padded,), jnp.bool_), None,
-  )  # fmt: skip
-  return program.compile().memory_analysis().temp_size_in_bytes / 2**20
+    carried, step = steps.plain(mean_of(graphdef), zeros, rows // microbatch)
+    tokens = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
+    program = (
+      jax.jit(step, donate_argnums=0).lower(carried, (frozen, tokens)).compile()
+    )
+  return program.memory_analysis().temp_size_in_bytes / 2**20
 
 
 def read(train: str, evaluation: str, model: str = 'smollm2') -> tasks.Task:

@@ -55,14 +55,15 @@ CONFIGS = {
 }  # fmt: skip
 RANKS, MICROBATCHES = (8, 16), (1, 2, 4, 8)
 LENGTH, BATCH = 512, 8
+PRISM = functools.partial(prism_optax.prism, 1e-3)
 
 
-def shapes(config: llama_config.Config, rank: int):
+def shapes(config: llama_config.Config, rank: int, dtype: Any):
   """``(graphdef, params, frozen)`` of shapes; adapters are in float32."""
 
   def build():
     return llama.Decoder(
-      config, minilm.LoraConfig(rank), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+      config, minilm.LoraConfig(rank), dtype=dtype, rngs=nnx.Rngs(0)
     )
 
   return nnx.split(nnx.eval_shape(build), nnx.LoRAParam, ...)
@@ -80,21 +81,25 @@ def losses(graphdef: Any) -> Callable[..., jax.Array]:
   return loss
 
 
-def compiled(config: llama_config.Config, rank: int, microbatch: int):
-  """The step of `make_private`, its loss over all tokens; and its trees.
-
-  A batch has ``BATCH`` rows, or twice its micro-batch: the number of
-  micro-batches changes nothing but the ids, 4 kB a row.
-  """
-  graphdef, params, frozen = shapes(config, rank)
-  rows = max(BATCH, 2 * microbatch)
+def compiled(
+  config: llama_config.Config,
+  rank: int,
+  microbatch: int,
+  *,
+  rows: int,
+  length: int,
+  dtype: Any,
+  optimizer: Any = PRISM,
+):
+  """The step of `make_private`, its loss over all tokens; and its trees."""
+  graphdef, params, frozen = shapes(config, rank, dtype)
   private = training.make_private(
     losses(graphdef),
     jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params),
-    optimizer=functools.partial(prism_optax.prism, 1e-3),
+    optimizer=optimizer,
     l2_clip_norm=1.0,
     noise_multiplier=1.0,
-    expected_batch_size=BATCH,
+    expected_batch_size=rows // 2,
     dataset_size=100_000,
     steps=1000,
     delta=1e-6,
@@ -102,7 +107,7 @@ def compiled(config: llama_config.Config, rank: int, microbatch: int):
     prng_key=jax.random.key(0, impl='rbg'),
   )
   state = jax.eval_shape(private.parts.transformation.init, params)
-  ids = jax.ShapeDtypeStruct((rows, LENGTH + 1), jnp.int32)
+  ids = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
   program = private._step.lower(
     params, state, frozen, (ids,), jax.ShapeDtypeStruct((rows,), jnp.bool_),
     None,
@@ -126,7 +131,11 @@ def measure(**setting: Any) -> dict[str, Any]:
   name, rank = setting['model'], setting['rank']
   microbatch = setting['micro-batch']
   config = llama_config.Config.from_dict(CONFIGS[name], name)
-  program, params, state, frozen = compiled(config, rank, microbatch)
+  # The number of micro-batches changes nothing but the ids, 4 kB a row.
+  program, params, state, frozen = compiled(
+    config, rank, microbatch, rows=max(BATCH, 2 * microbatch), length=LENGTH,
+    dtype=jnp.bfloat16,
+  )  # fmt: skip
   memory = program.memory_analysis()
   return {
     'parameters, millions': sum(x.size for x in jax.tree.leaves(frozen)) / 1e6,

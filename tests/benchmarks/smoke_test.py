@@ -24,7 +24,7 @@ ELSEWHERE = {
   'speed/lowered': 'needs compilers for accelerators: its own test',
   'speed/no_hang': 'its own test',
 }
-TEXTS = 'accuracy/private_heads', 'privacy/amplification'
+TEXTS = 'accuracy/private_heads', 'geometry/amplification'
 SCRIPTS = sorted(
   str(path.relative_to(FOLDER).with_suffix(''))
   for path in FOLDER.rglob('*.py')

@@ -1,6 +1,6 @@
 """By how much preconditioners amplify the noise, after some private training.
 
-    python -m benchmarks.privacy.amplification --data FOLDER
+    python -m benchmarks.geometry.amplification --data FOLDER
 
 The third issue of the PRISM paper (arXiv:2606.00944) for all methods: after 10
 private steps on SST-2 (the set-up of ``utility.py``) the mean gradient is
@@ -11,18 +11,19 @@ Writes ``benchmarks/results/amplification.json`` and ``.png``. Four minutes on
 one core.
 """
 
-import functools
 import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 import prism_optax
 from benchmarks.accuracy import sentences
 from benchmarks.common import methods, plots, runner
+from prism_optax import lora
 
 SIGMAS = (0.25, 1.0, 4.0, 16.0)
 STEPS = 10
@@ -38,40 +39,26 @@ RATES = {
 }
 
 
-def products(params: dict[str, Any]) -> list[jax.Array]:
-  """Z of all modules."""
-  return [
-    pair['lora_a'] @ pair['lora_b']
-    for layer in params['layers']
-    for pair in layer.values()
-  ]
-
-
-def distance(first, second) -> float:
-  """Frobenius norm of the difference over all modules."""
-  return float(
-    optax.tree.norm(
-      [x - y for x, y in zip(products(first), products(second), strict=True)]
-    )
-  )
-
-
 # So small a step that products of two steps do not matter.
 RATE = 1e-3
 
 
-@functools.lru_cache
-def step_after(name: str, stddev: float) -> Callable:
+def distance(first: Any, second: Any) -> float:
+  """Frobenius norm of the difference in Z, over all modules."""
+  pair = [lora.deltas(x, dense=True) for x in (first, second)]
+  return float(optax.tree.norm(optax.tree.sub(*pair)))
+
+
+def step_after(optimizer: Any, stddev: float) -> Callable[..., Any]:
   """``(params, state, mean) -> params``: a step without its clip.
 
   ``state`` is that of a training: of the clip, and of all that follows.
   """
-  tx = methods.optimizer(name, lambda count: RATE, stddev=stddev)
-  last = 2  # Of clip, noise and optimizer.
-  if methods.is_tangent(name):
+  tx, last = optimizer, 2  # Of clip, noise and optimizer.
+  if callable(optimizer):
     last = slice(1, None)
-    tx = tx(
-      l2_clip_norm=1.0, noise_multiplier=256 * stddev, expected_batch_size=256,
+    tx = optimizer(
+      l2_clip_norm=1.0, noise_multiplier=stddev, expected_batch_size=1,
       prng_key=0, per_example_gradients=False,
     )  # fmt: skip
 
@@ -83,8 +70,7 @@ def step_after(name: str, stddev: float) -> Callable:
   return after
 
 
-@functools.lru_cache
-def plain_step(is_tangent: bool) -> Callable:
+def plain_step(is_tangent: bool) -> Callable[..., Any]:
   """What plain SGD makes of noise: a step of the factors, or a retraction."""
   if not is_tangent:
     return lambda params, noise: optax.apply_updates(
@@ -104,30 +90,43 @@ def plain_step(is_tangent: bool) -> Callable:
   return step
 
 
+def amplified(
+  optimizer: Any, params: Any, state: Any, stddev: float, keys: list[jax.Array]
+) -> dict[str, float]:
+  """``{'in': noise in Z, 'out': preconditioned noise in Z}``, means over draws.
+
+  The noise is drawn by hand: it stands for a mean that is nothing but noise.
+
+  Args:
+    optimizer: As `make_private` takes it, with the learning rate ``RATE``.
+    params: Where the training has arrived.
+    state: That of the training's clip, noise and optimizer.
+    stddev: Of the noise on the mean.
+    keys: One for each draw.
+  """
+  step, plain = step_after(optimizer, stddev), plain_step(callable(optimizer))
+  still = step(params, state, optax.tree.zeros_like(params))
+  sizes = []
+  for key in keys:
+    noise = optax.tree.random_like(key, params, jax.random.normal)
+    noise = optax.tree.scale(stddev, noise)
+    ends = (plain(params, noise), params), (step(params, state, noise), still)
+    sizes.append([distance(*pair) / RATE for pair in ends])
+  return dict(zip(('in', 'out'), np.mean(sizes, 0).tolist(), strict=True))
+
+
 def measure(
   folders: runner.Folders, steps: int = STEPS, task: str = 'sst2', **given: Any
 ) -> dict[str, float]:
-  """``{'in': noise in Z, 'out': preconditioned noise in Z}`` of one method.
-
-  The noise is drawn by hand: it stands for a mean that is nothing but noise.
-  """
+  """One row."""
   name, sigma = given['method'], given['noise multiplier']
   setting = sentences.Setting(
     task, name, RATES[name], epsilon=1.0, seed=0, steps=steps
   )
   params, state, _ = sentences.train(setting, folders, sigma)
   stddev = sigma * setting.clip / setting.batch
-  noise = optax.tree.random_like(jax.random.key(7), params, jax.random.normal)
-  noise = optax.tree.scale(stddev, noise)
-  with_noise, without = (
-    step_after(name, stddev)(params, state, mean)
-    for mean in (noise, optax.tree.zeros_like(noise))
-  )
-  plain = plain_step(methods.is_tangent(name))(params, noise)
-  return {
-    'in': distance(plain, params) / RATE,
-    'out': distance(with_noise, without) / RATE,
-  }
+  optimizer = methods.optimizer(name, lambda count: RATE, stddev=stddev)
+  return amplified(optimizer, params, state, stddev, [jax.random.key(7)])
 
 
 def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
