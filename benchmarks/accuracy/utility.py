@@ -15,11 +15,6 @@ the rate that is best without it.
 
 ``plan-30`` and the like: a linear probe at equal cost, by the number of steps.
 
-``equal-clinc150`` and the like: heads start from a private release and are
-trained, and epsilon is that of everything that reads private rows. Every method
-is tuned over the same values, one option after the other: rate, ``b1``, weight
-decay, start, average of the iterates.
-
 Runs are rows of ``benchmarks/results/accuracy.json``, about a minute each on
 one core. ``--table`` compares them, on the same rows and seeds, and draws.
 """
@@ -35,7 +30,7 @@ from benchmarks.accuracy import (
   utility_tables,
 )
 from benchmarks.accuracy.sentences import Setting
-from benchmarks.common import methods, runner
+from benchmarks.common import runner
 
 # The first rates, where they are not these.
 RATES = {
@@ -118,27 +113,6 @@ VARIED: dict[str, tuple[Sequence[str], Sequence[dict], Sequence[int]]] = {
   'transfer': (CORE[:2], TRANSFER, SEEDS[:1]),
   'lower-rate': (CORE[:2], ({'rungs': -1},), SEEDS[:5]),
 }
-# Of equal tuning: rows of the table, and what they change.
-EQUAL: dict[str, dict[str, Any]] = {
-  'prism': {},
-  'dp-adamw': {},
-  'prism, row scales': {'options': (('scale_rows', True),)},
-  'prism, input metric': {'metric': 'second_moment'},
-  'dp-adamw, input metric': {'metric': 'second_moment'},
-  'head alone': {},
-  'head alone, ridge': {'head': 'ridge'},
-  'linear probe': {},
-  'lora+': {},
-  'ffa': {},
-  'prism, paper mode': {},
-  'lora-rite': {},
-  'dp-adambc': {},
-}
-EQUAL_RATES = {
-  'prism': 3e-2, 'prism, paper mode': 3e-2, 'lora-rite': 3e-4,
-  'dp-adambc': 1e-4,
-}  # fmt: skip
-EQUAL_SEEDS = SEEDS[:5]
 Score = Callable[[Setting], float | None]
 
 
@@ -172,38 +146,6 @@ def tuned(score: Score, method: str, change: dict[str, Any]) -> Setting:
   return dataclasses.replace(found, public=change.get('public', False))
 
 
-def equally_tuned(score: Score, row: str, task: str) -> Setting:
-  """The best options of a row of equal tuning, one after the other.
-
-  Raises:
-    runner.Missing: If a run has to be done first.
-  """
-  method = row if row in EQUAL_RATES else row.partition(',')[0]
-  setting = Setting(
-    **{'task': task, 'method': method, 'b1': 0.5, 'head': 'means',
-       'steps': 60, **EQUAL[row]}
-  )  # fmt: skip
-  if method == 'head alone':
-    return setting
-  first = EQUAL_RATES.get(method, 1e-2)
-  found = runner.best_rate(setting, (first,), score)
-  for name, values in options_of(method):
-    others = [dataclasses.replace(found, **{name: x}) for x in values]
-    found = runner.best([found, *others], score)
-  # Other options may want another rate.
-  return runner.best_rate(found, (found.rate,), score)
-
-
-def options_of(method: str) -> list[tuple[str, tuple[Any, ...]]]:
-  """What is tried after the rate."""
-  found: list[tuple[str, tuple[Any, ...]]] = [('b1', (0.0, 0.9))]
-  if method not in ('prism, paper mode', 'linear probe'):
-    found += [('weight_decay', (0.3, 1.0)), ('start', ('balanced',))]
-  if not methods.is_tangent(method):
-    found.append(('average', (True,)))
-  return found
-
-
 def changed(setting: Setting, change: dict[str, Any]) -> Setting:
   """The setting with a change; ``rungs`` moves its rate along the ladder."""
   change = dict(change)
@@ -214,17 +156,13 @@ def changed(setting: Setting, change: dict[str, Any]) -> Setting:
 def wanted(find: runner.Find, part: str) -> Iterator[Setting]:
   """What is known to belong to a part: runs that choose, then seeds."""
   score, chosen = score_of(find), []
-  task = part.removeprefix('equal-')
   if part in TUNED:
     names, change, seeds = TUNED[part]
     choices = [functools.partial(tuned, score, x, change) for x in names]
     changes: Sequence[dict[str, Any]] = ({},)
-  elif part in VARIED:
+  else:
     names, changes, seeds = VARIED[part]
     choices = [functools.partial(tuned, score, x, {}) for x in names]
-  else:
-    choices = [functools.partial(equally_tuned, score, x, task) for x in EQUAL]
-    changes, seeds = ({},), EQUAL_SEEDS
   for choose in choices:
     try:
       chosen.append(choose())
@@ -239,7 +177,7 @@ def wanted(find: runner.Find, part: str) -> Iterator[Setting]:
         yield dataclasses.replace(moved, seed=seed)
 
 
-PARTS = (*TUNED, *VARIED, *(f'equal-{x}' for x in ('clinc150', 'banking77')))
+PARTS = (*TUNED, *VARIED)
 
 
 def plan(find: runner.Find, parts: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -239,7 +239,6 @@ def renew(store: runner.Store, path: pathlib.Path) -> None:
       found[tuple(map(row.get, keys))] = row
     runner.write(path, list(found.values()))
   print(f'\n{table(list(found.values()), TITLES)}')
-  print(f'\n{equal_table(store.find)}')
 
 
 def _scored(find: runner.Find) -> runner.Find:
@@ -299,42 +298,3 @@ def by_change(
       for change, row in found.items()
     ],
   )
-
-
-def equal_table(
-  find: runner.Find, tasks: tuple[str, ...] = ('clinc150', 'banking77')
-) -> str:
-  """Equal tuning: accuracies, and differences from the first row."""
-  score, lines = utility.score_of(find), []
-  for task in tasks:
-    first = None
-    for name in utility.EQUAL:
-      try:
-        best = utility.equally_tuned(score, name, task)
-      except runner.Missing:
-        continue
-      done = [
-        find(dataclasses.asdict(dataclasses.replace(best, seed=seed)))
-        for seed in utility.EQUAL_SEEDS
-      ]
-      if None in done:
-        continue
-      right = [sentences.unpacked(x['scores']) for x in done if x is not None]
-      first = right if name == 'prism' else first
-      mean = statistics.mean(x['test accuracy'] for x in done if x is not None)
-      cells = ['', '']
-      if first is not None and right is not first:
-        pair = paired(right, first)
-        cells = [
-          f'{pair["difference"]:+.4f} ± {pair["standard error"]:.4f}',
-          f'{pair["p"]:.2g}',
-        ]
-      average = 'yes' if best.average else 'no'
-      chosen = (
-        f'{best.b1:g}, {best.weight_decay:g}, {best.start}, {average},'
-        f' {best.rate:g}'
-      )
-      lines.append([task, shown(name), chosen, f'{mean:.4f}', *cells])
-  head = ['task', 'method', 'b1, decay, start, average, rate', 'accuracy',
-          'minus `prism`', 'p']  # fmt: skip
-  return runner.markdown(head, lines)

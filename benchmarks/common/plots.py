@@ -40,7 +40,6 @@ NAMES = {
   'dp-adamw': 'DP-AdamW',
   'dp-adamw, decayed': 'DP-AdamW, weight decay 1, warm-up',
   'dp-adambc': 'DP-AdamBC',
-  'dp-adamw, input metric': 'DP-AdamW, input metric',
   'dp-muon': 'dp_muon, full matrices',
   'lora+': 'LoRA+',
   'ffa': 'FFA-LoRA',

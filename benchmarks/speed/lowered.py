@@ -4,7 +4,7 @@
     python -m benchmarks.speed.lowered [--only h200 ...]
 
 One update, of noise and AdamW and of ``prism``, for an NVIDIA H200, for a chip
-of a TPU v5e and for the CPU: kernels that a step launches, branches decided on
+of a TPU v5e: kernels that a step launches, branches decided on
 the way, calls of a solver (SVD, eigenvalues), loops, temporary memory, and how
 long it takes to compile. Counted is the path of ordinary inputs, see
 ``benchmarks/common/hlo.py``. It says nothing of seconds: kernels differ. The
@@ -79,8 +79,6 @@ WORKLOADS: dict[str, tuple[Shapes, int, bool]] = {
 
 def device(target: str) -> Any:
   """One device of a kind, to compile for."""
-  if target == 'cpu':
-    return jax.devices()[0]
   if target == 'tpu':
     topology = topologies.get_topology_desc(
       platform='tpu', topology_name='v5e:2x2', chips_per_host_bounds=(2, 2, 1)
@@ -156,7 +154,7 @@ if __name__ == '__main__':
     'lowered',
     [
       {'target': target, 'modules': modules, 'method': method}
-      for target in ('cpu', 'h200', 'tpu')
+      for target in ('h200', 'tpu')
       for modules in WORKLOADS
       for method in METHODS
     ],

@@ -100,9 +100,9 @@ def prism(
 
   The defaults were set by experiments on digits and on text
   (``benchmarks/accuracy/digits.py``, ``benchmarks/accuracy/utility.py``): a
-  first moment without bias correction and a little decay gain points of
-  accuracy and tolerate a wrong rate; a clip norm of 10 cost four points on text
-  and more on digits; ``b2`` made no difference.
+  little decay gains accuracy, and a first moment without bias correction
+  tolerates larger rates; a clip norm of 10 cost four points on text and more on
+  digits; ``b2`` made no difference.
 
   Args:
     learning_rate: A number or schedule. The preconditioned direction has

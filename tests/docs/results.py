@@ -110,11 +110,6 @@ def transfer() -> str:
   )
 
 
-def equal_tuning() -> str:
-  store = runner.Store(RESULTS / 'accuracy.json', TEXTS)
-  return utility_tables.equal_table(store.find)
-
-
 @functools.cache
 def cells_of_regret() -> list[regret.Cell]:
   find = runner.Store(RESULTS / 'regret.json', TEXTS).find
