@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy.language_model --data FOLDER
         [--only mawps-8 ...] [--methods prism ...] [--steps 24] [--batch 256]
-        [--options-of 24] [--rate-of 96] [--seeds 2]
+        [--options-of 24] [--seeds 2]
     python -m benchmarks.accuracy.language_model --table
 
 SmolLM2-135M-Instruct (or ``--model FOLDER``) with adapters of rank 4 in its top
@@ -10,10 +10,9 @@ layers, on SST-2 and banking77 as instructions and on
 the problems of mawps and gsm8k. Each private method has as many tuning runs for
 each task, at epsilon 8: four learning rates (and more where the best is at an
 end of them), then another momentum, more decay and no warm-up, each kept if the
-perplexity of 100 to 200 tuning rows is lower; or the first ``--trials`` of
-these. Long runs may take the options of shorter ones (``--options-of``): then
-only the rate is tried again, from that of the short ones on; or not even the
-rate (``--rate-of``). Then runs over several seeds, the same batches for all
+perplexity of 100 to 200 tuning rows is lower. Long runs may take the options of
+shorter ones (``--options-of``): then only the rate is tried again, from that of
+the short ones on. Then runs over several seeds, the same batches for all
 methods, measured on other rows: perplexity of the responses, and the share of
 answers that are right. Each run is added to
 ``benchmarks/results/language_model.json`` when it ends, and not run twice.
@@ -37,7 +36,7 @@ from benchmarks.accuracy import (
 from benchmarks.accuracy.language_runs import Setting
 from benchmarks.common import runner
 
-# Half a decade apart, the likeliest first: `--trials` may end before the last.
+# Half a decade apart.
 RATES = {
   'prism': (1e-1, 3e-2, 3e-1, 1e-2),
   'dp-adamw': (3e-2, 1e-2, 1e-1, 3e-3),
@@ -50,7 +49,6 @@ CHANGES: tuple[dict[str, Any], ...] = (
   {'weight_decay': 1.0},
   {'warm_up': False},
 )
-TRIALS = len(RATES['prism']) + len(CHANGES)
 TUNING_SEED = 100
 # Task, epsilon, seeds.
 PARTS = {
@@ -66,23 +64,15 @@ PARTS = {
 TUNING_EPSILON = 8.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-  """How options are chosen.
-
-  Attributes:
-    trials: Tuning runs of each private method.
-    options_of: Steps of the runs whose options are taken; None tunes anew.
-    rate_of: Steps of the runs whose rate is taken, too.
-  """
-
-  trials: int = TRIALS
-  options_of: int | None = None
-  rate_of: int | None = None
-
-
-def tuned(find: runner.Find, template: Setting, tuning: Tuning) -> Setting:
+def tuned(
+  find: runner.Find, template: Setting, options_of: int | None
+) -> Setting:
   """The template with the best options, on the tuning rows.
+
+  Args:
+    find: From a setting to its row.
+    template: Task, method and length.
+    options_of: Steps of the runs whose options are taken; None tunes anew.
 
   Raises:
     runner.Missing: If a run has to be done first.
@@ -93,14 +83,9 @@ def tuned(find: runner.Find, template: Setting, tuning: Tuning) -> Setting:
     return None if row is None else -row['tuning perplexity']
 
   steps = template.steps
-  if tuning.rate_of is not None:
-    shorter = dataclasses.replace(template, steps=tuning.rate_of)
-    once = dataclasses.replace(tuning, rate_of=None)
-    return dataclasses.replace(tuned(find, shorter, once), steps=steps)
-  if tuning.options_of is not None:
-    short = dataclasses.replace(template, steps=tuning.options_of)
-    best = tuned(find, short, Tuning(tuning.trials))
-    best = dataclasses.replace(best, steps=steps)
+  if options_of is not None:
+    short = dataclasses.replace(template, steps=options_of)
+    best = dataclasses.replace(tuned(find, short, None), steps=steps)
     return runner.best_rate(best, (best.rate,), score)
   template = dataclasses.replace(
     template,
@@ -108,16 +93,9 @@ def tuned(find: runner.Find, template: Setting, tuning: Tuning) -> Setting:
     is_tuning=True,
     epsilon=None if template.epsilon is None else TUNING_EPSILON,
   )
-  rates = RATES[template.parts[0]]
-  if tuning.trials < len(rates):
-    rates = rates[: tuning.trials]
-    best = runner.best(
-      [dataclasses.replace(template, rate=rate) for rate in rates], score
-    )
-  else:
-    best = runner.best_rate(template, rates, score)
+  best = runner.best_rate(template, RATES[template.parts[0]], score)
   if template.epsilon is not None:
-    for change in CHANGES[: max(0, tuning.trials - len(rates))]:
+    for change in CHANGES:
       best = runner.best([best, dataclasses.replace(best, **change)], score)
   return best
 
@@ -127,7 +105,7 @@ def plan(
   parts: list[str],
   template: Setting,
   methods: list[str],
-  tuning: Tuning,
+  options_of: int | None,
   seeds: int | None,
 ) -> Iterator[dict[str, Any]]:
   """What of some parts is known to be wanted, part after part."""
@@ -141,7 +119,7 @@ def plan(
         template, method=method, epsilon=None if method == 'adamw' else epsilon
       )
       try:
-        best = tuned(find, each, tuning)
+        best = tuned(find, each, options_of)
       except runner.Missing as missing:
         yield from map(dataclasses.asdict, missing.settings)
         continue
@@ -161,16 +139,10 @@ def main() -> None:
   parser.add_argument('--batch', type=int, default=Setting.batch)
   parser.add_argument('--layers', type=int, default=Setting.layers)
   parser.add_argument(
-    '--trials', type=int, default=TRIALS, help='of each private method'
-  )
-  parser.add_argument(
     '--methods', nargs='+', choices=METHODS, default=list(RATES)
   )
   parser.add_argument(
     '--options-of', type=int, metavar='STEPS', help='of runs of so many steps'
-  )
-  parser.add_argument(
-    '--rate-of', type=int, metavar='STEPS', help='and the rate of these'
   )
   parser.add_argument('--seeds', type=int, help='2 if not given')
   args = parser.parse_args()
@@ -189,7 +161,7 @@ def main() -> None:
   parts = [x for x in PARTS if not args.only or x in args.only]
   wanted = functools.partial(
     plan, parts=parts, template=template, methods=args.methods,
-    tuning=Tuning(args.trials, args.options_of, args.rate_of), seeds=args.seeds,
+    options_of=args.options_of, seeds=args.seeds,
   )  # fmt: skip
   if args.smoke:
     few = Setting('sst2', 'prism', 8.0, rate=0.1, steps=2, batch=32)

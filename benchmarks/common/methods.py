@@ -7,7 +7,7 @@ which `make_private` clips and noises the gradients as they are.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +26,44 @@ Scalar = Any
 
 
 def spelled_out(
-  learning_rate: optax.ScalarOrSchedule,
+  rate: optax.ScalarOrSchedule,
+  noise: optax.GradientTransformation,
+  noise_stddev: Scalar,
+  *after_noise: optax.GradientTransformation,
+  clip: optax.GradientTransformation | None = None,
+  weight_decay: Scalar = 0.1,
+  chain: Callable[..., Any] = prism_optax.chain,
+  scale: Callable[..., Any] = prism_optax.scale_by_learning_rate,
+  **preconditioner: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """The lines of ``prism``, to be changed one by one.
+
+  Args:
+    rate: A number or a schedule.
+    noise: What privatizes the mean.
+    noise_stddev: Its standard deviation.
+    *after_noise: More lines between it and the preconditioner.
+    clip: In front of the noise.
+    weight_decay: Decay of Z.
+    chain: Of this library or of optax.
+    scale: Likewise.
+    **preconditioner: Options of ``scale_by_rank_preconditioner``.
+  """
+  return chain(
+    *([] if clip is None else [clip]),
+    noise,
+    *after_noise,
+    prism_optax.scale_by_rank_preconditioner(
+      noise_stddev=noise_stddev, **preconditioner
+    ),
+    prism_optax.add_decayed_factors(weight_decay),
+    scale(rate),
+    prism_optax.retract(),
+  )
+
+
+def _of_parts(
+  rate: optax.ScalarOrSchedule,
   *,
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,
@@ -34,54 +71,30 @@ def spelled_out(
   prng_key: Any = None,
   steps: int | None = None,
   per_example_gradients: bool = True,
-  weight_decay: Scalar = 0.1,
   scale_rows: bool = False,
-  layout: Any = None,
-  preconditioner: Mapping[str, Any] | None = None,
+  **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-  """The lines of ``prism``, for options that only its parts have.
-
-  Args:
-    learning_rate: A number or a schedule.
-    l2_clip_norm: C.
-    noise_multiplier: Standard deviation of the noise over C / b.
-    expected_batch_size: b.
-    prng_key: Key of the noise.
-    steps: How many updates release anything.
-    per_example_gradients: Whether the clip is in the chain.
-    weight_decay: Decay of Z.
-    scale_rows: Whether ``scale_by_row_moments`` comes after the noise.
-    layout: How the pairs are found.
-    preconditioner: Options of ``scale_by_rank_preconditioner``.
-  """
+  """``prism`` with options that only its parts have, and with row scales."""
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
+  rows = contrib.scale_by_row_moments(noise_stddev=stddev)
   clip = prism_optax.intrinsic_clip(
     l2_clip_norm, normalize_by=expected_batch_size
   )
-  parts = [
-    *([clip] if per_example_gradients else []),
+  return spelled_out(
+    rate,
     prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    *(
-      [contrib.scale_by_row_moments(noise_stddev=stddev)] if scale_rows else []
-    ),
-    prism_optax.scale_by_rank_preconditioner(
-      noise_stddev=stddev, **(preconditioner or {})
-    ),
-    prism_optax.add_decayed_factors(weight_decay),
-    prism_optax.scale_by_learning_rate(learning_rate),
-    prism_optax.retract(),
-  ]
-  return prism_optax.chain(*parts, layout=layout)
+    stddev,
+    *([rows] if scale_rows else []),
+    clip=clip if per_example_gradients else None,
+    **options,
+  )
 
 
 def prism(rate: optax.ScalarOrSchedule, **options: Any) -> Callable[..., Any]:
   """``prism`` with options of its own and of its preconditioner."""
-  of_alias = ('weight_decay', 'b1', 'b2', 'layout')
-  if set(options) <= set(of_alias):
-    return functools.partial(prism_optax.prism, rate, **options)
-  own = ('weight_decay', 'scale_rows', 'layout')
-  parts = {k: options.pop(k) for k in own if k in options}
-  return functools.partial(spelled_out, rate, **parts, preconditioner=options)
+  has_all = set(options) <= {'weight_decay', 'b1', 'b2', 'layout'}
+  made = prism_optax.prism if has_all else _of_parts
+  return functools.partial(made, rate, **options)
 
 
 MANIFOLD: dict[str, Callable[..., Any]] = {
@@ -282,11 +295,12 @@ def correlated(
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
   with jax.ensure_compile_time_eval():  # A constant, also inside of a step.
     per_step = transforms.correlated_noise_stddev(matrix, stddev, steps)
-  return prism_optax.chain(
-    prism_optax.intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
+  return spelled_out(
+    rate,
     correlated_privatizer(matrix, stddev, steps, prng_key),
-    prism_optax.scale_by_rank_preconditioner(noise_stddev=per_step),
-    prism_optax.add_decayed_factors(weight_decay),
-    prism_optax.scale_by_learning_rate(rate),
-    prism_optax.retract(),
+    per_step,
+    clip=prism_optax.intrinsic_clip(
+      l2_clip_norm, normalize_by=expected_batch_size
+    ),
+    weight_decay=weight_decay,
   )

@@ -105,18 +105,3 @@ def rows(
     }
     found.append(row)
   return found
-
-
-def copy_bandwidth(megabytes: int = 256) -> float:
-  """Bytes read and written per second by a copy of an array in memory."""
-  x = jnp.ones(megabytes * 2**18, jnp.float32)
-  copy = jax.jit(lambda x: x + 1)
-  fastest = min(
-    in_turn({'copy': lambda: jax.block_until_ready(copy(x))}, 10)['copy']
-  )
-  return 2 * x.nbytes / fastest
-
-
-def tree_bytes(tree: Any) -> int:
-  """Memory of all arrays of a tree."""
-  return sum(x.nbytes for x in jax.tree.leaves(tree) if hasattr(x, 'nbytes'))

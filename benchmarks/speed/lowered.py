@@ -3,10 +3,10 @@
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt libtpu
     python -m benchmarks.speed.lowered [--only h200 ...]
 
-One update, of noise and AdamW and of ``prism``, for an NVIDIA H200, for a chip
-of a TPU v5e: kernels that a step launches, branches decided on
-the way, calls of a solver (SVD, eigenvalues), loops, temporary memory, and how
-long it takes to compile. Counted is the path of ordinary inputs, see
+One update, of noise and AdamW and of ``prism``, for an NVIDIA H200 and for a
+chip of a TPU v5e: kernels that a step launches, branches decided on the way,
+calls of a solver (SVD, eigenvalues), loops, temporary memory, and how long it
+takes to compile. Counted is the path of ordinary inputs, see
 ``benchmarks/common/hlo.py``. It says nothing of seconds: kernels differ. The
 modules are 24 of 384 x 384 at rank 8, 60 large ones at rank 16, and 180 with
 the shapes of Gemma 3 4B at rank 16, as leaves of their own and stacked. Rows go

@@ -13,7 +13,6 @@ compiler plans it.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,11 +98,7 @@ def times(task: str, runs: int, rows: int | None) -> list[runner.Row]:
   for route in ROUTES:
     name, other = f'make_private, {route}', f'by hand, {route}'
     found[name]['to by hand'] = timing.ratio(seconds, name, other)
-  load = os.getloadavg()[0]
-  return [
-    {'step': name, 'rounds': runs, **row, 'load of the machine': load}
-    for name, row in found.items()
-  ]
+  return [{'step': name, 'rounds': runs, **row} for name, row in found.items()]
 
 
 def temporary_megabytes(

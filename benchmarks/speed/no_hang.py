@@ -1,6 +1,6 @@
 """Thousands of steps in every environment: the step cannot deadlock.
 
-    python -m benchmarks.speed.no_hang [--steps 1000]
+    python -m benchmarks.speed.no_hang
 
 XLA on CPU runs independent operations on one thread pool, and LAPACK calls on
 batches wait inside of it: two of them at once can wait for each other for ever.
@@ -10,7 +10,6 @@ numbers of BLAS threads. Twenty minutes on two CPU cores; prints a table, exits
 with 1 if anything hung.
 """
 
-import argparse
 import itertools
 import os
 import pathlib
@@ -28,6 +27,7 @@ FLAGS = (
 )
 # Seconds without a hang: ten times what a loaded machine of two cores takes.
 TIMEOUT = 1400
+STEPS = 1000
 
 PROGRAM = textwrap.dedent("""
   import sys
@@ -124,9 +124,6 @@ def run(
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--steps', type=int, default=1000)
-  args = parser.parse_args()
   failed = 0
   print(
     f'{"frames":8}{"cores":>7}{"BLAS threads":>14}{"seconds":>9}  XLA_FLAGS'
@@ -136,7 +133,7 @@ def main() -> int:
   ):
     start = time.perf_counter()
     try:
-      done = run(frames, args.steps, flags, threads, cores)
+      done = run(frames, STEPS, flags, threads, cores)
       right = done.returncode == 0 and done.stdout.endswith('done\n')
       said = f'{time.perf_counter() - start:.0f}' if right else 'FAILED'
     except subprocess.TimeoutExpired:

@@ -12,13 +12,11 @@ of the batch. Non-private AdamW takes one plain backward pass of the batch.
 minutes a rank on two cores.
 """
 
-import functools
-
 import jax
 import optax
 
 import prism_optax
-from benchmarks.common import runner, timing
+from benchmarks.common import methods, runner, timing
 from benchmarks.speed import steps, update_time
 
 ROUTES = {'vmap': False, 'one backward': True}
@@ -40,14 +38,15 @@ def chains(batch):
 
 def noises(batch):
   """PRISM spelled out, with exact sums and noise and with those of floats."""
-  rate = prism_optax.scale_by_learning_rate
-  clipped = functools.partial(
-    prism_optax.chain, prism_optax.intrinsic_clip(1.0, normalize_by=batch)
-  )
-  floats = update_time.float_noise
+  stddev = update_time.STDDEV
+  clip = prism_optax.intrinsic_clip(1.0, normalize_by=batch)
+  noises = {
+    'exact': prism_optax.tangent_privatizer(stddev),
+    'floats': update_time.float_noise(stddev),
+  }
   return {
-    'exact': update_time.spelled_out(clipped, rate),
-    'floats': update_time.spelled_out(clipped, rate, noise=floats),
+    name: methods.spelled_out(steps.RATE, noise, stddev, clip=clip)
+    for name, noise in noises.items()
   }
 
 

@@ -6,15 +6,15 @@ Two workloads, those of the timings of the authors' PyTorch step (arXiv:
 2606.00944): 24 modules 384 x 384 of rank 8 with a batch of 32, and 60 large
 ones of rank 16 with a batch of 4. With and without the clip of per-example
 gradients. Then the cost against the number of modules, the rank and the width,
-with the time that the memory traffic alone would take, and compile times.
+and compile times.
 The workloads once more with glibc told to ask for huge pages, which saves time
 where much memory is taken and given back at every step. And the alias beside
 chains of its parts.
 """
 
+import functools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ import optax
 from jax_privacy import noise_addition
 
 import prism_optax
-from benchmarks.common import plots, runner, timing
+from benchmarks.common import methods, runner, timing
 from prism_optax import contrib, fixed_rank
 from prism_optax.fixed_rank import _tangents
 
@@ -163,42 +163,26 @@ def float_noise(stddev: float) -> optax.GradientTransformation:
   )
 
 
-def spelled_out(
-  chain: Callable[..., Any],
-  rate: Callable[..., Any],
-  noise: Callable[[float], Any] = prism_optax.tangent_privatizer,
-  *after_noise: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-  """The lines of ``prism`` after its clip, and others after the noise."""
-  return chain(
-    noise(STDDEV),
-    *after_noise,
-    prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
-    prism_optax.add_decayed_factors(0.1),
-    rate(1e-3),
-    prism_optax.retract(),
-  )
-
-
 def chains(name: str, runs: int) -> list[runner.Row]:
   """The alias against its lines, chained by this library and by optax.
 
   Also without the lattice: with noise as floats. And with row scales, and with
   the clip.
   """
-  ours = prism_optax.scale_by_learning_rate
+  privatizer = prism_optax.tangent_privatizer(STDDEV)
+  lines = functools.partial(methods.spelled_out, 1e-3)
+  optax_rate = optax.scale_by_learning_rate
   found = rows_of(
     {
       'prism': prism(),
-      'prism_optax.chain': spelled_out(prism_optax.chain, ours),
-      'optax.chain': spelled_out(optax.chain, ours),
-      "optax.chain, optax's rate": spelled_out(
-        optax.chain, optax.scale_by_learning_rate
+      'prism_optax.chain': lines(privatizer, STDDEV),
+      'optax.chain': lines(privatizer, STDDEV, chain=optax.chain),
+      "optax.chain, optax's rate": lines(
+        privatizer, STDDEV, chain=optax.chain, scale=optax_rate
       ),
-      'noise as floats': spelled_out(prism_optax.chain, ours, float_noise),
-      'row scales': spelled_out(
-        prism_optax.chain, ours, prism_optax.tangent_privatizer,
-        contrib.scale_by_row_moments(noise_stddev=STDDEV),
+      'noise as floats': lines(float_noise(STDDEV), STDDEV),
+      'row scales': lines(
+        privatizer, STDDEV, contrib.scale_by_row_moments(noise_stddev=STDDEV)
       ),
       'prism with clip': prism(True, WORKLOADS[name][2]),
     },
@@ -218,55 +202,20 @@ AXES = {
 
 def scaling(axis: str, runs: int, points: int) -> list[runner.Row]:
   """Milliseconds and compile seconds against modules, rank or width."""
-  bandwidth = timing.copy_bandwidth()
   found = []
   for modules, width, rank in AXES[axis][:points]:
     params, grads = problem([(width, width)] * modules, rank)
     txs = {'prism': prism(), 'noise + adamw': noisy_adamw()}
     times, steps = timed(txs, params, lambda _, grads=grads: grads, runs)
-    # Gradients are read, parameters and state read and written.
-    state = prism().init(params)
-    moved = 3 * timing.tree_bytes(params) + 2 * timing.tree_bytes(state)
     found += [
       {
         'modules': modules, 'width': width, 'rank': rank, 'method': name,
-        'byte limit': 1e3 * moved / bandwidth, **timing.summary(seconds),
+        **timing.summary(seconds),
         'compile seconds': steps[name].compile_seconds,
       }
       for name, seconds in times.items()
     ]  # fmt: skip
   return found
-
-
-def plot(rows: list[runner.Row], path: pathlib.Path) -> None:
-  """Time against modules, rank and width, with as many threads as there are."""
-  figure, axes = plots.panels(2.5, columns=3, sharey=True)
-  points = [row for row in rows if 'axis' in row]
-  last = max(row['threads'] for row in points)
-  for ax, axis in zip(axes, AXES, strict=True):
-    for method, label, style, colour in (
-      ('prism', 'prism', 'o-', plots.BLUE),
-      ('noise + adamw', 'noise and AdamW', 's--', plots.RED),
-    ):
-      found = [
-        row
-        for row in points
-        if (row['threads'], row['axis'], row['method']) == (last, axis, method)
-      ]
-      x = [row[axis] for row in found]
-      ax.plot(
-        x, [row['median'] for row in found], style, color=colour, ms=5,
-        label=label,
-      )  # fmt: skip
-    limits = [row['byte limit'] for row in found]
-    ax.plot(x, limits, 'k:', label='memory traffic alone')
-    ax.set(xscale='log', yscale='log', xlabel=axis, xticks=x, xticklabels=x)
-    ax.minorticks_off()
-  axes[0].set_ylabel('milliseconds per update')
-  plots.numbers(axes[0].yaxis, '{x:g}')
-  plots.finish(axes)
-  plots.legend(figure, axes[0], 'upper center', ncols=3)
-  plots.save(figure, path)
 
 
 HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
@@ -326,5 +275,5 @@ if __name__ == '__main__':
   else:
     runner.main(
       __doc__, 'update_time', settings(), measure,
-      smoke={'runs': 2, 'points': 1}, plot=plot,
+      smoke={'runs': 2, 'points': 1}, 
     )  # fmt: skip
