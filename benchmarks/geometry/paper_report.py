@@ -48,7 +48,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
   noise.set_xticks([1e-3, 1, 1e3], ['0.001', '1', '1,000'])
   plots.numbers(noise.yaxis, '{x:,.0f}')
   step.set(
-    xscale='log', xlabel='noise multiplier', ylim=(0, 100),
+    xscale='log', xlabel='noise multiplier', ylim=(0, 10),
     title='after the preconditioner',
   )  # fmt: skip
   for axis, ticks in ((clip, GAUGES), (step, SIGMAS)):
