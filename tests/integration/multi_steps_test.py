@@ -84,9 +84,3 @@ def test_no_accumulation_in_front_of_a_clip(tx):
   grads = jax.tree.map(lambda x: np.zeros((2, *x.shape), x.dtype), params)
   with pytest.raises(ValueError, match='Inside of optax.MultiSteps there can'):
     tx.update(grads, tx.init(params), params)
-
-
-def test_gradients_without_a_batch_axis_are_told_apart():
-  params = cases.trainable(cases.params())
-  with pytest.raises(ValueError, match=r'got the shapes of params.*jax.vmap'):
-    cases.clip().update(params, optax.EmptyState(), params)
