@@ -38,7 +38,12 @@ class Owner:
       self._journal.begin(self.name(state))
 
   def check_state(self, state: TrainingState) -> None:
-    """Refuses a state of other settings."""
+    """Refuses a state of other settings, or of another optimizer."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+      raise ValueError(
+        'Expected a state with values, got a traced one: step is compiled'
+        ' already and checks its state, so call it outside of jit.'
+      )
     same = (
       isinstance(state, TrainingState)
       and isinstance(state.fingerprint, Fingerprint)  # Once it was one array.

@@ -291,6 +291,7 @@ def test_states_and_data_that_do_not_fit():
   for call, message in (
     (lambda: made.init({'head': PARAMS['head']}), 'params of the shapes'),
     (lambda: jax.jit(made.init)(PARAMS), 'outside of jit'),
+    (lambda: jax.jit(made.step)(state, jnp.ones(2)), 'outside of jit'),
     # What else data may be is in records_test.py.
     (lambda: made.batches(state, 7), r'a source with len\(data\)'),
     (
