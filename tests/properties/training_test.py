@@ -80,6 +80,7 @@ def test_a_record_moves_a_step_by_at_most_its_share(rule, records, order):
   assert np.linalg.norm(np.float64(moved) - step(without)) <= share * (1 + 1e-6)
 
 
+@cases.settings
 @given(
   hnp.arrays(
     st.sampled_from([np.float32, np.int64, np.uint8, np.bool_]),
