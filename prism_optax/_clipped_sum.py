@@ -165,11 +165,6 @@ class ClippedSum:
     return [Bound(range(count), self.bounds)]
 
 
-def to_floats(x: ArrayTree) -> ArrayTree:
-  """Arrays: of a :class:`ClippedSum` its floats, of all else itself."""
-  return x.to_floats() if isinstance(x, ClippedSum) else x
-
-
 def afresh(x: ArrayTree) -> ArrayTree:
   """A :class:`ClippedSum` that nobody has asked yet; all else is itself.
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from prism_optax import fixed_rank
-from prism_optax._linalg._products import at_least_float32
+from prism_optax._linalg._products import at_least_float32, matmul
 from prism_optax._modules._finding import (
   LayoutLike,
   find_modules,
@@ -26,7 +26,7 @@ from prism_optax._modules._finding import (
 )
 from prism_optax._modules._layout import MatrixAxes, Module
 from prism_optax._types import Array, ArrayTree
-from prism_optax.fixed_rank import Factors, Tangent
+from prism_optax.fixed_rank import Factors, Tangent, _tangents
 from prism_optax.fixed_rank._points import Frame, frame_of, map_ranks
 
 
@@ -325,6 +325,41 @@ class StepContext:
   @functools.cached_property
   def frames(self) -> tuple[Frame, ...]:
     return self.tree.frames(self.params)
+
+  def coordinates_of_gradients(self) -> Callable[[ArrayTree], Stacks]:
+    """The map from the gradients of one example to its tangent coordinates.
+
+    From a tree like the parameters to ``Tangent`` of stacks. Half of its
+    products are with the inverses of cores. Where these are diagonal, in the
+    gauge that a retraction leaves, a CPU multiplies columns.
+    """
+    frames = self.frames  # Computed here, not once for each example.
+    diagonal = functools.reduce(
+      jnp.logical_and, map(_tangents.has_diagonal_inverses, frames)
+    )
+
+    def by(times: Callable[..., jax.Array]) -> Callable[..., ArrayTree]:
+      def whitened(frame: Frame, gradients: Factors) -> Tangent:
+        return _tangents.whitened(frame, gradients, times)
+
+      return functools.partial(map_pairs, whitened, frames)
+
+    usual, by_columns = by(matmul), by(_tangents.times_diagonal)
+
+    def coordinates(grads: ArrayTree) -> Stacks:
+      gradients = self.tree.gradients(grads)
+      pairs = gradients.pairs
+      if isinstance(diagonal, jax.core.Tracer):
+        pairs = jax.lax.platform_dependent(
+          pairs,
+          cpu=lambda x: jax.lax.cond(diagonal, by_columns, usual, x),
+          default=usual,
+        )
+      else:
+        pairs = (by_columns if diagonal else usual)(pairs)
+      return gradients._replace(pairs=pairs)
+
+    return coordinates
 
   def is_at(self, params: ArrayTree, layout: LayoutLike) -> bool:
     """Whether these are the very arrays and the layout of this context."""

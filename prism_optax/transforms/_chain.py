@@ -13,7 +13,7 @@ import jax
 import optax
 
 from prism_optax import _validate
-from prism_optax._clipped_sum import ClippedSum, afresh, settled, to_floats
+from prism_optax._clipped_sum import ClippedSum, afresh, settled
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._types import ArrayTree
 from prism_optax.transforms import _declared
@@ -49,8 +49,8 @@ def _run(
   **extra_args: object,
 ) -> tuple[ArrayTree, ArrayTree]:
   """``part.update``; the sum of a clip stays one for noise alone."""
-  if part.kinds[0] != 'noise':
-    updates = to_floats(updates)
+  if isinstance(updates, ClippedSum) and part.kinds[0] != 'noise':
+    updates = updates.to_floats()
   return part.update(updates, state, step, **extra_args)
 
 
@@ -151,7 +151,7 @@ class TangentTransformation(optax.GradientTransformationExtraArgs):
         updates = step.tree.coordinates(updates)
       out, state = _run(stacked, updates, state, step, **extra_args)
       if not returns_updates:
-        tree = step.to_tree(to_floats(out))
+        tree = step.to_tree(out)
         _remember(tree, out, step)
         out = tree
       return out, settled(state)

@@ -3,21 +3,17 @@
 The coordinates alone are ready for any clip.
 """
 
-import functools
 from collections.abc import Callable
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 
 from prism_optax import _clip, _validate
 from prism_optax._clip_rules import FlatClipping
 from prism_optax._clipped_sum import ClippedSum
-from prism_optax._linalg._products import matmul
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
-from prism_optax.fixed_rank import _tangents
 from prism_optax.transforms._chain import Stacked, TangentTransformation
 
 
@@ -77,44 +73,8 @@ def tangent_coordinates(
     [1.0, 2.0]
   """
   step = StepContext(params, layout)
-  coordinates = stacked_coordinates(step)
-
-  def transform(grads: ArrayTree) -> ArrayTree:
-    return step.tree.tree(coordinates(step.tree.gradients(grads)))
-
-  return transform
-
-
-def stacked_coordinates(step: StepContext) -> Callable[[Stacks], Stacks]:
-  """:func:`tangent_coordinates` of the stacked gradients of one example.
-
-  Half of its products are with the inverses of cores. Where these are diagonal,
-  in the gauge that a retraction leaves, a CPU multiplies columns.
-  """
-  frames = step.frames  # Computed here, not once for each example.
-  diagonal = functools.reduce(
-    jnp.logical_and, map(_tangents.has_diagonal_inverses, frames)
-  )
-
-  def coordinates(gradients: Stacks) -> Stacks:
-    def by(times: Callable[..., jax.Array]) -> Callable[..., ArrayTree]:
-      return lambda pairs: tuple(
-        _tangents.whitened(*x, times) for x in zip(frames, pairs, strict=True)
-      )
-
-    pairs = gradients.pairs
-    usual, by_columns = by(matmul), by(_tangents.times_diagonal)
-    if isinstance(diagonal, jax.core.Tracer):
-      pairs = jax.lax.platform_dependent(
-        pairs,
-        cpu=lambda x: jax.lax.cond(diagonal, by_columns, usual, x),
-        default=usual,
-      )
-    else:
-      pairs = (by_columns if diagonal else usual)(pairs)
-    return gradients._replace(pairs=pairs)
-
-  return coordinates
+  coordinates = step.coordinates_of_gradients()
+  return lambda grads: step.tree.tree(coordinates(grads))
 
 
 class StackedSum(ClippedSum):
@@ -245,11 +205,8 @@ def tangent_clip(clip: _clip.Clip, layout: LayoutLike) -> TangentTransformation:
     jax.eval_shape(
       lambda x: step.tree.gradients(x, 1, 'per-example gradients'), shapes
     )
-    coordinates = stacked_coordinates(step)
     tangent = _clip.Coordinates(
-      lambda example: coordinates(step.tree.gradients(example)),
-      step.tree.rows,
-      StackedSum,
+      step.coordinates_of_gradients(), step.tree.rows, StackedSum
     )
     return clip.sum(tangent, grads, step.params, state, **extra_args)
 

@@ -17,7 +17,7 @@ from dp_accounting import NeighboringRelation
 
 from prism_optax import _clip, _clip_rules, _matrix_axes, _validate
 from prism_optax._clip_rules import Factors, FlatClipping, Leaves
-from prism_optax._clipped_sum import Bound, to_floats
+from prism_optax._clipped_sum import Bound, ClippedSum
 from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, Scalar
 
@@ -347,7 +347,9 @@ def per_matrix_clip(
 
   def update(updates, state, params=None, **extra_args):
     clipped, state = inner.update(updates, state, params, **extra_args)
-    return to_floats(clipped), state
+    if isinstance(clipped, ClippedSum):  # Not a tree without leaves.
+      clipped = clipped.to_floats()
+    return clipped, state
 
   def sensitivity_of_all(
     neighboring_relation: NeighboringRelation = _clip.ADD_OR_REMOVE_ONE,
