@@ -1,13 +1,21 @@
-"""What is clipped, and what of it: the one clip.
+"""The one clip: how an example is cut, and what of it is cut.
 
-A rule says how an example is cut, coordinates say what of it is cut: its
-gradient as it is, or its tangent coordinates. The two are chosen independently.
-Each pair makes a :class:`prism_optax._clipped_sum.ClippedSum`, and all examples
-of all trainings are scaled in one function, :meth:`Clip.contribution`.
+A rule says how an example is cut (the flat clip and its quantile stand here,
+others in :mod:`prism_optax._clip_rules`), coordinates say what of it is cut:
+its gradient as it is, or its tangent coordinates. The two are chosen
+independently. Each pair makes a :class:`prism_optax._clipped_sum.ClippedSum`,
+and all examples of all trainings are scaled in one function,
+:meth:`Clip.contribution`.
+
+This file decides the sensitivity of every mechanism above it. Nothing in it
+branches on data: an example whose numbers are not finite gets weight zero.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +24,163 @@ import optax
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _lattice, _validate
-from prism_optax._clip_rules import (
-  FlatClipping,
-  GroupClipping,
-  QuantileClipping,
+from prism_optax._clipped_sum import (
+  Aside,
+  Bound,
+  ClippedSum,
+  LazyGradients,
+  Pending,
 )
-from prism_optax._clipped_sum import Aside, ClippedSum, LazyGradients, Pending
 from prism_optax._linalg._products import at_least_float32
 from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
+
+# XLA on a CPU adds up smaller arrays nearly in turn, and larger ones in blocks.
+_SMALL = 2**13
+
+
+def summed(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+  """The sum of numbers that are not negative.
+
+  Added in turn, a thousand numbers that are each below half a unit in the last
+  place of the first one are lost, and the norm comes out too small by 1e-5. So
+  numbers are added in pairs, which loses a half of such a unit each time that
+  their count is halved. Of large arrays a compiler adds blocks, and loses about
+  as little.
+  """
+  axes = range(x.ndim) if axes is None else axes
+  count = math.prod(x.shape[a] for a in axes)
+  if count > _SMALL or not count:
+    return jnp.sum(x, axis=tuple(axes))
+  x = jnp.moveaxis(x, tuple(axes), range(-len(axes), 0))
+  x = x.reshape(*x.shape[: x.ndim - len(axes)], count)
+  while (count := x.shape[-1]) > 1:
+    half = count // 2
+    # The middle one of an odd number is added to nothing.
+    rest = x[..., half : count - half]
+    pairs = x[..., :half] + x[..., count - half :]
+    x = jnp.concatenate([pairs, rest], -1) if rest.size else pairs
+  return x[..., 0]
+
+
+def total(terms: Iterable[jax.Array]) -> jax.Array:
+  """The sum of some terms, added in pairs, which loses less than in turn."""
+  found = list(terms)
+  while len(found) > 1:
+    pairs = [found[i : i + 2] for i in range(0, len(found), 2)]
+    found = [functools.reduce(jnp.add, pair) for pair in pairs]
+  return found[0]
+
+
+def squared_norm(
+  arrays: Iterable[jax.Array],
+  l2_clip_norm: Scalar,
+  batch_axes: Sequence[int] = (),
+) -> jax.Array:
+  """Square of one example's norm in units of the clip norm, a scalar.
+
+  In these units neither underflow (entries that do not matter) nor overflow
+  (then the example counts as zero) can hide a norm above one. Batch axes stay:
+  the norms have the shape of these axes.
+  """
+
+  def squares(x: jax.Array) -> jax.Array:
+    axes = [a for a in range(x.ndim) if a not in batch_axes]
+    return summed(jnp.square(x / l2_clip_norm), axes)
+
+  return total(map(squares, arrays))
+
+
+def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Weight ``min(1, 1/norm)`` of an example, and whether it counts.
+
+  Args:
+    squared_norm: In units of the clip norm, of any shape.
+
+  Returns:
+    The weight, and False where the norm is not finite, hence for an example
+    with any coordinate that is not finite. Such a one must be replaced by zero,
+    because zero times infinity is NaN.
+  """
+  counts = jnp.isfinite(squared_norm)
+  # A little below one, so that rounding of the norm and of the products stays
+  # inside of the bound (8 eps is 1e-6 in float32).
+  bound = 1 - 8 * jnp.finfo(squared_norm.dtype).eps
+  norm = jnp.sqrt(jnp.where(counts, squared_norm, 1))
+  return bound / jnp.maximum(norm, bound), counts
+
+
+Leaves: TypeAlias = Sequence[jax.Array]
+
+
+class Factors(NamedTuple):
+  """What a rule makes of one example.
+
+  Attributes:
+    leaves: Of the example, in a unit of the rule's choice.
+    factors: For each leaf: their products are within the bounds of the rule.
+    counts: Whether the example counts; one that does not becomes zeros.
+  """
+
+  leaves: Leaves
+  factors: Sequence[jax.Array]
+  counts: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatClipping:
+  """``min(1, C / norm)`` of a record's whole gradient, as DP-SGD has it."""
+
+  def _known(
+    self, params: ArrayTree, rows: Callable[..., ArrayTree]
+  ) -> ArrayTree:
+    """What the rule has to know of the leaves: here nothing."""
+    del params, rows
+
+  def _bounds(
+    self, bound: Scalar, known: ArrayTree
+  ) -> Scalar | Sequence[Bound]:
+    """The bounds of one contribution, of ``bound`` in total if it is flat."""
+    del known
+    return bound
+
+  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
+    """What one example's leaves are multiplied by."""
+    del known
+    squared = squared_norm(leaves, norm)
+    weight, counts = clip_weight(squared)
+    return Factors(leaves, [weight] * len(leaves), counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantileClipping(FlatClipping):
+  """A clip norm that follows a quantile of the gradient norms, privately.
+
+  Each step also releases, with noise, which fraction of the batch has a norm of
+  at most C, and then ``C <- C exp(-learning_rate (fraction - quantile))``
+  (Andrew et al. 2019, arXiv:1905.03871, section 2.1). Gradients come out in
+  units of C. The accounting includes this fraction: the noise of the gradients
+  is a little larger, so that both together have the noise multiplier of the
+  training.
+
+  Attributes:
+    quantile: The fraction of records to leave unclipped, in [0, 1].
+    learning_rate: Positive.
+    fraction_stddev: Standard deviation of the noise of the fraction. The
+      default is the paper's: a twentieth of the expected batch, in records.
+      Zero is allowed and gives no privacy.
+  """
+
+  quantile: float = 0.5
+  learning_rate: float = 0.2
+  fraction_stddev: float = 0.05
+
+  def __post_init__(self) -> None:
+    _validate.known_probability('quantile', self.quantile)
+    _validate.known_positive('learning_rate', self.learning_rate)
+    _validate.known_non_negative('fraction_stddev', self.fraction_stddev)
 
 
 class Coordinates(NamedTuple):
@@ -89,13 +243,6 @@ class Clip(NamedTuple):
       return optax.EmptyState()
     key = _keys.resolve_key('prng_key', self.prng_key, params, words=4)
     return QuantileState(jnp.asarray(self.l2_clip_norm, jnp.float32), key)
-
-  def description(self, params: ArrayTree) -> str:
-    """What there is to know of the rule, the same in every process."""
-    rule = self.rule
-    if isinstance(rule, GroupClipping):  # A function has an address.
-      return repr((sorted(rule.shares.items()), rule._known(params, list)))
-    return repr(rule)
 
   def contribution(
     self, coordinates: Coordinates, params: ArrayTree
@@ -176,31 +323,6 @@ class Clip(NamedTuple):
       return QuantileState(norm, next_key)
 
     return clipped, Pending(next_norm)
-
-
-class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
-  """A transformation whose output moves by at most ``sensitivity()``.
-
-  It unpacks into ``init`` and ``update`` like any other, so ``optax.chain``
-  takes it.
-
-  Attributes:
-    sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
-      largest Euclidean distance between the outputs for neighbouring batches.
-      It is for tests and for direct calibration. An accountant that knows the
-      relation already accounts for it: doing both counts it twice.
-    pre_clipping_transform: The contribution of one example to the output before
-      any noise, from its gradient: clipped, and divided by the constant.
-  """
-
-  sensitivity: Callable[..., float]
-  pre_clipping_transform: Callable[[ArrayTree], ArrayTree]
-
-  def __new__(cls, init, update, sensitivity, pre_clipping_transform):
-    self = super().__new__(cls, init, update)
-    self.sensitivity = sensitivity
-    self.pre_clipping_transform = pre_clipping_transform
-    return self
 
 
 def sensitivity_of_sum(bound: Scalar) -> Callable[..., ArrayTree]:

@@ -1,96 +1,21 @@
-"""How one example is cut: its norm, its weight, and the rules.
+"""Other rules than the flat clip: other weights, and groups.
 
-This file decides the sensitivity of every mechanism above it. Nothing in it
-branches on data: an example whose numbers are not finite gets weight zero.
+Nothing in it branches on data: an example whose numbers are not finite gets
+weight zero.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _matrix_axes, _validate
-from prism_optax._clipped_sum import Bound
+from prism_optax import _clip, _matrix_axes, _validate
+from prism_optax._clip import Factors, FlatClipping, Leaves, QuantileClipping
 from prism_optax._types import ArrayTree, Scalar
-
-# XLA on a CPU adds up smaller arrays nearly in turn, and larger ones in blocks.
-_SMALL = 2**13
-
-
-def summed(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-  """The sum of numbers that are not negative.
-
-  Added in turn, a thousand numbers that are each below half a unit in the last
-  place of the first one are lost, and the norm comes out too small by 1e-5. So
-  numbers are added in pairs, which loses a half of such a unit each time that
-  their count is halved. Of large arrays a compiler adds blocks, and loses about
-  as little.
-  """
-  axes = range(x.ndim) if axes is None else axes
-  count = math.prod(x.shape[a] for a in axes)
-  if count > _SMALL or not count:
-    return jnp.sum(x, axis=tuple(axes))
-  x = jnp.moveaxis(x, tuple(axes), range(-len(axes), 0))
-  x = x.reshape(*x.shape[: x.ndim - len(axes)], count)
-  while (count := x.shape[-1]) > 1:
-    half = count // 2
-    # The middle one of an odd number is added to nothing.
-    rest = x[..., half : count - half]
-    pairs = x[..., :half] + x[..., count - half :]
-    x = jnp.concatenate([pairs, rest], -1) if rest.size else pairs
-  return x[..., 0]
-
-
-def _total(terms: Iterable[jax.Array]) -> jax.Array:
-  """The sum of some terms, added in pairs, which loses less than in turn."""
-  found = list(terms)
-  while len(found) > 1:
-    pairs = [found[i : i + 2] for i in range(0, len(found), 2)]
-    found = [functools.reduce(jnp.add, pair) for pair in pairs]
-  return found[0]
-
-
-def squared_norm(
-  arrays: Iterable[jax.Array],
-  l2_clip_norm: Scalar,
-  batch_axes: Sequence[int] = (),
-) -> jax.Array:
-  """Square of one example's norm in units of the clip norm, a scalar.
-
-  In these units neither underflow (entries that do not matter) nor overflow
-  (then the example counts as zero) can hide a norm above one. Batch axes stay:
-  the norms have the shape of these axes.
-  """
-
-  def squares(x: jax.Array) -> jax.Array:
-    axes = [a for a in range(x.ndim) if a not in batch_axes]
-    return summed(jnp.square(x / l2_clip_norm), axes)
-
-  return _total(map(squares, arrays))
-
-
-def clip_weight(squared_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Weight ``min(1, 1/norm)`` of an example, and whether it counts.
-
-  Args:
-    squared_norm: In units of the clip norm, of any shape.
-
-  Returns:
-    The weight, and False where the norm is not finite, hence for an example
-    with any coordinate that is not finite. Such a one must be replaced by zero,
-    because zero times infinity is NaN.
-  """
-  counts = jnp.isfinite(squared_norm)
-  # A little below one, so that rounding of the norm and of the products stays
-  # inside of the bound (8 eps is 1e-6 in float32).
-  bound = 1 - 8 * jnp.finfo(squared_norm.dtype).eps
-  norm = jnp.sqrt(jnp.where(counts, squared_norm, 1))
-  return bound / jnp.maximum(norm, bound), counts
 
 
 def shortened(
@@ -126,7 +51,7 @@ def shortened(
   # a huge number is denormal. Powers of two are exact.
   shift = jnp.where(largest > 1, 2.0**-40, 2.0**40).astype(largest.dtype)
   scaled = [(x * shift) / (largest * shift) for x in arrays]
-  squared = _total(summed(jnp.square(x)) for x in scaled)
+  squared = _clip.total(_clip.summed(jnp.square(x)) for x in scaled)
   counts = jnp.isfinite(squared) & jnp.isfinite(largest)
   # At least one but for an example of zeros, whose weight says nothing.
   norm = jnp.maximum(jnp.sqrt(jnp.where(counts, squared, 1)), 1)
@@ -134,48 +59,6 @@ def shortened(
   # Where the quotient overflows, nothing is left, as it should be.
   stability = min(stability, float(limits.max))
   return scaled, bound / (norm + stability / largest), counts
-
-
-Leaves: TypeAlias = Sequence[jax.Array]
-
-
-class Factors(NamedTuple):
-  """What a rule makes of one example.
-
-  Attributes:
-    leaves: Of the example, in a unit of the rule's choice.
-    factors: For each leaf: their products are within the bounds of the rule.
-    counts: Whether the example counts; one that does not becomes zeros.
-  """
-
-  leaves: Leaves
-  factors: Sequence[jax.Array]
-  counts: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatClipping:
-  """``min(1, C / norm)`` of a record's whole gradient, as DP-SGD has it."""
-
-  def _known(
-    self, params: ArrayTree, rows: Callable[..., ArrayTree]
-  ) -> ArrayTree:
-    """What the rule has to know of the leaves: here nothing."""
-    del params, rows
-
-  def _bounds(
-    self, bound: Scalar, known: ArrayTree
-  ) -> Scalar | Sequence[Bound]:
-    """The bounds of one contribution, of ``bound`` in total if it is flat."""
-    del known
-    return bound
-
-  def _factors(self, leaves: Leaves, norm: Scalar, known: ArrayTree) -> Factors:
-    """What one example's leaves are multiplied by."""
-    del known
-    squared = squared_norm(leaves, norm)
-    weight, counts = clip_weight(squared)
-    return Factors(leaves, [weight] * len(leaves), counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,10 +139,10 @@ class GroupClipping(FlatClipping):
       terms = [jnp.zeros(())]
       for x, of_leaf in zip(leaves, masks, strict=True):
         if (mask := of_leaf[g]).any():
-          by_row = squared_norm([x], own, range(mask.ndim))
-          terms.append(summed(jnp.where(mask, by_row, 0)))
-      squares.append(_total(terms))
-    weights, counts = clip_weight(jnp.stack(squares))
+          by_row = _clip.squared_norm([x], own, range(mask.ndim))
+          terms.append(_clip.summed(jnp.where(mask, by_row, 0)))
+      squares.append(_clip.total(terms))
+    weights, counts = _clip.clip_weight(jnp.stack(squares))
     by_leaf = [weights[np.argmax(of_leaf, axis=0)] for of_leaf in masks]
     factors = [
       weight.reshape(*weight.shape, *(1,) * (x.ndim - weight.ndim))
@@ -269,33 +152,11 @@ class GroupClipping(FlatClipping):
     return Factors(leaves, factors, jnp.all(counts))
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantileClipping(FlatClipping):
-  """A clip norm that follows a quantile of the gradient norms, privately.
-
-  Each step also releases, with noise, which fraction of the batch has a norm of
-  at most C, and then ``C <- C exp(-learning_rate (fraction - quantile))``
-  (Andrew et al. 2019, arXiv:1905.03871, section 2.1). Gradients come out in
-  units of C. The accounting includes this fraction: the noise of the gradients
-  is a little larger, so that both together have the noise multiplier of the
-  training.
-
-  Attributes:
-    quantile: The fraction of records to leave unclipped, in [0, 1].
-    learning_rate: Positive.
-    fraction_stddev: Standard deviation of the noise of the fraction. The
-      default is the paper's: a twentieth of the expected batch, in records.
-      Zero is allowed and gives no privacy.
-  """
-
-  quantile: float = 0.5
-  learning_rate: float = 0.2
-  fraction_stddev: float = 0.05
-
-  def __post_init__(self) -> None:
-    _validate.known_probability('quantile', self.quantile)
-    _validate.known_positive('learning_rate', self.learning_rate)
-    _validate.known_non_negative('fraction_stddev', self.fraction_stddev)
+def description(rule: FlatClipping, params: ArrayTree) -> str:
+  """What there is to know of a rule, the same in every process."""
+  if isinstance(rule, GroupClipping):  # A function has an address.
+    return repr((sorted(rule.shares.items()), rule._known(params, list)))
+  return repr(rule)
 
 
 def gradients_noise_multiplier(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _clip_rules, _validate, fixed_rank
+from prism_optax import _clip, _validate, fixed_rank
 from prism_optax._modules import LayoutLike, ModuleTree
 from prism_optax._proofs._independence import prove_independent
 from prism_optax._proofs._release import prove_released
@@ -89,7 +89,7 @@ def nonprivate_clip_statistics(
     )
     leaves = jax.tree.leaves(stacks)
   norms = jnp.sqrt(
-    jax.vmap(_clip_rules.squared_norm, (0, None))(leaves, l2_clip_norm)
+    jax.vmap(_clip.squared_norm, (0, None))(leaves, l2_clip_norm)
   )
   return ClipStatistics(
     norms * l2_clip_norm,

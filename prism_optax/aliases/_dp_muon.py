@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _clip, _matrix_axes, _validate
+from prism_optax import _matrix_axes, _validate
 from prism_optax._clip import Clip
 from prism_optax._linalg._products import at_least_float32
 from prism_optax._matrix_axes import DimensionNumbersLike, MatrixStack
@@ -92,7 +92,7 @@ def dp_muon(
   adam_b2: Scalar = 0.999,
   adam_eps: Scalar = 1e-8,
   steps: StepsLike = None,
-) -> _clip.BoundedSensitivityTransformation:
+) -> _matrix_clip.BoundedSensitivityTransformation:
   """DP-Muon (arXiv:2605.12994) for trees with matrices and other leaves.
 
   Every matrix W of every example's gradient is clipped to C_W, the sum is
@@ -283,7 +283,7 @@ def dp_muon(
   if consistent_rms is not None:
     parts.insert(-2, _consistent_rms(consistent_rms, matrices_of))
   chained = optax.with_extra_args_support(optax.chain(*parts))
-  return _clip.BoundedSensitivityTransformation(
+  return _matrix_clip.BoundedSensitivityTransformation(
     chained.init,
     chained.update,
     clip.sensitivity,

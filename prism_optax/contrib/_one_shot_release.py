@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _clip, _clip_rules, _identity, _lattice, _validate
+from prism_optax import _clip, _identity, _lattice, _validate
 from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 
@@ -129,7 +129,7 @@ def sum_of_batch(
 ) -> dict[str, _lattice.LatticeSum]:
   """The sum over the records of a batch, of arrays on the lattice."""
   # Cuts what is longer than one by rounding, and whatever is not finite.
-  clipped, _ = _clip.Clip(_clip_rules.FlatClipping()).sum(
+  clipped, _ = _clip.Clip(_clip.FlatClipping()).sum(
     _clip.Coordinates(terms), batch
   )
   sums: dict[str, _lattice.LatticeSum] = clipped.in_units(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from prism_optax import _clip_rules, _lattice, _validate
+from prism_optax import _clip, _lattice, _validate
 
 # Vectors are clipped to C (1 - 1e-5): rounding of the norm and of the product
 # must not carry them over C. Sums of 400,000 squares in float32 were off by up
@@ -152,7 +152,7 @@ def clip(
   if xp is np:  # Which adds in pairs.
     total = np.sum(squares, axis=axes)
   else:
-    total = _clip_rules.summed(squares, [squares.ndim + a for a in axes])
+    total = _clip.summed(squares, [squares.ndim + a for a in axes])
   norm = xp.sqrt(xp.expand_dims(total, axes))
   bound = xp.asarray(l2_clip_norm, states.dtype) * (1 - _MARGIN)
   clipped: Array = direction * xp.minimum(unit, bound / xp.maximum(norm, 1))

@@ -6,11 +6,8 @@ of steps and the accounted event. The chain of transformations
 (:mod:`prism_optax.transforms`) is for a step that you write yourself.
 """
 
-from prism_optax._clip_rules import (
-  AutomaticClipping,
-  GroupClipping,
-  QuantileClipping,
-)
+from prism_optax._clip import QuantileClipping
+from prism_optax._clip_rules import AutomaticClipping, GroupClipping
 from prism_optax.training._make import make_private
 from prism_optax.training._plan import plan
 from prism_optax.training._private import PrivateTraining

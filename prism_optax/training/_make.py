@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from prism_optax import _validate, accounting
-from prism_optax._clip import Clip
-from prism_optax._clip_rules import (
-  FlatClipping,
-  QuantileClipping,
-  gradients_noise_multiplier,
-)
+from prism_optax._clip import Clip, FlatClipping, QuantileClipping
+from prism_optax._clip_rules import description, gradients_noise_multiplier
 from prism_optax._modules import warn_if_mostly_no_adapters
 from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
@@ -290,7 +286,7 @@ def make_private(
     steps,
     delta,
     c,
-    clip.description(shapes),
+    description(clipping, shapes),
     given or prior.seeded,
     entries,
     prior,

@@ -8,8 +8,7 @@ from typing import TypeAlias
 import jax
 import optax
 
-from prism_optax._clip import Clip
-from prism_optax._clip_rules import FlatClipping, QuantileClipping
+from prism_optax._clip import Clip, FlatClipping, QuantileClipping
 from prism_optax._clipped_sum import settled
 from prism_optax._linalg._products import at_least_float32
 from prism_optax._types import ArrayTree, PRNGKeyLike

@@ -9,7 +9,7 @@ from typing import cast
 import jax
 
 from prism_optax import _clip, _validate
-from prism_optax._clip_rules import FlatClipping
+from prism_optax._clip import FlatClipping
 from prism_optax._clipped_sum import ClippedSum
 from prism_optax._modules import LayoutLike, Stacks, StepContext
 from prism_optax._randomness import _keys

@@ -7,7 +7,7 @@ noise multiplier ``(sum_W sigma_W^-2)^(-1/2)``.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _clip, _clip_rules, _matrix_axes, _validate
-from prism_optax._clip_rules import Factors, FlatClipping, Leaves
+from prism_optax import _clip, _matrix_axes, _validate
+from prism_optax._clip import Factors, FlatClipping, Leaves
 from prism_optax._clipped_sum import Bound, ClippedSum
 from prism_optax._matrix_axes import DimensionNumbersLike
 from prism_optax._types import ArrayTree, Scalar
@@ -184,6 +184,31 @@ def noise_units(
   return [units.get(leaf, 1.0) for leaf in range(num_leaves)]
 
 
+class BoundedSensitivityTransformation(optax.GradientTransformationExtraArgs):
+  """A transformation whose output moves by at most ``sensitivity()``.
+
+  It unpacks into ``init`` and ``update`` like any other, so ``optax.chain``
+  takes it.
+
+  Attributes:
+    sensitivity: ``sensitivity(neighboring_relation=ADD_OR_REMOVE_ONE)``, the
+      largest Euclidean distance between the outputs for neighbouring batches.
+      It is for tests and for direct calibration. An accountant that knows the
+      relation already accounts for it: doing both counts it twice.
+    pre_clipping_transform: The contribution of one example to the output before
+      any noise, from its gradient: clipped, and divided by the constant.
+  """
+
+  sensitivity: Callable[..., float]
+  pre_clipping_transform: Callable[[ArrayTree], ArrayTree]
+
+  def __new__(cls, init, update, sensitivity, pre_clipping_transform):
+    self = super().__new__(cls, init, update)
+    self.sensitivity = sensitivity
+    self.pre_clipping_transform = pre_clipping_transform
+    return self
+
+
 @dataclasses.dataclass(frozen=True)
 class EachMatrix(FlatClipping):
   """Cuts every matrix by itself, to a norm of its own.
@@ -210,10 +235,10 @@ class EachMatrix(FlatClipping):
   ) -> Factors:
     factors, finite = list(leaves), []
     for group in known:
-      squared = _clip_rules.squared_norm(
+      squared = _clip.squared_norm(
         [leaves[i] for i in group.leaves], group.l2_clip_norm, group.batch_axes
       )
-      weight, counts = _clip_rules.clip_weight(squared)
+      weight, counts = _clip.clip_weight(squared)
       finite.append(jnp.all(counts))
       for i in group.leaves:
         axes = [a for a in range(leaves[i].ndim) if a not in group.batch_axes]
@@ -258,7 +283,7 @@ def per_matrix_clip(
   *,
   normalize_by: Scalar = 1.0,
   weight_dimension_numbers: DimensionNumbersLike = None,
-) -> _clip.BoundedSensitivityTransformation:
+) -> BoundedSensitivityTransformation:
   """Clips every matrix of every per-example gradient, and adds them up.
 
   ``sum_i g_i / max(1, ||g_i||_F / C_W) / normalize_by`` for every weight
@@ -366,6 +391,6 @@ def per_matrix_clip(
     bound = sensitivity(groups) / normalize_by
     return _clip.sensitivity_of_sum(bound)(neighboring_relation)
 
-  return _clip.BoundedSensitivityTransformation(
+  return BoundedSensitivityTransformation(
     inner.init, update, sensitivity_of_all, contribution
   )

@@ -29,7 +29,7 @@ RULES = {
     f'automatic {x:g}': training.AutomaticClipping(x)
     for x in (1e-300, 1e-45, 1e-38, 1e-18, 1e-6, 0.01, 1e30, 1e300)
   },
-  'flat': _clip_rules.FlatClipping(),
+  'flat': _clip.FlatClipping(),
   'groups': training.GroupClipping(['a', 'b'], {'a': 1e-3, 'b': 1.0}),
 }
 
@@ -78,7 +78,7 @@ _DUST = 2.0**-12.51
 @pytest.mark.parametrize(
   'rule',
   [
-    _clip_rules.FlatClipping(),
+    _clip.FlatClipping(),
     training.AutomaticClipping(1e-30),
     training.GroupClipping('a', {'a': 1.0}),
   ],

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _clip, _clip_rules, _clipped_sum, _lattice
+from prism_optax import _clip, _clipped_sum, _lattice
 
 
 def _weights(norms):
   squared = jnp.square(jnp.asarray(norms, jnp.float32))
-  return _clip_rules.clip_weight(squared)
+  return _clip.clip_weight(squared)
 
 
 def test_weights_are_min_of_one_and_inverse_norm():
@@ -28,8 +28,8 @@ def test_clipped_norms_stay_inside_the_bound_in_float32():
   x = (rng.normal(size=(2000, 333)) * rng.uniform(0.01, 3, (2000, 1))).astype(
     np.float32
   )
-  squared = jax.vmap(lambda y: _clip_rules.squared_norm([y], 1.0))(x)
-  weights, _ = _clip_rules.clip_weight(squared)
+  squared = jax.vmap(lambda y: _clip.squared_norm([y], 1.0))(x)
+  weights, _ = _clip.clip_weight(squared)
   clipped = np.asarray(weights[:, None] * x, np.float64)
   norms = np.linalg.norm(clipped, axis=1)
   assert norms.max() <= 1
@@ -108,7 +108,7 @@ def test_one_record_moves_the_sum_by_its_bound_in_any_order():
 def test_units_of_the_clip_norm_hide_no_norm():
   """Squares of 1e-25 vanish in float32; against C = 1e-24 they must not."""
   x = jnp.full(10_000, 1e-25, jnp.float32)
-  squared = _clip_rules.squared_norm([x], 1e-24)
+  squared = _clip.squared_norm([x], 1e-24)
   assert float(squared) == pytest.approx(100.0, rel=1e-5)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _clip, _clip_rules, _lattice, training
+from prism_optax import _clip, _lattice, training
 from prism_optax.training import _private, _records, _sampling, _seen
 from tests.replay import cases, harness
 from tests.replay.cases import FORM, GRADIENT, Case, N
@@ -199,11 +199,11 @@ class _Underflows(training.AutomaticClipping):
   """As it was: the squares of entries of 1e-23 are zero."""
 
   def _factors(self, leaves, l2_clip_norm, known):
-    squared = _clip_rules.squared_norm(leaves, l2_clip_norm)
+    squared = _clip.squared_norm(leaves, l2_clip_norm)
     counts = jnp.isfinite(squared)
     norm = jnp.sqrt(jnp.where(counts, squared, 1))
     weight = 1 / (norm + self.stability / l2_clip_norm)
-    return _clip_rules.Factors(leaves, [weight] * len(leaves), counts)
+    return _clip.Factors(leaves, [weight] * len(leaves), counts)
 
 
 def on_gradients(clip, **options):
@@ -224,9 +224,9 @@ def test_squares_underflow(stability, norm):
 
 @pytest.mark.slow
 def test_a_clip_that_lets_pass_what_overflows(monkeypatch):
-  original = _clip_rules.clip_weight
+  original = _clip.clip_weight
   monkeypatch.setattr(
-    _clip_rules, 'clip_weight', lambda x: (original(x)[0], jnp.array(True))
+    _clip, 'clip_weight', lambda x: (original(x)[0], jnp.array(True))
   )
   record = jax.tree.map(lambda x: np.full(x.shape, 1e30, x.dtype), GRADIENT)
   assert_tells(told(on_gradients('flat'), record), 'e+07 times the sensitivity')
@@ -235,13 +235,13 @@ def test_a_clip_that_lets_pass_what_overflows(monkeypatch):
 @pytest.mark.slow
 def test_a_clip_that_is_a_little_too_long(monkeypatch):
   """By a ten thousandth, which is noticed."""
-  original = _clip_rules.clip_weight
+  original = _clip.clip_weight
 
   def longer(squared):
     weight, counts = original(squared)
     return weight * 1.0001, counts
 
-  monkeypatch.setattr(_clip_rules, 'clip_weight', longer)
+  monkeypatch.setattr(_clip, 'clip_weight', longer)
   found = told(on_gradients('flat'), adversarial.ordinary(GRADIENT, 9))
   assert_tells(found, 'moves by 1.0001 times the sensitivity')
 

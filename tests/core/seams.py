@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from prism_optax import _clip, _clip_rules, _lattice
+from prism_optax import _clip, _lattice
 from prism_optax._randomness import _keys
 from prism_optax.accounting import (
   _epsilon,
@@ -175,7 +175,7 @@ exact_multiplier = _make.gradients_noise_multiplier
 
 def exact_sum(rows, absent, stddev):
   """Of contributions clipped to one: integers (high, low), and their unit."""
-  clipped, _ = _clip.Clip(_clip_rules.FlatClipping()).sum(
+  clipped, _ = _clip.Clip(_clip.FlatClipping()).sum(
     _clip.DENSE, {'w': rows}, is_padding_example=absent
   )
   return clipped.on_lattice(stddev)['w']

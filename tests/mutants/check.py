@@ -41,8 +41,9 @@ PRIVACY = (
 # beginnings of its path and of each shorter one, or of its folder.
 NEAR = {
   '': 'core laws training transforms audit',
-  '_clip': 'transforms/intrinsic_clip_test.py audit/make_private_test.py',
-  '_clip_rules': 'core/per_example_test.py core/clip_range_test.py',
+  '_clip': 'core/per_example_test.py core/clip_range_test.py'
+  ' transforms/intrinsic_clip_test.py audit/make_private_test.py',
+  '_clip_rules': 'core/clip_range_test.py training/clipping_test.py',
   '_clipped_sum': 'core/per_example_test.py transforms/intrinsic_clip_test.py',
   '_linalg': 'core fixed_rank',
   '_randomness': 'core/randomness_test.py core/generators_test.py',
