@@ -24,13 +24,8 @@ import optax
 from dp_accounting import NeighboringRelation
 
 from prism_optax import _lattice, _validate
-from prism_optax._clipped_sum import (
-  Aside,
-  Bound,
-  ClippedSum,
-  LazyGradients,
-  Pending,
-)
+from prism_optax._clipped_sum import Aside, Bound, ClippedSum, Pending
+from prism_optax._exact_sum import LazyGradients
 from prism_optax._linalg._products import at_least_float32
 from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike, Scalar

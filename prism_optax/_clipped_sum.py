@@ -8,13 +8,13 @@ to.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from prism_optax import _lattice
+from prism_optax import _exact_sum
 from prism_optax._proofs import _marks
 from prism_optax._types import ArrayTree, Scalar
 
@@ -43,30 +43,6 @@ class Aside(NamedTuple):
 
   bound: Scalar
   stddev: float
-
-
-class LazyGradients(NamedTuple):
-  """Per-example gradients that a clip computes itself, part by part.
-
-  A clip takes it in place of a tree of gradients.
-
-  Attributes:
-    examples: Tree of arrays (B, ...).
-    gradients: From examples (b, ...) to their gradients, leaves (b, *shape).
-    microbatch_size: b, a divisor of B; None for all at once.
-    skip_padding: Whether parts of padding alone are passed over. How long it
-      takes then tells how many examples there are.
-  """
-
-  examples: ArrayTree
-  gradients: Callable[[ArrayTree], ArrayTree]
-  microbatch_size: int | None = None
-  skip_padding: bool = False
-
-  @property
-  def shapes(self) -> ArrayTree:
-    """The shapes of all gradients, (B, *shape)."""
-    return jax.eval_shape(self.gradients, self.examples)
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,7 +89,7 @@ class ClippedSum:
       groups, stddevs = self._groups(len(leaves)), _each(stddev, len(leaves))
       norms = {i: group.norm for group in groups for i in group.leaves}
       return [
-        _lattice.unit_of(s, norms[i], x.dtype)
+        _exact_sum.unit_of(s, norms[i], x.dtype)
         for i, (s, x) in enumerate(zip(stddevs, leaves, strict=True))
       ]
 
@@ -139,17 +115,17 @@ class ClippedSum:
     def all_units(shapes: ArrayTree) -> Sequence[ArrayTree]:
       if aside is None:
         return units(jax.tree.leaves(shapes))
-      unit = _lattice.unit_of(aside.stddev, aside.bound, jnp.float32)
+      unit = _exact_sum.unit_of(aside.stddev, aside.bound, jnp.float32)
       return [*units(jax.tree.leaves(shapes[0])), unit]
 
-    sums = sum_of_examples(
+    sums = _exact_sum.sum_of_examples(
       self.contribution, self.examples, self.is_padding_example, all_units
     )
     if aside is not None:
       sums, number = sums
       alone = [Bound((0,), aside.bound)]
       (self._number,) = _marked([number], alone, aside.stddev)
-    count = len(jax.tree.leaves(sums, is_leaf=_lattice.is_sum))
+    count = len(jax.tree.leaves(sums, is_leaf=_exact_sum.is_sum))
     return self.then(_marked(sums, self._groups(count), stddev))
 
   def number(self) -> ArrayTree:
@@ -188,15 +164,15 @@ def _marked(
   It reads there what one record can add, and compares it with the noise. The
   mark is compiled to nothing.
   """
-  leaves, treedef = jax.tree.flatten(sums, is_leaf=_lattice.is_sum)
+  leaves, treedef = jax.tree.flatten(sums, is_leaf=_exact_sum.is_sum)
   known = [_marks.Group(tuple(i), _marks.known(c), k) for i, c, k in groups]
   lattice = [
     None if s is None else _marks.known(s) for s in _each(stddev, len(leaves))
   ]
-  parts = [_lattice.parts(x) for x in leaves]
+  parts = [_exact_sum.parts(x) for x in leaves]
   what = _marks.Clip(tuple(known), tuple(lattice))
   marked = _marks.clipped(parts, what)
-  return jax.tree.unflatten(treedef, map(_lattice.with_parts, leaves, marked))
+  return jax.tree.unflatten(treedef, map(_exact_sum.with_parts, leaves, marked))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,155 +187,3 @@ def settled(state: optax.OptState) -> ArrayTree:
   return jax.tree.map(
     lambda x: x.settle() if isinstance(x, Pending) else x, state
   )
-
-
-_TwoParts: TypeAlias = tuple[jax.Array, jax.Array]
-
-
-def _add_float(total: _TwoParts, more: _TwoParts) -> _TwoParts:
-  """Adds to a sum and to what rounding has lost of it (Knuth 1969)."""
-  (old, lost), (x, _) = total, more
-  new = old + x
-  part = new - old
-  return new, lost + ((old - (new - part)) + (x - part))
-
-
-def _add_integers(total: _TwoParts, more: _TwoParts) -> _TwoParts:
-  return total[0] + more[0], total[1] + more[1]
-
-
-def sum_of_examples(
-  contribution: Callable[[ArrayTree], ArrayTree],
-  examples: ArrayTree | LazyGradients,
-  is_padding_example: jax.Array | None,
-  units: Callable[[ArrayTree], Sequence[jax.Array | None]] | None = None,
-) -> ArrayTree:
-  """The sum over examples of what each of them contributes.
-
-  With a unit each contribution is brought to a lattice first, towards zero, and
-  integers are added: the sum does not depend on the order of the examples, and
-  no contribution gets longer. Without, floats are added, on a CPU with
-  compensation, so that the sum is rounded once.
-
-  Under ``jit`` on one CPU the contributions are computed one after the other:
-  what one of them is cannot depend on the others, and no array holds what is
-  computed of all of them. Elsewhere they are computed side by side.
-
-  Args:
-    contribution: From one example to a tree of finite arrays.
-    examples: Tree of arrays (B, *shape); or gradients that are computed here.
-    is_padding_example: (B,), True for examples that are not there; or None.
-    units: From the shapes of a contribution to the units of the lattice: for
-      each of its arrays, in their order, a scalar of its type, or None. None
-      for floats alone.
-
-  Returns:
-    A tree like a contribution, of arrays or of ``LatticeSum``.
-
-  Raises:
-    ValueError: If ``is_padding_example`` has another shape, or the size of the
-      micro-batches does not divide that of the batch.
-  """
-  if not isinstance(examples, LazyGradients):
-    examples = LazyGradients(examples, lambda gradients: gradients)
-  examples, gradients, microbatch_size, skip_padding = examples
-  batch = len(jax.tree.leaves(examples)[0])
-  if is_padding_example is not None:
-    is_padding_example = jnp.asarray(is_padding_example, bool)
-    if is_padding_example.shape != (batch,):
-      raise ValueError(
-        'Expected is_padding_example to have one entry per example,'
-        f' {(batch,)}, got {is_padding_example.shape}.'
-      )
-  inputs = examples, is_padding_example
-  all_of_them = jax.eval_shape(gradients, examples), inputs[1]
-  one = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), all_of_them
-  )
-  shapes: ArrayTree = jax.eval_shape(contribution, one[0])
-  treedef: jax.tree_util.PyTreeDef = jax.tree.structure(shapes)
-  unit_of = [None] * treedef.num_leaves if units is None else units(shapes)
-
-  def add(totals, more):
-    return [
-      (_add_float if unit is None else _add_integers)(x, y)
-      for x, y, unit in zip(totals, more, unit_of, strict=True)
-    ]
-
-  def terms(inputs):
-    example, is_padding = inputs
-    leaves: list[jax.Array] = jax.tree.leaves(contribution(example))
-    if is_padding is not None:
-      leaves = [jnp.where(is_padding, 0, x) for x in leaves]
-    return [
-      (x, jnp.zeros_like(x))
-      if unit is None
-      else tuple(_lattice.term(x, unit, batch)[:2])
-      for x, unit in zip(leaves, unit_of, strict=True)
-    ]
-
-  zeros = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(terms, one)
-  )
-
-  def in_turn(inputs):
-    def add_one(totals, inputs):
-      return add(totals, terms(inputs)), None
-
-    return jax.lax.scan(add_one, zeros, inputs)[0]
-
-  def at_once(inputs):
-    return jax.tree.map(
-      lambda x: jnp.sum(x, 0, dtype=x.dtype), jax.vmap(terms)(inputs)
-    )
-
-  # Where several devices may share the batch, XLA decides how to sum. Outside
-  # of jit a loop would be compiled at every call, and no loop goes along an
-  # explicit axis of a mesh.
-  leaves: list[ArrayTree] = jax.tree.leaves(inputs)
-  traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-  explicit = any(any(jax.typeof(x).sharding.spec[:1]) for x in leaves)
-  alone = jax.device_count() == 1 and not explicit
-
-  def sums_of(inputs):
-    examples, is_padding = inputs
-    inputs = gradients(examples), is_padding
-    if not traced:
-      return at_once(inputs)
-    one_by_one = in_turn if alone else at_once
-    return jax.lax.platform_dependent(inputs, cpu=one_by_one, default=at_once)
-
-  def add_part(totals, part):
-    def added():
-      return add(totals, sums_of(part))
-
-    if not skip_padding or part[1] is None:
-      return added(), None
-    return jax.lax.cond(jnp.all(part[1]), lambda: totals, added), None
-
-  if microbatch_size is None or microbatch_size >= batch:
-    sums = sums_of(inputs)
-  else:
-    sums = jax.lax.scan(add_part, zeros, _parts(inputs, microbatch_size))[0]
-  out = [
-    high + low if unit is None else _lattice.LatticeSum(high, low, unit)
-    for (high, low), unit in zip(sums, unit_of, strict=True)
-  ]
-  return jax.tree.unflatten(treedef, out)
-
-
-def _parts(inputs: ArrayTree, size: int) -> ArrayTree:
-  """Leaves (B, ...) as (B / size, size, ...), part k every so-many-th row.
-
-  So each device of a sharded batch has its share of every part.
-  """
-
-  def split(x: jax.Array) -> jax.Array:
-    if len(x) % size:
-      raise ValueError(
-        'Expected microbatch_size to divide the size of the padded batch,'
-        f' {len(x)}, got microbatch_size={size}.'
-      )
-    return jnp.moveaxis(x.reshape(size, -1, *x.shape[1:]), 0, 1)
-
-  return jax.tree.map(split, inputs)

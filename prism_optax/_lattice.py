@@ -17,29 +17,29 @@ tests/core/lattice_test.py.
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prism_optax._exact_sum import (
+  STEPS,
+  LatticeSum,
+  is_sum,
+  parts,
+  to_float,
+  towards_zero,
+  with_parts,
+)
 from prism_optax._proofs import _marks
 from prism_optax._randomness import _generators, _keys
-from prism_optax._types import ArrayTree, DTypeLike, Scalar
+from prism_optax._types import ArrayTree, Scalar
 
 _CELL_BITS = 12
 _CELL = 1 << _CELL_BITS  # Steps.
 _COLUMNS = 1 << 12  # Cells that the noise reaches, half of them on either side.
-_STDDEV = 224  # Of the noise, in cells.
-STEPS = _STDDEV * _CELL
+_STDDEV = STEPS // _CELL  # Of the noise, in cells.
 _THRESHOLD_BITS = 52
-
-
-# Sums are kept as two integers of 32 bits, of which the lower one takes 14 bits
-# of each term. It must hold the noise, too, which is below 2^24.
-_LIMB_BITS = 14
-_LIMB = 1 << _LIMB_BITS
-MOST_TERMS = 2**17 - 2**11
 
 
 def cell_weights() -> list[int]:
@@ -112,97 +112,6 @@ def integers(words: Sequence[jax.Array]) -> jax.Array:
   return noise - 8190
 
 
-class LatticeSum(NamedTuple):
-  """The numbers ``(2^14 high + low) unit``.
-
-  Attributes:
-    high: int32, or whole numbers as floats.
-    low: int32, from 0 to 2^14 in one term of a sum.
-    unit: Distance of lattice points, a scalar of the type of the numbers.
-  """
-
-  high: jax.Array
-  low: jax.Array
-  unit: jax.Array
-
-
-def parts(x: jax.Array | LatticeSum) -> tuple[jax.Array, ...]:
-  """The arrays of a leaf that come from records."""
-  return (x.high, x.low) if isinstance(x, LatticeSum) else (x,)
-
-
-def with_parts(
-  x: jax.Array | LatticeSum, arrays: Sequence[jax.Array]
-) -> jax.Array | LatticeSum:
-  """The leaf with other arrays in the place of its :func:`parts`."""
-  if isinstance(x, LatticeSum):
-    high, low = arrays
-    return LatticeSum(high, low, x.unit)
-  return arrays[0]
-
-
-def is_sum(x: object) -> bool:
-  """Whether a node of a tree is a leaf: numbers on a lattice."""
-  return isinstance(x, LatticeSum)
-
-
-def integers_of(x: LatticeSum) -> np.ndarray:
-  """What the numbers are in their unit, in 64 bits."""
-  high, low = (np.asarray(y, np.int64) for y in (x.high, x.low))
-  return high * _LIMB + low
-
-
-def unit_of(stddev: Scalar, largest: Scalar, dtype: DTypeLike) -> jax.Array:
-  """The distance of lattice points for noise of a stddev.
-
-  Args:
-    stddev: Of the noise; where it is zero, the lattice is fine.
-    largest: The size of what is to lie on the lattice.
-    dtype: Type of the numbers.
-  """
-  stddev, largest = (jnp.asarray(x, dtype) for x in (stddev, largest))
-  return jnp.where(stddev > 0, stddev / STEPS, largest * 2.0**-28)
-
-
-def towards_zero(x: jax.Array, unit: jax.Array) -> LatticeSum:
-  """The next lattice points on the side of zero, so no array gets longer.
-
-  ``high`` has the type of ``x``, and is NaN where ``x`` is not finite.
-  """
-  # A quotient that overflows would leave no remainder to speak of.
-  steps = jnp.clip(jnp.trunc(x / unit), -(2.0**100), 2.0**100)
-  high = jnp.floor(steps / _LIMB)
-  return LatticeSum(high, (steps - high * _LIMB).astype(jnp.int32), unit)
-
-
-def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
-  """:func:`towards_zero` of finite entries, as one of ``terms`` terms.
-
-  Entries above ``2^45 / terms`` units are cut to this size, so that the sum
-  does not overflow.
-
-  Raises:
-    ValueError: For too many terms.
-  """
-  if terms > MOST_TERMS:
-    raise ValueError(
-      f'Expected at most {MOST_TERMS} examples in one sum, got {terms}: add up'
-      ' micro-batches.'
-    )
-  high, low, unit = towards_zero(x, unit)
-  most = (2**31 - 2**18) // max(terms, 1)
-  return LatticeSum(jnp.clip(high, -most, most).astype(jnp.int32), low, unit)
-
-
-def from_integers(total: np.ndarray, unit: jax.typing.ArrayLike) -> LatticeSum:
-  """Sums of integers of 64 bits, cut to 45, which hold any sum of terms."""
-  total = np.clip(total, -(2**44), 2**44)
-  high, low = total >> _LIMB_BITS, total & (_LIMB - 1)
-  return LatticeSum(
-    jnp.asarray(high, jnp.int32), jnp.asarray(low, jnp.int32), jnp.asarray(unit)
-  )
-
-
 @jax.jit  # Compiled as one loop also where the caller does not use jit.
 def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
   """Adds the noise of the entries of leaf number ``leaf``."""
@@ -217,14 +126,6 @@ def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
   )
   low = low + integers(words)
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
-
-
-def to_float(x: LatticeSum) -> jax.Array:
-  """The numbers, rounded: a function of the integers that they stand for."""
-  # There is one way to write an integer with 0 <= rest < 2^14.
-  dtype = x.unit.dtype
-  high = (x.high + (x.low >> _LIMB_BITS).astype(x.high.dtype)).astype(dtype)
-  return (high * _LIMB + (x.low & (_LIMB - 1)).astype(dtype)) * x.unit
 
 
 def add_noise(

@@ -30,7 +30,7 @@ import numpy as np
 import scipy.stats
 
 from benchmarks.common import plots, runner
-from prism_optax import _lattice
+from prism_optax import _exact_sum, _lattice
 from tests.audit import low_bits, routes
 
 ENTRIES_AT_ONCE = 2_000_000
@@ -44,16 +44,16 @@ def coarse_noise(key, tree, stddev):
   def noisy(x):
     words = jax.random.bits(key, (4, *x.low.shape), jnp.uint32)
     noise = _lattice.integers(list(words)) & -CLASSES
-    return _lattice.to_float(x._replace(low=x.low + noise))
+    return _exact_sum.to_float(x._replace(low=x.low + noise))
 
   return jax.tree.map(
-    noisy, tree, is_leaf=lambda x: isinstance(x, _lattice.LatticeSum)
+    noisy, tree, is_leaf=lambda x: isinstance(x, _exact_sum.LatticeSum)
   )
 
 
 def classes(out, stddev):
   """Counts of the steps modulo 64 in each run, and the share of whole steps."""
-  unit = np.float32(stddev) / np.float32(_lattice.STEPS)
+  unit = np.float32(stddev) / np.float32(_exact_sum.STEPS)
   steps = np.rint(np.float64(out) / np.float64(unit)).astype(np.int64)
   whole = np.mean(np.float32(steps) * unit == out)
   of_run = (steps % CLASSES) + CLASSES * np.arange(len(out))[:, None]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax import _clip, _identity, _lattice, _validate
+from prism_optax import _clip, _exact_sum, _identity, _lattice, _validate
 from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 
@@ -65,13 +65,13 @@ def release(
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   _validate.integer('dataset_size', dataset_size, 1)
   _keys.check_key('prng_key', prng_key, words=4)
-  unit = np.asarray(_lattice.unit_of(sigma, 1.0, jnp.float32))
+  unit = np.asarray(_exact_sum.unit_of(sigma, 1.0, jnp.float32))
   totals: dict[str, np.ndarray] = {}
   rows = 0
   for batch in batches:
     rows += len(jax.tree.leaves(batch)[0])
     for name, x in sum_of_batch(batch, unit, terms).items():
-      totals[name] = totals.get(name, 0) + _lattice.integers_of(x)
+      totals[name] = totals.get(name, 0) + _exact_sum.integers_of(x)
   if not totals:
     raise ValueError('Expected batches to hold at least one, got none.')
   # The declared size bounds the data sets that the guarantee is about, so that
@@ -87,7 +87,7 @@ def release(
   key = _keys.resolve_key('prng_key', prng_key, (), words=4)
   if _keys.is_given(prng_key):
     key = jax.random.fold_in(key, purpose)
-  sums = {name: _lattice.from_integers(x, unit) for name, x in totals.items()}
+  sums = {name: _exact_sum.from_integers(x, unit) for name, x in totals.items()}
   arrays: Arrays = _lattice.add_noise(key, sums, sigma)
   digest = _identity.digest_of_values(arrays)
   return Released(arrays, digest, _identity.digest_of_key(key))
@@ -126,13 +126,13 @@ def as_rows(name: str, array: object) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=2)
 def sum_of_batch(
   batch: ArrayTree, unit: jax.Array, terms: Callable[[ArrayTree], Arrays]
-) -> dict[str, _lattice.LatticeSum]:
+) -> dict[str, _exact_sum.LatticeSum]:
   """The sum over the records of a batch, of arrays on the lattice."""
   # Cuts what is longer than one by rounding, and whatever is not finite.
   clipped, _ = _clip.Clip(_clip.FlatClipping()).sum(
     _clip.Coordinates(terms), batch
   )
-  sums: dict[str, _lattice.LatticeSum] = clipped.in_units(
+  sums: dict[str, _exact_sum.LatticeSum] = clipped.in_units(
     lambda leaves: [unit] * len(leaves)
   )
   return sums

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from prism_optax import _validate
-from prism_optax._clipped_sum import LazyGradients
+from prism_optax._exact_sum import LazyGradients
 from prism_optax._types import ArrayTree
 
 

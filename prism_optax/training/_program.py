@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from prism_optax import _clipped_sum, lora
+from prism_optax import lora
+from prism_optax._exact_sum import LazyGradients
 from prism_optax._proofs._equations import calls_of, names_of
 from prism_optax._proofs._independence import followed
 from prism_optax._proofs._proof import Proof
@@ -241,7 +242,7 @@ class Program:
       if release is not None:  # Other parameters have other gradients.
         release = release ^ _fingerprint.of_arrays(params)
       rows = examples if is_present is None else (examples, is_present)
-      lazy = _clipped_sum.LazyGradients(
+      lazy = LazyGradients(
         rows,
         functools.partial(of_records, params, frozen),
         parts.execution.microbatch_size,

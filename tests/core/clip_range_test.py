@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _clip, _clip_rules, _lattice, training, transforms
+from prism_optax import _clip, _clip_rules, _exact_sum, training, transforms
 
 # Every size that float32 has, in one entry, in all, and mixed.
 _SIZES = np.float32([
@@ -132,7 +132,7 @@ def test_on_the_lattice_of_the_noise_as_well(c, stability):
 
   for size in (1e-37, 1e-25, 1e-18, 1e-5, 1e15):
     sums = moved(np.full(6, size, np.float32))
-    integers = _lattice.integers_of(sums) * (np.float64(sums.unit) / c)
+    integers = _exact_sum.integers_of(sums) * (np.float64(sums.unit) / c)
     # Entries are cut to the lattice, of 917,504 points in C.
     wanted = size / (size + stability / 6**0.5)
     assert np.linalg.norm(integers) == pytest.approx(wanted, abs=4e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from prism_optax import _lattice
+from prism_optax import _exact_sum, _lattice
 from prism_optax.accounting import _epsilon
 
 SIZE = 400_000
@@ -61,7 +61,7 @@ def test_weights_are_a_discrete_statement():
   )
   # Four uniform positions of 4096 each: the standard deviation is STEPS.
   steps = 4096**2 * float(second) + 4 * (4096**2 - 1) / 12
-  assert math.sqrt(steps) == pytest.approx(_lattice.STEPS, rel=1e-13)
+  assert math.sqrt(steps) == pytest.approx(_exact_sum.STEPS, rel=1e-13)
 
 
 def _spline_law(weights, positions):
@@ -126,7 +126,7 @@ def test_law(dtype):
   expected = SIZE * 2 * scipy.stats.norm.sf(4)
   assert abs(np.sum(abs(z) > 4) - expected) < 4 * np.sqrt(expected)
   # Low bits are uniform: 64 classes, chi-square with 63 degrees of freedom.
-  steps = np.round(z * _lattice.STEPS).astype(np.int64)
+  steps = np.round(z * _exact_sum.STEPS).astype(np.int64)
   counts = np.bincount(steps % 64, minlength=64)
   assert scipy.stats.chisquare(counts).pvalue > 1e-3
 
@@ -154,7 +154,7 @@ def test_every_input_reaches_the_same_outputs():
   key = jax.random.key(0)
   for x in (0.0, 0.3, -1.7, 1e3):
     out = _add_noise(key, np.full(1000, x, np.float32), 4.0)
-    steps = np.float64(out) / 4 * _lattice.STEPS
+    steps = np.float64(out) / 4 * _exact_sum.STEPS
     # Two roundings of the result, of the product and of the sum before it.
     slack = 2.0**-22 * abs(steps)
     assert (abs(steps - np.round(steps)) <= slack).all()
@@ -167,7 +167,7 @@ def test_every_input_reaches_the_same_outputs():
 def test_truncation_lengthens_nothing():
   rng = np.random.default_rng(0)
   x = np.float32(rng.normal(size=1000) * 10.0 ** rng.integers(-9, 3, 1000))
-  high, low, unit = jax.jit(_lattice.towards_zero)(x, np.float32(1e-4))
+  high, low, unit = jax.jit(_exact_sum.towards_zero)(x, np.float32(1e-4))
   points = np.float64(high) * 2**14 + np.float64(low)
   exact = np.float64(x) / np.float64(unit)
   assert (abs(points) <= abs(exact) * (1 + 2.0**-22)).all()
@@ -175,10 +175,10 @@ def test_truncation_lengthens_nothing():
   assert (points * exact >= 0).all()
 
 
-@pytest.mark.parametrize('terms', [1, 1000, _lattice.MOST_TERMS])
+@pytest.mark.parametrize('terms', [1, 1000, _exact_sum.MOST_TERMS])
 def test_sums_of_the_largest_terms_do_not_overflow(terms):
   huge = jnp.asarray([3e38, -3e38, 2.0**40], jnp.float32)
-  one = _lattice.term(huge, jnp.float32(1.0), terms)
+  one = _exact_sum.term(huge, jnp.float32(1.0), terms)
   high, low = (np.asarray(x, np.int64) * terms for x in one[:2])
   # What the largest lower parts and the noise carry over must fit as well.
   assert abs(high).max() + (terms * 2**14 + 2**24 >> 14) < 2**31
@@ -187,7 +187,7 @@ def test_sums_of_the_largest_terms_do_not_overflow(terms):
 
 def test_too_many_terms_are_refused():
   with pytest.raises(ValueError, match='at most 129024 examples'):
-    _lattice.term(jnp.zeros(2), jnp.float32(1.0), 2**17)
+    _exact_sum.term(jnp.zeros(2), jnp.float32(1.0), 2**17)
 
 
 def test_entries_and_leaves_are_independent():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 
-from prism_optax import _clip, _clipped_sum, _lattice
+from prism_optax import _clip, _exact_sum
 
 
 def _weights(norms):
@@ -43,7 +43,7 @@ def _double(example):
 def test_compensation_leaves_one_rounding():
   """Each small number alone would be lost against the large one."""
   x = jnp.asarray([1e6] + [0.01] * 4000, jnp.float32)[:, None]
-  got = jax.jit(lambda x: _clipped_sum.sum_of_examples(lambda e: e, x, None))(x)
+  got = jax.jit(lambda x: _exact_sum.sum_of_examples(lambda e: e, x, None))(x)
   exact = float(np.sum(np.float64(x)))
   assert abs(float(got[0]) / exact - 1) < 1e-7
   plain = np.float32(0)
@@ -54,8 +54,8 @@ def test_compensation_leaves_one_rounding():
 
 def _lattice_sum(x, unit=2.0**-20):
   unit = jnp.float32(unit)
-  sums = _clipped_sum.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
-  assert isinstance(sums, _lattice.LatticeSum)
+  sums = _exact_sum.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
+  assert isinstance(sums, _exact_sum.LatticeSum)
   high, low = (np.asarray(y, np.int64) for y in sums[:2])
   return high * 2**14 + low
 
@@ -82,7 +82,7 @@ def test_sums_on_a_lattice_do_not_depend_on_the_order():
 
 def _lattice_parts(x):
   unit = jnp.float32(2.0**-20)
-  sums = _clipped_sum.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
+  sums = _exact_sum.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
   return jnp.stack([sums.high, sums.low])
 
 
@@ -114,7 +114,7 @@ def test_units_of_the_clip_norm_hide_no_norm():
 
 def test_padding_of_another_length_is_refused():
   with pytest.raises(ValueError, match=r'is_padding_example.*\(3,\).*\(2,\)'):
-    _clipped_sum.sum_of_examples(
+    _exact_sum.sum_of_examples(
       lambda e: e, jnp.zeros((3, 1)), jnp.zeros(2, bool)
     )
 
@@ -140,7 +140,7 @@ def test_a_batch_split_along_an_explicit_axis_of_a_mesh(padded):
   use = getattr(jax, 'set_mesh', None) or jax.sharding.use_mesh
   with use(mesh):
     split = jax.device_put((tree, padding), rows)
-    got = jax.jit(functools.partial(_clipped_sum.sum_of_examples, _double))(
+    got = jax.jit(functools.partial(_exact_sum.sum_of_examples, _double))(
       *split
     )
   kept = slice(None, None, 2 if padded else 1)

@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from prism_optax import _clip, _lattice
+from prism_optax import _clip, _exact_sum, _lattice
 from prism_optax._randomness import _keys
 from prism_optax.accounting import (
   _epsilon,
@@ -97,11 +97,11 @@ def noise_multiplier_seen(private):
 # or to sums on a lattice.
 add_noise = _lattice.add_noise
 gaussian = _privatizer.gaussian
-to_float = _lattice.to_float
+to_float = _exact_sum.to_float
 
 
 def is_sum(x):
-  return isinstance(x, _lattice.LatticeSum)
+  return isinstance(x, _exact_sum.LatticeSum)
 
 
 words_of = _keys.key_words
@@ -167,7 +167,7 @@ def version_of_rules(number):
   return mock.patch.object(_filters, 'VERSION', number)
 
 
-STEPS_OF_THE_LATTICE = _lattice.STEPS  # In a standard deviation of the noise.
+STEPS_OF_THE_LATTICE = _exact_sum.STEPS  # In a standard deviation of the noise.
 lift = _lifts.lift
 key_of = functools.partial(_keys.resolve_key, 'prng_key', params=(), words=4)
 exact_multiplier = _make.gradients_noise_multiplier
@@ -258,9 +258,9 @@ def sum_of_records(kind, batch):
     'class_means': heads._class_term_of(3),
     'ridge': heads._ridge_term_of(3),
   }[kind]
-  unit = _lattice.unit_of(1.0, 1.0, np.float32)
+  unit = _exact_sum.unit_of(1.0, 1.0, np.float32)
   sums = _one_shot_release.sum_of_batch(batch, unit, terms)
-  return {k: _lattice.integers_of(x) * float(unit) for k, x in sums.items()}
+  return {k: _exact_sum.integers_of(x) * float(unit) for k, x in sums.items()}
 
 
 FEWEST_RECORDS = heads._FEWEST

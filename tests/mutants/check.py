@@ -31,7 +31,8 @@ from tests.mutants import copies, edits, planted
 PACKAGE = copies.ROOT / 'prism_optax'
 # Clip, noise, keys, batches, events, proofs.
 PRIVACY = (
-  '_clip', '_clip_rules', '_clipped_sum', '_lattice', '_proofs', '_randomness',
+  '_clip', '_clip_rules', '_clipped_sum', '_exact_sum', '_lattice', '_proofs',
+  '_randomness',
   'accounting/_calibration', 'accounting/_epsilon', 'accounting/_events',
   'contrib/_input_metric', 'contrib/_one_shot_release', 'contrib/heads',
   'training', 'transforms/_chain', 'transforms/_intrinsic_clip',
@@ -44,7 +45,9 @@ NEAR = {
   '_clip': 'core/per_example_test.py core/clip_range_test.py'
   ' transforms/intrinsic_clip_test.py audit/make_private_test.py',
   '_clip_rules': 'core/clip_range_test.py training/clipping_test.py',
-  '_clipped_sum': 'core/per_example_test.py transforms/intrinsic_clip_test.py',
+  '_clipped_sum': 'transforms/intrinsic_clip_test.py'
+  ' audit/exact_release_test.py',
+  '_exact_sum': 'core/per_example_test.py core/lattice_test.py',
   '_linalg': 'core fixed_rank',
   '_randomness': 'core/randomness_test.py core/generators_test.py',
   '_randomness/_keys': 'core/randomness_test.py training/noise_once_test.py',
