@@ -13,7 +13,7 @@ import numpy as np
 
 import prism_optax
 from benchmarks.common import runner
-from prism_optax import _modules, contrib
+from prism_optax import contrib, fixed_rank
 
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6)
 
@@ -62,8 +62,9 @@ def errors(
   (grads,) = pull_back(jax.jit(jax.grad(loss))(attached))
   probed = probes.coordinates(grads)
 
-  (frame,) = _modules.ModuleTree(params).frames(params)
-  q_left, q_right = np.float64(frame.left[0]), np.float64(frame.right[0])
+  factors = fixed_rank.Factors(params['lora_b'].T, params['lora_a'])
+  frame = fixed_rank.frame(jax.tree.map(jnp.float32, factors))
+  q_left, q_right = np.float64(frame.left), np.float64(frame.right)
   g = np.float64(dense)
   outer = g @ q_right
   want = (outer - q_left @ (q_left.T @ outer)).T, g.T @ q_left
