@@ -20,8 +20,8 @@ STEPS = 224 << 12
 
 # Sums are kept as two integers of 32 bits, of which the lower one takes 14 bits
 # of each term. It must hold the noise, too, which is below 2^24.
-_LIMB_BITS = 14
-_LIMB = 1 << _LIMB_BITS
+LIMB_BITS = 14
+LIMB = 1 << LIMB_BITS
 MOST_TERMS = 2**17 - 2**11
 
 
@@ -62,7 +62,7 @@ def is_sum(x: object) -> bool:
 def integers_of(x: LatticeSum) -> np.ndarray:
   """What the numbers are in their unit, in 64 bits."""
   high, low = (np.asarray(y, np.int64) for y in (x.high, x.low))
-  return high * _LIMB + low
+  return high * LIMB + low
 
 
 def unit_of(stddev: Scalar, largest: Scalar, dtype: DTypeLike) -> jax.Array:
@@ -84,8 +84,8 @@ def towards_zero(x: jax.Array, unit: jax.Array) -> LatticeSum:
   """
   # A quotient that overflows would leave no remainder to speak of.
   steps = jnp.clip(jnp.trunc(x / unit), -(2.0**100), 2.0**100)
-  high = jnp.floor(steps / _LIMB)
-  return LatticeSum(high, (steps - high * _LIMB).astype(jnp.int32), unit)
+  high = jnp.floor(steps / LIMB)
+  return LatticeSum(high, (steps - high * LIMB).astype(jnp.int32), unit)
 
 
 def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
@@ -110,18 +110,10 @@ def term(x: jax.Array, unit: jax.Array, terms: int) -> LatticeSum:
 def from_integers(total: np.ndarray, unit: jax.typing.ArrayLike) -> LatticeSum:
   """Sums of integers of 64 bits, cut to 45, which hold any sum of terms."""
   total = np.clip(total, -(2**44), 2**44)
-  high, low = total >> _LIMB_BITS, total & (_LIMB - 1)
+  high, low = total >> LIMB_BITS, total & (LIMB - 1)
   return LatticeSum(
     jnp.asarray(high, jnp.int32), jnp.asarray(low, jnp.int32), jnp.asarray(unit)
   )
-
-
-def to_float(x: LatticeSum) -> jax.Array:
-  """The numbers, rounded: a function of the integers that they stand for."""
-  # There is one way to write an integer with 0 <= rest < 2^14.
-  dtype = x.unit.dtype
-  high = (x.high + (x.low >> _LIMB_BITS).astype(x.high.dtype)).astype(dtype)
-  return (high * _LIMB + (x.low & (_LIMB - 1)).astype(dtype)) * x.unit
 
 
 class LazyGradients(NamedTuple):

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from prism_optax._exact_sum import (
+  LIMB,
+  LIMB_BITS,
   STEPS,
   LatticeSum,
   is_sum,
   parts,
-  to_float,
   towards_zero,
   with_parts,
 )
@@ -126,6 +127,14 @@ def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
   )
   low = low + integers(words)
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
+
+
+def to_float(x: LatticeSum) -> jax.Array:
+  """The numbers, rounded: a function of the integers that they stand for."""
+  # There is one way to write an integer with 0 <= rest < 2^14.
+  dtype = x.unit.dtype
+  high = (x.high + (x.low >> LIMB_BITS).astype(x.high.dtype)).astype(dtype)
+  return (high * LIMB + (x.low & (LIMB - 1)).astype(dtype)) * x.unit
 
 
 def add_noise(

@@ -44,7 +44,7 @@ def coarse_noise(key, tree, stddev):
   def noisy(x):
     words = jax.random.bits(key, (4, *x.low.shape), jnp.uint32)
     noise = _lattice.integers(list(words)) & -CLASSES
-    return _exact_sum.to_float(x._replace(low=x.low + noise))
+    return _lattice.to_float(x._replace(low=x.low + noise))
 
   return jax.tree.map(
     noisy, tree, is_leaf=lambda x: isinstance(x, _exact_sum.LatticeSum)

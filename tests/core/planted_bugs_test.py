@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _clip, _exact_sum, _lattice, training
+from prism_optax import _clip, _lattice, training
 from prism_optax.training import _private, _records, _sampling, _seen
 from tests.replay import cases, harness
 from tests.replay.cases import FORM, GRADIENT, Case, N
@@ -252,7 +252,7 @@ def test_a_statistic_is_released_without_noise(monkeypatch):
 
   def silent(key, tree, stddev):
     del key, stddev
-    return list(map(_exact_sum.to_float, tree))
+    return list(map(_lattice.to_float, tree))
 
   monkeypatch.setattr(_clip, '_lattice', but(_lattice, add_noise=silent))
   with pytest.raises(ValueError, match='leaves the optimizer without'):

@@ -97,7 +97,7 @@ def noise_multiplier_seen(private):
 # or to sums on a lattice.
 add_noise = _lattice.add_noise
 gaussian = _privatizer.gaussian
-to_float = _exact_sum.to_float
+to_float = _lattice.to_float
 
 
 def is_sum(x):
