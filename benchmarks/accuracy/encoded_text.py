@@ -46,9 +46,6 @@ class Texts(NamedTuple):
   lengths: np.ndarray
   labels: np.ndarray
 
-  def take(self, rows: np.ndarray) -> 'Texts':
-    return Texts(*(x[rows] for x in self))
-
 
 def read(
   path: pathlib.Path, label: str, unwanted: str | None = None

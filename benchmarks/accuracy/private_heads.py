@@ -48,7 +48,7 @@ def measure(
   folders: runner.Folders, seeds: int = SEEDS, **setting: Any
 ) -> runner.Row:
   """One row."""
-  probe = sentences.Setting(setting['task'], 'head alone')
+  probe = sentences.Setting(setting['task'], 'linear probe')
   problem = sentences.problem_of(probe, folders)
   noise_multiplier = setting['noise multiplier']
   found = accuracies(problem, setting['method'], noise_multiplier, seeds)

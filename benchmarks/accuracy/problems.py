@@ -106,6 +106,9 @@ def problem(
   if public_test:
     rows = (*rows[:2], encoded(PUBLIC_TESTS[task])[0])
   layers = encoded_text.frozen_layers(1)
+  if pooled:
+    rows = tuple((_means(*part[:2]), *part[1:]) for part in rows)
+    rows = tuple((x, np.ones_like(n), y) for x, n, y in rows)
   if probing:
     nothing = [{} for _ in layers]
     program = jax.jit(lambda *x: encoded_text.features(nothing, layers, *x[:2]))
@@ -113,9 +116,6 @@ def problem(
       (np.concatenate([program(*x) for x in chunks_of(part)]), *part[1:])
       for part in rows
     )
-  if pooled:
-    rows = tuple((_means(*part[:2]), *part[1:]) for part in rows)
-    rows = tuple((x, np.ones_like(n), y) for x, n, y in rows)
   frozen = {'layers': layers}
   return Problem(*rows, frozen, encoded_text.row_losses, len(names))
 

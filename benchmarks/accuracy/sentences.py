@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_privacy.matrix_factorization import toeplitz
 
-from benchmarks.accuracy import encoded_text, plain_layers, problems
+from benchmarks.accuracy import plain_layers, problems
 from benchmarks.common import methods, private
 from benchmarks.common.runner import Folders
-from prism_optax import contrib, lora, training
+from prism_optax import accounting, lora, training
 from prism_optax.contrib import heads
 
 DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
@@ -26,14 +25,8 @@ DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
 LENGTH = {
   'sst2': 20, 'clinc150': 16, 'intents': 16, 'banking77': 20, 'maths': 64,
 }  # fmt: skip
-# Of the releases before training. A class of banking77 has some ninety rows,
-# and its mean is all that says what it is; of SST-2 there are thousands.
-HEAD_NOISE = {
-  'means': {'sst2': 10.0, 'clinc150': 8.0, 'banking77': 3.0},
-  'ridge': {'sst2': 5.0, 'clinc150': 3.0, 'banking77': 2.0},
-}
-HEADS = {'means': heads.class_means, 'ridge': heads.ridge}
-METRIC_NOISE = 10.0
+# Of epsilon's noise, for the release of a head before a training.
+HEAD_SHARE = 0.5
 # A clip that no gradient reaches, where nothing is private.
 NO_CLIP = 1e4
 
@@ -44,7 +37,7 @@ class Setting:
 
   Attributes:
     task: Key of ``LENGTH``.
-    method: One of ``methods.METHODS``, or ``'head alone'``, the start.
+    method: One of ``methods.METHODS``.
     rate: At the first step; it falls linearly to zero.
     epsilon: Of everything that reads private rows, at ``DELTA``; None trains
       without a clip and noise.
@@ -61,13 +54,10 @@ class Setting:
     scale: alpha / r of the model.
     gauge: Condition number of the gauge in which the start is written.
     head: ``'frozen'`` at random (a task that the adapters must solve; the
-      linear probe's is trained), ``'trained'`` from there, or trained from a
-      private release, ``'means'`` or ``'ridge'``.
+      linear probe's is trained), ``'trained'`` from there, or trained from
+      ``'ridge'``, a private release that has ``HEAD_SHARE`` of the budget.
     b1: Decay of the first moment; None for what the method usually has.
     weight_decay: Of the adapters, where ``b1`` is given.
-    average: Whether the mean of the parameters of the second half of the steps
-      is what is used: plain means of arrays, not for the manifold.
-    metric: Form of a private input metric, or ``''``.
     options: More arguments of ``prism``, as sorted pairs.
     public: Whether the reported rows are the public validation split: to be
       looked at once, at the end.
@@ -90,8 +80,6 @@ class Setting:
   head: str = 'frozen'
   b1: float | None = None
   weight_decay: float = 0.0
-  average: bool = False
-  metric: str = ''
   options: tuple[tuple[str, Any], ...] = ()
   public: bool = False
   pooled: bool = False
@@ -105,10 +93,9 @@ class Setting:
   def static(self) -> 'Setting':
     """What decides on the program; all else are numbers of one program."""
     b1 = None if self.b1 is None else 0.5
-    seed = self.seed if self.metric else 0
     return dataclasses.replace(
-      self, rate=0.0, seed=seed, b1=b1, weight_decay=0.0, average=False,
-      start='', gauge=1.0, public=False,
+      self, rate=0.0, seed=0, b1=b1, weight_decay=0.0, start='', gauge=1.0,
+      public=False,
     )  # fmt: skip
 
   @property
@@ -131,63 +118,42 @@ def problem_of(setting: Setting, folders: Folders) -> problems.Problem:
   )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=16)
-def private_head(
-  task: str, kind: str, seed: int, folders: Folders
+def ridge(
+  given: problems.Problem, noise_multiplier: float, key: jax.Array
 ) -> heads.LinearHead:
-  """A head from one release."""
-  given = problem_of(Setting(task, 'head alone'), folders)
+  """A head from one release of the rows of a probe's problem."""
   vectors, _, labels = given.train
   parts = np.array_split(np.arange(len(labels)), 1 + len(labels) // 2000)
-  return HEADS[kind](
+  return heads.ridge(
     [(vectors[rows], labels[rows]) for rows in parts],
     num_classes=given.classes,
-    noise_multiplier=HEAD_NOISE[kind][task],
+    noise_multiplier=noise_multiplier,
     dataset_size=len(labels),
-    prng_key=jax.random.fold_in(jax.random.key(seed), 3),
+    prng_key=key,
   )
 
 
-@functools.lru_cache(maxsize=2)
-def input_metric(
-  task: str, form: str, seed: int, folders: Folders
-) -> contrib.InputMetric:
-  """Of what query, key and value read, and what the output matrix reads."""
-  given = problem_of(Setting(task), folders)
-  attention = plain_layers.layer(
-    encoded_text.make_layer, given.frozen['layers'][0], {}
-  ).attention
-
-  @jax.jit
-  def inputs(tokens, lengths):
-    mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    hidden = tokens.astype(jnp.float32)
-    read = attention.mixed(hidden.reshape(-1, hidden.shape[-1]), mask)
-    shown = mask[..., None]
-    return {
-      'layers/*/[qkv]*': jnp.where(shown, hidden, 0),
-      'layers/*/output': jnp.where(shown, read.reshape(hidden.shape), 0),
-    }
-
-  return contrib.input_metric(
-    (inputs(*part[:2]) for part in problems.chunks_of(given.train)),
-    noise_multiplier=METRIC_NOISE,
-    dataset_size=len(given.train[0]),
-    form=form,
-    prng_key=jax.random.fold_in(jax.random.key(seed), 2),
+@functools.lru_cache(maxsize=16)
+def private_head(
+  task: str, pooled: bool, epsilon: float, seed: int, folders: Folders
+) -> heads.LinearHead:
+  """A head whose release has a share of the budget."""
+  alone = accounting.calibrate_noise_multiplier(epsilon, DELTA, 1.0, 1)
+  probe = Setting(task, 'linear probe', pooled=pooled)
+  return ridge(
+    problem_of(probe, folders),
+    alone / HEAD_SHARE**0.5,
+    jax.random.fold_in(jax.random.key(seed), 3),
   )
 
 
-def releases(
-  setting: Setting, folders: Folders
-) -> tuple[heads.LinearHead | None, contrib.InputMetric | None]:
-  """What is released of the private rows before the training."""
-  head = metric = None
-  if setting.head in HEADS:
-    head = private_head(setting.task, setting.head, setting.seed, folders)
-  if setting.metric:
-    metric = input_metric(setting.task, setting.metric, setting.seed, folders)
-  return head, metric
+def released(setting: Setting, folders: Folders) -> heads.LinearHead | None:
+  """The head that is released of the private rows before the training."""
+  if setting.head != 'ridge':
+    return None
+  return private_head(
+    setting.task, setting.pooled, setting.epsilon, setting.seed, folders
+  )
 
 
 def start(
@@ -315,7 +281,7 @@ def training_of(
   setting: Setting,
   given: problems.Problem,
   params: Any,
-  prior: tuple[Any, Any],
+  head: heads.LinearHead | None,
   numbers: private.Numbers,
   key: Any,
   noise_multiplier: float | None = None,
@@ -329,7 +295,6 @@ def training_of(
     options['layout'] = lora.Layout(scale=setting.scale)
   if setting.method == 'dp-muon':
     clip = clip / methods.sensitivity_of_groups(params)
-  head, metric = prior
   return training.make_private(
     loss_of(setting, given),
     params,
@@ -347,7 +312,6 @@ def training_of(
     steps=setting.steps,
     delta=DELTA,
     execution=training.Execution(microbatch_size=MICROBATCH),
-    change_of_variables=metric,
     prior_releases=[] if head is None else [head],
     prng_key=key,
     **(
@@ -362,78 +326,43 @@ def training_of(
 def program(
   setting: Setting, folders: Folders, sigma: float
 ) -> private.Program:
-  """The program of runs with this :attr:`Setting.static`.
-
-  Correlated noise is no training of `make_private`, whose batches are Poisson
-  samples, but a chain on batches in a fixed order.
-  """
-  given = problem_of(setting, folders)
-  if setting.method == methods.CORRELATED:
-    bands = methods.strategy_coefficients(setting.steps, epoch(setting, given))
-    matrix = toeplitz.inverse_as_streaming_matrix(bands)
-    return private.Program(
-      lambda numbers, key: methods.correlated(
-        lambda t: numbers['rate'] * (1 - t / setting.steps), matrix,
-        l2_clip_norm=setting.clip, noise_multiplier=sigma,
-        expected_batch_size=setting.batch, steps=setting.steps, prng_key=key,
-      ),
-      loss=loss_of(setting, given),
-    )  # fmt: skip
-  prior = releases(setting, folders)
+  """The program of runs with this :attr:`Setting.static`."""
+  given, head = problem_of(setting, folders), released(setting, folders)
   params, _ = start(dataclasses.replace(setting, start='default'), given, None)
   return private.Program(
     lambda numbers, key: training_of(
-      setting, given, params, prior, numbers, key, sigma
+      setting, given, params, head, numbers, key, sigma
     )
   )
-
-
-def epoch(setting: Setting, given: problems.Problem) -> int:
-  """Steps after which a row comes back where the order is fixed."""
-  return (setting.rows or len(given.train[0])) // setting.batch
 
 
 @functools.lru_cache(maxsize=64)
 def noise_multiplier(setting: Setting, folders: Folders) -> float:
   """Of a :attr:`Setting.static`, beside what was released before."""
-  given = problem_of(setting, folders)
-  if setting.method == methods.CORRELATED:
-    steps = epoch(setting, given)
-    bands = methods.strategy_coefficients(setting.steps, steps)
-    strategy = toeplitz.materialize_lower_triangular(bands)
-    return methods.correlated_noise_multiplier(
-      setting.epsilon, DELTA, strategy, steps
-    )
+  given, head = problem_of(setting, folders), released(setting, folders)
   # Sizes and releases decide, not what is trained.
   plain = dataclasses.replace(setting, method='prism', options=())
   params, _ = start(dataclasses.replace(plain, start='default'), given, None)
-  prior = releases(setting, folders)
   return training_of(
-    plain, given, params, prior, setting.numbers, 0
+    plain, given, params, head, setting.numbers, 0
   ).noise_multiplier
 
 
 def train(
-  setting: Setting,
-  folders: Folders,
-  sigma: float,
-  each: Callable[[int, Any], None] = lambda t, params: None,
+  setting: Setting, folders: Folders, sigma: float
 ) -> tuple[Any, Any, Any]:
   """``(params, optimizer's state, frozen)`` after all steps."""
   given = problem_of(setting, folders)
-  head, _ = releases(setting, folders)
-  params, frozen = start(setting, given, head)
+  params, frozen = start(setting, given, released(setting, folders))
   rows = setting.rows or len(given.train[0])
   data = tuple(x[:rows] for x in given.train)  # They may stay on disk.
   run = program(setting.static, folders, sigma)
-  if setting.method == methods.CORRELATED:
-    batches = private.fixed_order(
-      data, setting.batch, setting.steps, setting.seed
-    )
-  else:
-    batches = run.batches(params, data, setting.numbers, setting.seed)
+  # The program is made with the head of another seed, which the training
+  # compares with its parameters; batches do not depend on them.
+  plain, _ = start(setting, given, None)
+  batches = run.batches(plain, data, setting.numbers, setting.seed)
   params, state = run.train(
-    params, frozen, batches, setting.numbers, setting.seed, each
+    params, frozen, batches, setting.numbers, setting.seed
   )
   return params, state, frozen
 
@@ -448,27 +377,10 @@ def execute(
     rows that choose and of rows that are reported; ``'scores'`` of the latter,
     see :func:`packed`.
   """
-  given = problem_of(setting, folders)
-  head, metric = releases(setting, folders)
-  params, frozen = start(setting, given, head)
-  sigma = 0.0
-  if setting.method != 'head alone':
-    if setting.epsilon is not None:
-      sigma = 1.0
-      if not smoke:
-        sigma = noise_multiplier(setting.static, folders)
-    mean, count = jax.tree.map(jnp.zeros_like, params), 0
-
-    def add(t, params):
-      nonlocal mean, count
-      if setting.average and t >= setting.steps // 2:
-        mean, count = jax.tree.map(jnp.add, mean, params), count + 1
-
-    params, _, frozen = train(setting, folders, sigma, add)
-    if count:
-      params = jax.tree.map(lambda x: x / count, mean)
-    if metric is not None:
-      params = metric.to_params(params)
+  given, sigma = problem_of(setting, folders), 0.0
+  if setting.epsilon is not None:
+    sigma = 1.0 if smoke else noise_multiplier(setting.static, folders)
+  params, _, frozen = train(setting, folders, sigma)
   losses = jax.jit(losses_of(setting, given))
 
   def scores(part: problems.Rows) -> Iterator[np.ndarray]:

@@ -24,11 +24,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.accuracy import (
-  sentences,
-  utility_plots,
-  utility_tables,
-)
+from benchmarks.accuracy import sentences, utility_plots, utility_tables
 from benchmarks.accuracy.sentences import Setting
 from benchmarks.common import runner
 
@@ -48,17 +44,13 @@ CORE = (
   'prism, paper mode', 'ffa', 'linear probe',
 )  # fmt: skip
 REST = (
-  'prism, correlated noise', 'prism, muon', 'lamb', 'lora-rite',
-  'lora-rite, spectral start', 'dp-adambc', 'dp-muon',
+  'prism, muon', 'lamb', 'lora-rite', 'lora-rite, spectral start',
+  'dp-adambc', 'dp-muon',
 )  # fmt: skip
 NEAREST = ('prism', 'linear probe', 'prism, paper mode', *CORE[1:5])
 TUNING_SEED, SEEDS = 100, tuple(range(10))
-# Correlated noise cancels in fixed coordinates: it needs a start of full rank.
-# So does LoRA-RITE, which whitens with both factors.
-STARTS = {
-  'prism, correlated noise': 'balanced',
-  'lora-rite, spectral start': 'spectral',
-}
+# LoRA-RITE whitens with both factors: it needs a start of full rank.
+STARTS = {'lora-rite, spectral start': 'spectral'}
 # What should not matter: the same model and adapters, written otherwise.
 NUISANCES: tuple[dict[str, Any], ...] = (
   {'gauge': 100.0}, {'scale': 0.25}, {'scale': 4.0}, {'rank': 4}, {'rank': 32},
@@ -195,7 +187,6 @@ def smoke_settings() -> list[Setting]:
   return [
     Setting(**few),
     Setting(method='ffa', **few),
-    Setting(method='prism, correlated noise', start='balanced', **few),
   ]
 
 

@@ -151,20 +151,18 @@ FACTORS = {
   'dp-adambc': OnFactors(lambda b1, stddev: baselines.scale_by_bc(stddev, b1)),
   'linear probe': OnFactors(_adam, weight_decay=1e-4),
 }
-CORRELATED = 'prism, correlated noise'
-METHODS = (*MANIFOLD, *FACTORS, CORRELATED, 'dp-muon')
+METHODS = (*MANIFOLD, *FACTORS, 'dp-muon')
 
 
 def parameters_of(method: str) -> str:
   """``'lora'``, ``'lora_b'``, ``'matrices'`` or ``'head'``: what is trained."""
-  names = {'ffa': 'lora_b', 'dp-muon': 'matrices'}
-  names |= dict.fromkeys(('linear probe', 'head alone'), 'head')
+  names = {'ffa': 'lora_b', 'dp-muon': 'matrices', 'linear probe': 'head'}
   return names.get(method, 'lora')
 
 
 def is_tangent(method: str) -> bool:
   """Whether the method works on the manifold."""
-  return method in MANIFOLD or method == CORRELATED
+  return method in MANIFOLD
 
 
 def sensitivity_of_groups(params: Any) -> float:
@@ -201,7 +199,7 @@ def optimizer(
   """What `make_private` takes.
 
   Args:
-    method: One of ``METHODS``, but for correlated noise.
+    method: One of ``METHODS``.
     rate: A number or a schedule.
     stddev: Of the noise on the mean.
     b1: Decay of the first moment, with a warm-up of ``1 - b1^t`` for all, and

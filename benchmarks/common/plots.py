@@ -49,7 +49,7 @@ NAMES = {
 }
 # Okabe and Ito, for all eyes.
 BLUE, RED, ORANGE, PURPLE = '#0072B2', '#D55E00', '#E69F00', '#CC79A7'
-GREEN, GREY = '#009E73', '#777777'
+GREY = '#777777'
 # One colour a method, the same in all plots.
 COLOURS = {
   'prism': '#0072B2',
@@ -63,7 +63,6 @@ COLOURS = {
   'lora+': '#E69F00',
   'ffa': '#CC79A7',
   'linear probe': '#000000',
-  'prism, correlated noise': '#66A61E',
   'lamb': '#7F3C8D',
   'lora-rite': '#A6761D',
   'lora-rite, spectral start': '#D8B365',

@@ -73,7 +73,6 @@ class Program:
     batches: Iterable[Any],
     numbers: Numbers,
     seed: int,
-    each: Callable[[int, Any], None] = lambda t, params: None,
   ) -> tuple[Any, Any]:
     """The parameters and the optimizer's state after all steps.
 
@@ -83,14 +82,12 @@ class Program:
       batches: Of :meth:`batches`, or of :func:`fixed_order`.
       numbers: As for ``make``.
       seed: Of the noise.
-      each: Called after each step, with its number and the parameters.
     """
     key = jax.random.key(seed)
     params = jax.tree.map(jax.numpy.array, params)  # They are donated.
     state = self.init(params, numbers, key)
-    for t, batch in enumerate(batches):
+    for batch in batches:
       params, state = self.step(params, state, frozen, batch, numbers, key)
-      each(t, params)
     return params, state
 
   def end(

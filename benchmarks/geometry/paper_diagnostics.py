@@ -29,11 +29,7 @@ from flax import nnx
 import prism_optax
 from benchmarks.common import private, runner
 from benchmarks.geometry import amplification, paper_report
-from benchmarks.geometry.paper_report import (
-  GAUGES,
-  METHODS,
-  SIGMAS,
-)
+from benchmarks.geometry.paper_report import GAUGES, METHODS, SIGMAS
 from prism_optax import diagnostics, fixed_rank, lora, training
 from prism_optax.finetune import tasks
 

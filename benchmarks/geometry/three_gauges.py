@@ -113,22 +113,29 @@ def start(seed, condition, canonical=False):
   return lora.canonicalize(out) if canonical else out
 
 
+def adamw_training(params, rate, key=None, **noise):
+  """DP-AdamW by `make_private`: noise on the factors."""
+  return training.make_private(
+    lambda params, x, y: losses(params, x, y)[0],
+    params,
+    optimizer=optax.adamw(rate, weight_decay=0.0),
+    l2_clip_norm=CLIP,
+    expected_batch_size=BATCH,
+    dataset_size=TRAIN,
+    steps=STEPS,
+    delta=DELTA,
+    prng_key=key,
+    **noise,
+  )
+
+
 @functools.cache
 def adamw_program(sigma: float) -> private.Program:
-  """DP-AdamW by `make_private`: noise on the factors, one draw for a seed."""
+  """Its runs; the noise is one draw for a seed."""
   params = start(0, 1.0)
   return private.Program(
-    lambda numbers, key: training.make_private(
-      lambda params, x, y: losses(params, x, y)[0],
-      params,
-      optimizer=optax.adamw(numbers['rate'], weight_decay=0.0),
-      l2_clip_norm=CLIP,
-      expected_batch_size=BATCH,
-      dataset_size=TRAIN,
-      steps=STEPS,
-      delta=DELTA,
-      noise_multiplier=sigma,
-      prng_key=key,
+    lambda numbers, key: adamw_training(
+      params, numbers['rate'], key, noise_multiplier=sigma
     )
   )
 
@@ -194,17 +201,8 @@ def accuracy(params, x, y):
 
 @functools.cache
 def noise_multiplier() -> float:
-  return training.make_private(
-    lambda params, x, y: losses(params, x, y)[0],
-    start(0, 1.0),
-    optimizer=optax.sgd(0.1),
-    l2_clip_norm=CLIP,
-    expected_batch_size=BATCH,
-    dataset_size=TRAIN,
-    steps=STEPS,
-    delta=DELTA,
-    target_epsilon=EPSILON,
-  ).noise_multiplier
+  made = adamw_training(start(0, 1.0), 0.1, target_epsilon=EPSILON)
+  return made.noise_multiplier
 
 
 @functools.cache

@@ -30,7 +30,6 @@ import optax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-import prism_optax
 from benchmarks.common import hlo, runner
 from benchmarks.speed import update_time
 
@@ -109,14 +108,7 @@ def shapes_of(shapes: Shapes, rank: int, stacked: bool) -> Any:
 
 METHODS = {
   'noise + adamw': update_time.noisy_adamw,
-  'prism': lambda: prism_optax.prism(
-    1e-3,
-    l2_clip_norm=1.0,
-    noise_multiplier=update_time.STDDEV,
-    expected_batch_size=1,
-    per_example_gradients=False,
-    prng_key=jax.random.key(0),
-  ),
+  'prism': lambda: update_time.prism(prng_key=jax.random.key(0)),
 }
 
 

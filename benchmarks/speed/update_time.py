@@ -68,7 +68,7 @@ def noisy_adamw() -> optax.GradientTransformation:
 
 
 def prism(
-  per_example_gradients: bool = False, batch: int = 1
+  per_example_gradients: bool = False, batch: int = 1, prng_key: Any = None
 ) -> optax.GradientTransformation:
   """PRISM with the same noise."""
   return prism_optax.prism(
@@ -77,6 +77,7 @@ def prism(
     noise_multiplier=STDDEV * batch,
     expected_batch_size=batch,
     per_example_gradients=per_example_gradients,
+    prng_key=prng_key,
   )
 
 

@@ -12,6 +12,7 @@ from benchmarks.accuracy import (
   utility_tables,
 )
 from benchmarks.accuracy.sentences import Setting
+from prism_optax import accounting
 
 
 def test_differences_are_tested_at_their_level():
@@ -60,16 +61,14 @@ def test_a_run_is_charged_for_its_releases(monkeypatch):
 
   monkeypatch.setattr(sentences.training, 'make_private', make_private)
   setting = Setting(
-    'sst2', 'prism', 0.03, seed=1, steps=3, batch=100, head='means', b1=0.5,
-    metric='mean',
-  )  # fmt: skip
+    'sst2', 'prism', 0.03, seed=1, steps=3, batch=100, head='ridge', b1=0.5
+  )
   result = sentences.execute(
     setting, sentences.Folders('of', 'sentences'), smoke=True
   )
   for given in seen:
     (head,) = given['prior_releases']
-    assert head.noise_multiplier == sentences.HEAD_NOISE['means']['sst2']
-    assert given['change_of_variables'].noise_multiplier == 10.0
+    assert 1.5 < accounting.epsilon(head.event, sentences.DELTA) < 3.0
   right = sentences.unpacked(result['scores'])
   assert len(right) == 60
   assert right.mean() == pytest.approx(result['test accuracy'])
