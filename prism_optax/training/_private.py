@@ -309,7 +309,8 @@ class PrivateTraining:
   ) -> TrainingState:
     """One private update: clip, sum, noise, optimizer.
 
-    It is compiled once; call it outside of ``jit``. The new state takes over
+    It is compiled once, also under ``jax.disable_jit``, because only the
+    program was proved; call it outside of ``jit``. The new state takes over
     the arrays of the old one, so do not use the old state again.
 
     If the result has a number that is not finite, parameters and moments stay
@@ -376,9 +377,10 @@ class PrivateTraining:
     rows = np.asarray(_fingerprint.jitted_of_arrays(arguments[3:]))
     # Before it is released.
     attempt = self._owner.written_down(state, found, rows)
-    params, optimizer, held = self._step(
-      *arguments, _fingerprint.release(found, rows, attempt)
-    )
+    with jax.disable_jit(False):  # What runs is what was proved.
+      params, optimizer, held = self._step(
+        *arguments, _fingerprint.release(found, rows, attempt)
+      )
     return TrainingState(
       params,
       optimizer,

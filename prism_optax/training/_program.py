@@ -177,20 +177,24 @@ def prove_apart(parts: Parts, traced: jax.stages.Traced, batch: Batch) -> Proof:
     ValueError: If the gradient of one record is not proved to depend on that
       record alone.
   """
+  padded = len(batch.is_padding_example)
+  size = min(parts.execution.microbatch_size or padded, padded)
+  if size == 1:
+    return Proof(
+      'the gradient of a record depends on that record alone',
+      None,
+      ('gradients are computed of one record at a time: it can meet no other',),
+    )
   entering = len(jax.tree.leaves((batch.examples, batch.is_present)))
-  names = names_of(parts.shapes)
-  proof = Proof(
-    'the gradient of a record depends on that record alone',
-    None,
-    ('gradients are computed of one record at a time: it can meet no other',),
-  )
-  for program in calls_of(traced.jaxpr, _GRADIENTS):
+  programs = list(calls_of(traced.jaxpr, _GRADIENTS))
+  if not programs:  # Then they are computed by what nobody has proved.
+    raise ValueError(
+      'Expected gradients of records in the program of the step, got none.'
+    )
+  for program in programs:
     shared = len(program.in_avals) - entering
-    size = program.in_avals[shared].shape[0]
-    if size == 1:
-      continue
     of_batch = [False] * shared + [True] * entering
-    proof = followed(program, names, of_batch, size)
+    proof = followed(program, names_of(parts.shapes), of_batch, size)
     if not proof:
       raise ValueError(
         'Expected the gradient of a record to depend on that record alone. That'
@@ -311,7 +315,9 @@ class Program:
     check_declared('frozen', frozen, parts.declared)
     check_scalar(parts, params, frozen, batch)
     arguments = (*arguments, _fingerprint.UNKNOWN)
-    traced = self.run.trace(*arguments)  # JAX runs what is traced here.
+    # JAX runs what is traced here, so jax.disable_jit does not count.
+    with jax.disable_jit(False):
+      traced = self.run.trace(*arguments)
     independence = prove_apart(parts, traced, batch)
     constants = list(constants_of(traced.jaxpr))
     check_declared('the constants of loss', constants, parts.declared)

@@ -85,6 +85,23 @@ def test_the_proof_is_of_the_program_that_runs():
   cases.assert_same_bits(one, other)
 
 
+def test_what_is_proved_runs_without_jit_too():
+  ran = []
+
+  def eager(p, x, y):
+    ran.append(not isinstance(x, jax.core.Tracer))
+    return losses.hand_mlp(p, x, y)
+
+  with jax.disable_jit():
+    private, state, batch = begun(eager)
+    private.step(state, batch, 0)
+    assert 'in a batch of 8' in private.proofs[0].claim
+    assert not any(ran)
+    private, state, batch = begun(losses.divided_by_tokens)
+    with pytest.raises(ValueError, match='epsilon holds: reduce_sum'):
+      private.step(state, batch, 0)
+
+
 def test_losses_of_one_record_and_of_users():
   check = functools.partial(checked, batched_loss=False)
   assert check(losses.mlp)
