@@ -124,9 +124,9 @@ class ClippedSum:
     if aside is not None:
       sums, number = sums
       alone = [Bound((0,), aside.bound)]
-      (self._number,) = _marked([number], alone, aside.stddev)
+      (self._number,) = self._marked([number], alone, aside.stddev)
     count = len(jax.tree.leaves(sums, is_leaf=_exact_sum.is_sum))
-    return self.then(_marked(sums, self._groups(count), stddev))
+    return self.then(self._marked(sums, self._groups(count), stddev))
 
   def number(self) -> ArrayTree:
     """The sum of the numbers aside, a ``LatticeSum``."""
@@ -140,6 +140,32 @@ class ClippedSum:
       return self.bounds
     return [Bound(range(count), self.bounds)]
 
+  def _marked(
+    self,
+    sums: ArrayTree,
+    groups: Sequence[Bound],
+    stddev: Scalar | Sequence[Scalar] | None,
+  ) -> ArrayTree:
+    """Marks a sum as one of a clip, for an analysis of the program.
+
+    It reads there what one record can add, and compares it with the noise. The
+    mark is compiled to nothing.
+    """
+    leaves, treedef = jax.tree.flatten(sums, is_leaf=_exact_sum.is_sum)
+    known = [_marks.Group(tuple(i), _marks.known(c), k) for i, c, k in groups]
+    lattice = [
+      None if s is None else _marks.known(s) for s in _each(stddev, len(leaves))
+    ]
+    given = self.examples
+    sealed = isinstance(given, _exact_sum.LazyGradients) and given.seal
+    as_made = bool(sealed and sealed(given))
+    parts = [_exact_sum.parts(x) for x in leaves]
+    what = _marks.Clip(tuple(known), tuple(lattice), as_made=as_made)
+    marked = _marks.clipped(parts, what)
+    return jax.tree.unflatten(
+      treedef, map(_exact_sum.with_parts, leaves, marked)
+    )
+
 
 def afresh(x: ArrayTree) -> ArrayTree:
   """A :class:`ClippedSum` that nobody has asked yet; all else is itself.
@@ -152,27 +178,6 @@ def afresh(x: ArrayTree) -> ArrayTree:
 
 def _each(stddev: ArrayTree, count: int) -> Sequence[ArrayTree]:
   return stddev if isinstance(stddev, Sequence) else [stddev] * count
-
-
-def _marked(
-  sums: ArrayTree,
-  groups: Sequence[Bound],
-  stddev: Scalar | Sequence[Scalar] | None,
-) -> ArrayTree:
-  """Marks a sum as one of a clip, for an analysis of the program.
-
-  It reads there what one record can add, and compares it with the noise. The
-  mark is compiled to nothing.
-  """
-  leaves, treedef = jax.tree.flatten(sums, is_leaf=_exact_sum.is_sum)
-  known = [_marks.Group(tuple(i), _marks.known(c), k) for i, c, k in groups]
-  lattice = [
-    None if s is None else _marks.known(s) for s in _each(stddev, len(leaves))
-  ]
-  parts = [_exact_sum.parts(x) for x in leaves]
-  what = _marks.Clip(tuple(known), tuple(lattice))
-  marked = _marks.clipped(parts, what)
-  return jax.tree.unflatten(treedef, map(_exact_sum.with_parts, leaves, marked))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,12 +127,15 @@ class LazyGradients(NamedTuple):
     microbatch_size: b, a divisor of B; None for all at once.
     skip_padding: Whether parts of padding alone are passed over. How long it
       takes then tells how many examples there are.
+    seal: Whether these are the gradients that a training has made, as they are;
+      None if no training has.
   """
 
   examples: ArrayTree
   gradients: Callable[[ArrayTree], ArrayTree]
   microbatch_size: int | None = None
   skip_padding: bool = False
+  seal: Callable[['LazyGradients'], bool] | None = None
 
   @property
   def shapes(self) -> ArrayTree:
@@ -189,7 +192,7 @@ def sum_of_examples(
   """
   if not isinstance(examples, LazyGradients):
     examples = LazyGradients(examples, lambda gradients: gradients)
-  examples, gradients, microbatch_size, skip_padding = examples
+  examples, gradients, microbatch_size, skip_padding, _ = examples
   batch = len(jax.tree.leaves(examples)[0])
   if is_padding_example is not None:
     is_padding_example = jnp.asarray(is_padding_example, bool)

@@ -39,11 +39,14 @@ class Clip(NamedTuple):
     lattice: For each leaf the standard deviation of the noise whose lattice
       the sum is on; None for floats, or where it is not known.
     declared: Whether the clip is another library's, and only declared.
+    as_made: Whether it gets the gradients that a training has made, as they
+      are. What changes them before the clip may mix records.
   """
 
   groups: tuple[Group, ...]
   lattice: tuple[float | None, ...]
   declared: bool = False
+  as_made: bool = False
 
 
 class Noise(NamedTuple):

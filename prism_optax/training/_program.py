@@ -246,11 +246,13 @@ class Program:
       if release is not None:  # Other parameters have other gradients.
         release = release ^ _fingerprint.of_arrays(params)
       rows = examples if is_present is None else (examples, is_present)
+      own = functools.partial(of_records, params, frozen)
       lazy = LazyGradients(
         rows,
-        functools.partial(of_records, params, frozen),
+        own,
         parts.execution.microbatch_size,
         parts.execution.skip_padding,
+        lambda given: given.examples is rows and given.gradients is own,
       )
       updates, new = parts.transformation.update(
         lazy,

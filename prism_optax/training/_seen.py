@@ -241,4 +241,11 @@ def prove_step(
       f' is computed: {found.offence}.'
     )
   check(found, noise_multiplier, releases)
+  for clip in found.clips:
+    if not clip.what.as_made:
+      raise ValueError(
+        f'Something stands before the clip at {clip.place}, which gets other'
+        ' gradients than those that were proved to depend on one record alone:'
+        f' hand them to the clip as they are.{_INSTEAD}'
+      )
   return _release.proof(found)

@@ -16,6 +16,7 @@ math.hypot(*self.shares.values()) => max(self.shares.values()) @ training/clippi
 shortened(leaves, self.stability) => shortened(leaves, -self.stability) @ core/clip_range_test.py formula
 stddev = rule.fraction_stddev => stddev = 0.0 @ training/clipping_test.py quantile
 QuantileState(norm, next_key) => QuantileState(norm, state.prng_key) @ audit/make_private_test.py new_key
+as_made=as_made => as_made=True @ training/mechanism_test.py before_the_clip
 gradients_noise_multiplier(clipping, sigma, expected_batch_size) => sigma @ training/mechanism_test.py accounted
 jnp.where(below, 0.5, -0.5) => jnp.where(below, 1.0, 0.0) @ training/clipping_test.py quantile
 fits and x.shape[0] == size => fits and x.shape[0] % size == 0 @ lora/batched_backward_test.py time_major

@@ -251,3 +251,41 @@ def test_the_step_that_runs_is_proved_once():
   )
   silent = cases.make(optax.sgd(0.1), noise_multiplier=0.0)
   assert 'passes' not in silent.statement(first_step(silent))
+
+
+def centred(tree):
+  return jax.tree.map(lambda x: x - jnp.mean(x, 0), tree)
+
+
+BEFORE_THE_CLIP = {
+  'of the gradients': lambda given: centred(given.gradients(given.examples)),
+  'of the function': lambda given: given._replace(
+    gradients=lambda rows: centred(given.gradients(rows))
+  ),
+  'of the records': lambda given: given._replace(
+    examples=centred(given.examples)
+  ),
+}
+
+
+@pytest.mark.parametrize('mean', BEFORE_THE_CLIP)
+def test_records_do_not_meet_before_the_clip(mean):
+  """What was proved of the gradients holds for what the clip gets."""
+
+  def make(*, l2_clip_norm, l2_clip_norms, **k):
+    whole = dp_muon(l2_clip_norms=l2_clip_norms, **k)
+
+    def update(given, state, params, **extra):
+      if hasattr(given, 'gradients'):  # In the step that runs.
+        given = BEFORE_THE_CLIP[mean](given)
+      return whole.update(given, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(whole.init, update)
+
+  made = cases.make(make)
+  state = made.init(PARAMS)
+  batch = next(iter(made.batches(state, DATA)))
+  with pytest.raises(
+    ValueError, match=r'before the clip at mechanism_test\.py'
+  ):
+    made.step(state, batch, FROZEN)
