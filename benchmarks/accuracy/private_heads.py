@@ -27,17 +27,11 @@ def accuracies(
   problem: problems.Problem, method: str, noise_multiplier: float, seeds: int
 ) -> list[float]:
   """Of the rows of the table, one for each draw of the noise."""
-  vectors, _, labels = problem.train
-  parts = np.array_split(np.arange(len(labels)), 1 + len(labels) // 2000)
   shown, _, right = problem.test
   found = []
   for seed in range(seeds if noise_multiplier else 1):
-    head = METHODS[method](
-      [(vectors[rows], labels[rows]) for rows in parts],
-      num_classes=problem.classes,
-      noise_multiplier=noise_multiplier,
-      dataset_size=len(labels),
-      prng_key=jax.random.key(seed),
+    head = sentences.head_of(
+      METHODS[method], problem, noise_multiplier, jax.random.key(seed)
     )
     guesses = np.argmax(shown @ np.asarray(head.kernel), 1)
     found.append(float(np.mean(guesses == right)))

@@ -118,19 +118,25 @@ def problem_of(setting: Setting, folders: Folders) -> problems.Problem:
   )  # fmt: skip
 
 
-def ridge(
-  given: problems.Problem, noise_multiplier: float, key: jax.Array
+def head_of(
+  make: Callable[..., heads.LinearHead],
+  given: problems.Problem,
+  noise_multiplier: float,
+  key: jax.Array,
 ) -> heads.LinearHead:
   """A head from one release of the rows of a probe's problem."""
   vectors, _, labels = given.train
   parts = np.array_split(np.arange(len(labels)), 1 + len(labels) // 2000)
-  return heads.ridge(
+  return make(
     [(vectors[rows], labels[rows]) for rows in parts],
     num_classes=given.classes,
     noise_multiplier=noise_multiplier,
     dataset_size=len(labels),
     prng_key=key,
   )
+
+
+ridge = functools.partial(head_of, heads.ridge)
 
 
 @functools.lru_cache(maxsize=16)

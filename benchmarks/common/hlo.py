@@ -138,12 +138,10 @@ class Collective:
   """Communication between devices.
 
   Attributes:
-    operation: ``'all-reduce'`` and so on.
     bytes: What comes out on one device, in one round.
     loops: Number of loops around it.
   """
 
-  operation: str
   bytes: int
   loops: int
 
@@ -166,7 +164,7 @@ def collectives(text: str) -> list[Collective]:
       operation = match[1].removesuffix('-start') if match else ''
       if match and operation in _COLLECTIVES:
         moved = _bytes_of(line[: match.start()])
-        found.append(Collective(operation, moved, loops))
+        found.append(Collective(moved, loops))
         continue  # What it calls adds two numbers.
       for called in _ANY_CALL.findall(line):
         for each in called.strip('{}').split(','):

@@ -27,7 +27,6 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
 
 from benchmarks.common import plots, runner
 from prism_optax import _exact_sum, _lattice
@@ -128,13 +127,9 @@ def of_classes(counts, whole, learning):
   learned = counts[:, :learning].sum(1) + 1.0
   weights = np.log(learned / learned.sum(1, keepdims=True))
   scores = counts @ (weights[0] - weights[1])
-  both = counts.sum(1)
   return {
     'whole steps': float(whole.min()),
     'classes': low_bits.advantage(*(scores[:, learning:] > 0)),
-    'p of equal classes': float(
-      scipy.stats.chi2_contingency(both[:, both.sum(0) > 0]).pvalue
-    ),
   }
 
 
@@ -154,7 +149,6 @@ def measure(route, entries, others, runs):
       route, play, bool(others), runs + learning, key
     )
     row[label] = judged(favours, learning)
-    row[f'{label}, more is explained'] = low_bits.advantage(*(favours >= 0))
     row[f'{label}, likelihood ratio'] = low_bits.advantage(*(ratios > 0))
     if steps:
       row[f'{label}, steps'] = of_classes(*steps, learning)

@@ -14,7 +14,6 @@ finished, a few minutes each, and are not computed twice.
 """
 
 import os
-import time
 from typing import Any
 
 # None is there: none is looked for.
@@ -159,9 +158,7 @@ def measure(model: str, chips: int, method: str) -> dict[str, Any]:
   ).lower(
     *everywhere, split_weights(mesh, frozen), _placed(tokens, mesh, 'data')
   )
-  start = time.perf_counter()
   compiled = lowered.compile()
-  seconds = time.perf_counter() - start
   memory, text = compiled.memory_analysis(), compiled.as_text()
   moved = hlo.collectives(text)
   # The loops are one over the parts of a batch, and in it over the layers.
@@ -186,7 +183,6 @@ def measure(model: str, chips: int, method: str) -> dict[str, Any]:
     'arguments GB': memory.argument_size_in_bytes / 1e9,
     'temporary GB': memory.temp_size_in_bytes / 1e9,
     'once in': places,
-    'compile seconds': seconds,
   }
 
 

@@ -3,10 +3,10 @@
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt libtpu
     python -m benchmarks.speed.lowered [--only h200 ...]
 
-One update, of noise and AdamW and of ``prism``, for an NVIDIA H200 and for a
-chip of a TPU v5e: kernels that a step launches, branches decided on the way,
-calls of a solver (SVD, eigenvalues), loops, temporary memory, and how long it
-takes to compile. Counted is the path of ordinary inputs, see
+One update, of noise and AdamW and of ``prism``, for an NVIDIA H200, for a chip
+of a TPU v5e and for the CPU: kernels that a step launches, branches decided on
+the way, calls of a solver (SVD, eigenvalues), loops, temporary memory, and how
+long it takes to compile. Counted is the path of ordinary inputs, see
 ``benchmarks/common/hlo.py``. It says nothing of seconds: kernels differ. The
 modules are 24 of 384 x 384 at rank 8, 60 large ones at rank 16, and 180 with
 the shapes of Gemma 3 4B at rank 16, as leaves of their own and stacked. Rows go
@@ -78,6 +78,8 @@ WORKLOADS: dict[str, tuple[Shapes, int, bool]] = {
 
 def device(target: str) -> Any:
   """One device of a kind, to compile for."""
+  if target == 'cpu':
+    return jax.devices()[0]
   if target == 'tpu':
     topology = topologies.get_topology_desc(
       platform='tpu', topology_name='v5e:2x2', chips_per_host_bounds=(2, 2, 1)
@@ -146,7 +148,7 @@ if __name__ == '__main__':
     'lowered',
     [
       {'target': target, 'modules': modules, 'method': method}
-      for target in ('h200', 'tpu')
+      for target in ('cpu', 'h200', 'tpu')
       for modules in WORKLOADS
       for method in METHODS
     ],
