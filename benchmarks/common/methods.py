@@ -7,7 +7,7 @@ which `make_private` clips and noises the gradients as they are.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,10 +71,13 @@ def _of_parts(
   prng_key: Any = None,
   steps: int | None = None,
   per_example_gradients: bool = True,
-  scale_rows: bool = False,
-  **options: Any,
+  options: Mapping[str, Any],
 ) -> optax.GradientTransformationExtraArgs:
-  """``prism`` with options that only its parts have, and with row scales."""
+  """``prism`` with options that only its parts have, and with row scales.
+
+  `make_private` looks at the names of arguments: none may be any name.
+  """
+  options = dict(options)
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
   rows = contrib.scale_by_row_moments(noise_stddev=stddev)
   clip = prism_optax.intrinsic_clip(
@@ -84,7 +87,7 @@ def _of_parts(
     rate,
     prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
     stddev,
-    *([rows] if scale_rows else []),
+    *([rows] if options.pop('scale_rows', False) else []),
     clip=clip if per_example_gradients else None,
     **options,
   )
@@ -92,9 +95,9 @@ def _of_parts(
 
 def prism(rate: optax.ScalarOrSchedule, **options: Any) -> Callable[..., Any]:
   """``prism`` with options of its own and of its preconditioner."""
-  has_all = set(options) <= {'weight_decay', 'b1', 'b2', 'layout'}
-  made = prism_optax.prism if has_all else _of_parts
-  return functools.partial(made, rate, **options)
+  if set(options) <= {'weight_decay', 'b1', 'b2', 'layout'}:
+    return functools.partial(prism_optax.prism, rate, **options)
+  return functools.partial(_of_parts, rate, options=options)
 
 
 MANIFOLD: dict[str, Callable[..., Any]] = {
