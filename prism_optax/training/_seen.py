@@ -14,7 +14,7 @@ import optax
 
 from prism_optax._proofs import _release
 from prism_optax._proofs._equations import names_of
-from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Kind, Label, by
+from prism_optax._proofs._kinds import DRAWN, PRIVATE, PUBLIC, Label, by
 from prism_optax._proofs._proof import Proof
 from prism_optax._proofs._release import CLAIM as CLAIM
 from prism_optax._proofs._walk import FoundRelease, Walk
@@ -127,19 +127,10 @@ def joint_noise_multiplier(found: Walk, releases: int) -> float:
       f'Expected noise to be added {releases} times in a step, got'
       f' {len(found.releases)}{_places(found)}.{_INSTEAD}'
     )
-  used: set[tuple[int, int]] = set()
-  clips: set[int] = set()
   total = 0.0
   for release in found.releases:
     own = _sources(release)
-    number = next(iter(own))[0]
-    if used & set(own) or number in clips:
-      raise ValueError(
-        f'One clipped sum is released twice{_places(found)}.{_INSTEAD}'
-      )
-    used |= set(own)
-    clips.add(number)
-    clip = found.clips[number]
+    clip = found.clips[next(iter(own))[0]]
     if clip.what.declared:
       raise ValueError(
         f'What is declared at {clip.place} is not known to be clipped.'
@@ -157,17 +148,14 @@ def joint_noise_multiplier(found: Walk, releases: int) -> float:
         )
       stddevs[leaf] = min(stddev, stddevs.get(leaf, math.inf))
     for group in clip.what.groups:
-      noise = [stddevs[leaf] for leaf in group.leaves if leaf in stddevs]
-      if not noise:
-        continue  # It goes nowhere, or it would have been seen.
+      # What gets no noise goes nowhere, or it would have been seen.
+      noise = min(stddevs.get(leaf, math.inf) for leaf in group.leaves)
       if group.bound is None:
         raise ValueError(
           f'The clip norm at {clip.place} is traced, so that it cannot be'
           f' compared with the noise.{_INSTEAD}'
         )
-      if not min(noise):
-        return 0.0
-      total += group.matrices * (group.bound / min(noise)) ** 2
+      total += group.matrices * (group.bound / noise) ** 2
   return total**-0.5 if total else math.inf
 
 
@@ -185,8 +173,6 @@ def _sources(release: FoundRelease) -> dict[tuple[int, int], float | None]:
     )
   out: dict[tuple[int, int], float | None] = {}
   for leaf, label in zip(release.leaves, release.labels, strict=True):
-    if label.kind is Kind.PUBLIC:
-      continue
     if label.direct is None or label.direct in out:
       raise ValueError(
         f'Between a clip and the noise at {release.place} stands'

@@ -56,6 +56,20 @@ def only_declared(grads, _):
   )
 
 
+def in_two_parts(grads, _):
+  return {name: only_declared(x, _) for name, x in grads.items()}
+
+
+def dense(sums):
+  """The noise of dp_muon on sums that something else makes."""
+
+  def make(l2_clip_norm, **k):
+    noise = dp_muon(per_example_gradients=False, **k)
+    return optax.chain(optax.stateless(sums), noise)
+
+  return make
+
+
 def twice(**k):
   """Both noises on one sum, the mean of which has less of it."""
   first, one, other = clip(k), noise(k), noise(k)
@@ -72,10 +86,38 @@ def twice(**k):
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def traced(**k):
-  return optax.inject_hyperparams(
-    lambda stddev: optax.chain(clip(k), PRIVATIZER(stddev, prng_key=0), *REST)
-  )(stddev=1.0)
+def in_a_loop(**k):
+  first, second = clip(k), noise(k)
+
+  def init(params):
+    return first.init(params), second.init(params)
+
+  def update(grads, state, params, **extra):
+    total, after = first.update(grads, state[0], params, **extra)
+
+    def again(_, carry):
+      return second.update(total, carry[1], params)
+
+    zeros = optax.tree.zeros_like(params)
+    updates, noisy = jax.lax.fori_loop(0, 2, again, (zeros, state[1]))
+    return updates, (after, noisy)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def traced(part):
+  """The chain, in which a number of this part is no constant."""
+
+  def make(**k):
+    return optax.inject_hyperparams(
+      lambda x: optax.chain(
+        clip(k, x if part is clip else 1.0),
+        noise(k, x if part is noise else 1.0),
+        *REST,
+      )
+    )(x=1.0)
+
+  return make
 
 
 NOT_OURS = 'noise at .* is not of this package'
@@ -124,7 +166,17 @@ REFUSED = {
     r'Between a clip and the noise at \w+\.py:\d+ stands `\w+` at',
   ),
   'one sum for two noises': (twice, r'to be added 1 times in a step, got 2'),
-  'a traced size': (traced, r'None is one that is traced'),
+  'noise in a loop': (
+    in_a_loop, r'added in a loop, at \w+\.py:\d+.*: each time is a release',
+  ),
+  'noise on a declared sum': (
+    dense(only_declared), r'declared at \w+\.py:.* is not known to be clipped',
+  ),
+  'noise on the sums of two clips': (
+    dense(in_two_parts), r'Expected one clip before the noise at \w+\.py:',
+  ),
+  'a traced size': (traced(noise), r'None is one that is traced'),
+  'a traced clip norm': (traced(clip), r'clip norm at .* is traced, so that it'),
 }  # fmt: skip
 
 
