@@ -23,6 +23,11 @@ def place(matrix):
   return (a - c) / 2**0.5, 2**0.5 * b, (a + c) / 2**0.5
 
 
+def embedded(frame, x):
+  """The dense matrix of a tangent vector."""
+  return x.left @ frame.right.mT + frame.left @ x.right.mT
+
+
 def cone(axis):
   angle, height = np.meshgrid(
     np.linspace(0, 2 * np.pi, 60), np.linspace(0, 1.2, 12)
@@ -43,7 +48,7 @@ def cone(axis):
     return fixed_rank.Tangent(x, along * unit + x)
 
   def at(x):
-    return np.asarray(unit @ unit.T + _lifts.embed(frame, x))
+    return np.asarray(unit @ unit.T + embedded(frame, x))
 
   grid = np.array(
     [
@@ -113,7 +118,7 @@ def further(gauge):
     best = fixed_rank.retraction(frame, x)
     steps = _lifts.lift(frame, x, horizontal=True)
     added = (pair.left + steps.left) @ (pair.right + steps.right).T
-    moved = z + _lifts.embed(frame, x)
+    moved = z + embedded(frame, x)
     return jnp.linalg.norm(added - moved) / jnp.linalg.norm(
       best.left @ best.right.T - moved
     )

@@ -122,8 +122,6 @@ def _bound(
 ) -> list[Leaf]:
   """Binds a mark to the arrays of some leaves."""
   places = tuple(i for i, leaf in enumerate(leaves) for _ in leaf)
-  if not places:
-    return list(leaves)
   arrays = iter(
     mark.bind(*(x for leaf in leaves for x in leaf), what=what, leaves=places)
   )

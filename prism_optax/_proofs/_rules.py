@@ -32,8 +32,8 @@ def need_other_axes(
   label: Label, axes: Iterable[int | None], what: str, instead: str
 ) -> None:
   """Refuses a primitive that works along the batch."""
-  if isinstance(label, Batched):
-    need(not any(a is None or label.axes[a] for a in axes), what, instead)
+  assert isinstance(label, Batched)  # Of one operand, at least.
+  need(not any(a is None or label.axes[a] for a in axes), what, instead)
 
 
 def lifted(label: Label, ndim: int) -> Label:

@@ -233,9 +233,7 @@ def _solve(
   below, above, last = height(low), height(high), 0
   # Step over the root by half the tolerance, so that both ends close in.
   margin = tolerance / 2
-  for _ in range(100):
-    if high - low <= tolerance:
-      break
+  while high - low > tolerance:
     middle = high - above * (high - low) / (above - below)
     middle = min(max(middle + margin, low + margin), high - margin)
     if height(middle) > 0:

@@ -103,8 +103,10 @@ class GaussianFilter(Filter):
           f'This account began with Gaussian releases, got {event=}. Releases'
           " of several kinds need an account with composition='renyi'."
         )
-      sigma = leaf.noise_multiplier
-      _validate.known_non_negative('noise_multiplier', sigma)
+      # As a float: a narrow type would round what is added up.
+      sigma = _validate.known_non_negative(
+        'noise_multiplier', leaf.noise_multiplier
+      )
       squared_mu += count * (1 / sigma / sigma)
     return (squared_mu,)
 

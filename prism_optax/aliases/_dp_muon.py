@@ -244,7 +244,8 @@ def dp_muon(
     parts += [clip] * per_example_gradients
     noise = _privatizer.limited(noised_elsewhere(privatizer), last)
     parts.append(_in_units(units_of, noise))
-  elif noise_multiplier is not None:
+  else:
+    assert noise_multiplier is not None  # As `check_source` has seen.
     stddev = noise_multiplier / expected_batch_size
 
     def stddevs_of(params):

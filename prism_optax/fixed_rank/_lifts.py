@@ -50,39 +50,6 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
   )
 
 
-def embed(frame: Frame, tangent: Tangent) -> jax.Array:
-  """The dense m x n matrix T, for tests and small problems.
-
-  ``T = X_L Q_R^T + Q_L X_R^T``, PRISM's Eq. 11 (arXiv:2606.00944) in
-  orthonormal bases.
-
-  Args:
-    frame: Frame of the factors.
-    tangent: Coordinates (..., m, r) and (..., n, r).
-
-  Returns:
-    (..., m, n)
-
-  Raises:
-    ValueError: If m, n or r are not the frame's.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from prism_optax import fixed_rank
-    >>> from prism_optax.fixed_rank import _lifts
-    >>> q = fixed_rank.frame(fixed_rank.Factors(jnp.eye(3, 1), jnp.eye(2, 1)))
-    >>> x = fixed_rank.Tangent(3 * jnp.eye(3, 1, -1), 4 * jnp.eye(2, 1, -1))
-    >>> print(_lifts.embed(q, x))
-    [[0. 4.]
-     [3. 0.]
-     [0. 0.]]
-  """
-  check_fits(frame, 'tangent', tangent)
-  return matmul(tangent.left, frame.right.mT) + matmul(
-    frame.left, tangent.right.mT
-  )
-
-
 def lift(
   frame: Frame, tangent: Tangent, *, horizontal: bool = False
 ) -> Factors:

@@ -243,7 +243,8 @@ def tangent_privatizer(
   last = check_source('stddev', stddev, prng_key, privatizer, steps)
   if stddev is not None:
     noise = gaussian(stddev, prng_key, last)
-  elif privatizer is not None:
+  else:
+    assert privatizer is not None  # As `check_source` has seen.
     noise = limited(noised_elsewhere(privatizer), last)
 
   def init(step):

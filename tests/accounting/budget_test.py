@@ -4,6 +4,7 @@ import json
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting import dp_event, rdp
 
@@ -89,7 +90,8 @@ def test_nothing_gives_budget_back():
 def test_export_is_plain_and_complete():
   budget = budget_of(5.0, server_epsilon=9.0)
   budget.spend(CLASSIC, 'a', count=2)
-  budget.spend(dp_accounting.ComposedDpEvent([CLASSIC]), 'b')
+  narrow = dp_accounting.GaussianDpEvent(np.float32(4.8448))
+  budget.spend(dp_accounting.ComposedDpEvent([narrow]), 'b')
   exported = budget.export()
   assert json.loads(json.dumps(exported)) == exported
   assert exported['settings'] == {
@@ -100,7 +102,8 @@ def test_export_is_plain_and_complete():
     'neighboring_relation': 'ADD_OR_REMOVE_ONE',
   }
   one = {'event': 'GaussianDpEvent', 'noise_multiplier': 4.8448}
-  two = {'event': 'ComposedDpEvent', 'events': [one]}
+  rounded = one | {'noise_multiplier': float(np.float32(4.8448))}
+  two = {'event': 'ComposedDpEvent', 'events': [rounded]}
   assert exported['ledger'] == [
     {'id': 1, 'session': 'a', 'event': one, 'count': 2},
     {'id': 2, 'session': 'b', 'event': two, 'count': 1},

@@ -154,6 +154,7 @@ def test_the_package_itself_only_re_exports():
     if isinstance(node, ast.ImportFrom):
       found |= {alias.name: node.module for alias in node.names}
   assert sorted(found) == sorted(prism_optax.__all__)
+  assert set(found) <= set(dir(prism_optax))  # Of what is not imported yet.
   for name, home in found.items():
     value = getattr(prism_optax, name)
     assert value is getattr(importlib.import_module(home), name), name

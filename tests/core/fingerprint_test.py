@@ -1,11 +1,19 @@
 """What a run is of, as digests: of arrays, programs and the environment."""
 
+import builtins
+import importlib.metadata
+import json
+import os
+import platform
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from prism_optax.training import _fingerprint
+
+WHOLE = jax.sharding.PartitionSpec()
 
 
 def program(function, *arguments):
@@ -46,7 +54,16 @@ def test_a_program_is_known_by_what_it_computes():
     program(make(steps=4), x),
     program(make(table=table.astype(np.float16)), x.astype(np.float16)),
   ]
-  assert len({same, *others}) == 5
+  for seed in (0, 1):
+    key = jax.random.key(seed)
+    others.append(program(lambda z, key=key: z * jax.random.uniform(key), x))
+  # It has sets of axes among its parameters.
+  mesh = jax.make_mesh((1, 1), ('a', 'b'))
+  mapped = (
+    program(jax.shard_map(one, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE), x)
+    for _ in range(2)
+  )
+  assert len({same, *others, *mapped}) == 8
 
 
 def test_a_digest_of_arrays_tells_bits_apart():
@@ -71,14 +88,15 @@ def test_a_digest_of_arrays_tells_bits_apart():
 
 @pytest.mark.parametrize(
   'dtype', ['bool', 'int8', 'uint16', 'int4', 'bfloat16', 'float16',
-            'float8_e4m3fn', 'complex64', 'key<fry>']
+            'float8_e4m3fn', 'float4_e2m1fn', 'int64', 'complex64', 'key<fry>']
 )  # fmt: skip
 def test_arrays_of_any_type_have_a_digest(dtype):
   if dtype == 'key<fry>':
     pair = map(jax.random.key, (0, 1))
   else:
     pair = (jnp.asarray([i, 1, 0]).astype(dtype) for i in (0, 1))
-  one, other = (np.asarray(_fingerprint.of_arrays([x])) for x in pair)
+  with jax.enable_x64(dtype == 'int64'):
+    one, other = (np.asarray(_fingerprint.of_arrays([x])) for x in pair)
   assert (one.shape, one.dtype) == ((8,), np.uint32)
   assert not np.array_equal(one, other)
 
@@ -97,6 +115,24 @@ def test_frozen_weights_are_read_once_unless_they_may_change(monkeypatch):
   numpy = weights.digest([y])
   y[0] = 5.0
   assert weights.digest([y]) != numpy
+
+
+def test_an_environment_that_says_little_has_a_name(monkeypatch):
+  """On macOS and Windows, and where the package is not installed."""
+
+  def fails(*_, **__):
+    raise FileNotFoundError
+
+  def not_installed(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+  monkeypatch.delattr(os, 'sched_getaffinity', raising=False)
+  monkeypatch.setattr(builtins, 'open', fails)
+  monkeypatch.setattr(importlib.metadata, 'version', not_installed)
+  found = json.loads(_fingerprint.environment(None, 'a'))
+  assert found['versions'] == ['unknown'] * 3
+  machine = [platform.machine(), platform.processor(), os.cpu_count()]
+  assert found['machine'] == machine
 
 
 def test_a_gpu_that_may_add_in_any_order_is_another_one_in_each_process(

@@ -1,6 +1,7 @@
 """Each record is brought to a public form: totally, and exactly if it fits."""
 
 import collections
+import dataclasses
 import fractions
 import uuid
 import warnings
@@ -36,6 +37,13 @@ FORMS = {
 }
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Interval:
+  low: float
+  high: float
+
+
 def described(tree):
   return str(jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree))
 
@@ -64,6 +72,11 @@ def test_structures_of_a_form():
   ordered = collections.OrderedDict(b=leaf, a=leaf)
   found = Form.declared(ordered).leaves_of({'a': 1, 'b': 2})
   assert [float(x) for x in found] == [2, 1]
+  interval = Interval(leaf, leaf)
+  found = Form.declared(interval).leaves_of(Interval(1, 2))
+  assert [float(x) for x in found] == [1, 2]
+  with pytest.raises(ValueError, match='Interval'):
+    Form.declared(interval).leaves_of((1, 2))
   for wrong in (
     {'b': [1, (2,)]},
     record | {'c': 1},

@@ -122,6 +122,12 @@ def _linear(**options):
   return nnx.LinearGeneral(6, 5, rngs=RNGS, **options)
 
 
+def _turned():
+  layer = _linear()
+  layer.kernel = nnx.Param(jnp.zeros((5, 6)))
+  return layer
+
+
 def test_models_that_do_not_fit_are_refused(monkeypatch):
   linen = pytest.importorskip('flax.linen')
   for model, pattern, match in (
@@ -129,6 +135,7 @@ def test_models_that_do_not_fit_are_refused(monkeypatch):
     (_adapted()[1], 'out', 'of type LoRALinear'),
     (_linear(axis=0), '', 'work on the last axes'),
     (_linear(axis=-1, batch_axis={0: 3}), '', 'work on the last axes'),
+    (_turned(), '', r'Expected a kernel .* = \(6,\), \(5,\) .*got \(5, 6\)'),
     (nnx.LayerNorm(6, rngs=RNGS), 'up', 'LayerNorm has no nnx.Linear'),
     (linen.Dense(6), 'up', 'an nnx.Module, got Dense. For Flax linen use qwix'),
   ):

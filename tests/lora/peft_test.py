@@ -154,7 +154,10 @@ def test_configuration_of_mixed_ranks_and_scales(tmp_path):
   }  # fmt: skip
   layout = {'q': lora.Layout(scale=2.0), 'z.z': lora.Layout(scale=1.25)}
   lora.save_peft(
-    tmp_path, params, layout=layout, config={'r': 99, 'task_type': 'SEQ_CLS'}
+    tmp_path,
+    params,
+    layout=layout,
+    config={'r': 99, 'task_type': 'SEQ_CLS', 'tags': {'v', 'k'}},
   )
   config = json.loads((tmp_path / CONFIG).read_text())
   assert config['r'] == 2
@@ -163,6 +166,7 @@ def test_configuration_of_mixed_ranks_and_scales(tmp_path):
   assert config['alpha_pattern'] == {'^q': 8, '^z\\.z': 2.5}
   assert config['target_modules'] == ['q', 'x.q', 'y.q', 'z.z']
   assert config['task_type'] == 'SEQ_CLS'
+  assert config['tags'] == ['k', 'v']  # PEFT has sets.
   adapter = lora.load_peft(tmp_path)
   assert {p.a: p.layout.scale for p in adapter.layout} == {
     'q/lora_a': 2.0, 'x.q/lora_a': 1.0, 'y.q/lora_a': 1.0, 'z.z/lora_a': 1.25

@@ -1,5 +1,7 @@
 """What is proved, what is refused, and that nothing that is proved mixes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -235,6 +237,7 @@ def remembered(x):
 FAKE = core.Primitive('add')  # It has the name of another one.
 FAKE.def_abstract_eval(lambda x, y: x)
 SHAPE = jax.ShapeDtypeStruct((B,), jnp.float32)
+of_rows = functools.partial(jnp.broadcast_to, shape=(B, B))
 
 
 @pytest.mark.parametrize(
@@ -258,6 +261,22 @@ SHAPE = jax.ShapeDtypeStruct((B,), jnp.float32)
     (lambda x: x.sum(), ['reduce_sum']),
     (lambda x: x[2:], ['from example 2']),
     (lambda x: jnp.broadcast_to(x[1], x.shape), ['from example 1']),
+    (
+      lambda x: lax.cond(
+        x.size > 3, lambda: of_rows(x), lambda: of_rows(x[:, None])
+      ),
+      ['branches', 'leave the batch along different axes'],
+    ),
+    # Places that are those of the rows, and are not known as such.
+    (
+      lambda x: x[lax.broadcasted_iota(int, (B, 2), 0).reshape(4, 3)],
+      ['gather at independence_test.py', 'by a computed index'],
+    ),
+    # A rule that does not understand what it is given.
+    (
+      lambda x: lax.sort_p.bind(x, dimension=9, is_stable=True, num_keys=1)[0],
+      ['sort at independence_test.py', 'is not understood (IndexError'],
+    ),
   ],
 )
 def test_what_cannot_be_proved_is_named(function, messages):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.experimental import io_callback
+from jax.experimental import io_callback, pallas
 from jax.extend import core
 
 import prism_optax
@@ -110,6 +110,14 @@ def normalises_the_sum(params, state, x, padding):
   mean = mean_of(params, x)
   norm = jnp.sqrt(jnp.sum(mean['w'] ** 2))  # offence
   return NOISE.update(jax.tree.map(lambda g: g / norm, mean), state)
+
+
+def counts_in_integers(params, state, x, padding):
+  mean = jax.tree.map(
+    lambda g: g.astype(int).astype(float),  # offence
+    mean_of(params, x),
+  )
+  return NOISE.update(mean, state)
 
 
 def does_not_clip(params, state, x, padding):
@@ -225,6 +233,10 @@ OFFENCES = {
   drops_what_is_long: ('select_n', 'bound each record inside of the clip'),
   chooses_by_a_sum: ('select_n', 'bound each record inside of the clip'),
   normalises_the_sum: (r'\w+', 'noise directly after the clip'),
+  counts_in_integers: (
+    'convert_element_type',
+    'between the clip and its noise',
+  ),
   does_not_clip: ('div', 'no clip bounds.*clipped_elsewhere'),
   adds_no_noise: ('sub', 'holds a clipped sum without noise'),
   adds_noise_of_zero: (None, 'standard deviation 0'),
@@ -295,7 +307,11 @@ def shapes_and_scales(params, state, x, padding):
   """All of it is linear, by public numbers."""
   mean = mean_of(params, x, padding)
   scaled = jnp.where(params['bias'] > 0, mean['w'] * 2, -mean['w'])
-  joined = jnp.concatenate([scaled.T.ravel()[1:], mean['bias']])
+  scaled = jax.lax.fori_loop(
+    0, params['bias'][0].astype(int), lambda _, x: x + x, scaled
+  )
+  narrow = mean['bias'].astype('bfloat16').astype('float32')
+  joined = jnp.concatenate([scaled.T.ravel()[1:], narrow])
   joined = jax.lax.dynamic_slice(jnp.pad(joined, 1), (1,), (7,))
   return NOISE.update((params['w'] @ mean['w'].T, joined[::-1].sum()), state)
 
@@ -309,9 +325,20 @@ def chooses_under_vmap(params, state, x, padding):
   return private_step(params, state, jax.vmap(of_one)(x), padding)
 
 
+def runs_a_kernel(params, state, x, padding):
+  """What it writes to is a part of its results."""
+
+  def double(x, out):
+    out[...] = 2 * x[...]
+
+  x = pallas.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+  return private_step(params, state, x, padding)
+
+
 @pytest.mark.parametrize(
   ('step', 'assumed'),
   [
+    (runs_a_kernel, None),
     (decides_by_what_is_drawn, 'depends on who was drawn'),
     (guards_what_is_released, None),
     (adds_parts_in_a_loop, None),

@@ -60,6 +60,10 @@ def test_groups_share_the_clip_norm(scale):
   ]
   assert np.ptp(weights[0]) > 0 < np.ptp(weights[1])
   assert_close(found, [weights[0], weights[1], weights[1]])
+  with pytest.raises(
+    ValueError, match=r'shares of one group or more, got \{\}'
+  ):
+    training.GroupClipping(LABELS, {})
 
 
 def test_groups_of_modules_that_are_stacked_together():

@@ -176,7 +176,7 @@ REFUSED = {
     dense(in_two_parts), r'Expected one clip before the noise at \w+\.py:',
   ),
   'a traced size': (traced(noise), r'None is one that is traced'),
-  'a traced clip norm': (traced(clip), r'clip norm at .* is traced, so that it'),
+  'a traced clip norm': (traced(clip), r'clip norm at .* is traced, so that'),
 }  # fmt: skip
 
 

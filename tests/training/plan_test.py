@@ -97,7 +97,12 @@ def test_users_cost_all_their_records():
 
 
 def test_the_table_shows_the_advice():
-  plan = training.plan(500, target_epsilon=2.0, delta=1e-4)
+  plan = training.plan(
+    500, target_epsilon=2.0, delta=1e-4, params={'w': jnp.zeros(3)},
+    memory_bytes=100.0, bytes_per_example=10.0,
+  )  # fmt: skip
+  # What fits, down to a power of two.
+  assert plan.arguments['execution'].microbatch_size == 8
   rows = [row for row in str(plan).splitlines() if row.startswith('>')]
   assert len(rows) == 1
   assert rows[0].split()[1:3] == [
@@ -109,4 +114,9 @@ def test_the_table_shows_the_advice():
 def test_warns_where_noise_hides_the_gradients():
   many = jax.ShapeDtypeStruct((400, 400), jnp.float32)
   with pytest.warns(UserWarning, match='200 records are few'):
-    training.plan(200, target_epsilon=1.0, delta=1e-4, params=many)
+    plan = training.plan(
+      200, target_epsilon=1.0, delta=1e-4, params=many, memory_bytes=1e9,
+      bytes_per_example=10.0,
+    )  # fmt: skip
+  # All of a batch fits.
+  assert plan.arguments['execution'].microbatch_size is None

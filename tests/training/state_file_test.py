@@ -80,7 +80,15 @@ def test_a_file_that_is_cut_or_foreign_is_refused(tmp_path):
   whole = path.read_bytes()
   np.savez(tmp_path / 'other.npz', a=np.zeros(3))
   other = (tmp_path / 'other.npz').read_bytes()
-  for data in (whole[: len(whole) // 2], b'', b'text', other):
+  with np.load(path) as stored:
+    arrays = dict(stored)
+  arrays['header'] = str(arrays['header']).replace('state 1', 'state 0')
+  np.savez(tmp_path / 'old.npz', **arrays)
+  old = (tmp_path / 'old.npz').read_bytes()
+  path.write_bytes(old)
+  with pytest.raises(ValueError, match="its format is 'prism_optax state 0'"):
+    training.load_state(path, TREE)
+  for data in (whole[: len(whole) // 2], b'', b'text', other, old):
     path.write_bytes(data)
     with pytest.raises(ValueError, match='a file of save_state'):
       training.load_state(path, TREE)

@@ -53,6 +53,7 @@ def test_without_their_class_it_is_no_optimizer_of_optax(monkeypatch):
   monkeypatch.setitem(sys.modules, 'jax_privacy.optimizers', None)
   optimizer = transforms.augmented_optimizer(_optimizer())
   assert not isinstance(optimizer, tuple)
+  assert not hasattr(optimizer, 'sensitivity')
   with pytest.raises(AttributeError, match='leave out `pre_clipping_transf'):
     newest_jax_privacy.as_augmented_optimizer(optimizer)
   with pytest.raises(AttributeError, match=r'`\.init` was read'):
