@@ -1,31 +1,32 @@
 """Regret: what a method loses when nothing is tuned on the private task.
 
-    python benchmarks/accuracy/regret.py --data FOLDER [--minutes N] [--table]
+    python -m benchmarks.accuracy.regret --data FOLDER [--minutes N] [--table]
 
-A recipe is the learning rate and the weight decay of adapters that are best on
-average over the tasks of ``CHOOSE`` at epsilon 3; steps and batch come from
-``training.plan``. All methods have b1 = .9 and a warm-up by 1 - b1^t, and
-DP-AdamW starts in the gauge of ``lora.canonicalize``. Regret is the accuracy of
-the best of all methods, each tuned on the task itself, less that of a method
-with its recipe. Only the tasks of ``REPORT`` and digits count, whose rows chose
-no recipe; intents are of the same texts as the domains of clinc150. Digits are
-the small network of ``digits.py``, where DP-AdamW starts from balanced factors,
-which are better for it there.
+A recipe is the learning rate, the weight decay and the start of the head that
+are best on average over the tasks of ``CHOOSE`` at epsilon 3; steps and batch
+come from ``training.plan``. A head starts from zero, or from a private release
+that has half of the budget. All methods have b1 = .9 and a warm-up by 1 - b1^t,
+and DP-AdamW starts in the gauge of ``lora.canonicalize``. Regret is the
+accuracy of the best of all methods, each tuned on the task itself, less that of
+a method with its recipe. Only the tasks of ``REPORT`` and digits count, whose
+rows chose no recipe; intents are of the same texts as the domains of clinc150.
+Digits are the small network of ``digits.py``, where DP-AdamW starts from
+balanced factors, which are better for it there.
 
 A row is the mean of its tokens below the top layer of MiniLM, with adapters on
-all six matrices of this layer and a trained head (``sentences.py``), so that a
-run takes seconds. ``ridge`` is one private release of a head and has nothing
-to tune. Rates are chosen on rows set aside by one seed, accuracies are those of
-other rows and five other seeds. DP-Muon is left out: the gradients of full
-matrices of each example take minutes a run.
+all six matrices of this layer and a head (``sentences.py``), so that a run
+takes seconds. Some cells are checked with all tokens, at the choices of the
+means. ``ridge`` is one private release of a head of the same rows and has
+nothing to tune. One seed and rows set aside choose on a task; accuracies are
+those of other rows and five other seeds. DP-Muon is left out: the gradients of
+full matrices of each example take minutes a run.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-import pathlib
 import statistics
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,14 +34,10 @@ import jax
 import numpy as np
 from scipy import stats
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.accuracy import digits, problems, sentences  # noqa: E402
-from benchmarks.accuracy.sentences import Setting  # noqa: E402
-from benchmarks.common import runner  # noqa: E402
-from prism_optax import accounting, training  # noqa: E402
-from prism_optax.contrib import heads  # noqa: E402
+from benchmarks.accuracy import digits, problems, sentences
+from benchmarks.accuracy.sentences import Setting
+from benchmarks.common import runner
+from prism_optax import accounting, training
 
 CHOOSE, REPORT = ('sst2', 'clinc150'), ('banking77', 'intents')
 # Rows that train, after those that choose and are reported were set aside.
@@ -55,6 +52,14 @@ RATES = {
   'linear probe': (1e-2, 3e-2, 1e-1, 3e-1),
 }
 DECAYS = (0.1, 1.0)
+# From zero, or from a release that has half of the budget.
+HEADS = ('trained', 'ridge')
+# Tasks, epsilons, and whether a row is the mean of its tokens.
+CELLS = (
+  *((task, EPSILONS[0], True) for task in CHOOSE + REPORT),
+  *((task, EPSILONS[0], False) for task in REPORT),
+  *((task, epsilon, True) for epsilon in EPSILONS[1:] for task in REPORT),
+)
 # Methods that have something to choose; and a head by itself.
 METHODS, RIDGE, DIGITS = tuple(RATES), 'ridge', 'digits'
 
@@ -83,13 +88,13 @@ def settings(task: str, method: str, epsilon: float) -> list[Setting]:
       seed=TUNING_SEED,
       steps=steps,
       batch=batch,
-      head='trained',
+      head=head,
       b1=0.9,
       weight_decay=decay,
       start='canonical' if method == 'dp-adamw' else 'default',
-      pooled=method != 'linear probe',
+      pooled=True,
     )
-    for rate, decay in itertools.product(RATES[method], DECAYS)
+    for head, rate, decay in itertools.product(HEADS, RATES[method], DECAYS)
     # A probe has no adapters that could decay.
     if method != 'linear probe' or decay == DECAYS[0]
   ]
@@ -109,50 +114,62 @@ def tuned(find: runner.Find, *which: Any) -> Setting:
   return runner.best(settings(*which), functools.partial(score, find))
 
 
-def recipe(find: runner.Find, method: str) -> tuple[float, float]:
-  """Rate and weight decay, best on average over the tasks that choose.
+def recipe(find: runner.Find, method: str) -> tuple[float, float, str]:
+  """Rate, weight decay and head, best on average over the tasks that choose.
+
+  One seed chooses rate and decay for each head, and all seeds choose the head,
+  because heads are too close for one.
 
   Raises:
     runner.Missing: If some were not run.
   """
-  cells = [settings(task, method, EPSILONS[0]) for task in CHOOSE]
-  scores = [[score(find, x) for x in cell] for cell in cells]
-  missing = [
-    x
-    for cell, row in zip(cells, scores, strict=True)
-    for x, y in zip(cell, row, strict=True)
-    if y is None
-  ]
-  if missing:
-    raise runner.Missing(missing)
-  best = cells[0][int(np.argmax(np.mean(scores, 0)))]
-  return best.rate, best.weight_decay
+  finalists = []
+  for head in HEADS:
+    cells = [
+      [x for x in settings(task, method, EPSILONS[0]) if x.head == head]
+      for task in CHOOSE
+    ]
+    scores = [[score(find, x) for x in cell] for cell in cells]
+    missing = [
+      x
+      for cell, row in zip(cells, scores, strict=True)
+      for x, y in zip(cell, row, strict=True)
+      if y is None
+    ]
+    if missing:
+      raise runner.Missing(missing)
+    at = int(np.argmax(np.mean(scores, 0)))
+    finalists.append([cell[at] for cell in cells])
+  best, _ = max(
+    finalists,
+    key=lambda x: np.mean([accuracies(find, setting) for setting in x]),
+  )
+  return best.rate, best.weight_decay, best.head
 
 
 def by_recipe(find: runner.Find, *which: Any) -> Setting:
   """A method on a task as its recipe has it."""
-  rate, decay = recipe(find, which[1])
+  rate, decay, head = recipe(find, which[1])
   chosen = settings(*which)[0]
-  return dataclasses.replace(chosen, rate=rate, weight_decay=decay)
+  return dataclasses.replace(chosen, rate=rate, weight_decay=decay, head=head)
 
 
 def plan(find: runner.Find) -> Iterator[dict[str, Any]]:
   """All runs that are known to be wanted; those that choose come first."""
-  for epsilon in EPSILONS:
-    chosen = []
-    for task, method in itertools.product(CHOOSE + REPORT, METHODS):
-      for choose in (tuned, by_recipe):
-        try:
-          chosen.append(choose(find, task, method, epsilon))
-        except runner.Missing as missing:
-          yield from map(dataclasses.asdict, missing.settings)
-    chosen += [ridge_of(task, epsilon) for task in CHOOSE + REPORT]
+  for task, epsilon, pooled in CELLS:
+    chosen = [ridge_of(task, epsilon)]
+    for method, choose in itertools.product(METHODS, (tuned, by_recipe)):
+      try:
+        chosen.append(choose(find, task, method, epsilon))
+      except runner.Missing as missing:
+        yield from map(dataclasses.asdict, missing.settings)
     for seed, setting in itertools.product(SEEDS, chosen):
-      yield dataclasses.asdict(dataclasses.replace(setting, seed=seed))
+      setting = dataclasses.replace(setting, seed=seed, pooled=pooled)
+      yield dataclasses.asdict(setting)
 
 
 def ridge_of(task: str, epsilon: float) -> Setting:
-  return Setting(task=task, method=RIDGE, epsilon=epsilon)
+  return Setting(task=task, method=RIDGE, epsilon=epsilon, pooled=True)
 
 
 def measure(setting: Setting, folders: runner.Folders) -> dict[str, Any]:
@@ -161,20 +178,13 @@ def measure(setting: Setting, folders: runner.Folders) -> dict[str, Any]:
     found = sentences.execute(setting, folders)
     del found['scores']
     return found
-  probe = dataclasses.replace(setting, method='linear probe')
-  given = sentences.problem_of(probe, folders)
-  vectors, _, labels = given.train
-  parts = np.array_split(np.arange(len(labels)), 1 + len(labels) // 2000)
+  given = sentences.problem_of(
+    dataclasses.replace(setting, method='linear probe'), folders
+  )
   sigma = accounting.calibrate_noise_multiplier(
     setting.epsilon, sentences.DELTA, 1.0, 1
   )
-  head = heads.ridge(
-    [(vectors[rows], labels[rows]) for rows in parts],
-    num_classes=given.classes,
-    noise_multiplier=sigma,
-    dataset_size=len(labels),
-    prng_key=jax.random.key(setting.seed),
-  )
+  head = sentences.ridge(given, sigma, jax.random.key(setting.seed))
 
   def right(rows: problems.Rows) -> float:
     guesses = np.argmax(rows[0] @ np.asarray(head.kernel), 1)
@@ -208,22 +218,34 @@ class Cell:
   Attributes:
     task: Its name.
     epsilon: At ``sentences.DELTA``; of digits at 1e-4.
+    pooled: Whether a text is the mean of its tokens.
     tuned: Mean accuracy of each method that is tuned on this task.
     untuned: Accuracies of each method with its recipe, by seed.
   """
 
   task: str
   epsilon: float
+  pooled: bool
   tuned: dict[str, float]
   untuned: dict[str, list[float]]
 
   @property
+  def is_counted(self) -> bool:
+    """Whether it is a text that chose no recipe."""
+    return self.task in REPORT
+
+  @property
+  def best(self) -> float:
+    """Accuracy of the best method; one release of a head is tuned as it is."""
+    ridge = [statistics.mean(y) for x, y in self.untuned.items() if x == RIDGE]
+    return max(*self.tuned.values(), *ridge)
+
+  @property
   def regrets(self) -> dict[str, float]:
     """Points that each method loses by its recipe."""
-    means = {x: statistics.mean(y) for x, y in self.untuned.items()}
-    # A head by one release has nothing to tune.
-    top = max(*self.tuned.values(), means.get(RIDGE, 0.0))
-    return {x: 100 * (top - y) for x, y in means.items()}
+    return {
+      x: 100 * (self.best - statistics.mean(y)) for x, y in self.untuned.items()
+    }
 
   @property
   def lead(self) -> tuple[float, float]:
@@ -236,33 +258,38 @@ class Cell:
 
 def cells(find: runner.Find, of_digits: runner.Find) -> list[Cell]:
   """All whose rows are there."""
+  makes = [functools.partial(cell_of_texts, find, *x) for x in CELLS]
+  makes += [
+    functools.partial(cell_of_digits, find, of_digits, x)
+    for x in sorted(EPSILONS)
+  ]
   found = []
-  for task, epsilon in itertools.product(
-    (*CHOOSE, *REPORT, DIGITS), sorted(EPSILONS)
-  ):
-    try:
-      if task == DIGITS:
-        found.append(cell_of_digits(find, of_digits, epsilon))
-      else:
-        found.append(cell_of_texts(find, task, epsilon))
-    except runner.Missing:
-      pass
+  for make in makes:
+    with contextlib.suppress(runner.Missing):
+      found.append(make())
   return found
 
 
-def cell_of_texts(find: runner.Find, task: str, epsilon: float) -> Cell:
+def cell_of_texts(
+  find: runner.Find, task: str, epsilon: float, pooled: bool
+) -> Cell:
   """From the rows here.
 
   Raises:
     runner.Missing: If some are not there.
   """
+
+  def reported(setting: Setting) -> list[float]:
+    return accuracies(find, dataclasses.replace(setting, pooled=pooled))
+
   which = {x: (find, task, x, epsilon) for x in METHODS}
-  untuned = {x: accuracies(find, by_recipe(*y)) for x, y in which.items()}
+  untuned = {x: reported(by_recipe(*y)) for x, y in which.items()}
   return Cell(
     task,
     epsilon,
-    {x: statistics.mean(accuracies(find, tuned(*y))) for x, y in which.items()},
-    {**untuned, RIDGE: accuracies(find, ridge_of(task, epsilon))},
+    pooled,
+    {x: statistics.mean(reported(tuned(*y))) for x, y in which.items()},
+    {**untuned, RIDGE: reported(ridge_of(task, epsilon))},
   )
 
 
@@ -281,11 +308,15 @@ def cell_of_digits(
     if None in rows:
       raise runner.Missing(each)
     tuned[method] = max(rows, key=lambda x: x['tuning accuracy'])['accuracy']
-    rate, decay = recipe(find, method)
+    rate, decay, _ = recipe(find, method)
     row = rows[DECAYS.index(decay)]
     at = row['rates'].index(rate)
     untuned[method] = row['accuracies by rate and seed'][at]
-  return Cell(DIGITS, epsilon, tuned, untuned)
+  return Cell(DIGITS, epsilon, True, tuned, untuned)
+
+
+def named(word: str, pooled: bool) -> str:
+  return word if pooled else f'{word}, all tokens'
 
 
 def table(found: list[Cell]) -> str:
@@ -298,23 +329,26 @@ def table(found: list[Cell]) -> str:
   corrected = holm([x.lead[1] for x in found])
   rows = [
     [
-      x.task,
+      named(x.task, x.pooled),
       x.epsilon,
-      f'{max(x.tuned.values()):.3f}',
+      f'{x.best:.3f}',
       *(f'{x.regrets[y]:.1f}' if y in x.regrets else '' for y in names),
       f'{x.lead[0]:+.1f}',
       f'{p:.3f}' if p >= 0.001 else '<.001',
     ]
     for x, p in zip(found, corrected, strict=True)
   ]
-  counted = [x.regrets for x in found if x.task in REPORT]
-  for word, reduce in (('mean', statistics.mean), ('worst', max)):
-    if counted:
-      of_names = ([x[y] for x in counted] for y in names)
-      rows.append([word, '', '', *(f'{reduce(x):.1f}' for x in of_names)])
-      rows[-1] += ['', '']
+  for pooled in (True, False):
+    counted = [x.regrets for x in found if x.is_counted and x.pooled == pooled]
+    for word, reduce in (('mean', statistics.mean), ('worst', max)):
+      if counted:
+        of_names = ([x[y] for x in counted] for y in names)
+        rows.append(
+          [named(word, pooled), '', '', *(f'{reduce(x):.1f}' for x in of_names)]
+        )
+        rows[-1] += ['', '']
   return runner.markdown(
-    ['task', 'epsilon', 'best tuned', *names, 'prism - dp-adamw', 'p'], rows
+    ['task', 'epsilon', 'best', *names, 'prism - dp-adamw', 'p'], rows
   )
 
 

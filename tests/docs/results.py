@@ -121,14 +121,25 @@ def regret_table() -> str:
   return regret.table(cells_of_regret())
 
 
-def regrets_of_texts(method: str) -> list[float]:
+def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
   """Points by which a recipe is behind the best, on texts that chose none."""
-  found = cells_of_regret()
-  return [x.regrets[method] for x in found if x.task in regret.REPORT]
+  return [
+    x.regrets[method]
+    for x in cells_of_regret()
+    if x.is_counted and x.pooled == pooled
+  ]
 
 
-def chosen_by_recipe(method: str) -> tuple[float, float]:
-  """Rate and decay."""
+def rows_of_regret(method: str, **fields: Any) -> float:
+  """Mean accuracy over the seeds that are reported."""
+  found = rows('regret', method=method, **fields)
+  return statistics.mean(
+    x['test accuracy'] for x in found if x.get('seed', 100) in regret.SEEDS
+  )
+
+
+def chosen_by_recipe(method: str) -> tuple[float, float, str]:
+  """Rate, decay and head."""
   return regret.recipe(
     runner.Store(RESULTS / 'regret.json', TEXTS).find, method
   )

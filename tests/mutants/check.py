@@ -153,10 +153,11 @@ def killer(folder: pathlib.Path, tests: list[str], first: str = '') -> str:
       )
     except subprocess.TimeoutExpired:
       continue  # Too many tests: one that hangs has failed before.
-    if status in (3, 4):  # Pytest itself failed: no evidence.
+    found = re.search(r'^(?:FAILED|ERROR) (\S+)', printed, re.M)
+    # Pytest itself failed, or the process that ran it: no evidence.
+    if status in (3, 4) or (status == 1 and not found):
       raise RuntimeError(printed[-2000:])
     if status not in (0, 5):  # 5: none was selected.
-      found = re.search(r'^(?:FAILED|ERROR) (\S+)', printed, re.M)
       return found[1] if found else f'exit status {status}'
   return ''
 
