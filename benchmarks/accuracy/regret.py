@@ -129,15 +129,10 @@ def recipe(find: runner.Find, method: str) -> tuple[float, float, str]:
       [x for x in settings(task, method, EPSILONS[0]) if x.head == head]
       for task in CHOOSE
     ]
-    scores = [[score(find, x) for x in cell] for cell in cells]
-    missing = [
-      x
-      for cell, row in zip(cells, scores, strict=True)
-      for x, y in zip(cell, row, strict=True)
-      if y is None
-    ]
+    missing = [x for cell in cells for x in cell if score(find, x) is None]
     if missing:
       raise runner.Missing(missing)
+    scores = [[score(find, x) for x in cell] for cell in cells]
     at = int(np.argmax(np.mean(scores, 0)))
     finalists.append([cell[at] for cell in cells])
   best, _ = max(
@@ -342,11 +337,9 @@ def table(found: list[Cell]) -> str:
     counted = [x.regrets for x in found if x.is_counted and x.pooled == pooled]
     for word, reduce in (('mean', statistics.mean), ('worst', max)):
       if counted:
-        of_names = ([x[y] for x in counted] for y in names)
-        rows.append(
-          [named(word, pooled), '', '', *(f'{reduce(x):.1f}' for x in of_names)]
-        )
-        rows[-1] += ['', '']
+        each = [reduce([x[y] for x in counted]) for y in names]
+        numbers = [f'{x:.1f}' for x in each]
+        rows.append([named(word, pooled), '', '', *numbers, '', ''])
   return runner.markdown(
     ['task', 'epsilon', 'best', *names, 'prism - dp-adamw', 'p'], rows
   )

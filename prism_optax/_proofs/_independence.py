@@ -125,7 +125,7 @@ def prove_independent(
   a ``while`` until all are finished  proved; the proof assumes that nobody
                                       measures its time
   a closed-over array with B rows     taken for the same for all; refused if it
-                                      is combined with rows of the batch
+                                      is combined, as it is, with the batch
   a closed-over argument              refused, if it is one of the batch
   keys of examples, not Threefry      refused: others draw for all at once
   ==================================  =========================================
