@@ -7,6 +7,7 @@ import os
 import jax
 import numpy as np
 
+from prism_optax._types import ArrayTree
 from prism_optax.training import _fingerprint
 from prism_optax.training._fingerprint import Fingerprint
 from prism_optax.training._journal import Count, Journal
@@ -25,7 +26,7 @@ class Owner:
   def __init__(self, parts: Parts) -> None:
     words = repr((parts.settings, jax.tree.map(described, parts.shapes)))
     self.settings = _fingerprint.words(words)
-    self._optimizer: jax.tree_util.PyTreeDef = jax.tree.structure(
+    self._optimizer = _shapes(
       jax.eval_shape(parts.transformation.init, parts.shapes)
     )
     self._tags = parts.settings.tags
@@ -57,7 +58,7 @@ class Owner:
         f'{f"; here {tags}" if tags else ""}). Got {type(state).__name__} of'
         ' another.'
       )
-    if jax.tree.structure(state.optimizer) != self._optimizer:
+    if _shapes(state.optimizer) != self._optimizer:
       raise _another(['program'])
 
   def check_fits(self, state: TrainingState, found: Fingerprint) -> None:
@@ -115,6 +116,11 @@ class Owner:
     """Says which run a state is of, and tells nothing of its seed."""
     seed = np.asarray(state.seed, np.uint32).tobytes()
     return hashlib.sha256(seed + self.settings.tobytes()).digest()
+
+
+def _shapes(state: ArrayTree) -> list[tuple[int, ...]]:
+  """Of the leaves alone, because trainers hold them in trees of their own."""
+  return [np.shape(x) for x in jax.tree.leaves(state)]
 
 
 def _another(parts: list[str]) -> ValueError:
