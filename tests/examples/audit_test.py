@@ -88,7 +88,7 @@ def test_bounds_are_those_of_the_source():
 def test_it_runs_and_says_what_it_can_show(capsys, tmp_path):
   """Without noise the claim of 3 falls."""
   path = tmp_path / 'scores.png'
-  claim, rows = audit.main(20, planted=0.0, canaries=500, seed=0, plot=path)
+  claim, rows = audit.main(planted=0.0, canaries=500, seed=0, plot=path)
   assert path.stat().st_size
   assert claim <= audit.train.EPSILON
   printed = capsys.readouterr().out
