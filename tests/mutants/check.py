@@ -154,8 +154,10 @@ def killer(folder: pathlib.Path, tests: list[str], first: str = '') -> str:
     except subprocess.TimeoutExpired:
       continue  # Too many tests: one that hangs has failed before.
     found = re.search(r'^(?:FAILED|ERROR) (\S+)', printed, re.M)
+    # What ends a test that hangs ends pytest with it, before any summary.
+    hung = '+ Timeout +' in printed
     # Pytest itself failed, or the process that ran it: no evidence.
-    if status in (3, 4) or (status == 1 and not found):
+    if status in (3, 4) or (status == 1 and not (found or hung)):
       raise RuntimeError(printed[-2000:])
     if status not in (0, 5):  # 5: none was selected.
       return found[1] if found else f'exit status {status}'
