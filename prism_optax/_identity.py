@@ -56,8 +56,8 @@ def digest_of_key(prng_key: jax.Array) -> str:
   whoever tries some. It cannot be otherwise for a digest that shows, without a
   secret, that two keys are one; and who can try the key can also subtract its
   noise from what was released and look whether records are left. A release of
-  a given key says so (``seeded``), and its statements are void for all who can
-  find the key.
+  a given key says so (``seeded``), and its statements are no guarantee against
+  anyone who can find the key.
   """
   words = np.asarray(jnp.stack(_keys.key_words(prng_key)), np.uint32)
   domain = b'prism_optax: key of a release\0'
