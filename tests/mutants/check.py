@@ -66,7 +66,9 @@ NEAR = {
   'transforms': 'laws transforms aliases integration audit',
   'transforms/_chain': 'core/trail_test.py transforms/chain_order_test.py',
 }
-FAST, SLOW = ('-m', 'not slow'), ('-m', 'slow')
+# Several times what the dearest test takes, since a mutant may hang.
+FAST = ('--timeout=60', '-m', 'not slow')
+SLOW = ('--timeout=200', '-m', 'slow')
 TIMEOUT = 1500  # Seconds for the tests of a mutant.
 
 
@@ -144,9 +146,9 @@ def killer(folder: pathlib.Path, tests: list[str], first: str = '') -> str:
   file, _, words = first.partition(' ')
   stages = [(FAST, tests), (FAST, ['tests']), (SLOW, tests)]
   if first and (folder / 'tests' / file).exists():
-    stages.insert(0, (('-k', words), [f'tests/{file}']))
+    stages.insert(0, ((*SLOW[:1], '-k', words), [f'tests/{file}']))
   for marked, chosen in stages:
-    options = ('-x', '--timeout=200', '--timeout-method=thread', *marked)
+    options = ('-x', '--timeout-method=thread', *marked)
     try:
       status, printed = copies.run_tests(
         folder, *options, *chosen, timeout=TIMEOUT
