@@ -10,6 +10,7 @@ import pytest
 
 import prism_optax
 from prism_optax import lora
+from tests import cases
 from tests.oracles import optimizer_oracles, oracles, problems
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -68,9 +69,9 @@ def clipped_mean(problem, points, grads, padding=None):
 
 def assert_same_trajectory(
   problem, start, update, state, *, steps=20, learning_rate=0.05,
-  weight_decay=0.1, layout=None, padding=None, **options,
+  weight_decay=0.1, layout=None, padding=None, regauge=lambda x: x, **options,
 ):  # fmt: skip
-  """Trains factors and the oracle on the same data and noise."""
+  """Trains factors, changed before each step, and the oracle on the same."""
   params = problem.params(*start)
   oracle = optimizer_oracles.PrismOracle(
     problem.points(params), problem.ranks, start[1:],
@@ -81,6 +82,7 @@ def assert_same_trajectory(
   init_noise, update_noise = privatizer(layout)
   noise_state = init_noise(params)
   for step in range(steps):
+    params = regauge(params)
     grads = problem.gradients(step, problem.dense(params))
     factor_grads = problem.factor_gradients(params, grads)
     released, _ = release(layout)(
@@ -149,7 +151,9 @@ OPTIONS = {
 }
 
 
-def follow_traced(seed, make, steps=20, padding=(), **options):
+def follow_traced(
+  seed, make, steps=20, padding=(), regauge=lambda x: x, **options
+):
   """Hyper-parameters as arrays, so that all of these compile once."""
   problem = problems.Problem(ONE_SHAPE, seed=seed)
   factors, extra = problem.start()
@@ -165,8 +169,9 @@ def follow_traced(seed, make, steps=20, padding=(), **options):
   padding = np.isin(np.arange(problem.batch), padding)
   update = functools.partial(traced_update, padding=padding, **arrays)
   assert_same_trajectory(
-    problem, start, update, state, steps=steps, padding=padding, **everything
-  )
+    problem, start, update, state, steps=steps, padding=padding,
+    regauge=regauge, **everything,
+  )  # fmt: skip
 
 
 @pytest.mark.parametrize('options', OPTIONS)
@@ -198,3 +203,29 @@ def mixed(factors):
 def test_prism_follows_the_oracle_from_deficient_factors(make):
   """The first step is one-sided, and the noise it has seen is, too."""
   follow_traced(1, make)
+
+
+@pytest.mark.parametrize(
+  ('condition', 'scale', 'steps'),
+  [(1e3, 1e3, 1), (1e6, 1, 1), (10, 1, 50), (1e3, 1, 50)],
+)
+def test_the_gauge_may_change_before_every_step(condition, scale, steps):
+  """So that what is carried from step to step is transported rightly.
+
+  The oracle knows no gauge.
+  """
+  rng, left = np.random.default_rng(4), [True] * steps  # One: the start alone.
+
+  def regauge(params):
+    if not left:
+      return params
+    left.pop()
+    factors = [
+      oracles.change_gauge(
+        x, oracles.random_gauge(rng, x[0].shape[1], condition, scale)
+      )
+      for x in cases.factors_of(params)
+    ]
+    return cases.tree_of(factors, params['extra'])
+
+  follow_traced(0, list, steps=50, regauge=regauge)

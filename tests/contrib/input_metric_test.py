@@ -1,9 +1,7 @@
 """The metric of the inputs: its release, and the change of variables."""
 
-import dataclasses
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 import scipy.stats
-from dp_accounting import ComposedDpEvent, GaussianDpEvent
+from dp_accounting import GaussianDpEvent
 
-from prism_optax import accounting, contrib
+from prism_optax import contrib
 from tests import cases
 from tests.core import seams
 
@@ -173,84 +171,14 @@ def test_change_of_variables_and_back():
   )
 
 
-METRIC = contrib.InputMetric(
-  {'layer': jnp.asarray(np.linalg.qr(_rng.normal(size=(6, 2)))[0])},
-  {'layer': jnp.array([0.25, 0.5])},
-  noise_multiplier=5.0,
-  entries=21,
-  dataset_size=cases.N,
-  digest='values',
-  key_digest='key',
-)
-
-
-@pytest.mark.parametrize('batched', [False, True])
-def test_a_training_in_the_metric_is_one_on_changed_inputs(batched):
-  """Of the adapter; the frozen weights read the inputs as they are."""
-  s = np.float32(dense(METRIC, 'layer'))
-
-  def on_changed_inputs(params, frozen, x, y):
-    pair = params['layer']
-    z = x @ frozen + (x @ s) @ pair['lora_a'] @ pair['lora_b'] + params['head']
-    return jnp.sum((z - y) ** 2)
-
-  def of_batch(copies, frozen, x, y):
-    return jax.vmap(cases.loss, (0, None, 0, 0))(copies, frozen, x, y)
-
-  make = optax.sgd(0.1)
-  private, again = (
-    cases.make(
-      make,
-      loss=of_batch if batched else cases.loss,
-      batched_loss=batched,
-      change_of_variables=METRIC,
-    )
-    for _ in range(2)
-  )
-  found = cases.by_keys_alone(private)
-  expected = cases.by_keys_alone(cases.make(make, loss=on_changed_inputs))
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
-    found,
-    expected,
-  )
-  adapters = again.adapters(again.init(found))
-  assert_same(adapters['layer']['lora_b'], found['layer']['lora_b'])
-  np.testing.assert_allclose(
-    adapters['layer']['lora_a'], s @ found['layer']['lora_a'], atol=1e-5
-  )
-
-
 def test_the_release_is_part_of_what_is_accounted_for():
-  make = optax.sgd(0.1)
-  private = cases.make(make, change_of_variables=METRIC)
-  together = ComposedDpEvent([cases.make(make).event(), METRIC.event])
-  assert private.event() == together
-  # Before the first step the metric has been released already.
-  state = private.init(cases.PARAMS)
-  start = accounting.epsilon(METRIC.event, 1e-4)
-  assert private.epsilon(0) == pytest.approx(start, rel=1e-6)
-  found = re.match(
-    r'epsilon <= ([\d.]+) at .*, 0 of 3 steps .* and a change of variables',
-    private.statement(state, stop_was_fixed=True),
-  )
-  assert start <= float(found[1]) <= start + 1.1e-3
-  # Of another metric it is another run.
-  scales = {'layer': jnp.ones(2)}
-  other = dataclasses.replace(METRIC, scales=scales)
-  with pytest.raises(ValueError, match='state of this training'):
-    cases.make(make, change_of_variables=other).adapters(state)
-  # One of records is not one of their users.
-  with pytest.raises(
-    ValueError, match=f'InputMetric of {cases.N} for dataset_size=9'
-  ):
-    cases.make(
-      make,
-      change_of_variables=METRIC,
-      dataset_size=9,
-      examples_per_user=30,
-      expected_batch_size=3,
-    )
+  """Any change of variables is in training/prior_releases_test.py."""
+  metric = release([INPUTS], noise_multiplier=5.0)
+  options = {'dataset_size': N, 'change_of_variables': metric, 'delta': 1e-3}
+  private = cases.make(optax.sgd(0.1), params=PARAMS, **options)
+  assert private.event().events[1] == GaussianDpEvent(5.0)
+  with pytest.raises(ValueError, match=f'InputMetric of {N} for dataset_size'):
+    cases.make(optax.sgd(0.1), **options | {'dataset_size': cases.N})
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class Scaled:
     return jax.tree.map(lambda x: self.scale * x, variables)
 
 
-def test_any_object_with_the_attributes_is_a_change_of_variables():
+@pytest.mark.parametrize('batched', [False, True])
+def test_any_object_with_the_attributes_is_a_change_of_variables(batched):
   change = Scaled(jnp.float32(2))
   private = unsampled(change_of_variables=change)
   assert private.event() == ComposedDpEvent([unsampled().event(), change.event])
@@ -81,7 +82,15 @@ def test_any_object_with_the_attributes_is_a_change_of_variables():
   cases.assert_same_bits(
     private.adapters(state), change.to_params(cases.PARAMS)
   )
-  found = cases.by_keys_alone(unsampled(change_of_variables=change))
+  # Of other numbers it is another run, whatever its digest says.
+  with pytest.raises(ValueError, match='state of this training'):
+    unsampled(change_of_variables=Scaled(jnp.float32(3))).adapters(state)
+
+  def losses(copies, frozen, x, y):
+    return jax.vmap(cases.loss, (0, None, 0, 0))(copies, frozen, x, y)
+
+  options = {'loss': losses, 'batched_loss': True} if batched else {}
+  found = cases.by_keys_alone(unsampled(change_of_variables=change, **options))
 
   def loss(variables, *data):
     return cases.loss(change.to_params(variables), *data)

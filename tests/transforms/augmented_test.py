@@ -3,6 +3,7 @@
 import sys
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -24,18 +25,29 @@ def _optimizer():
   )
 
 
-def test_it_unpacks_for_a_trainer():
-  """Of a class that the library cannot know."""
-  init, inner, pre_clipping_transform = transforms.augmented_optimizer(
-    _optimizer()
-  )
+@pytest.mark.usefixtures('x64')
+def test_it_walks_as_the_gradient_in_tangent_coordinates_says():
+  """The state alone, which is one step ahead, stands for the parameters."""
+  inner = optax.chain(optax.scale(-0.1), prism_optax.retract())
+  # Of a class that the library cannot know, it unpacks for a trainer.
+  init, update, pre_clipping_transform = transforms.augmented_optimizer(inner)
+  params = cases.adapters([(9, 7, 3)] * 2, dtype=jnp.float64)
 
-  def update(grads, params):
-    state = init(params)
-    return inner(pre_clipping_transform(state)(grads), state, params)
+  @jax.jit
+  def step(grads, state, params):
+    x = pre_clipping_transform(state)(grads)
+    wanted = prism_optax.tangent_coordinates(params)(grads)
+    found, state = update(x, state, params)
+    updates, _ = inner.update(wanted, inner.init(params), params)
+    # Turns of fixed coordinates keep norms.
+    norms = optax.tree.norm(x), optax.tree.norm(wanted)
+    return (found, norms[0]), (updates, norms[1]), state
 
-  updates, _ = jax.eval_shape(update, PARAMS, PARAMS)
-  assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+  state = init(params)
+  for seed in range(3):
+    found, wanted, state = step(cases.normal(params, seed), state, params)
+    cases.assert_close(found, wanted, 1e-12)
+    params = optax.apply_updates(params, found[0])
 
 
 @pytest.mark.parametrize('kind', newest_jax_privacy.modules())
