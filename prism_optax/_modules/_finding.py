@@ -312,8 +312,8 @@ def warn_if_mostly_no_adapters(
   sizes = [math.prod(np.shape(leaf)) for leaf in leaves]
   found = _mostly_no_adapters(modules, names, sizes)
   if found is not None:
-    # To whoever called the function that calls this one.
-    warnings.warn(found, stacklevel=3)
+    # To whoever called `make_private`, which is called by a wrapper.
+    warnings.warn(found, stacklevel=4)
 
 
 def describe_pairs(params: optax.Params, *, layout: LayoutLike = None) -> str:

@@ -52,11 +52,6 @@ def source(tmp_path_factory):
   return pretrained.find(str(folder))
 
 
-@pytest.fixture(scope='module')
-def model(source):
-  return language_layers.load(source, layers=2, rank=2)
-
-
 # Of three layers: one, two, and nothing below.
 @pytest.mark.parametrize('layers', [1, 2, 3])
 def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
@@ -96,9 +91,8 @@ def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
 
 @pytest.mark.parametrize('method', ['prism+rows', 'dp-adamw', 'adamw'])
 @pytest.mark.slow
-def test_a_run_trains(method, model, tmp_path, monkeypatch):
+def test_a_run_trains(method, tmp_path, monkeypatch):
   """Over adapters of one layer."""
-  del model
   folder = language_models.write(tmp_path / 'model')
   (tmp_path / 'rows.jsonl').write_text(
     '\n'.join(map(json.dumps, ROWS)) + '\n', 'utf-8'

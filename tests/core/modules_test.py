@@ -1,14 +1,12 @@
 """Between trees, leaves and stacks: nothing is lost, mixed up or rescaled."""
 
 import itertools
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax._modules import _finding
 from prism_optax._modules._layout import LeafAxes
 from prism_optax._modules._tree import ModuleTree
 
@@ -98,17 +96,3 @@ def test_same_shapes_share_a_stack_and_trees_come_back():
   back = tree.tree(stacks)
   jax.tree.map(np.testing.assert_array_equal, back, params)
   assert back['head'].dtype == jnp.float32
-
-
-def test_a_warning_points_at_who_called_the_caller():
-  def make_private(params):
-    _finding.warn_if_mostly_no_adapters(params)
-
-  pair = _params(np.random.default_rng(0))['k']
-  with pytest.warns(UserWarning, match='d/kernel, the weights') as caught:
-    make_private({'d': pair | {'kernel': jnp.ones((6, 5))}})
-  assert caught[0].filename == __file__
-  with warnings.catch_warnings():
-    warnings.simplefilter('error')
-    make_private({'d': pair})
-    make_private({'kernel': jnp.ones((6, 5))})  # No adapters are meant.

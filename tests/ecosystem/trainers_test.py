@@ -20,14 +20,6 @@ CONSTANTS = {
 }  # fmt: skip
 
 
-def whole_run(made, params, frozen):
-  """The state after a run without any trainer."""
-  state = made.init(params)
-  for batch in made.batches(state, DATA):
-    state = made.step(state, batch, frozen)
-  return state
-
-
 def test_an_nnx_optimizer_holds_the_run():
   model = nnx.LoRALinear(6, 5, lora_rank=2, rngs=nnx.Rngs(0))
   graph, params, frozen = nnx.split(model, nnx.LoRAParam, ...)
@@ -47,7 +39,9 @@ def test_an_nnx_optimizer_holds_the_run():
   def update(updates, state, params=None):
     raise ValueError('Gradients are made in PrivateTraining.step.')
 
-  end = whole_run(private(), jax.tree.map(jnp.copy, params), frozen)
+  end = cases.trained(
+    (made := private()), made.init(jax.tree.map(jnp.copy, params)), DATA, frozen
+  )
   adapters.assert_all_move(params, end.params)
   made = private()
   holder = optax.GradientTransformation(made.init, update)
@@ -86,4 +80,4 @@ def test_active_dropout_is_refused_by_name(closed_over):
   with pytest.raises(
     ValueError, match=r'nnx\.Dropout does, .* model\.eval\(\)'
   ):
-    whole_run(made, params, random)
+    cases.trained(made, made.init(params), DATA, random)

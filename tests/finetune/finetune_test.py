@@ -223,6 +223,10 @@ def test_bad_options_are_named_with_their_value(
     (['--rank', '9'], 'rank <= 8'),
     (['--max-length', '17'], '--max-length <= 16, got 17'),
     (['--model', 'nowhere'], '--model nowhere: there is no such folder.'),
+    (['--mesh', 'model=2'], '--mesh: expected data=N with N >= 1, got model=2'),
+    (['--mesh', 'data=0'], '--mesh: expected data=N with N >= 1'),
+    (['--mesh', 'data=3'], 'to be a multiple of the 3 devices'),
+    (['--mesh', 'data=8'], '--mesh asks for 8 devices, but there are 1'),
     (['--model', 'org/net'], 'hf download org/net --local-dir net, and --mod'),
   ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import struct
 import sys
 
 import jax
@@ -388,35 +387,14 @@ def test_a_configuration_that_is_no_json(tmp_path, text):
     lora.load_peft(tmp_path)
 
 
-def _header(data, **change):
-  """The file with another header entry for its first tensor."""
-  (size,) = struct.unpack('<Q', data[:8])
-  header = json.loads(data[8 : 8 + size])
-  first = next(k for k in header if k != '__metadata__')
-  header[first] |= change
-  text = json.dumps(header).encode()
-  return struct.pack('<Q', len(text)) + text + data[8 + size :]
-
-
-DAMAGE = {
-  'empty': lambda data: b'',
-  'header of the header cut': lambda data: data[:5],
-  'cut': lambda data: data[:-3],
-  'huge header': lambda data: b'\xff' * 8 + data[8:],
-  'offsets outside': lambda data: _header(data, data_offsets=[0, 10**9]),
-  'another shape': lambda data: _header(data, shape=[2, 7]),
-  'overflowing shape': lambda data: _header(data, shape=[2**62, 2**62]),
-  'unknown type': lambda data: _header(data, dtype='F99'),
-  'a pickle': lambda data: b'\x80\x04K\x01.',
-}
-
-
-@pytest.mark.parametrize('damage', DAMAGE)
-def test_a_damaged_file_is_refused(tmp_path, damage):
+def test_a_damaged_file_is_refused(tmp_path):
+  """Any bytes are in properties/peft_test.py."""
   path = _folder(tmp_path) / TENSORS
-  path.write_bytes(DAMAGE[damage](path.read_bytes()))
-  with pytest.raises(ValueError, match=rf'{TENSORS}: is no whole safetensors'):
-    lora.load_peft(tmp_path)
+  data = path.read_bytes()
+  for damaged in (b'', data[:5], data[:-3], b'\xff' * 8 + data[8:]):
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=f'{TENSORS}: is no whole safetensors'):
+      lora.load_peft(tmp_path)
 
 
 def test_missing_files_are_named(tmp_path):

@@ -9,12 +9,16 @@ import math
 import numpy as np
 
 
+def weights(degree):
+  """Coefficients of p_kappa."""
+  return [math.comb(2 * s, s) / 4**s for s in range(degree + 1)]
+
+
 def polynomial(matrix, degree):
   """p_kappa of a symmetric matrix, as the sum of its definition."""
   rest = np.eye(len(matrix)) - matrix
   total = np.zeros_like(matrix)
-  for s in range(degree + 1):
-    weight = math.factorial(2 * s) / (4**s * math.factorial(s) ** 2)
+  for s, weight in enumerate(weights(degree)):
     total = total + weight * np.linalg.matrix_power(rest, s)
   return total
 
@@ -36,14 +40,7 @@ def orthogonalize(matrix, degree, steps, normalize='max1'):
 
 def singular_values(values, degree, steps):
   """What the iteration makes of singular values, one scalar at a time."""
-  values = np.asarray(values, np.float64)
-  for _ in range(steps):
-    total = np.zeros_like(values)
-    for s in range(degree + 1):
-      weight = math.factorial(2 * s) / (4**s * math.factorial(s) ** 2)
-      total = total + weight * (1 - values**2) ** s
-    values = values * total
-  return values
+  return by_rows(np.float64(values), [weights(degree)] * steps)
 
 
 def by_rows(values, rows):

@@ -84,6 +84,16 @@ def spoiled(tree, oddity, seed):
   return jax.tree.unflatten(treedef, leaves)
 
 
+def read_or_refused(read, path):
+  """What is read of a file, or None if it is refused by its name."""
+  try:
+    return read()
+  except ValueError as error:
+    if str(path) not in str(error):
+      raise
+    return None
+
+
 def layout_of(name):
   return TREES[name][1]
 

@@ -13,6 +13,7 @@ import optax
 from hypothesis import given
 
 from prism_optax import training
+from tests import cases as shared
 from tests.properties import cases
 
 RECORDS, C = 6, 2.0
@@ -41,27 +42,17 @@ def loss(params, x):
 @functools.cache
 def step_of(rule):
   """From all records to the step that they make, without noise."""
-  private = training.make_private(
-    loss,
-    PARAMS,
-    optimizer=optax.sgd(1.0),
-    l2_clip_norm=C,
-    expected_batch_size=RECORDS,
-    dataset_size=RECORDS,
-    steps=1,
-    delta=1e-5,
-    noise_multiplier=0.0,
-    clipping=RULES[rule],
-  )
-  assert isinstance(private, training.PrivateTraining)
+  private = shared.make(
+    optax.sgd(1.0), loss=loss, params=PARAMS, clipping=RULES[rule], steps=1,
+    l2_clip_norm=C, noise_multiplier=0.0, expected_batch_size=RECORDS,
+    dataset_size=RECORDS, prng_key=None,
+  )  # fmt: skip
 
   def step(records):
     state = private.init(PARAMS)
-    batches = private.batches(state, records)
-    (batch,) = batches
-    return np.concatenate(
-      [np.ravel(x) for x in jax.tree.leaves(private.step(state, batch).params)]
-    )
+    (batch,) = private.batches(state, records)
+    leaves = jax.tree.leaves(private.step(state, batch).params)
+    return np.concatenate([np.ravel(x) for x in leaves])
 
   return step
 

@@ -29,23 +29,3 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
     # Six adaptive steps magnify rounding; another batch would move it by 1.
     scale = np.abs(value).max()
     assert np.abs(mesh[name] - value).max() < 1e-3 * scale, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ('more', 'message'),
-  [
-    (['--mesh', 'model=2'], '--mesh: expected data=N with N >= 1, got model=2'),
-    (['--mesh', 'data=0'], '--mesh: expected data=N with N >= 1'),
-    (['--mesh', 'data=3'], 'to be a multiple of the 3 devices'),
-    (['--mesh', 'data=8'], '--mesh asks for 8 devices, but there are 1'),
-  ],
-)
-def test_bad_meshes_are_named(
-  tiny_files, tiny_model, tmp_path, capsys, more, message
-):
-  argv = finetune_test._arguments(
-    tiny_files, tiny_model, tmp_path / 'out', *more
-  )
-  assert finetune.main(argv) == 2
-  assert message in capsys.readouterr().err

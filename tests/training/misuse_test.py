@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +147,16 @@ def test_an_optimizer_is_told_the_constants_of_the_training():
 def test_weights_beside_their_adapters_are_warned_of():
   """As a filter ``nnx.Param`` lets them through; the training goes on."""
   pair = {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}
-  with pytest.warns(UserWarning, match='entries of params .* kernel, the wei'):
+  with pytest.warns(
+    UserWarning, match='entries of params .* kernel, the wei'
+  ) as (caught):
     cases.make(prism, params=pair | {'kernel': jnp.ones((6, 5), jnp.float32)})
+  # Of the line that made it, and none without adapters or without a weight.
+  assert caught[0].filename == cases.__file__
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    cases.make(SGD, params={'kernel': jnp.ones((6, 5))})
+    cases.make(prism, params=pair)
 
 
 # Losses, when the first step is made; each takes a batch but the first ones.
