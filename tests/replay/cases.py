@@ -149,7 +149,8 @@ class Case:
     records: Of all places, a list.
     arrays: Whether they are given to it as arrays.
     users: None, or who each record is of.
-    proved: Whether what goes before a first step, checks and proofs, is done.
+    proved: Whether what goes before a first step, checks and proofs, is done,
+      and the tape is compared with the run without it.
   """
 
   private: training.PrivateTraining
