@@ -47,9 +47,13 @@ def tree_of(factors, extra=None, dtype=jnp.float64):
 
 
 def factors_of(tree):
-  """The inverse of :func:`tree_of`: [(left, right), ...] in NumPy."""
+  """The inverse of :func:`tree_of`: [(left, right), ...], traced or not."""
+
+  def host(x):
+    return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
   return [
-    (np.swapaxes(np.asarray(x['lora_b']), -1, -2), np.asarray(x['lora_a']))
+    (host(x['lora_b']).swapaxes(-1, -2), host(x['lora_a']))
     for name, x in sorted(tree.items())
     if name != 'extra'
   ]
@@ -82,7 +86,7 @@ def random_problem(rng, shapes, batch, condition=1.0):
 # Cases of tests.
 
 
-def fast_first(names, fast, every):
+def fast_first(names, fast, every, **options):
   """Parametrizes a test, whose cases that are not `fast` are slow."""
   return pytest.mark.parametrize(
     names,
@@ -93,6 +97,7 @@ def fast_first(names, fast, every):
       )
       for x in every
     ],
+    **options,
   )
 
 

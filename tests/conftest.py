@@ -96,12 +96,13 @@ def devices(count):
   }
 
 
-def python(*arguments, count=None):
+def python(*arguments, count=None, cwd=_ROOT, timeout=280, **environment):
   """What a process prints that ends well, with so many CPU devices if given."""
+  known = os.environ if count is None else devices(count)
   done = subprocess.run(
-    [sys.executable, *map(str, arguments)], cwd=_ROOT, capture_output=True,
-    env=None if count is None else devices(count), text=True, check=False,
-    timeout=280,
+    [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True,
+    env=known | {'PYTHONPATH': str(_ROOT)} | environment, text=True,
+    check=False, timeout=timeout,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-3000:]
   return done.stdout

@@ -10,12 +10,12 @@ import ast
 import importlib
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
 
 import prism_optax
+from tests import conftest
 
 PACKAGE = 'prism_optax'
 ROOT = pathlib.Path(__file__).parents[2] / PACKAGE
@@ -170,8 +170,7 @@ from prism_optax import accounting
 assert accounting.epsilon
 assert 'jax' not in sys.modules
   """
-  folder = str(ROOT.parent)
-  subprocess.run([sys.executable, '-c', program], cwd=folder, check=True)
+  conftest.python('-c', program)
 
 
 PLANTED = {

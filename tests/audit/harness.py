@@ -151,23 +151,12 @@ def setting(seed=0, left_scale=1.0):
   return Setting(params, gradients((OTHERS,), 0.2), gradients((), 1e3))
 
 
-def factor_gradients(params, dense, vector):
-  """What differentiation by the factors gives: ``G R`` and ``G^T L``."""
-  tree = {
-    f'm{i}': {
-      'lora_b': jnp.swapaxes(g @ params[f'm{i}']['lora_a'], -1, -2),
-      'lora_a': jnp.swapaxes(g, -1, -2)
-      @ jnp.swapaxes(params[f'm{i}']['lora_b'], -1, -2),
-    }
-    for i, g in enumerate(dense)
-  }
-  return tree | {'extra': vector}
-
-
 def batch_of(where, params):
   """Per-example gradients of all records, the canary last; and the canary's."""
-  others = factor_gradients(params, *where.others)
-  canary = factor_gradients(params, *where.canary)
+  others, canary = (
+    cases.factor_gradients(cases.factors_of(params), *x, jnp.float32)
+    for x in (where.others, where.canary)
+  )
   batch = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), others,
                        canary)  # fmt: skip
   return batch, canary

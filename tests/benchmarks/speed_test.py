@@ -8,7 +8,6 @@ jax-cuda12-plugin, jax-cuda12-pjrt and libtpu into (RELEASING.md).
 import json
 import os
 import resource
-import subprocess
 import sys
 
 import jax
@@ -17,6 +16,7 @@ import pytest
 
 from benchmarks.common import runner
 from benchmarks.speed import language_model_memory, make_private, no_hang, steps
+from tests import conftest
 
 
 def test_the_peak_is_that_of_the_process():
@@ -96,14 +96,8 @@ def test_an_update_is_few_kernels(target, modules):
     f'import json; from benchmarks.speed import lowered;'
     f' print(json.dumps(lowered.measure({target!r}, {modules!r}, "prism")))'
   )
-  command = [sys.executable, '-c', code]
   path = os.pathsep.join([str(COMPILERS), str(runner.ROOT)])
-  environment = os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': ''}
-  done = subprocess.run(
-    command, env=environment, capture_output=True, text=True, check=False
-  )
-  assert done.returncode == 0, done.stderr[-2000:]
-  row = json.loads(done.stdout)
+  row = json.loads(conftest.python('-c', code, PYTHONPATH=path, XLA_FLAGS=''))
   before = stored(target, modules)
   fewest = before['launches'] / 2  # Fewer are not counted rightly.
   assert fewest < row['launches'] <= SLACK * before['launches']

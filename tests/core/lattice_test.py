@@ -11,6 +11,7 @@ import scipy.stats
 
 from prism_optax import _exact_sum, _lattice
 from prism_optax.accounting import _epsilon
+from tests import cases
 
 SIZE = 400_000
 # The many small operations take longer one by one.
@@ -106,9 +107,7 @@ def test_distance_from_the_statement_is_below_what_is_declared():
   assert 2 * scipy.stats.norm.sf(6) < 2e-9
 
 
-@pytest.mark.parametrize(
-  'dtype', ['float32', pytest.param('float64', marks=pytest.mark.slow)]
-)
+@cases.fast_first('dtype', ['float32'], ['float32', 'float64'])
 def test_law(dtype):
   with jax.enable_x64(dtype == 'float64'):
     draws = _draw(jax.random.key(0), (SIZE,), jnp.dtype(dtype))

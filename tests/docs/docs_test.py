@@ -1,11 +1,8 @@
 """The documentation keeps its word: its Python runs, its reference is whole."""
 
 import importlib
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -38,17 +35,7 @@ def run(script, folder, **environment):
   """Runs a script as a reader would: in an empty folder, by itself."""
   path = folder / 'script.py'
   path.write_text(script)
-  done = subprocess.run(
-    [sys.executable, str(path)],
-    cwd=folder,
-    capture_output=True,
-    text=True,
-    check=False,
-    env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
-    timeout=500,
-  )
-  assert done.returncode == 0, done.stderr[-4000:]
-  return done.stdout
+  return conftest.python(path, cwd=folder, timeout=500, **environment)
 
 
 def pasted(path):

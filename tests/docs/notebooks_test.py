@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from tests import cases, conftest
 from tests.finetune.conftest import shared_data
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -70,18 +71,7 @@ def code_of(path):
   return '\n'.join(x for x in lines if not x.startswith(('%', '!'))) + '\n'
 
 
-def each_notebook(*, marked):
-  """All notebooks, the slow ones marked where that counts."""
-  return pytest.mark.parametrize(
-    'path',
-    [
-      pytest.param(
-        p, marks=[pytest.mark.slow] if marked and p.stem in SLOW else []
-      )
-      for p in NOTEBOOKS
-    ],
-    ids=lambda p: p.stem,
-  )
+each_notebook = pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 
 
 def installed(package):
@@ -96,7 +86,10 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.timeout(600)
-@each_notebook(marked=True)
+@cases.fast_first(
+  'path', [p for p in NOTEBOOKS if p.stem not in SLOW], NOTEBOOKS,
+  ids=lambda p: p.stem,
+)  # fmt: skip
 def test_notebook_runs(path, tmp_path):
   package = NEEDS.get(path.stem)
   if package and not installed(package):
@@ -109,25 +102,11 @@ def test_notebook_runs(path, tmp_path):
     pytest.skip('No clinc150: set PRISM_OPTAX_DATA or CLINC150 to its folder.')
   script = tmp_path / f'{path.stem}.py'
   script.write_text(code_of(path), 'utf-8')
-  done = subprocess.run(
-    [sys.executable, str(script)],
-    cwd=tmp_path,
-    env={
-      **os.environ,
-      **SHORT.get(path.stem, {}),
-      **LONG.get(path.stem, {}),
-      'PYTHONPATH': str(ROOT),
-      'MPLBACKEND': 'agg',
-    },
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=560,
-  )
-  assert done.returncode == 0, done.stderr
+  more = SHORT.get(path.stem, {}) | LONG.get(path.stem, {})
+  conftest.python(script, cwd=tmp_path, timeout=560, MPLBACKEND='agg', **more)
 
 
-@each_notebook(marked=False)
+@each_notebook
 def test_notebook_is_stored_with_what_it_prints_and_draws(path):
   for cell in cells_of(path):
     if cell['cell_type'] == 'code':
@@ -139,7 +118,7 @@ def test_notebook_is_stored_with_what_it_prints_and_draws(path):
       assert cell['execution_count'] is None
 
 
-@each_notebook(marked=False)
+@each_notebook
 def test_notebook_is_small_and_says_nothing_of_the_machine(path):
   assert path.stat().st_size < LARGEST
   shown = '\n'.join(

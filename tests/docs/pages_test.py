@@ -4,7 +4,7 @@ import doctest
 import pathlib
 import re
 
-import pytest
+from tests import cases
 
 DOCS = pathlib.Path(__file__).parents[2] / 'docs'
 _SESSION = re.compile(r'^```pycon\n(.*?)^```$', re.M | re.S)
@@ -34,13 +34,8 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-  'page',
-  [
-    pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else [])
-    for p in PAGES
-  ],
-  ids=lambda p: str(p.relative_to(DOCS)),
+@cases.fast_first(
+  'page', set(PAGES) - SLOW, PAGES, ids=lambda p: str(p.relative_to(DOCS))
 )
 def test_sessions(page):
   text = session_of(page.read_text('utf-8'))

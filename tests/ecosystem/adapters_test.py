@@ -9,9 +9,6 @@ import functools
 import importlib.util
 import math
 import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,12 +19,12 @@ import pytest
 
 import prism_optax
 from prism_optax import lora
+from tests import cases, conftest
 
 nnx = pytest.importorskip('flax.nnx', reason='needs flax')
 linen = pytest.importorskip('flax.linen', reason='needs flax')
 os.environ.setdefault('KERAS_BACKEND', 'jax')
 
-ROOT = pathlib.Path(__file__).parents[2]
 BATCH, RANK, ALPHA = 4, 2, 6.0
 RNGS = functools.partial(nnx.Rngs, 0)
 
@@ -245,15 +242,7 @@ def assert_all_move(old, new):
     assert np.all(np.any(np.asarray(x) != y, axis=-1))
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(
-      name, marks=pytest.mark.slow if name != 'nnx.LoRALinear' else ()
-    )
-    for name in LAYERS
-  ],
-)
+@cases.fast_first('name', ['nnx.LoRALinear'], LAYERS)
 def test_all_adapters_move_and_no_frozen_weight_does(name):
   """One private step from per-example gradients."""
   layer = LAYERS[name]()
@@ -291,10 +280,4 @@ EXAMPLES = {'qwix': 'qwix', 'keras': 'keras', 'gemma': 'kauldron'}
 def test_the_script_runs(name):
   if not importlib.util.find_spec(EXAMPLES[name]):
     pytest.skip(f'needs {name} with {EXAMPLES[name]}')
-  done = subprocess.run(
-    [sys.executable, ROOT / 'examples' / f'lora_{name}.py'],
-    env={**os.environ, 'PYTHONPATH': str(ROOT)},
-    capture_output=True, text=True, check=False, timeout=250,
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert 'right (n, r)' in done.stdout
+  assert 'right (n, r)' in conftest.python(f'examples/lora_{name}.py')

@@ -2,11 +2,9 @@
 
 import io
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import jax
@@ -26,6 +24,7 @@ from prism_optax.finetune import (
 from prism_optax.finetune import main as finetune
 from prism_optax.finetune.models import minilm
 from tests import cases
+from tests import conftest as root
 from tests.finetune import (
   conftest,
   finetune_test,
@@ -331,6 +330,7 @@ def test_the_help_is_read_as_the_options():
 def test_options_are_answered_before_anything_heavy_is_imported():
   program = """
 import sys
+sys.stderr = sys.stdout
 from prism_optax.finetune.main import main
 assert main(['train', '--stps', '3']) == 2
 assert main(['train', '--data', 'T']) == 2
@@ -341,13 +341,7 @@ except SystemExit:
 heavy = 'jax optax flax sklearn matplotlib tokenizers safetensors numpy scipy'
 print(sorted({x.partition('.')[0] for x in sys.modules} & {*heavy.split()}))
 """
-  done = subprocess.run(
-    [sys.executable, '-c', program],
-    env=os.environ | {'PYTHONPATH': str(conftest.ROOT)},
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  assert done.stdout.splitlines()[-1] == '[]'
-  assert 'unknown: --stps 3; did you mean --steps?' in done.stderr
-  assert '--data needs --eval' in done.stderr
+  printed = root.python('-c', program)
+  assert printed.endswith('[]\n')
+  assert 'unknown: --stps 3; did you mean --steps?' in printed
+  assert '--data needs --eval' in printed

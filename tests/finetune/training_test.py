@@ -18,6 +18,7 @@ from prism_optax.finetune import (
   training,
 )
 from prism_optax.finetune.models import classifier
+from tests import cases
 
 WIDTH, CLASSES, RANK, ROWS = 5, 3, 2, 40
 
@@ -62,15 +63,10 @@ def _options(**more):
   return types.SimpleNamespace(**USED | more)
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(
-      name, marks=pytest.mark.slow if name in ('prism-rows', 'dp-muon') else ()
-    )
-    for name in command_line.METHODS
-  ],
-)
+@cases.fast_first(
+  'name', {*command_line.METHODS} - {'prism-rows', 'dp-muon'},
+  command_line.METHODS,
+)  # fmt: skip
 def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
   """Of 64 places 40 have a row, one of them a blank one."""
   labels = task.train.labels.copy()

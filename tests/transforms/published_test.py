@@ -29,8 +29,10 @@ def _add_golden_noise(stddev):
 
   def update(updates, state, params=None, *, draws, **_):
     out = dict(updates)
-    for i, (u, v) in enumerate(draws):
-      left, right = params[f'm{i}']['lora_b'].T, params[f'm{i}']['lora_a']
+    factors = cases.factors_of(params)
+    for i, ((left, right), (u, v)) in enumerate(
+      zip(factors, draws, strict=True)
+    ):
       frame = fixed_rank.frame(fixed_rank.Factors(left, right))
       u = u - frame.left @ (frame.left.T @ u)
       dense = stddev * u @ inverse_root(right.T @ right) @ right.T
@@ -80,13 +82,7 @@ def _trajectory(inputs, config, dtype):
 
   @jax.jit
   def step(params, state, dense, draws):
-    grads = {
-      f'm{i}': {
-        'lora_a': jnp.swapaxes(g, 1, 2) @ params[f'm{i}']['lora_b'].T,
-        'lora_b': jnp.swapaxes(g @ params[f'm{i}']['lora_a'], 1, 2),
-      }
-      for i, g in enumerate(dense)
-    }
+    grads = cases.factor_gradients(cases.factors_of(params), dense, dtype=dtype)
     updates, state = tx.update(grads, state, params, draws=draws)
     return optax.apply_updates(params, updates), state
 
