@@ -176,6 +176,11 @@ def loss(params, frozen, x, y):
   return jnp.sum((z - y) ** 2)
 
 
+def losses(copies, frozen, x, y):
+  """Of a batch, with a copy of the parameters for each record."""
+  return jax.vmap(loss, (0, None, 0, 0))(copies, frozen, x, y)
+
+
 def make(optimizer, **options):
   """A training of three steps with known keys, unless told otherwise."""
   constants = {
@@ -201,6 +206,13 @@ def trained(private, state=None, data=DATA, frozen=FROZEN, **options):
   for batch in private.batches(state, data, **options):
     state = private.step(state, batch, frozen)
   return state
+
+
+def first_step(private, data=DATA, **options):
+  """The state after one step of a new run."""
+  state = private.init(PARAMS)
+  batch = next(iter(private.batches(state, data, **options)))
+  return private.step(state, batch, FROZEN)
 
 
 def by_keys_alone(private, data=DATA):

@@ -235,19 +235,6 @@ def test_a_busy_file_is_a_timeout_not_a_grant(tmp_path):
   assert budget.export()['ledger'] == []
 
 
-def test_a_forked_process_shares_no_lock(tmp_path, monkeypatch):
-  """Whatever its parent's threads held; seen from a process of another id."""
-  here, shared = (
-    accounting.PrivacyBudget(3.0, DELTA, path=path, create=True)
-    for path in (None, tmp_path / 'ledger')
-  )
-  monkeypatch.setattr(os, 'getpid', lambda: -1)
-  with pytest.raises(RuntimeError, match='in memory belongs to the process'):
-    here.spend(RELEASE, 'a')
-  shared.spend(RELEASE, 'a')
-  assert len(shared.export()['ledger']) == 1
-
-
 @needs_fork
 def test_forked_processes_share_a_file_and_no_memory(tmp_path):
   script = """

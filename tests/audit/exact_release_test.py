@@ -68,7 +68,7 @@ def _examples(rows):
 
 
 @functools.cache
-def _release(stddev, fused=True):
+def _release(stddev):
   parts = (
     prism_optax.intrinsic_clip(1.0),
     prism_optax.tangent_privatizer(stddev, prng_key=0),

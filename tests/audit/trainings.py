@@ -15,6 +15,7 @@ import optax
 
 import prism_optax
 from prism_optax import training
+from tests import cases
 from tests.audit import harness
 from tests.core import seams
 
@@ -101,23 +102,15 @@ def make(
     sigma: Its noise multiplier.
     rows: Of the batch.
   """
-  return training.make_private(
-    loss,
-    params(),
-    optimizer=OPTIMIZERS.get(optimizer, optimizer)
-    if isinstance(optimizer, str)
-    else optimizer,
+  if isinstance(optimizer, str):
+    optimizer = OPTIMIZERS[optimizer]
+  return cases.make(
+    optimizer, loss=loss, params=params(), noise_multiplier=sigma,
     clipping=RULES[clipping] if isinstance(clipping, str) else clipping,
-    l2_clip_norm=CLIP,
-    noise_multiplier=sigma,
-    expected_batch_size=rows,
-    dataset_size=rows,
+    l2_clip_norm=CLIP, expected_batch_size=rows, dataset_size=rows, steps=1,
     execution=training.Execution(padded_batch_size=rows),
-    examples_per_user=MOST if users else None,
-    steps=1,
-    delta=harness.GDP_DELTA,
-    prng_key=0,
-  )
+    examples_per_user=MOST if users else None, delta=harness.GDP_DELTA,
+  )  # fmt: skip
 
 
 def others(rows=ROWS - 1, users=False, scale=0.2):

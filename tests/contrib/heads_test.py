@@ -36,24 +36,21 @@ def directions():
   return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
-def test_columns_are_the_directions_of_the_class_means():
-  means = release([(FEATURES, LABELS)], noise_multiplier=0.0)
-  columns = directions().T @ np.eye(K)[LABELS]
-  columns /= np.linalg.norm(columns, axis=0)
-  expected = columns - columns.mean(1, keepdims=True)
-  assert_kernel(means.kernel, expected)
-  assert means.entries == D * K
-  right = (directions() @ np.float64(means.kernel)).argmax(1) == LABELS
-  assert right.mean() > 0.85
-
-
-def test_columns_are_relieved_of_the_length_of_the_noise():
+@pytest.mark.parametrize('sigma', [0.0, 9.0])
+def test_columns_are_the_directions_of_the_class_means(sigma):
+  """Relieved of the length of the noise."""
   with seams.one_shot_sums() as released:
-    means = release([(FEATURES, LABELS)], noise_multiplier=9.0)
+    means = release([(FEATURES, LABELS)], noise_multiplier=sigma)
   sums = released[0]['sums']
-  squares = np.sum(sums**2, 0) - D * 9.0**2
+  squares = np.sum(sums**2, 0) - D * sigma**2
   columns = sums / np.sqrt(np.maximum(squares, FEWEST**2))
   assert_kernel(means.kernel, columns - columns.mean(1, keepdims=True))
+  assert means.entries == D * K
+  if not sigma:
+    exact = directions().T @ np.eye(K)[LABELS]
+    np.testing.assert_allclose(sums, exact, atol=1e-3)
+    right = (directions() @ np.float64(means.kernel)).argmax(1) == LABELS
+    assert right.mean() > 0.85
 
 
 @pytest.mark.parametrize('sigma', [0.0, 3.0])

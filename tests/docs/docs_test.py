@@ -38,11 +38,11 @@ def run(script, folder, **environment):
   return conftest.python(path, cwd=folder, timeout=500, **environment)
 
 
-def pasted(path):
-  """The Python of a page in its order, with the line numbers of the page."""
+def pasted(path, language='python'):
+  """The code of a page in its order, with the line numbers of the page."""
   script = ''
   text = path.read_text('utf-8')
-  for line, code in blocks(text, 'python'):
+  for line, code in blocks(text, language):
     script += '\n' * (line - 1 - script.count('\n')) + code
   return script
 

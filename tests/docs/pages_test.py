@@ -2,25 +2,12 @@
 
 import doctest
 import pathlib
-import re
 
 from tests import cases
+from tests.docs import docs_test
 
 DOCS = pathlib.Path(__file__).parents[2] / 'docs'
-_SESSION = re.compile(r'^```pycon\n(.*?)^```$', re.M | re.S)
-PAGES = [
-  p for p in sorted(DOCS.rglob('*.md')) if _SESSION.search(p.read_text())
-]
-
-
-def session_of(text):
-  """All sessions of a page, as one: names go on from block to block."""
-  lines = ['\n'] * text.count('\n')
-  for found in _SESSION.finditer(text):
-    first = text.count('\n', 0, found.start(1))
-    for i, line in enumerate(found.group(1).splitlines(keepends=True)):
-      lines[first + i] = line
-  return ''.join(lines)
+PAGES = [p for p in sorted(DOCS.rglob('*.md')) if '\n```pycon' in p.read_text()]
 
 
 # A scan of the optimizer, and six calibrations; other libraries' accounting;
@@ -38,7 +25,8 @@ SLOW = {
   'page', set(PAGES) - SLOW, PAGES, ids=lambda p: str(p.relative_to(DOCS))
 )
 def test_sessions(page):
-  text = session_of(page.read_text('utf-8'))
+  # One session: names go on from block to block.
+  text = docs_test.pasted(page, 'pycon')
   parsed = doctest.DocTestParser().get_doctest(
     text, {}, page.name, str(page), 0
   )

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax import training
 from tests import cases
 from tests.ecosystem import adapters_test as adapters
 
@@ -15,9 +14,7 @@ nnx = pytest.importorskip('flax.nnx', reason='needs flax')
 SIZE, STEPS = 40, 3
 RNG = np.random.default_rng(0)
 DATA = tuple(np.float32(RNG.normal(size=(SIZE, n))) for n in (6, 5))
-CONSTANTS = {
-  'l2_clip_norm': 1.0, 'noise_multiplier': 0.5, 'expected_batch_size': 8,
-}  # fmt: skip
+CONSTANTS = {'dataset_size': SIZE, 'expected_batch_size': 8}
 
 
 def test_an_nnx_optimizer_holds_the_run():
@@ -30,11 +27,10 @@ def test_an_nnx_optimizer_holds_the_run():
 
   def private():
     """A training of its own: its key is for one run."""
-    return training.make_private(
-      loss, params, dataset_size=SIZE, steps=STEPS, delta=1e-4, prng_key=1,
-      # What is cheap to compile; what moves adapters is tested elsewhere.
-      optimizer=optax.sgd(0.1, 0.9), **CONSTANTS,
-    )  # fmt: skip
+    # What is cheap to compile; what moves adapters is tested elsewhere.
+    return cases.make(
+      optax.sgd(0.1, 0.9), loss=loss, params=params, **CONSTANTS
+    )
 
   def update(updates, state, params=None):
     raise ValueError('Gradients are made in PrivateTraining.step.')
@@ -73,10 +69,7 @@ def test_active_dropout_is_refused_by_name(closed_over):
     layer = dropout if closed_over else nnx.merge(graph, frozen)
     return jnp.sum((layer(x @ params['lora_a'] @ params['lora_b']) - y) ** 2)
 
-  made = training.make_private(
-    loss, params, optimizer=optax.sgd(0.1), dataset_size=SIZE, steps=STEPS,
-    delta=1e-3, **CONSTANTS,
-  )  # fmt: skip
+  made = cases.make(optax.sgd(0.1), loss=loss, params=params, **CONSTANTS)
   with pytest.raises(
     ValueError, match=r'nnx\.Dropout does, .* model\.eval\(\)'
   ):

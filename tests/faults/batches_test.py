@@ -39,10 +39,10 @@ def test_a_batch_above_the_limit_is_cut_and_the_cut_is_accounted_for():
   """With probability one all 97 places are drawn; ten are kept."""
 
   def make(padded, expected=20):
-    return training.make_private(
-      lambda params, x: params * x, np.zeros((), np.float32),
-      optimizer=optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=8.0,
-      expected_batch_size=expected, dataset_size=97, steps=5, delta=1e-4,
+    return cases.make(
+      optax.sgd(0.1), loss=lambda params, x: params * x,
+      params=np.zeros((), np.float32), noise_multiplier=8.0, steps=5,
+      expected_batch_size=expected, dataset_size=97,
       execution=training.Execution(padded_batch_size=padded),
     )  # fmt: skip
 

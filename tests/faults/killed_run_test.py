@@ -13,22 +13,17 @@ from tests.finetune import finetune_test
 
 PROGRAM = pathlib.Path(__file__).with_name('killed_run.py')
 # The program of a run is that of `finetune_test`: it is compiled once for both.
-STEPS, EVERY = finetune_test.STEPS, 2
+STEPS = finetune_test.STEPS
 # In the first checkpoint, before anything is released; between checkpoints; in
 # a later one; before the first step after it.
 PLACES = 'save:1,step:4,save:2,step:1,end'
 
 
 def _run(folder, places, tiny_files, tiny_model):
-  train, evaluation = tiny_files
   output, log = folder / 'out', folder / 'log'
-  argv = [
-    *('train', '--data', train, '--eval', evaluation, '--model', tiny_model),
-    *('--output', output, '--noise-multiplier', '2', '--delta', '1e-3'),
-    *('--steps', STEPS, '--batch-size', '16', '--microbatch-size', '8'),
-    *('--rank', '2', '--lora-targets', 'attention', '--max-length', '7'),
-    *('--eval-every', '4', '--checkpoint-every', EVERY, '--seed', '5'),
-  ]
+  argv = finetune_test._arguments(
+    tiny_files, tiny_model, output, '--eval-every', '4'
+  )
   printed = conftest.python(PROGRAM, log, output, places, *argv)
   results = [
     json.loads(line.removeprefix('RESULT '))

@@ -9,8 +9,7 @@ import pytest
 
 from prism_optax.finetune import data, files, instructions
 from prism_optax.finetune import main as finetune
-from tests.finetune import conftest, finished_runs
-from tests.finetune.finished_runs import run_command
+from tests.finetune import conftest
 
 pa = pytest.importorskip('pyarrow', reason='pyarrow is not installed.')
 ROWS = [
@@ -127,21 +126,3 @@ def test_broken_files_and_folders_are_named(tmp_path, monkeypatch, capsys):
   assert finetune.main([*argv, '--labels', 'yes', 'no']) == 2
   error = capsys.readouterr().err
   assert 'pyarrow is missing: pip install "prism-optax[finetune]"' in error
-
-
-def test_every_command_reads_them(language_run, tmp_path, capsys):
-  folder, _ = language_run
-  table = pa.Table.from_pylist(finished_runs.ROWS)
-  path = write_parquet(tmp_path / 'a.parquet', table)
-  saved = write_dataset(tmp_path / 'saved', table)
-  printed = []
-  for source in (path, saved):
-    run_command('predict', folder, '--data', source, '--max-new-tokens', 2)
-    printed.append(capsys.readouterr().out)
-  assert printed[0].count('\n') == len(finished_runs.ROWS)
-  assert printed[0] == printed[1]
-  run_command(
-    *('check-data', '--task', 'instruct', '--data', saved),
-    *('--model', folder.parent / 'model'),
-  )
-  assert '2  rows that can be used' in capsys.readouterr().out

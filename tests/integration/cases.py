@@ -2,28 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import prism_optax
+from tests import cases
 
 CLIP, BATCH, MULTIPLIER, SEED = 0.5, 8.0, 0.3, 7
 STDDEV = MULTIPLIER * CLIP / BATCH
-IN, OUT, RANK = 4, 3, 2
 
 
 def params():
-  """{'frozen', 'head', 'lora': {'lora_a', 'lora_b'}}."""
-  rng = np.random.default_rng(0)
-
-  def normal(*shape):
-    return np.float32(rng.standard_normal(shape))
-
-  return {
-    'frozen': normal(IN, OUT),
-    'head': normal(OUT),
-    'lora': {'lora_a': normal(IN, RANK), 'lora_b': normal(RANK, OUT)},
-  }
+  return cases.PARAMS | {'frozen': cases.FROZEN}
 
 
 def trainable(tree):
@@ -31,13 +20,12 @@ def trainable(tree):
 
 
 def loss(tree, x):
-  weight = tree['frozen'] + tree['lora']['lora_a'] @ tree['lora']['lora_b']
-  return jnp.sum(jnp.tanh(x @ weight + tree['head']) ** 2)
+  z = x @ tree['frozen'] + x @ tree['layer']['lora_a'] @ tree['layer']['lora_b']
+  return jnp.sum(jnp.tanh(z + tree['head'] + 1) ** 2)
 
 
-def batch(seed=1, size=6):
-  rng = np.random.default_rng(seed)
-  return np.float32(rng.standard_normal((size, IN)))
+def batch():
+  return cases.DATA[0][:6]
 
 
 @jax.jit

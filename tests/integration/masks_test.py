@@ -14,7 +14,7 @@ import prism_optax
 from tests import cases as shared
 from tests.integration import cases
 
-LABELS = {'frozen': 'stays', 'head': 'trains', 'lora': 'trains'}
+LABELS = {'frozen': 'stays', 'head': 'trains', 'layer': 'trains'}
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_frozen_leaves_stay_and_take_no_part():
   assert all(np.any(x) for x in jax.tree.leaves(want))
 
 
-HIDE_HEAD = {'frozen': False, 'head': False, 'lora': True}
+HIDE_HEAD = {'frozen': False, 'head': False, 'layer': True}
 CLIPS = {
   'intrinsic_clip': cases.clip(),
   'prism': cases.prism(),

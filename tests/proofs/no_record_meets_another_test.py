@@ -27,16 +27,13 @@ MIXING = {
 
 def begun(loss, microbatch_size=None, users=None, **options):
   """A training, its state and a batch."""
-  private = training.make_private(
-    lambda p, frozen, x, y: loss(p, x, y),
-    PARAMS,
-    optimizer=optax.sgd(0.1),
+  options = {
+    'dataset_size': N, 'batched_loss': loss is not losses.secret_of_one
+  } | options  # fmt: skip
+  private = cases.make(
+    optax.sgd(0.1), loss=lambda p, frozen, x, y: loss(p, x, y), params=PARAMS,
     execution=training.Execution(microbatch_size, padded_batch_size=8),
-    **{
-      'l2_clip_norm': 1.0, 'noise_multiplier': 1.0, 'expected_batch_size': 4,
-      'dataset_size': N, 'steps': 1, 'delta': 1e-3, 'prng_key': 0,
-      'batched_loss': loss is not losses.secret_of_one, **options,
-    },
+    expected_batch_size=4, **options,
   )  # fmt: skip
   state = private.init(PARAMS)
   batch = next(iter(private.batches(state, tuple(DATA), users=users)))

@@ -2,13 +2,13 @@
 
 import ast
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from prism_optax import accounting, diagnostics
+from tests.docs import docs_test
 
 ROOT = pathlib.Path(__file__).parents[2]
 FLOAT, BOOL, INT = jnp.float32, bool, jnp.int32
@@ -28,11 +28,6 @@ def until_step(source, count):
       if not count:
         return names
   raise AssertionError('no step')
-
-
-def code_of(name):
-  text = (ROOT / name).read_text('utf-8')
-  return '\n'.join(re.findall(r'^```python\n(.*?)^```$', text, re.M | re.S))
 
 
 def state_of(names):
@@ -71,7 +66,7 @@ def test_the_step_of_a_page_is_proved(page, monkeypatch):
   rest, private, padding = PAGES[page]
   # The first step of that page has nothing of this package in it.
   number = 2 if page == 'from_jax_privacy' else 1
-  names = until_step(code_of(f'docs/how_to/{page}.md'), number)
+  names = until_step(docs_test.pasted(ROOT / f'docs/how_to/{page}.md'), number)
   if page == 'train_state':  # Parameters are in the state.
     held = names['state'], names['frozen']
   else:

@@ -88,16 +88,11 @@ CLIPS = {
 def make(optimizer='adam', clip='flat', **options):
   """A training of three steps."""
   constants = {
-    'l2_clip_norm': 1.0, 'expected_batch_size': B, 'dataset_size': N,
-    'steps': STEPS, 'delta': 1e-5, 'noise_multiplier': SIGMA, 'prng_key': KEY,
+    'loss': loss, 'params': PARAMS, 'expected_batch_size': B, 'dataset_size': N,
+    'noise_multiplier': SIGMA, 'prng_key': KEY, 'steps': STEPS,
+    'clipping': CLIPS[clip] if isinstance(clip, str) else clip,
   }  # fmt: skip
-  return training.make_private(
-    options.pop('loss', loss),
-    options.pop('params', PARAMS),
-    optimizer=OPTIMIZERS[optimizer],
-    clipping=CLIPS[clip] if isinstance(clip, str) else clip,
-    **constants | options,
-  )
+  return shared.make(OPTIMIZERS[optimizer], **constants | options)
 
 
 def listed(form, count=N):

@@ -9,10 +9,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from jax_privacy import noise_addition
+from jax_privacy.matrix_factorization import streaming_matrix, toeplitz
 
 import prism_optax
-from prism_optax import lora
+from prism_optax import lora, transforms
 from prism_optax.training import Execution, make_private
+from tests import cases
 from tests.scale_out import training
 from tests.scale_out.training import ROUNDING
 
@@ -180,3 +183,115 @@ def test_a_private_training_with_sharded_batches(kind, size):
   sharding, found = trained(rows, size)
   assert sharding == rows
   assert training.worst_difference(found, trained(None, None)[1]) < 1e-5
+
+
+# Correlated noise: a plain module and a stack of two, a vector beside them.
+SHAPE = M, N, R = 24, 16, 3
+ONE, *LAYERS = (cases.adapters([SHAPE], seed, extra=N) for seed in range(3))
+MIXED = ONE | {
+  'm1': jax.tree.map(lambda *x: np.stack(x), *(x['m0'] for x in LAYERS))
+}
+SPECS = {
+  name: {
+    'lora_a': PartitionSpec(*lead, 'data', None),
+    'lora_b': PartitionSpec(*lead, None, 'data'),
+  }
+  for name, lead in (('m0', ()), ('m1', (None,)))
+} | {'extra': PartitionSpec('data')}
+COEFS = toeplitz.optimal_max_error_strategy_coefs(3)
+NOISING = {
+  'gaussian': streaming_matrix.identity(),
+  'dense': np.linalg.inv(toeplitz.materialize_lower_triangular(COEFS)),
+  'banded': toeplitz.inverse_as_streaming_matrix(COEFS[:2]),
+}
+STRATEGIES = noise_addition.SupportedStrategies
+BY_HAND = 'banded', STRATEGIES.ZERO  # Buffers that lie on explicit axes alone.
+
+
+def on_mesh(mesh, tree):
+  return jax.tree.map(
+    lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, SPECS
+  )
+
+
+def correlated(name, strategy):
+  """The noise, and the privatizer of jax-privacy in it."""
+
+  def make(key):
+    return noise_addition.matrix_factorization_privatizer(
+      NOISING[name], stddev=0.5, prng_key=key, intermediate_strategy=strategy
+    )
+
+  tx = prism_optax.correlated_tangent_privatizer(make, steps=3, prng_key=1)
+  return tx, make(jax.random.key(1))
+
+
+def init_and_update(kind, name, strategy):
+  """On explicit axes geometry is for the compiler."""
+
+  def auto(init, update):
+    return (
+      jax.sharding.auto_axes(init, out_sharding=PartitionSpec()),
+      jax.sharding.auto_axes(update, out_sharding=(SPECS, PartitionSpec())),
+    )
+
+  tx, outer = correlated(name, strategy)
+  if kind == AUTO:
+    return tx.init, tx.update
+  if (name, strategy) != BY_HAND:
+    return auto(tx.init, tx.update)
+  init, update, _ = transforms.augmented_optimizer(optax.identity())
+  start, after_noise = auto(init, update)
+
+  def beside(signal, state, params):
+    noisy, inner = outer.update(signal, state[1])
+    # The parameters stay.
+    return after_noise(noisy, state[0], params)[0], (state[0], inner)
+
+  return lambda params: (start(params), outer.init(params)), beside
+
+
+@pytest.mark.parametrize(
+  ('kind', 'name', 'strategy'),
+  [
+    (kind, *x)
+    for kind in (AUTO, EXPLICIT)
+    for x in itertools.product(NOISING, STRATEGIES)
+    # Dense noise has no buffers: the way without correlation is taken.
+    if (x != BY_HAND if kind == AUTO else x[0] != 'dense')
+  ],
+)
+def test_correlated_noise_is_drawn_once_and_lies_as_parameters_do(
+  kind, name, strategy
+):
+  mesh = jax.make_mesh((8,), ('data',), (kind,))
+  tenth = jax.tree.map(lambda x: np.full_like(x, 0.1), MIXED)
+  silent = prism_optax.tangent_privatizer(0.0, prng_key=0)
+  bare, _ = jax.jit(silent.update)(tenth, silent.init(MIXED), MIXED)
+  drawn = []
+  with jax.set_mesh(mesh):
+    init, update = init_and_update(kind, name, strategy)
+    params, signal = on_mesh(mesh, MIXED), on_mesh(mesh, tenth)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state, step = jax.jit(init)(params), jax.jit(update)
+    for _ in range(3):
+      noise, _ = step(zeros, state, params)
+      # The same noise on another signal: their difference is bare.
+      noisy, state = step(signal, state, params)
+      found = jax.tree.map(np.subtract, *map(jax.device_get, (noisy, noise)))
+      cases.assert_close(found, bare, 2e-6)
+      for x, y in zip(*map(jax.tree.leaves, (noise, signal)), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+      drawn.append(np.concatenate(jax.tree.leaves(noise), None))
+  # Drawn once, not once for each device: no value comes twice.
+  assert len(np.unique(drawn)) == np.size(drawn)
+  kept = 3 * ((M + N) * R - R * R) + N
+  stddevs = transforms.correlated_noise_stddev(NOISING[name], 0.5, 3)
+  ratios = np.sum(np.square(drawn), 1) / np.square(stddevs) / kept
+  assert np.abs(ratios - 1).max() < 5 * np.sqrt(2 / kept)
+
+
+def test_buffers_that_are_sharded_by_hand_need_explicit_axes():
+  tx, _ = correlated(*BY_HAND)
+  with jax.set_mesh(MESH), pytest.raises(ValueError, match='Auto'):
+    jax.jit(tx.init)(on_mesh(MESH, MIXED))

@@ -252,12 +252,6 @@ def test_more_noise_passes_and_without_any_all_does(name):
 # The whole step, when the first one is done.
 
 
-def first_step(made, data=DATA, **options):
-  state = made.init(PARAMS)
-  batch = next(iter(made.batches(state, data, **options)))
-  return made.step(state, batch, FROZEN)
-
-
 def prints(params, frozen, x, y):
   jax.debug.print('{}', x[0])
   return cases.loss(params, frozen, x, y)
@@ -280,7 +274,7 @@ def loops(params, frozen, x, y):
 def test_a_loss_that_lets_something_out_is_refused(loss, message):
   made = cases.make(optax.sgd(0.1), loss=loss)
   with pytest.raises(ValueError, match=f'leaves the step.*{message}'):
-    first_step(made)
+    cases.first_step(made)
   assert made.proofs == ()
 
 
@@ -293,7 +287,7 @@ def test_the_step_that_runs_is_proved_once():
     execution=training.Execution(4, skip_padding=True),
   )  # fmt: skip
   assert 'proved' not in made.statement()
-  state = first_step(made, users=np.arange(len(DATA[0])) // 2)
+  state = cases.first_step(made, users=np.arange(len(DATA[0])) // 2)
   independence, release = made.proofs
   assert independence, independence
   assert release, release
@@ -302,7 +296,7 @@ def test_the_step_that_runs_is_proved_once():
     '; proved: no record acts on another, and nothing bypasses the noise'
   )
   silent = cases.make(optax.sgd(0.1), noise_multiplier=0.0)
-  assert 'passes' not in silent.statement(first_step(silent))
+  assert 'passes' not in silent.statement(cases.first_step(silent))
 
 
 def centred(tree):

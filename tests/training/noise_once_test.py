@@ -175,8 +175,7 @@ def changed_loss(params, frozen, x, y):
 def begun():
   """A training, and its state after a step."""
   made = cases.make(optax.adam(0.1), prng_key=None)
-  state = made.init(PARAMS)
-  return made, made.step(state, next(iter(made.batches(state, DATA))), FROZEN)
+  return made, cases.first_step(made)
 
 
 def test_other_records_are_refused():

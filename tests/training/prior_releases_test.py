@@ -86,10 +86,7 @@ def test_any_object_with_the_attributes_is_a_change_of_variables(batched):
   with pytest.raises(ValueError, match='state of this training'):
     unsampled(change_of_variables=Scaled(jnp.float32(3))).adapters(state)
 
-  def losses(copies, frozen, x, y):
-    return jax.vmap(cases.loss, (0, None, 0, 0))(copies, frozen, x, y)
-
-  options = {'loss': losses, 'batched_loss': True} if batched else {}
+  options = {'loss': cases.losses, 'batched_loss': True} if batched else {}
   found = cases.by_keys_alone(unsampled(change_of_variables=change, **options))
 
   def loss(variables, *data):

@@ -49,11 +49,9 @@ def private(name, **options):
   constants = {
     'l2_clip_norm': C, 'expected_batch_size': N, 'dataset_size': N,
     'execution': training.Execution(padded_batch_size=N), 'steps': 1,
-    'delta': 1e-5, 'noise_multiplier': 0.0, 'prng_key': 3, 'record': form,
+    'noise_multiplier': 0.0, 'record': form, 'loss': loss, 'params': PARAMS,
   }  # fmt: skip
-  return training.make_private(
-    loss, PARAMS, optimizer=optax.sgd(1.0), **constants | options
-  )
+  return cases.make(optax.sgd(1.0), **constants | options)
 
 
 of_users = functools.partial(private, 'words', examples_per_user=MOST)

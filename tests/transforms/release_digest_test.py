@@ -7,14 +7,8 @@ import optax
 import pytest
 
 import prism_optax
+from tests.cases import PARAMS
 
-PARAMS = {
-  'bias': np.ones((5,), np.float32),
-  'pair': {
-    'lora_a': np.eye(3, 2, dtype=np.float32),
-    'lora_b': np.ones((2, 4), np.float32),
-  },
-}
 ONE, OTHER = (np.arange(8, dtype=np.uint32) + i for i in (0, 1))
 
 
