@@ -29,10 +29,7 @@ def test_runs_of_a_program_are_private_trainings():
   one, state = program.train(PARAMS, FROZEN, batches, rate, seed)
   other = program.end(PARAMS, FROZEN, private.stacked(batches), rate, seed)
   # Compiled in another way.
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
-    one, other,
-  )  # fmt: skip
+  cases.assert_close(one, other, 1e-6, 1e-4)
   own = make(rate, seed)
   drawn = list(own.batches(own.init(PARAMS), DATA))
   for ours, theirs in zip(batches, drawn, strict=True):

@@ -76,10 +76,6 @@ def test_mean_is_that_of_the_oracle(name):
   assert metric.entries == FIRST + SECOND
 
 
-def assert_same(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.mark.parametrize('form', ['second_moment', 'mean'])
 def test_the_same_bits_in_any_batches(form):
   """Also with zeros, which are padding, and records that are not finite."""
@@ -98,7 +94,7 @@ def test_the_same_bits_in_any_batches(form):
     [*parts, nothing], noise_multiplier=2.0, form=form, dataset_size=size
   )
   assert found.digest == whole.digest
-  assert_same(found, whole)
+  cases.assert_same_bits(found, whole)
   other = release([INPUTS], noise_multiplier=2.0, form=form, prng_key=2)
   assert not np.array_equal(other.bases['b'], whole.bases['b'])
 
@@ -162,13 +158,10 @@ def test_change_of_variables_and_back():
   for module, name in (('a1', 'a*'), ('a2', 'a*'), ('b', 'b')):
     expected = dense(metric, name) @ np.float64(PARAMS[module]['lora_a'])
     np.testing.assert_allclose(params[module]['lora_a'], expected, atol=1e-5)
-    assert_same(params[module]['lora_b'], PARAMS[module]['lora_b'])
-  assert_same(params['c'], PARAMS['c'])
-  assert_same(params['head'], PARAMS['head'])
-  back = metric.from_params(params)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), back, PARAMS
-  )
+    cases.assert_same_bits(params[module]['lora_b'], PARAMS[module]['lora_b'])
+  cases.assert_same_bits(params['c'], PARAMS['c'])
+  cases.assert_same_bits(params['head'], PARAMS['head'])
+  cases.assert_close(metric.from_params(params), PARAMS, 2e-5)
 
 
 def test_the_release_is_part_of_what_is_accounted_for():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _clip, _clip_rules, _exact_sum, training, transforms
+from prism_optax import _clip, _exact_sum, training, transforms
 
 # Every size that float32 has, in one entry, in all, and mixed.
 _SIZES = np.float32([
@@ -137,9 +137,3 @@ def test_on_the_lattice_of_the_noise_as_well(c, stability):
     wanted = size / (size + stability / 6**0.5)
     assert np.linalg.norm(integers) == pytest.approx(wanted, abs=4e-6)
     assert np.linalg.norm(integers) <= 1
-
-
-def test_a_quantile_costs_noise_of_the_gradients():
-  rule = training.QuantileClipping(fraction_stddev=0.05)
-  own = _clip_rules.gradients_noise_multiplier(rule, 1.0, 20)
-  assert own**-2 + (2 * 20 * 0.05) ** -2 == pytest.approx(1.0)

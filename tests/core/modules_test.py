@@ -9,6 +9,7 @@ import pytest
 
 from prism_optax._modules._layout import LeafAxes
 from prism_optax._modules._tree import ModuleTree
+from tests import cases
 
 
 @pytest.mark.parametrize('rank', range(4))
@@ -69,30 +70,17 @@ def test_bad_axes_are_refused(rank, stack, match):
 # Trees.
 
 
-def _params(rng):
-  def pair(n, m, stack=()):
-    return {
-      'lora_a': jnp.asarray(rng.normal(size=(*stack, n, 2)), jnp.float32),
-      'lora_b': jnp.asarray(rng.normal(size=(*stack, 2, m)), jnp.float32),
-    }
-
-  return {
-    'k': pair(6, 5),
-    'q': pair(6, 5, (3,)),
-    'v': pair(4, 7),
-    'head': jnp.asarray(rng.normal(size=(3,)), jnp.bfloat16),
-  }
-
-
 def test_same_shapes_share_a_stack_and_trees_come_back():
-  params = _params(np.random.default_rng(0))
+  params = cases.adapters([(5, 6, 2), (7, 4, 2)], dtype=jnp.bfloat16)
+  stack = jax.tree.map(lambda x: np.stack([x] * 3), params['m0'])
+  params |= {'m2': jax.tree.map(np.float32, stack)}
   tree = ModuleTree(params)
   stacks = tree.factors(params)
   assert [x.left.shape for x in stacks.pairs] == [(4, 5, 2), (1, 7, 2)]
   assert [x.right.shape for x in stacks.pairs] == [(4, 6, 2), (1, 4, 2)]
   np.testing.assert_array_equal(
-    stacks.pairs[0].left[0], params['k']['lora_b'].T
+    stacks.pairs[0].left[0], params['m0']['lora_b'].T
   )
   back = tree.tree(stacks)
   jax.tree.map(np.testing.assert_array_equal, back, params)
-  assert back['head'].dtype == jnp.float32
+  assert back['extra'].dtype == jnp.float32

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation
 
 from prism_optax import _clip, _exact_sum
 
@@ -77,15 +76,6 @@ def test_padding_of_another_length_is_refused():
     _exact_sum.sum_of_examples(
       lambda e: e, jnp.zeros((3, 1)), jnp.zeros(2, bool)
     )
-
-
-def test_sensitivity_by_relation():
-  sensitivity = _clip.sensitivity_of_sum(0.25)
-  assert sensitivity() == 0.25
-  assert sensitivity(NeighboringRelation.REPLACE_SPECIAL) == 0.25
-  assert sensitivity(NeighboringRelation.REPLACE_ONE) == 0.5
-  with pytest.raises(ValueError, match="'add'"):
-    sensitivity('add')
 
 
 @pytest.mark.parametrize('padded', [False, True])

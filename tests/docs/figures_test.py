@@ -49,23 +49,6 @@ def test_docstrings_have_no_measurements_of_their_own():
         )
 
 
-@pytest.mark.parametrize(
-  ('value', 'numeral', 'right'),
-  [
-    (0.83634, '.8363', True), (0.83634, '.8364', False),
-    (0.83634, '0.84', True), (-0.0004, '-0.000', True),
-    (0.0242, '+0.02', True), (1063.9, '1,064', True),
-    (9.4e-2, '9e-2', True), (3.84e-33, '3.8e-33', True),
-    (155.0, '160', False),
-  ],
-)  # fmt: skip
-def test_a_figure_is_the_number_to_its_digits(value, numeral, right):
-  assert figures.is_right(value, numeral) is right
-  new = figures.rendered(value, numeral)
-  assert figures.is_right(value, new)
-  assert (new == numeral) is (right and value != -0.0004)
-
-
 def test_a_bound_is_above_the_number():
   assert figures.is_right(0.0004, '.001', 'p < ')
   assert not figures.is_right(0.002, '.001', 'p < ')

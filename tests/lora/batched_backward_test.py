@@ -10,50 +10,26 @@ import pytest
 import prism_optax
 from prism_optax import diagnostics, lora
 
-ROWS, INNER, COLUMNS, RANK = 7, 5, 6, 2
+ROWS, COLUMNS, RANK = 7, 6, 2
+_rng = np.random.default_rng(0)
+PARAMS = {
+  'lora_a': _rng.normal(size=(ROWS, RANK)),
+  'lora_b': _rng.normal(size=(RANK, COLUMNS)),
+}
+X = _rng.normal(size=(4, 3, ROWS))
 
 
-def _params(dtype=jnp.float32):
-  rng = np.random.default_rng(0)
-  shapes = {
-    'first': {'lora_a': (ROWS, RANK), 'lora_b': (RANK, INNER)},
-    'second': {'lora_a': (INNER, RANK), 'lora_b': (RANK, COLUMNS)},
-    'bias': (COLUMNS,),
-  }
-  return jax.tree.map(
-    lambda shape: rng.standard_normal(shape).astype(dtype),
-    shapes, is_leaf=lambda x: isinstance(x, tuple),
-  )  # fmt: skip
-
-
-def _losses(params, x, kernel):
-  """Two adapted layers with attention between the tokens of an example."""
-  first, second = (params[name] for name in ('first', 'second'))
-  y = jnp.tanh(x @ kernel + lora.per_example_product(x, **first))
-  y = jax.nn.softmax(y @ y.mT) @ y
-  bias = params['bias']
-  y = lora.per_example_product(y, **second) + jnp.expand_dims(bias, -2)
-  return jnp.sum(jnp.sin(y), (1, 2)) / x.shape[1]
-
-
-def _data(size, tokens, dtype=jnp.float32):
-  rng = np.random.default_rng(1)
-  return tuple(
-    rng.standard_normal(shape).astype(dtype)
-    for shape in ((size, tokens, ROWS), (ROWS, INNER))
-  )
+def _losses(params, x):
+  return jnp.sum(lora.per_example_product(x, **params) ** 2, (1, 2))
 
 
 def test_flat_tokens_and_many_axes_of_them(x64):
-  params = _params(jnp.float64)['first']
-  x, _ = _data(4, 3, jnp.float64)
-
   def gradients(shape, **tokens):
     def losses(copies, x):
       y = lora.per_example_product(x.reshape(shape), **copies, **tokens)
       return jnp.sum(y.reshape(4, -1) ** 3, 1)
 
-    return jax.jit(lora.per_example_gradients(losses))(params, x)
+    return jax.jit(lora.per_example_gradients(losses))(PARAMS, X)
 
   want = gradients((4, 3, ROWS))
   for found in (
@@ -63,11 +39,10 @@ def test_flat_tokens_and_many_axes_of_them(x64):
     jax.tree.map(np.testing.assert_array_equal, found, want)
   # Without copies both forms are a plain product.
   for tokens in (None, 3):
-    one = lora.per_example_product(
-      x.reshape(12, -1), **params, tokens_per_example=tokens
-    )
+    flat = X.reshape(12, -1)
+    one = lora.per_example_product(flat, **PARAMS, tokens_per_example=tokens)
     np.testing.assert_allclose(
-      one, x.reshape(12, -1) @ params['lora_a'] @ params['lora_b'], rtol=1e-12
+      one, flat @ PARAMS['lora_a'] @ PARAMS['lora_b'], rtol=1e-12
     )
 
 
@@ -212,20 +187,19 @@ def test_factors_that_do_not_fit_are_refused(a, b, x, tokens):
 
 
 def test_losses_of_another_shape_are_refused():
-  def mean(params, x, kernel):
-    return jnp.mean(_losses(params, x, kernel))
+  def mean(params, x):
+    return jnp.mean(_losses(params, x))
 
   with pytest.raises(ValueError, match=r'losses of shape \(4,\).*got \(\)'):
-    jax.eval_shape(lora.per_example_gradients(mean), _params(), *_data(4, 3))
+    jax.eval_shape(lora.per_example_gradients(mean), PARAMS, X)
 
 
 def test_parts_that_are_no_parts_are_refused():
-  params, data = _params(), _data(6, 3)
   clip = prism_optax.intrinsic_clip(1.0)
   gradients = lora.per_example_gradients(_losses)
-  with pytest.raises(ValueError, match='divide .* 6, got microbatch_size=4'):
-    clip.update(lora.in_microbatches(gradients, 4)(params, *data), (), params)
-  gradients = lora.in_microbatches(gradients, 3)
-  lazy = lora.in_microbatches(gradients, 3)(params, *data)
+  with pytest.raises(ValueError, match='divide .* 4, got microbatch_size=3'):
+    clip.update(lora.in_microbatches(gradients, 3)(PARAMS, X), (), PARAMS)
+  gradients = lora.in_microbatches(gradients, 2)
+  lazy = lora.in_microbatches(gradients, 2)(PARAMS, X)
   with pytest.raises(TypeError, match='in micro-batches already'):
-    clip.update(lazy, (), params)
+    clip.update(lazy, (), PARAMS)

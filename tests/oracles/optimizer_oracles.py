@@ -175,6 +175,17 @@ class PaperOptions:
   floor_factor: float = 1.0
   max_condition_number: float = 1e4
 
+  @classmethod
+  def of_golden(cls, config):
+    """Of the entries ``cfg_*`` of a golden file."""
+    c = {k: v.item() for k, v in config.items() if v.ndim == 0}
+    floor_mode = ('none', 'scalar', 'geometry')[c['floor_mode']]
+    stddev = c['sigma'] * c['C'] / c['batch_size']
+    return cls(
+      c['lr'], stddev, bool(c['adaptive']), c['b1'], c['b2'], c['eps'],
+      floor_mode, c['factor'], c['cond_max'],
+    )  # fmt: skip
+
 
 def _power(matrix, exponent):
   w, v = np.linalg.eigh(matrix)

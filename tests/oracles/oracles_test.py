@@ -5,8 +5,6 @@ import pytest
 
 from tests.oracles import optimizer_oracles, oracles
 
-FLOOR_MODES = ('none', 'scalar', 'geometry')
-
 
 @pytest.mark.parametrize('case', range(7))
 def test_tangents_equal_the_golden_lifts(case, golden):
@@ -48,29 +46,15 @@ def test_retraction_equals_the_golden_one(case, golden):
 def test_paper_oracle_follows_the_golden_trajectory(setting, golden):
   inputs = golden('dp_step_inputs')
   outputs = golden(f'dp_step_{setting}')
-  config = {
-    k: v.item()
-    for k, v in golden(f'dp_step_{setting}', 'cfg_').items()
-    if v.ndim == 0
-  }
-  options = optimizer_oracles.PaperOptions(
-    learning_rate=config['lr'],
-    stddev=config['sigma'] * config['C'] / config['batch_size'],
-    adaptive=bool(config['adaptive']),
-    b1=config['b1'],
-    b2=config['b2'],
-    eps=config['eps'],
-    floor_mode=FLOOR_MODES[config['floor_mode']],
-    floor_factor=config['factor'],
-    max_condition_number=config['cond_max'],
-  )
+  config = golden(f'dp_step_{setting}', 'cfg_')
+  options = optimizer_oracles.PaperOptions.of_golden(config)
   modules = [
     optimizer_oracles.PaperOracle(
       (inputs[f'mod{k}_A0'], inputs[f'mod{k}_B0']), options
     )
     for k in range(2)
   ]
-  for t in range(config['steps']):
+  for t in range(int(config['steps'])):
     signals, _, norms = oracles.clipped_mean(
       [oracles.Point.from_factors(*m.factors) for m in modules],
       [inputs[f'mod{k}_G'][t] for k in range(2)],

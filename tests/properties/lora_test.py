@@ -14,14 +14,11 @@ from hypothesis import given
 import prism_optax
 from prism_optax import lora
 from prism_optax.contrib import heads
+from tests.cases import assert_same_bits
 from tests.core import seams
 from tests.properties import cases
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
-
-
-def _equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def _close(a, b, rtol=1e-5):
@@ -149,7 +146,7 @@ def test_parts_of_any_size_give_one_sum(seed, scale, odd, size, is_padding):
   batch = cases.draw_tree('one', seed, lead=(6,), scale=scale)
   batch = cases.spoiled(batch, odd, seed)
   whole, parts = (_sum_by_parts(x)(batch, is_padding) for x in (None, size))
-  _equal(parts, whole)
+  assert_same_bits(parts, whole)
 
 
 # A record is what two modules read at two positions: ordinary, tiny, huge, odd.

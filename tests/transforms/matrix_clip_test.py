@@ -14,7 +14,6 @@ from tests import cases
 from tests.oracles import muon_oracle
 
 Dims = optax.contrib.MuonDimensionNumbers
-REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
 
 SHAPES = {'a': (3, 5), 'bias': (4,), 'stack': (2, 4, 3), 'z': (6,)}
 SPECS = {'a': Dims(), 'bias': None, 'stack': Dims(1, 2), 'z': None}
@@ -67,7 +66,9 @@ def test_sensitivity_is_that_of_all_groups_and_is_reached(specs):
   bound = tx.sensitivity(params=PARAMS)
   clips = [0.7, 1.5] if specs is None else [0.7, 0.4, 0.4, 1.5]
   assert bound == pytest.approx(np.sqrt(np.sum(np.square(clips))) / 8)
-  assert tx.sensitivity(REPLACE_ONE, params=PARAMS) == 2 * bound
+  relation = dp_accounting.NeighboringRelation
+  assert tx.sensitivity(relation.REPLACE_ONE, params=PARAMS) == 2 * bound
+  assert tx.sensitivity(relation.REPLACE_SPECIAL, params=PARAMS) == bound
   one = {k: np.full((7, *s), 1e4) for k, s in SHAPES.items()}
   found = cases.norm(_clip(one, specs, 8.0))
   assert 0.999 * 7 * bound < found <= 7 * bound * (1 + 1e-6)  # float32

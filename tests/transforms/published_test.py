@@ -51,29 +51,27 @@ def _add_golden_noise(stddev):
   )
 
 
-def _trajectory(inputs, config, dtype):
-  """Z of both modules after each of the five steps."""
-  stddev = float(config['cfg_sigma'] * config['cfg_C'] / 8)
-  mode = {0: 'none', 1: 'scalar', 2: 'geometry'}
-  parts = [
-    prism_optax.intrinsic_clip(float(config['cfg_C']), normalize_by=8),
-    _add_golden_noise(stddev),
-  ]
-  if config['cfg_adaptive']:
-    parts.append(
-      scale_by_published_preconditioner(
-        float(config['cfg_b1']), float(config['cfg_b2']),
-        float(config['cfg_eps']), noise_stddev=stddev,
-        floor_mode=mode[int(config['cfg_floor_mode'])],
-        floor_factor=float(config['cfg_factor']),
-        max_condition_number=float(config['cfg_cond_max']),
-      )
-    )  # fmt: skip
-  parts += [
-    optax.scale_by_learning_rate(float(config['cfg_lr'])),
+def _after_the_noise(o):
+  """The preconditioner, if any, and the retraction in the authors' gauge."""
+  direction = scale_by_published_preconditioner(
+    o.b1, o.b2, o.eps, noise_stddev=o.stddev, floor_mode=o.floor_mode,
+    floor_factor=o.floor_factor, max_condition_number=o.max_condition_number,
+  )  # fmt: skip
+  return [
+    *[direction] * o.adaptive,
+    optax.scale(-o.learning_rate),
     prism_optax.retract(align=True),
   ]
-  tx = optax.chain(*parts)
+
+
+def _trajectory(inputs, config, dtype):
+  """Z of both modules after each of the five steps."""
+  options = optimizer_oracles.PaperOptions.of_golden(config)
+  tx = optax.chain(
+    prism_optax.intrinsic_clip(config['C'].item(), normalize_by=8),
+    _add_golden_noise(options.stddev),
+    *_after_the_noise(options),
+  )
   params = cases.tree_of(
     [(inputs[f'mod{i}_A0'], inputs[f'mod{i}_B0']) for i in range(MODULES)],
     dtype=dtype,
@@ -111,11 +109,12 @@ def _error(trajectory, arrays, name):
 def test_trajectories_of_the_published_optimizer(golden, name):
   """1e-11 with exact whitening; their sampler is damped, hence 1e-7 to them."""
   inputs, arrays = golden('dp_step_inputs'), golden(name)
-  got = _trajectory(inputs, {**inputs, **arrays}, jnp.float64)
+  config = golden(name, 'cfg_')
+  got = _trajectory(inputs, config, jnp.float64)
   assert _error(got, arrays, 'Z_after_oracle_undamped_noise') < 1e-11
   assert _error(got, arrays, 'Z_after') < 1e-7
   # It is the gauge of their factors that is compared: another one differs.
-  single = _trajectory(inputs, {**inputs, **arrays}, jnp.float32)
+  single = _trajectory(inputs, config, jnp.float32)
   assert _error(single, arrays, 'Z_after') < 2e-5
 
 
@@ -130,15 +129,7 @@ def test_every_floor_against_the_dense_oracle(floor_mode):
     b2=0.9, max_condition_number=50.0,
   )  # fmt: skip
   oracle = optimizer_oracles.PaperOracle(factors, options)
-  tx = optax.chain(
-    scale_by_published_preconditioner(
-      options.b1, options.b2, options.eps, noise_stddev=options.stddev,
-      floor_mode=floor_mode, floor_factor=options.floor_factor,
-      max_condition_number=50.0,
-    ),
-    optax.scale(-options.learning_rate),
-    prism_optax.retract(align=True),
-  )  # fmt: skip
+  tx = optax.chain(*_after_the_noise(options))
   params = cases.tree_of([factors])
   state = tx.init(params)
 
