@@ -35,10 +35,7 @@ def test_runs_of_a_program_are_private_trainings():
   for ours, theirs in zip(batches, drawn, strict=True):
     jax.tree.map(np.testing.assert_array_equal, ours[0], theirs.examples)
   slow, _ = program.train(PARAMS, FROZEN, batches, {'rate': 0.01}, seed)
-  assert (
-    np.abs(slow['layer']['lora_b'] - PARAMS['layer']['lora_b']).max()
-    < np.abs(one['layer']['lora_b'] - PARAMS['layer']['lora_b']).max()
-  )
+  assert np.abs(slow['head']).max() < np.abs(one['head']).max()
 
   examples, *others = batches[0]
   proof = diagnostics.prove_released(
