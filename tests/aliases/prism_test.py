@@ -12,20 +12,12 @@ import prism_optax
 from prism_optax import lora
 from tests import cases
 from tests.oracles import optimizer_oracles, oracles, problems
+from tests.transforms import chains
 
 pytestmark = pytest.mark.usefixtures('x64')
 
-# Two modules of one shape (they are processed together) and one of another.
-SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
-ONE_SHAPE = [(8, 6, 3)] * 3
-CLIP, MULTIPLIER, BATCH_SIZE, SEED = 2.0, 0.4, 5.0, 7
-STDDEV = MULTIPLIER * CLIP / BATCH_SIZE
-
-
-REQUIRED = {
-  'l2_clip_norm': CLIP, 'noise_multiplier': MULTIPLIER,
-  'expected_batch_size': BATCH_SIZE, 'prng_key': SEED,
-}  # fmt: skip
+CLIP, BATCH_SIZE, STDDEV = chains.CLIP, chains.BATCH_SIZE, chains.STDDEV
+ONE_SHAPE, REQUIRED = [(8, 6, 3)] * 3, chains.OPTIONS
 
 
 def spelled_out(learning_rate, **options):
@@ -36,7 +28,7 @@ def spelled_out(learning_rate, **options):
 @functools.cache
 def privatizer(layout):
   """The noise of `prism` alone: the same privatizer with the same key."""
-  tx = prism_optax.tangent_privatizer(STDDEV, prng_key=SEED, layout=layout)
+  tx = prism_optax.tangent_privatizer(STDDEV, prng_key=7, layout=layout)
   return tx.init, jax.jit(tx.update)
 
 
@@ -44,10 +36,7 @@ def privatizer(layout):
 def release(layout):
   """Clip and noise of `prism` alone."""
   tx = prism_optax.chain(
-    prism_optax.intrinsic_clip(CLIP, normalize_by=BATCH_SIZE),
-    prism_optax.tangent_privatizer(STDDEV, prng_key=SEED),
-    layout=layout,
-    retract_elsewhere=True,
+    chains.clip(), chains.noise(), layout=layout, retract_elsewhere=True
   )
   return jax.jit(tx.update)
 
@@ -123,7 +112,7 @@ def assert_same_trajectory(
 
 @pytest.mark.slow
 def test_prism_follows_the_oracle_with_every_option():
-  problem = problems.Problem(SHAPES, scale=4.0, seed=2)
+  problem = problems.Problem(chains.SHAPES, scale=4.0, seed=2)
   start = problem.start()
   options = {
     'b1': 0.8, 'b2': 0.99, 'eps': 1e-3, 'floor_factor': 0.5,

@@ -41,8 +41,7 @@ def _lattice_sum(x, unit=2.0**-20):
   unit = jnp.float32(unit)
   sums = _exact_sum.sum_of_examples(lambda e: e, x, None, lambda _: [unit])
   assert isinstance(sums, _exact_sum.LatticeSum)
-  high, low = (np.asarray(y, np.int64) for y in sums[:2])
-  return high * 2**14 + low
+  return _exact_sum.integers_of(sums)
 
 
 def test_side_by_side_gives_the_same_integers(monkeypatch):

@@ -104,6 +104,14 @@ def is_sum(x):
   return isinstance(x, _exact_sum.LatticeSum)
 
 
+def in_float64(x):
+  """An array, or a sum on the lattice, exactly."""
+  if is_sum(x):
+    return _exact_sum.integers_of(x) * float(x.unit)
+  return np.asarray(x, np.float64)
+
+
+integers_of = _exact_sum.integers_of
 words_of = _keys.key_words
 
 

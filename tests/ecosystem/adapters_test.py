@@ -50,12 +50,8 @@ class Layer(NamedTuple):
   trained: Callable[[Any], None] | None = None
 
 
-def randomised(params):
-  """Normal entries in the shapes of ``params``, float32."""
-  leaves, treedef = jax.tree.flatten(params)
-  rng = np.random.default_rng(0)
-  normal = [np.float32(rng.standard_normal(x.shape)) for x in leaves]
-  return jax.tree.unflatten(treedef, normal)
+# Normal entries in the shapes of parameters.
+randomised = functools.partial(cases.normal, seed=0, dtype=np.float32)
 
 
 def of_nnx(module, inputs=6, layout=None):

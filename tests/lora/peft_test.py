@@ -12,6 +12,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 from prism_optax import lora
+from tests import cases
 from tests.oracles import oracles
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -118,11 +119,8 @@ NAMES = {
 }
 
 
-def _filled(seed=0, dtype=jnp.float32):
-  rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), _model()
-  )
+def _filled(dtype=jnp.float32):
+  return cases.normal(_model(), 0, dtype=dtype)
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])

@@ -259,7 +259,7 @@ class Case:
         state = self.private.step(state, batch)
         now.note(f'state {harness.digest((state.params, state.optimizer))}')
         jax.effects_barrier()  # What it prints is printed.
-        now.next_step()
+        now.step += 1
       return state.params
 
     with (

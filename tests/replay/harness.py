@@ -76,9 +76,6 @@ class Observation:
   def note(self, text):
     self.events.append((self.step, text))
 
-  def next_step(self):
-    self.step += 1
-
 
 class Tape:
   """Records what enters the noise, and plays what left it."""
@@ -122,7 +119,9 @@ class Tape:
     key = hashlib.sha256(np.asarray(words).tobytes()).hexdigest()[:8]
     now.note(f'noise {key} of stddev {stddevs} on {shown}')
     each = stddevs if len(stddevs) == len(sums) else stddevs * len(sums)
-    entered = [_numbers(x).ravel() / s for x, s in zip(sums, each, strict=True)]
+    entered = [
+      seams.in_float64(x).ravel() / s for x, s in zip(sums, each, strict=True)
+    ]
     release = Release(now.step, np.concatenate(entered), left)
     number = len(now.releases)
     now.releases.append(release)
@@ -157,22 +156,6 @@ def _form(x):
   return x.shape, x.dtype
 
 
-def _numbers(x):
-  if not seams.is_sum(x):
-    return np.asarray(x, np.float64)
-  high, low = (np.asarray(y, np.float64) for y in (x.high, x.low))
-  return (high * 2.0**14 + low) * float(x.unit)
-
-
-class _Log(logging.Handler):
-  def __init__(self, note):
-    super().__init__()
-    self._note = note
-
-  def emit(self, record):
-    self._note(f'logged {record.name}: {record.getMessage()}')
-
-
 # Listeners of jax.monitoring cannot be taken away again: there is one.
 _listening = []
 
@@ -190,7 +173,10 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 @contextlib.contextmanager
 def _messages(now):
   """Notes what is printed (by C, too), warned and logged, and compiled."""
-  handler = _Log(now.note)
+  handler = logging.Handler()
+  handler.emit = lambda record: now.note(
+    f'logged {record.name}: {record.getMessage()}'
+  )
   with contextlib.ExitStack() as stack:
     for number, redirect in (
       (1, contextlib.redirect_stdout),

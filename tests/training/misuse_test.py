@@ -64,6 +64,10 @@ CONSTANTS = [
       jax.sharding.PartitionSpec('data')))},
    r'batch is not supported on a mesh with explicit axes'),
   (SGD, {'prng_key': 'secret'}, r'chacha20'),
+  (SGD, {'record': (3, 4)}, r'to be a tree of .*record\[0\]=3'),
+  (SGD, {'record': {'x': None}}, r'Expected record to have a leaf'),
+  (SGD, {'record': jax.ShapeDtypeStruct((3,), np.dtype('U3'))},
+   r'Expected data of numbers'),
   (SGD, {'stop': 'when it is good'}, r"stop to be .*'planned'"),
   (SGD, {'tags': {'base': [1]}}, r"got tags\['base'\]=.* of list"),
   (SGD, {'tags': {'base': 'x' * 201}}, r'at most 200'),
@@ -196,10 +200,7 @@ def test_losses_that_do_not_fit(loss, options, message):
 
 def losses(copies, frozen, x, y):
   """Of a batch; a second frozen weight makes it mix the records."""
-  pair = copies['layer']
-  z = jnp.einsum('bi,bir,bro->bo', x, pair['lora_a'], pair['lora_b'])
-  z = z + x @ frozen['weight'] + copies['head']
-  of_each = jnp.sum((z - y) ** 2, -1)
+  of_each = cases.losses(copies, frozen['weight'], x, y)
   return of_each * jnp.sum(x) if 'mixed' in frozen else of_each
 
 

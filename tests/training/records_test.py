@@ -167,19 +167,6 @@ def test_what_is_public_is_refused(data, message):
     made.batches(start(made), data)
 
 
-@pytest.mark.parametrize(
-  ('record', 'message'),
-  [
-    ((3, 4), r'Expected record to be a tree of .*record\[0\]=3'),
-    ({'x': None}, r'Expected record to have a leaf'),
-    (struct((3,), np.dtype('U3')), r'Expected data of numbers'),
-  ],
-)
-def test_forms_that_are_none_are_refused(record, message):
-  with pytest.raises(ValueError, match=message):
-    private.__wrapped__('pixels', record=record)
-
-
 def test_arrays_declare_themselves_and_other_data_are_declared():
   made, data = private('pixels', record=None), listed(PIXELS)
   arrays = tuple(map(np.stack, zip(*data, strict=True)))

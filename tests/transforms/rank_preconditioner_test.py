@@ -7,10 +7,7 @@ import pytest
 import prism_optax
 from tests import cases
 from tests.oracles import optimizer_oracles, oracles, problems
-
-SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
-ONE_SHAPE = SHAPES[::2]
-STDDEV = 0.16
+from tests.transforms import chains
 
 x64 = pytest.mark.usefixtures('x64')
 
@@ -27,7 +24,7 @@ def test_directions_follow_a_schedule_of_the_noise():
   """
   stddevs = np.array([1.0, 0.2, 3.0, 0.5])
   options = {'b2': 0.9, 'floor_factor': 0.7}
-  problem = problems.Problem(ONE_SHAPE)
+  problem = problems.Problem(chains.ONE_SHAPE)
   points = []
   for seed in range(6):
     other = problems.Problem(problem.shapes, seed=seed + 100)
@@ -54,7 +51,7 @@ def test_directions_follow_a_schedule_of_the_noise():
 @pytest.mark.parametrize('stddev', [0.3, 3.0])
 def test_the_floor_bounds_the_direction(stddev):
   """||U||_F^2 <= ||m||_F^2 / floor (PRISM, Eq. 27)."""
-  problem = problems.Problem(ONE_SHAPE)
+  problem = problems.Problem(chains.ONE_SHAPE)
   tx = prism_optax.scale_by_rank_preconditioner(
     b1=0.0, b2=0.5, noise_stddev=stddev, floor_factor=2.0
   )
