@@ -60,6 +60,16 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _GOLDEN = _ROOT / 'tests' / 'golden'
 
 
+def pytest_collection_modifyitems(items):
+  """The longest first, so that no worker waits for the last test of another."""
+
+  def allowed(item):
+    mark = item.get_closest_marker('timeout')
+    return mark.args[0] if mark else 0
+
+  items.sort(key=allowed, reverse=True)  # Files stay together.
+
+
 _PROCESS = pathlib.Path('/proc/self')
 _MOST_MAPS, _MOST_MEMORY = 40_000, 1_000_000_000
 
