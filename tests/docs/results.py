@@ -122,12 +122,28 @@ def regret_table() -> str:
 
 
 def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
-  """Points by which a recipe is behind the best, on texts that chose none."""
+  """Points by which a recipe of other texts is behind the best, by task."""
   return [
     x.regrets[method]
     for x in cells_of_regret()
     if x.is_counted and x.pooled == pooled
   ]
+
+
+def means_of_regret(method: str) -> float:
+  """Mean of the points, at all epsilons, if texts are means of their tokens."""
+  return statistics.mean(regrets_of_texts(method, pooled=True))
+
+
+def lead_of_regret(task: str, epsilon: float) -> tuple[float, float]:
+  """Points of `prism` over DP-AdamW, and Holm's p, for means of tokens."""
+  found = cells_of_regret()
+  corrected = regret.holm([x.lead[1] for x in found])
+  return next(
+    (x.lead[0], p)
+    for x, p in zip(found, corrected, strict=True)
+    if (x.task, x.epsilon, x.pooled) == (task, epsilon, True)
+  )
 
 
 def rows_of_regret(method: str, **fields: Any) -> float:
@@ -138,11 +154,11 @@ def rows_of_regret(method: str, **fields: Any) -> float:
   )
 
 
-def chosen_by_recipe(method: str) -> tuple[float, float, str]:
-  """Rate, decay and head."""
-  return regret.recipe(
-    runner.Store(RESULTS / 'regret.json', TEXTS).find, method
-  )
+def recipes(method: str) -> list[tuple[float, float, str]]:
+  """Rate, decay and head, chosen without these texts; without none, last."""
+  find = runner.Store(RESULTS / 'regret.json', TEXTS).find
+  unseen = (*regret.TASKS.values(), regret.DIGITS)
+  return [regret.recipe(find, method, x) for x in dict.fromkeys(unseen)]
 
 
 def accuracies(method: str, **fields: Any) -> dict[int, float]:
