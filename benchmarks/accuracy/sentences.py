@@ -343,15 +343,19 @@ def program(
 
 
 @functools.lru_cache(maxsize=64)
-def noise_multiplier(setting: Setting, folders: Folders) -> float:
-  """Of a :attr:`Setting.static`, beside what was released before."""
+def _noise_multiplier(setting: Setting, folders: Folders) -> float:
   given, head = problem_of(setting, folders), released(setting, folders)
-  # Sizes and releases decide, not what is trained.
-  plain = dataclasses.replace(setting, method='prism', options=())
-  params, _ = start(dataclasses.replace(plain, start='default'), given, None)
+  params, _ = start(dataclasses.replace(setting, start='default'), given, None)
   return training_of(
-    plain, given, params, head, setting.numbers, 0
+    setting, given, params, head, setting.numbers, 0
   ).noise_multiplier
+
+
+def noise_multiplier(setting: Setting, folders: Folders) -> float:
+  """Of a training, beside what was released before."""
+  # Sizes and releases decide, not what is trained.
+  plain = dataclasses.replace(setting.static, method='prism', options=())
+  return _noise_multiplier(plain, folders)
 
 
 def train(
@@ -385,7 +389,7 @@ def execute(
   """
   given, sigma = problem_of(setting, folders), 0.0
   if setting.epsilon is not None:
-    sigma = 1.0 if smoke else noise_multiplier(setting.static, folders)
+    sigma = 1.0 if smoke else noise_multiplier(setting, folders)
   params, _, frozen = train(setting, folders, sigma)
   losses = jax.jit(losses_of(setting, given))
 
