@@ -87,12 +87,13 @@ def loss(params: Any, frozen: Any, x: Any, y: Any) -> jax.Array:
   return pretrained()[3](params, frozen, x[None], y[None])[0]
 
 
+gradients_of = jax.jit(jax.vmap(jax.grad(loss), (None, None, 0, 0)))
+
+
 def statistics(method: str, params: Any, step: int, norm: float) -> Any:
   """What the clip would do to one batch."""
   _, frozen, rows, _ = pretrained()
-  gradients = jax.vmap(jax.grad(loss), (None, None, 0, 0))(
-    params, frozen, *batch_of(rows, step)
-  )
+  gradients = gradients_of(params, frozen, *batch_of(rows, step))
   return diagnostics.nonprivate_clip_statistics(
     gradients, params, norm,
     space='tangent' if method == 'PRISM' else 'factor',
