@@ -144,3 +144,10 @@ def test_a_gpu_that_may_add_in_any_order_is_another_one_in_each_process(
     monkeypatch.setenv('XLA_FLAGS', flags)
     one, other = (_fingerprint.environment(None, x) for x in 'ab')
     assert (one == other) is same
+
+
+def test_a_digest_with_a_word_of_zeros_is_known():
+  one, other = (np.array([0, x], np.uint32) for x in (1, 2))
+  found = _fingerprint.Fingerprint(one, one, one, other)
+  wanted = found._replace(program=other, data=_fingerprint.UNKNOWN[:2])
+  assert _fingerprint.differing(found, wanted) == ['program']

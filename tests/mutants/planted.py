@@ -77,5 +77,15 @@ EQUIVALENT: dict[str, str] = {
   }.items()
 } | {
   'accounting/_events.py affordable_interval name 1: min -> max': 'a finer'
-  ' grid, which takes more memory'
+  ' grid, which takes more memory',
+  'contrib/heads.py _classes operator 3: num_classes - 1 -> num_classes + 1': (
+    'a label that is no class has a vector of zeros'
+  ),
+  'contrib/heads.py module constant 4: 1212498244 -> 1212498245': (
+    'a number of its own is as good as another'
+  ),
+  'training/_private.py PrivateTraining.compile call 3:'
+  ' _fingerprint.jitted_of_arrays(arguments[3:]) -> arguments[3:]': (
+    'the first step compiles it instead'
+  ),
 }
