@@ -70,6 +70,9 @@ def resolve(given: argparse.Namespace) -> Options:
   devices = said.get('mesh', 1)
   defaults['microbatch_size'] += -defaults['microbatch_size'] % devices
   options = Options(**defaults | said)
+  if task == 'classify' and options.head is None:
+    known = options.target_epsilon is not None
+    options.head = 'released' if known else 'random'
   if task == 'instruct' and options.loss_divisor is None:
     options.loss_divisor = options.max_length
   _check(options)
@@ -149,6 +152,11 @@ def _check(options: Options) -> None:
     raise ValueError(f'--eval {options.eval} is --data, but has to be public.')
   if options.eval is None:
     raise ValueError('--data needs --eval, a public file of the same form.')
+  if options.head == 'released' and options.target_epsilon is None:
+    raise ValueError(
+      '--head released has half of the budget, but --target-epsilon is not '
+      'given.'
+    )
   if options.optimizer == NOT_PRIVATE:
     for name in ('target_epsilon', 'noise_multiplier', 'delta'):
       value = getattr(options, name)

@@ -53,17 +53,20 @@ def page(runs: dict[str, finished.Finished], rows: int = 0) -> str:
 def verdict(summary: dict[str, Any]) -> str:
   """Whether a run learned anything, and for which epsilon, in a sentence.
 
-  Accuracy has to rise by two standard errors over the rows, above what it was
-  before and above the share of the commonest class.
+  Accuracy has to rise by two standard errors over the rows, above the share of
+  the commonest class and above what it was before anything was released.
   """
   measure = summaries.measure(summary['final'])
   before, after = (summary[x][measure] for x in ('start', 'final'))
   name, count = measure.removeprefix('eval_'), summary['eval_rows']
   chance, learned = summary['chance'], after < before
-  facts = f'{name} {after:.3f}, before {before:.3f}, on {count} public rows'
+  released = summary.get('plan', {}).get('head_noise_multiplier')
+  start = 'of the released head alone' if released else 'before'
+  facts = f'{name} {after:.3f}, {start} {before:.3f}, on {count} public rows'
   if chance is not None:
     error = math.sqrt(after * (1 - after) / count)
-    learned = after - max(before, chance) > 2 * error
+    least = chance if released else max(before, chance)
+    learned = after - least > 2 * error
     facts += f'; the commonest class alone has {chance:.3f}'
   if summary['held_steps']:
     facts += f'; {summary["held_steps"]} steps diverged and were left out'

@@ -66,10 +66,14 @@ def public(options: Options, name: str) -> dict[str, Any]:
   }
 
 
-def plan(private: PrivateTraining) -> dict[str, Any]:
+def plan(run: training.Run) -> dict[str, Any]:
   """The public constants of the mechanism."""
+  private, head = run.private, run.task.head
   settings = private.parts.settings
-  return {
+  released = (
+    {} if head is None else {'head_noise_multiplier': head.noise_multiplier}
+  )
+  return released | {
     'dataset_size': settings.sampling.dataset_size,
     'expected_batch_size': settings.sampling.expected_batch_size,
     'padded_size': private.padded_batch_size,
@@ -131,8 +135,8 @@ def summarize(
     steps_of_rows = [row['step'] for row in rows]
     summary |= {
       'epsilon': private.epsilon(),
-      'epsilons': [private.epsilon(x) if x else 0.0 for x in steps_of_rows],
+      'epsilons': [private.epsilon(x) for x in steps_of_rows],
       'statement': private.statement(state),
-      'plan': plan(private),
+      'plan': plan(run),
     }
   return summary

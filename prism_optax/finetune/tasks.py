@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from prism_optax.contrib import heads
+
 from . import data, digits, instructions, training
 from .models import chat, classifier, llama_files, minilm, pretrained, vit
 from .models.layers import LoraConfig
@@ -34,6 +36,8 @@ class Task:
     base: Public facts about the frozen weights, to recognise them again.
     loss: What is minimised, see ``training.make_loss``.
     evaluate: What measures, see ``training.make_evaluate``.
+    head: What was released of the private rows before the training, if
+      something was; it is the head in ``params``.
   """
 
   name: str
@@ -46,6 +50,7 @@ class Task:
   base: dict[str, Any]
   loss: Callable[..., Any]
   evaluate: Callable[..., Any]
+  head: heads.LinearHead | None = None
 
   @property
   def chance(self) -> float | None:

@@ -3,7 +3,7 @@
 import math
 import pathlib
 
-from . import digits, files, methods, run, summaries, tasks, training
+from . import digits, files, methods, releasing, run, summaries, tasks, training
 from .options import Options, absolute
 
 
@@ -87,8 +87,11 @@ def train_one(options: Options, output: pathlib.Path) -> None:
   )
   # From here on a constant of the run, whatever becomes of the file.
   options.dataset_size = declared_size(options, len(task.train.labels))
+  if options.head == 'released':
+    task = releasing.with_head(task, options, output)
   planned = run.make(task, options, options.optimizer, output)
   save_options(options, task, output)
+  releasing.save(task, output)
   if options.nonprivate_diagnostics:
     print('The files nonprivate_* will NOT be covered by the guarantee.')
   summary = run.train(planned)

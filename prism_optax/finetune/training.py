@@ -123,6 +123,7 @@ def make(
     record=jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), task.train
     ),
+    prior_releases=[] if task.head is None else [task.head],
     tags={'base': task.base['sha256'], 'method': name},
     journal=folder / 'journal.sqlite',
     prng_key=options.seed,

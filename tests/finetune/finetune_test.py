@@ -26,7 +26,7 @@ def _arguments(tiny_files, tiny_model, output, *more) -> list[str]:
   return [
     *('train', '--data', str(train), '--eval', str(evaluation)),
     *('--model', str(tiny_model), '--output', str(output)),
-    *('--noise-multiplier', '2', '--delta', '1e-3', '--steps', str(STEPS)),
+    *('--target-epsilon', '2', '--delta', '1e-3', '--steps', str(STEPS)),
     *('--batch-size', '16', '--microbatch-size', '8', '--rank', '2'),
     *('--lora-targets', 'attention', '--max-length', '7', '--seed', '5'),
     *('--eval-every', '2', '--checkpoint-every', '2', *more),
@@ -194,6 +194,10 @@ BASE = [
     ([*BASE[:5], '--noise-multiplier', '-1'], r'--noise-multiplier: .* got -1'),
     ([*BASE, '--steps', '0'], r'--steps: .* got 0'),
     ([*BASE, '--batch-size', '0'], r'--batch-size: .* got 0'),
+    (
+      [*BASE[:5], '--noise-multiplier', '1', '--head', 'released'],
+      '--head released has half of the budget, but --target-epsilon is not',
+    ),
     ([*BASE, '--rank', '0'], r'--rank: .* got 0'),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
     (['train', '--labels', 'a', 'b'], r'--labels .* needs --data'),

@@ -1,5 +1,6 @@
 """Each method trains by `make_private`; the loss of a row; the evaluation."""
 
+import dataclasses
 import types
 
 import jax
@@ -9,10 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
+from prism_optax import accounting
+from prism_optax.contrib import heads
 from prism_optax.finetune import (
   command_line,
   data,
   methods,
+  releasing,
   summaries,
   tasks,
   training,
@@ -122,6 +126,41 @@ def test_evaluation_counts_every_row_once(task, rows):
   found = evaluate(task.params, task.frozen)
   assert found['eval_loss'] == pytest.approx(float(losses.mean()), rel=1e-5)
   assert found['eval_accuracy'] == pytest.approx(float(hits.mean()))
+
+
+def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
+  """Of rows in chunks, the last one shorter; a blank row adds nothing."""
+  labels = np.append(task.train.labels, data.BLANK)
+  inputs = np.append(task.train.inputs, task.train.inputs[:1], axis=0)
+  rows = dataclasses.replace(task, train=data.Examples(inputs, labels))
+  monkeypatch.setattr(releasing, 'CHUNK', 16)
+  used = _options(target_epsilon=3.0, seed=1, plan={'noise_multiplier': 0.5})
+  found = releasing.with_head(rows, used, tmp_path)
+  model = nnx.merge(task.graphdef, task.params, task.frozen)
+  alone = accounting.calibrate_noise_multiplier(3.0, 1e-3, 1.0, 1)
+  want = heads.ridge(
+    [(model.encoder(task.train.inputs), task.train.labels)],
+    num_classes=CLASSES,
+    noise_multiplier=alone / np.sqrt(0.5),
+    dataset_size=64,
+    prng_key=1,
+  )
+  kernel = found.params['kernel'][...]
+  np.testing.assert_allclose(kernel, want.kernel, rtol=0.02)  # Of the grid.
+  private = training.make(found, used, 'prism', tmp_path)
+  assert private.epsilon(0) == pytest.approx(
+    accounting.epsilon(want.event, 1e-3, entries=want.entries)
+  )
+  assert '2 steps and 1 prior release' in private.statement()
+  # Another seed would release another one.
+  releasing.save(found, tmp_path)
+  again = releasing.with_head(rows, _options(seed=2), tmp_path)
+  np.testing.assert_array_equal(again.params['kernel'][...], kernel)
+  training.make(again, used, 'prism', tmp_path)
+  (tmp_path / 'head.npz').unlink()
+  (tmp_path / 'metrics.jsonl').touch()
+  with pytest.raises(ValueError, match=r'head.npz is gone'):
+    releasing.with_head(rows, used, tmp_path)
 
 
 @pytest.mark.slow
