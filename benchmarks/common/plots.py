@@ -12,10 +12,8 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.ticker
+from matplotlib.figure import Figure
 from PIL import Image
-
-mpl.use('agg')
-from matplotlib import pyplot as plt
 
 WIDTH = 7.0
 mpl.rcParams.update(
@@ -102,10 +100,9 @@ def finish(axes: Iterable[Any]) -> None:
 def panels(
   height: float, rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Any, Any]:
-  """A figure as wide as a page, and its axes; ``plt.subplots`` has options."""
-  return plt.subplots(
-    rows, columns, figsize=(WIDTH, height), layout='constrained', **options
-  )
+  """A figure as wide as a page, and its axes; for ``Figure.subplots``."""
+  figure = Figure(figsize=(WIDTH, height), layout='constrained')
+  return figure, figure.subplots(rows, columns, **options)
 
 
 def legend(figure: Any, axis: Any, place: str, **options: Any) -> None:
@@ -121,10 +118,9 @@ def numbers(axis: Any, form: str) -> None:
 
 
 def save(figure: Any, path: pathlib.Path) -> None:
-  """Writes a PNG of at most 200 colours, a third of the bytes, and ends."""
+  """Writes a PNG of at most 200 colours, a third of the bytes."""
   pixels = io.BytesIO()
   figure.savefig(pixels, format='png')
-  plt.close(figure)
   picture = Image.open(pixels).convert('RGB')
   picture.quantize(200, dither=Image.Dither.NONE).save(path, optimize=True)
 

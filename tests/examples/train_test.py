@@ -2,8 +2,7 @@
 
 import jax
 import pytest
-
-from examples import train
+import train
 
 
 @pytest.fixture(scope='module')

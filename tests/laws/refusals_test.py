@@ -36,7 +36,7 @@ KEY, OLD_KEY = jax.random.key(7), jax.random.PRNGKey(0)
 BAD_NUMBERS = 0.0, -1.0, math.nan, math.inf, '1'
 NOISE = {'noise_stddev': 0.3}
 PARAMS = cases.adapters([(9, 7, 3)])
-FRAME = fixed_rank.frame(fixed_rank.Factors(np.eye(7, 2), np.eye(5, 2)))
+FACTORS = fixed_rank.Factors(np.eye(7, 2), np.eye(5, 2))
 TREE = {'lora_a': np.ones((6, 3)), 'lora_b': np.ones((3, 5))}
 WEIGHTS = {'kernel': np.ones((6, 5))}
 ROWS = np.ones((4, 3), np.float32)
@@ -181,6 +181,10 @@ def _update(tx, *args):
   return tx.update(*args)
 
 
+def _update_without_params(tx):
+  return tx.update(PARAMS, tx.init(PARAMS))
+
+
 privatizer = prism_optax.tangent_privatizer
 correlated = prism_optax.correlated_tangent_privatizer
 noop = optax.identity()
@@ -241,7 +245,7 @@ CALLS = {
   # Updates.
   **{
     f'{tx.__name__} without params': (
-      of(_update, tx(*args), PARAMS, tx(*args).init(PARAMS)),
+      of(_update_without_params, tx(*args)),
       'needs `params`|params=None',
     )
     for tx, *args in (
@@ -322,7 +326,7 @@ CALLS = {
   **{
     f'{i}: a tangent of shapes {shapes}': (
       lambda call=call, shapes=shapes: call(
-        FRAME, fixed_rank.Tangent(*map(np.zeros, shapes))
+        fixed_rank.frame(FACTORS), fixed_rank.Tangent(*map(np.zeros, shapes))
       ),
       r'\(7, 2\)|\(5, 2\)',
     )
