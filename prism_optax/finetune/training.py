@@ -141,12 +141,15 @@ def learning_rate(options: Options, name: str) -> float:
   By default it falls with the root of the number of steps, which is between
   what was measured: the best rates of ``docs/hyper_parameters.md`` fall nearly
   as one over the steps, those of language models hardly from 24 to 240 steps.
+  From a released head it does not rise for fewer steps: noise would take away
+  what the head knows.
   """
   if options.learning_rate is not None:
     return options.learning_rate
   steps = TABLE['steps'].defaults[options.task]
   own = LEARNING_RATES[options.task][name]
-  return own * math.sqrt(steps / options.steps)
+  fewer = 1.0 if options.head == 'released' else math.inf
+  return own * min(math.sqrt(steps / options.steps), fewer)
 
 
 def schedule(options: Options, name: str) -> optax.Schedule:

@@ -252,8 +252,13 @@ def test_output_folder_of_another_run_is_refused(finished, capsys):
 def test_every_method_has_a_learning_rate():
   for rates in options_lib.LEARNING_RATES.values():
     assert set(rates) == set(command_line.METHODS)
-  for steps, rate in ((300, 1e-2), (1200, 5e-3), (12, 5e-2)):
-    given = argparse.Namespace(learning_rate=None, task='classify', steps=steps)
+  for steps, rate, head in (
+    (300, 1e-2, 'random'), (1200, 5e-3, 'random'), (12, 5e-2, 'random'),
+    (12, 1e-2, 'released'), (1200, 5e-3, 'released'),
+  ):  # fmt: skip
+    given = argparse.Namespace(
+      learning_rate=None, task='classify', steps=steps, head=head
+    )
     assert training.learning_rate(given, 'prism') == pytest.approx(rate)
 
 

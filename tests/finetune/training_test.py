@@ -59,7 +59,7 @@ USED = {
   'task': 'classify', 'dataset_size': 64, 'batch_size': 8, 'steps': 2,
   'delta': 1e-3, 'noise_multiplier': 0.5, 'target_epsilon': None, 'plan': None,
   'learning_rate': 0.1, 'l2_clip_norm': 0.7, 'microbatch_size': 8,
-  'skip_padding': False, 'mesh': 1, 'seed': None,
+  'skip_padding': False, 'mesh': 1, 'seed': None, 'head': 'random',
 }  # fmt: skip
 
 
