@@ -38,6 +38,23 @@ def test_answer_meets_the_target_where_epsilon_jumps():
     _calibration._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
 
 
+@pytest.mark.parametrize('guess', [1.0, 1.2, 1.3])
+@pytest.mark.parametrize('power', [1.5, 2.0, 3.0, 0.0])
+def test_a_slope_saves_values_and_never_accuracy(guess, power):
+  """Epsilon 3 / sigma^2. What is known of its slope may be wrong by a half."""
+  seen = []
+
+  def fine(sigma):
+    seen.append(sigma)
+    return 3 / sigma**2
+
+  sigma = _calibration._refined(fine, lambda s: 3 / s**power, 2.0, guess)
+  assert sigma in seen
+  assert fine(sigma) <= 2.0 < fine(sigma * (1 - 9e-6))
+  if power == 2:
+    assert len(seen) <= 5
+
+
 def test_beyond_the_ends_of_the_scale():
   for mu, epsilon, delta in (
     (0.0, 1.0, 0), (math.inf, 1.0, 1), (1e5, 1.0, 1), (1e-5, 1.0, 0),

@@ -68,12 +68,14 @@ EQUIVALENT: dict[str, str] = {
   for edit, why in {
     'constant 3: 100 -> 101': _GUESS,
     'constant 4: 5000 -> 5001': _GUESS,
+    'constant 5: 30 -> 31': _GUESS,
+    'constant 6: 2 -> 3': _GUESS,
     'statement 4: spent(100.0, _SEARCH_INTERVAL) -> pass': _EARLY,
-    'constant 5: 100.0 -> 200.0': _EARLY,
-    'constant 6: 1.0 -> 2.0': _GUESS,
-    'constant 7: 0.02 -> 0.04': _GUESS,
-    'constant 8: 2 -> 3': _GUESS,
-    'constant 9: 1e-06 -> 2e-06': _GUESS,
+    'constant 7: 100.0 -> 200.0': _EARLY,
+    'constant 8: 1.0 -> 2.0': _GUESS,
+    'constant 9: 0.02 -> 0.04': _GUESS,
+    'constant 10: 2 -> 3': _GUESS,
+    'constant 11: 0.01 -> 0.02': _GUESS,
   }.items()
 } | {
   'accounting/_events.py affordable_interval name 1: min -> max': 'a finer'
