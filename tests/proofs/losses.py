@@ -183,6 +183,7 @@ def hand_scan(p, x, y):
 
 
 def cut_and_joined(p, x, y):
+  x = lax.dynamic_update_slice(x, x[:, 1:], (0, 0, 0))
   parts = jnp.split(x, 2)
   x = jnp.concatenate([parts[0], x[3:5], x[5:]])
   return hand_mlp(p, x, y)
