@@ -308,6 +308,12 @@ def argmax_over_batch(p, x, y):
   return x.sum((1, 2)) + jnp.argmax(x.sum((1, 2)))
 
 
+def batch_as_kernel(p, x, y):
+  """Its examples are channels over which a convolution adds up."""
+  z = lax.conv(jnp.ones((1, len(y), D)), x.swapaxes(0, 1), (1,), 'VALID')
+  return jnp.broadcast_to(z.sum(), y.shape)
+
+
 def time_major(p, x, y):
   x = x.reshape(T, -1, D).swapaxes(0, 1)
   return jnp.einsum('btd,bdh->b', x, p['a'])
@@ -372,7 +378,8 @@ MIXED = {
   contrastive: 'dot_general', custom_vmap: 'reduce_sum', sorted_batch: 'sort',
   sorted_index: 'sort', index_of_another: 'gather',
   neighbour_by_index: 'gather', computed_place: 'scatter-add',
-  argmax_over_batch: 'argmax', time_major: 'reshape',
+  argmax_over_batch: 'argmax', batch_as_kernel: 'conv_general_dilated',
+  time_major: 'reshape',
   zero_times: 'reduce_sum', shared_carry: 'scan', all_against_all: 'mul',
   chosen_together: 'reduce_or', stopped_together: 'reduce_or',
   first_copy: 'dot_general', first_row: 'add', averaged_copies: 'reduce_sum',
