@@ -23,7 +23,8 @@ INPUTS = {
     (_rng.normal(size=(N, 5, FIRST)) + 3 * np.eye(FIRST)[1])
     * 10.0 ** _rng.uniform(-30, 15, (N, 1, 1))
   ),
-  'b': np.float32(_rng.normal(size=(N, SECOND)) + 2),
+  # Negative, and too small to be squared.
+  'b': np.float32(-1e-30 * np.abs(_rng.normal(size=(N, SECOND)) + 2)),
 }
 release = functools.partial(contrib.input_metric, dataset_size=N, prng_key=0)
 
