@@ -300,6 +300,11 @@ def neighbour_by_index(p, x, y):
   return x[(jnp.arange(len(y)) + 1) % len(y), y].sum(1)
 
 
+def next_of_some(p, x, y):
+  rows = jnp.arange(len(y))
+  return x[jnp.where(rows < 3, rows + 1, rows)].sum((1, 2))
+
+
 def computed_place(p, x, y):
   return jnp.zeros(len(y)).at[y].add(x.sum((1, 2)))
 
@@ -377,7 +382,8 @@ MIXED = {
   capacity: 'cumsum', dispatched: 'dot_general', rolled: 'concatenate',
   contrastive: 'dot_general', custom_vmap: 'reduce_sum', sorted_batch: 'sort',
   sorted_index: 'sort', index_of_another: 'gather',
-  neighbour_by_index: 'gather', computed_place: 'scatter-add',
+  neighbour_by_index: 'gather', next_of_some: 'gather',
+  computed_place: 'scatter-add',
   argmax_over_batch: 'argmax', batch_as_kernel: 'conv_general_dilated',
   time_major: 'reshape',
   zero_times: 'reduce_sum', shared_carry: 'scan', all_against_all: 'mul',
