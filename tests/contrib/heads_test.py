@@ -22,7 +22,7 @@ FEATURES = np.float32(
   * 10.0 ** _rng.uniform(-30, 15, (N, 1))
 )
 release = functools.partial(
-  heads.class_means, num_classes=K, dataset_size=N, prng_key=1
+  heads.class_means, num_classes=K, dataset_size=N, prng_key=0
 )
 
 
@@ -109,6 +109,7 @@ def test_every_entry_gets_the_noise(sigma, make):
   assert scipy.stats.kstest(one / sigma, 'norm').pvalue > 1e-3
   assert not np.array_equal(one, other)
   assert means.event == GaussianDpEvent(sigma)
+  assert not means.seeded
 
 
 class Strange:
@@ -180,7 +181,9 @@ def test_bad_arguments(change, message):
 
 
 def test_it_is_a_pytree():
-  means = release([(FEATURES, LABELS)], noise_multiplier=1.0)
+  view = memoryview(FEATURES)  # As good as an array.
+  means = release([(view, LABELS)], noise_multiplier=1.0)
+  assert means.seeded
   # Numbers that float32 does not have are infinite, and nothing warns.
   huge = np.where(np.arange(N)[:, None] == 5, 1e300, np.float64(FEATURES))
   release([(huge, LABELS)], noise_multiplier=1.0)

@@ -23,9 +23,10 @@ INPUTS = {
     (_rng.normal(size=(N, 5, FIRST)) + 3 * np.eye(FIRST)[1])
     * 10.0 ** _rng.uniform(-30, 15, (N, 1, 1))
   ),
-  'b': np.float32(_rng.normal(size=(N, SECOND)) + 2),
+  # Negative, and too small to be squared.
+  'b': np.float32(-1e-30 * np.abs(_rng.normal(size=(N, SECOND)) + 2)),
 }
-release = functools.partial(contrib.input_metric, dataset_size=N, prng_key=1)
+release = functools.partial(contrib.input_metric, dataset_size=N, prng_key=0)
 
 
 def second_moments(name):
@@ -94,6 +95,7 @@ def test_the_same_bits_in_any_batches(form):
     [*parts, nothing], noise_multiplier=2.0, form=form, dataset_size=size
   )
   assert found.digest == whole.digest
+  assert found.seeded
   cases.assert_same_bits(found, whole)
   other = release([INPUTS], noise_multiplier=2.0, form=form, prng_key=2)
   assert not np.array_equal(other.bases['b'], whole.bases['b'])
@@ -115,6 +117,7 @@ def test_every_entry_gets_the_noise_of_its_length(sigma):
   # Noise alone has no direction that stands out.
   assert metric.scales['x'].size == again.scales['x'].size == 0
   assert metric.event == GaussianDpEvent(sigma)
+  assert not metric.seeded
 
 
 def test_the_scale_of_a_direction_is_that_of_its_energy_without_noise():

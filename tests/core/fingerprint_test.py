@@ -64,6 +64,10 @@ def test_a_program_is_known_by_what_it_computes():
     for _ in range(2)
   )
   assert len({same, *others, *mapped}) == 8
+  # Of two sets that are equal one is walked in another order.
+  assert _fingerprint._of_value({8, 0}, {}) == _fingerprint._of_value(
+    {0, 8}, {}
+  )
 
 
 def test_a_digest_of_arrays_tells_bits_apart():

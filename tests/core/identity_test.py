@@ -121,8 +121,9 @@ def test_no_array_of_random_numbers_is_taken_for_a_release():
 
 def test_a_release_object_among_the_weights_is_known_by_its_digest():
   metric = contrib.InputMetric(
-    {'q': jnp.eye(3, 1)}, {'q': jnp.ones(1)}, 5.0, 6, 9, None, False, 'd', 'k'
+    {'q': jnp.eye(3, 1)}, {'q': jnp.ones(1)}, 5.0, 6, 9, digest='d'
   )
+  assert not metric.seeded
   with pytest.raises(ValueError, match=r"frozen\['metric'\]"):
     check('frozen', {'metric': metric}, [head_of()])
   check('frozen', {'metric': metric}, [metric])

@@ -22,10 +22,11 @@ def test_marks_are_compiled_to_nothing(monkeypatch):
 
 
 def test_marks_pass_through_transformations():
-  what = _marks.Noise((1.0,))
+  clip = _marks.Clip((_marks.Group((0,), 1.0),), (1.0,))
 
   def marked(x):
-    ((y,),) = _marks.released([(jnp.sin(x),)], what)
+    cut = _marks.clipped([(jnp.sin(x),)], clip)
+    ((y,),) = _marks.released(cut, _marks.Noise((1.0,)))
     return y
 
   x = jnp.linspace(0, 1, 4)
@@ -34,9 +35,8 @@ def test_marks_pass_through_transformations():
   scanned = jax.lax.scan(lambda c, v: (c, marked(v)), 0, x)[1]
   np.testing.assert_array_equal(scanned, jnp.sin(x))
   # One copy of many is not known to be noise of its own.
-  (equation,) = [
-    e
-    for e in jax.make_jaxpr(jax.vmap(marked))(x).eqns
-    if e.primitive is _marks.released_p
+  found = [
+    e.params.get('what') for e in jax.make_jaxpr(jax.vmap(marked))(x).eqns
   ]
-  assert equation.params['what'].stddevs == (None,)
+  unknown = _marks.Clip((_marks.Group((0,), None),), (None,))
+  assert found == [None, unknown, _marks.Noise((None,))]

@@ -110,7 +110,7 @@ ARGUMENTS = [
   (of(heads.class_means, [(ROWS, LABELS)], num_classes=1, noise_multiplier=1.0,
     dataset_size=4), {'num_classes': (0,), 'noise_multiplier': (-1.0,),
     'dataset_size': (0,), 'prng_key': (-1,)}),
-  (of(contrib.input_metric, [{'x': ROWS}], noise_multiplier=1.0,
+  (of(contrib.input_metric, [{'x': ROWS[:0]}], noise_multiplier=1.0,
     dataset_size=4), {'noise_multiplier': (-1.0,), 'dataset_size': (0,),
     'prng_key': (-1,), 'form': ('covariance',)}),
   # Accounting.
@@ -237,6 +237,8 @@ CALLS = {
     -1.0}), 'norms=-1.0'),
   'one missing norm of a tree': (of(prism_optax.per_matrix_clip, {'a': None}),
     'l2_clip_norms=None'),
+  'norms of another tree': (of(prism_optax.per_matrix_clip({'x': 1.0}).init,
+    TREE), 'l2_clip_norms'),
   'no group': (of(transforms.split_noise_multiplier, 1.0, [], []), 'Expected'),
   'groups without a size': (of(transforms.split_noise_multiplier, 1.0, [1.0],
     [1, 2]), 'Expected'),

@@ -151,7 +151,9 @@ def edits_of(source: str) -> Iterator[Edit]:
   def visit(node, where):
     for field, place, child in _children(node):
       for kind, new in _wrong(child):
-        yield edit((node, field, place), child, kind, new, where)
+        wrong = edit((node, field, place), child, kind, new, where)
+        if getattr(node, 'arg', '') != 'strict':  # Of zip, as above.
+          yield wrong
       inner = where
       if isinstance(child, ast.FunctionDef | ast.ClassDef):
         inner = f'{where}.{child.name}'.lstrip('.')

@@ -30,6 +30,7 @@ from tests.mutants import check, edits, planted
     ('def f(x: a | b = True) -> -1:\n  "Doc 1."\n  return f"{-x}"',
      ['def f(x: a | b=False) -> -1:\n    "Doc 1."\n    return f"{-x}"']),
     ('__all__ = [1]', []),
+    ('x = zip(a, strict=True)', []),
   ],
 )  # fmt: skip
 def test_rules(source, expected):

@@ -183,6 +183,7 @@ def hand_scan(p, x, y):
 
 
 def cut_and_joined(p, x, y):
+  x = lax.dynamic_update_slice(x, x[:, 1:], (0, 0, 0))
   parts = jnp.split(x, 2)
   x = jnp.concatenate([parts[0], x[3:5], x[5:]])
   return hand_mlp(p, x, y)
@@ -299,12 +300,23 @@ def neighbour_by_index(p, x, y):
   return x[(jnp.arange(len(y)) + 1) % len(y), y].sum(1)
 
 
+def next_of_some(p, x, y):
+  rows = jnp.arange(len(y))
+  return x[jnp.where(rows < 3, rows + 1, rows)].sum((1, 2))
+
+
 def computed_place(p, x, y):
   return jnp.zeros(len(y)).at[y].add(x.sum((1, 2)))
 
 
 def argmax_over_batch(p, x, y):
   return x.sum((1, 2)) + jnp.argmax(x.sum((1, 2)))
+
+
+def batch_as_kernel(p, x, y):
+  """Its examples are channels over which a convolution adds up."""
+  z = lax.conv(jnp.ones((1, len(y), D)), x.swapaxes(0, 1), (1,), 'VALID')
+  return jnp.broadcast_to(z.sum(), y.shape)
 
 
 def time_major(p, x, y):
@@ -370,8 +382,10 @@ MIXED = {
   capacity: 'cumsum', dispatched: 'dot_general', rolled: 'concatenate',
   contrastive: 'dot_general', custom_vmap: 'reduce_sum', sorted_batch: 'sort',
   sorted_index: 'sort', index_of_another: 'gather',
-  neighbour_by_index: 'gather', computed_place: 'scatter-add',
-  argmax_over_batch: 'argmax', time_major: 'reshape',
+  neighbour_by_index: 'gather', next_of_some: 'gather',
+  computed_place: 'scatter-add',
+  argmax_over_batch: 'argmax', batch_as_kernel: 'conv_general_dilated',
+  time_major: 'reshape',
   zero_times: 'reduce_sum', shared_carry: 'scan', all_against_all: 'mul',
   chosen_together: 'reduce_or', stopped_together: 'reduce_or',
   first_copy: 'dot_general', first_row: 'add', averaged_copies: 'reduce_sum',

@@ -62,7 +62,7 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
 
 def test_a_journal_is_for_one_run(tmp_path):
   path = tmp_path / 'journal'
-  made = make(path)
+  made = make(str(path))
   first, second = made.init(PARAMS), made.init(PARAMS)
   for call in (
     lambda: first_step(made, second),

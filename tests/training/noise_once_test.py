@@ -167,6 +167,19 @@ def test_the_noise_of_a_quantile_depends_on_what_is_released():
   assert norms[0] == norms[2]
 
 
+def test_gradients_quantile_and_batches_have_keys_of_their_own():
+  """Also where the key that is given is zero."""
+  state = cases.make(
+    optax.sgd(0.1), clipping=training.QuantileClipping(), prng_key=0
+  ).init(PARAMS)
+  keys = [
+    x.tobytes()
+    for x in jax.tree.leaves(cases.saved(state))
+    if (x.shape, x.dtype) == ((4,), np.uint32)
+  ]
+  assert len(keys) == len(set(keys)) == 3
+
+
 def changed_loss(params, frozen, x, y):
   return 1.001 * cases.loss(params, frozen, x, y)
 

@@ -127,6 +127,9 @@ def test_arrays_of_another_type_are_converted_record_by_record():
   cases.assert_same_bits(batch.examples, moved(made, blank)[1].examples)
   assert made.nonprivate_misfits(wrong).tolist() == [2]
   assert made.nonprivate_misfits(data).tolist() == []
+  wide = data[0], np.arange(N) << 31  # JAX would cut it to int32.
+  undeclared = private('pixels', record=None)
+  assert undeclared.nonprivate_misfits(wide).tolist() == [*range(1, N)]
 
 
 @pytest.mark.parametrize(
