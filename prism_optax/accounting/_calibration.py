@@ -158,7 +158,7 @@ def _refined(
     if not 0 < found < math.inf:
       break
     height = math.log(found / target)
-    if -steep * less < height <= 0:
+    if found <= target and height > -steep * less:
       return math.exp(x)
     if last:
       steep = (height - last[1]) / (last[0] - x)
