@@ -289,7 +289,8 @@ CALLS = {
   # Adapters.
   'no size of a balanced start': (of(lora.initialize, TREE, 0,
     method='balanced'), 'size=None'),
-  'arrays as a key': (of(lora.initialize, TREE, jnp.ones(2)), 'prng_key'),
+  'a number as a key': (of(lora.initialize, TREE, jnp.ones(())),
+    'prng_key to be'),
   'a float as a key': (of(lora.spectral_residual, TREE, WEIGHTS, 0.5),
     'prng_key to be None, an int'),
   'no weight': (of(lora.spectral_residual, TREE, {'bias': np.ones(3)}, 0),

@@ -70,6 +70,7 @@ EQUIVALENT: dict[str, str] = {
     'constant 4: 5000 -> 5001': _GUESS,
     'constant 5: 30 -> 31': _GUESS,
     'constant 6: 2 -> 3': _GUESS,
+    'name 1: min -> max': _GUESS,
     'statement 4: spent(100.0, _SEARCH_INTERVAL) -> pass': _EARLY,
     'constant 7: 100.0 -> 200.0': _EARLY,
     'constant 8: 1.0 -> 2.0': _GUESS,
@@ -78,8 +79,23 @@ EQUIVALENT: dict[str, str] = {
     'constant 11: 0.01 -> 0.02': _GUESS,
   }.items()
 } | {
+  '_exact_sum.py towards_zero constant 2: 100 -> 101': 'larger than any sum',
+  '_lattice.py add_noise.noisy call 2: jnp.uint32(i) -> i': 'of that type next',
+  'accounting/_calibration.py _solve comparison 1:'
+  ' height(high) > 0 -> height(high) >= 0': 'floats that are never equal',
+  'accounting/_calibration.py _solve operator 12:'
+  ' middle + margin -> middle - margin': 'how many steps it takes',
+  'accounting/_calibration.py approximate_noise_multiplier operator 1:'
+  ' mu / (sampling_probability * math.sqrt(steps)) ->'
+  ' mu * (sampling_probability * math.sqrt(steps))': _GUESS,
+  'accounting/_epsilon.py delta_left comparison 1:'
+  ' added > delta / 2 -> added >= delta / 2': 'floats that are never equal',
+  'accounting/_events.py module constant 3: 4 -> 5': 'any orders will do',
   'accounting/_events.py affordable_interval name 1: min -> max': 'a finer'
   ' grid, which takes more memory',
+  'contrib/_input_metric.py _of_mean constant 1: 1e-300 -> 2e-300': (
+    'of a float32, only zero is so short'
+  ),
   'contrib/heads.py _classes operator 3: num_classes - 1 -> num_classes + 1': (
     'a label that is no class has a vector of zeros'
   ),
@@ -90,4 +106,9 @@ EQUIVALENT: dict[str, str] = {
   ' _fingerprint.jitted_of_arrays(arguments[3:]) -> arguments[3:]': (
     'the first step compiles it instead'
   ),
+  'training/_private.py PrivateTraining.compile sign 1: -1 -> 1': (
+    'there are no records, so every place is empty'
+  ),
+  'training/_records.py converted comparison 11:'
+  ' rows.dtype.itemsize < 8 -> rows.dtype.itemsize <= 8': 'float64 to float64',
 }

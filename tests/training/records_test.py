@@ -116,6 +116,7 @@ def test_places_may_outnumber_records_or_be_too_few(kind):
 
 def test_arrays_of_another_type_are_converted_record_by_record():
   x = np.arange(4 * N).reshape(N, 4)  # int64.
+  x[-1, -1] = 255  # The largest that fits.
   wrong = x.copy()
   wrong[2, 1] = 300
   made, wrong = private('pixels'), (wrong, np.zeros(N))
