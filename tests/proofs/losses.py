@@ -234,10 +234,6 @@ def divided_by_tokens(p, x, y):
   return hand_mlp(p, x, y) / jnp.sum(y == 1)
 
 
-def mean_of_batch(p, x, y):
-  return jnp.broadcast_to(hand_mlp(p, x, y).mean(), y.shape)
-
-
 def capacity(p, x, y):
   """Experts that take three tokens of the batch each, in its order."""
   scores = jnp.einsum('btd,bdc->btc', x, p['b2'])
@@ -287,10 +283,6 @@ def sorted_batch(p, x, y):
   return jnp.sort(x, 0).sum((1, 2))
 
 
-def sorted_index(p, x, y):
-  return x[jnp.argsort(y)].sum((1, 2))
-
-
 def index_of_another(p, x, y):
   return x[y].sum((1, 2))
 
@@ -310,10 +302,6 @@ def argmax_over_batch(p, x, y):
 def time_major(p, x, y):
   x = x.reshape(T, -1, D).swapaxes(0, 1)
   return jnp.einsum('btd,bdh->b', x, p['a'])
-
-
-def zero_times(p, x, y):
-  return x.sum((1, 2)) + 0 * x.sum()
 
 
 def shared_carry(p, x, y):
@@ -342,10 +330,6 @@ def first_row(p, x, y):
   return jnp.einsum('btd,bdh->b', x + x[:1], p['a'])
 
 
-def averaged_copies(p, x, y):
-  return hand_mlp(jax.tree.map(lambda p: p + 0 * (p - p.mean(0)), p), x, y)
-
-
 def reversed_batch(p, x, y):
   return jnp.flip(x, 0).sum((1, 2))
 
@@ -366,15 +350,13 @@ def every_other(p, x, y):
 
 MIXED = {
   centred: 'reduce_sum', batch_norm: 'reduce_sum',
-  divided_by_tokens: 'reduce_sum', mean_of_batch: 'reduce_sum',
-  capacity: 'cumsum', dispatched: 'dot_general', rolled: 'concatenate',
-  contrastive: 'dot_general', custom_vmap: 'reduce_sum', sorted_batch: 'sort',
-  sorted_index: 'sort', index_of_another: 'gather',
+  divided_by_tokens: 'reduce_sum', capacity: 'cumsum',
+  dispatched: 'dot_general', rolled: 'concatenate', contrastive: 'dot_general',
+  custom_vmap: 'reduce_sum', sorted_batch: 'sort', index_of_another: 'gather',
   neighbour_by_index: 'gather', computed_place: 'scatter-add',
-  argmax_over_batch: 'argmax', time_major: 'reshape',
-  zero_times: 'reduce_sum', shared_carry: 'scan', all_against_all: 'mul',
-  chosen_together: 'reduce_or', stopped_together: 'reduce_or',
-  first_copy: 'dot_general', first_row: 'add', averaged_copies: 'reduce_sum',
+  argmax_over_batch: 'argmax', time_major: 'reshape', shared_carry: 'scan',
+  all_against_all: 'mul', chosen_together: 'reduce_or',
+  stopped_together: 'reduce_or', first_copy: 'dot_general', first_row: 'add',
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
   padded_out: None, every_other: None,
 }  # fmt: skip
