@@ -52,12 +52,6 @@ def cosine(x, y):
   return np.vdot(x, y) / np.linalg.norm(x) / np.linalg.norm(y)
 
 
-def test_what_is_done_again_is_the_same_release():
-  one, other = forced()[0], forced()[0]
-  np.testing.assert_array_equal(one, other)
-  assert np.linalg.norm(one) > 0.1
-
-
 @pytest.mark.parametrize(
   'options',
   [
