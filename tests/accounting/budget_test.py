@@ -84,12 +84,9 @@ def test_export_is_plain_and_complete():
   exported = budget.export()
   assert json.loads(json.dumps(exported)) == exported
   assert exported['settings'] == {
-    'version': 1,
-    'caps': {'session': 5.0, 'server': 9.0},
-    'delta': DELTA,
-    'composition': 'filter',
-    'neighboring_relation': 'ADD_OR_REMOVE_ONE',
-  }
+    'version': 1, 'caps': {'session': 5.0, 'server': 9.0}, 'delta': DELTA,
+    'composition': 'filter', 'neighboring_relation': 'ADD_OR_REMOVE_ONE',
+  }  # fmt: skip
   one = {'event': 'GaussianDpEvent', 'noise_multiplier': 4.8448}
   rounded = one | {'noise_multiplier': float(np.float32(4.8448))}
   two = {'event': 'ComposedDpEvent', 'events': [rounded]}

@@ -47,12 +47,9 @@ def test_same_bits_as_the_spelled_out_chain(name):
   def step(params, state, digest, x, y, is_padding):
     grads = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, FROZEN, x, y)
     updates, state = tx.update(
-      grads,
-      state,
-      params,
-      is_padding_example=is_padding,
+      grads, state, params, is_padding_example=is_padding,
       release_digest=digest,
-    )
+    )  # fmt: skip
     return optax.apply_updates(params, updates), state
 
   params, state = PARAMS, tx.init(PARAMS)
@@ -311,12 +308,9 @@ def test_means_of_a_batch(kind):
       'delta': 1e-3,
     }  # fmt: skip
   private = cases.make(
-    SGD,
-    loss=losses_with_aux if kind == 'batched' else with_aux,
-    batched_loss=kind == 'batched',
-    has_aux=True,
-    **options,
-  )
+    SGD, loss=losses_with_aux if kind == 'batched' else with_aux,
+    batched_loss=kind == 'batched', has_aux=True, **options,
+  )  # fmt: skip
   state = private.init(PARAMS)
   data = tuple(x[:150] for x in DATA)
   batch = next(iter(private.batches(state, data, users=users)))
