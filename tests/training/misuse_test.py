@@ -100,11 +100,7 @@ def test_constants_and_optimizers_that_do_not_fit(optimizer, options, message):
   [
     ('epochs', 'steps'),
     ('max_grad_norm', 'l2_clip_norm'),
-    ('target_delta', 'delta'),
     ('batch_size', 'expected_batch_size'),
-    ('epsilon', 'target_epsilon'),
-    ('sample_size', 'dataset_size'),
-    ('sigma', 'noise_multiplier'),
     ('microbatch_size', r'execution=, training\.Execution\(microbatch_size'),
     ('noise_multipler', 'noise_multiplier'),  # Misspelt.
     ('max_gradnorm', 'l2_clip_norm'),  # Another library's, misspelt.
