@@ -64,10 +64,9 @@ def prism_chain(noise_multiplier, key, factor=1.0, *, kind='orthonormal',
   privatizer = privatizer or prism_optax.tangent_privatizer
   return optax.chain(
     clip_with or clip(),
-    privatizer(factor * stddev_of(noise_multiplier), prng_key=key),
-    recorder(),
+    privatizer(factor * stddev_of(noise_multiplier), prng_key=key), recorder(),
     *direction(kind, noise_multiplier),
-  )
+  )  # fmt: skip
 
 
 def matrices(tree):

@@ -53,26 +53,6 @@ def test_stacked_adapters_are_the_same_adapters(name, seed, dtype):
   np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@cases.few
-@given(cases.trees, cases.seeds, st.randoms(use_true_random=False))
-def test_lists_with_names_are_read_as_trees(name, seed, random):
-  """In any order of the list, which may be without any structure."""
-  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
-  random.shuffle(flat)
-  names = ['/'.join(key.key for key in path) for path, _ in flat]
-  leaves = [leaf for _, leaf in flat]
-  pairs = lora.pairs_by_name(names, leaves)
-  if layout:  # The scale is not in the names.
-    pairs = [
-      x._replace(layout=lora.Layout(0, 1, (), (), scale=2.0)) for x in pairs
-    ]
-  found, expected = _products(leaves, pairs), _products(params, layout)
-  assert set(found) == set(expected)
-  for module, z in expected.items():
-    np.testing.assert_array_equal(found[module], z)
-
-
 @functools.cache
 def _gradients(batched):
   def losses(params, x):

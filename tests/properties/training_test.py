@@ -20,11 +20,9 @@ GROUPS = training.GroupClipping(
   lambda x: {'a': 'a', 'b': 'b'}, {'a': 1, 'b': 2}
 )
 RULES = {
-  'flat': None,
-  'automatic': training.AutomaticClipping(0.1),
-  'groups': GROUPS,
+  'flat': None, 'automatic': training.AutomaticClipping(0.1), 'groups': GROUPS,
   'quantile': training.QuantileClipping(),
-}
+}  # fmt: skip
 # A record is its gradient: ordinary, huge, NaN or infinite.
 gradients = hnp.arrays(
   np.float32,
