@@ -290,6 +290,15 @@ def test_users_are_compiled_ahead():
   cases.trained(private, state, users=np.arange(N) // 2)
 
 
+@jax.jit
+def of_each(x, y):
+  """Loss and norm of the gradient of each record."""
+  values, grads = jax.vmap(jax.value_and_grad(loss), (None, None, 0, 0))(
+    PARAMS, FROZEN, x, y
+  )
+  return values, jax.vmap(optax.tree.norm)(grads)
+
+
 @pytest.mark.parametrize(
   'kind', ['records', 'micro-batches', 'batched', 'users']
 )
@@ -315,21 +324,18 @@ def test_means_of_a_batch(kind):
   data = tuple(x[:150] for x in DATA)
   batch = next(iter(private.batches(state, data, users=users)))
   found = private.nonprivate_means(state, batch, FROZEN)
-  here = ~np.asarray(batch.is_padding_example)
-  x, y = data
+  here, (x, y) = slice(None), data
   if users is None:
+    here, (x, y) = ~np.asarray(batch.is_padding_example), batch.examples
     assert 5 < here.sum() < len(here)
-    x, y = (np.asarray(leaf)[here] for leaf in batch.examples)
-  values, grads = jax.vmap(jax.value_and_grad(loss), (None, None, 0, 0))(
-    PARAMS, FROZEN, x, y
-  )
+  values, norms = (np.asarray(z)[here] for z in of_each(x, y))
+  x = np.asarray(x)[here]
   # Float32, in another order of the sums.
   np.testing.assert_allclose(found.loss, values.mean(), rtol=1e-5)
   np.testing.assert_allclose(found.aux['x'], x.mean(0), atol=1e-6)
   hits = (x[:, 0] > -0.5).mean()
   np.testing.assert_allclose(found.aux['hit'], hits, rtol=1e-5)
   if users is None:
-    norms = jax.vmap(optax.tree.norm)(grads)
     np.testing.assert_allclose(found.gradient_norm, norms.mean(), rtol=1e-5)
   private.step(state, batch, FROZEN)  # Its buffers are all there still.
 
