@@ -145,11 +145,9 @@ def test_configuration_of_mixed_ranks_and_scales(tmp_path):
   }  # fmt: skip
   layout = {'q': lora.Layout(scale=2.0), 'z.z': lora.Layout(scale=1.25)}
   lora.save_peft(
-    tmp_path,
-    params,
-    layout=layout,
+    tmp_path, params, layout=layout,
     config={'r': 99, 'task_type': 'SEQ_CLS', 'tags': {'v', 'k'}},
-  )
+  )  # fmt: skip
   config = json.loads((tmp_path / CONFIG).read_text())
   assert config['r'] == 2
   assert config['lora_alpha'] == 2

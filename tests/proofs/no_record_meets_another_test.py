@@ -17,12 +17,10 @@ N = 40
 PARAMS, *DATA = losses.problem(losses.hand_mlp, N)
 # By itself, and what a batch makes of it.
 MIXING = {
-  losses.divided_by_tokens: 'reduce_sum',
-  losses.capacity: 'cumsum',
-  losses.dispatched: 'dot_general',
-  losses.contrastive: 'dot_general',
+  losses.divided_by_tokens: 'reduce_sum', losses.capacity: 'cumsum',
+  losses.dispatched: 'dot_general', losses.contrastive: 'dot_general',
   losses.secret_of_one: 'reduce_sum',
-}
+}  # fmt: skip
 
 
 def begun(loss, microbatch_size=None, users=None, **options):

@@ -139,11 +139,9 @@ def test_noise_depends_on_each_part_of_the_fingerprint(part):
   one, *others = (
     first_step(*noise_alone(), seams.digest_of(*x))[0]
     for x in (
-      (fingerprint, rows, 0),
-      (changed, rows, 0),
-      (fingerprint, rows, 1),
+      (fingerprint, rows, 0), (changed, rows, 0), (fingerprint, rows, 1),
     )
-  )
+  )  # fmt: skip
   for other in others:
     assert abs(cosine(one, other)) < UNRELATED
 
