@@ -5,7 +5,6 @@ no other test.
 """
 
 import contextlib
-import functools
 from unittest import mock
 
 import jax
@@ -20,8 +19,7 @@ from prism_optax.accounting import (
   _ledger,
   _matrix_mechanism,
 )
-from prism_optax.contrib import _input_metric, _one_shot_release, heads
-from prism_optax.fixed_rank import _lifts
+from prism_optax.contrib import _one_shot_release, heads
 from prism_optax.training import (
   _fingerprint,
   _journal,
@@ -176,8 +174,6 @@ def version_of_rules(number):
 
 
 STEPS_OF_THE_LATTICE = _exact_sum.STEPS  # In a standard deviation of the noise.
-lift = _lifts.lift
-key_of = functools.partial(_keys.resolve_key, 'prng_key', params=(), words=4)
 exact_multiplier = _make.gradients_noise_multiplier
 
 
@@ -256,19 +252,6 @@ def one_shot_sums():
 
   with mock.patch.object(_one_shot_release, 'release', spy):
     yield found
-
-
-def sum_of_records(kind, batch):
-  """What a one-shot release adds up before its noise, on the lattice."""
-  terms = {
-    'second_moment': _input_metric._second_moment_of,
-    'mean': _input_metric._mean_of,
-    'class_means': heads._class_term_of(3),
-    'ridge': heads._ridge_term_of(3),
-  }[kind]
-  unit = _exact_sum.unit_of(1.0, 1.0, np.float32)
-  sums = _one_shot_release.sum_of_batch(batch, unit, terms)
-  return {k: _exact_sum.integers_of(x) * float(unit) for k, x in sums.items()}
 
 
 FEWEST_RECORDS = heads._FEWEST

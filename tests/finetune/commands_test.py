@@ -128,13 +128,8 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   assert 'src="data:image/svg+xml;base64,' in text
   for fact in (
     '<b>run</b>: learned: perplexity 7.389, before 20.086, on 100 public rows',
-    'alt="perplexity over step: run from 20.086 to 7.389"',
     'perplexity over epsilon of a run of this length: run from 20.086 to',
     '1.235',
-    '20.0855',
-    '7.3891',
-    '<summary>How it is learned</summary>',
-    'learning_rate',
     'sums &lt;b&gt;',
   ):
     assert fact in text, fact
@@ -289,7 +284,8 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
 
 
 def test_a_stop_says_what_is_spent():
-  private = cases.make(optax.sgd(0.1))
+  # Nothing is sampled: Gaussians alone are accounted for in no time.
+  private = cases.make(optax.sgd(0.1), expected_batch_size=cases.N)
   state = private.init(cases.PARAMS)._replace(step=np.asarray(2))
   message = summaries.spent(private, state)
   two, three = (summaries.round_up(private.epsilon(steps)) for steps in (2, 3))

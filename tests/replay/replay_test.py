@@ -48,30 +48,6 @@ def everywhere(case, odds):
   return cases.Offences(found, min(one.farthest, other.farthest))
 
 
-def test_what_is_compared():
-  """Runs at the same parameters, of which only what is drawn differs."""
-  case = on_a_list()
-  record = adversarial.ordinary(FORM, 9)
-  for place, drawn in zip(
-    cases.PLACES, ([False, True, True], [True, False, True]), strict=True
-  ):
-    assert case.drawn(place) == drawn
-    without = case.without(place)
-    again = case.observe(case.records, place, absent=True, played=without)
-    assert not harness.differences(without, again, SIGMA)
-    assert harness.moved(without, again) == [0, 0, 0]
-    other = case.with_odd(place, record, without)
-    assert [x > 0 for x in harness.moved(without, other)] == drawn
-    # The releases of the first run have left the second one, too.
-    for x, y in zip(without.releases, other.releases, strict=True):
-      assert all(map(np.array_equal, x.left, y.left))
-    free = case.observe(
-      [*case.records[:place], record, *case.records[place + 1 :]], place
-    )
-    assert harness.digest(free.result) != harness.digest(without.result)
-    assert harness.differences(without, free, SIGMA)
-
-
 def test_no_record_of_a_list_is_seen():
   """Wrong types, lengths and structures, text, None, errors, NaN, ..."""
   odds = adversarial.records(FORM)
@@ -191,14 +167,8 @@ def test_no_record_of_arrays_of_any_type_is_seen(dtype):
   form = {'x': jax.ShapeDtypeStruct((3,), dtype)}
 
   def loss(params, record):
-    return cases.loss(
-      params,
-      {
-        'x': record['x'].astype(np.float32),
-        'pixels': np.zeros(3, np.uint8),
-        'label': 0,
-      },
-    )
+    x, pixels = record['x'].astype(np.float32), np.zeros(3, np.uint8)
+    return cases.loss(params, {'x': x, 'pixels': pixels, 'label': 0})
 
   case = Case(cases.make(loss=loss), cases.listed(form), arrays=True)
   assert not case.offences(adversarial.in_form(form)).found
