@@ -162,6 +162,7 @@ def test_a_label_that_is_no_class_adds_nothing():
     # A type of the whole batch is public.
     ({'batches': [(FEATURES, LABELS * 1.0)]}, 'integers, got .* float64'),
     ({'batches': [(FEATURES, LABELS > 0)]}, 'integers, got .* bool'),
+    ({'batches': [(FEATURES, LABELS.astype(str))]}, 'integers, got .* <U21'),
     ({'batches': [(FEATURES.tolist(), LABELS)]}, 'features .* got list'),
     ({'batches': [(FEATURES.astype(object), LABELS)]}, 'real .* object'),
     ({'batches': [(FEATURES * 1j, LABELS)]}, 'real .* complex'),

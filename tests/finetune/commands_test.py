@@ -128,8 +128,13 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   assert 'src="data:image/svg+xml;base64,' in text
   for fact in (
     '<b>run</b>: learned: perplexity 7.389, before 20.086, on 100 public rows',
+    'alt="perplexity over step: run from 20.086 to 7.389"',
     'perplexity over epsilon of a run of this length: run from 20.086 to',
     '1.235',
+    '20.0855',
+    '7.3891',
+    '<summary>How it is learned</summary>',
+    'learning_rate',
     'sums &lt;b&gt;',
   ):
     assert fact in text, fact

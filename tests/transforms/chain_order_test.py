@@ -31,6 +31,14 @@ REFUSED = {
     [optax.clip_by_global_norm(1.0), _clip(), _noise()],
     'must come first, got transformation 0 of the chain before it',
   ),
+  'an accumulation before the clip': (
+    [optax.MultiSteps(optax.identity(), 2).gradient_transformation(), _clip()],
+    'must come first, got transformation 0',
+  ),
+  'a mask before the clip': (
+    [optax.masked(optax.scale(2.0), {'a': True}), _clip(), _noise()],
+    'must come first, got transformation 0',
+  ),
   'something of ones own before the clip': (
     [OWN, _clip(), _noise()], 'must come first, got mine before it',
   ),
@@ -60,6 +68,10 @@ REFUSED = {
   'something of ones own that adds none': (
     [_clip(), OWN], 'No noise after intrinsic_clip',
   ),
+  'no noise, and a whole optimizer': (
+    [_clip(), _direction(), prism_optax.retract()],
+    'No noise after intrinsic_clip.*noise_elsewhere=True',
+  ),
   'the wrong order in nested chains': (
     [
       prism_optax.chain(_direction()),
@@ -70,6 +82,9 @@ REFUSED = {
   'no retraction': (
     [_clip(), _noise(), _direction()],
     r'out of scale_by_rank_preconditioner are tangent coordinates.*retract\(\)',
+  ),
+  'noise alone': (
+    [_clip(), _noise()], 'out of tangent_privatizer are tangent coordinates'
   ),
   'an optimizer of optax in the place of the retraction': (
     [_noise(), optax.adamw(1e-3)],
