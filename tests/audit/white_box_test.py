@@ -7,11 +7,13 @@ near is also a proof that no noise is wasted.
 
 import jax
 import jax.numpy as jnp
+import jax_privacy
 import numpy as np
 import optax
 import pytest
 
 import prism_optax
+from prism_optax import fixed_rank
 from tests.audit import chains, harness
 
 SIGMA, STEPS = 2.0, 3
@@ -106,3 +108,69 @@ def test_dp_muon_spends_what_the_joint_multiplier_says():
   single = 5**-0.5
   bounds = harness.attacked(_muon_play(STEPS), 6000, noises=(1.0, single))
   _check(*bounds, harness.claims(SIGMA, STEPS))
+
+
+@jax.jit
+def _released(params, grads, is_padding, noise_multiplier):
+  """One release, and the coordinates of every canary."""
+  tx = optax.chain(
+    prism_optax.intrinsic_clip(1.0),
+    prism_optax.tangent_privatizer(noise_multiplier, prng_key=5),
+  )
+  state = tx.init(params)
+  released, _ = tx.update(grads, state, params, is_padding_example=is_padding)
+  return released, jax.vmap(prism_optax.tangent_coordinates(params))(grads)
+
+
+def _one_run(noise_multiplier, canaries=1000):
+  """m canaries at once, in or out by a coin each, one release."""
+  rng = np.random.default_rng(0)
+  params = {
+    'lora_a': np.float32(rng.normal(size=(40, 8))),
+    'lora_b': np.float32(rng.normal(size=(8, 30))),
+    'head': np.zeros(800, np.float32),
+  }
+  # Orthogonal to each other: 800 along the head, the others in the module,
+  # as gradients of `lora_a`, whose coordinates are free in any direction.
+  inside = np.zeros((canaries, 40, 8), np.float32)
+  inside[800:] = np.eye(320, dtype=np.float32)[: canaries - 800].reshape(
+    -1, 40, 8
+  )
+  head = np.eye(canaries, 800, dtype=np.float32)
+  left = fixed_rank.Factors(params['lora_b'].T, params['lora_a'])
+  grads = {
+    'lora_a': inside @ np.asarray(fixed_rank.frame(left).left_core),
+    'lora_b': np.zeros((canaries, 8, 30), np.float32),
+    'head': head,
+  }
+  grads = jax.tree.map(lambda x: 100 * x, grads)
+  chosen = rng.integers(2, size=canaries).astype(bool)
+  released, coordinates = _released(
+    params, grads, ~chosen, np.float32(noise_multiplier)
+  )
+  scores = sum(
+    np.tensordot(np.asarray(x), np.asarray(r), r.ndim) / 100
+    for x, r in zip(
+      jax.tree.leaves(coordinates), jax.tree.leaves(released), strict=True
+    )
+  )
+  auditor = jax_privacy.auditing.CanaryScoreAuditor(
+    scores[chosen], scores[~chosen]
+  )
+  # The guesses: the quarter with the highest scores.
+  threshold = jax_privacy.auditing.Explicit(np.quantile(scores, 0.75))
+  return auditor.epsilon_one_run_fdp(
+    1e-2, harness.GDP_DELTA, threshold_strategy=threshold
+  )
+
+
+@pytest.mark.slow
+def test_one_run_with_many_canaries():
+  """Auditing f-DP in one run (arXiv 2410.22235).
+
+  All records are canaries, each in or out by its own coin. One run proves half
+  of the claim at best, so half the noise stays unseen; a quarter does not.
+  """
+  sigma = 2.0
+  claim = harness.claims(sigma, 1).gdp
+  assert _one_run(sigma) <= claim < _one_run(sigma / 4)
