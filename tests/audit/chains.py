@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import optax
 
 import prism_optax
-from prism_optax import contrib, transforms
+from prism_optax import contrib, fixed_rank, transforms
 from tests.audit.harness import CLIP, EXPECTED_BATCH_SIZE, recorder
+from tests.core import seams
 
 LEARNING_RATE = 0.05
 RECORDER = 2  # Its position in the chains of this file.
@@ -193,3 +194,44 @@ def noise_with_damped_whitening(stddev, prng_key, damping=1e-6):
     return out
 
   return _noise_of_its_own_shape(stddev, prng_key, shaped)
+
+
+def factor_moments_of_two_lifts(stddev, prng_key):
+  """The signal lifted half and half, the noise horizontally.
+
+  Both pairs of factor steps stand for tangent vectors of the right law, but
+  along their difference there is signal and no noise. Moments of the factors
+  read it. What comes out is ``{'m0': (dL, dR), ...}``.
+  """
+
+  def init(params):
+    del params
+    return jnp.copy(prng_key)
+
+  def update(updates, state, params=None):
+    next_key, noise_key = jax.random.split(state)
+    out = {}
+    for i, name in enumerate(('m0', 'm1')):
+      factors = fixed_rank.Factors(
+        params[name]['lora_b'].T, params[name]['lora_a']
+      )
+      frame = fixed_rank.frame(factors)
+      x = fixed_rank.Tangent(updates[name]['lora_b'].T, updates[name]['lora_a'])
+      keys = jax.random.split(jax.random.fold_in(noise_key, i))
+      noise = fixed_rank.Tangent(
+        *(stddev * jax.random.normal(k, y.shape)
+          for k, y in zip(keys, x, strict=True))
+      )  # fmt: skip
+      noise = fixed_rank.project(frame, noise)
+      noise = seams.lift(frame, noise, horizontal=True)
+      core = x.right.T @ frame.right
+      left = x.left + frame.left @ core / 2
+      right = x.right - frame.right @ core.T / 2
+      signal = (
+        jnp.linalg.solve(frame.right_core, left.T).T,
+        jnp.linalg.solve(frame.left_core, right.T).T,
+      )
+      out[name] = (signal[0] + noise.left, signal[1] + noise.right)
+    return out, next_key
+
+  return optax.GradientTransformation(init, update)

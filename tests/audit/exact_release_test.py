@@ -135,3 +135,26 @@ def test_65_536_records_in_the_worst_order_have_one_sum():
   assert 0.9999 < found['moves'][0] <= found['moves'][1] <= 1
   printed = conftest.python('-m', 'tests.audit.worst_order', count=8)
   assert json.loads(printed) == {'devices': 8, **found}
+
+
+def test_a_long_seed_is_not_found_by_trying_short_ones():
+  """As it was when an integer kept its low 32 bits."""
+  zeros = np.zeros(4, np.float32)
+  seed = 2**40 + 1234
+
+  @jax.jit
+  def releases(words):
+    keys = jax.random.wrap_key_data(words, impl='rbg')
+    return jax.vmap(lambda key: seams.add_noise(key, zeros, 1.0))(keys)
+
+  def of(number):
+    return np.asarray(jax.random.key_data(seams.key_of(number)))
+
+  tried = np.asarray(releases(np.stack([of(i) for i in range(2048)])))
+
+  def found(number):
+    secret = np.asarray(releases(of(number)[None]))
+    return np.flatnonzero((tried == secret).all(-1))
+
+  np.testing.assert_array_equal(found(seed % 2**32), [1234])  # The former key.
+  assert not found(seed).size

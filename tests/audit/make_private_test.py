@@ -5,12 +5,16 @@ it together.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import prism_optax
 from prism_optax import accounting, training
 from tests.audit import harness, trainings
 from tests.core import seams
@@ -181,3 +185,51 @@ def test_a_fraction_without_noise():
 
   rule = trainings.quantile(fraction_stddev=1e-4)
   _goes_above(*_charged_for_other_noise(honest, 'dense', rule, 1e-4))
+
+
+OPTIMIZERS = {
+  'prism': functools.partial(prism_optax.prism, 0.05),
+  'published_prism': functools.partial(prism_optax.published_prism, 0.05),
+  'sgd': optax.sgd(0.05),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('name', 'rule', 'users'),
+  [('prism', 'flat', True), ('prism', 'quantile', False),
+   ('published_prism', 'groups', True), ('sgd', 'quantile', True)],
+)  # fmt: skip
+def test_trained_parameters_tell_no_more_than_is_claimed(name, rule, users):
+  """The attacker sees them alone; a third of the noise is still seen."""
+  start, record = trainings.params(), trainings.gradients(5)
+  along = np.outer(*np.random.default_rng(6).normal(size=(2, 6)))[:, :5]
+  record['lora_a'] = np.float32(along @ start['lora_b'].T)
+  record['lora_b'] = np.float32(start['lora_a'].T @ along)
+  canary = jax.tree.map(
+    lambda x: np.broadcast_to(
+      1e3 * x, (1, MOST, *x.shape) if users else (1, *x.shape)
+    ),
+    record,
+  )
+  batch = trainings.batch_of(trainings.others(users=users), canary)
+  present = np.ones((ROWS, MOST), bool) if users else None
+
+  def bounds_of(sigma):
+    private = trainings.make(OPTIMIZERS[name], rule, users=users, sigma=sigma)
+    step = trainings.step_of(private)
+
+    def play(key, canary, noise):
+      del noise
+      padding = ~canary & (np.arange(ROWS) == ROWS - 1)
+      new, _ = step(key, batch, padding, present)
+      moved = new['lora_a'] @ new['lora_b'] - start['lora_a'] @ start['lora_b']
+      of_head = jnp.vdot(new['head'] - start['head'], record['head'])
+      return -jnp.vdot(moved, along) - of_head
+
+    return harness.attacked(play, DRAWS)[0], _claim(private)
+
+  honest, claim = bounds_of(SIGMA)
+  less, _ = bounds_of(SIGMA / 3)
+  assert honest.gdp <= claim.gdp < less.gdp
+  assert honest.counting <= claim.counting

@@ -5,8 +5,10 @@ Each attack is also played on the library's own chain, where it must not.
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
+from prism_optax import transforms
 from tests.audit import chains, harness
 
 SIGMA, DRAWS = 2.0, 3000
@@ -113,3 +115,47 @@ def test_small_factors_with_damped_whitening():
   wrong = _chain(privatizer=chains.noise_with_damped_whitening)
   _stay_below(_white_box(where, _chain()))
   _go_above(_white_box(where, wrong))
+
+
+@pytest.mark.slow
+def test_moments_of_factors_that_read_a_part_without_noise():
+  """The library's published preconditioner has moments, too: not these."""
+  where = harness.setting(left_scale=3.0)  # Unbalanced: the lifts differ.
+
+  def wrong(stddev, present, key):
+    tx = chains.factor_moments_of_two_lifts(stddev, key)
+    mean, _ = _clipped_mean(where, present)
+    out, _ = tx.update(mean, tx.init(where.params), where.params)
+    return out
+
+  def honest(stddev, present, key):
+    tx = optax.chain(
+      chains.prism_optax.tangent_privatizer(stddev, prng_key=key),
+      transforms.scale_by_published_preconditioner(noise_stddev=stddev),
+    )
+    mean, _ = _clipped_mean(where, present)
+    _, state = tx.update(mean, tx.init(where.params), where.params)
+    (mu,) = (pair.mu for pair in state[1].pairs)
+    return {f'm{i}': (mu.left[i], mu.right[i]) for i in range(2)}
+
+  def bounds(moments):
+    def vertical(*args):
+      """``L^T dL - dR^T R``: zero for a horizontal lift."""
+      return [
+        where.params[name]['lora_b'] @ left
+        - right.T @ where.params[name]['lora_a']
+        for name, (left, right) in moments(*args).items()
+      ]
+
+    def play(key, canary, noise):
+      del noise
+      seen = vertical(chains.stddev_of(SIGMA), canary, key)
+      # What differs without any noise is what the attacker looks for.
+      with_it, without = (vertical(0.0, x, key) for x in (True, False))
+      rows = zip(seen, with_it, without, strict=True)
+      return sum(jnp.vdot(s, x - y) for s, x, y in rows)
+
+    return harness.attacked(play, DRAWS)[0]
+
+  _go_above(bounds(wrong))
+  _stay_below(bounds(honest))
