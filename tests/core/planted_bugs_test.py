@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import types
 
 import jax
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _clip, training
-from prism_optax.training import _private, _records
+from prism_optax import _clip, _lattice, training
+from prism_optax.training import _private, _records, _sampling, _seen
 from tests.replay import cases, harness
 from tests.replay.cases import FORM, GRADIENT, Case, N
 from tests.training import adversarial
@@ -123,6 +124,57 @@ def test_a_number_that_is_too_large_warns(monkeypatch):
   assert_tells(found, 'warned RuntimeWarning: overflow encountered in cast')
 
 
+@pytest.mark.slow
+def test_padding_is_left_out(monkeypatch):
+  """The size of a batch is how many were drawn; it is compiled anew."""
+
+  class Trims(_records.Records):
+    def collect(self, places, choose):
+      examples, is_padding, present = super().collect(places, choose)
+      here = ~is_padding
+      rows = jax.tree.map(lambda x: x[here], (examples, is_padding))
+      return *rows, present
+
+  monkeypatch.setattr(_private, 'Records', Trims)
+  played = right().without(LAST)
+  other = right().with_odd(LAST, adversarial.ordinary(FORM, 9), played)
+  found = harness.differences(played, other, cases.SIGMA)
+  assert_tells(found, "'x': 'float32[1,3]'}: no more", "float32[2,3]'}: new")
+
+
+@pytest.mark.slow
+def test_one_generator_chooses_for_all_users(monkeypatch):
+  """How many records one has decides which of another's are chosen."""
+  now = {'step': -1}
+
+  def choose(self, seed, step, place, count):
+    del place
+    if step != now['step']:
+      now.update(step=step, rng=np.random.default_rng([*seed, step]))
+    return now['rng'].permutation(count)[: self.examples_per_user]
+
+  monkeypatch.setattr(_sampling.Sampling, 'choose', choose)
+  case = Case(
+    cases.make(record=FORM, examples_per_user=cases.MOST),
+    cases.listed(FORM, len(cases.USERS)),
+    users=cases.USERS,
+    proved=False,
+  )
+  record = adversarial.ordinary(FORM, 9)
+  assert not told(case, record, 0)  # As many records as before.
+  played = case.without(0)
+  found = [
+    x
+    for count in (2, 4)
+    for x in harness.differences(
+      harness.without_reads(played),
+      harness.without_reads(case.with_count(0, record, count, played)),
+      cases.SIGMA,
+    )
+  ]
+  assert_tells(found, 'others ')
+
+
 def _dispatch(params, records):
   """Experts by a product with zeros and ones, and zero times NaN is NaN."""
   chosen = jax.nn.one_hot(jnp.arange(N), N)
@@ -130,7 +182,13 @@ def _dispatch(params, records):
 
 
 def test_records_meet_in_a_loss_of_a_batch():
-  case = on_a_list(loss=_dispatch, batched_loss=True)
+  options = {'record': FORM, 'loss': _dispatch, 'batched_loss': True}
+  made = cases.make(**options)
+  state = made.init(cases.PARAMS)
+  (batch, *_) = made.batches(state, cases.listed(FORM))
+  with pytest.raises(ValueError, match='depend on that record alone'):
+    made.step(state, batch)
+  case = Case(cases.make(**options), cases.listed(FORM), proved=False)
   assert not told(case, adversarial.ordinary(FORM, 9))
   found = told(case, with_leaf('x', np.float32([0, np.nan, 0])))
   # In the last step there are three others, all of which it takes away.
@@ -148,15 +206,77 @@ class _Underflows(training.AutomaticClipping):
     return _clip.Factors(leaves, [weight] * len(leaves), counts)
 
 
+def on_gradients(clip, **options):
+  made = cases.make('adam', clip, loss=cases.of_gradients, **options)
+  return Case(made, cases.listed(GRADIENT), arrays=True, proved=False)
+
+
 @pytest.mark.parametrize(
   ('stability', 'norm'),
   [(1e-22, 1.0), pytest.param(0.01, 1e20, marks=pytest.mark.slow)],
 )
 def test_squares_underflow(stability, norm):
   """With a small stability, or any and a large clip norm."""
-  made = cases.make(
-    clip=_Underflows(stability), loss=cases.of_gradients, l2_clip_norm=norm
-  )
-  case = Case(made, cases.listed(GRADIENT), arrays=True, proved=False)
+  case = on_gradients(_Underflows(stability), l2_clip_norm=norm)
   found = case.offences(list(cases.odd_gradients())[::2], [LAST])
   assert found.farthest > 5
+
+
+@pytest.mark.slow
+def test_a_clip_that_lets_pass_what_overflows(monkeypatch):
+  original = _clip.clip_weight
+  monkeypatch.setattr(
+    _clip, 'clip_weight', lambda x: (original(x)[0], jnp.array(True))
+  )
+  record = jax.tree.map(lambda x: np.full(x.shape, 1e30, x.dtype), GRADIENT)
+  assert_tells(told(on_gradients('flat'), record), 'e+07 times the sensitivity')
+
+
+@pytest.mark.slow
+def test_a_clip_that_is_a_little_too_long(monkeypatch):
+  """By a ten thousandth, which is noticed."""
+  original = _clip.clip_weight
+
+  def longer(squared):
+    weight, counts = original(squared)
+    return weight * 1.0001, counts
+
+  monkeypatch.setattr(_clip, 'clip_weight', longer)
+  found = told(on_gradients('flat'), adversarial.ordinary(GRADIENT, 9))
+  assert_tells(found, 'moves by 1.0001 times the sensitivity')
+
+
+@pytest.mark.slow
+def test_a_statistic_is_released_without_noise(monkeypatch):
+  """The votes of a quantile: they decide the clip norm of the next step."""
+
+  def silent(key, tree, stddev):
+    del key, stddev
+    return list(map(_lattice.to_float, tree))
+
+  monkeypatch.setattr(_clip, '_lattice', but(_lattice, add_noise=silent))
+  with pytest.raises(ValueError, match='leaves the optimizer without'):
+    cases.make('adam', 'quantile')
+  monkeypatch.setattr(_seen, 'check', lambda *args: None)
+  found = told(on_gradients('quantile'), adversarial.ordinary(GRADIENT, 9))
+  assert_tells(found, 'step 0: state')
+
+
+@pytest.mark.slow
+def test_a_loss_that_prints():
+  def loss(params, record):
+    jax.debug.print('label {}', record['label'])
+    return cases.loss(params, record)
+
+  found = told(on_a_list(loss=loss), with_leaf('label', 7))
+  assert_tells(found, 'label 7')
+
+
+@pytest.mark.slow
+def test_noise_of_another_key():
+  """What left the first run cannot be told to be the second one's."""
+  one = right().without(LAST)
+  other = on_a_list(prng_key=cases.KEY + 1).without(LAST)
+  found = harness.differences(one, other, cases.SIGMA)
+  assert found
+  assert math.inf not in harness.moved(one, one)
