@@ -1,6 +1,7 @@
-"""Which chains are refused."""
+"""Which chains are refused, and what they would have cost."""
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -164,3 +165,76 @@ def test_states_and_arguments_that_do_not_fit_are_named():
     tx.update(grads, state, params)
   with pytest.raises(ValueError, match='`update` needs `params`'):
     tx.update(grads, tx.init(params))
+
+
+# What the refused orders would have cost: how far one record moves the sum, in
+# units of the clip norm. It may be one.
+
+
+def _neighbours(size, records=12):
+  """Records that agree, and one of another size that is there or is not.
+
+  Absent, it is a row of zeros: the clip counts both alike.
+  """
+  one = jax.tree.map(
+    lambda x: x[:1], chains.batch(*chains.problem_and_params())
+  )
+  # Each of them is clipped, with some room: each adds the clip norm to the sum.
+  length = 100 * chains.CLIP / cases.norm(one)
+  rows = jax.tree.map(lambda x: np.repeat(length * x, records, 0), one)
+  return [
+    jax.tree.map(lambda x, v=v: np.concatenate([x[:-1], v * x[-1:]]), rows)
+    for v in (0.0, size)
+  ]
+
+
+def _cap(params):
+  return optax.clip_by_global_norm(1000 * chains.CLIP)
+
+
+def _masked_cap(params):
+  return optax.masked(_cap(params), jax.tree.map(lambda _: True, params))
+
+
+def _accumulated(params):
+  """Rows are averages of several records: the last ones of two parts differ."""
+  del params
+  steps = optax.MultiSteps(optax.identity(), 2).gradient_transformation()
+  second = jax.tree.map(
+    lambda x: np.concatenate([x[:-1], x[:1]]), _neighbours(0.0)[0]
+  )
+
+  def update(grads, state, params=None):
+    del params
+    _, state = steps.update(grads, state)
+    return steps.update(second, state)
+
+  return optax.GradientTransformation(steps.init, update)
+
+
+@pytest.mark.parametrize(
+  ('before', 'sizes', 'least', 'most'),
+  [
+    (lambda params: optax.identity(), (-1.0, 1e6, 1e30), 0.0, 1 + 1e-9),
+    # A huge record scales all others down, below the clip norm: eleven times.
+    (_cap, (-1e6,), 9.0, 12.0),
+    (_masked_cap, (-1e6,), 9.0, 12.0),
+    # One of them turns its average round.
+    (_accumulated, (-1e6,), 1.99, 2.01),
+  ],
+  ids=['nothing', 'a cap', 'a masked cap', 'an accumulation'],
+)
+def test_what_stands_before_the_clip_moves_the_sum(before, sizes, least, most):
+  """The attack on the order that is allowed, and on those that are refused."""
+  _, params = chains.problem_and_params()
+  clip, tx = prism_optax.intrinsic_clip(chains.CLIP), before(params)
+
+  @jax.jit
+  def summed(grads):
+    grads, _ = tx.update(grads, tx.init(grads), params)
+    return clip.update(grads, clip.init(params), params)[0]
+
+  for size in sizes:
+    one, other = (jax.device_get(summed(x)) for x in _neighbours(size))
+    moved = cases.norm(jax.tree.map(np.subtract, one, other)) / chains.CLIP
+    assert least <= moved <= most
