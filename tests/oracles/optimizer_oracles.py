@@ -187,6 +187,11 @@ class PaperOptions:
     )  # fmt: skip
 
 
+def _power(matrix, exponent):
+  w, v = np.linalg.eigh(matrix)
+  return (v * w**exponent) @ v.T
+
+
 class PaperOracle:
   """The paper's optimizer for one module, in horizontal factor coordinates."""
 
@@ -196,6 +201,14 @@ class PaperOracle:
     self.count = 0
     self._first = [np.zeros_like(f) for f in factors]
     self._second = [np.zeros((rank, rank)) for _ in factors]
+
+  def noise(self, draws):
+    """The tangent noise (m, n) that standard normal (m, r), (n, r) make."""
+    (left, right), (u, v) = self.factors, draws
+    outer = u - oracles.projector(left) @ u
+    dl = outer @ _power(right.T @ right, -0.5)
+    dr = v @ _power(left.T @ left, -0.5)
+    return self.options.stddev * (dl @ right.T + left @ dr.T)
 
   def _direction(self, steps):
     o, (left, right) = self.options, self.factors
@@ -231,7 +244,9 @@ class PaperOracle:
     # Some lift of T; the horizontal one does not depend on which.
     dl = tangent @ np.linalg.pinv(right).T
     dr = (tangent - dl @ right.T).T @ np.linalg.pinv(left).T
-    steps = self._direction(oracles.horizontal_lift(self.factors, (dl, dr)))
+    steps = oracles.horizontal_lift(self.factors, (dl, dr))
+    if self.options.adaptive:
+      steps = self._direction(steps)
     dl, dr = (-self.options.learning_rate * s for s in steps)
     z = oracles.best_approximation(
       left @ right.T + dl @ right.T + left @ dr.T, left.shape[1]
