@@ -223,7 +223,7 @@ def factor_moments_of_two_lifts(stddev, prng_key):
           for k, y in zip(keys, x, strict=True))
       )  # fmt: skip
       noise = fixed_rank.project(frame, noise)
-      noise = seams.lift(frame, noise, horizontal=True)
+      noise = seams.lift(frame, noise)
       core = x.right.T @ frame.right
       left = x.left + frame.left @ core / 2
       right = x.right - frame.right @ core.T / 2

@@ -5,6 +5,7 @@ no other test.
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import jax
@@ -20,6 +21,7 @@ from prism_optax.accounting import (
   _matrix_mechanism,
 )
 from prism_optax.contrib import _one_shot_release, heads
+from prism_optax.fixed_rank import _lifts
 from prism_optax.training import (
   _fingerprint,
   _journal,
@@ -174,6 +176,8 @@ def version_of_rules(number):
 
 
 STEPS_OF_THE_LATTICE = _exact_sum.STEPS  # In a standard deviation of the noise.
+lift = _lifts.lift
+key_of = functools.partial(_keys.resolve_key, 'prng_key', params=(), words=4)
 exact_multiplier = _make.gradients_noise_multiplier
 
 

@@ -48,6 +48,30 @@ def everywhere(case, odds):
   return cases.Offences(found, min(one.farthest, other.farthest))
 
 
+def test_what_is_compared():
+  """Runs at the same parameters, of which only what is drawn differs."""
+  case = on_a_list()
+  record = adversarial.ordinary(FORM, 9)
+  for place, drawn in zip(
+    cases.PLACES, ([False, True, True], [True, False, True]), strict=True
+  ):
+    assert case.drawn(place) == drawn
+    without = case.without(place)
+    again = case.observe(case.records, place, absent=True, played=without)
+    assert not harness.differences(without, again, SIGMA)
+    assert harness.moved(without, again) == [0, 0, 0]
+    other = case.with_odd(place, record, without)
+    assert [x > 0 for x in harness.moved(without, other)] == drawn
+    # The releases of the first run have left the second one, too.
+    for x, y in zip(without.releases, other.releases, strict=True):
+      assert all(map(np.array_equal, x.left, y.left))
+    free = case.observe(
+      [*case.records[:place], record, *case.records[place + 1 :]], place
+    )
+    assert harness.digest(free.result) != harness.digest(without.result)
+    assert harness.differences(without, free, SIGMA)
+
+
 def test_no_record_of_a_list_is_seen():
   """Wrong types, lengths and structures, text, None, errors, NaN, ..."""
   odds = adversarial.records(FORM)
