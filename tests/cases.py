@@ -184,20 +184,13 @@ def losses(copies, frozen, x, y):
 def make(optimizer, **options):
   """A training of three steps with known keys, unless told otherwise."""
   constants = {
-    'l2_clip_norm': 1.0,
-    'expected_batch_size': B,
-    'dataset_size': N,
-    'steps': 3,
-    'delta': 1e-4,
-    'noise_multiplier': 1.0,
-    'prng_key': 7,
-  }
+    'l2_clip_norm': 1.0, 'expected_batch_size': B, 'dataset_size': N,
+    'steps': 3, 'delta': 1e-4, 'noise_multiplier': 1.0, 'prng_key': 7,
+  }  # fmt: skip
   return training.make_private(
-    options.pop('loss', loss),
-    options.pop('params', PARAMS),
-    optimizer=optimizer,
-    **constants | options,
-  )
+    options.pop('loss', loss), options.pop('params', PARAMS),
+    optimizer=optimizer, **constants | options,
+  )  # fmt: skip
 
 
 def trained(private, state=None, data=DATA, frozen=FROZEN, **options):

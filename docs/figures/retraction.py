@@ -60,7 +60,7 @@ def cone(axis):
     *np.moveaxis(grid, -1, 0), alpha=0.5, color='gold', linewidth=0
   )
   step = tangent(0.0, 0.95)
-  steps = _lifts.lift(frame, step, horizontal=True)
+  steps = _lifts.lift(frame, step)
   points = {
     '$Z$': np.asarray(unit @ unit.T),
     '$Z + T$': at(step),
@@ -116,7 +116,7 @@ def further(gauge):
   def at(size):
     x = fixed_rank.Tangent(*(size * length * y for y in unit))
     best = fixed_rank.retraction(frame, x)
-    steps = _lifts.lift(frame, x, horizontal=True)
+    steps = _lifts.lift(frame, x)
     added = (pair.left + steps.left) @ (pair.right + steps.right).T
     moved = z + embedded(frame, x)
     return jnp.linalg.norm(added - moved) / jnp.linalg.norm(

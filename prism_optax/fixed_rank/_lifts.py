@@ -50,14 +50,12 @@ def project(frame: Frame, tangent: Tangent) -> Tangent:
   )
 
 
-def lift(
-  frame: Frame, tangent: Tangent, *, horizontal: bool = False
-) -> Factors:
-  """Steps of the factors with ``dL right^T + left dR^T = T``.
+def lift(frame: Frame, tangent: Tangent) -> Factors:
+  """Steps of the factors with ``dL right^T + left dR^T = T``, of least norm.
 
   ``dL = X_L C_R^-T`` and ``dR = X_R C_L^-T`` put the whole core of T on the
-  right factor. The horizontal lift is the one of least norm (PRISM,
-  arXiv:2606.00944, Prop. A.11): it adds ``L W`` and ``-R W^T`` so that
+  right factor. The horizontal lift, the one of least norm (PRISM,
+  arXiv:2606.00944, Prop. A.11), adds ``L W`` and ``-R W^T`` so that
   ``L^T dL = dR^T R``. The equation is solved for ``W' = C_L W C_R^T``, which
   cancels from the tangent vector whatever its accuracy: with the core D of T,
   ``C_L C_L^T W' + W' C_R C_R^T = D C_R C_R^T``.
@@ -65,7 +63,6 @@ def lift(
   Args:
     frame: Frame of the factors.
     tangent: Coordinates (..., m, r) and (..., n, r).
-    horizontal: Return the lift of least norm.
 
   Returns:
     ``(dL, dR)`` in the same shapes. What only a lost direction could carry is
@@ -87,15 +84,14 @@ def lift(
   """
   check_fits(frame, 'tangent', tangent)
   left, right = tangent
-  if horizontal:
-    core = gram(right, frame.right)
-    w = sylvester_of_grams(
-      frame.left_core.mT,
-      frame.right_core.mT,
-      matmul(core, matmul(frame.right_core, frame.right_core.mT)),
-    )
-    left = left + matmul(frame.left, w)
-    right = right + matmul(frame.right, -w.mT)
+  core = gram(right, frame.right)
+  w = sylvester_of_grams(
+    frame.left_core.mT,
+    frame.right_core.mT,
+    matmul(core, matmul(frame.right_core, frame.right_core.mT)),
+  )
+  left = left + matmul(frame.left, w)
+  right = right + matmul(frame.right, -w.mT)
   return Factors(
     matmul(left, frame.right_inverse.mT), matmul(right, frame.left_inverse.mT)
   )

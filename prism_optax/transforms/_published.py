@@ -57,7 +57,7 @@ def _step(
   """One update of the moments, and the direction in tangent coordinates."""
   b1, b2, variance = options.b1, options.b2, options.variance
   tangent = fixed_rank.multiply_out(tangent)
-  gradient = _lifts.lift(frame, tangent, horizontal=True)
+  gradient = _lifts.lift(frame, tangent)
   mu = jax.tree.map(lambda x, g: b1 * x + (1 - b1) * g, moments.mu, gradient)
   nu = jax.tree.map(
     lambda x, g: b2 * x + (1 - b2) * gram(g, g) / g.shape[-2],

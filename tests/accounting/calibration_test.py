@@ -38,14 +38,6 @@ def test_multiplier_of_a_short_run_meets_the_target(caplog):
   assert not caplog.records  # Nothing is logged on the way.
 
 
-def test_replace_one_needs_twice_the_noise_of_full_batches():
-  one, other = (
-    calibrate(2.0, DELTA, 1.0, 3, accountant='rdp', **options)
-    for options in ({}, {'neighboring_relation': REPLACE})
-  )
-  assert other == pytest.approx(2 * one, rel=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'options',

@@ -40,10 +40,8 @@ needs_fork = pytest.mark.skipif(
 def start(script, *arguments, **options):
   return subprocess.Popen(
     [sys.executable, '-c', PRELUDE + textwrap.dedent(script), *arguments],
-    stdout=subprocess.PIPE,
-    text=True,
-    **options,
-  )
+    stdout=subprocess.PIPE, text=True, **options,
+  )  # fmt: skip
 
 
 def epsilon_of(count):

@@ -175,18 +175,12 @@ assert 'jax' not in sys.modules
 
 PLANTED = {
   'upwards': ('fixed_rank', 'from prism_optax import lora'),
-  'far upwards': ('_linalg', 'import prism_optax.aliases as aliases'),
   'sideways': ('lora', 'from prism_optax.transforms import retract'),
-  'of contrib, late': (
-    'training', 'def f():\n  from prism_optax import contrib'
-  ),
   'of private parts': ('muon', 'from prism_optax._modules._tree import Stacks'),
-  'relative': ('lora', 'from . import transforms'),
   'of the package': ('transforms', 'from prism_optax import prism'),
   'by name': ('lora', 'importlib.import_module("prism_optax.aliases")'),
   'by a computed name': ('lora', '__import__("prism_" + "optax")'),
   'of an extra': ('lora', 'import flax.nnx'),
-  'of an extra, late': ('inference', 'def f():\n  import jax_privacy'),
   'JAX on the host side, late': ('accounting', 'def f():\n  import optax'),
   'JAX behind the host side': ('accounting', 'from prism_optax import _linalg'),
   'JAX in what the host side imports': ('_validate', 'import jax'),

@@ -27,12 +27,10 @@ def _prism(make=prism_optax.prism, **options):
 
 
 OPTIMIZERS = {
-  'prism': _prism(),
-  'published_prism': _prism(prism_optax.published_prism),
+  'prism': _prism(), 'published_prism': _prism(prism_optax.published_prism),
   'prism, momentum only': _prism(problems.chain_of, max_condition_number=1.0),
-  'prism_muon': _prism(contrib.prism_muon),
-  'dp_muon': chains.dp_muon_of(SIGMA),
-}
+  'prism_muon': _prism(contrib.prism_muon), 'dp_muon': chains.dp_muon_of(SIGMA),
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -65,10 +65,9 @@ def prism_chain(noise_multiplier, key, factor=1.0, *, kind='orthonormal',
   privatizer = privatizer or prism_optax.tangent_privatizer
   return optax.chain(
     clip_with or clip(),
-    privatizer(factor * stddev_of(noise_multiplier), prng_key=key),
-    recorder(),
+    privatizer(factor * stddev_of(noise_multiplier), prng_key=key), recorder(),
     *direction(kind, noise_multiplier),
-  )
+  )  # fmt: skip
 
 
 def matrices(tree):
@@ -224,7 +223,7 @@ def factor_moments_of_two_lifts(stddev, prng_key):
           for k, y in zip(keys, x, strict=True))
       )  # fmt: skip
       noise = fixed_rank.project(frame, noise)
-      noise = seams.lift(frame, noise, horizontal=True)
+      noise = seams.lift(frame, noise)
       core = x.right.T @ frame.right
       left = x.left + frame.left @ core / 2
       right = x.right - frame.right @ core.T / 2

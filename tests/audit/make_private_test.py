@@ -22,15 +22,11 @@ from tests.core import seams
 SIGMA, ROWS, MOST = trainings.SIGMA, trainings.ROWS, trainings.MOST
 DRAWS = 3000  # See `harness`.
 CASES = [
-  ('dense', 'flat', True),
-  ('dense', 'automatic', False),
-  ('dense', 'groups', True),
-  ('dense', 'quantile', True),
-  ('prism', 'flat', True),
-  ('prism', 'automatic', False),
-  ('prism', 'groups', False),
-  ('prism', 'quantile', True),
-]
+  ('dense', 'flat', True), ('dense', 'automatic', False),
+  ('dense', 'groups', True), ('dense', 'quantile', True),
+  ('prism', 'flat', True), ('prism', 'automatic', False),
+  ('prism', 'groups', False), ('prism', 'quantile', True),
+]  # fmt: skip
 
 
 def test_the_noise_of_gradients_and_fraction_has_its_size():
@@ -110,14 +106,10 @@ def _attack(optimizer, rule, *, users=False, rows=ROWS, canaries=1, vote=1.0):
     of_mean = seams.gradients_multiplier(rule, SIGMA, rows) / rows
   known = trainings.others(rows - canaries, users)
   bounds = trainings.attack(
-    private,
-    silent,
-    trainings.batch_of(known, _canary(canaries, users)),
-    (of_mean, vote),
-    DRAWS,
-    canaries=canaries,
+    private, silent, trainings.batch_of(known, _canary(canaries, users)),
+    (of_mean, vote), DRAWS, canaries=canaries,
     is_present=np.ones((rows, MOST), bool) if users else None,
-  )
+  )  # fmt: skip
   return bounds, _claim(private)
 
 

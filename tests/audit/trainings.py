@@ -80,10 +80,9 @@ def on_manifold(
   return prism_optax.chain(
     *[clip] * per_example_gradients,
     prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    harness.recorder(),
-    prism_optax.scale_by_learning_rate(0.05),
+    harness.recorder(), prism_optax.scale_by_learning_rate(0.05),
     prism_optax.retract(),
-  )
+  )  # fmt: skip
 
 
 # `dense`: any optimizer of optax, here one that remembers what comes in.

@@ -23,9 +23,8 @@ def _attack(steps, draws, **options):
   play = harness.white_box(
     harness.setting(),
     lambda key, noise: chains.prism_chain(SIGMA, key, noise, **options),
-    steps=steps,
-    position=chains.RECORDER,
-  )
+    steps=steps, position=chains.RECORDER,
+  )  # fmt: skip
   return harness.attacked(play, draws, noises=(1.0, 0.5))
 
 
@@ -61,12 +60,10 @@ def test_subsampled_steps():
   """
   sigma, q, steps = 1.0, 0.5, 3
   play = harness.white_box(
-    harness.setting(),
-    lambda key, noise: chains.prism_chain(sigma, key, noise),
-    steps=steps,
-    position=chains.RECORDER,
+    harness.setting(), lambda key, noise: chains.prism_chain(sigma, key, noise),
+    steps=steps, position=chains.RECORDER,
     sampling=lambda key: jax.random.bernoulli(key, q),
-  )
+  )  # fmt: skip
   honest, halved = (
     harness.lower_bounds(
       *(_log_likelihood_ratio(signals, sigma, q) for signals in worlds)

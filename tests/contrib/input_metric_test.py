@@ -127,11 +127,9 @@ def test_the_scale_of_a_direction_is_that_of_its_energy_without_noise():
   x = rng.normal(size=(size, n)) / (n - 1) ** 0.5
   x[:, 0] = rng.choice([-1, 1], size)
   metric = contrib.input_metric(
-    [{'x': np.float32(x)}],
-    noise_multiplier=sigma,
-    dataset_size=size,
+    [{'x': np.float32(x)}], noise_multiplier=sigma, dataset_size=size,
     prng_key=3,
-  )
+  )  # fmt: skip
   energy = np.float64(x).T @ (np.float64(x) / np.sum(x**2, 1, keepdims=True))
   # Of 1,000, of which the mean is 50, the noise adds at most 30 * sqrt(80).
   ideal = (2 * size / n / energy[0, 0]) ** 0.5

@@ -119,11 +119,9 @@ def _gradient(t, products):
 def test_trajectory_is_the_dense_one():
   params = cases.adapters(SHAPES, dtype=jnp.float64)
   tx = optax.chain(
-    prism_optax.intrinsic_clip(1e6),
-    contrib.orthogonalize_tangents(BETA),
-    optax.scale_by_learning_rate(RATE),
-    prism_optax.retract(),
-  )
+    prism_optax.intrinsic_clip(1e6), contrib.orthogonalize_tangents(BETA),
+    optax.scale_by_learning_rate(RATE), prism_optax.retract(),
+  )  # fmt: skip
   state, update = tx.init(params), jax.jit(tx.update)
   points = [oracles.Point.from_factors(*x) for x in cases.factors_of(params)]
   momenta = [np.zeros_like(p.z) for p in points]

@@ -100,10 +100,8 @@ def _core(values, coupling, seed=0, along=0.0):
   core = np.zeros((2 * RANK, 2 * RANK))
   core[:RANK, :RANK] = np.diag(values)
   for rows, columns, size in (
-    (0, 0, along),
-    (0, 1, coupling),
-    (1, 0, coupling),
-  ):
+    (0, 0, along), (0, 1, coupling), (1, 0, coupling),
+  ):  # fmt: skip
     block = rng.normal(size=(RANK, RANK))
     block *= size / np.linalg.norm(block, 2)
     rows, columns = (slice(RANK * i, RANK * (i + 1)) for i in (rows, columns))

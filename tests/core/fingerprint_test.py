@@ -79,10 +79,8 @@ def test_a_digest_of_arrays_tells_bits_apart():
   moved[[0, 1]] = moved[[1, 0]]
   signed = np.where(x == 0, np.float32(-0.0), x)
   trees = [
-    [x, 2 * x],
-    [2 * x, x],
-    *([y, 2 * x] for y in (flipped, moved, signed)),
-  ]
+    [x, 2 * x], [2 * x, x], *([y, 2 * x] for y in (flipped, moved, signed)),
+  ]  # fmt: skip
   digests = [tuple(np.asarray(of(tree)).tolist()) for tree in trees]
   assert len(set(digests)) == len(trees)
   assert all(len(set(d)) == 8 for d in digests)

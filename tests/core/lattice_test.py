@@ -98,11 +98,9 @@ def test_distance_from_the_statement_is_below_what_is_declared():
     assert relative[reached].min() > -_epsilon._LARGEST_RATIO
   missed = 2 * scipy.stats.norm.sf(reach)
   for measured, declared in [
-    (ratio, _epsilon._LARGEST_RATIO),
-    (chi_square, _epsilon._CHI_SQUARE),
-    (excess, _epsilon._EXCESS),
-    (missed, _epsilon._MISSED),
-  ]:
+    (ratio, _epsilon._LARGEST_RATIO), (chi_square, _epsilon._CHI_SQUARE),
+    (excess, _epsilon._EXCESS), (missed, _epsilon._MISSED),
+  ]:  # fmt: skip
     assert declared / 3 < measured < declared
   assert 2 * scipy.stats.norm.sf(6) < 2e-9
 

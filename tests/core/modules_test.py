@@ -46,14 +46,6 @@ def test_stacks_and_matrices_invert(rank):
     )
 
 
-def test_leading_batch_axes_pass_through():
-  axes = LeafAxes.create('w', (2, 3, 5), 1, (0,))
-  leaf = jnp.arange(4 * 30).reshape(4, 2, 3, 5)
-  matrices = axes.matrix.to_matrices(axes.to_stack(leaf))
-  assert matrices.shape == (4, 2, 5, 3)
-  np.testing.assert_array_equal(matrices, jnp.swapaxes(leaf, 2, 3))
-
-
 @pytest.mark.parametrize(
   ('rank', 'stack', 'match'),
   [

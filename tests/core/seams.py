@@ -20,7 +20,7 @@ from prism_optax.accounting import (
   _ledger,
   _matrix_mechanism,
 )
-from prism_optax.contrib import _input_metric, _one_shot_release, heads
+from prism_optax.contrib import _one_shot_release, heads
 from prism_optax.fixed_rank import _lifts
 from prism_optax.training import (
   _fingerprint,
@@ -256,19 +256,6 @@ def one_shot_sums():
 
   with mock.patch.object(_one_shot_release, 'release', spy):
     yield found
-
-
-def sum_of_records(kind, batch):
-  """What a one-shot release adds up before its noise, on the lattice."""
-  terms = {
-    'second_moment': _input_metric._second_moment_of,
-    'mean': _input_metric._mean_of,
-    'class_means': heads._class_term_of(3),
-    'ridge': heads._ridge_term_of(3),
-  }[kind]
-  unit = _exact_sum.unit_of(1.0, 1.0, np.float32)
-  sums = _one_shot_release.sum_of_batch(batch, unit, terms)
-  return {k: _exact_sum.integers_of(x) * float(unit) for k, x in sums.items()}
 
 
 FEWEST_RECORDS = heads._FEWEST

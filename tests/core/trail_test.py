@@ -97,44 +97,6 @@ def test_updates_that_were_changed_are_no_trail(followed):
   assert followed == [True]
 
 
-@pytest.mark.slow
-def test_loops_and_branches_compute_what_is_computed_outside(followed):
-  """Bodies close over arrays of the program around them, and give new ones."""
-  params, clipped, behind, clip_alone, decay_alone = parts()
-
-  def in_a_branch(params):
-    x = clipped(params)
-    return jax.lax.cond(
-      params['extra'][0] < 1e9, lambda: behind(x, params), lambda: x
-    )
-
-  def in_a_loop(params):
-    x = clipped(params)
-    body = lambda total, _: (  # noqa: E731
-      jax.tree.map(jnp.add, total, behind(x, params)), None
-    )  # fmt: skip
-    total, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, x), length=2)
-    return jax.tree.map(lambda leaf: leaf / 2, total)
-
-  def through_a_loop(params):
-    """What comes out of a body has other names outside."""
-    body = lambda _, __: (clipped(params), None)  # noqa: E731
-    start = jax.tree.map(jnp.zeros_like, params)
-    x, _ = jax.lax.scan(body, start, length=1)
-    followed.clear()
-    out = behind(x, params)
-    assert followed == [False]
-    return out
-
-  expected = decay_alone(clip_alone(params), params)
-  for program in (in_a_branch, in_a_loop, through_a_loop):
-    with jax.checking_leaks():
-      found = jax.jit(program)(params)
-    chains.assert_close(found, expected)
-    gc.collect()
-    assert not _chain._origins
-
-
 def test_the_sum_is_exact_whatever_happens_in_between(followed):
   """Two chains in turn, of which one starts again; and another tree dies."""
   params, clipped, *_ = parts()

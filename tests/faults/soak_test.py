@@ -29,15 +29,10 @@ def _keys(state):
 @pytest.mark.slow
 def test_ten_thousand_steps():
   private = cases.make(
-    functools.partial(prism_optax.prism, 1e-3),
-    dataset_size=40,
-    expected_batch_size=4,
-    steps=STEPS,
-    noise_multiplier=20.0,
-    delta=1e-5,
-    prng_key=None,
-    execution=training.Execution(padded_batch_size=9),
-  )
+    functools.partial(prism_optax.prism, 1e-3), dataset_size=40,
+    expected_batch_size=4, steps=STEPS, noise_multiplier=20.0, delta=1e-5,
+    prng_key=None, execution=training.Execution(padded_batch_size=9),
+  )  # fmt: skip
   state = private.init(PARAMS)
   process, seen, keys, full = psutil.Process(), [], set(), 0
   for number, batch in enumerate(private.batches(state, DATA)):

@@ -67,14 +67,11 @@ def tiny_model(tmp_path_factory) -> pathlib.Path:
   folder = tmp_path_factory.mktemp('model')
   vocabulary = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', *WORDS]
   config = {
-    'vocab_size': len(vocabulary),
-    'hidden_size': HIDDEN,
-    'num_hidden_layers': LAYERS,
-    'num_attention_heads': 2,
-    'intermediate_size': INNER,
-    'max_position_embeddings': POSITIONS,
+    'vocab_size': len(vocabulary), 'hidden_size': HIDDEN,
+    'num_hidden_layers': LAYERS, 'num_attention_heads': 2,
+    'intermediate_size': INNER, 'max_position_embeddings': POSITIONS,
     'layer_norm_eps': 1e-12,
-  }
+  }  # fmt: skip
   (folder / 'config.json').write_text(json.dumps(config))
   tokenizer = tokenizers.Tokenizer(
     tokenizers.models.WordLevel(

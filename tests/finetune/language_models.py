@@ -9,20 +9,12 @@ import tokenizers
 
 # No two sizes are alike, so that swapped axes cannot hide.
 CONFIG = {
-  'model_type': 'llama',
-  'vocab_size': 40,
-  'hidden_size': 16,
-  'intermediate_size': 24,
-  'num_hidden_layers': 3,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
-  'max_position_embeddings': 64,
-  'rms_norm_eps': 1e-5,
-  'rope_theta': 1e4,
-  'hidden_act': 'silu',
-  'tie_word_embeddings': False,
+  'model_type': 'llama', 'vocab_size': 40, 'hidden_size': 16,
+  'intermediate_size': 24, 'num_hidden_layers': 3, 'num_attention_heads': 4,
+  'num_key_value_heads': 2, 'max_position_embeddings': 64, 'rms_norm_eps': 1e-5,
+  'rope_theta': 1e4, 'hidden_act': 'silu', 'tie_word_embeddings': False,
   'eos_token_id': 2,
-}
+}  # fmt: skip
 TEMPLATE = (
   "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>"
   '{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}'
@@ -48,17 +40,13 @@ def tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     shapes |= {
       f'model.layers.{i}.{name}': shape
       for name, shape in {
-        'input_layernorm': (width,),
-        'self_attn.q_proj': (queries, width),
-        'self_attn.k_proj': (keys, width),
-        'self_attn.v_proj': (keys, width),
+        'input_layernorm': (width,), 'self_attn.q_proj': (queries, width),
+        'self_attn.k_proj': (keys, width), 'self_attn.v_proj': (keys, width),
         'self_attn.o_proj': (width, queries),
-        'post_attention_layernorm': (width,),
-        'mlp.gate_proj': (inner, width),
-        'mlp.up_proj': (inner, width),
-        'mlp.down_proj': (width, inner),
+        'post_attention_layernorm': (width,), 'mlp.gate_proj': (inner, width),
+        'mlp.up_proj': (inner, width), 'mlp.down_proj': (width, inner),
       }.items()
-    }
+    }  # fmt: skip
   return {
     f'{name}.weight': rng.normal(size=shape, scale=0.3).astype(np.float32)
     for name, shape in shapes.items()

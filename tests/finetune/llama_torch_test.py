@@ -22,14 +22,10 @@ torch, transformers = (
 pytestmark = pytest.mark.slow
 
 SIZES = {
-  'vocab_size': 40,
-  'hidden_size': 24,
-  'intermediate_size': 40,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
+  'vocab_size': 40, 'hidden_size': 24, 'intermediate_size': 40,
+  'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2,
   'max_position_embeddings': 64,
-}
+}  # fmt: skip
 LLAMA_3 = {
   'rope_type': 'llama3',
   'rope_theta': 50.0,

@@ -83,19 +83,6 @@ def test_frame_is_a_continuous_function_of_the_factors(gauge):
       assert oracles.relative_error(b, a) < 300 * size
 
 
-@g.deficient
-@pytest.mark.parametrize('scale', [1e-12, 1e12])
-def test_the_scale_of_the_factors_does_not_matter(kind, scale):
-  """In float32 the squares of such numbers leave the range of the type."""
-  left, right = g.deficient_factors(42, kind)
-  frame, plain = (
-    g.compiled.frame(g.as_factors(pair, np.float32))
-    for pair in ((left * scale, right / scale), (left, right))
-  )
-  for a, b in zip(frame[:2], plain[:2], strict=True):
-    assert oracles.relative_error(a @ a.T, b @ b.T) < 1e-5
-
-
 @g.full_or_deficient
 def test_derivatives_are_finite_and_stop_at_the_frames(kind):
   """A frame has no derivative at a zero factor; it counts as a constant."""

@@ -99,11 +99,9 @@ def _one_object(grads):
 def _clip_beside_it(grads, tx=None):
   clip = prism_optax.per_matrix_clip(NORM)
   mean, sensitivity = _mean(
-    grads,
-    l2_clip_norm=clip.sensitivity(params=PARAMS),
-    normalize_by=EXPECTED,
+    grads, l2_clip_norm=clip.sensitivity(params=PARAMS), normalize_by=EXPECTED,
     pre_clipping_transform=clip.pre_clipping_transform,
-  )
+  )  # fmt: skip
   if tx is not None:
     return _released(tx, mean)
   noise = _gaussian(stddev=SIGMA * sensitivity)

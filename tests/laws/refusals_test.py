@@ -138,6 +138,7 @@ ARGUMENTS = [
     of(budget().spend, GAUSSIAN), budget().spent, budget().remaining,
     of(budget().how_many_more, GAUSSIAN))),
   (of(budget().spend, session='a'), {'event': (0.5,)}),
+  (of(budget().spend, GAUSSIAN, 'a'), {'count': (0, -1, 1.5, True)}),
   # Inference.
   (of(inference.gaussian_stddev, epsilon=1.0, delta=DELTA, sensitivity=1.0),
     {'epsilon': (0.0, math.nan), 'delta': (0.0, 1.0), 'sensitivity': (-1.0,),

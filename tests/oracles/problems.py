@@ -51,17 +51,10 @@ class Dense(NamedTuple):
 
 
 def chain_of(
-  learning_rate,
-  *,
-  l2_clip_norm,
-  noise_multiplier,
-  expected_batch_size,
-  prng_key=None,
-  weight_decay=0.1,
-  layout=None,
-  chain=prism_optax.chain,
+  learning_rate, *, l2_clip_norm, noise_multiplier, expected_batch_size,
+  prng_key=None, weight_decay=0.1, layout=None, chain=prism_optax.chain,
   **options,
-):
+):  # fmt: skip
   """The six lines of `prism`, with any options of the preconditioner."""
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
   common = {'layout': layout}

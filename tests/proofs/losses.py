@@ -235,10 +235,6 @@ def divided_by_tokens(p, x, y):
   return hand_mlp(p, x, y) / jnp.sum(y == 1)
 
 
-def mean_of_batch(p, x, y):
-  return jnp.broadcast_to(hand_mlp(p, x, y).mean(), y.shape)
-
-
 def capacity(p, x, y):
   """Experts that take three tokens of the batch each, in its order."""
   scores = jnp.einsum('btd,bdc->btc', x, p['b2'])
@@ -288,10 +284,6 @@ def sorted_batch(p, x, y):
   return jnp.sort(x, 0).sum((1, 2))
 
 
-def sorted_index(p, x, y):
-  return x[jnp.argsort(y)].sum((1, 2))
-
-
 def index_of_another(p, x, y):
   return x[y].sum((1, 2))
 
@@ -324,10 +316,6 @@ def time_major(p, x, y):
   return jnp.einsum('btd,bdh->b', x, p['a'])
 
 
-def zero_times(p, x, y):
-  return x.sum((1, 2)) + 0 * x.sum()
-
-
 def shared_carry(p, x, y):
   return lax.scan(lambda c, x: (c + x.sum(), c + x.sum()), 0.0, x)[1]
 
@@ -354,10 +342,6 @@ def first_row(p, x, y):
   return jnp.einsum('btd,bdh->b', x + x[:1], p['a'])
 
 
-def averaged_copies(p, x, y):
-  return hand_mlp(jax.tree.map(lambda p: p + 0 * (p - p.mean(0)), p), x, y)
-
-
 def reversed_batch(p, x, y):
   return jnp.flip(x, 0).sum((1, 2))
 
@@ -378,17 +362,14 @@ def every_other(p, x, y):
 
 MIXED = {
   centred: 'reduce_sum', batch_norm: 'reduce_sum',
-  divided_by_tokens: 'reduce_sum', mean_of_batch: 'reduce_sum',
-  capacity: 'cumsum', dispatched: 'dot_general', rolled: 'concatenate',
-  contrastive: 'dot_general', custom_vmap: 'reduce_sum', sorted_batch: 'sort',
-  sorted_index: 'sort', index_of_another: 'gather',
+  divided_by_tokens: 'reduce_sum', capacity: 'cumsum',
+  dispatched: 'dot_general', rolled: 'concatenate', contrastive: 'dot_general',
+  custom_vmap: 'reduce_sum', sorted_batch: 'sort', index_of_another: 'gather',
   neighbour_by_index: 'gather', next_of_some: 'gather',
-  computed_place: 'scatter-add',
-  argmax_over_batch: 'argmax', batch_as_kernel: 'conv_general_dilated',
-  time_major: 'reshape',
-  zero_times: 'reduce_sum', shared_carry: 'scan', all_against_all: 'mul',
-  chosen_together: 'reduce_or', stopped_together: 'reduce_or',
-  first_copy: 'dot_general', first_row: 'add', averaged_copies: 'reduce_sum',
+  computed_place: 'scatter-add', argmax_over_batch: 'argmax',
+  batch_as_kernel: 'conv_general_dilated', time_major: 'reshape',
+  shared_carry: 'scan', all_against_all: 'mul', chosen_together: 'reduce_or',
+  stopped_together: 'reduce_or', first_copy: 'dot_general', first_row: 'add',
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
   padded_out: None, every_other: None,
 }  # fmt: skip

@@ -2,20 +2,16 @@
 
 import functools
 
-import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 
 import prism_optax
 from prism_optax import lora
-from prism_optax.contrib import heads
 from tests.cases import assert_same_bits
-from tests.core import seams
 from tests.properties import cases
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -55,26 +51,6 @@ def test_stacked_adapters_are_the_same_adapters(name, seed, dtype):
   products = _products(wide, layout)
   theirs = np.sort(np.concatenate([x.ravel() for x in products.values()]))
   np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@cases.few
-@given(cases.trees, cases.seeds, st.randoms(use_true_random=False))
-def test_lists_with_names_are_read_as_trees(name, seed, random):
-  """In any order of the list, which may be without any structure."""
-  params, layout = cases.draw_tree(name, seed), cases.layout_of(name)
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
-  random.shuffle(flat)
-  names = ['/'.join(key.key for key in path) for path, _ in flat]
-  leaves = [leaf for _, leaf in flat]
-  pairs = lora.pairs_by_name(names, leaves)
-  if layout:  # The scale is not in the names.
-    pairs = [
-      x._replace(layout=lora.Layout(0, 1, (), (), scale=2.0)) for x in pairs
-    ]
-  found, expected = _products(leaves, pairs), _products(params, layout)
-  assert set(found) == set(expected)
-  for module, z in expected.items():
-    np.testing.assert_array_equal(found[module], z)
 
 
 @functools.cache
@@ -147,59 +123,3 @@ def test_parts_of_any_size_give_one_sum(seed, scale, odd, size, is_padding):
   batch = cases.spoiled(batch, odd, seed)
   whole, parts = (_sum_by_parts(x)(batch, is_padding) for x in (None, size))
   assert_same_bits(parts, whole)
-
-
-# A record is what two modules read at two positions: ordinary, tiny, huge, odd.
-records = hnp.arrays(
-  np.float32,
-  (2, 2, 3),
-  elements=st.floats(allow_nan=True, allow_infinity=True, width=32),
-)
-
-
-def _length(sums):
-  return np.linalg.norm(np.concatenate([*sums.values()], None))
-
-
-@cases.settings
-@given(st.sampled_from(['second_moment', 'mean']), records)
-@hypothesis.example('second_moment', np.full((2, 2, 3), 1e38, np.float32))
-@hypothesis.example('mean', np.ones((2, 2, 3), np.float32))
-def test_one_record_moves_the_input_metric_by_one_at_most(form, record):
-  """Before the noise, over both modules together, whatever is in the record."""
-  others = np.random.default_rng(0).normal(size=(4, 2, 2, 3))
-  some, none = (
-    seams.sum_of_records(form, {'x': rows[:, 0], 'y': rows[:, 1]})
-    for rows in map(np.float32, ([*others, record], [*others, 0 * others[0]]))
-  )
-  size = _length({k: x - none[k] for k, x in some.items()})
-  assert size <= (1 if np.isfinite(record).all() else 0)
-
-
-@cases.settings
-@given(
-  hnp.arrays(
-    np.float32,
-    5,
-    elements=st.floats(allow_nan=True, allow_infinity=True, width=32),
-  ),
-  st.integers(-3, 5),
-)
-@hypothesis.example(np.full(5, 3e38, np.float32), 0)
-@hypothesis.example(np.full(5, 1e-45, np.float32), 2)
-def test_one_record_moves_a_head_by_one_at_most(feature, label):
-  """``heads`` before the noise, whatever is in the record."""
-  record = (feature[None], np.array([label]))
-  options = {'num_classes': 3, 'noise_multiplier': 1.0, 'dataset_size': 1}
-  for make in (heads.class_means, heads.ridge):
-    sums = seams.sum_of_records(make.__name__, record)
-    size = _length(sums)
-    assert size <= 1
-    if not np.isfinite(feature).all() or not 0 <= label < 3:
-      assert size == 0
-    elif 1e-30 < np.abs(feature).max() < 1e38:
-      assert size == pytest.approx(1, abs=1e-4)
-      assert np.count_nonzero(sums['sums'].any(0)) == 1
-    head = make([record], **options)
-    assert isinstance(head, heads.LinearHead)
-    assert np.isfinite(head.kernel).all()

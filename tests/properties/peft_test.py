@@ -73,6 +73,8 @@ def test_tensors_of_any_bytes(folder, edits, kept, everything):
 
 @settings
 @given(st.binary(max_size=64), st.binary(max_size=64))
+@hypothesis.example(b'[' * 100_000, b'')
+@hypothesis.example(b'{"r": 1' + b'0' * 9999 + b'}', b'')
 def test_files_of_nothing_but_bytes(folder, config, tensors):
   (folder / peft_test.CONFIG).write_bytes(config)
   (folder / peft_test.TENSORS).write_bytes(tensors)

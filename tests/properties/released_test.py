@@ -108,10 +108,8 @@ def test_what_is_proved_depends_on_records_through_noise_alone(steps):
   )
   for k, (x, y) in enumerate(zip(one, other, strict=True)):
     proof = diagnostics.prove_released(
-      lambda *args, k=k: values(steps, with_noise, *args)[k],
-      *args,
-      private=0,
+      lambda *args, k=k: values(steps, with_noise, *args)[k], *args, private=0,
       padding=1,
-    )
+    )  # fmt: skip
     if proof:
       np.testing.assert_array_equal(x, y, err_msg=f'{steps}\n{k}: {proof}')

@@ -94,11 +94,9 @@ class Tape:
       sums = jax.tree.leaves(tree, is_leaf=seams.is_sum)
       stddevs = stddev if isinstance(stddev, list | tuple) else [stddev]
       inputs = (
-        jnp.stack(seams.words_of(prng_key)),
-        sums,
-        [jnp.asarray(s, jnp.float32) for s in stddevs],
-        leaves,
-      )
+        jnp.stack(seams.words_of(prng_key)), sums,
+        [jnp.asarray(s, jnp.float32) for s in stddevs], leaves,
+      )  # fmt: skip
       shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
       if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs)):
         played = io_callback(self._exchange, shapes, *inputs, ordered=True)

@@ -191,14 +191,8 @@ def test_no_record_of_arrays_of_any_type_is_seen(dtype):
   form = {'x': jax.ShapeDtypeStruct((3,), dtype)}
 
   def loss(params, record):
-    return cases.loss(
-      params,
-      {
-        'x': record['x'].astype(np.float32),
-        'pixels': np.zeros(3, np.uint8),
-        'label': 0,
-      },
-    )
+    x, pixels = record['x'].astype(np.float32), np.zeros(3, np.uint8)
+    return cases.loss(params, {'x': x, 'pixels': pixels, 'label': 0})
 
   case = Case(cases.make(loss=loss), cases.listed(form), arrays=True)
   assert not case.offences(adversarial.in_form(form)).found

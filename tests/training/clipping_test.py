@@ -99,13 +99,9 @@ def test_a_quantile_is_found_and_followed():
   norm = float(state.optimizer[0].l2_clip_norm)
   assert norm == pytest.approx(C * np.exp(0.5 - below), rel=1e-4)
   private = cases.make(
-    optax.sgd(0.0),
-    clipping=dataclasses.replace(rule, fraction_stddev=0.05),
-    l2_clip_norm=100.0,
-    expected_batch_size=N,
-    steps=30,
-    noise_multiplier=3.0,
-  )
+    optax.sgd(0.0), clipping=dataclasses.replace(rule, fraction_stddev=0.05),
+    l2_clip_norm=100.0, expected_batch_size=N, steps=30, noise_multiplier=3.0,
+  )  # fmt: skip
   norm = cases.trained(private).optimizer[0].l2_clip_norm
   assert float(norm) == pytest.approx(np.median(size), rel=0.3)
   assert private.noise_multiplier == 3.0

@@ -60,22 +60,14 @@ def test_has_the_best_signal_that_its_cost_can_buy(size, epsilon, cost):
 def test_make_private_takes_it():
   params = {'w': jnp.zeros(3)}
   plan = training.plan(
-    300,
-    target_epsilon=2.0,
-    delta=1e-3,
-    example_gradients=2_400,
-    params=params,
-    memory_bytes=100.0,
-    bytes_per_example=10.0,
-  )
+    300, target_epsilon=2.0, delta=1e-3, example_gradients=2_400, params=params,
+    memory_bytes=100.0, bytes_per_example=10.0,
+  )  # fmt: skip
   assert plan.arguments['execution'].microbatch_size == 8
   private = training.make_private(
-    lambda params, x: jnp.sum(params['w'] * x),
-    params,
-    optimizer=optax.sgd(0.1),
-    l2_clip_norm=1.0,
-    **plan.arguments,
-  )
+    lambda params, x: jnp.sum(params['w'] * x), params,
+    optimizer=optax.sgd(0.1), l2_clip_norm=1.0, **plan.arguments,
+  )  # fmt: skip
   state = private.init(params)
   batches = private.batches(state, (np.ones((300, 3), np.float32),))
   state = private.step(state, next(iter(batches)))

@@ -210,9 +210,8 @@ def test_a_users_missing_records_are_zeros_that_do_not_act():
   begin = begin * N / C
   assert np.linalg.norm(one - begin) > 0.5
   # Two make the mean of both, not of three.
-  grads = [
-    jax.tree.leaves(jax.grad(loss_of_words)(PARAMS, x)) for x in data[:2]
-  ]
+  gradient = jax.jit(jax.grad(loss_of_words))
+  grads = [jax.tree.leaves(gradient(PARAMS, x)) for x in data[:2]]
   mean = np.concatenate([(x + y) / 2 for x, y in zip(*grads, strict=True)])
   two, _ = moved(made, data[:2], users=['a', 'a'])
   cut = mean / max(1, np.linalg.norm(mean) / C)

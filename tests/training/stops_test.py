@@ -29,14 +29,9 @@ RATIOS = np.arange(-12, 12, SPACING)
 @functools.cache
 def make(stop):
   return cases.make(
-    optax.sgd(0.1),
-    expected_batch_size=N,
-    noise_multiplier=SIGMA,
-    steps=STEPS,
-    delta=DELTA,
-    stop=stop,
-    prng_key=None,
-  )
+    optax.sgd(0.1), expected_batch_size=N, noise_multiplier=SIGMA, steps=STEPS,
+    delta=DELTA, stop=stop, prng_key=None,
+  )  # fmt: skip
 
 
 def largest_delta(epsilon_of):

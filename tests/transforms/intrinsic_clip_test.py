@@ -58,20 +58,6 @@ def test_clipped_sum_equals_the_dense_oracle(norm, condition, canonical):
   cases.assert_close(found, [*want, want_extra], max(tolerance, 1e-14), 1e-13)
 
 
-def test_scale_means_the_same_whatever_alpha_is():
-  """Z = scale L R^T: the same Z, the same dense gradient, the same clip."""
-  factors, dense, extra, params = _problem()
-  small = [(left / 8, right / 2) for left, right in factors]
-  # dL/d left = scale G right
-  grads = cases.factor_gradients(small, [16 * g for g in dense], extra)
-  tx = prism_optax.intrinsic_clip(2.0, layout=lora.Layout(scale=16.0))
-  params_small = cases.tree_of(small, np.ones(4))
-  got, _ = jax.jit(tx.update)(grads, tx.init(params_small), params_small)
-  want = _clip(params, cases.factor_gradients(factors, dense, extra), 2.0)
-  # Frames of proportional factors are equal, so the coordinates are.
-  cases.assert_close(got, want, 1e-13)
-
-
 @pytest.mark.parametrize('value', [1e-3, 1e20, 3e38])
 def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
   """No overflow of the sum either: NaN in the release would tell of it."""
