@@ -88,7 +88,7 @@ def measure(attack, what, draws):
 def settings():
   """All attacks."""
   attacks = {
-    'white box': ('orthonormal', 'factor', 'momentum', 'muon'),
+    'white box': ('orthonormal', 'published', 'momentum', 'muon'),
     'sweep': SIGMAS,
     'black box': black_box.OPTIMIZERS,
     'planted bug': planted(0),
@@ -102,7 +102,7 @@ def settings():
 
 NAMES = {
   'orthonormal': 'prism',
-  'factor': 'published_prism',
+  'published': 'published_prism',
   'momentum': 'prism, momentum only',
   'muon': 'contrib.prism_muon',
   'prism_muon': 'contrib.prism_muon',

@@ -53,7 +53,8 @@ NEAR = {
   '_randomness/_keys': 'core/randomness_test.py training/noise_once_test.py',
   'accounting': 'accounting core/accounting_test.py laws/refusals_test.py',
   'inference': 'inference laws/refusals_test.py',
-  'contrib': 'contrib properties/lora_test.py training/prior_releases_test.py',
+  'contrib': 'contrib replay/replay_test.py properties/lora_test.py'
+  ' training/prior_releases_test.py',
   'training': 'training audit properties/training_test.py contrib',
   'training/_claim': 'training/stops_test.py training/journal_test.py',
   'training/_make': 'training/misuse_test.py training/mechanism_test.py',
