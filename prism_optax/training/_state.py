@@ -216,6 +216,6 @@ def _read(data: bytes, like: ArrayTree) -> ArrayTree:
     if not isinstance(like, jax.Array):
       return array.copy()
     leaf = jnp.array(array)
-  if len(like.sharding.device_set) > 1:
+  if like.committed:
     leaf = jax.device_put(leaf, like.sharding)
   return leaf

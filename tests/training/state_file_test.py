@@ -17,6 +17,7 @@ TREE = {
   'a': jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
   'b': [np.asarray(3), jnp.zeros((), bool), jnp.zeros((0, 2))],
   'key': jax.random.split(jax.random.key(1, impl='rbg')),
+  'placed': jax.device_put(jax.random.key(2), jax.devices()[0]),
 }
 
 
@@ -48,6 +49,7 @@ def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):
   found = training.load_state(path, TREE)
   for x, y in zip(*map(jax.tree.leaves, (TREE, found)), strict=True):
     assert (type(x), x.dtype) == (type(y), y.dtype)
+    assert getattr(x, 'committed', None) == getattr(y, 'committed', None)
   cases.assert_same_bits(*map(cases.saved, (TREE, found)))
 
 
