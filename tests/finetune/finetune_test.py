@@ -21,12 +21,14 @@ PROGRAM = sys.executable, '-m', 'prism_optax.finetune'
 STEPS = 6
 
 
-def _arguments(tiny_files, tiny_model, output, *more) -> list[str]:
+def _arguments(
+  tiny_files, tiny_model, output, *more, noise=('--target-epsilon', '2')
+) -> list[str]:
   train, evaluation = tiny_files
   return [
     *('train', '--data', str(train), '--eval', str(evaluation)),
     *('--model', str(tiny_model), '--output', str(output)),
-    *('--target-epsilon', '2', '--delta', '1e-3', '--steps', str(STEPS)),
+    *(*noise, '--delta', '1e-3', '--steps', str(STEPS)),
     *('--batch-size', '16', '--microbatch-size', '8', '--rank', '2'),
     *('--lora-targets', 'attention', '--max-length', '7', '--seed', '5'),
     *('--eval-every', '2', '--checkpoint-every', '2', *more),

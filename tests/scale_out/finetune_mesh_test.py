@@ -15,7 +15,7 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
     return finetune_test._arguments(
       tiny_files, tiny_model, tmp_path / name, '--optimizer', 'dp-adamw',
       # Noise is another one where numbers are rounded in another way.
-      '--noise-multiplier', '0', *more,
+      *more, noise=('--noise-multiplier', '0'),
     )  # fmt: skip
 
   _, *program = finetune_test.PROGRAM
