@@ -19,7 +19,7 @@ from flax import nnx
 from prism_optax import accounting
 from prism_optax.contrib import heads
 
-from . import files, tasks, training
+from . import data, files, tasks, training
 from .models import classifier
 from .options import Options
 
@@ -63,7 +63,8 @@ def with_head(
 def release(task: tasks.Task, options: Options) -> heads.LinearHead:
   """Releases the head of ridge regression on the features of the frozen model.
 
-  A bar moves where it takes more than two seconds.
+  A bar moves where it takes more than two seconds. It counts the places of the
+  declared size, as the work does: how many of them have a row is private.
 
   Raises:
     ValueError: If delta is too large for the number of rows.
@@ -79,15 +80,15 @@ def release(task: tasks.Task, options: Options) -> heads.LinearHead:
     return nnx.merge(task.graphdef, params, frozen).encoder(inputs)
 
   def batches() -> Iterator[tuple[jax.Array, np.ndarray]]:
-    count = len(task.train.labels)
+    (inputs, labels), count = task.train, len(task.train.labels)
     for start in tqdm.trange(
-      0, count, CHUNK, desc='head', unit='chunk', leave=False, delay=2
+      0, size, CHUNK, desc='head', unit='chunk', leave=False, delay=2
     ):
-      places = np.arange(start, start + CHUNK)
-      inputs = task.train.inputs[places % count]  # All chunks of one shape.
-      labels = task.train.labels[places[places < count]]
-      found = features(task.params, task.frozen, inputs)
-      yield found[: len(labels)], labels
+      places = np.arange(start, start + CHUNK)  # All chunks of one shape.
+      found = features(task.params, task.frozen, inputs[places % count])
+      here = places[places < size]
+      own = np.where(here < count, labels[here % count], data.BLANK)
+      yield found[: len(here)], own
 
   return heads.ridge(
     batches(),

@@ -133,18 +133,27 @@ def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
   labels = np.append(task.train.labels, data.BLANK)
   inputs = np.append(task.train.inputs, task.train.inputs[:1], axis=0)
   rows = dataclasses.replace(task, train=data.Examples(inputs, labels))
-  monkeypatch.setattr(releasing, 'CHUNK', 16)
+  monkeypatch.setattr(releasing, 'CHUNK', 15)
+  sizes, ridge = [], heads.ridge
+
+  def seen(batches, **options):
+    batches = [*batches]
+    sizes.extend(len(y) for _, y in batches)
+    return ridge(batches, **options)
+
+  monkeypatch.setattr(heads, 'ridge', seen)
   used = _options(target_epsilon=3.0, seed=1, plan={'noise_multiplier': 0.5})
   found = releasing.with_head(rows, used, tmp_path)
   model = nnx.merge(task.graphdef, task.params, task.frozen)
   alone = accounting.calibrate_noise_multiplier(3.0, 1e-3, 1.0, 1)
-  want = heads.ridge(
+  want = ridge(
     [(model.encoder(task.train.inputs), task.train.labels)],
     num_classes=CLASSES,
     noise_multiplier=alone / np.sqrt(0.5),
     dataset_size=64,
     prng_key=1,
   )
+  assert sizes == [15, 15, 15, 15, 4]  # Whatever the number of rows.
   kernel = found.params['kernel'][...]
   np.testing.assert_allclose(kernel, want.kernel, rtol=0.02)  # Of the grid.
   private = training.make(found, used, 'prism', tmp_path)
