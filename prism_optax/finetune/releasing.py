@@ -122,4 +122,4 @@ def _read(path: pathlib.Path) -> heads.LinearHead:
       facts = json.loads(str(stored['facts']))
       return heads.LinearHead(jnp.asarray(stored['kernel']), **facts)
   except Exception as error:  # There is no end to how a file can be broken.
-    raise ValueError(f'{path}: no release of a head ({error}).') from error
+    raise ValueError(f'{path}: expected the release of a head.') from error
