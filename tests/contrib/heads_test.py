@@ -106,7 +106,9 @@ def test_every_entry_gets_the_noise(sigma, make):
   one, other = (np.concatenate([*x.values()], None) for x in released)
   assert means.entries == one.size
   assert one.size == 60 * 30 + (make is heads.ridge) * 30 * 61
-  assert scipy.stats.kstest(one / sigma, 'norm').pvalue > 1e-3
+  # Without a seed, this fails once in a million runs. A scale that is off by
+  # sqrt(2) gives less than 1e-9.
+  assert scipy.stats.kstest(one / sigma, 'norm').pvalue > 1e-6
   assert not np.array_equal(one, other)
   assert means.event == GaussianDpEvent(sigma)
   assert not means.seeded

@@ -112,7 +112,8 @@ def test_every_entry_gets_the_noise_of_its_length(sigma):
     )
   one, other = (np.concatenate([*x.values()], None) for x in released)
   assert metric.entries == one.size == n * (n + 1) // 2
-  assert scipy.stats.kstest(one / sigma, 'norm').pvalue > 1e-3
+  # The level of the test of heads, for the same reason.
+  assert scipy.stats.kstest(one / sigma, 'norm').pvalue > 1e-6
   assert not np.array_equal(one, other)
   # Noise alone has no direction that stands out.
   assert metric.scales['x'].size == again.scales['x'].size == 0

@@ -149,7 +149,7 @@ def test_noise_is_gaussian_white_and_of_the_right_size(where, block_ndim):
   # bfloat16 lumps values together, which the test would take for structure.
   if where != jnp.bfloat16:
     sample = noise.ravel()[::7] / stddev
-    assert stats.kstest(sample, 'norm').pvalue > 1e-4
+    assert stats.kstest(sample, 'norm').pvalue > 1e-6
   # Another key; on the host nobody can choose it, and integers may meet.
   other = privatize(hidden, jax.random.key(2), **options)
   assert np.mean(np.asarray(other) == np.asarray(noised)) < 0.02
