@@ -176,9 +176,10 @@ def for_release(
       f' {words.shape} {words.dtype}.'
     )
   if not prng_key.shape:
-    for word in words:
-      prng_key = jax.random.fold_in(prng_key, word)
-    return prng_key
+    # A loop, because XLA compiles a program of its own for each fold.
+    return jax.lax.fori_loop(
+      0, 8, lambda i, key: jax.random.fold_in(key, words[i]), prng_key
+    )
   key = key_words(prng_key)
   for half in (words[:4], words[4:]):  # Four words are one counter.
     key = _generators.chacha20(key, list(half))[:8]
