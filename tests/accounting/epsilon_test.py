@@ -35,17 +35,6 @@ def by_rdp(event, relation=REPLACE):
   )
 
 
-@pytest.mark.parametrize(
-  ('noise_multiplier', 'expected', 'tolerance'),
-  # Published to this many figures.
-  [pytest.param(0.5, 6.62, 5e-3, marks=pytest.mark.slow), (1.0, 0.674, 5e-4)],
-)
-def test_epsilon_of_a_run_by_pld(noise_multiplier, expected, tolerance):
-  event = accounting.dpsgd_event(noise_multiplier, 64 / 9919, 300)
-  spent = accounting.epsilon(event, DELTA)
-  assert spent == pytest.approx(expected, abs=tolerance)
-
-
 POISSON = dp_accounting.PoissonSampledDpEvent(0.03, Gaussian(0.9))
 CUT = {'truncated_batch_size': 14, 'dataset_size': 300}
 TRUNCATED = dp_event.TruncatedSubsampledGaussianDpEvent(300, 0.03, 14, 0.9)
