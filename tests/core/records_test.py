@@ -20,21 +20,14 @@ from prism_optax.training._fingerprint import PLACES, data_digest
 from prism_optax.training._records import Form, Records
 from prism_optax.training._sampling import Sampling
 from tests import cases
+from tests.cases import PIXELS, WORDS, struct
 from tests.properties.cases import settings
 from tests.training import adversarial
 
 SEED = np.arange(4, dtype=np.uint32)
 
 
-def struct(shape, dtype):
-  return jax.ShapeDtypeStruct(shape, dtype)
-
-
-FORMS = {
-  'pixels': (struct((4,), np.uint8), struct((), np.int32)),
-  'words': {'x': struct((2, 3), np.float32), 'y': struct((2,), jnp.bfloat16)},
-  'truth': struct((), bool),
-}
+FORMS = {'pixels': PIXELS, 'words': WORDS, 'truth': struct((), bool)}
 
 
 @jax.tree_util.register_dataclass

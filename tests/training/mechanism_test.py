@@ -286,7 +286,9 @@ def test_the_step_that_runs_is_proved_once():
     expected_batch_size=100,
     execution=training.Execution(4, skip_padding=True),
   )  # fmt: skip
-  assert 'proved' not in made.statement()
+  before = made.statement()
+  assert 'unit: one user with all records, at most 2' in before
+  assert 'proved' not in before
   state = cases.first_step(made, users=np.arange(len(DATA[0])) // 2)
   independence, release = made.proofs
   assert independence, independence

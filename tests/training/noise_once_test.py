@@ -40,12 +40,9 @@ def forced(change=lambda state: state, data=DATA, frozen=1.0):
   A state from before the first step is of no program or data yet.
   """
   made, start = noise_alone()
-  state = change(jax.tree.map(jnp.copy, start))
-  state = state._replace(step=np.asarray(0))
-  before = np.array(state.params)
-  batch = next(iter(made.batches(state, data)))
-  after = made.step(state, batch, frozen)
-  return np.asarray(after.params) - before, after
+  start = change(start)
+  after = cases.first_step(made, data, start, frozen)
+  return np.asarray(after.params) - start.params, after
 
 
 def cosine(x, y):
