@@ -82,24 +82,6 @@ def test_keras_lists_take_their_names_from_beside():
     lora.pairs_by_name(['x', 'x'], params[:2])
 
 
-@pytest.mark.parametrize(
-  ('a', 'b', 'readings'),
-  [
-    # As many layers as the rank, or an einsum.
-    ((2, 6, 2), (2, 2, 5), [(-1, 1, (0,), (0,)), (-1, 0, (), ())]),
-    # A scan over axis 1, or an einsum.
-    ((6, 3, 2), (2, 3, 5), [(-1, 0, (1,), (1,)), (-1, 0, (), ())]),
-  ],
-)
-def test_shapes_that_coincide_are_refused_with_the_candidates(a, b, readings):
-  params = {'w_lora_a': jnp.ones(a), 'w_lora_b': jnp.ones(b)}
-  with pytest.raises(ValueError, match='in several ways.*a_rank_axis=-1') as e:
-    lora.deltas(params)
-  assert "layout={'w': lora.Layout(...)}" in str(e.value)
-  for reading in readings:
-    assert _shapes(params, {'w': lora.Layout(*reading)})[0] == 'w'
-
-
 SIZES = st.sampled_from([2, 3, 4])
 
 
