@@ -82,39 +82,29 @@ def test_keras_lists_take_their_names_from_beside():
     lora.pairs_by_name(['x', 'x'], params[:2])
 
 
+# Pairs that are made in a known way: of sizes inside and outside, the rank, and
+# layers, which often coincide.
+MADE = [
+  lambda i, o, r, n: ((*i, r), (r, *o), lora.Layout(-1, 0, (), ())),
+  lambda i, o, r, n: ((n, *i, r), (n, r, *o), lora.Layout(-1, 1, (0,), (0,))),
+  lambda i, o, r, n: (
+    (i[0], n, r),
+    (r, n, o[0]),
+    lora.Layout(-1, 0, (1,), (1,)),
+  ),
+]
 SIZES = st.sampled_from([2, 3, 4])
-
-
-@st.composite
-def _generated(draw):
-  """A pair made in a known way, whose sizes often coincide."""
-  rank, layers = draw(SIZES), draw(SIZES)
-  inside = draw(st.lists(SIZES, min_size=1, max_size=2))
-  outside = draw(st.lists(SIZES, min_size=1, max_size=2))
-  return draw(
-    st.sampled_from(
-      [
-        ((*inside, rank), (rank, *outside), lora.Layout(-1, 0, (), ())),
-        (
-          (layers, *inside, rank),
-          (layers, rank, *outside),
-          lora.Layout(-1, 1, (0,), (0,)),
-        ),
-        (
-          (inside[0], layers, rank),
-          (rank, layers, outside[0]),
-          lora.Layout(-1, 0, (1,), (1,)),
-        ),
-      ]
-    )
-  )
+FEATURES = st.lists(SIZES, min_size=1, max_size=2)
+NAMES = st.sampled_from(['w_lora_{}', 'w/lora/{}'])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(_generated(), st.sampled_from(['w_lora_{}', 'w/lora/{}']))
-def test_no_coincidence_of_sizes_is_ever_read_wrongly(case, names):
+@given(st.sampled_from(MADE), FEATURES, FEATURES, SIZES, SIZES, NAMES)
+def test_no_coincidence_of_sizes_is_ever_read_wrongly(
+  make, inside, outside, rank, layers, names
+):
   """Either what made the tree, or an error that asks."""
-  a, b, truth = case
+  a, b, truth = make(inside, outside, rank, layers)
   params = {
     names.format('a'): jax.ShapeDtypeStruct(a, jnp.float32),
     names.format('b'): jax.ShapeDtypeStruct(b, jnp.float32),
