@@ -88,18 +88,16 @@ def test_many_small_numbers_are_not_lost_beside_a_large_one(rule, shapes):
   record = [np.full(shape, _DUST, np.float32) for shape in shapes]
   record[0].flat[0] = 1
   clip = _clip.Clip(rule)
-  # As it is where gradients of several records are at hand, and in a loop.
   one = clip.contribution(_clip.DENSE, record)
-  calls = [one] if len(shapes) > 1 else [one, jax.jit(in_a_loop(one))]
+
+  def in_a_loop(x):
+    return jax.lax.map(one, jax.tree.map(lambda y: y[None], x))
+
+  # As it is where gradients of several records are at hand, and in a loop.
+  calls = [one] if len(shapes) > 1 else [one, jax.jit(in_a_loop)]
   for call in calls:
     parts = [np.ravel(np.float64(x)) for x in call(record)]
     assert 0.99999 < np.linalg.norm(np.concatenate(parts)) <= 1
-
-
-def in_a_loop(call):
-  return lambda x: jax.lax.map(
-    call, jax.tree.map(lambda y: jnp.asarray(y)[None], x)
-  )
 
 
 def test_automatic_clipping_is_its_formula_at_every_size():

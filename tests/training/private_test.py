@@ -67,10 +67,6 @@ def with_aux(params, frozen, x, y):
   return loss(params, frozen, x, y), {'x': x, 'hit': x[0] > -0.5}
 
 
-def losses_with_aux(params, frozen, x, y):
-  return cases.losses(params, frozen, x, y), {'x': x, 'hit': x[:, 0] > -0.5}
-
-
 FORM = dict(zip('xy', cases.RECORD, strict=True))
 # As of a ``datasets.Dataset``.
 DICTS = [{'x': x.tolist(), 'y': y.tolist()} for x, y in zip(*DATA, strict=True)]
@@ -142,19 +138,16 @@ def rate(count):
   return jnp.where(count == 1, jnp.inf, 0.1)
 
 
-def best_so_far():
-  """A state that holds infinity, as that of a search may."""
-
-  def update(updates, state, params=None):
-    return updates, state
-
-  return optax.GradientTransformation(lambda params: jnp.array(jnp.inf), update)
+# A state that holds infinity, as that of a search may.
+BEST_SO_FAR = optax.GradientTransformation(
+  lambda params: jnp.array(jnp.inf), optax.identity().update
+)
 
 
 @pytest.mark.parametrize(
   'optimizer',
   [
-    optax.chain(best_so_far(), optax.sgd(rate, momentum=0.9)),
+    optax.chain(BEST_SO_FAR, optax.sgd(rate, momentum=0.9)),
     slow(functools.partial(prism_optax.prism, rate)),
   ],
   ids=['momentum', 'prism'],
@@ -265,7 +258,8 @@ def test_means_of_a_batch(kind):
   Padding is zeros, which would be hits. Of each user it is the mean over the
   records that are there.
   """
-  users = None
+  users, batched = None, kind == 'batched'
+  of_batch = jax.vmap(with_aux, (0, None, 0, 0)) if batched else with_aux
   options = {'execution': training.Execution(8)} if 'micro' in kind else {}
   if kind == 'users':
     users = np.repeat(np.arange(50), 3)
@@ -274,9 +268,8 @@ def test_means_of_a_batch(kind):
       'delta': 1e-3,
     }  # fmt: skip
   private = cases.make(
-    SGD, loss=losses_with_aux if kind == 'batched' else with_aux,
-    batched_loss=kind == 'batched', has_aux=True, **options,
-  )  # fmt: skip
+    SGD, loss=of_batch, batched_loss=batched, has_aux=True, **options
+  )
   state = private.init(PARAMS)
   data = tuple(x[:150] for x in DATA)
   batch = next(iter(private.batches(state, data, users=users)))
