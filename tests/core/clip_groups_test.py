@@ -44,6 +44,10 @@ def test_prefixes_and_callables():
   specs = {**SPECS, 'head': None}
   groups = _matrix_clip.clip_groups(norms, PARAMS, specs)
   assert [(g.l2_clip_norm, g.size) for g in groups] == [(3.0, 14), (2.0, 23)]
+  # Of least energy: multipliers as the inverse root of norm and root of size.
+  units = _matrix_clip.noise_units(groups, 4, noise_split='least_energy')
+  ratio = (units[3] / 3) / (units[0] / 2)
+  assert ratio == pytest.approx((2 * 23**0.5 / (3 * 14**0.5)) ** 0.5)
   prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
   groups = _matrix_clip.clip_groups(1.0, PARAMS, lambda _: prefix)
   assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]
