@@ -20,7 +20,6 @@ PARAMS = {k: np.zeros(shape, np.float32) for k, shape in SHAPES.items()}
 
 @pytest.mark.parametrize('batch_axis', [0, 1, 2])
 def test_matrices_may_be_stacked_along_any_axis(batch_axis):
-  """And matrix axes may be several: the norm is that of all of them."""
   params = np.zeros((4, 2, 5), np.float32)
   grads = cases.normal(params, 2, lead=(3,))
   rest = [a for a in range(3) if a != batch_axis]
