@@ -163,10 +163,11 @@ DATA = (
   _rng.normal(size=(N, 6)).astype(np.float32),
   _rng.normal(size=(N, 4)).astype(np.float32),
 )
-RECORD = (
-  jax.ShapeDtypeStruct((6,), 'float32'),
-  jax.ShapeDtypeStruct((4,), 'float32'),
-)
+struct = jax.ShapeDtypeStruct
+RECORD = struct((6,), 'float32'), struct((4,), 'float32')
+# Of other records.
+PIXELS = struct((4,), 'uint8'), struct((), 'int32')
+WORDS = {'x': struct((2, 3), 'float32'), 'y': struct((2,), 'bfloat16')}
 
 
 def loss(params, frozen, x, y):
@@ -201,11 +202,14 @@ def trained(private, state=None, data=DATA, frozen=FROZEN, **options):
   return state
 
 
-def first_step(private, data=DATA, **options):
-  """The state after one step of a new run."""
-  state = private.init(PARAMS)
+def first_step(private, data=DATA, start=None, frozen=FROZEN, **options):
+  """The state after one step of a new run, or of one whose start is kept."""
+  if start is None:
+    state = private.init(PARAMS)
+  else:
+    state = jax.tree.map(jnp.copy, start)._replace(step=np.asarray(0))
   batch = next(iter(private.batches(state, data, **options)))
-  return private.step(state, batch, FROZEN)
+  return private.step(state, batch, frozen)
 
 
 def by_keys_alone(private, data=DATA):

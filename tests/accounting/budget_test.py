@@ -134,32 +134,21 @@ def test_renyi_orders_share_delta():
   assert spent == pytest.approx(min(alone), rel=1e-12)
 
 
-def fixed(event, count):
-  """Of a composition that is not adaptive."""
-  event = dp_accounting.SelfComposedDpEvent(event, count)
-  return accounting.epsilon(event, DELTA, accountant='rdp')
-
-
 @pytest.mark.parametrize(
   'event',
-  [CLASSIC, Laplace(3.0), poisson(1.0, 0.01), dp_event.ZCDpEvent(0.02),
-   dp_accounting.ComposedDpEvent([CLASSIC, poisson(0.8, 0.02)])],
+  [Gaussian(20.0), Laplace(20.0), poisson(2.0, 0.01), dp_event.ZCDpEvent(0.001),
+   dp_accounting.ComposedDpEvent([Gaussian(20.0), poisson(2.0, 0.02)])],
 )  # fmt: skip
-def test_renyi_filter_is_never_below_the_accountants(event):
-  """A filter pays for adaptivity: more than RDP of a fixed composition."""
-  for count in (1, 30, 400):
-    budget = budget_of(200.0, composition='renyi')
-    assert budget.spend(event, 'a', count=count) >= fixed(event, count)
-
-
-def test_renyi_filter_costs_little_where_the_budget_is_used_up():
-  """Orders are chosen for a full budget: there the price is some percent."""
-  for event in (Gaussian(20.0), poisson(2.0, 0.01), Laplace(20.0)):
-    for epsilon in (1.0, 8.0):
-      budget = budget_of(epsilon, composition='renyi')
-      count = budget.how_many_more(event, 'a')
-      assert budget.spend(event, 'a', count=count) <= epsilon
-      assert 0.8 * epsilon < fixed(event, count) < epsilon
+def test_renyi_filter_is_above_the_accountants_and_costs_little(event):
+  """It pays for adaptivity: where the budget is used up, some percent."""
+  for epsilon in (1.0, 8.0):
+    budget = budget_of(epsilon, composition='renyi')
+    count = budget.how_many_more(event, 'a')
+    spent = budget.spend(event, 'a', count=count)
+    # Of a composition that is not adaptive.
+    composed = dp_accounting.SelfComposedDpEvent(event, count)
+    fixed = accounting.epsilon(composed, DELTA, accountant='rdp')
+    assert 0.8 * epsilon < fixed <= spent <= epsilon
 
 
 def test_filter_takes_the_rule_of_the_first_release():

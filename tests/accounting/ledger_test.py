@@ -48,12 +48,16 @@ def epsilon_of(count):
   return accounting.gaussian_epsilon(math.sqrt(count) / 4.8448, DELTA)
 
 
+def opened(path, epsilon=3.0, **options):
+  return accounting.PrivacyBudget(epsilon, DELTA, path=path, **options)
+
+
 def consistent(path, cap, **options):
   """Checks that accounts and ledger tell the same story; returns counts."""
   with sqlite3.connect(path) as connection:
     assert connection.execute('PRAGMA integrity_check').fetchone() == ('ok',)
   connection.close()
-  exported = accounting.PrivacyBudget(cap, DELTA, path=path, **options).export()
+  exported = opened(path, cap, **options).export()
   counts = {}
   for row in exported['ledger']:
     counts[row['session']] = counts.get(row['session'], 0) + row['count']
@@ -68,7 +72,7 @@ def consistent(path, cap, **options):
 def test_sixty_four_threads_never_pass_the_cap(tmp_path, in_memory):
   path = None if in_memory else tmp_path / 'ledger.sqlite'
   cap = epsilon_of(100)
-  budget = accounting.PrivacyBudget(cap, DELTA, path=path, create=True)
+  budget = opened(path, cap, create=True)
 
   def work(_):
     granted = 0
@@ -94,9 +98,7 @@ def test_eight_processes_of_eight_threads_never_pass_the_cap(tmp_path):
   """Two sessions and the server's cap, which ends first."""
   path = tmp_path / 'ledger.sqlite'
   cap, server = epsilon_of(100), epsilon_of(150)
-  accounting.PrivacyBudget(
-    cap, DELTA, path=path, server_epsilon=server, create=True
-  )
+  opened(path, cap, server_epsilon=server, create=True)
   script = """
     import concurrent.futures
     path, cap, server = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
@@ -137,7 +139,7 @@ def test_killed_processes_lose_no_recorded_spend(tmp_path):
   """What was acknowledged is in the file; at most one more is."""
   path = tmp_path / 'ledger.sqlite'
   cap = epsilon_of(100_000)
-  accounting.PrivacyBudget(cap, DELTA, path=path, create=True)
+  opened(path, cap, create=True)
   script = """
     import os, random, signal, time
     cap, path = float(sys.argv[2]), sys.argv[1]
@@ -172,29 +174,27 @@ def test_killed_processes_lose_no_recorded_spend(tmp_path):
 
 
 def test_reopening_continues_and_another_cap_is_refused(tmp_path):
-  options = {'path': tmp_path / 'ledger.sqlite', 'server_epsilon': 5.0}
-  first = accounting.PrivacyBudget(3.0, DELTA, create=True, **options)
+  path = tmp_path / 'ledger.sqlite'
+  first = opened(path, server_epsilon=5.0, create=True)
   spent = first.spend(RELEASE, 'a', count=2)
-  again = accounting.PrivacyBudget(3.0, DELTA, **options)
+  again = opened(path, server_epsilon=5.0)
   assert again.spent('a') == spent
   assert again.export() == first.export()
   relation = accounting.NeighboringRelation.REPLACE_ONE
-  for cap, changed, message in (
-    (4.0, {}, r'caps=.*4\.0.*3\.0'),
-    (3.0, {'server_epsilon': None}, 'caps'),
-    (3.0, {'composition': 'renyi'}, "composition='renyi'"),
-    (3.0, {'neighboring_relation': relation}, 'neighboring_relation'),
+  for changed, message in (
+    ({'epsilon': 4.0}, r'caps=.*4\.0.*3\.0'),
+    ({'server_epsilon': None}, 'caps'),
+    ({'composition': 'renyi'}, "composition='renyi'"),
+    ({'neighboring_relation': relation}, 'neighboring_relation'),
   ):
     with pytest.raises(ValueError, match=message):
-      accounting.PrivacyBudget(cap, DELTA, **options | changed)
+      opened(path, **{'server_epsilon': 5.0} | changed)
   assert again.export() == first.export()
 
 
 def test_a_ledger_that_was_moved_away_is_no_fresh_budget(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  budget = accounting.PrivacyBudget(
-    3.0, DELTA, path='ledger.sqlite', create=True
-  )
+  budget = opened('ledger.sqlite', create=True)
   budget.spend(RELEASE, 'a')
   (tmp_path / 'elsewhere').mkdir()
   monkeypatch.chdir(tmp_path / 'elsewhere')
@@ -204,15 +204,13 @@ def test_a_ledger_that_was_moved_away_is_no_fresh_budget(tmp_path, monkeypatch):
   with pytest.raises(sqlite3.OperationalError):
     budget.spend(RELEASE, 'a')
   with pytest.raises(FileNotFoundError, match=r'create=True once.*not a fresh'):
-    accounting.PrivacyBudget(3.0, DELTA, path=tmp_path / 'ledger.sqlite')
+    opened(tmp_path / 'ledger.sqlite')
   assert not (tmp_path / 'ledger.sqlite').exists()
 
 
 def test_an_error_while_writing_leaves_nothing_half_recorded(tmp_path):
   """The row is written and not committed: it does not stay."""
-  budget = accounting.PrivacyBudget(
-    3.0, DELTA, path=tmp_path / 'ledger', server_epsilon=5.0, create=True
-  )
+  budget = opened(tmp_path / 'ledger', server_epsilon=5.0, create=True)
   budget.spend(RELEASE, 'a')
   before = budget.export()
   with seams.interrupted('append'), pytest.raises(KeyboardInterrupt):
@@ -221,9 +219,7 @@ def test_an_error_while_writing_leaves_nothing_half_recorded(tmp_path):
 
 
 def test_a_busy_file_is_a_timeout_not_a_grant(tmp_path):
-  budget = accounting.PrivacyBudget(
-    3.0, DELTA, path=tmp_path / 'ledger', timeout=0.05, create=True
-  )
+  budget = opened(tmp_path / 'ledger', timeout=0.05, create=True)
   other = sqlite3.connect(tmp_path / 'ledger', isolation_level=None)
   other.execute('BEGIN IMMEDIATE')
   with pytest.raises(TimeoutError, match=r'0\.05'):

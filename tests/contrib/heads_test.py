@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
-from dp_accounting import GaussianDpEvent
 
 from prism_optax.contrib import heads
+from tests.contrib import cases
 from tests.core import seams
 
 N, D, K = 300, 6, 3
@@ -98,20 +97,9 @@ def test_a_record_adds_one_to_its_class(label):
 @pytest.mark.parametrize('sigma', [0.5, 20.0])
 def test_every_entry_gets_the_noise(sigma, make):
   zeros = [(np.zeros((1, 60), np.float32), np.array([0]))]
-  with seams.one_shot_sums() as released:
-    for _ in range(2):
-      means = make(
-        zeros, num_classes=30, noise_multiplier=sigma, dataset_size=1
-      )
-  one, other = (np.concatenate([*x.values()], None) for x in released)
-  assert means.entries == one.size
-  assert one.size == 60 * 30 + (make is heads.ridge) * 30 * 61
-  # Without a seed, this fails once in a million runs. A scale that is off by
-  # sqrt(2) gives less than 1e-9.
-  assert scipy.stats.kstest(one / sigma, 'norm').pvalue > 1e-6
-  assert not np.array_equal(one, other)
-  assert means.event == GaussianDpEvent(sigma)
-  assert not means.seeded
+  entries = 60 * 30 + (make is heads.ridge) * 30 * 61
+  of_zeros = functools.partial(make, zeros, num_classes=30)
+  cases.assert_noisy(of_zeros, sigma, entries)
 
 
 class Strange:

@@ -44,6 +44,10 @@ def test_prefixes_and_callables():
   specs = {**SPECS, 'head': None}
   groups = _matrix_clip.clip_groups(norms, PARAMS, specs)
   assert [(g.l2_clip_norm, g.size) for g in groups] == [(3.0, 14), (2.0, 23)]
+  # Of least energy: multipliers as the inverse root of norm and root of size.
+  units = _matrix_clip.noise_units(groups, 4, noise_split='least_energy')
+  ratio = (units[3] / 3) / (units[0] / 2)
+  assert ratio == pytest.approx((2 * 23**0.5 / (3 * 14**0.5)) ** 0.5)
   prefix = {'bias': None, 'head': None, 'layers': SPECS['layers']}
   groups = _matrix_clip.clip_groups(1.0, PARAMS, lambda _: prefix)
   assert [g.leaves for g in groups] == [(3,), (0, 1, 2)]
@@ -89,17 +93,3 @@ def test_no_split_of_the_same_multiplier_has_less_energy():
   for _ in range(200):
     budgets = rng.dirichlet(np.ones(len(CLIPS))) / 1.7**2
     assert _energy(budgets**-0.5) >= best * (1 - 1e-12)
-
-
-@pytest.mark.parametrize('noise_split', _matrix_clip.NOISE_SPLITS)
-def test_units_make_the_joint_sensitivity_one(noise_split):
-  """Of the largest contribution, divided leaf by leaf by its unit."""
-  norms = {'bias': 3.0, 'head': {'b': 3.0, 'w': 2.0}, 'layers': 0.5}
-  groups = _matrix_clip.clip_groups(norms, PARAMS, SPECS)
-  units = _matrix_clip.noise_units(groups, 4, noise_split=noise_split)
-  assert units[0] == units[1]  # One group, one noise.
-  squared = (3.0 / units[0]) ** 2 + (2.0 / units[2]) ** 2
-  squared += 4 * (0.5 / units[3]) ** 2
-  assert squared == pytest.approx(1.0)
-  if noise_split == 'equal':  # K = 6: the biases, the head, four layers.
-    assert units == pytest.approx([math.sqrt(6) * c for c in (3, 3, 2, 0.5)])

@@ -8,18 +8,23 @@ import pytest
 from prism_optax._randomness import _generators, _keys
 
 
-def test_none_asks_the_operating_system_each_time(monkeypatch):
+@pytest.mark.parametrize(
+  ('prng_key', 'words', 'size'),
+  [(None, 2, 8), (None, 4, 16), ('chacha20', 4, 32)],
+)
+def test_a_fresh_key_asks_the_operating_system_each_time(
+  prng_key, words, size, monkeypatch
+):
   """Not NumPy's global generator, whose state a program may have fixed."""
-  np.random.seed(0)  # noqa: NPY002
-  first = _keys.resolve_key('prng_key', None, {})
-  np.random.seed(0)  # noqa: NPY002
-  second = _keys.resolve_key('prng_key', None, {})
-  assert (jax.random.key_data(first) != jax.random.key_data(second)).any()
+
+  def fresh():
+    np.random.seed(0)  # noqa: NPY002
+    key = _keys.resolve_key('prng_key', prng_key, {}, words=words)
+    return np.ravel(jax.random.key_data(key)).tobytes()
+
+  assert fresh() != fresh()
   monkeypatch.setattr(_keys.os, 'urandom', lambda n: bytes(range(n)))
-  key = _keys.resolve_key('prng_key', None, {})
-  assert jax.random.key_data(key).tobytes() == bytes(range(8))
-  key = _keys.resolve_key('prng_key', None, {}, words=4)
-  assert jax.random.key_data(key).tobytes() == bytes(range(16))
+  assert fresh() == bytes(range(size))
 
 
 @pytest.mark.parametrize('seed', [0, 5, 2**40 + 5, 2**63, 2**128 - 1])
@@ -58,18 +63,6 @@ def test_the_shape_of_a_fresh_key_needs_no_seed(prng_key, monkeypatch):
   monkeypatch.delattr('os.urandom')
   shape = jax.eval_shape(init, jnp.ones(2))
   assert (shape.shape, shape.dtype) == (real.shape, real.dtype)
-
-
-def test_chacha20_has_a_fresh_key_of_256_bits(monkeypatch):
-  keys = [
-    _keys.resolve_key('prng_key', 'chacha20', {}, words=4) for _ in range(2)
-  ]
-  assert len({bytes(jax.random.key_data(key)) for key in keys}) == 2
-  monkeypatch.setattr(_keys.os, 'urandom', lambda n: bytes(range(n)))
-  key = _keys.resolve_key('prng_key', 'chacha20', {}, words=4)
-  assert key.shape == (2,)
-  words = np.array([int(x) for x in _keys.key_words(key)], np.uint32)
-  assert words.tobytes() == bytes(range(32))
 
 
 def test_each_step_of_chacha20_forgets_the_key_before():

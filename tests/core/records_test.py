@@ -20,21 +20,14 @@ from prism_optax.training._fingerprint import PLACES, data_digest
 from prism_optax.training._records import Form, Records
 from prism_optax.training._sampling import Sampling
 from tests import cases
+from tests.cases import PIXELS, WORDS, struct
 from tests.properties.cases import settings
 from tests.training import adversarial
 
 SEED = np.arange(4, dtype=np.uint32)
 
 
-def struct(shape, dtype):
-  return jax.ShapeDtypeStruct(shape, dtype)
-
-
-FORMS = {
-  'pixels': (struct((4,), np.uint8), struct((), np.int32)),
-  'words': {'x': struct((2, 3), np.float32), 'y': struct((2,), jnp.bfloat16)},
-  'truth': struct((), bool),
-}
+FORMS = {'pixels': PIXELS, 'words': WORDS, 'truth': struct((), bool)}
 
 
 @jax.tree_util.register_dataclass
@@ -51,11 +44,6 @@ def described(tree):
 def plain(tree):
   """In a type whose NaN NumPy knows."""
   return jax.tree.map(lambda x: np.asarray(x).astype(np.complex128), tree)
-
-
-def assert_same(one, other):
-  assert described(one) == described(other)
-  cases.assert_same_bits(plain(one), plain(other))
 
 
 def test_structures_of_a_form():
@@ -157,7 +145,9 @@ def test_every_odd_record_fits_or_not_and_stays_what_it_is(name):
     count += 1
     assert described(leaves) == described(known.leaves)
     whole = jax.tree.unflatten(jax.tree.structure(form), leaves)
-    assert_same(known.leaves_of(whole), leaves)
+    again = known.leaves_of(whole)
+    assert described(again) == described(leaves)
+    cases.assert_same_bits(plain(again), plain(leaves))
   assert len(adversarial.in_form(form)) <= count < 120
 
 

@@ -5,7 +5,6 @@ import gc
 import threading
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import pytest
 
@@ -116,9 +115,6 @@ def test_the_sum_is_exact_whatever_happens_in_between(followed):
 def test_threads_do_not_meet():
   """Each finds its own sum, while the other is between its clip and noise."""
   params, clipped, *_ = parts()
-  # By another name in the oldest version.
-  new = hasattr(jax, 'enable_x64')
-  x64 = jax.enable_x64 if new else jax.experimental.enable_x64
   meet, found = threading.Barrier(2, timeout=60), []
 
   def trace():
@@ -130,7 +126,7 @@ def test_threads_do_not_meet():
       found.append(origin is not None and origin.step.params is params)
       return x
 
-    with x64(True):  # It is one of each thread.
+    with jax.enable_x64(True):  # It is one of each thread.
       jax.eval_shape(update, params)
 
   threads = [threading.Thread(target=trace) for _ in range(2)]

@@ -14,12 +14,8 @@ def mixes(function, *args, in_axes=0):
   axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
   function = jax.jit(function)
   args = jax.tree.map(np.asarray, args)
-  size = next(
-    len(x)
-    for arg, axis in zip(args, axes, strict=True)
-    if axis == 0
-    for x in jax.tree.leaves(arg)
-  )
+  batched = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
+  size = len(jax.tree.leaves(batched)[0])
 
   def changed(arg, axis, i, value):
     def change(x):

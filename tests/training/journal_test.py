@@ -19,27 +19,21 @@ def make(path):
   )
 
 
-def first_step(made, start):
-  state = jax.tree.map(jax.numpy.copy, start)._replace(step=np.asarray(0))
-  return made.step(state, next(iter(made.batches(state, DATA))), FROZEN)
-
-
 def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
   here = make(tmp_path / 'journal')
-  start = here.init(PARAMS)
-  saved = jax.tree.map(jax.numpy.copy, start)
-  one = first_step(here, saved)
+  saved = here.init(PARAMS)
+  one = cases.first_step(here, start=saved)
   assert here.event() == make(tmp_path / 'none').event()
   planned = here.epsilon()
   # Again here: the same release.
-  cases.assert_same_bits(first_step(here, saved).params, one.params)
+  cases.assert_same_bits(cases.first_step(here, start=saved).params, one.params)
   assert here.epsilon() == planned
   assert ' again ' not in here.statement(one)
   # Elsewhere: fresh noise, which counts.
   elsewhere = make(tmp_path / 'journal')
   with seams.elsewhere():
     elsewhere.init(PARAMS)
-    other = first_step(elsewhere, saved)
+    other = cases.first_step(elsewhere, start=saved)
   # Far above rounding (1e-7), far below independent noise (1e-3).
   assert cases.norm(jax.tree.map(np.subtract, one.params, other.params)) > 2e-5
   for made in (here, elsewhere):
@@ -65,7 +59,7 @@ def test_a_journal_is_for_one_run(tmp_path):
   made = make(str(path))
   first, second = made.init(PARAMS), made.init(PARAMS)
   for call in (
-    lambda: first_step(made, second),
+    lambda: cases.first_step(made, start=second),
     lambda: made.statement(second),
   ):
     with pytest.raises(ValueError, match='is that of another run'):

@@ -12,7 +12,7 @@ import pytest
 import prism_optax
 from prism_optax import contrib, training, transforms
 from tests import cases
-from tests.cases import DATA, FROZEN, PARAMS, B
+from tests.cases import DATA, B
 from tests.core import seams
 
 prism = functools.partial(prism_optax.prism, 0.1)
@@ -286,7 +286,9 @@ def test_the_step_that_runs_is_proved_once():
     expected_batch_size=100,
     execution=training.Execution(4, skip_padding=True),
   )  # fmt: skip
-  assert 'proved' not in made.statement()
+  before = made.statement()
+  assert 'unit: one user with all records, at most 2' in before
+  assert 'proved' not in before
   state = cases.first_step(made, users=np.arange(len(DATA[0])) // 2)
   independence, release = made.proofs
   assert independence, independence
@@ -329,9 +331,7 @@ def test_records_do_not_meet_before_the_clip(mean):
     return optax.GradientTransformationExtraArgs(whole.init, update)
 
   made = cases.make(make)
-  state = made.init(PARAMS)
-  batch = next(iter(made.batches(state, DATA)))
   with pytest.raises(
     ValueError, match=r'before the clip at mechanism_test\.py'
   ):
-    made.step(state, batch, FROZEN)
+    cases.first_step(made)

@@ -19,6 +19,7 @@ SIZE = 4096
 # standard deviations.
 UNRELATED = 6 / np.sqrt(SIZE)
 OTHER = tuple(np.float32(2) * x for x in DATA)
+SGD = optax.sgd(0.1)
 
 
 def no_gradient(params, frozen, x, y):
@@ -26,11 +27,10 @@ def no_gradient(params, frozen, x, y):
 
 
 @functools.cache
-def noise_alone():
+def noise_alone(optimizer=SGD, clipping=None):
   """A training of one vector whose gradients are zero, whatever the data."""
-  made = cases.make(
-    optax.sgd(0.1), loss=no_gradient, params=jnp.zeros(SIZE), prng_key=None
-  )
+  options = {'loss': no_gradient, 'params': jnp.zeros(SIZE), 'prng_key': None}
+  made = cases.make(optimizer, clipping=clipping, **options)
   return made, made.init(jnp.zeros(SIZE))
 
 
@@ -40,12 +40,9 @@ def forced(change=lambda state: state, data=DATA, frozen=1.0):
   A state from before the first step is of no program or data yet.
   """
   made, start = noise_alone()
-  state = change(jax.tree.map(jnp.copy, start))
-  state = state._replace(step=np.asarray(0))
-  before = np.array(state.params)
-  batch = next(iter(made.batches(state, data)))
-  after = made.step(state, batch, frozen)
-  return np.asarray(after.params) - before, after
+  start = change(start)
+  after = cases.first_step(made, data, start, frozen)
+  return np.asarray(after.params) - start.params, after
 
 
 def cosine(x, y):
@@ -64,15 +61,6 @@ def cosine(x, y):
 def test_the_same_keys_give_unrelated_noise_for_anything_else(options):
   # Not the noise of before, and not a part of it.
   assert abs(cosine(forced()[0], forced(**options)[0])) < UNRELATED
-
-
-def first_step(made, start, digest):
-  """Parameters and state of optimizer after padding alone."""
-  state = jax.tree.map(jnp.copy, (start.params, start.optimizer))
-  rows = tuple(np.zeros_like(x[: made.padded_batch_size]) for x in DATA)
-  frozen = 1.0 if start.params is noise_alone()[1].params else FROZEN
-  padding = np.ones(made.padded_batch_size, bool)
-  return seams.run_step(made, *state, frozen, rows, padding, digest=digest)
 
 
 def first_noise(batch):
@@ -133,30 +121,29 @@ def test_a_batch_with_other_arrays_gives_other_noise():
 @pytest.mark.parametrize('part', seams.FINGERPRINT)
 def test_noise_depends_on_each_part_of_the_fingerprint(part):
   """And on the number of the attempt: the digest that the key gets has all."""
+  made, start = noise_alone()
   fingerprint = forced()[1].fingerprint
   changed = fingerprint._replace(**{part: getattr(fingerprint, part) ^ 1})
-  rows = np.arange(8, dtype=np.uint32)
-  one, *others = (
-    first_step(*noise_alone(), seams.digest_of(*x))[0]
-    for x in (
-      (fingerprint, rows, 0), (changed, rows, 0), (fingerprint, rows, 1),
-    )
-  )  # fmt: skip
-  for other in others:
-    assert abs(cosine(one, other)) < UNRELATED
+  rows = tuple(np.zeros_like(x[: made.padded_batch_size]) for x in DATA)
+  padding = np.ones(len(rows[0]), bool)
+
+  def noise(known, attempt):
+    state = jax.tree.map(jnp.copy, (start.params, start.optimizer))
+    digest = seams.digest_of(known, np.arange(8, dtype=np.uint32), attempt)
+    return seams.run_step(made, *state, 1.0, rows, padding, digest=digest)[0]
+
+  for other in (noise(changed, 0), noise(fingerprint, 1)):
+    assert abs(cosine(noise(fingerprint, 0), other)) < UNRELATED
 
 
 def test_the_noise_of_a_quantile_depends_on_what_is_released():
-  made = cases.make(
-    optax.sgd(0.1), clipping=training.QuantileClipping(), prng_key=None
+  """All votes are equal, so that the noise alone moves the clip norm."""
+  made, start = noise_alone(clipping=training.QuantileClipping())
+  one, again, other = (
+    cases.first_step(made, data, start, 1.0).optimizer[0].l2_clip_norm
+    for data in (DATA, DATA, OTHER)
   )
-  start = made.init(PARAMS)
-  digests = [np.full(8, i, np.uint32) for i in (1, 2, 1)]
-  norms = [
-    float(first_step(made, start, x)[1][0].l2_clip_norm) for x in digests
-  ]
-  assert norms[0] != norms[1]
-  assert norms[0] == norms[2]
+  assert one == again != other
 
 
 def test_gradients_quantile_and_batches_have_keys_of_their_own():
@@ -234,9 +221,7 @@ def test_another_program_is_refused(optimizer, loss, frozen):
 
 def test_the_state_of_another_optimizer_is_refused():
   _, start = noise_alone()  # Of SGD, without moments.
-  other = cases.make(
-    optax.adam(0.1), loss=no_gradient, params=jnp.zeros(SIZE), prng_key=None
-  )
+  other, _ = noise_alone(optax.adam(0.1))
   with pytest.raises(ValueError, match=r'a difference in program \(loss, opt'):
     other.batches(start, DATA)
 

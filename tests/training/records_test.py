@@ -12,17 +12,12 @@ import pytest
 
 from prism_optax import training
 from tests import cases
+from tests.cases import PIXELS, WORDS
 from tests.training import adversarial
 
 N, MOST, C = 8, 3, 0.5
 
 
-def struct(shape, dtype):
-  return jax.ShapeDtypeStruct(shape, dtype)
-
-
-PIXELS = struct((4,), np.uint8), struct((), np.int32)
-WORDS = {'x': struct((2, 3), np.float32), 'y': struct((2,), jnp.bfloat16)}
 PARAMS = {'w': np.float32([0.5, -1, 2, 0.25]), 'b': np.zeros(3, np.float32)}
 
 

@@ -64,21 +64,16 @@ PARTS = {
 def test_optax_chains_the_same_numbers(name):
   parts = chains.clip(), chains.noise(), *PARTS[name]
   fused, steps = (
-    chains.train(chain(*parts), steps=2)
+    problems.Problem(chains.ONE_SHAPE).trajectory(chain(*parts), steps=2)
     for chain in (prism_optax.chain, optax.chain)
   )
   chains.assert_close(steps, fused)
   assert np.abs(steps[1]['extra'] - steps[0]['extra']).max() > 1e-3
 
 
-def _release():
-  parts = chains.clip(), chains.noise()
-  return prism_optax.chain(*parts, retract_elsewhere=True)
-
-
 def test_nested_chains_are_flat_ones():
   parts = (
-    _release(),
+    prism_optax.chain(chains.clip(), chains.noise(), retract_elsewhere=True),
     prism_optax.chain(chains.direction()),
     prism_optax.chain(*DESCENT),
   )

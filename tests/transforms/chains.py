@@ -47,11 +47,6 @@ def batch(problem, params, step=0):
   )
 
 
-def train(tx, **options):
-  """The parameters after every step."""
-  return problems.Problem(ONE_SHAPE).trajectory(tx, **options)
-
-
 def assert_same_program(found, expected, *, mean=False):
   """The same start and the same program: the same bits, for all gradients."""
   problem, params = problem_and_params()

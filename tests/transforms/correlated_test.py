@@ -120,12 +120,8 @@ def _independent(params, key, noising):
   identity = jnp.eye(STEPS) if dense else streaming_matrix.identity()
   privatizer = _factory(identity, 1.0)(key)
   zeros = jax.tree.map(np.zeros_like, params)
-  state, out = privatizer.init(params), []
-  update = jax.jit(privatizer.update)
-  for _ in range(STEPS):
-    z, state = update(zeros, state)
-    out.append(jax.device_get(z))
-  return out
+  given = [params] * STEPS, [zeros] * STEPS
+  return _run(privatizer, *given, jax.jit(privatizer.update))[0]
 
 
 def _polar(x):
@@ -136,22 +132,15 @@ def _polar(x):
 def _oracle(path, signals, fixed_noise):
   """``project(signal + noise turned into the frame)``, step by step."""
   frames = [
-    [(np.float64(f.left), np.float64(f.right)) for f in problems.frames(params)]
+    [tuple(map(np.float64, frame[:2])) for frame in problems.frames(params)]
     for params in path
   ]
   aligned, out = frames[0], []
   for at, signal, noise in zip(frames, signals, fixed_noise, strict=True):
-    turns = [
-      tuple(
-        _polar(np.swapaxes(q, -1, -2) @ old)
-        for q, old in zip(new, before, strict=True)
-      )
-      for new, before in zip(at, aligned, strict=True)
-    ]
-    aligned = [
-      tuple(q @ w for q, w in zip(new, turn, strict=True))
-      for new, turn in zip(at, turns, strict=True)
-    ]
+    turns = jax.tree.map(
+      lambda q, old: _polar(np.swapaxes(q, -1, -2) @ old), at, aligned
+    )
+    aligned = jax.tree.map(np.matmul, at, turns)
     pairs = []
     for x, z, new, turn in zip(
       *map(cases.factors_of, (signal, noise)), at, turns, strict=True

@@ -1,10 +1,7 @@
 """Per-matrix clipping against loops, and its sensitivity."""
 
-import functools
-
 import dp_accounting
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,33 +15,11 @@ Dims = optax.contrib.MuonDimensionNumbers
 SHAPES = {'a': (3, 5), 'bias': (4,), 'stack': (2, 4, 3), 'z': (6,)}
 SPECS = {'a': Dims(), 'bias': None, 'stack': Dims(1, 2), 'z': None}
 NORMS = {'a': 0.7, 'bias': 1.5, 'stack': 0.4, 'z': 1.5}
-# By default only `a` is a matrix, and all others have one norm.
-DEFAULT_NORMS = {**NORMS, 'stack': 1.5}
 PARAMS = {k: np.zeros(shape, np.float32) for k, shape in SHAPES.items()}
-specs = pytest.mark.parametrize('specs', [None, SPECS])
-
-
-def _transform(specs, normalize_by):
-  return transforms.per_matrix_clip(
-    DEFAULT_NORMS if specs is None else NORMS,
-    normalize_by=normalize_by, weight_dimension_numbers=specs,
-  )  # fmt: skip
-
-
-@functools.cache
-def _update(by_matrix, normalize_by):
-  tx = _transform(SPECS if by_matrix else None, normalize_by)
-  return jax.jit(functools.partial(tx.update, state=tx.init(PARAMS)))
-
-
-def _clip(grads, specs=SPECS, normalize_by=1.0):
-  grads = jax.tree.map(jnp.asarray, grads)
-  return _update(specs is not None, normalize_by)(grads, params=PARAMS)[0]
 
 
 @pytest.mark.parametrize('batch_axis', [0, 1, 2])
 def test_matrices_may_be_stacked_along_any_axis(batch_axis):
-  """And matrix axes may be several: the norm is that of all of them."""
   params = np.zeros((4, 2, 5), np.float32)
   grads = cases.normal(params, 2, lead=(3,))
   rest = [a for a in range(3) if a != batch_axis]
@@ -60,17 +35,25 @@ def test_matrices_may_be_stacked_along_any_axis(batch_axis):
   np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-@specs
-def test_sensitivity_is_that_of_all_groups_and_is_reached(specs):
-  tx = _transform(specs, 8.0)
+@pytest.mark.parametrize(
+  ('specs', 'norms', 'clips'),
+  [
+    # By default only `a` is a matrix, and all others have one norm.
+    (None, NORMS | {'stack': 1.5}, [0.7, 1.5]),
+    (SPECS, NORMS, [0.7, 0.4, 0.4, 1.5]),
+  ],
+)
+def test_sensitivity_is_that_of_all_groups_and_is_reached(specs, norms, clips):
+  tx = transforms.per_matrix_clip(
+    norms, normalize_by=8.0, weight_dimension_numbers=specs
+  )
   bound = tx.sensitivity(params=PARAMS)
-  clips = [0.7, 1.5] if specs is None else [0.7, 0.4, 0.4, 1.5]
   assert bound == pytest.approx(np.sqrt(np.sum(np.square(clips))) / 8)
   relation = dp_accounting.NeighboringRelation
   assert tx.sensitivity(relation.REPLACE_ONE, params=PARAMS) == 2 * bound
   assert tx.sensitivity(relation.REPLACE_SPECIAL, params=PARAMS) == bound
-  one = {k: np.full((7, *s), 1e4) for k, s in SHAPES.items()}
-  found = cases.norm(_clip(one, specs, 8.0))
+  one = {k: np.full((7, *s), 1e4, np.float32) for k, s in SHAPES.items()}
+  found = cases.norm(jax.jit(tx.update)(one, tx.init(PARAMS), PARAMS)[0])
   assert 0.999 * 7 * bound < found <= 7 * bound * (1 + 1e-6)  # float32
 
 

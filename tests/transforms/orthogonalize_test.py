@@ -1,5 +1,7 @@
 """The transformation: layouts of weights."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,14 +42,13 @@ def test_matrices_of_every_layout(name):
   # Layers of many sizes: each is a matrix of its own.
   size = 10.0 ** np.arange(shape[axes[0]]) if stack else 1.0
   x = np.moveaxis(np.moveaxis(_random(*shape), axes[0], -1) * size, -1, axes[0])
-  sides = [np.transpose(y, axes) for y in (
-    x, _apply(np.float32(x), weight_dimension_numbers=dims))]  # fmt: skip
-  lead, rest = sides[0].shape[:stack], sides[0].shape[stack:]
-  rows = int(np.prod(rest[:inputs]))
-  for matrix, found in zip(*(y.reshape(-1, rows, y.size // rows // max(
-    1, int(np.prod(lead)))) for y in sides), strict=True):  # fmt: skip
-    expected = muon_oracle.orthogonalize(matrix, 2, 5)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+  found = _apply(np.float32(x), weight_dimension_numbers=dims)
+  x, found = (np.transpose(y, axes) for y in (x, found))
+  rows = math.prod(x.shape[stack : stack + inputs])
+  x, found = (y.reshape(*y.shape[:stack], rows, -1) for y in (x, found))
+  for i in np.ndindex(x.shape[:-2]):
+    expected = muon_oracle.orthogonalize(x[i], 2, 5)
+    np.testing.assert_allclose(found[i], expected, atol=1e-6)
 
 
 def test_options_are_those_of_the_iteration():

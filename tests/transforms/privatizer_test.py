@@ -114,24 +114,14 @@ def test_noise_goes_in_on_all_entries_before_projector_and_mask():
   np.testing.assert_array_equal(out['extra'], 1)
 
 
-@jax.jit
-def _step(state, params):
-  """For privatizers of all keys, which are in the state."""
-  return prism_optax.tangent_privatizer(1.0).update(ZEROS, state, params)
-
-
-def _steps(tx, count):
-  """Of a privatizer of standard deviation one."""
-  state, out = tx.init(PARAMS), []
-  for _ in range(count):
-    noise, state = _step(state, PARAMS)
-    out.append(np.concatenate(jax.tree.leaves(noise), None))
-  return np.float64(out)
-
-
 def test_steps_modules_and_leaves_are_independent():
   """Sample correlations over many steps: none beyond chance."""
-  noise = _steps(prism_optax.tangent_privatizer(1.0, prng_key=3), 400)
+  tx = prism_optax.tangent_privatizer(1.0, prng_key=3)
+  update, state, noise = jax.jit(tx.update), tx.init(PARAMS), []
+  for _ in range(400):
+    drawn, state = update(ZEROS, state, PARAMS)
+    noise.append(np.concatenate(jax.tree.leaves(drawn), None))
+  noise = np.float64(noise)
   extra, rest = noise[:, :5], noise[:, 5:]  # Sorted names.
   bound = 5.5 / np.sqrt(400)  # Five and a half standard errors.
   cross = np.corrcoef(extra.T, rest.T)

@@ -23,16 +23,6 @@ def _coordinates(params, grads):
   return prism_optax.tangent_coordinates(params)(grads)
 
 
-def _problem():
-  """Factors, the tree and the coordinates of gradients."""
-  rng = np.random.default_rng(0)
-  factors, dense = cases.random_problem(rng, SHAPES, 1, 10.0)
-  dense = [g[0] for g in dense]
-  params = cases.tree_of(factors, np.ones(4))
-  grads = cases.factor_gradients(factors, dense, rng.normal(size=4))
-  return factors, params, _coordinates(params, grads)
-
-
 @functools.partial(jax.jit, static_argnames='layout')
 def _land(params, step, layout=None):
   tx = prism_optax.retract(layout=layout)
@@ -64,7 +54,11 @@ def test_a_step_of_low_rank_from_zero_loses_no_direction(zero):
 
 def test_scale_is_inside_the_step():
   """Z = scale L R^T moves by the step, whatever the scale."""
-  factors, params, step = _problem()
+  rng = np.random.default_rng(0)
+  factors, dense = cases.random_problem(rng, SHAPES, 1, 10.0)
+  grads = cases.factor_gradients(factors, dense, rng.normal(size=(1, 4)))
+  params = cases.tree_of(factors, np.ones(4))
+  step = _coordinates(params, jax.tree.map(lambda x: x[0], grads))
   halved = cases.tree_of([(x / 2, y / 2) for x, y in factors], np.ones(4))
   found = _land(halved, step, layout=lora.Layout(scale=4.0))
   expected = cases.products_of(_land(params, step))
