@@ -82,7 +82,7 @@ DICTS = [{'x': x.tolist(), 'y': y.tolist()} for x, y in zip(*DATA, strict=True)]
     ({'loss': with_aux, 'has_aux': True}, DATA),
     # More rows, the same records: the seed and the step say which.
     ({'execution': training.Execution(1, skip_padding=True)}, DATA),
-    ({'execution': training.Execution(16)}, DATA),
+    ({'execution': training.Execution(16, skip_padding=True)}, DATA),
   ],
   ids=['list', 'jax', 'dicts', 'batched', 'aux', 'one by one', 'micro'],
 )
