@@ -40,10 +40,9 @@ def test_each_script_is_run_somewhere():
 def few_texts(tmp_path_factory):
   """Options naming some hundred texts, because all take a minute to encode."""
   name = 'banking77/train.jsonl'
-  if shared_data() is None:
-    pytest.skip('No texts: set PRISM_OPTAX_DATA to their folder.')
   folder = tmp_path_factory.mktemp('texts')
-  lines = (shared_data() / name).read_text('utf-8').splitlines()
+  path = shared_data('banking77') / 'train.jsonl'
+  lines = path.read_text('utf-8').splitlines()
   (folder / name).parent.mkdir()
   # Of every class, and more than the batch of 256.
   (folder / name).write_text('\n'.join(lines[::20]) + '\n', 'utf-8')
