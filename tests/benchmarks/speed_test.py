@@ -76,11 +76,6 @@ COMPILERS = os.environ.get('PRISM_OPTAX_COMPILERS')
 SLACK = 1.1
 
 
-def stored(target: str, modules: str) -> dict:
-  store = runner.Store(runner.FOLDER / 'lowered.json')
-  return store.find({'target': target, 'modules': modules, 'method': 'prism'})
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
   COMPILERS is None, reason='PRISM_OPTAX_COMPILERS is not set'
@@ -98,7 +93,9 @@ def test_an_update_is_few_kernels(target, modules):
   )
   path = os.pathsep.join([str(COMPILERS), str(runner.ROOT)])
   row = json.loads(conftest.python('-c', code, PYTHONPATH=path, XLA_FLAGS=''))
-  before = stored(target, modules)
+  before = runner.Store(runner.FOLDER / 'lowered.json').find(
+    {'target': target, 'modules': modules, 'method': 'prism'}
+  )
   fewest = before['launches'] / 2  # Fewer are not counted rightly.
   assert fewest < row['launches'] <= SLACK * before['launches']
   assert row['loops'] == before['loops'] == 0
