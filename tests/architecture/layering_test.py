@@ -201,14 +201,7 @@ def test_private_names_are_imported_by_tests_of_the_core_alone():
   for file in tests.rglob('*.py'):
     if file.is_relative_to(tests / 'core'):
       continue
-    for node in ast.walk(ast.parse(file.read_text('utf-8'))):
-      if isinstance(node, ast.ImportFrom):
-        names = [f'{node.module}.{x.name}' for x in node.names]
-      else:
-        names = [
-          x.name for x in getattr(node, 'names', ()) if hasattr(x, 'name')
-        ]
-      for name in names:
-        first, *rest = name.split('.')
-        private = any(re.match('_[^_]', x) for x in rest)
-        assert first != PACKAGE or not private, (file.name, name)
+    for name, _ in imports(file.read_text('utf-8')):
+      first, *rest = name.split('.')
+      private = any(re.match('_[^_]', x) for x in rest)
+      assert first != PACKAGE or not private, (file.name, name)

@@ -25,6 +25,8 @@ ELSEWHERE = {
   'speed/no_hang': 'its own test',
 }
 TEXTS = 'accuracy/private_heads', 'geometry/amplification'
+# The other experiments take the same ways through the script.
+ONLY = {'accuracy/digits': ['--only', 'options', 'clipping', 'muon']}
 SCRIPTS = sorted(
   str(path.relative_to(FOLDER).with_suffix(''))
   for path in FOLDER.rglob('*.py')
@@ -53,7 +55,7 @@ def few_texts(tmp_path_factory):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize('script', [x for x in SCRIPTS if x not in ELSEWHERE])
 def test_it_prints_its_table(script, monkeypatch, capsys, request):
-  arguments = [script, '--smoke']
+  arguments = [script, '--smoke', *ONLY.get(script, ())]
   if script in TEXTS:
     arguments += request.getfixturevalue('few_texts')
   monkeypatch.setattr(sys, 'argv', arguments)
