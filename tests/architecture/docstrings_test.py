@@ -120,7 +120,7 @@ def raises(function):
 
 
 @pytest.mark.parametrize('path', [*NAMES, *METHODS])
-def test_arguments_and_fields_are_listed_in_their_order(path):
+def test_it_says_what_it_takes_gives_refuses_and_shows(path):
   obj = (NAMES | METHODS)[path]
   found, names = sections(obj), fields(obj)
   assert 'after sections' not in found
@@ -129,29 +129,11 @@ def test_arguments_and_fields_are_listed_in_their_order(path):
     assert here == [x for x in names if x in here]
   others = [x for like in _like(obj) for x in entries(sections(like)['Args'])]
   assert set(names) <= {*here, *others}
-
-
-@pytest.mark.parametrize(
-  'path', [p for p, x in (NAMES | METHODS).items() if not inspect.isclass(x)]
-)
-def test_functions_say_what_they_return_and_raise(path):
-  function = (NAMES | METHODS)[path]
-  found = sections(function)
-  if inspect.signature(function).return_annotation is not None:
-    assert any(found.get('Returns', found.get('Yields', [])))
-  if raises(function):
-    assert entries(found.get('Raises', []))
-
-
-@pytest.mark.parametrize(
-  'path',
-  [
-    p
-    for p, x in NAMES.items()
-    if not ('Attributes' in sections(x) or is_interface(x))
-  ],
-)
-def test_there_is_an_example(path):
-  found = sections(NAMES[path])
-  text = '\n'.join(found.get('Example', found.get('Examples', [])))
-  assert doctest.DocTestParser().get_examples(textwrap.dedent(text))
+  if not inspect.isclass(obj):
+    if inspect.signature(obj).return_annotation is not None:
+      assert any(found.get('Returns', found.get('Yields', [])))
+    if raises(obj):
+      assert entries(found.get('Raises', []))
+  if path in NAMES and 'Attributes' not in found and not is_interface(obj):
+    text = '\n'.join(found.get('Example', found.get('Examples', [])))
+    assert doctest.DocTestParser().get_examples(textwrap.dedent(text))

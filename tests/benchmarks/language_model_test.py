@@ -1,7 +1,6 @@
 """Rows, answers and the cut through the language model, on tiny ones."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -9,8 +8,7 @@ import pytest
 
 from benchmarks.accuracy import language_layers, language_rows, language_runs
 from prism_optax.finetune import data, instructions
-from prism_optax.finetune.models import pretrained
-from tests.finetune import language_models
+from tests.finetune import conftest
 
 
 def test_no_prompt_is_in_two_parts():
@@ -44,12 +42,6 @@ ROWS = [
   for text in ('two plus three', 'two', 'three is', 'plus plus')
   for label in ('five', 'four five')
 ]
-
-
-@pytest.fixture(scope='module')
-def source(tmp_path_factory):
-  folder = language_models.write(tmp_path_factory.mktemp('model'))
-  return pretrained.find(str(folder))
 
 
 # Of three layers: one, two, and nothing below.
@@ -89,14 +81,11 @@ def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize('method', ['prism+rows', 'dp-adamw', 'adamw'])
+@pytest.mark.parametrize('method', ['prism+rows', 'adamw'])
 @pytest.mark.slow
-def test_a_run_trains(method, tmp_path, monkeypatch):
+def test_a_run_trains(method, source, tmp_path, monkeypatch):
   """Over adapters of one layer."""
-  folder = language_models.write(tmp_path / 'model')
-  (tmp_path / 'rows.jsonl').write_text(
-    '\n'.join(map(json.dumps, ROWS)) + '\n', 'utf-8'
-  )
+  conftest.write_lines(tmp_path / 'rows.jsonl', ROWS)
   many = [{'text': f'two {"plus " * i}', 'label': 'five'} for i in range(60)]
   monkeypatch.setattr(
     language_rows, 'split',
@@ -107,9 +96,9 @@ def test_a_run_trains(method, tmp_path, monkeypatch):
     'sst2', method, None if method == 'adamw' else 8.0, 0, 0.03, batch=16,
     steps=4, layers=1,
   )  # fmt: skip
-  source = language_runs.Source(str(folder), tmp_path, tmp_path / 'cache')
+  files = language_runs.Source(str(source.where), tmp_path, tmp_path / 'cache')
   untrained = dataclasses.replace(setting, method='zero-shot', epsilon=None)
-  found, before = (language_runs.execute(x, source) for x in
+  found, before = (language_runs.execute(x, files) for x in
                    (setting, untrained))  # fmt: skip
   assert found['tuning perplexity'] != before['tuning perplexity']
   assert len(found['exact']) == 4

@@ -25,6 +25,8 @@ ELSEWHERE = {
   'speed/no_hang': 'its own test',
 }
 TEXTS = 'accuracy/private_heads', 'geometry/amplification'
+# The other experiments take the same ways through the script.
+ONLY = {'accuracy/digits': ['--only', 'options', 'clipping', 'muon']}
 SCRIPTS = sorted(
   str(path.relative_to(FOLDER).with_suffix(''))
   for path in FOLDER.rglob('*.py')
@@ -40,10 +42,9 @@ def test_each_script_is_run_somewhere():
 def few_texts(tmp_path_factory):
   """Options naming some hundred texts, because all take a minute to encode."""
   name = 'banking77/train.jsonl'
-  if shared_data() is None:
-    pytest.skip('No texts: set PRISM_OPTAX_DATA to their folder.')
   folder = tmp_path_factory.mktemp('texts')
-  lines = (shared_data() / name).read_text('utf-8').splitlines()
+  path = shared_data('banking77') / 'train.jsonl'
+  lines = path.read_text('utf-8').splitlines()
   (folder / name).parent.mkdir()
   # Of every class, and more than the batch of 256.
   (folder / name).write_text('\n'.join(lines[::20]) + '\n', 'utf-8')
@@ -54,7 +55,7 @@ def few_texts(tmp_path_factory):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize('script', [x for x in SCRIPTS if x not in ELSEWHERE])
 def test_it_prints_its_table(script, monkeypatch, capsys, request):
-  arguments = [script, '--smoke']
+  arguments = [script, '--smoke', *ONLY.get(script, ())]
   if script in TEXTS:
     arguments += request.getfixturevalue('few_texts')
   monkeypatch.setattr(sys, 'argv', arguments)

@@ -12,14 +12,14 @@ from tests.architecture import docstrings_test
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS, README = ROOT / 'docs', ROOT / 'README.md'
 TUTORIAL = DOCS / 'tutorial.md'
-# A list; sessions (pages_test.py); commands (tests/finetune/commands_test.py);
-# a table.
-NO_PYTHON = (
-  'index', 'input_metric', 'language_model', 'lora_trees', 'private_head',
-)  # fmt: skip
-HOW_TO = sorted(
-  p for p in (DOCS / 'how_to').glob('*.md') if p.stem not in NO_PYTHON
-)
+SHARDING = DOCS / 'how_to' / 'sharding.md'
+# Others have a list, a table, commands (tests/finetune/commands_test.py) or
+# sessions (pages_test.py).
+SNIPPETS = [
+  page
+  for page in (README, DOCS / 'index.md', *sorted(SHARDING.parent.glob('*.md')))
+  if '```python' in page.read_text('utf-8') and page != SHARDING
+]
 
 
 def blocks(text, language):
@@ -77,64 +77,22 @@ def test_ci_installs_with_the_commands_of_the_readme():
     assert command.replace(' -q', '') in README.read_text('utf-8')
 
 
-# Several pages in a process, so that JAX starts once; a namespace for each.
-_PAGES = """
-import os, pathlib, sys, traceback
-failed = []
-for name in {names!r}:
-  os.makedirs(name)
-  os.chdir(name)
-  print('page', name, flush=True)
-  code = compile(pathlib.Path(f'../{{name}}.py').read_text(), name, 'exec')
-  try:
-    exec(code, {{'__name__': '__main__'}})
-  except BaseException:
-    traceback.print_exc()
-    failed.append(name)
-  os.chdir('..')
-sys.exit(f'failed: {{failed}}' if failed else 0)
-"""
-
-
-SHARDING = DOCS / 'how_to' / 'sharding.md'
-ON_ONE_DEVICE = [
-  README, DOCS / 'index.md', *(p for p in HOW_TO if p != SHARDING),
-]  # fmt: skip
-
-
-# Only where it must be there are several devices: what is compiled for one
-# serves the other pages and tests.
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-  ('pages', 'environment'),
-  [
-    (ON_ONE_DEVICE[::2], {}),
-    (ON_ONE_DEVICE[1::2], {}),
-    ([SHARDING], conftest.devices(4)),
-  ],
-  ids=['one half', 'the other', 'several devices'],
-)
-def test_the_snippets_of_the_pages_run(tmp_path, pages, environment):
-  # A page may have sessions and commands alone, which other tests run.
-  scripts = {
-    path.stem: pasted(path)
-    for path in pages
-    if '```python' in path.read_text('utf-8')
-  }
-  for name, script in scripts.items():
-    assert script, name
-    (tmp_path / f'{name}.py').write_text(script)
-  printed = run(_PAGES.format(names=list(scripts)), tmp_path, **environment)
-  _, *printed = re.split(r'^page (.*)\n', printed, flags=re.M)
-  printed = dict(zip(printed[::2], printed[1::2], strict=True))
-  assert list(printed) == list(scripts)
-  if 'README' in printed:  # Prints what it shows.
+@pytest.mark.parametrize('page', SNIPPETS, ids=lambda page: page.stem)
+def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  exec(compile(pasted(page), page.name, 'exec'), {'__name__': '__main__'})
+  printed = capsys.readouterr().out
+  if page == README:  # Prints what it shows.
     shown = blocks(README.read_text('utf-8'), 'text')
-    assert printed['README'].split() == ' '.join(x for _, x in shown).split()
-  if 'index' in printed:
-    wanted = 'epsilon <= 1.000 at delta = 1e-05'
-    assert printed['index'].startswith(wanted)
+    assert printed.split() == ' '.join(x for _, x in shown).split()
+  if page.stem == 'index':
+    assert printed.startswith('epsilon <= 1.000 at delta = 1e-05')
+
+
+@pytest.mark.slow
+def test_the_snippets_of_several_devices_run(tmp_path):
+  run(pasted(SHARDING), tmp_path, **conftest.devices(4))
 
 
 def test_the_reference_has_every_public_name_once():

@@ -22,11 +22,6 @@ def prose_of(text):
   return _FENCED.sub('', text)
 
 
-def links_of(text):
-  """Targets of links and pictures; code holds none."""
-  return _LINK.findall(_CODE.sub('', prose_of(text)))
-
-
 def slug_of(heading):
   """The anchor that GitHub and MyST give a heading."""
   text = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', heading).replace('`', '')
@@ -52,7 +47,7 @@ def functions_of(path):
 
 def wrong_links(page, text):
   out = []
-  for link in links_of(text):
+  for link in _LINK.findall(_CODE.sub('', prose_of(text))):
     if re.match(r'[a-z]+:', link):
       continue
     target, _, anchor = link.partition('#')

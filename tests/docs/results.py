@@ -91,14 +91,8 @@ def accuracy_table() -> str:
 
 def changes(part: str) -> str:
   """A table of :func:`varied`."""
-  found = [
-    {'part': part, 'change': change, 'method': method, 'points': x}
-    for change, methods in varied(part).items()
-    for method, x in methods.items()
-    if change != SPREAD
-  ]
   return utility_tables.by_change(
-    found, part, lambda x: f'{x[0]["points"]:+.2f}'
+    stored('accuracy_compared'), part, lambda x: f'{x[0]["points"]:+.2f}'
   )
 
 
@@ -366,12 +360,7 @@ def less(one: Row, other: Row) -> tuple[float, float]:
 
 
 def muon(method: str, epsilon: float) -> Row:
-  (found,) = (
-    x
-    for x in rows('digits_cpu', seeds=6, method=method)
-    if x.get('epsilon', 2.0) == epsilon
-  )
-  return found
+  return row('digits_cpu', seeds=6, method=method, epsilon=epsilon)
 
 
 def muon_less(one: str, other: str) -> list[float]:

@@ -24,15 +24,11 @@ STRINGS = {
 def foreign(quoted):
   """What of a message stands in no string of the package: values, if right."""
   found = []
-  for part in quoted.split('...'):
-    part = ' '.join(part.split())
-    if not any(part in x for x in STRINGS):
-      known = [False] * len(part)
-      for x in STRINGS:
-        if len(x) >= 8 and (i := part.find(x)) >= 0:
-          known[i : i + len(x)] = [True] * len(x)
-      rest = (' ' if y else x for x, y in zip(part, known, strict=True))
-      found += re.split(r' {2,}', ''.join(rest))
+  for part in ' '.join(quoted.split()).split('...'):
+    if not any(part.strip() in x for x in STRINGS):
+      for x in sorted(STRINGS, key=len, reverse=True):
+        part = part.replace(x, '  ') if len(x) >= 8 else part
+      found += part.split('  ')
   return found
 
 

@@ -221,17 +221,6 @@ def test_intrinsic_is_the_change_of_the_weight(name):
   np.testing.assert_allclose(z.T, change, atol=2e-5)
 
 
-def chain(layout=None):
-  """Clip, noise and retraction: what reads the layout, and quickly compiled."""
-  return prism_optax.chain(
-    prism_optax.intrinsic_clip(1.0, normalize_by=BATCH),
-    prism_optax.tangent_privatizer(0.5 / BATCH, prng_key=0),
-    prism_optax.scale_by_learning_rate(0.1),
-    prism_optax.retract(),
-    layout=layout,
-  )
-
-
 def assert_all_move(old, new):
   for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True):
     assert np.all(np.isfinite(y))
@@ -255,7 +244,14 @@ def test_all_adapters_move_and_no_frozen_weight_does(name):
   def update(grads, params):
     # Of leaves: layers of one shape are one program, whatever their tree.
     grads, params = (jax.tree.unflatten(treedef, t) for t in (grads, params))
-    tx = chain(layer.layout)
+    # What reads the layout, and is quickly compiled.
+    tx = prism_optax.chain(
+      prism_optax.intrinsic_clip(1.0, normalize_by=BATCH),
+      prism_optax.tangent_privatizer(0.5 / BATCH, prng_key=0),
+      prism_optax.scale_by_learning_rate(0.1),
+      prism_optax.retract(),
+      layout=layer.layout,
+    )
     updates, _ = tx.update(grads, tx.init(params), params)
     return jax.tree.leaves(jax.tree.map(jnp.add, params, updates))
 

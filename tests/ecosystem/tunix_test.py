@@ -4,14 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests import cases
+
 nnx = pytest.importorskip('flax.nnx', reason='needs flax')
 pytest.importorskip('tunix', reason='needs google-tunix')
 
 from examples import lora_tunix  # noqa: E402
-
-
-def leaves(tree):
-  return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
 @pytest.fixture(scope='module')
@@ -23,11 +21,8 @@ def whole():
 def test_it_trains_the_adapters_and_logs_nothing_private(whole):
   old = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))
   for kind, same in ((nnx.LoRAParam, False), (nnx.Not(nnx.LoRAParam), True)):
-    for x, y in zip(
-      leaves(nnx.state(old, kind)),
-      leaves(nnx.state(whole.model, kind)),
-      strict=True,
-    ):
+    states = (nnx.state(model, kind) for model in (old, whole.model))
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
       assert np.array_equal(x, y) == same
   assert int(whole.state.step) == whole.train_steps == 4
   log = whole.metrics_logger
@@ -45,10 +40,7 @@ def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(whole, tmp_path):
   assert int(first.state.step) == 2
   second = lora_tunix.main(4, prng_key=0, checkpoint_root_directory=folder)
   assert int(second.state.step) == 4
-  for x, y in zip(
-    leaves(nnx.state(second.model)), leaves(nnx.state(whole.model)), strict=True
-  ):
-    np.testing.assert_array_equal(x, y)
+  cases.assert_same_bits(nnx.state(second.model), nnx.state(whole.model))
 
 
 @pytest.mark.slow

@@ -9,18 +9,13 @@ from prism_optax import accounting
 N, R, TOKENS, DELTA = 24, 3, 3, 1e-5
 # CKKS at a scale of 2^40 keeps about six digits here.
 PRECISION = 1e-4
+tenseal = pytest.importorskip(
+  'tenseal', reason='TenSEAL is not installed (the extra "he").'
+)
 
 
 @pytest.fixture(scope='module')
-def tenseal():
-  return pytest.importorskip(
-    'tenseal', reason='TenSEAL is not installed (the extra "he").'
-  )
-
-
-@pytest.fixture(scope='module')
-def parties(tenseal):
-  del tenseal
+def parties():
   rng = np.random.default_rng(0)
   left, right = rng.normal(size=(N, R)), rng.normal(size=(N, R))
   states = rng.normal(size=(TOKENS, N)) * 30
@@ -52,7 +47,7 @@ def test_noised_states_are_what_is_encrypted(parties):
   assert client.encrypt(noised[0]) != ciphertext
 
 
-def test_the_server_cannot_decrypt_and_takes_no_secret_key(parties, tenseal):
+def test_the_server_cannot_decrypt_and_takes_no_secret_key(parties):
   left, right, _ = parties
   _, client, server = start(left, right)
   sent = client.encrypt(np.ones(N))
@@ -77,8 +72,7 @@ def test_rescaling_undoes_the_clip(parties):
 
 
 @pytest.mark.slow
-def test_main_answers_until_the_budget_is_spent(parties, capsys):
-  del parties
+def test_main_answers_until_the_budget_is_spent(capsys):
   assert example.main(16, 2, tokens=9) == 0
   printed = capsys.readouterr().out
   assert 'MB of keys, sent once' in printed

@@ -21,14 +21,14 @@ def ask(gateway, session='alice', text=TEXT):
   return gateway(session, text)
 
 
-def service(budget, mechanism):
+def service(cap=50.0, mechanism=MECHANISM):
   adapter = example.AdapterHost()
+  budget = accounting.PrivacyBudget(cap, DELTA)
   return example.Gateway(budget, mechanism, adapter), adapter
 
 
 def test_a_query_is_answered_with_state_plus_delta_of_the_noised_state():
-  budget = accounting.PrivacyBudget(50.0, DELTA)
-  gateway, adapter = service(budget, MECHANISM)
+  gateway, adapter = service()
   status, answer = ask(gateway)
   assert status == 200
   assert answer['released'] == 7
@@ -39,13 +39,12 @@ def test_a_query_is_answered_with_state_plus_delta_of_the_noised_state():
     answer['outputs'], states + np.asarray(delta), rtol=1e-4, atol=1e-3
   )
   assert answer['epsilon_spent'] == pytest.approx(cap_of(7))
-  assert answer['epsilon_spent'] == budget.spent('alice')
-  assert answer['epsilon_left'] == budget.remaining('alice')
+  assert answer['epsilon_spent'] == gateway.budget.spent('alice')
+  assert answer['epsilon_left'] == gateway.budget.remaining('alice')
 
 
 def test_the_adapter_host_sees_clipped_and_noised_states_only():
-  budget = accounting.PrivacyBudget(5000.0, DELTA)
-  gateway, adapter = service(budget, MECHANISM)
+  gateway, adapter = service(5000.0)
   for _ in range(40):
     assert ask(gateway)[0] == 200
   states = example.hidden_states(TEXT)
@@ -63,8 +62,7 @@ def test_the_adapter_host_sees_clipped_and_noised_states_only():
 
 
 def test_refusal_is_429_and_releases_nothing():
-  budget = accounting.PrivacyBudget(cap_of(15), DELTA)
-  gateway, adapter = service(budget, MECHANISM)
+  gateway, adapter = service(cap_of(15))
   assert [ask(gateway)[0] for _ in range(2)] == [200, 200]
   status, answer = ask(gateway)
   assert status == 429
@@ -77,37 +75,37 @@ def test_refusal_is_429_and_releases_nothing():
 
 
 def test_padding_releases_and_pays_the_same_for_every_length():
-  budget = accounting.PrivacyBudget(50.0, DELTA)
-  padded = MECHANISM._replace(pad=True)
-  gateway, adapter = service(budget, padded)
+  gateway, adapter = service(mechanism=MECHANISM._replace(pad=True))
   for text in ('one', TEXT, 'word ' * 100):
     assert ask(gateway, text=text)[0] == 200
   assert [len(seen) for seen in adapter.seen] == [example.MAX_TOKENS] * 3
   assert np.all(np.abs(adapter.seen[0]).max(-1) > 1)  # Noise on padding, too.
-  assert budget.spent('alice') == pytest.approx(cap_of(3 * example.MAX_TOKENS))
+  assert gateway.budget.spent('alice') == pytest.approx(
+    cap_of(3 * example.MAX_TOKENS)
+  )
 
 
 def test_a_host_that_fails_was_paid_for():
-  budget = accounting.PrivacyBudget(50.0, DELTA)
+  gateway, _ = service()
 
   def broken(states):
     raise ConnectionError
 
-  assert ask(example.Gateway(budget, MECHANISM, broken))[0] == 502
-  assert budget.spent('alice') == pytest.approx(cap_of(7))
+  gateway.adapter = broken
+  assert ask(gateway)[0] == 502
+  assert gateway.budget.spent('alice') == pytest.approx(cap_of(7))
 
 
 @pytest.mark.parametrize(
   'given', [(None, TEXT), ('alice', None), ('', TEXT), (3, TEXT), ('a', '  ')]
 )
 def test_bad_requests_cost_nothing(given):
-  budget = accounting.PrivacyBudget(50.0, DELTA)
-  gateway, adapter = service(budget, MECHANISM)
+  gateway, adapter = service()
   status, answer = gateway(*given)
   assert status == 400
   assert 'error' in answer
   assert adapter.seen == []
-  assert budget.export()['ledger'] == []
+  assert gateway.budget.export()['ledger'] == []
 
 
 def test_main_shows_answers_and_refusals_and_goes_on_with_its_ledger(

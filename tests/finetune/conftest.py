@@ -21,19 +21,17 @@ WORDS = (*SUBJECTS, *VERDICTS[1], *VERDICTS[0])
 LAYERS, HIDDEN, INNER, POSITIONS = 1, 8, 12, 16
 
 
-def shared_data() -> pathlib.Path | None:
-  """The folder of the real data sets, or None where it is absent.
+def shared_data(name: str) -> pathlib.Path:
+  """The folder of a real data set, without which a test is skipped.
 
-  ``PRISM_OPTAX_DATA`` names it; otherwise ``shared/data`` is looked for beside
+  It is looked for in what ``PRISM_OPTAX_DATA`` names, in ``shared/data`` beside
   this checkout and above it.
   """
-  named = os.environ.get('PRISM_OPTAX_DATA')
-  if named:
-    return pathlib.Path(named)
-  for folder in ROOT.parents:
-    if (folder / 'shared' / 'data').is_dir():
-      return folder / 'shared' / 'data'
-  return None
+  named = os.environ.get('PRISM_OPTAX_DATA', 'not named')
+  for folder in (named, *(f'{x}/shared/data' for x in ROOT.parents)):
+    if (path := pathlib.Path(folder, name)).is_dir():
+      return path
+  pytest.skip(f'No {name}: set PRISM_OPTAX_DATA to the folder that has it.')
 
 
 def write_lines(path: pathlib.Path, rows: list) -> pathlib.Path:
@@ -73,12 +71,7 @@ def tiny_model(tmp_path_factory) -> pathlib.Path:
     'layer_norm_eps': 1e-12,
   }  # fmt: skip
   (folder / 'config.json').write_text(json.dumps(config))
-  tokenizer = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel(
-      {word: i for i, word in enumerate(vocabulary)}, unk_token='[UNK]'
-    )
-  )
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  tokenizer = language_models.word_level(*vocabulary, unknown='[UNK]')
   tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
     single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)]
   )
@@ -117,6 +110,12 @@ def random_weights(words: int) -> dict[str, np.ndarray]:
     weights[f'{name}.weight'] = normal(*shape)
     weights[f'{name}.bias'] = normal(shape[0])
   return weights
+
+
+@nnx.jit
+def run(model: nnx.Module, *args):
+  """What a model computes, compiled once for all tests."""
+  return model(*args)
 
 
 def randomise(params: nnx.State, scale: float = 1.0) -> nnx.State:

@@ -63,8 +63,9 @@ def test_a_bad_private_record_is_blank_and_keeps_its_place(tmp_path):
     file.write(b'\xff\xfe\n')  # Bytes that are no text.
   file = data.read_private(conftest.columns(path))
   assert file.labels == ['x', None] * len(BAD_RECORDS) + [None]
-  encoded = data.encode_labels(file.labels, ('w', 'x'))
-  assert list(encoded) == [1, -1] * len(BAD_RECORDS) + [-1]
+  # Nor is a label that only the private file has a class.
+  encoded = data.encode_labels([*file.labels, 'secret'], ('w', 'x'))
+  assert list(encoded) == [1, data.BLANK] * len(BAD_RECORDS) + [data.BLANK] * 2
   assert len(file.texts) == len(file.labels)
 
 
@@ -74,10 +75,8 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
   )
   with pytest.raises(ValueError, match=r"no row .* 'text'.*'label'"):
     data.read_private(conftest.columns(path))
-  assert (
-    data.read_private(conftest.columns(path, 'sentence', 'y')).labels
-    == ['1'] * 3
-  )
+  found = data.read_private(conftest.columns(path, 'sentence', 'y'))
+  assert found.labels == ['1'] * 3
 
 
 def test_the_private_rows_are_no_evaluation_in_any_order():
@@ -122,8 +121,3 @@ def test_label_set_is_declared_or_public(tmp_path):
 def test_bad_label_sets_are_refused(declared, evaluation, message):
   with pytest.raises(ValueError, match=f'--labels.*{message}'):
     data.label_set(declared, evaluation)
-
-
-def test_a_label_that_only_the_private_file_has_is_blank():
-  encoded = data.encode_labels(['a', 'secret', None, 'b'], ('a', 'b'))
-  assert list(encoded) == [0, data.BLANK, data.BLANK, 1]

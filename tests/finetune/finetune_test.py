@@ -88,8 +88,10 @@ def test_output_has_adapter_and_metrics_and_nothing_private(finished, capsys):
   # A run that anyone can repeat must not claim to be private.
   assert 'against anyone who knows prng_key' in summary['statement']
   assert 'noise as drawn' in summary['statement']
-  # What is finished is not done again.
+  # What is finished is not done again, and its folder is taken.
   before = _results(finished)
+  assert finetune.main([*BASE, '--output', str(finished)]) == 2
+  assert 'is not empty' in capsys.readouterr().err
   assert finetune.main(['train', '--output', str(finished), '--resume']) == 0
   assert 'epsilon' in capsys.readouterr().out
   assert _results(finished) == before
@@ -244,13 +246,6 @@ def test_bad_data_and_models_are_named(
   assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_output_folder_of_another_run_is_refused(finished, capsys):
-  argv = [*BASE, '--output', str(finished)]
-  assert finetune.main(argv) == 2
-  assert 'is not empty' in capsys.readouterr().err
-
-
 def test_every_method_has_a_learning_rate():
   for rates in options_lib.LEARNING_RATES.values():
     assert set(rates) == set(command_line.METHODS)
@@ -264,15 +259,10 @@ def test_every_method_has_a_learning_rate():
     assert training.learning_rate(given, 'prism') == pytest.approx(rate)
 
 
-def _options(argv):
-  return options_lib.resolve(command_line.parse(argv))
-
-
 def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
   """A declared one may exceed the rows: places beyond them are empty."""
   argv = _arguments(tiny_files, tiny_model, 'x')
-  options = _options([*argv, '--dataset-size', '80'])
-  assert train.declared_size(options, 60) == 80
-  options = _options(argv)
-  assert train.declared_size(options, 60) == 60
+  for more, size in (('--dataset-size', '80'), 80), ((), 60):
+    given = command_line.parse([*argv, *more])
+    assert train.declared_size(options_lib.resolve(given), 60) == size
   assert '60 private rows' in capsys.readouterr().out

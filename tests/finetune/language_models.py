@@ -53,15 +53,18 @@ def tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
   }
 
 
+def word_level(*vocabulary: str, unknown: str) -> tokenizers.Tokenizer:
+  """A token for each of some words."""
+  ids = {word: i for i, word in enumerate(vocabulary)}
+  model = tokenizers.models.WordLevel(ids, unk_token=unknown)
+  result = tokenizers.Tokenizer(model)
+  result.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  return result
+
+
 def tokenizer() -> tokenizers.Tokenizer:
   special = ['<pad>', '<s>', '</s>']
-  vocabulary = [*special, '<unk>', *WORDS]
-  result = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel(
-      {word: i for i, word in enumerate(vocabulary)}, unk_token='<unk>'
-    )
-  )
-  result.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  result = word_level(*special, '<unk>', *WORDS, unknown='<unk>')
   result.add_special_tokens(special)
   return result
 

@@ -1,7 +1,5 @@
 """The decoder of the Llama family: its cache, its stacks, what it refuses."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,16 +21,6 @@ LORA = minilm.LoraConfig(2, ('attention', 'mlp'), top_layers=2)
 IDS = np.array([[1, 5, 9, 33, 7, 2], [3, 14, 15, 9, 26, 5]])
 
 
-@functools.cache
-def _run(graphdef):
-  return jax.jit(lambda state, *args: nnx.merge(graphdef, state)(*args))
-
-
-def _logits(model, *args):
-  graphdef, state = nnx.split(model)
-  return _run(graphdef)(state, *args)
-
-
 @pytest.fixture(scope='module')
 def adapted(source):
   """Adapters that change something, in the upper two of three layers."""
@@ -43,12 +31,12 @@ def adapted(source):
 
 def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
   """Rows that begin at different lengths, the first padded."""
-  want = _logits(adapted, IDS)
+  want = conftest.run(adapted, IDS)
   lengths, room = np.array([2, 4]), 8
   prompt = np.where(np.arange(4) < lengths[:, None], IDS[:, :4], 0)
   positions = np.broadcast_to(np.arange(4), prompt.shape)
   caches = llama.empty_caches(adapted, 2, room)
-  logits, caches = _logits(adapted, prompt, positions, caches)
+  logits, caches = conftest.run(adapted, prompt, positions, caches)
   for row, length in enumerate(lengths):
     np.testing.assert_allclose(
       logits[row, :length], want[row, :length], atol=1e-5
@@ -56,7 +44,7 @@ def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
   for step in range(2):
     at = lengths + step
     next_ids = np.take_along_axis(IDS, at[:, None], 1)
-    logits, caches = _logits(adapted, next_ids, at[:, None], caches)
+    logits, caches = conftest.run(adapted, next_ids, at[:, None], caches)
     np.testing.assert_allclose(logits[:, 0], want[np.arange(2), at], atol=1e-5)
 
 
@@ -69,17 +57,17 @@ def test_logits_are_those_of_the_oracle(source, adapted):
   assert np.abs(plain - want).max() > 1
   # Float32 against float64: sums of some ten products in three layers.
   np.testing.assert_allclose(
-    _logits(adapted, IDS), want, atol=3e-6 * np.abs(want).max()
+    conftest.run(adapted, IDS), want, atol=3e-6 * np.abs(want).max()
   )
 
 
 def test_new_adapters_change_nothing_and_two_stacks_are_one(source):
-  plain = _logits(llama_files.load(source), IDS)
+  plain = conftest.run(llama_files.load(source), IDS)
   lora = minilm.LoraConfig(2, ('mlp',), top_layers=1)
   model = llama_files.load(source, lora)
   assert len(model.stacks) == 2
   # The same sums in two programs.
-  np.testing.assert_allclose(_logits(model, IDS), plain, atol=1e-5)
+  np.testing.assert_allclose(conftest.run(model, IDS), plain, atol=1e-5)
   names = llama_files.adapters(nnx.state(model, nnx.LoRAParam), model.config)
   assert sorted(names) == [
     f'model.layers.2.mlp.{name}_proj' for name in ('down', 'gate', 'up')
@@ -92,7 +80,8 @@ def test_frozen_weights_can_be_kept_in_bfloat16(source):
   _, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
   assert {x.dtype for x in jax.tree.leaves(adapters)} == {np.dtype('float32')}
   assert {x.dtype for x in jax.tree.leaves(frozen)} == {jnp.dtype('bfloat16')}
-  exact, rounded = _logits(llama_files.load(source), IDS), _logits(model, IDS)
+  exact = conftest.run(llama_files.load(source), IDS)
+  rounded = conftest.run(model, IDS)
   assert rounded.dtype == np.float32
   # Eight bits a weight, three layers.
   assert 1e-4 < np.abs(exact - rounded).max() < 0.1 * np.abs(exact).max()
@@ -129,7 +118,7 @@ def test_dense_layers_can_be_kept_in_int8(source):
   modules = llama_files.adapters(nnx.state(model, nnx.LoRAParam), model.config)
   want = decoder_oracle.logits(model.config, read, IDS, modules)
   exact = decoder_oracle.logits(model.config, source.read, IDS, modules)
-  found = _logits(model, IDS)
+  found = conftest.run(model, IDS)
   # The model of the rounded weights, to float32; near that of the others: 0.4%
   # of the largest weight of each sum, of which there are eight to a layer.
   np.testing.assert_allclose(found, want, atol=3e-6 * np.abs(want).max())
@@ -146,7 +135,7 @@ def test_answers_are_the_likeliest_tokens(adapted):
     row[0, : len(prompt)] = prompt
     for i, token in enumerate(answer):
       at = len(prompt) + i
-      assert token == np.argmax(_logits(model, row)[0, at - 1])
+      assert token == np.argmax(conftest.run(model, row)[0, at - 1])
       row[0, at] = token
   # It ends before the token that says so.
   stop = answers[0][2]

@@ -8,11 +8,10 @@ On small random models. Needs packages that nothing else here does. To run it::
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from prism_optax import lora
 from prism_optax.finetune.models import llama_files, pretrained
-from tests.finetune import decoder_oracle, language_models
+from tests.finetune import conftest, decoder_oracle, language_models
 
 torch, transformers = (
   pytest.importorskip(name, reason=f'{name} is not installed.')
@@ -87,7 +86,7 @@ def test_logits_are_those_of_transformers(name, dtype, tmp_path):
   stored = _model(*MODELS[name]).to(getattr(torch, dtype))
   model, source = _read_anew(stored, tmp_path)
   want, decoder = _logits(model), llama_files.load(source)
-  found = nnx.jit(lambda model, ids: model(ids))(decoder, IDS)
+  found = conftest.run(decoder, IDS)
   # Float32 both: sums of some hundred products in another order.
   np.testing.assert_allclose(found, want, atol=1e-4 * np.abs(want).max())
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from prism_optax.finetune.models import layers, minilm, pretrained, weights
+from tests.finetune import conftest
 
 
 def _load(folder, *more):
@@ -27,11 +28,10 @@ def test_sentence_cosines_are_those_of_the_original():
     'He drove to the stadium.',
   ]
   encoder = _load(folder)
-  encode = nnx.jit(lambda encoder, ids: encoder(ids))
   for length in (16, 21):  # Whatever the padding.
     ids = minilm.tokenize(folder, texts, length)
     assert ids.shape == (3, length)
-    vectors = np.asarray(encode(encoder, ids))
+    vectors = np.asarray(conftest.run(encoder, ids))
     vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = vectors @ vectors.T
     found = [cosines[0, 1], cosines[0, 2], cosines[1, 2]]
@@ -62,15 +62,14 @@ def test_an_input_without_a_token_gives_zeros_and_finite_gradients(tiny_model):
 def test_adapters_go_where_they_are_asked_for_and_start_as_nothing(tiny_model):
   ids = minilm.tokenize(tiny_model, ['good film'], 6)
   plain = _load(tiny_model)
-  encode = nnx.jit(lambda encoder, ids: encoder(ids))
-  expected = encode(plain, ids)
+  expected = conftest.run(plain, ids)
   for targets, count in ((('attention',), 4), (('mlp',), 2)):
     lora = minilm.LoraConfig(rank=3, targets=targets)
     adapted = _load(tiny_model, lora)
     pairs = nnx.state(adapted, nnx.LoRAParam)
     assert len(jax.tree.leaves(pairs)) == 2 * count
     # A product with zeros is added.
-    np.testing.assert_array_equal(expected, encode(adapted, ids))
+    np.testing.assert_array_equal(expected, conftest.run(adapted, ids))
   # One layer, and none of the topmost: no adapter at all.
   lora = minilm.LoraConfig(rank=3, top_layers=0)
   none = nnx.state(_load(tiny_model, lora), nnx.LoRAParam)

@@ -53,3 +53,14 @@ def after_the_noise(learning_rate=0.5):
   return optax.chain(
     optax.scale_by_learning_rate(learning_rate), prism_optax.retract()
   )
+
+
+# What averages or hides gradients must not come in front of these.
+CLIPS = {
+  'intrinsic_clip': clip(),
+  'prism': prism(),
+  'per_matrix_clip': prism_optax.per_matrix_clip(1.0),
+  'dp_muon': prism_optax.dp_muon(
+    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=8
+  ),
+}

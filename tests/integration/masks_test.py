@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-import prism_optax
 from tests import cases as shared
 from tests.integration import cases
 
@@ -46,14 +45,6 @@ def test_frozen_leaves_stay_and_take_no_part():
 
 
 HIDE_HEAD = {'frozen': False, 'head': False, 'layer': True}
-CLIPS = {
-  'intrinsic_clip': cases.clip(),
-  'prism': cases.prism(),
-  'per_matrix_clip': prism_optax.per_matrix_clip(1.0),
-  'dp_muon': prism_optax.dp_muon(
-    0.1, l2_clip_norms=1.0, noise_multiplier=1.0, expected_batch_size=8
-  ),
-}
 WRAPPERS = {
   'masked': lambda tx: optax.masked(tx, HIDE_HEAD),
   'partition': lambda tx: optax.partition(
@@ -66,7 +57,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize('wrapper', WRAPPERS)
-@pytest.mark.parametrize('clip', CLIPS)
+@pytest.mark.parametrize('clip', cases.CLIPS)
 def test_no_mask_around_a_clip(clip, wrapper):
   """Also where zeros replace the hidden leaves: (B, ...) zeros broadcast."""
   name = {'prism': 'intrinsic_clip', 'dp_muon': 'per_matrix_clip'}
@@ -75,14 +66,14 @@ def test_no_mask_around_a_clip(clip, wrapper):
     match=rf"{name.get(clip, clip)}: optax.masked.*hides \['frozen'\].*"
     r'outside of any mask: optax.chain',
   ):
-    WRAPPERS[wrapper](CLIPS[clip]).init(cases.params())
+    WRAPPERS[wrapper](cases.CLIPS[clip]).init(cases.params())
 
 
 @pytest.mark.parametrize('clip', ['intrinsic_clip', 'per_matrix_clip'])
 def test_no_mask_in_an_update_either(clip):
   """Where `init` was skipped or restored: the clip has no state."""
   params = cases.params()
-  tx = optax.masked(CLIPS[clip], HIDE_HEAD)
+  tx = optax.masked(cases.CLIPS[clip], HIDE_HEAD)
   grads = cases.per_example_gradients(params, cases.batch())
   state = optax.MaskedState(optax.EmptyState())
   with pytest.raises(ValueError, match=r"hides \['frozen'\], \['head'\]"):

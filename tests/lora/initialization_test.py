@@ -9,16 +9,7 @@ from prism_optax import lora
 from tests import cases
 from tests.oracles import oracles
 
-
-def _params(dtype=jnp.float32):
-  shapes = {'p': (6, 5, 3), 'q': (6, 5, 3), 's': (4, 7, 2)}
-  tree = {
-    name: {'lora_a': np.zeros((n, r), dtype), 'lora_b': np.zeros((r, m), dtype)}
-    for name, (m, n, r) in shapes.items()
-  }
-  return tree | {'extra': np.ones(3, dtype)}
-
-
+PARAMS = cases.adapters([(6, 5, 3), (6, 5, 3), (4, 7, 2)])
 # Compiled: the many small operations take longer one by one.
 _initialize = jax.jit(
   lora.initialize, static_argnames=('method', 'size', 'layout')
@@ -30,15 +21,14 @@ KEY = jax.random.key(1)
 
 
 def test_one_sided_factors_are_orthonormal_and_z_is_zero():
-  new = _initialize(_params(), KEY)
-  for name in 'pqs':
-    a, b = new[name]['lora_a'], new[name]['lora_b']
+  new = _initialize(PARAMS, KEY)
+  for left, a in cases.factors_of(new):
     np.testing.assert_allclose(a.T @ a, np.eye(a.shape[1]), atol=1e-6)
-    assert not b.any()
+    assert not left.any()
   np.testing.assert_array_equal(new['extra'], 1)
-  wide = _initialize(_params(), KEY, size=4.0)
+  wide = _initialize(PARAMS, KEY, size=4.0)
   np.testing.assert_allclose(
-    wide['p']['lora_a'], 4 * new['p']['lora_a'], rtol=1e-6
+    wide['m0']['lora_a'], 4 * new['m0']['lora_a'], rtol=1e-6
   )
 
 
@@ -46,18 +36,17 @@ def test_one_sided_factors_are_orthonormal_and_z_is_zero():
 def test_balanced_factors_have_the_singular_values_asked_for(scale):
   """Of Z as the model sees it, whatever the scale."""
   layout = lora.Layout(scale=scale)
-  new = _initialize(_params(), KEY, method='balanced', size=0.3, layout=layout)
+  new = _initialize(PARAMS, KEY, method='balanced', size=0.3, layout=layout)
   for z, rank in zip(cases.products_of(new), (3, 3, 2), strict=True):
     s = np.linalg.svd(scale * z, compute_uv=False)
     np.testing.assert_allclose(s, [0.3] * rank + [0] * (len(s) - rank),
                                atol=1e-6)  # fmt: skip
-  a, b = new['s']['lora_a'], new['s']['lora_b']
+  a, b = new['m2']['lora_a'], new['m2']['lora_b']
   np.testing.assert_allclose(a.T @ a, b @ b.T, atol=1e-6)
 
 
 def test_the_key_decides():
   """The same for the same key; another for each module, side and purpose."""
-  params = {name: _params()[name] for name in 'pq'}
 
   @jax.jit
   def initialized(params):
@@ -66,10 +55,10 @@ def test_the_key_decides():
       for key in (1, jax.random.key(1), 2)
     ]
 
-  new, again, other = jax.device_get(initialized(params))
+  new, again, other = jax.device_get(initialized(PARAMS))
   jax.tree.map(np.testing.assert_array_equal, new, again)
-  assert np.abs(new['p']['lora_a'] - other['p']['lora_a']).max() > 0.1
-  assert np.abs(new['p']['lora_a'] - new['q']['lora_a']).max() > 0.1
+  for a in (other['m0']['lora_a'], new['m1']['lora_a']):
+    assert np.abs(new['m0']['lora_a'] - a).max() > 0.1
 
 
 def test_initial_factors_in_bfloat16_and_stacks():

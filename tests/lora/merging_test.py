@@ -7,19 +7,13 @@ import pytest
 from flax import nnx
 
 from prism_optax import lora
-
-
-def _einsum_pair(rng):
-  """kv of attention: (in, r) and (r, 2, heads, out)."""
-  return {
-    'lora_a': jnp.asarray(rng.normal(size=(6, 2)), jnp.float32),
-    'lora_b': jnp.asarray(rng.normal(size=(2, 2, 3, 4)), jnp.float32),
-  }
+from tests import cases
 
 
 def test_axes_in_another_order_are_given():
-  rng = np.random.default_rng(1)
-  params = {'kv': _einsum_pair(rng)}
+  """kv of attention: (in, r) and (r, 2, heads, out)."""
+  like = {'lora_a': np.zeros((6, 2)), 'lora_b': np.zeros((2, 2, 3, 4))}
+  params = {'kv': cases.normal(like, 1, dtype=np.float32)}
   layout = lora.Layout(-1, 0, (), (), scale=2.0)
   weights = {'attention': {'w': jnp.zeros((2, 3, 6, 4), jnp.float32)}}
   kernel = 'attention/w', (2, 0, 1, 3)

@@ -113,13 +113,9 @@ NAMES = {
 }
 
 
-def _filled(dtype=jnp.float32):
-  return cases.normal(_model(), 0, dtype=dtype)
-
-
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_stacked_and_split_modules_round_trip_bit_for_bit(tmp_path, dtype):
-  params = _filled(dtype=dtype)
+  params = cases.normal(_model(dtype), 0)
   lora.save_peft(tmp_path, params, names=NAMES, layout=LAYOUT)
   adapter = lora.load_peft(tmp_path)
   assert sorted(adapter.params) == [
@@ -183,7 +179,8 @@ def test_a_tree_with_the_names_of_peft_is_written_as_it_is(tmp_path):
   ],
 )  # fmt: skip
 def test_a_tree_that_does_not_fit_is_refused(tmp_path, change, match):
-  lora.save_peft(tmp_path, _filled(), names=NAMES, layout=LAYOUT)
+  params = cases.normal(_model(), 0)
+  lora.save_peft(tmp_path, params, names=NAMES, layout=LAYOUT)
   arguments = {'params': _model(), 'names': NAMES, 'layout': LAYOUT} | change
   with pytest.raises(ValueError, match=match):
     lora.from_peft(lora.load_peft(tmp_path), **arguments)

@@ -185,16 +185,15 @@ def chosen_mutants(args: argparse.Namespace) -> list[Mutant]:
   def order(mutant):
     return hashlib.sha256(f'{args.seed} {mutant.name}'.encode()).digest()
 
-  def wanted(mutants):
-    return [
-      m
-      for m in mutants
-      if all(x in m.name for x in args.words)
-      and (is_private(m.path) or not args.privacy)
-    ]
+  def is_wanted(mutant):
+    chosen = is_private(mutant.path) or not args.privacy
+    return chosen and all(x in mutant.name for x in args.words)
 
-  pools = wanted(planted_bugs()), wanted(edited())
-  return [m for x in pools for m in sorted(x, key=order)[: args.sample]]
+  return [
+    mutant
+    for pool in (planted_bugs(), edited())
+    for mutant in sorted(filter(is_wanted, pool), key=order)[: args.sample]
+  ]
 
 
 def main() -> int:

@@ -18,7 +18,6 @@ RELATIONS = st.sampled_from(list(accounting.NeighboringRelation))
 REPLACE = accounting.NeighboringRelation.REPLACE_ONE
 SHAPES = st.sampled_from([(5, 4, 2), (3, 3, 3), (6, 2, 1)])
 norms = st.floats(1e-3, 1e3)
-stddevs = st.floats(1e-3, 1e3)
 states = hnp.arrays(
   np.float64, (3, 4), elements=st.floats(allow_nan=True, allow_infinity=True)
 )
@@ -61,17 +60,8 @@ def test_releases_cost_what_their_vectors_cost_together(
   assert math.isclose(one.rho, (moved / stddev) ** 2 / 2, rel_tol=1e-12)
 
 
-def _module(seed, shape, size):
-  m, n, rank = shape
-  rng = np.random.default_rng(seed)
-  factors = [size * rng.normal(size=(k, rank)) for k in (m, n)]
-  other = oracles.change_gauge(factors, oracles.random_gauge(rng, rank, 10.0))
-  return rng, factors, other
-
-
-@jax.jit
-def _delta(hidden, left, right, scale):
-  return inference.lora_delta(hidden, left, right, scale=scale)
+_delta = jax.jit(inference.lora_delta)
+_release = jax.jit(inference.privatize_hidden_states)
 
 
 @cases.few
@@ -80,52 +70,43 @@ def _delta(hidden, left, right, scale):
   st.sampled_from([0.5, 1.0, 16.0]),
 )  # fmt: skip
 def test_the_delta_is_linear_and_that_of_the_product(seed, shape, dtype, scale):
-  rng, factors, other = _module(seed, shape, 1.0)
-  hidden = jnp.asarray(rng.normal(size=(2, 3, shape[1])), dtype)
+  rng, (m, n, rank) = np.random.default_rng(seed), shape
+  factors = [rng.normal(size=(k, rank)) for k in (m, n)]
+  other = oracles.change_gauge(factors, oracles.random_gauge(rng, rank, 10.0))
+  hidden = jnp.asarray(rng.normal(size=(2, 3, n)), dtype)
   pair = [jnp.asarray(x, dtype) for x in factors]
-  found = _delta(hidden, *pair, scale)
-  assert found.shape == (2, 3, shape[0])
+  found = _delta(hidden, *pair, scale=scale)
+  assert found.shape == (2, 3, m)
   left, right = (np.float64(x) for x in pair)
   exact = scale * np.float64(hidden) @ right @ left.T
   size = np.abs(exact).max() * float(jnp.finfo(dtype).eps) * 8 * sum(shape)
   np.testing.assert_allclose(np.float64(found), exact, atol=size)
   # Powers of two pass through every rounding.
-  doubled = _delta(2 * hidden, *pair, scale / 2)
+  doubled = _delta(2 * hidden, *pair, scale=scale / 2)
   np.testing.assert_array_equal(np.float64(found), np.float64(doubled))
   if dtype == jnp.float32:
-    gauge = _delta(hidden, *(jnp.asarray(x, dtype) for x in other), scale)
+    pair = [jnp.asarray(x, dtype) for x in other]
+    gauge = _delta(hidden, *pair, scale=scale)
     np.testing.assert_allclose(gauge, exact, atol=10 * size)
-
-
-@jax.jit
-def _noised(hidden, key, stddev):
-  return inference.privatize_hidden_states(
-    hidden, jax.random.wrap_key_data(key), l2_clip_norm=1.0, stddev=stddev
-  )
 
 
 @cases.settings
 @given(states, states, st.integers(0, 2**32 - 1))
 def test_the_noise_knows_nothing_of_the_states(hidden, other, seed):
   """The same for any two of them, whatever they hold; no state without it."""
-  key = np.array([0, seed], np.uint32)
+  key = jax.random.key(seed)
   noises = []
   for state in (hidden, other, np.zeros_like(hidden)):
     state = np.float32(np.clip(state, -1e38, 1e38))
-    released = _noised(state, key, np.float32(3.0))
+    released, clipped = (
+      _release(state, key, l2_clip_norm=1.0, stddev=x) for x in (3.0, 0.0)
+    )
     assert np.isfinite(released).all()
-    noises.append(released - _noised(state, key, np.float32(0.0)))
+    noises.append(released - clipped)
   # Sums of numbers below thirty, rounded to float32.
   for noise in noises[:2]:
     np.testing.assert_allclose(noise, noises[2], atol=1e-5)
   assert (np.asarray(noises[2]) != 0).all()
-
-
-@jax.jit
-def _clipped(hidden, norm, mask):
-  return inference.privatize_hidden_states(
-    hidden, jax.random.key(0), l2_clip_norm=norm, stddev=0.0, mask=mask
-  )
 
 
 @cases.settings
@@ -139,14 +120,14 @@ def _clipped(hidden, norm, mask):
   masks,
 )
 def test_hidden_states_are_clipped_whatever_they_are(hidden, norm, mask):
+  norm = float(np.float32(norm))
+  options = {'l2_clip_norm': norm, 'stddev': 0.0, 'mask': mask}
   for state in (
-    _clipped(hidden, jnp.float32(norm), mask),
-    inference.privatize_on_host(
-      hidden, l2_clip_norm=float(np.float32(norm)), stddev=0.0, mask=mask
-    ),
+    _release(hidden, jax.random.key(0), **options),
+    inference.privatize_on_host(hidden, **options),
   ):
     assert state.shape == hidden.shape
     assert np.isfinite(state).all()
     lengths = np.linalg.norm(np.float64(state), axis=-1)
-    assert (lengths <= np.float32(norm)).all()
+    assert (lengths <= norm).all()
     assert not np.asarray(state)[~mask].any()

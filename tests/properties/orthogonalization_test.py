@@ -1,6 +1,5 @@
 """Laws of the Newton-Schulz iteration, and of its parts."""
 
-import functools
 import math
 
 import hypothesis.strategies as st
@@ -33,14 +32,9 @@ def test_best_polynomials_raise_and_never_pass_one(least, steps, degree, seed):
   assert nearer >= found[inside].min() - 1e-10
 
 
-@functools.cache
-def _iterated(degree, steps, normalize):
-  return jax.jit(
-    functools.partial(
-      muon.newton_schulz,
-      degree=degree, steps=steps, normalize=normalize,
-    )
-  )  # fmt: skip
+_iterated = jax.jit(
+  muon.newton_schulz, static_argnames=('degree', 'steps', 'normalize')
+)
 
 
 @x64
@@ -56,7 +50,10 @@ def test_iteration_acts_on_singular_values_alone(seed, shape, size, options):
   x = size * rng.normal(size=shape)
   if normalize == 'none' and size:
     x /= np.linalg.norm(x)  # Beyond the root of three it may diverge.
-  run = _iterated(*options)
+
+  def run(x):
+    return _iterated(x, degree=degree, steps=steps, normalize=normalize)
+
   found = run(x)
   u, s, vt = np.linalg.svd(x, full_matrices=False)
   norm = np.linalg.norm(s)
