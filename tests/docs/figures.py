@@ -37,11 +37,14 @@ _NUMERAL = re.compile(
   r'(?<![\w.,-])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:e-?\d+)?'
   r'(?![\w-]|\.\d)'
 )
+UNIT = (
+  r'(?=\s*(?:%|per cent|[MG]B\b|m?s\b|times as|points?\b|nats|clip norms'
+  r'|standard errors))'
+)
 # A decimal fraction, or so many of what is measured.
 _MEASURED = re.compile(
-  r'[-+]?(?:\d[\d,]*)?\.\d+|[-+]?\d[\d,]*(?=\s*(?:%|per cent|[MG]B\b|m?s\b'
-  r'|times as|points?\b|nats|clip norms|standard errors))'
-)
+  rf'[-+]?(?:\d[\d,]*)?\.\d+|[-+]?\d[\d,]*{UNIT}'
+)  # fmt: skip
 _NO_FIGURES = re.compile(
   r'^(```+|:::+)[^\n]*\n.*?^\1\s*$|^#+ [^\n]*$|<!--.*?-->'
   r'|`[^`]+`|\$\$.*?\$\$|\$[^$\n]+\$|\]\([^)]*\)|^\[[^]]+\]: .*$|https?://\S+'

@@ -1,11 +1,23 @@
-"""Figures of pages are those of the results: ``figures.py``."""
+"""Figures of pages and docstrings are those of the results: ``figures.py``."""
 
+import ast
 import random
+import re
 
 import pytest
 
 from tests.docs import figures
 from tests.docs.figures import ROOT, Page
+
+# Measured figures of docstrings, which can have no comment: who asserts them.
+IN_DOCSTRINGS = {
+  '0.91 %': 'tests/contrib/heads_test.py',
+  '1.83 %': 'twice that',
+  'less than 1 %': 'the same, rounded up',
+  '8 %': '(1 - 1 / 100)^256',
+  '1 %, 10 % and 100 %': 'settings',
+  '10 to 25 %': 'tests/training/stops_test.py, of the page on stops',
+}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +33,20 @@ def test_figures_are_those_of_the_results_and_a_changed_one_is_seen(path):
     assert start < end
   assert len(Page(text).wrong) == few
   assert few == 0 or Page(text).renewed() == page.text
+
+
+def test_docstrings_have_no_measurements_of_their_own():
+  unit = re.compile(r'\d' + figures.UNIT)
+  allowed = re.compile('|'.join(map(re.escape, IN_DOCSTRINGS)))
+  for path in (ROOT / 'prism_optax').rglob('*.py'):
+    for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+      if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+        text = re.sub('``.*?``', '', ast.get_docstring(node) or '')
+        text = ' '.join(text.split())
+        found = unit.search(allowed.sub('', text))
+        assert not found, (
+          f'{path}: {text[found.start() - 40 : found.end() + 9]}'
+        )
 
 
 @pytest.mark.parametrize(
