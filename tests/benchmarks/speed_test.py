@@ -63,10 +63,7 @@ STEPS = 300
 @pytest.mark.parametrize('frames', ['cheap', 'align'])
 def test_many_steps_finish(frames):
   """`align` destroys orthogonal columns: each frame is a QR and an SVD."""
-  # Compiled quickly, as other tests are, but with all threads.
-  one_thread = '--xla_cpu_multi_thread_eigen=false'
-  flags = os.environ.get('XLA_FLAGS', '').replace(one_thread, '')
-  done = no_hang.run(frames, STEPS, flags)
+  done = no_hang.run(frames, STEPS)
   assert done.returncode == 0, done.stderr[-2000:]
   assert done.stdout.splitlines()[-1] == 'done'
 
