@@ -81,7 +81,9 @@ def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_language_model_learns_on_weights_in_int8(tmp_path):
+def test_a_language_model_learns_on_weights_in_int8_also_if_interrupted(
+  tmp_path,
+):
   """From perplexity 57.8 to 27.0 in float32."""
   rows = finished_runs.ROWS
   files = [
@@ -95,7 +97,9 @@ def test_a_language_model_learns_on_weights_in_int8(tmp_path):
     '--optimizer', 'dp-adamw', '--learning-rate', '0.1',
     '--weights-dtype', 'int8', noise=('--noise-multiplier', '0.5'),
   )  # fmt: skip
-  run_command(*argv)
+  with finetune_test.interrupted(3):
+    assert finetune.main(argv) == 130
+  run_command('train', '--output', out, '--resume')
   run = finished.find(str(out))
   start, final = (run.summary[x] for x in ('start', 'final'))
   assert final['eval_perplexity'] < start['eval_perplexity'] / 2
