@@ -189,6 +189,25 @@ def test_another_mechanism_is_refused(name):
   assert 'tangent_privatizer(noise_multiplier * l2_clip' in str(error.value)
 
 
+def test_one_sum_twice_in_the_tree_of_a_noise_is_refused():
+  """The mean of both has less noise than is accounted for."""
+
+  def optimizer(l2_clip_norm, **k):
+    first = prism_optax.per_matrix_clip(
+      l2_clip_norm, normalize_by=k['expected_batch_size']
+    )
+    doubled = optax.stateless(lambda sums, _: dict.fromkeys('ab', sums['a']))
+    second = dp_muon(per_example_gradients=False, **k)
+    return optax.chain(first, doubled, second)
+
+  with pytest.raises(ValueError, match='directly after the clip'):
+    cases.make(
+      optimizer,
+      loss=lambda params, x: jnp.sum(params['a'] + params['b'] * x),
+      params=dict.fromkeys('ab', jnp.zeros(3)),
+    )
+
+
 def test_too_little_noise_behind_another_rule_is_refused():
   def optimizer(per_example_gradients, **k):
     return prism_optax.chain(noise(k, 0.5), *REST)
