@@ -180,11 +180,15 @@ def test_floats_stay_and_keys_and_counters_move_on(optimizer):
 # Epsilon.
 
 
+# Half of the batches are cut, which costs something.
+CUT = training.Execution(padded_batch_size=B)
+
+
 @pytest.mark.parametrize(
   ('target', 'options'),
   [
     (0.5, {'expected_batch_size': N}),
-    slow(2.0, {'steps': 20, 'stop': 'adaptive'}),
+    slow(2.0, {'steps': 20, 'stop': 'adaptive', 'execution': CUT}),
   ],
 )
 def test_the_statement_keeps_the_promise(target, options):
