@@ -56,6 +56,8 @@ def test_second_moment_is_that_of_the_oracle(name):
 def test_zeros_for_one_pattern_leave_the_others():
   zeros = INPUTS | {'a*': np.zeros_like(INPUTS['a*'])}
   some, all_ = (release([x], noise_multiplier=0.0) for x in (zeros, INPUTS))
+  # Of a metric, only these are arrays of a program.
+  assert len(jax.tree.leaves(all_)) == 2 * len(INPUTS)
   np.testing.assert_array_equal(dense(some, 'b'), dense(all_, 'b'))
 
 

@@ -114,6 +114,7 @@ def test_frozen_weights_are_read_once_unless_they_may_change(monkeypatch):
   assert weights.digest([x]) == one
   assert len(calls) == 1
   assert weights.digest([x + 1]) != one
+  assert weights.digest([x, x]) != weights.digest([x, x + 1])
   numpy = weights.digest([y])
   y[0] = 5.0
   assert weights.digest([y]) != numpy

@@ -77,6 +77,10 @@ def test_structures_of_a_form():
       form.leaves_of(wrong)
 
 
+def test_the_widest_complex_numbers_are_declared():
+  assert Form.declared(struct((3,), np.complex128)).leaves[0].dtype == 'c8'
+
+
 TYPES = (
   *(bool, np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64),
   *(np.float16, np.float32, np.float64, np.complex64),
@@ -100,12 +104,13 @@ def slowly(value, dtype):
   return np.asarray(int(value)).astype(dtype) if low <= value <= high else None
 
 
+EDGES = [0, 1, 2, 7, 8, 127, 128, 255, 256, 2**31, 2**32, 2**63, 2**64]
+EDGES = np.float64([*EDGES, *(-x for x in EDGES), 0.5, np.nan, np.inf, 1])
+
+
 def numbers(dtype):
-  edges = [0, 1, 2, 7, 8, 127, 128, 255, 256, 2**31, 2**32, 2**63, 2**64]
-  more = *(-x for x in edges), 0.5, np.nan, np.inf
-  edges = np.array([*edges, *more], np.float64)
   with np.errstate(all='ignore'):
-    at_edges = st.sampled_from(list(edges.astype(dtype)))
+    at_edges = st.sampled_from(list(EDGES.astype(dtype)))
   if dtype in TYPES[-3:]:
     return at_edges
   return st.one_of(at_edges, hnp.from_dtype(np.dtype(dtype)))
@@ -116,8 +121,9 @@ def numbers(dtype):
 def test_numbers_are_brought_to_a_type(data, old, new):
   """Total, idempotent, exact for what fits; row by row."""
   values = data.draw(st.lists(numbers(old), min_size=6, max_size=6))
-  rows, new = np.array(values, old).reshape(3, 2), np.dtype(new)
+  new = np.dtype(new)
   with np.errstate(all='ignore'):
+    rows = np.array([*values, *EDGES.astype(old)], old).reshape(-1, 2)
     found, fits = _records.converted(rows, new)
     assert (found.shape, found.dtype) == (rows.shape, new)
     for i, row in enumerate(rows):
