@@ -205,7 +205,7 @@ def test_a_key_of_a_training_shares_no_noise_with_a_release_of_it():
 
 
 @pytest.mark.parametrize('follows', [False, True])
-def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
+def test_every_entry_that_got_noise_is_counted(follows, monkeypatch):
   counted = []
 
   def statement(*args, entries, **options):
@@ -214,11 +214,15 @@ def test_a_statement_counts_every_entry_that_got_noise(follows, monkeypatch):
 
   clipping = training.QuantileClipping(quantile=0.5) if follows else None
   private = make(prior_releases=[MEANS], clipping=clipping)
-  monkeypatch.setattr(accounting, 'privacy_statement', statement)
+  for name in ('privacy_statement', 'epsilon'):
+    monkeypatch.setattr(accounting, name, statement)
+  state = private.init(cases.PARAMS)
   private.statement()
-  private.statement(private.init(cases.PARAMS), stop_was_fixed=True)
+  private.statement(state, stop_was_fixed=True)
+  private.epsilon()
+  private.epsilon(0)
   each = 4 + 6 * 2 + 2 * 4 + follows  # A quantile's fraction is one more.
-  assert counted == [3 * each + MEANS.entries, MEANS.entries]
+  assert counted == 2 * [3 * each + MEANS.entries, MEANS.entries]
 
 
 NO_TREE = types.SimpleNamespace(
