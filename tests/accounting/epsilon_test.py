@@ -120,6 +120,18 @@ def test_nothing_released_costs_nothing_and_no_noise_costs_everything():
   spent = accounting.epsilon(accounting.dpsgd_event(0.02, 1.0, 1), DELTA)
   exact = 50.0**2 / 2 + 50.0 * 4.2649
   assert exact * (1 - 1e-3) < spent < exact * (1 + 1e-2)
+  # Much noise leaves the grid fine.
+  spent = accounting.epsilon(accounting.dpsgd_event(500.0, 1.0, 1), DELTA)
+  exact = accounting.gaussian_epsilon(1 / 500, DELTA)
+  assert exact <= spent < exact + 2e-4
+
+
+def test_a_refund_is_refused_wherever_it_is():
+  refund = dp_event.SelfComposedDpEvent(Gaussian(1.0), -1)
+  composed = dp_event.ComposedDpEvent([Gaussian(1.0), refund])
+  for event in (refund, composed, dp_event.PoissonSampledDpEvent(0.1, refund)):
+    with pytest.raises(ValueError, match=r'SelfComposedDpEvent.count=-1'):
+      accounting.epsilon(event, DELTA)
 
 
 @hypothesis.settings(max_examples=6, deadline=None)

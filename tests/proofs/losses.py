@@ -205,6 +205,14 @@ def in_groups(p, x, y):
   return lax.map(group, rows).reshape(-1)
 
 
+def token_by_token(p, x, y):
+  def added(t, total):
+    token = lax.dynamic_index_in_dim(x, t, 1, keepdims=False)
+    return total + jnp.einsum('bd,bdh->b', token, p['a'])
+
+  return lax.fori_loop(0, T, added, jnp.zeros(B))
+
+
 def one_by_one(p, x, y):
   rows = [(jax.tree.map(lambda x, i=i: x[i], p), x[i], y[i]) for i in range(B)]
   return jnp.stack([mlp(*row) for row in rows])
@@ -221,7 +229,7 @@ def taken_apart(p, x, y):
 
 HAND = [
   hand_mlp, hand_indexed, hand_written, hand_attention, hand_scan,
-  cut_and_joined, in_groups, one_by_one, taken_apart,
+  cut_and_joined, in_groups, token_by_token, one_by_one, taken_apart,
 ]  # fmt: skip
 
 
