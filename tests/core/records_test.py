@@ -104,8 +104,8 @@ def slowly(value, dtype):
   return np.asarray(int(value)).astype(dtype) if low <= value <= high else None
 
 
-EDGES = [0, 1, 2, 7, 8, 127, 128, 255, 256, 2**31, 2**32, 2**63, 2**64]
-EDGES = np.float64([*EDGES, *(-x for x in EDGES), 0.5, np.nan, np.inf, 1])
+_SIZES = [0, 1, 2, 7, 8, 127, 128, 255, 256, 2**31, 2**32, 2**63, 2**64]
+EDGES = np.float64([*_SIZES, *(-x for x in _SIZES), 0.5, np.nan, np.inf, 1])
 
 
 def numbers(dtype):

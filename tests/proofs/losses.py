@@ -385,17 +385,8 @@ def centred_after_a_branch(p, x, y):
   return rows - rows.mean()
 
 
-def coordinates(p, x, y):
-  """One entry of a table of B axes, by one coordinate of each example."""
-  every = tuple(range(B))
-  numbers = lax.GatherDimensionNumbers((), every, every)
-  table = jnp.arange(2.0**B).reshape((2,) * B)
-  return y + lax.gather(table, y - 1, numbers, (1,) * B)
-
-
 MIXED = {
   centred_after_a_loop: 'reduce_sum', centred_after_a_branch: 'reduce_sum',
-  coordinates: 'gather',
   centred: 'reduce_sum', batch_norm: 'reduce_sum',
   divided_by_tokens: 'reduce_sum', capacity: 'cumsum',
   dispatched: 'dot_general', rolled: 'concatenate', contrastive: 'dot_general',
