@@ -1,9 +1,12 @@
 """PRISM as one optimizer, in two forms."""
 
+import optax
+
 from prism_optax import _validate
 from prism_optax._modules import LayoutLike
 from prism_optax._types import PRNGKeyLike, Scalar, ScalarOrSchedule
 from prism_optax.transforms import (
+  adapt_step_size,
   add_decayed_factors,
   chain,
   intrinsic_clip,
@@ -40,15 +43,20 @@ def _optimizer(
   )
 
 
+# Without a learning rate: that of the first step, and the decay. Both were
+# chosen on texts (benchmarks/accuracy/regret.py).
+_RATE, _DECAY = 1e-2, 3.0
+
+
 def prism(
-  learning_rate: ScalarOrSchedule,
+  learning_rate: ScalarOrSchedule | None = None,
   *,
   l2_clip_norm: Scalar,
   noise_multiplier: Scalar,
   expected_batch_size: Scalar,
   prng_key: PRNGKeyLike = None,
   per_example_gradients: bool = True,
-  weight_decay: Scalar = 0.1,
+  weight_decay: Scalar | None = None,
   b1: Scalar = 0.9,
   b2: Scalar = 0.999,
   steps: int | None = None,
@@ -67,6 +75,11 @@ def prism(
     add_decayed_factors(weight_decay)
     scale_by_learning_rate(learning_rate)
     retract()
+
+  Without a learning rate nothing has to be tuned on private data:
+  :func:`prism_optax.transforms.adapt_step_size` lets the preconditioner's steps
+  grow as far as the task wants, from a rate of 0.01 that falls linearly to
+  zero over ``steps``.
 
   Clip: Eq. 13, 15 and 16 there; noise: Eq. 17 to 21; preconditioner: Eq. 24 to
   27; retraction: Eq. 22. Each part says where it departs from the paper. For
@@ -105,10 +118,10 @@ def prism(
   digits; ``b2`` made no difference.
 
   Args:
-    learning_rate: A number or schedule. The preconditioned direction has
-      entries of order one in intrinsic coordinates, whatever the gauge, alpha
-      or scale; begin with 3e-2 falling to zero for hundreds of steps, and
-      with more for fewer.
+    learning_rate: A number or schedule; None for steps that adapt. The
+      preconditioned direction has entries of order one in intrinsic
+      coordinates, whatever the gauge, alpha or scale; begin with 3e-2 falling
+      to zero for hundreds of steps, and with more for fewer.
     l2_clip_norm: C, of each example's intrinsic gradient, in total over all
       modules and leaves.
     noise_multiplier: The noise's standard deviation per coordinate over C / b
@@ -126,13 +139,15 @@ def prism(
       pre_clipping_transform=tangent_coordinates(params))``; then the clip is
       the caller's, and must be at this C and b.
     weight_decay: Share of Z that a step of learning rate 1 removes, see
-      :func:`add_decayed_factors`. It forgets the noise of old steps, which
-      nothing else removes from Z. More than the default helps if the pretrained
-      model is near the task (up to 1 for sentences), and harms if it is far.
+      :func:`add_decayed_factors`; None for 0.1, and without a learning rate for
+      3.0. It forgets the noise of old steps, which nothing else removes from Z.
+      With a learning rate, more than 0.1 helps if the pretrained model is near
+      the task (up to 1 for sentences), and harms if it is far.
     b1: Decay of the first moment.
     b2: Decay of the second moments.
     steps: The number of updates that were accounted for, as for
-      :func:`tangent_privatizer`: none releases anything beyond it.
+      :func:`tangent_privatizer`: none releases anything beyond it. Needed
+      without a learning rate.
     layout: Which leaves are pairs, if names do not show it: see
       :func:`prism_optax.lora.describe_pairs`.
 
@@ -166,11 +181,19 @@ def prism(
     ((3, 1), (1, 2))
   """
   stddev = _stddev(l2_clip_norm, noise_multiplier, expected_batch_size)
+  direction = scale_by_rank_preconditioner(b1, b2, noise_stddev=stddev)
+  usual_decay = 0.1
+  if learning_rate is None:
+    if steps is None:
+      raise ValueError('Expected learning_rate, or steps to choose one for.')
+    direction = adapt_step_size(direction, noise_stddev=stddev)
+    learning_rate = optax.linear_schedule(_RATE, 0.0, steps)
+    usual_decay = _DECAY
   return _optimizer(
     intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
     tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    scale_by_rank_preconditioner(b1, b2, noise_stddev=stddev),
-    add_decayed_factors(weight_decay),
+    direction,
+    add_decayed_factors(usual_decay if weight_decay is None else weight_decay),
     scale_by_learning_rate(learning_rate),
     retract(),
     per_example_gradients=per_example_gradients,

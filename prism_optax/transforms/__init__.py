@@ -3,9 +3,9 @@
 Per-example gradients become tangent coordinates (:func:`tangent_coordinates`),
 are clipped and summed (:func:`intrinsic_clip`, :func:`per_matrix_clip`), get
 noise (:func:`tangent_privatizer`, :func:`correlated_tangent_privatizer`),
-become a direction (:func:`scale_by_rank_preconditioner`), and lead to new
-factors (:func:`add_decayed_factors`, :func:`scale_by_learning_rate`,
-:func:`retract`).
+become a direction (:func:`scale_by_rank_preconditioner`,
+:func:`adapt_step_size`), and lead to new factors (:func:`add_decayed_factors`,
+:func:`scale_by_learning_rate`, :func:`retract`).
 :func:`chain` fuses them; :func:`tangent_transformation` makes one of your own.
 """
 
@@ -38,11 +38,13 @@ from prism_optax.transforms._published import scale_by_published_preconditioner
 from prism_optax.transforms._rank_preconditioner import (
   scale_by_rank_preconditioner,
 )
+from prism_optax.transforms._step_size import adapt_step_size
 
 # fmt: off
 __all__ = [
-  'add_decayed_factors', 'augmented_optimizer', 'chain', 'clipped_elsewhere',
-  'correlated_noise_stddev', 'correlated_tangent_privatizer', 'intrinsic_clip',
+  'adapt_step_size', 'add_decayed_factors', 'augmented_optimizer', 'chain',
+  'clipped_elsewhere', 'correlated_noise_stddev',
+  'correlated_tangent_privatizer', 'intrinsic_clip',
   'noised_elsewhere', 'orthogonalize', 'per_matrix_clip', 'retract',
   'scale_by_learning_rate', 'scale_by_published_preconditioner',
   'scale_by_rank_preconditioner', 'split_noise_multiplier',

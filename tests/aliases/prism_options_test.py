@@ -36,6 +36,14 @@ CHAINS = {
     prism_optax.prism, {'per_example_gradients': False},
     (NOISE, DIRECTION, DECAY, RATE, RETRACT),
   ),
+  'prism without a rate': (
+    prism_optax.prism, {'learning_rate': None, 'steps': 3},
+    (CLIP, prism_optax.tangent_privatizer(STDDEV, prng_key=7, steps=3),
+     transforms.adapt_step_size(DIRECTION, noise_stddev=STDDEV),
+     prism_optax.add_decayed_factors(3.0),
+     prism_optax.scale_by_learning_rate(optax.linear_schedule(0.01, 0.0, 3)),
+     RETRACT),
+  ),
   'published_prism': (
     prism_optax.published_prism, {},
     (CLIP, NOISE, PUBLISHED, RATE, prism_optax.retract(align=True)),

@@ -83,6 +83,10 @@ ARGUMENTS = [
     {'steps': (0,)}),
   (of(transforms.correlated_noise_stddev, noising_matrix=np.eye(2), stddev=1.0,
     steps=2), {'stddev': (-1,), 'steps': (0,)}),
+  (of(transforms.adapt_step_size, preconditioner=
+    prism_optax.scale_by_rank_preconditioner(**NOISE), **NOISE),
+    {'noise_stddev': (-1.0,), 'growth': (-0.1,), 'threshold': (0.0,),
+    'preconditioner': ('adam', prism_optax.retract())}),
   (of(prism_optax.scale_by_rank_preconditioner, **NOISE),
     {'max_condition_number': (0.5,), 'eps': (-1e-8,), 'floor_factor': (-1.0,),
     'noise_stddev': (-1.0,)}),
@@ -224,6 +228,8 @@ CALLS = {
     )
     for i, x in enumerate([[1, -1], [1, np.nan], [np.inf], [], [[1.0]]])
   },
+  'a recipe without its length': (of(prism_optax.prism, **REQUIRED),
+    'learning_rate, or steps'),
   'rows with noise of two axes': (of(contrib.scale_by_row_moments,
     noise_stddev=np.ones((2, 2))), 'noise_stddev'),
   # Traced it would be an array in the state, and a constant of no use.

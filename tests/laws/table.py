@@ -88,6 +88,13 @@ ROWS = {
     _of(prism_optax.scale_by_rank_preconditioner, noise_stddev=STDDEV),
     gauge=True,
   ),
+  'adapt_step_size': Row(
+    lambda key: transforms.adapt_step_size(
+      prism_optax.scale_by_rank_preconditioner(noise_stddev=STDDEV),
+      noise_stddev=STDDEV,
+    ),
+    gauge=True,
+  ),
   'scale_by_published_preconditioner': Row(
     _of(transforms.scale_by_published_preconditioner, noise_stddev=STDDEV)
   ),
