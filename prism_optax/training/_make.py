@@ -126,8 +126,9 @@ def make_private(
     optimizer: Either any optimizer of optax, which follows a clip and noise on
       the plain gradients (DP-SGD, DP-Adam, ...). Or a function that takes the
       constants of the mechanism by name and makes a transformation that begins
-      with its own clip: ``functools.partial(prism_optax.prism, 3e-2)``,
-      likewise ``published_prism``, ``dp_muon``, or a function of yours with a
+      with its own clip: ``prism_optax.prism``, or with a learning rate of
+      yours ``functools.partial(prism_optax.prism, 3e-2)``; likewise
+      ``published_prism``, ``dp_muon``, or a function of yours with a
       :func:`prism_optax.chain`. The transformation is traced, and its clip and
       noise are compared with the accounting.
     l2_clip_norm: C, the largest norm of one record's contribution to the sum.
@@ -200,7 +201,6 @@ def make_private(
       exactly one of ``target_epsilon`` and ``noise_multiplier`` is given.
 
   Example:
-    >>> import functools
     >>> import jax.numpy as jnp
     >>> import numpy as np
     >>> import prism_optax
@@ -209,7 +209,7 @@ def make_private(
     >>> def loss(params, x, y):
     ...   return jnp.sum((x @ params['lora_a'] @ params['lora_b'] - y) ** 2)
     >>> private = training.make_private(
-    ...   loss, params, optimizer=functools.partial(prism_optax.prism, 0.1),
+    ...   loss, params, optimizer=prism_optax.prism,
     ...   l2_clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=20,
     ...   dataset_size=100, steps=3, delta=1e-5)
     >>> data = np.ones((100, 3), np.float32), np.ones((100, 2), np.float32)

@@ -56,8 +56,8 @@ def assemble(
       raise ValueError(
         'Expected optimizer to be an optimizer without a clip and noise of its'
         ' own, or a function that makes one of the constants of this training:'
-        ' give functools.partial(prism_optax.prism, learning_rate), not'
-        ' prism_optax.prism(learning_rate, ...).'
+        ' give prism_optax.prism, or functools.partial(prism_optax.prism,'
+        ' learning_rate), not prism_optax.prism(learning_rate, ...).'
       )
     stddev = noise_multiplier * clip.bound / clip.normalize_by
     return _dense(clip, gaussian(stddev, prng_key, steps), optimizer)
