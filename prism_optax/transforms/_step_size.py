@@ -71,17 +71,17 @@ def adapt_step_size(
 
     z = <X, mu> / (s ||mu||)       over all modules and other leaves
 
-  would be a standard normal number, whatever mu is: noise of other steps is
-  independent of it. A large z says that the last steps were too short, and a
+  would be a standard normal number, because the noise of a step is independent
+  of all earlier ones. A large z says that the last steps were too short, and a
   z far below zero that they went too far::
 
     log c <- log c + growth * (ramp(z) - ramp(-z))
     ramp(z) = min(max(z / threshold - 1, 0), 1)
 
   and the direction is that of the preconditioner times c, which starts at one.
-  Weight decay after it does not grow along. The rule is ours. Adapting a rate
-  by the product of successive gradients is an old idea (Almeida et al. 1998,
-  hypergradient descent); the known noise makes a test of it.
+  Weight decay after it does not grow along. To adapt a rate by the product of
+  successive gradients is known as hypergradient descent (Baydin et al. 2018,
+  arXiv:1703.04782). The test against the known noise is ours.
 
   **Privacy.** It reads only noisy values, so it is post-processing.
 
@@ -90,6 +90,8 @@ def adapt_step_size(
                                  steps have a standard deviation of 0.14
                                  ``growth`` at the usual threshold
   ``noise_stddev=0.0``           the sign of ``<X, mu>`` decides, at full growth
+  correlated noise               not for it: noise agrees with earlier noise,
+                                 so z says nothing
   first step, or momentum zero   c stays
   NaN or Inf comes in            as in the preconditioner: clip at the start of
                                  the chain
@@ -101,8 +103,8 @@ def adapt_step_size(
     noise_stddev: s, as for the preconditioner.
     growth: Largest change of ``log c`` in a step. With 0.1 the steps can be
       ten times as long after 23 of them.
-    threshold: z from which c grows, and below minus which it shrinks; from
-      twice of it at full growth.
+    threshold: Of z, from which on c grows. At twice the threshold it grows by
+      all of ``growth``. Below the negative threshold it shrinks likewise.
 
   Returns:
     A transformation on trees in the shapes of the parameters; ``update``
