@@ -143,6 +143,13 @@ def clipping() -> list[dict[str, Any]]:
   ]  # fmt: skip
 
 
+# Methods with the planned batches, and their weight decays.
+PLANNED = {
+  'prism': (0.1, 1.0), 'prism, adapted': (1.0, 3.0), 'dp-adamw': (0.1, 1.0),
+  'dp-adamw, adapted': (0.1, 0.3, 1.0),
+}  # fmt: skip
+
+
 def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
   """A setting with the planned batch; a warm-up by 1 - b1^t.
 
@@ -151,8 +158,8 @@ def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
   return {
     'method': method, 'epsilon': epsilon, 'weight_decay': decay,
     'batch': BATCHES[epsilon], 'steps': STEPS,
-    'bias_correction': False, 'warm_up': method == 'dp-adamw',
-    'start': 'balanced' if method == 'dp-adamw' else 'one_sided',
+    'bias_correction': False, 'warm_up': method.startswith('dp-adamw'),
+    'start': 'balanced' if method.startswith('dp-adamw') else 'one_sided',
   }  # fmt: skip
 
 
@@ -165,8 +172,8 @@ EXPERIMENTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
   'planned': lambda: [
     planned(method, epsilon, decay)
     for epsilon in BATCHES
-    for method in ('prism', 'dp-adamw')
-    for decay in (0.1, 1.0)
+    for method, decays in PLANNED.items()
+    for decay in decays
   ],
   'clipping': clipping,
   'correlated': lambda: [
@@ -190,6 +197,10 @@ def rates_and_seeds(setting: dict[str, Any]) -> tuple[tuple[float, ...], int]:
   """Learning rates and the number of seeds of a setting."""
   if setting['method'] in MUON:
     return (0.003, 0.01, 0.03, 0.1, 0.3), 6
+  if setting['method'] == 'prism, adapted':
+    return (1e-2, 3e-2), 10
+  if setting['method'] == 'dp-adamw, adapted':
+    return (3e-3, 1e-2, 3e-2), 10
   if setting['decay'] == 0 and not setting['bias_correction']:
     return (1e-2, 3e-2, 1e-1, 3e-1), 5
   if setting['batch'] == 96:
@@ -287,8 +298,8 @@ def input_metric(form: str | None, seed: int) -> contrib.InputMetric | None:
   )
 
 
-def optimizer(setting: dict[str, Any], rate: Any) -> Any:
-  """The optimizer of a setting."""
+def optimizer(setting: dict[str, Any], rate: Any, stddev: Any) -> Any:
+  """The optimizer of a setting, for noise of this size on the mean."""
   steps = setting['steps']
   if setting['method'] in MUON:
     schedule = optax.linear_schedule(1.0, 0.1, steps)
@@ -300,7 +311,7 @@ def optimizer(setting: dict[str, Any], rate: Any) -> Any:
 
   if setting['warm_up']:
     return methods.optimizer(
-      setting['method'], decayed, stddev=None, b1=setting['b1'],
+      setting['method'], decayed, stddev=stddev, b1=setting['b1'],
       decay=setting['weight_decay'],
     )  # fmt: skip
   if setting['method'] == 'dp-adamw':
@@ -310,7 +321,9 @@ def optimizer(setting: dict[str, Any], rate: Any) -> Any:
     )  # fmt: skip
   names = ('b1', 'b2', 'floor_factor', 'weight_decay', 'bias_correction',
            'max_condition_number')  # fmt: skip
-  return methods.prism(decayed, **{name: setting[name] for name in names})
+  return methods.MANIFOLD[setting['method']](
+    decayed, **{name: setting[name] for name in names}
+  )
 
 
 def training_of(
@@ -329,7 +342,11 @@ def training_of(
   return training.make_private(
     problem.loss,
     problem.start(0),
-    optimizer=optimizer(setting, rate),
+    optimizer=optimizer(
+      setting,
+      rate,
+      (noise_multiplier or 0.0) * setting['clip'] / setting['batch'],
+    ),
     clipping=RULES[setting['rule']],
     l2_clip_norm=setting['clip'],
     expected_batch_size=setting['batch'] // records,

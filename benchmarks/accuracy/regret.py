@@ -10,6 +10,8 @@ task. A head starts from zero, or from a private release that has half of the
 budget. All methods have b1 = .9 and a warm-up by 1 - b1^t, and DP-AdamW starts
 in the gauge of ``lora.canonicalize``. Regret is the accuracy of the best of all
 methods, each tuned on the task itself, less that of a method with its recipe.
+``prism, adapted`` is ``prism`` without a rate of its own: only the first steps
+and the start of the head are chosen, and it is never tuned on the task.
 Digits choose no recipe. They are the small network of ``digits.py``, where
 DP-AdamW starts from balanced factors, which are better for it there.
 
@@ -46,12 +48,15 @@ TASKS = {
 }  # fmt: skip
 # The first one chooses recipes.
 EPSILONS, SEEDS, TUNING_SEED = (3.0, 1.0, 8.0), tuple(range(5)), 100
-RATES = {
-  'prism': (1e-2, 3e-2, 1e-1, 3e-1),
-  'dp-adamw': (3e-3, 1e-2, 3e-2, 1e-1),
-  'linear probe': (1e-2, 3e-2, 1e-1, 3e-1),
+ADAPTED, DECAYS = 'prism, adapted', (0.1, 1.0)
+# Learning rates with weight decays. A probe has no adapters that could decay;
+# adapted steps begin short, and decay loses the same share in each of them.
+OPTIONS = {
+  'prism': tuple(itertools.product((1e-2, 3e-2, 1e-1, 3e-1), DECAYS)),
+  ADAPTED: ((1e-2, 3.0), (3e-2, 1.0)),
+  'dp-adamw': tuple(itertools.product((3e-3, 1e-2, 3e-2, 1e-1), DECAYS)),
+  'linear probe': tuple((x, DECAYS[0]) for x in (1e-2, 3e-2, 1e-1, 3e-1)),
 }
-DECAYS = (0.1, 1.0)
 # From zero, or from a release that has half of the budget.
 HEADS = ('trained', 'ridge')
 # Tasks, epsilons, and whether a row is the mean of its tokens.
@@ -59,8 +64,9 @@ CELLS = [
   *((task, EPSILONS[0], pooled) for pooled in (True, False) for task in TASKS),
   *((task, epsilon, True) for epsilon in EPSILONS[1:] for task in TASKS),
 ]
-# Methods that have something to choose; and a head by itself.
-METHODS, RIDGE, DIGITS = tuple(RATES), 'ridge', 'digits'
+# Methods with something to choose; those whose steps adapt are never tuned.
+# And a head by itself.
+METHODS, RIDGE, DIGITS = tuple(OPTIONS), 'ridge', 'digits'
 
 
 def settings(task: str, method: str, epsilon: float) -> list[Setting]:
@@ -78,9 +84,8 @@ def settings(task: str, method: str, epsilon: float) -> list[Setting]:
       start='canonical' if method == 'dp-adamw' else 'default',
       pooled=True,
     )
-    for head, rate, decay in itertools.product(HEADS, RATES[method], DECAYS)
-    # A probe has no adapters that could decay.
-    if method != 'linear probe' or decay == DECAYS[0]
+    for head in HEADS
+    for rate, decay in OPTIONS[method]
   ]
 
 
@@ -133,6 +138,8 @@ def plan(find: runner.Find) -> Iterator[dict[str, Any]]:
   for task, epsilon, pooled in CELLS:
     chosen = [ridge_of(task, epsilon)]
     for method, choose in itertools.product(METHODS, (tuned, by_recipe)):
+      if (method, choose) == (ADAPTED, tuned):
+        continue
       try:
         chosen.append(choose(find, task, method, epsilon))
       except runner.Missing as missing:
@@ -256,15 +263,16 @@ def cell_of_texts(
   def reported(setting: Setting) -> list[float]:
     return accuracies(find, dataclasses.replace(setting, pooled=pooled))
 
-  which = {x: (find, task, x, epsilon) for x in METHODS}
-  untuned = {x: reported(by_recipe(*y)) for x, y in which.items()}
-  return Cell(
-    task,
-    epsilon,
-    pooled,
-    {x: statistics.mean(reported(tuned(*y))) for x, y in which.items()},
-    {**untuned, RIDGE: reported(ridge_of(task, epsilon))},
-  )
+  best, untuned = {}, {RIDGE: reported(ridge_of(task, epsilon))}
+  for method in METHODS:
+    which = find, task, method, epsilon
+    # It has fewer rows than the others.
+    allowed = (runner.Missing,) if method == ADAPTED else ()
+    with contextlib.suppress(*allowed):
+      untuned[method] = reported(by_recipe(*which))
+      if method != ADAPTED:
+        best[method] = statistics.mean(reported(tuned(*which)))
+  return Cell(task, epsilon, pooled, best, untuned)
 
 
 def cell_of_digits(
@@ -276,14 +284,17 @@ def cell_of_digits(
     runner.Missing: If some are not there.
   """
   tuned, untuned = {}, {}
-  for method in ('prism', 'dp-adamw'):
-    each = [digits.planned(method, epsilon, decay) for decay in DECAYS]
+  for method in ('prism', ADAPTED, 'dp-adamw'):
+    decays = sorted({decay for _, decay in OPTIONS[method]})
+    each = [digits.planned(method, epsilon, decay) for decay in decays]
     rows = [of_digits(x) for x in each]
     if None in rows:
       raise runner.Missing(each)
-    tuned[method] = max(rows, key=lambda x: x['tuning accuracy'])['accuracy']
+    if method != ADAPTED:
+      best = max(rows, key=lambda x: x['tuning accuracy'])
+      tuned[method] = best['accuracy']
     rate, decay, _ = recipe(find, method, DIGITS)
-    row = rows[DECAYS.index(decay)]
+    row = rows[decays.index(decay)]
     at = row['rates'].index(rate)
     untuned[method] = row['accuracies by rate and seed'][at]
   return Cell(DIGITS, epsilon, True, tuned, untuned)
@@ -301,12 +312,19 @@ def table(found: list[Cell]) -> str:
   """
   names = (*METHODS, RIDGE)
   corrected = holm([x.lead[1] for x in found])
+
+  def points(regrets: dict[str, float]) -> list[str]:
+    # Plus zero, because a little less than zero would be -0.0.
+    return [
+      f'{round(regrets[x], 1) + 0:.1f}' if x in regrets else '' for x in names
+    ]
+
   rows = [
     [
       named(x.task, x.pooled),
       x.epsilon,
       f'{x.best:.3f}',
-      *(f'{x.regrets[y]:.1f}' if y in x.regrets else '' for y in names),
+      *points(x.regrets),
       f'{x.lead[0]:+.1f}',
       f'{p:.3f}' if p >= 0.001 else '<.001',
     ]
@@ -316,8 +334,12 @@ def table(found: list[Cell]) -> str:
     counted = [x.regrets for x in found if x.is_counted and x.pooled == pooled]
     for word, reduce in (('mean', statistics.mean), ('worst', max)):
       if counted:
-        each = [reduce([x[y] for x in counted]) for y in names]
-        numbers = [f'{x:.1f}' for x in each]
+        numbers = [
+          f'{reduce([x[y] for x in counted]):.1f}'
+          if all(y in x for x in counted)
+          else ''
+          for y in names
+        ]
         rows.append([named(word, pooled), '', '', *numbers, '', ''])
   return runner.markdown(
     ['task', 'epsilon', 'best', *names, 'prism - dp-adamw', 'p'], rows

@@ -34,6 +34,7 @@ def spelled_out(
   weight_decay: Scalar = 0.1,
   chain: Callable[..., Any] = prism_optax.chain,
   scale: Callable[..., Any] = prism_optax.scale_by_learning_rate,
+  adapt: Callable[..., Any] = lambda x: x,
   **preconditioner: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """The lines of ``prism``, to be changed one by one.
@@ -47,14 +48,17 @@ def spelled_out(
     weight_decay: Decay of Z.
     chain: Of this library or of optax.
     scale: Likewise.
+    adapt: What the preconditioner is put into.
     **preconditioner: Options of ``scale_by_rank_preconditioner``.
   """
   return chain(
     *([] if clip is None else [clip]),
     noise,
     *after_noise,
-    prism_optax.scale_by_rank_preconditioner(
-      noise_stddev=noise_stddev, **preconditioner
+    adapt(
+      prism_optax.scale_by_rank_preconditioner(
+        noise_stddev=noise_stddev, **preconditioner
+      )
     ),
     prism_optax.add_decayed_factors(weight_decay),
     scale(rate),
@@ -73,7 +77,7 @@ def _of_parts(
   per_example_gradients: bool = True,
   options: Mapping[str, Any],
 ) -> optax.GradientTransformationExtraArgs:
-  """``prism`` with options that only its parts have, and with row scales.
+  """``prism`` with options of its parts, and with parts beside them.
 
   `make_private` looks at the names of arguments: none may be any name.
   """
@@ -83,6 +87,10 @@ def _of_parts(
   clip = prism_optax.intrinsic_clip(
     l2_clip_norm, normalize_by=expected_batch_size
   )
+  if options.pop('adapt', False):
+    options['adapt'] = functools.partial(
+      transforms.adapt_step_size, noise_stddev=stddev
+    )
   return spelled_out(
     rate,
     prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
@@ -102,6 +110,7 @@ def prism(rate: optax.ScalarOrSchedule, **options: Any) -> Callable[..., Any]:
 
 MANIFOLD: dict[str, Callable[..., Any]] = {
   'prism': prism,
+  'prism, adapted': functools.partial(prism, adapt=True),
   'prism, decayed': functools.partial(prism, weight_decay=1.0),
   'prism, paper mode': lambda rate, **options: functools.partial(
     prism_optax.published_prism, rate, **options
@@ -133,6 +142,9 @@ def _adam(b1: Any, stddev: Any) -> optax.GradientTransformation:
 
 FACTORS = {
   'dp-adamw': OnFactors(_adam, weight_decay=1e-4),
+  'dp-adamw, adapted': OnFactors(
+    lambda b1, stddev: baselines.scale_by_adapted_adam(stddev, b1)
+  ),
   # What helped PRISM: much decay, and a warm-up. The factors are decayed, not
   # their product: in the gauge of a fresh start the two are alike.
   'dp-adamw, decayed': OnFactors(_adam, weight_decay=1.0, warm_up=True),

@@ -124,6 +124,19 @@ def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
   ]
 
 
+def regrets_on_digits(method: str) -> list[float]:
+  """Points, from the smallest epsilon to the largest."""
+  return [
+    x.regrets[method] for x in cells_of_regret() if x.task == regret.DIGITS
+  ]
+
+
+def adapted_on_digits(method: str, epsilon: float) -> float:
+  """The best mean accuracy of first rates and decays whose steps adapt."""
+  found = rows('digits_cpu', method=f'{method}, adapted', epsilon=epsilon)
+  return max(max(x['accuracies by rate']) for x in found)
+
+
 def means_of_regret(method: str) -> float:
   """Mean of the points, at all epsilons, if texts are means of their tokens."""
   return statistics.mean(regrets_of_texts(method, pooled=True))
