@@ -142,17 +142,6 @@ def means_of_regret(method: str) -> float:
   return statistics.mean(regrets_of_texts(method, pooled=True))
 
 
-def lead_of_regret(task: str, epsilon: float) -> tuple[float, float]:
-  """Points of `prism` over DP-AdamW, and Holm's p, for means of tokens."""
-  found = cells_of_regret()
-  corrected = regret.holm([x.lead[1] for x in found])
-  return next(
-    (x.lead[0], p)
-    for x, p in zip(found, corrected, strict=True)
-    if (x.task, x.epsilon, x.pooled) == (task, epsilon, True)
-  )
-
-
 def rows_of_regret(method: str, **fields: Any) -> float:
   """Mean accuracy over the seeds that are reported."""
   found = rows('regret', method=method, **fields)
