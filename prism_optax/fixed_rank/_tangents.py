@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from prism_optax._linalg._products import gram, matmul
-from prism_optax._types import Scalar
+from prism_optax._types import ArrayTree, Scalar
 from prism_optax.fixed_rank._points import Factors, Frame
 
 
@@ -251,6 +251,15 @@ def projected(frame: Frame, tangent: Tangent) -> TangentSum:
   left, right = as_sum(frame, tangent)
   left, right = left @ frame.right_mask, right @ frame.left_mask
   return TangentSum(left.outside(), right)
+
+
+def scaled(tree: ArrayTree, factor: jax.Array) -> ArrayTree:
+  """All coordinates of a tree, sums or arrays, times a number."""
+
+  def times(x):  # A side of a sum, or an array.
+    return x * factor.astype(jax.tree.leaves(x)[0].dtype)
+
+  return jax.tree.map(times, tree, is_leaf=lambda x: isinstance(x, TallSum))
 
 
 def multiply_out(tangent: Tangent | TangentSum) -> Tangent:

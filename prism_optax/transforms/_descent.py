@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -11,7 +10,7 @@ from prism_optax._linalg._products import matmul
 from prism_optax._modules import LayoutLike
 from prism_optax._types import Scalar, ScalarOrSchedule
 from prism_optax.fixed_rank._points import map_ranks
-from prism_optax.fixed_rank._tangents import TallSum, TangentSum, as_sum
+from prism_optax.fixed_rank._tangents import TangentSum, as_sum, scaled
 from prism_optax.transforms._chain import (
   Stacked,
   TangentTransformation,
@@ -118,13 +117,7 @@ def scale_by_learning_rate(
   def update(stacks, state, step, **extra_args):
     del step, extra_args
     factor, state = scale.update(jnp.ones(()), state)
-
-    def scaled(x):  # A side of a sum, or an array.
-      return x * factor.astype(jax.tree.leaves(x)[0].dtype)
-
-    return jax.tree.map(
-      scaled, stacks, is_leaf=lambda x: isinstance(x, TallSum)
-    ), state
+    return scaled(stacks, factor), state
 
   return TangentTransformation(
     Stacked('scale_by_learning_rate', init, update), layout

@@ -1,6 +1,7 @@
 """A step size that grows as long as noisy gradients agree with their past."""
 
 import functools
+import math
 import operator
 from typing import NamedTuple
 
@@ -12,9 +13,9 @@ from prism_optax._linalg._products import gram
 from prism_optax.fixed_rank import Tangent
 from prism_optax.fixed_rank._points import Frame, map_ranks
 from prism_optax.fixed_rank._tangents import (
-  TallSum,
   TangentSum,
   multiply_out,
+  scaled,
   transport_sum,
 )
 from prism_optax.transforms._chain import Stacked, TangentTransformation
@@ -25,6 +26,9 @@ from prism_optax.transforms._rank_preconditioner import (
   check_stddev,
   variance_at,
 )
+
+# A loss without a minimum, whose gradients agree for ever, ends in no overflow.
+_MOST = math.log(1e4)
 
 
 class AdaptedStepSizeState(NamedTuple):
@@ -93,6 +97,7 @@ def adapt_step_size(
   correlated noise               not for it: noise agrees with earlier noise,
                                  so z says nothing
   first step, or momentum zero   c stays
+  agreement for ever             c stops at 1e4, and at 1e-4 on the other side
   NaN or Inf comes in            as in the preconditioner: clip at the start of
                                  the chain
   =============================  ==============================================
@@ -162,15 +167,9 @@ def adapt_step_size(
     z = jnp.where(scale > 0, inner_product / safe, most)
     change = growth * (ramp(z) - ramp(-z))
     log_scale = state.log_scale + change.astype(jnp.float32)
+    log_scale = jnp.clip(log_scale, -_MOST, _MOST)
     out, new = inner.update(stacks, old, step, **extra_args)
-    factor = jnp.exp(log_scale)
-
-    def scaled(x):  # A side of a sum, or an array.
-      return x * factor.astype(jax.tree.leaves(x)[0].dtype)
-
-    return jax.tree.map(
-      scaled, out, is_leaf=lambda x: isinstance(x, TallSum)
-    ), AdaptedStepSizeState(log_scale, new)
+    return scaled(out, jnp.exp(log_scale)), AdaptedStepSizeState(log_scale, new)
 
   return TangentTransformation(
     Stacked('adapt_step_size', init, update), preconditioner.layout

@@ -104,3 +104,18 @@ def test_noise_alone_leaves_the_steps_as_they_are():
   steps = np.diff(walk(chain.init(params)))
   assert 0.01 < np.std(steps) < 0.018  # 0.1 times 0.138.
   assert abs(np.sum(steps)) < 4 * 0.0138 * 20
+
+
+def test_agreement_for_ever_overflows_nothing():
+  problem = problems.Problem([(6, 5, 2)] * 2)
+  params = problem.params(problem.start()[0], np.zeros(5), np.float32)
+  tx = transforms.adapt_step_size(
+    prism_optax.scale_by_rank_preconditioner(noise_stddev=0.1),
+    noise_stddev=0.1, growth=60.0,
+  )  # fmt: skip
+  state, update = tx.init(params), jax.jit(tx.update)
+  for size, limit in ((9, 1), (9, 1e4), (9, 1e4), (-81, 1e-4)):
+    gradient = jax.tree.map(lambda x, y=size: np.full_like(x, y), params)
+    out, state = update(gradient, state, params)
+    np.testing.assert_allclose(np.exp(state.log_scale), limit, rtol=1e-5)
+  assert np.isfinite(np.concatenate(jax.tree.leaves(out), None)).all()
