@@ -186,6 +186,7 @@ def prism(
   if learning_rate is None:
     if steps is None:
       raise ValueError('Expected learning_rate, or steps to choose one for.')
+    _validate.integer('steps', steps, 1)
     direction = adapt_step_size(direction, noise_stddev=stddev)
     learning_rate = optax.linear_schedule(_RATE, 0.0, steps)
     usual_decay = _DECAY

@@ -65,6 +65,7 @@ ARGUMENTS = [
     'noise_multiplier': (-1.0,), 'expected_batch_size': (0,),
     'weight_decay': (-0.1,), 'b1': (1.0,), 'b2': (-0.1,),
     'prng_key': ('secret',)}),
+  (of(prism_optax.prism, **REQUIRED), {'steps': (0, 'unlimited')}),
   (of(prism_optax.published_prism, 0.1, **REQUIRED), {'floor_mode': ('trace',),
     'floor_factor': (-1.0,), 'noise_multiplier': (-1.0,)}),
   (of(contrib.prism_muon, 0.1, **REQUIRED), {'momentum': (1.0,),
