@@ -55,7 +55,9 @@ class Setting:
     gauge: Condition number of the gauge in which the start is written.
     head: ``'frozen'`` at random (a task that the adapters must solve; the
       linear probe's is trained), ``'trained'`` from there, or trained from
-      ``'ridge'``, a private release that has ``HEAD_SHARE`` of the budget.
+      ``'ridge'``, a private release that has ``HEAD_SHARE`` of the budget, or
+      ``'short ridge'``, the same with columns of mean length one, too short for
+      the softmax.
     b1: Decay of the first moment; None for what the method usually has.
     weight_decay: Of the adapters, where ``b1`` is given.
     options: More arguments of ``prism``, as sorted pairs.
@@ -136,7 +138,9 @@ def head_of(
   )
 
 
-ridge = functools.partial(head_of, heads.ridge)
+ridge = functools.partial(
+  head_of, functools.partial(heads.ridge, logit_scale=TEMPERATURE)
+)
 
 
 @functools.lru_cache(maxsize=16)
@@ -155,7 +159,7 @@ def private_head(
 
 def released(setting: Setting, folders: Folders) -> heads.LinearHead | None:
   """The head that is released of the private rows before the training."""
-  if setting.head != 'ridge':
+  if setting.head not in ('ridge', 'short ridge'):
     return None
   return private_head(
     setting.task, setting.pooled, setting.epsilon, setting.seed, folders
@@ -191,6 +195,8 @@ def start(
     hidden = layers[0]['query']['kernel'].shape[0]
     kernel = jax.nn.initializers.orthogonal()(keys[0], (hidden, given.classes))
     kernel = kernel if head is None else head.kernel
+    if setting.head == 'short ridge':
+      kernel = kernel / jnp.linalg.norm(kernel, axis=0).mean()
     first = {'kernel': kernel, 'bias': jnp.zeros(given.classes)}
     if setting.head == 'frozen' and kind != 'head':
       frozen['head'] = first

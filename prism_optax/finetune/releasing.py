@@ -75,6 +75,8 @@ def release(task: tasks.Task, options: Options) -> heads.LinearHead:
   )
   print('The head starts from a private release, with half of the budget ...')
 
+  model = nnx.merge(task.graphdef, task.params, task.frozen)
+
   @jax.jit
   def features(params, frozen, inputs):
     return nnx.merge(task.graphdef, params, frozen).encoder(inputs)
@@ -95,6 +97,7 @@ def release(task: tasks.Task, options: Options) -> heads.LinearHead:
     num_classes=len(task.labels),
     noise_multiplier=alone / SHARE**0.5,
     dataset_size=size,
+    logit_scale=model.temperature,
     prng_key=options.seed,
   )
 

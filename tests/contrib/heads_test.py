@@ -52,13 +52,13 @@ def test_columns_are_the_directions_of_the_class_means(sigma):
     assert right.mean() > 0.85
 
 
-@pytest.mark.parametrize('sigma', [0.0, 3.0])
+@pytest.mark.parametrize('sigma', [0.0, 3.0, 90.0])
 def test_ridge_is_the_solution_of_its_equations(sigma):
   """Dense, in float64, with its noise: what was released is read back."""
   with seams.one_shot_sums() as found:
     head = heads.ridge(
       [(FEATURES, LABELS)], num_classes=K, noise_multiplier=sigma,
-      dataset_size=N, prng_key=1,
+      dataset_size=N, logit_scale=4.0, prng_key=1,
     )  # fmt: skip
   (released,) = found
   noisy = np.zeros((D, D))
@@ -69,8 +69,8 @@ def test_ridge_is_the_solution_of_its_equations(sigma):
   x, chosen = directions(), np.eye(K)[LABELS]
   sums = released['sums'] * 2**0.5
   wrong = (noisy - x.T @ x)[upper], sums - x.T @ chosen
-  if sigma:  # Of standard deviation 3.6 in the mean of the matrix, and 4.2.
-    assert all(2 < np.std(x) < 6 for x in wrong)
+  if sigma:  # Of standard deviation 1.2 sigma in the mean of both, and 1.4.
+    assert all(0.7 < np.std(x) / sigma < 2 for x in wrong)
   else:
     np.testing.assert_allclose(np.concatenate(wrong, None), 0, atol=1e-3)
   values, vectors = np.linalg.eigh(noisy)
@@ -78,8 +78,16 @@ def test_ridge_is_the_solution_of_its_equations(sigma):
   inverse = vectors @ np.diag(1 / (values.clip(0) + ridge)) @ vectors.T
   expected = inverse @ sums
   expected -= expected.mean(1, keepdims=True)
-  expected /= np.linalg.norm(expected, axis=0).mean()
+  # Less what the noise of the class sums, which is in both, adds on average.
+  noise = 2 * sigma**2 * np.trace(inverse) * (K - 1)
+  logits = (np.sum(expected * sums) - noise) / N
+  least = 0.1 * np.linalg.norm(expected, axis=0).mean()
+  assert (logits < least) == (sigma == 90)
+  expected *= 2 * np.log(K) / max(logits, least) / 4
   assert_kernel(head.kernel, expected)
+  if sigma < 90:  # So is the true mean.
+    own = 4 * np.sum(head.kernel * (x.T @ chosen)) / N
+    np.testing.assert_allclose(own, 2 * np.log(K), rtol=0.01 + 0.05 * sigma)
   assert head.entries == D * (D + 1) // 2 + D * K
 
 
