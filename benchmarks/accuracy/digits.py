@@ -454,7 +454,7 @@ def measure(smoke: bool, setting: dict[str, Any]) -> dict[str, Any]:
     problem = adapted_network(setting['rank'], setting['start'])
   rates, seeds = rates_and_seeds(setting)
   if smoke:
-    rates, seeds, setting = rates[:2], 2, setting | {'steps': 24}
+    rates, seeds, setting = rates[:1], 2, setting | {'steps': 4}
   if setting['noise'] != 'Poisson':
     train, sigma = fixed_order(setting, problem, smoke)
   else:

@@ -88,8 +88,8 @@ def encode(
     cache.mkdir(parents=True, exist_ok=True)
     encoder = minilm.load(source)
 
-    @jax.jit
-    def below(ids):
+    @nnx.jit  # The weights are an argument: as constants they take seconds.
+    def below(encoder, ids):
       mask = ids != 0
       tokens = encoder.words(ids) + encoder.positions(jnp.arange(length))
       tokens = encoder.norm(tokens.reshape(-1, encoder.hidden_size))
@@ -97,7 +97,7 @@ def encode(
         tokens = layer(tokens, mask)
       return tokens.reshape(*ids.shape, -1).astype(jnp.float16)
 
-    chunk = 256
+    chunk = min(256, len(ids))
     padded = np.pad(ids, ((0, -len(ids) % chunk), (0, 0)))
     # Under another name until it is whole, because a run may be interrupted; of
     # its own, because another process may encode the same texts.
@@ -106,7 +106,7 @@ def encode(
       partial, 'w+', np.float16, (len(ids), length, encoder.hidden_size)
     )
     for start in range(0, len(ids), chunk):
-      rows = np.asarray(below(padded[start : start + chunk]))
+      rows = np.asarray(below(encoder, padded[start : start + chunk]))
       out[start : start + chunk] = rows[: len(ids) - start]
       print(f'  encoded {start} of {len(ids)}', end='\r', file=sys.stderr)
     out.flush()

@@ -115,13 +115,11 @@ def amplified(
   return dict(zip(('in', 'out'), np.mean(sizes, 0).tolist(), strict=True))
 
 
-def measure(
-  folders: runner.Folders, steps: int = STEPS, task: str = 'sst2', **given: Any
-) -> dict[str, float]:
+def measure(folders: runner.Folders, **given: Any) -> dict[str, float]:
   """One row."""
-  name, sigma = given['method'], given['noise multiplier']
+  name, sigma = given['method'], given.pop('noise multiplier')
   setting = sentences.Setting(
-    task, name, RATES[name], epsilon=1.0, seed=0, steps=steps
+    rate=RATES[name], epsilon=1.0, seed=0, **{'steps': STEPS, **given}
   )
   params, state, _ = sentences.train(setting, folders, sigma)
   stddev = sigma * setting.clip / setting.batch
@@ -168,7 +166,7 @@ if __name__ == '__main__':
       for name in RATES
     ],
     measure,
-    smoke={'task': 'banking77', 'steps': 2},
+    smoke={'task': 'banking77', 'steps': 2, 'batch': 32, 'pooled': True},
     plot=plot,
     by_device=False,
     reads_text=True,

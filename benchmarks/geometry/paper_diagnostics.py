@@ -244,7 +244,8 @@ if __name__ == '__main__':
       ),
     ],
     measure,
-    smoke={'steps': 2},
+    # One program for both issues.
+    smoke={'steps': 2, 'method': 'PRISM', 'noise multiplier': SIGMA},
     plot=paper_report.plot,
     by_device=False,
   )

@@ -29,7 +29,7 @@ optimizer = functools.partial(prism_optax.prism, 1e-3)
 
 
 def private(
-  problem: steps.Problem, batched: bool, microbatch: int | None, count: int
+  problem: steps.Problem, batched: bool, microbatch: int | None
 ) -> training.PrivateTraining:
   return training.make_private(
     problem.losses if batched else problem.loss,
@@ -41,7 +41,7 @@ def private(
     dataset_size=len(problem.data[0]),
     execution=training.Execution(microbatch, problem.rows),
     batched_loss=batched,
-    steps=count,
+    steps=10_000,  # More than are ever timed.
     delta=1e-5,
     prng_key=0,
   )
@@ -53,11 +53,10 @@ class PrivateStep:
   Args:
     problem: Model and data.
     batched: Whether the gradients come from one backward pass.
-    count: How often it will be called at most.
   """
 
-  def __init__(self, problem: steps.Problem, batched: bool, count: int):
-    self.training = private(problem, batched, None, count)
+  def __init__(self, problem: steps.Problem, batched: bool):
+    self.training = private(problem, batched, None)
     self.state = self.training.init(problem.params)
     self._drawn = self.training.batches(self.state, problem.data)
     self.batch = next(iter(self._drawn))
@@ -84,18 +83,21 @@ def by_hand(problem: steps.Problem, batched: bool, batch: Any) -> timing.Step:
   return timing.Step(step, carried, fixed)
 
 
-def times(task: str, runs: int, rows: int | None) -> list[runner.Row]:
+def times(
+  task: str, runs: int, rows: int | None, routes: Sequence[str]
+) -> list[runner.Row]:
   """Milliseconds of both by the route of the gradients, and of a draw."""
   problem = MAKE[task](**({} if rows is None else {'rows': rows}))
   made: dict[str, Callable[[], None]] = {}
-  for route, batched in ROUTES.items():
-    step = PrivateStep(problem, batched, 10_000)
+  for route in routes:
+    batched = ROUTES[route]
+    step = PrivateStep(problem, batched)
     made[f'make_private, {route}'] = step
     made[f'by hand, {route}'] = by_hand(problem, batched, step.batch)
     made['a draw'] = step.draw
   seconds = timing.in_turn(made, runs, progress=True)
   found = {name: timing.summary(x) for name, x in seconds.items()}
-  for route in ROUTES:
+  for route in routes:
     name, other = f'make_private, {route}', f'by hand, {route}'
     found[name]['to by hand'] = timing.ratio(seconds, name, other)
   return [{'step': name, 'rounds': runs, **row} for name, row in found.items()]
@@ -105,7 +107,7 @@ def temporary_megabytes(
   problem: steps.Problem, batched: bool, microbatch: int | None
 ) -> float:
   """What the compiled step takes besides its arguments and results."""
-  made = private(problem, batched, microbatch, 1)
+  made = private(problem, batched, microbatch)
   state = made.init(problem.params)
   batch = next(iter(made.batches(state, problem.data)))
   program = made._step.lower(
@@ -121,19 +123,20 @@ def measure(
   runs: int = 20,
   rows: int | None = None,
   sizes: Sequence[int | None] = (8, 16, 32, None),
+  routes: Sequence[str] = tuple(ROUTES),
 ) -> list[runner.Row]:
   """Rows of ``'time'`` or of ``'memory'``."""
   if part == 'time':
     # Small steps are hard to time: more of them.
-    return times(task, runs * (10 if task == 'digits' else 1), rows)
+    return times(task, runs * (10 if task == 'digits' else 1), rows, routes)
   problem = MAKE[task](rows=rows or 64)
   return [
     {
       'step': route,
       'rows at once': size or problem.rows,
-      'temporary megabytes': temporary_megabytes(problem, batched, size),
+      'temporary megabytes': temporary_megabytes(problem, ROUTES[route], size),
     }
-    for route, batched in ROUTES.items()
+    for route in routes
     for size in sizes
   ]
 
@@ -148,5 +151,12 @@ if __name__ == '__main__':
       {'task': 'minilm', 'part': 'memory'},
     ],
     measure,
-    smoke={'task': 'digits', 'runs': 1, 'sizes': (8,)},
+    # The other route has a test of its own.
+    smoke={
+      'task': 'digits',
+      'runs': 1,
+      'rows': 8,
+      'sizes': (None,),
+      'routes': ('vmap',),
+    },
   )

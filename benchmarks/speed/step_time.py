@@ -50,31 +50,32 @@ def noises(batch):
   }
 
 
-def of_chains(problem, txs, name):
-  """Steps of chains with gradients from both routes."""
+def of_chains(problem, txs, name, routes):
+  """Steps of chains with gradients from some routes."""
   return {
     name.format(chain, route): steps.chained(
-      tx, problem.gradients(batched), problem.params
+      tx, problem.gradients(ROUTES[route]), problem.params
     )
     for chain, tx in txs.items()
-    for route, batched in ROUTES.items()
+    for route in routes
   }
 
 
-def measure(part, batch=32, length=48, runs=20, layers=6):
+def measure(part, batch=32, length=48, runs=20, layers=6, routes=tuple(ROUTES)):
   """Rows of a rank, or of ``'noise'``."""
   rank = 8 if part == 'noise' else int(part)
   problem = steps.sentences(rank, batch, length, layers)
   if part == 'noise':
-    made = of_chains(problem, noises(batch), '{}, {}')
-    references = {f'floats, {x}': f'floats, {x}' for x in ROUTES}
+    made = of_chains(problem, noises(batch), '{}, {}', routes)
+    references = {f'floats, {x}': f'floats, {x}' for x in routes}
   else:
     made = {'adamw, not private': steps.plain(problem.mean, problem.params)}
     for name in ('dp-adamw', 'prism', 'dp-muon'):
       made[name] = steps.clipped(
         name, problem.mean, problem.params, batch=batch, microbatch=batch
       )
-    made |= of_chains(problem, chains(batch), '{}, clip in the chain, {}')
+    name = '{}, clip in the chain, {}'
+    made |= of_chains(problem, chains(batch), name, routes)
     references = {'dp-adamw': 'dp-adamw', 'adamw': 'adamw, not private'}
   fixed = problem.frozen, tuple(x[:batch] for x in problem.data)
   return [
@@ -94,5 +95,6 @@ if __name__ == '__main__':
       'length': 8,
       'runs': 2,
       'layers': 1,
+      'routes': ('one backward',),
     },
   )

@@ -40,14 +40,13 @@ def test_each_script_is_run_somewhere():
 
 @pytest.fixture(scope='module')
 def few_texts(tmp_path_factory):
-  """Options naming some hundred texts, because all take a minute to encode."""
+  """Options naming a hundred texts, because all take a minute to encode."""
   name = 'banking77/train.jsonl'
   folder = tmp_path_factory.mktemp('texts')
   path = shared_data('banking77') / 'train.jsonl'
   lines = path.read_text('utf-8').splitlines()
   (folder / name).parent.mkdir()
-  # Of every class, and more than the batch of 256.
-  (folder / name).write_text('\n'.join(lines[::20]) + '\n', 'utf-8')
+  (folder / name).write_text('\n'.join(lines[::100]) + '\n', 'utf-8')
   return ['--data', str(folder), '--cache', str(folder / 'encoded')]
 
 

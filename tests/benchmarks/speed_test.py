@@ -38,7 +38,7 @@ def test_by_hand_and_make_private_do_the_same(batched):
   Without the digest that makes the noise of each program another one.
   """
   problem = steps.digits(rows=8)
-  private = make_private.PrivateStep(problem, batched, 2)
+  private = make_private.PrivateStep(problem, batched)
   by_hand = make_private.by_hand(problem, batched, private.batch)
   found, state = private.state.params, private.state.optimizer
   for _ in range(2):
