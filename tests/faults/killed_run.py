@@ -1,12 +1,13 @@
 """Runs ``prism-optax train`` again and again, killing itself on the way.
 
-    python killed_run.py LOG FOLDER PLACES ARGUMENTS...
+    python killed_run.py FOLDER PLACES ARGUMENTS...
 
 PLACES are separated by commas: ``step:3`` is a SIGKILL just before the third
 step that a process does, ``save:2`` one in the middle of its second checkpoint,
 ``end`` none. One process for each of them, all forked from this one (to import
-takes longer than to run), the later ones with ``--resume``. Every step that is
-done leaves a line in LOG: its number, and what went into it.
+takes longer than to run), the later ones with ``--resume``; before them one of
+another run that is not killed. Every step that is done leaves a line in the log
+of its run: its number, and what went into it.
 
 Prints the exit status of each process, and after each what is in the journal.
 """
@@ -90,8 +91,14 @@ def keep_checkpoints():
 
 
 def main():
-  log, folder = map(pathlib.Path, sys.argv[1:3])
-  places, argv = sys.argv[3].split(','), sys.argv[4:]
+  root, places, *argv = sys.argv[1:]
+  train(pathlib.Path(root, 'whole'), ['end'], argv)
+  train(pathlib.Path(root, 'killed'), places.split(','), argv)
+
+
+def train(run_folder, places, argv):
+  folder, log = run_folder / 'out', run_folder / 'log'
+  run_folder.mkdir()
   for place in places:
     child = os.fork()
     if not child:
@@ -102,7 +109,8 @@ def main():
         kill_while_saving(int(number))
       begun = (folder / 'options.json').exists()
       resume = ['train', '--output', str(folder), '--resume']
-      os._exit(finetune.main(resume if begun else argv))
+      given = resume if begun else [*argv, '--output', str(folder)]
+      os._exit(finetune.main(given))
     _, status = os.waitpid(child, 0)
     secret = folder / run.FOLDER
     saved = (secret / 'state.npz').exists()

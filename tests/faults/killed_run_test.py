@@ -19,19 +19,8 @@ STEPS = finetune_test.STEPS
 PLACES = 'save:1,step:4,save:2,step:1,end'
 
 
-def _run(folder, places, tiny_files, tiny_model):
-  output, log = folder / 'out', folder / 'log'
-  argv = finetune_test._arguments(
-    tiny_files, tiny_model, output, '--eval-every', '4'
-  )
-  printed = conftest.python(PROGRAM, log, output, places, *argv)
-  results = [
-    json.loads(line.removeprefix('RESULT '))
-    for line in printed.splitlines()
-    if line.startswith('RESULT ')
-  ]
-  steps = [json.loads(line) for line in log.read_text().splitlines()]
-  return output, results, steps
+def _lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _stored(output):
@@ -46,12 +35,17 @@ def _stored(output):
 def test_killed_anywhere_a_run_ends_as_if_it_had_not_been(
   tiny_files, tiny_model, tmp_path
 ):
-  (tmp_path / 'whole').mkdir()
-  (tmp_path / 'killed').mkdir()
-  whole, _, expected = _run(tmp_path / 'whole', 'end', tiny_files, tiny_model)
-  killed, results, found = _run(
-    tmp_path / 'killed', PLACES, tiny_files, tiny_model
+  argv = finetune_test._arguments(
+    tiny_files, tiny_model, 'not yet known', '--eval-every', '4'
   )
+  printed = conftest.python(PROGRAM, tmp_path, PLACES, *argv)
+  _, *results = (
+    json.loads(line.removeprefix('RESULT '))
+    for line in printed.splitlines()
+    if line.startswith('RESULT ')
+  )
+  whole, killed = (tmp_path / x / 'out' for x in ('whole', 'killed'))
+  expected, found = (_lines(x.with_name('log')) for x in (whole, killed))
   assert [r['status'] for r in results] == [-9] * 4 + [0]
 
   # Each step is a function of the secrets: however often it is done, its key,
