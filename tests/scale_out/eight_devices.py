@@ -115,7 +115,8 @@ def test_the_same_step_written_for_each_device():
     updates, state = tx.update(mean, state, params)
     return optax.apply_updates(params, updates), state
 
-  params, state = PARAMS, tx.init(PARAMS)
+  # Where a step leaves them: else the second one would be compiled anew.
+  params, state = jax.device_put((PARAMS, tx.init(PARAMS)), EVERYWHERE)
   for number in range(training.STEPS):
     params, state = step(params, state, *training.make_batch(number))
   found = jax.tree.map(np.asarray, params)
