@@ -171,7 +171,7 @@ def batches_of(seed: int, sigma: float) -> list[Any]:
 
 
 def train(
-  method: str, params: Any, rate: float, sigma: float, seed: int
+  method: str, params: Any, rate: float, sigma: float, seed: int, steps: int
 ) -> tuple[float, list[float]]:
   """Loss on the tuning rows at the end, accuracy on the test rows by step."""
   _, tuning, test = splits()
@@ -183,7 +183,7 @@ def train(
   else:
     params = jax.tree.map(jnp.array, params)  # They are donated.
     state = program.init(params, numbers, key)
-  for t, batch in enumerate(batches_of(seed, sigma)):
+  for t, batch in enumerate(batches_of(seed, sigma)[:steps]):
     if method == 'prism':
       params, state = prism_step(
         params, state, batch, rate, stddev, jax.random.fold_in(key, t)
@@ -214,7 +214,7 @@ def curves(name: str, condition: float, smoke: bool) -> dict[float, Any]:
     runs = [
       train(
         method, start(seed, condition, canonical), rate,
-        1.0 if smoke else noise_multiplier(), seed,
+        1.0 if smoke else noise_multiplier(), seed, 2 if smoke else STEPS,
       )
       for seed in (SEEDS[:1] if smoke else SEEDS)
     ]  # fmt: skip
