@@ -151,6 +151,7 @@ def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
     num_classes=CLASSES,
     noise_multiplier=alone / np.sqrt(0.5),
     dataset_size=64,
+    logit_scale=model.temperature,
     prng_key=1,
   )
   assert sizes == [15, 15, 15, 15, 4]  # Whatever the number of rows.
