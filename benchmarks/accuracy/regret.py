@@ -313,34 +313,41 @@ def cell_of_digits(
   return Cell(DIGITS, epsilon, True, tuned, untuned)
 
 
+def lengths(
+  find: runner.Find, method: str
+) -> dict[tuple[str, float], tuple[list[float], list[float]]]:
+  """Accuracies by seed, with short and long columns, by task and epsilon."""
+  found = {}
+  for task, epsilon in [(x, y) for x, y, pooled in CELLS if pooled]:
+    with contextlib.suppress(runner.Missing):
+      which = find, task, method, epsilon
+      found[task, epsilon] = (
+        accuracies(find, by_recipe(*which)),
+        accuracies(find, with_long_head(*which)),
+      )
+  return found
+
+
 def table_of_lengths(find: runner.Find) -> str:
   """Mean accuracies by recipe, with short and with long columns of the head.
 
   With the points that long ones gain, and their standard error (paired).
   """
+  each = [lengths(find, x) for x in TRIED]
   rows = []
-  for task, epsilon, pooled in CELLS:
-    if not pooled:
-      continue
-    row = [task, epsilon]
-    for method in TRIED:
-      which = find, task, method, epsilon
-      with contextlib.suppress(runner.Missing):
-        short = accuracies(find, by_recipe(*which))
-        long = accuracies(find, with_long_head(*which))
+  for cell in each[0]:
+    if cell in each[1]:
+      rows.append([*cell])
+      for short, long in (x[cell] for x in each):
         gains = [100 * (y - x) for x, y in zip(short, long, strict=True)]
         error = statistics.stdev(gains) / len(gains) ** 0.5
-        row += [
+        rows[-1] += [
           f'{statistics.mean(short):.3f}',
           f'{statistics.mean(long):.3f}',
           f'{statistics.mean(gains):+.1f} ({error:.1f})',
         ]
-    rows.append(row)
   names = [f'{x}{y}' for x in TRIED for y in (', short', ', long', ', gain')]
-  return runner.markdown(
-    ['task', 'epsilon', *names],
-    [x for x in rows if len(x) == 2 + len(names)],
-  )
+  return runner.markdown(['task', 'epsilon', *names], rows)
 
 
 def named(word: str, pooled: bool) -> str:

@@ -105,14 +105,40 @@ def transfer() -> str:
 
 
 @functools.cache
+def of_texts() -> runner.Find:
+  return runner.Store(RESULTS / 'regret.json', TEXTS).find
+
+
+@functools.cache
 def cells_of_regret() -> list[regret.Cell]:
-  find = runner.Store(RESULTS / 'regret.json', TEXTS).find
   of_digits = runner.Store(RESULTS / 'digits_cpu.json', DEFAULTS).find
-  return regret.cells(find, of_digits)
+  return regret.cells(of_texts(), of_digits)
 
 
 def regret_table() -> str:
   return regret.table(cells_of_regret())
+
+
+def lengths_table() -> str:
+  return regret.table_of_lengths(of_texts())
+
+
+def gains_by_length(method: str) -> list[float]:
+  """Points that long columns of the head gain, by task and epsilon."""
+  return [
+    100 * (statistics.mean(long) - statistics.mean(short))
+    for short, long in regret.lengths(of_texts(), method).values()
+  ]
+
+
+def behind_best(method: str) -> list[float]:
+  """Points from a recipe with long columns to the best with short ones."""
+  found = regret.lengths(of_texts(), method)
+  return [
+    100 * (x.best - statistics.mean(found[x.task, x.epsilon][1]))
+    for x in cells_of_regret()
+    if x.pooled and (x.task, x.epsilon) in found
+  ]
 
 
 def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
@@ -152,9 +178,8 @@ def rows_of_regret(method: str, **fields: Any) -> float:
 
 def recipes(method: str) -> list[tuple[float, float, str]]:
   """Rate, decay and head, chosen without these texts; without none, last."""
-  find = runner.Store(RESULTS / 'regret.json', TEXTS).find
   unseen = (*regret.TASKS.values(), regret.DIGITS)
-  return [regret.recipe(find, method, x) for x in dict.fromkeys(unseen)]
+  return [regret.recipe(of_texts(), method, x) for x in dict.fromkeys(unseen)]
 
 
 def accuracies(method: str, **fields: Any) -> dict[int, float]:
