@@ -42,7 +42,6 @@ RATES = {
   'dp-adamw': (3e-2, 1e-2, 1e-1, 3e-3),
   'adamw': (3e-3, 1e-2, 1e-3),
 }
-METHODS = (*RATES, 'prism+rows')
 # One after the other, each kept if it helps on the tuning rows.
 CHANGES: tuple[dict[str, Any], ...] = (
   {'b1': 0.5},
@@ -93,7 +92,7 @@ def tuned(
     is_tuning=True,
     epsilon=None if template.epsilon is None else TUNING_EPSILON,
   )
-  best = runner.best_rate(template, RATES[template.parts[0]], score)
+  best = runner.best_rate(template, RATES[template.method], score)
   if template.epsilon is not None:
     for change in CHANGES:
       best = runner.best([best, dataclasses.replace(best, **change)], score)
@@ -139,7 +138,7 @@ def main() -> None:
   parser.add_argument('--batch', type=int, default=Setting.batch)
   parser.add_argument('--layers', type=int, default=Setting.layers)
   parser.add_argument(
-    '--methods', nargs='+', choices=METHODS, default=list(RATES)
+    '--methods', nargs='+', choices=RATES, default=list(RATES)
   )
   parser.add_argument(
     '--options-of', type=int, metavar='STEPS', help='of runs of so many steps'

@@ -7,15 +7,13 @@ import numpy as np
 from benchmarks.accuracy import language_tables
 from benchmarks.common import plots
 
-METHODS = ('prism', 'prism+rows')
-
 
 def draw(rows: list[language_tables.Row], path: pathlib.Path) -> None:
-  """Each method against DP-AdamW, by task, length and epsilon."""
+  """PRISM against DP-AdamW, by task, length and epsilon."""
   groups = language_tables.groups(rows)
   order = list(language_tables.TASKS)
   labels, places = [], []
-  figure, axes = plots.panels(4.4, columns=2, sharey=True)
+  figure, axes = plots.panels(3.6, columns=2, sharey=True)
   columns = (
     (language_tables.losses, -1.0, 'lower loss, nats per token'),
     (language_tables.exact, 100.0, 'more right answers in a hundred'),
@@ -25,30 +23,22 @@ def draw(rows: list[language_tables.Row], path: pathlib.Path) -> None:
   )
   for task, steps, batch, layers, epsilon in keys:
     methods = groups[task, steps, batch, layers, epsilon]
-    found = {
-      method: [
-        language_tables.compared(methods, values, method)
-        for values, *_ in columns
-      ]
-      for method in METHODS
-    }
-    if not any(pair[0] for pair in found.values()):
+    found = [language_tables.compared(methods, x) for x, *_ in columns]
+    if not found[0]:
       continue
     place = len(labels)
     places.append(place)
     labels.append(
       f'{language_tables.TASKS[task]}, {steps} steps, epsilon {epsilon:g}'
     )
-    for rank, (method, pair) in enumerate(found.items()):
-      for axis, (_, sign, _), difference in zip(
-        axes, columns, pair, strict=True
-      ):
-        if difference is not None:
-          axis.errorbar(
-            sign * difference['difference'], place + 0.15 - 0.3 * rank,
-            xerr=np.abs(sign) * difference['standard error'], ms=5,
-            label=plots.name(method), **plots.look(method),
-          )  # fmt: skip
+    for axis, (_, sign, _), difference in zip(
+      axes, columns, found, strict=True
+    ):
+      axis.errorbar(
+        sign * difference['difference'], place,
+        xerr=np.abs(sign) * difference['standard error'], ms=5,
+        **plots.look('prism'),
+      )  # fmt: skip
   axes[0].set_yticks(places, labels)
   axes[0].set_ylim(-0.6, len(labels) - 0.4)
   for axis, (_, _, text) in zip(axes, columns, strict=True):
@@ -56,8 +46,8 @@ def draw(rows: list[language_tables.Row], path: pathlib.Path) -> None:
   plots.finish(axes)
   for axis in axes:
     axis.axvline(0, color='k', lw=0.8)
-  plots.legend(
-    figure, axes[0], 'upper center', ncols=2,
-    title='compared with DP-AdamW, with one standard error: right is better',
-  )  # fmt: skip
+  figure.suptitle(
+    'prism compared with DP-AdamW, with one standard error: right is better',
+    fontsize=9,
+  )
   plots.save(figure, path)

@@ -18,7 +18,6 @@ from prism_optax.finetune import data
 
 DELTA, CLIP, MICROBATCH, CHUNK = 1e-5, 1.0, 32, 32
 PRIVATE = ('prism', 'dp-adamw')
-ROWS = 'rows'
 # A clip that no gradient reaches, where nothing is private.
 NO_CLIP = 1e4
 
@@ -30,8 +29,7 @@ class Setting:
   Attributes:
     task: Key of ``language_rows.TASKS``.
     method: One of ``PRIVATE``, ``'adamw'`` (neither clip nor noise) or
-      ``'zero-shot'`` (no step at all). After ``'prism'`` may stand ``'+rows'``
-      (rows are scaled by their moments).
+      ``'zero-shot'`` (no step at all).
     epsilon: At ``DELTA``; None where nothing is private.
     seed: Of initial adapters, batches and noise, the same for all methods.
     rate: Peak of the learning rate; a cosine takes it to a tenth.
@@ -57,11 +55,6 @@ class Setting:
   batch: int = 256
   layers: int = 1
   is_tuning: bool = False
-
-  @property
-  def parts(self) -> list[str]:
-    """The optimizer, and what is added to it."""
-    return self.method.split('+')
 
   @property
   def static(self) -> 'Setting':
@@ -103,7 +96,7 @@ def optimizer(setting: Setting, numbers: private.Numbers) -> Any:
   cosine = optax.cosine_decay_schedule(1.0, setting.steps, alpha=0.1)
   b1, warm_up = numbers['b1'], numbers['warm_up']
   decay = numbers['weight_decay']
-  is_prism = setting.parts[0] == 'prism'
+  is_prism = setting.method == 'prism'
 
   def rate(count):
     # Warm-up or not is a factor of the first moment, and so of the rate: one
@@ -115,8 +108,7 @@ def optimizer(setting: Setting, numbers: private.Numbers) -> Any:
     return numbers['rate'] * cosine(count) * factor
 
   if is_prism:
-    scaled = {'scale_rows': True} if ROWS in setting.parts else {}
-    return methods.prism(rate, b1=b1, weight_decay=decay, **scaled)
+    return methods.prism(rate, b1=b1, weight_decay=decay)
   return optax.adamw(rate, b1=b1, weight_decay=decay)
 
 
@@ -196,7 +188,7 @@ def execute(
   if setting.epsilon is not None:
     sigma = 1.0 if smoke else noise_multiplier(setting.static, source)
   params = language_layers.start(given.model.params, setting.seed)
-  if setting.parts[0] == 'prism':
+  if setting.method == 'prism':
     params = lora.canonicalize(params)
 
   def score(params, examples):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy import utility_tables
-from benchmarks.accuracy.language_runs import DEFAULTS
+from benchmarks.accuracy.language_runs import DEFAULTS, PRIVATE
 from benchmarks.common import runner
 
 NAMES = {
@@ -14,9 +14,7 @@ NAMES = {
   'prism': '`prism`',
   'dp-adamw': 'DP-AdamW',
   'adamw': 'AdamW, not private',
-  'prism+rows': '`prism`, row scales',
 }
-PRIVATE = [method for method in NAMES if method not in ('zero-shot', 'adamw')]
 TASKS = {'sst2': 'SST-2', 'banking77': 'banking77', 'mawps': 'mawps',
          'gsm8k': 'gsm8k'}  # fmt: skip
 Row = dict[str, Any]
@@ -84,13 +82,11 @@ def groups(rows: list[Row]) -> dict[tuple, dict[str, list[Row]]]:
   return found
 
 
-def compared(
-  methods: dict[str, list[Row]], values, method: str = 'prism'
-) -> dict | None:
-  """A method minus DP-AdamW on the seeds that both have; None below two."""
+def compared(methods: dict[str, list[Row]], values) -> dict | None:
+  """PRISM minus DP-AdamW on the seeds that both have; None below two."""
   by_seed = [
-    {row['seed']: values(row) for row in methods.get(each, [])}
-    for each in (method, 'dp-adamw')
+    {row['seed']: values(row) for row in methods.get(method, [])}
+    for method in PRIVATE
   ]
   seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
   if len(seeds) < 2:
@@ -113,10 +109,8 @@ def of_method(rows: list[Row]) -> tuple[str, str]:
   )
 
 
-def _difference(
-  methods: dict[str, list[Row]], method: str
-) -> tuple[str, str] | None:
-  nats, right = (compared(methods, x, method) for x in (losses, exact))
+def _difference(methods: dict[str, list[Row]]) -> tuple[str, str] | None:
+  nats, right = (compared(methods, x) for x in (losses, exact))
   if nats is None or right is None:
     return None
   return (
@@ -128,8 +122,8 @@ def _difference(
 def table(rows: list[Row], *, finished_only: bool = False) -> str:
   """For each task the model as it was, each epsilon, and without privacy.
 
-  With ``finished_only`` an epsilon is left out for which there is nothing to
-  compare with DP-AdamW. Where not all have as many steps they are named.
+  With ``finished_only`` an epsilon is left out that lacks one of ``PRIVATE``.
+  Where not all have as many steps they are named.
   """
   lines: list[tuple[str, ...]] = []
 
@@ -138,8 +132,7 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
 
   by_task: dict[tuple, dict[float, dict[str, list[Row]]]] = {}
   for (*setting, epsilon), methods in groups(rows).items():
-    present = methods.keys() & set(PRIVATE)
-    if finished_only and ('dp-adamw' not in present or len(present) < 2):
+    if finished_only and not methods.keys() >= set(PRIVATE):
       continue
     by_task.setdefault(tuple(setting), {})[epsilon] = methods
   order = list(TASKS)
@@ -156,16 +149,12 @@ def table(rows: list[Row], *, finished_only: bool = False) -> str:
     if 'zero-shot' in others:
       add(task, NAMES['zero-shot'], '', ('', *of_method(others['zero-shot'])))
     for epsilon in sorted(found, reverse=True):
-      present = [method for method in PRIVATE if method in found[epsilon]]
-      for method in present:
-        add('', NAMES[method], f'{epsilon:g}', cells(found[epsilon][method]))
-      for method in present:
-        if method == 'dp-adamw':
-          continue
-        if difference := _difference(found[epsilon], method):
-          name = f'{NAMES[method]}, minus DP-AdamW'
-          name = name.replace('`, minus', '` minus')
-          add('', name, f'{epsilon:g}', ('', *difference))
+      methods = found[epsilon]
+      for method in PRIVATE:
+        if method in methods:
+          add('', NAMES[method], f'{epsilon:g}', cells(methods[method]))
+      if difference := _difference(methods):
+        add('', '`prism` minus DP-AdamW', f'{epsilon:g}', ('', *difference))
     if 'adamw' in others:
       add('', NAMES['adamw'], '', cells(others['adamw']))
   head = ['task', 'method', 'epsilon', 'seeds', 'perplexity', 'right']

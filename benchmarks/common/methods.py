@@ -29,7 +29,6 @@ def spelled_out(
   rate: optax.ScalarOrSchedule,
   noise: optax.GradientTransformation,
   noise_stddev: Scalar,
-  *after_noise: optax.GradientTransformation,
   clip: optax.GradientTransformation | None = None,
   weight_decay: Scalar = 0.1,
   chain: Callable[..., Any] = prism_optax.chain,
@@ -43,7 +42,6 @@ def spelled_out(
     rate: A number or a schedule.
     noise: What privatizes the mean.
     noise_stddev: Its standard deviation.
-    *after_noise: More lines between it and the preconditioner.
     clip: In front of the noise.
     weight_decay: Decay of Z.
     chain: Of this library or of optax.
@@ -54,7 +52,6 @@ def spelled_out(
   return chain(
     *([] if clip is None else [clip]),
     noise,
-    *after_noise,
     adapt(
       prism_optax.scale_by_rank_preconditioner(
         noise_stddev=noise_stddev, **preconditioner
@@ -77,13 +74,12 @@ def _of_parts(
   per_example_gradients: bool = True,
   options: Mapping[str, Any],
 ) -> optax.GradientTransformationExtraArgs:
-  """``prism`` with options of its parts, and with parts beside them.
+  """``prism`` with options of its parts.
 
   `make_private` looks at the names of arguments: none may be any name.
   """
   options = dict(options)
   stddev = noise_multiplier * l2_clip_norm / expected_batch_size
-  rows = contrib.scale_by_row_moments(noise_stddev=stddev)
   clip = prism_optax.intrinsic_clip(
     l2_clip_norm, normalize_by=expected_batch_size
   )
@@ -95,7 +91,6 @@ def _of_parts(
     rate,
     prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
     stddev,
-    *([rows] if options.pop('scale_rows', False) else []),
     clip=clip if per_example_gradients else None,
     **options,
   )

@@ -34,7 +34,6 @@ NAMES = {
   'prism, paper mode': 'published_prism',
   'prism, decayed': 'prism, weight decay 1',
   'prism, muon': 'contrib.prism_muon',
-  'prism+rows': 'prism, row scales',
   'dp-adamw': 'DP-AdamW',
   'dp-adamw, decayed': 'DP-AdamW, weight decay 1, warm-up',
   'dp-adambc': 'DP-AdamBC',
@@ -53,7 +52,6 @@ COLOURS = {
   'prism': '#0072B2',
   'prism, paper mode': '#009E73',
   'prism, muon': '#44AA99',
-  'prism+rows': '#56B4E9',
   # With more decay: the same colour, dashed.
   'prism, decayed': '#0072B2',
   'dp-adamw, decayed': '#D55E00',

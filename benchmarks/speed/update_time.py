@@ -27,7 +27,7 @@ from jax_privacy import noise_addition
 
 import prism_optax
 from benchmarks.common import methods, runner, timing
-from prism_optax import contrib, fixed_rank
+from prism_optax import fixed_rank
 from prism_optax.fixed_rank import _tangents
 
 STDDEV = 0.1
@@ -167,8 +167,7 @@ def float_noise(stddev: float) -> optax.GradientTransformation:
 def chains(name: str, runs: int) -> list[runner.Row]:
   """The alias against its lines, chained by this library and by optax.
 
-  Also without the lattice: with noise as floats. And with row scales, and with
-  the clip.
+  Also without the lattice: with noise as floats. And with the clip.
   """
   privatizer = prism_optax.tangent_privatizer(STDDEV)
   lines = functools.partial(methods.spelled_out, 1e-3)
@@ -182,9 +181,6 @@ def chains(name: str, runs: int) -> list[runner.Row]:
         privatizer, STDDEV, chain=optax.chain, scale=optax_rate
       ),
       'noise as floats': lines(float_noise(STDDEV), STDDEV),
-      'row scales': lines(
-        privatizer, STDDEV, contrib.scale_by_row_moments(noise_stddev=STDDEV)
-      ),
       'prism with clip': prism(True, WORKLOADS[name][2]),
     },
     name, runs, 'prism',

@@ -10,12 +10,11 @@ from prism_optax.contrib import heads
 from prism_optax.contrib._input_metric import InputMetric, input_metric
 from prism_optax.contrib._orthogonalize_tangents import orthogonalize_tangents
 from prism_optax.contrib._prism_muon import prism_muon
-from prism_optax.contrib._row_moments import scale_by_row_moments
 from prism_optax.contrib._tangent_probes import tangent_probes
 
 # fmt: off
 __all__ = [
   'InputMetric', 'heads', 'input_metric', 'orthogonalize_tangents',
-  'prism_muon', 'scale_by_row_moments', 'tangent_probes',
+  'prism_muon', 'tangent_probes',
 ]
 # fmt: on

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 TASKS = ('digits', 'classify', 'instruct')
 # What follows clip and noise; see ``methods``. Without privacy: adamw.
-METHODS = ('prism', 'prism-rows', 'dp-muon', 'dp-adamw', 'adamw')
+METHODS = ('prism', 'dp-muon', 'dp-adamw', 'adamw')
 NOT_PRIVATE = 'adamw'
 # What --lora-targets may name, and what --model may say instead of a folder.
 TARGETS = ('attention', 'mlp')

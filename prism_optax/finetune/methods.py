@@ -7,7 +7,7 @@ import jax
 import optax
 
 import prism_optax
-from prism_optax import contrib, lora
+from prism_optax import lora
 
 from .command_line import METHODS
 
@@ -22,12 +22,11 @@ def optimizer(
 
   Args:
     name: ``prism``: PRISM (arXiv:2606.00944) on the manifold of the adapters.
-      ``prism-rows``: the same with ``contrib.scale_by_row_moments``, which
-      evens out its inputs and outputs. ``dp-muon``: DP-Muon
-      (arXiv:2605.12994) on the two factors of every adapter and the matrix of
-      the head, each clipped by itself to an equal share of the norm, Adam for
-      biases. ``dp-adamw``: AdamW on the two factors of every adapter.
-      ``adamw``: the same, to be used with neither clip nor noise; NOT private.
+      ``dp-muon``: DP-Muon (arXiv:2605.12994) on the two factors of every
+      adapter and the matrix of the head, each clipped by itself to an equal
+      share of the norm, Adam for biases. ``dp-adamw``: AdamW on the two factors
+      of every adapter. ``adamw``: the same, to be used with neither clip nor
+      noise; NOT private.
     learning_rate: A number or a schedule.
     l2_clip_norm: Largest norm of one example's gradient over all trainable
       leaves.
@@ -38,8 +37,6 @@ def optimizer(
   """
   if name == 'prism':
     return functools.partial(prism_optax.prism, learning_rate)
-  if name == 'prism-rows':
-    return functools.partial(prism_with_rows, learning_rate)
   if name == 'dp-muon':
     # K groups of norm C / sqrt(K) each: together C, as for the others.
     groups: dict[str, Any] = {'weight_dimension_numbers': matrices}
@@ -54,29 +51,7 @@ def optimizer(
 
 def prepared(name: str, params: Any) -> Any:
   """The same adapters; PRISM's in the gauge where their frames are exact."""
-  return lora.canonicalize(params) if name.startswith('prism') else params
-
-
-def prism_with_rows(
-  learning_rate: optax.ScalarOrSchedule,
-  *,
-  l2_clip_norm: float,
-  noise_multiplier: float,
-  expected_batch_size: int,
-  prng_key: jax.Array,
-  steps: int | None,
-) -> optax.GradientTransformation:
-  """``prism`` line by line, with scales of rows directly behind the noise."""
-  stddev = noise_multiplier * l2_clip_norm / expected_batch_size
-  return prism_optax.chain(
-    prism_optax.intrinsic_clip(l2_clip_norm, normalize_by=expected_batch_size),
-    prism_optax.tangent_privatizer(stddev, prng_key=prng_key, steps=steps),
-    contrib.scale_by_row_moments(noise_stddev=stddev),
-    prism_optax.scale_by_rank_preconditioner(noise_stddev=stddev),
-    prism_optax.add_decayed_factors(0.1),
-    prism_optax.scale_by_learning_rate(learning_rate),
-    prism_optax.retract(),
-  )
+  return lora.canonicalize(params) if name == 'prism' else params
 
 
 def matrices(params: Any) -> Any:

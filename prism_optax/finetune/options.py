@@ -12,14 +12,14 @@ from .command_line import NOT_PRIVATE, SMOLLM2, TARGETS, TASKS
 # set. Digits, means of four runs (standard errors to .009) at 1e-2, 2e-2, 4e-2,
 # 8e-2: prism .827, .859, .880, .848. Means of three at 1e-2, 2e-2, 3e-2, 6e-2:
 # dp-adamw .832, .859, .852, .762. At 3e-3, 1e-2, 3e-2: dp-muon .484, .817, .841
-# (and .538 at 1e-1); adamw .900, .938, .935. prism-rows has those of prism.
+# (and .538 at 1e-1); adamw .900, .938, .935.
 LEARNING_RATES = {
   task: dict(zip(command_line.METHODS, rates, strict=True))
   for task, rates in {
-    # prism, prism-rows, dp-muon, dp-adamw, adamw
-    'digits': (4e-2, 4e-2, 3e-2, 2e-2, 1e-2),
-    'classify': (1e-2, 1e-2, 1e-2, 5e-3, 2e-3),
-    'instruct': (5e-3, 5e-3, 5e-3, 1e-3, 1e-3),
+    # prism, dp-muon, dp-adamw, adamw
+    'digits': (4e-2, 3e-2, 2e-2, 1e-2),
+    'classify': (1e-2, 1e-2, 5e-3, 2e-3),
+    'instruct': (5e-3, 5e-3, 1e-3, 1e-3),
   }.items()
 }
 TABLE = command_line.options(command_line.COMMANDS['train'])

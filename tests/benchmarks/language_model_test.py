@@ -81,7 +81,7 @@ def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize('method', ['prism+rows', 'dp-adamw', 'adamw'])
+@pytest.mark.parametrize('method', ['prism', 'dp-adamw', 'adamw'])
 @pytest.mark.slow
 def test_a_run_trains(method, source, tmp_path, monkeypatch):
   """Over adapters of one layer."""

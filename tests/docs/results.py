@@ -283,13 +283,11 @@ def _language(task: str, steps: int, epsilon: float) -> dict[str, list[Row]]:
   return found
 
 
-def ahead(
-  task: str, steps: int, method: str, epsilon: float = 8.0
-) -> tuple[float, ...]:
-  """Of DP-AdamW: nats, p, right answers in a hundred rows, p."""
+def ahead(task: str, steps: int, epsilon: float = 8.0) -> tuple[float, ...]:
+  """``prism``, of DP-AdamW: nats, p, right answers in a hundred rows, p."""
   methods = _language(task, steps, epsilon)
   nats, right = (
-    language_tables.compared(methods, values, method)
+    language_tables.compared(methods, values)
     for values in (language_tables.losses, language_tables.exact)
   )
   return -nats['difference'], nats['p'], 100 * right['difference'], right['p']

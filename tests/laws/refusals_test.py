@@ -91,9 +91,6 @@ ARGUMENTS = [
   (of(prism_optax.scale_by_rank_preconditioner, **NOISE),
     {'max_condition_number': (0.5,), 'eps': (-1e-8,), 'floor_factor': (-1.0,),
     'noise_stddev': (-1.0,)}),
-  (of(contrib.scale_by_row_moments, **NOISE), {'b2': (1.0,),
-    'noise_stddev': (-1.0,), 'floor_factor': (-1.0,),
-    'max_condition_number': (0.5,)}),
   (contrib.orthogonalize_tangents, {'momentum': (1.0,), 'degree': (0,),
     'steps': (0, -1), 'normalize': ('l2',), 'coordinate_rms': (0.0,),
     'b1': (-0.1,), 'b2': (1.0,), 'eps': (-1e-8,)}),
@@ -231,8 +228,6 @@ CALLS = {
   },
   'a recipe without its length': (of(prism_optax.prism, **REQUIRED),
     'learning_rate, or steps'),
-  'rows with noise of two axes': (of(contrib.scale_by_row_moments,
-    noise_stddev=np.ones((2, 2))), 'noise_stddev'),
   # Traced it would be an array in the state, and a constant of no use.
   'an injected seed': (lambda: optax.inject_hyperparams(prism_optax.prism)(0.1,
     **REQUIRED, prng_key=1).init(PARAMS), 'prng_key to be None, an int or'),

@@ -98,9 +98,6 @@ ROWS = {
   'scale_by_published_preconditioner': Row(
     _of(transforms.scale_by_published_preconditioner, noise_stddev=STDDEV)
   ),
-  'scale_by_row_moments': Row(
-    _of(contrib.scale_by_row_moments, noise_stddev=STDDEV), gauge=True
-  ),
   'orthogonalize_tangents': Row(
     _of(contrib.orthogonalize_tangents), gauge=True
   ),

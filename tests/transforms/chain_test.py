@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import prism_optax
-from prism_optax import contrib, fixed_rank, transforms
+from prism_optax import fixed_rank, transforms
 from tests.oracles import problems
 from tests.transforms import chains
 
@@ -51,10 +51,9 @@ DESCENT = (
 )  # fmt: skip
 PARTS = {
   'prism': (chains.direction(), *DESCENT),
-  'foreign, own and rows': (
+  'foreign and own': (
     optax.scale(0.5),
     transforms.tangent_transformation('own', _own),
-    contrib.scale_by_row_moments(noise_stddev=chains.STDDEV),
     *DESCENT,
   ),
 }
