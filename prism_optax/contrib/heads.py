@@ -250,7 +250,8 @@ def ridge(
     ``20 log K`` at most.
 
   Raises:
-    ValueError: In the cases of :func:`class_means`.
+    ValueError: In the cases of :func:`class_means`, and if ``logit_scale`` is
+      not positive.
 
   Example:
     >>> import numpy as np

@@ -123,22 +123,12 @@ def lengths_table() -> str:
   return regret.table_of_lengths(of_texts())
 
 
-def gains_by_length(method: str) -> list[float]:
-  """Points that long columns of the head gain, by task and epsilon."""
-  return [
-    100 * (statistics.mean(long) - statistics.mean(short))
+def gained_by_length(method: str) -> float:
+  """Points that long columns of the head gain, over tasks and epsilons."""
+  return 100 * statistics.mean(
+    statistics.mean(long) - statistics.mean(short)
     for short, long in regret.lengths(of_texts(), method).values()
-  ]
-
-
-def behind_best(method: str) -> list[float]:
-  """Points from a recipe with long columns to the best with short ones."""
-  found = regret.lengths(of_texts(), method)
-  return [
-    100 * (x.best - statistics.mean(found[x.task, x.epsilon][1]))
-    for x in cells_of_regret()
-    if x.pooled and (x.task, x.epsilon) in found
-  ]
+  )
 
 
 def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
@@ -214,21 +204,6 @@ def probes(steps: int) -> list[float]:
 def digits_at_equal_cost(steps: int) -> list[float]:
   found = digits(b1=0.5, steps=steps, batch=9600 // steps)
   return [found['accuracy'], found['standard error']]
-
-
-def lost_at_three_times_the_rate(method: str) -> list[float]:
-  """Points on the seed of the tuning, and on the other that is stored."""
-  (first,) = (
-    -x['points']
-    for x in rows('accuracy_compared', part='other-rates', method=method)
-    if x['change'] == 'rate * 3'
-  )
-  other = {
-    x['rungs']: 100 * x['accuracy']
-    for x in rows('accuracy_compared', part='transfer', method=method)
-    if x['change'] == 'as tuned'
-  }
-  return [first, other[0] - other[1]]
 
 
 def lost_when_tuned_again() -> float:
