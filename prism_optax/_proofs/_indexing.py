@@ -65,7 +65,8 @@ def _joined(axis: int, sizes: Sequence[int], labels: Sequence[Label]) -> Label:
   need(len(parts) == len(labels), shift, instead)
   weights = {x.weight for part in parts for x in part.axes[axis]}
   weights = weights or {parts[1].start - parts[0].start}
-  (weight,) = weights if len(weights) == 1 else {0}
+  need(len(weights) == 1, shift, instead)
+  (weight,) = weights
   start = parts[0].start
   for size, part in zip(sizes, parts, strict=True):
     rows = simplified([Digit(size, weight)])

@@ -103,7 +103,7 @@ def as_rows(name: str, array: object) -> jax.Array:
   Raises:
     ValueError: For anything else, by the type of the whole.
   """
-  if isinstance(array, list | tuple) or not hasattr(array, 'shape'):
+  if not hasattr(array, 'shape'):
     raise ValueError(
       f'Expected {name} to be an array, one record a row, got'
       f' {type(array).__name__}.'

@@ -16,12 +16,15 @@ from prism_optax.accounting import _calibration, _epsilon, _gaussian
 def test_answer_is_as_near_as_promised_however_wrong_the_guess(
   guess, first_step
 ):
-  """An accountant in closed form, epsilon 3 / sigma^2."""
+  """An accountant in closed form, epsilon 3 / sigma^2, of few values."""
+  seen = []
 
   def spent(sigma):
+    seen.append(sigma)
     return 3 / sigma**2
 
   sigma = _calibration._solve(spent, 2.0, guess, 5e-6, first_step)
+  assert len(seen) < 40
   assert spent(sigma) <= 2.0
   assert sigma == pytest.approx(math.sqrt(1.5), rel=5e-6)
   assert spent(sigma * (1 - 6e-6)) > 2.0
@@ -36,6 +39,8 @@ def test_answer_meets_the_target_where_epsilon_jumps():
   assert sigma >= 1.7
   with pytest.raises(ValueError, match='cannot be reached'):
     _calibration._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
+  near_the_end = _calibration._solve(lambda s: 1.5e-3 / s, 1.0, 3e-3, 5e-6)
+  assert near_the_end == pytest.approx(1.5e-3, rel=1e-5)
 
 
 @pytest.mark.parametrize('guess', [1.0, 1.2, 1.3])
@@ -110,6 +115,11 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   assert moved**2 / (2 * (1.1e-23 + 4e-9 * moved / 3)) == pytest.approx(
     nats, rel=0.01
   )
+  # Where it takes a quarter of epsilon, and a third of delta.
+  ideal = _calibration._ideal_target(1e-4, delta, 7e10)
+  drawn = _epsilon.release_guarantee(*ideal, 7e10)
+  assert 0.9e-4 < drawn[0] <= 1e-4 * (1 + 1e-9)
+  assert 0.9 * delta < drawn[1] <= delta
   assert '(PLD)' in accounting.privacy_statement(event, delta)
   # As SECURITY.md has it, of a million numbers, which a budget leaves out.
   most, total = _epsilon.release_guarantee(8.0, delta, 10**6)

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -57,13 +58,15 @@ def test_a_program_is_known_by_what_it_computes():
   for seed in (0, 1):
     key = jax.random.key(seed)
     others.append(program(lambda z, key=key: z * jax.random.uniform(key), x))
+  # A number that is in a parameter alone.
+  others += [program(lambda z, i=i: z[i : i + 1], x) for i in (1, 2)]
   # It has sets of axes among its parameters.
   mesh = jax.make_mesh((1, 1), ('a', 'b'))
   mapped = (
     program(jax.shard_map(one, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE), x)
     for _ in range(2)
   )
-  assert len({same, *others, *mapped}) == 8
+  assert len({same, *others, *mapped}) == 10
   # Of two sets that are equal one is walked in another order.
   assert _fingerprint._of_value({8, 0}, {}) == _fingerprint._of_value(
     {0, 8}, {}
@@ -86,6 +89,8 @@ def test_a_digest_of_arrays_tells_bits_apart():
   assert all(len(set(d)) == 8 for d in digests)
   # One word changes all of them: there is no short way to a collision.
   assert not set(digests[0]) & set(digests[2])
+  # MurmurHash3 of nothing with this seed, as it is published.
+  assert int(_fingerprint._mixed(jnp.uint32(0xFFFFFFFF))) == 0x81F16F39
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,11 @@ def test_an_environment_that_says_little_has_a_name(monkeypatch):
   assert found['versions'] == ['unknown'] * 3
   machine = [platform.machine(), platform.processor(), os.cpu_count()]
   assert found['machine'] == machine
+  # Of a processor what changes from one second to the next does not count.
+  lines = 'flags: avx\ncpu MHz: 7\n'
+  monkeypatch.setattr(builtins, 'open', lambda *_, **__: io.StringIO(lines))
+  found = json.loads(_fingerprint.environment(None, 'a'))
+  assert found['machine'][1] == 'flags: avx'
 
 
 def test_a_gpu_that_may_add_in_any_order_is_another_one_in_each_process(

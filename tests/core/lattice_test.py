@@ -179,6 +179,7 @@ def test_sums_of_the_largest_terms_do_not_overflow(terms):
   high, low = (np.asarray(x, np.int64) * terms for x in one[:2])
   # What the largest lower parts and the noise carry over must fit as well.
   assert abs(high).max() + (terms * 2**14 + 2**24 >> 14) < 2**31
+  assert abs(high).max() > 2**31 * (1 - 2e-4)  # And no more is cut.
   assert abs(low).max() + 2**24 < 2**31
 
 

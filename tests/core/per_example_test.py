@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax import _clip, _exact_sum
+from prism_optax import _clip, _clipped_sum, _exact_sum
 
 
 def _weights(norms):
@@ -61,6 +61,15 @@ def test_one_record_moves_the_sum_by_its_bound_in_any_order():
   for place in (0, 1, count - 1):
     without = _lattice_sum(jnp.asarray(np.delete(x, place, 0)))
     assert abs(with_it - without)[0] <= 2**20
+
+
+def test_a_number_aside_is_there_for_whoever_asks_first():
+  total = _clipped_sum.ClippedSum(
+    lambda x: (x, 2 * x), jnp.ones(3), None, 1.0, _clipped_sum.Aside(2.0, 0.5)
+  )
+  number = total.number()
+  found = _exact_sum.integers_of(number) * float(number.unit)
+  assert found == pytest.approx(6, rel=1e-6)
 
 
 def test_padding_of_another_length_is_refused():

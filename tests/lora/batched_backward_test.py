@@ -90,17 +90,19 @@ def test_parts_of_padding_are_computed_unless_they_are_to_be_skipped(skips):
   in_parts = lora.in_microbatches(gradients, 2, skip_padding=skips)
 
   @jax.jit
-  def total(rows):
+  def total(rows, padding):
     lazy = in_parts(params, rows)
     return clip.update(lazy, (), params, is_padding_example=padding)[0]['w']
 
   # Rows of norm 1 and less, which are not cut; those that count are 1 to 4.
-  found = total(jnp.array([0.1, 9, 0.2, 0.3, 9, 0.4]))
+  rows = jnp.array([0.1, 9, 0.2, 0.3, 9, 0.4])
+  found = total(rows, padding)
   jax.effects_barrier()
   np.testing.assert_allclose(found, 1.0, rtol=1e-6)
   # Part k has rows k and k + 3: the second one is padding alone.
   assert len(computed) == (2 if skips else 3)
   assert any(9.0 in rows for rows in computed) != skips
+  np.testing.assert_allclose(total(rows, None), 3.0, rtol=1e-6)
 
 
 def test_parts_hold_the_gradients_of_a_part():

@@ -190,8 +190,11 @@ def hand_scan(p, x, y):
 def cut_and_joined(p, x, y):
   x = lax.dynamic_update_slice(x, x[:, 1:], (0, 0, 0))
   parts = jnp.split(x, 2)
-  x = jnp.concatenate([parts[0], x[3:5], x[5:]])
-  return hand_mlp(p, x, y)
+  x = jnp.concatenate([parts[0], jnp.stack([x[3], x[4]]), x[5:]])
+  apart = (
+    lax.pad(x[i::2], 0.0, [(i, 1 - i, 1), *[(0,) * 3] * 2]) for i in (0, 1)
+  )
+  return hand_mlp(p, sum(apart), y)
 
 
 def in_groups(p, x, y):
@@ -365,6 +368,11 @@ def smoothed_batch(p, x, y):
   )
 
 
+def convolved_batch(p, x, y):
+  z = lax.conv(x.sum(2).T[:, None], jnp.ones((1, 1, 3)), (1,), 'SAME')
+  return z.sum((0, 1))
+
+
 def padded_out(p, x, y):
   return jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1].sum((1, 2))
 
@@ -397,5 +405,5 @@ MIXED = {
   shared_carry: 'scan', all_against_all: 'mul', chosen_together: 'reduce_or',
   stopped_together: 'reduce_or', first_copy: 'dot_general', first_row: 'add',
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
-  padded_out: None, every_other: None,
+  convolved_batch: 'conv_general_dilated', padded_out: None, every_other: None,
 }  # fmt: skip

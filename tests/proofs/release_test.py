@@ -300,6 +300,20 @@ def adds_parts_in_a_loop(params, state, x, padding):
   return NOISE.update(jax.lax.scan(body, zeros, parts)[0], state)
 
 
+def adds_noise_in_a_loop(params, state, x, padding):
+  """One release, though it is looked at twice; zeros need no noise."""
+  mean = mean_of(params, x, padding)
+  zeros, _ = NO_NOISE.update(optax.tree.zeros_like(PARAMS), state)
+
+  def body(carry, _):
+    total = optax.tree.add(carry[0], mean)
+    noisy, state = NOISE.update(total, carry[1])
+    return (total, state), noisy
+
+  (_, state), noisy = jax.lax.scan(body, (zeros, state), length=3)
+  return noisy, state
+
+
 def shapes_and_scales(params, state, x, padding):
   """All of it is linear, by public numbers."""
   mean = mean_of(params, x, padding)
@@ -339,6 +353,7 @@ def runs_a_kernel(params, state, x, padding):
     decides_by_what_is_drawn,
     guards_what_is_released,
     adds_parts_in_a_loop,
+    adds_noise_in_a_loop,
     shapes_and_scales,
     chooses_under_vmap,
   ],
@@ -352,6 +367,7 @@ def test_what_does_not_pass_the_noise_is_accepted(step):
   proof, drawn = prove(step, state=state), step is decides_by_what_is_drawn
   assert proof, proof
   assert len(proof.assumptions) == 2 + drawn, proof
+  assert sum('a release at' in x for x in proof.trace) == 1, proof
   assert ('depends on who was drawn' in proof.assumptions[-1]) is drawn
 
 

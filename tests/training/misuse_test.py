@@ -253,6 +253,7 @@ def test_states_of_another_training(options):
     lambda: other.batches(state, DATA),
     lambda: other.step(state, None, FROZEN),
     lambda: other.statement(state),
+    lambda: other.compile(state),
     lambda: other.nonprivate_means(state, None),
     lambda: other.adapters(state),
     # And what was saved by a version whose states held less.

@@ -69,4 +69,6 @@ def test_sensitivity_says_what_it_needs():
 
 def test_nothing_comes_of_no_leaves():
   tx = transforms.per_matrix_clip(1.0)
-  assert tx.update({}, (), {})[0] == tx.pre_clipping_transform({}) == {}
+  for empty in ({}, {'a': ()}):
+    assert tx.update(empty, (), empty)[0] == empty
+    assert tx.pre_clipping_transform(empty) == empty

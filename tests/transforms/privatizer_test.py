@@ -143,11 +143,15 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
     seen.append(jax.tree.map(jnp.shape, updates))
     return jax.tree.map(lambda x: x + 1, updates), state + 1
 
-  own = optax.GradientTransformation(lambda p: jnp.array(0), update)
+  def init(params):
+    seen.append(jax.tree.map(jnp.shape, params))
+    return jnp.array(0)
+
+  own = optax.GradientTransformation(init, update)
   tx = prism_optax.tangent_privatizer(privatizer=own, steps='unlimited')
   out, state = jax.jit(tx.update)(ZEROS, tx.init(PARAMS), PARAMS)
   assert state.count == state.inner == 1
-  assert seen == [jax.tree.map(jnp.shape, PARAMS)]
+  assert seen == [jax.tree.map(jnp.shape, PARAMS)] * 2
   plain = prism_optax.tangent_privatizer(0.0, prng_key=0)
   want, _ = jax.jit(plain.update)(ONES, plain.init(PARAMS), PARAMS)
   cases.assert_close(out, want, 1e-6)
