@@ -1,10 +1,12 @@
-"""The marks that clips and noise leave in a program, for proofs."""
+"""What proofs read and rest on: marks in a program, and rules that fit."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prism_optax._proofs import _marks
+from prism_optax import diagnostics
+from prism_optax._proofs import _analysis, _marks
+from prism_optax._proofs._labels import Digit
 from tests.proofs.release_test import NOISE, PADDING, PARAMS, X, private_step
 
 
@@ -40,3 +42,13 @@ def test_marks_pass_through_transformations():
   ]
   unknown = _marks.Clip((_marks.Group((0,), None),), (None,))
   assert found == [None, unknown, _marks.Noise((None,))]
+
+
+def test_a_rule_that_does_not_fit_its_array_proves_nothing(monkeypatch):
+  for axes, message in (
+    ((), 'another rank'), (((Digit(2, 1),),), 'an unexpected size'),
+  ):  # fmt: skip
+    rule = lambda e, x, axes=axes: x.with_axes(axes)  # noqa: E731
+    monkeypatch.setitem(_analysis._ALL_RULES, 'sin', rule)
+    proof = diagnostics.prove_independent(jnp.sin, jnp.ones(3))
+    assert message in proof.offence

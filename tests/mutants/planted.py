@@ -60,55 +60,32 @@ np.where(rows == columns, 1, math.sqrt(2)) => np.where(rows == columns, 1, 2) @ 
 attempt = self._owner.written_down(state, found, rows) => attempt = 0 @ training/journal_test.py elsewhere
 """  # noqa: E501
 
-# Edits of `edits.py`, by name and what they change: why nothing notices them.
-_GUESS = 'where a search begins, or how finely; it ends at the same multiplier'
-_EARLY = 'a call that has to fail for bad arguments, at any noise and interval'
-EQUIVALENT: dict[str, str] = {
-  f'accounting/_calibration.py calibrate_noise_multiplier {edit}': why
-  for edit, why in {
-    'constant 3: 100 -> 101': _GUESS,
-    'constant 4: 5000 -> 5001': _GUESS,
-    'constant 5: 30 -> 31': _GUESS,
-    'constant 6: 2 -> 3': _GUESS,
-    'name 1: min -> max': _GUESS,
-    'statement 4: spent(100.0, _SEARCH_INTERVAL) -> pass': _EARLY,
-    'constant 7: 100.0 -> 200.0': _EARLY,
-    'constant 8: 1.0 -> 2.0': _GUESS,
-    'constant 9: 0.02 -> 0.04': _GUESS,
-    'constant 10: 2 -> 3': _GUESS,
-    'constant 11: 0.01 -> 0.02': _GUESS,
-  }.items()
-} | {
-  '_exact_sum.py towards_zero constant 2: 100 -> 101': 'larger than any sum',
-  '_lattice.py add_noise.noisy call 2: jnp.uint32(i) -> i': 'of that type next',
-  'accounting/_calibration.py _solve comparison 1:'
-  ' height(high) > 0 -> height(high) >= 0': 'floats that are never equal',
-  'accounting/_calibration.py _solve operator 12:'
-  ' middle + margin -> middle - margin': 'how many steps it takes',
-  'accounting/_calibration.py approximate_noise_multiplier operator 1:'
-  ' mu / (sampling_probability * math.sqrt(steps)) ->'
-  ' mu * (sampling_probability * math.sqrt(steps))': _GUESS,
-  'accounting/_epsilon.py delta_left comparison 1:'
-  ' added > delta / 2 -> added >= delta / 2': 'floats that are never equal',
-  'accounting/_events.py module constant 3: 4 -> 5': 'any orders will do',
-  'accounting/_events.py affordable_interval name 1: min -> max': 'a finer'
-  ' grid, which takes more memory',
-  'contrib/_input_metric.py _of_mean constant 1: 1e-300 -> 2e-300': (
-    'of a float32, only zero is so short'
-  ),
-  'contrib/heads.py _classes operator 3: num_classes - 1 -> num_classes + 1': (
-    'a label that is no class has a vector of zeros'
-  ),
-  'contrib/heads.py module constant 4: 1212498244 -> 1212498245': (
-    'a number of its own is as good as another'
-  ),
-  'training/_private.py PrivateTraining.compile call 3:'
-  ' _fingerprint.jitted_of_arrays(arguments[3:]) -> arguments[3:]': (
-    'the first step compiles it instead'
-  ),
-  'training/_private.py PrivateTraining.compile sign 1: -1 -> 1': (
-    'there are no records, so every place is empty'
-  ),
-  'training/_records.py converted comparison 11:'
-  ' rows.dtype.itemsize < 8 -> rows.dtype.itemsize <= 8': 'float64 to float64',
-}
+# Edits of `edits.py`, by name and what they change # why nothing notices them.
+_EQUIVALENT = """
+accounting/_calibration.py calibrate_noise_multiplier constant 3: 100 -> 101 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 4: 5000 -> 5001 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 5: 30 -> 31 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 6: 2 -> 3 # another start
+accounting/_calibration.py calibrate_noise_multiplier name 1: min -> max # another start
+accounting/_calibration.py calibrate_noise_multiplier statement 4: spent(100.0, _SEARCH_INTERVAL) -> pass # it fails for bad arguments, at any noise and interval
+accounting/_calibration.py calibrate_noise_multiplier constant 7: 100.0 -> 200.0 # it fails for bad arguments, at any noise and interval
+accounting/_calibration.py calibrate_noise_multiplier constant 8: 1.0 -> 2.0 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 9: 0.02 -> 0.04 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 10: 2 -> 3 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 11: 0.01 -> 0.02 # another start
+_exact_sum.py towards_zero constant 2: 100 -> 101 # larger than any sum
+_lattice.py add_noise.noisy call 2: jnp.uint32(i) -> i # of that type next
+accounting/_calibration.py _solve comparison 1: height(high) > 0 -> height(high) >= 0 # floats that are never equal
+accounting/_calibration.py _solve operator 12: middle + margin -> middle - margin # how many steps it takes
+accounting/_calibration.py approximate_noise_multiplier operator 1: mu / (sampling_probability * math.sqrt(steps)) -> mu * (sampling_probability * math.sqrt(steps)) # another start
+accounting/_epsilon.py delta_left comparison 1: added > delta / 2 -> added >= delta / 2 # floats that are never equal
+accounting/_events.py module constant 3: 4 -> 5 # any orders will do
+accounting/_events.py affordable_interval name 1: min -> max # a finer grid, which takes more memory
+contrib/_input_metric.py _of_mean constant 1: 1e-300 -> 2e-300 # of a float32, only zero is so short
+contrib/heads.py _classes operator 3: num_classes - 1 -> num_classes + 1 # a label that is no class has a vector of zeros
+contrib/heads.py module constant 4: 1212498244 -> 1212498245 # a number of its own is as good as another
+training/_private.py PrivateTraining.compile call 3: _fingerprint.jitted_of_arrays(arguments[3:]) -> arguments[3:] # the first step compiles it instead
+training/_private.py PrivateTraining.compile sign 1: -1 -> 1 # there are no records, so every place is empty
+training/_records.py converted comparison 11: rows.dtype.itemsize < 8 -> rows.dtype.itemsize <= 8 # float64 to float64
+"""  # noqa: E501
+EQUIVALENT = {x.split(' # ')[0] for x in _EQUIVALENT.strip().splitlines()}
