@@ -97,29 +97,18 @@ def test_mixing_is_refused_by_primitive_and_line(loss):
     assert proof.offence.startswith(f'{primitive} at {file}:'), proof.offence
 
 
-LAYERS = {
-  'dense': (functools.partial(nnx.Linear, D, 5), (T, D)),
-  'convolution': (functools.partial(nnx.Conv, D, 6, (3,)), (T, D)),
-  'attention': (
-    functools.partial(nnx.MultiHeadAttention, 2, D, decode=False), (T, D),
-  ),
-  'layer norm': (functools.partial(nnx.LayerNorm, D), (T, D)),
-  'rms norm': (functools.partial(nnx.RMSNorm, D), (T, D)),
-  'group norm': (functools.partial(nnx.GroupNorm, D, num_groups=2), (T, D)),
-  'embedding': (functools.partial(nnx.Embed, 9, D), (T,)),
-  'averages of a batch norm': (
-    functools.partial(nnx.BatchNorm, D, use_running_average=True), (T, D),
-  ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize('name', LAYERS)
-def test_layers_of_flax(name):
-  layer, shape = LAYERS[name]
-  made = layer(rngs=nnx.Rngs(0))
-  graph, weights, others = nnx.split(made, nnx.Param, ...)
-  dtype = jnp.int32 if name == 'embedding' else jnp.float32
-  x = jax.ShapeDtypeStruct((B, *shape), dtype)
+@pytest.mark.parametrize(
+  'layer',
+  [
+    functools.partial(nnx.Linear, D, 5),
+    functools.partial(nnx.Conv, D, 6, (3,)),
+    functools.partial(nnx.MultiHeadAttention, 2, D, decode=False),
+  ],
+)
+def test_layers_of_flax(layer):
+  """Norms and embeddings have no operation that no loss above has."""
+  graph, weights, others = nnx.split(layer(rngs=nnx.Rngs(0)), nnx.Param, ...)
+  x = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
 
   def outputs(weights, x):
     return nnx.merge(graph, weights, others)(x)

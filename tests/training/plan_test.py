@@ -5,11 +5,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 from prism_optax import accounting, training
-from tests import cases
 
 DELTA = 1e-5
 
@@ -54,15 +52,6 @@ def test_has_the_best_signal_that_its_cost_can_buy(size, epsilon, cost):
     assert _spent(size, x.signal_over_noise / 0.99, *run) > 1.001 * epsilon
   limit = _signal(size, epsilon, 1, size)
   assert plan.limit == pytest.approx(limit, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_make_private_takes_it():
-  plan = training.plan(
-    cases.N, target_epsilon=2.0, delta=1e-3, example_gradients=2_400
-  )
-  made = cases.make(optax.sgd(0.1), noise_multiplier=None, **plan.arguments)
-  assert 1.9 < made.epsilon(120) <= 2.0
 
 
 def test_users_cost_all_their_records():
