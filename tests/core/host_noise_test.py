@@ -1,6 +1,5 @@
 """The host's discrete Gaussian: exact integers of the right law."""
 
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -115,14 +115,6 @@ def cells_of_regret() -> list[regret.Cell]:
   return regret.cells(of_texts(), of_digits)
 
 
-def regret_table() -> str:
-  return regret.table(cells_of_regret())
-
-
-def lengths_table() -> str:
-  return regret.table_of_lengths(of_texts())
-
-
 def gained_by_length(method: str) -> float:
   """Points that long columns of the head gain, over tasks and epsilons."""
   return 100 * statistics.mean(
@@ -201,11 +193,6 @@ def probes(steps: int) -> list[float]:
   return [statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5]
 
 
-def digits_at_equal_cost(steps: int) -> list[float]:
-  found = digits(b1=0.5, steps=steps, batch=9600 // steps)
-  return [found['accuracy'], found['standard error']]
-
-
 def lost_when_tuned_again() -> float:
   """Points that DP-AdamW loses in a gauge of condition 100, each rate tuned."""
   others = {'task', 'options', 'scale', 'rank', 'clip', 'head', 'start',
@@ -266,13 +253,6 @@ def ahead(task: str, steps: int, epsilon: float = 8.0) -> tuple[float, ...]:
     for values in (language_tables.losses, language_tables.exact)
   )
   return -nats['difference'], nats['p'], 100 * right['difference'], right['p']
-
-
-def measured_rows(task: str) -> int:
-  """How many rows an accuracy has."""
-  (count,) = {len(x['exact']) for x in rows('language_model', task=task)
-              if 'exact' in x}  # fmt: skip
-  return count
 
 
 def right(task: str, steps: int, method: str) -> float:
