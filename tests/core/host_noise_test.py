@@ -1,5 +1,7 @@
 """The host's discrete Gaussian: exact integers of the right law."""
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -41,6 +43,16 @@ def test_the_real_scale_is_a_gaussian_in_units_of_it():
   # The low bits are as random as the high ones.
   low = np.bincount(draws & 15, minlength=16)
   assert pvalue(low, np.ones(16)) > 1e-6
+
+
+@pytest.mark.parametrize(
+  ('numerator', 'bits'), [(0, 3), (3, 3), (8, 3), (2, 1)]
+)
+def test_bernoulli_exp_has_its_probability(numerator, bits):
+  trials = 100_000
+  hits = _host._bernoulli_exp(np.full(trials, numerator, np.int64), bits).sum()
+  p = math.exp(-numerator / 2**bits)
+  assert abs(hits - trials * p) <= 6 * math.sqrt(trials * p * (1 - p))
 
 
 def test_random_integers_are_uniform(monkeypatch):
