@@ -92,12 +92,8 @@ def test_regret_is_that_of_the_recipe(monkeypatch):
       assert round(cell.lead[0], 6) == lost[cell.task]
   *_, means, _, _, last = regret.table(cells).splitlines()
   for row, word in ((means, 'mean'), (last, 'worst, all tokens')):
-    numbers = [
-      *['0.0'] * (1 + (row is means)),
-      '6.0' if row is means else '20.0',
-      '5.0',
-      '12.0',
-    ]
+    worst = '6.0' if row is means else '20.0'
+    numbers = ['0.0'] * (1 + (row is means)) + [worst, '5.0', '12.0']
     assert [x.strip() for x in row.split('|') if x.strip()] == [word, *numbers]
   gains = regret.table_of_lengths(find).splitlines()[2:]
   assert [x.count('+1.0 (0.0)') for x in gains] == [2] * 12

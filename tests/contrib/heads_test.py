@@ -12,7 +12,6 @@ from tests.contrib import cases
 from tests.core import seams
 
 N, D, K = 300, 6, 3
-FEWEST = seams.FEWEST_RECORDS
 _rng = np.random.default_rng(0)
 LABELS = _rng.integers(K, size=N)
 # Lengths of many sizes: a record's direction is what counts.
@@ -42,7 +41,7 @@ def test_columns_are_the_directions_of_the_class_means(sigma):
     means = release([(FEATURES, LABELS)], noise_multiplier=sigma)
   sums = released[0]['sums']
   squares = np.sum(sums**2, 0) - D * sigma**2
-  columns = sums / np.sqrt(np.maximum(squares, FEWEST**2))
+  columns = sums / np.sqrt(np.maximum(squares, seams.FEWEST_RECORDS**2))
   assert_kernel(means.kernel, columns - columns.mean(1, keepdims=True))
   assert means.entries == D * K
   if not sigma:
@@ -96,7 +95,7 @@ def test_a_record_adds_one_to_its_class(label):
   """And no class of few records has a long column made of noise."""
   row = np.eye(1, D, dtype=np.float32) * 1e30
   means = release([(row, np.array([label]))], noise_multiplier=0.0)
-  expected = (np.eye(K)[label] - 1 / K) / FEWEST
+  expected = (np.eye(K)[label] - 1 / K) / seams.FEWEST_RECORDS
   assert_kernel(means.kernel[0], expected)
   np.testing.assert_array_equal(means.kernel[1:], 0)
 

@@ -24,7 +24,6 @@ from benchmarks.accuracy.sentences import DEFAULTS as TEXTS  # noqa: E402
 from benchmarks.common import runner  # noqa: E402
 
 Row = dict[str, Any]
-SPREAD = 'largest minus smallest'
 METHODS = ('prism', 'dp-adamw', 'lora+', 'prism, paper mode', 'linear probe',
            'ffa', 'prism, decayed', 'dp-adamw, decayed')  # fmt: skip
 
@@ -78,7 +77,7 @@ def varied(part: str) -> dict[str, dict[str, float]]:
   for method in dict.fromkeys(x for found in out.values() for x in found):
     of_method = [0, *(x[method] for x in out.values() if method in x)]
     spread[method] = max(of_method) - min(of_method)
-  return {**out, SPREAD: spread}
+  return {**out, 'largest minus smallest': spread}
 
 
 def accuracy_table() -> str:
@@ -357,12 +356,6 @@ def noises(noise: str, epsilon: float) -> Row:
 
 
 # Geometry.
-
-
-def at_gauge(gauge: float, **fields: Any) -> Row:
-  """The row of ``paper_diagnostics`` whose gauge is nearest."""
-  found = rows('paper_diagnostics', **fields)
-  return min(found, key=lambda x: abs(x['gauge'] / gauge - 1))
 
 
 def apart(
