@@ -238,10 +238,10 @@ def ridge(
     num_classes: K, the number of classes.
     noise_multiplier: Standard deviation of the noise of every entry.
     dataset_size: Number of records, public; more of them are refused.
-    logit_scale: Factor of the logits in your loss, which are ``logit_scale * f
-      @ kernel`` for f of norm one. The larger it is, the shorter the columns,
-      and the more a step of a training changes the logits. Our measurements
-      have 10.
+    logit_scale: Factor of the logits in your loss, public, which are
+      ``logit_scale * f @ kernel`` for f of norm one. The larger it is, the
+      shorter the columns, and the more a step of a training changes the
+      logits. Our measurements have 10.
     prng_key: As for :func:`class_means`.
 
   Returns:

@@ -1,6 +1,6 @@
 """What is proved, what is refused, and that nothing that is proved mixes."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -100,13 +100,15 @@ def test_mixing_is_refused_by_primitive_and_line(loss):
 @pytest.mark.parametrize(
   'layer',
   [
-    functools.partial(nnx.Linear, D, 5),
-    functools.partial(nnx.Conv, D, 6, (3,)),
-    functools.partial(nnx.MultiHeadAttention, 2, D, decode=False),
+    partial(nnx.Linear, D, 5), partial(nnx.LayerNorm, D),
+    partial(nnx.Conv, D, 6, (3,)), partial(nnx.GroupNorm, D, num_groups=2),
+    partial(nnx.BatchNorm, D, use_running_average=True),
+    partial(nnx.MultiHeadAttention, 2, D, decode=False),
+    partial(nnx.RMSNorm, D),
   ],
-)
+)  # fmt: skip
 def test_layers_of_flax(layer):
-  """Norms and embeddings have no operation that no loss above has."""
+  """The encoder of tests/finetune has embeddings too."""
   graph, weights, others = nnx.split(layer(rngs=nnx.Rngs(0)), nnx.Param, ...)
   x = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
 
@@ -228,7 +230,7 @@ def remembered(x):
 FAKE = core.Primitive('add')  # It has the name of another one.
 FAKE.def_abstract_eval(lambda x, y: x)
 SHAPE = jax.ShapeDtypeStruct((B,), jnp.float32)
-of_rows = functools.partial(jnp.broadcast_to, shape=(B, B))
+of_rows = partial(jnp.broadcast_to, shape=(B, B))
 
 
 @pytest.mark.parametrize(
