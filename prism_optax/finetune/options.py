@@ -154,7 +154,7 @@ def _check(options: Options) -> None:
     raise ValueError('--data needs --eval, a public file of the same form.')
   if options.head == 'released' and options.target_epsilon is None:
     raise ValueError(
-      '--head released has half of the budget, but --target-epsilon is not '
+      '--head released has a share of the budget, but --target-epsilon is not '
       'given.'
     )
   if options.optimizer == NOT_PRIVATE:

@@ -23,7 +23,7 @@ from . import data, files, tasks, training
 from .models import classifier
 from .options import Options
 
-SHARE = 0.5  # Of the budget, measured as one over the squared noise.
+SHARE = 0.8  # Of the budget, measured as one over the squared noise.
 CHUNK = 64  # Rows at once.
 # What a run has only after the release was saved.
 _BEGUN = 'metrics.jsonl', f'{training.FOLDER}/state.npz'
@@ -73,7 +73,7 @@ def release(task: tasks.Task, options: Options) -> heads.LinearHead:
   alone = accounting.calibrate_noise_multiplier(
     options.target_epsilon, options.delta, 1.0, 1, dataset_size=size
   )
-  print('The head starts from a private release, with half of the budget ...')
+  print('The head starts from a private release, with four fifths of the budget ...')
 
   model = nnx.merge(task.graphdef, task.params, task.frozen)
 

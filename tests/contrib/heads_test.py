@@ -62,23 +62,35 @@ def test_ridge_is_the_solution_of_its_equations(sigma):
   (released,) = found
   noisy = np.zeros((D, D))
   upper = np.triu_indices(D)
-  noisy[upper] = released['moment'] * 2**0.5
+  share = 1 / (1 + (K / 10) ** 0.5)
+  noisy[upper] = released['moment'] / share**0.5
   noisy = (noisy + noisy.T) / np.where(np.eye(D), 2, 2**0.5)
-  # The noise is on all of what records add: sums over sqrt(2).
+  # The noise is on all of what records add: both, one in norm.
   x, chosen = directions(), np.eye(K)[LABELS]
-  sums = released['sums'] * 2**0.5
+  sums = released['sums'] / (1 - share) ** 0.5
   wrong = (noisy - x.T @ x)[upper], sums - x.T @ chosen
-  if sigma:  # Of standard deviation 1.2 sigma in the mean of both, and 1.4.
-    assert all(0.7 < np.std(x) / sigma < 2 for x in wrong)
+  if sigma:  # Of standard deviation 1.0 sigma in the mean of both, and 1.7.
+    assert all(0.7 < np.std(x) / sigma < 2.7 for x in wrong)
   else:
     np.testing.assert_allclose(np.concatenate(wrong, None), 0, atol=1e-3)
+  edge = (2 * D) ** 0.5 * sigma / share**0.5
   values, vectors = np.linalg.eigh(noisy)
-  ridge = 1 + 0.5 * (2 * D) ** 0.5 * sigma * 2**0.5
-  inverse = vectors @ np.diag(1 / (values.clip(0) + ridge)) @ vectors.T
+  kept = [(v**2 - edge**2) ** 0.5 if v > edge else 0 for v in values]
+  assert 0 < np.count_nonzero(kept) < D or not sigma or sigma == 90
+  inverse = vectors @ np.diag(1 / (np.array(kept) + 1 + edge)) @ vectors.T
   expected = inverse @ sums
   expected -= expected.mean(1, keepdims=True)
-  # Less what the noise of the class sums, which is in both, adds on average.
-  noise = 2 * sigma**2 * np.trace(inverse) * (K - 1)
+  # The noise of a class is in its column, less its share of the mean.
+  variance = sigma**2 / (1 - share) * (1 - 1 / K)
+  of_noise = variance * np.trace(inverse @ inverse)
+  lengths = []
+  for k in range(K):
+    squared = np.sum(expected[:, k] ** 2)
+    lengths.append(max(squared - of_noise, squared / 4) ** 0.5)
+  expected /= lengths
+  expected -= expected.mean(1, keepdims=True)
+  # Less what it adds on average to a logit of its class, which it is in twice.
+  noise = variance * np.trace(inverse) * np.sum(1 / np.array(lengths))
   logits = (np.sum(expected * sums) - noise) / N
   least = 0.1 * np.linalg.norm(expected, axis=0).mean()
   assert (logits < least) == (sigma == 90)
@@ -88,6 +100,14 @@ def test_ridge_is_the_solution_of_its_equations(sigma):
     own = 4 * np.sum(head.kernel * (x.T @ chosen)) / N
     np.testing.assert_allclose(own, 2 * np.log(K), rtol=0.01 + 0.05 * sigma)
   assert head.entries == D * (D + 1) // 2 + D * K
+
+
+def test_of_one_class_there_is_nothing_to_tell():
+  head = heads.ridge(
+    [(FEATURES, 0 * LABELS)], num_classes=1, noise_multiplier=1.0,
+    dataset_size=N,
+  )  # fmt: skip
+  np.testing.assert_array_equal(head.kernel, 0)
 
 
 @pytest.mark.parametrize('label', range(K))

@@ -200,7 +200,7 @@ BASE = [
     ([*BASE, '--batch-size', '0'], r'--batch-size: .* got 0'),
     (
       [*BASE[:5], '--noise-multiplier', '1', '--head', 'released'],
-      '--head released has half of the budget, but --target-epsilon is not',
+      '--head released has a share of the budget, but --target-epsilon is not',
     ),
     ([*BASE, '--rank', '0'], r'--rank: .* got 0'),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
