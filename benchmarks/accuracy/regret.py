@@ -6,14 +6,14 @@ A recipe is the learning rate, the weight decay and the start of the head that
 are best on average over the texts at epsilon 3, without the task that it is
 used on and without other labels of the same texts (clinc150 has 10 domains and
 150 intents). 120 steps of 256 rows are the advice of ``training.plan`` for each
-task. A head starts from zero, or from a private release that has half of the
-budget, with columns of mean length one. (The second table has the same recipes
-with columns as long as ``heads.ridge`` makes them now.) All methods have b1 =
-.9 and a warm-up by 1 - b1^t, and DP-AdamW starts in the gauge of
-``lora.canonicalize``. Regret is the accuracy of the best of all methods, each
-tuned on the task itself, less that of a method with its recipe.
-``prism, adapted`` is ``prism`` without a rate of its own: only the first steps
-and the start of the head are chosen, and it is never tuned on the task.
+task. A head starts from zero, or from a private release that has four fifths of
+the budget. All methods have b1 = .9 and a warm-up by 1 - b1^t, and DP-AdamW
+starts in the gauge of ``lora.canonicalize``. Regret is the accuracy of the best
+of all methods, each tuned on the task itself, less that of a method with its
+recipe. ``prism`` is tuned with a fixed rate. Its recipe is ``prism, adapted``,
+which has no rate of its own: only the first steps and the start of the head are
+chosen.
+
 Digits choose no recipe. They are the small network of ``digits.py``, where
 DP-AdamW starts from balanced factors, which are better for it there.
 
@@ -50,27 +50,27 @@ TASKS = {
 }  # fmt: skip
 # The first one chooses recipes.
 EPSILONS, SEEDS, TUNING_SEED = (3.0, 1.0, 8.0), tuple(range(5)), 100
-ADAPTED, DECAYS = 'prism, adapted', (0.1, 1.0)
-# Learning rates with weight decays. A probe has no adapters that could decay;
-# adapted steps begin short, and decay loses the same share in each of them.
+FIXED, ADAPTED = 'prism', 'prism, adapted'
+RIVAL, PROBE = 'dp-adamw', 'linear probe'
+# The head starts from zero, or from a release, which is a method by itself too.
+HEADS, RIDGE, DIGITS = ('trained', 'ridge'), 'ridge', 'digits'
+DECAYS, LOWER, HIGHER = (0.1, 1.0), (3e-3, 1e-2, 3e-2), (1e-2, 3e-2, 1e-1)
+# Learning rates with weight decays, for each start of the head. DP-AdamW alone
+# gained by less decay. A probe has no adapters that could decay; adapted steps
+# begin short, and decay loses the same share in each of them.
 OPTIONS = {
-  'prism': tuple(itertools.product((1e-2, 3e-2, 1e-1, 3e-1), DECAYS)),
-  ADAPTED: ((1e-2, 3.0), (3e-2, 1.0)),
-  'dp-adamw': tuple(itertools.product((3e-3, 1e-2, 3e-2, 1e-1), DECAYS)),
-  'linear probe': tuple((x, DECAYS[0]) for x in (1e-2, 3e-2, 1e-1, 3e-1)),
+  FIXED: [[(x, DECAYS[1]) for x in rates] for rates in (HIGHER, LOWER)],
+  ADAPTED: [[(1e-2, 3.0), (3e-2, 1.0)]] * 2,
+  RIVAL: [list(itertools.product(LOWER, DECAYS))] * 2,
+  PROBE: [[(x, DECAYS[0]) for x in rates] for rates in (HIGHER, LOWER)],
 }
-# From zero, or from a release that has half of the budget.
-HEADS = ('trained', 'short ridge')
-# The release with longer columns, and the recipes that are tried with it.
-LONG, TRIED = 'ridge', (ADAPTED, 'dp-adamw')
+# Adapted steps have no rate that could be tuned on a task.
+TUNED, BY_RECIPE = (FIXED, RIVAL, PROBE), (ADAPTED, RIVAL, PROBE)
 # Tasks, epsilons, and whether a row is the mean of its tokens.
 CELLS = [
   *((task, EPSILONS[0], pooled) for pooled in (True, False) for task in TASKS),
   *((task, epsilon, True) for epsilon in EPSILONS[1:] for task in TASKS),
 ]
-# Methods with something to choose; those whose steps adapt are never tuned.
-# And a head by itself.
-METHODS, RIDGE, DIGITS = tuple(OPTIONS), 'ridge', 'digits'
 
 
 def settings(task: str, method: str, epsilon: float) -> list[Setting]:
@@ -88,8 +88,8 @@ def settings(task: str, method: str, epsilon: float) -> list[Setting]:
       start='canonical' if method == 'dp-adamw' else 'default',
       pooled=True,
     )
-    for head in HEADS
-    for rate, decay in OPTIONS[method]
+    for head, options in zip(HEADS, OPTIONS[method], strict=True)
+    for rate, decay in options
   ]
 
 
@@ -141,9 +141,10 @@ def plan(find: runner.Find) -> Iterator[dict[str, Any]]:
   """All runs that are known to be wanted; those that choose come first."""
   for task, epsilon, pooled in CELLS:
     chosen = [ridge_of(task, epsilon)]
-    for method, choose in itertools.product(METHODS, (tuned, by_recipe)):
-      if (method, choose) == (ADAPTED, tuned):
-        continue
+    for choose, method in [
+      *((tuned, x) for x in TUNED),
+      *((by_recipe, x) for x in BY_RECIPE),
+    ]:
       try:
         chosen.append(choose(find, task, method, epsilon))
       except runner.Missing as missing:
@@ -152,14 +153,14 @@ def plan(find: runner.Find) -> Iterator[dict[str, Any]]:
       setting = dataclasses.replace(setting, seed=seed, pooled=pooled)
       yield dataclasses.asdict(setting)
   for task, epsilon, pooled in CELLS:
-    for method, seed in itertools.product(TRIED, SEEDS if pooled else ()):
-      with contextlib.suppress(runner.Missing):
-        setting = with_long_head(find, task, method, epsilon)
-        yield dataclasses.asdict(dataclasses.replace(setting, seed=seed))
+    if pooled:
+      yield from map(dataclasses.asdict, by_share(task, epsilon))
 
 
-def with_long_head(find: runner.Find, *which: Any) -> Setting:
-  return dataclasses.replace(by_recipe(find, *which), head=LONG)
+def by_share(task: str, epsilon: float) -> list[Setting]:
+  """One training from a head that has half of the budget, and from ours."""
+  usual = settings(task, ADAPTED, epsilon)[len(OPTIONS[ADAPTED][0])]
+  return [dataclasses.replace(usual, head_share=0.5), usual]
 
 
 def ridge_of(task: str, epsilon: float) -> Setting:
@@ -244,7 +245,7 @@ class Cell:
   @property
   def lead(self) -> tuple[float, float]:
     """Points of ``prism`` less DP-AdamW, both by recipe; p of paired seeds."""
-    first, second = self.untuned['prism'], self.untuned['dp-adamw']
+    first, second = self.untuned[ADAPTED], self.untuned[RIVAL]
     found = stats.ttest_rel(first, second)
     points = 100 * (statistics.mean(first) - statistics.mean(second))
     return points, float(found.pvalue)
@@ -276,15 +277,11 @@ def cell_of_texts(
   def reported(setting: Setting) -> list[float]:
     return accuracies(find, dataclasses.replace(setting, pooled=pooled))
 
-  best, untuned = {}, {RIDGE: reported(ridge_of(task, epsilon))}
-  for method in METHODS:
-    which = find, task, method, epsilon
-    # It has fewer rows than the others.
-    allowed = (runner.Missing,) if method == ADAPTED else ()
-    with contextlib.suppress(*allowed):
-      untuned[method] = reported(by_recipe(*which))
-      if method != ADAPTED:
-        best[method] = statistics.mean(reported(tuned(*which)))
+  best = {
+    x: statistics.mean(reported(tuned(find, task, x, epsilon))) for x in TUNED
+  }
+  untuned = {x: reported(by_recipe(find, task, x, epsilon)) for x in BY_RECIPE}
+  untuned[RIDGE] = reported(ridge_of(task, epsilon))
   return Cell(task, epsilon, pooled, best, untuned)
 
 
@@ -297,57 +294,21 @@ def cell_of_digits(
     runner.Missing: If some are not there.
   """
   tuned, untuned = {}, {}
-  for method in ('prism', ADAPTED, 'dp-adamw'):
-    decays = sorted({decay for _, decay in OPTIONS[method]})
+  for method in (FIXED, ADAPTED, RIVAL):
+    decays = digits.PLANNED[method]
     each = [digits.planned(method, epsilon, decay) for decay in decays]
     rows = [of_digits(x) for x in each]
     if None in rows:
       raise runner.Missing(each)
-    if method != ADAPTED:
+    if method in TUNED:
       best = max(rows, key=lambda x: x['tuning accuracy'])
       tuned[method] = best['accuracy']
-    rate, decay, _ = recipe(find, method, DIGITS)
-    row = rows[decays.index(decay)]
-    at = row['rates'].index(rate)
-    untuned[method] = row['accuracies by rate and seed'][at]
+    if method in BY_RECIPE:
+      rate, decay, _ = recipe(find, method, DIGITS)
+      row = rows[decays.index(decay)]
+      at = row['rates'].index(rate)
+      untuned[method] = row['accuracies by rate and seed'][at]
   return Cell(DIGITS, epsilon, True, tuned, untuned)
-
-
-def lengths(
-  find: runner.Find, method: str
-) -> dict[tuple[str, float], tuple[list[float], list[float]]]:
-  """Accuracies by seed, with short and long columns, by task and epsilon."""
-  found = {}
-  for task, epsilon in [(x, y) for x, y, pooled in CELLS if pooled]:
-    with contextlib.suppress(runner.Missing):
-      which = find, task, method, epsilon
-      found[task, epsilon] = (
-        accuracies(find, by_recipe(*which)),
-        accuracies(find, with_long_head(*which)),
-      )
-  return found
-
-
-def table_of_lengths(find: runner.Find) -> str:
-  """Mean accuracies by recipe, with short and with long columns of the head.
-
-  With the points that long ones gain, and their standard error (paired).
-  """
-  each = [lengths(find, x) for x in TRIED]
-  rows = []
-  for cell in each[0]:
-    if cell in each[1]:
-      rows.append([*cell])
-      for short, long in (x[cell] for x in each):
-        gains = [100 * (y - x) for x, y in zip(short, long, strict=True)]
-        error = statistics.stdev(gains) / len(gains) ** 0.5
-        rows[-1] += [
-          f'{statistics.mean(short):.3f}',
-          f'{statistics.mean(long):.3f}',
-          f'{statistics.mean(gains):+.1f} ({error:.1f})',
-        ]
-  names = [f'{x}{y}' for x in TRIED for y in (', short', ', long', ', gain')]
-  return runner.markdown(['task', 'epsilon', *names], rows)
 
 
 def named(word: str, pooled: bool) -> str:
@@ -360,7 +321,7 @@ def table(found: list[Cell]) -> str:
   The last columns say how far ``prism`` is ahead of DP-AdamW, both by their
   recipes, with Holm's p of the paired tests over all cells.
   """
-  names = (*METHODS, RIDGE)
+  names = (*BY_RECIPE, RIDGE)
   corrected = holm([x.lead[1] for x in found])
 
   def points(regrets: dict[str, float]) -> list[str]:
@@ -375,7 +336,7 @@ def table(found: list[Cell]) -> str:
       x.epsilon,
       f'{x.best:.3f}',
       *points(x.regrets),
-      f'{x.lead[0]:+.1f}',
+      f'{round(x.lead[0], 1) + 0:+.1f}',
       f'{p:.3f}' if p >= 0.001 else '<.001',
     ]
     for x, p in zip(found, corrected, strict=True)
@@ -420,7 +381,6 @@ def main() -> None:
     )
   of_digits = runner.Store(runner.FOLDER / 'digits_cpu.json', digits.DEFAULTS)
   print(table(cells(store.find, of_digits.find)))
-  print(table_of_lengths(store.find))
 
 
 if __name__ == '__main__':

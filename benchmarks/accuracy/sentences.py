@@ -25,8 +25,6 @@ DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
 LENGTH = {
   'sst2': 20, 'clinc150': 16, 'intents': 16, 'banking77': 20, 'maths': 64,
 }  # fmt: skip
-# Of epsilon's noise, for the release of a head before a training.
-HEAD_SHARE = 0.5
 # A clip that no gradient reaches, where nothing is private.
 NO_CLIP = 1e4
 
@@ -55,9 +53,8 @@ class Setting:
     gauge: Condition number of the gauge in which the start is written.
     head: ``'frozen'`` at random (a task that the adapters must solve; the
       linear probe's is trained), ``'trained'`` from there, or trained from
-      ``'ridge'``, a private release that has ``HEAD_SHARE`` of the budget, or
-      ``'short ridge'``, the same with columns of mean length one, too short for
-      the softmax.
+      ``'ridge'``, a private release.
+    head_share: Of the budget for this release, as a share of 1 / sigma^2.
     b1: Decay of the first moment; None for what the method usually has.
     weight_decay: Of the adapters, where ``b1`` is given.
     options: More arguments of ``prism``, as sorted pairs.
@@ -80,6 +77,7 @@ class Setting:
   scale: float = 1.0
   gauge: float = 1.0
   head: str = 'frozen'
+  head_share: float = 0.8
   b1: float | None = None
   weight_decay: float = 0.0
   options: tuple[tuple[str, Any], ...] = ()
@@ -145,25 +143,31 @@ ridge = functools.partial(
 
 @functools.lru_cache(maxsize=16)
 def private_head(
-  task: str, pooled: bool, epsilon: float, seed: int, folders: Folders
+  task: str,
+  pooled: bool,
+  epsilon: float,
+  share: float,
+  seed: int,
+  folders: Folders,
 ) -> heads.LinearHead:
   """A head whose release has a share of the budget."""
   alone = accounting.calibrate_noise_multiplier(epsilon, DELTA, 1.0, 1)
   probe = Setting(task, 'linear probe', pooled=pooled)
   return ridge(
     problem_of(probe, folders),
-    alone / HEAD_SHARE**0.5,
+    alone / share**0.5,
     jax.random.fold_in(jax.random.key(seed), 3),
   )
 
 
 def released(setting: Setting, folders: Folders) -> heads.LinearHead | None:
   """The head that is released of the private rows before the training."""
-  if setting.head not in ('ridge', 'short ridge'):
+  if setting.head != 'ridge':
     return None
   return private_head(
-    setting.task, setting.pooled, setting.epsilon, setting.seed, folders
-  )
+    setting.task, setting.pooled, setting.epsilon, setting.head_share,
+    setting.seed, folders,
+  )  # fmt: skip
 
 
 def start(
@@ -195,8 +199,6 @@ def start(
     hidden = layers[0]['query']['kernel'].shape[0]
     kernel = jax.nn.initializers.orthogonal()(keys[0], (hidden, given.classes))
     kernel = kernel if head is None else head.kernel
-    if setting.head == 'short ridge':
-      kernel = kernel / jnp.linalg.norm(kernel, axis=0).mean()
     first = {'kernel': kernel, 'bias': jnp.zeros(given.classes)}
     if setting.head == 'frozen' and kind != 'head':
       frozen['head'] = first

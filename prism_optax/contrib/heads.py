@@ -213,9 +213,9 @@ def ridge(
   Like :func:`class_means`, but a record with the normalised feature f also adds
   to the second moment of all features, ``M = sum f f^T``. The head is ``(M + l
   I)^-1 C`` with the class sums C, with columns of one length. So directions
-  that all features share no longer count, nor do the sizes of the classes. We
-  measured more right answers than with class means, by up to 29 points, except
-  where classes had about ninety records and the noise multiplier was 2 or 3::
+  that all features share no longer count, nor do the sizes of the classes. It
+  was better than class means in all of our measurements, except where classes
+  had about ninety records and the noise multiplier was 2 or 3::
 
     head = heads.ridge(
       ((features(x), y) for x, y in batches), num_classes=10,

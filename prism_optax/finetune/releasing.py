@@ -73,7 +73,9 @@ def release(task: tasks.Task, options: Options) -> heads.LinearHead:
   alone = accounting.calibrate_noise_multiplier(
     options.target_epsilon, options.delta, 1.0, 1, dataset_size=size
   )
-  print('The head starts from a private release, with four fifths of the budget ...')
+  print(
+    'The head starts from a private release, with four fifths of the budget ...'
+  )
 
   model = nnx.merge(task.graphdef, task.params, task.frozen)
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 import prism_optax
 from benchmarks.common import private
@@ -18,6 +19,7 @@ def make(numbers, key):
   )
 
 
+@pytest.mark.slow
 def test_runs_of_a_program_are_private_trainings():
   """Batches and all of the step; only the noise has another stream.
 

@@ -19,6 +19,7 @@ from benchmarks.speed import language_model_memory, make_private, no_hang, steps
 from tests import conftest
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_the_process():
   code = 'x = bytes(range(256)) * 2**22'
   size = language_model_memory.peak([sys.executable, '-c', code])

@@ -114,12 +114,15 @@ def cells_of_regret() -> list[regret.Cell]:
   return regret.cells(of_texts(), of_digits)
 
 
-def gained_by_length(method: str) -> float:
-  """Points that long columns of the head gain, over tasks and epsilons."""
-  return 100 * statistics.mean(
-    statistics.mean(long) - statistics.mean(short)
-    for short, long in regret.lengths(of_texts(), method).values()
-  )
+def gained_by_share() -> float:
+  """Points of a larger share for the head, on rows that choose."""
+  gains = []
+  for task, epsilon, pooled in regret.CELLS:
+    if pooled:
+      half, ours = regret.by_share(task, epsilon)
+      scores = [regret.score(of_texts(), x) for x in (ours, half)]
+      gains.append(100 * (scores[0] - scores[1]))
+  return statistics.mean(gains)
 
 
 def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
