@@ -116,13 +116,9 @@ def cells_of_regret() -> list[regret.Cell]:
 
 def gained_by_share() -> float:
   """Points of a larger share for the head, on rows that choose."""
-  gains = []
-  for task, epsilon, pooled in regret.CELLS:
-    if pooled:
-      half, ours = regret.by_share(task, epsilon)
-      scores = [regret.score(of_texts(), x) for x in (ours, half)]
-      gains.append(100 * (scores[0] - scores[1]))
-  return statistics.mean(gains)
+  each = [regret.by_share(*cell) for *cell, pooled in regret.CELLS if pooled]
+  scores = [[regret.score(of_texts(), x) for x in pair] for pair in each]
+  return 100 * statistics.mean(ours - half for half, ours in scores)
 
 
 def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
