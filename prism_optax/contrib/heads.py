@@ -214,9 +214,10 @@ def ridge(
   Like :func:`class_means`, but a record with the normalised feature f also adds
   to the second moment of all features, ``M = sum f f^T``. The head is ``(M + l
   I)^-1 C`` with the class sums C, with columns of one length. So directions
-  that all features share no longer count, nor do the sizes of the classes. It
-  was better than class means in all of our measurements, except where classes
-  had about ninety records and the noise multiplier was 2 or 3::
+  that all features share no longer count, nor do the sizes of the classes. With
+  a thousand records in each class it was better than class means at every noise
+  multiplier that we tried. With about ninety the means were better at 2 and 3,
+  and worse without noise, at 5 and at 8::
 
     head = heads.ridge(
       ((features(x), y) for x, y in batches), num_classes=10,

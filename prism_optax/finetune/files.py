@@ -272,7 +272,7 @@ def _table(path: pathlib.Path, option: str) -> Any:
       return pyarrow.parquet.read_table(path)
     with pyarrow.memory_map(str(path)) as source:
       return pyarrow.ipc.open_stream(source).read_all()
-  # Those of Arrow are of these two classes, or NotImplementedError.
+  # Every error of Arrow is one of these: a bad file is an error of the user's.
   except (ValueError, OSError, NotImplementedError) as error:
     raise ValueError(f'{option}: {path} cannot be read: {error}') from error
 

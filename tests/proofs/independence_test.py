@@ -247,7 +247,7 @@ of_rows = partial(jnp.broadcast_to, shape=(B, B))
       remembered,
       ['memory'],
       marks=pytest.mark.skipif(
-        not hasattr(jax, 'new_ref'), reason='of newer versions'
+        not hasattr(jax, 'new_ref'), reason='Needs jax.new_ref.'
       ),
     ),
     # Outputs that have the batch elsewhere.
