@@ -24,8 +24,6 @@ correlated noise cannot use. A constant rate, a balanced start.
 ``plans``: the same network with ``b1=0.5`` and epsilon 2 at equal cost, 9,600
 gradients: by the number of steps, of which `training.plan` has 120.
 
-``planned``: the same network with all of ``training.plan``, for ``regret.py``.
-
 ``muon``: a perceptron from scratch by DP-Muon and DP-Adam, delta 1e-5; rates
 are tuned on other seeds, and the error is that of the mean over seeds.
 
@@ -48,16 +46,13 @@ from benchmarks.common import methods, private, runner
 from prism_optax import contrib, lora, training
 
 METRIC_NOISE = 10.0
-# Steps, and batch by epsilon: the advice of `training.plan` for at most
-# 30,720 example gradients.
-STEPS, BATCHES = 120, {3.0: 179, 1.0: 68, 8.0: 256}
 # All fields of a setting. `decay` is the share of the cosine decay of the rate.
 DEFAULTS = {
   'method': 'prism', 'epsilon': 2.0, 'rank': 4, 'batch': 100, 'steps': 96,
   'start': 'one_sided', 'rule': 'flat', 'clip': 1.0, 'records of a user': 1,
   'b1': 0.9, 'b2': 0.999, 'floor_factor': 1.0, 'max_condition_number': 1e4,
   'bias_correction': True, 'decay': 1.0, 'weight_decay': 0.0, 'metric': None,
-  'noise': 'Poisson', 'warm_up': False,
+  'noise': 'Poisson',
 }  # fmt: skip
 OURS = {'bias_correction': False, 'weight_decay': 0.1}
 ADAM, BALANCED = {'method': 'dp-adamw'}, {'start': 'balanced'}
@@ -143,37 +138,11 @@ def clipping() -> list[dict[str, Any]]:
   ]  # fmt: skip
 
 
-# Methods with the planned batches, and their weight decays.
-PLANNED = {
-  'prism': (0.1, 1.0), 'prism, adapted': (1.0, 3.0), 'dp-adamw': (0.1, 1.0),
-  'dp-adamw, adapted': (0.1, 0.3, 1.0),
-}  # fmt: skip
-
-
-def planned(method: str, epsilon: float, decay: float) -> dict[str, Any]:
-  """A setting with the planned batch; a warm-up by 1 - b1^t.
-
-  DP-AdamW has the start that is best for it here.
-  """
-  return {
-    'method': method, 'epsilon': epsilon, 'weight_decay': decay,
-    'batch': BATCHES[epsilon], 'steps': STEPS,
-    'bias_correction': False, 'warm_up': method.startswith('dp-adamw'),
-    'start': 'balanced' if method.startswith('dp-adamw') else 'one_sided',
-  }  # fmt: skip
-
-
 EXPERIMENTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
   'options': options,
   'plans': lambda: [
     {'b1': 0.5, 'steps': steps, 'batch': 9600 // steps}
     for steps in (30, 60, 120, 240, 480)
-  ],
-  'planned': lambda: [
-    planned(method, epsilon, decay)
-    for epsilon in BATCHES
-    for method, decays in PLANNED.items()
-    for decay in decays
   ],
   'clipping': clipping,
   'correlated': lambda: [
@@ -197,10 +166,6 @@ def rates_and_seeds(setting: dict[str, Any]) -> tuple[tuple[float, ...], int]:
   """Learning rates and the number of seeds of a setting."""
   if setting['method'] in MUON:
     return (0.003, 0.01, 0.03, 0.1, 0.3), 6
-  if setting['method'] == 'prism, adapted':
-    return (1e-2, 3e-2), 10
-  if setting['method'] == 'dp-adamw, adapted':
-    return (3e-3, 1e-2, 3e-2), 10
   if setting['decay'] == 0 and not setting['bias_correction']:
     return (1e-2, 3e-2, 1e-1, 3e-1), 5
   if setting['batch'] == 96:
@@ -298,8 +263,8 @@ def input_metric(form: str | None, seed: int) -> contrib.InputMetric | None:
   )
 
 
-def optimizer(setting: dict[str, Any], rate: Any, stddev: Any) -> Any:
-  """The optimizer of a setting, for noise of this size on the mean."""
+def optimizer(setting: dict[str, Any], rate: Any) -> Any:
+  """The optimizer of a setting."""
   steps = setting['steps']
   if setting['method'] in MUON:
     schedule = optax.linear_schedule(1.0, 0.1, steps)
@@ -309,11 +274,6 @@ def optimizer(setting: dict[str, Any], rate: Any, stddev: Any) -> Any:
   def decayed(count):
     return rate * (1 - setting['decay'] * half[count])
 
-  if setting['warm_up']:
-    return methods.optimizer(
-      setting['method'], decayed, stddev=stddev, b1=setting['b1'],
-      decay=setting['weight_decay'],
-    )  # fmt: skip
   if setting['method'] == 'dp-adamw':
     return optax.adamw(
       decayed, setting['b1'], setting['b2'],
@@ -342,11 +302,7 @@ def training_of(
   return training.make_private(
     problem.loss,
     problem.start(0),
-    optimizer=optimizer(
-      setting,
-      rate,
-      (noise_multiplier or 0.0) * setting['clip'] / setting['batch'],
-    ),
+    optimizer=optimizer(setting, rate),
     clipping=RULES[setting['rule']],
     l2_clip_norm=setting['clip'],
     expected_batch_size=setting['batch'] // records,
@@ -503,8 +459,7 @@ def main() -> None:
   only = [x for x in args.only if x in EXPERIMENTS] or list(EXPERIMENTS)
   settings = [x for name in only for x in EXPERIMENTS[name]()]
   if args.smoke:
-    # To plan takes seconds and changes two numbers of a setting.
-    settings = [EXPERIMENTS[x]()[-1] for x in only if x != 'planned']
+    settings = [EXPERIMENTS[x]()[-1] for x in only]
   if not args.table:
     runner.run(
       store, runner.fixed(settings), functools.partial(measure, args.smoke),

@@ -1,10 +1,13 @@
-"""Handwritten digits and a network of two layers with LoRA on both.
+"""Handwritten digits and a network of two layers.
 
-Public training is on the pictures turned by 90 degrees, private training on
-upright ones.
+With LoRA on both (:func:`logits`); or on the first one, with a head for its
+units (:func:`features`), as the other tasks of ``problems.py`` have. Public
+training is on the pictures turned by 90 degrees, private training on upright
+ones.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +57,44 @@ def loss(
   return optax.softmax_cross_entropy_with_integer_labels(
     logits(params, weights, x), y
   )
+
+
+def features(
+  adapters: list[Any],
+  frozen: list[Any],
+  pictures: jax.Array,
+  lengths: jax.Array,
+  scale: float = 1.0,
+) -> jax.Array:
+  """The hidden units of pictures (rows, 1, 64), as ``encoded_text.features``.
+
+  The first layer is named ``up``.
+  """
+  del lengths
+  x = pictures[:, 0]
+  units = x @ frozen[0]['up']['kernel']
+  if 'up' in adapters[0]:
+    pair = adapters[0]['up']
+    units += scale * (x @ pair['lora_a']) @ pair['lora_b']
+  return jax.nn.relu(units)
+
+
+@functools.cache
+def parts() -> tuple[tuple[tuple[np.ndarray, ...], ...], list[Any], int]:
+  """``(train, tuning, test)``, layers without adapters, number of classes.
+
+  Rows are pictures (rows, 1, 64), ones and labels. A third of the pictures that
+  are held out is for tuning.
+  """
+  public, private, held_out = pictures()
+  tuning = len(held_out.x) // 3
+  rows = (
+    private,
+    Rows(*(x[:tuning] for x in held_out)),
+    Rows(*(x[tuning:] for x in held_out)),
+  )
+  layers = [{'up': {'kernel': public_weights(*public)['first']}}]
+  return tuple((x[:, None], np.ones_like(y), y) for x, y in rows), layers, 10
 
 
 def public_weights(x: np.ndarray, y: np.ndarray) -> Weights:

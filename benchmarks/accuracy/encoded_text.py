@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -162,11 +163,12 @@ def row_losses(
   labels: jax.Array,
   scale: float,
   temperature: float,
+  features: Callable[..., jax.Array] = features,
 ) -> tuple[jax.Array, jax.Array]:
   """Cross-entropy of each row and whether it is right, ``(rows,)`` both.
 
   The head is that of ``params`` or else the frozen one. ``tokens`` may be
-  :func:`features`, ``(rows, hidden)``: a linear probe.
+  ``features`` of them, ``(rows, hidden)``: a linear probe.
   """
   vectors = tokens
   if tokens.ndim == 3:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.accuracy import encoded_text, small_decoder
+from benchmarks.accuracy import digits_network, encoded_text, small_decoder
 
 # Rows of the training file that are set aside, the same for every run.
 TEST_ROWS, TUNING_ROWS = 6000, 3000
@@ -35,10 +35,11 @@ class Problem:
     tuning: Rows that decide on learning rates.
     test: Rows that are reported.
     frozen: All weights that are not trained; ``frozen['layers']`` is a list of
-      layers with a ``kernel`` in each of ``plain_layers.MODULES``.
+      layers with a ``kernel`` in some of ``plain_layers.MODULES``.
     row_losses: ``row_losses(params, frozen, *rows, scale=)``, loss and score of
       each row; a classifier's takes a ``temperature`` too.
     classes: Number of classes of a classifier; 0 for a decoder.
+    width: Of a classifier's features.
   """
 
   train: Rows
@@ -47,6 +48,7 @@ class Problem:
   frozen: dict[str, Any]
   row_losses: Callable
   classes: int
+  width: int = 0
 
 
 def take(rows: Rows, which: np.ndarray) -> Rows:
@@ -76,7 +78,8 @@ def problem(
   """Reads the data, and computes what never changes, once.
 
   Args:
-    task: Key of ``TASKS``, or ``'maths'``: next tokens of gsm8k and mawps.
+    task: Key of ``TASKS``; ``'maths'``, next tokens of gsm8k and mawps; or
+      ``'digits'``, see ``digits_network.py``.
     length: Tokens of a row.
     probing: Whether rows are sentence vectors, for a linear probe.
     folder: Folder of the data sets.
@@ -92,6 +95,36 @@ def problem(
     texts = small_decoder.private_texts(folder)
     rows = split((small_decoder.encode(pairs, texts, length),))
     return Problem(*rows, frozen, small_decoder.row_losses, 0)
+  features = encoded_text.features
+  width = encoded_text.ALL_MINILM_L6_V2.hidden_size
+  if task == 'digits':
+    rows, layers, classes = digits_network.parts()
+    features, width = digits_network.features, digits_network.HIDDEN
+  else:
+    rows, classes = _texts(task, length, folder, cache, public_test)
+    layers = encoded_text.frozen_layers(1)
+    if pooled:
+      rows = tuple((_means(*part[:2]), *part[1:]) for part in rows)
+      rows = tuple((x, np.ones_like(n), y) for x, n, y in rows)
+  if probing:
+    nothing = [{} for _ in layers]
+    program = jax.jit(lambda *x: features(nothing, layers, *x[:2]))
+    rows = tuple(
+      (np.concatenate([program(*x) for x in chunks_of(part)]), *part[1:])
+      for part in rows
+    )
+  losses = functools.partial(encoded_text.row_losses, features=features)
+  return Problem(*rows, {'layers': layers}, losses, classes, width)
+
+
+def _texts(
+  task: str,
+  length: int,
+  folder: pathlib.Path,
+  cache: pathlib.Path,
+  public_test: bool,
+) -> tuple[tuple[Rows, ...], int]:
+  """Train, tuning and test rows, and the number of classes."""
   file, column, unwanted = TASKS[task]
 
   def encoded(file):
@@ -102,22 +135,10 @@ def problem(
     return tuple(rows), names
 
   rows, names = encoded(file)
-  rows = split(rows)
+  parts = split(rows)
   if public_test:
-    rows = (*rows[:2], encoded(PUBLIC_TESTS[task])[0])
-  layers = encoded_text.frozen_layers(1)
-  if pooled:
-    rows = tuple((_means(*part[:2]), *part[1:]) for part in rows)
-    rows = tuple((x, np.ones_like(n), y) for x, n, y in rows)
-  if probing:
-    nothing = [{} for _ in layers]
-    program = jax.jit(lambda *x: encoded_text.features(nothing, layers, *x[:2]))
-    rows = tuple(
-      (np.concatenate([program(*x) for x in chunks_of(part)]), *part[1:])
-      for part in rows
-    )
-  frozen = {'layers': layers}
-  return Problem(*rows, frozen, encoded_text.row_losses, len(names))
+    parts = (*parts[:2], encoded(PUBLIC_TESTS[task])[0])
+  return parts, len(names)
 
 
 def _means(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -14,8 +14,9 @@ recipe. ``prism`` is tuned with a fixed rate. Its recipe is ``prism, adapted``,
 which has no rate of its own: only the first steps and the start of the head are
 chosen.
 
-Digits choose no recipe. They are the small network of ``digits.py``, where
-DP-AdamW starts from balanced factors, which are better for it there.
+Digits choose no recipe. They are pictures for a small network that was trained
+on turned ones (``digits_network.py``): its units are poor features of upright
+ones, and its weights have to go far.
 
 A row is the mean of its tokens below the top layer of MiniLM, with adapters on
 all six matrices of this layer and a head (``sentences.py``), so that a run
@@ -38,22 +39,24 @@ import jax
 import numpy as np
 from scipy import stats
 
-from benchmarks.accuracy import digits, problems, sentences
+from benchmarks.accuracy import problems, sentences
 from benchmarks.accuracy.sentences import Setting
 from benchmarks.common import runner
 from prism_optax import accounting
 
-# Tasks, and their texts.
-TASKS = {
+# Tasks that choose, and their texts.
+TEXTS = {
   'sst2': 'sst2', 'clinc150': 'clinc150', 'banking77': 'banking77',
   'intents': 'clinc150',
 }  # fmt: skip
+DIGITS = 'digits'
+TASKS = (*TEXTS, DIGITS)
 # The first one chooses recipes.
 EPSILONS, SEEDS, TUNING_SEED = (3.0, 1.0, 8.0), tuple(range(5)), 100
 FIXED, ADAPTED = 'prism', 'prism, adapted'
 RIVAL, PROBE = 'dp-adamw', 'linear probe'
 # The head starts from zero, or from a release, which is a method by itself too.
-HEADS, RIDGE, DIGITS = ('trained', 'ridge'), 'ridge', 'digits'
+HEADS, RIDGE = ('trained', 'ridge'), 'ridge'
 DECAYS, LOWER, HIGHER = (0.1, 1.0), (3e-3, 1e-2, 3e-2), (1e-2, 3e-2, 1e-1)
 # Learning rates with weight decays, for each start of the head. DP-AdamW alone
 # gained by less decay. A probe has no adapters that could decay; adapted steps
@@ -64,13 +67,26 @@ OPTIONS = {
   RIVAL: [list(itertools.product(LOWER, DECAYS))] * 2,
   PROBE: [[(x, DECAYS[0]) for x in rates] for rates in (HIGHER, LOWER)],
 }
+# Of digits, with both decays for adapters.
+WIDER = (1e-2, 3e-2, 1e-1, 3e-1)
+# Expected batches where the advice is not 256: there are 1,200 pictures.
+BATCHES = {(DIGITS, 1.0): 58, (DIGITS, 3.0): 157}
 # Adapted steps have no rate that could be tuned on a task.
 TUNED, BY_RECIPE = (FIXED, RIVAL, PROBE), (ADAPTED, RIVAL, PROBE)
 # Tasks, epsilons, and whether a row is the mean of its tokens.
 CELLS = [
-  *((task, EPSILONS[0], pooled) for pooled in (True, False) for task in TASKS),
+  *((task, EPSILONS[0], True) for task in TASKS),
+  *((task, EPSILONS[0], False) for task in TEXTS),
   *((task, epsilon, True) for epsilon in EPSILONS[1:] for task in TASKS),
 ]
+
+
+def options(task: str, method: str) -> list[list[tuple[float, float]]]:
+  """Rates and decays of a method on a task, for each start of the head."""
+  if task in TEXTS:
+    return OPTIONS[method]
+  decays = DECAYS[:1] if method == PROBE else DECAYS
+  return [list(itertools.product(WIDER, decays))] * len(HEADS)
 
 
 def settings(task: str, method: str, epsilon: float) -> list[Setting]:
@@ -86,10 +102,11 @@ def settings(task: str, method: str, epsilon: float) -> list[Setting]:
       b1=0.9,
       weight_decay=decay,
       start='canonical' if method == 'dp-adamw' else 'default',
+      batch=BATCHES.get((task, epsilon), 256),
       pooled=True,
     )
-    for head, options in zip(HEADS, OPTIONS[method], strict=True)
-    for rate, decay in options
+    for head, numbers in zip(HEADS, options(task, method), strict=True)
+    for rate, decay in numbers
   ]
 
 
@@ -117,7 +134,7 @@ def recipe(
   """
   each = [
     settings(task, method, EPSILONS[0])
-    for task, texts in TASKS.items()
+    for task, texts in TEXTS.items()
     if texts != unseen
   ]
   missing = [x for cell in each for x in cell if score(find, x) is None]
@@ -132,7 +149,7 @@ def by_recipe(
   find: runner.Find, task: str, method: str, epsilon: float
 ) -> Setting:
   """A method on a task with the recipe of other texts."""
-  rate, decay, head = recipe(find, method, TASKS[task])
+  rate, decay, head = recipe(find, method, TEXTS.get(task, task))
   chosen = settings(task, method, epsilon)[0]
   return dataclasses.replace(chosen, rate=rate, weight_decay=decay, head=head)
 
@@ -153,14 +170,26 @@ def plan(find: runner.Find) -> Iterator[dict[str, Any]]:
       setting = dataclasses.replace(setting, seed=seed, pooled=pooled)
       yield dataclasses.asdict(setting)
   for task, epsilon, pooled in CELLS:
-    if pooled:
+    if pooled and task in TEXTS:
       yield from map(dataclasses.asdict, by_share(task, epsilon))
+  for seed, epsilon in itertools.product(SEEDS, EPSILONS):
+    for setting in by_growth(epsilon):
+      yield dataclasses.asdict(dataclasses.replace(setting, seed=seed))
 
 
 def by_share(task: str, epsilon: float) -> list[Setting]:
   """One training from a head that has half of the budget, and from ours."""
   usual = settings(task, ADAPTED, epsilon)[len(OPTIONS[ADAPTED][0])]
   return [dataclasses.replace(usual, head_share=0.5), usual]
+
+
+def by_growth(epsilon: float) -> list[Setting]:
+  """Digits without a release: ``prism`` with one first rate, fixed or adapted.
+
+  The decays are the better one of two and that of the recipe.
+  """
+  fixed = settings(DIGITS, FIXED, epsilon)[0]
+  return [fixed, dataclasses.replace(fixed, method=ADAPTED, weight_decay=3.0)]
 
 
 def ridge_of(task: str, epsilon: float) -> Setting:
@@ -212,7 +241,7 @@ class Cell:
 
   Attributes:
     task: Its name.
-    epsilon: At ``sentences.DELTA``; of digits at 1e-4.
+    epsilon: At ``sentences.DELTA``.
     pooled: Whether a text is the mean of its tokens.
     tuned: Mean accuracy of each method that is tuned on this task.
     untuned: Accuracies of each method with its recipe, by seed.
@@ -227,7 +256,7 @@ class Cell:
   @property
   def is_counted(self) -> bool:
     """Whether it is a text."""
-    return self.task in TASKS
+    return self.task in TEXTS
 
   @property
   def best(self) -> float:
@@ -251,24 +280,17 @@ class Cell:
     return points, float(found.pvalue)
 
 
-def cells(find: runner.Find, of_digits: runner.Find) -> list[Cell]:
+def cells(find: runner.Find) -> list[Cell]:
   """All whose rows are there."""
-  makes = [functools.partial(cell_of_texts, find, *x) for x in CELLS]
-  makes += [
-    functools.partial(cell_of_digits, find, of_digits, x)
-    for x in sorted(EPSILONS)
-  ]
   found = []
-  for make in makes:
+  for task, epsilon, pooled in CELLS:
     with contextlib.suppress(runner.Missing):
-      found.append(make())
+      found.append(cell(find, task, epsilon, pooled))
   return found
 
 
-def cell_of_texts(
-  find: runner.Find, task: str, epsilon: float, pooled: bool
-) -> Cell:
-  """From the rows here.
+def cell(find: runner.Find, task: str, epsilon: float, pooled: bool) -> Cell:
+  """From its rows.
 
   Raises:
     runner.Missing: If some are not there.
@@ -285,32 +307,6 @@ def cell_of_texts(
   return Cell(task, epsilon, pooled, best, untuned)
 
 
-def cell_of_digits(
-  find: runner.Find, of_digits: runner.Find, epsilon: float
-) -> Cell:
-  """From the rows of ``digits.py``, which have all rates and ten seeds.
-
-  Raises:
-    runner.Missing: If some are not there.
-  """
-  tuned, untuned = {}, {}
-  for method in (FIXED, ADAPTED, RIVAL):
-    decays = digits.PLANNED[method]
-    each = [digits.planned(method, epsilon, decay) for decay in decays]
-    rows = [of_digits(x) for x in each]
-    if None in rows:
-      raise runner.Missing(each)
-    if method in TUNED:
-      best = max(rows, key=lambda x: x['tuning accuracy'])
-      tuned[method] = best['accuracy']
-    if method in BY_RECIPE:
-      rate, decay, _ = recipe(find, method, DIGITS)
-      row = rows[decays.index(decay)]
-      at = row['rates'].index(rate)
-      untuned[method] = row['accuracies by rate and seed'][at]
-  return Cell(DIGITS, epsilon, True, tuned, untuned)
-
-
 def named(word: str, pooled: bool) -> str:
   return word if pooled else f'{word}, all tokens'
 
@@ -324,18 +320,13 @@ def table(found: list[Cell]) -> str:
   names = (*BY_RECIPE, RIDGE)
   corrected = holm([x.lead[1] for x in found])
 
-  def points(regrets: dict[str, float]) -> list[str]:
-    # Plus zero, because a little less than zero would be -0.0.
-    return [
-      f'{round(regrets[x], 1) + 0:.1f}' if x in regrets else '' for x in names
-    ]
-
   rows = [
     [
       named(x.task, x.pooled),
       x.epsilon,
       f'{x.best:.3f}',
-      *points(x.regrets),
+      # Plus zero, because a little less than zero would be -0.0.
+      *(f'{round(x.regrets[y], 1) + 0:.1f}' for y in names),
       f'{round(x.lead[0], 1) + 0:+.1f}',
       f'{p:.3f}' if p >= 0.001 else '<.001',
     ]
@@ -345,12 +336,7 @@ def table(found: list[Cell]) -> str:
     counted = [x.regrets for x in found if x.is_counted and x.pooled == pooled]
     for word, reduce in (('mean', statistics.mean), ('worst', max)):
       if counted:
-        numbers = [
-          f'{reduce([x[y] for x in counted]):.1f}'
-          if all(y in x for x in counted)
-          else ''
-          for y in names
-        ]
+        numbers = [f'{reduce([x[y] for x in counted]):.1f}' for y in names]
         rows.append([named(word, pooled), '', '', *numbers, '', ''])
   return runner.markdown(
     ['task', 'epsilon', 'best', *names, 'prism - dp-adamw', 'p'], rows
@@ -379,8 +365,7 @@ def main() -> None:
     runner.run(
       store, plan, lambda x: measure(Setting(**x), folders), args.minutes
     )
-  of_digits = runner.Store(runner.FOLDER / 'digits_cpu.json', digits.DEFAULTS)
-  print(table(cells(store.find, of_digits.find)))
+  print(table(cells(store.find)))
 
 
 if __name__ == '__main__':

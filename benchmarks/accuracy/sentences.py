@@ -2,7 +2,8 @@
 
 The top layer of all-MiniLM-L6-v2, or a small decoder (task ``'maths'``), with
 adapters on all six matrices of the top layer. Layers below it never change:
-what they compute is kept on disk (``encoded_text.py``).
+what they compute is kept on disk (``encoded_text.py``). And digits, with a
+small network.
 """
 
 import dataclasses
@@ -21,9 +22,10 @@ from prism_optax import accounting, lora, training
 from prism_optax.contrib import heads
 
 DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
-# Tokens of a row.
+# Tokens of a row; a picture is one.
 LENGTH = {
   'sst2': 20, 'clinc150': 16, 'intents': 16, 'banking77': 20, 'maths': 64,
+  'digits': 1,
 }  # fmt: skip
 # A clip that no gradient reaches, where nothing is private.
 NO_CLIP = 1e4
@@ -177,7 +179,11 @@ def start(
   keys = jax.random.split(jax.random.key(setting.seed), 3)
   layers = given.frozen['layers']
   kernels = [
-    {name: {'kernel': layer[name]['kernel']} for name in plain_layers.MODULES}
+    {
+      name: {'kernel': module['kernel']}
+      for name, module in layer.items()
+      if name in plain_layers.MODULES
+    }
     for layer in layers
   ]
   kind = methods.parameters_of(setting.method)
@@ -196,8 +202,8 @@ def start(
     adapters = _only(adapters, 'lora_b')
   params: dict[str, Any] = {'layers': adapters}
   if given.classes:
-    hidden = layers[0]['query']['kernel'].shape[0]
-    kernel = jax.nn.initializers.orthogonal()(keys[0], (hidden, given.classes))
+    shape = given.width, given.classes
+    kernel = jax.nn.initializers.orthogonal()(keys[0], shape)
     kernel = kernel if head is None else head.kernel
     first = {'kernel': kernel, 'bias': jnp.zeros(given.classes)}
     if setting.head == 'frozen' and kind != 'head':

@@ -59,29 +59,6 @@ def scale_by_bc(
   return optax.GradientTransformation(init, update)
 
 
-def scale_by_adapted_adam(
-  stddev: jax.typing.ArrayLike, b1: jax.typing.ArrayLike = 0.9
-) -> optax.GradientTransformation:
-  """Adam whose steps grow by the rule of ``transforms.adapt_step_size``."""
-  adam, growth, threshold = optax.scale_by_adam(b1=b1), 0.1, 1.5
-
-  def ramp(z):
-    return jnp.clip(z / threshold - 1, 0, 1)
-
-  def update(updates, state, params=None):
-    log_scale, old = state
-    noise = stddev * optax.tree.norm(old.mu)
-    product = optax.tree.vdot(updates, old.mu)
-    z = jnp.where(noise > 0, product / jnp.where(noise > 0, noise, 1), 0)
-    log_scale += growth * (ramp(z) - ramp(-z))
-    out, new = adam.update(updates, old, params)
-    return optax.tree.scale(jnp.exp(log_scale), out), (log_scale, new)
-
-  return optax.GradientTransformation(
-    lambda params: (jnp.zeros(()), adam.init(params)), update
-  )
-
-
 class _Rite(NamedTuple):
   """Moments of one factor, in the basis of the other one."""
 

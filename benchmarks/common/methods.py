@@ -137,9 +137,6 @@ def _adam(b1: Any, stddev: Any) -> optax.GradientTransformation:
 
 FACTORS = {
   'dp-adamw': OnFactors(_adam, weight_decay=1e-4),
-  'dp-adamw, adapted': OnFactors(
-    lambda b1, stddev: baselines.scale_by_adapted_adam(stddev, b1)
-  ),
   # What helped PRISM: much decay, and a warm-up. The factors are decayed, not
   # their product: in the gauge of a fresh start the two are alike.
   'dp-adamw, decayed': OnFactors(_adam, weight_decay=1.0, warm_up=True),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.accuracy import digits, digits_network, regret, sentences
+from benchmarks.accuracy import digits_network, regret, sentences
 from prism_optax import training
 
 BEST = {
@@ -12,7 +12,6 @@ SPREAD = {
   'prism': 0.001, regret.ADAPTED: 0, 'dp-adamw': -0.001, 'linear probe': 0,
   'ridge': 0,
 }  # fmt: skip
-RATES = [0.003, 0.01, 0.03, 0.1]
 
 
 def accuracy(task, method, rate):
@@ -26,27 +25,7 @@ def accuracy(task, method, rate):
   return 0.8 - abs(rate - BEST[method]) - lower
 
 
-def of_digits(setting):
-  """Rows of digits, where `prism` wants another rate."""
-  best = 0.1 if setting['method'] == 'prism' else 0.03
-  found = [0.9 - abs(rate - best) for rate in RATES]
-  return {
-    'rates': RATES,
-    'accuracies by rate and seed': [
-      [x + (seed - 4.5) * SPREAD[setting['method']] for seed in range(10)]
-      for x in found
-    ],
-    'accuracy': max(found),
-    'tuning accuracy': max(found) - setting['weight_decay'],
-  }
-
-
-def test_regret_is_that_of_the_recipe(monkeypatch):
-  monkeypatch.setattr(
-    digits,
-    'planned',
-    lambda method, epsilon, decay: {'method': method, 'weight_decay': decay},
-  )
+def test_regret_is_that_of_the_recipe():
   stored = {}
 
   def find(setting):
@@ -62,20 +41,20 @@ def test_regret_is_that_of_the_recipe(monkeypatch):
         'test accuracy': found + (x['seed'] - 2) * SPREAD[x['method']],
       }
   assert all(map(find, regret.plan(find)))
-  cells = regret.cells(find, of_digits)
+  cells = regret.cells(find)
   assert len(cells) == 19
   # DP-AdamW's points by its recipe, which no other labels of its texts choose.
-  lost = {'sst2': 2.0, 'clinc150': 0.0, 'banking77': 2.0, 'intents': 20.0}
+  lost = {
+    'sst2': 2.0, 'clinc150': 0.0, 'banking77': 2.0, 'intents': 20.0,
+    'digits': 2.0,
+  }  # fmt: skip
   for cell in cells:
     found = {k: round(v, 6) for k, v in cell.regrets.items()}
-    if cell.task == regret.DIGITS:
-      assert found == {regret.ADAPTED: 2.0, 'dp-adamw': 2.0}
-    else:
-      assert found == {
-        regret.ADAPTED: 0.0, 'dp-adamw': lost[cell.task], 'linear probe': 5.0,
-        'ridge': 12.0,
-      }  # fmt: skip
-      assert round(cell.lead[0], 6) == lost[cell.task]
+    assert found == {
+      regret.ADAPTED: 0.0, 'dp-adamw': lost[cell.task], 'linear probe': 5.0,
+      'ridge': 12.0,
+    }  # fmt: skip
+    assert round(cell.lead[0], 6) == lost[cell.task]
   *_, means, _, _, last = regret.table(cells).splitlines()
   for row, word in ((means, 'mean'), (last, 'worst, all tokens')):
     numbers = ['0.0', '6.0' if row is means else '20.0', '5.0', '12.0']
@@ -88,17 +67,19 @@ def test_holm_multiplies_by_the_tests_that_are_left():
 
 @pytest.mark.slow
 def test_steps_and_batches_are_the_advice_of_the_plan():
-  def advice(rows, epsilon, delta):
-    found = training.plan(
-      rows, target_epsilon=epsilon, delta=delta, example_gradients=30_720
-    )
-    return found.chosen.steps, found.chosen.expected_batch_size
-
   # The fewest rows of a text (banking77), and the least epsilon, have the
   # smallest batch.
-  text = sentences.Setting()
-  least = advice(7003, min(regret.EPSILONS), sentences.DELTA)
-  assert least == (text.steps, text.batch)
-  for epsilon, batch in digits.BATCHES.items():
-    found = advice(digits_network.SIZE, epsilon, 1e-4)
-    assert found == (digits.STEPS, batch)
+  usual = sentences.Setting()
+  wanted = {(7003, min(regret.EPSILONS)): usual.batch}
+  for epsilon in regret.EPSILONS:
+    wanted[digits_network.SIZE, epsilon] = regret.BATCHES.get(
+      (regret.DIGITS, epsilon), usual.batch
+    )
+  for (rows, epsilon), batch in wanted.items():
+    found = training.plan(
+      rows,
+      target_epsilon=epsilon,
+      delta=sentences.DELTA,
+      example_gradients=30_720,
+    ).chosen
+    assert (found.steps, found.expected_batch_size) == (usual.steps, batch)

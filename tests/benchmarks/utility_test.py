@@ -49,7 +49,7 @@ def test_a_run_is_charged_for_its_releases(monkeypatch):
     found = parts
     if setting.is_probe:
       found = [(np.float32(x[0].mean(1)), *x[1:]) for x in parts]
-    return problems.Problem(*found, frozen, encoded_text.row_losses, 2)
+    return problems.Problem(*found, frozen, encoded_text.row_losses, 2, 384)
 
   monkeypatch.setattr(sentences, 'problem_of', problem_of)
   seen = []

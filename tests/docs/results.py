@@ -110,13 +110,16 @@ def of_texts() -> runner.Find:
 
 @functools.cache
 def cells_of_regret() -> list[regret.Cell]:
-  of_digits = runner.Store(RESULTS / 'digits_cpu.json', DEFAULTS).find
-  return regret.cells(of_texts(), of_digits)
+  return regret.cells(of_texts())
 
 
 def gained_by_share() -> float:
   """Points of a larger share for the head, on rows that choose."""
-  each = [regret.by_share(*cell) for *cell, pooled in regret.CELLS if pooled]
+  each = [
+    regret.by_share(task, epsilon)
+    for task, epsilon, pooled in regret.CELLS
+    if pooled and task in regret.TEXTS
+  ]
   scores = [[regret.score(of_texts(), x) for x in pair] for pair in each]
   return 100 * statistics.mean(ours - half for half, ours in scores)
 
@@ -130,17 +133,19 @@ def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
   ]
 
 
-def regrets_on_digits(method: str) -> list[float]:
-  """Points, from the smallest epsilon to the largest."""
+def on_digits() -> list[regret.Cell]:
+  """From the smallest epsilon to the largest."""
+  found = [x for x in cells_of_regret() if x.task == regret.DIGITS]
+  return sorted(found, key=lambda x: x.epsilon)
+
+
+def growth_on_digits() -> list[list[float]]:
+  """Accuracy with a fixed rate, and with adapted steps, by epsilon."""
+  pairs = zip(*map(regret.by_growth, sorted(regret.EPSILONS)), strict=True)
   return [
-    x.regrets[method] for x in cells_of_regret() if x.task == regret.DIGITS
+    [statistics.mean(regret.accuracies(of_texts(), x)) for x in each]
+    for each in pairs
   ]
-
-
-def adapted_on_digits(method: str, epsilon: float) -> float:
-  """The best mean accuracy of first rates and decays whose steps adapt."""
-  found = rows('digits_cpu', method=f'{method}, adapted', epsilon=epsilon)
-  return max(max(x['accuracies by rate']) for x in found)
 
 
 def means_of_regret(method: str) -> float:
@@ -158,7 +163,7 @@ def rows_of_regret(method: str, **fields: Any) -> float:
 
 def recipes(method: str) -> list[tuple[float, float, str]]:
   """Rate, decay and head, chosen without these texts; without none, last."""
-  unseen = (*regret.TASKS.values(), regret.DIGITS)
+  unseen = (*regret.TEXTS.values(), regret.DIGITS)
   return [regret.recipe(of_texts(), method, x) for x in dict.fromkeys(unseen)]
 
 
