@@ -21,7 +21,7 @@ from benchmarks.common.runner import Folders
 from prism_optax import accounting, lora, training
 from prism_optax.contrib import heads
 
-DELTA, MICROBATCH, TEMPERATURE = 1e-5, 32, 10.0
+DELTA, MICROBATCH = 1e-5, 32
 # Tokens of a row; a picture is one.
 LENGTH = {
   'sst2': 20, 'clinc150': 16, 'intents': 16, 'banking77': 20, 'maths': 64,
@@ -63,6 +63,7 @@ class Setting:
     public: Whether the reported rows are the public validation split: to be
       looked at once, at the end.
     pooled: Whether a row is the mean of its tokens.
+    temperature: The factor of the logits.
   """
 
   task: str = 'sst2'
@@ -85,6 +86,7 @@ class Setting:
   options: tuple[tuple[str, Any], ...] = ()
   public: bool = False
   pooled: bool = False
+  temperature: float = 10.0
 
   @property
   def is_probe(self) -> bool:
@@ -138,9 +140,15 @@ def head_of(
   )
 
 
-ridge = functools.partial(
-  head_of, functools.partial(heads.ridge, logit_scale=TEMPERATURE)
-)
+def ridge(
+  given: problems.Problem,
+  noise_multiplier: float,
+  key: jax.Array,
+  temperature: float = Setting.temperature,
+) -> heads.LinearHead:
+  """Such a head by ridge regression."""
+  make = functools.partial(heads.ridge, logit_scale=temperature)
+  return head_of(make, given, noise_multiplier, key)
 
 
 @functools.lru_cache(maxsize=16)
@@ -150,6 +158,7 @@ def private_head(
   epsilon: float,
   share: float,
   seed: int,
+  temperature: float,
   folders: Folders,
 ) -> heads.LinearHead:
   """A head whose release has a share of the budget."""
@@ -159,6 +168,7 @@ def private_head(
     problem_of(probe, folders),
     alone / share**0.5,
     jax.random.fold_in(jax.random.key(seed), 3),
+    temperature,
   )
 
 
@@ -168,7 +178,7 @@ def released(setting: Setting, folders: Folders) -> heads.LinearHead | None:
     return None
   return private_head(
     setting.task, setting.pooled, setting.epsilon, setting.head_share,
-    setting.seed, folders,
+    setting.seed, setting.temperature, folders,
   )  # fmt: skip
 
 
@@ -272,7 +282,7 @@ def losses_of(setting: Setting, given: problems.Problem) -> Callable[..., Any]:
   """``losses(params, frozen, *rows)``, loss and score of each row."""
   numbers = {'scale': setting.scale}
   if given.classes:
-    numbers['temperature'] = TEMPERATURE
+    numbers['temperature'] = setting.temperature
 
   def losses(params, frozen, *rows):
     if 'lora_a' in frozen:

@@ -6,7 +6,7 @@ import math
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -135,13 +135,14 @@ def regrets_of_texts(method: str, pooled: bool = False) -> list[float]:
 
 def on_digits() -> list[regret.Cell]:
   """From the smallest epsilon to the largest."""
-  found = [x for x in cells_of_regret() if x.task == regret.DIGITS]
-  return sorted(found, key=lambda x: x.epsilon)
+  return [x for x in cells_of_regret() if x.task == regret.DIGITS]
 
 
-def growth_on_digits() -> list[list[float]]:
-  """Accuracy with a fixed rate, and with adapted steps, by epsilon."""
-  pairs = zip(*map(regret.by_growth, sorted(regret.EPSILONS)), strict=True)
+def changed_on_digits(
+  change: Callable[[float], list[regret.Setting]],
+) -> list[list[float]]:
+  """Accuracies by epsilon, without a change of ``regret.py`` and with it."""
+  pairs = zip(*map(change, sorted(regret.EPSILONS)), strict=True)
   return [
     [statistics.mean(regret.accuracies(of_texts(), x)) for x in each]
     for each in pairs
