@@ -234,7 +234,7 @@ def _of_array(x: jax.Array | np.ndarray | np.generic) -> str:
   if isinstance(x, jax.Array) and (
     jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not x.is_fully_addressable
   ):
-    values = np.asarray(jitted_of_arrays([x])).tobytes()
+    values = np.asarray(of_arrays([x])).tobytes()
   else:
     values = np.ascontiguousarray(x).tobytes()
   digest = hashlib.blake2b(values, digest_size=32).hexdigest()
@@ -257,7 +257,7 @@ class FrozenWeights:
       pairs = zip(leaves, self._last[0], strict=True)
       if all(x is reference() for x, reference in pairs):
         return self._last[1]
-    values = np.asarray(jitted_of_arrays(tree)).tobytes()
+    values = np.asarray(of_arrays(tree)).tobytes()
     found = words(values, repr([_layout(x) for x in leaves])).tobytes()
     # Arrays of JAX do not change; all else may have been written to.
     if all(isinstance(x, jax.Array) for x in leaves):
@@ -274,10 +274,6 @@ def _layout(x: object) -> tuple[object, ...]:
   return len(x.sharding.device_set), x.sharding.shard_shape(x.shape)
 
 
-# Odd, so that a product modulo 2^32 loses no bit.
-_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F], np.uint32)
-
-
 def of_arrays(tree: ArrayTree) -> jax.Array:
   """A digest of the bits of a tree of arrays, (8,) uint32; may be traced.
 
@@ -286,20 +282,32 @@ def of_arrays(tree: ArrayTree) -> jax.Array:
   accident (four sums of 32 bits); against somebody who makes collisions on
   purpose it would not hold.
   """
-  total = jnp.zeros(4, jnp.uint32)
-  for leaf in jax.tree.leaves(tree):
-    bits = _bits(jnp.asarray(leaf))
-    place = _mixed(_generators.positions(bits.shape) + jnp.uint32(1))
-    # All four sums at once: a model has many arrays, and four programs for each
-    # take several times as long to compile.
-    odd = _ODD.reshape(4, *[1] * bits.ndim)
-    mixed = _mixed(bits * odd ^ place)
-    sums = jnp.sum(mixed, range(1, mixed.ndim), dtype=jnp.uint32)
-    total = total * jnp.uint32(0x01000193) + sums
+  digest: jax.Array = _joined([_sums(x) for x in jax.tree.leaves(tree)])
+  return digest
+
+
+# Odd, so that a product modulo 2^32 loses no bit.
+_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F], np.uint32)
+
+
+@jax.jit  # A model has hundreds of arrays and few shapes.
+def _sums(array: jax.Array) -> jax.Array:
+  """The four sums of an array."""
+  bits = _bits(jnp.asarray(array))
+  place = _mixed(_generators.positions(bits.shape) + jnp.uint32(1))
+  # All at once, because a program for each takes longer to compile.
+  mixed = _mixed(bits * _ODD.reshape(4, *[1] * bits.ndim) ^ place)
+  return jnp.sum(mixed, range(1, mixed.ndim), dtype=jnp.uint32)
+
+
+@jax.jit
+def _joined(sums: list[jax.Array]) -> jax.Array:
+  """The digest of arrays with these sums: a polynomial of them, mixed."""
+  places = range(len(sums))[::-1]
+  powers = np.array([pow(0x01000193, i, 2**32) for i in places], np.uint32)
+  words = jnp.concatenate([jnp.zeros(0, jnp.uint32), *sums]).reshape(-1, 4)
+  total = jnp.sum(words * powers[:, None], 0, dtype=jnp.uint32)
   return jnp.concatenate([total, _mixed(total + jnp.uint32(1))])
-
-
-jitted_of_arrays = jax.jit(of_arrays)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ class Owner:
       return 0
     attempt = 0
     if jax.process_index() == 0:
-      params = np.asarray(_fingerprint.jitted_of_arrays(state.params))
+      params = np.asarray(_fingerprint.of_arrays(state.params))
       attempt = self._journal.record(
         self.name(state),
         int(state.step),

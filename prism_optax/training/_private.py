@@ -294,7 +294,7 @@ class PrivateTraining:
     unknown = _fingerprint.UNKNOWN
     batch = Batch(examples, is_padding, is_present, 0, b'', unknown)
     arguments = _arguments(state, frozen, batch)
-    _fingerprint.jitted_of_arrays(arguments[3:])
+    _fingerprint.of_arrays(arguments[3:])
     program = self._program.compile(arguments, batch)
     found = Fingerprint(
       self._owner.settings,
@@ -374,7 +374,7 @@ class PrivateTraining:
       batch.data,
     )
     self._owner.check_fits(state, found)
-    rows = np.asarray(_fingerprint.jitted_of_arrays(arguments[3:]))
+    rows = np.asarray(_fingerprint.of_arrays(arguments[3:]))
     # Before it is released.
     attempt = self._owner.written_down(state, found, rows)
     with jax.disable_jit(False):  # What runs is what was proved.

@@ -109,9 +109,9 @@ def test_arrays_of_any_type_have_a_digest(dtype):
 
 
 def test_frozen_weights_are_read_once_unless_they_may_change(monkeypatch):
-  calls, digest = [], _fingerprint.jitted_of_arrays
+  calls, digest = [], _fingerprint.of_arrays
   monkeypatch.setattr(
-    _fingerprint, 'jitted_of_arrays', lambda x: calls.append(1) or digest(x)
+    _fingerprint, 'of_arrays', lambda x: calls.append(1) or digest(x)
   )
   weights = _fingerprint.FrozenWeights()
   x, y = jnp.arange(3.0), np.arange(3.0, dtype=np.float32)

@@ -68,7 +68,7 @@ def run_step(private, params, optimizer, frozen, examples, padding,
 def release_digest(state, batch, params):
   """What the noise of a step depended on besides its key."""
   rows = batch.examples, batch.is_padding_example, batch.is_present
-  rows = np.asarray(_fingerprint.jitted_of_arrays(rows))
+  rows = np.asarray(_fingerprint.of_arrays(rows))
   release = digest_of(state.fingerprint, rows, 0)
   return release ^ _fingerprint.of_arrays(params)
 

@@ -84,7 +84,7 @@ accounting/_events.py affordable_interval name 1: min -> max # a finer grid, whi
 contrib/_input_metric.py _of_mean constant 1: 1e-300 -> 2e-300 # of a float32, only zero is so short
 contrib/heads.py _classes operator 3: num_classes - 1 -> num_classes + 1 # a label that is no class has a vector of zeros
 contrib/heads.py module constant 5: 1212498244 -> 1212498245 # a number of its own is as good as another
-training/_private.py PrivateTraining.compile call 3: _fingerprint.jitted_of_arrays(arguments[3:]) -> arguments[3:] # the first step compiles it instead
+training/_private.py PrivateTraining.compile call 3: _fingerprint.of_arrays(arguments[3:]) -> arguments[3:] # the first step compiles it instead
 training/_private.py PrivateTraining.compile sign 1: -1 -> 1 # there are no records, so every place is empty
 training/_records.py converted comparison 11: rows.dtype.itemsize < 8 -> rows.dtype.itemsize <= 8 # float64 to float64
 """  # noqa: E501
