@@ -72,10 +72,10 @@ def features(
   """
   del lengths
   x = pictures[:, 0]
-  units = x @ frozen[0]['up']['kernel']
-  if 'up' in adapters[0]:
-    pair = adapters[0]['up']
-    units += scale * (x @ pair['lora_a']) @ pair['lora_b']
+  trained = adapters[0].get('up', {})
+  units = x @ trained.get('kernel', frozen[0]['up']['kernel'])
+  if 'lora_a' in trained:
+    units += scale * (x @ trained['lora_a']) @ trained['lora_b']
   return jax.nn.relu(units)
 
 

@@ -7,10 +7,11 @@ from prism_optax import training
 
 BEST = {
   'prism': 0.03, regret.ADAPTED: 0.01, 'dp-adamw': 0.03, 'linear probe': 0.03,
+  'dp-muon': 0.1,
 }  # fmt: skip
 SPREAD = {
   'prism': 0.001, regret.ADAPTED: 0, 'dp-adamw': -0.001, 'linear probe': 0,
-  'ridge': 0,
+  'ridge': 0, 'dp-muon': 0,
 }  # fmt: skip
 
 
@@ -21,7 +22,7 @@ def accuracy(task, method, rate):
   # tasks of other texts.
   if (task, method) == ('intents', 'dp-adamw'):
     return 0.8 - 10 * abs(rate - 0.01)
-  lower = 0.05 if method == 'linear probe' else 0.0
+  lower = {'linear probe': 0.05, 'dp-muon': -0.01}.get(method, 0.0)
   return 0.8 - abs(rate - BEST[method]) - lower
 
 
@@ -36,8 +37,12 @@ def test_regret_is_that_of_the_recipe():
       found = accuracy(x['task'], x['method'], x['rate'])
       # A head from a release is better.
       found += 0.02 * (x['head'] == 'ridge')
+      # Of three seeds that choose for DP-Muon one is misled.
+      misled = (x['method'], x['rate'], x['seed']) == ('dp-muon', 0.03, 100)
       stored[str(x)] = {
-        'tuning accuracy': found - 0.01 * (x['weight_decay'] == 1.0),
+        'tuning accuracy': found
+        - 0.01 * (x['weight_decay'] == 1.0)
+        + 0.1 * misled,
         'test accuracy': found + (x['seed'] - 2) * SPREAD[x['method']],
       }
   assert all(map(find, regret.plan(find)))
@@ -50,9 +55,10 @@ def test_regret_is_that_of_the_recipe():
   }  # fmt: skip
   for cell in cells:
     found = {k: round(v, 6) for k, v in cell.regrets.items()}
+    ahead = 1.0 if cell.task == 'digits' else 0.0  # DP-Muon's, tuned there.
     assert found == {
-      regret.ADAPTED: 0.0, 'dp-adamw': lost[cell.task], 'linear probe': 5.0,
-      'ridge': 12.0,
+      regret.ADAPTED: ahead, 'dp-adamw': lost[cell.task] + ahead,
+      'linear probe': 5.0 + ahead, 'ridge': 12.0 + ahead,
     }  # fmt: skip
     assert round(cell.lead[0], 6) == lost[cell.task]
   *_, means, _, _, last = regret.table(cells).splitlines()
