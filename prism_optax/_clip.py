@@ -50,22 +50,19 @@ def summed(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
     return jnp.sum(x, axis=tuple(axes))
   x = jnp.moveaxis(x, tuple(axes), range(-len(axes), 0))
   x = x.reshape(*x.shape[: x.ndim - len(axes)], count)
-  while (count := x.shape[-1]) > 1:
-    half = count // 2
-    # The middle one of an odd number is added to nothing.
-    rest = x[..., half : count - half]
-    pairs = x[..., :half] + x[..., count - half :]
-    x = jnp.concatenate([pairs, rest], -1) if rest.size else pairs
-  return x[..., 0]
+  missing = (1 << (count - 1).bit_length()) - count
+  x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+  while (half := x.shape[-1] // 2) > 1:
+    x = x[..., :half] + x[..., half:]
+  # A reduction is computed once. Slices that are added are computed again in
+  # each loop that reads the sum, so that compiling takes a leaf times leaves.
+  return jnp.sum(x, -1)
 
 
 def total(terms: Iterable[jax.Array]) -> jax.Array:
-  """The sum of some terms, added in halves, which loses less than in turn."""
-  found = list(terms)
-  if len(found) == 1:
-    return found[0]
-  half = len(found) // 2
-  return total(found[:half]) + total(found[half:])
+  """The sum of some terms of one shape, added in pairs as well."""
+  found = jnp.stack(list(terms), -1)
+  return summed(found, [found.ndim - 1])
 
 
 def squared_norm(

@@ -355,17 +355,26 @@ def _held(new: ArrayTree, old: ArrayTree) -> tuple[ArrayTree, jax.Array]:
     The tree to go on with, and 1 if it is the old one, else 0.
   """
 
-  def is_float(x: jax.Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
+  leaves, treedef = jax.tree.flatten(new)
+  pairs = {
+    i: (x, y)
+    for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True))
+    if jnp.issubdtype(x.dtype, jnp.inexact)
+  }
   lost = jnp.array(False)
-  for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-    if is_float(x):
-      lost |= jnp.any(jnp.isfinite(y) & ~jnp.isfinite(x))
-  kept = jax.tree.map(
-    lambda x, y: jnp.where(lost, y, x) if is_float(x) else x, new, old
+  for x, y in pairs.values():
+    lost |= jnp.any(jnp.isfinite(y) & ~jnp.isfinite(x))
+  # A branch, because XLA would put the whole update of a leaf into the loop
+  # that selects and once more into the one that looks, and compile it twice.
+  kept = jax.lax.cond(
+    lost,
+    lambda pairs: [y.astype(x.dtype) for x, y in pairs],
+    lambda pairs: [x for x, _ in pairs],
+    [*pairs.values()],
   )
-  return kept, lost.astype(jnp.int32)
+  for i, x in zip(pairs, kept, strict=True):
+    leaves[i] = x
+  return jax.tree.unflatten(treedef, leaves), lost.astype(jnp.int32)
 
 
 def described(x: jax.Array) -> tuple[tuple[int, ...], str]:

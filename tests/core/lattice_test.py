@@ -214,10 +214,15 @@ def test_what_is_not_finite_stays_and_so_does_all_without_noise():
 
 
 def test_a_leaf_does_not_depend_on_the_others():
+  """Noise is that of its number, whatever leaves have its shape."""
   key = jax.random.key(2)
   x, y = np.zeros((2, 3), np.float32), np.zeros(9, np.float32)
-  both = _add_noise(key, [x, y], 1.0)
-  np.testing.assert_array_equal(both[0], _add_noise(key, [x], 1.0)[0])
+  mixed = _add_noise(key, [x, y, x], 1.0)
+  others = _add_noise(key, [y, y, x], 1.0)
+  np.testing.assert_array_equal(mixed[0], _add_noise(key, [x], 1.0)[0])
+  np.testing.assert_array_equal(mixed[1], others[1])
+  np.testing.assert_array_equal(mixed[2], others[2])
+  assert not np.any(mixed[0] == mixed[2])
 
 
 @pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg', 'threefry2x32'])

@@ -57,7 +57,7 @@ def task():
 
 USED = {
   'task': 'classify', 'dataset_size': 64, 'batch_size': 8, 'steps': 2,
-  'delta': 1e-3, 'noise_multiplier': 0.5, 'target_epsilon': None, 'plan': None,
+  'delta': 1e-3, 'noise_multiplier': 4.0, 'target_epsilon': None, 'plan': None,
   'learning_rate': 0.1, 'l2_clip_norm': 0.7, 'microbatch_size': 8,
   'skip_padding': False, 'mesh': 1, 'seed': None, 'head': 'random',
 }  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
     return ridge(batches, **options)
 
   monkeypatch.setattr(heads, 'ridge', seen)
-  used = _options(target_epsilon=3.0, seed=1, plan={'noise_multiplier': 0.5})
+  used = _options(target_epsilon=3.0, seed=1, plan={'noise_multiplier': 4.0})
   found = releasing.with_head(rows, used, tmp_path)
   model = nnx.merge(task.graphdef, task.params, task.frozen)
   alone = accounting.calibrate_noise_multiplier(3.0, 1e-3, 1.0, 1)

@@ -74,7 +74,6 @@ accounting/_calibration.py calibrate_noise_multiplier constant 9: 0.02 -> 0.04 #
 accounting/_calibration.py calibrate_noise_multiplier constant 10: 2 -> 3 # another start
 accounting/_calibration.py calibrate_noise_multiplier constant 11: 0.01 -> 0.02 # another start
 _exact_sum.py towards_zero constant 2: 100 -> 101 # larger than any sum
-_lattice.py add_noise.noisy call 2: jnp.uint32(i) -> i # of that type next
 accounting/_calibration.py _solve comparison 1: height(high) > 0 -> height(high) >= 0 # floats that are never equal
 accounting/_calibration.py _solve operator 12: middle + margin -> middle - margin # how many steps it takes
 accounting/_calibration.py approximate_noise_multiplier operator 1: mu / (sampling_probability * math.sqrt(steps)) -> mu * (sampling_probability * math.sqrt(steps)) # another start
