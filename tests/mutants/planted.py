@@ -25,7 +25,7 @@ _lattice.add_noise(key, updates, stddevs) => _lattice.add_noise(key, updates, st
 updates.on_lattice(stddevs) => updates.on_lattice(0.5 * stddevs) @ audit/exact_release_test.py size
 updates.on_lattice(stddevs) => updates.to_floats() @ audit/exact_release_test.py any_order
 noisy._replace(pairs=pairs) => noisy._replace(pairs=pairs, others=stacks.others) @ transforms/privatizer_test.py other_leaves
-jnp.uint32(i) => jnp.uint32(0) @ core/lattice_test.py independent
+np.array(numbers, np.uint32), stacked => 0 * np.array(numbers, np.uint32), stacked @ core/lattice_test.py independent
 jnp.uint32(stride) * iota => jnp.uint32(stride // 7) * iota @ core/generators_test.py
 return keys[0], keys[1] => return prng_key, keys[1] @ core/randomness_test.py forgets
 os.urandom(4 * math.prod(shape)) => bytes(4 * math.prod(shape)) @ core/randomness_test.py asks
@@ -48,7 +48,7 @@ only_present(x, 0) => x @ training/records_test.py missing_records
 only_present(x, x[first]) => x @ training/records_test.py missing_records
 return examples, ~fits, None => return examples, places < 0, None @ training/records_test.py
 x[~fits] = 0 => pass @ training/records_test.py record_by_record
-return kept, lost => return new, lost @ training/private_test.py move_on
+[y.astype(x.dtype) for x, y in pairs] => [x for x, y in pairs] @ training/private_test.py move_on
 0o600) => 0o644) @ training/state_file_test.py owner
 # Accounting.
 delta / len(self._FACTORS) => delta @ accounting/budget_test.py share_delta
