@@ -177,6 +177,20 @@ def test_floats_stay_and_keys_and_counters_move_on(optimizer):
   assert not np.array_equal(heads[2], heads[3])
 
 
+def test_a_state_may_change_its_type_in_a_step():
+  """Sums that begin in half precision go on in that of the gradients."""
+  sums = optax.GradientTransformation(
+    lambda params: optax.tree.zeros_like(params, jnp.float16),
+    lambda updates, state, params: 2 * (optax.tree.add(updates, state),),
+  )
+  private = cases.make(optax.chain(sums, SGD))
+  state = private.init(PARAMS)
+  for batch in private.batches(state, DATA):
+    state = private.step(state, batch, FROZEN)
+  assert int(state.held) == 0
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
 # Epsilon.
 
 
