@@ -41,6 +41,8 @@ _CELL = 1 << _CELL_BITS  # Steps.
 _COLUMNS = 1 << 12  # Cells that the noise reaches, half of them on either side.
 _STDDEV = STEPS // _CELL  # Of the noise, in cells.
 _THRESHOLD_BITS = 52
+# A standard deviation below it has a lattice that float32 cannot hold.
+_LEAST_STDDEV = float(np.finfo(np.float32).tiny) * STEPS
 
 
 def cell_weights() -> list[int]:
@@ -113,6 +115,23 @@ def integers(words: Sequence[jax.Array]) -> jax.Array:
   return noise - 8190
 
 
+def _stored(arrays: list[jax.Array]) -> list[jax.Array]:
+  """The same arrays, all of them written by one loop on a CPU.
+
+  XLA drops a barrier there before it fuses. It fuses nothing with what reads a
+  reduction of several arrays.
+  """
+  twice = [jnp.broadcast_to(x, (2, *x.shape)) for x in arrays]
+  return list(
+    jax.lax.reduce(
+      twice,
+      [np.uint32(0)] * len(arrays),
+      lambda left, right: [x | y for x, y in zip(left, right, strict=True)],
+      (0,),
+    )
+  )
+
+
 @jax.jit  # Compiled as one loop also where the caller does not use jit.
 def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
   """Adds the noise of the entries of leaf number ``leaf``."""
@@ -120,10 +139,11 @@ def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
   # is merged with the one before. Earlier axes stay, they may be sharded.
   high, low = (y.reshape(*y.shape[:-2], -1) for y in (x.high, x.low))
   words = _generators.words(key, low.shape, leaf)
-  # As arrays of their own on a TPU: its compiler would copy the generator into
-  # all that reads a word, and take six times as long.
+  # As arrays of their own, or the compilers of a CPU and a TPU would copy the
+  # generator into all that reads a word: into loops that look into tables, too,
+  # which have no vector instructions.
   words = jax.lax.platform_dependent(
-    words, tpu=jax.lax.optimization_barrier, default=lambda x: x
+    words, cpu=_stored, tpu=jax.lax.optimization_barrier, default=lambda x: x
   )
   low = low + integers(words)
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
@@ -187,10 +207,10 @@ def add_noise(
     The tree of noisy arrays.
 
   Raises:
-    ValueError: For any other type, or for a leaf of 2^32 entries or more.
+    ValueError: For any other type, for a leaf of 2^32 entries or more, or for a
+      known stddev between 0 and 1e-32.
   """
   key = _keys.key_words(prng_key)
-
   leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sum)
   stddevs = stddev if isinstance(stddev, Sequence) else [stddev] * len(leaves)
 
@@ -213,6 +233,11 @@ def add_noise(
     return jnp.where((s > 0) & jnp.isfinite(x), out, x)
 
   what = _marks.Noise(tuple(map(_marks.known, stddevs)))
+  for known in what.stddevs:
+    if known is not None and 0 < known < _LEAST_STDDEV:
+      raise ValueError(
+        f'Expected stddev = 0 or stddev >= {_LEAST_STDDEV:.1e}, got {known}.'
+      )
   entering = _marks.noise_enters(list(map(parts, leaves)), what)
   leaves = list(map(with_parts, leaves, entering))
   sums = list(map(on_lattice, leaves, stddevs))

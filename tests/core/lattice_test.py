@@ -146,6 +146,12 @@ def test_words_decide_cell_and_position():
   np.testing.assert_array_equal(_integers(words), cell * 4096 + within - 8190)
 
 
+def test_stored_arrays_are_the_same():
+  words = _words(9)
+  for stored, word in zip(_lattice._stored(words), words, strict=True):
+    np.testing.assert_array_equal(stored, word)
+
+
 def test_every_input_reaches_the_same_outputs():
   """Whole numbers of steps, whatever came in: low bits tell nothing of it."""
   key = jax.random.key(0)
@@ -232,12 +238,21 @@ def test_keys_of_any_generator(impl):
 
 
 @pytest.mark.parametrize(
-  ('struct', 'match'),
+  ('shape', 'dtype', 'stddev', 'match'),
   [
-    (jax.ShapeDtypeStruct((2,), jnp.bfloat16), 'float32 or float64'),
-    (jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32), 'fewer than 2\\^32'),
+    ((2,), jnp.bfloat16, 1.0, 'float32 or float64'),
+    ((2**16, 2**16), jnp.float32, 1.0, 'fewer than 2\\^32'),
+    ((2,), jnp.float32, 1e-33, 'stddev = 0 or stddev >= 1.1e-32, got 1e-33'),
   ],
 )
-def test_what_it_does_not_draw_is_refused(struct, match):
+def test_what_it_does_not_draw_is_refused(shape, dtype, stddev, match):
+  struct = jax.ShapeDtypeStruct(shape, dtype)
   with pytest.raises(ValueError, match=match):
-    _lattice.add_noise(jax.random.key(0), struct, 1.0)
+    _lattice.add_noise(jax.random.key(0), struct, stddev)
+
+
+def test_the_least_noise_is_noise():
+  stddev = _lattice._LEAST_STDDEV
+  noise = _add_noise(jax.random.key(4), np.zeros(1000, np.float32), stddev)
+  z = np.float64(noise) / stddev
+  assert scipy.stats.kstest(z, 'norm').pvalue > 1e-3
