@@ -231,6 +231,20 @@ def test_a_leaf_does_not_depend_on_the_others():
   assert not np.any(mixed[0] == mixed[2])
 
 
+@pytest.mark.skipif(jax.default_backend() != 'cpu', reason='fused elsewhere')
+def test_the_generator_is_compiled_once_for_a_shape():
+  """Copies of it take most of a compilation, and twice the time of a step."""
+
+  def read_twice(key, leaves):
+    noisy = _lattice.add_noise(key, leaves, 1.0)
+    return [x**2 for x in noisy], [jnp.roll(x, 1) for x in noisy]
+
+  leaves = [jnp.zeros((4, 3))] * 3
+  lowered = jax.jit(read_twice).lower(jax.random.key(0), leaves)
+  rounds = lowered.compile().as_text().count(' shift-left(')
+  assert rounds == 40  # Twenty, each of two words.
+
+
 @pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg', 'threefry2x32'])
 def test_keys_of_any_generator(impl):
   z = _draw(jax.random.key(3, impl=impl), (1000,))
