@@ -16,7 +16,7 @@ tests/core/lattice_test.py.
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ _CELL = 1 << _CELL_BITS  # Steps.
 _COLUMNS = 1 << 12  # Cells that the noise reaches, half of them on either side.
 _STDDEV = STEPS // _CELL  # Of the noise, in cells.
 _THRESHOLD_BITS = 52
+_BLOCK = 2**12  # Entries whose words a CPU has at a time.
 # A standard deviation below it has a lattice that float32 cannot hold.
 _LEAST_STDDEV = float(np.finfo(np.float32).tiny) * STEPS
 
@@ -115,37 +116,79 @@ def integers(words: Sequence[jax.Array]) -> jax.Array:
   return noise - 8190
 
 
-def _stored(arrays: list[jax.Array]) -> list[jax.Array]:
-  """The same arrays, all of them written by one loop on a CPU.
+def _drawn(
+  key: Sequence[jax.Array], leaf: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+  """The noise, in steps, of leaf number ``leaf``: int32 of its shape."""
+  return integers(_generators.words(key, shape, leaf))
 
-  XLA drops a barrier there before it fuses. It fuses nothing with what reads a
-  reduction of several arrays.
+
+def _drawn_behind_barrier(
+  key: Sequence[jax.Array], leaf: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+  """The same on a TPU.
+
+  Its compiler would copy the generator into all that reads a word, and take six
+  times as long.
   """
-  twice = [jnp.broadcast_to(x, (2, *x.shape)) for x in arrays]
-  return list(
-    jax.lax.reduce(
+  words = _generators.words(key, shape, leaf)
+  barrier: Callable[[ArrayTree], ArrayTree] = jax.lax.optimization_barrier
+  return integers(barrier(words))
+
+
+def _drawn_in_blocks(
+  key: Sequence[jax.Array],
+  leaf: jax.Array,
+  shape: tuple[int, ...],
+  together: int,
+) -> jax.Array:
+  """The same on a CPU, where ``together`` leaves are drawn at once.
+
+  XLA would copy the generator into each loop that reads a word, among them
+  loops that look into the tables, which have no vector instructions. A barrier
+  is gone there before XLA fuses, but it fuses nothing with what reads a
+  reduction of several arrays. Blocks, because words are four times as large as
+  the noise.
+  """
+  size = math.prod(shape)
+  blocks = max(1, -(-size * together // _BLOCK))
+  length = -(-size // blocks)
+
+  def block(start: jax.Array) -> jax.Array:
+    words = _generators.words(key, (length,), leaf, start)
+    twice = [jnp.broadcast_to(x, (2, length)) for x in words]
+    stored = jax.lax.reduce(
       twice,
-      [np.uint32(0)] * len(arrays),
+      [np.uint32(0)] * 4,
       lambda left, right: [x | y for x, y in zip(left, right, strict=True)],
       (0,),
     )
-  )
+    return integers(stored)
+
+  starts = np.arange(blocks, dtype=np.uint32) * np.uint32(length)
+  noise: jax.Array = jax.lax.map(block, starts).reshape(-1)
+  return noise[:size].reshape(shape)
 
 
-@jax.jit  # Compiled as one loop also where the caller does not use jit.
-def _noisy(key: list[jax.Array], leaf: jax.Array, x: LatticeSum) -> jax.Array:
+# Compiled as one loop also where the caller does not use jit.
+@functools.partial(jax.jit, static_argnames='together')
+def _noisy(
+  key: list[jax.Array], leaf: jax.Array, x: LatticeSum, together: int
+) -> jax.Array:
   """Adds the noise of the entries of leaf number ``leaf``."""
   # The last axis of a factor is its rank, too short for a vectorised loop: it
   # is merged with the one before. Earlier axes stay, they may be sharded.
   high, low = (y.reshape(*y.shape[:-2], -1) for y in (x.high, x.low))
-  words = _generators.words(key, low.shape, leaf)
-  # As arrays of their own, or the compilers of a CPU and a TPU would copy the
-  # generator into all that reads a word: into loops that look into tables, too,
-  # which have no vector instructions.
-  words = jax.lax.platform_dependent(
-    words, cpu=_stored, tpu=jax.lax.optimization_barrier, default=lambda x: x
-  )
-  low = low + integers(words)
+  drawn = functools.partial(_drawn, shape=low.shape)
+  # A block of ChaCha20 has the words of entries that are far from each other,
+  # and its rounds are a loop, which nothing copies.
+  on_cpu = drawn if len(key) == 8 else functools.partial(
+    _drawn_in_blocks, shape=low.shape, together=together
+  )  # fmt: skip
+  low = low + jax.lax.platform_dependent(
+    key, leaf, cpu=on_cpu, default=drawn,
+    tpu=functools.partial(_drawn_behind_barrier, shape=low.shape),
+  )  # fmt: skip
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
 
 
@@ -166,7 +209,8 @@ def _all_noisy(
     stacked = jax.tree.map(
       lambda *x: jnp.stack(x), *(leaves[i] for i in numbers)
     )
-    noisy = jax.vmap(_noisy, (None, 0, 0))(
+    one = functools.partial(_noisy, together=len(numbers))
+    noisy = jax.vmap(one, (None, 0, 0))(
       key, np.array(numbers, np.uint32), stacked
     )
     out.update(zip(numbers, noisy, strict=True))

@@ -116,7 +116,10 @@ def chacha20(
 
 
 def words(
-  key: Sequence[jax.Array], shape: tuple[int, ...], leaf: jax.Array
+  key: Sequence[jax.Array],
+  shape: tuple[int, ...],
+  leaf: jax.Array,
+  first: jax.typing.ArrayLike = 0,
 ) -> list[jax.Array]:
   """Four words for each entry of an array, by its position in the array.
 
@@ -124,13 +127,15 @@ def words(
     key: Four words (Threefry) or eight (ChaCha20).
     shape: Of the array, fewer than 2^32 entries.
     leaf: Number of the array among those that use the key.
+    first: Position of the first entry, for Threefry: a part of an array.
 
   Returns:
     Four arrays of the shape, unsigned 32-bit integers.
   """
   zero = jnp.uint32(0)
   if len(key) == 4:
-    return threefry4x32(key, [positions(shape), leaf, zero, zero])
+    position = positions(shape) + jnp.uint32(first)
+    return threefry4x32(key, [position, leaf, zero, zero])
   size = math.prod(shape)
   # A block serves one entry of each quarter of the array: no word is moved.
   blocks = jnp.arange(-(-size // 4), dtype=jnp.uint32)

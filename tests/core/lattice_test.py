@@ -146,10 +146,15 @@ def test_words_decide_cell_and_position():
   np.testing.assert_array_equal(_integers(words), cell * 4096 + within - 8190)
 
 
-def test_stored_arrays_are_the_same():
-  words = _words(9)
-  for stored, word in zip(_lattice._stored(words), words, strict=True):
-    np.testing.assert_array_equal(stored, word)
+@pytest.mark.parametrize('together', [1, 3, 500])
+def test_noise_in_blocks_is_the_same(monkeypatch, together):
+  """Of 111 entries: one block, several with an end, one for each entry."""
+  monkeypatch.setattr(_lattice, '_BLOCK', 200)
+  args = _words(4), jnp.uint32(7), (3, 37)
+  args = [x[0] for x in args[0]], *args[1:]
+  np.testing.assert_array_equal(
+    _lattice._drawn_in_blocks(*args, together), _lattice._drawn(*args)
+  )
 
 
 def test_every_input_reaches_the_same_outputs():
