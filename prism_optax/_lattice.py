@@ -145,13 +145,14 @@ def _drawn_in_blocks(
   """The same on a CPU, where ``together`` leaves are drawn at once.
 
   XLA would copy the generator into each loop that reads a word, among them
-  loops that look into the tables, which have no vector instructions. A barrier
-  is gone there before XLA fuses, but it fuses nothing with what reads a
-  reduction of several arrays. Blocks, because words are four times as large as
+  loops that look into the tables, which have no vector instructions. It drops a
+  barrier there before it fuses loops, but it never fuses a reduction of several
+  arrays with what reads them. Blocks, because words are four times as large as
   the noise.
   """
   size = math.prod(shape)
-  blocks = max(1, -(-size * together // _BLOCK))
+  longest = max(1, _BLOCK // together)
+  blocks = max(1, -(-size // longest))
   length = -(-size // blocks)
 
   def block(start: jax.Array) -> jax.Array:
