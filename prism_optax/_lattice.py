@@ -16,7 +16,7 @@ tests/core/lattice_test.py.
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -120,20 +120,13 @@ def _drawn(
   key: Sequence[jax.Array], leaf: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
   """The noise, in steps, of leaf number ``leaf``: int32 of its shape."""
-  return integers(_generators.words(key, shape, leaf))
-
-
-def _drawn_behind_barrier(
-  key: Sequence[jax.Array], leaf: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-  """The same on a TPU.
-
-  Its compiler would copy the generator into all that reads a word, and take six
-  times as long.
-  """
   words = _generators.words(key, shape, leaf)
-  barrier: Callable[[ArrayTree], ArrayTree] = jax.lax.optimization_barrier
-  return integers(barrier(words))
+  # As arrays of their own on a TPU: its compiler would copy the generator into
+  # all that reads a word, and take six times as long.
+  words = jax.lax.platform_dependent(
+    words, tpu=jax.lax.optimization_barrier, default=lambda x: x
+  )
+  return integers(words)
 
 
 def _drawn_in_blocks(
@@ -186,10 +179,7 @@ def _noisy(
   on_cpu = drawn if len(key) == 8 else functools.partial(
     _drawn_in_blocks, shape=low.shape, together=together
   )  # fmt: skip
-  low = low + jax.lax.platform_dependent(
-    key, leaf, cpu=on_cpu, default=drawn,
-    tpu=functools.partial(_drawn_behind_barrier, shape=low.shape),
-  )  # fmt: skip
+  low = low + jax.lax.platform_dependent(key, leaf, cpu=on_cpu, default=drawn)
   return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
 
 
