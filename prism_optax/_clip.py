@@ -53,7 +53,7 @@ def summed(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
   missing = (1 << (count - 1).bit_length()) - count
   x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
   while (half := x.shape[-1] // 2) > 1:
-    x = x[..., :half] + x[..., half:]
+    x = jax.lax.add(*jax.lax.split(x, (half, half), x.ndim - 1))
   # A reduction is computed once. Slices that are added are computed again in
   # each loop that reads the sum, so that compiling takes a leaf times leaves.
   return jnp.sum(x, -1)

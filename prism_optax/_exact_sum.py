@@ -228,9 +228,10 @@ def sum_of_examples(
       for x, unit in zip(leaves, unit_of, strict=True)
     ]
 
-  zeros = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(terms, one)
-  )
+  zeros = [
+    (jnp.zeros(x.shape, x.dtype if unit is None else jnp.int32),) * 2
+    for x, unit in zip(jax.tree.leaves(shapes), unit_of, strict=True)
+  ]
 
   def in_turn(inputs):
     def add_one(totals, inputs):

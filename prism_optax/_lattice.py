@@ -117,10 +117,10 @@ def integers(words: Sequence[jax.Array]) -> jax.Array:
 
 
 def _drawn(
-  key: Sequence[jax.Array], leaf: jax.Array, shape: tuple[int, ...]
+  key: Sequence[jax.Array], numbers: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-  """The noise, in steps, of leaf number ``leaf``: int32 of its shape."""
-  words = _generators.words(key, shape, leaf)
+  """The noise, in steps, of leaves of these numbers and one shape: int32."""
+  words = _generators.words(key, shape, numbers)
   # As arrays of their own on a TPU: its compiler would copy the generator into
   # all that reads a word, and take six times as long.
   words = jax.lax.platform_dependent(
@@ -130,12 +130,9 @@ def _drawn(
 
 
 def _drawn_in_blocks(
-  key: Sequence[jax.Array],
-  leaf: jax.Array,
-  shape: tuple[int, ...],
-  together: int,
+  key: Sequence[jax.Array], numbers: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-  """The same on a CPU, where ``together`` leaves are drawn at once.
+  """The same on a CPU.
 
   XLA would copy the generator into each loop that reads a word, among them
   loops that look into the tables, which have no vector instructions. It drops a
@@ -143,14 +140,14 @@ def _drawn_in_blocks(
   arrays with what reads them. Blocks, because words are four times as large as
   the noise.
   """
-  size = math.prod(shape)
+  size, together = math.prod(shape), len(numbers)
   longest = max(1, _BLOCK // together)
   blocks = max(1, -(-size // longest))
   length = -(-size // blocks)
 
   def block(start: jax.Array) -> jax.Array:
-    words = _generators.words(key, (length,), leaf, start)
-    twice = [jnp.broadcast_to(x, (2, length)) for x in words]
+    words = _generators.words(key, (length,), numbers, start)
+    twice = [jnp.broadcast_to(x, (2, *x.shape)) for x in words]
     stored = jax.lax.reduce(
       twice,
       [np.uint32(0)] * 4,
@@ -160,27 +157,31 @@ def _drawn_in_blocks(
     return integers(stored)
 
   starts = np.arange(blocks, dtype=np.uint32) * np.uint32(length)
-  noise: jax.Array = jax.lax.map(block, starts).reshape(-1)
-  return noise[:size].reshape(shape)
+  noise = jnp.moveaxis(jax.lax.map(block, starts), 0, 1)
+  return noise.reshape(together, -1)[:, :size].reshape(together, *shape)
 
 
 # Compiled as one loop also where the caller does not use jit.
-@functools.partial(jax.jit, static_argnames='together')
+@jax.jit
 def _noisy(
-  key: list[jax.Array], leaf: jax.Array, x: LatticeSum, together: int
+  key: list[jax.Array], numbers: jax.Array, leaves: LatticeSum
 ) -> jax.Array:
-  """Adds the noise of the entries of leaf number ``leaf``."""
+  """Adds the noise of leaves of one shape, which lie along the first axis."""
+  count, *shape = leaves.low.shape
   # The last axis of a factor is its rank, too short for a vectorised loop: it
   # is merged with the one before. Earlier axes stay, they may be sharded.
-  high, low = (y.reshape(*y.shape[:-2], -1) for y in (x.high, x.low))
-  drawn = functools.partial(_drawn, shape=low.shape)
+  high, low = (
+    x.reshape(count, *shape[:-2], -1) for x in (leaves.high, leaves.low)
+  )
+  drawn = functools.partial(_drawn, shape=low.shape[1:])
   # A block of ChaCha20 has the words of entries that are far from each other,
   # and its rounds are a loop, which nothing copies.
   on_cpu = drawn if len(key) == 8 else functools.partial(
-    _drawn_in_blocks, shape=low.shape, together=together
+    _drawn_in_blocks, shape=low.shape[1:]
   )  # fmt: skip
-  low = low + jax.lax.platform_dependent(key, leaf, cpu=on_cpu, default=drawn)
-  return to_float(LatticeSum(high, low, x.unit)).reshape(x.low.shape)
+  low += jax.lax.platform_dependent(key, numbers, cpu=on_cpu, default=drawn)
+  unit = leaves.unit.reshape(count, *[1] * (low.ndim - 1))
+  return to_float(LatticeSum(high, low, unit)).reshape(leaves.low.shape)
 
 
 def _all_noisy(
@@ -200,10 +201,7 @@ def _all_noisy(
     stacked = jax.tree.map(
       lambda *x: jnp.stack(x), *(leaves[i] for i in numbers)
     )
-    one = functools.partial(_noisy, together=len(numbers))
-    noisy = jax.vmap(one, (None, 0, 0))(
-      key, np.array(numbers, np.uint32), stacked
-    )
+    noisy = _noisy(key, jnp.array(numbers, jnp.uint32), stacked)
     out.update(zip(numbers, noisy, strict=True))
   return [out[i] for i in range(len(leaves))]
 

@@ -20,11 +20,20 @@ _ROTATIONS = (
 _PARITY = 0x1BD11BDA
 
 
+# The rounds use operations of `lax`, because an operator takes several times as
+# long to trace, and there are hundreds.
+
+
 def _rotated(x: jax.Array, distance: int) -> jax.Array:
-  turned: jax.Array = (x << jnp.uint32(distance)) | (
-    x >> jnp.uint32(32 - distance)
+  return jax.lax.bitwise_or(
+    jax.lax.shift_left(x, np.uint32(distance)),
+    jax.lax.shift_right_logical(x, np.uint32(32 - distance)),
   )
-  return turned
+
+
+def _of_one_shape(words: Sequence[jax.Array]) -> list[jax.Array]:
+  shape = jnp.broadcast_shapes(*map(jnp.shape, words))
+  return [jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape) for x in words]
 
 
 def threefry4x32(
@@ -47,11 +56,13 @@ def threefry4x32(
   def mixed(
     x: jax.Array, y: jax.Array, distance: int
   ) -> tuple[jax.Array, jax.Array]:
-    x = x + y
-    return x, x ^ _rotated(y, distance)
+    x = jax.lax.add(x, y)
+    return x, jax.lax.bitwise_xor(x, _rotated(y, distance))
 
-  schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ jnp.uint32(_PARITY)]
-  a, b, c, d = (x + k for x, k in zip(counter, schedule, strict=False))
+  last = key[0] ^ key[1] ^ key[2] ^ key[3] ^ jnp.uint32(_PARITY)
+  words = _of_one_shape([*counter, *key, last])
+  start, schedule = words[:4], words[4:]
+  a, b, c, d = map(jax.lax.add, start, schedule[:4])
   for i in range(20):
     first, second = _ROTATIONS[i % 8]
     a, b = mixed(a, b, first)
@@ -60,9 +71,10 @@ def threefry4x32(
     if i % 4 == 3:
       injection = i // 4 + 1
       a, b, c, d = (
-        x + schedule[(injection + j) % 5] for j, x in enumerate((a, b, c, d))
+        jax.lax.add(x, schedule[(injection + j) % 5])
+        for j, x in enumerate((a, b, c, d))
       )
-      d = d + jnp.uint32(injection)
+      d = jax.lax.add(d, np.uint32(injection))
   return [a, b, c, d]
 
 
@@ -92,11 +104,7 @@ def chacha20(
   Returns:
     Sixteen words of the broadcast shape.
   """
-  shape = jnp.broadcast_shapes(*map(jnp.shape, counter))
-  start = [
-    jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape)
-    for x in (*_CONSTANTS, *key, *counter)
-  ]
+  start = _of_one_shape([*map(jnp.uint32, _CONSTANTS), *key, *counter])
 
   def double_round(_: int, state: list[jax.Array]) -> list[jax.Array]:
     state = list(state)
@@ -106,8 +114,9 @@ def chacha20(
         for x, y, z, distance in (
           (a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7),
         ):  # fmt: skip
-          state[x] = state[x] + state[y]
-          state[z] = _rotated(state[z] ^ state[x], distance)
+          state[x] = jax.lax.add(state[x], state[y])
+          met = jax.lax.bitwise_xor(state[z], state[x])
+          state[z] = _rotated(met, distance)
     return state
 
   # A loop: unrolled, the twenty rounds compile for minutes.
@@ -121,23 +130,28 @@ def words(
   leaf: jax.Array,
   first: jax.typing.ArrayLike = 0,
 ) -> list[jax.Array]:
-  """Four words for each entry of an array, by its position in the array.
+  """Four words for each entry of arrays, by its position in its array.
 
   Args:
     key: Four words (Threefry) or eight (ChaCha20).
-    shape: Of the array, fewer than 2^32 entries.
-    leaf: Number of the array among those that use the key.
+    shape: Of each array, fewer than 2^32 entries.
+    leaf: Number of each array among those that use the key, in any shape.
     first: Position of the first entry, for Threefry: a part of an array.
 
   Returns:
-    Four arrays of the shape, unsigned 32-bit integers.
+    Four arrays, unsigned 32-bit integers: the axes of ``leaf``, then those of
+    ``shape``.
   """
   zero = jnp.uint32(0)
   if len(key) == 4:
     position = positions(shape) + jnp.uint32(first)
+    leaf = leaf.reshape(*leaf.shape, *[1] * len(shape))
     return threefry4x32(key, [position, leaf, zero, zero])
   size = math.prod(shape)
   # A block serves one entry of each quarter of the array: no word is moved.
   blocks = jnp.arange(-(-size // 4), dtype=jnp.uint32)
-  block = chacha20(key, [blocks, leaf, zero, zero])
-  return [jnp.concatenate(block[i::4])[:size].reshape(shape) for i in range(4)]
+  block = chacha20(key, [blocks, leaf[..., None], zero, zero])
+  return [
+    jnp.concatenate(block[i::4], -1)[..., :size].reshape(*leaf.shape, *shape)
+    for i in range(4)
+  ]

@@ -180,13 +180,14 @@ def _of_jaxpr(jaxpr: Program, known: Known) -> bytes:
     return known[id(jaxpr)][1]
   consts = getattr(jaxpr, 'consts', ())
   inner = getattr(jaxpr, 'jaxpr', jaxpr)
-  numbers: dict[object, int] = {}
+  names: dict[core.Var, str] = {}
 
   def atom(x: core.Var | core.Literal) -> str:
     if isinstance(x, core.Literal):
       return f'{x.aval}={_of_value(x.val, known)}'
-    number = numbers.setdefault(x, len(numbers))
-    return f'{number}:{x.aval}'
+    if x not in names:
+      names[x] = f'{len(names)}:{x.aval}'
+    return names[x]
 
   def atoms(xs: Iterable[core.Var | core.Literal]) -> str:
     return ' '.join(map(atom, xs))

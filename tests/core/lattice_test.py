@@ -150,10 +150,10 @@ def test_words_decide_cell_and_position():
 def test_noise_in_blocks_is_the_same(monkeypatch, together):
   """Of 111 entries: one block, several with an end, one for each entry."""
   monkeypatch.setattr(_lattice, '_BLOCK', 200)
-  args = _words(4), jnp.uint32(7), (3, 37)
-  args = [x[0] for x in args[0]], *args[1:]
+  key, leaves = [x[0] for x in _words(4)], jnp.uint32(range(7, 7 + together))
+  args = key, leaves, (3, 37)
   np.testing.assert_array_equal(
-    _lattice._drawn_in_blocks(*args, together), _lattice._drawn(*args)
+    _lattice._drawn_in_blocks(*args), _lattice._drawn(*args)
   )
 
 

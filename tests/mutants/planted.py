@@ -25,7 +25,7 @@ _lattice.add_noise(key, updates, stddevs) => _lattice.add_noise(key, updates, st
 updates.on_lattice(stddevs) => updates.on_lattice(0.5 * stddevs) @ audit/exact_release_test.py size
 updates.on_lattice(stddevs) => updates.to_floats() @ audit/exact_release_test.py any_order
 noisy._replace(pairs=pairs) => noisy._replace(pairs=pairs, others=stacks.others) @ transforms/privatizer_test.py other_leaves
-np.array(numbers, np.uint32), stacked => 0 * np.array(numbers, np.uint32), stacked @ core/lattice_test.py independent
+jnp.array(numbers, jnp.uint32), stacked => jnp.zeros(len(numbers), jnp.uint32), stacked @ core/lattice_test.py independent
 jnp.uint32(stride) * iota => jnp.uint32(stride // 7) * iota @ core/generators_test.py
 return keys[0], keys[1] => return prng_key, keys[1] @ core/randomness_test.py forgets
 os.urandom(4 * math.prod(shape)) => bytes(4 * math.prod(shape)) @ core/randomness_test.py asks
