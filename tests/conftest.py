@@ -60,8 +60,35 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _GOLDEN = _ROOT / 'tests' / 'golden'
 
 
-def pytest_collection_modifyitems(items):
+# What the command, scripts, pages and notebooks promise, from start to end: no
+# mechanism is first tested there.
+_TAKE_TURNS = ('finetune', 'examples', 'benchmarks', 'docs')
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    '--turn', metavar='COMMIT', type=lambda commit: int(commit, 16) % 3,
+    help=f'of the slow tests in {", ".join(_TAKE_TURNS)} the third that a'
+    ' commit chooses',
+  )  # fmt: skip
+
+
+def without_a_turn(items, turn):
+  """Tests that the turn (0, 1 or 2) leaves out: each is in one of three."""
+  places = [_ROOT / 'tests' / x for x in _TAKE_TURNS]
+  some = [
+    x for x in items if x.path.parent in places and x.get_closest_marker('slow')
+  ]
+  return [x for i, x in enumerate(some) if i % 3 != turn]
+
+
+def pytest_collection_modifyitems(config, items):
   """The longest first, so that no worker waits for the last test of another."""
+  turn = config.getoption('--turn')
+  if turn is not None:
+    left_out = without_a_turn(items, turn)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [x for x in items if x not in left_out]
 
   def allowed(item):
     mark = item.get_closest_marker('timeout')
