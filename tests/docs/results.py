@@ -197,19 +197,6 @@ def probes(steps: int) -> list[float]:
   return [statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5]
 
 
-def lost_when_tuned_again() -> float:
-  """Points that DP-AdamW loses in a gauge of condition 100, each rate tuned."""
-  others = {'task', 'options', 'scale', 'rank', 'clip', 'head', 'start',
-            'rows', 'public', 'epsilon'}  # fmt: skip
-
-  def best(gauge: float | None) -> float:
-    runs = rows('accuracy', method='dp-adamw', seed=0, gauge=gauge)
-    runs = [run for run in runs if not set(run) & others]
-    return max(runs, key=lambda x: x['tuning accuracy'])['test accuracy']
-
-  return 100 * (best(None) - best(100.0))
-
-
 def error_of_an_option() -> float:
   """Standard error of what an option adds, in points; median of options."""
   base = accuracies('prism', rate=0.1)
