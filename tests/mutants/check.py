@@ -66,6 +66,7 @@ NEAR = {
   'training/_state': 'training/state_file_test.py',
   'transforms': 'laws transforms aliases integration audit',
   'transforms/_chain': 'core/trail_test.py transforms/chain_order_test.py',
+  'transforms/_matrix_clip': 'core/clip_groups_test.py',
 }
 # Several times what the dearest test takes, since a mutant may hang.
 FAST = ('--timeout=60', '-m', 'not slow')
