@@ -28,7 +28,7 @@ class Group(NamedTuple):
 
   leaves: tuple[int, ...]
   bound: float | None
-  matrices: int = 1
+  matrices: int
 
 
 class Clip(NamedTuple):

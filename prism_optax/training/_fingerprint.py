@@ -226,7 +226,8 @@ def _of_value(x: Any, known: Known) -> str:
     return f'({",".join(_of_value(y, known) for y in x)})'
   if isinstance(x, set | frozenset):
     return repr(sorted(_of_value(y, known) for y in x))
-  if callable(x) and not isinstance(x, type):
+  # A rule of derivatives of JAX has its function inside, and cannot be called.
+  if (callable(x) or hasattr(x, 'call_wrapped')) and not isinstance(x, type):
     return 'function'  # What it computes is in the equations.
   return _without_addresses(repr(x))
 

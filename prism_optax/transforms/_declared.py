@@ -44,7 +44,7 @@ def clipped_elsewhere(tree: ArrayTree) -> ArrayTree:
     [1.0, 1.0]
   """
   leaves, treedef = jax.tree.flatten(tree)
-  group = _marks.Group(tuple(range(len(leaves))), None)
+  group = _marks.Group(tuple(range(len(leaves))), None, 1)
   what = _marks.Clip((group,), (None,) * len(leaves), declared=True)
   marked = _marks.clipped([(x,) for x in leaves], what)
   return jax.tree.unflatten(treedef, [x for (x,) in marked])

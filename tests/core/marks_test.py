@@ -24,7 +24,7 @@ def test_marks_are_compiled_to_nothing(monkeypatch):
 
 
 def test_marks_pass_through_transformations():
-  clip = _marks.Clip((_marks.Group((0,), 1.0),), (1.0,))
+  clip = _marks.Clip((_marks.Group((0,), 1.0, 1),), (1.0,))
 
   def marked(x):
     cut = _marks.clipped([(jnp.sin(x),)], clip)
@@ -40,7 +40,7 @@ def test_marks_pass_through_transformations():
   found = [
     e.params.get('what') for e in jax.make_jaxpr(jax.vmap(marked))(x).eqns
   ]
-  unknown = _marks.Clip((_marks.Group((0,), None),), (None,))
+  unknown = _marks.Clip((_marks.Group((0,), None, 1),), (None,))
   assert found == [None, unknown, _marks.Noise((None,))]
 
 
