@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from prism_optax import accounting
-from prism_optax.accounting import _calibration, _epsilon, _gaussian
+from prism_optax.accounting import _calibration, _epsilon, _events, _gaussian
 
 
 @pytest.mark.parametrize('first_step', [1e-5, 0.1])
@@ -28,6 +28,14 @@ def test_answer_is_as_near_as_promised_however_wrong_the_guess(
   assert spent(sigma) <= 2.0
   assert sigma == pytest.approx(math.sqrt(1.5), rel=5e-6)
   assert spent(sigma * (1 - 6e-6)) > 2.0
+
+
+@pytest.mark.parametrize('steps', [1, 10_000])
+def test_the_grid_holds_the_loss_of_all_steps(steps):
+  """Two million points, which fit in memory, reach so far on both sides."""
+  event = accounting.dpsgd_event(1.0, 1.0, steps)
+  reached = 1e6 * _events.affordable_interval(event, 1e-5)
+  assert reached > _events.rough_epsilon(event, 1e-5)
 
 
 def test_answer_meets_the_target_where_epsilon_jumps():
