@@ -11,6 +11,7 @@ calibrate = accounting.calibrate_noise_multiplier
 TARGET, SHORT = 0.3, (0.1, 5)
 
 
+@pytest.mark.slow
 def test_multiplier_of_a_short_run_meets_the_target(caplog):
   plain = calibrate(TARGET, DELTA, *SHORT)
   spent, more = (

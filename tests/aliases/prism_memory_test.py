@@ -27,12 +27,12 @@ def test_the_state_is_as_large_as_adams():
   assert entries <= adam + MODULES * 4 * RANK**2 + 10  # V and N, either side.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
   jax.default_backend() != 'cpu', reason='The bound is for the CPU compiler.'
 )
-@cases.fast_first(
+@pytest.mark.parametrize(
   ('make', 'per_example_gradients'),
-  [(prism_optax.prism, False)],
   [*((x, False) for x in MAKES), (prism_optax.prism, True)],
 )
 def test_a_step_takes_a_few_times_the_factors(make, per_example_gradients):

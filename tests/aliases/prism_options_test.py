@@ -5,6 +5,7 @@ import pytest
 
 import prism_optax
 from prism_optax import contrib, transforms
+from tests import cases
 from tests.transforms import chains
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -55,7 +56,7 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('name', CHAINS)
+@cases.fast_first('name', ['prism without a rate'], CHAINS)
 def test_an_optimizer_is_its_chain_bit_for_bit(name):
   make, options, parts = CHAINS[name]
   tx = make(**{'learning_rate': 0.05} | chains.OPTIONS | options)

@@ -134,6 +134,7 @@ def test_a_step_tells_no_more_of_a_row_than_is_claimed(optimizer, rule, users):
   _stays_below(*_attack(optimizer, rule, users=users, vote=stddev))
 
 
+@pytest.mark.slow
 def test_a_user_whose_records_are_clipped_one_by_one():
   """Each record is a row, and a user has three: another unit than is said."""
   _goes_above(*_attack('dense', 'flat', rows=6, canaries=MOST))

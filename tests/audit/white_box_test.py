@@ -35,6 +35,7 @@ def _check(honest, halved, claim):
   assert honest.gdp > claim.gdp / 2
 
 
+@pytest.mark.slow
 def test_one_step_costs_what_is_claimed_and_half_the_noise_is_seen():
   _check(*_attack(1, 12_000, kind='none'), harness.claims(SIGMA, 1))
 

@@ -45,6 +45,7 @@ ROWS = [
 
 
 # Of three layers: one, two, and nothing below.
+@pytest.mark.slow
 @pytest.mark.parametrize('layers', [1, 2, 3])
 def test_the_top_on_what_is_below_is_the_whole(layers, source, tmp_path):
   """Losses of responses, with adapters that change something.

@@ -26,6 +26,7 @@ def accuracy(task, method, rate):
   return 0.8 - abs(rate - BEST[method]) - lower
 
 
+@pytest.mark.slow
 def test_regret_is_that_of_the_recipe():
   stored = {}
 

@@ -72,6 +72,7 @@ def test_mean_is_that_of_the_oracle(name):
   assert metric.entries == FIRST + SECOND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('form', ['second_moment', 'mean'])
 def test_the_same_bits_in_any_batches(form):
   """Also with zeros, which are padding, and records that are not finite."""

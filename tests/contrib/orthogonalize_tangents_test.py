@@ -112,6 +112,7 @@ def _gradient(t, products):
   return out
 
 
+@pytest.mark.slow
 def test_trajectory_is_the_dense_one():
   params = cases.adapters(SHAPES, dtype=jnp.float64)
   tx = optax.chain(
@@ -150,6 +151,7 @@ def test_other_leaves_get_adam():
     np.testing.assert_allclose(updates['extra'], expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_coordinate_rms_makes_the_coordinates_of_that_size():
   """With both outer blocks dominating, 2r singular values of one."""
   m, n, rank = 40, 30, 2

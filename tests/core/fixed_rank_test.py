@@ -84,6 +84,7 @@ def _undone(factors, columns, undo):
   return columns, fixed_rank.retraction(frame, x)
 
 
+@pytest.mark.slow
 def test_matrices_that_undo_the_spread_of_the_columns():
   """As a preconditioner's do: condition 1e4 in V, 1e2 in its root.
 

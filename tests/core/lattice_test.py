@@ -146,6 +146,7 @@ def test_words_decide_cell_and_position():
   np.testing.assert_array_equal(_integers(words), cell * 4096 + within - 8190)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('together', [1, 3, 500])
 def test_noise_in_blocks_is_the_same(monkeypatch, together):
   """Of 111 entries: one block, several with an end, one for each entry."""
@@ -224,6 +225,7 @@ def test_what_is_not_finite_stays_and_so_does_all_without_noise():
   np.testing.assert_array_equal(still, x)
 
 
+@pytest.mark.slow
 def test_a_leaf_does_not_depend_on_the_others():
   """Noise is that of its number, whatever leaves have its shape."""
   key = jax.random.key(2)

@@ -51,6 +51,7 @@ def but(module, **changed):
   return types.SimpleNamespace(**vars(module) | changed)
 
 
+@pytest.mark.slow
 def test_nothing_is_told_of_the_code_as_it_is():
   assert not told(right(), adversarial.ordinary(FORM, 9))
 
@@ -85,6 +86,7 @@ class _PadsWithTheFirst(_Stacks):
   fill = 0
 
 
+@pytest.mark.slow
 def test_the_type_of_one_record_becomes_that_of_all(monkeypatch):
   monkeypatch.setattr(_private, 'Records', _Stacks)
   case = on_a_list()
@@ -94,6 +96,7 @@ def test_the_type_of_one_record_becomes_that_of_all(monkeypatch):
   assert_tells(told(case, wide), "'pixels': 'int32[8,3]'", 'the sensitivity')
 
 
+@pytest.mark.slow
 def test_the_first_record_is_read_for_padding(monkeypatch):
   monkeypatch.setattr(_private, 'Records', _PadsWithTheFirst)
   case = on_a_list()
@@ -211,6 +214,7 @@ def on_gradients(clip, **options):
   return Case(made, cases.listed(GRADIENT), arrays=True, proved=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('stability', 'norm'),
   [(1e-22, 1.0), pytest.param(0.01, 1e20, marks=pytest.mark.slow)],

@@ -50,6 +50,7 @@ def parts():
   return params, clipped, decayed, jax.jit(clipped), jax.jit(decayed)
 
 
+@pytest.mark.slow
 def test_other_parameters_are_no_trail(followed):
   params, clipped, decayed, clip_alone, decay_alone = parts()
 

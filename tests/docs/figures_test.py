@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.docs import figures
-from tests.docs.figures import ROOT, Page
+from benchmarks.pages import figures
+from benchmarks.pages.figures import ROOT, Page
 
 # Measured figures of docstrings, which can have no comment: who asserts them.
 IN_DOCSTRINGS = {
@@ -61,7 +61,6 @@ def test_docstrings_have_no_measurements_of_their_own():
     ('a noise multiplier of 0.25, but 12 % of it', "no source: '12 % of it'"),
     ("in 0.25 of 0.5 <!-- = 'a reason' -->", None),
     ("it is 0.25\n<!-- = 'a reason' -->", 'behind a word'),
-    ("it is 0.25 <!-- = 'tests/conftest.py::test_no' -->", 'no such test'),
     ('<!-- = none() -->\n| a |\n| --- |\n', 'NameError'),
     ('<!-- = [[1, 2], [3]] -->\n| a 9.1 | b |\n| --- | --- |\n| 7 | 1 | 2 |\n'
      '| | 3.4 |\n', '3.4 should be 3.0'),

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / 'docs').rglob('*.md'), *ROOT.glob('*.md')])
 _FENCED = re.compile(r'^(```+|~~~+|:::+)[^\n]*\n.*?^\1\s*$', re.M | re.S)
 _CODE = re.compile(r'`([^`\n]+)`')
+_ASSERTED = re.compile("<!-- = '(tests/[^']*)' -->")
 _LINK = re.compile(r'\]\(\s*<?([^)>\s]+)>?(?:\s+"[^"]*")?\s*\)')
 _NAMED = re.compile(
   r'(?:tests|benchmarks|examples|docs|notebooks|prism_optax|\.ci)/[\w./-]*'
@@ -59,8 +60,12 @@ def wrong_links(page, text):
 
 
 def wrong_names(text):
-  """Files of the repository in `code`, with the test that they have."""
-  return nowhere(_CODE.findall(prose_of(text)))
+  """Files of the repository, with the test that they have.
+
+  In `code`, and in the comments that say which test asserts a figure.
+  """
+  text = prose_of(text)
+  return nowhere([*_CODE.findall(text), *_ASSERTED.findall(text)])
 
 
 def nowhere(names):
@@ -101,10 +106,13 @@ def test_what_leads_nowhere_is_found():
   text = (
     '# A *b*: `c`\n[a](faults.md) [b](#numbers) ![c](none.png) [d](#none)\n'
     '`tests/conftest.py::test_no` `tests/none.py` `[x](y)`\n'
+    "a<!-- = 'tests/none.py::test_no' -->\n"
     '```\n[x](y) `tests/none.py`\n```\n[e](../README.md#none) [f](https://x)\n'
   )
   assert wrong_links(page, text) == ['none.png', '#none', '../README.md#none']
-  assert wrong_names(text) == ['tests/conftest.py::test_no', 'tests/none.py']
+  assert wrong_names(text) == [
+    'tests/conftest.py::test_no', 'tests/none.py', 'tests/none.py::test_no'
+  ]  # fmt: skip
   assert slug_of('A *b*: `c`') == 'a-b-c'
   assert broken_rows('| a | b |\n| c | d\ne |\n') == ['| c | d']
 

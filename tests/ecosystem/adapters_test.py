@@ -227,7 +227,8 @@ def assert_all_move(old, new):
     assert np.all(np.any(np.asarray(x) != y, axis=-1))
 
 
-@cases.fast_first('name', ['nnx.LoRALinear'], LAYERS)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', LAYERS)
 def test_all_adapters_move_and_no_frozen_weight_does(name):
   """One private step from per-example gradients."""
   layer = LAYERS[name]()

@@ -17,6 +17,7 @@ DATA = tuple(np.float32(RNG.normal(size=(SIZE, n))) for n in (6, 5))
 CONSTANTS = {'dataset_size': SIZE, 'expected_batch_size': 8}
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_holds_the_run():
   model = nnx.LoRALinear(6, 5, lora_rank=2, rngs=nnx.Rngs(0))
   graph, params, frozen = nnx.split(model, nnx.LoRAParam, ...)

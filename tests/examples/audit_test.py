@@ -62,6 +62,7 @@ def _bounds(sigma):
   }
 
 
+@pytest.mark.slow
 def test_a_true_claim_stands_and_planted_bugs_are_found():
   claim = _private(SIGMA).epsilon()
   honest, silent = _bounds(SIGMA), _bounds(0.0)

@@ -25,6 +25,7 @@ def released(kind, layer, hidden, mask=None, *, seed=0, params=None, **options):
   return np.asarray(module.apply(variables, hidden, mask, rngs=noise))
 
 
+@pytest.mark.slow
 @KINDS
 def test_the_layer_sees_the_privatised_state(kind):
   hidden = jax.random.normal(jax.random.key(1), (4, N)) * 9
@@ -45,6 +46,7 @@ def test_the_layer_sees_the_privatised_state(kind):
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('jit', [False, True])
 def test_nnx_noise_is_fresh_in_every_call_and_layer(jit):
   rngs = nnx.Rngs(0)
@@ -60,6 +62,7 @@ def test_nnx_noise_is_fresh_in_every_call_and_layer(jit):
       assert np.all(np.asarray(first) != np.asarray(second))
 
 
+@pytest.mark.slow
 @KINDS
 def test_masks_and_blocks_are_passed_on(kind):
   mask = jnp.array([[True, True, False], [True, True, True]])

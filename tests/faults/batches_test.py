@@ -24,6 +24,7 @@ def _released(grads):
   return noisy.update(grads, noisy.init(PARAMS), PARAMS)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('size', [0, 1, 400])
 def test_the_signal_grows_with_the_records_and_the_noise_does_not(size):
   """A hundred times the expected batch: the divisor is still the constant."""

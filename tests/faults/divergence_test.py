@@ -27,6 +27,7 @@ def begun(name):
   return private, private.init(cases.PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('bad', [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_a_batch_of_nan_losses_is_an_empty_batch(name, bad):

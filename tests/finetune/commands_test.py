@@ -33,6 +33,7 @@ from tests.finetune import (
 from tests.finetune.finished_runs import run_command
 
 
+@pytest.mark.slow
 def test_predict_answers_each_row_with_what_chat_says(
   language_run, tmp_path, capsys, monkeypatch
 ):
@@ -59,6 +60,7 @@ def test_predict_answers_each_row_with_what_chat_says(
   assert capsys.readouterr().out.splitlines() != printed
 
 
+@pytest.mark.slow
 def test_predict_gives_labels_with_probabilities(review_run, tmp_path, capsys):
   folder, model = review_run
   texts = ['film bad', 'plot good', 'actor']
@@ -132,6 +134,7 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   assert str(folder.parent) not in text  # Nor where it lies.
 
 
+@pytest.mark.slow
 def test_report_has_classes_and_answers_if_asked_for(
   language_run, review_run, tmp_path, monkeypatch
 ):
@@ -272,6 +275,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
   assert 'saved before' not in error
 
 
+@pytest.mark.slow
 def test_a_stop_says_what_is_spent():
   # Nothing is sampled: Gaussians alone are accounted for in no time.
   private = cases.make(optax.sgd(0.1), expected_batch_size=cases.N)

@@ -34,6 +34,7 @@ def test_merged_encoder_and_head_are_the_adapted_classifier(
   assert 'accuracy | 0.7500 before' in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['peft', 'merged'])
 @pytest.mark.parametrize('name', ['language_run', 'review_run'])
 def test_an_export_is_read_back_and_compared(

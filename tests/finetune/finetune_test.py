@@ -221,6 +221,7 @@ def test_bad_options_are_named_with_their_value(
   assert not list(tmp_path.iterdir())  # And nothing is left behind.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('more', 'message'),
   [

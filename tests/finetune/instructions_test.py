@@ -137,6 +137,7 @@ def problem(source):
   return parts, examples
 
 
+@pytest.mark.slow
 def test_the_loss_is_a_sum_over_the_response_of_each_record(problem):
   (graphdef, params, frozen), examples = problem
   loss = jax.jit(training.make_loss(graphdef, 7))
@@ -156,6 +157,7 @@ def test_the_loss_is_a_sum_over_the_response_of_each_record(problem):
   assert found['eval_perplexity'] == pytest.approx(np.exp(found['eval_loss']))
 
 
+@pytest.mark.slow
 def test_no_gradient_of_a_frozen_matrix_is_made(problem):
   """Not for one example and not for all: only those of the adapters."""
   (graphdef, params, frozen), examples = problem

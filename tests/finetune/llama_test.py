@@ -125,6 +125,7 @@ def test_dense_layers_can_be_kept_in_int8(source):
   assert 1e-3 < np.abs(found - exact).max() / np.abs(exact).max() < 0.1
 
 
+@pytest.mark.slow
 def test_answers_are_the_likeliest_tokens(adapted):
   """Two prompts at once, of two lengths, against one token at a time."""
   model = adapted

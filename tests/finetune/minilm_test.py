@@ -17,6 +17,7 @@ def _load(folder, *more):
   return minilm.load(pretrained.find(str(folder)), *more)
 
 
+@pytest.mark.slow
 def test_sentence_cosines_are_those_of_the_original():
   path = weights.installed(weights.PACKAGE, 'model.safetensors')
   if path is None:

@@ -68,7 +68,7 @@ def _options(**more):
 
 
 @cases.fast_first(
-  'name', {'prism', command_line.NOT_PRIVATE},
+  'name', {command_line.NOT_PRIVATE},
   command_line.METHODS,
 )  # fmt: skip
 def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
@@ -128,6 +128,7 @@ def test_evaluation_counts_every_row_once(task, rows):
   assert found['eval_accuracy'] == pytest.approx(float(hits.mean()))
 
 
+@pytest.mark.slow
 def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
   """Of rows in chunks, the last one shorter; a blank row adds nothing."""
   labels = np.append(task.train.labels, data.BLANK)

@@ -50,6 +50,7 @@ def attacked(mechanism, stddev, draws=600_000):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'mechanism', [on_device, pytest.param(on_host, marks=pytest.mark.slow)]
 )

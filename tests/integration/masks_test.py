@@ -80,6 +80,7 @@ def test_no_mask_in_an_update_either(clip):
     tx.update(grads, state, params)
 
 
+@pytest.mark.slow
 def test_a_privatizer_inside_of_a_mask_covers_what_it_sees():
   """Documented, not refused: elsewhere may be `set_to_zero`."""
   params = cases.params()

@@ -31,6 +31,7 @@ def _accumulated(grads, normalize_by, use_grad_mean):
   return jax.tree.map(lambda x: x[-1], released), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('use_grad_mean', 'normalize_by', 'share'),
   [

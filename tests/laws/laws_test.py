@@ -93,6 +93,7 @@ def test_every_public_transformation_has_a_row():
   assert table.public_transformations() == set(ROWS) | table.OTHERS
 
 
+@pytest.mark.slow
 @_rows()
 def test_parameters_and_state_may_be_given_away_and_keep_their_types(name):
   """From the first step on: no buffer of the initial state is there twice."""

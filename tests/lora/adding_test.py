@@ -66,6 +66,7 @@ def test_the_function_and_the_weights_are_those_from_before():
   assert model.tied is model.blocks[0].up
 
 
+@pytest.mark.slow
 def test_each_adapter_adds_its_matrix_to_the_kernel():
   """The model with adapters is that with ``lora.merge``d weights."""
   (graph, state), model, adapters = _adapted()
@@ -80,6 +81,7 @@ def test_each_adapter_adds_its_matrix_to_the_kernel():
   assert np.abs(want - run(graph, state)).max() > 0.01
 
 
+@pytest.mark.slow
 def test_stacked_layers_have_an_adapter_each():
   @nnx.split_rngs(splits=3)
   @nnx.vmap

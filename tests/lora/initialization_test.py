@@ -45,6 +45,7 @@ def test_balanced_factors_have_the_singular_values_asked_for(scale):
   np.testing.assert_allclose(a.T @ a, b @ b.T, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_key_decides():
   """The same for the same key; another for each module, side and purpose."""
 
@@ -123,6 +124,7 @@ def test_the_best_approximation_goes_to_the_factors():
   jax.tree.map(np.testing.assert_array_equal, new, again)
 
 
+@pytest.mark.slow
 def test_power_iterations_help_on_a_flat_spectrum():
   rng = np.random.default_rng(1)
   w = _decaying(rng, (60, 50), 0.97)

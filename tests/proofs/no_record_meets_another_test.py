@@ -65,6 +65,7 @@ def test_the_proof_is_of_the_rows_that_run():
   assert 'can meet no other' in str(proof)
 
 
+@pytest.mark.slow
 def test_the_proof_is_of_the_program_that_runs():
   """A loss that is another function when it is traced again never runs."""
   traced = []
@@ -82,6 +83,7 @@ def test_the_proof_is_of_the_program_that_runs():
   cases.assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 def test_what_is_proved_runs_without_jit_too():
   ran = []
 
@@ -99,6 +101,7 @@ def test_what_is_proved_runs_without_jit_too():
   assert not any(ran)
 
 
+@pytest.mark.slow
 def test_losses_of_one_record_and_of_users():
   check = functools.partial(checked, batched_loss=False)
   assert check(losses.mlp)

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 
 import prism_optax
@@ -31,6 +32,7 @@ def _products(tree, layout):
   }
 
 
+@pytest.mark.slow
 @cases.few
 @given(cases.trees, cases.seeds, DTYPES)
 def test_stacked_adapters_are_the_same_adapters(name, seed, dtype):
@@ -68,6 +70,7 @@ def _gradients(batched):
   return jax.jit(jax.vmap(jax.grad(one), (None, 0)))
 
 
+@pytest.mark.slow
 @cases.few
 @given(
   cases.seeds,
@@ -110,6 +113,7 @@ def _sum_by_parts(size):
   )
 
 
+@pytest.mark.slow
 @cases.settings
 @given(
   cases.seeds,

@@ -45,6 +45,7 @@ def _read_or_refused(folder):
   return found
 
 
+@pytest.mark.slow
 @settings
 @given(changes)
 def test_a_configuration_of_any_values(folder, change):

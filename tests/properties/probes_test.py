@@ -99,6 +99,7 @@ def test_probes_show_the_gradient_in_tangent_coordinates(
   assert cases.norm(probed) == pytest.approx(np.sqrt(square), rel=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('condition', 'dtype', 'bound'),
   [

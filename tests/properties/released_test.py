@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,6 +90,7 @@ def with_noise(x):
   return NOISE.update(x, optax.EmptyState())[0]
 
 
+@pytest.mark.slow
 @hypothesis.settings(cases.settings, max_examples=12)
 @given(steps=STEPS)
 def test_what_is_proved_depends_on_records_through_noise_alone(steps):

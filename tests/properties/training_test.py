@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 
 from prism_optax import training
@@ -53,6 +54,7 @@ def step_of(rule):
   return step
 
 
+@pytest.mark.slow
 @cases.settings
 @given(st.sampled_from(list(RULES)), gradients, st.permutations(range(RECORDS)))
 def test_a_record_moves_a_step_by_at_most_its_share(rule, records, order):

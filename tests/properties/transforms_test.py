@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 
 import prism_optax
@@ -48,6 +49,7 @@ POINTS = {
 }
 
 
+@pytest.mark.slow
 @hypothesis.settings(cases.settings, max_examples=80)
 @given(
   cases.batches, cases.seeds, cases.scales, cases.oddities,

@@ -48,6 +48,7 @@ def everywhere(case, odds):
   return cases.Offences(found, min(one.farthest, other.farthest))
 
 
+@pytest.mark.slow
 def test_what_is_compared():
   """Runs at the same parameters, of which only what is drawn differs."""
   case = on_a_list()
@@ -72,6 +73,7 @@ def test_what_is_compared():
     assert harness.differences(without, free, SIGMA)
 
 
+@pytest.mark.slow
 def test_no_record_of_a_list_is_seen():
   """Wrong types, lengths and structures, text, None, errors, NaN, ..."""
   odds = adversarial.records(FORM)
@@ -79,6 +81,7 @@ def test_no_record_of_a_list_is_seen():
   assert_unseen(everywhere(on_a_list(), odds))
 
 
+@pytest.mark.slow
 def test_a_record_that_is_blank_is_a_record_that_is_not_there():
   """Nothing that an empty place shows tells it from one that is blank."""
   case = on_a_list()
@@ -239,6 +242,7 @@ RELEASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['float32', 'float64'])
 @pytest.mark.parametrize('name', RELEASES)
 def test_no_record_of_one_release_is_seen(name, dtype):

@@ -43,6 +43,7 @@ def assert_close(found, weights):
     np.testing.assert_allclose(x, wanted, rtol=3e-5, atol=N * 3e-7)
 
 
+@pytest.mark.slow
 def test_automatic_clipping():
   found, _ = bounded(training.AutomaticClipping(0.5))
   assert_close(found, [C / (norms(leaves()) + 0.5)] * 3)

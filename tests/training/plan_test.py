@@ -54,6 +54,7 @@ def test_has_the_best_signal_that_its_cost_can_buy(size, epsilon, cost):
   assert plan.limit == pytest.approx(limit, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_users_cost_all_their_records():
   give = functools.partial(
     training.plan, 500, target_epsilon=2.0, delta=1e-4, example_gradients=24_000

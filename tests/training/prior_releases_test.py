@@ -34,6 +34,7 @@ MEANS = made_up()
 OTHER = made_up(0.0, 'other values', 'other key')
 
 
+@pytest.mark.slow
 def test_a_training_accounts_for_what_came_before():
   private = unsampled(prior_releases=[MEANS, OTHER])
   events = [unsampled().event(), MEANS.event, GaussianDpEvent(5.0)]
@@ -72,6 +73,7 @@ class Scaled:
     return jax.tree.map(lambda x: self.scale * x, variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('batched', [False, True])
 def test_any_object_with_the_attributes_is_a_change_of_variables(batched):
   change = Scaled(jnp.float32(2))
@@ -109,6 +111,7 @@ def test_a_head_for_other_records_is_near_the_head():
   np.testing.assert_array_equal(kernel, head.kernel_for_other_records())
 
 
+@pytest.mark.slow
 def test_a_head_is_found_wherever_a_training_meets_it(tmp_path):
   """No route around `prior_releases`; a file keeps what a head is known by."""
   np.save(tmp_path / 'head.npy', head_of().kernel)
@@ -192,6 +195,7 @@ def test_releases_are_told_apart_by_values_and_by_key():
     assert (other.digest, other.key_digest) == (one.digest, one.key_digest)
 
 
+@pytest.mark.slow
 def test_a_key_of_a_training_shares_no_noise_with_a_release_of_it():
   """One given key for all: each draws from a key of its own."""
   zeros = np.zeros((1, 4), np.float32)

@@ -24,7 +24,8 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize('name', [slow('prism'), 'dp_muon'])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CHAINS)
 def test_same_bits_as_the_spelled_out_chain(name):
   make, clip_norm = CHAINS[name]
   private = cases.make(make, steps=2)
@@ -72,6 +73,7 @@ FORM = dict(zip('xy', cases.RECORD, strict=True))
 DICTS = [{'x': x.tolist(), 'y': y.tolist()} for x, y in zip(*DATA, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('options', 'data'),
   [
@@ -177,6 +179,7 @@ def test_floats_stay_and_keys_and_counters_move_on(optimizer):
   assert not np.array_equal(heads[2], heads[3])
 
 
+@pytest.mark.slow
 def test_a_state_may_change_its_type_in_a_step():
   """Sums that begin in half precision go on in that of the gradients."""
   sums = optax.GradientTransformation(
@@ -308,6 +311,7 @@ def test_means_of_a_batch(kind):
   private.step(state, batch, FROZEN)  # Its buffers are all there still.
 
 
+@pytest.mark.slow
 def test_means_of_coordinates_are_in_the_layout_of_the_optimizer():
   layout = lora.Layout(scale=4.0)
   private = cases.make(functools.partial(prism_optax.prism, 1, layout=layout))

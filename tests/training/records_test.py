@@ -182,6 +182,7 @@ def test_arrays_declare_themselves_and_other_data_are_declared():
 # Users.
 
 
+@pytest.mark.slow
 def test_a_users_missing_records_are_zeros_that_do_not_act():
   """Nor is their loss, which is NaN, a part of the user's gradient."""
   data, made = listed(WORDS, 6), of_users()

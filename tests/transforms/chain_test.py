@@ -12,6 +12,7 @@ from tests.transforms import chains
 pytestmark = pytest.mark.usefixtures('x64')
 
 
+@pytest.mark.slow
 def test_prism_is_its_chain_with_traced_hyper_parameters():
   """Injected into both: every number an array in the state."""
   numbers = chains.OPTIONS | {
@@ -59,6 +60,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', PARTS)
 def test_optax_chains_the_same_numbers(name):
   parts = chains.clip(), chains.noise(), *PARTS[name]
@@ -70,6 +72,7 @@ def test_optax_chains_the_same_numbers(name):
   assert np.abs(steps[1]['extra'] - steps[0]['extra']).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_nested_chains_are_flat_ones():
   parts = (
     prism_optax.chain(chains.clip(), chains.noise(), retract_elsewhere=True),

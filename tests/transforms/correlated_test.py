@@ -170,6 +170,7 @@ def test_every_privatizer_is_a_dense_product_in_fixed_coordinates(name, layout):
     cases.assert_close((cases.factors_of(found), found['extra']), want, 2e-5)
 
 
+@pytest.mark.slow
 def test_the_privatizer_sees_the_norm_of_what_came_in():
   """Orthogonal turns, whatever happens to the frames: Delta stays Delta."""
 

@@ -52,6 +52,7 @@ def test_clipped_sum_equals_the_dense_oracle(norm, condition, canonical):
   cases.assert_close(found, [*want, want_extra], max(tolerance, 1e-14), 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('value', [1e-3, 1e20, 3e38])
 def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
   """No overflow of the sum either: NaN in the release would tell of it."""
@@ -77,6 +78,7 @@ def test_what_a_zero_factor_hides_stays_hidden_whatever_its_size(value):
   assert cases.norm(with_hidden) <= 8 * 100.0
 
 
+@pytest.mark.slow
 def test_a_rule_of_its_own_in_either_chain():
   """A quantile: its votes are added up in the same pass as the gradients."""
   rule = training.QuantileClipping(0.9, fraction_stddev=0.0)

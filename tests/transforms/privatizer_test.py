@@ -50,6 +50,7 @@ def _usual(trials=TRIALS):
   return _draws(PARAMS, trials)
 
 
+@pytest.mark.slow
 def test_energy_is_chi_square_with_the_tangent_dimension():
   """||P(Xi)||^2 / s^2 ~ chi2 with r (m + n - r) degrees of freedom."""
   for shape, dense in zip(
@@ -146,6 +147,7 @@ def test_a_privatizer_of_ones_own_replaces_the_noise():
   cases.assert_close(out, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_cryptographic_generator_draws_the_noise():
   """Fresh in each `init`, and of the size asked for."""
   tx = prism_optax.tangent_privatizer(2.0, prng_key='chacha20')

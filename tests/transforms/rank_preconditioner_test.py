@@ -15,6 +15,7 @@ x64 = pytest.mark.usefixtures('x64')
 # Single directions.
 
 
+@pytest.mark.slow
 @x64
 def test_directions_follow_a_schedule_of_the_noise():
   """Correlated noise: another standard deviation at each step.

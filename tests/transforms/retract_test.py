@@ -30,6 +30,7 @@ def _land(params, step, layout=None):
   return optax.apply_updates(params, updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('zero', ['lora_a', 'lora_b'])
 def test_a_step_of_low_rank_from_zero_loses_no_direction(zero):
   """Rank one into a zero start of rank three: the rest can still be trained."""

@@ -12,11 +12,20 @@ SHAPES = [(5, 6, 2), (5, 6, 2), (7, 4, 3)]
 B1, GROWTH, THRESHOLD = 0.8, 0.3, 1.2
 
 
-def _adapted(stddev):
-  return transforms.adapt_step_size(
-    prism_optax.scale_by_rank_preconditioner(b1=B1, noise_stddev=stddev),
-    noise_stddev=stddev, growth=GROWTH, threshold=THRESHOLD,
-  )  # fmt: skip
+def _both(stddevs):
+  """Without and with an adapted step size."""
+  plain = prism_optax.scale_by_rank_preconditioner(b1=B1, noise_stddev=stddevs)
+  return plain, transforms.adapt_step_size(
+    plain, noise_stddev=stddevs, growth=GROWTH, threshold=THRESHOLD
+  )
+
+
+@jax.jit
+def _updates(stddevs, updates, states, params):
+  return [
+    tx.update(updates, state, params)
+    for tx, state in zip(_both(stddevs), states, strict=True)
+  ]
 
 
 def _on_tangent(factors, dense):
@@ -33,13 +42,8 @@ def test_equals_the_formula(x64, stddevs):
   """Gradients that go on, turn back, and go on, at points that move."""
   problem = problems.Problem(SHAPES)
   rng = np.random.default_rng(1)
-  tx = _adapted(np.array(stddevs))
-  plain = prism_optax.scale_by_rank_preconditioner(
-    b1=B1, noise_stddev=np.array(stddevs)
-  )
-  update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
   first = [oracles.random_factors(rng, *x, 3.0) for x in SHAPES]
-  state = plain_state = None
+  states = None
   mu, log_scale, seen = None, 0.0, []
   for stddev, sign in zip(stddevs, (1, 1, 1.2, -3, 0.4), strict=True):
     factors = [
@@ -50,11 +54,12 @@ def test_equals_the_formula(x64, stddevs):
       sign + rng.normal(size=5),
     )
     params = problem.params(factors, np.zeros(5))
-    state = tx.init(params) if state is None else state
-    plain_state = plain.init(params) if plain_state is None else plain_state
+    states = states or [tx.init(params) for tx in _both(np.array(stddevs))]
     given = problem.coordinates(params, dense)
-    out, state = update(given, state, params)
-    expected, plain_state = plain_update(given, plain_state, params)
+    (expected, plain), (out, state) = _updates(
+      np.array(stddevs), given, states, params
+    )
+    states = plain, state
 
     def tangents(of, points=factors):
       pairs = zip(points, of.modules, strict=True)
@@ -81,6 +86,7 @@ def test_equals_the_formula(x64, stddevs):
     assert any(0 < abs(x) < 1 for x in seen)
 
 
+@pytest.mark.slow
 def test_noise_alone_leaves_the_steps_as_they_are():
   """Its walk has no drift, and the size that the docstring says."""
   problem = problems.Problem([(40, 30, 2)] * 2)
