@@ -18,6 +18,7 @@ ELSEWHERE = {
   'accuracy/language_model': 'a run trains in language_model_test.py',
   'accuracy/regret': 'encodes texts for minutes: regret_test.py',
   'accuracy/utility': 'a run is charged for its releases in utility_test.py',
+  'pages/figures': 'writes pages: tests/docs/figures_test.py',
   'speed/at_scale': 'compiles for 64 chips: minutes',
   'speed/language_model_memory': 'measures processes: its own test',
   'speed/language_model_memory_table': 'compiles models of billions',
