@@ -76,6 +76,7 @@ def test_a_bad_public_row_is_named_and_a_private_one_is_blank(
     ('a.jsonl', '{"question": "a"}\n', r'no row has .* see --prompt-column'),
     ('a.jsonl', '', 'no rows'),
     ('a.jsonl', '[{"prompt": "a"},\n{"prompt": "b"}]', 'one JSON array'),
+    ('a.jsonl', '[{"prompt": "a"},\n', 'No line of it'),
     ('a.csv', 'prompt;response\na;b\n', "commas .* got ';' in 'prompt;resp"),
   ],
 )

@@ -35,10 +35,11 @@ def test_flat_tokens_and_many_axes_of_them(x64):
     gradients((4, 1, 3, ROWS)),
   ):
     jax.tree.map(np.testing.assert_array_equal, found, want)
-  # Without copies both forms are a plain product.
-  for tokens in (None, 3):
-    flat = X.reshape(12, -1)
-    one = lora.per_example_product(flat, **PARAMS, tokens_per_example=tokens)
+  # Without a gradient all forms are a plain product.
+  flat = X.reshape(12, -1)
+  copies = {k: np.stack([x] * 4) for k, x in PARAMS.items()}
+  for factors, tokens in ((PARAMS, None), (PARAMS, 3), (copies, 3)):
+    one = lora.per_example_product(flat, **factors, tokens_per_example=tokens)
     np.testing.assert_allclose(
       one, flat @ PARAMS['lora_a'] @ PARAMS['lora_b'], rtol=1e-12
     )

@@ -3,7 +3,7 @@
 ::
 
   python -m tests.mutants.check --privacy --tested  # What CI runs.
-  python -m tests.mutants.check --privacy --sample 300 --seed 5  # A release.
+  python -m tests.mutants.check --sample 300 --seed 5 --ran .coverage
   python -m tests.mutants.check _lattice.py operator  # Words of a name.
 
 A sample of the bugs of ``planted.py``, and one of the operators of ``edits.py``
@@ -12,6 +12,11 @@ package leaves the sample as it is. On a copy of the repository the fast tests
 run that are near to the file, up to the first failure; of what these do not
 notice, all fast tests; then the slow ones near to it. ``--tested`` says that
 they pass without any mutant. Exit status 1 if a mutant survives.
+
+With ``--ran`` those fast tests run first that ran the function, and of the
+others only the near ones: a file that has been written before by::
+
+  pytest -m 'not slow' -n 2 --cov=prism_optax --cov-context=test
 """
 
 import argparse
@@ -25,6 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+
+import coverage
 
 from tests.mutants import copies, edits, planted
 
@@ -84,6 +91,7 @@ class Mutant:
     shown: What stands there, and what instead.
     source: Gives the source of the file.
     first: A file below the tests and words of names in it, to be run first.
+    lines: Of the function.
   """
 
   name: str
@@ -91,6 +99,7 @@ class Mutant:
   shown: str
   source: Callable[[], str]
   first: str = ''
+  lines: range = range(0)
 
 
 def is_private(path: pathlib.Path) -> bool:
@@ -123,7 +132,7 @@ def edited() -> Iterator[Mutant]:
     for edit in edits.edits_of(path.read_text()):
       name = f'{path.relative_to(PACKAGE)} {edit.name}'
       if f'{name}: {edit.shown}' not in planted.EQUIVALENT:
-        yield Mutant(name, path, edit.shown, edit.apply)
+        yield Mutant(name, path, edit.shown, edit.apply, lines=edit.lines)
 
 
 def near(path: pathlib.Path) -> list[str]:
@@ -143,10 +152,30 @@ def near(path: pathlib.Path) -> list[str]:
   return [str(p.relative_to(copies.ROOT)) for p in dict.fromkeys(paths)]
 
 
-def killer(folder: pathlib.Path, tests: list[str], first: str = '') -> str:
+def that_ran(mutant: Mutant, data: coverage.CoverageData) -> list[str]:
+  """The tests that ran a line of its function, those of near files first."""
+  contexts = data.contexts_by_lineno(str(mutant.path))
+  ran = {x for line in mutant.lines for x in contexts.get(line, ()) if x}
+  paths = near(mutant.path)
+
+  def place(test):
+    places = (i for i, path in enumerate(paths) if test.startswith(path))
+    return next(places, len(paths)), test
+
+  return sorted({x.rpartition('|')[0] for x in ran}, key=place)
+
+
+def killer(
+  folder: pathlib.Path,
+  tests: list[str],
+  first: str = '',
+  ran: list[str] | None = None,
+) -> str:
   """The first test that fails, or nothing."""
   file, _, words = first.partition(' ')
   stages = [(FAST, tests), (FAST, ['tests']), (SLOW, tests)]
+  if ran is not None:
+    stages[:2] = [(FAST, x) for x in (ran, tests) if x]
   if first and (folder / 'tests' / file).exists():
     stages.insert(0, ((*SLOW[:1], '-k', words), [f'tests/{file}']))
   for marked, chosen in stages:
@@ -157,25 +186,31 @@ def killer(folder: pathlib.Path, tests: list[str], first: str = '') -> str:
       )
     except subprocess.TimeoutExpired:
       continue  # Too many tests: one that hangs has failed before.
-    found = re.search(r'^(?:FAILED|ERROR) (\S+)', printed, re.M)
+    # A name in a file that cannot be imported has no collector.
+    found = re.search(
+      r'^(?:FAILED|ERROR(?:: found no collectors for)?) (\S+)', printed, re.M
+    )
     # What ends a test that hangs ends pytest with it, before any summary.
     hung = '+ Timeout +' in printed
     # Pytest itself failed, or the process that ran it: no evidence.
-    if status in (3, 4) or (status == 1 and not (found or hung)):
+    if status == 3 or (status in (1, 4) and not (found or hung)):
       raise RuntimeError(printed[-2000:])
     if status not in (0, 5):  # 5: none was selected.
       return found[1] if found else f'exit status {status}'
   return ''
 
 
-def run(mutant: Mutant) -> tuple[bool, str]:
+def run(
+  mutant: Mutant, data: coverage.CoverageData | None = None
+) -> tuple[bool, str]:
   """Whether a test notices it, and what to print."""
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     path = str(mutant.path.relative_to(copies.ROOT))
     copies.write(folder, path, mutant.source())
-    by = killer(folder, near(mutant.path), mutant.first)
+    ran = None if data is None else that_ran(mutant, data)
+    by = killer(folder, near(mutant.path), mutant.first, ran)
   seconds = f'{time.monotonic() - start:.0f} s'
   if by:
     return True, f'killed    {mutant.name}  {seconds}  {by}'
@@ -210,7 +245,14 @@ def main() -> int:
   parser.add_argument(
     '--tested', action='store_true', help='the tests pass without any mutant'
   )
+  parser.add_argument(
+    '--ran', metavar='FILE', help='of pytest-cov: which test ran which line'
+  )
   args = parser.parse_args()
+  data = None
+  if args.ran:
+    data = coverage.CoverageData(args.ran)
+    data.read()
   mutants = chosen_mutants(args)
   if not mutants:
     print('No mutant has these words in its name.')
@@ -223,7 +265,7 @@ def main() -> int:
           print('This fails without any mutant:', by)
           return 1
     survivors = 0
-    for noticed, line in pool.map(run, mutants):
+    for noticed, line in pool.map(lambda x: run(x, data), mutants):
       survivors += not noticed
       print(line, flush=True)
   print(f'{len(mutants) - survivors} of {len(mutants)} mutants killed')

@@ -37,11 +37,13 @@ class Edit:
     name: 'function kind number': the n-th of its kind in the function.
     shown: What stands there, and what instead.
     apply: Gives the source of the whole file with it.
+    lines: Of the body of the function, or of the file.
   """
 
   name: str
   shown: str
   apply: Callable[[], str]
+  lines: range
 
 
 def _wrong(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -135,7 +137,7 @@ def edits_of(source: str) -> Iterator[Edit]:
     else:
       getattr(node, field)[place] = new
 
-  def edit(slot, old, kind, new, where):
+  def edit(slot, old, kind, new, where, lines):
     def apply():
       put(*slot, new)
       try:
@@ -146,17 +148,19 @@ def edits_of(source: str) -> Iterator[Edit]:
     key = f'{where or "module"} {kind}'
     counts[key] += 1
     texts = (ast.unparse(x).partition('\n')[0] for x in (old, new))
-    return Edit(f'{key} {counts[key]}', ' -> '.join(texts), apply)
+    return Edit(f'{key} {counts[key]}', ' -> '.join(texts), apply, lines)
 
-  def visit(node, where):
+  def visit(node, where, lines):
     for field, place, child in _children(node):
       for kind, new in _wrong(child):
-        wrong = edit((node, field, place), child, kind, new, where)
+        wrong = edit((node, field, place), child, kind, new, where, lines)
         if getattr(node, 'arg', '') != 'strict':  # Of zip, as above.
           yield wrong
-      inner = where
+      inner, body = where, lines
       if isinstance(child, ast.FunctionDef | ast.ClassDef):
         inner = f'{where}.{child.name}'.lstrip('.')
-      yield from visit(child, inner)
+      if isinstance(child, ast.FunctionDef):
+        body = range(child.body[0].lineno, child.end_lineno + 1)
+      yield from visit(child, inner, body)
 
-  yield from visit(tree, '')
+  yield from visit(tree, '', range(1, source.count('\n') + 2))
