@@ -240,6 +240,7 @@ def canonicalize(
   return jax.tree.map(placed, new, params)
 
 
+@jax.jit
 def orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
   """(k, m, r) with orthonormal columns, uniformly distributed."""
   q, r = _products.qr(jax.random.normal(key, like.shape, like.dtype))
