@@ -335,9 +335,15 @@ def test_bad_configurations_are_named(tmp_path, case):
     lora.load_peft(_folder(tmp_path, config=config))
 
 
-@pytest.mark.parametrize('start', [True, False, None, 'gaussian', 'eva'])
-def test_starts_that_leave_the_weights_alone_are_fine(tmp_path, start):
-  config = _config(init_lora_weights=start)
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    *(('init_lora_weights', x) for x in (True, False, None, 'gaussian', 'eva')),
+    *(('alpha_pattern', x) for x in (None, {}, 'absent')),
+  ],
+)
+def test_other_starts_and_no_patterns_are_fine(tmp_path, field, value):
+  config = _config(**{field: value})
   assert len(lora.load_peft(_folder(tmp_path, config=config)).params) == 2
 
 

@@ -14,7 +14,7 @@ notice, all fast tests; then the slow ones near to it. ``--tested`` says that
 they pass without any mutant. Exit status 1 if a mutant survives.
 
 With ``--ran`` those fast tests run first that ran the function, and of the
-others only the near ones: a file that has been written before by::
+others only the near ones and those of their files. It has been written by::
 
   pytest -m 'not slow' -n 2 --cov=prism_optax --cov-context=test
 """
@@ -153,7 +153,10 @@ def near(path: pathlib.Path) -> list[str]:
 
 
 def that_ran(mutant: Mutant, data: coverage.CoverageData) -> list[str]:
-  """The tests that ran a line of its function, those of near files first."""
+  """The tests that ran a line of its function, those of near files first.
+
+  Without their cases: only the first one runs what is compiled once.
+  """
   contexts = data.contexts_by_lineno(str(mutant.path))
   ran = {x for line in mutant.lines for x in contexts.get(line, ()) if x}
   paths = near(mutant.path)
@@ -162,7 +165,7 @@ def that_ran(mutant: Mutant, data: coverage.CoverageData) -> list[str]:
     places = (i for i, path in enumerate(paths) if test.startswith(path))
     return next(places, len(paths)), test
 
-  return sorted({x.rpartition('|')[0] for x in ran}, key=place)
+  return sorted({re.split(r'[[|]', x)[0] for x in ran}, key=place)
 
 
 def killer(
@@ -174,8 +177,11 @@ def killer(
   """The first test that fails, or nothing."""
   file, _, words = first.partition(' ')
   stages = [(FAST, tests), (FAST, ['tests']), (SLOW, tests)]
-  if ran is not None:
-    stages[:2] = [(FAST, x) for x in (ran, tests) if x]
+  if (
+    ran is not None
+  ):  # The others of their files call what these have compiled.
+    files = dict.fromkeys([*tests, *(x.partition('::')[0] for x in ran)])
+    stages[:2] = [(FAST, x) for x in (ran, [*files]) if x]
   if first and (folder / 'tests' / file).exists():
     stages.insert(0, ((*SLOW[:1], '-k', words), [f'tests/{file}']))
   for marked, chosen in stages:
