@@ -76,3 +76,14 @@ def test_same_shapes_share_a_stack_and_trees_come_back():
   back = tree.tree(stacks)
   jax.tree.map(np.testing.assert_array_equal, back, params)
   assert back['extra'].dtype == jnp.float32
+
+
+def test_both_factors_of_each_module_have_one_label():
+  tree = ModuleTree(cases.adapters([(5, 6, 2), (5, 6, 2)]))
+  labels = list('abcdd')  # Of `extra`, and of two modules.
+  with pytest.raises(ValueError, match='one label for both factors'):
+    tree.rows(labels)
+  labels[1:3] = 'cc'
+  assert [x.tolist() for x in tree.rows(labels)] == [
+    ['c', 'd'], ['c', 'd'], 'a'
+  ]  # fmt: skip

@@ -132,6 +132,27 @@ def test_each_leaf_keeps_its_type_in_the_canonical_gauge():
   np.testing.assert_allclose(*product, atol=0.05)  # bfloat16 leaf.
 
 
+@pytest.mark.parametrize('lost', ['lora_a', 'lora_b'])
+def test_the_canonical_gauge_keeps_what_one_factor_has_alone(lost):
+  """Its columns stay in their space, and are orthogonal; the other's is 0."""
+  rng = np.random.default_rng(4)
+  a, b = rng.normal(size=(6, 4)), rng.normal(size=(4, 5))
+  mix = rng.normal(size=(4, 3)) @ rng.normal(size=(3, 4))
+  params = {'lora_a': a, 'lora_b': b}
+  params |= {'lora_a': a @ mix} if lost == 'lora_a' else {'lora_b': mix @ b}
+  new = lora.canonicalize(params)
+  product = [x['lora_a'] @ x['lora_b'] for x in (new, params)]
+  np.testing.assert_allclose(*product, atol=1e-12)
+  sides = [{'lora_a': x['lora_a'], 'lora_b': x['lora_b'].T}
+           for x in (new, params)]  # fmt: skip
+  np.testing.assert_array_equal(sides[0].pop(lost)[:, 3], 0)
+  ((name, kept),) = sides[0].items()
+  gram = kept.T @ kept
+  np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-12)
+  assert np.linalg.matrix_rank(np.hstack([kept, sides[1][name]])) == 4
+  assert np.linalg.matrix_rank(kept) == 4
+
+
 def test_the_canonical_gauge_binds_no_factor_to_a_device():
   """A step would be compiled for what is bound, and again for what is not."""
   params = {'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.zeros((2, 5))}

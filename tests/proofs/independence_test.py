@@ -209,7 +209,9 @@ def test_rows_that_are_closed_over(function, fits):
 
 def test_an_argument_that_is_closed_over():
   x = jnp.asarray(normal(B, D))
-  assert 'also an argument' in prove(lambda y: y.sum(1) + x.mean(), x).offence
+  proof = prove(lambda y: y.sum(1) + x.mean(), x)
+  assert 'also an argument' in proof.offence
+  assert proof.claim.endswith(f'in a batch of {B}')
   # What is the same for all may be both.
   assert prove(lambda w, y: y @ (w - x).sum(0), x, x + 1, in_axes=(None, 0))
   # Another array is an assumption.
