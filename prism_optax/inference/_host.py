@@ -104,7 +104,7 @@ def privatize_on_host(
     )
   # A power of two times stddev: exact, as is what the accountant assumes.
   grid = float(stddev) / _SCALE
-  on_grid = np.trunc(states / grid).astype(np.int64)
+  on_grid = (states / grid).astype(np.int64)  # Towards zero.
   draws = _discrete_gaussian(on_grid.size).reshape(on_grid.shape)
   noised: np.ndarray = (on_grid + draws) * grid
   if mask is not None:

@@ -104,8 +104,8 @@ def privatize_hidden_states(
 def clip(
   states: Array,
   l2_clip_norm: float | Array,
-  mask: npt.ArrayLike | None = None,
-  block_ndim: int = 1,
+  mask: npt.ArrayLike | None,
+  block_ndim: int,
 ) -> Array:
   """Returns the states that the noise is added to.
 

@@ -63,6 +63,12 @@ def test_one_record_moves_the_sum_by_its_bound_in_any_order():
     assert abs(with_it - without)[0] <= 2**20
 
 
+@pytest.mark.parametrize('count', [1, 8])
+def test_no_example_at_all_is_a_sum_of_zero(monkeypatch, count):
+  monkeypatch.setattr(jax, 'device_count', lambda: count)
+  np.testing.assert_array_equal(_lattice_sum(jnp.zeros((0, 3))), [0, 0, 0])
+
+
 def test_a_number_aside_is_there_for_whoever_asks_first():
   total = _clipped_sum.ClippedSum(
     lambda x: (x, 2 * x), jnp.ones(3), None, 1.0, _clipped_sum.Aside(2.0, 0.5)

@@ -8,6 +8,7 @@ import optax
 import pytest
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 
+from prism_optax import accounting
 from tests import cases, conftest
 from tests.cases import DATA, FROZEN, PARAMS, N
 from tests.core import seams
@@ -19,7 +20,7 @@ def make(path):
   )
 
 
-def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
+def test_a_step_done_again_elsewhere_is_another_release(tmp_path, monkeypatch):
   here = make(tmp_path / 'journal')
   saved = here.init(PARAMS)
   one = cases.first_step(here, start=saved)
@@ -42,6 +43,14 @@ def test_a_step_done_again_elsewhere_is_another_release(tmp_path):
     assert (
       '1 of 3 steps (epsilon is for all 3) and 1 of them done again elsewhere'
     ) in made.statement(other)
+  counted = []
+  with monkeypatch.context() as patch:
+    patch.setattr(
+      accounting, 'epsilon', lambda *_, entries, **__: counted.append(entries)
+    )
+    elsewhere.epsilon()
+  each = sum(x.size for x in jax.tree.leaves(PARAMS))
+  assert counted == [4 * each]
   # It goes on there, and a release more is no second one.
   batch = next(iter(elsewhere.batches(other, DATA)))
   state = elsewhere.step(other, batch, FROZEN)
