@@ -207,7 +207,8 @@ def _adapter(
     key: jax.Array, shape: tuple[int, int], dtype: DTypeLike
   ) -> jax.Array:
     like = jnp.zeros((math.prod(stack), *shape), dtype)
-    return orthonormal(key, like).reshape(*stack, *shape)
+    drawn: jax.Array = orthonormal(key, like)
+    return drawn.reshape(*stack, *shape)
 
   def zeros(
     _: jax.Array, shape: tuple[int, int], dtype: DTypeLike
