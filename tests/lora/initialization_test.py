@@ -55,10 +55,12 @@ def test_the_key_decides():
       for key in (1, jax.random.key(1), 2)
     ]
 
-  new, again, other = jax.device_get(initialized(PARAMS))
+  square = cases.adapters([(6, 6, 3)] * 2)
+  new, again, other = jax.device_get(initialized(square))
   jax.tree.map(np.testing.assert_array_equal, new, again)
-  for a in (other['m0']['lora_a'], new['m1']['lora_a']):
-    assert np.abs(new['m0']['lora_a'] - a).max() > 0.1
+  one = new['m0']['lora_a']
+  for a in (other['m0']['lora_a'], new['m1']['lora_a'], new['m0']['lora_b'].T):
+    assert np.abs(one - a).max() > 0.1
 
 
 def test_initial_factors_in_bfloat16_and_stacks():

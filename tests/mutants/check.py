@@ -165,7 +165,7 @@ def that_ran(mutant: Mutant, data: coverage.CoverageData) -> list[str]:
     places = (i for i, path in enumerate(paths) if test.startswith(path))
     return next(places, len(paths)), test
 
-  return sorted({re.split(r'[[|]', x)[0] for x in ran}, key=place)
+  return sorted({re.split(r'[|\[]', x)[0] for x in ran}, key=place)
 
 
 def killer(
