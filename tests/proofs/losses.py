@@ -398,9 +398,14 @@ def centred_after_a_spectrum(p, x, y):
   return rows - rows.mean()
 
 
+def centred_after_a_look_up(p, x, y):
+  rows = jnp.arange(1.0, 1 + C)[y]
+  return rows - rows.mean()
+
+
 MIXED = {
   centred_after_a_loop: 'reduce_sum', centred_after_a_branch: 'reduce_sum',
-  centred_after_a_spectrum: 'reduce_sum',
+  centred_after_a_spectrum: 'reduce_sum', centred_after_a_look_up: 'reduce_sum',
   centred: 'reduce_sum', batch_norm: 'reduce_sum',
   divided_by_tokens: 'reduce_sum', capacity: 'cumsum',
   dispatched: 'dot_general', rolled: 'concatenate', contrastive: 'dot_general',
