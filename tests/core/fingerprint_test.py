@@ -126,9 +126,10 @@ def test_frozen_weights_are_read_once_unless_they_may_change(monkeypatch):
   assert len(calls) == 1
   assert weights.digest([x + 1]) != one
   assert weights.digest([x, x]) != weights.digest([x, x + 1])
-  numpy = weights.digest([y])
-  y[0] = 5.0
-  assert weights.digest([y]) != numpy
+  for tree in ([y], [x, y]):
+    before = weights.digest(tree)
+    y += 1
+    assert weights.digest(tree) != before
 
 
 def test_an_environment_that_says_little_has_a_name(monkeypatch):
