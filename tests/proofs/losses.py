@@ -317,6 +317,15 @@ def computed_place(p, x, y):
   return jnp.zeros(len(y)).at[y].add(x.sum((1, 2)))
 
 
+def counted_by_label(p, x, y):
+  return jnp.zeros(C).at[y].add(1.0)[y]
+
+
+def added_in_one_place(p, x, y):
+  place = jnp.zeros(len(y), jnp.int32)
+  return y + jnp.zeros(1).at[place].add(x.sum((1, 2)))
+
+
 def argmax_over_batch(p, x, y):
   return x.sum((1, 2)) + jnp.argmax(x.sum((1, 2)))
 
@@ -411,6 +420,7 @@ MIXED = {
   dispatched: 'dot_general', rolled: 'concatenate', contrastive: 'dot_general',
   custom_vmap: 'reduce_sum', sorted_batch: 'sort', index_of_another: 'gather',
   neighbour_by_index: 'gather', next_of_some: 'gather',
+  counted_by_label: 'scatter-add', added_in_one_place: 'scatter-add',
   computed_place: 'scatter-add', argmax_over_batch: 'argmax',
   batch_as_kernel: 'conv_general_dilated', time_major: 'reshape',
   shared_carry: 'scan', all_against_all: 'mul', chosen_together: 'reduce_or',
