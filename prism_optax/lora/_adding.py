@@ -206,8 +206,7 @@ def _adapter(
   def columns(
     key: jax.Array, shape: tuple[int, int], dtype: DTypeLike
   ) -> jax.Array:
-    like = jnp.zeros((math.prod(stack), *shape), dtype)
-    drawn: jax.Array = orthonormal(key, like)
+    drawn: jax.Array = orthonormal(key, (math.prod(stack), *shape), dtype)
     return drawn.reshape(*stack, *shape)
 
   def zeros(

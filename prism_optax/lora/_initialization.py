@@ -19,7 +19,7 @@ from prism_optax._linalg._products import at_least_float32, gram, matmul
 from prism_optax._matrix_axes import with_leaves
 from prism_optax._modules import LayoutLike, Module
 from prism_optax._randomness import _keys
-from prism_optax._types import Array, PRNGKeyLike
+from prism_optax._types import Array, DTypeLike, PRNGKeyLike
 from prism_optax.fixed_rank import Factors, _points
 from prism_optax.lora import _merging
 
@@ -95,11 +95,12 @@ def initialize(
 
   def drawn(module: Module, old: Factors) -> Factors:
     keys = jax.random.split(jax.random.fold_in(key, next(index)))
-    right = orthonormal(keys[0], old.right)
+    right = orthonormal(keys[0], old.right.shape, old.right.dtype)
     if method == 'one_sided':
       return Factors(jnp.zeros_like(old.left), size * right)
     root = (size / module.scale) ** 0.5
-    return Factors(root * orthonormal(keys[1], old.left), root * right)
+    left = orthonormal(keys[1], old.left.shape, old.left.dtype)
+    return Factors(root * left, root * right)
 
   return _modules.map_factors(drawn, params, layout)
 
@@ -240,10 +241,12 @@ def canonicalize(
   return jax.tree.map(placed, new, params)
 
 
-@jax.jit
-def orthonormal(key: jax.Array, like: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def orthonormal(
+  key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
+) -> jax.Array:
   """(k, m, r) with orthonormal columns, uniformly distributed."""
-  q, r = _products.qr(jax.random.normal(key, like.shape, like.dtype))
+  q, r = _products.qr(jax.random.normal(key, shape, dtype))
   sign = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
   return q * jnp.where(sign == 0, 1, sign)[:, None, :]
 

@@ -177,9 +177,8 @@ def killer(
   """The first test that fails, or nothing."""
   file, _, words = first.partition(' ')
   stages = [(FAST, tests), (FAST, ['tests']), (SLOW, tests)]
-  if (
-    ran is not None
-  ):  # The others of their files call what these have compiled.
+  if ran is not None:
+    # The others of their files call what these have compiled.
     files = dict.fromkeys([*tests, *(x.partition('::')[0] for x in ran)])
     stages[:2] = [(FAST, x) for x in (ran, [*files]) if x]
   if first and (folder / 'tests' / file).exists():
