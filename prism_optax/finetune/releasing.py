@@ -20,7 +20,6 @@ from prism_optax import accounting
 from prism_optax.contrib import heads
 
 from . import data, files, tasks, training
-from .models import classifier
 from .options import Options
 
 SHARE = 0.8  # Of the budget, measured as one over the squared noise.
@@ -54,9 +53,8 @@ def with_head(
     )
   else:
     head = release(task, options)
-  model = nnx.merge(task.graphdef, task.params, task.frozen)
-  model.kernel.set_value(head.kernel)
-  params = classifier.split(model)[1]
+  params = jax.tree.map(lambda x: x, task.params)  # The task keeps its own.
+  params['kernel'].set_value(head.kernel)
   return dataclasses.replace(task, params=params, head=head)
 
 

@@ -158,6 +158,7 @@ def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
   assert sizes == [15, 15, 15, 15, 4]  # Whatever the number of rows.
   kernel = found.params['kernel'][...]
   np.testing.assert_allclose(kernel, want.kernel, rtol=0.02)  # Of the grid.
+  assert np.all(task.params['kernel'][...] != kernel)
   private = training.make(found, used, 'prism', tmp_path)
   assert private.epsilon(0) == pytest.approx(
     accounting.epsilon(want.event, 1e-3, entries=want.entries)
