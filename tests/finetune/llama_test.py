@@ -130,7 +130,8 @@ def test_answers_are_the_likeliest_tokens(adapted):
   """Two prompts at once, of two lengths, against one token at a time."""
   model = adapted
   prompts = [[1, 5, 9], [3, 14, 15, 9, 26]]
-  answers = generation.Generator(model, [99]).answers(prompts, 8)
+  endless = generation.Generator(model, [99])
+  answers = endless.answers(prompts, 8)
   for prompt, answer in zip(prompts, answers, strict=True):
     row = np.zeros((1, 13), int)
     row[0, : len(prompt)] = prompt
@@ -140,8 +141,12 @@ def test_answers_are_the_likeliest_tokens(adapted):
       row[0, at] = token
   # It ends before the token that says so.
   stop = answers[0][2]
-  cut = generation.Generator(model, [stop]).answers(prompts[:1], 8)[0]
+  cut = generation.Generator(model, [stop, 99]).answers(prompts[:1], 8)[0]
   assert cut == answers[0][: answers[0].index(stop)]
+  # No other token ends an answer, not even token 0.
+  drawn, _ = endless.answers(prompts, 8, temperature=9.0, seed=2)
+  assert 0 in drawn
+  assert len(drawn) == 8
 
 
 @pytest.mark.parametrize(

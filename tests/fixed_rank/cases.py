@@ -46,9 +46,9 @@ def compile_once(function):
 
 # Without and with alignment: one program is cheaper than two.
 _retracted = compile_once(
-  lambda frame, tangent: tuple(
-    fixed_rank.retraction(frame, tangent, align=align)
-    for align in (False, True)
+  lambda frame, tangent: (
+    fixed_rank.retraction(frame, tangent),
+    fixed_rank.retraction(frame, tangent, align=True),
   )
 )
 compiled = types.SimpleNamespace(

@@ -116,6 +116,9 @@ NAMES = {
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_stacked_and_split_modules_round_trip_bit_for_bit(tmp_path, dtype):
   params = cases.normal(_model(dtype), 0)
+  # Some entries that are zero say nothing of the others.
+  for x in jax.tree.leaves(params):
+    x[..., 0] = 0
   lora.save_peft(tmp_path, params, names=NAMES, layout=LAYOUT)
   adapter = lora.load_peft(tmp_path)
   assert sorted(adapter.params) == [

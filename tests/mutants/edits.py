@@ -86,7 +86,9 @@ def _wrong_calls(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
   name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
   match args:
     case [ast.Name() | ast.Attribute() as a, b, *more] if (
-      name not in _ORDERLESS and not isinstance(b, ast.Starred | ast.Constant)
+      name not in _ORDERLESS
+      and not isinstance(b, ast.Starred | ast.Constant)
+      and ast.dump(a) != ast.dump(b)
     ):
       yield 'arguments', ast.Call(node.func, [b, a, *more], keywords)
   match args:
