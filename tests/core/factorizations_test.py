@@ -52,6 +52,11 @@ def test_the_product_and_the_columns(name, shape):
     np.testing.assert_allclose(square, eye, atol=2e-6)
 
 
+def test_no_size_beside_another_overflows():
+  x = np.float32(1e30 * np.eye(16) + np.full((3, 16, 16), 1e-20))
+  np.testing.assert_allclose(by_eigh(x)[1], 1e30, rtol=1e-5)
+
+
 @pytest.mark.parametrize('name', SPECTRA)
 def test_a_basis_from_products(name):
   """Orthonormal, but for directions that are rounding errors; exact in x."""

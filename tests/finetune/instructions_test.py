@@ -35,6 +35,10 @@ def test_rows_of_both_forms_and_both_kinds_of_file(tmp_path):
   first, second = instructions.read_public(conftest.columns(lines))
   assert [m['content'] for m in first] == ['two plus three', 'five']
   assert second == TALK['messages']
+  # What is asked, whether there is an answer or not.
+  asked = {'messages': TALK['messages'][:2]}
+  for row in (TALK, asked):
+    assert instructions.prompt(row, COLUMNS) == asked['messages']
   path = tmp_path / 'a.csv'
   # A comma and a line break in a text; a byte order mark, as Excel has it.
   text = '\ufeffresponse,prompt\n"five, I\nsay",two plus three\n'

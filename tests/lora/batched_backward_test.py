@@ -63,6 +63,12 @@ def test_time_major_tokens_are_refused():
     )
 
 
+def test_of_no_example_there_are_no_tokens():
+  copies = np.zeros((0, ROWS, 2)), np.zeros((0, 2, 6))
+  y = lora.per_example_product(np.zeros((0, 5, ROWS)), *copies)
+  assert y.shape == (0, 5, 6)
+
+
 def test_bfloat16_tokens_are_summed_in_float32():
   size, tokens = 2, 513
   x = np.ones((size, tokens, 1), jnp.bfloat16)

@@ -86,5 +86,27 @@ contrib/heads.py module constant 5: 1212498244 -> 1212498245 # a number of its o
 training/_private.py PrivateTraining.compile call 3: _fingerprint.of_arrays(arguments[3:]) -> arguments[3:] # the first step compiles it instead
 training/_private.py PrivateTraining.compile sign 1: -1 -> 1 # there are no records, so every place is empty
 training/_records.py converted comparison 11: rows.dtype.itemsize < 8 -> rows.dtype.itemsize <= 8 # float64 to float64
+_identity.py _on_grid call 16: bool(abs(mean) >= 0.5 and max(long, close) >= _EVIDENCE) -> abs(mean) >= 0.5 and max(long, close) >= _EVIDENCE # a bool of NumPy
+_identity.py unmarked operator 1: np.float64(values) * np.exp2(steps / _POINTS) -> np.float64(values) / np.exp2(steps / _POINTS) # steps as likely as their negatives
+_lattice.py integers keyword 1: jnp.asarray(x).at[a >> jnp.uint32(20)].get(mode='promise_in_bounds') -> jnp.asarray(x).at[a >> jnp.uint32(20)].get() # all are in bounds
+_linalg/_factorizations.py pairs_by_iteration constant 1: 1 -> 0 # a square
+_linalg/_frames.py orthonormal_frame operator 1: reciprocals[:, :, None] * products * reciprocals[:, None, :] - eye * alive[:, None, :] -> reciprocals[:, :, None] * products * reciprocals[:, None, :] + eye * alive[:, None, :] # the slower of two ways
+_linalg/_products.py flat_batch call 1: jax.jit(mapped) -> mapped # time
+_modules/_tree.py ModuleTree.tree call 2: float(x.scale ** power) -> x.scale ** power # a float
+_proofs/_rules.py _per_key constant 1: 0 -> 1 # the type of a key
+_proofs/_rules.py _per_key name 1: all -> any # the keys of an equation are of one type
+_proofs/_walk.py Walk._while.once arguments 3: join(x, moved(goes_on)) -> join(moved(goes_on), x) # where a message points
+accounting/_calibration.py _solve comparison 8: last < 0 -> last <= 0 # how many steps it takes
+accounting/_calibration.py _solve constant 12: 1 -> 0 # how many steps it takes
+accounting/_calibration.py _solve constant 13: 0 -> 1 # how many steps it takes
+accounting/_calibration.py calibrate_noise_multiplier operator 3: target_epsilon / 30 -> target_epsilon * 30 # another start
+accounting/_filters.py Filter.costs call 3: all((cost >= 0 for cost in costs)) -> (cost >= 0 for cost in costs) # negative numbers were refused before
+contrib/_one_shot_release.py to_vector sign 1: -1 -> 1 # a square
+fixed_rank/_tangents.py TallSum.squares arguments 5: gram(self.shift, of_shift) -> gram(of_shift, self.shift) # a symmetric matrix
+fixed_rank/_tangents.py has_diagonal_inverses.rounding comparison 1: sizes - eye * diagonal <= limit -> sizes - eye * diagonal < limit # the slower of two ways
+lora/_adding.py _adapter keyword 4: _nnx().LoRA(n, rank, m, dtype=layer.dtype or layer.kernel.dtype, rngs=rngs, a_initializer=columns, b_initializer=zeros) -> _nnx().LoRA(n, rank, m, dtype=layer.dtype or layer.kernel.dtype, rngs=rngs, a_initializer=columns) # the default
+muon/_newton_schulz.py _polynomial arguments 1: product(poly, rest) -> product(rest, poly) # polynomials of one matrix
+training/_private.py PrivateTraining.step call 2: int(state.step) -> state.step # a number that NumPy has
+transforms/_chain.py _remember comparison 3: id(x) == key -> id(x) != key # the leaves of a pair die together
 """  # noqa: E501
 EQUIVALENT = {x.split(' # ')[0] for x in _EQUIVALENT.strip().splitlines()}

@@ -73,6 +73,11 @@ def test_the_table_shows_the_advice():
     500, target_epsilon=2.0, delta=1e-4, params={'w': jnp.zeros(3)},
     memory_bytes=100.0, bytes_per_example=10.0,
   )  # fmt: skip
+  chosen = plan.chosen
+  for x in plan.alternatives:
+    # Other steps for the same cost, and other costs of the same steps.
+    same = abs(x.example_gradients / chosen.example_gradients - 1) < 0.2
+    assert same == (x.steps != chosen.steps or x == chosen), x
   # What fits, down to a power of two.
   assert plan.arguments['execution'].microbatch_size == 8
   rows = [row for row in str(plan).splitlines() if row.startswith('>')]

@@ -130,6 +130,7 @@ def test_two_runs_have_nothing_in_common():
   """Without a key: other batches, other noise."""
   private = cases.make(SGD, prng_key=None)
   one, other = private.init(PARAMS), private.init(PARAMS)
+  assert one.seed.shape == (4,)  # Words: too many seeds to try them all.
   assert not np.array_equal(one.seed, other.seed)
   one, other = (cases.trained(private, state) for state in (one, other))
   assert not np.allclose(one.params['head'], other.params['head'])
@@ -205,7 +206,7 @@ CUT = training.Execution(padded_batch_size=B)
   ('target', 'options'),
   [
     (0.5, {'expected_batch_size': N}),
-    slow(2.0, {'steps': 20, 'stop': 'adaptive', 'execution': CUT}),
+    (2.0, {'steps': 20, 'stop': 'adaptive', 'execution': CUT}),
   ],
 )
 def test_the_statement_keeps_the_promise(target, options):
