@@ -14,7 +14,7 @@ from tests.mutants import check, edits, planted
     ('x = (a +\n  b)', ['x = a - b']),
     ('x = f(a, axis=-1)',
      ['x = f(a)', 'x = f(a, axis=1)', 'x = f(a, axis=-0)']),
-    ('x = f(a, b)', ['x = f(b, a)']),
+    ('x = f(a, b)', ['x = f(b, a)']), ('x = f(a, a)', []),
     ('x = f(g(a))', ['x = g(a)', 'x = f(a)']),
     ('a, b = jax.random.split(k)', ['a, b = (k, k)']),
     ('k = jax.random.fold_in(k, i)', ['k = k', 'k = jax.random.fold_in(i, k)']),
