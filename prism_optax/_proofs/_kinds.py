@@ -77,8 +77,7 @@ def join(*labels: Label) -> Label:
   top = max(labels, key=lambda x: x.kind)
   kinds = {x.kind for x in labels} - {Kind.PUBLIC}
   if len(kinds) <= 1:
-    same = all(x.direct == top.direct for x in labels)
-    return top if same else dataclasses.replace(top, direct=None)
+    return moved(top)
   lost = next((x.lost for x in labels if x.lost is not None), None)
   made = next((x.made for x in labels if x.made is not None), None)
   return Label(Kind.PRIVATE, None, made, lost)

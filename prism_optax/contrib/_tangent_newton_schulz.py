@@ -27,7 +27,7 @@ depend on the gauge of the factors.
 import jax.numpy as jnp
 
 from prism_optax import fixed_rank
-from prism_optax._linalg._products import at_least_float32, gram, matmul
+from prism_optax._linalg._products import gram, matmul
 from prism_optax.fixed_rank._points import Frame
 from prism_optax.muon._newton_schulz import divisor, frobenius_norm
 from prism_optax.muon._polynomials import Steps, check_options, polynomials
@@ -37,10 +37,10 @@ def tangent_newton_schulz(
   frame: Frame,
   tangent: fixed_rank.Tangent,
   *,
-  degree: int = 2,
-  steps: Steps = 5,
-  normalize: str = 'max1',
-  scale: float = 1.0,
+  degree: int,
+  steps: Steps,
+  normalize: str,
+  scale: float,
 ) -> fixed_rank.Tangent:
   """The tangent projection of the orthogonalized tangent vector.
 
@@ -62,9 +62,8 @@ def tangent_newton_schulz(
     scale: The result is multiplied by this factor.
 
   Returns:
-    Coordinates of the direction, in the types of ``tangent``; computed in
-    float32, or in float64 for float64. With ``'max1'`` and ``'frobenius'``
-    its spectral norm is at most ``2 scale`` and its intrinsic norm at most
+    Coordinates of the direction. With ``'max1'`` and ``'frobenius'`` its
+    spectral norm is at most ``2 scale`` and its intrinsic norm at most
     ``scale sqrt(2 r)``, whatever the gradient.
 
   Raises:
@@ -76,13 +75,13 @@ def tangent_newton_schulz(
     >>> from prism_optax.contrib import _tangent_newton_schulz as newton
     >>> z = fixed_rank.Factors(jnp.eye(5, 2), jnp.eye(4, 2))
     >>> x = fixed_rank.Tangent(3.0 * jnp.eye(5, 2, -2), 3.0 * jnp.eye(4, 2, -2))
-    >>> y = newton.tangent_newton_schulz(fixed_rank.frame(z), x)
+    >>> y = newton.tangent_newton_schulz(fixed_rank.frame(z), x, degree=2,
+    ...                                  steps=5, normalize='max1', scale=1.0)
     >>> bool(jnp.allclose(y.left, x.left / 3, atol=1e-5))  # 3 becomes 1.
     True
   """
   check_options(degree, steps, normalize)
-  q_left, q_right = (at_least_float32(q) for q in (frame.left, frame.right))
-  left, right = (at_least_float32(x) for x in (tangent.left, tangent.right))
+  q_left, q_right, left, right = frame.left, frame.right, *tangent
   norm = frobenius_norm(left, right)
   share = divisor(normalize, norm)
   left, right = left / share, right / share
@@ -115,6 +114,4 @@ def tangent_newton_schulz(
   new_right = matmul(
     q_right, gram(middle[..., :rank, :rank], left_seen)
   ) + matmul(outer, gram(middle[..., :rank, rank:], left_seen))
-  return fixed_rank.Tangent(
-    new_left.astype(tangent.left.dtype), new_right.astype(tangent.right.dtype)
-  )
+  return fixed_rank.Tangent(new_left, new_right)

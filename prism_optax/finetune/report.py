@@ -21,8 +21,6 @@ def report(command: argparse.Namespace) -> None:
     ValueError: If there is no run, or one is not finished.
   """
   found = [run for folder in command.runs for run in finished.find_all(folder)]
-  if not found:
-    raise ValueError('report needs the folder of a run.')
   runs = {_name(run, found): run for run in found}
   path = pathlib.Path(command.output)
   files.require_writable(path.parent)

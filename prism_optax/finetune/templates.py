@@ -12,6 +12,5 @@ def render(name: str, **values: Any) -> str:
     autoescape=jinja2.select_autoescape(),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
-    keep_trailing_newline=True,
   )
   return environment.get_template(name).render(**values)

@@ -60,6 +60,14 @@ def test_lifts_at_factors_of_lower_rank(kind):
   check_lifts(g.deficient_factors(17, kind), 1e3, exact='zero' in kind)
 
 
+def test_small_singular_values_are_kept():
+  """At the square of the condition number, 1e18, they would be lost."""
+  a = np.diag([1.0, 1e-9])[None]
+  squares = np.array([[2, 1], [1, 2e-18]])[None]  # The equation for ones.
+  w = jax.jit(_lifts.sylvester_of_grams)(a, a, squares)
+  cases.assert_close(w, np.ones((1, 2, 2)), 1e-9)
+
+
 def test_the_formula_that_readers_see_is_the_retraction():
   for seed in range(4):  # Some singular vectors need another sign.
     factors, _, _ = g.random_problem(seed, 12, 9, 4, 3.0)

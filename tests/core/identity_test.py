@@ -73,6 +73,12 @@ def test_another_head_than_the_declared_one_is_refused():
       check('params', [found.kernel], [head_of()])
 
 
+def test_three_numbers_are_enough_to_know_a_release():
+  kernel = _identity.marked(np.array([[0.3, -1.7, 2.2]])).astype(np.float32)
+  assert _identity.is_marked(kernel)
+  assert not _identity.is_marked(kernel[:, :2])
+
+
 def test_what_is_no_copy_passes():
   """And says so: `LinearHead` has the table."""
   kernel = large_head().kernel

@@ -3,13 +3,13 @@
 import functools
 import math
 
-import audit
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import prism_optax
 from prism_optax import training
+from prism_optax.finetune import audit
 
 # Small and sharp, every record in every batch: the claim is 1.33, and right
 # guesses alone show 3.57.
@@ -83,15 +83,24 @@ def test_bounds_are_those_of_the_source():
   # As many right as by chance, and none at all, show nothing.
   assert audit.lower_bounds(0 * coin, coin, GUESSES, DELTA)[1:] == (0, 0)
   assert audit.lower_bounds(~coin, coin, GUESSES, DELTA) == (0, 0, 0)
+  # What is more than was claimed is said, and nothing else is.
+  scores = {'blind': 0 * coin, 'sees all': coin}
+  *_, blind, sees_all, _ = audit.table(
+    3.0, coin, GUESSES, DELTA, scores.items()
+  )
+  assert 'WRONG' not in blind
+  assert sees_all.endswith('THE CLAIM IS WRONG')
 
 
 @pytest.mark.slow
 def test_it_runs_and_says_what_it_can_show(capsys, tmp_path):
   """Without noise the claim of 3 falls."""
+  import audit as example  # Which compiles when it is imported.
+
   path = tmp_path / 'scores.png'
-  claim, rows = audit.main(planted=0.0, canaries=500, seed=0, plot=path)
+  claim, rows = example.main(planted=0.0, canaries=500, seed=0, plot=path)
   assert path.stat().st_size
-  assert claim <= audit.train.EPSILON
+  assert claim <= example.train.EPSILON
   printed = capsys.readouterr().out
   assert '150 guesses of 500 coins can show 3.76 at most' in printed
   assert printed.count('THE CLAIM IS WRONG') == 2

@@ -210,6 +210,16 @@ def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
     finished.find(str(folder), 'classify')
 
 
+def test_a_step_is_measured_once(tmp_path):
+  """A run that goes on begins with the step that it ended with."""
+  for _ in range(2):
+    metrics = summaries.Metrics(tmp_path / 'metrics.jsonl', 4)
+    for step in (2, 4):
+      metrics.add(step, {'eval_loss': 1.0})
+  rows = map(json.loads, (tmp_path / 'metrics.jsonl').read_text().splitlines())
+  assert [row['step'] for row in rows] == [2, 4]
+
+
 def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
   """To go on with and to open; what a later version wrote is refused."""
   folder, _ = language_run

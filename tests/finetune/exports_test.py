@@ -87,6 +87,8 @@ def test_a_model_in_several_files_is_the_one_in_one_file(
     np.testing.assert_array_equal(found.read(name), want.read(name))
   index = json.loads((tmp_path / 'x' / pretrained.INDEX).read_text())
   total = sum(want.read(name).nbytes for name in want.names)
+  stops = json.loads((tmp_path / 'x' / 'generation_config.json').read_text())
+  assert stops == {'eos_token_id': list(want.stops)}
   assert index['metadata'] == {'total_size': total}
   files = sorted((tmp_path / 'x').glob('*.safetensors'))
   assert len(files) > total / 2000
@@ -114,6 +116,7 @@ def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
   config = json.loads((tmp_path / 'x' / 'adapter_config.json').read_text())
   assert config['task_type'] == 'CAUSAL_LM'
   card = (tmp_path / 'x' / 'README.md').read_text()
+  assert card.endswith('\n')
   base = pretrained.find(str(folder.parent / 'model'))
   for fact in (
     'epsilon <= 1.235 <b>, noise as drawn',

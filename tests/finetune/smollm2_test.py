@@ -32,5 +32,6 @@ def test_it_knows_the_capital_of_france(source):
   generator = generation.Generator(llama_files.load(source), talk.stops)
   first, second = generator.answers(prompts, 8)
   jax.clear_caches()
+  assert talk.decode(talk.encode('Paris')) == 'Paris'
   assert talk.decode(first) == 'The capital of France is Paris.'
   assert talk.decode(second).strip().startswith('Paris')

@@ -108,5 +108,25 @@ lora/_adding.py _adapter keyword 4: _nnx().LoRA(n, rank, m, dtype=layer.dtype or
 muon/_newton_schulz.py _polynomial arguments 1: product(poly, rest) -> product(rest, poly) # polynomials of one matrix
 training/_private.py PrivateTraining.step call 2: int(state.step) -> state.step # a number that NumPy has
 transforms/_chain.py _remember comparison 3: id(x) == key -> id(x) != key # the leaves of a pair die together
+_randomness/_keys.py for_release constant 3: 8 -> 9 # the last word once more
+transforms/_step_size.py adapt_step_size.update constant 3: 2 -> 3 # the ramp ends at two
+_proofs/_indexing.py _split call 1: int(x) -> x # an integer
+_proofs/_indexing.py _pad constant 4: 0 -> 1 # the size of the axis is compared afterwards
+_proofs/_indexing.py _pad arguments 3: common(found, value) -> common(value, found) # which is symmetric
+_proofs/_indexing.py module constant 2: 2 -> 3 # indices of one record are refused as mixing
+_randomness/_generators.py threefry4x32.mixed arguments 2: jax.lax.bitwise_xor(x, _rotated(y, distance)) -> jax.lax.bitwise_xor(_rotated(y, distance), x) # which is symmetric
+accounting/_calibration.py _refined constant 4: 1.0 -> 2.0 # the logarithm of their quotient
+accounting/_calibration.py _refined constant 11: 0.99 -> 1.98 # how many steps it takes
+accounting/_calibration.py _solve constant 7: 2 -> 3 # how many steps it takes
+accounting/_events.py module constant 18: 512 -> 513 # any orders will do
+_linalg/_factorizations.py pairs_by_iteration call 3: float(np.finfo(core.dtype).eps) -> np.finfo(core.dtype).eps # a number of NumPy
+training/_seen.py look.update keyword 1: transformation.update(grads, state, params, is_padding_example=is_padding) -> transformation.update(grads, state, params) # the step that runs is proved with it
+training/_records.py Records.collect call 2: int(place) -> place # a number that NumPy has
+transforms/_step_size.py _inner arguments 1: gram(a, b) -> gram(b, a) # a trace
+inference/_mechanism.py clip constant 10: 10 -> 11 # so short a vector is not clipped
+_modules/_tree.py ModuleTree._stacked.stacked constant 1: 1 -> 0 # a product with one
+_proofs/_kinds.py result name 1: max -> min # of one
+_proofs/_walk.py Walk._because arguments 1: join(self._context, moved(of)) -> join(moved(of), self._context) # where a message points
+_clip_rules.py GroupClipping._factors arguments 2: Factors(leaves, factors, jnp.all(counts)) -> Factors(factors, leaves, jnp.all(counts)) # a product
 """  # noqa: E501
 EQUIVALENT = {x.split(' # ')[0] for x in _EQUIVALENT.strip().splitlines()}

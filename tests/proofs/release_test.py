@@ -272,6 +272,10 @@ def test_what_passes_the_noise_is_refused(step):
     assert re.search(f'^`{primitive}', proof.offence), proof.offence
   lines = re.findall(r'release_test\.py:(\d+)', proof.offence)
   marked = [i for i in lines if '# offence' in LINES[int(i) - 1]]
+  # A caller is named if it is another line.
+  assert not re.search(
+    r'(\w+\.py:\d+)[^,:]*, called at (None|\1)', proof.offence
+  )
   without_line = (returns_a_record, forgets_the_padding)
   assert marked or step in without_line, proof.offence
 

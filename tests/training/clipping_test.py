@@ -92,7 +92,7 @@ def test_groups_of_modules_that_are_stacked_together():
 
 def test_a_quantile_is_found_and_followed():
   """Without noise: C goes to the median of the norms; sums are in its unit."""
-  rule = training.QuantileClipping(0.5, learning_rate=1.0, fraction_stddev=0.0)
+  rule = training.QuantileClipping(learning_rate=1.0, fraction_stddev=0.0)
   found, state = bounded(rule)
   size = norms(leaves())
   assert_close(found, [np.minimum(1 / C, 1 / size)] * 3)
