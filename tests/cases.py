@@ -153,10 +153,10 @@ N, B = 200, 20
 _rng = np.random.default_rng(0)
 FROZEN = _rng.normal(size=(6, 4)).astype(np.float32)
 PARAMS = {
-  'head': jnp.zeros(4),
+  'head': np.zeros(4, np.float32),
   'layer': {
-    'lora_a': jnp.asarray(_rng.normal(size=(6, 2)), jnp.float32),
-    'lora_b': jnp.asarray(_rng.normal(size=(2, 4)), jnp.float32),
+    'lora_a': _rng.normal(size=(6, 2)).astype(np.float32),
+    'lora_b': _rng.normal(size=(2, 4)).astype(np.float32),
   },
 }
 DATA = (

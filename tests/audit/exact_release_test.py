@@ -57,8 +57,11 @@ def test_low_bits_name_no_member(name):
 # One module whose frames are unit vectors, and a bias: coordinates of gradients
 # are the gradients, and those of norm below one stay as they are.
 PARAMS = {
-  'bias': jnp.zeros(ENTRIES),
-  'm': {'lora_a': jnp.eye(5, 2), 'lora_b': jnp.eye(2, 4)},
+  'bias': np.zeros(ENTRIES, np.float32),
+  'm': {
+    'lora_a': np.eye(5, 2, dtype=np.float32),
+    'lora_b': np.eye(2, 4, dtype=np.float32),
+  },
 }
 
 

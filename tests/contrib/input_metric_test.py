@@ -4,7 +4,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -136,7 +135,7 @@ PARAMS = {
   'c': {'lora_a': _rng.normal(size=(9, 2)), 'lora_b': np.ones((2, 3))},
   'head': np.ones(4),
 }
-PARAMS = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
+PARAMS = jax.tree.map(np.float32, PARAMS)
 
 
 def test_change_of_variables_and_back():

@@ -8,7 +8,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -23,7 +22,7 @@ SIGMA, NORM, EXPECTED = 0.8, 0.5, 16.0
 SHAPES = {
   'w0': (80, 50), 'w1': (60, 70), **{f'b{i}': (700,) for i in range(6)}
 }  # fmt: skip
-PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 # The standard deviation of n entries is off by 1 / sqrt(2 n), the sum of three
 # groups' by less: five times that.
 TOLERANCE = 5 / math.sqrt(2 * 3 * 4000)

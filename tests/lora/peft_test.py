@@ -88,12 +88,12 @@ def _model(dtype=jnp.float32, stack=2, rank=2):
   return {
     'layers': {
       'q': {
-        'lora_a': jnp.zeros((stack, 6, rank), dtype),
-        'lora_b': jnp.zeros((stack, rank, 4), dtype),
+        'lora_a': np.zeros((stack, 6, rank), dtype),
+        'lora_b': np.zeros((stack, rank, 4), dtype),
       },
       'kv': {
-        'lora_a': jnp.zeros((6, stack, rank), dtype),
-        'lora_b': jnp.zeros((rank, stack, 2, 3), dtype),  # Two heads of three.
+        'lora_a': np.zeros((6, stack, rank), dtype),
+        'lora_b': np.zeros((rank, stack, 2, 3), dtype),  # Two heads of three.
       },
     }
   }

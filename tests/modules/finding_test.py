@@ -1,17 +1,20 @@
 """Finding pairs: what is accepted, and what every refusal says."""
 
-import jax.numpy as jnp
+import functools
+
 import numpy as np
 import pytest
 from flax import nnx
 
 from prism_optax import lora
 
+ones = functools.partial(np.ones, dtype=np.float32)
+
 
 def _pair(n=6, m=5, r=2, stack=()):
   return {
-    'lora_a': jnp.ones((*stack, n, r)),
-    'lora_b': jnp.ones((*stack, r, m)),
+    'lora_a': ones((*stack, n, r)),
+    'lora_b': ones((*stack, r, m)),
   }
 
 
@@ -25,7 +28,7 @@ def _sizes(params, layout=None):
 def test_nested_dicts_and_stacks():
   params = {
     'layers': [_pair(), _pair(stack=(3, 4))],
-    'head': {'kernel': jnp.ones((5, 2))},
+    'head': {'kernel': ones((5, 2))},
     'skipped': None,
   }
   assert _sizes(params) == [
@@ -43,26 +46,26 @@ def test_stacks_as_long_as_the_rank_read_as_stacks():
   ('params', 'match'),
   [
     ({}, 'at least one array'),
-    ({'w': jnp.ones((3, 2))}, r'No LoRA pair found.*w \(3, 2\)'),
-    ({'x': {'lora_a': jnp.ones((6, 2))}},
+    ({'w': ones((3, 2))}, r'No LoRA pair found.*w \(3, 2\)'),
+    ({'x': {'lora_a': ones((6, 2))}},
       r'belong to no pair: x/lora_a \(6, 2'),
-    ({'x': {'lora_a': jnp.ones((6, 2))}, 'y': {'lora_b': jnp.ones((2, 5))}},
+    ({'x': {'lora_a': ones((6, 2))}, 'y': {'lora_b': ones((2, 5))}},
       'x/lora_a.*y/lora_b'),
-    ({**_pair(), 'w_lora_a': jnp.ones((6, 2))},
+    ({**_pair(), 'w_lora_a': ones((6, 2))},
       r'named like LoRA factors.*w_lora_a'),
-    ({**_pair(), 'x': {'lora_b': jnp.ones((2, 5))}}, 'named like.*x/lora_b'),
-    ({**_pair(), 'x.lora_A.weight': jnp.ones((2, 6))}, 'named like.*x.lora_A'),
-    ({**_pair(), 'x': {'lora': {'a': jnp.ones((6, 2))}}}, 'named like.*lora/a'),
-    ({**_pair(), 'lora': {'a': jnp.ones((6, 2))}}, 'named like.*lora/a'),
-    ({'lora_a': jnp.ones((6, 2)), 'lora_b': jnp.ones((3, 5))},
+    ({**_pair(), 'x': {'lora_b': ones((2, 5))}}, 'named like.*x/lora_b'),
+    ({**_pair(), 'x.lora_A.weight': ones((2, 6))}, 'named like.*x.lora_A'),
+    ({**_pair(), 'x': {'lora': {'a': ones((6, 2))}}}, 'named like.*lora/a'),
+    ({**_pair(), 'lora': {'a': ones((6, 2))}}, 'named like.*lora/a'),
+    ({'lora_a': ones((6, 2)), 'lora_b': ones((3, 5))},
       r'does not fit together: lora_a \(6, 2\) and lora_b \(3, 5\)'),
-    ({'lora_a': jnp.ones((3, 6, 2)), 'lora_b': jnp.ones((4, 2, 5))},
+    ({'lora_a': ones((3, 6, 2)), 'lora_b': ones((4, 2, 5))},
       'does not fit together'),
     (_pair(n=3, m=9, r=4), r'rank <= min.*rank=4, in=3, out=9'),
-    ({'lora_a': jnp.ones(6), 'lora_b': jnp.ones((2, 5))}, 'two axes'),
-    ({**_pair(), 'count': jnp.ones((), jnp.int32)}, "'count' of dtype int32"),
+    ({'lora_a': ones(6), 'lora_b': ones((2, 5))}, 'two axes'),
+    ({**_pair(), 'count': np.ones((), np.int32)}, "'count' of dtype int32"),
     ({**_pair(), 'name': 'x'}, "'name' of <class 'str'>"),
-    ({'a': _pair(), 'a/lora_a': jnp.ones(3)}, 'distinct names .*a/lora_a'),
+    ({'a': _pair(), 'a/lora_a': ones(3)}, 'distinct names .*a/lora_a'),
   ],
 )  # fmt: skip
 def test_refusals_name_the_leaves(params, match):
@@ -71,7 +74,7 @@ def test_refusals_name_the_leaves(params, match):
 
 
 def test_given_pairs():
-  params = {'down': jnp.ones((6, 2)), 'up': jnp.ones((5, 2)), 'b': jnp.ones(5)}
+  params = {'down': ones((6, 2)), 'up': ones((5, 2)), 'b': ones(5)}
   layout = lora.Layout(-1, -1, (), (), scale=4.0)
   pairs = [lora.Pair('down', 'up', layout)]
   assert [x[1:] for x in _sizes(params, pairs)] == [(5, 6, 2, ())]
@@ -101,7 +104,7 @@ def test_given_layouts():
 
 
 def test_description_lists_everything():
-  text = lora.describe_pairs({'q': _pair(stack=(3,)), 'head': jnp.ones(4)})
+  text = lora.describe_pairs({'q': _pair(stack=(3,)), 'head': ones(4)})
   assert text.splitlines()[1].split() == [
     *('q', '6', 'x', '2', '5', 'x', '2', '(3,)', '1')
   ]
@@ -127,13 +130,13 @@ WHOLE = {
     ),
     'up/base_module/kernel',
   ),
-  'linen': (lambda: {'d': _pair() | {'kernel': jnp.ones((6, 5))}}, 'd/kernel'),
+  'linen': (lambda: {'d': _pair() | {'kernel': ones((6, 5))}}, 'd/kernel'),
   'qwix': (
     lambda: {
       'd': {
-        'w_lora_a': jnp.ones((3, 6, 2)),
-        'w_lora_b': jnp.ones((3, 2, 5)),
-        'w': jnp.ones((3, 6, 5)),
+        'w_lora_a': ones((3, 6, 2)),
+        'w_lora_b': ones((3, 2, 5)),
+        'w': ones((3, 6, 5)),
       }
     },
     'd/w',
@@ -151,10 +154,10 @@ def test_a_head_is_no_reason_to_warn_unless_it_is_nearly_all():
   """22 entries are factors; the head has the shape of a weight, elsewhere."""
   params = {
     'd': _pair(),
-    'head': {'kernel': jnp.ones((6, 5)), 'bias': jnp.ones(5)},
+    'head': {'kernel': ones((6, 5)), 'bias': ones(5)},
   }
   assert not _warning(params)
-  params['head']['kernel'] = jnp.ones((6, 33))
+  params['head']['kernel'] = ones((6, 33))
   assert '90% of the entries' in _warning(params)
-  params['head']['kernel'] = jnp.ones((6, 32))
+  params['head']['kernel'] = ones((6, 32))
   assert not _warning(params)

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.experimental import io_callback, pallas
@@ -17,11 +18,11 @@ from tests.training import mechanism_test as mechanism
 
 LINES = pathlib.Path(__file__).read_text('utf-8').splitlines()
 
-PARAMS = {'w': jnp.ones((3, 2)), 'bias': jnp.zeros(2)}
+PARAMS = {'w': np.ones((3, 2), np.float32), 'bias': np.zeros(2, np.float32)}
 CLIP = prism_optax.per_matrix_clip(1.0, normalize_by=4.0)
 NOISE, NO_NOISE = (seams.gaussian(x, 0) for x in (0.5, 0.0))
 TWO_STEPS = optax.MultiSteps(NOISE, 2)
-X, PADDING = jnp.ones((6, 3)), jnp.arange(6) >= 4
+X, PADDING = np.ones((6, 3), np.float32), np.arange(6) >= 4
 
 
 def loss(params, x):
