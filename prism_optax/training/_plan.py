@@ -157,6 +157,7 @@ def plan(
       f'Expected at least {_STEPS * records} example gradients, one record (or'
       f' user) in each of {_STEPS} steps, got {example_gradients=}.'
     )
+  fit = _fit(memory_bytes, bytes_per_example, records)
   mu = _gaussian.gaussian_mu(target_epsilon, delta)
 
   def alternative(steps: int, batch: float) -> Alternative:
@@ -172,6 +173,7 @@ def plan(
   batch = math.floor(min(affordable / (_STEPS * records), largest)) or 1
   chosen = alternative(_STEPS, batch)
   b = chosen.expected_batch_size
+  padded = Sampling.of(b, dataset_size, Execution(), None).padded_batch_size
   others = [alternative(t, _STEPS * b / t) for t in _OTHER_STEPS]
   others += [alternative(_STEPS, b * x) for x in (1 / 4, 1 / 2, 2, 4)]
   limit = mu * dataset_size
@@ -189,12 +191,8 @@ def plan(
       'expected_batch_size': b,
       'examples_per_user': examples_per_user,
       'execution': Execution(
-        _microbatch_size(
-          memory_bytes,
-          bytes_per_example,
-          records,
-          Sampling.of(b, dataset_size, Execution(), None).padded_batch_size,
-        )
+        # A power of two, or all at once.
+        None if fit >= padded else 1 << (int(fit).bit_length() - 1)
       ),
     },
   )
@@ -217,19 +215,16 @@ def _warn_if_hidden(
     )
 
 
-def _microbatch_size(
-  memory_bytes: float | None,
-  bytes_per_example: float | None,
-  records: int,
-  padded_batch_size: int,
-) -> int | None:
-  """The largest power of two that fits, None where a whole batch does.
+def _fit(
+  memory_bytes: float | None, bytes_per_example: float | None, records: int
+) -> float:
+  """How many gradients of records, or users, fit into the memory together.
 
   Raises:
     ValueError: For one without the other, or where not one record fits.
   """
   if memory_bytes is None and bytes_per_example is None:
-    return None
+    return math.inf
   if memory_bytes is None or bytes_per_example is None:
     raise ValueError(
       'Expected memory_bytes and bytes_per_example together, got'
@@ -243,6 +238,4 @@ def _microbatch_size(
       'Expected memory for the gradient of one record (or user), got'
       f' {memory_bytes=} and {bytes_per_example=}, of {records}.'
     )
-  if fit >= padded_batch_size:
-    return None
-  return 1 << (fit.bit_length() - 1)
+  return fit

@@ -138,6 +138,7 @@ def test_trajectory_is_the_dense_one():
     cases.assert_close(found, [p.z for p in points], 1e-11)
 
 
+@pytest.mark.slow
 def test_other_leaves_get_adam():
   params = cases.adapters(SHAPES[:1], dtype=jnp.float64)
   tx = contrib.orthogonalize_tangents(b1=0.8, b2=0.9, eps=1e-6)

@@ -15,10 +15,13 @@ PAGES = [p for p in sorted(DOCS.rglob('*.md')) if '\n```pycon' in p.read_text()]
 SLOW = {
   DOCS / 'hyper_parameters.md',
   DOCS / 'differences.md',
+  DOCS / 'explanation' / 'divisor.md',
   DOCS / 'explanation' / 'dp_muon.md',
+  DOCS / 'explanation' / 'no_way_around.md',
   DOCS / 'explanation' / 'tangent_coordinates.md',
   DOCS / 'how_to' / 'input_metric.md',
   DOCS / 'how_to' / 'private_head.md',
+  DOCS / 'how_to' / 'records.md',
 }
 
 

@@ -28,6 +28,7 @@ def start(left, right, cap=100.0, stddev=2.0):
   return budget, client, example.Server(client.public_context(), left, right)
 
 
+@pytest.mark.slow
 def test_noised_states_are_what_is_encrypted(parties):
   """Without a key nothing is read; with it, the noised state and no other."""
   left, right, states = parties
@@ -47,6 +48,7 @@ def test_noised_states_are_what_is_encrypted(parties):
   assert client.encrypt(noised[0]) != ciphertext
 
 
+@pytest.mark.slow
 def test_the_server_cannot_decrypt_and_takes_no_secret_key(parties):
   left, right, _ = parties
   _, client, server = start(left, right)

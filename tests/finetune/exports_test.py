@@ -15,6 +15,7 @@ from tests.finetune import conftest
 from tests.finetune.finished_runs import run_command
 
 
+@pytest.mark.slow
 def test_merged_encoder_and_head_are_the_adapted_classifier(
   review_run, tmp_path
 ):

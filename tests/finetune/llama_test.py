@@ -29,6 +29,7 @@ def adapted(source):
   return model
 
 
+@pytest.mark.slow
 def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
   """Rows that begin at different lengths, the first padded."""
   want = conftest.run(adapted, IDS)

@@ -22,7 +22,6 @@ from prism_optax.finetune import (
   training,
 )
 from prism_optax.finetune.models import classifier
-from tests import cases
 
 WIDTH, CLASSES, RANK, ROWS = 5, 3, 2, 40
 
@@ -67,10 +66,8 @@ def _options(**more):
   return types.SimpleNamespace(**USED | more)
 
 
-@cases.fast_first(
-  'name', {command_line.NOT_PRIVATE},
-  command_line.METHODS,
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize('name', command_line.METHODS)
 def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
   """Of 64 places 40 have a row, one of them a blank one."""
   labels = task.train.labels.copy()

@@ -66,6 +66,7 @@ def test_attack_stays_below_the_claim_and_sees_half_the_noise(mechanism):
   assert attacked(mechanism, stddev / 2) > EPSILON
 
 
+@pytest.mark.slow
 def test_attack_sees_a_sensitivity_that_is_taken_for_the_clip():
   """Noise for C where two vectors differ by 2 C: the claim does not hold."""
   stddev = inference.gaussian_stddev(EPSILON, DELTA, C)

@@ -38,6 +38,7 @@ def test_rules(source, expected):
   assert found == {ast.unparse(ast.parse(x)) for x in expected}
 
 
+@pytest.mark.slow
 def test_each_bug_has_its_place_and_each_exception_an_edit():
   bugs = check.planted_bugs()  # Raises where a fragment is not there once.
   assert len(bugs) > 40

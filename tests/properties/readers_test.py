@@ -40,6 +40,7 @@ def path(tmp_path_factory):
   return tmp_path_factory.mktemp('fuzz') / 'file.jsonl'
 
 
+@pytest.mark.slow
 @cases.settings
 @given(files)
 def test_a_private_file_of_any_bytes_keeps_its_rows(path, content):

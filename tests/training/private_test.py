@@ -252,6 +252,7 @@ def test_compiled_ahead_of_the_first_record():
     without.compile(without.init(PARAMS), FROZEN)
 
 
+@pytest.mark.slow
 def test_users_are_compiled_ahead():
   private = cases.make(
     SGD, record=cases.RECORD, dataset_size=100, examples_per_user=2, delta=1e-3
@@ -271,8 +272,8 @@ def of_each(x, y):
   return values, jax.vmap(optax.tree.norm)(grads)
 
 
-@pytest.mark.parametrize(
-  'kind', ['records', 'micro-batches', 'batched', 'users']
+@cases.fast_first(
+  'kind', ['batched', 'users'], ['records', 'micro-batches', 'batched', 'users']
 )
 def test_means_of_a_batch(kind):
   """Against NumPy, over the records that were drawn and no padding.

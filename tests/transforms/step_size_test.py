@@ -112,6 +112,7 @@ def test_noise_alone_leaves_the_steps_as_they_are():
   assert abs(np.sum(steps)) < 4 * 0.0138 * 20
 
 
+@pytest.mark.slow
 def test_agreement_for_ever_overflows_nothing():
   problem = problems.Problem([(6, 5, 2)] * 2)
   params = problem.params(problem.start()[0], np.zeros(5), np.float32)
