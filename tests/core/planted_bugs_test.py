@@ -106,6 +106,7 @@ def test_the_first_record_is_read_for_padding(monkeypatch):
   assert_tells(found, "step 0: batch {'l", 'it acts where it is not drawn')
 
 
+@pytest.mark.slow
 def test_a_record_that_does_not_fit_raises(monkeypatch):
   monkeypatch.setattr(_records, '_is_of_the_system', lambda error: True)
   for name, value in (('x', np.zeros(4)), ('label', None), ('x', 'text')):
@@ -184,6 +185,7 @@ def _dispatch(params, records):
   return cases.losses(params, records | {'x': chosen @ records['x']})
 
 
+@pytest.mark.slow
 def test_records_meet_in_a_loss_of_a_batch():
   options = {'record': FORM, 'loss': _dispatch, 'batched_loss': True}
   made = cases.make(**options)

@@ -38,6 +38,7 @@ _iterated = jax.jit(
 
 
 @x64
+@pytest.mark.slow
 @cases.few
 @given(
   cases.seeds, st.sampled_from([(3, 5), (5, 3), (4, 4)]),

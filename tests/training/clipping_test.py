@@ -1,7 +1,5 @@
 """Rules of clipping against dense oracles in float64."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,8 +88,8 @@ def test_groups_of_modules_that_are_stacked_together():
   np.testing.assert_allclose(one, [1, 1e-3], rtol=1e-4)
 
 
-def test_a_quantile_is_found_and_followed():
-  """Without noise: C goes to the median of the norms; sums are in its unit."""
+def test_a_clip_norm_follows_a_quantile():
+  """Without noise, towards the median of the norms; sums are in its unit."""
   rule = training.QuantileClipping(learning_rate=1.0, fraction_stddev=0.0)
   found, state = bounded(rule)
   size = norms(leaves())
@@ -99,10 +97,14 @@ def test_a_quantile_is_found_and_followed():
   below = np.mean(size <= C)
   norm = float(state.optimizer[0].l2_clip_norm)
   assert norm == pytest.approx(C * np.exp(0.5 - below), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_quantile_is_found():
   private = cases.make(
-    optax.sgd(0.0), clipping=dataclasses.replace(rule, fraction_stddev=0.05),
+    optax.sgd(0.0), clipping=training.QuantileClipping(learning_rate=1.0),
     l2_clip_norm=100.0, expected_batch_size=N, steps=30, noise_multiplier=3.0,
   )  # fmt: skip
   norm = cases.trained(private).optimizer[0].l2_clip_norm
-  assert float(norm) == pytest.approx(np.median(size), rel=0.3)
+  assert float(norm) == pytest.approx(np.median(norms(leaves())), rel=0.3)
   assert private.noise_multiplier == 3.0
