@@ -21,6 +21,7 @@ LAST = N - 1  # Drawn in the first and the last step.
 
 def told(case, record, place=LAST):
   """What one record gives away there."""
+  case.without(place)  # For the compiler: what it made may be gone again.
   odd = adversarial.Odd('it', record)
   return case.offences([odd], [place]).found.get(f'it, at {place}', [])
 
