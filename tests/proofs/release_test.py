@@ -178,6 +178,11 @@ def writes_a_record(params, state, x, padding):
   return private_step(params, state, x, padding)
 
 
+def calls_python(params, state, x, padding):
+  x = jax.pure_callback(lambda v: v, jax.eval_shape(lambda: x), x)  # offence
+  return private_step(params, state, x, padding)
+
+
 def prints_in_a_branch_of_the_drawn(params, state, x, padding):
   jax.lax.cond(  # The line of the text alone, and whether it is printed.
     jnp.all(padding),
@@ -246,6 +251,7 @@ OFFENCES = {
   skips_what_is_not_finite: ('cond', 'which branch is run depends on records'),
   prints_a_norm: ('debug_', 'leaves the program'),
   writes_a_record: ('io_callback', 'leaves the program'),
+  calls_python: ('pure_callback', 'leaves the program'),
   forgets_the_padding: (None, 'rows of padding count as records'),
   prints_in_a_branch_of_the_drawn: ('debug_', 'leaves the program'),
   branches_by_the_drawn: ('cond', 'depends on records'),
