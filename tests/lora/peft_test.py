@@ -119,8 +119,11 @@ def test_stacked_and_split_modules_round_trip_bit_for_bit(tmp_path, dtype):
   # Some entries that are zero say nothing of the others.
   for x in jax.tree.leaves(params):
     x[..., 0] = 0
-  lora.save_peft(tmp_path, params, names=NAMES, layout=LAYOUT)
-  adapter = lora.load_peft(tmp_path)
+  folder = tmp_path / 'new' / 'folder'
+  lora.save_peft(folder, params, names=NAMES, layout=LAYOUT)
+  with safetensors.safe_open(folder / TENSORS, 'numpy') as opened:
+    assert opened.metadata() == {'format': 'pt'}  # PEFT reads no other.
+  adapter = lora.load_peft(folder)
   assert sorted(adapter.params) == [
     f'model.layers.{i}.{name}_proj' for i in (0, 1) for name in ('kv', 'q')
   ]

@@ -37,7 +37,7 @@ def _ramp(z):
   return min(max(z / THRESHOLD - 1, 0), 1)
 
 
-@pytest.mark.parametrize('stddevs', [[3.0, 4.0, 2.0, 3.0, 3.0], [0.0] * 5])
+@pytest.mark.parametrize('stddevs', [[0.3, 0.4, 0.2, 0.3, 0.3], [0.0] * 5])
 def test_equals_the_formula(x64, stddevs):
   """Gradients that go on, turn back, and go on, at points that move."""
   problem = problems.Problem(SHAPES)
@@ -50,8 +50,8 @@ def test_equals_the_formula(x64, stddevs):
       tuple(x + 0.3 * rng.normal(size=x.shape) for x in pair) for pair in first
     ]
     dense = problems.Dense(
-      [2 * sign + rng.normal(size=s[:2]) for s in SHAPES],
-      sign + rng.normal(size=5),
+      [0.2 * sign + rng.normal(0, 0.1, s[:2]) for s in SHAPES],
+      0.1 * sign + rng.normal(0, 0.1, 5),
     )
     params = problem.params(factors, np.zeros(5))
     states = states or [tx.init(params) for tx in _both(np.array(stddevs))]
