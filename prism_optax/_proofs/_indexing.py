@@ -107,12 +107,12 @@ def _pad(e: Equation, *labels: Label) -> Result:
     if (low, high, between) == (0, 0, 0):
       continue
     row_of_batch = (
-      operand.is_of_one and not operand.rounds and value is None
+      operand.is_of_one and not operand.rounds and value is None and not between
       and e.ins[0][a] == 1 and e.outs[0][a] == e.size and low == start
     )  # fmt: skip
     if not operand.axes[a] and not row_of_batch:
       continue
-    digits = operand.axes[a] or (Digit(1, 1 + between),)
+    digits = operand.axes[a] or (Digit(1, 1),)
     weight, left = divmod(digits[0].weight, between + 1)
     need(
       value is None and len(digits) == 1 and not left and min(low, high) >= 0,
