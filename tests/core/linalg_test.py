@@ -17,6 +17,13 @@ def test_a_gram_matrix_as_a_tpu_computes_it():
   np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+def test_norms_are_of_each_column():
+  x = np.random.default_rng(0).normal(size=(2, 5, 3)) * [0, 1, 1e200]
+  found = jax.jit(_products.column_norms)(x)
+  expected = [[np.hypot.reduce(column) for column in y.T] for y in x]
+  np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 def test_frame_is_scale_free():
   """Columns of any size: the same frame, down to the smallest normal ones."""
   rng = np.random.default_rng(2)
