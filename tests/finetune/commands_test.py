@@ -297,6 +297,19 @@ def test_a_stop_says_what_is_spent():
   assert f'made you stop: epsilon <= {three:.3f} ' in message
 
 
+@pytest.mark.slow
+def test_hours_are_so_many_gradients(tmp_path, capsys):
+  argv = 'plan', '--dataset-size', 500, '--target-epsilon', 2, '--delta', 1e-4
+  hours = '--hours', 2, '--gradients-per-second', 5
+  run_command(*argv, *hours, '--picture', tmp_path / 'x.png')
+  found = capsys.readouterr().out
+  run_command(*argv, '--example-gradients', 36_000)
+  assert capsys.readouterr().out == found
+  assert (tmp_path / 'x.png').stat().st_size
+  for more in (hours[:2], (*hours, '--example-gradients', 36_000)):
+    assert finetune.main([str(x) for x in (*argv, *more)]) == 2
+
+
 def test_zero_is_a_value_and_a_flag_that_is_not_given_is_none(tmp_path):
   words = ['train', '--seed', '0', '--noise-multiplier', '0']
   used = options.resolve(
