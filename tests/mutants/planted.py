@@ -128,5 +128,11 @@ _modules/_tree.py ModuleTree._stacked.stacked constant 1: 1 -> 0 # a product wit
 _proofs/_kinds.py result name 1: max -> min # of one
 _proofs/_walk.py Walk._because arguments 1: join(self._context, moved(of)) -> join(moved(of), self._context) # where a message points
 _clip_rules.py GroupClipping._factors arguments 2: Factors(leaves, factors, jnp.all(counts)) -> Factors(factors, leaves, jnp.all(counts)) # a product
+_identity.py marked constant 4: 0 -> 1 # times the sign of zero
+accounting/_events.py module constant 1: 2 -> 3 # any orders will do
+inference/_host.py _discrete_gaussian constant 4: 8 -> 9 # how many are tried at a time
+training/_fingerprint.py differing arguments 1: np.array_equal(x, y) -> np.array_equal(y, x) # which is symmetric
+training/_records.py _declared constant 1: 8 -> 9 # no number has so many bytes
+training/_records.py _declared constant 2: 16 -> 17 # no number has so many bytes
 """  # noqa: E501
 EQUIVALENT = {x.split(' # ')[0] for x in _EQUIVALENT.strip().splitlines()}
