@@ -266,6 +266,7 @@ def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
   """A declared one may exceed the rows: places beyond them are empty."""
   argv = _arguments(tiny_files, tiny_model, 'x')
   for more, size in (('--dataset-size', '80'), 80), ((), 60):
-    given = command_line.parse([*argv, *more])
-    assert train.declared_size(options_lib.resolve(given), 60) == size
+    used = options_lib.resolve(command_line.parse([*argv, *more]))
+    assert train.declared_size(used, 60) == size
+    assert used.head == 'released'  # The budget is known.
   assert '60 private rows' in capsys.readouterr().out
