@@ -44,7 +44,7 @@ def _slice(e: Equation, label: Batched) -> Result:
 
 
 def _split(e: Equation, label: Batched) -> Result:
-  axis, sizes = e.params['axis'], [int(x) for x in e.params['sizes']]
+  axis, sizes = e.params['axis'], e.params['sizes']
   starts = [sum(sizes[:k]) for k in range(len(sizes))]
   return [_cut(label, axis, *x) for x in zip(starts, sizes, strict=True)]
 

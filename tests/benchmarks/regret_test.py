@@ -84,9 +84,7 @@ def test_steps_and_batches_are_the_advice_of_the_plan():
     )
   for (rows, epsilon), batch in wanted.items():
     found = training.plan(
-      rows,
-      target_epsilon=epsilon,
-      delta=sentences.DELTA,
+      rows, target_epsilon=epsilon, delta=sentences.DELTA,
       example_gradients=30_720,
-    ).chosen
+    ).chosen  # fmt: skip
     assert (found.steps, found.expected_batch_size) == (usual.steps, batch)

@@ -1,5 +1,6 @@
 """Conversations: strict and total reading, tokens, and the loss of a record."""
 
+import dataclasses
 import json
 import re
 
@@ -89,6 +90,15 @@ def test_a_file_of_another_form_gets_a_hint(tmp_path, name, text, message):
   path.write_text(text)
   with pytest.raises(ValueError, match=message):
     instructions.read_private(conftest.columns(path))
+
+
+def test_a_template_may_change_what_came_before(source):
+  conversation = instructions.conversation(GOOD, COLUMNS)
+  last = [{'name': 'default', 'template': "{{ messages[-1]['content'] }}"}]
+  config = source.tokenizer_config | {'chat_template': last}
+  talk = chat.Chat(dataclasses.replace(source, tokenizer_config=config))
+  prompt, answer = talk.prompt_and_answer(conversation)
+  assert (prompt, answer) == (conversation[-2]['content'], 'five</s>')
 
 
 def test_only_the_response_is_learned_up_to_the_limit(source):
