@@ -16,6 +16,8 @@ from tests.replay import cases, harness
 from tests.replay.cases import FORM, GRADIENT, Case, N
 from tests.training import adversarial
 
+pytestmark = pytest.mark.slow
+
 LAST = N - 1  # Drawn in the first and the last step.
 
 
@@ -52,7 +54,6 @@ def but(module, **changed):
   return types.SimpleNamespace(**vars(module) | changed)
 
 
-@pytest.mark.slow
 def test_nothing_is_told_of_the_code_as_it_is():
   assert not told(right(), adversarial.ordinary(FORM, 9))
 
@@ -87,7 +88,6 @@ class _PadsWithTheFirst(_Stacks):
   fill = 0
 
 
-@pytest.mark.slow
 def test_the_type_of_one_record_becomes_that_of_all(monkeypatch):
   monkeypatch.setattr(_private, 'Records', _Stacks)
   case = on_a_list()
@@ -97,7 +97,6 @@ def test_the_type_of_one_record_becomes_that_of_all(monkeypatch):
   assert_tells(told(case, wide), "'pixels': 'int32[8,3]'", 'the sensitivity')
 
 
-@pytest.mark.slow
 def test_the_first_record_is_read_for_padding(monkeypatch):
   monkeypatch.setattr(_private, 'Records', _PadsWithTheFirst)
   case = on_a_list()
@@ -107,7 +106,6 @@ def test_the_first_record_is_read_for_padding(monkeypatch):
   assert_tells(found, "step 0: batch {'l", 'it acts where it is not drawn')
 
 
-@pytest.mark.slow
 def test_a_record_that_does_not_fit_raises(monkeypatch):
   monkeypatch.setattr(_records, '_is_of_the_system', lambda error: True)
   for name, value in (('x', np.zeros(4)), ('label', None), ('x', 'text')):
@@ -129,7 +127,6 @@ def test_a_number_that_is_too_large_warns(monkeypatch):
   assert_tells(found, 'warned RuntimeWarning: overflow encountered in cast')
 
 
-@pytest.mark.slow
 def test_padding_is_left_out(monkeypatch):
   """The size of a batch is how many were drawn; it is compiled anew."""
 
@@ -147,7 +144,6 @@ def test_padding_is_left_out(monkeypatch):
   assert_tells(found, "'x': 'float32[1,3]'}: no more", "float32[2,3]'}: new")
 
 
-@pytest.mark.slow
 def test_one_generator_chooses_for_all_users(monkeypatch):
   """How many records one has decides which of another's are chosen."""
   now = {'step': -1}
@@ -186,7 +182,6 @@ def _dispatch(params, records):
   return cases.losses(params, records | {'x': chosen @ records['x']})
 
 
-@pytest.mark.slow
 def test_records_meet_in_a_loss_of_a_batch():
   options = {'record': FORM, 'loss': _dispatch, 'batched_loss': True}
   made = cases.make(**options)
@@ -217,7 +212,6 @@ def on_gradients(clip, **options):
   return Case(made, cases.listed(GRADIENT), arrays=True, proved=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('stability', 'norm'),
   [(1e-22, 1.0), pytest.param(0.01, 1e20, marks=pytest.mark.slow)],
@@ -229,7 +223,6 @@ def test_squares_underflow(stability, norm):
   assert found.farthest > 5
 
 
-@pytest.mark.slow
 def test_a_clip_that_is_a_little_too_long(monkeypatch):
   """By a ten thousandth, which is noticed."""
   original = _clip.clip_weight
@@ -243,7 +236,6 @@ def test_a_clip_that_is_a_little_too_long(monkeypatch):
   assert_tells(found, 'moves by 1.0001 times the sensitivity')
 
 
-@pytest.mark.slow
 def test_a_statistic_is_released_without_noise(monkeypatch):
   """The votes of a quantile: they decide the clip norm of the next step."""
 
@@ -259,7 +251,6 @@ def test_a_statistic_is_released_without_noise(monkeypatch):
   assert_tells(found, 'step 0: state')
 
 
-@pytest.mark.slow
 def test_a_loss_that_prints():
   def loss(params, record):
     jax.debug.print('label {}', record['label'])
@@ -269,7 +260,6 @@ def test_a_loss_that_prints():
   assert_tells(found, 'label 7')
 
 
-@pytest.mark.slow
 def test_noise_of_another_key():
   """What left the first run cannot be told to be the second one's."""
   one = right().without(LAST)

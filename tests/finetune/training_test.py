@@ -95,6 +95,7 @@ def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_blank_row_has_no_gradient_and_others_that_of_the_model(task):
   loss = training.make_loss(task.graphdef)
   inputs = task.train.inputs[0]

@@ -45,6 +45,7 @@ def test_balanced_factors_have_the_singular_values_asked_for(scale):
   np.testing.assert_allclose(a.T @ a, b @ b.T, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_key_decides():
   """The same for the same key; another for each module, side and purpose."""
 
