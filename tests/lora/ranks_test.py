@@ -202,7 +202,6 @@ def test_difference_is_the_change_of_the_matrix(x64):
   np.testing.assert_array_equal(new['extra'], params['extra'])
 
 
-@pytest.mark.slow
 def test_stacks_come_apart_without_sums_and_refuse_another_tree():
   """Of k slices a derivative would add k arrays as large as the stack."""
   params = cases.adapters(SHAPES)

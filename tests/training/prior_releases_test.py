@@ -73,8 +73,7 @@ class Scaled:
     return jax.tree.map(lambda x: self.scale * x, variables)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('batched', [False, True])
+@cases.fast_first('batched', [False], [False, True])
 def test_any_object_with_the_attributes_is_a_change_of_variables(batched):
   change = Scaled(jnp.float32(2))
   private = unsampled(change_of_variables=change)
