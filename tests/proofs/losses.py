@@ -310,6 +310,10 @@ def neighbour_by_index(p, x, y):
   return x[(jnp.arange(len(y)) + 1) % len(y), y].sum(1)
 
 
+def turned_by_index(p, x, y):
+  return x[jnp.flip(jnp.arange(len(y))), y].sum(1)
+
+
 def next_of_some(p, x, y):
   rows = jnp.arange(len(y))
   return x[jnp.where(rows < 3, rows + 1, rows)].sum((1, 2))
@@ -442,6 +446,7 @@ MIXED = {
   divided_by_tokens: 'reduce_sum', capacity: 'cumsum',
   dispatched: 'dot_general', rolled: 'concatenate', contrastive: 'dot_general',
   custom_vmap: 'reduce_sum', sorted_batch: 'sort', index_of_another: 'gather',
+  turned_by_index: 'gather',
   neighbour_by_index: 'gather', next_of_some: 'gather',
   counted_by_label: 'scatter-add', added_in_one_place: 'scatter-add',
   computed_place: 'scatter-add', argmax_over_batch: 'argmax',
