@@ -128,6 +128,8 @@ def test_a_lost_direction_keeps_one_side_alive():
   assert oracles.relative_error(g.product(new), exact) < 1e-12
   ranks = [np.linalg.matrix_rank(np.asarray(f), rtol=1e-6) for f in new]
   assert max(ranks) == 4
+  sizes = np.linalg.svd(new[np.argmax(ranks)], compute_uv=False)
+  assert sizes[0] == pytest.approx(sizes[1])  # It is as long as the longest.
   # And one step later the direction can be had back.
   frame = g.compiled.frame(new)
   next_step = g.scaled(g.random_tangent(37, frame), 0.1)
