@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
 from scipy import stats
 
 from prism_optax import accounting
@@ -91,6 +92,13 @@ def test_beyond_the_ends_of_the_scale():
     _gaussian.gaussian_mu(-1, 1e-5)
   with pytest.raises(ValueError, match='delta=1'):
     _gaussian.gaussian_mu(1.0, 1)
+
+
+def test_what_is_kept_of_an_event_does_not_grow():
+  events = [GaussianDpEvent(1.0)]
+  kept = _events.frozen(SelfComposedDpEvent(ComposedDpEvent(events), 2))
+  events.append(events[0])
+  assert len(kept.event.events) == 1
 
 
 def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
