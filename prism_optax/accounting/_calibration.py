@@ -123,6 +123,8 @@ def calibrate_noise_multiplier(
   def rough(sigma: float) -> float:
     return _events.rough_epsilon(event(sigma), delta)
 
+  # Bad arguments and missing analyses fail here, named, and at no cost.
+  spent(100.0, _SEARCH_INTERVAL)
   guess = _solve(rough, target_epsilon, 1.0, tolerance=0.02)
   if neighboring_relation is NeighboringRelation.REPLACE_ONE:
     guess *= 2

@@ -382,6 +382,7 @@ CALLS = {
   **{
     f'calibrated: {message}': (of(calibrate, **options), message)
     for options, message in (
+      ({'prior_events': [dp_accounting.UnsupportedDpEvent()]}, 'no analysis'),
       # Below what the accountant's tail can show, at any noise.
       ({'target_epsilon': 1e-6, 'delta': 1e-9, 'sampling_probability': 0.01,
         'steps': 100}, r'target_epsilon=1e-06.*reached'),

@@ -67,10 +67,10 @@ accounting/_calibration.py calibrate_noise_multiplier constant 4: 5000 -> 5001 #
 accounting/_calibration.py calibrate_noise_multiplier constant 5: 30 -> 31 # another start
 accounting/_calibration.py calibrate_noise_multiplier constant 6: 2 -> 3 # another start
 accounting/_calibration.py calibrate_noise_multiplier name 1: min -> max # another start
-accounting/_calibration.py calibrate_noise_multiplier constant 7: 1.0 -> 2.0 # another start
-accounting/_calibration.py calibrate_noise_multiplier constant 8: 0.02 -> 0.04 # another start
-accounting/_calibration.py calibrate_noise_multiplier constant 9: 2 -> 3 # another start
-accounting/_calibration.py calibrate_noise_multiplier constant 10: 0.01 -> 0.02 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 8: 1.0 -> 2.0 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 9: 0.02 -> 0.04 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 10: 2 -> 3 # another start
+accounting/_calibration.py calibrate_noise_multiplier constant 11: 0.01 -> 0.02 # another start
 _exact_sum.py towards_zero constant 2: 100 -> 101 # larger than any sum
 accounting/_calibration.py _solve comparison 1: height(high) > 0 -> height(high) >= 0 # floats that are never equal
 accounting/_calibration.py _solve operator 12: middle + margin -> middle - margin # how many steps it takes
