@@ -118,6 +118,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     >>> round(1 / _gaussian.gaussian_mu(1.0, 1e-5), 6)
     3.730632
   """
+  _validate.known_non_negative('epsilon', epsilon)
   _validate.known_probability('delta', delta)
   if delta == 1:
     raise ValueError(f'Expected delta < 1, got {delta=}.')
