@@ -8,6 +8,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import pathlib
 import pkgutil
 import re
 import textwrap
@@ -137,3 +138,16 @@ def test_it_says_what_it_takes_gives_refuses_and_shows(path):
   if path in NAMES and 'Attributes' not in found and not is_interface(obj):
     text = '\n'.join(found.get('Example', found.get('Examples', [])))
     assert doctest.DocTestParser().get_examples(textwrap.dedent(text))
+
+
+def test_a_default_is_changed_on_purpose():
+  """What was measured with the old one is measured again, or goes."""
+  found = [
+    f'{path} {x.name}={x.default!r}'
+    for path, obj in (NAMES | METHODS).items()
+    if not is_interface(obj)
+    for x in inspect.signature(obj).parameters.values()
+    if x.default is not x.empty and not inspect.isfunction(x.default)
+  ]
+  path = pathlib.Path(__file__).with_name('defaults.txt')
+  assert found == path.read_text().splitlines()

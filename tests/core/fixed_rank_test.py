@@ -12,7 +12,7 @@ from prism_optax import fixed_rank
 from prism_optax._linalg._products import Tall
 from prism_optax.fixed_rank import Tangent, _lifts, _retraction
 from prism_optax.fixed_rank._points import map_ranks, nearest_of_rank
-from prism_optax.fixed_rank._tangents import sum_at
+from prism_optax.fixed_rank._tangents import as_sum, sum_at
 from tests import cases
 from tests.fixed_rank import cases as g
 from tests.oracles import oracles
@@ -120,6 +120,14 @@ def test_matrices_that_undo_the_spread_of_the_columns():
   )
   size = np.linalg.norm(exact - g.product(factors))
   assert np.linalg.norm(g.product(new) - exact) < 1e-4 * size
+
+
+@g.deficient
+def test_a_shift_is_carried_along(kind):
+  frame = g.compiled.frame(g.deficient_factors(17, kind))
+  x = as_sum(frame, g.random_tangent(4, frame)).left
+  x = x.shifted(np.random.default_rng(0).normal(size=x.along.shape))
+  cases.assert_close(x.along, frame.left.mT @ x.multiply_out(), 1e-12)
 
 
 def test_a_rank_above_either_side_is_refused():

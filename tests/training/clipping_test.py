@@ -1,5 +1,7 @@
 """Rules of clipping against dense oracles in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,9 @@ def test_a_clip_norm_follows_a_quantile():
   below = np.mean(size <= C)
   norm = float(state.optimizer[0].l2_clip_norm)
   assert norm == pytest.approx(C * np.exp(0.5 - below), rel=1e-4)
+  # Nor is there any if the training has none.
+  noisy = dataclasses.replace(rule, fraction_stddev=0.1)
+  assert bounded(noisy)[1].optimizer[0].l2_clip_norm == norm
 
 
 @pytest.mark.slow

@@ -270,12 +270,16 @@ def test_states_and_data_that_do_not_fit():
   of_users = cases.make(SGD, examples_per_user=2, dataset_size=100)
   start = of_users.init(PARAMS)
 
+  def init_from(head):  # All else of the parameters is known.
+    return made.init(PARAMS | {'head': head})
+
   def step_from(params):  # All else of the state is known.
     return made.step(state._replace(params=params), None)
 
   for call, message in (
     (lambda: made.init({'head': PARAMS['head']}), 'params of the shapes'),
     (lambda: jax.jit(made.init)(PARAMS), 'outside of jit'),
+    (lambda: jax.jit(init_from)(PARAMS['head']), 'outside of jit'),
     (lambda: jax.jit(step_from)(PARAMS), 'outside of jit'),
     # What else data may be is in records_test.py.
     (lambda: made.batches(state, 7), r'a source with len\(data\)'),

@@ -37,6 +37,14 @@ def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):
   cases.assert_same_bits(*map(cases.saved, (TREE, found)))
 
 
+def test_the_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
+  done, replace = [], os.replace
+  monkeypatch.setattr(os, 'fsync', done.append)
+  monkeypatch.setattr(os, 'replace', lambda *x: done.append(x) or replace(*x))
+  training.save_state(tmp_path / 'x', TREE)
+  assert [type(x) for x in done[:2]] == [int, tuple]
+
+
 def test_one_process_writes(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
   training.save_state(tmp_path / 'x', TREE)

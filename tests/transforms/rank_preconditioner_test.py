@@ -1,7 +1,9 @@
 """The adaptive step: against the oracle, and the symmetries of trajectories."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import prism_optax
@@ -45,6 +47,13 @@ def test_directions_follow_a_schedule_of_the_noise():
     value = problem.embed(params, updates)
     chains.assert_close(value.modules, modules, 1e-11)
     assert oracles.relative_error(value.extra, extra) < 1e-12, step
+
+
+def test_where_nothing_was_ever_seen_nothing_moves():
+  tx = prism_optax.scale_by_rank_preconditioner(eps=0.0, noise_stddev=0.0)
+  params = {'lora_a': jnp.eye(3, 2), 'lora_b': jnp.eye(2), 'bias': jnp.ones(2)}
+  zeros = optax.tree.zeros_like(params)
+  cases.assert_same_bits(tx.update(zeros, tx.init(params), params)[0], zeros)
 
 
 @x64
