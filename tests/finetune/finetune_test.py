@@ -159,23 +159,6 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
   assert _results(output) == _results(finished)
 
 
-@pytest.mark.slow
-def test_diagnostics_of_training_data_are_named_nonprivate(
-  tiny_files, tiny_model, tmp_path
-):
-  output = tmp_path / 'out'
-  argv = _arguments(tiny_files, tiny_model, output, '--nonprivate-diagnostics')
-  assert finetune.main([*argv, '--optimizer', 'dp-adamw']) == 0
-  names = {'nonprivate_loss', 'nonprivate_accuracy', 'nonprivate_gradient_norm'}
-  # In a file of their own: the public ones stay public.
-  assert all(
-    set(row) == {'step', 'eval_loss', 'eval_accuracy'} for row in _rows(output)
-  )
-  rows = _rows(output, 'nonprivate_metrics.jsonl')
-  assert [row.pop('step') for row in rows] == [2, 4, 6]
-  assert all(set(row) == names for row in rows)
-
-
 BASE = [
   *('train', '--data', 'T', '--eval', 'E'),
   *('--target-epsilon', '3', '--delta', '1e-5'),

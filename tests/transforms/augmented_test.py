@@ -28,7 +28,10 @@ def _optimizer():
 @pytest.mark.usefixtures('x64')
 def test_it_walks_as_the_gradient_in_tangent_coordinates_says():
   """The state alone, which is one step ahead, stands for the parameters."""
-  inner = optax.chain(optax.scale(-0.1), prism_optax.retract())
+  whole = optax.chain(optax.scale(-0.1), prism_optax.retract())
+  inner = optax.GradientTransformation(
+    whole.init, lambda updates, *rest: whole.update(updates, *rest)
+  )
   # Of a class that the library cannot know, it unpacks for a trainer.
   init, update, pre_clipping_transform = transforms.augmented_optimizer(inner)
   params = cases.adapters([(9, 7, 3)] * 2, dtype=jnp.float64)

@@ -1,0 +1,140 @@
+"""All that the commands write, against transcripts of earlier runs.
+
+Words are compared as they are, numbers to two digits. A change on purpose is
+written down with UPDATE=1 in the environment, and read in the diff.
+"""
+
+import io
+import json
+import os
+import pathlib
+import re
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from matplotlib import figure
+
+from prism_optax.finetune import answers, digits
+from tests.finetune import conftest, finished_runs, language_models
+
+HERE = pathlib.Path(__file__).with_name('transcripts')
+NUMBER = re.compile(r'-?\d+(?:\.\d+)?(?:e[+-]?\d+)?')
+# Digests, pictures, and the versions of packages.
+UNTOLD = re.compile(
+  r'[0-9a-f]{64}|(?<=base64,)[^"]+|<style>.*?</style>'
+  r'|(?:jax|optax|dp-accounting)(?:": "|</td><td>| \| )[\d.]\S+',
+  re.S,
+)
+# Two steps, so that nothing rounds far.
+SHORT = (
+  '--steps 2 --eval-every 1 --batch-size 16 --microbatch-size 8 --rank 2'
+  ' --learning-rate 0.01 --seed 5 --output out'
+)
+FILES = '--data train.jsonl --eval public.jsonl'
+COMMANDS = {
+  'classify': (
+    f'check-data {FILES}',
+    f'train {FILES} {SHORT} --model encoder --max-length 7 --target-epsilon 2'
+    ' --delta 1e-3 --optimizer dp-adamw --nonprivate-diagnostics',
+    'predict out --data public.jsonl --output labels.jsonl',
+    'report out --rows 1 --output report.html',
+    'export out --output merged --format merged --check',
+  ),
+  'instruct': (
+    f'check-data --task instruct {FILES} --model model --max-length 12',
+    f'train --task instruct {FILES} {SHORT} --model model --max-length 14'
+    ' --optimizer adamw',
+    'predict out --data public.jsonl --max-new-tokens 3',
+    'predict out --data public.jsonl --max-new-tokens 3 --before',
+    'chat out --max-new-tokens 3 --system two --temperature 1',
+    'report out --rows 1 --output report.html',
+    'export out --output adapter --base',
+  ),
+  'digits': (f'train {SHORT} --optimizer dp-adamw',),
+  'plan': (
+    'plan --dataset-size 500 --target-epsilon 2 --delta 1e-4 --hours 2'
+    ' --gradients-per-second 5 --picture plan.png',
+  ),
+}
+
+
+# Rows of which nothing is learned, and what is too long to be read whole.
+BAD = ['[]', '{"text": "film", "label": "maybe"}', '{"text": 3}']
+LONG = {'prompt': 'two', 'response': 'is two ' * 5}
+
+
+def _drawn(axes) -> str:
+  """Titles, lines and texts of a picture."""
+  lines = [
+    f'{x.get_label()} {x.get_linestyle()} {x.get_color()} {x.get_marker()}'
+    f' {np.asarray(x.get_xydata()).tolist()}'
+    for x in axes.get_lines()
+  ]
+  sides = [
+    f'{x.label.get_text()} {x.get_scale()} {x.get_view_interval().tolist()}'
+    for x in (axes.xaxis, axes.yaxis)
+  ]
+  texts = [f'{x.get_text()} at {x.xy} {x.get_ha()}' for x in axes.texts]
+  return '\n'.join([axes.get_title(), *sides, *lines, *texts])
+
+
+def _read(path: pathlib.Path) -> str:
+  if path.suffix != '.safetensors':
+    return path.read_text()
+  tensors = safetensors.numpy.load_file(path).items()
+  return json.dumps({name: float(np.linalg.norm(x)) for name, x in tensors})
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_model, tiny_files, request, monkeypatch):
+  """Where the commands run, with models and data."""
+  path = tmp_path / 'data'
+  path.mkdir()
+  (path / 'encoder').symlink_to(tiny_model)
+  language_models.write(path / 'model')
+  texts = [file.read_text().splitlines() for file in tiny_files]
+  talks = [*finished_runs.ROWS * 20, LONG], finished_runs.ROWS
+  private, public = talks if 'instruct' in request.node.name else texts
+  lines = conftest.write_lines(path / 'train.jsonl', [*private, *BAD])
+  lines.write_bytes(lines.read_bytes() + b'{"text": "film \xff", "label": 1}\n')
+  conftest.write_lines(path / 'public.jsonl', public)
+  monkeypatch.chdir(path)
+  return path
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'plan',
+    'instruct',
+    pytest.param('classify', marks=pytest.mark.slow),
+    pytest.param('digits', marks=pytest.mark.slow),
+  ],
+)
+def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
+  monkeypatch.setattr(digits, 'STEPS', 2)
+  monkeypatch.setitem(answers.GREEDY, 'max_new_tokens', 3)
+  text, save, given = [], figure.Figure.savefig, {*folder.rglob('*')}
+
+  def savefig(self, *args, **options):
+    text.extend(map(_drawn, self.axes))
+    save(self, *args, **options)
+
+  monkeypatch.setattr(figure.Figure, 'savefig', savefig)
+  for command in COMMANDS[name]:
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('two\nplus\n\ntwo\n'))
+    finished_runs.run_command(*command.split())
+    text.append(f'$ {command}\n{capsys.readouterr().out}')
+  for path in sorted({*folder.rglob('*.*')} - given):
+    if path.suffix in ('.json', '.jsonl', '.html', '.md', '.safetensors'):
+      text.append(f'= {path}\n{_read(path)}')
+  found = UNTOLD.sub('...', '\n'.join(text).replace(str(folder), '.'))
+  stored = HERE / f'{name}.txt'
+  if 'UPDATE' in os.environ:
+    stored.write_text(found)
+  wanted = stored.read_text()
+  assert NUMBER.sub('#', found) == NUMBER.sub('#', wanted)
+  numbers = ([float(x) for x in NUMBER.findall(y)] for y in (found, wanted))
+  np.testing.assert_allclose(*numbers, rtol=0.02, atol=0.005)
