@@ -119,9 +119,9 @@ PLAIN = {'l2_clip_norms': 1e3, 'noise_multiplier': 0.0, 'prng_key': 0}
 def test_leaves_that_are_no_matrices_go_to_adam():
   tx = dp_muon(
     0.1, **PLAIN, expected_batch_size=2.0, weight_dimension_numbers=SPECS,
-    adam_learning_rate=0.02,
+    adam_learning_rate=0.02, adam_b1=0.8, adam_b2=0.9, adam_eps=0.01,
   )  # fmt: skip
-  adam = optax.adam(0.02)
+  adam = optax.adam(0.02, 0.8, 0.9, 0.01)
   state, adam_state = tx.init(PARAMS), adam.init(PARAMS)
   update, adam_update = jax.jit(tx.update), jax.jit(adam.update)
   for step in range(3):

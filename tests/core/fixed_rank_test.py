@@ -64,8 +64,9 @@ def test_small_singular_values_are_kept():
   """At the square of the condition number, 1e18, they would be lost."""
   a = np.diag([1.0, 1e-9])[None]
   squares = np.array([[2, 1], [1, 2e-18]])[None]  # The equation for ones.
-  w = jax.jit(_lifts.sylvester_of_grams)(a, a, squares)
-  cases.assert_close(w, np.ones((1, 2, 2)), 1e-9)
+  solve = jax.vmap(_lifts.sylvester_of_grams, (None, None, 0))  # One is shared.
+  w = jax.jit(solve)(a, a, squares[None])
+  cases.assert_close(w, np.ones((1, 1, 2, 2)), 1e-9)
 
 
 def test_the_formula_that_readers_see_is_the_retraction():

@@ -80,6 +80,9 @@ def test_given_pairs():
   assert [x[1:] for x in _sizes(params, pairs)] == [(5, 6, 2, ())]
   (z,) = lora.deltas(params, layout=pairs, dense=True).values()
   np.testing.assert_allclose(z, 8, rtol=1e-6)
+  two = dict.fromkeys('abcd', params['down'])
+  pairs = lora.Pair('c', 'b', layout), lora.Pair('d', 'a', layout)
+  assert [*lora.deltas(two, layout=pairs)] == ['d', 'c']  # As the leaves are.
   for pair, match in (
     (lora.Pair('down', 'sideways', layout), "No leaf at 'sideways'"),
     (lora.Pair('down', 'down', layout), 'one pair only'),
