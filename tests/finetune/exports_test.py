@@ -31,8 +31,6 @@ def test_merged_encoder_and_head_are_the_adapted_classifier(
   logits = facts['temperature'] * (vectors @ head['weight'].T + head['bias'])
   want = conftest.run(model, ids)
   np.testing.assert_allclose(logits, want, atol=1e-4)
-  card = (out / 'README.md').read_text()
-  assert 'accuracy | 0.7500 before' in card
 
 
 @pytest.mark.slow
@@ -107,7 +105,7 @@ def test_a_model_in_several_files_is_the_one_in_one_file(
     pretrained.find(str(tmp_path / 'x'))
 
 
-def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
+def test_peft_files_say_what_was_done(language_run, tmp_path, capsys):
   folder, _ = language_run
   run_command('export', folder, '--output', tmp_path / 'x', '--base')
   stored = safetensors.numpy.load_file(
@@ -116,20 +114,7 @@ def test_peft_files_and_card_say_what_was_done(language_run, tmp_path, capsys):
   assert {name.split('.')[4] for name in stored} == {'1', '2'}  # Layers.
   config = json.loads((tmp_path / 'x' / 'adapter_config.json').read_text())
   assert config['task_type'] == 'CAUSAL_LM'
-  card = (tmp_path / 'x' / 'README.md').read_text()
-  assert card.endswith('\n')
   base = pretrained.find(str(folder.parent / 'model'))
-  for fact in (
-    'epsilon <= 1.235 <b>, noise as drawn',
-    'unit of privacy | one row, added or removed',
-    'Poisson, probability 16/60, batches cut to 60',
-    'clip | L2 norm 1 ',
-    'learning rate | 0.005',
-    base.sha256,
-    'version of prism-optax',
-    'perplexity | 20.0855 before, 7.3891 after',
-  ):
-    assert fact in card, fact
   again = pretrained.find(str(tmp_path / 'x' / 'base'))
   assert again.names == base.names
   assert again.stops == base.stops

@@ -35,11 +35,6 @@ def _arguments(
   ]
 
 
-def _rows(output: pathlib.Path, name: str = 'metrics.jsonl') -> list[dict]:
-  lines = (output / name).read_text().splitlines()
-  return [json.loads(line) for line in lines]
-
-
 def _results(output: pathlib.Path) -> list[bytes]:
   names = ('adapter.safetensors', 'metrics.jsonl', 'summary.json')
   return [(output / name).read_bytes() for name in names]
@@ -69,23 +64,13 @@ def interrupted(step):
 
 @pytest.mark.slow
 def test_output_has_adapter_and_metrics_and_nothing_private(finished, capsys):
-  rows = _rows(finished)
-  assert [row['step'] for row in rows] == [0, 2, 4, 6]
-  allowed = {'step', 'eval_loss', 'eval_accuracy'}
-  assert all(set(row) == allowed for row in rows)
   assert not (finished / run.FOLDER).exists()
   assert not list(finished.glob('nonprivate*'))
   with safetensors.safe_open(finished / 'adapter.safetensors', 'numpy') as file:
     header = json.loads(file.metadata()['facts'])
-    shapes = {name: file.get_tensor(name).shape for name in file.offset_keys()}
-  assert shapes['kernel'] == (8, 2)
-  assert shapes['encoder.layers.0.attention.query.lora.lora_a'] == (8, 2)
-  assert len(shapes) == 4 * 2 + 2
   assert header['labels'] == ['0', '1']
   summary = json.loads((finished / 'summary.json').read_text())
   assert header['privacy'] == summary['statement']
-  assert summary['final'] == rows[-1]
-  assert summary['epsilons'][0] < summary['epsilons'][3] == summary['epsilon']
   # A run that anyone can repeat must not claim to be private.
   assert 'against anyone who knows prng_key' in summary['statement']
   assert 'noise as drawn' in summary['statement']
