@@ -39,7 +39,7 @@ def _ramp(z):
 
 def test_equals_the_formula(x64):
   """Gradients that go on, turn back, and go on, at points that move."""
-  for stddevs in ([0.3, 0.4, 0.2, 0.3, 0.3], [0.0] * 5):  # Of one program.
+  for stddevs in ([0.03, 0.04, 0.02, 0.03, 0.03], [0.0] * 5):  # Of one program.
     _equals_the_formula(stddevs)
 
 
@@ -54,8 +54,8 @@ def _equals_the_formula(stddevs):
       tuple(x + 0.3 * rng.normal(size=x.shape) for x in pair) for pair in first
     ]
     dense = problems.Dense(
-      [0.2 * sign + rng.normal(0, 0.1, s[:2]) for s in SHAPES],
-      0.1 * sign + rng.normal(0, 0.1, 5),
+      [0.02 * sign + rng.normal(0, 0.01, s[:2]) for s in SHAPES],
+      0.01 * sign + rng.normal(0, 0.01, 5),
     )
     params = problem.params(factors, np.zeros(5))
     states = states or [tx.init(params) for tx in _both(np.array(stddevs))]
