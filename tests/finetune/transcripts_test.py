@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import pytest
 import safetensors.numpy
-from matplotlib import figure
+from matplotlib import figure, style
 
 from prism_optax.finetune import answers, digits
 from tests.finetune import conftest, finished_runs, language_models
@@ -125,7 +125,8 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   monkeypatch.setattr(figure.Figure, 'savefig', savefig)
   for command in COMMANDS[name]:
     monkeypatch.setattr(sys, 'stdin', io.StringIO('two\nplus\n\ntwo\n'))
-    finished_runs.run_command(*command.split())
+    with style.context('default'):  # Benchmarks have one of their own.
+      finished_runs.run_command(*command.split())
     text.append(f'$ {command}\n{capsys.readouterr().out}')
   for path in sorted({*folder.rglob('*.*')} - given):
     if path.suffix in ('.json', '.jsonl', '.html', '.md', '.safetensors'):
