@@ -73,9 +73,8 @@ def write(folder: pathlib.Path, config: dict = CONFIG) -> pathlib.Path:
   """All files of a small model."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
-  (folder / 'tokenizer_config.json').write_text(
-    json.dumps({'eos_token': '</s>', 'chat_template': TEMPLATE})
-  )
+  (folder / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
+  (folder / 'chat_template.jinja').write_text(TEMPLATE)
   tokenizer().save(str(folder / 'tokenizer.json'))
   safetensors.numpy.save_file(tensors(config), folder / 'model.safetensors')
   return folder
