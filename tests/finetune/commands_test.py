@@ -105,18 +105,6 @@ def test_the_verdict_asks_for_two_standard_errors(review_run):
     assert report.verdict(summary).startswith(verdict)
 
 
-def test_report_compares_the_methods_of_the_demo(language_run, tmp_path):
-  folder, _ = language_run
-  shutil.copy(folder / 'options.json', tmp_path)
-  for name in ('prism', 'adamw'):
-    (tmp_path / name).mkdir()
-    for file in ('summary.json', 'metrics.jsonl'):
-      shutil.copy(folder / file, tmp_path / name)
-  found = finished.find_all(str(tmp_path))
-  assert [run.folder.name for run in found] == ['adamw', 'prism']
-  assert finished.find_all(str(folder))[0].folder == folder
-
-
 def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
   folder, _ = language_run
   opened = finished.find(str(folder))

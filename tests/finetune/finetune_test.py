@@ -12,7 +12,7 @@ import sys
 import pytest
 import safetensors
 
-from prism_optax.finetune import command_line, run, train, training
+from prism_optax.finetune import command_line, run, training
 from prism_optax.finetune import main as finetune
 from prism_optax.finetune import options as options_lib
 from tests.core import seams
@@ -227,13 +227,3 @@ def test_every_method_has_a_learning_rate():
       learning_rate=None, task='classify', steps=steps, head=head
     )
     assert training.learning_rate(given, 'prism') == pytest.approx(rate)
-
-
-def test_counted_size_is_said_to_be_public(tiny_files, tiny_model, capsys):
-  """A declared one may exceed the rows: places beyond them are empty."""
-  argv = _arguments(tiny_files, tiny_model, 'x')
-  for more, size in (('--dataset-size', '80'), 80), ((), 60):
-    used = options_lib.resolve(command_line.parse([*argv, *more]))
-    assert train.declared_size(used, 60) == size
-    assert used.head == 'released'  # The budget is known.
-  assert '60 private rows' in capsys.readouterr().out

@@ -37,7 +37,8 @@ COMMANDS = {
   'classify': (
     f'check-data {FILES}',
     f'train {FILES} {SHORT} --model encoder --max-length 7 --target-epsilon 2'
-    ' --delta 1e-3 --optimizer dp-adamw --nonprivate-diagnostics',
+    ' --delta 1e-3 --optimizer dp-adamw --nonprivate-diagnostics'
+    ' --dataset-size 80',
     'predict out --data public.jsonl --output labels.jsonl',
     'report out --rows 1 --output report.html',
     'export out --output merged --format merged --check',
@@ -52,7 +53,10 @@ COMMANDS = {
     'report out --rows 1 --output report.html',
     'export out --output adapter --base',
   ),
-  'digits': (f'train {SHORT} --optimizer dp-adamw',),
+  'digits': (
+    f'train {SHORT} --optimizer dp-adamw',
+    'report out --output report.html',
+  ),
   'plan': (
     'plan --dataset-size 500 --target-epsilon 2 --delta 1e-4 --hours 2'
     ' --gradients-per-second 5 --picture plan.png',

@@ -155,6 +155,7 @@ ARGUMENTS = [
   *((call, {'l2_clip_norm': (0.0, math.nan), 'stddev': (-1.0, math.nan),
     'block_ndim': (0,)}) for call in (on_host, of(on_device, prng_key=KEY))),
   (on_host, {'stddev': (1e-12,)}),
+  (training.AutomaticClipping, {'stability': (0.0, math.nan)}),
   # Plans.
   (of(training.plan, dataset_size=100, target_epsilon=1.0, delta=1e-3),
     {'dataset_size': (0,), 'target_epsilon': (-1.0,), 'delta': (1.0,),
