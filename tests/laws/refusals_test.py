@@ -119,7 +119,7 @@ ARGUMENTS = [
   (event, {'noise_multiplier': (-1.0, math.nan, 'x', None), 'steps': (-3, 2.5),
     'sampling_probability': (1.1, -0.1)}),
   (of(event, truncated_batch_size=8, dataset_size=80),
-    {'truncated_batch_size': (0, None), 'dataset_size': (None,)}),
+    {'truncated_batch_size': (0, None), 'dataset_size': (None, 0)}),
   (of(matrix, strategy_matrix=np.eye(2)), {'noise_multiplier': (-1,),
     'max_participations': (0,), 'min_separation': (0,)}),
   (of(accounting.calibrate_matrix_mechanism, 1.0, DELTA, np.eye(2),
