@@ -93,10 +93,14 @@ def test_a_digest_of_arrays_tells_bits_apart():
   flipped, moved = x.copy(), x.copy()
   flipped.view(np.uint32)[1, 2] ^= 1
   moved[[0, 1]] = moved[[1, 0]]
-  signed = np.where(x == 0, np.float32(-0.0), x)
+  signed = [
+    np.where(np.arange(12).reshape(3, 4) == i, -x, x) for i in range(12)
+  ]
   trees = [
-    [x, 2 * x], [2 * x, x], *([y, 2 * x] for y in (flipped, moved, signed)),
-  ]  # fmt: skip
+    [x, 2 * x],
+    [2 * x, x],
+    *([y, 2 * x] for y in (flipped, moved, *signed)),
+  ]
   digests = [tuple(np.asarray(of(tree)).tolist()) for tree in trees]
   assert len(set(digests)) == len(trees)
   assert all(len(set(d)) == 8 for d in digests)

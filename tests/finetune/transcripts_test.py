@@ -17,6 +17,7 @@ import safetensors.numpy
 from matplotlib import figure, style
 
 from prism_optax.finetune import answers, digits
+from tests.core import seams
 from tests.finetune import conftest, finished_runs, language_models
 
 HERE = pathlib.Path(__file__).with_name('transcripts')
@@ -129,7 +130,8 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   monkeypatch.setattr(figure.Figure, 'savefig', savefig)
   for command in COMMANDS[name]:
     monkeypatch.setattr(sys, 'stdin', io.StringIO('two\nplus\n\ntwo\n'))
-    with style.context('default'):  # Benchmarks have one of their own.
+    # The style of benchmarks is another one.
+    with style.context('default'), seams.noise_of_the_key():
       finished_runs.run_command(*command.split())
     text.append(f'$ {command}\n{capsys.readouterr().out}')
   for path in sorted({*folder.rglob('*.*')} - given):

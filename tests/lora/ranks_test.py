@@ -191,10 +191,11 @@ def test_difference_is_the_change_of_the_matrix(x64):
   params, initial = (
     cases.adapters(SHAPES, seed, dtype=jnp.float64) for seed in (1, 2)
   )
-  params['m3'] = {'lora_a': np.eye(4, 3), 'lora_b': 2 * np.eye(3, 5)}
-  initial['m3'] = {'lora_a': np.ones((4, 3)), 'lora_b': np.ones((3, 5))}
+  for name, n, m in (('m3', 4, 5), ('m4', 5, 4)):
+    params[name] = {'lora_a': np.eye(n, 3), 'lora_b': 2 * np.eye(3, m)}
+    initial[name] = {'lora_a': np.ones((n, 3)), 'lora_b': np.ones((3, m))}
   new = jax.device_get(jax.jit(lora.difference)(params, initial))
-  assert [x.shape[-1] for x, _ in cases.factors_of(new)] == [6, 4, 6, 4]
+  assert [x.shape[-1] for x, _ in cases.factors_of(new)] == [6, 4, 6, 4, 4]
   for got, z, z0 in zip(
     *map(cases.products_of, (new, params, initial)), strict=True
   ):

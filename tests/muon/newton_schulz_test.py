@@ -116,7 +116,7 @@ def test_accelerators_multiply_bfloat16_and_sum_float32():
   def call(x):
     return muon.newton_schulz(x, matmul_dtype=jnp.bfloat16)
 
-  x = jax.ShapeDtypeStruct((8, 12), jnp.float32)
+  x = jax.ShapeDtypeStruct((8, 24), jnp.float32)
   text = jax.jit(call).trace(x).lower(lowering_platforms=('cuda',)).as_text()
   products = [line for line in text.splitlines() if 'dot_general' in line]
   assert len(products) == 5 * 3  # Steps times products of a quintic.

@@ -392,6 +392,13 @@ def padded_out(p, x, y):
   return jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1].sum((1, 2))
 
 
+def padded_in_parts(p, x, y):
+  parts = x.reshape(2 * B, 2, D)
+  return (
+    jnp.pad(parts, ((1, 0), (0, 0), (0, 0)))[:-1].reshape(x.shape).sum((1, 2))
+  )
+
+
 def every_other(p, x, y):
   return jnp.concatenate([x[::2], x[1::2]]).sum((1, 2))
 
@@ -455,4 +462,5 @@ MIXED = {
   stopped_together: 'reduce_or', first_copy: 'dot_general', first_row: 'add',
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
   convolved_batch: 'conv_general_dilated', padded_out: None, every_other: None,
+  padded_in_parts: 'pad',
 }  # fmt: skip
