@@ -176,8 +176,6 @@ assert 'jax' not in sys.modules
 PLANTED = {
   'upwards': ('fixed_rank', 'from prism_optax import lora'),
   'sideways': ('lora', 'from prism_optax.transforms import retract'),
-  'of private parts': ('muon', 'from prism_optax._modules._tree import Stacks'),
-  'of the package': ('transforms', 'from prism_optax import prism'),
   'by name': ('lora', 'importlib.import_module("prism_optax.aliases")'),
   'by a computed name': ('lora', '__import__("prism_" + "optax")'),
   'of an extra': ('lora', 'import flax.nnx'),

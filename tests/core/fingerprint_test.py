@@ -93,14 +93,9 @@ def test_a_digest_of_arrays_tells_bits_apart():
   flipped, moved = x.copy(), x.copy()
   flipped.view(np.uint32)[1, 2] ^= 1
   moved[[0, 1]] = moved[[1, 0]]
-  signed = [
-    np.where(np.arange(12).reshape(3, 4) == i, -x, x) for i in range(12)
-  ]
-  trees = [
-    [x, 2 * x],
-    [2 * x, x],
-    *([y, 2 * x] for y in (flipped, moved, *signed)),
-  ]
+  signs = 1 - 2 * np.eye(12, dtype=np.float32).reshape(12, 3, 4)
+  trees = [[x, 2 * x], [2 * x, x]]
+  trees += [[y, 2 * x] for y in (flipped, moved, *(x * signs))]
   digests = [tuple(np.asarray(of(tree)).tolist()) for tree in trees]
   assert len(set(digests)) == len(trees)
   assert all(len(set(d)) == 8 for d in digests)

@@ -17,6 +17,7 @@ import safetensors.numpy
 from matplotlib import figure, style
 
 from prism_optax.finetune import answers, digits
+from tests import cases
 from tests.core import seams
 from tests.finetune import conftest, finished_runs, language_models
 
@@ -109,15 +110,7 @@ def folder(tmp_path, tiny_model, tiny_files, request, monkeypatch):
   return path
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    'plan',
-    'instruct',
-    pytest.param('classify', marks=pytest.mark.slow),
-    pytest.param('digits', marks=pytest.mark.slow),
-  ],
-)
+@cases.fast_first('name', ('plan', 'instruct'), COMMANDS)
 def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   monkeypatch.setattr(digits, 'STEPS', 2)
   monkeypatch.setitem(answers.GREEDY, 'max_new_tokens', 3)

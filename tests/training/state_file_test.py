@@ -38,11 +38,11 @@ def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):
 
 
 def test_the_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
-  done, replace = [], os.replace
-  monkeypatch.setattr(os, 'fsync', done.append)
-  monkeypatch.setattr(os, 'replace', lambda *x: done.append(x) or replace(*x))
+  done = []
+  for name in ('fsync', 'replace'):
+    monkeypatch.setattr(os, name, lambda *x: done.append(len(x)))
   training.save_state(tmp_path / 'x', TREE)
-  assert [type(x) for x in done[:2]] == [int, tuple]
+  assert done[:2] == [1, 2]
 
 
 def test_one_process_writes(tmp_path, monkeypatch):
