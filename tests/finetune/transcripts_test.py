@@ -5,7 +5,6 @@ written down with UPDATE=1 in the environment, and read in the diff.
 """
 
 import io
-import json
 import os
 import pathlib
 import re
@@ -82,15 +81,16 @@ def _drawn(axes) -> str:
     f'{x.label.get_text()} {x.get_scale()} {x.get_view_interval().tolist()}'
     for x in (axes.xaxis, axes.yaxis)
   ]
-  texts = [f'{x.get_text()} at {x.xy} {x.get_ha()}' for x in axes.texts]
-  return '\n'.join([axes.get_title(), *sides, *lines, *texts])
+  texts = [f'{x.get_text()} {x.xy} {x.xyann} {x.get_ha()}' for x in axes.texts]
+  drawn = [name for name, x in axes.spines.items() if x.get_visible()]
+  return '\n'.join([axes.get_title(), *drawn, *sides, *lines, *texts])
 
 
 def _read(path: pathlib.Path) -> str:
   if path.suffix != '.safetensors':
     return path.read_text()
   tensors = safetensors.numpy.load_file(path).items()
-  return json.dumps({name: float(np.linalg.norm(x)) for name, x in tensors})
+  return str({name: float(np.linalg.norm(x)) for name, x in tensors})
 
 
 @pytest.fixture
