@@ -175,14 +175,9 @@ assert 'jax' not in sys.modules
 
 PLANTED = {
   'upwards': ('fixed_rank', 'from prism_optax import lora'),
-  'sideways': ('lora', 'from prism_optax.transforms import retract'),
-  'by name': ('lora', 'importlib.import_module("prism_optax.aliases")'),
   'by a computed name': ('lora', '__import__("prism_" + "optax")'),
   'of an extra': ('lora', 'import flax.nnx'),
   'JAX on the host side, late': ('accounting', 'def f():\n  import optax'),
-  'JAX behind the host side': ('accounting', 'from prism_optax import _linalg'),
-  'JAX in what the host side imports': ('_validate', 'import jax'),
-  'of the host side': ('lora', 'from prism_optax import accounting'),
   'of a new file': ('surprise', 'import numpy'),
   'in a sub-package': ('lora', 'from ... import aliases', f'{PACKAGE}.lora.x'),
 }  # fmt: skip

@@ -95,12 +95,6 @@ def test_links_and_names(page):
   assert not broken_rows(text)
 
 
-def test_scripts_run_tests_that_are_there():
-  for script in (ROOT / '.ci').glob('[!.]*'):
-    names = re.findall(r'tests/[\w/]+\.py[^\s\'"]*', script.read_text('utf-8'))
-    assert not nowhere(names), script
-
-
 def test_what_leads_nowhere_is_found():
   page = ROOT / 'docs' / 'faults.md'
   text = (

@@ -66,6 +66,7 @@ def tokenizer() -> tokenizers.Tokenizer:
   special = ['<pad>', '<s>', '</s>']
   result = word_level(*special, '<unk>', *WORDS, unknown='<unk>')
   result.add_special_tokens(special)
+  result.enable_padding(length=30)  # Which the program decides by itself.
   return result
 
 

@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 from matplotlib import figure, style
 
+from prism_optax import training
 from prism_optax.finetune import answers, digits
 from tests import cases
 from tests.core import seams
@@ -121,6 +122,11 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
     save(self, *args, **options)
 
   monkeypatch.setattr(figure.Figure, 'savefig', savefig)
+  written = training.save_state
+  monkeypatch.setattr(
+    training, 'save_state',
+    lambda *x: text.append(f'saved: step {x[1].step}') or written(*x),
+  )  # fmt: skip
   for command in COMMANDS[name]:
     monkeypatch.setattr(sys, 'stdin', io.StringIO('two\nplus\n\ntwo\n'))
     # The style of benchmarks is another one.

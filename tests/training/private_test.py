@@ -228,11 +228,12 @@ def test_compiled_ahead_of_the_first_record():
     traces.append(1)
     return loss(params, frozen, x, y)
 
-  shapes = jax.eval_shape(lambda: PARAMS)  # In the place of parameters.
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+  shapes = jax.eval_shape(lambda: params)  # In the place of parameters.
   private = cases.make(
     SGD, params=shapes, loss=counted, record=cases.RECORD, prng_key=None
   )
-  state = private.init(PARAMS)
+  state = private.init(params)
   private.compile(state, FROZEN)
   assert len(private.proofs) == 2
   assert all(private.proofs)
@@ -241,10 +242,13 @@ def test_compiled_ahead_of_the_first_record():
     private.step(state, next(iter(batches)), FROZEN[:, :, None])
   state = private.step(state, next(iter(batches)), FROZEN)
   assert len(traces) == count
+  assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {'bfloat16'}
   # The number of batches is public, so a progress bar may know it.
   assert tqdm.tqdm(batches, disable=True).total == 3 == len(batches)
   # A restored state is compared before its data are there.
-  other = cases.make(optax.sgd(0.2), record=cases.RECORD, prng_key=None)
+  other = cases.make(
+    optax.sgd(0.2), params=params, record=cases.RECORD, prng_key=None
+  )
   with pytest.raises(ValueError, match=r'a difference in program \(loss'):
     other.compile(state, FROZEN)
   without = cases.make(SGD)
