@@ -142,7 +142,7 @@ def test_answers_are_the_likeliest_tokens(adapted):
       row[0, at] = token
   # It ends before the token that says so.
   stop = answers[0][2]
-  cut = generation.Generator(model, [stop, 99]).answers(prompts[:1], 8)[0]
+  cut, _ = generation.Generator(model, [stop, 99]).answers(prompts, 8)
   assert cut == answers[0][: answers[0].index(stop)]
   # No other token ends an answer, not even token 0.
   drawn, _ = endless.answers(prompts, 8, temperature=9.0, seed=2)

@@ -92,6 +92,7 @@ def test_mixing_is_refused_by_primitive_and_line(loss):
   proof = prove(loss, copies(p), *rows)
   assert not proof
   assert 'Instead: ' in proof.offence
+  assert f'offence: {proof.offence}' in str(proof)
   if (primitive := cases.MIXED[loss]) is not None:
     file = 'normalization.py' if loss is cases.batch_norm else 'losses.py'
     assert proof.offence.startswith(f'{primitive} at {file}:'), proof.offence
