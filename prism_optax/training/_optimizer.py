@@ -92,9 +92,7 @@ def assemble(
       f'clipping={clip.rule!r} goes with PRISM and with optimizers of'
       ' optax: DP-Muon clips matrix by matrix to thresholds of its own.'
     )
-  # Whether a retraction has to follow the noise, the rest has said.
-  whole = tangent_clip(clip, rest.layout), rest
-  return chain(*whole, retract_elsewhere=True)
+  return chain(tangent_clip(clip, rest.layout), rest)
 
 
 def _taken(

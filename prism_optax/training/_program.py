@@ -186,12 +186,9 @@ def prove_apart(parts: Parts, traced: jax.stages.Traced, batch: Batch) -> Proof:
       ('gradients are computed of one record at a time: it can meet no other',),
     )
   entering = len(jax.tree.leaves((batch.examples, batch.is_present)))
-  programs = list(calls_of(traced.jaxpr, _GRADIENTS))
-  if not programs:  # Then they are computed by what nobody has proved.
-    raise ValueError(
-      'Expected gradients of records in the program of the step, got none.'
-    )
-  for program in programs:
+  # There is a first one, or they are computed by what nobody has proved.
+  first, *others = calls_of(traced.jaxpr, _GRADIENTS)
+  for program in (first, *others):
     shared = len(program.in_avals) - entering
     of_batch = [False] * shared + [True] * entering
     proof = followed(program, names_of(parts.shapes), of_batch, size)
