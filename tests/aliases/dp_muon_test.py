@@ -134,6 +134,25 @@ def test_leaves_that_are_no_matrices_go_to_adam():
     assert not np.allclose(out['w'], expected['w'], rtol=0.1)
 
 
+def test_each_group_has_its_part_of_the_noise():
+  """A privatizer sees a leaf over its part: C_W over sqrt(C_W sqrt(d_W))."""
+  clips, seen = {'b': 2.0, 'layers': 0.5, 'w': 1.0, 'norm': 2.0}, []
+  tx = dp_muon(
+    0.1, l2_clip_norms=clips, expected_batch_size=1.0, steps='unlimited',
+    weight_dimension_numbers=SPECS, noise_split='least_energy',
+    privatizer=optax.stateless(lambda x, _: seen.append(x) or x),
+  )  # fmt: skip
+  grads = {k: np.full((1, *x.shape), 1e-3) for k, x in PARAMS.items()}
+  tx.update(grads, tx.init(PARAMS), PARAMS)
+  sizes = {'b': 40, 'layers': 600, 'w': 1000, 'norm': 40}
+  budgets = {k: c * math.sqrt(sizes[k]) for k, c in clips.items()}
+  # Two layers are two groups, and the leaves that are no matrices one.
+  whole = 2 * budgets['layers'] + budgets['w'] + budgets['b']
+  for k, c in clips.items():
+    part = c * math.sqrt(whole / budgets[k])
+    np.testing.assert_allclose(seen[0][k], 1e-3 / part, rtol=1e-5)
+
+
 def test_consistent_rms_and_weight_decay():
   w, b = np.full((6, 4), 2.0, np.float32), np.zeros(3, np.float32)
   params = {'w': w, 'b': b}

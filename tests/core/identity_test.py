@@ -74,7 +74,8 @@ def test_another_head_than_the_declared_one_is_refused():
 
 
 def test_three_numbers_are_enough_to_know_a_release():
-  kernel = _identity.marked(np.array([[0.3, -1.7, 2.2]])).astype(np.float32)
+  # A third of a step off the grid.
+  kernel = _identity.marked(np.array([[0.3, -1.7, 2.2]])) * np.float32(1.0061)
   assert _identity.is_marked(kernel)
   assert _identity.is_marked(kernel[None])  # Of one layer.
   assert not _identity.is_marked(kernel[:, :2])

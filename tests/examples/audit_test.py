@@ -80,6 +80,9 @@ def test_bounds_are_those_of_the_source():
   assert right == GUESSES
   assert bound == pytest.approx(math.log(q / (1 - q)), abs=1e-3)
   assert gaussian > bound
+  wrong = np.where(np.arange(CANARIES) < 20, -1, coin)
+  *_, gaussian = audit.lower_bounds(wrong, coin, GUESSES, DELTA)
+  assert gaussian == pytest.approx(2.7865, rel=1e-3)
   # As many right as by chance, and none at all, show nothing.
   assert audit.lower_bounds(0 * coin, coin, GUESSES, DELTA)[1:] == (0, 0)
   assert audit.lower_bounds(~coin, coin, GUESSES, DELTA) == (0, 0, 0)

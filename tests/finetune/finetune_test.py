@@ -51,13 +51,15 @@ def finished(tmp_path_factory, tiny_files, tiny_model):
 
 
 def interrupted(step):
-  """Ctrl-C while the batch of a step is drawn, once."""
+  """Ctrl-C while the batch of a step is drawn, and another one, which stops."""
   done = []
 
   def stop(number):
     if number == step and not done:
       done.append(number)
       signal.raise_signal(signal.SIGINT)
+      with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
   return seams.before_each_draw(stop)
 
