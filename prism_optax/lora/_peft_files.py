@@ -69,7 +69,6 @@ def exactly(name: str) -> str:
 
 def _safetensors() -> ModuleType:
   try:
-    import safetensors
     import safetensors.numpy
   except ImportError as error:
     raise ImportError(
