@@ -131,6 +131,11 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   assert moved**2 / (2 * (1.1e-23 + 4e-9 * moved / 3)) == pytest.approx(
     nats, rel=0.01
   )
+  # Of many the deviation is more than the mean; what lies far out adds to it.
+  shift, _ = _epsilon.release_guarantee(0.0, 0.0, 1e10)
+  deviation = math.sqrt(2e10 * (1.1e-23 + 2e-9 * 2e-9**2) * nats)
+  mean = 1e10 * (1.1e-23 + 5e-17) + 8e-9 / 3 * nats
+  assert shift / 2 == pytest.approx(mean + deviation, rel=1e-6)
   # Where it takes a quarter of epsilon, and a third of delta.
   ideal = _calibration._ideal_target(1e-4, delta, 7e10)
   drawn = _epsilon.release_guarantee(*ideal, 7e10)
