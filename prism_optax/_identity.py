@@ -140,10 +140,8 @@ def _on_grid(values: np.ndarray) -> bool:
   sizes = np.abs(values[np.isfinite(values)])
   # Of what is much smaller, float16 may have kept little.
   sizes = sizes[sizes > 2.0**-13 * np.max(sizes, initial=0)]
-  if sizes.size < 3 or abs(np.mean(_phasors(sizes))) < 0.5:
-    return False
   sizes = np.unique(sizes)  # Equal numbers say nothing more.
-  if sizes.size < 3 or _is_geometric(sizes):
+  if sizes.size < 3:
     return False
   phasors = _phasors(sizes)
   mean = np.mean(phasors)
@@ -152,7 +150,8 @@ def _on_grid(values: np.ndarray) -> bool:
   # long a mean (Rayleigh), or lie so close to it.
   long = sizes.size * abs(mean) ** 2
   close = (sizes.size - 1) * -np.log(farthest + 1e-4)
-  return bool(abs(mean) >= 0.5 and max(long, close) >= _EVIDENCE)
+  is_sure = abs(mean) >= 0.5 and max(long, close) >= _EVIDENCE
+  return bool(is_sure and not _is_geometric(sizes))
 
 
 def _is_geometric(sizes: np.ndarray) -> bool:

@@ -88,11 +88,11 @@ class PriorReleases(NamedTuple):
     seeded: Whether somebody knows the noise of one of them.
   """
 
-  events: tuple[dp_accounting.DpEvent, ...] = ()
-  entries: int = 0
-  digest: str = ''
-  words: str = ''
-  seeded: bool = False
+  events: tuple[dp_accounting.DpEvent, ...]
+  entries: int
+  digest: str
+  words: str
+  seeded: bool
 
   @classmethod
   def of(

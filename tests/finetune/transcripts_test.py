@@ -78,6 +78,10 @@ def _drawn(axes) -> str:
     f' {np.asarray(x.get_xydata()).tolist()}'
     for x in axes.get_lines()
   ]
+  lines += [
+    f'{x.get_offsets().tolist()} {x.get_edgecolor().tolist()}'
+    for x in axes.collections
+  ]
   sides = [
     f'{x.label.get_text()} {x.get_scale()} {x.get_view_interval().tolist()}'
     for x in (axes.xaxis, axes.yaxis)
