@@ -17,26 +17,6 @@ from prism_optax.fixed_rank._tangents import (
 )
 
 
-def dense_retraction(frame: Frame, tangent: Tangent) -> Factors:
-  """The formula of :func:`retraction` (PRISM, arXiv:2606.00944, Eq. 22).
-
-  From an SVD of ``Z + T`` itself, for tests and for readers. It is not defined
-  where ``Z + T`` has lost rank.
-  """
-  left = matmul(frame.left, frame.left_core)
-  right = matmul(frame.right, frame.right_core)
-  z = matmul(left, right.mT)
-  t = matmul(tangent.left, frame.right.mT)
-  t = t + matmul(frame.left, tangent.right.mT)
-  u, s, vt = jnp.linalg.svd(z + t, full_matrices=False)
-  rank = left.shape[-1]
-  root = jnp.sqrt(s[..., None, :rank])
-  u, v = u[..., :rank] * root, vt.mT[..., :rank] * root
-  along = jnp.sum(u * left, -2) + jnp.sum(v * right, -2)
-  sign = jnp.where(along < 0, -1, 1)[..., None, :]
-  return Factors(u * sign, v * sign)
-
-
 def retraction(
   frame: Frame, tangent: Tangent | TangentSum, *, align: bool = False
 ) -> Factors:
