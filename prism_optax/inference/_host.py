@@ -185,7 +185,7 @@ def _random_below(count: int, bound: int) -> Integers:
   usable = (1 << 32) // bound * bound
   found = _random_bits(count, 32)
   while np.any(reject := found >= usable):
-    found[reject] = _random_bits(int(reject.sum()), 32)
+    found[reject] = _random_bits(reject.sum(), 32)
   return found % bound
 
 

@@ -247,8 +247,8 @@ def orthonormal(
 ) -> jax.Array:
   """(k, m, r) with orthonormal columns, uniformly distributed."""
   q, r = _products.qr(jax.random.normal(key, shape, dtype))
-  sign = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
-  return q * jnp.where(sign == 0, 1, sign)[:, None, :]
+  diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)
+  return q * jnp.where(diagonal < 0, -1, 1)[:, None, :]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
