@@ -17,6 +17,7 @@ import types
 import pytest
 
 import prism_optax
+from prism_optax.finetune import options
 
 MODULES = (
   'prism_optax',
@@ -149,5 +150,8 @@ def test_a_default_is_changed_on_purpose():
     for x in inspect.signature(obj).parameters.values()
     if x.default is not x.empty and not inspect.isfunction(x.default)
   ]
+  of_runs = {k: x.defaults for k, x in options.TABLE.items()}
+  of_runs |= {f'rates of {k}': x for k, x in options.LEARNING_RATES.items()}
+  found += [f'prism-optax train {k}={x!r}' for k, x in of_runs.items()]
   path = pathlib.Path(__file__).with_name('defaults.txt')
   assert found == path.read_text().splitlines()
