@@ -107,9 +107,10 @@ def test_noise_goes_in_on_all_entries_before_projector_and_mask():
 def test_steps_modules_and_leaves_are_independent():
   """Sample correlations over many steps: none beyond chance."""
   tx = prism_optax.tangent_privatizer(1.0, prng_key=3)
-  update, state, noise = jax.jit(tx.update), tx.init(PARAMS), []
+  params, zeros = (x | {'no entry': np.zeros((0, 3))} for x in (PARAMS, ZEROS))
+  update, state, noise = jax.jit(tx.update), tx.init(params), []
   for _ in range(400):
-    drawn, state = update(ZEROS, state, PARAMS)
+    drawn, state = update(zeros, state, params)
     noise.append(np.concatenate(jax.tree.leaves(drawn), None))
   noise = np.float64(noise)
   extra, rest = noise[:, :5], noise[:, 5:]  # Sorted names.
