@@ -94,6 +94,7 @@ def test_mixing_is_refused_by_primitive_and_line(loss):
   assert 'Instead: ' in proof.offence
   of_rounds = 'combines the example of one round of a loop' in proof.offence
   assert of_rounds is (loss is cases.all_against_all)
+  assert 'unexpected' not in proof.offence  # Then a rule would be wrong.
   assert f'offence: {proof.offence}' in str(proof)
   if (primitive := cases.MIXED[loss]) is not None:
     file = 'normalization.py' if loss is cases.batch_norm else 'losses.py'

@@ -314,6 +314,10 @@ def turned_by_index(p, x, y):
   return x[jnp.flip(jnp.arange(len(y))), y].sum(1)
 
 
+def first_rows_by_index(p, x, y):
+  return jnp.tile(x[jnp.arange(3)].sum((1, 2)), 2)
+
+
 def next_of_some(p, x, y):
   rows = jnp.arange(len(y))
   return x[jnp.where(rows < 3, rows + 1, rows)].sum((1, 2))
@@ -453,6 +457,7 @@ MIXED = {
   custom_vmap: 'reduce_sum', sorted_batch: 'sort', index_of_another: 'gather',
   turned_by_index: 'gather',
   neighbour_by_index: 'gather', next_of_some: 'gather',
+  first_rows_by_index: 'gather',
   counted_by_label: 'scatter-add', added_in_one_place: 'scatter-add',
   computed_place: 'scatter-add', argmax_over_batch: 'argmax',
   batch_as_kernel: 'conv_general_dilated', time_major: 'reshape',

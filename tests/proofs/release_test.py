@@ -62,6 +62,7 @@ def test_a_step_with_clip_and_noise_is_proved():
   proof = prove(jax.jit(private_step))
   assert proof, proof
   assert re.search(r'release at release_test.*deviation 0.5 on 2', str(proof))
+  assert re.match(r'[1-9]\d+ equations: [1-9]', proof.trace[0])
   assert not any('drawn' in x for x in proof.assumptions)
 
 
