@@ -166,6 +166,18 @@ def test_other_models_are_refused(change, message):
     llama_config.Config.from_dict(language_models.CONFIG | change, 'here')
 
 
+def test_what_a_configuration_leaves_out_is_as_in_transformers():
+  defaults = {
+    'num_key_value_heads': 4, 'head_dim': 4, 'rms_norm_eps': 1e-6,
+    'rope_theta': 1e4, 'hidden_act': 'silu', 'tie_word_embeddings': False,
+    'attention_bias': False, 'mlp_bias': False, 'sliding_window': None,
+  }  # fmt: skip
+  entries = language_models.CONFIG | defaults
+  least = {k: x for k, x in entries.items() if k not in defaults}
+  read = llama_config.Config.from_dict
+  assert read(least, 'here') == read(entries, 'here')
+
+
 def test_mistral_sees_no_further_than_its_window():
   entries = language_models.CONFIG | {'sliding_window': 20}
   read = llama_config.Config.from_dict
