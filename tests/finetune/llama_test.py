@@ -1,5 +1,7 @@
 """The decoder of the Llama family: its cache, its stacks, what it refuses."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,14 +142,17 @@ def test_answers_are_the_likeliest_tokens(adapted):
       at = len(prompt) + i
       assert token == np.argmax(conftest.run(model, row)[0, at - 1])
       row[0, at] = token
-  # It ends before the token that says so.
-  stop = answers[0][2]
-  cut, _ = generation.Generator(model, [stop, 99]).answers(prompts, 8)
-  assert cut == answers[0][: answers[0].index(stop)]
   # No other token ends an answer, not even token 0.
-  drawn, _ = endless.answers(prompts, 8, temperature=9.0, seed=2)
-  assert 0 in drawn
-  assert len(drawn) == 8
+  options = {'temperature': 9.0, 'seed': 2}
+  drawn = endless.answers(prompts, 8, **options)
+  assert 0 in drawn[0]
+  assert len(drawn[0]) == 8
+  # It ends before a token that says so, and no more comes when all have ended.
+  stops = {answer[3] for answer in drawn}
+  ending = generation.Generator(model, [*stops])
+  cut = [[*itertools.takewhile(lambda x: x not in stops, x)] for x in drawn]
+  assert ending.answers(prompts, 8, **options) == cut
+  assert len([*ending.stream(prompts, 8, **options)]) == max(map(len, cut)) == 3
 
 
 @pytest.mark.parametrize(
