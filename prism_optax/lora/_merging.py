@@ -4,7 +4,9 @@ Everything here reads adapters and weights and no data: post-processing of what
 they are.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -222,10 +224,9 @@ def _splits(module: Module, shape: Sequence[int]) -> bool:
   A weight may split its inputs and outputs into other axes than the factors.
   """
   count = len(module.stack)
-  return tuple(shape[:count]) == module.stack and any(
-    (module.n, module.m) == (math.prod(shape[count:i]), math.prod(shape[i:]))
-    for i in range(count, len(shape) + 1)
-  )
+  stack, own = tuple(shape[:count]), shape[count:]
+  fits = stack == module.stack and math.prod(own) == module.n * module.m
+  return fits and module.n in itertools.accumulate(own, operator.mul)
 
 
 def _placed(

@@ -171,6 +171,7 @@ BASE = [
     ([*BASE, '--rank', '0'], r'--rank: .* got 0'),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
     (['train', '--labels', 'a', 'b'], r'--labels .* needs --data'),
+    (['train', '--task', 'classify'], '--task classify needs --data'),
     ([*BASE, '--resume'], '--resume needs --output'),
     (['train', '--output', 'nowhere', '--resume'], 'no run in nowhere'),
     ([*BASE], '--eval: there is no file E'),
