@@ -56,7 +56,7 @@ COMMANDS = {
     'export out --output adapter --base',
   ),
   'digits': (
-    f'train {SHORT} --optimizer dp-adamw',
+    f'train {SHORT} --optimizer dp-adamw --lora-targets mlp',
     'report out --output report.html',
   ),
   'plan': (
@@ -69,6 +69,8 @@ COMMANDS = {
 # Rows of which nothing is learned, and what is too long to be read whole.
 BAD = ['[]', '{"text": "film", "label": "maybe"}', '{"text": 3}']
 LONG = {'prompt': 'two', 'response': 'is two ' * 5}
+ROLES = {'system': 'two', 'user': 'three', 'assistant': 'is'}
+TALK = {'messages': [{'role': x, 'content': y} for x, y in ROLES.items()]}
 
 
 def _drawn(axes) -> str:
@@ -106,7 +108,8 @@ def folder(tmp_path, tiny_model, tiny_files, request, monkeypatch):
   (path / 'encoder').symlink_to(tiny_model)
   language_models.write(path / 'model')
   texts = [file.read_text().splitlines() for file in tiny_files]
-  talks = [*finished_runs.ROWS * 20, LONG], finished_runs.ROWS
+  rows = [*finished_runs.ROWS, TALK]
+  talks = [*rows * 20, LONG], rows
   private, public = talks if 'instruct' in request.node.name else texts
   lines = conftest.write_lines(path / 'train.jsonl', [*private, *BAD])
   lines.write_bytes(lines.read_bytes() + b'{"text": "film \xff", "label": 1}\n')
