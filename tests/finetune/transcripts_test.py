@@ -125,7 +125,7 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   text, save, given = [], figure.Figure.savefig, {*folder.rglob('*')}
 
   def savefig(self, *args, **options):
-    text.extend(map(_drawn, self.axes))
+    text.extend([str(self.get_size_inches()), *map(_drawn, self.axes)])
     save(self, *args, **options)
 
   monkeypatch.setattr(figure.Figure, 'savefig', savefig)
