@@ -61,7 +61,7 @@ _GOLDEN = _ROOT / 'tests' / 'golden'
 
 
 # Of a slow test with many cases each turn has some.
-TURNS = 8
+TURNS = 10
 
 
 def pytest_addoption(parser):
