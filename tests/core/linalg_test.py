@@ -38,6 +38,16 @@ def test_frame_is_scale_free():
     assert np.isfinite(inverse).all()
 
 
+def test_columns_that_are_nearly_orthonormal_keep_all_digits(x64):
+  """Whose cores are the identity and half of what is missing to it."""
+  q = np.linalg.qr(np.random.default_rng(2).normal(size=(9, 3)))[0]
+  x = q @ (np.eye(3) + 1e-9 * np.ones((3, 3)))
+  frame, core, inverse, _ = _frames.orthonormal_frame(jnp.asarray(x))
+  np.testing.assert_allclose(frame, q, atol=1e-15)
+  np.testing.assert_allclose(frame @ core, x, atol=1e-15)
+  np.testing.assert_allclose(x @ inverse, frame, atol=1e-15)
+
+
 def test_one_matrix_that_loses_digits_is_seen_among_others():
   """Squares of its entries are denormal; of one column none is crooked."""
   q = np.linalg.qr(np.random.default_rng(2).normal(size=(9, 1)))[0]

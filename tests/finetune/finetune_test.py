@@ -108,7 +108,10 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(
   with interrupted(2):
     status = finetune.main(_arguments(tiny_files, tiny_model, output))
   assert status == 130
-  assert f'--output {output} --resume' in capsys.readouterr().err
+  assert re.search(
+    f'3 of 6 .*Spent if you stop here: .*--output {output} --resume',
+    capsys.readouterr().err, re.S,
+  )  # fmt: skip
   folder = output / run.FOLDER
   assert stat.S_IMODE(folder.stat().st_mode) == 0o700
   assert not (output / 'adapter.safetensors').exists()
@@ -169,6 +172,10 @@ BASE = [
       '--head released has a share of the budget, but --target-epsilon is not',
     ),
     ([*BASE, '--rank', '0'], r'--rank: .* got 0'),
+    (
+      ['train', '--mesh', 'data=3', '--microbatch-size', '4'],
+      'a multiple of the 3 devices of --mesh, got 4',
+    ),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
     (['train', '--labels', 'a', 'b'], r'--labels .* needs --data'),
     (['train', '--task', 'classify'], '--task classify needs --data'),

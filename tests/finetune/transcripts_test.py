@@ -86,6 +86,7 @@ def _drawn(axes) -> str:
   ]
   sides = [
     f'{x.label.get_text()} {x.get_scale()} {x.get_view_interval().tolist()}'
+    f' {[label.get_text() for label in x.get_majorticklabels()]}'
     for x in (axes.xaxis, axes.yaxis)
   ]
   texts = [f'{x.get_text()} {x.xy} {x.xyann} {x.get_ha()}' for x in axes.texts]
