@@ -98,6 +98,9 @@ def test_export_is_plain_and_complete():
   assert exported['server']['spent'] == pytest.approx(
     accounting.gaussian_epsilon(math.sqrt(3) / 4.8448, DELTA)
   )
+  accounts = *exported['sessions'].values(), exported['server']
+  for cap, account in zip((5.0, 5.0, 9.0), accounts, strict=True):
+    assert account['remaining'] == cap - account['spent']
 
 
 # What each composition charges.

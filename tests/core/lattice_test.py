@@ -105,6 +105,15 @@ def test_distance_from_the_statement_is_below_what_is_declared():
   assert 2 * scipy.stats.norm.sf(6) < 2e-9
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'cuda', 'tpu'])
+def test_a_barrier_is_where_the_compiler_would_copy_the_generator(platform):
+  """Lowered for machines that need not be there."""
+  traced = _add_noise.trace(jax.random.key(0), np.zeros(3, np.float32), 1.0)
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  assert ('optimization_barrier' in text) is (platform == 'tpu')
+  assert ('stablehlo.reduce' in text) is (platform == 'cpu')
+
+
 @cases.fast_first('dtype', ['float32'], ['float32', 'float64'])
 def test_law(dtype):
   with jax.enable_x64(dtype == 'float64'):
