@@ -125,9 +125,10 @@ def other_leaves(modules: Sequence[Module], count: int) -> list[int]:
   return [i for i in range(count) if i not in taken]
 
 
-def _shown(names: Sequence[str], shapes: Shapes, most: int = 8) -> str:
-  text = ', '.join(f'{name} {shapes[name]}' for name in names[:most])
-  return text + (f' and {len(names) - most} more' if len(names) > most else '')
+def _shown(names: Sequence[str], shapes: Shapes) -> str:
+  first, rest = names[:8], names[8:]
+  text = ', '.join(f'{name} {shapes[name]}' for name in first)
+  return text + (f' and {len(rest)} more' if rest else '')
 
 
 def _given_pairs(pairs: Sequence[Pair], shapes: Shapes) -> list[Pair]:

@@ -47,6 +47,7 @@ def test_stacks_as_long_as_the_rank_read_as_stacks():
   [
     ({}, 'at least one array'),
     ({'w': ones((3, 2))}, r'No LoRA pair found.*w \(3, 2\)'),
+    (dict.fromkeys('abcdefghijk', ones(2)), r'g \(2,\), h \(2,\) and 3 more'),
     ({'x': {'lora_a': ones((6, 2))}},
       r'belong to no pair: x/lora_a \(6, 2'),
     ({'x': {'lora_a': ones((6, 2))}, 'y': {'lora_b': ones((2, 5))}},
