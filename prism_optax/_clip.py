@@ -349,9 +349,10 @@ def check_whole(name: str, tree: ArrayTree) -> None:
     if is_masked(leaf)
   ]
   if hidden:
-    more = f' and {len(hidden) - 4} more' if len(hidden) > 4 else ''
+    some, rest = hidden[:4], hidden[4:]
+    more = f' and {len(rest)} more' if rest else ''
     raise ValueError(
-      f'{name}: optax.masked or optax.partition hides {", ".join(hidden[:4])}'
+      f'{name}: optax.masked or optax.partition hides {", ".join(some)}'
       f'{more} from the clip, so that the per-example gradients of these leaves'
       ' would pass it as they are. Clip and add noise outside of any mask:'
       f' optax.chain({name}(...), <noise>, optax.partition(...)), with'

@@ -76,8 +76,11 @@ def test_no_mask_in_an_update_either(clip):
   tx = optax.masked(cases.CLIPS[clip], HIDE_HEAD)
   grads = cases.per_example_gradients(params, cases.batch())
   state = optax.MaskedState(optax.EmptyState())
-  with pytest.raises(ValueError, match=r"hides \['frozen'\], \['head'\]"):
+  with pytest.raises(ValueError, match=r"hides \['frozen'\], \['head'\] from"):
     tx.update(grads, state, params)
+  many = dict.fromkeys('abcdef', optax.MaskedNode())
+  with pytest.raises(ValueError, match=r"\['c'\], \['d'\] and 2 more from"):
+    cases.CLIPS[clip].init(params | many)
 
 
 @pytest.mark.slow

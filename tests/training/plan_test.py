@@ -68,6 +68,13 @@ def test_users_cost_all_their_records():
   assert of_users.example_gradients == 24_000
 
 
+def test_a_batch_has_one_record_or_more():
+  plan = training.plan(
+    1000, target_epsilon=1.0, delta=1e-5, example_gradients=120
+  )
+  assert min(x.expected_batch_size for x in plan.alternatives) == 1
+
+
 def test_the_table_shows_the_advice():
   plan = training.plan(
     500, target_epsilon=2.0, delta=1e-4, params={'w': jnp.zeros(3)},
