@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 import safetensors.numpy
+import tqdm
 from matplotlib import figure, style
 
 from prism_optax import training
@@ -129,7 +130,17 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
     text.extend([str(self.get_size_inches()), *map(_drawn, self.axes)])
     save(self, *args, **options)
 
+  made = tqdm.tqdm.__init__
+
+  def make_bar(self, *args, **options):
+    text.append(f'bar: {args[1:]} {options}')
+    made(self, *args, **options)
+
   monkeypatch.setattr(figure.Figure, 'savefig', savefig)
+  monkeypatch.setattr(tqdm.tqdm, '__init__', make_bar)
+  monkeypatch.setattr(
+    tqdm.tqdm, 'set_postfix', lambda _, x: text.append(f'bar: {x}')
+  )
   written = training.save_state
   monkeypatch.setattr(
     training, 'save_state',
