@@ -72,7 +72,7 @@ def test_groups_of_modules_that_are_stacked_together():
   pair = {'lora_a': jnp.eye(6, 2), 'lora_b': jnp.eye(2, 4)}
   params = {'first': pair, 'second': pair}
   shares = {'first': 1.0, 'second': 1e-3}
-  rule = training.GroupClipping({name: name for name in shares}, shares)
+  rule = training.GroupClipping(lambda x: {k: k for k in x}, shares)
   clip = transforms.intrinsic_clip(1.0, rule=rule)
 
   @jax.jit
