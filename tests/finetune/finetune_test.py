@@ -1,6 +1,7 @@
 """The command line: what it refuses, writes, resumes and keeps secret."""
 
 import argparse
+import contextlib
 import json
 import pathlib
 import re
@@ -49,6 +50,7 @@ def finished(tmp_path_factory, tiny_files, tiny_model):
   return output
 
 
+@contextlib.contextmanager
 def interrupted(step):
   """Ctrl-C while the batch of a step is drawn, and another one, which stops."""
   done = []
@@ -60,7 +62,13 @@ def interrupted(step):
       with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
-  return seams.before_each_draw(stop)
+  # A shell ignores Ctrl-C for what it runs in the background, as these tests.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    with seams.before_each_draw(stop):
+      yield
+  finally:
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
