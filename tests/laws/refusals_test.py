@@ -106,6 +106,7 @@ ARGUMENTS = [
   (of(lora.spectral_residual, TREE, WEIGHTS, prng_key=0),
     {'power_iterations': (0.5,)}),
   (of(lora.truncate, TREE), {'rank': (0,)}),
+  (of(lora.in_microbatches, abs), {'microbatch_size': (0, 2.5)}),
   (lora.Layout, {'scale': (0,)}),
   (of(diagnostics.nonprivate_clip_statistics, PARAMS, PARAMS,
     l2_clip_norm=1.0), {'space': ('gauge',), 'l2_clip_norm': (0,)}),
