@@ -193,3 +193,10 @@ def test_what_is_printed_is_never_less_than_spent():
   assert summaries.round_up(1.2341) == 1.235
   assert summaries.round_up(2.0) == 2.0
   assert summaries.round_up(float('inf')) == float('inf')
+
+
+def test_matrices_and_stacks_of_them_are_for_muon():
+  dims = optax.contrib.MuonDimensionNumbers
+  params = {'b': jnp.ones(3), 'w': jnp.ones((2, 3)), 's': jnp.ones((4, 2, 3))}
+  found = {'b': None, 'w': dims(0, 1), 's': dims(1, 2)}
+  assert methods.matrices(params) == found
