@@ -1,5 +1,6 @@
 """Exports: the same model in the files of other programs."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -91,6 +92,9 @@ def test_a_model_in_several_files_is_the_one_in_one_file(
   assert index['metadata'] == {'total_size': total}
   files = sorted((tmp_path / 'x').glob('*.safetensors'))
   assert len(files) > total / 2000
+  # A run that goes on has to have the same weights in all of them.
+  digests = '\n'.join(hashlib.sha256(x.read_bytes()).hexdigest() for x in files)
+  assert found.sha256 == hashlib.sha256(digests.encode()).hexdigest()
   for more, message in (
     (['--max-shard-size', '2'], 'such as 5GB or 200MB, got 2 '),
     (['--max-shard-size', '0GB'], 'got 0GB'),
