@@ -92,7 +92,9 @@ def assemble(
       f'clipping={clip.rule!r} goes with PRISM and with optimizers of'
       ' optax: DP-Muon clips matrix by matrix to thresholds of its own.'
     )
-  return chain(tangent_clip(clip, rest.layout), rest)
+  # A chain that says this has no retraction: the proof then says what it lacks,
+  # because to say so once more would not help.
+  return chain(tangent_clip(clip, rest.layout), rest, retract_elsewhere=True)
 
 
 def _taken(

@@ -208,11 +208,20 @@ def test_one_sum_twice_in_the_tree_of_a_noise_is_refused():
     )
 
 
-def test_too_little_noise_behind_another_rule_is_refused():
+@pytest.mark.parametrize(
+  'factor, rest, options, message',
+  [
+    (0.5, REST, {}, r'training, 1, got one of 0\.5:'),
+    (1.0, (), {'retract_elsewhere': True}, r'end its chain with .*retract\(\)'),
+  ],
+)
+def test_another_mechanism_behind_another_rule_is_refused(
+  factor, rest, options, message
+):
   def optimizer(per_example_gradients, **k):
-    return prism_optax.chain(noise(k, 0.5), *REST)
+    return prism_optax.chain(noise(k, factor), *rest, **options)
 
-  with pytest.raises(ValueError, match=r'training, 1, got one of 0\.5:'):
+  with pytest.raises(ValueError, match=message):
     cases.make(optimizer, clipping=training.AutomaticClipping())
 
 
