@@ -143,14 +143,20 @@ def test_each_group_has_its_part_of_the_noise():
     privatizer=optax.stateless(lambda x, _: seen.append(x) or x),
   )  # fmt: skip
   grads = {k: np.full((1, *x.shape), 1e-3) for k, x in PARAMS.items()}
-  tx.update(grads, tx.init(PARAMS), PARAMS)
+
+  @jax.jit
+  def shown(grads):
+    tx.update(grads, tx.init(PARAMS), PARAMS)
+    return seen.pop()
+
+  found = shown(grads)
   sizes = {'b': 40, 'layers': 600, 'w': 1000, 'norm': 40}
   budgets = {k: c * math.sqrt(sizes[k]) for k, c in clips.items()}
   # Two layers are two groups, and the leaves that are no matrices one.
   whole = 2 * budgets['layers'] + budgets['w'] + budgets['b']
   for k, c in clips.items():
     part = c * math.sqrt(whole / budgets[k])
-    np.testing.assert_allclose(seen[0][k], 1e-3 / part, rtol=1e-5)
+    np.testing.assert_allclose(found[k], 1e-3 / part, rtol=1e-5)
 
 
 def test_consistent_rms_and_weight_decay():

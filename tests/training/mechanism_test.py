@@ -209,7 +209,7 @@ def test_one_sum_twice_in_the_tree_of_a_noise_is_refused():
 
 
 @pytest.mark.parametrize(
-  'factor, rest, options, message',
+  ('factor', 'rest', 'options', 'message'),
   [
     (0.5, REST, {}, r'training, 1, got one of 0\.5:'),
     (1.0, (), {'retract_elsewhere': True}, r'end its chain with .*retract\(\)'),
