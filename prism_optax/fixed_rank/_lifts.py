@@ -68,9 +68,6 @@ def lift(frame: Frame, tangent: Tangent) -> Factors:
     ``(dL, dR)`` in the same shapes. What only a lost direction could carry is
     left out: the inverses are pseudo-inverses.
 
-  Raises:
-    ValueError: If m, n or r are not the frame's.
-
   Example:
     >>> import jax.numpy as jnp
     >>> from prism_optax import fixed_rank
@@ -82,7 +79,6 @@ def lift(frame: Frame, tangent: Tangent) -> Factors:
     >>> steps.left.ravel().tolist(), steps.right.ravel().tolist()
     ([0.0, 2.0, 0.0], [0.0, 0.0])
   """
-  check_fits(frame, 'tangent', tangent)
   left, right = tangent
   core = gram(right, frame.right)
   w = sylvester_of_grams(
