@@ -401,6 +401,11 @@ def padded_in_parts(p, x, y):
   return z.reshape(B, -1).sum(1)
 
 
+def padded_between(p, x, y):
+  z = lax.pad(x[:2], 0.0, [(0, 0, 1), *[(0,) * 3] * 2])
+  return jnp.concatenate([z + x[::2], x[1::2]]).sum((1, 2))
+
+
 def every_other(p, x, y):
   return jnp.concatenate([x[::2], x[1::2]]).sum((1, 2))
 
@@ -465,5 +470,5 @@ MIXED = {
   stopped_together: 'reduce_or', first_copy: 'dot_general', first_row: 'add',
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
   convolved_batch: 'conv_general_dilated', padded_out: None, every_other: None,
-  padded_in_parts: 'pad',
+  padded_in_parts: 'pad', padded_between: 'pad',
 }  # fmt: skip
