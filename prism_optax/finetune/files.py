@@ -13,7 +13,6 @@ bring pandas, httpx and more than a dozen others.
 import contextlib
 import csv
 import json
-import os
 import pathlib
 import sys
 import tempfile
@@ -318,10 +317,10 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(path.name + '.tmp')
+  temporary.touch()
+  mode = temporary.stat().st_mode
   yield temporary
-  umask = os.umask(0)
-  os.umask(umask)
-  temporary.chmod(0o666 & ~umask)
+  temporary.chmod(mode)
   temporary.replace(path)
 
 
