@@ -37,7 +37,6 @@ def export(command: argparse.Namespace) -> None:
   folder = pathlib.Path(command.output)
   files.require_new(folder)
   model, source = finished.model(run, moved=True)
-  folder.mkdir(parents=True, exist_ok=True)
   params, head = nnx.state(model, nnx.LoRAParam), {}
   if run.options.task == 'classify':
     modules = minilm.adapters(params['encoder'])
@@ -57,7 +56,7 @@ def export(command: argparse.Namespace) -> None:
     write_adapter(folder, source, modules, head)
     if command.base:
       write_model(folder / 'base', source, source.read, limit)
-  (folder / 'README.md').write_text(_card(run, kind), 'utf-8')
+  files.write(folder / 'README.md', _card(run, kind))
   print(f'{kind}: {folder}')
   if command.check:
     print(check(model, _read_back(run, source, folder), folder))
@@ -168,7 +167,6 @@ def write_model(
   """
   import huggingface_hub  # Slow to import, and only needed here.
 
-  folder.mkdir(parents=True, exist_ok=True)
   sizes = {name: source.read(name).nbytes for name in sorted(source.names)}
   parts = huggingface_hub.split_state_dict_into_shards_factory(
     sizes,
