@@ -67,13 +67,15 @@ def test_a_program_is_known_by_what_it_computes():
     others.append(program(lambda z, key=key: z * jax.random.uniform(key), x))
   # A number that is in a parameter alone.
   others += [program(lambda z, i=i: z[i : i + 1], x) for i in (1, 2)]
+  # An argument that no equation uses.
+  others += [program(lambda z, _: z, x, y) for y in (x, x[0])]
   # It has sets of axes among its parameters.
   mesh = jax.make_mesh((1, 1), ('a', 'b'))
   mapped = (
     program(jax.shard_map(one, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE), x)
     for _ in range(2)
   )
-  assert len({same, *others, *mapped}) == 10
+  assert len({same, *others, *mapped}) == 12
   # Of two sets that are equal one is walked in another order.
   assert _fingerprint._of_value({8, 0}, {}) == _fingerprint._of_value(
     {0, 8}, {}

@@ -1,5 +1,7 @@
 """Random words, against the published vectors of their generators."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,12 @@ def test_every_entry_has_four_words_of_chacha20_to_itself(shape):
   # The first quarter of the entries has the first four words of each block.
   quarters = np.array(blocks, np.uint32).reshape(count, 4, 4).swapaxes(0, 1)
   np.testing.assert_array_equal(words.ravel(), quarters.ravel()[: words.size])
+
+
+def test_a_part_of_an_array_has_the_words_of_its_place():
+  words = functools.partial(_generators.words, _words(range(4)))
+  whole, part = words((5,), jnp.uint32(2)), words((3,), jnp.uint32(2), 2)
+  np.testing.assert_array_equal(np.stack(whole)[:, 2:], np.stack(part))
 
 
 def test_positions_count_every_entry_once():

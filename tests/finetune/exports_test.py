@@ -41,12 +41,12 @@ def test_an_export_is_read_back_and_compared(
   name, kind, request, tmp_path, capsys, monkeypatch
 ):
   folder, _ = request.getfixturevalue(name)
-  more = '--format', kind, '--check'
-  run_command('export', folder, '--output', tmp_path / 'x', *more)
+  more, output = ('--format', kind, '--check'), tmp_path / 'new' / 'x'
+  run_command('export', folder, '--output', output, *more)
   found = re.findall(r'by (?:at most )?([\d.e+-]+)', capsys.readouterr().out)
   error, effect = map(float, found)
   assert error < 1e-4 < 1e-2 < effect
-  modes = {path.stat().st_mode for path in (tmp_path / 'x').iterdir()}
+  modes = {path.stat().st_mode for path in output.iterdir()}
   assert len(modes) == 1  # safetensors keeps its files to their owner.
   # Adapters that are lost on the way.
   monkeypatch.setattr(exporting, 'merged', lambda read, modules: read)

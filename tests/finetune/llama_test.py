@@ -129,8 +129,9 @@ def test_dense_layers_can_be_kept_in_int8(source):
 
 
 @pytest.mark.slow
-def test_answers_are_the_likeliest_tokens(adapted):
+def test_answers_are_the_likeliest_tokens(adapted, monkeypatch):
   """Two prompts at once, of two lengths, against one token at a time."""
+  monkeypatch.setattr(generation, 'BLOCK', 4)  # They fill several.
   model = adapted
   prompts = [[1, 5, 9], [3, 14, 15, 9, 26]]
   endless = generation.Generator(model, [99])
@@ -189,7 +190,8 @@ def test_mistral_sees_no_further_than_its_window():
   assert read(entries | {'model_type': 'mistral'}, 'here').max_length == 20
   # Qwen names a window and does not use it.
   off = {'model_type': 'qwen2', 'use_sliding_window': False}
-  assert read(entries | off, 'here').max_length == 64
+  qwen = read(entries | off, 'here')
+  assert (qwen.max_length, qwen.qkv_bias, qwen.output_bias) == (64, True, False)
 
 
 def test_missing_and_misshapen_weights_are_named(source, tmp_path):

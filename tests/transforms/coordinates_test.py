@@ -18,7 +18,7 @@ def _factors(gauge, dtype):
   root = np.logspace(0, -1, RANK)
   turn = np.eye(RANK)
   if gauge == 'turned':
-    turn = np.linalg.qr(rng.normal(size=(RANK, RANK)))[0]
+    turn = 1e8 * np.linalg.qr(rng.normal(size=(RANK, RANK)))[0]  # Long, too.
   left, right = (u * root @ turn).astype(dtype), (v * root @ turn).astype(dtype)
   if gauge == 'a start':  # One factor zero, and a lost column in the other.
     left, right[:, 1] = 0 * left, 0
