@@ -71,17 +71,13 @@ def pytest_addoption(parser):
   )  # fmt: skip
 
 
-def without_a_turn(items, turn):
-  """Tests that a turn leaves out, from 0: each test has one turn."""
-  slow = [x for x in items if x.get_closest_marker('slow')]
-  return [x for i, x in enumerate(slow) if i % TURNS != turn]
-
-
 def pytest_collection_modifyitems(config, items):
   """The longest first, so that no worker waits for the last test of another."""
   turn = config.getoption('--turn')
   if turn is not None:
-    left_out = without_a_turn(items, turn)
+    slow = [x for x in items if x.get_closest_marker('slow')]
+    # Each of them has one turn.
+    left_out = [x for i, x in enumerate(slow) if i % TURNS != turn]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [x for x in items if x not in left_out]
 

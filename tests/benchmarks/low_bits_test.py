@@ -11,8 +11,3 @@ def test_a_coarse_lattice_is_seen_in_the_steps():
   row = benchmark.measure(next(iter(benchmark.routes.ROUTES)), 1000, 31, 100)
   assert row['coarse, steps']['classes'][0] > 0.9
   assert abs(row['now, steps']['classes'][0]) < 5 * np.sqrt(0.5 / 100)
-
-
-def test_the_threshold_lies_in_the_middle_of_a_gap():
-  scores = np.array([[5, 6, 1, 7], [-5, -9, -1, -9]])
-  assert benchmark.judged(scores, 2) == (1.0, 0.0)
