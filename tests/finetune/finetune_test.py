@@ -185,6 +185,7 @@ BASE = [
       'a multiple of the 3 devices of --mesh, got 4',
     ),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
+    (['train', '--batch-size', '901'], '901 exceeds the dataset size 900'),
     (['train', '--labels', 'a', 'b'], r'--labels .* needs --data'),
     (['train', '--task', 'classify'], '--task classify needs --data'),
     ([*BASE, '--resume'], '--resume needs --output'),
