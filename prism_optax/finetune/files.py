@@ -317,6 +317,8 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(path.name + '.tmp')
+  # One of a run that was stopped would keep its permissions.
+  temporary.unlink(missing_ok=True)
   temporary.touch()
   mode = temporary.stat().st_mode
   yield temporary
