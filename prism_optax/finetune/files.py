@@ -271,8 +271,9 @@ def _table(path: pathlib.Path, option: str) -> Any:
       return pyarrow.parquet.read_table(path)
     with pyarrow.memory_map(str(path)) as source:
       return pyarrow.ipc.open_stream(source).read_all()
-  # Every error of Arrow is one of these: a bad file is an error of the user's.
-  except (ValueError, OSError, NotImplementedError) as error:
+  # A damaged file is an error of the user's. Besides errors of its own Arrow
+  # raises OSError, and Python ValueError for names that are no UTF-8.
+  except (pyarrow.ArrowException, OSError, ValueError) as error:
     raise ValueError(f'{option}: {path} cannot be read: {error}') from error
 
 

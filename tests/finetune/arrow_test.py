@@ -4,6 +4,7 @@ import importlib
 import json
 import pathlib
 import sys
+from unittest import mock
 
 import pytest
 
@@ -115,6 +116,11 @@ def test_broken_files_and_folders_are_named(tmp_path, monkeypatch, capsys):
   with pytest.raises(ValueError, match=r'mapping of indices: call flatten_ind'):
     _read(selected)
   lost = write_dataset(tmp_path / 'lost', table)
+  # As of a stream in which the number of a dictionary is damaged.
+  damaged = mock.Mock(side_effect=pa.ArrowKeyError('type with id 0'))
+  monkeypatch.setattr(pa.ipc, 'open_stream', damaged)
+  with pytest.raises(ValueError, match=r'cannot be read: .?type with id 0'):
+    _read(lost)
   next(lost.glob('*.arrow')).unlink()
   with pytest.raises(ValueError, match=r'data-00000.* cannot be read'):
     _read(lost)

@@ -215,9 +215,7 @@ def test_one_sum_twice_in_the_tree_of_a_noise_is_refused():
     (1.0, (), {'retract_elsewhere': True}, r'end its chain with .*retract\(\)'),
   ],
 )
-def test_another_mechanism_behind_another_rule_is_refused(
-  factor, rest, options, message
-):
+def test_other_mechanisms_after_another_rule(factor, rest, options, message):
   def optimizer(per_example_gradients, **k):
     return prism_optax.chain(noise(k, factor), *rest, **options)
 
