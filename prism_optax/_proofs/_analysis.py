@@ -278,8 +278,6 @@ def _governed(
   eqn: core.JaxprEqn, labels: Iterable[Label], predicate: Label
 ) -> list[Value]:
   """Results that a predicate of the leading axes has chosen."""
-  if predicate is None:
-    return [Value(x) for x in labels]
   return [
     Value(join(lifted(predicate, len(shape_of(variable))), label))
     for label, variable in zip(labels, eqn.outvars, strict=True)

@@ -228,11 +228,6 @@ def constants_of(program: Program) -> Iterator[ArrayTree]:
     for atom in equation.invars:
       if hasattr(atom, 'val'):
         yield atom.val
-    inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-    for value in inner:
-      if _is_jaxpr(value):
+    for value in jax.tree.leaves(list(equation.params.values())):
+      if hasattr(value, 'eqns'):
         yield from constants_of(value)
-
-
-def _is_jaxpr(x: object) -> bool:
-  return hasattr(x, 'eqns')

@@ -58,7 +58,8 @@ COMMANDS = {
   ),
   'digits': (
     f'train {SHORT} --optimizer dp-adamw --lora-targets mlp',
-    'report out --output report.html',
+    f'train {SHORT.replace(" out", " plain")} --optimizer adamw',
+    'report out plain --output report.html',
   ),
   'plan': (
     'plan --dataset-size 500 --target-epsilon 2 --delta 1e-4 --hours 2'
@@ -134,7 +135,7 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
 
   def make_bar(self, *args, **options):
     text.append(f'bar: {args[1:]} {options}')
-    made(self, *args, **options)
+    made(self, *args, **options | {'disable': True})
 
   monkeypatch.setattr(figure.Figure, 'savefig', savefig)
   monkeypatch.setattr(tqdm.tqdm, '__init__', make_bar)
@@ -151,7 +152,7 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
     # The style of benchmarks is another one.
     with style.context('default'), seams.noise_of_the_key():
       finished_runs.run_command(*command.split())
-    text.append(f'$ {command}\n{capsys.readouterr().out}')
+    text.append(f'$ {command}\n{"".join(capsys.readouterr())}')
   for path in sorted({*folder.rglob('*.*')} - given):
     if path.suffix in ('.json', '.jsonl', '.html', '.md', '.safetensors'):
       text.append(f'= {path}\n{_read(path)}')

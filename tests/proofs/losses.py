@@ -166,7 +166,7 @@ def hand_written(p, x, y):
 
 def hand_attention(p, x, y):
   """Tokens of all examples in one axis and back, batch in the middle."""
-  flat = x.reshape(-1, D)
+  flat = jnp.pad(x.reshape(-1, D), ((0, 0), (0, 1)))[:, :-1]
   heads = len(x), T, 2, D // 2
   q, k, v = (
     jnp.einsum('btd,bde->bte', flat.reshape(x.shape), p[n]).reshape(heads)
@@ -406,6 +406,10 @@ def padded_between(p, x, y):
   return jnp.concatenate([z + x[::2], x[1::2]]).sum((1, 2))
 
 
+def first_tokens(p, x, y):
+  return x.reshape(-1, D)[:B].sum(1)
+
+
 def every_other(p, x, y):
   return jnp.concatenate([x[::2], x[1::2]]).sum((1, 2))
 
@@ -470,5 +474,5 @@ MIXED = {
   stopped_together: 'reduce_or', first_copy: 'dot_general', first_row: 'add',
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
   convolved_batch: 'conv_general_dilated', padded_out: None, every_other: None,
-  padded_in_parts: 'pad', padded_between: 'pad',
+  padded_in_parts: 'pad', padded_between: 'pad', first_tokens: 'slice',
 }  # fmt: skip

@@ -87,8 +87,10 @@ class Dense(nnx.Linear):
     if is_int8:
       self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8))
       self.kernel_scale = nnx.Param(jnp.ones(out_features))
+    # Drawn in any case: frozen values do not depend on which layers have one.
+    adapter = nnx.LoRA(in_features, rank or 1, out_features, rngs=rngs)
     if rank:
-      self.lora = nnx.LoRA(in_features, rank, out_features, rngs=rngs)
+      self.lora = adapter
 
   # Without the argument for sharding that Flax has.
   def __call__(self, tokens: jax.Array) -> jax.Array:  # type: ignore[override]
