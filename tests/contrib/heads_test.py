@@ -206,8 +206,8 @@ def test_bad_arguments(change, message):
 
 
 def test_it_is_a_pytree():
-  view = memoryview(FEATURES)  # As good as an array.
-  means = release([(view, LABELS)], noise_multiplier=1.0)
+  views = map(memoryview, (FEATURES, LABELS))  # As good as arrays.
+  means = release([tuple(views)], noise_multiplier=1.0)
   assert means.seeded
   # Numbers that float32 does not have are infinite, and nothing warns.
   huge = np.where(np.arange(N)[:, None] == 5, 1e300, np.float64(FEATURES))

@@ -62,7 +62,9 @@ def test_zeros_for_one_pattern_leave_the_others():
 
 @pytest.mark.parametrize('name', INPUTS)
 def test_mean_is_that_of_the_oracle(name):
-  metric = release([INPUTS], noise_multiplier=0.0, form='mean')
+  opposed = INPUTS['b'][:, None] * np.float32([[1], [-0.9]])
+  inputs = INPUTS | {'b': opposed}
+  metric = release([inputs], noise_multiplier=0.0, form='mean')
   means = np.float64(INPUTS[name]).reshape(N, -1, INPUTS[name].shape[-1]).sum(1)
   v = np.sum(means / np.linalg.norm(means, axis=1, keepdims=True), 0)
   u = v / np.linalg.norm(v)
