@@ -6,7 +6,7 @@
   python -m tests.mutants.check --sample 300 --seed 5 --ran .coverage
   python -m tests.mutants.check _lattice.py operator  # Words of a name.
 
-A sample of the bugs of ``planted.py``, and one of the operators of ``edits.py``
+A sample of the bugs in ``planted.txt``, and one of the edits of ``edits.py``
 over the syntax tree, by a hash of seed and name: a change elsewhere in the
 package leaves the sample as it is. On a copy of the repository the fast tests
 run that are near to the file, up to the first failure; of what these do not
@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 
 import coverage
 
-from tests.mutants import copies, edits, planted
+from tests.mutants import copies, edits
 
 PACKAGE = copies.ROOT / 'prism_optax'
 # Clip, noise, keys, batches, events, proofs.
@@ -108,12 +108,15 @@ def is_private(path: pathlib.Path) -> bool:
   return any(f'{name}/'.startswith(f'{x}/') for x in PRIVACY)
 
 
+def table(name: str) -> list[str]:
+  text = pathlib.Path(__file__).with_name(f'{name}.txt').read_text()
+  return [x for x in text.splitlines() if not x.startswith('#')]
+
+
 def planted_bugs() -> list[Mutant]:
   sources = {p: p.read_text() for p in sorted(PACKAGE.rglob('*.py'))}
   found = []
-  for line in planted.PLANTED.strip().splitlines():
-    if line.startswith('#'):
-      continue
+  for line in table('planted'):
     line, _, first = line.partition(' @ ')
     old, new = line.split(' => ')
     places = [p for p, text in sources.items() for _ in range(text.count(old))]
@@ -128,10 +131,11 @@ def planted_bugs() -> list[Mutant]:
 
 def edited() -> Iterator[Mutant]:
   """All edits that are not listed as changing nothing."""
+  equivalent = {x.split(' # ')[0] for x in table('equivalent')}
   for path in sorted(PACKAGE.rglob('*.py')):
     for edit in edits.edits_of(path.read_text()):
       name = f'{path.relative_to(PACKAGE)} {edit.name}'
-      if f'{name}: {edit.shown}' not in planted.EQUIVALENT:
+      if f'{name}: {edit.shown}' not in equivalent:
         yield Mutant(name, path, edit.shown, edit.apply, lines=edit.lines)
 
 
