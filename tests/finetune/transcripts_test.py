@@ -18,15 +18,17 @@ from matplotlib import figure, style
 
 from prism_optax import training
 from prism_optax.finetune import answers, digits
+from prism_optax.finetune import training as finetune_training
 from tests import cases
 from tests.core import seams
 from tests.finetune import conftest, finished_runs, language_models
 
 HERE = pathlib.Path(__file__).with_name('transcripts')
 NUMBER = re.compile(r'-?\d+(?:\.\d+)?(?:e[+-]?\d+)?')
-# Digests, pictures, and the versions of packages.
+# Digests, pictures, versions of packages, and what coins of an audit decide.
 UNTOLD = re.compile(
   r'[0-9a-f]{64}|(?<=base64,)[^"]+|<style>.*?</style>'
+  r'|(?<=, final parameters)[^\n]+|(?<=, every step)[^\n]+'
   r'|(?:jax|optax|dp-accounting)(?:": "|</td><td>| \| )[\d.]\S+',
   re.S,
 )
@@ -45,12 +47,14 @@ COMMANDS = {
     'predict out --data public.jsonl --output labels.jsonl',
     'report out --rows 1 --output report.html',
     'export out --output merged --format merged --check',
+    'audit out --canaries 20 --noise 0.5',
   ),
   'instruct': (
     f'check-data --task instruct {FILES} --model model --max-length 12',
     f'train --task instruct {FILES} {SHORT} --model model --max-length 14'
     ' --optimizer adamw',
-    'predict out --data public.jsonl --max-new-tokens 3',
+    'predict out --data public.jsonl --max-new-tokens 3 --temperature 1'
+    ' --seed 4 --batch-size 2 --output answers.jsonl',
     'predict out --data public.jsonl --max-new-tokens 3 --before',
     'chat out --max-new-tokens 3 --system two --temperature 1',
     'report out --rows 1 --output report.html',
@@ -142,6 +146,11 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   monkeypatch.setattr(
     tqdm.tqdm, 'set_postfix', lambda _, x: text.append(f'bar: {x}')
   )
+  make = finetune_training.make
+  monkeypatch.setattr(
+    finetune_training, 'make',
+    lambda *x: text.append(f'planned: {x[1].plan}') or make(*x),
+  )  # fmt: skip
   written = training.save_state
   monkeypatch.setattr(
     training, 'save_state',

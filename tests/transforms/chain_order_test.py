@@ -19,7 +19,8 @@ _retract = prism_optax.retract
 
 def _nothing(stacks, state, step):
   del step
-  return stacks, state
+  pairs, others = stacks
+  return stacks._replace(pairs=pairs, others=others), state
 
 
 OWN = transforms.tangent_transformation('mine', _nothing)
@@ -117,11 +118,12 @@ def test_a_clip_without_noise_can_be_asked_for():
   clip = prism_optax.chain(_clip(), noise_elsewhere=True)
   problem, params = chains.problem_and_params()
   grads = chains.batch(problem, params)
-  found, want = (
+  found, with_own, want = (
     jax.jit(tx.update)(grads, tx.init(params), params)[0]
-    for tx in (clip, _clip())
+    for tx in (clip, optax.chain(clip, OWN), _clip())
   )
   cases.assert_same_bits(found, want)
+  cases.assert_same_bits(with_own, want)
   # Whoever takes it is asked again.
   with pytest.raises(ValueError, match='No noise after intrinsic_clip'):
     prism_optax.chain(clip, _direction())
