@@ -205,7 +205,10 @@ def noise(draws: int = 200, **_: Any) -> list[runner.Row]:
         }
       )  # fmt: skip
   best = (m * np.sum(right**2) / (n * np.sum(left**2))) ** 0.25
-  return [*found, {'issue': 'best gauge', 'gauge': float(best)}]
+  return [
+    *found,
+    {'issue': 'noise', 'method': 'best gauge', 'gauge': float(best)},
+  ]
 
 
 def preconditioned(

@@ -126,7 +126,7 @@ class Sampling(NamedTuple):
       if value is not None:
         _validate.integer(name, value, 1)
     sampling = cls(
-      expected_batch_size, dataset_size, padded or 0, part, examples_per_user
+      expected_batch_size, dataset_size, 0, part, examples_per_user
     )
     if padded is None:
       variance = expected_batch_size * (1 - sampling.probability)
