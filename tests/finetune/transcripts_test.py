@@ -60,6 +60,14 @@ COMMANDS = {
     'report out --rows 1 --output report.html',
     'export out --output adapter --base',
   ),
+  'private-instruct': (
+    f'train --task instruct {FILES} {SHORT} --model model --max-length 14'
+    ' --optimizer dp-muon --noise-multiplier 0.7 --delta 1e-3 --eval-rows 3'
+    ' --weights-dtype int8 --lora-targets mlp --lora-layers 1 --skip-padding'
+    ' --loss-divisor 9',
+    'report out --output report.html',
+    'export out --output merged --format merged --max-shard-size 4KB',
+  ),
   'digits': (
     f'train {SHORT} --optimizer dp-adamw --lora-targets mlp',
     f'train {SHORT.replace(" out", " plain")} --optimizer adamw',

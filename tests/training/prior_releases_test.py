@@ -200,11 +200,12 @@ def test_a_key_of_a_training_shares_no_noise_with_a_release_of_it():
   zeros = np.zeros((1, 4), np.float32)
   options = {'noise_multiplier': 1.0, 'dataset_size': 1, 'prng_key': 7}
   with seams.noise_replaced(original := seams.Spy()):
-    heads.class_means([(zeros, [0])], num_classes=1, **options)
+    for make_head in (heads.class_means, heads.ridge):
+      make_head([(zeros, [0])], num_classes=1, **options)
     for form in ('mean', 'second_moment'):
       contrib.input_metric([{'x': zeros}], form=form, **options)
   used = original.keys + seams.keys_of_steps(7, 3)
-  assert len(set(used)) == len(used) == 6
+  assert len(set(used)) == len(used) == 7
 
 
 @pytest.mark.parametrize('follows', [False, True])
