@@ -9,7 +9,7 @@ import optax
 import pytest
 from dp_accounting import GaussianDpEvent
 
-from prism_optax import contrib
+from prism_optax import contrib, lora
 from tests import cases
 from tests.contrib.cases import assert_noisy
 
@@ -24,7 +24,9 @@ INPUTS = {
   # Negative, and too small to be squared.
   'b': np.float32(-1e-30 * np.abs(_rng.normal(size=(N, SECOND)) + 2)),
 }
-release = functools.partial(contrib.input_metric, dataset_size=N, prng_key=0)
+release = functools.partial(
+  contrib.input_metric, dataset_size=N, prng_key=0, layout=lora.Layout()
+)
 
 
 def dense(metric, name):
@@ -156,6 +158,7 @@ def test_change_of_variables_and_back():
 def test_the_release_is_part_of_what_is_accounted_for():
   """Any change of variables is in training/prior_releases_test.py."""
   metric = release([INPUTS], noise_multiplier=5.0)
+  assert metric.key_digest not in repr(metric)
   options = {'dataset_size': N, 'change_of_variables': metric, 'delta': 1e-3}
   private = cases.make(optax.sgd(0.1), params=PARAMS, **options)
   assert private.event().events[1] == GaussianDpEvent(5.0)

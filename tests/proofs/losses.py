@@ -410,6 +410,16 @@ def first_tokens(p, x, y):
   return x.reshape(-1, D)[:B].sum(1)
 
 
+def moved_by_a_window(p, x, y):
+  there = (1, -1), (0, 0), (0, 0)
+  z = lax.reduce_window(x, 0.0, lax.add, (1, 1, 1), (1, 1, 1), there)
+  return z.sum((1, 2))
+
+
+def place_of_one(p, x, y):
+  return lax.dynamic_slice(x, (0, y[1], 0), (B, 1, D)).sum((1, 2))
+
+
 def every_other(p, x, y):
   return jnp.concatenate([x[::2], x[1::2]]).sum((1, 2))
 
@@ -475,4 +485,5 @@ MIXED = {
   reversed_batch: 'rev', smoothed_batch: 'reduce_window_sum',
   convolved_batch: 'conv_general_dilated', padded_out: None, every_other: None,
   padded_in_parts: 'pad', padded_between: 'pad', first_tokens: 'slice',
+  moved_by_a_window: 'reduce_window_sum', place_of_one: 'dynamic_slice',
 }  # fmt: skip

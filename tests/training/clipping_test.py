@@ -99,7 +99,9 @@ def test_a_clip_norm_follows_a_quantile():
   below = np.mean(size <= C)
   norm = float(state.optimizer[0].l2_clip_norm)
   assert norm == pytest.approx(C * np.exp(0.5 - below), rel=1e-4)
-  # Nor is there any if the training has none.
+  key = transforms.intrinsic_clip(C, rule=rule).init(cases.PARAMS).prng_key
+  assert jax.random.key_data(key).shape == (4,)
+  # Nor is there any noise if the training has none.
   noisy = dataclasses.replace(rule, fraction_stddev=0.1)
   assert bounded(noisy)[1].optimizer[0].l2_clip_norm == norm
 
