@@ -314,7 +314,7 @@ def fact_of(e: Equation) -> Fact:
   if e.name == 'iota':
     return Position(e.params['dimension']) if wide else None
   if e.name == 'select_n' and isinstance(first, Never):
-    return e.facts[1] if e.ins[1] == shape else None
+    return e.facts[1]
   if e.name == 'concatenate' and e.params['dimension'] == len(shape) - 1:
     pairs, start = [], 0
     for fact, operand in zip(e.facts, e.ins, strict=True):

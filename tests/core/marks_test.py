@@ -1,12 +1,15 @@
 """What proofs read and rest on: marks in a program, and rules that fit."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import diagnostics
-from prism_optax._proofs import _analysis, _marks
+from prism_optax._proofs import _analysis, _kinds, _marks, _walk
 from prism_optax._proofs._labels import Digit
+from prism_optax.training import _seen
 from tests.proofs.release_test import NOISE, PADDING, PARAMS, X, private_step
 
 
@@ -42,6 +45,18 @@ def test_marks_pass_through_transformations():
   ]
   unknown = _marks.Clip((_marks.Group((0,), None, 1),), (None,))
   assert found == [None, unknown, _marks.Noise((None,))]
+
+
+def test_of_a_group_the_leaf_of_least_noise_counts():
+  stddevs = 1.0, 2.0
+  clip = _marks.Clip((_marks.Group((0, 1), 1.0, 1),), stddevs)
+  labels = tuple(_kinds.Label(_kinds.Kind.CLIPPED, (0, i)) for i in (0, 1))
+  release = _walk.FoundRelease(
+    _marks.Noise(stddevs), (0, 1), labels, 'a line', repeated=False
+  )
+  clips = {0: _walk.FoundClip(clip, (0, 1), 'a line')}
+  found = types.SimpleNamespace(clips=clips, releases=[release])
+  assert _seen.joint_noise_multiplier(found, 1) == 1.0
 
 
 def test_a_rule_that_does_not_fit_its_array_proves_nothing(monkeypatch):
