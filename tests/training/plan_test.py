@@ -95,10 +95,11 @@ def test_the_table_shows_the_advice():
 
 def test_warns_where_noise_hides_the_gradients():
   many = jax.ShapeDtypeStruct((400, 400), jnp.float32)
-  with pytest.warns(UserWarning, match='200 records are few'):
+  with pytest.warns(UserWarning, match='200 records are few') as warned:
     plan = training.plan(
       200, target_epsilon=1.0, delta=1e-4, params=many, memory_bytes=310.0,
       bytes_per_example=10.0,
     )  # fmt: skip
+  assert warned[0].filename == __file__  # It points at the call.
   # All of a batch of 11, padded to 31, just fits.
   assert plan.arguments['execution'].microbatch_size is None
