@@ -137,10 +137,10 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   deviation = math.sqrt(2e10 * (1.1e-23 + 2e-9 * 2e-9**2) * nats)
   mean = 1e10 * (1.1e-23 + 5e-17) + 8e-9 / 3 * nats
   assert shift / 2 == pytest.approx(mean + deviation, rel=1e-6)
-  # Where it takes a quarter of epsilon, and a third of delta.
-  ideal = _calibration._ideal_target(1e-4, delta, 7e10)
+  # Where it takes two fifths of epsilon, and a third of delta.
+  ideal = _calibration._ideal_target(6e-5, delta, 7e10)
   drawn = _epsilon.release_guarantee(*ideal, 7e10)
-  assert 0.9e-4 < drawn[0] <= 1e-4 * (1 + 1e-9)
+  assert 5e-5 < drawn[0] <= 6e-5 * (1 + 1e-9)
   assert 0.9 * delta < drawn[1] <= delta
   assert '(PLD)' in accounting.privacy_statement(event, delta)
   # As SECURITY.md has it, of a million numbers, which a budget leaves out.

@@ -162,8 +162,12 @@ def test_an_environment_that_says_little_has_a_name(monkeypatch):
   machine = [platform.machine(), platform.processor(), os.cpu_count()]
   assert found['machine'] == machine
   # Of a processor what changes from one second to the next does not count.
-  lines = 'flags: avx\ncpu MHz: 7\n'
-  monkeypatch.setattr(builtins, 'open', lambda *_, **__: io.StringIO(lines))
+  lines = b'flags: avx\ncpu MHz: 7 \xff\n'
+  monkeypatch.setattr(
+    builtins,
+    'open',
+    lambda _, **kind: io.TextIOWrapper(io.BytesIO(lines), **kind),
+  )
   found = json.loads(_fingerprint.environment(None, 'a'))
   assert found['machine'][1] == 'flags: avx'
 

@@ -65,6 +65,9 @@ def test_groups_share_the_clip_norm(scale):
     ValueError, match=r'shares of one group or more, got \{\}'
   ):
     training.GroupClipping(LABELS, {})
+  clip = transforms.intrinsic_clip(C, rule=GROUPS)
+  with pytest.raises(ValueError, match='labels to be a prefix of the tree'):
+    clip.init({'another': cases.PARAMS})
 
 
 def test_groups_of_modules_that_are_stacked_together():
@@ -99,7 +102,8 @@ def test_a_clip_norm_follows_a_quantile():
   below = np.mean(size <= C)
   norm = float(state.optimizer[0].l2_clip_norm)
   assert norm == pytest.approx(C * np.exp(0.5 - below), rel=1e-4)
-  key = transforms.intrinsic_clip(C, rule=rule).init(cases.PARAMS).prng_key
+  clip = transforms.intrinsic_clip(C, rule=rule, prng_key=2**100)
+  key = clip.init(cases.PARAMS).prng_key
   assert jax.random.key_data(key).shape == (4,)
   # Nor is there any noise if the training has none.
   noisy = dataclasses.replace(rule, fraction_stddev=0.1)

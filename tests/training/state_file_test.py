@@ -45,6 +45,16 @@ def test_the_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
   assert done == [1, 2, 1]  # The folder, which holds the name.
 
 
+def test_an_error_that_comes_after_the_name_is_said(tmp_path, monkeypatch):
+  def fsync(file):
+    if stat.S_ISDIR(os.fstat(file).st_mode):
+      raise OSError('no such disk')
+
+  monkeypatch.setattr(os, 'fsync', fsync)
+  with pytest.raises(OSError, match='no such disk'):
+    training.save_state(tmp_path / 'x', TREE)
+
+
 def test_one_process_writes(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
   training.save_state(tmp_path / 'x', TREE)
