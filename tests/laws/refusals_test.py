@@ -157,6 +157,8 @@ ARGUMENTS = [
     'block_ndim': (0,)}) for call in (on_host, of(on_device, prng_key=KEY))),
   (on_host, {'stddev': (1e-12,)}),
   (training.AutomaticClipping, {'stability': (0.0, math.nan)}),
+  (training.QuantileClipping, {'quantile': (1.5,), 'learning_rate': (0.0,),
+    'fraction_stddev': (-1.0,)}),
   # Plans.
   (of(training.plan, dataset_size=100, target_epsilon=1.0, delta=1e-3),
     {'dataset_size': (0,), 'target_epsilon': (-1.0,), 'delta': (1.0,),

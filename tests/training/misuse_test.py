@@ -55,6 +55,7 @@ CONSTANTS = [
       jax.sharding.PartitionSpec('data')))},
    r'batch is not supported on a mesh with explicit axes'),
   (SGD, {'prng_key': 'secret'}, r'chacha20'),
+  (SGD, {'dataset_size': 'many'}, r"dataset_size.*'many'"),
   (SGD, {'record': (memoryview(b'a'),)}, r'a tree of .*record\[0\]=<memory'),
   (SGD, {'record': {'x': None}}, r'Expected record to have a leaf'),
   (SGD, {'record': jax.ShapeDtypeStruct((3,), np.dtype('U3'))},
