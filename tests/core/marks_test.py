@@ -5,10 +5,11 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from prism_optax import diagnostics
-from prism_optax._proofs import _analysis, _kinds, _marks, _walk
-from prism_optax._proofs._labels import Digit
+from prism_optax._proofs import _analysis, _kinds, _marks, _rules, _walk
+from prism_optax._proofs._labels import Digit, RefusedError
 from prism_optax.training import _seen
 from tests.proofs.release_test import NOISE, PADDING, PARAMS, X, private_step
 
@@ -67,3 +68,6 @@ def test_a_rule_that_does_not_fit_its_array_proves_nothing(monkeypatch):
     monkeypatch.setitem(_analysis._ALL_RULES, 'sin', rule)
     proof = diagnostics.prove_independent(jnp.sin, jnp.ones(3))
     assert message in proof.offence
+  odd = types.SimpleNamespace(ins=[(2, 2)], outs=[(2, 3)])
+  with pytest.raises(RefusedError, match='not entry by entry'):
+    _rules._elementwise(odd, None)

@@ -190,6 +190,9 @@ def hand_scan(p, x, y):
 
 
 def cut_and_joined(p, x, y):
+  x = jnp.tile(x[None], (2, 1, 2, 1))[0, :, :T]
+  pairs = x.reshape(B // 2, 2, T, D)
+  x = jnp.concatenate([pairs[:1], pairs[1:]]).reshape(x.shape)
   x = lax.dynamic_update_slice(x, x[:, 1:], (0, 0, 0))
   parts = jnp.split(x, 2)
   x = jnp.concatenate([parts[0], jnp.stack([x[3], x[4]]), x[5:]])
@@ -229,7 +232,12 @@ def taken_apart(p, x, y):
   numbers = jnp.unstack(x.sum((1, 2)))
   rows = [lax.pad(jnp.zeros(2), one, [(1, 1, 0)]).sum() for one in numbers]
   z = lax.conv(jnp.ones((1, T, D)), x, (1,), 'VALID')[0, :, 0]
-  return z * jnp.einsum('btd,bdh->b', x, p['a']) + jnp.stack(rows)
+  bytes_ = lax.bitcast_convert_type(x, jnp.uint8).sum((1, 2, 3))
+  taus = x[:, :T, 0]
+  turns = lax.linalg.householder_product(x.swapaxes(1, 2), taus).sum((1, 2))
+  return (
+    z * jnp.einsum('btd,bdh->b', x, p['a']) + jnp.stack(rows) + (turns + bytes_)
+  )
 
 
 HAND = [
@@ -410,10 +418,30 @@ def first_tokens(p, x, y):
   return x.reshape(-1, D)[:B].sum(1)
 
 
+def gram_matrix(p, x, y):
+  z = x.sum(1)
+  return y + (z.T @ z).sum()
+
+
+def permutation_of_the_batch(p, x, y):
+  return lax.linalg.lu_pivots_to_permutation(y.astype('int32'), B) * 1.0
+
+
+def spectrum_of_the_batch(p, x, y):
+  return jnp.abs(jnp.fft.fft(x.sum((1, 2))))
+
+
 def moved_by_a_window(p, x, y):
   there = (1, -1), (0, 0), (0, 0)
   z = lax.reduce_window(x, 0.0, lax.add, (1, 1, 1), (1, 1, 1), there)
   return z.sum((1, 2))
+
+
+def summed_in_a_loop(p, x, y):
+  def added(i, total):
+    return total + lax.dynamic_index_in_dim(x, i, keepdims=False).sum()
+
+  return y + lax.fori_loop(0, B, added, 0.0)
 
 
 def place_of_one(p, x, y):
@@ -486,4 +514,7 @@ MIXED = {
   convolved_batch: 'conv_general_dilated', padded_out: None, every_other: None,
   padded_in_parts: 'pad', padded_between: 'pad', first_tokens: 'slice',
   moved_by_a_window: 'reduce_window_sum', place_of_one: 'dynamic_slice',
+  gram_matrix: 'dot_general', spectrum_of_the_batch: 'fft',
+  permutation_of_the_batch: 'lu_pivots_to_permutation',
+  summed_in_a_loop: 'dynamic_slice',
 }  # fmt: skip
