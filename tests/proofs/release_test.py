@@ -54,7 +54,9 @@ def prove(step, *extra, state=None):
 
 
 def private_step(params, state, x, padding):
-  noisy, state = NOISE.update(mean_of(params, x, padding), state)
+  both = mean_of(params, x, padding), params
+  mean, params = jax.lax.optimization_barrier(both)  # Of each its own label.
+  noisy, state = NOISE.update(mean, state)
   return descended(params, noisy), state
 
 
