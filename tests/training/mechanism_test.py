@@ -189,6 +189,25 @@ def test_another_mechanism_is_refused(name):
   assert 'tangent_privatizer(noise_multiplier * l2_clip' in str(error.value)
 
 
+def test_the_program_that_runs_is_compared_too():
+  """An optimizer may write another program than when it was looked at."""
+  factor = [1.0]
+
+  def optimizer(**k):
+    def chain_of():
+      return prism_optax.chain(clip(k), noise(k, factor[0]), *REST)
+
+    def update(*args, **extra):
+      return chain_of().update(*args, **extra)
+
+    return optax.GradientTransformationExtraArgs(chain_of().init, update)
+
+  made = cases.make(optimizer)
+  factor[0] = 0.5
+  with pytest.raises(ValueError, match=r'training, 1, got one of 0\.5:'):
+    cases.trained(made)
+
+
 def test_one_sum_twice_in_the_tree_of_a_noise_is_refused():
   """The mean of both has less noise than is accounted for."""
 

@@ -165,7 +165,7 @@ def test_a_cryptographic_generator_draws_the_noise():
 
 
 def test_nothing_is_released_beyond_the_last_step():
-  tx = prism_optax.tangent_privatizer(2.0, prng_key=0, steps=1)
+  tx = prism_optax.tangent_privatizer(2.0, prng_key=2**100, steps=1)
   update = jax.jit(tx.update)
   noisy, state = update(ONES, tx.init(PARAMS), PARAMS)
   assert all(np.any(x) for x in jax.tree.leaves(noisy))
