@@ -100,6 +100,11 @@ def test_many_small_numbers_are_not_lost_beside_a_large_one(rule, shapes):
     assert 0.99999 < np.linalg.norm(np.concatenate(parts)) <= 1
 
 
+def test_large_arrays_are_added_along_their_axes():
+  found = _clip.summed(jnp.ones((2, 100, 100)), (1, 2))
+  np.testing.assert_array_equal(found, [1e4, 1e4])
+
+
 def test_automatic_clipping_is_its_formula_at_every_size():
   """Where neither record nor result is denormal, to rounding in float32."""
   ordinary = np.isfinite(RECORDS) & (np.abs(RECORDS) > 1.2e-38)
