@@ -65,9 +65,21 @@ def test_groups_share_the_clip_norm(scale):
     ValueError, match=r'shares of one group or more, got \{\}'
   ):
     training.GroupClipping(LABELS, {})
+  with pytest.raises(ValueError, match=r"got shares\['head'\]=0"):
+    training.GroupClipping(LABELS, {'head': 0.0})
   clip = transforms.intrinsic_clip(C, rule=GROUPS)
   with pytest.raises(ValueError, match='labels to be a prefix of the tree'):
     clip.init({'another': cases.PARAMS})
+
+
+def test_a_state_is_of_labels_and_not_of_the_function_that_gives_them():
+  rules = [
+    training.GroupClipping(lambda _: LABELS, GROUPS.shares) for _ in 'ab'
+  ]
+  one, other = (cases.make(optax.sgd(0.1), clipping=x) for x in rules)
+  assert other.statement(one.init(cases.PARAMS)) == other.statement(
+    other.init(cases.PARAMS)
+  )
 
 
 def test_groups_of_modules_that_are_stacked_together():
