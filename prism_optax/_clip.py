@@ -306,7 +306,12 @@ class Clip(NamedTuple):
       stddev = rule.fraction_stddev
       next_key, key = _keys.split(state.prng_key)
       key = _keys.for_release(key, release_digest)
-      (vote,) = _lattice.add_noise(key, [clipped.number()], stddev)
+      (vote,) = _lattice.add_noise(
+        key,
+        [clipped.number()],
+        stddev,
+        with_digest=release_digest is not None,
+      )
       factor = jnp.exp(-rule.learning_rate * (vote + 0.5 - rule.quantile))
       # Far from the start still a number: zero or infinity would stay.
       first = self.l2_clip_norm

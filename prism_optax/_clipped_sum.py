@@ -158,7 +158,7 @@ class ClippedSum:
     ]
     given = self.examples
     sealed = isinstance(given, _exact_sum.LazyGradients) and given.seal
-    as_made = bool(sealed and sealed(given))
+    as_made = bool(sealed and sealed(given, self.is_padding_example))
     parts = [_exact_sum.parts(x) for x in leaves]
     what = _marks.Clip(tuple(known), tuple(lattice), as_made=as_made)
     marked = _marks.clipped(parts, what)

@@ -127,15 +127,15 @@ class LazyGradients(NamedTuple):
     microbatch_size: b, a divisor of B; None for all at once.
     skip_padding: Whether parts of padding alone are passed over. How long it
       takes then tells how many examples there are.
-    seal: Whether these are the gradients that a training has made, as they are;
-      None if no training has.
+    seal: Whether these, and padding that is given with them, are as a training
+      has made them; None if no training has.
   """
 
   examples: ArrayTree
   gradients: Callable[[ArrayTree], ArrayTree]
   microbatch_size: int | None = None
   skip_padding: bool = False
-  seal: Callable[['LazyGradients'], bool] | None = None
+  seal: Callable[['LazyGradients', jax.Array | None], bool] | None = None
 
   @property
   def shapes(self) -> ArrayTree:

@@ -215,7 +215,11 @@ def to_float(x: LatticeSum) -> jax.Array:
 
 
 def add_noise(
-  prng_key: jax.Array, tree: ArrayTree, stddev: Scalar | Sequence[Scalar]
+  prng_key: jax.Array,
+  tree: ArrayTree,
+  stddev: Scalar | Sequence[Scalar],
+  *,
+  with_digest: bool = False,
 ) -> ArrayTree:
   """Adds independent noise to every entry of a tree.
 
@@ -235,6 +239,8 @@ def add_noise(
       unit :func:`unit_of` of the same stddev.
     stddev: Standard deviation of the noise of every entry, or one for each
       leaf, in their order. May be traced.
+    with_digest: Whether the key depends on a digest of what is released, see
+      :func:`prism_optax._randomness._keys.for_release`. It is noted only.
 
   Returns:
     The tree of noisy arrays.
@@ -265,7 +271,9 @@ def add_noise(
       return jnp.where(s > 0, out, to_float(x))
     return jnp.where((s > 0) & jnp.isfinite(x), out, x)
 
-  what = _marks.Noise(tuple(map(_marks.known, stddevs)))
+  what = _marks.Noise(
+    tuple(map(_marks.known, stddevs)), with_digest=with_digest
+  )
   for known in what.stddevs:
     if known is not None and 0 < known < _LEAST_STDDEV:
       raise ValueError(

@@ -39,8 +39,9 @@ class Clip(NamedTuple):
     lattice: For each leaf the standard deviation of the noise whose lattice
       the sum is on; None for floats, or where it is not known.
     declared: Whether the clip is another library's, and only declared.
-    as_made: Whether it gets the gradients that a training has made, as they
-      are. What changes them before the clip may mix records.
+    as_made: Whether it gets the gradients and the padding that a training has
+      made, as they are. What changes gradients before the clip may mix records;
+      a row of padding that it does not know of counts as a record.
   """
 
   groups: tuple[Group, ...]
@@ -56,10 +57,12 @@ class Noise(NamedTuple):
     stddevs: For each leaf the standard deviation of the noise of an entry;
       None where it is not known.
     declared: Whether the noise is another library's, and only declared.
+    with_digest: Whether its key depends on a digest of what is released.
   """
 
   stddevs: tuple[float | None, ...]
   declared: bool = False
+  with_digest: bool = False
 
 
 # The arrays of a leaf: one, or the halves of exact noise.

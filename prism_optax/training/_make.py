@@ -130,7 +130,9 @@ def make_private(
       yours ``functools.partial(prism_optax.prism, 3e-2)``; likewise
       ``published_prism``, ``dp_muon``, or a function of yours with a
       :func:`prism_optax.chain`. The transformation is traced, and its clip and
-      noise are compared with the accounting.
+      noise are compared with the accounting. If you write its ``update``, hand
+      the gradients and ``**extra_args`` to the clip, and ``**extra_args`` to
+      the noise, as they come.
     l2_clip_norm: C, the largest norm of one record's contribution to the sum.
       For ``dp_muon`` it holds for each matrix; for a quantile it is the first
       value.

@@ -72,13 +72,14 @@ def assemble(
   taken = _taken(optimizer, constants)
   if type(clip.rule) is FlatClipping:
     whole = optimizer(**taken)
-    if not isinstance(whole, optax.GradientTransformation):
+    if not isinstance(whole, optax.GradientTransformationExtraArgs):
       raise ValueError(
         'Expected the function given as optimizer to make a transformation that'
         ' begins with a clip (prism, published_prism, dp_muon, or a'
-        f' prism_optax.chain), got {whole!r}.'
+        ' prism_optax.chain) and hands is_padding_example and release_digest'
+        f' on, an optax.GradientTransformationExtraArgs, got {whole!r}.'
       )
-    return optax.with_extra_args_support(whole)
+    return whole
   accepts = inspect.signature(optimizer).parameters
   if 'per_example_gradients' not in accepts:
     raise ValueError(

@@ -249,7 +249,11 @@ class Program:
         own,
         parts.execution.microbatch_size,
         parts.execution.skip_padding,
-        lambda given: given.examples is rows and given.gradients is own,
+        lambda given, padding: (
+          given.examples is rows
+          and given.gradients is own
+          and padding is is_padding_example
+        ),
       )
       updates, new = parts.transformation.update(
         lazy,

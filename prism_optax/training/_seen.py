@@ -231,7 +231,15 @@ def prove_step(
     if not clip.what.as_made:
       raise ValueError(
         f'Something stands before the clip at {clip.place}, which gets other'
-        ' gradients than those that were proved to depend on one record alone:'
-        f' hand them to the clip as they are.{_INSTEAD}'
+        ' gradients than those that were proved to depend on one record alone,'
+        ' or another is_padding_example: hand both to the clip as they are.'
+        f'{_INSTEAD}'
+      )
+  for release in found.releases:
+    if not release.what.with_digest:
+      raise ValueError(
+        f'The noise at {release.place} would be the same for other records if'
+        ' the step is done again: hand release_digest to it, as update gets'
+        f' it.{_INSTEAD}'
       )
   return _release.proof(found)

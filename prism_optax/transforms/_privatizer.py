@@ -143,7 +143,10 @@ def gaussian(
     stddevs = stddev(params) if callable(stddev) else stddev
     if isinstance(updates, ClippedSum):
       updates = updates.on_lattice(stddevs)
-    return _lattice.add_noise(key, updates, stddevs), next_key
+    noisy = _lattice.add_noise(
+      key, updates, stddevs, with_digest=release_digest is not None
+    )
+    return noisy, next_key
 
   return limited(optax.GradientTransformationExtraArgs(init, update), steps)
 

@@ -68,7 +68,7 @@ def played(route, noise=seams.add_noise):
   def one(key, rows):
     seen = []
 
-    def add_noise(key, tree, stddev):
+    def add_noise(key, tree, stddev, **_):
       seen.append(seams.as_floats(tree))
       return noise(key, tree, stddev)
 

@@ -93,8 +93,8 @@ def noise_multiplier_seen(private):
   return _seen.joint_noise_multiplier(seen, parts.releases_per_step)
 
 
-# All noise of the package is added by `add_noise(key, tree, stddev)`, to arrays
-# or to sums on a lattice.
+# All noise of the package is added by `add_noise(key, tree, stddev, **marks)`,
+# to arrays or to sums on a lattice.
 add_noise = _lattice.add_noise
 gaussian = _privatizer.gaussian
 to_float = _lattice.to_float
@@ -128,9 +128,9 @@ class Spy:
   def __init__(self):
     self.keys = []
 
-  def __call__(self, key, *args):
+  def __call__(self, key, *args, **marks):
     self.keys.append(tuple(np.asarray(x).item() for x in words_of(key)))
-    return add_noise(key, *args)
+    return add_noise(key, *args, **marks)
 
 
 def keys_of_steps(prng_key, count):

@@ -88,8 +88,8 @@ class Tape:
   def recording(self):
     """Within it, functions that are traced have their noise on this tape."""
 
-    def taped(prng_key, tree, stddev):
-      out = seams.add_noise(prng_key, tree, stddev)
+    def taped(prng_key, tree, stddev, **marks):
+      out = seams.add_noise(prng_key, tree, stddev, **marks)
       leaves, treedef = jax.tree.flatten(out)
       sums = jax.tree.leaves(tree, is_leaf=seams.is_sum)
       stddevs = stddev if isinstance(stddev, list | tuple) else [stddev]
