@@ -141,7 +141,6 @@ class Site(NamedTuple):
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_MARKS = os.path.basename(_marks.__file__)
 _JAX = os.path.dirname(jax.__file__)
 _UNKNOWN = 'an unknown line'
 
@@ -181,7 +180,7 @@ def place_of(site: Site) -> str:
   if line is not None:
     return line
   # Only lines of this package: the one that binds a mark says nothing.
-  own = [x for name, x in _frames(site.equation) if _MARKS not in name]
+  own = [x for name, x in _frames(site.equation) if name != _marks.__file__]
   return own[0] if own else _UNKNOWN
 
 

@@ -17,6 +17,8 @@ from prism_optax.transforms._chain import TangentTransformation
 class Means(NamedTuple):
   """Means over the records (or users) of a batch; no epsilon covers them.
 
+  Zeros if nobody was drawn.
+
   Attributes:
     loss: Of one record.
     gradient_norm: Before the clip, of what is clipped: the gradient, or for

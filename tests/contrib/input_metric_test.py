@@ -62,6 +62,15 @@ def test_zeros_for_one_pattern_leave_the_others():
   np.testing.assert_array_equal(dense(some, 'b'), dense(all_, 'b'))
 
 
+def test_a_scale_is_a_tenth_at_least():
+  """Of 400 directions the strongest has all the energy: 200 times the cap."""
+  first = np.eye(1, 400, dtype=np.float32)
+  metric = contrib.input_metric(
+    [{'x': first}], noise_multiplier=0.0, dataset_size=1, prng_key=0
+  )
+  np.testing.assert_array_equal(metric.scales['x'], np.float32([0.1]))
+
+
 @pytest.mark.parametrize('name', INPUTS)
 def test_mean_is_that_of_the_oracle(name):
   opposed = INPUTS['b'][:, None] * np.float32([[1], [-0.9]])

@@ -76,6 +76,11 @@ def test_a_program_is_known_by_what_it_computes():
     for _ in range(2)
   )
   assert len({same, *others, *mapped}) == 12
+  # An object whose text has its address.
+  marked = jax.extend.core.Primitive('marked')
+  marked.def_abstract_eval(lambda x, **_: x)
+  of = (program(lambda z: marked.bind(z, by=object()), x) for _ in range(2))
+  assert len(set(of)) == 1
   # Of two sets that are equal one is walked in another order.
   assert _fingerprint._of_value({8, 0}, {}) == _fingerprint._of_value(
     {0, 8}, {}

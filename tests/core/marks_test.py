@@ -1,14 +1,23 @@
 """What proofs read and rest on: marks in a program, and rules that fit."""
 
+import importlib.util
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 
 from prism_optax import diagnostics
-from prism_optax._proofs import _analysis, _kinds, _marks, _rules, _walk
+from prism_optax._proofs import (
+  _analysis,
+  _equations,
+  _kinds,
+  _marks,
+  _rules,
+  _walk,
+)
 from prism_optax._proofs._labels import Digit, RefusedError
 from prism_optax.training import _seen
 from tests.proofs.release_test import NOISE, PADDING, PARAMS, X, private_step
@@ -46,6 +55,26 @@ def test_marks_pass_through_transformations():
   ]
   unknown = _marks.Clip((_marks.Group((0,), None, 1),), (None,))
   assert found == [None, unknown, _marks.Noise((None,))]
+
+
+def test_a_place_within_the_package_is_the_line_that_marks(monkeypatch):
+  """For a training that the package itself runs."""
+  args = PARAMS, NOISE.init(PARAMS), X, PADDING
+  monkeypatch.setattr(_equations, '_PACKAGE', '')  # Every file is in it.
+  proof = diagnostics.prove_released(private_step, *args, private=2, padding=3)
+  assert 'release at _lattice.py' in str(proof)
+
+
+FAKE = core.Primitive('add')
+
+
+def test_a_primitive_is_known_by_the_module_of_jax_that_defined_it():
+  """Not one that is called the same, of a module that was loaded before."""
+  spec = importlib.util.find_spec(_analysis.__name__)
+  again = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(again)
+  assert jax.lax.add_p in again.PRIMITIVES
+  assert FAKE not in again.PRIMITIVES
 
 
 def test_of_a_group_the_leaf_of_least_noise_counts():

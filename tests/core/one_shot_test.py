@@ -16,6 +16,16 @@ def test_the_vector_of_a_matrix_keeps_its_length():
   np.testing.assert_allclose(back, x, rtol=1e-6)
 
 
+def test_without_noise_a_sum_is_on_a_fine_lattice():
+  """Of a record of length one, in steps of 2^-28."""
+  batch = {'x': jnp.float32([[2**-28, 1.5 * 2**-28]])}
+  released = _one_shot_release.release(
+    [batch], lambda x: x, noise_multiplier=0.0, dataset_size=1, prng_key=0,
+    purpose=0,
+  )  # fmt: skip
+  np.testing.assert_array_equal(released.arrays['x'], [2**-28, 2**-28])
+
+
 def test_the_edge_is_the_largest_eigenvalue_of_noise():
   noise = np.random.default_rng(1).normal(size=200 * 201 // 2)
   square, edge = _one_shot_release.to_square(noise)

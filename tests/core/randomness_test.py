@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from prism_optax._randomness import _generators, _keys
 
@@ -25,6 +26,10 @@ def test_a_fresh_key_asks_the_operating_system_each_time(
   assert fresh() != fresh()
   monkeypatch.setattr(_keys.os, 'urandom', lambda n: bytes(range(n)))
   assert fresh() == bytes(range(size))
+  # Of several processes all take the bits of the first.
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', np.invert)
+  assert fresh() == bytes(255 - i for i in range(size))
 
 
 @pytest.mark.parametrize('seed', [0, 5, 2**40 + 5, 2**63, 2**128 - 1])

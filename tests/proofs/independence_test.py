@@ -293,6 +293,12 @@ def test_outputs_that_depend_on_no_example():
   assert prove(lambda x: {'a': x, 'b': jnp.ones(3), 'c': 1.0}, normal(B))
 
 
+def test_a_program_that_is_called_twice_is_counted_once():
+  sin = jax.jit(jnp.sin)
+  proof = prove(lambda x: sin(x) + sin(jnp.ones(B)), normal(B))
+  assert '1 sin' in proof.trace[2]
+
+
 def test_what_is_mixed_and_not_returned():
   """Statistics that are thrown away harm nobody; only shapes are looked at."""
 

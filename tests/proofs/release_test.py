@@ -333,7 +333,7 @@ def shapes_and_scales(params, state, x, padding):
   """All of it is linear, by public numbers."""
   mean = mean_of(params, x, padding)
   scaled = jnp.where(params['bias'] > 0, mean['w'] * 2, -mean['w'])
-  scaled = scaled.at[0].add(scaled[1])
+  scaled = scaled.at[0].add(scaled[1]).at[1].set(scaled[0])
   scaled = jax.lax.fori_loop(
     0, params['bias'][0].astype(int), lambda _, x: x + x, scaled
   )

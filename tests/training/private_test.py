@@ -1,5 +1,6 @@
 """A private training is the spelled-out chain; what is known beside it."""
 
+import dataclasses
 import functools
 import re
 
@@ -314,6 +315,10 @@ def test_means_of_a_batch(kind):
   np.testing.assert_allclose(found.aux['hit'], hits, rtol=1e-5)
   if users is None:
     np.testing.assert_allclose(found.gradient_norm, norms.mean(), rtol=1e-5)
+  nobody = dataclasses.replace(
+    batch, is_padding_example=jnp.ones_like(batch.is_padding_example)
+  )
+  assert private.nonprivate_means(state, nobody, FROZEN).loss == 0
   private.step(state, batch, FROZEN)  # Its buffers are all there still.
 
 

@@ -27,7 +27,9 @@ def test_every_leaf_comes_back_and_only_its_owner_reads_it(tmp_path):
   unfinished = tmp_path / f'x.{os.getpid()}.tmp'
   unfinished.write_text('')
   os.chmod(unfinished, 0o666)
+  opened = len(os.listdir('/dev/fd'))
   training.save_state(path, TREE)
+  assert len(os.listdir('/dev/fd')) == opened
   assert stat.S_IMODE(path.stat().st_mode) == 0o600
   assert list(tmp_path.iterdir()) == [path]  # Nothing half written is left.
   found = training.load_state(path, TREE)
