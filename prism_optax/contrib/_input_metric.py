@@ -293,13 +293,13 @@ def _check_batch(
 
 
 def _entries(n: int, form: str) -> int:
-  return n if form == 'mean' else n * (n + 1) // 2
+  return n if form == 'mean' else math.comb(n + 1, 2)
 
 
 def _positions(x: jax.Array) -> jax.Array:
   """All positions of a record, (T, n), of a size that no square overflows."""
   x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-  largest = jnp.max(jnp.abs(x), initial=0.0)
+  largest = jnp.max(jnp.abs(x))
   return x / jnp.where(largest > 0, largest, 1)
 
 

@@ -64,7 +64,7 @@ def release(
   """
   sigma = _validate.known_non_negative('noise_multiplier', noise_multiplier)
   _validate.integer('dataset_size', dataset_size, 1)
-  _keys.check_key('prng_key', prng_key, words=4)
+  key = _keys.resolve_key('prng_key', prng_key, (), words=4)
   unit = np.asarray(_exact_sum.unit_of(sigma, 1.0, jnp.float32))
   totals: dict[str, np.ndarray] = {}
   rows = 0
@@ -84,7 +84,6 @@ def release(
       ' moves the sum twice as far as is accounted for. (Padding counts: leave'
       ' it out.)'
     )
-  key = _keys.resolve_key('prng_key', prng_key, (), words=4)
   if _keys.is_given(prng_key):
     key = jax.random.fold_in(key, purpose)
   sums = {name: _exact_sum.from_integers(x, unit) for name, x in totals.items()}
@@ -115,7 +114,7 @@ def as_rows(name: str, array: object) -> jax.Array:
     raise ValueError(
       f'Expected {name} to be real numbers, got an array of {array.dtype}.'
     )
-  if isinstance(array, np.ndarray) and array.dtype.itemsize > 4:
+  if isinstance(array, np.ndarray):
     # Too large a number becomes infinite, not another one; and no warning
     # tells that there is one.
     with np.errstate(all='ignore'):
@@ -140,7 +139,7 @@ def sum_of_batch(
 
 def to_vector(square: jax.Array) -> jax.Array:
   """A symmetric matrix as n (n + 1) / 2 numbers, of the same norm."""
-  rows, columns = np.triu_indices(square.shape[-1])
+  rows, columns = np.triu_indices(len(square))
   weights = np.where(rows == columns, 1, math.sqrt(2)).astype(np.float32)
   return square[rows, columns] * weights
 

@@ -87,9 +87,9 @@ class LinearHead:
   noise_multiplier: float = dataclasses.field(metadata=_STATIC)
   entries: int = dataclasses.field(metadata=_STATIC)
   dataset_size: int = dataclasses.field(metadata=_STATIC)
-  seeded: bool = dataclasses.field(default=False, metadata=_STATIC)
-  digest: str = dataclasses.field(default='', metadata=_STATIC)
-  key_digest: str = dataclasses.field(default='', metadata=_STATIC, repr=False)
+  seeded: bool = dataclasses.field(metadata=_STATIC)
+  digest: str = dataclasses.field(metadata=_STATIC)
+  key_digest: str = dataclasses.field(metadata=_STATIC, repr=False)
 
   @property
   def event(self) -> dp_accounting.DpEvent:
@@ -353,12 +353,10 @@ def _classes(labels: ArrayTree, num_classes: int) -> jax.Array:
     raise ValueError(
       f'Expected labels to be integers, got an array of {labels.dtype}.'
     )
-  most = int(np.iinfo(labels.dtype).max)
+  most = np.iinfo(labels.dtype).max
   # In their own type: a narrower one could make a class of what is none.
   is_class = (labels >= 0) & (labels <= min(num_classes - 1, most))
-  numpy = jnp if isinstance(labels, jax.Array) else np
-  classes = numpy.where(is_class, labels, 0).astype(np.int32)
-  return jnp.asarray(numpy.where(is_class, classes, -1))
+  return jnp.where(is_class, labels.astype(np.int32), -1)
 
 
 def _class(label: SupportsIndex, num_classes: int) -> int:
@@ -434,10 +432,8 @@ def _norms(num_classes: int) -> tuple[float, float]:
 
 
 def _direction(feature: jax.Array) -> jax.Array:
-  """Of length one; zeros stay."""
+  """Of length one; NaN for zeros, which the clip takes for nothing."""
   feature = feature.astype(jnp.float32)
   # No square over- or underflows: of the largest entry one is left.
-  largest = jnp.max(jnp.abs(feature), initial=0.0)
-  feature = feature / jnp.where(largest > 0, largest, 1)
-  size = jnp.linalg.norm(feature)
-  return feature / jnp.where(size > 0, size, 1)
+  feature = feature / jnp.max(jnp.abs(feature))
+  return feature / jnp.linalg.norm(feature)

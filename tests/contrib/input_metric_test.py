@@ -121,7 +121,7 @@ def test_every_entry_gets_the_noise_of_its_length(sigma):
 
 def test_the_scale_of_a_direction_is_that_of_its_energy_without_noise():
   """Half of the energy along one direction of 40, at a noise that counts."""
-  n, size, sigma = 40, 2000, 30.0
+  n, size, sigma = 40, 2000, 50.0
   rng = np.random.default_rng(4)
   x = rng.normal(size=(size, n)) / (n - 1) ** 0.5
   x[:, 0] = rng.choice([-1, 1], size)
@@ -130,7 +130,7 @@ def test_the_scale_of_a_direction_is_that_of_its_energy_without_noise():
     prng_key=3,
   )  # fmt: skip
   energy = np.float64(x).T @ (np.float64(x) / np.sum(x**2, 1, keepdims=True))
-  # Of 1,000, of which the mean is 50, the noise adds at most 30 * sqrt(80).
+  # Of 1,000, of which the mean is 50, the noise adds at most 50 * sqrt(80).
   ideal = (2 * size / n / energy[0, 0]) ** 0.5
   assert metric.scales['x'].shape == (1,)
   edge = sigma * (2 * n) ** 0.5
@@ -166,7 +166,12 @@ def test_change_of_variables_and_back():
 
 def test_the_release_is_part_of_what_is_accounted_for():
   """Any change of variables is in training/prior_releases_test.py."""
-  metric = release([INPUTS], noise_multiplier=5.0)
+  metric = release(
+    [INPUTS], noise_multiplier=np.float32(5), dataset_size=np.int64(N)
+  )
+  assert type(metric.noise_multiplier) is float
+  assert type(metric.dataset_size) is int
+  assert metric.seeded is True
   assert metric.key_digest not in repr(metric)
   options = {'dataset_size': N, 'change_of_variables': metric, 'delta': 1e-3}
   private = cases.make(optax.sgd(0.1), params=PARAMS, **options)
@@ -181,7 +186,7 @@ def test_the_release_is_part_of_what_is_accounted_for():
     ({'batches': []}, 'at least one'),
     ({'batches': [INPUTS, INPUTS]}, '80 records for dataset_size=40'),
     ({'batches': [{}]}, r'shape \(B, ..., n\)'),
-    ({'batches': [{'x': np.ones(3)}]}, r'shape \(B, ..., n\)'),
+    ({'batches': [INPUTS | {'x': np.ones(N)}]}, r'shape \(B, ..., n\)'),
     ({'batches': [INPUTS, {'b': INPUTS['b']}]}, 'same patterns'),
     (
       {'batches': [{'x': np.ones((3, k, 2))} for k in (5, 4)]},

@@ -1,5 +1,6 @@
 """Symmetric matrices as vectors, whose noise has a known edge."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,11 @@ def test_the_vector_of_a_matrix_keeps_its_length():
   assert np.linalg.norm(vector) == pytest.approx(np.linalg.norm(x), rel=1e-6)
   back, _ = _one_shot_release.to_square(vector)
   np.testing.assert_allclose(back, x, rtol=1e-6)
+
+
+def test_rows_of_float64_are_float32_with_x64_too():
+  with jax.enable_x64(True):
+    assert _one_shot_release.as_rows('x', np.ones(3)).dtype == np.float32
 
 
 def test_without_noise_a_sum_is_on_a_fine_lattice():

@@ -20,7 +20,7 @@ from prism_optax.accounting import (
   _ledger,
   _matrix_mechanism,
 )
-from prism_optax.contrib import _one_shot_release, heads
+from prism_optax.contrib import _one_shot_release
 from prism_optax.fixed_rank import _lifts
 from prism_optax.training import (
   _fingerprint,
@@ -264,9 +264,6 @@ def one_shot_sums():
 
   with mock.patch.object(_one_shot_release, 'release', spy):
     yield found
-
-
-FEWEST_RECORDS = heads._FEWEST
 
 
 def before_each_draw(call):

@@ -25,9 +25,11 @@ unsampled = functools.partial(make, expected_batch_size=cases.N)
 
 def made_up(value=1.0, digest='values', key_digest='key', **changes):
   """A release that was never made: what a training asks of one."""
-  head = heads.LinearHead(jnp.full((2, 2), value), 5.0, 4, cases.N)
-  names = {'digest': digest, 'key_digest': key_digest}
-  return dataclasses.replace(head, **names | changes)
+  kernel = jnp.full((2, 2), value)
+  head = heads.LinearHead(
+    kernel, 5.0, 4, cases.N, seeded=False, digest=digest, key_digest=key_digest
+  )
+  return dataclasses.replace(head, **changes)
 
 
 MEANS = made_up()
