@@ -436,4 +436,5 @@ def _direction(feature: jax.Array) -> jax.Array:
   feature = feature.astype(jnp.float32)
   # No square over- or underflows: of the largest entry one is left.
   feature = feature / jnp.max(jnp.abs(feature))
-  return feature / jnp.linalg.norm(feature)
+  direction: jax.Array = feature / jnp.linalg.norm(feature)
+  return direction
