@@ -202,7 +202,7 @@ def check_declared(
   arrays = [x for release in declared for x in jax.tree.leaves(release)]
 
   def is_release(x: object) -> bool:
-    return hasattr(x, 'key_digest') and hasattr(x, 'event')
+    return hasattr(x, 'key_digest')
 
   for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_release):
     if is_release(leaf):

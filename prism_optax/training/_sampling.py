@@ -162,7 +162,7 @@ class Sampling(NamedTuple):
       The places, each of ``dataset_size`` once at most.
     """
     rng = np.random.default_rng(
-      np.random.SeedSequence([int(x) for x in seed], spawn_key=(step,))
+      np.random.SeedSequence(seed.tolist(), spawn_key=(step,))
     )
     # So many of N independent places; which ones is uniform given how many.
     drawn = rng.binomial(self.dataset_size, self.probability)
@@ -193,7 +193,7 @@ class Sampling(NamedTuple):
       Numbers below ``count``, each once at most.
     """
     rng = np.random.default_rng(
-      np.random.SeedSequence([int(x) for x in seed], spawn_key=(step, place))
+      np.random.SeedSequence(seed.tolist(), spawn_key=(step, place))
     )
     most = min(count, self.examples_per_user or 1)
     return rng.choice(count, most, replace=False, shuffle=False)

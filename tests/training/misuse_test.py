@@ -48,6 +48,10 @@ CONSTANTS = [
   (SGD, {'noise_multiplier': -1.0}, r'noise_multiplier >= 0'),
   (SGD, {'execution': training.Execution(7, padded_batch_size=48)},
    r'multiple of microbatch'),
+  *((SGD, {x: 0}, f'Expected {x} to be an integer >= 1') for x in (
+    'dataset_size', 'expected_batch_size', 'examples_per_user')),
+  *((SGD, {'execution': training.Execution(**{x: 0})}, f'{x} .* >= 1')
+    for x in ('microbatch_size', 'padded_batch_size')),
   (SGD, {'examples_per_user': 2, 'batched_loss': True}, r'not supported'),
   (SGD, {'batched_loss': True, 'execution': training.Execution(
     batch_sharding=jax.sharding.NamedSharding(
