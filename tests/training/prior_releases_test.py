@@ -219,8 +219,17 @@ def test_every_entry_that_got_noise_is_counted(follows, monkeypatch):
     counted.append(entries)
     return ''
 
+  def calibrated(*args, entries, prior_events, **options):
+    counted.append(entries)
+    assert list(prior_events) == [MEANS.event]
+    return 1.0
+
   clipping = training.QuantileClipping(quantile=0.5) if follows else None
-  private = make(prior_releases=[MEANS], clipping=clipping)
+  monkeypatch.setattr(accounting, 'calibrate_noise_multiplier', calibrated)
+  private = make(
+    prior_releases=[MEANS], clipping=clipping, prng_key='chacha20',
+    noise_multiplier=None, target_epsilon=3.0,
+  )  # fmt: skip
   for name in ('privacy_statement', 'epsilon'):
     monkeypatch.setattr(accounting, name, statement)
   state = private.init(cases.PARAMS)
@@ -229,7 +238,8 @@ def test_every_entry_that_got_noise_is_counted(follows, monkeypatch):
   private.epsilon()
   private.epsilon(0)
   each = 4 + 6 * 2 + 2 * 4 + follows  # A quantile's fraction is one more.
-  assert counted == 2 * [3 * each + MEANS.entries, MEANS.entries]
+  whole = 3 * each + MEANS.entries
+  assert counted == [whole, whole, MEANS.entries, whole, MEANS.entries]
 
 
 NO_TREE = types.SimpleNamespace(

@@ -142,6 +142,14 @@ def rate(count):
   return jnp.where(count == 1, jnp.inf, 0.1)
 
 
+# Of one entry alone.
+ONE_OVERFLOWS = optax.GradientTransformation(
+  lambda params: jnp.zeros((), jnp.int32),
+  lambda updates, count, params: (
+    updates | {'head': updates['head'].at[0].multiply(rate(count))},
+    count + 1,
+  ),
+)
 # A state that holds infinity, as that of a search may.
 BEST_SO_FAR = optax.GradientTransformation(
   lambda params: jnp.array(jnp.inf), optax.identity().update
@@ -151,7 +159,7 @@ BEST_SO_FAR = optax.GradientTransformation(
 @pytest.mark.parametrize(
   'optimizer',
   [
-    optax.chain(BEST_SO_FAR, optax.sgd(rate, momentum=0.9)),
+    optax.chain(BEST_SO_FAR, optax.sgd(0.1, momentum=0.9), ONE_OVERFLOWS),
     slow(functools.partial(prism_optax.prism, rate)),
   ],
   ids=['momentum', 'prism'],
@@ -302,6 +310,7 @@ def test_means_of_a_batch(kind):
   data = tuple(x[:150] for x in DATA)
   batch = next(iter(private.batches(state, data, users=users)))
   found = private.nonprivate_means(state, batch, FROZEN)
+  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch.examples))
   here, (x, y) = slice(None), data
   if users is None:
     here, (x, y) = ~np.asarray(batch.is_padding_example), batch.examples
