@@ -82,17 +82,6 @@ def test_steps_of_any_condition_get_an_orthonormal_basis(condition):
     assert np.max(np.abs(unit.T @ unit - np.eye(4))) < 50 * g.EPS[np.float64]
 
 
-@pytest.mark.parametrize('size', [1.0, 1e-3])
-def test_no_new_column_points_away_from_the_old_one(size):
-  """Whatever signs an SVD gives, and whatever the size of the factors."""
-  for seed in range(8):
-    factors = g.scaled(g.random_problem(seed, 12, 9, 4, 10.0)[0], size)
-    frame = g.compiled.frame(factors)
-    new = g.compiled.retract(frame, step_of_size(factors, frame, 1e-3))
-    along = sum(np.sum(a * b, 0) for a, b in zip(new, factors, strict=True))
-    assert (along > -1e-12 * size**2).all()
-
-
 @g.full_or_deficient
 def test_no_step_keeps_the_factors(kind):
   factors = g.deficient_factors(34, kind)

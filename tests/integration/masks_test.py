@@ -81,14 +81,3 @@ def test_no_mask_in_an_update_either(clip):
   many = dict.fromkeys('abcdef', optax.MaskedNode())
   with pytest.raises(ValueError, match=r"\['c'\], \['d'\] and 2 more from"):
     cases.CLIPS[clip].init(params | many)
-
-
-@pytest.mark.slow
-def test_a_privatizer_inside_of_a_mask_covers_what_it_sees():
-  """Documented, not refused: elsewhere may be `set_to_zero`."""
-  params = cases.params()
-  tx = optax.masked(cases.privatizer(), {**HIDE_HEAD, 'head': True})
-  zeros = jax.tree.map(np.zeros_like, params)
-  noisy, _ = jax.jit(tx.update)(zeros, tx.init(params), params)
-  assert np.all(noisy['head'] != 0)
-  np.testing.assert_array_equal(noisy['frozen'], 0)

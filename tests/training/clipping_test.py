@@ -120,14 +120,3 @@ def test_a_clip_norm_follows_a_quantile():
   # Nor is there any noise if the training has none.
   noisy = dataclasses.replace(rule, fraction_stddev=0.1)
   assert bounded(noisy)[1].optimizer[0].l2_clip_norm == norm
-
-
-@pytest.mark.slow
-def test_a_quantile_is_found():
-  private = cases.make(
-    optax.sgd(0.0), clipping=training.QuantileClipping(learning_rate=1.0),
-    l2_clip_norm=100.0, expected_batch_size=N, steps=30, noise_multiplier=3.0,
-  )  # fmt: skip
-  norm = cases.trained(private).optimizer[0].l2_clip_norm
-  assert float(norm) == pytest.approx(np.median(norms(leaves())), rel=0.3)
-  assert private.noise_multiplier == 3.0

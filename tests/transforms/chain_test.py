@@ -13,30 +13,6 @@ from tests.transforms import chains
 pytestmark = pytest.mark.usefixtures('x64')
 
 
-@pytest.mark.slow
-def test_prism_is_its_chain_with_traced_hyper_parameters():
-  """Injected into both: every number an array in the state."""
-  numbers = chains.OPTIONS | {
-    'learning_rate': optax.linear_schedule(0.1, 0.0, 3),
-    'weight_decay': 0.2, 'b1': 0.8, 'b2': 0.99,
-  }  # fmt: skip
-  del numbers['prng_key']
-
-  def chained(
-    learning_rate, l2_clip_norm, noise_multiplier, expected_batch_size,
-    weight_decay, b1, b2,
-  ):  # fmt: skip
-    return problems.chain_of(**locals(), prng_key=7)
-
-  alias = optax.inject_hyperparams(
-    prism_optax.prism,
-    static_args=('prng_key', 'per_example_gradients', 'layout'),
-  )(prng_key=7, **numbers)
-  chains.assert_same_program(
-    alias, optax.inject_hyperparams(chained)(**numbers)
-  )
-
-
 def _shifted(x, frame):
   left, right = fixed_rank.multiply_out(x)
   shifted = fixed_rank.Tangent(left - frame.left, 2 * right)

@@ -20,6 +20,7 @@ from jax_privacy.matrix_factorization import (
   toeplitz,
 )  # fmt: skip
 
+import prism_optax
 from prism_optax import transforms
 from tests import cases
 from tests.oracles import problems
@@ -196,12 +197,16 @@ def test_the_privatizer_sees_the_norm_of_what_came_in():
     np.testing.assert_allclose(seen, cases.norm(signal), rtol=2e-6)  # float32
 
 
-def test_nothing_is_released_beyond_the_horizon():
+@pytest.mark.parametrize('plain', [False, True])
+def test_nothing_is_released_beyond_the_horizon(plain):
   path = _path(_params(), 3)
   tx = make(_factory(NOISING['dense']()), steps=2, prng_key=0)
+  if plain:
+    tx = prism_optax.tangent_privatizer(2.0, prng_key=2**100, steps=2)
   update = jax.jit(tx.update)
   *first, signal = _signals(path)
-  _, state = _run(tx, path[:2], first, update)
+  noisy, state = _run(tx, path[:2], first, update)
+  assert all(np.any(x) for x in jax.tree.leaves(noisy))
   with pytest.raises(ValueError, match='steps=2 updates.*update 3'):
     tx.update(signal, state, path[2])
   out, _ = update(signal, state, path[2])
