@@ -16,11 +16,11 @@ def noise():
   return prism_optax.tangent_privatizer(1.0, prng_key=3)
 
 
-def foreign():
+def foreign(*others):
   """A privatizer of others that takes the digest; nothing else about rows."""
 
   def update(updates, state, params=None, *, release_digest=None, **extra):
-    assert not extra
+    assert tuple(extra) == others
     key = jax.random.fold_in(jax.random.key(0), release_digest[0])
     return optax.tree.random_like(key, updates, jax.random.normal), state
 
@@ -33,6 +33,9 @@ CASES = {
     noise(),
     optax.scale(0.5),  # Knows no argument beside.
     retract_elsewhere=True,
+  ),
+  'a foreign part of a chain': lambda: prism_optax.chain(
+    foreign('is_padding_example'), retract_elsewhere=True
   ),
   'optax.partition': lambda: optax.partition(
     {'all': optax.chain(noise())},
