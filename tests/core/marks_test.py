@@ -13,6 +13,7 @@ from prism_optax import diagnostics
 from prism_optax._proofs import (
   _analysis,
   _equations,
+  _independence,
   _kinds,
   _marks,
   _rules,
@@ -100,3 +101,11 @@ def test_a_rule_that_does_not_fit_its_array_proves_nothing(monkeypatch):
   odd = types.SimpleNamespace(ins=[(2, 2)], outs=[(2, 3)])
   with pytest.raises(RefusedError, match='not entry by entry'):
     _rules._elementwise(odd, None)
+
+
+def test_what_does_more_than_return_a_value_is_not_proved():
+  program = jax.make_jaxpr(jnp.sin)(jnp.ones(3))
+  equations = [x.replace(effects={'more'}) for x in program.jaxpr.eqns]
+  odd = program.replace(jaxpr=program.jaxpr.replace(eqns=equations))
+  for one, whole in ((program, True), (odd, False)):
+    assert bool(_independence.followed(one, ['y'], [True], 3)) is whole
