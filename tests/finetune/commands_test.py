@@ -197,12 +197,6 @@ def test_the_help_is_read_as_the_options():
   for text in command_line.COMMANDS.values():
     # An option that would be overlooked has no other place.
     assert len(command_line.options(text)) == text.count('\n  --')
-  found = command_line.options(command_line.COMMANDS['train'])
-  assert [*found['steps'].defaults.values()] == [150, 300, 200]
-  assert found['target_epsilon'].defaults['digits'] == 8
-  assert found['target_epsilon'].defaults['instruct'] is None
-  assert found['l2_clip_norm'].defaults['classify'] == 1
-  assert found['model'].defaults == {'classify': None, 'instruct': 'smollm2'}
   used = command_line.parse(['predict', 'runs/a', '--data', 'b'])
   assert (used.run, used.data, used.batch_size) == ('runs/a', 'b', 8)
   assert command_line.parse(['report', 'a', 'b']).runs == ['a', 'b']
