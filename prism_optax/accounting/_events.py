@@ -379,5 +379,6 @@ def _plain(value: dp_event.DpEvent | np.generic | np.ndarray) -> object:
     # The first two name the module and the class.
     names = value.to_named_tuple()._fields[2:]
     fields = {name: getattr(value, name) for name in names}
-    return {'event': type(value).__name__, **fields}
+    # As dp-accounting calls it: some have an event among their fields.
+    return {'class_name': type(value).__name__, **fields}
   return value.tolist()  # NumPy's numbers; an integer stays one.

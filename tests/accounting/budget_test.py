@@ -80,20 +80,21 @@ def test_export_is_plain_and_complete():
   budget = budget_of(5.0, server_epsilon=9.0)
   budget.spend(CLASSIC, 'a', count=2)
   narrow = dp_accounting.GaussianDpEvent(np.float32(4.8448))
-  budget.spend(dp_accounting.ComposedDpEvent([narrow]), 'b')
+  budget.spend(dp_accounting.SelfComposedDpEvent(narrow, 1), 'b')
   exported = budget.export()
   assert json.loads(json.dumps(exported)) == exported
   assert exported['settings'] == {
     'version': 1, 'caps': {'session': 5.0, 'server': 9.0}, 'delta': DELTA,
     'composition': 'filter', 'neighboring_relation': 'ADD_OR_REMOVE_ONE',
   }  # fmt: skip
-  one = {'event': 'GaussianDpEvent', 'noise_multiplier': 4.8448}
+  one = {'class_name': 'GaussianDpEvent', 'noise_multiplier': 4.8448}
   rounded = one | {'noise_multiplier': float(np.float32(4.8448))}
-  two = {'event': 'ComposedDpEvent', 'events': [rounded]}
+  two = {'class_name': 'SelfComposedDpEvent', 'count': 1, 'event': rounded}
   assert exported['ledger'] == [
     {'id': 1, 'session': 'a', 'event': one, 'count': 2},
     {'id': 2, 'session': 'b', 'event': two, 'count': 1},
   ]
+  assert list(exported['ledger'][1]['event']) == list(two)
   assert list(exported['sessions']) == ['a', 'b']
   assert exported['server']['spent'] == pytest.approx(
     accounting.gaussian_epsilon(math.sqrt(3) / 4.8448, DELTA)

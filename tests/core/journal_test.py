@@ -40,6 +40,8 @@ def test_processes_take_what_the_first_has(tmp_path, monkeypatch):
   """This one is the second: it has no journal, and no say."""
   private = cases.make(optax.sgd(0.1), journal=tmp_path / 'journal')
   state, owner = private.init(cases.PARAMS), Owner(private.parts)
+  without = Owner(cases.make(optax.sgd(0.1)).parts)
+  assert without.written_down(None, None, None) == 0
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
   monkeypatch.setattr(

@@ -488,6 +488,11 @@ def centred_after_kernels(p, x, y):
   return rows - rows.mean()
 
 
+def centred_after_an_empty_part(p, x, y):
+  rows = lax.split(x, (0, T), 1)[1].sum((1, 2))
+  return rows - rows.mean()
+
+
 def batch_as_channels(p, x, y):
   kernel = jnp.ones((1, len(y), 3))
   return y + lax.conv(x.sum(2)[None], kernel, (1,), 'SAME').sum()
@@ -497,6 +502,7 @@ MIXED = {
   centred_after_a_convolution: 'reduce_sum',
   centred_after_kernels: 'reduce_sum',
   batch_as_channels: 'conv_general_dilated',
+  centred_after_an_empty_part: 'reduce_sum',
   centred_after_a_loop: 'reduce_sum', centred_after_a_branch: 'reduce_sum',
   centred_after_a_spectrum: 'reduce_sum', centred_after_a_look_up: 'reduce_sum',
   centred: 'reduce_sum', batch_norm: 'reduce_sum',
