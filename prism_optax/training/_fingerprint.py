@@ -375,7 +375,7 @@ def data_digest(records: Records, seed: np.ndarray) -> np.ndarray:
   places = np.arange(records.size)
   if records.is_source and records.size > PLACES:
     rng = np.random.default_rng(
-      np.random.SeedSequence([int(x) for x in seed], spawn_key=_SPAWN_KEY)
+      np.random.SeedSequence(seed.tolist(), spawn_key=_SPAWN_KEY)
     )
     places = rng.choice(records.size, PLACES, replace=False)
   for part in np.array_split(places, len(places) // _BLOCK + 1):

@@ -32,16 +32,15 @@ class PrivatizerState(NamedTuple):
 
 
 def limited(
-  privatizer: optax.GradientTransformation, steps: int | None
+  privatizer: optax.GradientTransformationExtraArgs, steps: int | None
 ) -> optax.GradientTransformationExtraArgs:
   """The privatizer, which releases nothing beyond the last step.
 
   Beyond it an update raises where the step count is known, and under ``jit``
   returns zeros, neither signal nor noise. None means no last step. Of further
-  arguments of ``update`` the privatizer gets ``release_digest``, if it takes
-  any; none of the others, which may be about records.
+  arguments of ``update`` the privatizer gets ``release_digest``; none of the
+  others, which may be about records.
   """
-  privatizer = optax.with_extra_args_support(privatizer)
 
   def init(updates):
     return PrivatizerState(jnp.zeros((), jnp.int32), privatizer.init(updates))

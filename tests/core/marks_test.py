@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core
 
 from prism_optax import diagnostics
 from prism_optax._proofs import (
@@ -21,6 +20,7 @@ from prism_optax._proofs import (
 )
 from prism_optax._proofs._labels import Digit, RefusedError
 from prism_optax.training import _seen
+from tests.proofs.independence_test import FAKE
 from tests.proofs.release_test import NOISE, PADDING, PARAMS, X, private_step
 
 
@@ -64,9 +64,6 @@ def test_a_place_within_the_package_is_the_line_that_marks(monkeypatch):
   monkeypatch.setattr(_equations, '_PACKAGE', '')  # Every file is in it.
   proof = diagnostics.prove_released(private_step, *args, private=2, padding=3)
   assert 'release at _lattice.py' in str(proof)
-
-
-FAKE = core.Primitive('add')
 
 
 def test_a_primitive_is_known_by_the_module_of_jax_that_defined_it():

@@ -74,10 +74,8 @@ def test_what_is_read_is_what_peft_computes(tmp_path, dtype):
 def test_rank_stabilised_scale(tmp_path):
   config = _config(use_rslora=True)
   adapter = lora.load_peft(_folder(tmp_path, config=config))
-  assert [pair.layout.scale for pair in adapter.layout] == [
-    8 / np.sqrt(2),
-    6 / np.sqrt(3),
-  ]
+  scales = [pair.layout.scale for pair in adapter.layout]
+  assert scales == [8 / np.sqrt(2), 6 / np.sqrt(3)]
 
 
 # Into the tree of a JAX model.
