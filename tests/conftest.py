@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 _PROCESS = pathlib.Path('/proc/self')
-_MOST_MAPS, _MOST_MEMORY = 40_000, 1_000_000_000
+_MOST_MAPS, _MOST_MEMORY = 40_000, 1_400_000_000
 
 
 @pytest.fixture(autouse=True, scope='module')

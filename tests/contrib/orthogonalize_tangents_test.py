@@ -44,12 +44,12 @@ def _coordinates(pair, gradient):
     # Every polynomial on one shape, and every shape under one polynomial.
     (M, N, RANK, 2, 5, 'max1'),
     (M, N, RANK, 1, 1, 'max1'),
-    (M, N, RANK, 3, 4, 'max1'),
+    pytest.param(M, N, RANK, 3, 4, 'max1', marks=pytest.mark.slow),
     (M, N, RANK, 2, 5, 'frobenius'),
     pytest.param(9, 13, 3, 2, 5, 'max1', marks=pytest.mark.slow),
     (8, 8, 1, 2, 5, 'max1'),
     pytest.param(7, 4, 4, 2, 5, 'max1', marks=pytest.mark.slow),
-    (4, 4, 4, 2, 5, 'max1'),
+    pytest.param(4, 4, 4, 2, 5, 'max1', marks=pytest.mark.slow),
   ],
 )
 def test_is_the_projected_dense_iteration(m, n, rank, degree, steps, normalize):

@@ -142,7 +142,7 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   drawn = _epsilon.release_guarantee(*ideal, 7e10)
   assert 5e-5 < drawn[0] <= 6e-5 * (1 + 1e-9)
   assert 0.9 * delta < drawn[1] <= delta
-  assert '(PLD)' in accounting.privacy_statement(event, delta)
+  assert '(PLD)' in accounting.privacy_statement(GaussianDpEvent(9.0), delta)
   # As SECURITY.md has it, of a million numbers, which a budget leaves out.
   most, total = _epsilon.release_guarantee(8.0, delta, 10**6)
   assert most - 8 < 1e-6

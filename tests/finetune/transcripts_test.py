@@ -55,7 +55,8 @@ COMMANDS = {
     ' --optimizer adamw',
     'predict out --data public.jsonl --max-new-tokens 3 --temperature 1'
     ' --seed 4 --batch-size 2 --output answers.jsonl',
-    'predict out --data public.jsonl --max-new-tokens 3 --before',
+    'predict out --data public.jsonl --max-new-tokens 3 --before'
+    ' --batch-size 1',
     'chat out --max-new-tokens 3 --system two --temperature 1',
     'report out --rows 1 --output report.html',
     'export out --output adapter --base',

@@ -32,9 +32,9 @@ def test_one_sided_factors_are_orthonormal_and_z_is_zero():
   )
 
 
-@pytest.mark.parametrize('scale', [1.0, 16.0])
-def test_balanced_factors_have_the_singular_values_asked_for(scale):
+def test_balanced_factors_have_the_singular_values_asked_for():
   """Of Z as the model sees it, whatever the scale."""
+  scale = 16.0
   layout = lora.Layout(scale=scale)
   new = _initialize(PARAMS, KEY, method='balanced', size=0.3, layout=layout)
   for z, rank in zip(cases.products_of(new), (3, 3, 2), strict=True):

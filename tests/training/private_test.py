@@ -215,7 +215,7 @@ CUT = training.Execution(padded_batch_size=B)
   ('target', 'options'),
   [
     (0.5, {'expected_batch_size': N}),
-    (2.0, {'steps': 20, 'stop': 'adaptive', 'execution': CUT}),
+    (0.5, {'steps': 5, 'stop': 'adaptive', 'execution': CUT}),
   ],
 )
 def test_the_statement_keeps_the_promise(target, options):
