@@ -17,7 +17,7 @@ from tests.oracles import oracles, problems
 
 SHAPES = [(9, 7, 3), (6, 11, 2)]
 STDDEV = 2.0
-TRIALS = 20_000
+TRIALS = 5_000
 PARAMS = cases.adapters(SHAPES)
 ZEROS = jax.tree.map(np.zeros_like, PARAMS)
 ONES = jax.tree.map(np.ones_like, PARAMS)
@@ -41,7 +41,7 @@ def test_noise_is_white_in_the_tangent_space_and_on_other_leaves():
     projector = point.project(basis).reshape(m * n, m * n)
     samples = dense.reshape(TRIALS, -1) / STDDEV
     covariance = samples.T @ samples / TRIALS
-    # Entries have standard errors of at most sqrt(2 / TRIALS) = 0.01.
+    # Entries have standard errors of at most sqrt(2 / TRIALS) = 0.02.
     assert np.abs(covariance - projector).max() < 5 * np.sqrt(2 / TRIALS)
     outside = samples - samples @ projector
     assert np.abs(outside).max() < 1e-5  # float32

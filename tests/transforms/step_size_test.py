@@ -8,7 +8,7 @@ import prism_optax
 from prism_optax import transforms
 from tests.oracles import oracles, problems
 
-SHAPES = [(5, 6, 2), (5, 6, 2), (7, 4, 3)]
+SHAPES = [(5, 6, 2)] * 2
 B1, GROWTH, THRESHOLD = 0.8, 0.3, 1.2
 
 
