@@ -160,7 +160,10 @@ class ClippedSum:
     sealed = isinstance(given, _exact_sum.LazyGradients) and given.seal
     as_made = bool(sealed and sealed(given, self.is_padding_example))
     parts = [_exact_sum.parts(x) for x in leaves]
-    what = _marks.Clip(tuple(known), tuple(lattice), as_made=as_made)
+    what = _marks.Clip(
+      tuple(known), tuple(lattice),
+      with_padding=self.is_padding_example is not None, as_made=as_made,
+    )  # fmt: skip
     marked = _marks.clipped(parts, what)
     return jax.tree.unflatten(
       treedef, map(_exact_sum.with_parts, leaves, marked)

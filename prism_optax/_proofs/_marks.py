@@ -39,6 +39,7 @@ class Clip(NamedTuple):
     lattice: For each leaf the standard deviation of the noise whose lattice
       the sum is on; None for floats, or where it is not known.
     declared: Whether the clip is another library's, and only declared.
+    with_padding: Whether it is told which rows are padding.
     as_made: Whether it gets the gradients and the padding that a training has
       made, as they are. What changes gradients before the clip may mix records;
       a row of padding that it does not know of counts as a record.
@@ -47,6 +48,7 @@ class Clip(NamedTuple):
   groups: tuple[Group, ...]
   lattice: tuple[float | None, ...]
   declared: bool = False
+  with_padding: bool = False
   as_made: bool = False
 
 
@@ -108,10 +110,10 @@ def _unknown(what: Clip | Noise) -> Clip | Noise:
   """The same without any number."""
   if isinstance(what, Noise):
     return what._replace(stddevs=(None,) * len(what.stddevs))
-  return Clip(
-    tuple(x._replace(bound=None) for x in what.groups),
-    (None,) * len(what.lattice),
-    what.declared,
+  return what._replace(
+    groups=tuple(x._replace(bound=None) for x in what.groups),
+    lattice=(None,) * len(what.lattice),
+    as_made=False,
   )
 
 

@@ -119,7 +119,7 @@ def prove_released(
   division by the size of the batch  refused: the expected size is public
   ``lax.cond`` on a record           refused, under ``vmap`` it is a choice
   ``lax.cond`` on ``padding``        accepted, and named as an assumption
-  ``padding`` that is not used       refused: rows of padding count as records
+  a clip that gets no ``padding``    refused: rows of padding count as records
   noise of stddev 0                  refused
   an operation that is not known     private, if a record goes in
   =================================  ==========================================
@@ -191,14 +191,20 @@ def prove_released(
   _, used = partial_eval.dce_jaxpr(
     jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars)
   )
-  unused = DRAWN in [
-    label for label, is_used in zip(labels, used, strict=True) if not is_used
+  unaware = [
+    f'the clip at {clip.place} does not get'
+    for clip in found.clips
+    if not (clip.what.declared or clip.what.with_padding)
   ]
-  if unused and found.offence is None:
+  if not all(
+    is_used for x, is_used in zip(labels, used, strict=True) if x is DRAWN
+  ):
+    unaware.append('the step does not use')
+  if DRAWN in labels and unaware and found.offence is None:
     # Which row fills a batch up is the caller's choice: often the first one,
     # many times, each with a clipped gradient of its own.
     found.offence = (
-      'the step does not use `padding`, so rows of padding count as records:'
-      ' give it to the clip as is_padding_example'
+      f'{unaware[0]} `padding`, so rows of padding count as records: give it to'
+      ' the clip as is_padding_example'
     )
   return proof(found)

@@ -1,5 +1,6 @@
 """Steps that let something of a record past the noise are refused."""
 
+import functools
 import pathlib
 import re
 
@@ -230,7 +231,9 @@ def hides_a_loop_in_what_is_not_known(params, state, x, padding):
 
 def forgets_the_padding(params, state, x, padding):
   noisy, state = NOISE.update(mean_of(params, x), state)
-  return descended(params, noisy), state
+  # Of no help to the clip.
+  told = {'nonprivate_records': jnp.sum(~padding)}
+  return descended(params, noisy), state, told
 
 
 OFFENCES = {
@@ -255,7 +258,7 @@ OFFENCES = {
   prints_a_norm: ('debug_', 'leaves the program'),
   writes_a_record: ('io_callback', 'leaves the program'),
   calls_python: ('pure_callback', 'leaves the program'),
-  forgets_the_padding: (None, 'rows of padding count as records'),
+  forgets_the_padding: (None, r'the clip at \S+:\d+ does not get `padding`'),
   prints_in_a_branch_of_the_drawn: ('debug_', 'leaves the program'),
   branches_by_the_drawn: ('cond', 'depends on records'),
   counts_the_drawn_in_a_loop: ('lt', 'depends on records'),
@@ -413,20 +416,23 @@ def test_what_other_libraries_do_is_declared():
     stddev=0.5, prng_key=jax.random.key(0)
   )
 
-  def step(params, state, x, padding, *, declared):
-    grads = theirs(params, x, is_padding_example=padding)
+  def step(params, state, x, padding, *, declared=True, told=True):
+    padding = {'is_padding_example': padding} if told else {}
+    grads = theirs(params, x, **padding)
     if declared:
       grads = transforms.clipped_elsewhere(grads)
       return transforms.noised_elsewhere(noise).update(grads, state)
     return noise.update(grads, state)
 
   state = noise.init(PARAMS)
-  proof = prove(lambda *args: step(*args, declared=True), state=state)
+  proof = prove(step, state=state)
   assert proof, proof
   assert 'clipped elsewhere is clipped' in proof.assumptions[-2]
   assert 'noise that is not of this package' in proof.assumptions[-1]
   assert 'unknown size' in proof.trace[-1]
-  assert not prove(lambda *args: step(*args, declared=False), state=state)
+  assert not prove(functools.partial(step, declared=False), state=state)
+  proof = prove(functools.partial(step, told=False), state=state)
+  assert 'does not use `padding`, so rows of padding' in proof.offence
 
 
 PAIR = {'lora_a': jnp.eye(3, 2), 'lora_b': jnp.ones((2, 2))}
