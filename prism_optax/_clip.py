@@ -12,6 +12,7 @@ branches on data: an example whose numbers are not finite gets weight zero.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -44,7 +45,12 @@ def summed(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
   their count is halved. Of large arrays a compiler adds blocks, and loses about
   as little.
   """
-  axes = range(x.ndim) if axes is None else axes
+  return _summed(x, tuple(range(x.ndim) if axes is None else axes))
+
+
+# Traced once for each shape: a model has many leaves of few shapes.
+@functools.partial(jax.jit, static_argnames='axes', inline=True)
+def _summed(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   count = math.prod(x.shape[a] for a in axes)
   if count > _SMALL or not count:
     return jnp.sum(x, axis=tuple(axes))

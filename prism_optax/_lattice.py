@@ -181,7 +181,8 @@ def _noisy(
   )  # fmt: skip
   low += jax.lax.platform_dependent(key, numbers, cpu=on_cpu, default=drawn)
   unit = leaves.unit.reshape(count, *[1] * (low.ndim - 1))
-  return to_float(LatticeSum(high, low, unit)).reshape(leaves.low.shape)
+  noisy: jax.Array = to_float(LatticeSum(high, low, unit))
+  return noisy.reshape(leaves.low.shape)
 
 
 def _all_noisy(
@@ -206,6 +207,8 @@ def _all_noisy(
   return [out[i] for i in range(len(leaves))]
 
 
+# One program where the caller does not use jit, and traced once for each shape.
+@functools.partial(jax.jit, inline=True)
 def to_float(x: LatticeSum) -> jax.Array:
   """The numbers, rounded: a function of the integers that they stand for."""
   # There is one way to write an integer with 0 <= rest < 2^14.
@@ -262,7 +265,8 @@ def add_noise(
       raise ValueError(f'Expected fewer than 2^32 entries, got {shape}.')
     if isinstance(x, LatticeSum):
       return x
-    return towards_zero(x, jnp.asarray(s, dtype) / STEPS)
+    points: LatticeSum = towards_zero(x, jnp.asarray(s, dtype) / STEPS)
+    return points
 
   def with_noise(
     out: jax.Array, x: jax.Array | LatticeSum, s: Scalar

@@ -55,11 +55,10 @@ def test_an_export_is_read_back_and_compared(
   assert 'is not the model of the run. read' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('name', ['language_run', 'review_run'])
 def test_adapters_that_never_moved_are_not_exported(
-  name, request, tmp_path, capsys
+  language_run, tmp_path, capsys
 ):
-  folder, _ = request.getfixturevalue(name)
+  folder, _ = language_run
   shutil.copytree(folder, tmp_path / 'run')
   run = finished.find(str(tmp_path / 'run'))
   model, _ = finished.model(run, before=True)

@@ -98,7 +98,7 @@ FEATURES = st.lists(SIZES, min_size=1, max_size=2)
 NAMES = st.sampled_from(['w_lora_{}', 'w/lora/{}'])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.sampled_from(MADE), FEATURES, FEATURES, SIZES, SIZES, NAMES)
 def test_no_coincidence_of_sizes_is_ever_read_wrongly(
   make, inside, outside, rank, layers, names

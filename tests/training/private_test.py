@@ -119,9 +119,10 @@ def test_dense_optimizers_are_dp_sgd():
   size = np.sqrt(sum((x**2).reshape(N, -1).sum(1) for x in grads))
   weights = np.minimum(1, 20 / size)
   assert 0.1 < np.mean(weights < 1) < 1
-  params = private.step(state, batch, FROZEN).params
+  after = private.step(state, batch, FROZEN)
+  assert 'passes' not in private.statement(after)  # No noise, no proof.
   for x, old, new in zip(
-    grads, *map(jax.tree.leaves, (PARAMS, params)), strict=True
+    grads, *map(jax.tree.leaves, (PARAMS, after.params)), strict=True
   ):
     mean = np.tensordot(weights[drawn], x[drawn], 1) / B
     np.testing.assert_allclose(new - old, -mean, rtol=2e-5, atol=1e-6)
