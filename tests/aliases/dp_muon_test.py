@@ -168,9 +168,8 @@ def test_consistent_rms_and_weight_decay():
     tx = dp_muon(0.1, **PLAIN, expected_batch_size=1.0, ns_steps=12, **options)
     return jax.jit(tx.update)(grads, tx.init(params), params)[0]['w']
 
-  plain, rms = update(), update(consistent_rms=0.2)
-  np.testing.assert_allclose(rms, 0.2 * math.sqrt(6) * plain, rtol=1e-6)
+  plain, decayed = update(), update(consistent_rms=0.2, weight_decay=0.5)
+  rms = decayed + 0.1 * 0.5 * 2.0
+  np.testing.assert_allclose(rms, 0.2 * math.sqrt(6) * plain, atol=1e-7)
   # Orthonormal columns: four of six rows, entries of rms 1 / sqrt(6).
   np.testing.assert_allclose(np.sqrt(np.mean(rms**2)), 0.1 * 0.2, rtol=1e-3)
-  decayed = update(weight_decay=0.5)
-  np.testing.assert_allclose(decayed, plain - 0.1 * 0.5 * 2.0, rtol=1e-5)
