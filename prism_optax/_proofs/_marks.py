@@ -113,7 +113,6 @@ def _unknown(what: Clip | Noise) -> Clip | Noise:
   return what._replace(
     groups=tuple(x._replace(bound=None) for x in what.groups),
     lattice=(None,) * len(what.lattice),
-    as_made=False,
   )
 
 

@@ -196,9 +196,9 @@ def prove_released(
     for clip in found.clips
     if not (clip.what.declared or clip.what.with_padding)
   ]
-  if not all(
-    is_used for x, is_used in zip(labels, used, strict=True) if x is DRAWN
-  ):
+  if DRAWN in [
+    x for x, is_used in zip(labels, used, strict=True) if not is_used
+  ]:
     unaware.append('the step does not use')
   if DRAWN in labels and unaware and found.offence is None:
     # Which row fills a batch up is the caller's choice: often the first one,
