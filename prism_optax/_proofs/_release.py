@@ -110,7 +110,8 @@ def prove_released(
   only through the listed releases. The proof does not compare their size with
   your accounting (``training.make_private`` does), nor does it prove that each
   gradient depends on one record alone (:func:`prove_independent` does), that
-  keys are fresh, or how long the step takes.
+  the ``is_padding_example`` of a clip is ``padding`` (it proves that the clip
+  gets one), that keys are fresh, or how long the step takes.
 
   =================================  ==========================================
   a loss returned beside the update  refused, unless its name begins with
@@ -119,7 +120,7 @@ def prove_released(
   division by the size of the batch  refused: the expected size is public
   ``lax.cond`` on a record           refused, under ``vmap`` it is a choice
   ``lax.cond`` on ``padding``        accepted, and named as an assumption
-  a clip that gets no ``padding``    refused: rows of padding count as records
+  a clip without is_padding_example  refused: rows of padding count as records
   noise of stddev 0                  refused
   an operation that is not known     private, if a record goes in
   =================================  ==========================================
