@@ -17,6 +17,7 @@ tests/core/lattice_test.py.
 import functools
 import math
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,37 +117,61 @@ def integers(words: Sequence[jax.Array]) -> jax.Array:
   return noise - 8190
 
 
+class _Alike(NamedTuple):
+  """Leaves of one shape, by their numbers in the tree."""
+
+  numbers: tuple[int, ...]
+  shape: tuple[int, ...]
+
+
 def _drawn(
-  key: Sequence[jax.Array], numbers: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-  """The noise, in steps, of leaves of these numbers and one shape: int32."""
-  words = _generators.words(key, shape, numbers)
-  # As arrays of their own on a TPU: its compiler would copy the generator into
-  # all that reads a word, and take six times as long.
-  words = jax.lax.platform_dependent(
-    words, tpu=jax.lax.optimization_barrier, default=lambda x: x
-  )
-  return integers(words)
+  key: Sequence[jax.Array], leaves: Sequence[_Alike]
+) -> list[jax.Array]:
+  """The noise, in steps: for leaves of one shape an array of int32, stacked."""
+
+  def of_a_shape(alike: _Alike) -> jax.Array:
+    numbers = jnp.array(alike.numbers, jnp.uint32)
+    words = _generators.words(key, alike.shape, numbers)
+    # As arrays of their own on a TPU: its compiler would copy the generator
+    # into all that reads a word, and take six times as long.
+    words = jax.lax.platform_dependent(
+      words, tpu=jax.lax.optimization_barrier, default=lambda x: x
+    )
+    return integers(words)
+
+  return list(map(of_a_shape, leaves))
 
 
 def _drawn_in_blocks(
-  key: Sequence[jax.Array], numbers: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-  """The same on a CPU.
+  key: Sequence[jax.Array], leaves: Sequence[_Alike]
+) -> list[jax.Array]:
+  """The same on a CPU, in one loop over the parts of all leaves.
 
   XLA would copy the generator into each loop that reads a word, among them
   loops that look into the tables, which have no vector instructions. It drops a
   barrier there before it fuses loops, but it never fuses a reduction of several
-  arrays with what reads them. Blocks, because words are four times as large as
-  the noise.
+  arrays with what reads them. Blocks of parts, because words are four times as
+  large as the noise.
   """
-  size, together = math.prod(shape), len(numbers)
-  longest = max(1, _BLOCK // together)
-  blocks = max(1, -(-size // longest))
-  length = -(-size // blocks)
+  counts = [len(x.numbers) for x in leaves]
+  sizes = [math.prod(x.shape) for x in leaves]
+  # The last part of each leaf is filled up, which adds a quarter at most.
+  quarter = int(np.dot(counts, sizes)) // (4 * sum(counts))
+  length = max(1, min(_BLOCK, quarter))
+  parts = [-(-size // length) for size in sizes]
+  places = [
+    np.meshgrid(x.numbers, np.arange(n) * length, indexing='ij')
+    for x, n in zip(leaves, parts, strict=True)
+  ]
+  numbers, starts = np.hstack([np.reshape(x, (2, -1)) for x in places])
+  blocks = max(1, -(-len(starts) * length // _BLOCK))
 
-  def block(start: jax.Array) -> jax.Array:
-    words = _generators.words(key, (length,), numbers, start)
+  def in_blocks(x: np.ndarray) -> np.ndarray:
+    padded = np.pad(x, (0, -len(x) % blocks))
+    return padded.astype(np.uint32).reshape(blocks, -1)
+
+  def block(place: tuple[jax.Array, jax.Array]) -> jax.Array:
+    words = _generators.words(key, (length,), *place)
     twice = [jnp.broadcast_to(x, (2, *x.shape)) for x in words]
     stored = jax.lax.reduce(
       twice,
@@ -156,54 +181,58 @@ def _drawn_in_blocks(
     )
     return integers(stored)
 
-  starts = np.arange(blocks, dtype=np.uint32) * np.uint32(length)
-  noise = jnp.moveaxis(jax.lax.map(block, starts), 0, 1)
-  return noise.reshape(together, -1)[:, :size].reshape(together, *shape)
+  noise = jax.lax.map(block, (in_blocks(numbers), in_blocks(starts)))
+  ends = np.cumsum(np.multiply(counts, parts)) * length
+  return [
+    x.reshape(count, -1)[:, :size].reshape(count, *alike.shape)
+    for alike, count, size, x in zip(
+      leaves, counts, sizes, jnp.split(noise.ravel(), ends)[:-1], strict=True
+    )
+  ]
 
 
-# Compiled as one loop also where the caller does not use jit.
+# One program also where the caller does not use jit.
 @jax.jit
-def _noisy(
-  key: list[jax.Array], numbers: jax.Array, leaves: LatticeSum
-) -> jax.Array:
-  """Adds the noise of leaves of one shape, which lie along the first axis."""
-  count, *shape = leaves.low.shape
-  # The last axis of a factor is its rank, too short for a vectorised loop: it
-  # is merged with the one before. Earlier axes stay, they may be sharded.
-  high, low = (
-    x.reshape(count, *shape[:-2], -1) for x in (leaves.high, leaves.low)
-  )
-  drawn = functools.partial(_drawn, shape=low.shape[1:])
-  # A block of ChaCha20 has the words of entries that are far from each other,
-  # and its rounds are a loop, which nothing copies.
-  on_cpu = drawn if len(key) == 8 else functools.partial(
-    _drawn_in_blocks, shape=low.shape[1:]
-  )  # fmt: skip
-  low += jax.lax.platform_dependent(key, numbers, cpu=on_cpu, default=drawn)
-  unit = leaves.unit.reshape(count, *[1] * (low.ndim - 1))
-  noisy: jax.Array = to_float(LatticeSum(high, low, unit))
-  return noisy.reshape(leaves.low.shape)
-
-
 def _all_noisy(
-  key: list[jax.Array], leaves: Sequence[LatticeSum]
+  key: list[jax.Array], leaves: list[LatticeSum]
 ) -> list[jax.Array]:
   """Adds the noise of all leaves, those of one shape and type together.
 
   The generator takes a third of a second to compile, and a model has hundreds
   of leaves and few shapes.
   """
-  alike: dict[Hashable, list[int]] = {}
+  if not leaves:
+    return []
+  kinds: dict[Hashable, list[int]] = {}
   for i, x in enumerate(leaves):
-    kind = tuple(map(jax.typeof, x))
-    alike.setdefault(kind, []).append(i)
+    kinds.setdefault(tuple(map(jax.typeof, x)), []).append(i)
+
+  def merged(shape: tuple[int, ...]) -> tuple[int, ...]:
+    # The last axis of a factor is its rank, too short for a vectorised loop: it
+    # is merged with the one before. Earlier axes stay, they may be sharded.
+    return (*shape[:-2], math.prod(shape[-2:]))
+
+  alike = [
+    _Alike(tuple(numbers), merged(leaves[numbers[0]].low.shape))
+    for numbers in kinds.values()
+  ]
+  drawn = functools.partial(_drawn, leaves=alike)
+  # A block of ChaCha20 has the words of entries that are far from each other,
+  # and its rounds are a loop, which nothing copies.
+  on_cpu = drawn if len(key) == 8 else functools.partial(
+    _drawn_in_blocks, leaves=alike
+  )  # fmt: skip
+  noise = jax.lax.platform_dependent(key, cpu=on_cpu, default=drawn)
   out: dict[int, jax.Array] = {}
-  for numbers in alike.values():
-    stacked = jax.tree.map(
-      lambda *x: jnp.stack(x), *(leaves[i] for i in numbers)
+  for (numbers, _), steps in zip(alike, noise, strict=True):
+    high, low, unit = (
+      jnp.stack(x) for x in zip(*(leaves[i] for i in numbers), strict=True)
     )
-    noisy = _noisy(key, jnp.array(numbers, jnp.uint32), stacked)
-    out.update(zip(numbers, noisy, strict=True))
+    count, *shape = low.shape
+    high, low = (x.reshape(steps.shape) for x in (high, low))
+    unit = unit.reshape(count, *[1] * (steps.ndim - 1))
+    noisy = to_float(LatticeSum(high, low + steps, unit))
+    out.update(zip(numbers, noisy.reshape(count, *shape), strict=True))
   return [out[i] for i in range(len(leaves))]
 
 

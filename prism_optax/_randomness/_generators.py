@@ -136,7 +136,7 @@ def words(
     key: Four words (Threefry) or eight (ChaCha20).
     shape: Of each array, fewer than 2^32 entries.
     leaf: Number of each array among those that use the key, in any shape.
-    first: Position of the first entry, for Threefry: a part of an array.
+    first: Positions of the first entries, for Threefry: parts of arrays.
 
   Returns:
     Four arrays, unsigned 32-bit integers: the axes of ``leaf``, then those of
@@ -144,8 +144,11 @@ def words(
   """
   zero = jnp.uint32(0)
   if len(key) == 4:
-    position = positions(shape) + jnp.uint32(first)
-    leaf = leaf.reshape(*leaf.shape, *[1] * len(shape))
+    leaf, first = (
+      jnp.uint32(x).reshape(*jnp.shape(x), *[1] * len(shape))
+      for x in (leaf, first)
+    )
+    position = positions(shape) + first
     return threefry4x32(key, [position, leaf, zero, zero])
   size = math.prod(shape)
   # A block serves one entry of each quarter of the array: no word is moved.

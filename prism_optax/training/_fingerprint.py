@@ -5,6 +5,7 @@ again is added to one sum only: where the sum would be another, the noise is.
 Digests say whether two things are the same, and nothing else.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -184,9 +185,9 @@ def _of_jaxpr(jaxpr: Program, known: Known) -> bytes:
 
   def atom(x: core.Var | core.Literal) -> str:
     if isinstance(x, core.Literal):
-      return f'{x.aval}={_of_value(x.val, known)}'
+      return f'{_of_type(x.aval)}={_of_value(x.val, known)}'
     if x not in names:
-      names[x] = f'{len(names)}:{x.aval}'
+      names[x] = f'{len(names)}:{_of_type(x.aval)}'
     return names[x]
 
   def atoms(xs: Iterable[core.Var | core.Literal]) -> str:
@@ -213,8 +214,14 @@ def _of_jaxpr(jaxpr: Program, known: Known) -> bytes:
   return found
 
 
+# A program has thousands of values and few types, which are slow to write.
+_of_type = functools.lru_cache(str)
+
+
 def _of_value(x: Any, known: Known) -> str:
   """A parameter of a primitive, or a constant, without any address."""
+  if x is None or isinstance(x, bool | int):
+    return repr(x)
   if hasattr(x, 'eqns') or hasattr(x, 'jaxpr'):
     return _of_jaxpr(x, known).hex()
   if isinstance(x, jax.Array | np.ndarray | np.generic):
