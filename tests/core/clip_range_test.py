@@ -74,7 +74,7 @@ def test_no_record_is_longer_than_the_clip_norm(jit):
 _DUST = 2.0**-12.51
 
 
-@pytest.mark.parametrize('shapes', [[(13, 3, 13, 3)], [(100, 30)], [()] * 300])
+@pytest.mark.parametrize('shapes', [[(13, 3, 13, 3)], [()] * 300])
 @pytest.mark.parametrize(
   'rule',
   [

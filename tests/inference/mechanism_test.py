@@ -54,7 +54,7 @@ def test_clip_agrees_with_the_dense_oracle(dtype, block_ndim):
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize('shape', [(1536,), (400_000,), (64, 3072)], ids=str)
+@pytest.mark.parametrize('shape', [(400_000,), (64, 3072)], ids=str)
 def test_long_vectors_stay_inside_the_bound(shape, dtype):
   """Sums of squares whose small terms get lost beside the large ones."""
   rng = np.random.default_rng(1)
