@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import _validate
@@ -223,8 +224,9 @@ def put_on_device(
   sharding: jax.sharding.Sharding | None,
 ) -> Callable[..., ArrayTree]:
   """Puts a tree of arrays on the devices, split along the first axis."""
-  # Not by jnp.asarray, which compiles a program for every new shape.
-  return lambda tree: jax.device_put(tree, sharding, may_alias=False)
+  if sharding is None:
+    return lambda tree: jax.tree.map(jnp.asarray, tree)
+  return lambda tree: jax.device_put(tree, sharding)
 
 
 def new_seed(prng_key: PRNGKeyLike) -> np.ndarray:
