@@ -6,7 +6,6 @@ added. The distance of lattice points is a share of the standard deviation of
 the noise (:mod:`prism_optax._lattice`), which adds its own integers to the sum.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -78,8 +77,6 @@ def unit_of(stddev: Scalar, largest: Scalar, dtype: DTypeLike) -> jax.Array:
   return jnp.where(stddev > 0, stddev / STEPS, largest * 2.0**-28)
 
 
-# Traced once for each shape: a model has many leaves of few shapes.
-@functools.partial(jax.jit, inline=True)
 def towards_zero(x: jax.Array, unit: jax.Array) -> LatticeSum:
   """The next lattice points on the side of zero, so no array gets longer.
 
