@@ -46,7 +46,6 @@ class PrivateTraining:
     self._program = Program(parts)
     self._step = self._program.run
     self._means = jax.jit(means(parts))
-    self._put = _sampling.put_on_device(parts.execution.batch_sharding)
 
   @property
   def proofs(self) -> tuple[Proof, ...]:
@@ -188,6 +187,7 @@ class PrivateTraining:
     self._owner.check_state(state)
     settings, seed = self.parts.settings, np.asarray(state.seed)
     sampling = settings.sampling
+    sharding = self.parts.execution.batch_sharding
     records = Records(sampling, data, users, settings.record)
     run = self._owner.name(state)
     digest = _fingerprint.agreed(data_digest(records, seed))
@@ -203,7 +203,8 @@ class PrivateTraining:
         sampling.draw(seed, step),
         functools.partial(sampling.choose, seed, step),
       )
-      examples, is_padding, is_present = self._put(rows)
+      # They may share the memory of rows, which nobody writes to again.
+      examples, is_padding, is_present = jax.device_put(rows, sharding)
       return Batch(examples, is_padding, is_present, step, run, digest)
 
     return Batches(range(int(state.step), self.steps), draw)
@@ -290,7 +291,9 @@ class PrivateTraining:
     padding = Records(settings.sampling, [], users, settings.record).collect(
       np.full(self.padded_batch_size, -1), lambda place, count: np.zeros(0, int)
     )
-    examples, is_padding, is_present = self._put(padding)
+    examples, is_padding, is_present = jax.device_put(
+      padding, self.parts.execution.batch_sharding
+    )
     unknown = _fingerprint.UNKNOWN
     batch = Batch(examples, is_padding, is_present, 0, b'', unknown)
     arguments = _arguments(state, frozen, batch)

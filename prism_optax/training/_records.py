@@ -407,7 +407,7 @@ class Records:
     Returns:
       Examples, a tree of leaves (B, ...), or with users (B, most, ...), zeros
       where no record is; (B,), True where none is; None, or with users (B,
-      most), True where one is.
+      most), True where one is. Their memory is new, and no source's.
     """
     if self.of_user is None:
       examples, fits = self.at(np.where(places < self.size, places, -1))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import _validate
@@ -218,15 +217,6 @@ class Batches:
 
   def __iter__(self) -> Iterator[Batch]:
     return map(self.draw, self.steps)
-
-
-def put_on_device(
-  sharding: jax.sharding.Sharding | None,
-) -> Callable[..., ArrayTree]:
-  """Puts a tree of arrays on the devices, split along the first axis."""
-  if sharding is None:
-    return lambda tree: jax.tree.map(jnp.asarray, tree)
-  return lambda tree: jax.device_put(tree, sharding)
 
 
 def new_seed(prng_key: PRNGKeyLike) -> np.ndarray:
