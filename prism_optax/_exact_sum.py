@@ -6,6 +6,7 @@ added. The distance of lattice points is a share of the standard deviation of
 the noise (:mod:`prism_optax._lattice`), which adds its own integers to the sum.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -74,16 +75,20 @@ def unit_of(stddev: Scalar, largest: Scalar, dtype: DTypeLike) -> jax.Array:
     dtype: Type of the numbers.
   """
   stddev, largest = (jnp.asarray(x, dtype) for x in (stddev, largest))
-  return jnp.where(stddev > 0, stddev / STEPS, largest * 2.0**-28)
+  # Without a quotient, as in towards_zero.
+  return jnp.where(stddev > 0, stddev * (1 / STEPS), largest * 2.0**-28)
 
 
+# Traced once for each shape: a model has many leaves of few shapes.
+@functools.partial(jax.jit, inline=True)
 def towards_zero(x: jax.Array, unit: jax.Array) -> LatticeSum:
   """The next lattice points on the side of zero, so no array gets longer.
 
   ``high`` has the type of ``x``, and is NaN where ``x`` is not finite.
   """
-  # A quotient that overflows would leave no remainder to speak of.
-  steps = jnp.clip(jnp.trunc(x / unit), -(2.0**100), 2.0**100)
+  # Not x / unit: XLA rounds quotients of one program otherwise than of another.
+  # What overflows would leave no remainder to speak of.
+  steps = jnp.clip(jnp.trunc(x * (1 / unit)), -(2.0**100), 2.0**100)
   high = jnp.floor(steps / LIMB)
   return LatticeSum(high, (steps - high * LIMB).astype(jnp.int32), unit)
 

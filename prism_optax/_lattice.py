@@ -294,7 +294,7 @@ def add_noise(
       raise ValueError(f'Expected fewer than 2^32 entries, got {shape}.')
     if isinstance(x, LatticeSum):
       return x
-    points: LatticeSum = towards_zero(x, jnp.asarray(s, dtype) / STEPS)
+    points: LatticeSum = towards_zero(x, jnp.asarray(s, dtype) * (1 / STEPS))
     return points
 
   def with_noise(

@@ -182,10 +182,18 @@ def test_every_input_reaches_the_same_outputs():
       assert (abs(steps - np.round(steps))[near] < 0.02).all()
 
 
-def test_truncation_lengthens_nothing():
-  rng = np.random.default_rng(0)
-  x = np.float32(rng.normal(size=1000) * 10.0 ** rng.integers(-9, 3, 1000))
-  high, low, unit = jax.jit(_exact_sum.towards_zero)(x, np.float32(1e-4))
+def test_truncation_lengthens_nothing_and_is_the_same_in_every_program():
+  """XLA rounds a quotient in one program otherwise than in another."""
+
+  def towards_zero(x, stddev):
+    unit = _exact_sum.unit_of(stddev, 1.0, jnp.float32)
+    return _exact_sum.towards_zero(x, unit)
+
+  rng, stddev = np.random.default_rng(0), np.float32(3)
+  x = rng.normal(size=1000) * 10.0 ** rng.integers(-9, 3, 1000)
+  x = np.float32([*x, *np.arange(1000) * (stddev / _exact_sum.STEPS)])
+  high, low, unit = found = jax.jit(towards_zero)(x, stddev)
+  cases.assert_same_bits(found, towards_zero(x, stddev))
   points = np.float64(high) * 2**14 + np.float64(low)
   exact = np.float64(x) / np.float64(unit)
   assert (abs(points) <= abs(exact) * (1 + 2.0**-22)).all()

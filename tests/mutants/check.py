@@ -135,8 +135,12 @@ def edited() -> Iterator[Mutant]:
   for path in sorted(PACKAGE.rglob('*.py')):
     for edit in edits.edits_of(path.read_text()):
       name = f'{path.relative_to(PACKAGE)} {edit.name}'
-      if f'{name}: {edit.shown}' not in equivalent:
+      if f'{name}: {edit.shown}' in equivalent:
+        equivalent.remove(f'{name}: {edit.shown}')
+      else:
         yield Mutant(name, path, edit.shown, edit.apply, lines=edit.lines)
+  for name in sorted(equivalent):
+    print('Listed in equivalent.txt, but no edit:', name)
 
 
 def near(path: pathlib.Path) -> list[str]:
