@@ -245,13 +245,14 @@ def published_prism(
     ValueError: In the cases in which :func:`prism` does.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> import prism_optax
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.zeros((1, 2))}
     >>> tx = prism_optax.published_prism(
     ...   0.1, l2_clip_norm=1.0, noise_multiplier=0.5, expected_batch_size=8)
     >>> grads = {'lora_a': jnp.ones((6, 3, 1)), 'lora_b': jnp.ones((6, 1, 2))}
-    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
     >>> updates['lora_a'].shape, tx.sensitivity()
     ((3, 1), 0.125)
   """

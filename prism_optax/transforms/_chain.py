@@ -353,6 +353,7 @@ def chain(
       of a module are zero; in ``update``, without ``params``.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> import prism_optax
     >>> tx = prism_optax.chain(
@@ -364,7 +365,7 @@ def chain(
     0.125
     >>> params = {'lora_a': jnp.eye(3, 1), 'lora_b': jnp.eye(1, 2)}
     >>> grads = {'lora_a': jnp.ones((4, 3, 1)), 'lora_b': jnp.ones((4, 1, 2))}
-    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
     >>> updates['lora_b'].shape, len(state)
     ((1, 2), 4)
   """
