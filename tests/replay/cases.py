@@ -280,14 +280,14 @@ def _without(batch, row):
     if x is None:
       return None
     mask = row.reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.asarray(np.where(mask, 0, x), x.dtype)
+    return np.where(mask, 0, x).astype(x.dtype)
 
-  return dataclasses.replace(
-    batch,
-    examples=jax.tree.map(blank, batch.examples),
-    is_padding_example=jnp.asarray(np.asarray(batch.is_padding_example) | row),
-    is_present=blank(batch.is_present),
-  )
+  parts = {
+    'examples': jax.tree.map(blank, batch.examples),
+    'is_padding_example': np.asarray(batch.is_padding_example) | row,
+    'is_present': blank(batch.is_present),
+  }
+  return dataclasses.replace(batch, **jax.device_put(parts))
 
 
 @dataclasses.dataclass
