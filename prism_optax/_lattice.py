@@ -31,6 +31,7 @@ from prism_optax._exact_sum import (
   is_sum,
   parts,
   towards_zero,
+  unit_of,
   with_parts,
 )
 from prism_optax._proofs import _marks
@@ -294,7 +295,7 @@ def add_noise(
       raise ValueError(f'Expected fewer than 2^32 entries, got {shape}.')
     if isinstance(x, LatticeSum):
       return x
-    points: LatticeSum = towards_zero(x, jnp.asarray(s, dtype) * (1 / STEPS))
+    points: LatticeSum = towards_zero(x, unit_of(s, 0.0, dtype))
     return points
 
   def with_noise(

@@ -255,7 +255,7 @@ def test_a_leaf_does_not_depend_on_the_others():
   assert not np.any(mixed[0] == mixed[2])
 
 
-@pytest.mark.skipif(jax.default_backend() != 'cpu', reason='fused elsewhere')
+@pytest.mark.skipif(jax.default_backend() != 'cpu', reason='only CPUs share it')
 def test_the_generator_is_compiled_once():
   """Copies of it take most of a compilation, and twice the time of a step."""
 
