@@ -185,16 +185,26 @@ def test_ids_that_are_not_one_for_a_record():
       _records._of_users(ids, 3)
 
 
+X = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def test_examples_have_memory_of_their_own():
+  """Whoever overwrites the data does not change a batch drawn before."""
+  data = X.copy()
+  records = Records(Sampling(2, 10**6, 4, None, None), data, None, None)
+  examples, _ = records.at(np.arange(4))
+  data[:] = 0
+  np.testing.assert_array_equal(examples, X)
+
+
 # A digest of the data: secret, total, and it misses what is said.
 
-X = np.arange(12, dtype=np.float32).reshape(4, 3)
 ROW = Form.declared(struct((3,), 'float32'))
 NUMBER = Form.declared(struct((), 'int32'))
 
 
 def digest(data, form=None, seed=SEED, users=None):
-  most = None if users is None else 2
-  sampling = Sampling(2, 10**6, 4, None, most)
+  sampling = Sampling(2, 10**6, 4, None, None if users is None else 2)
   found = data_digest(Records(sampling, data, users, form), seed)
   assert (found.shape, found.dtype) == ((8,), np.uint32)
   return found.tobytes()

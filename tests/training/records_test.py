@@ -128,15 +128,10 @@ def test_arrays_of_another_type_are_converted_record_by_record():
   assert undeclared.nonprivate_misfits(wide).tolist() == [*range(1, N)]
 
 
-@pytest.mark.parametrize(
-  'error',
-  [
-    OSError(errno.EIO, 'Input/output error'),
-    ConnectionResetError('gone'),
-    TimeoutError('slow'),
-    KeyboardInterrupt(),
-  ],
-)
+@pytest.mark.parametrize('error', [
+  OSError(errno.EIO, 'Input/output error'), ConnectionResetError('gone'),
+  TimeoutError('slow'), KeyboardInterrupt(),
+])  # fmt: skip
 def test_errors_of_disk_and_network_stop_the_run(error):
   made = private('pixels')
   with pytest.raises(type(error)):
