@@ -110,9 +110,8 @@ def _block(array: object) -> np.ndarray | None:
     return None
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     return None
-  if 0 in getattr(
-    array, 'shape', ()
-  ):  # The basis of a metric may have no column.
+  # The basis of a metric may have no column.
+  if 0 in getattr(array, 'shape', ()):
     return None
   array = _local(array)
   # All of it, where that costs nothing; else what is needed leaves the device.
