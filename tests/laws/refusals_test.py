@@ -53,6 +53,7 @@ calibrate = of(accounting.calibrate_noise_multiplier, target_epsilon=1.0,
   delta=DELTA, sampling_probability=0.1, steps=3)  # fmt: skip
 event = of(accounting.dpsgd_event, noise_multiplier=1.0,
   sampling_probability=0.1, steps=3)  # fmt: skip
+plan = of(training.plan, 100, target_epsilon=1.0, delta=1e-3)
 matrix = of(accounting.matrix_mechanism_event, noise_multiplier=1.0,
   max_participations=1)  # fmt: skip
 on_host = of(inference.privatize_on_host, STATES, l2_clip_norm=1.0, stddev=1.0)
@@ -430,12 +431,10 @@ CALLS = {
     ))
   },
   # Plans.
-  'too few gradients': (of(training.plan, 100, target_epsilon=1.0, delta=1e-3,
-    example_gradients=100), 'at least 120 example gradients'),
-  'memory for what': (of(training.plan, 100, target_epsilon=1.0, delta=1e-3,
-    memory_bytes=1e9), 'bytes_per_example=None'),
-  'no memory for one record': (of(training.plan, 100, target_epsilon=1.0,
-    delta=1e-3, memory_bytes=1.0, bytes_per_example=2.0), 'one record'),
+  'too few gradients': (of(plan, example_gradients=100), 'at least 120'),
+  'memory for what': (of(plan, memory_bytes=1e9), 'bytes_per_example=None'),
+  'no memory for one user': (of(plan, memory_bytes=5.0, bytes_per_example=2.0,
+    examples_per_user=3), 'one record'),
 }  # fmt: skip
 
 
