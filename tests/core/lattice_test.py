@@ -169,9 +169,8 @@ def test_noise_in_blocks_is_the_same(monkeypatch, block):
 
 def test_every_input_reaches_the_same_outputs():
   """Whole numbers of steps, whatever came in: low bits tell nothing of it."""
-  key = jax.random.key(0)
   for x in (0.0, 0.3, -1.7, 1e3):
-    out = _add_noise(key, np.full(1000, x, np.float32), 4.0)
+    out = _add_noise(jax.random.key(0), np.full(1000, x, np.float32), 4.0)
     steps = np.float64(out) / 4 * _exact_sum.STEPS
     # Two roundings of the result, of the product and of the sum before it.
     slack = 2.0**-22 * abs(steps)
@@ -210,6 +209,8 @@ def test_sums_of_the_largest_terms_do_not_overflow(terms):
   assert abs(high).max() + (terms * 2**14 + 2**24 >> 14) < 2**31
   assert abs(high).max() > 2**31 * (1 - 2e-4)  # And no more is cut.
   assert abs(low).max() + 2**24 < 2**31
+  cut = _exact_sum.from_integers(np.array([-(2**60), 2**60]), 1.0)
+  assert [*_exact_sum.integers_of(cut)] == [-(2**44), 2**44]
 
 
 def test_too_many_terms_are_refused():
@@ -238,8 +239,7 @@ def test_what_is_not_finite_stays_and_so_does_all_without_noise():
   noisy = _add_noise(jax.random.key(0), x, 1.0)
   np.testing.assert_array_equal(noisy[:3], x[:3])
   assert noisy[3] != x[3]
-  still = _add_noise(jax.random.key(0), x, 0.0)
-  np.testing.assert_array_equal(still, x)
+  np.testing.assert_array_equal(_add_noise(jax.random.key(0), x, 0.0), x)
 
 
 @pytest.mark.slow

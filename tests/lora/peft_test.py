@@ -322,6 +322,7 @@ BAD_CONFIGS = {
   'rank pattern of text': (_config(rank_pattern={'v': '3'}), 'to map names'),
   'a broken pattern': (_config(rank_pattern={'(?i)v': 3}), 'is no pattern'),
   'a slow pattern': (_config(rank_pattern={'(a+)+$': 3}), 'too complex'),
+  'a long search': (_config(rank_pattern={'.*v.*v.*': 3}), 'too complex'),
   'another method': (_config(peft_type='IA3'), "got 'IA3'"),
   'DoRA': (_config(use_dora=True), 'use_dora: DoRA'),
   'changed weights': (
