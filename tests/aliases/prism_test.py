@@ -183,8 +183,7 @@ def test_prism_follows_the_oracle_from_deficient_factors(make):
 
 
 @pytest.mark.parametrize(
-  ('condition', 'scale', 'steps'),
-  [(1e3, 1e3, 1), (1e6, 1, 1), (1e3, 1, 50)],
+  ('condition', 'scale', 'steps'), [(1e3, 1e3, 1), (1e6, 1, 1), (1e3, 1, 50)]
 )
 def test_the_gauge_may_change_before_every_step(condition, scale, steps):
   """So that what is carried from step to step is transported rightly.

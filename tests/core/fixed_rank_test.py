@@ -114,11 +114,15 @@ def test_matrices_that_undo_the_spread_of_the_columns():
 
 
 @g.deficient
-def test_a_shift_is_carried_along(kind):
+def test_products_of_a_sum_need_no_tall_matrix(kind):
+  """Of two terms that were multiplied differently, and of a shift."""
   frame = g.compiled.frame(g.deficient_factors(17, kind))
-  x = as_sum(frame, g.random_tangent(4, frame)).left
-  x = x.shifted(np.random.default_rng(0).normal(size=x.along.shape))
-  cases.assert_close(x.along, frame.left.mT @ x.multiply_out(), 1e-12)
+  x, y = (as_sum(frame, g.random_tangent(i, frame)).left for i in (4, 5))
+  turn, shift = np.random.default_rng(0).normal(size=(2, *x.along.shape))
+  x = (x @ turn + y).shifted(shift)
+  whole = x.multiply_out()
+  cases.assert_close(x.along, frame.left.mT @ whole, 1e-12)
+  cases.assert_close(x.squares(), whole.mT @ whole, 1e-12)
 
 
 def test_a_rank_above_either_side_is_refused():

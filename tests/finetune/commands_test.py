@@ -94,12 +94,16 @@ def test_report_has_the_worst_classes_first(review_run):
 
 def test_the_verdict_asks_for_two_standard_errors(review_run):
   summary = finished.find(str(review_run[0])).summary
-  summary['start'] = {'eval_accuracy': 0.4}
-  for accuracy, verdict in (
-    (0.75, 'learned: accuracy 0.750, before 0.400, on 100 public rows; the c'),
-    (0.59, 'learned nothing that these rows show: accuracy 0.590'),
-  ):
-    summary['final'] = {'eval_accuracy': accuracy}
+  nothing = 'learned nothing that these rows show: accuracy 0.'
+  for before, after, head, verdict in (
+    (0.4, 0.75, None, 'learned: accuracy 0.750, before 0.400, on 100 public r'),
+    (0.4, 0.59, None, nothing), (0.7, 0.75, None, nothing),
+    (0.7, 0.75, 1.0, 'learned: accuracy 0.750, of the released head alone 0.7'),
+  ):  # fmt: skip
+    summary['plan']['head_noise_multiplier'] = head
+    summary['start'], summary['final'] = (
+      {'eval_accuracy': x} for x in (before, after)
+    )
     assert report.verdict(summary).startswith(verdict)
 
 

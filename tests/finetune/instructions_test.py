@@ -10,12 +10,7 @@ import optax
 import pytest
 
 from prism_optax.finetune import data, instructions, training
-from prism_optax.finetune.models import (
-  chat,
-  classifier,
-  llama_files,
-  minilm,
-)
+from prism_optax.finetune.models import chat, classifier, llama_files, minilm
 from tests import cases
 from tests.core import seams
 from tests.finetune import conftest

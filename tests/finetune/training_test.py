@@ -167,6 +167,11 @@ def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
   again = releasing.with_head(rows, _options(seed=2), tmp_path)
   np.testing.assert_array_equal(again.params['kernel'][...], kernel)
   training.make(again, used, 'prism', tmp_path)
+  stored = dict(np.load(tmp_path / 'head.npz'))
+  stored['facts'] = stored['facts'].astype(object)  # A pickle can run code.
+  np.savez(tmp_path / 'head.npz', **stored)
+  with pytest.raises(ValueError, match='expected the release of a head'):
+    releasing.with_head(rows, used, tmp_path)
   (tmp_path / 'head.npz').unlink()
   (tmp_path / 'metrics.jsonl').touch()
   with pytest.raises(ValueError, match=r'head.npz is gone'):

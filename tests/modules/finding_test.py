@@ -12,10 +12,7 @@ ones = functools.partial(np.ones, dtype=np.float32)
 
 
 def _pair(n=6, m=5, r=2, stack=()):
-  return {
-    'lora_a': ones((*stack, n, r)),
-    'lora_b': ones((*stack, r, m)),
-  }
+  return {'lora_a': ones((*stack, n, r)), 'lora_b': ones((*stack, r, m))}
 
 
 def _sizes(params, layout=None):
@@ -156,10 +153,7 @@ def test_weights_that_are_trained_as_well_are_named(kind):
 
 def test_a_head_is_no_reason_to_warn_unless_it_is_nearly_all():
   """22 entries are factors; the head has the shape of a weight, elsewhere."""
-  params = {
-    'd': _pair(),
-    'head': {'kernel': ones((6, 5)), 'bias': ones(5)},
-  }
+  params = {'d': _pair(), 'head': {'kernel': ones((6, 5)), 'bias': ones(5)}}
   assert not _warning(params)
   params['head']['kernel'] = ones((6, 33))
   assert '90% of the entries' in _warning(params)
