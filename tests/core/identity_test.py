@@ -76,9 +76,9 @@ def test_another_head_than_the_declared_one_is_refused():
 def test_no_copy_has_a_column_of_its_own():
   """Whatever the signs of the numbers that differ."""
   kernel = np.array([[0.3, -1.7, 2.2], [1.0, -0.9, 4.1]])
-  other = kernel * [[1, 2, 1], [1, -3, 1]]
   assert _identity.is_copy(-kernel.T, kernel)
-  assert not _identity.is_copy(other, kernel)
+  assert _identity.is_copy(kernel * [2, -0.3, 1], kernel)
+  assert not _identity.is_copy(kernel * [[1, 2, 1], [1, -3, 1]], kernel)
 
 
 def test_three_numbers_are_enough_to_know_a_release():

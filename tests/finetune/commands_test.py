@@ -161,6 +161,11 @@ def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
       finished.find(str(tmp_path))
 
 
+def test_the_default_micro_batch_fits_any_mesh():
+  given = command_line.parse(['train', '--mesh', 'data=3'])
+  assert options.resolve(given).microbatch_size == 54
+
+
 @pytest.mark.parametrize('command', ['train', 'predict', 'export', 'report'])
 def test_an_output_that_cannot_be_written_is_said_before_the_work(
   command, language_run, tmp_path, capsys

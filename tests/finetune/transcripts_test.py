@@ -75,7 +75,7 @@ COMMANDS = {
     'report out plain --output report.html',
   ),
   'plan': (
-    'plan --dataset-size 500 --target-epsilon 2 --delta 1e-4 --hours 2'
+    'plan --dataset-size 500 --target-epsilon 2 --delta 1e-4 --hours 0.1'
     ' --gradients-per-second 5 --picture plan.png',
   ),
 }
