@@ -87,6 +87,7 @@ def test_three_numbers_are_enough_to_know_a_release():
   assert _identity.is_marked(kernel)
   assert _identity.is_marked(kernel[None])  # Of one layer.
   assert not _identity.is_marked(kernel[:, :2])
+  assert not _identity.is_marked(kernel[:, :0])
 
 
 def test_what_is_no_copy_passes():

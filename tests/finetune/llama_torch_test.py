@@ -26,14 +26,10 @@ SIZES = {
   'max_position_embeddings': 64,
 }  # fmt: skip
 LLAMA_3 = {
-  'rope_type': 'llama3',
-  'rope_theta': 50.0,
-  'factor': 4.0,
-  'low_freq_factor': 1.0,
-  'high_freq_factor': 4.0,
-  # So that of three rotations one is in each of the three ranges.
-  'original_max_position_embeddings': 12,
-}
+  'rope_type': 'llama3', 'rope_theta': 50.0, 'factor': 4.0,
+  'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 12,  # One rotation of three is a mixture.
+}  # fmt: skip
 MODELS = {
   'llama': ('Llama', {'attention_bias': True, 'mlp_bias': True}),
   'llama 3': ('Llama', {'rope_parameters': LLAMA_3}),

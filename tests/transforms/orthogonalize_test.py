@@ -57,6 +57,10 @@ def test_options_are_those_of_the_iteration():
   for k, x in updates.items():
     expected = muon_oracle.orthogonalize(x, 3, 4, 'frobenius')
     np.testing.assert_allclose(out[k], expected, atol=1e-6)
+  # Products of eight bits.
+  short = _apply(updates, matmul_dtype=jnp.bfloat16)['wide']
+  error = np.abs(short - muon_oracle.orthogonalize(updates['wide'], 2, 5)).max()
+  assert 1e-4 < error < 0.1
 
 
 @pytest.mark.parametrize(
