@@ -13,7 +13,9 @@ def train(options: Options) -> None:
   Raises:
     run.Interrupted: With how to go on.
     OSError: With what is left of the run.
+    ValueError: If an option does not fit the devices, the data or the model.
   """
+  training.sharding(options)  # Too few devices: before anything is written.
   output = pathlib.Path(options.output)
   resume = f'\n  prism-optax train --output {output} --resume'
   try:
