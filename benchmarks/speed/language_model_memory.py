@@ -114,7 +114,8 @@ def arguments(case: str, train: str, evaluation: str, output: str) -> list[str]:
     'output': output,
   }  # fmt: skip
   words = [str(x) for k, v in options.items() for x in (f'--{k}', v)]
-  return [sys.executable, '-m', 'prism_optax.finetune', 'train', *words]
+  program = pathlib.Path(sys.executable).with_name('prism-optax')
+  return [str(program), 'train', *words]
 
 
 def peak(command: list[str]) -> float:
