@@ -1,6 +1,7 @@
 """The decoder of the Llama family: its cache, its stacks, what it refuses."""
 
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,18 @@ def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
     next_ids = np.take_along_axis(IDS, at[:, None], 1)
     logits, caches = conftest.run(adapted, next_ids, at[:, None], caches)
     np.testing.assert_allclose(logits[:, 0], want[np.arange(2), at], atol=1e-5)
+
+
+def test_slow_rotations_are_slowed_down_and_fast_ones_left():
+  """And one between the two bounds is a mixture, as its turns lie there."""
+  scaling = llama_config.RopeScaling(4.0, 1.0, 4.0, 40)
+  config = types.SimpleNamespace(
+    head_dim=6, rope_theta=50.0, rope_scaling=scaling
+  )
+  plain = 50.0 ** -np.array([0, 1 / 3, 2 / 3])  # 6.4, 1.7 and 0.5 turns of 40.
+  share = (40 * plain[1] / (2 * np.pi) - 1) / 3
+  want = plain * [1, share + (1 - share) / 4, 1 / 4]
+  np.testing.assert_allclose(llama.frequencies(config), want, rtol=1e-6)
 
 
 def test_logits_are_those_of_the_oracle(source, adapted):
