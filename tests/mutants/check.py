@@ -14,7 +14,8 @@ notice, all fast tests; then the slow ones near to it. ``--tested`` says that
 they pass without any mutant. Exit status 1 if a mutant survives.
 
 With ``--ran`` those fast tests run first that ran the function, and of the
-others only the near ones and those of their files. It has been written by::
+others only the near ones, those of their files and of ``tests/architecture``.
+It has been written by::
 
   pytest -m 'not slow' -n 2 --cov=prism_optax --cov-context=test
 """
@@ -186,8 +187,10 @@ def killer(
   file, _, words = first.partition(' ')
   stages = [(FAST, tests), (FAST, ['tests']), (SLOW, tests)]
   if ran is not None:
-    # The others of their files call what these have compiled.
-    files = dict.fromkeys([*tests, *(x.partition('::')[0] for x in ran)])
+    # The others of their files call what these have compiled; the names and
+    # defaults of all are read by others.
+    own = (x.partition('::')[0] for x in ran)
+    files = dict.fromkeys([*tests, 'tests/architecture', *own])
     stages[:2] = [(FAST, x) for x in (ran, [*files]) if x]
   if first and (folder / 'tests' / file).exists():
     stages.insert(0, ((*SLOW[:1], '-k', words), [f'tests/{file}']))
