@@ -114,7 +114,7 @@ def test_matrices_that_undo_the_spread_of_the_columns():
 
 
 @g.deficient
-def test_products_of_a_sum_need_no_tall_matrix(kind):
+def test_products_of_a_sum_are_those_of_the_multiplied_out(kind):
   """Of two terms that were multiplied differently, and of a shift."""
   frame = g.compiled.frame(g.deficient_factors(17, kind))
   x, y = (as_sum(frame, g.random_tangent(i, frame)).left for i in (4, 5))

@@ -255,7 +255,10 @@ def test_a_leaf_does_not_depend_on_the_others():
   assert not np.any(mixed[0] == mixed[2])
 
 
-@pytest.mark.skipif(jax.default_backend() != 'cpu', reason='only CPUs share it')
+@pytest.mark.skipif(
+  jax.default_backend() != 'cpu',
+  reason='How often the text has it is known of the compiler for CPUs only.',
+)
 def test_the_generator_is_compiled_once():
   """Copies of it take most of a compilation, and twice the time of a step."""
 
