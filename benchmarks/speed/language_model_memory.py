@@ -18,6 +18,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +115,7 @@ def arguments(case: str, train: str, evaluation: str, output: str) -> list[str]:
     'output': output,
   }  # fmt: skip
   words = [str(x) for k, v in options.items() for x in (f'--{k}', v)]
-  program = pathlib.Path(sys.executable).with_name('prism-optax')
+  program = pathlib.Path(sysconfig.get_path('scripts'), 'prism-optax')
   return [str(program), 'train', *words]
 
 

@@ -1,5 +1,8 @@
 """The fine-tuning command line on several devices."""
 
+import pathlib
+import sysconfig
+
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -18,8 +21,8 @@ def test_a_mesh_gives_what_one_device_gives(tiny_files, tiny_model, tmp_path):
       *more, noise=('--noise-multiplier', '0'),
     )  # fmt: skip
 
-  _, *program = finetune_test.PROGRAM
-  conftest.python(*program, *argv('mesh', '--mesh', 'data=8'), count=8)
+  program = pathlib.Path(sysconfig.get_path('scripts'), 'prism-optax')
+  conftest.python(program, *argv('mesh', '--mesh', 'data=8'), count=8)
   assert finetune.main(argv('one')) == 0
   one, mesh = (
     safetensors.numpy.load_file(tmp_path / name / 'adapter.safetensors')
