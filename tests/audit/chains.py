@@ -140,24 +140,20 @@ def noise_with_one_key(stddev, prng_key):
   return optax.GradientTransformation(honest.init, update)
 
 
+def _of_a_key(prng_key, update):
+  return optax.GradientTransformation(lambda _: jnp.copy(prng_key), update)
+
+
 def _noise_of_its_own_shape(stddev, prng_key, shaped):
   """Adds ``shaped(params, noise)``; the signal passes as it is."""
 
-  def init(params):
-    del params
-    return jnp.copy(prng_key)
-
   def update(updates, state, params=None):
     next_key, noise_key = jax.random.split(state)
-    leaves, treedef = jax.tree.flatten(updates)
-    keys = jax.tree.unflatten(treedef, jax.random.split(noise_key, len(leaves)))
-    noise = jax.tree.map(
-      lambda k, x: stddev * jax.random.normal(k, x.shape), keys, updates
-    )
-    noisy = jax.tree.map(jnp.add, updates, shaped(params, noise))
-    return noisy, next_key
+    noise = optax.tree.random_like(noise_key, updates)
+    noise = shaped(params, optax.tree.scale(stddev, noise))
+    return optax.tree.add(updates, noise), next_key
 
-  return optax.GradientTransformation(init, update)
+  return _of_a_key(prng_key, update)
 
 
 def noise_projected_by_a_completed_frame(stddev, prng_key):
@@ -204,10 +200,6 @@ def factor_moments_of_two_lifts(stddev, prng_key):
   read it. What comes out is ``{'m0': (dL, dR), ...}``.
   """
 
-  def init(params):
-    del params
-    return jnp.copy(prng_key)
-
   def update(updates, state, params=None):
     next_key, noise_key = jax.random.split(state)
     out = {}
@@ -222,8 +214,7 @@ def factor_moments_of_two_lifts(stddev, prng_key):
         *(stddev * jax.random.normal(k, y.shape)
           for k, y in zip(keys, x, strict=True))
       )  # fmt: skip
-      noise = fixed_rank.project(frame, noise)
-      noise = seams.lift(frame, noise)
+      noise = seams.lift(frame, fixed_rank.project(frame, noise))
       core = x.right.T @ frame.right
       left = x.left + frame.left @ core / 2
       right = x.right - frame.right @ core.T / 2
@@ -234,4 +225,4 @@ def factor_moments_of_two_lifts(stddev, prng_key):
       out[name] = (signal[0] + noise.left, signal[1] + noise.right)
     return out, next_key
 
-  return optax.GradientTransformation(init, update)
+  return _of_a_key(prng_key, update)

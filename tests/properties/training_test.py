@@ -48,8 +48,8 @@ def step_of(rule):
   def step(records):
     state = private.init(PARAMS)
     (batch,) = private.batches(state, records)
-    leaves = jax.tree.leaves(private.step(state, batch).params)
-    return np.concatenate([np.ravel(x) for x in leaves])
+    params = private.step(state, batch).params
+    return np.concatenate(jax.tree.leaves(params), None)
 
   return step
 
