@@ -21,6 +21,8 @@ def check_data(command: argparse.Namespace) -> None:
   Raises:
     ValueError: If there is no such file, or no labels are known.
   """
+  if command.task == 'classify' and command.eval is command.labels is None:
+    raise ValueError('check-data needs --labels or --eval: which labels count?')
   print(WARNING)
   rows = files.read(command.data, '--data')
   readable = [row.entries for row in rows if row.entries is not None]
@@ -40,8 +42,6 @@ def check_data(command: argparse.Namespace) -> None:
 def _labels(
   command: argparse.Namespace, rows: list[Any], counts: collections.Counter[str]
 ) -> None:
-  if command.eval is None and command.labels is None:
-    raise ValueError('check-data needs --labels or --eval: which labels count?')
   public = () if command.eval is None else data.read_public(command).labels
   names = data.label_set(command.labels, public)
   columns = command.text_column, command.label_column

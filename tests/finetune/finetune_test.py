@@ -182,6 +182,8 @@ BASE = [
     (['train', '--mesh', 'data=8'], '--mesh asks for 8 devices, but there'),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
     (['train', '--batch-size', '901'], '901 exceeds the dataset size 900'),
+    (['trian'], 'unrecognized arguments: trian'),
+    (['check-data', '--data', 'T'], 'needs --labels or --eval'),
     (['train', '--labels', 'a', 'b'], r'--labels .* needs --data'),
     (['train', '--task', 'classify'], '--task classify needs --data'),
     ([*BASE, '--resume'], '--resume needs --output'),
