@@ -92,7 +92,7 @@ def _drawn(axes) -> str:
   """Titles, lines and texts of a picture."""
   lines = [
     f'{x.get_label()} {x.get_linestyle()} {x.get_color()} {x.get_marker()}'
-    f' {np.asarray(x.get_xydata()).tolist()}'
+    f' {x.get_linewidth()} {np.asarray(x.get_xydata()).tolist()}'
     for x in axes.get_lines()
   ]
   lines += [
@@ -104,7 +104,10 @@ def _drawn(axes) -> str:
     f' {[label.get_text() for label in x.get_majorticklabels()]}'
     for x in (axes.xaxis, axes.yaxis)
   ]
-  texts = [f'{x.get_text()} {x.xy} {x.xyann} {x.get_ha()}' for x in axes.texts]
+  texts = [
+    f'{x.get_text()} {x.xy} {x.xyann} {x.get_ha()} {x.get_fontsize()}'
+    for x in axes.texts
+  ]
   drawn = [name for name, x in axes.spines.items() if x.get_visible()]
   return '\n'.join([axes.get_title(), *drawn, *sides, *lines, *texts])
 
