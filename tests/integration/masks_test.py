@@ -50,9 +50,6 @@ WRAPPERS = {
   'partition': lambda tx: optax.partition(
     {'trains': tx, 'stays': optax.set_to_zero()}, LABELS
   ),
-  'multi_transform': lambda tx: optax.multi_transform(
-    {'trains': tx, 'stays': optax.adam(1e-3)}, LABELS
-  ),
 }
 
 

@@ -59,8 +59,7 @@ def test_mean_or_sum_decides_the_divisor(use_grad_mean, normalize_by, share):
   assert true == pytest.approx(share * cases.MULTIPLIER, rel=1e-3)
   # Between two releases the state holds the clipped sum, and no noise.
   assert not any(x.any() for x in jax.tree.leaves(nothing))
-  sizes = [optax.tree.norm(jax.tree.map(lambda x, i=i: x[i], held))
-           for i in range(K)]  # fmt: skip
+  sizes = jax.vmap(optax.tree.norm)(held)
   whole = cases.CLIP / normalize_by
   part = whole / 2 if use_grad_mean else whole  # The mean so far.
   np.testing.assert_allclose(sizes, [0.0, part, 0.0], rtol=1e-5)
