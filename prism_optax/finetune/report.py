@@ -115,7 +115,7 @@ def _picture(
   x_name = 'epsilon of a run of this length' if over_epsilon else 'step'
   axis.set(xlabel=x_name, ylabel=name)
   low, high = axis.get_ylim()
-  if name == 'perplexity' and high > 10 * abs(low):
+  if name == 'perplexity' and high > 10 * low:
     axis.set_yscale('log')
   axis.grid(alpha=0.3)
   axis.legend(fontsize='small')
