@@ -168,13 +168,15 @@ def test_an_environment_that_says_little_has_a_name(monkeypatch):
   assert found['machine'] == machine
   # Of a processor what changes from one second to the next does not count.
   lines = b'flags: avx\ncpu MHz: 7 \xff\n'
-  monkeypatch.setattr(
-    builtins,
-    'open',
-    lambda _, **kind: io.TextIOWrapper(io.BytesIO(lines), **kind),
-  )
+
+  def opened(_, **kind):
+    return io.TextIOWrapper(io.BytesIO(lines), **kind)
+
+  monkeypatch.setattr(builtins, 'open', opened)
+  # The cores of this process.
+  monkeypatch.setattr(os, 'sched_getaffinity', {0: 'abc'}.get, raising=False)
   found = json.loads(_fingerprint.environment(None, 'a'))
-  assert found['machine'][1] == 'flags: avx'
+  assert found['machine'][1:] == ['flags: avx', 3]
 
 
 def test_a_gpu_that_may_add_in_any_order_is_another_one_in_each_process(

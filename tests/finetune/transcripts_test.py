@@ -82,7 +82,7 @@ COMMANDS = {
 
 
 # Rows of which nothing is learned, and what is too long to be read whole.
-BAD = ['[]', '{"text": "film", "label": "maybe"}', '{"text": 3}']
+BAD = ['[]', '{"text":"film","label":"maybe"}', '{"text":3}', '{"text":"a"}']
 LONG = {'prompt': 'two', 'response': 'is two ' * 5}
 ROLES = {'system': 'two', 'user': 'three', 'assistant': 'is'}
 TALK = {'messages': [{'role': x, 'content': y} for x, y in ROLES.items()]}
