@@ -221,7 +221,7 @@ def run(
 ) -> tuple[bool, str]:
   """Whether a test notices it, and what to print."""
   start = time.monotonic()
-  with tempfile.TemporaryDirectory() as name:
+  with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
     folder = pathlib.Path(name)
     path = str(mutant.path.relative_to(copies.ROOT))
     copies.write(folder, path, mutant.source())
