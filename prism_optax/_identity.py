@@ -194,7 +194,7 @@ def _views(original: np.ndarray, ndim: int) -> Iterator[np.ndarray]:
 
 
 def _same_up_to_factors(x: np.ndarray, y: np.ndarray) -> bool:
-  x, y = np.atleast_1d(np.abs(x)), np.atleast_1d(np.abs(y))
+  x, y = np.abs(x), np.atleast_1d(np.abs(y))
   # Of what is much smaller, a narrow type may have kept little.
   large = y > 1e-3 * np.max(y)
   ratios = np.where(large, x / np.where(large, y, 1), np.nan)
