@@ -155,19 +155,19 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
 
   monkeypatch.setattr(figure.Figure, 'savefig', savefig)
   monkeypatch.setattr(tqdm.tqdm, '__init__', make_bar)
-  monkeypatch.setattr(
-    tqdm.tqdm, 'set_postfix', lambda _, x: text.append(f'bar: {x}')
-  )
-  make = finetune_training.make
-  monkeypatch.setattr(
-    finetune_training, 'make',
-    lambda *x: text.append(f'planned: {x[1].plan}') or make(*x),
-  )  # fmt: skip
-  written = training.save_state
-  monkeypatch.setattr(
-    training, 'save_state',
-    lambda *x: text.append(f'saved: step {x[1].step}') or written(*x),
-  )  # fmt: skip
+
+  def tell(module, name, said):
+    do = getattr(module, name)
+
+    def told(*args):
+      text.append(said(args[1]))
+      return do(*args)
+
+    monkeypatch.setattr(module, name, told)
+
+  tell(finetune_training, 'make', lambda options: f'planned: {options.plan}')
+  tell(tqdm.tqdm, 'set_postfix', lambda shown: f'bar: {shown}')
+  tell(training, 'save_state', lambda state: f'saved: step {state.step}')
   for command in COMMANDS[name]:
     monkeypatch.setattr(sys, 'stdin', io.StringIO('two\nplus\n\ntwo\n'))
     # The style of benchmarks is another one.
