@@ -173,29 +173,19 @@ def test_a_ledger_is_begun_once(path, tmp_path):
   with pytest.raises(FileNotFoundError, match='missing.sqlite.*create=True'):
     open_budget(missing)
   assert not missing.exists()
-  open_budget(path)
 
 
 def test_a_ledger_of_other_rules_is_refused(path, tmp_path):
   """Also one from before there were versions."""
-  with (
-    seams.version_of_rules(2),
-    pytest.raises(ValueError, match=r'Version 1 of the rules.*version 2'),
-  ):
+  refused = pytest.raises(ValueError, match=r'Version 1 of .* version 2')
+  with seams.version_of_rules(2), refused:
     open_budget(path)
   open_budget(path)
   path = tmp_path / 'old.sqlite'
   edit(
     path,
     'CREATE TABLE settings (id INTEGER PRIMARY KEY, value TEXT NOT NULL)',
-    'CREATE TABLE accounts (name TEXT PRIMARY KEY,'
-    ' filter_name TEXT NOT NULL, totals TEXT NOT NULL)',
-    'CREATE TABLE ledger (id INTEGER PRIMARY KEY AUTOINCREMENT,'
-    ' session TEXT NOT NULL, event TEXT NOT NULL, count INTEGER NOT NULL)',
-    "INSERT INTO settings VALUES (1, '{"
-    '"caps": {"session": 3.0, "server": 5.0}, "delta": 1e-05,'
-    ' "composition": "filter", "neighboring_relation": "ADD_OR_REMOVE_ONE"'
-    "}')",
+    'INSERT INTO settings VALUES (1, \'{"delta": 1e-05}\')',
   )
   before = path.read_bytes()
   with pytest.raises(ValueError, match='Version None of the rules'):

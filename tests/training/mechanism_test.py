@@ -60,6 +60,12 @@ def in_two_parts(grads, _):
   return {name: only_declared(x, _) for name, x in grads.items()}
 
 
+def of_one_of_two_clips(grads, params):
+  clips = (prism_optax.per_matrix_clip(x, normalize_by=B) for x in (1.0, 2.0))
+  one, other = (x.update(grads, None, params)[0] for x in clips)
+  return jax.lax.cond(params['head'][0] > 0, lambda: one, lambda: other)
+
+
 def dense(sums):
   """The noise of dp_muon on sums that something else makes."""
 
@@ -164,6 +170,9 @@ REFUSED = {
   'noise that is not directly after the clip': (
     lambda **k: optax.chain(clip(k), optax.scale(0.5), noise(k), *REST),
     r'Between a clip and the noise at \w+\.py:\d+ stands `\w+` at',
+  ),
+  'noise on the sum of one of two clips': (
+    dense(of_one_of_two_clips), r'Between a clip and the noise at \w+\.py:',
   ),
   'one sum for two noises': (twice, r'to be added 1 times in a step, got 2'),
   'noise in a loop': (
