@@ -27,7 +27,7 @@ HERE = pathlib.Path(__file__).with_name('transcripts')
 NUMBER = re.compile(r'-?\d+(?:\.\d+)?(?:e[+-]?\d+)?')
 # Digests, pictures, versions of packages, and what coins of an audit decide.
 UNTOLD = re.compile(
-  r'[0-9a-f]{64}|(?<=base64,)[^"]+|<style>.*?</style>'
+  r'[0-9a-f]{64}|(?<=base64,....)[^"]+|<style>.*?</style>'
   r'|(?<=, final parameters)[^\n]+|(?<=, every step)[^\n]+'
   r'|(?:jax|optax|dp-accounting)(?:": "|</td><td>| \| )[\d.]\S+',
   re.S,

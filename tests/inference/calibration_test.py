@@ -33,5 +33,6 @@ def test_classic_stddev_is_the_published_one_and_analytic_is_smaller():
 def test_releases_cost_what_they_cost(relation, count, expected, digits):
   """A clip of 1 at the classic stddev; 256 are the tokens of one request."""
   event = inference.release_event(4.8448, 1.0, relation, count)
+  assert ('SelfComposed' in str(event)) is (count > 1)
   spent = accounting.PrivacyBudget(60.0, DELTA).spend(event, 'alice')
   assert round(spent, digits) == expected
