@@ -62,7 +62,7 @@ def verdict(summary: dict[str, Any]) -> str:
   start = 'of the released head alone' if released else 'before'
   facts = f'{name} {after:.3f}, {start} {before:.3f}, on {count} public rows'
   if chance is not None:
-    error = math.sqrt(after * (1 - after) / count)
+    error = summaries.standard_error(after, count)
     least = chance if released else max(before, chance)
     learned = after - least > 2 * error
     facts += f'; the commonest class alone has {chance:.3f}'

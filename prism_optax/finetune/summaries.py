@@ -47,6 +47,11 @@ def measure(row: dict[str, Any]) -> str:
   return 'eval_perplexity' if 'eval_perplexity' in row else 'eval_accuracy'
 
 
+def standard_error(accuracy: float, count: int) -> float:
+  """Of an accuracy on so many rows."""
+  return math.sqrt(accuracy * (1 - accuracy) / count)
+
+
 def round_up(epsilon: float) -> float:
   """To what is printed; never to less privacy loss than spent."""
   return math.ceil(epsilon * 1e3) / 1e3 if math.isfinite(epsilon) else epsilon

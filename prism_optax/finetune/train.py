@@ -1,6 +1,5 @@
 """The command ``train``: what is trained, and what is said of it."""
 
-import math
 import pathlib
 
 from . import digits, files, methods, releasing, run, summaries, tasks, training
@@ -120,7 +119,7 @@ def compare_on_digits(options: Options, output: pathlib.Path) -> None:
 
   def add(name: str, measured: dict[str, float], epsilon: str) -> None:
     accuracy = measured['eval_accuracy']
-    error = math.sqrt(accuracy * (1 - accuracy) / pictures)
+    error = summaries.standard_error(accuracy, pictures)
     rows.append((name, f'{accuracy:.3f} ± {error:.3f}', epsilon))
 
   statement = None

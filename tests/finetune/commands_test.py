@@ -96,7 +96,7 @@ def test_the_verdict_asks_for_two_standard_errors(review_run):
   summary = finished.find(str(review_run[0])).summary
   nothing = 'learned nothing that these rows show: accuracy 0.'
   for before, after, head, verdict in (
-    (0.4, 0.75, None, 'learned: accuracy 0.750, before 0.400, on 100 public r'),
+    (0.6, 0.75, None, 'learned: accuracy 0.750, before 0.600, on 100 public r'),
     (0.4, 0.59, None, nothing), (0.7, 0.75, None, nothing),
     (0.7, 0.75, 1.0, 'learned: accuracy 0.750, of the released head alone 0.7'),
   ):  # fmt: skip
