@@ -55,13 +55,11 @@ def test_step_by_step_with_a_cache_is_the_whole_at_once(adapted):
 def test_slow_rotations_are_slowed_down_and_fast_ones_left():
   """And one between the two bounds is a mixture, as its turns lie there."""
   scaling = llama_config.RopeScaling(4.0, 1.0, 4.0, 40)
-  config = types.SimpleNamespace(
-    head_dim=6, rope_theta=50.0, rope_scaling=scaling
-  )
+  used = types.SimpleNamespace(head_dim=6, rope_theta=50, rope_scaling=scaling)
   plain = 50.0 ** -np.array([0, 1 / 3, 2 / 3])  # 6.4, 1.7 and 0.5 turns of 40.
   share = (40 * plain[1] / (2 * np.pi) - 1) / 3
   want = plain * [1, share + (1 - share) / 4, 1 / 4]
-  np.testing.assert_allclose(llama.frequencies(config), want, rtol=1e-6)
+  np.testing.assert_allclose(llama.frequencies(used), want, rtol=1e-6)
 
 
 def test_logits_are_those_of_the_oracle(source, adapted):
@@ -207,8 +205,10 @@ def test_mistral_sees_no_further_than_its_window():
   assert (qwen.max_length, qwen.qkv_bias, qwen.output_bias) == (64, True, False)
 
 
-def test_missing_and_misshapen_weights_are_named(source, tmp_path):
-  folder = language_models.write(tmp_path)
+def test_missing_and_misshapen_weights_are_named(tmp_path):
+  ends = {'eos_token_id': [7, 3]}  # And the token that has the name of the end.
+  folder = language_models.write(tmp_path, language_models.CONFIG | ends)
+  assert pretrained.find(str(folder)).stops == (7, 3, 2)
   stored = safetensors.numpy.load_file(folder / 'model.safetensors')
   path = folder / 'model.safetensors'
   safetensors.numpy.save_file(stored | {'lm_head.weight': np.ones(3)}, path)
