@@ -21,7 +21,8 @@ def check_data(command: argparse.Namespace) -> None:
   Raises:
     ValueError: If there is no such file, or no labels are known.
   """
-  if command.task == 'classify' and command.eval is command.labels is None:
+  unknown = command.eval is None and command.labels is None
+  if command.task == 'classify' and unknown:
     raise ValueError('check-data needs --labels or --eval: which labels count?')
   print(WARNING)
   rows = files.read(command.data, '--data')

@@ -48,7 +48,7 @@ def measure(row: dict[str, Any]) -> str:
 
 
 def standard_error(accuracy: float, count: int) -> float:
-  """Of an accuracy on so many rows."""
+  """Returns the standard error of an accuracy on ``count`` rows."""
   return math.sqrt(accuracy * (1 - accuracy) / count)
 
 

@@ -257,7 +257,7 @@ def test_a_leaf_does_not_depend_on_the_others():
 
 @pytest.mark.skipif(
   jax.default_backend() != 'cpu',
-  reason='How often the text has it is known of the compiler for CPUs only.',
+  reason='It counts instructions that the compiler for CPUs writes.',
 )
 def test_the_generator_is_compiled_once():
   """Copies of it take most of a compilation, and twice the time of a step."""
