@@ -104,12 +104,12 @@ def test_constants_and_optimizers_that_do_not_fit(optimizer, options, message):
 @pytest.mark.parametrize(
   ('word', 'right'),
   [
-    ('epochs', 'steps'),
-    ('max_grad_norm', 'l2_clip_norm'),
-    ('batch_size', 'expected_batch_size'),
+    ('epochs', 'give steps='),
+    ('max_grad_norm', 'give l2_clip_norm='),
+    ('batch_size', 'give expected_batch_size='),
     ('microbatch_size', r'execution=, training\.Execution\(microbatch_size'),
-    ('noise_multipler', 'noise_multiplier'),  # Misspelt.
-    ('max_gradnorm', 'l2_clip_norm'),  # Another library's, misspelt.
+    ('noise_multipler', 'did you mean noise_multiplier='),  # Misspelt.
+    ('max_gradnorm', 'give l2_clip_norm='),  # Another library's, misspelt.
     ('zzz', 'It has loss, params, optimi'),
   ],
 )
