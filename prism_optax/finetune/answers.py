@@ -13,12 +13,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from . import data, files, finished, instructions
+from . import command_line, data, files, finished, instructions
 from .models import chat, classifier, generation, minilm
-
-GREEDY = {
-  'max_new_tokens': 96, 'temperature': 0, 'seed': 0, 'batch_size': 8
-}  # fmt: skip
 
 
 def predict(command: argparse.Namespace) -> None:
@@ -145,9 +141,10 @@ def spoken(run: finished.Finished, count: int) -> list[tuple[str, ...]]:
   """
   rows = instructions.read_public(run.options)[:count]
   prompts = [row[:-1] for row in rows]
+  asked = ['predict', '', '--data', '']
   before, after = (
-    [*responses(run, prompts, argparse.Namespace(**GREEDY, before=x))]
-    for x in (True, False)
+    [*responses(run, prompts, command_line.parse([*asked, *more]))]
+    for more in (['--before'], [])
   )
   questions = [row[-1]['content'] if row else '' for row in prompts]
   expected = [row[-1]['content'] for row in rows]

@@ -91,7 +91,7 @@ def lower_bounds(
   The first presumes nothing, the second that errors trade off as those of a
   Gaussian mechanism (Mahloujifar et al. 2024, arXiv:2410.22235).
   """
-  order = np.argsort(score, kind='stable')
+  order = np.argsort(score)
   lowest, highest = order[: guesses // 2], order[-(guesses // 2) :]
   right = int(np.sum(~coin[lowest]) + np.sum(coin[highest]))
   # 1 is a guess, right ones first; 0 is none. The coins had no part in choosing

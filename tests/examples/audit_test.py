@@ -3,9 +3,11 @@
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import prism_optax
 from prism_optax import training
@@ -72,14 +74,32 @@ def test_a_true_claim_stands_and_planted_bugs_are_found():
     assert honest[attacker][0] > GUESSES / 2  # The attack sees something.
 
 
+def test_a_canary_pulls_at_its_own_number_in_its_own_place():
+  data = np.ones((2, 3), np.float32), np.array([4, 7])
+  *own, canaries = audit.with_places(data, np.array([True, False, True]))
+  for found, given in zip(own, data, strict=True):
+    np.testing.assert_array_equal(found[:2], given)
+    assert found.shape == (5, *given.shape[1:])
+    assert not found[2:].any()
+  np.testing.assert_array_equal(canaries, [0, 0, 1, -1, 3])
+  pull = jax.grad(audit.with_canaries(lambda own, frozen, x: own * frozen * x))
+  params = {'own': 2.0, 'canaries': np.zeros(3)}
+  for canary in (0, 1, 3, -1):
+    found = pull(params, 3.0, 5.0, canary)
+    assert found['own'] == (15 if canary == 0 else 0)
+    want = audit.STRENGTH * (np.arange(1, 4) == canary)
+    np.testing.assert_array_equal(found['canaries'], want)
+
+
 def test_bounds_are_those_of_the_source():
-  """All of r guesses right: q^r = 5 % at q = e^epsilon / (1 + e^epsilon)."""
+  """Theorem 5.2 of arXiv:2305.08846, for guesses that are all right."""
   coin = np.arange(CANARIES) % 2 == 0
-  q = 0.05 ** (1 / GUESSES)
-  right, bound, gaussian = audit.lower_bounds(coin, coin, GUESSES, 1e-12)
+  right, bound, _ = audit.lower_bounds(coin, coin, GUESSES, DELTA)
   assert right == GUESSES
-  assert bound == pytest.approx(math.log(q / (1 - q)), abs=1e-3)
-  assert gaussian > bound
+  pmf = stats.binom(GUESSES, 1 / (1 + math.exp(-bound))).pmf(range(GUESSES + 1))
+  worst = max(sum(pmf[-1 - i : -1]) / i for i in range(1, GUESSES + 1))
+  chance = pmf[-1] + 2 * CANARIES * DELTA * worst
+  assert chance == pytest.approx(audit.SIGNIFICANCE, rel=1e-6)
   wrong = np.where(np.arange(CANARIES) < 20, -1, coin)
   *_, gaussian = audit.lower_bounds(wrong, coin, GUESSES, DELTA)
   assert gaussian == pytest.approx(2.7865, rel=1e-3)
@@ -101,15 +121,9 @@ def test_it_runs_and_says_what_it_can_show(capsys, tmp_path):
   import audit as example  # Which compiles when it is imported.
 
   path = tmp_path / 'scores.png'
-  claim, rows = example.main(planted=0.0, canaries=500, seed=0, plot=path)
+  claim, _ = example.main(planted=0.0, canaries=500, seed=0, plot=path)
   assert path.stat().st_size
   assert claim <= example.train.EPSILON
   printed = capsys.readouterr().out
   assert '150 guesses of 500 coins can show 3.76 at most' in printed
   assert printed.count('THE CLAIM IS WRONG') == 2
-  assert 'for the auditor' in printed
-  for row, (_, bound, gaussian) in rows.items():
-    if row.startswith('as it is'):
-      assert max(bound, gaussian) <= claim
-    else:
-      assert bound > claim

@@ -1,8 +1,6 @@
 """What can be done with a finished run, and the mistakes around one."""
 
 import json
-import pathlib
-import re
 import shutil
 
 import numpy as np
@@ -10,7 +8,6 @@ import optax
 import pytest
 
 from prism_optax.finetune import (
-  answers,
   command_line,
   finished,
   options,
@@ -18,7 +15,6 @@ from prism_optax.finetune import (
   summaries,
 )
 from prism_optax.finetune import main as finetune
-from prism_optax.finetune.models import minilm
 from tests import cases
 from tests import conftest as root
 from tests.finetune import (
@@ -70,28 +66,6 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   assert str(folder.parent) not in text  # Nor where it lies.
 
 
-@pytest.mark.slow
-def test_report_has_the_worst_classes_first(review_run):
-  classes = finished.find(str(review_run[0]))
-  used = classes.options
-  used.labels = ['0', '1']  # The file's, in the order of the head.
-  lines = pathlib.Path(used.eval).read_text().splitlines()
-  texts, labels = zip(*(json.loads(x).values() for x in lines), strict=True)
-  ids = minilm.tokenize(pathlib.Path(used.model), texts, used.max_length)
-  logits = conftest.run(review_run[1], ids)
-  labels = np.array(labels)
-  hits = np.argmax(logits, axis=1) == labels
-  want = [
-    (str(i), np.sum(labels == i), np.mean(hits[labels == i])) for i in (0, 1)
-  ]
-  assert answers.per_class(classes) == want
-  text = report.page({'a': classes}, rows=1)
-  shown = re.findall(r'<tr><td>([01])</td><td>([\d.]+)</td>', text)
-  assert [name for name, _ in shown] == [
-    name for name, _, _ in sorted(want, key=lambda x: x[2])
-  ]
-
-
 def test_the_verdict_asks_for_two_standard_errors(review_run):
   summary = finished.find(str(review_run[0])).summary
   nothing = 'learned nothing that these rows show: accuracy 0.'
@@ -110,6 +84,9 @@ def test_the_verdict_asks_for_two_standard_errors(review_run):
 def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
   folder, _ = language_run
   opened = finished.find(str(folder))
+  opened.options.rank = 3
+  with pytest.raises(ValueError, match='names or shapes do not fit'):
+    finished.model(opened)
   changed = dict(opened.options.base, sha256='0' * 64)
   opened.options.base = changed
   with pytest.raises(ValueError, match='the run began with 0000'):

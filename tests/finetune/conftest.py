@@ -123,7 +123,9 @@ def randomise(params: nnx.State, scale: float = 1.0) -> nnx.State:
   rng = np.random.default_rng(0)
   for _, leaf in nnx.to_flat_state(params):
     assert leaf.dtype == np.float32
-    leaf.set_value(rng.normal(size=leaf.shape, scale=scale).astype(np.float32))
+    value = rng.normal(size=leaf.shape, scale=scale).astype(np.float32)
+    value.flat[0] = 0  # A part of an adapter may stay where it was.
+    leaf.set_value(value)
   return params
 
 

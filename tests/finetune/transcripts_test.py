@@ -12,13 +12,14 @@ import sys
 
 import numpy as np
 import pytest
-import safetensors.numpy
+import safetensors
 import tqdm
 from matplotlib import figure, style
 
 from prism_optax import training
-from prism_optax.finetune import answers, digits
+from prism_optax.finetune import command_line, digits
 from prism_optax.finetune import training as finetune_training
+from prism_optax.finetune.models import chat
 from tests import cases
 from tests.core import seams
 from tests.finetune import conftest, finished_runs, language_models
@@ -52,12 +53,12 @@ COMMANDS = {
   'instruct': (
     f'check-data --task instruct {FILES} --model model --max-length 12',
     f'train --task instruct {FILES} {SHORT} --model model --max-length 14'
-    ' --optimizer adamw',
+    ' --optimizer adamw --learning-rate 0.1',
     'predict out --data public.jsonl --max-new-tokens 3 --temperature 1'
     ' --seed 4 --batch-size 2 --output answers.jsonl',
     'predict out --data public.jsonl --max-new-tokens 3 --before'
-    ' --batch-size 1',
-    'chat out --max-new-tokens 3 --system two --temperature 1',
+    ' --batch-size 1 --prompt-column response',
+    'chat out --max-new-tokens 3 --system two --temperature 1 --before',
     'report out --rows 1 --output report.html',
     'export out --output adapter --base',
   ),
@@ -115,8 +116,10 @@ def _drawn(axes) -> str:
 def _read(path: pathlib.Path) -> str:
   if path.suffix != '.safetensors':
     return path.read_text()
-  tensors = safetensors.numpy.load_file(path).items()
-  return str({name: float(np.linalg.norm(x)) for name, x in tensors})
+  norm = np.linalg.norm
+  with safetensors.safe_open(path, 'numpy') as file:
+    norms = {x: float(norm(file.get_tensor(x))) for x in sorted(file.keys())}
+    return f'{norms} {file.metadata()}'
 
 
 @pytest.fixture
@@ -140,7 +143,9 @@ def folder(tmp_path, tiny_model, tiny_files, request, monkeypatch):
 @cases.fast_first('name', ('plan', 'instruct'), COMMANDS)
 def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   monkeypatch.setattr(digits, 'STEPS', 2)
-  monkeypatch.setitem(answers.GREEDY, 'max_new_tokens', 3)
+  texts = command_line.COMMANDS
+  monkeypatch.setitem(texts, 'predict', texts['predict'].replace('128', '3'))
+  monkeypatch.setattr(sys.stdout, 'flush', lambda: sys.stdout.write('|'))
   text, save, given = [], figure.Figure.savefig, {*folder.rglob('*')}
 
   def savefig(self, *args, **options):
@@ -166,6 +171,7 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
     monkeypatch.setattr(module, name, told)
 
   tell(finetune_training, 'make', lambda options: f'planned: {options.plan}')
+  tell(chat.Chat, 'prompt', lambda messages: f'asked: {messages}')
   tell(tqdm.tqdm, 'set_postfix', lambda shown: f'bar: {shown}')
   tell(training, 'save_state', lambda state: f'saved: step {state.step}')
   for command in COMMANDS[name]:
