@@ -10,7 +10,6 @@ import signal
 import stat
 
 import pytest
-import safetensors
 
 from prism_optax.finetune import main as finetune
 from prism_optax.finetune import run, training
@@ -72,11 +71,7 @@ def interrupted(step):
 @pytest.mark.slow
 def test_output_has_adapter_and_metrics_and_nothing_private(finished, capsys):
   assert not (finished / run.FOLDER).exists()
-  with safetensors.safe_open(finished / 'adapter.safetensors', 'numpy') as file:
-    header = json.loads(file.metadata()['facts'])
-  assert header['labels'] == ['0', '1']
   summary = json.loads((finished / 'summary.json').read_text())
-  assert header['privacy'] == summary['statement']
   # A run that anyone can repeat must not claim to be private.
   assert 'against anyone who knows prng_key' in summary['statement']
   assert 'noise as drawn' in summary['statement']

@@ -73,7 +73,7 @@ def test_a_bad_public_row_is_named_and_a_private_one_is_blank(
   [
     ('a.jsonl', 'prompt,response\na,b\n', 'Is it a CSV .* in .csv or .par'),
     ('a.csv', 'two plus three,five\na,b\n', 'the names of the columns'),
-    ('a.jsonl', '{"question": "a"}\n', r'no row has .* see --prompt-column'),
+    ('a.jsonl', '[]\n{"q": "a"}\n', r'no row has .*--response-column.$'),
     ('a.jsonl', '', 'no rows'),
     ('a.jsonl', '[{"prompt": "a"},\n{"prompt": "b"}]', 'one JSON array'),
     ('a.jsonl', '[{"prompt": "a"},\n', 'No line of it'),

@@ -16,7 +16,8 @@ CONFIG = {
   'eos_token_id': 2,
 }  # fmt: skip
 TEMPLATE = (
-  "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>"
+  '{% for m in messages %}{% if not m %}{% break %}{% endif %}'
+  "<s>{{ m['role'] }} {{ m['content'] }}</s>"
   '{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}'
 )
 WORDS = ('user', 'assistant', 'two', 'plus', 'three', 'is', 'five', 'four')

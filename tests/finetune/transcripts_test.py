@@ -36,7 +36,7 @@ UNTOLD = re.compile(
 # Two steps, so that nothing rounds far.
 SHORT = (
   '--steps 2 --eval-every 1 --batch-size 16 --microbatch-size 8 --rank 2'
-  ' --learning-rate 0.01 --seed 5 --output out'
+  ' --seed 5 --output out'
 )
 FILES = '--data train.jsonl --eval public.jsonl'
 COMMANDS = {
@@ -149,7 +149,8 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   text, save, given = [], figure.Figure.savefig, {*folder.rglob('*')}
 
   def savefig(self, *args, **options):
-    text.extend([str(self.get_size_inches()), *map(_drawn, self.axes)])
+    size = f'{self.get_size_inches()} {options}'
+    text.extend([size, *map(_drawn, self.axes)])
     save(self, *args, **options)
 
   made = tqdm.tqdm.__init__
