@@ -170,3 +170,10 @@ def test_a_branch_keeps_nothing_of_the_sum():
     return chosen
 
   jax.eval_shape(update, params)
+
+
+def test_a_tree_is_forgotten_with_its_first_array():
+  tree = [jnp.ones(2), jnp.ones(3)]
+  _chain._remember(tree, [], None)
+  del tree[0]
+  assert not _chain._origins
