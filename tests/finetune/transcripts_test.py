@@ -149,8 +149,9 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   text, save, given = [], figure.Figure.savefig, {*folder.rglob('*')}
 
   def savefig(self, *args, **options):
-    size = f'{self.get_size_inches()} {options}'
-    text.extend([size, *map(_drawn, self.axes)])
+    engine = type(self.get_layout_engine()).__name__
+    text.append(f'{self.get_size_inches()} {engine} {options}')
+    text.extend(map(_drawn, self.axes))
     save(self, *args, **options)
 
   made = tqdm.tqdm.__init__

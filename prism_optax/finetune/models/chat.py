@@ -108,7 +108,7 @@ class Chat:
       raise ValueError(f'The tokenizer says: {error}.') from error
 
   def decode(self, ids: Sequence[int]) -> str:
-    return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    return self._tokenizer.decode(list(ids))  # But for special tokens.
 
 
 def _template(stored: Any) -> str:
