@@ -21,6 +21,8 @@ _LARGEST_DIRECT = 32
 # Largest sum of squares of a graph: orthogonality is off by as many epsilons.
 _LARGEST_GRAPH = 16
 
+# A TPU multiplies float32 in bfloat16 unless it is told not to.
+matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 Out = TypeVar('Out')
 
@@ -121,8 +123,7 @@ def _orthonormal(x: jax.Array) -> jax.Array:
   """
   eye = jnp.eye(x.shape[-1], dtype=x.dtype)
   for _ in range(3):
-    square = jnp.matmul(x.mT, x, precision=jax.lax.Precision.HIGHEST)
-    x = jnp.matmul(x, 1.5 * eye - square / 2, precision='highest')
+    x = matmul(x, 1.5 * eye - matmul(x.mT, x) / 2)
   return x
 
 
@@ -184,7 +185,6 @@ def pairs_by_iteration(
   core = core / scale  # No square of an entry under- or overflows.
   a, b, c = core[:rank, :rank], core[:rank, rank:], core[rank:, :rank]
   eye = jnp.eye(rank, dtype=core.dtype)
-  matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
   def divided(x: jax.Array, y: jax.Array) -> jax.Array:  # x y^-1
     quotient: jax.Array = jnp.linalg.solve(y.T, x.T)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prism_optax._linalg import _factorizations
 from prism_optax._linalg._factorizations import map_matrices, no_infinity, svd
 from prism_optax._types import ArrayTree, Scalar
 
@@ -73,16 +74,13 @@ def matmul(a: Matrices, b: jax.Array) -> Matrices:
       b, tpu=jax.lax.optimization_barrier, default=lambda b: b
     )
     return Tall(tuple(matmul(x, y) for x, y in a.shares((a, b))))
-  return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+  return _factorizations.matmul(a, b)
 
 
 def gram(a: Matrices, b: Matrices) -> jax.Array:
   """``a.mT @ b`` at the highest precision the platform has."""
   if isinstance(a, Tall):
-    same = a is b
-    return jnp.concatenate(
-      [gram(x, x if same else y) for x, y in a.shares((a, b))]
-    )
+    return jnp.concatenate([gram(x, y) for x, y in a.shares((a, b))])
   if a is not b or a.shape[-2] <= 2 * a.shape[-1]:
     return matmul(a.mT, b)
   out: jax.Array = jax.lax.platform_dependent(

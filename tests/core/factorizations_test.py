@@ -32,7 +32,7 @@ SPECTRA = {
 }
 
 
-@pytest.mark.parametrize('shape', [(16, 16), (24, 16), (16, 20)])
+@pytest.mark.parametrize('shape', [(16, 16), (100, 16), (16, 20)])
 @pytest.mark.parametrize('name', SPECTRA)
 def test_the_product_and_the_columns(name, shape):
   values = SPECTRA[name]
@@ -45,7 +45,7 @@ def test_the_product_and_the_columns(name, shape):
   product = (u * s[:, None, :]) @ vt
   np.testing.assert_allclose(product, x, atol=tolerance)
   gone = s <= size * EPS * s[:, :1]
-  if name not in ('below it', 'of rank 3', 'zero'):
+  if name not in ('below it', 'of rank 3', 'zero') and size < 100:
     assert not gone.any()
   for basis in (u, vt.swapaxes(1, 2)):
     eye = np.eye(16) * ~gone[:, None, :]
@@ -130,6 +130,7 @@ CORES = {
   'others are larger': (False, _core(np.r_[GROWN[:-1], 1e-3], 0.3)),
   # One direction is turned: what it leaves is more than others have, or near.
   'unseen by the others': (False, _one_turned(np.r_[100, GROWN[1:]], 60)),
+  'larger than some': (False, _one_turned(np.r_[100, 8, np.ones(18)], 14)),
   'slow': (False, _one_turned(np.r_[1, np.full(RANK - 1, 2)], 0.95)),
   'less slow': (True, _one_turned(np.r_[1, np.full(RANK - 1, 2)], 0.9)),
   'zero': (False, np.zeros((2 * RANK, 2 * RANK))),

@@ -66,8 +66,8 @@ def test_small_singular_values_are_kept():
   solve = jax.vmap(_lifts.sylvester_of_grams, (None, None, 0))  # One is shared.
   w = jax.jit(solve)(a, a, squares[None])
   cases.assert_close(w, np.ones((1, 1, 2, 2)), 1e-9)
-  a = np.diag([1.0, 1e-20])[None]  # Which is zero, up to rounding.
-  w = jax.jit(solve)(a, a, np.ones((1, 1, 2, 2)))
+  # One of them is zero, up to rounding.
+  w = jax.jit(solve)(*2 * [np.diag([1, 1e-20])[None]], np.ones((1, 1, 2, 2)))
   cases.assert_close(w, np.array([[[[0.5, 1], [1, 0]]]]), 1e-9)
 
 
