@@ -197,7 +197,7 @@ def nearest_of_rank(factors: Factors, rank: int) -> Factors:
     columns are arbitrary.
 
   Raises:
-    ValueError: If the shapes do not match or ``rank`` is out of range.
+    ValueError: If ``rank`` is out of range.
 
   Example:
     >>> import jax.numpy as jnp
@@ -209,7 +209,6 @@ def nearest_of_rank(factors: Factors, rank: int) -> Factors:
      [0. 0. 0.]]
   """
   left, right = factors
-  check_pair('factors', left, right)
   _validate.integer('rank', rank, 1)
   if rank > min(left.shape[-2], right.shape[-2], left.shape[-1]):
     raise ValueError(

@@ -27,10 +27,5 @@ def test_the_package_itself_only_re_exports():
 
 @pytest.mark.slow
 def test_accounting_does_without_jax():
-  program = """
-import sys
-from prism_optax import accounting
-assert accounting.epsilon
-assert 'jax' not in sys.modules
-  """
-  conftest.python('-c', program)
+  program = 'import sys; from prism_optax import accounting; accounting.epsilon'
+  conftest.python('-c', f"{program}; assert 'jax' not in sys.modules")

@@ -61,6 +61,7 @@ COMMANDS = {
     'chat out --max-new-tokens 3 --system two --temperature 1 --before',
     'report out --rows 1 --output report.html',
     'export out --output adapter --base',
+    'train --output out --resume --data train.jsonl --model model',
   ),
   'private-instruct': (
     f'train --task instruct {FILES} {SHORT} --model model --max-length 14'

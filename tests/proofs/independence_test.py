@@ -197,6 +197,7 @@ CLOSED = normal(B, D, seed=3)
     (lambda x: jax.vmap(lambda x, c: x @ c)(x, CLOSED), False),
     (lambda x: jax.jit(lambda x: x.sum(1) + CLOSED)(x), False),
     (lambda x: lax.map(lambda r: r[0] @ r[1], (x, CLOSED)), False),
+    (lambda x: (x.sum(1).ravel() * jnp.ravel(CLOSED)).reshape(B, D), False),
     (lambda x: (x + CLOSED.mean(0)).sum((1, 2)), True),
     (lambda x: x @ CLOSED.T, True),  # A weight that happens to have B rows.
     (lambda x: (x.swapaxes(1, 2) @ CLOSED[:T]).sum((1, 2)), True),
