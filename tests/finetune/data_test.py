@@ -5,7 +5,7 @@ import argparse
 import numpy as np
 import pytest
 
-from prism_optax.finetune import data
+from prism_optax.finetune import data, digits
 from tests.finetune import conftest
 
 
@@ -121,3 +121,8 @@ def test_label_set_is_declared_or_public(tmp_path):
 def test_bad_label_sets_are_refused(declared, evaluation, message):
   with pytest.raises(ValueError, match=f'--labels.*{message}'):
     data.label_set(declared, evaluation)
+
+
+def test_the_parts_of_the_digits():
+  sizes = [len(part.labels) for part in digits.load()]
+  assert sizes == [600, 900, 297]

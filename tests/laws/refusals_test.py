@@ -378,7 +378,7 @@ CALLS = {
     f'strategy matrix: {message}': (of(matrix, strategy_matrix=x), message)
     for x, message in (
       (np.ones((2, 3)), r'square, got shape \(2, 3\)'),
-      (np.ones((2, 2)), 'lower triangular'), ([[np.nan]], 'finite'),
+      ([[1, 1.5e-6], [1, 1]], 'lower triangular'), ([[np.nan]], 'finite'),
       (np.zeros((2, 2)), 'positive diagonal'),
     )
   },
