@@ -65,19 +65,18 @@ def test_a_program_is_known_by_what_it_computes():
   for seed in (0, 1):
     key = jax.random.key(seed)
     others.append(program(lambda z, key=key: z * jax.random.uniform(key), x))
-  # A number that is in a parameter alone.
+  # A number that is in a parameter alone, and a word.
   others += [program(lambda z, i=i: z[i : i + 1], x) for i in (1, 2)]
+  for word in ('highest', 'default'):
+    others.append(program(lambda z, p=word: jnp.dot(z.T, z, precision=p), x))
   # The same equations, of which another one is the result.
   others += [program(lambda z, i=i: (2 * z, z + 1)[i], x) for i in (0, 1)]
   # An argument that no equation uses.
   others += [program(lambda z, _: z, x, y) for y in (x, x[0])]
   # It has sets of axes among its parameters.
   mesh = jax.make_mesh((1, 1), ('a', 'b'))
-  mapped = (
-    program(jax.shard_map(one, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE), x)
-    for _ in range(2)
-  )
-  assert len({same, *others, *mapped}) == 14
+  mapped = jax.shard_map(one, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE)
+  assert len({same, *others, program(mapped, x)}) == 16
   # An object whose text has its address.
   marked = jax.extend.core.Primitive('marked')
   marked.def_abstract_eval(lambda x, **_: x)
