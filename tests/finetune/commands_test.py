@@ -87,8 +87,7 @@ def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
   opened.options.rank = 3
   with pytest.raises(ValueError, match='names or shapes do not fit'):
     finished.model(opened)
-  changed = dict(opened.options.base, sha256='0' * 64)
-  opened.options.base = changed
+  opened.options.base = dict(opened.options.base, sha256='0' * 64)
   with pytest.raises(ValueError, match='the run began with 0000'):
     finished.model(opened)
   with pytest.raises(ValueError, match='there is no run'):

@@ -100,6 +100,8 @@ def test_given_layouts():
     found = lora.deltas(params, layout=layout, dense=True)
     for name, scale in scales.items():
       np.testing.assert_allclose(found[name], 2 * scale, rtol=1e-6)
+  cube = dict.fromkeys(('lora_a', 'lora_b'), ones((2, 2, 2)))
+  assert lora.deltas(cube, layout=lora.Layout(-1, -2))  # Of several readings.
   with pytest.raises(ValueError, match=r"'attention'.*match no pair"):
     lora.deltas(params, layout={'attention': lora.Layout(scale=3.0)})
 
