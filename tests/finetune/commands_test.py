@@ -116,15 +116,11 @@ def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
     shutil.copy(folder / name, tmp_path)
   path = tmp_path / 'options.json'
   whole = json.loads(path.read_text())
-  old = {
-    name: value
-    for name, value in whole.items()
-    if name not in ('weights_dtype', 'skip_padding', 'mesh', 'messages_column')
-  }
+  new = 'weights_dtype', 'skip_padding', 'mesh', 'messages_column'
+  old = {name: value for name, value in whole.items() if name not in new}
   path.write_text(json.dumps(old))
   given = command_line.parse(['train', '--output', str(tmp_path), '--resume'])
-  going_on = vars(options.resolve(given))
-  assert going_on == whole | {'output': str(tmp_path)}
+  assert vars(options.resolve(given)) == whole | {'output': str(tmp_path)}
   assert vars(finished.find(str(tmp_path)).options) == whole
   for entries, message in (
     (old | {'later': 1}, r"has the options \['later'\], .* later version"),

@@ -100,8 +100,10 @@ def test_given_layouts():
     found = lora.deltas(params, layout=layout, dense=True)
     for name, scale in scales.items():
       np.testing.assert_allclose(found[name], 2 * scale, rtol=1e-6)
-  cube = dict.fromkeys(('lora_a', 'lora_b'), ones((2, 2, 2)))
-  assert lora.deltas(cube, layout=lora.Layout(-1, -2))  # Of several readings.
+  cube = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
+  of = {'lora_a': cube, 'lora_b': cube}  # In another way than by their names.
+  (z,) = lora.deltas(of, layout=lora.Layout(1, 1), dense=True).values()
+  np.testing.assert_allclose(z, cube.mT @ cube)
   with pytest.raises(ValueError, match=r"'attention'.*match no pair"):
     lora.deltas(params, layout={'attention': lora.Layout(scale=3.0)})
 
