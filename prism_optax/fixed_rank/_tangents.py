@@ -39,7 +39,8 @@ def check_fits(
 
   Broadcasting would turn some other shapes into a wrong answer.
   """
-  for x, q in zip(pair, frame[:2], strict=True):
+  bases = jax.tree.leaves(tuple(frame[:2]))  # Or several in a `Tall`.
+  for x, q in zip(jax.tree.leaves(tuple(pair)), bases, strict=True):
     if jnp.shape(x)[-2:] != q.shape[-2:]:
       raise ValueError(
         f'Expected {name} of shapes (..., {q.shape[-2]}, {q.shape[-1]}) for'

@@ -7,7 +7,7 @@ from tests import cases
 from tests.oracles import oracles, problems
 
 # Two modules of one shape (they are stacked), one of another; and a head.
-SHAPES = [(8, 6, 3), (5, 9, 2), (8, 6, 3)]
+SHAPES = [(8, 6, 3), (5, 9, 3), (8, 6, 3)]
 # What is compiled takes half the time without the other shape.
 ONE_SHAPE = SHAPES[::2]
 CLIP, MULTIPLIER, BATCH_SIZE = 2.0, 0.4, 5.0

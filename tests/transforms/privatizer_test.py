@@ -15,7 +15,7 @@ from prism_optax import fixed_rank
 from tests import cases
 from tests.oracles import oracles, problems
 
-SHAPES = [(9, 7, 3), (6, 11, 2)]
+SHAPES = [(9, 7, 3), (6, 11, 3)]
 STDDEV = 2.0
 TRIALS = 5_000
 PARAMS = cases.adapters(SHAPES)
