@@ -146,6 +146,7 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   monkeypatch.setattr(digits, 'STEPS', 2)
   texts = command_line.COMMANDS
   monkeypatch.setitem(texts, 'predict', texts['predict'].replace('128', '3'))
+  # What is printed is seen at once.
   monkeypatch.setattr(sys.stdout, 'flush', lambda: sys.stdout.write('|'))
   text, save, given = [], figure.Figure.savefig, {*folder.rglob('*')}
 

@@ -6,7 +6,8 @@ import prism_optax
 from tests import cases
 from tests.oracles import oracles, problems
 
-# Two modules of one shape (they are stacked), one of another; and a head.
+# Two modules of one shape (they are stacked), one of another but of the same
+# rank (the groups share a call); and a head.
 SHAPES = [(8, 6, 3), (5, 9, 3), (8, 6, 3)]
 # What is compiled takes half the time without the other shape.
 ONE_SHAPE = SHAPES[::2]
