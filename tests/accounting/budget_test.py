@@ -54,6 +54,8 @@ def test_how_many_more_is_what_spend_accepts():
   noop = dp_accounting.NoOpDpEvent()
   assert budget.how_many_more(noop, 'a') == math.inf
   budget.spend(noop, 'a')
+  tiny = accounting.PrivacyBudget(1.0, 1e-200, composition='renyi')
+  assert tiny.spend(noop, 'a') == 0
 
 
 def test_sessions_are_apart_and_the_server_is_not():

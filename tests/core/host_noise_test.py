@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -68,12 +69,12 @@ def test_random_integers_are_uniform(monkeypatch):
 
 def test_rounding_to_the_grid_never_lengthens(monkeypatch):
   """A coarse grid, no noise: towards zero, coordinate by coordinate."""
-  silent = lambda n: np.zeros(n, np.int64)  # noqa: E731
-  monkeypatch.setattr(_host, '_discrete_gaussian', silent)
+  monkeypatch.setattr(_host, '_discrete_gaussian', lambda n: np.zeros(n, int))
   hidden = np.random.default_rng(1).normal(size=(50, 3))
   on_grid, exact = (
     inference.privatize_on_host(hidden, l2_clip_norm=1.5, stddev=stddev)
-    for stddev in (2.0**14, 0.0)  # The grid is a quarter.
+    # The grid is a quarter; a number of JAX makes no array of float32.
+    for stddev in (jnp.float32(2.0**14), 0.0)
   )
-  np.testing.assert_array_equal(on_grid, np.trunc(exact * 4) / 4)
+  np.testing.assert_array_equal(on_grid, np.trunc(exact * 4) / 4, strict=True)
   assert np.any(on_grid)
