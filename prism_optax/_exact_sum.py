@@ -152,11 +152,11 @@ _TwoParts: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def _add_float(total: _TwoParts, more: _TwoParts) -> _TwoParts:
-  """Adds to a sum and to what rounding has lost of it (Knuth 1969)."""
-  (old, lost), (x, _) = total, more
+  """Adds sums, and what rounding has lost of each and now (Knuth 1969)."""
+  (old, lost), (x, lost_of_x) = total, more
   new = old + x
   part = new - old
-  return new, lost + ((old - (new - part)) + (x - part))
+  return new, lost + lost_of_x + ((old - (new - part)) + (x - part))
 
 
 def _add_integers(total: _TwoParts, more: _TwoParts) -> _TwoParts:

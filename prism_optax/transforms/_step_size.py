@@ -154,7 +154,7 @@ def adapt_step_size(
     old = state.preconditioner
     products = map_ranks(_products, step.frames, old.pairs, stacks.pairs)
     others = [
-      (jnp.vdot(x, m.mu), jnp.vdot(m.mu, m.mu))
+      (jnp.sum(x * m.mu), jnp.sum(jnp.square(m.mu)))
       for x, m in zip(stacks.others, old.others, strict=True)
     ]
     both = zip(*products, *others, strict=True)

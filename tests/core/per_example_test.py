@@ -25,10 +25,13 @@ def _double(example):
   return {'out': 2 * example['a'], 'more': example['b']}
 
 
-def test_compensation_leaves_one_rounding():
+@pytest.mark.parametrize('microbatch_size', [None, 500])
+def test_compensation_leaves_one_rounding(microbatch_size):
   """Each small number alone would be lost against the large one."""
-  x = jnp.asarray([1e6] + [0.01] * 4000, jnp.float32)[:, None]
-  got = jax.jit(lambda x: _exact_sum.sum_of_examples(lambda e: e, x, None))(x)
+  x = jnp.asarray([1e6] + [0.01] * 3999, jnp.float32)[:, None]
+  examples = lambda x: _exact_sum.LazyGradients(x, lambda g: g, microbatch_size)
+  add = lambda x: _exact_sum.sum_of_examples(lambda e: e, examples(x), None)
+  got = jax.jit(add)(x)
   exact = float(np.sum(np.float64(x)))
   assert abs(float(got[0]) / exact - 1) < 1e-7
   plain = np.float32(0)
