@@ -53,8 +53,7 @@ def negligible(s: jax.Array, size: int) -> jax.Array:
 
   Of matrices whose larger side is ``size``.
   """
-  eps = float(np.finfo(s.dtype).eps)
-  return s <= size * eps * s[:, :1]
+  return s <= size * jnp.finfo(s.dtype).eps * s[:, :1]
 
 
 def svd(
@@ -106,7 +105,7 @@ def svd_by_eigh(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   scale = jnp.where(largest > 0, largest, 1)
   x = x / scale  # No square of an entry under- or overflows.
   both = jnp.pad(x, ((0, 0), (0, n), (m, 0)))
-  values, vectors = jax.vmap(jnp.linalg.eigh)(both + both.mT)
+  values, vectors = jnp.linalg.eigh(both + both.mT)
   k = min(m, n)
   s = jnp.maximum(values[:, ::-1][:, :k], 0)
   leading = math.sqrt(2) * vectors[:, :, ::-1][:, :, :k]

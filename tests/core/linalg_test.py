@@ -1,11 +1,14 @@
 """Batched linear algebra against NumPy in float64."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prism_optax._linalg import _frames, _products
+from prism_optax._linalg import _factorizations, _frames, _products
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -35,6 +38,26 @@ def test_a_tpu_is_spared_what_it_compiles_slowly(call, word):
   for platform in ('cpu', 'cuda', 'tpu'):
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert (word in text) is (platform == 'tpu')
+
+
+@pytest.mark.parametrize(
+  ('shape', 'complete', 'where'),
+  [
+    ((40, 9, 2), False, ['tpu']),
+    ((1, 40, 2), False, ['cuda', 'tpu']),
+    ((1, 40, 2), True, ['tpu']),
+  ],
+)
+def test_where_an_svd_is_made_of_eigenvalues(shape, complete, where):
+  """By ours, or on a TPU by the compiler's own SVD."""
+  options = {'complete': True} if complete else {}
+  call = functools.partial(_factorizations.svd, **options)
+  traced = jax.jit(call).trace(np.ones(shape, np.float32))
+  texts = {
+    platform: traced.lower(lowering_platforms=(platform,)).as_text()
+    for platform in ('cpu', 'cuda', 'tpu')
+  }
+  assert [x for x in texts if re.search('eigh|syev', texts[x], re.I)] == where
 
 
 def test_norms_are_of_each_column():

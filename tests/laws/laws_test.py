@@ -125,11 +125,11 @@ def test_parameters_in_bfloat16_have_states_in_float32(name):
 
 
 @_rows()
-def test_a_tpu_multiplies_float32_as_float32(name):
-  """Not in bfloat16, its default. Lowered for one, which need not be there."""
+def test_accelerators_multiply_float32_as_float32(name):
+  """Not in bfloat16. Lowered for machines that need not be there."""
   run, params, grads = _usual(name)
   traced = run.update.trace(grads, run.state, params, NOBODY)
-  text = traced.lower(lowering_platforms=('tpu',)).as_text()
+  text = traced.lower(lowering_platforms=('cuda', 'tpu')).as_text()
   products = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
   assert all('[HIGHEST, HIGHEST]' in x for x in products)
 

@@ -25,7 +25,7 @@ _ORDERLESS = {'isinstance', 'getattr', 'map', 'zip', 'asarray', *_NAMES}
 # Without them there is another type, or nothing that runs.
 _CONVERSIONS = {'len', 'range', 'iter', 'tuple', 'list', 'sorted', 'set', 'str',
                 'dict', 'asarray', 'type', 'repr', 'frozenset', 'enumerate',
-                'astype', 'reshape', 'append'}  # fmt: skip
+                'astype', 'reshape', 'append', 'TypeVar'}  # fmt: skip
 _KEYS = 'jax.random.split', '_keys.split'
 
 
