@@ -49,7 +49,7 @@ def test_a_tpu_is_spared_what_it_compiles_slowly(call, word):
   ],
 )
 def test_where_an_svd_is_made_of_eigenvalues(shape, complete, where):
-  """By ours, or on a TPU by the compiler's own SVD."""
+  """By ours, or on a TPU by the compiler's own SVD, which loops."""
   options = {'complete': True} if complete else {}
   call = functools.partial(_factorizations.svd, **options)
   traced = jax.jit(call).trace(np.ones(shape, np.float32))
@@ -58,6 +58,7 @@ def test_where_an_svd_is_made_of_eigenvalues(shape, complete, where):
     for platform in ('cpu', 'cuda', 'tpu')
   }
   assert [x for x in texts if re.search('eigh|syev', texts[x], re.I)] == where
+  assert ('stablehlo.while' in texts['tpu']) is complete
 
 
 def test_norms_are_of_each_column():
