@@ -7,6 +7,8 @@ import pytest
 
 from prism_optax._linalg import _factorizations, _frames, _products
 
+# Types are those of what comes in.
+pytestmark = pytest.mark.usefixtures('x64')
 EPS = float(jnp.finfo(jnp.float32).eps)
 by_eigh = jax.jit(_factorizations.svd_by_eigh)
 
@@ -112,6 +114,12 @@ def _one_turned(values, coupling):
   return core
 
 
+def _at_an_angle(values, tangent):
+  core = _core(values, 0.0)
+  core[RANK:, :RANK] = -tangent * np.diag(values)
+  return core
+
+
 GROWN = np.linspace(2, 1, RANK)
 CORES = {
   # A few steps of training: the values stand clear of the others.
@@ -120,7 +128,7 @@ CORES = {
   'no step': (True, _core(GROWN, 0.0)),
   'turned': (True, _core(GROWN, 0.2, along=3.0)),
   'decades': (True, _core(np.logspace(0, -3, RANK), 3e-4)),
-  'huge': (True, 1e30 * _core(GROWN, 0.3)),
+  'huge': (True, -1e30 * np.abs(_core(GROWN, 0.05))),
   'tiny': (True, 1e-30 * _core(GROWN, 0.3)),
   # Nothing tells the subspaces apart, or the first steps do not see them.
   'a large step': (False, _core(GROWN, 2.0)),
@@ -133,6 +141,9 @@ CORES = {
   'larger than some': (False, _one_turned(np.r_[100, 8, np.ones(18)], 14)),
   'slow': (False, _one_turned(np.r_[1, np.full(RANK - 1, 2)], 0.95)),
   'less slow': (True, _one_turned(np.r_[1, np.full(RANK - 1, 2)], 0.9)),
+  # Squares of tangents add up to 15.8 and 16.2.
+  'far off': (True, _at_an_angle(GROWN, 0.89)),
+  'too far off': (False, _at_an_angle(GROWN, 0.9)),
   'zero': (False, np.zeros((2 * RANK, 2 * RANK))),
 }  # fmt: skip
 

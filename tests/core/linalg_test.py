@@ -21,20 +21,21 @@ def test_a_gram_matrix_as_a_tpu_computes_it():
 
 
 def _of_a_stack(x):
-  return _products.matmul(_products.Tall((x,)), x[:, :2])
+  return _products.matmul(_products.Tall((x,)), x)
 
 
 @pytest.mark.parametrize(
   ('call', 'word'),
   [
     (_of_a_stack, 'optimization_barrier'),
-    (lambda x: _products.gram(x, x), 'stablehlo.concatenate'),
+    (lambda x: _products.gram(*[x[..., :2]] * 2), 'stablehlo.concatenate'),
     (_frames.orthonormal_basis, '@Eigh'),
+    (_factorizations.dominant_pairs, '@Eigh'),
   ],
 )
 def test_a_tpu_is_spared_what_it_compiles_slowly(call, word):
   """Lowered for machines that need not be there."""
-  traced = jax.jit(call).trace(np.ones((1, 9, 2), np.float32))
+  traced = jax.jit(call).trace(np.ones((1, 40, 40), np.float32))
   for platform in ('cpu', 'cuda', 'tpu'):
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert (word in text) is (platform == 'tpu')

@@ -29,9 +29,13 @@ def _double(example):
 def test_compensation_leaves_one_rounding(microbatch_size):
   """Each small number alone would be lost against the large one."""
   x = jnp.asarray([1e6] + [0.01] * 3999, jnp.float32)[:, None]
-  examples = lambda x: _exact_sum.LazyGradients(x, lambda g: g, microbatch_size)
-  add = lambda x: _exact_sum.sum_of_examples(lambda e: e, examples(x), None)
-  got = jax.jit(add)(x)
+
+  @jax.jit
+  def add(x):
+    parts = _exact_sum.LazyGradients(x, lambda g: g, microbatch_size)
+    return _exact_sum.sum_of_examples(lambda e: e, parts, None)
+
+  got = add(x)
   exact = float(np.sum(np.float64(x)))
   assert abs(float(got[0]) / exact - 1) < 1e-7
   plain = np.float32(0)
