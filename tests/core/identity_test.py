@@ -90,6 +90,11 @@ def test_three_numbers_are_enough_to_know_a_release():
   assert not _identity.is_marked(kernel[:, :0])
 
 
+def test_entries_of_something_else_hide_no_release():
+  x = np.random.default_rng(0).normal(size=80)
+  assert _identity.is_marked(np.r_[_identity.marked(x[:48]), x[48:]])
+
+
 def test_what_is_no_copy_passes():
   """And says so: `LinearHead` has the table."""
   kernel = large_head().kernel

@@ -25,6 +25,7 @@ CASES = {
   'qwix batched or scanned': (
     'w_lora_{}', (7, 12, 2), (7, 2, 20), 'lir,lro->lio', 'w',
   ),
+  'flax, of another': ('d/lora_{}', (12, 3), (3, 3, 5), 'ir,rhk->ihk', 'd'),
   'gemma q': ('q/lora/{}', (12, 2), (2, 4, 5), 'ir,rhk->ihk', 'q'),
   'gemma kv': ('kv/lora/{}', (12, 2), (2, 4, 1, 5), 'ir,rckh->ickh', 'kv'),
   'gemma attn_vec': ('o/lora/{}', (3, 4, 2), (2, 20), 'hkr,ro->hko', 'o'),
