@@ -141,10 +141,10 @@ def test_each_leaf_keeps_its_type_in_the_canonical_gauge():
 
 def test_the_canonical_gauge_keeps_the_digits_of_small_directions():
   """In float32 a hundredth of the second one is lost."""
-  tree = cases.normal(
-    {'lora_a': np.zeros((6, 2)), 'lora_b': np.zeros((2, 5))}, 3
-  )
-  tree['lora_a'] @= np.float32([[1, 1], [0, 1e-5]])
+  zeros = {'lora_a': np.zeros((6, 2)), 'lora_b': np.zeros((2, 5))}
+  tree = cases.normal(zeros, 3)
+  tree['lora_a'] @= np.array([[1, 1], [0, 1e-5]])
+  tree = jax.tree.map(np.float32, tree)
   a, b = map(np.float64, tree.values())
   new = lora.canonicalize(tree)['lora_a']
   np.testing.assert_allclose(
