@@ -178,9 +178,10 @@ def sylvester_of_grams(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
   eps = a.shape[-1] * jnp.finfo(a.dtype).eps
   # Scaled by the largest singular value: squares must not underflow.
   largest = jnp.maximum(sa[:, :1], sb[:, :1])
-  scale = jnp.where(largest > 0, largest, 1)
-  total = ((sa / scale) ** 2)[:, :, None] + ((sb / scale) ** 2)[:, None, :]
+  scale = jnp.where(largest > 0, largest, 1)[:, :, None]
+  a_squares, b_squares = (jnp.square(x[:, None] / scale) for x in (sa, sb))
+  total = a_squares.mT + b_squares
   rotated = matmul(matmul(va, c), vb.mT) * _products.safe_reciprocal(
     total, total > eps**2
   )
-  return gram(va, matmul(rotated, vb)) / scale[:, :, None] ** 2
+  return gram(va, matmul(rotated, vb)) / scale / scale

@@ -69,6 +69,12 @@ def test_small_singular_values_are_kept():
   # One of them is zero, up to rounding.
   w = jax.jit(solve)(*2 * [np.diag([1, 1e-20])[None]], np.ones((1, 1, 2, 2)))
   cases.assert_close(w, np.array([[[[0.5, 1], [1, 0]]]]), 1e-9)
+  # Squares of one, or of both, underflow.
+  small, c = 1e-170 * np.eye(2)[None], np.ones((1, 1, 2, 2))
+  w = jax.jit(solve)(small, np.eye(2)[None], c)
+  cases.assert_close(w, c, 1e-9)
+  w = jax.jit(solve)(small, small, 1e-200 * c)
+  cases.assert_close(w / 5e139, c, 1e-9)
 
 
 # Sums.

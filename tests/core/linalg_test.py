@@ -1,6 +1,5 @@
 """Batched linear algebra against NumPy in float64."""
 
-import functools
 import re
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from prism_optax._linalg import _factorizations, _frames, _products
+from prism_optax.fixed_rank import _lifts
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -42,24 +42,23 @@ def test_a_tpu_is_spared_what_it_compiles_slowly(call, word):
 
 
 @pytest.mark.parametrize(
-  ('shape', 'complete', 'where'),
+  ('call', 'shape', 'where'),
   [
-    ((40, 9, 2), False, ['tpu']),
-    ((1, 40, 2), False, ['cuda', 'tpu']),
-    ((1, 40, 2), True, ['tpu']),
+    (_factorizations.svd, (40, 9, 2), ['tpu']),
+    (_factorizations.svd, (1, 40, 2), ['cuda', 'tpu']),
+    # By the compiler's own SVD, which loops: all columns are needed.
+    (lambda x: _lifts.sylvester_of_grams(x, x, x), (1, 40, 40), ['tpu']),
   ],
 )
-def test_where_an_svd_is_made_of_eigenvalues(shape, complete, where):
-  """By ours, or on a TPU by the compiler's own SVD, which loops."""
-  options = {'complete': True} if complete else {}
-  call = functools.partial(_factorizations.svd, **options)
+def test_where_an_svd_is_made_of_eigenvalues(call, shape, where):
   traced = jax.jit(call).trace(np.ones(shape, np.float32))
   texts = {
     platform: traced.lower(lowering_platforms=(platform,)).as_text()
     for platform in ('cpu', 'cuda', 'tpu')
   }
   assert [x for x in texts if re.search('eigh|syev', texts[x], re.I)] == where
-  assert ('stablehlo.while' in texts['tpu']) is complete
+  loops = call is not _factorizations.svd
+  assert ('stablehlo.while' in texts['tpu']) is loops
 
 
 def test_norms_are_of_each_column():
