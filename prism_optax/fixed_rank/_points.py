@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prism_optax import _validate
 from prism_optax._linalg import _factorizations, _frames, _products
 from prism_optax._linalg._products import Tall, matmul
 from prism_optax._types import ArrayTree
@@ -188,7 +187,7 @@ def nearest_of_rank(factors: Factors, rank: int) -> Factors:
 
   Args:
     factors: (..., m, k) and (..., n, k).
-    rank: At most min(m, n, k).
+    rank: At least 1, at most min(m, n, k).
 
   Returns:
     (..., m, rank) and (..., n, rank), in the type of the arguments. Columns
@@ -197,7 +196,7 @@ def nearest_of_rank(factors: Factors, rank: int) -> Factors:
     columns are arbitrary.
 
   Raises:
-    ValueError: If ``rank`` is out of range.
+    ValueError: If ``rank`` is too large.
 
   Example:
     >>> import jax.numpy as jnp
@@ -209,7 +208,6 @@ def nearest_of_rank(factors: Factors, rank: int) -> Factors:
      [0. 0. 0.]]
   """
   left, right = factors
-  _validate.integer('rank', rank, 1)
   if rank > min(left.shape[-2], right.shape[-2], left.shape[-1]):
     raise ValueError(
       f'Expected rank <= min(m, n, columns), got {rank=} for'
