@@ -159,6 +159,10 @@ def test_answers_are_the_likeliest_tokens(adapted, monkeypatch):
   drawn = endless.answers(prompts, 8, **options)
   assert 0 in drawn[0]
   assert len(drawn[0]) == 8
+  unseeded, zero = (
+    endless.answers(prompts, 8, temperature=9.0, **x) for x in ({}, {'seed': 0})
+  )
+  assert unseeded == zero != drawn
   # It ends before a token that says so, and no more comes when all have ended.
   stops = [drawn[1][5], drawn[0][3]]
   ending = generation.Generator(model, stops)
