@@ -91,7 +91,6 @@ class Claim(NamedTuple):
     return accounting.epsilon(
       self.event(steps),
       settings.delta / len(settings.stops),
-      dataset_size=settings.sampling.dataset_size,
       entries=self.entries(steps),
     )
 
@@ -114,7 +113,6 @@ class Claim(NamedTuple):
     text = accounting.privacy_statement(
       self.event(reported),
       settings.delta,
-      dataset_size=settings.sampling.dataset_size,
       entries=self.entries(reported),
       possible_stops=len(stops),
     )
