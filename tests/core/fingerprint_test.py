@@ -120,14 +120,16 @@ def test_a_digest_of_arrays_tells_bits_apart():
 
 @pytest.mark.parametrize(
   'dtype', ['bool', 'int8', 'uint16', 'int4', 'bfloat16', 'float16',
-            'float8_e4m3fn', 'float4_e2m1fn', 'int64', 'complex64', 'key<fry>']
+            'float8_e4m3fn', 'float4_e2m1fn', 'int64', 'float64', 'complex64',
+            'key<fry>']
 )  # fmt: skip
 def test_arrays_of_any_type_have_a_digest(dtype):
-  if dtype == 'key<fry>':
-    pair = map(jax.random.key, (0, 1))
-  else:
-    pair = (jnp.asarray([i, 1, 0]).astype(dtype) for i in (0, 1))
-  with jax.enable_x64(dtype == 'int64'):
+  first = {'int64': [0, 2**40], 'float64': [1, 1 + 2**-40]}.get(dtype, [0, 1])
+  with jax.enable_x64('t64' in dtype):
+    if dtype == 'key<fry>':
+      pair = map(jax.random.key, first)
+    else:
+      pair = (jnp.asarray([x, 1, 0]).astype(dtype) for x in first)
     one, other = (np.asarray(_fingerprint.of_arrays([x])) for x in pair)
   assert (one.shape, one.dtype) == ((8,), np.uint32)
   assert not np.array_equal(one, other)
