@@ -136,6 +136,10 @@ WHOLE = {
     ),
     'up/base_module/kernel',
   ),
+  'a single pair': (lambda: _pair() | {'kernel': ones((6, 5))}, 'kernel'),
+  'a pair in a module of its own': (
+    lambda: {'d': {'lora': _pair(), 'kernel': ones((6, 5))}}, 'd/kernel',
+  ),
   'linen': (lambda: {'d': _pair() | {'kernel': ones((6, 5))}}, 'd/kernel'),
   'qwix': (
     lambda: {
@@ -147,7 +151,7 @@ WHOLE = {
     },
     'd/w',
   ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize('kind', WHOLE)
@@ -162,5 +166,7 @@ def test_a_head_is_no_reason_to_warn_unless_it_is_nearly_all():
   assert not _warning(params)
   params['head']['kernel'] = ones((6, 33))
   assert '90% of the entries' in _warning(params)
+  text = _warning(params | {f'x{i}': ones(99) for i in range(2)})
+  assert ': head/bias, head/kernel, x0 and 1 more. They' in text
   params['head']['kernel'] = ones((6, 32))
   assert not _warning(params)
