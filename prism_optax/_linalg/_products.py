@@ -184,7 +184,7 @@ def inverse_cholesky(x: jax.Array) -> jax.Array:
   """
 
   def one(a):
-    lower = jax.lax.linalg.cholesky(a, symmetrize_input=False)
+    lower = jnp.linalg.cholesky(a)
     eye = jnp.eye(a.shape[-1], dtype=a.dtype)
     return jax.scipy.linalg.solve_triangular(lower, eye, lower=True).mT
 
