@@ -181,7 +181,7 @@ def plan(
     _warn_if_hidden(chosen, params, dataset_size)
   return Plan(
     chosen,
-    tuple(sorted({chosen, *others}, key=lambda x: (x.steps, x[3]))),
+    tuple(sorted({chosen, *others})),
     limit,
     {
       'dataset_size': dataset_size,

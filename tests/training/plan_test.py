@@ -71,15 +71,16 @@ def test_users_cost_all_their_records():
 def test_the_table_shows_the_advice():
   plan = training.plan(
     500, target_epsilon=2.0, delta=1e-4, params={'w': jnp.zeros(3)},
-    memory_bytes=100.0, bytes_per_example=10.0,
+    memory_bytes=100.0, bytes_per_example=10.0, examples_per_user=2,
   )  # fmt: skip
-  chosen = plan.chosen
-  for x in plan.alternatives:
-    # Other steps for the same cost, and other costs of the same steps.
-    same = abs(x.example_gradients / chosen.example_gradients - 1) < 0.2
-    assert same == (x.steps != chosen.steps or x == chosen), x
-  # What fits, down to a power of two.
-  assert plan.arguments['execution'].microbatch_size == 8
+  b = plan.chosen.expected_batch_size
+  # Other steps for the same cost, and other costs of the same steps.
+  wanted = [(30, 4), (60, 2), *((120, 2.0**i) for i in range(-2, 3))]
+  wanted += [(240, 1 / 2), (480, 1 / 4)]
+  found = [(x.steps, x.expected_batch_size) for x in plan.alternatives]
+  assert found == [(steps, round(b * x)) for steps, x in wanted]
+  # The users that fit, down to a power of two.
+  assert plan.arguments['execution'].microbatch_size == 4
   rows = [row for row in str(plan).splitlines() if row.startswith('>')]
   assert len(rows) == 1
   assert rows[0].split()[1:3] == [
