@@ -32,7 +32,11 @@ FORMS = ('second_moment', 'mean')
 _MEAN_SCALE, _CAP, _SMALLEST = 0.25, 2.0, 0.1
 # An eigenvalue counts from here on, in units of the largest that noise has.
 _ABOVE_NOISE = 1.5
-_PURPOSES = {'second_moment': 0x4D455432, 'mean': 0x4D455431}  # In a given key.
+# Folded into a key that was given.
+_PURPOSES = {
+  'second_moment': int.from_bytes(b'MET2'),
+  'mean': int.from_bytes(b'MET1'),
+}
 # Of fields that a program is compiled for.
 _STATIC = {'static': True}
 

@@ -36,7 +36,11 @@ _EVEN = 10
 # This much of a column's length is signal, however large the noise. With a
 # fifth of the classes empty it was no worse than a floor from the noise.
 _LEAST_LENGTH = 0.5
-_PURPOSES = {'means': 0x48454144, 'ridge': 0x52494447}  # In a given key.
+# Folded into a key that was given.
+_PURPOSES = {
+  'means': int.from_bytes(b'HEAD'),
+  'ridge': int.from_bytes(b'RIDG'),
+}
 # Of fields that a program is compiled for.
 _STATIC = {'static': True}
 

