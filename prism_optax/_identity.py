@@ -59,7 +59,7 @@ def digest_of_key(prng_key: jax.Array) -> str:
   a given key says so (``seeded``), and its statements are no guarantee against
   anyone who can find the key.
   """
-  words = np.asarray(jnp.stack(_keys.key_words(prng_key)), np.uint32)
+  words = np.asarray(_keys.key_words(prng_key), np.uint32)
   domain = b'prism_optax: key of a release\0'
   return hashlib.sha256(domain + words.tobytes()).hexdigest()
 
@@ -72,16 +72,14 @@ def marked(values: np.ndarray) -> np.ndarray:
   sizes = np.abs(np.asarray(values, np.float64))
   logs = np.log2(np.where(sizes > 0, sizes, 1))
   on_grid = np.exp2(np.round(logs * _POINTS) / _POINTS)
-  signed = np.sign(values) * np.where(sizes > 0, on_grid, 0)
-  return np.asarray(signed, np.float32)
+  return np.asarray(np.sign(values) * on_grid, np.float32)
 
 
 def unmarked(values: np.ndarray) -> np.ndarray:
   """The values between the points of the grid, where chance has put them."""
-  seed = int(digest_of_values({'marked': values}), 16)
-  steps = np.random.default_rng(seed).uniform(-0.5, 0.5, np.shape(values))
-  moved = np.float64(values) * np.exp2(steps / _POINTS)
-  return np.asarray(moved, np.float32)
+  seed = [*digest_of_values({'marked': values}).encode()]
+  steps = np.random.default_rng(seed).uniform(-0.5, 0.5, values.shape)
+  return np.asarray(values * np.exp2(steps / _POINTS), np.float32)
 
 
 def is_marked(array: object) -> bool:

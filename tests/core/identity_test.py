@@ -45,6 +45,7 @@ COPIES = {
   'float16': lambda x: x.astype(jnp.float16),
   'float64': lambda x: np.float64(x),
   'bfloat16, and back': lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+  'bfloat16, twice': lambda x: 1.37 * x.astype(jnp.bfloat16),
   'transposed': lambda x: x.T,
   'columns apart': lambda x: x * np.exp2(np.arange(3) / 3 / _identity._POINTS),
   'a column': lambda x: x[:, 1],
@@ -84,10 +85,12 @@ def test_no_copy_has_a_column_of_its_own():
 def test_three_numbers_are_enough_to_know_a_release():
   # A third of a step off the grid.
   kernel = _identity.marked(np.array([[0.3, -1.7, 2.2]])) * np.float32(1.0061)
-  assert _identity.is_marked(kernel)
-  assert _identity.is_marked(kernel[None])  # Of one layer.
+  for same in (kernel, kernel[None], kernel.T):  # Of one layer, of one class.
+    assert _identity.is_marked(same)
   assert not _identity.is_marked(kernel[:, :2])
   assert not _identity.is_marked(kernel[:, :0])
+  with np.errstate(all='raise'):
+    assert not _identity.marked(np.zeros(3)).any()
 
 
 def test_entries_of_something_else_hide_no_release():
