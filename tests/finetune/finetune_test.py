@@ -84,20 +84,6 @@ def test_output_has_adapter_and_metrics_and_nothing_private(finished, capsys):
 
 
 @pytest.mark.slow
-def test_an_audit_of_a_run_finds_missing_noise(finished, capsys):
-  """Fifty coins are secret with the noise of the run, and none without."""
-  argv = ['audit', str(finished), '--canaries', '50', '--noise', '0']
-  assert finetune.main(argv) == 0
-  lines = capsys.readouterr().out.splitlines()
-  silent = [line for line in lines if line.startswith('noise x 0, ')]
-  assert len(silent) == 2
-  # Of 14 guesses. A canary that was in and never drawn cannot be told.
-  assert all(int(line[32:].split()[0]) >= 11 for line in silent)
-  assert finetune.main(['audit', str(finished), '--canaries', '61']) == 2
-  assert 'to the declared size 60, got 61' in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_interrupted_run_ends_like_an_uninterrupted_one(
   finished, tiny_files, tiny_model, tmp_path, capsys
 ):
