@@ -26,7 +26,6 @@ class BudgetExceeded(RuntimeError):
   """
 
   def __init__(self, session: str, scope: str, remaining: float):
-    super().__init__(session, scope, remaining)
     self.session, self.scope, self.remaining = session, scope, remaining
 
   def __str__(self) -> str:

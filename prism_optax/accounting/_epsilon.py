@@ -195,7 +195,7 @@ def release_guarantee(
     Epsilon and delta of the noise as it is drawn.
 
   Raises:
-    ValueError: If an argument is negative or NaN, or ``delta`` no probability.
+    ValueError: If ``entries`` is negative or NaN.
 
   References:
     The derivation is ours (page "Releases that are exact to the last bit" of
@@ -209,8 +209,6 @@ def release_guarantee(
     >>> f'{epsilon:.5f} {delta:.3g}'
     '8.00000 1.03e-05'
   """
-  _validate.known_non_negative('epsilon', epsilon)
-  _validate.known_probability('delta', delta)
   k = _validate.known_non_negative('entries', entries)
   if k == 0 or math.isinf(epsilon):
     return epsilon, delta

@@ -15,10 +15,7 @@ from prism_optax import _validate
 # Any Renyi orders give an upper bound of epsilon: a few are enough to judge a
 # size. Integers, because fractional orders are slow and warn where their series
 # is cut off.
-_INTEGER_ORDERS = (
-  *(2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32),
-  *(48, 64, 96, 128, 256, 512, 1024),
-)
+_INTEGER_ORDERS = tuple(round(2 ** (k / 2)) for k in range(2, 21))
 
 # Grid points that the loss distribution of one step, or of all of them, may
 # take: some hundred megabytes. Without a bound a noise multiplier of 0.01
@@ -29,14 +26,13 @@ _MAX_GRID = 2e6
 _LARGEST_DELTA = 1e-3
 
 # Fields of events that are no numbers >= 0: whole ones, probabilities, lists of
-# numbers, and those whose sign is free.
+# numbers.
 _COUNTS = frozenset({
   'count', 'dataset_size', 'num_buckets', 'sample_size', 'source_dataset_size',
   'step_counts', 'truncated_batch_size',
 })  # fmt: skip
 _PROBABILITIES = frozenset({'sampling_probability', 'sampling_probs'})
 _LISTS = frozenset({'sampling_probs', 'sensitivities', 'step_counts'})
-_OF_ANY_SIGN = frozenset({'sensitivities', 'shape'})
 
 # The default of all that takes a relation: the one of Poisson sampling.
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -169,8 +165,6 @@ def joint_noise_multiplier(noise_multipliers: float | Iterable[float]) -> float:
 
 def composed(events: Sequence[dp_event.DpEvent]) -> dp_event.DpEvent:
   """Returns the event of all of them; of one alone, that event."""
-  for event in events:
-    require_event(event)
   return events[0] if len(events) == 1 else dp_event.ComposedDpEvent([*events])
 
 
@@ -219,9 +213,6 @@ def _require_number(name: str, field: str, value: object) -> None:
     _validate.integer(name, value, 0)
   elif field in _PROBABILITIES:
     _validate.known_probability(name, value)
-  elif field in _OF_ANY_SIGN:
-    if math.isnan(_validate.known_number(name, value)):
-      raise ValueError(f'Expected {name} to be a number, got {name}={value!r}.')
   else:
     _validate.known_non_negative(name, value)
 
@@ -331,7 +322,7 @@ def has_no_noise(event: dp_event.DpEvent) -> bool:
   """Whether any part of the event is released as it is."""
   return any(
     isinstance(release, dp_event.NonPrivateDpEvent)
-    or getattr(release, 'noise_multiplier', 1.0) == 0
+    or getattr(release, 'noise_multiplier', None) == 0
     for release in _unsampled(event)
   )
 
@@ -348,23 +339,23 @@ def rough_epsilon(event: dp_event.DpEvent, delta: float) -> float:
         dp_event.GaussianDpEvent(leaf.noise_multiplier / 2),
       )
     accountant.compose(leaf, count)
-  return float(accountant.get_epsilon(delta))
+  return accountant.get_epsilon(delta)
 
 
 def affordable_interval(event: dp_event.DpEvent, delta: float) -> float:
   """Returns the finest grid on which the loss distribution fits in memory."""
+  widest = 0.0
   try:
     doubled = with_relation(event, NeighboringRelation.REPLACE_ONE)
     total = rough_epsilon(doubled, min(max(delta, 1e-30), 0.5))
+    if math.isfinite(total):  # Else no noise at all: the accountant knows.
+      widest = 2 * total
   except (dp_accounting.UnsupportedEventError, ValueError, ZeroDivisionError):
-    total = 0.0
-  widest = 0.0  # About how far the loss of a single Gaussian step ranges.
+    pass
   for release in _unsampled(event):
-    sigma = float(getattr(release, 'noise_multiplier', 0.0)) / 2
-    if sigma > 1e-150:
-      widest = max(widest, 0.5 / sigma**2 + 10 / sigma)
-  if math.isfinite(total):  # Else no noise at all: the accountant knows.
-    widest = max(widest, 2 * total)
+    # About how far the loss of a single Gaussian step ranges.
+    if sigma := float(getattr(release, 'noise_multiplier', 0.0)):
+      widest = max(widest, 2 / sigma / sigma + 20 / sigma)
   return widest / _MAX_GRID
 
 

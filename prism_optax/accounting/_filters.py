@@ -72,7 +72,7 @@ class Filter(abc.ABC):
 
   def largest_count(self, totals: Costs, costs: Costs) -> int | float:
     """Returns how many such releases still fit, by doubling and halving."""
-    if not any(costs):
+    if costs == self.zero:
       return math.inf
 
     def fits(count: int) -> bool:
@@ -156,7 +156,7 @@ class RenyiFilter(Filter):
     return tuple(map(float, accountant.rdp))
 
   def _epsilon(self, total: Costs) -> float:
-    if not any(total):
+    if total == self.zero:
       return 0.0
     return float(rdp.compute_epsilon(self._orders, total, self.delta)[0])
 

@@ -84,15 +84,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     ...  for k in (1, 10, 100)]
     [0.75, 2.69, 10.39]
   """
-  _validate.known_non_negative('mu', mu)
   _validate.known_probability('delta', delta)
-  if mu == 0 or delta == 1 or gaussian_delta(mu, 0.0) <= delta:
+  if gaussian_delta(mu, 0.0) <= delta:
     return 0.0
   if math.isinf(mu) or delta == 0:
     return math.inf
-  # The bound by concentrated privacy is an upper end.
-  upper = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
-  return _bisect(lambda x: gaussian_delta(mu, x) > delta, 0.0, upper)[1]
+  return _bisect(lambda x: gaussian_delta(mu, x) > delta)[1]
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -126,16 +123,14 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     return 0.0
   if math.isinf(epsilon):
     return math.inf
+  return _bisect(lambda x: gaussian_delta(x, epsilon) <= delta)[0]
+
+
+def _bisect(is_low: Callable[[float], bool]) -> tuple[float, float]:
+  """Returns the last float >= 0 at which ``is_low`` holds, and the next one."""
   low, high = 0.0, 1.0
-  while gaussian_delta(high, epsilon) <= delta:
+  while is_low(high):
     low, high = high, 2 * high
-  return _bisect(lambda x: gaussian_delta(x, epsilon) <= delta, low, high)[0]
-
-
-def _bisect(
-  is_low: Callable[[float], bool], low: float, high: float
-) -> tuple[float, float]:
-  """Returns the last float at which ``is_low`` holds, and the next one."""
   while low < (middle := (low + high) / 2) < high:
     if is_low(middle):
       low = middle

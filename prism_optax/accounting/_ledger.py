@@ -217,9 +217,7 @@ class Ledger:
     self._uri = ''
     if path is None:
       create = True
-      self._memory = sqlite3.connect(
-        ':memory:', check_same_thread=False, isolation_level=None
-      )
+      self._memory = sqlite3.connect(':memory:', check_same_thread=False)
     else:
       # Absolute: the budget must not change with the working directory. And
       # 'rw', not 'rwc', afterwards: a file that was moved away is an error, not
@@ -284,7 +282,5 @@ class Ledger:
     # processes, for which SQLite is not made. It takes a fraction of what
     # writing to the disk does.
     return contextlib.closing(
-      sqlite3.connect(
-        self._uri, uri=True, timeout=self._timeout, isolation_level=None
-      )
+      sqlite3.connect(self._uri, uri=True, timeout=self._timeout)
     )

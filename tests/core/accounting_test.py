@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
+from dp_accounting import dp_event as dp
 from scipy import optimize, stats
 
 from prism_optax import accounting
@@ -36,6 +36,10 @@ def test_the_grid_holds_the_loss_of_all_steps():
     event = accounting.dpsgd_event(sigma, probability, steps)
     reached = 1e6 * _events.affordable_interval(event, 1e-5)
     assert 1 < reached / _events.rough_epsilon(event, 1e-5) < 5
+  of_one = dp.PoissonSampledDpEvent(0.1, dp.LaplaceDpEvent(0.5))
+  interval = _events.affordable_interval(of_one, 1e-5)
+  assert 2e6 * interval == pytest.approx(48)
+  assert _events.affordable_interval(dp.UnsupportedDpEvent(), 1e-5) == 0
   # Of the last one's loss, ten standard deviations from the mean.
   assert reached > math.log(1e-3) + (2 * 1.3 - 1) / (2 * 0.03**2)
 
@@ -47,7 +51,7 @@ def test_answer_meets_the_target_where_epsilon_jumps():
   )
   assert sigma == pytest.approx(1.7, rel=1e-5)
   assert sigma >= 1.7
-  with pytest.raises(ValueError, match='cannot be reached'):
+  with pytest.raises(ValueError, match=r'cannot be reached.*up to 1e\+09'):
     _calibration._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
   near_the_end = _calibration._solve(lambda s: 1.5e-3 / s, 1.0, 3e-3, 5e-6)
   assert near_the_end == pytest.approx(1.5e-3, rel=1e-5)
@@ -79,7 +83,7 @@ def test_beyond_the_ends_of_the_scale():
   # Of 1e-6 total variation is below delta: nothing is left to hide.
   for mu, delta, epsilon in (
     (0.0, 1e-5, 0), (1.0, 0.0, math.inf), (1.0, 1.0, 0), (1e-6, 1e-5, 0),
-    (math.inf, 1e-5, math.inf),
+    (math.inf, 1e-5, math.inf), (1.0, _gaussian.gaussian_delta(1.0, 0.0), 0),
   ):  # fmt: skip
     assert accounting.gaussian_epsilon(mu, delta) == epsilon
   assert _gaussian.gaussian_mu(1.0, 0.0) == 0
@@ -96,8 +100,8 @@ def test_beyond_the_ends_of_the_scale():
 
 
 def test_what_is_kept_of_an_event_does_not_grow():
-  events = [GaussianDpEvent(1.0)]
-  kept = _events.frozen(SelfComposedDpEvent(ComposedDpEvent(events), 2))
+  events = [dp.GaussianDpEvent(1.0)]
+  kept = _events.frozen(dp.SelfComposedDpEvent(dp.ComposedDpEvent(events), 2))
   events.append(events[0])
   assert len(kept.event.events) == 1
 
@@ -115,6 +119,10 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
     float(re.search(r'<= ([0-9.]+)', x)[1]) for x in (ideal, drawn)
   )
   assert spent < shown < 1.1 * spent
+
+  # Without entries nothing is added; with too many no number overflows.
+  assert _epsilon.release_guarantee(2.0, delta, 0) == (2.0, delta)
+  assert _epsilon.release_guarantee(1e3, delta, 1e20)[1] == 1
 
   # Of all deltas of ideal noise, the largest to which drawn noise adds no more.
   def with_drawn(x):
@@ -142,7 +150,7 @@ def test_statement_of_the_noise_as_drawn_holds_at_the_delta_it_says():
   drawn = _epsilon.release_guarantee(*ideal, 7e10)
   assert 5e-5 < drawn[0] <= 6e-5 * (1 + 1e-9)
   assert 0.9 * delta < drawn[1] <= delta
-  assert '(PLD)' in accounting.privacy_statement(GaussianDpEvent(9.0), delta)
+  assert '(PLD)' in accounting.privacy_statement(dp.GaussianDpEvent(9.0), delta)
   # As SECURITY.md has it, of a million numbers, which a budget leaves out.
   most, total = _epsilon.release_guarantee(8.0, delta, 10**6)
   assert most - 8 < 1e-6

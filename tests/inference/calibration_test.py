@@ -1,4 +1,4 @@
-"""Noise and cost of a release: the published figures, and refusals.
+"""Noise of a release: the published figures.
 
 Laws of these functions are in `tests/properties/inference_test.py`.
 """
@@ -7,8 +7,6 @@ import pytest
 
 from prism_optax import accounting, inference
 
-Relation = accounting.NeighboringRelation
-REPLACE, ADD = Relation.REPLACE_ONE, Relation.ADD_OR_REMOVE_ONE
 DELTA = 1e-5
 stddev_of = inference.gaussian_stddev
 
@@ -23,16 +21,3 @@ def test_classic_stddev_is_the_published_one_and_analytic_is_smaller():
   for epsilon in (0.01, 1.0, 8.0):
     mu = 1 / stddev_of(epsilon, DELTA, 1.0, method='classic')
     assert accounting.gaussian_epsilon(mu, DELTA) <= epsilon
-
-
-@pytest.mark.parametrize(
-  ('relation', 'count', 'expected', 'digits'),
-  [(ADD, 1, 0.75, 2), (REPLACE, 10, 5.98, 2), (ADD, 256, 18.9, 1),
-   (REPLACE, 256, 49.2, 1)],
-)  # fmt: skip
-def test_releases_cost_what_they_cost(relation, count, expected, digits):
-  """A clip of 1 at the classic stddev; 256 are the tokens of one request."""
-  event = inference.release_event(4.8448, 1.0, relation, count)
-  assert ('SelfComposed' in str(event)) is (count > 1)
-  spent = accounting.PrivacyBudget(60.0, DELTA).spend(event, 'alice')
-  assert round(spent, digits) == expected

@@ -378,8 +378,9 @@ CALLS = {
     f'strategy matrix: {message}': (of(matrix, strategy_matrix=x), message)
     for x, message in (
       (np.ones((2, 3)), r'square, got shape \(2, 3\)'),
-      ([[1, 1.5e-6], [1, 1]], 'lower triangular'), ([[np.nan]], 'finite'),
-      (np.zeros((2, 2)), 'positive diagonal'),
+      ([[1, -1.5e-6], [1, 1]], 'lower triangular'),
+      ([[1, 0], [np.inf, 1]], 'finite'),
+      (np.diag([1.0, 0.0]), 'positive diagonal'),
     )
   },
   'replaced records by Renyi': (of(accounting.epsilon, POISSON, DELTA,

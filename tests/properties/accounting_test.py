@@ -149,9 +149,12 @@ def test_matrix_mechanisms_meet_their_target_and_no_more(
 
   def spent(sigma):
     event = accounting.matrix_mechanism_event(sigma, c, **pattern)
+    assert type(event.noise_multiplier) is float
     moved = 2.0 if relation is REPLACE else 1.0
     return accounting.gaussian_epsilon(moved / event.noise_multiplier, delta)
 
+  # What is rounded above the diagonal counts as zero.
+  assert sigma_of(c + 9e-7 * np.abs(c).max() * np.eye(steps, k=1))
   sigma = sigma_of(c)
   # Two divisions; the bisection for epsilon ends above by rounding.
   assert spent(sigma) <= target * (1 + 1e-9)
