@@ -126,8 +126,6 @@ def calibrate_noise_multiplier(
   # Bad arguments and missing analyses fail here, named, and at no cost.
   spent(100.0, _SEARCH_INTERVAL)
   guess = _solve(rough, target_epsilon, 1.0, tolerance=0.02)
-  if neighboring_relation is NeighboringRelation.REPLACE_ONE:
-    guess *= 2
   widest = functools.partial(spent, interval=wide)
   guess = _solve(widest, target_epsilon, guess, tolerance=0.01)
   guess = _refined(coarse, widest, target_epsilon, guess)

@@ -339,7 +339,7 @@ def rough_epsilon(event: dp_event.DpEvent, delta: float) -> float:
         dp_event.GaussianDpEvent(leaf.noise_multiplier / 2),
       )
     accountant.compose(leaf, count)
-  return accountant.get_epsilon(delta)
+  return float(accountant.get_epsilon(delta))
 
 
 def affordable_interval(event: dp_event.DpEvent, delta: float) -> float:

@@ -140,7 +140,7 @@ class RenyiFilter(Filter):
     orders = [1 + max(best * factor, 0.05) for factor in self._FACTORS]
     # Sampled releases cost a finite sum at whole orders, a series elsewhere.
     self._orders = tuple(
-      float(f'{a:.4g}') if a < 2 else float(round(a)) for a in orders
+      float(f'{a:.4g}') if a < 2 else round(a) for a in orders
     )
     self.zero = (0.0,) * len(self._orders)
 

@@ -43,8 +43,6 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
   _validate.known_non_negative('epsilon', epsilon)
   if mu == 0 or math.isinf(epsilon):
     return 0.0
-  if math.isinf(mu):
-    return 1.0
   near = (epsilon / mu - mu / 2) / math.sqrt(2)
   far = (epsilon / mu + mu / 2) / math.sqrt(2)
   # far^2 = near^2 + epsilon: the factor exp(epsilon) of the second term cancels

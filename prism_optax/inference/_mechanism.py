@@ -145,7 +145,7 @@ def clip(
   # take it for zero where it is below the smallest normal number. The power
   # depends on the data, or compilers would cancel it.
   largest = xp.max(xp.abs(states), axis=axes, keepdims=True, initial=0)
-  unit = xp.where(largest < xp.finfo(states.dtype).tiny * 2**10, 1, largest)
+  unit = xp.where(largest < xp.finfo(states.dtype).tiny, 1, largest)
   power = xp.where(unit > 1, 2.0**-64, 2.0**64).astype(states.dtype)
   direction = states * power / (unit * power)
   squares = xp.square(direction)

@@ -99,6 +99,15 @@ def test_beyond_the_ends_of_the_scale():
     _gaussian.gaussian_mu(1.0, 1)
 
 
+def test_a_cost_that_is_no_number_is_refused(monkeypatch):
+  """Added to the others it would let everything pass."""
+  budget = accounting.PrivacyBudget(1.0, 1e-5, composition='renyi')
+  costs = 'prism_optax.accounting._filters.RenyiFilter._costs'
+  monkeypatch.setattr(costs, lambda *_: (0.1, *5 * [math.nan]))
+  with pytest.raises(ValueError, match='GaussianDpEvent'):
+    budget.spend(dp.GaussianDpEvent(9.0), 'a')
+
+
 def test_what_is_kept_of_an_event_does_not_grow():
   events = [dp.GaussianDpEvent(1.0)]
   kept = _events.frozen(dp.SelfComposedDpEvent(dp.ComposedDpEvent(events), 2))
