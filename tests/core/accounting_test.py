@@ -55,10 +55,17 @@ def test_answer_meets_the_target_where_epsilon_jumps():
     _calibration._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
   near_the_end = _calibration._solve(lambda s: 1.5e-3 / s, 1.0, 3e-3, 5e-6)
   assert near_the_end == pytest.approx(1.5e-3, rel=1e-5)
+  beyond = _calibration._solve(lambda s: 1e-9 / s, 1.0, 1.0, 5e-6)
+  assert 1e-3 < beyond < 2e-3
+  assert _calibration._refined(lambda s: 2.0, lambda s: 2.0, 2.0, 1.0) < 0.1
+  jump = _calibration._refined(
+    lambda s: math.inf if s < 1.7 else 0.0, lambda s: 3 / s**2, 2.0, 2.0
+  )
+  assert jump == pytest.approx(1.7, rel=1e-5)
 
 
-@pytest.mark.parametrize('guess', [1.0, 1.2, 1.3])
-@pytest.mark.parametrize('power', [1.5, 2.0, 3.0, 0.0])
+@pytest.mark.parametrize('guess', [1.1, 1.2, 1.3])
+@pytest.mark.parametrize('power', [1.5, 2.0, 3.0, 0.0, math.inf])
 def test_a_slope_saves_values_and_never_accuracy(guess, power):
   """Epsilon 3 / sigma^2. What is known of its slope may be wrong by a half."""
   seen = []
@@ -70,8 +77,7 @@ def test_a_slope_saves_values_and_never_accuracy(guess, power):
   sigma = _calibration._refined(fine, lambda s: 3 / s**power, 2.0, guess)
   assert sigma in seen
   assert fine(sigma) <= 2.0 < fine(sigma * (1 - 9e-6))
-  if power == 2:
-    assert len(seen) <= 5
+  assert len(seen) <= 5 or power in (0.0, math.inf)
 
 
 def test_beyond_the_ends_of_the_scale():
