@@ -37,8 +37,7 @@ def test_the_grid_holds_the_loss_of_all_steps():
     reached = 1e6 * _events.affordable_interval(event, 1e-5)
     assert 1 < reached / _events.rough_epsilon(event, 1e-5) < 5
   of_one = dp.PoissonSampledDpEvent(0.1, dp.LaplaceDpEvent(0.5))
-  interval = _events.affordable_interval(of_one, 1e-5)
-  assert 2e6 * interval == pytest.approx(48)
+  assert 2e6 * _events.affordable_interval(of_one, 1e-5) == pytest.approx(48)
   assert _events.affordable_interval(dp.UnsupportedDpEvent(), 1e-5) == 0
   # Of the last one's loss, ten standard deviations from the mean.
   assert reached > math.log(1e-3) + (2 * 1.3 - 1) / (2 * 0.03**2)
@@ -55,8 +54,7 @@ def test_answer_meets_the_target_where_epsilon_jumps():
     _calibration._solve(lambda s: 1.0, 0.5, 3.0, 5e-6)
   near_the_end = _calibration._solve(lambda s: 1.5e-3 / s, 1.0, 3e-3, 5e-6)
   assert near_the_end == pytest.approx(1.5e-3, rel=1e-5)
-  beyond = _calibration._solve(lambda s: 1e-9 / s, 1.0, 1.0, 5e-6)
-  assert 1e-3 < beyond < 2e-3
+  assert 1e-3 < _calibration._solve(lambda s: 1e-9 / s, 1.0, 1.0, 5e-6) < 2e-3
   assert _calibration._refined(lambda s: 2.0, lambda s: 2.0, 2.0, 1.0) < 0.1
   jump = _calibration._refined(
     lambda s: math.inf if s < 1.7 else 0.0, lambda s: 3 / s**2, 2.0, 2.0
