@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,14 +21,18 @@ def names(params: Any) -> dict[str, Any]:
 
 def save(path: pathlib.Path, params: Any, metadata: dict[str, Any]) -> None:
   """Writes all leaves and a JSON header of public facts."""
-  arrays = {
-    name: np.ascontiguousarray(jax.device_get(value))
-    for name, value in names(params).items()
-  }
+  # One entry: safetensors would write several in a random order.
+  write(path, names(params), {'facts': json.dumps(metadata)})
+
+
+def write(
+  path: pathlib.Path, arrays: Mapping[str, Any], header: dict[str, str]
+) -> None:
+  """Writes a safetensors file of arrays with any strides."""
+  # It stores the memory of an array from its beginning, whatever the strides.
+  dense = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
   with files.replacing(path) as temporary:
-    # One entry: safetensors would write several in a random order.
-    header = {'facts': json.dumps(metadata)}
-    safetensors.numpy.save_file(arrays, temporary, metadata=header)
+    safetensors.numpy.save_file(dense, temporary, header)
 
 
 def load(path: pathlib.Path, params: Any) -> Any:
@@ -56,8 +61,6 @@ def have_moved(found: Any, start: Any) -> bool:
   """
   was = names(start)
   return any(
-    np.any(x)
-    if name.endswith('lora_b')
-    else not name.endswith('lora_a') and not np.array_equal(x, was[name])
+    not name.endswith('lora_a') and np.any(x != was[name])
     for name, x in names(found).items()
   )

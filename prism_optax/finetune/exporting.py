@@ -13,10 +13,11 @@ from flax import nnx
 
 from prism_optax import lora
 
-from . import files, finished, tasks, templates
+from . import adapters, files, finished, tasks, templates
 from .models import llama_files, minilm, pretrained
 
 HEAD = 'head.safetensors'  # Of a classifier, beside its merged encoder.
+FORMAT = {'format': 'pt'}  # As transformers expects its files.
 Read = Callable[[str], np.ndarray]
 Modules = Mapping[str, Mapping[str, Any]]
 
@@ -49,9 +50,8 @@ def export(command: argparse.Namespace) -> None:
   if kind == 'merged':
     write_model(folder, source, merged(source.read, modules), limit)
     if head:
-      weight = np.ascontiguousarray(np.asarray(head['kernel']).T)
-      bias = np.asarray(head['bias'])
-      _save(folder / HEAD, {'weight': weight, 'bias': bias})
+      stored = {'weight': head['kernel'].T, 'bias': head['bias']}
+      adapters.write(folder / HEAD, stored, FORMAT)
   else:
     write_adapter(folder, source, modules, head)
     if command.base:
@@ -87,11 +87,10 @@ def check(model: Any, back: Any, folder: pathlib.Path) -> str:
   def logits(model):
     return model(np.arange(1, 9)[None])
 
-  trained, found = (np.asarray(logits(x)) for x in (model, back))
+  trained, found = logits(model), logits(back)
   state = nnx.state(model, nnx.LoRAParam)
   nnx.update(model, jax.tree.map(np.zeros_like, state))
-  error = float(np.abs(found - trained).max())
-  effect = float(np.abs(logits(model) - trained).max())
+  error, effect = (np.abs(x - trained).max() for x in (found, logits(model)))
   text = (
     f'read back: logits differ by at most {error:.1e}; the adapters change '
     f'them by {effect:.1e}'
@@ -104,7 +103,7 @@ def check(model: Any, back: Any, folder: pathlib.Path) -> str:
 def _read_back(
   run: finished.Finished, source: pretrained.Pretrained, folder: pathlib.Path
 ) -> Any:
-  """The model of an export, without adapters: they are in its weights."""
+  """The model of an export: its own adapters add nothing to its weights."""
   head: Mapping[str, Any] = {}
   if (folder / 'adapter_config.json').exists():
     adapter, modules = lora.load_peft(folder), {}
@@ -120,7 +119,7 @@ def _read_back(
     source = pretrained.find(str(folder))
     if (folder / HEAD).exists():
       head = safetensors.numpy.load_file(folder / HEAD)
-  plain = {'rank': 0, 'weights_dtype': 'float32'}
+  plain = {'weights_dtype': 'float32'}
   used = argparse.Namespace(**vars(run.options) | plain)
   model = tasks.network(used, source)
   if head:
@@ -141,7 +140,7 @@ def merged(read: Read, modules: Modules) -> Read:
 
   def changed(name: str) -> np.ndarray:
     value, module = read(name), modules.get(name.removesuffix('.weight'))
-    if module is None or not name.endswith('.weight'):
+    if module is None:
       return value
     a, b = (np.asarray(module[key], np.float32) for key in ('lora_a', 'lora_b'))
     return (value.astype(np.float32) + (a @ b).T).astype(value.dtype)
@@ -175,8 +174,8 @@ def write_model(
     max_shard_size=limit or sum(sizes.values()),
   )
   for file, names in parts.filename_to_tensors.items():
-    tensors = {name: np.ascontiguousarray(read(name)) for name in names}
-    _save(folder / file, tensors)
+    tensors = {name: read(name) for name in names}
+    adapters.write(folder / file, tensors, FORMAT)
     kind = tensors[names[0]].dtype.name
   if parts.is_sharded:
     index = {'metadata': parts.metadata, 'weight_map': parts.tensor_to_filename}
@@ -223,8 +222,3 @@ def _write_tokenizer(
   source.tokenizer.save(str(folder / 'tokenizer.json'))
   entries = dict(source.tokenizer_config)
   files.write_json(folder / 'tokenizer_config.json', entries)
-
-
-def _save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-  with files.replacing(path) as temporary:
-    safetensors.numpy.save_file(dict(tensors), temporary, {'format': 'pt'})
