@@ -8,7 +8,6 @@ arXiv:2305.08846).
 """
 
 import argparse
-import copy
 import dataclasses
 import pathlib
 import tempfile
@@ -38,7 +37,7 @@ def with_canaries(loss: Callable[..., Any]) -> Callable[..., Any]:
   def audited(params: Any, frozen: Any, *record: Any) -> jax.Array:
     *own, canary = record
     pull = STRENGTH * params['canaries'][canary - 1]
-    planted = jnp.where(canary > 0, pull, 0.0)  # Or no gradient at all.
+    planted = jnp.where(canary != -1, pull, 0.0)  # Or no gradient at all.
     return jnp.where(canary == 0, loss(params['own'], frozen, *own), planted)
 
   return audited
@@ -55,8 +54,9 @@ def with_places(
   numbers = np.where(coin, np.arange(1, len(coin) + 1), -1)
   blank = [np.zeros((len(coin), *x.shape[1:]), x.dtype) for x in data]
   own = [np.concatenate(pair) for pair in zip(data, blank, strict=True)]
+  first, *_ = data
   return *own, np.concatenate(
-    [np.zeros(len(data[0]), np.int32), np.asarray(numbers, np.int32)]
+    [np.zeros(len(first), np.int32), np.asarray(numbers, np.int32)]
   )
 
 
@@ -93,7 +93,7 @@ def lower_bounds(
   """
   order = np.argsort(score)
   lowest, highest = order[: guesses // 2], order[-(guesses // 2) :]
-  right = int(np.sum(~coin[lowest]) + np.sum(coin[highest]))
+  right = np.sum(~coin[lowest]) + np.sum(coin[highest])
   # 1 is a guess, right ones first; 0 is none. The coins had no part in choosing
   # whom to guess, so that nothing has to be paid for the choice.
   rights = 1.0 * (np.arange(right + 1) < right)
@@ -130,7 +130,7 @@ def audit(command: argparse.Namespace) -> None:
       has no place for the canaries.
   """
   run = finished.find(command.run, 'classify', 'instruct')
-  name, used = run.summary['optimizer'], copy.copy(run.options)
+  name, used = run.summary['optimizer'], run.options
   plan, count = run.summary.get('plan'), command.canaries
   if plan is None:
     raise ValueError(f'{command.run}: --optimizer {name} claims no epsilon.')
@@ -141,13 +141,13 @@ def audit(command: argparse.Namespace) -> None:
     )
   used.data, used.seed = used.eval, None
   task = tasks.read(used, run.folder)
-  coin = np.random.default_rng().random(count) < 0.5
+  coin = np.random.default_rng().choice([False, True], count)
   data = with_places([x[: size - count] for x in task.train], coin)
   planted_loss = with_canaries(lambda *record: task.loss(*record)[0])
   own_params = methods.prepared(name, task.params)
   params = {'own': own_params, 'canaries': jnp.zeros(count)}
   changed: dict[str, Any] = {'params': params, 'train': data}
-  changed['loss'] = lambda *record: (planted_loss(*record), jnp.zeros(()))
+  changed['loss'] = lambda *record: (planted_loss(*record), ())
   planted = dataclasses.replace(task, **changed)
   noises = {'as it is': 1.0}
   if command.noise is not None:

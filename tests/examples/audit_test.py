@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +55,8 @@ def _private(sigma):
 def _bounds(sigma):
   """By attacker: right guesses, and both lower bounds."""
   params, data, coin = _problem()
-  found = audit.scores(
-    _private(sigma), params, audit.with_places(data, coin), np.float32(1),
-    _rate,
-  )  # fmt: skip
+  places = audit.with_places(data, coin)
+  found = audit.scores(_private(sigma), params, places, np.float32(1), _rate)
   return {
     name: audit.lower_bounds(score, coin, GUESSES, DELTA)
     for name, score in found.items()
@@ -86,8 +85,16 @@ def test_a_canary_pulls_at_its_own_number_in_its_own_place():
   for canary in (0, 1, 3, -1):
     found = pull(params, 3.0, 5.0, canary)
     assert found['own'] == (15 if canary == 0 else 0)
-    want = audit.STRENGTH * (np.arange(1, 4) == canary)
+    want = 1e3 * (np.arange(1, 4) == canary)
     np.testing.assert_array_equal(found['canaries'], want)
+
+
+def test_a_score_is_the_whole_way_down_or_the_steps_over_their_rates():
+  private = mock.Mock()
+  private.batches.return_value = [mock.Mock(step=i) for i in range(2)]
+  private.step.side_effect = [mock.Mock(params={'canaries': x}) for x in (4, 6)]
+  found = audit.scores(private, {'canaries': 5}, (), (), lambda i: 1.0 + i)
+  assert found == {'final parameters': 5 - 6, 'every step': 1 / 1 - 2 / 2}
 
 
 def test_bounds_are_those_of_the_source():
@@ -106,10 +113,8 @@ def test_bounds_are_those_of_the_source():
   assert audit.lower_bounds(0 * coin, coin, GUESSES, DELTA)[1:] == (0, 0)
   assert audit.lower_bounds(~coin, coin, GUESSES, DELTA) == (0, 0, 0)
   # What is more than was claimed is said, and nothing else is.
-  scores = {'blind': 0 * coin, 'sees all': coin}
-  *_, blind, sees_all, _ = audit.table(
-    3.0, coin, GUESSES, DELTA, scores.items()
-  )
+  scores = [('blind', 0 * coin), ('sees all', coin)]
+  *_, blind, sees_all, _ = audit.table(0.0, coin, GUESSES, DELTA, scores)
   assert 'WRONG' not in blind
   assert sees_all.endswith('THE CLAIM IS WRONG')
 

@@ -84,6 +84,21 @@ def test_output_has_adapter_and_metrics_and_nothing_private(finished, capsys):
 
 
 @pytest.mark.slow
+def test_an_audit_of_a_run_finds_missing_noise(finished, capsys):
+  """47 coins are secret with the noise of the run, and none without."""
+  argv = ['audit', str(finished), '--canaries', '47', '--noise', '0']
+  assert finetune.main(argv) == 0
+  lines = capsys.readouterr().out.splitlines()
+  silent = [line for line in lines if line.startswith('noise x 0, ')]
+  assert len(silent) == 2
+  assert lines[1].startswith('14 guesses of 47 coins')
+  # A canary that was in and never drawn cannot be told.
+  assert all(int(line[32:].split()[0]) >= 11 for line in silent)
+  assert finetune.main(['audit', str(finished), '--canaries', '61']) == 2
+  assert 'to the declared size 60, got 61' in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_interrupted_run_ends_like_an_uninterrupted_one(
   finished, tiny_files, tiny_model, tmp_path, capsys
 ):
@@ -190,7 +205,7 @@ def test_bad_options_are_named_with_their_value(
     (['--rank', '9'], 'rank <= 8'),
     (['--max-length', '17'], '3 <= --max-length <= 16, got 17'),
     (['--model', 'nowhere'], '--model nowhere: there is no such folder.'),
-    (['--mesh', 'model=2'], '--mesh: expected data=N with N >= 1, got model=2'),
+    (['--mesh', 'axis=2'], '--mesh: expected data=N with N >= 1, got axis=2'),
     (['--model', 'org/net'], 'hf download org/net --local-dir net, and --mod'),
   ],
 )
