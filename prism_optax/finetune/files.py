@@ -199,7 +199,7 @@ def _json(line: str) -> Row:
 
 def _csv(path: pathlib.Path, option: str) -> list[Row]:
   # A long text is no error, and must not be one in a private file.
-  csv.field_size_limit(2**31 - 1)
+  csv.field_size_limit(0x7FFF_FFFF)  # The most that Windows takes.
   with path.open(encoding='utf-8-sig', errors='replace', newline='') as file:
     reader = csv.DictReader(file)
     head, *more = reader.fieldnames or ['']

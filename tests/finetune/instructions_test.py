@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from prism_optax.finetune import data, instructions, training
+from prism_optax.finetune import data, files, instructions, training
 from prism_optax.finetune.models import chat, classifier, llama_files, minilm
 from tests import cases
 from tests.core import seams
@@ -26,7 +26,7 @@ TALK = {
 }
 
 
-def test_rows_of_both_forms_and_both_kinds_of_file(tmp_path):
+def test_rows_of_both_forms_and_both_kinds_of_file(tmp_path, capsys):
   lines = conftest.write_lines(tmp_path / 'a.jsonl', [GOOD, TALK])
   first, second = instructions.read_public(conftest.columns(lines))
   assert [m['content'] for m in first] == ['two plus three', 'five']
@@ -36,11 +36,15 @@ def test_rows_of_both_forms_and_both_kinds_of_file(tmp_path):
   for row in (TALK, asked):
     assert instructions.prompt(row, COLUMNS) == asked['messages']
   path = tmp_path / 'a.csv'
-  # A comma and a line break in a text; a byte order mark, as Excel has it.
-  text = '\ufeffresponse,prompt\n"five, I\nsay",two plus three\n'
-  path.write_text(text, 'utf-8')
-  (only,) = instructions.read_public(conftest.columns(path))
-  assert [m['content'] for m in only] == ['two plus three', 'five, I\nsay']
+  # A byte order mark, as Excel has it; a comma, a line break and bytes of
+  # another coding in a long text; a row that is too long, and one too short.
+  text = b'"five, I\r\nsay%b",two,surplus\r\nis\r\n' % (b'\xff' * 200_000)
+  path.write_bytes(b'\xef\xbb\xbfa;b,prompt\r\n' + text)
+  assert files.read_public(str(path), dict) == [
+    {'a;b': 'five, I\r\nsay' + '\ufffd' * 200_000, 'prompt': 'two'},
+    {'a;b': 'is'},
+  ]
+  assert ': 1 rows hold bytes that are no UTF-8' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,8 @@ def test_rows_of_both_forms_and_both_kinds_of_file(tmp_path):
     ({'prompt': 'a'}, r"row 2: no column 'response', only \['prompt'\]"),
     ({'prompt': 3, 'response': 'a'}, r"row 2: 'prompt' must be a string"),
     ({'messages': 'a'}, r"row 2: 'messages' must be a list"),
-    ({'messages': [{'role': 'x', 'content': 'a'}]}, r'a role of'),
+    ({'messages': [TALK['messages'][0], {'role': 'x', 'content': ''}]}, 'role'),
+    ({'messages': [{'role': 'user', 'content': 3}]}, 'a role of .* and a cont'),
     ({'messages': TALK['messages'][:2]}, r'must be of the assistant'),
     ({'messages': []}, r'must be of the assistant'),
   ],
@@ -94,6 +99,9 @@ def test_a_template_may_change_what_came_before(source):
   talk = chat.Chat(dataclasses.replace(source, tokenizer_config=config))
   prompt, answer = talk.prompt_and_answer(conversation)
   assert (prompt, answer) == (conversation[-2]['content'], 'five</s>')
+  rows = [[{'role': 'user', 'content': x}, conversation[1]] for x in ('is', '')]
+  _, labels = instructions.encode(rows, talk, 4)  # One token before, and none.
+  assert list((labels != data.BLANK).sum(axis=1)) == [2, 0]
 
 
 def test_only_the_response_is_learned_up_to_the_limit(source):
