@@ -41,11 +41,7 @@ def predict(command: argparse.Namespace) -> None:
     return
   path = pathlib.Path(command.output)
   files.require_writable(path.parent)
-  with (
-    files.replacing(path) as temporary,
-    temporary.open('w', encoding='utf-8') as file,
-  ):
-    file.writelines(f'{line}\n' for line in lines)
+  files.write(path, ''.join(f'{line}\n' for line in lines))
   print(f'{len(rows)} rows in {path}.')
 
 
@@ -126,7 +122,7 @@ def per_class(run: finished.Finished) -> list[tuple[str, int, float]]:
   found = np.array([x.argmax() for x in probabilities(model, ids, 64)])
   labels = data.encode_labels(public.labels, used.labels)
   return [
-    (name, int(rows.sum()), float((found[rows] == i).mean()))
+    (name, rows.sum(), (found[rows] == i).mean())
     for i, name in enumerate(used.labels)
     for rows in [labels == i]
     if rows.any()
@@ -182,7 +178,7 @@ def talk(command: argparse.Namespace) -> None:
       temperature=command.temperature,
       seed=command.seed + turn,
     ):
-      ids.append(int(tokens[0]))
+      ids.append(tokens[0])
       text = template.decode(ids)
       # A character of several tokens is shown when it is whole.
       if not text.endswith('\ufffd'):

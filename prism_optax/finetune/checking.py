@@ -77,6 +77,6 @@ def _conversations(
       counts['rows that can be used'] += 1
       cut = lengths[-1] > command.max_length + 1
       counts['  of them with a response that is cut'] += cut
-  for share in (50, 90, 100) if lengths else ():
-    tokens = int(np.percentile(lengths, share))
-    counts[f'tokens, or fewer, have {share}% of the rows'] = tokens
+  for share in (0.5, 0.9, 1.0) if lengths else ():
+    tokens = int(np.quantile(lengths, share))
+    counts[f'tokens, or fewer, have {share:.0%} of the rows'] = tokens

@@ -48,7 +48,7 @@ COMMANDS = {
     'predict out --data public.jsonl --output labels.jsonl',
     'report out --rows 1 --output report.html',
     'export out --output merged --format merged --check',
-    'audit out --canaries 20 --noise 0.5',
+    'audit out --canaries 10 --noise 0.5',
   ),
   'instruct': (
     f'check-data --task instruct {FILES} --model model --max-length 12',
@@ -59,7 +59,7 @@ COMMANDS = {
     'predict out --data public.jsonl --max-new-tokens 3 --before'
     ' --batch-size 1 --prompt-column response',
     'chat out --max-new-tokens 3 --system two --temperature 1 --before',
-    'report out --rows 1 --output report.html',
+    'report out --rows 2 --output report.html',
     'export out --output adapter --base',
     'train --output out --resume --data train.jsonl --model model',
   ),
@@ -86,6 +86,7 @@ COMMANDS = {
 # Rows of which nothing is learned, and what is too long to be read whole.
 BAD = ['[]', '{"text":"film","label":"maybe"}', '{"text":3}', '{"text":"a"}']
 LONG = {'prompt': 'two', 'response': 'is two ' * 5}
+EDGES = [{'prompt': 'two ' * n, 'response': 'is'} for n in (6, 7, 8)]
 ROLES = {'system': 'two', 'user': 'three', 'assistant': 'is'}
 TALK = {'messages': [{'role': x, 'content': y} for x, y in ROLES.items()]}
 
@@ -131,8 +132,8 @@ def folder(tmp_path, tiny_model, tiny_files, request, monkeypatch):
   (path / 'encoder').symlink_to(tiny_model)
   language_models.write(path / 'model')
   texts = [file.read_text().splitlines() for file in tiny_files]
-  rows = [*finished_runs.ROWS, TALK]
-  talks = [*rows * 20, LONG], rows
+  rows = [TALK, *finished_runs.ROWS]
+  talks = [*rows * 20, LONG, *EDGES], rows
   private, public = talks if 'instruct' in request.node.name else texts
   lines = conftest.write_lines(path / 'train.jsonl', [*private, *BAD])
   lines.write_bytes(lines.read_bytes() + b'{"text": "film \xff", "label": 1}\n')
@@ -193,5 +194,6 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
     stored.write_text(found)
   wanted = stored.read_text()
   assert NUMBER.sub('#', found) == NUMBER.sub('#', wanted)
+  assert not re.search(r'"\d": 0\.\d{7}', found)  # Of labels, rounded.
   numbers = ([float(x) for x in NUMBER.findall(y)] for y in (found, wanted))
   np.testing.assert_allclose(*numbers, rtol=0.02, atol=0.005)
