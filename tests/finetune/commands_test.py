@@ -59,7 +59,9 @@ def test_a_language_model_learns_on_weights_in_int8_also_if_interrupted(
 def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   folder, _ = language_run
   page = tmp_path / 'report.html'
+  (tmp_path / 'report.html.tmp').touch(0o400)  # Of a report that was stopped.
   run_command('report', folder, '--output', page)
+  assert page.stat().st_mode == (folder / 'options.json').stat().st_mode
   text = page.read_text()
   assert 'sums &lt;b&gt;' in text
   assert '<b>' not in text.replace('<b>run</b>', '')
@@ -84,8 +86,8 @@ def test_the_verdict_asks_for_two_standard_errors(review_run):
 def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
   folder, _ = language_run
   opened = finished.find(str(folder))
-  opened.options.rank = 3
-  with pytest.raises(ValueError, match='names or shapes do not fit'):
+  opened.options.lora_targets = ['attention']
+  with pytest.raises(ValueError, match=r'do not fit: ...stacks.1.mlp.down'):
     finished.model(opened)
   opened.options.base = dict(opened.options.base, sha256='0' * 64)
   with pytest.raises(ValueError, match='the run began with 0000'):
@@ -97,6 +99,10 @@ def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
     finished.find(str(tmp_path))
   with pytest.raises(ValueError, match='--task classify, got instruct'):
     finished.find(str(folder), 'classify')
+  shutil.copy(folder / 'options.json', tmp_path)
+  (tmp_path / 'summary.json').write_text('{"optimizer": "adamw"}')
+  with pytest.raises(ValueError, match='adamw claims no epsilon'):
+    finetune.run(['audit', str(tmp_path)])
 
 
 def test_a_step_is_measured_once(tmp_path):
@@ -189,7 +195,7 @@ def test_options_are_answered_before_anything_heavy_is_imported():
 import sys
 sys.stderr = sys.stdout
 from prism_optax.finetune.main import main
-assert main(['train', '--stps', '3']) == 2
+assert main(['train', '--step', '3']) == 2
 assert main(['train', '--data', 'T']) == 2
 try:
   main(['export', '--help'])
@@ -200,5 +206,5 @@ print(sorted({x.partition('.')[0] for x in sys.modules} & {*heavy.split()}))
 """
   printed = root.python('-c', program)
   assert printed.endswith('[]\n')
-  assert 'unknown: --stps 3; did you mean --steps?' in printed
+  assert 'unknown: --step 3; did you mean --steps?' in printed
   assert '--data needs --eval' in printed
