@@ -56,7 +56,7 @@ def _labels(
     shares = [round(float(share), 6) for share in row]
     yield {
       run.options.text_column: text,
-      'label': names[int(row.argmax())],
+      'label': names[row.argmax()],
       'probabilities': dict(zip(names, shares, strict=True)),
     }
 

@@ -195,7 +195,7 @@ def test_options_are_answered_before_anything_heavy_is_imported():
 import sys
 sys.stderr = sys.stdout
 from prism_optax.finetune.main import main
-assert main(['train', '--step', '3']) == 2
+assert main(['train', '--step', '3', '--data', 'T']) == 2
 assert main(['train', '--data', 'T']) == 2
 try:
   main(['export', '--help'])
