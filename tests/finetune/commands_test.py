@@ -131,6 +131,7 @@ def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):
   for entries, message in (
     (old | {'later': 1}, r"has the options \['later'\], .* later version"),
     ({'steps': 3}, r"expected a task of \['digits', .* got None"),
+    ([], 'options.json: expected a JSON object'),
   ):
     path.write_text(json.dumps(entries))
     with pytest.raises(ValueError, match=message):
