@@ -118,7 +118,7 @@ def encode(
 
 def frozen_layers(top_layers: int) -> list[plain_layers.Weights]:
   """The weights of the pretrained top layers."""
-  encoder = minilm.load(pretrained.find(None), rngs=nnx.Rngs(0))
+  encoder = minilm.load(pretrained.find(None))
   found = list(encoder.layers)[-top_layers:]
   return [plain_layers.weights_of(layer) for layer in found]
 

@@ -97,7 +97,7 @@ def sentences(
   """
   config, rngs = minilm.LoraConfig(rank=rank), nnx.Rngs(0)
   try:
-    encoder = minilm.load(pretrained.find(None), config, rngs)
+    encoder = minilm.load(pretrained.find(None), config)
   except (ImportError, OSError, ValueError):
     encoder = minilm.Encoder(encoded_text.ALL_MINILM_L6_V2, config, rngs=rngs)
   encoder.layers = nnx.List(list(encoder.layers)[:layers])

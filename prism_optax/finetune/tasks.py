@@ -105,7 +105,7 @@ def network(options: Options, source: pretrained.Pretrained) -> Any:
   if options.task == 'instruct':
     dtype = jnp.dtype(options.weights_dtype)
     return llama_files.load(source, where, dtype=dtype)
-  encoder = minilm.load(source, where, nnx.Rngs(0))
+  encoder = minilm.load(source, where)
   sizes = encoder.hidden_size, len(options.labels)
   return classifier.Classifier(encoder, *sizes, TEMPERATURE, nnx.Rngs(1))
 

@@ -27,7 +27,7 @@ IDS = np.array([[1, 5, 9, 33, 7, 2], [3, 14, 15, 9, 26, 5]])
 @pytest.fixture(scope='module')
 def adapted(source):
   """Adapters that change something, in the upper two of three layers."""
-  model = llama_files.load(source, LORA, seed=1)
+  model = llama_files.load(source, LORA)
   nnx.update(model, conftest.randomise(nnx.state(model, nnx.LoRAParam)))
   return model
 

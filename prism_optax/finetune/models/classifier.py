@@ -11,7 +11,7 @@ class HeadParam(nnx.Param[jax.Array]):
   """Marks the head, which is trained beside the adapters."""
 
 
-TRAINED = nnx.Any(nnx.LoRAParam, HeadParam)
+TRAINED = nnx.LoRAParam, HeadParam
 
 
 def logits_of(

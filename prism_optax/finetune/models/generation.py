@@ -81,7 +81,7 @@ class Generator:
     caches = llama.empty_caches(self._model, len(prompts), room)
     key, ended = jax.random.key(seed), np.zeros(len(prompts), bool)
     for step in range(steps):
-      draw = np.float32(temperature), jax.random.fold_in(key, step)
+      draw = temperature, jax.random.fold_in(key, step)
       found, caches = self._run(self._leaves, caches, *rows, *draw)
       tokens = np.asarray(found)
       ended |= np.isin(tokens, self._stops)
@@ -97,7 +97,7 @@ class Generator:
     """The ids of whole answers; see :meth:`stream`."""
     rows: list[list[int]] = [[] for _ in prompts]
     for tokens in self.stream(prompts, max_new_tokens, **options):
-      for row, token in zip(rows, tokens, strict=True):
+      for row, token in zip(rows, tokens.tolist(), strict=True):
         if token >= 0:
-          row.append(int(token))
+          row.append(token)
     return rows

@@ -35,9 +35,13 @@ class LoraConfig:
   top_layers: int | None = None
 
   def rank_of(self, target: str, layer: int, num_layers: int) -> int:
-    top = num_layers if self.top_layers is None else self.top_layers
-    is_adapted = target in self.targets and layer >= num_layers - top
+    is_adapted = target in self.targets and layer >= self.first(num_layers)
     return self.rank if is_adapted else 0
+
+  def first(self, num_layers: int) -> int:
+    """The lowest layer that may have adapters."""
+    top = self.top_layers
+    return 0 if top is None else max(0, num_layers - top)
 
 
 NO_ADAPTERS = LoraConfig()
@@ -139,17 +143,11 @@ class Attention(nnx.Module):
     self.output = make(hidden, hidden)
 
   def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attends within each sequence; arguments and result of :meth:`mixed`."""
-    return self.output(self.mixed(tokens, mask))
-
-  def mixed(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """What the output matrix reads: mixed values.
+    """Attends within each sequence.
 
     Args:
       tokens: ``(batch * length, hidden)``.
-      mask: ``(batch, length)``, True where there is a token to look at; or
-        ``(batch or 1, length, length)``, True where the token of the second
-        axis may look at the one of the last, as in a decoder.
+      mask: ``(batch, length)``, True where there is a token to look at.
 
     Returns:
       ``(batch * length, hidden)``. A sequence without a single token is
@@ -161,14 +159,13 @@ class Attention(nnx.Module):
       projection(tokens).reshape(shape)
       for projection in (self.query, self.key, self.value)
     )
-    visible = mask[:, None, :] if mask.ndim == 2 else mask
     scores = jnp.einsum('bqhd,bkhd->bhqk', query, key)
     scores = scores / jnp.sqrt(query.shape[-1]).astype(scores.dtype)
     # The smallest number and not -inf: all of them masked must not be NaN.
     lowest = jnp.finfo(scores.dtype).min
-    scores = jnp.where(visible[:, None], scores, lowest)
+    scores = jnp.where(mask[:, None, None], scores, lowest)
     mixed = jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), value)
-    return mixed.reshape(tokens.shape)
+    return self.output(mixed.reshape(tokens.shape))
 
 
 class FeedForward(nnx.Module):
@@ -196,4 +193,4 @@ def masked_mean(tokens: jax.Array, mask: jax.Array) -> jax.Array:
   tokens = tokens.reshape(*mask.shape, -1)
   total = jnp.einsum('bl,blh->bh', weights, tokens)
   # An empty sequence gives zeros and no NaN.
-  return total / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-9)
+  return total / jnp.maximum(weights.sum(axis=1, keepdims=True), 1)

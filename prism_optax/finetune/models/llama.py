@@ -150,8 +150,9 @@ class Layer(nnx.Module):
 
 
 def _dense(rank: int, dtype: Any, rngs: nnx.Rngs) -> Any:
-  options = {'kernel_init': layers.ZEROS, 'param_dtype': dtype}
-  return functools.partial(layers.Dense, rank=rank, rngs=rngs, **options)
+  return functools.partial(
+    layers.Dense, rank=rank, rngs=rngs, param_dtype=dtype
+  )
 
 
 def _norm(config: Config, width: int, dtype: Any, rngs: nnx.Rngs):
@@ -194,7 +195,6 @@ class Decoder(nnx.Module):
       return nnx.Embed(
         config.vocab_size,
         config.hidden_size,
-        embedding_init=layers.ZEROS,
         param_dtype=_at_least_bfloat16(dtype),
         dtype=jnp.float32,
         rngs=rngs,
@@ -207,9 +207,8 @@ class Decoder(nnx.Module):
 
     self.embedding = embedding()
     # Layers without adapters come first.
-    depth, top = config.num_hidden_layers, lora.top_layers
-    split = 0 if top is None else max(0, depth - top)
-    bounds = sorted({0, split, depth})
+    depth = config.num_hidden_layers
+    bounds = sorted({0, lora.first(depth), depth})
     self.stacks = nnx.List([stack(*x) for x in itertools.pairwise(bounds)])
     self.norm = _norm(config, config.hidden_size, dtype, rngs)
     if not config.tie_word_embeddings:

@@ -97,8 +97,8 @@ class Config:
         f"{where}: expected hidden_act 'silu', got {activation!r}."
       )
 
-    def number(name, default=None, types=(int,)) -> Any:
-      return sizes.positive(stored, name, where, types, default)
+    def number(name, default=None, types=(int,), entries=stored) -> Any:
+      return sizes.positive(entries, name, where, types, default)
 
     heads = number('num_attention_heads')
     key_value_heads = number('num_key_value_heads', heads)
@@ -108,7 +108,8 @@ class Config:
         f'num_key_value_heads, got {heads} and {key_value_heads}.'
       )
     rope = _rope(stored, where)
-    bias = bool(stored.get('attention_bias', False))
+    theta = number('rope_theta', 1e4, (int, float), {**stored, **rope})
+    bias = stored.get('attention_bias', False)
     return cls(
       **{name: number(name) for name in SIZES},
       num_attention_heads=heads,
@@ -116,13 +117,13 @@ class Config:
       head_dim=number('head_dim', number('hidden_size') // heads),
       max_length=_max_length(stored, number('max_position_embeddings')),
       rms_norm_eps=number('rms_norm_eps', 1e-6, (int, float)),
-      rope_theta=float(rope.get('rope_theta', stored.get('rope_theta', 1e4))),
+      rope_theta=float(theta),
       rope_scaling=_scaling(rope, where),
-      tie_word_embeddings=bool(stored.get('tie_word_embeddings', False)),
+      tie_word_embeddings=stored.get('tie_word_embeddings', False),
       qkv_bias=kind == 'qwen2' or bias,
       # Qwen 2 has no such option: biases in three of the four, always.
       output_bias=kind != 'qwen2' and bias,
-      mlp_bias=bool(stored.get('mlp_bias', False)),
+      mlp_bias=stored.get('mlp_bias', False),
       qk_norm=kind == 'qwen3',
     )
 

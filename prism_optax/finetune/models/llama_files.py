@@ -18,16 +18,15 @@ def load(
   lora: LoraConfig = NO_ADAPTERS,
   *,
   dtype: Any = jnp.float32,
-  seed: int = 0,
 ) -> llama.Decoder:
   """Builds the decoder with the stored weights.
 
   Args:
     source: What :func:`pretrained.find` returned.
-    lora: Where adapters are put; they start as no change at all.
+    lora: Where adapters are put; they start as no change at all, from public
+      values.
     dtype: Type of the frozen weights: float32, bfloat16, or int8 in the dense
       layers, with a scale for each output, and bfloat16 elsewhere.
-    seed: Of the adapters' initial values, which are public.
 
   Raises:
     ValueError: If a weight is missing or has another shape than the
@@ -36,7 +35,7 @@ def load(
   config = Config.from_dict(source.config, f'{source.where}/config.json')
 
   def build():
-    return llama.Decoder(config, lora, dtype=dtype, rngs=nnx.Rngs(seed))
+    return llama.Decoder(config, lora, dtype=dtype, rngs=nnx.Rngs(0))
 
   # Shapes only: no second copy of the weights is ever made.
   shapes = nnx.eval_shape(build)
@@ -50,7 +49,7 @@ def load(
       stored, scale = layers.to_int8(stored)
       leaves[(*path[:-1], 'kernel_scale')] = jnp.asarray(scale)
     leaves[path] = jnp.asarray(stored, leaf.dtype)
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   for path, leaf in nnx.to_flat_state(adapters):
     # ``lora_a`` uniform as He et al. have it, ``lora_b`` zero: no change.
     bound, drawn = np.sqrt(6 / leaf.shape[-2]), np.zeros(leaf.shape)

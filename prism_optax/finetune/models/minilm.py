@@ -137,24 +137,20 @@ def _stored_name(module: Sequence[Any]) -> str:
   return f'encoder.layer.{i}.{IN_LAYER[tuple(inside)]}'
 
 
-def load(
-  source: Pretrained,
-  lora: LoraConfig = NO_ADAPTERS,
-  rngs: nnx.Rngs | None = None,
-) -> Encoder:
+def load(source: Pretrained, lora: LoraConfig = NO_ADAPTERS) -> Encoder:
   """Builds the encoder with the stored weights, in float32.
 
   Args:
     source: What ``pretrained.find`` returned.
-    lora: Where adapters are put; they start as no change at all.
-    rngs: Source of the adapters' initial values, which are public.
+    lora: Where adapters are put; they start as no change at all, from public
+      values.
 
   Raises:
     ValueError: If a weight is missing or has another shape than the
       configuration says, or a LoRA rank does not fit.
   """
   config = Config.from_dict(source.config, f'{source.where}/config.json')
-  encoder = Encoder(config, lora, rngs=nnx.Rngs(0) if rngs is None else rngs)
+  encoder = Encoder(config, lora, rngs=nnx.Rngs(0))
   _, _, frozen = classifier.split(encoder, nnx.LoRAParam)
   for path, leaf in nnx.to_flat_state(frozen):
     *module, end = path
