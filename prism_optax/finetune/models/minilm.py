@@ -155,8 +155,7 @@ def load(source: Pretrained, lora: LoraConfig = NO_ADAPTERS) -> Encoder:
   for path, leaf in nnx.to_flat_state(frozen):
     *module, end = path
     stored = source.weight(_stored_name(module), end, leaf.shape)
-    leaf.set_value(jnp.asarray(stored, jnp.float32))
-  nnx.update(encoder, frozen)
+    leaf.set_value(jnp.asarray(stored, jnp.float32))  # The encoder's own.
   # One segment only, so its embedding is a constant of every position.
   segment = source.read('embeddings.token_type_embeddings.weight')[0]
   positions = encoder.positions.embedding
