@@ -95,6 +95,12 @@ def test_adapters_and_head_move_and_the_step_is_proved(task, name, tmp_path):
     )
 
 
+def test_features_without_a_norm_stay_small():
+  tiny, head = jnp.full((1, 4), 1e-7), (jnp.eye(4), jnp.zeros(4))
+  found = classifier.logits_of(tiny, *head, temperature=2.0)
+  np.testing.assert_allclose(found, 0.2, rtol=1e-5)  # Not 1: of norm one.
+
+
 @pytest.mark.slow
 def test_a_blank_row_has_no_gradient_and_others_that_of_the_model(task):
   loss = training.make_loss(task.graphdef)
