@@ -34,7 +34,7 @@ def logits_of(
     ``(batch, classes)``.
   """
   # The floor keeps the gradient finite where an input has no token.
-  square = jnp.sum(features**2, axis=-1, keepdims=True)
+  square = jnp.sum(features**2, axis=1, keepdims=True)
   features = features * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
   # A row each: the head may be copies, one for each example.
   logits = (features[..., None, :] @ kernel).squeeze(-2)

@@ -22,9 +22,9 @@ def _program(graphdef: Any) -> Callable[..., Any]:
   def run(leaves, caches, ids, positions, keep, temperature, key):
     model = nnx.merge(graphdef, leaves)
     logits, caches = model(ids, positions, caches, keep=keep)
-    greedy = jnp.argmax(logits, axis=-1)
+    greedy = jnp.argmax(logits, axis=1)
     warm = logits / jnp.maximum(temperature, 1e-6)
-    drawn = jax.random.categorical(key, warm, axis=-1)
+    drawn = jax.random.categorical(key, warm)
     return jnp.where(temperature > 0, drawn, greedy), caches
 
   return jax.jit(run, donate_argnums=1)

@@ -153,7 +153,7 @@ class Attention(nnx.Module):
       ``(batch * length, hidden)``. A sequence without a single token is
       attended uniformly: finite, and of no use.
     """
-    hidden, length = tokens.shape[-1], mask.shape[-1]
+    hidden, length = tokens.shape[1], mask.shape[1]
     shape = -1, length, self.heads, hidden // self.heads
     query, key, value = (
       projection(tokens).reshape(shape)

@@ -254,7 +254,8 @@ class Decoder(nnx.Module):
       new.append(cache)
     tokens = tokens.reshape(batch, length, -1)
     if keep is not None:
-      tokens = jnp.take_along_axis(tokens, keep[:, None, None], 1)[:, 0]
+      kept = jnp.take_along_axis(tokens, keep[:, None, None], 1)
+      tokens = kept.squeeze(1)
     table = self.embedding if self.config.tie_word_embeddings else self.head
     logits = table.attend(self.norm(tokens))
     return logits if caches is None else (logits, new)

@@ -87,7 +87,7 @@ def halves_apart(matrix: np.ndarray, head_dim: int) -> np.ndarray:
   GGUF has the two coordinates of a rotation side by side, 0 1 0 1; on the hub
   they are half a head apart, 0 0 1 1.
   """
-  pairs = matrix.reshape(-1, head_dim // 2, 2, matrix.shape[-1])
+  pairs = matrix.reshape(-1, head_dim // 2, 2, matrix.shape[1])
   return pairs.swapaxes(1, 2).reshape(matrix.shape)
 
 

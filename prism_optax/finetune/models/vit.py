@@ -55,7 +55,7 @@ class VisionTransformer(nnx.Module):
     self, config: Config, rank: int, targets: Sequence[str], rngs: nnx.Rngs
   ):
     self.config = config
-    pixels = config.patch_size**2
+    pixels = config.patch_size * config.patch_size
     self.embed = nnx.Linear(pixels, config.hidden, rngs=rngs)
     patches = (config.image_size // config.patch_size) ** 2
     normal = nnx.initializers.normal(0.02)
