@@ -58,6 +58,9 @@ def test_an_input_without_a_token_gives_zeros_and_finite_gradients(tiny_model):
   value, gradient = jax.jit(jax.value_and_grad(norm))(state)
   assert value == 0
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+  # Of two inputs each has the mean of its own tokens.
+  means = layers.masked_mean(np.ones((4, 3)), np.array([[1, 0], [1, 1]]))
+  np.testing.assert_array_equal(means, np.ones((2, 3)))
 
 
 def test_adapters_go_where_they_are_asked_for_and_start_as_nothing(tiny_model):
