@@ -112,7 +112,7 @@ def save(task: tasks.Task, output: pathlib.Path) -> None:
     files.replacing(_path(output)) as temporary,
     temporary.open('wb') as file,
   ):
-    np.savez(file, kernel=kernel, facts=np.array(json.dumps(facts)))
+    np.savez(file, kernel=kernel, facts=json.dumps(facts))
 
 
 def _path(output: pathlib.Path) -> pathlib.Path:

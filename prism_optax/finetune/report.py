@@ -35,7 +35,7 @@ def _name(run: finished.Finished, runs: Sequence[finished.Finished]) -> str:
   return folder.name if len(same) == 1 else str(folder)
 
 
-def page(runs: dict[str, finished.Finished], rows: int = 0) -> str:
+def page(runs: dict[str, finished.Finished], rows: int) -> str:
   """The whole page.
 
   Args:

@@ -60,7 +60,7 @@ def train(run: Run) -> dict[str, Any]:
   else:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = _begun(run)
-    metrics = summaries.Metrics(run.output / 'metrics.jsonl', int(state.step))
+    metrics = summaries.Metrics(run.output / 'metrics.jsonl', state.step)
     state = _loop(run, state, metrics)
     summary = _written(run, state, metrics.rows)
   shutil.rmtree(folder, ignore_errors=True)
@@ -101,8 +101,8 @@ def _loop(
   diagnostics = summaries.Metrics(path, first)
   print('Compiling and checking the step ...')
   private.compile(state, frozen)
-  if first == 0:
-    metrics.add(0, run.task.evaluate(state.params, frozen))
+  if not metrics.rows:  # Of a new run, or of one whose file is gone.
+    metrics.add(first, run.task.evaluate(state.params, frozen))
   shape: dict[str, Any] = {
     'initial': first,
     'unit': 'step',
@@ -141,8 +141,6 @@ def _loop(
 
 
 def _shown(rows: list[dict[str, Any]]) -> dict[str, str]:
-  if not rows:
-    return {}
   name = summaries.measure(rows[-1])
   return {name.removeprefix('eval_'): f'{rows[-1][name]:.3f}'}
 

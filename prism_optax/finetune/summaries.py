@@ -29,7 +29,7 @@ class Metrics:
       are done again, with the same result.
   """
 
-  def __init__(self, path: pathlib.Path, step: float):
+  def __init__(self, path: pathlib.Path, step: Any):
     self.path = path
     lines = path.read_text('utf-8').splitlines() if path.exists() else []
     self.rows = [row for row in map(json.loads, lines) if row['step'] <= step]
@@ -116,11 +116,11 @@ def summarize(
 ) -> dict[str, Any]:
   """What ``summary.json`` holds, of the rows of ``metrics.jsonl``."""
   name, private = run.name, run.private
-  steps, held = int(state.step), int(state.held)
+  held = int(state.held)
   if held:
     print(
-      f'{name} diverged: {held} of {steps} steps gave numbers that are not '
-      'finite and left the parameters as they were. Try a smaller '
+      f'{name} diverged: {held} of {private.steps} steps gave numbers that are '
+      'not finite and left the parameters as they were. Try a smaller '
       '--learning-rate.'
     )
   summary: dict[str, Any] = {

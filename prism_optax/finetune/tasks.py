@@ -58,7 +58,7 @@ class Task:
     if not self.labels:
       return None
     shares = np.bincount(self.evaluation.labels) / len(self.evaluation.labels)
-    return float(shares.max())
+    return shares.max()
 
 
 def make(name, model, train, public, labels, base, divisor=1, chunk=64) -> Task:

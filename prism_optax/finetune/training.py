@@ -65,7 +65,7 @@ def make_loss(graphdef: Any, divisor: int = 1) -> Callable[..., Any]:
   """
 
   def loss(params, frozen, inputs, labels):
-    logits = nnx.merge(graphdef, params, frozen)(inputs[None])[0]
+    logits = nnx.merge(graphdef, params, frozen)(inputs[None]).squeeze(0)
     losses, hits, counts = _measured(logits, labels)
     hits = jnp.sum(hits) / jnp.maximum(jnp.sum(counts), 1)
     return jnp.sum(losses) / divisor, hits
@@ -167,21 +167,21 @@ def sharding(options: Options, *axes: str) -> jax.sharding.NamedSharding | None:
   Raises:
     ValueError: If there are fewer devices.
   """
-  count, found = options.mesh, jax.devices()
-  if count > len(found):
+  count, found = options.mesh, jax.device_count()
+  if count > found:
     raise ValueError(
-      f'--mesh asks for {count} devices, but there are {len(found)}. (On '
+      f'--mesh asks for {count} devices, but there are {found}. (On '
       f'a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={count}.)'
     )
   if count == 1:
     return None
   auto = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((count,), ('data',), auto, devices=found[:count])
+  mesh = jax.make_mesh((count,), ('data',), auto)
   return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def make_evaluate(
-  graphdef: Any, evaluation: data.Examples, chunk: int = 64
+  graphdef: Any, evaluation: data.Examples, chunk: int
 ) -> Callable[[Any, Any], dict[str, float]]:
   """Builds ``evaluate(params, frozen)`` over a public set.
 
@@ -205,7 +205,7 @@ def make_evaluate(
   @jax.jit
   def totals(params, frozen, inputs, labels):
     logits = nnx.merge(graphdef, params, frozen)(inputs)
-    return jnp.array([jnp.sum(x) for x in _measured(logits, labels)])
+    return [jnp.sum(x) for x in _measured(logits, labels)]
 
   def evaluate(params, frozen):
     total = np.zeros(3)
