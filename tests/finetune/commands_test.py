@@ -1,5 +1,6 @@
 """What can be done with a finished run, and the mistakes around one."""
 
+import base64
 import json
 import shutil
 
@@ -13,6 +14,7 @@ from prism_optax.finetune import (
   options,
   report,
   summaries,
+  train,
 )
 from prism_optax.finetune import main as finetune
 from tests import cases
@@ -28,16 +30,16 @@ from tests.finetune.finished_runs import run_command
 
 @pytest.mark.slow
 def test_a_language_model_learns_on_weights_in_int8_also_if_interrupted(
-  tmp_path,
+  tmp_path, capsys
 ):
   rows = finished_runs.ROWS
   files = [
-    conftest.write_lines(tmp_path / f'{count}.jsonl', rows * count)
-    for count in (20, 1)
+    conftest.write_lines(tmp_path / name, rows * count)
+    for name, count in (('a.jsonl', 20), ('b.jsonl', 1), ('c.jsonl', 20))
   ]
   model, out = (tmp_path / x for x in ('model', 'out'))
   argv = finetune_test._arguments(
-    files, language_models.write(model), out, '--task', 'instruct',
+    files[:2], language_models.write(model), out, '--task', 'instruct',
     '--lora-targets', 'attention', 'mlp', '--max-length', '14', '--seed', '3',
     '--optimizer', 'dp-adamw', '--learning-rate', '0.1',
     '--weights-dtype', 'int8', noise=('--noise-multiplier', '0.5'),
@@ -51,9 +53,13 @@ def test_a_language_model_learns_on_weights_in_int8_also_if_interrupted(
   # how their processors round.
   assert final['eval_perplexity'] < 0.75 * start['eval_perplexity']
   assert finished.model(run)[0].stacks[0].mlp.up.kernel.dtype == np.int8
-  run_command('export', out, '--output', tmp_path / 'adapter')
-  card = (tmp_path / 'adapter' / 'README.md').read_text()
-  assert 'frozen weights | dense layers in int8 with a scale' in card
+  for more, message in (
+    (['--max-length', '1'], 'leave no room for a response'),
+    (['--max-length', '65'], '1 <= --max-length <= 64, got 65'),
+    (['--eval', files[2]], 'has the rows of --data'),
+  ):
+    assert finetune.main([*argv, '--output', f'{out}2', *map(str, more)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_report_is_one_page_of_public_figures(language_run, tmp_path):
@@ -66,14 +72,20 @@ def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   assert 'sums &lt;b&gt;' in text
   assert '<b>' not in text.replace('<b>run</b>', '')
   assert str(folder.parent) not in text  # Nor where it lies.
+  # Perplexity falls to a seventh, and the picture is ten times as high as low.
+  (_, drawn), _ = report.pictures({'run': finished.find(str(folder))})
+  assert b'10^{1}' in base64.b64decode(drawn)
 
 
 def test_the_verdict_asks_for_two_standard_errors(review_run):
-  summary = finished.find(str(review_run[0])).summary
+  summary = finished.find(str(review_run[0])).summary | {'held_steps': 3}
   nothing = 'learned nothing that these rows show: accuracy 0.'
   for before, after, head, verdict in (
-    (0.65, 0.75, None, 'learned: accuracy 0.750, before 0.650, on 100 public '),
+    (0.65, 0.75, None, 'learned: accuracy 0.750, before 0.650, on 100 public '
+     'rows; the commonest class alone has 0.500; 3 steps diverged and were '
+     'left out (prism, epsilon 1.235 at delta 0.001).'),
     (0.4, 0.59, None, nothing), (0.7, 0.75, None, nothing),
+    (1.0, 1.0, None, nothing[:-2]),
     (0.7, 0.75, 1.0, 'learned: accuracy 0.750, of the released head alone 0.7'),
   ):  # fmt: skip
     summary['plan']['head_noise_multiplier'] = head
@@ -81,22 +93,26 @@ def test_the_verdict_asks_for_two_standard_errors(review_run):
       {'eval_accuracy': x} for x in (before, after)
     )
     assert report.verdict(summary).startswith(verdict)
+  same, summary['chance'] = {'eval_perplexity': 2.0}, None
+  assert 'nothing' in report.verdict(summary | {'start': same, 'final': same})
 
 
 def test_other_weights_and_unfinished_runs_are_refused(language_run, tmp_path):
   folder, _ = language_run
-  opened = finished.find(str(folder))
+  opened, run = (finished.find(str(folder)) for _ in range(2))
   opened.options.lora_targets = ['attention']
   with pytest.raises(ValueError, match=r'do not fit: ...stacks.1.mlp.down'):
     finished.model(opened)
   opened.options.base = dict(opened.options.base, sha256='0' * 64)
   with pytest.raises(ValueError, match='the run began with 0000'):
     finished.model(opened)
+  with pytest.raises(ValueError, match='began with the frozen weights'):
+    train.save_options(opened.options, run.options, folder)
   with pytest.raises(ValueError, match='there is no run'):
-    finished.find(str(tmp_path))
+    finished.find_all(str(tmp_path))
   (tmp_path / 'options.json').write_text('{}')
   with pytest.raises(ValueError, match='is not finished: go on with'):
-    finished.find(str(tmp_path))
+    finished.find_all(str(tmp_path))
   with pytest.raises(ValueError, match='--task classify, got instruct'):
     finished.find(str(folder), 'classify')
   shutil.copy(folder / 'options.json', tmp_path)
@@ -111,8 +127,8 @@ def test_a_step_is_measured_once(tmp_path):
     metrics = summaries.Metrics(tmp_path / 'metrics.jsonl', 4)
     for step in (2, 4):
       metrics.add(step, {'eval_loss': 1.0})
-  rows = map(json.loads, (tmp_path / 'metrics.jsonl').read_text().splitlines())
-  assert [row['step'] for row in rows] == [2, 4]
+  path = tmp_path / 'metrics.jsonl'
+  assert [len(summaries.Metrics(path, x).rows) for x in (3, 4)] == [1, 2]
 
 
 def test_a_run_from_before_an_option_has_its_default(language_run, tmp_path):

@@ -79,6 +79,7 @@ def test_adapters_that_never_moved_are_not_exported(
   assert finetune.main(argv) == 2
   assert 'training never moved the adapters' in capsys.readouterr().err
   assert not (tmp_path / 'x').exists()
+  finished.model(run)  # But asked what it answers.
 
 
 def test_a_model_in_several_files_is_the_one_in_one_file(

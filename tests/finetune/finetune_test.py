@@ -64,6 +64,7 @@ def interrupted(step):
   try:
     with seams.before_each_draw(stop):
       yield
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
   finally:
     signal.signal(signal.SIGINT, before)
 
@@ -149,17 +150,16 @@ BASE = [
   *('train', '--data', 'T', '--eval', 'E'),
   *('--target-epsilon', '3', '--delta', '1e-5'),
 ]
+PLAN = ['plan', '--dataset-size=9', '--hours=1', '--example-gradients=9']
 
 
 @pytest.mark.parametrize(
   ('argv', 'message'),
   [
-    ([*BASE[:3]], '--data needs --eval'),
     ([*BASE, '--eval', 'T'], '--eval T is --data, but has to be public'),
     ([*BASE[:7]], '--delta is needed'),
     ([*BASE[:5], '--delta', '1e-5'], 'one of --target-epsilon and'),
     ([*BASE, '--noise-multiplier', '1'], 'one of --target-epsilon and'),
-    ([*BASE, '--target-epsilon', '-1'], r'--target-epsilon: .* got -1'),
     ([*BASE, '--delta', '1'], r'--delta: .* got 1'),
     ([*BASE, '--l2-clip-norm', 'nan'], r'--l2-clip-norm: .* got nan'),
     ([*BASE, '--learning-rate', '0'], r'--learning-rate: .* got 0'),
@@ -169,7 +169,6 @@ BASE = [
       [*BASE[:5], '--noise-multiplier', '1', '--head', 'released'],
       '--head released has a share of the budget, but --target-epsilon is not',
     ),
-    ([*BASE, '--rank', '0'], r'--rank: .* got 0'),
     (['train', '--mesh', 'data=3', '--microbatch-size', '4'], '--mesh, got 4'),
     (['train', '--mesh', 'data=8'], '--mesh asks for 8 devices, but there'),
     ([*BASE, '--optimizer', 'adamw'], 'adamw is not private'),
@@ -181,6 +180,8 @@ BASE = [
     ([*BASE, '--resume'], '--resume needs --output'),
     (['train', '--output', 'nowhere', '--resume'], 'no run in nowhere'),
     ([*BASE], '--eval: there is no file E'),
+    ([*PLAN, *BASE[5:]], '--gradients-per-second: give both or none'),
+    ([*PLAN, '--gradients-per-second=2', *BASE[5:]], '9 and --hours 1: give'),
   ],
 )
 def test_bad_options_are_named_with_their_value(

@@ -178,21 +178,12 @@ def test_a_head_is_released_once_and_paid_for(task, tmp_path, monkeypatch):
   np.savez(tmp_path / 'head.npz', **stored)
   with pytest.raises(ValueError, match='expected the release of a head'):
     releasing.with_head(rows, used, tmp_path)
+  with pytest.raises(ValueError, match='delta'):
+    releasing.release(rows, _options(target_epsilon=3.0, delta=0.1))
   (tmp_path / 'head.npz').unlink()
   (tmp_path / 'metrics.jsonl').touch()
   with pytest.raises(ValueError, match=r'head.npz is gone'):
     releasing.with_head(rows, used, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_noise_that_was_calibrated_is_not_calibrated_anew(task, tmp_path):
-  used = _options(noise_multiplier=None, target_epsilon=1.0)
-  first = training.make(task, used, 'prism', tmp_path)
-  assert first.epsilon() <= 1.0
-  used.plan = {'noise_multiplier': first.noise_multiplier}
-  used.target_epsilon = None
-  again = training.make(task, used, 'dp-adamw', tmp_path)
-  assert again.noise_multiplier == first.noise_multiplier
 
 
 def test_unknown_method_is_named(task):

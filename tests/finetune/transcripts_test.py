@@ -1,7 +1,8 @@
 """All that the commands write, against transcripts of earlier runs.
 
-Words are compared as they are, numbers to two digits. A change on purpose is
-written down with UPDATE=1 in the environment, and read in the diff.
+Words and whole numbers are compared as they are, other numbers to two digits. A
+change on purpose is written down with UPDATE=1 in the environment, and read in
+the diff.
 """
 
 import io
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 import tqdm
+from absl import logging
 from matplotlib import figure, style
 
 from prism_optax import training
@@ -25,7 +27,7 @@ from tests.core import seams
 from tests.finetune import conftest, finished_runs, language_models
 
 HERE = pathlib.Path(__file__).with_name('transcripts')
-NUMBER = re.compile(r'-?\d+(?:\.\d+)?(?:e[+-]?\d+)?')
+NUMBER = re.compile(r'-?\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)')
 # Digests, pictures, versions of packages, and what coins of an audit decide.
 UNTOLD = re.compile(
   r'[0-9a-f]{64}|(?<=base64,....)[^"]+|<style>.*?</style>'
@@ -53,7 +55,7 @@ COMMANDS = {
   'instruct': (
     f'check-data --task instruct {FILES} --model model --max-length 12',
     f'train --task instruct {FILES} {SHORT} --model model --max-length 14'
-    ' --optimizer adamw --learning-rate 0.1',
+    ' --optimizer adamw --learning-rate 0.1 --batch-size 66',
     'predict out --data public.jsonl --max-new-tokens 3 --temperature 1'
     ' --seed 4 --batch-size 2 --output answers.jsonl',
     'predict out --data public.jsonl --max-new-tokens 3 --before'
@@ -78,7 +80,7 @@ COMMANDS = {
   ),
   'plan': (
     'plan --dataset-size 500 --target-epsilon 2 --delta 1e-4 --hours 0.1'
-    ' --gradients-per-second 5 --picture plan.png',
+    ' --gradients-per-second 5.3328 --examples-per-user 2 --picture plan.png',
   ),
 }
 
@@ -91,26 +93,26 @@ ROLES = {'system': 'two', 'user': 'three', 'assistant': 'is'}
 TALK = {'messages': [{'role': x, 'content': y} for x, y in ROLES.items()]}
 
 
+def _told(artist, names) -> str:
+  found = (getattr(artist, f'get_{name}')() for name in names.split())
+  return ' '.join(str(getattr(x, 'tolist', lambda x=x: x)()) for x in found)
+
+
 def _drawn(axes) -> str:
   """Titles, lines and texts of a picture."""
-  lines = [
-    f'{x.get_label()} {x.get_linestyle()} {x.get_color()} {x.get_marker()}'
-    f' {x.get_linewidth()} {np.asarray(x.get_xydata()).tolist()}'
-    for x in axes.get_lines()
-  ]
-  lines += [
-    f'{x.get_offsets().tolist()} {x.get_edgecolor().tolist()}'
-    for x in axes.collections
-  ]
+  line = 'label linestyle color marker linewidth markersize xydata'
+  lines = [_told(x, line) for x in axes.get_lines()]
+  points = 'offsets sizes edgecolor facecolor'
+  lines += [_told(x, points) for x in axes.collections]
   sides = [
-    f'{x.label.get_text()} {x.get_scale()} {x.get_view_interval().tolist()}'
+    f'{x.label.get_text()} {_told(x, "scale view_interval minorticklocs")}'
     f' {[label.get_text() for label in x.get_majorticklabels()]}'
+    f' grid: {_told(x.get_gridlines()[0], "visible alpha")}'
     for x in (axes.xaxis, axes.yaxis)
   ]
-  texts = [
-    f'{x.get_text()} {x.xy} {x.xyann} {x.get_ha()} {x.get_fontsize()}'
-    for x in axes.texts
-  ]
+  texts = [f'{x.xy} {x.xyann} {_told(x, "text ha size")}' for x in axes.texts]
+  if legend := axes.get_legend():
+    texts += [_told(x, 'text size') for x in legend.get_texts()]
   drawn = [name for name, x in axes.spines.items() if x.get_visible()]
   return '\n'.join([axes.get_title(), *drawn, *sides, *lines, *texts])
 
@@ -144,7 +146,7 @@ def folder(tmp_path, tiny_model, tiny_files, request, monkeypatch):
 
 @cases.fast_first('name', ('plan', 'instruct'), COMMANDS)
 def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
-  monkeypatch.setattr(digits, 'STEPS', 2)
+  monkeypatch.setattr(digits, 'STEPS', digits.STEPS - 1498)  # The last two.
   texts = command_line.COMMANDS
   monkeypatch.setitem(texts, 'predict', texts['predict'].replace('128', '3'))
   # What is printed is seen at once.
@@ -169,16 +171,26 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   def tell(module, name, said):
     do = getattr(module, name)
 
-    def told(*args):
-      text.append(said(args[1]))
-      return do(*args)
+    def told(*args, **options):
+      result = do(*args, **options)
+      text.append(said(result, *args, **options))
+      return result
 
     monkeypatch.setattr(module, name, told)
 
-  tell(finetune_training, 'make', lambda options: f'planned: {options.plan}')
-  tell(chat.Chat, 'prompt', lambda messages: f'asked: {messages}')
-  tell(tqdm.tqdm, 'set_postfix', lambda shown: f'bar: {shown}')
-  tell(training, 'save_state', lambda state: f'saved: step {state.step}')
+  def planned(made, _, options, *__):
+    found = (
+      made.noise_multiplier,
+      made.parts.execution,
+      made.parts.settings.tags,
+    )
+    return f'planned: {options.plan} {found}'
+
+  tell(finetune_training, 'make', planned)
+  tell(chat.Chat, 'prompt', lambda _, __, messages: f'asked: {messages}')
+  tell(tqdm.tqdm, 'set_postfix', lambda _, __, shown: f'bar: {shown}')
+  tell(training, 'save_state', lambda _, __, state: f'saved: step {state.step}')
+  tell(digits.optax, 'adamw', lambda *_, **options: f'adamw: {options}')
   for command in COMMANDS[name]:
     monkeypatch.setattr(sys, 'stdin', io.StringIO('two\nplus\n\ntwo\n'))
     # The style of benchmarks is another one.
@@ -188,6 +200,7 @@ def test_commands_write_what_they_wrote(name, folder, capsys, monkeypatch):
   for path in sorted({*folder.rglob('*.*')} - given):
     if path.suffix in ('.json', '.jsonl', '.html', '.md', '.safetensors'):
       text.append(f'= {path}\n{_read(path)}')
+  assert logging.get_verbosity() == logging.ERROR
   found = UNTOLD.sub('...', '\n'.join(text).replace(str(folder), '.'))
   stored = HERE / f'{name}.txt'
   if 'UPDATE' in os.environ:
