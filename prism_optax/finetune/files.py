@@ -311,7 +311,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A file to write; it gets the name ``path`` when it is whole.
+  """A file to write; it gets the name ``path`` when it is whole, or goes.
 
   Whoever wrote it, its permissions are those of a new file: safetensors would
   let nobody but its owner read one.
@@ -322,9 +322,13 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
   temporary.unlink(missing_ok=True)
   temporary.touch()
   mode = temporary.stat().st_mode
-  yield temporary
-  temporary.chmod(mode)
-  temporary.replace(path)
+  try:
+    yield temporary
+    temporary.chmod(mode)
+    temporary.replace(path)
+  except BaseException:
+    temporary.unlink(missing_ok=True)
+    raise
 
 
 def write(path: pathlib.Path, text: str) -> None:

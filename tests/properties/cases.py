@@ -5,6 +5,8 @@ after the first is cheap; sizes, scales and oddities are drawn freely. Examples
 are derandomised: a test that has passed once passes always.
 """
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prism_optax import lora
-from tests.cases import norm  # noqa: F401
+from tests.cases import norm, normal  # noqa: F401
 
 settings = hypothesis.settings(
   derandomize=True, deadline=None, max_examples=40, database=None
@@ -56,15 +58,13 @@ BATCHES = (
 batches = st.sampled_from(BATCHES)
 
 
-def draw_tree(name, seed, *, lead=(), scale=1.0, dtype=jnp.float32):
+def draw_tree(name, seed, **options):
   """Normal entries in the shapes of a tree, on the host."""
-  rng = np.random.default_rng(seed)
-  shapes, _ = TREES[name]
-  return jax.tree.map(
-    lambda shape: (scale * rng.normal(size=(*lead, *shape))).astype(dtype),
-    shapes,
+  zeros = jax.tree.map(
+    functools.partial(np.zeros, dtype=np.float32), TREES[name][0],
     is_leaf=lambda x: isinstance(x, tuple),
-  )
+  )  # fmt: skip
+  return normal(zeros, seed, **options)
 
 
 def spoiled(tree, oddity, seed):

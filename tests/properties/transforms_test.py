@@ -56,9 +56,7 @@ POINTS = {
   cases.st.sampled_from(['intrinsic', 'per matrix']),
   cases.st.sampled_from([*POINTS, 'canonical']),
 )  # fmt: skip
-def test_clips_are_bounded_total_and_blind_to_order(
-  batch, seed, scale, oddity, kind, point
-):
+def test_clips_are_bounded_and_total(batch, seed, scale, oddity, kind, point):
   name, size, dtype = batch
   clip, bound = _clip(name, kind)
   params = cases.draw_tree(name, seed)
@@ -79,10 +77,6 @@ def test_clips_are_bounded_total_and_blind_to_order(
   assert cases.is_finite(total)
   assert cases.norm(total) <= size * bound * (1 + 1e-6)
   assert cases.norm(clip(grads, params, ~here)) == 0
-  order = np.random.default_rng(seed).permutation(size)
-  turned = clip(jax.tree.map(lambda x: x[order], grads), params, here)
-  difference = cases.norm(jax.tree.map(np.subtract, total, turned))
-  assert difference <= size * bound * 1e-6
   # Any one of them moves it by at most the sensitivity.
   if size:
     less = clip(grads, params, np.arange(size) == seed % size)
