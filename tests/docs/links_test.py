@@ -100,7 +100,6 @@ def test_what_leads_nowhere_is_found():
   assert wrong_names(text) == [
     'tests/conftest.py::test_no', 'tests/none.py', 'tests/none.py::test_no'
   ]  # fmt: skip
-  assert slug_of('A *b*: `c`') == 'a-b-c'
 
 
 def test_one_version_is_cited_built_and_imported():
