@@ -20,14 +20,10 @@ def test_a_gram_matrix_as_a_tpu_computes_it():
   np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def _of_a_stack(x):
-  return _products.matmul(_products.Tall((x,)), x)
-
-
 @pytest.mark.parametrize(
   ('call', 'word'),
   [
-    (_of_a_stack, 'optimization_barrier'),
+    (lambda x: _products.matmul(_products.Tall((x,)), x), 'barrier'),
     (lambda x: _products.gram(*[x[..., :2]] * 2), 'stablehlo.concatenate'),
     (_frames.orthonormal_basis, '@Eigh'),
     (_factorizations.dominant_pairs, '@Eigh'),

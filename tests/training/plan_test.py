@@ -81,9 +81,8 @@ def test_the_table_shows_the_advice():
   assert found == [(steps, round(b * x)) for steps, x in wanted]
   # The users that fit, down to a power of two.
   assert plan.arguments['execution'].microbatch_size == 4
-  rows = [row for row in str(plan).splitlines() if row.startswith('>')]
-  assert len(rows) == 1
-  assert rows[0].split()[1:3] == [
+  (row,) = [row for row in str(plan).splitlines() if row.startswith('>')]
+  assert row.split()[1:3] == [
     str(plan.chosen.steps),
     str(plan.chosen.expected_batch_size),
   ]
