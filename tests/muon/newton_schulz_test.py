@@ -75,13 +75,13 @@ def test_rows_of_coefficients_in_float32(shape, least, steps):
 
 
 def test_a_stack_may_hold_matrices_of_any_sizes():
-  rng = np.random.default_rng(4)
-  matrix = rng.standard_normal((4, 7)).astype(np.float32)
+  matrix = np.float32(np.random.default_rng(4).normal(size=(4, 7)))
   sizes = np.array([1e-30, 1.0, 1e30], np.float32)[:, None, None]
   out = np.asarray(newton_schulz(sizes * matrix, normalize='frobenius'))
   expected = muon_oracle.orthogonalize(matrix, 2, 5, 'frobenius')
   for one in out:
     np.testing.assert_allclose(one, expected, atol=1e-5)
+  assert newton_schulz(matrix[:0]).shape == (0, 7)
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
