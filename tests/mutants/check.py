@@ -57,6 +57,7 @@ NEAR = {
   ' audit/exact_release_test.py',
   '_exact_sum': 'core/per_example_test.py core/lattice_test.py',
   '_linalg': 'core fixed_rank',
+  '_modules': 'modules core/trail_test.py',
   '_randomness': 'core/randomness_test.py core/generators_test.py',
   '_randomness/_keys': 'core/randomness_test.py training/noise_once_test.py',
   'accounting': 'accounting core/accounting_test.py laws/refusals_test.py',
