@@ -72,7 +72,6 @@ NEAR = {
   'training/_owner': 'training/noise_once_test.py training/journal_test.py',
   'training/_program': 'training/private_test.py training/noise_once_test.py',
   'training/_releases': 'training/prior_releases_test.py',
-  'training/_state': 'training/state_file_test.py',
   'transforms': 'laws transforms aliases integration audit',
   'transforms/_chain': 'core/trail_test.py transforms/chain_order_test.py',
   'transforms/_matrix_clip': 'core/clip_groups_test.py',
